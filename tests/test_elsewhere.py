@@ -123,7 +123,7 @@ def test_what_needs_torch_says_so(elsewhere: Elsewhere, words: str) -> None:
 
 def test_the_doctor_without_torch(elsewhere: Elsewhere, tmp_path: Path) -> None:
     found = json.loads(elsewhere(NO_TORCH, "doctor", "run.pth", "--json").stdout)
-    causes = {cause["id"]: cause for cause in found["causes"]}
+    causes = {cause["code"]: cause for cause in found["causes"]}
     assert "cuda:1" in causes["device"]["title"] and "torch" in causes["device"]["title"]
     fixed = elsewhere(NO_TORCH, "doctor", "run.pth", "--fix", "fixed.pth")
     assert fixed.code == 0 and (tmp_path / "fixed.pth").exists()

@@ -228,7 +228,10 @@ def main_program(check: bool, paths: list[Path]) -> int:
             if not check:
                 path.write_text(readme.refreshed(text, Session(where).run), encoding="utf-8")
                 continue
-            for found in (*untrue(text, where), *filter(None, [mistyped(text, where)])):
+            for found in (
+                *untrue(text, where),
+                *filter(None, [mistyped({path.stem: text}, where)]),
+            ):
                 wrong = 1
                 print(f"{path}: {found}")
     return wrong

@@ -93,7 +93,7 @@ def test_commands_that_need_the_model_name_it(
     exec((tmp_path / "nets.py").read_text(), namespace)
     (by_name,) = ckptkit.doctor("a.pth", model="nets.py:make")["causes"]
     (by_object,) = ckptkit.doctor("a.pth", model=namespace["make"]())["causes"]
-    assert by_name["id"] == by_object["id"] == "tied"
+    assert by_name["code"] == by_object["code"] == "tied"
     assert "--model nets.py:make" in by_name["command"] and by_object["command"] is None
 
 

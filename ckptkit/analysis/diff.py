@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from ckptkit import compute
 from ckptkit.analysis import advice
@@ -22,6 +22,7 @@ from ckptkit.core.tensor import Shape, Tensor
 from ckptkit.core.text import escape, plural, some
 
 if TYPE_CHECKING:
+    from ckptkit.analysis.json_types import DiffFacts
     from ckptkit.core.fold import Modules
 
 LEVELS = 4  # dotted parts that a prefix may have
@@ -109,9 +110,9 @@ class Diff:
         differing = (self.missing, self.unexpected, self.mismatched, self.changed, self.entries)
         return not any(differing)
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> DiffFacts:
         """Return what ``ckptkit diff --json`` prints, without the names of the two sides."""
-        return {
+        facts = {
             "equal": self.equal,
             "missing": list(self.missing),
             "unexpected": list(self.unexpected),
@@ -124,6 +125,7 @@ class Diff:
             "uncompared": list(self.uncompared),
             "advice": list(self.advice),
         }
+        return cast("DiffFacts", facts)
 
     @property
     def summary(self) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ckptkit.analysis import digests, summary
 from ckptkit.analysis import stats as statistics
@@ -18,6 +18,16 @@ from ckptkit.core.text import matcher
 from ckptkit.quantized import look_through
 from ckptkit.scanning.files import scan_all
 
+if TYPE_CHECKING:
+    from ckptkit.analysis.json_types import (
+        DigestFile,
+        InspectFile,
+        ScanFailed,
+        ScanFile,
+        StatsFacts,
+        VerifyFile,
+    )
+
 Json = dict[str, Any]
 
 
@@ -28,7 +38,7 @@ def inspect(
     keys: str | Iterable[str] = (),
     sha256: bool = False,
     stored: bool = False,
-) -> Json:
+) -> InspectFile:
     """Return what a checkpoint contains: FILE of ``ckptkit inspect --json``.
 
     `keys` are globs of the tensors to list. With `sha256` the tensors are read, and have their
@@ -41,7 +51,8 @@ def inspect(
     globs = arguments.texts("keys", keys)
     rows = summary.matching(found.rows, globs)
     sums = list(sha256_each((row.place, row.tensor) for row in rows)) if sha256 else None
-    return listed(as_json.file(found, rows, sums, is_selection=bool(globs)))
+    facts = as_json.file(found, rows, sums, is_selection=bool(globs))
+    return cast("InspectFile", listed(facts))
 
 
 def stats(
@@ -51,7 +62,7 @@ def stats(
     keys: str | Iterable[str] = (),
     everything: bool = False,
     stored: bool = False,
-) -> Json:
+) -> StatsFacts:
     """Return statistics of the values of tensors: the object of ``ckptkit stats --json``.
 
     `keys` are globs of names. All weights are read, with `everything` all tensors of the file.
@@ -61,7 +72,8 @@ def stats(
     checkpoint = checkpoint if stored else look_through(checkpoint)
     rows = statistics.chosen(checkpoint, arguments.texts("keys", keys), everything)
     found = statistics.Statistics(rows)
-    return listed(as_json.statistics(checkpoint.name, checkpoint.format, found, found.rows()))
+    facts = as_json.statistics(checkpoint.name, checkpoint.format, found, found.rows())
+    return cast("StatsFacts", listed(facts))
 
 
 def digest(
@@ -70,32 +82,35 @@ def digest(
     key: str | None = None,
     keys: str | Iterable[str] = (),
     everything: bool = False,
-) -> Json:
+) -> DigestFile:
     """Return digests of tensors, equal in all formats: FILE of ``ckptkit digest --json``."""
     arguments.flags(everything=everything)
     globs = arguments.texts("keys", keys)
     checkpoint = open_checkpoint(source, key=key)
     matches = matcher(globs) if globs else None
     found = digests.digest(checkpoint, everything=everything, matches=matches)
-    return listed(as_json.digests(checkpoint.name or "", checkpoint.format, found))
+    facts = as_json.digests(checkpoint.name or "", checkpoint.format, found)
+    return cast("DigestFile", listed(facts))
 
 
-def verify(source: Source, *, values: bool = False, key: str | None = None) -> Json:
+def verify(source: Source, *, values: bool = False, key: str | None = None) -> VerifyFile:
     """Check that a file or folder is whole: FILE of ``ckptkit verify --json``.
 
     All bytes are read; with `values`, NaN and infinite elements are findings too.
     """
     arguments.flags(values=values)
-    return listed(as_json.verdict(verification.verify(file_of(source), values=values, key=key)))
+    found = verification.verify(file_of(source), values=values, key=key)
+    return cast("VerifyFile", listed(as_json.verdict(found)))
 
 
-def scan(source: Source, *, trust: str | Iterable[str] = ()) -> list[Json]:
+def scan(source: Source, *, trust: str | Iterable[str] = ()) -> list[ScanFile | ScanFailed]:
     """Return what loading the files of a path would run: each FILE of ``ckptkit scan --json``.
 
-    Nothing is run. `trust` are globs of names of classes and functions that may be called.
+    Nothing is run. A file that cannot be read has an ``error`` instead of a verdict. `trust` are
+    globs of names of classes and functions that may be called.
     """
     found = scan_all([file_of(source)], trust=arguments.texts("trust", trust))
-    return [listed(scanned.file(each)) for each in found]
+    return [cast("ScanFile | ScanFailed", listed(scanned.file(each))) for each in found]
 
 
 def file_of(source: object) -> str:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ckptkit.api import Conversion
     from ckptkit.diagnosis.diagnose import Diagnosis
 
-SCHEMA = "ckptkit.doctor/2"
+SCHEMA = "ckptkit.doctor/3"
 FOUND = 1
 UNCHECKED = "note: names and shapes were not checked against a model: --model does that"
 

@@ -52,7 +52,7 @@ def _heading(found: Diagnosis) -> str:
 
 def _counted(causes: Sequence[Cause]) -> str:
     """Count the causes of each level: ``1 error, 2 notes``."""
-    counts = {level: len([each for each in causes if each.severity == level]) for level in LEVELS}
+    counts = {level: len([each for each in causes if each.level == level]) for level in LEVELS}
     return ", ".join(plural(count, level) for level, count in counts.items() if count)
 
 
@@ -62,8 +62,8 @@ def _causes(found: Diagnosis) -> Iterator[str]:
     numbers: dict[str, int] = {}
     for number, cause in enumerate(found.causes, 1):
         yield ""
-        title = wrapped(f"{number}. {cause.severity}: {escape(cause.title)}")
-        yield from (paint(line, COLOURS[cause.severity]) for line in title)
+        title = wrapped(f"{number}. {cause.level}: {escape(cause.title)}")
+        yield from (paint(line, COLOURS[cause.level]) for line in title)
         text = wrap(cause.explanation, wide, break_long_words=False, break_on_hyphens=False)
         yield from (f"   {escape(line)}" for line in text)
         if cause.command in numbers:

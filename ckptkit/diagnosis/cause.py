@@ -39,8 +39,8 @@ class Cause:
     ``fix`` is what one plan can do about it, None if nothing.
     """
 
-    id: str
-    severity: str
+    code: str
+    level: str
     title: str
     explanation: str
     command: str | None = None
@@ -49,7 +49,7 @@ class Cause:
 
 def at_least(causes: Iterable[Cause], level: str) -> list[Cause]:
     """Return the causes that are as severe as `level`, or more."""
-    return [cause for cause in causes if LEVELS.index(cause.severity) <= LEVELS.index(level)]
+    return [cause for cause in causes if LEVELS.index(cause.level) <= LEVELS.index(level)]
 
 
 def together(causes: Iterable[Cause]) -> Fix | None:

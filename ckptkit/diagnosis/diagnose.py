@@ -130,7 +130,7 @@ def examine(
             typed, (*found, container.part(typed, checkpoint.part)), checkpoint, readable=True
         )
     found += _content(typed, checkpoint, model)
-    if model is not None and not any(cause.id == "ambiguous" for cause in found):
+    if model is not None and not any(cause.code == "ambiguous" for cause in found):
         found += _fit(typed, checkpoint, model, options)
     return Diagnosis(typed, tuple(found), checkpoint, readable=True, lost=lost, options=options)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from ckptkit.analysis.reports import file_of, listed
 from ckptkit.api import Conversion
@@ -15,10 +15,12 @@ from ckptkit.diagnosis.diagnose import Diagnosis, examine
 if TYPE_CHECKING:
     from torch import nn
 
+    from ckptkit.analysis.json_types import DoctorReport
+
 
 def doctor(
     source: Source, *, model: nn.Module | str | None = None, key: str | None = None
-) -> dict[str, Any]:
+) -> DoctorReport:
     """Return why a file does not load, and the commands that help: ``ckptkit doctor --json``.
 
     `model` is a torch.nn.Module that the weights are meant for, or names a class: then
@@ -36,7 +38,8 @@ def doctor(
         arguments.module("model", model)
     words = (*options, *(("--key", key) if key and options else ()))
     found = examine(path, model=model, key=key, options=words)
-    return listed(report(found, None, found, None if model is None else name))
+    facts = report(found, None, found, None if model is None else name)
+    return cast("DoctorReport", listed(facts))
 
 
 def report(
@@ -70,8 +73,8 @@ def _fixed(found: Diagnosis, done: Conversion, left: Diagnosis) -> dict[str, Any
 
 def _cause(cause: Cause) -> dict[str, Any]:
     return {
-        "id": cause.id,
-        "severity": cause.severity,
+        "code": cause.code,
+        "level": cause.level,
         "title": cause.title,
         "explanation": cause.explanation,
         "command": cause.command,

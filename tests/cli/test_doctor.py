@@ -60,12 +60,12 @@ def diagnose(ckptkit: Ckptkit) -> Diagnose:
     def invoke(*args: object, code: int = 1) -> dict[str, dict[str, Any]]:
         result = ckptkit("doctor", "--json", *args)
         found = json.loads(result.stdout)
-        fails = any(cause["severity"] != "note" for cause in found["causes"])
+        fails = any(cause["level"] != "note" for cause in found["causes"])
         assert result.exit_code == (code if code == 3 else int(fails)), result.stderr
-        assert found["schema"] == "ckptkit.doctor/2"
+        assert found["schema"] == "ckptkit.doctor/3"
         assert found["readable"] == (code != 3)
         assert bool(found["causes"]) == (code != 0)
-        return {cause["id"]: cause for cause in found["causes"]}
+        return {cause["code"]: cause for cause in found["causes"]}
 
     return invoke
 
@@ -146,7 +146,7 @@ def test_prefix_of_lightning(diagnose: Diagnose, tmp_path: Path) -> None:
     assert "model." in diagnose(tmp_path / "run.ckpt")["prefix"]["command"]
     torch.save(state, tmp_path / "run.pth")
     found = diagnose(tmp_path / "run.pth")["attribute"]  # many networks have a part called model
-    assert (found["severity"], found["fixable"]) == ("note", False)
+    assert (found["level"], found["fixable"]) == ("note", False)
     save_file(state, tmp_path / "run.safetensors")
     assert diagnose(tmp_path / "run.safetensors", code=0) == {}
 
@@ -413,7 +413,7 @@ def test_dtype(diagnose: Diagnose, paste: Paste, tmp_path: Path) -> None:
     (tmp_path / "nets.py").write_text(NET)
     torch.save(net().half().state_dict(), tmp_path / "run.pth")
     found = diagnose(tmp_path / "run.pth", "--model", f"{tmp_path / 'nets.py'}:Net")
-    assert found.keys() == {"dtype"} and found["dtype"]["severity"] == "note"
+    assert found.keys() == {"dtype"} and found["dtype"]["level"] == "note"
     assert {tensor.dtype for tensor in load(paste(found["dtype"])).values()} == {torch.float32}
 
 
@@ -879,8 +879,8 @@ def test_fix_says_what_remains(ckptkit: Ckptkit, tmp_path: Path) -> None:
     found = json.loads(
         ckptkit("doctor", "--json", tmp_path / "run.pth", *options, "--force").stdout
     )
-    assert [cause["id"] for cause in found["causes"]] == ["prefix", "mismatched"]
-    assert [cause["id"] for cause in found["fixed"]["remaining"]] == ["mismatched"]
+    assert [cause["code"] for cause in found["causes"]] == ["prefix", "mismatched"]
+    assert [cause["code"] for cause in found["fixed"]["remaining"]] == ["mismatched"]
 
 
 def test_fix_of_what_cannot_be_mended_writes_nothing(ckptkit: Ckptkit, tmp_path: Path) -> None:

@@ -484,7 +484,7 @@ def test_the_finding_is_gone(
 
 def causes(ckptkit: Ckptkit, path: Path, options: tuple[str, ...]) -> dict[str, Any]:
     done = ckptkit("doctor", path, *options, "--json")
-    return {each["id"]: each for each in json.loads(done.stdout)["causes"]}
+    return {each["code"]: each for each in json.loads(done.stdout)["causes"]}
 
 
 def test_ambiguous_is_gone_with_the_key(folder: Path, ckptkit: Ckptkit) -> None:
@@ -492,7 +492,7 @@ def test_ambiguous_is_gone_with_the_key(folder: Path, ckptkit: Ckptkit) -> None:
     path = ambiguous(folder)
     command = causes(ckptkit, path, ())["ambiguous"]["command"]
     found = json.loads(shell(f"{command} --json", folder, strict=False).stdout)
-    assert [each["id"] for each in found["causes"]] == ["wrapper"]
+    assert [each["code"] for each in found["causes"]] == ["wrapper"]
 
 
 @pytest.mark.parametrize("code", OTHERS)

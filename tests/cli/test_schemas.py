@@ -285,6 +285,27 @@ def test_a_command_that_fails_says_so_as_json(ckptkit: Ckptkit, words: str, code
     assert (found["schema"], found["error"]["code"]) == ("ckptkit.error/1", code)
 
 
+def test_the_types_are_made_from_the_schemas() -> None:
+    """`python -m tests.schemas` refreshes them."""
+    assert schemas.TYPES.read_text(encoding="utf-8") == schemas.formatted(schemas.types())
+
+
+MEANINGS = {
+    "path": ("string", "place in the tree"), "tensors": ("array", ""), "tensor_count": ("integer", ""),
+    "sha256": ("string", "SHA-256 of the contiguous little-endian elements"),
+    "file": ("string", ""), "output": ("string", ""), "inputs": ("array", "files as given"),
+}  # fmt: skip
+
+
+def test_a_word_has_one_meaning() -> None:
+    for name, schema in SCHEMAS.items():
+        for each in objects(schema):
+            for field, said in each.get("properties", {}).items():
+                kind, meaning = MEANINGS.get(field, (None, ""))
+                assert kind is None or kind in said["type"], (name, field)
+                assert meaning in said.get("description", ""), (name, field)
+
+
 def test_the_help_prints_a_schema(ckptkit: Ckptkit) -> None:
     assert json.loads(ckptkit("help", "--schema", "inspect").stdout) == SCHEMAS["inspect"]
     assert ckptkit("help", "--schema", "inspct").exit_code == 2

@@ -28,7 +28,7 @@ def test_what_is_mended_loads(name: str, tmp_path: Path) -> None:
     out = tmp_path / "mended.pth"
     cure(found, out)
     again = examine(out)
-    assert [cause.id for cause in again.causes if cause.fix is not None] == []
+    assert [cause.code for cause in again.causes if cause.fix is not None] == []
     expected = fixture.state()
     state = torch.load(out, weights_only=True)
     short = {_plain(key): value for key, value in expected.items()}

@@ -30,7 +30,7 @@ from tests.analysis.made import checkpoint, tensor
 def found(root: Node, **more: object) -> dict[str, Cause]:
     ck = checkpoint(root)
     facts = Facts("run.pth", summarize(ck), root, **more)  # type: ignore[arg-type]
-    return {cause.id: cause for cause in content.causes(facts)}
+    return {cause.code: cause for cause in content.causes(facts)}
 
 
 def fitted(
@@ -39,7 +39,7 @@ def fitted(
     sides = (
         {name: Kind("float32", shape) for name, shape in side.items()} for side in (ours, theirs)
     )
-    return {cause.id: cause for cause in fit.causes(fit.Fitting("run.pth", *sides, **more))}  # type: ignore[arg-type]
+    return {cause.code: cause for cause in fit.causes(fit.Fitting("run.pth", *sides, **more))}  # type: ignore[arg-type]
 
 
 def test_fixes_go_together() -> None:
@@ -76,7 +76,7 @@ def test_a_call_that_harms_is_found_by_its_code() -> None:
     summary = summarize(ck)
     for warning, harmful in ((Notice(RUNS_CODE, "odd words"), True), ("odd words", False)):
         facts = Facts("run.pth", replace(summary, warnings=(warning,)), root)
-        causes = {cause.id: cause for cause in content.causes(facts)}
+        causes = {cause.code: cause for cause in content.causes(facts)}
         assert ("Odd words: do not load it" in causes["weights-only"].explanation) is harmful
 
 
@@ -132,7 +132,7 @@ def test_a_model_that_fits() -> None:
 
 def test_refusals() -> None:
     def id_of(error: CkptkitError, **more: object) -> str:
-        return refused.cause(refused.Refusal("run.pth", error, **more)).id  # type: ignore[arg-type]
+        return refused.cause(refused.Refusal("run.pth", error, **more)).code  # type: ignore[arg-type]
 
     assert id_of(FormatError("is an HTML page"), head=b"  <HTML>") == "html"
     assert id_of(FormatError("is a gzip file")) == "foreign"
@@ -151,7 +151,7 @@ def test_refusals() -> None:
 def test_a_suffix_of_another_format(format: Format, suffix: str) -> None:
     """Any that is not of the format, and those alone: the table says which."""
     ck = replace(checkpoint({"a": tensor(1)}), format=format.name)
-    ids = {each.id for each in content.causes(Facts(f"run{suffix}", summarize(ck), ck.root))}
+    ids = {each.code for each in content.causes(Facts(f"run{suffix}", summarize(ck), ck.root))}
     fits = format.loaded_by_torch if suffix == ".pth" else suffix in format.suffixes
     assert ("suffix" in ids) is not fits
     assert ("not-torch" in ids) is (

@@ -169,7 +169,7 @@ def test_the_doctor_compares_the_weights_with_a_model(
     )
     assert "--dequantize" in done.stdout
     found = examine(path, model=built(models, "Up"))
-    assert [(each.id, each.severity) for each in found.causes] == [("quantized", ERROR)]
+    assert [(each.code, each.level) for each in found.causes] == [("quantized", ERROR)]
     fixed = tmp_path / "fixed.safetensors"
     assert run("doctor", path, "--model", f"{models}:Up", "--fix", fixed).code == 0
     assert run("doctor", fixed, "--model", f"{models}:Up").code == 0

@@ -220,7 +220,7 @@ def diagnosis(causes: Sequence[Cause]) -> Text:
         return Text("nothing found that keeps it from loading\n", "green")
     made = Text()
     for cause in causes:
-        made.append(f"{cause.severity}  ", STYLES.get(cause.severity, "bold blue"))
+        made.append(f"{cause.level}  ", STYLES.get(cause.level, "bold blue"))
         made.append(f"{escape(cause.title)}\n", "bold").append(
             f"{escape(cause.explanation)}\n", "dim"
         )

@@ -61,7 +61,7 @@ def _file(seen: Seen) -> dict[str, Any]:
         "tied": sum(share.same is not None for share in seen.shares),
         "causes": [
             {
-                "severity": cause.severity,
+                "level": cause.level,
                 "title": escape(cause.title),
                 "explanation": escape(cause.explanation),
                 "command": None if cause.command is None else escape(cause.command),

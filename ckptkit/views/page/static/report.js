@@ -37,11 +37,11 @@ function cards({ totals, optimizer, tied }) {
 function diagnosis() {
   const host = by("diagnosis").querySelector("div");
   for (const file of files) {
-    const said = [...file.causes, ...file.warnings.map(title => ({ severity: "warning", title }))];
+    const said = [...file.causes, ...file.warnings.map(title => ({ level: "warning", title }))];
     if (said.length && files.length > 1) host.append(element("h3", {}, file.name));
-    for (const { severity, title, explanation, command: fix } of said) {
-      const cause = element("div", { class: `cause ${severity}` });
-      cause.append(element("span", { class: "kind" }, severity), element("strong", {}, title));
+    for (const { level, title, explanation, command: fix } of said) {
+      const cause = element("div", { class: `cause ${level}` });
+      cause.append(element("span", { class: "kind" }, level), element("strong", {}, title));
       if (explanation) cause.append(element("p", { class: "dim" }, explanation));
       if (fix) cause.append(command(fix));
       host.append(cause);

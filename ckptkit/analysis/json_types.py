@@ -1,0 +1,440 @@
+"""The objects that functions of the library return, and ``--json`` prints.
+
+Made of the schemas by ``python -m tests.schemas``.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NotRequired, TypedDict, final
+
+
+@final
+class DiffKind(TypedDict):
+    """Dtype and shape."""
+
+    dtype: str
+    shape: list[int | str]
+
+
+@final
+class DiffPair(TypedDict):
+    """A key that looks renamed."""
+
+    old: str
+    new: str
+    a: DiffKind
+    b: DiffKind
+    confidence: float
+    why: str
+
+
+@final
+class DiffMismatch(TypedDict):
+    """A key whose dtype or shape differs."""
+
+    name: str
+    a: DiffKind
+    b: DiffKind
+    tolerance: float | None
+    difference: DiffDifference | None
+
+
+@final
+class DiffDifference(TypedDict):
+    """How values differ."""
+
+    count: int
+    first: int
+    largest: float | str | None
+    relative: float | str | None
+    cosine: float | str | None
+
+
+@final
+class DiffChanged(TypedDict):
+    """A key whose values differ."""
+
+    name: str
+    count: int
+    first: int
+    largest: float | str | None
+    relative: float | str | None
+    cosine: float | str | None
+
+
+@final
+class DiffEntry(TypedDict):
+    """A value beside the tensors that differs."""
+
+    path: str
+    a: str | None
+    b: str | None
+
+
+@final
+class DiffStrictFalse(TypedDict):
+    """What load_state_dict(strict=False) would not report."""
+
+    skipped: int
+    parameters: int
+    kept: int
+    kept_parameters: int
+    all_parameters: int
+
+
+@final
+class DiffFacts(TypedDict):
+    """How two checkpoints differ, or a checkpoint and a model."""
+
+    equal: bool
+    missing: list[str]
+    unexpected: list[str]
+    mismatched: list[DiffMismatch]
+    changed: list[DiffChanged]
+    renamed: list[DiffPair]
+    reshaped: list[DiffPair]
+    strict_false: DiffStrictFalse | None
+    entries: list[DiffEntry]
+    uncompared: list[str]
+    advice: list[str]
+
+
+@final
+class DigestFileWithout(TypedDict):
+    """A tensor without digest."""
+
+    name: str
+    why: str
+
+
+@final
+class DigestFile(TypedDict):
+    """A file."""
+
+    file: str
+    format: str
+    digest: str
+    tensors: list[DigestTensor]
+    without: list[DigestFileWithout]
+
+
+@final
+class DigestTensor(TypedDict):
+    """A tensor."""
+
+    name: str
+    dtype: str
+    shape: list[int | str]
+    digest: str
+
+
+@final
+class DoctorCause(TypedDict):
+    """What keeps the file from loading, or may."""
+
+    code: str
+    level: str
+    title: str
+    explanation: str
+    command: str | None
+    fixable: bool
+
+
+@final
+class DoctorFixed(TypedDict):
+    """What --fix wrote."""
+
+    output: str
+    format: str
+    done: list[str]
+    left_out: list[str]
+    lost: list[DoctorLost]
+    warnings: list[str]
+    remaining: list[DoctorCause]
+
+
+@final
+class DoctorLost(TypedDict):
+    """An entry that could not be recovered."""
+
+    path: str
+    what: str
+    why: str
+
+
+@final
+class DoctorReport(TypedDict):
+    """Why a checkpoint does not load."""
+
+    file: str
+    model: str | None
+    readable: bool
+    format: str | None
+    causes: list[DoctorCause]
+    fixed: DoctorFixed | None
+
+
+@final
+class InspectFile(TypedDict):
+    """A checkpoint."""
+
+    file: str
+    format: str
+    size: int
+    weights: str | None
+    tensors: list[InspectTensor]
+    values: list[InspectValue]
+    objects: list[InspectObject]
+    globals: list[str]
+    metadata: dict[str, str]
+    warnings: list[str]
+    totals: InspectTotals
+    selected: InspectSelected | None
+    about: str | None
+    part: InspectPart | None
+
+
+@final
+class InspectTensor(TypedDict):
+    """A tensor."""
+
+    name: str | None
+    path: str
+    keys: list[str | int]
+    dtype: str
+    shape: list[int | str]
+    nbytes: int | str
+    device: str
+    stride: list[int | str]
+    offset: int | str
+    storage: int | None
+    requires_grad: bool
+    kind: str
+    layout: str
+    local_shapes: list[list[int | str]] | None
+    quantization: InspectQuantization | None
+    sha256: NotRequired[str | None]
+
+
+@final
+class InspectQuantization(TypedDict):
+    """How the weight is quantized that the tensor stands for, or is a part of."""
+
+    weight: str
+    family: str
+    label: str
+    shape: list[int | str]
+    parts: list[str]
+    dropped: list[str]
+    reason: str | None
+
+
+@final
+class InspectValue(TypedDict):
+    """A scalar or string."""
+
+    path: str
+    keys: list[str | int]
+    type: str
+    value: Any
+
+
+# A pickled Python object that is no tensor or plain value.
+InspectObject = TypedDict("InspectObject", {"path": str, "keys": list[str | int], "global": str})
+
+
+@final
+class InspectPart(TypedDict):
+    """Which part of a checkpoint of several processes the file is."""
+
+    kind: str
+    name: str
+    detail: str
+    folder: bool
+
+
+@final
+class InspectTotals(TypedDict):
+    """Of the whole file."""
+
+    tensor_count: int
+    parameters: int | str
+    nbytes: int | str
+    storage_nbytes: int | str
+
+
+@final
+class InspectSelected(TypedDict):
+    """Of the tensors that --keys selects."""
+
+    tensor_count: int
+    parameters: int | str
+    nbytes: int | str
+
+
+@final
+class ScanFileRemarks(TypedDict):
+    """Something else that is odd."""
+
+    where: str
+    reason: str
+
+
+@final
+class ScanFilePrograms(TypedDict):
+    """TorchScript code, which is not judged."""
+
+    where: str
+    functions: int
+    files: list[str]
+
+
+@final
+class ScanFile(TypedDict):
+    """A file."""
+
+    file: str
+    size: int
+    verdict: str
+    label: str
+    pickles: list[ScanPickle]
+    remarks: list[ScanFileRemarks]
+    programs: list[ScanFilePrograms]
+
+
+@final
+class ScanPickleWeightsOnly(TypedDict):
+    """What torch.load(weights_only=True) does."""
+
+    loads: bool
+    refused: str | None
+
+
+@final
+class ScanPickle(TypedDict):
+    """A pickle in a file."""
+
+    where: str
+    offset: int
+    file_offset: int | None
+    length: int
+    protocol: int
+    loader: str
+    nested: bool
+    verdict: str
+    weights_only: ScanPickleWeightsOnly
+    versions: list[str]
+    globals: list[str]
+    needs: list[str]
+    calls: list[ScanCall]
+    runs: list[ScanCall]
+    reasons: list[str]
+    error: str | None
+
+
+@final
+class ScanCall(TypedDict):
+    """A call that unpickling makes."""
+
+    name: str
+    opcode: str
+    kind: str
+    arguments: str
+    offset: int
+    count: int
+
+
+@final
+class ScanFailed(TypedDict):
+    """A file that could not be read."""
+
+    file: str | None
+    error: ScanError
+
+
+@final
+class ScanError(TypedDict):
+    """What failed."""
+
+    code: str
+    message: str
+    hint: str | None
+    command: str | None
+
+
+@final
+class StatsStatsHistogram(TypedDict):
+    """Bins of equal width."""
+
+    start: float
+    width: float
+    counts: list[int]
+
+
+@final
+class StatsStats(TypedDict):
+    """A tensor, a group or a total."""
+
+    name: str
+    path: str | None
+    keys: list[str | int] | None
+    shape: list[int | str] | None
+    kind: str
+    dtypes: list[str]
+    tensor_count: int
+    count: int
+    nan: int
+    inf: int
+    zeros: int
+    sparsity: float | str | None
+    mean: float | str | list[Any] | None
+    std: float | str | None
+    norm: float | str | None
+    min: float | str | None
+    max: float | str | None
+    abs_max: float | str | None
+    histogram: StatsStatsHistogram | None
+
+
+@final
+class StatsFactsSkipped(TypedDict):
+    """A tensor without numbers."""
+
+    name: str
+    dtype: str
+    why: str
+
+
+@final
+class StatsFacts(TypedDict):
+    """Statistics of values."""
+
+    file: str
+    format: str
+    tensors: NotRequired[list[StatsStats]]
+    groups: NotRequired[list[StatsStats]]
+    totals: list[StatsStats]
+    skipped: list[StatsFactsSkipped]
+
+
+@final
+class VerifyFile(TypedDict):
+    """A file that could be read."""
+
+    file: str
+    format: str | None
+    ok: bool
+    tensor_count: int
+    records: int | None
+    nbytes: int
+    findings: list[VerifyFinding]
+    notes: list[str]
+
+
+@final
+class VerifyFinding(TypedDict):
+    """Something that is wrong."""
+
+    part: str | None
+    what: str
+    names: list[str]
