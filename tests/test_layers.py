@@ -7,6 +7,7 @@ Imports inside functions count, and so do those for type checkers (except in
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Iterator
 from functools import cache
@@ -204,6 +205,21 @@ def test_rooms_say_what_they_are_for() -> None:
     rooms = [name for names in ROOMS for name in names if f"{name}.__init__" in MODULES]
     texts = {name: ast.get_docstring(parsed(f"{name}.__init__")) or "" for name in rooms}
     assert [name for name, text in texts.items() if not text or text.count("\n") > 4] == []
+
+
+def test_rooms_name_the_rooms_that_they_use() -> None:
+    """Those of "Uses core, compute and formats." are all that it imports."""
+    wrong = {}
+    for name in sorted({room(module) for module in MODULES if f"{room(module)}.__init__" in KNOWN}):
+        text = " ".join((ast.get_docstring(parsed(f"{name}.__init__")) or "").split())
+        listed = re.search(r"\bUses ((?:\w+, )*\w+(?: and \w+)?)[.;]", text)
+        said = set(re.findall(r"\w+", listed[1])) - {"and"} if listed else set()
+        if said <= LEVEL.keys() and said:
+            inside = (module for module in MODULES if room(module) == name)
+            used = {room(other) for module in inside for other in own(module)} - {name, "__init__"}
+            if said != used:
+                wrong[name] = (said - used, used - said)
+    assert not wrong
 
 
 def public_names() -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 In: names and shapes (`Rules.plan`), or a Checkpoint (``applying``). Out: for each target, copies of
 elements, lowered to byte ranges (``lowering``). The reader of the notation is ``parsing``.
-May use transforms and everything below them; no torch.
+Uses core, compute, quantized and transforms; no torch.
 """
 
 from __future__ import annotations
