@@ -108,6 +108,12 @@ class Plan:
         """Bytes of all files."""
         return sum(file.size for file in self.files)
 
+    @property
+    def folders(self) -> list[str]:
+        """The names of the folders inside the output, outer ones first."""
+        names = {file.name.rpartition("/")[0] for file in self.files}
+        return sorted(set(chain.from_iterable(map(_and_above, names))))
+
     def sources(self) -> list[ByteSource]:
         """Return every source that bytes come from, once."""
         found: dict[int, ByteSource] = {}
@@ -132,6 +138,12 @@ class Plan:
                 f"{computed:,} computed, {written:,} written in {len(file.segments):,} segments"
             )
         return "\n".join(lines)
+
+
+def _and_above(folder: str) -> Iterator[str]:
+    while folder:
+        yield folder
+        folder = folder.rpartition("/")[0]
 
 
 class Edit(NamedTuple):

@@ -20,7 +20,7 @@ from ckptkit.core.plan import Plan, Segment, Summed
 
 def check_destination(plan: Plan, path: str, force: bool) -> os.stat_result | None:
     """Return what is at the destination now, if the output may replace it; None if nothing."""
-    _check_names([file.name for file in plan.files])
+    check_names([file.name for file in plan.files])
     folder, name = os.path.split(path)
     if name in ("", ".", ".."):
         raise UsageError("cannot be the name of an output", where=path)
@@ -46,7 +46,7 @@ def _is_inside(name: str) -> bool:
     )
 
 
-def _check_names(names: list[str]) -> None:
+def check_names(names: list[str]) -> None:
     """Refuse a plan whose files share a name, or are outside their folder."""
     if len(set(names)) < len(names) or not all(map(_is_inside, names)):
         raise UsageError(

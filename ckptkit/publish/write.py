@@ -24,7 +24,6 @@ from ckptkit.core.errors import (
     UsageError,
     VerifyError,
 )
-from ckptkit.core.grouping import flatten
 from ckptkit.core.plan import OutputFile, Plan
 from ckptkit.publish.copying import execute, in_order
 from ckptkit.publish.journal import journal_path
@@ -210,13 +209,7 @@ def _places(plan: Plan, temporary: str) -> list[str]:
 
 def _folders(plan: Plan, temporary: str) -> list[str]:
     """The folders inside the output, outer ones first."""
-    inner = set(flatten(_above(file.name) for file in plan.files))
-    return [os.path.join(temporary, *folder.split("/")) for folder in sorted(inner)]
-
-
-def _above(name: str) -> Iterator[str]:
-    parts = name.split("/")[:-1]
-    return ("/".join(parts[:end]) for end in range(1, len(parts) + 1))
+    return [os.path.join(temporary, *folder.split("/")) for folder in plan.folders]
 
 
 def _write(

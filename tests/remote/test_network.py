@@ -264,6 +264,8 @@ def test_memory_urls(tmp_path: Path) -> None:
     ck = ckptkit.open("memory://models/run.pth")
     assert list(ck.weights) == ["a", "b"]
     ckptkit.save(ck, "memory://models/out.pth")
+    ckptkit.save(ck, "memory://models/folder", format="dcp")
+    assert {*ckptkit.open("memory://models/folder").weights} == {*ck.weights}
     (tmp_path / "out.pth").write_bytes(store.cat("/models/out.pth"))
     assert torch.load(tmp_path / "out.pth")["a"].tolist() == [0, 1, 2]
     store.pipe("/models/run.pth", (tmp_path / "run.pth").read_bytes())

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+import time
 import zipfile
 from collections.abc import Iterator
 from functools import partial
@@ -22,12 +26,14 @@ from ckptkit.core.errors import (
     PathError,
     UsageError,
 )
+from ckptkit.formats.format import WriteOptions
 from tests.conftest import Run
 
 s3fs = pytest.importorskip("s3fs")
 server = pytest.importorskip("moto.server")
 
 BUCKET = "models"
+SHARDS = WriteOptions(shard_size=9_000_000)
 
 
 @pytest.fixture(scope="module")
@@ -234,6 +240,131 @@ class TestUpload:
         with pytest.raises(UsageError, match="cannot be read back"):
             ckptkit.save(ck, f"s3://{BUCKET}/other.pth", verify=True)
         assert s3_run("remap", "--to", "cpu", url, f"s3://{BUCKET}/there.pth").code == 2
+
+
+class TestFolders:
+    """Folders of files: the index appears last, and all of it or nothing."""
+
+    @pytest.fixture
+    def shards(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        monkeypatch.setattr("ckptkit.publish.upload.SHARED", 5 << 20)  # the least that S3 takes
+        torch.save({f"layer.{i}": torch.randn(1 << 20) for i in range(6)}, tmp_path / "in.pth")
+        return tmp_path / "in.pth"
+
+    @pytest.mark.parametrize(
+        ("format", "index"), [("sharded", "model.safetensors.index.json"), ("dcp", ".metadata")]
+    )
+    def test_what_arrives_is_what_a_local_folder_holds(
+        self, format: str, index: str, shards: Path, store: Any, tmp_path: Path
+    ) -> None:
+        ck = ckptkit.open(shards)
+        options = SHARDS if format == "sharded" else WriteOptions()
+        told: list[int] = []
+        url = f"s3://{BUCKET}/out"
+        ckptkit.save(
+            ck,
+            url,
+            format=format,
+            options=options,
+            progress=lambda count, total: told.append(count),
+        )
+        ckptkit.save(ck, tmp_path / "local", format=format, options=options)
+        store.invalidate_cache()
+        local = {str(path.relative_to(tmp_path / "local")): path.read_bytes()
+                 for path in (tmp_path / "local").rglob("*") if path.is_file()}  # fmt: skip
+        found = {
+            name.removeprefix(f"{BUCKET}/out/"): store.cat(name)
+            for name in store.find(f"{BUCKET}/out")
+        }
+        assert index in found
+        assert found == local
+        assert sum(told) == sum(map(len, local.values()))
+        assert ckptkit.open(url).weights["layer.5"].numpy().tobytes() == (
+            torch.load(shards)["layer.5"].numpy().tobytes()
+        )
+
+    def test_the_command(self, shards: Path, store: Any, s3_run: Run) -> None:
+        done = s3_run(
+            "convert", shards, f"s3://{BUCKET}/new", "--format", "sharded", "--shard-size", "9MB"
+        )
+        assert done.code == 0, done.stderr
+        store.invalidate_cache()
+        assert f"{BUCKET}/new/model.safetensors.index.json" in store.ls(f"{BUCKET}/new")
+        again = s3_run("convert", shards, f"s3://{BUCKET}/new", "--format", "sharded", "--force")
+        assert again.code == 2
+        assert "exists already" in again.stderr
+
+    def test_the_index_is_finished_last(
+        self, shards: Path, store: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        finished: list[str] = []
+        commit = s3fs.S3File.commit
+
+        def noted(file: Any) -> None:
+            finished.append(file.path.rpartition("/")[2])
+            assert len(finished) > 1 or not store.find(file.path.rpartition("/")[0])
+            commit(file)
+
+        monkeypatch.setattr(s3fs.S3File, "commit", noted)
+        ck = ckptkit.open(shards)
+        ckptkit.save(ck, f"s3://{BUCKET}/out", format="dcp")
+        assert finished[-1] == ".metadata"
+        finished.clear()
+        ckptkit.save(ck, f"s3://{BUCKET}/o2", format="sharded", options=SHARDS)
+        assert len(finished) == 4
+        assert finished[-1] == "model.safetensors.index.json"
+
+    @pytest.mark.parametrize("after", [0, 1, 5, 6])
+    def test_a_failure_leaves_nothing(
+        self, after: int, shards: Path, store: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """After some parts of some files: no object, and no upload that is not finished."""
+        ck = ckptkit.open(shards)
+        left = iter(range(after))
+        upload = s3fs.S3File._upload_chunk
+
+        def failing(file: Any, final: bool = False) -> Any:
+            if next(left, None) is None:
+                raise ConnectionError("cut")
+            return upload(file, final)
+
+        monkeypatch.setattr(s3fs.S3File, "_upload_chunk", failing)
+        with pytest.raises(OutputError):
+            ckptkit.save(ck, f"s3://{BUCKET}/out", format="sharded", options=SHARDS)
+        store.invalidate_cache()
+        assert not store.find(BUCKET)
+        assert not store.call_s3("list_multipart_uploads", Bucket=BUCKET).get("Uploads")
+
+    def test_an_input_that_changes_leaves_nothing(self, shards: Path, store: Any) -> None:
+        ck = ckptkit.open(shards)
+        shards.touch()
+        with pytest.raises(InputChangedError):
+            ckptkit.save(ck, f"s3://{BUCKET}/out", format="sharded", options=SHARDS)
+        store.invalidate_cache()
+        assert not store.find(BUCKET)
+
+    @pytest.mark.parametrize("delay", [0.0, 0.2, 0.5, 0.9, 1.4])
+    def test_a_kill_leaves_nothing_or_all(
+        self, delay: float, shards: Path, store: Any, account: dict[str, str]
+    ) -> None:
+        words = [
+            "convert",
+            shards,
+            f"s3://{BUCKET}/out",
+            "--format",
+            "sharded",
+            "--shard-size",
+            "9MB",
+        ]
+        process = subprocess.Popen(
+            [sys.executable, "-m", "ckptkit", *map(str, words)], env={**os.environ, **account}
+        )
+        time.sleep(0.6 + delay)
+        process.kill()
+        process.wait()
+        store.invalidate_cache()
+        found = store.find(BUCKET)
+        assert len(found) in (0, 4) or not any("index" in name for name in found)
 
 
 def test_a_bucket_that_keeps_versions(store: Any, s3_run: Run, tmp_path: Path) -> None:
