@@ -60,6 +60,7 @@ RENAMED = {
     ("convert", "--device-map"): "--device", ("remap", "--values"): "--device-values",
     ("convert", "--prefix"): "--strip", ("strip-module", "--strip"): "--prefix",
     ("add-module", "--add"): "--prefix", ("convert", "--keys"): "--keep",
+    ("digest", "--manifest"): "--output",
 }  # fmt: skip
 # Other names under which people look for a command.
 SYNONYMS = {

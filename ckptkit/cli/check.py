@@ -22,12 +22,16 @@ FINDINGS = 1
     help="Expect exists, missing, finite, count=N, shape=[N _], dtype=NAME, equal=NAME "
     "(repeatable).",
 )  # fmt: skip
-@click.option("--like", metavar="OTHER", help="Expect the names and shapes of OTHER.")
+@click.option(
+    "--like",
+    metavar="OTHER",
+    help="Expect the names and shapes of OTHER: a checkpoint, its index, or package.module:Class.",
+)
 @click.option(
     "--config", metavar="FILE", help="Sizes of the model; without it, config.json beside FILE."
 )
 @click.option("--json", "as_json", is_flag=True, help=f"Print one JSON object (schema {SCHEMA}).")
-@click.option("--quiet", "-q", is_flag=True, help="Print what is wrong only.")
+@click.option("--quiet", "-q", is_flag=True, help="Print only what is wrong.")
 @options.key
 def command(
     file: str,

@@ -27,15 +27,17 @@ UNSURE = 0.6  # confidence below which a pair is a guess
     "--model",
     "spec",
     metavar="MODEL",
-    help="Compare A with this model: package.module:Class or file.py:Class.",
+    help="Model to compare with: package.module:Class or file.py:Class.",
 )
 @options.model_arguments
-@click.option("--values", is_flag=True, help="Compare elements too, byte for byte.")
+@click.option(
+    "--values", is_flag=True, help="Read the values of tensors too, and compare them byte for byte."
+)
 @click.option(
     "--all",
     "everything",
     is_flag=True,
-    help="Compare what is beside the weights too: optimizer, averages, values.",
+    help="Not only the weights: compare optimizer, averages and values too.",
 )
 @click.option(
     "--atol",

@@ -23,7 +23,7 @@ DIFFERENT = 1
 
 @click.command("digest", cls=options.WithDequantize)
 @click.argument("files", metavar="FILE...", nargs=-1, required=True)
-@click.option("--manifest", metavar="OUT", help="Write the manifest to OUT instead of printing it.")
+@click.option("--output", "-o", metavar="OUT", help="Output file: the manifest, not printed.")
 @click.option("--force", is_flag=True, help="Replace OUT if it exists.")
 @click.option("--check", "expected", metavar="MANIFEST", help="Compare FILE with this manifest.")
 @click.option(
@@ -37,16 +37,16 @@ DIFFERENT = 1
     "--all",
     "everything",
     is_flag=True,
-    help="All tensors of the file, by their paths, not only the weights.",
+    help="Not only the weights: all tensors of the file, by their paths.",
 )
 @click.option("--json", "as_json", is_flag=True, help=f"Print one JSON object (schema {SCHEMA}).")
-@click.option("--quiet", "-q", is_flag=True, help="With --check: print what differs only.")
+@click.option("--quiet", "-q", is_flag=True, help="Print only what differs, with --check.")
 @options.dequantize
 @options.key
 @options.asked
 def command(
     files: tuple[str, ...],
-    manifest: str | None,
+    output: str | None,
     force: bool,
     expected: str | None,
     globs: tuple[str, ...],
@@ -63,21 +63,21 @@ def command(
     before; exit code 1 if they differ.
 
     \b
-    Example: ckptkit digest run.pth > run.manifest
+    Example: ckptkit digest run.pth -o run.manifest
              ckptkit digest --check run.manifest run.safetensors
     """
-    if len(files) > 1 and (manifest is not None or expected is not None):
-        raise click.UsageError("--manifest and --check take one FILE")
-    if manifest is not None and (expected is not None or as_json):
-        raise click.UsageError("--manifest cannot be combined with --check or --json")
+    if len(files) > 1 and (output is not None or expected is not None):
+        raise click.UsageError("--output and --check take one FILE")
+    if output is not None and (expected is not None or as_json):
+        raise click.UsageError("--output cannot be combined with --check or --json")
     matches = render.matcher(globs) if globs else None
     failures: list[CkptkitError] = []
     found = _each(files, key, everything, matches, failures, dequantize)
     if expected is not None:
         ((path, _, digests),) = _readable(found)
         return _compare(path, digests, expected, matches, as_json, quiet)
-    if manifest is not None:
-        _write(next(_readable(found))[2], manifest, force)
+    if output is not None:
+        _write(next(_readable(found))[2], output, force)
     elif as_json:
         found = chain(list(islice(found, 1)), found)  # a single file raises before any output
         render.emit_json({"schema": SCHEMA, "files": (_facts(*each) for each in found)})

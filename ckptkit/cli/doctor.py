@@ -27,7 +27,7 @@ UNCHECKED = "note: names and shapes were not checked against a model: --model do
     "--model",
     "spec",
     metavar="MODEL",
-    help="Check that FILE fits this model: package.module:Class or file.py:Class.",
+    help="Model to compare with: package.module:Class or file.py:Class.",
 )
 @options.model_arguments
 @click.option(

@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 @options.edit
 @options.asked
 @click.option(
-    "--key", metavar="PATH", required=True, help="Path of the entry: its keys, joined by dots."
+    "--key",
+    metavar="PATH",
+    required=True,
+    help="Path of the weights, or of another entry: its keys, joined by dots.",
 )
 def command(edit: options.Edit, key: str) -> None:
     """Write one entry as a checkpoint of its own.

@@ -57,7 +57,7 @@ class Wanted(NamedTuple):
     "--sort",
     type=click.Choice(["file", "size", "name"]),
     default="file",
-    help="Order of the tensors.",
+    help="Order of the rows.",
 )
 @click.option("--flat", is_flag=True, help="One row per tensor: do not fold layers.{0..31}.weight.")
 @options.stored

@@ -34,7 +34,7 @@ keys = click.option(
     "keys",
     metavar="PATH",
     multiple=True,
-    help="Edit the mapping at this path instead of the weights (repeatable).",
+    help="Path of the weights to edit, or of another mapping (repeatable).",
 )
 
 
@@ -209,9 +209,9 @@ _EDIT = (
     click.option("--force", is_flag=True, help="Replace DST if it exists."),
     click.option("--dry-run", is_flag=True, help="Print what would be written, and write nothing."),
     click.option(
-        "--json", "as_json", is_flag=True, help=f"Report as one JSON object (schema {SCHEMA})."
+        "--json", "as_json", is_flag=True, help=f"Print one JSON object (schema {SCHEMA})."
     ),
-    click.option("--quiet", "-q", is_flag=True, help="Print errors only."),
+    click.option("--quiet", "-q", is_flag=True, help="Print only errors."),
     click.option(
         "--verify", is_flag=True, help="Read everything back and compare it before DST appears."
     ),
@@ -265,8 +265,8 @@ _EDIT = (
     click.option(
         "--like",
         metavar="OTHER",
-        help="Write only what has the names and shapes of OTHER: a checkpoint, its index, or "
-        "package.module:Class.",
+        help="Expect the names and shapes of OTHER: a checkpoint, its index, or "
+        "package.module:Class; write nothing else.",
     ),
     click.option(
         "--no-extras",
@@ -287,8 +287,8 @@ _EDIT = (
         "--all",
         "everything",
         is_flag=True,
-        help="Keep everything (optimizer, values), also in formats that normally hold only "
-        "weights.",
+        help="Not only the weights: keep optimizer and values too, also in formats that normally "
+        "hold only weights.",
     ),
 )
 
@@ -299,7 +299,7 @@ model_arguments = click.option(
     metavar="NAME=JSON",
     multiple=True,
     callback=parsing.arguments,
-    help="Keyword argument for the model's constructor (repeatable).",
+    help="Argument NAME of the model's constructor (repeatable).",
 )
 stored = click.option(
     "--stored",

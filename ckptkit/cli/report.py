@@ -33,13 +33,13 @@ PAGES, PICTURES = (".html", ".htm"), (".svg", ".png", ".pdf")
 @click.option(
     "--values",
     is_flag=True,
-    help="Read all tensors: add statistics and histograms, and compare values.",
+    help="Read the values of tensors too: add statistics and histograms, and compare.",
 )
 @click.option(
     "--all",
     "everything",
     is_flag=True,
-    help="With OTHER: compare what is beside the weights too: optimizer, averages, values.",
+    help="Not only the weights: compare optimizer, averages and values too, with OTHER.",
 )
 @click.option(
     "--by",
@@ -52,10 +52,8 @@ PAGES, PICTURES = (".html", ".htm"), (".svg", ".png", ".pdf")
     help="Title of the picture. Default: the name of FILE.",
 )
 @click.option("--force", is_flag=True, help="Replace OUT if it exists.")
-@click.option(
-    "--json", "as_json", is_flag=True, help=f"Report as one JSON object (schema {SCHEMA})."
-)
-@click.option("--quiet", "-q", is_flag=True, help="Print errors only.")
+@click.option("--json", "as_json", is_flag=True, help=f"Print one JSON object (schema {SCHEMA}).")
+@click.option("--quiet", "-q", is_flag=True, help="Print only errors.")
 @options.stored
 @options.key
 @click.option(

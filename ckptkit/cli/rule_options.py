@@ -27,11 +27,13 @@ def sizes(_: click.Context, parameter: click.Parameter, given: tuple[str, ...]) 
 def with_sizes(command: Callable[..., Any]) -> Callable[..., Any]:
     """Give a command --config and --arg, the sizes that rules need."""
     config = click.option(
-        "--config", metavar="FILE", help="Sizes for rules; without it, config.json beside SRC."
+        "--config",
+        metavar="FILE",
+        help="Sizes of the model, for rules; without it, config.json beside SRC.",
     )
     args = click.option(
         "--arg", "args", metavar="NAME=INT", multiple=True, callback=sizes,
-        help="A size for rules (repeatable).",
+        help="Argument NAME of the rules: a size (repeatable).",
     )  # fmt: skip
     return config(args(command))
 

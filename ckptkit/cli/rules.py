@@ -13,7 +13,7 @@ from ckptkit.cli import render
 @click.option(
     "--config",
     metavar="FILE",
-    help="Build the model of this config.json, not that of the defaults.",
+    help="Sizes of the model: a config.json; without it, those of its defaults.",
 )
 def command(source: str, model_type: str, config: str | None) -> int:
     """Write tensor rules from the conversions of a library.

@@ -33,17 +33,17 @@ FOUND = 1
 @click.option(
     "--strict",
     is_flag=True,
-    help="Exit code 1 for everything that torch.load(weights_only=True) refuses.",
+    help="Fail (exit code 1) for everything that torch.load(weights_only=True) refuses.",
 )
 @click.option(
     "--workers",
     metavar="N",
     type=click.IntRange(1, 64),
-    help="Number of worker processes. Default: one per core, if there are many files.",
+    help="Share the work among N processes. Default: one per core, if there are many files.",
 )
 @click.option("--json", "as_json", is_flag=True, help=f"Print one JSON object (schema {SCHEMA}).")
 @click.option("--sarif", "as_sarif", is_flag=True, help="Print the findings as SARIF 2.1.0.")
-@click.option("--quiet", "-q", is_flag=True, help="Print findings only.")
+@click.option("--quiet", "-q", is_flag=True, help="Print only findings.")
 def command(
     files: tuple[str, ...],
     trust: tuple[str, ...],

@@ -46,7 +46,7 @@ NUMBERS = (
     help="Only tensors whose names or paths match (repeatable).",
 )
 @click.option(
-    "--all", "everything", is_flag=True, help="All tensors of the file, not only the weights."
+    "--all", "everything", is_flag=True, help="Not only the weights: all tensors of the file."
 )
 @click.option(
     "--depth",

@@ -26,7 +26,9 @@ NAMED = 3  # tensors of a finding
 @click.command("verify")
 @click.argument("files", metavar="FILE...", nargs=-1, required=True)
 @click.option(
-    "--values", is_flag=True, help="Also find NaN and infinite elements, and scales that are zero."
+    "--values",
+    is_flag=True,
+    help="Read the values of tensors too: find NaN, infinities, and scales that are zero.",
 )
 @click.option(
     "--manifest", metavar="FILE", help="Compare the weights with a manifest of `ckptkit digest`."
@@ -36,7 +38,7 @@ NAMED = 3  # tensors of a finding
     "globs",
     metavar="GLOB",
     multiple=True,
-    help="With --manifest: only tensors whose names match (repeatable).",
+    help="Only tensors whose names match, with --manifest (repeatable).",
 )
 @click.option("--json", "as_json", is_flag=True, help=f"Print one JSON object (schema {SCHEMA}).")
 @click.option("--quiet", "-q", is_flag=True, help="Print only what is wrong.")

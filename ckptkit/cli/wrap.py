@@ -11,7 +11,7 @@ from ckptkit.cli import options, parsing
 
 @click.command("wrap", cls=options.Writer)
 @options.edit
-@click.option("--key", metavar="NAME", required=True, help="Key to put the checkpoint under.")
+@click.option("--key", metavar="NAME", required=True, help="Path of the weights in DST: a new key.")
 @click.option(
     "--set",
     "beside",

@@ -54,11 +54,11 @@ def test_converted_it_is_the_same(name: str, ckptkit: Ckptkit, tmp_path: Path) -
 def test_a_manifest_and_its_check(ckptkit: Ckptkit, net: Path, tmp_path: Path) -> None:
     out = tmp_path / "net.manifest"
     listed = ckptkit("digest", net).stdout
-    assert ckptkit("digest", net, "--manifest", out).exit_code == 0
+    assert ckptkit("digest", net, "--output", out).exit_code == 0
     assert out.read_text() == listed
     assert str(tmp_path) not in listed
-    assert ckptkit("digest", net, "--manifest", out).exit_code == 2
-    assert ckptkit("digest", net, "--manifest", out, "--force").exit_code == 0
+    assert ckptkit("digest", net, "--output", out).exit_code == 2
+    assert ckptkit("digest", net, "--output", out, "--force").exit_code == 0
     same = ckptkit("digest", "--check", out, net)
     assert (same.exit_code, same.stdout) == (0, f"{net}: ok: 3 tensors as in the manifest\n")
     assert ckptkit("digest", "--check", out, "-q", net).stdout == ""
@@ -112,7 +112,7 @@ def test_what_is_left_out_is_said(ckptkit: Ckptkit, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "words",
-    [("a", "b", "--manifest", "m"), ("a", "b", "--check", "m"), ("a", "--manifest", "m", "--json")],
+    [("a", "b", "--output", "m"), ("a", "b", "--check", "m"), ("a", "--output", "m", "--json")],
 )
 def test_what_does_not_go_together(ckptkit: Ckptkit, words: tuple[str, ...]) -> None:
     assert ckptkit("digest", *words).exit_code == 2

@@ -197,7 +197,7 @@ def made(ckptkit: Ckptkit, run_pth: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
     Path("model/config.json").write_text('{"model_type": "llama", "num_hidden_layers": 2}')
     save_file(matrix, "model/model.safetensors")
     ckptkit("convert", "model", "quantized", "--quantize", "mxfp4")
-    ckptkit("digest", "--manifest", "net.manifest", "plain.pth")
+    ckptkit("digest", "--output", "net.manifest", "plain.pth")
     return folder
 
 

@@ -121,7 +121,7 @@ def test_many_findings_are_cut_in_text_alone(ckptkit: Ckptkit, tmp_path: Path) -
 
 def test_a_manifest(ckptkit: Ckptkit, net: Path, tmp_path: Path) -> None:
     out = tmp_path / "net.manifest"
-    assert ckptkit("digest", net, "--manifest", out).exit_code == 0
+    assert ckptkit("digest", net, "--output", out).exit_code == 0
     assert ckptkit("verify", net, "--manifest", out).exit_code == 0
     torch.save({"w": torch.arange(100)}, tmp_path / "less.pth")
     done = ckptkit("verify", tmp_path / "less.pth", "--manifest", out)
@@ -147,5 +147,5 @@ def test_values(ckptkit: Ckptkit, tmp_path: Path) -> None:
 def test_a_key_that_is_not_there_is_a_usage_error(
     ckptkit: Ckptkit, net: Path, tmp_path: Path
 ) -> None:
-    assert ckptkit("digest", net, "--manifest", tmp_path / "m").exit_code == 0
+    assert ckptkit("digest", net, "--output", tmp_path / "m").exit_code == 0
     assert ckptkit("verify", net, "--key", "nothing", "--manifest", tmp_path / "m").exit_code == 2

@@ -11,11 +11,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 import torch
 from safetensors import safe_open
 
-from ckptkit.cli import render
+from ckptkit.cli import RENAMED, main, render
+from ckptkit.core.grouping import flatten
 from tests.cli.conftest import Ckptkit
 from tests.conftest import ENVIRONMENT, Run
 
@@ -26,20 +28,37 @@ def metadata(path: Path) -> dict[str, str]:
         return found
 
 
-@pytest.mark.parametrize(
-    ("words", "new"),
-    [
-        ("remap SRC DST --map cuda:1=cpu", "--device"),
-        ("convert SRC DST --device-map cuda:1=cpu", "--device"),
-        ("remap SRC DST --to cpu --values", "--device-values"),
-        ("convert SRC DST --prefix module.", "--strip"),
-        ("strip-module SRC DST --strip module.", "--prefix"),
-        ("convert SRC DST --keys a", "--keep"),
-    ],
-)
+OLD_WORDS = [
+    ("remap SRC DST --map cuda:1=cpu", "--device"),
+    ("convert SRC DST --device-map cuda:1=cpu", "--device"),
+    ("remap SRC DST --to cpu --values", "--device-values"),
+    ("convert SRC DST --prefix module.", "--strip"),
+    ("strip-module SRC DST --strip module.", "--prefix"),
+    ("convert SRC DST --keys a", "--keep"),
+    ("convert SRC DST --map-device cuda:1=cpu", "--device"),
+    ("add-module SRC DST --add x.", "--prefix"),
+    ("digest SRC --manifest OUT", "--output"),
+]
+
+
+@pytest.mark.parametrize(("words", "new"), OLD_WORDS)
 def test_an_old_word_answers_with_the_new_one(words: str, new: str, ckptkit: Ckptkit) -> None:
     done = ckptkit(*words.split())
     assert done.exit_code == 2 and f"it is {new}:" in done.stderr
+
+
+def test_every_old_word_is_tried() -> None:
+    """Each is no option of its command now, and the new one is."""
+    tried = set()
+    for words, _ in OLD_WORDS:
+        name, *others = words.split()
+        tried |= {(name, word) for word in others}
+    assert tried >= RENAMED.keys()
+    for (name, old), new in RENAMED.items():
+        command = main.get_command(click.Context(main), name)
+        assert command is not None
+        options = set(flatten(parameter.opts for parameter in command.params))
+        assert new in options and old not in options
 
 
 @pytest.mark.parametrize("words", ["--version", "-V"])

@@ -24,7 +24,7 @@ COMMANDS = {
     "average": ["average", "SRC", "SRC", "out.pth"],
     "merge": ["merge", "--last-wins", "SRC", "SRC", "out.pth"],
     "recover": ["recover", "SRC", "out.pth"],
-    "digest": ["digest", "SRC", "--manifest", "out.txt"],
+    "digest": ["digest", "SRC", "--output", "out.txt"],
     "batch": ["batch", "strip-module", "--into", "out", "SRC"],
     "in place": ["strip-module", "--in-place", "SRC"],
     "rewritten": ["convert", "--in-place", "--cast", "float16", "SRC"],
