@@ -143,10 +143,15 @@ def command(
         elif as_json:
             render.emit_json(_facts(shown, counted))
         else:
-            corners = _corners(shown, rows, columns)
-            lines = list(_heat(shown) if heat else _grids(shown, corners))
-            render.emit(*lines, *_summaries(shown, corners, counted))
+            render.emit(*_lines(shown, _corners(shown, rows, columns), heat, counted))
     return 0
+
+
+def _lines(
+    shown: list[Shown], corners: list[grid.Corner], heat: bool, counted: bool
+) -> Iterator[str]:
+    yield from _heat(shown) if heat else _grids(shown, corners)
+    yield from _summaries(shown, corners, counted)
 
 
 def _draw(shown: list[Shown], png: str, force: bool) -> None:
