@@ -6,7 +6,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from os.path import isdir
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -65,7 +65,6 @@ def command(
              ckptkit scan --trust 'transformers.*' training_args.bin
     """
     from ckptkit.analysis.view_model import scanned
-    from ckptkit.cli import scan_sarif
     from ckptkit.cli.progress import Progress
     from ckptkit.scanning.files import scan_all
 
@@ -74,18 +73,23 @@ def command(
     outcome = Outcome(strict)
     pieces_on_terminal = (as_json or as_sarif) and render.is_terminal(sys.stdout)
     with Progress("scanning", shown=not pieces_on_terminal) as progress:
-        reading = _reading(progress)
-        found = scan_all(files, trust=trust, workers=workers, progress=reading)
+        found = scan_all(files, trust=trust, workers=workers, progress=_reading(progress))
         results = outcome.watch(found, progress)
         if as_json:
             render.emit_json({"schema": SCHEMA, "files": map(scanned.file, results)})
         elif as_sarif:
-            render.emit_json(scan_sarif.log(results, strict))
+            render.emit_json(_sarif(results, strict))
         else:
             _print(results, progress, strict, quiet or any(map(isdir, files)))
     if not (as_json or as_sarif or quiet) and (len(outcome) > 1 or any(map(isdir, files))):
         render.emit_text(outcome.summary())
     return outcome.code
+
+
+def _sarif(results: Iterable[FileVerdict | Failure], strict: bool) -> dict[str, Any]:
+    from ckptkit.cli import scan_sarif
+
+    return scan_sarif.log(results, strict)
 
 
 def _reading(progress: Progress) -> Callable[[str, int], None]:

@@ -187,10 +187,10 @@ def _all_nonfinite(file: str, key: str | None, stored: bool) -> int:
                 progress(row.nbytes)
                 if places:
                     progress.clear()
-                    render.emit(heading, *places)
+                    render.emit_text(heading, *places)
                     having += 1
     what = f"{having:,} of {render.plural(len(rows), 'tensor')}" if having else "no tensor"
-    render.emit(render.escape(f"{urls.shown(file)}: {what} with NaN or infinities"))
+    render.emit_text(f"{urls.shown(file)}: {what} with NaN or infinities")
     return 0
 
 

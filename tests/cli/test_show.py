@@ -212,3 +212,10 @@ def test_different_numbers_look_different(
     assert len(set(texts)) == len(set(values.flatten().tolist()))
     numbers = torch.tensor([float(text) for text in texts], dtype=torch.float64)
     assert torch.allclose(numbers, values.flatten().double(), rtol=1e-2)
+
+
+@pytest.mark.parametrize("words", [[], ["\x1b[31mred"]])
+def test_names_with_nan_are_escaped(words: list[str], ckptkit: Ckptkit, tmp_path: Path) -> None:
+    torch.save({"\x1b[31mred": torch.tensor([math.nan])}, tmp_path / "nan.pth")
+    shown = ckptkit("show", tmp_path / "nan.pth", *words, "--nan").stdout
+    assert "\x1b" not in shown and r"\x1b[31mred: 1 NaN" in shown
