@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from ckptkit.analysis.advice import convert
+from ckptkit.analysis.advice import convert, edit
 from ckptkit.core.text import plural
 from ckptkit.diagnosis.cause import ERROR, NOTE, WARNING, Cause, Fix
 from ckptkit.diagnosis.facts import Facts, some
-from ckptkit.quantized import families
+from ckptkit.quantized import families, logical
 from ckptkit.quantized.group import Group
 
 _RAGGED = (
@@ -67,9 +68,19 @@ def _readable(facts: Facts, groups: Sequence[Group]) -> Cause:
         "A model of floats cannot load them: codes are numbers together with their scales only. "
         + (f"Read as these do: {readers}." if readers else "")
         + (_RAGGED if ragged else ""),
-        convert(facts.path, "float", *facts.summary.chosen, "--dequantize", "bfloat16"),
+        _command(facts, groups[0]),
         Fix(dequantize=True) if facts.needs_floats and all_are_read else None,
     )
+
+
+def _command(facts: Facts, group: Group) -> str:
+    """Return the command that makes floats, in the dtype of the model; of a folder, a folder."""
+    assert facts.quantized is not None and facts.quantized.view is not None
+    dtype = logical.default_dtype(facts.quantized.view, group).name
+    options = (*facts.summary.chosen, "--dequantize", dtype)
+    if os.path.isdir(facts.path):
+        return edit("convert", facts.path, "float", *options, suffix="")
+    return convert(facts.path, "float", *options)
 
 
 def _is_ragged(group: Group) -> bool:

@@ -55,10 +55,11 @@ def part(path: str, found: PartOf) -> Cause:
 def _container(facts: Facts) -> Iterator[Cause]:
     format = format_of(facts)
     if format.distributed:
+        what = f" ({facts.summary.about})" if facts.summary.about else ""
         yield Cause(
             format.name,
             WARNING,
-            f"It is {format.noun}, not a file.",
+            f"It is {format.noun}, not a file{what}.",
             "torch.load reads files, and a plain model has no use for the parts of several "
             "processes: they must be put together.",
             alone(facts, "whole"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import struct
 from pathlib import Path
 from typing import Any
@@ -321,3 +322,21 @@ def test_all_marks_are_in_the_list_that_is_looked_at_first() -> None:
     assert frozenset(mark for family in families for mark in family.marks) == marks.MARKS
     assert {ending for family in families for ending in family.endings} == set(marks.ENDINGS)
     assert all(family.oracle for family in families if family.read)
+
+
+def test_the_doctor_makes_a_folder_of_a_folder_in_the_dtype_of_the_model(
+    tmp_path: Path, run: Run
+) -> None:
+    config = {"quant_method": "fp8", "weight_block_size": [2, 2]}
+    tensors = {"fc.weight": row("F8_E4M3", [4, 4]), "fc.weight_scale_inv": ones([2, 2])}
+    source = tmp_path / "model"
+    both = {"quantization_config": config, "torch_dtype": "float16"}
+    write(source / "model.safetensors", tensors, config=both)
+    lines = run("doctor", source).stdout.splitlines()
+    command = next(line for line in lines if line.strip().startswith("ckptkit convert"))
+    assert run(*shlex.split(command)[1:]).code == 0
+    assert json.loads((tmp_path / "model-float" / "config.json").read_text()) == {
+        "torch_dtype": "float16"
+    }
+    weights = ckptkit.load(tmp_path / "model-float")
+    assert weights["fc.weight"].dtype == torch.float16

@@ -245,3 +245,8 @@ def test_a_table_is_taken_by_commands_that_read(command: str, tmp_path: Path, ru
     wrong = run(command, tmp_path / "whole.pth", "--parts", tmp_path / "t.yaml")
     if command != "diff":  # whose other side may be a file
         assert wrong.code == 2, wrong.stdout + wrong.stderr
+
+
+def test_the_doctor_names_what_was_put_together(tmp_path: Path, run: Run) -> None:
+    folder = llama(tmp_path / "x")
+    assert "Llama release of Meta: 2 of 2 parts" in run("doctor", folder).stdout
