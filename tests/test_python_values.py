@@ -174,6 +174,24 @@ def test_dtypes_equal_those_of_torch_and_numpy() -> None:
     assert {kind: 1}["bfloat16"] == 1 and repr(kind) == "<DType bfloat16>"
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize(
+    "make", [torch.tensor, torch.as_tensor, torch.asarray, torch.from_dlpack],
+    ids=lambda make: make.__name__,
+)  # fmt: skip
+def test_torch_takes_a_tensor_whole(make: Any) -> None:
+    """Not row by row, as it takes other sequences."""
+    values = {
+        "w": VALUES, "b": torch.ones(3).bfloat16(), "s": torch.tensor(3),
+        "c": torch.ones(2, dtype=torch.complex64), "p": nn.Parameter(torch.ones(2)),
+    }  # fmt: skip
+    weights = ckptkit.open(values).weights
+    for name, value in values.items():
+        made = make(weights[name])
+        assert made.dtype == value.dtype and torch.equal(made, value.detach())
+    assert np.array_equal(np.from_dlpack(weights["w"]), VALUES.numpy())
+
+
 def test_what_a_tensor_does_not_have_says_what_has_it() -> None:
     tensor = ckptkit.open({"w": VALUES}).weights["w"]
     assert tensor.ndim == 3

@@ -246,10 +246,7 @@ def _failed(error: BaseException) -> int:
         render.emit(error.message)  # of a group that was given no command
         return USAGE
     if isinstance(error, click.ClickException):
-        context = getattr(error, "ctx", None)
-        command = context.command_path if context else "ckptkit"
-        hint = getattr(error, "hint", None) or _renamed(error) or f"see `{command} --help`"
-        render.error(error.format_message(), hint)
+        render.error(error.format_message(), _hint_of(error))
         return error.exit_code
     if isinstance(error, (click.Abort, KeyboardInterrupt)):
         render.error("interrupted")
@@ -272,6 +269,13 @@ def _failed(error: BaseException) -> int:
     return BUG
 
 
+def _hint_of(error: click.ClickException) -> str:
+    """Return the hint of an error in the words of a command."""
+    context = getattr(error, "ctx", None)
+    command = context.command_path if context else "ckptkit"
+    return getattr(error, "hint", None) or _renamed(error) or f"see `{command} --help`"
+
+
 def _renamed(error: click.ClickException) -> str | None:
     """Return a hint for an option that has another name now."""
     if not isinstance(error, click.NoSuchOption) or error.ctx is None:
@@ -288,8 +292,7 @@ def _say_as_json(error: BaseException) -> None:
     from ckptkit.analysis.view_model.as_json import failure
 
     if isinstance(error, click.ClickException):
-        hint = getattr(error, "hint", None)
-        error = UsageError(error.format_message(), hint=hint)
+        error = UsageError(error.format_message(), hint=_hint_of(error))
     try:
         render.emit_json({"schema": ERROR_SCHEMA, **failure(error)})
         _flush()

@@ -132,6 +132,14 @@ class Tensor:
         array = self.numpy()
         return array if dtype is None else array.astype(dtype, copy=False)
 
+    def __dlpack__(self, **how: Any) -> Any:
+        """Read the elements for ``torch.tensor(t)``, ``torch.from_dlpack(t)`` and others."""
+        return self.torch().__dlpack__(**how)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        """Return the code of the CPU, where the elements are read."""
+        return 1, 0
+
     def __len__(self) -> int:
         """Return the size of the first dimension."""
         if not self.shape:

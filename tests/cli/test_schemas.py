@@ -235,6 +235,9 @@ def test_of_every_command_that_fails(ckptkit: Ckptkit, made: Path, command: str)
         assert not wrong, (each, found)
         error = failure(found)
         assert error["code"] and error["message"] in done.stderr
+        assert (error["hint"] or "") in done.stderr
+        if each == "--nonsense":
+            assert error["command"] == f"ckptkit {command} --help"
 
 
 def failure(found: Any) -> Any:
