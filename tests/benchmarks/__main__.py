@@ -226,7 +226,7 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
         "--peer-python",
         default=sys.executable,
         metavar="PYTHON",
-        help="the one that has mergekit, brainsurgery and compressed-tensors",
+        help="the one that has mergekit, brainsurgery and the libraries of the formats",
     )
     add(
         "--out",

@@ -120,7 +120,46 @@ for i in range(count):
 method = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
 """ + _SAVED,
 }  # fmt: skip
-SUFFIXES = {"pth": ".pth", "wrapped": ".pth", "safetensors": ".safetensors"}
+PROGRAMS |= {
+    "experts": """
+import json, sys, torch
+from pathlib import Path
+from safetensors.torch import save_file
+path, rows, columns, count = Path(sys.argv[1]), *map(int, sys.argv[2:])
+layers, experts, matrix = max(1, count // 24), 8, torch.full((rows, columns), 0.5)
+square, norm, words = torch.full((columns, columns), 0.5), torch.ones(columns), torch.ones(64, columns)
+model = {"model.embed_tokens.weight": words, "model.norm.weight": norm, "lm_head.weight": words}
+for i in range(layers):
+    layer = f"model.layers.{i}."
+    model |= {f"{layer}self_attn.{p}_proj.weight": square for p in "qkvo"}
+    model |= {f"{layer}{n}_layernorm.weight": norm for n in ("input", "post_attention")}
+    moe = f"{layer}block_sparse_moe."
+    model[f"{moe}gate.weight"] = torch.ones(experts, columns)
+    for e in range(experts):
+        model |= {f"{moe}experts.{e}.w{n}.weight": matrix.T if n == 2 else matrix for n in (1, 2, 3)}
+path.mkdir()
+model = {name: tensor.clone().contiguous() for name, tensor in model.items()}
+save_file(model, path / "model.safetensors", metadata={"format": "pt"})
+(path / "config.json").write_text(json.dumps({
+    "model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "dtype": "float32", "hidden_size": columns,
+    "intermediate_size": rows, "num_hidden_layers": layers, "num_local_experts": experts, "vocab_size": 64,
+    "num_attention_heads": 16, "num_key_value_heads": 16, "tie_word_embeddings": False,
+}))
+""",
+    "titan": """
+import sys, torch
+path, rows, columns, count = sys.argv[1], *map(int, sys.argv[2:])
+square, norm, words = torch.full((columns, columns), 0.5), torch.ones(columns), torch.ones(64, columns)
+model = {"tok_embeddings.weight": words, "norm.weight": norm, "lm_head.weight": words}
+for i in range(max(1, count // 7)):
+    attention = f"layers.{i}.attention."
+    model |= {f"{attention}qkv_linear.w{p}.weight": square for p in "qkv"} | {f"{attention}wo.weight": square}
+    model |= {f"layers.{i}.{n}_norm.weight": norm for n in ("attention", "ffn")}
+    model |= {f"layers.{i}.feed_forward.w{n}.weight": torch.full((rows, columns), 0.5) for n in (1, 2, 3)}
+torch.save({name: tensor.clone() for name, tensor in model.items()}, path)
+""",
+}  # fmt: skip
+SUFFIXES = {"titan": ".pth", "pth": ".pth", "wrapped": ".pth", "safetensors": ".safetensors"}
 COLUMNS = 1024
 SMALL = 0.0  # GiB of an input whose tensors are 2 x 2
 

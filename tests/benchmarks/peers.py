@@ -2,7 +2,8 @@
 
 torch is used in the best two ways that it has, ``mmap`` and not; safetensors in its own words.
 `mergekit` reads torch files lazily and writes shards, here one; `brainsurgery` carries out a plan
-on flat state_dicts.
+on flat state_dicts. `transformers` loads a model and saves it in its new layout; `torchtitan` has an
+adapter for each model.
 """
 
 from __future__ import annotations
@@ -65,6 +66,23 @@ convert_checkpoint(sys.argv[1], "out", FP8BlockDequantizer.from_pretrained(sys.a
 _NOTHING = '{cast_: {target: ".+", to: float32}}'  # a plan that changes nothing has no output
 
 
+_TRANSFORMERS = """
+import sys, transformers
+model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype="auto")
+model.save_pretrained("out", save_original_format=False)
+"""
+_TORCHTITAN = """
+import sys, torch
+from types import SimpleNamespace as Names
+from safetensors.torch import save_file
+from torchtitan.models.llama3.state_dict_adapter import Llama3StateDictAdapter
+layer = Names(attention=Names(n_heads=16, n_kv_heads=16, head_dim=64))
+adapter = Llama3StateDictAdapter(Names(layers=[layer], dim=1024, enable_weight_tying=False), None)
+model = torch.load(sys.argv[1], map_location="cpu", mmap=True, weights_only=True)
+save_file({name: each.contiguous() for name, each in adapter.to_hf(model).items()}, "out.safetensors")
+"""
+
+
 def _both(program: str) -> dict[str, str]:
     """With torch, each tensor read when it is loaded or, mapped, when it is needed."""
     return {
@@ -103,6 +121,8 @@ PROGRAMS: dict[str, dict[str, str]] = {
     "extract": _both(_LOAD + "model = model['model']\n" + _SAVE),
     "dcp": {"dcp_to_torch_save": _DCP},
     "dequantize": {"compressed-tensors": _COMPRESSED_TENSORS},
+    "stack experts": {"transformers": _TRANSFORMERS},
+    "from torchtitan": {"torchtitan": _TORCHTITAN},
     "start": {"python": "pass", "import torch": "import torch"},
     "none": {},
 }
@@ -111,6 +131,8 @@ NEEDS = {
     "mergekit": "mergekit.io",
     "brainsurgery": "brainsurgery.transforms",
     "compressed-tensors": "compressed_tensors.entrypoints.convert",
+    "transformers": "transformers",
+    "torchtitan": "torchtitan.models.llama3",
 }
 
 

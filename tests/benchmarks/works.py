@@ -107,6 +107,14 @@ WORKS = (
     Work("rules, stack", "safetensors", RULE.format("stack [l o i]"), "none", _moved(1.2, 130), moves=True),
     Work("rules, permute rows", "safetensors", RULE.format("rows [o l i]"), "none", _moved(1.6, 200), sizes="one"),
     Work("rules, transpose", "safetensors", RULE.format("turned [i (l o)]"), "none", _moved(2.5, 200), sizes="one"),
+    Work(
+        "rules, stack experts", "experts", "run mixtral {src} out.safetensors", "stack experts", _moved(1.2, 130),
+        sizes="one", moves=True,
+    ),
+    Work(
+        "rules, torchtitan's Llama", "titan", "run torchtitan-llama3 {src} out.safetensors --arg h=16", "from torchtitan",
+        _moved(1.6, 200), sizes="one",
+    ),
     Work("DCP folder of 2 ranks", "dcp", "convert {src} out.safetensors", "dcp", _moved(1.6, 300), sizes="one"),
     Work("rank files of 4 ranks", "ranks", "convert {src} out.safetensors", "none", _moved(1.25, 64), sizes="one"),
     Work("columns of 4 parts", "columns", "convert {src} out.safetensors", "none", _moved(1.25, 64), sizes="one"),
