@@ -15,7 +15,7 @@ import resource
 import shlex
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from itertools import groupby
@@ -26,7 +26,7 @@ from tests.benchmarks import peers
 from tests.benchmarks.measure import Contestant, FailedError, copy, ready, remove, run, take_turns
 from tests.benchmarks.report import kept, report, short
 from tests.benchmarks.results import CP, OURS, SCHEMA, Row, from_json, to_json
-from tests.benchmarks.works import TOP, Case, cases
+from tests.benchmarks.works import TOP, Case, Work, cases
 
 HERE = Path(__file__).parent
 RESULTS, PICTURE = "results.json", "results.svg"
@@ -76,11 +76,10 @@ def _row(case: Case, settings: Settings) -> Row:
     files = {"src": source.path, "twin": f"twin{suffix}", "fresh": f"out{suffix}"}
     if "{twin}" in work.command and not (settings.folder / files["twin"]).exists():
         run(copy(source.path, files["twin"]), settings.folder)
-    ours = [word.format(**files) for word in shlex.split(work.command)]
     others, skipped = _peers(case, files, settings)
     fresh = files["fresh"] if "{fresh}" in work.command else ""
     every = 1 if case.budget.to_cp or source.gib > TOP else RARELY
-    contestants = [Contestant(OURS, [*ckptkit(), *ours], source.path, fresh)]
+    contestants = [Contestant(OURS, ours(work, files), source.path, fresh)]
     if work.job != "start":
         contestants.append(Contestant(CP, copy(source.path, "out.copy"), every=every))
     contestants += [Contestant(name, command, every=RARELY) for name, command in others.items()]
@@ -101,6 +100,13 @@ def _peers(
         }
     named = [files["src"], files["twin"]] if "{twin}" in case.work.command else [files["src"]]
     return peers.commands(case.work.job, settings.peer_python, named)
+
+
+def ours(work: Work, files: Mapping[str, str]) -> list[str]:
+    """Return what does the work with ckptkit: a command, or a program that uses the library."""
+    if not work.command:
+        return [sys.executable, "-c", peers.LIBRARY[work.job], files["src"]]
+    return [*ckptkit(), *(word.format(**files) for word in shlex.split(work.command))]
 
 
 def ckptkit() -> list[str]:

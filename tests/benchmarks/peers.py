@@ -34,6 +34,33 @@ _EQUAL = """
 other = torch.load(sys.argv[2], map_location='cpu', mmap={mmap}, weights_only=True)
 assert list(model) == list(other) and all(torch.equal(model[name], other[name]) for name in model)
 """
+_TOUCH = "print(sum(int(tensor.view(torch.uint8).flatten()[::4096].sum()) for tensor in model.values()))\n"
+_MODEL = """
+from torch import nn
+with torch.device("meta"):
+    layers = nn.ModuleList(nn.Linear(*tensor.shape[::-1], bias=False) for tensor in model.values())
+net = nn.ModuleDict({"module": nn.ModuleDict({"layers": layers})}).to_empty(device="cpu")
+for parameter in net.parameters():
+    parameter.detach().zero_()
+"""
+_LOAD_MAPPED = _LOAD.replace("{mmap}", "True")  # for the shapes
+_FILL = _LOAD_MAPPED + _MODEL + _LOAD + "net.load_state_dict(model)\n"
+_FILL_SAFE = (
+    _LOAD_FILE
+    + "import torch\n"
+    + _MODEL
+    + "from safetensors.torch import load_model\nload_model(net, sys.argv[1])\n"
+)
+# What the library does, by the job.
+LIBRARY = {
+    "load": "import sys, torch, ckptkit\nmodel = ckptkit.load(sys.argv[1], 'cpu')\n" + _TOUCH,
+    "load safetensors": "import sys, torch, ckptkit\nmodel = ckptkit.load(sys.argv[1])\n" + _TOUCH,
+    "fill": _LOAD_MAPPED + _MODEL + "import ckptkit\nckptkit.load_into(net, sys.argv[1])\n",
+    "fill safetensors": _LOAD_FILE
+    + "import torch\n"
+    + _MODEL
+    + "import ckptkit\nckptkit.load_into(net, sys.argv[1])\n",
+}
 _DCP = """
 import sys
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -102,6 +129,7 @@ def _brainsurgery(output: str, transforms: str) -> str:
 # By what is done, then by who does it.
 PROGRAMS: dict[str, dict[str, str]] = {
     "list": _both(_LOAD + _LIST),
+    "list safetensors": {"safetensors": _LOAD_FILE + _LIST},
     "rewrite": _both(_LOAD + _SAVE),
     "strip": {
         **_both(_LOAD + _STRIP + _SAVE),
@@ -118,6 +146,10 @@ PROGRAMS: dict[str, dict[str, str]] = {
     "cast": _both(_LOAD + _CAST + _SAVE),
     "digest": _both(_LOAD + _DIGEST),
     "equal": _both(_LOAD + _EQUAL),
+    "load": _both(_LOAD + _TOUCH),
+    "load safetensors": {"safetensors": _LOAD_FILE + "import torch\n" + _TOUCH},
+    "fill": _both(_FILL),
+    "fill safetensors": {"safetensors": _FILL_SAFE},
     "extract": _both(_LOAD + "model = model['model']\n" + _SAVE),
     "dcp": {"dcp_to_torch_save": _DCP},
     "dequantize": {"compressed-tensors": _COMPRESSED_TENSORS},

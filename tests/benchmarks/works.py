@@ -24,7 +24,8 @@ class Budget(NamedTuple):
 
 class Work(NamedTuple):
     """One work of ckptkit. In `command`, ``{src}`` is the input, ``{twin}`` an equal file,
-    ``{fresh}`` a copy of the input that may be changed. `budgets` says on how many tensors it runs;
+    ``{fresh}`` a copy of the input that may be changed; without a command it is that of `job` in
+    `peers.LIBRARY`. `budgets` says on how many tensors it runs;
     `job` is a key of `peers.PROGRAMS`."""
 
     name: str
@@ -59,12 +60,13 @@ def _moved(to_cp: float, mib: int, many: Mapping[int, Budget] | None = None) -> 
 
 _READ = {
     PLAIN: Budget(seconds=0.12, mib=30), 1_000: Budget(seconds=0.2), 10_000: Budget(),
-    100_000: Budget(seconds=2.5, stretch=1.8, mib=250),
+    100_000: Budget(seconds=1.8, mib=250),
 }  # fmt: skip
 _PRINTED = {10_000: Budget(), 100_000: Budget(seconds=2.5, stretch=1.8, mib=250)}
-_REWRITTEN = {10_000: Budget(), 100_000: Budget(seconds=4, mib=400)}
+_REWRITTEN = {10_000: Budget(), 100_000: Budget(seconds=3, mib=400)}
 _IN_PLACE = {PLAIN: Budget(seconds=0.2, mib=60)}
 _COMPUTED = {PLAIN: Budget(mib=200)}
+_LOADED = {PLAIN: Budget(to_torch=1.1)}
 _START = {10: Budget(seconds=0.12)}
 
 RULE = "convert {{src}} out.safetensors --rule 'module.layers.{{{{l}}}}.weight [o i] -> {}'"
@@ -73,6 +75,7 @@ WORKS = (
     Work("--help", "pth", "--help", "start", _START),
     Work("inspect, a small file", "pth", "inspect {src}", "none", _START),
     Work("inspect", "pth", "inspect {src}", "list", _READ),
+    Work("inspect, safetensors", "safetensors", "inspect {src}", "list safetensors", {100_000: Budget(seconds=1.3)}),
     Work("inspect --json", "pth", "inspect --json {src}", "list", _PRINTED),
     Work("strip-module", "pth", "strip-module {src} out.pth", "strip", _moved(1.25, 40), moves=True),
     Work("remap", "pth", "remap {src} out.pth --to cpu", "rewrite", _moved(1.25, 40, _REWRITTEN), moves=True),
@@ -128,6 +131,11 @@ WORKS = (
         # four times
         for kind, to_cp in (("fp8", 1.5 * 2), ("mxfp4", 1.5 * 3.76), ("gptq", 1.5 * 3.9))
     ),
+    # Each process imports torch, which takes longer than loading 2 GiB
+    Work("load, every page read", "pth", "", "load", _LOADED, sizes="one"),
+    Work("load, every page read, safetensors", "safetensors", "", "load safetensors", _LOADED, sizes="one"),
+    Work("load_into", "pth", "", "fill", _LOADED, sizes="one"),
+    Work("load_into, safetensors", "safetensors", "", "fill safetensors", _LOADED, sizes="one"),
     Work("ZeRO-3 folder of 2 ranks", "zero3", "convert {src} out.safetensors", "none", _moved(1.6, 300), sizes="one"),
 )  # fmt: skip
 
