@@ -294,8 +294,10 @@ class LocalFile(ByteSource):
             offset += step
 
     def _failed(self, error: OSError) -> InputError:
-        why = "was closed" if self.fd < 0 else f"cannot be read: {error.strerror}"
-        return InputError(why, where=self.name)
+        if self.fd < 0:
+            hint = "read tensors inside of the `with` block, or open it again"
+            return InputError("was closed", where=self.name, hint=hint)
+        return InputError(f"cannot be read: {error.strerror}", where=self.name)
 
     def _pread(self, length: int, offset: int) -> bytes:
         if hasattr(os, "pread"):
