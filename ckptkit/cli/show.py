@@ -306,11 +306,12 @@ def _summaries(shown: list[Shown], corners: list[grid.Corner], counted: bool) ->
 
 def _histogram(histogram: Histogram) -> Iterator[str]:
     """Yield a line for each bin: its smallest number, a bar, and how many numbers it has."""
-    from ckptkit.analysis.view_model.statistics import short
     from ckptkit.cli import grid
     from ckptkit.cli.bars import horizontal_bars
 
-    edges = [f"{short(edge):>{grid.CELL}}  " for edge in histogram.edges]
+    (texts,) = grid.texts([list(histogram.edges)[: len(histogram.counts)]])
+    cell = max([grid.CELL, *map(len, texts)])
+    edges = [f"{text:>{cell}}  " for text in texts]
     counts = [f" {count:,}" for count in histogram.counts]
     longest = max(map(len, edges), default=0) + max(map(len, counts), default=0)
     width = min(BAR, (render.terminal_width() or grid.PLAIN) - longest)

@@ -219,3 +219,10 @@ def test_names_with_nan_are_escaped(words: list[str], ckptkit: Ckptkit, tmp_path
     torch.save({"\x1b[31mred": torch.tensor([math.nan])}, tmp_path / "nan.pth")
     shown = ckptkit("show", tmp_path / "nan.pth", *words, "--nan").stdout
     assert "\x1b" not in shown and r"\x1b[31mred: 1 NaN" in shown
+
+
+def test_the_bins_of_a_histogram_look_different(ckptkit: Ckptkit, tmp_path: Path) -> None:
+    torch.save({"w": 1 + torch.randn(300, dtype=torch.float64) * 1e-9}, tmp_path / "w.pth")
+    *_, histogram = ckptkit("show", tmp_path / "w.pth", "w").stdout.split("\n\n")
+    starts = [line.split()[0] for line in histogram.splitlines()[1:]]
+    assert len(starts) > 4 and len(set(starts)) == len(starts)
