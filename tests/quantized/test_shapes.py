@@ -119,3 +119,37 @@ def test_products_in_the_middle_of_two_bfloat16_numbers_are_rounded_to_even(
             tensors = {"fc.weight": codes[row:][:1], "fc.weight_scale_inv": part[row:][:1]}
             alone = dequantized(tmp_path, tensors, config, "bfloat16")["fc.weight"]
             assert torch.equal(alone.view(torch.int16), expected[row:][:1].view(torch.int16))
+
+
+def test_experts_of_llama_4_by_fbgemm(tmp_path: Path) -> None:
+    codes = torch.randn(3, 8, 12).to(torch.float8_e4m3fn)
+    scale = torch.rand(3, 1, 12)
+    config = {"quantization_config": {"quant_method": "fbgemm_fp8"}}
+    name = "experts.gate_up_proj"
+    found = dequantized(tmp_path, {name: codes, f"{name}_scale": scale}, config)
+    assert torch.equal(found[name], codes.float() * scale)
+
+
+MODELOPT = {
+    "channel": ([24], {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}),
+    "blocks with dimensions of 1 between": (
+        [3, 1, 2, 1], {"quant_algo": "FP8_PB_WO", "weight_block_size": [8, 16]},
+    ),
+    "square blocks": ([3, 4], {"quant_algo": "FP8_PB_WO", "group_size": 8}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", MODELOPT)
+def test_modelopt_rounds_scales_to_the_target_first(layout: str, tmp_path: Path) -> None:
+    shape, said = MODELOPT[layout]
+    draw = torch.Generator().manual_seed(4)
+    codes = torch.randn(24, 32, generator=draw).to(torch.float8_e4m3fn)
+    scale = torch.rand(shape, generator=draw)
+    config = {"quantization_config": {"quant_method": "modelopt", **said}}
+    found = dequantized(
+        tmp_path, {"fc.weight": codes, "fc.weight_scale": scale}, config, "bfloat16"
+    )
+    flat = scale[:, None] if len(shape) == 1 else scale.squeeze()
+    rows, columns = flat.shape
+    wide = spread(flat, 24 // rows, 32 // columns, codes)
+    assert torch.equal(found["fc.weight"], codes.bfloat16() * wide.bfloat16())
