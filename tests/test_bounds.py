@@ -210,7 +210,7 @@ def edited(tmp_path: Path) -> Iterator[Path]:
 
 def test_two_edit_and_others_read(edited: Path) -> None:
     """Whole answers, or that it is being changed: no bug, no advice to download it again."""
-    stop = time.monotonic() + 3
+    stop = time.monotonic() + 6
     said = set()
     while time.monotonic() < stop:
         for words in (("scan",), ("inspect", "--json"), ("verify",), ("digest",), ("stats",)):
