@@ -62,6 +62,7 @@ class Limits:
     list_gaps: int = 100_000  # places of lists that nothing fills
     rule_bytes: int = 64 << 10  # of one tensor rule
     rule_labels: int = 10_000  # of one variable of a rule
+    rule_variables: int = 64  # of a name
     rule_terms: int = 100  # operators and ( ) of one size
     rule_steps: int = 100_000  # of matching names against rules, beside 64 for each name
     rule_targets: int = 1_000_000  # tensors that one step of rules makes

@@ -120,7 +120,7 @@ class _Reader:
         return Side(name, tuple(_dimensions(inside)))
 
     def _name(self) -> Iterator[str | Variable]:
-        text, literal = self.text, ""
+        text, literal, found = self.text, "", 0
         while self.at < len(text) and not text[self.at].isspace():
             character = text[self.at]
             if character == "}":
@@ -135,6 +135,8 @@ class _Reader:
             if literal:
                 yield literal
             literal = ""
+            found += 1
+            check("rule_variables", found, "variables in a name")
             yield _variable(text[self.at + 1 : end])
             self.at = end + 1
         if literal:

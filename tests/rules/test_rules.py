@@ -237,6 +237,11 @@ def test_nothing_else_has_a_size_of_0(line: str, args: dict[str, int], word: str
 # What people may write who want it to take long
 
 
+def many(kind: str) -> str:
+    """A name with thousands of variables."""
+    return "".join(f"{{v{n}{kind}}}." for n in range(3_000))
+
+
 def hostile() -> list[Any]:
     stars = "".join(f"{{v{n}:*}}x" for n in range(12))
     back = "".join(f"{{v{n}}}" for n in range(12))
@@ -255,6 +260,8 @@ def hostile() -> list[Any]:
         (["x -> y with " + "h=" + "1+" * 200 + "1"], {"x": ()}, {}),
         (["x -> y with h=" + "(" * 300 + "1" + ")" * 300], {"x": ()}, {}),
         (["x -> y  # " + "x" * (1 << 20)], {"x": ()}, {}),
+        ([f"{many('')}x -> {many('')}y"], {"1." * 3_000 + "x": ()}, {}),
+        ([f"{many(':*')}x -> {many('')}y"], {"a." * 3_000 + "y": ()}, {}),
     ]  # fmt: skip
 
 
