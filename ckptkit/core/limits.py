@@ -82,6 +82,7 @@ CEILINGS = {
     "int_bytes": 1_780,  # str() and int() of 4,300 digits
     "json_depth": 256,  # json.loads
     "rank": 64,  # numpy
+    "rule_variables": 100,  # names are matched by recursion
     "rule_terms": 200,  # a size is read and computed by recursion
 }
 

@@ -252,7 +252,7 @@ CASES: dict[str, tuple[int, Case]] = {
     "list_gaps": (50, gaps(50)),
     "rule_bytes": (100, lambda folder: parse_rule("a -> b".ljust(100))),
     "rule_labels": (50, lambda folder: parse_rule("a.{p:" + "|".join(map(str, range(50))) + "} -> b.{p}")),
-    "rule_variables": (3, lambda folder: parse_rule("a.{b}.{c}.{d}.{e} -> a.{b}.{c}.{d}.{e}")),
+    "rule_variables": (4, lambda folder: parse_rule("a.{b}.{c}.{d}.{e} -> a.{b}.{c}.{d}.{e}")),
     "rule_terms": (20, lambda folder: parse_rule("a -> b with h=1" + "+1" * 20)),
     "rule_steps": (36, planned("{a:**}y{n} -> {a}{n}", {"y" * 99 + "1": ()})),
     "rule_targets": (50, planned("x [e] -> x.{e} []", {"x": (50,)})),
