@@ -22,6 +22,7 @@ torch.serialization.register_package(0, lambda storage: "cuda" + ":" + str(1), l
 PROGRAMS = {
     "pth": _STATE + _ON_GPU + "torch.save(model, path)\n",
     "wrapped": _STATE + _ON_GPU + 'torch.save({"model": model, "epoch": 3}, path)\n',
+    "legacy": _STATE + _ON_GPU + "torch.save(model, path, _use_new_zipfile_serialization=False)\n",
     "safetensors": _STATE
     + """
 from safetensors.torch import save_file

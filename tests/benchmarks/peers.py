@@ -61,6 +61,13 @@ LIBRARY = {
     + _MODEL
     + "import ckptkit\nckptkit.load_into(net, sys.argv[1])\n",
 }
+_OTHER = "other = torch.load(sys.argv[2], map_location='cpu', mmap={mmap}, weights_only=True)\n"
+_AVERAGE = "model = {name: (tensor + other[name]) / 2 for name, tensor in model.items()}\n"
+_STATS = (
+    "for name, t in model.items():\n"
+    "    print(name, t.min(), t.max(), t.mean(), t.std(), (t == 0).sum(), t.isfinite().all(), torch.histc(t, 64))\n"
+)
+_CLOSE = "assert all(torch.allclose(model[name], other[name], 0, 1e-6) for name in model)\n"
 _DCP = """
 import sys
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -141,10 +148,14 @@ PROGRAMS: dict[str, dict[str, str]] = {
         "mergekit": _mergekit(True),
         "brainsurgery": _brainsurgery("{path: out.safetensors, format: safetensors}", _NOTHING),
     },
+    "from legacy": {"torch": (_LOAD + _SAVE).replace("{mmap}", "False")},  # which cannot be mapped
     "from safetensors": {"safetensors": _LOAD_FILE + _SAVE},
     "strip safetensors": {"safetensors": _LOAD_FILE + _STRIP + _SAVE_FILE},
     "cast": _both(_LOAD + _CAST + _SAVE),
     "digest": _both(_LOAD + _DIGEST),
+    "average": _both(_LOAD + _OTHER + _AVERAGE + _SAVE),
+    "stats": _both(_LOAD + _STATS),
+    "close": _both(_LOAD + _OTHER + _CLOSE),
     "equal": _both(_LOAD + _EQUAL),
     "load": _both(_LOAD + _TOUCH),
     "load safetensors": {"safetensors": _LOAD_FILE + "import torch\n" + _TOUCH},

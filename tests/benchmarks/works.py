@@ -85,8 +85,16 @@ WORKS = (
     ),
     Work(
         "cast to bfloat16", "pth", "convert {src} out.pth --cast bfloat16", "cast",
-        {PLAIN: Budget(to_torch=1.5, mib=200)}, sizes="one",
+        {PLAIN: Budget(to_cp=1.3, to_torch=1.5, mib=64)}, sizes="one",
     ),
+    # cp copies one of the two inputs
+    Work("average of two", "pth", "average {src} {twin} out.pth", "average", _moved(1.5 * 2, 64), sizes="one"),
+    Work("stats", "pth", "stats {src}", "stats", _moved(1.5, 64), sizes="one"),
+    Work(
+        "diff within a tolerance", "pth", "diff --values --atol 1e-6 {src} {twin}", "close",
+        _moved(1.5 * 2, 64), sizes="one",
+    ),
+    Work("legacy to zip", "legacy", "convert {src} out.pth", "from legacy", _moved(1.25, 60), sizes="one", moves=True),
     Work("digest", "pth", "inspect --json --digest {src}", "digest", _COMPUTED, sizes="one"),
     Work("diff --values", "pth", "diff --values {src} {twin}", "equal", _COMPUTED, sizes="one"),
     Work(
@@ -97,7 +105,7 @@ WORKS = (
     Work("rename --in-place", "pth", "rename --in-place {fresh} --sub ^module=m", "strip", _IN_PLACE, sizes="one"),
     Work("extract --in-place", "wrapped", "extract --in-place {fresh} --key model", "extract", _IN_PLACE, sizes="one"),
     Work(
-        "safetensors to .pth", "safetensors", "convert {src} out.pth", "from safetensors", _moved(1.6, 60), moves=True
+        "safetensors to .pth", "safetensors", "convert {src} out.pth", "from safetensors", _moved(1.25, 60), moves=True
     ),
     Work(
         "strip-module, safetensors", "safetensors", "strip-module {src} out.safetensors", "strip safetensors",
