@@ -6,7 +6,8 @@ Layout (see zip_reader; every torch since 1.6 loads and maps all of it):
                      CRC-32 and sizes
     name
     zip64 field      0x0001: size, stored size, for members of 4 GiB and more
-    ``FB`` field     as many Z as bring the data to the next multiple of 64
+    ``FB`` field     as many Z as bring the data to the next multiple of 64; where the data are long
+                     and copied from a file, to the same place in a block as there
     data
     directory        zip64 fields for values that do not fit 32 bits: size, stored size, offset
     ends             zip64 end record and locator, always, as torch writes them; end record with
@@ -21,7 +22,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from ckptkit.core.bytesource import Extent
-from ckptkit.core.plan import Deferred, Segment, Summed
+from ckptkit.core.plan import BLOCK, Deferred, Segment, Summed, place_in_block
 
 ALIGNMENT = 64  # bytes
 
@@ -35,7 +36,6 @@ END_BYTES = 22  # of the end record, without which no reader finds the directory
 _LOCAL_CRC, _CENTRAL_CRC = 14, 16  # where the CRC is in a header
 _UTF8_FLAG = 0x0800
 _DATE = 0x0021
-_PADS = [b"FB" + struct.pack("<H", n) + b"Z" * n for n in range(ALIGNMENT)]
 _JOINED = 1 << 16  # literal contents up to this length share a segment with the headers around them
 
 
@@ -80,7 +80,7 @@ def lay_out(members: Iterable[ZipMember]) -> list[Segment]:
             text.holes.append((len(text.data) + _LOCAL_CRC, count))
             directory.holes.append((len(directory.data) + _CENTRAL_CRC, count))
         raw = name.encode()
-        header = _local_header(raw, offset, size, crc or 0)
+        header = _local_header(raw, offset, size, crc or 0, _place_of(content))
         text.data += header
         directory.data += _central_entry(raw, offset, size, crc or 0)
         if isinstance(content, bytes) and size <= _JOINED:
@@ -105,12 +105,23 @@ def record(name: str, content: bytes, offset: int) -> tuple[bytes, bytes]:
     return header + content, _central_entry(raw, offset, len(content), crc)
 
 
-def _local_header(name: bytes, offset: int, size: int, crc: int) -> bytes:
-    """Return the header at `offset` with its fields, padded so that the data is aligned."""
+def _place_of(content: bytes | Extent) -> int | None:
+    """Return where in a block the data should begin, None where that makes no difference."""
+    place = None if isinstance(content, bytes) else place_in_block(content)
+    return None if place is None or place % ALIGNMENT else place
+
+
+def _local_header(name: bytes, offset: int, size: int, crc: int, place: int | None = None) -> bytes:
+    """Return the header at `offset` with its fields, padded so that the data is aligned.
+
+    `place` is where in a block of a file system the data should begin.
+    """
     version, wide, short = 20, b"", size
     if size >= _U32:
         version, wide, short = 45, struct.pack("<2H2Q", 1, 16, size, size), _U32
-    extra = wide + _PADS[-(offset + 34 + len(name) + len(wide)) % ALIGNMENT]
+    start = offset + 34 + len(name) + len(wide)
+    pad = -start % ALIGNMENT if place is None else (place - start) % BLOCK
+    extra = wide + b"FB" + struct.pack("<H", pad) + b"Z" * pad
     sizes = crc, short, short, len(name), len(extra)
     return _LOCAL(b"PK\x03\x04", version, _UTF8_FLAG, 0, 0, _DATE, *sizes) + name + extra
 

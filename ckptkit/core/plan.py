@@ -29,6 +29,22 @@ SEEKABLE = frozenset(
 ONE_BY_ONE = "apply"  # the operation that holds a tensor in memory as a whole
 
 
+# Bytes of a block of a file system: two files share those of a range that is at the same place in
+# a block of both, where the file system can do that (btrfs, xfs).
+BLOCK = 4 << 10
+LONG = 256 << 10  # bytes of a range that is worth a block of padding
+
+
+def place_in_block(extent: Extent) -> int | None:
+    """Return where in a block a long range of a file begins, None for any other extent.
+
+    A copy that begins at the same place can share the bytes instead.
+    """
+    if not isinstance(extent, Range) or extent.length < LONG:
+        return None
+    return extent.offset % BLOCK if isinstance(extent.source, LocalFile) else None
+
+
 class Summed(NamedTuple):
     """`extent`, counted into checksum `number`.
 

@@ -27,7 +27,7 @@ from ckptkit.core.bytesource import ByteSource, Derived, Extent, LocalFile, Rang
 from ckptkit.core.checksum import crc32, crc32_combine
 from ckptkit.core.errors import InputChangedError, OutputError
 from ckptkit.core.grouping import flatten
-from ckptkit.core.plan import ONE_BY_ONE, Deferred, Segment, Summed, length
+from ckptkit.core.plan import BLOCK, ONE_BY_ONE, Deferred, Segment, Summed, length
 from ckptkit.publish.tasks import Reread, Task, Turned, cut
 
 if TYPE_CHECKING:
@@ -298,8 +298,11 @@ class _Writer:
     def _copy(self, source: LocalFile, offset: int, length: int, number: int | None) -> int:
         """Let the kernel copy; return how many bytes it did, all of them unless it cannot here."""
         chunk, done = CHUNK if number is None else SUMMED, 0
+        head = _to_share(offset, os.lseek(self._fd, 0, os.SEEK_CUR), length)
         while done < length and self._copiers:
-            wanted = min(length - done, chunk)
+            wanted = min(length - done, chunk) if done >= head else head - done
+            if wanted > BLOCK and head >= 0 and done >= head:
+                wanted -= wanted % BLOCK
             try:
                 count = self._copiers[0](self._fd, source, offset + done, wanted)
             except OSError as error:
@@ -323,6 +326,15 @@ class _Writer:
             piece = self._buffer[: length - at]
             source.read_into(offset + at, piece)
             self._count(number, piece)
+
+
+def _to_share(offset: int, place: int, length: int) -> int:
+    """Return how many bytes come before those that two files can share, -1 if they can share none.
+
+    Those are whole blocks of both: the bytes have to be at the same place in a block.
+    """
+    head = -offset % BLOCK
+    return head if (offset - place) % BLOCK == 0 and length >= head + BLOCK else -1
 
 
 def _copy_file_range(fd: int, source: LocalFile, offset: int, count: int) -> int:
