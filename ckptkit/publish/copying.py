@@ -2,10 +2,9 @@
 
 Long ranges of a local file are copied inside the kernel where it can (``copy_file_range``,
 ``sendfile``), which shares the bytes instead where the file system can do that, and read and
-written in pieces where it cannot: another file system, a remote source, macOS, Windows. Where a
-checksum is needed, what the kernel has just copied is read once more while the processor's cache
-still holds it. Short ranges are cut out of bytes that were read ahead, and written together with
-the literals between them.
+written in pieces where it cannot: another file system, a remote source, macOS, Windows. So are
+those of which a checksum is needed, each piece while it is in a core's cache. Short ranges are cut
+out of bytes that were read ahead, and written together with the literals between them.
 
 Writes to one file wait for each other in the kernel, so threads copy several files of a file system
 in memory at once, but never one; they compute and sum up.
@@ -41,7 +40,6 @@ NEARBY = 4 << 10  # bytes read ahead at first; the window grows while ranges fol
 # Bytes; below, reading ahead is cheaper than a system call for each range (measured).
 SHORT = 32 << 10
 CHUNK = 64 << 20  # bytes of one kernel copy, so that progress and interrupts get through
-SUMMED = 1 << 20  # bytes of one that are summed up afterwards, so that they are still in a cache
 TASK = 256 << 20  # bytes of a task for an executor
 THREAD_TASK = 32 << 20  # bytes of a task for a thread
 THREADS = 4
@@ -237,7 +235,6 @@ class _Writer:
         self._ahead = ReadAhead()
         self._pending: list[bytes] = []
         self._copiers = [_copy_file_range, _sendfile]  # those that work here, the best first
-        self._buffer: memoryview | None = None
 
     def write(self, segments: Iterable[Segment]) -> None:
         """Write the segments.
@@ -271,8 +268,8 @@ class _Writer:
         self._flush()
 
     def _long(self, extent: Extent, number: int | None) -> None:
-        if isinstance(extent, Range) and isinstance(extent.source, LocalFile):
-            copied = self._copy(extent.source, extent.offset, extent.length, number)
+        if isinstance(extent, Range) and number is None and isinstance(extent.source, LocalFile):
+            copied = self._copy(extent.source, extent.offset, extent.length)
             extent = extent.part(copied, extent.length - copied)
         for piece in pieces(extent):
             if number is not None:
@@ -295,12 +292,12 @@ class _Writer:
             write_all(self._fd, data)
             self._progress(len(data))
 
-    def _copy(self, source: LocalFile, offset: int, length: int, number: int | None) -> int:
+    def _copy(self, source: LocalFile, offset: int, length: int) -> int:
         """Let the kernel copy; return how many bytes it did, all of them unless it cannot here."""
-        chunk, done = CHUNK if number is None else SUMMED, 0
+        done = 0
         head = _to_share(offset, os.lseek(self._fd, 0, os.SEEK_CUR), length)
         while done < length and self._copiers:
-            wanted = min(length - done, chunk) if done >= head else head - done
+            wanted = min(length - done, CHUNK) if done >= head else head - done
             if wanted > BLOCK and head >= 0 and done >= head:
                 wanted -= wanted % BLOCK
             try:
@@ -312,20 +309,9 @@ class _Writer:
                 continue
             if not count:
                 raise InputChangedError("became shorter while it was read", where=source.name)
-            if number is not None:
-                self._sum(source, offset + done, count, number)
             done += count
             self._progress(count)
         return done
-
-    def _sum(self, source: LocalFile, offset: int, length: int, number: int) -> None:
-        """Count bytes that were copied just now into a checksum."""
-        if self._buffer is None:
-            self._buffer = memoryview(bytearray(PIECE))
-        for at in range(0, length, PIECE):
-            piece = self._buffer[: length - at]
-            source.read_into(offset + at, piece)
-            self._count(number, piece)
 
 
 def _to_share(offset: int, place: int, length: int) -> int:

@@ -256,29 +256,6 @@ def test_threads_share_the_copying_of_several_files_in_memory(
     assert len(taken) == tasks
 
 
-def test_what_the_kernel_copies_is_summed_up_while_it_is_in_a_cache(
-    source: LocalFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls: list[tuple[str, int]] = []
-    copy, read = os.copy_file_range, os.preadv
-
-    def copied(*args: Any) -> int:
-        calls.append(("copy", args[2]))
-        return copy(*args)
-
-    def reread(*args: Any) -> int:
-        calls.append(("read", len(args[1][0])))
-        return read(*args)
-
-    monkeypatch.setattr(os, "copy_file_range", copied)
-    monkeypatch.setattr(os, "preadv", reread)
-    segments = [Deferred(bytes(4), ((0, 0),)), Summed(Range(source, 0, 2 << 20), 0)]
-    data = NOISE[: 2 << 20]
-    assert written(segments, tmp_path) == zlib.crc32(data).to_bytes(4, "little") + data
-    half = [("copy", copying.SUMMED), *[("read", copying.PIECE)] * 4]
-    assert calls == half * 2
-
-
 def test_a_file_system_in_memory_is_known() -> None:
     if not os.path.ismount("/dev/shm"):
         pytest.skip("no /dev/shm here")
