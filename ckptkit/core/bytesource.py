@@ -319,6 +319,11 @@ class LocalFile(ByteSource):
                 "changed while it was read", where=self.name, hint="run the command again"
             )
 
+    @property
+    def device(self) -> int:
+        """The device of its file system (``st_dev``), when it was opened."""
+        return int(self.identity[0])
+
     def folder_and_name(self) -> tuple[Folder, str]:
         return Folder(os.path.dirname(self.name)), os.path.basename(self.name)
 

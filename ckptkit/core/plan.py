@@ -13,8 +13,10 @@ A patch edits a file in place instead.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import chain
 from typing import NamedTuple
 
@@ -33,16 +35,36 @@ ONE_BY_ONE = "apply"  # the operation that holds a tensor in memory as a whole
 # a block of both, where the file system can do that (btrfs, xfs).
 BLOCK = 4 << 10
 LONG = 256 << 10  # bytes of a range that is worth a block of padding
+SHARING = ("xfs",)  # btrfs gives its files devices that no mount has, so it is not known
+
+
+@lru_cache
+def file_system(device: int) -> str:
+    """Return the kind of a file's device (``st_dev``) on Linux, "" where it is not known.
+
+    Source: proc_pid_mountinfo(5).
+    """
+    number = f"{os.major(device)}:{os.minor(device)}" if hasattr(os, "major") else ""
+    try:
+        with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as file:
+            mounts = [line.split() for line in file]
+    except OSError:
+        return ""
+    kinds = (mount[mount.index("-") + 1] for mount in mounts if mount[2] == number)
+    return next(kinds, "")
 
 
 def place_in_block(extent: Extent) -> int | None:
-    """Return where in a block a long range of a file begins, None for any other extent.
+    """Return where in a block a long range of a file begins, where files can share blocks.
 
-    A copy that begins at the same place can share the bytes instead.
+    A copy that begins at the same place can share the bytes instead. None elsewhere: what is
+    written there does not depend on where the bytes came from.
     """
     if not isinstance(extent, Range) or extent.length < LONG:
         return None
-    return extent.offset % BLOCK if isinstance(extent.source, LocalFile) else None
+    if not isinstance(extent.source, LocalFile):
+        return None
+    return extent.offset % BLOCK if file_system(extent.source.device) in SHARING else None
 
 
 class Summed(NamedTuple):

@@ -17,7 +17,6 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import lru_cache
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -26,7 +25,7 @@ from ckptkit.core.bytesource import ByteSource, Derived, Extent, LocalFile, Rang
 from ckptkit.core.checksum import crc32, crc32_combine
 from ckptkit.core.errors import InputChangedError, OutputError
 from ckptkit.core.grouping import flatten
-from ckptkit.core.plan import BLOCK, ONE_BY_ONE, Deferred, Segment, Summed, length
+from ckptkit.core.plan import BLOCK, ONE_BY_ONE, Deferred, Segment, Summed, file_system, length
 from ckptkit.publish.tasks import Reread, Task, Turned, cut
 
 if TYPE_CHECKING:
@@ -113,19 +112,9 @@ def _is_remote(segment: Segment) -> bool:
     return isinstance(segment, Range) and segment.source.remote
 
 
-@lru_cache
 def in_memory(device: int) -> bool:
-    """Return whether a file's device (``st_dev``) is a Linux tmpfs.
-
-    Source: proc_pid_mountinfo(5).
-    """
-    number = f"{os.major(device)}:{os.minor(device)}" if hasattr(os, "major") else ""
-    try:
-        with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as file:
-            mounts = [line.split() for line in file]
-    except OSError:
-        return False
-    return any(mount[2] == number and mount[mount.index("-") + 1] == "tmpfs" for mount in mounts)
+    """Return whether a file's device (``st_dev``) is a Linux tmpfs."""
+    return file_system(device) == "tmpfs"
 
 
 def _spread(
