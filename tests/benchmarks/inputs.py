@@ -150,6 +150,7 @@ save_file(model, path / "model.safetensors", metadata={"format": "pt"})
     "titan": """
 import sys, torch
 path, rows, columns, count = sys.argv[1], *map(int, sys.argv[2:])
+columns = max(32, columns)  # of 16 heads
 square, norm, words = torch.full((columns, columns), 0.5), torch.ones(columns), torch.ones(64, columns)
 model = {"tok_embeddings.weight": words, "norm.weight": norm, "lm_head.weight": words}
 for i in range(max(1, count // 7)):
