@@ -33,12 +33,20 @@ class CkptkitError(Exception):
             self.code = code
         self.message = message
         self.where = where
+        self._hint: str | None = None
         self.hint = hint
 
     @property
-    def __notes__(self) -> list[str]:  # type: ignore[override]  # it is only read
-        """The hint, where Python prints the error."""
-        return [f"hint: {self.hint}"] if self.hint else []
+    def hint(self) -> str | None:
+        """The advice. It is also the first note of the exception, which Python prints."""
+        return self._hint
+
+    @hint.setter
+    def hint(self, hint: str | None) -> None:
+        notes: list[str] = getattr(self, "__notes__", [])
+        others = notes[1:] if self._hint else notes
+        self._hint = hint
+        self.__notes__ = [f"hint: {hint}", *others] if hint else others
 
     def __str__(self) -> str:
         return f"{self.where}: {self.message}" if self.where else self.message

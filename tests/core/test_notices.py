@@ -49,3 +49,13 @@ def test_every_class_of_errors_has_a_code_of_its_own() -> None:
 def test_an_error_may_say_more_than_its_class() -> None:
     error = pickle.loads(pickle.dumps(FormatError("x", where="y", code="odd")))
     assert (error.code, error.where, FormatError("x").code) == ("odd", "y", "format")
+
+
+def test_the_hint_is_a_note_beside_others() -> None:
+    error = FormatError("x", hint="first")
+    error.add_note("of the caller")
+    error.hint = "second"
+    for each in (error, copy.copy(error), pickle.loads(pickle.dumps(error))):
+        assert (each.hint, each.__notes__) == ("second", ["hint: second", "of the caller"])
+    error.hint = None
+    assert error.__notes__ == ["of the caller"]
