@@ -73,7 +73,7 @@ class DiffEntry(TypedDict):
 
 @final
 class DiffStrictFalse(TypedDict):
-    """What load_state_dict(strict=False) would not report."""
+    """Entries that load_state_dict(strict=False) would not report."""
 
     skipped: int
     parameters: int
@@ -130,7 +130,7 @@ class DigestTensor(TypedDict):
 
 @final
 class DoctorCause(TypedDict):
-    """What keeps the file from loading, or may."""
+    """A cause that keeps the file from loading, or may."""
 
     code: str
     level: str
@@ -142,7 +142,7 @@ class DoctorCause(TypedDict):
 
 @final
 class DoctorFixed(TypedDict):
-    """What --fix wrote."""
+    """The output of --fix."""
 
     output: str
     format: str
@@ -245,7 +245,7 @@ InspectObject = TypedDict("InspectObject", {"path": str, "keys": list[str | int]
 
 @final
 class InspectPart(TypedDict):
-    """Which part of a checkpoint of several processes the file is."""
+    """The part of a checkpoint of several processes that the file is."""
 
     kind: str
     name: str
@@ -304,7 +304,7 @@ class ScanFile(TypedDict):
 
 @final
 class ScanPickleWeightsOnly(TypedDict):
-    """What torch.load(weights_only=True) does."""
+    """The result of torch.load(weights_only=True)."""
 
     loads: bool
     refused: str | None
