@@ -14,7 +14,7 @@ import yaml
 
 from ckptkit.formats.table import BY_SUFFIX
 from tests.conftest import ROOT, Run
-from tests.scan.hostile_pickles import archive, call, pickle2, text
+from tests.scanning.hostile_pickles import archive, call, pickle2, text
 
 FILE = ROOT / ".pre-commit-hooks.yaml"
 HOOKS: list[dict[str, Any]] = yaml.safe_load(FILE.read_text(encoding="utf-8"))

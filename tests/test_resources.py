@@ -22,7 +22,7 @@ from ckptkit.core.errors import CkptkitError, PathError
 from tests.conftest import COMMAND, ENVIRONMENT
 from tests.containers.zips import Member, build
 from tests.formats.torch_zip.archives import archive, pickle_of
-from tests.scan.hostile_pickles import CASES
+from tests.scanning.hostile_pickles import CASES
 
 resource = pytest.importorskip("resource", reason="this system limits no processes")
 

@@ -20,7 +20,7 @@ import torch
 
 from ckptkit.cli import COMMANDS
 from tests.conftest import ENVIRONMENT
-from tests.scan.hostile_pickles import CASES
+from tests.scanning.hostile_pickles import CASES
 
 LARGEST = 1 << 20
 SILENT = {

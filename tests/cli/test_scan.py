@@ -12,7 +12,7 @@ import torch
 from tests.cli.conftest import Ckptkit
 from tests.conftest import Run
 from tests.containers.zips import Member
-from tests.scan.hostile_pickles import EVIL, PLAIN, archive, call, pickle2, pickle4, text
+from tests.scanning.hostile_pickles import EVIL, PLAIN, archive, call, pickle2, pickle4, text
 
 NAMED = "\x1b]0;x\x07\u202e\n[OK] safe"
 

@@ -28,7 +28,7 @@ from tests.containers import tars
 from tests.containers.zips import Member, build
 from tests.formats.dcp import making
 from tests.formats.torch_zip import archives
-from tests.scan.hostile_pickles import CASES
+from tests.scanning.hostile_pickles import CASES
 
 FIXTURES = ROOT / "fixtures"
 BREAK = b"\n=====\n"  # between the files of a folder that is written as one run of bytes

@@ -29,7 +29,7 @@ from ckptkit.pickles.trust import (
 from ckptkit.pickles.versions import SINCE
 from ckptkit.scanning.files import scan
 from ckptkit.scanning.verdict import CLASSES, SAFE, UNKNOWN
-from tests.scan import hostile_pickles as hostile
+from tests.scanning import hostile_pickles as hostile
 
 
 def call(name: str, *args: Node, new: bool = False) -> Object:

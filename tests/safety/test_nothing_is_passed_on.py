@@ -20,7 +20,7 @@ from ckptkit.scanning.files import scan, scan_all
 from ckptkit.scanning.verdict import FileVerdict, counts
 from tests.conftest import ENVIRONMENT
 from tests.containers.zips import Member
-from tests.scan.hostile_pickles import (
+from tests.scanning.hostile_pickles import (
     CALLS,
     CASES,
     DISGUISED,

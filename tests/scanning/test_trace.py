@@ -22,7 +22,7 @@ from ckptkit.scanning.trace import LARGE, trace
 from ckptkit.scanning.trace_symbols import WEIGHTS_ONLY_OPCODES
 from ckptkit.scanning.trace_window import FIRST_WINDOW, WINDOW
 from tests.formats.torch_zip.archives import text as text_of_archives
-from tests.scan.hostile_pickles import (
+from tests.scanning.hostile_pickles import (
     CALLS,
     SYSTEM,
     TOUCH,

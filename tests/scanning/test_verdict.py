@@ -35,7 +35,7 @@ from ckptkit.scanning.verdict import (
 from tests.conftest import ENVIRONMENT, Corpus
 from tests.containers.zips import Member, build
 from tests.matrix import FOLDER
-from tests.scan.hostile_pickles import (
+from tests.scanning.hostile_pickles import (
     CASES,
     DISGUISED,
     EVIL,

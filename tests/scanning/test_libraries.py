@@ -31,7 +31,7 @@ from ckptkit import api as convert
 from ckptkit.pickles.allowlist.rows import ENUMS
 from ckptkit.scanning.files import scan
 from ckptkit.scanning.verdict import counts, findings
-from tests.scan.hostile_pickles import beside_a_tensor, built, call, name, text
+from tests.scanning.hostile_pickles import beside_a_tensor, built, call, name, text
 
 OF_PYTHON: dict[str, Callable[[], Any]] = {
     "datetime": lambda: [
