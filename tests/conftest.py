@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from argparse import Namespace
@@ -15,6 +16,16 @@ import pytest
 
 from ckptkit.core.bytesource import LocalFile
 from tests.slow import is_slow, unmatched
+
+# Bytecode is kept, whatever the environment says: else each of some thousand commands compiles the
+# package anew, which doubles its time.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+# Children inherit the signals that are ignored, as SIGINT is in the background of a shell.
+for _name in ("SIGINT", "SIGTERM", "SIGHUP"):
+    _number = getattr(signal, _name, None)
+    if _number is not None and signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, signal.SIG_DFL)
 
 ROOT = Path(__file__).parent.parent
 COMMAND = [sys.executable, "-m", "ckptkit"]

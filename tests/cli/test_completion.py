@@ -21,6 +21,25 @@ from tests.conftest import COMMAND, ENVIRONMENT
 Tab = Callable[..., list[str]]
 
 
+def parameters() -> Iterator[tuple[str, click.Parameter]]:
+    """The parameters of all commands, each with the name of its command."""
+    context = click.Context(main)
+    for name in COMMANDS:
+        command = main.get_command(context, name)
+        assert command is not None
+        for parameter in command.params:
+            yield name, parameter
+
+
+@pytest.fixture(autouse=True)
+def types_of_parameters() -> Iterator[None]:
+    """Put back the types that completion changes: in a shell, its process ends with it."""
+    before = [(parameter, parameter.type) for _, parameter in parameters()]
+    yield
+    for parameter, kind in before:
+        parameter.type = kind
+
+
 @pytest.fixture
 def tab() -> Tab:
     """``tab("show", path, "mo")``: what is offered for the last word; ``file`` stands for the
@@ -139,17 +158,6 @@ def test_of_too_many_where_they_part(tab: Tab, tmp_path: Path) -> None:
     assert len(tab("show", tmp_path / "run.pth", "net.layers.3.")) == 30
 
 
-def every_text() -> Iterator[tuple[str, click.Parameter]]:
-    """The parameters of all commands that are any text."""
-    context = click.Context(main)
-    for name in COMMANDS:
-        command = main.get_command(context, name)
-        assert command is not None
-        for parameter in command.params:
-            if isinstance(parameter.type, click.types.StringParamType):
-                yield name, parameter
-
-
 # Texts of one's own: nothing can be offered.
 FREE = {
     "add-module: P", "convert: NAME", "SIZE", "URL", "NAME=JSON", "REGEX=REPLACEMENT", "[SLICE]", "TEXT", "A,B",
@@ -161,8 +169,8 @@ FREE = {
 def test_every_text_is_completed_or_free() -> None:
     left = {
         f"{name}: {each.metavar}" if name in ("scan", "wrap", "help") else str(each.metavar)
-        for name, each in every_text()
-        if not isinstance(each.type, completing.Completed)
+        for name, each in parameters()
+        if isinstance(each.type, click.types.StringParamType)
         and completing.completed_type(each) is None
     }
     assert left <= {*FREE, "scan: GLOB", "wrap: NAME", "wrap: SIZE", "wrap: URL", "wrap: NAME=JSON"}
