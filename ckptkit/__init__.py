@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ckptkit.core import above
+from ckptkit.core import __version__, above
 
 if TYPE_CHECKING:
     from ckptkit.analysis.reports import digest as digest
@@ -44,8 +44,6 @@ if TYPE_CHECKING:
     from ckptkit.transforms.quantized import dequantize as dequantize
     from ckptkit.transforms.structure import extract as extract
     from ckptkit.transforms.structure import wrap as wrap
-
-__version__ = "0.1.0"
 
 # What methods of Checkpoint and Tensor call, and the check of byte strings that look like files.
 _ABOVE = {

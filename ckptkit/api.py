@@ -10,15 +10,14 @@ from functools import partial
 from typing import TYPE_CHECKING, TypedDict, TypeVar, Unpack
 
 from ckptkit import formats
-from ckptkit.core import arguments
+from ckptkit.core import arguments, urls
 from ckptkit.core.bytesource import ByteSource, FileObject, Folder, Memory
 from ckptkit.core.checkpoint import Checkpoint, Source, opened
 from ckptkit.core.errors import ArgumentError, CkptkitError, UsageError
 from ckptkit.core.plan import OutputFile, Patch, Plan
 from ckptkit.core.text import guess, some
-from ckptkit.formats.common.opening import open_place, steady
 from ckptkit.formats.format import Asked, Format, Recovered, WriteOptions
-from ckptkit.remote import urls
+from ckptkit.formats.opening import open_place, steady
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor

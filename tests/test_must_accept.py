@@ -19,9 +19,9 @@ from ckptkit.api import convert
 from ckptkit.core.errors import AmbiguousError, CollisionError
 from ckptkit.formats.format import WriteOptions
 from tests.conftest import Corpus
-from tests.containers import tars
-from tests.containers.zips import Member, build
 from tests.formats.conformance import elements_of
+from tests.formats.containers import tars
+from tests.formats.containers.zips import Member, build
 from tests.formats.dcp import making
 from tests.formats.torch_zip.archives import FLOATS, pickle_of, storage, tensor
 from tests.random_checkpoints import NUMBERS

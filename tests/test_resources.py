@@ -20,7 +20,7 @@ import pytest
 from ckptkit.api import convert, open_checkpoint
 from ckptkit.core.errors import CkptkitError, PathError
 from tests.conftest import COMMAND, ENVIRONMENT
-from tests.containers.zips import Member, build
+from tests.formats.containers.zips import Member, build
 from tests.formats.torch_zip.archives import archive, pickle_of
 from tests.scanning.hostile_pickles import CASES
 

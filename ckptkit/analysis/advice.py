@@ -12,7 +12,6 @@ from ckptkit.core.text import NAMES, shell_command, some
 from ckptkit.core.tree import join
 from ckptkit.formats.format import ASKED
 from ckptkit.formats.table import BY_NAME, NONE, SAFETENSORS, TORCH_SUFFIXES
-from ckptkit.pickles.trust import refused_by_weights_only
 
 # What wrappers put before the names of the module inside, and which do.
 WRAPPERS = {
@@ -154,7 +153,7 @@ def _objects(summary: Summary, path: str) -> Iterator[str]:
     format = BY_NAME.get(summary.format, NONE)
     if not format.loaded_by_torch:
         return
-    refused = [str(name) for name in summary.globals if refused_by_weights_only(name)]
+    refused = summary.refused
     if not refused:
         return
     what = "TorchScript" if format.program else some(refused)

@@ -18,8 +18,8 @@ from ckptkit.core.limits import check
 from ckptkit.core.tensor import Tensor
 from ckptkit.core.tree import join, walk
 from ckptkit.core.weights import as_tensor
-from ckptkit.formats.common.opening import open_place
 from ckptkit.formats.format import CheckedPart, Finding
+from ckptkit.formats.opening import open_place
 
 Progress = Callable[[int, int], None]  # bytes since the last time, and in all
 Matches = Callable[[str], bool]

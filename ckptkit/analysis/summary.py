@@ -20,7 +20,7 @@ from ckptkit.core.tensor import Storage, Tensor, TypedStorage
 from ckptkit.core.text import and_more, matcher, plural
 from ckptkit.core.tree import Global, Node, Object, Path, join, walk
 from ckptkit.core.weights import Weights, inner_tensors, place_of
-from ckptkit.pickles.trust import describe, is_harmful
+from ckptkit.pickles.trust import describe, is_harmful, refused_by_weights_only
 
 if TYPE_CHECKING:
     from ckptkit.core.fold import Modules
@@ -162,6 +162,11 @@ class Summary:
     def chosen(self) -> tuple[str, ...]:
         """Return the options of a command that takes the same entry as the weights."""
         return () if self.key is None else ("--key", self.key)
+
+    @property
+    def refused(self) -> list[str]:
+        """The names in its pickles that `torch.load` with weights_only=True refuses."""
+        return [str(name) for name in self.globals if refused_by_weights_only(name)]
 
     def survives_dropping(self) -> bool:
         """Return whether `--objects drop` leaves weights; without any, all tensors or a value."""

@@ -20,8 +20,8 @@ from ckptkit.core.tensor import Tensor
 from ckptkit.core.text import some
 from ckptkit.core.tree import join, walk
 from ckptkit.core.weights import as_tensor
-from ckptkit.formats.common.opening import open_place, steady
 from ckptkit.formats.format import CheckedPart, Finding, Format, Probe
+from ckptkit.formats.opening import open_place, steady
 
 COMPARED = 1_000  # findings among which repetitions are left out; more are kept as they are
 

@@ -18,8 +18,8 @@ from typing import Any, NoReturn
 
 import click
 
-from ckptkit import __version__
 from ckptkit.cli import render
+from ckptkit.core import __version__
 from ckptkit.core.errors import CkptkitError, UsageError, foreseen
 from ckptkit.core.grouping import merge_all
 from ckptkit.core.text import nearest, shell_command

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import click
 
 from ckptkit.cli import edit_report, options, render
+from ckptkit.core import urls
 from ckptkit.core.errors import CkptkitError, InputError
 from ckptkit.core.text import and_more
-from ckptkit.remote import urls
 
 if TYPE_CHECKING:
     from ckptkit.api import Conversion

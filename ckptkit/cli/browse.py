@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import click
 
 from ckptkit.cli import options, render
+from ckptkit.core import urls
 from ckptkit.core.errors import UsageError
-from ckptkit.remote import urls
 
 if TYPE_CHECKING:
     from ckptkit.diagnosis.cause import Cause

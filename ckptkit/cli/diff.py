@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckptkit.cli import options, render
-from ckptkit.remote import urls
+from ckptkit.core import urls
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

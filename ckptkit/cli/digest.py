@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckptkit.cli import options, render
+from ckptkit.core import urls
 from ckptkit.core.errors import CkptkitError, InputError
-from ckptkit.remote import urls
 
 if TYPE_CHECKING:
     from ckptkit.analysis.digests import Digests, Matches

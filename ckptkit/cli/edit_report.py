@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ckptkit.cli import render
-from ckptkit.remote import urls
+from ckptkit.core import urls
 
 if TYPE_CHECKING:
     from ckptkit.api import Conversion

@@ -6,8 +6,8 @@ from typing import Any
 
 import click
 
-from ckptkit import __version__
 from ckptkit.cli import render
+from ckptkit.core import __version__
 
 
 @click.command("env")

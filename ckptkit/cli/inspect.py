@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import click
 
 from ckptkit.cli import options, render
+from ckptkit.core import urls
 from ckptkit.core.errors import CkptkitError, InputError
 from ckptkit.core.text import shell_word
-from ckptkit.remote import urls
 
 if TYPE_CHECKING:
     from ckptkit.analysis.summary import Summary, TensorRow

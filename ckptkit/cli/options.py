@@ -12,8 +12,8 @@ import click
 
 from ckptkit.cli import edit_report, parsing, render
 from ckptkit.cli.edit_report import SCHEMA
+from ckptkit.core import urls
 from ckptkit.core.errors import UsageError
-from ckptkit.remote import urls
 
 if TYPE_CHECKING:
     from ckptkit.api import Conversion

@@ -10,7 +10,7 @@ import click
 
 from ckptkit.cli import options, render
 from ckptkit.cli.progress import Progress
-from ckptkit.remote import urls
+from ckptkit.core import urls
 
 if TYPE_CHECKING:
     from ckptkit.core.checkpoint import Checkpoint

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 from urllib.parse import quote
 
-from ckptkit import __version__
 from ckptkit.cli.render import escape
-from ckptkit.remote.urls import is_url
+from ckptkit.core import __version__
+from ckptkit.core.urls import is_url
 from ckptkit.scanning.files import Failure
 from ckptkit.scanning.verdict import (
     CLASSES,

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 from ckptkit.cli import options, render
+from ckptkit.core import urls
 from ckptkit.core.errors import UsageError
 from ckptkit.core.text import guess
-from ckptkit.remote import urls
 
 if TYPE_CHECKING:
     from ckptkit.analysis.slices import Picks

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckptkit.cli import options, render
+from ckptkit.core import urls
 from ckptkit.core.errors import CkptkitError, InputError, UsageError
 from ckptkit.core.text import some
-from ckptkit.remote import urls
 
 if TYPE_CHECKING:
     from ckptkit.analysis.digests import Matches

@@ -4,3 +4,5 @@ In: bytes and ranges of bytes. Out: frozen values that describe them; nothing he
 a tensor. Uses no other room. Also here: errors with their exit codes, limits, dtypes, text for
 messages.
 """
+
+__version__ = "0.1.0"

@@ -23,7 +23,6 @@ from ckptkit.diagnosis.facts import (
     names_of,
     some,
 )
-from ckptkit.pickles.trust import refused_by_weights_only
 
 BLOAT = 0.3  # share of an optimizer in the bytes from which on it is worth a line
 
@@ -84,7 +83,7 @@ def _wrapper(facts: Facts) -> Iterator[Cause]:
 def _refused(facts: Facts) -> Iterator[Cause]:
     """Yield the cause for values that weights_only=True refuses, unless another cause says so."""
     summary = facts.summary
-    refused = [str(name) for name in summary.globals if refused_by_weights_only(name)]
+    refused = summary.refused
     if not refused or not is_torch_file(facts) or summary.is_module:
         return
     harm = coded(summary.warnings, RUNS_CODE)

@@ -14,6 +14,7 @@ from ckptkit.analysis.pairing import prefixes
 from ckptkit.analysis.summary import Summary, summarize
 from ckptkit.analysis.verify import verify
 from ckptkit.api import Conversion, PathLike, convert
+from ckptkit.core import urls
 from ckptkit.core.bytesource import ByteSource, Folder
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import (
@@ -34,13 +35,12 @@ from ckptkit.diagnosis import container, content, fit, refused
 from ckptkit.diagnosis.cause import ERROR, Cause, Fix, together
 from ckptkit.diagnosis.facts import Facts
 from ckptkit.formats.common.folder_names import INDEX
-from ckptkit.formats.common.opening import open_place
 from ckptkit.formats.format import RECOVER, Loss, Probe, Recovered, WriteOptions
+from ckptkit.formats.opening import open_place
 from ckptkit.formats.table import BY_NAME, NONE
 from ckptkit.loading import building
 from ckptkit.loading.model import is_implied, seen_by
 from ckptkit.quantized.group import configured
-from ckptkit.remote import urls
 from ckptkit.transforms import module_versions
 from ckptkit.transforms.devices import remap
 from ckptkit.transforms.elements import compact

@@ -1,8 +1,8 @@
 """Bytes -> Checkpoint, and Checkpoint -> Plan: one file or folder for each format.
 
 In: a file or a folder. Out: a Checkpoint from its headers; the plan of a new file. ``format.py`` is
-the contract. `table` lists the formats; there is no other list. Uses core, remote, compute,
-containers, pickles and publish.
+the contract. `table` lists the formats; there is no other list. Uses core, remote, compute, pickles
+and publish.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterator
 from dataclasses import replace
 
+from ckptkit.core import urls
 from ckptkit.core.bytesource import ByteSource, Folder, LocalFile
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import (
@@ -33,7 +34,6 @@ from ckptkit.formats.format import (
     WriteOptions,
 )
 from ckptkit.formats.table import BY_NAME, BY_SUFFIX, FORMATS, PARALLEL, SHARDED, TORCH_ZIP
-from ckptkit.remote import urls
 
 WHOLE = ("always", "asked")  # of Format.everything
 

@@ -14,8 +14,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ckptkit import formats
-from ckptkit.containers.tar import first_name, is_tar, read_members
-from ckptkit.containers.unpacking import method_of, spool
 from ckptkit.core.bytesource import ByteSource, Section
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import AmbiguousError, FormatError, UnsupportedError
@@ -23,6 +21,8 @@ from ckptkit.core.limits import LIMITS, UNPACKED
 from ckptkit.core.limits import check as check_limit
 from ckptkit.core.text import quoted
 from ckptkit.formats.common.folder_names import best, candidates
+from ckptkit.formats.containers.tar import first_name, is_tar, read_members
+from ckptkit.formats.containers.unpacking import method_of, spool
 from ckptkit.formats.format import CheckedPart, Finding, Probe
 from ckptkit.formats.torch_tar import RECORDS
 

@@ -9,11 +9,11 @@ from functools import cached_property
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ckptkit.containers.zip_reader import MAGIC, ZipDirectory, read_directory
 from ckptkit.core import arguments
 from ckptkit.core.bytesource import ByteSource, Folder, Record
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.plan import Patch, Plan
+from ckptkit.formats.containers.zip_reader import MAGIC, ZipDirectory, read_directory
 
 if TYPE_CHECKING:
     from ckptkit.pickles.streams import Found

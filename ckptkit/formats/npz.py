@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from ckptkit import compute
-from ckptkit.containers.zip_writer import ZipMember, lay_out
 from ckptkit.core.bytesource import Derived, Memory, Range
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.checksum import crc32, crc32_combine
@@ -25,6 +24,7 @@ from ckptkit.core.tree import Global, Node, OrderedMapping
 from ckptkit.formats import table
 from ckptkit.formats.common.dropped import leftovers, refuse_objects, refuse_pieces, shared_bytes
 from ckptkit.formats.common.plain_json import is_utf8
+from ckptkit.formats.containers.zip_writer import ZipMember, lay_out
 from ckptkit.formats.format import Probe, WriteOptions
 from ckptkit.formats.npy import header, read_array
 

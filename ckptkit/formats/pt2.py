@@ -29,8 +29,6 @@ from __future__ import annotations
 from itertools import chain
 from typing import Any
 
-from ckptkit.containers import strict_json
-from ckptkit.containers.zip_reader import ZipDirectory
 from ckptkit.core.bytesource import Range, Section
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.dtypes import BY_NAME, UNKNOWN, unknown
@@ -40,6 +38,8 @@ from ckptkit.core.tensor import Storage, Tensor
 from ckptkit.core.text import shown
 from ckptkit.core.tree import Node, OrderedMapping
 from ckptkit.formats import table
+from ckptkit.formats.containers import strict_json
+from ckptkit.formats.containers.zip_reader import ZipDirectory
 from ckptkit.formats.format import Probe
 from ckptkit.formats.torch_zip import reader as zip_archive
 from ckptkit.formats.torch_zip.reader import Archive

@@ -22,7 +22,6 @@ from collections.abc import Iterator
 from itertools import chain
 from struct import Struct
 
-from ckptkit.containers.tar import TarMember, first_name, is_tar, read_members
 from ckptkit.core.bytesource import ByteSource, Memory, Range, Section
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.dtypes import BY_STORAGE, DType
@@ -39,6 +38,7 @@ from ckptkit.core.tensor import Storage, Tensor, TypedStorage
 from ckptkit.core.text import shown
 from ckptkit.core.tree import Global, Node
 from ckptkit.formats.common.zip_pickles import PICKLES
+from ckptkit.formats.containers.tar import TarMember, first_name, is_tar, read_members
 from ckptkit.formats.format import Probe
 from ckptkit.formats.table import TORCH_TAR
 from ckptkit.pickles.builders import check_class

@@ -15,7 +15,6 @@ byte of a span is the one before, the one after, or one of an interrupted write.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator
 from itertools import chain
 from typing import NamedTuple
@@ -23,7 +22,6 @@ from typing import NamedTuple
 from ckptkit.core.errors import FormatError
 from ckptkit.core.plan import Edit, Patch
 
-SUFFIX = ".ckptkit-journal"
 _MAGIC = b"ckptkit journal 1\n"
 _BLOCK = 4096  # bytes compared at once
 _LINE = 1 << 20  # bytes of the line of numbers, at most
@@ -31,18 +29,6 @@ _DIGEST = 32
 LARGEST = 512 << 20  # bytes of a journal; a file whose edit needs more is written anew
 HEAD = len(_MAGIC) + _LINE  # bytes in which that line ends
 _NOT_WHOLE = "is not a journal of an edit, or not whole"
-
-
-def journal_path(path: str | os.PathLike[str]) -> str:
-    """Return the path of the journal of the file `path`, if any; links are followed."""
-    folder, name = os.path.split(os.path.realpath(path))
-    return os.path.join(folder, f".{name}{SUFFIX}")
-
-
-def file_of(journal: str) -> str:
-    """Return the file that a journal belongs to."""
-    folder, name = os.path.split(journal)
-    return os.path.join(folder, name[1 : -len(SUFFIX)])
 
 
 class Span(NamedTuple):

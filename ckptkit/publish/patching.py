@@ -26,19 +26,17 @@ from ckptkit.core.errors import (
     OutputError,
     VerifyError,
 )
+from ckptkit.core.journals import SUFFIX, file_of, journal_path
 from ckptkit.core.plan import Edit, Patch
 from ckptkit.core.text import shell_word
 from ckptkit.publish.copying import write_all
 from ckptkit.publish.journal import (
     HEAD,
     LARGEST,
-    SUFFIX,
     Journal,
     Span,
     check_head,
-    file_of,
     journal_of,
-    journal_path,
     parse,
 )
 from ckptkit.publish.preflight import check_space

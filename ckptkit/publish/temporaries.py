@@ -18,7 +18,7 @@ import zlib
 from contextlib import suppress
 from functools import lru_cache
 
-from ckptkit.publish.journal import SUFFIX
+from ckptkit.core.journals import SUFFIX
 
 NAME_MAX = 255  # bytes of a file name
 SETTLED = 3600  # seconds without a write, after which a temporary seems to be stale

@@ -16,11 +16,11 @@ from typing import Any
 from ckptkit.core.bytesource import ByteSource
 from ckptkit.core.errors import OutputError, OutputExistsError, UsageError
 from ckptkit.core.plan import OutputFile, Plan
+from ckptkit.core.urls import shown
 from ckptkit.publish.copying import Progress, checksums, in_order
 from ckptkit.publish.preflight import check_names
 from ckptkit.remote.files import RemoteFile, filesystem, is_local, is_web
 from ckptkit.remote.refusals import not_written, presentable
-from ckptkit.remote.urls import shown
 
 PART = 16 << 20  # bytes of a part of an upload
 SHARED = 8 << 20  # of one that shares the memory with others

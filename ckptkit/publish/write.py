@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ckptkit.core import urls
 from ckptkit.core.bytesource import ByteSource, Folder, LocalFile
 from ckptkit.core.errors import (
     CkptkitError,
@@ -24,9 +25,9 @@ from ckptkit.core.errors import (
     UsageError,
     VerifyError,
 )
+from ckptkit.core.journals import journal_path
 from ckptkit.core.plan import OutputFile, Plan
 from ckptkit.publish.copying import execute, in_order
-from ckptkit.publish.journal import journal_path
 from ckptkit.publish.preflight import (
     check_destination,
     check_size,
@@ -37,7 +38,6 @@ from ckptkit.publish.preflight import (
     free,
 )
 from ckptkit.publish.temporaries import new_file, sweep, temporary_name
-from ckptkit.remote import urls
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor

@@ -10,9 +10,9 @@ from urllib.parse import quote
 
 from ckptkit.core.bytesource import ByteSource, Folder, Identity, LocalFile, plain_name
 from ckptkit.core.errors import InputChangedError, PathError
+from ckptkit.core.urls import in_folder, shown, split, without_query
 from ckptkit.remote.refusals import MissingError, presentable, refused, unknown
 from ckptkit.remote.transports import Http, Stored, Transport, information
-from ckptkit.remote.urls import in_folder, shown, split, without_query
 
 PIECE = 4 << 20  # bytes of the largest request
 FIRST = 64 << 10  # bytes of the smallest request: a single byte would cost as much

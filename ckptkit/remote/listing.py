@@ -8,9 +8,9 @@ from datetime import datetime
 from typing import Any, NamedTuple
 
 from ckptkit.core.errors import PathError
+from ckptkit.core.urls import in_folder, shown
 from ckptkit.remote.files import filesystem, is_web
 from ckptkit.remote.refusals import not_written, presentable, refused
-from ckptkit.remote.urls import in_folder, shown
 
 # Fields that distinguish versions of a file: the first that the file system gives is used, in
 # listings and for a single file alike.

@@ -18,7 +18,7 @@ from ckptkit.core.errors import (
     OutputError,
     PathError,
 )
-from ckptkit.remote.urls import shown, without_query
+from ckptkit.core.urls import shown, without_query
 
 # The package to install for a scheme; for others, the message of fsspec names one.
 _PACKAGES = {

@@ -18,8 +18,8 @@ from typing import Any
 
 from ckptkit.core.bytesource import Identity
 from ckptkit.core.errors import InputChangedError, InputError
+from ckptkit.core.urls import shown
 from ckptkit.remote.refusals import Status, passing, presentable, refused
-from ckptkit.remote.urls import shown
 
 HEAD = 64 << 10  # bytes of the first request
 WHOLE = 64 << 20  # bytes up to which a file is fetched whole from a server without ranges

@@ -18,9 +18,9 @@ from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ckptkit import __version__
+from ckptkit.core import __version__
 from ckptkit.core.errors import CkptkitError, OutputError, UsageError
-from ckptkit.remote.urls import shown
+from ckptkit.core.urls import shown
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection

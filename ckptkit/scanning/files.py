@@ -12,11 +12,11 @@ from itertools import islice
 from typing import NamedTuple
 
 from ckptkit import formats
+from ckptkit.core import urls
 from ckptkit.core.bytesource import ByteSource, Folder
 from ckptkit.core.errors import CkptkitError, InputError
 from ckptkit.core.limits import check
-from ckptkit.formats.common.opening import open_place, steady
-from ckptkit.remote import urls
+from ckptkit.formats.opening import open_place, steady
 from ckptkit.scanning import find as hidden
 from ckptkit.scanning.verdict import FileVerdict, Trusted, judge_file
 

@@ -10,14 +10,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from ckptkit.containers.tar import is_tar
-from ckptkit.containers.unpacking import CLOSED, WEAK_HEADS, Spool, method_of, spool, unpack
-from ckptkit.containers.zip_reader import MAGIC
 from ckptkit.core.bytesource import ByteSource, Memory, Section
 from ckptkit.core.errors import CkptkitError, CorruptError, LimitError
 from ckptkit.core.limits import LIMITS, UNPACKED, check
 from ckptkit.core.tree import Global
 from ckptkit.formats.common.zip_pickles import PICKLES
+from ckptkit.formats.containers.tar import is_tar
+from ckptkit.formats.containers.unpacking import CLOSED, WEAK_HEADS, Spool, method_of, spool, unpack
+from ckptkit.formats.containers.zip_reader import MAGIC
 from ckptkit.formats.format import Probe
 from ckptkit.formats.table import FORMATS
 from ckptkit.pickles.nested import looks_like_a_file, looks_like_a_pickle

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptkit.containers.tar import BLOCK, is_tar, lenient_number
 from ckptkit.core.bytesource import ByteSource, Section
 from ckptkit.core.limits import LIMITS
 from ckptkit.formats.common.zip_pickles import PICKLES
+from ckptkit.formats.containers.tar import BLOCK, is_tar, lenient_number
 from ckptkit.pickles.streams import Found, Inner, Remark
 
 

@@ -11,7 +11,7 @@ import torch
 
 from tests.cli.conftest import Ckptkit
 from tests.conftest import Run
-from tests.containers.zips import Member
+from tests.formats.containers.zips import Member
 from tests.scanning.hostile_pickles import EVIL, PLAIN, archive, call, pickle2, pickle4, text
 
 NAMED = "\x1b]0;x\x07\u202e\n[OK] safe"

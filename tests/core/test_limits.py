@@ -22,9 +22,6 @@ from safetensors.torch import save_file
 
 from ckptkit import formats
 from ckptkit.analysis.summary import summarize
-from ckptkit.containers import strict_json
-from ckptkit.containers.tar import read_members
-from ckptkit.containers.zip_reader import read_directory
 from ckptkit.core.bytesource import Folder, LocalFile, Memory, Range
 from ckptkit.core.errors import LimitError, UsageError
 from ckptkit.core.limits import (
@@ -41,6 +38,9 @@ from ckptkit.core.limits import (
 from ckptkit.core.plan import OutputFile, Plan
 from ckptkit.core.tree import key_text
 from ckptkit.formats.common.boxes import check_cover
+from ckptkit.formats.containers import strict_json
+from ckptkit.formats.containers.tar import read_members
+from ckptkit.formats.containers.zip_reader import read_directory
 from ckptkit.formats.dcp.nesting import Nest
 from ckptkit.formats.parallel.tables import RankFile, check_grid
 from ckptkit.pickles.machine import FIRST_WINDOW, unpickle
@@ -48,7 +48,7 @@ from ckptkit.publish.write import publish
 from ckptkit.rules.parsing import parse_rule
 from ckptkit.rules.planner import Rules
 from tests.conftest import Run as Command
-from tests.containers.tars import archive, header, member, record, records
+from tests.formats.containers.tars import archive, header, member, record, records
 from tests.formats.deepspeed.making import Run
 from tests.formats.deepspeed.test_hostile import edit_optims, small
 

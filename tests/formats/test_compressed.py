@@ -22,7 +22,6 @@ from click.testing import CliRunner, Result
 
 import ckptkit
 from ckptkit.cli import main
-from ckptkit.containers import unpacking
 from ckptkit.core.errors import (
     AmbiguousError,
     CorruptError,
@@ -36,6 +35,7 @@ from ckptkit.core.errors import (
     UsageError,
 )
 from ckptkit.core.limits import LIMITS
+from ckptkit.formats.containers import unpacking
 from ckptkit.scanning.files import scan
 from tests.conftest import ENVIRONMENT
 

@@ -21,8 +21,8 @@ from safetensors.torch import load_file, save_file
 
 from ckptkit.core.dtypes import BY_NAME, BY_NUMPY, BY_STORAGE, TABLE
 from ckptkit.formats.format import WriteOptions
-from tests.containers import tars
 from tests.formats.conformance import FormatConformance, State
+from tests.formats.containers import tars
 from tests.formats.torchscript import scripts
 
 TYPED = [row.name for row in TABLE if row.storage]

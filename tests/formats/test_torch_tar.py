@@ -16,7 +16,6 @@ from torch import nn
 
 from ckptkit import formats
 from ckptkit.compute import stream
-from ckptkit.containers import tar
 from ckptkit.core.bytesource import LocalFile, Memory
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import (
@@ -32,10 +31,11 @@ from ckptkit.core.errors import (
 from ckptkit.core.tensor import Tensor, TypedStorage
 from ckptkit.core.tree import Global, Object
 from ckptkit.formats import torch_legacy
+from ckptkit.formats.containers import tar
 from ckptkit.formats.format import Probe
 from ckptkit.formats.table import TORCH_TAR as FORMAT
-from tests.containers import tars
-from tests.containers.tars import (
+from tests.formats.containers import tars
+from tests.formats.containers.tars import (
     BLOCK,
     SYSTEM,
     archive,

@@ -24,8 +24,8 @@ from ckptkit.core.plan import Edit
 from ckptkit.formats.format import WriteOptions
 from ckptkit.publish.journal import Journal, Span
 from tests.conftest import ROOT
-from tests.containers import tars
-from tests.containers.zips import Member, build
+from tests.formats.containers import tars
+from tests.formats.containers.zips import Member, build
 from tests.formats.dcp import making
 from tests.formats.torch_zip import archives
 from tests.scanning.hostile_pickles import CASES

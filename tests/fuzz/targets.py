@@ -26,6 +26,7 @@ from ckptkit.compute import stream
 from ckptkit.core.bytesource import Folder, Memory, Range, plain_name
 from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import CkptkitError, InputError
+from ckptkit.core.journals import journal_path
 from ckptkit.core.plan import Segment
 from ckptkit.core.tensor import Storage, Tensor
 from ckptkit.core.tree import Node
@@ -34,8 +35,8 @@ from ckptkit.pickles.writer import write_pickle
 from ckptkit.publish import journal, patching
 from ckptkit.transforms.devices import remap
 from ckptkit.transforms.keys import strip_prefix
-from tests.containers import tars
-from tests.containers.zips import Member, build
+from tests.formats.containers import tars
+from tests.formats.containers.zips import Member, build
 from tests.fuzz import seeds
 from tests.fuzz.driving import (
     LARGE,
@@ -277,7 +278,7 @@ def _signed(data: bytes) -> bytes:
 def _settled(path: Path, data: bytes) -> None:
     """The journal is refused, and stays, and the file is as it was; or it is gone, and the file as
     it says."""
-    beside = Path(journal.journal_path(path))
+    beside = Path(journal_path(path))
     beside.write_bytes(data)
     known = quietly(journal.parse, data)
     try:

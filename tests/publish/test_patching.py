@@ -30,9 +30,10 @@ from ckptkit.core.errors import (
     OutputError,
     VerifyError,
 )
+from ckptkit.core.journals import journal_path
 from ckptkit.core.plan import Edit, Patch
 from ckptkit.publish import patching
-from ckptkit.publish.journal import journal_of, journal_path, parse
+from ckptkit.publish.journal import journal_of, parse
 from tests.conftest import ENVIRONMENT, Run
 
 Maker = Callable[[Path], Path]

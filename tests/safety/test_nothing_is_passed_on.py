@@ -19,7 +19,7 @@ from ckptkit.cli import main
 from ckptkit.scanning.files import scan, scan_all
 from ckptkit.scanning.verdict import FileVerdict, counts
 from tests.conftest import ENVIRONMENT
-from tests.containers.zips import Member
+from tests.formats.containers.zips import Member
 from tests.scanning.hostile_pickles import (
     CALLS,
     CASES,

@@ -19,9 +19,9 @@ import torch
 import ckptkit
 from ckptkit.api import convert
 from ckptkit.core.errors import InputChangedError, UsageError, VerifyError
+from ckptkit.core.journals import journal_path
 from ckptkit.formats.format import WriteOptions
 from ckptkit.publish import patching
-from ckptkit.publish.journal import journal_path
 from tests.conftest import COMMAND, Run
 from tests.safety.injection import ALIKE, leftovers, needs_strace, snapshot
 from tests.safety.works import OLD, WORKS, make_source, outcomes

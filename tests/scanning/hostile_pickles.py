@@ -16,7 +16,7 @@ import tarfile
 import zlib
 from typing import NamedTuple
 
-from tests.containers.zips import Member, build
+from tests.formats.containers.zips import Member, build
 
 TOUCH = "touch canary"
 WRITE = "open('canary','w')"

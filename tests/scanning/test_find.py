@@ -35,8 +35,8 @@ from ckptkit.formats.format import Loss, Probe
 from ckptkit.pickles.streams import Inner, PickleStream, Remark, Traced
 from ckptkit.scanning import find as hidden
 from ckptkit.scanning import find_tar as hidden_tar
-from tests.containers import tars
-from tests.containers.zips import Member, build
+from tests.formats.containers import tars
+from tests.formats.containers.zips import Member, build
 from tests.formats.torch_zip.archives import pickle_of
 
 U32 = 0xFFFFFFFF

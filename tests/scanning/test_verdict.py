@@ -33,7 +33,7 @@ from ckptkit.scanning.verdict import (
     findings,
 )
 from tests.conftest import ENVIRONMENT, Corpus
-from tests.containers.zips import Member, build
+from tests.formats.containers.zips import Member, build
 from tests.matrix import FOLDER
 from tests.scanning.hostile_pickles import (
     CASES,

@@ -7,9 +7,9 @@ import struct
 from codecs import getincrementaldecoder
 from typing import NamedTuple
 
-from ckptkit.containers.zip_reader import ZipDirectory
 from ckptkit.core.errors import FormatError, InputError, TruncatedError, UnsupportedError
 from ckptkit.core.text import shown
+from ckptkit.formats.containers.zip_reader import ZipDirectory
 from ckptkit.formats.format import Probe
 from ckptkit.formats.table import SAFETENSORS, TORCH_SUFFIXES
 

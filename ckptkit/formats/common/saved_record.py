@@ -25,7 +25,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from ckptkit.containers import strict_json
 from ckptkit.core.errors import CkptkitError, FormatError
 from ckptkit.core.limits import LIMITS
 from ckptkit.core.tensor import Tensor
@@ -42,6 +41,7 @@ from ckptkit.core.tree import (
 )
 from ckptkit.core.weights import Weights
 from ckptkit.formats.common.plain_json import decode, dump, encode, is_plain
+from ckptkit.formats.containers import strict_json
 
 RESERVED = "ckptkit"
 FRAMEWORK = "format"  # the hub's key for the framework: pt

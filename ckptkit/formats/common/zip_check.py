@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptkit.containers.zip_reader import Unlocated, ZipDirectory
 from ckptkit.core.text import shown
+from ckptkit.formats.containers.zip_reader import Unlocated, ZipDirectory
 from ckptkit.formats.format import CheckedPart, Probe
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from ckptkit.containers.zip_reader import ZipDirectory
 from ckptkit.core.bytesource import ByteSource, Range, Section
 from ckptkit.core.errors import CkptkitError
+from ckptkit.formats.containers.zip_reader import ZipDirectory
 from ckptkit.formats.format import Probe
 from ckptkit.pickles.streams import (
     NOT_TORCH,

@@ -18,8 +18,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
-from ckptkit.containers import strict_json
-from ckptkit.containers.zip_reader import MAGIC
 from ckptkit.core.bytesource import ByteSource, Extent, Folder, Section
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.dtypes import DType
@@ -31,6 +29,8 @@ from ckptkit.core.tree import Node
 from ckptkit.core.weights import as_tensor
 from ckptkit.formats import safetensors
 from ckptkit.formats.common.assembly import assembled
+from ckptkit.formats.containers import strict_json
+from ckptkit.formats.containers.zip_reader import MAGIC
 from ckptkit.formats.dcp.metadata import Chunk, Place
 from ckptkit.formats.format import Probe
 from ckptkit.formats.torch_zip import reader as zip_archive

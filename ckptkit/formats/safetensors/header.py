@@ -9,7 +9,6 @@ import math
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from ckptkit.containers import strict_json
 from ckptkit.core.bytesource import ByteSource, Memory, Range
 from ckptkit.core.dtypes import BY_SAFETENSORS, FLOAT4, DType
 from ckptkit.core.errors import (
@@ -22,6 +21,7 @@ from ckptkit.core.errors import (
 from ckptkit.core.limits import LIMITS, check
 from ckptkit.core.tensor import Shape, Storage, Tensor, contiguous_stride
 from ckptkit.core.text import shown
+from ckptkit.formats.containers import strict_json
 from ckptkit.formats.format import Probe
 
 _WHITE = b" \t\r\n"

@@ -20,7 +20,6 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
-from ckptkit.containers import strict_json
 from ckptkit.core.bytesource import Folder
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import AmbiguousError, CkptkitError, CorruptError, FormatError
@@ -33,6 +32,7 @@ from ckptkit.core.weights import as_tensor
 from ckptkit.formats.common.folder_names import BIN, INDEX, Candidate, best, unread
 from ckptkit.formats.common.plain_json import dump
 from ckptkit.formats.common.saved_record import Restored
+from ckptkit.formats.containers import strict_json
 from ckptkit.formats.format import CheckedPart, Finding, Format, Probe
 from ckptkit.formats.table import SAFETENSORS, TORCH_LEGACY, TORCH_ZIP
 

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from ckptkit import compute
-from ckptkit.containers.zip_entries import DEFLATED
 from ckptkit.core.bytesource import ByteSource, Derived, Extent, Range
 from ckptkit.core.checksum import crc32
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.limits import LIMITS
+from ckptkit.formats.containers.zip_entries import DEFLATED
 from ckptkit.formats.torch_zip.remains import (
     DirectoryEntry,
     Header,

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ckptkit.containers import strict_json
 from ckptkit.core.errors import FormatError
 from ckptkit.formats.common.plain_json import dump
+from ckptkit.formats.containers import strict_json
 
 NAME = ".data/ckptkit.json"
 VERSION = 1

@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import struct
 
-from ckptkit.containers.zip_entries import REPLACED
-from ckptkit.containers.zip_reader import ZipDirectory, read_directory
-from ckptkit.containers.zip_writer import END_BYTES, ends, record
 from ckptkit.core.bytesource import LocalFile, Range
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.plan import Edit, Patch
 from ckptkit.core.tensor import Storage
+from ckptkit.formats.containers.zip_entries import REPLACED
+from ckptkit.formats.containers.zip_reader import ZipDirectory, read_directory
+from ckptkit.formats.containers.zip_writer import END_BYTES, ends, record
 from ckptkit.formats.format import WriteOptions
 from ckptkit.formats.torch_zip import extra_records
 from ckptkit.formats.torch_zip.writer import Numbering

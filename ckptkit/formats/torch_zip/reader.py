@@ -19,7 +19,6 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Protocol
 
-from ckptkit.containers.zip_entries import REPLACED
 from ckptkit.core.bytesource import ByteSource, Extent, Memory, Range, Record
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import (
@@ -33,6 +32,7 @@ from ckptkit.core.notices import NO_CHECKSUM, NO_VERSION, Notice
 from ckptkit.core.tensor import Storage
 from ckptkit.core.text import shown
 from ckptkit.formats import table
+from ckptkit.formats.containers.zip_entries import REPLACED
 from ckptkit.formats.format import Probe
 from ckptkit.formats.torch_zip import extra_records
 from ckptkit.pickles.machine import Unpickled, unpickle

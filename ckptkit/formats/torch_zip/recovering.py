@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from itertools import chain
 
 from ckptkit import compute
-from ckptkit.containers.zip_entries import MAGIC
 from ckptkit.core.bytesource import ByteSource, Derived, Extent, Memory, Range
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError, CorruptError, UnsupportedError
@@ -23,6 +22,7 @@ from ckptkit.core.limits import check_inflated
 from ckptkit.core.tensor import Storage
 from ckptkit.core.text import shown
 from ckptkit.formats.common.recovering import AGAIN, recovered
+from ckptkit.formats.containers.zip_entries import MAGIC
 from ckptkit.formats.format import RECOVER, UNVERIFIED, Probe, Recovered
 from ckptkit.formats.torch_zip import extra_records
 from ckptkit.formats.torch_zip.evidence import Evidence, Place

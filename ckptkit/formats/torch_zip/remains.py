@@ -11,9 +11,9 @@ import struct
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from ckptkit.containers.zip_entries import DEFLATED, MAGIC
 from ckptkit.core.bytesource import ByteSource
 from ckptkit.core.limits import LIMITS
+from ckptkit.formats.containers.zip_entries import DEFLATED, MAGIC
 
 _LOCAL = struct.Struct("<4s2xHH4xLLLHH")
 _CENTRAL = struct.Struct("<4s4xHH4xLLLHHHH2xB3xL")

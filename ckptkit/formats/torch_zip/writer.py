@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptkit.containers.zip_writer import ZipMember, lay_out
 from ckptkit.core.bytesource import Derived, Range
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.dtypes import UINT8, DType
@@ -18,6 +17,7 @@ from ckptkit.core.errors import TensorError, UnsupportedError
 from ckptkit.core.plan import OutputFile, Plan
 from ckptkit.core.tensor import Storage, TypedStorage
 from ckptkit.core.tree import Node
+from ckptkit.formats.containers.zip_writer import ZipMember, lay_out
 from ckptkit.formats.format import WriteOptions
 from ckptkit.formats.torch_zip import extra_records
 from ckptkit.pickles.storages import storage_class

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from ckptkit.containers.zip_reader import ZipDirectory
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import AmbiguousError, FormatError
 from ckptkit.core.limits import LIMITS
 from ckptkit.core.text import shown
 from ckptkit.core.tree import Global, Node, Object, walk
 from ckptkit.core.weights import as_tensor, module_state
+from ckptkit.formats.containers.zip_reader import ZipDirectory
 from ckptkit.formats.torch_zip.reader import Archive
 from ckptkit.formats.torchscript import old_json as script_json
 from ckptkit.formats.torchscript.code import Code, Declared

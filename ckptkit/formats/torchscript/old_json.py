@@ -24,13 +24,13 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from ckptkit.containers import strict_json
 from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import CorruptError, FormatError, UnsupportedError
 from ckptkit.core.limits import check
 from ckptkit.core.tensor import Storage, Tensor, TypedStorage
 from ckptkit.core.text import shown
 from ckptkit.core.tree import Global, Node, Object, OrderedMapping
+from ckptkit.formats.containers import strict_json
 from ckptkit.formats.torch_zip.reader import Archive
 
 _DTYPES = {

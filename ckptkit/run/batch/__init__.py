@@ -15,9 +15,8 @@ from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Future, wait
 from contextlib import suppress
 
-from ckptkit import __version__
+from ckptkit.core import __version__, urls
 from ckptkit.core.errors import OutputError
-from ckptkit.remote import urls
 from ckptkit.run.batch import manifest
 from ckptkit.run.batch.attempt import Outcome, Task, Work, attempt, failed
 from ckptkit.run.batch.inputs import find

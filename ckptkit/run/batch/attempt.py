@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from ckptkit import __version__, formats
+from ckptkit import formats
 from ckptkit.api import Conversion
+from ckptkit.core import __version__, urls
 from ckptkit.core.bytesource import Folder
 from ckptkit.core.errors import CkptkitError, OutputError, OutputExistsError, foreseen
 from ckptkit.core.plan import Plan
 from ckptkit.publish.copying import checksums, in_order
-from ckptkit.remote import urls
 from ckptkit.run.batch.inputs import Mark, mark
 
 BUG = 5  # exit code

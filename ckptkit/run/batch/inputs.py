@@ -14,8 +14,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
+from ckptkit.core import urls
 from ckptkit.core.errors import PathError, UsageError
-from ckptkit.remote import urls
 
 Mark = tuple[int, int | str]  # see remote.listing
 

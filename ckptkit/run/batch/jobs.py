@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import chain
 
-from ckptkit import __version__, formats
+from ckptkit import formats
+from ckptkit.core import __version__, urls
 from ckptkit.core.errors import CkptkitError, UsageError
 from ckptkit.formats.format import Format, Probe
-from ckptkit.remote import urls
 from ckptkit.run.batch.inputs import Input
 
 

@@ -16,11 +16,11 @@ from contextlib import closing, contextmanager, suppress
 from time import monotonic
 from typing import NamedTuple, Protocol
 
+from ckptkit.core import urls
 from ckptkit.core.bytesource import LocalFile
 from ckptkit.core.errors import CkptkitError, LimitError, OutputError, UsageError
 from ckptkit.core.text import shell_word
 from ckptkit.publish.copying import write_all
-from ckptkit.remote import urls
 from ckptkit.run.batch.inputs import Mark, mark
 
 NAME = ".ckptkit-batch.jsonl"

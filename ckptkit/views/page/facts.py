@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from ckptkit import __version__, quantized
+from ckptkit import quantized
 from ckptkit.analysis.shares import OPTIMIZER
 from ckptkit.analysis.summary import Summary
 from ckptkit.analysis.view_model import contents
 from ckptkit.analysis.view_model.differences import entries
+from ckptkit.core import __version__
 from ckptkit.core.text import escape
 from ckptkit.core.tree import join
 from ckptkit.diagnosis import content

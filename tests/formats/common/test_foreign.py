@@ -23,7 +23,7 @@ from ckptkit.core.bytesource import Memory
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError, UnsupportedError, UsageError
 from ckptkit.formats.format import Probe, WriteOptions
-from tests.containers.zips import Member, build
+from tests.formats.containers.zips import Member, build
 from tests.formats.torch_zip.archives import archive, pickle_of
 
 GOOD = pickle.dumps({"a": 1}) * 100

@@ -14,7 +14,7 @@ from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.plan import Plan
 from ckptkit.formats.format import Probe, WriteOptions
 from ckptkit.formats.table import TORCH_ZIP as FORMAT
-from tests.containers.zips import Member, build, execute
+from tests.formats.containers.zips import Member, build, execute
 
 FLOATS = struct.pack("<4f", 0, 1, 2, 3)
 

@@ -25,8 +25,8 @@ from ckptkit.core.errors import (
 )
 from ckptkit.core.tree import Pairs
 from ckptkit.formats import read as read_any
-from tests.containers.zips import Member, build
 from tests.formats.conformance import elements_of
+from tests.formats.containers.zips import Member, build
 from tests.formats.torch_zip.archives import (
     FLOATS,
     archive,

@@ -10,18 +10,18 @@ import pytest
 import torch
 
 from ckptkit import formats
-from ckptkit.containers.zip_entries import REPLACED
 from ckptkit.core.bytesource import Derived, LocalFile, Memory, Range
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import FormatError
 from ckptkit.core.plan import Patch
 from ckptkit.core.tensor import Storage, Tensor
+from ckptkit.formats.containers.zip_entries import REPLACED
 from ckptkit.formats.format import Probe, WriteOptions
 from ckptkit.formats.table import TORCH_LEGACY as LEGACY
 from ckptkit.formats.table import TORCH_ZIP as ZIP
 from ckptkit.formats.torch_zip import patching as zip_patch
-from tests.containers.zips import Member
+from tests.formats.containers.zips import Member
 from tests.formats.torch_zip.archives import archive, pickle_of, saved, storage, tensor
 
 U8 = BY_NAME["uint8"]

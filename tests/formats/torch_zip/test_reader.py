@@ -19,8 +19,6 @@ from torch.utils.serialization import config
 
 import ckptkit
 from ckptkit import formats
-from ckptkit.containers.zip_entries import MAGIC
-from ckptkit.containers.zip_reader import read_directory
 from ckptkit.core import tree
 from ckptkit.core.bytesource import Derived, LocalFile, Memory
 from ckptkit.core.checkpoint import Checkpoint
@@ -37,12 +35,14 @@ from ckptkit.core.errors import (
 from ckptkit.core.notices import NO_CHECKSUM, coded
 from ckptkit.core.tensor import Tensor
 from ckptkit.formats.common.zip_pickles import pickles
+from ckptkit.formats.containers.zip_entries import MAGIC
+from ckptkit.formats.containers.zip_reader import read_directory
 from ckptkit.formats.format import Probe
 from ckptkit.formats.table import TORCH_ZIP as FORMAT
 from ckptkit.formats.torch_zip import extra_records
 from tests.conftest import Corpus
-from tests.containers.zips import Member, build
 from tests.formats.conformance import check_equal, elements_of
+from tests.formats.containers.zips import Member, build
 from tests.formats.torch_zip.archives import (
     FLOATS,
     archive,

@@ -24,8 +24,8 @@ from ckptkit.core.errors import TensorError, UnsupportedError
 from ckptkit.core.plan import Deferred, Summed
 from ckptkit.core.rebuilding import Rebuild
 from ckptkit.core.tensor import Storage, Tensor, TypedStorage, contiguous_stride
-from tests.containers.zips import Member, execute
 from tests.formats.conformance import check_equal, elements
+from tests.formats.containers.zips import Member, execute
 from tests.formats.torch_zip.archives import (
     archive,
     by_torch,

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import nn
 
-from ckptkit.containers.zip_reader import read_directory
 from ckptkit.core.bytesource import Memory
 from ckptkit.core.errors import FormatError
 from ckptkit.core.tree import Global
+from ckptkit.formats.containers.zip_reader import read_directory
 from ckptkit.formats.torchscript.code import Code, Declared, _text, parse
-from tests.containers.zips import Member, build
+from tests.formats.containers.zips import Member, build
 from tests.formats.torchscript.scripts import QUIET, script
 
 pytestmark = QUIET

@@ -25,7 +25,7 @@ from ckptkit.core.errors import (
 from ckptkit.formats.format import Probe
 from ckptkit.formats.table import TORCHSCRIPT
 from ckptkit.transforms.quantized import dequantize
-from tests.containers.zips import Member, build
+from tests.formats.containers.zips import Member, build
 
 FLOATS = struct.pack("<6f", *range(6))
 LONGS = struct.pack("<q", 7)

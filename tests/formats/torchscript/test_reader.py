@@ -30,8 +30,8 @@ from ckptkit.core.weights import as_tensor, module_state
 from ckptkit.formats.format import Probe
 from ckptkit.formats.table import TORCH_ZIP, TORCHSCRIPT
 from tests.conftest import Corpus
-from tests.containers.zips import Member, build
 from tests.formats.conformance import check_equal, elements, elements_of
+from tests.formats.containers.zips import Member, build
 from tests.formats.torchscript import scripts
 from tests.formats.torchscript.scripts import (
     QUIET,

@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 
 from ckptkit.compute.operations import stream
-from ckptkit.containers.zip_reader import ZipDirectory, read_directory
 from ckptkit.core import limits
 from ckptkit.core.bytesource import ByteSource, Derived, LocalFile, Memory, Range
 from ckptkit.core.errors import (
@@ -30,8 +29,9 @@ from ckptkit.core.errors import (
     TruncatedError,
     UnsupportedError,
 )
+from ckptkit.formats.containers.zip_reader import ZipDirectory, read_directory
 from tests.conftest import Corpus
-from tests.containers.zips import LOCAL, Member, build, deflate
+from tests.formats.containers.zips import LOCAL, Member, build, deflate
 
 DATA = b"0123456789abcdef"
 DESCRIPTOR = 0x0008

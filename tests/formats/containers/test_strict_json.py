@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptkit.containers import strict_json
 from ckptkit.core.errors import AmbiguousError, CkptkitError, FormatError, LimitError
 from ckptkit.core.limits import LIMITS
+from ckptkit.formats.containers import strict_json
 
 
 def parse(data: bytes) -> object:

@@ -7,7 +7,7 @@ import pytest
 from ckptkit import formats
 from ckptkit.core.bytesource import Memory
 from ckptkit.core.errors import FormatError
-from ckptkit.remote.urls import behind_page, in_folder, is_url, shown, split
+from ckptkit.core.urls import behind_page, in_folder, is_url, shown, split
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from ckptkit.containers.tar import first_name, is_tar, read_members
 from ckptkit.core.bytesource import LocalFile, Memory
 from ckptkit.core.errors import (
     AmbiguousError,
@@ -23,8 +22,9 @@ from ckptkit.core.errors import (
     UnsupportedError,
 )
 from ckptkit.core.limits import LIMITS
+from ckptkit.formats.containers.tar import first_name, is_tar, read_members
 from tests.conftest import Corpus
-from tests.containers.tars import BLOCK, archive, header, member, padded, record, records
+from tests.formats.containers.tars import BLOCK, archive, header, member, padded, record, records
 
 DATA = b"hello"
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from ckptkit.containers.zip_reader import read_directory
-from ckptkit.containers.zip_writer import ALIGNMENT, ZipMember, lay_out
 from ckptkit.core.bytesource import Derived, LocalFile, Memory, Range
 from ckptkit.core.plan import Deferred, Segment, Summed, length
-from tests.containers.zips import execute
+from ckptkit.formats.containers.zip_reader import read_directory
+from ckptkit.formats.containers.zip_writer import ALIGNMENT, ZipMember, lay_out
+from tests.formats.containers.zips import execute
 
 SOURCE = Memory(bytes(range(256)) * 300)
 

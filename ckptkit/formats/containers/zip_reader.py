@@ -21,14 +21,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ckptkit.containers.zip_entries import (
-    DEFLATED,
-    MAGIC,
-    check_members,
-    check_names,
-    find_data,
-    read_rows,
-)
 from ckptkit.core.bytesource import ByteSource, Derived, Extent, Range, Record
 from ckptkit.core.errors import (
     AmbiguousError,
@@ -40,6 +32,14 @@ from ckptkit.core.errors import (
 )
 from ckptkit.core.limits import check, check_inflated
 from ckptkit.core.text import shown
+from ckptkit.formats.containers.zip_entries import (
+    DEFLATED,
+    MAGIC,
+    check_members,
+    check_names,
+    find_data,
+    read_rows,
+)
 
 __all__ = ["MAGIC", "ZipDirectory", "ZipEntry", "read_directory"]
 

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from ckptkit import formats
+from ckptkit.core import urls
 from ckptkit.core.bytesource import ByteSource, Folder, LocalFile
 from ckptkit.core.errors import CkptkitError, InputChangedError, InputError
-from ckptkit.publish.journal import SUFFIX, journal_path
-from ckptkit.remote import urls
+from ckptkit.core.journals import has_journal
 
 PathLike = str | os.PathLike[str]
 
@@ -66,11 +66,3 @@ def _changing(place: ByteSource | Folder) -> CkptkitError | None:
         except InputError as error:
             return error
     return None
-
-
-def has_journal(path: PathLike) -> bool:
-    """Return whether an edit in place of `path`, or of a file in it, was interrupted."""
-    try:
-        return any(name.endswith(SUFFIX) for name in os.listdir(path))
-    except OSError:  # not a folder
-        return os.path.lexists(journal_path(path))
