@@ -169,6 +169,16 @@ class Lazy:
         return function
 
 
+@dataclass(frozen=True)
+class LazyByName(Lazy):
+    """One that is called for files whose names end so; None for all others."""
+
+    endings: tuple[str, ...]
+
+    def __call__(self, probe: Probe) -> Any:
+        return self._function(probe) if probe.name.endswith(self.endings) else None
+
+
 @dataclass(frozen=True, slots=True)
 class Format:
     """One on-disk format.

@@ -43,6 +43,7 @@ from ckptkit.formats.containers.zip_reader import ZipDirectory
 from ckptkit.formats.format import Probe
 from ckptkit.formats.torch_zip import reader as zip_archive
 from ckptkit.formats.torch_zip.reader import Archive
+from ckptkit.formats.zip_names import is_torch_zip
 
 _GRAPH = "serialized_exported_program.json"  # before 2.8
 _DTYPES = dict(enumerate((
@@ -184,7 +185,7 @@ def _read_parts(directory: ZipDirectory) -> Checkpoint:
         place = directory.locate(name) if name else None
         if isinstance(place, Range) and place.length:
             probe = Probe(Section(place.source, place.offset, place.length))
-            if not zip_archive.matches(probe):
+            if not is_torch_zip(probe):
                 raise FormatError(f"{name} is not a file of torch.save")
             held[part] = zip_archive.read(probe)
     if not held:

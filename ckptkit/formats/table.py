@@ -8,14 +8,14 @@ with one; a folder of loose files comes after all other folders.
 from __future__ import annotations
 
 from ckptkit.core.grouping import owners
-from ckptkit.formats.format import Format, Lazy
+from ckptkit.formats.format import Format, Lazy, LazyByName
 
 ZIP_CHECK, ZIP_PICKLES = Lazy("common.zip_check:check"), Lazy("common.zip_pickles:pickles")
 
 TORCHSCRIPT = Format(
     "torchscript",
     "TorchScript: torch.jit.save",
-    matches=Lazy("torchscript.reader:matches"),
+    matches=Lazy("zip_names:is_torchscript"),
     read=Lazy("torchscript.reader:read"),
     loaded_by_torch=True,
     program=True,
@@ -26,7 +26,7 @@ TORCHSCRIPT = Format(
 TORCH_ZIP = Format(
     "torch-zip",
     "torch.save since 1.6: a zip archive",
-    matches=Lazy("torch_zip.reader:matches"),
+    matches=Lazy("zip_names:is_torch_zip"),
     read=Lazy("torch_zip.reader:read"),
     suffixes=(".pth", ".pt", ".bin", ".ckpt", ".pth.tar", ".pt.tar", ".th"),
     loaded_by_torch=True,
@@ -104,7 +104,7 @@ DCP = Format(
     everything="nested",
     listed=True,
     check=Lazy("dcp.checking:check"),
-    pickles=Lazy("dcp:pickles"),
+    pickles=LazyByName("dcp.hidden_items:pickles", (".metadata", ".distcp")),
 )
 PARALLEL = Format(
     "parallel",

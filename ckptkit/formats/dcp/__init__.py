@@ -17,11 +17,9 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
 
 from ckptkit.formats.dcp.metadata import NAME
 from ckptkit.formats.format import Probe
-from ckptkit.pickles.streams import Found
 
 _OURS = re.compile(
     r"(__[0-9]{1,9})?\.metadata(\.tmp)?|.*\.distcp|shard-[0-9]{5}-model-[0-9]{5}-of-[0-9]{5}\.safetensors"
@@ -33,15 +31,3 @@ def matches(probe: Probe) -> bool:
     if probe.is_folder:
         return any(map(_OURS.fullmatch, probe.names))
     return os.path.basename(probe.name) == NAME and probe.source.folder_and_name() is not None
-
-
-def pickles(probe: Probe) -> Iterator[Found] | None:
-    """Yield the pickles of the metadata and of the items of a data file.
-
-    See :mod:`hidden_items`.
-    """
-    if not os.path.basename(probe.name).endswith((NAME, ".distcp")):
-        return None
-    from ckptkit.formats.dcp import hidden_items
-
-    return hidden_items.pickles(probe)

@@ -17,7 +17,7 @@ from ckptkit.formats.dcp.items import Files
 from ckptkit.formats.dcp.metadata import Chunk, Place, Whole
 from ckptkit.formats.dcp.reading import EXTRA, described, folder_of, places
 from ckptkit.formats.format import CheckedPart, Finding, Probe
-from ckptkit.formats.torch_zip import reader as zip_archive
+from ckptkit.formats.zip_names import is_torch_zip
 
 
 def check(probe: Probe) -> Iterator[CheckedPart | Finding]:
@@ -36,7 +36,7 @@ def check(probe: Probe) -> Iterator[CheckedPart | Finding]:
             yield from _chunks(files, name, entry, there)
     if EXTRA in folder:
         extra = Probe(folder.open(EXTRA))
-        if zip_archive.matches(extra) and extra.zip is not None:
+        if is_torch_zip(extra) and extra.zip is not None:
             yield from zip_check.members(extra.zip, EXTRA)
 
 

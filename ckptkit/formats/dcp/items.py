@@ -34,6 +34,7 @@ from ckptkit.formats.containers.zip_reader import MAGIC
 from ckptkit.formats.dcp.metadata import Chunk, Place
 from ckptkit.formats.format import Probe
 from ckptkit.formats.torch_zip import reader as zip_archive
+from ckptkit.formats.zip_names import is_torch_zip
 
 _SHARDING = "DCP_SHARDING_INFO"
 _SAVED = "saved_offsets"
@@ -99,7 +100,7 @@ class Files:
     def value(self, place: Place) -> Checkpoint:
         """Return the value that torch.save wrote at a place."""
         probe = Probe(Section(self.folder.open(place.file), place.offset, place.length))
-        if not zip_archive.matches(probe):
+        if not is_torch_zip(probe):
             raise CorruptError("an archive of torch.save is missing there")
         return zip_archive.read(probe)
 

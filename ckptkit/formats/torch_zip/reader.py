@@ -50,15 +50,6 @@ KNOWN = (
 )  # fmt: skip
 
 
-def matches(probe: Probe) -> bool:
-    archive = probe.zip
-    if archive is None:
-        return False
-    return {
-        name for name in ("data", "constants", "bytecode") if f"{archive.top}/{name}.pkl" in archive
-    } == {"data"}
-
-
 def read(probe: Probe) -> Checkpoint:
     """Read the pickle and locate the storages.
 

@@ -26,30 +26,159 @@ are its weights.
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from ckptkit.core.checkpoint import Checkpoint
-from ckptkit.formats import table
+from ckptkit.core.errors import AmbiguousError, FormatError
+from ckptkit.core.limits import LIMITS
+from ckptkit.core.text import shown
+from ckptkit.core.tree import Global, Node, Object, walk
+from ckptkit.core.weights import as_tensor, module_state
 from ckptkit.formats.format import Probe
+from ckptkit.formats.table import TORCHSCRIPT
+from ckptkit.formats.torch_zip.reader import Archive
+from ckptkit.formats.torchscript import old_json as script_json
+from ckptkit.formats.torchscript.code import Code, Declared
 
-_TELLING = ("data.pkl", "constants.pkl", "bytecode.pkl", "model.json", "version")
-
-
-def matches(probe: Probe) -> bool:
-    archive = probe.zip
-    if archive is None:
-        return False
-    there = {name for name in _TELLING if f"{archive.top}/{name}" in archive}
-    return bool(there & {"constants.pkl", "bytecode.pkl"}) or there == {"model.json", "version"}
+PARTS = ("_parameters", "_buffers", "_modules")
+CONSTANTS = "CONSTANTS"
+_CUSTOM = "__torch__.torch.classes."  # objects of C++, with any state
 
 
 def read(probe: Probe) -> Checkpoint:
     """Read the module and its constants.
 
-    Raises FormatError, AmbiguousError, and what zip_reader raises.
+    Raises FormatError, AmbiguousError, and what the reader of zip archives raises.
     """
-    from ckptkit.formats.torchscript import (
-        modules as script_reader,  # not needed by most zip archives, which are matched here too
+    directory = probe.zip
+    assert directory is not None
+    archive = Archive(directory)
+    warnings = archive.check()
+    if f"{archive.folder}data.pkl" in directory or f"{archive.folder}model.json" not in directory:
+        root, names, found = _pickled(archive)
+    else:
+        root, names, found = script_json.read(archive)
+    texts, lost = _extra(archive)
+    warnings += [*found, *archive.unverified(), *lost]
+    key = None
+    if not module_state(root) and any(
+        as_tensor(each) is not None for each in root.state.get(CONSTANTS, {}).values()
+    ):
+        key = CONSTANTS
+        warnings.append("it is frozen: its weights are constants of its code, without their names")
+    return Checkpoint(
+        root, TORCHSCRIPT.name, directory.source, texts, names, tuple(warnings), key=key
     )
 
-    archive = probe.zip
-    assert archive is not None
-    return script_reader.read(archive, table.TORCHSCRIPT.name)
+
+def _pickled(archive: Archive) -> tuple[Object, tuple[Global, ...], list[str]]:
+    """Return the module, the globals that its pickles name, and warnings."""
+    tree = archive.unpickle("data")
+    root, names, warnings = tree.root, tree.globals, list(tree.warnings)
+    if not _is_scripted(root):
+        raise FormatError("data.pkl does not hold a module of TorchScript")
+    warnings += _arrange(root, Code(archive.directory))
+    if f"{archive.folder}constants.pkl" in archive.directory:
+        constants = archive.unpickle("constants")
+        names += tuple(name for name in constants.globals if name not in names)
+        warnings += constants.warnings
+        _add_constants(root, constants.root)
+    return root, names, warnings
+
+
+def _add_constants(root: Object, constants: Node) -> None:
+    if not isinstance(constants, tuple):
+        raise FormatError("constants.pkl does not hold a tuple")
+    if CONSTANTS in root.state:
+        raise AmbiguousError(
+            f"an attribute of its module is called {CONSTANTS}, as its constants are"
+        )
+    if constants:
+        root.state[CONSTANTS] = {f"c{number}": each for number, each in enumerate(constants)}
+
+
+def _is_scripted(node: Node) -> bool:
+    """Return whether a node is an object of a class in the archive's own code."""
+    made = node.global_ if isinstance(node, Object) else None
+    return (
+        made is not None
+        and made.module.split(".")[0] == "__torch__"
+        and not str(made).startswith(_CUSTOM)
+    )
+
+
+def _arrange(root: Object, code: Code) -> list[str]:
+    """Move all modules' attributes to where nn.Module has them; warn about uncertain ones."""
+    found = {id(node): (node, code[node.callable]) for _, node in walk(root) if _is_scripted(node)}
+    modules = {
+        key for key, (_, declared) in found.items() if declared is None or declared.is_module
+    }
+    modules.add(id(root))
+    warnings: dict[str, None] = {}  # each once
+    unknown = [str(node.global_) for node, declared in found.values() if declared is None]
+    if unknown:
+        warnings[
+            f"there is no code of {unknown[0]}: "
+            "its tensors count as parameters if they have a gradient"
+        ] = None
+    for node, declared in (each for key, each in found.items() if key in modules):
+        if (
+            _split(node, declared, modules)
+            and declared is not None
+            and (declared.parameters or declared.buffers)
+        ):
+            warnings[
+                f"only its own code can tell the parameters of {node.global_} from its state"
+            ] = None
+    return list(warnings)
+
+
+def _split(node: Object, declared: Declared | None, modules: Collection[int]) -> bool:
+    """Give a module its parts.
+
+    True if it defines its own state, which is not a dict of its attributes.
+    """
+    state = node.state
+    if [step for step, _ in node.steps] != ["build"]:
+        raise FormatError(f"an object of {node.global_} is not made as TorchScript makes it")
+    is_own = not isinstance(state, dict) or (declared is not None and declared.has_setstate)
+    attributes: dict[Node, Node] = {"state": state} if is_own else state
+    if not attributes.keys().isdisjoint(PARTS):
+        raise AmbiguousError(f"attributes of {node.global_} have names that nn.Module itself uses")
+    parts: dict[str, dict[Node, Node]] = {part: {} for part in PARTS}
+    rest: dict[Node, Node] = {}
+    for name, value in attributes.items():
+        part = "_modules" if id(value) in modules else _part(name, value, declared)
+        (rest if part is None else parts[part])[name] = value
+    node.steps[:] = [("build", rest | parts)]
+    return is_own
+
+
+def _part(name: Node, value: Node, declared: Declared | None) -> str | None:
+    tensor = as_tensor(value)
+    if declared is not None:
+        return declared.part(name) if tensor is not None or value is None else None
+    if tensor is None:
+        return None
+    return "_parameters" if tensor.requires_grad else "_buffers"
+
+
+def _extra(archive: Archive) -> tuple[dict[str, str], list[str]]:
+    """Return the texts saved with it, and a warning about bytes that are not text or too long."""
+    texts: dict[str, str] = {}
+    lost: list[str] = []
+    left = LIMITS.line_bytes
+    for name, entry in archive.directory.entries.items():
+        if not name.startswith(f"{archive.folder}extra/"):
+            continue
+        short = name.removeprefix(archive.folder)
+        try:
+            if entry.size > left:
+                raise ValueError
+            texts[short] = archive.directory.read(name).decode()
+            left -= entry.size
+        except ValueError:
+            lost.append(short)
+    return texts, [
+        f"left out, as they are not short texts: {', '.join(map(shown, lost[:4]))}"
+    ] if lost else []
