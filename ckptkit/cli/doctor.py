@@ -71,7 +71,6 @@ def command(
              ckptkit doctor run.pth --model models.py:CNN --arg classes=10 --fix fixed.pth
     """
     from ckptkit.diagnosis.diagnose import examine
-    from ckptkit.diagnosis.report import report
 
     _check_destination(file, fix["destination"])
     if args and spec is None:
@@ -83,6 +82,8 @@ def command(
     done = _mended(found, **fix)
     left = found if done is None else examine(done.path, model=model, options=words)
     if as_json:
+        from ckptkit.diagnosis.report import report
+
         render.emit_json({"schema": SCHEMA, **report(found, done, left, spec)})
     else:
         _say(found, done, left, fix["destination"])

@@ -64,7 +64,6 @@ def command(
              ckptkit scan --quiet models/
              ckptkit scan --trust 'transformers.*' training_args.bin
     """
-    from ckptkit.analysis.view_model import scanned
     from ckptkit.cli.progress import Progress
     from ckptkit.scanning.files import scan_all
 
@@ -76,6 +75,8 @@ def command(
         found = scan_all(files, trust=trust, workers=workers, progress=_reading(progress))
         results = outcome.watch(found, progress)
         if as_json:
+            from ckptkit.analysis.view_model import scanned
+
             render.emit_json({"schema": SCHEMA, "files": map(scanned.file, results)})
         elif as_sarif:
             render.emit_json(_sarif(results, strict))
