@@ -19,6 +19,8 @@ KEPT: dict[str, tuple[str, ...]] = {
     "formats/parallel/test_processes.py::test_each_file_alone_is_a_part": ("2-*",),
     "formats/parallel/test_processes.py::test_rank_files_of_torch_make_the_whole": ("2-*",),
     "formats/parallel/test_processes.py::test_their_optimizers_make_the_whole": ("2-*",),
+    "formats/parallel/test_processes.py::test_torchrun_saves_the_same": (),
+    # test_rank_files_of_torch_make_the_whole, of processes that were forked
     "formats/torch_zip/test_writer.py::test_ZP_16_more_storages_than_16_bits_count": (),
     # containers/test_zip_writer.py::test_ZP_16_many_members
     "fuzz/test_soundness.py::test_a_thousand_compositions_are_what_scan_says": (),

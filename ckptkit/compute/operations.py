@@ -50,6 +50,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from ckptkit.compute.columns import columns, joined
 from ckptkit.compute.floats import FLOATS, decode, encode
 from ckptkit.compute.gather import FileReader, Read, Room, assemble, gather
 from ckptkit.compute.mean import ELEMENTS, Mean
@@ -411,6 +412,9 @@ def _gather(derived: Derived, start: int, stop: int) -> Pieces:
 
 
 def _chunks(derived: Derived, start: int, stop: int) -> Pieces:
+    found = columns(derived)
+    if found:
+        return joined(found, start, stop)
     room = Room()
     return assemble([_reader(extent, room) for extent in derived.inputs], derived, start, stop)
 

@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from ckptkit.core import parallelism
 from ckptkit.core.bytesource import Memory, Range
 from ckptkit.core.errors import CkptkitError, UnsupportedError
 from ckptkit.core.grouping import flatten
@@ -25,7 +26,8 @@ from ckptkit.core.tree import Node, Path, join
 from ckptkit.core.weights import as_tensor
 
 FSDP, MEGATRON, LLAMA, DEEPSPEED, FAIRSCALE = "fsdp", "megatron", "llama", "deepspeed", "fairscale"
-VLLM = "vllm"
+DTENSOR, VLLM = "dtensor", "vllm"
+_OF_FSDP = "an FSDP checkpoint"
 _WORLD = re.compile(r"world_size_([0-9]{1,9})_rank_([0-9]{1,9})\.")
 _LAYER = re.compile(r"layer_([0-9]{2,9})-model_([0-9]{2,9})-model_states\.pt")
 _ZERO = re.compile(
@@ -121,7 +123,10 @@ def _pieces(root: Node, path: str) -> PartOf | None:
     world = max(piece.world for _, piece in found)
     world = max(world, int(named[1])) if named else world
     who = f"rank {'?' if rank is None else f'{rank:,}'} of {world:,}"
-    return PartOf(FSDP, f"{who} of an FSDP checkpoint", _rows(cut, rank), _folder(path))
+    what = parallelism.named(piece for _, piece in found)
+    whole = _OF_FSDP if what == parallelism.FSDP else f"a checkpoint of {what}"
+    kind = FSDP if parallelism.FSDP in what else DTENSOR
+    return PartOf(kind, f"{who} of {whole}", _rows(cut, rank), _folder(path))
 
 
 def held(piece: Piece) -> int:
@@ -252,7 +257,7 @@ def _named(root: Node, path: str) -> PartOf | None:
         if int(found[1]) > 1 and not name.startswith("extra_state"):
             return PartOf(
                 FSDP,
-                f"rank {int(found[2])} of {int(found[1])} of an FSDP checkpoint",
+                f"rank {int(found[2])} of {int(found[1])} of {_OF_FSDP}",
                 "",
                 _folder(path),
             )

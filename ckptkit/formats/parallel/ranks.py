@@ -21,6 +21,7 @@ from collections.abc import Collection, Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple
 
+from ckptkit.core import parallelism
 from ckptkit.core.bytesource import Folder
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import AmbiguousError, CkptkitError, CorruptError
@@ -39,7 +40,6 @@ from ckptkit.formats.parallel.files import Group, groups
 from ckptkit.formats.parallel.joining import Joiner
 from ckptkit.formats.parallel.trees import Merger, Ranked
 
-TITLE = "FSDP rank files"
 MODEL, OPTIMIZER, REST = "model", "optimizer", "extra_state"
 _TRIED = 16  # groups that are opened to see what they are
 _SHOWN = 4  # names in a message
@@ -113,7 +113,7 @@ class _Reading:
         return Checkpoint(
             root, self.format, self.folder, globals=tuple(self.reader.globals),
             warnings=(*self.warnings, *self.joiner.copies.warnings(), *self.reader.warnings),
-            about=f"{TITLE}: {_title(ranked, world, self.known)}",
+            about=_title(ranked, world, self.known),
         )  # fmt: skip
 
     def _kind(self, group: Group) -> Kind:
@@ -269,14 +269,16 @@ def _missing(missing: Sequence[int], names: Sequence[str], world: World) -> Corr
 
 def _title(ranked: Sequence[Ranked], world: World, known: Known) -> str:
     forms = []
-    for piece in _pieces(ranked[0].root, known):
+    pieces = list(_pieces(ranked[0].root, known))
+    for piece in pieces:
         if isinstance(piece, ShardPiece):
             forms.append("ShardedTensor")
         elif isinstance(piece, MeshPiece):
             names = f" ({', '.join(piece.mesh.names)})" if piece.mesh.names else ""
             forms.append(f"DTensor on a mesh of {' x '.join(map(str, piece.mesh.shape))}{names}")
     kinds = list(dict.fromkeys(forms))
-    return f"{len(ranked):,} of {world.size:,} ranks; {'; '.join(kinds[:3])}"
+    ranks = f"{len(ranked):,} of {world.size:,} ranks"
+    return f"rank files of {parallelism.named(pieces)}: {ranks}; {'; '.join(kinds[:3])}"
 
 
 def listed(names: Collection[str]) -> str:

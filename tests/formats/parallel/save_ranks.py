@@ -1,4 +1,4 @@
-"""Run by tests.ranks: train one step with each way of cutting a model, and save what each rank has,
+"""Run by tests.ranks and by torchrun: train one step with each way of cutting a model, and save what each rank has,
 and the whole.
 
 FOLDER/<form>/model_world_size_<W>_rank_<R>.pt, optim_world_size_<W>_rank_<R>.pt
@@ -7,6 +7,7 @@ FOLDER/<form>.full.pt, FOLDER/<form>.optim.pt        the whole, put together by 
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -197,8 +198,8 @@ def fsdp1_hybrid(folder: Path) -> None:
 
 FORMS: dict[int, tuple[Callable[[Path], None], ...]] = {
     2: (fsdp2, tp, fsdp1, fsdp1_orig, fsdp1_mesh),
-    3: (fsdp2, tp, fsdp1),
-    4: (fsdp2, hsdp2, fsdp2_tp, fsdp1_hybrid, fsdp1_mesh),
+    3: (fsdp2, tp, fsdp1, fsdp1_orig, fsdp1_mesh),
+    4: (fsdp2, hsdp2, tp, fsdp2_tp, fsdp1, fsdp1_orig, fsdp1_hybrid, fsdp1_mesh),
 }
 
 
@@ -210,3 +211,7 @@ def main(place: str) -> None:
         form(folder)
         dist.barrier()
     dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,8 +1,10 @@
 """Rank files of the installed torch: written by 2, 3 and 4 processes (gloo), read against the whole
-of torch."""
+of torch. Forked processes write them, and once torchrun."""
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -11,11 +13,14 @@ import pytest
 import torch
 
 import ckptkit
+from tests.conftest import ENVIRONMENT, ROOT
 from tests.formats.parallel import save_ranks
 from tests.formats.parallel.trees import assert_same
 from tests.ranks import run_ranks
 
 CASES = [(world, form.__name__) for world, forms in save_ranks.FORMS.items() for form in forms]
+
+CUT_BY = {"tp": "tensor parallelism", "fsdp2_tp": "FSDP and tensor parallelism"}
 
 
 @pytest.fixture(scope="session")
@@ -37,7 +42,8 @@ def test_rank_files_of_torch_make_the_whole(world: int, form: str, saved: Any) -
     folder = saved(world)
     expected = torch.load(folder / f"{form}.full.pt", weights_only=True)
     checkpoint = ckptkit.open(folder / form)
-    assert checkpoint.format == "parallel" and f"{world} of {world} ranks" in checkpoint.about
+    title = f"rank files of {CUT_BY.get(form, 'FSDP')}: {world} of {world} ranks"
+    assert checkpoint.format == "parallel" and checkpoint.about.startswith(title)
     assert_same(ckptkit.load(folder / form), expected)
 
 
@@ -75,4 +81,24 @@ def test_a_plain_model_goes_on_from_them(world: int, form: str, saved: Any, tmp_
 def test_each_file_alone_is_a_part(world: int, form: str, saved: Any) -> None:
     for rank in range(world):
         part = ckptkit.open(saved(world) / form / f"model_world_size_{world}_rank_{rank}.pt").part
-        assert part is not None and part.name == f"rank {rank} of {world} of an FSDP checkpoint"
+        whole = f"a checkpoint of {CUT_BY[form]}" if form in CUT_BY else "an FSDP checkpoint"
+        assert part is not None and part.name == f"rank {rank} of {world} of {whole}"
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("world", save_ranks.FORMS)
+def test_torchrun_saves_the_same(world: int, tmp_path: Path) -> None:
+    """Every form, by torchrun itself in place of processes that were forked."""
+    words = ["--standalone", f"--nproc-per-node={world}", "-m", save_ranks.__name__]
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *words, str(tmp_path)],
+        cwd=ROOT, env={**ENVIRONMENT, "OMP_NUM_THREADS": "1"}, capture_output=True, encoding="utf-8", timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-4000:]
+    for form in (each.__name__ for each in save_ranks.FORMS[world]):
+        ckptkit.save(ckptkit.open(tmp_path / form), tmp_path / "out.pth", force=True)
+        made = torch.load(tmp_path / "out.pth", weights_only=True)
+        assert_same(made["model"], torch.load(tmp_path / f"{form}.full.pt", weights_only=True))
+        if (tmp_path / f"{form}.optim.pt").exists():
+            expected = torch.load(tmp_path / f"{form}.optim.pt", weights_only=True)
+            assert_same(made["optimizer"]["state"], expected["state"])
