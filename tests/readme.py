@@ -140,6 +140,14 @@ def shell(command: str, folder: Path, strict: bool = True) -> subprocess.Complet
     )  # fmt: skip
 
 
+def words(command: str, folder: Path) -> list[str]:
+    """The arguments that bash gives to ckptkit in a command line that calls it once."""
+    calls = shell(f"ckptkit() {{ printf '%s\\0' call \"$@\"; }}; {command}", folder)
+    call, *found, end = calls.stdout.split("\0")
+    assert (call, end) == ("call", "") and "call" not in found and not calls.returncode, command
+    return found
+
+
 def refreshed(text: str, run: Callable[[str], str]) -> str:
     """The README with today's output where it is another; `run` gives what a command prints."""
 

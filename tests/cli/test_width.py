@@ -79,9 +79,17 @@ def is_digest(line: str) -> bool:
 @pytest.mark.parametrize("columns", [60, 100, 200])
 @pytest.mark.parametrize("name", CALLS)
 @pytest.mark.usefixtures("files")
-def test_no_line_is_longer_than_the_terminal(name: str, columns: int) -> None:
-    """A hint stays whole: a command in it is pasted. So do long paths and names, and digests."""
-    said = on_terminal(*CALLS[name], COLUMNS=str(columns), NO_COLOR="1").splitlines()
+def test_no_line_is_longer_than_the_terminal(
+    name: str, columns: int, ckptkit: Ckptkit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hint stays whole: a command in it is pasted. So do long paths and names, and digests.
+
+    In this process; the tests below, and those of colors, have a real terminal.
+    """
+    monkeypatch.setattr("ckptkit.cli.render.is_terminal", lambda stream: True)
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monkeypatch.setenv("NO_COLOR", "1")
+    said = ckptkit(*CALLS[name]).output.splitlines()
     assert said
     pasted = ("hint: ", "ckptkit ", "error: ", "warning: ", "note: ")
     wide = [line for line in said if len(line) > columns and not line.lstrip().startswith(pasted)]

@@ -34,6 +34,7 @@ from ckptkit.core.errors import (
 )
 from ckptkit.core.tensor import Storage, Tensor
 from ckptkit.loading import building
+from tests.torch_equality import storage_bits
 
 
 def record(data: bytes) -> Range:
@@ -52,7 +53,7 @@ def raw(tensor: torch.Tensor) -> bytes:
 
 def described(tensor: torch.Tensor, *, big_endian: bool = False) -> Tensor:
     """Our description of a torch tensor, over a copy of the bytes of its storage."""
-    data = bytes(tensor.detach().untyped_storage())
+    data = storage_bits(tensor)
     dtype = BY_NAME[str(tensor.dtype).removeprefix("torch.")]
     if big_endian:
         data = np.frombuffer(data, f"u{dtype.component}").byteswap().tobytes()
@@ -616,7 +617,7 @@ def test_rebuild(view: Callable[[torch.Tensor], torch.Tensor], tmp_path: Path) -
     base = torch.arange(24).reshape(4, 6) * (1 + 2j)
     want = view(base)
     path = tmp_path / "storage"
-    path.write_bytes(bytes(want.untyped_storage()))
+    path.write_bytes(storage_bits(want))
     source = LocalFile(path)
     tensor = described(want)
     storage = Storage(Range(source, 0, source.size))

@@ -17,6 +17,7 @@ from ckptkit.core.bytesource import Memory, Pending, Range, Record
 from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import TensorError
 from ckptkit.core.tensor import Storage, Tensor, contiguous_stride
+from tests.torch_equality import storage_bits
 
 SCHEMES = {"qint8": torch.int8, "quint8": torch.uint8, "qint32": torch.int32}
 
@@ -24,7 +25,7 @@ SCHEMES = {"qint8": torch.int8, "quint8": torch.uint8, "qint32": torch.int32}
 def described(tensor: torch.Tensor, *, big_endian: bool = False) -> Tensor:
     """Our description of a torch tensor, quantised or not."""
     dtype = BY_NAME[str(tensor.dtype).removeprefix("torch.")]
-    data = bytes(tensor.untyped_storage())
+    data = storage_bits(tensor)
     if big_endian:
         size = dtype.itemsize
         data = b"".join(data[at : at + size][::-1] for at in range(0, len(data), size))

@@ -24,6 +24,7 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.core.tensor import Tensor
 from ckptkit.formats.format import Format, WriteOptions
 from ckptkit.formats.table import FORMATS
+from tests.torch_equality import storage_bits
 
 State = dict[str, torch.Tensor]
 
@@ -235,8 +236,7 @@ def elements(tensor: torch.Tensor) -> bytes:
     else:
         tensor = tensor.contiguous()
         start, length = int(tensor.storage_offset()) * tensor.element_size(), tensor.nbytes
-    raw = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
-    return raw[start : start + length].numpy().tobytes()
+    return storage_bits(tensor)[start : start + length]
 
 
 def sharing(storages: dict[str, int]) -> list[list[str]]:

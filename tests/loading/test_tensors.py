@@ -20,6 +20,7 @@ from ckptkit.core.errors import CkptkitError, DeviceError, TensorError, Unsuppor
 from ckptkit.core.tensor import Storage, Tensor, TypedStorage
 from ckptkit.core.tree import Global, Object
 from ckptkit.loading.tensors import Tensors
+from tests.torch_equality import storage_bits
 
 Cuda = Callable[..., AbstractContextManager[None]]
 
@@ -49,9 +50,7 @@ def same(ours: torch.Tensor, theirs: torch.Tensor) -> None:
         assert (ours.stride(), ours.storage_offset()) == (theirs.stride(), theirs.storage_offset())
         assert (ours.is_conj(), ours.is_neg()) == (theirs.is_conj(), theirs.is_neg())
         if ours.device.type != "meta":
-            assert bytes(ours.untyped_storage().tolist()) == bytes(
-                theirs.untyped_storage().tolist()
-            )
+            assert storage_bits(ours) == storage_bits(theirs)
 
 
 def net() -> nn.Module:

@@ -56,6 +56,7 @@ from tests.pickles.test_machine import (
     recursive_tuple,
     values,
 )
+from tests.torch_equality import storage_bits
 
 # What torch/_weights_only_unpickler.py has a branch for.
 ACCEPTED = {
@@ -68,11 +69,6 @@ ACCEPTED = {
 
 def names(data: bytes) -> set[str]:
     return {opcode.name for opcode, _, _ in pickletools.genops(data)}
-
-
-def bits(tensor: torch.Tensor) -> bytes:
-    """The bytes of the storage that a strided tensor is in."""
-    return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).numpy().tobytes()
 
 
 def agree(a: Any, b: Any) -> bool:
@@ -94,8 +90,8 @@ def agree(a: Any, b: Any) -> bool:
             return False
         if a.layout is not torch.strided or a.is_nested or a.is_quantized or a.is_meta:
             return repr(a) == repr(b)
-        return (a.stride(), a.storage_offset(), a.is_conj(), a.is_neg(), bits(a)) == (
-            b.stride(), b.storage_offset(), b.is_conj(), b.is_neg(), bits(b),
+        return (a.stride(), a.storage_offset(), a.is_conj(), a.is_neg(), storage_bits(a)) == (
+            b.stride(), b.storage_offset(), b.is_conj(), b.is_neg(), storage_bits(b),
         )  # fmt: skip
     if isinstance(a, dict):
         return agree(list(a.items()), list(b.items())) and agree(

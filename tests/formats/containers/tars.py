@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from ckptkit.core.dtypes import BY_NAME
+from tests.torch_equality import storage_bits
 
 BLOCK = 512
 SYSTEM = {
@@ -200,8 +201,7 @@ def _tensor(key: int, of: int, value: torch.Tensor) -> bytes:
 
 
 def _storage(key: int, value: torch.Tensor, location: str) -> bytes:
-    raw = torch.empty(0, dtype=torch.uint8).set_(value.untyped_storage())
-    data = raw.numpy().tobytes()
+    data = storage_bits(value)
     return storage(key, data, _typed(value), location, len(data) // value.element_size())
 
 
