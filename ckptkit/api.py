@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypedDict, TypeVar, Unpack
 
 from ckptkit import formats
 from ckptkit.core import arguments, urls
-from ckptkit.core.bytesource import ByteSource, FileObject, Folder, Memory
+from ckptkit.core.bytesource import ByteSource, Folder, Memory
 from ckptkit.core.checkpoint import Checkpoint, Source, opened
 from ckptkit.core.errors import ArgumentError, CkptkitError, UsageError
 from ckptkit.core.plan import OutputFile, Patch, Plan
@@ -105,6 +105,8 @@ def _place(source: object) -> ByteSource | Folder:
     if isinstance(source, (bytes, bytearray, memoryview)):
         return Memory(bytes(source), "<bytes>")
     if hasattr(source, "read") and hasattr(source, "seek"):
+        from ckptkit.core.file_objects import FileObject
+
         return FileObject(source)  # type: ignore[arg-type]
     return open_place(arguments.path("source", source))
 

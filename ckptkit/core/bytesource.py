@@ -7,10 +7,8 @@ that can be reported, where a file that is cut under a map kills the process. On
 
 from __future__ import annotations
 
-import errno
 import os
 import re
-import stat
 import sys
 import threading
 from abc import ABC, abstractmethod
@@ -18,18 +16,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, BinaryIO, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from ckptkit.core.errors import (
-    ArgumentError,
     InputChangedError,
     InputError,
-    MissingFileError,
     PathError,
     TruncatedError,
-    UsageError,
 )
-from ckptkit.core.text import nearest
+from ckptkit.core.paths import blobs_of, open_regular, plain_name
 
 if TYPE_CHECKING:
     from mmap import mmap
@@ -123,52 +118,6 @@ class Memory(ByteSource):
         return bytes(self.data[offset : offset + length])
 
 
-class FileObject(ByteSource):
-    """An open binary file object, from its beginning; it stays the caller's to close."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        given = getattr(file, "name", None)
-        self.name = given if isinstance(given, str) else "<file object>"
-        self._file = file
-        self._lock = threading.Lock()
-        try:
-            is_text = not isinstance(file.read(0), bytes)
-            self.size = file.seek(0, os.SEEK_END)
-        except (OSError, ValueError) as error:
-            raise UsageError(
-                f"the file object cannot be read at any place: {error}",
-                where=self.name,
-                hint="ckptkit.open(file.read()) takes its bytes",
-            ) from error
-        if is_text:
-            raise ArgumentError(
-                "the file object gives text, not bytes", where=self.name, hint='open(path, "rb")'
-            )
-        self.identity = ("file object", id(file), self.size)
-
-    def __reduce__(self) -> tuple[object, ...]:
-        raise UsageError(
-            "an open file object cannot be given to other processes",
-            where=self.name,
-            hint="open its path instead",
-        )
-
-    def read(self, offset: int, length: int) -> bytes:
-        if offset < 0 or length < 0 or offset + length > self.size:
-            raise self._missing(offset, length)
-        with self._lock:
-            try:
-                self._file.seek(offset)
-                data = self._file.read(length)
-                while len(data) < length and (more := self._file.read(length - len(data))):
-                    data += more
-            except (OSError, ValueError) as error:  # ValueError: it was closed meanwhile
-                raise InputError(f"cannot be read: {error}", where=self.name) from error
-        if len(data) < length:
-            raise InputChangedError("became shorter while it was read", where=self.name)
-        return data
-
-
 class Section(ByteSource):
     """A run of bytes of another source, as a source of its own: a file inside a file."""
 
@@ -202,7 +151,7 @@ class LocalFile(ByteSource):
     ) -> None:
         self.path = os.path.abspath(os.fspath(path))
         self.name = os.fspath(path)
-        self.fd = _open_regular(self.path, self.name, follow)
+        self.fd = open_regular(self.path, self.name, follow)
         self._seek_lock = threading.Lock()
         self.identity = self._identity()
         self.size = os.fstat(self.fd).st_size
@@ -334,48 +283,6 @@ class LocalFile(ByteSource):
                 os.close(fd)
 
 
-def _open_regular(path: str, name: str, follow: bool) -> int:
-    """Open `path` without waiting for a FIFO's writer, and refuse all but a regular file."""
-    flags = (
-        os.O_RDONLY
-        | getattr(os, "O_CLOEXEC", 0)
-        | getattr(os, "O_NONBLOCK", 0)
-        | getattr(os, "O_BINARY", 0)
-    )
-    if not follow:
-        flags |= getattr(os, "O_NOFOLLOW", 0)
-    try:
-        fd = os.open(path, flags)
-    except FileNotFoundError as error:
-        raise MissingFileError("does not exist", where=name, hint=_instead(path, name)) from error
-    except OSError as error:
-        why = error.strerror or str(error)
-        if error.errno == errno.ELOOP and not follow:
-            why = "is a symbolic link"
-        hint = "`ulimit -n 65536` allows more" if error.errno == errno.EMFILE else None
-        raise PathError(f"cannot be opened: {why}", where=name, hint=hint) from error
-    except ValueError as error:  # an embedded null byte
-        raise PathError(f"cannot be opened: {error}", where=name) from error
-    if not stat.S_ISREG(os.fstat(fd).st_mode):
-        os.close(fd)
-        raise PathError("is not a regular file", where=name)
-    return fd
-
-
-def _instead(path: str, name: str) -> str | None:
-    """Return a hint for a path that does not exist: close names, a broken link, no folder."""
-    folder, wanted = os.path.split(path)
-    if os.path.islink(path):
-        return f"it is a link to {os.readlink(path)}, which does not exist"
-    if not os.path.isdir(folder):
-        return f"there is no folder {folder}"
-    try:
-        close = nearest(wanted, os.listdir(folder), cutoff=0.8)
-    except OSError:
-        close = []
-    return f"did you mean {', '.join(close)}?" if close else None
-
-
 class Folder:
     """A folder of files, addressed by plain names.
 
@@ -390,7 +297,7 @@ class Folder:
         self.path = os.path.abspath(os.fspath(path))
         self.name = os.fspath(path)
         self._open: dict[str, ByteSource] = {}
-        self._blobs = _blobs(self.path)
+        self._blobs = blobs_of(self.path)
 
     def list(self) -> list[str]:
         """Return the names in the folder, sorted."""
@@ -460,27 +367,6 @@ class Folder:
     def close(self) -> None:
         for source in self._open.values():
             source.close()
-
-
-def _blobs(path: str) -> str | None:
-    """Find the files of a Hugging Face cache folder at or below ``snapshots/<revision>``.
-
-    Links are resolved.
-    """
-    while (parent := os.path.dirname(path)) != path:
-        if os.path.basename(parent) == "snapshots":
-            blobs = os.path.join(os.path.dirname(parent), "blobs")
-            return None if os.path.islink(blobs) else os.path.realpath(blobs)
-        path = parent
-    return None
-
-
-def plain_name(name: str, folder: str) -> str:
-    """Return `name` if it names a file in the folder itself. Raises PathError."""
-    odd = any(c in name for c in "/\\:\0") or "%2e" in name.lower() or "%2f" in name.lower()
-    if odd or name in ("", ".", ".."):
-        raise PathError(f"{name!r} is not a plain file name inside the folder", where=folder)
-    return name
 
 
 class Record(Protocol):

@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
-from ckptkit.core.bytesource import ByteSource, Folder, Identity, LocalFile, plain_name
+from ckptkit.core.bytesource import ByteSource, Folder, Identity, LocalFile
 from ckptkit.core.errors import InputChangedError, PathError
+from ckptkit.core.paths import plain_name
 from ckptkit.core.urls import in_folder, shown, split, without_query
 from ckptkit.remote.refusals import MissingError, presentable, refused, unknown
 from ckptkit.remote.transports import Http, Stored, Transport, information

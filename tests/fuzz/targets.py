@@ -23,10 +23,11 @@ from ckptkit import formats
 from ckptkit.api import convert, open_checkpoint
 from ckptkit.cli import render
 from ckptkit.compute import stream
-from ckptkit.core.bytesource import Folder, Memory, Range, plain_name
+from ckptkit.core.bytesource import Folder, Memory, Range
 from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import CkptkitError, InputError
 from ckptkit.core.journals import journal_path
+from ckptkit.core.paths import plain_name
 from ckptkit.core.plan import Segment
 from ckptkit.core.tensor import Storage, Tensor
 from ckptkit.core.tree import Node

@@ -1,0 +1,73 @@
+"""Paths of local files: opened if they are regular files, and confined to their folder."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+
+from ckptkit.core.errors import MissingFileError, PathError
+from ckptkit.core.text import nearest
+
+
+def open_regular(path: str, name: str, follow: bool) -> int:
+    """Open `path` without waiting for a FIFO's writer, and refuse all but a regular file."""
+    flags = (
+        os.O_RDONLY
+        | getattr(os, "O_CLOEXEC", 0)
+        | getattr(os, "O_NONBLOCK", 0)
+        | getattr(os, "O_BINARY", 0)
+    )
+    if not follow:
+        flags |= getattr(os, "O_NOFOLLOW", 0)
+    try:
+        fd = os.open(path, flags)
+    except FileNotFoundError as error:
+        raise MissingFileError("does not exist", where=name, hint=_instead(path, name)) from error
+    except OSError as error:
+        why = error.strerror or str(error)
+        if error.errno == errno.ELOOP and not follow:
+            why = "is a symbolic link"
+        hint = "`ulimit -n 65536` allows more" if error.errno == errno.EMFILE else None
+        raise PathError(f"cannot be opened: {why}", where=name, hint=hint) from error
+    except ValueError as error:  # an embedded null byte
+        raise PathError(f"cannot be opened: {error}", where=name) from error
+    if not stat.S_ISREG(os.fstat(fd).st_mode):
+        os.close(fd)
+        raise PathError("is not a regular file", where=name)
+    return fd
+
+
+def _instead(path: str, name: str) -> str | None:
+    """Return a hint for a path that does not exist: close names, a broken link, no folder."""
+    folder, wanted = os.path.split(path)
+    if os.path.islink(path):
+        return f"it is a link to {os.readlink(path)}, which does not exist"
+    if not os.path.isdir(folder):
+        return f"there is no folder {folder}"
+    try:
+        close = nearest(wanted, os.listdir(folder), cutoff=0.8)
+    except OSError:
+        close = []
+    return f"did you mean {', '.join(close)}?" if close else None
+
+
+def blobs_of(path: str) -> str | None:
+    """Find the files of a Hugging Face cache folder at or below ``snapshots/<revision>``.
+
+    Links are resolved.
+    """
+    while (parent := os.path.dirname(path)) != path:
+        if os.path.basename(parent) == "snapshots":
+            blobs = os.path.join(os.path.dirname(parent), "blobs")
+            return None if os.path.islink(blobs) else os.path.realpath(blobs)
+        path = parent
+    return None
+
+
+def plain_name(name: str, folder: str) -> str:
+    """Return `name` if it names a file in the folder itself. Raises PathError."""
+    odd = any(c in name for c in "/\\:\0") or "%2e" in name.lower() or "%2f" in name.lower()
+    if odd or name in ("", ".", ".."):
+        raise PathError(f"{name!r} is not a plain file name inside the folder", where=folder)
+    return name
