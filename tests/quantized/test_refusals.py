@@ -4,15 +4,9 @@ names it.
 
 from __future__ import annotations
 
-import ast
-import importlib
-import inspect
 import json
 import struct
-import sys
-from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -27,6 +21,7 @@ from tests.conftest import Run
 from tests.formats.parallel.old_forms import Wrapped, save
 from tests.quantized.made import Refusal, Row, ones, row, text, write
 from tests.quantized.unfit import UNFIT
+from tests.reached import is_called, unreached, watch
 
 L = "model.layers.0.mlp.up_proj"
 FP8 = {f"{L}.weight": row("F8_E4M3", [200, 130]), f"{L}.weight_scale_inv": ones([2, 2])}
@@ -230,38 +225,12 @@ def test_each_reason_has_a_file() -> None:
 def test_each_refusal_of_the_package_has_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found: set[tuple[str, int]] = set()
-    refused = group.refused
-
-    def recorded(*args: Any) -> group.Group:
-        frame = sys._getframe(1)
-        found.add((frame.f_globals["__name__"], frame.f_lineno))
-        return refused(*args)
-
-    monkeypatch.setattr(group, "refused", recorded)
+    found = watch(monkeypatch, (group, "refused"))
     quantized.find(ckptkit.open(pickled(tmp_path)))
     for number, refusal in enumerate(REFUSALS.values()):
         (tmp_path / str(number)).mkdir()
         quantized.find(ckptkit.open(made(refusal, tmp_path / str(number))))
-    assert {where for module in rooms() for where in missing(module, found)} == set()
-
-
-def rooms() -> list[ModuleType]:
-    """The modules of the package that refuse."""
-    package = Path(quantized.__file__).parent
-    names = [f"ckptkit.quantized.{path.stem}" for path in package.glob("[a-z]*.py")]
-    return [importlib.import_module(name) for name in sorted(names)]
-
-
-def missing(module: ModuleType, found: set[tuple[str, int]]) -> Iterator[str]:
-    """The calls of ``g.refused`` in a module that no file has reached."""
-    for node in ast.walk(ast.parse(inspect.getsource(module))):
-        is_call = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
-        if not is_call or node.func.attr != "refused":
-            continue
-        lines = range(node.lineno, (node.end_lineno or node.lineno) + 1)
-        if not any((module.__name__, line) in found for line in lines):
-            yield f"{module.__name__}:{node.lineno}"
+    assert unreached(quantized, found, is_called("refused")) == []
 
 
 def pickled(folder: Path) -> Path:

@@ -247,7 +247,7 @@ class _Merge:
 
     def _tensor(self, name: str, by_rank: dict[int, list[tuple[Node, str]]]) -> Tensor | None:
         count = self.axes.get(TP, 1)
-        verb = self._verb(name, count)
+        verb = self._verb(name, count, held=len(by_rank[0]))
         if isinstance(verb, Drop):
             self.dropped.setdefault(verb.reason, []).append(name)
             return None
@@ -271,16 +271,19 @@ class _Merge:
                 error.hint = self.table.hint
             raise
 
-    def _verb(self, name: str, count: int) -> Verb:
+    def _verb(self, name: str, count: int, *, held: int) -> Verb:
+        """The verb for a tensor that `held` files of the first rank have; Cut where it is whole."""
         try:
             verb = self.table.verb(name)
         except UnsupportedError:
             if count > 1:
                 raise
             return Cut(0)  # nothing was cut
-        if isinstance(verb, Refuse):
-            raise UnsupportedError(f"{name[:80]!r}: {verb.reason}", hint=self.table.hint)
-        return verb
+        if not isinstance(verb, Refuse):
+            return verb
+        if count == held == 1:
+            return Cut(0)
+        raise UnsupportedError(f"{name[:80]!r}: {verb.reason}", hint=self.table.hint)
 
     def _check_verb(self, name: str, verb: Verb, parts: Parts) -> None:
         """Raise CorruptError for parts that are all equal though they should be cut; constant ones

@@ -17,16 +17,15 @@ from safetensors.torch import save_file
 import ckptkit
 from ckptkit.core.errors import (
     CkptkitError,
-    CorruptError,
-    FormatError,
     UnsupportedError,
-    UsageError,
 )
-from ckptkit.formats.format import Asked
+from ckptkit.formats import parallel
+from ckptkit.formats.parallel.flat import UnknownError
 from ckptkit.formats.parallel.refused import KNOWN
 from tests.conftest import Run
 from tests.formats.parallel import making
-from tests.formats.parallel.test_tables import TABLE, change, own
+from tests.formats.parallel.unfit import TABLE, UNFIT, own, said
+from tests.reached import is_raised, unreached, watch
 
 HELP = Path(ckptkit.__file__).parent / "help" / "parallel.md"
 
@@ -113,117 +112,27 @@ def test_a_part_of_vllm_is_known(tmp_path: Path) -> None:
     assert ckptkit.open(tmp_path / "model-rank-1-part-0.safetensors").part is not None
 
 
-def llama(folder: Path) -> Path:
-    return making.release(folder, making.llama(1, version=3), 2, version=3)
+@pytest.mark.parametrize("what", UNFIT)
+def test_what_does_not_go_together_is_refused(what: str, tmp_path: Path) -> None:
+    row = UNFIT[what]
+    kind, text = said(row, tmp_path)
+    assert row.word in text
+    assert kind is row.kind if row.kind is None or kind is None else issubclass(kind, row.kind)
 
 
-def fairscale(folder: Path) -> Path:
-    return making.fairscale(folder, 1, 2)[0]
-
-
-def megatron(folder: Path) -> Path:
-    return making.megatron(folder, making.mcore(2), [[[0]], [[1]]], tp=1)
-
-
-def _params(text: str) -> Callable[[Path], None]:
-    return lambda folder: (folder / "params.json").write_text(text) and None
-
-
-def _described(edit: Callable[[Any], None]) -> Callable[[Path], None]:
-    def edited(folder: Path) -> None:
-        for path in folder.glob("*shard*.pt"):
-            change(path, lambda saved: edit(saved["shard_metadata"]["param_metadata"][0]["params"]))
-
-    return edited
-
-
-def _first(params: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = next(iter(params.values()))
-    return found
-
-
-PARTS = "iter_0000003/mp_rank_00_001"
-WRONG: dict[str, tuple[Callable[[Path], Path], Callable[[Path], Any], type[CkptkitError], str]] = {
-    "params.json of llama is a list": (llama, _params("[]"), FormatError, "JSON object"),
-    "params.json of llama is large": (llama, _params(" " * (1 << 20) + "{}"), FormatError, "bytes"),
-    "a part of llama is a list": (
-        llama, lambda folder: torch.save([], folder / "consolidated.01.pth"), FormatError, "no dict"
-    ),
-    "two saves of fairscale": (
-        fairscale, lambda folder: (folder / "checkpoint_last-model_part-0-shard1.pt").rename(
-            folder / "checkpoint_best-model_part-0-shard1.pt"), CorruptError, "2 saves",
-    ),
-    "numbers of fairscale": (
-        fairscale, _described(lambda params: _first(params).update(numels=[1])), CorruptError, "elements",
-    ),
-    "shapes of fairscale": (
-        fairscale, _described(lambda params: _first(params).update(
-            shapes=[(1, 1)] * len(_first(params)["shapes"]))), CorruptError, "is said to be",
-    ),
-    "no flat parameter of fairscale": (
-        fairscale, lambda folder: change(
-            folder / "checkpoint_last-model_part-0-shard0.pt", lambda saved: saved["model"].clear()),
-        FormatError, "no flat parameter",
-    ),
-    "a folder of Megatron-LM without its file": (
-        megatron, lambda folder: (folder / PARTS / "model_optim_rng.pt").unlink(), CorruptError, "has no model_optim",
-    ),
-    "no model of Megatron-LM": (
-        megatron, lambda folder: torch.save([], folder / PARTS / "model_optim_rng.pt"), CkptkitError, "Megatron|dict",
-    ),
-    "a folder of Megatron-LM with another number": (
-        megatron, lambda folder: (folder / PARTS).rename(folder / "iter_0000003/mp_rank_00_002"),
-        CorruptError, "1 of 3 parts",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("what", WRONG)
-def test_folders_that_contradict_themselves_are_refused(what: str, tmp_path: Path) -> None:
-    make, edit, kind, word = WRONG[what]
-    folder = make(tmp_path / "x")
-    edit(folder)
-    with pytest.raises(kind, match=word):
-        ckptkit.open(folder)
-
-
-TABLES = {
-    "rules are no list": (lambda table: {**table, "rules": {"a": "same"}}, "no list"),
-    "a rule of two": (lambda table: {**table, "rules": [{"a": "same", "b": "same"}]}, "not a rule"),
-    "layers are a word": (lambda table: {**table, "layers": "blocks"}, "layers are not"),
-    "a rank of letters": (
-        lambda table: {**table, "files": r"stage(?P<pp>[0-9])/(?P<tp>part_[0-9]+)\.pt"}, "than numbers",
-    ),
-    "more blocks than rows": (
-        lambda table: {**table, "rules": [{".*up": "cut 0 blocks 5"}, *table["rules"]]}, "no 5 blocks",
-    ),
-    "sizes of another tensor": (
-        lambda table: {**table, "rules": [{".*up": "cut 0 sizes 7 4"}, *table["rules"]]}, "not cut like",
-    ),
-    "a dimension that is not there": (
-        lambda table: {**table, "rules": [{".*scale": "cut 1"}, *table["rules"]]}, "no dimension 1",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("what", TABLES)
-def test_tables_that_do_not_fit_are_refused(what: str, tmp_path: Path) -> None:
-    import yaml
-
-    folder, _ = own(tmp_path / "x")
-    edit, word = TABLES[what]
-    (tmp_path / "t.yaml").write_text(yaml.safe_dump(edit(yaml.safe_load(TABLE))))
-    with pytest.raises(CkptkitError, match=word):
-        ckptkit.open(folder, asked=Asked(table=str(tmp_path / "t.yaml")))
-
-
-def test_a_table_that_cannot_be_read(tmp_path: Path) -> None:
-    folder, _ = own(tmp_path / "x")
-    with pytest.raises(CkptkitError, match="cannot be read"):
-        ckptkit.open(folder, asked=Asked(table=str(tmp_path / "none.yaml")))
-    (tmp_path / "large.yaml").write_text("#" * (1 << 20) + "#")
-    with pytest.raises(UsageError, match="larger than"):
-        ckptkit.open(folder, asked=Asked(table=str(tmp_path / "large.yaml")))
+def test_each_refusal_of_the_package_has_a_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = watch(monkeypatch, (CkptkitError, "__init__"), (UnknownError, "__init__"))
+    for number, row in enumerate(UNFIT.values()):
+        (tmp_path / f"{number}").mkdir()
+        said(row, tmp_path / f"{number}")
+    for kind, (make, _, _) in FOLDERS.items():
+        (tmp_path / kind).mkdir()
+        make(tmp_path / kind)
+        with pytest.raises(UnsupportedError):
+            ckptkit.open(tmp_path / kind)
+    assert unreached(parallel, found, is_raised) == []
 
 
 READING = ("inspect", "doctor", "verify", "digest", "stats", "diff")
@@ -248,5 +157,5 @@ def test_a_table_is_taken_by_commands_that_read(command: str, tmp_path: Path, ru
 
 
 def test_the_doctor_names_what_was_put_together(tmp_path: Path, run: Run) -> None:
-    folder = llama(tmp_path / "x")
+    folder = making.release(tmp_path / "x", making.llama(1, version=3), 2, version=3)
     assert "Llama release of Meta: 2 of 2 parts" in run("doctor", folder).stdout

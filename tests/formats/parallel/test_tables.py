@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import shutil
 from argparse import Namespace
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,11 @@ import pytest
 import torch
 
 import ckptkit
-from ckptkit.core.errors import CkptkitError, CorruptError, LimitError, UnsupportedError, UsageError
+from ckptkit.core.errors import CorruptError, LimitError, UnsupportedError, UsageError
 from ckptkit.formats.format import Asked, WriteOptions
 from tests.formats.parallel import making
 from tests.formats.parallel.trees import assert_same
+from tests.formats.parallel.unfit import QKV, TABLE, change, edited, own
 
 
 @pytest.fixture(autouse=True)
@@ -83,50 +83,6 @@ def test_what_is_made_of_megatron_is_whole(tmp_path: Path) -> None:
     )
 
 
-def change(path: Path, edit: Callable[[Any], Any]) -> None:
-    """Load a file that a test has made, change it, save it."""
-    saved = torch.load(path, weights_only=False)
-    edit(saved)
-    torch.save(saved, path)
-
-
-def _edit(name: str, tensor: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Any], Any]:
-    return lambda saved: saved["model"].update({name: tensor(saved["model"][name])})
-
-
-QKV, NORM = (
-    "decoder.layers.0.self_attention.linear_qkv.weight",
-    "decoder.layers.0.mlp.linear_fc1.layer_norm_weight",
-)
-WRONG: dict[str, tuple[Callable[[Any], Any], type[CkptkitError], str]] = {
-    "a name is missing": (lambda saved: saved["model"].pop(QKV), CorruptError, "linear_qkv"),
-    "another dtype": (_edit(QKV, lambda t: t.half()), CorruptError, "float16"),
-    "another width": (_edit(QKV, lambda t: t[:, :4].clone()), CorruptError, r"\(8, 4\)"),
-    "a copy that differs": (_edit(NORM, lambda t: t + 1), CorruptError, "layer_norm_weight.*8 of 8"),
-    "a name without a rule": (
-        lambda saved: saved["model"].update({"decoder.odd.weight": torch.ones(2)}), CorruptError, "decoder.odd",
-    ),
-    "another iteration": (lambda saved: saved.update(iteration=4), CorruptError, "iteration is 4"),
-    "another grid": (
-        lambda saved: setattr(saved["args"], "tensor_model_parallel_size", 4), CorruptError, "mp_rank_01",
-    ),
-    "more layers": (
-        lambda saved: saved["model"].update({"decoder.layers.1.mlp.linear_fc2.weight": torch.ones(8, 6)}),
-        CorruptError, "layers",
-    ),
-    "not a tensor": (lambda saved: saved["model"].update({NORM: [1.0]}), UnsupportedError, "not a plain tensor"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("what", WRONG)
-def test_a_part_that_does_not_go_with_the_others_is_refused(what: str, tmp_path: Path) -> None:
-    edit, kind, word = WRONG[what]
-    folder = making.megatron(tmp_path / "x", making.mcore(1), [[[0]]], tp=2)
-    change(folder / "iter_0000003" / "mp_rank_01" / "model_optim_rng.pt", edit)
-    with pytest.raises(kind, match=word):
-        ckptkit.open(folder)
-
-
 def test_a_name_that_no_rule_has_is_refused(tmp_path: Path) -> None:
     state = {**making.mcore(1), "decoder.layers.0.odd.weight": making.rows(8)}
     folder = making.megatron(tmp_path / "x", state, [[[0]]], tp=2)
@@ -163,11 +119,11 @@ def test_parts_that_are_all_equal_are_not_cut(tmp_path: Path) -> None:
     folder = making.megatron(tmp_path / "x", making.mcore(1), [[[0]]], tp=2)
     for rank in range(2):
         path = folder / f"iter_0000003/mp_rank_{rank:02d}/model_optim_rng.pt"
-        change(path, _edit(QKV, lambda t: torch.zeros_like(t)))
+        change(path, edited(QKV, lambda t: torch.zeros_like(t)))
     assert any("of one value" in each for each in ckptkit.open(folder).warnings)
     for rank in range(2):
         path = folder / f"iter_0000003/mp_rank_{rank:02d}/model_optim_rng.pt"
-        change(path, _edit(QKV, lambda t: torch.arange(t.numel()).float().view(t.shape)))
+        change(path, edited(QKV, lambda t: torch.arange(t.numel()).float().view(t.shape)))
     with pytest.raises(CorruptError, match="equal in all 2 parts"):
         ckptkit.open(folder)
 
@@ -363,47 +319,6 @@ def test_a_missing_shard_of_fairscale(tmp_path: Path) -> None:
 
 # A table of one's own
 
-TABLE = r"""
-files: 'stage(?P<pp>[0-9])/part_(?P<tp>[0-9]+)\.pt'
-root: net
-layers: {pattern: 'blocks\.([0-9]+)\.', by: [pp]}
-rules:
-  - '.*norm': same
-  - '.*\.up': cut 0 blocks 2
-  - '.*\.down': cut 1
-  - '.*\.qk': cut 0 sizes 8 4
-  - '.*\.bias': sum
-  - '.*\.scale': mean
-  - '.*\.junk': drop not a weight
-"""
-
-
-def own(folder: Path) -> tuple[Path, making.State]:
-    whole: making.State = {}
-    for n in range(2):
-        q, k, a, b = making.rows(8, 4), making.rows(4, 4), making.rows(6, 4), making.rows(6, 4)
-        down, norm = making.rows(4, 6), making.rows(4)
-        whole |= {
-            f"blocks.{n}.up": torch.cat([a, b]),
-            f"blocks.{n}.qk": torch.cat([q, k]),
-            f"blocks.{n}.down": down,
-        }
-        whole |= {
-            f"blocks.{n}.norm": norm,
-            f"blocks.{n}.bias": torch.tensor([3.0]),
-            f"blocks.{n}.scale": torch.tensor([1.5]),
-        }
-        for t in range(2):
-            part = {
-                "blocks.0.up": torch.cat([a.chunk(2)[t], b.chunk(2)[t]]), "blocks.0.down": down.chunk(2, 1)[t],
-                "blocks.0.qk": torch.cat([q.chunk(2)[t], k.chunk(2)[t]]), "blocks.0.norm": norm,
-                "blocks.0.bias": torch.tensor([1.0 + t]), "blocks.0.scale": torch.tensor([1.0 + t]),
-                "blocks.0.junk": torch.tensor([t]),
-            }  # fmt: skip
-            (folder / f"stage{n}").mkdir(parents=True, exist_ok=True)
-            torch.save({"net": part}, folder / f"stage{n}" / f"part_{t}.pt")
-    return folder, whole
-
 
 def asked(path: Path, text: str) -> Asked:
     path.write_text(text)
@@ -416,25 +331,6 @@ def test_a_table_of_ones_own(tmp_path: Path) -> None:
     ckptkit.save(checkpoint, tmp_path / "out.pth")
     assert_same(torch.load(tmp_path / "out.pth", weights_only=True), whole)
     assert any("not a weight" in each for each in checkpoint.warnings)
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "says"),
-    [
-        ("files: '", "file: '", "files and rules"),
-        ("cut 1", "slice 1", "no verb"),
-        ("(?P<tp>[0-9]+)", "[0-9]+", "names no rank"),
-        ("'.*norm': same", "'.*(norm': same", "regular expression"),
-        ("part_", "other_", "no file"),
-        ("by: [pp]", "by: [vp]", "axes"),
-        ("'.*norm': same", "'.*norm': &a same\n  - 'x': *a", "anchors"),
-        ("layers: {", "layers: [", "not YAML"),
-    ],
-)
-def test_tables_that_are_wrong(old: str, new: str, says: str, tmp_path: Path) -> None:
-    folder, _ = own(tmp_path / "x")
-    with pytest.raises(UsageError, match=says):
-        ckptkit.open(folder, asked=asked(tmp_path / "t.yaml", TABLE.replace(old, new, 1)))
 
 
 def test_a_table_is_for_folders(tmp_path: Path) -> None:
