@@ -78,8 +78,8 @@ def command() -> None:
     are skipped; a failure does not stop the others.
 
     \b
-    Example: ckptkit batch strip-module --into plain 'runs/**/*.pth'
-             ckptkit batch convert --format safetensors --into s3://bucket/out --workers 8 's3://bucket/in/*.pth'
+    Example: ckptkit batch strip-module --into plain --workers 8 'runs/**/*.pth'
+             ckptkit batch convert --format safetensors --into s3://me/out 's3://me/in/*.pth'
     """
 
 

@@ -71,5 +71,6 @@ def _schema(name: str) -> str:
 
 def _unknown(word: str, known: list[str], kind: str) -> click.UsageError:
     error = click.UsageError(f"No such {kind} {word!r}.")
-    error.hint = f"{meant(word, known)}`ckptkit help` lists the topics"  # type: ignore[attr-defined]
+    hint = f"{meant(word, known)}`ckptkit help` lists the topics"
+    error.hint = hint  # type: ignore[attr-defined]
     return error

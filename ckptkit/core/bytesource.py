@@ -72,8 +72,11 @@ class ByteSource(ABC):
             self.read_into(offset, buffer)
             offset += step
 
-    def will_read(self, ranges: Sequence[tuple[int, int]]) -> None:  # noqa: B027 - nothing to gain where reads are free
-        """Announce the small ranges (offset, length) read next, rising, to fetch together."""
+    def will_read(self, ranges: Sequence[tuple[int, int]]) -> None:  # noqa: B027
+        """Announce the small ranges (offset, length) read next, rising, to fetch together.
+
+        Nothing is gained where reads are free.
+        """
 
     def check_unchanged(self) -> None:  # noqa: B027 - memory does not change
         """Raise InputChangedError if the bytes are no longer those that were opened."""

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 # What a file has that is worth a look at whether it is a part: names of files, entries, and classes
 # in its pickle.
 _FILES = re.compile(
-    r"world_size_[0-9]+_rank_|layer_[0-9]+-model_|zero_pp_rank_|mp_rank_|consolidated\.[0-9]{2}\.pth"
-    r"|model-rank-[0-9]+-part-"
+    r"world_size_[0-9]+_rank_|layer_[0-9]+-model_|zero_pp_rank_|mp_rank_"
+    r"|consolidated\.[0-9]{2}\.pth|model-rank-[0-9]+-part-"
 )
 _ENTRIES = frozenset({"args", "mp_world_size", "shard_metadata"})
 _CLASSES = ("DTensor", "ShardedTensor")

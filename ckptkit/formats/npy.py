@@ -47,7 +47,8 @@ _LENGTH_BYTES = {b"\1\0": 2, b"\2\0": 4, b"\3\0": 4}
 _FIRST = 256  # bytes that are read at first
 _ITEM = re.compile(
     r"""\s*(['"])(?P<key>\w+)\1\s*:\s*
-    (?:(['"])(?P<descr>[^'"\\]*)\3|(?P<fields>\[.*\])|(?P<flag>True|False)|\((?P<shape>[0-9L,\s]*)\))
+    (?:(['"])(?P<descr>[^'"\\]*)\3|(?P<fields>\[.*\])|(?P<flag>True|False)
+      |\((?P<shape>[0-9L,\s]*)\))
     \s*(?:,\s*|$)""",
     re.DOTALL | re.VERBOSE,
 )

@@ -325,7 +325,9 @@ def typed_storage(tensors: Tensors, node: TypedStorage) -> torch.TypedStorage:
 
     memory = tensors.storage(node.storage, node.dtype)
     dtype = compute.torch_dtype(node.dtype or UINT8)
-    return torch.storage.TypedStorage(wrap_storage=memory, dtype=dtype, _internal=True)  # type: ignore[no-untyped-call]
+    make: Any = torch.storage.TypedStorage  # without types
+    typed: torch.TypedStorage = make(wrap_storage=memory, dtype=dtype, _internal=True)
+    return typed
 
 
 def dtype_of(node: Global) -> object:

@@ -92,7 +92,8 @@ def _join(device: torch.device, devices: int) -> None:
         if int(os.environ.get("LOCAL_WORLD_SIZE", 1)) <= devices:
             options = {"backend": "nccl", "device_id": device}
     if "WORLD_SIZE" not in os.environ:
-        options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}  # type: ignore[attr-defined]
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        options |= {"store": store, "rank": 0, "world_size": 1}
     dist.init_process_group(**options)
 
 

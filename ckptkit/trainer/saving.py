@@ -108,7 +108,8 @@ def _contents(run: Run, weights: State, optimizer: State, states: list[State]) -
 
 def versions() -> dict[str, str | None]:
     """Return the versions that made a checkpoint; nothing about the machine."""
-    cudnn = torch.backends.cudnn.version() if torch.cuda.is_available() else None  # type: ignore[no-untyped-call]
+    backend: Any = torch.backends.cudnn  # without types
+    cudnn = backend.version() if torch.cuda.is_available() else None
     return {
         "ckptkit": ckptkit.__version__,
         "torch": str(torch.__version__),  # a str of its own class, which weights_only refuses

@@ -51,8 +51,13 @@ def _label(label: str, other: _Other) -> str:
     for ranges, step, text in zip(
         _ranges(label, other.first), other.steps, other.texts[1:], strict=False
     ):
-        pieces += [re.sub("[0-9]+", lambda n, step=step: str(int(n[0]) + step), ranges), text]  # type: ignore[misc]
+        pieces += [_moved(ranges, step), text]
     return "".join(pieces)
+
+
+def _moved(ranges: str, step: int) -> str:
+    """Return index ranges with `step` added to each number."""
+    return re.sub("[0-9]+", lambda found: str(int(found[0]) + step), ranges)
 
 
 def _ranges(label: str, texts: tuple[str, ...]) -> Iterator[str]:

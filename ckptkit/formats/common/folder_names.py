@@ -24,7 +24,8 @@ INDEX = ".index.json"
 _NUMBERED = re.compile(r"(.+)-[0-9]{1,9}-of-([0-9]{1,9})", re.DOTALL)
 _PARALLEL = re.compile(r"consolidated\.[0-9]{2}\.pth")
 _BESIDE = re.compile(
-    r"(training_args|distrib_optim|optimizer(_[0-9]+)?|scheduler|sampler|scaler|rng_state(_[0-9]+)?|openvino_.*)\.(bin|pt|pth)"
+    r"(training_args|distrib_optim|optimizer(_[0-9]+)?|scheduler|sampler|scaler"
+    r"|rng_state(_[0-9]+)?|openvino_.*)\.(bin|pt|pth)"
 )
 TRACKER = "latest_checkpointed_iteration.txt"  # of Megatron-LM, verl and their kin
 

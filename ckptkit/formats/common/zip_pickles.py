@@ -34,7 +34,8 @@ _CODE = re.compile(r"[^/]+/code/.*\.py")
 _FUNCTION = re.compile(rb"^ *def ", re.MULTILINE)
 # Operators that leave the program: read, write or load files.
 _FILES = re.compile(
-    rb"\b(?:torch|ops\.aten)\.(?:save|load|from_file|_save|_load)\b|\bops\.image\.(?:read|write)_file\b"
+    rb"\b(?:torch|ops\.aten)\.(?:save|load|from_file|_save|_load)\b"
+    rb"|\bops\.image\.(?:read|write)_file\b"
 )
 
 

@@ -22,7 +22,8 @@ from ckptkit.formats.dcp.metadata import NAME
 from ckptkit.formats.format import Probe
 
 _OURS = re.compile(
-    r"(__[0-9]{1,9})?\.metadata(\.tmp)?|.*\.distcp|shard-[0-9]{5}-model-[0-9]{5}-of-[0-9]{5}\.safetensors"
+    r"(__[0-9]{1,9})?\.metadata(\.tmp)?|.*\.distcp"
+    r"|shard-[0-9]{5}-model-[0-9]{5}-of-[0-9]{5}\.safetensors"
 )
 
 

@@ -1,9 +1,12 @@
 """A layout as a table: which file holds which part, and how each tensor was cut. No name goes by a
 default.
 
-    Table(rules=((".*layernorm.*", Same()), (".*dense.weight", Cut(1)), ...),     the first that matches a name counts
-          offsets=(Offset(r"layers\\.([0-9]+)\\.", by=("vp", "pp"), total=24),),   numbers that begin anew in each part
-          copies=(("output_layer.weight", "embedding.weight"),))                   what stands twice
+    Table(rules=((".*layernorm.*", Same()), (".*dense.weight", Cut(1)), ...),
+          offsets=(Offset(r"layers\\.([0-9]+)\\.", by=("vp", "pp"), total=24),),
+          copies=(("output_layer.weight", "embedding.weight"),))
+
+The first rule that matches a name counts; offsets are numbers that begin anew in each part; copies
+are stored twice.
 
 Every layout gives `merge` its parts: where each stands on the grid, and what it holds by name. What
 is checked, in this order: the grid is complete, names are the same along the axis that cuts, types
@@ -114,7 +117,8 @@ def check_grid(parts: Sequence[RankFile], axes: Mapping[str, int], name: Mapping
         total = len(there) + len(missing)
         raise CorruptError(
             f"{len(missing):,} of {total:,} parts are missing: {', '.join(places)}",
-            hint="every process wrote its own file: fetch what is missing from where the rest came from",
+            hint="every process wrote its own file: fetch what is missing from where the rest came "
+            "from",
         )
     stale = [part.file for part in parts if any(part.at[axis] >= n for axis, n in axes.items())]
     if stale:
@@ -185,11 +189,13 @@ class _Merge:
             count = len(numbers)
             if numbers != set(range(count)):
                 raise CorruptError(
-                    f"its {offset.what} in {part.file} are not numbered from 0: {sorted(numbers)[:8]}"
+                    f"its {offset.what} in {part.file} are not numbered from 0: "
+                    f"{sorted(numbers)[:8]}"
                 )
             if counts.setdefault(point, count) != count:
                 raise CorruptError(
-                    f"{part.file} has {count:,} {offset.what}, another file of the same stage {counts[point]:,}"
+                    f"{part.file} has {count:,} {offset.what}, another file of the same stage "
+                    f"{counts[point]:,}"
                 )
         starts: dict[tuple[int, ...], int] = {}
         total = 0
@@ -224,7 +230,8 @@ class _Merge:
             if lacking:
                 has = next(iter(by_rank.values()))[0][1]
                 raise CorruptError(
-                    f"{name[:80]!r} is in {has}, but rank {lacking[0]} of {self.axes.get(TP, 1)} has no part of it",
+                    f"{name[:80]!r} is in {has}, but rank {lacking[0]} of {self.axes.get(TP, 1)} "
+                    "has no part of it",
                     hint="the files are not of one save",
                 )
         return rows
@@ -304,8 +311,10 @@ class _Merge:
             self.constant.append(name)
             return
         raise CorruptError(
-            f"{name!r} is equal in all {len(parts)} parts, and should be cut along dimension {verb.dim}",
-            hint="the layout is another than it is taken for: a table of your own says `same` for it (--parts FILE)",
+            f"{name!r} is equal in all {len(parts)} parts, and should be cut along dimension "
+            f"{verb.dim}",
+            hint="the layout is another than it is taken for: a table of your own says `same` for "
+            "it (--parts FILE)",
         )
 
     def _warnings(self) -> Iterator[str]:

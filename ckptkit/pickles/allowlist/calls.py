@@ -1,8 +1,9 @@
 """Judges calls and the steps after them, by the sorts of the values that they take. Calls nothing.
 
 A value is plain, or inert (a row makes it of arguments that the row takes), or an object of a class
-whose state is plain or inert, or not known. The tracer asks for each opcode of a pickle that is scanned,
-:mod:`ckptkit.pickles.trust` for each object of a tree that is written: there is no second table.
+whose state is plain or inert, or not known. The tracer asks for each opcode of a pickle that is
+scanned, :mod:`ckptkit.pickles.trust` for each object of a tree that is written: there is no second
+table.
 """
 
 from __future__ import annotations
@@ -292,14 +293,18 @@ def _are_bits(view: View, value: Node) -> bool:
     )
 
 
+def _is_empty_shape(view: View, value: Node) -> bool:
+    """Return whether a value is ``(0,)``; False equals 0."""
+    return isinstance(value, tuple) and value == (0,) and type(value[0]) is int
+
+
 _PREDICATES: dict[str, Callable[[View, Node], bool]] = {
     "attributes": _is_attributes,
     "bits": _are_bits,
     "byte": lambda view, value: value in ("b", b"b") if isinstance(value, (str, bytes)) else False,
     "class": lambda view, value: isinstance(value, Global) and _is_tensor_class(value),
     "decimal": _is_text(_DECIMAL),
-    "empty": lambda view, value: isinstance(value, tuple) and [type(each) for each in value] == [int]
-    and value == (0,),
+    "empty": _is_empty_shape,
     "factory": _is_factory,
     "fields": _is_fields,
     "fraction": _is_text(_FRACTION),

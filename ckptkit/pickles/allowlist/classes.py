@@ -43,7 +43,8 @@ _LISTED = {
         "LinearReLU LinearTanh _FusedModule"
     ),
     "torch.ao.nn.intrinsic.qat.modules.conv_fused": (
-        "ConvBn1d ConvBn2d ConvBn3d ConvBnReLU1d ConvBnReLU2d ConvBnReLU3d ConvReLU1d ConvReLU2d ConvReLU3d _ConvBnNd"
+        "ConvBn1d ConvBn2d ConvBn3d ConvBnReLU1d ConvBnReLU2d ConvBnReLU3d ConvReLU1d ConvReLU2d "
+        "ConvReLU3d _ConvBnNd"
     ),
     "torch.ao.nn.intrinsic.qat.modules.linear_fused": "LinearBn1d",
     "torch.ao.nn.intrinsic.qat.modules.linear_relu": "LinearReLU",
@@ -71,7 +72,8 @@ _LISTED = {
     ),
     "torch.ao.nn.quantized.modules.batchnorm": "BatchNorm2d BatchNorm3d _BatchNorm",
     "torch.ao.nn.quantized.modules.conv": (
-        "Conv1d Conv2d Conv3d ConvTranspose1d ConvTranspose2d ConvTranspose3d _ConvNd _ConvTransposeNd"
+        "Conv1d Conv2d Conv3d ConvTranspose1d ConvTranspose2d ConvTranspose3d _ConvNd "
+        "_ConvTransposeNd"
     ),
     "torch.ao.nn.quantized.modules.dropout": "Dropout",
     "torch.ao.nn.quantized.modules.embedding_ops": "Embedding EmbeddingBag EmbeddingPackedParams",
@@ -85,7 +87,8 @@ _LISTED = {
     "torch.ao.nn.quantized.modules.rnn": "LSTM",
     "torch.ao.nn.quantized.modules.utils": "WeightedQuantizedModule",
     "torch.ao.nn.quantized.reference.modules.conv": (
-        "Conv1d Conv2d Conv3d ConvTranspose1d ConvTranspose2d ConvTranspose3d _ConvNd _ConvTransposeNd"
+        "Conv1d Conv2d Conv3d ConvTranspose1d ConvTranspose2d ConvTranspose3d _ConvNd "
+        "_ConvTransposeNd"
     ),
     "torch.ao.nn.quantized.reference.modules.linear": "Linear",
     "torch.ao.nn.quantized.reference.modules.rnn": (
@@ -245,7 +248,8 @@ _LISTED = {
     "torch.nn.modules.rnn": "GRU GRUCell LSTM LSTMCell RNN RNNBase RNNCell RNNCellBase",
     "torch.nn.modules.sparse": "Embedding EmbeddingBag",
     "torch.nn.modules.transformer": (
-        "Transformer TransformerDecoder TransformerDecoderLayer TransformerEncoder TransformerEncoderLayer"
+        "Transformer TransformerDecoder TransformerDecoderLayer TransformerEncoder "
+        "TransformerEncoderLayer"
     ),
     "torch.nn.modules.upsampling": "Upsample UpsamplingBilinear2d UpsamplingNearest2d",
     "torch.nn.parallel.data_parallel": "DataParallel",
@@ -288,7 +292,8 @@ _LISTED = {
     ),
     "torch.utils.data.distributed": "DistributedSampler",
     "torch.utils.data.sampler": (
-        "BatchSampler RandomSampler Sampler SequentialSampler SubsetRandomSampler WeightedRandomSampler"
+        "BatchSampler RandomSampler Sampler SequentialSampler SubsetRandomSampler "
+        "WeightedRandomSampler"
     ),
     "torch.distributed.remote_device": "_remote_device",
     "torch.distributed.tensor.placement_types": "Partial Replicate Shard _StridedShard",
@@ -300,12 +305,15 @@ _LISTED = {
     "torchao.dtypes.floatx.float8_layout": "Float8AQTTensorImpl Float8Layout",
     "torchao.dtypes.nf4tensor": "NF4Tensor",
     "torchao.dtypes.uintx.plain_layout": "PlainAQTTensorImpl",
-    "torchao.dtypes.uintx.tensor_core_tiled_layout": "TensorCoreTiledAQTTensorImpl TensorCoreTiledLayout",
+    "torchao.dtypes.uintx.tensor_core_tiled_layout": (
+        "TensorCoreTiledAQTTensorImpl TensorCoreTiledLayout"
+    ),
     "torchao.dtypes.utils": "PlainLayout",
     "torchao.float8.config": "CastConfig Float8TypeConfig",
     "torchao.float8.inference": "Float8MMConfig",
     "torchao.quantization": (
-        "Float8Tensor Int4PlainInt32Tensor Int4PreshuffledTensor Int4Tensor Int4TilePackedTo4dTensor "
+        "Float8Tensor Int4PlainInt32Tensor Int4PreshuffledTensor Int4Tensor "
+        "Int4TilePackedTo4dTensor "
         "Int8Tensor IntxOpaqueTensor IntxUnpackedToInt8Tensor"
     ),
     "torchao.quantization.granularity": "PerAxis PerBlock PerGroup PerRow PerTensor PerToken",
@@ -337,8 +345,10 @@ _FILLED = {
 _KEPT = {
     "abc": "ABC",
     "builtins": (
-        "ArithmeticError AttributeError BaseException Ellipsis Exception False IndexError KeyError None "
-        "NotImplemented RuntimeError StopIteration True TypeError ValueError abs bool bytearray bytes complex "
+        "ArithmeticError AttributeError BaseException Ellipsis Exception False IndexError KeyError "
+        "None "
+        "NotImplemented RuntimeError StopIteration True TypeError ValueError abs bool bytearray "
+        "bytes complex "
         "dict float frozenset int len list object print range set slice str sum tuple type"
     ),
     "collections": "ChainMap Counter OrderedDict defaultdict deque",
@@ -347,8 +357,10 @@ _KEPT = {
     "math": "ceil cos exp floor log log10 log2 pow sin sqrt tan tanh",
     "numbers": "Number Real Integral",
     "numpy": (
-        "bool bool_ bytes_ complex128 complex64 datetime64 dtype float16 float32 float64 generic int16 "
-        "int32 int64 int8 intc integer longlong matrix ndarray number object_ str_ timedelta64 uint16 "
+        "bool bool_ bytes_ complex128 complex64 datetime64 dtype float16 float32 float64 generic "
+        "int16 "
+        "int32 int64 int8 intc integer longlong matrix ndarray number object_ str_ timedelta64 "
+        "uint16 "
         "uint32 uint64 uint8 void"
     ),
     "numpy.ma": "MaskedArray",
@@ -359,7 +371,8 @@ _KEPT = {
     "pandas._libs.missing": "NA",
     "pandas._libs.tslibs.nattype": "NaT",
     "torch": (
-        "abs atan bfloat16 channels_last channels_last_3d clamp contiguous_format cos dtype erf exp log "
+        "abs atan bfloat16 channels_last channels_last_3d clamp contiguous_format cos dtype erf "
+        "exp log "
         "int1 int2 int3 int4 int5 int6 int7 "
         "matmul mean memory_format preserve_format relu sigmoid sin softmax sqrt square sum tanh"
     ),
@@ -371,15 +384,18 @@ _KEPT = {
     "torch._C._nn": "elu_ gelu hardsigmoid hardswish leaky_relu log_sigmoid silu softplus",
     "torch.nn.functional": (
         "celu elu elu_ gelu glu hardshrink hardsigmoid hardswish hardtanh layer_norm leaky_relu "
-        "leaky_relu_ linear log_softmax logsigmoid mish normalize prelu relu relu6 relu_ rrelu selu sigmoid "
+        "leaky_relu_ linear log_softmax logsigmoid mish normalize prelu relu relu6 relu_ rrelu "
+        "selu sigmoid "
         "silu softmax softmin softplus softshrink softsign tanh tanhshrink threshold"
     ),
     "torch.nn.init": (
-        "constant_ eye_ kaiming_normal_ kaiming_uniform_ normal_ ones_ orthogonal_ trunc_normal_ uniform_ "
+        "constant_ eye_ kaiming_normal_ kaiming_uniform_ normal_ ones_ orthogonal_ trunc_normal_ "
+        "uniform_ "
         "xavier_normal_ xavier_uniform_ zeros_"
     ),
     "typing": (
-        "Any Callable ClassVar DefaultDict Deque Dict FrozenSet Iterable Iterator List Literal Mapping "
+        "Any Callable ClassVar DefaultDict Deque Dict FrozenSet Iterable Iterator List Literal "
+        "Mapping "
         "Optional OrderedDict Sequence Set Tuple Type Union"
     ),
     "zoneinfo": "ZoneInfo",

@@ -18,7 +18,8 @@ CLASS = "class"  # an object of a class, through __new__: its package's code set
 LOADS = "loads"  # a file inside: what that would do
 ALLOCATES = "allocates"  # memory, as much as the file says
 UNSURE = "unsure"  # not proved: arguments that the row does not take, an installed package's class
-UNKNOWN = "unknown"  # a function of another package, or a class through __init__, with arguments of the file's choosing
+# a function of another package, or a class through __init__, with arguments of the file's choosing
+UNKNOWN = "unknown"
 HARMFUL = "harmful"
 LEVELS = (ACCEPTED, HARMLESS, CLASS, LOADS, ALLOCATES, UNSURE, UNKNOWN, HARMFUL)
 WRITTEN = (ACCEPTED, HARMLESS, CLASS)  # what may be written back
@@ -27,9 +28,10 @@ WRITTEN = (ACCEPTED, HARMLESS, CLASS)  # what may be written back
 # of Python 2 (protocol 2 maps its names to today's), and of the versions in between; and those
 # whose files these are.
 STANDARD = sys.stdlib_module_names | {name for name in IMPORT_MAPPING if "." not in name} | {
-    "aifc", "asynchat", "asyncore", "audioop", "cgi", "cgitb", "chunk", "crypt", "distutils", "exceptions", "imghdr",
-    "imp", "lib2to3", "mailcap", "msilib", "nis", "nntplib", "os2emxpath", "ossaudiodev", "pipes", "popen2", "sets",
-    "smtpd", "sndhdr", "spwd", "sunau", "telnetlib", "test", "uu", "xdrlib",
+    "aifc", "asynchat", "asyncore", "audioop", "cgi", "cgitb", "chunk", "crypt", "distutils",
+    "exceptions", "imghdr", "imp", "lib2to3", "mailcap", "msilib", "nis", "nntplib", "os2emxpath",
+    "ossaudiodev", "pipes", "popen2", "sets", "smtpd", "sndhdr", "spwd", "sunau", "telnetlib",
+    "test", "uu", "xdrlib",
 }  # fmt: skip
 TORCH = {"functorch", "numpy", "torch", "torchgen"}
 _SCRIPT = "__torch__"  # classes of a TorchScript archive, which has their code in it

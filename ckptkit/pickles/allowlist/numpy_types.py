@@ -38,8 +38,8 @@ class NumpyView(Protocol):
         """Return whether it is a byte string, or the text that Python 2 had for one."""
 
 
-_SIZES = {"b": (1,), "i": (1, 2, 4, 8), "u": (1, 2, 4, 8), "f": (2, 4, 8, 12, 16), "c": (8, 16, 24, 32),
-          "M": (8,), "m": (8,), "O": (4, 8)}  # fmt: skip
+_SIZES = {"b": (1,), "i": (1, 2, 4, 8), "u": (1, 2, 4, 8), "f": (2, 4, 8, 12, 16),
+          "c": (8, 16, 24, 32), "M": (8,), "m": (8,), "O": (4, 8)}  # fmt: skip
 _TEXT = re.compile(r"[<>|=]?([biufcMmO])(\d\d?)|[<>|=]?([SUV])(\d{1,9})")
 _NEEDS_OBJECTS = 27  # flags of numpy: ITEM_REFCOUNT, LIST_PICKLE, NEEDS_INIT, NEEDS_PYAPI
 _OBJECT = 63

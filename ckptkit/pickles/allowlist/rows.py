@@ -148,7 +148,10 @@ _NOT_ON_CUDA = (
 )
 _CUDA_STORAGES = " ".join(each for each in _STORAGES.split() if each not in _NOT_ON_CUDA)
 DTYPES = " ".join(row.name for row in TABLE)
-_QSCHEMES = "per_channel_affine per_channel_affine_float_qparams per_channel_symmetric per_tensor_affine per_tensor_symmetric"
+_QSCHEMES = (
+    "per_channel_affine per_channel_affine_float_qparams per_channel_symmetric per_tensor_affine "
+    "per_tensor_symmetric"
+)
 
 # torch/_weights_only_unpickler.py, `_get_allowed_globals` of torch 2.13.
 WEIGHTS_ONLY = names_in({
@@ -162,7 +165,8 @@ WEIGHTS_ONLY = names_in({
     "torch.cuda.sparse": _SPARSE_CLASSES,
     "torch._tensor": "_rebuild_from_type_v2",
     "torch._utils": "_rebuild_device_tensor_from_cpu_tensor _rebuild_device_tensor_from_numpy "
-    "_rebuild_meta_tensor_no_storage _rebuild_nested_tensor _rebuild_parameter _rebuild_parameter_with_state "
+    "_rebuild_meta_tensor_no_storage _rebuild_nested_tensor _rebuild_parameter "
+    "_rebuild_parameter_with_state "
     "_rebuild_qtensor _rebuild_sparse_tensor _rebuild_tensor _rebuild_tensor_v2 _rebuild_tensor_v3 "
     "_rebuild_wrapper_subclass",
     "torch.nn.parameter": "Parameter",
@@ -184,8 +188,8 @@ _row("builtins", "slice", "scalar ?scalar ?scalar")
 _row("builtins", "range", "int ?int ?int")
 _row("builtins", "object", "")
 _row("builtins", "type", "none")
-_row("builtins", "ArithmeticError AttributeError Exception IndexError KeyError RuntimeError StopIteration TypeError "
-     "ValueError", "*scalar", BAG, state="dict")  # fmt: skip
+_row("builtins", "ArithmeticError AttributeError Exception IndexError KeyError RuntimeError "
+     "StopIteration TypeError ValueError", "*scalar", BAG, state="dict")  # fmt: skip
 _row("argparse", "Namespace", "", BAG, state="fields", new=True)
 _row("types", "SimpleNamespace", "", BAG, state="fields", new=True)
 _row(
@@ -319,7 +323,8 @@ GETATTR: Name = ("builtins", "getattr")  # how protocols below 4 name what is in
 LOAD: Name = ("torch.storage", "_load_from_bytes")  # how a storage is pickled outside torch.save
 # Called as their rows say, and nothing that anybody keeps as a value.
 CALLED_ONLY = names_in({
-    "_operator": "getitem", "functools": "reduce", "operator": "getitem", "tensordict._reductions": "_make_td",
+    "_operator": "getitem", "functools": "reduce", "operator": "getitem",
+    "tensordict._reductions": "_make_td",
 })  # fmt: skip
 SPECIAL = FROM_TYPE | NEW_CALLS | {RECONSTRUCT, GETATTR, LOAD}
 
@@ -338,8 +343,8 @@ ARGUMENTS: dict[str, frozenset[Name]] = {
     "tensordict": names_in({"tensordict._td": "TensorDict", "tensordict.tensordict": "TensorDict"}),
     "generic": names_in({
         "builtins": "dict frozenset list set tuple type",
-        "typing": "Callable ClassVar DefaultDict Deque Dict FrozenSet Iterable Iterator List Mapping Optional "
-        "OrderedDict Sequence Set Tuple Type Union",
+        "typing": "Callable ClassVar DefaultDict Deque Dict FrozenSet Iterable Iterator List "
+        "Mapping Optional OrderedDict Sequence Set Tuple Type Union",
     }),
 }  # fmt: skip
 
@@ -347,7 +352,8 @@ ARGUMENTS: dict[str, frozenset[Name]] = {
 # value.
 ENUMS = names_in({
     "accelerate.state": "DistributedType",
-    "accelerate.utils.dataclasses": "DistributedType DynamoBackend PrecisionType RNGType SageMakerDistributedType",
+    "accelerate.utils.dataclasses": "DistributedType DynamoBackend PrecisionType RNGType "
+    "SageMakerDistributedType",
     "deepspeed.runtime.zero.config": "ZeroStageEnum",
     "pytorch_lightning.trainer.states": "RunningStage TrainerFn TrainerStatus",
     "torch.ao.quantization.quant_type": "QuantType",
@@ -361,15 +367,16 @@ ENUMS = names_in({
     "torchao.quantization.quant_primitives": "MappingType TorchAODType ZeroPointDomain",
     "torchao.quantization.quantize_.common.kernel_preference": "KernelPreference",
     "torchao.quantization.quantize_.workflows.float8.float8_packing_format": "Float8PackingFormat",
-    "torchao.quantization.quantize_.workflows.int4.int4_choose_qparams_algorithm": "Int4ChooseQParamsAlgorithm",
+    "torchao.quantization.quantize_.workflows.int4.int4_choose_qparams_algorithm":
+    "Int4ChooseQParamsAlgorithm",
     "torchao.quantization.quantize_.workflows.int4.int4_packing_format": "Int4PackingFormat",
     "torchao.quantization.quantize_.workflows.intx.intx_packing_format": "IntxPackingFormat",
     "torchao.float8.config": "ScalingGranularity ScalingType",
     "torchao.float8.float8_training_tensor": "GemmInputRole",
     "torchvision.transforms.functional": "InterpolationMode",
     "transformers.debug_utils": "DebugOption",
-    "transformers.trainer_utils": "EvaluationStrategy FSDPOption HubStrategy IntervalStrategy SaveStrategy "
-    "SchedulerType",
+    "transformers.trainer_utils": "EvaluationStrategy FSDPOption HubStrategy IntervalStrategy "
+    "SaveStrategy SchedulerType",
     "transformers.training_args": "OptimizerNames ParallelMode",
     "transformers.utils.generic": "PaddingStrategy TensorType",
 })  # fmt: skip

@@ -74,7 +74,9 @@ def _reentrant_peak(device: torch.device, width: float, segments: int) -> int | 
     _begin(device)
     for _ in range(2):
         outputs = (
-            checkpoint_sequential(model.layers, segments, inputs, use_reentrant=True)  # type: ignore[no-untyped-call]
+            checkpoint_sequential(  # type: ignore[no-untyped-call]
+                model.layers, segments, inputs, use_reentrant=True
+            )
             if segments
             else model(inputs)
         )

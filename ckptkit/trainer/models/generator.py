@@ -72,7 +72,9 @@ class Generator(nn.Module):
                 "preserve_rng_state": self.preserve_rng,
             }
             features = checkpoint(self.initial, images, **how)
-            features = checkpoint_sequential(self.residual, self.segments, features, **how)  # type: ignore[no-untyped-call]
+            features = checkpoint_sequential(  # type: ignore[no-untyped-call]
+                self.residual, self.segments, features, **how
+            )
             painted = checkpoint(self.upsampling, features, **how)
         else:
             painted = self.upsampling(self.residual(self.initial(images)))
