@@ -25,8 +25,6 @@ from ckptkit.rules.sizes import Config
 from ckptkit.transforms import keys as names
 from ckptkit.transforms import module_versions
 
-_SIZES = (1, 2, 4, 8, 16)  # bytes of an element that can be moved in any way
-
 
 @dataclass(slots=True)
 class Done:
@@ -204,6 +202,7 @@ class _Making:
         self.warnings: list[str] = []
         self._storages: dict[object, Storage] = {}
         self._mixed: list[str] = []
+        self._arrays: list[str] = []
         self._used: dict[object, set[int]] = {}  # where each view of memory went
 
     def entries(self) -> dict[Node, Node]:
@@ -251,7 +250,9 @@ class _Making:
         if not made.is_moved:
             done.bytes += storage.nbytes
             done.how = _slower(done.how, how(made.copies, first.dtype.itemsize))
-        kinds = {tensor.kind for tensor in tensors}
+        if any(tensor.kind == "ndarray" for tensor in tensors):
+            self._arrays.append(name)
+        kinds = {"tensor" if tensor.kind == "ndarray" else tensor.kind for tensor in tensors}
         if len(kinds) > 1:
             self._mixed.append(name)
         kind = kinds.pop() if len(kinds) == 1 else "tensor"
@@ -264,7 +265,8 @@ class _Making:
         first = self.tensors[sources[0]]
         for key in sources:
             tensor, node = self.tensors[key], self.target.entries[key]
-            if not isinstance(node, Tensor) or tensor.storage is None or tensor.layout != "strided":
+            is_plain = isinstance(node, Tensor) or tensor.kind == "ndarray"
+            if not is_plain or tensor.storage is None or tensor.layout != "strided":
                 message = (
                     f"{key} can only be renamed: it is not a plain tensor with bytes of its own"
                 )
@@ -304,9 +306,6 @@ class _Making:
                 )
                 raise TensorError(message, hint=hint)
             copies, itemsize = found, 1
-        elif itemsize not in _SIZES:
-            message = f"{made.sources[0]}: elements of {dtype} cannot be moved one by one"
-            raise TensorError(about(made.rule, message))
         return Storage(Copied(records, copies, itemsize, length), first.device)
 
     def _rows_are_whole(self, made: Target) -> bool:
@@ -331,6 +330,8 @@ class _Making:
                 yield f"rule {each.number} wrote {each.zeros:,} zeros"
         if apart := self._untied():
             yield f"no longer tied: {quoted(apart)}"
+        if self._arrays:
+            yield f"made tensors of arrays of numpy: {quoted(self._arrays)}"
 
     def _untied(self) -> list[str]:
         """Keys that held one view of memory, and whose targets do not."""

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 from math import prod
 from typing import NamedTuple
 
 from ckptkit.core.grouping import flatten
-from ckptkit.core.limits import LIMITS, check
+from ckptkit.core.limits import check
 from ckptkit.core.tensor import Shape
 from ckptkit.core.text import plural
 from ckptkit.rules.checks import Words, expanded, shape_text
@@ -119,8 +120,8 @@ class Arrangement:
 
     def solve(
         self, loops: Indices, sizes: Mapping[Symbol, int], members: Sequence[SourceTensor]
-    ) -> Layout:
-        """Targets of a group. Raises MisfitError where its shapes do not fit the rule."""
+    ) -> Solved:
+        """A group with its sizes. Raises MisfitError where its shapes do not fit the rule."""
         rest = self._rest(members)
         left = expanded(self.rule.left.shape, rest)
         right = expanded(self.rule.right.shape, rest)
@@ -130,7 +131,7 @@ class Arrangement:
             for symbol, value in found.items():
                 if merged.setdefault(symbol, value) != value:
                     raise self._differs(symbol, members, solved)
-        return _Copies(self, left, right, loops, merged, members).layout()
+        return Solved(self, left, right, loops, merged, members)
 
     def _rest(self, members: Sequence[SourceTensor]) -> int:
         """Return the number of dimensions that ``...`` matches."""
@@ -277,8 +278,8 @@ def _elements(count: int, number: int) -> str:
     return f"{count} elements of dimension {number}"
 
 
-class _Copies:
-    """The targets of a group whose sizes are known."""
+class Solved:
+    """A group whose sizes are known, and the number of its targets; `layout` makes them."""
 
     def __init__(
         self,
@@ -292,11 +293,13 @@ class _Copies:
         self.rule, self.left, self.right, self.loops, self.sizes = rule, left, right, loops, sizes
         self.members = members
         self.sources = {member.indices: number for number, member in enumerate(members)}
+        self.targets = prod(self._size(word) for word in rule.words.scattered)
+        check("rule_targets", self.targets, "tensors that a rule makes")
+        check("rule_copies", self.targets * len(members), "pieces that a rule moves")
 
+    @cached_property
     def layout(self) -> Layout:
         words = self.rule.words
-        targets = self._count(words.scattered, "rule_targets", "tensors that a rule makes")
-        check("rule_copies", targets * len(self.members), "pieces that a rule moves")
         made, dropped, zeros = [], 0, 0
         for indices in self._all(words.scattered):
             target = self._made(indices)
@@ -306,12 +309,6 @@ class _Copies:
             made.append(target)
             zeros += sum(_volume(copy) for copy in target.copies if copy.source is None)
         return Layout(tuple(made), self.sizes, dropped, zeros)
-
-    def _count(self, variables: Axes, limit: str, what: str) -> int:
-        total = prod(self._size(word) for word in variables)
-        if total > getattr(LIMITS, limit):
-            check(limit, total, what)
-        return total
 
     def _size(self, word: str) -> int:
         size = self.sizes.get((word, None))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 from ckptkit.compute.conversions import Layouts, Moved
@@ -185,7 +186,7 @@ class _Symbolic:
         """Write an axis as several, in both layouts; in the new one they stand in `dim`."""
         axis = dim[0]
         taken = set(flatten(self.old))
-        if not taken.isdisjoint({*parts} - {axis}):
+        if len({*parts}) < len(parts) or not taken.isdisjoint({*parts} - {axis}):
             raise Unsayable("one axis is cut twice")
         for each in self.old:
             if axis in each:
@@ -211,19 +212,18 @@ def _labelled(names: list[str], word: str) -> str:
     """Names that differ in one place, as one with labels; whole components where digits differ."""
     if len(names) == 1:
         return names[0]
-    low = 0
-    while len({name[low : low + 1] for name in names}) == 1:
-        low += 1
-    high = 0
-    while (
-        all(len(name) - high > low for name in names)
-        and len({n[len(n) - high - 1] for n in names}) == 1
-    ):
-        high += 1
+    low = _alike(names)
+    high = _alike([name[low:][::-1] for name in names])
     labels = [name[low : len(name) - high] for name in names]
     if any(set("{}|*") & set(label) for label in labels) or len(set(labels)) < len(labels):
         raise Unsayable(f"names that share nothing: {', '.join(names)}")
     return f"{names[0][:low]}{{{word}:{'|'.join(labels)}}}{names[0][len(names[0]) - high :]}"
+
+
+def _alike(names: Sequence[str]) -> int:
+    """The number of characters with which all names begin."""
+    columns = map(set, zip(*names, strict=False))
+    return sum(1 for _ in takewhile(lambda column: len(column) == 1, columns))
 
 
 def _lines(pairs: list[_Pair], arrow: str) -> list[str]:

@@ -13,7 +13,7 @@ from ckptkit.core.limits import LIMITS, check
 from ckptkit.core.tensor import Shape
 from ckptkit.core.text import nearest, some
 from ckptkit.rules.checks import words_of
-from ckptkit.rules.copies import Copy, SourceTensor, Symbol
+from ckptkit.rules.copies import Copy, Solved, SourceTensor, Symbol
 from ckptkit.rules.errors import MisfitError, RuleError, UncoveredError, about
 from ckptkit.rules.names import Steps, Value, Values
 from ckptkit.rules.notation import Given, Rule
@@ -193,6 +193,7 @@ class Planning:
         self._check_matched(matches)
         self._check_kept(left)
         groups, order = self._groups(matches)
+        self._check_count(groups, len(left))
         targets: dict[str, Target | None] = {}
         dropped: list[str] = []
         for item in order:
@@ -287,12 +288,25 @@ class Planning:
             groups[group].append(SourceTensor(key, indices, shape))
         return groups, order
 
+    def _check_count(self, groups: Mapping[Group, list[SourceTensor]], kept: int) -> None:
+        """Raise LimitError for too many targets before one is made."""
+        total = kept + len(groups)
+        for group, members in groups.items():
+            if self.rules[group[0]].words.scattered:
+                total += self._solved(group, members).targets - 1
+            if total > LIMITS.rule_targets:
+                check("rule_targets", total, "tensors that a step of rules makes")
+
+    def _solved(self, group: Group, members: list[SourceTensor]) -> Solved:
+        ready = self.rules[group[0]]
+        members.sort(key=lambda member: member.indices)
+        return ready.solve(dict(zip(ready.words.loops, group[1], strict=True)), members)
+
     def _made(self, group: Group, members: list[SourceTensor]) -> dict[str, Target]:
         position, values = group
         ready, taken = self.rules[position], self.taken[position]
-        members.sort(key=lambda member: member.indices)
+        layout = self._solved(group, members).layout
         loops = dict(zip(ready.words.loops, values, strict=True))
-        layout = ready.layout(loops, members)
         sizes = {word: size for (word, part), size in layout.sizes.items() if part is None}
         for symbol, size in layout.sizes.items():
             taken.sizes.setdefault(symbol, set()).add(size)
@@ -328,8 +342,6 @@ class Planning:
             rules = " and ".join(f"rule {each.rule}" for each in places)
             kept = "" if len(places) == 2 else " and kept by `keep`"
             raise CollisionError(f"{name} is written by {rules}{kept}")
-        if len(targets) >= LIMITS.rule_targets:
-            check("rule_targets", len(targets) + 1, "tensors that a step of rules makes")
         targets[name] = target
 
 

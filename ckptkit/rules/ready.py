@@ -8,7 +8,7 @@ from math import prod
 from typing import Any, TypeVar
 
 from ckptkit.rules.checks import Words, check_none_empty, ragged
-from ckptkit.rules.copies import Arrangement, Axes, Layout, SourceTensor, Symbol
+from ckptkit.rules.copies import Arrangement, Axes, Solved, SourceTensor, Symbol
 from ckptkit.rules.errors import MisfitError, RuleError, about, settings
 from ckptkit.rules.names import Pattern, Steps, Value, Values
 from ckptkit.rules.notation import ABSENT, Rule
@@ -42,7 +42,7 @@ class Ready:
         self.composites = [each.words for each in self.left.indices if len(each.words) > 1]
         self.label_loops = [word for word in words.loops if words.labels(word) is not None]
         self.counted = [word for word in words.gathered if words.labels(word) is None]
-        self.layouts: dict[object, Layout] = {}
+        self.solved: dict[object, Solved] = {}
 
     def _shifts(self) -> dict[str, int]:
         found = {}
@@ -56,14 +56,14 @@ class Ready:
                 found[amount] = size[0]
         return found
 
-    def layout(self, loops: Mapping[str, Value], members: list[SourceTensor]) -> Layout:
-        """The layout of a group; groups that look alike have one."""
+    def solve(self, loops: Mapping[str, Value], members: list[SourceTensor]) -> Solved:
+        """A group with its sizes; groups that look alike have one."""
         labels = tuple(int(loops[word]) for word in self.label_loops)
         key = (labels, tuple(member[1:] for member in members))
-        if key not in self.layouts:
+        if key not in self.solved:
             given = dict(zip(self.label_loops, labels, strict=True))
-            self.layouts[key] = self.arrangement.solve(given, self._sizes(members), members)
-        return self.layouts[key]
+            self.solved[key] = self.arrangement.solve(given, self._sizes(members), members)
+        return self.solved[key]
 
     def _sizes(self, members: list[SourceTensor]) -> dict[Symbol, int]:
         """Return the given sizes, and the counts of numbers in names."""

@@ -432,3 +432,18 @@ def test_ties_and_entries_are_steps(tmp_path: Path, command: Ckptkit) -> None:  
     done = command("run", tmp_path / "r.yaml", tmp_path / "d.pth", tmp_path / "e.pth", "--reverse")
     assert done.exit_code == 2
     assert "is not tied" in done.stderr
+
+
+def test_arrays_of_numpy_become_tensors(tmp_path: Path) -> None:
+    import numpy as np
+
+    arrays = {"a": np.arange(6.0).reshape(2, 3), "b": np.arange(6, dtype=">i4").reshape(2, 3)}
+    torch.save({**arrays, "c": torch.ones(2, 3, dtype=torch.float64)}, tmp_path / "in.pth")
+    made = ckptkit.apply_rules(
+        tmp_path / "in.pth", ["{p:a|c} [o i] -> ac [i (p o)]", "b [o i] -> b.{o} [i]"]
+    )
+    assert "made tensors of arrays of numpy: 'ac', 'b.0', 'b.1'" in made.notes
+    ckptkit.save(made, tmp_path / "out.pth")
+    joined = torch.cat([torch.from_numpy(arrays["a"]), torch.ones(2, 3)]).T
+    rows = dict(zip(("b.0", "b.1"), torch.from_numpy(arrays["b"].astype("i4")), strict=True))
+    assert_same(torch.load(tmp_path / "out.pth"), {"ac": joined, **rows})

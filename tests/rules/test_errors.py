@@ -3,18 +3,35 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
+import torch
 
-from ckptkit.core.errors import CkptkitError, CollisionError
-from ckptkit.rules import planner
+import ckptkit
+from ckptkit.compute.conversions import Layouts, Moved
+from ckptkit.compute.operations import HELD
+from ckptkit.core.bytesource import Derived, Extent, Memory, Range
+from ckptkit.core.errors import CkptkitError, CollisionError, LimitError
+from ckptkit.core.grouping import flatten
+from ckptkit.rules import config, planner
+from ckptkit.rules.copies import Copy
 from ckptkit.rules.errors import MisfitError, RuleError
+from ckptkit.rules.expecting import Expectations
+from ckptkit.rules.generating import Unsayable, generated
+from ckptkit.rules.likeness import check_like
+from ckptkit.rules.lowering import RUNS, Copied
 from ckptkit.rules.planner import Rules
 from ckptkit.rules.reversal import check_reversible
+from tests.quantized.made import Row, ones
+from tests.quantized.test_refusals import FP8, L
+from tests.rules import test_grouped
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -236,6 +253,166 @@ OTHERS: list[tuple[Callable[[], object], str]] = [
 ]
 
 
+def apply(*lines: str, of: Mapping[Any, Any], **given: Any) -> Callable[[Path], object]:
+    """Rules that a checkpoint with these entries does not fit."""
+    return lambda _: ckptkit.apply_rules(of, list(lines), **given)
+
+
+def expect(line: str, **state: torch.Tensor) -> Callable[[Path], object]:
+    """An expectation that cannot be read, or is not met."""
+    return lambda _: Expectations([line]).check(ckptkit.open(state))
+
+
+def quantized(*lines: str, of: Mapping[str, Row]) -> Callable[[Path], object]:
+    """Rules that quantized weights do not fit."""
+    return lambda folder: ckptkit.apply_rules(
+        test_grouped.opened(folder, of), list(lines), keep="rest"
+    )
+
+
+def configured(text: str) -> Callable[[Path], object]:
+    """A config.json that cannot be read."""
+
+    def read(folder: Path) -> None:
+        (folder / "config.json").write_text(text)
+        config.read(str(folder / "config.json"))
+
+    return read
+
+
+def copied(*dims: tuple[int, int, int], of: Extent) -> Callable[[Path], object]:
+    """Copies, one for each of `dims`, that cannot be lowered to ranges of bytes."""
+    copies = tuple(Copy(0, 0, 0, (each,)) for each in dims)
+    length = 4 * sum(n for n, _, _ in dims)
+    return lambda _: Copied((Made(of),), copies, 4, length).locate()
+
+
+def of_two_devices(_: Path) -> None:
+    state = ckptkit.open({name: torch.zeros(2, 3) for name in "ab"})
+    there = ckptkit.remap(ckptkit.open({"b": torch.zeros(2, 3)}), "cuda:0")
+    ckptkit.apply_rules({**state.weights, **there.weights}, JOIN)
+
+
+class Made(NamedTuple):
+    """A record of an extent."""
+
+    extent: Extent
+
+    @property
+    def length(self) -> int:
+        return self.extent.length
+
+    def locate(self) -> Extent:
+        return self.extent
+
+
+A = torch.zeros(2, 3)
+JOIN = "{p:a|b} [o i] -> c [(p o) i]"
+TURN = "a [o i] -> a [i o]"
+MOMENTS = {"state": {0: {"exp_avg": A}}, "param_groups": [{"params": [0]}]}
+LARGE = Derived("inflate", (Range(Memory(b""), 0, 0),), (), 2 * HELD)
+NAMES = ["{r:**}.w -> m.{r}", "x.{w:*} -> y.{w}"]
+CHECKPOINTS: list[tuple[Callable[[Path], object], str]] = [
+    (apply("", of={"a": A}), "there is no rule"),
+    (apply(*NAMES, of={"m.q": A, "y.w": A}, reverse=True), "not reversible: rule 1 would take"),
+    (apply("a -> b", of={"a": A, "b": 3}), "b is written by a rule, and is there already"),
+    (apply(TURN, of={"a": A.to("meta")}), "a can only be renamed: it is not a plain tensor"),
+    (apply(JOIN, of={"a": A, "b": A.half()}), "rule 1: a is float32, b float16"),
+    (of_two_devices, "rule 1: a is on cpu, b on cuda:0"),
+    (
+        apply(TURN, of={"a": torch.zeros(2, 4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)}),
+        "rule 1: a would be taken apart inside of a byte",
+    ),
+    (apply(TURN, of={"model": {"a": A}, "optimizer": MOMENTS}), "the state of an optimizer"),
+    (
+        quantized(f"{L}.weight -> fc.weight", of={**FP8, "fc.weight_scale_inv": ones([2, 2])}),
+        "follows its weight to fc.weight_scale_inv, which is taken",
+    ),
+    (quantized(*test_grouped.STACK, of=test_grouped.experts(200)), "rule 1 would cut its blocks"),
+    (
+        quantized(test_grouped.STACK[0], of=test_grouped.experts(256)),
+        "rule 1 makes tensors that are no such weight",
+    ),
+    (configured(f'"{"x" * config.BYTES}"'), "is larger than 1,048,576 bytes"),
+    (configured("{"), "is not JSON"),
+    (configured("[]"), "is not a JSON object"),
+    (expect(""), "an expectation names a tensor"),
+    (expect("* what"), "'what' is not a condition"),
+    (expect("* count"), "count needs a value"),
+    (expect("* shape=6"), "shape=6 is not a shape"),
+    (expect("* count=config.n", a=A), "nothing says config.n"),
+    (expect("b", a=A), "not as expected: b: there is none"),
+    (lambda _: check_like(ckptkit.open({"a": A}), {"a": (3,)}, "other"), "is not like other"),
+    (copied((RUNS + 2, 1, 2), (RUNS + 2, 1, 3), of=Range(Memory(b""), 0, 8 * RUNS + 16)), "many small pieces"),
+    (copied((HELD // 4, 1, 2), (HELD // 4, 1, 1), of=LARGE), "compressed tensor cannot be read out"),
+]  # fmt: skip
+
+
+def unsayable(
+    *operations: tuple[str, Mapping[str, Any]],
+    old: tuple[tuple[str, ...], ...],
+    new: tuple[str, ...],
+) -> Callable[[], object]:
+    """What rules cannot say of the two layouts of a model."""
+    moved = [Moved(old, new, operations)]
+    shapes = dict.fromkeys(flatten(old), (4, 4))
+    return lambda: generated(Layouts("x", "1", old=shapes, moved=moved)).left
+
+
+STACKED = ("MergeModulelist", {"dim": 0})
+HALVES = ("Chunk", {"dim": 0})
+PERMUTED = ("PermuteForRope", {"permute_layer_names": ["q"], "subconfig_key": "", "inverse": False})
+TURNED = ("Interleave", {"dim": 0, "inverse": False})
+UNSAYABLE: list[tuple[Callable[[], object], str]] = [
+    (unsayable(("Fold", {}), old=(("a",),), new=("b",)), "b: the operation Fold is none"),
+    (unsayable(PERMUTED, old=(("a",),), new=("q", "k")), "q: a permutation of some parts alone"),
+    (unsayable(TURNED, TURNED, old=(("a",),), new=("b",)), "b: one axis is cut twice"),
+    (unsayable(STACKED, old=(("a.x", "a.y"),), new=("b",)), "b: names that are no list: a.x, a.y"),
+    (unsayable(HALVES, old=(("a",),), new=("b", "b")), "b: names that share nothing: b, b"),
+]
+
+
+# What people may write who want it to take long
+
+
+def many(kind: str) -> str:
+    """A name with thousands of variables."""
+    return "".join(f"{{v{n}{kind}}}." for n in range(3_000))
+
+
+def planned(lines: list[str], of: Shapes, given: Mapping[str, Any]) -> None:
+    Rules.parse(lines, given.get("sizes")).plan(of, config=given)
+
+
+def hostile() -> list[Any]:
+    stars = "".join(f"{{v{n}:*}}x" for n in range(12))
+    back = "".join(f"{{v{n}}}" for n in range(12))
+    digits = "".join(f"{{v{n}}}" for n in range(18))
+    labels = "{a:" + "|".join("a" * n for n in range(1, 40)) + "}"
+    four = "".join(labels.replace("{a", "{" + word) for word in "abcd")
+    return [
+        ([f"{stars}z{{w}}y -> {back}{{w}}"], {"x" * 4_000 + "y": ()}, {}),
+        ([f"{digits}.{{e}}y -> {digits}{{e}}"], {"1" * 6_000 + ".y": ()}, {}),
+        (["{a:**}x{b:**}x{c:*}z{d}y -> {a}{b}{c}{d}"], {"x" * 60_000 + "y": ()}, {}),
+        ([four + "z{e}y -> {a}{b}{c}{d}{e}"], {"a" * 500 + "y": ()}, {}),
+        (["x [(e o)] -> x.{e} [o] with e=config.e"], {"x": (0,)}, {"e": 10**9}),
+        (["x [e o] -> x.{e} [o]"], {"x": (10**12, 0)}, {}),
+        (["x [(a b c)] -> x.{a}.{b}.{c} [] with a=1000 b=1000 c=1000"], {"x": (10**9,)}, {}),
+        (["x.{a}.{b} [i] -> x [a b i]"], {"x.99999999.0": (1,), "x.0.999999999": (1,)}, {}),
+        (["x -> y with " + "h=" + "1+" * 200 + "1"], {"x": ()}, {}),
+        (["x -> y with h=" + "(" * 300 + "1" + ")" * 300], {"x": ()}, {}),
+        (["x -> y  # " + "x" * (1 << 20)], {"x": ()}, {}),
+        (["x -> y"], {"x": ()}, {"sizes": {"h": "1" * (1 << 20)}}),
+        ([f"{many('')}x -> {many('')}y"], {"1." * 3_000 + "x": ()}, {}),
+        ([f"{many(':*')}x -> {many('')}y"], {"a." * 3_000 + "y": ()}, {}),
+        (["x.{p:" + "|".join(map(str, range(11_000))) + "} -> x.{p}"], {"x.0": ()}, {}),
+        (["x -> y with h=" + "|".join(["1"] * 11_000)], {"x": ()}, {}),
+        (["x.{n} [a] -> y.{a} [n]"], {f"x.{n}": (5_000,) for n in range(1_000)}, {}),
+        (["x.{l} [a] -> y.{l}.{a} []"], {f"x.{n}": (600_000,) for n in range(2)}, {}),
+        ([f"x{n} -> y{n}" for n in range(10_001)], {"x0": ()}, {}),
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize(("line", "said"), LINES)
 def test_a_rule_that_cannot_be(line: str, said: str) -> None:
     with pytest.raises(RuleError, match=f"rule 1: .*{said}"):
@@ -272,6 +449,31 @@ def test_what_else_is_wrong(wrong: Callable[[], object], said: str) -> None:
     assert said in caught.value.message
 
 
+@pytest.mark.parametrize(("wrong", "said"), CHECKPOINTS)
+def test_a_checkpoint_or_what_is_beside_it(
+    wrong: Callable[[Path], object], said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(CkptkitError) as caught:
+        wrong(tmp_path)
+    assert said in caught.value.message
+
+
+@pytest.mark.parametrize(("wrong", "said"), UNSAYABLE)
+def test_layouts_that_no_rule_says(wrong: Callable[[], list[str]], said: str) -> None:
+    (left,) = wrong()
+    assert said in left
+
+
+@pytest.mark.parametrize("case", range(len(hostile())))
+def test_hostile_rules_names_and_configurations_end_soon(case: int) -> None:
+    lines, of, given = hostile()[case]
+    begin = time.process_time()
+    with pytest.raises((LimitError, MisfitError)) as caught:
+        planned(lines, of, given)
+    assert time.process_time() - begin < 1
+    assert isinstance(caught.value, LimitError) or "lacks" in caught.value.message
+
+
 def test_words_that_no_rule_uses_are_answered_with_those_that_are() -> None:
     rules = Rules.parse(["a [(h d)] -> b [h d]"])
     with pytest.raises(RuleError) as caught:
@@ -279,41 +481,54 @@ def test_words_that_no_rule_uses_are_answered_with_those_that_are() -> None:
     assert caught.value.hint == "rules use d, h"
 
 
-PLANNING = [
-    *("checks", "copies", "names", "notation", "parsing", "planner", "ready", "reversal", "sizes"),
-]
+MAKERS = ("check", "refuse", "Unsayable")  # functions that raise an error, beside the classes
 
 
 def sites() -> Iterator[tuple[str, range]]:
-    """Yield the places where the modules of planning make an error: file name, lines."""
-    for module in PLANNING:
-        path = Path(planner.__file__).with_name(f"{module}.py")
+    """Yield the places where the modules of rules make an error: file, lines."""
+    for path in sorted(Path(planner.__file__).parent.glob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
-            if (
-                isinstance(node, ast.Call)
-                and isinstance(node.func, ast.Name)
-                and node.func.id.endswith("Error")
-            ):
-                yield path.name, range(node.lineno, (node.end_lineno or node.lineno) + 1)
+            if not isinstance(node, ast.Call) or name_of(node) == "AttributeError":
+                continue  # an AttributeError is Python's answer, not one about rules
+            if name_of(node).endswith(("Error", *MAKERS)):
+                yield str(path), range(node.lineno, (node.end_lineno or node.lineno) + 1)
 
 
-def test_every_error_has_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+def name_of(call: ast.Call) -> str:
+    """The name of the function, or of the method of a module."""
+    function = call.func
+    if isinstance(function, ast.Attribute) and isinstance(function.value, ast.Name):
+        return "" if function.value.id == "self" else function.attr
+    return function.id if isinstance(function, ast.Name) else ""
+
+
+def rows(folder: Path) -> Iterator[Callable[[], object]]:
+    """Yield all rows of this file, ready to be run."""
+    yield from (lines(line) for line, _ in LINES)
+    yield from (row[0] for row in (*OTHERS, *UNSAYABLE))
+    yield from (plan(*row[0], of=row[1]) for row in SHAPES)
+    yield from (of_size(row[0]) for row in SIZES)
+    yield from (partial(row[0], folder) for row in CHECKPOINTS)
+    yield from (partial(planned, *row) for row in hostile())
+
+
+def test_every_error_has_a_row(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     made: set[tuple[str, int]] = set()
-    plain = CkptkitError.__init__
+    for kind in (CkptkitError, Unsayable):
+        plain = kind.__init__
 
-    def noting(self: CkptkitError, *args: Any, **given: Any) -> None:
-        frame = sys._getframe(1)
-        made.add((Path(frame.f_code.co_filename).name, frame.f_lineno))
-        plain(self, *args, **given)
+        def noting(self: Exception, *args: Any, plain: Any = plain, **given: Any) -> None:
+            for depth in (1, 2):
+                frame = sys._getframe(depth)
+                made.add((frame.f_code.co_filename, frame.f_lineno))
+            plain(self, *args, **given)
 
-    monkeypatch.setattr(CkptkitError, "__init__", noting)
-    rows = [*(lines(line) for line, _ in LINES), *(row[0] for row in OTHERS)]
-    rows += [*(plan(*row[0], of=row[1]) for row in SHAPES), *(of_size(row[0]) for row in SIZES)]
-    for row in rows:
-        with pytest.raises(CkptkitError):
+        monkeypatch.setattr(kind, "__init__", noting)
+    for row in rows(tmp_path):
+        with contextlib.suppress(CkptkitError):
             row()
     assert [
-        (name, place.start)
-        for name, place in sites()
-        if not any((name, line) in made for line in place)
+        (path, place.start)
+        for path, place in sites()
+        if not any((path, line) in made for line in place)
     ] == []
