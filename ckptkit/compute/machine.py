@@ -4,14 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckptkit.compute.blocks import TARGET, Blocks, Numbers, Zero
 from ckptkit.compute.codes import numbers
 from ckptkit.compute.floats import encode
-from ckptkit.compute.gather import Reading
-from ckptkit.compute.packed import Flat, Span, codes_of
-from ckptkit.compute.scales import Scale, apply, combined, rounded, zero_points
+from ckptkit.compute.gather import Reading, Room
+from ckptkit.compute.packed import Flat, Span, Turned, codes_of
+from ckptkit.compute.scales import (
+    PackedZero,
+    Scale,
+    Spread,
+    combined,
+    rounded,
+    zero_points,
+)
 from ckptkit.core import dtypes
 from ckptkit.core.errors import CorruptError
 
@@ -20,17 +27,21 @@ if TYPE_CHECKING:
 
     Array = np.ndarray[Any, Any]
 
-TILE = 1 << 17  # elements worked on at once
+# Elements worked on at once: as many as make each call of numpy so long that threads seldom wait
+# for the interpreter lock, and still fit the caches.
+TILE = 1 << 18
 WIDE = 1 << 18  # elements of a row that is made in several pieces
 # Rows of a tile where a byte of the input holds several rows, or words lie down a column: as many
 # as make a cache line of the input. Such tiles are cut into columns.
-TALL = {"columns": 16, "interleaved": 128}
+TALL = {"columns": 16, "interleaved": 128, "turned": 32}
 # Codes of 8 bits become float32 by a shift; what is lacking in the exponent goes into the scale.
 # Shift, mask (sign, exponent, mantissa), missing exponent, first code that is not a number.
 _SHIFTED = {
     "float8_e4m3fn": (20, 0x87F00000, 120, 0x7F),
     "float8_e5m2": (21, 0x8FE00000, 112, 0x7C),
 }
+# How bits of float32 become bfloat16: no product lies between two numbers, none in the middle, any.
+EXACT, NEAREST, EVEN = "exact", "nearest", "even"
 _LARGEST = 128.0  # scale that may be multiplied by 2**120
 _LEAST = 2.0**-100  # scale that gives no product below the normal numbers of float32
 
@@ -41,7 +52,6 @@ class Machine:
     def __init__(
         self, blocks: Blocks, reads: Sequence[Reading], sizes: Sequence[int], last: int
     ) -> None:
-        import numpy as np
 
         self.index: Array | None = None
         if blocks.index:
@@ -56,10 +66,11 @@ class Machine:
         self.table = _table(blocks, reads, sizes)
         self.scale_dtype = self._named(blocks.scale_dtype)
         self.product_dtype = self._named(blocks.product_dtype)
-        self._values = np.empty(0, "<f4")
-        self._spare = np.empty(0, "<u4")
-        self._has_ties = True  # some product may lie between two numbers of bfloat16
+        self._memory, self._spare = Room(), Room()
+        self._multiply = Spread(self.scales[0].grid, self.index)
+        self._rounding = EVEN  # that products need to become bfloat16
         self._pairs: Array | None = None  # the numbers of two codes in a byte
+        self._fit: Fit | None = None
 
     def _named(self, name: str) -> str:
         return self.blocks.target if name == TARGET else name
@@ -86,14 +97,14 @@ class Machine:
         import numpy as np
 
         flat = values.reshape(-1)
+        if self.target.name == "float32":
+            return flat.view("u1").data
         if self.target.name != "bfloat16":
             return encode(flat, self.target)
-        if self._has_ties:
-            bits = self._rounded_bits(flat)
-        else:
-            bits = flat.view("<u4")
-            bits += 0x8000
-        bits >>= 16
+        bits = self._rounded_bits(flat) if self._rounding == EVEN else flat.view("<u4")
+        if self._rounding == NEAREST:
+            bits += np.uint32(0x8000)
+        bits >>= np.uint32(16)
         made = np.empty(len(bits), "<u2")
         np.copyto(made, bits, casting="unsafe")
         return made.view("u1").data
@@ -105,12 +116,13 @@ class Machine:
         """
         import numpy as np
 
-        spare, bits = self._memory(len(flat)), flat.view("<u4")
-        np.right_shift(bits, 16, out=spare)
-        spare &= 1
-        spare += bits
-        spare += 0x7FFF
-        return spare
+        bits = flat.view("<u4")
+        made = self._spare.like(bits, "<u4")
+        np.right_shift(bits, np.uint32(16), out=made)
+        made &= np.uint32(1)
+        made += bits
+        made += np.uint32(0x7FFF)
+        return made
 
     def values(self, span: Span) -> Array:
         """The elements as float32, not yet rounded to the target; the next overwrite them."""
@@ -118,35 +130,32 @@ class Machine:
 
         blocks = self.blocks
         scale = combined(self.scales, span, self.scale_dtype)
-        self._has_ties = True
+        self._rounding = EVEN
         values, scale = self._numbers(span, scale)
-        if self.zero is not None:
-            self._apply(np.subtract, values, self.zero, self.zero.part(span), span)
-            if isinstance(blocks.zero, Numbers):  # packed ones give small integers
-                self._round(values)
-        self._apply(np.multiply, values, self.scales[0], scale, span)
+        if isinstance(self.zero, Scale):
+            self._apply(np.subtract, values, self.zero, span)
+            self._round(values)
+        elif self.zero is not None and not self._is_shifted:
+            self._apply(np.subtract, values, self.zero, span)
+        self._multiply.apply(np.multiply, values, scale, span)
         more = bool(blocks.factor) or self.bias is not None
         if more or self.product_dtype != self.target.name:
             self._round(values)
         if blocks.factor:
             values *= np.float32(blocks.factor)
         if self.bias is not None:
-            how = np.subtract if blocks.subtract_bias else np.add
-            self._apply(how, values, self.bias, self.bias.part(span), span)
+            self._apply(np.subtract if blocks.subtract_bias else np.add, values, self.bias, span)
             self._round(values)
         return values
 
-    def _apply(self, how: Any, values: Array, owner: Any, part: Array, span: Span) -> None:
-        spare = self._memory(values.size).view("<f4")
-        apply(how, values, part, owner.grid, span, self.index, spare)
+    def _apply(self, how: Any, values: Array, owner: Scale | PackedZero, span: Span) -> None:
+        Spread(owner.grid, self.index).apply(how, values, owner.part(span), span)
 
-    def _memory(self, count: int) -> Array:
-        """Memory for so many numbers, which anything may use for a while."""
-        import numpy as np
-
-        if len(self._spare) < count:
-            self._spare = np.empty(count, "<u4")
-        return self._spare[:count]
+    @property
+    def _is_shifted(self) -> bool:
+        """True if zero points are subtracted from codes, before these become float32."""
+        same = self.zero.same if isinstance(self.zero, PackedZero) else None
+        return same is not None and self.blocks.packing.bits < 8 and not self.blocks.signed
 
     def _round(self, values: Array) -> None:
         """Round float32 numbers to what products are rounded to, in place."""
@@ -158,37 +167,60 @@ class Machine:
         elif self.product_dtype != "float32":
             np.copyto(values, rounded(values, self.product_dtype))
 
-    def _buffer(self, span: Span) -> Array:
-        import numpy as np
-
-        rows, columns = span.shape
-        if len(self._values) < rows * columns:
-            self._values = np.empty(rows * columns, "<f4")
-        if self.target.itemsize == 4:  # handed out as they are
-            return np.empty((rows, columns), "<f4")
-        return self._values[: rows * columns].reshape(rows, columns)
-
     def _numbers(self, span: Span, scale: Array) -> tuple[Array, Array]:
         """Return the numbers that the codes represent, and their scale."""
         import numpy as np
 
-        values = self._buffer(span)
+        rows, columns = span.shape
+        if self.target.name == "float32":  # handed out as they are
+            values = np.empty((rows, columns), "<f4")
+        else:
+            memory = self._memory.of(4 * rows * columns)
+            values = np.frombuffer(memory, "<f4").reshape(rows, columns)
+        if isinstance(self.codes, Turned):
+            self.codes.numbers(span, values)
+            self._rounding = EXACT
+            return values, self._unlimited(scale, values)
         if self.table is None:
-            codes = self.codes(span)
-            np.copyto(values, codes.view("i1") if self.blocks.signed else codes)
-            if self.blocks.offset:
-                values -= np.float32(self.blocks.offset)
+            self._integers(self.codes(span), values)
             return values, scale
         codes_of_bytes = self._bytes(span)
         if codes_of_bytes is not None:
             np.take(self._two(), codes_of_bytes, out=values.reshape(-1).view("<u8"), mode="clip")
             return values, scale
         codes = self.codes(span)
-        shifted = self._shifted(codes, scale, values)
-        if shifted is not None:
-            return values, shifted
+        larger = self._shifted(codes, scale, values)
+        if larger is not None:
+            return values, larger
         np.take(self.table, codes, out=values, mode="clip")
         return values, scale
+
+    def _integers(self, codes: Array, values: Array) -> None:
+        """Make numbers of codes that are integers, less what all of them have in common."""
+        import numpy as np
+
+        is_signed = self.blocks.signed
+        if self._is_shifted:
+            assert isinstance(self.zero, PackedZero) and self.zero.same is not None
+            codes = np.subtract(codes, np.uint8(self.zero.same & 0xFF))  # may wrap around
+            is_signed = True
+        np.copyto(values, codes.view("i1") if is_signed else codes)
+        if self.blocks.offset:
+            values -= np.float32(self.blocks.offset)
+
+    def _unlimited(self, scale: Array, values: Array) -> Array:
+        """Return scales for numbers that are 2**126 times too small; 2**128 is one of them.
+
+        Numbers are made larger first where scales that make up for it all would be infinite.
+        """
+        import numpy as np
+
+        half = np.minimum(scale * np.float32(0.5), np.float32(2.0**127))
+        if (half <= 1).all():
+            half *= np.float32(2.0**127)
+        else:
+            values *= np.float32(2.0**127)
+        return half
 
     def _bytes(self, span: Span) -> Array | None:
         """The bytes of codes of 4 bits that lie in order, None where that is not how they lie."""
@@ -218,19 +250,37 @@ class Machine:
         import numpy as np
 
         how = _SHIFTED.get(self.blocks.table or "")
-        if how is None or self.zero is not None or not (np.abs(scale) < _LARGEST).all():
+        if how is None or self.zero is not None:
             return None
-        shift, mask, missing, odd = how
-        if (codes & np.uint8(0x7F)).max() >= odd:
+        if self._fit is None or self._fit.scale is not scale:
+            self._fit = _fit(scale, how[2])
+        sizes = self._spare.like(codes, "u1")
+        np.bitwise_and(codes, np.uint8(0x7F), out=sizes)
+        if self._fit.larger is None or sizes.max() >= how[3]:
             return None
-        integers = values.view("<i4")
+        integers, bits = values.view("<i4"), values.view("<u4")
         np.copyto(integers, codes.view("i1"))
-        integers <<= shift
-        bits = values.view("<u4")
-        bits &= np.uint32(mask)
-        self._has_ties = self.product_dtype != "float32" or _has_ties(scale)
-        larger: Array = scale * np.float32(2.0**missing)
-        return larger
+        integers <<= np.int32(how[0])
+        bits &= np.uint32(how[1])
+        if self.product_dtype == "float32" and not self._fit.has_ties:
+            self._rounding = NEAREST
+        return self._fit.larger
+
+
+class Fit(NamedTuple):
+    """What is known of some scales: with the missing exponent, None where that is too large."""
+
+    scale: Array
+    larger: Array | None
+    has_ties: bool
+
+
+def _fit(scale: Array, missing: int) -> Fit:
+    import numpy as np
+
+    if not (np.abs(scale) < _LARGEST).all():
+        return Fit(scale, None, True)
+    return Fit(scale, scale * np.float32(2.0**missing), _has_ties(scale))
 
 
 def _has_ties(scale: Array) -> bool:

@@ -45,6 +45,8 @@ function of its inputs, its parameters and the range of the output that is asked
 from __future__ import annotations
 
 import codecs
+import os
+import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
@@ -65,10 +67,13 @@ if TYPE_CHECKING:
 
 HELD = 64 << 20  # bytes that are held in memory where they can only be computed from the beginning
 _FROM_THE_BEGINNING = ("inflate", "latin1")
+_WITHOUT_NUMPY = ("slice", "concat", "apply", *_FROM_THE_BEGINNING)
 PIECE = 4 << 20  # bytes; a multiple of every element size
-# Bytes of a local file read at a time: they and what is made of them stay in a core's cache.
-BUFFER = 256 << 10
+# Bytes of a local file read at a time: few enough to stay in the caches with what is made of them,
+# and enough for each call of numpy to take longer than threads wait for the interpreter lock.
+BUFFER = 512 << 10
 KEPT = 16 << 20  # bytes that stay for the next blocks
+_BLAS_THREADS = "OPENBLAS_NUM_THREADS"
 
 Piece = bytes | memoryview
 Pieces = Iterator[Piece]
@@ -83,6 +88,8 @@ def stream(extent: Extent, start: int = 0, stop: int | None = None) -> Pieces:
     stop = extent.length if stop is None else stop
     if isinstance(extent, Derived):
         keep_memory()
+        if extent.operation not in _WITHOUT_NUMPY:
+            import_numpy()
         yield from OPERATIONS[extent.operation](extent, start, stop)
         return
     for at in range(start, stop, PIECE):
@@ -115,6 +122,22 @@ def keep_memory() -> None:
     other libraries keep them anyway. The pages of the one that is freed here are never touched.
     """
     bytes(KEPT)
+
+
+@cache
+def import_numpy() -> None:
+    """Import numpy; for a command without the threads of its linear algebra.
+
+    These wait for work in a loop at first, which takes processor time from the threads that have
+    some. A program that imports the package may need them for its own work, and keeps them.
+    """
+    is_command = "ckptkit.cli" in sys.modules and "numpy" not in sys.modules
+    if is_command and _BLAS_THREADS not in os.environ:
+        os.environ[_BLAS_THREADS] = "1"  # read when the library is loaded
+        try:
+            import numpy  # noqa: F401  # loads the library
+        finally:
+            del os.environ[_BLAS_THREADS]
 
 
 def aligned(pieces: Iterable[Piece], unit: int, size: int) -> Iterator[memoryview]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ckptkit.compute import transposing
 from ckptkit.compute.blocks import Blocks
 from ckptkit.compute.codes import INTERLEAVED, unpack, unpack_words
-from ckptkit.compute.gather import Reading
+from ckptkit.compute.gather import Reading, Room
 
 if TYPE_CHECKING:
     import numpy as np
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 BAND = 8 << 20  # bytes of packed columns that are held
 SHORT = 8 << 10  # bytes of a row below which a band is read whole, and then taken apart
 PADDING = 64  # bytes between their rows: at a power of two, all would share the same cache lines
+LINES = 512  # bytes of a row of which a multiple is too near to a power of two
 
 
 class Span(NamedTuple):
@@ -37,7 +38,7 @@ class Span(NamedTuple):
 Codes = Callable[[Span], "Array"]
 
 
-def codes_of(blocks: Blocks, read: Reading, size: int, last: int) -> Codes:
+def codes_of(blocks: Blocks, read: Reading, size: int, last: int) -> Codes | Turned:
     """The reader of codes: `size` bytes, of which those up to element `last` are asked for."""
     kind = blocks.packing.kind
     if kind == "flat":
@@ -46,9 +47,9 @@ def codes_of(blocks: Blocks, read: Reading, size: int, last: int) -> Codes:
         return Rows(blocks, read)
     if kind == "parts":
         return Parts(blocks, read, size)
-    return {"columns": Columns, "interleaved": Interleaved, "turned": Turned}[kind](
-        blocks, read, last
-    )
+    if kind == "turned":
+        return Turned(blocks, read, last)
+    return (Columns if kind == "columns" else Interleaved)(blocks, read, last)
 
 
 class Memory:
@@ -145,14 +146,12 @@ class _Banded:
         self._held: tuple[int, int, int] = (-1, 0, 0)  # batch, first row, end
         self._band: Array
         self._memory: Array | None = None
+        self._room = Room()
         self.memory = Memory()
 
     def _height(self) -> int:
         """Elements of the input for each row of the result (or for several)."""
         return self.blocks.packing.stride
-
-    def __call__(self, span: Span) -> Array:
-        raise NotImplementedError
 
     def _place(self, wide: int) -> Array:
         """Memory for a band of so many elements of the input, the rows apart from each other."""
@@ -180,11 +179,15 @@ class _Banded:
         end = min(first + wide, max(left, end), -(-rows // self.unit))
         whole = -(-rows // self.unit) * self.itemsize  # bytes of a row of the input
         start = batch * self.height * whole
-        padded = self._place(end - first)
         if end - first == whole // self.itemsize and whole < SHORT:
             data = self.memory(self.read, start, self.height * whole)
-            padded[:] = data.view(padded.dtype).reshape(padded.shape)
+            padded = data.view(f"<u{self.itemsize}").reshape(self.height, -1)
+            if not whole % LINES:
+                held = padded
+                padded = self._place(end - first)
+                padded[:] = held
         else:
+            padded = self._place(end - first)
             pitch, length = padded.strides[0], (end - first) * self.itemsize
             assert self._memory is not None
             rows_of_band = self._memory.data.cast("B")  # its slices cost less than numpy's rows
@@ -235,44 +238,36 @@ class Interleaved(_Banded):
 
 
 class Turned(_Banded):
-    """gpt-oss as transformers has it: rows of the file are columns of the weight."""
+    """gpt-oss as transformers has it: rows of the file are columns of the weight.
 
-    unit = 2
-    itemsize = 1
+    Four bytes down a column are eight rows of it: bits of FP4, the lowest first.
+    """
+
+    unit = 8
 
     def _height(self) -> int:
         return self.blocks.columns
 
-    def __init__(self, blocks: Blocks, read: Reading, last: int) -> None:
-        super().__init__(blocks, read, last)
-        self._pairs: Array | None = None
+    def numbers(self, span: Span, values: Array) -> None:
+        """Fill float32 `values` with those of the codes, 2**126 times too small.
 
-    def _hold(self, batch: int, first: int, end: int) -> None:
-        """Hold the band as [pairs of rows, columns]."""
+        Sign, exponent and mantissa of a code are bits of a float32: all of them are moved there.
+        """
         import numpy as np
 
-        super()._hold(batch, first, end)
-        turned = self._band.T
-        if self._pairs is None or self._pairs.size < turned.size:
-            self._pairs = np.empty(turned.size, "u1")
-        self._band = self._pairs[: turned.size].reshape(turned.shape)
-        transposing.copy(self._band, turned)
-
-    def bytes(self, span: Span) -> Array:
-        """The bytes of pairs of rows: [pairs, columns]."""
         band, first = self.band(span)
-        count = -(-span.bottom // 2) - span.top // 2
-        return band[first : first + count, span.left : span.right]
-
-    def __call__(self, span: Span) -> Array:
-        import numpy as np
-
-        data = self.bytes(span)
-        made = np.empty((len(data), 2, data.shape[1]), "u1")
-        np.bitwise_and(data, 15, out=made[:, 0])
-        np.right_shift(data, 4, out=made[:, 1])
-        skip = span.top % 2
-        return made.reshape(-1, data.shape[1])[skip : skip + span.bottom - span.top]
-
-
-_BANDED = {"columns": Columns, "interleaved": Interleaved, "turned": Turned}
+        count, columns = -(-span.bottom // 8) - span.top // 8, values.shape[1]
+        words = self._room.of(4 * count * columns)
+        turned = np.frombuffer(words, "<u4").reshape(count, columns)
+        transposing.copy(turned, band[span.left : span.right, first : first + count].T)
+        skip = span.top % 8
+        is_whole = len(values) == 8 * count
+        bits = values.view("<u4") if is_whole else np.empty((8 * count, columns), "<u4")
+        shifts = np.arange(28, -4, -4, dtype="<u4")  # to the upper end of a word
+        np.left_shift(turned[:, None], shifts[:, None], out=bits.reshape(count, 8, columns))
+        if not is_whole:
+            values.view("<u4")[:] = bits[skip : skip + len(values)]
+        signed = values.view("<i4")
+        signed >>= np.int32(6)  # which repeats the sign
+        bits = values.view("<u4")
+        bits &= np.uint32(0x81C00000)

@@ -144,6 +144,8 @@ class PackedZero:
             codes = codes.reshape(-1, 8, columns)[:, np.argsort(INTERLEAVED)].reshape(-1, columns)
         shifted = (codes.astype("<i2") + zero.add) % (1 << zero.bits) - zero.offset
         self._numbers: Array = np.ascontiguousarray(shifted, "<f4")
+        first = shifted.reshape(-1)[:1]
+        self.same = int(first[0]) if (shifted == first).all() else None  # if all are the same
 
     def part(self, span: Span) -> Array:
         grid = self.grid
@@ -216,29 +218,58 @@ def places(start: int, stop: int, fine: int, coarse: int) -> Array:
     return made
 
 
-def apply(
-    how: Any, values: Array, part: Array, grid: Grid, span: Span, index: Array | None, spare: Array
-) -> None:
-    """Apply `how` in place to the elements of a span and the number of the block of each.
+class Spread:
+    """Applies the numbers of blocks to the elements of spans.
 
-    `part` holds the numbers of the blocks that the span touches; with an `index`, those of all
-    columns of blocks. `spare` is memory for as many numbers as there are elements.
+    Neighboring spans mostly need the same row of numbers, so the last one is kept. An `index` has
+    the block of each column, where they are not in order.
     """
-    import numpy as np
 
-    wide = part
-    if (part == part[0, 0]).all():  # as zero points are that make codes symmetric
-        wide = part[:1, :1]
-    elif index is not None:
-        wide = part[:, index[span.left : span.right]]
-    elif part.shape[1] > 1:
-        skip = span.left % grid.width
-        if not skip and part.size * grid.width <= spare.size:
-            cube = spare[: part.size * grid.width].reshape(*part.shape, grid.width)
-            np.copyto(cube, part[..., None])
-            wide = cube.reshape(len(part), -1)[:, : span.right - span.left]
+    def __init__(self, grid: Grid, index: Array | None) -> None:
+        self._grid, self._index = grid, index
+        self._of: tuple[Array, int, int] | None = None  # numbers and columns that are kept
+        self._kept: Array
+
+    def apply(self, how: Any, values: Array, part: Array, span: Span) -> None:
+        """Apply `how` in place to the elements of a span and the number of the block of each.
+
+        `part` holds the numbers of the blocks that the span touches; with an index, those of all
+        columns of blocks.
+        """
+        grid, (rows, columns) = self._grid, span.shape
+        whole = not span.left % grid.width and not columns % grid.width
+        if part.size == 1:
+            how(values, part[0, 0], out=values)
+        elif len(part) == rows and whole and self._index is None:
+            cube = values.reshape(rows, -1, grid.width)
+            how(cube, part[..., None], out=cube)
         else:
-            wide = np.repeat(part, grid.width, axis=1)[:, skip : skip + span.right - span.left]
-    if len(wide) > 1 and grid.height > 1:
-        wide = wide[places(span.top, span.bottom, 1, grid.height)]
-    how(values, wide, out=values)
+            self._apply_rows(how, values, self._rows(part, span), span)
+
+    def _apply_rows(self, how: Any, values: Array, wide: Array, span: Span) -> None:
+        """Apply `how` to the elements and one number for each column and row of blocks."""
+        height = self._grid.height
+        if len(wide) in (1, len(values)):
+            how(values, wide, out=values)
+        elif span.top % height or len(values) % height:
+            how(values, wide[places(span.top, span.bottom, 1, height)], out=values)
+        else:
+            cube = values.reshape(len(wide), height, -1)
+            how(cube, wide[:, None], out=cube)
+
+    def _rows(self, part: Array, span: Span) -> Array:
+        """Return the number of each column, for each row of blocks."""
+        import numpy as np
+
+        if self._index is not None:
+            chosen: Array = part[:, self._index[span.left : span.right]]
+            return chosen
+        if part.shape[1] == 1 or self._grid.width == 1:
+            return part
+        left, right = span.left, span.right
+        if self._of is None or self._of[0] is not part or self._of[1:] != (left, right):
+            skip = left % self._grid.width
+            wide = np.repeat(part, self._grid.width, axis=1)
+            self._kept = wide[:, skip : skip + right - left]
+            self._of = part, left, right
+        return self._kept

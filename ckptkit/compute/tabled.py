@@ -9,7 +9,7 @@ from ckptkit.compute.blocks import Blocks
 from ckptkit.compute.floats import encode
 from ckptkit.compute.gather import Reading, Room
 from ckptkit.compute.machine import TILE, WIDE, Machine
-from ckptkit.compute.packed import Flat, Span, Turned
+from ckptkit.compute.packed import Flat, Span
 from ckptkit.compute.scales import is_byte, joined, places, rounded
 
 if TYPE_CHECKING:
@@ -26,8 +26,6 @@ def is_tabled(blocks: Blocks) -> bool:
         return False
     if blocks.table in (None, "map", "map-signed") or blocks.zero or blocks.bias:
         return False
-    if blocks.packing.kind == "turned":
-        return grid.height % 2 == 0
     whole = blocks.columns % grid.width == 0 and (blocks.columns <= WIDE or TILE % grid.width == 0)
     return blocks.packing.kind == "flat" and whole and grid.width * bits % 8 == 0
 
@@ -41,7 +39,7 @@ class Tabled(Machine):
         self, blocks: Blocks, reads: Sequence[Reading], sizes: Sequence[int], last: int
     ) -> None:
         super().__init__(blocks, reads, sizes, last)
-        self._index, self._found = Room(), Room()
+        self._index = Room()
 
     def __call__(self, span: Span) -> memoryview:
         """The bytes of the elements of a span."""
@@ -49,8 +47,6 @@ class Tabled(Machine):
 
         if self._of != span.batch:
             self._results, self._of = self._computed(span), span.batch
-        if isinstance(self.codes, Turned):
-            return self._turned(self.codes, span)
         index = self._flat(span)
         found = np.empty(len(index), self._results.dtype)
         np.take(self._results, index, mode="clip", out=found)
@@ -70,27 +66,6 @@ class Tabled(Machine):
         shape = (*scale.shape, wide)
         np.bitwise_or(scale[..., None], data.reshape(shape), out=made.reshape(shape))
         return made
-
-    def _turned(self, codes: Turned, span: Span) -> memoryview:
-        """The elements of a span, from the bytes of pairs of rows."""
-        import numpy as np
-
-        first = self.scales[0]
-        data = codes.bytes(span)
-        pairs = places(span.top // 2, -(-span.bottom // 2), 1, first.grid.height // 2)
-        scale = first.raw(span).astype("<u2") << 8
-        index = self._index.like(data, "<u2")
-        np.copyto(index, data)
-        index |= scale if len(scale) == 1 else scale[pairs]
-        found = self._found.like(data, f"<u{2 * self.target.itemsize}")
-        np.take(self._results, index, mode="clip", out=found)
-        made = np.empty((len(data), 2, data.shape[1]), f"<u{self.target.itemsize}")
-        np.copyto(made[:, 0], found, casting="unsafe")
-        found >>= 8 * self.target.itemsize
-        np.copyto(made[:, 1], found, casting="unsafe")
-        skip = span.top % 2
-        rows = made.reshape(-1, data.shape[1])[skip : skip + span.bottom - span.top]
-        return rows.reshape(-1).view("u1").data
 
     def _computed(self, span: Span) -> Array:
         """Results for all scales and codes, [scale * 256 + byte].

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptkit.compute import expanded
 from ckptkit.compute.floats import decode, is_decoded
-from ckptkit.compute.operations import BUFFER, Piece, flow, in_step, keep_memory
+from ckptkit.compute.operations import BUFFER, Piece, flow, import_numpy, in_step, keep_memory
 from ckptkit.core.bytesource import Extent, Pending, Range, Record, RecordSlice
 from ckptkit.core.dtypes import DType
 from ckptkit.core.errors import TensorError
@@ -319,6 +319,7 @@ def _in_step(
     extents: tuple[Extent, Extent], types: tuple[DType, DType]
 ) -> Iterator[list[memoryview]]:
     keep_memory()
+    import_numpy()
     return in_step(map(flow, extents), [dtype.itemsize for dtype in types], WIDE)
 
 
