@@ -157,8 +157,8 @@ def save(
     path = arguments.path("destination", path)
     _check_writing(format, options, dry_run, publishing)
     checkpoint = opened(checkpoint)
-    chosen = formats.for_writing(path, format, keep=checkpoint.format, shards=_in_shards(options))
-    return _publish(checkpoint, chosen, path, options, dry_run, publishing, replace_source=False)
+    request = _Request(format, options or WriteOptions(), dry_run, publishing)
+    return _publish(checkpoint, _format(path, checkpoint.format, request), path, request)
 
 
 def convert(
@@ -184,40 +184,86 @@ def convert(
     """
     _check_writing(format, options, dry_run, publishing)
     arguments.flags(in_place=in_place, keep_format=keep_format, part_only=part_only)
-    if in_place and isinstance(source, (str, os.PathLike)):
-        source = _read(open_place(source, undo=True), formats.read)
-    checkpoint = open_checkpoint(source, key=key, asked=asked)
-    if part_only:
-        checkpoint = checkpoint.alone()
-    elif not keep_format:
-        checkpoint = checkpoint.whole()
-    if not in_place and destination is None:
-        raise UsageError("there is no destination", hint="in_place=True changes the source")
+    request = _Request(
+        format, options or WriteOptions(), dry_run, publishing, keep_format, key, part_only, asked
+    )
     if in_place:
-        path = _own_place(checkpoint, format)
-    else:
-        path = arguments.path("destination", destination)
-    folder = None if in_place else _folder_read(source, checkpoint)
-    is_kept = keep_format or in_place or formats.is_folder(checkpoint.format)
-    keep = checkpoint.format if is_kept else None
-    if folder is not None:
-        keep = formats.in_folder(checkpoint.format) or keep
-    chosen = formats.for_writing("" if in_place else path, format, keep, shards=_in_shards(options))
+        return _rewrite(source, steps, request)
+    return _write_copy(source, destination, steps, request)
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """The arguments of `save` and `convert` that do not depend on where the output goes."""
+
+    format: str | None
+    options: WriteOptions
+    dry_run: bool
+    publishing: Publishing
+    keep_format: bool = True
+    key: str | None = None
+    part_only: bool = False
+    asked: Asked | None = None
+
+    def opened(self, source: Source) -> Checkpoint:
+        """Read `source`: as the part that it is, or as a whole where the format may change."""
+        checkpoint = open_checkpoint(source, key=self.key, asked=self.asked)
+        if self.part_only:
+            return checkpoint.alone()
+        return checkpoint if self.keep_format else checkpoint.whole()
+
+
+def _rewrite(source: Source, steps: tuple[Step, ...], request: _Request) -> Conversion:
+    """Change the source itself: the bytes that differ if they are few, else the whole file."""
+    if isinstance(source, (str, os.PathLike)):
+        source = _read(open_place(source, undo=True), formats.read)
+    checkpoint = request.opened(source)
+    path = _own_place(checkpoint, request.format)
+    chosen = _format("", checkpoint.format, request)
     # Otherwise it is released: there may be little memory.
-    before = checkpoint if in_place and keep_format else None
-    dtype = _dtype_of(checkpoint) if folder is not None and steps else None
+    before = checkpoint if request.keep_format else None
     checkpoint = _changed(checkpoint, steps)
-    if before is not None and (patch := _patch(before, checkpoint, chosen, options)) is not None:
-        return _apply(checkpoint, patch, chosen, dry_run, publishing)
-    if in_place and os.path.islink(path):
+    patch = None if before is None else _patch(before, checkpoint, chosen, request.options)
+    if patch is not None:
+        return _apply(checkpoint, patch, chosen, request.dry_run, request.publishing)
+    if os.path.islink(path):
         kept = f"was a link to {os.readlink(path)}, which is unchanged"
         checkpoint = replace(checkpoint, warnings=(*checkpoint.warnings, kept))
+    return _publish(checkpoint, chosen, path, request, replace_source=True)
+
+
+def _write_copy(
+    source: Source, destination: PathLike | None, steps: tuple[Step, ...], request: _Request
+) -> Conversion:
+    """Write the changed checkpoint to `destination`, with the sidecars of its folder."""
+    checkpoint = request.opened(source)
+    if destination is None:
+        raise UsageError("there is no destination", hint="in_place=True changes the source")
+    path = arguments.path("destination", destination)
+    folder = _folder_read(source, checkpoint)
+    chosen = _format(path, _kept_format(checkpoint, folder, request.keep_format), request)
+    dtype = _dtype_of(checkpoint) if folder is not None and steps else None
+    checkpoint = _changed(checkpoint, steps)
     copied: tuple[str, ...] = ()
-    if folder is not None and chosen.is_folder and (options is None or options.sidecars):
+    if folder is not None and chosen.is_folder and request.options.sidecars:
         checkpoint, copied = _with_sidecars(checkpoint, folder)
         checkpoint = _with_dtype(checkpoint, dtype)
-    done = _publish(checkpoint, chosen, path, options, dry_run, publishing, replace_source=in_place)
-    return replace(done, copied=copied)
+    return replace(_publish(checkpoint, chosen, path, request), copied=copied)
+
+
+def _format(path: str, keep: str | None, request: _Request) -> Format:
+    shards = request.options.shard_size is not None
+    return formats.for_writing(path, request.format, keep, shards=shards)
+
+
+def _kept_format(checkpoint: Checkpoint, folder: Folder | None, keep_format: bool) -> str | None:
+    """Return the format to write where neither a name nor a suffix says one; None: there is none.
+
+    What was read from a folder stays a folder.
+    """
+    own = checkpoint.format
+    keep = own if keep_format or formats.is_folder(own) else None
+    return keep if folder is None else formats.in_folder(own) or keep
 
 
 def _folder_read(source: Source, checkpoint: Checkpoint) -> Folder | None:
@@ -318,7 +364,7 @@ def _own_place(checkpoint: Checkpoint, format: str | None) -> str:
 
 
 def _patch(
-    before: Checkpoint, after: Checkpoint, format: Format, options: WriteOptions | None
+    before: Checkpoint, after: Checkpoint, format: Format, options: WriteOptions
 ) -> Patch | None:
     """Return the in-place edit of the file, None if it must be written anew."""
     from ckptkit.publish.patching import can_patch, fits
@@ -326,7 +372,7 @@ def _patch(
     if format.name != before.format or before.name is None or not can_patch(before.name):
         return None
     with nullcontext() if before.source is None else steady(before.source):
-        patch = formats.patch(before, after, format, options or WriteOptions())
+        patch = formats.patch(before, after, format, options)
     return patch if patch is not None and fits(patch) else None
 
 
@@ -341,10 +387,6 @@ def _apply(
             patch, verify=publishing.get("verify", False), progress=publishing.get("progress")
         )
     return Conversion(checkpoint, patch, format.name, patch.base.name, done)
-
-
-def _in_shards(options: WriteOptions | None) -> bool:
-    return options is not None and options.shard_size is not None
 
 
 def _changed(checkpoint: Checkpoint, steps: tuple[Step, ...]) -> Checkpoint:
@@ -365,22 +407,22 @@ def _publish(
     checkpoint: Checkpoint,
     format: Format,
     path: PathLike,
-    options: WriteOptions | None,
-    dry_run: bool,
-    publishing: Publishing,
-    replace_source: bool,
+    request: _Request,
+    *,
+    replace_source: bool = False,
 ) -> Conversion:
-    plan = formats.layout(checkpoint, format, options or WriteOptions())
+    plan = formats.layout(checkpoint, format, request.options)
     if plan.is_folder:
         others = (OutputFile(name, (data,)) for name, data in checkpoint.companions)
         plan = replace(plan, files=(*plan.files, *others))
     published = None
-    if not dry_run:
+    if not request.dry_run:
         from ckptkit.publish.write import publish  # not needed for reading
 
+        options = request.publishing
         if replace_source:
-            publishing["force"] = True
+            options = {**options, "force": True}
         published = publish(
-            plan, path, replace_source=replace_source, origin=checkpoint.source, **publishing
+            plan, path, replace_source=replace_source, origin=checkpoint.source, **options
         )
     return Conversion(checkpoint, plan, format.name, urls.shown(os.fspath(path)), published)

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from ckptkit.analysis.matching import Kind, Matching, Renamed, match, sure
 from ckptkit.analysis.renaming import Rule
+from ckptkit.core.grouping import without
 from ckptkit.core.tensor import Shape
 
 Shapes = Mapping[str, "Shape | None"]  # None: not a tensor, or one whose shape is not known yet
@@ -48,14 +49,12 @@ def pair(ours: Mapping[str, Kind], theirs: Mapping[str, Kind], way: Way) -> Matc
     """
     back = {way(name): name for name in ours}
     rest = {name: ours[old] for name, old in back.items() if name not in theirs}
-    lacking = {name: kind for name, kind in theirs.items() if name not in back}
-    fixed = certain(
-        *({name: kind.shape for name, kind in side.items()} for side in (rest, lacking))
-    )
+    lacking = without(theirs, back)
+    fixed = certain(shapes_of(rest), shapes_of(lacking))
     taken = {*fixed.values()}
     found = match(
-        {name: kind for name, kind in rest.items() if name not in fixed},
-        {name: kind for name, kind in lacking.items() if name not in taken},
+        without(rest, fixed),
+        without(lacking, taken),
     )
     known = [Renamed(old, new, rest[old], lacking[new], 1.0, CERTAIN) for old, new in fixed.items()]
     place = {name: number for number, name in enumerate(ours)}
@@ -69,8 +68,7 @@ def pair(ours: Mapping[str, Kind], theirs: Mapping[str, Kind], way: Way) -> Matc
 
 def pairs(ours: Mapping[str, Kind], theirs: Mapping[str, Kind], common: Iterable[str]) -> Matching:
     """Pair the names that only one side has; those that both have are `common`."""
-    shapes = [{name: kind.shape for name, kind in side.items()} for side in (ours, theirs)]
-    way = prefixes(shapes[0], shapes[1], common)
+    way = prefixes(shapes_of(ours), shapes_of(theirs), common)
     met = list(moved(ours, theirs, way))
     found = pair(ours, theirs, way)
     place = {name: number for number, name in enumerate(ours)}
@@ -82,6 +80,11 @@ def pairs(ours: Mapping[str, Kind], theirs: Mapping[str, Kind], common: Iterable
     other = [each for each in met if each.a.shape != each.b.shape]
     renamed, reshaped = in_order(same, found.renamed), in_order(other, found.reshaped)
     return Matching(renamed, reshaped, found.unsearched)
+
+
+def shapes_of(kinds: Mapping[str, Kind]) -> dict[str, Shape]:
+    """Return the shape of each name."""
+    return {name: kind.shape for name, kind in kinds.items()}
 
 
 def moved(ours: Mapping[str, Kind], theirs: Mapping[str, Kind], way: Way) -> Iterator[Renamed]:
@@ -142,10 +145,9 @@ def prefixes(ours: Shapes, theirs: Shapes, common: Iterable[str] = ()) -> Way:
         worse = hits < max(most, 1) or (hits == most and made == images)
         if worse or not _is_harmless(way, ours, common):
             continue
-        if hits > most:
-            best, most, unique, images = way, hits, True, made
-        else:
-            unique = False
+        unique = hits > most
+        if unique:
+            best, most, images = way, hits, made
     return best if unique else Way()
 
 

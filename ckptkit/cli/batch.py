@@ -16,6 +16,7 @@ import click
 from ckptkit.cli import edit_report, options, render
 from ckptkit.core import urls
 from ckptkit.core.errors import CkptkitError, InputError
+from ckptkit.core.grouping import without
 from ckptkit.core.text import and_more
 
 if TYPE_CHECKING:
@@ -182,9 +183,7 @@ class _Work:
     def _call(self, edit: options.Edit) -> None:
         callback: Any = _original(self.name).callback
         names = {each.name for each in fields(options.Edit)}
-        callback.__wrapped__(
-            edit=edit, **{name: value for name, value in self.given.items() if name not in names}
-        )
+        callback.__wrapped__(edit=edit, **without(self.given, names))
 
     @property
     def recipe(self) -> list[object]:

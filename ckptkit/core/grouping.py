@@ -1,8 +1,8 @@
-"""Groups of items: flatten them, find the group of an item, merge mappings."""
+"""Groups of items: flatten them, find the group of an item, merge and thin out mappings."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Container, Hashable, Iterable, Iterator, Mapping
 from itertools import chain
 from typing import TypeVar
 
@@ -29,3 +29,8 @@ def merge_all(mappings: Iterable[Mapping[Key, T]]) -> dict[Key, T]:
     for each in mappings:
         found.update(each)
     return found
+
+
+def without(mapping: Mapping[Key, T], keys: Container[object]) -> dict[Key, T]:
+    """Return the mapping without the entries of `keys`, in its order."""
+    return {key: value for key, value in mapping.items() if key not in keys}

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptkit import formats, quantized
 from ckptkit.analysis.matching import Kind
-from ckptkit.analysis.pairing import prefixes
+from ckptkit.analysis.pairing import Way, prefixes, shapes_of
 from ckptkit.analysis.summary import Summary, summarize
 from ckptkit.analysis.verify import verify
 from ckptkit.api import Conversion, PathLike, convert
@@ -28,6 +28,7 @@ from ckptkit.core.errors import (
     UnsupportedError,
     UsageError,
 )
+from ckptkit.core.grouping import without
 from ckptkit.core.notices import NO_VERSION, coded
 from ckptkit.core.tree import Global, children, key_text
 from ckptkit.core.weights import locate
@@ -330,36 +331,36 @@ def _holds_weights(node: Any) -> bool:
         return False
 
 
+_NO_WEIGHTS = Cause(
+    "no-weights", ERROR, "It holds no weights.", "No mapping from names to tensors is in it."
+)
+
+
 def _fit(
     path: str, checkpoint: Checkpoint, model: nn.Module, options: tuple[str, ...]
 ) -> list[Cause]:
     weights = checkpoint.selection
     if weights is None:
-        return [
-            Cause(
-                "no-weights",
-                ERROR,
-                "It holds no weights.",
-                "No mapping from names to tensors is in it.",
-            )
-        ]
+        return [_NO_WEIGHTS]
     shapes = building.model_shapes(model)
     theirs = {name: Kind(*kind) for name, kind in shapes.items()}
     seen = seen_by(checkpoint, shapes).weights
     ours = {name: Kind(tensor.dtype.name, tensor.shape) for name, tensor in seen.items()}
-    way = prefixes(*({name: kind.shape for name, kind in side.items()} for side in (ours, theirs)))
+    way = prefixes(*map(shapes_of, (ours, theirs)))
     versions: Mapping[str, Any] = module_versions.of(weights.node) or {}
-    there = {way(name) for name in ours}
-    wanted = {
-        name: kind
-        for name, kind in theirs.items()
-        if name in there or not is_implied(way.strip + name.removeprefix(way.add), versions)
+    implied = {
+        name for name in theirs if is_implied(way.strip + name.removeprefix(way.add), versions)
     }
-    for name, kind in ours.items():  # torch before 0.4 had no shape ()
-        other = wanted.get(way(name))
-        if kind.shape == (1,) and other is not None and other.shape == ():
-            ours[name] = Kind(kind.dtype, ())
+    wanted = without(theirs, implied.difference(way(name) for name in ours))
+    for name in _old_scalars(ours, wanted, way):
+        ours[name] = Kind(ours[name].dtype, ())
     ties = [[name for name in same if name in wanted] for same in building.model_ties(model)]
     is_quantized = bool(quantized.find(checkpoint))
     chosen = () if checkpoint.key is None else ("--key", checkpoint.key)
     return fit.causes(fit.Fitting(path, ours, wanted, way, ties, options, is_quantized, chosen))
+
+
+def _old_scalars(ours: Mapping[str, Kind], wanted: Mapping[str, Kind], way: Way) -> list[str]:
+    """Return the names of scalars as torch before 0.4 saved them: of the shape (1,)."""
+    ones = [name for name, kind in ours.items() if kind.shape == (1,)]
+    return [name for name in ones if way(name) in wanted and wanted[way(name)].shape == ()]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from glob import escape
 
@@ -11,7 +11,7 @@ from ckptkit.analysis.advice import add_module, argument, convert, edit, output_
 from ckptkit.analysis.matching import Kind, Renamed
 from ckptkit.analysis.pairing import Way, is_taken_by_torch, pair
 from ckptkit.core.dtypes import BY_NAME
-from ckptkit.core.grouping import flatten
+from ckptkit.core.grouping import flatten, without
 from ckptkit.core.text import plural, shell_command, some
 from ckptkit.diagnosis.cause import ERROR, NOTE, Cause, Fix
 
@@ -42,35 +42,46 @@ class Fitting:
 
 def causes(fitting: Fitting) -> list[Cause]:
     """Return all causes that apply, each on what those before it left."""
-    found = list(_prefix(fitting))
-    names = {name: fitting.way(name) for name in fitting.ours}
-    ours = {names[name]: kind for name, kind in fitting.ours.items()}
+    ours = {fitting.way(name): kind for name, kind in fitting.ours.items()}
     ties = dict(_ties(ours, fitting))
-    wanted = {name: kind for name, kind in fitting.theirs.items() if name not in ties}
+    wanted = without(fitting.theirs, ties)
     matching = pair(fitting.ours, wanted, fitting.way)
-    met = {each.old: each.new for each in matching.renamed}
     renamed = [each for each in matching.renamed if not is_taken_by_torch(each)]
     if renamed:
-        found.append(_renamed(fitting, renamed))
-        # those whose partner has only just got its name
-        now = {met.get(name, names[name]): kind for name, kind in fitting.ours.items()}
-        ties |= dict(_ties(now, fitting))
-    if ties:
-        found.append(_tied(fitting, ties))
-    shapes = [
-        (name, kind, fitting.theirs[new])
-        for name, kind in fitting.ours.items()
-        if (new := names[name]) in fitting.theirs
+        ties |= _ties_of_renamed(fitting, matching.renamed)
+    paired = (*matching.renamed, *matching.reshaped)
+    shapes = [*_same_names(fitting), *((each.old, each.a, each.b) for each in paired)]
+    met = {*ours, *ties, *(each.new for each in paired)}
+    return [
+        *_prefix(fitting),
+        *_renamed(fitting, renamed),
+        *_tied(fitting, ties),
+        *_mismatched(fitting, [(name, a, b) for name, a, b in shapes if a.shape != b.shape]),
+        *_unexpected(fitting, _unpaired(fitting, wanted, {each.old for each in paired})),
+        *_missing([*without(wanted, met)]),
+        *_dtypes(fitting, shapes),
     ]
-    shapes += [(each.old, each.a, each.b) for each in (*matching.renamed, *matching.reshaped)]
-    differing = [(name, one, other) for name, one, other in shapes if one.shape != other.shape]
-    found += _mismatched(fitting, differing)
-    paired = {*met, *(each.old for each in matching.reshaped)}
-    taken = {*met.values(), *(each.new for each in matching.reshaped), *ties}
-    left = [name for name in fitting.ours if names[name] not in wanted and name not in paired]
-    found += _unexpected(fitting, left)
-    found += _missing([name for name in wanted if name not in ours and name not in taken])
-    return [*found, *_dtypes(fitting, shapes)]
+
+
+def _ties_of_renamed(fitting: Fitting, renamed: Sequence[Renamed]) -> dict[str, str]:
+    """Return the ties whose partner has only just got its name."""
+    new = {each.old: each.new for each in renamed}
+    now = {new.get(name, fitting.way(name)): kind for name, kind in fitting.ours.items()}
+    return dict(_ties(now, fitting))
+
+
+def _same_names(fitting: Fitting) -> Iterator[tuple[str, Kind, Kind]]:
+    """Yield the names that meet by the prefixes alone, with the kinds of both sides."""
+    for name, kind in fitting.ours.items():
+        new = fitting.way(name)
+        if new in fitting.theirs:
+            yield name, kind, fitting.theirs[new]
+
+
+def _unpaired(fitting: Fitting, wanted: Container[str], paired: Container[str]) -> list[str]:
+    """Return the names of the file that no name of the model was found for."""
+    left = without(fitting.ours, paired)
+    return [name for name in left if fitting.way(name) not in wanted]
 
 
 def _prefix(fitting: Fitting) -> Iterator[Cause]:
@@ -102,21 +113,17 @@ def _prefix(fitting: Fitting) -> Iterator[Cause]:
 def _ties(ours: Mapping[str, Kind], fitting: Fitting) -> Iterator[tuple[str, str]]:
     """Return the missing names, each with the name of the same parameter that the file has."""
     for same in fitting.ties:
-        there = next(
-            (
-                name
-                for name in same
-                if name in ours and ours[name].shape == fitting.theirs[name].shape
-            ),
-            None,
-        )
-        if there is not None:
-            yield from ((name, there) for name in same if name not in ours)
+        held = [name for name in same if name in ours]
+        there = [name for name in held if ours[name].shape == fitting.theirs[name].shape]
+        if there:
+            yield from ((name, there[0]) for name in same if name not in ours)
 
 
-def _tied(fitting: Fitting, ties: Mapping[str, str]) -> Cause:
+def _tied(fitting: Fitting, ties: Mapping[str, str]) -> Iterator[Cause]:
+    if not ties:
+        return
     pairs = [f"{name} is {tied}" for name, tied in ties.items()]
-    return Cause(
+    yield Cause(
         "tied",
         ERROR,
         f"Tied weights were saved once: {_some(pairs)}.",
@@ -127,13 +134,15 @@ def _tied(fitting: Fitting, ties: Mapping[str, str]) -> Cause:
     )
 
 
-def _renamed(fitting: Fitting, pairs: Sequence[Renamed]) -> Cause:
+def _renamed(fitting: Fitting, pairs: Sequence[Renamed]) -> Iterator[Cause]:
+    if not pairs:
+        return
     names = {each.old: each.new for each in pairs}
     least = min(each.confidence for each in pairs)
     texts = [f"{old} -> {new}" for old, new in names.items()]
     words = ("ckptkit", "diff", *fitting.options, *argument(fitting.path))
     look = f"; to look through them: {shell_command(words)}" if fitting.options else "."
-    return Cause(
+    yield Cause(
         "renamed",
         ERROR,
         f"{plural(len(names), 'key')} with another name in the model: {_some(texts)}.",

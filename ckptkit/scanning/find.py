@@ -51,6 +51,9 @@ def inside(source: ByteSource) -> Iterator[Seen]:
         yield Remark("", error.message)
 
 
+_TWO_FILES = "ends as a zip archive does, and begins as something else: two readers, two files"
+
+
 class _Search:
     """The search of one file, and how much of its limits is used up."""
 
@@ -96,26 +99,26 @@ class _Search:
         """Yield what no format claims, or other readers see."""
         source, head = probe.source, probe.head
         is_zip = head.startswith(MAGIC)
-        if not is_zip and depth == 0 and _ends_as_zip(source, head):
-            yield Remark(
-                where,
-                "ends as a zip archive does, and begins as something else: two readers, two files",
-            )
-            yield from self._all(hidden_zip.pickles(source), where, depth, sure)
-        elif is_zip and not claimed:
+        two_files = not is_zip and depth == 0 and _ends_as_zip(source, head)
+        if two_files:
+            yield Remark(where, _TWO_FILES)
+        if two_files or (is_zip and not claimed):
             yield from self._all(hidden_zip.pickles(source), where, depth, sure)
         if is_tar(head) and (is_zip or not claimed):
             yield from self._all(hidden_tar.pickles(source), where, depth, sure)
         if packed := _packed(head, weak=sure):
             yield from self._unpacked(Inner(packed, source, sure, packed), where, depth)
-        elif not claimed and not is_zip and head:
-            named = depth == 0 and source.name.lower().endswith(PICKLES)
-            if named or looks_like_a_pickle(head):
-                yield from self._stream(
-                    PickleStream("", source, 0, source.size), where, depth, maybe=not named
-                )
+        elif not claimed and not is_zip:
+            yield from self._bare(source, head, where, depth)
         if closed := _starting(CLOSED, head):
             yield Remark(where, f"is compressed ({closed}), which is not looked into")
+
+    def _bare(self, source: ByteSource, head: bytes, where: str, depth: int) -> Iterator[Seen]:
+        """Yield the pickle that a file is by its name, or may be by its beginning."""
+        named = depth == 0 and source.name.lower().endswith(PICKLES)
+        if head and (named or looks_like_a_pickle(head)):
+            stream = PickleStream("", source, 0, source.size)
+            yield from self._stream(stream, where, depth, maybe=not named)
 
     def _all(self, found: Iterator[Found], where: str, depth: int, sure: bool) -> Iterator[Seen]:
         """Yield what a container holds, up to where it is damaged."""

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit import CkptkitError
+from ckptkit.core.grouping import without
 
 MODELS = ("cnn", "mlp", "crnn", "densenet", "generator")
 PARALLEL = ("none", "dp", "dp-balanced", "ddp", "fsdp")
@@ -123,7 +124,7 @@ class Config:
         """Return plain values only, for the checkpoint."""
         values = {**asdict(self), "devices": list(self.devices), "lr": self.initial_lr}
         unused = [name for name in RECORDED_IF_USED if values[name] == DEFAULTS[name]]
-        return {name: value for name, value in values.items() if name not in unused}
+        return without(values, unused)
 
 
 DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(Config)}

@@ -17,6 +17,7 @@ from ckptkit import quantized
 from ckptkit.core import arguments
 from ckptkit.core.checkpoint import Checkpoint, NoEffect, Source, opened
 from ckptkit.core.errors import CollisionError, UsageError
+from ckptkit.core.grouping import without
 from ckptkit.core.rebuilding import rebuild
 from ckptkit.core.tensor import Tensor
 from ckptkit.core.text import guess, plural, quoted, shell_word
@@ -241,7 +242,7 @@ def untie(ck: Checkpoint, names: Mapping[str, str]) -> Checkpoint:
             raise UsageError(
                 f"{new!r} is not tied to {names[new]!r}{target.place}: they may differ"
             )
-    entries = {key: value for key, value in target.entries.items() if key not in gone}
+    entries = without(target.entries, gone)
     left = [name for name in target.names if name not in gone]
     node = module_versions.like(
         target.entries, entries, lambda paths: module_versions.pruned(paths, left)
@@ -386,7 +387,7 @@ def select(
         nothing = NoEffect("every weight is selected: nothing is left out")
         return ck.with_root(ck.root, warnings=[nothing])
     dropped = set(target.names) - kept
-    entries = {key: value for key, value in target.entries.items() if key not in dropped}
+    entries = without(target.entries, dropped)
     new = module_versions.like(
         target.entries, entries, lambda paths: module_versions.pruned(paths, kept)
     )

@@ -13,6 +13,7 @@ from ckptkit.core import dtypes
 from ckptkit.core.checkpoint import Checkpoint, Source, opened
 from ckptkit.core.dtypes import DType, DTypeLike
 from ckptkit.core.errors import CollisionError, FormatError, UnsupportedError, UsageError
+from ckptkit.core.grouping import without
 from ckptkit.core.text import plural, quoted
 from ckptkit.quantized import Quantization
 from ckptkit.quantized.group import quantization_of, read_json_of
@@ -110,7 +111,7 @@ def _dropped(found: Quantization) -> Iterator[str]:
 def _header(metadata: Mapping[str, str], found: Quantization) -> dict[str, str]:
     """The strings of the container without those that describe quantized tensors."""
     gone = {*_HEADERS, *(group.name for group in found.groups)} if found else set()
-    kept = {key: text for key, text in metadata.items() if key not in gone}
+    kept = without(metadata, gone)
     if "tensor_names" in metadata:
         kept = {key: text for key, text in kept.items() if '"_type"' not in text}
     if kept.get("format") == "mlx":
@@ -125,8 +126,8 @@ def _configuration(ck: Checkpoint) -> tuple[list[tuple[str, bytes]], list[str]]:
         return [], []
     inner = config.get("text_config")
     if isinstance(inner, dict):
-        config["text_config"] = {key: value for key, value in inner.items() if key not in _CONFIG}
-    kept = {key: value for key, value in config.items() if key not in _CONFIG}
+        config["text_config"] = without(inner, _CONFIG)
+    kept = without(config, _CONFIG)
     warning = (
         "config.json says how the weights were quantized: its quantization_config is left out of a "
         "folder that is written, and must go from a copy beside a single file"

@@ -117,20 +117,25 @@ def _series(rows: Iterable[tuple[str, Values]]) -> list[Folded]:
 
     Values that are all equal are shown once; a few lists stay rows of their own.
     """
-    found: list[tuple[str, Values] | None] = list(rows)
+    found = list(rows)
+    gone: set[int] = set()  # positions of rows that are part of another
     groups: defaultdict[Hashable, list[int]] = defaultdict(list)
-    for position, row in enumerate(found):
-        assert row is not None
-        groups[family(row[0]), tuple(kind for kind, _ in row[1])].append(position)
+    for position, (label, values) in enumerate(found):
+        groups[family(label), tuple(kind for kind, _ in values)].append(position)
     for positions in groups.values():
-        same = [row for row in map(found.__getitem__, positions) if row is not None]
+        same = [found[position] for position in positions]
+        series = [values for _, values in same]
         together = fold(Item(label, (), 0) for label, _ in same)
-        short = len(same) <= LISTED and any(len(values) > 1 for _, values in same)
-        if len(together) == 1 and len({values for _, values in same}) > 1 and not short:
-            for position in positions:
-                found[position] = None
-            found[positions[0]] = (together[0].label, tuple(flatten(values for _, values in same)))
-    return fold(Item(*row, 0) for row in found if row is not None)
+        if len(together) == 1 and _differ(series):
+            gone.update(positions[1:])
+            found[positions[0]] = (together[0].label, tuple(flatten(series)))
+    return fold(Item(*row, 0) for position, row in enumerate(found) if position not in gone)
+
+
+def _differ(series: Sequence[Values]) -> bool:
+    """Return whether values are shown one after another: not all equal, and no few lists."""
+    short = len(series) <= LISTED and max(map(len, series)) > 1
+    return not short and len({*series}) > 1
 
 
 def _value(columns: Any) -> str:

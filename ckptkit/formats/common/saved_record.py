@@ -26,6 +26,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ckptkit.core.errors import CkptkitError, FormatError
+from ckptkit.core.grouping import without
 from ckptkit.core.limits import LIMITS
 from ckptkit.core.tensor import Tensor
 from ckptkit.core.text import plural
@@ -235,7 +236,7 @@ def _rest(
     values: Mapping[str, Any], ties: Iterable[str], metadata: Mapping[str, str]
 ) -> dict[str, str]:
     known = {RESERVED, *ties}
-    rest = {key: text for key, text in metadata.items() if key not in known}
+    rest = without(metadata, known)
     return {**rest, **of_values(values)}
 
 

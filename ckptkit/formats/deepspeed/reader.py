@@ -19,7 +19,7 @@ from typing import NamedTuple
 from ckptkit.core.bytesource import Folder
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import AmbiguousError, CkptkitError, CorruptError, FormatError, InputError
-from ckptkit.core.grouping import flatten, merge_all
+from ckptkit.core.grouping import flatten, merge_all, without
 from ckptkit.core.tensor import Tensor
 from ckptkit.core.tree import Node
 from ckptkit.formats import table
@@ -107,7 +107,7 @@ class _Reading:
         layout = zero.layout(model.groups)
         parameters = zero.parameters(layout)
         state, warnings = zero.optimizer(layout)
-        settings = {key: node for key, node in zero.first.node.items() if key not in CUT}
+        settings = without(zero.first.node, CUT)
         inner = zero.first.node.get(zero.state_key)
         groups = inner.get(_GROUPS) if isinstance(inner, dict) else None
         return Parts(
@@ -127,9 +127,7 @@ class _Reading:
             skip={*model.buffer_names, *model.states.names(SHARED), *model.frozen_shapes}
         )
         settings = self.reader.read(SETTINGS, zero).root if SETTINGS in zero else {}
-        kept = {
-            key: node for key, node in Fields(settings, SETTINGS).node.items() if key not in CUT
-        }
+        kept = without(Fields(settings, SETTINGS).node, CUT)
         frozen = self._frozen(model, len(self.files.models))
         return Parts(universal.parameters, frozen, universal.state, {_GROUPS: None, **kept}, [])
 
@@ -162,7 +160,7 @@ def _root(model: Model, parts: Parts, stage_3: bool) -> dict[Node, Node]:
         **({} if stage_3 else model.half(parts.parameters)),
         OPTIMIZER: {"state": parts.state, **settings},
     }
-    kept = {key: node for key, node in model.states.node.items() if key not in (*new, *_DROPPED)}
+    kept = without(model.states.node, (*new, *_DROPPED))
     return {**new, **kept}
 
 

@@ -13,7 +13,7 @@ from ckptkit.core.bytesource import Extent, Range
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import TensorError, UnsafeGlobalError
-from ckptkit.core.grouping import owners
+from ckptkit.core.grouping import owners, without
 from ckptkit.core.limits import LIMITS, check
 from ckptkit.core.plan import BLOCK, OutputFile, Plan, place_in_block
 from ckptkit.core.tensor import Tensor
@@ -77,7 +77,7 @@ def prepared(checkpoint: Checkpoint, options: WriteOptions) -> Contents:
     refuse_pieces(weights.nodes)
     _check_holdable(tensors)
     ties = _ties(tensors, checkpoint.extras) if options.ties == "alias" else {}
-    stored = {name: tensor for name, tensor in tensors.items() if name not in ties}
+    stored = without(tensors, ties)
     extra, notes = leftovers(checkpoint)
     text = record(weights, ties, {**values(checkpoint.extras), **extra})
     metadata: dict[str, str | None] = {
