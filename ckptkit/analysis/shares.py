@@ -71,9 +71,7 @@ def shares(summary: Summary, root: Node) -> list[Share]:
             role, place = WEIGHTS, prefix + row.name
         elif _is_below(row.path, optimizers, lengths):
             role = OPTIMIZER
-        key = (
-            (number,) if row.storage is None else (row.storage, row.tensor.offset, row.tensor.shape)
-        )
+        key = row.memory(number)
         same = first.setdefault(key, number)
         counts = (row.name is not None or not in_weights) and key not in counted
         if counts:

@@ -73,6 +73,12 @@ class TensorRow(NamedTuple):
         """The path, its keys joined by dots."""
         return join(self.path)
 
+    def memory(self, number: int) -> tuple[object, ...]:
+        """Return what rows over the same elements have in common; `number` is that of this row."""
+        if self.storage is None:
+            return (number,)
+        return self.storage, self.tensor.offset, self.tensor.shape
+
     @property
     def label(self) -> str:
         """The name, or the place of what is not in the weights."""
@@ -359,25 +365,19 @@ class _Survey:
     def totals(self) -> Totals:
         counted: dict[tuple[object, ...], int] = {}
         free = [storage.nbytes for storage in self.storages]
-        total, storage_nbytes = (
-            0,
-            sum(free) + sum(row.nbytes for row in self.rows if row.is_logical),
-        )
+        in_storages, total = sum(free), 0
         in_weights = any(row.name is not None for row in self.rows)
         for number, row in enumerate(self.rows):
-            name, _, tensor, storage, nbytes = row[:5]
-            inside = row.inside
-            total += 0 if inside else nbytes
-            if storage is not None:
-                free[storage] -= nbytes
-            if name is not None or not (in_weights or inside):
-                same = (number,) if storage is None else (storage, tensor.offset, tensor.shape)
-                counted[same] = tensor.numel
+            total += 0 if row.inside else row.nbytes
+            if row.storage is not None:
+                free[row.storage] -= row.nbytes
+            if row.name is not None or not (in_weights or row.inside):
+                counted[row.memory(number)] = row.tensor.numel
         return Totals(
             tensors=len(self.rows),
             parameters=sum(counted.values()),
             nbytes=total,
-            storage_nbytes=storage_nbytes,
+            storage_nbytes=in_storages + sum(row.nbytes for row in self.rows if row.is_logical),
             unused_nbytes=sum(rest for rest in free if rest > 0),
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
-from itertools import chain, islice
+from itertools import chain, islice, starmap
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -66,10 +66,7 @@ def command(
     Example: ckptkit digest run.pth -o run.manifest
              ckptkit digest --check run.manifest run.safetensors
     """
-    if len(files) > 1 and (output is not None or expected is not None):
-        raise click.UsageError("--output and --check take one FILE")
-    if output is not None and (expected is not None or as_json):
-        raise click.UsageError("--output cannot be combined with --check or --json")
+    _check_options(files, output, expected, as_json)
     matches = render.matcher(globs) if globs else None
     failures: list[CkptkitError] = []
     found = _each(files, key, everything, matches, failures, dequantize)
@@ -80,11 +77,21 @@ def command(
         _write(next(_readable(found))[2], output, force)
     elif as_json:
         found = chain(list(islice(found, 1)), found)  # a single file raises before any output
-        render.emit_json({"schema": SCHEMA, "files": (_facts(*each) for each in found)})
+        render.emit_json({"schema": SCHEMA, "files": starmap(_facts, found)})
     else:
         for path, _, digests in _readable(found):
             render.write(f"{line}\n" for line in _lines(digests, path if len(files) > 1 else None))
     return InputError.exit_code if failures else 0
+
+
+def _check_options(
+    files: Sequence[str], output: str | None, expected: str | None, as_json: bool
+) -> None:
+    """Raise UsageError for options that contradict each other."""
+    if len(files) > 1 and (output is not None or expected is not None):
+        raise click.UsageError("--output and --check take one FILE")
+    if output is not None and (expected is not None or as_json):
+        raise click.UsageError("--output cannot be combined with --check or --json")
 
 
 def _each(

@@ -117,11 +117,12 @@ def _pieces(root: Node, path: str) -> PartOf | None:
     cut = [(place, piece) for place, piece in found if held(piece) < piece_elements(piece)]
     if not cut:
         return None
-    named = _WORLD.search(os.path.basename(path))
-    rank = next((piece.rank for _, piece in cut if piece.rank is not None), None)
-    rank = int(named[2]) if rank is None and named else rank
-    world = max(piece.world for _, piece in found)
-    world = max(world, int(named[1])) if named else world
+    ranks = [piece.rank for _, piece in cut if piece.rank is not None]
+    worlds = [piece.world for _, piece in found]
+    if named := _WORLD.search(os.path.basename(path)):
+        ranks.append(int(named[2]))
+        worlds.append(int(named[1]))
+    rank, world = (ranks[0] if ranks else None), max(worlds)
     who = f"rank {'?' if rank is None else f'{rank:,}'} of {world:,}"
     what = parallelism.named(piece for _, piece in found)
     whole = _OF_FSDP if what == parallelism.FSDP else f"a checkpoint of {what}"

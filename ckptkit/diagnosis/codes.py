@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 
 from ckptkit.analysis.advice import convert, edit
 from ckptkit.core.text import plural
@@ -50,24 +50,17 @@ def causes(facts: Facts) -> Iterator[Cause]:
 
 
 def _readable(facts: Facts, groups: Sequence[Group]) -> Cause:
-    kinds = Counter((group.label, group.family) for group in groups)
-    counts = ", ".join(
-        f"{number:,} {label} ({family})" for (label, family), number in kinds.items()
-    )
+    kinds = Counter(f"{group.label} ({group.family})" for group in groups)
+    counts = ", ".join(f"{number:,} {kind}" for kind, number in kinds.items())
     all_are_read = facts.quantized is not None and not facts.quantized.unread
-    used = {group.family for group in groups}
-    readers = "; ".join(
-        dict.fromkeys(each.oracle for each in families() if each.name in used and each.oracle)
-    )
     are = "is" if len(groups) == 1 else "are"
-    ragged = any(group.family == "fp8-block" and _is_ragged(group) for group in groups)
     return Cause(
         "quantized",
         ERROR if facts.needs_floats else NOTE,
         f"{len(groups):,} of its weights {are} quantized: {counts}.",
         "A model of floats cannot load them: codes are numbers together with their scales only. "
-        + (f"Read as these do: {readers}." if readers else "")
-        + (_RAGGED if ragged else ""),
+        + _read_as({group.family for group in groups})
+        + (_RAGGED if any(map(_is_ragged, groups)) else ""),
         _command(facts, groups[0]),
         Fix(dequantize=True) if facts.needs_floats and all_are_read else None,
     )
@@ -83,7 +76,16 @@ def _command(facts: Facts, group: Group) -> str:
     return convert(facts.path, "float", *options)
 
 
+def _read_as(used: Container[str]) -> str:
+    """Name the libraries whose reading of the codes of some families is followed."""
+    oracles = [each.oracle for each in families() if each.name in used and each.oracle]
+    return f"Read as these do: {'; '.join(dict.fromkeys(oracles))}." if oracles else ""
+
+
 def _is_ragged(group: Group) -> bool:
+    """Return whether the last blocks of 8-bit floats are smaller than the others."""
+    if group.family != "fp8-block":
+        return False
     assert group.layout is not None
     grid = group.layout.scales[0].grid
     return bool(group.layout.rows % grid.height or group.layout.columns % grid.width)

@@ -12,7 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from ckptkit.core import arguments
 from ckptkit.core.checkpoint import Checkpoint, NoEffect, Source, opened
@@ -48,6 +48,9 @@ _FROM_TYPE = (
 
 Device: TypeAlias = Any  # a name, or a torch.device
 Remap = Callable[[str], str]
+T = TypeVar("T")
+Changed = TypeVar("Changed")
+Places: TypeAlias = list[tuple[T, str]]  # what names a device, and which
 
 
 def remap(ck: Source, devices: Device | Mapping[Any, Any], *, values: bool = False) -> Checkpoint:
@@ -65,49 +68,39 @@ def remap(ck: Source, devices: Device | Mapping[Any, Any], *, values: bool = Fal
         devices = _name(devices)
     places = _Places.of(ck.root)
     new = _mapping(devices, places.devices)
-    storages = {
-        id(each): _tagged(each, new(each.device))
-        for each in places.storages
-        if _moves(each.device, new)
-    }
-    calls = {
-        id(call): _with_device(call, new(device))
-        for call, device in places.calls
-        if _moves(device, new)
-    }
-    plain = {
-        id(value): _device(new(device)) for value, device in places.values if _moves(device, new)
-    }
+    storages = _changed(places.storages, new, _tagged)
+    swap = _changed(places.calls, new, _with_device)
+    plain = _changed(places.values, new, _device_like)
     notes = [
-        *_arrows(
-            "changed the device tag of", "storage", [each.device for each in places.storages], new
-        ),
-        *_arrows(
-            "changed the argument of", "rebuild call", [device for _, device in places.calls], new
-        ),
-        *(
-            _arrows("changed", "torch.device value", [device for _, device in places.values], new)
-            if values
-            else ()
-        ),
+        *_arrows("changed the device tag of", "storage", places.storages, new),
+        *_arrows("changed the argument of", "rebuild call", places.calls, new),
     ]
+    if values:
+        notes += _arrows("changed", "torch.device value", places.values, new)
+        swap |= plain
     warnings: list[str] = list(_without_effect(devices, places, bool(notes)))
     if plain and not values:
         warnings.append(_left(ck.root, plain.keys()))
-    swap = {**calls, **(plain if values else {})}
-    root = (
-        rebuild(ck.root, lambda leaf: moved(leaf, storages), swap) if storages or swap else ck.root
-    )
+    root = ck.root
+    if storages or swap:
+        root = rebuild(root, lambda leaf: moved(leaf, storages), swap)
     return ck.with_root(root, notes=notes, warnings=warnings)
+
+
+def _changed(
+    places: Places[T], new: Remap, make: Callable[[T, str], Changed]
+) -> dict[int, Changed]:
+    """Return what `make` gives for each place that moves, by its id."""
+    return {id(each): make(each, new(device)) for each, device in places if _moves(device, new)}
 
 
 @dataclass(frozen=True)
 class _Places:
     """Everything in a tree that names a device: storages, calls and ``torch.device`` values."""
 
-    storages: list[Storage]
-    calls: list[tuple[Object, str]]
-    values: list[tuple[Object, str]]
+    storages: Places[Storage]
+    calls: Places[Object]
+    values: Places[Object]
 
     @classmethod
     def of(cls, root: Node) -> _Places:
@@ -126,16 +119,14 @@ class _Places:
                     calls.append((node, _text(argument)))
                     arguments.add(id(argument))
         return cls(
-            list(storages.values()),
+            [(each, each.device) for each in storages.values()],
             calls,
             [(node, _text(node)) for node in values if id(node) not in arguments],
         )
 
     @property
     def devices(self) -> set[str]:
-        return {each.device for each in self.storages} | {
-            device for _, device in (*self.calls, *self.values)
-        }
+        return {device for _, device in (*self.storages, *self.calls, *self.values)}
 
 
 def _mapping(devices: str | Mapping[str, str], known: set[str]) -> Remap:
@@ -174,8 +165,8 @@ def _moves(device: str, new: Remap) -> bool:
     return new(device) != device
 
 
-def _arrows(verb: str, noun: str, devices: list[str], new: Remap) -> Iterator[str]:
-    for device, number in sorted(Counter(devices).items()):
+def _arrows(verb: str, noun: str, places: Places[Any], new: Remap) -> Iterator[str]:
+    for device, number in sorted(Counter(device for _, device in places).items()):
         if _moves(device, new):
             yield f"{verb} {plural(number, noun)}: {device} -> {new(device)}"
 
@@ -184,7 +175,7 @@ def _without_effect(
     devices: str | Mapping[str, str], places: _Places, changed: bool
 ) -> Iterator[NoEffect]:
     """Yield a warning if nothing is changed, or nothing on one of the devices of a mapping."""
-    there = ", ".join(sorted({each.device for each in places.storages}))
+    there = ", ".join(sorted({device for _, device in places.storages}))
     unused = (
         [] if isinstance(devices, str) else [old for old in devices if old not in places.devices]
     )
@@ -214,6 +205,10 @@ def _text(node: Node) -> str:
     return ":".join(str(each) for each in args if isinstance(each, (str, int)))
 
 
+def _device_like(_: Object, device: str) -> Object:
+    return _device(device)
+
+
 def _device(device: str) -> Object:
     kind, _, index = device.partition(":")
     return Object(_DEVICE, (kind, int(index)) if index else (kind,))
@@ -226,11 +221,8 @@ def _argument(node: Object) -> Node:
         return None
     args, position = found
     device = args[position]
-    return (
-        device
-        if isinstance(device, str) or (isinstance(device, Object) and _is_device(device))
-        else None
-    )
+    says = isinstance(device, str) or (isinstance(device, Object) and _is_device(device))
+    return device if says else None
 
 
 def _call(node: Object) -> tuple[tuple[Node, ...], int] | None:
@@ -244,11 +236,9 @@ def _call(node: Object) -> tuple[tuple[Node, ...], int] | None:
     ):
         made, args = args[0], args[2]
     position = _POSITIONS.get(made.name) if isinstance(made, Global) else None
-    return (
-        (args, position)
-        if position is not None and isinstance(args, tuple) and len(args) > position
-        else None
-    )
+    if position is None or not isinstance(args, tuple) or len(args) <= position:
+        return None
+    return args, position
 
 
 def _with_device(node: Object, device: str) -> Object:

@@ -154,16 +154,18 @@ def _packed(root: Node) -> Iterator[tuple[Path, dict[str, Node]]]:
         parts, nested = _flat(node)
         inside |= nested
         tensors = [part for part in parts if as_tensor(part) is not None]
-        packer = (
-            holder is not None and holder.state is node and str(holder.global_).endswith(_PACKER)
-        )
-        chosen = [part for part in tensors if _kind(part) == "quantized"] or tensors[
-            : 1 if packer else 0
-        ]
+        chosen = [part for part in tensors if _kind(part) == "quantized"]
+        if not chosen and _is_packer(holder, node):
+            chosen = tensors[:1]
         if len(chosen) == 1:
             after = tensors[tensors.index(chosen[0]) + 1 :]
-            bias = next((part for part in after if _kind(part) == "float"), None)
-            yield path, {"weight": chosen[0]} | ({} if bias is None else {"bias": bias})
+            biases = [part for part in after if _kind(part) == "float"]
+            yield path, dict(zip(("weight", "bias"), (*chosen, *biases), strict=False))
+
+
+def _is_packer(holder: Object | None, node: Node) -> bool:
+    """Return whether a node is the state of an object that packs the parameters of a layer."""
+    return holder is not None and holder.state is node and str(holder.global_).endswith(_PACKER)
 
 
 def _parts(path: Path) -> Iterator[str]:

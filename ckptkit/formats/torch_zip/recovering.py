@@ -180,17 +180,11 @@ class _Archive:
                 f"is a zip archive of other files, such as {shown(names[-1])}",
                 hint="unpack the intact ones (zip -FF repairs a cut archive) and name one of them",
             )
-        name = next(
-            (
-                name
-                for name in self.found.entries
-                if name.endswith(_PICKLE) and name.count("/") == 1
-            ),
-            None,
-        )
-        if name is None:
+        pickles = [name for name in self.found.entries if name.endswith(_PICKLE)]
+        at_top = [name for name in pickles if name.count("/") == 1]
+        if not at_top:
             raise CorruptError("its first header and its directory are damaged", hint=AGAIN)
-        return name
+        return at_top[0]
 
     def _refuse_program(
         self, names: dict[str, list[Header]] | dict[str, list[DirectoryEntry]]
