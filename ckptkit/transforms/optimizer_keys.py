@@ -13,6 +13,7 @@ from typing import NamedTuple
 from ckptkit.core import arguments
 from ckptkit.core.checkpoint import Checkpoint, NoEffect, Source, opened
 from ckptkit.core.errors import UsageError
+from ckptkit.core.grouping import without
 from ckptkit.core.rebuilding import rebuild
 from ckptkit.core.tensor import Shape, Tensor
 from ckptkit.core.text import nearest, plural, some
@@ -85,7 +86,7 @@ def _only(ck: Checkpoint) -> _Optimizer:
     if not isinstance(state, dict):
         raise UsageError(f"{path}.state is no mapping", where=ck.name)
     optimizer = _Optimizer(path, node, groups, state)
-    if unknown := [key for key in state if key not in set(optimizer.params)]:
+    if unknown := without(state, set(optimizer.params)):
         raise UsageError(f"{path}.state has {some(map(str, unknown))}, which no group has")
     return optimizer
 
