@@ -6,8 +6,9 @@ One walk over the tree.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
 from ckptkit import quantized
@@ -85,11 +86,12 @@ class TensorRow(NamedTuple):
         return self.place if self.name is None else self.name
 
 
-def modules(rows: Iterable[TensorRow]) -> Modules:
+def modules(rows: Sequence[TensorRow]) -> Modules:
     """Return the kinds of the modules of all rows of a checkpoint."""
     from ckptkit.core.fold import Modules
 
-    return Modules((row.label, row.dtype, len(row.tensor.shape)) for row in rows)
+    labels, dtypes = [row.label for row in rows], [row.dtype for row in rows]
+    return Modules(zip(labels, dtypes, [len(row.tensor.shape) for row in rows], strict=True))
 
 
 class Value(NamedTuple):
@@ -241,8 +243,7 @@ class _Survey:
         self.objects: list[Opaque] = []
         self.inner: list[Inner] = []
         self.harmful: dict[str, list[Path]] = {}
-        self.storages: list[Storage] = []
-        self.numbers: dict[int, int] = {}  # by id of the storage: its position among them
+        self.numbers: dict[Storage, int] = {}  # in the order of the file
 
     def run(self, root: Node) -> None:
         """Visit every node once for each path; what is shown as a tensor or value is not entered.
@@ -251,7 +252,7 @@ class _Survey:
         inside it.
         """
         target = self.weights.node if self.weights else self
-        names = _naming(self.weights) if self.weights else None
+        name_of = _naming(self.weights) if self.weights else _nameless
         shown = 1 << 62  # depth of a node that is shown whole, while the walk is inside it
         base: int | None = None  # depth of the weights, while the walk is inside them
         for path, node in walk(root):
@@ -263,12 +264,11 @@ class _Survey:
                 base = None
             if node is target and self.weights and _same(path, self.weights.path):
                 base = depth
-            name_of = names if base is not None else None
             kind = node.__class__
             if kind is Tensor:
-                self._tensor(path, node, name_of(path[base:]) if name_of else None)
+                self._tensor(path, node, None if base is None else name_of(path, base))
             elif kind is Object and node.tensor is not None:
-                self._rebuilt(path, node, name_of(path[base:]) if name_of else None)
+                self._rebuilt(path, node, None if base is None else name_of(path, base))
                 shown = depth
             elif (value := plain(node)) is not None:
                 self._value(path, node, *value)
@@ -348,10 +348,7 @@ class _Survey:
             yield Notice(RUNS_CODE, text, call=made, values=1 + len(more))
 
     def _number(self, storage: Storage) -> int:
-        number = self.numbers.setdefault(id(storage), len(self.storages))
-        if number == len(self.storages):
-            self.storages.append(storage)
-        return number
+        return self.numbers.setdefault(storage, len(self.numbers))
 
     def mark_shared(self) -> None:
         """Mark the tensors whose storage others use too."""
@@ -363,23 +360,28 @@ class _Survey:
                 self.rows[number] = row._replace(is_shared=True)
 
     def totals(self) -> Totals:
-        counted: dict[tuple[object, ...], int] = {}
-        free = [storage.nbytes for storage in self.storages]
-        in_storages, total = sum(free), 0
-        in_weights = any(row.name is not None for row in self.rows)
-        for number, row in enumerate(self.rows):
-            total += 0 if row.inside else row.nbytes
+        free = [storage.nbytes for storage in self.numbers]
+        logical = sum([row.nbytes for row in self.rows if row.is_logical]) if self.logical else 0
+        stored = sum(free) + logical
+        for row in self.rows:
             if row.storage is not None:
                 free[row.storage] -= row.nbytes
-            if row.name is not None or not (in_weights or row.inside):
-                counted[row.memory(number)] = row.tensor.numel
         return Totals(
             tensors=len(self.rows),
-            parameters=sum(counted.values()),
-            nbytes=total,
-            storage_nbytes=in_storages + sum(row.nbytes for row in self.rows if row.is_logical),
-            unused_nbytes=sum(rest for rest in free if rest > 0),
+            parameters=self._parameters(),
+            nbytes=sum([row.nbytes for row in self.rows if not row.inside]),
+            storage_nbytes=stored,
+            unused_nbytes=sum([rest for rest in free if rest > 0]),
         )
+
+    def _parameters(self) -> int:
+        """Return the elements of the weights, or of all tensors; those of one place once."""
+        counted = [row for row in self.rows if row.name is not None]
+        if not counted:
+            counted = [row for row in self.rows if not row.inside]
+        shapes = Counter([row.tensor.shape for row in counted if not row.is_shared])
+        shared = {row.memory(0): row.tensor.numel for row in counted if row.is_shared}
+        return sum([prod(shape) * n for shape, n in shapes.items()]) + sum(shared.values())
 
 
 def _unread(parts: Mapping[str, Group]) -> Iterator[str]:
@@ -403,19 +405,27 @@ def _same(path: Path, other: Path) -> bool:
     )
 
 
-def _naming(weights: Weights) -> Callable[[Path], str | None]:
-    """Return a function from a path below the weights to the name in them."""
+Naming = Callable[[Path, int], "str | None"]
+
+
+def _naming(weights: Weights) -> Naming:
+    """Return a function from a path, and the depth of the weights, to the name in these."""
     nodes = weights.nodes
 
-    def by_key(below: Path) -> str | None:
-        return below[0] if len(below) == 1 and below[0] in nodes else None
+    def by_key(path: Path, base: int) -> str | None:
+        return path[base] if len(path) == base + 1 and path[base] in nodes else None
 
     places = weights.module.places if weights.module is not None else {}
 
-    def by_place(below: Path) -> str | None:
+    def by_place(path: Path, base: int) -> str | None:
+        below = path[base:]
         return places.get(below) if all(isinstance(key, (str, int)) for key in below) else None
 
     return by_place if weights.is_module else by_key
+
+
+def _nameless(path: Path, base: int) -> None:
+    """Return no name: there are no weights."""
 
 
 def _size(checkpoint: Checkpoint) -> int:

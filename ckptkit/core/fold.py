@@ -15,7 +15,9 @@ from typing import Any, NamedTuple
 
 from ckptkit.core.text import some
 
-_split = re.compile(r"(?<![^.])(0|[1-9][0-9]{0,17})(?![^.])").split
+_INDEX = r"(0|[1-9][0-9]{0,17})"
+_split = re.compile(rf"(?<![^.]){_INDEX}(?![^.])").split
+_last_index = re.compile(rf"((?:.*\.)?){_INDEX}((?:\..*)?)", re.DOTALL).fullmatch
 COUNTERS = ("num_batches_tracked", "step")
 RUNS = 8  # runs of numbers that are spelled out between braces
 
@@ -35,9 +37,7 @@ class Folded(NamedTuple):
     rows: int
 
 
-# Joined rows: position of the first, indices, bytes, number of rows. A plain tuple, for speed: each
-# row begins as one.
-_Block = tuple[int, Indices, int, int]
+_Block = tuple[int, Indices, int, int]  # joined rows: position of the first, indices, bytes, number
 
 
 class Modules:
@@ -49,12 +49,11 @@ class Modules:
     """
 
     def __init__(self, tensors: Iterable[tuple[str, str, int]] = ()) -> None:
-        self._kinds: dict[str, int] = {}
+        self._kinds = kinds = dict[str, int]()
         for name, dtype, dimensions in tensors:
             module, _, last = name.rpartition(".")
             if not last.isdecimal():  # the items of a list are no parts of a module
-                kind = self._kinds.get(module, 0)
-                self._kinds[module] = kind + hash((last, dtype, dimensions))
+                kinds[module] = kinds.get(module, 0) + hash((last, dtype, dimensions))
 
     def __call__(self, name: str) -> int | None:
         """Return the kind of the module that a tensor is in; None for one in a list, or a counter.
@@ -65,26 +64,52 @@ class Modules:
         return None if last in COUNTERS else self._kinds.get(module)
 
 
-def fold(items: Iterable[Item]) -> list[Folded]:
+def fold(items: Iterable[Item | tuple[str, Hashable, int]]) -> list[Folded]:
     """Join rows that differ only in an index, each at the place of the first that it represents."""
-    groups: defaultdict[tuple[tuple[str, ...], Hashable], list[_Block]] = defaultdict(list)
+    found: list[tuple[int, Folded]] = []
+    runs: dict[tuple[str, str, Hashable], _Run] = {}
     values = _Values()
     for position, (label, columns, nbytes) in enumerate(items):
-        parts = _split(label)
-        indices = tuple([values[part] for part in parts[1::2]])  # one value for each
-        groups[tuple(parts[::2]), columns].append((position, indices, nbytes, 1))
-    found: list[tuple[int, Folded]] = []
+        if (last := _last_index(label)) is None:
+            found.append((position, Folded(label, columns, nbytes, 1)))
+            continue
+        before, index, after = last.groups()
+        run = runs.get((before, after, columns))
+        if run is None:
+            run = runs[before, after, columns] = _Run(position)
+        run.values.append(values[index])
+        run.nbytes += nbytes
+    groups: defaultdict[tuple[tuple[str, ...], Hashable], list[_Block]] = defaultdict(list)
+    for (before, after, columns), run in runs.items():
+        parts = _split(before)
+        groups[(*parts[::2], after), columns].append(run.block(parts[1::2]))
     for (texts, columns), blocks in groups.items():
-        for first, indices, nbytes, rows in _joined(blocks, len(texts) - 1):
-            found.append((first, Folded(_label(texts, indices), columns, nbytes, rows)))
+        for first, indices, nbytes, count in _joined(blocks, len(texts) - 2):
+            found.append((first, Folded(_label(texts, indices), columns, nbytes, count)))
     return [row for _, row in sorted(found)]
 
 
-class _Values(dict[str, tuple[int, ...]]):
+class _Run:
+    """Rows that agree in all but their last index. Little for each: there may be a million."""
+
+    __slots__ = ("first", "nbytes", "values")
+
+    def __init__(self, first: int) -> None:
+        self.first = first
+        self.values: list[int] = []
+        self.nbytes = 0
+
+    def block(self, others: Iterable[str]) -> _Block:
+        """Return the joined rows; `others` are the indices before the last one."""
+        indices = (*[(int(index),) for index in others], tuple(self.values))
+        return self.first, indices, self.nbytes, len(self.values)
+
+
+class _Values(dict[str, int]):
     """The value of an index, by its text: many names have the same ones."""
 
-    def __missing__(self, text: str) -> tuple[int, ...]:
-        self[text] = value = (int(text),)
+    def __missing__(self, text: str) -> int:
+        self[text] = value = int(text)
         return value
 
 
@@ -98,7 +123,7 @@ def ranges(names: Iterable[str]) -> str:
     return some([row.label for row in fold(Item(name, (), 0) for name in names)])
 
 
-def unfolded(items: Iterable[Item]) -> list[Folded]:
+def unfolded(items: Iterable[Item | tuple[str, Hashable, int]]) -> list[Folded]:
     """Return the same rows, unjoined."""
     return [Folded(label, columns, nbytes, 1) for label, columns, nbytes in items]
 

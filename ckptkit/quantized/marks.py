@@ -36,8 +36,11 @@ def is_subclass(node: Node) -> bool:
 def concern(weights: Weights) -> bool:
     """Return whether some weights may be quantized: by their names, or because they have 8 bits."""
     nodes = weights.nodes.values()
-    endings = {last_component(name) for name in weights.nodes}  # a few, of many names
-    if any(map(is_marked, endings)) or any(is_subclass(node) for node in nodes):
+    endings = {name.rpartition(".")[2] for name in weights.nodes}  # a few, of many names
+    if any(map(is_marked, endings)):
         return True
-    dtypes = {id(node.dtype): node.dtype for node in nodes if node.__class__ is Tensor}
-    return any(dtype.kind == "float" and dtype.bits == 8 for dtype in dtypes.values())
+    if Object in {*map(type, nodes)} and any(is_subclass(node) for node in nodes):
+        return True
+    dtypes = [node.dtype for node in nodes if node.__class__ is Tensor]
+    different = dict(zip(map(id, dtypes), dtypes, strict=True)).values()
+    return any(dtype.kind == "float" and dtype.bits == 8 for dtype in different)

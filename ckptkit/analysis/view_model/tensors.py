@@ -207,18 +207,13 @@ def table(
     Those that differ only in an index are one row unless `flat`, if their modules are of one kind.
     `among` are all tensors, where `rows` are selected ones.
     """
-    from ckptkit.core.fold import Item, fold, unfolded
+    from ckptkit.core.fold import fold, unfolded
 
-    kind = modules(rows if among is None else among)
-    values = [fact.value for fact in _FOLDED]
-    items = (
-        Item(
-            row.label,
-            (*[value(row) for value in values], kind(row.label)),
-            row.nbytes,
-        )
-        for row in rows
-    )
+    labels = [row.label for row in rows]
+    kinds = map(modules(rows if among is None else among), labels)
+    columns = [[fact.value(row) for row in rows] for fact in _FOLDED]
+    sizes = [row.nbytes for row in rows]
+    items = zip(labels, zip(*columns, kinds, strict=True), sizes, strict=True)
     found = unfolded(items) if flat else fold(items)
     if sort == "size":
         found.sort(key=lambda row: -row.nbytes)

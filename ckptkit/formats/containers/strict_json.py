@@ -10,6 +10,8 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from ckptkit.core.errors import AmbiguousError, FormatError
@@ -21,14 +23,19 @@ _SQUARE = bytes.maketrans(b"{}", b"[]")
 _NO_BRACKETS = bytes(set(range(256)) - set(b'{}[]"'))
 
 
-def parse(data: bytes, what: str) -> Any:
+Exchange = Callable[[dict[str, Any]], Any]
+
+
+def parse(data: bytes, what: str, exchange: Exchange | None = None) -> Any:
     """Parse `data` as strict JSON; `what` names it in messages.
+
+    `exchange` returns what is to stand for an object, each as soon as it is parsed.
 
     Raises FormatError for bytes that are not JSON, AmbiguousError for a repeated name, LimitError.
     """
     check("json_values", sum(map(data.count, (b",", b"[", b"{"))), f"values in {what}")
     _check_nesting(data, what)
-    return _loads(data, what)
+    return _loads(data, what, exchange)
 
 
 def _check_nesting(data: bytes, what: str) -> None:
@@ -37,7 +44,8 @@ def _check_nesting(data: bytes, what: str) -> None:
     The parser recurses, this check does not.
     """
     unescaped = data.replace(b"\\\\", b"").replace(b'\\"', b"")
-    quoted = unescaped.translate(_SQUARE, _NO_BRACKETS)
+    # Most strings hold no brackets: without these, there is little left to split.
+    quoted = unescaped.translate(_SQUARE, _NO_BRACKETS).replace(b'""', b"")
     brackets = b"".join(quoted.split(b'"')[::2])
     for _ in range(LIMITS.json_depth):
         outer = brackets.replace(b"[]", b"")
@@ -50,17 +58,18 @@ def _check_nesting(data: bytes, what: str) -> None:
         raise FormatError(f"{what} is not JSON: its brackets do not match")
 
 
-def _loads(data: bytes, what: str) -> Any:
+def _loads(data: bytes, what: str, exchange: Exchange | None) -> Any:
+    hook = _object if exchange is None else partial(_exchanged, exchange)
     try:
         value = json.loads(
             data.decode(),
-            object_pairs_hook=_object,
+            object_pairs_hook=hook,
             parse_int=_integer if _has_odd_integers(data) else int,
             parse_float=_number,
             parse_constant=_constant,
         )
         if b"\\ud" in data or b"\\uD" in data:
-            json.dumps(value, ensure_ascii=False).encode()
+            json.dumps(value, ensure_ascii=False, default=repr).encode()
     except (UnicodeDecodeError, UnicodeEncodeError) as error:
         raise FormatError(f"{what} is not UTF-8: {error.reason}") from error
     except json.JSONDecodeError as error:
@@ -74,6 +83,10 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
         raise AmbiguousError(f"the name {twice[:80]!r} occurs twice in one JSON object")
     return made
+
+
+def _exchanged(exchange: Exchange, pairs: list[tuple[str, Any]]) -> Any:
+    return exchange(_object(pairs))
 
 
 def _has_odd_integers(data: bytes) -> bool:

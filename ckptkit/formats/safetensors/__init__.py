@@ -26,14 +26,14 @@ from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.formats import table
 from ckptkit.formats.common.saved_record import WHOLE, restore
 from ckptkit.formats.format import Probe
-from ckptkit.formats.safetensors.header import read_header, read_tensors
+from ckptkit.formats.safetensors.header import read_tensors, read_text
 
 
 def read(probe: Probe) -> Checkpoint:
     """Read the tensors in header order, then what ckptkit or the hub left in the metadata."""
     source = probe.source
-    text, header, metadata = read_header(source)
-    restored = restore(read_tensors(header, source, 8 + len(text)), metadata)
+    text = read_text(source)
+    restored = restore(*read_tensors(text, source))
     warnings = restored.warnings
     if not text.startswith(b"{"):
         warnings = ("the header begins with white space", *warnings)

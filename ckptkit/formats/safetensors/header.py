@@ -40,22 +40,28 @@ def matches(probe: Probe) -> bool:
     return length <= LIMITS.safetensors_header_bytes or probe.name.endswith(".safetensors")
 
 
-def read_header(source: ByteSource) -> tuple[bytes, dict[str, Any], dict[str, str]]:
-    """Read the text of the header, its entries, and its metadata."""
+def read_text(source: ByteSource) -> bytes:
+    """Read the text of the header."""
     length = int.from_bytes(source.read(0, 8), "little")
     check("safetensors_header_bytes", length, "bytes of the header")
-    text = source.read(8, length)
-    header = strict_json.parse(text, "the header")
+    return source.read(8, length)
+
+
+def read_header(
+    text: bytes, exchange: strict_json.Exchange | None = None
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Parse the entries of the header, each of them exchanged, and its metadata."""
+    header = strict_json.parse(text, "the header", exchange)
     if not isinstance(header, dict):
         raise FormatError("the header is not a JSON object")
     metadata = header.pop(METADATA, None)
     if metadata is None:
-        return text, header, {}
+        return header, {}
     if not isinstance(metadata, dict) or not all(
         isinstance(value, str) for value in metadata.values()
     ):
         raise FormatError(f"{METADATA} is not an object of texts")
-    return text, header, metadata
+    return header, metadata
 
 
 class Kind(NamedTuple):
@@ -69,29 +75,50 @@ class Kind(NamedTuple):
         return self.like.over(Storage(Range(source, offset, self.nbytes)))
 
 
-def read_tensors(header: dict[str, Any], source: ByteSource, start: int) -> dict[str, Tensor]:
-    """Replace each entry of the header by its tensor.
+Kinds = dict[tuple[str, Shape], Kind]
 
-    A copy of a large header would take a second hundred megabytes.
+
+def read_tensors(text: bytes, source: ByteSource) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Parse the tensors of the header, and its metadata.
+
+    Each entry becomes its tensor as soon as it is parsed: all entries of a large header would take
+    more memory than the tensors, and as much time again.
     """
-    check("name_bytes", max(map(len, header), default=0), "characters of a tensor's name")
+    start = 8 + len(text)
     begins: list[int] = []
     ends: list[int] = []
-    kinds: dict[str, Kind] = {}
-    for name, entry in header.items():
+    kinds: Kinds = {}
+
+    def exchange(entry: dict[str, Any]) -> Tensor | dict[str, Any]:
         try:
             kind, begin = read_entry(entry, kinds)
-        except CkptkitError as error:
-            error.message = f"tensor {shown(name)}: {error.message}"
-            raise
-        header[name] = kind.tensor(source, start + begin)
+        except CkptkitError:
+            return entry  # or it is the metadata, or the header
         begins.append(begin)
         ends.append(begin + kind.nbytes)
+        return kind.tensor(source, start + begin)
+
+    header, metadata = read_header(text, exchange)
+    check("name_bytes", max(map(len, header), default=0), "characters of a tensor's name")
+    if not {*map(type, header.values())} <= {Tensor}:
+        raise _first_wrong(header)
     _check_tiles(begins, ends, header, source.size - start)
-    return header
+    return header, metadata
 
 
-def read_entry(entry: Any, kinds: dict[str, Kind]) -> tuple[Kind, int]:
+def _first_wrong(header: dict[str, Any]) -> CkptkitError:
+    """Return the error of the first entry that is not exchanged for a tensor."""
+    for name, entry in header.items():
+        try:
+            if not isinstance(entry, Tensor):
+                read_entry(entry, {})
+        except CkptkitError as error:
+            error.message = f"tensor {shown(name)}: {error.message}"
+            return error
+    raise AssertionError("every entry is right")
+
+
+def read_entry(entry: Any, kinds: Kinds) -> tuple[Kind, int]:
     """Parse one tensor's kind and where its bytes begin.
 
     `kinds` are those met before: most tensors share a few, each checked once.
@@ -105,20 +132,19 @@ def read_entry(entry: Any, kinds: dict[str, Kind]) -> tuple[Kind, int]:
             f"its entry has the unknown field {shown(min(entry.keys() - _FIELDS))}"
         )
     begin, end = _span(offsets)
-    written = f"{code!r}{sizes}"  # unlike a tuple, it tells 1 from 1.0 and true
-    kind = kinds.get(written)
-    if kind is None:
-        kind = kinds[written] = _kind(code, sizes, end - begin)
-    elif kind.nbytes != end - begin:
-        raise _unfilled(BY_SAFETENSORS[code], tuple(sizes), end - begin)
-    return kind, begin
-
-
-def _kind(code: Any, sizes: Any, nbytes: int) -> Kind:
     dtype = BY_SAFETENSORS.get(code) if isinstance(code, str) else None
     if dtype is None:
         raise FormatError(f"unknown dtype {shown(code)}")
     shape = _naturals(sizes, "shape")
+    kind = kinds.get((code, shape))
+    if kind is None:
+        kind = kinds[code, shape] = _kind(dtype, shape, end - begin)
+    elif kind.nbytes != end - begin:
+        raise _unfilled(dtype, shape, end - begin)
+    return kind, begin
+
+
+def _kind(dtype: DType, shape: Shape, nbytes: int) -> Kind:
     if len(shape) > LIMITS.rank:
         check("rank", len(shape), "dimensions of a tensor")
     if math.prod(shape) * (dtype.bits // dtype.packed) != nbytes * 8:

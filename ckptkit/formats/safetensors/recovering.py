@@ -12,7 +12,13 @@ from ckptkit.formats import format
 from ckptkit.formats.common.recovering import AGAIN, UNVERIFIED, nothing, zeros_from
 from ckptkit.formats.common.saved_record import restore
 from ckptkit.formats.format import Loss, Probe, Recovered
-from ckptkit.formats.safetensors.header import Kind, matches, read_entry, read_header
+from ckptkit.formats.safetensors.header import (
+    Kinds,
+    matches,
+    read_entry,
+    read_header,
+    read_text,
+)
 
 
 def recover(probe: Probe, unverified: bool = False) -> Recovered | None:
@@ -26,7 +32,8 @@ def recover(probe: Probe, unverified: bool = False) -> Recovered | None:
     if probe.is_folder or not matches(probe):
         return None
     source = probe.source
-    text, header, metadata = read_header(source)
+    text = read_text(source)
+    header, metadata = read_header(text)
     start = 8 + len(text)
     shifted = "" if unverified else _shifted(header, source.size - start)
     zeros = source.size if unverified else zeros_from(source)
@@ -54,7 +61,8 @@ def recoverable(probe: Probe) -> str:
     if probe.is_folder or not matches(probe):
         return ""
     try:
-        text, header, _ = read_header(probe.source)
+        text = read_text(probe.source)
+        header, _ = read_header(text)
     except CkptkitError:
         return ""
     return (
@@ -65,7 +73,7 @@ def recoverable(probe: Probe) -> str:
 def _shifted(header: dict[str, Any], size: int) -> str:
     """Describe what is wrong with the number of bytes after the header; "" if nothing is."""
     end = 0
-    kinds: dict[str, Kind] = {}
+    kinds: Kinds = {}
     for entry in header.values():
         try:
             kind, begin = read_entry(entry, kinds)

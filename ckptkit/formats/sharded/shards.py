@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -39,6 +40,7 @@ from ckptkit.formats.table import SAFETENSORS, TORCH_LEGACY, TORCH_ZIP
 SHARD_FORMATS = (SAFETENSORS, TORCH_ZIP, TORCH_LEGACY)
 TOTAL = "total_size"
 _NUMBERED = re.compile(r"-([0-9]{1,9})-of-([0-9]{1,9})\.")
+_ABSENT = object()
 _FETCH = "fetch the index and the shards again, into an empty folder"
 
 Restore = Callable[[dict[Node, Node], Mapping[str, str]], Restored]
@@ -133,7 +135,7 @@ class _Shards:
                         hint=_FETCH,
                     )
                 )
-            self._read(files)
+            self._read(files, places)
             return self._assembled(
                 places, index.get("metadata") or {}, restore, unread(names, {name, *files})
             )
@@ -144,8 +146,8 @@ class _Shards:
     def without_index(self, chosen: Candidate, names: frozenset[str]) -> Checkpoint:
         """Read all shards together."""
         self._check_numbers(chosen)
-        self._read(set(chosen.files))
         places: dict[str, str] = {}
+        self._read(set(chosen.files), places)
         for file in chosen.files:
             for name in self.held.get(file, ()):
                 if name in places:
@@ -158,13 +160,22 @@ class _Shards:
         warning = "there is no index: the shards are read in the order of their numbers"
         return self._assembled(places, {}, _as_it_is, (warning, *unread(names, set(chosen.files))))
 
-    def _read(self, files: set[str]) -> None:
+    def _read(self, files: set[str], places: Mapping[str, str]) -> None:
+        """Read shards; the names in them become those that `places` holds already."""
+        names: defaultdict[str, list[str]] = defaultdict(list)
+        for name, file in places.items():
+            names[file].append(name)
         for file in sorted(files):
             try:
-                self.shards[file] = shard = self._read_shard(file)
-                self.held[file] = _entries(shard)
+                shard = self._read_shard(file)
+                self.held[file] = entries = _entries(shard)
             except CkptkitError as error:
                 self.refuse(error)
+                continue
+            self.shards[file] = replace(shard, root=None)
+            for name in names[file]:
+                if (node := entries.pop(name, _ABSENT)) is not _ABSENT:
+                    entries[name] = node
 
     def _read_shard(self, name: str) -> Checkpoint:
         probe = Probe(self.folder.open(name))
@@ -190,10 +201,12 @@ class _Shards:
         held, shards = self.held, self.shards.items()
         root: dict[Node, Node] = {}
         for tensor, file in places.items():
-            if file not in held:  # refused already
+            entries = held.get(file)
+            if entries is None:  # refused already
                 continue
-            if tensor in held[file]:
-                root[tensor] = held[file][tensor]
+            node = entries.get(tensor, _ABSENT)
+            if node is not _ABSENT:
+                root[tensor] = node
             else:
                 self.refuse(
                     CorruptError(

@@ -138,9 +138,23 @@ def test_ST_05_brackets_that_never_close(data: bytes) -> None:
         parse(data)
 
 
-@pytest.mark.parametrize("text", ['"[[[["', '"\\"[["', '"\\\\"', '"\\\\\\"]]"', '{"]":"{"}'])
+@pytest.mark.parametrize(
+    "text", ['"[[[["', '"\\"[["', '"\\\\"', '"\\\\\\"]]"', '{"]":"{"}', '["[","","]"]']
+)
 def test_brackets_in_texts_do_not_count(text: str) -> None:
     assert parse(f"[{text}]".encode()) == [json.loads(text)]
+
+
+def test_objects_are_exchanged_from_the_inside_out() -> None:
+    data = b'{"a": {"b": {}}, "c": [{"b": 1}]}'
+    seen: list[object] = []
+    assert strict_json.parse(data, "the header", lambda made: seen.append(made) or len(seen)) == 4
+    assert seen == [{}, {"b": 1}, {"b": 1}, {"a": 2, "c": [3]}]
+
+
+def test_texts_beside_exchanged_objects_are_checked() -> None:
+    with pytest.raises(FormatError, match="UTF-8"):
+        strict_json.parse(b'[{}, "\\ud800"]', "the header", lambda made: object())
 
 
 def test_ST_06_digits() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import tracemalloc
 import zlib
 from collections import OrderedDict
 from contextlib import closing
@@ -368,7 +369,7 @@ def test_ST_08_offsets_that_are_none(offsets: object) -> None:
         read(file_of({"a": {"dtype": "U8", "shape": [1], "data_offsets": offsets}}, b"x"))
 
 
-@pytest.mark.parametrize("shape", [[True], [1.0], ["1"], [[1]], "1", 1, None, {"1": 1}])
+@pytest.mark.parametrize("shape", [[True], [1.0], ["1"], [[1]], "1", "[1]", 1, None, {"1": 1}])
 def test_ST_09_sizes_that_equal_those_of_another_tensor(shape: object) -> None:
     """A shape that was checked before stands for itself alone."""
     tensors = {"a": entry(0, 4, "F32", [1]), "b": {**entry(4, 8, "F32", [1]), "shape": shape}}
@@ -380,6 +381,33 @@ def test_ST_09_a_shape_that_was_checked_before_with_other_bytes() -> None:
     tensors = {"a": entry(0, 4, "F32", [1]), "b": entry(4, 7, "F32", [1])}
     with pytest.raises(FormatError, match=r"tensor 'b': shape \(1,\) of float32 does not fill 3"):
         read(file_of(tensors, bytes(7)))
+
+
+@pytest.mark.parametrize("place", ["__metadata__", "text", "entry", "header"])
+def test_an_entry_where_there_is_none(place: str) -> None:
+    right = entry(0, 1)
+    headers = {
+        "__metadata__": {"a": right, "__metadata__": right},
+        "text": {"a": right, "__metadata__": {"b": right}},
+        "entry": {"a": {**right, "inside": entry(0, 1)}},
+        "header": right,
+    }
+    with pytest.raises(CkptkitError):
+        read(file_of(headers[place], b"x"))
+
+
+def test_a_tensor_takes_less_than_a_kibibyte() -> None:
+    count = 5000
+    tensors = {f"layers.{n}.mlp.experts.{n}.weight": entry(n, n + 1) for n in range(count)}
+    data = file_of(tensors, bytes(count))
+    del tensors
+    tracemalloc.start()
+    checkpoint = read(data)
+    held, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert len(checkpoint.weights) == count
+    assert held < 600 * count
+    assert peak < 1024 * count
 
 
 def test_names_that_look_like_odd_numbers() -> None:
