@@ -19,6 +19,7 @@ class CkptkitError(Exception):
 
     exit_code = 3
     code = "failed"
+    part: str | None = None  # the part of a request that it is about, which begins its message
 
     def __init__(
         self,

@@ -270,17 +270,16 @@ class _Making:
                 message = (
                     f"{key} can only be renamed: it is not a plain tensor with bytes of its own"
                 )
-                raise TensorError(about(rule, message), hint="a rule without [ ] renames")
+                hint = "a rule without [ ] renames"
+                raise about(rule, TensorError(message, hint=hint))
             if tensor.dtype != first.dtype:
                 message = f"{sources[0]} is {first.dtype}, {key} {tensor.dtype}"
-                raise TensorError(
-                    about(rule, message), hint="cast first: `- cast: float32`, --cast"
-                )
+                hint = "cast first: `- cast: float32`, --cast"
+                raise about(rule, TensorError(message, hint=hint))
             if tensor.device != first.device:
                 message = f"{sources[0]} is on {first.device}, {key} on {tensor.device}"
-                raise TensorError(
-                    about(rule, message), hint="remap first: `- remap: cpu`, --to cpu"
-                )
+                hint = "remap first: `- remap: cpu`, --to cpu"
+                raise about(rule, TensorError(message, hint=hint))
 
     def _storage(self, made: Target, first: Tensor) -> Storage:
         """The storage of a target; one for all that are made in the same way of the same memory."""
@@ -301,10 +300,8 @@ class _Making:
             found = in_bytes(copies, dtype.bits)
             if found is None or not self._rows_are_whole(made):
                 hint = f"elements of {dtype} are packed along the last dimension: keep it whole"
-                message = about(
-                    made.rule, f"{made.sources[0]} would be taken apart inside of a byte"
-                )
-                raise TensorError(message, hint=hint)
+                message = f"{made.sources[0]} would be taken apart inside of a byte"
+                raise about(made.rule, TensorError(message, hint=hint))
             copies, itemsize = found, 1
         return Storage(Copied(records, copies, itemsize, length), first.device)
 

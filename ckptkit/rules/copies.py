@@ -83,9 +83,8 @@ class Arrangement:
     def _agree(self, word: str, count: int) -> None:
         agreed = self.known_sizes.setdefault((word, None), count)
         if agreed != count:
-            raise RuleError(
-                about(self.number, f"{word} has {count} labels, and {word}={agreed} is given")
-            )
+            message = f"{word} has {count} labels, and {word}={agreed} is given"
+            raise about(self.number, RuleError(message))
 
     def symbol(self, word: str, indices: Indices) -> Symbol:
         variable = self.ragged.get(word)
@@ -142,15 +141,14 @@ class Arrangement:
             rank = len(member.shape)
             if rank < fixed or (rank > fixed and not open_ended):
                 shape = shape_text(self.rule.left)
-                message = f"{member.key} has {plural(rank, 'dimension')}, and {shape}"
-                raise MisfitError(
-                    about(self.number, f"{message} {'at least ' * open_ended}{fixed}")
-                )
+                has = f"{member.key} has {plural(rank, 'dimension')}, and {shape}"
+                message = f"{has} {'at least ' * open_ended}{fixed}"
+                raise about(self.number, MisfitError(message))
             if rank != len(members[0].shape):
                 message = (
                     f"{members[0].key} and {member.key} differ in the number of their dimensions"
                 )
-                raise MisfitError(about(self.number, message))
+                raise about(self.number, MisfitError(message))
         return len(members[0].shape) - fixed if open_ended else 0
 
     def _solve(
@@ -190,7 +188,7 @@ class Arrangement:
             message = f"{member.key}: {found}, and {_words(axes)} with {sizes} are {made}"
             if not axes:
                 message = f"{member.key}: {_elements(elements, number)} where the rule has 1"
-            raise MisfitError(about(self.number, message))
+            raise about(self.number, MisfitError(message))
 
     def _settings(self, axes: Axes, known: Mapping[Symbol, int]) -> str:
         sizes: list[tuple[str, int]] = []
@@ -208,7 +206,7 @@ class Arrangement:
     ) -> MisfitError:
         message = f"{member.key}: {_elements(elements, number)} are no multiple of {_words(axes)}"
         text = self._settings(axes, known)
-        return MisfitError(about(self.number, message + (f" with {text}" if text else "")))
+        return about(self.number, MisfitError(message + (f" with {text}" if text else "")))
 
     def _unsaid(self, axes: Axes, elements: int, missing: list[Symbol]) -> RuleError:
         words = list(dict.fromkeys(word for word, _ in missing))
@@ -222,11 +220,10 @@ class Arrangement:
             message = (
                 f"nothing says how {elements} falls into {text}: give {word} for all labels but one"
             )
-            return RuleError(
-                about(self.number, message), hint=f"with {word}={'|'.join(['N'] * count)}"
-            )
+            hint = f"with {word}={'|'.join(['N'] * count)}"
+            return about(self.number, RuleError(message, hint=hint))
         hint = f"--arg {words[0]}=32, `with {words[0]}=...`, or config.json"
-        return RuleError(about(self.number, message), hint=hint)
+        return about(self.number, RuleError(message, hint=hint))
 
     def _differs(
         self, symbol: Symbol, members: Sequence[SourceTensor], solved: list[dict[Symbol, int]]
@@ -239,7 +236,7 @@ class Arrangement:
             other = next(n for n, value in enumerate(values) if value != values[0])
             pairs = ((members[n].key, values[n]) for n in (0, other))
             found = ", ".join(f"{key}: {value}" for key, value in pairs)
-            return MisfitError(about(self.number, f"{word} differs ({found})"))
+            return about(self.number, MisfitError(f"{word} differs ({found})"))
         variable = self.words.gathered[position]
         kind = self.words.left_kinds.get(variable)
         by: dict[str, int | None] = {}
@@ -248,12 +245,11 @@ class Arrangement:
             by.setdefault(kind[index] if isinstance(kind, tuple) else str(index), value)
         shown = ", ".join(f"{label}: {value}" for label, value in list(by.items())[:6])
         name = "the dimensions of ... " if word.startswith(REST) else word
-        message = about(self.number, f"{name} differs with {variable} ({shown})")
+        hint = "parts of different sizes need labels, not numbers"
         if isinstance(kind, tuple):
-            return MisfitError(
-                message, hint=f"with {word}={'|'.join('_' * len(kind))}, or a size for each"
-            )
-        return MisfitError(message, hint="parts of different sizes need labels, not numbers")
+            hint = f"with {word}={'|'.join('_' * len(kind))}, or a size for each"
+        message = f"{name} differs with {variable} ({shown})"
+        return about(self.number, MisfitError(message, hint=hint))
 
     def _differing(self, members: Sequence[SourceTensor], values: list[int | None]) -> int | None:
         """The variable along which the values differ: one with labels, if there is one."""
@@ -313,8 +309,9 @@ class Solved:
     def _size(self, word: str) -> int:
         size = self.sizes.get((word, None))
         if size is None:
-            message = about(self.rule.number, f"nothing says how many {word} there are")
-            raise RuleError(message, hint=f"--arg {word}=N, `with {word}=...`, or config.json")
+            message = f"nothing says how many {word} there are"
+            hint = f"--arg {word}=N, `with {word}=...`, or config.json"
+            raise about(self.rule.number, RuleError(message, hint=hint))
         return size
 
     def _all(self, variables: Axes) -> Iterator[dict[str, int]]:
@@ -378,9 +375,10 @@ class Solved:
         missing = self.rule.unknown(axes, indices, self.sizes)
         if missing:
             words = ", ".join(dict.fromkeys(word for word, _ in missing))
-            message = about(self.rule.number, f"nothing says the size of {words}")
             first = missing[0][0]
-            raise RuleError(message, hint=f"--arg {first}=N, `with {first}=...`, or config.json")
+            hint = f"--arg {first}=N, `with {first}=...`, or config.json"
+            error = RuleError(f"nothing says the size of {words}", hint=hint)
+            raise about(self.rule.number, error)
         return self.rule.extent(axes, indices, self.sizes)
 
 

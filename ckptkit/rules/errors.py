@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TypeVar
 
 from ckptkit.core.errors import CkptkitError, TensorError, UsageError
+
+Error = TypeVar("Error", bound=CkptkitError)
 
 
 class RuleError(UsageError):
@@ -23,14 +26,16 @@ class NotReversibleError(RuleError):
     """The way back would not give the names and shapes that were there."""
 
 
-def about(number: int, message: str) -> str:
-    """`message`, said of rule `number`."""
-    return f"rule {number}: {message}"
+def about(number: int, error: Error, between: str = ": ") -> Error:
+    """Say of an error which rule it is about."""
+    error.part = f"rule {number}"
+    error.message = f"{error.part}{between}{error.message}"
+    return error
 
 
-def in_step(number: int, error: CkptkitError) -> CkptkitError:
+def in_step(number: int, error: Error) -> Error:
     """Say of an error which step of a recipe it is about."""
-    between = ", " if error.message.startswith("rule ") else ": "
+    between = ", " if error.part else ": "
     error.message = f"step {number}{between}{error.message}"
     return error
 

@@ -255,17 +255,19 @@ class Planning:
         for taken, ready in zip(self.taken, self.rules, strict=True):
             if taken.matched or ready.rule.optional:
                 continue
-            message = f"rule {ready.number} matches no key"
-            match = ready.left.match
-            shadowed = next((k for k in matches if match(k, self.steps) is not None), None)
-            if shadowed is not None:
-                first = matches[shadowed][0].number
-                raise UncoveredError(
-                    f"{message} that rule {first} leaves: {shadowed}", hint="order"
-                )
-            close = nearest(ready.rule.left.name_text, self.shapes)
-            near = f"; nearest: {close[0]}" if close else ""
-            raise UncoveredError(message + near, hint="->? if it may be missing")
+            raise about(ready.number, self._matches_none(ready, matches), " ")
+
+    def _matches_none(
+        self, ready: Ready, matches: Mapping[str, tuple[Ready, Values]]
+    ) -> UncoveredError:
+        match, message = ready.left.match, "matches no key"
+        shadowed = next((k for k in matches if match(k, self.steps) is not None), None)
+        if shadowed is not None:
+            first = matches[shadowed][0].number
+            return UncoveredError(f"{message} that rule {first} leaves: {shadowed}", hint="order")
+        close = nearest(ready.rule.left.name_text, self.shapes)
+        near = f"; nearest: {close[0]}" if close else ""
+        return UncoveredError(message + near, hint="->? if it may be missing")
 
     def _groups(
         self, matches: Mapping[str, tuple[Ready, Values]]
@@ -330,10 +332,10 @@ class Planning:
         try:
             name = ready.right.render(values, sizes)
         except MisfitError as error:
-            raise MisfitError(about(ready.number, error.message)) from None
+            raise about(ready.number, MisfitError(error.message)) from None
         if not name or name in made:
             message = f"{name} is written twice" if name else "a name is empty"
-            raise CollisionError(about(ready.number, message))
+            raise about(ready.number, CollisionError(message))
         return name
 
     def _add(self, targets: dict[str, Target | None], name: str, target: Target | None) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 from typing import Any, TypeVar
@@ -22,9 +21,9 @@ def numbered(number: int, function: Callable[..., T], *given: Any) -> T:
     try:
         return function(*given)
     except RuleError as error:
-        if re.match("rule [0-9]+: ", error.message):
+        if error.part:
             raise
-        raise RuleError(about(number, error.message), hint=error.hint) from None
+        raise about(number, RuleError(error.message, hint=error.hint)) from None
 
 
 class Ready:
@@ -82,7 +81,7 @@ class Ready:
             for word, index, choice in zip(self.words.gathered, indices, choices, strict=True):
                 if index not in choice:
                     message = f"{key}: {word}={index}, and the size {word} is {len(choice)}"
-                    raise MisfitError(about(self.number, message))
+                    raise about(self.number, MisfitError(message))
         if len(held) == prod(map(len, choices)):
             return
         missing = next(each for each in _product(choices) if each not in held)
@@ -109,9 +108,8 @@ class Ready:
         message = (
             f"{target or self.rule.right} lacks {' '.join(chosen)}{f' ({key})' if key else ''}"
         )
-        return MisfitError(
-            about(self.number, message), hint="the tensor is missing, or the rule is wrong"
-        )
+        hint = "the tensor is missing, or the rule is wrong"
+        return about(self.number, MisfitError(message, hint=hint))
 
     def _loops(self, member: SourceTensor) -> dict[str, Value]:
         found = self.left.match(member.key, Steps(1)) or {}
@@ -170,7 +168,7 @@ class Digits:
             if sizes[0] and number >= sizes[0]:
                 sizes_text = settings(zip(words, sizes, strict=True))
                 message = f"{key}: {value} is too large for ({' '.join(words)}) with {sizes_text}"
-                raise MisfitError(about(ready.number, message))
+                raise about(ready.number, MisfitError(message))
         return values
 
     def _sizes(self, ready: Ready, words: Axes, count: int) -> list[int]:
@@ -183,7 +181,7 @@ class Digits:
         if len(missing) > 1 or not sizes[0] or count % known:
             text = f"nothing says how {count} numbers fall into ({' '.join(words)})"
             hint = f"--arg {missing[0]}=N, `with {missing[0]}=...`, or config.json"
-            raise RuleError(about(ready.number, text), hint=hint)
+            raise about(ready.number, RuleError(text, hint=hint))
         return [size or count // known for size in sizes]
 
 
