@@ -175,6 +175,8 @@ def test_many_small_matrices_side_by_side(tmp_path: Path) -> None:
     extent, data = source(tmp_path, 64, 96, 2_048)
     boxes = tuple(((0, 96 * n), (2_048, 96), (1, 2_048), n * 2 * 96 * 2_048) for n in range(64))
     made = Derived("chunks", (extent,) * 64, (2, (2_048, 96 * 64), boxes), extent.length)
+    (block,) = slabs.blocks(made)
+    assert (block.rows, block.size) == (96 * 64, extent.length)  # rows of 12 kB in one call
     path = tmp_path / "out"
     path.write_bytes(b"")
     for task in copying.cut(str(path), [made], 1 << 22):

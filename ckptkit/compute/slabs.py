@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 LEAST = 16 << 20  # bytes that the columns of a matrix span in the target; less fits into a tile
 BLOCK = 48 << 20  # bytes of a block
 COLUMNS = 4096  # of a block at most: a strip of them stays in a core's cache
-_LINE = 256  # bytes that a strip gives to each row of the target
+_LINE = 512  # bytes that a strip gives to each row of the target
 _PADDING = 64  # bytes after each row in memory: rows a power of two apart share lines of the cache
 _AT_ONCE = 1024  # rows that are written by one call where they follow each other
 _UNITS = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
@@ -58,7 +58,21 @@ def merged(dims: Iterable[tuple[int, int, int]]) -> Dims:
     return tuple(found)
 
 
-def blocks(extent: Extent) -> list[Matrix]:
+class Block(NamedTuple):
+    """Matrices whose columns follow each other in the target: they are written together."""
+
+    parts: tuple[Matrix, ...]
+
+    @property
+    def rows(self) -> int:
+        return sum(each.rows for each in self.parts)
+
+    @property
+    def size(self) -> int:
+        return sum(each.size for each in self.parts)
+
+
+def blocks(extent: Extent) -> list[Block]:
     """The blocks that a large transpose falls into; nothing for an extent that is none."""
     if not isinstance(extent, Derived) or extent.length < LEAST:
         return []
@@ -69,7 +83,26 @@ def blocks(extent: Extent) -> list[Matrix]:
             return []
         for matrix in matrices:
             found += _cut(matrix)
-    return found
+    return list(_together(sorted(found, key=lambda matrix: matrix.place)))
+
+
+def _together(matrices: Iterable[Matrix]) -> Iterator[Block]:
+    """Yield blocks of matrices, of which one ends where the next begins."""
+    held: list[Matrix] = []
+    size = 0
+    for matrix in matrices:
+        size += matrix.size
+        if held and (size > BLOCK or not _follows(held[-1], matrix)):
+            yield Block(tuple(held))
+            held, size = [], matrix.size
+        held.append(matrix)
+    if held:
+        yield Block(tuple(held))
+
+
+def _follows(one: Matrix, other: Matrix) -> bool:
+    ends = one.place + one.rows * one.itemsize
+    return ends == other.place and (one.columns, one.step) == (other.columns, other.step)
 
 
 Box = tuple[Extent, int, int, Dims, int]
@@ -185,27 +218,31 @@ class Turner:
     def __init__(self) -> None:
         self._strip, self._slab = _Rows(), _Rows()
 
-    def pieces(self, block: Matrix) -> Iterator[tuple[int, list[memoryview]]]:
+    def pieces(self, block: Block) -> Iterator[tuple[int, list[memoryview]]]:
         """Yield the pieces of the target that a block gives, each with its first byte there.
 
         A piece is a list of buffers. They are the caller's until the next block is turned.
         """
-        rows = self._turn(block)
-        at_once = _AT_ONCE if block.step == block.rows * block.itemsize else 1
-        for column in range(0, block.columns, at_once):
-            yield block.place + column * block.step, rows[column : column + at_once]
+        first = block.parts[0]
+        width = block.rows * first.itemsize
+        slab, rows = self._slab.of(first.columns, width, _UNITS[first.itemsize])
+        at = 0
+        for matrix in block.parts:
+            self._turn(matrix, slab[:, at : at + matrix.rows])
+            at += matrix.rows
+        at_once = _AT_ONCE if first.step == width else 1
+        for column in range(0, first.columns, at_once):
+            yield first.place + column * first.step, rows[column : column + at_once]
 
-    def _turn(self, block: Matrix) -> list[memoryview]:
-        """Return the columns of a block."""
+    def _turn(self, matrix: Matrix, columns: Array) -> None:
+        """Fill `columns` with those of a matrix."""
         from ckptkit.compute.operations import read_rows
 
-        size, units = block.itemsize, _UNITS[block.itemsize]
-        height = min(block.rows, max(1, _LINE // size))
-        strip, rows = self._strip.of(height, block.columns * size, units)
-        slab, columns = self._slab.of(block.columns, block.rows * size, units)
-        for row in range(0, block.rows, height):
-            count = min(height, block.rows - row)
-            at = block.start + row * block.pitch
-            read_rows(block.source, at, block.pitch, rows[:count])
-            slab[:, row : row + count] = strip[:count, : block.columns].T
-        return columns
+        size = matrix.itemsize
+        height = min(matrix.rows, max(1, _LINE // size))
+        strip, rows = self._strip.of(height, matrix.columns * size, _UNITS[size])
+        for row in range(0, matrix.rows, height):
+            count = min(height, matrix.rows - row)
+            at = matrix.start + row * matrix.pitch
+            read_rows(matrix.source, at, matrix.pitch, rows[:count])
+            columns[:, row : row + count] = strip[:count, : matrix.columns].T

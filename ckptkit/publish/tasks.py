@@ -9,13 +9,13 @@ from ckptkit.core.bytesource import Derived, Extent, runs
 from ckptkit.core.plan import SEEKABLE, Deferred, Segment, Summed, length
 
 if TYPE_CHECKING:
-    from ckptkit.compute.slabs import Matrix
+    from ckptkit.compute.slabs import Block
 
 
 class Turned(NamedTuple):
     """Some blocks of a large transpose, written where they belong from byte `start` on."""
 
-    blocks: tuple[Matrix, ...]
+    blocks: tuple[Block, ...]
 
     @property
     def length(self) -> int:
@@ -58,10 +58,10 @@ def cut(path: str, segments: Iterable[Segment], size: int) -> Iterator[Task]:
     batch: list[Segment] = []
     start = at = 0
     for segment in segments:
-        if matrices := _matrices(segment):
+        if turned := _turned(segment):
             if batch:
                 yield Task(path, start, tuple(batch))
-            yield from _turning(path, at, segment, matrices, size)
+            yield from _turning(path, at, segment, turned, size)
             at += length(segment)
             batch, start = [], at
             continue
@@ -75,7 +75,7 @@ def cut(path: str, segments: Iterable[Segment], size: int) -> Iterator[Task]:
         yield Task(path, start, tuple(batch))
 
 
-def _matrices(segment: Segment) -> list[Matrix]:
+def _turned(segment: Segment) -> list[Block]:
     """The blocks of a segment that is a large transpose; else none."""
     extent = segment.extent if isinstance(segment, Summed) else segment
     if not isinstance(extent, Derived):
@@ -86,14 +86,14 @@ def _matrices(segment: Segment) -> list[Matrix]:
 
 
 def _turning(
-    path: str, start: int, segment: Segment, matrices: list[Matrix], size: int
+    path: str, start: int, segment: Segment, blocks: list[Block], size: int
 ) -> Iterator[Task]:
     """Yield tasks for the blocks of a segment, and one for its checksum if that is needed."""
-    batch: list[Matrix] = []
+    batch: list[Block] = []
     held = 0
-    for matrix in matrices:
-        batch.append(matrix)
-        held += matrix.size
+    for block in blocks:
+        batch.append(block)
+        held += block.size
         if held >= size:
             yield Task(path, start, (Turned(tuple(batch)),))
             batch, held = [], 0
