@@ -15,6 +15,10 @@ KEPT: dict[str, tuple[str, ...]] = {
     "benchmarks/test_benchmarks.py::test_our_commands": ("strip-module", "inspect"),
     "core/test_tree.py::test_rebuild_a_million_deep": (),  # test_rebuild_any_depth
     "core/test_tree.py::test_rebuild_any_depth": ("dict", "list", "tuple", "state"),
+    "formats/parallel/test_commands.py::test_commands_on_each_folder": (
+        "fsdp2_w2_tied_bf16", "fsdp1st_w2_orig_wrap", "tp_w2_f32", "mega_moe_tp1_ep2", "meta_llama2_mp2",
+        "neox_pipe_tp2",
+    ),
     "formats/parallel/test_processes.py::test_a_plain_model_goes_on_from_them": ("2-*",),
     "formats/parallel/test_processes.py::test_each_file_alone_is_a_part": ("2-*",),
     "formats/parallel/test_processes.py::test_rank_files_of_torch_make_the_whole": ("2-*",),

@@ -66,9 +66,8 @@ def fixed(path: str) -> str:
 def edit(command: str, path: str, mark: str, *options: str, suffix: str | None = None) -> str:
     """Return a command that makes ``run-<mark>.pth`` of ``run.pth``, or a file with `suffix`."""
     output = output_name(path, mark, suffix)
-    table = ASKED.get().table
-    parts = () if table is None else ("--parts", table)  # the commands for folders take it
-    return shell_command(("ckptkit", command, *options, *parts, *argument(path), output))
+    words = (command, *options, *of_folder(), *argument(path), output)
+    return shell_command(("ckptkit", *words))
 
 
 def convert(path: str, mark: str, *options: str) -> str:
@@ -80,6 +79,11 @@ def convert(path: str, mark: str, *options: str) -> str:
         *options,
         suffix=None if path.lower().endswith(TORCH_SUFFIXES) else ".pth",
     )
+
+
+def of_folder() -> tuple[str, ...]:
+    """Return the options of a command that reads a folder as the command that runs does."""
+    return ASKED.get().words
 
 
 def argument(path: str) -> tuple[str, ...]:

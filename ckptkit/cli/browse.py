@@ -16,6 +16,7 @@ from ckptkit.core.errors import UsageError
 
 if TYPE_CHECKING:
     from ckptkit.diagnosis.cause import Cause
+    from ckptkit.formats.format import Asked
 
 
 @click.command("browse")
@@ -42,18 +43,22 @@ def command(file: str, key: str | None) -> int:
     except ImportError as error:
         raise UsageError("browse needs textual", hint="pip install textual") from error
     from ckptkit.api import open_checkpoint
+    from ckptkit.formats.format import ASKED
     from ckptkit.views.browser.contents import Contents
 
     with closing(open_checkpoint(file, key=key)) as checkpoint:
         contents = Contents(checkpoint, urls.shown(file), key)
         gc.enable()  # which main() does without: this one may run for long
-        left = Browser(contents, partial(_diagnose, file, key)).run()
+        left = Browser(contents, partial(_diagnose, file, key, ASKED.get())).run()
     if left is not None:
         render.emit(render.escape(left))
     return 0
 
 
-def _diagnose(file: str, key: str | None) -> tuple[Cause, ...]:
+def _diagnose(file: str, key: str | None, asked: Asked) -> tuple[Cause, ...]:
+    """Diagnose in a thread, which has no options of the command until it is given them."""
     from ckptkit.diagnosis.diagnose import examine
+    from ckptkit.formats.format import ASKED
 
+    ASKED.set(asked)
     return examine(file, key=key).causes

@@ -37,6 +37,12 @@ class Asked:
     table: str | None = None
     files_too: bool = False  # a file among the inputs is read as it is, without the table
 
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The options of a command that reads the same folder alike."""
+        table = () if self.table is None else ("--parts", self.table)
+        return (*table, *(("--copies", "first") if self.copies == "first" else ()))
+
 
 _NOTHING = Asked()
 ASKED: ContextVar[Asked] = ContextVar("asked", default=_NOTHING)  # the options of a command

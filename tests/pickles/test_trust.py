@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import pickle
 import sys
 import zipfile
@@ -378,3 +379,21 @@ def test_classes_that_others_make() -> None:
 def test_every_module_of_this_python_is_guarded() -> None:
     for module in sys.stdlib_module_names:
         assert is_harmful(call(f"{module}.anything_at_all"))
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_a_file_in_memory_is_not_harmful(protocol: int, tmp_path: Path) -> None:
+    """Megatron-LM keeps the ``_extra_state`` of Transformer Engine as such."""
+    state = {"w": torch.ones(2), "fc1._extra_state": io.BytesIO(b"state of fp8")}
+    torch.save(state, tmp_path / "a.pth", pickle_protocol=protocol)
+    assert scan(tmp_path / "a.pth").verdict == CLASSES
+    convert(tmp_path / "a.pth", tmp_path / "b.pth")
+    kept = torch.load(tmp_path / "b.pth", weights_only=False)["fc1._extra_state"]
+    assert kept.getvalue() == b"state of fp8"
+
+
+def test_a_file_in_memory_with_attributes_is_not_known() -> None:
+    """They could stand in the place of its methods."""
+    made = call("_io.BytesIO", new=True)
+    made.steps.append(("build", (b"", 0, {"read": Global("os", "system")})))
+    assert is_harmful(made)

@@ -21,7 +21,7 @@ from ckptkit.formats.table import PARALLEL
 # Names that files and folders of parts have, and others too: most folders have none, and pay for no
 # layout.
 _SIGN = re.compile(
-    r"mp_rank_|^tp_rank_|model-rank-|-dist-[0-9]|^metadata\.json$|^latest$|^optim$"
+    r"mp_rank_|^tp_rank_|^fsdp_shard_|model-rank-|-dist-[0-9]|^metadata\.json$|^latest$|^optim$"
     r"|[0-9](?!-of-).*(?<!-of-[0-9]{5})\.(pt|pth|bin|ckpt|th)$"
 )
 

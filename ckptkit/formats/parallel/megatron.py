@@ -124,7 +124,7 @@ def read(probe: Probe, format: str) -> Checkpoint:
     merged = merge(parts, sizes, table(arguments, legacy=legacy), joiner)
     _check_vocabulary(merged.tensors, arguments, legacy)
     left = [key for key in _OF_PROCESS if key in first]
-    warnings = [f"left out {', '.join(left)}: of each process its own"] if left else []
+    warnings = [f"left out {', '.join(left)}: each process has its own"] if left else []
     root = {"model": merged.tensors, **_other_entries(first, arguments)}
     grid = " x ".join(f"{AXES[axis]} {n}" for axis, n in sizes.items() if n > 1 or axis in (TP, PP))
     iteration = _text(first.get("iteration"))

@@ -198,7 +198,7 @@ class _Reading:
             )
             made[key] = self.reader.read(kind.group.first).root
             if len(kind.group.files) > 1:
-                self.warnings.append(f"{key} is of each rank its own: that of the first is taken")
+                self.warnings.append(f"each rank has its own {key}: that of the first is kept")
         return made
 
     def _note_unread(self, kinds: Sequence[Kind]) -> None:

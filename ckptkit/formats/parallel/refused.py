@@ -1,8 +1,10 @@
 """Folders of parts that are known and not put together: what they are, and what to do.
 
-Sources: vLLM, ``ShardedStateLoader``; Megatron-LM, ``--dist-ckpt-format zarr``; OLMo,
-``olmo/checkpoint.py``, ``LocalShardedCheckpointer``; ColossalAI,
-``checkpoint_io/distributed_checkpoint_utils.py``; NeMo 1, ``inject_model_parallel_rank``.
+Sources: vLLM, ``ShardedStateLoader.DEFAULT_PATTERN``; Megatron-LM, ``--dist-ckpt-format zarr``;
+OLMo, ``LocalShardedCheckpointer`` of olmo/checkpoint.py and scripts/unshard.py; ColossalAI,
+``get_dist_files_name`` of checkpoint_io/distributed_checkpoint_utils.py and ``Booster.save_model``;
+NeMo 1, ``inject_model_parallel_rank`` of nemo/utils/model_utils.py and
+megatron_change_num_partitions.py. All were read there.
 """
 
 from __future__ import annotations
@@ -17,7 +19,9 @@ from ckptkit.formats.format import Probe
 
 _VLLM = re.compile(r"model-rank-([0-9]{1,6})-part-([0-9]{1,6})\.safetensors")
 _COLOSSAL = re.compile(r"(pytorch_)?model-(meta-)?dist-[0-9]{5}.*\.(bin|safetensors|json)")
-_NEMO = re.compile(r"mp_rank_[0-9]{2}|tp_rank_[0-9]{2}_pp_rank_[0-9]{3}")
+_NEMO = re.compile(
+    r"(mp_rank_[0-9]{2}_)?fsdp_shard_[0-9]{5}|mp_rank_[0-9]{2}|tp_rank_[0-9]{2}_pp_rank_[0-9]{3}"
+)
 _RANK = re.compile(r"rank[0-9]{1,6}\.pt")
 _LOOKED_AT = 4  # folders
 
@@ -90,9 +94,10 @@ KNOWN = {
     ),
     "nemo": Known(
         _is_nemo,
-        "is a checkpoint of NeMo 1, of which each tensor and pipeline rank wrote a part",
-        "NeMo 1 makes one part of it: megatron_change_num_partitions.py "
-        "--target_tensor_model_parallel_size=1 --target_pipeline_model_parallel_size=1",
+        "is a checkpoint of NeMo 1, of which each rank wrote a part",
+        "NeMo 1 makes one part of tensor and pipeline ranks: megatron_change_num_partitions.py "
+        "--target_tensor_model_parallel_size=1 --target_pipeline_model_parallel_size=1; FSDP "
+        "shards are loaded in its training, and saved whole",
     ),
 }
 

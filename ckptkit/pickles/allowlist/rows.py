@@ -67,6 +67,7 @@ KINDS: dict[str, tuple[Kind, ...]] = {
     "int": (Kind(INT),),
     "list": (Kind(LIST),),
     "literal": (Kind(LITERALS),),
+    "memory_file": (Kind(TUPLE, BYTES | INT | NONE),),  # bytes, position, no attributes
     "name": (Kind(NAME),),
     "kinds": (Kind(NAME | INERT | NONE), Kind(TUPLE | LIST, NAME | INERT | NONE | TUPLE | LIST)),
     "names": (Kind(TUPLE, NAME | INERT),),
@@ -201,6 +202,7 @@ _row("collections", "deque", "?literal ?optional_int", fill="append", keeps=True
 _row("collections", "ChainMap", "", BAG, state="fields", new=True)
 _row("datetime", "date datetime time timedelta timezone", "*time", TIME)
 _row("zoneinfo", "ZoneInfo._unpickle", "zone flag", TIME)
+_row("_io", "BytesIO", "", state="memory_file", new=True)  # _extra_state of Transformer Engine
 _row("decimal", "Decimal", "decimal")
 _row("fractions", "Fraction", "fraction|int ?int")
 _row("functools", "partial", "name *any", BAG, state="partial_state", keeps=True)

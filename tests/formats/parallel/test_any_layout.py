@@ -81,7 +81,7 @@ def cases(draw: st.DrawFn) -> Case:
         shape = tuple(draw(st.lists(st.integers(1, 9), min_size=rank, max_size=rank)))
         dims = tuple(draw(st.integers(-1, rank - 1)) for _ in mesh)
         tensors[f"layers.{number}.weight"] = Cut(mesh, shape, dims, draw(st.sampled_from(DTYPES)))
-    return Case(world, draw(st.sampled_from(["2.9", "2.10", "2.13"])), tensors)
+    return Case(world, draw(st.sampled_from(["2.9", "2.10", "2.13", "2.15"])), tensors)
 
 
 def mesh_of(form: str, cut: Cut, rank: int) -> Plain:
@@ -92,7 +92,8 @@ def mesh_of(form: str, cut: Cut, rank: int) -> Plain:
     if form == "2.10":
         return mesh_of_layout(cut.mesh, tuple(steps), ranks, _rank=rank)
     axes = [((size,), (step,)) for size, step in zip(cut.mesh, steps, strict=True)]
-    return mesh_of_axes(axes, ranks, _rank=rank, _coordinate_on_dim=cut.at(rank))
+    newer = {"_preserve_rank_order": False} if form == "2.15" else {}
+    return mesh_of_axes(axes, ranks, _rank=rank, _coordinate_on_dim=cut.at(rank), **newer)
 
 
 def placements(cut: Cut) -> tuple[Plain, ...]:

@@ -54,9 +54,23 @@ FORMS = {
         WHOLE, local(rank), Plain(f"{OLD}.device_mesh", "DeviceMesh", {"device_type": "cpu", "mesh": RANKS}),
         (shard(0, f"{OLD}.placement_types"),), old=True,
     ),
+    "2.3": lambda rank: dtensor(
+        WHOLE, local(rank), mesh_of_tensor(RANKS, mesh_dim_names=None, _flatten_mesh_list=(0, 1), _thread_id=7,
+                                           _dim_group_infos=[("ptd:0", [0, 1], "0")]),
+        (shard(0, f"{OLD}.placement_types"),), old=True,
+    ),
     "2.4": lambda rank: dtensor(
         WHOLE, local(rank), mesh_of_tensor(RANKS.long(), mesh_dim_names=("fsdp",), _flatten_mesh_list=(0, 1)),
         (shard(0, f"{OLD}.placement_types"),), old=True,
+    ),
+    "2.5": lambda rank: dtensor(
+        WHOLE, local(rank), mesh_of_tensor(RANKS, _coordinate_on_dim=[rank], _dim_group_infos=[("", [0, 1], "0")]),
+        (shard(0),),
+    ),
+    "2.7, of a mesh of several": lambda rank: dtensor(
+        WHOLE, local(rank), mesh_of_tensor(RANKS, _coordinate_on_dim=[rank], mesh_dim_names=("dp",),
+                                           _root_mesh=mesh_of_tensor(torch.arange(4).reshape(2, 2))),
+        (shard(0),),
     ),
     "2.9": lambda rank: dtensor(
         WHOLE, local(rank), mesh_of_tensor(RANKS, _coordinate_on_dim=[rank], _dim_group_names=["0"]), (shard(0),)
@@ -70,6 +84,12 @@ FORMS = {
     "2.13": lambda rank: dtensor(
         WHOLE, local(rank), mesh_of_axes([((2,), (1,))], RANKS, _rank=rank, _coordinate_on_dim=(rank,)), (shard(0),),
         shard_order=(Plain("torch.distributed.tensor._dtensor_spec", "ShardOrderEntry", None, (0, (0,))),),
+    ),
+    "2.15": lambda rank: dtensor(
+        WHOLE, local(rank), mesh_of_axes([((2,), (1,))], RANKS, _rank=rank, _coordinate_on_dim=(rank,),
+                                         _preserve_rank_order=False), (shard(0),),
+        shard_order=(Plain("torch.distributed.tensor._dtensor_spec", "ShardOrderEntry", None, (0, (0,))),),
+        use_strided_shard_as_shard_order=False, _hash=None,
     ),
     "negative dimension": lambda rank: dtensor(
         WHOLE, local(rank), mesh_of_tensor(RANKS, _coordinate_on_dim=[rank]), (shard(-2),)

@@ -100,10 +100,21 @@ def test_what_is_known_is_named_with_what_to_do(kind: str, tmp_path: Path, run: 
     assert name in done.stdout and hint.split()[0] in done.stdout
 
 
-def test_other_layouts_of_nemo(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name", ["mp_rank_{:02}", "mp_rank_00_fsdp_shard_{:05}", "fsdp_shard_{:05}"]
+)
+def test_other_layouts_of_nemo(name: str, tmp_path: Path) -> None:
     for rank in range(2):
-        saved(tmp_path / f"mp_rank_{rank:02d}/model_weights.ckpt", {"w": torch.ones(2)})
+        saved(tmp_path / name.format(rank) / "model_weights.ckpt", {"w": torch.ones(2)})
     with pytest.raises(UnsupportedError, match="NeMo 1"):
+        ckptkit.open(tmp_path)
+
+
+def test_one_process_of_colossalai(tmp_path: Path) -> None:
+    """Names of safetensors have no pytorch_ in front, and their metadata end in .index.json."""
+    save_file({"w": torch.ones(2)}, tmp_path / "model-dist-00000-shard.safetensors")
+    (tmp_path / "pytorch_model-meta-dist-00000.index.json").write_text("{}")
+    with pytest.raises(UnsupportedError, match="ColossalAI"):
         ckptkit.open(tmp_path)
 
 
