@@ -107,6 +107,25 @@ def run() -> Run:
     return command
 
 
+@pytest.fixture
+def in_process(monkeypatch: pytest.MonkeyPatch) -> Run:
+    """The same in this process: without a start, and with torch imported once for all commands."""
+    from click.testing import CliRunner
+
+    from ckptkit.cli import main
+
+    def command(*args: object, cwd: Path | None = None, env: dict[str, str] | None = None) -> Done:
+        with monkeypatch.context() as patch:
+            if cwd is not None:
+                patch.chdir(cwd)
+            result = CliRunner().invoke(main, [*map(str, args)], env=env)
+        if result.exception is not None and not isinstance(result.exception, SystemExit):
+            raise result.exception
+        return Done(result.exit_code, result.stdout, result.stderr)
+
+    return command
+
+
 @pytest.fixture(scope="session")
 def simulated_cuda() -> Callable[..., AbstractContextManager[None]]:
     """``with simulated_cuda(1): torch.save(...)`` tags every storage ``cuda:1``, without a GPU."""

@@ -28,7 +28,9 @@ from ckptkit.core.tree import (
     StoredBytes,
 )
 from tests.analysis.made import checkpoint, module, opaque, storage, tensor, view
-from tests.conftest import Run
+from tests.conftest import Run, in_process
+
+run = in_process
 
 
 def values(summary: Summary) -> dict[tuple[Node, ...], tuple[str, object]]:

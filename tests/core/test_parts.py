@@ -14,10 +14,12 @@ from ckptkit.api import convert
 from ckptkit.core.errors import CorruptError, UnsupportedError
 from ckptkit.formats.format import Asked, WriteOptions
 from ckptkit.transforms.combine import average, merge
-from tests.conftest import Run
+from tests.conftest import Run, in_process
 from tests.formats.parallel import making
 from tests.formats.parallel.old_forms import dtensor, mesh_of_tensor, save, shard
 from tests.formats.parallel.trees import assert_same, flat
+
+run = in_process
 
 WHOLE = torch.arange(14.0).reshape(7, 2)
 

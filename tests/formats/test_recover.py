@@ -24,11 +24,13 @@ from ckptkit.core.errors import CkptkitError, CorruptError, TruncatedError, Unsu
 from ckptkit.formats.format import Probe
 from ckptkit.formats.safetensors.recovering import recover as safetensors_recover
 from ckptkit.formats.torch_zip.recovering import recover as torch_zip_recover
-from tests.conftest import Run
+from tests.conftest import Run, in_process
 from tests.formats.containers.zips import Member, build
 from tests.formats.safetensors.test_whole import Other
 from tests.formats.torch_zip.archives import FLOATS, pickle_of, storage, tensor, text
 from tests.matrix import Fixture
+
+run = in_process
 
 State = dict[str, torch.Tensor]
 

@@ -13,7 +13,9 @@ from safetensors.torch import load_file, save_file
 import ckptkit
 from ckptkit.core.errors import UsageError
 from ckptkit.transforms.quantizing import quantize
-from tests.conftest import Run
+from tests.conftest import Run, in_process
+
+run = in_process
 
 NAME = "model.layers.0.mlp.up_proj.weight"
 

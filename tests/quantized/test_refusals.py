@@ -17,11 +17,13 @@ from ckptkit import quantized
 from ckptkit.core.errors import CollisionError, UnsupportedError, UsageError
 from ckptkit.quantized import group
 from ckptkit.quantized.others import METHODS, OTHERS
-from tests.conftest import Run
+from tests.conftest import Run, in_process
 from tests.formats.parallel.old_forms import Wrapped, save
 from tests.quantized.made import Refusal, Row, ones, row, text, write
 from tests.quantized.unfit import UNFIT
 from tests.reached import is_called, unreached, watch
+
+run = in_process
 
 L = "model.layers.0.mlp.up_proj"
 FP8 = {f"{L}.weight": row("F8_E4M3", [200, 130]), f"{L}.weight_scale_inv": ones([2, 2])}

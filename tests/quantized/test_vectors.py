@@ -14,8 +14,10 @@ import pytest
 import ckptkit
 from ckptkit import compute, quantized
 from ckptkit.core.dtypes import BY_NAME
-from tests.conftest import Run
+from tests.conftest import Run, in_process
 from tests.quantized.made import Row, read
+
+run = in_process
 
 FOLDER = Path(os.environ.get("CKPTKIT_VECTORS", "/nowhere")) / "quantized"
 CASES = sorted(path.name for path in FOLDER.iterdir()) if FOLDER.is_dir() else []

@@ -17,7 +17,9 @@ from safetensors.torch import load_file
 import ckptkit
 from ckptkit.core.errors import UsageError
 from ckptkit.run import recipes
-from tests.conftest import ROOT, Run
+from tests.conftest import ROOT, Run, in_process
+
+run = in_process
 
 Loaded = dict[str, torch.Tensor]
 

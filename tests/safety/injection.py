@@ -3,12 +3,16 @@ it makes."""
 
 from __future__ import annotations
 
+import compileall
 import os
 import re
 import shutil
+import signal
 import subprocess
+import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from itertools import dropwhile
 from pathlib import Path
@@ -16,7 +20,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.conftest import COMMAND, ENVIRONMENT, Done
+from tests.conftest import COMMAND, ENVIRONMENT, ROOT, Done
 
 READS = ("pread64", "preadv", "preadv2")
 CHANGES = (
@@ -26,6 +30,7 @@ CHANGES = (
 # The same calls each time: no byte code is written on the way, and a byte more or less of a path
 # changes nothing.
 ALIKE = {**ENVIRONMENT, "PYTHONDONTWRITEBYTECODE": "1", "PYTHONHASHSEED": "0"}
+COPY, HOUR = "copy_file_range", 3_600_000_000  # microseconds
 LEFT = re.compile(r"\.{1,2}[^/]*\.ckptkit-[0-9]+-[0-9a-f]{16}\.tmp")
 
 
@@ -56,9 +61,16 @@ def needs_strace() -> None:
         pytest.skip("needs strace, and the right to trace: Linux only")
 
 
+@cache
+def _compile_the_package() -> None:
+    """Write all its byte code, so that no process of another test does between two counts of calls."""
+    assert compileall.compile_dir(ROOT / "ckptkit", quiet=1)
+
+
 def traced(arguments: Sequence[object], cwd: Path, *options: str) -> Done:
     """ckptkit in `cwd` under strace with `options`; the code of a process that was killed is minus
     its signal."""
+    _compile_the_package()
     strace = ["strace", "-f", "-qq", *options]  # with --seccomp-bpf it injects no signals
     command = [*strace, *COMMAND, *map(str, arguments)]
     done = subprocess.run(
@@ -96,6 +108,31 @@ def injected(arguments: Sequence[object], cwd: Path, call: Call, what: str) -> D
         f"inject={call.name}:{what}:when={call.number}",
     )
     return traced(arguments, cwd, *options)
+
+
+@contextmanager
+def held(arguments: Sequence[object], cwd: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """ckptkit held at its first copy, and going on at the end of the block.
+
+    With -D, strace is a child of the command: when it is killed, the command goes on.
+    """
+    options = ["-D", "-qq", "-o", os.devnull, "-e", f"inject={COPY}:delay_enter={HOUR}:when=1"]
+    child = subprocess.Popen(
+        ["strace", *options, *COMMAND, *map(str, arguments)], cwd=cwd, env=ALIKE,
+        stderr=subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        while child.poll() is None and not any(
+            path.stat().st_size for path in map(cwd.joinpath, leftovers(cwd))
+        ):
+            time.sleep(0.005)
+        yield child
+    finally:
+        if child.poll() is None:
+            status = Path(f"/proc/{child.pid}/status").read_text()
+            tracer = int(status.partition("TracerPid:")[2].split()[0])
+            assert tracer  # 0 would be this process and its relatives
+            os.kill(tracer, signal.SIGKILL)
 
 
 def snapshot(folder: Path) -> dict[str, bytes]:

@@ -8,7 +8,6 @@ import resource
 import shutil
 import subprocess
 import threading
-import time
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -23,7 +22,7 @@ from ckptkit.core.journals import journal_path
 from ckptkit.formats.format import WriteOptions
 from ckptkit.publish import patching
 from tests.conftest import COMMAND, Run
-from tests.safety.injection import ALIKE, leftovers, needs_strace, snapshot
+from tests.safety.injection import ALIKE, held, leftovers, needs_strace, snapshot
 from tests.safety.works import OLD, WORKS, make_source, outcomes
 
 CHANGED = 4
@@ -62,25 +61,10 @@ def test_DS_17_an_input_that_changes(
     work = WORKS[name]
     expected = outcomes(work, tmp_path / "whole", small)
     folder = work.prepare(tmp_path / "changed", small)
-    hold = [
-        "strace",
-        "-qq",
-        "-o",
-        os.devnull,
-        "-e",
-        "inject=copy_file_range:delay_enter=400000:when=1",
-    ]
-    with subprocess.Popen(
-        [*hold, *COMMAND, *work.arguments], cwd=folder, env=ALIKE, stderr=subprocess.PIPE
-    ) as child:
-        while child.poll() is None and not any(
-            path.stat().st_size for path in map(folder.joinpath, leftovers(folder))
-        ):
-            time.sleep(0.005)
+    with held(work.arguments, folder) as child:
         change(folder / "run.pth")
         theirs = (folder / "run.pth").read_bytes()
-        assert child.stderr is not None
-        said = child.stderr.read()
+    _, said = child.communicate(timeout=60)
     assert (folder / "run.pth").read_bytes() == theirs and leftovers(folder) == []
     if (name, change) == ("new", replace):  # what was opened is read to its end
         assert child.returncode == 0 and snapshot(folder)["out.pth"] == expected.after["out.pth"]

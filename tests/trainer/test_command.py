@@ -16,8 +16,10 @@ from ckptkit.trainer import loop
 from ckptkit.trainer.command import command
 from ckptkit.trainer.config import Config
 
-from ..conftest import ENVIRONMENT, Done, Run
+from ..conftest import ENVIRONMENT, Done, Run, in_process
 from .conftest import same
+
+run = in_process
 
 SMALL = ("--data", "random", "--width", "0.5", "--devices", "cpu", "--epochs", "1")
 

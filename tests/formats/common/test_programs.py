@@ -16,7 +16,7 @@ import ckptkit
 from ckptkit.api import convert
 from ckptkit.core.errors import UsageError
 from ckptkit.transforms.structure import extract
-from tests.conftest import Run
+from tests.conftest import Run, in_process
 from tests.formats.torchscript.scripts import (
     QUIET,
     by_torch,
@@ -27,6 +27,8 @@ from tests.formats.torchscript.scripts import (
     script,
 )
 from tests.test_imports import spied
+
+run = in_process
 
 pytestmark = QUIET
 BEHIND = "left out: the program, and everything in it but its state_dict"

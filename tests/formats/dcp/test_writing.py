@@ -31,11 +31,13 @@ from ckptkit.core.errors import (
 from ckptkit.core.tree import Global, Object
 from ckptkit.formats.dcp.nesting import Flat
 from ckptkit.formats.format import Probe, WriteOptions
-from tests.conftest import Run
+from tests.conftest import Run, in_process
 from tests.formats.conformance import elements, elements_of
 from tests.formats.dcp.making import Crafted, alone, archive, whole
 from tests.formats.dcp.test_reading import same
 from tests.ranks import run_ranks
+
+run = in_process
 
 
 def convert(state: Any, folder: Path, **options: Any) -> tuple[Path, tuple[str, ...]]:

@@ -22,10 +22,12 @@ from ckptkit.core.errors import (
 from ckptkit.formats import parallel
 from ckptkit.formats.parallel.flat import UnknownError
 from ckptkit.formats.parallel.refused import KNOWN
-from tests.conftest import Run
+from tests.conftest import Run, in_process
 from tests.formats.parallel import making
 from tests.formats.parallel.unfit import TABLE, UNFIT, own, said
 from tests.reached import is_raised, unreached, watch
+
+run = in_process
 
 HELP = Path(ckptkit.__file__).parent / "help" / "parallel.md"
 
