@@ -21,6 +21,8 @@ from tests.slow import is_slow, unmatched
 # package anew, which doubles its time.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+# Each process computes with one thread: there is a process for each core, and sums have one order.
+os.environ["OMP_NUM_THREADS"] = "1"
 # Children inherit the signals that are ignored, as SIGINT is in the background of a shell.
 for _name in ("SIGINT", "SIGTERM", "SIGHUP"):
     _number = getattr(signal, _name, None)

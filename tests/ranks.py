@@ -23,7 +23,7 @@ def run_ranks(world: int, module: str, *words: object) -> None:
     """Run ``module.main(*words)`` in `world` processes; all of them must succeed."""
     done = subprocess.run(
         [sys.executable, "-m", "tests.ranks", str(world), module, *map(str, words)],
-        cwd=ROOT, env={**ENVIRONMENT, "OMP_NUM_THREADS": "1"}, capture_output=True, encoding="utf-8", timeout=300,
+        cwd=ROOT, env=ENVIRONMENT, capture_output=True, encoding="utf-8", timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
 

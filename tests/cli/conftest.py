@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -46,6 +48,13 @@ def as_json(ckptkit: Ckptkit) -> Callable[..., Any]:
 @pytest.fixture
 def run_pth(tmp_path: Path) -> Path:
     """A checkpoint as a training script leaves it, from a DataParallel model."""
+    path = tmp_path / "run.pth"
+    path.write_bytes(_trained())
+    return path
+
+
+@cache
+def _trained() -> bytes:
     import torch
 
     torch.manual_seed(0)
@@ -55,12 +64,13 @@ def run_pth(tmp_path: Path) -> Path:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     model(torch.ones(2, 4)).sum().backward()
     optimizer.step()
-    path = tmp_path / "run.pth"
     wrapped = {
         "model": model.state_dict(),
         "optimizer": optimizer.state_dict(),
         "epoch": 3,
         "name": "näme",
     }
-    torch.save({**wrapped, "loss": float("nan")}, path)
-    return path
+    with TemporaryDirectory() as folder:
+        path = Path(folder, "run.pth")
+        torch.save({**wrapped, "loss": float("nan")}, path)
+        return path.read_bytes()

@@ -8,12 +8,16 @@ import re
 import shlex
 import shutil
 from collections.abc import Iterator
+from contextlib import chdir
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import click
 import pytest
 import torch
+from click.testing import CliRunner
 from jsonschema import Draft202012Validator
 from safetensors.torch import save_file
 from torch import nn
@@ -175,11 +179,17 @@ def with_json(group: click.Group = main, *above: str) -> Iterator[str]:
             yield " ".join((*above, name))
 
 
-@pytest.fixture
-def made(ckptkit: Ckptkit, run_pth: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Make the folder in which the COMMANDS run."""
-    folder = run_pth.parent
-    monkeypatch.chdir(folder)
+@cache
+def files() -> dict[str, bytes]:
+    """Make the files of the folder in which the COMMANDS run."""
+    with TemporaryDirectory() as folder:
+        with chdir(folder):
+            make()
+        paths = [path for path in Path(folder).rglob("*") if path.is_file()]
+        return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
+
+
+def make() -> None:
     net = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
     plain = net.state_dict()
     torch.save(plain, "plain.pth")
@@ -196,8 +206,21 @@ def made(ckptkit: Ckptkit, run_pth: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
     Path("model").mkdir()
     Path("model/config.json").write_text('{"model_type": "llama", "num_hidden_layers": 2}')
     save_file(matrix, "model/model.safetensors")
-    ckptkit("convert", "model", "quantized", "--quantize", "mxfp4")
-    ckptkit("digest", "--output", "net.manifest", "plain.pth")
+    for words in (
+        "convert model quantized --quantize mxfp4",
+        "digest --output net.manifest plain.pth",
+    ):
+        assert CliRunner().invoke(main, words.split()).exit_code == 0
+
+
+@pytest.fixture
+def made(run_pth: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Make the folder in which the COMMANDS run."""
+    folder = run_pth.parent
+    for name, data in files().items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(data)
+    monkeypatch.chdir(folder)
     return folder
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle
 import subprocess
 import sys
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.conftest import ENVIRONMENT
 from tests.fuzz.composing import seeds
 from tests.fuzz.compositions import (
     NONE,
@@ -203,9 +203,8 @@ OLD = pytest.mark.skipif(sys.version_info < (3, 11), reason="operator.call")
 
 def hunt(*arguments: str) -> subprocess.CompletedProcess[str]:
     """The command in a process of its own, which may fork."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-W", "ignore", "-m", "tests.fuzz.soundness", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    return subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT, check=False)
 
 
 def tried(cases: dict[str, Node], folder: Path) -> dict[str, dict[str, Any]]:

@@ -34,7 +34,9 @@ from ckptkit.core.journals import journal_path
 from ckptkit.core.plan import Edit, Patch
 from ckptkit.publish import patching
 from ckptkit.publish.journal import journal_of, parse
-from tests.conftest import ENVIRONMENT, Run
+from tests.conftest import ENVIRONMENT, Run, in_process
+
+run = in_process
 
 Maker = Callable[[Path], Path]
 Change = Callable[[ckptkit.Checkpoint], ckptkit.Checkpoint]

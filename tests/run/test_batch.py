@@ -26,7 +26,7 @@ from ckptkit.core.plan import Plan
 from ckptkit.run import batch, workers
 from ckptkit.run.batch import manifest
 from ckptkit.run.batch.attempt import failed, same
-from tests.conftest import COMMAND, ENVIRONMENT, ROOT, Run
+from tests.conftest import COMMAND, ENVIRONMENT, ROOT, Run, in_process
 from tests.run.batches import (
     deadly,
     interrupted_in_destructor,
@@ -37,6 +37,8 @@ from tests.run.batches import (
     suicidal,
     without_sum,
 )
+
+run = in_process
 
 
 @pytest.fixture
@@ -439,6 +441,7 @@ class TestKilled:
         deadline = time.monotonic() + 60
         while noted(into) < 60:
             assert time.monotonic() < deadline and client.poll() is None
+            time.sleep(0.005)
         client.send_signal(sign)
         assert client.wait(30) == (-9 if sign == signal.SIGKILL else 130)
         assert client.stderr is not None

@@ -142,6 +142,7 @@ def test_the_client_is_killed(
     deadline = time.monotonic() + 60
     while not store.find(f"{BUCKET}/out", refresh=True):
         assert time.monotonic() < deadline and client.poll() is None
+        time.sleep(0.005)
     client.kill()
     client.wait()
     left = objects(store)

@@ -199,6 +199,7 @@ def test_the_client_of_a_cluster_is_killed(cluster: Dask, tmp_path: Path, run: R
     deadline = time.monotonic() + 60
     while noted(tmp_path / "out") < 60:
         assert time.monotonic() < deadline and client.poll() is None
+        time.sleep(0.005)
     client.kill()
     client.wait()
     done = run(*args, "--scheduler", cluster.url)

@@ -84,7 +84,7 @@ def test_S21_the_types_of_tensors() -> None:
 def test_each_example_runs(name: str) -> None:
     done = subprocess.run(
         [sys.executable, "-m", f"ckptkit.trainer.examples.{name}"],
-        env={**ENVIRONMENT, "OMP_NUM_THREADS": "1"},
+        env=ENVIRONMENT,
         capture_output=True,
         encoding="utf-8",
         timeout=120,

@@ -239,9 +239,8 @@ def torchrun(folder: Path, out: str, *options: str) -> str:
         "cpu",
         *options,
     ]
-    environment = {**ENVIRONMENT, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, encoding="utf-8", timeout=120
+        command, cwd=folder, env=ENVIRONMENT, capture_output=True, encoding="utf-8", timeout=120
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

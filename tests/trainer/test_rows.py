@@ -156,7 +156,7 @@ def test_S25_the_command_of_several_processes_runs(folder: Path, kind: str) -> N
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *words[1:]]
     done = subprocess.run(
         [*command, *SMALL, "--devices", "cpu"],
-        env={**ENVIRONMENT, "OMP_NUM_THREADS": "1"},
+        env=ENVIRONMENT,
         capture_output=True,
         encoding="utf-8",
         timeout=120,
