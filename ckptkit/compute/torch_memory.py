@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ckptkit.compute.operations import PIECE, stream, torch_dtype
 from ckptkit.compute.tensors import contiguous
-from ckptkit.compute.threads import BATCH, ordered
+from ckptkit.compute.threads import BATCH, in_any_order
 from ckptkit.core.bytesource import Extent, Pending, Range, Record
 from ckptkit.core.errors import DeviceError, UnsupportedError
 from ckptkit.core.tensor import Storage, Tensor
@@ -58,8 +58,7 @@ def fill(pairs: Iterable[tuple[Tensor, torch.Tensor]]) -> None:
     for tensor, target in pairs:
         extent = contiguous(tensor).locate()
         parts += _parts(extent, torch_dtype(tensor.dtype), target.detach().view(-1))
-    for _ in ordered(_fill, parts, lambda part: part.stop - part.start):
-        pass
+    in_any_order(_fill, parts, lambda part: part.stop - part.start)
     for part in parts:  # autograd has to know that they changed
         torch.autograd.graph.increment_version(part.target)
 

@@ -4,6 +4,7 @@ in."""
 from __future__ import annotations
 
 import math
+import threading
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from ckptkit.compute import BINS, Histogram, Tally, ordered, parts, tallies, tally
 from ckptkit.compute.tallies import bin_exponent
+from ckptkit.compute.threads import in_any_order
 from ckptkit.core.bytesource import Memory, Range
 from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import TensorError
@@ -290,9 +292,36 @@ def test_the_first_failure_is_raised_and_the_rest_left(
 
 
 def test_little_work_needs_no_thread() -> None:
-    import threading
-
     assert set(ordered(lambda n: threading.current_thread(), range(9), lambda n: 1)) == {
         threading.main_thread()
     }
     assert list(ordered(str, [], len)) == []
+
+
+@pytest.mark.parametrize("processors", [1, 2, 5])
+def test_each_item_once_in_any_order(processors: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckptkit.compute.threads.BATCH", 10)
+    monkeypatch.setattr("ckptkit.compute.threads._processors", lambda: processors)
+    done: list[int] = []
+    in_any_order(done.append, range(1000), lambda n: 1)
+    assert sorted(done) == list(range(1000))
+
+
+@pytest.mark.parametrize("processors", [1, 4])
+def test_no_item_begins_after_a_failure(processors: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckptkit.compute.threads.BATCH", 10)
+    monkeypatch.setattr("ckptkit.compute.threads._processors", lambda: processors)
+    begun: list[int] = []
+    failed = threading.Event()
+
+    def work(n: int) -> None:
+        begun.append(n)
+        if n == 3:
+            failed.set()
+            raise TensorError("the third")
+        if n > 3:
+            failed.wait(60)
+
+    with pytest.raises(TensorError, match="the third"):
+        in_any_order(work, range(1000), lambda n: 1)
+    assert len(begun) < 100
