@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from ckptkit.core.errors import (
@@ -24,7 +24,7 @@ from ckptkit.core.errors import (
     PathError,
     TruncatedError,
 )
-from ckptkit.core.paths import blobs_of, open_regular, plain_name
+from ckptkit.core.paths import blobs_of, file_system, open_regular, plain_name
 
 if TYPE_CHECKING:
     from mmap import mmap
@@ -271,10 +271,10 @@ class LocalFile(ByteSource):
                 "changed while it was read", where=self.name, hint="run the command again"
             )
 
-    @property
-    def device(self) -> int:
-        """The device of its file system (``st_dev``), when it was opened."""
-        return int(self.identity[0])
+    @cached_property
+    def file_system(self) -> str:
+        """The kind of file system that it is on (Linux), "" where it is not known."""
+        return file_system(self.fd)
 
     def folder_and_name(self) -> tuple[Folder, str]:
         return Folder(os.path.dirname(self.name)), os.path.basename(self.name)

@@ -1,10 +1,11 @@
-"""Paths of local files: opened if they are regular files, and confined to their folder."""
+"""Local files: opened if they are regular files, confined to their folder; their file systems."""
 
 from __future__ import annotations
 
 import errno
 import os
 import stat
+from functools import lru_cache
 
 from ckptkit.core.errors import MissingFileError, PathError
 from ckptkit.core.text import nearest
@@ -71,3 +72,29 @@ def plain_name(name: str, folder: str) -> str:
     if odd or name in ("", ".", ".."):
         raise PathError(f"{name!r} is not a plain file name inside the folder", where=folder)
     return name
+
+
+def file_system(fd: int) -> str:
+    """Return the kind of file system that an open file is on (Linux), "" where it is not known.
+
+    The file's mount tells it: files on btrfs have devices (``st_dev``) that no mount has. Source:
+    proc_pid_fdinfo(5).
+    """
+    try:
+        with open(f"/proc/self/fdinfo/{fd}", encoding="ascii", errors="replace") as file:
+            fields = dict(line.split(":", 1) for line in file)
+    except (OSError, ValueError):
+        return ""
+    return _kind_of_mount(fields.get("mnt_id", "").strip())
+
+
+@lru_cache
+def _kind_of_mount(number: str) -> str:
+    """Return the kind of file system of a mount. Source: proc_pid_mountinfo(5)."""
+    try:
+        with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as file:
+            mounts = [line.split() for line in file]
+    except OSError:
+        return ""
+    kinds = (mount[mount.index("-") + 1] for mount in mounts if mount[0] == number)
+    return next(kinds, "")

@@ -13,10 +13,8 @@ A patch edits a file in place instead.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import chain
 from typing import NamedTuple
 
@@ -32,26 +30,10 @@ ONE_BY_ONE = "apply"  # the operation that holds a tensor in memory as a whole
 
 
 # Bytes of a block of a file system: two files share those of a range that is at the same place in
-# a block of both, where the file system can do that (btrfs, xfs).
+# a block of both, where the file system can do that.
 BLOCK = 4 << 10
 LONG = 256 << 10  # bytes of a range that is worth a block of padding
-SHARING = ("xfs",)  # btrfs gives its files devices that no mount has, so it is not known
-
-
-@lru_cache
-def file_system(device: int) -> str:
-    """Return the kind of a file's device (``st_dev``) on Linux, "" where it is not known.
-
-    Source: proc_pid_mountinfo(5).
-    """
-    number = f"{os.major(device)}:{os.minor(device)}" if hasattr(os, "major") else ""
-    try:
-        with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as file:
-            mounts = [line.split() for line in file]
-    except OSError:
-        return ""
-    kinds = (mount[mount.index("-") + 1] for mount in mounts if mount[2] == number)
-    return next(kinds, "")
+SHARING = ("btrfs", "xfs")
 
 
 def place_in_block(extent: Extent) -> int | None:
@@ -64,7 +46,7 @@ def place_in_block(extent: Extent) -> int | None:
         return None
     if not isinstance(extent.source, LocalFile):
         return None
-    return extent.offset % BLOCK if file_system(extent.source.device) in SHARING else None
+    return extent.offset % BLOCK if extent.source.file_system in SHARING else None
 
 
 class Summed(NamedTuple):

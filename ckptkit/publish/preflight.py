@@ -15,7 +15,7 @@ from ckptkit.core.errors import (
     UsageError,
 )
 from ckptkit.core.limits import LIMITS
-from ckptkit.core.plan import Plan, Segment, Summed
+from ckptkit.core.plan import BLOCK, Plan, Segment, Summed, length, place_in_block
 
 
 def check_destination(plan: Plan, path: str, force: bool) -> os.stat_result | None:
@@ -159,11 +159,27 @@ def referenced(plan: Plan) -> int:
     return total
 
 
-def check_space(path: str, size: int) -> None:
-    """Refuse an output that does not fit on the file system of `path`."""
+def check_space(path: str, size: int, plan: Plan | None = None) -> None:
+    """Refuse an output that does not fit on the file system of `path`.
+
+    Bytes of `plan` that it shares with its input need no space.
+    """
     left = free(path)
-    if size > left:
+    if size > left and (plan is None or size - _shared(plan, path) > left):
         raise OutputError(f"needs {size:,} bytes, {left:,} are free", where=path)
+
+
+def _shared(plan: Plan, path: str) -> int:
+    """Count the bytes that an output can share with its input."""
+    device = os.stat(os.path.dirname(path)).st_dev
+    found = 0
+    for file in plan.files:
+        at = 0
+        for segment in file.segments:
+            if isinstance(segment, Range) and place_in_block(segment) == at % BLOCK:
+                found += segment.length if segment.source.identity[0] == device else 0
+            at += length(segment)
+    return found
 
 
 def free(path: str) -> int:

@@ -96,7 +96,7 @@ def publish(
         kept = _kept_mode(old := check_destination(plan, path, force or replace_source))
         check_size(plan, size, allow_expand)
         left, edit = sweep(path), _unfinished_edit(path)
-        check_space(path, size)
+        check_space(path, size, plan)
         temporary = temporary_name(path)
         try:
             mode = _narrowed(_create(plan, temporary), read)

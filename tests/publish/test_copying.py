@@ -22,15 +22,15 @@ from hypothesis import strategies as st
 from ckptkit.core.bytesource import Derived, LocalFile, Memory, Range
 from ckptkit.core.checksum import crc32_combine
 from ckptkit.core.errors import CorruptError, InputChangedError, OutputError
-from ckptkit.core.plan import Deferred, Segment, Summed, length
+from ckptkit.core.plan import BLOCK, Deferred, Segment, Summed, length
 from ckptkit.publish import copying
-from ckptkit.publish.copying import ReadAhead, Task, cut, execute, in_memory, run
+from ckptkit.publish.copying import ReadAhead, Task, cut, execute, run
 
 
 @pytest.fixture(autouse=True)
 def on_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel copies, wherever the tests' files lie."""
-    monkeypatch.setattr(copying, "in_memory", lambda device: False)
+    monkeypatch.setattr(copying, "file_system", lambda fd: "")
 
 
 NOISE = np.random.default_rng(7).integers(0, 256, 3 << 20, np.uint8).tobytes()
@@ -240,7 +240,7 @@ def test_threads_share_the_copying_of_several_files_in_memory(
     """Writes to one file wait for each other: there the kernel's copy is as fast as any."""
     taken: list[Task] = []
     monkeypatch.setattr(copying, "THREAD_TASK", 50_000)
-    monkeypatch.setattr(copying, "in_memory", lambda device: True)
+    monkeypatch.setattr(copying, "file_system", lambda fd: "tmpfs")
 
     def noted(task: Task, progress: copying.Progress = lambda count: None) -> list[copying.Sum]:
         taken.append(task)
@@ -256,11 +256,39 @@ def test_threads_share_the_copying_of_several_files_in_memory(
     assert len(taken) == tasks
 
 
-def test_a_file_system_in_memory_is_known() -> None:
-    if not os.path.ismount("/dev/shm"):
-        pytest.skip("no /dev/shm here")
-    assert in_memory(os.stat("/dev/shm").st_dev)
-    assert not in_memory(os.stat("/proc").st_dev)
+@pytest.mark.parametrize(
+    ("kind", "offset", "by_kernel"),
+    [("ext4", BLOCK, True), ("ext4", 64, False), ("tmpfs", 64, True), ("nfs4", 64, True)],
+)
+def test_bytes_that_move_within_a_page_are_read_and_written_where_that_is_faster(
+    kind: str,
+    offset: int,
+    by_kernel: bool,
+    source: LocalFile,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(copying, "file_system", lambda fd: kind)
+    monkeypatch.setattr(copying, "WINDOW", 100_000)
+    called: list[int] = []
+    write, copy = os.write, copying._copy_file_range
+
+    def noted(fd: int, source: LocalFile, offset: int, count: int) -> int:
+        called.append(count)
+        return copy(fd, source, offset, count)
+
+    written_bytes: list[int] = []
+    monkeypatch.setattr(copying, "_copy_file_range", noted)
+    monkeypatch.setattr(
+        os, "write", lambda fd, data: written_bytes.append(write(fd, data)) or written_bytes[-1]
+    )
+    path = tmp_path / "out"
+    path.touch()
+    run(Task(str(path), BLOCK, (Range(source, offset, 300_000),)))
+    assert path.read_bytes()[BLOCK:] == NOISE[offset : offset + 300_000]
+    assert bool(called) is by_kernel
+    if not by_kernel:
+        assert written_bytes == [100_000 - BLOCK, 100_000, 100_000, BLOCK]
 
 
 def test_a_failing_task_ends_the_others(

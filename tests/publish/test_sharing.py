@@ -11,17 +11,18 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ckptkit
-from ckptkit.core import plan
+from ckptkit.core.bytesource import LocalFile
+from ckptkit.core.errors import OutputError
 from ckptkit.core.plan import BLOCK
 from ckptkit.publish import copying
 
 STATE = {f"module.layers.{i}.weight": torch.randn(300, 301) + i for i in range(4)}
 
 
-@pytest.fixture
-def shared(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+@pytest.fixture(params=["xfs", "btrfs"])
+def shared(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Bytes of each call that the kernel can carry out by sharing whole blocks."""
-    monkeypatch.setattr(plan, "file_system", lambda device: "xfs")
+    monkeypatch.setattr(LocalFile, "file_system", request.param)
     found: list[int] = []
     copy = copying._copy_file_range
 
@@ -65,3 +66,16 @@ def test_short_ones_cost_no_padding(shared: list[int], tmp_path: Path) -> None:
     ckptkit.save(ckptkit.open(tmp_path / "in.pth"), tmp_path / "out.safetensors")
     header = (tmp_path / "out.safetensors").read_bytes()
     assert int.from_bytes(header[:8], "little") < 800
+
+
+def test_shared_bytes_need_no_space(
+    shared: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What cannot be shared does: the tensors of a .pth begin elsewhere in safetensors."""
+    torch.save(STATE, tmp_path / "in.pth")
+    monkeypatch.setattr("ckptkit.publish.preflight.free", lambda path: 100_000)
+    ck = ckptkit.open(tmp_path / "in.pth")
+    ckptkit.save(ckptkit.strip_prefix(ck, "module."), tmp_path / "out.pth")
+    assert sum(shared) > 1_000_000
+    with pytest.raises(OutputError, match=r"needs 1,4[\d,]+ bytes, 100,000 are free"):
+        ckptkit.save(ck, tmp_path / "out.safetensors")
