@@ -63,7 +63,7 @@ def _field(config: Mapping[str, Any], names: tuple[str, ...]) -> tuple[str, int]
 
 
 def _numbers(pattern: re.Pattern[str], tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """By what stands before a number, how many numbers there are."""
+    """Count the different numbers that follow each beginning of a name."""
     found: dict[str, set[int]] = {}
     for name in tensors:
         match = pattern.search(name)

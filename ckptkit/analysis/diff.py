@@ -129,7 +129,7 @@ class Diff:
 
     @property
     def summary(self) -> str:
-        """One line."""
+        """Return the result in one line."""
         compared = (
             "names, dtypes, shapes and values"
             if self.values_compared

@@ -1,4 +1,4 @@
-"""One way in which names of two sides meet, for diff, the doctor and load_into.
+"""Pairing of the names of two sides, the same for diff, the doctor and load_into.
 
 Names that both sides have are the same. Of the others, first a prefix is looked for that makes most
 of them meet (:func:`prefixes`), then names that torch itself has changed (:func:`certain`), then
@@ -43,7 +43,7 @@ class Way(NamedTuple):
 
 
 def pair(ours: Mapping[str, Kind], theirs: Mapping[str, Kind], way: Way) -> Matching:
-    """Pair the names that only one side has, `way` having been gone before.
+    """Pair the names that only one side has, after `way` has renamed ours.
 
     `ours` are as they are in the file, and so are the old names of the pairs.
     """

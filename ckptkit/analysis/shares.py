@@ -34,7 +34,7 @@ class Share(NamedTuple):
 
     @property
     def label(self) -> str:
-        """The name in the weights, elsewhere the place."""
+        """The name among the weights; for other tensors, the path."""
         return self.row.label
 
 
@@ -89,7 +89,7 @@ def _is_below(path: Path, places: Collection[tuple[str, ...]], lengths: Sequence
 
 
 def grown(shares: Iterable[Share]) -> Branch:
-    """The tree of their places."""
+    """Return the tree of the paths of these tensors."""
     root = Branch("")
     for share in shares:
         root.add(share)

@@ -102,7 +102,7 @@ class Statistics:
 
     @property
     def totals(self) -> list[TensorStats]:
-        """All tensors, kind by kind; their label is empty."""
+        """Return the totals of all tensors of each kind, with an empty label."""
         return list(self._totals.values())
 
     def rows(self, progress: Callable[[int], None] = lambda _: None) -> Iterator[TensorStats]:

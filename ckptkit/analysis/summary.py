@@ -385,7 +385,7 @@ class _Survey:
 
 
 def _unread(parts: Mapping[str, Group]) -> Iterator[str]:
-    """Why quantized weights are shown as what they are made of."""
+    """Yield the reasons why quantized weights are shown as codes and scales."""
     reasons: dict[tuple[str, str], dict[str, None]] = {}
     for group in parts.values():
         if group.reason:

@@ -114,7 +114,7 @@ def _many(original: click.Command) -> click.Command:
 
 
 def _worded(parameter: click.Parameter) -> click.Parameter:
-    """Return a copy of an option whose help speaks of many outputs."""
+    """Return a copy of an option whose help is about many outputs."""
     found = copy(parameter)
     if isinstance(found, click.Option) and found.help:
         found.help = found.help.replace("DST", "an output").replace(edit_report.SCHEMA, SCHEMA)

@@ -45,7 +45,7 @@ def command(
     """Check expectations and config.json against tensors.
 
     FILE is a checkpoint, or a folder with one and its config.json: layers, experts, vocabulary,
-    heads, the tied head and the dtype are compared. Only headers are read, but for `finite` and
+    heads, the tied head and the dtype are compared. Only headers are read, except for `finite` and
     `equal`. Exit code 1 if something is not as expected.
 
     \b

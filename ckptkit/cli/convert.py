@@ -122,7 +122,7 @@ def command(
 def _ruled(
     lines: tuple[str, ...], ruled: RulesAsked | None
 ) -> Callable[[Checkpoint], Checkpoint] | None:
-    """The step of --rule."""
+    """Return the step that applies the rules of --rule, None without any."""
     if ruled is None:
         return None
     from ckptkit.rules.applying import step

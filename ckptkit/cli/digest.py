@@ -23,7 +23,9 @@ DIFFERENT = 1
 
 @click.command("digest", cls=options.WithDequantize)
 @click.argument("files", metavar="FILE...", nargs=-1, required=True)
-@click.option("--output", "-o", metavar="OUT", help="Output file: the manifest, not printed.")
+@click.option(
+    "--output", "-o", metavar="OUT", help="Output file: the manifest, instead of printing it."
+)
 @click.option("--force", is_flag=True, help="Replace OUT if it exists.")
 @click.option("--check", "expected", metavar="MANIFEST", help="Compare FILE with this manifest.")
 @click.option(
@@ -143,7 +145,7 @@ def _readable(
 
 
 def _seen(checkpoint: Checkpoint, dtype: str | None, file: str) -> Checkpoint:
-    """The weights that quantized ones become, if that is asked for."""
+    """Return the checkpoint with quantized weights as floats, if --dequantize is given."""
     if dtype is not None:
         from ckptkit.transforms.quantized import dequantize
 

@@ -160,7 +160,7 @@ class Edit:
         yield lambda checkpoint: check_like(checkpoint, shapes, name)
 
     def opened(self, path: str, key: str | None) -> Checkpoint:
-        """One of several sources; a part of a checkpoint only if it is meant as it is."""
+        """Open one of several sources; refuse a part of a checkpoint, unless --part-only."""
         from ckptkit.api import open_checkpoint
 
         checkpoint = open_checkpoint(path, key=key)
@@ -403,8 +403,7 @@ def _decorated(
 
 
 def asked(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a command the options about folders that many processes wrote: what it reads is read
-    by them."""
+    """Give a command the options for reading folders that many processes wrote."""
 
     @wraps(command)
     def with_asked(*, table: str | None, check_copies: bool, copies: str, **given: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Checkpoint: the value that every format reads into and writes from. It knows no format."""
+"""Checkpoint: the value that every format reads into and writes from."""
 
 from __future__ import annotations
 
@@ -98,8 +98,7 @@ class Checkpoint:
         return any(each.name in _CLASSES for each in self.globals)
 
     def whole(self) -> Checkpoint:
-        """This checkpoint. Raises UnsupportedError if it is a part of one, and that was not said to
-        be meant."""
+        """Return this checkpoint. Raises UnsupportedError for a part of one, unless `part_only`."""
         if self.part is not None and not self.part_only:
             raise self.part.refusal().at(self.name or "")
         return self

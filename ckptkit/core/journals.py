@@ -1,4 +1,4 @@
-"""Where the journal of a file is: beside it, as long as an edit in place is not complete."""
+"""Path of the journal of a file: a file beside it, until an edit in place is complete."""
 
 from __future__ import annotations
 

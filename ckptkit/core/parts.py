@@ -252,7 +252,7 @@ def _llama(root: Node, path: str) -> PartOf | None:
 
 
 def _named(root: Node, path: str) -> PartOf | None:
-    """By its name alone: what is in such a file says nothing."""
+    """Recognize a part by the name of its file; the content does not show it."""
     name = os.path.basename(path)
     if found := _WORLD.search(name):
         if int(found[1]) > 1 and not name.startswith("extra_state"):

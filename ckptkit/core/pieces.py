@@ -94,7 +94,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class MeshPiece(Piece):
-    """Of a DTensor."""
+    """The piece of a DTensor that a rank holds."""
 
     tensor: Tensor
     mesh: Mesh
@@ -110,7 +110,7 @@ class MeshPiece(Piece):
         return [self.tensor]
 
     def boxes(self, rank: int | None = None) -> list[Box]:
-        """Raises CorruptError where the local shape is another than the placements say,
+        """The boxes. Raises CorruptError where the local shape contradicts the placements,
         UnsupportedError for Partial and for an order that nothing says."""
         held = self.rank if rank is None else rank
         if held is None:
@@ -179,7 +179,7 @@ class MeshPiece(Piece):
 
 @dataclass(frozen=True)
 class ShardPiece(Piece):
-    """Of a ShardedTensor: boxes are said in so many numbers, those of all ranks in each file."""
+    """The pieces of a ShardedTensor. Each file lists the boxes of all ranks, as numbers."""
 
     shards: tuple[Box, ...]
     listed: tuple[
@@ -190,8 +190,8 @@ class ShardPiece(Piece):
         return [each.tensor for each in self.shards]
 
     def boxes(self, rank: int | None = None) -> list[Box]:
-        """Raises CorruptError where the pickle is of another rank, or a shard is not of the shape
-        that is said."""
+        """The boxes. Raises CorruptError where the pickle is of another rank, or a shard does not
+        have the shape that is listed."""
         if rank is not None and rank != self.rank:
             raise CorruptError(f"it was written by rank {self.rank}, not by rank {rank}")
         for each in self.shards:

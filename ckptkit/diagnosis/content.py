@@ -72,8 +72,8 @@ def _wrapper(facts: Facts) -> Iterator[Cause]:
         "wrapper",
         NOTE if others else WARNING,  # as training loops save it
         f"The weights are in its entry {key!r}{beside}.",
-        "load_state_dict wants that entry, not the dict around it, whose keys are not names of a "
-        "model's: "
+        "load_state_dict takes that entry, not the dict around it, whose keys are not names of "
+        "parameters: "
         '"Missing key(s) in state_dict ... Unexpected key(s)".',
         alone(facts, "weights"),
         Fix(bare=True),

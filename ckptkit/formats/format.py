@@ -177,7 +177,7 @@ class Lazy:
 
 @dataclass(frozen=True)
 class LazyByName(Lazy):
-    """One that is called for files whose names end so; None for all others."""
+    """A lazy function that returns None for files whose names have none of the endings."""
 
     endings: tuple[str, ...]
 

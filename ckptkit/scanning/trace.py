@@ -188,7 +188,7 @@ class Tracer(Notes):
         self.stack.append(text_of(self.window.line()))
 
     def string(self, size: int) -> None:
-        """Of Python 2: text where it is ASCII."""
+        """Push a string of Python 2: as text if it is ASCII."""
         length = number(self.window.take(size), signed=size == 4)
         if length < 0:
             raise Stop("a string of negative length")

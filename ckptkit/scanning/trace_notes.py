@@ -77,7 +77,7 @@ class Notes:
         return known
 
     def call(self, made: Any, args: Any, *, new: bool = False, kwargs: Any = None) -> Any:
-        """Note a call; the sign of its result."""
+        """Note a call and return the stand-in for its result."""
         if isinstance(made, Global):
             self.called[id(made)] = self.called.get(id(made), 0) + 1
         self.finish(None)

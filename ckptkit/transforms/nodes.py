@@ -1,4 +1,4 @@
-"""Leaves of a tree on other storages."""
+"""Replace the storages of the leaves of a tree."""
 
 from __future__ import annotations
 

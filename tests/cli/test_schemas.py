@@ -72,6 +72,13 @@ def test_the_page_is_made_from_the_schemas() -> None:
     assert page.partition(schemas.START)[2] == "\n" + schemas.tables()
 
 
+def test_the_manual_names_schemas_of_today() -> None:
+    titles = {schema["title"] for schema in SCHEMAS.values()}
+    for page in schemas.PAGE.parent.glob("*.md"):
+        text = page.read_text(encoding="utf-8").replace("# ckptkit.digest/1 ", "")  # of a manifest
+        assert {*re.findall(r"ckptkit\.[a-z]+/[0-9]+", text)} <= titles, page.name
+
+
 @pytest.mark.parametrize("command", LOOKS)
 def test_of_every_fixture(ckptkit: Ckptkit, command: str) -> None:
     for name in NAMES:

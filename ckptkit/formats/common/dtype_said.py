@@ -1,4 +1,4 @@
-"""The dtype that the configuration of a model says, after its weights got another one."""
+"""Update the dtype in a config.json after the weights got another one."""
 
 from __future__ import annotations
 

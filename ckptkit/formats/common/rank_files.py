@@ -39,7 +39,7 @@ class Reader:
         self._read: dict[tuple[str, str], Checkpoint] = {}
 
     def read(self, name: str, folder: Folder | None = None) -> Checkpoint:
-        """One file. Every error says which."""
+        """Read one file. Every error names it."""
         key = (folder or self.folder).name, name
         found = self._read.get(key)
         if found is None:

@@ -1,4 +1,4 @@
-"""One command over many files: which jobs exist, which are done, who runs the others.
+"""Run one command over many files: find the jobs, skip the finished ones, run the others.
 
 Each output appears whole or not at all, as always. Finished jobs are recorded in the outputs'
 folder (:mod:`manifest`), and skipped the next time. Jobs go to workers in groups, a few groups for

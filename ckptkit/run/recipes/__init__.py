@@ -279,7 +279,7 @@ def _parsed_rules(step: WrittenStep, defaults: dict[str, str | int]) -> Rules:
 
 
 def _sizes(given: Any) -> dict[str, str | int]:
-    """Words with what is said of their sizes."""
+    """Return the sizes of words, as a recipe gives them."""
     if not isinstance(given, dict):
         raise _WrongError(f"{_shown(given)} is not a table of sizes")
     for word, size in given.items():
