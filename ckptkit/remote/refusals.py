@@ -110,13 +110,20 @@ def unknown(error: Exception, url: str) -> CkptkitError:
         return PathError(
             f"{scheme}:// needs a package that is not installed", where=name, hint=hint
         )
-    if isinstance(error, ValueError) and "rotocol" in str(error):
+    if isinstance(error, ValueError) and not _is_known(scheme):
         return PathError(
             f"no file system is known for {scheme}://",
             where=name,
             hint="fsspec lists those it knows",
         )
     return refused(error, url)
+
+
+def _is_known(scheme: str) -> bool:
+    """Return whether fsspec has a file system for a scheme."""
+    from fsspec.registry import known_implementations, registry
+
+    return scheme in registry or scheme in known_implementations
 
 
 def _misled(error: BaseException) -> str | None:
@@ -144,8 +151,14 @@ def _status(error: BaseException) -> int | None:
     return status if isinstance(status, int) else None
 
 
+def _code(error: BaseException) -> object:
+    """Return the code of an error of S3, None for others."""
+    answer = getattr(error, "response", None)
+    return answer.get("Error", {}).get("Code") if isinstance(answer, dict) else None
+
+
 def _missing(error: Exception, url: str, name: str) -> CkptkitError:
-    if "bucket does not exist" in str(error):
+    if any(_code(each) == "NoSuchBucket" for each in _causes(error)):
         bucket = without_query(url).partition("://")[2].partition("/")[0]
         return MissingError(f"there is no bucket {bucket}", where=name)
     return MissingError("does not exist", where=name)
