@@ -32,7 +32,7 @@ ROOMS = (
     ("rules", "scanning", "api"),
     ("analysis",),
     ("loading",),
-    ("diagnosis", "__init__"),  # __init__: the version, and the public names
+    ("diagnosis", "__init__"),  # __init__: the public names
     ("views", "run", "trainer"),
     ("cli",),
     ("__main__",),

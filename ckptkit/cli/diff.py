@@ -148,7 +148,7 @@ def _compare(
     if values or everything or atol is not None or rtol is not None:
         raise click.UsageError("--values, --all, --atol and --rtol cannot be used with --model")
     from ckptkit.loading.building import model_from
-    from ckptkit.loading.model import against_model
+    from ckptkit.loading.comparing import against_model
 
     assert spec is not None
     return against_model(first, model_from(spec, args), urls.shown(a), stored=stored)

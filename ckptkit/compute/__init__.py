@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ckptkit.compute.expanded import Allowance
     from ckptkit.compute.mapped import MappedFiles
     from ckptkit.compute.mean import has_mean, mean_record, sum_record
-    from ckptkit.compute.operations import OPERATIONS, PIECE, flow, stream, torch_dtype
+    from ckptkit.compute.operations import OPERATIONS, PIECE, flow, stream
     from ckptkit.compute.tallies import BINS, ElementRange, Histogram, Tally, numbers, parts, tally
     from ckptkit.compute.tensors import (
         Difference,
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         distance,
     )
     from ckptkit.compute.threads import ordered
+    from ckptkit.compute.torch_dtypes import torch_dtype
     from ckptkit.compute.torch_memory import fill, rebuild, to_torch_storage
     from ckptkit.compute.user_function import dtype_of
 
@@ -62,7 +63,7 @@ __all__ = [
 ]
 
 _PLACES = {
-    **dict.fromkeys(("OPERATIONS", "PIECE", "flow", "stream", "torch_dtype"), "operations"),
+    **dict.fromkeys(("OPERATIONS", "PIECE", "flow", "stream"), "operations"),
     **dict.fromkeys(
         (
             "Difference",
@@ -84,6 +85,7 @@ _PLACES = {
     "MappedFiles": "mapped",
     "dtype_of": "user_function",
     "overflows": "arrays",
+    "torch_dtype": "torch_dtypes",
 }
 
 

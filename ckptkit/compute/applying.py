@@ -5,8 +5,8 @@ from __future__ import annotations
 from math import prod
 
 from ckptkit.compute.arrays import torch_tensor
-from ckptkit.compute.operations import torch_dtype
 from ckptkit.compute.tensors import contiguous
+from ckptkit.compute.torch_dtypes import torch_dtype
 from ckptkit.compute.user_function import Application, Function, called, dtype_of
 from ckptkit.core.bytesource import Pending
 from ckptkit.core.dtypes import DType

@@ -6,8 +6,9 @@ from operator import index as integer
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckptkit.compute.expanded import refusal
-from ckptkit.compute.operations import read_into, torch_dtype
+from ckptkit.compute.operations import read_into
 from ckptkit.compute.tensors import contiguous
+from ckptkit.compute.torch_dtypes import torch_dtype
 from ckptkit.compute.torch_memory import rebuild, to_torch_storage
 from ckptkit.core.dtypes import DType
 from ckptkit.core.errors import (

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from ckptkit.compute.byte_pieces import aligned
 from ckptkit.compute.expanded import once, refusal, repeated, times
 from ckptkit.compute.floats import decode, is_decoded
-from ckptkit.compute.operations import BUFFER, aligned, flow
+from ckptkit.compute.operations import BUFFER, flow
 from ckptkit.compute.tensors import contiguous
 from ckptkit.core.tensor import Tensor
 

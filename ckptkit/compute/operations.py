@@ -52,18 +52,19 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from ckptkit.compute.byte_pieces import Piece, Pieces, aligned, in_step
 from ckptkit.compute.columns import columns, joined
 from ckptkit.compute.floats import FLOATS, decode, encode
 from ckptkit.compute.gather import FileReader, Read, Room, assemble, gather
 from ckptkit.compute.mean import ELEMENTS, Mean
+from ckptkit.compute.torch_dtypes import as_torch, torch_dtype
 from ckptkit.core import dtypes
 from ckptkit.core.bytesource import Derived, Extent, LocalFile, Range
 from ckptkit.core.dtypes import DType
-from ckptkit.core.errors import CorruptError, TensorError, UnsupportedError
+from ckptkit.core.errors import CorruptError, TensorError
 
 if TYPE_CHECKING:
     import numpy as np
-    import torch
 
 HELD = 64 << 20  # bytes that are held in memory where they can only be computed from the beginning
 _FROM_THE_BEGINNING = ("inflate", "latin1")
@@ -74,9 +75,6 @@ PIECE = 4 << 20  # bytes; a multiple of every element size
 BUFFER = 512 << 10
 KEPT = 16 << 20  # bytes that stay for the next blocks
 _BLAS_THREADS = "OPENBLAS_NUM_THREADS"
-
-Piece = bytes | memoryview
-Pieces = Iterator[Piece]
 
 
 def stream(extent: Extent, start: int = 0, stop: int | None = None) -> Pieces:
@@ -138,39 +136,6 @@ def import_numpy() -> None:
             import numpy  # noqa: F401  # loads the library
         finally:
             del os.environ[_BLAS_THREADS]
-
-
-def aligned(pieces: Iterable[Piece], unit: int, size: int) -> Iterator[memoryview]:
-    """Yield the same bytes in pieces of at most `size`, each a multiple of `unit`.
-
-    Nothing is copied where pieces are whole numbers of units.
-    """
-    rest = b""
-    for piece in pieces:
-        view = memoryview(rest + piece if rest else piece)
-        whole = len(view) // unit * unit
-        for at in range(0, whole, size):
-            yield view[at : min(at + size, whole)]
-        rest = bytes(view[whole:])
-
-
-def in_step(
-    streams: Iterable[Iterable[Piece]], units: Sequence[int], most: int
-) -> Iterator[list[memoryview]]:
-    """Yield pieces of all streams at once, each of as many elements, at most `most`.
-
-    Elements of a stream have as many bytes as `units` says; all have the same number of them.
-    """
-    pairs = list(zip(streams, units, strict=True))
-    waiting = [aligned(stream, unit, most * unit) for stream, unit in pairs]
-    held = [memoryview(b"")] * len(pairs)
-    while True:
-        held = [each or next(more, each) for each, more in zip(held, waiting, strict=True)]
-        count = min(len(each) // unit for each, unit in zip(held, units, strict=True))
-        if not count:
-            return
-        yield [each[: count * unit] for each, unit in zip(held, units, strict=True)]
-        held = [each[count * unit :] for each, unit in zip(held, units, strict=True)]
 
 
 def _slice(derived: Derived, start: int, stop: int) -> Pieces:
@@ -382,31 +347,6 @@ def _mean(derived: Derived, start: int, stop: int) -> Pieces:
         made = mean.of(pieces)
         yield made[max(start - at, 0) : min(stop - at, len(made))]
         at += len(made)
-
-
-def as_torch(data: Piece, source: DType, target: torch.dtype) -> torch.Tensor:
-    """Elements of dtype `source`, converted. Raises UnsupportedError where the installed torch
-    cannot."""
-    import torch
-
-    values = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(torch_dtype(source))
-    try:
-        return values.to(target)
-    except (RuntimeError, NotImplementedError) as error:
-        raise UnsupportedError(
-            f"torch {torch.__version__} cannot convert {source} to {target}"
-        ) from error
-
-
-def torch_dtype(dtype: DType) -> torch.dtype:
-    """torch's own object for `dtype`. Raises UnsupportedError where the installed torch has
-    none."""
-    import torch
-
-    found = getattr(torch, dtype.name, None)
-    if not isinstance(found, torch.dtype):
-        raise UnsupportedError(f"torch {torch.__version__} has no dtype {dtype}")
-    return found
 
 
 def _elementwise(

@@ -13,9 +13,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ckptkit.compute.byte_pieces import aligned
 from ckptkit.compute.expanded import once, refusal, repeated, times
 from ckptkit.compute.floats import decode, is_decoded
-from ckptkit.compute.operations import aligned, flow, import_numpy, keep_memory
+from ckptkit.compute.operations import flow, import_numpy, keep_memory
 from ckptkit.compute.tensors import contiguous
 from ckptkit.core.bytesource import Extent, Range
 from ckptkit.core.dtypes import DType

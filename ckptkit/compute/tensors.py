@@ -8,8 +8,9 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.compute import expanded
+from ckptkit.compute.byte_pieces import Piece, in_step
 from ckptkit.compute.floats import decode, is_decoded
-from ckptkit.compute.operations import BUFFER, Piece, flow, import_numpy, in_step, keep_memory
+from ckptkit.compute.operations import BUFFER, flow, import_numpy, keep_memory
 from ckptkit.core.bytesource import Extent, Pending, Range, Record, RecordSlice
 from ckptkit.core.dtypes import DType
 from ckptkit.core.errors import TensorError

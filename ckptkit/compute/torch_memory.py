@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
-from ckptkit.compute.operations import PIECE, stream, torch_dtype
+from ckptkit.compute.operations import PIECE, stream
 from ckptkit.compute.tensors import contiguous
 from ckptkit.compute.threads import BATCH, in_any_order
+from ckptkit.compute.torch_dtypes import torch_dtype
 from ckptkit.core.bytesource import Extent, Pending, Range, Record
 from ckptkit.core.errors import DeviceError, UnsupportedError
 from ckptkit.core.tensor import Storage, Tensor

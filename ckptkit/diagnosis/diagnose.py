@@ -40,7 +40,8 @@ from ckptkit.formats.format import RECOVER, Loss, Probe, Recovered, WriteOptions
 from ckptkit.formats.opening import open_place
 from ckptkit.formats.table import BY_NAME, NONE
 from ckptkit.loading import building
-from ckptkit.loading.model import is_implied, seen_by
+from ckptkit.loading.comparing import seen_by
+from ckptkit.loading.model import is_implied
 from ckptkit.quantized.group import configured
 from ckptkit.transforms import module_versions
 from ckptkit.transforms.devices import remap

@@ -5,7 +5,8 @@ model. Uses core, compute, quantized, transforms, api and analysis. No class tha
 is imported or called.
 """
 
-from ckptkit.loading.model import LoadReport, diff, load_into
+from ckptkit.loading.comparing import diff
+from ckptkit.loading.model import LoadReport, load_into
 from ckptkit.loading.tensors import MapLocation
 from ckptkit.loading.values import load
 

@@ -1,0 +1,71 @@
+"""Compare a checkpoint with another one, or with what a model expects."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from ckptkit.analysis import diff as reports
+from ckptkit.analysis.diff_checkpoints import compare_checkpoints
+from ckptkit.api import open_checkpoint
+from ckptkit.core import arguments
+from ckptkit.core.checkpoint import Checkpoint, Source
+from ckptkit.core.errors import UsageError
+from ckptkit.core.tensor import Shape
+from ckptkit.loading import building
+from ckptkit.quantized import look_through_both, look_through_for
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_SPEC = re.compile(r"(?:[^\W\d][\w.]*|.*\.py):[^\W\d][\w.]*")
+
+
+def diff(
+    checkpoint: Source,
+    other: Source | nn.Module,
+    *,
+    key: str | None = None,
+    everything: bool = False,
+    values: bool = False,
+    atol: float | None = None,
+    rtol: float | None = None,
+) -> reports.Diff:
+    """Return how a checkpoint differs from another one, or from what a model expects.
+
+    `other` is a checkpoint, a ``torch.nn.Module``, or names a model class: ``package.module:Class``
+    or ``path/to/file.py:Class``, which is imported and built. `values`, `atol` and `rtol` also
+    compare the elements of two checkpoints (:func:`ckptkit.analysis.diff.compare`), `everything`
+    what is beside their weights.
+    """
+    arguments.flags(values=values, everything=everything)
+    arguments.tolerances(atol=atol, rtol=rtol)
+    ck = open_checkpoint(checkpoint, key=key)
+    name = ck.name or "FILE"
+    if isinstance(other, str) and _SPEC.fullmatch(other) and not os.path.exists(other):
+        other = building.model_from(other)
+    if not hasattr(other, "state_dict"):
+        ours, theirs = look_through_both(ck, open_checkpoint(other, key=key))
+        return compare_checkpoints(
+            ours, theirs, everything=everything, values=values, atol=atol, rtol=rtol, name=name
+        )
+    if values or atol is not None or rtol is not None:
+        raise UsageError("the values of a model that is only built are not worth comparing")
+    module: Any = other
+    return against_model(ck, module, name)
+
+
+def against_model(
+    ck: Checkpoint, model: nn.Module, name: str, *, stored: bool = False
+) -> reports.Diff:
+    """Compare weights with the state_dict of a model: quantized ones as the model has them."""
+    shapes = building.model_shapes(model)
+    ck = ck if stored else seen_by(ck, shapes)
+    return reports.against(ck.weights, shapes, name=name, key=ck.key)
+
+
+def seen_by(ck: Checkpoint, shapes: Mapping[str, tuple[str, Shape]]) -> Checkpoint:
+    """The checkpoint with the weights that a model of these dtypes and shapes would be given."""
+    return look_through_for(ck, {name: dtype for name, (dtype, _) in shapes.items()})
