@@ -57,7 +57,6 @@ from ckptkit.compute.columns import columns, joined
 from ckptkit.compute.floats import FLOATS, decode, encode
 from ckptkit.compute.gather import FileReader, Read, Room, assemble, gather
 from ckptkit.compute.mean import ELEMENTS, Mean
-from ckptkit.compute.torch_dtypes import as_torch, torch_dtype
 from ckptkit.core import dtypes
 from ckptkit.core.bytesource import Derived, Extent, LocalFile, Range
 from ckptkit.core.dtypes import DType
@@ -290,6 +289,8 @@ def _cast_floats(data: Piece, source: DType, target: DType) -> memoryview:
 
 def _cast_others(data: Piece, source: DType, target: DType) -> memoryview:
     import torch
+
+    from ckptkit.compute.torch_dtypes import as_torch, torch_dtype
 
     return _bytes(as_torch(data, source, torch_dtype(target)).view(torch.uint8).numpy())
 

@@ -1,4 +1,7 @@
-"""Local files: opened if they are regular files, confined to their folder; their file systems."""
+"""Local files: opened if they are regular files, confined to their folder; their file systems.
+
+The journal of a file is beside it as long as an edit in place is not complete.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,8 @@ from functools import lru_cache
 
 from ckptkit.core.errors import MissingFileError, PathError
 from ckptkit.core.text import nearest
+
+JOURNAL = ".ckptkit-journal"  # the suffix of its name
 
 
 def open_regular(path: str, name: str, follow: bool) -> int:
@@ -98,3 +103,23 @@ def _kind_of_mount(number: str) -> str:
         return ""
     kinds = (mount[mount.index("-") + 1] for mount in mounts if mount[0] == number)
     return next(kinds, "")
+
+
+def journal_path(path: str | os.PathLike[str]) -> str:
+    """Return the path of the journal of the file `path`, if any; links are followed."""
+    folder, name = os.path.split(os.path.realpath(path))
+    return os.path.join(folder, f".{name}{JOURNAL}")
+
+
+def file_of(journal: str) -> str:
+    """Return the file that a journal belongs to."""
+    folder, name = os.path.split(journal)
+    return os.path.join(folder, name[1 : -len(JOURNAL)])
+
+
+def has_journal(path: str | os.PathLike[str]) -> bool:
+    """Return whether an edit in place of `path`, or of a file in it, was interrupted."""
+    try:
+        return any(name.endswith(JOURNAL) for name in os.listdir(path))
+    except OSError:  # not a folder
+        return os.path.lexists(journal_path(path))

@@ -10,6 +10,7 @@ written twice.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 
 from ckptkit import compute
@@ -30,6 +31,7 @@ from ckptkit.formats.npy import header, read_array
 
 SUFFIX = ".npy"
 _NAME_BYTES = (1 << 16) - 1 - len(SUFFIX)
+_CONTROL = re.compile("[\x00-\x1f\x7f]")
 
 
 def matches(probe: Probe) -> bool:
@@ -127,10 +129,16 @@ def _check_holdable(tensors: Mapping[str, Tensor]) -> None:
         )
 
 
+def _is_member_name(name: str) -> bool:
+    """Return whether every reader of zip files takes a name as the same relative path."""
+    if not is_utf8(name) or len(name.encode()) > _NAME_BYTES or _CONTROL.search(name):
+        return False
+    return not ("\\" in name or name.startswith("/") or ".." in name.split("/"))
+
+
 def _obstacle(name: str, tensor: Tensor) -> str | None:
     """Return why the format cannot hold a tensor, None if it can."""
-    odd = not is_utf8(name) or "\\" in name or name.startswith("/") or ".." in name.split("/")
-    if odd or any(c < " " or c == "\x7f" for c in name) or len(name.encode()) > _NAME_BYTES:
+    if not _is_member_name(name):
         return "a name that a member of a zip file cannot have"
     if tensor.layout != "strided":
         return tensor.layout

@@ -10,7 +10,7 @@ from ckptkit import formats
 from ckptkit.core import urls
 from ckptkit.core.bytesource import ByteSource, Folder, LocalFile
 from ckptkit.core.errors import CkptkitError, InputChangedError, InputError
-from ckptkit.core.journals import has_journal
+from ckptkit.core.paths import has_journal
 
 PathLike = str | os.PathLike[str]
 

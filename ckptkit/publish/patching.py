@@ -26,7 +26,7 @@ from ckptkit.core.errors import (
     OutputError,
     VerifyError,
 )
-from ckptkit.core.journals import SUFFIX, file_of, journal_path
+from ckptkit.core.paths import JOURNAL, file_of, journal_path
 from ckptkit.core.plan import Edit, Patch
 from ckptkit.core.text import shell_word
 from ckptkit.publish.copying import write_all
@@ -211,7 +211,7 @@ def _undo(fd: int, journal: Journal) -> None:
 def journals_of(path: str) -> Iterator[tuple[str, str]]:
     """Yield the journals at `path`, a file or a folder of files, each with its file."""
     if os.path.isdir(path):
-        journals = [os.path.join(path, name) for name in os.listdir(path) if name.endswith(SUFFIX)]
+        journals = [os.path.join(path, name) for name in os.listdir(path) if name.endswith(JOURNAL)]
     else:
         journals = [journal_path(path)]
     for journal in journals:

@@ -18,7 +18,7 @@ import zlib
 from contextlib import suppress
 from functools import lru_cache
 
-from ckptkit.core.journals import SUFFIX
+from ckptkit.core.paths import JOURNAL
 
 NAME_MAX = 255  # bytes of a file name
 SETTLED = 3600  # seconds without a write, after which a temporary seems to be stale
@@ -64,7 +64,7 @@ def sweep(path: str) -> list[str]:
     Returns the names of those that may be stale too, but were made elsewhere.
     """
     folder, name = os.path.split(path)
-    names = (name, f".{name}{SUFFIX}")
+    names = (name, f".{name}{JOURNAL}")
     unknown = []
     for entry in _temporaries(folder):
         found = _NAME.fullmatch(entry)

@@ -25,7 +25,7 @@ from ckptkit.core.errors import (
     UsageError,
     VerifyError,
 )
-from ckptkit.core.journals import journal_path
+from ckptkit.core.paths import journal_path
 from ckptkit.core.plan import OutputFile, Plan
 from ckptkit.publish.copying import execute, in_order
 from ckptkit.publish.preflight import (

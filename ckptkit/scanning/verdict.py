@@ -102,13 +102,22 @@ def judge_file(
     path: str, size: int, seen: Iterable[Traced | Remark | Program], trusted: Trusted
 ) -> FileVerdict:
     """The verdict on a file, from everything that was found in it."""
-    everything = list(seen)
-    pickles = tuple(judge(each, trusted) for each in everything if isinstance(each, Traced))
-    remarks = tuple(each for each in everything if isinstance(each, Remark))
-    programs = tuple(each for each in everything if isinstance(each, Program))
-    verdicts = [NONE, *(each.verdict for each in pickles), *(UNKNOWN for _ in remarks)]
-    verdicts += [CODE if each.files else HARMLESS for each in programs]
-    return FileVerdict(path, size, max(verdicts, key=VERDICTS.index), pickles, remarks, programs)
+    pickles: list[PickleVerdict] = []
+    remarks: list[Remark] = []
+    programs: list[Program] = []
+    verdicts = [NONE]
+    for each in seen:
+        if isinstance(each, Traced):
+            pickles.append(judge(each, trusted))
+            verdicts.append(pickles[-1].verdict)
+        elif isinstance(each, Remark):
+            remarks.append(each)
+            verdicts.append(UNKNOWN)
+        else:
+            programs.append(each)
+            verdicts.append(CODE if each.files else HARMLESS)
+    worst = max(verdicts, key=VERDICTS.index)
+    return FileVerdict(path, size, worst, tuple(pickles), tuple(remarks), tuple(programs))
 
 
 def judge(found: Traced, trusted: Trusted) -> PickleVerdict:

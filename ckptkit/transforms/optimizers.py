@@ -67,14 +67,18 @@ def _lists(node: dict[Node, Node]) -> Iterator[list[Node]]:
 def _changes(node: dict[Node, Node], names: Names, path: Path) -> Iterator[tuple[Node, Node]]:
     """Yield each node that names parameters, and what replaces it."""
     for each in _lists(node):
-        yield each, [names.get(text, text) if isinstance(text, str) else text for text in each]
+        yield each, [_renamed(text, names) for text in each]
     if not any(key in names for key in _keys(node)):
         return
     state = node["state"]
-    new = {names.get(key, key) if isinstance(key, str) else key: state[key] for key in state}
+    new = {_renamed(key, names): state[key] for key in state}
     if len(new) < len(state):
         raise CollisionError(f"two parameters of {join(path)}.state would have the same name")
     yield state, OrderedMapping(new, state.state) if isinstance(state, OrderedMapping) else new
+
+
+def _renamed(key: Node, names: Names) -> Node:
+    return names.get(key, key) if isinstance(key, str) else key
 
 
 def _is_elsewhere(

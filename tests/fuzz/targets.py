@@ -26,8 +26,7 @@ from ckptkit.compute import stream
 from ckptkit.core.bytesource import Folder, Memory, Range
 from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import CkptkitError, InputError
-from ckptkit.core.journals import journal_path
-from ckptkit.core.paths import plain_name
+from ckptkit.core.paths import journal_path, plain_name
 from ckptkit.core.plan import Segment
 from ckptkit.core.tensor import Storage, Tensor
 from ckptkit.core.tree import Node

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from ckptkit.core.errors import OutputError
-from ckptkit.core.journals import journal_path
+from ckptkit.core.paths import journal_path
 from ckptkit.core.plan import OutputFile, Plan
 from ckptkit.publish import write as publishing
 from ckptkit.publish.write import publish

@@ -30,7 +30,7 @@ from ckptkit.core.errors import (
     OutputError,
     VerifyError,
 )
-from ckptkit.core.journals import journal_path
+from ckptkit.core.paths import journal_path
 from ckptkit.core.plan import Edit, Patch
 from ckptkit.publish import patching
 from ckptkit.publish.journal import journal_of, parse

@@ -18,7 +18,7 @@ import torch
 import ckptkit
 from ckptkit.api import convert
 from ckptkit.core.errors import InputChangedError, UsageError, VerifyError
-from ckptkit.core.journals import journal_path
+from ckptkit.core.paths import journal_path
 from ckptkit.formats.format import WriteOptions
 from ckptkit.publish import patching
 from tests.conftest import COMMAND, Run

@@ -268,14 +268,20 @@ def _properties(properties: Node) -> tuple[DType, Shape | None, str]:
     state = properties.state if made is not None and made.name == "TensorProperties" else None
     if not isinstance(state, tuple) or len(state) not in _PROPERTIES:
         raise FormatError("its properties are not TensorProperties")
+    dtype, layout, *_ = state
     strides = state[5] if len(state) > 5 else None
     stride = None if strides is None else _size(strides, "the strides of a tensor")
-    dtype, layout = dtype_or_unknown(state[0]), state[1]
+    kind = dtype_or_unknown(dtype)
+    return kind, stride, _unsupported(kind, layout)
+
+
+def _unsupported(dtype: DType, layout: Node) -> str:
+    """Return what is unsupported about tensors of a dtype and layout, "" for others."""
     if not isinstance(layout, Object) or layout.args != ("torch.strided",):
-        return dtype, stride, "not strided"
+        return "not strided"
     if dtype.kind == "unknown":
-        return dtype, stride, UNKNOWN
-    return dtype, stride, "in chunks" if dtype.kind == "quantized" or dtype.bits % 8 else ""
+        return UNKNOWN
+    return "in chunks" if dtype.kind == "quantized" or dtype.bits % 8 else ""
 
 
 def _paths(planned: Node) -> tuple[dict[str, Path], list[str]]:

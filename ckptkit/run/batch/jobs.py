@@ -48,13 +48,16 @@ def _digest(each: Input, recipe: object) -> str:
 
 def _output(each: Input, given: Format | None, shards: bool) -> str:
     """Return the input's name with the suffix of the output's format, where known and different."""
-    chosen = given if given is not None or shards or not each.is_folder else _kept(each)
-    if chosen is None and not shards:
+    chosen = given
+    if given is None and each.is_folder and not shards:
+        chosen = _kept(each)
+    suffixes = () if chosen is None else chosen.suffixes
+    has_suffix = each.name.lower().endswith(suffixes)
+    if has_suffix or (chosen is None and not shards):
         return each.name
-    if chosen is not None and chosen.suffixes and each.name.lower().endswith(chosen.suffixes):
-        return each.name
-    stem = _stem(each.name)
-    return stem if shards or chosen is None or not chosen.suffixes else stem + chosen.suffixes[0]
+    if shards or not suffixes:
+        return _stem(each.name)
+    return _stem(each.name) + suffixes[0]
 
 
 def _kept(each: Input) -> Format | None:
