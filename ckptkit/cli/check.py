@@ -30,7 +30,7 @@ FINDINGS = 1
 @click.option(
     "--config", metavar="FILE", help="Sizes of the model; without it, config.json beside FILE."
 )
-@click.option("--json", "as_json", is_flag=True, help=f"Print one JSON object (schema {SCHEMA}).")
+@options.as_json(SCHEMA)
 @click.option("--quiet", "-q", is_flag=True, help="Print only what is wrong.")
 @options.key
 def command(

@@ -58,14 +58,7 @@ if TYPE_CHECKING:
     "--quantize", metavar="KIND", help="Quantize the matrices of layers: fp8-block or mxfp4."
 )
 @click.option("--to", "device", metavar="DEVICE", help="Change all device tags to DEVICE.")
-@click.option(
-    "--device",
-    "devices",
-    metavar="A=B",
-    multiple=True,
-    callback=parsing.pairs,
-    help="Change the device tag A to B (repeatable).",
-)
+@options.devices
 @click.option(
     "--drop-entry",
     "entries",

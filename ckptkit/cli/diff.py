@@ -23,12 +23,7 @@ UNSURE = 0.6  # confidence below which a pair is a guess
 @click.command("diff")
 @click.argument("a", metavar="A")
 @click.argument("b", metavar="[B]", required=False)
-@click.option(
-    "--model",
-    "spec",
-    metavar="MODEL",
-    help="Model to compare with: package.module:Class or file.py:Class.",
-)
+@options.model
 @options.model_arguments
 @click.option(
     "--values", is_flag=True, help="Read the values of tensors too, and compare them byte for byte."
@@ -50,7 +45,7 @@ UNSURE = 0.6  # confidence below which a pair is a guess
     help="Compare elements with this relative tolerance.",
 )
 @options.stored
-@click.option("--json", "as_json", is_flag=True, help=f"Print one JSON object (schema {SCHEMA}).")
+@options.as_json(SCHEMA)
 @click.option(
     "--key", metavar="PATH", help="Path of the weights in A, if several entries could be meant."
 )

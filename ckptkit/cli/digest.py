@@ -41,7 +41,7 @@ DIFFERENT = 1
     is_flag=True,
     help="Not only the weights: all tensors of the file, by their paths.",
 )
-@click.option("--json", "as_json", is_flag=True, help=f"Print one JSON object (schema {SCHEMA}).")
+@options.as_json(SCHEMA)
 @click.option("--quiet", "-q", is_flag=True, help="Print only what differs, with --check.")
 @options.dequantize
 @options.key

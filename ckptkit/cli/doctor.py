@@ -23,12 +23,7 @@ UNCHECKED = "note: names and shapes were not checked against a model: --model do
 
 @click.command("doctor")
 @click.argument("file", metavar="FILE")
-@click.option(
-    "--model",
-    "spec",
-    metavar="MODEL",
-    help="Model to compare with: package.module:Class or file.py:Class.",
-)
+@options.model
 @options.model_arguments
 @click.option(
     "--fix",
@@ -44,7 +39,7 @@ UNCHECKED = "note: names and shapes were not checked against a model: --model do
     default=WARNING,
     help="Exit with 1 if a cause is of this level or a more severe one.",
 )
-@click.option("--json", "as_json", is_flag=True, help=f"Print one JSON object (schema {SCHEMA}).")
+@options.as_json(SCHEMA)
 @options.key
 @options.asked
 def command(

@@ -36,7 +36,7 @@ class Wanted(NamedTuple):
 
 @click.command("inspect")
 @click.argument("files", metavar="FILE...", nargs=-1, required=True)
-@click.option("--json", "as_json", is_flag=True, help=f"Print one JSON object (schema {SCHEMA}).")
+@options.as_json(SCHEMA)
 @click.option(
     "--digest", is_flag=True, help="With --json: read all tensors and add the SHA-256 of each."
 )

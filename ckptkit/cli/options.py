@@ -38,6 +38,12 @@ keys = click.option(
 )
 
 
+def as_json(schema: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Add --json to a command that prints an object of this schema."""
+    text = f"Print one JSON object (schema {schema})."
+    return click.option("--json", "as_json", is_flag=True, help=text)
+
+
 @dataclass(frozen=True)
 class Edit:
     """Source, destination and options of a command that writes."""
@@ -208,9 +214,7 @@ _EDIT = (
     click.option("--in-place", is_flag=True, help="Edit SRC itself instead of writing DST."),
     click.option("--force", is_flag=True, help="Replace DST if it exists."),
     click.option("--dry-run", is_flag=True, help="Print what would be written, and write nothing."),
-    click.option(
-        "--json", "as_json", is_flag=True, help=f"Print one JSON object (schema {SCHEMA})."
-    ),
+    as_json(SCHEMA),
     click.option("--quiet", "-q", is_flag=True, help="Print only errors."),
     click.option(
         "--verify", is_flag=True, help="Read everything back and compare it before DST appears."
@@ -293,6 +297,20 @@ _EDIT = (
 )
 
 
+devices = click.option(
+    "--device",
+    "devices",
+    metavar="A=B",
+    multiple=True,
+    callback=parsing.pairs,
+    help="Change the device tag A to B (repeatable).",
+)
+model = click.option(
+    "--model",
+    "spec",
+    metavar="MODEL",
+    help="Model to compare with: package.module:Class or file.py:Class.",
+)
 model_arguments = click.option(
     "--arg",
     "args",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from ckptkit.cli import options, parsing
+from ckptkit.cli import options
 
 
 @click.command("remap", cls=options.Writer)
@@ -12,14 +12,7 @@ from ckptkit.cli import options, parsing
 @click.option(
     "--to", "device", metavar="DEVICE", help="Change all device tags to DEVICE: cpu, cuda:0, mps..."
 )
-@click.option(
-    "--device",
-    "devices",
-    metavar="A=B",
-    multiple=True,
-    callback=parsing.pairs,
-    help="Change the device tag A to B (repeatable).",
-)
+@options.devices
 @click.option(
     "--device-values",
     "values",

@@ -52,7 +52,7 @@ PAGES, PICTURES = (".html", ".htm"), (".svg", ".png", ".pdf")
     help="Title of the picture. Default: the name of FILE.",
 )
 @click.option("--force", is_flag=True, help="Replace OUT if it exists.")
-@click.option("--json", "as_json", is_flag=True, help=f"Print one JSON object (schema {SCHEMA}).")
+@options.as_json(SCHEMA)
 @click.option("--quiet", "-q", is_flag=True, help="Print only errors.")
 @options.stored
 @options.key

@@ -93,7 +93,7 @@ class Shown(NamedTuple):
 @click.option("--heat", is_flag=True, help="Print a heat map, one character per element.")
 @click.option("--png", metavar="FILE", help="Write a picture to FILE (PNG; needs matplotlib).")
 @click.option("--force", is_flag=True, help="Replace FILE of --png if it exists.")
-@click.option("--json", "as_json", is_flag=True, help=f"Print one JSON object (schema {SCHEMA}).")
+@options.as_json(SCHEMA)
 @options.stored
 @options.key
 @options.asked

@@ -63,7 +63,7 @@ NUMBERS = (
     default="file",
     help="Order of the rows; by numbers, largest first.",
 )
-@click.option("--json", "as_json", is_flag=True, help=f"Print one JSON object (schema {SCHEMA}).")
+@options.as_json(SCHEMA)
 @click.option("--csv", "as_csv", is_flag=True, help="Print comma-separated values, full precision.")
 @options.stored
 @options.key

@@ -40,7 +40,7 @@ NAMED = 3  # tensors of a finding
     multiple=True,
     help="Only tensors whose names match, with --manifest (repeatable).",
 )
-@click.option("--json", "as_json", is_flag=True, help=f"Print one JSON object (schema {SCHEMA}).")
+@options.as_json(SCHEMA)
 @click.option("--quiet", "-q", is_flag=True, help="Print only what is wrong.")
 @options.key
 @options.asked

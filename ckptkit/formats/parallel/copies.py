@@ -9,7 +9,7 @@ from typing import NamedTuple
 from ckptkit import compute
 from ckptkit.core.errors import CorruptError
 from ckptkit.core.tensor import Tensor
-from ckptkit.core.text import size
+from ckptkit.core.text import size, some
 
 COMPARE, CHECK, FIRST = "compare", "check", "first"  # what is done about copies
 CHOICES = (COMPARE, CHECK, FIRST)
@@ -85,10 +85,7 @@ class Copies:
             )
         if self.passed:
             names = list(dict.fromkeys(self.passed))
-            some = ", ".join(names[:4]) + (
-                f" and {len(names) - 4:,} more" if len(names) > 4 else ""
-            )
-            yield f"copies differ, the first of each was taken: {some}"
+            yield f"copies differ, the first of each was taken: {some(names)}"
 
 
 def _by_checksum(a: Tensor, b: Tensor) -> bool | None:

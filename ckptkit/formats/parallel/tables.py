@@ -28,6 +28,7 @@ from ckptkit import compute
 from ckptkit.core.errors import CkptkitError, CorruptError, UnsupportedError
 from ckptkit.core.limits import check
 from ckptkit.core.tensor import Tensor
+from ckptkit.core.text import NAMES, some
 from ckptkit.core.tree import Node, OrderedMapping
 from ckptkit.core.weights import as_tensor
 from ckptkit.formats.parallel.copies import Copy
@@ -35,7 +36,6 @@ from ckptkit.formats.parallel.joining import Joiner
 from ckptkit.formats.parallel.verbs import Cut, Drop, Parts, Refuse, Verb
 
 TP = "tp"  # the axis that cuts
-_SHOWN = 4  # names in a message
 _PEEK = 1 << 20  # bytes of a part that are read to see whether it is constant
 
 At = Mapping[str, int]
@@ -113,7 +113,7 @@ def check_grid(parts: Sequence[RankFile], axes: Mapping[str, int], name: Mapping
         raise CorruptError(f"{twice[0]} has the same rank as another file")
     missing = [point for point in product(*map(range, axes.values())) if point not in there]
     if missing:
-        places = [_place(point, axes, name) for point in missing[:_SHOWN]]
+        places = [_place(point, axes, name) for point in missing[:NAMES]]
         total = len(there) + len(missing)
         raise CorruptError(
             f"{len(missing):,} of {total:,} parts are missing: {', '.join(places)}",
@@ -319,9 +319,9 @@ class _Merge:
 
     def _warnings(self) -> Iterator[str]:
         for reason, names in self.dropped.items():
-            yield f"left out {_some(names)}: {reason}"
+            yield f"left out {some(names)}: {reason}"
         if self.constant:
-            yield f"of one value in all parts, taken as cut all the same: {_some(self.constant)}"
+            yield f"of one value in all parts, taken as cut all the same: {some(self.constant)}"
 
 
 def _as_tensor(name: str, node: Node, file: str) -> Tensor:
@@ -348,12 +348,6 @@ def _is_constant(tensor: Tensor) -> bool:
         data += piece
     unit = data[: tensor.dtype.itemsize]
     return data == unit * (len(data) // len(unit))
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:_SHOWN]) + (
-        f" and {len(names) - _SHOWN:,} more" if len(names) > _SHOWN else ""
-    )
 
 
 def flattened(root: Node) -> Iterator[tuple[str, Node]]:
