@@ -75,9 +75,7 @@ def command(
         found = scan_all(files, trust=trust, workers=workers, progress=_reading(progress))
         results = outcome.watch(found, progress)
         if as_json:
-            from ckptkit.analysis.view_model import scanned
-
-            render.emit_json({"schema": SCHEMA, "files": map(scanned.file, results)})
+            render.emit_json(_json(results))
         elif as_sarif:
             render.emit_json(_sarif(results, strict))
         else:
@@ -85,6 +83,12 @@ def command(
     if not (as_json or as_sarif or quiet) and (len(outcome) > 1 or any(map(isdir, files))):
         render.emit_text(outcome.summary())
     return outcome.code
+
+
+def _json(results: Iterable[FileVerdict | Failure]) -> dict[str, Any]:
+    from ckptkit.analysis.view_model import scanned
+
+    return {"schema": SCHEMA, "files": map(scanned.file, results)}
 
 
 def _sarif(results: Iterable[FileVerdict | Failure], strict: bool) -> dict[str, Any]:
