@@ -2,10 +2,19 @@
 
     <stem>-model_part-<M>-shard<S>.pt, <stem>-shard<S>.pt
 
-A file has ``model`` and ``shard_metadata``: {"param_metadata": [{"fsdp_path", "params": {flat name:
-{"names", "shapes", "numels", "padding"}}, "buffer_names", "shared_param_info",
-"no_broadcast_optim_state"}]}. A flat parameter is its shards one after another, each less its
-padding; names and shapes say what is in it. Parts are joined by the rules of metaseq then.
+A file has ``model`` and ``shard_metadata``: {"param_metadata": [one for each wrapped module],
+"buffer_names"}. A module has its ``fsdp_path`` and
+
+    params                        flat name: {"names", "shapes", "numels", "padding"}
+    shared_param_info             pairs of names below the module: the first is the second, too
+    no_broadcast_optim_state      true: the first shard has all of it
+
+or, until fairscale 0.4.0, ``is_flat``, ``param_names``, ``param_shapes``, ``param_numels`` and
+``num_padded``. A flat parameter is its shards one after another, each less its padding; names and
+shapes say what is in it. Parts are joined by the rules of metaseq then.
+
+Source: ``local_metadata_dict`` and ``consolidate_shard_weights`` of fairscale's
+fully_sharded_data_parallel.py.
 """
 
 from __future__ import annotations
@@ -13,11 +22,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from math import prod
+from typing import NamedTuple
 
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError, CorruptError, FormatError
 from ckptkit.core.pieces import part
-from ckptkit.core.tensor import Tensor
+from ckptkit.core.tensor import Shape, Tensor
 from ckptkit.core.tree import Node
 from ckptkit.core.weights import as_tensor
 from ckptkit.formats.common.partitions import PartitionRow, Slot
@@ -33,6 +43,8 @@ NAME = re.compile(
 )
 METADATA, PARAMETERS = "shard_metadata", "param_metadata"
 SHARD = "shard"
+_OLD_NAMES = ("flat_param_0", "flat_param")  # of the flat parameter of a module, until 0.4.0
+_FLAT = re.compile(r"(?:.*\.)?_?flat_param(?:_[0-9]+)?")
 TABLE = Table(
     rules=(
         rule(r".*\.version|.*_float_tensor|.*embed_positions\..*", Same()),
@@ -91,72 +103,118 @@ def read(probe: Probe, format: str) -> Checkpoint:
 Shards = Sequence[tuple[str, Fields]]
 
 
+class Backing(NamedTuple):
+    """What one flat parameter holds, one after another; `padding`: elements at the end of a
+    shard."""
+
+    names: list[str]
+    shapes: list[Shape]
+    numels: list[int]
+    padding: int
+
+
 def _whole(shards: Shards, joiner: Joiner) -> Iterator[tuple[str, Node]]:
     """The entries of one model part: what was flattened, what is shared, and the buffers of the
     first shard."""
     name, first = shards[0]
-    described = first.fields(METADATA).items(PARAMETERS)
     made: dict[str, Node] = {}
     flat: set[str] = set()
-    for index, node in enumerate(described):
-        described_part = Fields(node, f"{name}: {PARAMETERS}")
-        path = str(described_part.node.get("fsdp_path") or "")
-        prefix = f"{path}." if path else ""
-        for backing in described_part.names("params"):
+    count = len(_modules(first))
+    for index in range(count):
+        module = _module_of(shards[0], index)
+        prefix = _prefix(module)
+        alone = module.node.get("no_broadcast_optim_state") is True
+        for backing in _backings(module, prefix, first):
             flat.add(prefix + backing)
-            made |= _unflattened(
-                shards,
-                index,
-                prefix,
-                backing,
-                described_part.node.get("no_broadcast_optim_state") is True,
-            )
-    for node in described:
-        for pair in Fields(node, name).node.get("shared_param_info") or ():
-            if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-                continue
-            original, shared = pair
-            if original in made:
-                made[str(shared)] = made[original]
-    others = [each.names("model") for _, each in shards]
-    for key, node in others[0].items():
+            own = shards[:1] if alone else shards
+            made |= _unflattened(own, index, prefix, backing)
+    for index in range(count):
+        _share(made, _module_of(shards[0], index))
+    for key, node in first.names("model").items():
         if key in flat or key in made or as_tensor(node) is None:
             continue
+        if _FLAT.fullmatch(key):
+            raise FormatError(f"does not say what is in {key!r}", where=name)
         made[key] = node
     yield from made.items()
 
 
-def _unflattened(
-    shards: Shards, index: int, prefix: str, backing: str, alone: bool
-) -> dict[str, Node]:
+def _modules(fields: Fields) -> list[Node]:
+    return fields.fields(METADATA).items(PARAMETERS)
+
+
+def _module_of(shard: tuple[str, Fields], index: int) -> Fields:
+    """The description of a wrapped module in a shard."""
+    name, fields = shard
+    modules = _modules(fields)
+    if index >= len(modules):
+        raise FormatError(f"describes {len(modules):,} modules, another shard more", where=name)
+    return Fields(modules[index], f"{name}: {PARAMETERS}")
+
+
+def _prefix(module: Fields) -> str:
+    path = str(module.node.get("fsdp_path") or "")
+    return f"{path}." if path else ""
+
+
+def _share(made: dict[str, Node], module: Fields) -> None:
+    """Give what is shared in a module its other names, if it is there; else CorruptError."""
+    prefix = _prefix(module)
+    for pair in module.node.get("shared_param_info") or ():
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+            raise FormatError(f"{module.place}: shared_param_info is no list of pairs")
+        original, shared = map(str, pair)
+        if original not in made:
+            original, shared = prefix + original, prefix + shared
+        if original not in made:
+            raise CorruptError(
+                f"{module.place}: {shared!r} shares {original!r}, which is not there"
+            )
+        made[shared] = made[original]
+
+
+def _backings(module: Fields, prefix: str, fields: Fields) -> dict[str, Backing]:
+    """The flat parameters of a module, as one of its shards describes them."""
+    if "params" in module:
+        params = module.fields("params")
+        return {name: _backing(params.fields(name)) for name in module.names("params")}
+    names = [str(name) for name in module.items("param_names")]
+    shapes = [module.shape(n, s) for n, s in zip(names, module.items("param_shapes"), strict=False)]
+    numels, padded = module.integers("param_numels"), module.integers("num_padded")
+    if module.node.get("is_flat") is not True:
+        rows = zip(names, shapes, numels, padded, strict=False)
+        return {name: Backing([name], [shape], [n], pad) for name, shape, n, pad in rows}
+    held = fields.names("model")
+    flat = next((name for name in _OLD_NAMES if prefix + name in held), _OLD_NAMES[0])
+    return {flat: Backing(names, shapes, numels, sum(padded[:1]))}
+
+
+def _backing(fields: Fields) -> Backing:
+    names = [str(name) for name in fields.items("names")]
+    shapes = [fields.shape(n, s) for n, s in zip(names, fields.items("shapes"), strict=False)]
+    return Backing(names, shapes, fields.integers("numels"), fields.integers("padding")[0])
+
+
+def _unflattened(shards: Shards, index: int, prefix: str, backing: str) -> dict[str, Node]:
     """The parameters in one flat parameter, which lies in the shards one after another."""
     pieces: list[Tensor] = []
-    layout: Fields | None = None
-    for name, fields in shards[:1] if alone else shards:
-        part_fields = (
-            Fields(fields.fields(METADATA).items(PARAMETERS)[index], name)
-            .fields("params")
-            .fields(backing)
-        )
-        layout = layout or part_fields
+    for name, fields in shards:
+        layout = _backings(_module_of((name, fields), index), prefix, fields).get(backing)
         tensor = as_tensor(fields.names("model").get(prefix + backing))
-        padding = part_fields.integers("padding")[0]
-        if tensor is None or not is_flat(tensor) or padding > tensor.numel:
+        if layout is None or tensor is None or not is_flat(tensor) or layout.padding > tensor.numel:
             raise FormatError(f"has no flat parameter {prefix + backing!r}", where=name)
-        pieces.append(part(tensor, (0,), (tensor.numel - padding,)))
-    assert layout is not None
+        pieces.append(part(tensor, (0,), (tensor.numel - layout.padding,)))
     row = PartitionRow(pieces)
-    names, shapes, sizes = layout.items("names"), layout.items("shapes"), layout.integers("numels")
+    names, shapes, sizes, _ = _backings(_module_of(shards[0], index), prefix, shards[0][1])[backing]
     if not len(names) == len(shapes) == len(sizes) or sum(sizes) != row.numel:
         raise CorruptError(
             f"{prefix + backing!r} has {row.numel:,} elements, its metadata say {sum(sizes):,}"
         )
     made: dict[str, Node] = {}
     start = 0
-    for each, node, size in zip(names, shapes, sizes, strict=True):
-        shape = layout.shape(str(each), node)
+    for each, shape, size in zip(names, shapes, sizes, strict=True):
         if prod(shape) != size:
             raise CorruptError(f"{each!r} is said to be {shape} and of {size:,} elements")
-        made[prefix + str(each)] = Slot(shape, 0, start, size).tensor((row,))
+        made[prefix + each] = Slot(shape, 0, start, size).tensor((row,))
         start += size
     return made

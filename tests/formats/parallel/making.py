@@ -269,7 +269,7 @@ def fairscale(folder: Path, parts: int, shards: int) -> tuple[Path, State]:
                 "param_metadata": [
                     {"fsdp_path": "decoder", "num_padded": [padding], "no_broadcast_optim_state": False,
                      "params": {"flat_param_0": described}, "buffer_names": ["decoder.version"],
-                     "shared_param_info": [("decoder.fc1.weight", "decoder.tied.fc1.weight")]}
+                     "shared_param_info": [("fc1.weight", "tied.fc1.weight")]}
                 ],
             }  # fmt: skip
             state = {"decoder.flat_param_0": held, "decoder.version": torch.tensor([3.0])}
@@ -283,3 +283,27 @@ def fairscale(folder: Path, parts: int, shards: int) -> tuple[Path, State]:
         "decoder.tied.fc1.weight": whole["decoder.fc1.weight"],
     }
     return folder, whole
+
+
+def fairscale_by_name(folder: Path, *, flat: bool) -> tuple[Path, State]:
+    """Metadata of fairscale until 0.4.0: lists of the parameters of a module, flattened or each by
+    itself, in three shards."""
+    folder.mkdir()
+    whole: State = {"layers.0.a": rows(3, 5), "layers.0.b": rows(4)}
+    own = {name.removeprefix("layers.0."): tensor for name, tensor in whole.items()}
+    joined = {"flat_param_0": torch.cat([t.reshape(-1) for t in own.values()])} if flat else own
+    for s in range(3):
+        state, padded = {"layers.0.version": torch.tensor([3.0])}, []
+        for name, tensor in joined.items():
+            size = -(-tensor.numel() // 3)
+            piece = tensor.reshape(-1)[s * size : (s + 1) * size]
+            padded.append(size - len(piece))
+            state[f"layers.0.{name}"] = torch.cat([piece, torch.zeros(padded[-1])])
+        described = {
+            "fsdp_path": "layers.0", "is_flat": flat, "num_padded": padded, "param_names": list(own),
+            "param_shapes": [t.shape for t in own.values()], "param_numels": [t.numel() for t in own.values()],
+            "no_broadcast_optim_state": False,
+        }  # fmt: skip
+        metadata = {"param_metadata": [described], "buffer_names": ["layers.0.version"]}
+        torch.save({"model": state, "shard_metadata": metadata}, folder / f"last-shard{s}.pt")
+    return folder, whole | {"layers.0.version": torch.tensor([3.0])}

@@ -317,6 +317,22 @@ def test_a_missing_shard_of_fairscale(tmp_path: Path) -> None:
         ckptkit.open(folder)
 
 
+@pytest.mark.parametrize("flat", [True, False])
+def test_shards_of_fairscale_before_0_4_1(flat: bool, tmp_path: Path) -> None:
+    """They were read as the first shard's alone."""
+    folder, whole = making.fairscale_by_name(tmp_path / "x", flat=flat)
+    assert_same(ckptkit.load(folder), whole)
+
+
+def test_names_that_are_shared_count_from_the_root_too(tmp_path: Path) -> None:
+    folder, whole = making.fairscale(tmp_path / "x", 1, 2)
+    for path in folder.iterdir():
+        change(path, lambda saved: saved["shard_metadata"]["param_metadata"][0].update(
+            shared_param_info=[("decoder.fc1.weight", "head.weight")]))  # fmt: skip
+    whole["head.weight"] = whole.pop("decoder.tied.fc1.weight")
+    assert_same(ckptkit.load(folder), whole)
+
+
 # A table of one's own
 
 

@@ -540,6 +540,16 @@ def fairscale(edit: Callable[[Path], Any]) -> Callable[[Path], Checkpoint]:
     return attempt
 
 
+def every_shard(edit: Callable[[list[State]], Any]) -> Callable[[Path], Any]:
+    """Edit what each shard says of the wrapped modules."""
+
+    def edited(folder: Path) -> None:
+        for path in folder.glob("*shard*.pt"):
+            change(path, lambda held: edit(held["shard_metadata"]["param_metadata"]))
+
+    return edited
+
+
 def described(edit: Callable[[State], Any]) -> Callable[[Path], Any]:
     """Edit what each shard says of its flat parameter."""
 
@@ -562,6 +572,17 @@ FAIRSCALE = {
     "other shapes": Row(
         fairscale(described(lambda held: held.update(shapes=[(1, 1)] * len(held["shapes"])))),
         CorruptError, "is said to be"),
+    "a name that is shared and not there": Row(
+        fairscale(every_shard(lambda modules: modules[0].update(shared_param_info=[("a", "b")]))),
+        CorruptError, "shares 'decoder.a'"),
+    "names that are shared and no pairs": Row(
+        fairscale(every_shard(lambda modules: modules[0].update(shared_param_info=["a"]))), FormatError, "of pairs"),
+    "a flat parameter that nothing describes": Row(
+        fairscale(every_shard(lambda modules: modules[0].update(params={}, shared_param_info=[]))),
+        FormatError, "does not say what is in"),
+    "fewer modules in a shard": Row(
+        fairscale(lambda folder: change(folder / SHARD.format(1), lambda held: held["shard_metadata"].update(
+            param_metadata=[]))), FormatError, "describes 0 modules"),
     "no flat parameter": Row(
         fairscale(lambda folder: change(folder / SHARD.format(0), lambda held: held["model"].clear())),
         FormatError, "no flat parameter"),
