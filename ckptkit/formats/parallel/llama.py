@@ -1,14 +1,17 @@
 """The parts of a Llama release of Meta: ``consolidated.<NN>.pth`` and ``params.json``.
 
 Which dimension of the embedding is cut changed with version 3: the one that is not ``dim`` wide
-was. Version 4 has fused projections. The number of parts is the number of files: ``wq`` has ``dim``
-rows in all.
+was. Version 4 has fused projections, experts in one tensor, and an encoder of images. The number of
+parts is the number of files: ``wq`` has ``dim`` rows in all.
+
+Sources: fairscale's parallel layers in Meta's code; for version 4 transformers'
+convert_llama4_weights_to_hf.py and torchtitan's convert_meta_to_dcp.py, which join such parts.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ckptkit.core.bytesource import Folder
@@ -21,13 +24,14 @@ from ckptkit.formats.containers import strict_json
 from ckptkit.formats.format import Probe
 from ckptkit.formats.parallel.copies import Copies
 from ckptkit.formats.parallel.joining import Joiner
-from ckptkit.formats.parallel.tables import TP, RankFile, Table, check_grid, merge, rule
+from ckptkit.formats.parallel.tables import TP, RankFile, Rule, Table, check_grid, merge, rule
 from ckptkit.formats.parallel.verbs import Cut, Drop, Same
 
 NAME = re.compile(r"consolidated\.([0-9]{2})\.pth")
 PARAMS = "params.json"
 EMBEDDING = "llama.embedding_cut"  # in the metadata: the dimension along which the parts had cut it
 _BYTES = 1 << 20  # of params.json
+_COUNTS = "counts of one process"
 
 
 def matches(probe: Probe) -> bool:
@@ -79,7 +83,8 @@ def read_params(text: bytes) -> dict[str, Any]:
     found = strict_json.parse(text, PARAMS) if text else {}
     if not isinstance(found, dict):
         raise FormatError(f"{PARAMS} is not a JSON object")
-    return found
+    inner = found.get("model")  # version 4
+    return inner if isinstance(inner, dict) else found
 
 
 def integer(params: Mapping[str, Any], key: str) -> int | None:
@@ -131,7 +136,8 @@ def table(params: Mapping[str, Any], *, by_rows: bool) -> Table:
         rules=(
             rule(r".*_extra_state", Drop("state of one process")),
             rule(r".*norm\.weight|.*layer_norm_(weight|bias)|norm\.weight|rope\.freqs", Same()),
-            rule(r".*\.router_DE", Same()),
+            rule(r".*\.(router_DE|global_gate_stats_3E)", Same()),
+            rule(r".*\.(running_gate_stats_3E|expert_activation_DE)", Drop(_COUNTS)),
             rule(r"tok_embeddings\.weight", Cut(0 if by_rows else 1)),
             rule(r"output\.weight", Cut(0)),
             rule(r"layers\.[0-9]+\.attention\.w[qkv]\.weight", Cut(0)),
@@ -143,10 +149,22 @@ def table(params: Mapping[str, Any], *, by_rows: bool) -> Table:
             rule(r".*\.mlp\.fc2_weight", Cut(1)),
             rule(r".*\.experts\.moe_w_(in|swiglu)_eD_F", Cut(1)),
             rule(r".*\.experts\.moe_w_out_eF_D", Cut(0, experts)),
-            rule(r".*\.w_(in|swiglu)_shared_FD\.weight", Cut(0)),
+            rule(r".*\.w_(in_shared|swiglu)_FD\.weight", Cut(0)),
             rule(r".*\.w_out_shared_DF\.weight", Cut(1)),
+            *_vision_rules(),
         )
     )  # fmt: skip
+
+
+def _vision_rules() -> Iterator[Rule]:
+    """Of the encoder of images in version 4."""
+    encoder = r"vision_embeddings\.vision_encoder"
+    yield rule(rf"{encoder}\.(class_embedding|positional_embedding_vlm)", Same())
+    yield rule(rf"{encoder}\.(.*\.)?ln_(1|2|pre|post)\.(weight|bias)", Same())
+    yield rule(r"vision_embeddings\..*\.(wo|c_proj)\.bias", Same())
+    yield rule(r"vision_embeddings\..*\.(wo|c_proj)\.weight", Cut(1))
+    yield rule(r"vision_embeddings\..*\.(w[qkv]|c_fc|_linear)\.(weight|bias)", Cut(0))
+    yield rule(r"vision_projection\.weight", Cut(0))
 
 
 def _heads(params: Mapping[str, Any]) -> int | tuple[int, ...]:

@@ -224,6 +224,8 @@ def _rules(gated: int) -> Iterator[Rule]:
     yield rule(r".*\._extra_state.*", Drop("state of Transformer Engine, of one process"))
     yield rule(r".*layer_norm_(weight|bias)|.*(layernorm|_norm|\.norm)\.(weight|bias)", Same())
     yield rule(r".*\.router\.(weight|bias|expert_bias)|.*\.shared_experts\.gate_weight", Same())
+    yield rule(r"mtp\..*\.[eh]norm\.(weight|bias)", Same())
+    yield rule(r"mtp\..*\.(eh|e|h)_proj\.weight", Cut(0))
     yield rule(
         r"embedding\.(position|tokentype)_embeddings\.weight|rotary_pos_emb\.inv_freq", Same()
     )

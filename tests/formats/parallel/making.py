@@ -3,6 +3,7 @@ them."""
 
 from __future__ import annotations
 
+import io
 import json
 from argparse import Namespace
 from pathlib import Path
@@ -60,6 +61,7 @@ def mcore_cut(
     if (
         "linear_fc1.weight" in name
         or "linear_qkv.weight" in name
+        or "eh_proj.weight" in name
         or "embeddings" in name
         or "output_layer" in name
     ):
@@ -146,6 +148,21 @@ def _local(
     return f"decoder.layers.{own.index(int(number))}.{rest}"
 
 
+def predictor() -> State:
+    """The layers of multi-token prediction, on the last stage."""
+    inner = "mtp.layers.0.transformer_layer."
+    return {
+        "mtp.layers.0.enorm.weight": rows(8),
+        "mtp.layers.0.hnorm.weight": rows(8),
+        "mtp.layers.0.eh_proj.weight": rows(8, 16),
+        f"{inner}self_attention.linear_qkv.weight": rows(16, 8),
+        f"{inner}self_attention.linear_proj.weight": rows(8, 8),
+        f"{inner}mlp.linear_fc1.weight": rows(24, 8),
+        f"{inner}mlp.linear_fc2.weight": rows(8, 12),
+        "mtp.layers.0.final_layernorm.weight": rows(8),
+    }
+
+
 # Meta
 
 
@@ -190,6 +207,70 @@ def release(folder: Path, state: State, count: int, *, version: int) -> Path:
         json.dumps({**params, **({"n_kv_heads": 4} if version > 2 else {})})
     )
     return folder
+
+
+def llama4() -> dict[str, tuple[torch.Tensor, Any]]:
+    """Each tensor of a layer of version 4 and how it is cut: the dimension, None where it is not,
+    or the sizes of blocks. Heads 4 of 4 rows, 2 key heads, 2 experts, feed-forward 12."""
+    layer, image = "layers.0.", "vision_embeddings.vision_encoder."
+    block = f"{image}transformer.resblocks.0."
+    return {
+        "tok_embeddings.weight": (rows(40, 16), 0),
+        "norm.weight": (rows(16), None),
+        "output.weight": (rows(40, 16), 0),
+        f"{layer}attention.wqkv.layer_norm_weight": (rows(16), None),
+        f"{layer}attention.wqkv.weight": (rows(32, 16), [16, 8, 8]),
+        f"{layer}attention.wo.weight": (rows(16, 16), 1),
+        f"{layer}feed_forward.mlp.fc1_weight": (rows(24, 16), [12, 12]),
+        f"{layer}feed_forward.mlp.fc2_weight": (rows(16, 12), 1),
+        f"{layer}feed_forward.norm.weight": (rows(16), None),
+        f"{layer}feed_forward.router_DE": (rows(16, 2), None),
+        f"{layer}feed_forward.global_gate_stats_3E": (rows(3, 2), None),
+        f"{layer}feed_forward.experts.moe_w_in_eD_F": (rows(32, 12), 1),
+        f"{layer}feed_forward.experts.moe_w_swiglu_eD_F": (rows(32, 12), 1),
+        f"{layer}feed_forward.experts.moe_w_out_eF_D": (rows(24, 16), [12, 12]),
+        f"{layer}feed_forward.w_in_shared_FD.weight": (rows(12, 16), 0),
+        f"{layer}feed_forward.w_swiglu_FD.weight": (rows(12, 16), 0),
+        f"{layer}feed_forward.w_out_shared_DF.weight": (rows(16, 12), 1),
+        f"{image}class_embedding": (rows(8), None),
+        f"{image}positional_embedding_vlm": (rows(5, 8), None),
+        f"{image}conv1._linear.weight": (rows(8, 12), 0),
+        f"{image}ln_pre.weight": (rows(8), None),
+        f"{block}ln_1.bias": (rows(8), None),
+        f"{block}attn.wq.weight": (rows(8, 8), 0),
+        f"{block}attn.wq.bias": (rows(8), 0),
+        f"{block}attn.wo.weight": (rows(8, 8), 1),
+        f"{block}attn.wo.bias": (rows(8), None),
+        f"{block}mlp.c_fc.bias": (rows(12), 0),
+        f"{block}mlp.c_proj.weight": (rows(8, 12), 1),
+        f"{block}mlp.c_proj.bias": (rows(8), None),
+        "vision_embeddings.vision_adapter.mlp.c_fc.weight": (rows(12, 8), 0),
+        "vision_projection.weight": (rows(16, 12), 0),
+    }
+
+
+def release4(folder: Path, count: int) -> tuple[Path, State]:
+    """The parts of version 4, by torch.chunk; each with what only its process counted."""
+    folder.mkdir()
+    described = llama4()
+    for rank in range(count):
+        part: dict[str, Any] = {"layers.0.attention.wo._extra_state": io.BytesIO(b"x")}
+        part["layers.0.feed_forward.running_gate_stats_3E"] = torch.full((3, 2), float(rank))
+        for name, (whole, how) in described.items():
+            if isinstance(how, list):
+                part[name] = torch.cat([each.chunk(count)[rank] for each in whole.split(how)])
+            else:
+                part[name] = (whole if how is None else whole.chunk(count, how)[rank]).clone()
+        torch.save(part, folder / f"consolidated.{rank:02d}.pth")
+    params = {
+        "dim": 16,
+        "n_heads": 4,
+        "n_kv_heads": 2,
+        "n_layers": 1,
+        "moe_args": {"num_experts": 2},
+    }
+    (folder / "params.json").write_text(json.dumps({"model": params}))
+    return folder, {name: whole for name, (whole, _) in described.items()}
 
 
 # gpt-neox

@@ -46,6 +46,15 @@ def test_parts_of_megatron_make_the_whole(grid: str, tmp_path: Path) -> None:
     assert_same(ckptkit.load(folder), state)
 
 
+def test_everything_at_once_in_megatron(tmp_path: Path) -> None:
+    """TP 2, PP 2, VPP 2, EP 2; gated, fewer key heads, tied, and layers that predict more tokens."""
+    state = {**making.mcore(4, experts=4, tied=True), **making.predictor()}
+    said = {"tp": 2, "ep": 2, "num_experts": 4, "untie_embeddings_and_output_weights": False}
+    folder = making.megatron(tmp_path / "x", state, [[[0], [2]], [[1], [3]]], **said)
+    assert len(list(folder.rglob("*.pt"))) == 8
+    assert_same(ckptkit.load(folder), state)
+
+
 @pytest.mark.parametrize(
     ("version", "order"), [(0, (1, 0, 2)), (1.0, (0, 2, 1)), (2.0, (0, 1, 2)), (3.0, (0, 1, 2))]
 )
@@ -148,7 +157,7 @@ def test_the_tracker_is_followed(tmp_path: Path) -> None:
 # Meta
 
 
-@pytest.mark.parametrize(("version", "count"), [(2, 2), (2, 4), (3, 2), (3, 4)])
+@pytest.mark.parametrize(("version", "count"), [(2, 2), (2, 4), (2, 8), (3, 2), (3, 4), (3, 8)])
 def test_parts_of_llama_make_the_whole_and_back(version: int, count: int, tmp_path: Path) -> None:
     state = making.llama(2, version=version)
     folder = making.release(tmp_path / "x", state, count, version=version)
@@ -201,6 +210,17 @@ def test_fused_tensors_of_llama_4(tmp_path: Path) -> None:
     assert_same(ckptkit.load(tmp_path / "x"), state)
 
 
+def test_parts_of_llama_4(tmp_path: Path) -> None:
+    """Every kind of tensor in its releases; the parameters are those of "model"."""
+    folder, whole = making.release4(tmp_path / "x", 2)
+    checkpoint = ckptkit.open(folder)
+    assert_same(ckptkit.load(folder), whole)
+    assert any("running_gate_stats_3E: counts of one process" in w for w in checkpoint.warnings)
+    (folder / "consolidated.01.pth").unlink()
+    part = ckptkit.open(folder / "consolidated.00.pth").part
+    assert part is not None and part.name == "part 0 of 2 of a Llama release"
+
+
 def test_a_missing_part_of_llama_is_counted(tmp_path: Path) -> None:
     folder = making.release(tmp_path / "x", making.llama(1, version=3), 4, version=3)
     (folder / "consolidated.03.pth").unlink()
@@ -243,6 +263,19 @@ def test_a_layer_of_one_rank_is_missed(tmp_path: Path) -> None:
         ckptkit.open(folder)
 
 
+def test_pipeline_and_tensor_ranks_of_gpt_neox(tmp_path: Path) -> None:
+    """DeepSpeed numbers the files of ranks through stages and tensor ranks; layers have both."""
+    folder, whole = making.neox(tmp_path / "x", 2, residual=True)
+    for rank in range(4):
+        said = {
+            "module": None,
+            "mp_world_size": 4,
+            "args": {"pipe_parallel_size": 2, "model_parallel_size": 2},
+        }
+        torch.save(said, folder / f"global_step5/mp_rank_{rank:02d}_model_states.pt")
+    assert_same(ckptkit.load(folder), whole)
+
+
 def universal(folder: Path, **info: Any) -> tuple[Path, making.State]:
     """Two tensor ranks whose files say how they were cut."""
     tag = folder / "global_step1"
@@ -277,6 +310,29 @@ def universal(folder: Path, **info: Any) -> tuple[Path, making.State]:
 def test_patterns_of_deepspeed_are_followed(tmp_path: Path) -> None:
     folder, whole = universal(tmp_path / "x")
     assert_same(ckptkit.load(folder), whole)
+
+
+def test_zero_beside_tensor_ranks(tmp_path: Path) -> None:
+    """The weights of the run are there; its optimizer is in files of its own, and said to be."""
+    folder, whole = universal(tmp_path / "x")
+    for data, rank in ((d, m) for d in range(2) for m in range(2)):
+        name = f"bf16_zero_pp_rank_{data}_mp_rank_{rank:02d}_optim_states.pt"
+        torch.save({"optimizer_state_dict": {"zero_stage": 1}}, folder / "global_step1" / name)
+    assert_same(ckptkit.load(folder), whole)
+    assert any("the optimizer" in each for each in ckptkit.open(folder).warnings)
+
+
+def test_zero_3_with_tensor_ranks_is_refused(tmp_path: Path) -> None:
+    """Its weights are in flat pieces of each tensor rank."""
+    tag = tmp_path / "global_step1"
+    tag.mkdir()
+    (tmp_path / "latest").write_text("global_step1")
+    for data, rank in ((d, m) for d in range(2) for m in range(2)):
+        name = f"zero_pp_rank_{data}_mp_rank_{rank:02d}_model_states.pt"
+        held = {"module": {"a": torch.empty(0)}, "param_shapes": [{"a": torch.Size([4])}]}
+        torch.save({**held, "dp_world_size": 2, "mp_world_size": 2}, tag / name)
+    with pytest.raises(UnsupportedError, match="several model-parallel ranks"):
+        ckptkit.open(tmp_path)
 
 
 def test_a_list_that_is_out_of_date_is_found_out(tmp_path: Path) -> None:
