@@ -19,6 +19,7 @@ from typing import Any
 from ckptkit.core.bytesource import Folder
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError, CorruptError, FormatError, UnsupportedError
+from ckptkit.core.grouping import flatten
 from ckptkit.core.piece_forms import attributes
 from ckptkit.core.tree import Node
 from ckptkit.formats.common.rank_files import Reader
@@ -29,7 +30,7 @@ from ckptkit.formats.parallel.copies import Copies
 from ckptkit.formats.parallel.joining import Joiner
 from ckptkit.formats.parallel.ranks import listed
 from ckptkit.formats.parallel.tables import TP, RankFile, Rule, Table, check_grid, merge, rule
-from ckptkit.formats.parallel.verbs import Cut, Mean, Refuse, Same, Sum
+from ckptkit.formats.parallel.verbs import Cut, Mean, Refuse, Same, Sum, Verb, Widths
 
 INFO = "universal_checkpoint_info"
 LAYER = re.compile(r"layer_([0-9]{2,9})(?:-model_([0-9]{2,9}))?-model_states\.pt")
@@ -37,7 +38,7 @@ MODEL = re.compile(r"mp_rank_([0-9]{2,9})_model_states\.pt")
 _ZERO = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_[0-9]+_mp_rank_[0-9]+_(?:model|optim)_states\.pt")
 _EXPERT = re.compile(r"(layer_.*_)?expert_.*|expp_rank_.*")
 # What a pattern of a file may be made of: nothing that takes long to match.
-_PLAIN = re.compile(r"\^?(?:[A-Za-z0-9_\-]|\\[.dw]\+?|\.[*+]?|\[[A-Za-z0-9\-]{1,8}\]\+?)*\$?")
+_PLAIN = re.compile(r"\^?(?:[A-Za-z0-9_\-]|\\[.\-dw]\+?|\.[*+]?|\[[A-Za-z0-9\-]{1,8}\]\+?)*\$?")
 _REPEATS = 4
 _LAYER, _TENSOR = "layer", "tensor rank"
 
@@ -207,8 +208,10 @@ def _universal_rules(info: Mapping[Node, Node]) -> Iterator[Rule]:
     """Yield the rules of DeepSpeed's own merger: the first list with a pattern that matches the
     beginning of a name.
     """
-    if info.get("sub_param_shard_widths"):
-        raise UnsupportedError("its sub-parameters are cut unevenly (sub_param_shard_widths)")
+    unknown = info.get("autotp_unsupported_parameter_patterns")
+    for text, reason in (unknown if isinstance(unknown, dict) else {}).items():
+        for pattern in _patterns([text]):
+            yield Rule(pattern, Refuse(str(reason)[:200]))
     for key, verb in (
         ("tp_replicated_parameter_patterns", Same()),
         ("parameter_to_average_patterns", Mean()),
@@ -217,24 +220,44 @@ def _universal_rules(info: Mapping[Node, Node]) -> Iterator[Rule]:
         for pattern in _patterns(info.get(key)):
             yield Rule(pattern, verb)
     for each in info.get("parameter_with_sub_params") or ():
-        yield from _sub_params(each)
+        yield from _sub_params(each, info)
     for pattern in _patterns(info.get("parameter_with_row_parallelism_patterns")):
         yield Rule(pattern, Cut(1))
     yield rule(".*", Cut(0))
 
 
-def _sub_params(node: Node) -> Iterator[Rule]:
-    """A SubparamShape: patterns, a shape with a tuple where it is cut, and the dimension."""
+def _sub_params(node: Node, info: Mapping[Node, Node]) -> Iterator[Rule]:
+    """The rules of a SubparamShape: patterns, a shape, and the dimension that is cut.
+
+    The shape has the sizes of the parameters there, or their number, all being equal (before
+    version 0.4); ``sub_param_shard_widths`` has the widths of each in each rank.
+    """
     state = attributes(node)
     shape, dim = state.get("shape"), state.get("partition_dim")
     if not isinstance(shape, (tuple, list)) or type(dim) is not int or not 0 <= dim < len(shape):
         raise FormatError(f"its {INFO} describes a parameter of several in a way that is not known")
-    sizes = shape[dim]
-    blocks = tuple(sizes) if isinstance(sizes, (tuple, list)) else 1
-    if isinstance(blocks, tuple) and not all(type(n) is int and n > 0 for n in blocks):
-        raise FormatError(f"its {INFO} describes a parameter of several without sizes")
-    for pattern in _patterns(state.get("patterns")):
-        yield Rule(pattern, Cut(dim, blocks))
+    widths = info.get("sub_param_shard_widths")
+    texts = state.get("patterns")
+    for pattern, text in zip(_patterns(texts), texts or (), strict=False):
+        given = widths.get(text) if isinstance(widths, dict) else None
+        yield Rule(pattern, _blocks(shape[dim], dim) if given is None else _widths(given, dim))
+
+
+def _blocks(sizes: Node, dim: int) -> Verb:
+    if type(sizes) is int and sizes > 0:
+        return Cut(dim, sizes)
+    if isinstance(sizes, (tuple, list)) and all(type(n) is int and n > 0 for n in sizes):
+        return Cut(dim, tuple(sizes), exact=True)
+    raise FormatError(f"its {INFO} describes a parameter of several without sizes")
+
+
+def _widths(given: Node, dim: int) -> Verb:
+    rows = given if isinstance(given, (tuple, list)) else ()
+    if not rows or not all(isinstance(row, (tuple, list)) for row in rows):
+        raise FormatError(f"its {INFO} has widths that are no lists")
+    if not all(type(n) is int and n >= 0 for n in flatten(rows)):
+        raise FormatError(f"its {INFO} has widths that are no counts")
+    return Widths(dim, tuple(map(tuple, rows)))
 
 
 def _patterns(node: Node) -> Iterator[re.Pattern[str]]:

@@ -102,7 +102,7 @@ class OwnTable:
         if found := _BLOCKS.fullmatch(word):
             return Cut(int(found[1]), int(found[2] or 1) or 1)
         if found := _SIZES.fullmatch(word):
-            return Cut(int(found[1]), tuple(map(int, found[2].split())))
+            return Cut(int(found[1]), tuple(map(int, found[2].split())), exact=True)
         raise self._wrong(
             f"{word!r} is no verb",
             "cut DIM, cut DIM blocks N, cut DIM sizes A B C, same, sum, mean, drop REASON",

@@ -2,7 +2,8 @@
 
     Cut(dim)                 joined along a dimension
     Cut(dim, blocks=2)       the same for each of so many blocks that every part has ([gate; up])
-    Cut(dim, blocks=(8, 4))  blocks of these sizes in the whole ([q; k])
+    Cut(dim, blocks=(8, 4))  blocks of sizes in this ratio ([q; k]), `exact`: of these sizes in all
+    Widths(dim, ((4, 4), (2, 2)))  blocks of these widths in each part
     Heads(from_, heads)      joined along dimension 0, and the rows of heads put in another order
     Same()                   equal in all parts
     Sum(), Mean()            added up, averaged; Mean of equal parts is one of them
@@ -52,19 +53,18 @@ class Cut(Verb):
 
     dim: int
     blocks: int | tuple[int, ...] = 1
+    exact: bool = False
 
     def join(self, name: str, parts: Parts, joiner: Joiner) -> Tensor:
-        first = _alike(name, parts, self.dim)
+        _alike(name, parts, self.dim)
         widths = [self._widths(name, tensor.shape[self.dim], file) for tensor, file in parts]
-        held: list[Held] = []
-        at = 0
-        for block in range(len(widths[0])):
-            for (tensor, file), own in zip(parts, widths, strict=True):
-                box = _slab(tensor, self.dim, sum(own[:block]), own[block], at)
-                held += [Held(box, file)] if box.tensor.numel else []
-                at += own[block]
-        shape = _with(first.shape, self.dim, at)
-        return joiner.tensor(name, first.dtype, shape, held)
+        made = _by_blocks(name, parts, self.dim, widths, joiner)
+        expected = sum(self.blocks) if isinstance(self.blocks, tuple) else 0
+        if self.exact and made.shape[self.dim] != expected:
+            raise CorruptError(
+                f"{name!r} has {made.shape[self.dim]:,} rows in all, and blocks of {expected:,}"
+            )
+        return made
 
     def _widths(self, name: str, size: int, file: str) -> list[int]:
         """The sizes of the blocks of a part."""
@@ -93,6 +93,24 @@ class Cut(Verb):
                 at, start = at + own, start + width
             made.append(boxes)
         return made
+
+
+@dataclass(frozen=True, slots=True)
+class Widths(Verb):
+    """Joined along a dimension, block by block, whose widths in each part are given."""
+
+    dim: int
+    blocks: tuple[tuple[int, ...], ...]  # of each block, by part
+
+    def join(self, name: str, parts: Parts, joiner: Joiner) -> Tensor:
+        _alike(name, parts, self.dim)
+        widths = [[block[rank] for block in self.blocks if rank < len(block)]
+                  for rank in range(len(parts))]  # fmt: skip
+        for (tensor, file), own in zip(parts, widths, strict=True):
+            size = tensor.shape[self.dim]
+            if len(own) != len(self.blocks) or sum(own) != size:
+                raise CorruptError(f"{name!r}: {size:,} rows in {file} are no blocks of {own}")
+        return _by_blocks(name, parts, self.dim, widths, joiner)
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +209,21 @@ class Refuse(Verb):
     """Known, and not put together."""
 
     reason: str
+
+
+def _by_blocks(
+    name: str, parts: Parts, dim: int, widths: Sequence[Sequence[int]], joiner: Joiner
+) -> Tensor:
+    """The first blocks of all parts, then the second ones, and so on; `widths` are by part."""
+    held: list[Held] = []
+    at = 0
+    for block in range(len(widths[0])):
+        for (tensor, file), own in zip(parts, widths, strict=True):
+            box = _slab(tensor, dim, sum(own[:block]), own[block], at)
+            held += [Held(box, file)] if box.tensor.numel else []
+            at += own[block]
+    first = parts[0][0]
+    return joiner.tensor(name, first.dtype, _with(first.shape, dim, at), held)
 
 
 def _alike(name: str, parts: Parts, dim: int) -> Tensor:

@@ -312,6 +312,47 @@ def test_patterns_of_deepspeed_are_followed(tmp_path: Path) -> None:
     assert_same(ckptkit.load(folder), whole)
 
 
+def autotp(folder: Path, **info: Any) -> tuple[Path, making.State]:
+    """[q; k; v] of 8, 4 and 4 rows, cut by DeepSpeed's AutoTP into two ranks, unevenly if widths
+    say so; a norm."""
+    widths = info.get("sub_param_shard_widths", {}).get(AUTOTP, [[4, 4], [2, 2], [2, 2]])
+    blocks = [making.rows(sum(each), 3) for each in widths]
+    whole = {"model.qkv.weight": torch.cat(blocks), "model.norm.weight": making.rows(3)}
+    for rank in range(2):
+        cut = [block.split(own)[rank] for block, own in zip(blocks, widths, strict=True)]
+        said = {"tp_replicated_parameter_patterns": [r"^model\.norm\.weight$"], **info}
+        held = {"module": {**whole, "model.qkv.weight": torch.cat(cut)}, "mp_world_size": 2}
+        path = folder / f"mp_rank_{rank:02d}_model_states.pt"
+        folder.mkdir(exist_ok=True)
+        torch.save({**held, "universal_checkpoint_info": said}, path)
+    return folder, whole
+
+
+AUTOTP = r"^model\.qkv\.weight$"
+
+
+@pytest.mark.parametrize(
+    ("shape", "widths"),
+    [
+        ([(8, 4, 4), -1], [[4, 4], [2, 2], [2, 2]]),
+        ([(8, 4, 4), -1], None),
+        ([(9, 4, 2), -1], [[6, 3], [4, 0], [1, 1]]),  # uneven
+        ((3, -1), [[2, 2], [2, 2], [2, 2]]),  # how many there are, as version 0.3 says it
+    ],
+)
+def test_fused_parameters_of_autotp(shape: Any, widths: Any, tmp_path: Path) -> None:
+    """The number of equal parameters was taken for the rows of one: they were not taken apart."""
+    named = {"sub_param_shard_widths": {AUTOTP: widths}} if widths else {}
+    said = {"patterns": [AUTOTP], "shape": shape, "partition_dim": 0}
+    folder, whole = autotp(tmp_path / "x", parameter_with_sub_params=[said], **named)
+    if shape == (3, -1):
+        for path in folder.iterdir():
+            change(
+                path, lambda held: held["universal_checkpoint_info"].pop("sub_param_shard_widths")
+            )
+    assert_same(ckptkit.load(folder), whole)
+
+
 def test_zero_beside_tensor_ranks(tmp_path: Path) -> None:
     """The weights of the run are there; its optimizer is in files of its own, and said to be."""
     folder, whole = universal(tmp_path / "x")

@@ -520,7 +520,16 @@ DEEPSPEED = {
     "pipeline stages in ranks": Row(
         universal(lambda held: held.update(args={"pipeline_model_parallel_size": 2})), UnsupportedError, "2 pipeline"),
     "more ranks than files": Row(universal(lambda held: held.update(mp_world_size=4)), CorruptError, "there are 4"),
-    "uneven sub-parameters": Row(universal(sub_param_shard_widths={"a": [1]}), UnsupportedError, "cut unevenly"),
+    "a parameter that AutoTP cannot describe": Row(
+        universal(autotp_unsupported_parameter_patterns={r"^a\.weight$": "fused by hand"}),
+        UnsupportedError, "fused by hand"),
+    "widths that are no lists": Row(
+        universal(**sub(), sub_param_shard_widths={"a.weight": 3}), FormatError, "no lists"),
+    "widths that are no counts": Row(
+        universal(**sub(), sub_param_shard_widths={"a.weight": [["a"]]}), FormatError, "no counts"),
+    "widths of another tensor": Row(
+        universal(**sub(), sub_param_shard_widths={"a.weight": [[1, 1], [2, 2]]}), CorruptError, "no blocks of [1, 2]"),
+    "sizes of another whole": Row(universal(**sub(shape=((4, 4), 2))), CorruptError, "blocks of 8"),
     "a shape that is none": Row(universal(**sub(shape=3)), FormatError, "in a way that is not known"),
     "sizes that are none": Row(universal(**sub(shape=((2, 0), 2))), FormatError, "without sizes"),
     "a pattern that takes long": Row(
