@@ -38,15 +38,6 @@ from ckptkit.formats.table import BY_NAME, BY_SUFFIX, FORMATS, PARALLEL, SHARDED
 WHOLE = ("always", "asked")  # of Format.everything
 
 
-def open_place(path: str | os.PathLike[str]) -> ByteSource | Folder:
-    """The file or folder at `path`, which may be a URL. Raises PathError for what is neither."""
-    if urls.is_url(path):
-        from ckptkit.remote.files import open_url  # local files do not pay for it
-
-        return open_url(os.fspath(path))
-    return Folder(path) if os.path.isdir(path) else LocalFile(path)
-
-
 def match(probe: Probe) -> Format | None:
     """Return the format that claims a file or folder, None if there is none.
 

@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ckptkit import formats
 from ckptkit.core import urls
 from ckptkit.core.bytesource import ByteSource, Folder, LocalFile
 from ckptkit.core.errors import CkptkitError, InputChangedError, InputError
@@ -25,7 +24,19 @@ def open_place(path: PathLike, *, undo: bool = False) -> ByteSource | Folder:
         from ckptkit.publish import patching
 
         (patching.undo_interrupted if undo else patching.look)(os.fspath(path))
-    return formats.open_place(path)
+    return open_unchecked(path)
+
+
+def open_unchecked(path: PathLike) -> ByteSource | Folder:
+    """Open what is at `path` as it is, even in the middle of an edit in place.
+
+    Raises PathError for what is neither a file nor a folder.
+    """
+    if urls.is_url(path):
+        from ckptkit.remote.files import open_url  # local files do not pay for it
+
+        return open_url(os.fspath(path))
+    return Folder(path) if os.path.isdir(path) else LocalFile(path)
 
 
 @contextmanager

@@ -9,7 +9,6 @@ Python did not find them.
 
 from __future__ import annotations
 
-from ckptkit import compute
 from ckptkit.core.errors import FormatError
 from ckptkit.core.limits import check
 from ckptkit.core.tree import ByteString, Global, Node, StoredBytes
@@ -30,7 +29,9 @@ class ModuleSources:
             raise FormatError("a module's source is recorded for something that is not a class")
         if isinstance(text, StoredBytes):  # a str of Python 2
             check("string_bytes", text.extent.length, f"bytes of the source of {made}")
-            text = ByteString(b"".join(compute.stream(text.extent)))
+            from ckptkit.compute import stream
+
+            text = ByteString(b"".join(stream(text.extent)))
         if not isinstance(text, (str, ByteString, type(None))):
             raise FormatError(f"the source of {made} is not text")
         self._texts[str(made)] = "" if text is None else str(text)

@@ -11,7 +11,6 @@ from functools import partial
 from itertools import islice
 from typing import NamedTuple
 
-from ckptkit import formats
 from ckptkit.core import urls
 from ckptkit.core.bytesource import ByteSource, Folder
 from ckptkit.core.errors import CkptkitError, InputError
@@ -176,7 +175,7 @@ def _files(paths: Iterable[PathLike]) -> Iterator[str | Failure]:
     for path in (os.fspath(each) for each in paths):
         try:
             if urls.is_url(path):
-                with closing(formats.open_place(path)) as place:
+                with closing(open_place(path)) as place:
                     found = list(_listed(place, path, 0)) if isinstance(place, Folder) else [path]
                 yield from found
             elif os.path.isdir(path):

@@ -17,7 +17,7 @@ import torch
 import ckptkit
 from ckptkit.core.bytesource import ByteSource
 from ckptkit.core.errors import CkptkitError, InputChangedError, InputError, OutputError, PathError
-from ckptkit.formats import open_place
+from ckptkit.formats.opening import open_place
 from ckptkit.remote import files, transports
 from tests.conftest import ENVIRONMENT
 from tests.remote.servers import Misbehaving, Reply, Request, misbehaving

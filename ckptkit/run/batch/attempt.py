@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from ckptkit import formats
 from ckptkit.api import Conversion
 from ckptkit.core import __version__, urls
 from ckptkit.core.bytesource import Folder
 from ckptkit.core.errors import CkptkitError, OutputError, OutputExistsError, foreseen
 from ckptkit.core.plan import Plan
+from ckptkit.formats.opening import open_unchecked
 from ckptkit.publish.copying import checksums, in_order
 from ckptkit.run.batch.inputs import Mark, mark
 
@@ -122,7 +122,7 @@ def _make_folder(path: str) -> None:
 
 def same(plan: Plan, destination: str) -> bool:
     """Return whether the output at `destination` is, byte for byte, what `plan` would write."""
-    place = formats.open_place(destination)
+    place = open_unchecked(destination)
     if isinstance(place, Folder):
         if not plan.is_folder or place.list() != sorted(file.name for file in plan.files):
             return False

@@ -13,6 +13,7 @@ from ckptkit import formats
 from ckptkit.core import __version__, urls
 from ckptkit.core.errors import CkptkitError, UsageError
 from ckptkit.formats.format import Format, Probe
+from ckptkit.formats.opening import open_unchecked
 from ckptkit.run.batch.inputs import Input
 
 
@@ -63,7 +64,7 @@ def _output(each: Input, given: Format | None, shards: bool) -> str:
 def _kept(each: Input) -> Format | None:
     """Return the format in which a folder is written by default; None where that is not known."""
     try:
-        read = formats.identify(Probe(formats.open_place(each.path)))
+        read = formats.identify(Probe(open_unchecked(each.path)))
         return formats.for_writing(each.name, keep=read.name)
     except CkptkitError:  # reported again when it is read
         return None
