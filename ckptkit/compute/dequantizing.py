@@ -34,6 +34,14 @@ class Reader:
         else:
             buffer[:] = self._read(at, len(buffer))
 
+    def rows(self, at: int, pitch: int, rows: Sequence[memoryview]) -> None:
+        """Fill the rows with the bytes from offset `at`, each `pitch` bytes after the last."""
+        if isinstance(self._extent, Range):
+            self._extent.source.read_into_apart(self._extent.offset + at, pitch, rows)
+        else:
+            for number, row in enumerate(rows):
+                row[:] = self._read(at + number * pitch, len(row))
+
 
 def dequantize(
     reads: Sequence[Read], derived: Derived, start: int, stop: int

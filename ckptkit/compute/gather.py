@@ -40,11 +40,13 @@ Read = Callable[
 
 
 class Reading(Protocol):
-    """Reads so many bytes at an offset, or fills memory with them."""
+    """Reads so many bytes at an offset, or fills memory with them, or rows that are apart."""
 
     def __call__(self, at: int, length: int, /) -> bytes: ...
 
     def into(self, at: int, buffer: memoryview, /) -> None: ...
+
+    def rows(self, at: int, pitch: int, rows: Sequence[memoryview], /) -> None: ...
 
 
 _UNITS = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}

@@ -191,10 +191,9 @@ class _Banded:
             pitch, length = padded.strides[0], (end - first) * self.itemsize
             assert self._memory is not None
             rows_of_band = self._memory.data.cast("B")  # its slices cost less than numpy's rows
-            at = start + first * self.itemsize
-            for place in range(0, self.height * pitch, pitch):
-                self.read.into(at, rows_of_band[place : place + length])
-                at += whole
+            places = range(0, self.height * pitch, pitch)
+            parts = [rows_of_band[place : place + length] for place in places]
+            self.read.rows(start + first * self.itemsize, whole, parts)
         self._band = padded
         self._held = (batch, first, end)
 
