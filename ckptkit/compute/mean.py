@@ -15,7 +15,9 @@ from ckptkit.core.grouping import flatten
 if TYPE_CHECKING:
     import numpy as np
 
-ELEMENTS = 32 << 10  # of each input at a time, so that they and their sum stay in a core's cache
+# Of each input at a time: they and their sum stay in the caches, and calls of numpy are so long
+# that threads seldom wait for the lock of the interpreter.
+ELEMENTS = 128 << 10
 _COMPONENTS = {
     "complex32": "float16", "bcomplex32": "bfloat16", "complex64": "float32", "complex128":
     "float64",

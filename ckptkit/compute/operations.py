@@ -71,7 +71,7 @@ _WITHOUT_NUMPY = ("slice", "concat", "apply", *_FROM_THE_BEGINNING)
 PIECE = 4 << 20  # bytes; a multiple of every element size
 # Bytes of a local file read at a time: few enough to stay in the caches with what is made of them,
 # and enough for each call of numpy to take longer than threads wait for the interpreter lock.
-BUFFER = 512 << 10
+BUFFER = 1 << 20
 KEPT = 16 << 20  # bytes that stay for the next blocks
 _BLAS_THREADS = "OPENBLAS_NUM_THREADS"
 
@@ -93,18 +93,22 @@ def stream(extent: Extent, start: int = 0, stop: int | None = None) -> Pieces:
         yield extent.source.read(extent.offset + at, min(PIECE, stop - at))
 
 
-def flow(extent: Extent, start: int = 0, stop: int | None = None) -> Pieces:
+def flow(
+    extent: Extent, start: int = 0, stop: int | None = None, size: int | None = None
+) -> Pieces:
     """Yield like `stream`, at the speed of memory.
 
-    Pieces of a local file share one buffer, and each overwrites the last.
+    Pieces of a local file, of `size` bytes or `BUFFER`, share one buffer, and each overwrites the
+    last.
     """
     stop = extent.length if stop is None else stop
     if isinstance(extent, Derived) or not isinstance(extent.source, LocalFile):
         yield from stream(extent, start, stop)
         return
     source, origin, _ = extent
-    buffer = memoryview(bytearray(min(BUFFER, stop - start)))
-    for at in range(start, stop, BUFFER):
+    size = size or BUFFER
+    buffer = memoryview(bytearray(min(size, stop - start)))
+    for at in range(start, stop, size):
         piece = buffer[: stop - at]
         source.read_into(origin + at, piece)
         yield piece

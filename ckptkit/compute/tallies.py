@@ -32,7 +32,10 @@ BINS = 64  # of a histogram, at most
 _SCALES = 126  # exponents of float32 that are powers of two of it, either way
 FINE = 40  # bits: a bin is no smaller than the largest number divided by 2**40
 LEAST = -1_200  # exponent of the bins of zeros alone: smaller than that of any number
-BLOCK = 1 << 17  # elements worked on at once
+# Elements worked on at once: calls of numpy are so long that threads seldom wait for the lock of
+# the interpreter. Smaller blocks are no faster by themselves.
+BLOCK = 1 << 19
+BLOCK_BYTES = 2 << 20  # at most
 PART = 32 << 20  # bytes of a tensor that are a task of their own
 COUNTED = 2 << 20  # bytes of one from which on the codes of small types are counted
 DOT = 8_192  # numbers of a dot product: of more, a library may start threads of its own
@@ -247,7 +250,8 @@ def numbers(tensor: Tensor) -> Array:
 
 def _pieces(part: ElementRange) -> Iterator[memoryview]:
     extent, dtype, start, stop, _ = part
-    return aligned(flow(extent, start, stop), dtype.itemsize, BLOCK * dtype.itemsize)
+    size = min(BLOCK, BLOCK_BYTES // dtype.itemsize) * dtype.itemsize
+    return aligned(flow(extent, start, stop, size), dtype.itemsize, size)
 
 
 def tally(part: ElementRange) -> Tally:

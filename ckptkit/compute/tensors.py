@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _NUMBERS = ("float", "int", "bool", "complex")
 _TABLES = frozenset({"float32", "float64", "int32", "int64"})  # dtypes of scales and zero points
-WIDE = 1 << 15  # elements compared at once: they take up to 16 bytes each
+WIDE = 1 << 17  # elements compared at once: they take up to 16 bytes each
 
 
 def contiguous(tensor: Tensor) -> Record:
