@@ -198,6 +198,9 @@ def test_what_a_tensor_does_not_have_says_what_has_it() -> None:
     with pytest.raises(AttributeError, match=r"has no 'mean': t\.torch\(\) and t\.numpy\(\)"):
         tensor.mean()
     assert not hasattr(tensor, "grad")
+    assert "mean" not in dir(tensor) and "torch" in dir(tensor)
+    with pytest.raises(AttributeError, match="no attribute 'kthvalue'"):
+        tensor.kthvalue  # type: ignore[attr-defined]
     assert torch.equal(copy.deepcopy(tensor).torch(), VALUES)
 
 

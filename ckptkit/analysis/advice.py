@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Iterator
 
 from ckptkit.analysis.summary import Summary
@@ -107,9 +106,10 @@ def output_name(path: str, mark: str, suffix: str | None = None) -> str:
 
 def _prefixes(summary: Summary, path: str) -> Iterator[str]:
     names = [row.name for row in summary.rows if row.name is not None]
-    wrapped = [name for name in names if name.startswith(tuple(WRAPPERS))]
+    wrappers = tuple(WRAPPERS)
+    wrapped = [name for name in names if name.startswith(wrappers)]
     for prefix in WRAPPERS:
-        having = sum(name.startswith(prefix) for name in wrapped)
+        having = sum([name.startswith(prefix) for name in wrapped])
         if having and 2 * having > len(names):
             how_many = "all" if having == len(names) else f"{having:,} of {len(names):,}"
             command = strip_module(path, prefix, *summary.chosen)
@@ -117,7 +117,7 @@ def _prefixes(summary: Summary, path: str) -> Iterator[str]:
 
 
 def _devices(summary: Summary, path: str) -> Iterator[str]:
-    devices = Counter(row.tensor.device for row in summary.rows)
+    devices = dict.fromkeys([row.tensor.device for row in summary.rows])
     away = [device for device in devices if device.partition(":")[0] not in ("cpu", "meta")]
     if away:
         yield f"saved on {some(away)}; to load without: {edit('remap', path, 'cpu', '--to', 'cpu')}"
@@ -143,7 +143,8 @@ def _packed(summary: Summary, path: str) -> Iterator[str]:
 
 def packed(summary: Summary) -> int:
     """The number of quantized tensors that are not in the state_dict."""
-    return sum(row.name is None and row.tensor.dtype.kind == "quantized" for row in summary.rows)
+    others = [row for row in summary.rows if row.name is None]
+    return sum(row.tensor.dtype.kind == "quantized" for row in others)
 
 
 def _objects(summary: Summary, path: str) -> Iterator[str]:

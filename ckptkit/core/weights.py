@@ -63,6 +63,11 @@ class Weights:
             if (tensor := as_tensor(node)) is not None
         }
 
+    @cached_property
+    def endings(self) -> frozenset[str]:
+        """The last components of the names: few, of many."""
+        return frozenset({name.rpartition(".")[2] for name in self.nodes})
+
     def __repr__(self) -> str:
         return f"<Weights {join(self.path) or 'at the root'}: {plural(len(self.nodes), 'tensor')}>"
 
@@ -142,19 +147,22 @@ def _named(root: Node, key: str) -> Weights:
     raise UsageError(f"the entry {key!r} is not a mapping of tensors")
 
 
-def _is_pure(values: list[Tensor | None]) -> bool:
-    return all(each is not None and each.kind != "ndarray" for each in values)
+Kinds = set["str | None"]  # of the values of a mapping; None stands for what is no tensor
 
 
-def _is_arrays(values: list[Tensor | None]) -> bool:
-    return bool(values) and all(each is not None for each in values)
+def _is_pure(kinds: Kinds) -> bool:
+    return kinds.isdisjoint((None, "ndarray"))
 
 
-def _is_mixed(values: list[Tensor | None]) -> bool:
-    return any(each is not None for each in values)
+def _is_arrays(kinds: Kinds) -> bool:
+    return bool(kinds) and None not in kinds
 
 
-Rule = Callable[[list["Tensor | None"]], bool]
+def _is_mixed(kinds: Kinds) -> bool:
+    return not kinds <= {None}
+
+
+Rule = Callable[[Kinds], bool]
 
 
 def _read(node: Node, qualifies: Rule) -> dict[str, Node] | None:
@@ -163,11 +171,14 @@ def _read(node: Node, qualifies: Rule) -> dict[str, Node] | None:
         return module_state(node)
     if not isinstance(node, dict) or not {*map(type, node)} <= {str}:
         return None
-    named = {key: value for key, value in node.items() if not key.endswith("_extra_state")}
+    named = dict(node)
+    for key in [key for key in node if key.endswith("_extra_state")]:
+        del named[key]
     tensors = [value if value.__class__ is Tensor else as_tensor(value) for value in named.values()]
-    if not qualifies(tensors) or _are_generators(tensors):
+    kinds = {None if each is None else each.kind for each in tensors}
+    if not qualifies(kinds) or _are_generators(tensors):
         return None
-    if None not in tensors:
+    if None not in kinds:
         return named
     return {
         key: value

@@ -59,6 +59,7 @@ class PlainTensors:
         self._persistent_load = persistent_load
         self._values = _Values()
         self._devices: dict[bytes, str] = {}
+        self._kinds: dict[tuple[object, ...], Tensor] = {}  # each checked once
 
     def read(self, data: bytes, pos: int, stack: list[Node]) -> int:
         """Read a tensor's code at `pos`, after a MARK; return the offset after it, or 0.
@@ -105,8 +106,13 @@ class PlainTensors:
         typed = self._persistent_load((tag, kind, name, device, values[numel]))
         if typed.__class__ is not TypedStorage or typed.dtype is None or typed.stop is not None:
             return 0
-        tensor = Tensor(typed.storage, typed.dtype, sizes, steps, values[offset], grad == b"\x88")
-        stack[-1] = tensor
+        first = values[offset]
+        like = typed.dtype.name, typed.storage.record.length, sizes, steps, first, grad
+        alike = self._kinds.get(like)
+        if alike is None:
+            alike = Tensor(typed.storage, typed.dtype, sizes, steps, first, grad == b"\x88")
+            self._kinds[like] = alike
+        stack[-1] = tensor = alike.over(typed.storage)
         if whole:
             memo += (name, *((device,) if spelt else ()), UNSET, sizes, steps, UNSET, UNSET, tensor)
         else:

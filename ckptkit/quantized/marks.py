@@ -36,8 +36,7 @@ def is_subclass(node: Node) -> bool:
 def concern(weights: Weights) -> bool:
     """Return whether some weights may be quantized: by their names, or because they have 8 bits."""
     nodes = weights.nodes.values()
-    endings = {name.rpartition(".")[2] for name in weights.nodes}  # a few, of many names
-    if any(map(is_marked, endings)):
+    if any(map(is_marked, weights.endings)):
         return True
     if Object in {*map(type, nodes)} and any(is_subclass(node) for node in nodes):
         return True

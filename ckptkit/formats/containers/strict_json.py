@@ -43,7 +43,8 @@ def _check_nesting(data: bytes, what: str) -> None:
 
     The parser recurses, this check does not.
     """
-    unescaped = data.replace(b"\\\\", b"").replace(b'\\"', b"")
+    escaped = b"\\" in data
+    unescaped = data.replace(b"\\\\", b"").replace(b'\\"', b"") if escaped else data
     # Most strings hold no brackets: without these, there is little left to split.
     quoted = unescaped.translate(_SQUARE, _NO_BRACKETS).replace(b'""', b"")
     brackets = b"".join(quoted.split(b'"')[::2])
@@ -68,7 +69,7 @@ def _loads(data: bytes, what: str, exchange: Exchange | None) -> Any:
             parse_float=_number,
             parse_constant=_constant,
         )
-        if b"\\ud" in data or b"\\uD" in data:
+        if b"\\" in data and (b"\\ud" in data or b"\\uD" in data):
             json.dumps(value, ensure_ascii=False, default=repr).encode()
     except (UnicodeDecodeError, UnicodeEncodeError) as error:
         raise FormatError(f"{what} is not UTF-8: {error.reason}") from error
