@@ -66,16 +66,11 @@ def _without_same(
     """Take out columns, other than names and numbers, whose cells are all the same."""
     if len(rows) < 2:
         return headers, rows, ""
-    columns = list(zip(*rows, strict=True))
-    kept = [
-        number
-        for number, column in enumerate(columns)
-        if number == 0 or headers[number] in right or len(set(column)) > 1
-    ]
-    gone = [number for number in range(len(headers)) if number not in kept]
-    same = _pairs([headers[number] for number in gone], [rows[0][number] for number in gone])
-    left = [[row[number] for number in kept] for row in rows]
-    return [headers[number] for number in kept], left, same
+    first, *columns = zip(headers, *rows, strict=True)
+    same = [each for each in columns if each[0] not in right and len({*each[1:]}) == 1]
+    kept = [first, *(each for each in columns if each not in same)]
+    left, *cells = zip(*kept, strict=True)
+    return left, cells, _pairs([head for head, *_ in same], [cell for _, cell, *_ in same])
 
 
 def _wrapped_prose(

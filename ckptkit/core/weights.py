@@ -8,7 +8,7 @@ give, read without its class. numpy arrays count where there is nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
@@ -116,17 +116,23 @@ def locate(root: Node, key: str | None = None) -> Weights | None:
             return Weights((), root, nodes)
         found = _without_graphs(_search(root, qualifies))
         known = list(_well_known(root, found))
-        if not known and qualifies is _is_pure:
+        if qualifies is _is_pure and not known:
             known = _mostly(root)
-            if not known and found and (nodes := _read_most(root)) is not None:
-                found.insert(0, ((), root, nodes))
-        if known or len(found) == 1:
+            found = found if known else [*_itself(root, found), *found]
+        if not known and len(found) > 1:
+            raise _ambiguous([path for path, _, _ in found])
+        if known or found:
             path, node, nodes = (known or found)[0]
             others = tuple(place for place, other, _ in found if other is not node)
             return Weights(path, node, nodes, others)
-        if found:
-            raise _ambiguous([path for path, _, _ in found])
     return None
+
+
+def _itself(root: Node, found: Sequence[Found]) -> Iterator[Found]:
+    """Yield the root, if it may be meant as well as the entries that were found in it."""
+    nodes = _read_most(root) if found else None
+    if nodes is not None:
+        yield (), root, nodes
 
 
 def _ambiguous(paths: list[Path]) -> AmbiguousError:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Collection, Iterator
 
 from ckptkit.analysis.advice import WASTE, argument, convert, edit
-from ckptkit.core.grouping import flatten
+from ckptkit.core.grouping import flatten, without
 from ckptkit.core.notices import RUNS_CODE, coded
 from ckptkit.core.text import shell_command
-from ckptkit.core.tree import join, walk
+from ckptkit.core.tree import Node, join, walk
 from ckptkit.core.weights import as_tensor, is_optimizer
 from ckptkit.diagnosis import codes, container, names
 from ckptkit.diagnosis.cause import ERROR, NOTE, WARNING, Cause, Fix
@@ -147,19 +148,9 @@ def _is_here(device: str, devices: Collection[str]) -> bool:
 
 def _optimizer(facts: Facts) -> Iterator[Cause]:
     """Yield a note if much of the file is the state of optimizers."""
-    inside: int | None = None  # depth of an optimizer, while the walk is in it
-    theirs: dict[int, int] = {}  # bytes of each storage, by its id
-    others: dict[int, int] = {}  # optimizers may hold the weights themselves
-    for path, node in walk(facts.root):
-        inside = None if inside is not None and len(path) <= inside else inside
-        if inside is None and path and is_optimizer(node):
-            inside = len(path)
-        tensor = as_tensor(node)
-        if tensor is not None and tensor.storage is not None:
-            side = others if inside is None else theirs
-            side[id(tensor.storage)] = tensor.storage.nbytes
+    theirs, others = _storages(facts.root)
     everything = sum({**theirs, **others}.values())
-    optimizers = sum(nbytes for storage, nbytes in theirs.items() if storage not in others)
+    optimizers = sum(without(theirs, others).values())
     if facts.summary.rows and names_of(facts) and optimizers > max(BLOAT * everything, WASTE):
         yield Cause(
             "optimizer",
@@ -170,6 +161,25 @@ def _optimizer(facts: Facts) -> Iterator[Cause]:
             alone(facts, "weights"),
             Fix(bare=True),
         )
+
+
+def _storages(root: Node) -> tuple[dict[int, int], dict[int, int]]:
+    """Return the bytes of storages by their ids: of those in optimizers, and of those outside.
+
+    Optimizers may hold the weights themselves, which are then in both.
+    """
+    outside = sys.maxsize
+    depth = outside  # that of an optimizer, while the walk is in it
+    theirs: dict[int, int] = {}
+    others: dict[int, int] = {}
+    for path, node in walk(root):
+        if len(path) <= depth:
+            depth = len(path) if path and is_optimizer(node) else outside
+        tensor = as_tensor(node)
+        if tensor is not None and tensor.storage is not None:
+            side = others if depth == outside else theirs
+            side[id(tensor.storage)] = tensor.storage.nbytes
+    return theirs, others
 
 
 def _slices(facts: Facts) -> Iterator[Cause]:

@@ -110,27 +110,22 @@ def _is_scripted(node: Node) -> bool:
 def _arrange(root: Object, code: Code) -> list[str]:
     """Move all modules' attributes to where nn.Module has them; warn about uncertain ones."""
     found = {id(node): (node, code[node.callable]) for _, node in walk(root) if _is_scripted(node)}
-    modules = {
-        key for key, (_, declared) in found.items() if declared is None or declared.is_module
-    }
-    modules.add(id(root))
-    warnings: dict[str, None] = {}  # each once
-    unknown = [str(node.global_) for node, declared in found.values() if declared is None]
-    if unknown:
-        warnings[
-            f"there is no code of {unknown[0]}: "
-            "its tensors count as parameters if they have a gradient"
-        ] = None
-    for node, declared in (each for key, each in found.items() if key in modules):
-        if (
-            _split(node, declared, modules)
-            and declared is not None
-            and (declared.parameters or declared.buffers)
-        ):
-            warnings[
-                f"only its own code can tell the parameters of {node.global_} from its state"
-            ] = None
-    return list(warnings)
+    unknown = [node for node, declared in found.values() if declared is None]
+    known = [node for node, declared in found.values() if declared and declared.is_module]
+    modules = {id(node) for node in (root, *unknown, *known)}
+    warnings = [
+        f"there is no code of {node.global_}: "
+        "its tensors count as parameters if they have a gradient"
+        for node in unknown[:1]
+    ]
+    for key, (node, declared) in found.items():
+        if key not in modules:
+            continue
+        is_own = _split(node, declared, modules)
+        if is_own and declared is not None and (declared.parameters or declared.buffers):
+            name = node.global_
+            warnings.append(f"only its own code can tell the parameters of {name} from its state")
+    return list(dict.fromkeys(warnings))
 
 
 def _split(node: Object, declared: Declared | None, modules: Collection[int]) -> bool:
