@@ -32,7 +32,7 @@ def command(source: str, model_type: str, config: str | None) -> int:
 
     layouts = layouts_of(model_type, None if config is None else configuration.read(config))
     found = generated(layouts)
-    if not found.lines:
+    if not found.steps:
         render.note(f"{model_type} has one layout: there is nothing to convert")
         return 1
     render.emit(*map(render.escape, recipe_text(layouts, found).rstrip().split("\n")))

@@ -15,7 +15,8 @@ from ckptkit.core.grouping import owners
 
 _CLASSES = (
     "AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForSeq2SeqLM",
-    "AutoModelForMaskedLM", "AutoModel",
+    "AutoModelForMaskedLM", "AutoModel", "AutoModelForMultimodalLM", "AutoModelForObjectDetection",
+    "AutoModelForDepthEstimation", "AutoModelForPreTraining",
 )  # fmt: skip
 
 
@@ -174,5 +175,20 @@ class _Reading:
         count = len(forward.source_patterns)
         each = len(names) // count
         old_names = tuple(tuple(names[n * each : (n + 1) * each]) for n in range(count))
-        operations = tuple((type(op).__name__, dict(vars(op))) for op in forward.operations)
+        operations = tuple(
+            (type(op).__name__, {**vars(op), "heads": _heads(op, self.model.config)})
+            for op in forward.operations
+        )
         found.moved.append(Moved(old_names, tuple(key for key, _ in members), operations))
+
+
+def _heads(operation: Any, config: Any) -> str:
+    """The number of heads that an operation takes from the configuration, as rules write it."""
+    key = getattr(operation, "subconfig_key", None)
+    part = getattr(config, key, None) if key else None
+    path = "config" if part is None else f"config.{key}"
+    holder = config if part is None else part
+    name = "num_attention_heads"
+    if not hasattr(holder, name):
+        return "1"
+    return f"{path}.{getattr(holder, 'attribute_map', {}).get(name, name)}"

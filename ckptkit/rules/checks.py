@@ -73,7 +73,8 @@ def _check_side(side: Side, where: str) -> None:
     counts = Counter([*side.words, *side.axes])
     for word, count in counts.items():
         if count > 1:
-            raise RuleError(f"{word} stands twice on the {where}", hint="an axis stands once")
+            hint = "a word is an index in the name or an axis of the shape, once"
+            raise RuleError(f"{word} stands twice on the {where}", hint=hint)
     inside = Counter(variable.words for variable in set(side.variables))
     parts = Counter(flatten(inside))
     for word, count in parts.items():

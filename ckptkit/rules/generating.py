@@ -24,59 +24,82 @@ class Unsayable(Exception):
 
 @dataclass(slots=True)
 class Generated:
-    """Rules for one model type, and what they cannot say or do not give."""
+    """Steps of rules for one model type, and what they cannot say or do not give."""
 
-    lines: list[str] = field(default_factory=list)
+    steps: list[list[str]] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
 
 
 def generated(layouts: Layouts) -> Generated:
     """Rules from the layout of the files to that of the model, each checked against both."""
     found = Generated()
-    families: dict[tuple[object, ...], list[_Pair]] = {}
+    steps: tuple[Families, Families] = {}, {}
     for moved in layouts.moved:
         if not moved.operations and moved.old[0][0] == moved.new[0]:
             continue
         try:
-            pair = _pair(moved, layouts.old)
+            pairs = [(number, _pair(part, layouts)) for number, part in _in_steps(moved)]
         except Unsayable as error:
             found.left.append(f"{moved.new[0]}: {error}")
             continue
-        families.setdefault(pair.family, []).append(pair)
-    for pairs in families.values():
-        arrow = "->?" if all(pair.new in layouts.tied for pair in pairs) else "->"
-        found.lines += _lines(pairs, arrow)
-    found.lines.sort(key=lambda line: "{" in line.partition(" ->")[0])  # literal names first
-    found.left += _faults(found.lines, layouts)
+        for number, pair in pairs:
+            steps[number].setdefault(pair.family, []).append(pair)
+    for families in filter(None, steps):
+        lines = []
+        for pairs_alike in families.values():
+            arrow = "->?" if all(pair.new in layouts.tied for pair in pairs_alike) else "->"
+            lines += _lines(pairs_alike, arrow)
+        # literal names first
+        found.steps.append(sorted(lines, key=lambda line: "{" in line.partition(" ->")[0]))
+    found.left += _faults(found.steps, layouts)
     return found
 
 
-def _faults(lines: list[str], layouts: Layouts) -> Iterator[str]:
-    """Yield what the rules would do wrong, there and back."""
-    if not lines:
+def _in_steps(moved: Moved) -> Iterator[tuple[int, Moved]]:
+    """Yield what the first step does, and the second: some parts of what was fused are permuted."""
+    name, given = moved.operations[-1] if moved.operations else ("", {})
+    names = given.get("permute_layer_names")
+    if name != "PermuteForRope" or not names or len(moved.new) == 1:
+        yield 0, moved
         return
-    rules = Rules.parse(lines)
-    sizes = _Anything()
+    yield 0, Moved(moved.old, moved.new, moved.operations[:-1])
+    alone = (name, {**given, "permute_layer_names": None})
+    for new in moved.new:
+        if any(part in new for part in names):
+            yield 1, Moved(((new,),), (new,), (alone,))
+
+
+def _faults(steps: list[list[str]], layouts: Layouts) -> Iterator[str]:
+    """Yield what the rules would do wrong, there and back."""
+    ready = [Rules.parse(lines) for lines in steps]
+    back = [rules.reversed() for rules in reversed(ready)]
     for way, given, wanted in (
-        (rules, layouts.old, layouts.new),
-        (rules.reversed(), layouts.new, layouts.old),
+        (ready, layouts.old, layouts.new),
+        (back, layouts.new, layouts.old),
     ):
+        made = given
         try:
-            outcome = way.outcome(given, keep=REST, config=sizes)
+            for rules in way:
+                made = _shapes_of(rules, made)
         except CkptkitError as error:
             yield error.message
             return
-        made = {name: given[name] if t is None else t.shape for name, t in outcome.targets.items()}
         odd = sorted(made.keys() ^ wanted.keys()) or [n for n in made if made[n] != wanted[n]]
-        if odd:
+        if ready and odd:
             yield f"the rules would not give {', '.join(odd[:3])}"
+
+
+def _shapes_of(rules: Rules, given: Mapping[str, Shape]) -> dict[str, Shape]:
+    """The shapes that rules make of those given."""
+    targets = rules.outcome(given, keep=REST, config=_Anything()).targets
+    return {name: given[name] if made is None else made.shape for name, made in targets.items()}
 
 
 class _Anything(dict[str, Any]):
     """A configuration that says 1 head: names and shapes do not depend on it."""
 
     def get(self, key: str, default: Any = None) -> Any:
-        return 1
+        return self if key.endswith("config") else 1
 
 
 @dataclass(slots=True)
@@ -95,20 +118,35 @@ class _Pair:
         return (*names, self.old_dims, self.new_dims, self.sizes)
 
 
-def _pair(moved: Moved, shapes: Mapping[str, Shape]) -> _Pair:
+Families = dict[tuple[object, ...], list[_Pair]]
+
+
+def _pair(moved: Moved, layouts: Layouts) -> _Pair:
     if not moved.operations:
         return _Pair(moved.old[0][0], moved.new[0], "", "", "")
-    rank = len(shapes[moved.old[0][0]])
+    first = moved.old[0][0]
+    rank = len(layouts.old[first] if first in layouts.old else layouts.new[first])
     work = _Symbolic(rank, len(moved.old), len(moved.new))
     for name, given in moved.operations:
         work.apply(name, given)
     old = _labelled([_indexed(names, "{e}") for names in moved.old], work.label)
     new = _labelled(list(moved.new), work.label)
-    uneven = {shapes[names[0]] for names in moved.old}
-    if len(uneven) > 1:
-        work.sizes["a" if work.cut is None else work.cut] = "|".join("_" * len(moved.old))
+    work.sizes |= _uneven(work, moved, layouts)
     sizes = "".join(f" {word}={size}" for word, size in work.sizes.items())
     return _Pair(old, new, _dims(work.old), _dims(work.new), " with" * bool(sizes) + sizes)
+
+
+def _uneven(work: _Symbolic, moved: Moved, layouts: Layouts) -> dict[str, str]:
+    """The sizes of parts that are joined or split, where they differ: numbers, if shapes say so."""
+    old = [layouts.old.get(each[0], ()) for each in moved.old]
+    new = [layouts.new[name] for name in moved.new]
+    for dims, shapes in ((work.old, old), (work.new, new)):
+        if len({*shapes}) > 1:
+            cut = work.cut or "a"
+            number = dims.index([cut]) if [cut] in dims else None
+            parts = ("_" if number is None else str(shape[number]) for shape in shapes)
+            return {cut: "|".join(parts)}
+    return {}
 
 
 def _dims(dims: list[list[str]]) -> str:
@@ -156,7 +194,6 @@ class _Symbolic:
         self.cut = dim[0]
         self._split_axis(dim, ["m", dim[0]])
         dim.pop(0)
-        self.sizes[self.cut] = "|".join("_" * self.targets)
 
     def _transpose(self, given: Mapping[str, Any]) -> None:
         one, other = given["dim0"], given["dim1"]
@@ -171,15 +208,14 @@ class _Symbolic:
         self.sizes["two"] = "2"
 
     def _permuteforrope(self, given: Mapping[str, Any]) -> None:
-        if given["permute_layer_names"] is not None and self.sources + self.targets > 2:
+        if given["permute_layer_names"] and self.sources + self.targets > 2:
             raise Unsayable("a permutation of some parts alone: say it in two steps")
         dim = self.new[0]
         axis = dim[0]
         parts = ["h", "two", axis] if given["inverse"] else ["h", axis, "two"]
         self._split_axis(dim, parts)
         dim[:3] = [parts[0], parts[2], parts[1]]
-        part = f"{given['subconfig_key']}." if given["subconfig_key"] else ""
-        self.sizes["h"] = f"config.{part}num_attention_heads"
+        self.sizes["h"] = given["heads"]
         self.sizes["two"] = "2"
 
     def _split_axis(self, dim: list[str], parts: list[str]) -> None:
@@ -286,12 +322,15 @@ def recipe_text(layouts: Layouts, found: Generated) -> str:
     """The recipe, as YAML; what it cannot say as comments."""
     import json
 
-    lines = [f"  {json.dumps(line)}" if line[0] in "{[*" else f"  {line}" for line in found.lines]
-    rules = "\n".join(f"      -{line[1:]}" for line in lines)
+    steps = []
+    for step in found.steps:
+        lines = [json.dumps(line) if line[0] in "{[*" else line for line in step]
+        rules = "".join(f"      - {line}\n" for line in lines)
+        steps.append(f"  - rules:\n{rules}    keep: rest\n")
     comments = "".join(f"# not said: {each}\n" for each in found.left)
     return (
         f"{comments}about: {layouts.model_type}, from the layout of its files to the library's.\n"
         f"source: the conversion registry of transformers {layouts.version}\n"
         f"checked: {'names and shapes, both ways' if not found.left else ''}\n"
-        f"steps:\n  - rules:\n{rules}\n    keep: rest\n"
+        f"steps:\n{''.join(steps)}"
     )

@@ -61,9 +61,9 @@ def parse_rule(text: str) -> Rule:
     reader.blanks()
     arrow = next((each for each in ("->?", "->") if text.startswith(each, reader.at)), None)
     if arrow is None:
-        raise RuleError(
-            f"{text!r} has no -> after {text[: reader.at].strip()!r}", hint="LEFT -> RIGHT"
-        )
+        is_shape = text.startswith("(", reader.at)
+        hint = "a shape is in [ ]: NAME [(h d) i] -> ..." if is_shape else "LEFT -> RIGHT"
+        raise RuleError(f"{text!r} has no -> after {text[: reader.at].strip()!r}", hint=hint)
     reader.at += len(arrow)
     right = reader.side()
     reader.blanks()
@@ -210,11 +210,12 @@ def _axis(token: str, text: str) -> Iterator[str]:
         return
     if token.isdigit():
         raise RuleError(
-            f"[{text}]: {token} is not an axis", hint=f"name it: two, and `with two={token}`"
+            f"[{text}]: {token} is not an axis", hint=f"name it, e.g. n, and `with n={token}`"
         )
     if not is_word(token):
         raise RuleError(
-            f"[{text}]: {token!r} is not an axis", hint="an axis is letters, digits and _"
+            f"[{text}]: {token!r} is not an axis",
+            hint="axes are words, with spaces between",
         )
     yield token
 

@@ -267,7 +267,9 @@ class Planning:
             return UncoveredError(f"{message} that rule {first} leaves: {shadowed}", hint="order")
         close = nearest(ready.rule.left.name_text, self.shapes)
         near = f"; nearest: {close[0]}" if close else ""
-        return UncoveredError(message + near, hint="->? if it may be missing")
+        has_star = any("*" in part for part in ready.rule.left.name if isinstance(part, str))
+        hint = "a * is in braces: {m:*}" if has_star else "->? if it may be missing"
+        return UncoveredError(message + near, hint=hint)
 
     def _groups(
         self, matches: Mapping[str, tuple[Ready, Values]]

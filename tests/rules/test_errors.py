@@ -192,6 +192,7 @@ SHAPES: list[tuple[list[str], Shapes, str, str | None]] = [
         "--arg x=N",
     ),
     (["a [x y] -> b.{x}.{y} [] with x=2"], {"a": (3, 1)}, "with x=2 are 2", None),
+    (["a.*.w -> b.*.w"], {"a.0.w": ()}, "rule 1 matches no key; nearest: a.0.w", "{m:*}"),
     (["a -> c", "b [i] -> d [i]"], {"a": (2,), "bb": (2,)}, "rule 2 matches no key", "->?"),
     (["fc{n}.w -> a.{n}"], {"fc1.w": (), "fc1.b": ()}, "in no rule: fc1.b; nearest: rule 1, fc{n}.w", "keep"),
 ]  # fmt: skip
@@ -365,7 +366,10 @@ PERMUTED = ("PermuteForRope", {"permute_layer_names": ["q"], "subconfig_key": ""
 TURNED = ("Interleave", {"dim": 0, "inverse": False})
 UNSAYABLE: list[tuple[Callable[[], object], str]] = [
     (unsayable(("Fold", {}), old=(("a",),), new=("b",)), "b: the operation Fold is none"),
-    (unsayable(PERMUTED, old=(("a",),), new=("q", "k")), "q: a permutation of some parts alone"),
+    (
+        unsayable(PERMUTED, HALVES, old=(("a",),), new=("q", "k")),
+        "q: a permutation of some parts alone",
+    ),
     (unsayable(TURNED, TURNED, old=(("a",),), new=("b",)), "b: one axis is cut twice"),
     (unsayable(STACKED, old=(("a.x", "a.y"),), new=("b",)), "b: names that are no list: a.x, a.y"),
     (unsayable(HALVES, old=(("a",),), new=("b", "b")), "b: names that share nothing: b, b"),
@@ -472,6 +476,21 @@ def test_hostile_rules_names_and_configurations_end_soon(case: int) -> None:
         planned(lines, of, given)
     assert time.process_time() - begin < 1
     assert isinstance(caught.value, LimitError) or "lacks" in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("line", "hint"),
+    [
+        ("a (h d) i -> b [h d i]", "a shape is in [ ]"),
+        ("a [3 i] -> b [i]", "`with n=3`"),
+        ("a [h, i] -> b [h i]", "with spaces between"),
+        ("a.{i} [i] -> b.{i} [i]", "an index in the name or an axis of the shape"),
+    ],
+)
+def test_slips_have_hints(line: str, hint: str) -> None:
+    with pytest.raises(RuleError) as caught:
+        Rules.parse([line])
+    assert hint in str(caught.value.hint)
 
 
 def test_words_that_no_rule_uses_are_answered_with_those_that_are() -> None:
