@@ -27,7 +27,7 @@ from ckptkit.formats.common.partitions import PartitionRow, Slot
 from ckptkit.formats.common.rank_files import is_flat, own
 from ckptkit.formats.parallel.copies import Copy
 from ckptkit.formats.parallel.joining import Joiner
-from ckptkit.formats.parallel.trees import Ranked
+from ckptkit.formats.parallel.trees import Merger, Ranked
 
 _STATE, _GROUPS, _PARAMS = "state", "param_groups", "params"
 _LISTED = re.compile(r"(.*?\.[0-9]+)\.")  # a module of a list of modules
@@ -51,24 +51,37 @@ def merged(ranks: Sequence[Ranked], model: Sequence[Ranked], joiner: Joiner) -> 
     how it was cut."""
     shapes, replicas = _parameters(model)
     by_rank = {each.rank: each for each in ranks}
-    held = [_states(by_rank[rank]) for rank in replicas[0]]
+    first = [by_rank[rank] for rank in replicas[0]]
+    held = [_states(each) for each in first]
     copies = [[_states(by_rank[rank]) for rank in group] for group in replicas[1:]]
     units = _units(shapes, held)
     state: dict[str, State] = {name: {} for name in shapes}
     for number, unit in enumerate(units):
         entries = [each.get(number, {}) for each in held]
         for key in merge_all(entries):
-            values = [entry.get(key) for entry in entries]
-            for name, value in _cut(unit, shapes, values):
+            path = f"optimizer.{_STATE}.{number}.{key}"
+            values = [
+                each._replace(root=entry.get(key))
+                for each, entry in zip(first, entries, strict=True)
+                if entry  # the optimizer has none where a rank holds nothing of a parameter
+            ]
+            for name, value in _cut(unit, shapes, values, path, joiner):
                 state[name][key] = value
             for group in copies:
                 others = [each.get(number, {}).get(key) for each in group]
-                _compare(joiner, f"optimizer.state.{number}.{key}", values, others)
-    first = by_rank[replicas[0][0]].root
-    return {
-        _STATE: {name: each for name, each in state.items() if each},
-        **{key: _groups(node, units, shapes) for key, node in first.items() if key == _GROUPS},
-    }
+                _compare(joiner, path, [entry.get(key) for entry in entries], others)
+    made: dict[Node, Node] = {_STATE: {name: each for name, each in state.items() if each}}
+    if _GROUPS in first[0].root:
+        groups = [each._replace(root=each.root.get(_GROUPS)) for each in ranks]
+        made[_GROUPS] = _groups(_same(groups, f"optimizer.{_GROUPS}", joiner), units, shapes)
+    return made
+
+
+def _same(values: Sequence[Ranked], path: str, joiner: Joiner) -> Node:
+    """What all ranks hold alike. Raises CorruptError where they do not."""
+    rooted = [each._replace(root={path: each.root}) for each in values]
+    merged = Merger(rooted, joiner, {}).merged()
+    return merged[path] if isinstance(merged, dict) else None
 
 
 def _parameters(model: Sequence[Ranked]) -> tuple[dict[str, Shape], list[list[int]]]:
@@ -177,15 +190,16 @@ def _fits(units: list[Unit], shapes: dict[str, Shape], sizes: list[list[int]]) -
 
 
 def _cut(
-    unit: Unit, shapes: dict[str, Shape], values: Sequence[Node]
+    unit: Unit, shapes: dict[str, Shape], values: Sequence[Ranked], path: str, joiner: Joiner
 ) -> Iterator[tuple[str, Node]]:
     """The values of one entry by the names of its parameters."""
-    tensors = [as_tensor(value) for value in values]
+    tensors = [as_tensor(value.root) for value in values]
     flat = [tensor for tensor in tensors if tensor is not None and tensor.shape]
     if not flat:
+        value = _same(values, path, joiner)
+        scalar = as_tensor(value)
         for name in unit.names:
-            first = tensors[0]
-            yield name, values[0] if first is None else own(first)
+            yield name, value if scalar is None else own(scalar)
         return
     if len(flat) != len(values) or not all(map(is_flat, flat)):
         raise UnknownError(f"not every rank holds a flat piece of {unit.names[0]!r}")

@@ -50,6 +50,7 @@ _FOLDER = re.compile(r"mp_rank_([0-9]{2,3})(?:_([0-9]{3}))?(?:_([0-9]{3}))?")
 _MODEL = re.compile(r"model([0-9]{0,4})")
 _LAYERS = re.compile(r"(?:^|\.)(?:decoder|encoder|transformer)\.layers\.([0-9]{1,9})\.")
 _EXPERTS = re.compile(r"\.(?:local_experts\.|linear_fc[12]\.(?:weight|bias))([0-9]{1,9})(?:\.|$)")
+_SPLIT = "distrib_optim.pt"  # beside the model: the optimizer, in buckets of the data ranks
 _OF_PROCESS = ("optimizer", "rng_state", "num_floating_point_operations_so_far")
 WORD, POSITION = "embedding.word_embeddings.weight", "embedding.position_embeddings.weight"
 LEGACY = "language_model."
@@ -124,6 +125,7 @@ def read(probe: Probe, format: str) -> Checkpoint:
     merged = merge(parts, sizes, table(arguments, legacy=legacy), joiner)
     _check_vocabulary(merged.tensors, arguments, legacy)
     left = [key for key in _OF_PROCESS if key in first]
+    left += [_SPLIT] if any(_SPLIT in folder.sub(name) for name in names) else []
     warnings = [f"left out {', '.join(left)}: each process has its own"] if left else []
     root = {"model": merged.tensors, **_other_entries(first, arguments)}
     grid = " x ".join(f"{AXES[axis]} {n}" for axis, n in sizes.items() if n > 1 or axis in (TP, PP))

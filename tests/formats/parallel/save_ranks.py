@@ -77,9 +77,7 @@ def trained(net: nn.Module) -> torch.optim.Optimizer:
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
     torch.manual_seed(9)
     for parameter in net.parameters():
-        if isinstance(parameter, DTensor):
-            parameter.grad = parameter.detach().clone() * 0.5 + 0.25
-        else:
+        if parameter.numel():  # FSDP1 gives no gradient to what a rank holds nothing of
             parameter.grad = parameter.detach().clone() * 0.5 + 0.25
     optimizer.step()
     return optimizer

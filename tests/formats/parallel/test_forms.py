@@ -136,6 +136,38 @@ def test_two_cuts_of_one_dimension_without_an_order_are_refused(tmp_path: Path) 
         ckptkit.open(tmp_path / "x")
 
 
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_two_cuts_of_one_dimension_in_the_order_that_is_said(
+    order: tuple[int, int], tmp_path: Path
+) -> None:
+    """Since torch 2.10: 7 rows are cut along the first dimension of the mesh first, or last."""
+    whole = torch.arange(7.0)
+    entry = Plain("torch.distributed.tensor._dtensor_spec", "ShardOrderEntry", None, (0, order))
+    axes = [((2,), (2,)), ((2,), (1,))]
+    (tmp_path / "x").mkdir()
+    for rank in range(4):
+        held = whole
+        for dim in order:
+            held = held.chunk(2)[(rank // 2, rank % 2)[dim]]
+        mesh = mesh_of_axes(axes, torch.arange(4), _rank=rank)
+        piece = dtensor(whole, held, mesh, (shard(0), shard(0)), shard_order=(entry,))
+        save({"w": piece}, tmp_path / "x" / f"rank{rank}.pt")
+    assert_same(ckptkit.load(tmp_path / "x"), {"w": whole})
+
+
+def test_copies_of_the_same_bits_are_equal_though_not_numbers(tmp_path: Path) -> None:
+    """Also where the checksums of the records differ, by bytes that are not of the tensor."""
+    replicate = Plain("torch.distributed.tensor.placement_types", "Replicate", {})
+    odd = torch.tensor([float("nan"), -0.0, 1.0])
+    (tmp_path / "x").mkdir()
+    for rank in range(2):
+        mesh = mesh_of_tensor(RANKS, _coordinate_on_dim=[rank])
+        pad = torch.ones(3 + rank)  # the records have other checksums
+        held = torch.cat([odd, pad])[:3]
+        save({"w": dtensor(odd, odd, mesh, (replicate,)), "b": held}, tmp_path / f"x/rank{rank}.pt")
+    assert torch.equal(ckptkit.load(tmp_path / "x")["b"].isnan(), odd.isnan())
+
+
 def test_a_local_shape_that_does_not_fit_is_refused(tmp_path: Path) -> None:
 
     def make(rank: int) -> Any:

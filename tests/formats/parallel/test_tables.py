@@ -92,6 +92,12 @@ def test_what_is_made_of_megatron_is_whole(tmp_path: Path) -> None:
     )
 
 
+def test_the_optimizer_beside_the_model_is_named(tmp_path: Path) -> None:
+    folder = making.megatron(tmp_path / "x", making.mcore(1), [[[0]]], tp=2)
+    torch.save({"a": torch.ones(1)}, folder / "iter_0000003/mp_rank_00/distrib_optim.pt")
+    assert any("distrib_optim.pt" in each for each in ckptkit.open(folder).warnings)
+
+
 def test_a_name_that_no_rule_has_is_refused(tmp_path: Path) -> None:
     state = {**making.mcore(1), "decoder.layers.0.odd.weight": making.rows(8)}
     folder = making.megatron(tmp_path / "x", state, [[[0]]], tp=2)

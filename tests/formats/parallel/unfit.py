@@ -249,6 +249,14 @@ RANKS = {
     "a flat optimizer of other groups": Row(
         flat_optimizer({0: FLAT}, param_groups=[{"params": [7]}]), None, "groups name parameters",
     ),
+    "a flat optimizer of another step": Row(
+        ranks(optimizer=lambda rank: {"state": {0: {**FLAT, "step": torch.tensor(float(rank))}}}),
+        CorruptError, "'optimizer.state.0.step' should be the same",
+    ),
+    "a flat optimizer of another rate": Row(
+        ranks(optimizer=lambda rank: {"state": {0: FLAT}, "param_groups": [{"params": [0], "lr": 0.5 + rank}]}),
+        CorruptError, "'optimizer.param_groups.0.lr' is 0.5 in",
+    ),
     "a flat optimizer on a mesh that cuts twice": Row(several_dimensions, None, "several dimensions"),
     "a flat optimizer of a model without names": Row(no_weights, None, "no pieces of a model"),
 }  # fmt: skip
