@@ -1,4 +1,4 @@
-"""Judges calls and the steps after them, by the sorts of the values that they take. Calls nothing.
+"""Judge calls and the steps after them, by the sorts of the values that they take. Calls nothing.
 
 A value is plain, or inert (a row makes it of arguments that the row takes), or an object of a class
 whose state is plain or inert, or not known. The tracer asks for each opcode of a pickle that is

@@ -1,4 +1,4 @@
-"""Judges names: what a checkpoint may hold, what is the user's own, what belongs to packages."""
+"""Judge names: what a checkpoint may hold, what is the user's own, what belongs to packages."""
 
 from __future__ import annotations
 
