@@ -146,8 +146,7 @@ class MeshPiece(Piece):
         elif len(cuts) > 1 and not self.ordered:
             raise UnsupportedError(
                 f"dimension {dim} is cut along {len(cuts)} dimensions of the mesh, in an order "
-                "that the file does not "
-                "say (FSDP with tensor parallelism of torch 2.4 and before)",
+                "that the file does not say (FSDP with tensor parallelism of torch 2.4 and before)",
                 hint="load it with the torch that wrote it, and save full_tensor() of each",
             )
         for d in cuts:

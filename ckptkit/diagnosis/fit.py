@@ -192,8 +192,7 @@ def _mismatched(fitting: Fitting, shapes: Sequence[tuple[str, Kind, Kind]]) -> I
             ERROR,
             f"{plural(len(shapes), 'key')} of another shape: {_some(texts)}.",
             '"size mismatch", with strict=False as well. If that layer is to be trained again, '
-            "leave it out of the file, and "
-            "load with strict=False.",
+            "leave it out of the file, and load with strict=False.",
             _without(fitting, [name for name, _, _ in shapes]),
         )
 

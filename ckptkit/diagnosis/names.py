@@ -77,8 +77,7 @@ def _attribute(facts: Facts) -> Iterator[Cause]:
             NOTE,
             f"All keys start with {ATTRIBUTE!r}.",
             "Was the network an attribute of the module that was saved? The network alone has no "
-            "such names, and "
-            "--model tells which of the two yours is.",
+            "such names, and --model tells which of the two yours is.",
             edit("strip-module", facts.path, "stripped", *chosen, "--prefix", ATTRIBUTE),
         )
 

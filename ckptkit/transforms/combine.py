@@ -197,8 +197,7 @@ def _named(ck: Checkpoint, path: str, tensors: list[Node]) -> Checkpoint:
     if names is None:
         raise UsageError(
             f"{path} is a list of {plural(len(tensors), 'tensor')} without names, and the weights "
-            "at "
-            f"{join(weights.path) or 'the root'} have {len(weights.nodes):,}",
+            f"at {join(weights.path) or 'the root'} have {len(weights.nodes):,}",
             where=ck.name,
         )
     shapes = weights.tensors
