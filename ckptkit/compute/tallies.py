@@ -34,7 +34,7 @@ FINE = 40  # bits: a bin is no smaller than the largest number divided by 2**40
 LEAST = -1_200  # exponent of the bins of zeros alone: smaller than that of any number
 # Elements worked on at once: calls of numpy are so long that threads seldom wait for the lock of
 # the interpreter. Smaller blocks are no faster by themselves.
-BLOCK = 1 << 19
+BLOCK = 1 << 18
 BLOCK_BYTES = 2 << 20  # at most
 PART = 32 << 20  # bytes of a tensor that are a task of their own
 COUNTED = 2 << 20  # bytes of one from which on the codes of small types are counted
@@ -320,10 +320,13 @@ def _block(values: Array) -> Tally:
         low, high = _range(values)
     made.low, made.high = low, high
     made.zeros = int(np.count_nonzero(values == 0)) if low <= 0 <= high else 0
-    wide = values if values.dtype.kind == "c" else values.astype("f8")
     exponent = _exponent(made)
     exact = values.dtype == np.float32 and -_SCALES <= exponent <= 0
-    made.histogram = _bins(values if exact else wide, low, exponent)
+    if exact:
+        made.histogram = _bins(values, low, exponent)
+    wide = values if values.dtype.kind == "c" else values.astype("f8")
+    if not exact:
+        made.histogram = _bins(wide, low, exponent)
     made.mean = (wide.sum() / len(wide)).item()
     made.squares = _squares(wide, made.mean)
     return made

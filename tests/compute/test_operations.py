@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import pickle
 import subprocess
 import sys
@@ -839,3 +840,21 @@ print(faults(32 << 20))
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
     assert int(done.stdout) < 2_000  # of 4 KiB: less than a page in four of what is read
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts threads in /proc")
+def test_commands_import_numpy_without_threads_that_wait_for_work() -> None:
+    program = """
+import os
+import ckptkit.cli
+from ckptkit.compute.operations import import_numpy
+import_numpy()
+import numpy
+assert "OPENBLAS_NUM_THREADS" not in os.environ
+assert len(os.listdir("/proc/self/task")) == 1
+"""
+    environment = {name: value for name, value in os.environ.items() if "THREADS" not in name}
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=environment
+    )
+    assert done.returncode == 0, done.stderr

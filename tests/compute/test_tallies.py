@@ -325,3 +325,16 @@ def test_no_item_begins_after_a_failure(processors: int, monkeypatch: pytest.Mon
     with pytest.raises(TensorError, match="the third"):
         in_any_order(work, range(1000), lambda n: 1)
     assert len(begun) < 100
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 64, 4097])
+def test_bins_are_counted_two_at_a_time(length: int) -> None:
+    bins = np.random.default_rng(length).integers(0, BINS, length).astype("u1")
+    assert np.array_equal(tallies._count(bins), np.bincount(bins))
+
+
+@pytest.mark.parametrize("mean", [0.0, 0.2, 1.0, 1e6])
+def test_squared_deviations_do_not_depend_on_where_the_mean_is(mean: float) -> None:
+    numbers = np.random.default_rng(0).normal(mean, 1.0, 100_001)
+    found = tally(next(parts(described(torch.from_numpy(numbers)))))
+    assert math.isclose(found.squares, ((numbers - numbers.mean()) ** 2).sum(), rel_tol=1e-12)
