@@ -36,7 +36,7 @@ class DType:
     @property
     def itemsize(self) -> int:
         """Bytes per element, 1 for types smaller than a byte."""
-        return max(1, self.bits // 8)
+        return self.bits // 8 or 1
 
     def nbytes(self, elements: int) -> int:
         """Return the bytes that hold `elements` elements, the last byte padded."""

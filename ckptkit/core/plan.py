@@ -81,13 +81,13 @@ Segment = bytes | Range | Derived | Summed | Deferred
 
 def length(segment: Segment) -> int:
     """Return the number of bytes that the segment writes."""
+    if isinstance(segment, (Range, Derived)):
+        return segment.length
     if isinstance(segment, bytes):
         return len(segment)
     if isinstance(segment, Summed):
         return segment.extent.length
-    if isinstance(segment, Deferred):
-        return len(segment.template)
-    return segment.length
+    return len(segment.template)
 
 
 @dataclass(frozen=True, slots=True, repr=False)

@@ -52,10 +52,11 @@ class Rebuild:
             return self._made[id(node)]
         if node.__class__ in PLAIN_TYPES:
             return node
-        if isinstance(node, tuple):
-            return self._tuple(node)
-        if node.__class__ is not Tensor and not isinstance(node, LEAVES):
-            return self._shell(node)
+        if node.__class__ is not Tensor:  # most are
+            if isinstance(node, tuple):
+                return self._tuple(node)
+            if not isinstance(node, LEAVES):
+                return self._shell(node)
         self._keep.append(node)
         self._made[id(node)] = made = self._leaf(node)
         return made

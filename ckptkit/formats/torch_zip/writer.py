@@ -55,7 +55,7 @@ class Numbering:
             DType | None
         ] = []  # of each storage, as its persistent ids say; None: untyped
         self.tensors = 0  # views of storages that were numbered, one for each tensor of the pickle
-        self._numbers: dict[int, int] = {}  # by id of the storage
+        self._numbers: dict[Storage, int] = {}
 
     def __call__(self, typed: TypedStorage) -> tuple[Node, ...]:
         self.tensors += 1
@@ -79,7 +79,7 @@ class Numbering:
         return str(number)
 
     def _number(self, storage: Storage, dtype: DType | None) -> int:
-        number = self._numbers.setdefault(id(storage), len(self.storages))
+        number = self._numbers.setdefault(storage, len(self.storages))
         if number == len(self.storages):
             self.storages.append(storage)
             self.dtypes.append(dtype)
