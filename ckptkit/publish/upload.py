@@ -2,20 +2,23 @@
 
 Everything appears at its end: fsspec's transactions finish the multipart uploads of an object
 store, or drop them; on a file system of another machine they rename what was written, or remove it.
-What names the other files of a folder (an index, the metadata of a DCP folder) is sent and finished
-last, so a reader who finds it finds all of them. Checksums that precede the bytes they cover cost a
-pass over the input first.
+What names the other files of a folder (an index, the metadata of a DCP folder) is finished last,
+before it the first of the others: a reader who finds it finds all of them. A process that is killed
+between the first and the last leaves files that are no checkpoint; the same output may replace
+them. Checksums that precede the bytes they cover cost a pass over the input first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from threading import Event, Lock
 from typing import Any
 
 from ckptkit.core.bytesource import ByteSource
 from ckptkit.core.errors import OutputError, OutputExistsError, UsageError
 from ckptkit.core.plan import OutputFile, Plan
+from ckptkit.core.text import plural
 from ckptkit.core.urls import shown
 from ckptkit.publish.copying import Progress, checksums, in_order
 from ckptkit.publish.preflight import check_names
@@ -48,13 +51,12 @@ def upload(plan: Plan, url: str, *, force: bool, progress: Callable[[int], None]
         raise UsageError("is the file that is read", where=name, hint="name another one")
     try:
         fs.invalidate_cache(path)
-        if (plan.is_folder or not force) and fs.exists(path):
-            hint = "name another one" if plan.is_folder else "--force replaces it"
-            raise OutputExistsError("exists already", where=name, hint=hint)
+        old = _old_files(plan, fs, path, name, force)
+        for each in old:
+            fs.rm_file(each)
         if plan.is_folder:
-            _make_folders(plan, fs, path)
-        with fs.transaction:
-            _Upload(fs, path, sources, progress).send(plan.files)
+            _make_folders(plan, fs, path, replaced=bool(old))
+        _send(_Upload(fs, path, sources, progress), _in_order(plan.files))
     except Exception as error:
         raise not_written(error, url) from presentable(error, url)
 
@@ -63,11 +65,62 @@ def _is_at(source: ByteSource, path: str) -> bool:
     return isinstance(source, RemoteFile) and filesystem(source.url)[1] == path
 
 
-def _make_folders(plan: Plan, fs: Any, path: str) -> None:
+def _in_order(files: Sequence[OutputFile]) -> list[OutputFile]:
+    """Return the files in the order in which they are finished.
+
+    Those that name others come last, before them the first of the others: numbers of parts begin
+    with it, and without it the rest is no checkpoint.
+    """
+    literal = [file for file in files if _is_literal(file)]
+    others = [file for file in files if not _is_literal(file)]
+    return [*others[1:], *others[:1], *literal]
+
+
+def _old_files(plan: Plan, fs: Any, path: str, name: str, force: bool) -> list[str]:
+    """Return the files to remove for a folder: of the same output, when it was cut off before.
+
+    A mixture of both would pass for a whole one. Raises OutputExistsError for all else that is at
+    `path`, and for these too without `force`; that replaces a single file by itself.
+    """
+    if (force and not plan.is_folder) or not fs.exists(path):
+        return []
+    if not plan.is_folder:
+        raise OutputExistsError("exists already", where=name, hint="--force replaces it")
+    base = path.rstrip("/") + "/"
+    names = [file.name for file in _in_order(plan.files)]
+    found = [each.removeprefix(base) for each in fs.find(path)]
+    if not found or names[-1] in found or not {*found} <= {*names}:
+        raise OutputExistsError("exists already", where=name, hint="name another one")
+    if not force:
+        raise OutputExistsError(
+            f"holds {len(found):,} of {plural(len(names), 'file')} of an output that was cut off",
+            where=name,
+            hint="--force replaces them",
+        )
+    return [base + each for each in found]
+
+
+def _make_folders(plan: Plan, fs: Any, path: str, replaced: bool) -> None:
     """Make the folders of the output, where there are such; outer ones first."""
     check_names([file.name for file in plan.files])
     for folder in ("", *plan.folders):
-        fs.mkdir(f"{path}/{folder}".rstrip("/"), create_parents=False)
+        place = f"{path}/{folder}".rstrip("/")
+        if not (replaced and fs.exists(place)):
+            fs.mkdir(place, create_parents=False)
+
+
+def _send(new: _Upload, files: Sequence[OutputFile]) -> None:
+    """Send the files, and finish them; if one of them cannot be finished, remove the others."""
+    is_sent = False
+    try:
+        with new.fs.transaction:
+            new.send(files)
+            is_sent = True
+    except BaseException:
+        for file in reversed(files) if is_sent and files[0].name else ():
+            with suppress(Exception):  # the failure before this one is reported
+                new.fs.rm_file(new.place(file))
+        raise
 
 
 class _Upload:
@@ -76,44 +129,62 @@ class _Upload:
     def __init__(
         self, fs: Any, path: str, sources: Sequence[ByteSource], progress: Progress
     ) -> None:
-        self._fs = fs
+        self.fs = fs
         self._path = path
+        self._streams: list[Any] = []
         self._sources = sources
         self._progress = progress
         self._telling = Lock()
         self._failed = Event()
 
     def send(self, files: Sequence[OutputFile]) -> None:
-        """Send the files: those with bytes of tensors at once, then those that only name them."""
+        """Send the files: those with bytes of tensors at once, then those that only name them.
+
+        They are finished in this order, in which their streams are opened, not that in which they
+        have been sent.
+        """
         if len(files) == 1:
-            self._send(files[0], PART, self._check_sources)
+            self._send(files[0], self._open(files[0], PART), self._check_sources)
             return
+        try:
+            self._send_all(files)
+        except BaseException:
+            for each in self._streams:
+                _drop(each)
+            raise
+
+    def _send_all(self, files: Sequence[OutputFile]) -> None:
         from concurrent.futures import ThreadPoolExecutor
 
-        last = [file for file in files if _is_literal(file)]
+        streams = [(file, self._open(file)) for file in files if not _is_literal(file)]
         with ThreadPoolExecutor(UPLOADS) as threads:
-            sent = [threads.submit(self._send, file) for file in files if file not in last]
+            sent = [threads.submit(self._send, *each) for each in streams]
         for each in sent:
             each.result()
         self._check_sources()
-        for file in last:
-            self._send(file)
+        for file in filter(_is_literal, files):
+            self._send(file, self._open(file))
+
+    def _open(self, file: OutputFile, part: int = SHARED) -> Any:
+        size = max(part, -(-file.size // PARTS))
+        self._streams.append(self.fs.open(self.place(file), "wb", block_size=size))
+        return self._streams[-1]
+
+    def place(self, file: OutputFile) -> str:
+        """Return the path of a file in the file system."""
+        return f"{self._path}/{file.name}" if file.name else self._path
 
     def _check_sources(self) -> None:
         for source in self._sources:
             source.check_unchanged()
 
     def _send(
-        self, file: OutputFile, part: int = SHARED, check: Callable[[], None] = lambda: None
+        self, file: OutputFile, stream: Any, check: Callable[[], None] = lambda: None
     ) -> None:
-        if self._failed.is_set():  # then another one raises its error
-            return
-        place = f"{self._path}/{file.name}" if file.name else self._path
-        stream = self._fs.open(place, "wb", block_size=max(part, -(-file.size // PARTS)))
         try:
             self._write(file, stream)
             check()
-            if not self._failed.is_set():
+            if not self._failed.is_set():  # else another one raises its error
                 stream.close()
         except BaseException:
             self._failed.set()

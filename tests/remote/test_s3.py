@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
 import zipfile
 from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +22,7 @@ from safetensors.torch import load_file, save_file
 
 import ckptkit
 from ckptkit.core.errors import (
+    CkptkitError,
     InputChangedError,
     InputError,
     OutputError,
@@ -27,6 +31,7 @@ from ckptkit.core.errors import (
     UsageError,
 )
 from ckptkit.formats.format import WriteOptions
+from ckptkit.formats.parallel.llama import PARAMS
 from tests.conftest import Run
 
 s3fs = pytest.importorskip("s3fs")
@@ -171,6 +176,44 @@ def test_refusals(url: str, store: Any, run: Run, account: dict[str, str]) -> No
     )
     assert done.code == 3
     assert "needs credentials" in done.stderr
+
+
+WRITES = (
+    "create_multipart_upload", "upload_part", "complete_multipart_upload", "put_object",
+    "delete_object", "delete_objects",
+)  # fmt: skip
+
+
+def die_after(last: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no request that writes arrive after so many, as if the process were dead by then."""
+    left = [last]
+
+    def count(method: str) -> None:
+        left[0] -= method in WRITES
+        if left[0] < 0:
+            raise ConnectionError("this process is dead")
+
+    def counted(call: Any) -> Any:
+        def counting(fs: Any, method: str, *args: Any, **options: Any) -> Any:
+            count(method)
+            return call(fs, method, *args, **options)
+
+        return counting
+
+    for name in ("call_s3", "_call_s3"):
+        monkeypatch.setattr(s3fs.S3FileSystem, name, counted(getattr(s3fs.S3FileSystem, name)))
+
+
+def said(url: str, ck: ckptkit.Checkpoint) -> str:
+    """Return "whole" for a checkpoint with all tensors of `ck`, else the error of reading it."""
+    try:
+        found = ckptkit.load(url)
+    except CkptkitError as error:
+        return error.message
+    want = ckptkit.load(ck)
+    assert {*found} == {*want}
+    assert all(torch.equal(found[name].contiguous(), tensor) for name, tensor in want.items())
+    return "whole"
 
 
 class TestUpload:
@@ -342,6 +385,100 @@ class TestFolders:
             ckptkit.save(ck, f"s3://{BUCKET}/out", format="sharded", options=SHARDS)
         store.invalidate_cache()
         assert not store.find(BUCKET)
+
+    @pytest.mark.parametrize("format", ["sharded", "sharded-bin", "dcp", "llama-parts"])
+    def test_a_kill_at_any_request_leaves_nothing_or_all(
+        self, format: str, store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A reader says that files are missing; --force replaces what is there."""
+        layers = {f"layers.{i}.attention.wo.weight": torch.randn(66, 66) for i in range(3)}
+        torch.save({**layers, "norm.weight": torch.ones(66)}, tmp_path / "in.pth")
+        ck = ckptkit.open(tmp_path / "in.pth")
+        ck = replace(ck, extras={**ck.extras, PARAMS: '{"dim": 66, "vocab_size": -1}'})
+        sharded = WriteOptions(shard_size=20_000)
+        options = {"dcp": WriteOptions(), "llama-parts": WriteOptions(ranks=3)}.get(format, sharded)
+        self.kill(format, options, ck, 2 if format == "dcp" else 4, store, monkeypatch)
+
+    def test_a_kill_during_uploads_of_several_parts(
+        self, shards: Path, store: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        self.kill("sharded", SHARDS, ckptkit.open(shards), 4, store, monkeypatch)
+
+    def kill(
+        self,
+        format: str,
+        options: WriteOptions,
+        ck: ckptkit.Checkpoint,
+        files: int,
+        store: Any,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        """Save at one URL after another: no request arrives after the first, the second..."""
+        states: list[str] = []
+        left: list[int] = []
+        while not left or left[-1] < files:
+            url = f"s3://{BUCKET}/{len(left)}"
+            with monkeypatch.context() as patch, suppress(OutputError):
+                die_after(len(left), patch)
+                ckptkit.save(ck, url, format=format, options=options)
+            store.invalidate_cache()
+            left.append(len(store.find(url)))
+            states.append(said(url, ck))
+            if 0 < left[-1] < files:
+                with pytest.raises(OutputExistsError, match="of an output that was cut off"):
+                    ckptkit.save(ck, url, format=format, options=options)
+                ckptkit.save(ck, url, format=format, options=options, force=True)
+                assert said(url, ck) == "whole"
+                assert len(store.find(url)) == files
+        assert left == sorted(left)
+        assert {*range(files + 1)} <= {*left}  # each file is finished by a request of its own
+        first = states.index("whole")
+        assert {*states[:first]} <= {"does not exist"} | {
+            each
+            for each in states
+            if re.search("of 3 (shards|parts) are missing|no .metadata", each)
+        }
+        assert {*states[first:]} == {"whole"}
+
+    @pytest.mark.parametrize("after", range(4))
+    def test_a_file_that_cannot_be_finished_takes_the_others_with_it(
+        self, after: int, shards: Path, store: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        left = iter(range(after))
+        commit = s3fs.S3File.commit
+
+        def failing(file: Any) -> None:
+            if next(left, None) is None:
+                raise ConnectionError("cut")
+            commit(file)
+
+        monkeypatch.setattr(s3fs.S3File, "commit", failing)
+        with pytest.raises(OutputError):
+            ckptkit.save(
+                ckptkit.open(shards), f"s3://{BUCKET}/out", format="sharded", options=SHARDS
+            )
+        store.invalidate_cache()
+        assert not store.find(BUCKET)
+        assert not store.call_s3("list_multipart_uploads", Bucket=BUCKET).get("Uploads")
+
+    def test_only_what_was_cut_off_is_replaced(self, shards: Path, store: Any) -> None:
+        """With --force: not a whole output, nor files that this output would not have."""
+        ck = ckptkit.open(shards)
+        index = f"{BUCKET}/out/model.safetensors.index.json"
+        ckptkit.save(ck, f"s3://{BUCKET}/out", format="sharded", options=SHARDS)
+        with pytest.raises(OutputExistsError, match="exists already"):
+            ckptkit.save(ck, f"s3://{BUCKET}/out", format="sharded", options=SHARDS, force=True)
+        store.rm(index)
+        store.pipe(f"{BUCKET}/out/notes", b"mine")
+        with pytest.raises(OutputExistsError, match="exists already"):
+            ckptkit.save(ck, f"s3://{BUCKET}/out", format="sharded", options=SHARDS, force=True)
+        store.rm(f"{BUCKET}/out/notes")
+        with pytest.raises(OutputExistsError, match="holds 3 of 4 files of an output") as caught:
+            ckptkit.save(ck, f"s3://{BUCKET}/out", format="sharded", options=SHARDS)
+        assert caught.value.hint == "--force replaces them"
+        ckptkit.save(ck, f"s3://{BUCKET}/out", format="sharded", options=SHARDS, force=True)
+        store.invalidate_cache()
+        assert store.exists(index)
 
     @pytest.mark.parametrize("delay", [0.0, 0.2, 0.5, 0.9, 1.4])
     def test_a_kill_leaves_nothing_or_all(

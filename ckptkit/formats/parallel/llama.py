@@ -35,8 +35,9 @@ _COUNTS = "counts of one process"
 
 
 def matches(probe: Probe) -> bool:
-    """Several parts; one alone is a file, and known as a part."""
-    return sum(map(bool, map(NAME.fullmatch, probe.names))) > 1
+    """Return whether there are several parts, or some without the first; that alone is a file."""
+    found = set(filter(NAME.fullmatch, probe.names))
+    return bool(found - {"consolidated.00.pth"})
 
 
 def read(probe: Probe, format: str) -> Checkpoint:

@@ -234,6 +234,12 @@ def test_a_missing_part_of_llama_is_counted(tmp_path: Path) -> None:
         ckptkit.open(folder)
 
 
+def test_the_last_part_of_llama_alone_is_no_checkpoint(tmp_path: Path) -> None:
+    torch.save({"layers.0.attention.wo.weight": torch.ones(4, 2)}, tmp_path / "consolidated.01.pth")
+    with pytest.raises(CorruptError, match="1 of 2 parts are missing: consolidated 0"):
+        ckptkit.open(tmp_path)
+
+
 def test_params_that_say_otherwise_are_refused(tmp_path: Path) -> None:
     folder = making.release(tmp_path / "x", making.llama(1, version=3), 2, version=3)
     (folder / "params.json").write_text('{"dim": 16, "n_heads": 8, "n_kv_heads": 2, "n_layers": 1}')
