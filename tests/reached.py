@@ -2,7 +2,7 @@
 
 found = watch(monkeypatch, (errors.CkptkitError, "__init__"))
 ...                                 # make each refusal happen
-assert unreached(package, found, is_raised) == []
+assert unreached(modules(package), found, is_raised) == []
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import ast
 import importlib
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import FrameType, ModuleType
 from typing import Any
@@ -40,12 +40,16 @@ def _recorded(function: Callable[..., Any], found: set[Place]) -> Callable[..., 
     return recorded
 
 
-def unreached(
-    package: ModuleType, found: set[Place], is_refusal: Callable[[ast.AST], bool]
-) -> list[str]:
-    """The refusals in the modules of a package that are not among the places, as module:line."""
+def modules(package: ModuleType) -> list[str]:
+    """The names of the modules of a package."""
     folder = Path(inspect.getfile(package)).parent
-    names = sorted(f"{package.__name__}.{path.stem}" for path in folder.glob("[a-z]*.py"))
+    return sorted(f"{package.__name__}.{path.stem}" for path in folder.glob("[a-z]*.py"))
+
+
+def unreached(
+    names: Iterable[str], found: set[Place], is_refusal: Callable[[ast.AST], bool]
+) -> list[str]:
+    """The refusals in modules of these names that are not among the places, as module:line."""
     return [place for name in names for place in _unreached(name, found, is_refusal)]
 
 

@@ -21,7 +21,7 @@ from tests.conftest import Run, in_process
 from tests.formats.parallel.old_forms import Wrapped, save
 from tests.quantized.made import Refusal, Row, ones, row, text, write
 from tests.quantized.unfit import UNFIT
-from tests.reached import is_called, unreached, watch
+from tests.reached import is_called, modules, unreached, watch
 
 run = in_process
 
@@ -232,7 +232,7 @@ def test_each_refusal_of_the_package_has_a_file(
     for number, refusal in enumerate(REFUSALS.values()):
         (tmp_path / str(number)).mkdir()
         quantized.find(ckptkit.open(made(refusal, tmp_path / str(number))))
-    assert unreached(quantized, found, is_called("refused")) == []
+    assert unreached(modules(quantized), found, is_called("refused")) == []
 
 
 def pickled(folder: Path) -> Path:

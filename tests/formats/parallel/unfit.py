@@ -11,12 +11,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
+from zipfile import ZIP_DEFLATED, ZipFile
 
 import torch
 import yaml
 
 import ckptkit
 from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import (
     AmbiguousError,
     CkptkitError,
@@ -27,11 +29,14 @@ from ckptkit.core.errors import (
     UnsupportedError,
     UsageError,
 )
+from ckptkit.core.pieces import SHARD, Mesh, MeshPiece, Placement, ShardPiece
+from ckptkit.core.tensor import Tensor
 from ckptkit.formats.format import Asked, WriteOptions
 from ckptkit.formats.parallel.llama import EMBEDDING
 from ckptkit.formats.parallel.verbs import Mean
 from tests.formats.parallel import making
 from tests.formats.parallel.old_forms import (
+    Plain,
     dtensor,
     mesh_of_tensor,
     save,
@@ -259,6 +264,127 @@ RANKS = {
     ),
     "a flat optimizer on a mesh that cuts twice": Row(several_dimensions, None, "several dimensions"),
     "a flat optimizer of a model without names": Row(no_weights, None, "no pieces of a model"),
+}  # fmt: skip
+
+
+# The pickled forms of pieces
+
+
+def pieces(make: Callable[[int], Any], edit: Edit = lambda held: None) -> Callable[[Path], Any]:
+    """Two rank files of one tensor, edited before they are pickled."""
+
+    def attempt(folder: Path) -> Checkpoint:
+        for rank in range(2):
+            held = make(rank)
+            edit(held)
+            save({"w": held}, folder / f"rank{rank}.pt")
+        return ckptkit.open(folder)
+
+    return attempt
+
+
+def on_mesh(*placements: Plain, **mesh: Any) -> Callable[[int], Any]:
+    """A DTensor on a mesh of these attributes."""
+
+    def make(rank: int) -> Any:
+        known = {"device_type": "cpu", "mesh": torch.arange(2), "_coordinate_on_dim": [rank]}
+        made = Plain("torch.distributed.device_mesh", "DeviceMesh", {**known, **mesh})
+        return dtensor(WHOLE, WHOLE.chunk(2)[rank], made, placements or (shard(0),))
+
+    return make
+
+
+def by_rows(rank: int) -> Any:
+    """A ShardedTensor of three rows on each rank."""
+    return sharded_tensor(WHOLE, rank, {0: (0, 3), 1: (3, 6)}, 2, strides=False)
+
+
+def described_shard(held: Any) -> State:
+    """What the shard of a ShardedTensor says of itself."""
+    found: State = held.state[0][0].state[1]["metadata"].state[1]
+    return found
+
+
+def set_local(value: Any) -> Edit:
+    return lambda held: held.state[0][0].state[1].update(tensor=value)
+
+
+def named(name: str, **state: Any) -> Plain:
+    return Plain("torch.distributed.tensor.placement_types", name, state)
+
+
+def twice(folder: Path) -> Checkpoint:
+    """Two cuts of one dimension, of a torch that says no order."""
+    whole = torch.arange(8.0)
+    for rank in range(4):
+        mesh = mesh_of_tensor(torch.arange(4).reshape(2, 2))
+        held = dtensor(whole, whole[2 * rank : 2 * rank + 2], mesh, (shard(0), shard(0)))
+        save({"w": held}, folder / f"rank{rank}.pt")
+    return ckptkit.open(folder)
+
+
+def on_one_rank(folder: Path) -> Checkpoint:
+    """A second tensor on a mesh of the first rank alone, which the other saved, too."""
+    mesh = mesh_of_tensor(torch.arange(1))
+    for rank in range(2):
+        held = {"w": piece(rank), "v": dtensor(WHOLE, WHOLE, mesh, (shard(0),))}
+        save(held, folder / f"rank{rank}.pt")
+    return ckptkit.open(folder)
+
+
+def compressed(folder: Path) -> Checkpoint:
+    """The ranks of a mesh in a deflated record."""
+    for rank in range(2):
+        save({"w": on_mesh()(rank)}, folder / "plain.pt")
+        with (
+            ZipFile(folder / "plain.pt") as old,
+            ZipFile(folder / f"rank{rank}.pt", "w", ZIP_DEFLATED) as new,
+        ):
+            for name in old.namelist():
+                new.writestr(name, old.read(name))
+        (folder / "plain.pt").unlink()
+    return ckptkit.open(folder)
+
+
+def of_no_rank(folder: Path) -> Any:
+    tensor = Tensor(None, BY_NAME["float32"], (2,), (1,))
+    mesh = Mesh((2,), (0, 1))
+    cut = (Placement(SHARD, 0),)
+    return MeshPiece(tensor.dtype, (4,), None, (0, 1), 2, tensor, mesh, cut, None, False).boxes()
+
+
+def of_another_rank(folder: Path) -> Any:
+    return ShardPiece(BY_NAME["float32"], (4,), 0, (0,), 1, (), ()).boxes(1)
+
+
+PIECES = {
+    "a form of no known torch": Row(pieces(on_mesh(), lambda held: held.state[1].pop("_spec")), FormatError, "no known torch"),
+    "a local tensor of another type": Row(
+        pieces(on_mesh(), lambda held: held.state[1].update(_local_tensor=torch.ones(3, 2, dtype=torch.int64))),
+        FormatError, "or of another type"),
+    "more placements than dimensions": Row(pieces(on_mesh(shard(0), shard(0))), FormatError, "2 placements"),
+    "a placement of another kind": Row(pieces(on_mesh(named("Ragged", dim=0))), UnsupportedError, "Ragged"),
+    "a dimension that is not there": Row(pieces(on_mesh(shard(2))), FormatError, "dimension that it does not have"),
+    "a sum over ranks": Row(pieces(on_mesh(named("Partial", reduce_op="sum"))), UnsupportedError, "Partial"),
+    "two cuts without an order": Row(twice, UnsupportedError, "in an order that the file does not say"),
+    "another shape than the placements say": Row(
+        pieces(on_mesh(), lambda held: held.state[1].update(_local_tensor=torch.ones(2, 2))), CorruptError, "placements say (3, 2)"),
+    "a mesh of one of the ranks": Row(on_one_rank, CorruptError, "rank 1 is not on its mesh"),
+    "coordinates off the mesh": Row(pieces(on_mesh(_coordinate_on_dim=[5])), FormatError, "not on it"),
+    "ranks that are no integers": Row(pieces(on_mesh(mesh=torch.tensor([0.5, 1]))), FormatError, "not integers"),
+    "a mesh of many ranks": Row(
+        pieces(on_mesh(mesh=torch.zeros(1 << 19, dtype=torch.int64))), FormatError, "not in a row"),
+    "a mesh that is compressed": Row(compressed, UnsupportedError, "mesh that is compressed"),
+    "a piece of no rank": Row(of_no_rank, CorruptError, "nothing says which rank"),
+    "a shard of another rank": Row(of_another_rank, CorruptError, "written by rank 0, not by rank 1"),
+    "a shard of another shape": Row(pieces(by_rows, set_local(torch.ones(2, 2))), CorruptError, "its shard says (3, 2)"),
+    "a shard that is not listed": Row(
+        pieces(by_rows, lambda held: described_shard(held).update(shard_offsets=[1, 0])), CorruptError, "not among those"),
+    "a shard that is no tensor": Row(pieces(by_rows, set_local(3)), FormatError, "not a tensor"),
+    "another size in the metadata": Row(
+        pieces(by_rows, lambda held: held.state[1].state.update(size=torch.Size([9, 2]))), FormatError, "whose metadata say"),
+    "offsets below 0": Row(
+        pieces(by_rows, lambda held: described_shard(held).update(shard_offsets=[-1, 0])), FormatError, "not numbers from 0"),
 }  # fmt: skip
 
 
@@ -578,13 +704,13 @@ def described(edit: Callable[[State], Any]) -> Callable[[Path], Any]:
     return edited
 
 
-SHARD = "checkpoint_last-model_part-0-shard{}.pt"
+OF_SHARD = "checkpoint_last-model_part-0-shard{}.pt"
 FAIRSCALE = {
     "two saves": Row(
-        fairscale(lambda folder: (folder / SHARD.format(1)).rename(folder / "checkpoint_best-model_part-0-shard1.pt")),
+        fairscale(lambda folder: (folder / OF_SHARD.format(1)).rename(folder / "checkpoint_best-model_part-0-shard1.pt")),
         CorruptError, "2 saves"),
     "a missing shard": Row(
-        fairscale(lambda folder: (folder / SHARD.format(0)).unlink()), CorruptError, "1 of 2 parts"),
+        fairscale(lambda folder: (folder / OF_SHARD.format(0)).unlink()), CorruptError, "1 of 2 parts"),
     "other numbers": Row(fairscale(described(lambda held: held.update(numels=[1]))), CorruptError, "elements, its metadata"),
     "other shapes": Row(
         fairscale(described(lambda held: held.update(shapes=[(1, 1)] * len(held["shapes"])))),
@@ -598,10 +724,10 @@ FAIRSCALE = {
         fairscale(every_shard(lambda modules: modules[0].update(params={}, shared_param_info=[]))),
         FormatError, "does not say what is in"),
     "fewer modules in a shard": Row(
-        fairscale(lambda folder: change(folder / SHARD.format(1), lambda held: held["shard_metadata"].update(
+        fairscale(lambda folder: change(folder / OF_SHARD.format(1), lambda held: held["shard_metadata"].update(
             param_metadata=[]))), FormatError, "describes 0 modules"),
     "no flat parameter": Row(
-        fairscale(lambda folder: change(folder / SHARD.format(0), lambda held: held["model"].clear())),
+        fairscale(lambda folder: change(folder / OF_SHARD.format(0), lambda held: held["model"].clear())),
         FormatError, "no flat parameter"),
 }  # fmt: skip
 
@@ -708,7 +834,7 @@ OWN = {
 UNFIT = {
     f"{layout}: {what}": row
     for layout, rows in {
-        "ranks": RANKS, "megatron": MEGATRON, "llama": LLAMA, "deepspeed": DEEPSPEED,
+        "ranks": RANKS, "pieces": PIECES, "megatron": MEGATRON, "llama": LLAMA, "deepspeed": DEEPSPEED,
         "fairscale": FAIRSCALE, "own": OWN,
     }.items()
     for what, row in rows.items()
