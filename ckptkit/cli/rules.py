@@ -33,7 +33,10 @@ def command(source: str, model_type: str, config: str | None) -> int:
     layouts = layouts_of(model_type, None if config is None else configuration.read(config))
     found = generated(layouts)
     if not found.steps:
-        render.note(f"{model_type} has one layout: there is nothing to convert")
+        why = "has one layout: there is nothing to convert"
+        if found.left:
+            why = f"cannot be written as rules: {found.left[0]}"
+        render.note(f"{model_type} {why}")
         return 1
     render.emit(*map(render.escape, recipe_text(layouts, found).rstrip().split("\n")))
     return 1 if found.left else 0

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     Array = np.ndarray[Any, Any]
 
-ROWS = 128  # of a strip
+ROWS = 256  # of a strip
 WIDTH = 1024  # bytes of a strip's rows
 _PADDING = 64  # bytes after each row: a cache line
 _SMALL = 32  # elements of an axis, up to which strips cost more than they save

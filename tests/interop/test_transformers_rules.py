@@ -48,7 +48,7 @@ TINY: dict[str, int] = {
 # Given for each layer, or for the width of a head: of the large model.
 OF_LAYERS = (
     "layer_types", "mlp_layer", "rope", "out_features", "out_indices", "stage_names", "per_layer_config", "_out",
-    "num_attention_heads_per_layer", "kv_source_layers",
+    "num_attention_heads_per_layer", "kv_source_layers", "activation_sparsity_pattern",
 )  # fmt: skip
 
 # Sizes of some types that have to fit each other, also where the default is null or a list.
@@ -77,6 +77,7 @@ FITTING: dict[str, dict[str, Any]] = {
     "gradium_phonon_tts": {"condition_dim": 32},
     "hunyuan_v1_moe": {"head_dim": 8},
     "inkling2": {"text_hidden_size": 32},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "molmo2": {"vision_feature_layer": [1, 0]},
     "nemo_speechlm": {"audio_hidden_size": 32, "blank_token_id": 47},
     "pp_doclayout_v2": SMALL_DETECTOR,
@@ -126,7 +127,8 @@ UNLOADED = ("shieldgemma2",)
 PLAIN = (
     "jetmoe", "gpt_oss", "bert", "roberta", "electra", "distilbert", "gpt2", "llama", "mistral", "qwen2", "qwen3",
     "gemma", "gemma2", "phi", "phi3", "opt", "t5", "bart", "olmo2", "stablelm", "cohere", "starcoder2",
-    "bloom", "mpt", "codegen", "gptj", "albert", "deberta", "xlm-roberta",
+    "bloom", "mpt", "codegen", "gptj", "albert", "deberta", "xlm-roberta", "beam", "colqwen2", "emu3", "gemma3n_text",
+    "gemma4_unified", "lfm2_moe", "lfm3", "mlcd", "mllama", "qwen3_5_text"
 )  # fmt: skip
 CLASSES = (
     "AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM", "AutoModel",
