@@ -44,17 +44,17 @@ def add_module(path: str, prefix: str = "module.", *options: str) -> str:
 
 
 def rename(path: str, mapping: str, *options: str) -> str:
-    """The command that gives the weights in `path` the names that the file `mapping` says."""
+    """The command that renames the weights in `path` by the file `mapping`."""
     return edit("rename", path, "renamed", "--map", mapping, *options)
 
 
 def recover(path: str, unverified: bool = False) -> str:
-    """The command that saves what is whole of the file `path`, or may be."""
+    """The command that saves the intact tensors of the file `path`."""
     return edit("recover", path, "recovered", *(("--unverified",) if unverified else ()))
 
 
 def fixed(path: str) -> str:
-    """The name of the file that has what `path` has, mended."""
+    """The name of a fixed copy of `path`."""
     return output_name(
         path,
         "fixed",

@@ -400,7 +400,7 @@ def _prefix_advice(
 
 
 def _prefixes(names: Iterable[str], others: set[str]) -> Iterable[str]:
-    """Each dotted beginning (``module.``) without which one of the names is one of the others."""
+    """Return the prefixes (``module.``) without which one of the names is one of the others."""
     found: dict[str, None] = {}
     for name in names:
         found.update((start, None) for start in _leading(name) if name[len(start) :] in others)

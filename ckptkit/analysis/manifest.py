@@ -35,7 +35,7 @@ _PLAIN = {"\\": "\\", "n": "\n", "r": "\r", "t": "\t"}
 
 
 class Differences(NamedTuple):
-    """Names that a checkpoint lacks, that it has too much, and that have another digest."""
+    """Names that only the manifest has, only the checkpoint has, or that have another digest."""
 
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]

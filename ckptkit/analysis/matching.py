@@ -101,7 +101,7 @@ class _Matcher:
         }
 
     def joined(self, ours: Family, theirs: Family) -> dict[str, str]:
-        """Names of one family and of another that meet: in the way in which most do."""
+        """Pair the names of two families in the way that pairs most of them."""
         return max(map(self.fitting, ours.meets(theirs)), key=len)
 
     def accept(self, names: Mapping[str, str], confidence: float, why: str) -> None:

@@ -104,7 +104,7 @@ class Checkpoint:
         return self
 
     def alone(self) -> Checkpoint:
-        """The part of a checkpoint that this file is, meant as it is: pieces of tensors are tensors
+        """The part of a checkpoint that this file is, taken as it is: pieces of tensors are tensors
         of their own."""
         if self.part is None:
             return replace(self.plain(), part_only=True)

@@ -1,4 +1,4 @@
-"""What cut the tensors of a training into pieces: FSDP, tensor parallelism, expert parallelism.
+"""The parallelism that split tensors into pieces: FSDP, tensor or expert parallelism.
 
 The names of a mesh say it ("fsdp", "tp"). Where it has none, the placements do: FSDP cuts every
 tensor along the same dimension of the mesh, tensor parallelism leaves some of them whole.

@@ -132,7 +132,7 @@ class MeshPiece(Piece):
         return list(_boxes(runs, self.tensor)) if self.tensor.numel else []
 
     def _runs(self, dim: int, coordinates: Shape) -> Runs:
-        """The indices along a dimension of the tensor that stand at `coordinates` of the mesh."""
+        """The indices along a dimension of the tensor that belong to `coordinates` of the mesh."""
         cuts = [
             d
             for d, each in enumerate(self.placements)

@@ -36,8 +36,7 @@ def causes(facts: Facts) -> Iterator[Cause]:
 
 
 def part(path: str, found: PartOf) -> Cause:
-    """The cause of a file that is one part of a checkpoint: nothing that is done to it alone makes
-    it whole."""
+    """The cause of a file that is one part of a checkpoint: no command makes it whole alone."""
     command = None
     if found.folder is not None:
         command = shell_command(
