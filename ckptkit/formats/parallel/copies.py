@@ -76,6 +76,10 @@ class Copies:
 
     def warnings(self) -> Iterator[str]:
         """Yield the warnings."""
+        if self.policy == CHECK and not (self.equal or self.passed):
+            yield (
+                "no two processes hold the same tensor: nothing says that the files are of one save"
+            )
         if self.left:
             nbytes = sum(copy.first.nbytes for copy in self.left)
             yield (
