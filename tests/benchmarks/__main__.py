@@ -1,7 +1,7 @@
 """The cost of the commands: ``python -m tests.benchmarks``.
 
-A full run takes some twenty minutes, --quick three. It needs room in --dir, best a tmpfs, for the
-largest input and an output, and leaves nothing there. Exit code 1: a budget was missed.
+A full run takes ten minutes where nothing else runs, --quick three. It needs room in --dir, best a
+tmpfs, for the largest input and outputs, and leaves nothing there. Exit code 1: a budget was missed.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import resource
 import shlex
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
@@ -24,12 +25,16 @@ from typing import Any, NamedTuple
 
 from tests.benchmarks import peers
 from tests.benchmarks.measure import Contestant, FailedError, copy, ready, remove, run, take_turns
-from tests.benchmarks.report import kept, report, short
+from tests.benchmarks.report import brief, kept, report, short
 from tests.benchmarks.results import CP, OURS, SCHEMA, Row, from_json, to_json
 from tests.benchmarks.works import TOP, Case, Work, cases
 
 HERE = Path(__file__).parent
 RESULTS, PICTURE = "results.json", "results.svg"
+ROOT = HERE.parents[1]
+# Documents that show results, below the folder of the project.
+DOCUMENTS = ("tests/benchmarks/README.md", "ckptkit/help/speed.md", "README.md")
+FRONT = ("inspect", "strip-module", ".pth to safetensors", "strip-module --in-place")
 MARKS = ("<!-- benchmarks -->", "<!-- end of benchmarks -->")
 LARGE_PAIRS = 3  # rounds of an input above TOP, at most
 RARELY = 3  # others than cp run in every third round; cp too where no ratio to it is judged
@@ -40,7 +45,7 @@ class Settings(NamedTuple):
 
     folder: Path
     pairs: int
-    peer_python: str
+    peer_pythons: tuple[str, ...]
 
 
 def measure(found: Sequence[Case], settings: Settings, notes: list[str]) -> Iterator[Row]:
@@ -99,7 +104,7 @@ def _peers(
             "who is not cp": f"above {TOP:g} GiB, where torch needs memory for the input beside input and output"
         }
     named = [files["src"], files["twin"]] if "{twin}" in case.work.command else [files["src"]]
-    return peers.commands(case.work.job, settings.peer_python, named)
+    return peers.commands(case.work.job, settings.peer_pythons, named)
 
 
 def ours(work: Work, files: Mapping[str, str]) -> list[str]:
@@ -163,16 +168,20 @@ class Book:
     def draw(self) -> None:
         from tests.benchmarks.picture import draw
 
-        about = self.about
-        caption = (
-            f"{about['date']}: {about['cores']} cores, {about['memory_gib']} GiB, {about['system']}, "
-            f"{about['folder']}, Python {about['python']}, torch {about['torch']}; medians of {len(self.runs)} run(s)"
-        )
         try:
             if self.folder is not None:
-                draw(self.runs, caption, self.folder / PICTURE)
+                draw(self.runs, self.heading(), self.folder / PICTURE)
         except ImportError:
             self.notes.append("no picture was drawn: matplotlib is not installed")
+
+    def heading(self) -> str:
+        """Return where and when the figures were taken, in one line."""
+        about = self.about
+        return (
+            f"{about['date']}: {about['cores']} cores, {about['memory_gib']} GiB, {about['system']}, "
+            f"{about['folder']}, Python {about['python']}, torch {about['torch']}; "
+            f"medians of {len(self.runs)} run(s)"
+        )
 
     def text(self) -> str:
         return report(self.about, self.runs, self.notes)
@@ -197,6 +206,13 @@ def put_into(readme: Path, text: str) -> None:
     readme.write_text(new, encoding="utf-8")
 
 
+def refresh(root: Path, book: Book) -> None:
+    """Put the results into each document: all of them, those for users, the most telling."""
+    texts = book.text(), f"{book.heading()}\n\n{brief(book.runs)}", brief(book.runs, FRONT)
+    for name, text in zip(DOCUMENTS, texts, strict=True):
+        put_into(root / name, text)
+
+
 def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m tests.benchmarks",
@@ -213,9 +229,9 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
         "--sizes",
         type=float,
         nargs="*",
-        default=[1 / 16, 2, 8],
+        default=[2],
         metavar="GIB",
-        help="of the inputs of 400 tensors",
+        help="of the inputs of 400 tensors; 0.0625 and 8 show what depends on the size",
     )
     add(
         "--tensors",
@@ -224,15 +240,16 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
         default=[1_000, 10_000, 100_000],
         help="of the inputs of small tensors",
     )
-    add("--pairs", type=int, default=5, help="rounds; others than cp run in every third")
+    add("--pairs", type=int, default=3, help="rounds; others than cp run in every third")
     add("--runs", type=int, default=1, help="the whole suite so many times")
     add("--only", default="", metavar="TEXT", help="works with this in their names")
     add("--quick", action="store_true", help="three minutes: 256 MiB, 10,000 tensors, 2 rounds")
     add(
         "--peer-python",
-        default=sys.executable,
+        nargs="+",
+        default=[sys.executable],
         metavar="PYTHON",
-        help="the one that has mergekit, brainsurgery and the libraries of the formats",
+        help="those that have mergekit, brainsurgery and the libraries of the formats",
     )
     add(
         "--out",
@@ -243,10 +260,12 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     add("--append", action="store_true", help="add to the runs that are there")
     add("--show", action="store_true", help="measure nothing: print what is there, and draw it")
     add(
-        "--readme",
+        "--refresh",
         type=Path,
-        metavar="FILE",
-        help=f"put the tables between {MARKS[0]} and {MARKS[1]} there",
+        nargs="?",
+        const=ROOT,
+        metavar="DIR",
+        help=f"then put the tables into {', '.join(DOCUMENTS)} (of another folder: DIR)",
     )
     options = parser.parse_args(given)
     if options.quick:
@@ -266,20 +285,24 @@ def main(given: Sequence[str] | None = None) -> int:
         if options.append or options.show:
             book.load()
         found = list(cases(options.sizes, options.tensors, options.only))
-        settings = Settings(folder, options.pairs, options.peer_python)
+        settings = Settings(folder, options.pairs, tuple(options.peer_python))
         for _ in range(0 if options.show else options.runs):
             book.runs.append([])
+            began = time.monotonic()
             for row in measure(found, settings, book.notes):
                 book.runs[-1].append(row)
                 book.save()
+            book.notes.append(
+                f"run {len(book.runs)} took {(time.monotonic() - began) / 60:.0f} minutes"
+            )
             book.notes.append(
                 f"this process held {_peak():.0f} MiB while it measured: no peak can be smaller"
             )
             book.save()
     book.draw()
     print(book.text())
-    if options.readme:
-        put_into(options.readme, book.text())
+    if options.refresh:
+        refresh(options.refresh, book)
     return 0 if kept(book.runs) else 1
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 
 TORCH = (
@@ -44,22 +44,43 @@ for parameter in net.parameters():
     parameter.detach().zero_()
 """
 _LOAD_MAPPED = _LOAD.replace("{mmap}", "True")  # for the shapes
-_FILL = _LOAD_MAPPED + _MODEL + _LOAD + "net.load_state_dict(model)\n"
-_FILL_SAFE = (
-    _LOAD_FILE
-    + "import torch\n"
-    + _MODEL
-    + "from safetensors.torch import load_model\nload_model(net, sys.argv[1])\n"
+# Loading is measured inside the process, the second time: importing torch takes longer than it.
+_START = """
+import resource, sys, time
+def clock():
+    spent = resource.getrusage(resource.RUSAGE_SELF)
+    return time.perf_counter(), spent.ru_utime + spent.ru_stime
+began = clock()
+"""
+_STOP = 'print("took", *(end - start for start, end in zip(began, clock())), file=sys.stderr)\n'
+_OURS = "import ckptkit, ckptkit.loading\nckptkit.load(sys.argv[1], 'cpu')\n"
+
+
+def _loading(*steps: str) -> str:
+    """Return a program that measures its last step."""
+    return "".join((*steps[:-1], _START, steps[-1], _STOP))
+
+
+_TORCH_IS_THERE = "import sys, torch\n"
+_LOAD_TOUCHED = _loading(_TORCH_IS_THERE, _LOAD_MAPPED, _LOAD + _TOUCH)
+_LOAD_FILE_TOUCHED = _loading(_TORCH_IS_THERE, _LOAD_FILE, _LOAD_FILE + _TOUCH)
+_FILL = _loading(_LOAD_MAPPED, _MODEL, _LOAD + "net.load_state_dict(model)\n")
+_FILL_SAFE = _loading(
+    _LOAD_FILE,
+    _TORCH_IS_THERE,
+    _MODEL,
+    "from safetensors.torch import load_model\n",
+    "load_model(net, sys.argv[1])\n",
 )
+_OUR_FILL = "ckptkit.load_into(net, sys.argv[1])\n"
 # What the library does, by the job.
 LIBRARY = {
-    "load": "import sys, torch, ckptkit\nmodel = ckptkit.load(sys.argv[1], 'cpu')\n" + _TOUCH,
-    "load safetensors": "import sys, torch, ckptkit\nmodel = ckptkit.load(sys.argv[1])\n" + _TOUCH,
-    "fill": _LOAD_MAPPED + _MODEL + "import ckptkit\nckptkit.load_into(net, sys.argv[1])\n",
-    "fill safetensors": _LOAD_FILE
-    + "import torch\n"
-    + _MODEL
-    + "import ckptkit\nckptkit.load_into(net, sys.argv[1])\n",
+    "load": _loading(_TORCH_IS_THERE, _OURS, "model = ckptkit.load(sys.argv[1], 'cpu')\n" + _TOUCH),
+    "load safetensors": _loading(
+        _TORCH_IS_THERE, _OURS, "model = ckptkit.load(sys.argv[1])\n" + _TOUCH
+    ),
+    "fill": _loading(_LOAD_MAPPED, _MODEL, _OURS, _OUR_FILL),
+    "fill safetensors": _loading(_LOAD_FILE, _TORCH_IS_THERE, _MODEL, _OURS, _OUR_FILL),
 }
 _OTHER = "other = torch.load(sys.argv[2], map_location='cpu', mmap={mmap}, weights_only=True)\n"
 _AVERAGE = "model = {name: (tensor + other[name]) / 2 for name, tensor in model.items()}\n"
@@ -104,6 +125,11 @@ _TRANSFORMERS = """
 import sys, transformers
 model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype="auto")
 model.save_pretrained("out", save_original_format=False)
+"""
+_TRANSFORMERS_SHARDS = """
+import sys, transformers
+model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype="auto")
+model.save_pretrained("out", max_shard_size="500MB")
 """
 _TORCHTITAN = """
 import sys, torch
@@ -157,14 +183,15 @@ PROGRAMS: dict[str, dict[str, str]] = {
     "stats": _both(_LOAD + _STATS),
     "close": _both(_LOAD + _OTHER + _CLOSE),
     "equal": _both(_LOAD + _EQUAL),
-    "load": _both(_LOAD + _TOUCH),
-    "load safetensors": {"safetensors": _LOAD_FILE + "import torch\n" + _TOUCH},
+    "load": _both(_LOAD_TOUCHED),
+    "load safetensors": {"safetensors": _LOAD_FILE_TOUCHED},
     "fill": _both(_FILL),
     "fill safetensors": {"safetensors": _FILL_SAFE},
     "extract": _both(_LOAD + "model = model['model']\n" + _SAVE),
     "dcp": {"dcp_to_torch_save": _DCP},
     "dequantize": {"compressed-tensors": _COMPRESSED_TENSORS},
     "stack experts": {"transformers": _TRANSFORMERS},
+    "shards": {"transformers": _TRANSFORMERS_SHARDS},
     "from torchtitan": {"torchtitan": _TORCHTITAN},
     "start": {"python": "pass", "import torch": "import torch"},
     "none": {},
@@ -180,17 +207,19 @@ NEEDS = {
 
 
 def commands(
-    job: str, python: str, files: list[str]
+    job: str, pythons: Sequence[str], files: list[str]
 ) -> tuple[dict[str, list[str]], dict[str, str]]:
-    """The commands of those who do `job`, by name; and why others do not. `python` is that of the
-    optional peers."""
+    """The commands of those who do `job`, by name; and why others do not. An optional peer runs in
+    the first of `pythons` that has it."""
     found = {name: [*command, *files] for name, command in COMMANDS.get(job, {}).items()}
     skipped = {}
     for name, program in PROGRAMS[job].items():
-        if name in NEEDS and (why := missing(NEEDS[name], python)):
-            skipped[name] = why
+        whys = [missing(NEEDS[name], python) for python in pythons] if name in NEEDS else [""]
+        if all(whys):
+            skipped[name] = whys[0]
         else:
-            found[name] = [python if name in NEEDS else sys.executable, "-c", program, *files]
+            python = pythons[whys.index("")] if name in NEEDS else sys.executable
+            found[name] = [python, "-c", program, *files]
     return found, skipped
 
 

@@ -31,6 +31,29 @@ def report(machine: Mapping[str, Any], runs: Sequence[Run], notes: Iterable[str]
     return "\n\n".join(part for part in parts if part)
 
 
+def brief(runs: Sequence[Run], works: Sequence[str] = ()) -> str:
+    """Return a table for users: ckptkit beside the best of the others, `cp` aside."""
+    rows = _beside(runs, lambda run: [(row.key, row) for row in run])
+    return tabulate(
+        [
+            [each[0].label, _cost(each, OURS), _best(each)]
+            for each in rows
+            if not works or (each[0].work in works and each[0].gib >= JUDGED)
+        ],
+        headers=["work", "ckptkit", "best of the others"], tablefmt="github",
+    )  # fmt: skip
+
+
+def _best(rows: Sequence[Row]) -> str:
+    """Return the name and cost of whoever took the least time, `cp` and ckptkit aside."""
+    first = rows[0]
+    names = [name for name in first.taken if name not in (OURS, CP) and first.costs(name)]
+    if not names:
+        return ""
+    best = min(names, key=lambda name: first.seconds(name) or 0)
+    return f"{best}: {_cost(rows, best)}"
+
+
 def kept(runs: Sequence[Run]) -> bool:
     """Return whether every budget was kept, in every run."""
     return not any(row.within is False for run in runs for row in run) and all(

@@ -15,10 +15,10 @@ import torch
 from safetensors.torch import load_file
 
 from tests.benchmarks import inputs, peers
-from tests.benchmarks.__main__ import RESULTS, main, ours, put_into
+from tests.benchmarks.__main__ import DOCUMENTS, MARKS, RESULTS, ROOT, main, ours, put_into
 from tests.benchmarks.inputs import SMALL, Input
 from tests.benchmarks.measure import Contestant, Cost, FailedError, Taken, run, take_turns
-from tests.benchmarks.report import kept, report, verdict
+from tests.benchmarks.report import brief, kept, report, verdict
 from tests.benchmarks.results import CP, OURS, Row, from_json, growths, to_json
 from tests.benchmarks.works import WORKS, Budget, Work, cases
 from tests.conftest import Run
@@ -339,14 +339,47 @@ def test_a_small_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert [len(each) for each in costs] == [2, 2]
     assert all(cost.cpu > 0 for each in costs for cost in each)
     shown = capsys.readouterr().out
-    readme = tmp_path / "README.md"
-    readme.write_text("before <!-- benchmarks -->old<!-- end of benchmarks --> after")
-    main(["--show", "--out", str(tmp_path), "--readme", str(readme)])
+    for name in DOCUMENTS:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(
+            "before <!-- benchmarks -->old<!-- end of benchmarks --> after"
+        )
+    main(["--show", "--out", str(tmp_path), "--refresh", str(tmp_path)])
     assert capsys.readouterr().out == shown
-    assert (
-        readme.read_text()
-        == f"before <!-- benchmarks -->\n{shown.rstrip()}\n<!-- end of benchmarks --> after"
-    )
+    full, users, front = ((tmp_path / name).read_text() for name in DOCUMENTS)
+    assert full == f"before <!-- benchmarks -->\n{shown.rstrip()}\n<!-- end of benchmarks --> after"
+    assert "| inspect, a small file | " in users
+    assert "medians of 2 run(s)" in users
+    assert "small file" not in front
+    assert "| best of the others" in front
+
+
+def test_the_best_of_the_others() -> None:
+    text = brief([[ROW]], ["strip-module"])
+    assert "| strip-module, 2 GiB | 1.20 x cp, 20 MiB | torch: 10.00 x cp, 20 MiB" in text
+    assert "strip-module" not in brief([[ROW]], ["inspect"])
+
+
+def test_the_documents_have_a_place() -> None:
+    for name in DOCUMENTS:
+        text = (ROOT / name).read_text(encoding="utf-8")
+        assert [text.count(mark) for mark in MARKS] == [1, 1], name
+
+
+def test_a_program_that_measures_its_own_part(tmp_path: Path) -> None:
+    said = "import sys; print('warning: x', 'took 0.25 1e-3', sep=chr(10), file=sys.stderr)"
+    cost = run([sys.executable, "-c", said], tmp_path)
+    assert (cost.seconds, cost.cpu) == (0.25, 0.001)
+    assert cost.mib > 1
+
+
+def test_a_peer_runs_where_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = {("transformers", "b"): ""}
+    monkeypatch.setattr(peers, "missing", lambda module, python: there.get((module, python), "no"))
+    found, skipped = peers.commands("shards", ["a", "b"], ["in"])
+    assert found["transformers"][0] == "b"
+    assert not skipped
+    assert peers.commands("shards", ["a"], ["in"]) == ({}, {"transformers": "no"})
 
 
 def test_a_readme_without_a_place(tmp_path: Path) -> None:

@@ -67,6 +67,7 @@ _REWRITTEN = {10_000: Budget(), 100_000: Budget(seconds=3, mib=400)}
 _IN_PLACE = {PLAIN: Budget(seconds=0.2, mib=60)}
 _COMPUTED = {PLAIN: Budget(mib=200)}
 _LOADED = {PLAIN: Budget(to_torch=1.1)}
+_FILLED = {PLAIN: Budget(to_torch=0.5)}
 _START = {10: Budget(seconds=0.12)}
 
 RULE = "convert {{src}} out.safetensors --rule 'module.layers.{{{{l}}}}.weight [o i] -> {}'"
@@ -139,11 +140,14 @@ WORKS = (
         # four times
         for kind, to_cp in (("fp8", 1.5 * 2), ("mxfp4", 1.5 * 3.76), ("gptq", 1.5 * 3.9))
     ),
-    # Each process imports torch, which takes longer than loading 2 GiB
+    Work(
+        "shards of 500 MB", "experts", "convert {src} out --format sharded --shard-size 500MB", "shards",
+        _moved(1.25, 64), sizes="one", moves=True,
+    ),
     Work("load, every page read", "pth", "", "load", _LOADED, sizes="one"),
     Work("load, every page read, safetensors", "safetensors", "", "load safetensors", _LOADED, sizes="one"),
-    Work("load_into", "pth", "", "fill", _LOADED, sizes="one"),
-    Work("load_into, safetensors", "safetensors", "", "fill safetensors", _LOADED, sizes="one"),
+    Work("load_into", "pth", "", "fill", _FILLED, sizes="one"),
+    Work("load_into, safetensors", "safetensors", "", "fill safetensors", _FILLED, sizes="one"),
     Work("ZeRO-3 folder of 2 ranks", "zero3", "convert {src} out.safetensors", "none", _moved(1.6, 300), sizes="one"),
 )  # fmt: skip
 
