@@ -237,7 +237,7 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
         "--tensors",
         type=int,
         nargs="*",
-        default=[1_000, 10_000, 100_000],
+        default=[1_000, 10_000, 69_120, 100_000, 500_000],
         help="of the inputs of small tensors",
     )
     add("--pairs", type=int, default=3, help="rounds; others than cp run in every third")

@@ -19,6 +19,16 @@ model._metadata = OrderedDict((f"module.layers.{i}", {"version": 1}) for i in ra
 _ON_GPU = """
 torch.serialization.register_package(0, lambda storage: "cuda" + ":" + str(1), lambda storage, tag: None)
 """
+# The names of a model of 60 layers with as many experts as the number of tensors needs.
+_EXPERTS = """
+import json, os, sys, torch
+from safetensors.torch import save_file
+path, rows, columns, count = sys.argv[1], *map(int, sys.argv[2:])
+names = [
+    f"model.layers.{layer}.mlp.experts.{expert}.{name}_proj.weight"
+    for layer in range(60) for expert in range(-(-count // 180)) for name in ("gate", "up", "down")
+][:count]
+"""
 PROGRAMS = {
     "pth": _STATE + _ON_GPU + "torch.save(model, path)\n",
     "wrapped": _STATE + _ON_GPU + 'torch.save({"model": model, "epoch": 3}, path)\n',
@@ -27,6 +37,24 @@ PROGRAMS = {
     + """
 from safetensors.torch import save_file
 save_file(model, path, metadata={"format": "pt"})
+""",
+    "names": _EXPERTS
+    + """
+save_file({name: torch.zeros(rows, columns) for name in names}, path)
+""",
+    "shards": _EXPERTS
+    + """
+os.makedirs(path)
+places, each = {}, -(-count // 96)
+total = -(-count // each)
+for number in range(total):
+    file = f"model-{number + 1:05d}-of-{total:05d}.safetensors"
+    here = names[number * each : (number + 1) * each]
+    save_file({name: torch.zeros(rows, columns) for name in here}, f"{path}/{file}")
+    places.update(dict.fromkeys(here, file))
+index = {"metadata": {"total_size": 4 * rows * columns * count}, "weight_map": places}
+with open(f"{path}/model.safetensors.index.json", "w") as file:
+    json.dump(index, file)
 """,
     "dcp": """
 import os, sys
@@ -161,7 +189,9 @@ for i in range(max(1, count // 7)):
 torch.save({name: tensor.clone() for name, tensor in model.items()}, path)
 """,
 }  # fmt: skip
-SUFFIXES = {"titan": ".pth", "pth": ".pth", "wrapped": ".pth", "safetensors": ".safetensors"}
+SUFFIXES = {
+    "titan": ".pth", "pth": ".pth", "wrapped": ".pth", "safetensors": ".safetensors", "names": ".safetensors",
+}  # fmt: skip
 COLUMNS = 1024
 SMALL = 0.0  # GiB of an input whose tensors are 2 x 2
 

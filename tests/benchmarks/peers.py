@@ -29,6 +29,15 @@ _LOAD_FILE = (
 _STRIP = "model = {name.removeprefix('module.'): tensor for name, tensor in model.items()}\n"
 _CAST = "model = {name: tensor.bfloat16() for name, tensor in model.items()}\n"
 _LIST = "for name, tensor in model.items(): print(name, tuple(tensor.shape), tensor.dtype)\n"
+_LIST_SHARDS = """
+import glob, sys
+from safetensors import safe_open
+for path in sorted(glob.glob(sys.argv[1] + "/*.safetensors")):
+    with safe_open(path, "pt") as file:
+        for name in file.keys():
+            part = file.get_slice(name)
+            print(name, part.get_shape(), part.get_dtype())
+"""
 _DIGEST = "import hashlib\nfor tensor in model.values(): print(hashlib.sha256(tensor.numpy()).hexdigest())\n"
 _EQUAL = """
 other = torch.load(sys.argv[2], map_location='cpu', mmap={mmap}, weights_only=True)
@@ -163,6 +172,7 @@ def _brainsurgery(output: str, transforms: str) -> str:
 PROGRAMS: dict[str, dict[str, str]] = {
     "list": _both(_LOAD + _LIST),
     "list safetensors": {"safetensors": _LOAD_FILE + _LIST},
+    "list shards": {"safetensors": _LIST_SHARDS},
     "rewrite": _both(_LOAD + _SAVE),
     "strip": {
         **_both(_LOAD + _STRIP + _SAVE),

@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+import ckptkit
 from tests.benchmarks import inputs, peers
 from tests.benchmarks.__main__ import DOCUMENTS, MARKS, RESULTS, ROOT, main, ours, put_into
 from tests.benchmarks.inputs import SMALL, Input
@@ -290,7 +291,16 @@ def test_what_torch_does(
     exec(peers.PROGRAMS[job][name], {})
     names = [f"module.layers.{i}.weight" for i in range(TENSORS)]
     outs = list(tmp_path.iterdir())
-    nothing = ("list", "list safetensors", "digest", "equal", "stats", "close", *peers.LIBRARY)
+    nothing = (
+        "list",
+        "list safetensors",
+        "list shards",
+        "digest",
+        "equal",
+        "stats",
+        "close",
+        *peers.LIBRARY,
+    )
     assert len(outs) == (job not in nothing)
     for out in outs:
         state = (
@@ -320,6 +330,18 @@ def test_inputs_have_their_size(tmp_path: Path) -> None:
     assert sum(tensor.nbytes for tensor in state.values()) == 16 << 20
     assert len(state) == 4
     assert set(inputs.PROGRAMS) >= {work.kind for work in WORKS}
+
+
+def test_names_of_experts_are_listed_by_both(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = Input("shards", SMALL, 400)
+    run([sys.executable, *made.program], tmp_path)
+    monkeypatch.setattr(sys, "argv", ["-c", str(tmp_path / made.path)])
+    exec(peers.PROGRAMS["list shards"]["safetensors"], {})
+    listed = [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+    assert len(set(listed)) == 400
+    assert set(ckptkit.open(tmp_path / made.path).weights) == set(listed)
 
 
 # the whole

@@ -77,6 +77,8 @@ WORKS = (
     Work("inspect, a small file", "pth", "inspect {src}", "none", _START),
     Work("inspect", "pth", "inspect {src}", "list", _READ),
     Work("inspect, safetensors", "safetensors", "inspect {src}", "list safetensors", {100_000: Budget(seconds=1.3)}),
+    Work("inspect, experts", "names", "inspect {src}", "list safetensors", {69_120: Budget(seconds=0.9, mib=110)}),
+    Work("inspect, 96 shards", "shards", "inspect {src}", "list shards", {500_000: Budget(seconds=6, mib=500)}),
     Work("inspect --json", "pth", "inspect --json {src}", "list", _PRINTED),
     Work("strip-module", "pth", "strip-module {src} out.pth", "strip", _moved(1.25, 40), moves=True),
     Work("remap", "pth", "remap {src} out.pth --to cpu", "rewrite", _moved(1.25, 40, _REWRITTEN), moves=True),
