@@ -14,6 +14,8 @@ from ckptkit.core.bytesource import Derived, Extent, LocalFile, Range
 from ckptkit.core.tensor import Shape, contiguous_stride
 
 BAND = 1 << 20  # bytes of rows made at once: they stay in a core's cache until they are written
+WIDEST = 8 << 20  # bytes of rows made at once where one alone is more than a band
+ROWS = 4  # so many of them: a read for each row of each file would cost more
 LEAST = 1 << 10  # bytes of a piece that are worth an entry in a call of the system
 
 Place = tuple[Shape, Shape, Shape, int]  # offsets, sizes, stride, first byte of the input
@@ -44,7 +46,7 @@ def columns(derived: Derived) -> list[Column]:
         if column is None:
             return []
         found.append(column)
-    return found if sum(each.width for each in found) <= BAND else []
+    return found if sum(each.width for each in found) <= WIDEST else []
 
 
 def _differing(sizes: Shape, shape: Shape) -> Iterator[int]:
@@ -65,7 +67,7 @@ def joined(found: list[Column], start: int, stop: int) -> Iterator[memoryview]:
     """Yield bytes `start` to `stop` of the rows that the columns make, band by band."""
     row = sum(column.width for column in found)
     first, last = start // row, -(-stop // row)
-    count = max(1, min(BAND // row, last - first))
+    count = max(1, min(max(BAND // row, min(ROWS, WIDEST // row)), last - first))
     band = memoryview(bytearray(count * row))
     pieces = list(_pieces(found, band, row))
     for top in range(first, last, count):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from ckptkit.compute import stream
-from ckptkit.compute.columns import BAND, columns
+from ckptkit.compute.columns import BAND, WIDEST, columns
 from ckptkit.compute.gather import ROW
 from ckptkit.core.bytesource import Derived, LocalFile, Range
 from ckptkit.core.errors import TruncatedError
@@ -112,7 +112,7 @@ def test_columns_are_joined_without_numpy(tmp_path: Path) -> None:
     [
         ([(40, ROW // 64), (40, ROW)], 1),  # too narrow to be worth it
         ([(4, ROW), (9, ROW)], 0),  # one after another
-        ([(2, BAND), (2, BAND)], 1),  # rows longer than a band
+        ([(2, WIDEST), (2, WIDEST)], 1),  # rows too long for memory
     ],
 )
 def test_what_is_not_joined_row_by_row(
@@ -122,3 +122,14 @@ def test_what_is_not_joined_row_by_row(
     assert columns(derived) == []
     turned = [np.ones((ROW, 40), "u1").T, np.ones((ROW, 40), "u1").T]
     assert columns(joined(turned, tmp_path, 1)) == []
+
+
+def test_rows_longer_than_a_band(tmp_path: Path) -> None:
+    """As many layers in one tensor have: a few rows at once, not an array of all files."""
+    random = np.random.default_rng(0)
+    parts = [random.integers(0, 256, (7, BAND), np.uint8) for _ in range(3)]
+    derived = joined(parts, tmp_path, 1)
+    assert [column.width for column in columns(derived)] == [BAND] * 3
+    made = [bytes(each) for each in stream(derived)]
+    assert max(map(len, made)) <= WIDEST
+    assert b"".join(made) == np.concatenate(parts, 1).tobytes()
