@@ -22,7 +22,7 @@ Place = tuple[Shape, Shape, Shape, int]  # offsets, sizes, stride, first byte of
 
 
 class Column(NamedTuple):
-    """What one file holds: `width` bytes of each row, one row after another from byte `start`."""
+    """The part of one file: `width` bytes of each row, one row after another from byte `start`."""
 
     source: LocalFile
     start: int

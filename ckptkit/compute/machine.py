@@ -52,7 +52,6 @@ class Machine:
     def __init__(
         self, blocks: Blocks, reads: Sequence[Reading], sizes: Sequence[int], last: int
     ) -> None:
-
         self.index: Array | None = None
         if blocks.index:
             blocks, self.index = _indexed(blocks, reads[blocks.index](0, sizes[blocks.index]))
@@ -268,7 +267,7 @@ class Machine:
 
 
 class Fit(NamedTuple):
-    """What is known of some scales: with the missing exponent, None where that is too large."""
+    """Facts about some scales: with the missing exponent, None where that is too large."""
 
     scale: Array
     larger: Array | None

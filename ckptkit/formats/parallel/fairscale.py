@@ -104,7 +104,7 @@ Shards = Sequence[tuple[str, Fields]]
 
 
 class Backing(NamedTuple):
-    """What one flat parameter holds, one after another; `padding`: elements at the end of a
+    """The parameters in a flat one, one after another; `padding`: elements at the end of a
     shard."""
 
     names: list[str]

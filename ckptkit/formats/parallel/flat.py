@@ -78,7 +78,7 @@ def merged(ranks: Sequence[Ranked], model: Sequence[Ranked], joiner: Joiner) -> 
 
 
 def _same(values: Sequence[Ranked], path: str, joiner: Joiner) -> Node:
-    """What all ranks hold alike. Raises CorruptError where they do not."""
+    """Return the value that all ranks have. Raises CorruptError where they differ."""
     rooted = [each._replace(root={path: each.root}) for each in values]
     merged = Merger(rooted, joiner, {}).merged()
     return merged[path] if isinstance(merged, dict) else None
