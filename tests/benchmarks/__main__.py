@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 from tests.benchmarks import peers
 from tests.benchmarks.measure import Contestant, FailedError, copy, ready, remove, run, take_turns
+from tests.benchmarks.places import AT_HAND, PLACES, UnavailableError, prepared
 from tests.benchmarks.report import brief, kept, report, short
 from tests.benchmarks.results import CP, OURS, SCHEMA, Row, from_json, to_json
 from tests.benchmarks.works import TOP, Case, Work, cases
@@ -75,6 +76,20 @@ def measure(found: Sequence[Case], settings: Settings, notes: list[str]) -> Iter
                 remove(file)
 
 
+def everywhere(options: argparse.Namespace, settings: Settings, notes: list[str]) -> Iterator[Row]:
+    """The works at each place in turn. A place that cannot be had is noted."""
+    for place in (AT_HAND, *PLACES) if options.places else (AT_HAND,):
+        found = list(cases(options.sizes, options.tensors, options.only, place))
+        if not found:
+            continue
+        room = 2 * max(case.input.gib for case in found)
+        try:
+            with prepared(place, settings.folder, room) as folder:
+                yield from measure(found, settings._replace(folder=folder), notes)
+        except UnavailableError as error:
+            notes.append(f"{place.name} was skipped: {error}")
+
+
 def _row(case: Case, settings: Settings) -> Row:
     work, source = case.work, case.input
     suffix = Path(source.path).suffix
@@ -90,15 +105,22 @@ def _row(case: Case, settings: Settings) -> Row:
     contestants += [Contestant(name, command, every=RARELY) for name, command in others.items()]
     rounds = min(settings.pairs, LARGE_PAIRS) if source.gib > TOP else settings.pairs
     taken = take_turns(contestants, settings.folder, rounds)
-    return Row(work.name, source.gib, source.tensors, work.moves, case.budget, taken, skipped)
+    return Row(
+        work.name, source.gib, source.tensors, work.moves, case.budget, taken, skipped,
+        case.place.name,
+    )  # fmt: skip
 
 
 def _peers(
     case: Case, files: dict[str, str], settings: Settings
 ) -> tuple[dict[str, list[str]], dict[str, str]]:
-    """Return the other programs that do the same work; above TOP there are none: torch would need
-    memory for the whole input.
+    """Return the other programs that do the same work.
+
+    There are none at other places, which are measured against cp, and none above TOP: torch would
+    need memory for the whole input.
     """
+    if case.place != AT_HAND:
+        return {}, {}
     if not case.peers:
         return {}, {
             "who is not cp": f"above {TOP:g} GiB, where torch needs memory for the input beside input and output"
@@ -163,6 +185,7 @@ class Book:
             return
         runs = [[to_json(row) for row in run] for run in self.runs]
         facts = {"schema": SCHEMA, "machine": self.about, "notes": self.notes, "runs": runs}
+        self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / RESULTS).write_text(_compact(facts) + "\n")
 
     def draw(self) -> None:
@@ -243,6 +266,11 @@ def arguments(given: Sequence[str] | None) -> argparse.Namespace:
     add("--pairs", type=int, default=3, help="rounds; others than cp run in every third")
     add("--runs", type=int, default=1, help="the whole suite so many times")
     add("--only", default="", metavar="TEXT", help="works with this in their names")
+    add(
+        "--places",
+        action="store_true",
+        help="also on ext4, xfs and btrfs, which only root may mount, and with one core idle",
+    )
     add("--quick", action="store_true", help="three minutes: 256 MiB, 10,000 tensors, 2 rounds")
     add(
         "--peer-python",
@@ -284,12 +312,11 @@ def main(given: Sequence[str] | None = None) -> int:
         book = Book(options.out, machine(folder))
         if options.append or options.show:
             book.load()
-        found = list(cases(options.sizes, options.tensors, options.only))
         settings = Settings(folder, options.pairs, tuple(options.peer_python))
         for _ in range(0 if options.show else options.runs):
             book.runs.append([])
             began = time.monotonic()
-            for row in measure(found, settings, book.notes):
+            for row in everywhere(options, settings, book.notes):
                 book.runs[-1].append(row)
                 book.save()
             book.notes.append(

@@ -24,6 +24,7 @@ class Cost(NamedTuple):
     seconds: float  # from start to end
     cpu: float  # seconds of processor, of all threads
     mib: float  # peak resident memory; the pages of files that are mapped count
+    disk: float = 0.0  # MiB that the file system has less room
 
 
 class Contestant(NamedTuple):
@@ -100,11 +101,15 @@ def copy(source: str, destination: str) -> list[str]:
 
 
 def ready(contestant: Contestant, folder: Path) -> None:
-    """Remove every output (``out*``), and give the contestant its fresh copy."""
+    """Remove every output (``out*``), and give the contestant its fresh copy.
+
+    What is still to be written to disks is written before the clock starts.
+    """
     for old in folder.glob("out*"):
         remove(old)
     if contestant.fresh:
         run(copy(contestant.source, contestant.fresh), folder)
+    os.sync()
 
 
 def take_turns(contestants: Sequence[Contestant], folder: Path, rounds: int) -> dict[str, Taken]:
@@ -125,4 +130,13 @@ def take_turns(contestants: Sequence[Contestant], folder: Path, rounds: int) -> 
 
 def _once(contestant: Contestant, folder: Path) -> Cost:
     ready(contestant, folder)
-    return run(contestant.command, folder)
+    before = _room(folder)
+    cost = run(contestant.command, folder)
+    os.sync()
+    return cost._replace(disk=before - _room(folder))
+
+
+def _room(folder: Path) -> float:
+    """MiB that are free in the file system of a folder."""
+    there = os.statvfs(folder)
+    return there.f_bfree * there.f_frsize / 2**20

@@ -64,7 +64,7 @@ def draw(runs: Sequence[Run], caption: str, path: Path) -> None:
 def _rows(runs: Sequence[Run]) -> tuple[list[list[Row]], list[list[Row]]]:
     """The works on the largest usual input, and those on most tensors; each with the rows of all
     runs."""
-    every = [row for run in runs for row in run if row.costs(OURS)]
+    every = [row for run in runs for row in run if row.costs(OURS) and not row.place]
     gib = max((row.gib for row in every if row.tensors == PLAIN and row.gib <= TOP), default=0)
     most = max((row.tensors for row in every), default=0)
     copied = [

@@ -16,18 +16,30 @@ Run = Sequence[Row]
 def report(machine: Mapping[str, Any], runs: Sequence[Run], notes: Iterable[str] = ()) -> str:
     """Machine, table of works, table of growth, and who did not take part."""
     rows = _beside(runs, lambda run: [(row.key, row) for row in run])
+    inside, outside = ([each for each in rows if bool(each[0].place) is at] for at in (False, True))
     grown = _beside(runs, lambda run: [(each.label, each) for each in growths(run)])
     about = ", ".join(f"{name} {value}" for name, value in machine.items())
     works = tabulate(
-        [_work(each) for each in rows],
+        [_work(each) for each in inside],
         headers=["work", "ckptkit", "budget", "within", "torch", "others"], tablefmt="github",
     )  # fmt: skip
+    places = tabulate(
+        [_place(each) for each in outside],
+        headers=["work", "ckptkit", "cp", "budget", "within"],
+        tablefmt="github",
+    )
     growth = tabulate(
         [_growth(each) for each in grown],
         headers=["growth", "ckptkit", "budget", "within", "cp"],
         tablefmt="github",
     )
-    parts = [f"{about}; runs: {len(runs)}", works, growth if grown else "", _notes(runs, notes)]
+    parts = [
+        f"{about}; runs: {len(runs)}",
+        works,
+        places if outside else "",
+        growth if grown else "",
+        _notes(runs, notes),
+    ]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -38,7 +50,7 @@ def brief(runs: Sequence[Run], works: Sequence[str] = ()) -> str:
         [
             [each[0].label, _cost(each, OURS), _best(each)]
             for each in rows
-            if not works or (each[0].work in works and each[0].gib >= JUDGED)
+            if not each[0].place and (not works or (each[0].work in works and each[0].gib >= JUDGED))
         ],
         headers=["work", "ckptkit", "best of the others"], tablefmt="github",
     )  # fmt: skip
@@ -82,6 +94,22 @@ def _work(rows: Sequence[Row]) -> list[str]:
     ]
 
 
+def _place(rows: Sequence[Row]) -> list[str]:
+    first = rows[0]
+    return [
+        first.label,
+        f"{_cost(rows, OURS, best=True)}, {_disk(rows, OURS)}",
+        f"{_joined([row.seconds(CP) for row in rows], ' s')}, {_disk(rows, CP)}",
+        _budget(first),
+        verdict([row.within for row in rows]),
+    ]
+
+
+def _disk(rows: Sequence[Row], name: str) -> str:
+    found = [disk for row in rows if (disk := row.disk(name)) is not None]
+    return f"{max(found, default=0):.1f} MiB of disk"
+
+
 def _cost(rows: Sequence[Row], name: str, best: bool = False) -> str:
     """Medians of the runs, in seconds or against cp, best against best in brackets; the largest
     peak memory."""
@@ -113,7 +141,8 @@ def _budget(row: Row) -> str:
     said = [f"{budget.seconds:g} s"] if budget.seconds else []
     said += [f"{budget.to_cp:g} x cp"] if budget.to_cp and row.gib >= JUDGED else []
     said += [f"{budget.to_torch:g} x torch"] if budget.to_torch and row.gib >= JUDGED else []
-    return ", ".join([*said, *([f"{budget.mib} MiB"] if budget.mib else [])])
+    said += [f"{budget.mib} MiB"] if budget.mib else []
+    return ", ".join([*said, *([f"{budget.disk} MiB of disk"] if budget.disk else [])])
 
 
 def _stretch(rows: Sequence[Row]) -> str:

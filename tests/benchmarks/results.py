@@ -33,18 +33,20 @@ class Row:
     budget: Budget
     taken: Mapping[str, Taken]
     skipped: Mapping[str, str]  # who did not take part, and why
+    place: str = ""  # the name of a `Place`
 
     @property
-    def key(self) -> tuple[str, float, int]:
+    def key(self) -> tuple[str, float, int, str]:
         """Return the identity of the row."""
-        return self.work, self.gib, self.tensors
+        return self.work, self.gib, self.tensors, self.place
 
     @property
     def label(self) -> str:
-        """The work and its input, for people."""
+        """The work, its input and its place, for people."""
         if self.tensors < PLAIN:
             return self.work
-        return f"{self.work}, {size(self.gib) if self.tensors == PLAIN else f'{self.tensors:,} tensors'}"
+        many = size(self.gib) if self.tensors == PLAIN else f"{self.tensors:,} tensors"
+        return ", ".join(filter(None, (self.work, many, self.place)))
 
     @property
     def in_seconds(self) -> bool:
@@ -65,6 +67,10 @@ class Row:
     def mib(self, name: str = OURS) -> float | None:
         """The largest peak."""
         return max(cost.mib for cost in found) if (found := self.costs(name)) else None
+
+    def disk(self, name: str = OURS) -> float | None:
+        """The most MiB of disk."""
+        return max(cost.disk for cost in found) if (found := self.costs(name)) else None
 
     def ratio(self, name: str = OURS, to: str = CP) -> float | None:
         """Median, over the rounds in which both ran, of the one's seconds to the other's."""
@@ -98,6 +104,7 @@ class Row:
         limits = [
             (self.seconds(), budget.seconds),
             (self.mib(), budget.mib),
+            (self.disk(), budget.disk),
             (self.ratio() if judged else None, budget.to_cp),
             (self.ratio(to=self.torch) if judged and self.torch else None, budget.to_torch),
         ]
@@ -125,7 +132,8 @@ def growths(rows: Iterable[Row]) -> Iterator[Growth]:
     """Time against bytes and against tensors, and memory against tensors, of all works that were
     measured at both."""
     measured = sorted(
-        (row for row in rows if row.costs(OURS)), key=lambda row: (row.gib, row.tensors)
+        (row for row in rows if row.costs(OURS) and not row.place),
+        key=lambda row: (row.gib, row.tensors),
     )
     for work in dict.fromkeys(row.work for row in measured):
         own = [row for row in measured if row.work == work]
@@ -186,6 +194,7 @@ def to_json(row: Row) -> dict[str, Any]:
             for name, taken in row.taken.items()
         },
         "skipped": dict(row.skipped),
+        "place": row.place,
     }
 
 
@@ -202,4 +211,5 @@ def from_json(facts: Mapping[str, Any]) -> Row:
         budget=Budget(**facts["budget"]),
         taken=taken,
         skipped=facts["skipped"],
+        place=facts.get("place", ""),
     )

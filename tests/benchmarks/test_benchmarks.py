@@ -4,6 +4,7 @@ does its work."""
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -19,9 +20,10 @@ from tests.benchmarks import inputs, peers
 from tests.benchmarks.__main__ import DOCUMENTS, MARKS, RESULTS, ROOT, main, ours, put_into
 from tests.benchmarks.inputs import SMALL, Input
 from tests.benchmarks.measure import Contestant, Cost, FailedError, Taken, run, take_turns
+from tests.benchmarks.places import AT_HAND, PLACES, Place, UnavailableError, prepared
 from tests.benchmarks.report import brief, kept, report, verdict
 from tests.benchmarks.results import CP, OURS, Row, from_json, growths, to_json
-from tests.benchmarks.works import WORKS, Budget, Work, cases
+from tests.benchmarks.works import ANYWHERE, SHARED, WORKS, Budget, Work, cases
 from tests.conftest import Run
 
 
@@ -66,6 +68,8 @@ def test_medians_and_ratios() -> None:
         (Budget(to_torch=0.16), True),
         (Budget(to_torch=0.15), False),
         (Budget(to_cp=1.2, mib=19), False),
+        (Budget(disk=0), True),
+        (Budget(disk=-1), False),
         (Budget(stretch=0.1), None),
         (Budget(), None),
     ],
@@ -119,8 +123,27 @@ def test_memory_grows_with_tensors(mib: float, within: bool) -> None:
     assert kept([[ROW, many]]) is within
 
 
-def test_results_survive_as_json() -> None:
-    assert from_json(json.loads(json.dumps(to_json(ROW)))) == ROW
+@pytest.mark.parametrize("place", ["", "xfs"])
+def test_results_survive_as_json(place: str) -> None:
+    row = replace(ROW, place=place, taken={OURS: Taken([Cost(1.0, 1.0, 20.0, 0.5)])})
+    assert from_json(json.loads(json.dumps(to_json(row)))) == row
+
+
+def test_results_of_places_have_a_table_of_their_own() -> None:
+    took = {OURS: Taken([Cost(0.1, 0.1, 20.0, 5.0)]), CP: taken(0.5)}
+    away = replace(ROW, place="xfs", budget=SHARED, taken=took, skipped={})
+    text = report({}, [[ROW, away]])
+    (line,) = [each for each in text.splitlines() if "xfs" in each]
+    cells = [each.strip() for each in line.strip("|").split("|")]
+    assert cells == [
+        "strip-module, 2 GiB, xfs",
+        "0.10 s, 20 MiB, 5.0 MiB of disk",
+        "0.50 s, 0.0 MiB of disk",
+        "0.2 s, 4 MiB of disk",
+        "NO",
+    ]
+    assert "xfs" not in brief([[ROW, away]])
+    assert [each.label for each in growths([ROW, away])] == ["peak memory of strip-module, 2 GiB"]
 
 
 @pytest.mark.parametrize(
@@ -214,6 +237,50 @@ def test_cases() -> None:
     assert {case.work.name for case in cases([2], [], "in-place, safe")} == {
         "strip-module --in-place, safetensors"
     }
+
+
+@pytest.mark.parametrize("place", PLACES, ids=lambda place: place.name)
+def test_cases_of_places(place: Place) -> None:
+    found = list(cases([8, 2, 0.5], [1_000], "", place))
+    assert {case.work.name for case in found} == {
+        "strip-module", "remap", "extract", ".pth to safetensors", "safetensors to .pth",
+        "legacy to zip",
+    }  # fmt: skip
+    assert {(case.input.gib, case.peers) for case in found} == {(2, False)}
+    assert {case.budget for case in found} == {SHARED if place.shares else ANYWHERE}
+
+
+def test_places(tmp_path: Path) -> None:
+    with prepared(AT_HAND, tmp_path, 1) as folder:
+        assert folder == tmp_path
+    before = _children()
+    with prepared(Place("busy", busy=1), tmp_path, 1) as folder:
+        assert folder == tmp_path
+        assert len(_children() - before) == 1
+    assert _children() == before
+    for place, why in [
+        (Place("odd", ("mkfs.no-such-command",)), "there is no mkfs.no-such-command here"),
+        (Place("failing", ("false",)), "false is not permitted here"),
+        (Place("big", ("true",)), "needs 99000 GiB"),
+    ]:
+        room = 98_998.0 if place.name == "big" else -1.99
+        with pytest.raises(UnavailableError, match=why), prepared(place, tmp_path, room):
+            pass
+    assert not list(tmp_path.iterdir())
+
+
+def _children() -> set[str]:
+    return set(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())
+
+
+def test_a_file_system_of_its_own(tmp_path: Path) -> None:
+    try:
+        with prepared(PLACES[0], tmp_path, -1.9) as folder:
+            (folder / "file").write_bytes(bytes(1 << 20))
+            assert os.stat(folder).st_dev != os.stat(tmp_path).st_dev
+    except UnavailableError as error:
+        pytest.skip(str(error))
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_has_no_room_says_so(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from tests.benchmarks.inputs import SMALL, Input
+from tests.benchmarks.places import AT_HAND, Place
 
 PLAIN = 400  # tensors of an input that is measured by its bytes
 JUDGED = 1.0  # GiB from which on a ratio to cp is held against its budget: below, starting Python is all there is
@@ -20,6 +21,7 @@ class Budget(NamedTuple):
     to_cp: float | None = None  # times the seconds of `cp`
     to_torch: float | None = None  # times those of the best plain way with torch
     mib: int | None = None
+    disk: int | None = None  # MiB of disk
 
 
 class Work(NamedTuple):
@@ -35,6 +37,7 @@ class Work(NamedTuple):
     budgets: Mapping[int, Budget]
     sizes: str = "all"  # of the plain inputs: all, or the largest up to TOP ("one")
     moves: bool = False  # whether it moves bytes of tensors and keeps none: its memory does not depend on them
+    everywhere: bool = False  # whether it is measured at other places, too
 
     @property
     def copies(self) -> int:
@@ -48,10 +51,17 @@ class Case(NamedTuple):
     work: Work
     input: Input
     peers: bool  # whether there is room and time for them
+    place: Place = AT_HAND
 
     @property
     def budget(self) -> Budget:
-        return self.work.budgets[self.input.tensors]
+        if self.place == AT_HAND:
+            return self.work.budgets[self.input.tensors]
+        return SHARED if self.place.shares else ANYWHERE
+
+
+ANYWHERE = Budget(to_cp=1.15)  # the budgets of other places
+SHARED = Budget(seconds=0.2, disk=4)  # and of those where files have blocks in common
 
 
 def _moved(to_cp: float, mib: int, many: Mapping[int, Budget] | None = None) -> dict[int, Budget]:
@@ -80,11 +90,15 @@ WORKS = (
     Work("inspect, experts", "names", "inspect {src}", "list safetensors", {69_120: Budget(seconds=0.9, mib=110)}),
     Work("inspect, 96 shards", "shards", "inspect {src}", "list shards", {500_000: Budget(seconds=6, mib=500)}),
     Work("inspect --json", "pth", "inspect --json {src}", "list", _PRINTED),
-    Work("strip-module", "pth", "strip-module {src} out.pth", "strip", _moved(1.25, 40), moves=True),
-    Work("remap", "pth", "remap {src} out.pth --to cpu", "rewrite", _moved(1.25, 40, _REWRITTEN), moves=True),
+    Work("strip-module", "pth", "strip-module {src} out.pth", "strip", _moved(1.25, 40), moves=True, everywhere=True),
+    Work(
+        "remap", "pth", "remap {src} out.pth --to cpu", "rewrite", _moved(1.25, 40, _REWRITTEN), moves=True,
+        everywhere=True,
+    ),
+    Work("extract", "wrapped", "extract {src} out.pth --key model", "extract", _moved(1.25, 40), "one", everywhere=True),
     Work(
         ".pth to safetensors", "pth", "convert {src} out.safetensors", "to safetensors",
-        _moved(1.25, 60, {10_000: Budget(), 100_000: Budget()}), moves=True,
+        _moved(1.25, 60, {10_000: Budget(), 100_000: Budget()}), moves=True, everywhere=True,
     ),
     Work(
         "cast to bfloat16", "pth", "convert {src} out.pth --cast bfloat16", "cast",
@@ -97,7 +111,10 @@ WORKS = (
         "diff within a tolerance", "pth", "diff --values --atol 1e-6 {src} {twin}", "close",
         _moved(1.5 * 2, 64), sizes="one",
     ),
-    Work("legacy to zip", "legacy", "convert {src} out.pth", "from legacy", _moved(1.25, 60), sizes="one", moves=True),
+    Work(
+        "legacy to zip", "legacy", "convert {src} out.pth", "from legacy", _moved(1.25, 60), sizes="one", moves=True,
+        everywhere=True,
+    ),
     Work("digest", "pth", "inspect --json --digest {src}", "digest", _COMPUTED, sizes="one"),
     Work("diff --values", "pth", "diff --values {src} {twin}", "equal", _COMPUTED, sizes="one"),
     Work(
@@ -108,7 +125,8 @@ WORKS = (
     Work("rename --in-place", "pth", "rename --in-place {fresh} --sub ^module=m", "strip", _IN_PLACE, sizes="one"),
     Work("extract --in-place", "wrapped", "extract --in-place {fresh} --key model", "extract", _IN_PLACE, sizes="one"),
     Work(
-        "safetensors to .pth", "safetensors", "convert {src} out.pth", "from safetensors", _moved(1.25, 60), moves=True
+        "safetensors to .pth", "safetensors", "convert {src} out.pth", "from safetensors", _moved(1.25, 60), moves=True,
+        everywhere=True,
     ),
     Work(
         "strip-module, safetensors", "safetensors", "strip-module {src} out.safetensors", "strip safetensors",
@@ -154,21 +172,27 @@ WORKS = (
 )  # fmt: skip
 
 
-def cases(sizes: Iterable[float], tensors: Iterable[int], only: str) -> Iterator[Case]:
-    """Every work whose name has `only` in it, on every input that it is for; those on one input
-    follow each other."""
+def cases(
+    sizes: Iterable[float], tensors: Iterable[int], only: str, place: Place = AT_HAND
+) -> Iterator[Case]:
+    """Every work whose name has `only` in it, on every input that it is for at a place; those on
+    one input follow each other."""
     found = [
         case
         for work in WORKS
         if only in work.name
-        for case in _cases(work, sorted(sizes), set(tensors))
+        for case in _cases(work, sorted(sizes), set(tensors), place)
     ]
     inputs = dict.fromkeys(case.input for case in found)
     return (case for each in inputs for case in found if case.input == each)
 
 
-def _cases(work: Work, sizes: list[float], tensors: set[int]) -> Iterator[Case]:
+def _cases(work: Work, sizes: list[float], tensors: set[int], place: Place) -> Iterator[Case]:
     top = max((size for size in sizes if size <= TOP), default=sizes[0])
+    if place != AT_HAND:
+        if work.everywhere:
+            yield Case(work, Input(work.kind, top, PLAIN), False, place)
+        return
     for count in work.budgets:
         if count == PLAIN:
             wanted = [size for size in sizes if work.sizes == "all" or size == top]
