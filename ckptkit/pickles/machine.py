@@ -99,7 +99,7 @@ def _read_none(data: bytes, pos: int, stack: list[Node]) -> int:
 
 class _Machine(Opcodes):
     def run(self, plain_tensors: bool) -> Unpickled:
-        plain = PlainTensors(self.memo, self.reducers, self.persistent_load)
+        plain = PlainTensors(self.memo, self.reducers, self.persistent_load, self.kinds)
         while not self.stopped:
             self._loop(plain.read if plain_tensors else _read_none)
         if len(self.stack) != 1 or self.marks:

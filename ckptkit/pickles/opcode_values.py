@@ -73,6 +73,7 @@ class Values:
         self.stack: list[Node] = []
         self.marks: list[list[Node]] = []  # the stacks below each open MARK
         self.memo: list[Node] = []
+        self.kinds: dict[tuple[int, int], Node] = {}  # of plain tensors
         self.far: dict[int, Node] = {}  # memo entries set out of order
         self.globals: dict[tuple[str, str], Global] = {}
         self.meanings = reducers
@@ -92,6 +93,7 @@ class Values:
         memo = self.memo
         if index < len(memo):
             memo[index] = value
+            self.kinds.clear()  # they may refer to what was there
         elif index - len(memo) < 16:
             memo.extend([UNSET] * (index - len(memo)))
             memo.append(value)

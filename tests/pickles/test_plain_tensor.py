@@ -15,7 +15,7 @@ import torch
 from ckptkit.core.bytesource import Memory, Range
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.tensor import Storage, TypedStorage
-from ckptkit.core.tree import Node
+from ckptkit.core.tree import Node, Pairs
 from ckptkit.pickles import machine as module
 from ckptkit.pickles.machine import unpickle
 from ckptkit.pickles.plain_tensor import PlainTensors, _match
@@ -254,7 +254,139 @@ def test_a_gpu_is_spelt_out_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
     read = PlainTensors.read
     monkeypatch.setattr(PlainTensors, "read", lambda *args: taken.append(read(*args)) or taken[-1])
     fast = outcome_made(data, table().load)
-    assert sum(map(bool, taken)) == 4
+    assert sum(map(bool, taken)) == 3  # the last is read together with the one before
     monkeypatch.setattr(PlainTensors, "read", lambda *_: 0)
     assert repr(fast) == repr(outcome_made(data, table().load))
     assert data.count(b"cuda:1") == 4
+
+
+# Tensors of kinds that are expected
+
+ROWS = {f"{n}.{name}": PLAIN[name].clone() for n in range(4) for name in ("vector", "half", "cube")}
+
+
+@pytest.fixture
+def read_on(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many tensors were read as they were expected, each time."""
+    counts: list[int] = []
+    read: Callable[..., int] = PlainTensors._read_on
+
+    def counted(self: PlainTensors, data: bytes, pos: int, stack: list[Node]) -> int:
+        before = len(stack)
+        end = read(self, data, pos, stack)
+        counts.append((len(stack) - before) // 2)
+        return end
+
+    monkeypatch.setattr(PlainTensors, "_read_on", counted)
+    return counts
+
+
+def of_gpus(monkeypatch: pytest.MonkeyPatch, **tensors: torch.Tensor) -> bytes:
+    """The pickle of tensors whose devices are spelt out each time."""
+    with monkeypatch.context() as gpu:
+        gpu.setattr(torch.serialization, "location_tag", lambda storage: "".join(("cuda:", "1")))
+        return pickled(**tensors)
+
+
+def rewritten(data: bytes) -> bytes:
+    """The same as ckptkit writes it: names and tensors alone are stored."""
+    pids: dict[int, str] = {}
+
+    def pid(typed: TypedStorage) -> tuple[Node, ...]:
+        key = pids.setdefault(id(typed.storage), str(len(pids)))
+        return "storage", storage_class(typed.dtype), key, typed.storage.device, typed.elements
+
+    return write_pickle(outcome(data), pid).data
+
+
+@pytest.mark.parametrize("how", ["cpu", "gpu", "rewritten"])
+def test_an_order_that_repeats_is_expected(
+    how: str, read_on: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first three of the rows are met, the next three remembered, one more begins again."""
+    data = of_gpus(monkeypatch, **ROWS) if how == "gpu" else pickled(**ROWS)
+    data = rewritten(data) if how == "rewritten" else data
+    read_on.clear()
+    found, expected = both(data, monkeypatch)
+    assert sum(read_on) == 5
+    assert isomorphic(found, expected)
+
+
+def test_a_dict_longer_than_a_batch(read_on: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The order is still known after the opcodes between two batches, and another dict's."""
+    names = [f"{n}.{'é' * (n % 100)}" for n in range(2500)]
+    data = pickled(**dict.fromkeys(names, torch.zeros(2)), other={"name": torch.zeros(2)})
+    found, expected = both(data, monkeypatch)
+    assert isomorphic(found, expected)
+    data = pickled(**{name: torch.zeros(2) for name in names})
+    found, expected = both(data, monkeypatch)
+    assert sum(read_on) > 2400
+    assert isomorphic(found, expected)
+
+
+@pytest.mark.parametrize("window", [1, 64, 1000])
+def test_a_window_may_end_in_what_is_expected(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "WINDOW", window)
+    monkeypatch.setattr(module, "FIRST_WINDOW", window)
+    assert isomorphic(*both(pickled(**ROWS), monkeypatch))
+    assert isomorphic(*both(rewritten(pickled(**ROWS)), monkeypatch))
+
+
+@pytest.mark.parametrize("how", ["cpu", "gpu", "rewritten"])
+def test_what_differs_from_the_expected_reads_as_its_opcodes_do(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each byte of the code of tensors that were expected changed, or left out, or doubled."""
+    chance = random.Random(how)
+    data = of_gpus(monkeypatch, **ROWS) if how == "gpu" else pickled(**ROWS)
+    data = rewritten(data) if how == "rewritten" else data
+    for at in range(data.index(b"X\x08\0\0\x002.vector"), data.index(b"3.vector") + 12):
+        changes = bytes([data[at] ^ 1]), chance.randbytes(1), b"", data[at : at + 1] * 2
+        for new in chance.sample(changes, 2):
+            found, expected = both(data[:at] + new + data[at + 1 :], monkeypatch)
+            if isinstance(found, Pairs):  # two of one name
+                found, expected = found.pairs, expected.pairs
+            assert isomorphic(found, expected), f"byte {at}: {new!r}"
+
+
+@pytest.mark.parametrize("entry", ["class", "device", "call", "other"])
+def test_an_entry_of_the_memo_that_is_overwritten(
+    entry: str, read_on: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the code of a kind fetches from the memo is another value from there on."""
+    data = rewritten(pickled(**ROWS))
+    third = [match for at in range(len(data)) if (match := _match(data, at))][-3]
+    code = third.string
+    entries = {
+        "class": int.from_bytes(third[2][1:], "little"), "device": third[6][0],
+        "call": code[third.start() - 2], "other": 100,
+    }  # fmt: skip
+    start = code.rindex(b"X\x08\0\0\0", 0, third.start())
+    put = b"X\x03\0\0\0newr" + entries[entry].to_bytes(4, "little")
+    changed = code[:start] + put + b"K\x01" + code[start:]
+    read_on.clear()
+    found, expected = both(changed, monkeypatch)
+    assert isomorphic(found, expected)
+    assert sum(read_on) == 2  # those before
+
+
+def test_kinds_beyond_a_number_are_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ckptkit.pickles.plain_tensor._MOST_KINDS", 2)
+    assert isomorphic(*both(pickled(**ROWS), monkeypatch))
+
+
+def test_a_storage_that_comes_again_among_the_expected(
+    read_on: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is one storage for both tensors; of another size, it is refused."""
+    data = pickled(**{str(n): torch.zeros(2) for n in range(6)})
+    last = [match for at in range(len(data)) if (match := _match(data, at))][-1]
+    start, stop = last.span(4)
+    key = last[4]
+    tied = data[:start] + str(int(key) - 1).encode() + data[stop:]
+    found, expected = both(tied, monkeypatch)
+    assert isomorphic(found, expected)
+    assert found["5"].storage is found["4"].storage
+    other = data[:start] + b"0".rjust(len(key), b"0") + data[stop:]
+    assert isomorphic(*both(other, monkeypatch))
+    assert read_on
