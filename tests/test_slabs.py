@@ -24,7 +24,8 @@ DTYPES = {1: "u1", 2: "<u2", 4: "<u4", 8: "<u8", 16: "<c16"}
 
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"LEAST": 1, "BLOCK": 6_000, "COLUMNS": 40, "_AT_ONCE": 7}.items():
+    small = {"LEAST": 1, "BLOCK": 6_000, "COLUMNS": 40, "_AT_ONCE": 7, "_ROWS": 16}
+    for name, value in small.items():
         monkeypatch.setattr(slabs, name, value)
     monkeypatch.setattr(copying, "THREAD_TASK", 10_000)
 
@@ -65,7 +66,10 @@ def gather(
 
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize("itemsize", DTYPES)
-@pytest.mark.parametrize(("rows", "columns"), [(70, 33), (33, 70), (64, 64), (301, 5), (3, 500)])
+@pytest.mark.parametrize(
+    ("rows", "columns"),
+    [(70, 33), (33, 70), (64, 64), (301, 5), (3, 500), (50, 2), (50, 3), (50, 4)],
+)
 def test_a_transpose_in_blocks(itemsize: int, rows: int, columns: int, tmp_path: Path) -> None:
     extent, data = source(tmp_path, rows, columns, itemsize=itemsize)
     made = gather(extent, itemsize, (columns, rows), (1, columns))

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ckptkit.compute.gather import Room
 from ckptkit.core.bytesource import Derived, Extent
 
 if TYPE_CHECKING:
@@ -22,7 +23,9 @@ if TYPE_CHECKING:
 LEAST = 16 << 20  # bytes that the columns of a matrix span in the target; less fits into a tile
 BLOCK = 48 << 20  # bytes of a block
 COLUMNS = 4096  # of a block at most: a strip of them stays in a core's cache
-_LINE = 512  # bytes that a strip gives to each row of the target
+_LINE = 1024  # bytes that a strip gives to each row of the target
+_ROWS = 512  # of a strip at most
+_LANES = 4  # bytes that are turned as one unit: numpy copies a unit as fast as a byte
 _PADDING = 64  # bytes after each row in memory: rows a power of two apart share lines of the cache
 _AT_ONCE = 1024  # rows that are written by one call where they follow each other
 _UNITS = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
@@ -217,6 +220,7 @@ class Turner:
 
     def __init__(self) -> None:
         self._strip, self._slab = _Rows(), _Rows()
+        self._lanes = Room()
 
     def pieces(self, block: Block) -> Iterator[tuple[int, list[memoryview]]]:
         """Yield the pieces of the target that a block gives, each with its first byte there.
@@ -239,10 +243,30 @@ class Turner:
         from ckptkit.compute.operations import read_rows
 
         size = matrix.itemsize
-        height = min(matrix.rows, max(1, _LINE // size))
+        height = min(matrix.rows, _ROWS, max(1, _LINE // size))
         strip, rows = self._strip.of(height, matrix.columns * size, _UNITS[size])
         for row in range(0, matrix.rows, height):
             count = min(height, matrix.rows - row)
             at = matrix.start + row * matrix.pitch
             read_rows(matrix.source, at, matrix.pitch, rows[:count])
-            columns[:, row : row + count] = strip[:count, : matrix.columns].T
+            self._turn_strip(strip[:count, : matrix.columns], columns[:, row : row + count])
+
+    def _turn_strip(self, strip: Array, columns: Array) -> None:
+        """Fill `columns` with those of a strip; single bytes four at a time.
+
+        Units of four columns are turned, and casts take one of their bytes after another: a third
+        faster (measured). Calls are few and large, since threads wait for each other between them.
+        """
+        import numpy as np
+
+        wide = strip.shape[1] // _LANES * _LANES if strip.itemsize == 1 else 0
+        columns[wide:] = strip[:, wide:].T
+        if not wide:
+            return
+        height = strip.shape[0]
+        units = np.frombuffer(self._lanes.of(wide * height), "<u4").reshape(-1, height)
+        units[...] = strip[:, :wide].view("<u4").T
+        columns[0:wide:_LANES] = units  # a cast keeps the lowest 8 bits: the first byte
+        for lane in range(1, _LANES):
+            np.right_shift(units, 8, out=units)
+            columns[lane:wide:_LANES] = units
