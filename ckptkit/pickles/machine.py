@@ -39,7 +39,7 @@ from ckptkit.pickles.opcode_values import (
     python2_string,
 )
 from ckptkit.pickles.opcodes import OPERANDS, RARE, Opcodes
-from ckptkit.pickles.plain_tensor import PlainTensors
+from ckptkit.pickles.plain_tensor import Another, PlainTensors, no_other
 
 WINDOW = (
     1 << 20
@@ -73,11 +73,13 @@ def unpickle(
     stop: int | None = None,
     *,
     persistent_load: Callable[[Node], Node] | None = None,
+    another: Another = no_other,
     reducers: Mapping[tuple[str, str], Reducer] = REDUCERS,
 ) -> Unpickled:
     """Return the tree of the pickle at `start`, which must end before `stop` (default: the end).
 
-    `persistent_load` turns a persistent id into a node; `reducers` are the calls that are known.
+    `persistent_load` turns a persistent id into a node, `another` makes a new storage that differs
+    from one in its key alone; `reducers` are the calls that are known.
     Raises FormatError, TruncatedError, LimitError, UnsupportedError, and whatever `persistent_load`
     raises.
     """
@@ -86,10 +88,10 @@ def unpickle(
     )
     with collector_paused():
         try:
-            return machine().run(plain_tensors=True)
+            return machine().run(another)
         except NotStoredError:  # what nothing refers to is left out there
             pass
-        return machine().run(plain_tensors=False)
+        return machine().run(None)
 
 
 def _read_none(data: bytes, pos: int, stack: list[Node]) -> int:
@@ -98,10 +100,15 @@ def _read_none(data: bytes, pos: int, stack: list[Node]) -> int:
 
 
 class _Machine(Opcodes):
-    def run(self, plain_tensors: bool) -> Unpickled:
-        plain = PlainTensors(self.memo, self.reducers, self.persistent_load, self.kinds)
+    def run(self, another: Another | None) -> Unpickled:
+        """Run all opcodes; one by one if `another` is None."""
+        plain_tensor = _read_none
+        if another is not None:
+            plain_tensor = PlainTensors(
+                self.memo, self.reducers, self.persistent_load, another, self.kinds
+            ).read
         while not self.stopped:
-            self._loop(plain.read if plain_tensors else _read_none)
+            self._loop(plain_tensor)
         if len(self.stack) != 1 or self.marks:
             raise FormatError(
                 f"pickle ends with {len(self.stack)} values and {len(self.marks)} open marks, not "

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from struct import Struct
 from typing import Any
 
-from ckptkit.core.tensor import Tensor, TypedStorage
+from ckptkit.core.tensor import Storage, Tensor, TypedStorage
 from ckptkit.core.tree import Global, Node
 from ckptkit.pickles.globals import Reducer, ordered_dict, tensor_v2
 from ckptkit.pickles.opcode_values import U4, UNSET
@@ -69,15 +69,18 @@ class Kind:
 
     before: _Code  # from the name to the key of the storage
     after: _Code  # from the key to the end
-    storage: tuple[Node, ...]  # what a persistent id has before the key, ...
-    place: tuple[Node, ...]  # and after it
+    typed: TypedStorage  # that of one of them
     between: tuple[Node, ...] | None  # stored after the key; None: name and tensor alone are
     like: Tensor
-    length: int  # bytes of the storage
     following: Kind | None = field(default=None)  # the kind that came after it the last time
 
 
 Kinds = dict[tuple[int, int], Kind]
+Another = Callable[[TypedStorage, str], Storage | None]  # with this key; None if that is not new
+
+
+def no_other(like: TypedStorage, key: str) -> None:
+    """Return no storage: each is asked for by its persistent id."""
 
 
 class PlainTensors:
@@ -92,11 +95,13 @@ class PlainTensors:
         memo: list[Node],
         reducers: dict[int, Reducer],
         persistent_load: Callable[[Node], Node],
+        another: Another,
         kinds: Kinds,
     ) -> None:
         self._memo = memo
         self._reducers = reducers
         self._persistent_load = persistent_load
+        self._another = another
         self._values = _Values()
         self._devices: dict[bytes, str] = {}
         self._alike: dict[tuple[object, ...], Tensor] = {}  # each checked once
@@ -157,10 +162,7 @@ class PlainTensors:
             alike = Tensor(typed.storage, typed.dtype, sizes, steps, first, grad == b"\x88")
             self._alike[like] = alike
         between = (*((device,) if spelt else ()), UNSET, sizes, steps, UNSET, UNSET)
-        pid = (tag, kind), (device, values[numel])
-        expecting = again and self._expect(
-            found, stack, pid, between if whole else None, alike, typed.storage.record.length
-        )
+        expecting = again and self._expect(found, stack, typed, between if whole else None, alike)
         stack[-1] = tensor = alike.over(typed.storage)
         if whole:
             memo += (name, *between, tensor)
@@ -172,10 +174,9 @@ class PlainTensors:
         self,
         found: re.Match[bytes],
         stack: list[Node],
-        pid: tuple[tuple[Node, ...], tuple[Node, ...]],
+        typed: TypedStorage,
         between: tuple[Node, ...] | None,
         like: Tensor,
-        length: int,
     ) -> bool:
         """Make the kind of a tensor the one that is expected after the one before; return if it is.
 
@@ -196,7 +197,7 @@ class PlainTensors:
         key = before.rest, after.rest
         kind = self._kinds.get(key)
         if kind is None and len(self._kinds) < _MOST_KINDS:
-            kind = self._kinds[key] = Kind(before, after, *pid, between, like, length)
+            kind = self._kinds[key] = Kind(before, after, typed, between, like)
         if self._last is not None:
             self._last.following = kind
         self._last = kind
@@ -207,10 +208,10 @@ class PlainTensors:
 
         Return the offset after them. The first that is not as expected is left to the machine.
         """
-        memo, load, integer = self._memo, self._persistent_load, int.from_bytes
+        memo, another, integer = self._memo, self._another, int.from_bytes
         while self._last is not None and self._last.following is not None:
             kind = self._last.following
-            before, after, like, n = kind.before, kind.after, kind.like, len(memo)
+            before, after, n = kind.before, kind.after, len(memo)
             name_at = pos + 5
             code_at = name_at + _TEXT_SIZES.get(data[pos:name_at], len(data))
             key_at = code_at + before.size + 5
@@ -229,15 +230,10 @@ class PlainTensors:
             except UnicodeDecodeError:
                 break
             text = key.decode()
-            typed = load((*kind.storage, text, *kind.place))
-            if (
-                typed.__class__ is not TypedStorage
-                or typed.dtype is not like.dtype
-                or typed.storage.record.length != kind.length
-                or typed.stop is not None
-            ):
+            storage = another(kind.typed, text)
+            if storage is None:
                 break
-            tensor = like.over(typed.storage)
+            tensor = kind.like.over(storage)
             stack += (name, tensor)
             if kind.between is None:
                 memo += (name, tensor)

@@ -11,7 +11,8 @@ UntypedStorage.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import chain
 
 from ckptkit.core.dtypes import BY_STORAGE, TABLE, UINT8, DType
 from ckptkit.core.errors import AmbiguousError, FormatError, TensorError
@@ -31,6 +32,8 @@ class StorageTable:
         self._known: dict[
             str, tuple[TypedStorage, ...]
         ] = {}  # by key; several if one is untyped, or all empty
+        # Those met once, and in tensors only: most. A TypedStorage for each takes more memory.
+        self._plain: dict[DType | None, dict[str, Storage]] = {}
         self._views: dict[str, tuple[TypedStorage, tuple[Node, ...]]] = {}
 
     def load(self, pid: Node) -> Node:
@@ -44,26 +47,59 @@ class StorageTable:
             raise FormatError(
                 "a storage is named by something other than a class, a string and a number"
             )
-        known = self._known.get(key)
+        known = self._met(key)
         if known is None:
             typed = self._new(key, made, location, numel)
         else:
             typed = self._again(key, known, made, location, numel)
         return typed if not view or view[0] is None else self._view(typed, view[0])
 
+    def another(self, like: TypedStorage, key: str) -> Storage | None:
+        """Return a storage as `like` with another key, None if that was met before."""
+        if key in self._views or self._has(key):
+            return None
+        nbytes, device = like.storage.record.length, like.storage.device
+        _check_name(key, device)
+        storage = self._opener(key, nbytes, device)
+        self._plain.setdefault(like.dtype, {})[key] = storage
+        return storage
+
+    def _has(self, key: str) -> bool:
+        if key in self._known:
+            return True
+        for met in self._plain.values():  # noqa: SIM110  a generator takes longer
+            if key in met:
+                return True
+        return False
+
+    def __iter__(self) -> Iterator[str]:
+        """Yield the key of each storage."""
+        return chain(self._known, *self._plain.values())
+
     def itemsizes(self) -> dict[str, int]:
         """Bytes per element of each storage, 1 where it is only ever untyped."""
         return {
             key: max(1 if typed.dtype is None else typed.dtype.itemsize for typed in known)
-            for key, known in self._known.items()
+            for key in list(self)
+            if (known := self._met(key))
         }
+
+    def _met(self, key: str) -> tuple[TypedStorage, ...] | None:
+        """Return what is known of a key; one of `another` is kept as all others from now on."""
+        known = self._known.get(key)
+        if known is not None:
+            return known
+        for dtype, met in self._plain.items():
+            if key in met:
+                self._known[key] = known = (TypedStorage(met.pop(key), dtype),)
+                return known
+        return None
 
     def _new(self, key: str, made: Global, location: Node, numel: int) -> TypedStorage:
         dtype = dtype_of_storage(made)
         if location.__class__ is not str or numel < 0:
             raise FormatError(f"storage {key!r} has no device or no size")
-        if len(key) + len(location) > LIMITS.name_bytes:
-            check("name_bytes", len(key) + len(location), "characters of a storage's name")
+        _check_name(key, location)
         if key in self._views:
             raise _two_ways(key)
         storage = self._opener(key, numel if dtype is None else numel * dtype.itemsize, location)
@@ -109,9 +145,14 @@ class StorageTable:
         view, seen = self._views.setdefault(
             key, (TypedStorage(root.storage, root.dtype, offset, offset + size), metadata)
         )
-        if seen[1:] != metadata[1:] or view.storage is not root.storage or key in self._known:
+        if seen[1:] != metadata[1:] or view.storage is not root.storage or self._has(key):
             raise _two_ways(key)
         return view
+
+
+def _check_name(key: str, location: str) -> None:
+    if len(key) + len(location) > LIMITS.name_bytes:
+        check("name_bytes", len(key) + len(location), "characters of a storage's name")
 
 
 def _two_ways(key: str) -> AmbiguousError:

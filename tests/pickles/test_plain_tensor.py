@@ -13,7 +13,9 @@ import pytest
 import torch
 
 from ckptkit.core.bytesource import Memory, Range
-from ckptkit.core.errors import CkptkitError
+from ckptkit.core.dtypes import BY_NAME
+from ckptkit.core.errors import AmbiguousError, CkptkitError, LimitError
+from ckptkit.core.limits import LIMITS
 from ckptkit.core.tensor import Storage, TypedStorage
 from ckptkit.core.tree import Node, Pairs
 from ckptkit.pickles import machine as module
@@ -49,10 +51,15 @@ def table() -> StorageTable:
     return StorageTable(lambda key, nbytes, device: Storage(Absent(key, nbytes), device))
 
 
+def outcome_of(data: bytes, storages: StorageTable) -> Node:
+    load, another = storages.load, storages.another
+    return unpickle(Memory(data), persistent_load=load, another=another).root
+
+
 def outcome(data: bytes) -> Node:
     """The tree, or what is said instead."""
     try:
-        return unpickle(Memory(data), persistent_load=table().load).root
+        return outcome_of(data, table())
     except CkptkitError as error:
         return type(error).__name__, str(error)
 
@@ -254,7 +261,7 @@ def test_a_gpu_is_spelt_out_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
     read = PlainTensors.read
     monkeypatch.setattr(PlainTensors, "read", lambda *args: taken.append(read(*args)) or taken[-1])
     fast = outcome_made(data, table().load)
-    assert sum(map(bool, taken)) == 3  # the last is read together with the one before
+    assert sum(map(bool, taken)) == 4
     monkeypatch.setattr(PlainTensors, "read", lambda *_: 0)
     assert repr(fast) == repr(outcome_made(data, table().load))
     assert data.count(b"cuda:1") == 4
@@ -387,6 +394,23 @@ def test_a_storage_that_comes_again_among_the_expected(
     found, expected = both(tied, monkeypatch)
     assert isomorphic(found, expected)
     assert found["5"].storage is found["4"].storage
-    other = data[:start] + b"0".rjust(len(key), b"0") + data[stop:]
-    assert isomorphic(*both(other, monkeypatch))
+    other = data[:start] + b"2" + data[stop:]  # of 64-bit integers
+    found, expected = both(other, monkeypatch)
+    assert found == expected == ("AmbiguousError", "storage '2' is described in two ways")
     assert read_on
+
+
+def test_storages_made_as_another_are_known_as_all_others_are() -> None:
+    storages = table()
+    id_of = ("storage", storage_class(BY_NAME["int16"]))
+    first = storages.load((*id_of, "0", "cpu", 3))
+    second = storages.another(first, "1")
+    assert second is not None and (second.nbytes, second.device) == (6, "cpu")
+    assert storages.another(first, "1") is storages.another(first, "0") is None
+    assert list(storages) == ["0", "1"]
+    assert storages.itemsizes() == {"0": 2, "1": 2}
+    assert storages.load((*id_of, "1", "cpu", 3)).storage is second
+    with pytest.raises(AmbiguousError, match="described in two ways"):
+        storages.load((*id_of, "1", "cpu", 4))
+    with pytest.raises(LimitError, match="characters of a storage's name"):
+        storages.another(first, "7" * (LIMITS.name_bytes + 1))

@@ -52,6 +52,7 @@ _BATCH = 64  # members whose local headers are fetched together
 _HEADER = 256  # bytes of a local header beside the name, most of them padding
 _IN_PARTS = "is one part of a zip file in several parts"
 _AGAIN = "download or copy the file again"
+_tuple = tuple.__new__  # makes a named tuple without a call of Python's: there are many
 
 
 class ZipEntry(NamedTuple):
@@ -104,7 +105,7 @@ class ZipDirectory:
             return Unlocated(self, name, size), known
         if method == DEFLATED:
             return self.locate(name), known
-        return Range(self.source, data, stored), known
+        return _tuple(Range, (self.source, data, stored)), known
 
     def locate(self, name: str) -> Extent:
         """Return the extent of a member's bytes in the file, or the inflation of it if deflated."""
@@ -223,7 +224,6 @@ def read_directory(source: ByteSource) -> ZipDirectory:
     Raises TruncatedError (no end), FormatError, CorruptError, AmbiguousError, UnsupportedError,
     LimitError.
     """
-    new = tuple.__new__
     try:
         start, size, count = _find_end(source)
         names, rows = read_rows(source.read(start, size), count, start)
@@ -231,7 +231,7 @@ def read_directory(source: ByteSource) -> ZipDirectory:
         places = [-1] * count if source.remote else check_members(source, names, rows, start)
         # A row is an Entry without its last field, put together here without a call for each.
         entries = {
-            text: new(ZipEntry, (*row, place))
+            text: _tuple(ZipEntry, (*row, place))
             for text, row, place in zip(texts, rows, places, strict=True)
         }
     except CkptkitError as error:

@@ -107,6 +107,7 @@ class Archive:
         self.big_endian = False
         self._unsummed = 0  # storages without a checksum
         self._used: set[str] = set()
+        self._keys: list[tuple[str, list[str]]] = []  # of storages in a folder that are used, too
 
     def check(self) -> list[str]:
         """Check the control records, and that all records are in one folder; return warnings.
@@ -176,8 +177,13 @@ class Archive:
             data = self.directory.read(record)
             place = Range(Memory(data, self.directory.source.name), 0, len(data))
         stop = place.offset + place.length
-        storages = StorageTable(partial(self._open, f"{self.folder}{name}/"))
-        tree = unpickle(place.source, place.offset, stop, persistent_load=storages.load)
+        folder = f"{self.folder}{name}/"
+        storages = StorageTable(partial(self._open, folder))
+        tree = unpickle(
+            place.source, place.offset, stop,
+            persistent_load=storages.load, another=storages.another,
+        )  # fmt: skip
+        self._keys.append((folder, list(storages)))
         if tree.stop != stop:
             raise AmbiguousError(
                 f"{name}.pkl goes on for {stop - tree.stop:,} bytes after its pickle has ended"
@@ -193,11 +199,14 @@ class Archive:
             raise CorruptError(
                 f"record {shown(name)} has {entry.size:,} bytes, its tensors expect {nbytes:,}"
             )
-        return self.storage(name, location)
+        return self._storage(name, location)
 
     def storage(self, name: str, location: str) -> Storage:
         """Return the bytes of the record `name`, which the caller knows to exist."""
         self._used.add(name)
+        return self._storage(name, location)
+
+    def _storage(self, name: str, location: str) -> Storage:
         record, crc = self.directory.record(name)
         self._unsummed += crc is None
         return Storage(record, location, crc, self.big_endian)
@@ -209,6 +218,8 @@ class Archive:
     def unused(self, known: Iterable[str]) -> list[str]:
         """Return a warning on records besides the opened storages and the `known` ones."""
         used = self._used | {self.folder + name for name in known}
+        for folder, keys in self._keys:
+            used.update([folder + key for key in keys])
         unused = [
             name
             for name in self.directory.entries

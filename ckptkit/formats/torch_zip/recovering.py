@@ -252,7 +252,8 @@ class _Archive:
 
     def _unpickled(self, source: ByteSource, start: int, stop: int, wrap: bool = True) -> Unpickled:
         try:
-            return unpickle(source, start, stop, persistent_load=StorageTable(self._open).load)
+            table = StorageTable(self._open)
+            return unpickle(source, start, stop, persistent_load=table.load, another=table.another)
         except CkptkitError as error:
             if not wrap:  # it was written like that
                 raise
