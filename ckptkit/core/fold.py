@@ -8,10 +8,12 @@ that are equal in all else.
 from __future__ import annotations
 
 import re
+from array import array
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from ckptkit.core.text import some
 
@@ -64,53 +66,121 @@ class Modules:
         return None if last in COUNTERS else self._kinds.get(module)
 
 
-def fold(items: Iterable[Item | tuple[str, Hashable, int]]) -> list[Folded]:
-    """Join rows that differ only in an index, each at the place of the first that it represents."""
+def fold(
+    items: Iterable[Item | tuple[str, Hashable, int]],
+    part: Callable[[Any], Hashable] | None = None,
+) -> list[Folded]:
+    """Join rows that differ only in an index, each at the place of the first that it represents.
+
+    With `part`, rows are joined only if their modules are of one kind, as `Modules` tells; it
+    returns what the columns of a tensor say about that. The items are then all tensors.
+    """
+    found, runs = _runs(items)
+    known = {} if part is None else _kinds(runs, part)
+    groups: defaultdict[_Family, list[_Block]] = defaultdict(list)
+    for (before, after, columns, nbytes), run in runs.items():
+        parts = _split(before)
+        texts, others = (*parts[::2], after), [(int(index),) for index in parts[1::2]]
+        for kind, rows in _by_kind(run, before, after, known):
+            last = tuple(rows[1::2])
+            block = rows[0], (*others, last), nbytes * len(last), len(last)
+            groups[texts, columns, kind].append(block)
+    for (texts, columns, _), blocks in groups.items():
+        for first, indices, nbytes, count in _joined(blocks, len(texts) - 1):
+            found.append((first, Folded(_label(texts, indices), columns, nbytes, count)))
+    return [row for _, row in sorted(found)]
+
+
+# Rows that agree in all but their last index: position and index of one after the other. Little
+# for each, since there may be a million.
+_Run: TypeAlias = "array[int]"
+_new_run = partial(array, "q")
+# By the texts before and after the last index, what must be equal, and the bytes of each row.
+_Runs = dict[tuple[str, str, Hashable, int], _Run]
+_Family = tuple[tuple[str, ...], Hashable, "int | None"]
+_Place = tuple[str, str]  # of modules: the texts in their paths before and after the last index
+_NOWHERE = (("", "?"), "")  # of rows that are in no module with an index
+_Kinds = dict[_Place, "int | dict[int, int]"]  # the kind of all modules there, or by index
+
+
+def _runs(
+    items: Iterable[Item | tuple[str, Hashable, int]],
+) -> tuple[list[tuple[int, Folded]], _Runs]:
+    """Return the rows without an index, with their positions, and runs of the others."""
     found: list[tuple[int, Folded]] = []
-    runs: dict[tuple[str, str, Hashable], _Run] = {}
-    values = _Values()
+    runs: _Runs = defaultdict(_new_run)
     for position, (label, columns, nbytes) in enumerate(items):
         if (last := _last_index(label)) is None:
             found.append((position, Folded(label, columns, nbytes, 1)))
             continue
         before, index, after = last.groups()
-        run = runs.get((before, after, columns))
-        if run is None:
-            run = runs[before, after, columns] = _Run(position)
-        run.values.append(values[index])
-        run.nbytes += nbytes
-    groups: defaultdict[tuple[tuple[str, ...], Hashable], list[_Block]] = defaultdict(list)
-    for (before, after, columns), run in runs.items():
-        parts = _split(before)
-        groups[(*parts[::2], after), columns].append(run.block(parts[1::2]))
-    for (texts, columns), blocks in groups.items():
-        for first, indices, nbytes, count in _joined(blocks, len(texts) - 2):
-            found.append((first, Folded(_label(texts, indices), columns, nbytes, count)))
-    return [row for _, row in sorted(found)]
+        run = runs[before, after, columns, nbytes]
+        run.append(position)
+        run.append(int(index))
+    return found, runs
 
 
-class _Run:
-    """Rows that agree in all but their last index. Little for each: there may be a million."""
+def _kinds(runs: _Runs, part: Callable[[Any], Hashable]) -> _Kinds:
+    """Return the kinds of the modules that have an index in their path.
 
-    __slots__ = ("first", "nbytes", "values")
+    Rows in modules without one are never joined: their kinds do not matter.
+    """
+    modules: defaultdict[_Place, list[tuple[_Run, int]]] = defaultdict(list)
+    asked: set[_Place] = set()  # by the items of lists, which are no parts of a module
+    for (before, after, columns, _), run in runs.items():
+        module, dot, last = after.rpartition(".")
+        if dot and not last.isdecimal():
+            modules[before, module].append((run, hash((last, part(columns)))))
+        else:
+            asked.add(_module(before, after)[0])
+    return {place: _sums(parts, place in asked) for place, parts in modules.items()}
 
-    def __init__(self, first: int) -> None:
-        self.first = first
-        self.values: list[int] = []
-        self.nbytes = 0
 
-    def block(self, others: Iterable[str]) -> _Block:
-        """Return the joined rows; `others` are the indices before the last one."""
-        indices = (*[(int(index),) for index in others], tuple(self.values))
-        return self.first, indices, self.nbytes, len(self.values)
+def _sums(parts: list[tuple[_Run, int]], is_asked: bool) -> int | dict[int, int]:
+    """Return the kind of the modules that have these parts, or the kinds by index.
+
+    One is enough if all have every part once, and nothing but their parts asks for it.
+    """
+    indices = parts[0][0][1::2]
+    are_same = len({*indices}) == len(indices) and all(run[1::2] == indices for run, _ in parts)
+    if are_same and not is_asked:
+        return sum([part for _, part in parts])
+    found: defaultdict[int, int] = defaultdict(int)
+    for run, part in parts:
+        for index in run[1::2]:
+            found[index] += part
+    return found
 
 
-class _Values(dict[str, int]):
-    """The value of an index, by its text: many names have the same ones."""
+def _module(before: str, after: str) -> tuple[_Place, str]:
+    """Return the place of the modules of a run, and the index of the module that all are in.
 
-    def __missing__(self, text: str) -> int:
-        self[text] = value = int(text)
-        return value
+    The index is empty if each row is in another module. Items of a list are all in one, whose path
+    may have an index itself.
+    """
+    if after:
+        return (before, after.rpartition(".")[0]), ""
+    last = _last_index(before.removesuffix("."))
+    return ((last[1], last[3]), last[2]) if last else _NOWHERE
+
+
+def _by_kind(
+    run: _Run, before: str, after: str, known: _Kinds
+) -> Iterable[tuple[int | None, _Run]]:
+    """Return the rows of a run, by the kinds of their modules.
+
+    That is None for rows in no module, and for counters, which are alike in modules of all kinds.
+    """
+    place, index = _module(before, after) if known else _NOWHERE
+    kinds = None if after.rpartition(".")[2] in COUNTERS else known.get(place)
+    if not isinstance(kinds, dict):
+        return ((kinds, run),)
+    if index:
+        return ((kinds.get(int(index)), run),)
+    found: defaultdict[int | None, _Run] = defaultdict(_new_run)
+    for position, value in zip(run[::2], run[1::2], strict=True):
+        found[kinds.get(value)].extend((position, value))
+    return found.items()
 
 
 def family(name: str) -> str:
@@ -142,7 +212,10 @@ def _along(blocks: list[_Block], dimension: int) -> Iterator[_Block]:
         indices = block[1]
         together[indices[:dimension] + indices[dimension + 1 :]].append(block)
     for same in together.values():
-        first, indices, _, _ = same[0]
+        if len(same) == 1:
+            yield same[0]
+            continue
+        first, indices = min([block[0] for block in same]), same[0][1]
         values = tuple(chain.from_iterable([block[1][dimension] for block in same]))
         nbytes, rows = sum([block[2] for block in same]), sum([block[3] for block in same])
         yield first, (*indices[:dimension], values, *indices[dimension + 1 :]), nbytes, rows

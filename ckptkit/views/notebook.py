@@ -62,8 +62,8 @@ def html(value: object) -> str:
 
 def checkpoint(ck: Checkpoint) -> str:
     """Return the weights, folded as on the terminal, and the other entries of the root."""
-    found = tensors.table(weights) if (weights := _weights(ck)) else None
-    parts = [] if found is None else [_table(found, plural(found.things, "tensor"))]
+    weights = tensors.tables({"": _weights(ck)})
+    parts = [_table(found, plural(found.things, "tensor")) for found in weights]
     if others := _others(ck):
         parts.append(table("other entries" if parts else "entries", ("entry", "value"), others))
     return page(ck.heading, parts)

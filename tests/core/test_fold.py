@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptkit.core.fold import Folded, Item, fold, unfolded
+from ckptkit.core.fold import COUNTERS, Folded, Item, Modules, fold, unfolded
 
 
 def labels(names: list[str]) -> list[str]:
@@ -61,6 +61,68 @@ def test_unfolded_keeps_all() -> None:
     assert unfolded([Item("a.0", "x", 4), Item("a.1", "x", 4)]) == [
         Folded("a.0", "x", 4, 1),
         Folded("a.1", "x", 4, 1),
+    ]
+
+
+def by_module(*rows: tuple[str, str]) -> list[str]:
+    """Return the labels of names with dtypes, folded where their modules are of one kind."""
+    return [row.label for row in fold([Item(*row, 1) for row in rows], lambda dtype: dtype)]
+
+
+def test_modules_of_one_kind_fold() -> None:
+    both = [(f"l.{i}.{part}", "f32") for i in range(3) for part in ("w", "b")]
+    assert by_module(*both) == ["l.{0..2}.w", "l.{0..2}.b"]
+    assert by_module(*reversed(both)) == ["l.{0..2}.b", "l.{0..2}.w"]
+
+
+@pytest.mark.parametrize(
+    ("other", "expected"),
+    [
+        (("l.1.b", "f32"), ["l.{0,2}.w", "l.1.w", "l.1.b"]),  # another part
+        (("l.1.w", "f32"), ["l.{0,2}.w", "l.1.w"]),  # the same part twice
+        (("l.1.w", "f16"), ["l.{0,2}.w", "l.1.w", "l.1.w"]),  # with another dtype
+        (("l.1.0", "f32"), ["l.{0..2}.w", "l.1.0"]),  # the item of a list is no part
+        (("l.1.00", "f32"), ["l.{0..2}.w", "l.1.00"]),
+        (("l.1.deep.b", "f32"), ["l.{0..2}.w", "l.1.deep.b"]),  # of the module inside
+        (("l.1.step", "f32"), ["l.{0,2}.w", "l.1.w", "l.1.step"]),
+    ],
+)
+def test_modules_of_several_kinds_do_not(other: tuple[str, str], expected: list[str]) -> None:
+    assert by_module(("l.0.w", "f32"), ("l.1.w", "f32"), ("l.2.w", "f32"), other) == expected
+
+
+def test_lists_in_modules_of_several_kinds() -> None:
+    lists = [(f"l.{i}.{j}", "f32") for i in range(3) for j in range(2)]
+    assert by_module(*lists) == ["l.{0..2}.{0..1}"]
+    assert by_module(*lists, ("l.1.b", "f32")) == ["l.{0,2}.{0..1}", "l.1.{0..1}", "l.1.b"]
+    assert by_module(*lists, ("l.b", "f32")) == ["l.{0..2}.{0..1}", "l.b"]
+
+
+def test_counters_are_alike_in_modules_of_all_kinds() -> None:
+    counters = [(f"l.{i}.{name}", "i64") for i in range(2) for name in COUNTERS]
+    assert by_module(*counters, ("l.1.b", "f32")) == [f"l.{{0..1}}.{n}" for n in COUNTERS] + [
+        "l.1.b"
+    ]
+
+
+PARTS = st.sampled_from(["0", "1", "2", "01", "a", "b", "step", "", "9" * 19])
+ROWS = st.lists(
+    st.tuples(
+        st.lists(PARTS, min_size=1, max_size=4).map(".".join),
+        st.sampled_from(["f32", "f16"]),
+        st.integers(1, 2),
+    ),
+    max_size=24,
+)
+
+
+@given(ROWS)
+def test_modules_are_those_of_each_row(rows: list[tuple[str, str, int]]) -> None:
+    """What is found for many rows at once is what `Modules` tells for each, names repeated too."""
+    modules = Modules((name, dtype, 0) for name, dtype, _ in rows)
+    singly = fold(Item(name, (dtype, modules(name)), nbytes) for name, dtype, nbytes in rows)
+    assert fold([Item(*row) for row in rows], lambda dtype: dtype) == [
+        row._replace(columns=row.columns[0]) for row in singly
     ]
 
 

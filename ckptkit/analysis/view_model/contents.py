@@ -75,10 +75,9 @@ def tables(
     """Yield the table of the weights, and that of the other tensors; `rows` are those shown."""
     rows = list(rows)
     weights = [row for row in rows if row.name is not None]
-    others = [row for row in rows if row.name is None]
-    for title, part in (("", weights), ("other tensors" if weights else "", others)):
-        if part:
-            yield tensors.table(part, title, flat=flat, sort=sort, among=summary.rows)
+    others = [row for row in rows if row.name is None] if len(weights) < len(rows) else []
+    parts = {"": weights, "other tensors": others} if weights else {"": others}
+    yield from tensors.tables(parts, flat=flat, sort=sort, among=summary.rows)
 
 
 def listings(summary: Summary) -> Iterator[Listing]:

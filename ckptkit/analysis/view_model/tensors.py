@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ckptkit.analysis.summary import TensorRow, modules
+from ckptkit.analysis.summary import TensorRow
 from ckptkit.analysis.values import key_list, number
 from ckptkit.analysis.view_model import Table
+from ckptkit.core.grouping import flatten
+from ckptkit.core.tensor import Shape
 from ckptkit.core.text import escape, plural, shape, size
 
 if TYPE_CHECKING:
@@ -57,6 +60,8 @@ def _is_plain(row: TensorRow) -> bool:
     return (
         storage is not None
         and storage.record.length == row.nbytes
+        and row.local is None
+        and row.group is None
         and not row.is_shared
         and tensor.kind != "ndarray"
         and tensor.layout == "strided"
@@ -194,27 +199,70 @@ def brief(row: TensorRow) -> dict[str, str]:
     return {fact.name: fact.text(fact.value(row)) for fact in BRIEF}
 
 
-def table(
-    rows: Sequence[TensorRow],
-    title: str = "",
+def tables(
+    parts: Mapping[str, Sequence[TensorRow]],
     *,
     flat: bool = False,
     sort: str = "file",
-    among: Sequence[TensorRow] | None = None,
-) -> Table:
-    """Return the table of tensors.
+    among: Sequence[TensorRow] = (),
+) -> Iterator[Table]:
+    """Yield the table of each of the parts that has rows; its key is the title.
 
-    Those that differ only in an index are one row unless `flat`, if their modules are of one kind.
-    `among` are all tensors, where `rows` are selected ones.
+    Tensors that differ only in an index are one row unless `flat`, if their modules are of one
+    kind. `among` are all tensors, where the parts are selected ones.
     """
     from ckptkit.core.fold import fold, unfolded
 
-    labels = [row.label for row in rows]
-    kinds = map(modules(rows if among is None else among), labels)
-    columns = [[fact.value(row) for row in rows] for fact in _FOLDED]
-    sizes = [row.nbytes for row in rows]
-    items = zip(labels, zip(*columns, kinds, strict=True), sizes, strict=True)
-    found = unfolded(items) if flat else fold(items)
+    items = flatten(_items(rows, title) for title, rows in parts.items())
+    if flat:
+        folded = unfolded(items)
+    else:
+        folded = fold(chain(items, _items(_others(parts, among), None)), _as_part)
+    for title, rows in parts.items():
+        if rows:
+            found = [row for row in folded if row.columns[-1] == title]
+            yield _table(title, found, len(rows), sort)
+
+
+def _others(
+    parts: Mapping[str, Sequence[TensorRow]], among: Sequence[TensorRow]
+) -> Iterable[TensorRow]:
+    """Return the rows that are in no part."""
+    if sum(map(len, parts.values())) == len(among):
+        return ()
+    shown = set(map(id, flatten(parts.values())))
+    return (row for row in among if id(row) not in shown)
+
+
+def _items(
+    rows: Iterable[TensorRow], title: str | None
+) -> Iterator[tuple[str, tuple[Hashable, ...], int]]:
+    """Yield the name of each tensor, what must be equal where rows fold, and its bytes."""
+    known: dict[tuple[str, Shape, str], tuple[Hashable, ...]] = {}
+    for row in rows:
+        if not _is_plain(row):
+            yield row.label, _columns(title, row), row.nbytes
+            continue
+        tensor = row.tensor
+        # Nothing else is shown of a plain one: of many, few differ in that.
+        kind = tensor.dtype.name, tensor.shape, tensor.device
+        columns = known.get(kind)
+        if columns is None:
+            columns = known[kind] = _columns(title, row)
+        yield row.label, columns, row.nbytes
+
+
+def _columns(title: str | None, row: TensorRow) -> tuple[Hashable, ...]:
+    return (*[fact.value(row) for fact in _FOLDED], title)
+
+
+def _as_part(columns: tuple[Any, ...]) -> Hashable:
+    """Return what tells parts of modules apart."""
+    dtype, sizes, *_ = columns
+    return dtype, len(sizes)
+
+
+def _table(title: str, found: list[Folded], count: int, sort: str) -> Table:
     if sort == "size":
         found.sort(key=lambda row: -row.nbytes)
     elif sort == "name":
@@ -223,8 +271,7 @@ def table(
     for fact in BRIEF:
         headers += ["tensors", fact.title] if fact is SIZE else [fact.title]
     cells = [_cells(row) for row in found]
-    made = Table(title, tuple(headers), cells, ("tensors", SIZE.title), len(rows))
-    return made.without_empty()
+    return Table(title, tuple(headers), cells, ("tensors", SIZE.title), count).without_empty()
 
 
 def _cells(row: Folded) -> tuple[str, ...]:
