@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
 
 # Elements worked on at once: as many as make each call of numpy so long that threads seldom wait
-# for the interpreter lock, and still fit the caches.
-TILE = 1 << 19
+# for the interpreter lock, and still fit a core's cache: as float32 and once more for rounding.
+TILE = 1 << 18
 WIDE = 1 << 19  # elements of a row that is made in several pieces
 # Rows of a tile where a byte of the input holds several rows, or words lie down a column: as many
 # as make a cache line of the input. Such tiles are cut into columns.
