@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import Counter
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterator
 from typing import Any
 
+from ckptkit.core import limits
 from ckptkit.core.errors import AmbiguousError, FormatError
 from ckptkit.core.limits import LIMITS, check
 
@@ -22,31 +23,70 @@ _ZEROS = bytes.maketrans(b"123456789", b"000000000")
 _SQUARE = bytes.maketrans(b"{}", b"[]")
 _NO_BRACKETS = bytes(set(range(256)) - set(b'{}[]"'))
 
+_PART = 1 << 18  # bytes, at least: some thousand entries
+_BETWEEN = re.compile(rb'\}, ?"')  # an object that ends and a name that begins, outside of strings
 
-Exchange = Callable[[dict[str, Any]], Any]
+Hook = Callable[[list[tuple[str, Any]]], dict[str, Any]]
 
 
-def parse(data: bytes, what: str, exchange: Exchange | None = None) -> Any:
+def parse(data: bytes, what: str) -> Any:
     """Parse `data` as strict JSON; `what` names it in messages.
-
-    `exchange` returns what is to stand for an object, each as soon as it is parsed.
 
     Raises FormatError for bytes that are not JSON, AmbiguousError for a repeated name, LimitError.
     """
-    check("json_values", sum(map(data.count, (b",", b"[", b"{"))), f"values in {what}")
+    _check_size(data, what)
     _check_nesting(data, what)
-    return _loads(data, what, exchange)
+    return _loads(data, what, _object)
 
 
-def _check_nesting(data: bytes, what: str) -> None:
-    """Remove matching brackets from the inside out, a layer at a time.
+def parse_parts(data: bytes, what: str) -> Iterator[tuple[dict[str, Any], int]]:
+    """Parse an object as `parse` does, some entries at a time, in half the time and less memory.
+
+    Each part comes with the number of strings (names and texts) in its text. Of a repeated name the
+    last entry counts: the caller ensures that there is none.
+
+    * A part that holds as many strings as its text has lost none, so no name was repeated in it:
+      each quotation mark begins or ends a string, unless it is escaped, and of two entries of one
+      name only one is left, with its strings. Names in different parts are compared by the caller.
+    * The entries of all parts are those of the object, because every part is an object by itself,
+      and not an empty one: it ends with an object or begins with a name. Where a cut is inside of
+      a string or an entry, a part is no JSON, and FormatError is raised, although `parse` may take
+      the whole.
+    """
+    _check_size(data, what)
+    for part in _parts(data):
+        marks = _check_nesting(part, what)
+        value = _loads(part, what, None)
+        if not isinstance(value, dict):
+            raise FormatError(f"{what} is not a JSON object")
+        yield value, marks // 2
+
+
+def _parts(data: bytes) -> Iterator[bytes]:
+    """Cut the text of an object between entries, and complete the brackets of each part."""
+    begin, opening = 0, b""
+    while cut := _BETWEEN.search(data, begin + _PART):
+        yield opening + data[begin : cut.start() + 1] + b"}"
+        begin, opening = cut.start() + 2, b"{"
+    yield opening + data[begin:]
+
+
+def _check_size(data: bytes, what: str) -> None:
+    if len(data) > limits.LIMITS.json_values:  # else there are fewer: each takes a byte
+        check("json_values", sum(map(data.count, (b",", b"[", b"{"))), f"values in {what}")
+
+
+def _check_nesting(data: bytes, what: str) -> int:
+    """Remove matching brackets from the inside out, a layer at a time; count the quotation marks.
 
     The parser recurses, this check does not.
     """
     escaped = b"\\" in data
     unescaped = data.replace(b"\\\\", b"").replace(b'\\"', b"") if escaped else data
     # Most strings hold no brackets: without these, there is little left to split.
-    quoted = unescaped.translate(_SQUARE, _NO_BRACKETS).replace(b'""', b"")
+    quoted = unescaped.translate(_SQUARE, _NO_BRACKETS)
+    marks = quoted.count(b'"')
+    quoted = quoted.replace(b'""', b"")
     brackets = b"".join(quoted.split(b'"')[::2])
     for _ in range(LIMITS.json_depth):
         outer = brackets.replace(b"[]", b"")
@@ -57,10 +97,10 @@ def _check_nesting(data: bytes, what: str) -> None:
         check("json_depth", LIMITS.json_depth + 1, f"nesting of {what}")
     if brackets:
         raise FormatError(f"{what} is not JSON: its brackets do not match")
+    return marks
 
 
-def _loads(data: bytes, what: str, exchange: Exchange | None) -> Any:
-    hook = _object if exchange is None else partial(_exchanged, exchange)
+def _loads(data: bytes, what: str, hook: Hook | None) -> Any:
     try:
         value = json.loads(
             data.decode(),
@@ -70,7 +110,7 @@ def _loads(data: bytes, what: str, exchange: Exchange | None) -> Any:
             parse_constant=_constant,
         )
         if b"\\" in data and (b"\\ud" in data or b"\\uD" in data):
-            json.dumps(value, ensure_ascii=False, default=repr).encode()
+            json.dumps(value, ensure_ascii=False).encode()
     except (UnicodeDecodeError, UnicodeEncodeError) as error:
         raise FormatError(f"{what} is not UTF-8: {error.reason}") from error
     except json.JSONDecodeError as error:
@@ -86,13 +126,9 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return made
 
 
-def _exchanged(exchange: Exchange, pairs: list[tuple[str, Any]]) -> Any:
-    return exchange(_object(pairs))
-
-
 def _has_odd_integers(data: bytes) -> bool:
     """Return whether `_integer` might refuse one; a name may look like it."""
-    return b"-0" in data or b"0" * _DIGITS in data.translate(_ZEROS)
+    return (b"-" in data and b"-0" in data) or b"0" * _DIGITS in data.translate(_ZEROS)
 
 
 def _integer(text: str) -> int:

@@ -6,7 +6,9 @@ The layout is in :mod:`safetensors`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from itertools import chain
+from operator import itemgetter, sub
 from typing import Any, NamedTuple
 
 from ckptkit.core.bytesource import ByteSource, Memory, Range
@@ -18,6 +20,7 @@ from ckptkit.core.errors import (
     FormatError,
     TruncatedError,
 )
+from ckptkit.core.grouping import flatten
 from ckptkit.core.limits import LIMITS, check
 from ckptkit.core.tensor import Shape, Storage, Tensor, contiguous_stride
 from ckptkit.core.text import shown
@@ -27,6 +30,8 @@ from ckptkit.formats.format import Probe
 _WHITE = b" \t\r\n"
 _FIELDS = frozenset({"dtype", "shape", "data_offsets"})
 METADATA = "__metadata__"
+# What Range() calls, too, but from Python.
+_NEW_RANGE: Callable[[type[Range], tuple[ByteSource, int, int]], Range] = tuple.__new__
 
 
 def matches(probe: Probe) -> bool:
@@ -47,11 +52,13 @@ def read_text(source: ByteSource) -> bytes:
     return source.read(8, length)
 
 
-def read_header(
-    text: bytes, exchange: strict_json.Exchange | None = None
-) -> tuple[dict[str, Any], dict[str, str]]:
-    """Parse the entries of the header, each of them exchanged, and its metadata."""
-    header = strict_json.parse(text, "the header", exchange)
+def read_header(text: bytes) -> tuple[dict[str, Any], dict[str, str]]:
+    """Parse the entries of the header, which are not checked, and its metadata."""
+    return _apart(strict_json.parse(text, "the header"))
+
+
+def _apart(header: Any) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the entries of a header and its metadata."""
     if not isinstance(header, dict):
         raise FormatError("the header is not a JSON object")
     metadata = header.pop(METADATA, None)
@@ -72,50 +79,112 @@ class Kind(NamedTuple):
 
     def tensor(self, source: ByteSource, offset: int) -> Tensor:
         """Return the tensor of this kind whose bytes begin at `offset`."""
-        return self.like.over(Storage(Range(source, offset, self.nbytes)))
+        return self.like.over(Storage(_NEW_RANGE(Range, (source, offset, self.nbytes))))
 
 
 Kinds = dict[tuple[str, Shape], Kind]
 
 
+class _NewKinds(Kinds):
+    """Kinds by code and shape, each made when it is first looked up."""
+
+    def __missing__(self, key: tuple[str, Shape]) -> Kind:
+        code, shape = key
+        dtype = BY_SAFETENSORS[code]
+        bits = _bits(dtype, _naturals([*shape], "shape"))
+        return self.setdefault(key, _kind(dtype, shape, bits // 8))
+
+
+class _Header:
+    """What a header says: names of tensors, their kinds, where their bytes are; and metadata."""
+
+    def __init__(self) -> None:
+        self.names: dict[str, None] = {}
+        self.kinds: list[Kind] = []
+        self.begins: list[int] = []
+        self.ends: list[int] = []
+        self.metadata: dict[str, str] = {}
+
+    def check_names(self) -> None:
+        check("name_bytes", max(map(len, self.names), default=0), "characters of a tensor's name")
+
+    def tensors(self, source: ByteSource, start: int) -> dict[str, Tensor]:
+        """Return the tensors, whose bytes follow each other from `start` to the end of `source`."""
+        _check_tiles(self.begins, self.ends, self.names, source.size - start)
+        return {
+            name: kind.tensor(source, start + begin)
+            for name, kind, begin in zip(self.names, self.kinds, self.begins, strict=True)
+        }
+
+
 def read_tensors(text: bytes, source: ByteSource) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Parse the tensors of the header, and its metadata.
+    """Parse the tensors of the header, and its metadata."""
+    try:
+        header = _read_columns(text)
+    except (CkptkitError, LookupError, TypeError):
+        header = _read_entries(text)
+    header.check_names()
+    return header.tensors(source, 8 + len(text)), header.metadata
 
-    Each entry becomes its tensor as soon as it is parsed: all entries of a large header would take
-    more memory than the tensors, and as much time again.
+
+def _read_columns(text: bytes) -> _Header:
+    """Parse the header in parts, and check the fields of all entries of a part at once.
+
+    Raises any of several errors if something is wrong: `_read_entries` says what.
     """
-    start = 8 + len(text)
-    begins: list[int] = []
-    ends: list[int] = []
-    kinds: Kinds = {}
+    header, kinds = _Header(), _NewKinds()
+    named = unknown = 0
+    for part, strings in strict_json.parse_parts(text, "the header"):
+        named += METADATA in part
+        entries, metadata = _apart(part)
+        _add_columns(header, entries, kinds)
+        header.metadata.update(metadata)
+        # Each entry has at least its name, those of its three fields, and its dtype. Where a part
+        # has no string but these, no entry has another field, and no name occurs twice in it.
+        unknown += strings - 5 * len(entries) - 2 * len(metadata)
+    if unknown != named or named > 1 or len(header.names) != len(header.kinds):
+        raise FormatError("a field is unknown, or a name occurs twice")
+    return header
 
-    def exchange(entry: dict[str, Any]) -> Tensor | dict[str, Any]:
+
+def _add_columns(header: _Header, entries: dict[str, Any], kinds: _NewKinds) -> None:
+    codes = [*map(itemgetter("dtype"), entries.values())]
+    shapes = [*map(itemgetter("shape"), entries.values())]
+    spans = [*map(itemgetter("data_offsets"), entries.values())]
+    places = [*flatten(spans)]
+    if not (
+        {*map(type, shapes)} <= {list}
+        and {*map(type, chain(places, flatten(shapes)))} <= {int}
+        and {*map(len, spans)} <= {2}
+        and min(places, default=0) >= 0
+    ):
+        raise FormatError("a field is not of its type")
+    begins, ends = places[::2], places[1::2]
+    found = [*map(kinds.__getitem__, zip(codes, map(tuple, shapes), strict=True))]
+    if [kind.nbytes for kind in found] != [*map(sub, ends, begins)]:
+        raise FormatError("a shape does not fill its bytes")
+    header.names.update(dict.fromkeys(entries))
+    header.kinds += found
+    header.begins += begins
+    header.ends += ends
+
+
+def _read_entries(text: bytes) -> _Header:
+    """Parse the header as a whole, entry by entry. Raises the error of the first wrong one."""
+    header, kinds = _Header(), Kinds()
+    entries, header.metadata = read_header(text)
+    header.names = dict.fromkeys(entries)
+    header.check_names()
+    for name, entry in entries.items():
         try:
             kind, begin = read_entry(entry, kinds)
-        except CkptkitError:
-            return entry  # or it is the metadata, or the header
-        begins.append(begin)
-        ends.append(begin + kind.nbytes)
-        return kind.tensor(source, start + begin)
-
-    header, metadata = read_header(text, exchange)
-    check("name_bytes", max(map(len, header), default=0), "characters of a tensor's name")
-    if not {*map(type, header.values())} <= {Tensor}:
-        raise _first_wrong(header)
-    _check_tiles(begins, ends, header, source.size - start)
-    return header, metadata
-
-
-def _first_wrong(header: dict[str, Any]) -> CkptkitError:
-    """Return the error of the first entry that is not exchanged for a tensor."""
-    for name, entry in header.items():
-        try:
-            if not isinstance(entry, Tensor):
-                read_entry(entry, {})
         except CkptkitError as error:
             error.message = f"tensor {shown(name)}: {error.message}"
-            return error
-    raise AssertionError("every entry is right")
+            raise
+        header.kinds.append(kind)
+        header.begins.append(begin)
+        header.ends.append(begin + kind.nbytes)
+    return header
 
 
 def read_entry(entry: Any, kinds: Kinds) -> tuple[Kind, int]:
@@ -145,14 +214,18 @@ def read_entry(entry: Any, kinds: Kinds) -> tuple[Kind, int]:
 
 
 def _kind(dtype: DType, shape: Shape, nbytes: int) -> Kind:
-    if len(shape) > LIMITS.rank:
-        check("rank", len(shape), "dimensions of a tensor")
-    if math.prod(shape) * (dtype.bits // dtype.packed) != nbytes * 8:
+    if _bits(dtype, shape) != nbytes * 8:
         raise _unfilled(dtype, shape, nbytes)
     if dtype.packed > 1:
         dtype, shape = _packed(dtype, shape)
     storage = Storage(Range(Memory(b""), 0, nbytes))
     return Kind(Tensor(storage, dtype, shape, contiguous_stride(shape)), nbytes)
+
+
+def _bits(dtype: DType, shape: Shape) -> int:
+    if len(shape) > LIMITS.rank:  # or the product could take long
+        check("rank", len(shape), "dimensions of a tensor")
+    return math.prod(shape) * (dtype.bits // dtype.packed)
 
 
 def _unfilled(dtype: DType, shape: Shape, nbytes: int) -> FormatError:

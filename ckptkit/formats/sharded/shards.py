@@ -15,10 +15,11 @@ from __future__ import annotations
 import os
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from itertools import islice
+from itertools import groupby, islice, repeat
+from operator import itemgetter
 from typing import Any
 
 from ckptkit.core.bytesource import Folder
@@ -43,6 +44,7 @@ _NUMBERED = re.compile(r"-([0-9]{1,9})-of-([0-9]{1,9})\.")
 _ABSENT = object()
 _FETCH = "fetch the index and the shards again, into an empty folder"
 
+Entries = dict[Node, Node]  # of a shard, by name
 Restore = Callable[[dict[Node, Node], Mapping[str, str]], Restored]
 Refuse = Callable[[CkptkitError], None]
 
@@ -114,7 +116,7 @@ class _Shards:
         self.refuse = refuse
         self.probes: dict[str, tuple[Format, Probe]] = {}
         self.shards: dict[str, Checkpoint] = {}
-        self.held: dict[str, dict[Node, Node]] = {}  # file name -> what it holds by name
+        self.left: dict[str, Entries] = {}  # file name -> entries that no place names
 
     def with_index(
         self, name: str, restore: Restore, names: frozenset[str] = frozenset()
@@ -135,10 +137,9 @@ class _Shards:
                         hint=_FETCH,
                     )
                 )
-            self._read(files, places)
-            return self._assembled(
-                places, index.get("metadata") or {}, restore, unread(names, {name, *files})
-            )
+            root = self._merged(places, self._read(files))
+            metadata = index.get("metadata") or {}
+            return self._assembled(root, metadata, restore, unread(names, {name, *files}))
         except CkptkitError as error:
             error.at(os.path.join(self.folder.name, name))
             raise
@@ -147,9 +148,9 @@ class _Shards:
         """Read all shards together."""
         self._check_numbers(chosen)
         places: dict[str, str] = {}
-        self._read(set(chosen.files), places)
+        held = dict(self._read(set(chosen.files)))
         for file in chosen.files:
-            for name in self.held.get(file, ()):
+            for name in held.get(file, ()):
                 if name in places:
                     self.refuse(
                         AmbiguousError(
@@ -157,25 +158,21 @@ class _Shards:
                         )
                     )
                 places[name] = file
+        root = self._merged(places, held.items())
         warning = "there is no index: the shards are read in the order of their numbers"
-        return self._assembled(places, {}, _as_it_is, (warning, *unread(names, set(chosen.files))))
+        return self._assembled(root, {}, _as_it_is, (warning, *unread(names, set(chosen.files))))
 
-    def _read(self, files: set[str], places: Mapping[str, str]) -> None:
-        """Read shards; the names in them become those that `places` holds already."""
-        names: defaultdict[str, list[str]] = defaultdict(list)
-        for name, file in places.items():
-            names[file].append(name)
+    def _read(self, files: set[str]) -> Iterator[tuple[str, Entries]]:
+        """Read shards; yield the file name of each, and its entries by name."""
         for file in sorted(files):
             try:
                 shard = self._read_shard(file)
-                self.held[file] = entries = _entries(shard)
+                entries = _entries(shard)
             except CkptkitError as error:
                 self.refuse(error)
                 continue
             self.shards[file] = replace(shard, root=None)
-            for name in names[file]:
-                if (node := entries.pop(name, _ABSENT)) is not _ABSENT:
-                    entries[name] = node
+            yield file, entries
 
     def _read_shard(self, name: str) -> Checkpoint:
         probe = Probe(self.folder.open(name))
@@ -191,29 +188,57 @@ class _Shards:
             error.at(probe.name)
             raise
 
+    def _merged(
+        self, places: Mapping[str, str], shards: Iterable[tuple[str, Entries]]
+    ) -> dict[Node, Node]:
+        """Move the entries of shards into one dict, under the names and in the order of `places`.
+
+        Ties that `places` omits follow. Each name is looked up in its shard alone: in a dict of all
+        names, half a million of them would each wait for the memory.
+        """
+        names: defaultdict[str, list[str]] = defaultdict(list)
+        runs: list[tuple[str, int]] = []  # of names in one file
+        for file, run in groupby(places.items(), itemgetter(1)):
+            known = len(names[file])
+            names[file] += map(itemgetter(0), run)
+            runs.append((file, len(names[file]) - known))
+        nodes: dict[str, Iterable[Node]] = {file: repeat(_ABSENT) for file in names}
+        for file, entries in shards:
+            nodes[file] = [*map(entries.pop, names[file], repeat(_ABSENT))]
+            self.left[file] = entries
+            if not entries:
+                entries.clear()  # an empty dict keeps its table else
+        rest = {file: iter(each) for file, each in nodes.items()}
+        root: dict[Node, Node] = dict(
+            zip(places, flatten(islice(rest[file], count) for file, count in runs), strict=True)
+        )
+        if object in {*map(type, root.values())}:
+            self._drop_absent(root, places)
+        for file, entries in self.left.items():
+            if entries:
+                root.update(self._ties(file, nodes[file], places))
+        return root
+
+    def _drop_absent(self, root: dict[Node, Node], places: Mapping[str, str]) -> None:
+        """Drop the names that no shard has; refuse those whose shard could be read."""
+        for name in [name for name in places if root[name] is _ABSENT]:
+            del root[name]
+            file = places[name]
+            if file in self.shards:
+                self.refuse(
+                    CorruptError(
+                        f"puts {name[:80]!r} into {file}, which does not hold it", hint=_FETCH
+                    )
+                )
+
     def _assembled(
         self,
-        places: Mapping[str, str],
+        root: dict[Node, Node],
         metadata: Mapping[str, Any],
         restore: Restore,
         warnings: tuple[str, ...],
     ) -> Checkpoint:
-        held, shards = self.held, self.shards.items()
-        root: dict[Node, Node] = {}
-        for tensor, file in places.items():
-            entries = held.get(file)
-            if entries is None:  # refused already
-                continue
-            node = entries.get(tensor, _ABSENT)
-            if node is not _ABSENT:
-                root[tensor] = node
-            else:
-                self.refuse(
-                    CorruptError(
-                        f"puts {tensor[:80]!r} into {file}, which does not hold it", hint=_FETCH
-                    )
-                )
-        root |= self._ties(places)
+        shards = self.shards.items()
         texts = {
             key: text if isinstance(text, str) else dump(text)
             for key, text in metadata.items()
@@ -221,7 +246,7 @@ class _Shards:
         }
         restored = restore(root, texts)
         return Checkpoint(
-            _ordered(restored.root, list(held.values())),
+            _ordered(restored.root, list(self.left.values())),
             self.format,
             self.folder,
             merge_all(shard.extras for _, shard in shards) | restored.metadata,
@@ -278,39 +303,30 @@ class _Shards:
                 AmbiguousError(f"{len(numbers):,} shards are numbered as {total:,}", hint=_FETCH)
             )
 
-    def _ties(self, places: Mapping[str, str]) -> dict[Node, Node]:
+    def _ties(self, file: str, own: Iterable[Node], places: Mapping[str, str]) -> dict[Node, Node]:
         """Return names that the index omits because they share memory with one that it lists.
 
-        Any other is an error.
+        `own` are the nodes that are in the file by the index. Any other name left is an error.
         """
         ties: dict[Node, Node] = {}
-        for shard, held in self.held.items():
-            extra = [name for name in held if places.get(name) != shard]
-            known = (
-                {_storage(held[name]) for name in held if places.get(name) == shard}
-                if extra
-                else set()
-            )
-            for name in extra:
-                if name in places:
-                    self.refuse(
-                        AmbiguousError(
-                            f"{name[:80]!r} is in {shard} and in {places[name]}", hint=_FETCH
-                        )
+        known = {*map(_storage, own)}
+        for name, node in self.left[file].items():
+            if name in places:
+                self.refuse(
+                    AmbiguousError(f"{name[:80]!r} is in {file} and in {places[name]}", hint=_FETCH)
+                )
+            elif _storage(node) not in known:
+                self.refuse(
+                    CorruptError(
+                        f"{file} holds {name[:80]!r}, which the index does not have", hint=_FETCH
                     )
-                elif _storage(held[name]) not in known:
-                    self.refuse(
-                        CorruptError(
-                            f"{shard} holds {name[:80]!r}, which the index does not have",
-                            hint=_FETCH,
-                        )
-                    )
-                else:
-                    ties[name] = held[name]
+                )
+            else:
+                ties[name] = node
         return ties
 
 
-def _entries(shard: Checkpoint) -> dict[Node, Node]:
+def _entries(shard: Checkpoint) -> Entries:
     """Return the entries of a shard by name. It may have values of a state_dict and no tensors."""
     root = shard.root
     if (
@@ -345,7 +361,7 @@ def _storage(node: Node) -> int:
     return id(node if tensor is None else tensor.storage)
 
 
-def _ordered(root: Node, shards: list[dict[Node, Node]]) -> Node:
+def _ordered(root: Node, shards: list[Entries]) -> Node:
     """Return `root` as an OrderedDict with the ``_metadata`` of all shards, if all are such."""
     if (
         root.__class__ is not dict

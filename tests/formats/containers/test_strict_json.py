@@ -7,7 +7,7 @@ import dataclasses
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptkit.core.errors import AmbiguousError, CkptkitError, FormatError, LimitError
@@ -145,16 +145,90 @@ def test_brackets_in_texts_do_not_count(text: str) -> None:
     assert parse(f"[{text}]".encode()) == [json.loads(text)]
 
 
-def test_objects_are_exchanged_from_the_inside_out() -> None:
-    data = b'{"a": {"b": {}}, "c": [{"b": 1}]}'
-    seen: list[object] = []
-    assert strict_json.parse(data, "the header", lambda made: seen.append(made) or len(seen)) == 4
-    assert seen == [{}, {"b": 1}, {"b": 1}, {"a": 2, "c": [3]}]
+class Pairs(list[tuple[str, object]]):
+    """The entries of an object, names repeated and all."""
 
 
-def test_texts_beside_exchanged_objects_are_checked() -> None:
-    with pytest.raises(FormatError, match="UTF-8"):
-        strict_json.parse(b'[{}, "\\ud800"]', "the header", lambda made: object())
+NAMES = st.sampled_from(
+    ["a", "b", "", "a:", '"', 'a"},"b', '}, "', "},", "\\", "\u00e9", "[{", "-0"]
+)
+REPEATED = st.recursive(
+    NAMES | st.sampled_from([None, 0, 1.5, []]),
+    lambda inner: st.lists(inner, max_size=3) | st.lists(st.tuples(NAMES, inner)).map(Pairs),
+    max_leaves=12,
+)
+OBJECTS = st.lists(st.tuples(NAMES | TEXTS, REPEATED)).map(Pairs)
+
+
+def written(value: object, space: str, ascii: bool) -> str:
+    if isinstance(value, Pairs):
+        entries = [f"{written(k, space, ascii)}:{written(v, space, ascii)}" for k, v in value]
+        return "{" + f",{space}".join(entries) + "}"
+    if isinstance(value, list):
+        return "[" + f",{space}".join(written(each, space, ascii) for each in value) + "]"
+    return json.dumps(value, ensure_ascii=ascii)
+
+
+def strings_in(value: object) -> int:
+    if isinstance(value, dict):
+        return len(value) + sum(map(strings_in, value.values()))
+    return sum(map(strings_in, value)) if isinstance(value, list) else isinstance(value, str)
+
+
+@settings(max_examples=500)
+@given(OBJECTS, st.sampled_from(["", " ", "\n"]), st.booleans(), st.sampled_from([0, 9, 1 << 18]))
+def test_parts_show_each_repeated_name(value: Pairs, space: str, ascii: bool, size: int) -> None:
+    text = written(value, space, ascii).encode()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(strict_json, "_PART", size)
+        try:
+            parts = list(strict_json.parse_parts(text, "the header"))
+        except FormatError:
+            assert size < len(text)  # a cut inside of a name, or of an entry
+            return
+    merged: dict[str, object] = {}
+    for part, _ in parts:
+        merged |= part
+    distinct = len(merged) == sum(len(part) for part, _ in parts)
+    try:
+        expected = parse(text)
+    except AmbiguousError:
+        assert not distinct or any(strings_in(part) < strings for part, strings in parts)
+    else:
+        assert distinct and repr(merged) == repr(expected)
+        assert all(strings_in(part) == strings for part, strings in parts)
+
+
+def test_parts_are_few_entries_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(strict_json, "_PART", 0)
+    for data in (b'{"a":{"x":1},"b":{"x":"2"},"c":3}', b'{"a": {"x":1}, "b": {"x":"2"}, "c": 3}'):
+        parts = list(strict_json.parse_parts(data, "the header"))
+        assert parts == [({"a": {"x": 1}}, 2), ({"b": {"x": "2"}}, 3), ({"c": 3}, 1)]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b'{"a":{},"b":{},}',
+        b'{"a":{},,"b":{}}',
+        b'{"a":{},"b":{}',
+        b'"a":{},"b":{}}',
+        b'[{},"b"]',
+        b'{"a":{"b":{},"c":1}}',
+        b'{"a":"{},","b":1}',
+        b'{"a":{}},"b":{}}',
+        b'{"a":{},"b"}',
+        b'{"a":{},"b":-0}',
+        b'{"a":{},"b":"\xff"}',
+        b'{"a":{},"\\ud800":1}',
+        b"[]",
+        b'"a"',
+    ],
+)
+def test_parts_that_are_no_objects(data: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(strict_json, "_PART", 0)
+    with pytest.raises(FormatError):
+        list(strict_json.parse_parts(data, "the header"))
 
 
 def test_ST_06_digits() -> None:
@@ -170,3 +244,8 @@ def test_number_of_values(monkeypatch: pytest.MonkeyPatch) -> None:
     assert parse(json.dumps([0] * 100).encode()) == [0] * 100
     with pytest.raises(LimitError, match="json_values"):
         parse(json.dumps([0] * 101).encode())
+    monkeypatch.setattr(strict_json, "_PART", 0)
+    few = b'{"a":{},"b":{},"c":{}}'
+    assert len(list(strict_json.parse_parts(few, "the header"))) == 3
+    with pytest.raises(LimitError, match="json_values"):
+        list(strict_json.parse_parts(few[:-1] + b',"d":' + b"[0" + b",0" * 100 + b"]}", "it"))

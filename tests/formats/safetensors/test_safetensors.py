@@ -8,6 +8,7 @@ import math
 import tracemalloc
 import zlib
 from collections import OrderedDict
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,7 @@ from ckptkit.core.limits import Limits
 from ckptkit.core.plan import Deferred, Plan, Summed
 from ckptkit.core.tensor import Storage, Tensor
 from ckptkit.formats import safetensors as ours
+from ckptkit.formats.containers import strict_json
 from ckptkit.formats.format import Probe, WriteOptions
 from ckptkit.formats.safetensors import header, writing
 from ckptkit.formats.table import TORCH_ZIP
@@ -363,7 +365,9 @@ def test_ST_08_ranges_that_do_not_tile(spans: dict[str, tuple[int, int]]) -> Non
         read(file_of({name: entry(*span) for name, span in spans.items()}, b"abcd"))
 
 
-@pytest.mark.parametrize("offsets", [[1, 0], [0], [], [0, 1, 2], [0, -1], 1, None, {"0": 1}])
+@pytest.mark.parametrize(
+    "offsets", [[1, 0], [0], [], [0, 1, 2], [0, -1], [-1, 0], 1, None, {"0": 1}]
+)
 def test_ST_08_offsets_that_are_none(offsets: object) -> None:
     with pytest.raises(FormatError, match="data_offsets"):
         read(file_of({"a": {"dtype": "U8", "shape": [1], "data_offsets": offsets}}, b"x"))
@@ -375,6 +379,13 @@ def test_ST_09_sizes_that_equal_those_of_another_tensor(shape: object) -> None:
     tensors = {"a": entry(0, 4, "F32", [1]), "b": {**entry(4, 8, "F32", [1]), "shape": shape}}
     with pytest.raises(FormatError, match="tensor 'b': shape is not a list"):
         read(file_of(tensors, bytes(8)))
+
+
+@pytest.mark.parametrize("shape", [{}, "", None])
+def test_ST_09_a_shape_that_is_empty_and_no_list(shape: object) -> None:
+    tensors = {"a": entry(0, 1, "U8", []), "b": {**entry(1, 2), "shape": shape}}
+    with pytest.raises(FormatError, match="tensor 'b': shape is not a list"):
+        read(file_of(tensors, b"xy"))
 
 
 def test_ST_09_a_shape_that_was_checked_before_with_other_bytes() -> None:
@@ -579,6 +590,94 @@ def test_control_14_nothing_in_it(metadata: str) -> None:
 def test_control_14_white_space_is_noted() -> None:
     checkpoint = read(file_of(" \n\t" + json.dumps({"a": entry(0, 1)}) + " \n", b"x"))
     assert list(checkpoint.weights) == ["a"] and "white space" in checkpoint.warnings[0]
+
+
+class Fields(list[tuple[str, Any]]):
+    """An object whose names may be repeated."""
+
+    def json(self, space: str) -> str:
+        entries = [
+            f"{json.dumps(name)}:{each.json(space) if isinstance(each, Fields) else json.dumps(each)}"
+            for name, each in self
+        ]
+        return "{" + f",{space}".join(entries) + "}"
+
+
+ODD: dict[str, list[object]] = {
+    "dtype": ["U8", "F4", "F6_E2M3", "u8", "", None, 8, ["U8"], {"U8": 1}],
+    "shape": [
+        *([1], [], [0], [2], [True], [1.0], [-1], [-1, -1], ["1"], [[1]], "1", "", {}, {"1": 1}),
+        *(None, [2**63, 0], [1] * 65, [10**21]),
+    ],
+    "data_offsets": [
+        *([0, 1], [1, 0], [1, 2], [-1, 0], [0], [], [0, 1, 2], [True, 1], ["0", "1"], "01", {}),
+        *(None, {"0": 0, "1": 1}, [0, 10**21]),
+    ],
+    "strides": [[1], [], None],
+    "__metadata__": [{}, None, {"a": "1"}, {"a": 1}, [], "a"],
+}
+ODD_FIELD = st.sampled_from([(name, value) for name, values in ODD.items() for value in values])
+NAMES = st.sampled_from(["a", "b", "c", "", "\u00e9", '"', "\\", 'a":{},"b', "},", "__metadata__"])
+
+
+@st.composite
+def headers(draw: st.DrawFn) -> str:
+    """The text of a header with a wrong field or two, or none."""
+    entries = Fields()
+    for place, name in enumerate(draw(st.lists(NAMES, max_size=5, unique=draw(st.booleans())))):
+        fields = Fields(entry(place, place + 1).items())
+        for field in draw(st.lists(ODD_FIELD, max_size=draw(st.sampled_from([0, 0, 0, 1])))):
+            at = [name for name, _ in fields].index(field[0]) if field[0] in entry(0, 1) else 0
+            fields[at : at + draw(st.integers(0, 1))] = [field]
+        entries.append((name, fields))
+    for _ in range(draw(st.integers(0, 2))):
+        texts = Fields((name, "},") for name in draw(st.lists(NAMES, max_size=2)))
+        entries.insert(draw(st.integers(0, len(entries))), ("__metadata__", texts))
+    return entries.json(draw(st.sampled_from(["", " ", "\n"])))
+
+
+def outcome(read: Callable[[bytes], object], text: str) -> object:
+    """What is read of a header; None if it is refused."""
+    try:
+        return vars(read(text.encode()))
+    except (CkptkitError, LookupError, TypeError):
+        return None
+
+
+@settings(max_examples=800, deadline=None)
+@given(headers(), st.sampled_from([0, 100, 1 << 18]))
+def test_columns_are_taken_only_where_each_entry_is_right(text: str, size: int) -> None:
+    one_by_one = outcome(header._read_entries, text)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(strict_json, "_PART", size)
+        columns = outcome(header._read_columns, text)
+    if columns is None:
+        assert one_by_one is None or size < len(text)  # a cut inside of a name
+    else:
+        assert one_by_one is not None
+        kinds = [
+            [(kind.like.dtype, kind.like.shape, kind.nbytes) for kind in each.pop("kinds")]
+            for each in (columns, one_by_one)
+        ]
+        assert kinds[0] == kinds[1] and columns == one_by_one
+
+
+@pytest.mark.parametrize("space", ["", " "])
+def test_a_name_that_looks_like_a_cut(space: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(strict_json, "_PART", 0)
+    tensors = {name: entry(n, n + 1) for n, name in enumerate(["a", "b},", "c"])}
+    text = Fields((name, Fields(each.items())) for name, each in tensors.items()).json(space)
+    assert outcome(header._read_columns, text) is None
+    assert list(read(file_of(text, b"xyz")).weights) == ["a", "b},", "c"]
+
+
+def test_a_name_in_two_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(strict_json, "_PART", 0)
+    for name in ("a", "__metadata__"):
+        right: dict[str, Any] = entry(0, 1) if name == "a" else {}
+        pairs = Fields([(name, right), ("b", entry(0, 1)), (name, right)])
+        with pytest.raises(AmbiguousError, match=f"{name}' occurs twice"):
+            read(file_of(pairs.json(""), b"x"))
 
 
 @settings(max_examples=300, deadline=None)

@@ -272,6 +272,24 @@ def test_SH_04_an_empty_map_is_no_damage(tmp_path: Path) -> None:
     assert read(tmp_path / "x").root == {}
 
 
+def test_order_is_that_of_the_index(tmp_path: Path) -> None:
+    """Also where it names the shards in turns; ties that it omits follow."""
+    states: list[State] = [{f"{n}{shard}": torch.ones(1) * n for n in range(4)} for shard in "ab"]
+    states[1]["tied"] = states[1]["2b"]
+    files = [file.replace("safetensors", "bin") for file in (ONE, TWO)]
+    order = ["1b", "3a", "2b", "0b", "1a", "0a", "3b", "2a"]
+    folder = make(
+        tmp_path / "model",
+        dict(zip(files, states, strict=True)),
+        weight_map={name: files["ab".index(name[1])] for name in order},
+        index="pytorch_model.bin.index.json",
+        save=torch.save,
+    )
+    found = read(folder)
+    assert list(found.weights) == [*order, "tied"]
+    assert values(found) == {**{name: [int(name[0])] for name in order}, "tied": [2]}
+
+
 def test_SH_05_a_tensor_that_is_not_there(tmp_path: Path) -> None:
     make(tmp_path / "x", weight_map={"a": ONE, "b": TWO, "c": TWO})
     with pytest.raises(CorruptError, match=f"puts 'c' into {TWO}"):
