@@ -39,7 +39,11 @@ REPLACED = (".old", *(f".ol{n}" for n in range(10)))
 
 _CENTRAL_MAGIC, _DESCRIPTOR_MAGIC = b"PK\x01\x02", b"PK\x07\x08"
 _CENTRAL = struct.Struct("<4s4xHH4xLLLHHHH2xB3xL")
-_LOCAL = struct.Struct("<4s2xHH4xLLLHH")
+_local = struct.Struct("<4s2xHH4xLLLHH").unpack_from
+_field = struct.Struct("<2sH").unpack_from  # of extra fields: kind, and length of what follows
+# Of a local header without its name, and of the extra fields or of what follows, which exists in
+# any zip file.
+_LEAST = 34
 _DESCRIPTOR = struct.Struct("<4sLLL")
 _U32 = 0xFFFFFFFF
 _DESCRIPTOR_FLAG = 0x0008
@@ -205,6 +209,11 @@ class _Window:
         self.step = _STEP
 
     def read(self, offset: int, length: int) -> bytes:
+        at = self.place(offset, length)
+        return self.data[at : at + length]
+
+    def place(self, offset: int, length: int) -> int:
+        """Return where in `data` the bytes from `offset` are; at least `length` follow."""
         at = offset - self.base
         if at < 0 or at + length > len(self.data):
             near = 0 <= at <= len(self.data) + 8 * _STEP
@@ -213,7 +222,7 @@ class _Window:
             self.data = self.source.read(
                 offset, min(max(length, self.step), self.source.size - offset)
             )
-        return self.data[at : at + length]
+        return at
 
 
 def check_members(
@@ -223,7 +232,8 @@ def check_members(
 
     Raises if they differ, or if two members overlap.
     """
-    read = _Window(source).read
+    window = _Window(source)
+    read, place = window.read, window.place
     known = set(names)
     places = [0] * len(rows)
     previous = end = 0
@@ -234,11 +244,13 @@ def check_members(
             if offset < end:
                 _refuse_overlap(names[previous], name, rows[previous][0] == offset)
             _check_gap(read, end, offset, known)
-        start, described = find_data(read, name, row)
-        places[i] = start
+        at = place(offset, _LEAST + len(name))
+        size, described = _check_header(window.data, at, read, name, row)
+        places[i] = start = offset + size
         end = start + row[1]
         if described and end <= directory:
-            end = _check_descriptor(read, end, name, row)
+            at = place(end, 24)  # at least as many follow in any zip file
+            end += _check_descriptor(window.data, at, name, row)
         if end > directory:
             raise CorruptError(f"record {shown(name)} reaches into the zip directory")
         previous = i
@@ -247,32 +259,40 @@ def check_members(
     return places
 
 
-def find_data(read: Read, name: bytes, row: Row) -> tuple[int, bool]:
-    """Return the offset of a member's bytes, and whether a data descriptor follows them.
+def find_data(read: Read, name: bytes, row: Row) -> int:
+    """Return the offset of a member's bytes. Raises as `check_members`."""
+    offset = row[0]
+    head = read(offset, _LEAST + len(name))
+    return offset + _check_header(head, 0, read, name, row[:6])[0]
 
-    The local header must agree with the directory, except for the flag of the descriptor.
+
+def _check_header(data: bytes, at: int, read: Read, name: bytes, row: Row) -> tuple[int, bool]:
+    """Return the size of the local header at `at`, and whether a data descriptor follows the bytes.
+
+    It must agree with the directory, except for the flag of the descriptor.
     """
-    offset, stored, size, crc, method, flags = row[:6]
+    offset, stored, size, crc, method, flags = row
     n = len(name)
-    # And four bytes of extra fields or of what follows, which exists in any zip file.
-    head = read(offset, 34 + n)
-    magic, own_flags, own_method, own_crc, own_stored, own_size, own_n, x = _LOCAL.unpack_from(head)
+    magic, own_flags, own_method, own_crc, own_stored, own_size, own_n, x = _local(data, at)
     if magic != MAGIC:
         raise CorruptError(
             f"there is no record {shown(name)} at byte {offset:,}, where the directory has it"
         )
-    described = bool(own_flags & _DESCRIPTOR_FLAG)
+    described = own_flags & _DESCRIPTOR_FLAG != 0
     alike = own_flags == flags or own_flags == flags | _DESCRIPTOR_FLAG
-    if not alike or own_method != method or own_n != n or head[30 : 30 + n] != name:
+    end = at + 30 + n
+    if not alike or own_method != method or own_n != n or data[at + 30 : end] != name:
         raise AmbiguousError(
             f"name, flags or method of record {shown(name)} differ between header and directory"
         )
-    own = (own_crc, own_stored, own_size)
-    same = own == (crc, stored, size) or (described and own == (0, 0, 0))
-    padding = head[30 + n : 32 + n] == b"FB" and head[32 + n] + (head[33 + n] << 8) == x - 4
-    if not same or not (padding or not x):
+    if described and not (own_crc or own_stored or own_size):
+        same = True
+    else:
+        same = own_crc == crc and own_stored == stored and own_size == size
+    if not same or (x and _field(data, end) != (b"FB", x - 4)):
+        own = own_crc, own_stored, own_size
         _check_local(own, described, _fields(read(offset + 30 + n, x), name), name, row)
-    return offset + 30 + n + x, described
+    return 30 + n + x, described
 
 
 def _check_local(
@@ -298,20 +318,19 @@ def _check_local(
         )
 
 
-def _check_descriptor(read: Read, at: int, name: bytes, row: Row) -> int:
-    """Return the end of the data descriptor at `at`.
+def _check_descriptor(data: bytes, at: int, name: bytes, row: Row) -> int:
+    """Return the size of the data descriptor at `at`.
 
     It holds the CRC and both sizes, of 32 or 64 bits, mostly after a signature.
     """
-    _, stored, size, crc = row[:4]
-    data = read(at, 24)  # at least as many follow in any zip file
-    if _DESCRIPTOR.unpack_from(data) == (_DESCRIPTOR_MAGIC, crc, stored, size):
-        return at + 16
+    _, stored, size, crc, _, _ = row
+    if _DESCRIPTOR.unpack_from(data, at) == (_DESCRIPTOR_MAGIC, crc, stored, size):
+        return 16
     wide = struct.pack("<LQQ", crc, stored, size)
     narrow = struct.pack("<LLL", crc, stored & _U32, size & _U32) if size <= _U32 else wide
     for expected in (_DESCRIPTOR_MAGIC + wide, wide, narrow):
-        if data.startswith(expected):
-            return at + len(expected)
+        if data.startswith(expected, at):
+            return len(expected)
     raise CorruptError(f"the data descriptor of record {shown(name)} contradicts the directory")
 
 

@@ -202,7 +202,7 @@ class LocalHeaders:
                 self._places[name] = self._find(name, entry)
 
     def _find(self, name: str, entry: ZipEntry) -> int:
-        return find_data(self._source.read, name.encode(), entry)[0]
+        return find_data(self._source.read, name.encode(), entry)
 
 
 class Unlocated(NamedTuple):
