@@ -54,7 +54,9 @@ class Emitter:
         self.by_value: dict[tuple[type, Node], int] = {}
         self.strings: dict[str, int] = {}
         self.keep: list[Node] = []  # ids in by_id stay taken
-        self.shapes: dict[tuple[int, ...], bytes] = {}
+        self.sizes: dict[
+            tuple[int, int, tuple[int, ...], tuple[int, ...]], bytes
+        ] = {}  # see _sized
         self.frames: dict[
             tuple[str, Node, bool, bool, bool], tuple[bytes, bytes, bytes]
         ] = {}  # see _frame
@@ -203,14 +205,6 @@ class Emitter:
             self._string(location), _integer(numel), b"tQ",
         ))  # fmt: skip
 
-    def _shape(self, shape: tuple[int, ...]) -> bytes:
-        code = self.shapes.get(shape)
-        if code is None:
-            items = b"".join(map(_integer, shape))
-            code = items + TUPLES[len(shape)] if len(shape) < 4 else b"(" + items + b"t"
-            self.shapes[shape] = code
-        return code
-
     def _tensor(self, tensor: Tensor) -> None:
         index = self.by_id.get(id(tensor))
         if index is not None:
@@ -250,10 +244,11 @@ class Emitter:
                 self.frames[kind] = frame
         head, middle, tail = frame
         text = key.encode()
-        return b"".join((
-            head, _U4(len(text)), text, middle, _integer(numel), b"tQ",
-            _integer(tensor.offset), self._shape(tensor.shape), self._shape(tensor.stride), tail,
-        ))  # fmt: skip
+        sizes = numel, tensor.offset, tensor.shape, tensor.stride
+        sized = self.sizes.get(sizes)
+        if sized is None:
+            sized = self.sizes[sizes] = _sized(*sizes)
+        return b"".join((head, _U4(len(text)), text, middle, sized, tail))
 
     def _frame(
         self, tensor: Tensor, tag: str, made: Global, location: str, grad: bool
@@ -296,13 +291,7 @@ class Emitter:
         made = self._global(_META_TENSOR_NO_STORAGE)
         dtype = self._dtype(tensor)
         return (
-            made
-            + b"("
-            + dtype
-            + self._shape(tensor.shape)
-            + self._shape(tensor.stride)
-            + _flag(grad)
-            + b"tR"
+            made + b"(" + dtype + _shape(tensor.shape) + _shape(tensor.stride) + _flag(grad) + b"tR"
         )
 
 
@@ -313,6 +302,16 @@ def get(index: int) -> bytes:
 
 def _flag(value: bool) -> bytes:
     return b"\x88" if value else b"\x89"
+
+
+def _sized(numel: int, offset: int, shape: tuple[int, ...], stride: tuple[int, ...]) -> bytes:
+    """Return the end of a persistent id, and the numbers of a tensor of it."""
+    return _integer(numel) + b"tQ" + _integer(offset) + _shape(shape) + _shape(stride)
+
+
+def _shape(shape: tuple[int, ...]) -> bytes:
+    items = b"".join(map(_integer, shape))
+    return items + TUPLES[len(shape)] if len(shape) < 4 else b"(" + items + b"t"
 
 
 def _integer(value: int) -> bytes:

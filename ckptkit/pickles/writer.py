@@ -78,16 +78,14 @@ _JOINED = 1 << 15  # pieces that are joined, because a short one is mostly its h
 class _Writer(Emitter):
     def __init__(self, persistent_id: PersistentId, protocol: int = 2) -> None:
         super().__init__(persistent_id, protocol)
+        self.joined: list[bytes] = []
         self.making: set[int] = set()  # objects whose arguments are being written
         self.leaves |= {_Code: self.emit, _Put: self._put_node, _EndTuple: self._end_tuple}
 
     def write(self, root: Node) -> Pickled:
         frames: list[Iterator[Node]] = [iter((root,))]
-        done: list[bytes] = []
         while frames:
-            if len(self.parts) > _JOINED:
-                done.append(b"".join(self.parts))
-                self.parts.clear()
+            self._join()
             for item in frames[-1]:
                 leaf = self.leaves.get(item.__class__)
                 if leaf is not None:
@@ -105,9 +103,14 @@ class _Writer(Emitter):
         self.leaves.clear()
         if self.needed > self.protocol:  # in which names are spelt differently from the start
             return _Writer(self.persistent_id, self.needed).write(root)
-        data = b"".join((b"\x80", bytes((self.protocol,)), *done, *self.parts, b"."))
+        data = b"".join((b"\x80", bytes((self.protocol,)), *self.joined, *self.parts, b"."))
         check("pickle_bytes", len(data), "bytes of the pickle to write")
         return Pickled(data, self._notes())
+
+    def _join(self) -> None:
+        if len(self.parts) > _JOINED:
+            self.joined.append(b"".join(self.parts))
+            self.parts.clear()
 
     def _notes(self) -> tuple[str, ...]:
         if not self.refused:
@@ -162,14 +165,21 @@ class _Writer(Emitter):
             yield _BUILD
 
     def _items(self, pairs: list[tuple[Node, Node]]) -> Iterator[Node]:
+        """Emit keys and values that are leaves, and yield the others."""
+        leaves = self.leaves
         for start in range(0, len(pairs), BATCH):
+            self._join()
             batch = pairs[start : start + BATCH]
             if len(batch) > 1:
-                yield _MARK
-            for key, value in batch:
-                yield key
-                yield value
-            yield _SETITEMS if len(batch) > 1 else _SETITEM
+                self.emit(_MARK)
+            for pair in batch:
+                for node in pair:
+                    leaf = leaves.get(node.__class__)
+                    if leaf is None:
+                        yield node
+                    else:
+                        leaf(node)
+            self.emit(_SETITEMS if len(batch) > 1 else _SETITEM)
 
     def _list(self, node: list[Node]) -> Iterator[Node]:
         self.emit(b"]" + self._put(node))

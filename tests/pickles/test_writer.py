@@ -656,3 +656,12 @@ def test_bytes_spelt_as_text() -> None:
         machine(b"\x80\x02c__builtin__\nbytearray\n" + text("\xff\0") + text("latin-1") + b"\x86R.")
         == b"\xff\0"
     )
+
+
+def test_pieces_are_joined_in_between(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within a long dict, and between a dict and what it holds."""
+    tree = {"a": {str(n): n for n in range(2500)}, "b": [{"c": n} for n in range(20)]}
+    whole = write_pickle(tree, lambda typed: ()).data
+    monkeypatch.setattr("ckptkit.pickles.writer._JOINED", 3)
+    assert write_pickle(tree, lambda typed: ()).data == whole
+    assert isomorphic(machine(whole), tree)

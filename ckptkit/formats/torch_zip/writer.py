@@ -24,6 +24,7 @@ from ckptkit.pickles.storages import storage_class
 from ckptkit.pickles.writer import write_pickle
 
 TOP = "archive"
+_UNTYPED = storage_class(None)
 
 
 def layout(checkpoint: Checkpoint, options: WriteOptions) -> Plan:
@@ -59,9 +60,10 @@ class Numbering:
 
     def __call__(self, typed: TypedStorage) -> tuple[Node, ...]:
         self.tensors += 1
-        made = storage_class(typed.dtype)
-        storage = typed.storage
-        dtype = None if made is storage_class(None) else typed.dtype
+        storage, dtype = typed.storage, typed.dtype
+        made = storage_class(dtype)
+        if made is _UNTYPED:
+            dtype = None
         number = self._number(storage, dtype)
         numel, rest = divmod(storage.nbytes, 1 if dtype is None else dtype.itemsize)
         if rest:
