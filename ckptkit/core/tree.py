@@ -11,7 +11,7 @@ Python's own recursive operators.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any
 
@@ -249,14 +249,21 @@ def _attributes(state: Node) -> Iterable[tuple[Node, Node]]:
     return () if state is None else (("state", state),)
 
 
-def walk(root: Node) -> Iterator[tuple[Path, Node]]:
+def walk(
+    root: Node, skip: Callable[[Path, Node], bool] = lambda path, node: False
+) -> Iterator[tuple[Path, Node]]:
     """Yield every node with its path, containers before what they hold, in order.
+
+    What a container holds is left out if `skip` returns True; it is called after the container was
+    yielded, and only where the walk would go on inside it.
 
     A node that occurs in several places is yielded at each of them, until `LIMITS.revisits` values
     have been repeated (a file made to explode): from then on once. A cycle ends where it closes.
     Nesting beyond `LIMITS.depth` raises LimitError.
     """
     yield (), root
+    if skip((), root):
+        return
     seen = {id(root)}
     again = 0
     open_ids = {id(root)}
@@ -275,6 +282,8 @@ def walk(root: Node) -> Iterator[tuple[Path, Node]]:
             if len(stack) >= LIMITS.depth:
                 check("depth", len(stack) + 1, "levels of values")
             seen.add(id(node))
+            if skip(here, node):
+                continue
             open_ids.add(id(node))
             stack.append((here, node, iter(children(node))))
             break

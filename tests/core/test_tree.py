@@ -447,3 +447,25 @@ def test_module_versions_are_an_attribute() -> None:
     versions = {"": {"version": 1}, "a": {"version": 2}}
     found = module_versions(OrderedMapping({"a.w": 1}, versions_state(versions)))
     assert found == versions and isinstance(found, OrderedMapping)
+
+
+def test_walk_leaves_out_what_is_skipped() -> None:
+    """`skip` is asked where the walk would go on inside a container, after it was yielded."""
+    cycle: list[Node] = [1]
+    cycle.append(cycle)
+    root = {"a": {"x": 1}, "b": [{"x": 2}, "text"], "c": cycle}
+    events: list[tuple[Node, ...]] = []
+
+    def skip(path: tuple[Node, ...], node: Node) -> bool:
+        events.append(("asked", path))
+        return bool(path) and path[-1] in ("a", 0)
+
+    for path, _ in walk(root, skip):
+        events.append(path)
+    asked = [event[1] for event in events if event[:1] == ("asked",)]
+    assert asked == [(), ("a",), ("b",), ("b", 0), ("c",)]
+    assert [event for event in events if event[:1] != ("asked",)] == [
+        *[(), ("a",), ("b",), ("b", 0), ("b", 1), ("c",), ("c", 0), ("c", 1)]
+    ]
+    assert all(events[events.index(("asked", path)) - 1] == path for path in asked)
+    assert list(walk(root, lambda path, node: True)) == [((), root)]

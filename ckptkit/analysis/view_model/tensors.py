@@ -56,13 +56,14 @@ def _part(group: Group) -> str:
 
 def _is_plain(row: TensorRow) -> bool:
     """Return whether there is nothing to remark, as for almost all tensors."""
-    tensor, storage = row.tensor, row.tensor.storage
+    _, _, tensor, _, nbytes, local, _, group, is_shared = row
+    storage = tensor.storage
     return (
         storage is not None
-        and storage.record.length == row.nbytes
-        and row.local is None
-        and row.group is None
-        and not row.is_shared
+        and storage.record.length == nbytes
+        and local is None
+        and group is None
+        and not is_shared
         and tensor.kind != "ndarray"
         and tensor.layout == "strided"
         and not (tensor.conj or tensor.neg)
@@ -243,13 +244,13 @@ def _items(
         if not _is_plain(row):
             yield row.label, _columns(title, row), row.nbytes
             continue
-        tensor = row.tensor
+        name, _, tensor, _, nbytes, *_ = row
         # Nothing else is shown of a plain one: of many, few differ in that.
         kind = tensor.dtype.name, tensor.shape, tensor.device
         columns = known.get(kind)
         if columns is None:
             columns = known[kind] = _columns(title, row)
-        yield row.label, columns, row.nbytes
+        yield row.place if name is None else name, columns, nbytes
 
 
 def _columns(title: str | None, row: TensorRow) -> tuple[Hashable, ...]:
