@@ -14,6 +14,7 @@ from functools import cached_property
 from itertools import islice
 from typing import NamedTuple
 
+from ckptkit.core.dtypes import DType
 from ckptkit.core.errors import AmbiguousError, UsageError
 from ckptkit.core.limits import LIMITS, check
 from ckptkit.core.tensor import Tensor
@@ -67,6 +68,12 @@ class Weights:
     def endings(self) -> frozenset[str]:
         """The last components of the names: few, of many."""
         return frozenset({name.rpartition(".")[2] for name in self.nodes})
+
+    @cached_property
+    def dtypes(self) -> tuple[DType, ...]:
+        """The different dtypes of the tensors among the nodes: few, of many."""
+        found = [node.dtype for node in self.nodes.values() if node.__class__ is Tensor]
+        return tuple(dict(zip(map(id, found), found, strict=True)).values())
 
     def __repr__(self) -> str:
         return f"<Weights {join(self.path) or 'at the root'}: {plural(len(self.nodes), 'tensor')}>"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from ckptkit.core.tensor import Tensor
 from ckptkit.core.tree import Node, Object
 from ckptkit.core.weights import Weights
 
@@ -40,6 +39,4 @@ def concern(weights: Weights) -> bool:
         return True
     if Object in {*map(type, nodes)} and any(is_subclass(node) for node in nodes):
         return True
-    dtypes = [node.dtype for node in nodes if node.__class__ is Tensor]
-    different = dict(zip(map(id, dtypes), dtypes, strict=True)).values()
-    return any(dtype.kind == "float" and dtype.bits == 8 for dtype in different)
+    return any(dtype.kind == "float" and dtype.bits == 8 for dtype in weights.dtypes)

@@ -38,6 +38,14 @@ def test_the_root(mapping: type) -> None:
     assert weights.tensors["a"] is W
 
 
+def test_names_and_dtypes_that_differ() -> None:
+    half = Tensor(W.storage, dtypes.BY_NAME["float16"], (4,), (1,))
+    other = Object(Global("torch._utils", "_rebuild_qtensor"), tensor=tensor())
+    weights = found({"a.weight": W, "b.weight": half, "b.bias": tensor(), "b.packed": other})
+    assert weights.endings == {"weight", "bias", "packed"}
+    assert weights.dtypes == (W.dtype, half.dtype)
+
+
 def test_extra_state_does_not_count() -> None:
     weights = found({"a": W, "_extra_state": {"x": 1}, "b._extra_state": None})
     assert weights.path == ()

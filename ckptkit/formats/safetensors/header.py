@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from itertools import chain
 from operator import itemgetter, sub
 from typing import Any, NamedTuple
 
@@ -154,7 +153,7 @@ def _add_columns(header: _Header, entries: dict[str, Any], kinds: _NewKinds) -> 
     places = [*flatten(spans)]
     if not (
         {*map(type, shapes)} <= {list}
-        and {*map(type, chain(places, flatten(shapes)))} <= {int}
+        and {*map(type, places), *map(type, flatten(shapes))} <= {int}
         and {*map(len, spans)} <= {2}
         and min(places, default=0) >= 0
     ):

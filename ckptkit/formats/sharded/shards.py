@@ -330,9 +330,9 @@ def _entries(shard: Checkpoint) -> Entries:
     """Return the entries of a shard by name. It may have values of a state_dict and no tensors."""
     root = shard.root
     if (
-        shard.selection is None
-        and isinstance(root, dict)
-        and all(type(name) is str for name in root)
+        isinstance(root, dict)
+        and {*map(type, root)} <= {str}
+        and ({*map(type, root.values())} <= {Tensor} or shard.selection is None)
     ):
         return root
     weights = shard.required

@@ -125,6 +125,34 @@ def test_an_index_in_the_working_directory(tmp_path: Path, monkeypatch: pytest.M
     assert values(read(Path(INDEX))) == {"a": [1, 1], "b": [0, 0, 0]}
 
 
+@pytest.mark.parametrize(
+    "state",
+    [
+        {"rng_state": torch.zeros(16, dtype=torch.uint8)},
+        {"a": torch.ones(1), "a_extra_state": torch.ones(1)},
+        {"a": torch.ones(1), "optimizer_extra_state": 3},
+    ],
+)
+def test_entries_of_a_shard_are_all_that_it_holds(tmp_path: Path, state: dict[str, Any]) -> None:
+    file, index = "pytorch_model-00001-of-00001.bin", "pytorch_model.bin.index.json"
+    root = read(make(tmp_path, {file: state}, index=index, save=torch.save)).root
+    assert isinstance(root, dict) and list(root) == list(state)
+
+
+def test_a_shard_whose_names_are_numbers(tmp_path: Path) -> None:
+    state: Any = {0: torch.zeros(16, dtype=torch.uint8)}
+    places = {"0": "pytorch_model-00001-of-00001.bin"}
+    make(
+        tmp_path,
+        {places["0"]: state},
+        weight_map=places,
+        index="pytorch_model.bin.index.json",
+        save=torch.save,
+    )
+    with pytest.raises(CkptkitError, match="no mapping from names to tensors"):
+        read(tmp_path)
+
+
 def test_extra_states_are_entries_like_others(tmp_path: Path) -> None:
     state = {"a": torch.ones(2), "l._extra_state": torch.zeros(1)}
     make(tmp_path / "x", {"model.safetensors": state})
