@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from itertools import repeat
 
 from ckptkit.analysis.summary import Summary
 from ckptkit.core.grouping import flatten
@@ -109,7 +110,7 @@ def _prefixes(summary: Summary, path: str) -> Iterator[str]:
     wrappers = tuple(WRAPPERS)
     wrapped = [name for name in names if name.startswith(wrappers)]
     for prefix in WRAPPERS:
-        having = sum([name.startswith(prefix) for name in wrapped])
+        having = sum(map(str.startswith, wrapped, repeat(prefix)))
         if having and 2 * having > len(names):
             how_many = "all" if having == len(names) else f"{having:,} of {len(names):,}"
             command = strip_module(path, prefix, *summary.chosen)
@@ -117,7 +118,8 @@ def _prefixes(summary: Summary, path: str) -> Iterator[str]:
 
 
 def _devices(summary: Summary, path: str) -> Iterator[str]:
-    devices = dict.fromkeys([row.tensor.device for row in summary.rows])
+    held = [row.tensor.storage for row in summary.rows]
+    devices = dict.fromkeys([each.device for each in held if each is not None])
     away = [device for device in devices if device.partition(":")[0] not in ("cpu", "meta")]
     if away:
         yield f"saved on {some(away)}; to load without: {edit('remap', path, 'cpu', '--to', 'cpu')}"

@@ -60,7 +60,8 @@ def remarks(summary: Summary, rows: Sequence[TensorRow]) -> Iterator[str]:
         yield escape(f"this is {summary.part}")
     if summary.weights is not None and rows:
         yield f"weights: {escape(join(summary.weights)) or 'the whole file'}"
-    if kinds := Counter(row.dtype for row in rows if row.is_logical):
+    grouped = [row for row in rows if row.group is not None]
+    if kinds := Counter(row.dtype for row in grouped if row.is_logical):
         total = sum(row.name is not None for row in rows)
         each = ", ".join(f"{number:,} {kind}" for kind, number in kinds.items())
         yield escape(
