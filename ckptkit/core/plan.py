@@ -81,10 +81,10 @@ Segment = bytes | Range | Derived | Summed | Deferred
 
 def length(segment: Segment) -> int:
     """Return the number of bytes that the segment writes."""
-    if isinstance(segment, (Range, Derived)):
-        return segment.length
     if isinstance(segment, bytes):
         return len(segment)
+    if isinstance(segment, (Range, Derived)):
+        return segment.length
     if isinstance(segment, Summed):
         return segment.extent.length
     return len(segment.template)

@@ -52,6 +52,8 @@ class Rebuild:
             return self._made[id(node)]
         if node.__class__ in PLAIN_TYPES:
             return node
+        if node.__class__ is dict:
+            return self._shell(node)
         if node.__class__ is not Tensor:  # most are
             if isinstance(node, tuple):
                 return self._tuple(node)
@@ -83,8 +85,11 @@ class Rebuild:
     def _fill(self, old: Node, new: Node) -> None:
         copy = self._copy
         if isinstance(old, dict):
+            plain = PLAIN_TYPES
             for key, value in old.items():
-                new[key if key.__class__ in PLAIN_TYPES else copy(key)] = copy(value)
+                new[key if key.__class__ in plain else copy(key)] = (
+                    value if value.__class__ in plain else copy(value)
+                )
             if isinstance(old, OrderedMapping):
                 new.state = copy(old.state)
         elif isinstance(old, list):

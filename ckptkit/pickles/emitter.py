@@ -50,7 +50,8 @@ class Emitter:
         self.parts: list[bytes] = []
         self.emit = self.parts.append
         self.count = 0  # memo entries
-        self.by_id: dict[int, int] = {}  # id of a node -> its memo entry
+        self.tensors: dict[Tensor, int] = {}  # memo entries
+        self.by_id: dict[int, int] = {}  # id of another node -> its memo entry
         self.by_value: dict[tuple[type, Node], int] = {}
         self.strings: dict[str, int] = {}
         self.keep: list[Node] = []  # ids in by_id stay taken
@@ -79,7 +80,7 @@ class Emitter:
         if node is not None:
             self.by_id[id(node)] = index
             self.keep.append(node)
-        return b"q%c" % index if index < 256 else b"r" + _U4(index)
+        return _put_at(index)
 
     # Scalars
 
@@ -91,9 +92,10 @@ class Emitter:
         if index is not None:
             return get(index)
         check_no_calls(text)
-        self.strings[text] = self.count
         data = text.encode("utf-8", "surrogatepass")
-        return b"X" + _U4(len(data)) + data + self._put()
+        self.strings[text] = index = self.count
+        self.count = index + 1
+        return b"X" + _U4(len(data)) + data + _put_at(index)
 
     def _int(self, value: int) -> None:
         self.emit(_integer(value))
@@ -206,7 +208,7 @@ class Emitter:
         ))  # fmt: skip
 
     def _tensor(self, tensor: Tensor) -> None:
-        index = self.by_id.get(id(tensor))
+        index = self.tensors.get(tensor)
         if index is not None:
             self.emit(get(index))
             return
@@ -215,7 +217,8 @@ class Emitter:
             if tensor.kind == "parameter"
             else self._built(tensor, tensor.requires_grad)
         )
-        self.emit(code + self._put(tensor))
+        self.tensors[tensor] = self.count
+        self.emit(code + self._put())
 
     def _parameter(self, tensor: Tensor) -> bytes:
         """_rebuild_parameter(data, requires_grad, OrderedDict())."""
@@ -293,6 +296,11 @@ class Emitter:
         return (
             made + b"(" + dtype + _shape(tensor.shape) + _shape(tensor.stride) + _flag(grad) + b"tR"
         )
+
+
+def _put_at(index: int) -> bytes:
+    """BINPUT or LONG_BINPUT."""
+    return b"q%c" % index if index < 256 else b"r" + _U4(index)
 
 
 def get(index: int) -> bytes:

@@ -164,8 +164,25 @@ class _Writer(Emitter):
             yield node.state
             yield _BUILD
 
+    def _single(self, node: dict[Node, Node]) -> bool:
+        """Emit a dict of one leaf at once, without a frame of its own; return False for any other.
+
+        The versions of modules are such: there may be as many as tensors.
+        """
+        if len(node) != 1 or id(node) in self.by_id:
+            return False
+        ((key, value),) = node.items()
+        write_key, write_value = map(self.leaves.get, (key.__class__, value.__class__))
+        if write_key is None or write_value is None:
+            return False
+        self.emit(b"}" + self._put(node))
+        write_key(key)
+        write_value(value)
+        self.emit(_SETITEM)
+        return True
+
     def _items(self, pairs: list[tuple[Node, Node]]) -> Iterator[Node]:
-        """Emit keys and values that are leaves, and yield the others."""
+        """Emit keys and values that can be emitted at once, and yield the others."""
         leaves = self.leaves
         for start in range(0, len(pairs), BATCH):
             self._join()
@@ -175,10 +192,10 @@ class _Writer(Emitter):
             for pair in batch:
                 for node in pair:
                     leaf = leaves.get(node.__class__)
-                    if leaf is None:
-                        yield node
-                    else:
+                    if leaf is not None:
                         leaf(node)
+                    elif node.__class__ is not dict or not self._single(node):
+                        yield node
             self.emit(_SETITEMS if len(batch) > 1 else _SETITEM)
 
     def _list(self, node: list[Node]) -> Iterator[Node]:

@@ -14,7 +14,11 @@ def moved(leaf: Node, storages: Mapping[int, Storage]) -> Node:
     """Return a leaf on the storage that replaces its own, by id; any other leaf as it is."""
     if isinstance(leaf, Tensor):
         storage = storages.get(id(leaf.storage))
-        return leaf if storage is None else on(storage, leaf)
+        if storage is None:
+            return leaf
+        if leaf.storage is not None and storage.nbytes == leaf.storage.nbytes:
+            return leaf.over(storage)  # the elements are as far inside it as before
+        return on(storage, leaf)
     if isinstance(leaf, TypedStorage) and id(leaf.storage) in storages:
         return replace(leaf, storage=storages[id(leaf.storage)])
     return leaf

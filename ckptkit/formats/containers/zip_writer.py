@@ -39,6 +39,14 @@ _DATE = 0x0021
 _JOINED = 1 << 16  # literal contents up to this length share a segment with the headers around them
 
 
+def _padding(size: int) -> bytes:
+    """Return the extra field ``FB`` with `size` bytes."""
+    return b"FB" + struct.pack("<H", size) + b"Z" * size
+
+
+_PADDING = tuple(map(_padding, range(ALIGNMENT)))
+
+
 class ZipMember(NamedTuple):
     """A record to be written.
 
@@ -57,8 +65,14 @@ class _Text:
         self.data = bytearray()
         self.holes: list[tuple[int, int]] = []
 
-    def segment(self) -> Segment:
-        return Deferred(bytes(self.data), tuple(self.holes)) if self.holes else bytes(self.data)
+    def take(self) -> Segment:
+        """Return what has been assembled, and begin again."""
+        data, holes = bytes(self.data), self.holes
+        self.data.clear()
+        if not holes:
+            return data
+        self.holes = []
+        return Deferred(data, tuple(holes))
 
 
 def lay_out(members: Iterable[ZipMember]) -> list[Segment]:
@@ -86,16 +100,16 @@ def lay_out(members: Iterable[ZipMember]) -> list[Segment]:
         if isinstance(content, bytes) and size <= _JOINED:
             text.data += content
         elif size:
-            segments.append(text.segment())
+            segments.append(text.take())
             segments.append(
                 content if isinstance(content, bytes) or crc is not None else Summed(content, count)
             )
-            text = _Text()
         offset += len(header) + size
         count += 1
     text.holes += [(len(text.data) + position, number) for position, number in directory.holes]
     text.data += directory.data + ends(offset, len(directory.data), count)
-    return [*segments, text.segment()]
+    segments.append(text.take())
+    return segments
 
 
 def record(name: str, content: bytes, offset: int) -> tuple[bytes, bytes]:
@@ -121,19 +135,31 @@ def _local_header(name: bytes, offset: int, size: int, crc: int, place: int | No
         version, wide, short = 45, struct.pack("<2H2Q", 1, 16, size, size), _U32
     start = offset + 34 + len(name) + len(wide)
     pad = -start % ALIGNMENT if place is None else (place - start) % BLOCK
-    extra = wide + b"FB" + struct.pack("<H", pad) + b"Z" * pad
-    sizes = crc, short, short, len(name), len(extra)
-    return _LOCAL(b"PK\x03\x04", version, _UTF8_FLAG, 0, 0, _DATE, *sizes) + name + extra
+    extra = wide + (_PADDING[pad] if pad < ALIGNMENT else _padding(pad))
+    n, x = len(name), len(extra)
+    return (
+        _LOCAL(b"PK\x03\x04", version, _UTF8_FLAG, 0, 0, _DATE, crc, short, short, n, x)
+        + name
+        + extra
+    )
 
 
 def _central_entry(name: bytes, offset: int, size: int, crc: int) -> bytes:
-    wide = [size, size] if size >= _U32 else []
-    wide += [offset] if offset >= _U32 else []
-    extra = struct.pack(f"<2H{len(wide)}Q", 1, 8 * len(wide), *wide) if wide else b""
-    version, size, offset = 45 if wide else 20, min(size, _U32), min(offset, _U32)
-    first = b"PK\x01\x02", version, version, _UTF8_FLAG, 0, 0, _DATE
-    sizes = crc, size, size, len(name), len(extra)
-    return _CENTRAL(*first, *sizes, 0, 0, 0, 0, offset) + name + extra
+    version, extra = 20, b""
+    if size >= _U32 or offset >= _U32:
+        wide = [size, size] if size >= _U32 else []
+        wide += [offset] if offset >= _U32 else []
+        version, extra = 45, struct.pack(f"<2H{len(wide)}Q", 1, 8 * len(wide), *wide)
+        size, offset = min(size, _U32), min(offset, _U32)
+    n, x = len(name), len(extra)
+    return (
+        _CENTRAL(
+            b"PK\x01\x02", version, version, _UTF8_FLAG, 0, 0, _DATE,
+            crc, size, size, n, x, 0, 0, 0, 0, offset,
+        )
+        + name
+        + extra
+    )  # fmt: skip
 
 
 def ends(offset: int, size: int, count: int) -> bytes:

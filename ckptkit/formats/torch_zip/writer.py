@@ -9,6 +9,7 @@ source had.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 
 from ckptkit.core.bytesource import Derived, Range
 from ckptkit.core.checkpoint import Checkpoint
@@ -36,15 +37,15 @@ def layout(checkpoint: Checkpoint, options: WriteOptions) -> Plan:
     numbering = Numbering()
     pickled = write_pickle(checkpoint.root, numbering, objects=options.objects)
     big_endian = numbering.all_big_endian()
-    members = [
+    first = [
         ZipMember(f"{TOP}/data.pkl", pickled.data),
         ZipMember(f"{TOP}/byteorder", b"big" if big_endian else b"little"),
-        *numbering.members(big_endian),
-        ZipMember(f"{TOP}/version", b"3\n"),
     ]
+    last = [ZipMember(f"{TOP}/version", b"3\n")]
     if (record := extra_records.write(checkpoint.extras)) is not None:
-        members.append(ZipMember(f"{TOP}/{extra_records.NAME}", record))
-    return Plan((OutputFile("", tuple(lay_out(members))),), pickled.notes, numbering.tensors)
+        last.append(ZipMember(f"{TOP}/{extra_records.NAME}", record))
+    segments = lay_out(chain(first, numbering.members(big_endian), last))
+    return Plan((OutputFile("", tuple(segments)),), pickled.notes, numbering.tensors)
 
 
 class Numbering:
