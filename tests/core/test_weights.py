@@ -44,6 +44,9 @@ def test_names_and_dtypes_that_differ() -> None:
     weights = found({"a.weight": W, "b.weight": half, "b.bias": tensor(), "b.packed": other})
     assert weights.endings == {"weight", "bias", "packed"}
     assert weights.dtypes == (W.dtype, half.dtype)
+    assert weights.tensors == {**weights.nodes, "b.packed": other.tensor}
+    pure = found({"a": W})
+    assert pure.tensors == pure.nodes and pure.tensors is not pure.nodes
 
 
 def test_extra_state_does_not_count() -> None:
