@@ -27,6 +27,7 @@ LABELS = {
 STREAMED = 2_000  # rows; longer tables are formatted row by row, without tabulate
 HEADING = 2  # the spaces that tabulate keeps beside headings
 BATCH = 1_000  # rows that are formatted at once
+_PLAIN = frozenset({str, int, float, bool, type(None), list, tuple, dict})
 
 
 def emit(*lines: str) -> None:
@@ -227,9 +228,10 @@ def _json_items(items: Iterator[Any]) -> Iterator[str]:
 
 
 def _is_plain(item: Any) -> bool:
-    return not (
-        isinstance(item, dict) and any(isinstance(part, Iterator) for part in item.values())
-    )
+    """Return whether an item holds no iterator; the types of most are known to be none."""
+    if not isinstance(item, dict) or _PLAIN.issuperset(map(type, item.values())):
+        return True
+    return not any(isinstance(part, Iterator) for part in item.values())
 
 
 def emit_json(value: dict[str, Any]) -> None:
