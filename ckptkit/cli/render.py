@@ -25,7 +25,6 @@ LABELS = {
     "missing": "red", "note:": "cyan", "unexpected": "yellow", "warning:": "yellow",
 }  # fmt: skip
 STREAMED = 2_000  # rows; longer tables are formatted row by row, without tabulate
-HEADING = 2  # the spaces that tabulate keeps beside headings
 BATCH = 1_000  # rows that are formatted at once
 _PLAIN = frozenset({str, int, float, bool, type(None), list, tuple, dict})
 
@@ -164,14 +163,10 @@ def table(
 def _aligned(
     headers: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str]
 ) -> Iterator[str]:
-    if not rows:
-        return
     if len(rows) > STREAMED:
         yield from _columns(headers, rows, right)
-    elif "".join(flatten((headers, *rows))).isascii():
-        yield from _columns(headers, [[*map(str.strip, row)] for row in rows], right, HEADING)
-    else:
-        from tabulate import tabulate  # knows how wide characters are; costs 30 ms
+    elif rows:
+        from tabulate import tabulate  # costs 30 ms
 
         align = ["right" if header in right else "left" for header in headers]
         text = tabulate(rows, headers, tablefmt="plain", disable_numparse=True, colalign=align)
@@ -179,11 +174,10 @@ def _aligned(
 
 
 def _columns(
-    headers: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str], space: int = 0
+    headers: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str]
 ) -> Iterator[str]:
-    """Format a table row by row, with some space beside headings."""
-    heads = [header + " " * space for header in headers]
-    widths = [max(map(len, column)) for column in zip(heads, *rows, strict=True)]
+    """Format a table as `_aligned` does, without its space around headings."""
+    widths = [max(map(len, column)) for column in zip(headers, *rows, strict=True)]
     form = "  ".join(
         f"{{:{'>' if header in right else '<'}{w}}}"
         for header, w in zip(headers, widths, strict=True)

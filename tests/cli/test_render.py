@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import sys
 import unicodedata
-from contextlib import nullcontext
 from io import StringIO
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tabulate import tabulate
 
 from ckptkit.analysis.values import json_number
 from ckptkit.cli import narrow, render
@@ -108,34 +106,6 @@ def test_a_long_table_is_aligned_too() -> None:
     assert lines[0] == "name     size"
     assert lines[1] == "n0        0 B"
     assert lines[-1] == "n2999  2999 B"
-
-
-CELLS = st.sampled_from(
-    ["", "a", " a", "b  ", "1.5", "007", "-0", "nan", "True", "[1, 2]", "x" * 9]
-)
-TABLES = st.integers(1, 4).flatmap(
-    lambda width: st.lists(st.lists(CELLS, min_size=width, max_size=width), min_size=2, max_size=6)
-)
-
-
-@given(TABLES, st.booleans())
-def test_a_table_of_ascii_is_the_one_that_tabulate_makes(
-    rows: list[list[str]], is_right: bool
-) -> None:
-    headers, *cells = rows
-    align = ["right" if is_right else "left"] * len(headers)
-    made = tabulate(cells, headers, tablefmt="plain", disable_numparse=True, colalign=align)
-    found = list(render.table(headers, cells, right=headers if is_right else ()))
-    assert found == [line.rstrip() for line in made.split("\n")]
-
-
-@pytest.mark.parametrize(("name", "is_needed"), [("layer.weight", False), ("層.weight", True)])
-def test_tabulate_is_imported_for_wide_characters(
-    name: str, is_needed: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "tabulate", None)
-    with pytest.raises(ImportError) if is_needed else nullcontext():
-        assert list(render.table(("name",), [(name,)])) == ["name", name]
 
 
 def test_a_table_of_nothing_is_nothing() -> None:
