@@ -32,12 +32,12 @@ class Rebuild:
         self._swap = swap or {}
         self._made: dict[int, Node] = {}
         self._keep: list[Node] = []  # ids in _made stay taken
-        self._queue: list[tuple[Node, Node]] = []
+        self._queue: list[Node] = []  # old and new in turns: a tuple for each takes memory
 
     def __call__(self, root: Node) -> Node:
         new_root = self._copy(root)
         while self._queue:
-            old, new = self._queue.pop()
+            new, old = self._queue.pop(), self._queue.pop()
             self._fill(old, new)
         return new_root
 
@@ -79,7 +79,7 @@ class Rebuild:
             new = Object(None, new=node.new)
         self._keep.append(node)
         self._made[id(node)] = new
-        self._queue.append((node, new))
+        self._queue += (node, new)
         return new
 
     def _fill(self, old: Node, new: Node) -> None:
