@@ -16,6 +16,7 @@ from ckptkit.core.checkpoint import Checkpoint, Source, opened
 from ckptkit.core.errors import ArgumentError, CkptkitError, UsageError
 from ckptkit.core.plan import OutputFile, Patch, Plan
 from ckptkit.core.text import guess, some
+from ckptkit.core.tree import collector_paused
 from ckptkit.formats.format import Asked, Format, Recovered, WriteOptions
 from ckptkit.formats.opening import open_place, steady
 
@@ -114,7 +115,7 @@ def _place(source: object) -> ByteSource | Folder:
 def _read(place: ByteSource | Folder, read: Callable[[ByteSource | Folder], T]) -> T:
     """Return the result of `read` for a place, which stays open only if that succeeds."""
     try:
-        with steady(place):
+        with collector_paused(), steady(place):
             return read(place)
     except BaseException:
         place.close()

@@ -11,7 +11,9 @@ Python's own recursive operators.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
@@ -290,6 +292,18 @@ def walk(
         else:
             stack.pop()
             open_ids.discard(id(parent))
+
+
+@contextmanager
+def collector_paused() -> Iterator[None]:
+    """Pause garbage collection: it would walk a growing tree again and again, and find nothing."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def nodes(root: Node) -> Iterator[Node]:

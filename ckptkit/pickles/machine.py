@@ -15,9 +15,7 @@ longer than style allows for that reason. All others are methods in a table
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import partial
 from struct import error as StructError  # noqa: N812
 from typing import NamedTuple
@@ -25,7 +23,7 @@ from typing import NamedTuple
 from ckptkit.core.bytesource import ByteSource
 from ckptkit.core.errors import FormatError, TruncatedError
 from ckptkit.core.limits import check
-from ckptkit.core.tree import Global, Node, Object, OrderedMapping
+from ckptkit.core.tree import Global, Node, Object, OrderedMapping, collector_paused
 from ckptkit.pickles.globals import REDUCERS, Reducer
 from ckptkit.pickles.opcode_values import (
     CUT,
@@ -53,18 +51,6 @@ class Unpickled(NamedTuple):
     protocol: int
     stop: int  # offset in the source of the first byte after STOP
     warnings: tuple[str, ...]
-
-
-@contextmanager
-def collector_paused() -> Iterator[None]:
-    """Pause garbage collection: it would walk the growing tree again, and find nothing."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def unpickle(

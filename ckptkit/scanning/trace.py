@@ -16,8 +16,7 @@ from typing import Any
 from ckptkit.core.bytesource import ByteSource
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.limits import check
-from ckptkit.core.tree import Global
-from ckptkit.pickles.machine import collector_paused
+from ckptkit.core.tree import Global, collector_paused
 from ckptkit.pickles.streams import Call, Trace
 from ckptkit.scanning.trace_notes import Notes
 from ckptkit.scanning.trace_symbols import (
