@@ -34,16 +34,12 @@ WIDE = 1 << 19  # elements of a row that is made in several pieces
 # Rows of a tile where a byte of the input holds several rows, or words lie down a column: as many
 # as make a cache line of the input. Such tiles are cut into columns.
 TALL = {"columns": 16, "interleaved": 128, "turned": 32}
-# Codes of 8 bits become float32 by a shift; what is lacking in the exponent goes into the scale.
-# Shift, mask (sign, exponent, mantissa), missing exponent, first code that is not a number.
-_SHIFTED = {
-    "float8_e4m3fn": (20, 0x87F00000, 120, 0x7F),
-    "float8_e5m2": (21, 0x8FE00000, 112, 0x7C),
-}
+# The first code, its sign aside, that is not a number: of tables of at most four significant bits.
+_ODD = {"float8_e4m3fn": 0x7F, "float8_e5m2": 0x7C}
 # How bits of float32 become bfloat16: no product lies between two numbers, none in the middle, any.
 EXACT, NEAREST, EVEN = "exact", "nearest", "even"
-_LARGEST = 128.0  # scale that may be multiplied by 2**120
-_LEAST = 2.0**-100  # scale that gives no product below the normal numbers of float32
+# Scales that give no product above the largest number of float32, or below its normal ones.
+_LARGEST, _LEAST = 2.0**100, 2.0**-100
 
 
 class Machine:
@@ -68,8 +64,8 @@ class Machine:
         self._memory, self._spare = Room(), Room()
         self._multiply = Spread(self.scales[0].grid, self.index)
         self._rounding = EVEN  # that products need to become bfloat16
-        self._pairs: Array | None = None  # the numbers of two codes in a byte
-        self._fit: Fit | None = None
+        self._pairs: Array | None = None  # the numbers of two codes that lie together
+        self._ties: Ties | None = None
 
     def _named(self, name: str) -> str:
         return self.blocks.target if name == TARGET else name
@@ -183,16 +179,23 @@ class Machine:
         if self.table is None:
             self._integers(self.codes(span), values)
             return values, scale
-        codes_of_bytes = self._bytes(span)
-        if codes_of_bytes is not None:
-            np.take(self._two(), codes_of_bytes, out=values.reshape(-1).view("<u8"), mode="clip")
+        pairs = self._codes_in_pairs(span)
+        if pairs is not None:
+            np.take(self._two(), pairs, out=values.reshape(-1).view("<u8"), mode="clip")
             return values, scale
         codes = self.codes(span)
-        larger = self._shifted(codes, scale, values)
-        if larger is not None:
-            return values, larger
-        np.take(self.table, codes, out=values, mode="clip")
+        self._rounding = self._rounding_of(codes, scale)
+        if self._is_of_bytes and codes.flags.c_contiguous and codes.size % 2 == 0:
+            pairs = codes.reshape(-1).view("<u2")
+            np.take(self._two(), pairs, out=values.reshape(-1).view("<u8"), mode="clip")
+        else:
+            np.take(self.table, codes, out=values, mode="clip")
         return values, scale
+
+    @property
+    def _is_of_bytes(self) -> bool:
+        """True if each code is a byte, and any byte has a number in the table."""
+        return self.blocks.packing.bits == 8 and self.table is not None and len(self.table) == 256
 
     def _integers(self, codes: Array, values: Array) -> None:
         """Make numbers of codes that are integers, less what all of them have in common."""
@@ -221,7 +224,7 @@ class Machine:
             values *= np.float32(2.0**127)
         return half
 
-    def _bytes(self, span: Span) -> Array | None:
+    def _codes_in_pairs(self, span: Span) -> Array | None:
         """The bytes of codes of 4 bits that lie in order, None where that is not how they lie."""
         rows, columns = span.shape
         if not isinstance(self.codes, Flat) or self.codes.bits != 4 or rows * columns % 2:
@@ -230,56 +233,41 @@ class Machine:
         return None if skip else data
 
     def _two(self) -> Array:
-        """Two float32 numbers for each byte."""
+        """Two float32 numbers for each pair of codes: half as many look-ups.
+
+        No arithmetic makes them of the bits: what is below the normal numbers, as the smallest
+        codes would be on the way, takes many processors a hundred times as long.
+        """
         import numpy as np
 
         if self._pairs is None:
             assert self.table is not None
-            low, high = self.table[np.arange(256) & 15], self.table[np.arange(256) >> 4]
-            order = (high, low) if self.blocks.packing.high_first else (low, high)
+            bits = 8 if self._is_of_bytes else 4
+            pairs = np.arange(1 << 2 * bits)
+            low, high = self.table[pairs & (1 << bits) - 1], self.table[pairs >> bits]
+            order = (high, low) if bits == 4 and self.blocks.packing.high_first else (low, high)
             self._pairs = np.stack(order, axis=-1).astype("<f4").reshape(-1).view("<u8")
         return self._pairs
 
-    def _shifted(self, codes: Array, scale: Array, values: Array) -> Array | None:
-        """Make numbers of codes of 8 bits without a table: 2**120 times too small.
-
-        The result is the scale that makes up for it, None where that is not possible: codes that
-        are not numbers, scales that are too large. Products are the same, as are their roundings.
-        """
+    def _rounding_of(self, codes: Array, scale: Array) -> str:
+        """Return how products with codes of 8 bits are rounded: the cheap way where it is right."""
         import numpy as np
 
-        how = _SHIFTED.get(self.blocks.table or "")
-        if how is None or self.zero is not None:
-            return None
-        if self._fit is None or self._fit.scale is not scale:
-            self._fit = _fit(scale, how[2])
+        odd = _ODD.get(self.blocks.table or "")
+        if odd is None or self.zero is not None or self.product_dtype != "float32":
+            return EVEN
+        if self._ties is None or self._ties.scale is not scale:
+            self._ties = Ties(scale, _has_ties(scale))
         sizes = self._spare.like(codes, "u1")
         np.bitwise_and(codes, np.uint8(0x7F), out=sizes)
-        if self._fit.larger is None or sizes.max() >= how[3]:
-            return None
-        integers, bits = values.view("<i4"), values.view("<u4")
-        np.copyto(integers, codes.view("i1"))
-        integers <<= np.int32(how[0])
-        bits &= np.uint32(how[1])
-        if self.product_dtype == "float32" and not self._fit.has_ties:
-            self._rounding = NEAREST
-        return self._fit.larger
+        return EVEN if self._ties.has_ties or sizes.max() >= odd else NEAREST
 
 
-class Fit(NamedTuple):
-    """Facts about some scales: with the missing exponent, None where that is too large."""
+class Ties(NamedTuple):
+    """Whether products with some scales may lie in the middle of two bfloat16 numbers."""
 
     scale: Array
-    larger: Array | None
     has_ties: bool
-
-
-def _fit(scale: Array, missing: int) -> Fit:
-    import numpy as np
-
-    if not (np.abs(scale) < _LARGEST).all():
-        return Fit(scale, None, True)
-    return Fit(scale, scale * np.float32(2.0**missing), _has_ties(scale))
 
 
 def _has_ties(scale: Array) -> bool:
@@ -289,7 +277,8 @@ def _has_ties(scale: Array) -> bool:
     """
     import numpy as np
 
-    if not (np.abs(scale) >= _LEAST).all():
+    sizes = np.abs(scale)
+    if not ((sizes >= _LEAST) & (sizes <= _LARGEST)).all():
         return True
     products = scale[..., None] * np.arange(8, 16, dtype="<f4")
     return bool(((products.view("<u4") & 0xFFFF) == 0x8000).any())
