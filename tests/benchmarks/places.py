@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-SPARE = 2.0  # GiB of a file system beyond the files in it: its log, and room to choose blocks from
+SPARE = 4.0  # GiB beyond the files: the log, and what removed files hold for some seconds
 
 
 class Place(NamedTuple):

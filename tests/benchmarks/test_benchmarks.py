@@ -20,7 +20,7 @@ from tests.benchmarks import inputs, peers
 from tests.benchmarks.__main__ import DOCUMENTS, MARKS, RESULTS, ROOT, main, ours, put_into
 from tests.benchmarks.inputs import SMALL, Input
 from tests.benchmarks.measure import Contestant, Cost, FailedError, Taken, run, take_turns
-from tests.benchmarks.places import AT_HAND, PLACES, Place, UnavailableError, prepared
+from tests.benchmarks.places import AT_HAND, PLACES, SPARE, Place, UnavailableError, prepared
 from tests.benchmarks.report import brief, kept, report, verdict
 from tests.benchmarks.results import CP, OURS, Row, from_json, growths, to_json
 from tests.benchmarks.works import ANYWHERE, SHARED, WORKS, Budget, Work, cases
@@ -263,7 +263,7 @@ def test_places(tmp_path: Path) -> None:
         (Place("failing", ("false",)), "false is not permitted here"),
         (Place("big", ("true",)), "needs 99000 GiB"),
     ]:
-        room = 98_998.0 if place.name == "big" else -1.99
+        room = 99_000 - SPARE if place.name == "big" else 0.01 - SPARE
         with pytest.raises(UnavailableError, match=why), prepared(place, tmp_path, room):
             pass
     assert not list(tmp_path.iterdir())
@@ -275,7 +275,7 @@ def _children() -> set[str]:
 
 def test_a_file_system_of_its_own(tmp_path: Path) -> None:
     try:
-        with prepared(PLACES[0], tmp_path, -1.9) as folder:
+        with prepared(PLACES[0], tmp_path, 0.1 - SPARE) as folder:
             (folder / "file").write_bytes(bytes(1 << 20))
             assert os.stat(folder).st_dev != os.stat(tmp_path).st_dev
     except UnavailableError as error:
