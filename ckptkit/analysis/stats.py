@@ -53,6 +53,12 @@ class Skipped:
     why: str
 
 
+def modules(checkpoint: Checkpoint) -> Modules:
+    """Return the kinds of the modules of all tensors of a checkpoint."""
+    rows = summary.summarize(checkpoint).rows
+    return Modules((row.label, row.dtype, len(row.tensor.shape)) for row in rows)
+
+
 def depth(parts: int) -> Callable[[str], str]:
     """Return a function that labels names by their first parts, between dots."""
     return lambda name: ".".join(name.split(".")[:parts])

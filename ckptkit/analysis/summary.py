@@ -26,7 +26,6 @@ from ckptkit.core.weights import Weights, inner_tensors, place_of
 from ckptkit.pickles.trust import describe, is_harmful, refused_by_weights_only
 
 if TYPE_CHECKING:
-    from ckptkit.core.fold import Modules
     from ckptkit.core.parts import PartOf
     from ckptkit.core.pieces import Piece
     from ckptkit.quantized import Group
@@ -86,14 +85,6 @@ class TensorRow(NamedTuple):
     def label(self) -> str:
         """The name, or the place of what is not in the weights."""
         return self.place if self.name is None else self.name
-
-
-def modules(rows: Sequence[TensorRow]) -> Modules:
-    """Return the kinds of the modules of all rows of a checkpoint."""
-    from ckptkit.core.fold import Modules
-
-    labels, dtypes = [row.label for row in rows], [row.dtype for row in rows]
-    return Modules(zip(labels, dtypes, [len(row.tensor.shape) for row in rows], strict=True))
 
 
 class Value(NamedTuple):

@@ -17,7 +17,6 @@ from ckptkit.core.text import some
 if TYPE_CHECKING:
     from ckptkit.analysis.stats import Statistics, TensorStats
     from ckptkit.core.checkpoint import Checkpoint
-    from ckptkit.core.fold import Modules
 
 SCHEMA = "ckptkit.stats/2"
 SHOWN = 8  # names in a warning
@@ -103,18 +102,12 @@ def command(
     with closing(open_checkpoint(file, key=key)) as opened:
         checkpoint = opened if stored else look_through(opened)
         rows = stats.chosen(checkpoint, globs, everything)
-        found = stats.Statistics(rows, label, _modules(checkpoint) if fold else None)
+        found = stats.Statistics(rows, label, stats.modules(checkpoint) if fold else None)
         _print(checkpoint, found, sort, form, sum(row.nbytes for row in rows))
     if not as_json:
         for line, hint in _remarks(found, globs):
             render.warn(line, hint)
     return 0
-
-
-def _modules(checkpoint: Checkpoint) -> Modules:
-    from ckptkit.analysis import summary
-
-    return summary.modules(summary.summarize(checkpoint).rows)
 
 
 def _form(as_json: bool, as_csv: bool) -> str:

@@ -264,7 +264,7 @@ class Machine:
 
 
 class Ties(NamedTuple):
-    """Whether products with some scales may lie in the middle of two bfloat16 numbers."""
+    """Some scales, and whether products with them may lie between two bfloat16 numbers."""
 
     scale: Array
     has_ties: bool

@@ -95,7 +95,7 @@ class _NewKinds(Kinds):
 
 
 class _Header:
-    """What a header says: names of tensors, their kinds, where their bytes are; and metadata."""
+    """The contents of a header: names of tensors, their kinds and places, and metadata."""
 
     def __init__(self) -> None:
         self.names: dict[str, None] = {}
