@@ -212,7 +212,7 @@ NEEDS = {
     "brainsurgery": "brainsurgery.transforms",
     "compressed-tensors": "compressed_tensors.entrypoints.convert",
     "transformers": "transformers",
-    "torchtitan": "torchtitan.models.llama3",
+    "torchtitan": "torchtitan.models.llama3.state_dict_adapter",
 }
 
 
