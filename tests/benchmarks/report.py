@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 from tabulate import tabulate
@@ -58,11 +59,15 @@ def brief(runs: Sequence[Run], works: Sequence[str] = ()) -> str:
 
 def _best(rows: Sequence[Row]) -> str:
     """Return the name and cost of whoever took the least time, `cp` and ckptkit aside."""
-    first = rows[0]
-    names = [name for name in first.taken if name not in (OURS, CP) and first.costs(name)]
-    if not names:
+    times = [
+        (seconds, name)
+        for row in rows
+        for name in row.taken
+        if name not in (OURS, CP) and (seconds := row.seconds(name)) is not None
+    ]
+    if not times:
         return ""
-    best = min(names, key=lambda name: first.seconds(name) or 0)
+    best = min(times)[1]
     return f"{best}: {_cost(rows, best)}"
 
 
@@ -90,7 +95,7 @@ def _work(rows: Sequence[Row]) -> list[str]:
         _budget(first),
         verdict([row.within for row in rows]) + _stretch(rows),
         f"{first.torch}: {_cost(rows, first.torch)}" if first.torch else "",
-        "; ".join(f"{name}: {_cost(rows, name)}" for name in _others(first)),
+        "; ".join(f"{name}: {_cost(rows, name)}" for name in _others(rows)),
     ]
 
 
@@ -116,24 +121,31 @@ def _cost(rows: Sequence[Row], name: str, best: bool = False) -> str:
     peaks = [peak for row in rows if (peak := row.mib(name)) is not None]
     if not peaks:
         return "failed"
+    absent = [name not in row.taken for row in rows]
     if best and rows[0].budget.to_torch is not None:
-        time = _joined([row.ratio(name, row.torch or CP) for row in rows], " x torch")
+        time = _joined([row.ratio(name, row.torch or CP) for row in rows], " x torch", absent)
     elif rows[0].in_seconds:
-        time = _joined([row.seconds(name) for row in rows], " s")
+        time = _joined([row.seconds(name) for row in rows], " s", absent)
     else:
-        bests = _joined([row.best(name) for row in rows], "") if best else ""
-        time = _joined([row.ratio(name) for row in rows], f" ({bests}) x cp" if best else " x cp")
+        unit = f" ({_joined([row.best(name) for row in rows], '', absent)}) x cp"
+        time = _joined([row.ratio(name) for row in rows], unit if best else " x cp", absent)
     return f"{time}, {max(peaks):.0f} MiB"
 
 
-def _joined(values: Sequence[float | None], unit: str) -> str:
-    return " / ".join("failed" if value is None else f"{value:.2f}" for value in values) + unit
+def _joined(values: Sequence[float | None], unit: str, absent: Sequence[bool] = ()) -> str:
+    """Figures of runs; `absent` says in which of them there was none to be expected."""
+    missing = ["-" if each else "failed" for each in absent] or ["failed"] * len(values)
+    said = [
+        each if value is None else f"{value:.2f}"
+        for value, each in zip(values, missing, strict=True)
+    ]
+    return " / ".join(said) + unit
 
 
-def _others(row: Row) -> list[str]:
-    """Return the other contestants, `cp` only where the row is not in its measure."""
-    told = {OURS, row.torch, *(() if row.in_seconds else (CP,))}
-    return [name for name in row.taken if name not in told]
+def _others(rows: Sequence[Row]) -> list[str]:
+    """Return the other contestants of all runs, `cp` only where the row is not in its measure."""
+    told = {OURS, rows[0].torch, *(() if rows[0].in_seconds else (CP,))}
+    return [name for name in dict.fromkeys(chain(*(row.taken for row in rows))) if name not in told]
 
 
 def _budget(row: Row) -> str:

@@ -95,6 +95,15 @@ def test_what_failed_kept_no_budget() -> None:
     assert "strip-module, 2 GiB: ckptkit failed: boom" in report({}, [[failed]])
 
 
+def test_who_took_no_part_did_not_fail() -> None:
+    """In one run the peer failed, in another it was not there, in the last it took part."""
+    base = {OURS: taken(2.0), CP: taken(2.0)}
+    peers = [{"peer": Taken([None], "boom")}, {}, {"peer": taken(5.0)}]
+    runs = [[replace(ROW, taken={**base, **peer})] for peer in peers]
+    assert "peer: failed / - / 2.50 x cp, 20 MiB" in report({}, runs)
+    assert "peer: failed / - / 2.50 x cp, 20 MiB" in brief(runs)
+
+
 def test_time_grows_with_bytes_and_with_tensors() -> None:
     large = replace(ROW, gib=8.0, taken={OURS: taken(4.5, 4.5, 4.5), CP: taken(4.0, 4.0, 4.0)})
     many = [replace(ROW, gib=SMALL, tensors=count, taken={OURS: taken(time)}) for count, time in
