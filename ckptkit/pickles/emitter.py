@@ -18,7 +18,7 @@ from ckptkit.core.dtypes import NOT_IN_TORCH
 from ckptkit.core.errors import FormatError, TensorError, UnsupportedError
 from ckptkit.core.limits import check
 from ckptkit.core.tensor import Tensor, TypedStorage
-from ckptkit.core.tree import ByteString, Global, Node, StoredBytes
+from ckptkit.core.tree import ByteString, Global, ModuleVersion, Node, StoredBytes
 from ckptkit.pickles.nested import check_no_calls
 from ckptkit.pickles.trust import refused_by_weights_only
 
@@ -64,7 +64,7 @@ class Emitter:
         self.refused: dict[str, int] = {}  # by weights_only: name -> times
         self.leaves: dict[type, Callable[[Node], object]] = {
             str: self._str, Tensor: self._tensor, int: self._int, bool: self._bool,
-            type(None): self._none,
+            type(None): self._none, ModuleVersion: self._version,
             float: self._float, complex: self._complex, bytes: self._bytes,
             bytearray: self._bytearray,
             ByteString: self._byte_string, StoredBytes: self._blob, TypedStorage: self._storage,
@@ -105,6 +105,11 @@ class Emitter:
 
     def _none(self, _: None) -> None:
         self.emit(b"N")
+
+    def _version(self, value: ModuleVersion) -> None:
+        """Emit a dict of its own for each place."""
+        ((key, number),) = value.items()
+        self.emit(b"}" + self._put() + self._string(key) + _integer(number) + b"s")
 
     def _float(self, value: float) -> None:
         self.emit(b"G" + pack(">d", value))

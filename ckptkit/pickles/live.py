@@ -20,6 +20,7 @@ from ckptkit.core.tensor import Storage, Tensor, TypedStorage, contiguous_stride
 from ckptkit.core.tree import (
     ByteString,
     Global,
+    ModuleVersion,
     Node,
     Object,
     OrderedMapping,
@@ -110,6 +111,8 @@ class _Numbered:
         self._storages: dict[int, Storage] = {}
 
     def __call__(self, value: Any) -> Any:
+        if type(value) is ModuleVersion:
+            return dict(value)
         if id(value) not in self._copies:
             self._keep.append(value)
             self._copies[id(value)] = self._copy(value)

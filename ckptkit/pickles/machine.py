@@ -38,11 +38,16 @@ from ckptkit.pickles.opcode_values import (
 )
 from ckptkit.pickles.opcodes import OPERANDS, RARE, Opcodes
 from ckptkit.pickles.plain_tensor import Another, PlainTensors, no_other
+from ckptkit.pickles.plain_versions import PlainVersions
 
 WINDOW = (
     1 << 20
 )  # bytes read at once, after smaller windows: the pickles before a legacy checkpoint are tiny
 FIRST_WINDOW = 1 << 14
+
+# The window, an offset, the stack and, of versions, the stacks below the marks -> the offset after.
+ReadTensor = Callable[[bytes, int, list[Node]], int]
+ReadVersion = Callable[[bytes, int, list[Node], list[list[Node]]], int]
 
 
 class Unpickled(NamedTuple):
@@ -80,21 +85,23 @@ def unpickle(
         return machine().run(None)
 
 
-def _read_none(data: bytes, pos: int, stack: list[Node]) -> int:
-    """Read nothing, in the place of `PlainTensors.read`."""
+def _read_none(*_: object) -> int:
+    """Read nothing, in the place of `PlainTensors.read` and `PlainVersions.read`."""
     return 0
 
 
 class _Machine(Opcodes):
     def run(self, another: Another | None) -> Unpickled:
         """Run all opcodes; one by one if `another` is None."""
-        plain_tensor = _read_none
+        plain_tensor: ReadTensor = _read_none
+        plain_version: ReadVersion = _read_none
         if another is not None:
             plain_tensor = PlainTensors(
                 self.memo, self.reducers, self.persistent_load, another, self.kinds
             ).read
+            plain_version = PlainVersions(self.memo).read
         while not self.stopped:
-            self._loop(plain_tensor)
+            self._loop(plain_tensor, plain_version)
         if len(self.stack) != 1 or self.marks:
             raise FormatError(
                 f"pickle ends with {len(self.stack)} values and {len(self.marks)} open marks, not "
@@ -120,7 +127,7 @@ class _Machine(Opcodes):
         )
 
     def _loop(  # noqa: C901  a call for each opcode would take twice as long
-        self, plain_tensor: Callable[[bytes, int, list[Node]], int]
+        self, plain_tensor: ReadTensor, plain_version: ReadVersion
     ) -> None:
         """Run opcodes until STOP, or until the window is used up; `base` is then where to go on."""
         data, stack, memo = self.data, self.stack, self.memo
@@ -203,6 +210,10 @@ class _Machine(Opcodes):
                     push(I4(data, pos)[0])
                     pos += 4
                 elif op == 0x7D:  # EMPTY_DICT
+                    end = plain_version(data, pos, stack, marks)
+                    if end:
+                        pos = end
+                        continue
                     push({})
                 elif op == 0x73:  # SETITEM
                     value = stack.pop()

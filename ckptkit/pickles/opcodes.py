@@ -6,9 +6,18 @@ from collections.abc import Callable
 
 from ckptkit.core.errors import FormatError, UnsupportedError
 from ckptkit.core.limits import check
-from ckptkit.core.tree import Node, Object, OrderedMapping, Pairs, SetNode, nodes, type_name
+from ckptkit.core.tree import (
+    ModuleVersion,
+    Node,
+    Object,
+    OrderedMapping,
+    Pairs,
+    SetNode,
+    nodes,
+    type_name,
+)
 from ckptkit.pickles.builders import built
-from ckptkit.pickles.opcode_values import NO_TUPLE, U4, Short, Values, decimal
+from ckptkit.pickles.opcode_values import NO_TUPLE, U4, NotStoredError, Short, Values, decimal
 
 _DROPPED = "pickle drops a value that it made: what that did would be lost"
 
@@ -61,6 +70,8 @@ class Opcodes(Values):
     def _set(self, target: Node, keys: list[Node], values: list[Node]) -> None:
         if isinstance(target, Object):
             _step(target, "set", list(zip(keys, values, strict=True)))
+        elif isinstance(target, ModuleVersion):
+            raise NotStoredError  # it has more than that: all opcodes are read one by one
         elif not isinstance(target, dict):
             raise FormatError(f"pickle sets a key of a {type_name(target)}")
         elif id(target) in self.pairs:
@@ -133,9 +144,13 @@ class Opcodes(Values):
                 self._drop([self.stack.pop()])
             else:  # POP takes an open mark where the stack above it is empty
                 self._drop(self._items())
+        if self.stack and isinstance(self.stack[-1], ModuleVersion):
+            raise NotStoredError  # nothing else brings one to the top again
         return after
 
     def _drop(self, nodes: list[Node]) -> None:
+        if ModuleVersion in map(type, nodes):
+            raise NotStoredError
         self.dropped.update((id(node), node) for node in nodes if not _is_scalar(node))
 
     def check_dropped(self, root: Node) -> None:

@@ -45,19 +45,19 @@ _integers = re.compile(_INT, re.DOTALL).findall
 _SIZE, _KEY, _PUTS = 3, 4, (5, 9, 11, 14, 16, 19, 20, 21)  # groups
 
 _EIGHT, _SEVEN, _ONE = Struct("<8I").pack, Struct("<7I").pack, Struct("<I").pack
-_TEXT_SIZES = {b"X%c\0\0\0" % size: size for size in range(256)}  # by the code before a short text
+TEXT_SIZES = {b"X%c\0\0\0" % size: size for size in range(256)}  # by the code before a short text
 _MOST_KINDS = 256
 
 
-class _Code:
-    """Code of a kind of tensors, in which only the numbers of the memo entries differ.
+class Code:
+    """Code that occurs again and again, in which only the numbers of the memo entries differ.
 
     These are that of the first, n, plus a constant, in 4 bytes each: as one integer, the code is
     ``rest + n * unit``. No number reaches 2 ** 32, so that nothing is carried.
     """
 
     def __init__(self, code: bytes, puts: Iterable[int], n: int) -> None:
-        """Take the code of one tensor: its offsets of the numbers, and its n."""
+        """Take the code as it occurs once: the offsets of the numbers, and its n."""
         self.size = len(code)
         self.unit = sum(1 << 8 * at for at in puts)
         self.rest = int.from_bytes(code, "little") - n * self.unit
@@ -67,8 +67,8 @@ class _Code:
 class Kind:
     """Tensors that differ in name and storage only, stored in the memo one after the other."""
 
-    before: _Code  # from the name to the key of the storage
-    after: _Code  # from the key to the end
+    before: Code  # from the name to the key of the storage
+    after: Code  # from the key to the end
     typed: TypedStorage  # that of one of them
     between: tuple[Node, ...] | None  # stored after the key; None: name and tensor alone are
     like: Tensor
@@ -193,7 +193,7 @@ class PlainTensors:
         end = found.end(_KEY)
         puts = [found.start(put) - end for put in _PUTS if found[put] is not None]
         code = b"r" + n.to_bytes(4, "little") + data[start : found.start(_SIZE) - 1]
-        before, after = _Code(code, [1], n), _Code(data[end : found.end()], puts, n)
+        before, after = Code(code, [1], n), Code(data[end : found.end()], puts, n)
         key = before.rest, after.rest
         kind = self._kinds.get(key)
         if kind is None and len(self._kinds) < _MOST_KINDS:
@@ -213,9 +213,9 @@ class PlainTensors:
             kind = self._last.following
             before, after, n = kind.before, kind.after, len(memo)
             name_at = pos + 5
-            code_at = name_at + _TEXT_SIZES.get(data[pos:name_at], len(data))
+            code_at = name_at + TEXT_SIZES.get(data[pos:name_at], len(data))
             key_at = code_at + before.size + 5
-            after_at = key_at + _TEXT_SIZES.get(data[key_at - 5 : key_at], len(data))
+            after_at = key_at + TEXT_SIZES.get(data[key_at - 5 : key_at], len(data))
             end = after_at + after.size
             key = data[key_at:after_at]
             if (

@@ -140,7 +140,8 @@ def _parts(node: Node) -> list[Node]:
         return [node.device, node.nbytes, b"".join(stream(node.record.locate()))]
     if isinstance(node, StoredBytes):
         return [node.kind, b"".join(stream(node.extent))]
-    assert not isinstance(node, Pairs)
+    if isinstance(node, Pairs):
+        return [*(each for pair in node.pairs for each in pair), node.state]
     raise AssertionError(node)
 
 
