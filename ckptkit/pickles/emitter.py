@@ -13,16 +13,19 @@ from _compat_pickle import (
 )
 from collections.abc import Callable
 from struct import Struct, pack
+from typing import NamedTuple
 
-from ckptkit.core.dtypes import NOT_IN_TORCH
+from ckptkit.core.dtypes import NOT_IN_TORCH, DType
 from ckptkit.core.errors import FormatError, TensorError, UnsupportedError
 from ckptkit.core.limits import check
-from ckptkit.core.tensor import Tensor, TypedStorage
+from ckptkit.core.tensor import Storage, Tensor, TypedStorage
 from ckptkit.core.tree import ByteString, Global, ModuleVersion, Node, StoredBytes
-from ckptkit.pickles.nested import check_no_calls
+from ckptkit.pickles.nested import check_no_calls, holds_calls
 from ckptkit.pickles.trust import refused_by_weights_only
 
 PersistentId = Callable[[TypedStorage], tuple[Node, ...]]
+# The key of a storage of as many bytes and of the same type as one before; None if it is not new.
+AnotherKey = Callable[[Storage, DType | None], str | None]
 
 ORDERED_DICT = Global("collections", "OrderedDict")
 _ENCODE = Global("_codecs", "encode")
@@ -38,13 +41,29 @@ _U4 = Struct("<I").pack
 _GETS = tuple(b"h%c" % index for index in range(256))
 _SMALL = tuple(b"K%c" % value for value in range(256))
 TUPLES = (b")", b"\x85", b"\x86", b"\x87")
+_PUT = _TEXT = Struct("<cI").pack  # an opcode and its number
+_VERSION = "version"
+_MOST_KINDS = 1024
+
+
+class _Kind(NamedTuple):
+    """The code of tensors that differ in the key of their storage only."""
+
+    before: bytes
+    after: bytes
+    dtype: DType | None  # of the storage
+
+
+def no_other(storage: Storage, dtype: DType | None) -> None:
+    """Return no key: each is asked for with its persistent id."""
 
 
 class Emitter:
     """Opcodes so far, the memo, and a method for each leaf of a tree."""
 
-    def __init__(self, persistent_id: PersistentId, protocol: int) -> None:
+    def __init__(self, persistent_id: PersistentId, another: AnotherKey, protocol: int) -> None:
         self.persistent_id = persistent_id
+        self.another = another
         self.protocol = protocol
         self.needed = 2  # the protocol that what has been met so far needs
         self.parts: list[bytes] = []
@@ -55,12 +74,7 @@ class Emitter:
         self.by_value: dict[tuple[type, Node], int] = {}
         self.strings: dict[str, int] = {}
         self.keep: list[Node] = []  # ids in by_id stay taken
-        self.sizes: dict[
-            tuple[int, int, tuple[int, ...], tuple[int, ...]], bytes
-        ] = {}  # see _sized
-        self.frames: dict[
-            tuple[str, Node, bool, bool, bool], tuple[bytes, bytes, bytes]
-        ] = {}  # see _frame
+        self.kinds: dict[tuple[object, ...], _Kind] = {}  # see _kind_of
         self.refused: dict[str, int] = {}  # by weights_only: name -> times
         self.leaves: dict[type, Callable[[Node], object]] = {
             str: self._str, Tensor: self._tensor, int: self._int, bool: self._bool,
@@ -70,6 +84,37 @@ class Emitter:
             ByteString: self._byte_string, StoredBytes: self._blob, TypedStorage: self._storage,
             Global: self._global_leaf,
         }  # fmt: skip
+
+    # Names, each with a tensor or a version
+
+    def emit_named(self, pairs: list[tuple[Node, Node]], place: int) -> int:
+        """Emit names with tensors or versions from `place` on; return the place after them.
+
+        It ends at the first name or tensor that was met before, at a tensor of a new kind, and at
+        any other value: these are emitted one by one. So are the first 256 values that are stored.
+        """
+        strings, tensors, emit = self.strings, self.tensors, self.emit
+        version, inside = None, b""
+        for number in range(place, len(pairs)):
+            name, node = pairs[number]
+            index = self.count
+            if name.__class__ is not str or name in strings or index < 256 or holds_calls(name):
+                return number
+            if node.__class__ is ModuleVersion and _VERSION in strings:
+                if node is not version:
+                    version, inside = node, self._inside(node)
+                code, after = b"}", inside
+            elif node.__class__ is Tensor and node not in tensors and (code := self._alike(node)):
+                tensors[node], after = index + 1, b""
+            else:
+                return number
+            strings[name] = index
+            self.count = index + 2
+            data = name.encode("utf-8", "surrogatepass")
+            emit(b"".join((
+                _TEXT(b"X", len(data)), data, _PUT(b"r", index), code, _PUT(b"r", index + 1), after,
+            )))  # fmt: skip
+        return len(pairs)
 
     # The memo
 
@@ -108,8 +153,11 @@ class Emitter:
 
     def _version(self, value: ModuleVersion) -> None:
         """Emit a dict of its own for each place."""
+        self.emit(b"}" + self._put() + self._inside(value))
+
+    def _inside(self, value: ModuleVersion) -> bytes:
         ((key, number),) = value.items()
-        self.emit(b"}" + self._put() + self._string(key) + _integer(number) + b"s")
+        return self._string(key) + _integer(number) + b"s"
 
     def _float(self, value: float) -> None:
         self.emit(b"G" + pack(">d", value))
@@ -217,66 +265,63 @@ class Emitter:
         if index is not None:
             self.emit(get(index))
             return
-        code = (
-            self._parameter(tensor)
-            if tensor.kind == "parameter"
-            else self._built(tensor, tensor.requires_grad)
-        )
+        code = self._alike(tensor) or self._new(tensor)
         self.tensors[tensor] = self.count
         self.emit(code + self._put())
 
-    def _parameter(self, tensor: Tensor) -> bytes:
-        """_rebuild_parameter(data, requires_grad, OrderedDict())."""
-        made = self._global(_PARAMETER)
-        data = self._built(tensor, False)
-        return made + data + _flag(tensor.requires_grad) + self._global(ORDERED_DICT) + b")R\x87R"
+    def _alike(self, tensor: Tensor) -> bytes:
+        """Return the code of a tensor of a kind that was met before, nothing for any other."""
+        storage = tensor.storage
+        if storage is None:
+            return b""
+        found = self.kinds.get(_kind_of(tensor, storage))
+        if found is None:
+            return b""
+        before, after, dtype = found
+        key = self.another(storage, dtype)
+        if key is None:
+            key = self.persistent_id(TypedStorage(storage, dtype))[2]
+        text = key.encode()
+        return b"".join((before, _U4(len(text)), text, after))
 
-    def _built(self, tensor: Tensor, grad: bool) -> bytes:
-        """_rebuild_tensor_v2(storage, offset, size, stride, requires_grad, OrderedDict()[,
-        metadata]), or v3."""
+    def _new(self, tensor: Tensor) -> bytes:
+        """Return the code of a tensor.
+
+        Its kind is remembered where it stores nothing in the memo: all names in it are stored by
+        now, and spelled in the same way from here on.
+        """
         if tensor.layout != "strided":
             raise UnsupportedError(f"a {tensor.layout} tensor that does not say what it is made of")
+        count = self.count
+        is_parameter = tensor.kind == "parameter"
+        made = self._global(_PARAMETER) if is_parameter else b""
+        grad = tensor.requires_grad and not is_parameter
         if tensor.storage is None:
-            return self._meta(tensor, grad)
-        dtype = tensor.dtype
-        typed = TypedStorage(tensor.storage, dtype if dtype.storage is not None else None)
-        tag, made, key, location, numel = self.persistent_id(typed)
-        kind = dtype.name, location, grad, tensor.conj, tensor.neg
-        frame = self.frames.get(kind)
-        if frame is None:
-            before = self.count
-            frame = self._frame(tensor, tag, made, location, grad)
-            if (
-                self.count == before
-            ):  # all names are stored by now, and spelt in the same way from here on
-                self.frames[kind] = frame
-        head, middle, tail = frame
+            before, key, after = made + self._meta(tensor, grad), b"", b""
+        else:
+            before, key, after = self._built(tensor, tensor.storage, grad)
+            before = made + before
+        if is_parameter:  # _rebuild_parameter(data, requires_grad, OrderedDict())
+            hooks = self._global(ORDERED_DICT) + b")R"
+            after += _flag(tensor.requires_grad) + hooks + b"\x87R"
+        if self.count == count and tensor.storage is not None and len(self.kinds) < _MOST_KINDS:
+            kind = _Kind(before, after, _element_type(tensor.dtype))
+            self.kinds[_kind_of(tensor, tensor.storage)] = kind
+        return before + key + after
+
+    def _built(self, tensor: Tensor, storage: Storage, grad: bool) -> tuple[bytes, bytes, bytes]:
+        """_rebuild_tensor_v2(storage, offset, size, stride, requires_grad, OrderedDict()[,
+        metadata]), or v3: the code before the key of the storage, the key, and what is after it."""
+        dtype = _element_type(tensor.dtype)
+        tag, made, key, location, numel = self.persistent_id(TypedStorage(storage, dtype))
+        rebuild = self._global(_TENSOR_V3 if dtype is None else _TENSOR_V2)
+        before = rebuild + b"((" + self._string(tag) + self._global(made) + b"X"
+        sizes = _integer(tensor.offset) + _shape(tensor.shape) + _shape(tensor.stride)
+        after = self._string(location) + _integer(numel) + b"tQ" + sizes
+        after += _flag(grad) + self._global(ORDERED_DICT) + b")R"
+        after += self._dtype(tensor) if dtype is None else b""
         text = key.encode()
-        sizes = numel, tensor.offset, tensor.shape, tensor.stride
-        sized = self.sizes.get(sizes)
-        if sized is None:
-            sized = self.sizes[sizes] = _sized(*sizes)
-        return b"".join((head, _U4(len(text)), text, middle, sized, tail))
-
-    def _frame(
-        self, tensor: Tensor, tag: str, made: Global, location: str, grad: bool
-    ) -> tuple[bytes, bytes, bytes]:
-        """Return the parts of a tensor's code that all of its kind share.
-
-        They are before the key of its storage, between that and the numbers, and after these.
-        """
-        typed = tensor.dtype.storage is not None
-        head = (
-            self._global(_TENSOR_V2 if typed else _TENSOR_V3)
-            + b"(("
-            + self._string(tag)
-            + self._global(made)
-            + b"X"
-        )
-        middle = self._string(location)
-        tail = _flag(grad) + self._global(ORDERED_DICT) + b")R"
-        dtype = b"" if typed else self._dtype(tensor)
-        return head, middle, tail + dtype + self._metadata(tensor) + b"tR"
+        return before, _U4(len(text)) + text, after + self._metadata(tensor) + b"tR"
 
     def _dtype(self, tensor: Tensor) -> bytes:
         name = tensor.dtype.name
@@ -317,9 +362,18 @@ def _flag(value: bool) -> bytes:
     return b"\x88" if value else b"\x89"
 
 
-def _sized(numel: int, offset: int, shape: tuple[int, ...], stride: tuple[int, ...]) -> bytes:
-    """Return the end of a persistent id, and the numbers of a tensor of it."""
-    return _integer(numel) + b"tQ" + _integer(offset) + _shape(shape) + _shape(stride)
+def _element_type(dtype: DType) -> DType | None:
+    """Return the type of the elements of a storage, None where torch has no class for them."""
+    return None if dtype.storage is None else dtype
+
+
+def _kind_of(tensor: Tensor, storage: Storage) -> tuple[object, ...]:
+    """Return what tensors have in common whose code differs in the key of their storage only."""
+    return (
+        tensor.dtype.name, tensor.shape, tensor.stride, tensor.offset, tensor.requires_grad,
+        tensor.kind, tensor.layout, tensor.conj, tensor.neg,
+        storage.device, storage.record.length,
+    )  # fmt: skip
 
 
 def _shape(shape: tuple[int, ...]) -> bytes:

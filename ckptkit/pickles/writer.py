@@ -21,7 +21,15 @@ from typing import NamedTuple
 from ckptkit.core.errors import AmbiguousError, FormatError, UnsafeGlobalError, UnsupportedError
 from ckptkit.core.limits import LIMITS, check
 from ckptkit.core.tree import Global, Node, Object, OrderedMapping, Pairs, SetNode
-from ckptkit.pickles.emitter import ORDERED_DICT, TUPLES, Emitter, PersistentId, get
+from ckptkit.pickles.emitter import (
+    ORDERED_DICT,
+    TUPLES,
+    AnotherKey,
+    Emitter,
+    PersistentId,
+    get,
+    no_other,
+)
 from ckptkit.pickles.objects import without_objects
 from ckptkit.pickles.trust import check_fields, check_name, check_object
 
@@ -51,10 +59,17 @@ _MARK, _REDUCE, _BUILD, _NEWOBJ, _NEWOBJ_EX = map(_Code, (b"(", b"R", b"b", b"\x
 _APPEND, _APPENDS, _SETITEM, _SETITEMS, _ADDITEMS = map(_Code, (b"a", b"e", b"s", b"u", b"\x90"))
 
 
-def write_pickle(root: Node, persistent_id: PersistentId, *, objects: str = "keep") -> Pickled:
+def write_pickle(
+    root: Node,
+    persistent_id: PersistentId,
+    another: AnotherKey = no_other,
+    *,
+    objects: str = "keep",
+) -> Pickled:
     """Return the pickle of a tree.
 
-    `persistent_id` gives the persistent id of a storage, a tuple, each time it is met.
+    `persistent_id` gives the persistent id of a storage, a tuple, each time it is met; `another`
+    the key alone of a new storage whose id differs from that of one before in the key.
 
     `objects` says what becomes of values that weights_only refuses: they are kept, left out
     (``drop``), or an ``error``. Raises AmbiguousError for mappings that Python could not hold,
@@ -64,7 +79,7 @@ def write_pickle(root: Node, persistent_id: PersistentId, *, objects: str = "kee
     notes: tuple[str, ...] = ()
     if objects == "drop":
         root, notes = without_objects(root)
-    pickled = _Writer(persistent_id).write(root)
+    pickled = _Writer(persistent_id, another).write(root)
     if objects == "error" and pickled.notes:
         raise UnsafeGlobalError(
             pickled.notes[0], hint="--objects keep keeps them, --objects drop leaves them out"
@@ -76,8 +91,8 @@ _JOINED = 1 << 15  # pieces that are joined, because a short one is mostly its h
 
 
 class _Writer(Emitter):
-    def __init__(self, persistent_id: PersistentId, protocol: int = 2) -> None:
-        super().__init__(persistent_id, protocol)
+    def __init__(self, persistent_id: PersistentId, another: AnotherKey, protocol: int = 2) -> None:
+        super().__init__(persistent_id, another, protocol)
         self.joined: list[bytes] = []
         self.making: set[int] = set()  # objects whose arguments are being written
         self.leaves |= {_Code: self.emit, _Put: self._put_node, _EndTuple: self._end_tuple}
@@ -102,7 +117,7 @@ class _Writer(Emitter):
         # methods of this object: with the collector off, a cycle would keep the memo for good
         self.leaves.clear()
         if self.needed > self.protocol:  # in which names are spelt differently from the start
-            return _Writer(self.persistent_id, self.needed).write(root)
+            return _Writer(self.persistent_id, self.another, self.needed).write(root)
         data = b"".join((b"\x80", bytes((self.protocol,)), *self.joined, *self.parts, b"."))
         check("pickle_bytes", len(data), "bytes of the pickle to write")
         return Pickled(data, self._notes())
@@ -189,13 +204,15 @@ class _Writer(Emitter):
             batch = pairs[start : start + BATCH]
             if len(batch) > 1:
                 self.emit(_MARK)
-            for pair in batch:
-                for node in pair:
+            place = self.emit_named(batch, 0)
+            while place < len(batch):
+                for node in batch[place]:
                     leaf = leaves.get(node.__class__)
                     if leaf is not None:
                         leaf(node)
                     elif node.__class__ is not dict or not self._single(node):
                         yield node
+                place = self.emit_named(batch, place + 1)
             self.emit(_SETITEMS if len(batch) > 1 else _SETITEM)
 
     def _list(self, node: list[Node]) -> Iterator[Node]:

@@ -50,7 +50,7 @@ def patch(before: Checkpoint, after: Checkpoint, options: WriteOptions) -> Patch
         return None  # without one, torch would refuse the file
     numbering = _Keys(directory)
     try:
-        pickled = write_pickle(after.root, numbering, objects=options.objects)
+        pickled = write_pickle(after.root, numbering, numbering.another, objects=options.objects)
     except _ElsewhereError:
         return None
     new = {f"{directory.top}/data.pkl": pickled.data}

@@ -35,7 +35,7 @@ def layout(checkpoint: Checkpoint, options: WriteOptions) -> Plan:
     back.
     """
     numbering = Numbering()
-    pickled = write_pickle(checkpoint.root, numbering, objects=options.objects)
+    pickled = write_pickle(checkpoint.root, numbering, numbering.another, objects=options.objects)
     big_endian = numbering.all_big_endian()
     first = [
         ZipMember(f"{TOP}/data.pkl", pickled.data),
@@ -76,6 +76,19 @@ class Numbering:
                 "a part of a storage is a value of its own, which torch cannot save since 0.4"
             )
         return "storage", made, self.key(number), storage.device, numel
+
+    def another(self, storage: Storage, dtype: DType | None) -> str | None:
+        """Return the key of a storage as one before, of as many bytes; None if it was met before.
+
+        `dtype` is that of its elements as its persistent id says.
+        """
+        number = len(self.storages)
+        if self._numbers.setdefault(storage, number) != number:
+            return None
+        self.tensors += 1
+        self.storages.append(storage)
+        self.dtypes.append(dtype)
+        return self.key(number)
 
     def key(self, number: int) -> str:
         """Return the name of a storage's record in its folder."""

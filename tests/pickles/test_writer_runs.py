@@ -1,0 +1,180 @@
+"""Names with tensors and versions that are written at once, against the same trees written value by
+value."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ckptkit
+from ckptkit.core.bytesource import Memory, Range
+from ckptkit.core.dtypes import BY_NAME, DType
+from ckptkit.core.errors import TensorError, UnsafeGlobalError, UnsupportedError
+from ckptkit.core.tensor import Storage, Tensor
+from ckptkit.core.tree import ModuleVersion, Node, OrderedMapping, versions_state
+from ckptkit.formats.torch_zip.writer import Numbering
+from ckptkit.pickles import emitter
+from ckptkit.pickles.emitter import Emitter, no_other
+from ckptkit.pickles.writer import write_pickle
+from tests.random_checkpoints import make
+
+PADDING = [f"{n}" for n in range(300)]  # fills the part of the memo that one byte addresses
+FLOAT, SHORT = BY_NAME["float32"], BY_NAME["uint16"]
+
+
+def storage(nbytes: int = 16, device: str = "cpu") -> Storage:
+    return Storage(Range(Memory(bytes(nbytes)), 0, nbytes), device)
+
+
+def matrix(of: Storage | None = None, dtype: DType = FLOAT, **more: Any) -> Tensor:
+    return Tensor(of or storage(), dtype, (2, 2), (2, 1), **more)
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many values were written at once, each time."""
+    counts: list[int] = []
+    emit_named = Emitter.emit_named
+
+    def counted(self: Emitter, pairs: list[tuple[Node, Node]], place: int) -> int:
+        end = emit_named(self, pairs, place)
+        counts.append(end - place)
+        return end
+
+    monkeypatch.setattr(Emitter, "emit_named", counted)
+    return counts
+
+
+def written(root: Node, another: bool = True) -> tuple[bytes, list[str], int]:
+    """The pickle, the devices of its storages in order, and how many tensors are views of them."""
+    numbering = Numbering()
+    data = write_pickle(root, numbering, numbering.another if another else no_other).data
+    return data, [each.device for each in numbering.storages], numbering.tensors
+
+
+def one_by_one(root: Node, monkeypatch: pytest.MonkeyPatch) -> tuple[bytes, list[str], int]:
+    with monkeypatch.context() as patch:
+        patch.setattr(Emitter, "emit_named", lambda self, pairs, place: place)
+        patch.setattr(Emitter, "_alike", lambda self, tensor: b"")
+        return written(root)
+
+
+def state(entries: dict[Any, Node], versions: dict[Any, Node] | None = None) -> OrderedMapping:
+    attributes = None if versions is None else versions_state(versions)
+    return OrderedMapping({"padding": PADDING, **entries}, attributes)
+
+
+ONE, TWO = ModuleVersion({"version": 1}), ModuleVersion({"version": 300})
+SAME, SHARED = matrix(), storage()
+
+TREES: dict[str, tuple[Node, int]] = {  # and how many values are written at once
+    "alike": (state({f"{n}": matrix() for n in range(1000, 3500)}), 2498),
+    "kinds in turns": (
+        state({f"{n}": matrix(storage(16 + 4 * (n % 3))) for n in range(1000, 1030)}), 26,
+    ),
+    "devices": (state({f"{n}": matrix(storage(16, f"cuda:{n % 2}")) for n in range(1000, 1020)}), 16),
+    "parameters": (
+        state({f"{n}": matrix(kind="parameter", requires_grad=n % 2 > 0) for n in range(1000, 1020)}),
+        17,
+    ),
+    "flags": (
+        state({
+            f"{n}.{conj}": matrix(storage(32), BY_NAME["complex64"], conj=conj, neg=n % 2 > 0)
+            for n in range(1000, 1010) for conj in (False, True)
+        }), 13,
+    ),
+    "no class of storages": (state({f"{n}": matrix(dtype=SHORT) for n in range(1000, 1010)}), 8),
+    "the same tensor": (state({f"{n}": SAME for n in range(1000, 1010)}), 0),
+    "one storage": (state({f"{n}": matrix(SHARED) for n in range(1000, 1010)}), 8),
+    "no storage": (
+        state({f"{n}": Tensor(None, FLOAT, (2,), (1,)) for n in range(1000, 1010)}), 0,
+    ),
+    "text": (
+        state({f"{'é' * n}\ud800": matrix() for n in range(1, 300)} | {"x" * 70000: matrix()}), 298,
+    ),
+    "names that are values": (
+        state({f"{n}": f"{n + 1}" if n % 2 else matrix() for n in range(1000, 1010)}), 0,
+    ),
+    "other names": (
+        state({key: matrix() for key in (1, 2.5, None, True, ("a", 1), "a", "b", "c")}), 2,
+    ),
+    "versions": (
+        state({"a": matrix()}, {"": ONE} | {f"{n}": (ONE, TWO)[n % 2] for n in range(1000, 1010)}),
+        10,
+    ),
+    "versions that are dicts": (
+        state({}, {f"{n}": {"version": 1} if n % 3 else ONE for n in range(1000, 1010)}), 3,
+    ),
+    "versions among tensors": (
+        state({f"{n}": ONE if n % 2 else matrix() for n in range(1000, 1010)}), 7,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TREES)
+@pytest.mark.parametrize("another", [True, False])
+def test_the_bytes_are_the_same(
+    name: str, another: bool, runs: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, count = TREES[name]
+    found = written(root, another)
+    assert sum(runs) == count
+    assert found == one_by_one(root, monkeypatch)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_generated_trees(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make(seed).save(tmp_path / "a.pth")
+    root = ckptkit.open(tmp_path / "a.pth").root
+    assert written(root) == one_by_one(root, monkeypatch)
+
+
+def test_kinds_are_limited(runs: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(emitter, "_MOST_KINDS", 3)
+    root = state({f"{n}": matrix(storage(16 + 4 * (n % 5))) for n in range(1000, 1050)})
+    found = written(root)
+    assert 0 < sum(runs) < 30
+    assert found == one_by_one(root, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"shape": (4,), "stride": (1,)}, {"stride": (1, 2)}, {"offset": 1}, {"requires_grad": True},
+        {"kind": "parameter"}, {"neg": True}, {"conj": True}, {"dtype": BY_NAME["int32"]},
+        {"storage": storage(20, "cuda:1")}, {"storage": storage(24)}, {"storage": None},
+    ],
+)  # fmt: skip
+def test_one_that_differs(change: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each part of a kind is looked at."""
+    tensors = [matrix(storage(20)) for _ in range(8)]
+    tensors[4] = replace(tensors[4], **change)
+    root = state({f"name{n}": each for n, each in enumerate(tensors)})
+    assert written(root) == one_by_one(root, monkeypatch)
+
+
+def test_two_types_of_one_storage_are_refused() -> None:
+    """Also where tensors of both were met before."""
+    shared = storage()
+    others = [matrix(dtype=dtype) for dtype in (FLOAT, BY_NAME["int32"]) for _ in range(3)]
+    both = [matrix(shared), matrix(shared, BY_NAME["int32"])]
+    root = state({f"name{n}": each for n, each in enumerate([*others, *both])})
+    with pytest.raises(TensorError, match="as float32 and as int32"):
+        written(root)
+
+
+def test_a_layout_without_its_parts_is_refused() -> None:
+    tensors = [matrix() for _ in range(3)]
+    root = state({f"{n}": each for n, each in enumerate([*tensors, matrix(layout="sparse_coo")])})
+    with pytest.raises(UnsupportedError, match="does not say what it is made of"):
+        written(root)
+
+
+def test_a_name_that_is_a_file_with_calls_is_refused() -> None:
+    call = b"cos\nsystem\n(X\x02\0\0\0idtR."
+    root = state({f"{n}": matrix() for n in range(5)} | {call.decode(): matrix()})
+    with pytest.raises(UnsafeGlobalError, match="calls that are not in the allowlist"):
+        written(root)
