@@ -327,10 +327,13 @@ def test_no_item_begins_after_a_failure(processors: int, monkeypatch: pytest.Mon
     assert len(begun) < 100
 
 
-@pytest.mark.parametrize("length", [1, 2, 3, 64, 4097])
-def test_bins_are_counted_two_at_a_time(length: int) -> None:
-    bins = np.random.default_rng(length).integers(0, BINS, length).astype("u1")
-    assert np.array_equal(tallies._count(bins), np.bincount(bins))
+@pytest.mark.parametrize("length", [1, 2, 3, 7, 8, 9, 64, 4097])
+@pytest.mark.parametrize("bins", [1, 2, BINS])
+def test_bins_are_counted_two_at_a_time(length: int, bins: int) -> None:
+    codes = np.random.default_rng(length).integers(0, bins, length).astype("u1")
+    assert np.array_equal(tallies._count(codes), np.bincount(codes))
+    last = np.full(length, BINS - 1, "u1")
+    assert np.array_equal(tallies._count(last), np.bincount(last))
 
 
 @pytest.mark.parametrize("mean", [0.0, 0.2, 1.0, 1e6])
