@@ -120,6 +120,7 @@ class Numbering:
         return {storage.big_endian for storage, unit in self._units() if unit != 1} == {True}
 
     def members(self, big_endian: bool) -> Iterator[ZipMember]:
+        folder, key = f"{TOP}/data/", self.key
         for number, (storage, unit) in enumerate(self._units()):
             extent = storage.record.locate()
             crc = storage.crc32 if isinstance(extent, Range) else None
@@ -129,4 +130,4 @@ class Numbering:
                         "big-endian bytes of an unknown element type, among little-endian ones"
                     )
                 extent, crc = Derived("byteswap", (extent,), (unit,), storage.nbytes), None
-            yield ZipMember(f"{TOP}/data/{self.key(number)}", extent, crc)
+            yield ZipMember(folder + key(number), extent, crc)
