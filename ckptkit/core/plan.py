@@ -14,7 +14,7 @@ A patch edits a file in place instead.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import NamedTuple
 
@@ -97,11 +97,10 @@ class OutputFile:
 
     name: str
     segments: tuple[Segment, ...]
+    size: int = field(init=False, compare=False)  # bytes of the whole file
 
-    @property
-    def size(self) -> int:
-        """Bytes of the whole file."""
-        return sum(map(length, self.segments))
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "size", sum(map(length, self.segments)))
 
     def __repr__(self) -> str:
         return f"<OutputFile {self.name or 'alone'}: {self.size:,} bytes>"
@@ -213,9 +212,10 @@ class Patch:
 def _extents(segments: Iterable[Segment]) -> Iterator[Extent]:
     """Yield the extents of all non-literal segments."""
     for segment in segments:
-        extent = segment.extent if isinstance(segment, Summed) else segment
-        if isinstance(extent, (Range, Derived)):
-            yield extent
+        if isinstance(segment, (Range, Derived)):
+            yield segment
+        elif isinstance(segment, Summed):
+            yield segment.extent
 
 
 def _sources(segments: Iterable[Segment]) -> Iterator[ByteSource]:

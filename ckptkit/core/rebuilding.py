@@ -85,13 +85,7 @@ class Rebuild:
     def _fill(self, old: Node, new: Node) -> None:
         copy = self._copy
         if isinstance(old, dict):
-            plain = PLAIN_TYPES
-            for key, value in old.items():
-                new[key if key.__class__ in plain else copy(key)] = (
-                    value if value.__class__ in plain else copy(value)
-                )
-            if isinstance(old, OrderedMapping):
-                new.state = copy(old.state)
+            self._fill_dict(old, new)
         elif isinstance(old, list):
             new.extend(map(copy, old))
         elif isinstance(old, SetNode):
@@ -101,6 +95,23 @@ class Rebuild:
             new.state = copy(old.state)
         else:
             self._fill_object(old, new)
+
+    def _fill_dict(self, old: dict[Node, Node], new: Node) -> None:
+        """Copy the items of a dict; its tensors without a call for each but that of the leaf."""
+        copy, plain, made, swap = self._copy, PLAIN_TYPES, self._made, self._swap
+        leaf, keep = self._leaf, self._keep.append
+        for key, value in old.items():
+            place = id(value)
+            if value.__class__ in plain:
+                other = value
+            elif value.__class__ is not Tensor or place in made or place in swap:
+                other = copy(value)
+            else:
+                keep(value)
+                other = made[place] = leaf(value)
+            new[key if key.__class__ in plain else copy(key)] = other
+        if isinstance(old, OrderedMapping):
+            new.state = copy(old.state)
 
     def _fill_object(self, old: Object, new: Object) -> None:
         copy = self._copy

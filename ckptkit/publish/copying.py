@@ -96,14 +96,13 @@ def _work(path: str, segments: Sequence[Segment], files: int) -> int:
 
     None are where whole tensors are held in memory: there is one at a time.
     """
-    if any(map(_is_whole, segments)):
+    computed = [each for each in segments if isinstance(each, (Summed, Derived))]
+    if any(map(_is_whole, computed)):
         return -sys.maxsize
-    copies = files > 1 and _is_in_memory(path)
-    return sum(
-        length(each)
-        for each in segments
-        if copies or isinstance(each, (Summed, Derived)) or _is_remote(each)
-    )
+    if files > 1 and _is_in_memory(path):
+        return sum(map(length, segments))
+    fetched = [each for each in segments if isinstance(each, Range) and each.source.remote]
+    return sum(map(length, chain(computed, fetched)))
 
 
 def _is_whole(segment: Segment | Extent) -> bool:
@@ -111,10 +110,6 @@ def _is_whole(segment: Segment | Extent) -> bool:
     if not isinstance(extent, Derived):
         return False
     return extent.operation == ONE_BY_ONE or any(map(_is_whole, extent.inputs))
-
-
-def _is_remote(segment: Segment) -> bool:
-    return isinstance(segment, Range) and segment.source.remote
 
 
 def _is_in_memory(path: str) -> bool:

@@ -12,6 +12,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
 from ckptkit.core import arguments
@@ -83,7 +84,7 @@ def remap(ck: Source, devices: Device | Mapping[Any, Any], *, values: bool = Fal
         warnings.append(_left(ck.root, plain.keys()))
     root = ck.root
     if storages or swap:
-        root = rebuild(root, lambda leaf: moved(leaf, storages), swap)
+        root = rebuild(root, partial(moved, storages=storages), swap)
     return ck.with_root(root, notes=notes, warnings=warnings)
 
 
@@ -91,7 +92,12 @@ def _changed(
     places: Places[T], new: Remap, make: Callable[[T, str], Changed]
 ) -> dict[int, Changed]:
     """Return what `make` gives for each place that moves, by its id."""
-    return {id(each): make(each, new(device)) for each, device in places if _moves(device, new)}
+    targets = {device: new(device) for device in {device for _, device in places}}
+    return {
+        id(each): make(each, targets[device])
+        for each, device in places
+        if targets[device] != device
+    }
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,11 @@ from ckptkit.core.tree import Node
 def moved(leaf: Node, storages: Mapping[int, Storage]) -> Node:
     """Return a leaf on the storage that replaces its own, by id; any other leaf as it is."""
     if isinstance(leaf, Tensor):
-        storage = storages.get(id(leaf.storage))
+        old = leaf.storage
+        storage = storages.get(id(old))
         if storage is None:
             return leaf
-        if leaf.storage is not None and storage.nbytes == leaf.storage.nbytes:
+        if old is not None and storage.record.length == old.record.length:
             return leaf.over(storage)  # the elements are as far inside it as before
         return on(storage, leaf)
     if isinstance(leaf, TypedStorage) and id(leaf.storage) in storages:

@@ -229,6 +229,25 @@ def test_rebuild_exchanges_leaves_and_tuples(place: Node) -> None:
     assert rebuild(place([]), lambda _: "leaf", {}) == place([])
 
 
+def test_rebuild_asks_for_each_tensor_of_a_dict_once() -> None:
+    """Also where it is replaced, met again, or met elsewhere before."""
+    first, second, gone, new = tensor(), tensor(), tensor(), tensor()
+    root = {"a": [first], "b": {"x": second, "y": first, "z": second, "w": gone}, "c": (second,)}
+    asked: list[Node] = []
+
+    def leaf(node: Node) -> Node:
+        asked.append(node)
+        return f"leaf {len(asked)}"
+
+    found = rebuild(root, leaf, {id(gone): new})
+    inner = found["b"]
+    assert {id(each) for each in asked} == {id(each) for each in (first, second, new)}
+    assert len(asked) == 3
+    assert inner["x"] == inner["z"] == found["c"][0]
+    assert inner["y"] == found["a"][0]
+    assert len({inner["x"], inner["y"], inner["w"]}) == 3
+
+
 def test_rebuild_root_swapped() -> None:
     root: list[Node] = []
     assert rebuild(root, swap={id(root): 3}) == 3
