@@ -90,7 +90,8 @@ class Tabled(Machine):
         made: Array = flat.reshape(values.shape)
         if self.blocks.packing.bits == 8:
             return flat
-        low, high = made[:, np.arange(256) & 15], made[:, np.arange(256) >> 4]
-        pair = (high, low) if self.blocks.packing.high_first else (low, high)
-        found: Array = np.stack(pair, axis=-1).reshape(-1).view(f"<u{2 * size}")
+        pairs = np.empty((256, 16, 16, 2), made.dtype)  # of a scale, the high code, the low code
+        low, high = (1, 0) if self.blocks.packing.high_first else (0, 1)
+        pairs[..., low], pairs[..., high] = made[:, None], made[..., None]
+        found: Array = pairs.reshape(-1).view(f"<u{2 * size}")
         return found
