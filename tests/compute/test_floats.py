@@ -4,11 +4,13 @@ between."""
 from __future__ import annotations
 
 import itertools
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 
+from ckptkit.compute import floats
 from ckptkit.compute.floats import FLOATS, decode, encode, is_decoded
 from ckptkit.core.dtypes import BY_NAME, TABLE
 from ckptkit.core.errors import UnsupportedError
@@ -76,6 +78,23 @@ def test_float16_that_numpy_converts_only_where_it_must() -> None:
     assert_same(in_torch(encode(values.numpy(), BY_NAME["float16"]), "float16"), values.half())
     negative = (codes | 0x8000).tobytes()
     assert_same(torch.from_numpy(decode(negative, BY_NAME["float16"])), -exact)
+
+
+@pytest.mark.parametrize("last", [0x7BFF, 0x7C00, 0x7E00], ids=["largest", "infinite", "nan"])
+@pytest.mark.parametrize("small", [0x0001, 0x03FF, 0x8001, 0x83FF])
+@pytest.mark.parametrize("extra", [0, 1])
+def test_float16_is_looked_up_where_many_are_small(
+    last: int, small: int, extra: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One in 256 numbers below the normal ones is the most that is computed; zeros are not."""
+    codes = np.resize(np.array([0x0000, 0x8000, 0x0400, 0x8400, 0x3C00], "<u2"), 1024)
+    codes[: 4 + extra] = small
+    codes[-1] = last
+    table = Mock(wraps=floats._half_values)
+    monkeypatch.setattr(floats, "_half_values", table)
+    found = decode(codes.tobytes(), BY_NAME["float16"])
+    assert np.array_equal(found.view("u4"), codes.view("f2").astype("f4").view("u4"))
+    assert table.called == (extra == 1 or last != 0x7BFF)
 
 
 @pytest.mark.parametrize("name", sorted(FLOATS))
