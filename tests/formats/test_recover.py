@@ -237,7 +237,7 @@ def test_more_than_the_weights(tmp_path: Path) -> None:
     torch.save({"model": state(), "lists": lists, "object": Other(torch.ones(100))}, path)
     data = path.read_bytes()
     places = ckptkit.open(path)
-    begin = places.root["lists"][1].storage.record.offset
+    begin = places.root["lists"][1].storage.record.locate().offset
     path.write_bytes(data[: begin + 8])
     found = recover(path)
     assert found.checkpoint.root["lists"][1:] == [None, "text"]

@@ -35,6 +35,7 @@ from ckptkit.core.text import shown
 from ckptkit.formats.containers.zip_entries import (
     DEFLATED,
     MAGIC,
+    Row,
     check_members,
     check_names,
     find_data,
@@ -55,8 +56,36 @@ _AGAIN = "download or copy the file again"
 _tuple = tuple.__new__  # makes a named tuple without a call of Python's: there are many
 
 
+class StoredMember(NamedTuple):
+    """A stored member of a local file, found where the directory has it.
+
+    It is the record of a storage, too: a Range of its own for each would take memory.
+    """
+
+    source: ByteSource
+    data: int  # offset of the bytes
+    length: int
+    crc: int
+
+    @property
+    def method(self) -> int:
+        return 0
+
+    @property
+    def size(self) -> int:
+        return self.length
+
+    @property
+    def stored(self) -> int:
+        """Bytes in the file."""
+        return self.length
+
+    def locate(self) -> Range:
+        return _tuple(Range, self[:3])
+
+
 class ZipEntry(NamedTuple):
-    """A member's entry in the directory. Offsets are in the source, sizes are in bytes."""
+    """The entry in the directory of any other member. Offsets are in the source, sizes in bytes."""
 
     offset: int  # of the local header
     stored: int  # bytes in the file
@@ -67,12 +96,15 @@ class ZipEntry(NamedTuple):
     data: int  # offset of the bytes, -1 until the local header is read
 
 
+Member = StoredMember | ZipEntry
+
+
 @dataclass(frozen=True, slots=True)
 class ZipDirectory:
     """The members of a zip file, in the order of its directory, and where their bytes are."""
 
     source: ByteSource
-    entries: dict[str, ZipEntry] = field(repr=False)
+    entries: dict[str, Member] = field(repr=False)
     start: int  # offset of the directory, the end of the members
     headers: LocalHeaders | None = field(repr=False, default=None)  # of a remote file
     inflated: list[int] = field(repr=False, default_factory=lambda: [0])  # bytes, in all, when read
@@ -99,13 +131,13 @@ class ZipDirectory:
 
         In a remote file the location is determined when it is needed.
         """
-        _, stored, size, crc, method, _, data = self.entries[name]
-        known = None if crc == 0 and size else crc
-        if data < 0:
-            return Unlocated(self, name, size), known
-        if method == DEFLATED:
-            return self.locate(name), known
-        return _tuple(Range, (self.source, data, stored)), known
+        entry = self.entries[name]
+        known = None if entry.crc == 0 and entry.size else entry.crc
+        if isinstance(entry, StoredMember):
+            return entry, known
+        if entry.data < 0:
+            return Unlocated(self, name, entry.size), known
+        return self.locate(name), known
 
     def locate(self, name: str) -> Extent:
         """Return the extent of a member's bytes in the file, or the inflation of it if deflated."""
@@ -141,10 +173,10 @@ class ZipDirectory:
             total = crc32(self.source.read(at, min(piece, start + entry.stored - at)), total)
         self._compare(name, total)
 
-    def _data(self, name: str, entry: ZipEntry) -> int:
+    def _data(self, name: str, entry: Member) -> int:
         return entry.data if self.headers is None else self.headers.place(name)
 
-    def _inflate(self, name: str, entry: ZipEntry) -> bytes:
+    def _inflate(self, name: str, entry: Member) -> bytes:
         machine = zlib.decompressobj(-zlib.MAX_WBITS)
         try:
             data = machine.decompress(
@@ -228,18 +260,26 @@ def read_directory(source: ByteSource) -> ZipDirectory:
         start, size, count = _find_end(source)
         names, rows = read_rows(source.read(start, size), count, start)
         texts = check_names(names, rows)
-        places = [-1] * count if source.remote else check_members(source, names, rows, start)
-        # A row is an Entry without its last field, put together here without a call for each.
-        entries = {
-            text: _tuple(ZipEntry, (*row, place))
-            for text, row, place in zip(texts, rows, places, strict=True)
-        }
+        if source.remote:
+            return _unlocated(source, dict(zip(texts, rows, strict=True)), start)
+        places = check_members(source, names, rows, start)
     except CkptkitError as error:
         error.at(source.name)
         raise
-    return ZipDirectory(
-        source, entries, start, LocalHeaders(source, entries) if source.remote else None
-    )
+    # Put together here without a call for each.
+    entries: dict[str, Member] = {
+        text: _tuple(ZipEntry, (*row, place))
+        if row[4] == DEFLATED
+        else _tuple(StoredMember, (source, place, row[1], row[3]))
+        for text, row, place in zip(texts, rows, places, strict=True)
+    }
+    return ZipDirectory(source, entries, start)
+
+
+def _unlocated(source: ByteSource, rows: dict[str, Row], start: int) -> ZipDirectory:
+    """Return the directory of a remote file, whose local headers are read when they are needed."""
+    entries = {name: _tuple(ZipEntry, (*row, -1)) for name, row in rows.items()}
+    return ZipDirectory(source, {**entries}, start, LocalHeaders(source, entries))
 
 
 # The end of the file

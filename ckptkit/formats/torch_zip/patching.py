@@ -21,7 +21,7 @@ from ckptkit.core.bytesource import LocalFile, Range
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.plan import Edit, Patch
 from ckptkit.core.tensor import Storage
-from ckptkit.formats.containers.zip_entries import REPLACED
+from ckptkit.formats.containers.zip_entries import REPLACED, read_rows
 from ckptkit.formats.containers.zip_reader import ZipDirectory, read_directory
 from ckptkit.formats.containers.zip_writer import END_BYTES, ends, record
 from ckptkit.formats.format import WriteOptions
@@ -82,7 +82,7 @@ class _Keys(Numbering):
 
     def key(self, number: int) -> str:
         storage: Storage = self.storages[number]
-        extent = storage.record
+        extent = storage.record.locate()
         if not isinstance(extent, Range) or extent.source is not self._source:
             raise _ElsewhereError
         if extent.offset not in self._keys or self._sizes[extent.offset] != extent.length:
@@ -98,6 +98,7 @@ class _Archive:
         self.members = directory.entries
         self.start = directory.start  # where new bytes begin
         self.entries: dict[str, bytes] = {}  # each entry of the directory as it is to be, by name
+        self.headers: dict[str, int] = {}  # offsets of the local headers
         self.names: list[Edit] = []  # the new ones in local headers
         self.tail = b""  # everything after `start`
         self.listed = self._read_entries(directory)  # where the old directory ends
@@ -109,6 +110,8 @@ class _Archive:
             end = at + _NAME + sum(_LENGTHS(data, at + 28))
             self.entries[name] = data[at:end]
             at = end
+        _, rows = read_rows(data[:at], len(self.members), directory.start)
+        self.headers = {name: row[0] for name, row in zip(self.members, rows, strict=True)}
         return directory.start + at
 
     def replace(self, new: dict[str, bytes]) -> bool:
@@ -129,10 +132,10 @@ class _Archive:
 
     def _remove_last(self, new: dict[str, bytes]) -> None:
         """Remove records to be replaced that are last in the file: their place is free."""
-        by_offset = sorted(self.members, key=lambda name: self.members[name].offset)
+        by_offset = sorted(self.members, key=self.headers.__getitem__)
         while len(by_offset) > 1 and by_offset[-1] in new:
             name = by_offset.pop()
-            self.start = self.members[name].offset
+            self.start = self.headers[name]
             del self.entries[name]
 
     def _rename(self, name: str) -> bool:
@@ -144,7 +147,7 @@ class _Archive:
         if other is None:
             return False
         raw, entry = other.encode(), self.entries[name]
-        self.names.append(Edit(self.members[name].offset + _LOCAL_NAME, raw))
+        self.names.append(Edit(self.headers[name] + _LOCAL_NAME, raw))
         renamed = entry[:_NAME] + raw + entry[_NAME + len(raw) :]
         # the entry keeps its place: the first decides what torch takes for the top folder
         self.entries = {

@@ -217,13 +217,14 @@ class Archive:
 
     def unused(self, known: Iterable[str]) -> list[str]:
         """Return a warning on records besides the opened storages and the `known` ones."""
-        used = self._used | {self.folder + name for name in known}
+        left = self.directory.entries.keys() - self._used
+        left.difference_update([self.folder + name for name in known])
         for folder, keys in self._keys:
-            used.update([folder + key for key in keys])
+            left.difference_update(map(folder.__add__, keys))  # one name at a time: there are many
         unused = [
             name
-            for name in self.directory.entries
-            if name not in used and not name.endswith(("/", *REPLACED))
+            for name in (self.directory.entries if left else ())
+            if name in left and not name.endswith(("/", *REPLACED))
         ]
         if not unused:
             return []

@@ -70,7 +70,14 @@ def test_a_plain_zip() -> None:
     assert [found.read(name) for name in found.names] == [DATA, b"", DATA * 9]
     assert [found.crc(name) for name in found.names] == [zlib.crc32(DATA), 0, zlib.crc32(DATA * 9)]
     record, _ = found.record("a/0")
-    assert isinstance(record, Range) and record.offset == 33 and record.read() == DATA
+    extent = record.locate()
+    assert isinstance(extent, Range) and extent.offset == 33 and extent.read() == DATA
+    assert record.length == extent.length
+    assert extent == found.locate("a/0")
+    assert [found.entries[name].size for name in found.names] == [16, 0, 144]
+    assert [found.entries[name].method for name in found.names] == [0, 0, 8]
+    assert found.entries["a/0"].stored == 16
+    assert found.entries["a/2"].stored < 144
     inflated, _ = found.record("a/2")
     assert (
         isinstance(inflated, Derived)
