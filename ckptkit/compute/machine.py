@@ -211,17 +211,18 @@ class Machine:
             values -= np.float32(self.blocks.offset)
 
     def _unlimited(self, scale: Array, values: Array) -> Array:
-        """Return scales for numbers that are 2**126 times too small; 2**128 is one of them.
+        """Return scales for numbers that are too small; 2**128 is one of them.
 
         Numbers are made larger first where scales that make up for it all would be infinite.
         """
         import numpy as np
 
         half = np.minimum(scale * np.float32(0.5), np.float32(2.0**127))
-        if (half <= 1).all():
-            half *= np.float32(2.0**127)
+        twice = np.float32(2.0 ** (Turned.lack + 1))
+        if (half <= 2.0 ** (126 - Turned.lack)).all():
+            half *= twice
         else:
-            values *= np.float32(2.0**127)
+            values *= twice
         return half
 
     def _codes_in_pairs(self, span: Span) -> Array | None:

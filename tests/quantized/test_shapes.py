@@ -88,15 +88,25 @@ def packed(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("experts", [1, 3])
-def test_gpt_oss_turned(experts: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "exponents", [(100, 140), (180, 188), (180, 189), (188, 190), (0, 1), (254, 256), (0, 256)]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gpt_oss_turned(
+    dtype: torch.dtype, exponents: tuple[int, int], experts: int, tmp_path: Path
+) -> None:
+    """Bit by bit: zeros have signs, products are below the normal numbers, and 2**128 a scale."""
     rows, columns = 200, 96
     blocks = torch.randint(0, 256, (experts, rows, columns // 32, 16), dtype=torch.uint8)
-    scales = torch.randint(100, 140, (experts, rows, columns // 32), dtype=torch.uint8)
-    found = dequantized(tmp_path, {"w_blocks": blocks, "w_scales": scales}, {}, "float32")
+    scales = torch.randint(*exponents, (experts, rows, columns // 32), dtype=torch.uint8)
+    tensors = {"w_blocks": blocks, "w_scales": scales}
+    found = dequantized(tmp_path, tensors, {}, str(dtype).removeprefix("torch."))["w"]
     table = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
     codes = torch.stack((blocks & 15, blocks >> 4), -1).reshape(experts, rows, columns // 32, 32)
-    expected = torch.ldexp(table[codes.long()], scales[..., None].int() - 127)
-    assert torch.equal(found["w"], expected.reshape(experts, rows, columns).transpose(1, 2))
+    wide = torch.ldexp(table[codes.long()].double(), scales[..., None].double() - 127)
+    expected = wide.to(dtype).reshape(experts, rows, columns).transpose(1, 2).contiguous()
+    unit = torch.int32 if dtype is torch.float32 else torch.int16
+    assert torch.equal(found.view(unit), expected.view(unit))
 
 
 @pytest.mark.parametrize("code", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
