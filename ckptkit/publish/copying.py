@@ -17,7 +17,6 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cached_property
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -190,6 +189,14 @@ def _turner() -> Turner:
     return found
 
 
+def _buffer() -> memoryview:
+    """Return the thread's own memory for pieces, used again by its next task."""
+    if not hasattr(_of_thread, "buffer"):
+        _of_thread.buffer = memoryview(bytearray(WINDOW))
+    found: memoryview = _of_thread.buffer
+    return found
+
+
 def _write_at(fd: int, rows: list[memoryview], place: int) -> None:
     """Write the rows one after another from byte `place` on."""
     done = os.pwritev(fd, rows, place) if hasattr(os, "pwritev") else 0
@@ -263,18 +270,13 @@ class _Writer:
             copied = self._copy(extent.source, extent.offset, extent.length, place)
             extent = extent.part(copied, extent.length - copied)
             place, size = place + copied, WINDOW
-        buffer = self._buffer[:size] if isinstance(extent, Range) else None
+        buffer = _buffer()[:size] if isinstance(extent, Range) else None
         for piece in pieces(extent, place, buffer):
             if number is not None:
                 self._count(number, piece)
             write_all(self._fd, piece)
             self._progress(len(piece))
             del piece  # it may be large, and the next one is made before this name is used again
-
-    @cached_property
-    def _buffer(self) -> memoryview:
-        """Memory for pieces: used again, since new pages would cost as much as the copy."""
-        return memoryview(bytearray(WINDOW))
 
     def _count(self, number: int, data: bytes | memoryview) -> None:
         known, crc, size = self.sums[-1] if self.sums else (None, 0, 0)
