@@ -24,7 +24,7 @@ DTYPES = {1: "u1", 2: "<u2", 4: "<u4", 8: "<u8", 16: "<c16"}
 
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    small = {"LEAST": 1, "BLOCK": 6_000, "COLUMNS": 40, "_AT_ONCE": 7, "_ROWS": 16}
+    small = {"LEAST": 1, "BLOCK": 6_000, "COLUMNS": 40, "PAGE": 32, "_AT_ONCE": 7, "_ROWS": 16}
     for name, value in small.items():
         monkeypatch.setattr(slabs, name, value)
     monkeypatch.setattr(copying, "THREAD_TASK", 10_000)
@@ -143,6 +143,32 @@ def test_the_shape_of_blocks() -> None:
     for rows, columns, itemsize in [(128_256, 4_096, 2), (32_768, 32_768, 1), (9, 10**9, 4)]:
         height, width = shape(rows, columns, itemsize)
         assert slabs.BLOCK // 2 < height * width * itemsize <= slabs.BLOCK or height == rows
+
+
+@pytest.mark.parametrize("at", [0, 120, 4095])
+@pytest.mark.parametrize("itemsize", [1, 2, 4])
+def test_blocks_end_where_pages_of_the_file_end(itemsize: int, at: int) -> None:
+    rows, columns = 65_536, 8_192
+    extent = Range(Memory(b""), 0, rows * columns * itemsize)
+    matrices = [
+        matrix
+        for block in slabs.blocks(gather(extent, itemsize, (columns, rows), (1, columns)), at)
+        for matrix in block.parts
+    ]
+    later = [matrix for matrix in matrices if matrix.place % (rows * itemsize)]
+    assert later and len(later) < len(matrices)
+    assert {(at - at % itemsize + matrix.place) % slabs.PAGE for matrix in later} == {0}
+    assert sum(matrix.size for matrix in matrices) == extent.length
+    assert max(matrix.size for matrix in matrices) <= slabs.BLOCK
+
+
+def test_columns_that_begin_anywhere_in_a_page_are_cut_evenly() -> None:
+    rows, columns = 65_537, 8_192
+    extent = Range(Memory(b""), 0, rows * columns)
+    made = slabs.blocks(gather(extent, 1, (columns, rows), (1, columns)), 120)
+    heights = {block.parts[0].place % rows: block.rows for block in made}
+    assert sum(heights.values()) == rows
+    assert max(heights.values()) - min(heights.values()) < len(heights)
 
 
 def written(folder: Path, segments: list[Any]) -> bytes:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from itertools import product
+from itertools import pairwise, product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckptkit.compute.gather import Room
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 LEAST = 16 << 20  # bytes that the columns of a matrix span in the target; less fits into a tile
 BLOCK = 48 << 20  # bytes of a block
 COLUMNS = 4096  # of a block at most: a strip of them stays in a core's cache
+PAGE = 4 << 10  # bytes that the system keeps together: it fills up those that are written in part
 _LINE = 1024  # bytes that a strip gives to each row of the target
 _ROWS = 512  # of a strip at most
 _LANES = 4  # bytes that are turned as one unit: numpy copies a unit as fast as a byte
@@ -75,8 +76,11 @@ class Block(NamedTuple):
         return sum(each.size for each in self.parts)
 
 
-def blocks(extent: Extent) -> list[Block]:
-    """The blocks that a large transpose falls into; nothing for an extent that is none."""
+def blocks(extent: Extent, at: int = 0) -> list[Block]:
+    """The blocks that a large transpose falls into; nothing for an extent that is none.
+
+    They are cut for a target that begins at byte `at` of its file.
+    """
     if not isinstance(extent, Derived) or extent.length < LEAST:
         return []
     found: list[Matrix] = []
@@ -85,7 +89,7 @@ def blocks(extent: Extent) -> list[Block]:
         if not matrices:
             return []
         for matrix in matrices:
-            found += _cut(matrix)
+            found += _cut(matrix, at)
     return list(_together(sorted(found, key=lambda matrix: matrix.place)))
 
 
@@ -153,18 +157,34 @@ def _matrices(
         yield Matrix(source, start, at, rows[0], columns[0], pitch, step, itemsize)
 
 
-def _cut(matrix: Matrix) -> Iterator[Matrix]:
-    """Yield blocks of even size, as many as are needed."""
+def _cut(matrix: Matrix, at: int) -> Iterator[Matrix]:
+    """Yield blocks of even size, as many as are needed, of a target that begins at byte `at`."""
     height, width = _block_shape(matrix)
     size = matrix.itemsize
-    for row in range(0, matrix.rows, height):
+    for row, end in pairwise(_ends(matrix, height, at)):
         for column in range(0, matrix.columns, width):
             yield matrix._replace(
                 start=matrix.start + row * matrix.pitch + column * size,
                 place=matrix.place + column * matrix.step + row * size,
-                rows=min(height, matrix.rows - row),
+                rows=end - row,
                 columns=min(width, matrix.columns - column),
             )
+
+
+def _ends(matrix: Matrix, height: int, at: int) -> list[int]:
+    """Return the rows where blocks begin and end: where pages of the file do, if possible.
+
+    A page that is written in two parts has to be filled up first: an eighth more time (measured).
+    """
+    unit = _rows_of_page(matrix)
+    is_whole = height == matrix.rows or height % unit
+    over = 0 if is_whole else (at + matrix.place) // matrix.itemsize % unit
+    return [0, *range(height - over, matrix.rows, height), matrix.rows]
+
+
+def _rows_of_page(matrix: Matrix) -> int:
+    """Return the rows whose elements of a column fill a page, 1 if columns begin anywhere in it."""
+    return 1 if matrix.step % PAGE else PAGE // matrix.itemsize
 
 
 def _block_shape(matrix: Matrix) -> tuple[int, int]:
@@ -183,6 +203,8 @@ def _fitting(matrix: Matrix, height: int, elements: int) -> tuple[int, int]:
     """Return the shape of even blocks of at most `height` rows and as many columns as fit."""
     height = max(1, min(matrix.rows, height, elements))
     height = -(-matrix.rows // -(-matrix.rows // height))
+    # A little more of them where that gives whole pages.
+    height = min(matrix.rows, height + -height % _rows_of_page(matrix))
     return height, max(1, min(matrix.columns, COLUMNS, elements // height))
 
 

@@ -58,7 +58,7 @@ def cut(path: str, segments: Iterable[Segment], size: int) -> Iterator[Task]:
     batch: list[Segment] = []
     start = at = 0
     for segment in segments:
-        if turned := _turned(segment):
+        if turned := _turned(segment, at):
             if batch:
                 yield Task(path, start, tuple(batch))
             yield from _turning(path, at, segment, turned, size)
@@ -75,14 +75,14 @@ def cut(path: str, segments: Iterable[Segment], size: int) -> Iterator[Task]:
         yield Task(path, start, tuple(batch))
 
 
-def _turned(segment: Segment) -> list[Block]:
-    """The blocks of a segment that is a large transpose; else none."""
+def _turned(segment: Segment, at: int) -> list[Block]:
+    """The blocks of a segment at byte `at` that is a large transpose; else none."""
     extent = segment.extent if isinstance(segment, Summed) else segment
     if not isinstance(extent, Derived):
         return []
     from ckptkit.compute.slabs import blocks
 
-    return blocks(extent)
+    return blocks(extent, at)
 
 
 def _turning(
