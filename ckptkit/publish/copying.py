@@ -250,10 +250,8 @@ class _Writer:
             elif isinstance(extent, Derived) and extent.length < SHORT:
                 data = b"".join(compute.stream(extent))
             else:
-                self._flush()
                 for each in runs(extent):
-                    self._long(each, number)
-                size = 0
+                    size = self._long(each, number, size)
                 continue
             if number is not None:
                 self._count(number, data)
@@ -264,12 +262,37 @@ class _Writer:
                 size = 0
         self._flush()
 
-    def _long(self, extent: Extent, number: int | None) -> None:
-        place, size = os.lseek(self._fd, 0, os.SEEK_CUR), PIECE
-        if isinstance(extent, Range) and number is None and isinstance(extent.source, LocalFile):
-            copied = self._copy(extent.source, extent.offset, extent.length, place)
-            extent = extent.part(copied, extent.length - copied)
-            place, size = place + copied, WINDOW
+    def _long(self, extent: Extent, number: int | None, waiting: int) -> int:
+        """Write a long extent after `waiting` pending bytes; count those of it that are pending."""
+        if number is None and isinstance(extent, Range) and isinstance(extent.source, LocalFile):
+            return self._long_range(extent, extent.source, waiting)
+        self._flush()
+        self._in_pieces(extent, number, PIECE)
+        return 0
+
+    def _long_range(self, extent: Range, source: LocalFile, waiting: int) -> int:
+        """Let the kernel copy a long range, as far as it can; count the bytes that are pending.
+
+        Those are before and after blocks that files can share: written with their neighbors, since
+        the kernel takes several times as long for a part of a block.
+        """
+        place = os.lseek(self._fd, 0, os.SEEK_CUR) + waiting
+        head, tail = _edges(extent.offset, place, extent.length)
+        if head:
+            self._pending.append(self._ahead.read(source, extent.offset, head))
+        self._flush()
+        whole = extent.part(head, extent.length - head - tail)
+        copied = self._copy(source, whole.offset, whole.length, place + head)
+        if copied < whole.length:
+            self._in_pieces(whole.part(copied, whole.length - copied), None, WINDOW)
+        if tail:
+            end = extent.offset + extent.length
+            self._pending.append(self._ahead.read(source, end - tail, tail))
+        return tail
+
+    def _in_pieces(self, extent: Extent, number: int | None, size: int) -> None:
+        """Read or compute, and write; a range in pieces of `size` bytes."""
+        place = os.lseek(self._fd, 0, os.SEEK_CUR)
         buffer = _buffer()[:size] if isinstance(extent, Range) else None
         for piece in pieces(extent, place, buffer):
             if number is not None:
@@ -300,11 +323,8 @@ class _Writer:
         if self._by_pages and length >= PIECE and (offset - place) % BLOCK:
             return 0
         done = 0
-        head = _to_share(offset, place, length)
         while done < length and self._copiers:
-            wanted = min(length - done, CHUNK) if done >= head else head - done
-            if wanted > BLOCK and head >= 0 and done >= head:
-                wanted -= wanted % BLOCK
+            wanted = min(length - done, CHUNK)
             try:
                 count = self._copiers[0](self._fd, source, offset + done, wanted)
             except OSError as error:
@@ -319,13 +339,14 @@ class _Writer:
         return done
 
 
-def _to_share(offset: int, place: int, length: int) -> int:
-    """Return how many bytes come before those that two files can share, -1 if they can share none.
+def _edges(offset: int, place: int, length: int) -> tuple[int, int]:
+    """Return how many bytes come before and after those that two files can share, if there are any.
 
     Those are whole blocks of both: the bytes have to be at the same place in a block.
     """
     head = -offset % BLOCK
-    return head if (offset - place) % BLOCK == 0 and length >= head + BLOCK else -1
+    can_share = (offset - place) % BLOCK == 0 and length >= head + BLOCK
+    return (head, (offset + length) % BLOCK) if can_share else (0, 0)
 
 
 def _copy_file_range(fd: int, source: LocalFile, offset: int, count: int) -> int:

@@ -104,6 +104,60 @@ def test_every_kind_of_segment(source: LocalFile, tmp_path: Path) -> None:
     assert written(segments, tmp_path) == want
 
 
+@pytest.mark.parametrize("length", [BLOCK + 95, BLOCK + 96, 40_000, 10 * BLOCK + 96, 1 << 20])
+def test_the_kernel_copies_whole_blocks_and_what_is_around_them_is_written_together(
+    length: int, source: LocalFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a range is at the same place in a block of both files: 96 bytes before the second."""
+    calls: list[tuple[int, int]] = []
+    copy = copying._copy_file_range
+
+    def noted(fd: int, source: LocalFile, offset: int, count: int) -> int:
+        calls.append((offset, count))
+        return copy(fd, source, offset, count)
+
+    monkeypatch.setattr(copying, "_copy_file_range", noted)
+    monkeypatch.setattr(copying, "SHORT", 100)
+    first, second = 3 * BLOCK - 96, 100 * BLOCK - 96
+    gap = (second - first - length) % BLOCK
+    progress: list[int] = []
+    segments = [
+        b"x" * first,
+        Range(source, first, length),
+        b"y" * gap,
+        Range(source, second, length),
+    ]
+    assert written(segments, tmp_path, progress=progress.append) == (
+        b"x" * first + NOISE[first : first + length]
+        + b"y" * gap + NOISE[second : second + length]
+    )  # fmt: skip
+    assert sum(progress) == first + gap + 2 * length
+    whole = (length - 96) // BLOCK * BLOCK
+    wanted = (
+        [(first + 96, whole), (second + 96, whole)]
+        if whole
+        else [(first, length), (second, length)]
+    )
+    assert calls == wanted
+
+
+@pytest.mark.parametrize("apart", [1, 64, BLOCK - 1])
+def test_a_range_at_another_place_in_a_block_is_copied_by_one_call(
+    apart: int, source: LocalFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+    copy = copying._copy_file_range
+
+    def noted(fd: int, source: LocalFile, offset: int, count: int) -> int:
+        calls.append(count)
+        return copy(fd, source, offset, count)
+
+    monkeypatch.setattr(copying, "_copy_file_range", noted)
+    segments = [b"x" * 96, Range(source, 96 + apart, 1 << 20)]
+    assert written(segments, tmp_path) == b"x" * 96 + NOISE[96 + apart :][: 1 << 20]
+    assert calls == [1 << 20]
+
+
 def test_progress_counts_every_byte_once(source: LocalFile, tmp_path: Path) -> None:
     segments, want = every_kind(source)
     told: list[int] = []
