@@ -68,9 +68,9 @@ MOST = {
     "remap PTH out.pth --to cpu": 79,
     "extract PTH out.pth --key model": 79,
     "rename SAFETENSORS out.safetensors --sub conv=c": 97,
-    "convert PTH out.safetensors": 96,
-    "convert SAFETENSORS out.pth": 107,
-    "convert PTH out.npz": 95,
+    "convert PTH out.safetensors": 82,
+    "convert SAFETENSORS out.pth": 87,
+    "convert PTH out.npz": 82,
     "diff --json PTH PTH": 85,
     "diff PTH PTH": 90,
 }

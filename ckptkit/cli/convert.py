@@ -146,10 +146,7 @@ def _steps(
     extras: dict[str, str],
     optimizer_keys: str | None,
 ) -> Iterator[Callable[[Checkpoint], Checkpoint]]:
-    """Yield the requested transforms, in the documented order."""
-    from ckptkit.transforms import devices as places
-    from ckptkit.transforms import elements
-
+    """Yield the requested transforms, in the documented order; no other is imported."""
     if device is not None and devices:
         raise click.UsageError("say either --to DEVICE or --device A=B")
     yield from _entries(entries, extras, optimizer_keys)
@@ -161,14 +158,20 @@ def _steps(
     if rules is not None:
         yield rules
     if cast:
+        from ckptkit.transforms import elements
+
         yield lambda ck: elements.cast(ck, cast)
     if quantize is not None:
         from ckptkit.transforms import quantizing
 
         yield lambda ck: quantizing.quantize(ck, quantize)
     if device is not None or devices:
+        from ckptkit.transforms import devices as places
+
         yield lambda ck: places.remap(ck, device or devices)
     if compact:
+        from ckptkit.transforms import elements
+
         yield elements.compact
 
 
@@ -176,8 +179,8 @@ def _entries(
     entries: tuple[str, ...], extras: dict[str, str], optimizer_keys: str | None
 ) -> Iterator[Callable[[Checkpoint], Checkpoint]]:
     """Yield the transforms of what is beside the weights."""
-    from ckptkit.transforms import structure
-
+    if entries or extras:
+        from ckptkit.transforms import structure
     for entry in entries:
         yield partial(structure.without, path=entry)
     if optimizer_keys is not None:
@@ -197,8 +200,8 @@ def _names(
     substitutions: list[tuple[str, str]],
 ) -> Iterator[Callable[[Checkpoint], Checkpoint]]:
     """Yield the requested transforms of names."""
-    from ckptkit.transforms import keys
-
+    if keep or drop or strip or add is not None or mapping or substitutions:
+        from ckptkit.transforms import keys
     if keep or drop:
         yield lambda ck: keys.select(ck, keep, drop)
     if strip:
