@@ -13,7 +13,9 @@ _STATE = """
 import sys, torch
 from collections import OrderedDict
 path, rows, columns, count = sys.argv[1], *map(int, sys.argv[2:])
-model = OrderedDict((f"module.layers.{i}.weight", torch.full((rows, columns), float(i))) for i in range(count))
+# numbers such as weights have: equal ones take some works longer, and others less
+numbers = torch.empty(rows, columns).normal_(std=0.02, generator=torch.Generator().manual_seed(0))
+model = OrderedDict((f"module.layers.{i}.weight", numbers.roll(i)) for i in range(count))
 model._metadata = OrderedDict((f"module.layers.{i}", {"version": 1}) for i in range(count))
 """
 _ON_GPU = """
@@ -123,6 +125,11 @@ draw = torch.Generator().manual_seed(0)
 def bits(*shape, dtype=torch.uint8):
     return torch.randint(0, 120, shape, generator=draw, dtype=torch.uint8).to(dtype)
 """
+_MXFP4 = _CODES + """
+for i in range(count):
+    tensors[f"NAMEblocks"] = bits(1, rows, columns // 32, 16)
+    tensors[f"NAMEscales"] = bits(1, rows, columns // 32) // 8 + 110  # 2**-17 to 2**-3
+"""
 _SAVED = """
 save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
 (path / "config.json").write_text(json.dumps({"quantization_config": method} if method else {}))
@@ -134,11 +141,9 @@ for i in range(count):
     tensors[f"l.{i}.weight_scale_inv"] = torch.rand(rows // 128, columns // 128, generator=draw) / 100
 method = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 """ + _SAVED,
-    "mxfp4": _CODES + """
-for i in range(count):
-    tensors[f"l.{i}.w.blocks"] = bits(1, rows, columns // 32, 16)
-    tensors[f"l.{i}.w.scales"] = bits(1, rows, columns // 32)
-""" + _SAVED,
+    "mxfp4": _MXFP4.replace("NAME", "l.{i}.w.") + _SAVED,
+    "mxfp4-transposed": _MXFP4.replace("NAME", "model.layers.{i}.mlp.experts.down_proj_")
+    + "method = {'quant_method': 'mxfp4'}" + _SAVED,
     "gptq": _CODES + """
 index = torch.arange(columns, dtype=torch.int32) // 128
 for i in range(count):

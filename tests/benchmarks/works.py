@@ -158,7 +158,9 @@ WORKS = (
         )
         # cp copies the input: of codes of 8 bits the output is twice as large, of 4 bits nearly
         # four times
-        for kind, to_cp in (("fp8", 1.5 * 2), ("mxfp4", 1.5 * 3.76), ("gptq", 1.5 * 3.9))
+        for kind, to_cp in (
+            ("fp8", 1.5 * 2), ("mxfp4", 1.5 * 3.76), ("mxfp4-transposed", 1.5 * 3.76), ("gptq", 1.5 * 3.9),
+        )
     ),
     Work(
         "shards of 500 MB", "experts", "convert {src} out --format sharded --shard-size 500MB", "shards",
