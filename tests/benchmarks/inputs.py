@@ -125,7 +125,7 @@ draw = torch.Generator().manual_seed(0)
 def bits(*shape, dtype=torch.uint8):
     return torch.randint(0, 120, shape, generator=draw, dtype=torch.uint8).to(dtype)
 """
-_MXFP4 = _CODES + """
+_MXFP4 = """
 for i in range(count):
     tensors[f"NAMEblocks"] = bits(1, rows, columns // 32, 16)
     tensors[f"NAMEscales"] = bits(1, rows, columns // 32) // 8 + 110  # 2**-17 to 2**-3
@@ -141,8 +141,8 @@ for i in range(count):
     tensors[f"l.{i}.weight_scale_inv"] = torch.rand(rows // 128, columns // 128, generator=draw) / 100
 method = {"quant_method": "fp8", "weight_block_size": [128, 128]}
 """ + _SAVED,
-    "mxfp4": _MXFP4.replace("NAME", "l.{i}.w.") + _SAVED,
-    "mxfp4-transposed": _MXFP4.replace("NAME", "model.layers.{i}.mlp.experts.down_proj_")
+    "mxfp4": _CODES + _MXFP4.replace("NAME", "l.{i}.w.") + _SAVED,
+    "mxfp4-transposed": _CODES + _MXFP4.replace("NAME", "model.layers.{i}.mlp.experts.down_proj_")
     + "method = {'quant_method': 'mxfp4'}" + _SAVED,
     "gptq": _CODES + """
 index = torch.arange(columns, dtype=torch.int32) // 128
