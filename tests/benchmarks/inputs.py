@@ -40,6 +40,13 @@ PROGRAMS = {
 from safetensors.torch import save_file
 save_file(model, path, metadata={"format": "pt"})
 """,
+    "matrix": _STATE
+    + """
+from safetensors.torch import save_file
+row = 32768 if numbers.numel() > 32768 else 4
+block = numbers.flatten()[: numbers.numel() // row * row].view(torch.uint8).view(-1, row)
+save_file({"w": block.repeat(count, 1)}, path)
+""",
     "names": _EXPERTS
     + """
 save_file({name: torch.zeros(rows, columns) for name in names}, path)
@@ -195,7 +202,7 @@ torch.save({name: tensor.clone() for name, tensor in model.items()}, path)
 """,
 }  # fmt: skip
 SUFFIXES = {
-    "titan": ".pth", "pth": ".pth", "wrapped": ".pth", "safetensors": ".safetensors", "names": ".safetensors",
+    "titan": ".pth", "pth": ".pth", "wrapped": ".pth", "safetensors": ".safetensors", "names": ".safetensors", "matrix": ".safetensors",
 }  # fmt: skip
 COLUMNS = 1024
 SMALL = 0.0  # GiB of an input whose tensors are 2 x 2

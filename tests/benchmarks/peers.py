@@ -28,6 +28,7 @@ _LOAD_FILE = (
 )
 _STRIP = "model = {name.removeprefix('module.'): tensor for name, tensor in model.items()}\n"
 _CAST = "model = {name: tensor.bfloat16() for name, tensor in model.items()}\n"
+_TRANSPOSE = "model = {name: tensor.T.contiguous() for name, tensor in model.items()}\n"
 _LIST = "for name, tensor in model.items(): print(name, tuple(tensor.shape), tensor.dtype)\n"
 _LIST_SHARDS = """
 import glob, sys
@@ -198,6 +199,7 @@ PROGRAMS: dict[str, dict[str, str]] = {
     "fill": _both(_FILL),
     "fill safetensors": {"safetensors": _FILL_SAFE},
     "extract": _both(_LOAD + "model = model['model']\n" + _SAVE),
+    "transpose": {"safetensors": _LOAD_FILE + _TRANSPOSE + _SAVE_FILE},
     "dcp": {"dcp_to_torch_save": _DCP},
     "dequantize": {"compressed-tensors": _COMPRESSED_TENSORS},
     "stack experts": {"transformers": _TRANSFORMERS},

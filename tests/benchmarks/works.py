@@ -138,7 +138,11 @@ WORKS = (
     ),
     Work("rules, stack", "safetensors", RULE.format("stack [l o i]"), "none", _moved(1.2, 130), moves=True),
     Work("rules, permute rows", "safetensors", RULE.format("rows [o l i]"), "none", _moved(1.6, 200), sizes="one"),
-    Work("rules, transpose", "safetensors", RULE.format("turned [i (l o)]"), "none", _moved(2.5, 200), sizes="one"),
+    Work("rules, transpose", "safetensors", RULE.format("turned [i (l o)]"), "none", _moved(2, 200), sizes="one"),
+    Work(
+        "rules, transpose of 8 bits", "matrix", "convert {src} out.safetensors --rule 'w [o i] -> [i o]'", "transpose",
+        _moved(2, 200), sizes="one",
+    ),
     Work(
         "rules, stack experts", "experts", "run mixtral {src} out.safetensors", "stack experts", _moved(1.2, 130),
         sizes="one", moves=True,
