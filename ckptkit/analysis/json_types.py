@@ -354,7 +354,7 @@ class ScanFailed(TypedDict):
 
 @final
 class ScanError(TypedDict):
-    """What failed."""
+    """A failure, and what to type next."""
 
     code: str
     message: str

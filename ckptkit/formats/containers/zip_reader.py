@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import struct
 import zlib
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -104,7 +105,7 @@ class ZipDirectory:
     """The members of a zip file, in the order of its directory, and where their bytes are."""
 
     source: ByteSource
-    entries: dict[str, Member] = field(repr=False)
+    entries: Mapping[str, Member] = field(repr=False)
     start: int  # offset of the directory, the end of the members
     headers: LocalHeaders | None = field(repr=False, default=None)  # of a remote file
     inflated: list[int] = field(repr=False, default_factory=lambda: [0])  # bytes, in all, when read
@@ -267,7 +268,7 @@ def read_directory(source: ByteSource) -> ZipDirectory:
         error.at(source.name)
         raise
     # Put together here without a call for each.
-    entries: dict[str, Member] = {
+    entries = {
         text: _tuple(ZipEntry, (*row, place))
         if row[4] == DEFLATED
         else _tuple(StoredMember, (source, place, row[1], row[3]))
@@ -279,7 +280,7 @@ def read_directory(source: ByteSource) -> ZipDirectory:
 def _unlocated(source: ByteSource, rows: dict[str, Row], start: int) -> ZipDirectory:
     """Return the directory of a remote file, whose local headers are read when they are needed."""
     entries = {name: _tuple(ZipEntry, (*row, -1)) for name, row in rows.items()}
-    return ZipDirectory(source, {**entries}, start, LocalHeaders(source, entries))
+    return ZipDirectory(source, entries, start, LocalHeaders(source, entries))
 
 
 # The end of the file
