@@ -227,24 +227,27 @@ class Emitter:
             code = self._global(_GETATTR) + self._global(Global(node.module, outer))
             code += b"X" + _U4(len(name)) + name + b"\x86R"
         else:
-            module, name_ = self._spelt(node)
+            module, name_ = self._spelled(node)
             if "\n" in module + name_:
                 raise FormatError(f"the name of a global holds a newline: {str(node)!r}")
             code = b"c" + module.encode() + b"\n" + name_.encode() + b"\n"
         self.by_value[key] = self.count
         return code + self._put(node)
 
-    def _spelt(self, node: Global) -> tuple[str, str]:
+    def _spelled(self, node: Global) -> tuple[str, str]:
         """Return module and name as Python 2 had them, if these are read back as the same."""
         name = node.module, node.name
         if self.protocol > 2:
             return name
-        spelt = REVERSE_NAME_MAPPING.get(
+        spelled = REVERSE_NAME_MAPPING.get(
             name, (REVERSE_IMPORT_MAPPING.get(node.module, node.module), node.name)
         )
-        if NAME_MAPPING.get(spelt, (IMPORT_MAPPING.get(spelt[0], spelt[0]), spelt[1])) != name:
+        if (
+            NAME_MAPPING.get(spelled, (IMPORT_MAPPING.get(spelled[0], spelled[0]), spelled[1]))
+            != name
+        ):
             self.needed = 4
-        return spelt
+        return spelled
 
     # Tensors
 

@@ -184,7 +184,7 @@ def strided(
 
 def tensor_v2(made: Global, args: Args) -> Node:
     """_rebuild_tensor(storage, offset, size, stride), _v2(.., requires_grad, hooks[, metadata])."""
-    if len(args) == 6:  # the common case, spelt out: it runs once per tensor
+    if len(args) == 6:  # the common case, spelled out: it runs once per tensor
         typed, offset, size, stride, grad, hooks = args
         if (
             typed.__class__ is TypedStorage and typed.dtype is not None and typed.stop is None

@@ -118,7 +118,7 @@ class PlainTensors:
         if found is None:
             return 0
         (
-            tag, kind, size, key, put_key, known, length, spelt, put_device, numel, put_id,
+            tag, kind, size, key, put_key, known, length, spelled, put_device, numel, put_id,
             offset, shape, put_shape, stride, put_stride, grad, hooks, put_hooks, put_args, put,
         ) = found.groups(b"")  # fmt: skip
         memo, reducers, values = self._memo, self._reducers, self._values
@@ -126,20 +126,20 @@ class PlainTensors:
         puts = b"".join(
             (put_key, put_device, put_id, put_shape, put_stride, put_hooks, put_args, put)
         )
-        if spelt:
+        if spelled:
             whole = puts == _EIGHT(n, n + 1, n + 2, n + 3, n + 4, n + 5, n + 6, n + 7)
         else:
             whole = puts == _SEVEN(n, n + 1, n + 2, n + 3, n + 4, n + 5, n + 6)
         if (
             not (whole or puts == _ONE(n))
             or size[0] != len(key)
-            or (spelt and length[0] != len(spelt))
+            or (spelled and length[0] != len(spelled))
         ):
             return 0
         try:
             made, tag, hooks = stack[-1], memo[tag[0]], memo[hooks[0]]
             device: Node = (
-                self._devices.setdefault(spelt, spelt.decode()) if spelt else memo[known[0]]
+                self._devices.setdefault(spelled, spelled.decode()) if spelled else memo[known[0]]
             )
             kind = memo[kind[1]] if len(kind) == 2 else memo[U4(kind, 1)[0]]
         except IndexError:
@@ -161,7 +161,7 @@ class PlainTensors:
         if alike is None:
             alike = Tensor(typed.storage, typed.dtype, sizes, steps, first, grad == b"\x88")
             self._alike[like] = alike
-        between = (*((device,) if spelt else ()), UNSET, sizes, steps, UNSET, UNSET)
+        between = (*((device,) if spelled else ()), UNSET, sizes, steps, UNSET, UNSET)
         expecting = again and self._expect(found, stack, typed, between if whole else None, alike)
         stack[-1] = tensor = alike.over(typed.storage)
         if whole:

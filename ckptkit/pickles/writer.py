@@ -9,8 +9,8 @@ Python 2 had) raises the protocol to 4.
 Other normalizations, all of equal meaning:
 
 - ``_rebuild_tensor`` and hooks of None become ``_rebuild_tensor_v2`` with an empty OrderedDict;
-- bytes are spelt ``_codecs.encode(text, "latin1")``, a set ``set([...])``;
-- a nested class is spelt ``getattr(Outer, "Inner")``.
+- bytes are spelled ``_codecs.encode(text, "latin1")``, a set ``set([...])``;
+- a nested class is spelled ``getattr(Outer, "Inner")``.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class _Writer(Emitter):
                 frames.pop()
         # methods of this object: with the collector off, a cycle would keep the memo for good
         self.leaves.clear()
-        if self.needed > self.protocol:  # in which names are spelt differently from the start
+        if self.needed > self.protocol:  # in which names are spelled differently from the start
             return _Writer(self.persistent_id, self.another, self.needed).write(root)
         data = b"".join((b"\x80", bytes((self.protocol,)), *self.joined, *self.parts, b"."))
         check("pickle_bytes", len(data), "bytes of the pickle to write")

@@ -516,7 +516,7 @@ def test_PK_24_keys_with_hashes_that_a_file_can_choose_are_counted(kind: Any) ->
         machine(pickle.dumps(value, 2))
 
 
-# Plain values that are spelt as calls
+# Plain values that are spelled as calls
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
@@ -534,7 +534,7 @@ def test_PK_24_keys_with_hashes_that_a_file_can_choose_are_counted(kind: Any) ->
         frozenset(),
     ],
 )
-def test_values_spelt_as_calls(protocol: int, value: Any) -> None:
+def test_values_spelled_as_calls(protocol: int, value: Any) -> None:
     assert same(to_python(machine(pickle.dumps(value, protocol))), value)
 
 
@@ -595,7 +595,7 @@ NOT_UTF8 = "a string of Python 2 that is not UTF-8 (SHORT_BINSTRING at byte 2)"
 
 @pytest.mark.parametrize("kind", [bytes, bytearray])
 @pytest.mark.parametrize("encoding", ["latin1", "latin-1"])
-def test_bytes_spelt_as_text(kind: type, encoding: str) -> None:
+def test_bytes_spelled_as_text(kind: type, encoding: str) -> None:
     call = f"c__builtin__\n{kind.__name__}\n".encode()
     made = machine(b"\x80\x02" + call + text("a\xff") + text(encoding) + b"\x86R.")
     assert type(made) is kind and made == b"a\xff"
@@ -632,5 +632,5 @@ def test_text_of_python_2_that_is_utf_8() -> None:
 
 
 def test_bytes_with_characters_that_are_none() -> None:
-    spelt = b"\x80\x02c_codecs\nencode\n" + text("\u0100") + text("latin1") + b"\x86R."
-    assert "spells bytes with characters beyond 255" in str(trace(Memory(spelt)).error)
+    spelled = b"\x80\x02c_codecs\nencode\n" + text("\u0100") + text("latin1") + b"\x86R."
+    assert "spells bytes with characters beyond 255" in str(trace(Memory(spelled)).error)

@@ -248,7 +248,7 @@ def test_a_tensor_of_a_storage_that_is_not_plain(
     assert isinstance(fast, tuple) and why in fast[1]
 
 
-def test_a_gpu_is_spelt_out_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_is_spelled_out_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch makes a new string for each tag: none of them is fetched from the memo."""
     with monkeypatch.context() as gpu:
         gpu.setattr(
@@ -289,7 +289,7 @@ def read_on(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def of_gpus(monkeypatch: pytest.MonkeyPatch, **tensors: torch.Tensor) -> bytes:
-    """The pickle of tensors whose devices are spelt out each time."""
+    """The pickle of tensors whose devices are spelled out each time."""
     with monkeypatch.context() as gpu:
         gpu.setattr(torch.serialization, "location_tag", lambda storage: "".join(("cuda:", "1")))
         return pickled(**tensors)

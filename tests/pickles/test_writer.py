@@ -651,7 +651,7 @@ def test_long_bytes_made_by_a_call(kind: str) -> None:
     assert made.kind == kind and made.extent.length == 1 << 17
 
 
-def test_bytes_spelt_as_text() -> None:
+def test_bytes_spelled_as_text() -> None:
     assert (
         machine(b"\x80\x02c__builtin__\nbytearray\n" + text("\xff\0") + text("latin-1") + b"\x86R.")
         == b"\xff\0"

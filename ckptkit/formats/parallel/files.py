@@ -34,12 +34,12 @@ class Group(NamedTuple):
 
     def name(self, number: int) -> str:
         """Return the name of the file with another number, spelled like the others."""
-        width = min(len(self.spelt(name)) for name in self.files.values())
+        width = min(len(self.spelled(name)) for name in self.files.values())
         digits = str(number)
         return self.pattern.replace(_HOLE, digits.zfill(width) if width > 1 else digits)
 
-    def spelt(self, name: str) -> str:
-        """The number in a name, as it is spelt."""
+    def spelled(self, name: str) -> str:
+        """The number in a name, as it is spelled."""
         head, _, tail = self.pattern.partition(_HOLE)
         return name[len(head) : len(name) - len(tail)]
 

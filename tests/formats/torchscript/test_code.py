@@ -136,6 +136,6 @@ def test_names_that_are_no_identifiers(tmp_path: Path, name: str) -> None:
     assert found.part(name) == "_buffers"
 
 
-def test_names_in_code_that_are_not_spelt() -> None:
+def test_names_in_code_that_are_not_spelled() -> None:
     with pytest.raises(FormatError, match="spells a name"):
         _text("'a")
