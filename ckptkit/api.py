@@ -38,6 +38,7 @@ class Publishing(TypedDict, total=False):
     verify: bool  # read back what was written before it appears
     allow_expand: bool  # output may be many times larger than the storages it comes from
     executor: Executor | None  # where the work is done; its workers must see the same files
+    fork: bool  # forked processes may share what is computed, while there are no other threads
     progress: Callable[[int, int], None] | None  # called with bytes since the last call, and total
 
 
@@ -152,8 +153,8 @@ def save(
     arrays, tensors of checkpoints and plain values, nested as you like; tensors that share memory
     share it again. Nothing is written before the plan is complete, and `path` appears whole or not
     at all. Further arguments, all off by default: ``force``, ``durable``, ``verify``,
-    ``allow_expand``, ``executor``, ``progress`` (:class:`Publishing`). Raises OutputExistsError (a
-    FileExistsError) without ``force``, OutputError where it cannot be written.
+    ``allow_expand``, ``executor``, ``fork``, ``progress`` (:class:`Publishing`). Raises
+    OutputExistsError (a FileExistsError) without ``force``, OutputError where it cannot be written.
     """
     path = arguments.path("destination", path)
     _check_writing(format, options, dry_run, publishing)

@@ -67,7 +67,7 @@ MOST = {
     "strip-module PTH out.pth": 84,
     "remap PTH out.pth --to cpu": 79,
     "extract PTH out.pth --key model": 79,
-    "rename SAFETENSORS out.safetensors --sub conv=c": 97,
+    "rename SAFETENSORS out.safetensors --sub conv=c": 98,
     "convert PTH out.safetensors": 82,
     "convert SAFETENSORS out.pth": 87,
     "convert PTH out.npz": 82,

@@ -131,6 +131,7 @@ class Edit:
                 part_only=self.part_only and source is None,
                 progress=progress,
                 executor=pool,
+                fork=self.workers is None,
             )
         self.report(done, lost, () if ruled is None else ruled.reports)
 
@@ -259,7 +260,10 @@ _EDIT = (
         help="Split the weights into N parts, one for each rank.",
     ),
     click.option(
-        "--workers", metavar="N", type=click.IntRange(0), help="Share the work among N processes."
+        "--workers",
+        metavar="N",
+        type=click.IntRange(0),
+        help="Share the work among N processes (1: this one alone).",
     ),
     click.option(
         "--scheduler",

@@ -66,6 +66,7 @@ class Progress:
     def _start(self) -> tqdm[Any]:
         from tqdm import tqdm
 
+        tqdm.monitor_interval = 0  # no thread that looks after bars: it would keep us from forking
         return tqdm(
             desc=self.title,
             total=self.total,

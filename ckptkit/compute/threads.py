@@ -30,7 +30,7 @@ def ordered(
     """
     batches = _batches(items, nbytes)
     first, second = next(batches, None), next(batches, None)
-    threads = min(THREADS, _processors())
+    threads = min(THREADS, processors())
     if first is None or second is None or threads == 1:
         for batch in (first, second, *batches):
             yield from map(function, batch or ())
@@ -69,7 +69,7 @@ def in_any_order(
             deque(waiting, maxlen=0)
             raise
 
-    threads = min(THREADS, _processors(), len(items))
+    threads = min(THREADS, processors(), len(items))
     if threads < 2 or sum(map(nbytes, items)) < BATCH:
         work()
         return
@@ -99,6 +99,6 @@ def _batches(items: Iterable[T], nbytes: Callable[[T], int]) -> Iterator[list[T]
         yield batch
 
 
-def _processors() -> int:
+def processors() -> int:
     """Return the number of processors that this process may use, where the system has it."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -44,6 +44,8 @@ class ByteSource(ABC):
     identity: Identity  # changes when the bytes do, as far as the place they live in can tell
     # True if a read is a request over a network: few large reads are better than many small ones.
     remote = False
+    # True if forked processes can read it at the same time: they share no position in it.
+    is_shared = False
     whole: ByteSource | None = None  # the file that it is a part of, or was decompressed from
 
     @abstractmethod
@@ -102,6 +104,8 @@ class ByteSource(ABC):
 class Memory(ByteSource):
     """Bytes in memory."""
 
+    is_shared = True
+
     def __init__(self, data: bytes | memoryview, name: str = "<memory>") -> None:
         self.data = data
         self.name = name
@@ -133,6 +137,7 @@ class Section(ByteSource):
         self.name = whole.name
         self.identity = (*whole.identity, offset, length)
         self.remote = whole.remote
+        self.is_shared = whole.is_shared
 
     def read(self, offset: int, length: int) -> bytes:
         if offset < 0 or length < 0 or offset + length > self.size:
@@ -148,6 +153,8 @@ class LocalFile(ByteSource):
 
     Pickles by path and identity: a worker process reopens it and refuses another file.
     """
+
+    is_shared = hasattr(os, "pread")
 
     def __init__(
         self, path: str | os.PathLike[str], *, expect: Identity | None = None, follow: bool = True

@@ -137,7 +137,7 @@ class Plan:
         """Return every source that bytes come from, once."""
         found: dict[int, ByteSource] = {}
         for file in self.files:
-            for source in _sources(file.segments):
+            for source in sources(file.segments):
                 found.setdefault(id(source), source)
         return list(found.values())
 
@@ -218,7 +218,8 @@ def _extents(segments: Iterable[Segment]) -> Iterator[Extent]:
             yield segment.extent
 
 
-def _sources(segments: Iterable[Segment]) -> Iterator[ByteSource]:
+def sources(segments: Iterable[Segment]) -> Iterator[ByteSource]:
+    """Yield the sources that segments read, each as often as they do."""
     for extent in _extents(segments):
         if isinstance(extent, Range):
             yield extent.source

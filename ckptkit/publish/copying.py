@@ -5,33 +5,25 @@ Long ranges of a local file are copied inside the kernel where it can (``copy_fi
 written in pieces where it cannot (a remote source, macOS, Windows) or would be slower. So are
 those of which a checksum is needed, each piece while it is in a core's cache. Short ranges are cut
 out of bytes that were read ahead, and written together with the literals between them.
-
-Writes to one file wait for each other in the kernel, so threads copy several files of a file system
-in memory at once, but never one; they compute and sum up.
 """
 
 from __future__ import annotations
 
 import errno
 import os
-import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
 from ckptkit import compute
 from ckptkit.core.bytesource import ByteSource, Derived, Extent, LocalFile, Range, runs
 from ckptkit.core.checksum import crc32, crc32_combine
 from ckptkit.core.errors import InputChangedError, OutputError
-from ckptkit.core.grouping import flatten
 from ckptkit.core.paths import file_system
-from ckptkit.core.plan import BLOCK, ONE_BY_ONE, Deferred, Segment, Summed, length
-from ckptkit.publish.tasks import Reread, Task, Turned, cut
+from ckptkit.core.plan import BLOCK, Deferred, Segment, Summed
+from ckptkit.publish.tasks import Reread, Task, Turned
 
 if TYPE_CHECKING:
-    from concurrent.futures import Executor
-
     from ckptkit.compute.slabs import Turner
 
 WINDOW = 1 << 20  # bytes read ahead, and joined into one write
@@ -40,9 +32,6 @@ NEARBY = 4 << 10  # bytes read ahead at first; the window grows while ranges fol
 # Bytes; below, reading ahead is cheaper than a system call for each range (measured).
 SHORT = 32 << 10
 CHUNK = 64 << 20  # bytes of one kernel copy, so that progress and interrupts get through
-TASK = 256 << 20  # bytes of a task for an executor
-THREAD_TASK = 32 << 20  # bytes of a task for a thread
-THREADS = 4
 # File systems where the kernel copies a page at a time, so that bytes at another place in a page of
 # the output take two writes for each: reading and writing 1 MiB is a third faster (measured).
 BY_PAGES = ("ext4", "overlay", "xfs")
@@ -57,100 +46,6 @@ _of_thread = threading.local()
 
 Progress = Callable[[int], None]
 Sum = tuple[int, int, int]  # number, CRC-32, bytes that it covers
-
-
-def execute(
-    files: Sequence[tuple[str, Sequence[Segment]]], executor: Executor | None, progress: Progress
-) -> list[dict[int, int]]:
-    """Write the files (path, segments), which exist and are empty; return the checksums of each.
-
-    Without an executor, threads are used where there is much to compute, to fetch, or to copy in
-    memory; kernel copies into one file gain nothing from them. Checksums are by number. Raises the
-    errors of reading and writing, when no task is running any more.
-    """
-    if executor is not None:
-        sums = _spread(
-            [list(cut(path, segments, TASK)) for path, segments in files], executor, progress
-        )
-    elif sum(_work(path, segments, len(files)) for path, segments in files) < 2 * THREAD_TASK:
-        sums = [[run(Task(path, 0, tuple(segments)), progress)] for path, segments in files]
-    else:
-        from concurrent.futures import ThreadPoolExecutor
-
-        with ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as threads:
-            sums = _spread(
-                [list(cut(path, segments, THREAD_TASK)) for path, segments in files],
-                threads,
-                progress,
-            )
-    found = [combined(chain.from_iterable(parts)) for parts in sums]
-    for (path, segments), known in zip(files, found, strict=True):
-        if known:
-            _fill(path, segments, known)
-    return found
-
-
-def _work(path: str, segments: Sequence[Segment], files: int) -> int:
-    """Count the bytes of one of `files` outputs that are written sooner by threads.
-
-    None are where whole tensors are held in memory: there is one at a time.
-    """
-    computed = [each for each in segments if isinstance(each, (Summed, Derived))]
-    if any(map(_is_whole, computed)):
-        return -sys.maxsize
-    if files > 1 and _is_in_memory(path):
-        return sum(map(length, segments))
-    fetched = [each for each in segments if isinstance(each, Range) and each.source.remote]
-    return sum(map(length, chain(computed, fetched)))
-
-
-def _is_whole(segment: Segment | Extent) -> bool:
-    extent = segment.extent if isinstance(segment, Summed) else segment
-    if not isinstance(extent, Derived):
-        return False
-    return extent.operation == ONE_BY_ONE or any(map(_is_whole, extent.inputs))
-
-
-def _is_in_memory(path: str) -> bool:
-    with open(path, "rb", buffering=0) as file:
-        return file_system(file.fileno()) == "tmpfs"
-
-
-def _spread(
-    files: list[list[Task]], executor: Executor, progress: Progress
-) -> list[list[list[Sum]]]:
-    from concurrent.futures import BrokenExecutor, Future, as_completed, wait
-
-    futures: dict[Future[list[Sum]], Task] = {}
-    done: dict[int, list[Sum]] = {}
-    try:
-        for late in (False, True):
-            chosen = [task for task in flatten(files) if task.is_late is late]
-            submitted = {executor.submit(run, task): task for task in chosen}
-            futures.update(submitted)
-            for future in as_completed(submitted):
-                done[id(submitted[future])] = future.result()
-                progress(submitted[future].size)
-    except BaseException as error:
-        for future in futures:
-            future.cancel()
-        wait(futures)
-        if isinstance(error, BrokenExecutor):
-            hint = "it ran out of memory, or found another file where the input was"
-            raise OutputError("a worker ended before its work was done", hint=hint) from error
-        raise
-    return [[done[id(task)] for task in tasks] for tasks in files]
-
-
-def _fill(path: str, segments: Iterable[Segment], sums: dict[int, int]) -> None:
-    """Write the deferred segments, whose checksums are known now."""
-    at = 0
-    with open(path, "r+b", buffering=0) as file:
-        for segment in segments:
-            if isinstance(segment, Deferred):
-                file.seek(at)
-                write_all(file.fileno(), segment.render(sums))
-            at += length(segment)
 
 
 def run(task: Task, progress: Progress = lambda count: None) -> list[Sum]:

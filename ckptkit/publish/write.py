@@ -27,7 +27,7 @@ from ckptkit.core.errors import (
 )
 from ckptkit.core.paths import journal_path
 from ckptkit.core.plan import OutputFile, Plan
-from ckptkit.publish.copying import execute, in_order
+from ckptkit.publish.copying import in_order
 from ckptkit.publish.preflight import (
     check_destination,
     check_size,
@@ -37,6 +37,7 @@ from ckptkit.publish.preflight import (
     files_of,
     free,
 )
+from ckptkit.publish.spreading import execute
 from ckptkit.publish.temporaries import new_file, sweep, temporary_name
 
 if TYPE_CHECKING:
@@ -67,6 +68,7 @@ def publish(
     allow_expand: bool = False,
     origin: ByteSource | Folder | None = None,
     executor: Executor | None = None,
+    fork: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> Published:
     """Write `plan` to `destination`: a file, or a folder of files.
@@ -76,7 +78,8 @@ def publish(
     cut (always so where it replaces a file); ``verify`` that it is read back and compared;
     ``allow_expand`` that it may be any size. ``origin`` is the source of the plan, which is not
     replaced either, even if the plan reads nothing of it. ``executor`` spreads the work over
-    workers that see the same files. A `destination` that is a URL is one ordered stream, which
+    workers that see the same files; ``fork`` allows to fork this process where much is computed.
+    A `destination` that is a URL is one ordered stream, which
     appears when it is complete; see :mod:`upload`. ``progress`` is called, in this process, with
     the bytes written since the last call, and the total.
 
@@ -101,7 +104,7 @@ def publish(
         try:
             mode = _narrowed(_create(plan, temporary), read)
             report = progress or (lambda count, total: None)
-            _write(plan, temporary, executor, lambda count: report(count, size), verify)
+            _write(plan, temporary, executor, fork, lambda count: report(count, size), verify)
             for source in sources:
                 source.check_unchanged()
             _keep_owner(temporary, old)
@@ -216,6 +219,7 @@ def _write(
     plan: Plan,
     temporary: str,
     executor: Executor | None,
+    fork: bool,
     progress: Callable[[int], None],
     verify: bool,
 ) -> None:
@@ -224,9 +228,8 @@ def _write(
         os.mkdir(folder)
     for place in places if plan.is_folder else ():
         os.close(new_file(place))
-    found = execute(
-        [(p, file.segments) for p, file in zip(places, plan.files, strict=True)], executor, progress
-    )
+    files = [(p, file.segments) for p, file in zip(places, plan.files, strict=True)]
+    found = execute(files, executor, progress, fork=fork)
     for place, file, sums in zip(places, plan.files, found, strict=True):
         written = os.lstat(place).st_size
         if written != file.size:

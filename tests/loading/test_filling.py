@@ -44,7 +44,7 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch_memory, "BATCH", 64)
     monkeypatch.setattr(threads, "BATCH", 64)
     monkeypatch.setattr(torch_memory, "PIECE", 32)
-    monkeypatch.setattr(threads, "_processors", lambda: 4)
+    monkeypatch.setattr(threads, "processors", lambda: 4)
     yield
 
 

@@ -23,8 +23,10 @@ from ckptkit.core.bytesource import Derived, LocalFile, Memory, Range
 from ckptkit.core.checksum import crc32_combine
 from ckptkit.core.errors import CorruptError, InputChangedError, OutputError
 from ckptkit.core.plan import BLOCK, Deferred, Segment, Summed, length
-from ckptkit.publish import copying
-from ckptkit.publish.copying import ReadAhead, Task, cut, execute, run
+from ckptkit.publish import copying, spreading
+from ckptkit.publish.copying import ReadAhead, run
+from ckptkit.publish.spreading import execute
+from ckptkit.publish.tasks import Task, cut
 
 
 @pytest.fixture(autouse=True)
@@ -275,14 +277,14 @@ def test_tasks_are_independent(size: int, source: LocalFile, tmp_path: Path) -> 
     for task in reversed(tasks):
         sums[task.start] = run(pickle.loads(pickle.dumps(task)))
     known = copying.combined(each for start in sorted(sums) for each in sums[start])
-    copying._fill(str(path), segments, known)
+    spreading._fill(str(path), segments, known)
     assert path.read_bytes() == want
 
 
 def test_threads_share_checksums(
     source: LocalFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(copying, "THREAD_TASK", 50_000)
+    monkeypatch.setattr(spreading, "THREAD_TASK", 50_000)
     segments, want = every_kind(source)
     assert written(segments, tmp_path) == want
 
@@ -293,14 +295,14 @@ def test_threads_share_the_copying_of_several_files_in_memory(
 ) -> None:
     """Writes to one file wait for each other: there the kernel's copy is as fast as any."""
     taken: list[Task] = []
-    monkeypatch.setattr(copying, "THREAD_TASK", 50_000)
-    monkeypatch.setattr(copying, "file_system", lambda fd: "tmpfs")
+    monkeypatch.setattr(spreading, "THREAD_TASK", 50_000)
+    monkeypatch.setattr(spreading, "file_system", lambda fd: "tmpfs")
 
     def noted(task: Task, progress: copying.Progress = lambda count: None) -> list[copying.Sum]:
         taken.append(task)
         return run(task, progress)
 
-    monkeypatch.setattr(copying, "run", noted)
+    monkeypatch.setattr(spreading, "run", noted)
     paths = [tmp_path / str(number) for number in range(files)]
     for path in paths:
         path.touch()
@@ -348,7 +350,7 @@ def test_bytes_that_move_within_a_page_are_read_and_written_where_that_is_faster
 def test_a_failing_task_ends_the_others(
     source: LocalFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(copying, "THREAD_TASK", 50_000)
+    monkeypatch.setattr(spreading, "THREAD_TASK", 50_000)
     damaged = Derived("inflate", (Range(source, 0, 1000),), (), 1000)
     with pytest.raises(CorruptError):
         written([Summed(Range(source, 0, 1 << 20), 0), damaged], tmp_path)
@@ -357,7 +359,7 @@ def test_a_failing_task_ends_the_others(
 def test_processes_carry_out_a_plan(
     source: LocalFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(copying, "TASK", 500_000)
+    monkeypatch.setattr(spreading, "TASK", 500_000)
     segments, want = every_kind(source)
     with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as processes:
         assert written(segments, tmp_path, processes) == want

@@ -473,7 +473,7 @@ def test_FS_03_an_input_whose_name_is_reused_is_read_to_its_end(
 def test_a_plan_that_writes_less_than_it_says(
     source: LocalFile, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(publishing, "execute", lambda *args: [{}])
+    monkeypatch.setattr(publishing, "execute", lambda *args, **named: [{}])
     with pytest.raises(OutputError, match="0 bytes were written instead of"):
         publish(copy_plan(source), folder / "out.pt")
 

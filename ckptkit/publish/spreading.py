@@ -1,0 +1,174 @@
+"""Write output files by tasks: here, or spread over threads, forked processes or an executor.
+
+Writes to one file wait for each other in the kernel, so threads copy several files of a file system
+in memory at once, but never one; they compute and sum up. Where much is computed, processes do it
+if they may be forked: each short call of a thread waits for the lock of the interpreter.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import closing
+from functools import partial
+from itertools import chain
+from typing import TYPE_CHECKING
+
+from ckptkit.core.bytesource import Derived, Extent, Range
+from ckptkit.core.errors import OutputError
+from ckptkit.core.grouping import flatten
+from ckptkit.core.paths import file_system
+from ckptkit.core.plan import ONE_BY_ONE, Deferred, Segment, Summed, length, sources
+from ckptkit.publish.copying import Progress, Sum, combined, run, write_all
+from ckptkit.publish.tasks import Task, cut
+
+if TYPE_CHECKING:
+    from concurrent.futures import Executor
+
+TASK = 256 << 20  # bytes of a task for an executor
+THREAD_TASK = 32 << 20  # bytes of a task for a thread
+FORKED = 256 << 20  # bytes that are computed: fewer take less time than processes to begin
+THREADS = 4  # and processes, at most
+
+Results = Generator[tuple[int, list[Sum]], None, None]  # number and sums of a task
+
+
+def execute(
+    files: Sequence[tuple[str, Sequence[Segment]]],
+    executor: Executor | None,
+    progress: Progress,
+    *,
+    fork: bool = False,
+) -> list[dict[int, int]]:
+    """Write the files (path, segments), which exist and are empty; return the checksums of each.
+
+    Without an executor, threads are used where there is much to compute, to fetch, or to copy in
+    memory; kernel copies into one file gain nothing from them. With ``fork``, processes take the
+    place of threads where much is computed and all of them can read the sources. Checksums
+    are by number. Raises the errors of reading and writing, when no task is running any more.
+    """
+    if executor is not None:
+        sums = _spread(files, TASK, partial(_by_executor, executor), progress)
+    elif fork and _can_fork(files):
+        sums = _spread(files, THREAD_TASK, _by_forks, progress)
+    elif sum(_work(path, segments, len(files)) for path, segments in files) < 2 * THREAD_TASK:
+        sums = [[run(Task(path, 0, tuple(segments)), progress)] for path, segments in files]
+    else:
+        from concurrent.futures import ThreadPoolExecutor
+
+        with ThreadPoolExecutor(_share()) as threads:
+            sums = _spread(files, THREAD_TASK, partial(_by_executor, threads), progress)
+    found = [combined(chain.from_iterable(parts)) for parts in sums]
+    for (path, segments), known in zip(files, found, strict=True):
+        if known:
+            _fill(path, segments, known)
+    return found
+
+
+def _can_fork(files: Sequence[tuple[str, Sequence[Segment]]]) -> bool:
+    """Return whether forked processes write the files sooner, and can read what they need."""
+    segments = [segment for _, parts in files for segment in parts]
+    computed = _computed(segments)
+    if sum(map(length, computed)) < FORKED or any(map(_is_whole, computed)) or _share() == 1:
+        return False
+    from ckptkit.publish.forks import can_fork
+
+    return can_fork() and all(source.is_shared for source in sources(segments))
+
+
+def _share() -> int:
+    """Return how many threads or processes share the work."""
+    from ckptkit.compute.threads import processors
+
+    return min(THREADS, processors())
+
+
+def _computed(segments: Iterable[Segment]) -> list[Segment]:
+    return [
+        each
+        for each in segments
+        if isinstance(each.extent if isinstance(each, Summed) else each, Derived)
+    ]
+
+
+def _work(path: str, segments: Sequence[Segment], files: int) -> int:
+    """Count the bytes of one of `files` outputs that are written sooner by threads.
+
+    None are where whole tensors are held in memory: there is one at a time.
+    """
+    computed = [each for each in segments if isinstance(each, (Summed, Derived))]
+    if any(map(_is_whole, computed)):
+        return -sys.maxsize
+    if files > 1 and _is_in_memory(path):
+        return sum(map(length, segments))
+    fetched = [each for each in segments if isinstance(each, Range) and each.source.remote]
+    return sum(map(length, chain(computed, fetched)))
+
+
+def _is_whole(segment: Segment | Extent) -> bool:
+    extent = segment.extent if isinstance(segment, Summed) else segment
+    if not isinstance(extent, Derived):
+        return False
+    return extent.operation == ONE_BY_ONE or any(map(_is_whole, extent.inputs))
+
+
+def _is_in_memory(path: str) -> bool:
+    with open(path, "rb", buffering=0) as file:
+        return file_system(file.fileno()) == "tmpfs"
+
+
+def _spread(
+    files: Sequence[tuple[str, Sequence[Segment]]],
+    size: int,
+    way: Callable[[Sequence[Task]], Results],
+    progress: Progress,
+) -> list[list[list[Sum]]]:
+    """Write the files by tasks of about `size` bytes; return what each task of each file sums up.
+
+    `way` carries tasks out and yields their numbers and sums, in any order.
+    """
+    tasks = [list(cut(path, segments, size)) for path, segments in files]
+    done: dict[int, list[Sum]] = {}
+    for late in (False, True):
+        chosen = [task for task in flatten(tasks) if task.is_late is late]
+        with closing(way(chosen)) as results:
+            for number, sums in results:
+                done[id(chosen[number])] = sums
+                progress(chosen[number].size)
+    return [[done[id(task)] for task in each] for each in tasks]
+
+
+def _by_forks(tasks: Sequence[Task]) -> Results:
+    from ckptkit.publish import forks
+
+    return forks.results(lambda number: run(tasks[number]), len(tasks), _share())
+
+
+def _by_executor(executor: Executor, tasks: Sequence[Task]) -> Results:
+    from concurrent.futures import BrokenExecutor, Future, as_completed, wait
+
+    futures: dict[Future[list[Sum]], int] = {}
+    try:
+        for number, task in enumerate(tasks):
+            futures[executor.submit(run, task)] = number
+        for future in as_completed(futures):
+            yield futures[future], future.result()
+    except BaseException as error:
+        for future in futures:
+            future.cancel()
+        wait(futures)
+        if isinstance(error, BrokenExecutor):
+            hint = "it ran out of memory, or found another file where the input was"
+            raise OutputError("a worker ended before its work was done", hint=hint) from error
+        raise
+
+
+def _fill(path: str, segments: Iterable[Segment], sums: dict[int, int]) -> None:
+    """Write the deferred segments, whose checksums are known now."""
+    at = 0
+    with open(path, "r+b", buffering=0) as file:
+        for segment in segments:
+            if isinstance(segment, Deferred):
+                file.seek(at)
+                write_all(file.fileno(), segment.render(sums))
+            at += length(segment)

@@ -1,0 +1,359 @@
+"""Forked processes: every call once, errors here, and nobody left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from io import BytesIO
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from ckptkit.compute import threads
+from ckptkit.core.bytesource import ByteSource, Derived, LocalFile, Memory, Range, Section
+from ckptkit.core.errors import CorruptError, OutputError
+from ckptkit.core.file_objects import FileObject
+from ckptkit.core.plan import Segment, Summed
+from ckptkit.publish import forks, spreading
+from ckptkit.publish.spreading import execute
+
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux alone"),
+    # that threads of pytest's plugins might hold locks
+    pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning"),
+]
+
+NOISE = np.random.default_rng(3).integers(0, 256, 3 << 20, np.uint8).tobytes()
+
+
+@pytest.fixture(autouse=True)
+def nobody_is_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No process that a test forks is there when it ends, not even a dead one."""
+    forked: list[int] = []
+    fork = os.fork
+
+    def noted() -> int:
+        forked.append(fork())
+        return forked[-1]
+
+    monkeypatch.setattr(os, "fork", noted)
+    yield
+    assert not [pid for pid in forked if Path(f"/proc/{pid}").exists()]
+
+
+def in_child(function: Callable[[], None]) -> Callable[[int], list[int]]:
+    """A call that does something in forked processes alone."""
+    parent = os.getpid()
+
+    def call(number: int) -> list[int]:
+        if os.getpid() != parent:
+            function()
+        return [number, os.getpid()]
+
+    return call
+
+
+def test_every_call_is_made_once_by_processes_that_take_turns() -> None:
+    count = 20_000  # more than fit into a pipe
+    found = dict(forks.results(in_child(lambda: None), count, 3))
+    assert sorted(found) == list(range(count))
+    assert all(number == answer for number, (answer, _) in found.items())
+    pids = {pid for _, pid in found.values()}
+    assert 1 < len(pids) <= 3 and os.getpid() not in pids
+
+
+def test_long_answers() -> None:
+    found = dict(forks.results(lambda number: [number] * 100_000, 5, 2))
+    assert found == {number: [number] * 100_000 for number in range(5)}
+
+
+def test_there_are_no_more_processes_than_calls() -> None:
+    assert dict(forks.results(lambda number: [number], 0, 2)) == {}
+    assert len({pid for _, (_, pid) in forks.results(in_child(lambda: None), 1, 4)}) == 1
+
+
+def test_an_error_is_raised_here() -> None:
+    def call(number: int) -> list[int]:
+        if number == 7:
+            raise CorruptError("cannot be inflated", where="a.pth")
+        return [number]
+
+    with pytest.raises(CorruptError, match="cannot be inflated"):
+        list(forks.results(call, 100, 2))
+
+
+def test_what_fails_in_a_process_alone_is_done_here() -> None:
+    def exhausted() -> None:
+        raise MemoryError
+
+    found = dict(forks.results(in_child(exhausted), 9, 2))
+    assert found == {number: [number, os.getpid()] for number in range(9)}
+
+
+def test_a_process_that_is_killed() -> None:
+    kill = in_child(lambda: os.kill(os.getpid(), signal.SIGKILL))
+    with pytest.raises(OutputError, match="ended before its work was done") as caught:
+        list(forks.results(kill, 9, 2))
+    assert "--workers 1" in str(caught.value.hint)
+
+
+def test_whoever_wants_no_more_waits_for_nobody() -> None:
+    started = time.monotonic()
+    with closing(forks.results(in_child(lambda: None), 1_000, 2)) as some:
+        next(some)
+    with closing(forks.results(in_child(lambda: time.sleep(60)), 2, 2)) as none:
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            next(none)
+    assert time.monotonic() - started < 30
+
+
+def test_without_further_processes_the_work_is_done_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused() -> int:
+        raise BlockingIOError("Resource temporarily unavailable")
+
+    monkeypatch.setattr(os, "fork", refused)
+    found = dict(forks.results(in_child(lambda: None), 3, 2))
+    assert found == {number: [number, os.getpid()] for number in range(3)}
+
+
+def test_processes_end_with_the_one_that_forked_them(tmp_path: Path) -> None:
+    program = f"""
+import os, time
+from ckptkit.publish import forks
+
+def call(number):
+    with open({str(tmp_path / "pids")!r}, "a") as file:
+        file.write(f"{{os.getpid()}}\\n")
+    time.sleep(0.2)
+    return [number]
+
+list(forks.results(call, 1_000_000, 2))
+"""
+    parent = subprocess.Popen([sys.executable, "-c", program])
+    until(lambda: (tmp_path / "pids").exists() and len(pids(tmp_path)) == 2)
+    parent.kill()
+    parent.wait()
+    until(lambda: not any(is_running(pid) for pid in pids(tmp_path)))
+
+
+def pids(folder: Path) -> set[int]:
+    return set(map(int, (folder / "pids").read_text().split()))
+
+
+def is_running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"
+
+
+def is_group(number: int) -> bool:
+    """Whether a process group has any process."""
+    try:
+        os.killpg(number, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def until(is_true: Callable[[], bool]) -> None:
+    end = time.monotonic() + 20
+    while not is_true():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+# which work they do
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers of tasks that forked processes got; tasks are small, and there are two cores."""
+    found: list[int] = []
+    results = forks.results
+
+    def noted(function: Callable[[int], object], count: int, processes: int) -> object:
+        found.append(count)
+        return results(function, count, processes)
+
+    monkeypatch.setattr(forks, "results", noted)
+    monkeypatch.setattr(forks, "can_fork", lambda: True)
+    monkeypatch.setattr(threads, "processors", lambda: 2)
+    monkeypatch.setattr(spreading, "THREAD_TASK", 100_000)
+    monkeypatch.setattr(spreading, "FORKED", 1 << 20)
+    return found
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> LocalFile:
+    (tmp_path / "in").write_bytes(NOISE)
+    return LocalFile(tmp_path / "in")
+
+
+def swapped(source: ByteSource, count: int) -> list[Segment]:
+    """Tensors of 100 KB."""
+    places = range(0, count, 100_000)
+    return [Derived("byteswap", (Range(source, at, 100_000),), (2,), 100_000) for at in places]
+
+
+def written(folder: Path, segments: list[Segment]) -> tuple[bytes, dict[int, int]]:
+    (folder / "out").write_bytes(b"")
+    (sums,) = execute([(str(folder / "out"), segments)], None, lambda count: None, fork=True)
+    return (folder / "out").read_bytes(), sums
+
+
+def test_they_compute(taken: list[int], file: LocalFile, tmp_path: Path) -> None:
+    first, *others = swapped(file, 2_000_000)
+    assert isinstance(first, Derived)
+    segments: list[Segment] = [b"head", Summed(first, 0), *others, Range(file, 5, 50_000)]
+    want = np.frombuffer(NOISE, "u2")[:1_000_000].byteswap().tobytes()
+    data, sums = written(tmp_path, segments)
+    assert data == b"head" + want + NOISE[5:50_005]
+    assert taken == [21, 0]
+    assert sums == execute([(str(tmp_path / "out"), segments)], None, lambda count: None)[0]
+
+
+def test_a_checksum_of_what_they_turned(
+    taken: list[int], file: LocalFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ckptkit.compute import slabs
+
+    monkeypatch.setattr(slabs, "LEAST", 1 << 10)
+    monkeypatch.setattr(slabs, "BLOCK", 1 << 16)
+    turned = Derived(
+        "gather", (Range(file, 0, 3 << 20),), (1, (3 << 10, 1 << 10), (1, 3 << 10), 0), 3 << 20
+    )
+    data, sums = written(tmp_path, [Summed(turned, 4)])
+    assert data == np.frombuffer(NOISE, "u1").reshape(1 << 10, -1).T.tobytes()
+    assert sums == {4: zlib.crc32(data)}
+    assert taken[1:] == [1]
+
+
+@pytest.mark.parametrize(
+    ("wrapped", "count"),
+    [
+        (lambda file: file, 20),
+        (lambda file: Memory(NOISE), 20),
+        (lambda file: Section(file, 0, file.size), 20),
+        (lambda file: FileObject(BytesIO(NOISE)), 0),
+    ],
+)
+def test_they_read_what_has_no_position(
+    wrapped: Callable[[LocalFile], ByteSource],
+    count: int,
+    taken: list[int],
+    file: LocalFile,
+    tmp_path: Path,
+) -> None:
+    source = wrapped(file)
+    data, _ = written(tmp_path, swapped(source, 2_000_000))
+    assert data == np.frombuffer(NOISE, "u2")[:1_000_000].byteswap().tobytes()
+    assert sum(taken) == count
+
+
+def test_little_work_and_copies_need_no_processes(
+    taken: list[int], file: LocalFile, tmp_path: Path
+) -> None:
+    written(tmp_path, [*swapped(file, 1_000_000), Summed(Range(file, 0, 3 << 20), 0)])
+    assert taken == []
+
+
+def test_no_process_is_forked_beside_threads() -> None:
+    end = threading.Event()
+    thread = threading.Thread(target=end.wait)
+    thread.start()
+    assert not forks.can_fork()
+    end.set()
+    thread.join()
+
+
+# through commands
+
+# Forks for little work, with two processors, and notes each fork; a forked process that begins to
+# write sends a signal to all of the command's processes, if one is given.
+COMMAND = """
+import os, signal, sys, time
+from ckptkit.compute import threads
+from ckptkit.publish import spreading
+
+sent = sys.argv.pop()
+parent, fork, run = os.getpid(), os.fork, spreading.run
+
+def noted():
+    with open("forks", "a") as file:
+        file.write(".")
+    return fork()
+
+def interrupted(*args):
+    if sent and os.getpid() != parent:
+        os.killpg(0, getattr(signal, sent))
+        time.sleep(1)
+    return run(*args)
+
+os.fork, spreading.run = noted, interrupted
+spreading.FORKED = spreading.THREAD_TASK = 1 << 16
+threads.processors = lambda: 2
+from ckptkit.cli import main
+main()
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    tensors = {f"w{number}": torch.full((50_000,), float(number)) for number in range(8)}
+    save_file(tensors, tmp_path / "in.safetensors")
+    return tmp_path
+
+
+def command(folder: Path, *arguments: str, sent: str = "") -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", COMMAND, *arguments, sent],
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        encoding="utf-8",
+        start_new_session=True,
+    )
+
+
+CAST = ("convert", "in.safetensors", "out.safetensors", "--cast", "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("options", "count"),
+    [((), 2), (("--workers", "1"), 0), (("--workers", "0"), 0), (("--progress",), 2)],
+)
+def test_a_command_forks_unless_it_is_told_how_many_workers(
+    options: tuple[str, ...], count: int, folder: Path
+) -> None:
+    with command(folder, *CAST, *options) as child:
+        _, said = child.communicate(timeout=60)
+    assert child.returncode == 0, said
+    forked = folder / "forks"
+    assert len(forked.read_text() if forked.exists() else "") == count
+    found = load_file(folder / "out.safetensors")
+    assert all(
+        torch.equal(found[f"w{n}"], torch.full((50_000,), n, dtype=torch.bfloat16))
+        for n in range(8)
+    )
+
+
+@pytest.mark.parametrize("sent", ["SIGINT", "SIGTERM", "SIGHUP"])
+def test_an_interrupt_ends_all_processes_and_leaves_nothing(sent: str, folder: Path) -> None:
+    with command(folder, *CAST, sent=sent) as child:
+        _, said = child.communicate(timeout=60)
+    assert (child.returncode, said.strip()) == (130, "error: interrupted")
+    until(lambda: not is_group(child.pid))
+    assert sorted(os.listdir(folder)) == ["forks", "in.safetensors"]
