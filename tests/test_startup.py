@@ -70,7 +70,7 @@ MOST = {
     "rename SAFETENSORS out.safetensors --sub conv=c": 98,
     "convert PTH out.safetensors": 82,
     "convert SAFETENSORS out.pth": 87,
-    "convert PTH out.npz": 82,
+    "convert PTH out.npz": 83,
     "diff --json PTH PTH": 85,
     "diff PTH PTH": 90,
 }

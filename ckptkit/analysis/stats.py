@@ -11,15 +11,19 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from itertools import groupby
+from typing import Any
 
 from ckptkit import compute
 from ckptkit.analysis import summary
-from ckptkit.compute import ElementRange, Tally
+from ckptkit.compute import ElementRange, Tally, threads
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError, TensorError
 from ckptkit.core.fold import Modules, ranges
+from ckptkit.core.grouping import flatten
+from ckptkit.core.plan import sources
 from ckptkit.core.tensor import Shape, Tensor
 
 Key = tuple[object, ...]
@@ -111,16 +115,19 @@ class Statistics:
         """Return the totals of all tensors of each kind, with an empty label."""
         return list(self._totals.values())
 
-    def rows(self, progress: Callable[[int], None] = lambda _: None) -> Iterator[TensorStats]:
+    def rows(
+        self, progress: Callable[[int], None] = lambda _: None, *, fork: bool = False
+    ) -> Iterator[TensorStats]:
         """Yield the statistics of each tensor, in order.
 
-        `progress` gets bytes. Raises what reading raises.
+        `progress` gets bytes; with `fork`, forked processes may share the work. Raises what reading
+        raises.
         """
         keys = [_place(number, row.tensor) for number, row in enumerate(self._sources)]
         times = Counter(keys)
         first = {key: number for number, key in reversed(list(enumerate(keys)))}
         found = _tallies(
-            [(n, self._sources[n]) for n, key in enumerate(keys) if first[key] == n], progress
+            [(n, self._sources[n]) for n, key in enumerate(keys) if first[key] == n], progress, fork
         )
         kept: dict[Key, Tally | str] = {}  # of what comes again
         for number, (source, key) in enumerate(zip(self._sources, keys, strict=True)):
@@ -158,12 +165,14 @@ def _place(number: int, tensor: Tensor) -> Key:
 
 
 def _tallies(
-    rows: list[tuple[int, summary.TensorRow]], progress: Callable[[int], None]
+    rows: list[tuple[int, summary.TensorRow]], progress: Callable[[int], None], fork: bool
 ) -> Iterator[Tally | str]:
     """Yield the statistics of each tensor, or why it has none."""
-    found = compute.ordered(
-        _work, _tasks(rows), lambda task: task[2].nbytes if isinstance(task[2], ElementRange) else 0
-    )
+    tasks = list(_tasks(rows)) if fork else []
+    if _can_fork(tasks):
+        found = _by_forks(tasks)
+    else:
+        found = compute.ordered(_work, tasks or _tasks(rows), _nbytes)
     for _, same in groupby(found, key=lambda result: result[0]):
         whole = Tally()
         for _, tally, nbytes in same:
@@ -177,6 +186,11 @@ def _tallies(
 
 
 Task = tuple[int, summary.TensorRow, ElementRange | str | None]
+Result = tuple[int, Tally | str, int]
+
+
+def _nbytes(task: Task) -> int:
+    return task[2].nbytes if isinstance(task[2], ElementRange) else 0
 
 
 def _tasks(rows: list[tuple[int, summary.TensorRow]]) -> Iterator[Task]:
@@ -191,7 +205,7 @@ def _tasks(rows: list[tuple[int, summary.TensorRow]]) -> Iterator[Task]:
             yield number, row, part
 
 
-def _work(task: Task) -> tuple[int, Tally | str, int]:
+def _work(task: Task) -> Result:
     number, row, part = task
     if part is None or isinstance(part, str):
         return number, Tally() if part is None else part, 0
@@ -200,6 +214,32 @@ def _work(task: Task) -> tuple[int, Tally | str, int]:
     except CkptkitError as error:
         error.message = f"{row.label}: {error.message}"
         raise
+
+
+def _can_fork(tasks: Sequence[Task]) -> bool:
+    """Return whether forked processes are sooner done, and can read what they need."""
+    if sum(map(_nbytes, tasks)) < threads.FORKED or threads.processors() == 1:
+        return False
+    from ckptkit.compute.forks import can_fork
+
+    places = [part.extent for _, _, part in tasks if isinstance(part, ElementRange)]
+    return can_fork() and all(source.is_shared for source in sources(places))
+
+
+def _by_forks(tasks: Sequence[Task]) -> Iterator[Result]:
+    """Yield the results of `_work`, in order. Counting numbers keeps the interpreter's lock."""
+    from ckptkit.compute import forks
+
+    some = list(threads.batches(tasks, _nbytes))
+
+    def call(number: int) -> list[Any]:
+        results = map(_work, some[number])
+        return [(n, t if isinstance(t, str) else t.to_json(), size) for n, t, size in results]
+
+    processes = min(threads.THREADS, threads.processors())
+    with closing(forks.results(call, len(some), processes)) as answers:
+        for number, tally, nbytes in flatten(forks.in_order(answers)):
+            yield number, tally if isinstance(tally, str) else Tally.from_json(tally), nbytes
 
 
 def chosen(

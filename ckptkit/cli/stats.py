@@ -125,7 +125,7 @@ def _print(checkpoint: Checkpoint, found: Statistics, sort: str, form: str, nbyt
 
     with Progress("reading", nbytes) as progress:
         quiet = form != "text" and render.is_terminal(sys.stdout)
-        rows = _arranged(found, found.rows() if quiet else found.rows(progress), sort)
+        rows = _arranged(found, found.rows(*() if quiet else (progress,), fork=True), sort)
         if form == "json":
             facts = as_json.statistics(checkpoint.name, checkpoint.format, found, rows)
             render.emit_json({"schema": SCHEMA, **facts})

@@ -9,7 +9,7 @@ the result does not depend on the threads.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -144,6 +144,21 @@ class Tally:
     def sparsity(self) -> float | None:
         """The fraction of zeros."""
         return self.zeros / self.count if self.count else None
+
+    def to_json(self) -> list[Any]:
+        """Return the same as what JSON can say, exactly."""
+        mean = [self.mean.real, self.mean.imag] if isinstance(self.mean, complex) else self.mean
+        bins = [self.histogram.exponent, self.histogram.first, self.histogram.counts]
+        others = (self.count, self.nan, self.infinite, self.zeros, self.squares)
+        return [*others, mean, self.low, self.high, bins, self.whole]
+
+    @classmethod
+    def from_json(cls, found: Sequence[Any]) -> Tally:
+        """Return what `to_json` was called for."""
+        count, nan, infinite, zeros, squares, mean, low, high, bins, whole = found
+        mean = complex(*mean) if isinstance(mean, list) else mean
+        histogram = Histogram(*bins)
+        return cls(count, nan, infinite, zeros, mean, squares, low, high, histogram, whole)
 
     def add(self, other: Tally) -> None:
         """Count the numbers of `other` too."""

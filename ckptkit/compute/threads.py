@@ -14,6 +14,7 @@ THREADS = 8  # at most: each takes some MiB
 BATCH = (
     16 << 20
 )  # bytes of a task: handing one over costs as much as looking at a hundred kilobytes
+FORKED = 256 << 20  # bytes to compute: for fewer, forking takes longer than it saves
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -28,11 +29,11 @@ def ordered(
     there are; when one fails or the caller stops, those that have begun are waited for and no
     other begins.
     """
-    batches = _batches(items, nbytes)
-    first, second = next(batches, None), next(batches, None)
+    some = batches(items, nbytes)
+    first, second = next(some, None), next(some, None)
     threads = min(THREADS, processors())
     if first is None or second is None or threads == 1:
-        for batch in (first, second, *batches):
+        for batch in (first, second, *some):
             yield from map(function, batch or ())
         return
     from concurrent.futures import ThreadPoolExecutor
@@ -41,7 +42,7 @@ def ordered(
     pool = ThreadPoolExecutor(threads)
     try:
         waiting.extend(pool.submit(_all, function, batch) for batch in (first, second))
-        for batch in batches:
+        for batch in some:
             waiting.append(pool.submit(_all, function, batch))
             if len(waiting) >= 2 * threads:
                 yield from waiting.popleft().result()
@@ -86,7 +87,8 @@ def _all(function: Callable[[T], R], batch: list[T]) -> list[R]:
     return list(map(function, batch))
 
 
-def _batches(items: Iterable[T], nbytes: Callable[[T], int]) -> Iterator[list[T]]:
+def batches(items: Iterable[T], nbytes: Callable[[T], int]) -> Iterator[list[T]]:
+    """Yield the items in lists of about `BATCH` bytes."""
     batch: list[T] = []
     size = 0
     for item in items:

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 TASK = 256 << 20  # bytes of a task for an executor
 THREAD_TASK = 32 << 20  # bytes of a task for a thread
-FORKED = 256 << 20  # bytes that are computed: fewer take less time than processes to begin
 THREADS = 4  # and processes, at most
 
 Results = Generator[tuple[int, list[Sum]], None, None]  # number and sums of a task
@@ -69,9 +68,13 @@ def _can_fork(files: Sequence[tuple[str, Sequence[Segment]]]) -> bool:
     """Return whether forked processes write the files sooner, and can read what they need."""
     segments = [segment for _, parts in files for segment in parts]
     computed = _computed(segments)
+    if not computed:
+        return False
+    from ckptkit.compute.threads import FORKED
+
     if sum(map(length, computed)) < FORKED or any(map(_is_whole, computed)) or _share() == 1:
         return False
-    from ckptkit.publish.forks import can_fork
+    from ckptkit.compute.forks import can_fork
 
     return can_fork() and all(source.is_shared for source in sources(segments))
 
@@ -139,7 +142,7 @@ def _spread(
 
 
 def _by_forks(tasks: Sequence[Task]) -> Results:
-    from ckptkit.publish import forks
+    from ckptkit.compute import forks
 
     return forks.results(lambda number: run(tasks[number]), len(tasks), _share())
 

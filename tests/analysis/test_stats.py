@@ -4,6 +4,8 @@ numbers."""
 from __future__ import annotations
 
 import math
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ import torch
 from ckptkit import api as convert
 from ckptkit.analysis.stats import Statistics, TensorStats, depth
 from ckptkit.analysis.summary import summarize
+from ckptkit.compute import forks, threads
 from ckptkit.core.fold import family
 from ckptkit.core.tree import Node
 from tests.analysis.made import checkpoint, tensor, view
@@ -48,6 +51,31 @@ def test_torch_says_the_same(name: str) -> None:
             assert tally.mean == pytest.approx(finite.mean().item(), rel=1e-9, abs=1e-12)
             if not finite.is_complex():
                 assert (tally.low, tally.high) == (finite.min().item(), finite.max().item())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux alone")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+@pytest.mark.parametrize("name", NAMES)
+def test_forked_processes_say_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    results = forks.results
+
+    def noted(function: Callable[[int], Any], count: int, processes: int) -> Any:
+        calls.append(count)
+        return results(function, count, processes)
+
+    monkeypatch.setattr(threads, "FORKED", 1)
+    monkeypatch.setattr(threads, "BATCH", 1000)
+    monkeypatch.setattr(threads, "processors", lambda: 2)
+    monkeypatch.setattr(forks, "can_fork", lambda: True)
+    monkeypatch.setattr(forks, "results", noted)
+    fixture = Fixture(name).needs_reader()
+    whole = summarize(convert.open_checkpoint(fixture.path))
+    here, there = Statistics(whole.rows), Statistics(whole.rows)
+    # as texts, since NaN is not equal to itself
+    assert str(list(there.rows(fork=True))) == str(list(here.rows()))
+    assert str((there.totals, there.skipped)) == str((here.totals, here.skipped))
+    assert len(calls) == (sum(row.nbytes for row in whole.rows if row.tensor.storage) > 0)
 
 
 def test_what_has_no_numbers_is_skipped_by_name(tmp_path: Path) -> None:

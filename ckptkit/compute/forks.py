@@ -1,6 +1,6 @@
-"""Calls shared with forked processes, where threads would wait for the interpreter's lock.
+"""Work on many tensors by forked processes, where threads would wait for the interpreter's lock.
 
-A forked process has the plan and the open files as they are: nothing is pickled, and no file is
+A forked process has the tensors and open files as they are: nothing is pickled, and no file is
 opened again. It gets the number of a call and answers with its result as JSON. When this process
 ends, however it does, there are no more numbers and nobody to answer, and the others end too.
 """
@@ -16,10 +16,9 @@ import sys
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager, suppress
+from io import FileIO
 from itertools import islice
 from typing import NamedTuple, NoReturn, TypeVar
-
-from ckptkit.core.errors import OutputError
 
 R = TypeVar("R")
 Results = Generator[tuple[int, R], None, None]
@@ -41,27 +40,36 @@ def results(function: Callable[[int], R], count: int, processes: int) -> Results
     """Yield number and result of ``function(0)`` to ``function(count - 1)``, in any order.
 
     Results are what JSON can say, and not None. A call that fails in a process is made again in
-    this one, which raises its error. Raises OutputError if a process is killed.
+    this one, which raises its error; so are those of a process that is killed.
     """
-    numbers, feed = os.pipe()
+    numbers, end = os.pipe()
+    feed = FileIO(end, "wb")
     workers: list[_Worker] = []
     try:
         with _blocked_signals():  # until all processes are known that are to be ended
             for _ in range(min(processes, count)):
                 with suppress(OSError):  # the system allows no more
-                    workers.append(_forked(function, numbers, feed, workers))
-        if workers:
-            yield from _answers(function, count, feed, workers)
-        else:
-            yield from ((number, function(number)) for number in range(count))
+                    workers.append(_forked(function, numbers, end, workers))
+        yield from _answers(function, count, feed, workers)
     finally:
         with _blocked_signals():
             os.close(numbers)
-            os.close(feed)
+            feed.close()
             for worker in workers:
                 os.close(worker.answers)
                 os.kill(worker.pid, signal.SIGKILL)  # it has nothing to undo
                 os.waitpid(worker.pid, 0)
+
+
+def in_order(results: Iterable[tuple[int, R]]) -> Iterator[R]:
+    """Yield results by their numbers, from 0 on."""
+    early: dict[int, R] = {}
+    following = 0
+    for number, result in results:
+        early[number] = result
+        while following in early:
+            yield early.pop(following)
+            following += 1
 
 
 class _Worker(NamedTuple):
@@ -125,31 +133,37 @@ def _serve(function: Callable[[int], object], numbers: int, answer: int) -> None
 
 
 def _answers(
-    function: Callable[[int], R], count: int, feed: int, workers: Iterable[_Worker]
+    function: Callable[[int], R], count: int, feed: FileIO, workers: Iterable[_Worker]
 ) -> Results[R]:
-    """Yield the answers of the workers, feeding them a number for each."""
+    """Yield the answers of the workers, feeding them a number for each; do here what they do not.
+
+    A number without an answer was taken by a worker that was killed, or is left since all were.
+    """
     begun = {worker.answers: b"" for worker in workers}  # answers that are not complete
-    waiting = iter(range(count))
-    _feed(feed, islice(waiting, _AHEAD * len(begun)))
+    waiting, under_way = iter(range(count)), set[int]()
+
+    def fed(numbers: int) -> None:
+        some = list(islice(waiting, numbers))
+        under_way.update(some)
+        for number in some:
+            feed.write(number.to_bytes(_NUMBER, "big"))
+        if len(some) < numbers:
+            feed.close()  # so that each ends after its last answer
+
+    fed(_AHEAD * len(begun))
     with selectors.DefaultSelector() as selector:
         for descriptor in begun:
             selector.register(descriptor, selectors.EVENT_READ)
-        while count:
+        while under_way and selector.get_map():
             for key, _ in selector.select():
                 data = os.read(key.fd, _PIECE)
                 if not data:
-                    raise OutputError(
-                        "a process ended before its work was done",
-                        hint="where memory is short, --workers 1 (fork=False) does without it",
-                    )
+                    selector.unregister(key.fd)
                 *lines, begun[key.fd] = (begun[key.fd] + data).split(b"\n")
-                _feed(feed, islice(waiting, len(lines)))
+                fed(len(lines))
                 for line in lines:
                     number, result = json.loads(line)
-                    count -= 1
+                    under_way.remove(number)
                     yield number, function(number) if result is None else result
-
-
-def _feed(feed: int, numbers: Iterable[int]) -> None:
-    for number in numbers:
-        os.write(feed, number.to_bytes(_NUMBER, "big"))
+    for number in (*under_way, *waiting):
+        yield number, function(number)

@@ -19,12 +19,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ckptkit.compute import threads
+from ckptkit.compute import forks, threads
 from ckptkit.core.bytesource import ByteSource, Derived, LocalFile, Memory, Range, Section
-from ckptkit.core.errors import CorruptError, OutputError
+from ckptkit.core.errors import CorruptError
 from ckptkit.core.file_objects import FileObject
 from ckptkit.core.plan import Segment, Summed
-from ckptkit.publish import forks, spreading
+from ckptkit.publish import spreading
 from ckptkit.publish.spreading import execute
 
 pytestmark = [
@@ -100,11 +100,23 @@ def test_what_fails_in_a_process_alone_is_done_here() -> None:
     assert found == {number: [number, os.getpid()] for number in range(9)}
 
 
-def test_a_process_that_is_killed() -> None:
+def test_what_killed_processes_had_begun_is_done_here() -> None:
     kill = in_child(lambda: os.kill(os.getpid(), signal.SIGKILL))
-    with pytest.raises(OutputError, match="ended before its work was done") as caught:
-        list(forks.results(kill, 9, 2))
-    assert "--workers 1" in str(caught.value.hint)
+    found = dict(forks.results(kill, 30, 2))
+    assert found == {number: [number, os.getpid()] for number in range(30)}
+
+
+def test_one_of_the_processes_is_killed() -> None:
+    parent = os.getpid()
+
+    def call(number: int) -> list[int]:
+        if number == 3 and os.getpid() != parent:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return [number, os.getpid()]
+
+    found = dict(forks.results(call, 100, 2))
+    assert sorted(found) == list(range(100))
+    assert found[3] == [3, parent] and found[99][1] != parent
 
 
 def test_whoever_wants_no_more_waits_for_nobody() -> None:
@@ -130,7 +142,7 @@ def test_without_further_processes_the_work_is_done_here(monkeypatch: pytest.Mon
 def test_processes_end_with_the_one_that_forked_them(tmp_path: Path) -> None:
     program = f"""
 import os, time
-from ckptkit.publish import forks
+from ckptkit.compute import forks
 
 def call(number):
     with open({str(tmp_path / "pids")!r}, "a") as file:
@@ -192,7 +204,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(forks, "can_fork", lambda: True)
     monkeypatch.setattr(threads, "processors", lambda: 2)
     monkeypatch.setattr(spreading, "THREAD_TASK", 100_000)
-    monkeypatch.setattr(spreading, "FORKED", 1 << 20)
+    monkeypatch.setattr(threads, "FORKED", 1 << 20)
     return found
 
 
@@ -285,7 +297,7 @@ def test_no_process_is_forked_beside_threads() -> None:
 # write sends a signal to all of the command's processes, if one is given.
 COMMAND = """
 import os, signal, sys, time
-from ckptkit.compute import threads
+from ckptkit.compute import forks, threads
 from ckptkit.publish import spreading
 
 sent = sys.argv.pop()
@@ -303,7 +315,7 @@ def interrupted(*args):
     return run(*args)
 
 os.fork, spreading.run = noted, interrupted
-spreading.FORKED = spreading.THREAD_TASK = 1 << 16
+threads.FORKED = spreading.THREAD_TASK = 1 << 16
 threads.processors = lambda: 2
 from ckptkit.cli import main
 main()
