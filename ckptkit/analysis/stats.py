@@ -217,13 +217,8 @@ def _work(task: Task) -> Result:
 
 
 def _can_fork(tasks: Sequence[Task]) -> bool:
-    """Return whether forked processes are sooner done, and can read what they need."""
-    if sum(map(_nbytes, tasks)) < threads.FORKED or threads.processors() == 1:
-        return False
-    from ckptkit.compute.forks import can_fork
-
     places = [part.extent for _, _, part in tasks if isinstance(part, ElementRange)]
-    return can_fork() and all(source.is_shared for source in sources(places))
+    return threads.is_sooner_forked(sum(map(_nbytes, tasks)), sources(places))
 
 
 def _by_forks(tasks: Sequence[Task]) -> Iterator[Result]:

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, TypeVar
 if TYPE_CHECKING:
     from concurrent.futures import Future
 
+    from ckptkit.core.bytesource import ByteSource
+
 THREADS = 8  # at most: each takes some MiB
 BATCH = (
     16 << 20
@@ -99,6 +101,19 @@ def batches(items: Iterable[T], nbytes: Callable[[T], int]) -> Iterator[list[T]]
             batch, size = [], 0
     if batch:
         yield batch
+
+
+def is_sooner_forked(nbytes: int, sources: Iterable[ByteSource]) -> bool:
+    """Return whether forked processes are sooner done with so many bytes, and can read the sources.
+
+    What many short calls compute, threads do no faster than one: each call gives back the
+    interpreter's lock, or keeps it.
+    """
+    if nbytes < FORKED or processors() == 1:
+        return False
+    from ckptkit.compute.forks import can_fork
+
+    return can_fork() and all(source.is_shared for source in sources)
 
 
 def processors() -> int:

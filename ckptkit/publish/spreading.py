@@ -66,17 +66,13 @@ def execute(
 
 def _can_fork(files: Sequence[tuple[str, Sequence[Segment]]]) -> bool:
     """Return whether forked processes write the files sooner, and can read what they need."""
-    segments = [segment for _, parts in files for segment in parts]
-    computed = _computed(segments)
-    if not computed:
+    computed = [each for _, segments in files for each in segments if _is_computed(each)]
+    if not computed or any(map(_is_whole, computed)):
         return False
-    from ckptkit.compute.threads import FORKED
+    from ckptkit.compute.threads import is_sooner_forked
 
-    if sum(map(length, computed)) < FORKED or any(map(_is_whole, computed)) or _share() == 1:
-        return False
-    from ckptkit.compute.forks import can_fork
-
-    return can_fork() and all(source.is_shared for source in sources(segments))
+    needed = flatten(sources(segments) for _, segments in files)
+    return is_sooner_forked(sum(map(length, computed)), needed)
 
 
 def _share() -> int:
@@ -86,12 +82,10 @@ def _share() -> int:
     return min(THREADS, processors())
 
 
-def _computed(segments: Iterable[Segment]) -> list[Segment]:
-    return [
-        each
-        for each in segments
-        if isinstance(each.extent if isinstance(each, Summed) else each, Derived)
-    ]
+def _is_computed(segment: Segment) -> bool:
+    return isinstance(segment, Derived) or (
+        isinstance(segment, Summed) and isinstance(segment.extent, Derived)
+    )
 
 
 def _work(path: str, segments: Sequence[Segment], files: int) -> int:
