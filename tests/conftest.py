@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import gc
 import os
+import pkgutil
 import signal
 import subprocess
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
+import ckptkit
 from ckptkit.core.bytesource import LocalFile
 from tests.slow import is_slow, unmatched
 
@@ -55,6 +58,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if is_slow(item.nodeid):
             item.add_marker(pytest.mark.slow)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def whole_package() -> None:
+    """Import every module before a test replaces a value for a while.
+
+    A module that is imported meanwhile would take that value and keep it for the tests to come.
+    """
+    for each in pkgutil.walk_packages(ckptkit.__path__, "ckptkit."):
+        if not each.name.endswith("__main__"):
+            with suppress(ImportError):  # an extra that is not installed
+                import_module(each.name)
 
 
 class Done(NamedTuple):

@@ -8,6 +8,7 @@ import gzip
 import io
 import json
 import pickle
+import re
 import struct
 import sys
 import zipfile
@@ -269,6 +270,20 @@ def limited(monkeypatch: pytest.MonkeyPatch, **changes: int) -> None:
     for name, module in list(sys.modules.items()):
         if name.startswith("ckptkit") and getattr(module, "LIMITS", None) is LIMITS:
             monkeypatch.setattr(module, "LIMITS", changed)
+
+
+def test_a_change_reaches_every_module() -> None:
+    """One that is imported later takes the changed limits, and keeps them for other tests."""
+    package = Path(formats.__file__).parents[1]
+    users = [
+        ".".join(("ckptkit", *path.relative_to(package).with_suffix("").parts))
+        for path in package.rglob("*.py")
+        if re.search(
+            r"^\s*from ckptkit.core.limits import .*\bLIMITS\b", path.read_text("utf-8"), re.M
+        )
+    ]
+    assert len(users) > 20
+    assert not [name for name in users if name.removesuffix(".__init__") not in sys.modules]
 
 
 def test_every_limit_is_tested() -> None:
