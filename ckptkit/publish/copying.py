@@ -33,8 +33,8 @@ NEARBY = 4 << 10  # bytes read ahead at first; the window grows while ranges fol
 SHORT = 32 << 10
 CHUNK = 64 << 20  # bytes of one kernel copy, so that progress and interrupts get through
 # File systems where the kernel copies a page at a time, so that bytes at another place in a page of
-# the output take two writes for each: reading and writing 1 MiB is a third faster (measured).
-BY_PAGES = ("ext4", "overlay", "xfs")
+# the output take two writes for each: reading and writing pieces is a third faster (measured).
+BY_PAGES = ("btrfs", "ext4", "overlay", "xfs")
 
 _O_BINARY = getattr(os, "O_BINARY", 0)
 _NOT_HERE = {
@@ -87,7 +87,7 @@ def _turner() -> Turner:
 def _buffer() -> memoryview:
     """Return the thread's own memory for pieces, used again by its next task."""
     if not hasattr(_of_thread, "buffer"):
-        _of_thread.buffer = memoryview(bytearray(WINDOW))
+        _of_thread.buffer = memoryview(bytearray(PIECE))
     found: memoryview = _of_thread.buffer
     return found
 
@@ -126,7 +126,7 @@ class _Writer:
         self._ahead = ReadAhead()
         self._pending: list[bytes] = []
         self._copiers = [_copy_file_range, _sendfile]  # those that work here, the best first
-        self._by_pages = file_system(fd) in BY_PAGES
+        self._kind = file_system(fd)
 
     def write(self, segments: Iterable[Segment]) -> None:
         """Write the segments.
@@ -162,7 +162,7 @@ class _Writer:
         if number is None and isinstance(extent, Range) and isinstance(extent.source, LocalFile):
             return self._long_range(extent, extent.source, waiting)
         self._flush()
-        self._in_pieces(extent, number, PIECE)
+        self._in_pieces(extent, number)
         return 0
 
     def _long_range(self, extent: Range, source: LocalFile, waiting: int) -> int:
@@ -177,18 +177,18 @@ class _Writer:
             self._pending.append(self._ahead.read(source, extent.offset, head))
         self._flush()
         whole = extent.part(head, extent.length - head - tail)
-        copied = self._copy(source, whole.offset, whole.length, place + head)
+        copied = 0 if is_read(self._kind, whole, place + head) else self._copy(source, whole)
         if copied < whole.length:
-            self._in_pieces(whole.part(copied, whole.length - copied), None, WINDOW)
+            self._in_pieces(whole.part(copied, whole.length - copied), None)
         if tail:
             end = extent.offset + extent.length
             self._pending.append(self._ahead.read(source, end - tail, tail))
         return tail
 
-    def _in_pieces(self, extent: Extent, number: int | None, size: int) -> None:
-        """Read or compute, and write; a range in pieces of `size` bytes."""
+    def _in_pieces(self, extent: Extent, number: int | None) -> None:
+        """Read or compute, and write, piece by piece."""
         place = os.lseek(self._fd, 0, os.SEEK_CUR)
-        buffer = _buffer()[:size] if isinstance(extent, Range) else None
+        buffer = _buffer() if isinstance(extent, Range) else None
         for piece in pieces(extent, place, buffer):
             if number is not None:
                 self._count(number, piece)
@@ -210,18 +210,13 @@ class _Writer:
             write_all(self._fd, data)
             self._progress(len(data))
 
-    def _copy(self, source: LocalFile, offset: int, length: int, place: int) -> int:
-        """Let the kernel copy to `place`; return how many bytes it did.
-
-        That is all of them, unless it cannot here or would take longer than reading and writing.
-        """
-        if self._by_pages and length >= PIECE and (offset - place) % BLOCK:
-            return 0
+    def _copy(self, source: LocalFile, extent: Range) -> int:
+        """Let the kernel copy; return how many bytes it did: all of them, if it can do so here."""
         done = 0
-        while done < length and self._copiers:
-            wanted = min(length - done, CHUNK)
+        while done < extent.length and self._copiers:
+            wanted = min(extent.length - done, CHUNK)
             try:
-                count = self._copiers[0](self._fd, source, offset + done, wanted)
+                count = self._copiers[0](self._fd, source, extent.offset + done, wanted)
             except OSError as error:
                 if error.errno not in _NOT_HERE:
                     raise
@@ -232,6 +227,14 @@ class _Writer:
             done += count
             self._progress(count)
         return done
+
+
+def is_read(kind: str, extent: Range, place: int) -> bool:
+    """Return whether a range of a local file is sooner read and written than copied by the kernel.
+
+    `kind` is that of the file system of the output, and `place` where the range begins there.
+    """
+    return kind in BY_PAGES and extent.length >= PIECE and (extent.offset - place) % BLOCK != 0
 
 
 def _edges(offset: int, place: int, length: int) -> tuple[int, int]:

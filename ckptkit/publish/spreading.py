@@ -1,8 +1,9 @@
 """Write output files by tasks: here, or spread over threads, forked processes or an executor.
 
-Writes to one file wait for each other in the kernel, so threads copy several files of a file system
-in memory at once, but never one; they compute and sum up. Where much is computed, processes do it
-if they may be forked: each short call of a thread waits for the lock of the interpreter.
+Writes to one file wait for each other in the kernel, so what the kernel copies gains nothing from
+threads, except that several files in memory are copied at once. They read, compute and sum up while
+another of them writes. Where much is computed, processes do it if they may be forked: each short
+call of a thread waits for the lock of the interpreter.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import sys
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import closing
 from functools import partial
-from itertools import chain
+from itertools import accumulate, chain
 from typing import TYPE_CHECKING
 
 from ckptkit.core.bytesource import Derived, Extent, Range
@@ -19,7 +20,7 @@ from ckptkit.core.errors import OutputError
 from ckptkit.core.grouping import flatten
 from ckptkit.core.paths import file_system
 from ckptkit.core.plan import ONE_BY_ONE, Deferred, Segment, Summed, length, sources
-from ckptkit.publish.copying import Progress, Sum, combined, run, write_all
+from ckptkit.publish.copying import PIECE, Progress, Sum, combined, is_read, run, write_all
 from ckptkit.publish.tasks import Task, cut
 
 if TYPE_CHECKING:
@@ -41,9 +42,9 @@ def execute(
 ) -> list[dict[int, int]]:
     """Write the files (path, segments), which exist and are empty; return the checksums of each.
 
-    Without an executor, threads are used where there is much to compute, to fetch, or to copy in
-    memory; kernel copies into one file gain nothing from them. With ``fork``, processes take the
-    place of threads where much is computed and all of them can read the sources. Checksums
+    Without an executor, threads are used where there is much to compute, to fetch, to read, or to
+    copy in memory; kernel copies into one file gain nothing from them. With ``fork``, processes
+    take the place of threads where much is computed and all of them can read the sources. Checksums
     are by number. Raises the errors of reading and writing, when no task is running any more.
     """
     if executor is not None:
@@ -96,10 +97,23 @@ def _work(path: str, segments: Sequence[Segment], files: int) -> int:
     computed = [each for each in segments if isinstance(each, (Summed, Derived))]
     if any(map(_is_whole, computed)):
         return -sys.maxsize
-    if files > 1 and _is_in_memory(path):
+    kind = _file_system(path)
+    if files > 1 and kind == "tmpfs":
         return sum(map(length, segments))
     fetched = [each for each in segments if isinstance(each, Range) and each.source.remote]
-    return sum(map(length, chain(computed, fetched)))
+    return sum(map(length, chain(computed, fetched))) + _read(kind, segments)
+
+
+def _read(kind: str, segments: Sequence[Segment]) -> int:
+    """Count the bytes of local files that are read rather than copied by the kernel."""
+    if not any(isinstance(each, Range) and each.length >= PIECE for each in segments):
+        return 0
+    places = accumulate(map(length, segments), initial=0)
+    return sum(
+        each.length
+        for each, place in zip(segments, places, strict=False)  # the last place is the end
+        if isinstance(each, Range) and not each.source.remote and is_read(kind, each, place)
+    )
 
 
 def _is_whole(segment: Segment | Extent) -> bool:
@@ -109,9 +123,9 @@ def _is_whole(segment: Segment | Extent) -> bool:
     return extent.operation == ONE_BY_ONE or any(map(_is_whole, extent.inputs))
 
 
-def _is_in_memory(path: str) -> bool:
+def _file_system(path: str) -> str:
     with open(path, "rb", buffering=0) as file:
-        return file_system(file.fileno()) == "tmpfs"
+        return file_system(file.fileno())
 
 
 def _spread(

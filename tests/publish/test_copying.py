@@ -8,6 +8,7 @@ import itertools
 import multiprocessing
 import os
 import pickle
+import threading
 import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
@@ -289,14 +290,32 @@ def test_threads_share_checksums(
     assert written(segments, tmp_path) == want
 
 
-@pytest.mark.parametrize(("files", "tasks"), [(1, 1), (2, 120)])
-def test_threads_share_the_copying_of_several_files_in_memory(
-    files: int, tasks: int, source: LocalFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("kind", "offset", "files", "tasks"),
+    [
+        ("tmpfs", 5, 1, 1),
+        ("tmpfs", 5, 2, 120),
+        ("ext4", 5, 1, 60),
+        ("ext4", 5, 2, 120),
+        ("ext4", BLOCK, 2, 2),
+        ("btrfs", 5, 1, 60),
+        ("nfs4", 5, 2, 2),
+    ],
+)
+def test_threads_share_what_is_read_and_the_copying_of_several_files_in_memory(
+    kind: str,
+    offset: int,
+    files: int,
+    tasks: int,
+    source: LocalFile,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Writes to one file wait for each other: there the kernel's copy is as fast as any."""
     taken: list[Task] = []
     monkeypatch.setattr(spreading, "THREAD_TASK", 50_000)
-    monkeypatch.setattr(spreading, "file_system", lambda fd: "tmpfs")
+    monkeypatch.setattr(spreading, "file_system", lambda fd: kind)
+    monkeypatch.setattr(copying, "file_system", lambda fd: kind)
 
     def noted(task: Task, progress: copying.Progress = lambda count: None) -> list[copying.Sum]:
         taken.append(task)
@@ -306,15 +325,21 @@ def test_threads_share_the_copying_of_several_files_in_memory(
     paths = [tmp_path / str(number) for number in range(files)]
     for path in paths:
         path.touch()
-    segments = [Range(source, 5, 3_000_000)]
+    segments = [Range(source, offset, 3_000_000)]
     execute([(str(path), segments) for path in paths], None, lambda count: None)
-    assert all(path.read_bytes() == NOISE[5:3_000_005] for path in paths)
+    assert all(path.read_bytes() == NOISE[offset : offset + 3_000_000] for path in paths)
     assert len(taken) == tasks
 
 
 @pytest.mark.parametrize(
     ("kind", "offset", "by_kernel"),
-    [("ext4", BLOCK, True), ("ext4", 64, False), ("tmpfs", 64, True), ("nfs4", 64, True)],
+    [
+        ("ext4", BLOCK, True),
+        ("ext4", 64, False),
+        ("btrfs", 64, False),
+        ("tmpfs", 64, True),
+        ("nfs4", 64, True),
+    ],
 )
 def test_bytes_that_move_within_a_page_are_read_and_written_where_that_is_faster(
     kind: str,
@@ -325,7 +350,8 @@ def test_bytes_that_move_within_a_page_are_read_and_written_where_that_is_faster
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(copying, "file_system", lambda fd: kind)
-    monkeypatch.setattr(copying, "WINDOW", 100_000)
+    monkeypatch.setattr(copying, "PIECE", 100_000)
+    monkeypatch.setattr(copying, "_of_thread", threading.local())  # its memory is a piece
     called: list[int] = []
     write, copy = os.write, copying._copy_file_range
 
