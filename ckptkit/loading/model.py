@@ -17,7 +17,7 @@ from ckptkit.core.dtypes import DType
 from ckptkit.core.errors import CkptkitError, ModelError
 from ckptkit.core.tensor import Shape, Storage, Tensor, contiguous_stride
 from ckptkit.core.text import plural, shell_word, some
-from ckptkit.core.tree import Node
+from ckptkit.core.tree import Node, collector_paused
 from ckptkit.core.weights import as_tensor
 from ckptkit.loading import filling
 from ckptkit.loading.tensors import Tensors
@@ -81,6 +81,7 @@ class LoadReport:
             yield f"not kept in the dtypes of the model: {some(lost, 8)}"
 
 
+@collector_paused()  # else a first look at all of torch's objects falls into most first calls
 def load_into(
     model: nn.Module,
     source: Source,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -159,6 +160,24 @@ def test_the_last_one_counts_as_for_torch(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.usefixtures("straight")
+def test_garbage_is_collected_before_or_after(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A first collection, of all that torch has made, takes as long as half a GiB."""
+    save_file({"w": torch.ones(3)}, tmp_path / "a.safetensors")
+    seen: list[bool] = []
+    fill = compute.fill
+
+    def noted(pairs: Any) -> None:
+        fill(pairs)
+        seen.append(gc.isenabled())
+
+    monkeypatch.setattr(compute, "fill", noted)
+    assert gc.isenabled()
+    assert ckptkit.load_into(Holder(torch.zeros(3)), tmp_path / "a.safetensors").complete
+    assert seen == [False] and gc.isenabled()
+
+
 def test_buffers_that_are_not_saved_stay(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(2), "cache": torch.ones(2)}, tmp_path / "a.pth")
     model = Holder(torch.zeros(2))
