@@ -53,6 +53,7 @@ def measure(found: Sequence[Case], settings: Settings, notes: list[str]) -> Iter
     """Each case in turn, on one input after another. What there is no room for is noted."""
     for source, group in groupby(found, key=lambda case: case.input):
         same = list(group)
+        os.sync()  # else removed files that are being written still take room
         if lacks := source.lacks(settings.folder, max(case.work.copies for case in same)):
             notes.append(
                 f"{', '.join(case.work.name for case in same)} on {source.gib:g} GiB were skipped: {lacks}"
@@ -63,6 +64,7 @@ def measure(found: Sequence[Case], settings: Settings, notes: list[str]) -> Iter
         )
         try:
             run([sys.executable, *source.program], settings.folder)
+            os.sync()  # else the disk is still writing it
             for _ in range(2):
                 ready(Contestant("warm up", [], source.path, "out.copy"), settings.folder)
             for case in same:
@@ -104,7 +106,9 @@ def _row(case: Case, settings: Settings) -> Row:
         contestants.append(Contestant(CP, copy(source.path, "out.copy"), every=every))
     contestants += [Contestant(name, command, every=RARELY) for name, command in others.items()]
     rounds = min(settings.pairs, LARGE_PAIRS) if source.gib > TOP else settings.pairs
-    taken = take_turns(contestants, settings.folder, rounds)
+    is_copied = case.place.make and case.budget.to_cp  # to memory, and to its file system there
+    memory = 2 * source.gib if is_copied else 0
+    taken = take_turns(contestants, settings.folder, rounds, memory)
     return Row(
         work.name, source.gib, source.tensors, work.moves, case.budget, taken, skipped,
         case.place.name,
