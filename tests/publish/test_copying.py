@@ -331,6 +331,31 @@ def test_threads_share_what_is_read_and_the_copying_of_several_files_in_memory(
     assert len(taken) == tasks
 
 
+@pytest.mark.parametrize(("kind", "size"), [("xfs", 3_000_000), ("ext4", 0)])
+def test_no_room_is_set_aside_for_a_file_that_grows(
+    kind: str,
+    size: int,
+    source: LocalFile,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """xfs sets up to as much room again aside, and takes longer."""
+    monkeypatch.setattr(spreading, "THREAD_TASK", 1_000_000)
+    monkeypatch.setattr(spreading, "file_system", lambda fd: kind)
+    path = tmp_path / "out"
+    path.touch()
+    sizes: list[int] = []
+
+    def noted(tasks: Sequence[Task]) -> spreading.Results:
+        sizes.append(path.stat().st_size)
+        yield from ((number, run(task)) for number, task in enumerate(tasks))
+
+    segments = [b"head", Range(source, 5, 2_999_996)]
+    spreading._spread([(str(path), segments)], 1_000_000, noted, lambda count: None)
+    assert sizes[0] == size  # before anything is written
+    assert path.read_bytes() == b"head" + NOISE[5:3_000_001]
+
+
 @pytest.mark.parametrize(
     ("kind", "offset", "by_kernel"),
     [
