@@ -18,6 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+DIGITS = 4  # that a figure has after its point: 0.1 ms, 100 bytes
+
 
 class Cost(NamedTuple):
     """Of one run."""
@@ -137,7 +139,8 @@ def _once(contestant: Contestant, folder: Path, memory: float) -> Cost:
     before = _room(folder)
     cost = run(contestant.command, folder)
     os.sync()
-    return cost._replace(disk=before - _room(folder))
+    cost = cost._replace(disk=before - _room(folder))
+    return Cost(*(round(each, DIGITS) for each in cost))  # shown and kept alike
 
 
 def _take(gib: float) -> None:

@@ -188,7 +188,7 @@ def to_json(row: Row) -> dict[str, Any]:
         "within": row.within,
         "taken": {
             name: {
-                "costs": [cost and [round(each, 4) for each in cost] for cost in taken.costs],
+                "costs": [cost and list(cost) for cost in taken.costs],
                 "failed": taken.failed,
             }
             for name, taken in row.taken.items()

@@ -454,6 +454,17 @@ def test_a_small_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "| best of the others" in front
 
 
+def test_what_is_kept_is_what_was_measured(tmp_path: Path) -> None:
+    """A figure beside a boundary (0.13496) would be shown as 0.13, and as 0.14 when read again."""
+    close = replace(ROW, taken={OURS: Taken([Cost(0.13496, 0.13496, 20.00996)])})
+    assert from_json(json.loads(json.dumps(to_json(close)))) == close
+    said = [sys.executable, "-c", "import sys; print('took 0.134961234 0.5', file=sys.stderr)"]
+    cost = take_turns([Contestant("it", said)], tmp_path, 1)["it"].costs[0]
+    assert cost is not None
+    assert cost.seconds == 0.135
+    assert list(cost) == [round(each, 4) for each in cost]
+
+
 def test_the_best_of_the_others() -> None:
     text = brief([[ROW]], ["strip-module"])
     assert "| strip-module, 2 GiB | 1.20 x cp, 20 MiB | torch: 10.00 x cp, 20 MiB" in text
