@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 
 import ckptkit
 from ckptkit.core.bytesource import LocalFile
@@ -70,6 +71,12 @@ def whole_package() -> None:
         if not each.name.endswith("__main__"):
             with suppress(ImportError):  # an extra that is not installed
                 import_module(each.name)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def every_warning() -> None:
+    """Let torch warn each time, not once in a process: no test depends on those before it."""
+    torch.set_warn_always(True)
 
 
 class Done(NamedTuple):
