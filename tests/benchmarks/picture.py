@@ -7,6 +7,7 @@ Transparent, in colours that stand out from white and from black alike.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import ceil, floor, log10
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 
 INK = "#7d7d7d"
 DECADES = 30  # a shorter axis has numbers between the powers of ten
-# Marker, size and colour of each; whoever is not here is drawn like the last.
+# Marker, size and colour of each; nobody else looks like it.
 STYLES = {
     OURS: ("o", 9, "#e4572e"),
     "torch mmap": ("s", 6, "#3d8bd4"),
@@ -31,7 +32,9 @@ STYLES = {
     "brainsurgery": ("X", 7, "#c45ab3"),
     "sha256sum": ("*", 9, "#b08a2e"),
     "cmp": ("d", 7, "#b08a2e"),
-    "": ("h", 7, "#b08a2e"),
+    "transformers": ("p", 8, "#5b9e3f"),
+    "torchtitan": ("<", 7, "#5b9e3f"),
+    "compressed-tensors": (">", 7, "#5b9e3f"),
 }
 
 
@@ -45,7 +48,7 @@ def draw(runs: Sequence[Run], caption: str, path: Path) -> None:
     panels = [each for each in (copied, timed) if each]
     if not panels:
         return
-    heights = [len(panel) + 1 for panel in panels]
+    heights = [len(works) + 1 for works in panels]
     with matplotlib.rc_context(
         {"svg.hashsalt": "ckptkit", "font.size": 10, "svg.fonttype": "path"}
     ):
@@ -53,8 +56,8 @@ def draw(runs: Sequence[Run], caption: str, path: Path) -> None:
         grid = figure.subplots(
             len(panels), 1, squeeze=False, gridspec_kw={"height_ratios": heights}
         )
-        for axes, panel in zip(grid[:, 0], panels, strict=True):
-            _panel(axes, panel, seconds=panel is timed)
+        for axes, works in zip(grid[:, 0], panels, strict=True):
+            panel(axes, works, seconds=works is timed)
         _legend(figure, grid[:, 0], caption)
         figure.savefig(
             path, transparent=True, metadata={"Date": None} if path.suffix == ".svg" else None
@@ -80,8 +83,9 @@ def _grouped(rows: Sequence[Row]) -> list[list[Row]]:
     ]
 
 
-def _panel(axes: Axes, panel: Sequence[Sequence[Row]], seconds: bool) -> None:
-    for place, rows in enumerate(panel):
+def panel(axes: Axes, works: Sequence[Sequence[Row]], seconds: bool) -> None:
+    """Draw a line for each work, given with its rows of all runs."""
+    for place, rows in enumerate(works):
         found = {name: _value(rows, name, seconds) for name in rows[0].taken if name != CP}
         values = [value for value in found.values() if value is not None]
         axes.plot(
@@ -89,7 +93,7 @@ def _panel(axes: Axes, panel: Sequence[Sequence[Row]], seconds: bool) -> None:
         )
         for name, value in found.items():
             if value is not None:
-                marker, size, color = STYLES.get(name, STYLES[""])
+                marker, size, color = STYLES[name]
                 axes.plot(
                     [value],
                     [place],
@@ -100,18 +104,21 @@ def _panel(axes: Axes, panel: Sequence[Sequence[Row]], seconds: bool) -> None:
                     zorder=3 if name == OURS else 2,
                 )
     axes.set_yticks(
-        range(len(panel)), [rows[0].work if not seconds else rows[0].label for rows in panel]
+        range(len(works)), [rows[0].work if not seconds else rows[0].label for rows in works]
     )
-    axes.set_ylim(len(panel) - 0.4, -0.6)
+    axes.set_ylim(len(works) - 0.4, -0.6)
     axes.set_xscale("log")
     axes.set_xlabel(
         "seconds"
         if seconds
-        else f"times as long as cp of the same file ({panel[0][0].label.split(', ')[-1]})"
+        else f"times as long as cp of the same file ({works[0][0].label.split(', ')[-1]})"
     )
     if not seconds:
         axes.axvline(1, color=INK, linewidth=1.5)
     low, high = axes.get_xlim()
+    if high < 10 * low:  # a small difference looks small
+        low, high = 10 ** floor(log10(low)), 10 ** ceil(log10(high))
+        axes.set_xlim(low, high)
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:g}")
     between = ("2", "5") if high < DECADES * low else ()
     axes.xaxis.set_minor_formatter(
@@ -139,13 +146,7 @@ def _legend(figure: Any, panels: Any, caption: str) -> None:
     for axes in panels:
         for handle, name in zip(*axes.get_legend_handles_labels(), strict=True):
             shown.setdefault(name, handle)
-    names = sorted(
-        shown,
-        key=lambda name: (
-            name != OURS,
-            list(STYLES).index(name) if name in STYLES else len(STYLES),
-        ),
-    )
+    names = sorted(shown, key=list(STYLES).index)
     figure.legend(
         [shown[name] for name in names],
         names,

@@ -20,6 +20,7 @@ from tests.benchmarks import inputs, peers
 from tests.benchmarks.__main__ import DOCUMENTS, MARKS, RESULTS, ROOT, main, ours, put_into
 from tests.benchmarks.inputs import SMALL, Input
 from tests.benchmarks.measure import Contestant, Cost, FailedError, Taken, run, take_turns
+from tests.benchmarks.picture import STYLES, panel
 from tests.benchmarks.places import AT_HAND, PLACES, SPARE, Place, UnavailableError, prepared
 from tests.benchmarks.report import brief, kept, report, verdict
 from tests.benchmarks.results import CP, OURS, Row, from_json, growths, to_json
@@ -497,6 +498,25 @@ def test_a_readme_without_a_place(tmp_path: Path) -> None:
     (tmp_path / "README.md").write_text("nothing")
     with pytest.raises(ValueError, match="has no <!-- benchmarks -->"):
         put_into(tmp_path / "README.md", "text")
+
+
+def test_nobody_looks_like_another() -> None:
+    drawn = (each for job, each in peers.PROGRAMS.items() if job != "start")  # copies nothing
+    assert set(STYLES) == {OURS}.union(*drawn, *peers.COMMANDS.values())
+    assert len({(marker, color) for marker, _, color in STYLES.values()}) == len(STYLES)
+
+
+def test_a_small_difference_looks_small(tmp_path: Path) -> None:
+    """An axis shows a decade at least, with numbers on it."""
+    pytest.importorskip("matplotlib")
+    from matplotlib.figure import Figure
+
+    axes = Figure().subplots()
+    took = {OURS: taken(4.8), "safetensors": taken(3.8)}
+    panel(axes, [[replace(ROW, taken=took, tensors=500_000)]], seconds=True)
+    assert axes.get_xlim() == (1, 10)
+    numbers = {label.get_text() for label in axes.get_xticklabels(which="both")}
+    assert {"1", "2", "5", "10"} <= numbers
 
 
 def test_the_picture(tmp_path: Path) -> None:
