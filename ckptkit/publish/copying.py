@@ -177,7 +177,7 @@ class _Writer:
             self._pending.append(self._ahead.read(source, extent.offset, head))
         self._flush()
         whole = extent.part(head, extent.length - head - tail)
-        copied = 0 if is_read(self._kind, whole, place + head) else self._copy(source, whole)
+        copied = 0 if is_sooner_read(self._kind, whole, place + head) else self._copy(source, whole)
         if copied < whole.length:
             self._in_pieces(whole.part(copied, whole.length - copied), None)
         if tail:
@@ -229,7 +229,7 @@ class _Writer:
         return done
 
 
-def is_read(kind: str, extent: Range, place: int) -> bool:
+def is_sooner_read(kind: str, extent: Range, place: int) -> bool:
     """Return whether a range of a local file is sooner read and written than copied by the kernel.
 
     `kind` is that of the file system of the output, and `place` where the range begins there.

@@ -21,7 +21,7 @@ from ckptkit.core.errors import OutputError
 from ckptkit.core.grouping import flatten
 from ckptkit.core.paths import file_system
 from ckptkit.core.plan import ONE_BY_ONE, Deferred, Segment, Summed, length, sources
-from ckptkit.publish.copying import PIECE, Progress, Sum, combined, is_read, run, write_all
+from ckptkit.publish.copying import PIECE, Progress, Sum, combined, is_sooner_read, run, write_all
 from ckptkit.publish.tasks import Task, cut
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ TASK = 256 << 20  # bytes of a task for an executor
 THREAD_TASK = 32 << 20  # bytes of a task for a thread
 THREADS = 4  # and processes, at most
 # File systems that set up to as much room again aside for a file while it grows (measured).
-AHEAD = ("xfs",)
+PREALLOCATING = ("xfs",)
 
 Results = Generator[tuple[int, list[Sum]], None, None]  # number and sums of a task
 
@@ -104,10 +104,10 @@ def _work(path: str, segments: Sequence[Segment], files: int) -> int:
     if files > 1 and kind == "tmpfs":
         return sum(map(length, segments))
     fetched = [each for each in segments if isinstance(each, Range) and each.source.remote]
-    return sum(map(length, chain(computed, fetched))) + _read(kind, segments)
+    return sum(map(length, chain(computed, fetched))) + _bytes_read(kind, segments)
 
 
-def _read(kind: str, segments: Sequence[Segment]) -> int:
+def _bytes_read(kind: str, segments: Sequence[Segment]) -> int:
     """Count the bytes of local files that are read rather than copied by the kernel."""
     if not any(isinstance(each, Range) and each.length >= PIECE for each in segments):
         return 0
@@ -115,7 +115,7 @@ def _read(kind: str, segments: Sequence[Segment]) -> int:
     return sum(
         each.length
         for each, place in zip(segments, places, strict=False)  # the last place is the end
-        if isinstance(each, Range) and not each.source.remote and is_read(kind, each, place)
+        if isinstance(each, Range) and not each.source.remote and is_sooner_read(kind, each, place)
     )
 
 
@@ -142,7 +142,7 @@ def _spread(
     `way` carries tasks out and yields their numbers and sums, in any order.
     """
     for path, segments in files:
-        if _file_system(path) in AHEAD:
+        if _file_system(path) in PREALLOCATING:
             os.truncate(path, sum(map(length, segments)))  # it grows no more
     tasks = [list(cut(path, segments, size)) for path, segments in files]
     done: dict[int, list[Sum]] = {}

@@ -64,7 +64,6 @@ def measure(found: Sequence[Case], settings: Settings, notes: list[str]) -> Iter
         )
         try:
             run([sys.executable, *source.program], settings.folder)
-            os.sync()  # else the disk is still writing it
             for _ in range(2):
                 ready(Contestant("warm up", [], source.path, "out.copy"), settings.folder)
             for case in same:

@@ -178,6 +178,7 @@ def test_garbage_is_collected_before_or_after(
     assert seen == [False] and gc.isenabled()
 
 
+@pytest.mark.usefixtures("straight")
 def test_buffers_that_are_not_saved_stay(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(2), "cache": torch.ones(2)}, tmp_path / "a.pth")
     model = Holder(torch.zeros(2))
