@@ -20,6 +20,7 @@ import torch
 
 import ckptkit
 from ckptkit.core.bytesource import LocalFile
+from tests.hint_replay import keep, keep_all
 from tests.slow import is_slow, unmatched
 
 # Bytecode is kept, whatever the environment says: else each of some thousand commands compiles the
@@ -71,6 +72,12 @@ def whole_package() -> None:
         if not each.name.endswith("__main__"):
             with suppress(ImportError):  # an extra that is not installed
                 import_module(each.name)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def kept_hints() -> None:
+    """Keep the commands that messages print, for tests/hint_replay.py."""
+    keep_all()
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -137,6 +144,7 @@ def run() -> Run:
             env={**ENVIRONMENT, **(env or {})},
             timeout=120,
         )
+        keep(f"{done.stdout}\n{done.stderr}", args, cwd)
         return Done(done.returncode, done.stdout, done.stderr)
 
     return command
