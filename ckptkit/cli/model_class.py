@@ -6,18 +6,15 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
-from typing import TYPE_CHECKING
+from typing import Any
 
 from ckptkit.cli import render
-
-if TYPE_CHECKING:
-    from torch import nn
 
 PATIENCE = 10.0  # seconds after which a note says what is running
 
 
-def built(spec: str, args: Mapping[str, object] | None = None) -> nn.Module:
-    """Import and build the model. What its code prints goes to standard error.
+def built(spec: str, args: Mapping[str, object] | None = None) -> Any:
+    """Import and build the model, a torch.nn.Module. What its code prints goes to standard error.
 
     A note says so if that takes long: ckptkit does not end it. Raises ModelError.
     """
