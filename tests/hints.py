@@ -11,12 +11,15 @@ from contextlib import chdir
 from pathlib import Path
 from typing import NamedTuple
 
+from click import Context
 from click.testing import CliRunner
 
 from ckptkit.cli import main
 
-# A command takes a whole line, the rest of a line after a colon, or the text between backticks.
-_COMMAND = re.compile(r"`(ckptkit [^`]+)`|(?:^\s*|: )(ckptkit .+)$", re.MULTILINE)
+# A command takes the text between backticks, a whole line, or the rest of a line after a colon.
+_QUOTED = re.compile(r"`(ckptkit [^`]+)`")
+_LINE = re.compile(r"(?:^\s*|: )(ckptkit ([a-z-]+).*)$", re.MULTILINE)  # or prose about ckptkit
+KNOWN = frozenset(main.list_commands(Context(main)))
 _BYTES = re.compile(r"\$'((?:[^'\\]|\\x[0-9a-f]{2})*)'")  # as `core.text.shell_word` quotes them
 
 
@@ -35,8 +38,9 @@ class Ran(NamedTuple):
 
 def commands_in(text: str) -> list[list[str]]:
     """Return the ckptkit commands of `text` as lists of words, each command once."""
-    found = [match[1] or match[2] for match in _COMMAND.finditer(text)]
-    return [_words(command) for command in dict.fromkeys(found)]
+    quoted = [match[1] for match in _QUOTED.finditer(text)]
+    lines = [match[1] for match in _LINE.finditer(text) if match[2] in KNOWN]
+    return [_words(command) for command in dict.fromkeys([*quoted, *lines])]
 
 
 def _words(command: str) -> list[str]:

@@ -11,7 +11,7 @@ from ckptkit.core.grouping import flatten
 from ckptkit.core.text import NAMES, shell_command, some
 from ckptkit.core.tree import join
 from ckptkit.formats.format import ASKED
-from ckptkit.formats.table import BY_NAME, NONE, SAFETENSORS, TORCH_SUFFIXES
+from ckptkit.formats.table import BY_NAME, COMPRESSED, NONE, SAFETENSORS, TORCH_SUFFIXES
 
 # What wrappers put before the names of the module inside, and which do.
 WRAPPERS = {
@@ -72,13 +72,12 @@ def edit(command: str, path: str, mark: str, *options: str, suffix: str | None =
 
 def convert(path: str, mark: str, *options: str) -> str:
     """Return a `convert` command; a folder, or a file without a suffix of torch, becomes a .pth."""
-    return edit(
-        "convert",
-        path,
-        mark,
-        *options,
-        suffix=None if path.lower().endswith(TORCH_SUFFIXES) else ".pth",
-    )
+    return edit("convert", path, mark, *options, suffix=suffix_for_torch(path))
+
+
+def suffix_for_torch(path: str) -> str | None:
+    """Return the suffix of a file of torch.save made from `path`, None to keep that of `path`."""
+    return None if path.lower().endswith(TORCH_SUFFIXES) else ".pth"
 
 
 def of_folder() -> tuple[str, ...]:
@@ -92,13 +91,15 @@ def argument(path: str) -> tuple[str, ...]:
 
 
 def output_name(path: str, mark: str, suffix: str | None = None) -> str:
-    """Return ``run-cpu.pth`` for ``run.pth``, in the working directory if `path` is a URL.
+    """Return ``run-cpu.pth`` for ``run.pth`` and ``run.pth.gz``.
 
-    `suffix` replaces that of `path`.
+    It is in the working directory if `path` is a URL. `suffix` replaces that of `path`.
     """
     if "://" in path:
         path = path.partition("?")[0].rpartition("/")[2]
     stem, own = os.path.splitext(path.rstrip("/"))
+    if own in COMPRESSED.suffixes:  # which are not written
+        stem, own = os.path.splitext(stem)
     if own == ".tar":
         stem, inner = os.path.splitext(stem)
         own = inner + own

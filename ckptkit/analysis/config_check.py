@@ -1,7 +1,8 @@
 """Compare config.json with the tensors beside it: layers, experts, vocabulary, heads, head, dtype.
 
 Headers only. A field that is missing, or a tensor whose name is not one of those known here, is not
-judged. Source of the fields: PreTrainedConfig of transformers and the configurations of its models.
+compared. Source of the fields: PreTrainedConfig of transformers and the configurations of its
+models. For the models of diffusers see :mod:`ckptkit.analysis.config_diffusers`.
 """
 
 from __future__ import annotations
@@ -9,9 +10,10 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
+from ckptkit.analysis import config_diffusers
+from ckptkit.analysis.config_field import Compared
 from ckptkit.core.grouping import flatten
 from ckptkit.core.tensor import Tensor
 
@@ -31,22 +33,9 @@ _HEAD = ("lm_head.weight", "output.weight")
 _TEXT = ("text_config", "llm_config", "language_config")
 
 
-@dataclass(frozen=True, slots=True)
-class Mismatch:
-    """A field of the configuration that the tensors contradict."""
-
-    code: str
-    field: str
-    expected: object
-    found: object
-
-    def __str__(self) -> str:
-        return f"{self.field} is {self.expected}, and the tensors have {self.found}"
-
-
-def mismatches(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> list[Mismatch]:
-    """Return the values of the configuration that the tensors contradict."""
-    checks = (_layers, _experts, _vocabulary, _heads, _head, _dtype)
+def compare(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> list[Compared]:
+    """Return the fields of the configuration that the tensors agree with or contradict."""
+    checks = (_layers, _experts, _vocabulary, _heads, _head, _dtype, config_diffusers.compare)
     text: Mapping[str, Any] = next(
         (config[key] for key in _TEXT if isinstance(config.get(key), dict)), {}
     )
@@ -76,7 +65,7 @@ def _is_vision(name: str) -> bool:
     return any(word in name for word in ("vision", "visual", "audio", "image", "mtp", "encoder"))
 
 
-def _layers(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Iterator[Mismatch]:
+def _layers(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Iterator[Compared]:
     expected = _field(config, LAYERS)
     counts = {
         prefix: n for prefix, n in _numbers(_LAYER, tensors).items() if not _is_vision(prefix)
@@ -86,11 +75,10 @@ def _layers(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Iterato
     extra = config.get("num_nextn_predict_layers")
     allowed = {expected[1], expected[1] + extra} if type(extra) is int else {expected[1]}
     most = max(counts.values())
-    if most not in allowed:
-        yield Mismatch("layers", *expected, f"{most} layers")
+    yield Compared("layers", *expected, None if most in allowed else f"{most} layers")
 
 
-def _experts(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Iterator[Mismatch]:
+def _experts(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Iterator[Compared]:
     expected = _field(config, EXPERTS)
     if expected is None:
         return
@@ -98,8 +86,8 @@ def _experts(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Iterat
         n for prefix, n in _numbers(_EXPERT, tensors).items() if not _is_vision(prefix)
     )
     stacked = [t.shape[0] for name, t in tensors.items() if _is_stacked(name) and len(t.shape) == 3]
-    for count in sorted({*counts, *stacked} - {expected[1]}):
-        yield Mismatch("experts", *expected, f"{count} experts")
+    for count in sorted({*counts, *stacked}):
+        yield Compared("experts", *expected, None if count == expected[1] else f"{count} experts")
 
 
 def _is_stacked(name: str) -> bool:
@@ -113,17 +101,19 @@ def _named(tensors: Mapping[str, Tensor], endings: tuple[str, ...]) -> Iterator[
             yield name, tensor
 
 
-def _vocabulary(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Iterator[Mismatch]:
+def _vocabulary(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Iterator[Compared]:
     vocabulary, hidden = _field(config, ("vocab_size",)), _field(config, HIDDEN)
     for name, tensor in _named(tensors, (*_EMBEDDINGS, *_HEAD)):
         rows, columns = tensor.shape
-        if vocabulary is not None and rows != vocabulary[1]:
-            yield Mismatch("vocabulary", *vocabulary, f"{rows} rows in {name}")
-        if hidden is not None and columns != hidden[1] and name.endswith(_EMBEDDINGS[0]):
-            yield Mismatch("hidden", *hidden, f"{columns} columns in {name}")
+        if vocabulary is not None:
+            found = None if rows == vocabulary[1] else f"{rows} rows in {name}"
+            yield Compared("vocabulary", *vocabulary, found)
+        if hidden is not None and name.endswith(_EMBEDDINGS[0]):
+            found = None if columns == hidden[1] else f"{columns} columns in {name}"
+            yield Compared("hidden", *hidden, found)
 
 
-def _heads(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Iterator[Mismatch]:
+def _heads(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Iterator[Compared]:
     heads, hidden = _field(config, HEADS), _field(config, HIDDEN)
     if heads is None or hidden is None or "kv_lora_rank" in config:
         return
@@ -134,23 +124,23 @@ def _heads(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Iterator
         ("self_attn.q_proj.weight", heads),
         ("self_attn.k_proj.weight", keys),
     ):
-        for name, tensor in _named(tensors, (ending,)):
-            allowed = (count * size, 2 * count * size)  # twice: with a gate
-            if tensor.shape[0] not in allowed:
-                yield Mismatch("heads", field, count, f"{tensor.shape[0]} rows of {size} in {name}")
-                break
+        allowed = (count * size, 2 * count * size)  # twice: with a gate
+        rows = [(tensor.shape[0], name) for name, tensor in _named(tensors, (ending,))]
+        wrong = [f"{n} rows of {size} in {name}" for n, name in rows if n not in allowed]
+        if rows:
+            yield Compared("heads", field, count, wrong[0] if wrong else None)
 
 
-def _head(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Iterator[Mismatch]:
+def _head(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Iterator[Compared]:
     tied = config.get("tie_word_embeddings")
     head = next((name for name, _ in _named(tensors, _HEAD)), None)
     embedding = next((name for name, _ in _named(tensors, _EMBEDDINGS)), None)
-    if embedding is None or tied is not False or head is not None:
-        return
-    yield Mismatch("head", "tie_word_embeddings", tied, "no lm_head.weight")
+    if embedding is not None and tied is False:
+        found = None if head is not None else "no lm_head.weight"
+        yield Compared("head", "tie_word_embeddings", tied, found)
 
 
-def _dtype(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Iterator[Mismatch]:
+def _dtype(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Iterator[Compared]:
     field = next(
         (name for name in ("dtype", "torch_dtype") if isinstance(config.get(name), str)), None
     )
@@ -161,5 +151,5 @@ def _dtype(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Iterator
     if field is None or not counts or "quantization_config" in config:
         return
     ((most, _),) = counts.most_common(1)
-    if config[field].removeprefix("torch.") != most:
-        yield Mismatch("dtype", field, config[field], most)
+    same = config[field].removeprefix("torch.") == most
+    yield Compared("dtype", field, config[field], None if same else most)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from ckptkit.cli import options, render
+from ckptkit.core.errors import UsageError
+from ckptkit.core.text import shell_command, some
 
 if TYPE_CHECKING:
+    from ckptkit.analysis.config_field import Compared
     from ckptkit.core.checkpoint import Checkpoint
 
 SCHEMA = "ckptkit.check/1"
@@ -45,35 +49,66 @@ def command(
     """Check expectations and config.json against tensors.
 
     FILE is a checkpoint, or a folder with one and its config.json: layers, experts, vocabulary,
-    heads, the tied head and the dtype are compared. Only headers are read, except for `finite` and
-    `equal`. Exit code 1 if something is not as expected.
+    heads, the tied head and the dtype are compared, of diffusers' models also channels and blocks.
+    Only headers are read, except for `finite` and `equal`. Exit code 1 if something is not as
+    expected, 2 if there is nothing to compare.
 
     \b
     Example: ckptkit check model/
              ckptkit check run.pth --expect 'fc.* dtype=float32' --expect '* finite'
     """
+    from ckptkit.analysis.config_check import compare
     from ckptkit.api import open_checkpoint
     from ckptkit.rules import config as configuration
 
     checkpoint = open_checkpoint(file, key=key)
     sizes = configuration.find(checkpoint.source) if config is None else configuration.read(config)
-    found = list(_findings(checkpoint, list(lines), like, sizes))
+    compared = [] if sizes is None else compare(sizes, checkpoint.weights)
+    fields = list(dict.fromkeys(each.field for each in compared))
+    if not (fields or lines or like):
+        raise _nothing(file, sizes is None)
+    found = list(_findings(checkpoint, list(lines), like, sizes, compared))
     if as_json:
-        render.emit_json(
-            {"schema": SCHEMA, "file": file, "checked_config": sizes is not None, "findings": found}
-        )
+        facts = {"checked_config": sizes is not None, "compared": fields, "findings": found}
+        render.emit_json({"schema": SCHEMA, "file": file, **facts})
     else:
         render.emit_text(*(f"{file}: {each['text']}" for each in found))
         if not found and not quiet:
-            against = " and config.json" if sizes is not None else ""
-            render.emit_text(f"{file}: as expected ({len(lines)} expectations{against})")
+            render.emit_text(f"{file}: {'; '.join(_agreeing(fields, len(lines), like))}")
     return FINDINGS if found else 0
 
 
+def _nothing(file: str, no_config: bool) -> UsageError:
+    """Return the error for a file with nothing to compare it with."""
+    what = (
+        "there is no config.json beside it"
+        if no_config
+        else "config.json has no field that ckptkit can compare with the tensors"
+    )
+    from ckptkit.analysis.advice import argument
+
+    words = ("ckptkit", "check", "--expect", "* finite", *argument(file))
+    return UsageError(
+        f"nothing to check: {what}, and no --expect or --like is given",
+        where=file,
+        hint=shell_command(words),
+    )
+
+
+def _agreeing(fields: list[str], expectations: int, like: str | None) -> Iterator[str]:
+    """Yield what a file agrees with."""
+    if fields:
+        yield f"matches config.json ({some(fields, len(fields))})"
+    if like is not None:
+        yield f"has the names and shapes of {like}"
+    met = f"meets {render.plural(expectations, 'expectation')}"
+    yield met if expectations else "no expectations given"
+
+
 def _findings(
-    checkpoint: Checkpoint, lines: list[str], like: str | None, config: Any
-) -> list[dict[str, str]]:
-    from ckptkit.analysis.config_check import mismatches
+    checkpoint: Checkpoint, lines: list[str], like: str | None, config: Any,
+    compared: list[Compared],
+) -> list[dict[str, str]]:  # fmt: skip
     from ckptkit.rules.expecting import Expectations
     from ckptkit.rules.likeness import UnlikeError, check_like
 
@@ -81,11 +116,7 @@ def _findings(
         {"code": "expectation", "text": text}
         for text in Expectations(lines, config).failures(checkpoint)
     ]
-    if config is not None:
-        found += [
-            {"code": each.code, "text": str(each)}
-            for each in mismatches(config, checkpoint.weights)
-        ]
+    found += [{"code": each.code, "text": str(each)} for each in compared if each.found is not None]
     if like is not None:
         from ckptkit.cli.like import expected
 

@@ -142,11 +142,11 @@ def _compare(
             )
     if values or everything or atol is not None or rtol is not None:
         raise click.UsageError("--values, --all, --atol and --rtol cannot be used with --model")
-    from ckptkit.loading.building import model_from
+    from ckptkit.cli.model_class import built
     from ckptkit.loading.comparing import against_model
 
     assert spec is not None
-    return against_model(first, model_from(spec, args), urls.shown(a), stored=stored)
+    return against_model(first, built(spec, args), urls.shown(a), stored=stored)
 
 
 def _nbytes(sides: Sequence[Checkpoint], everything: bool) -> int:

@@ -113,9 +113,9 @@ def _check_destination(file: str, destination: str | None) -> None:
 
 
 def _model(spec: str | None, args: dict[str, object]) -> Any:
-    from ckptkit.loading.building import model_from
+    from ckptkit.cli.model_class import built
 
-    return None if spec is None else model_from(spec, args)
+    return None if spec is None else built(spec, args)
 
 
 def _words(spec: str | None, args: dict[str, object]) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ from textwrap import wrap
 
 from ckptkit.analysis.advice import argument, fixed
 from ckptkit.api import Conversion
+from ckptkit.cli.edit_report import tensors
 from ckptkit.cli.render import escape, paint, plural, size, terminal_width, wrapped
 from ckptkit.core.text import shell_command
 from ckptkit.diagnosis.cause import ERROR, LEVELS, NOTE, WARNING, Cause
@@ -74,8 +75,7 @@ def _causes(found: Diagnosis) -> Iterator[str]:
 
 
 def _done(found: Diagnosis, done: Conversion, left: Diagnosis) -> Iterator[str]:
-    selection = done.checkpoint.selection
-    count = plural(0 if selection is None else len(selection.nodes), "tensor")
+    count = plural(tensors(done.checkpoint, done.plan), "tensor")
     yield escape(
         f"wrote {done.path}: {'; '.join((f'{count}, {size(done.plan.size)}', *done.notes))}"
     )
@@ -92,4 +92,4 @@ def _done(found: Diagnosis, done: Conversion, left: Diagnosis) -> Iterator[str]:
         yield f"not fixed: {', '.join(causes)} above"
     else:
         into = " into the model" if left.options else ""
-        yield f"nothing remains: {escape(done.path)} loads{into}"
+        yield f"no problems left: {escape(done.path)} loads{into}"

@@ -39,7 +39,7 @@ def report(
     edit: Request, done: Conversion, lost: Sequence[Loss], rules: Sequence[Report] = ()
 ) -> None:
     """Print warnings and what was lost; then what was done, and notes on what is left out."""
-    count = _tensors(done.checkpoint, done.plan)
+    count = tensors(done.checkpoint, done.plan)
     if not edit.quiet:
         print_messages(lost, done.warnings)
     if edit.as_json:
@@ -113,7 +113,7 @@ def what_was_lost(lost: Sequence[Loss]) -> list[str]:
     )
 
 
-def _tensors(checkpoint: Checkpoint, plan: Plan | Patch) -> int:
+def tensors(checkpoint: Checkpoint, plan: Plan | Patch) -> int:
     """The tensors that are written: what the plan counts, and names of one tensor; else the
     weights, or every tensor where it is not clear which they are."""
     from ckptkit.core.errors import AmbiguousError

@@ -18,9 +18,10 @@ _BYTES = 64 << 20
 def expected(name: str) -> Shapes:
     """Names and shapes. Raises InputError, UsageError; of a model, its code is imported and run."""
     if _MODEL.fullmatch(name) and not os.path.exists(name):
-        from ckptkit.loading.building import model_from, model_shapes
+        from ckptkit.cli.model_class import built
+        from ckptkit.loading.building import model_shapes
 
-        return {key: shape for key, (_, shape) in model_shapes(model_from(name, {})).items()}
+        return {key: shape for key, (_, shape) in model_shapes(built(name)).items()}
     if name.endswith(_INDEX) and not _has_shards(name):
         return dict.fromkeys(_index(name))
     from ckptkit.api import open_checkpoint

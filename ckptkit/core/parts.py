@@ -22,6 +22,7 @@ from ckptkit.core.piece_forms import attributes, piece_of, pieces_in
 from ckptkit.core.pieces import Mesh, Piece
 from ckptkit.core.rebuilding import rebuild
 from ckptkit.core.tensor import Storage, Tensor, contiguous_stride
+from ckptkit.core.text import shell_command
 from ckptkit.core.tree import Node, Path, join
 from ckptkit.core.weights import as_tensor
 
@@ -68,11 +69,10 @@ class PartOf:
     @property
     def hint(self) -> str:
         """The command to use instead."""
-        whole = (
-            f"the whole is the folder: ckptkit convert {self.folder} out.safetensors"
-            if self.folder
-            else ("the whole is made of all parts, in one folder")
-        )
+        whole = "the whole is made of all parts, in one folder"
+        if self.folder:
+            command = shell_command(("ckptkit", "convert", self.folder, "out.safetensors"))
+            whole = f"the whole is the folder: `{command}`"
         return f"{whole}; --part-only takes this part alone"
 
 

@@ -6,10 +6,9 @@ import os
 from collections import Counter
 from collections.abc import Container, Iterator, Sequence
 
-from ckptkit.analysis.advice import convert, edit
 from ckptkit.core.text import plural
 from ckptkit.diagnosis.cause import ERROR, NOTE, WARNING, Cause, Fix
-from ckptkit.diagnosis.facts import Facts, some
+from ckptkit.diagnosis.facts import Facts, convert, edit, some
 from ckptkit.quantized import families, logical
 from ckptkit.quantized.group import Group
 
@@ -61,19 +60,18 @@ def _readable(facts: Facts, groups: Sequence[Group]) -> Cause:
         "A model of floats cannot load them: codes are numbers together with their scales only. "
         + _read_as({group.family for group in groups})
         + (_RAGGED if any(map(_is_ragged, groups)) else ""),
-        _command(facts, groups[0]),
+        _command(facts, groups[0]) if all_are_read else None,
         Fix(dequantize=True) if facts.needs_floats and all_are_read else None,
     )
 
 
-def _command(facts: Facts, group: Group) -> str:
+def _command(facts: Facts, group: Group) -> str | None:
     """Return the command that makes floats, in the dtype of the model; of a folder, a folder."""
     assert facts.quantized is not None and facts.quantized.view is not None
     dtype = logical.default_dtype(facts.quantized.view, group).name
-    options = (*facts.summary.chosen, "--dequantize", dtype)
     if os.path.isdir(facts.path):
-        return edit("convert", facts.path, "float", *options, suffix="")
-    return convert(facts.path, "float", *options)
+        return edit(facts, "convert", "float", "--dequantize", dtype, suffix="")
+    return convert(facts, "float", "--dequantize", dtype)
 
 
 def _read_as(used: Container[str]) -> str:

@@ -6,11 +6,26 @@ import os
 import re
 from collections.abc import Iterator
 
-from ckptkit.analysis.advice import argument, convert, edit, packed
+from ckptkit import formats
+from ckptkit.analysis import advice
+from ckptkit.analysis.advice import argument, packed
+from ckptkit.core import urls
+from ckptkit.core.bytesource import Folder
+from ckptkit.core.dtypes import NOT_IN_TORCH
+from ckptkit.core.errors import CkptkitError
 from ckptkit.core.parts import PartOf
-from ckptkit.core.text import shell_command
+from ckptkit.core.text import plural, shape, shell_command
 from ckptkit.diagnosis.cause import ERROR, WARNING, Cause, Fix
-from ckptkit.diagnosis.facts import Facts, alone, format_of, is_script, is_wrapped, some
+from ckptkit.diagnosis.facts import (
+    Facts,
+    alone,
+    convert,
+    edit,
+    format_of,
+    is_script,
+    is_wrapped,
+    some,
+)
 from ckptkit.formats.table import NONE, SAFETENSORS, TORCH_SUFFIXES
 
 _PACKED = (
@@ -28,6 +43,7 @@ def causes(facts: Facts) -> Iterator[Cause]:
         _program,
         _version,
         _lacking,
+        _dtypes,
         _index,
         _shard,
         _ambiguous,
@@ -35,20 +51,37 @@ def causes(facts: Facts) -> Iterator[Cause]:
         yield from look(facts)
 
 
-def part(path: str, found: PartOf) -> Cause:
+def part(found: PartOf) -> Cause:
     """The cause of a file that is one part of a checkpoint: no command makes it whole alone."""
-    command = None
-    if found.folder is not None:
-        command = shell_command(
-            ("ckptkit", "convert", *argument(found.folder), "whole.safetensors")
-        )
+    folder, problem = found.folder, None
+    if folder is not None:
+        problem = _problem(folder)
+    why = "" if problem is None else f" But that {_sentence(problem)}"
+    words = ("ckptkit", "convert", *argument(folder or ""), "whole.safetensors")
     return Cause(
         "part",
         ERROR,
         f"It is {found}.",
-        "A model needs all parts: they are put together from the folder that holds them.",
-        command,
+        f"A model needs all parts: `convert` puts them together from their folder.{why}",
+        None if folder is None or problem is not None else shell_command(words),
     )
+
+
+def _problem(folder: str) -> CkptkitError | None:
+    """Return why the checkpoint in a local folder cannot be read, None if it can."""
+    if urls.is_url(folder):
+        return None
+    try:
+        formats.read(Folder(folder))
+    except CkptkitError as error:
+        return error
+    return None
+
+
+def _sentence(error: CkptkitError) -> str:
+    """Return the message and hint of an error as the rest of a sentence."""
+    hint = f" {error.hint[:1].upper()}{error.hint[1:]}." if error.hint else ""
+    return f"folder cannot be read: {error.message}.{hint}"
 
 
 def _container(facts: Facts) -> Iterator[Cause]:
@@ -71,33 +104,24 @@ def _container(facts: Facts) -> Iterator[Cause]:
             f"It is {format.noun}.",
             "torch.load(weights_only=True), the default since 2.6, refuses such: "
             f"{format.torch_error}.",
-            convert(facts.path, "new"),
+            convert(facts, "new"),
             Fix(),
         )
 
 
 def _suffix(facts: Facts) -> Iterator[Cause]:
-    """Yield the cause for a name whose suffix is that of another format.
-
-    Arrays of numpy in a pickle become tensors in a safetensors file alone.
-    """
-    format, path = format_of(facts), facts.path.lower()
-    chosen = facts.summary.chosen
+    """Yield the cause for a name whose suffix is that of another format."""
+    format, path = facts.container or format_of(facts), facts.path.lower()
     if format.is_folder or format is NONE:
         return
     if path.endswith(TORCH_SUFFIXES) and not format.loaded_by_torch:
-        arrays = any(row.tensor.kind == "ndarray" for row in facts.summary.rows)
-        torch = convert(facts.path, "torch", *chosen)
         yield Cause(
             "suffix",
             ERROR,
             f"Its name says torch.save, its content is {format.name}.",
             'torch.load cannot read that: "invalid load key", "Invalid magic number" or '
             '"Weights only load failed".',
-            edit("convert", facts.path, "safe", *chosen, suffix=".safetensors")
-            if arrays
-            else torch,
-            Fix(),
+            *_as_torch(facts),
         )
     elif path.endswith(SAFETENSORS.suffixes) and format is not SAFETENSORS:
         yield Cause(
@@ -105,35 +129,39 @@ def _suffix(facts: Facts) -> Iterator[Cause]:
             ERROR,
             f"Its name says safetensors, its content is {format.name}.",
             'safetensors cannot read that: "Error while deserializing header".',
-            edit("convert", facts.path, "safe", *chosen),
+            edit(facts, "convert", "safe"),
             Fix(),
         )
 
 
 def _elsewhere(facts: Facts) -> Iterator[Cause]:
-    """Yield the cause for a file of numpy or pickle that is not named as one of torch.save."""
-    format, path = format_of(facts), facts.path.lower()
-    if format.loaded_by_torch or not format.torch_error or path.endswith(TORCH_SUFFIXES):
+    """Yield the cause for a file that torch.load refuses and that is not named as one of its own.
+
+    Such are those of numpy and pickle, compressed files, other archives and their folders.
+    """
+    format, path = facts.container or format_of(facts), facts.path.lower()
+    is_named = path.endswith(TORCH_SUFFIXES) and not format.is_folder
+    if format.loaded_by_torch or not format.torch_error or is_named:
         return
-    none = facts.summary.weights is None and not facts.summary.inner
+    none = facts.summary.weights is None
     yield Cause(
         "not-torch",
-        ERROR,
+        WARNING if format.program else ERROR,
         f"It is {format.noun}, not a file of torch.save.",
-        f"torch.load refuses it: {format.torch_error}." + " It holds no weights." * none,
-        *_as_torch(facts),
+        f"torch.load refuses it: {format.torch_error}."
+        + " It holds no weights." * (none and not facts.summary.inner),
+        *((None, None) if none else _as_torch(facts)),
     )
 
 
 def _as_torch(facts: Facts) -> tuple[str | None, Fix | None]:
-    """Return command and fix that make a file for torch.load; safetensors for numpy's arrays."""
-    if facts.summary.weights is None:
-        return None, None
-    arrays = any(row.tensor.kind == "ndarray" for row in facts.summary.rows)
-    if arrays:
-        words = ("convert", facts.path, "safe", *facts.summary.chosen)
-        return edit(*words, suffix=".safetensors"), None
-    return convert(facts.path, "torch", *facts.summary.chosen), Fix()
+    """Return command and fix that make a file for torch.load.
+
+    Arrays of numpy become tensors in a safetensors file alone.
+    """
+    if any(row.tensor.kind == "ndarray" for row in facts.summary.rows):
+        return edit(facts, "convert", "safe", suffix=".safetensors"), None
+    return convert(facts, "torch"), Fix()
 
 
 def _program(facts: Facts) -> Iterator[Cause]:
@@ -146,7 +174,7 @@ def _program(facts: Facts) -> Iterator[Cause]:
             "It is a TorchScript program, not a state_dict.",
             "torch.jit.load runs it; torch.load(weights_only=True) refuses it, and a model of "
             "your own needs its weights." + _PACKED * dequantize,
-            convert(facts.path, "weights", *facts.summary.chosen, *options),
+            convert(facts, "weights", *options),
             Fix(bare=is_wrapped(facts), dequantize=dequantize),
         )
 
@@ -158,7 +186,7 @@ def _version(facts: Facts) -> Iterator[Cause]:
             ERROR,
             "It has no version record.",
             'torch refuses archives without one: "Expected hasRecord("version") to be true".',
-            convert(facts.path, "whole"),
+            convert(facts, "whole"),
             Fix(),
         )
 
@@ -174,6 +202,20 @@ def _lacking(facts: Facts) -> Iterator[Cause]:
         )
 
 
+def _dtypes(facts: Facts) -> Iterator[Cause]:
+    """Yield the cause for tensors of dtypes that torch lacks: F6, and F4 in odd rows."""
+    rows = [row for row in facts.summary.rows if row.tensor.dtype.name in NOT_IN_TORCH]
+    names = [f"{row.label} ({row.dtype} {shape(row.tensor.shape)})" for row in rows]
+    if names and format_of(facts) is SAFETENSORS:
+        yield Cause(
+            "no-dtype",
+            ERROR,
+            f"torch has no dtype for {plural(len(names), 'tensor')}: {some(names)}.",
+            'safetensors.torch.load_file refuses the file: "Dtype not understood" for F6, "f4_x2 '
+            'dtype requires that the last dim be divisible by 2" for F4.',
+        )
+
+
 def _index(facts: Facts) -> Iterator[Cause]:
     if facts.no_index:
         yield Cause(
@@ -182,7 +224,7 @@ def _index(facts: Facts) -> Iterator[Cause]:
             "It is a folder of shards without their index.",
             "transformers and others find the tensors of a sharded model through its .index.json "
             "alone.",
-            edit("convert", facts.path, "indexed", "--format", facts.summary.format),
+            edit(facts, "convert", "indexed", "--format", facts.summary.format),
             Fix(),
         )
 
@@ -191,14 +233,15 @@ def _shard(facts: Facts) -> Iterator[Cause]:
     folder, name = os.path.split(facts.path)
     found = _SHARD.search(name)
     if found and int(found[1]) > 1:
+        problem = _problem(folder or ".")
+        whole = shell_command(("ckptkit", "convert", ".", "whole.pth"))
         yield Cause(
             "one-shard",
             ERROR,
             f"It is one of {int(found[1]):,} shards of a checkpoint.",
-            "The other tensors are in the files beside it; the folder stands for all of them.",
-            convert(folder or ".", "whole")
-            if folder
-            else shell_command(("ckptkit", "convert", ".", "whole.pth")),
+            "The other tensors are in the files beside it; name the folder to read all of them."
+            + (f" But that {_sentence(problem)}" if problem else ""),
+            None if problem else advice.convert(folder, "whole") if folder else whole,
         )
 
 

@@ -5,18 +5,23 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Collection, Iterator
+from dataclasses import replace
 
-from ckptkit.analysis.advice import WASTE, argument, convert, edit
+from ckptkit.analysis.advice import WASTE, argument
 from ckptkit.core.grouping import flatten, without
 from ckptkit.core.notices import RUNS_CODE, coded
 from ckptkit.core.text import shell_command
 from ckptkit.core.tree import Node, join, walk
 from ckptkit.core.weights import as_tensor, is_optimizer
 from ckptkit.diagnosis import codes, container, names
-from ckptkit.diagnosis.cause import ERROR, NOTE, WARNING, Cause, Fix
+from ckptkit.diagnosis.cause import ERROR, NOTE, WARNING, Cause, Fix, together
 from ckptkit.diagnosis.facts import (
+    DROPPED,
+    WEIGHTS,
     Facts,
     alone,
+    convert,
+    edit,
     format_of,
     is_script,
     is_torch_file,
@@ -31,11 +36,20 @@ BLOAT = 0.3  # share of an optimizer in the bytes from which on it is worth a li
 def causes(facts: Facts) -> list[Cause]:
     """Return all causes that apply, those of the container first."""
     looks = (
-        container.causes, codes.causes, _module, _wrapper, _refused, names.causes, _devices,
-        _optimizer, _slices,
-        _inner,
+        container.causes, codes.causes, _module, _wrapper, _refused, _step, names.causes,
+        _devices, _optimizer, _slices, _inner,
     )  # fmt: skip
-    return list(flatten(look(facts) for look in looks))
+    return [_that_can_be_written(facts, cause) for cause in flatten(look(facts) for look in looks)]
+
+
+def _that_can_be_written(facts: Facts, cause: Cause) -> Cause:
+    """Return the cause with a fix that no writer of torch's files refuses, or without one."""
+    if cause.fix is None:
+        return cause
+    form = facts.form
+    if form is None or (form is WEIGHTS and not facts.are_weights_for_torch):
+        return replace(cause, fix=None)
+    return replace(cause, fix=together((cause, replace(cause, fix=form.fix))))
 
 
 def _module(facts: Facts) -> Iterator[Cause]:
@@ -49,11 +63,11 @@ def _module(facts: Facts) -> Iterator[Cause]:
             "module",
             ERROR,
             f"It is a whole pickled module ({kind}), not its state_dict.",
-            "Loading it imports that class, from the place where it was then (\"Can't get "
+            "Loading it imports the class from the module where it was defined (\"Can't get "
             'attribute", "No module named"), '
             "and torch.load(weights_only=True), the default since 2.6, refuses it. The weights "
             "are all that a model needs.",
-            edit("convert", facts.path, "weights", *summary.chosen, suffix=".safetensors"),
+            edit(facts, "convert", "weights", suffix=".safetensors"),
             Fix(bare=True),
         )
 
@@ -107,13 +121,30 @@ def _plain(facts: Facts) -> tuple[str | None, Fix | None]:
         return None, None  # tensor subclasses would go too, and they are weights
     arrays = [row.name is not None for row in facts.summary.rows if row.tensor.kind == "ndarray"]
     if any(arrays):
-        words = ("convert", facts.path, "weights", *facts.summary.chosen)
-        return edit(*words, suffix=".safetensors"), None
+        return edit(facts, "convert", "weights", suffix=".safetensors"), None
     if is_wrapped(facts):
         return alone(facts, "weights"), Fix(bare=True, drop_objects=True)
-    if not facts.summary.survives_dropping():
-        return None, None  # there is nothing else in it
-    return convert(facts.path, "plain", "--objects", "drop"), Fix(drop_objects=True)
+    if not facts.can_be_written(DROPPED):
+        return convert(facts, "weights") if facts.form is WEIGHTS else None, None
+    return convert(facts, "plain", "--objects", "drop"), Fix(drop_objects=True)
+
+
+def _step(facts: Facts) -> Iterator[Cause]:
+    """Yield the cause for a pickle that no torch.save writes by default: of another protocol."""
+    if facts.step is not None:
+        why = (
+            ' "Unsupported operand": it reads pickle protocol 2, which torch.save writes unless '
+            "pickle_protocol says otherwise."
+        )
+        yield Cause(
+            "pickle",
+            ERROR,
+            f"torch.load(weights_only=True) refuses a step of its pickle: {facts.step}.",
+            'It is the default since torch 2.6: "Weights only load failed".'
+            + why * facts.step.startswith("opcode "),
+            convert(facts, "protocol2"),
+            Fix(),
+        )
 
 
 def _devices(facts: Facts) -> Iterator[Cause]:
@@ -128,7 +159,7 @@ def _devices(facts: Facts) -> Iterator[Cause]:
             'torch.load puts tensors where they were: "Attempting to deserialize object on a CUDA '
             'device". '
             "map_location='cpu' does the same as this command, at each load.",
-            edit("remap", facts.path, "cpu", "--to", "cpu"),
+            edit(facts, "remap", "cpu", "--to", "cpu"),
             Fix(to_cpu=True),
         )
 
@@ -191,7 +222,7 @@ def _slices(facts: Facts) -> Iterator[Cause]:
             f"{totals.unused_nbytes:,} bytes of its storages belong to no tensor.",
             "A slice of a larger tensor was saved, and torch.save keeps the whole storage of each "
             "tensor.",
-            convert(facts.path, "compact", "--compact"),
+            convert(facts, "compact", "--compact"),
             Fix(compact=True),
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +12,7 @@ from ckptkit import formats, quantized
 from ckptkit.analysis.matching import Kind
 from ckptkit.analysis.pairing import Way, prefixes, shapes_of
 from ckptkit.analysis.summary import Summary, summarize
-from ckptkit.analysis.verify import verify
+from ckptkit.analysis.verify import Verdict, verify
 from ckptkit.api import Conversion, PathLike, convert
 from ckptkit.core import urls
 from ckptkit.core.bytesource import ByteSource, Folder
@@ -34,15 +34,16 @@ from ckptkit.core.tree import Global, children, key_text
 from ckptkit.core.weights import locate
 from ckptkit.diagnosis import container, content, fit, refused
 from ckptkit.diagnosis.cause import ERROR, Cause, Fix, together
-from ckptkit.diagnosis.facts import Facts
+from ckptkit.diagnosis.facts import Facts, is_written, some
 from ckptkit.formats.common.folder_names import INDEX
-from ckptkit.formats.format import RECOVER, Loss, Probe, Recovered, WriteOptions
+from ckptkit.formats.format import Finding, Format, Loss, Probe, Recovered, WriteOptions
 from ckptkit.formats.opening import open_place
-from ckptkit.formats.table import BY_NAME, NONE
+from ckptkit.formats.table import BY_NAME, FORMATS, NONE
 from ckptkit.loading import building
 from ckptkit.loading.comparing import seen_by
 from ckptkit.loading.model import is_implied
 from ckptkit.quantized.group import configured
+from ckptkit.scanning.find import refused_by_weights_only
 from ckptkit.transforms import module_versions
 from ckptkit.transforms.devices import remap
 from ckptkit.transforms.elements import compact
@@ -119,22 +120,34 @@ def examine(
         checkpoint = formats.read(place)
     except REFUSALS as error:
         return replace(_examine_refused(typed, place, error), options=options)
+    damage = _damage(place)
+    recovered = None if damage is None else _recovered(typed, place)
     lost: tuple[Loss, ...] = ()
-    found = list(_damage(typed, place))
-    if found:
-        recovered = _recovered(place)
-        checkpoint, lost = (
-            (recovered.checkpoint, recovered.lost) if recovered is not None else (checkpoint, ())
-        )
+    if recovered is not None:
+        checkpoint, lost = recovered.checkpoint, recovered.lost
     checkpoint = checkpoint if key is None else checkpoint.with_key(key)
-    if checkpoint.part is not None:
-        return Diagnosis(
-            typed, (*found, container.part(typed, checkpoint.part)), checkpoint, readable=True
-        )
-    found += _content(typed, checkpoint, model)
-    if model is not None and not any(cause.code == "ambiguous" for cause in found):
-        found += _fit(typed, checkpoint, model, options)
+    found = list(_causes(typed, checkpoint, model, place, options))
+    if damage is not None:
+        first = _damaged(typed, damage, recovered is not None)
+        found = [first, *_beside_damage(found, recovered)]
     return Diagnosis(typed, tuple(found), checkpoint, readable=True, lost=lost, options=options)
+
+
+def _causes(
+    path: str,
+    checkpoint: Checkpoint,
+    model: nn.Module | None,
+    place: ByteSource | Folder,
+    options: tuple[str, ...],
+) -> Iterator[Cause]:
+    """Yield the causes in a checkpoint that can be read."""
+    if checkpoint.part is not None:
+        yield container.part(checkpoint.part)
+        return
+    found = _content(path, checkpoint, model, place)
+    yield from found
+    if model is not None and not any(cause.code == "ambiguous" for cause in found):
+        yield from _fit(path, checkpoint, model, options)
 
 
 def cure(
@@ -190,7 +203,11 @@ def _examine_refused(path: str, place: ByteSource | Folder, error: CkptkitError)
         known = formats.match(probe) is not None
     except CkptkitError:
         known = True
-    recovered = _recovered(place) if known and isinstance(error, FormatError) else None
+    damaged = known and isinstance(error, FormatError)
+    recovered = _recovered(path, place) if damaged else None
+    unverified = (
+        damaged and recovered is None and _recovered(path, place, unverified=True) is not None
+    )
     whole = (
         _whole_beside(place)
         if known and isinstance(place, Folder) and not urls.is_url(place.name)
@@ -198,24 +215,35 @@ def _examine_refused(path: str, place: ByteSource | Folder, error: CkptkitError)
     )
     head = b"" if isinstance(place, Folder) else probe.head
     refusal = refused.Refusal(
-        path, error, head, isinstance(place, Folder), known, recovered is not None, whole
+        path,
+        error,
+        head,
+        isinstance(place, Folder),
+        known,
+        recovered is not None,
+        unverified,
+        whole=whole,
     )
     found = [refused.cause(refusal)]
     if recovered is None:
         return Diagnosis(path, tuple(found), None, readable=False)
-    # Their commands would meet the same damage: --fix is what does all of it.
-    found += [replace(cause, command=None) for cause in _content(path, recovered.checkpoint, None)]
+    found += _beside_damage(_content(path, recovered.checkpoint, None, place), recovered)
     return Diagnosis(path, tuple(found), recovered.checkpoint, readable=False, lost=recovered.lost)
 
 
-def _recovered(place: ByteSource | Folder) -> Recovered | None:
-    """Return what is whole of a file on this machine, None if nothing is."""
+def _recovered(path: str, place: ByteSource | Folder, unverified: bool = False) -> Recovered | None:
+    """Return what is whole of a file on this machine, None if nothing is that could be written.
+
+    With `unverified` also what cannot be verified.
+    """
     if isinstance(place, Folder) or place.remote:
         return None
     try:
-        return formats.recover(place)
+        found = formats.recover(place, unverified=unverified)
+        format = formats.for_writing(path, keep=found.checkpoint.format)
     except CkptkitError:
         return None
+    return found if is_written(found.checkpoint, format) else None
 
 
 def _whole_beside(place: Folder) -> str | None:
@@ -258,21 +286,43 @@ def _latest(paths: Any) -> list[str]:
 # A file that can
 
 
-def _damage(path: str, place: ByteSource | Folder) -> Iterator[Cause]:
+def _damage(place: ByteSource | Folder) -> Verdict | None:
+    """Return the verdict on a local file that can be read and is damaged, None on others."""
     if not isinstance(place, ByteSource) or place.remote or place.size > READ:
-        return
+        return None
     try:
-        verdict = verify(path)
+        verdict = verify(place.name)
     except CkptkitError:
-        return
-    if verdict.damaged:
-        error = CorruptError("; ".join(finding.what for finding in verdict.findings[:3]))
-        yield refused.cause(
-            refused.Refusal(path, error, known=True, recoverable=verdict.recoverable == RECOVER)
-        )
+        return None
+    return verdict if verdict.damaged else None
 
 
-def _content(path: str, checkpoint: Checkpoint, model: nn.Module | None) -> list[Cause]:
+def _damaged(path: str, verdict: Verdict, recoverable: bool) -> Cause:
+    """Return the cause of a file that can be read and is damaged."""
+    error = CorruptError("; ".join(map(_named, verdict.findings[:3])))
+    opens = BY_NAME.get(verdict.format or "", NONE).loaded_by_torch
+    return refused.cause(
+        refused.Refusal(path, error, known=True, recoverable=recoverable, opens=opens)
+    )
+
+
+def _beside_damage(causes: Iterable[Cause], recovered: Recovered | None) -> list[Cause]:
+    """Return further causes of a damaged file, whose commands would meet the same damage.
+
+    --fix does all of it, if something is intact.
+    """
+    kept = recovered is not None
+    return [replace(each, command=None, fix=each.fix if kept else None) for each in causes]
+
+
+def _named(finding: Finding) -> str:
+    """Return a finding of `verify`, with the tensors that it is about."""
+    return f"{finding.what} ({some(finding.tensors)})" if finding.tensors else finding.what
+
+
+def _content(
+    path: str, checkpoint: Checkpoint, model: nn.Module | None, place: ByteSource | Folder
+) -> list[Cause]:
     codes = quantized.find(checkpoint)
     summary = summarize(checkpoint)
     source = checkpoint.source
@@ -291,8 +341,29 @@ def _content(path: str, checkpoint: Checkpoint, model: nn.Module | None) -> list
         quantized=codes,
         needs_floats=model is not None and bool(codes.foreign_to(building.model_shapes(model))),
         method=configured(source),
+        checkpoint=checkpoint,
+        container=_container(place),
+        step=_refused_step(checkpoint),
     )
     return content.causes(facts)
+
+
+def _container(place: ByteSource | Folder) -> Format | None:
+    """Return the format of a file that holds a checkpoint of another format, such as gzip."""
+    if isinstance(place, Folder):
+        return None
+    holders = (each for each in FORMATS if each.chooses and not each.is_folder)
+    return next((each for each in holders if each.matches(Probe(place))), None)
+
+
+def _refused_step(checkpoint: Checkpoint) -> str | None:
+    """Return what torch.load(weights_only=True) refuses in the pickle, apart from names."""
+    source = checkpoint.source
+    if not isinstance(source, ByteSource) or not checkpoint.globals:
+        return None
+    if not BY_NAME.get(checkpoint.format, NONE).loaded_by_torch:
+        return None
+    return refused_by_weights_only(source)
 
 
 def _devices(summary: Summary) -> tuple[str, ...] | None:

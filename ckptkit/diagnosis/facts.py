@@ -4,16 +4,40 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
-from ckptkit.analysis.advice import convert, edit
+from ckptkit import formats
+from ckptkit.analysis import advice
 from ckptkit.analysis.summary import Summary
 from ckptkit.core import text
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.dtypes import NOT_IN_TORCH
+from ckptkit.core.errors import CkptkitError
 from ckptkit.core.tree import Node, join
-from ckptkit.formats.format import Format
-from ckptkit.formats.table import BY_NAME, NONE, TORCH_SUFFIXES
+from ckptkit.diagnosis.cause import Fix
+from ckptkit.formats.format import Format, WriteOptions
+from ckptkit.formats.table import BY_NAME, NONE, SAFETENSORS, TORCH_ZIP
 from ckptkit.quantized import Quantization
+from ckptkit.transforms.structure import bare
 
 SHOWN = 4  # names in a sentence
+
+
+class Form(NamedTuple):
+    """What a command must do so that ckptkit can write the contents of a file.
+
+    ``options`` and the ``suffix`` of the output (None: that of the file), and the same as a `fix`.
+    """
+
+    options: tuple[str, ...] = ()
+    suffix: str | None = None
+    fix: Fix = Fix()
+
+
+WHOLE = Form()
+DROPPED = Form(("--objects", "drop"), None, Fix(drop_objects=True))
+WEIGHTS = Form((), SAFETENSORS.suffixes[0], Fix(bare=True, drop_objects=True))
 
 
 @dataclass(frozen=True)
@@ -21,6 +45,9 @@ class Facts:
     """The checkpoint under examination.
 
     ``path`` is the file as it was typed, ``ambiguous`` the entries that could be the weights.
+    ``checkpoint`` is what was read, None where nothing is written; ``container`` is the format of
+    the file itself, if that is not the format of the checkpoint in it (compressed). ``step`` is
+    what in its pickle weights_only=True refuses, apart from names, None if nothing.
 
     ``devices`` are those of this machine (None: not known, for want of torch), ``lacking`` the
     names in its pickles that the torch here does not have; ``no_index`` says that it is a folder of
@@ -43,6 +70,45 @@ class Facts:
     method: str = ""
     needs_floats: bool = False
     for_here: bool = True
+    checkpoint: Checkpoint | None = None
+    container: Format | None = None
+    step: str | None = None
+
+    @cached_property
+    def form(self) -> Form | None:
+        """The first form in which ckptkit can write the contents, None if there is none."""
+        return next(filter(self.can_be_written, (WHOLE, DROPPED, WEIGHTS)), None)
+
+    def can_be_written(self, form: Form) -> bool:
+        """Return whether the contents can be written in a form."""
+        if self.checkpoint is None or not self._is_odd:
+            return True
+        if form is DROPPED:
+            survives = self.summary.survives_dropping()
+            return survives and is_written(self.checkpoint, TORCH_ZIP, objects="drop")
+        return is_written(self.checkpoint, TORCH_ZIP if form is WHOLE else SAFETENSORS)
+
+    @property
+    def _is_odd(self) -> bool:
+        """Return whether a writer may refuse the contents: only then a file is planned to know."""
+        dtypes = {row.tensor.dtype.name for row in self.summary.rows}
+        return bool(self.summary.refused) or not NOT_IN_TORCH.isdisjoint(dtypes)
+
+    @cached_property
+    def are_weights_for_torch(self) -> bool:
+        """Whether ckptkit can write the weights alone as a file of torch.save."""
+        if self.checkpoint is None or not self._is_odd:
+            return True
+        return is_written(bare(self.checkpoint), TORCH_ZIP)
+
+
+def is_written(checkpoint: Checkpoint, format: Format, objects: str = "keep") -> bool:
+    """Return whether a checkpoint can be written in a format; its file is planned to know."""
+    try:
+        formats.layout(checkpoint, format, WriteOptions(objects=objects))
+    except CkptkitError:
+        return False
+    return True
 
 
 def format_of(facts: Facts) -> Format:
@@ -65,14 +131,35 @@ def is_wrapped(facts: Facts) -> bool:
     return bool(facts.summary.weights)
 
 
-def alone(facts: Facts, mark: str) -> str:
+def edit(
+    facts: Facts, command: str, mark: str, *options: str, suffix: str | None = None
+) -> str | None:
+    """Return the command that edits the file, None if nothing can be written of it."""
+    form = facts.form
+    if form is None:
+        return None
+    mark = "weights" if form is WEIGHTS else mark
+    words = (*facts.summary.chosen, *form.options, *options)
+    return advice.edit(command, facts.path, mark, *words, suffix=form.suffix or suffix)
+
+
+def convert(facts: Facts, mark: str, *options: str) -> str | None:
+    """Return a `convert` command: into a .pth file, or a safetensors file as it was one."""
+    suffix = advice.suffix_for_torch(facts.path)
+    if facts.summary.format == SAFETENSORS.name and facts.container is not None:
+        suffix = SAFETENSORS.suffixes[0]
+    return edit(facts, "convert", mark, *options, suffix=suffix)
+
+
+def alone(facts: Facts, mark: str) -> str | None:
     """The command that makes a file of the weights alone."""
     if not is_wrapped(facts):
-        return convert(facts.path, mark)
-    suffix = None if facts.path.lower().endswith(TORCH_SUFFIXES) else ".pth"
-    return edit(
-        "extract", facts.path, mark, "--key", join(facts.summary.weights or ()), suffix=suffix
-    )
+        return convert(facts, mark)
+    suffix = advice.suffix_for_torch(facts.path)
+    if not facts.are_weights_for_torch:
+        suffix = SAFETENSORS.suffixes[0]
+    words = ("--key", join(facts.summary.weights or ()))
+    return advice.edit("extract", facts.path, mark, *words, suffix=suffix)
 
 
 def names_of(facts: Facts) -> list[str]:

@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Collection, Iterator
 from glob import escape
 
-from ckptkit.analysis.advice import WRAPPERS, edit
+from ckptkit.analysis.advice import WRAPPERS
 from ckptkit.core.grouping import flatten
 from ckptkit.diagnosis.cause import ERROR, NOTE, Cause, Fix
-from ckptkit.diagnosis.facts import Facts, is_lightning, is_torch_file, names_of, some
+from ckptkit.diagnosis.facts import Facts, edit, is_lightning, is_torch_file, names_of, some
 
 ATTRIBUTE = "model."  # what many modules call the network inside
 
@@ -35,25 +35,47 @@ def _prefix(facts: Facts) -> Iterator[Cause]:
     while prefix := _common(rest):
         found.append(prefix)
         rest = [name.removeprefix(prefix) for name in rest]
+    if found:
+        yield _wrappers(facts, names, found)
     if is_lightning(facts) and (attribute := _first_part(rest)):
-        found.append(attribute)
-    if not found:
-        return
+        yield _network(facts, (*found, attribute))
+
+
+def _wrappers(facts: Facts, names: list[str], found: list[str]) -> Cause:
+    """Return the cause for wrappers before most names."""
     having = sum(name.startswith(found[0]) for name in names)
     how_many = "All" if having == len(names) else f"{having:,} of {len(names):,}"
-    why = "; ".join(
-        WRAPPERS.get(each, f"the LightningModule calls its network {each[:-1]}")
-        for each in dict.fromkeys(found)
-    )
+    why = "; ".join(WRAPPERS[each] for each in dict.fromkeys(found))
     options = () if found == ["module."] else flatten(("--prefix", each) for each in found)
-    yield Cause(
+    return Cause(
         "prefix",
         ERROR,
         f"{how_many} keys start with {''.join(found)!r}.",
         f'{why[:1].upper()}{why[1:]}; a plain model has no such names: "Missing key(s) in '
         'state_dict".',
-        edit("strip-module", facts.path, "stripped", *facts.summary.chosen, *options),
+        edit(facts, "strip-module", "stripped", *options),
         Fix(strip=tuple(found)),
+    )
+
+
+def _network(facts: Facts, prefixes: tuple[str, ...]) -> Cause:
+    """Return the note for a LightningModule that is its network and nothing else.
+
+    `prefixes` are those to strip, that of the network last.
+    """
+    attribute = prefixes[-1]
+    return Cause(
+        "attribute",
+        NOTE,
+        f"All keys start with {attribute!r}, the name of the network in the LightningModule.",
+        "Lightning loads the file as it is. The network alone has no such names; for it:",
+        edit(
+            facts,
+            "strip-module",
+            "network",
+            *flatten(("--prefix", each) for each in prefixes),
+        ),
+        Fix(strip=(attribute,)),
     )
 
 
@@ -69,33 +91,32 @@ def _attribute(facts: Facts) -> Iterator[Cause]:
     if not is_torch_file(facts) or not names:
         return
     if is_lightning(facts):
-        yield from _network(facts, names)
+        yield from _network_and_others(facts, names)
     elif _first_part(names) == ATTRIBUTE:
-        chosen = facts.summary.chosen
         yield Cause(
             "attribute",
             NOTE,
             f"All keys start with {ATTRIBUTE!r}.",
             "Was the network an attribute of the module that was saved? The network alone has no "
             "such names, and --model tells which of the two yours is.",
-            edit("strip-module", facts.path, "stripped", *chosen, "--prefix", ATTRIBUTE),
+            edit(facts, "strip-module", "stripped", "--prefix", ATTRIBUTE),
         )
 
 
-def _network(facts: Facts, names: list[str]) -> Iterator[Cause]:
+def _network_and_others(facts: Facts, names: list[str]) -> Iterator[Cause]:
     """Yield a note for the network of a LightningModule that has other parts: metrics, losses."""
     first, count = Counter(name.partition(".")[0] for name in names).most_common(1)[0]
     if _common(names) or count == len(names) or 2 * count <= len(names):
         return
     prefix = f"{first}."
-    words = (*facts.summary.chosen, "--keep", f"{escape(prefix)}*", "--strip", prefix)
+    words = ("--keep", f"{escape(prefix)}*", "--strip", prefix)
     yield Cause(
         "attribute",
         NOTE,
         f"{count:,} of {len(names):,} keys start with {prefix!r}.",
         "Is that what the LightningModule calls its network? The network alone has no such names, "
         "and --model tells if it is so.",
-        edit("convert", facts.path, "network", *words),
+        edit(facts, "convert", "network", *words),
     )
 
 
@@ -128,7 +149,7 @@ def _inner(facts: Facts) -> Iterator[Cause]:
         f"{len(new):,} of {len(names):,} keys have {some(inside)} inside them.",
         "Submodules were wrapped, by torch.compile, FSDP or activation checkpointing; a plain "
         "model has no such names.",
-        edit("rename", facts.path, "renamed", *facts.summary.chosen, "--sub", pattern),
+        edit(facts, "rename", "renamed", "--sub", pattern),
         Fix(names=new),
     )
 

@@ -11,6 +11,7 @@ from ckptkit.core.errors import (
     AmbiguousError,
     CkptkitError,
     LimitError,
+    TruncatedError,
     UnsafeGlobalError,
     UnsupportedError,
 )
@@ -23,9 +24,9 @@ _SIZE = re.compile(rb"\nsize ([0-9]{1,18})\n?")
 class Refusal:
     """The reason why reading failed, and what there is.
 
-    ``known``: a format claims it; ``recoverable``: tensors of it are whole.
-
-    ``head`` are its first bytes, none of a folder; ``whole`` is another folder, which is complete.
+    ``known``: a format claims it; ``recoverable``: tensors of it are whole; ``unverified``: what is
+    left of it can be read, unverified. ``opens``: torch.load reads it without an error. ``head``
+    are its first bytes, none of a folder; ``whole`` is another folder, which is complete.
     """
 
     path: str
@@ -34,6 +35,8 @@ class Refusal:
     is_folder: bool = False
     known: bool = False
     recoverable: bool = False
+    unverified: bool = False
+    opens: bool = False
     whole: str | None = None
 
 
@@ -69,18 +72,22 @@ def cause(refusal: Refusal) -> Cause:
             _ID.get(type(error), "refused"),
             ERROR,
             f"It {_verb(fault)}.",
-            f"ckptkit reads no guesses.{hint}",
+            f"{_WHY.get(type(error), 'ckptkit does not read such files.')}{hint}",
         )
     if refusal.is_folder and refusal.known:
         return _unfinished(refusal, fault, hint)
     if refusal.known:
-        return _damaged(refusal, fault, hint)
+        return _damaged(refusal, fault)
     return Cause(
         "foreign", ERROR, f"It {_verb(fault)}.", f"torch.load cannot read it either.{hint}"
     )
 
 
 _ID = {AmbiguousError: "ambiguous", UnsupportedError: "unsupported", LimitError: "limit"}
+_WHY = {
+    AmbiguousError: "ckptkit does not guess what is meant.",
+    LimitError: "ckptkit stops at this limit.",
+}
 
 
 def _pointer(refusal: Refusal) -> Cause:
@@ -109,21 +116,33 @@ def _unfinished(refusal: Refusal, fault: str, hint: str) -> Cause:
     )
 
 
-def _damaged(refusal: Refusal, fault: str, hint: str) -> Cause:
-    again = (
-        'The download or the save did not finish, or bytes were changed since: "failed finding '
-        'central directory".'
-    )
-    if not refusal.recoverable:
-        return Cause("damaged", ERROR, f"It is cut or damaged: {fault}.", f"{again}{hint}")
-    return Cause(
-        "damaged",
-        ERROR,
-        f"It is cut or damaged: {fault}.",
-        f"{again} Get it again; if that is not possible, what is whole of it can be saved.",
-        recover(refusal.path),
-        Fix(),
-    )
+def _damaged(refusal: Refusal, fault: str) -> Cause:
+    again = "Download or copy it again."
+    command = fix = None
+    if refusal.recoverable:
+        again += " If you cannot, save its intact tensors:"
+        command, fix = recover(refusal.path), Fix()
+    elif refusal.unverified:
+        again += " If you cannot, save what is left, which may have wrong values:"
+        command = recover(refusal.path, unverified=True)
+    truncated = isinstance(refusal.error, TruncatedError)
+    title = f"It is {'truncated' if truncated else 'damaged'}: {fault}."
+    why = _TRUNCATED if truncated else _OPENS if refusal.opens else _CHANGED
+    return Cause("damaged", ERROR, title, f"{why} {again}", command, fix)
+
+
+_TRUNCATED = (
+    'The download or the save did not finish. torch.load raises "failed finding central '
+    'directory" or "unexpected EOF", safetensors "incomplete metadata".'
+)
+_CHANGED = (
+    "Bytes were changed after the save. torch.load compares no checksums: it fails, or loads wrong "
+    "values without an error."
+)
+_OPENS = (
+    "Bytes were changed after the save. torch.load compares no checksums: it loads the wrong "
+    "values without an error."
+)
 
 
 def _verb(fault: str) -> str:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from ckptkit.core.errors import ModelError
+from ckptkit.core.errors import CkptkitError, ModelError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -32,7 +32,8 @@ def model_from(spec: str, args: Mapping[str, object] | None = None) -> nn.Module
         raise ModelError(
             f"{spec!r} names no model", hint="write package.module:Class or path/to/file.py:Class"
         )
-    with _importable(os.path.dirname(os.path.abspath(place)) if _is_file(place) else os.getcwd()):
+    folder = os.path.dirname(os.path.abspath(place)) if _is_file(place) else os.getcwd()
+    with _importable(folder), _users_code(f"{spec} cannot be imported"):
         make = _member(_module(place), name, place)
         _check_arguments(make, name, args or {})
         model = _built(make, name, args or {})
@@ -41,20 +42,30 @@ def model_from(spec: str, args: Mapping[str, object] | None = None) -> nn.Module
     return model
 
 
+@contextmanager
+def _users_code(what: str, hint: str | None = None) -> Iterator[None]:
+    """Raise ModelError for whatever the user's code raises, an exit included.
+
+    An interrupt passes.
+    """
+    try:
+        yield
+    except (KeyboardInterrupt, CkptkitError):
+        raise
+    except BaseException as error:
+        raise ModelError(f"{what}: {_one_line(error)}", hint=hint) from error
+
+
 def _built(make: Callable[..., object], name: str, args: Mapping[str, object]) -> object:
     import torch
 
     try:
-        with torch.device("meta"):
+        with _users_code(f"{name} cannot be built on the meta device"), torch.device("meta"):
             return make(**args)
-    except Exception:  # whatever it is, it may not happen on the CPU
+    except CkptkitError:  # whatever it is, it may not happen on the CPU
         pass
-    try:
+    with _users_code(f"{name} cannot be built", _signature(make)):
         return make(**args)
-    except Exception as error:
-        raise ModelError(
-            f"{name} cannot be built: {_one_line(error)}", hint=_signature(make)
-        ) from error
 
 
 def _is_file(place: str) -> bool:
@@ -62,11 +73,9 @@ def _is_file(place: str) -> bool:
 
 
 def _module(place: str) -> ModuleType:
-    try:
+    hint = None if _is_file(place) else "a file is named by its path: path/to/file.py:Class"
+    with _users_code(f"{place} cannot be imported", hint):
         return _load_file(place) if _is_file(place) else importlib.import_module(place)
-    except (Exception, SystemExit) as error:
-        hint = None if _is_file(place) else "a file is named by its path: path/to/file.py:Class"
-        raise ModelError(f"{place} cannot be imported: {_one_line(error)}", hint=hint) from error
 
 
 def _load_file(path: str) -> ModuleType:
@@ -136,15 +145,21 @@ def model_shapes(module: nn.Module) -> dict[str, tuple[str, tuple[int, ...]]]:
 
     return {
         name: (str(value.dtype).removeprefix("torch."), tuple(value.shape))
-        for name, value in module.state_dict().items()
+        for name, value in _state_dict(module)
         if isinstance(value, torch.Tensor)
     }
+
+
+def _state_dict(module: nn.Module, **options: Any) -> list[tuple[str, Any]]:
+    """Return the items of the module's state_dict. Raises ModelError where its code fails."""
+    with _users_code(f"{type(module).__qualname__} has no state_dict"):
+        return list(module.state_dict(**options).items())
 
 
 def model_ties(module: nn.Module) -> list[list[str]]:
     """Return groups of names in the module's state_dict that are one parameter or buffer."""
     names: dict[int, list[str]] = {}
-    for name, value in module.state_dict(keep_vars=True).items():
+    for name, value in _state_dict(module, keep_vars=True):
         names.setdefault(id(value), []).append(name)
     return [same for same in names.values() if len(same) > 1]
 

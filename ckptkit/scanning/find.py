@@ -21,7 +21,16 @@ from ckptkit.formats.containers.zip_reader import MAGIC
 from ckptkit.formats.format import Probe
 from ckptkit.formats.table import FORMATS
 from ckptkit.pickles.nested import looks_like_a_file, looks_like_a_pickle
-from ckptkit.pickles.streams import Found, Inner, PickleStream, Program, Remark, Trace, Traced
+from ckptkit.pickles.streams import (
+    TORCH_LOAD,
+    Found,
+    Inner,
+    PickleStream,
+    Program,
+    Remark,
+    Trace,
+    Traced,
+)
 from ckptkit.scanning import find_tar as hidden_tar
 from ckptkit.scanning import find_zip as hidden_zip
 from ckptkit.scanning.trace import trace
@@ -49,6 +58,21 @@ def inside(source: ByteSource) -> Iterator[Seen]:
         yield from _Search(source).file(source, "", 1, sure=False)
     except LimitError as error:
         yield Remark("", error.message)
+
+
+def refused_by_weights_only(source: ByteSource) -> str | None:
+    """Return the first step of a file of torch.save that weights_only=True refuses, None if none.
+
+    Names are no steps. Never raises for what is in the bytes.
+    """
+    search = _Search(source)
+    try:
+        for each in _claimed(Probe(source))[0] or ():
+            if isinstance(each, PickleStream) and each.loader == TORCH_LOAD:
+                return search.refused(each)
+    except CkptkitError:
+        pass
+    return None
 
 
 _TWO_FILES = "ends as a zip archive does, and begins as something else: two readers, two files"
@@ -209,6 +233,19 @@ class _Search:
             done = number >= stream.count and (stream.count > 1 or stream.open_end)
             if found.error is not None or at >= end or done:
                 return
+
+    def refused(self, stream: PickleStream) -> str | None:
+        """Return the first step in a stream that weights_only=True refuses, None if none."""
+        source, at, end = stream.source, stream.offset, stream.offset + stream.length
+        if stream.packed is not None:
+            source, _ = self._unpack(stream)
+            at, end = 0, source.size
+        for _ in range(stream.count or 1):
+            found = self._trace(source, at, end)
+            if found.refused is not None:
+                return found.refused
+            at = found.stop
+        return None
 
     def _scattered(self, stream: PickleStream, where: str, depth: int) -> Iterator[Seen]:
         """Pickles with other bytes between them."""

@@ -110,6 +110,48 @@ def test_nothing_is_found(diagnose: Diagnose, ckptkit: Ckptkit, tmp_path: Path) 
     assert "nothing found" in ckptkit("doctor", tmp_path / "net.pth").stdout
 
 
+def test_changed_bytes_are_loaded_in_silence(
+    diagnose: Diagnose, paste: Paste, tmp_path: Path
+) -> None:
+    torch.save({"a": torch.arange(100.0), "b": torch.ones(3)}, tmp_path / "run.pth")
+    data = (tmp_path / "run.pth").read_bytes()
+    at = data.index(torch.arange(100.0).numpy().tobytes()) + 40
+    (tmp_path / "run.pth").write_bytes(data[:at] + b"abcd" + data[at + 4 :])
+    assert load(tmp_path / "run.pth")["a"][10] != 10  # and no error
+    cause = diagnose(tmp_path / "run.pth")["damaged"]
+    assert cause["title"].endswith("(a).") and "without an error" in cause["explanation"]
+    assert load(paste(cause)).keys() == {"b"}
+
+
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
+@pytest.mark.parametrize("old", [False, True], ids=["zip", "legacy"])
+def test_protocols_of_pickles(diagnose: Diagnose, paste: Paste, tmp_path: Path, old: bool) -> None:
+    new = not old
+    for protocol in (2, 3, 4, 5):
+        path = tmp_path / f"{protocol}.pth"
+        torch.save(
+            net().state_dict(), path, pickle_protocol=protocol, _use_new_zipfile_serialization=new
+        )
+        if protocol < 4:
+            assert diagnose(path, code=0) == {} and load(path)
+            continue
+        with pytest.raises(pickle.UnpicklingError, match="Unsupported operand 149"):
+            load(path)
+        cause = diagnose(path)["pickle"]
+        assert "opcode FRAME" in cause["title"] and "Unsupported operand" in cause["explanation"]
+        net().load_state_dict(load(paste(cause)))
+
+
+def test_a_part_whose_folder_is_incomplete_has_no_command(
+    diagnose: Diagnose, tmp_path: Path
+) -> None:
+    source = ROOT / "fixtures/deepspeed/zero2-fp32-3ranks/global_step2"
+    (part,) = source.glob("*rank_1*optim_states.pt")
+    shutil.copy(part, tmp_path)
+    cause = diagnose(tmp_path / part.name)["part"]
+    assert cause["command"] is None and "cannot be read" in cause["explanation"]
+
+
 # Names
 
 
@@ -143,7 +185,11 @@ def test_prefix_of_lightning(diagnose: Diagnose, tmp_path: Path) -> None:
         {"state_dict": state, "pytorch-lightning_version": "2.5.0", "epoch": 1},
         tmp_path / "run.ckpt",
     )
-    assert "model." in diagnose(tmp_path / "run.ckpt")["prefix"]["command"]
+    healthy = diagnose(tmp_path / "run.ckpt")["attribute"]  # for Lightning it is
+    assert "model." in healthy["command"] and (healthy["level"], healthy["fixable"]) == (
+        "note",
+        True,
+    )
     torch.save(state, tmp_path / "run.pth")
     found = diagnose(tmp_path / "run.pth")["attribute"]  # many networks have a part called model
     assert (found["level"], found["fixable"]) == ("note", False)
@@ -860,7 +906,7 @@ def test_fix_does_all_in_one_plan(
     )
     result = ckptkit(*command)
     assert result.exit_code == 0, result.stdout
-    assert "nothing remains" in result.stdout
+    assert "no problems left" in result.stdout
     net().load_state_dict(load(tmp_path / "new.pth"))
     assert ckptkit(*command).exit_code == 2  # it is there
     assert ckptkit(*command, "--force").exit_code == 0

@@ -6,6 +6,7 @@ A code of a finding that carries a command and has no case here fails a test.
 from __future__ import annotations
 
 import ast
+import gzip
 import io
 import json
 import os
@@ -16,6 +17,7 @@ import zipfile
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from textwrap import dedent
 from typing import Any
 
 import numpy as np
@@ -120,7 +122,7 @@ def some_are_wrapped(folder: Path) -> Path:
     return saved(folder, {**prefixed("module.", weights()), "temperature": torch.ones(1)})
 
 
-@case("prefix")
+@case("attribute")
 def lightning(folder: Path) -> Path:
     state = prefixed("model.", weights())
     return saved(folder, {"state_dict": state, "pytorch-lightning_version": "2.5"}, ".ckpt")
@@ -267,6 +269,12 @@ def arrays(folder: Path) -> Path:
     return saved(folder, {"w": np.ones(2)})
 
 
+@case("pickle")
+def protocol_4(folder: Path) -> Path:
+    torch.save(weights(), folder / f"{NAME}.pth", pickle_protocol=4)
+    return folder / f"{NAME}.pth"
+
+
 @case("device")
 def device(folder: Path) -> Path:
     source = ROOT / "fixtures/torch-zip/ddp_bare_cuda3.pth"
@@ -351,6 +359,41 @@ def npz(folder: Path) -> Path:
 def pickled_arrays(folder: Path) -> Path:
     (folder / f"{NAME}.pkl").write_bytes(pickle.dumps({"fc.weight": np.ones((2, 3))}))
     return folder / f"{NAME}.pkl"
+
+
+@case("not-torch")
+def compressed(folder: Path) -> Path:
+    path = saved(folder, weights())
+    (folder / f"{NAME}.pth.gz").write_bytes(gzip.compress(path.read_bytes()))
+    return folder / f"{NAME}.pth.gz"
+
+
+@case("not-torch")
+def stable_baselines(folder: Path) -> Path:
+    held = io.BytesIO()
+    torch.save(weights(), held)
+    with zipfile.ZipFile(folder / f"{NAME}.zip", "w") as archive:
+        archive.writestr("policy.pth", held.getvalue())
+        archive.writestr("_stable_baselines3_version", "2.3.0")
+    return folder / f"{NAME}.zip"
+
+
+@case("not-torch")
+def unpacked(folder: Path) -> Path:
+    zipfile.ZipFile(saved(folder, weights())).extractall(folder)
+    return folder / NAME
+
+
+@case("suffix")
+def pickled_module_with_unknown_calls(folder: Path) -> Path:
+    class Called:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return dedent, ("a function that is not allowlisted",)
+
+    module = nn.Linear(2, 2)
+    vars(module)["note"] = Called()
+    (folder / f"{NAME}.pth").write_bytes(pickle.dumps(module))
+    return folder / f"{NAME}.pth"
 
 
 @case("program")

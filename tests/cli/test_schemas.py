@@ -120,7 +120,7 @@ COMMANDS = {
     "batch strip-module": ["--into into run.pth"],
     "batch wrap": ["--key model --into into plain.pth"],
     "check": [
-        "run.pth", "model", "run.pth --expect 'module.0.weight shape=[3,4]'",
+        "run.pth --expect 'module.0.weight shape=[3,4]'", "model",
         "plain.pth --like run.pth", "run.pth --expect '* dtype=int8'",
     ],
     "convert": [

@@ -100,4 +100,4 @@ def test_reading_is_bounded(
     torch.save({"a": torch.ones(1_000_000)}, tmp_path / "run.pth")
     monkeypatch.setattr(diagnose, "READ", 1_000)
     assert examine(tmp_path / "run.pth").causes == ()
-    assert sum(lengths_read) < 100_000
+    assert sum(lengths_read) < 200_000  # the end of the archive, twice

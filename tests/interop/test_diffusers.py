@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -66,3 +67,41 @@ def test_pipeline(model: Any, ckptkit: Ckptkit, tmp_path: Path) -> None:
     ckptkit("convert", tmp_path / "plain.pth", tmp_path / "ours/unet" / NAMES[0])
     found = diffusers.DDPMPipeline.from_pretrained(tmp_path / "ours")
     assert_same(found.unet.state_dict(), model.state_dict())
+
+
+UNET = {
+    "in_channels": 4, "out_channels": 5, "block_out_channels": (32, 64), "layers_per_block": 2,
+    "cross_attention_dim": 24, "attention_head_dim": 8, "norm_num_groups": 8,
+    "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
+    "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
+}  # fmt: skip
+VAE = {
+    "in_channels": 3, "out_channels": 4, "latent_channels": 5, "layers_per_block": 2,
+    "block_out_channels": (32, 64, 96), "norm_num_groups": 8,
+    "down_block_types": ("DownEncoderBlock2D",) * 3, "up_block_types": ("UpDecoderBlock2D",) * 3,
+}  # fmt: skip
+HEADS = {"num_layers": 2, "num_attention_heads": 4, "attention_head_dim": 8, "in_channels": 6}
+JOINT = {**HEADS, "joint_attention_dim": 20, "pooled_projection_dim": 10}
+CONFIGS = {
+    "UNet2DConditionModel": UNET,
+    "AutoencoderKL": VAE,
+    "FluxTransformer2DModel": {**JOINT, "num_single_layers": 3, "axes_dims_rope": (2, 2, 4)},
+    "SD3Transformer2DModel": {**JOINT, "caption_projection_dim": 32, "sample_size": 8},
+    "PixArtTransformer2DModel": {**HEADS, "cross_attention_dim": 32, "caption_channels": 20,
+                                 "sample_size": 8},
+    "DiTTransformer2DModel": {**HEADS, "sample_size": 8},
+}  # fmt: skip
+NO_SIZES = ("attention_head_dim", "norm_num_groups", "sample_size", "axes_dims_rope")
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_each_size_of_config_json_is_compared(name: str, ckptkit: Ckptkit, tmp_path: Path) -> None:
+    getattr(diffusers, name)(**CONFIGS[name]).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert "matches config.json" in ckptkit("check", tmp_path)
+    for field, value in CONFIGS[name].items():
+        if field in NO_SIZES or field.endswith("_types"):
+            continue
+        other = [*value, 7] if isinstance(value, tuple) else value + 1
+        (tmp_path / "config.json").write_text(json.dumps({**config, field: other}))
+        assert f"{field} is {other}" in ckptkit("check", tmp_path, code=1)

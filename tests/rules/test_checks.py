@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from ckptkit.rules.errors import RuleError
 from ckptkit.rules.expecting import ExpectationError, Expectations, parse_expectation
 from tests.cli.conftest import Ckptkit
 from tests.cli.conftest import ckptkit as command  # noqa: F401
+from tests.hints import commands_in
 
 Sizes = dict[str, tuple[int, ...]]
 
@@ -153,6 +155,81 @@ def test_config_against_tensors(
     codes = {each["code"] for each in json.loads(done.stdout)["findings"]}
     assert codes == (set() if code is None else {code})
     assert done.exit_code == (code is not None)
+
+
+# Shapes of diffusers 0.42.1: UNet2DConditionModel and AutoencoderKL of two levels.
+UNET = {
+    "conv_in.weight": (32, 4, 3, 3), "conv_out.weight": (5, 32, 3, 3),
+    "down_blocks.0.resnets.0.conv1.weight": (32, 32, 3, 3),
+    "down_blocks.0.resnets.1.conv1.weight": (32, 32, 3, 3),
+    "down_blocks.0.attentions.0.transformer_blocks.0.attn2.to_k.weight": (32, 24),
+    "down_blocks.1.resnets.0.conv1.weight": (64, 32, 3, 3),
+    "up_blocks.0.resnets.0.conv1.weight": (64, 128, 3, 3),
+    "up_blocks.1.resnets.0.conv1.weight": (32, 96, 3, 3),
+}  # fmt: skip
+UNET_CONFIG = {
+    "_class_name": "UNet2DConditionModel", "in_channels": 4, "out_channels": 5,
+    "block_out_channels": [32, 64], "layers_per_block": 2, "cross_attention_dim": 24,
+}  # fmt: skip
+VAE = {
+    "encoder.conv_in.weight": (32, 3, 3, 3), "encoder.conv_out.weight": (10, 64, 3, 3),
+    "decoder.conv_in.weight": (64, 5, 3, 3), "decoder.conv_out.weight": (4, 32, 3, 3),
+    "encoder.down_blocks.0.resnets.0.conv1.weight": (32, 32, 3, 3),
+    "encoder.down_blocks.1.resnets.0.conv1.weight": (64, 32, 3, 3),
+    "decoder.up_blocks.0.resnets.0.conv1.weight": (64, 64, 3, 3),
+    "decoder.up_blocks.1.resnets.0.conv1.weight": (32, 64, 3, 3),
+}  # fmt: skip
+VAE_CONFIG = {
+    "_class_name": "AutoencoderKL", "in_channels": 3, "out_channels": 4, "latent_channels": 5,
+    "block_out_channels": [32, 64], "layers_per_block": 1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("shapes", "config", "changes"),
+    [
+        (UNET, UNET_CONFIG, {"in_channels": 9, "out_channels": 4, "block_out_channels": [32, 96],
+                             "layers_per_block": 1, "cross_attention_dim": 768}),
+        (VAE, VAE_CONFIG, {"in_channels": 4, "out_channels": 3, "latent_channels": 4,
+                           "block_out_channels": [32, 64, 64], "layers_per_block": 2}),
+    ],
+    ids=["unet", "vae"],
+)  # fmt: skip
+def test_config_of_diffusers(
+    shapes: dict[str, tuple[int, ...]],
+    config: dict[str, Any],
+    changes: dict[str, Any],
+    tmp_path: Path,
+    command: Ckptkit,  # noqa: F811
+) -> None:
+    state = {name: torch.zeros(shape) for name, shape in shapes.items()}
+    save_file(state, tmp_path / "diffusion_pytorch_model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    done = command("check", tmp_path)
+    assert done.exit_code == 0 and set(changes) <= set(re.findall(r"\w+", done.stdout))
+    assert done.stdout.rstrip().endswith("; no expectations given")
+    for field, value in changes.items():
+        (tmp_path / "config.json").write_text(json.dumps({**config, field: value}))
+        done = command("check", tmp_path, "--json")
+        assert done.exit_code == 1
+        assert {each["code"] for each in json.loads(done.stdout)["findings"]} == {field}
+
+
+@pytest.mark.parametrize("config", [None, {"model_type": "x"}, {"_class_name": "Of no model"}])
+def test_nothing_to_check(
+    config: dict[str, Any] | None,
+    tmp_path: Path,
+    command: Ckptkit,  # noqa: F811
+) -> None:
+    net = tmp_path / "net.pth"
+    torch.save({"fc.weight": torch.ones(2)}, net)
+    if config is not None:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    done = command("check", net)
+    assert done.exit_code == 2 and "nothing to check" in done.stderr and not done.stdout
+    (hint,) = commands_in(done.stderr)
+    done = command(*hint[1:])
+    assert (done.exit_code, done.stdout) == (0, f"{net}: meets 1 expectation\n")
 
 
 def test_stacked_experts_are_counted(tmp_path: Path, command: Ckptkit) -> None:  # noqa: F811
