@@ -14,6 +14,7 @@ from ckptkit.cli import edit_report, parsing, render
 from ckptkit.cli.edit_report import SCHEMA
 from ckptkit.core import urls
 from ckptkit.core.errors import UsageError
+from ckptkit.core.paths import check_is_name
 
 if TYPE_CHECKING:
     from ckptkit.api import Conversion
@@ -80,6 +81,7 @@ class Edit:
             raise click.UsageError("--in-place edits SRC: leave out DST")
         if not self.in_place and self.dst is None:
             raise click.UsageError("Missing argument 'DST' (or --in-place)")
+        check_is_name(self.dst or "")
 
     @property
     def inputs(self) -> tuple[str, ...]:

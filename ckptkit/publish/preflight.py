@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from itertools import chain
@@ -16,6 +17,7 @@ from ckptkit.core.errors import (
 )
 from ckptkit.core.limits import LIMITS
 from ckptkit.core.plan import BLOCK, Plan, Segment, Summed, length, place_in_block
+from ckptkit.core.text import shell_word
 
 
 def check_destination(plan: Plan, path: str, force: bool) -> os.stat_result | None:
@@ -26,17 +28,28 @@ def check_destination(plan: Plan, path: str, force: bool) -> os.stat_result | No
         raise UsageError("cannot be the name of an output", where=path)
     if not os.path.isdir(folder):
         raise OutputError(
-            f"the folder {folder} does not exist", where=path, hint=f"mkdir -p {folder}"
+            f"the folder {folder} does not exist", where=path, hint=f"mkdir -p {shell_word(folder)}"
         )
     try:
         old = os.lstat(path)
     except FileNotFoundError:
+        _check_writable(folder)
         return None
     if stat.S_ISDIR(old.st_mode):
         _check_old_folder(path, plan.is_folder)
     else:
         _check_old_file(path, old.st_mode, plan.is_folder, force)
+    _check_writable(folder)
     return old
+
+
+def _check_writable(folder: str) -> None:
+    """Raise the OSError that making a file in the folder would raise."""
+    if os.access(folder, os.W_OK | os.X_OK):
+        return
+    read_only = hasattr(os, "statvfs") and os.statvfs(folder).f_flag & os.ST_RDONLY
+    code = errno.EROFS if read_only else errno.EACCES
+    raise OSError(code, os.strerror(code), folder)
 
 
 def _is_inside(name: str) -> bool:

@@ -25,7 +25,7 @@ from ckptkit.core.errors import (
     UsageError,
     VerifyError,
 )
-from ckptkit.core.paths import journal_path
+from ckptkit.core.paths import check_is_name, journal_path
 from ckptkit.core.plan import OutputFile, Plan
 from ckptkit.publish.copying import in_order
 from ckptkit.publish.preflight import (
@@ -70,6 +70,7 @@ def publish(
     executor: Executor | None = None,
     fork: bool = False,
     progress: Callable[[int, int], None] | None = None,
+    dry_run: bool = False,
 ) -> Published:
     """Write `plan` to `destination`: a file, or a folder of files.
 
@@ -81,7 +82,8 @@ def publish(
     workers that see the same files; ``fork`` allows to fork this process where much is computed.
     A `destination` that is a URL is one ordered stream, which
     appears when it is complete; see :mod:`upload`. ``progress`` is called, in this process, with
-    the bytes written since the last call, and the total.
+    the bytes written since the last call, and the total. ``dry_run`` makes the checks that come
+    before writing, with their errors, and writes nothing.
 
     Raises OutputExistsError, UsageError, LimitError before anything is written; OutputError,
     InputChangedError, VerifyError and the errors of reading the input with the destination as it
@@ -89,7 +91,14 @@ def publish(
     """
     typed = os.fspath(destination)
     if urls.is_url(typed):
-        return _upload(plan, typed, force, verify, allow_expand, progress)
+        return _upload(plan, typed, force, verify, allow_expand, progress, dry_run)
+    check_is_name(typed)
+    if typed.endswith(os.sep) and not plan.is_folder:
+        raise UsageError(
+            "is the name of a folder, and the output is a file",
+            where=typed,
+            hint="name the file in it",
+        )
     path = os.path.join(os.getcwd(), typed.rstrip(os.sep))
     size, sources = plan.size, plan.sources()
     read = [*sources, *files_of(origin)]
@@ -98,8 +107,10 @@ def publish(
             check_sources(path, read)
         kept = _kept_mode(old := check_destination(plan, path, force or replace_source))
         check_size(plan, size, allow_expand)
-        left, edit = sweep(path), _unfinished_edit(path)
+        left, edit = [] if dry_run else sweep(path), _unfinished_edit(path)
         check_space(path, size, plan)
+        if dry_run:
+            return Published(path, size, len(plan.files))
         temporary = temporary_name(path)
         try:
             mode = _narrowed(_create(plan, temporary), read)
@@ -131,6 +142,7 @@ def _upload(
     verify: bool,
     allow_expand: bool,
     progress: Callable[[int, int], None] | None,
+    dry_run: bool,
 ) -> Published:
     """Write `plan` to a URL, as `publish` does to a path."""
     from ckptkit.publish.upload import upload
@@ -144,7 +156,9 @@ def _upload(
             hint="leave out --verify; `ckptkit diff --values SRC DST` compares them afterwards",
         )
     report = progress or (lambda count, total: None)
-    upload(plan, url, force=force, progress=lambda count: report(count, size))
+    upload(
+        plan, url, force=force, progress=lambda count: report(count, size), dry_run=dry_run
+    )
     return Published(urls.shown(url), size, len(plan.files))
 
 

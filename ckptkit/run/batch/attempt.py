@@ -28,12 +28,14 @@ class Work(Protocol):
 
 
 class Task(NamedTuple):
-    """A job as workers see it: its number, two paths, and whether the output may be replaced."""
+    """A job as workers see it: its number, two paths, whether the output may be replaced, and
+    whether the job is only planned."""
 
     number: int
     source: str
     destination: str
     force: bool
+    dry_run: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,13 +94,11 @@ def _one(work: Work, task: Task) -> Outcome:
 
 
 def _done(work: Work, task: Task) -> Outcome:
-    if not urls.is_url(task.destination):
-        _make_folder(os.path.dirname(task.destination))
-    state = "done"
+    state = "planned" if task.dry_run else "done"
     try:
-        made = work(task.source, task.destination, force=task.force, dry_run=False)
+        made = _planned(work, task) if task.dry_run else _made(work, task)
     except OutputExistsError as error:
-        made = work(task.source, task.destination, force=False, dry_run=True)
+        made = work(task.source, _beside(task.destination), force=False, dry_run=True)
         if not isinstance(made.plan, Plan) or not same(made.plan, task.destination):
             raise error from None
         state = "found"  # an earlier attempt made it, and ended before that was recorded
@@ -109,15 +109,44 @@ def _done(work: Work, task: Task) -> Outcome:
         made.notes,
         made.plan.notes,
         made.warnings,
-        mark(task.destination),
+        None if task.dry_run else mark(task.destination),
     )
 
 
-def _make_folder(path: str) -> None:
+def _made(work: Work, task: Task) -> Conversion:
+    """Run the job, in a folder that is made where it does not exist."""
+    folder = os.path.dirname(task.destination)
+    if not urls.is_url(folder):
+        try:
+            os.makedirs(folder, exist_ok=True)
+        except OSError as error:
+            raise OutputError(f"cannot be made: {error.strerror}", where=folder) from error
+    return work(task.source, task.destination, force=task.force, dry_run=False)
+
+
+def _planned(work: Work, task: Task) -> Conversion:
+    """Plan the job; where its folder does not exist yet, as if it wrote to the one above."""
+    folder, name = os.path.split(task.destination)
+    if urls.is_url(folder) or os.path.isdir(folder):
+        return work(task.source, task.destination, force=task.force, dry_run=True)
+    above = folder
+    while not os.path.lexists(above):
+        above = os.path.dirname(above)
+    place = _beside(os.path.join(above, name))
     try:
-        os.makedirs(path, exist_ok=True)
-    except OSError as error:
-        raise OutputError(f"cannot be made: {error.strerror}", where=path) from error
+        if not os.path.isdir(above):
+            raise OutputError("cannot be made: Not a directory", where=folder)
+        return work(task.source, place, force=False, dry_run=True)
+    except CkptkitError as error:
+        if error.where == place:
+            error.where = task.destination
+        raise
+
+
+def _beside(path: str) -> str:
+    """Return a path in the same folder where nothing is, with the same suffix."""
+    start = max(path.rfind("/"), path.rfind(os.sep)) + 1
+    return f"{path[:start]}.{os.urandom(8).hex()}-{path[start:][-200:]}"  # names have 255 bytes
 
 
 def same(plan: Plan, destination: str) -> bool:
