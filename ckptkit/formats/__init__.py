@@ -183,7 +183,7 @@ def for_writing(
     raise UsageError(
         "the suffix does not say which format to write",
         where=urls.shown(os.fspath(path)),
-        hint=f"use one of {known}, or --format; --shard-size 5GB writes a folder",
+        hint=f"use one of {known}, or `--format torch-zip` for any name; --shard-size 5GB writes a folder",
     )
 
 

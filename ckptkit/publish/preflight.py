@@ -43,6 +43,18 @@ def check_destination(plan: Plan, path: str, force: bool) -> os.stat_result | No
     return old
 
 
+def check_folder(path: str) -> None:
+    """Raise the OSError that making the folder `path` and a file in it would raise."""
+    try:
+        os.stat(path)
+    except FileNotFoundError:
+        check_folder(os.path.dirname(path) or os.curdir)
+        return
+    if not os.path.isdir(path):
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
+    _check_writable(path)
+
+
 def _check_writable(folder: str) -> None:
     """Raise the OSError that making a file in the folder would raise."""
     if os.access(folder, os.W_OK | os.X_OK):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple, Protocol
 
 from ckptkit.api import Conversion
@@ -14,6 +15,7 @@ from ckptkit.core.errors import CkptkitError, OutputError, OutputExistsError, fo
 from ckptkit.core.plan import Plan
 from ckptkit.formats.opening import open_unchecked
 from ckptkit.publish.copying import checksums, in_order
+from ckptkit.publish.preflight import check_folder
 from ckptkit.run.batch.inputs import Mark, mark
 
 BUG = 5  # exit code
@@ -115,32 +117,35 @@ def _done(work: Work, task: Task) -> Outcome:
 
 def _made(work: Work, task: Task) -> Conversion:
     """Run the job, in a folder that is made where it does not exist."""
-    folder = os.path.dirname(task.destination)
-    if not urls.is_url(folder):
-        try:
-            os.makedirs(folder, exist_ok=True)
-        except OSError as error:
-            raise OutputError(f"cannot be made: {error.strerror}", where=folder) from error
+    _for_folder(task, partial(os.makedirs, exist_ok=True))
     return work(task.source, task.destination, force=task.force, dry_run=False)
 
 
 def _planned(work: Work, task: Task) -> Conversion:
     """Plan the job; where its folder does not exist yet, as if it wrote to the one above."""
+    _for_folder(task, check_folder)
     folder, name = os.path.split(task.destination)
     if urls.is_url(folder) or os.path.isdir(folder):
         return work(task.source, task.destination, force=task.force, dry_run=True)
-    above = folder
-    while not os.path.lexists(above):
-        above = os.path.dirname(above)
-    place = _beside(os.path.join(above, name))
+    while not os.path.isdir(folder):
+        folder = os.path.dirname(folder)
+    place = _beside(os.path.join(folder, name))
     try:
-        if not os.path.isdir(above):
-            raise OutputError("cannot be made: Not a directory", where=folder)
         return work(task.source, place, force=False, dry_run=True)
     except CkptkitError as error:
         if error.where == place:
             error.where = task.destination
         raise
+
+
+def _for_folder(task: Task, act: Callable[[str], None]) -> None:
+    """Make or check the folder of an output. Raises OutputError."""
+    folder = os.path.dirname(task.destination)
+    try:
+        if not urls.is_url(folder):
+            act(folder)
+    except OSError as error:
+        raise OutputError(f"cannot be made: {error.strerror}", where=folder) from error
 
 
 def _beside(path: str) -> str:
