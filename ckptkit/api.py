@@ -415,9 +415,7 @@ def _apply(
         progress=publishing.get("progress"),
         dry_run=dry_run,
     )
-    return Conversion(
-        checkpoint, patch, format.name, patch.base.name, None if dry_run else done
-    )
+    return Conversion(checkpoint, patch, format.name, patch.base.name, None if dry_run else done)
 
 
 def _changed(checkpoint: Checkpoint, steps: tuple[Step, ...]) -> Checkpoint:

@@ -230,9 +230,7 @@ def _results(
         Progress("batch", total) as progress,
         workers.opened(given["workers"], given["scheduler"]) as pool,
         closing(
-            batch.run(
-                work, jobs, into, force=given["force"], pool=pool, dry_run=given["dry_run"]
-            )
+            batch.run(work, jobs, into, force=given["force"], pool=pool, dry_run=given["dry_run"])
         ) as results,
     ):
         for job, outcome in results:

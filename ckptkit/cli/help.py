@@ -47,7 +47,10 @@ def page(topic: str) -> Iterator[str]:
 
 def _prose(text: str) -> Iterator[str]:
     for is_table, lines in groupby(text.strip("\n").split("\n"), _is_row):
-        yield from _table(lines) if is_table else _paragraphs("\n".join(lines))
+        if is_table:
+            yield from _table(lines)
+        else:
+            yield from _paragraphs("\n".join(lines))
 
 
 def _is_row(line: str) -> bool:

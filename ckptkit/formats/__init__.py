@@ -99,8 +99,8 @@ def check(probe: Probe) -> Iterator[CheckedPart | Finding]:
 
 
 _SAVES = {
-    RECOVER: f"`ckptkit {RECOVER}` saves what is intact",
-    UNVERIFIED: f"`ckptkit {UNVERIFIED}` saves what is left, which may be garbage",
+    RECOVER: f"`ckptkit {RECOVER} {{where}} {{new}}` saves the intact tensors",
+    UNVERIFIED: f"`ckptkit {UNVERIFIED} {{where}} {{new}}` saves what is left, perhaps garbage",
 }
 
 
@@ -183,7 +183,7 @@ def for_writing(
     raise UsageError(
         "the suffix does not say which format to write",
         where=urls.shown(os.fspath(path)),
-        hint=f"use one of {known}, or `--format torch-zip` for any name; --shard-size 5GB writes a folder",
+        hint=f"use one of {known}; --format torch-zip writes any name; --shard-size 5GB a folder",
     )
 
 

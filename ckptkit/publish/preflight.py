@@ -16,8 +16,23 @@ from ckptkit.core.errors import (
     UsageError,
 )
 from ckptkit.core.limits import LIMITS
+from ckptkit.core.paths import check_is_name
 from ckptkit.core.plan import BLOCK, Plan, Segment, Summed, length, place_in_block
 from ckptkit.core.text import shell_word
+
+
+def check_typed(name: str, is_folder: bool) -> None:
+    """Refuse the name of an output, as typed, that is that of a stream, or of a folder for a file.
+
+    Whether the folder exists makes no difference.
+    """
+    check_is_name(name)
+    if name.endswith(os.sep) and not is_folder:
+        raise UsageError(
+            "is the name of a folder, and the output is a file",
+            where=name,
+            hint="name the file in it",
+        )
 
 
 def check_destination(plan: Plan, path: str, force: bool) -> os.stat_result | None:

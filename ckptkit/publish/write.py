@@ -25,7 +25,7 @@ from ckptkit.core.errors import (
     UsageError,
     VerifyError,
 )
-from ckptkit.core.paths import check_is_name, journal_path
+from ckptkit.core.paths import journal_path
 from ckptkit.core.plan import OutputFile, Plan
 from ckptkit.publish.copying import in_order
 from ckptkit.publish.preflight import (
@@ -34,6 +34,7 @@ from ckptkit.publish.preflight import (
     check_sources,
     check_space,
     check_still_there,
+    check_typed,
     files_of,
     free,
 )
@@ -92,13 +93,7 @@ def publish(
     typed = os.fspath(destination)
     if urls.is_url(typed):
         return _upload(plan, typed, force, verify, allow_expand, progress, dry_run)
-    check_is_name(typed)
-    if typed.endswith(os.sep) and not plan.is_folder:
-        raise UsageError(
-            "is the name of a folder, and the output is a file",
-            where=typed,
-            hint="name the file in it",
-        )
+    check_typed(typed, plan.is_folder)
     path = os.path.join(os.getcwd(), typed.rstrip(os.sep))
     size, sources = plan.size, plan.sources()
     read = [*sources, *files_of(origin)]
@@ -153,12 +148,10 @@ def _upload(
         raise UsageError(
             "an output at a URL cannot be read back before it appears",
             where=urls.shown(url),
-            hint="leave out --verify; `ckptkit diff --values SRC DST` compares them afterwards",
+            hint="leave out --verify; `diff --values` compares them afterwards",
         )
     report = progress or (lambda count, total: None)
-    upload(
-        plan, url, force=force, progress=lambda count: report(count, size), dry_run=dry_run
-    )
+    upload(plan, url, force=force, progress=lambda count: report(count, size), dry_run=dry_run)
     return Published(urls.shown(url), size, len(plan.files))
 
 

@@ -54,13 +54,13 @@ class Target:
         for key, value in self.entries.items():
             name = names.get(key, key)
             if name in new:
+                from glob import escape
+
                 other = next(each for each in self.entries if names.get(each, each) == name)
                 raise CollisionError(
                     f"{other!r} and {key!r}{self.place} would both be called {name!r}",
-                    hint=(
-                        "leave one of them out first: ckptkit convert SRC DST --drop "
-                        f"{shell_word(other)}"
-                    ),
+                    hint="drop one of them first: `ckptkit convert {where} {new} --drop "
+                    f"{shell_word(escape(str(other)))}`",
                 )
             new[name] = value
         return module_versions.like(self.entries, new, edit_metadata)
@@ -381,7 +381,7 @@ def select(
     gone = len(target.names) - len(kept)
     if not kept:
         raise UsageError(
-            "nothing is left of the weights", hint="see `ckptkit inspect` for the names"
+            "nothing is left of the weights", hint="`ckptkit inspect {where}` lists the names"
         )
     if not gone:
         nothing = NoEffect("every weight is selected: nothing is left out")

@@ -52,9 +52,9 @@ def run(
     `work` is done in this process, or by the workers of `pool`, which are stopped if this generator
     is closed before its end. Outputs that an earlier batch made and that have not changed since may
     be replaced, others with `force`. With `dry_run`, `work` only plans each job and nothing is
-    written: jobs that would succeed are ``planned``, the others fail as they would. Raises only for failures that are not a single job's:
-    UsageError where another batch writes to `into`, OutputError where the manifest cannot be
-    written or the workers do not work.
+    written: jobs that would succeed are ``planned``, the others fail as they would. Raises only for
+    failures that are not a single job's: UsageError where another batch writes to `into`,
+    OutputError where the manifest cannot be written or the workers do not work.
     """
     with manifest.opened(into, reading=dry_run) as known:
         todo: list[_Item] = []
