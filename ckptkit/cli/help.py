@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 
@@ -25,7 +25,11 @@ _ITEM = re.compile(r"(- |\d+\. )")
 
 def topics() -> dict[str, str]:
     """Return each topic with the first heading of its page."""
-    return {path.stem: _title(path) for path in sorted(FOLDER.glob("*.md"))}
+    return {path.stem: _title(path) for path in _pages()}
+
+
+def _pages() -> list[Path]:
+    return sorted(FOLDER.glob("*.md"))
 
 
 def _title(path: Path) -> str:
@@ -120,7 +124,7 @@ def command(ctx: click.Context, topic: str | None, schema: str | None) -> None:
         assert found is not None
         render.emit(found.get_help(click.Context(found, info_name=topic, parent=ctx.parent)))
     else:
-        raise _unknown(topic, [*topics(), *COMMANDS], "topic or command")
+        raise _unknown(topic, [*topics(), *COMMANDS], "topic or command", _mentioning(topic))
 
 
 def _schema(name: str) -> str:
@@ -130,8 +134,18 @@ def _schema(name: str) -> str:
     return (SCHEMAS / f"{name}.json").read_text(encoding="utf-8").strip()
 
 
-def _unknown(word: str, known: list[str], kind: str) -> click.UsageError:
+def _unknown(word: str, known: list[str], kind: str, pages: Sequence[str] = ()) -> click.UsageError:
     error = click.UsageError(f"No such {kind} {word!r}.")
-    hint = f"{meant(word, known)}`ckptkit help` lists the topics"
+    hint = f"{meant(word, {*known})}`ckptkit help` lists the topics"
+    if pages:
+        others = f", and so do {', '.join(pages[1:])}" if pages[1:] else ""
+        hint = f"`ckptkit help {pages[0]}` mentions it{others}"
     error.hint = hint  # type: ignore[attr-defined]
     return error
+
+
+def _mentioning(word: str) -> list[str]:
+    """Return the topics whose pages mention a word most often, at most four."""
+    found = re.compile(rf"\b{re.escape(word)}", re.IGNORECASE).findall
+    counts = {path.stem: len(found(path.read_text(encoding="utf-8"))) for path in _pages()}
+    return sorted(filter(counts.get, counts), key=lambda topic: -counts[topic])[:4]

@@ -69,7 +69,8 @@ def _instead(path: str, name: str) -> str | None:
         close = nearest(wanted, os.listdir(folder), cutoff=0.8)
     except OSError:
         close = []
-    return f"did you mean {', '.join(close)}?" if close else None
+    names = [os.path.join(os.path.dirname(name), each) for each in close]
+    return f"did you mean {', '.join(names)}?" if names else None
 
 
 def blobs_of(path: str) -> str | None:

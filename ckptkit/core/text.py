@@ -165,9 +165,10 @@ def guess(word: str, known: Iterable[str]) -> str | None:
     return meant(word, known).rstrip() or None
 
 
-def entries(word: str, known: Sequence[str]) -> str | None:
+def entries(word: str, known: Sequence[str], noun: str = "entries") -> str | None:
     """Return a hint for a missing entry `word`: the nearest names, and the first that exist."""
-    return f"{meant(word, known)}the entries are: {', '.join(known[:12])}" if known else None
+    listed = some(known, 12)
+    return f"{meant(word, known)}the {noun} are: {listed}" if known else None
 
 
 _COMPARED = 200  # characters

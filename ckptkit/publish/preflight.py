@@ -20,6 +20,8 @@ from ckptkit.core.paths import check_is_name
 from ckptkit.core.plan import BLOCK, Plan, Segment, Summed, length, place_in_block
 from ckptkit.core.text import shell_word
 
+NO_ROOM = "make room, or name a DST on another disk: `df -h` lists them"
+
 
 def check_typed(name: str, is_folder: bool) -> None:
     """Refuse the name of an output, as typed, that is that of a stream, or of a folder for a file.
@@ -206,7 +208,7 @@ def check_space(path: str, size: int, plan: Plan | None = None) -> None:
     """
     left = free(path)
     if size > left and (plan is None or size - _shared(plan, path) > left):
-        raise OutputError(f"needs {size:,} bytes, {left:,} are free", where=path)
+        raise OutputError(f"needs {size:,} bytes, {left:,} are free", where=path, hint=NO_ROOM)
 
 
 def _shared(plan: Plan, path: str) -> int:

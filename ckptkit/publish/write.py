@@ -29,6 +29,7 @@ from ckptkit.core.paths import journal_path
 from ckptkit.core.plan import OutputFile, Plan
 from ckptkit.publish.copying import in_order
 from ckptkit.publish.preflight import (
+    NO_ROOM,
     check_destination,
     check_size,
     check_sources,
@@ -168,7 +169,8 @@ def reported(path: str, typed: str, size: int) -> Iterator[None]:
         if error.errno in _FULL:
             with suppress(OSError):
                 why += f": needs {size:,} bytes, {free(path):,} are free"
-        raise OutputError(f"cannot be written: {why}", where=typed) from error
+        hint = NO_ROOM if error.errno in _FULL else None
+        raise OutputError(f"cannot be written: {why}", where=typed, hint=hint) from error
 
 
 def _kept_mode(old: os.stat_result | None) -> int | None:
