@@ -134,7 +134,6 @@ def check_said(done: Done, code: int, *phrases: str) -> None:
         ("remap good.pth good.pth --to cpu", 2, ["good.pth", "--in-place"]),
         ("remap good.pth linked.pth --to cpu --force", 2, ["linked.pth"]),
         ("remap good.pth symbolic.pth --to cpu --force", 2, ["symbolic.pth"]),
-        ("remap good.pth folder --to cpu --force", 2, ["folder"]),
         ("remap good.pth nowhere/out.pth --to cpu", 4, ["nowhere"]),
         ("remap good.pth text.pth/out.pth --to cpu", 4, ["text.pth/out.pth"]),
         ("diff good.pth nowhere.pth", 3, ["nowhere.pth"]),

@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
 from typing import Any, NoReturn
 
@@ -161,7 +162,7 @@ class UnknownCommand(click.UsageError):
         super().__init__(f"No such command {word!r}.", ctx)
         from ckptkit.cli import suggestions
 
-        self.hint = suggestions.command(word, args[1:])
+        self.hint = suggestions.command(word, args[1:], COMMANDS)
 
 
 @click.group(
@@ -252,7 +253,8 @@ def _advise(error: BaseException, words: Sequence[str]) -> None:
     if isinstance(error, (click.UsageError, InputError)) and not isinstance(error, UnknownCommand):
         from ckptkit.cli import suggestions
 
-        suggestions.improve(error, words)
+        with suppress(click.ClickException, ValueError, OSError):  # the error is the other one
+            suggestions.improve(error, words, main)
 
 
 def _message_of(error: click.ClickException) -> str:

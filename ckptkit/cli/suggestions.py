@@ -12,7 +12,6 @@ from glob import glob, has_magic
 
 import click
 
-from ckptkit.cli import COMMANDS
 from ckptkit.core.errors import AmbiguousError, CkptkitError, MissingFileError
 from ckptkit.core.text import nearest, shell_command, shell_word
 from ckptkit.core.urls import is_url
@@ -63,20 +62,21 @@ _MODEL = re.compile(r"(.+\.py|[A-Za-z_][\w.]*):[A-Za-z_]\w*")
 _HUB = re.compile(r"[\w.-]+/[\w.-]+")
 
 
-def improve(error: BaseException, words: Sequence[str]) -> None:
+def improve(error: BaseException, words: Sequence[str], main: click.Group) -> None:
     """Give an error a better hint, if there is one. `words` are those typed after ``ckptkit``."""
+    typed = Typed(main, words)
     hint = None
     if isinstance(error, click.NoSuchOption):
         hint = _option(error)
     elif isinstance(error, click.UsageError) and error.ctx is not None:
-        hint = _usage(error, error.ctx, words)
+        hint = _usage(error, error.ctx, typed)
     elif isinstance(error, CkptkitError):
-        hint = _file(error, words)
+        hint = _file(error, typed)
     if hint is not None:
         error.hint = hint  # type: ignore[attr-defined]
 
 
-def command(word: str, rest: Sequence[str]) -> str:
+def command(word: str, rest: Sequence[str], known_commands: Sequence[str]) -> str:
     """Return the hint for a word that is no command; `rest` are those after it."""
     if (known := WORDS.get(word)) is not None:
         name = known.partition(" ")[0]
@@ -87,8 +87,9 @@ def command(word: str, rest: Sequence[str]) -> str:
             return f"did you mean `ckptkit {known} {shell_command(rest)}`?"
         return f"did you mean {known}? see `ckptkit {name} --help`"
     if os.path.exists(word):
-        return f"what is in it: `{shell_command(('ckptkit', 'inspect', word, *rest))}`"
-    near = [name for name in COMMANDS if name.startswith(word)] or nearest(word, COMMANDS)
+        return f"what is in it: {shell_command(('ckptkit', 'inspect', word, *rest))}"
+    near = [name for name in known_commands if name.startswith(word)]
+    near = near or nearest(word, known_commands)
     meant = f"did you mean {', '.join(near)}? " if near else ""
     return f"{meant}see `ckptkit --help`"
 
@@ -109,51 +110,69 @@ def _option(error: click.NoSuchOption) -> str | None:
     return f"{other} has {new}: see `ckptkit {other} --help`"
 
 
-def _usage(error: click.UsageError, ctx: click.Context, words: Sequence[str]) -> str | None:
+class Typed:
+    """A command line, taken apart."""
+
+    def __init__(self, main: click.Group, words: Sequence[str]) -> None:
+        self.context = click.Context(main)
+        self.words = words
+        self.name = next((each for each in words if each in main.list_commands(self.context)), "")
+        found = main.get_command(self.context, self.name)
+        self._command = found if found is not None else main
+
+    @property
+    def is_batchable(self) -> bool:
+        """Whether `batch` runs the command over many files."""
+        main = self.context.command
+        batch = main.get_command(self.context, "batch") if isinstance(main, click.Group) else None
+        return isinstance(batch, click.Group) and self.name in batch.list_commands(self.context)
+
+    def parts(self) -> tuple[list[str], list[str]]:
+        """Return the arguments, and the options."""
+        own = list(self.words[self.words.index(self.name) + 1 :])
+        context = click.Context(self._command)
+        values, extra, _ = self._command.make_parser(context).parse_args(list(own))
+        each_argument = (p for p in self._command.params if isinstance(p, click.Argument))
+        found = [values.get(each.name or "") for each in each_argument]
+        given = [*(each for each in found if isinstance(each, str)), *extra]
+        for each in given:
+            own.remove(each)
+        return given, [each for each in own if each != "--"]
+
+    def batch(self, into: str, sources: Sequence[str]) -> str:
+        """Return the command for many files."""
+        given, options = self.parts()
+        recipe = given[: self.name == "run"]
+        words = ("ckptkit", "batch", self.name, *recipe, *options, "--into", into, *sources)
+        return shell_command(words)
+
+    def paths(self) -> list[str]:
+        """Return the arguments that are files or folders."""
+        return self.parts()[0][self.name == "run" :]
+
+
+def _usage(error: click.UsageError, ctx: click.Context, typed: Typed) -> str | None:
     """Return a hint for arguments that are too many or missing."""
-    name = ctx.info_name or ""
     if "unexpected extra argument" in error.message:
-        typed, options = _typed(ctx, words)
-        return _batch(name, typed, options)
-    if isinstance(error, click.MissingParameter) and name == "extract":
-        typed, _ = _typed(ctx, words)
-        return _entries(typed[0]) if typed else None
+        return _batch(typed)
+    if isinstance(error, click.MissingParameter) and ctx.info_name == "extract":
+        return next(map(_entries, typed.paths()), None)
     return None
 
 
-def _typed(ctx: click.Context, words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the arguments of a command as they were typed, and its options."""
-    own = list(words[words.index(ctx.info_name or "") + 1 :])
-    values, extra, _ = ctx.command.make_parser(ctx).parse_args(list(own))
-    names = [each.name for each in ctx.command.params if isinstance(each, click.Argument)]
-    given = [values[name] for name in names if isinstance(values.get(name), str)]
-    given += extra
-    for each in given:
-        own.remove(each)
-    return given, [each for each in own if each != "--"]
-
-
-def _batch(name: str, typed: list[str], options: list[str]) -> str | None:
+def _batch(typed: Typed) -> str | None:
     """Return the command for several files where a command takes one: the last is perhaps DST."""
-    from ckptkit.cli import batch
-
-    if name not in batch.COMMANDS or "--in-place" in options:
+    if not typed.is_batchable or "--in-place" in typed.words:
         return None
-    if name == "run":
-        options, typed = [*typed[:1], *options], typed[1:]
-    into = INTO if os.path.isfile(typed[-1]) else typed.pop()
-    if not typed or not all(map(os.path.exists, typed)):
+    *sources, last = typed.paths()
+    if os.path.isfile(last):
+        sources, last = [*sources, last], INTO
+    if not sources or not all(map(os.path.exists, sources)):
         return None
-    suffix = os.path.splitext(typed[0])[1]
-    pattern = os.path.join(os.path.dirname(typed[0]), f"*{suffix}")
-    sources = [pattern] if sorted(glob(pattern)) == sorted(typed) else typed
-    return f"of several files: `{_batch_command(name, options, into, sources)}`"
-
-
-def _batch_command(
-    name: str, options: Sequence[str], into: str | None, sources: Sequence[str]
-) -> str:
-    return shell_command(("ckptkit", "batch", name, *options, "--into", into or INTO, *sources))
+    suffix = os.path.splitext(sources[0])[1]
+    pattern = os.path.join(os.path.dirname(sources[0]), f"*{suffix}")
+    sources = [pattern] if sorted(glob(pattern)) == sorted(sources) else sources
+    return f"of several files: `{typed.batch(last, sources)}`"
 
 
 def _entries(path: str) -> str | None:
@@ -169,65 +188,50 @@ def _entries(path: str) -> str | None:
     return f"--key names one of its entries: {some(names, 12)}" if names else None
 
 
-def _file(error: CkptkitError, words: Sequence[str]) -> str | None:
+def _file(error: CkptkitError, typed: Typed) -> str | None:
     """Return a hint for an input that is no single file."""
-    name = next((each for each in words if each in COMMANDS), "")
     place = error.where
     if place is None or is_url(place):
         return None
     if isinstance(error, AmbiguousError) and os.path.isdir(place):
-        return _several(name, place, words, error.hint)
+        return _several(place, typed, error.hint)
     if not isinstance(error, MissingFileError) or os.path.lexists(place):
         return None
     if has_magic(place):
-        return _pattern(name, place, words)
-    if name == "diff" and _MODEL.fullmatch(place):
-        others = ["--model" if each == place else each for each in words]
-        others.insert(others.index("--model") + 1, place)
+        return _pattern(place, typed)
+    if typed.name == "diff" and _MODEL.fullmatch(place):
+        words = ("--model", place)
+        others = [word for each in typed.words for word in (words if each == place else (each,))]
         return f"a model is compared by `{shell_command(('ckptkit', *others))}`"
     if _HUB.fullmatch(place) and not os.path.isdir(os.path.dirname(place)):
         return f"{error.hint}; a model on the Hugging Face hub is hf://{place}"
     return None
 
 
-def _several(name: str, folder: str, words: Sequence[str], hint: str | None) -> str | None:
+def _several(folder: str, typed: Typed, hint: str | None) -> str | None:
     """Return a hint for a folder that holds several checkpoints."""
-    from ckptkit.cli import batch
     from ckptkit.formats import of_suffix
 
     files = sorted(each for each in os.listdir(folder) if of_suffix(each) is not None)
     suffixes = {os.path.splitext(each)[1] for each in files}
-    if len(files) < 2 or len(suffixes) != 1 or name not in (*MANY, *batch.COMMANDS):
+    is_for_many = typed.name in MANY or typed.is_batchable
+    if len(files) < 2 or len(suffixes) != 1 or not is_for_many:
         return None
-    return f"{hint}; {_pattern(name, os.path.join(folder, f'*{suffixes.pop()}'), words)}"
+    return f"{hint}; {_pattern(os.path.join(folder, f'*{suffixes.pop()}'), typed)}"
 
 
-def _pattern(name: str, pattern: str, words: Sequence[str]) -> str:
+def _pattern(pattern: str, typed: Typed) -> str:
     """Return a hint for a pattern where a command takes files."""
-    from ckptkit.cli import batch
-
     found = sorted(glob(pattern, recursive=True))
     if not found:
         return "no file matches this pattern"
-    if name in MANY:
+    if typed.name in MANY:
         files = shell_command(found) if len(found) <= LISTED else _unquoted(pattern)
-        return f"all {len(found):,}: `ckptkit {name} {files}`"
-    if name in batch.COMMANDS:
-        context = click.Context(_command(name), info_name=name)
-        typed, options = _typed(context, words)
-        if name == "run":
-            options, typed = [*typed[:1], *options], typed[1:]
-        into = typed[1] if len(typed) > 1 else None
-        return f"all {len(found):,}: `{_batch_command(name, options, into, [pattern])}`"
+        return f"all {len(found):,}: `ckptkit {typed.name} {files}`"
+    if typed.is_batchable:
+        into = next(iter(typed.paths()[1:]), INTO)
+        return f"all {len(found):,}: `{typed.batch(into, [pattern])}`"
     return f"name one of the {len(found):,} files, such as {shell_word(found[0])}"
-
-
-def _command(name: str) -> click.Command:
-    from ckptkit.cli import main
-
-    found = main.get_command(click.Context(main), name)
-    assert found is not None
-    return found
 
 
 def _unquoted(pattern: str) -> str:

@@ -39,7 +39,7 @@ def test_commands(ckptkit: Ckptkit, word: str, meant: str) -> None:
 
 def test_a_file_instead_of_a_command(ckptkit: Ckptkit, run_pth: Path) -> None:
     assert ckptkit(run_pth, "--json").stderr.endswith(
-        f"hint: what is in it: `ckptkit inspect {run_pth} --json`\n"
+        f"hint: what is in it: ckptkit inspect {run_pth} --json\n"
     )
 
 
