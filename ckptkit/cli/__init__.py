@@ -23,6 +23,7 @@ from ckptkit.cli import render
 from ckptkit.core import __version__
 from ckptkit.core.errors import CkptkitError, InputError, UsageError, foreseen
 from ckptkit.core.grouping import merge_all
+from ckptkit.core.text import shell_command
 
 # The commands, in the groups and the order in which --help lists them, each with its topic of the
 # manual.
@@ -129,7 +130,7 @@ class CommandLine(click.Group):
             code = CLOSED_PIPE if left.code else 0
         except (Exception, KeyboardInterrupt) as error:
             _advise(error, words)
-            code = _failed(error)
+            code = _failed(error, words)
             if "--json" in words:
                 _say_as_json(error)
         sys.exit(code)
@@ -215,7 +216,7 @@ def _leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _failed(error: BaseException) -> int:
+def _failed(error: BaseException, words: Sequence[str]) -> int:
     """Print the error and its hint; return the exit code."""
     if (
         isinstance(error, click.exceptions.UsageError)
@@ -241,10 +242,9 @@ def _failed(error: BaseException) -> int:
         if error.where == render.STDOUT:
             _mute()
         return error.exit_code
-    render.error(
-        f"a bug in ckptkit: {type(error).__name__}: {error}",
-        "`ckptkit --traceback COMMAND...` shows where it is; please report it",
-    )
+    again = shell_command(("ckptkit", "--traceback", *words))
+    hint = f"`{again}` shows where it is; please report it"
+    render.error(f"a bug in ckptkit: {type(error).__name__}: {error}", hint)
     return BUG
 
 

@@ -12,6 +12,7 @@ from glob import glob, has_magic
 
 import click
 
+from ckptkit.cli.options import dequantize_said
 from ckptkit.core.errors import AmbiguousError, CkptkitError, MissingFileError
 from ckptkit.core.text import nearest, shell_command, shell_word
 from ckptkit.core.urls import is_url
@@ -129,7 +130,7 @@ class Typed:
 
     def parts(self) -> tuple[list[str], list[str]]:
         """Return the arguments, and the options."""
-        own = list(self.words[self.words.index(self.name) + 1 :])
+        own = list(dequantize_said(self.words[self.words.index(self.name) + 1 :]))
         context = click.Context(self._command)
         values, extra, _ = self._command.make_parser(context).parse_args(list(own))
         each_argument = (p for p in self._command.params if isinstance(p, click.Argument))
