@@ -105,7 +105,7 @@ def check_said(done: Done, code: int, *phrases: str) -> None:
         ("inspect denied.pth", 3, ["denied.pth", "xml"]),
         ("inspect foreign.pth", 3, ["foreign.pth", "is text"]),
         ("inspect readme.zip", 3, ["readme.zip", "zip archive without a data.pkl"]),
-        ("inspect packed.zip", 3, ["packed.zip", "unpack it first: it holds 'good.pth'"]),
+        ("inspect packed.zip", 3, ["packed.zip", "unpack it first: `unzip packed.zip`"]),
         ("inspect arrays.npz", 3, ["arrays.npz", "array 'a'"]),
         ("inspect packed.pth", 3, ["packed.pth", "compressed twice", "gunzip -c"]),
         ("inspect cut.pth", 3, ["cut.pth", "cut"]),
