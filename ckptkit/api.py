@@ -179,8 +179,9 @@ def convert(
 ) -> Conversion:
     """Read `source`, apply the steps in order, write `destination` (`in_place`: the source).
 
-    With `keep_format`, a destination of unknown suffix gets the format of the source, and a file is
-    changed in place by the few bytes that differ, if they are few; without, it is written anew. A
+    With `keep_format`, a destination without a suffix, or with that of the source, gets the format
+    of the source, and a file is changed in place by the few bytes that differ, if they are few;
+    without, it is written anew. A file whose destination is a folder is written into it. A
     part of a checkpoint of several processes is taken for itself with `part_only` alone; `asked` is
     as for `open_checkpoint`, the rest as for `save`.
     """
@@ -218,7 +219,7 @@ class _Request:
 def _rewrite(source: Source, steps: tuple[Step, ...], request: _Request) -> Conversion:
     """Change the source itself: the bytes that differ if they are few, else the whole file."""
     if isinstance(source, (str, os.PathLike)):
-        source = _read(open_place(source, undo=True), formats.read)
+        source = _read(open_place(source, undo=not request.dry_run), formats.read)
     checkpoint = request.opened(source)
     path = _own_place(checkpoint, request.format)
     chosen = _format("", checkpoint.format, request)
@@ -243,7 +244,11 @@ def _write_copy(
         raise UsageError("there is no destination", hint="in_place=True changes the source")
     path = arguments.path("destination", destination)
     folder = _folder_read(source, checkpoint)
-    chosen = _format(path, _kept_format(checkpoint, folder, request.keep_format), request)
+    keep = _kept_format(checkpoint, folder, request.keep_format)
+    if _has_other_suffix(path, checkpoint) and not formats.is_folder(keep or ""):
+        keep = None
+    chosen = _format(path, keep, request)
+    path = _in_folder(path, checkpoint, chosen)
     dtype = _dtype_of(checkpoint) if folder is not None and steps else None
     checkpoint = _changed(checkpoint, steps)
     copied: tuple[str, ...] = ()
@@ -266,6 +271,27 @@ def _kept_format(checkpoint: Checkpoint, folder: Folder | None, keep_format: boo
     own = checkpoint.format
     keep = own if keep_format or formats.is_folder(own) else None
     return keep if folder is None else formats.in_folder(own) or keep
+
+
+def _has_other_suffix(path: str, checkpoint: Checkpoint) -> bool:
+    """Return whether a file's name ends in a suffix that its source does not have."""
+    suffix = os.path.splitext(path)[1]
+    return suffix[1:2].isalpha() and suffix != os.path.splitext(checkpoint.name or "")[1]
+
+
+def _in_folder(path: str, checkpoint: Checkpoint, format: Format) -> str:
+    """Return the path of the output; where `path` is a folder, a file in it, named as the source.
+
+    So does `cp`.
+    """
+    is_url = urls.is_url(path)
+    is_folder = path.endswith((os.sep, "/")) or (not is_url and os.path.isdir(path))
+    source = urls.without_query(checkpoint.name or "").replace(os.sep, "/")
+    name = source.rstrip("/").rpartition("/")[2]
+    if format.is_folder or not is_folder or name in ("", ".", "..") or name.startswith("<"):
+        return path
+    name = formats.named(name, format.suffixes)
+    return urls.in_folder(path, name) if is_url else os.path.join(path, name)
 
 
 def _folder_read(source: Source, checkpoint: Checkpoint) -> Folder | None:
@@ -383,12 +409,13 @@ def _apply(
 ) -> Conversion:
     from ckptkit.publish import patching
 
-    done = None
-    if not dry_run:
-        done = patching.apply(
-            patch, verify=publishing.get("verify", False), progress=publishing.get("progress")
-        )
-    return Conversion(checkpoint, patch, format.name, patch.base.name, done)
+    done = patching.apply(
+        patch,
+        verify=publishing.get("verify", False),
+        progress=publishing.get("progress"),
+        dry_run=dry_run,
+    )
+    return Conversion(checkpoint, patch, format.name, patch.base.name, None if dry_run else done)
 
 
 def _changed(checkpoint: Checkpoint, steps: tuple[Step, ...]) -> Checkpoint:
@@ -417,14 +444,23 @@ def _publish(
     if plan.is_folder:
         others = (OutputFile(name, (data,)) for name, data in checkpoint.companions)
         plan = replace(plan, files=(*plan.files, *others))
-    published = None
-    if not request.dry_run:
-        from ckptkit.publish.write import publish  # not needed for reading
+    from ckptkit.publish.write import publish  # not needed for reading
 
-        options = request.publishing
-        if replace_source:
-            options = {**options, "force": True}
-        published = publish(
-            plan, path, replace_source=replace_source, origin=checkpoint.source, **options
-        )
-    return Conversion(checkpoint, plan, format.name, urls.shown(os.fspath(path)), published)
+    options = request.publishing
+    if replace_source:
+        options = {**options, "force": True}
+    published = publish(
+        plan,
+        path,
+        replace_source=replace_source,
+        origin=checkpoint.source,
+        dry_run=request.dry_run,
+        **options,
+    )
+    return Conversion(
+        checkpoint,
+        plan,
+        format.name,
+        urls.shown(os.fspath(path)),
+        None if request.dry_run else published,
+    )

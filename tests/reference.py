@@ -83,7 +83,20 @@ def _described(title: str, value: Any, signature: str | None) -> Iterator[str]:
 
 def _signature(function: Callable[..., Any], skipped: int = 0) -> str:
     found = inspect.signature(function)
-    return str(found.replace(parameters=list(found.parameters.values())[skipped:])).replace("'", "")
+    parameters = [
+        each.replace(annotation=_Unquoted(each.annotation))
+        for each in list(found.parameters.values())[skipped:]
+    ]
+    return str(
+        found.replace(parameters=parameters, return_annotation=_Unquoted(found.return_annotation))
+    )
+
+
+class _Unquoted(str):
+    """An annotation, which is a string in the modules of the package."""
+
+    def __repr__(self) -> str:
+        return self.replace("'", "")
 
 
 def _wrapped(signature: str) -> list[str]:

@@ -63,7 +63,7 @@ MOST = {
     "inspect --json PTH": 72,
     "inspect PTH": 74,
     "inspect --json SAFETENSORS": 83,
-    "strip-module --dry-run PTH out.pth": 78,
+    "strip-module --dry-run PTH out.pth": 84,
     "strip-module PTH out.pth": 84,
     "remap PTH out.pth --to cpu": 79,
     "extract PTH out.pth --key model": 79,

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from itertools import repeat
 
 from ckptkit.analysis.summary import Summary
 from ckptkit.core.grouping import flatten
-from ckptkit.core.text import NAMES, shell_command, some
+from ckptkit.core.text import NAMES, output_name, shell_command, some
 from ckptkit.core.tree import join
 from ckptkit.formats.format import ASKED
-from ckptkit.formats.table import BY_NAME, COMPRESSED, NONE, SAFETENSORS, TORCH_SUFFIXES
+from ckptkit.formats.table import BY_NAME, NONE, SAFETENSORS, TORCH_SUFFIXES
 
 # What wrappers put before the names of the module inside, and which do.
 WRAPPERS = {
@@ -88,22 +87,6 @@ def of_folder() -> tuple[str, ...]:
 def argument(path: str) -> tuple[str, ...]:
     """A path as arguments: after ``--`` if it looks like an option."""
     return ("--", path) if path.startswith("-") else (path,)
-
-
-def output_name(path: str, mark: str, suffix: str | None = None) -> str:
-    """Return ``run-cpu.pth`` for ``run.pth`` and ``run.pth.gz``.
-
-    It is in the working directory if `path` is a URL. `suffix` replaces that of `path`.
-    """
-    if "://" in path:
-        path = path.partition("?")[0].rpartition("/")[2]
-    stem, own = os.path.splitext(path.rstrip("/"))
-    if own in COMPRESSED.suffixes:  # which are not written
-        stem, own = os.path.splitext(stem)
-    if own == ".tar":
-        stem, inner = os.path.splitext(stem)
-        own = inner + own
-    return f"{stem}-{mark}{own if suffix is None else suffix}"
 
 
 def _prefixes(summary: Summary, path: str) -> Iterator[str]:

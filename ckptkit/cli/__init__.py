@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
 from typing import Any, NoReturn
 
@@ -20,9 +21,9 @@ import click
 
 from ckptkit.cli import render
 from ckptkit.core import __version__
-from ckptkit.core.errors import CkptkitError, UsageError, foreseen
+from ckptkit.core.errors import CkptkitError, InputError, UsageError, foreseen
 from ckptkit.core.grouping import merge_all
-from ckptkit.core.text import nearest, shell_command
+from ckptkit.core.text import shell_command
 
 # The commands, in the groups and the order in which --help lists them, each with its topic of the
 # manual.
@@ -54,20 +55,6 @@ ERROR_SCHEMA = "ckptkit.error/1"
 USAGE, BUG, INTERRUPTED, CLOSED_PIPE = 2, 5, 130, 141
 
 ANYWHERE = ("--progress", "--traceback")  # options that may be typed anywhere
-# Options that had another name, or are looked for under it.
-RENAMED = {
-    ("remap", "--map"): "--device", ("convert", "--map-device"): "--device",
-    ("convert", "--device-map"): "--device", ("remap", "--values"): "--device-values",
-    ("convert", "--prefix"): "--strip", ("strip-module", "--strip"): "--prefix",
-    ("add-module", "--add"): "--prefix", ("convert", "--keys"): "--keep",
-    ("digest", "--manifest"): "--output",
-}  # fmt: skip
-# Other names under which people look for a command.
-SYNONYMS = {
-    "cat": "show", "checksum": "digest", "compare": "diff", "fix": "doctor",
-    "hash": "digest", "info": "inspect", "list": "inspect", "ls": "inspect", "mean": "average",
-    "plot": "report", "repair": "recover", "view": "inspect",
-}  # fmt: skip
 
 
 class CommandLine(click.Group):
@@ -142,7 +129,8 @@ class CommandLine(click.Group):
         except SystemExit as left:  # click answered itself: a completion, or a pipe that is closed
             code = CLOSED_PIPE if left.code else 0
         except (Exception, KeyboardInterrupt) as error:
-            code = _failed(error)
+            _advise(error, words)
+            code = _failed(error, words)
             if "--json" in words:
                 _say_as_json(error)
         sys.exit(code)
@@ -169,21 +157,13 @@ def _anywhere_first(words: list[str]) -> list[str]:
 
 
 class UnknownCommand(click.UsageError):
-    """`word` is not a command; ``hint`` suggests similar ones."""
+    """`word` is not a command; ``hint`` says what is probably meant."""
 
     def __init__(self, word: str, args: Sequence[str], ctx: click.Context) -> None:
         super().__init__(f"No such command {word!r}.", ctx)
-        near = (
-            [SYNONYMS[word]]
-            if word in SYNONYMS
-            else [name for name in COMMANDS if name.startswith(word)]
-        )
-        near = near or nearest(word, COMMANDS)
-        self.hint = f"see `{ctx.command_path} --help`"
-        if near:
-            self.hint = f"did you mean {', '.join(near)}? {self.hint}"
-        elif os.path.exists(word):
-            self.hint = f"what is in it: {ctx.command_path} inspect {shell_command(args)}"
+        from ckptkit.cli import suggestions
+
+        self.hint = suggestions.command(word, args[1:], COMMANDS)
 
 
 @click.group(
@@ -236,7 +216,7 @@ def _leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def _failed(error: BaseException) -> int:
+def _failed(error: BaseException, words: Sequence[str]) -> int:
     """Print the error and its hint; return the exit code."""
     if (
         isinstance(error, click.exceptions.UsageError)
@@ -246,7 +226,7 @@ def _failed(error: BaseException) -> int:
         render.emit(error.message)  # of a group that was given no command
         return USAGE
     if isinstance(error, click.ClickException):
-        render.error(error.format_message(), _hint_of(error))
+        render.error(_message_of(error), _hint_of(error))
         return error.exit_code
     if isinstance(error, (click.Abort, KeyboardInterrupt)):
         render.error("interrupted")
@@ -262,26 +242,32 @@ def _failed(error: BaseException) -> int:
         if error.where == render.STDOUT:
             _mute()
         return error.exit_code
-    render.error(
-        f"a bug in ckptkit: {type(error).__name__}: {error}",
-        "`ckptkit --traceback COMMAND...` shows where it is; please report it",
-    )
+    again = shell_command(("ckptkit", "--traceback", *words))
+    hint = f"`{again}` shows where it is; please report it"
+    render.error(f"a bug in ckptkit: {type(error).__name__}: {error}", hint)
     return BUG
+
+
+def _advise(error: BaseException, words: Sequence[str]) -> None:
+    """Give errors of what was typed a better hint, if there is one."""
+    if isinstance(error, (click.UsageError, InputError)) and not isinstance(error, UnknownCommand):
+        from ckptkit.cli import suggestions
+
+        with suppress(click.ClickException, ValueError, OSError):  # the error is the other one
+            suggestions.improve(error, words, main)
+
+
+def _message_of(error: click.ClickException) -> str:
+    """Return the message on one line; what is spelled alike is not named beside a better hint."""
+    is_known = isinstance(error, click.NoSuchOption) and hasattr(error, "hint")
+    return (error.message if is_known else error.format_message()).replace("\n\t", " ")
 
 
 def _hint_of(error: click.ClickException) -> str:
     """Return the hint of an error in the words of a command."""
     context = getattr(error, "ctx", None)
     command = context.command_path if context else "ckptkit"
-    return getattr(error, "hint", None) or _renamed(error) or f"see `{command} --help`"
-
-
-def _renamed(error: click.ClickException) -> str | None:
-    """Return a hint for an option that has another name now."""
-    if not isinstance(error, click.NoSuchOption) or error.ctx is None:
-        return None
-    new = RENAMED.get((error.ctx.info_name or "", error.option_name))
-    return None if new is None else f"it is {new}: see `{error.ctx.command_path} --help`"
+    return getattr(error, "hint", None) or f"see `{command} --help`"
 
 
 def _say_as_json(error: BaseException) -> None:
@@ -292,7 +278,7 @@ def _say_as_json(error: BaseException) -> None:
     from ckptkit.analysis.view_model.as_json import failure
 
     if isinstance(error, click.ClickException):
-        error = UsageError(error.format_message(), hint=_hint_of(error))
+        error = UsageError(_message_of(error), hint=_hint_of(error))
     try:
         render.emit_json({"schema": ERROR_SCHEMA, **failure(error)})
         _flush()

@@ -225,14 +225,13 @@ def _results(
     from ckptkit.cli.progress import Progress
     from ckptkit.run import batch, workers
 
-    if given["dry_run"]:
-        yield from batch.state(jobs, into)
-        return
     total = sum(job.input.size for job in jobs)
     with (
         Progress("batch", total) as progress,
         workers.opened(given["workers"], given["scheduler"]) as pool,
-        closing(batch.run(work, jobs, into, force=given["force"], pool=pool)) as results,
+        closing(
+            batch.run(work, jobs, into, force=given["force"], pool=pool, dry_run=given["dry_run"])
+        ) as results,
     ):
         for job, outcome in results:
             progress(job.input.size)
@@ -342,5 +341,5 @@ def _facts(job: Job, outcome: Outcome) -> dict[str, Any]:
 
 
 def _line(row: dict[str, Any]) -> str:
-    verb = "would write" if row["state"] == "planned" else "done before"
+    verb = dict(_STATES)[row["state"]]
     return f"{verb} {row['output']}: from {row['file']}"

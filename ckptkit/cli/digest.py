@@ -153,7 +153,7 @@ def _seen(checkpoint: Checkpoint, dtype: str | None, file: str) -> Checkpoint:
     from ckptkit import quantized
 
     if quantized.find(checkpoint):
-        hint = "--dequantize DTYPE gives those of the weights"
+        hint = "--dequantize bfloat16 gives those of the weights"
         render.note(
             f"{urls.shown(file)}: the digests are of codes and scales, as they are stored", hint
         )

@@ -14,6 +14,7 @@ from ckptkit.cli import edit_report, parsing, render
 from ckptkit.cli.edit_report import SCHEMA
 from ckptkit.core import urls
 from ckptkit.core.errors import UsageError
+from ckptkit.core.paths import check_is_name
 
 if TYPE_CHECKING:
     from ckptkit.api import Conversion
@@ -80,6 +81,7 @@ class Edit:
             raise click.UsageError("--in-place edits SRC: leave out DST")
         if not self.in_place and self.dst is None:
             raise click.UsageError("Missing argument 'DST' (or --in-place)")
+        check_is_name(self.dst or "")
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -214,7 +216,11 @@ _EDIT = (
     click.argument("dst", metavar="DST", required=False),
     click.option("--in-place", is_flag=True, help="Edit SRC itself instead of writing DST."),
     click.option("--force", is_flag=True, help="Replace DST if it exists."),
-    click.option("--dry-run", is_flag=True, help="Print what would be written, and write nothing."),
+    click.option(
+        "--dry-run",
+        is_flag=True,
+        help="Check and print what would be written; write nothing.",
+    ),
     as_json(SCHEMA),
     click.option("--quiet", "-q", is_flag=True, help="Print only errors."),
     click.option(
@@ -369,10 +375,10 @@ class WithDequantize(Writer):
     """A command whose --dequantize may be followed by an argument that is not its dtype."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        return super().parse_args(ctx, list(_dequantize_said(args)))
+        return super().parse_args(ctx, list(dequantize_said(args)))
 
 
-def _dequantize_said(args: Sequence[str]) -> Iterator[str]:
+def dequantize_said(args: Sequence[str]) -> Iterator[str]:
     """The arguments, with an empty dtype where none follows the option."""
     from ckptkit.core import dtypes
 

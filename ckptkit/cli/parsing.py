@@ -6,6 +6,8 @@ import re
 
 import click
 
+from ckptkit.core.text import shell_word
+
 _UNITS = {
     "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
     "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40,
@@ -54,7 +56,8 @@ def arguments(
             found[name] = json.loads(value)
         except (ValueError, RecursionError) as error:
             raise click.BadParameter(
-                f"{text!r} is not of the form {parameter.metavar}: {error}"
+                f"{text!r} is not of the form {parameter.metavar}: {value!r} is not JSON, in which "
+                f"a text has quotes: {shell_word(f'{name}={json.dumps(value)}')}"
             ) from error
         if not equals or not name:
             raise click.BadParameter(f"{text!r} is not of the form {parameter.metavar}")
@@ -111,6 +114,8 @@ def substitutions(
     for text in given:
         pattern, equals, replacement = text.rpartition("=")
         if not equals or not pattern:
-            raise click.BadParameter(f"{text!r} is not of the form {parameter.metavar}")
+            sed = re.fullmatch(r"s([/|#,])(.+)\1(.*)\1g?", text)
+            instead = f": write {shell_word(f'{sed[2]}={sed[3]}')}" if sed else ""
+            raise click.BadParameter(f"{text!r} is not of the form {parameter.metavar}{instead}")
         found.append((pattern, replacement))
     return found

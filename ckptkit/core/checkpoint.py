@@ -143,13 +143,12 @@ class Checkpoint:
                 raise UsageError(
                     f"is one tensor{_class_of(self.root)}, not a mapping from names to tensors",
                     where=self.name,
-                    hint="`ckptkit wrap --key NAME` gives it a name",
+                    hint="`ckptkit wrap --key weight {where} {new}` gives it a name",
                 )
             raise UsageError(
                 "holds no mapping from names to tensors",
                 where=self.name,
-                hint="`ckptkit inspect` shows what it holds; "
-                "`ckptkit wrap --key NAME` gives a bare tensor a name",
+                hint="`ckptkit inspect {where}` shows what it contains",
             )
         return self.selection
 

@@ -13,8 +13,9 @@ NEWER_TORCH = "newer-torch"  # UnsupportedError: of a format that only a newer t
 class CkptkitError(Exception):
     """Base of every error that ckptkit raises on purpose.
 
-    ``where`` is the file, ``hint`` the advice; both may be filled in on the way up. ``code`` says
-    which failure it is, for code that must tell: it is that of the class unless one is given.
+    ``where`` is the file, ``hint`` the advice; both may be filled in on the way up. In a hint,
+    ``{where}`` is the file, and ``{new}`` a name for a new one beside it. ``code`` says which
+    failure it is, for code that must tell: it is that of the class unless one is given.
     """
 
     exit_code = 3
@@ -33,21 +34,33 @@ class CkptkitError(Exception):
         if code is not None:
             self.code = code
         self.message = message
-        self.where = where
-        self._hint: str | None = None
-        self.hint = hint
+        self._where, self._hint, self._noted = where, hint, False
+        self._note()
+
+    @property
+    def where(self) -> str | None:
+        """The file or place that it is about."""
+        return self._where
+
+    @where.setter
+    def where(self, where: str | None) -> None:
+        self._where = where
+        self._note()
 
     @property
     def hint(self) -> str | None:
         """The advice. It is also the first note of the exception, which Python prints."""
-        return self._hint
+        return self._hint and _filled(self._hint, self._where)
 
     @hint.setter
     def hint(self, hint: str | None) -> None:
-        notes: list[str] = getattr(self, "__notes__", [])
-        others = notes[1:] if self._hint else notes
         self._hint = hint
-        self.__notes__ = [f"hint: {hint}", *others] if hint else others
+        self._note()
+
+    def _note(self) -> None:
+        others = getattr(self, "__notes__", [])[self._noted :]
+        self._noted = bool(self._hint)
+        self.__notes__ = [f"hint: {self.hint}", *others] if self._hint else others
 
     def __str__(self) -> str:
         return f"{self.where}: {self.message}" if self.where else self.message
@@ -57,6 +70,18 @@ class CkptkitError(Exception):
         if self.where is None:
             self.where = where
         return self
+
+
+def _filled(hint: str, where: str | None) -> str:
+    """Return the hint with the names of its files, without them where they are not known."""
+    if "{where}" not in hint:
+        return hint
+    if not where:
+        return hint.replace(" {where}", "").replace(" {new}", "")
+    from ckptkit.core.text import output_name, shell_word
+
+    new = shell_word(output_name(where, "new"))
+    return hint.replace("{where}", shell_word(where)).replace("{new}", new)
 
 
 class UsageError(CkptkitError, ValueError):

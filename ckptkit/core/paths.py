@@ -10,10 +10,12 @@ import os
 import stat
 from functools import lru_cache
 
-from ckptkit.core.errors import MissingFileError, PathError
+from ckptkit.core.errors import MissingFileError, PathError, UsageError
 from ckptkit.core.text import nearest
 
 JOURNAL = ".ckptkit-journal"  # the suffix of its name
+STREAM = "-"  # standard input or output, for other programs
+_NO_STREAM = "parts of a file are read in any order, and a pipe has only one: save it as a file"
 
 
 def open_regular(path: str, name: str, follow: bool) -> int:
@@ -40,13 +42,25 @@ def open_regular(path: str, name: str, follow: bool) -> int:
         raise PathError(f"cannot be opened: {error}", where=name) from error
     if not stat.S_ISREG(os.fstat(fd).st_mode):
         os.close(fd)
-        raise PathError("is not a regular file", where=name)
+        raise PathError("is not a regular file", where=name, hint=_NO_STREAM)
     return fd
+
+
+def check_is_name(path: str) -> None:
+    """Refuse "-" as the name of an output, since it means standard output elsewhere."""
+    if path == STREAM:
+        raise UsageError(
+            "ckptkit writes no file to standard output",
+            where=path,
+            hint="name a file; ./- is the file of that name",
+        )
 
 
 def _instead(path: str, name: str) -> str | None:
     """Return a hint for a path that does not exist: close names, a broken link, no folder."""
     folder, wanted = os.path.split(path)
+    if name == STREAM:
+        return f"standard input cannot be read: {_NO_STREAM}"
     if os.path.islink(path):
         return f"it is a link to {os.readlink(path)}, which does not exist"
     if not os.path.isdir(folder):
@@ -55,7 +69,8 @@ def _instead(path: str, name: str) -> str | None:
         close = nearest(wanted, os.listdir(folder), cutoff=0.8)
     except OSError:
         close = []
-    return f"did you mean {', '.join(close)}?" if close else None
+    names = [os.path.join(os.path.dirname(name), each) for each in close]
+    return f"did you mean {', '.join(names)}?" if names else None
 
 
 def blobs_of(path: str) -> str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
@@ -61,6 +62,22 @@ def shell_word(word: str) -> str:
 def _quoted_byte(byte: int) -> str:
     char = chr(byte)
     return char if 0x20 <= byte < 0x7F and char not in "\\'" else f"\\x{byte:02x}"
+
+
+def output_name(path: str, mark: str, suffix: str | None = None) -> str:
+    """Return ``run-cpu.pth`` for ``run.pth``, in the working directory if `path` is a URL.
+
+    `suffix` replaces that of `path`.
+    """
+    if "://" in path:
+        path = path.partition("?")[0].rpartition("/")[2]
+    stem, own = os.path.splitext(path.rstrip("/"))
+    if own in (".gz", ".bz2", ".xz", ".zst"):
+        stem, own = os.path.splitext(stem)
+    if own == ".tar":
+        stem, inner = os.path.splitext(stem)
+        own = inner + own
+    return f"{stem}-{mark}{own if suffix is None else suffix}"
 
 
 def size(nbytes: int) -> str:
@@ -148,9 +165,10 @@ def guess(word: str, known: Iterable[str]) -> str | None:
     return meant(word, known).rstrip() or None
 
 
-def entries(word: str, known: Sequence[str]) -> str | None:
+def entries(word: str, known: Sequence[str], noun: str = "entries") -> str | None:
     """Return a hint for a missing entry `word`: the nearest names, and the first that exist."""
-    return f"{meant(word, known)}the entries are: {', '.join(known[:12])}" if known else None
+    listed = some(known, 12)
+    return f"{meant(word, known)}the {noun} are: {listed}" if known else None
 
 
 _COMPARED = 200  # characters

@@ -159,7 +159,10 @@ def _named(root: Node, key: str) -> Weights:
     for qualifies in (_is_pure, _is_arrays, _is_mixed):
         if (nodes := _read(node, qualifies)) is not None:
             return Weights(path, node, nodes)
-    raise UsageError(f"the entry {key!r} is not a mapping of tensors")
+    raise UsageError(
+        f"the entry {key!r} is not a mapping of tensors",
+        hint="`ckptkit inspect --tree {where}` shows the entries",
+    )
 
 
 Kinds = set["str | None"]  # of the values of a mapping; None stands for what is no tensor

@@ -8,7 +8,7 @@ and publish.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from ckptkit.core import urls
@@ -33,7 +33,15 @@ from ckptkit.formats.format import (
     Recovered,
     WriteOptions,
 )
-from ckptkit.formats.table import BY_NAME, BY_SUFFIX, FORMATS, PARALLEL, SHARDED, TORCH_ZIP
+from ckptkit.formats.table import (
+    BY_NAME,
+    BY_SUFFIX,
+    COMPRESSED,
+    FORMATS,
+    PARALLEL,
+    SHARDED,
+    TORCH_ZIP,
+)
 
 WHOLE = ("always", "asked")  # of Format.everything
 
@@ -91,8 +99,8 @@ def check(probe: Probe) -> Iterator[CheckedPart | Finding]:
 
 
 _SAVES = {
-    RECOVER: f"`ckptkit {RECOVER}` saves what is intact",
-    UNVERIFIED: f"`ckptkit {UNVERIFIED}` saves what is left, which may be garbage",
+    RECOVER: f"`ckptkit {RECOVER} {{where}} {{new}}` saves the intact tensors",
+    UNVERIFIED: f"`ckptkit {UNVERIFIED} {{where}} {{new}}` saves what is left, perhaps garbage",
 }
 
 
@@ -175,7 +183,7 @@ def for_writing(
     raise UsageError(
         "the suffix does not say which format to write",
         where=urls.shown(os.fspath(path)),
-        hint=f"use one of {known}, or --format; --shard-size 5GB writes a folder",
+        hint=f"use one of {known}; --format torch-zip writes any name; --shard-size 5GB a folder",
     )
 
 
@@ -189,6 +197,24 @@ def of_suffix(path: str | os.PathLike[str]) -> Format | None:
     """Return the format that the suffix of a path asks for, None if it asks for none."""
     lower = os.fspath(path).lower()
     return next((each for suffix, each in BY_SUFFIX.items() if lower.endswith(suffix)), None)
+
+
+def named(name: str, suffixes: Sequence[str]) -> str:
+    """Return the name of a file with one of the suffixes, the first where it has none of them.
+
+    Without any, it is the name of a folder.
+    """
+    if suffixes and name.lower().endswith(tuple(suffixes)):
+        return name
+    stem = _stem(_stem(name, COMPRESSED.suffixes), BY_SUFFIX)
+    return stem + suffixes[0] if suffixes else stem
+
+
+def _stem(name: str, suffixes: Iterable[str]) -> str:
+    """Return `name` without the longest of the suffixes that it has."""
+    longest = max((each for each in suffixes if name.lower().endswith(each)), key=len, default="")
+    stem = name[: len(name) - len(longest)]
+    return name if not stem or stem.endswith("/") else stem
 
 
 def _sharding(

@@ -83,11 +83,13 @@ def _member(archive: ByteSource) -> ByteSource:
     if chosen is not None:
         raise UnsupportedError(
             f"is an archive of a checkpoint of several files: {quoted(chosen.files)}",
-            hint="unpack it first: tar -xf",
+            hint="unpack it first: `tar -xf {where}`",
         )
     if found := [each.files[0] for each in candidates(files)]:
         raise AmbiguousError(
             f"is an archive of {len(found)} checkpoints: {quoted(found)}",
-            hint="unpack it first: tar -xf",
+            hint="unpack it first: `tar -xf {where}`",
         )
-    raise FormatError("is an archive without a checkpoint", hint="unpack it first: tar -xf")
+    raise FormatError(
+        "is an archive without a checkpoint", hint="unpack it first: `tar -xf {where}`"
+    )

@@ -62,7 +62,7 @@ def read(probe: Probe) -> Checkpoint:
     """Read the tree of the record `pickle` over the storages and tensors of the other records."""
     source = probe.source
     if first_name(source) not in map(str.encode, RECORDS):
-        raise UnsupportedError("is a tar archive", hint="unpack it first: tar -xf")
+        raise UnsupportedError("is a tar archive", hint="unpack it first: `tar -xf {where}`")
     streams = {
         name: _Stream(source, member) for name, member in _records(read_members(source)).items()
     }

@@ -132,7 +132,7 @@ def _signature(make: Callable[..., object]) -> str:
         known = f"; it takes {inspect.signature(make)}"
     except (TypeError, ValueError):
         known = ""
-    return f"give its arguments as --arg NAME=JSON{known}"
+    return f"give its arguments, as in --arg width=64 or --arg name='\"resnet18\"'{known}"
 
 
 def _one_line(error: BaseException) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -339,11 +340,13 @@ def is_implied(name: str, versions: Mapping[str, Any]) -> bool:
 
 def _misfit(report: LoadReport, model: nn.Module, ck: Checkpoint) -> ModelError:
     kind = type(model)
-    module = "FILE.py" if kind.__module__ == "__main__" else kind.__module__
+    main = getattr(sys.modules["__main__"], "__file__", None) or "model.py"
+    module = main if kind.__module__ == "__main__" else kind.__module__
     return ModelError(
         "; ".join([f"does not fit {kind.__name__}", *report.faults()]),
         where=ck.name,
-        hint=f"ckptkit diff {shell_word(ck.name or 'FILE')} --model {module}:{kind.__qualname__}",
+        hint="`ckptkit diff {where} --model "
+        f"{shell_word(f'{module}:{kind.__qualname__}')}` compares them",
     )
 
 

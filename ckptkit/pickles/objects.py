@@ -44,8 +44,8 @@ def without_objects(root: Node, *, may_be_empty: bool = False) -> tuple[Node, tu
         held = join(dropped[0][0]) or "the root"
         raise UsageError(
             f"without its Python objects nothing is left of it: {held} is a {_name(dropped[0][1])}",
-            hint="`ckptkit inspect` shows what it holds; `ckptkit convert SRC DST.safetensors` "
-            "writes its weights alone, if it has any",
+            hint="`ckptkit inspect {where}` shows what it contains; the format safetensors takes "
+            "its weights alone, if it has any",
         )
     files = [each for each in dropped if isinstance(each[1], TEXTS)]
     objects = [each for each in dropped if not isinstance(each[1], TEXTS)]

@@ -161,7 +161,7 @@ class _Writer(Emitter):
             raise AmbiguousError(
                 "a mapping has repeated or unhashable keys, which no output can keep",
                 hint=(
-                    "`ckptkit inspect` shows them; `ckptkit extract --key` takes another part of "
+                    "`ckptkit inspect {where}` shows them; `ckptkit extract` takes another part of "
                     "the file"
                 ),
             )

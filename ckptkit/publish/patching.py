@@ -80,24 +80,29 @@ def can_patch(path: str) -> bool:
 
 
 def apply(
-    patch: Patch, *, verify: bool = False, progress: Callable[[int, int], None] | None = None
+    patch: Patch,
+    *,
+    verify: bool = False,
+    progress: Callable[[int, int], None] | None = None,
+    dry_run: bool = False,
 ) -> Published:
     """Apply `patch` to its file.
 
-    ``verify`` reads back the written bytes. ``progress`` is called at the end. Raises
+    ``verify`` reads back the written bytes. ``progress`` is called at the end. ``dry_run`` makes
+    the checks that come before writing, and writes nothing. Raises
     InputChangedError if it is no longer the file that was read, OutputError, VerifyError with the
     file as it was.
     """
     base = patch.base
     if patch.seal is not None:
         with reported(base.path, base.name, patch.written):
-            _apply(patch, verify)
-    if progress is not None:
+            _apply(patch, verify, dry_run)
+    if progress is not None and not dry_run:
         progress(patch.written, patch.written)
     return Published(base.path, patch.size, 1)
 
 
-def _apply(patch: Patch, verify: bool) -> None:
+def _apply(patch: Patch, verify: bool, dry_run: bool) -> None:
     path = patch.base.path
     with _locked(path, patch.base.name) as fd:
         if _identity(fd) != patch.base.identity or os.path.lexists(journal_path(path)):
@@ -107,6 +112,8 @@ def _apply(patch: Patch, verify: bool) -> None:
         journal = journal_of(patch, os.fstat(fd).st_ino)
         data = journal.dump()
         check_space(path, len(data) + max(0, patch.size - patch.base.size))
+        if dry_run:
+            return
         sweep(path)
         _keep(data, journal_path(path))
         try:

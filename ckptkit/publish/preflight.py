@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from itertools import chain
@@ -15,7 +16,25 @@ from ckptkit.core.errors import (
     UsageError,
 )
 from ckptkit.core.limits import LIMITS
+from ckptkit.core.paths import check_is_name
 from ckptkit.core.plan import BLOCK, Plan, Segment, Summed, length, place_in_block
+from ckptkit.core.text import shell_word
+
+NO_ROOM = "make room, or name a DST on another disk: `df -h` lists them"
+
+
+def check_typed(name: str, is_folder: bool) -> None:
+    """Refuse the name of an output, as typed, that is that of a stream, or of a folder for a file.
+
+    Whether the folder exists makes no difference.
+    """
+    check_is_name(name)
+    if name.endswith(os.sep) and not is_folder:
+        raise UsageError(
+            "is the name of a folder, and the output is a file",
+            where=name,
+            hint="name the file in it",
+        )
 
 
 def check_destination(plan: Plan, path: str, force: bool) -> os.stat_result | None:
@@ -26,17 +45,40 @@ def check_destination(plan: Plan, path: str, force: bool) -> os.stat_result | No
         raise UsageError("cannot be the name of an output", where=path)
     if not os.path.isdir(folder):
         raise OutputError(
-            f"the folder {folder} does not exist", where=path, hint=f"mkdir -p {folder}"
+            f"the folder {folder} does not exist", where=path, hint=f"mkdir -p {shell_word(folder)}"
         )
     try:
         old = os.lstat(path)
     except FileNotFoundError:
+        _check_writable(folder)
         return None
     if stat.S_ISDIR(old.st_mode):
         _check_old_folder(path, plan.is_folder)
     else:
         _check_old_file(path, old.st_mode, plan.is_folder, force)
+    _check_writable(folder)
     return old
+
+
+def check_folder(path: str) -> None:
+    """Raise the OSError that making the folder `path` and a file in it would raise."""
+    try:
+        os.stat(path)
+    except FileNotFoundError:
+        check_folder(os.path.dirname(path) or os.curdir)
+        return
+    if not os.path.isdir(path):
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path)
+    _check_writable(path)
+
+
+def _check_writable(folder: str) -> None:
+    """Raise the OSError that making a file in the folder would raise."""
+    if os.access(folder, os.W_OK | os.X_OK):
+        return
+    read_only = hasattr(os, "statvfs") and os.statvfs(folder).f_flag & os.ST_RDONLY
+    code = errno.EROFS if read_only else errno.EACCES
+    raise OSError(code, os.strerror(code), folder)
 
 
 def _is_inside(name: str) -> bool:
@@ -166,7 +208,7 @@ def check_space(path: str, size: int, plan: Plan | None = None) -> None:
     """
     left = free(path)
     if size > left and (plan is None or size - _shared(plan, path) > left):
-        raise OutputError(f"needs {size:,} bytes, {left:,} are free", where=path)
+        raise OutputError(f"needs {size:,} bytes, {left:,} are free", where=path, hint=NO_ROOM)
 
 
 def _shared(plan: Plan, path: str) -> int:

@@ -32,8 +32,10 @@ UPLOADS = 3  # files of a folder at a time
 _COPY = "write it to a local path, and copy it there"
 
 
-def upload(plan: Plan, url: str, *, force: bool, progress: Callable[[int], None]) -> None:
-    """Write the files of `plan` to `url`, or below it.
+def upload(
+    plan: Plan, url: str, *, force: bool, progress: Callable[[int], None], dry_run: bool = False
+) -> None:
+    """Write the files of `plan` to `url`, or below it; in a dry run, only check that they may be.
 
     `progress` is called with the number of bytes sent since the last call. Raises UsageError and
     OutputExistsError before anything is sent; OutputError, InputChangedError and the errors of
@@ -52,6 +54,8 @@ def upload(plan: Plan, url: str, *, force: bool, progress: Callable[[int], None]
     try:
         fs.invalidate_cache(path)
         old = _old_files(plan, fs, path, name, force)
+        if dry_run:
+            return
         for each in old:
             fs.rm_file(each)
         if plan.is_folder:

@@ -29,11 +29,13 @@ from ckptkit.core.paths import journal_path
 from ckptkit.core.plan import OutputFile, Plan
 from ckptkit.publish.copying import in_order
 from ckptkit.publish.preflight import (
+    NO_ROOM,
     check_destination,
     check_size,
     check_sources,
     check_space,
     check_still_there,
+    check_typed,
     files_of,
     free,
 )
@@ -70,6 +72,7 @@ def publish(
     executor: Executor | None = None,
     fork: bool = False,
     progress: Callable[[int, int], None] | None = None,
+    dry_run: bool = False,
 ) -> Published:
     """Write `plan` to `destination`: a file, or a folder of files.
 
@@ -81,7 +84,8 @@ def publish(
     workers that see the same files; ``fork`` allows to fork this process where much is computed.
     A `destination` that is a URL is one ordered stream, which
     appears when it is complete; see :mod:`upload`. ``progress`` is called, in this process, with
-    the bytes written since the last call, and the total.
+    the bytes written since the last call, and the total. ``dry_run`` makes the checks that come
+    before writing, with their errors, and writes nothing.
 
     Raises OutputExistsError, UsageError, LimitError before anything is written; OutputError,
     InputChangedError, VerifyError and the errors of reading the input with the destination as it
@@ -89,7 +93,8 @@ def publish(
     """
     typed = os.fspath(destination)
     if urls.is_url(typed):
-        return _upload(plan, typed, force, verify, allow_expand, progress)
+        return _upload(plan, typed, force, verify, allow_expand, progress, dry_run)
+    check_typed(typed, plan.is_folder)
     path = os.path.join(os.getcwd(), typed.rstrip(os.sep))
     size, sources = plan.size, plan.sources()
     read = [*sources, *files_of(origin)]
@@ -98,8 +103,10 @@ def publish(
             check_sources(path, read)
         kept = _kept_mode(old := check_destination(plan, path, force or replace_source))
         check_size(plan, size, allow_expand)
-        left, edit = sweep(path), _unfinished_edit(path)
+        left, edit = [] if dry_run else sweep(path), _unfinished_edit(path)
         check_space(path, size, plan)
+        if dry_run:
+            return Published(path, size, len(plan.files))
         temporary = temporary_name(path)
         try:
             mode = _narrowed(_create(plan, temporary), read)
@@ -131,6 +138,7 @@ def _upload(
     verify: bool,
     allow_expand: bool,
     progress: Callable[[int, int], None] | None,
+    dry_run: bool,
 ) -> Published:
     """Write `plan` to a URL, as `publish` does to a path."""
     from ckptkit.publish.upload import upload
@@ -141,10 +149,10 @@ def _upload(
         raise UsageError(
             "an output at a URL cannot be read back before it appears",
             where=urls.shown(url),
-            hint="leave out --verify; `ckptkit diff --values SRC DST` compares them afterwards",
+            hint="leave out --verify; `diff --values` compares them afterwards",
         )
     report = progress or (lambda count, total: None)
-    upload(plan, url, force=force, progress=lambda count: report(count, size))
+    upload(plan, url, force=force, progress=lambda count: report(count, size), dry_run=dry_run)
     return Published(urls.shown(url), size, len(plan.files))
 
 
@@ -161,7 +169,8 @@ def reported(path: str, typed: str, size: int) -> Iterator[None]:
         if error.errno in _FULL:
             with suppress(OSError):
                 why += f": needs {size:,} bytes, {free(path):,} are free"
-        raise OutputError(f"cannot be written: {why}", where=typed) from error
+        hint = NO_ROOM if error.errno in _FULL else None
+        raise OutputError(f"cannot be written: {why}", where=typed, hint=hint) from error
 
 
 def _kept_mode(old: os.stat_result | None) -> int | None:

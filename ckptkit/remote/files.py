@@ -178,7 +178,7 @@ class RemoteFolder(Folder):
             raise PathError(
                 "HTTP servers do not list folders",
                 where=self.name,
-                hint="name the index: .../NAME.index.json",
+                hint="name its index: a file such as model.safetensors.index.json",
             )
         if self._listed is None:
             try:

@@ -11,9 +11,9 @@ from ckptkit.core import arguments
 from ckptkit.core.checkpoint import Checkpoint, Source, opened
 from ckptkit.core.errors import CollisionError, TensorError, UsageError
 from ckptkit.core.tensor import Storage, Tensor, contiguous_stride
-from ckptkit.core.text import plural, quoted
+from ckptkit.core.text import plural, quoted, shell_word
 from ckptkit.core.text import shape as shape_text
-from ckptkit.core.tree import Node, nodes
+from ckptkit.core.tree import Node, join, walk
 from ckptkit.core.weights import as_tensor, is_optimizer
 from ckptkit.rules import config as configuration
 from ckptkit.rules import grouped
@@ -274,11 +274,11 @@ class _Making:
                 raise about(rule, TensorError(message, hint=hint))
             if tensor.dtype != first.dtype:
                 message = f"{sources[0]} is {first.dtype}, {key} {tensor.dtype}"
-                hint = "cast first: `- cast: float32`, --cast"
+                hint = "cast first: --cast float32; in a recipe, `- cast: float32`"
                 raise about(rule, TensorError(message, hint=hint))
             if tensor.device != first.device:
                 message = f"{sources[0]} is on {first.device}, {key} on {tensor.device}"
-                hint = "remap first: `- remap: cpu`, --to cpu"
+                hint = "remap first: --to cpu; in a recipe, `- remap: cpu`"
                 raise about(rule, TensorError(message, hint=hint))
 
     def _storage(self, made: Target, first: Tensor) -> Storage:
@@ -369,12 +369,12 @@ def _slower(one: str, other: str) -> str:
 
 def _check_optimizers(ck: Checkpoint) -> None:
     """Raise UsageError if the tree holds state of an optimizer, which belongs to the old layout."""
-    for node in nodes(ck.root):
+    for path, node in walk(ck.root):
         if not is_optimizer(node):
             continue
         state = node["state"] if isinstance(node, dict) else None
         if state:
             raise UsageError(
                 "the state of an optimizer belongs to the old order and shapes of the weights",
-                hint="take the weights alone: `- weights: true` before the rules",
+                hint=f"--drop-entry {shell_word(join(path))}; or `- weights: true` in a recipe",
             )

@@ -43,3 +43,8 @@ def in_step(number: int, error: Error) -> Error:
 def settings(sizes: Iterable[tuple[str, int]]) -> str:
     """``h=32 two=2``."""
     return " ".join(f"{word}={size:,}".replace(",", "") for word, size in sizes)
+
+
+def given_as(word: str) -> str:
+    """Return the hint for a size that is not known."""
+    return f"give it as in --arg {word}=32, as `with {word}=32` in the rule, or in config.json"

@@ -136,7 +136,7 @@ def _values(config: Config) -> Value:
         size = evaluate(rule, Settings(config=config)).sizes.get("size")
         if size is None and given != (None,):
             raise RuleError(
-                f"nothing says {given_text(given)}", hint="--config FILE, or config.json"
+                f"nothing says {given_text(given)}", hint="it is read from --config, or config.json"
             )
         return None if size is None else size[0]
 

@@ -199,7 +199,7 @@ def _check_readable(piece: Piece, itemsize: int) -> None:
     if not whole or piece.start:
         raise UnsupportedError(
             "a large compressed tensor cannot be read out of order",
-            hint="write it plain first: ckptkit convert SRC plain.safetensors",
+            hint="write it uncompressed first: `ckptkit convert {where} {new}`",
         )
 
 

@@ -52,6 +52,8 @@ _TOKEN = re.compile(
 )
 _DIGITS = 18  # of a number
 
+_SIDES = "a rule has two sides, as in 'fc.{x} -> head.{x}'"
+
 
 def parse_rule(text: str) -> Rule:
     """Read one line. Raises RuleError that says what is wrong, and where."""
@@ -62,7 +64,7 @@ def parse_rule(text: str) -> Rule:
     arrow = next((each for each in ("->?", "->") if text.startswith(each, reader.at)), None)
     if arrow is None:
         is_shape = text.startswith("(", reader.at)
-        hint = "a shape is in [ ]: NAME [(h d) i] -> ..." if is_shape else "LEFT -> RIGHT"
+        hint = "a shape is in [ ], as in 'fc.weight [(h d) i] -> ...'" if is_shape else _SIDES
         raise RuleError(f"{text!r} has no -> after {text[: reader.at].strip()!r}", hint=hint)
     reader.at += len(arrow)
     right = reader.side()
@@ -108,7 +110,7 @@ class _Reader:
         self.blanks()
         name = tuple(self._name())
         if not name or name == ("->",):
-            raise RuleError(f"{self.text!r} lacks a name", hint="LEFT -> RIGHT")
+            raise RuleError(f"{self.text!r} lacks a name", hint=_SIDES)
         self.blanks()
         if not self.text.startswith("[", self.at):
             return Side(name)
@@ -332,7 +334,8 @@ class _Tokens:
                 return inner
             raise RuleError(f"{self.text!r}: a ( without its )")
         raise RuleError(
-            f"{self.text!r}: {text!r} is not a size", hint="a number, a word, or config.NAME"
+            f"{self.text!r}: {text!r} is not a size",
+            hint="a number, a word, or an entry of config.json, as config.hidden_size",
         )
 
 

@@ -240,7 +240,10 @@ class Planning:
                 noun = "1 key is" if len(left) == 1 else f"{len(left):,} keys are"
                 message = f"{noun} in no rule: {', '.join(left[:4])}{', ...' * (len(left) > 4)}"
                 near = self._nearest_rule(left[0])
-                raise UncoveredError(message + near, hint="keep: rest, or a line for them")
+                raise UncoveredError(
+                    message + near,
+                    hint="`keep: rest` keeps them, and a rule of its own changes them",
+                )
 
     def _nearest_rule(self, key: str) -> str:
         """Name the rule whose left side looks most like a key, for a message."""
@@ -264,11 +267,14 @@ class Planning:
         shadowed = next((k for k in matches if match(k, self.steps) is not None), None)
         if shadowed is not None:
             first = matches[shadowed][0].number
-            return UncoveredError(f"{message} that rule {first} leaves: {shadowed}", hint="order")
+            return UncoveredError(
+                f"{message} that rule {first} leaves: {shadowed}",
+                hint="put the narrower rule first",
+            )
         close = nearest(ready.rule.left.name_text, self.shapes)
         near = f"; nearest: {close[0]}" if close else ""
         has_star = any("*" in part for part in ready.rule.left.name if isinstance(part, str))
-        hint = "a * is in braces: {m:*}" if has_star else "->? if it may be missing"
+        hint = "a * is in braces: {m:*}" if has_star else "->? instead of -> allows this"
         return UncoveredError(message + near, hint=hint)
 
     def _groups(

@@ -10,7 +10,7 @@ from ckptkit.core.checkpoint import Checkpoint, Source, opened, several
 from ckptkit.core.errors import CollisionError, UsageError
 from ckptkit.core.rebuilding import rebuild
 from ckptkit.core.tensor import Storage, Tensor, contiguous_stride
-from ckptkit.core.text import plural, quoted
+from ckptkit.core.text import plural, quoted, shell_command
 from ckptkit.core.tree import Node, OrderedMapping, find, join, module_versions, versions_state
 from ckptkit.core.weights import Weights, as_tensor, locate
 from ckptkit.transforms import groups
@@ -52,7 +52,8 @@ def average(checkpoints: Sequence[Source], shares: Sequence[float] | None = None
     for each in checkpoints:
         groups.refuse(each, None, "codes and scales have no mean")
     last = bare(checkpoints[-1])
-    rows = _rows([*map(_weights, checkpoints[:-1]), last.required])
+    names = [each.name or f"checkpoint {number}" for number, each in enumerate(checkpoints, 1)]
+    rows = _rows([*map(_weights, checkpoints[:-1]), last.required], names)
     new = _Means(rows, shares)
     notes = [
         f"averaged {plural(new.averaged, 'tensor')} of {plural(len(checkpoints), 'checkpoint')}"
@@ -67,13 +68,13 @@ def _weights(ck: Checkpoint) -> Weights:
     return ck.whole().required
 
 
-def _rows(all_weights: list[Weights]) -> dict[str, list[Tensor]]:
+def _rows(all_weights: list[Weights], names: list[str]) -> dict[str, list[Tensor]]:
     """Return by name the tensors of all checkpoints.
 
     Raises UsageError where they do not go together.
     """
     *others, last = (weights.tensors for weights in all_weights)
-    for number, other in enumerate(others, 1):
+    for other_name, other in zip(names, others, strict=False):
         odd = sorted(other.keys() ^ last.keys())
         odd += [
             name
@@ -82,8 +83,8 @@ def _rows(all_weights: list[Weights]) -> dict[str, list[Tensor]]:
         ]
         if odd:
             raise UsageError(
-                f"number {number} and the last differ in names or shapes: {quoted(odd)}",
-                hint="`ckptkit diff A B` shows how; strip prefixes first",
+                f"{other_name} and {names[-1]} differ in names or shapes: {quoted(odd)}",
+                hint=f"`{shell_command(('ckptkit', 'diff', other_name, names[-1]))}` shows how",
             )
     return {name: [*(other[name] for other in others), tensor] for name, tensor in last.items()}
 
@@ -146,7 +147,7 @@ def merge(checkpoints: Sequence[Source], *, last_wins: bool = False) -> Checkpoi
     if twice and not last_wins:
         raise CollisionError(
             f"{plural(len(twice), 'name')} in more than one of them: {quoted(twice)}",
-            hint="--last-wins takes the last of each; `ckptkit rename` gives them other names",
+            hint="--last-wins takes the last of each; `rename` gives them other names",
         )
     notes = [f"merged {plural(len(parts), 'checkpoint')}"]
     if twice:
@@ -179,7 +180,7 @@ def ema(ck: Source) -> Checkpoint:
     raise UsageError(
         "holds no averaged weights under a name that training loops use for them",
         where=ck.name,
-        hint="`ckptkit inspect --tree` shows what there is, `ckptkit extract --key NAME` takes it",
+        hint="`ckptkit inspect --tree {where}` shows the entries; `extract --key` takes one",
     )
 
 

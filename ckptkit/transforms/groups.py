@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ckptkit import quantized
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import UsageError
-from ckptkit.core.text import plural, quoted, shell_word
+from ckptkit.core.text import plural, quoted
 from ckptkit.quantized import Quantization
 
 if TYPE_CHECKING:
@@ -30,9 +30,7 @@ def refuse(ck: Checkpoint, names: Iterable[str] | None, what: str) -> None:
 
 def instead(ck: Checkpoint) -> str:
     """The command that makes numbers of codes and scales."""
-
-    source = shell_word(ck.name) if ck.name else "SRC"
-    return f"make weights of them first: ckptkit convert {source} DST --dequantize bfloat16"
+    return "dequantize it first: `ckptkit convert {where} {new} --dequantize bfloat16`"
 
 
 def refuse_mixture(checkpoints: Sequence[Checkpoint]) -> None:

@@ -20,7 +20,7 @@ from ckptkit.core.errors import CollisionError, UsageError
 from ckptkit.core.grouping import without
 from ckptkit.core.rebuilding import rebuild
 from ckptkit.core.tensor import Tensor
-from ckptkit.core.text import guess, plural, quoted, shell_word
+from ckptkit.core.text import entries, guess, plural, quoted, shell_word
 from ckptkit.core.tree import Node, Object, OrderedMapping, Path, find, join, walk
 from ckptkit.core.weights import Weights, as_tensor, module_state, plain_state_dict, read_module
 from ckptkit.quantized import Quantization
@@ -54,13 +54,13 @@ class Target:
         for key, value in self.entries.items():
             name = names.get(key, key)
             if name in new:
+                from glob import escape
+
                 other = next(each for each in self.entries if names.get(each, each) == name)
                 raise CollisionError(
                     f"{other!r} and {key!r}{self.place} would both be called {name!r}",
-                    hint=(
-                        "leave one of them out first: ckptkit convert SRC DST --drop "
-                        f"{shell_word(other)}"
-                    ),
+                    hint="drop one of them first: `ckptkit convert {where} {new} --drop "
+                    f"{shell_word(escape(str(other)))}`",
                 )
             new[name] = value
         return module_versions.like(self.entries, new, edit_metadata)
@@ -315,7 +315,8 @@ def _new_names(
     for old, new in mapping.items():
         if old not in known:
             raise UsageError(
-                f"there is no key {old!r}{target.place} to rename", hint=guess(old, target.names)
+                f"there is no key {old!r}{target.place} to rename",
+                hint=entries(old, [*target.names], "keys"),
             )
         if not isinstance(new, str) or not new:
             raise UsageError(
@@ -334,7 +335,10 @@ def _regex(pattern: str, replacement: str) -> re.Pattern[str]:
         regex = re.compile(pattern)
         regex.sub(replacement, "")  # reads the replacement, whether or not anything matches
     except (re.error, IndexError, RecursionError, OverflowError) as error:
-        raise UsageError(f"bad substitution {pattern!r} = {replacement!r}: {error}") from error
+        raise UsageError(
+            f"bad substitution {pattern!r} = {replacement!r}: {error}",
+            hint=r"a backslash before ( ) [ ] { } . * + ? | makes it plain: \( or \.",
+        ) from error
     return regex
 
 
@@ -381,7 +385,7 @@ def select(
     gone = len(target.names) - len(kept)
     if not kept:
         raise UsageError(
-            "nothing is left of the weights", hint="see `ckptkit inspect` for the names"
+            "nothing is left of the weights", hint="`ckptkit inspect {where}` lists the names"
         )
     if not gone:
         nothing = NoEffect("every weight is selected: nothing is left out")
@@ -407,7 +411,8 @@ def _matching(target: Target, globs: Sequence[str], weights: Quantization) -> se
         hits = {name for name in names if matches(name)}
         if not hits:
             raise UsageError(
-                f"no key{target.place} matches {glob!r}", hint=guess(glob, target.names)
+                f"no key{target.place} matches {glob!r}",
+                hint=entries(glob, [*target.names], "keys"),
             )
         found |= hits
     return groups.completed(weights, found).intersection(target.names)

@@ -13,10 +13,10 @@ from typing import NamedTuple
 from ckptkit.core import arguments
 from ckptkit.core.checkpoint import Checkpoint, NoEffect, Source, opened
 from ckptkit.core.errors import UsageError
-from ckptkit.core.grouping import without
+from ckptkit.core.grouping import flatten, without
 from ckptkit.core.rebuilding import rebuild
 from ckptkit.core.tensor import Shape, Tensor
-from ckptkit.core.text import nearest, plural, some
+from ckptkit.core.text import nearest, plural, shell_command, some
 from ckptkit.core.tree import Node, OrderedMapping, join, walk
 from ckptkit.core.weights import as_tensor, is_optimizer
 
@@ -77,7 +77,8 @@ def _only(ck: Checkpoint) -> _Optimizer:
     if len(found) > 1:
         raise UsageError(
             f"has several optimizers: {some([path for path, _ in found])}", where=ck.name,
-            hint="leave out the others: --drop-entry NAME",
+            hint="choose one: drop the others with `"
+            + shell_command(flatten(("--drop-entry", path) for path, _ in found[1:])) + "`",
         )  # fmt: skip
     ((path, node),) = found
     groups, state = node["param_groups"], node["state"]

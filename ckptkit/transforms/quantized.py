@@ -39,7 +39,7 @@ def dequantize(ck: Source, dtype: DTypeLike | None = None) -> Checkpoint:
     if own is None and not found:
         raise UsageError(
             "nothing in it is quantized in a way that is known",
-            where=ck.name, hint="`ckptkit inspect` shows it; `--cast DTYPE` casts floats",
+            where=ck.name, hint="`ckptkit inspect {where}` shows it; `--cast float16` casts floats",
         )  # fmt: skip
     ck = ck if own is None else own
     return _without_groups(ck, quantized.find(ck) if own is not None else found, wanted)
@@ -54,7 +54,7 @@ def target(name: DTypeLike) -> DType:
     if dtype.name not in TARGETS:
         raise UsageError(
             f"weights are not dequantized to {name!r}",
-            hint=f"to {', '.join(TARGETS)}; `--cast` makes others of these",
+            hint=f"choose one of {', '.join(TARGETS)}; --cast casts the result to another",
         )
     return dtype
 

@@ -29,7 +29,7 @@ def extract(ck: Source, key: str) -> Checkpoint:
         raise UsageError(
             f"the entry {key!r} is a single {type_name(node)}, not a checkpoint",
             where=ck.name,
-            hint="name a mapping, a list or a tensor; `ckptkit inspect` shows single values",
+            hint="name a mapping, a list or a tensor; `ckptkit inspect {where}` shows values",
         )
     inner = _key_below(ck, path)
     return ck.with_key(inner).with_root(node, notes=[f"extracted {key!r}"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -215,11 +216,55 @@ def test_convert_wants_a_suffix_that_it_knows(
     assert load(tmp_path / "run.unknown")["epoch"] == 3
 
 
-def test_editing_keeps_the_format_under_an_unknown_suffix(
+@pytest.mark.parametrize("name", ["run", "run-1.5", "folder/"])
+def test_editing_keeps_the_format_without_a_suffix(
+    ckptkit: Ckptkit, run_pth: Path, tmp_path: Path, name: str
+) -> None:
+    (tmp_path / "folder").mkdir()
+    assert ckptkit("strip-module", run_pth, f"{tmp_path}/{name}").exit_code == 0
+    assert load(tmp_path / (f"{name}run.pth" if name.endswith("/") else name))["epoch"] == 3
+
+
+def test_editing_keeps_the_format_under_the_suffix_of_the_source(
     ckptkit: Ckptkit, run_pth: Path, tmp_path: Path
 ) -> None:
-    assert ckptkit("strip-module", run_pth, tmp_path / "run.best").exit_code == 0
-    assert load(tmp_path / "run.best")["epoch"] == 3
+    """An unknown one that differs may be a mistake: out.safetensor would be a pickle."""
+    source = run_pth.rename(tmp_path / "run.best")
+    assert ckptkit("strip-module", source, tmp_path / "last.best").exit_code == 0
+    done = ckptkit("strip-module", source, tmp_path / "last.safetensor")
+    assert (done.exit_code, "the suffix does not say" in done.stderr) == (2, True)
+    words = ("strip-module", source, tmp_path / "last.safetensor", "--format", "torch-zip")
+    assert ckptkit(*words).exit_code == 0
+    assert load(tmp_path / "last.safetensor")["epoch"] == load(tmp_path / "last.best")["epoch"] == 3
+
+
+@pytest.mark.parametrize("slash", ["", "/"])
+def test_a_file_goes_into_a_folder(
+    ckptkit: Ckptkit, run_pth: Path, tmp_path: Path, slash: str
+) -> None:
+    (tmp_path / "made").mkdir()
+    folder = f"{tmp_path}/made{slash}"
+    assert ckptkit("strip-module", run_pth, folder).exit_code == 0
+    assert ckptkit("convert", run_pth, folder, "--format", "safetensors").exit_code == 0
+    assert ckptkit("recover", run_pth, folder, "--force").exit_code == 0
+    assert sorted(os.listdir(folder)) == ["run.pth", "run.safetensors"]
+    assert ckptkit("strip-module", run_pth, folder).exit_code == 2
+    done = ckptkit("strip-module", run_pth, f"{tmp_path}/none/")
+    assert done.exit_code == 4 and f"mkdir -p {tmp_path}/none" in done.stderr
+
+
+def test_standard_output_is_no_file(
+    ckptkit: Ckptkit, run_pth: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(run_pth.parent)
+    for words in (("convert", run_pth, "-"), ("digest", run_pth, "-o", "-")):
+        done = ckptkit(*words)
+        assert done.exit_code == 2 and "./- is the file of that name" in done.stderr
+    assert ckptkit("strip-module", run_pth, "./-").exit_code == 0
+    assert load(Path("-"))["epoch"] == 3
+    Path("-").unlink()
+    done = ckptkit("inspect", "-")
+    assert done.exit_code == 3 and "standard input cannot be read" in done.stderr
 
 
 def test_objects(ckptkit: Ckptkit, tmp_path: Path, out: Path) -> None:

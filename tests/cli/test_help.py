@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 import pytest
 
-from ckptkit.cli import COMMANDS, batch, main
+from ckptkit.cli import COMMANDS, batch, help, main, render
 
 
 def commands() -> list[list[str]]:
@@ -63,6 +63,63 @@ def test_its_examples_parse(
         parent = click.Context(main, **main.context_settings)
         context = found(given[:named]).make_context("example", given[named:], parent)
         assert not context.args
+
+
+PAGE = """# Rules
+
+A rule with a long line: aaaaaaaaaa bbbbbbbbbb cccccccccc dddddddddd eeeeeeeeee
+goes on here.
+- an item of a list: ffffffffff gggggggggg hhhhhhhhhh iiiiiiiiii
+- another
+
+| written | means |
+|---|---|
+| `{p:q\\|k\\|v}` | labels |
+
+It is used so:
+
+```sh
+ckptkit convert aaaaaaaaaaaaaaaaaaaa bbbbbbbbbbbbbbbbbbbbbbbb ccccccccccc
+
+ckptkit help
+```
+<!-- hidden -->
+The end.
+"""
+
+
+def test_pages_in_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables have their bars, code is indented and never wrapped, prose is wrapped at words."""
+    (tmp_path / "rules.md").write_text(PAGE)
+    monkeypatch.setattr(help, "FOLDER", tmp_path)
+    code = [
+        "    ckptkit convert aaaaaaaaaaaaaaaaaaaa bbbbbbbbbbbbbbbbbbbbbbbb ccccccccccc",
+        "",
+        "    ckptkit help",
+    ]
+    table = ["written      means", "`{p:q|k|v}`  labels"]
+    head, rest = PAGE.split("\n\n| written")[0].split("\n"), ["", "It is used so:", "", *code, ""]
+    assert list(help.page("rules")) == [*head, "", *table, *rest, "The end."]
+    monkeypatch.setattr(render, "terminal_width", lambda: 40)
+    assert list(help.page("rules"))[:9] == [
+        "# Rules",
+        "",
+        "A rule with a long line: aaaaaaaaaa",
+        "bbbbbbbbbb cccccccccc dddddddddd",
+        "eeeeeeeeee goes on here.",
+        "- an item of a list: ffffffffff",
+        "  gggggggggg hhhhhhhhhh iiiiiiiiii",
+        "- another",
+        "",
+    ]
+    assert list(help.page("rules"))[9:] == [*table, *rest, "The end."]
+
+
+@pytest.mark.parametrize("topic", sorted(help.topics()))
+def test_no_page_shows_marks_of_tables_or_fences(topic: str) -> None:
+    lines = list(help.page(topic))
+    assert not [line for line in lines if line.startswith(("|", "```", "<!--")) or r"\|" in line]
+    assert lines[-1]
 
 
 def test_the_whole() -> None:

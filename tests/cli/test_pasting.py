@@ -66,5 +66,6 @@ def test_hints_of_a_folder(name: str, tmp_path: Path) -> None:
             torch.save({"a": torch.ones(2)}, file)
     code, text = run(tmp_path, "inspect", ".")
     assert code == 3
-    _, _, hint = text.partition("name one of them, e.g. ")
-    assert pasted(tmp_path, f"ckptkit inspect {hint.strip()}") == 0
+    one, _, every = text.partition("name one of them, e.g. ")[2].partition("; all 2: ")
+    assert pasted(tmp_path, f"ckptkit inspect {one}") == 0
+    assert pasted(tmp_path, every.strip().strip("`")) == 0

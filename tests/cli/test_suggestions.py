@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import re
+import shlex
+import shutil
+import subprocess
 from pathlib import Path
 
+import click
 import pytest
+import torch
+from click.testing import Result
 
-from ckptkit.cli import COMMANDS, SYNONYMS
+from ckptkit.cli import COMMANDS, main
+from ckptkit.cli.suggestions import OPTIONS, WORDS
 from tests.cli.conftest import Ckptkit
+from tests.conftest import COMMAND, ENVIRONMENT
 
 
 @pytest.mark.parametrize(
@@ -15,7 +24,6 @@ from tests.cli.conftest import Ckptkit
     [
         ("inspekt", "inspect"),
         ("strip", "strip-module"),
-        ("ls", "inspect"),
         ("stat", "stats"),
         ("dif", "diff"),
     ],
@@ -41,8 +49,103 @@ def test_nothing_is_near(ckptkit: Ckptkit) -> None:
     )
 
 
-def test_synonyms_are_no_commands_and_mean_some() -> None:
-    assert not SYNONYMS.keys() & {*COMMANDS} and {*SYNONYMS.values()} <= {*COMMANDS}
+def ran(ckptkit: Ckptkit, hint: str) -> Result:
+    """Run the command that a hint prints."""
+    (command,) = re.findall(r"`ckptkit ([^`]+)`", hint)
+    return ckptkit(*shlex.split(command))
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_other_words_for_commands(
+    ckptkit: Ckptkit, run_pth: Path, monkeypatch: pytest.MonkeyPatch, word: str
+) -> None:
+    assert word not in COMMANDS
+    monkeypatch.chdir(run_pth.parent)
+    for rest in (["run.pth"], ["run.pth", "new.pth"], []):
+        said = ckptkit(word, *rest).stderr
+        assert WORDS[word] in said
+        assert ran(ckptkit, said).exit_code in (0, 1), said
+        Path("new.pth").unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_other_words_for_options(ckptkit: Ckptkit, option: str) -> None:
+    name, new, *_ = OPTIONS[option].split()
+    command = main.get_command(click.Context(main), name)
+    assert command is not None and any(new in each.opts for each in command.params)
+    for other in (name, "extract"):
+        said = ckptkit(other, "run.pth", "out.pth", option).stderr
+        assert new in said and "Did you mean" not in said
+        assert ran(ckptkit, said).exit_code == 0
+
+
+@pytest.fixture
+def several(run_pth: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Three checkpoints in a folder, below the working directory."""
+    monkeypatch.chdir(run_pth.parent)
+    Path("a b").mkdir()
+    for name in "123":
+        shutil.copy(run_pth, f"a b/{name}.pth")
+    return run_pth
+
+
+@pytest.mark.parametrize(
+    ("words", "printed"),
+    [
+        ("strip-module 'a b/1.pth' 'a b/2.pth' 'a b/3.pth'", "batch strip-module --into out 'a b/*.pth'"),
+        ("strip-module 'a b/1.pth' 'a b/2.pth' new", "batch strip-module --into new 'a b/1.pth' 'a b/2.pth'"),
+        ("strip-module 'a b' new", "batch strip-module --into new 'a b/*.pth'"),
+        ("run lightning 'a b' new --dry-run", "batch run lightning --dry-run --into new 'a b/*.pth'"),
+        ("convert --format safetensors 'a b/*.pth' new", "batch convert --format safetensors --into new 'a b/*.pth'"),
+        ("inspect 'a b/*.pth'", "inspect 'a b/1.pth' 'a b/2.pth' 'a b/3.pth'"),
+        ("verify 'a b'", "verify 'a b/1.pth' 'a b/2.pth' 'a b/3.pth'"),
+        ("diff run.pth model.py:Net --json", "diff run.pth --model model.py:Net --json"),
+    ],
+)  # fmt: skip
+def test_several_files(ckptkit: Ckptkit, several: Path, words: str, printed: str) -> None:
+    done = ckptkit(*shlex.split(words))
+    assert done.exit_code in (2, 3) and f"`ckptkit {printed}`" in done.stderr
+    if "lightning" not in words and "model.py" not in words:
+        assert ran(ckptkit, done.stderr).exit_code == 0
+
+
+def test_a_pattern_that_no_file_matches(ckptkit: Ckptkit, several: Path) -> None:
+    assert "no file matches this pattern" in ckptkit("inspect", "b/*.pth").stderr
+    assert "such as 'a b/1.pth'" in ckptkit("doctor", "a b/*.pth").stderr
+    assert "did you mean a b/1.pth" in ckptkit("doctor", "a b/1.pht").stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("extract run.pth new.pth", "--key names one of its entries: model, optimizer"),
+        ("convert run.pth new.pth --key optimizer", "`ckptkit inspect --tree run.pth` shows"),
+        ("rename run.pth new.pth --sub (=x", "a backslash before ( ) "),
+        ("rename run.pth new.pth --sub s/a(b)/c/g", "write 'a(b)=c'"),
+        ("rename run.pth new.pth --map map.json", "the keys are: module.0.weight"),
+        ("convert run.pth new.pth --drop zzzz", "the keys are: module.0.weight"),
+        ("rename run.pth new.pth --sub weight=bias", "`ckptkit convert run.pth run-new.pth --drop module.0.weight`"),
+        ("run lightning run.pth new.pth", "`ckptkit inspect --tree run.pth` shows its entries"),
+        ("diff run.pth --model a.py:B --arg name=resnet18", "'name=\"resnet18\"'"),
+        ("ema run.pth new.pth", "`ckptkit inspect --tree run.pth`"),
+        ("average run.pth other.pth new.pth", "`ckptkit diff run.pth other.pth` shows how"),
+        ("completion", "Choose from: bash, zsh, fish\n"),
+        ("help lora", "`ckptkit help rules` mentions it"),
+    ],
+)  # fmt: skip
+def test_next_steps(ckptkit: Ckptkit, several: Path, words: str, said: str) -> None:
+    Path("map.json").write_text('{"zzzz": "x"}')
+    torch.save({"w": torch.ones(1)}, "other.pth")
+    done = ckptkit(*words.split())
+    assert done.exit_code in (2, 3) and said in done.stderr
+    for command in re.findall(r"`ckptkit ([^`]+)`", done.stderr):
+        assert ckptkit(*shlex.split(command)).exit_code in (0, 1), command
+
+
+def test_a_pipe(run_pth: Path) -> None:
+    words = f"{shlex.join(COMMAND)} inspect <(cat {shlex.quote(str(run_pth))})"
+    done = subprocess.run(["bash", "-c", words], capture_output=True, text=True, env=ENVIRONMENT)
+    assert done.returncode == 3 and "a pipe has only one: save it as a file" in done.stderr
 
 
 def test_options(ckptkit: Ckptkit) -> None:

@@ -16,7 +16,8 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from ckptkit.cli import RENAMED, main, render
+from ckptkit.cli import main, render
+from ckptkit.cli.suggestions import RENAMED
 from ckptkit.core.grouping import flatten
 from tests.cli.conftest import Ckptkit
 from tests.conftest import ENVIRONMENT, Run

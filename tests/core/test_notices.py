@@ -59,3 +59,17 @@ def test_the_hint_is_a_note_beside_others() -> None:
         assert (each.hint, each.__notes__) == ("second", ["hint: second", "of the caller"])
     error.hint = None
     assert error.__notes__ == ["of the caller"]
+
+
+def test_a_hint_names_the_file_once_it_is_known() -> None:
+    error = CkptkitError("is wrong", hint="`convert {where} {new}` mends it")
+    error.add_note("of the caller")
+    assert error.hint == "`convert` mends it"
+    hint = "`convert 'a b.pth.tar' 'a b-new.pth.tar'` mends it"
+    assert error.at("a b.pth.tar").hint == hint
+    again = pickle.loads(pickle.dumps(error))
+    assert error.__notes__ == again.__notes__ == [f"hint: {hint}", "of the caller"]
+    error.where = "s3://bucket/run.pth.gz"
+    assert error.hint == "`convert s3://bucket/run.pth.gz run-new.pth` mends it"
+    error.hint = None
+    assert error.__notes__ == ["of the caller"]

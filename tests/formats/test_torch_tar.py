@@ -275,7 +275,7 @@ def test_other_tar_files_are_told_apart() -> None:
     ):
         with pytest.raises(UnsupportedError, match="is a tar archive") as caught:
             read(data)
-        assert caught.value.hint == "unpack it first: tar -xf"
+        assert caught.value.hint == "unpack it first: `tar -xf`"  # a file without a name
 
 
 # Hostile ones

@@ -125,7 +125,7 @@ SHAPES: list[tuple[list[str], Shapes, str, str | None]] = [
         ["qkv [(p o) i] -> {p:q|k|v} [o i] with o=_|_|_"],
         {"qkv": (12, 4)},
         "nothing says how 12 falls into (p o): give o for all labels but one",
-        "o=N|N|N",
+        "o=8|8|8",
     ),
     (["a [i] -> b [i]"], {"a": (2, 3)}, "a has 2 dimensions", None),
     (
@@ -166,7 +166,7 @@ SHAPES: list[tuple[list[str], Shapes, str, str | None]] = [
     (["a [p d] -> b.{p} [d] with d=1|2"], {"a": (3, 2)}, "no variable has 2 labels", None),
     (["a [p d] -> {p:x|y} [d] with p=3"], {"a": (3, 2)}, "p has 2 labels, and p=3", None),
     (["{m:**}x -> {m}"], {"x": ()}, "rule 1: a name is empty", None),
-    (["a.{l+n} -> b.{l}"], {"a.1": ()}, "rule 1: nothing says n", "--arg n=N"),
+    (["a.{l+n} -> b.{l}"], {"a.1": ()}, "rule 1: nothing says n", "--arg n=32"),
     (
         ["a.{e}.{m:x|y} [o] -> b [(e m o)]"],
         {"a.0.x": (8,), "a.0.y": (4,), "a.1.x": (4,), "a.1.y": (4,)},
@@ -183,13 +183,13 @@ SHAPES: list[tuple[list[str], Shapes, str, str | None]] = [
         ["a.{p:-|y} [d] -> b [(p d)] with d=_|_"],
         {"a.y": (4,)},
         "rule 1: nothing says the size of d",
-        "--arg d=N",
+        "--arg d=32",
     ),
     (
         ["a [(p x d)] -> {p:u|v}.{x} [d] with x=1|2 d=2"],
         {"a": (6,)},
         "rule 1: nothing says how many x there are",
-        "--arg x=N",
+        "--arg x=32",
     ),
     (["a [x y] -> b.{x}.{y} [] with x=2"], {"a": (3, 1)}, "with x=2 are 2", None),
     (["a.*.w -> b.*.w"], {"a.0.w": ()}, "rule 1 matches no key; nearest: a.0.w", "{m:*}"),

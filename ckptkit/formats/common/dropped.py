@@ -113,7 +113,7 @@ def refuse_pieces(nodes: Mapping[str, Node]) -> None:
         raise UnsupportedError(
             f"of {names[0][:80]!r}{more} the file holds the piece of one rank, as DTensor or "
             "ShardedTensor",
-            hint="name the folder with the files of all ranks: ckptkit convert DIR out.safetensors",
+            hint="name the folder with the files of all ranks instead",
         )
 
 

@@ -247,9 +247,12 @@ def _zip(archive: ZipDirectory) -> InputError:
         )
     if inside:
         return FormatError(
-            "is a zip archive of files", hint=f"unpack it first: it holds {shown(inside[0])}"
+            f"is a zip archive of files: {shown(inside[0])}",
+            hint="unpack it first: `unzip {where}`",
         )
-    return FormatError("is a zip archive without a data.pkl, not a checkpoint", hint=_AGAIN)
+    return FormatError(
+        "is a zip archive without a data.pkl, not a checkpoint", hint="`unzip -l {where}` lists it"
+    )
 
 
 def _is_unfinished(archive: ZipDirectory) -> bool:

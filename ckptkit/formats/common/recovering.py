@@ -16,7 +16,8 @@ from ckptkit.pickles.pruning import without
 
 AGAIN = "download or copy it again"
 UNVERIFIED = (
-    f"{AGAIN}; `ckptkit recover --unverified` keeps what is inside the file, shifted or not"
+    f"{AGAIN}; `ckptkit recover --unverified {{where}} {{new}}` keeps what is inside the file, "
+    "shifted or not"
 )
 _ZEROS = 512  # zeros at the end of a file that was perhaps not written to its end
 _STEP = 1 << 20

@@ -23,7 +23,9 @@ from ckptkit.formats.torch_zip import writer
 def ranks_of(options: WriteOptions, name: str) -> int:
     """Return the number of parts that the options ask for. Raises UsageError if they give none."""
     if options.ranks is None:
-        raise UsageError(f"{name} is cut into parts, and nothing says how many", hint="--ranks N")
+        raise UsageError(
+            f"{name} is cut into parts, and nothing says how many", hint="--ranks 8 makes 8 parts"
+        )
     return options.ranks
 
 

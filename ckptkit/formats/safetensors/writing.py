@@ -161,7 +161,7 @@ def _way_out(obstacles: set[str]) -> str:
     if all(why in BY_NAME and BY_NAME[why].kind == "quantized" for why in obstacles):
         return "`--dequantize` makes float32 of them"
     if "subclass" in obstacles:
-        return "a .pth keeps them, and `--all` does"
+        return "a .pth or --all keeps them; --dequantize makes floats of those of torchao"
     return "leave them out with `--drop NAME`"
 
 

@@ -138,7 +138,8 @@ class _Archive:
             raise CorruptError(
                 f"begins as the archive {shown(self.top)}, "
                 f"but its directory lists {shown(others[0])}",
-                hint=f"{AGAIN}; `ckptkit recover --unverified` trusts its beginning",
+                hint=f"{AGAIN}; `ckptkit recover --unverified {{where}} {{new}}` "
+                "trusts its beginning",
             )
         places = list(self._pickle_places(name))
         if not places:
@@ -246,7 +247,7 @@ class _Archive:
             why = "does not match its checksum" if place.promised else "has lost its checksum"
             raise CorruptError(
                 f"names, shapes and values may have changed: data.pkl {why}",
-                hint=f"{AGAIN}; `ckptkit recover --unverified` reads it anyway",
+                hint=f"{AGAIN}; `ckptkit recover --unverified {{where}} {{new}}` reads it anyway",
             )
         self.warnings.append("data.pkl is damaged: names, shapes and values may have changed")
 

@@ -24,7 +24,7 @@ from ckptkit.run.batch.jobs import Job, plan
 from ckptkit.run.batch.manifest import JobRecord, Manifest
 from ckptkit.run.workers import Pool
 
-__all__ = ["Job", "Outcome", "Work", "find", "plan", "run", "state"]
+__all__ = ["Job", "Outcome", "Work", "find", "plan", "run"]
 
 AHEAD = 2  # groups for each worker: a running one and a waiting one
 GROUP = 32  # jobs at most
@@ -45,34 +45,33 @@ def run(
     *,
     force: bool = False,
     pool: Pool | None = None,
+    dry_run: bool = False,
 ) -> Results:
     """Run `jobs`, with outputs below the folder or URL `into`, and yield outcomes in any order.
 
     `work` is done in this process, or by the workers of `pool`, which are stopped if this generator
     is closed before its end. Outputs that an earlier batch made and that have not changed since may
-    be replaced, others with `force`. Raises only for failures that are not a single job's:
-    UsageError where another batch writes to `into`, OutputError where the manifest cannot be
-    written or the workers do not work.
+    be replaced, others with `force`. With `dry_run`, `work` only plans each job and nothing is
+    written: jobs that would succeed are ``planned``, the others fail as they would. Raises only for
+    failures that are not a single job's: UsageError where another batch writes to `into`,
+    OutputError where the manifest cannot be written or the workers do not work.
     """
-    with manifest.opened(into) as known:
+    with manifest.opened(into, reading=dry_run) as known:
         todo: list[_Item] = []
         for number, (job, before) in enumerate(_compared(jobs, known, force)):
             if before is not None:
-                todo.append((job, Task(number, job.input.path, _joined(into, job.output), before)))
+                place = _joined(into, job.output)
+                todo.append((job, Task(number, job.input.path, place, before, dry_run)))
             else:
                 yield job, Outcome("skipped")
+        if dry_run:
+            yield from _spread(work, todo, pool)
+            return
         _prepare(into, [job for job, _ in todo])
         try:
             yield from _noted(_spread(work, todo, pool), known)
         finally:
             _sweep(into, [job for job, _ in todo])
-
-
-def state(jobs: Sequence[Job], into: str) -> Results:
-    """Yield what `run` would do: ``skipped`` or ``planned`` for each job. Nothing is written."""
-    with manifest.opened(into, reading=True) as known:
-        for job, before in _compared(jobs, known, False):
-            yield job, Outcome("skipped" if before is None else "planned")
 
 
 def _compared(jobs: Sequence[Job], known: Manifest, force: bool) -> list[tuple[Job, bool | None]]:

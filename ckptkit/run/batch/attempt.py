@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple, Protocol
 
 from ckptkit.api import Conversion
@@ -14,6 +15,7 @@ from ckptkit.core.errors import CkptkitError, OutputError, OutputExistsError, fo
 from ckptkit.core.plan import Plan
 from ckptkit.formats.opening import open_unchecked
 from ckptkit.publish.copying import checksums, in_order
+from ckptkit.publish.preflight import check_folder
 from ckptkit.run.batch.inputs import Mark, mark
 
 BUG = 5  # exit code
@@ -28,12 +30,14 @@ class Work(Protocol):
 
 
 class Task(NamedTuple):
-    """A job as workers see it: its number, two paths, and whether the output may be replaced."""
+    """A job as workers see it: its number, two paths, whether the output may be replaced, and
+    whether the job is only planned."""
 
     number: int
     source: str
     destination: str
     force: bool
+    dry_run: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,13 +96,11 @@ def _one(work: Work, task: Task) -> Outcome:
 
 
 def _done(work: Work, task: Task) -> Outcome:
-    if not urls.is_url(task.destination):
-        _make_folder(os.path.dirname(task.destination))
-    state = "done"
+    state = "planned" if task.dry_run else "done"
     try:
-        made = work(task.source, task.destination, force=task.force, dry_run=False)
+        made = _planned(work, task) if task.dry_run else _made(work, task)
     except OutputExistsError as error:
-        made = work(task.source, task.destination, force=False, dry_run=True)
+        made = work(task.source, _beside(task.destination), force=False, dry_run=True)
         if not isinstance(made.plan, Plan) or not same(made.plan, task.destination):
             raise error from None
         state = "found"  # an earlier attempt made it, and ended before that was recorded
@@ -109,15 +111,47 @@ def _done(work: Work, task: Task) -> Outcome:
         made.notes,
         made.plan.notes,
         made.warnings,
-        mark(task.destination),
+        None if task.dry_run else mark(task.destination),
     )
 
 
-def _make_folder(path: str) -> None:
+def _made(work: Work, task: Task) -> Conversion:
+    """Run the job, in a folder that is made where it does not exist."""
+    _for_folder(task, partial(os.makedirs, exist_ok=True))
+    return work(task.source, task.destination, force=task.force, dry_run=False)
+
+
+def _planned(work: Work, task: Task) -> Conversion:
+    """Plan the job; where its folder does not exist yet, as if it wrote to the one above."""
+    _for_folder(task, check_folder)
+    folder, name = os.path.split(task.destination)
+    if urls.is_url(folder) or os.path.isdir(folder):
+        return work(task.source, task.destination, force=task.force, dry_run=True)
+    while not os.path.isdir(folder):
+        folder = os.path.dirname(folder)
+    place = _beside(os.path.join(folder, name))
     try:
-        os.makedirs(path, exist_ok=True)
+        return work(task.source, place, force=False, dry_run=True)
+    except CkptkitError as error:
+        if error.where == place:
+            error.where = task.destination
+        raise
+
+
+def _for_folder(task: Task, act: Callable[[str], None]) -> None:
+    """Make or check the folder of an output. Raises OutputError."""
+    folder = os.path.dirname(task.destination)
+    try:
+        if not urls.is_url(folder):
+            act(folder)
     except OSError as error:
-        raise OutputError(f"cannot be made: {error.strerror}", where=path) from error
+        raise OutputError(f"cannot be made: {error.strerror}", where=folder) from error
+
+
+def _beside(path: str) -> str:
+    """Return a path in the same folder where nothing is, with the same suffix."""
+    start = max(path.rfind("/"), path.rfind(os.sep)) + 1
+    return f"{path[:start]}.{os.urandom(8).hex()}-{path[start:][-200:]}"  # names have 255 bytes
 
 
 def same(plan: Plan, destination: str) -> bool:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cache
-from itertools import chain
 
 from ckptkit import formats
 from ckptkit.core import __version__, urls
@@ -53,12 +51,9 @@ def _output(each: Input, given: Format | None, shards: bool) -> str:
     if given is None and each.is_folder and not shards:
         chosen = _kept(each)
     suffixes = () if chosen is None else chosen.suffixes
-    has_suffix = each.name.lower().endswith(suffixes)
-    if has_suffix or (chosen is None and not shards):
+    if chosen is None and not shards:
         return each.name
-    if shards or not suffixes:
-        return _stem(each.name)
-    return _stem(each.name) + suffixes[0]
+    return formats.named(each.name, () if shards else suffixes)
 
 
 def _kept(each: Input) -> Format | None:
@@ -68,19 +63,6 @@ def _kept(each: Input) -> Format | None:
         return formats.for_writing(each.name, keep=read.name)
     except CkptkitError:  # reported again when it is read
         return None
-
-
-def _stem(name: str) -> str:
-    suffix = next((each for each in _suffixes() if name.lower().endswith(each)), "")
-    stem = name[: len(name) - len(suffix)]
-    return name if not stem or stem.endswith("/") else stem
-
-
-@cache
-def _suffixes() -> Sequence[str]:
-    """Return the suffixes of all formats that can be written, the longest first."""
-    suffixes = chain.from_iterable(each.suffixes for each in formats.writable())
-    return sorted(suffixes, key=len, reverse=True)
 
 
 def _check(jobs: Iterable[Job]) -> None:

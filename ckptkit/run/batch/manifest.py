@@ -21,6 +21,7 @@ from ckptkit.core.bytesource import LocalFile
 from ckptkit.core.errors import CkptkitError, LimitError, OutputError, UsageError
 from ckptkit.core.text import shell_word
 from ckptkit.publish.copying import write_all
+from ckptkit.publish.preflight import check_folder
 from ckptkit.run.batch.inputs import Mark, mark
 
 NAME = ".ckptkit-batch.jsonl"
@@ -63,6 +64,7 @@ def opened(into: str, *, reading: bool = False) -> Iterator[Manifest]:
         return
     path = os.path.join(into, NAME)
     if reading:
+        _check(path)
         yield _Local(into, _read(path), -1)
         return
     with _locked(path) as fd:
@@ -167,6 +169,14 @@ def _read(path: str) -> bytes:
         raise OutputError(
             f"cannot be read: {error.message}", where=path, hint=f"rm {shell_word(path)}"
         ) from error
+
+
+def _check(path: str) -> None:
+    """Raise OutputError where the manifest cannot be written."""
+    try:
+        check_folder(os.path.dirname(path))
+    except OSError as error:
+        raise OutputError(f"cannot be written: {error.strerror}", where=path) from error
 
 
 @contextmanager

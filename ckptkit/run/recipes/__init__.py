@@ -355,7 +355,8 @@ def _extract(given: Any) -> Step:
                 continue
             return structure.extract(ck, key)
         raise UsageError(
-            f"has no entry {' or '.join(wanted)}", hint="`ckptkit inspect --tree` shows its entries"
+            f"has no entry {' or '.join(wanted)}",
+            hint="`ckptkit inspect --tree {where}` shows its entries",
         )
 
     return step
