@@ -455,7 +455,7 @@ class _Missed:
         made = module.global_
         if made is None or made.module.partition(".")[0] not in ("torch", "__torch__"):
             self.classes[str(made or "of no name")] = None
-        elif ".quantized." in f"{made.module}.":
+        elif ".nn.quantized." in f"{made.module}.":
             self.names.append(prefix.removesuffix(".") or "the module itself")
         hooks = _attributes(module)[1].get("_state_dict_hooks")
         if any(not _is_of_torch(hook) for _, hook in children(hooks)):
