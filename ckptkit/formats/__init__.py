@@ -116,6 +116,8 @@ def recover(place: ByteSource | Folder, *, unverified: bool = False) -> Recovere
     probe = Probe(place)
     try:
         for format in FORMATS:
+            if not format.readable and format.matches(probe):
+                format.read(probe)  # raises the reason
             if (
                 format.recover is not None
                 and (found := format.recover(probe, unverified)) is not None

@@ -1,7 +1,7 @@
 """Weights that a backend packed: objects of C++ that hold the tensors of one layer.
 
-``optimize_for_mobile`` and ``freeze`` put them among the constants, which have no names. The pickle has the tensors as
-they were before:
+``optimize_for_mobile`` and ``freeze`` put them among the constants, which have no names. The pickle
+has the tensors as they were before:
 
     xnnpack, metal, mkldnn    LinearOpContext, Conv2dOpContext...: (weight, bias, stride...)
     vulkan                    LinearPackedContext, Conv2dPackedContext...: [weight, bias, ...]
