@@ -13,7 +13,7 @@ from ckptkit.core import above, arguments
 from ckptkit.core.bytesource import ByteSource, Folder
 from ckptkit.core.errors import CkptkitError, UnknownNameError, UsageError
 from ckptkit.core.tensor import Tensor
-from ckptkit.core.text import escape, plural, size
+from ckptkit.core.text import escape, plural, shell_command, size
 from ckptkit.core.tree import Global, Node, Object, children, find, join
 from ckptkit.core.weights import Weights, as_tensor, is_optimizer, locate
 
@@ -143,15 +143,21 @@ class Checkpoint:
                 raise UsageError(
                     f"is one tensor{_class_of(self.root)}, not a mapping from names to tensors",
                     where=self.name,
-                    hint="`ckptkit wrap --key NAME` gives it a name",
+                    hint=f"to give it a name: {self._wrap}",
                 )
             raise UsageError(
                 "holds no mapping from names to tensors",
                 where=self.name,
-                hint="`ckptkit inspect` shows what it holds; "
-                "`ckptkit wrap --key NAME` gives a bare tensor a name",
+                hint="`ckptkit inspect` shows what it holds",
             )
         return self.selection
+
+    @property
+    def _wrap(self) -> str:
+        """The command that gives a bare tensor a name."""
+        path = self.name or "tensor.pth"
+        named = f"{os.path.splitext(os.path.basename(path))[0]}-named.pth"
+        return shell_command(("ckptkit", "wrap", "--key", "weight", path, named))
 
     @property
     def name(self) -> str | None:

@@ -39,6 +39,16 @@ TORCH_ZIP = Format(
     patch=Lazy("torch_zip.patching:patch"),
     pickles=ZIP_PICKLES,
 )
+TAR = Format(
+    "tar",
+    "a checkpoint alone in a tar file (.nemo)",
+    matches=Lazy("torch_tar:is_archive"),
+    read=Lazy("compressed:read"),
+    chooses=True,
+    noun="a tar file of other files",
+    torch_error='"Weights only load failed"',
+    check=Lazy("compressed:check"),
+)
 TORCH_TAR = Format(
     "torch-tar",
     "torch.save of torch 0.1.1 and before: a tar file",
@@ -244,9 +254,9 @@ MEGATRON_PARTS = Format(
 NONE = Format("", "made here", matches=Lazy(""), read=Lazy(""))
 
 FORMATS = (
-    DCP_SHARD, TORCHSCRIPT, TORCH_ZIP, TORCH_TAR, PT2, STABLE_BASELINES, TORCH_LEGACY, SAFETENSORS,
-    DCP, PARALLEL, DEEPSPEED, SHARDED, SHARDED_BIN, NPZ, NPY, TORCH_UNPACKED, PICKLE, COMPRESSED,
-    FOLDER, LLAMA_PARTS, MEGATRON_PARTS,
+    DCP_SHARD, TORCHSCRIPT, TORCH_ZIP, TAR, TORCH_TAR, PT2, STABLE_BASELINES, TORCH_LEGACY,
+    SAFETENSORS, DCP, PARALLEL, DEEPSPEED, SHARDED, SHARDED_BIN, NPZ, NPY, TORCH_UNPACKED, PICKLE,
+    COMPRESSED, FOLDER, LLAMA_PARTS, MEGATRON_PARTS,
 )  # fmt: skip
 BY_NAME = {format.name: format for format in FORMATS}
 TORCH_SUFFIXES = TORCH_ZIP.suffixes
