@@ -19,7 +19,6 @@ from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import UnsafeGlobalError
 from ckptkit.core.tensor import Storage, Tensor, TypedStorage
 from ckptkit.core.tree import Global, Node, Object, OrderedMapping
-from ckptkit.pickles.allowlist import names
 from ckptkit.pickles.trust import (
     WEIGHTS_ONLY,
     describe,
@@ -140,14 +139,19 @@ def test_reconstructing_in_any_other_way_is_refused(name: str, tmp_path: Path) -
     assert not (tmp_path / "out.pth").exists()
 
 
-def test_the_users_module_is_no_package_whatever_runs_here() -> None:
-    """`__main__` is ckptkit or a test runner here, both of which may be installed packages."""
+def test_the_verdict_does_not_depend_on_what_is_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither on the packages of this Python nor on the script that runs."""
+    (tmp_path / "site-packages" / "somebodys").mkdir(parents=True)
+    (tmp_path / "site-packages" / "somebodys" / "__init__.py").touch()
     runner = ModuleSpec("__main__", None, origin="/x/site-packages/y.py")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys.modules["__main__"], "__spec__", runner)
-        names._is_package.cache_clear()
-        assert not is_harmful(call("__main__.Net", new=True))
-    names._is_package.cache_clear()
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", runner)
+    monkeypatch.syspath_prepend(tmp_path / "site-packages")
+    for own in ("somebodys.nets.Net", "__main__.Net"):
+        assert not is_harmful(call(own, new=True))
+    for package in ("torchvision.models.resnet.Odd", "transformers.odd.Odd", "sympy.Symbol"):
+        assert is_harmful(call(package, new=True))
 
 
 @pytest.mark.parametrize(
