@@ -111,7 +111,6 @@ _LISTED = {
         "PerToken PlaceholderObserver RecordingObserver ReuseInputObserver "
         "UniformQuantizationObserverBase _PartialWrapper"
     ),
-    "torch.ao.quantization.qconfig": "QConfig QConfigDynamic",
     "torch.ao.quantization.stubs": "DeQuantStub QuantStub QuantWrapper",
     "torch.distributed._mesh_layout": "_FlatLayout _MeshLayout",
     "torch.distributed._shard.metadata": "ShardMetadata",
@@ -344,6 +343,7 @@ _FILLED = {
 # call methods of what is in their state: so nothing here may call or fetch what its arguments say
 # (copy, getattr, sorted with a key, dataclass).
 _KEPT = {
+    "torch.ao.quantization.quantize": "_observer_forward_hook _observer_forward_pre_hook",
     "abc": "ABC",
     "builtins": (
         "ArithmeticError AttributeError BaseException Ellipsis Exception False IndexError KeyError "
@@ -426,7 +426,7 @@ OPTIMIZERS = names_in(
 )  # their __setstate__ calls methods of the values of their state
 CLASSES = names_in(_LISTED) | names_in(_older(_LISTED))
 FILLED = names_in(_FILLED)
-KEPT = names_in(_KEPT)
+KEPT = names_in(_KEPT) | names_in(_older(_KEPT))
 
 # Packages that people have beside torch: of those, only what is listed is known. Never what is
 # installed here: the same file has the same verdict on every machine.
