@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import os
 import pickle
+import shlex
 import sys
 import zipfile
 from importlib.machinery import ModuleSpec
@@ -127,6 +129,37 @@ def test_objects_of_protocols_0_and_1_are_judged_as_those_of_newobj(
     again = pickle.loads(data)
     assert type(again["thing"]) is Thing and vars(again["thing"]) == vars(thing)
     assert again["w"] == 1.5
+
+
+class Odd(torch.nn.Linear):
+    """A layer with something in it that is refused."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.run = os.system
+
+
+def test_the_hint_for_a_module_that_is_refused_works(tmp_path: Path) -> None:
+    path = tmp_path / "a net.pt"
+    torch.save(Odd(), path)
+    with pytest.raises(UnsafeGlobalError) as raised:
+        convert(path, tmp_path / "out.pth")
+    words = shlex.split(str(raised.value.hint).partition(": ")[2])
+    assert words == ["ckptkit", "convert", str(path), "a net-weights.safetensors"]
+    assert set(convert(path, tmp_path / words[3]).checkpoint.weights) == {"weight", "bias"}
+
+
+def test_modules_under_quantization_of_torch_1_3() -> None:
+    old = "torch.quantization"
+    wrapper = Object(Global(f"{old}.observer", "_PartialWrapper"), (), new=True)
+    wrapper.steps.append(("build", {"p": Global("torch", "qint8")}))
+    config = Object(Global(f"{old}.QConfig", "QConfig"), (wrapper, wrapper), new=True)
+    hook = Global(f"{old}.quantize", "_observer_forward_hook")
+    stub = Object(Global(f"{old}.stubs", "QuantStub"), (), new=True)
+    state = {"qconfig": config, "_forward_hooks": OrderedMapping({1: hook})}
+    stub.steps.append(("build", state))
+    assert not is_harmful(config) and not is_harmful(stub)
+    assert out_of_place(hook) is None
 
 
 @pytest.mark.parametrize("name", hostile.RECONSTRUCTED)
