@@ -311,7 +311,7 @@ _row(
     "list/tuple",
     LIST,
 )
-_row("torch.jit._pickle", "restore_type_tag", "literal text", LIST)
+_row("torch.jit._pickle", "restore_type_tag", "literal text", LIST, keeps=True)
 _row("torch.jit._pickle", "build_tensor_from_id", "int", TENSOR)
 
 # Calls that call one of their arguments, or name something inside it. ``calls`` judges what they
