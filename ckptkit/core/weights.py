@@ -304,11 +304,21 @@ def _search(root: Node, qualifies: Rule) -> Iterator[Found]:
         nodes = _read(node, qualifies) if path else None
         if nodes:
             yield path, node, nodes
+        elif qualifies is _is_mixed and _is_object_array(node):
+            continue  # such as metrics: weights in an array of objects are arrays alone
         elif not is_optimizer(node) and as_tensor(node) is None:
             below = [
                 ((*path, key), child) for key, child in children(node) if isinstance(child, _OPEN)
             ]
             waiting.extend(reversed(below))
+
+
+def _is_object_array(node: Node) -> bool:
+    made = node.global_ if isinstance(node, Object) else None
+    return made is not None and made.module in _NUMPY and made.name == "_reconstruct"
+
+
+_NUMPY = ("numpy.core.multiarray", "numpy._core.multiarray")
 
 
 def is_optimizer(node: Node) -> bool:
