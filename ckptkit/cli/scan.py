@@ -28,7 +28,7 @@ FOUND = 1
     "--trust",
     metavar="GLOB",
     multiple=True,
-    help="Trust globals whose names match, such as 'transformers.*' (repeatable).",
+    help="Trust globals whose names match, such as 'transformers.*', or a package (repeatable).",
 )
 @click.option(
     "--strict",

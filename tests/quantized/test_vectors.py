@@ -15,6 +15,7 @@ import pytest
 import ckptkit
 from ckptkit import compute, quantized
 from ckptkit.core.dtypes import BY_NAME
+from ckptkit.core.errors import TensorError
 from tests.conftest import Run, in_process
 from tests.quantized.made import Row, read
 
@@ -145,3 +146,10 @@ def test_the_config_beside_a_compressed_file_is_read(suffix: str, tmp_path: Path
     plain.unlink()
     ckptkit.save(ckptkit.dequantize(packed, "float32"), tmp_path / "o.safetensors")
     assert_expected(read(tmp_path / "o.safetensors"), case.name, "fp32")
+
+
+@pytest.mark.parametrize("case", PICKLED)
+def test_what_safetensors_cannot_hold_may_be_dequantized(case: str, tmp_path: Path) -> None:
+    with pytest.raises(TensorError, match="subclass") as raised:
+        ckptkit.save(FOLDER / case / "model.pth", tmp_path / "out.safetensors")
+    assert "--dequantize" in str(raised.value.hint)

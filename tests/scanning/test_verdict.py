@@ -224,7 +224,9 @@ def test_trust_lets_calls_of_packages_pass_and_no_others(tmp_path: Path) -> None
     path = put(tmp_path, archive(pickle2(call("mine.kinds.Kind", text("a")))))
     assert scan(path).verdict == CODE
     assert scan(path, trust=["other.*"]).verdict == CODE
-    assert scan(path, trust=["mine.*"]).verdict == CLASSES
+    assert scan(path, trust=["min"]).verdict == CODE
+    for trust in ("mine.*", "mine", "mine.kinds"):
+        assert scan(path, trust=[trust]).verdict == CLASSES
     assert scan(put(tmp_path, EVIL), trust=["*"]).verdict == CODE
 
 
