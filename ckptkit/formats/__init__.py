@@ -1,8 +1,8 @@
 """Bytes -> Checkpoint, and Checkpoint -> Plan: one file or folder for each format.
 
 In: a file or a folder. Out: a Checkpoint from its headers; the plan of a new file. ``format.py`` is
-the contract. `table` lists the formats; there is no other list. Uses core, remote, compute, pickles
-and publish.
+the contract. `table` lists the formats; there is no other list. Uses core, remote, compute,
+pickles, quantized and publish.
 """
 
 from __future__ import annotations
