@@ -22,11 +22,12 @@ def command(as_json: bool) -> None:
     """
     from ckptkit.formats.table import FORMATS
 
+    listed = [each for each in FORMATS if each.readable or each.layout is not None]
     if as_json:
-        render.emit_json({"schema": "ckptkit.formats/1", "formats": list(map(_facts, FORMATS))})
+        render.emit_json({"schema": "ckptkit.formats/1", "formats": list(map(_facts, listed))})
     else:
         header = ("name", "read", "write", "keeps", "remote", "recover", "suffixes", "what it is")
-        render.emit(*render.table(header, list(map(_cells, FORMATS))))
+        render.emit(*render.table(header, list(map(_cells, listed))))
 
 
 def _facts(format: Format) -> dict[str, object]:

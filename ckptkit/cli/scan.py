@@ -22,22 +22,13 @@ SCHEMA = "ckptkit.scan/2"
 FOUND = 1
 
 
-def _globs(_: click.Context, __: click.Parameter, given: tuple[str, ...]) -> tuple[str, ...]:
-    """Refuse the name of a package alone, which is never the name of a global."""
-    for each in given:
-        if each.isidentifier():
-            raise click.BadParameter(f"{each!r} matches no name; '{each}.*' matches the package's")
-    return given
-
-
 @click.command("scan")
 @click.argument("files", metavar="FILE...", nargs=-1, required=True)
 @click.option(
     "--trust",
     metavar="GLOB",
     multiple=True,
-    callback=_globs,
-    help="Trust globals whose names match, such as 'transformers.*' (repeatable).",
+    help="Trust globals whose names match, such as 'transformers.*', or a package (repeatable).",
 )
 @click.option(
     "--strict",

@@ -15,6 +15,7 @@ from ckptkit.compute.gather import Read
 from ckptkit.core import dtypes
 from ckptkit.core.bytesource import Derived, Pending, Record
 from ckptkit.core.dtypes import DType
+from ckptkit.core.errors import TensorError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -30,25 +31,28 @@ _LIMITS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 
 
 def quantized_records(
-    record: Record, kind: str, source: DType, rows: int, columns: int
+    record: Record, kind: str, source: DType, rows: int, columns: int, name: str
 ) -> tuple[Record, Record]:
-    """Codes and scales of a matrix of `source` elements."""
+    """Codes and scales of a matrix of `source` elements; errors give its `name`."""
     sizes = {
         "fp8-block": (rows * columns, 4 * (rows // BLOCK) * (columns // BLOCK)),
         "mxfp4": (rows * columns // 2, rows * columns // GROUP),
     }[kind]
     codes, scales = (
-        Pending("quantize", (record,), (kind, part, source.name, rows, columns), size)
+        Pending("quantize", (record,), (kind, part, source.name, rows, columns, name), size)
         for part, size in zip(("codes", "scales"), sizes, strict=True)
     )
     return codes, scales
 
 
 def quantize(read: Read, derived: Derived, start: int, stop: int) -> Iterator[memoryview]:
-    """Bytes `start` to `stop` of the codes or scales; `read` reads the weights."""
+    """Bytes `start` to `stop` of the codes or scales; `read` reads the weights.
+
+    Raises TensorError for NaN and infinities: a block has one scale, which they would spoil.
+    """
     import numpy as np
 
-    kind, part, source, rows, columns = derived.parameters
+    kind, part, source, rows, columns, name = derived.parameters
     assert isinstance(rows, int) and isinstance(columns, int)
     dtype = dtypes.BY_NAME[str(source)]
     codes, scales = _KINDS[str(kind)]
@@ -61,8 +65,13 @@ def quantize(read: Read, derived: Derived, start: int, stop: int) -> Iterator[me
         bottom = min(top + tall, rows)
         step = columns * dtype.itemsize
         data = read(top * step, (bottom - top) * step)
-        values = decode(data, dtype).astype("<f4").reshape(bottom - top, columns)
         with np.errstate(all="ignore"):
+            values = decode(data, dtype).astype("<f4").reshape(bottom - top, columns)
+            if not np.isfinite(values).all():
+                raise TensorError(
+                    f"{name!r} holds NaN, infinite or too large values, which {kind} cannot hold",
+                    hint="`ckptkit verify --values` counts them; --drop leaves the weight out",
+                )
             made = make(values)
         yield made[max(start - at, 0) : min(stop - at, len(made))]
         top = bottom

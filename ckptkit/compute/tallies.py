@@ -2,13 +2,15 @@
 
 Mean and sum of squared deviations are float64: those of a block are computed in two passes over it
 while it is in the cache, and blocks are joined as Chan, Golub and LeVeque do (1979), which loses
-nothing where the mean is large. Parts of a tensor are cut at fixed places and joined in order, so
+nothing where the mean is large. Numbers whose squares float64 cannot hold are scaled by a power of
+two. Parts of a tensor are cut at fixed places and joined in order, so
 the result does not depend on the threads.
 """
 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 
     Array = np.ndarray[Any, Any]
 
+MOST = sys.float_info.max  # also of absolute values of complex numbers
 BINS = 64  # of a histogram, at most
 _SCALES = 126  # exponents of float32 that are powers of two of it, either way
 FINE = 40  # bits: a bin is no smaller than the largest number divided by 2**40
@@ -39,6 +42,8 @@ BLOCK_BYTES = 2 << 20  # at most
 PART = 32 << 20  # bytes of a tensor that are a task of their own
 COUNTED = 2 << 20  # bytes of one from which on the codes of small types are counted
 DOT = 8_192  # numbers of a dot product: of more, a library may start threads of its own
+# Exponents of the largest number between which its square, and a sum of squares, is in float64.
+SQUARED = (-400, 500)
 NEAR = 16  # times as much as a mean contributes to a sum of squares, that it is taken out of
 
 
@@ -93,11 +98,21 @@ class Histogram:
         return Histogram(exponent, first, counts)
 
 
-def _scaled(number: int, exponent: int) -> float:
+def _scaled(number: float, exponent: int) -> float:
     try:
         return math.ldexp(number, exponent)
-    except OverflowError:  # the end of a bin that holds the largest of all floats
+    except OverflowError:  # the end of a bin that holds the largest of all floats, a norm
         return math.copysign(math.inf, number)
+
+
+def _ldexp(number: float | complex, exponent: int) -> float | complex:
+    """Return ``number * 2**exponent``, no more than the largest float: a mean may be rounded up."""
+    if not exponent:
+        return number
+    if isinstance(number, complex):
+        return complex(*(_ldexp(part, exponent) for part in (number.real, number.imag)))
+    made = _scaled(number, exponent)
+    return made if math.isfinite(made) else math.copysign(MOST, made)
 
 
 @dataclass(slots=True)
@@ -108,7 +123,7 @@ class Tally:
 
     ``low`` and ``high`` are the smallest and largest, None if there are none; of complex numbers,
     those of their absolute values, which the histogram is of as well. ``squares`` is the sum of
-    squared deviations from the mean.
+    squared deviations from the mean, times ``2**(-2 * scale)``.
     """
 
     count: int = 0
@@ -121,6 +136,7 @@ class Tally:
     high: float | int | None = None
     histogram: Histogram = field(default_factory=Histogram)
     whole: bool = True  # whether all of them are integers by their type
+    scale: int = 0
 
     @property
     def finite(self) -> int:
@@ -129,12 +145,15 @@ class Tally:
     @property
     def std(self) -> float | None:
         """As ``torch.std``: squares divided by one less than the number; None below two numbers."""
-        return math.sqrt(self.squares / (self.finite - 1)) if self.finite > 1 else None
+        if self.finite < 2:
+            return None
+        return _scaled(math.sqrt(self.squares / (self.finite - 1)), self.scale)
 
     @property
     def norm(self) -> float:
         """The square root of the sum of squares."""
-        return math.sqrt(self.squares + self.finite * abs(self.mean) ** 2)
+        mean = abs(_ldexp(self.mean, -self.scale))
+        return _scaled(math.sqrt(self.squares + self.finite * mean**2), self.scale)
 
     @property
     def abs_max(self) -> float | int | None:
@@ -150,15 +169,15 @@ class Tally:
         mean = [self.mean.real, self.mean.imag] if isinstance(self.mean, complex) else self.mean
         bins = [self.histogram.exponent, self.histogram.first, self.histogram.counts]
         others = (self.count, self.nan, self.infinite, self.zeros, self.squares)
-        return [*others, mean, self.low, self.high, bins, self.whole]
+        return [*others, mean, self.low, self.high, bins, self.whole, self.scale]
 
     @classmethod
     def from_json(cls, found: Sequence[Any]) -> Tally:
         """Return what `to_json` was called for."""
-        count, nan, infinite, zeros, squares, mean, low, high, bins, whole = found
+        count, nan, infinite, zeros, squares, mean, low, high, bins, whole, scale = found
         mean = complex(*mean) if isinstance(mean, list) else mean
         histogram = Histogram(*bins)
-        return cls(count, nan, infinite, zeros, mean, squares, low, high, histogram, whole)
+        return cls(count, nan, infinite, zeros, mean, squares, low, high, histogram, whole, scale)
 
     def add(self, other: Tally) -> None:
         """Count the numbers of `other` too."""
@@ -169,9 +188,12 @@ class Tally:
         ours, theirs = self.finite, other.finite
         if theirs:
             both = ours + theirs
-            delta = other.mean - self.mean
-            self.squares += other.squares + abs(delta) ** 2 * (ours * theirs / both)
-            self.mean += delta * (theirs / both)
+            scale = max((each.scale for each in (self, other) if each.abs_max), default=0)
+            mean = _ldexp(self.mean, -scale)
+            delta = _ldexp(other.mean, -scale) - mean
+            squares = [math.ldexp(each.squares, 2 * (each.scale - scale)) for each in (self, other)]
+            self.squares = sum(squares) + abs(delta) ** 2 * (ours * theirs / both)
+            self.mean, self.scale = _ldexp(mean + delta * (theirs / both), scale), scale
             self.whole = other.whole and (self.whole or not ours)
             self._bins(other)
         self.count += other.count
@@ -277,7 +299,7 @@ def tally(part: ElementRange) -> Tally:
 
     small = part.dtype.itemsize <= 2 and part.nbytes >= COUNTED
     found = Tally()
-    with np.errstate(all="ignore"):  # squares of float64 may be infinite
+    with np.errstate(all="ignore"):  # absolute values of complex numbers may be infinite
         if small:
             return _of_codes(part).repeated(part.times)
         for piece in _pieces(part):
@@ -332,7 +354,7 @@ def _block(values: Array) -> Tally:
         made.infinite = made.count - made.nan - len(values)
         if not len(values):
             return made
-        low, high = _range(values)
+        low, high = (min(each, MOST) for each in _range(values))
     made.low, made.high = low, high
     made.zeros = int(np.count_nonzero(values == 0)) if low <= 0 <= high else 0
     exponent = _exponent(made)
@@ -342,8 +364,13 @@ def _block(values: Array) -> Tally:
     wide = values if values.dtype.kind == "c" else values.astype("f8")
     if not exact:
         made.histogram = _bins(wide, low, exponent)
-    made.mean = (wide.sum() / len(wide)).item()
-    made.squares = _squares(wide, made.mean)
+    largest = math.frexp(max(high, -low))[1]
+    if largest and not SQUARED[0] < largest < SQUARED[1]:
+        made.scale = largest
+        wide = np.ldexp(wide.view("f8"), -largest).view(wide.dtype)
+    mean = (wide.sum() / len(wide)).item()
+    made.mean = _ldexp(mean, made.scale)
+    made.squares = _squares(wide, mean)
     return made
 
 
@@ -390,7 +417,7 @@ def _bins(values: Array, low: float, exponent: int, counts: Array | None = None)
     """
     import numpy as np
 
-    sizes = np.abs(values) if values.dtype.kind == "c" else values
+    sizes = np.minimum(np.abs(values), MOST) if values.dtype.kind == "c" else values
     scale = 2.0**-exponent if exponent > -1_000 else 0.0  # which would be infinite
     scaled = sizes * sizes.dtype.type(scale) if scale else np.ldexp(sizes, -exponent)
     bins = np.floor(scaled, out=scaled)

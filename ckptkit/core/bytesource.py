@@ -119,6 +119,10 @@ class Memory(ByteSource):
         if self.whole is not None:
             self.whole.check_unchanged()
 
+    def folder_and_name(self) -> tuple[Folder, str] | None:
+        """Return the place of the file that the bytes were decompressed from."""
+        return None if self.whole is None else self.whole.folder_and_name()
+
     def read(self, offset: int, length: int) -> bytes:
         if offset < 0 or length < 0 or offset + length > self.size:
             raise self._missing(offset, length)

@@ -51,13 +51,14 @@ class PartOf:
     """A file that is one part of a checkpoint.
 
     ``name`` is a phrase ("rank 0 of 2 of an FSDP checkpoint"), ``detail`` what of the tensors it
-    holds, ``folder`` where the whole is, None if nothing tells.
+    holds, ``folder`` where the whole is, None if nothing tells. ``alone``: it can be read alone.
     """
 
     kind: str
     name: str
     detail: str
     folder: str | None
+    alone: bool = True
 
     def __str__(self) -> str:
         return f"{self.name}: {self.detail}" if self.detail else self.name
@@ -73,7 +74,7 @@ class PartOf:
         if self.folder:
             command = shell_command(("ckptkit", "convert", self.folder, "out.safetensors"))
             whole = f"the whole is the folder: `{command}`"
-        return f"{whole}; --part-only takes this part alone"
+        return f"{whole}; --part-only takes this part alone" if self.alone else whole
 
 
 def part_of(root: Node, path: str, *, pieces: bool) -> PartOf | None:
@@ -90,8 +91,8 @@ def part_of(root: Node, path: str, *, pieces: bool) -> PartOf | None:
     return None
 
 
-def _folder(path: str, up: int = 0) -> str | None:
-    """The folder of a file, or one above it."""
+def folder_beside(path: str, up: int = 0) -> str | None:
+    """Return the folder of a file, or one above it; None for a URL."""
     folder = os.path.normpath(os.path.join(os.path.dirname(path) or ".", *[".."] * up))
     return folder if path and "://" not in path else None
 
@@ -127,7 +128,7 @@ def _pieces(root: Node, path: str) -> PartOf | None:
     what = parallelism.named(piece for _, piece in found)
     whole = _OF_FSDP if what == parallelism.FSDP else f"a checkpoint of {what}"
     kind = FSDP if parallelism.FSDP in what else DTENSOR
-    return PartOf(kind, f"{who} of {whole}", _rows(cut, rank), _folder(path))
+    return PartOf(kind, f"{who} of {whole}", _rows(cut, rank), folder_beside(path))
 
 
 def held(piece: Piece) -> int:
@@ -200,6 +201,8 @@ def _megatron(root: Node, path: str) -> PartOf | None:
         return None
     above = os.path.basename(os.path.dirname(os.path.abspath(path)))
     named = _MEGATRON.fullmatch(above)
+    if not (named or "checkpoint_version" in root or "padded_vocab_size" in _arguments(root)):
+        return None  # other trainers have arguments of these names, and files that are complete
     numbers = [int(n) for n in re.findall(r"[0-9]+", above)] if named else []
     axes = ["TP", *(axis for axis in ("PP", "EP") if axis in grid)]
     if len(numbers) == len(axes):
@@ -210,7 +213,7 @@ def _megatron(root: Node, path: str) -> PartOf | None:
         MEGATRON,
         f"part {', '.join(at)} of a Megatron-LM checkpoint",
         "",
-        _folder(path, 1 if named else 0),
+        folder_beside(path, 1 if named else 0),
     )
 
 
@@ -222,7 +225,7 @@ def _deepspeed(root: Node, path: str) -> PartOf | None:
         if (type(world) is int and world > 1) or (named and int(named[1])):
             rank = f"tensor rank {int(named[1])}" if named else "one tensor rank"
             return PartOf(
-                DEEPSPEED, f"{rank} of {world} of a DeepSpeed checkpoint", "", _folder(path)
+                DEEPSPEED, f"{rank} of {world} of a DeepSpeed checkpoint", "", folder_beside(path)
             )
     return None
 
@@ -232,7 +235,7 @@ def _fairscale(root: Node, path: str) -> PartOf | None:
         return None
     found = re.search(r"shard([0-9]+)\.pt", path)
     which = f"shard {int(found[1])}" if found else "a shard"
-    return PartOf(FAIRSCALE, f"{which} of a fairscale checkpoint", "", _folder(path))
+    return PartOf(FAIRSCALE, f"{which} of a fairscale checkpoint", "", folder_beside(path))
 
 
 def _llama(root: Node, path: str) -> PartOf | None:
@@ -248,7 +251,9 @@ def _llama(root: Node, path: str) -> PartOf | None:
     count = norm.shape[0] // output.shape[1] if output.shape[1] else 1
     if count < 2:
         return None
-    return PartOf(LLAMA, f"part {int(named[1])} of {count} of a Llama release", "", _folder(path))
+    return PartOf(
+        LLAMA, f"part {int(named[1])} of {count} of a Llama release", "", folder_beside(path)
+    )
 
 
 def _named(root: Node, path: str) -> PartOf | None:
@@ -260,16 +265,16 @@ def _named(root: Node, path: str) -> PartOf | None:
                 FSDP,
                 f"rank {int(found[2])} of {int(found[1])} of {_OF_FSDP}",
                 "",
-                _folder(path),
+                folder_beside(path),
             )
     elif found := _LAYER.fullmatch(name):
         name = f"layer {int(found[1])}, tensor rank {int(found[2])}, of a DeepSpeed pipeline"
-        return PartOf(DEEPSPEED, name, "", _folder(path))
+        return PartOf(DEEPSPEED, name, "", folder_beside(path))
     elif found := _VLLM.fullmatch(name):
         return PartOf(VLLM, f"rank {int(found[1])} of a sharded state of vLLM", "", None)
     elif (found := _ZERO.fullmatch(name)) and _counted(root) > 1:
         name = f"the partition of rank {int(found[1])} of DeepSpeed's ZeRO"
-        return PartOf(DEEPSPEED, name, "", _folder(path))
+        return PartOf(DEEPSPEED, name, "", folder_beside(path))
     return None
 
 

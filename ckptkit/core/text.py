@@ -72,6 +72,9 @@ def output_name(path: str, mark: str, suffix: str | None = None) -> str:
     if "://" in path:
         path = path.partition("?")[0].rpartition("/")[2]
     stem, own = os.path.splitext(path.rstrip("/"))
+    folder, name = os.path.split(stem)
+    if name.startswith(".") and not own:  # .metadata stands for its folder
+        stem = folder if os.path.basename(folder).strip(".") else "checkpoint"
     if own in (".gz", ".bz2", ".xz", ".zst"):
         stem, own = os.path.splitext(stem)
     if own == ".tar":

@@ -307,11 +307,21 @@ def _search(root: Node, qualifies: Rule) -> Iterator[Found]:
         nodes = _read(node, qualifies) if path else None
         if nodes:
             yield path, node, nodes
+        elif qualifies is _is_mixed and _is_object_array(node):
+            continue  # such as metrics: weights in an array of objects are arrays alone
         elif not is_optimizer(node) and as_tensor(node) is None:
             below = [
                 ((*path, key), child) for key, child in children(node) if isinstance(child, _OPEN)
             ]
             waiting.extend(reversed(below))
+
+
+def _is_object_array(node: Node) -> bool:
+    made = node.global_ if isinstance(node, Object) else None
+    return made is not None and made.module in _NUMPY and made.name == "_reconstruct"
+
+
+_NUMPY = ("numpy.core.multiarray", "numpy._core.multiarray")
 
 
 def is_optimizer(node: Node) -> bool:
@@ -458,7 +468,7 @@ class _Missed:
         made = module.global_
         if made is None or made.module.partition(".")[0] not in ("torch", "__torch__"):
             self.classes[str(made or "of no name")] = None
-        elif ".quantized." in f"{made.module}.":
+        elif ".nn.quantized." in f"{made.module}.":
             self.names.append(prefix.removesuffix(".") or "the module itself")
         hooks = _attributes(module)[1].get("_state_dict_hooks")
         if any(not _is_of_torch(hook) for _, hook in children(hooks)):

@@ -36,9 +36,10 @@ from ckptkit.diagnosis import container, content, fit, refused
 from ckptkit.diagnosis.cause import ERROR, Cause, Fix, together
 from ckptkit.diagnosis.facts import Facts, is_written, some
 from ckptkit.formats.common.folder_names import INDEX
+from ckptkit.formats.dcp.shards import part_of
 from ckptkit.formats.format import Finding, Format, Loss, Probe, Recovered, WriteOptions
 from ckptkit.formats.opening import open_place
-from ckptkit.formats.table import BY_NAME, FORMATS, NONE
+from ckptkit.formats.table import BY_NAME, DCP_SHARD, FORMATS, NONE
 from ckptkit.loading import building
 from ckptkit.loading.comparing import seen_by
 from ckptkit.loading.model import is_implied
@@ -199,6 +200,8 @@ def _steps(fix: Fix) -> Iterator[Callable[[Checkpoint], Checkpoint]]:
 
 def _examine_refused(path: str, place: ByteSource | Folder, error: CkptkitError) -> Diagnosis:
     probe = Probe(place)
+    if DCP_SHARD.matches(probe):
+        return Diagnosis(path, (container.part(part_of(probe)),), None, readable=False)
     try:
         known = formats.match(probe) is not None
     except CkptkitError:

@@ -1,8 +1,8 @@
 """Bytes -> Checkpoint, and Checkpoint -> Plan: one file or folder for each format.
 
 In: a file or a folder. Out: a Checkpoint from its headers; the plan of a new file. ``format.py`` is
-the contract. `table` lists the formats; there is no other list. Uses core, remote, compute, pickles
-and publish.
+the contract. `table` lists the formats; there is no other list. Uses core, remote, compute,
+pickles, quantized and publish.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ from ckptkit.core.errors import (
     CkptkitError,
     CorruptError,
     TruncatedError,
+    UnsafeGlobalError,
     UnsupportedError,
     UsageError,
 )
 from ckptkit.core.plan import Patch, Plan
+from ckptkit.core.text import shell_command
 from ckptkit.formats.format import (
     RECOVER,
     UNVERIFIED,
@@ -124,6 +126,8 @@ def recover(place: ByteSource | Folder, *, unverified: bool = False) -> Recovere
     probe = Probe(place)
     try:
         for format in FORMATS:
+            if not format.readable and format.matches(probe):
+                format.read(probe)  # raises the reason
             if (
                 format.recover is not None
                 and (found := format.recover(probe, unverified)) is not None
@@ -262,7 +266,19 @@ def layout(checkpoint: Checkpoint, format: Format, options: WriteOptions) -> Pla
             return _layout_weights(checkpoint, format, options)
         return format.layout(checkpoint, options)
     except CkptkitError as error:
+        if isinstance(error, UnsafeGlobalError) and checkpoint.name and _is_module(checkpoint):
+            stem = os.path.splitext(os.path.basename(checkpoint.name.rstrip("/")))[0]
+            words = ("ckptkit", "convert", checkpoint.name, f"{stem}-weights.safetensors")
+            error.hint = f"for the weights alone: {shell_command(words)}"
         raise error.at(checkpoint.name or "") from error.__cause__
+
+
+def _is_module(checkpoint: Checkpoint) -> bool:
+    """Return whether the weights are a pickled module, which `--objects drop` would drop."""
+    try:
+        return checkpoint.selection is not None and checkpoint.selection.is_module
+    except CkptkitError:
+        return False
 
 
 def _without_pieces(checkpoint: Checkpoint, format: Format, options: WriteOptions) -> Checkpoint:

@@ -1,10 +1,11 @@
-"""A compressed checkpoint: any other format inside gzip, bzip2, xz or zstd, as a file or in a tar.
+"""A checkpoint of any other format inside gzip, bzip2, xz or zstd, in a tar file, or in both.
 
     run.pth.gz, model.safetensors.zst     one file
-    model.tar.gz                          an archive of files, one of which is a checkpoint
+    model.tar.gz, model.nemo              an archive of files, one of which is a checkpoint
 
-It is decompressed once, into a temporary file without a name (in ``TMPDIR``), and read from there:
-a compressed stream cannot be read from the middle. Memory does not grow with the file.
+A tar file is read where it lies. What is compressed is decompressed once, into a temporary file
+without a name (in ``TMPDIR``), and read from there: a compressed stream cannot be read from the
+middle. Memory does not grow with the file.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from ckptkit.core.limits import LIMITS, UNPACKED
 from ckptkit.core.limits import check as check_limit
 from ckptkit.core.text import quoted
 from ckptkit.formats.common.folder_names import best, candidates
-from ckptkit.formats.containers.tar import first_name, is_tar, read_members
+from ckptkit.formats.containers.tar import read_members
 from ckptkit.formats.containers.unpacking import method_of, spool
 from ckptkit.formats.format import CheckedPart, Finding, Probe
-from ckptkit.formats.torch_tar import RECORDS
+from ckptkit.formats.torch_tar import is_archive
 
 
 def matches(probe: Probe) -> bool:
@@ -36,19 +37,23 @@ def read(probe: Probe) -> Checkpoint:
 
     Raises LimitError for a file that grows too much, and what the format inside raises.
     """
-    inner = _inside(probe.source)
-    checkpoint = formats.read(inner, probe.asked)
-    return replace(checkpoint, about=f"decompressed ({method_of(probe.head)}) to be read")
+    method = method_of(probe.head)
+    checkpoint = formats.read(_inside(probe), probe.asked)
+    return replace(
+        checkpoint, about=f"decompressed ({method}) to be read" if method else "in a tar file"
+    )
 
 
 def check(probe: Probe) -> Iterator[CheckedPart | Finding]:
     """Yield the parts to check inside. Raises like `read`."""
-    return formats.check(Probe(_inside(probe.source)))
+    return formats.check(Probe(_inside(probe)))
 
 
-def _inside(source: ByteSource) -> ByteSource:
+def _inside(probe: Probe) -> ByteSource:
     """Decompress a file; of an archive, return the member that is a checkpoint."""
-    method = method_of(source.read(0, min(source.size, 16)))
+    if is_archive(probe):
+        return _member(probe.source)
+    source, method = probe.source, method_of(probe.head)
     assert method is not None
     free = UNPACKED * source.size
     inner, failure = spool(source, method, free + LIMITS.unpacked_free + 1)
@@ -57,10 +62,10 @@ def _inside(source: ByteSource) -> ByteSource:
     )
     if failure is not None:
         raise failure
-    probe = Probe(inner)
-    if is_tar(probe.head) and first_name(inner) not in map(str.encode, RECORDS):
+    within = Probe(inner)
+    if is_archive(within):
         return _member(inner)
-    if matches(probe):
+    if matches(within):
         raise UnsupportedError(
             "is compressed twice", hint="decompress it once: gunzip -c, unzstd -c"
         )
@@ -80,16 +85,15 @@ def _member(archive: ByteSource) -> ByteSource:
         inner = Section(archive, offset, length)
         inner.name = os.path.join(archive.name, chosen.files[0])
         return inner
+    hint = "unpack it first: `tar -xf {where}`"
     if chosen is not None:
         raise UnsupportedError(
-            f"is an archive of a checkpoint of several files: {quoted(chosen.files)}",
-            hint="unpack it first: `tar -xf {where}`",
+            f"is an archive of a checkpoint of several files: {quoted(chosen.files)}", hint=hint
         )
     if found := [each.files[0] for each in candidates(files)]:
         raise AmbiguousError(
-            f"is an archive of {len(found)} checkpoints: {quoted(found)}",
-            hint="unpack it first: `tar -xf {where}`",
+            f"is an archive of {len(found)} checkpoints: {quoted(found)}", hint=hint
         )
     raise FormatError(
-        "is an archive without a checkpoint", hint="unpack it first: `tar -xf {where}`"
+        "is an archive without a checkpoint", hint="`ckptkit formats` lists what ckptkit reads"
     )

@@ -53,14 +53,28 @@ def read(probe: Probe) -> Checkpoint:
     stored = _Stored()
     pickled = _unpickled(probe, stored)
     if pickled.stop != source.size:
-        raise AmbiguousError(
-            f"{source.size - pickled.stop:,} bytes follow the pickle: "
-            "other readers may interpret them"
-        )
+        follow = f"{source.size - pickled.stop:,} bytes follow the pickle"
+        if _is_pickle(source, pickled.stop):
+            raise AmbiguousError(
+                f"holds several pickles, one after another: {follow} that pickle.load reads",
+                hint="read each with pickle.load if you trust it, and save it in a file of its own",
+            )
+        raise AmbiguousError(f"{follow}: other readers may interpret them")
     names = tuple(dict.fromkeys((*pickled.globals, *stored.globals)))
     return Checkpoint(
         pickled.root, table.PICKLE.name, source, globals=names, warnings=pickled.warnings
     )
+
+
+def _is_pickle(source: ByteSource, start: int) -> bool:
+    """Return whether a pickle of protocol 2 or later begins at `start`."""
+    if source.read(start, min(2, source.size - start))[:1] != b"\x80":
+        return False
+    try:
+        unpickle(source, start)
+    except CkptkitError:
+        return False
+    return True
 
 
 class _Stored:

@@ -1,8 +1,9 @@
 """The list of formats, a record each; their code is imported when it is called.
 
-In sniff order. TorchScript comes before torch-zip, which it also matches. Zip, tar, legacy stream
-is the order in which torch tries them. A plain pickle comes after the legacy stream, which begins
-with one; a folder of loose files comes after all other folders.
+In sniff order. A data file of DCP, known by its name, begins as torch-zip does. TorchScript comes
+before torch-zip, which it also matches. Zip, tar, legacy stream is the order in which torch tries
+them. A plain pickle comes after the legacy stream, which begins with one; a folder of loose files
+comes after all other folders.
 """
 
 from __future__ import annotations
@@ -37,6 +38,16 @@ TORCH_ZIP = Format(
     check=ZIP_CHECK,
     patch=Lazy("torch_zip.patching:patch"),
     pickles=ZIP_PICKLES,
+)
+TAR = Format(
+    "tar",
+    "a checkpoint alone in a tar file (.nemo)",
+    matches=Lazy("torch_tar:is_archive"),
+    read=Lazy("compressed:read"),
+    chooses=True,
+    noun="a tar file of other files",
+    torch_error='"Weights only load failed"',
+    check=Lazy("compressed:check"),
 )
 TORCH_TAR = Format(
     "torch-tar",
@@ -109,6 +120,13 @@ DCP = Format(
     listed=True,
     check=Lazy("dcp.checking:check"),
     pickles=LazyByName("dcp.hidden_items:pickles", (".metadata", ".distcp")),
+)
+DCP_SHARD = Format(
+    "dcp-shard",
+    "a data file of a folder of torch.distributed.checkpoint",
+    matches=LazyByName("dcp.shards:matches", (".distcp",)),
+    read=Lazy("dcp.shards:read"),
+    readable=False,
 )
 PARALLEL = Format(
     "parallel",
@@ -242,9 +260,9 @@ MEGATRON_PARTS = Format(
 NONE = Format("", "made here", matches=Lazy(""), read=Lazy(""))
 
 FORMATS = (
-    TORCHSCRIPT, TORCH_ZIP, TORCH_TAR, PT2, STABLE_BASELINES, TORCH_LEGACY, SAFETENSORS, DCP,
-    PARALLEL, DEEPSPEED, SHARDED, SHARDED_BIN, NPZ, NPY, TORCH_UNPACKED, PICKLE, COMPRESSED, FOLDER,
-    LLAMA_PARTS, MEGATRON_PARTS,
+    DCP_SHARD, TORCHSCRIPT, TORCH_ZIP, TAR, TORCH_TAR, PT2, STABLE_BASELINES, TORCH_LEGACY,
+    SAFETENSORS, DCP, PARALLEL, DEEPSPEED, SHARDED, SHARDED_BIN, NPZ, NPY, TORCH_UNPACKED, PICKLE,
+    COMPRESSED, FOLDER, LLAMA_PARTS, MEGATRON_PARTS,
 )  # fmt: skip
 BY_NAME = {format.name: format for format in FORMATS}
 TORCH_SUFFIXES = TORCH_ZIP.suffixes

@@ -27,11 +27,11 @@ from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.dtypes import BY_STORAGE, DType
 from ckptkit.core.errors import (
     AmbiguousError,
+    CkptkitError,
     CorruptError,
     FormatError,
     PathError,
     TensorError,
-    UnsupportedError,
 )
 from ckptkit.core.limits import check
 from ckptkit.core.tensor import Storage, Tensor, TypedStorage
@@ -58,11 +58,19 @@ def matches(probe: Probe) -> bool:
     return is_tar(probe.head)
 
 
+def is_archive(probe: Probe) -> bool:
+    """Return whether a file is a tar file of other files, not one that torch wrote."""
+    if not is_tar(probe.head):
+        return False
+    try:
+        return first_name(probe.source) not in (b"", *map(str.encode, RECORDS))
+    except CkptkitError:
+        return False  # `read` raises it
+
+
 def read(probe: Probe) -> Checkpoint:
     """Read the tree of the record `pickle` over the storages and tensors of the other records."""
     source = probe.source
-    if first_name(source) not in map(str.encode, RECORDS):
-        raise UnsupportedError("is a tar archive", hint="unpack it first: `tar -xf {where}`")
     streams = {
         name: _Stream(source, member) for name, member in _records(read_members(source)).items()
     }

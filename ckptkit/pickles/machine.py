@@ -23,6 +23,7 @@ from typing import NamedTuple
 from ckptkit.core.bytesource import ByteSource
 from ckptkit.core.errors import FormatError, TruncatedError
 from ckptkit.core.limits import check
+from ckptkit.core.text import plural
 from ckptkit.core.tree import Global, Node, Object, OrderedMapping, collector_paused
 from ckptkit.pickles.globals import REDUCERS, Reducer
 from ckptkit.pickles.opcode_values import (
@@ -108,8 +109,10 @@ class _Machine(Opcodes):
                 "one value"
             )
         root = self.stack[0]
-        self.check_dropped(root)
         warnings = []
+        if number := self.check_dropped(root):
+            code = "functions and classes that dill made from code"
+            warnings.append(f"{plural(number, 'attribute')} of {code} are not read")
         swap: dict[int, Node] = {
             id(made): made.tensor for made in self.tensors if len(made.steps) == 1
         }

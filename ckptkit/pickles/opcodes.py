@@ -7,6 +7,7 @@ from collections.abc import Callable
 from ckptkit.core.errors import FormatError, UnsupportedError
 from ckptkit.core.limits import check
 from ckptkit.core.tree import (
+    Global,
     ModuleVersion,
     Node,
     Object,
@@ -19,6 +20,9 @@ from ckptkit.core.tree import (
 from ckptkit.pickles.builders import built
 from ckptkit.pickles.opcode_values import NO_TUPLE, U4, NotStoredError, Short, Values, decimal
 
+_SETATTR, _GETATTR = Global("builtins", "setattr"), Global("builtins", "getattr")
+_DILL_SETATTR = (Global("dill", "_dill"), "_setattr")
+_CODE_OF_DILL = ("_create_cell", "_create_function", "_create_type")
 _DROPPED = "pickle drops a value that it made: what that did would be lost"
 
 
@@ -129,8 +133,8 @@ class Opcodes(Values):
         """Drop what is on top of the stack; the tree must hold it elsewhere when the pickle ends.
 
         CPython pickles a tuple that contains itself so: it drops the items, and gets the finished
-        tuple instead. dill gets a dict that was made before, fills it, and drops it. Anything else
-        would hide a call.
+        tuple instead. dill gets a dict that was made before, fills it, and drops it; so it does
+        with what setattr returns (`_sets_code`). Anything else would hide a call.
         """
         after = pos
         while data[after : after + 1] in (b"0", b"1"):
@@ -153,16 +157,19 @@ class Opcodes(Values):
             raise NotStoredError
         self.dropped.update((id(node), node) for node in nodes if not _is_scalar(node))
 
-    def check_dropped(self, root: Node) -> None:
-        """Raise UnsupportedError if a value that was dropped is nowhere in the tree."""
-        if not self.dropped:
-            return
-        lost = set(self.dropped)
-        for node in nodes(root):
-            lost.discard(id(node))
-            if not lost:
-                return
-        raise UnsupportedError(_DROPPED)
+    def check_dropped(self, root: Node) -> int:
+        """Raise UnsupportedError if a value that was dropped is nowhere in the tree.
+
+        Return the number of attributes that dill set in this way: those are not in the tree.
+        """
+        setting = [node for node in self.dropped.values() if _sets_code(node)]
+        lost = self.dropped.keys() - set(map(id, setting))
+        if lost:
+            repeated = [pairs for _, pairs in self.pairs.values()]  # they replace dicts of the tree
+            lost.difference_update(map(id, nodes([root, *setting, *repeated])))
+        if lost:
+            raise UnsupportedError(_DROPPED)
+        return len(setting)
 
     def op_binget(self, data: bytes, pos: int) -> int:
         self.stack.append(self._get(data[pos]))
@@ -231,6 +238,25 @@ def _step(target: Object, step: str, items: list[Node]) -> None:
         target.steps[-1][1].extend(items)
     else:
         target.steps.append((step, items))
+
+
+def _sets_code(node: Node) -> bool:
+    """Return whether a call sets an attribute of a function, cell or class that dill made.
+
+    dill ties the knots of recursive code so: no tensor can be changed.
+    """
+    if not isinstance(node, Object) or node.new or node.steps or len(node.args) != 3:
+        return False
+    called, made = node.callable, node.args[0]
+    if isinstance(called, Object) and called.callable == _GETATTR:
+        called = _SETATTR if called.args[:2] == _DILL_SETATTR else None
+    return (
+        called == _SETATTR
+        and isinstance(made, Object)
+        and made.global_ is not None
+        and made.global_.module == "dill._dill"
+        and made.global_.name in _CODE_OF_DILL
+    )
 
 
 def _is_scalar(node: Node) -> bool:

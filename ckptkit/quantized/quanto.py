@@ -12,6 +12,8 @@ from ckptkit.core.tensor import Tensor
 from ckptkit.quantized import group as g
 from ckptkit.quantized.group import Family, Group, View
 
+# What wrappers put into names, which the qmap does not have.
+_WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 _BITS = {"qint4": 4, "qint2": 2}
 
 
@@ -60,7 +62,8 @@ def _plain(group: Group, codes: Tensor, scale: Tensor) -> Group:
 
 
 def _packed(group: Group, view: View, stem: str, codes: Tensor, scale: Tensor) -> Group:
-    entry = view.qmap.get(stem)
+    bare = ".".join(part for part in stem.split(".") if part not in _WRAPPERS)
+    entry = view.qmap.get(stem, view.qmap.get(bare))
     bits = _BITS.get(str(entry.get("weights"))) if isinstance(entry, dict) else None
     shift, bias = view.get(f"{group.name}._shift"), view.get(f"{stem}.bias")
     if bits is None:

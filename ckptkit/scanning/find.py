@@ -38,6 +38,7 @@ from ckptkit.scanning.trace import trace
 Seen = Traced | Remark | Program
 _PROTO = tuple(bytes((0x80, protocol)) for protocol in range(2, 6))
 _STEP = 1 << 20
+_POINTER = b"version https://git-lfs"  # stands for a file; begins with no opcode
 
 
 def pickles(source: ByteSource) -> Iterator[Seen]:
@@ -139,6 +140,8 @@ class _Search:
 
     def _bare(self, source: ByteSource, head: bytes, where: str, depth: int) -> Iterator[Seen]:
         """Yield the pickle that a file is by its name, or may be by its beginning."""
+        if head.startswith(_POINTER):
+            return
         named = depth == 0 and source.name.lower().endswith(PICKLES)
         if head and (named or looks_like_a_pickle(head)):
             stream = PickleStream("", source, 0, source.size)
@@ -219,7 +222,8 @@ class _Search:
         inside, at, end = joined(where, stream.where), stream.offset, stream.offset + stream.length
         for number in range(1, LIMITS.scan_parts):
             found = self._trace(stream.source, at, end)
-            if (maybe or number > stream.count) and not _convinces(found):
+            follows = number > stream.count
+            if (maybe or follows) and not (_convinces(found) or (follows and _is_whole(found))):
                 if number > 1 and not maybe:
                     yield Remark(
                         inside,
@@ -342,6 +346,11 @@ def _convinces(found: Trace) -> bool:
         and bool(found.calls or found.error is None)
         and all(map(_could_be, found.globals))
     )
+
+
+def _is_whole(found: Trace) -> bool:
+    """Return whether bytes after a pickle are another, as `pickle.dump` appends it to a file."""
+    return found.error is None and found.protocol >= 2
 
 
 def _could_be(name: Global) -> bool:

@@ -87,15 +87,16 @@ class FileVerdict:
 
 @dataclass(frozen=True, slots=True)
 class Trusted:
-    """Names whose packages the caller trusts: globs over full names, such as ``transformers.*``."""
+    """Names whose packages the caller trusts: globs over full names, such as ``transformers.*``.
+
+    The name of a package or module stands for all names in it.
+    """
 
     globs: tuple[str, ...] = ()
 
     def __contains__(self, name: object) -> bool:
-        return (
-            bool(self.globs)
-            and re.match("|".join(map(translate, self.globs)), str(name)) is not None
-        )
+        globs = [*self.globs, *(f"{each}.*" for each in self.globs)]
+        return bool(globs) and re.match("|".join(map(translate, globs)), str(name)) is not None
 
 
 def judge_file(

@@ -82,7 +82,7 @@ def _is_layer(name: str, tensor: Tensor, kind: str) -> bool:
 
 def _quantized(name: str, tensor: Tensor, kind: str) -> Iterator[tuple[str, Tensor]]:
     rows, columns = tensor.shape
-    made = quantized_records(contiguous(tensor), kind, tensor.dtype, rows, columns)
+    made = quantized_records(contiguous(tensor), kind, tensor.dtype, rows, columns, name)
     names, types, shapes = _PARTS[kind](name, rows, columns)
     for part, record, dtype, shape in zip(names, made, types, shapes, strict=True):
         storage = Storage(record, tensor.device)

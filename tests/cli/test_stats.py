@@ -150,8 +150,10 @@ def test_names_are_escaped(ckptkit: Ckptkit, tmp_path: Path) -> None:
 
 
 def test_json_has_no_words_that_are_none(ckptkit: Ckptkit, tmp_path: Path) -> None:
-    """Squares of float64 may be infinite: then the word says so."""
-    torch.save({"w": torch.tensor([1e300, -1e300], dtype=torch.float64)}, tmp_path / "large.pth")
+    """A norm of float64 may be infinite: then the word says so."""
+    torch.save(
+        {"w": torch.tensor([1.7e308, -1.7e308], dtype=torch.float64)}, tmp_path / "large.pth"
+    )
 
     def refuse(word: str) -> None:
         raise AssertionError(word)

@@ -4,7 +4,9 @@ in."""
 from __future__ import annotations
 
 import math
+import sys
 import threading
+from decimal import Decimal, localcontext
 from typing import Any
 
 import numpy as np
@@ -341,3 +343,35 @@ def test_squared_deviations_do_not_depend_on_where_the_mean_is(mean: float) -> N
     numbers = np.random.default_rng(0).normal(mean, 1.0, 100_001)
     found = tally(next(parts(described(torch.from_numpy(numbers)))))
     assert math.isclose(found.squares, ((numbers - numbers.mean()) ** 2).sum(), rel_tol=1e-12)
+
+
+def _exactly(numbers: list[float]) -> tuple[float, float, float]:
+    """Mean, standard deviation and norm by decimal numbers of 60 digits."""
+    with localcontext(prec=60):
+        exact = list(map(Decimal, numbers))
+        mean = sum(exact, Decimal()) / len(exact)
+        deviations = sum(((each - mean) ** 2 for each in exact), Decimal())
+        squares = sum((each * each for each in exact), Decimal())
+        return float(mean), float((deviations / (len(exact) - 1)).sqrt()), float(squares.sqrt())
+
+
+@pytest.mark.parametrize("size", [5e-324, 1e-310, 1e-200, 1e154, 1e200, 1.7e308])
+def test_squares_beyond_float64(size: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one block and in several, of which some have other sizes or zeros alone."""
+    numbers = [size, -size, 0, 0, size, 3.0, 2.5, -0.5, math.nan, math.inf, size, size]
+    for values in (numbers, [n for n in numbers if n not in (3.0, 2.5, -0.5)], [size] * 5):
+        finite = [n for n in values if math.isfinite(n)]
+        mean, std, norm = _exactly(finite)
+        for block in (2, 1 << 18):
+            monkeypatch.setattr(tallies, "BLOCK", block)
+            found = tallied(torch.tensor(values, dtype=torch.float64))
+            assert found.mean == pytest.approx(mean, rel=1e-14, abs=5e-324)
+            assert found.std == pytest.approx(std, rel=1e-14, abs=max(size * 1e-15, 5e-324))
+            assert found.norm == pytest.approx(norm, rel=1e-14, abs=5e-324)
+            assert Tally.from_json(found.to_json()) == found
+
+
+def test_complex_numbers_whose_size_is_beyond_float64() -> None:
+    found = tallied(torch.tensor([1.7e308 + 1.7e308j, -1.7e308 + 1.7e308j], dtype=torch.complex128))
+    assert found.mean == 1.7e308j and found.infinite == 0 and found.high == sys.float_info.max
+    assert found.std == found.norm == math.inf and sum(found.histogram.counts) == 2

@@ -12,6 +12,8 @@ import torch
 import ckptkit
 from ckptkit.api import convert
 from ckptkit.core.errors import CorruptError, UnsupportedError
+from ckptkit.core.parts import part_of
+from ckptkit.core.tree import Node
 from ckptkit.formats.format import Asked, WriteOptions
 from ckptkit.transforms.combine import average, merge
 from tests.conftest import Run, in_process
@@ -277,3 +279,17 @@ def test_names_of_accelerate(tmp_path: Path) -> None:
     ckptkit.save(checkpoint, tmp_path / "out.pth")
     made = torch.load(tmp_path / "out.pth", weights_only=True)["optimizer"]
     assert_same(made["state"], {"w": {"exp_avg": WHOLE + 1, "step": torch.tensor(3.0)}})
+
+
+@pytest.mark.parametrize(
+    ("path", "more", "is_part"),
+    [
+        ("run/last.pth", {}, False),
+        ("run/mp_rank_00/last.pth", {}, True),
+        ("run/last.pth", {"checkpoint_version": 3.0}, True),
+    ],
+)
+def test_parallel_ranks_in_the_arguments(path: str, more: dict[str, Node], is_part: bool) -> None:
+    """Megatron-LM cuts its files; a complete file of another trainer may have such arguments."""
+    root: Node = {"model": {}, "args": {"model_parallel_size": 8}, **more}
+    assert (part_of(root, path, pieces=False) is not None) == is_part

@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+from pathlib import Path
+
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
+import ckptkit
 from ckptkit.core import dtypes
 from ckptkit.core.bytesource import Memory, Range
 from ckptkit.core.checkpoint import Checkpoint
@@ -260,3 +264,14 @@ def test_a_shared_submodule_has_two_names() -> None:
     module = nn.Sequential(nn.Linear(1, 1))
     module.append(module[0])
     assert list(found(pickled(module, {})).tensors) == list(module.state_dict())
+
+
+@pytest.mark.parametrize("has_scores", [True, False])
+def test_an_array_of_objects_holds_weights_if_all_in_it_are_arrays(
+    has_scores: bool, tmp_path: Path
+) -> None:
+    """numpy.savez of a dict: of arrays, as old converters write them, or of metrics."""
+    held = {"precision": np.ones(3), "recall": np.zeros(3), **({"mAP": 0.5} if has_scores else {})}
+    np.savez(tmp_path / "m.npz", metrics=np.array(held, dtype=object))
+    found = ckptkit.open(tmp_path / "m.npz").selection
+    assert (found is None) == has_scores

@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ import ckptkit
 from ckptkit.cli import main
 from ckptkit.core.errors import (
     AmbiguousError,
+    CkptkitError,
     CorruptError,
     FormatError,
     InputChangedError,
@@ -67,9 +69,9 @@ def put(folder: Path, name: str, data: bytes) -> Path:
     return folder / name
 
 
-def archive(**files: bytes) -> bytes:
+def archive(kind: Literal["w:gz", "w"] = "w:gz", **files: bytes) -> bytes:
     file = io.BytesIO()
-    with tarfile.open(fileobj=file, mode="w:gz") as out:
+    with tarfile.open(fileobj=file, mode=kind) as out:
         for name, data in files.items():
             member = tarfile.TarInfo(name)
             member.size = len(data)
@@ -155,6 +157,7 @@ def test_what_is_no_checkpoint_is_named(tmp_path: Path) -> None:
         ckptkit.open(put(tmp_path, "notes.gz", gzip.compress(b"Dear all,\nplease find")))
 
 
+@pytest.mark.parametrize("kind", ["w:gz", "w"])
 @pytest.mark.parametrize(
     ("files", "error", "word"),
     [
@@ -165,10 +168,30 @@ def test_what_is_no_checkpoint_is_named(tmp_path: Path) -> None:
     ],
 )
 def test_archives_that_are_refused(
-    files: dict[str, bytes], error: type[Exception], word: str, tmp_path: Path
+    files: dict[str, bytes],
+    error: type[Exception],
+    word: str,
+    kind: Literal["w:gz", "w"],
+    tmp_path: Path,
 ) -> None:
-    with pytest.raises(error, match=word):
-        ckptkit.open(put(tmp_path, "model.tar.gz", archive(**files)))
+    path = put(tmp_path, "a model", archive(kind, **files))
+    with pytest.raises(error, match=word) as raised:
+        ckptkit.open(path)
+    if error in (AmbiguousError, UnsupportedError):
+        assert isinstance(raised.value, CkptkitError)
+        assert raised.value.hint == f"unpack it first: tar -xf '{path}'"
+
+
+def test_a_checkpoint_in_a_plain_tar_file(tmp_path: Path) -> None:
+    """As NeMo writes it: read where it lies, and never written."""
+    data = archive("w", **{"./config.yaml": b"a: 1", "./weights.ckpt": GOOD})
+    path = put(tmp_path, "model.nemo", data)
+    assert torch.equal(ckptkit.load(path)["module.bias"], STATE["module.bias"])
+    assert command("verify", path).exit_code == 0
+    assert command("remap", "--to", "cpu", path, "--in-place").exit_code == 2
+    damaged = put(tmp_path, "damaged.nemo", data.replace(GOOD, GOOD[:-9] + bytes(9)))
+    assert command("verify", damaged).exit_code == 1
+    assert path.read_bytes() == data
 
 
 def test_the_member_of_an_archive_is_named(tmp_path: Path) -> None:

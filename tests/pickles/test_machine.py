@@ -155,8 +155,25 @@ def test_a_value_may_leave_the_stack_where_the_tree_holds_it() -> None:
     drops them again."""
     made = machine(b"](cm\nf\n}q\x00\x85Rh\x00(X\x01\0\0\0aK\x01u0h\x00X\x01\0\0\0bK\x02s0Ne.")
     assert made[1] is None and made[0].args == ({"a": 1, "b": 2},)
+    both = b"cm\nf\n}q\x00(X\x01\0\0\0aK\x01u\x85Rq\x010h\x00(X\x01\0\0\0aK\x02X\x01\0\0\0bh\x01u."
+    repeated = machine(both)  # of a key that was set twice
+    assert [key for key, _ in repeated.pairs] == ["a", "a", "b"]
     with pytest.raises(UnsupportedError, match="drops"):
         machine(b"]cm\nf\n}q\x00\x85R0h\x00(X\x01\0\0\0aK\x01u0.")
+
+
+def test_dill_sets_attributes_of_code_that_it_made() -> None:
+    """dill 0.4 of a recursive function and of a class in ``__main__``; no other call may be
+    dropped."""
+    setter = b"c__builtin__\ngetattr\n(cdill\n_dill\nX\x08\0\0\0_setattrc__builtin__\nsetattr\ntR"
+    for call in (setter, b"c__builtin__\nsetattr\n"):
+        for made in ("_create_cell", "_create_type"):
+            data = b"\x80\x02}(X\1\0\0\0acdill._dill\n%s\n)Rq\0%sh\0X\1\0\0\0n]q\1\x87R0h\1K\1a0u."
+            read = unpickle(Memory(data % (made.encode(), call)))
+            assert list(read.root) == ["a"] and "1 attribute of functions" in read.warnings[0]
+    for target in (b"cm\nf\n)R", b"}"):
+        with pytest.raises(UnsupportedError, match="drops"):
+            machine(b"\x80\x02%sq\0c__builtin__\nsetattr\nh\0X\1\0\0\0nN\x87R0." % target)
 
 
 def test_what_is_done_to_an_object_is_kept_in_order() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import os
 import pickle
+import shlex
 import sys
 import zipfile
 from importlib.machinery import ModuleSpec
@@ -19,7 +21,6 @@ from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import UnsafeGlobalError
 from ckptkit.core.tensor import Storage, Tensor, TypedStorage
 from ckptkit.core.tree import Global, Node, Object, OrderedMapping
-from ckptkit.pickles.allowlist import names
 from ckptkit.pickles.trust import (
     WEIGHTS_ONLY,
     describe,
@@ -130,6 +131,37 @@ def test_objects_of_protocols_0_and_1_are_judged_as_those_of_newobj(
     assert again["w"] == 1.5
 
 
+class Odd(torch.nn.Linear):
+    """A layer with something in it that is refused."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.run = os.system
+
+
+def test_the_hint_for_a_module_that_is_refused_works(tmp_path: Path) -> None:
+    path = tmp_path / "a net.pt"
+    torch.save(Odd(), path)
+    with pytest.raises(UnsafeGlobalError) as raised:
+        convert(path, tmp_path / "out.pth")
+    words = shlex.split(str(raised.value.hint).partition(": ")[2])
+    assert words == ["ckptkit", "convert", str(path), "a net-weights.safetensors"]
+    assert set(convert(path, tmp_path / words[3]).checkpoint.weights) == {"weight", "bias"}
+
+
+def test_modules_under_quantization_of_torch_1_3() -> None:
+    old = "torch.quantization"
+    wrapper = Object(Global(f"{old}.observer", "_PartialWrapper"), (), new=True)
+    wrapper.steps.append(("build", {"p": Global("torch", "qint8")}))
+    config = Object(Global(f"{old}.QConfig", "QConfig"), (wrapper, wrapper), new=True)
+    hook = Global(f"{old}.quantize", "_observer_forward_hook")
+    stub = Object(Global(f"{old}.stubs", "QuantStub"), (), new=True)
+    state = {"qconfig": config, "_forward_hooks": OrderedMapping({1: hook})}
+    stub.steps.append(("build", state))
+    assert not is_harmful(config) and not is_harmful(stub)
+    assert out_of_place(hook) is None
+
+
 @pytest.mark.parametrize("name", hostile.RECONSTRUCTED)
 def test_reconstructing_in_any_other_way_is_refused(name: str, tmp_path: Path) -> None:
     path = tmp_path / "in.pkl"
@@ -140,14 +172,19 @@ def test_reconstructing_in_any_other_way_is_refused(name: str, tmp_path: Path) -
     assert not (tmp_path / "out.pth").exists()
 
 
-def test_the_users_module_is_no_package_whatever_runs_here() -> None:
-    """`__main__` is ckptkit or a test runner here, both of which may be installed packages."""
+def test_the_verdict_does_not_depend_on_what_is_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither on the packages of this Python nor on the script that runs."""
+    (tmp_path / "site-packages" / "somebodys").mkdir(parents=True)
+    (tmp_path / "site-packages" / "somebodys" / "__init__.py").touch()
     runner = ModuleSpec("__main__", None, origin="/x/site-packages/y.py")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys.modules["__main__"], "__spec__", runner)
-        names._is_package.cache_clear()
-        assert not is_harmful(call("__main__.Net", new=True))
-    names._is_package.cache_clear()
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", runner)
+    monkeypatch.syspath_prepend(tmp_path / "site-packages")
+    for own in ("somebodys.nets.Net", "__main__.Net"):
+        assert not is_harmful(call(own, new=True))
+    for package in ("torchvision.models.resnet.Odd", "transformers.odd.Odd", "sympy.Symbol"):
+        assert is_harmful(call(package, new=True))
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ torch."""
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ckptkit
-from ckptkit.core.errors import UsageError
+from ckptkit.core.errors import TensorError, UsageError
 from ckptkit.transforms.quantizing import quantize
 from tests.conftest import Run, in_process
 
@@ -101,3 +102,17 @@ def test_what_cannot_be_quantized_is_said(tmp_path: Path) -> None:
         quantize(ckptkit.open(tmp_path / "model.safetensors"), "fp8-block")
     with pytest.raises(UsageError, match="int3"):
         quantize(ckptkit.open(tmp_path / "model.safetensors"), "int3")
+
+
+@pytest.mark.parametrize("kind", ["fp8-block", "mxfp4"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, 1e300])
+def test_a_block_with_no_number_is_refused(kind: str, value: float, tmp_path: Path) -> None:
+    """One scale stands for a block: it would spoil its neighbors."""
+    weight = torch.randn(128, 128, dtype=torch.float64)
+    weight[3, 5] = value
+    torch.save({"odd.weight": weight}, tmp_path / "in.pth")
+    with pytest.raises(TensorError, match=r"'odd\.weight' holds NaN"):
+        ckptkit.save(
+            quantize(ckptkit.open(tmp_path / "in.pth"), kind), tmp_path / "out.safetensors"
+        )
+    assert not (tmp_path / "out.safetensors").exists()

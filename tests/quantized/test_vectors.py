@@ -3,6 +3,7 @@ any NaN)."""
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import random
@@ -14,6 +15,7 @@ import pytest
 import ckptkit
 from ckptkit import compute, quantized
 from ckptkit.core.dtypes import BY_NAME
+from ckptkit.core.errors import TensorError
 from tests.conftest import Run, in_process
 from tests.quantized.made import Row, read
 
@@ -118,3 +120,36 @@ def test_without_a_dtype_the_configuration_decides(tmp_path: Path) -> None:
     assert weights["model.layers.0.self_attn.q_proj.weight"].dtype.name == "float16"
     weights = ckptkit.dequantize(ckptkit.open(FOLDER / "fp8-fbgemm")).weights
     assert weights["model.layers.0.mlp.gate_proj.weight"].dtype.name == "bfloat16"
+
+
+def test_names_of_wrappers_are_not_in_the_qmap_of_quanto(tmp_path: Path) -> None:
+    case = FOLDER / "quanto-qint4"
+    (tmp_path / "quanto_qmap.json").write_bytes((case / "quanto_qmap.json").read_bytes())
+    wrapped = ckptkit.add_prefix(ckptkit.open(case), "module.")
+    ckptkit.save(wrapped, tmp_path / "model.safetensors")
+    ckptkit.save(
+        ckptkit.dequantize(tmp_path / "model.safetensors", "float32"), tmp_path / "o.safetensors"
+    )
+    found = read(tmp_path / "o.safetensors")
+    assert_expected(
+        {name.removeprefix("module."): row for name, row in found.items()}, case.name, "fp32"
+    )
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".pth"])
+def test_the_config_beside_a_compressed_file_is_read(suffix: str, tmp_path: Path) -> None:
+    case = FOLDER / "gptq-int2"
+    (tmp_path / "config.json").write_bytes((case / "config.json").read_bytes())
+    ckptkit.save(ckptkit.open(case), plain := tmp_path / f"model{suffix}")
+    packed = tmp_path / f"model{suffix}.gz"
+    packed.write_bytes(gzip.compress(plain.read_bytes()))
+    plain.unlink()
+    ckptkit.save(ckptkit.dequantize(packed, "float32"), tmp_path / "o.safetensors")
+    assert_expected(read(tmp_path / "o.safetensors"), case.name, "fp32")
+
+
+@pytest.mark.parametrize("case", PICKLED)
+def test_what_safetensors_cannot_hold_may_be_dequantized(case: str, tmp_path: Path) -> None:
+    with pytest.raises(TensorError, match="subclass") as raised:
+        ckptkit.save(FOLDER / case / "model.pth", tmp_path / "out.safetensors")
+    assert "--dequantize" in str(raised.value.hint)

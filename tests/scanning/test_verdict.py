@@ -10,6 +10,7 @@ import pathlib
 import pickle
 import subprocess
 import sys
+import zipfile
 from collections import Counter, OrderedDict, defaultdict
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,8 @@ import numpy as np
 import pytest
 import torch
 
+import ckptkit
+from ckptkit.core.errors import AmbiguousError
 from ckptkit.core.limits import LIMITS
 from ckptkit.scanning.files import Failure, scan, scan_all
 from ckptkit.scanning.verdict import (
@@ -221,7 +224,9 @@ def test_trust_lets_calls_of_packages_pass_and_no_others(tmp_path: Path) -> None
     path = put(tmp_path, archive(pickle2(call("mine.kinds.Kind", text("a")))))
     assert scan(path).verdict == CODE
     assert scan(path, trust=["other.*"]).verdict == CODE
-    assert scan(path, trust=["mine.*"]).verdict == CLASSES
+    assert scan(path, trust=["min"]).verdict == CODE
+    for trust in ("mine.*", "mine", "mine.kinds"):
+        assert scan(path, trust=[trust]).verdict == CLASSES
     assert scan(put(tmp_path, EVIL), trust=["*"]).verdict == CODE
 
 
@@ -307,6 +312,46 @@ def test_programs(tmp_path: Path) -> None:
         Member("n/code/__torch__/n.py", code),
     )
     assert verdict(tmp_path, build(*members)) == CODE
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_a_program_with_objects_in_a_dict(tmp_path: Path) -> None:
+    """The dict has its type beside it: a call that gives it back."""
+
+    @torch.jit.script
+    class Kind:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+    class Net(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.kinds = {"energy": Kind("e")}
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + len(self.kinds["energy"].name)
+
+    Net.__annotations__ = {"kinds": dict[str, Kind]}
+    path = tmp_path / "net.pt"
+    torch.jit.save(torch.jit.script(Net()), path)
+    with zipfile.ZipFile(path) as file:
+        assert b"restore_type_tag" in file.read("net/data.pkl")
+    assert scan(path).verdict == HARMLESS
+
+
+def test_pickles_one_after_another(tmp_path: Path) -> None:
+    """As several pickle.dump into one file leave them: each is looked at, and inspect says it."""
+    plain, evil = pickle.dumps({"a": [1.5]}, 4), EVIL
+    for data, verdict in ((plain * 3, HARMLESS), (plain * 2 + evil, CODE), (plain + b"x", UNKNOWN)):
+        path = put(tmp_path, data, ".pkl")
+        assert scan(path).verdict == verdict
+    with pytest.raises(AmbiguousError, match="several pickles"):
+        ckptkit.open(put(tmp_path, plain * 2, ".pkl"))
+
+
+def test_a_pointer_of_git_lfs_is_no_pickle(tmp_path: Path) -> None:
+    pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
+    assert scan(put(tmp_path, pointer, ".pkl")).verdict == NONE
 
 
 def test_several_files_folders_and_workers(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from codecs import getincrementaldecoder
 from typing import NamedTuple
 
 from ckptkit.core.errors import FormatError, InputError, TruncatedError, UnsupportedError
-from ckptkit.core.text import shown
+from ckptkit.core.text import shell_word, shown
 from ckptkit.formats.containers.zip_reader import ZipDirectory
 from ckptkit.formats.format import Probe
 from ckptkit.formats.table import SAFETENSORS, TORCH_SUFFIXES
@@ -24,6 +24,7 @@ class Signature(NamedTuple):
 
 
 _AGAIN = "download the file itself, not its web page"
+_OTHER = "`ckptkit formats` lists what ckptkit reads"
 _UNPACK = "unpack it first"
 _NUMPY = "; ckptkit reads what numpy.savez wrote"
 _TENSORFLOW = "load it with TensorFlow, and save its variables with numpy.savez" + _NUMPY
@@ -38,10 +39,17 @@ SIGNATURES = (
         "a Git LFS pointer, not the file itself",
         "run `git lfs pull`",
     ),
-    Signature(0, b"\x5d\0\0\x80\0", "an lzma file", "unpack it first: unlzma -c FILE > UNPACKED"),
-    Signature(0, b"\x04\x22\x4d\x18", "an lz4 file", "unpack it first: unlz4 -c FILE > UNPACKED"),
     Signature(
-        0, b"\x1f\x9d", "a compressed file (.Z)", "unpack it first: uncompress -c FILE > UNPACKED"
+        0, b"\x5d\0\0\x80\0", "an lzma file", "unpack it first: unlzma -c {0} > {0}.unpacked"
+    ),
+    Signature(
+        0, b"\x04\x22\x4d\x18", "an lz4 file", "unpack it first: unlz4 -c {0} > {0}.unpacked"
+    ),
+    Signature(
+        0,
+        b"\x1f\x9d",
+        "a compressed file (.Z)",
+        "unpack it first: uncompress -c {0} > {0}.unpacked",
     ),
     *(
         Signature(
@@ -54,7 +62,7 @@ SIGNATURES = (
     ),
     Signature(0, b"7z\xbc\xaf\x27\x1c", "a 7z archive", _UNPACK),
     Signature(0, b"Rar!", "a RAR archive", _UNPACK),
-    Signature(0, b"PK\x05\x06", "an empty zip archive", _AGAIN),
+    Signature(0, b"PK\x05\x06", "an empty zip archive", _OTHER),
     Signature(0, b"PK00PK", "a spanned zip archive", "join its parts first"),
     Signature(
         0,
@@ -87,17 +95,17 @@ SIGNATURES = (
         "a MATLAB file",
         "read it with scipy.io.loadmat, save it with numpy.savez" + _NUMPY,
     ),
-    Signature(0, b"PAR1", "a Parquet table", _AGAIN),
-    Signature(0, b"ARROW1", "an Arrow table", _AGAIN),
-    Signature(0, b"SQLite format 3", "an SQLite database", _AGAIN),
-    Signature(0, b"\x89PNG", "a PNG image", _AGAIN),
-    Signature(0, b"\xff\xd8\xff", "a JPEG image", _AGAIN),
-    Signature(0, b"GIF8", "a GIF image", _AGAIN),
-    Signature(8, b"WEBP", "a WebP image", _AGAIN),
-    Signature(0, b"%PDF", "a PDF document", _AGAIN),
-    Signature(0, b"\x7fELF", "a program or library (ELF)", _AGAIN),
-    Signature(0, b"MZ", "a program or library (Windows)", _AGAIN),
-    Signature(0, b"\xcf\xfa\xed\xfe", "a program or library (macOS)", _AGAIN),
+    Signature(0, b"PAR1", "a Parquet table", _OTHER),
+    Signature(0, b"ARROW1", "an Arrow table", _OTHER),
+    Signature(0, b"SQLite format 3", "an SQLite database", _OTHER),
+    Signature(0, b"\x89PNG", "a PNG image", _OTHER),
+    Signature(0, b"\xff\xd8\xff", "a JPEG image", _OTHER),
+    Signature(0, b"GIF8", "a GIF image", _OTHER),
+    Signature(8, b"WEBP", "a WebP image", _OTHER),
+    Signature(0, b"%PDF", "a PDF document", _OTHER),
+    Signature(0, b"\x7fELF", "a program or library (ELF)", _OTHER),
+    Signature(0, b"MZ", "a program or library (Windows)", _OTHER),
+    Signature(0, b"\xcf\xfa\xed\xfe", "a program or library (macOS)", _OTHER),
 )
 # Protocol buffers have no signature: by the name of the file, where its bytes can be one.
 _PROTOBUF = {
@@ -132,7 +140,7 @@ def refusal(probe: Probe) -> InputError:
         )
     found = _signature(probe)
     if found is not None:
-        return FormatError(f"is {found.what}", hint=found.hint)
+        return FormatError(f"is {found.what}", hint=found.hint.format(shell_word(probe.name)))
     if probe.zip is not None:
         return _zip(probe.zip)
     if head[257:262] == b"ustar":  # other tar files are for torch-tar
@@ -151,9 +159,7 @@ def refusal(probe: Probe) -> InputError:
             hint="if you know their shape, read them with numpy.fromfile and save with numpy.savez"
             + _NUMPY,
         )
-    return FormatError(
-        "is not in a format that ckptkit knows", hint="`ckptkit formats` lists what it reads"
-    )
+    return FormatError("is not in a format that ckptkit knows", hint=_OTHER)
 
 
 def _signature(probe: Probe) -> Signature | None:

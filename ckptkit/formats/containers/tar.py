@@ -7,6 +7,7 @@
             magic "ustar\\0" "00" (POSIX) or "ustar  \\0" (GNU)
     numbers: octal text; or 0x80 and a big-endian number (GNU)
     type x: records "length key=value\\n" about the next member; g: about all that follow
+    type L, K (GNU): the name, the link, of the next member, whose header has the first 100 bytes
 
 Python's tarfile, which torch uses, lets a later member replace an earlier one of its name, accepts
 half of a number as a number, skips unknown fields and ends at the first zeros; other readers decide
@@ -36,7 +37,9 @@ BLOCK = 512
 _MAGICS = (b"ustar\x0000", b"ustar  \0")
 _KINDS = {b"0": "file", b"\0": "file", b"2": "link", b"5": "folder"}
 _RECORDS = (b"x", b"g")
+_LONG = {b"L": b"path", b"K": b"linkpath"}  # of GNU, and the keys of records that do the same
 _LARGE = 8**11  # the first size that octal text does not hold
+_NAME = 100  # bytes of a name in a header
 _TAIL = 1 << 20  # bytes after the end; tar writes whole records of 10 KiB
 # Keys of records that change neither name nor data.
 _GLOBAL_KEYS = frozenset(
@@ -54,12 +57,16 @@ class TarMember(NamedTuple):
 
 
 class _Header(NamedTuple):
-    """The fields of a header; the name is that of the fixed fields."""
+    """The fields of a header; the name is that of the fixed fields.
+
+    ``long`` is the key of the record that a long name of GNU stands for.
+    """
 
     name: bytes
     type: bytes
     size: int
     link: bytes
+    long: bytes | None
 
 
 def is_tar(head: bytes) -> bool:
@@ -90,7 +97,7 @@ def first_name(source: ByteSource) -> bytes:
     at = 0
     for _ in range(3):
         header = _header(source.read(at, BLOCK), at)
-        if header.type not in _RECORDS:
+        if header.type not in _RECORDS and header.long is None:
             return header.name
         at += BLOCK + _padded(header.size)
     return b""
@@ -123,6 +130,7 @@ def _members(source: ByteSource, here: bool) -> Iterator[tuple[TarMember, str]]:
     """Yield each member and its link target, up to the end, which is checked."""
     at = 0
     records: dict[bytes, bytes] = {}
+    long: dict[bytes, bytes] = {}
     while (block := source.read(at, BLOCK)).strip(b"\0"):
         header = _header(block, at)
         data = Range(source, at + BLOCK, _size(header, records))
@@ -132,15 +140,20 @@ def _members(source: ByteSource, here: bool) -> Iterator[tuple[TarMember, str]]:
                 f"ends inside the member {shown(header.name)}",
                 hint="the file is cut: download or copy it again",
             )
+        if header.long is not None:
+            if header.long in long:
+                raise AmbiguousError("a tar member has two long names")
+            long[header.long] = _long(data)
+            continue
         if header.type in _RECORDS:
-            if records:
+            if records or long:
                 raise AmbiguousError("a tar file has records about records")
             found = _records(data, _LOCAL_KEYS if header.type == b"x" else _GLOBAL_KEYS)
             records = found if header.type == b"x" else {}
             continue
-        yield _member(header, records, data, here)
-        records = {}
-    if records:
+        yield _member(header, _with_long(header, records, long), data, here)
+        records, long = {}, {}
+    if records or long:
         raise FormatError("a tar file ends with records about a member that is missing")
     _check_end(source, at)
 
@@ -164,7 +177,9 @@ def _header(block: bytes, at: int) -> _Header:
         or (start and name.endswith(b"/"))
     ):
         raise FormatError(f"a tar header has the name {shown(name)}")
-    return _Header(name, block[156:157], _number(block[124:136]), link)
+    type = block[156:157]
+    long = _LONG.get(type) if magic == _MAGICS[1] else None
+    return _Header(name, type, _number(block[124:136]), link, long)
 
 
 def _padded(length: int) -> int:
@@ -222,6 +237,25 @@ def _records(data: Range, known: frozenset[bytes]) -> dict[bytes, bytes]:
     return found
 
 
+def _long(data: Range) -> bytes:
+    """Return the long name in the data of a member of type L or K."""
+    check("tar_records_bytes", data.length, "bytes of a long name in a tar file")
+    text, end, rest = data.read().partition(b"\0")
+    if len(text) < _NAME or not end or rest:
+        raise FormatError("a long name in a tar file is malformed")
+    return text
+
+
+def _with_long(
+    header: _Header, records: dict[bytes, bytes], long: dict[bytes, bytes]
+) -> dict[bytes, bytes]:
+    """Return records with the long names of GNU; the header must begin as they do."""
+    short = {b"path": header.name, b"linkpath": header.link}
+    if long and (records or any(text[:_NAME] != short[key] for key, text in long.items())):
+        raise AmbiguousError(f"the tar member {shown(header.name)} has two names")
+    return records | long
+
+
 def _member(
     header: _Header, records: dict[bytes, bytes], data: Range, here: bool
 ) -> tuple[TarMember, str]:
@@ -233,10 +267,11 @@ def _member(
         )
     if kind != "file" and data.length:
         raise AmbiguousError(f"the tar member {shown(header.name)} is a {kind} with data")
-    name = _name(records.get(b"path", header.name), kind, here)
-    if header.name:  # readers without support for records use this name
+    path, link = records.get(b"path", header.name), records.get(b"linkpath", header.link)
+    name = _name(path, kind, here)
+    if header.name not in (b"", path[:_NAME]):  # readers without support for records use this name
         _name(header.name, kind, here)
-    return TarMember(name, kind, data), header.link.decode("latin-1") if kind == "link" else ""
+    return TarMember(name, kind, data), link.decode("latin-1") if kind == "link" else ""
 
 
 def _name(name: bytes, kind: str, here: bool) -> str:

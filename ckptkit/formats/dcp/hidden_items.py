@@ -6,17 +6,15 @@ A data file is one archive after another: without the metadata only the last one
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Iterator
 
 from ckptkit.core.bytesource import Section
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.dcp.items import Files
+from ckptkit.formats.dcp.metadata import is_metadata
 from ckptkit.formats.dcp.reading import described, places
 from ckptkit.formats.format import Probe
 from ckptkit.pickles.streams import NOT_TORCH, Found, Inner, PickleStream
-
-_METADATA = re.compile(r"(__[0-9]{1,9})?\.metadata")
 
 
 def pickles(probe: Probe) -> Iterator[Found] | None:
@@ -24,7 +22,7 @@ def pickles(probe: Probe) -> Iterator[Found] | None:
     if probe.is_folder:
         return None
     name = os.path.basename(probe.name)
-    if _METADATA.fullmatch(name) and probe.head.startswith(b"\x80"):
+    if is_metadata(name) and probe.head.startswith(b"\x80"):
         loader = "torch.distributed.checkpoint"
         return iter((PickleStream("", probe.source, 0, probe.source.size, loader, NOT_TORCH),))
     place = probe.source.folder_and_name() if name.endswith(".distcp") else None

@@ -19,6 +19,7 @@ missing. The offset of a MetadataIndex is that of the chunk, None for a value.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -44,6 +45,7 @@ from ckptkit.pickles.machine import unpickle
 from ckptkit.pickles.trust import is_foreign
 
 NAME = ".metadata"
+_NAMES = re.compile(r"(__[0-9]{1,9})?\.metadata")
 METADATA = "torch.distributed.checkpoint.metadata"
 STORAGE = "torch.distributed.checkpoint.filesystem"
 _SHARDED = "torch.distributed._shard.sharded_tensor.metadata"  # until torch 2.2
@@ -100,6 +102,11 @@ class DcpIndex(NamedTuple):
     entries: dict[str, Entry]
     paths: dict[str, Path]
     warnings: tuple[str, ...]
+
+
+def is_metadata(name: str) -> bool:
+    """Return whether a file of this name has metadata: of all ranks, or of one."""
+    return _NAMES.fullmatch(name) is not None
 
 
 def read_metadata(source: ByteSource) -> DcpIndex:

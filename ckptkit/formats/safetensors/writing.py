@@ -75,7 +75,7 @@ def prepared(checkpoint: Checkpoint, options: WriteOptions) -> Contents:
     weights = checkpoint.required
     tensors = weights.tensors
     refuse_pieces(weights.nodes)
-    _check_holdable(tensors)
+    _check_holdable(checkpoint, tensors)
     ties = _ties(tensors, checkpoint.extras) if options.ties == "alias" else {}
     stored = without(tensors, ties)
     extra, notes = leftovers(checkpoint)
@@ -146,22 +146,27 @@ def _place_of_buffer(extents: Iterable[Extent]) -> int | None:
     return None
 
 
-def _check_holdable(tensors: Mapping[str, Tensor]) -> None:
+def _check_holdable(checkpoint: Checkpoint, tensors: Mapping[str, Tensor]) -> None:
     refused = [(name, why) for name, tensor in tensors.items() if (why := _obstacle(name, tensor))]
     if refused:
         named = some((f"{shown(name)} ({why})" for name, why in refused), 3)
         raise TensorError(
-            f"safetensors cannot hold {named}", hint=_way_out({why for _, why in refused})
+            f"safetensors cannot hold {named}",
+            hint=_way_out({why for _, why in refused}, checkpoint),
         )
 
 
-def _way_out(obstacles: set[str]) -> str:
+def _way_out(obstacles: set[str], checkpoint: Checkpoint) -> str:
     if obstacles == {"complex128"}:
         return "`--cast complex64` halves their precision"
     if all(why in BY_NAME and BY_NAME[why].kind == "quantized" for why in obstacles):
         return "`--dequantize` makes float32 of them"
     if "subclass" in obstacles:
-        return "a .pth or --all keeps them; --dequantize makes floats of those of torchao"
+        from ckptkit import quantized
+
+        kept = "a .pth keeps them, and `--all` does"
+        floats = "`--dequantize` converts quantized ones to floats; "
+        return floats + kept if quantized.find(checkpoint) else kept
     return "leave them out with `--drop NAME`"
 
 

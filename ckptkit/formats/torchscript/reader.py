@@ -21,7 +21,7 @@ to torch.jit.load. Storages are numbered for each pickle.
 A module reads as the pickled nn.Module that it was made of would: attributes in ``_parameters``,
 ``_buffers`` and ``_modules``, so that its state_dict is that of ``torch.jit.load``. Constants are
 the attribute CONSTANTS of the root. A frozen module has no other weights, so its constants
-are its weights.
+are its weights. Packed weights (:mod:`packed`) are weights in any case: ``CONSTANTS.c0.weight``.
 """
 
 from __future__ import annotations
@@ -39,10 +39,12 @@ from ckptkit.formats.table import TORCHSCRIPT
 from ckptkit.formats.torch_zip.reader import Archive
 from ckptkit.formats.torchscript import old_json as script_json
 from ckptkit.formats.torchscript.code import Code, Declared
+from ckptkit.formats.torchscript.packed import is_custom, unpack
 
+_FROZEN = "it is frozen: its weights are constants of its code, without their names"
+_PACKED = "it has packed weights, without the names of their layers: CONSTANTS.c0.weight..."
 PARTS = ("_parameters", "_buffers", "_modules")
 CONSTANTS = "CONSTANTS"
-_CUSTOM = "__torch__.torch.classes."  # objects of C++, with any state
 
 
 def read(probe: Probe) -> Checkpoint:
@@ -60,15 +62,36 @@ def read(probe: Probe) -> Checkpoint:
         root, names, found = script_json.read(archive)
     texts, lost = _extra(archive)
     warnings += [*found, *archive.unverified(), *lost]
-    key = None
-    if not module_state(root) and any(
-        as_tensor(each) is not None for each in root.state.get(CONSTANTS, {}).values()
-    ):
-        key = CONSTANTS
-        warnings.append("it is frozen: its weights are constants of its code, without their names")
+    key, remarks = _weights_of_constants(root)
     return Checkpoint(
-        root, TORCHSCRIPT.name, directory.source, texts, names, tuple(warnings), key=key
+        root,
+        TORCHSCRIPT.name,
+        directory.source,
+        texts,
+        names,
+        (*warnings, *remarks),
+        key=key,
     )
+
+
+def _weights_of_constants(root: Object) -> tuple[str | None, list[str]]:
+    """Make weights of packed constants, and of all tensors among them if the module is frozen.
+
+    Return the key of the weights and warnings.
+    """
+    constants: dict[Node, Node] = root.state.get(CONSTANTS, {})
+    is_frozen = not module_state(root)
+    tensors = [name for name, node in constants.items() if is_frozen and as_tensor(node)]
+    if packed := unpack({CONSTANTS: constants}, of_modules=True):
+        # Beside other constants, so that one mapping has all weights.
+        root.state["_modules"] |= packed
+        root.state["_buffers"] |= {f"{CONSTANTS}.{name}": constants[name] for name in tensors}
+        moved = {*tensors, *(place.split(".")[1] for place in packed)}
+        root.state[CONSTANTS] = {
+            name: node for name, node in constants.items() if name not in moved
+        }
+        return None, [_PACKED]
+    return (CONSTANTS, [_FROZEN]) if tensors else (None, [])
 
 
 def _pickled(archive: Archive) -> tuple[Object, tuple[Global, ...], list[str]]:
@@ -100,11 +123,7 @@ def _add_constants(root: Object, constants: Node) -> None:
 def _is_scripted(node: Node) -> bool:
     """Return whether a node is an object of a class in the archive's own code."""
     made = node.global_ if isinstance(node, Object) else None
-    return (
-        made is not None
-        and made.module.split(".")[0] == "__torch__"
-        and not str(made).startswith(_CUSTOM)
-    )
+    return made is not None and made.module.split(".")[0] == "__torch__" and not is_custom(node)
 
 
 def _arrange(root: Object, code: Code) -> list[str]:
@@ -112,7 +131,8 @@ def _arrange(root: Object, code: Code) -> list[str]:
     found = {id(node): (node, code[node.callable]) for _, node in walk(root) if _is_scripted(node)}
     unknown = [node for node, declared in found.values() if declared is None]
     known = [node for node, declared in found.values() if declared and declared.is_module]
-    modules = {id(node) for node in (root, *unknown, *known)}
+    packed = unpack(root, of_modules=False).values()
+    modules = {id(node) for node in (root, *unknown, *known, *packed)}
     warnings = [
         f"there is no code of {node.global_}: "
         "its tensors count as parameters if they have a gradient"

@@ -24,6 +24,7 @@ _LISTED = {
     "gymnasium.spaces.discrete": "Discrete",
     "lightning_fabric.utilities.data": "AttributeDict",
     "lightning.fabric.utilities.data": "AttributeDict",
+    "megatron.core.dist_checkpointing.strategies.torch": "MCoreMetadata MCoreSavePlan",
     "omegaconf.base": "ContainerMetadata Metadata",
     "omegaconf.dictconfig": "DictConfig",
     "omegaconf.listconfig": "ListConfig",
@@ -110,7 +111,6 @@ _LISTED = {
         "PerToken PlaceholderObserver RecordingObserver ReuseInputObserver "
         "UniformQuantizationObserverBase _PartialWrapper"
     ),
-    "torch.ao.quantization.qconfig": "QConfig QConfigDynamic",
     "torch.ao.quantization.stubs": "DeQuantStub QuantStub QuantWrapper",
     "torch.distributed._mesh_layout": "_FlatLayout _MeshLayout",
     "torch.distributed._shard.metadata": "ShardMetadata",
@@ -343,6 +343,7 @@ _FILLED = {
 # call methods of what is in their state: so nothing here may call or fetch what its arguments say
 # (copy, getattr, sorted with a key, dataclass).
 _KEPT = {
+    "torch.ao.quantization.quantize": "_observer_forward_hook _observer_forward_pre_hook",
     "abc": "ABC",
     "builtins": (
         "ArithmeticError AttributeError BaseException Ellipsis Exception False IndexError KeyError "
@@ -425,25 +426,46 @@ OPTIMIZERS = names_in(
 )  # their __setstate__ calls methods of the values of their state
 CLASSES = names_in(_LISTED) | names_in(_older(_LISTED))
 FILLED = names_in(_FILLED)
-KEPT = names_in(_KEPT)
+KEPT = names_in(_KEPT) | names_in(_older(_KEPT))
 
-# Packages that people have beside torch: of those, as of whatever is installed here, only what is
-# listed is known.
+# Packages that people have beside torch: of those, only what is listed is known. Never what is
+# installed here: the same file has the same verdict on every machine.
 _PACKAGES = (
-    "IPython PIL absl aiohttp apport asttokens attr attrs bs4 boto3 botocore bottle celery "
-    "certifi cffi charset_normalizer click cloudpickle colorama cryptography cupy cv2 cython "
-    "dask dateutil decorator dill distributed django docutils docker executing fabric fastapi "
-    "fickling filelock flask fsspec gdown gevent git google greenlet h5py httpx huggingface_hub "
-    "idlelib idna imageio invoke ipykernel ipywidgets jax jedi jinja2 joblib jsonschema jupyter "
-    "keras kiwisolver llvmlite lxml mako markdown markupsafe matplotlib mlflow mpmath msgpack "
-    "multiprocess mypy networkx nltk nose numba numexpr nvidia onnx onnxruntime openai "
-    "opt_einsum orjson pandas paramiko parso pexpect pip pkg_resources platformdirs plotly "
-    "plumbum polars prompt_toolkit protobuf psutil ptyprocess py py7zr pyarrow pycparser "
-    "pydantic pydantic_core pydoc_data pygments pyparsing pytest pytz rarfile ray regex "
-    "requests rich ruamel s3fs scipy seaborn sentencepiece setuptools sh simplejson six skimage "
-    "sklearn smart_open sqlalchemy starlette streamlit sympy tables tensorboard tensorflow "
-    "tests_runner tokenizers toolz torchgen tornado tqdm traitlets triton typer "
-    "typing_extensions tzdata ujson urllib3 uvicorn virtualenv wandb watchdog websockets "
-    "werkzeug wheel wrapt xarray yaml zmq zstandard _distutils_hack _pytest _yaml"
+    "_distutils_hack _pytest _yaml absl accelerate aiobotocore aiohttp aiosignal albumentations "
+    "allennlp antlr4 anyio apex apport asttokens attr attrs audioread auto_gptq awq axolotl "
+    "bitsandbytes blinker boto3 botocore botorch bottle bs4 captum catalyst catboost celery "
+    "certifi cffi charset_normalizer chex clearml click cloudpickle colorama colossalai comet_ml "
+    "compressed_tensors contourpy cryptography cupy cv2 cycler cython darts dask datasets "
+    "dateutil decorator deepspeed detectron2 dgl diffusers dill distributed django dm_control "
+    "docker docutils dotenv dvc e3nn econml einops espnet espnet2 evaluate execnet executing "
+    "fabric fairscale fairseq fairseq2 faiss fastai fastapi fastcore fickling filelock fire flair "
+    "flash_attn flask flax fontTools fsspec fvcore gdown gensim geopandas gevent git gluonts "
+    "google gpytorch graphql greenlet gym gymnasium h5py haiku httpx huggingface_hub hydra "
+    "hyperopt hypothesis idlelib idna ignite imageio imblearn importlib_metadata invoke iopath "
+    "ipykernel IPython ipywidgets jax jedi jieba jinja2 jmespath joblib jsonpatch jsonschema "
+    "jupyter keras kiwisolver kornia langchain librosa lightgbm lightning lightning_fabric "
+    "lightning_utilities linear_operator litellm litgpt llvmlite loguru lxml mako markdown "
+    "markdown_it markupsafe matplotlib megatron ml_dtypes mlflow mmaction mmcls mmcv mmdet "
+    "mmengine mmpose mmpretrain mmseg modelscope monai more_itertools moto mpl_toolkits mpmath "
+    "msgpack mujoco multidict multiprocess mypy narwhals nemo neptune networkx nltk nose numba "
+    "numexpr numpyro nvidia omegaconf onnx onnxruntime open_clip openai openpyxl opt_einsum optax "
+    "optimum optuna orjson packaging paddle pandas paramiko parso peft pettingzoo pexpect PIL pip "
+    "pkg_resources platformdirs plotly pluggy plumbum polars prefect prompt_toolkit prophet "
+    "protobuf psutil ptyprocess py py7zr pyarrow pycocotools pycparser pydantic pydantic_core "
+    "pydantic_settings pydoc_data pygments pyparsing pyro pytest pytorch3d pytorch_forecasting "
+    "pytorch_lightning pytorch_metric_learning pytz quanto rarfile ray redis regex requests "
+    "responses rich rouge_score ruamel s3fs sacrebleu sacremoses safetensors sb3_contrib "
+    "schedulefree scipy seaborn segmentation_models_pytorch sentence_transformers sentencepiece "
+    "setuptools sh shap simplejson six skimage sklearn skorch smart_open sortedcontainers "
+    "soundfile spacy speechbrain sqlalchemy stable_baselines3 stanza starlette statsmodels "
+    "streamlit sympy tables tabulate tblib tensorboard tensorboardX tensordict tensorflow "
+    "tests_runner textual thinc threadpoolctl tianshou tiktoken timm tlz tokenizers toolz "
+    "torch_cluster torch_geometric torch_scatter torch_sparse torch_spline_conv torch_xla torchao "
+    "torchaudio torchdata torchdiffeq torchgen torchinfo torchmetrics torchrl torchsde "
+    "torchsummary torchtext torchtitan torchtune torchvision tornado tqdm traitlets "
+    "transformer_engine transformers triton trl typer typing_extensions tzdata ujson ultralytics "
+    "unsloth urllib3 uvicorn vector_quantize_pytorch virtualenv vllm wandb watchdog websockets "
+    "werkzeug wget wheel wrapt x_transformers xarray xformers xgboost xmltodict yacs yaml yarl "
+    "zict zipp zmq zstandard"
 )
 PACKAGES = frozenset(_PACKAGES.split())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from _compat_pickle import IMPORT_MAPPING
-from functools import lru_cache
 
 from ckptkit.core.tree import Global
 from ckptkit.pickles.allowlist import rows as table
@@ -17,18 +16,23 @@ HARMLESS = "harmless"  # in the allowlist, with arguments that its row takes: it
 CLASS = "class"  # an object of a class, through __new__: its package's code sets it up
 LOADS = "loads"  # a file inside: what that would do
 ALLOCATES = "allocates"  # memory, as much as the file says
-UNSURE = "unsure"  # not proved: arguments that the row does not take, an installed package's class
+UNSURE = "unsure"  # not proved: arguments that the row does not take, a class of a package
 # a function of another package, or a class through __init__, with arguments of the file's choosing
 UNKNOWN = "unknown"
 HARMFUL = "harmful"
 LEVELS = (ACCEPTED, HARMLESS, CLASS, LOADS, ALLOCATES, UNSURE, UNKNOWN, HARMFUL)
 WRITTEN = (ACCEPTED, HARMLESS, CLASS)  # what may be written back
 
-# Whose calls are harmful unless they are in the allowlist: the standard libraries of this Python,
-# of Python 2 (protocol 2 maps its names to today's), and of the versions in between; and those
-# whose files these are.
+# Whose calls are harmful unless they are in the allowlist: the standard libraries of Python 3.11 to
+# 3.14, of Python 2 (protocol 2 maps its names to today's), and of the versions in between; and
+# those whose files these are.
 STANDARD = sys.stdlib_module_names | {name for name in IMPORT_MAPPING if "." not in name} | {
-    "aifc", "asynchat", "asyncore", "audioop", "cgi", "cgitb", "chunk", "crypt", "distutils",
+    "_android_support", "_apple_support", "_ast_unparse", "_bootsubprocess", "_colorize", "_crypt",
+    "_hmac", "_interpchannels", "_interpqueues", "_interpreters", "_ios_support", "_msi",
+    "_opcode_metadata", "_py_warnings", "_pydatetime", "_pylong", "_pyrepl", "_remote_debugging",
+    "_sha2", "_sha256", "_sha512", "_suggestions", "_sysconfig", "_types", "_wmi",
+    "_xxinterpchannels", "_xxsubinterpreters", "_zstd", "aifc", "annotationlib", "asynchat",
+    "asyncore", "audioop", "cgi", "cgitb", "chunk", "compression", "crypt", "distutils",
     "exceptions", "imghdr", "imp", "lib2to3", "mailcap", "msilib", "nis", "nntplib", "os2emxpath",
     "ossaudiodev", "pipes", "popen2", "sets", "smtpd", "sndhdr", "spwd", "sunau", "telnetlib",
     "test", "uu", "xdrlib",
@@ -57,7 +61,7 @@ def out_of_place(name: Global) -> str | None:
     if top_of(name) in STANDARD | TORCH:
         return "is not in the allowlist"
     if _is_package(top_of(name)):
-        return "belongs to an installed package and is not in the allowlist"
+        return "belongs to a package and is not in the allowlist"
     return "is not the name of a class"
 
 
@@ -103,24 +107,9 @@ def _is_special(part: str) -> bool:
     return part.startswith("__") and part.endswith("__")
 
 
-@lru_cache(maxsize=4096)
 def _is_package(top: str) -> bool:
-    """Return whether code of this name is a package that people install, or is installed here.
-    Imports nothing."""
-    if top in PACKAGES or not top.isidentifier():
-        return True
-    if top == "__main__":  # here that is ckptkit or a test runner, where it was saved the user's
-        return False
-    from importlib.util import find_spec
-
-    try:
-        spec = find_spec(top)
-    except (ImportError, ValueError, AttributeError):
-        return False
-    if spec is None:
-        return False
-    places = [spec.origin or "", *(spec.submodule_search_locations or ())]
-    return any("site-packages" in place or "dist-packages" in place for place in places)
+    """Return whether code of this name is a package that people install, or no name at all."""
+    return top in PACKAGES or not top.isidentifier()
 
 
 def class_kind(name: Global) -> str:

@@ -292,6 +292,12 @@ _row(
     TENSOR,
 )
 _row("torch._utils", "_rebuild_device_tensor_from_cpu_tensor", "bare name text/inert flag", TENSOR)
+for _module in (
+    "torch.ao.quantization.qconfig",
+    "torch.quantization.qconfig",
+    "torch.quantization.QConfig",
+):  # of torch 1.3 to 1.5
+    _row(_module, "QConfig QConfigDynamic", "any any", OBJECT, new=True, keeps=True)  # named tuples
 _row("torch.nested._internal.nested_tensor", "_rebuild_njt", "dict", TENSOR)
 _row("torch.nn.parameter", "Parameter Buffer", "?tensor ?flag ?none",
      TENSOR, state="tensor_state", new=True)  # fmt: skip
@@ -305,7 +311,7 @@ _row(
     "list/tuple",
     LIST,
 )
-_row("torch.jit._pickle", "restore_type_tag", "literal text", LIST)
+_row("torch.jit._pickle", "restore_type_tag", "literal text", LIST, keeps=True)
 _row("torch.jit._pickle", "build_tensor_from_id", "int", TENSOR)
 
 # Calls that call one of their arguments, or name something inside it. ``calls`` judges what they

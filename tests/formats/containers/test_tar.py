@@ -62,6 +62,26 @@ def test_what_tarfile_writes(format: int, mtime: float) -> None:
     assert contents(data) == {"a": DATA, "b/c": bytes(1000), "empty": b""}
 
 
+def test_long_names_of_gnu() -> None:
+    """Of more than 100 bytes: the name of a file, and a link with a long target."""
+    stream, name, target = io.BytesIO(), "d" * 60 + "/" + "e" * 60, "t" * 150
+    with tarfile.open(fileobj=stream, mode="w", format=tarfile.GNU_FORMAT) as file:
+        info = tarfile.TarInfo(name)
+        info.size = len(DATA)
+        file.addfile(info, io.BytesIO(DATA))
+        info = tarfile.TarInfo("l" * 101)
+        info.type, info.linkname = tarfile.SYMTYPE, target
+        file.addfile(info)
+    data = stream.getvalue()
+    members = read_members(Memory(data))
+    assert {each.name: each.kind for each in members.values()} == {name: "file", "l" * 101: "link"}
+    assert members[name].data.read() == DATA and first_name(Memory(data)) == name[:100].encode()
+    refused(AmbiguousError, data.replace(b"e" * 60 + b"\0", b"f" * 60 + b"\0"), "two names")
+    refused(AmbiguousError, data[:1024] + data, "two long names")
+    refused(FormatError, data[:1024] + bytes(1024), "missing")
+    refused(FormatError, data.replace(b"e\0", b"ee", 1), "malformed")
+
+
 def test_by_hand() -> None:
     data = archive(
         member("a", DATA), member("folder/", b"", b"5"), member("l", b"", b"2", link=b"elsewhere")

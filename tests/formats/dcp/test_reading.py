@@ -25,7 +25,8 @@ from ckptkit.analysis.verify import verify
 from ckptkit.core.bytesource import Derived, Folder, LocalFile, Range, runs
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.dtypes import TABLE
-from ckptkit.core.errors import CorruptError, FormatError
+from ckptkit.core.errors import CorruptError, FormatError, UnsupportedError
+from ckptkit.diagnosis.diagnose import examine
 from ckptkit.formats.dcp import hidden_items
 from ckptkit.formats.format import Probe
 from ckptkit.pickles.streams import Traced
@@ -368,3 +369,27 @@ def test_a_data_file_beside_damaged_metadata_is_searched_all_the_same(tmp_path: 
     ]
     assert found and not any(where.startswith("item at byte") for where in found)
     assert hidden_items.pickles(Probe(Folder(folder))) is None
+
+
+@pytest.mark.parametrize("has_metadata", [True, False])
+def test_a_data_file_alone(tmp_path: Path, has_metadata: bool) -> None:
+    """Zip archives one after another: no damage, and nothing is recovered from one of them."""
+    folder = save(tmp_path / "a run", {"a": torch.ones(2), "b": torch.zeros(3), "step": 7})
+    (shard,) = folder.glob("*.distcp")
+    if not has_metadata:
+        (folder / ".metadata").unlink()
+    for use in (ckptkit.open, ckptkit.recover, verify):
+        with pytest.raises(UnsupportedError, match="a data file of rank 0 of a torch") as raised:
+            use(shard)
+        if has_metadata:
+            command = raised.value.hint.split(": ")[1]
+            assert command == f"ckptkit convert '{folder}' out.safetensors"
+        else:
+            assert "no .metadata" in raised.value.message
+    assert examine(shard).causes[0].code == "part"
+
+
+def test_the_metadata_stands_for_the_folder(tmp_path: Path) -> None:
+    folder = save(tmp_path / "run", {"a": torch.ones(2)})
+    (cause,) = examine(folder / ".metadata").causes
+    assert cause.command == f"ckptkit convert {folder}/.metadata {folder}-whole.pth"

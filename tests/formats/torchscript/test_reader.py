@@ -3,14 +3,18 @@ and how."""
 
 from __future__ import annotations
 
+import io
 import pickle
 import struct
+import sys
+import types
 import zipfile
 from pathlib import Path
 from typing import Any, Optional
 
 import pytest
 import torch
+import torch.ao.quantization as quantization
 from torch import nn
 from torch.package import PackageExporter
 
@@ -157,6 +161,86 @@ def test_frozen_weights_are_constants(tmp_path: Path) -> None:
     assert any("frozen" in each for each in checkpoint.warnings)
     want = constants_by_torch(path)
     check_equal({name: checkpoint.weights[name] for name in want}, want)
+
+
+def _packed(path: Path, module: nn.Module, layers: dict[str, tuple[str, tuple[Any, ...]]]) -> None:
+    """Save a frozen module whose constants are packed layers, as a torch with XNNPACK writes it.
+
+    The classes exist in C++ alone: stand-ins of their names pickle the same state.
+    """
+    names = types.ModuleType("__torch__.torch.classes.xnnpack")
+    made = []
+    for kind, state in layers.values():
+        stand_in = type(
+            kind, (), {"__module__": names.__name__, "__getstate__": lambda self: self.held}
+        )
+        setattr(names, kind, stand_in)
+        made.append(stand_in())
+        made[-1].held = state
+    inner = io.BytesIO()
+    with pytest.MonkeyPatch.context() as patch:
+        for end in range(4):
+            package = ".".join(names.__name__.split(".")[: end + 1])
+            patch.setitem(sys.modules, package, names)
+        torch.save(tuple(made), inner)
+    torch.jit.save(torch.jit.freeze(torch.jit.script(module.eval())), path)
+    with zipfile.ZipFile(inner) as file:
+        saved = {each.partition("/")[2]: file.read(each) for each in file.namelist()}
+    path.write_bytes(rezipped(path, lambda name, data: None if name.startswith("const") else data))
+    with zipfile.ZipFile(path, "a") as file:
+        top = file.namelist()[0].partition("/")[0]
+        for name, data in saved.items():
+            if name.startswith("data"):
+                file.writestr(f"{top}/{name.replace('data', 'constants', 1)}", data)
+
+
+def test_packed_weights(tmp_path: Path) -> None:
+    """``optimize_for_mobile`` packs each layer into an object of C++; a plain constant is beside
+    them."""
+    state = {
+        "0.weight": torch.randn(2, 1, 3, 3),
+        "0.bias": torch.randn(2),
+        "1.weight": torch.randn(3, 8),
+    }
+    path = tmp_path / "made.ptl"
+    _packed(path, nn.Linear(1, 1), {
+        "c0": ("Conv2dOpContext", (state["0.weight"], state["0.bias"], [1, 1], [0, 0], [1, 1], 1, 0.0, None)),
+        "c1": ("LinearOpContext", (state["1.weight"], None, None, None)),
+    })  # fmt: skip
+    checkpoint = read(path)
+    want = {f"CONSTANTS.c{name}": tensor for name, tensor in state.items()}
+    assert list(checkpoint.weights) == list(want)
+    check_equal(checkpoint.weights, want)
+    assert any("packed weights" in each for each in checkpoint.warnings)
+    ckptkit.convert(path, tmp_path / "made.pth")
+    check_equal(ckptkit.open(tmp_path / "made.pth").weights, want)
+
+
+def test_packed_weights_of_torch(tmp_path: Path) -> None:
+    """Of a torch without XNNPACK: linear layers of float16, also those inside an LSTM."""
+
+    class Packed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lstm, self.fc = nn.LSTM(4, 4), nn.Linear(4, 2)
+            self.bias = nn.Parameter(torch.randn(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.fc(self.lstm(x)[0]) + self.bias
+
+    module = Packed().eval()
+    made = quantization.quantize_dynamic(module, {nn.LSTM, nn.Linear}, dtype=torch.float16)
+    torch.jit.save(torch.jit.freeze(torch.jit.script(made)), tmp_path / "made.pt")
+    weights = ckptkit.load(tmp_path / "made.pt")
+    lstm = [
+        getattr(module.lstm, f"{kind}_{end}_l0")
+        for end in ("ih", "hh")
+        for kind in ("weight", "bias")
+    ]
+    want = [*lstm, module.fc.weight, module.fc.bias, module.bias]
+    half = [each.detach().half().float() if each.dim() > 1 else each.detach() for each in want]
+    key = lambda each: each.flatten().tolist()  # noqa: E731
+    assert sorted(map(key, weights.values())) == sorted(map(key, half))
 
 
 @pytest.mark.parametrize("frozen", [False, True])
