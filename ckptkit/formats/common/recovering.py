@@ -8,6 +8,7 @@ from dataclasses import replace
 from ckptkit.core.bytesource import ByteSource
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import AmbiguousError, CorruptError
+from ckptkit.core.notices import NO_CHECKSUM, Notice
 from ckptkit.core.tensor import Storage, Tensor, TypedStorage
 from ckptkit.core.tree import Node, join, nodes, type_name, walk
 from ckptkit.core.weights import Weights, as_tensor, plain_state_dict
@@ -54,6 +55,15 @@ def nothing(lost: Sequence[Loss] = (), hint: str = AGAIN) -> CorruptError:
     """Make the error for a file without an intact tensor, with the reason for the first loss."""
     why = f": {lost[0].why}" if lost else ""
     return CorruptError(f"no tensor in it is intact{why}", hint=hint)
+
+
+def unsummed() -> Notice:
+    """Return the warning about what a file without checksums cannot prove."""
+    text = (
+        "it has no checksums: ckptkit cannot see changed bytes, or bytes of an older save, in its "
+        "names, shapes and values"
+    )
+    return Notice(NO_CHECKSUM, text)
 
 
 def zeros_from(source: ByteSource) -> int:
