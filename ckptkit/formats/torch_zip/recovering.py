@@ -104,7 +104,6 @@ class _Archive:
         self._big_endian = False
         self._summed = False  # whether members that hold storages have checksums
         self._listed = False  # whether the directory proves the pickle
-        self._members: dict[int, str] = {}  # by id of the storage
 
     def recover(self) -> Recovered:
         tree = self.open()
@@ -112,12 +111,13 @@ class _Archive:
         if lost := self._take(self.sizes, unverified=False):
             self.found.search(self.sizes)
             self._refuse_program(self.found.headers)
-            if not self._summed:  # another directory, of a newer save, may fit as well
-                tree, lost = self.open(), [*self.sizes]
+            best = self.found.directories[:1]
+            if best and best[0].at != self.found.directory.at:  # of another save, more complete
+                tree = self.open()
+                lost = [*self.sizes]
             self._take(lost, unverified=self.unverified)
         if self._is_big_endian():
             self._big_endian = True
-            self._members.clear()
             tree = self._unpickled(*self._pickle)
         self._warn(tree.root)
         checkpoint = Checkpoint(
@@ -132,8 +132,7 @@ class _Archive:
 
     def _reason(self, storage: Storage) -> str | None:
         """Return why a storage is lost; None if it is not, or if its bytes are in the pickle."""
-        member = self._members.get(id(storage))
-        return None if member is None else self.reasons.get(member)
+        return self.reasons.get(_member(storage))
 
     # The pickle
 
@@ -266,7 +265,6 @@ class _Archive:
         self._pickle = (extent.source, extent.offset, extent.offset + extent.length)
         self.sizes.clear()
         self.reasons.clear()
-        self._members.clear()
         tree = self._unpickled(*self._pickle, wrap=not proven)
         if any(name.module.startswith("__torch__") for name in tree.globals):
             raise _program()
@@ -300,9 +298,7 @@ class _Archive:
     def _open(self, key: str, nbytes: int, location: str) -> Storage:
         name = f"{self.top}/data/{key}"
         self.sizes[name] = nbytes
-        storage = Storage(_Late(self.places, name, nbytes), location, None, self._big_endian)
-        self._members[id(storage)] = name
-        return storage
+        return Storage(_Late(self.places, name, nbytes), location, None, self._big_endian)
 
     # The storages
 
@@ -393,13 +389,11 @@ class _Archive:
             self.warnings.append(
                 f"{count:,} of its storages cannot be verified: they may be garbage"
             )
-        if SUMMED in verdicts and not self._is_one_save():
-            self.warnings.append(self._of_two_saves(root))
-
-    def _is_one_save(self) -> bool:
-        """Return whether the serialization id is that of all members together."""
-        found = self.found.combined_crc(self.top + _ID)
-        return found is not None and found[1][20:] == b"%020d" % found[0]
+        if SUMMED in verdicts:
+            end = self.found.end_of_save(self.top + _ID)
+            places = (self.places[name] for name in self.sizes if name not in self.reasons)
+            if any(place.length and (_offset(place) >= end) for place in places):
+                self.warnings.append(self._of_two_saves(root))
 
     def _of_two_saves(self, root: Node) -> str:
         """Describe what may be of an older save: what follows the first damaged storage."""
@@ -413,8 +407,8 @@ class _Archive:
             join(path)
             for path, node in walk(root)
             if after
-            if (tensor := as_tensor(node)) is not None
-            and self._members.get(id(tensor.storage)) in after
+            and (tensor := as_tensor(node)) is not None
+            and _member(tensor.storage) in after
         ]
         if not older:
             return text
@@ -441,6 +435,18 @@ class _Archive:
     def _metadata(self) -> dict[str, str]:
         text = self.found.small(f"{self.top}/{extra_records.NAME}")
         return {} if text is None else extra_records.read(text)
+
+
+def _offset(extent: Extent) -> int:
+    while isinstance(extent, Derived):
+        (extent,) = extent.inputs
+    return extent.offset
+
+
+def _member(storage: Storage | None) -> str:
+    """Return the name of the member that a storage is in; "" if it is in none."""
+    record = storage.record if storage is not None else None
+    return record.key if isinstance(record, _Late) else ""
 
 
 def _program() -> UnsupportedError:

@@ -13,7 +13,7 @@ import struct
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
-from itertools import zip_longest
+from itertools import pairwise
 from typing import NamedTuple
 
 from ckptkit import compute
@@ -349,6 +349,16 @@ class Salvage:
             if len(same) < _TRIES:
                 same.append(found)
         self.directories = directories(self.source, listed, self.begin)
+        self.directories.sort(key=self._agreement, reverse=True)
+
+    def _agreement(self, directory: Directory) -> int:
+        """Count the members whose own checksum is that of the directory."""
+        return sum(
+            (place := self.place(header, None, entry.size)) is not None and place.crc == entry.crc
+            for name, same in directory.entries.items()
+            for header in self.headers.get(name, ())
+            for entry in same
+        )
 
     @property
     def is_spent(self) -> bool:
@@ -464,21 +474,24 @@ class Salvage:
                     return place.extent.read()
         return None
 
-    def combined_crc(self, name: str) -> tuple[int, bytes] | None:
-        """Return torch's hash of the CRCs of all members before `name`, and the bytes of `name`.
+    def end_of_save(self, name: str) -> int:
+        """Return the offset before which all members are of one save, 0 if nothing proves it.
 
-        None unless each has a descriptor. (c10::hash_combine; caffe2/serialize's
+        It is that of the record `name`, torch's serialization id: 20 digits, and 20 of a hash of
+        the CRCs of all members before it. (c10::hash_combine; caffe2/serialize's
         inline_container.cc, writeSerializationId.)
         """
         total = 0
-        for header, following in zip_longest(self.sequence, self.sequence[1:]):
+        for header, following in pairwise((*self.sequence, None)):
+            assert header is not None
             if header.name == name:
-                return total, self.window.read(header.start, 40)
+                digits = self.window.read(header.start, 40)[20:]
+                return header.offset if digits == b"%020d" % total else 0
             crc = None if following is None else self._crc_before(header.start, following.offset)
             if crc is None:
-                return None
+                break
             total ^= (crc + 0x9E3779B9 + (total << 6) + (total >> 2)) & 0xFFFFFFFFFFFFFFFF
-        return None
+        return 0
 
     def _crc_before(self, start: int, stop: int) -> int | None:
         """Return the CRC in the descriptor between two offsets, None if there is none that fits."""
