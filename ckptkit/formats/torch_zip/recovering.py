@@ -155,12 +155,16 @@ class _Archive:
         for place in chain(self._pickle_places(name), self._searched_pickles(name)):
             if self._is_pickle(place):
                 self._listed = place.entry is not None
-                return self._read_pickle(place.extent, proven=True)
+                tree = self._read_pickle(place.extent, proven=True)
+                if not place.crc and (unused := self._unused()):
+                    self._doubt_pickle(f"does not refer to the record {shown(unused[0])}")
+                return tree
             places.append((place, self.found.directory))
         if not places:
             raise self._no_pickle()
         place, self.found.directory = places[0]
-        self._doubt_pickle(place)
+        why = "does not match its checksum" if place.crc else "is not in its place"
+        self._doubt_pickle("has lost its checksum" if place.crc is None else why)
         return self._read_pickle(place.extent, proven=False)
 
     def _is_of_archive(self, names: Iterable[str]) -> bool:
@@ -270,12 +274,15 @@ class _Archive:
             raise _program()
         return tree
 
-    def _doubt_pickle(self, place: Place) -> None:
+    def _unused(self) -> list[str]:
+        """Return the listed storages that the pickle does not refer to."""
+        listed = self.found.directory.entries
+        folder = f"{self.top}/data/"
+        return [name for name in listed if name.startswith(folder) and name not in self.sizes]
+
+    def _doubt_pickle(self, why: str) -> None:
         """Refuse an unverified pickle; with `unverified`, warn."""
         if not self.unverified:
-            why = "has lost its checksum"
-            if place.crc is not None:
-                why = "does not match its checksum" if place.crc else "is not in its place"
             raise CorruptError(
                 f"names, shapes and values may have changed: data.pkl {why}",
                 hint=f"{AGAIN}; `ckptkit recover --unverified` reads it anyway",
