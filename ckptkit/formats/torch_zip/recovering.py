@@ -111,9 +111,9 @@ class _Archive:
         if lost := self._take(self.sizes, unverified=False):
             self.found.search(self.sizes)
             self._refuse_program(self.found.headers)
-            best = self.found.directories[:1]
-            if best and best[0].at != self.found.directory.at:  # of another save, more complete
-                tree = self.open()
+            directories = self.found.directories
+            if directories and directories[0].at != self.found.directory.at:
+                tree = self.open()  # of a save of which more is left
                 lost = [*self.sizes]
             self._take(lost, unverified=self.unverified)
         if self._is_big_endian():
@@ -338,6 +338,10 @@ class _Archive:
                 why = "its checksum is missing, and nothing else proves that it is intact"
                 best = UNPROVEN, place.extent, why
                 continue
+            if place.entry is None and place.header.crc is None:  # no name beside the checksum
+                if self.found.is_followed(place, size, order) is False:
+                    best = DAMAGED, None, "the end of another record follows its header"
+                    continue
             if self.found.is_spent:
                 return DAMAGED, None, "too many headers overlap"
             if self.found.crc32(place.extent) == place.crc:
@@ -407,21 +411,12 @@ class _Archive:
         names = iter(self.sizes)
         all(name not in self.reasons for name in names)
         after = {name for name in names if self.verdicts[name] == SUMMED} - self.reasons.keys()
-        text = (
-            "its directory is missing or damaged: nothing proves that its tensors are of one save"
-        )
-        older = [
-            join(path)
-            for path, node in walk(root)
-            if after
-            and (tensor := as_tensor(node)) is not None
-            and _member(tensor.storage) in after
-        ]
-        if not older:
-            return text
-        count = plural(len(older), "tensor")
+        tensors = ((join(path), as_tensor(node)) for path, node in walk(root) if after)
+        older = [name for name, each in tensors if each and _member(each.storage) in after]
+        which = f"{plural(len(older), 'tensor')} may be of that: {some(older)}"
         return (
-            f"{text}; if it was written over an older file, {count} may be of that: {some(older)}"
+            "its directory is missing or damaged: nothing proves that its tensors are of one save; "
+            f"if it was written over an older file, {which if older else 'some may be of that'}"
         )
 
     def _is_big_endian(self) -> bool:

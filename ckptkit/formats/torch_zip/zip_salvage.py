@@ -429,29 +429,34 @@ class Salvage:
         `successors` maps each storage to the next one. Where neither it nor the directory has
         another, no storage may follow.
         """
-        header = place.header
-        end = header.start + size
-        if not isinstance(place.extent, Range):
+        end = self._end(place, size)
+        if end is None:
             return False
-        if header.stored is None:
-            described = descriptor(self.window, end, size, size)
-            if described is None or not described.fits:
-                return False
-            end = described.end
         if place.entry is None:
-            following = header_at(self.window, end)
-            if following is None:
-                return self.window.read(end, 4) == _ENTRY
-            expected = successors.get(header.name)
-            return following.name == expected or (
-                expected is None and following.name not in successors
-            )
+            is_next = self.is_followed(place, size, successors)
+            return self.window.read(end, 4) == _ENTRY if is_next is None else is_next
         offset, name = self.directory.following(place.entry)
-        at = header.offset + offset - place.entry.offset
+        at = place.header.offset + offset - place.entry.offset
         if name is None:
             return at >= end and self.window.read(at, 4) == _ENTRY
         following = header_at(self.window, at)
         return at >= end and following is not None and following.name == name
+
+    def is_followed(self, place: Place, size: int, successors: Mapping[str, str]) -> bool | None:
+        """Return whether the right record follows one with a descriptor; None if no record does."""
+        following = header_at(self.window, self._end(place, size) or self.source.size)
+        if following is None:
+            return None
+        expected = successors.get(place.header.name)
+        return following.name == expected or (expected is None and following.name not in successors)
+
+    def _end(self, place: Place, size: int) -> int | None:
+        """Return the end of a stored member and its descriptor, None if that does not fit."""
+        end = place.header.start + size
+        if place.header.stored is not None:
+            return end if isinstance(place.extent, Range) else None
+        described = descriptor(self.window, end, size, size)
+        return described.end if described is not None and described.fits else None
 
     def crc32(self, extent: Extent) -> int | None:
         """Return the CRC-32 of bytes, None where they cannot be computed."""
