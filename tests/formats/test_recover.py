@@ -243,12 +243,9 @@ def test_a_save_that_stopped_within_an_older_one(tmp_path: Path) -> None:
     path.write_bytes(new[:half] + old[half:])
     assert 10 < len(check(path, layers(2))) < 50
     path.write_bytes(new[:half] + old[half : old.index(b"PK\1\2") - 200])
-    found = recover(path)
-    (warning,) = found.checkpoint.warnings
-    after = [name for name in layers(1) if name > found.lost[0].path.removeprefix("model.")]
+    (warning,) = recover(path).checkpoint.warnings
     assert "nothing proves that its tensors are of one save" in warning
     assert "tensors may be of that: model.layer" in warning
-    assert after
 
 
 def test_the_serialization_id_proves_one_save_without_a_directory(tmp_path: Path) -> None:
@@ -261,11 +258,12 @@ def test_the_serialization_id_proves_one_save_without_a_directory(tmp_path: Path
         assert bool(recover(path).checkpoint.warnings) == told
 
 
+@pytest.mark.parametrize("older", ["in.pth", "older.pth"])  # which names the archive
 @pytest.mark.parametrize("save", [save_zip, save_without_sums])
-def test_a_shorter_save_over_a_longer_one(save: Save, tmp_path: Path) -> None:
+def test_a_shorter_save_over_a_longer_one(save: Save, older: str, tmp_path: Path) -> None:
     path = tmp_path / "in.pth"
-    save({"model": layers(2, 90)}, path)
-    old = path.read_bytes()
+    save({"model": layers(2, 90)}, tmp_path / older)
+    old = (tmp_path / older).read_bytes()
     save({"model": layers(1)}, path)
     path.write_bytes(path.read_bytes() + old[path.stat().st_size :])
     assert check(path, layers(1)) == set(layers(1))

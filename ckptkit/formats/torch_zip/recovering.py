@@ -126,7 +126,7 @@ class _Archive:
             self.source,
             self._metadata(),
             tree.globals,
-            (*tree.warnings, *self.warnings),
+            (*tree.warnings, *dict.fromkeys(self.warnings)),
         )
         return recovered(checkpoint, self._reason)
 
@@ -143,14 +143,16 @@ class _Archive:
         """
         name = self._find_pickle()
         self.top = name.removesuffix(_PICKLE)
-        listed = [*chain.from_iterable(each.entries for each in self.found.directories)]
-        self._refuse_program(listed)
-        if listed and not self.unverified and not self._is_of_archive(listed):
-            raise CorruptError(
-                f"begins as the archive {shown(self.top)}, "
-                f"but its directory lists {shown(listed[0])}",
-                hint=f"{AGAIN}; `ckptkit recover --unverified` trusts its beginning",
-            )
+        if self.found.directories and not self._listed_names():
+            self.found.search({})  # the one at the end is another archive's
+            if self.found.directories and not (self.unverified or self._listed_names()):
+                other = next(iter(self.found.directories[0].entries))
+                raise CorruptError(
+                    f"begins as the archive {shown(self.top)}, "
+                    f"but its directory lists {shown(other)}",
+                    hint=f"{AGAIN}; `ckptkit recover --unverified` trusts its beginning",
+                )
+        self._refuse_program(self._listed_names())
         places: list[tuple[Place, Directory]] = []
         for place in chain(self._pickle_places(name), self._searched_pickles(name)):
             if self._is_pickle(place):
@@ -167,8 +169,10 @@ class _Archive:
         self._doubt_pickle("has lost its checksum" if place.crc is None else why)
         return self._read_pickle(place.extent, proven=False)
 
-    def _is_of_archive(self, names: Iterable[str]) -> bool:
-        return any(name.startswith(f"{self.top}/") for name in names)
+    def _listed_names(self) -> list[str]:
+        """Return the names of this archive that directories list."""
+        names = chain.from_iterable(each.entries for each in self.found.directories)
+        return [name for name in names if name.startswith(f"{self.top}/")]
 
     def _no_pickle(self) -> CkptkitError:
         first = self.found.first
@@ -291,8 +295,8 @@ class _Archive:
 
     def _unpickled(self, source: ByteSource, start: int, stop: int, wrap: bool = True) -> Unpickled:
         try:
-            table = StorageTable(self._open)
-            return unpickle(source, start, stop, persistent_load=table.load, another=table.another)
+            known = StorageTable(self._open)
+            return unpickle(source, start, stop, persistent_load=known.load, another=known.another)
         except CkptkitError as error:
             if not wrap:  # it was written like that
                 raise
@@ -338,10 +342,10 @@ class _Archive:
                 why = "its checksum is missing, and nothing else proves that it is intact"
                 best = UNPROVEN, place.extent, why
                 continue
-            if place.entry is None and place.header.crc is None:  # no name beside the checksum
-                if self.found.is_followed(place, size, order) is False:
-                    best = DAMAGED, None, "the end of another record follows its header"
-                    continue
+            nameless = place.entry is None and place.header.crc is None  # the checksum, that is
+            if nameless and self.found.is_followed(place, size, order) is False:
+                best = DAMAGED, None, "the end of another record follows its header"
+                continue
             if self.found.is_spent:
                 return DAMAGED, None, "too many headers overlap"
             if self.found.crc32(place.extent) == place.crc:
