@@ -124,11 +124,11 @@ def _read(place: ByteSource | Folder, read: Callable[[ByteSource | Folder], T]) 
 
 
 def recover(source: Source, *, unverified: bool = False) -> Recovered:
-    """Return what is whole of a cut or damaged file: a checkpoint without the tensors that are
-    not, and their list.
+    """Return the intact tensors of a damaged file as a checkpoint, and the list of the others.
 
     A tensor is intact if its bytes have the checksum that the file records. A format without
-    checksums has nothing but its length: where that is wrong, bytes may be shifted. With
+    checksums has nothing but places and lengths: where they are wrong, bytes may be shifted. The
+    checkpoint's warnings say what could not be proven: whether all tensors are of one save. With
     `unverified`, such tensors are kept too. Raises CorruptError if no tensor is left,
     UnsupportedError for a format from which nothing can be recovered.
     """

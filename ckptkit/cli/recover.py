@@ -21,6 +21,7 @@ def command(edit: options.Edit, unverified: bool) -> None:
     has checksums (torch.save), data that fails its checksum is lost. safetensors and files of torch
     before 1.6 have none: if the length of such a file is wrong, its tensors may be shifted, and
     only --unverified keeps them. Damage that does not change the length cannot be detected in them.
+    A warning says if tensors may be of an older save that the file was written over.
 
     \b
     Example: ckptkit recover cut.pth intact.pth

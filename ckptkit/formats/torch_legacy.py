@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from struct import unpack
@@ -199,6 +199,7 @@ def recover(probe: Probe, unverified: bool = False) -> Recovered | None:
         AGAIN,
         UNVERIFIED,
         recovered,
+        unsummed,
         zeros_from,
     )
 
@@ -209,6 +210,7 @@ def recover(probe: Probe, unverified: bool = False) -> Recovered | None:
         raise CorruptError(
             f"the pickles before its tensors are damaged: {error.message}", hint=AGAIN
         ) from error
+    checkpoint = replace(checkpoint, warnings=(*checkpoint.warnings, unsummed()))
     if unverified:
         return recovered(checkpoint, lambda storage: reasons.get(_key(storage)))
     zeros = zeros_from(probe.source)

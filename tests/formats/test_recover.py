@@ -4,6 +4,7 @@ is named."""
 from __future__ import annotations
 
 import json
+import pickle
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from ckptkit.api import convert, recover
 from ckptkit.cli import main
 from ckptkit.core.bytesource import LocalFile, Memory
 from ckptkit.core.errors import CkptkitError, CorruptError, TruncatedError, UnsupportedError
-from ckptkit.formats.format import Probe
+from ckptkit.formats.format import Probe, WriteOptions
 from ckptkit.formats.safetensors.recovering import recover as safetensors_recover
 from ckptkit.formats.torch_zip.recovering import recover as torch_zip_recover
 from tests.conftest import Run, in_process
@@ -29,6 +30,7 @@ from tests.formats.containers.zips import Member, build
 from tests.formats.safetensors.test_whole import Other
 from tests.formats.torch_zip.archives import FLOATS, pickle_of, storage, tensor, text
 from tests.matrix import Fixture
+from tests.torch_equality import same
 
 run = in_process
 
@@ -137,6 +139,134 @@ def test_damaged_bytes_of_a_zip(save: Save, tmp_path: Path) -> None:
             assert at < begin
     assert min(counts) >= len(state()) - 2  # a storage of two names
     assert max(counts) == len(state())
+
+
+@pytest.mark.parametrize("save", [save_zip, save_ours])
+def test_a_damaged_local_header_costs_nothing(save: Save, tmp_path: Path) -> None:
+    """The directory's offset and checksum find the bytes, whatever byte of the header changed."""
+    path = tmp_path / "in.pth"
+    save({"model": state()}, path)
+    data = path.read_bytes()
+    with zipfile.ZipFile(path) as archive:
+        infos = archive.infolist()
+    for info in (infos[0], next(each for each in infos if each.filename.endswith("/data/2"))):
+        for at in range(info.header_offset, info.header_offset + 34 + len(info.filename)):
+            path.write_bytes(data[:at] + bytes([data[at] ^ 0x21]) + data[at + 1 :])
+            assert check(path, state()) == set(state())
+
+
+@pytest.mark.parametrize("front", [b"\0", b"Content-Type: x\r\n\r\n", bytes(70_000)])
+@pytest.mark.parametrize("save", [save_zip, save_without_sums])
+def test_bytes_in_front_of_a_zip(save: Save, front: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "in.pth"
+    save({"model": state()}, path)
+    path.write_bytes(front + path.read_bytes())
+    assert check(path, state()) == set(state())
+
+
+def test_a_zip_inside_a_pickle_is_not_taken_for_the_file(tmp_path: Path) -> None:
+    torch.save(state(), tmp_path / "inner.pth")
+    (tmp_path / "in.pkl").write_bytes(pickle.dumps({"net": (tmp_path / "inner.pth").read_bytes()}))
+    with pytest.raises(UnsupportedError, match="not of a format"):
+        recover(tmp_path / "in.pkl")
+
+
+def layers(seed: int, count: int = 60) -> State:
+    generator = torch.Generator().manual_seed(seed)
+    return {f"layer{i}": torch.randn(16 + 7 * i, generator=generator) for i in range(count)}
+
+
+@pytest.mark.parametrize("kind", ["deleted", "inserted"])
+def test_without_checksums_no_tensor_gets_the_bytes_of_its_neighbor(
+    kind: str, tmp_path: Path
+) -> None:
+    """The next header, read one byte off, must not be taken for a tensor's own."""
+    path = tmp_path / "in.pth"
+    save_without_sums({"model": layers(5)}, path)
+    data = path.read_bytes()
+    for at in range(9000, len(data) - 9000, 6000):
+        path.write_bytes(changed(data, at, kind))
+        saved = check(path, layers(5))
+        assert len(saved) >= 59
+        assert any("no checksums" in warning for warning in recover(path).checkpoint.warnings)
+
+
+def test_without_checksums_a_record_that_is_gone_is_not_filled_by_the_next(tmp_path: Path) -> None:
+    """A hole as long as one record leaves a header, an end, and as many bytes between them."""
+    path = tmp_path / "in.pth"
+    alike = {f"layer{i}": torch.full((16,), float(i)) for i in range(20)}
+    save_without_sums({"model": alike}, path)
+    data = path.read_bytes()
+    at = [data.index(f"in/data/{i}".encode()) for i in (5, 6)]
+    hole = at[0] + 90
+    for whole in (data, data[: data.index(b"PK\1\2")]):
+        path.write_bytes(whole[:hole] + whole[hole + at[1] - at[0] :])
+        assert check(path, alike) == alike.keys() - {"layer5", "layer6"}
+
+
+def test_without_checksums_a_changed_key_of_a_storage_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "in.pth"
+    save_without_sums({f"layer{i}": torch.ones(4) * i for i in range(5)}, path)
+    data = path.read_bytes()
+    assert data.count(b"X\1\0\0\0003") == 1
+    path.write_bytes(data.replace(b"X\1\0\0\0003", b"X\1\0\0\0002"))
+    with pytest.raises(CorruptError, match="does not refer to the record"):
+        recover(path)
+
+
+@pytest.mark.parametrize("save", [save_zip, save_without_sums])
+def test_thousands_of_tensors_take_linear_time(
+    save: Save, tmp_path: Path, lengths: list[int]
+) -> None:
+    path = tmp_path / "in.pth"
+    save({f"{i}": torch.ones(1) for i in range(2000)}, path)
+    path.write_bytes(path.read_bytes()[:-200])
+    lengths.clear()
+    assert not recover(path).lost
+    assert len(lengths) < 10 * 2000
+
+
+def two_saves(tmp_path: Path, old_count: int = 60) -> tuple[bytes, bytes]:
+    """Return a file of `layers(1)`, and one of `layers(2)` that it was written over."""
+    saves = []
+    for seed, count in ((1, 60), (2, old_count)):
+        torch.save({"model": layers(seed, count)}, tmp_path / "in.pth")
+        saves.append((tmp_path / "in.pth").read_bytes())
+    return saves[0], saves[1]
+
+
+def test_a_save_that_stopped_within_an_older_one(tmp_path: Path) -> None:
+    """Its directory is the older one's; without it, a warning names what may be older."""
+    new, old = two_saves(tmp_path)
+    path = tmp_path / "in.pth"
+    half = len(new) // 2
+    path.write_bytes(new[:half] + old[half:])
+    assert 10 < len(check(path, layers(2))) < 50
+    path.write_bytes(new[:half] + old[half : old.index(b"PK\1\2") - 200])
+    (warning,) = recover(path).checkpoint.warnings
+    assert "nothing proves that its tensors are of one save" in warning
+    assert "tensors may be of that: model.layer" in warning
+
+
+def test_the_serialization_id_proves_one_save_without_a_directory(tmp_path: Path) -> None:
+    new, old = two_saves(tmp_path)
+    path = tmp_path / "in.pth"
+    half = len(new) // 2
+    directory = new.index(b"PK\1\2")
+    for data, told in ((new, False), (new[:half] + old[half:], True)):
+        path.write_bytes(data[:directory])
+        assert bool(recover(path).checkpoint.warnings) == told
+
+
+@pytest.mark.parametrize("older", ["in.pth", "older.pth"])  # which names the archive
+@pytest.mark.parametrize("save", [save_zip, save_without_sums])
+def test_a_shorter_save_over_a_longer_one(save: Save, older: str, tmp_path: Path) -> None:
+    path = tmp_path / "in.pth"
+    save({"model": layers(2, 90)}, tmp_path / older)
+    old = (tmp_path / older).read_bytes()
+    save({"model": layers(1)}, path)
+    path.write_bytes(path.read_bytes() + old[path.stat().st_size :])
+    assert check(path, layers(1)) == set(layers(1))
 
 
 def test_a_directory_that_is_gone_costs_nothing(tmp_path: Path) -> None:
@@ -435,6 +565,23 @@ def test_safetensors_cut_anywhere(tmp_path: Path) -> None:
         assert all(torch.equal(tensor, weights[name]) for name, tensor in saved.items())
         assert {loss.path for loss in found.lost} | set(saved) == set(weights)
         assert set(saved) - {"empty"} == there - {"empty"}
+
+
+def test_a_whole_tree_of_safetensors_survives_a_lost_tensor(tmp_path: Path) -> None:
+    """An entry goes with its key, and None takes the place in a list, as in other formats."""
+    moments = [torch.ones(8), torch.ones(9)]
+    tree: Any = {"model": state(), "epoch": 3, "opt": {"lr": 0.1, "m": moments, "z": torch.ones(9)}}
+    torch.save(tree, tmp_path / "in.pth")
+    path = tmp_path / "in.safetensors"
+    convert(tmp_path / "in.pth", path, options=WriteOptions(everything=True))
+    path.write_bytes(path.read_bytes()[:-40])
+    found = recover(path, unverified=True)
+    assert [loss.path for loss in found.lost] == ["opt.m.1", "opt.z"]
+    convert(found.checkpoint, tmp_path / "out.safetensors")
+    convert(tmp_path / "out.safetensors", tmp_path / "out.pth")
+    del tree["opt"]["z"]
+    moments[1] = None  # type: ignore[call-overload]
+    same(tree, torch.load(tmp_path / "out.pth", weights_only=True))
 
 
 def test_command(tmp_path: Path, run: Run) -> None:

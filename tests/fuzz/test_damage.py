@@ -3,8 +3,11 @@ takes."""
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 
+from tests.fuzz import saves
 from tests.fuzz.damage import KINDS, files, rounds
 
 
@@ -15,6 +18,14 @@ def test_nothing_that_differs_is_written(seed: int) -> None:
     written = [outcome for _, _, outcome in outcomes if outcome.tensors]
     assert len(written) > len(outcomes) // 3
     assert any(outcome.how == "part" for outcome in written)
+
+
+def test_no_tensor_is_wrong_with_or_without_checksums() -> None:
+    counts: Counter[str] = Counter()
+    for format, kind, count in saves.rounds(0, 64):
+        assert not count["wrong"] and not count["mixed, not told"], (format, kind)
+        counts.update(count)
+    assert min(counts[what] for what in ("new", "old", "changed", "lost", "refused")) > 20
 
 
 def test_the_files_that_are_damaged() -> None:

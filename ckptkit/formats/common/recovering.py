@@ -8,8 +8,9 @@ from dataclasses import replace
 from ckptkit.core.bytesource import ByteSource
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import AmbiguousError, CorruptError
+from ckptkit.core.notices import NO_CHECKSUM, Notice
 from ckptkit.core.tensor import Storage, Tensor, TypedStorage
-from ckptkit.core.tree import Node, join, nodes, type_name, walk
+from ckptkit.core.tree import Node, StoredBytes, join, nodes, type_name, walk
 from ckptkit.core.weights import Weights, as_tensor, plain_state_dict
 from ckptkit.formats.format import Loss, Recovered
 from ckptkit.pickles.pruning import without
@@ -42,19 +43,30 @@ def recovered(checkpoint: Checkpoint, why: Why, hint: str = AGAIN) -> Recovered:
     weights = _weights(checkpoint)
     if weights is not None and weights.is_module:
         return _of_module(checkpoint, weights, verdicts, hint)
-    if not _has_tensors(root):
+    if not _has_tensors(root, 1):
         raise nothing(lost, hint)
     return Recovered(replace(checkpoint, root=root), lost)
 
 
-def _has_tensors(root: Node) -> bool:
-    return any(as_tensor(node) is not None for _, node in walk(root))
+def _has_tensors(root: Node, least: int = 0) -> bool:
+    """Return whether a tree has a tensor of `least` bytes."""
+    tensors = (as_tensor(node) for _, node in walk(root))
+    return any(tensor is not None and tensor.nbytes >= least for tensor in tensors)
 
 
 def nothing(lost: Sequence[Loss] = (), hint: str = AGAIN) -> CorruptError:
     """Make the error for a file without an intact tensor, with the reason for the first loss."""
     why = f": {lost[0].why}" if lost else ""
     return CorruptError(f"no tensor in it is intact{why}", hint=hint)
+
+
+def unsummed() -> Notice:
+    """Return the warning about what a file without checksums cannot prove."""
+    text = (
+        "it has no checksums: ckptkit cannot see changed bytes, or bytes of an older save, in its "
+        "names, shapes and values"
+    )
+    return Notice(NO_CHECKSUM, text)
 
 
 def zeros_from(source: ByteSource) -> int:
@@ -85,7 +97,7 @@ def _of_module(
     entries = plain_state_dict(weights.nodes)
     root, found = without(entries, verdicts.is_lost)
     lost = tuple(Loss(join(path), _what(node), verdicts.reason(node)) for path, node in found)
-    if not root:
+    if not _has_tensors(root, 1):
         raise nothing(lost, hint)
     note = "the module became a state_dict of the parts that are left"
     return Recovered(replace(checkpoint, root=root, notes=(*checkpoint.notes, note)), lost)
@@ -114,7 +126,9 @@ class _Verdicts:
 
     def _look(self, root: Node) -> str | None:
         storages = (
-            node.storage for node in nodes(root) if isinstance(node, (Tensor, TypedStorage))
+            Storage(node.extent) if isinstance(node, StoredBytes) else node.storage
+            for node in nodes(root)
+            if isinstance(node, (Tensor, TypedStorage, StoredBytes))
         )
         return next(
             (why for storage in storages if (why := self._verdict(storage)) is not None), None

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from ckptkit.core.bytesource import ByteSource, Range
+from ckptkit.core.bytesource import ByteSource, Extent, Memory, Range
 from ckptkit.core.checkpoint import Checkpoint
-from ckptkit.core.errors import CkptkitError, TruncatedError
-from ckptkit.core.tensor import Tensor
+from ckptkit.core.errors import CkptkitError
+from ckptkit.core.tensor import Storage, Tensor
 from ckptkit.formats import format
-from ckptkit.formats.common.recovering import AGAIN, UNVERIFIED, nothing, zeros_from
-from ckptkit.formats.common.saved_record import restore
+from ckptkit.formats.common.recovering import (
+    AGAIN,
+    UNVERIFIED,
+    nothing,
+    recovered,
+    unsummed,
+    zeros_from,
+)
+from ckptkit.formats.common.saved_record import WHOLE, restore
 from ckptkit.formats.format import Loss, Probe, Recovered
 from ckptkit.formats.safetensors.header import (
     Kinds,
@@ -25,9 +33,8 @@ def recover(probe: Probe, unverified: bool = False) -> Recovered | None:
     """Recover a file that is as long as its header says; with `unverified`, any tensor inside it.
 
     The format has no checksums: where bytes are missing or too many, all tensors may be shifted, as
-    nothing says where that begins; and a file that ends in zeros may not be written to its end.
-    Everything but the tensors (ties, ``_metadata``, a whole tree) is recovered only if all tensors
-    are. Raises what is wrong with the header.
+    nothing says where that begins; and a file that ends in zeros may not be written to its end. A
+    whole tree is kept without what refers to lost tensors. Raises what is wrong with the header.
     """
     if probe.is_folder or not matches(probe):
         return None
@@ -37,23 +44,34 @@ def recover(probe: Probe, unverified: bool = False) -> Recovered | None:
     start = 8 + len(text)
     shifted = "" if unverified else _shifted(header, source.size - start)
     zeros = source.size if unverified else zeros_from(source)
-    whole: dict[str, Tensor] = {}
-    lost: list[Loss] = []
+    tensors: dict[str, Tensor] = {}
+    invalid: list[Loss] = []
+    reasons: dict[ByteSource | None, str] = {}  # by what stands in for lost bytes
     for name, entry in header.items():
         try:
-            whole[name] = tensor = _tensor(entry, source, start)
-            if why := _doubt(tensor, shifted, zeros):
-                del whole[name]
-                lost.append(Loss(name, _described(entry), why))
+            kind, begin = read_entry(entry, {})
         except CkptkitError as error:
-            lost.append(Loss(name, _described(entry), error.message))
-    if not any(tensor.nbytes for tensor in whole.values()) and lost:
-        raise nothing(lost, UNVERIFIED if shifted or zeros < source.size else AGAIN)
-    found = restore(whole, metadata)
+            invalid.append(Loss(name, "an entry", error.message))
+            continue
+        place = Range(source, start + begin, kind.nbytes)
+        if why := _doubt(place, shifted, zeros):
+            place = Range(Memory(b"", source.name), 0, kind.nbytes)
+            reasons[place.source] = why
+        tensors[name] = kind.like.over(Storage(place))
+    if not tensors and invalid:
+        raise nothing(invalid)
+    found = restore(tensors, metadata)
     checkpoint = Checkpoint(
-        found.root, "safetensors", source, found.metadata, found.globals, found.warnings
-    )
-    return Recovered(checkpoint, tuple(lost))
+        found.root, "safetensors", source, found.metadata, found.globals,
+        (*found.warnings, unsummed()), origin=WHOLE if found.is_whole else None,
+    )  # fmt: skip
+    hint = UNVERIFIED if shifted or zeros < source.size else AGAIN
+    result = recovered(checkpoint, lambda lost: reasons.get(_source(lost.record.locate())), hint)
+    return replace(result, lost=(*invalid, *result.lost))
+
+
+def _source(extent: Extent) -> ByteSource | None:
+    return extent.source if isinstance(extent, Range) else None
 
 
 def recoverable(probe: Probe) -> str:
@@ -86,27 +104,11 @@ def _shifted(header: dict[str, Any], size: int) -> str:
     return f"its bytes may be shifted: {which} in the file, and nothing says where"
 
 
-def _doubt(tensor: Tensor, shifted: str, zeros: int) -> str:
-    """Return why a tensor that is inside the file may not be intact."""
-    record = tensor.storage.record.locate() if tensor.storage is not None else None
-    if not isinstance(record, Range) or not record.length:
-        return ""
-    if not shifted and record.offset + record.length > zeros:
-        return (
-            f"the file ends in {record.source.size - zeros:,} zeros: it was not written to its end"
-        )
-    return shifted
-
-
-def _tensor(entry: object, source: ByteSource, start: int) -> Tensor:
-    kind, begin = read_entry(entry, {})
-    end = start + begin + kind.nbytes
+def _doubt(place: Range, shifted: str, zeros: int) -> str:
+    """Return why the bytes of a tensor may not be intact; "" if nothing tells."""
+    source, end = place.source, place.offset + place.length
     if end > source.size:
-        raise TruncatedError(f"the file is cut {end - source.size:,} bytes before its end")
-    return kind.tensor(source, start + begin)
-
-
-def _described(entry: object) -> str:
-    if not isinstance(entry, dict):
-        return "an entry"
-    return f"{str(entry.get('dtype'))[:20]} {str(entry.get('shape'))[:60]}"
+        return f"the file is cut {end - source.size:,} bytes before its end"
+    if place.length and not shifted and end > zeros:
+        return f"the file ends in {source.size - zeros:,} zeros: it was not written to its end"
+    return shifted if place.length else ""
