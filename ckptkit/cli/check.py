@@ -52,12 +52,13 @@ def command(
     Example: ckptkit check model/
              ckptkit check run.pth --expect 'fc.* dtype=float32' --expect '* finite'
     """
-    from ckptkit.api import open_checkpoint
+    from ckptkit.api import reading
     from ckptkit.rules import config as configuration
 
-    checkpoint = open_checkpoint(file, key=key)
-    sizes = configuration.find(checkpoint.source) if config is None else configuration.read(config)
-    found = list(_findings(checkpoint, list(lines), like, sizes))
+    with reading(file, key=key) as checkpoint:
+        place = checkpoint.source
+        sizes = configuration.find(place) if config is None else configuration.read(config)
+        found = list(_findings(checkpoint, list(lines), like, sizes))
     if as_json:
         render.emit_json(
             {"schema": SCHEMA, "file": file, "checked_config": sizes is not None, "findings": found}

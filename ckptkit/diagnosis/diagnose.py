@@ -37,7 +37,7 @@ from ckptkit.diagnosis.cause import ERROR, Cause, Fix, together
 from ckptkit.diagnosis.facts import Facts
 from ckptkit.formats.common.folder_names import INDEX
 from ckptkit.formats.format import RECOVER, Loss, Probe, Recovered, WriteOptions
-from ckptkit.formats.opening import open_place
+from ckptkit.formats.opening import open_place, steady
 from ckptkit.formats.table import BY_NAME, NONE
 from ckptkit.loading import building
 from ckptkit.loading.comparing import seen_by
@@ -113,12 +113,23 @@ def examine(
     command line. Reads headers, and small files to their end. Raises PathError, UsageError for a
     `key` that names none, and what keeps a remote file from being read.
     """
-    typed = urls.shown(os.fspath(path))
     place = open_place(path)
+    with steady(place, remote=True):
+        found = _examine(urls.shown(os.fspath(path)), place, model, key, options)
+    return replace(found, options=options)
+
+
+def _examine(
+    typed: str,
+    place: ByteSource | Folder,
+    model: nn.Module | None,
+    key: str | None,
+    options: tuple[str, ...],
+) -> Diagnosis:
     try:
         checkpoint = formats.read(place)
     except REFUSALS as error:
-        return replace(_examine_refused(typed, place, error), options=options)
+        return _examine_refused(typed, place, error)
     lost: tuple[Loss, ...] = ()
     found = list(_damage(typed, place))
     if found:
@@ -134,7 +145,7 @@ def examine(
     found += _content(typed, checkpoint, model)
     if model is not None and not any(cause.code == "ambiguous" for cause in found):
         found += _fit(typed, checkpoint, model, options)
-    return Diagnosis(typed, tuple(found), checkpoint, readable=True, lost=lost, options=options)
+    return Diagnosis(typed, tuple(found), checkpoint, readable=True, lost=lost)
 
 
 def cure(

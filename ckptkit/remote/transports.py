@@ -45,6 +45,7 @@ class Transport(ABC):
     size: int
     identity: Identity
     head: bytes = b""
+    compares_answers = False  # True if every answer says whether the file is still the same
 
     def fetch(self, start: int, stop: int) -> bytes:
         """Return bytes `start` to `stop` of the file; broken transfers are continued.
@@ -92,6 +93,8 @@ class Http(Transport):
     Raises the errors of :func:`refused` for the server's answers, InputError if it sends no ranges
     of a large file.
     """
+
+    compares_answers = True
 
     def __init__(self, fs: Any, url: str) -> None:
         self.url = url
