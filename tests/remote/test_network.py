@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -67,6 +69,58 @@ def test_a_busy_server_is_asked_again(status: int, server: Misbehaving) -> None:
     server.behave = lambda request: Reply(status=status) if request.number in (0, 2, 3) else Reply()
     assert opened(server).read(SIZE - 9, 9) == NOISE[-9:]
     assert len(server.requests) == 5
+
+
+def test_a_busy_server_says_when(server: Misbehaving, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is asked more often than one that says nothing, and waited for as long as it says."""
+    waits: list[float] = []
+    monkeypatch.setattr(transports.time, "sleep", waits.append)
+    source = opened(server)
+    busy = range(1, 10)
+    server.behave = lambda request: (
+        Reply(status=503, retry_after="7") if request.number in busy else Reply()
+    )
+    assert source.read(SIZE - 9, 9) == NOISE[-9:]
+    assert waits == [7] * len(busy)
+    server.behave = lambda request: Reply(status=503, retry_after="99999")
+    with pytest.raises(InputError, match="HTTP status 503"):
+        source.read(0, SIZE)
+    assert max(waits) == transports.LONGEST
+
+
+def test_an_answer_that_is_not_http(server: Misbehaving) -> None:
+    """Such as the rest of an answer that was longer than it said. It has no status."""
+    server.behave = lambda request: Reply() if request.number == 1 else Reply(raw=b"x" * 5_000)
+    source = opened(server)
+    with pytest.raises(InputError, match="the connection broke: the server's answer does not"):
+        source.read(SIZE - 9, 9)
+    assert len(server.requests) == 2 + transports.TRIES
+
+
+def test_a_store_that_stalls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its library would wait for minutes, several times."""
+    asyn = pytest.importorskip("fsspec.asyn")
+
+    class Stalling(asyn.AsyncFileSystem):  # type: ignore[name-defined, misc]
+        protocol = "stalling"
+
+        async def _info(self, path: str, **_: object) -> dict[str, object]:
+            return {"name": path, "size": SIZE, "type": "file"}
+
+        async def _cat_file(self, path: str, start: int, end: int, **_: object) -> bytes:
+            await asyncio.sleep(60)
+            return NOISE[start:end]
+
+    for name, value in (("SILENCE", 0), ("SLOWEST_STORED", 1 << 30), ("PATIENCE", 0.5)):
+        monkeypatch.setattr(transports, name, value)
+    fs = Stalling()
+    source = files.RemoteFile(
+        "stalling://x", transports.Stored(fs, "x", "stalling://x", fs.info("x"))
+    )
+    begun = time.monotonic()
+    with pytest.raises(InputError, match="the connection broke: the server sends nothing more"):
+        source.read(0, 9)
+    assert time.monotonic() - begun < 20
 
 
 def test_there_is_an_end_to_trying(server: Misbehaving) -> None:
