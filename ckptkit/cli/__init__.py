@@ -20,7 +20,7 @@ import click
 
 from ckptkit.cli import render
 from ckptkit.core import __version__
-from ckptkit.core.errors import CkptkitError, UsageError, foreseen
+from ckptkit.core.errors import CkptkitError, UsageError, address_space, foreseen
 from ckptkit.core.grouping import merge_all
 from ckptkit.core.text import nearest, shell_command
 
@@ -119,6 +119,10 @@ class CommandLine(click.Group):
         gc.disable()
         _secure_streams()
         _interruptible()
+        if (limit := address_space()) is not None:
+            from ckptkit.cli.address_space import guard
+
+            guard(limit)
         try:
             self.main(prog_name="ckptkit")
         except SystemExit as done:

@@ -274,7 +274,7 @@ def _damage(path: str, place: ByteSource | Folder) -> Iterator[Cause]:
         return
     try:
         verdict = verify(path)
-    except CkptkitError:
+    except REFUSALS:
         return
     if verdict.damaged:
         error = CorruptError("; ".join(finding.what for finding in verdict.findings[:3]))

@@ -90,7 +90,8 @@ def publish(
     typed = os.fspath(destination)
     if urls.is_url(typed):
         return _upload(plan, typed, force, verify, allow_expand, progress)
-    path = os.path.join(os.getcwd(), typed.rstrip(os.sep))
+    path = typed.rstrip(os.sep)
+    path = path if os.path.isabs(path) else os.path.join(os.getcwd(), path)
     size, sources = plan.size, plan.sources()
     read = [*sources, *files_of(origin)]
     with reported(path, typed, size):
