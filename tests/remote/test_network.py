@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import random
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from ckptkit.core.bytesource import ByteSource
 from ckptkit.core.errors import CkptkitError, InputChangedError, InputError, OutputError, PathError
 from ckptkit.formats.opening import open_place
 from ckptkit.remote import files, transports
-from tests.conftest import ENVIRONMENT
+from tests.conftest import ENVIRONMENT, Run
 from tests.remote.servers import Misbehaving, Reply, Request, misbehaving
 
 pytest.importorskip("aiohttp")
@@ -121,6 +122,37 @@ def test_a_store_that_stalls(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(InputError, match="the connection broke: the server sends nothing more"):
         source.read(0, 9)
     assert time.monotonic() - begun < 20
+
+
+def test_rules_for_a_file_in_the_root_of_a_store(tmp_path: Path, in_process: Run) -> None:
+    """Its config.json would be beside it."""
+    fsspec = pytest.importorskip("fsspec")
+    torch.save({"w": torch.ones(9)}, tmp_path / "a.pth")
+    fsspec.filesystem("memory").pipe("/rooted.pth", (tmp_path / "a.pth").read_bytes())
+    (tmp_path / "r.yaml").write_text("steps: [{rules: ['w -> v']}]")
+    done = in_process("run", tmp_path / "r.yaml", "memory://rooted.pth", tmp_path / "out.pth")
+    assert done.code == 0, done.stderr
+    assert list(torch.load(tmp_path / "out.pth")) == ["v"]
+
+
+def test_an_object_that_changes_is_not_reported_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store does not say with each answer what it is of."""
+    fsspec = pytest.importorskip("fsspec")
+    fs = fsspec.filesystem("memory")
+    saved = io.BytesIO()
+    torch.save({"w": torch.ones(9)}, saved)
+    fs.pipe("/changing.pth", saved.getvalue())
+    assert ckptkit.digest("memory://changing.pth")["tensors"]
+    fetch = transports.Stored._fetch
+
+    def changing(self: transports.Stored, start: int, stop: int, into: bytearray) -> None:
+        fetch(self, start, stop, into)
+        fs.pipe("/changing.pth", saved.getvalue())
+
+    monkeypatch.setattr(transports.Stored, "_fetch", changing)
+    with pytest.raises(InputError) as caught:
+        ckptkit.digest("memory://changing.pth")
+    assert caught.value.code == InputChangedError.code
 
 
 def test_there_is_an_end_to_trying(server: Misbehaving) -> None:
