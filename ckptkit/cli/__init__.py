@@ -12,7 +12,9 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import import_module
 from typing import Any, NoReturn
 
@@ -24,6 +26,7 @@ from ckptkit.core.errors import CkptkitError, UsageError, address_space, foresee
 from ckptkit.core.grouping import merge_all
 from ckptkit.core.text import nearest, shell_command
 
+_PACKAGE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 # The commands, in the groups and the order in which --help lists them, each with its topic of the
 # manual.
 GROUPS = {
@@ -119,6 +122,7 @@ class CommandLine(click.Group):
         gc.disable()
         _secure_streams()
         _interruptible()
+        warnings.showwarning = partial(_show_warning, warnings.showwarning)
         if (limit := address_space()) is not None:
             from ckptkit.cli.address_space import guard
 
@@ -321,6 +325,20 @@ def _mute() -> None:
     """
     if sys.stdout is not None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _show_warning(
+    show: Callable[..., None],
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    *others: Any,
+) -> None:
+    """Print a warning of the library as one of a command; `show` prints those of others."""
+    if filename.startswith(_PACKAGE):
+        render.warn(str(message))
+    else:
+        show(message, category, filename, *others)
 
 
 def _interruptible() -> None:

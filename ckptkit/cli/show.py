@@ -132,21 +132,30 @@ def command(
         if not nonfinite or other or png:
             raise click.UsageError("Missing argument 'NAME'.")
         return _all_nonfinite(file, key, stored)
+    pairs = [(file, name), *([(other, name_b or name)] if other is not None else [])]
+    form = "json" if as_json else "nan" if nonfinite else "heat" if heat else "grid"
     with ExitStack() as stack:
-        shown = [_chosen(stack, file, name, index, key, stored)]
-        if other is not None:
-            shown.append(_chosen(stack, other, name_b or name, index, key, stored))
+        shown = [_chosen(stack, *pair, index, key, stored) for pair in pairs]
         picture = b"" if png is None else _drawn(shown)
-        if nonfinite:
-            text = list(render.text_lines(flatten(map(_nonfinite, shown))))
-        elif as_json:
-            text = list(render.json_pieces(_facts(shown, counted)))
-        else:
-            text = list(_lines(shown, _corners(shown, rows, columns), heat, counted))
-    if png is not None:
-        _write(picture, png, force)
-    render.write([*text, "\n"]) if as_json else render.emit(*text)
+        text = list(_text(shown, form, rows, columns, counted))
+    _write(picture, png, force)
+    render.write(text)
     return 0
+
+
+def _text(
+    shown: list[Shown], form: str, rows: int, columns: int | None, counted: bool
+) -> Iterator[str]:
+    """Yield the output in pieces."""
+    if form == "json":
+        yield from render.json_pieces(_facts(shown, counted))
+        yield "\n"
+        return
+    if form == "nan":
+        lines = render.text_lines(flatten(map(_nonfinite, shown)))
+    else:
+        lines = _lines(shown, _corners(shown, rows, columns), form == "heat", counted)
+    yield from (f"{line}\n" for line in lines)
 
 
 def _lines(
@@ -163,11 +172,12 @@ def _drawn(shown: list[Shown]) -> bytes:
     return drawn(pictures, PICTURE)
 
 
-def _write(picture: bytes, path: str, force: bool) -> None:
+def _write(picture: bytes, path: str | None, force: bool) -> None:
     from ckptkit.core.plan import OutputFile, Plan
     from ckptkit.publish.write import publish
 
-    publish(Plan((OutputFile("", (picture,)),)), path, force=force)
+    if path is not None:
+        publish(Plan((OutputFile("", (picture,)),)), path, force=force)
 
 
 def _nonfinite(shown: Shown) -> Iterator[str]:
