@@ -96,8 +96,8 @@ def open_checkpoint(
 def reading(source: Source, *, key: str | None = None) -> Iterator[Checkpoint]:
     """Open a checkpoint to report on its content, and close it again.
 
-    Raises InputError at the end if its files changed since they were opened: the report may be of
-    bytes from before and after. So print a report after this. A Checkpoint stays open.
+    Raises InputChangedError at the end if its files changed since they were opened: the report may
+    mix bytes from before and after. So print a report after this. A Checkpoint stays open.
     """
     checkpoint = open_checkpoint(source, key=key)
     kept = isinstance(source, Checkpoint)

@@ -189,10 +189,11 @@ class OutputError(CkptkitError):
     exit_code = 4
 
 
-class InputChangedError(OutputError):
-    """The input changed while it was read."""
+class InputChangedError(OutputError, InputError):
+    """The input changed while it was read; nothing is written."""
 
     code = "input-changed"
+    exit_code = InputError.exit_code
 
 
 class VerifyError(OutputError):

@@ -41,7 +41,7 @@ def open_unchecked(path: PathLike) -> ByteSource | Folder:
 
 @contextmanager
 def steady(place: ByteSource | Folder | None, *, remote: bool = False) -> Iterator[None]:
-    """Raise InputError at the end, or in place of another error, if the files changed meanwhile.
+    """Raise InputChangedError at the end, or for another error, if the files changed meanwhile.
 
     Writers do not wait for a reader: bytes from before and after a change may have been read
     together. With `remote`, files at URLs are looked at again, unless each answer of their server
@@ -72,9 +72,7 @@ def _changing(place: ByteSource | Folder, remote: bool) -> CkptkitError | None:
                 patching.look(each.path)
         except InputChangedError:
             hint = "run the command again when it is no longer written to"
-            code = InputChangedError.code  # an InputError: there is no output that could fail
-            said = "was changed while it was read"
-            return InputError(said, where=each.name, hint=hint, code=code)
+            return InputChangedError("was changed while it was read", where=each.name, hint=hint)
         except InputError as error:
             return error
     return None
