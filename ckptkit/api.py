@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, TypedDict, TypeVar, Unpack
@@ -90,6 +90,19 @@ def open_checkpoint(
     arguments.instance("asked", Asked, asked)
     checkpoint = _opened(source, asked)
     return checkpoint if key is None else checkpoint.with_key(arguments.text("key", key))
+
+
+@contextmanager
+def reading(source: Source, *, key: str | None = None) -> Iterator[Checkpoint]:
+    """Open a checkpoint to report on its content, and close it again.
+
+    Raises InputChangedError at the end if its files changed since they were opened: the report may
+    mix bytes from before and after. So print a report after this. A Checkpoint stays open.
+    """
+    checkpoint = open_checkpoint(source, key=key)
+    kept = isinstance(source, Checkpoint)
+    with nullcontext() if kept else closing(checkpoint), steady(checkpoint.source, remote=True):
+        yield checkpoint
 
 
 def _opened(source: Source, asked: Asked | None) -> Checkpoint:
@@ -399,7 +412,7 @@ def _patch(
 
     if format.name != before.format or before.name is None or not can_patch(before.name):
         return None
-    with nullcontext() if before.source is None else steady(before.source):
+    with steady(before.source):
         patch = formats.patch(before, after, format, options)
     return patch if patch is not None and fits(patch) else None
 

@@ -284,3 +284,38 @@ def test_an_interrupt_leaves_the_old_file(old: bytes, sent: str, folder: Path) -
     )
     check_said(Done(done.returncode, done.stdout, done.stderr), 130, "interrupted")
     assert listing(folder) == before
+
+
+def test_an_interrupt_while_modules_are_imported(tmp_path: Path) -> None:
+    """It ends the process without a traceback."""
+    (tmp_path / "click.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    done = subprocess.run(
+        [*COMMAND, "formats"],
+        capture_output=True,
+        env={**ENVIRONMENT, "PYTHONPATH": os.pathsep.join((str(tmp_path), str(ROOT)))},
+        timeout=60,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="others keep a folder that is in use")
+@pytest.mark.parametrize("path", ["good.pth", "out.pth", None])
+def test_the_working_directory_was_removed(path: str | None, folder: Path) -> None:
+    """Whole paths need none."""
+    (folder / "gone").mkdir()
+    source, target = folder / "good.pth", folder / "out.pth"
+    words = {"good.pth": [path, target], "out.pth": [source, path], None: [source, target]}[path]
+    done = subprocess.run(
+        ["sh", "-c", 'rmdir "$PWD" && exec "$0" "$@"', *COMMAND, "convert", *map(str, words)],
+        capture_output=True,
+        encoding="utf-8",
+        cwd=folder / "gone",
+        env=ENVIRONMENT,
+        timeout=60,
+    )
+    if path is None:
+        assert done.returncode == 0 and target.exists()
+    else:
+        check_said(
+            Done(done.returncode, done.stdout, done.stderr), 3, "working directory was removed"
+        )

@@ -115,6 +115,9 @@ def test_a_tensor_behaves_as_one() -> None:
     assert [row.shape for row in tensor["w"]] == [(7, 6)] * 5
     assert np.asarray(tensor["w"]).sum() == VALUES.sum().item()
     assert np.asarray(tensor["w"], dtype="f8").dtype == np.float64
+    with pytest.raises(ValueError, match="needs a copy"):
+        tensor["w"].__array__(copy=False)  # as np.asarray(t, copy=False) of numpy 2 calls it
+    assert tensor["w"].__array__(np.dtype("f8"), copy=True).dtype == np.float64
     assert torch.equal(tensor["w"].torch(), VALUES)
     assert torch.equal(tensor["s"].torch("cpu"), torch.tensor(3))
     assert tensor["s"][()] == 3 and tensor["s"].numpy().shape == ()
@@ -219,6 +222,24 @@ def test_a_bomb_is_not_read() -> None:
     assert tensor[5:7].tolist() == [1, 1]
 
 
+def test_entries_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not all of them for each."""
+    from ckptkit.core import checkpoint
+
+    ck = ckptkit.open({f"w{n}": torch.ones(1) for n in range(300)})
+    seen = [0]
+
+    def counted(node: Any) -> Any:
+        for pair in children(node):
+            seen[0] += 1
+            yield pair
+
+    children = checkpoint.children
+    monkeypatch.setattr(checkpoint, "children", counted)
+    assert len(ck.items()) == len(dict(ck)) == 300
+    assert seen[0] <= 2 * 300
+
+
 def test_entries(tmp_path: Path) -> None:
     model = nn.BatchNorm1d(3)
     torch.save(
@@ -238,6 +259,7 @@ def test_entries(tmp_path: Path) -> None:
         for odd in ([], None, 1.5, ("model",)):
             with pytest.raises(KeyError):
                 ck[odd]
+        assert repr(ck.items()[0][1]) == repr(ck["model"])
     with pytest.raises(ckptkit.CkptkitError, match=r"(?s)was closed.*hint: .*`with`"):
         ck["model.weight"].numpy()
     with pytest.raises(ckptkit.CkptkitError, match=r"(?s)was closed.*hint: .*`with`"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import shutil
 import socket
 import struct
 import subprocess
@@ -19,7 +20,7 @@ import pytest
 
 from ckptkit.api import convert, open_checkpoint
 from ckptkit.core.errors import CkptkitError, PathError
-from tests.conftest import COMMAND, ENVIRONMENT
+from tests.conftest import COMMAND, ENVIRONMENT, ROOT
 from tests.formats.containers.zips import Member, build
 from tests.formats.torch_zip.archives import archive, pickle_of
 from tests.scanning.hostile_pickles import CASES
@@ -160,6 +161,21 @@ def test_RS_04_no_memory_is_an_error_of_the_input(tmp_path: Path) -> None:
     assert (
         child.code in (3, 4) and "memory" in child.stderr and len(child.stderr.splitlines()) <= 2
     ), child
+    assert os.listdir(tmp_path) == ["in.pth"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="others do not limit the address space")
+@pytest.mark.parametrize("mebibytes", [40, 64, 80, 96, 112])
+def test_a_small_address_space(mebibytes: int, tmp_path: Path) -> None:
+    """numpy's libraries crash where they cannot be loaded, or end the process."""
+    shutil.copy(ROOT / "fixtures/torch-zip/dp_wrapped_cuda1.pth", tmp_path / "in.pth")
+    limit = mebibytes << 20
+    assert narrow("inspect", tmp_path / "in.pth", AS=limit).code == 0
+    child = narrow(
+        "convert", "--cast", "float16", tmp_path / "in.pth", tmp_path / "o.pth", AS=limit
+    )
+    assert child.code == 3 and child.stderr.startswith("error: needs more memory"), child
+    assert f"{mebibytes} MiB" in child.stderr
     assert os.listdir(tmp_path) == ["in.pth"]
 
 

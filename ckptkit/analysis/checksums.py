@@ -80,7 +80,7 @@ def _pieces(parts: Iterable[CheckedPart]) -> Iterator[_Piece]:
 def _sum(piece: _Piece) -> tuple[_Piece, int | InputError]:
     """Return the CRC-32 of a piece, or what is wrong with it.
 
-    Raises what keeps a remote file from being read.
+    Raises InputError where the bytes cannot be read: by the disk, the network or a limit.
     """
     if piece.error is not None:
         return piece, piece.error
@@ -88,11 +88,7 @@ def _sum(piece: _Piece) -> tuple[_Piece, int | InputError]:
     try:
         for data in compute.flow(piece.extent, piece.start, piece.stop):
             total = crc32(data, total)
-    except InputError as error:
-        if any(source.remote for source, _, _ in _ranges(piece.extent)) and not isinstance(
-            error, DAMAGE
-        ):
-            raise
+    except DAMAGE as error:
         return piece, error
     return piece, total
 

@@ -11,7 +11,7 @@ from ckptkit.analysis import stats as statistics
 from ckptkit.analysis import verify as verification
 from ckptkit.analysis.tensor_digest import sha256_each
 from ckptkit.analysis.view_model import as_json, scanned
-from ckptkit.api import open_checkpoint
+from ckptkit.api import reading
 from ckptkit.core import arguments
 from ckptkit.core.checkpoint import Checkpoint, Source
 from ckptkit.core.text import matcher
@@ -46,13 +46,13 @@ def inspect(
     ``ckptkit help --schema inspect``.
     """
     arguments.flags(sha256=sha256, stored=stored)
-    checkpoint = open_checkpoint(source, key=key)
-    found = summary.summarize(checkpoint if stored or sha256 else look_through(checkpoint))
     globs = arguments.texts("keys", keys)
-    rows = summary.matching(found.rows, globs)
-    sums = list(sha256_each((row.place, row.tensor) for row in rows)) if sha256 else None
-    facts = as_json.file(found, rows, sums, is_selection=bool(globs))
-    return cast("InspectFile", listed(facts))
+    with reading(source, key=key) as checkpoint:
+        found = summary.summarize(checkpoint if stored or sha256 else look_through(checkpoint))
+        rows = summary.matching(found.rows, globs)
+        sums = list(sha256_each((row.place, row.tensor) for row in rows)) if sha256 else None
+        facts = listed(as_json.file(found, rows, sums, is_selection=bool(globs)))
+    return cast("InspectFile", facts)
 
 
 def stats(
@@ -68,12 +68,13 @@ def stats(
     `keys` are globs of names. All weights are read, with `everything` all tensors of the file.
     """
     arguments.flags(everything=everything, stored=stored)
-    checkpoint = open_checkpoint(source, key=key)
-    checkpoint = checkpoint if stored else look_through(checkpoint)
-    rows = statistics.chosen(checkpoint, arguments.texts("keys", keys), everything)
-    found = statistics.Statistics(rows)
-    facts = as_json.statistics(checkpoint.name, checkpoint.format, found, found.rows())
-    return cast("StatsFacts", listed(facts))
+    globs = arguments.texts("keys", keys)
+    with reading(source, key=key) as opened:
+        checkpoint = opened if stored else look_through(opened)
+        found = statistics.Statistics(statistics.chosen(checkpoint, globs, everything))
+        rows = found.rows()
+        facts = listed(as_json.statistics(checkpoint.name, checkpoint.format, found, rows))
+    return cast("StatsFacts", facts)
 
 
 def digest(
@@ -86,11 +87,11 @@ def digest(
     """Return digests of tensors, equal in all formats: FILE of ``ckptkit digest --json``."""
     arguments.flags(everything=everything)
     globs = arguments.texts("keys", keys)
-    checkpoint = open_checkpoint(source, key=key)
     matches = matcher(globs) if globs else None
-    found = digests.digest(checkpoint, everything=everything, matches=matches)
-    facts = as_json.digests(checkpoint.name or "", checkpoint.format, found)
-    return cast("DigestFile", listed(facts))
+    with reading(source, key=key) as checkpoint:
+        found = digests.digest(checkpoint, everything=everything, matches=matches)
+        facts = listed(as_json.digests(checkpoint.name or "", checkpoint.format, found))
+    return cast("DigestFile", facts)
 
 
 def verify(source: Source, *, values: bool = False, key: str | None = None) -> VerifyFile:

@@ -68,7 +68,7 @@ def verify(
     place = open_place(path)
     try:
         look = _Look(place, progress)
-        with steady(place):
+        with steady(place, remote=True):
             checkpoint = look.at_bytes()
             if checkpoint is not None and values:
                 look.at_values()

@@ -12,8 +12,10 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from importlib import import_module
 from typing import Any, NoReturn
 
@@ -21,10 +23,11 @@ import click
 
 from ckptkit.cli import render
 from ckptkit.core import __version__
-from ckptkit.core.errors import CkptkitError, InputError, UsageError, foreseen
+from ckptkit.core.errors import CkptkitError, InputError, UsageError, address_space, foreseen
 from ckptkit.core.grouping import merge_all
 from ckptkit.core.text import shell_command
 
+_PACKAGE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 # The commands, in the groups and the order in which --help lists them, each with its topic of the
 # manual.
 GROUPS = {
@@ -106,6 +109,11 @@ class CommandLine(click.Group):
         gc.disable()
         _secure_streams()
         _interruptible()
+        warnings.showwarning = partial(_show_warning, warnings.showwarning)
+        if (limit := address_space()) is not None:
+            from ckptkit.cli.address_space import guard
+
+            guard(limit)
         try:
             self.main(prog_name="ckptkit")
         except SystemExit as done:
@@ -303,6 +311,20 @@ def _mute() -> None:
     """
     if sys.stdout is not None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _show_warning(
+    show: Callable[..., None],
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    *others: Any,
+) -> None:
+    """Print a warning of the library as one of a command; `show` prints those of others."""
+    if filename.startswith(_PACKAGE):
+        render.warn(str(message))
+    else:
+        show(message, category, filename, *others)
 
 
 def _interruptible() -> None:

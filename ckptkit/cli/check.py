@@ -58,16 +58,17 @@ def command(
              ckptkit check run.pth --expect 'fc.* dtype=float32' --expect '* finite'
     """
     from ckptkit.analysis.config_check import compare
-    from ckptkit.api import open_checkpoint
+    from ckptkit.api import reading
     from ckptkit.rules import config as configuration
 
-    checkpoint = open_checkpoint(file, key=key)
-    sizes = configuration.find(checkpoint.source) if config is None else configuration.read(config)
-    compared = [] if sizes is None else compare(sizes, checkpoint.weights)
-    fields = list(dict.fromkeys(each.field for each in compared))
-    if not (fields or lines or like):
-        raise _nothing(file, sizes is None)
-    found = list(_findings(checkpoint, list(lines), like, sizes, compared))
+    with reading(file, key=key) as checkpoint:
+        place = checkpoint.source
+        sizes = configuration.find(place) if config is None else configuration.read(config)
+        compared = [] if sizes is None else compare(sizes, checkpoint.weights)
+        fields = list(dict.fromkeys(each.field for each in compared))
+        if not (fields or lines or like):
+            raise _nothing(file, sizes is None)
+        found = list(_findings(checkpoint, list(lines), like, sizes, compared))
     if as_json:
         facts = {"checked_config": sizes is not None, "compared": fields, "findings": found}
         render.emit_json({"schema": SCHEMA, "file": file, **facts})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -119,34 +120,35 @@ def _compare(
     everything: bool,
 ) -> Diff:
     from ckptkit.analysis.diff_checkpoints import compare_checkpoints
-    from ckptkit.api import open_checkpoint
+    from ckptkit.api import reading
     from ckptkit.quantized import look_through_both
 
     if (b is None) == (spec is None):
         raise click.UsageError("say what to compare A with: B or --model MODEL")
-    first = open_checkpoint(a, key=key)
-    if b is not None:
-        second = open_checkpoint(b, key=key if key_b is None else key_b)
-        sides = (first, second) if stored else look_through_both(first, second)
-        from ckptkit.cli.progress import Progress
+    with ExitStack() as stack:
+        first = stack.enter_context(reading(a, key=key))
+        if b is not None:
+            second = stack.enter_context(reading(b, key=key if key_b is None else key_b))
+            sides = (first, second) if stored else look_through_both(first, second)
+            from ckptkit.cli.progress import Progress
 
-        with Progress(f"comparing {urls.shown(a)}", _nbytes(sides, everything)) as progress:
-            return compare_checkpoints(
-                *sides,
-                everything=everything,
-                values=values,
-                atol=atol,
-                rtol=rtol,
-                name=urls.shown(a),
-                progress=progress,
-            )
-    if values or everything or atol is not None or rtol is not None:
-        raise click.UsageError("--values, --all, --atol and --rtol cannot be used with --model")
-    from ckptkit.cli.model_class import built
-    from ckptkit.loading.comparing import against_model
+            with Progress(f"comparing {urls.shown(a)}", _nbytes(sides, everything)) as progress:
+                return compare_checkpoints(
+                    *sides,
+                    everything=everything,
+                    values=values,
+                    atol=atol,
+                    rtol=rtol,
+                    name=urls.shown(a),
+                    progress=progress,
+                )
+        if values or everything or atol is not None or rtol is not None:
+            raise click.UsageError("--values, --all, --atol and --rtol cannot be used with --model")
+        from ckptkit.cli.model_class import built
+        from ckptkit.loading.comparing import against_model
 
-    assert spec is not None
-    return against_model(first, built(spec, args), urls.shown(a), stored=stored)
+        assert spec is not None
+        return against_model(first, built(spec, args), urls.shown(a), stored=stored)
 
 
 def _nbytes(sides: Sequence[Checkpoint], everything: bool) -> int:

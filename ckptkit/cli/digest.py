@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
 from itertools import chain, islice, starmap
 from typing import TYPE_CHECKING, Any
 
@@ -109,13 +108,13 @@ def _each(
     A single file raises its error; of several, the error is printed and the others go on.
     """
     from ckptkit.analysis.digests import digest
-    from ckptkit.api import open_checkpoint
+    from ckptkit.api import reading
     from ckptkit.cli.progress import Progress
 
     for file in files:
         try:
             with (
-                closing(open_checkpoint(file, key=key)) as checkpoint,
+                reading(file, key=key) as checkpoint,
                 Progress(f"reading {urls.shown(file)}") as progress,
             ):
                 seen = _seen(checkpoint, dequantize, file)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -142,11 +141,11 @@ def _readable(
     failures: list[CkptkitError],
     failed: Callable[[CkptkitError], T] | None,
 ) -> Iterator[T]:
-    from ckptkit.api import open_checkpoint
+    from ckptkit.api import reading
 
     for file in files:
         try:
-            with closing(open_checkpoint(file, key=key)) as checkpoint:
+            with reading(file, key=key) as checkpoint:
                 shown = show(checkpoint)
         except CkptkitError as error:
             if len(files) == 1:

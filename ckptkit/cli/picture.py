@@ -13,27 +13,25 @@ if TYPE_CHECKING:
     from ckptkit.core.tensor import Tensor
 
 
-def write(pictures: list[tuple[str, Tensor, Picks]], path: str, most: int, *, force: bool) -> None:
-    """Write one PNG of all tensors, side by side, on one scale centered at zero.
+def drawn(pictures: list[tuple[str, Tensor, Picks]], most: int) -> bytes:
+    """Return one PNG of all tensors, side by side, on one scale centered at zero.
 
     Of a dimension with more than `most` indices, every n-th is drawn. Raises UsageError without
-    matplotlib, and OutputError as `publish` does.
+    matplotlib.
     """
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise UsageError("--png needs matplotlib", hint="pip install matplotlib") from error
     from ckptkit.analysis.slices import show
-    from ckptkit.core.plan import OutputFile, Plan
-    from ckptkit.publish.write import publish
 
-    drawn = [(title, *_plane(tensor, picks, most)) for title, tensor, picks in pictures]
-    if not all(values.size for _, _, values in drawn):
+    planes = [(title, *_plane(tensor, picks, most)) for title, tensor, picks in pictures]
+    if not all(values.size for _, _, values in planes):
         raise UsageError("there are no elements to draw")
-    figure = Figure(figsize=(5.5 * len(drawn), 5), layout="constrained")
-    largest = max(_largest(values) for _, _, values in drawn) or 1.0
+    figure = Figure(figsize=(5.5 * len(planes), 5), layout="constrained")
+    largest = max(_largest(values) for _, _, values in planes) or 1.0
     for axes, (title, picks, values) in zip(
-        figure.subplots(1, len(drawn), squeeze=False)[0], drawn, strict=True
+        figure.subplots(1, len(planes), squeeze=False)[0], planes, strict=True
     ):
         colours = {"cmap": "RdBu_r", "vmin": -largest, "vmax": largest}
         image = axes.imshow(values, aspect="auto", interpolation="nearest", **colours)
@@ -41,7 +39,7 @@ def write(pictures: list[tuple[str, Tensor, Picks]], path: str, most: int, *, fo
         figure.colorbar(image, ax=axes)
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=120, metadata={"Software": None})
-    publish(Plan((OutputFile("", (buffer.getvalue(),)),)), path, force=force)
+    return buffer.getvalue()
 
 
 def _plane(tensor: Tensor, picks: Picks, most: int) -> tuple[Picks, Any]:

@@ -36,7 +36,12 @@ def emit(*lines: str) -> None:
 
 def emit_text(*lines: str) -> None:
     """Print lines, escaped, and wrapped between words on a terminal."""
-    emit(*flatten(wrapped(escape(line), whole=True) for line in lines))
+    emit(*text_lines(lines))
+
+
+def text_lines(lines: Iterable[str]) -> Iterator[str]:
+    """Yield the lines that `emit_text` prints."""
+    return flatten(wrapped(escape(line), whole=True) for line in lines)
 
 
 begun = False  # whether anything was written to standard output

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -140,9 +140,9 @@ def _kind(output: str, *, plain: bool, styled: bool) -> str:
 
 
 def _opened(stack: ExitStack, name: str, key: str | None) -> Checkpoint:
-    from ckptkit.api import open_checkpoint
+    from ckptkit.api import reading
 
-    return stack.enter_context(closing(open_checkpoint(name, key=key)))
+    return stack.enter_context(reading(name, key=key))
 
 
 def _looked_through(found: list[Checkpoint]) -> list[Checkpoint]:

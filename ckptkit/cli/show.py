@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, closing
-from itertools import chain
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
@@ -12,6 +11,7 @@ import click
 from ckptkit.cli import options, render
 from ckptkit.core import urls
 from ckptkit.core.errors import UsageError
+from ckptkit.core.grouping import flatten
 from ckptkit.core.text import guess
 
 if TYPE_CHECKING:
@@ -132,19 +132,30 @@ def command(
         if not nonfinite or other or png:
             raise click.UsageError("Missing argument 'NAME'.")
         return _all_nonfinite(file, key, stored)
+    pairs = [(file, name), *([(other, name_b or name)] if other is not None else [])]
+    form = "json" if as_json else "nan" if nonfinite else "heat" if heat else "grid"
     with ExitStack() as stack:
-        shown = [_chosen(stack, file, name, index, key, stored)]
-        if other is not None:
-            shown.append(_chosen(stack, other, name_b or name, index, key, stored))
-        if png is not None:
-            _draw(shown, png, force)
-        if nonfinite:
-            render.emit_text(*chain.from_iterable(map(_nonfinite, shown)))
-        elif as_json:
-            render.emit_json(_facts(shown, counted))
-        else:
-            render.emit(*_lines(shown, _corners(shown, rows, columns), heat, counted))
+        shown = [_chosen(stack, *pair, index, key, stored) for pair in pairs]
+        picture = b"" if png is None else _drawn(shown)
+        text = list(_text(shown, form, rows, columns, counted))
+    _write(picture, png, force)
+    render.write(text)
     return 0
+
+
+def _text(
+    shown: list[Shown], form: str, rows: int, columns: int | None, counted: bool
+) -> Iterator[str]:
+    """Yield the output in pieces."""
+    if form == "json":
+        yield from render.json_pieces(_facts(shown, counted))
+        yield "\n"
+        return
+    if form == "nan":
+        lines = render.text_lines(flatten(map(_nonfinite, shown)))
+    else:
+        lines = _lines(shown, _corners(shown, rows, columns), form == "heat", counted)
+    yield from (f"{line}\n" for line in lines)
 
 
 def _lines(
@@ -154,11 +165,19 @@ def _lines(
     yield from _summaries(shown, corners, counted)
 
 
-def _draw(shown: list[Shown], png: str, force: bool) -> None:
-    from ckptkit.cli.picture import write
+def _drawn(shown: list[Shown]) -> bytes:
+    from ckptkit.cli.picture import drawn
 
-    drawn = [(f"{each.path}: {each.name}", each.tensor, each.picks) for each in shown]
-    write(drawn, png, PICTURE, force=force)
+    pictures = [(f"{each.path}: {each.name}", each.tensor, each.picks) for each in shown]
+    return drawn(pictures, PICTURE)
+
+
+def _write(picture: bytes, path: str | None, force: bool) -> None:
+    from ckptkit.core.plan import OutputFile, Plan
+    from ckptkit.publish.write import publish
+
+    if path is not None:
+        publish(Plan((OutputFile("", (picture,)),)), path, force=force)
 
 
 def _nonfinite(shown: Shown) -> Iterator[str]:
@@ -175,22 +194,20 @@ def _nonfinite(shown: Shown) -> Iterator[str]:
 
 def _all_nonfinite(file: str, key: str | None, stored: bool) -> int:
     """Print where the first elements that are not finite are, of each tensor that has any."""
-    from ckptkit.api import open_checkpoint
+    from ckptkit.api import reading
     from ckptkit.cli.progress import Progress
 
-    having = 0
-    with closing(open_checkpoint(file, key=key)) as checkpoint:
+    found: list[list[str]] = []
+    with reading(file, key=key) as checkpoint:
         rows = [row for row in _rows(checkpoint, stored) if _may_be_nonfinite(row.tensor)]
         with Progress(f"reading {urls.shown(file)}", sum(row.nbytes for row in rows)) as progress:
             for row in rows:
-                heading, *places = _nonfinite(Shown(urls.shown(file), row.label, row.tensor, ()))
+                lines = list(_nonfinite(Shown(urls.shown(file), row.label, row.tensor, ())))
                 progress(row.nbytes)
-                if places:
-                    progress.clear()
-                    render.emit_text(heading, *places)
-                    having += 1
-    what = f"{having:,} of {render.plural(len(rows), 'tensor')}" if having else "no tensor"
-    render.emit_text(f"{urls.shown(file)}: {what} with NaN or infinities")
+                if len(lines) > 1:
+                    found.append(lines)
+    what = f"{len(found):,} of {render.plural(len(rows), 'tensor')}" if found else "no tensor"
+    render.emit_text(*flatten(found), f"{urls.shown(file)}: {what} with NaN or infinities")
     return 0
 
 
@@ -212,9 +229,9 @@ def _chosen(
     stack: ExitStack, file: str, name: str, index: str, key: str | None, stored: bool
 ) -> Shown:
     from ckptkit.analysis.slices import parse
-    from ckptkit.api import open_checkpoint
+    from ckptkit.api import reading
 
-    rows = _rows(stack.enter_context(closing(open_checkpoint(file, key=key))), stored)
+    rows = _rows(stack.enter_context(reading(file, key=key)), stored)
     found = next((row for row in rows if row.name == name), None) or next(
         (r for r in rows if r.place == name), None
     )

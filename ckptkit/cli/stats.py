@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterable, Iterator
-from contextlib import closing
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -90,20 +88,21 @@ def command(
              ckptkit stats run.pth --depth 2 --csv
     """
     from ckptkit.analysis import stats
-    from ckptkit.api import open_checkpoint
+    from ckptkit.api import reading
     from ckptkit.core.fold import family
     from ckptkit.quantized import look_through
 
     if (as_json and as_csv) or (depth is not None and fold):
         raise click.UsageError("--json and --csv exclude each other, and so do --depth and --fold")
-    by_depth = None if depth is None else stats.depth(depth)
-    label = family if fold else by_depth
+    label = family if fold else None if depth is None else stats.depth(depth)
     form = _form(as_json, as_csv)
-    with closing(open_checkpoint(file, key=key)) as opened:
+    with reading(file, key=key) as opened:
         checkpoint = opened if stored else look_through(opened)
         rows = stats.chosen(checkpoint, globs, everything)
         found = stats.Statistics(rows, label, stats.modules(checkpoint) if fold else None)
-        _print(checkpoint, found, sort, form, sum(row.nbytes for row in rows))
+        with Progress("reading", sum(row.nbytes for row in rows)) as progress:
+            text = list(_text(checkpoint, found, _arranged(found, progress, sort), form))
+    render.write(text)
     if not as_json:
         for line, hint in _remarks(found, globs):
             render.warn(line, hint)
@@ -116,29 +115,29 @@ def _form(as_json: bool, as_csv: bool) -> str:
     return "csv" if as_csv else "text"
 
 
-def _print(checkpoint: Checkpoint, found: Statistics, sort: str, form: str, nbytes: int) -> None:
-    """Read and print: the table when everything is known, JSON and CSV row by row.
-
-    No progress bar is drawn between their lines.
-    """
+def _text(
+    checkpoint: Checkpoint, found: Statistics, rows: Iterator[TensorStats], form: str
+) -> Iterator[str]:
+    """Yield the output in pieces."""
     from ckptkit.analysis.view_model import as_json, statistics
 
-    with Progress("reading", nbytes) as progress:
-        quiet = form != "text" and render.is_terminal(sys.stdout)
-        rows = _arranged(found, found.rows(*() if quiet else (progress,), fork=True), sort)
-        if form == "json":
-            facts = as_json.statistics(checkpoint.name, checkpoint.format, found, rows)
-            render.emit_json({"schema": SCHEMA, **facts})
-        elif form == "csv":
-            render.write(_csv(rows))
-        else:
-            shown = statistics.table(rows, found, bars)
-    if form == "text":
-        render.emit(*render.table(shown.headers, shown.rows, right=shown.right))
+    if form == "json":
+        facts = as_json.statistics(checkpoint.name, checkpoint.format, found, rows)
+        yield from render.json_pieces({"schema": SCHEMA, **facts})
+        yield "\n"
+    elif form == "csv":
+        yield from _csv(rows)
+    else:
+        shown = statistics.table(rows, found, bars)
+        lines = render.table(shown.headers, shown.rows, right=shown.right)
+        yield from (f"{line}\n" for line in lines)
 
 
-def _arranged(found: Statistics, rows: Iterator[TensorStats], sort: str) -> Iterator[TensorStats]:
+def _arranged(
+    found: Statistics, progress: Callable[[int], None], sort: str
+) -> Iterator[TensorStats]:
     """Yield the rows to show, in file order one by one if no other order is requested."""
+    rows = found.rows(progress, fork=True)
     if found.grouped:
         for _ in rows:
             pass

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
 from itertools import islice
 from typing import TYPE_CHECKING
 
 from ckptkit.cli.render import escape, shape
-from ckptkit.core.errors import CkptkitError
+from ckptkit.core.errors import CkptkitError, InputChangedError
 from ckptkit.core.grouping import flatten
 from ckptkit.core.tree import join
 
@@ -30,12 +29,14 @@ SMALL = 1_024  # bytes of a text file that is shown as it is: a Git LFS pointer
 
 def lines(path: str, key: str | None) -> Iterator[str]:
     """Yield the lines for the file at `path`, escaped. Reads every tensor."""
-    from ckptkit.api import open_checkpoint
+    from ckptkit.api import reading
 
     try:
-        with closing(open_checkpoint(path, key=key)) as checkpoint:
+        with reading(path, key=key) as checkpoint:
             shown = list(map(escape, _facts(checkpoint)))
     except CkptkitError as error:
+        if error.code == InputChangedError.code:
+            raise
         shown = list(map(escape, _unreadable(path, error)))
     yield from shown
 

@@ -36,6 +36,11 @@ _BUFFERS = 1024  # that one call of the system fills (IOV_MAX of Linux and macOS
 _NO_RESERVE = 0x4000  # MAP_NORESERVE of Linux, which Python names from 3.13 on
 
 
+def identity_of(info: os.stat_result) -> Identity:
+    """Return the identity of a local file: ctime is last, since more than a write changes it."""
+    return (info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns)
+
+
 class ByteSource(ABC):
     """Random access to a fixed number of bytes."""
 
@@ -44,6 +49,7 @@ class ByteSource(ABC):
     identity: Identity  # changes when the bytes do, as far as the place they live in can tell
     # True if a read is a request over a network: few large reads are better than many small ones.
     remote = False
+    compares_answers = False  # True if every read checks that the file is still the same
     # True if forked processes can read it at the same time: they share no position in it.
     is_shared = False
     whole: ByteSource | None = None  # the file that it is a part of, or was decompressed from
@@ -167,8 +173,7 @@ class LocalFile(ByteSource):
         self.name = os.fspath(path)
         self.fd = open_regular(self.path, self.name, follow)
         self._seek_lock = threading.Lock()
-        self.identity = self._identity()
-        self.size = os.fstat(self.fd).st_size
+        self._identify()
         if expect is not None and self.identity != expect:
             self.close()
             raise InputChangedError("was replaced or changed", where=self.name)
@@ -269,18 +274,41 @@ class LocalFile(ByteSource):
             os.lseek(self.fd, offset, os.SEEK_SET)
             return os.read(self.fd, length)
 
-    def _identity(self) -> Identity:
+    def _identify(self) -> None:
+        self._opened = self._stat()
+        self.identity = identity_of(self._opened)
+        self.size = self._opened.st_size
+
+    def _stat(self) -> os.stat_result:
         try:
-            info = os.fstat(self.fd)
+            return os.fstat(self.fd)
         except OSError as error:
             raise self._failed(error) from error
-        return (info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns)
 
     def check_unchanged(self) -> None:
-        if self._identity() != self.identity:
+        now = self._stat()
+        if identity_of(now) != self.identity and not self._only_moved(now):
             raise InputChangedError(
                 "changed while it was read", where=self.name, hint="run the command again"
             )
+
+    def _only_moved(self, now: os.stat_result) -> bool:
+        """Return whether links, mode, owner or name changed, and so ctime, but not the bytes.
+
+        A file that was replaced by a rename loses a link. Where ctime alone changed, the file was
+        written to and its mtime put back.
+        """
+        if identity_of(now)[:-1] != self.identity[:-1]:
+            return False
+        before, after = (
+            (each.st_nlink, each.st_mode, each.st_uid, each.st_gid) for each in (self._opened, now)
+        )
+        if before != after:
+            return True
+        try:
+            return not os.path.samestat(os.stat(self.path), now)
+        except OSError:
+            return True
 
     @cached_property
     def file_system(self) -> str:

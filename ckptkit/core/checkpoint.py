@@ -178,6 +178,8 @@ class Checkpoint:
         Raises UnknownNameError (a KeyError).
         """
         try:
+            if isinstance(self.root, dict) and isinstance(key, str) and key in self.root:
+                return _plain_entry(self.root[key])
             for each, value in children(self.root):
                 if each == key and type(each) is type(key):
                     return _plain_entry(value)
@@ -216,7 +218,7 @@ class Checkpoint:
 
     def items(self) -> list[tuple[Any, Any]]:
         """Return the entries at the root, each with its key."""
-        return [(key, self[key]) for key in self.keys()]
+        return [(key, _plain_entry(value)) for key, value in children(self.root)]
 
     def get(self, key: Any, default: Any = None) -> Any:
         """Return `ck[key]`, or `default` where it is not there."""

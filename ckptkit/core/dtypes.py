@@ -19,6 +19,8 @@ from ckptkit.core.text import meant
 class DType:
     """An element type. It equals its name, the torch.dtype and the numpy dtype of that name.
 
+    Its hash is that of its name, so sets and dicts find it by its name only: torch and numpy have
+    hashes of their own.
     ``name`` as torch spells it, without ``torch.``; ``kind`` one of float, int, bool, complex,
     quantized, bits, or unknown (:func:`unknown`);
     ``storage`` the typed storage class in module torch, None where torch writes an UntypedStorage;

@@ -7,6 +7,8 @@ escapes is a bug. Many are also the builtin error that Python code catches for s
 
 from __future__ import annotations
 
+import os
+
 NEWER_TORCH = "newer-torch"  # UnsupportedError: of a format that only a newer torch reads
 
 
@@ -212,10 +214,11 @@ class OutputError(CkptkitError):
     exit_code = 4
 
 
-class InputChangedError(OutputError):
-    """The input changed while it was read."""
+class InputChangedError(OutputError, InputError):
+    """The input changed while it was read; nothing is written."""
 
     code = "input-changed"
+    exit_code = InputError.exit_code
 
 
 class VerifyError(OutputError):
@@ -224,16 +227,45 @@ class VerifyError(OutputError):
     code = "verify"
 
 
+def address_space() -> int | None:
+    """Return the bytes of memory that ``ulimit -v`` allows, None if there is no such limit."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    return None if limit == resource.RLIM_INFINITY else limit
+
+
+def _is_nowhere() -> bool:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return True
+    return False
+
+
 _PROJECTS = {"yaml": "pyyaml"}  # projects whose name differs from that of their package
 
 
-def foreseen(error: BaseException) -> BaseException:
-    """Convert an out-of-memory or missing-package error to a CkptkitError; return others as is.
+# What the loader of libraries and Python say where memory is missing.
+_NO_MEMORY = ("failed to map segment", "cannot allocate memory", "can't start new thread")
 
-    Packages that only some requests need are imported when they are needed.
+
+def foreseen(error: BaseException) -> BaseException:
+    """Convert an error of the environment to a CkptkitError; return others as they are.
+
+    These are missing memory, missing packages (only some requests need them), and a working
+    directory that was removed.
     """
-    if isinstance(error, MemoryError):
-        return InputError("needs more memory than there is")
+    text = str(error) if isinstance(error, (ImportError, RuntimeError)) else ""
+    if isinstance(error, MemoryError) or any(each in text for each in _NO_MEMORY):
+        limit = address_space()
+        hint = limit and f"`ulimit -v` limits this process to {limit >> 20:,} MiB"
+        return InputError("needs more memory than there is", hint=hint or None)
+    if isinstance(error, FileNotFoundError) and error.filename is None and _is_nowhere():
+        hint = "cd into a folder that exists"
+        return MissingFileError("the working directory was removed", hint=hint)
     package = (getattr(error, "name", None) or "ckptkit").partition(".")[0]
     if isinstance(error, ModuleNotFoundError) and package != "ckptkit":
         project = _PROJECTS.get(package, package)

@@ -1,13 +1,14 @@
 """Limits that keep a hostile or damaged file from exhausting the machine.
 
 Each is far above what real checkpoints need. Fields named ``..._bytes`` are in bytes, the others
-are counts. Each can be changed by an environment variable, which is read once, on import:
-``CKPTKIT_LIMIT_PICKLE_BYTES=1073741824``.
+are counts. Each can be changed by an environment variable, which is read once, when a checkpoint is
+first opened: ``CKPTKIT_LIMIT_PICKLE_BYTES=1073741824``.
 """
 
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
@@ -90,21 +91,19 @@ CEILINGS = {
 def from_environment(environment: Mapping[str, str]) -> Limits:
     """Return the limits that the environment variables set.
 
-    Raises UsageError for a variable that names no limit, or a value that is not a number in range.
+    Warns of a variable that names no limit: another version of ckptkit may have it. Raises
+    UsageError for a value that is not a number in range.
     """
     known = {PREFIX + field.name.upper(): field.name for field in fields(Limits)}
-    given = {
-        variable: text for variable, text in environment.items() if variable.startswith(PREFIX)
-    }
-    return Limits(
-        **{_name(variable, known): _number(variable, text) for variable, text in given.items()}
-    )
-
-
-def _name(variable: str, known: Mapping[str, str]) -> str:
-    if variable not in known:
-        raise UsageError(f"{variable}: there is no such limit", hint=guess(variable, known))
-    return known[variable]
+    found = {}
+    for variable, text in environment.items():
+        if variable in known:
+            found[known[variable]] = _number(variable, text)
+        elif variable.startswith(PREFIX):
+            hint = guess(variable, known)
+            message = f"{variable} is ignored: there is no such limit"
+            warnings.warn(f"{message}; {hint}" if hint else message, stacklevel=1)
+    return Limits(**found)
 
 
 def _number(variable: str, text: str) -> int:

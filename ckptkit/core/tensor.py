@@ -129,6 +129,11 @@ class Tensor:
         return above.call("elements", self, index)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
+        if copy is False:
+            raise TensorError(
+                "numpy needs a copy: elements of a checkpoint are read when they are asked for",
+                hint="leave out copy=False",
+            )
         array = self.numpy()
         return array if dtype is None else array.astype(dtype, copy=False)
 

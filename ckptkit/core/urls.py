@@ -42,11 +42,21 @@ def without_query(url: str) -> str:
 def in_folder(url: str, name: str) -> str:
     """Return the URL of the file `name` in the folder `url`. Both use the same query."""
     folder, mark, query = url.partition("?")
-    return f"{folder.rstrip('/')}/{name}{mark}{query}"
+    start = _start(folder)
+    rest = folder[start:].rstrip("/")
+    above = f"{rest}/" if rest or folder[start:] else ""
+    return f"{folder[:start]}{above}{name}{mark}{query}"
 
 
 def split(url: str) -> tuple[str, str]:
     """Return the URL of the folder of a file, with the file's query, and the file's name."""
     place, mark, query = url.partition("?")
-    folder, _, name = place.rpartition("/")
-    return f"{folder}{mark}{query}", name
+    start = _start(place)
+    above, slash, name = place[start:].rpartition("/")
+    return f"{place[:start]}{above or slash}{mark}{query}", name
+
+
+def _start(url: str) -> int:
+    """Return where the place begins: behind ``memory://``, whose root may contain files."""
+    found = _URL.match(url)
+    return found.end() if found else 0

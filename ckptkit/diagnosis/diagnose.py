@@ -38,7 +38,7 @@ from ckptkit.diagnosis.facts import Facts, is_written, some
 from ckptkit.formats.common.folder_names import INDEX
 from ckptkit.formats.dcp.shards import part_of
 from ckptkit.formats.format import Finding, Format, Loss, Probe, Recovered, WriteOptions
-from ckptkit.formats.opening import open_place
+from ckptkit.formats.opening import open_place, steady
 from ckptkit.formats.table import BY_NAME, DCP_SHARD, FORMATS, NONE
 from ckptkit.loading import building
 from ckptkit.loading.comparing import seen_by
@@ -115,12 +115,23 @@ def examine(
     command line. Reads headers, and small files to their end. Raises PathError, UsageError for a
     `key` that names none, and what keeps a remote file from being read.
     """
-    typed = urls.shown(os.fspath(path))
     place = open_place(path)
+    with steady(place, remote=True):
+        found = _examine(urls.shown(os.fspath(path)), place, model, key, options)
+    return replace(found, options=options)
+
+
+def _examine(
+    typed: str,
+    place: ByteSource | Folder,
+    model: nn.Module | None,
+    key: str | None,
+    options: tuple[str, ...],
+) -> Diagnosis:
     try:
         checkpoint = formats.read(place)
     except REFUSALS as error:
-        return replace(_examine_refused(typed, place, error), options=options)
+        return _examine_refused(typed, place, error)
     damage = _damage(place)
     recovered = None if damage is None else _recovered(typed, place)
     lost: tuple[Loss, ...] = ()
@@ -131,7 +142,7 @@ def examine(
     if damage is not None:
         first = _damaged(typed, damage, recovered is not None)
         found = [first, *_beside_damage(found, recovered)]
-    return Diagnosis(typed, tuple(found), checkpoint, readable=True, lost=lost, options=options)
+    return Diagnosis(typed, tuple(found), checkpoint, readable=True, lost=lost)
 
 
 def _causes(
@@ -295,7 +306,7 @@ def _damage(place: ByteSource | Folder) -> Verdict | None:
         return None
     try:
         verdict = verify(place.name)
-    except CkptkitError:
+    except REFUSALS:
         return None
     return verdict if verdict.damaged else None
 

@@ -40,40 +40,39 @@ def open_unchecked(path: PathLike) -> ByteSource | Folder:
 
 
 @contextmanager
-def steady(place: ByteSource | Folder) -> Iterator[None]:
-    """Report that files are being changed, if a failure may come from it or it would go unnoticed.
+def steady(place: ByteSource | Folder | None, *, remote: bool = False) -> Iterator[None]:
+    """Raise InputChangedError at the end, or for another error, if the files changed meanwhile.
 
-    Writers do not wait for a reader: bytes from before and after an edit may have been read
-    together.
+    Writers do not wait for a reader: bytes from before and after a change may have been read
+    together. With `remote`, files at URLs are looked at again, unless each answer of their server
+    has been compared already. None is a checkpoint in memory.
     """
+    if place is None:
+        yield
+        return
     try:
         yield
     except Exception as error:
-        if changed := _changing(place):
+        if changed := _changing(place, remote):
             raise changed from error
         raise
-    if changed := _changing(place):
+    if changed := _changing(place, remote):
         raise changed
 
 
-def _changing(place: ByteSource | Folder) -> CkptkitError | None:
-    files = [
-        each
-        for each in (place.opened() if isinstance(place, Folder) else (place,))
-        if isinstance(each, LocalFile)
-    ]
-    for each in files:
+def _changing(place: ByteSource | Folder, remote: bool) -> CkptkitError | None:
+    for each in place.opened() if isinstance(place, Folder) else (place,):
+        if each.compares_answers or (each.remote and not remote):
+            continue
         try:
             each.check_unchanged()
-            if has_journal(each.path):
+            if isinstance(each, LocalFile) and has_journal(each.path):
                 from ckptkit.publish import patching
 
                 patching.look(each.path)
         except InputChangedError:
             hint = "run the command again when it is no longer written to"
-            code = InputChangedError.code  # an InputError: there is no output that could fail
-            said = "was changed while it was read"
-            return InputError(said, where=each.name, hint=hint, code=code)
+            return InputChangedError("was changed while it was read", where=each.name, hint=hint)
         except InputError as error:
             return error
     return None

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.analysis import diff as reports
 from ckptkit.analysis.diff_checkpoints import compare_checkpoints
-from ckptkit.api import open_checkpoint
+from ckptkit.api import reading
 from ckptkit.core import arguments
 from ckptkit.core.checkpoint import Checkpoint, Source
 from ckptkit.core.errors import UsageError
@@ -42,19 +43,20 @@ def diff(
     """
     arguments.flags(values=values, everything=everything)
     arguments.tolerances(atol=atol, rtol=rtol)
-    ck = open_checkpoint(checkpoint, key=key)
-    name = ck.name or "FILE"
-    if isinstance(other, str) and _SPEC.fullmatch(other) and not os.path.exists(other):
-        other = building.model_from(other)
-    if not hasattr(other, "state_dict"):
-        ours, theirs = look_through_both(ck, open_checkpoint(other, key=key))
-        return compare_checkpoints(
-            ours, theirs, everything=everything, values=values, atol=atol, rtol=rtol, name=name
-        )
-    if values or atol is not None or rtol is not None:
-        raise UsageError("the values of a model that is only built are not worth comparing")
-    module: Any = other
-    return against_model(ck, module, name)
+    with ExitStack() as stack:
+        ck = stack.enter_context(reading(checkpoint, key=key))
+        name = ck.name or "FILE"
+        if isinstance(other, str) and _SPEC.fullmatch(other) and not os.path.exists(other):
+            other = building.model_from(other)
+        if not hasattr(other, "state_dict"):
+            sides = look_through_both(ck, stack.enter_context(reading(other, key=key)))
+            return compare_checkpoints(
+                *sides, everything=everything, values=values, atol=atol, rtol=rtol, name=name
+            )
+        if values or atol is not None or rtol is not None:
+            raise UsageError("the values of a model that is only built are not worth comparing")
+        module: Any = other
+        return against_model(ck, module, name)
 
 
 def against_model(

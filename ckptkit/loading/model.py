@@ -20,6 +20,7 @@ from ckptkit.core.tensor import Shape, Storage, Tensor, contiguous_stride
 from ckptkit.core.text import plural, shell_word, some
 from ckptkit.core.tree import Node, collector_paused
 from ckptkit.core.weights import as_tensor
+from ckptkit.formats.opening import steady
 from ckptkit.loading import filling
 from ckptkit.loading.tensors import Tensors
 from ckptkit.loading.values import Values, entries
@@ -130,10 +131,11 @@ def load_into(
     if strict and (report.narrowed or not report.complete):
         raise _misfit(report, model, ck)
     try:
-        if assign:
-            _assign(model, nodes, versions, twins)
-        else:
-            _copy(model, nodes, versions)
+        with steady(ck.source, remote=True):
+            if assign:
+                _assign(model, nodes, versions, twins)
+            else:
+                _copy(model, nodes, versions)
     except CkptkitError as error:
         raise error.at(ck.name or "checkpoint") from error.__cause__
     return report

@@ -28,6 +28,7 @@ from ckptkit.core.tree import (
     join,
 )
 from ckptkit.core.weights import Weights, as_tensor
+from ckptkit.formats.opening import steady
 from ckptkit.loading.tensors import MapLocation, Tensors, attributes, dtype_of, typed_storage
 from ckptkit.transforms import module_versions
 
@@ -61,7 +62,8 @@ def load(
     files = compute.MappedFiles() if mmap else None
     values = Values(Tensors(map_location, files), Tensors("cpu", files))
     try:
-        return values(ck.root) if whole else values.state_dict(ck.required)
+        with steady(ck.source, remote=True):
+            return values(ck.root) if whole else values.state_dict(ck.required)
     except CkptkitError as error:
         raise error.at(ck.name or "checkpoint") from error.__cause__
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
 from functools import partial
 
-from ckptkit.core.bytesource import Identity, LocalFile
+from ckptkit.core.bytesource import LocalFile, identity_of
 from ckptkit.core.errors import (
     CkptkitError,
     InputChangedError,
@@ -105,7 +105,7 @@ def apply(
 def _apply(patch: Patch, verify: bool, dry_run: bool) -> None:
     path = patch.base.path
     with _locked(path, patch.base.name) as fd:
-        if _identity(fd) != patch.base.identity or os.path.lexists(journal_path(path)):
+        if identity_of(os.fstat(fd)) != patch.base.identity or os.path.lexists(journal_path(path)):
             raise InputChangedError(
                 "changed since it was read", where=patch.base.name, hint="run the command again"
             )
@@ -142,11 +142,6 @@ def _locked(path: str, name: str, access: int = os.O_RDWR) -> Iterator[int]:
         yield fd
     finally:
         os.close(fd)
-
-
-def _identity(fd: int) -> Identity:
-    info = os.fstat(fd)
-    return (info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns)
 
 
 def _keep(data: bytes, path: str) -> None:

@@ -95,7 +95,8 @@ def publish(
     if urls.is_url(typed):
         return _upload(plan, typed, force, verify, allow_expand, progress, dry_run)
     check_typed(typed, plan.is_folder)
-    path = os.path.join(os.getcwd(), typed.rstrip(os.sep))
+    path = typed.rstrip(os.sep)
+    path = path if os.path.isabs(path) else os.path.join(os.getcwd(), path)
     size, sources = plan.size, plan.sources()
     read = [*sources, *files_of(origin)]
     with reported(path, typed, size):

@@ -49,6 +49,7 @@ class RemoteFile(ByteSource):
         self.name = shown(url)
         self.size = transport.size
         self.identity = transport.identity
+        self.compares_answers = transport.compares_answers
         self._transport = transport
         self._lock = threading.Lock()
         self._windows = [_Window(0, transport.head)]

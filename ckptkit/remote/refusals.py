@@ -33,11 +33,11 @@ _TYPED = "check the URL and the network"
 
 
 class Status(Exception):
-    """An unexpected status of an HTTP server."""
+    """An unexpected status of an HTTP server, and after how many seconds it wants to be asked."""
 
-    def __init__(self, status: int) -> None:
+    def __init__(self, status: int, after: int | None = None) -> None:
         super().__init__(f"HTTP status {status}")
-        self.status = status
+        self.status, self.after = status, after
 
 
 class MissingError(MissingFileError):
@@ -145,10 +145,21 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _status(error: BaseException) -> int | None:
+    """Return the status that a server answered with, None for other failures."""
+    if _is_malformed(error):
+        return None
     status = getattr(error, "status", None)
-    if status is None:  # requests: huggingface_hub
-        status = getattr(getattr(error, "response", None), "status_code", None)
+    answer = getattr(error, "response", None)
+    if status is None and isinstance(answer, dict):  # botocore: s3fs
+        status = answer.get("ResponseMetadata", {}).get("HTTPStatusCode")
+    elif status is None:  # requests: huggingface_hub
+        status = getattr(answer, "status_code", None)
     return status if isinstance(status, int) else None
+
+
+def _is_malformed(error: BaseException) -> bool:
+    """Return whether aiohttp could not parse an answer; the status 400 of its error is its own."""
+    return "HttpProcessingError" in (each.__name__ for each in type(error.__cause__).__mro__)
 
 
 def _code(error: BaseException) -> object:
@@ -191,6 +202,10 @@ def _unreachable(error: Exception, url: str, name: str) -> CkptkitError:
 
 def _text(error: Exception, url: str) -> str:
     """Return the library's message, or its class alone where the text could reveal a secret."""
+    if _is_malformed(error):
+        return "the server's answer does not follow HTTP"
+    if isinstance(error, TimeoutError):
+        return "the server sends nothing more"
     lines = str(error).strip().splitlines()
     line = lines[0] if lines and shown(url) == url else ""
     return f"{type(error).__name__}: {line}" if line else type(error).__name__

@@ -26,9 +26,13 @@ WHOLE = 64 << 20  # bytes up to which a file is fetched whole from a server with
 PAGE = 1 << 20  # bytes fetched of a file without a length: often a page with an error message
 PROGRESS = 64 << 10  # bytes that make an attempt a success, even if the connection broke then
 TRIES = 5  # attempts in a row without progress
+TOLD = 12  # attempts, where the server says when to try again
 PAUSE = 0.25  # seconds before the second attempt, twice as many before each later one
+LONGEST = 30  # seconds before the next attempt at most, whatever the server says
 SILENCE = 60  # seconds without a byte before a connection counts as broken
+PATIENCE = 150  # seconds without progress after which there is no other attempt
 SLOWEST = 4096  # bytes a second, below which a request counts as broken in the end
+SLOWEST_STORED = 64 << 10  # the same, where nothing of an answer is seen before its end
 
 # Fields that distinguish versions of a file, in a listing as well as for a single file.
 _VERSION = (
@@ -45,6 +49,7 @@ class Transport(ABC):
     size: int
     identity: Identity
     head: bytes = b""
+    compares_answers = False  # True if every answer says whether the file is still the same
 
     def fetch(self, start: int, stop: int) -> bytes:
         """Return bytes `start` to `stop` of the file; broken transfers are continued.
@@ -52,7 +57,7 @@ class Transport(ABC):
         Raises InputError if the network fails, InputChangedError if the file is another one.
         """
         data = bytearray()
-        failures = 0
+        failures, since = 0, time.monotonic()
         while len(data) < stop - start:
             before = len(data)
             reason: Exception = ConnectionError("the answer is too short")
@@ -61,18 +66,23 @@ class Transport(ABC):
             except Exception as error:
                 reason = error
             if len(data) < stop - start:
-                failures = 1 if len(data) - before >= PROGRESS else failures + 1
-                self._pause(failures, reason, opening=False)
+                if len(data) - before >= PROGRESS:
+                    failures, since = 0, time.monotonic()
+                failures += 1
+                self._pause(failures, since, reason, opening=False)
         return bytes(data)
 
-    def _pause(self, failures: int, reason: Exception, *, opening: bool) -> None:
-        """Wait before the next attempt.
+    def _pause(self, failures: int, since: float, reason: Exception, *, opening: bool) -> None:
+        """Wait before the next attempt; the attempts `since` that time made no progress.
 
-        Raises the translated `reason` where a retry would not help, or after too many.
+        Raises the translated `reason` where a retry would not help, or after too many or too long.
         """
-        if failures >= TRIES or not passing(reason):
+        wait = reason.after if isinstance(reason, Status) else None
+        tries = TRIES if wait is None else TOLD
+        late = time.monotonic() - since > PATIENCE
+        if failures >= tries or late or not passing(reason):
             raise refused(reason, self.url, opening=opening) from presentable(reason, self.url)
-        time.sleep(PAUSE * 2 ** (failures - 1))
+        time.sleep(PAUSE * 2 ** (failures - 1) if wait is None else min(wait, LONGEST))
 
     @abstractmethod
     def _fetch(self, start: int, stop: int, into: bytearray) -> None:
@@ -92,6 +102,8 @@ class Http(Transport):
     Raises the errors of :func:`refused` for the server's answers, InputError if it sends no ranges
     of a large file.
     """
+
+    compares_answers = True
 
     def __init__(self, fs: Any, url: str) -> None:
         self.url = url
@@ -116,7 +128,7 @@ class Http(Transport):
 
     def _open(self, wanted: int) -> _Opening:
         """Return the answer to a request for the first bytes, after as many attempts as needed."""
-        failures = 0
+        failures, since = 0, time.monotonic()
         while True:
             answer = _Opening(self.url, wanted)
             try:
@@ -124,7 +136,7 @@ class Http(Transport):
                 return answer
             except Exception as error:
                 failures += 1
-                self._pause(failures, error, opening=True)
+                self._pause(failures, since, error, opening=True)
 
     def _fetch(self, start: int, stop: int, into: bytearray) -> None:
         if self._whole:
@@ -196,7 +208,7 @@ class _Opening(_Answer):
         elif status == 200:
             self.size = _length(headers)
         else:
-            raise Status(status)
+            raise _refusal(status, headers)
         self.identity = _identity(self.size, headers)
         if status == 206 or self.wanted == 1:
             return min(self.wanted, self.size)
@@ -219,7 +231,7 @@ class _Continuing(_Answer):
 
     def judge(self, status: int, headers: Mapping[str, str]) -> int:
         if status not in (200, 206):
-            raise Status(status)
+            raise _refusal(status, headers)
         size = self._range(headers, self.start) if status == 206 else _length(headers)
         if _identity(size, headers) != self.identity:
             raise InputChangedError(
@@ -230,6 +242,11 @@ class _Continuing(_Answer):
                 "its server stopped sending ranges", where=shown(self.url), hint=_fetch_it(self.url)
             )
         return self.end
+
+
+def _refusal(status: int, headers: Mapping[str, str]) -> Status:
+    after = headers.get("Retry-After", "")
+    return Status(status, int(after) if after.isdecimal() and len(after) < 9 else None)
 
 
 def _length(headers: Mapping[str, str]) -> int:
@@ -266,7 +283,8 @@ class Stored(Transport):
 
     def _fetch(self, start: int, stop: int, into: bytearray) -> None:
         if self._fs.async_impl:  # one request for this range, and several of them at a time
-            into += self._fs.cat_file(self._path, start=start, end=stop)
+            seconds = SILENCE + (stop - start) / SLOWEST_STORED
+            into += _within(seconds, self._fs, "cat_file", self._path, start=start, end=stop)
             return
         with self._lock:
             if self._file is None:
@@ -280,11 +298,23 @@ class Stored(Transport):
             file.close()
 
 
+def _within(seconds: float, fs: Any, name: str, *args: object, **options: object) -> Any:
+    """Call a method of a file system. Raises TimeoutError after `seconds`, if it is asynchronous.
+
+    Libraries of stores repeat a request several times, each with a time limit of its own.
+    """
+    if not fs.async_impl:
+        return getattr(fs, name)(*args, **options)
+    from fsspec.asyn import sync
+
+    return sync(fs.loop, getattr(fs, f"_{name}"), *args, timeout=seconds, **options)
+
+
 def information(fs: Any, path: str, url: str) -> Mapping[str, Any]:
     """Return what a file system reports about a file or folder now."""
     try:
         fs.invalidate_cache(path)
-        found: Mapping[str, Any] = fs.info(path)
+        found: Mapping[str, Any] = _within(PATIENCE, fs, "info", path)
     except Exception as error:
         raise refused(error, url) from presentable(error, url)
     return found

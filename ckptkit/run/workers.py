@@ -25,7 +25,8 @@ from ckptkit.core.urls import shown
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
 
-PATIENCE = 60  # seconds for a scheduler to answer, and to have a worker
+ANSWER = 10  # seconds for a scheduler to answer
+PATIENCE = 60  # seconds for it to have a worker
 FRESH = 5  # seconds for which a count of a cluster's workers is reused
 INTERRUPTED = 130  # exit code
 
@@ -210,16 +211,16 @@ class Cluster(Pool):
     """The workers of a Dask scheduler, through the executor of its client."""
 
     def __init__(self, address: str) -> None:
-
         try:
             import distributed
         except ImportError as error:
             raise UsageError("--scheduler needs Dask", hint="pip install distributed") from error
+        _silence()
         self.address = shown(address)
         make: Any = distributed.Client
         try:
-            self._client = make(address, timeout=PATIENCE, set_as_default=False)
-        except (TimeoutError, OSError, ValueError) as error:
+            self._client = make(address, timeout=ANSWER, set_as_default=False)
+        except (OSError, ValueError, MemoryError) as error:  # MemoryError: by another server
             hint = "`dask scheduler` prints its address when it starts"
             raise OutputError("no scheduler answers", where=self.address, hint=hint) from error
         self._executor = self._client.get_executor(pure=False)
@@ -259,7 +260,8 @@ class Cluster(Pool):
 
     def submit(self, function: Callable[..., T], /, *args: Any, **named: Any) -> Future[T]:
         # Dask looks into arguments for its own values; a partial is one opaque value to it.
-        return _Remote(self._executor.submit(partial(function, *args, **named)))
+        call = self._executor.submit(partial(function, *args, **named))
+        return _Remote(call, self.address)
 
     def stop(self) -> None:
         self._executor.shutdown(wait=False)
@@ -273,9 +275,9 @@ class Cluster(Pool):
 class _Remote(Future[T]):
     """Adapter: a Dask future with the exceptions of `concurrent.futures`."""
 
-    def __init__(self, inner: Future[T]) -> None:
+    def __init__(self, inner: Future[T], scheduler: str) -> None:
         super().__init__()
-        self._inner = inner
+        self._inner, self._scheduler = inner, scheduler
         inner.add_done_callback(self._take)
 
     def cancel(self) -> bool:
@@ -288,10 +290,22 @@ class _Remote(Future[T]):
             self.set_result(inner.result())
         except CancelledError:
             self.set_exception(
-                OutputError("the scheduler dropped the work: it has ended, or cannot be reached")
+                OutputError(
+                    "the scheduler dropped the work: it has ended, or cannot be reached",
+                    where=self._scheduler,
+                    hint="start it, and run the command again",
+                )
             )
         except BaseException as error:
             self.set_exception(_translated(error))
+
+
+def _silence() -> None:
+    """Keep Dask from printing the tracebacks of failures that end in an error anyway."""
+    import logging
+
+    for name in ("distributed", "distributed.client", "distributed.core", "tornado"):
+        logging.getLogger(name).setLevel(logging.CRITICAL + 1)
 
 
 def _translated(error: BaseException) -> BaseException:

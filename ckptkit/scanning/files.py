@@ -162,9 +162,8 @@ def _attempt(
 
 def _scan(source: ByteSource, path: str, trusted: Trusted, progress: Reading | None) -> FileVerdict:
     seen = source if progress is None else Watched(source, partial(progress, path))
-    with steady(source):
+    with steady(source, remote=True):
         verdict = judge_file(path, source.size, hidden.pickles(seen), trusted)
-        source.check_unchanged()
     if isinstance(seen, Watched):
         seen.finish()
     return verdict

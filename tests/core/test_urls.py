@@ -94,3 +94,18 @@ def test_a_folder_keeps_the_query() -> None:
     folder, name = split("https://host/a/x.index.json?sig=1")
     assert (folder, name) == ("https://host/a?sig=1", "x.index.json")
     assert in_folder(folder, "y.bin") == "https://host/a/y.bin?sig=1"
+
+
+@pytest.mark.parametrize(
+    ("url", "folder", "other"),
+    [
+        ("memory://x.pth", "memory://", "memory://y"),
+        ("memory:///x.pth", "memory:///", "memory:///y"),
+        ("s3://bucket/x.pth", "s3://bucket/", "s3://bucket/y"),
+        ("simplecache::memory://a/b/x.pth", "simplecache::memory://a/b/", "simplecache::memory://a/b/y"),
+    ],
+)  # fmt: skip
+def test_a_root_may_contain_files(url: str, folder: str, other: str) -> None:
+    found, name = split(url)
+    assert (found.rstrip("/"), name) == (folder.rstrip("/"), "x.pth")
+    assert in_folder(found, "y") == in_folder(folder, "y") == other

@@ -3,7 +3,9 @@ files."""
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 import tarfile
 import zipfile
@@ -16,7 +18,9 @@ import torch
 from safetensors.torch import save_file
 
 from ckptkit.analysis.verify import Verdict, verify
+from ckptkit.core.bytesource import LocalFile
 from ckptkit.core.errors import CkptkitError, FormatError, InputChangedError, InputError, PathError
+from ckptkit.diagnosis.diagnose import examine
 from tests.formats import test_conformance as made
 from tests.formats.conformance import FormatConformance, State, files_of
 from tests.formats.dcp.test_reading import TestDcp as Dcp
@@ -348,6 +352,23 @@ def test_a_file_that_shrinks_meanwhile(tmp_path: Path, monkeypatch: pytest.Monke
         verify(path)
     assert (caught.value.code, caught.value.exit_code) == (InputChangedError.code, 3)
     assert caught.value.where == str(path) and "again" in str(caught.value.hint)
+
+
+def test_a_disk_that_fails_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the bytes nothing is known; nor does doctor say that all is well."""
+    path = tmp_path / "a.pth"
+    torch.save({"a": torch.ones(100_000)}, path)
+    read = LocalFile.read_into
+
+    def fails(self: LocalFile, offset: int, buffer: memoryview) -> None:
+        if offset > 5_000:
+            raise self._failed(OSError(errno.EIO, os.strerror(errno.EIO)))
+        read(self, offset, buffer)
+
+    monkeypatch.setattr(LocalFile, "read_into", fails)
+    for look in (verify, examine):
+        with pytest.raises(InputError, match="cannot be read: Input/output error"):
+            look(path)
 
 
 # Large parts, in pieces

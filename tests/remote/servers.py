@@ -139,6 +139,8 @@ class Reply(NamedTuple):
     length: bool = True  # whether Content-Length is there
     body: bytes | None = None
     content_range: str | None = None
+    raw: bytes | None = None  # sent instead of an answer
+    retry_after: str | None = None
 
 
 @contextmanager
@@ -159,6 +161,10 @@ def misbehaving(data: bytes) -> Iterator[Misbehaving]:
             self._answer(request, served.behave(request))
 
         def _answer(self, request: Request, reply: Reply) -> None:
+            if reply.raw is not None:
+                self.wfile.write(reply.raw)
+                self.close_connection = True
+                return
             body = served.data[request.start : request.stop] if reply.ranges else served.data
             body = body if reply.body is None else reply.body
             self.send_response(reply.status if reply.ranges else 200)
@@ -166,6 +172,8 @@ def misbehaving(data: bytes) -> Iterator[Misbehaving]:
             if reply.ranges:
                 whole = f"bytes {request.start}-{request.stop - 1}/{len(served.data)}"
                 self.send_header("Content-Range", reply.content_range or whole)
+            if reply.retry_after is not None:
+                self.send_header("Retry-After", reply.retry_after)
             if reply.length:
                 self.send_header("Content-Length", str(len(body)))
             else:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import io
 import random
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -19,7 +22,7 @@ from ckptkit.core.bytesource import ByteSource
 from ckptkit.core.errors import CkptkitError, InputChangedError, InputError, OutputError, PathError
 from ckptkit.formats.opening import open_place
 from ckptkit.remote import files, transports
-from tests.conftest import ENVIRONMENT
+from tests.conftest import ENVIRONMENT, Run
 from tests.remote.servers import Misbehaving, Reply, Request, misbehaving
 
 pytest.importorskip("aiohttp")
@@ -67,6 +70,88 @@ def test_a_busy_server_is_asked_again(status: int, server: Misbehaving) -> None:
     server.behave = lambda request: Reply(status=status) if request.number in (0, 2, 3) else Reply()
     assert opened(server).read(SIZE - 9, 9) == NOISE[-9:]
     assert len(server.requests) == 5
+
+
+def test_a_busy_server_says_when(server: Misbehaving, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is asked more often than one that says nothing, and waited for as long as it says."""
+    waits: list[float] = []
+    monkeypatch.setattr(transports.time, "sleep", waits.append)
+    source = opened(server)
+    busy = range(1, 10)
+    server.behave = lambda request: (
+        Reply(status=503, retry_after="7") if request.number in busy else Reply()
+    )
+    assert source.read(SIZE - 9, 9) == NOISE[-9:]
+    assert waits == [7] * len(busy)
+    server.behave = lambda request: Reply(status=503, retry_after="99999")
+    with pytest.raises(InputError, match="HTTP status 503"):
+        source.read(0, SIZE)
+    assert max(waits) == transports.LONGEST
+
+
+def test_an_answer_that_is_not_http(server: Misbehaving) -> None:
+    """Such as the rest of an answer that was longer than it said. It has no status."""
+    server.behave = lambda request: Reply() if request.number == 1 else Reply(raw=b"x" * 5_000)
+    source = opened(server)
+    with pytest.raises(InputError, match="the connection broke: the server's answer does not"):
+        source.read(SIZE - 9, 9)
+    assert len(server.requests) == 2 + transports.TRIES
+
+
+def test_a_store_that_stalls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its library would wait for minutes, several times."""
+    asyn = pytest.importorskip("fsspec.asyn")
+
+    class Stalling(asyn.AsyncFileSystem):  # type: ignore[name-defined, misc]
+        protocol = "stalling"
+
+        async def _info(self, path: str, **_: object) -> dict[str, object]:
+            return {"name": path, "size": SIZE, "type": "file"}
+
+        async def _cat_file(self, path: str, start: int, end: int, **_: object) -> bytes:
+            await asyncio.sleep(60)
+            return NOISE[start:end]
+
+    for name, value in (("SILENCE", 0), ("SLOWEST_STORED", 1 << 30), ("PATIENCE", 0.5)):
+        monkeypatch.setattr(transports, name, value)
+    fs = Stalling()
+    source = files.RemoteFile(
+        "stalling://x", transports.Stored(fs, "x", "stalling://x", fs.info("x"))
+    )
+    begun = time.monotonic()
+    with pytest.raises(InputError, match="the connection broke: the server sends nothing more"):
+        source.read(0, 9)
+    assert time.monotonic() - begun < 20
+
+
+def test_rules_for_a_file_in_the_root_of_a_store(tmp_path: Path, in_process: Run) -> None:
+    """Its config.json would be beside it."""
+    fsspec = pytest.importorskip("fsspec")
+    torch.save({"w": torch.ones(9)}, tmp_path / "a.pth")
+    fsspec.filesystem("memory").pipe("/rooted.pth", (tmp_path / "a.pth").read_bytes())
+    (tmp_path / "r.yaml").write_text("steps: [{rules: ['w -> v']}]")
+    done = in_process("run", tmp_path / "r.yaml", "memory://rooted.pth", tmp_path / "out.pth")
+    assert done.code == 0, done.stderr
+    assert list(torch.load(tmp_path / "out.pth")) == ["v"]
+
+
+def test_an_object_that_changes_is_not_reported_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store does not say with each answer what it is of."""
+    fsspec = pytest.importorskip("fsspec")
+    fs = fsspec.filesystem("memory")
+    saved = io.BytesIO()
+    torch.save({"w": torch.ones(9)}, saved)
+    fs.pipe("/changing.pth", saved.getvalue())
+    assert ckptkit.digest("memory://changing.pth")["tensors"]
+    fetch = transports.Stored._fetch
+
+    def changing(self: transports.Stored, start: int, stop: int, into: bytearray) -> None:
+        fetch(self, start, stop, into)
+        fs.pipe("/changing.pth", saved.getvalue())
+
+    monkeypatch.setattr(transports.Stored, "_fetch", changing)
+    with pytest.raises(InputChangedError):
+        ckptkit.digest("memory://changing.pth")
 
 
 def test_there_is_an_end_to_trying(server: Misbehaving) -> None:

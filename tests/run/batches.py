@@ -107,6 +107,9 @@ class Dask:
             time.sleep(0.02)
         self.url: str = json.loads(self._file.read_text())["address"]
 
+    def end_scheduler(self) -> None:
+        self._all[0].kill()
+
     def add(self, count: int, *options: str) -> None:
         options = ("--nthreads", "1", "--local-directory", str(self._folder), *options)
         self.workers += [self._start("worker", *options) for _ in range(count)]

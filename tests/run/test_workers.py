@@ -159,6 +159,29 @@ def test_a_worker_of_a_cluster_is_killed(tmp_path: Path) -> None:
         assert (tmp_path / "out" / job.output).read_bytes() == alone.read_bytes()
 
 
+def test_the_scheduler_of_a_cluster_is_killed(tmp_path: Path) -> None:
+    """One clear error, and none of Dask's tracebacks. The next run does the rest."""
+    pytest.importorskip("distributed", reason="Dask is not installed (extra cluster)")
+    make(tmp_path / "runs", 400)
+    words = ["batch", "strip-module", "--into", tmp_path / "out", tmp_path / "runs/**/*.pth"]
+    with dask(tmp_path, workers=1) as cluster:
+        client = subprocess.Popen(
+            [*COMMAND, *map(str, words), "--scheduler", cluster.url],
+            env=ENVIRONMENT,
+            stderr=subprocess.PIPE,
+            encoding="utf-8",
+        )
+        while noted(tmp_path / "out") < 20:
+            assert client.poll() is None
+            time.sleep(0.005)
+        cluster.end_scheduler()
+        _, said = client.communicate(timeout=60)
+    assert client.returncode == 4
+    first, hint = said.splitlines()
+    assert first.startswith(f"error: {cluster.url}: the scheduler dropped the work")
+    assert hint.startswith("hint: ")
+
+
 def test_a_job_that_kills_workers_of_a_cluster(tmp_path: Path) -> None:
     """Nannies start others, until Dask takes the job for what it is."""
     pytest.importorskip("distributed", reason="Dask is not installed (extra cluster)")
@@ -282,7 +305,7 @@ class TestRefusals:
 
     def test_no_scheduler(self, monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.importorskip("distributed", reason="Dask is not installed (extra cluster)")
-        monkeypatch.setattr(workers, "PATIENCE", 1)
+        monkeypatch.setattr(workers, "ANSWER", 1)
         with (
             pytest.raises(OutputError, match="no scheduler answers"),
             workers.opened(scheduler="tcp://127.0.0.1:9"),

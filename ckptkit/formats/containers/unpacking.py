@@ -170,8 +170,7 @@ class Spool(LocalFile):
         self.path = f"/proc/{os.getpid()}/fd/{fd}"
         self.name = whole.name
         self.whole = whole
-        self.identity = self._identity()
-        self.size = os.fstat(fd).st_size
+        self._identify()
 
     def check_unchanged(self) -> None:
         """Raise InputChangedError if the compressed file is no longer what was decompressed."""

@@ -18,6 +18,7 @@ from ckptkit.analysis.view_model.contents import Listing
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.text import escape
 from ckptkit.diagnosis.cause import Cause
+from ckptkit.formats.opening import steady
 from ckptkit.views.browser import panels
 from ckptkit.views.browser.contents import MEASURES, SORTS, Contents, below, values
 
@@ -239,9 +240,9 @@ class Browser(App[str]):
     def _read(self, branch: Branch, index: str, command: str) -> None:
         assert branch.share is not None
         try:
-            text = panels.tensor(
-                branch, self.contents, values(branch.share, index, self._columns())
-            )
+            with steady(self.contents.checkpoint.source, remote=True):
+                seen = values(branch.share, index, self._columns())
+            text = panels.tensor(branch, self.contents, seen)
         except CkptkitError as error:
             text = panels.tensor(branch, self.contents, error.message)
         self.call_from_thread(self._late, command, text)

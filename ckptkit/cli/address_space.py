@@ -1,0 +1,34 @@
+"""A small address space (``ulimit -v``), in which numpy and torch crash when they are imported."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+# Bytes that importing these takes with one thread, and some to work with (measured).
+NEEDED = {"numpy": 96 << 20, "torch": 704 << 20}
+
+
+class _Guard:
+    """Raises MemoryError where the rest of the address space is too small for an import."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        if name in NEEDED and self.limit - _used() < NEEDED[name]:
+            raise MemoryError
+
+
+def guard(limit: int) -> None:
+    """Refuse imports that a limit of the address space leaves no room for."""
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # each thread of it takes 40 MiB
+    sys.meta_path.insert(0, _Guard(limit))
+
+
+def _used() -> int:
+    try:
+        with open("/proc/self/statm", encoding="ascii") as file:
+            return int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:  # not Linux
+        return 0
