@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,18 +11,19 @@ from typing import TYPE_CHECKING, TypedDict, TypeVar, Unpack
 
 from ckptkit import formats
 from ckptkit.core import arguments, urls
-from ckptkit.core.bytesource import ByteSource, Folder, Memory
+from ckptkit.core.bytesource import ByteSource, Folder, Memory, Range
 from ckptkit.core.checkpoint import Checkpoint, Source, opened
 from ckptkit.core.errors import ArgumentError, CkptkitError, UsageError
 from ckptkit.core.plan import OutputFile, Patch, Plan
-from ckptkit.core.text import guess, some
+from ckptkit.core.text import argument, guess, output_name, shell_command, some
 from ckptkit.core.tree import collector_paused
-from ckptkit.formats.format import Asked, Format, Recovered, WriteOptions
+from ckptkit.formats.format import RECOVER, Asked, Format, Probe, Recovered, WriteOptions
 from ckptkit.formats.opening import open_place, steady
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor
 
+    from ckptkit.publish.checking import DamageError
     from ckptkit.publish.write import Published
 
 PathLike = str | os.PathLike[str]
@@ -73,7 +74,19 @@ class Conversion:
             f"{name} is beside it: a killed run left it, unless another machine is writing there"
             for name in left
         )
-        return (*self.checkpoint.warnings, *stale)
+        return (*self.checkpoint.warnings, *stale, *self._copied_damage())
+
+    def _copied_damage(self) -> Iterator[str]:
+        """Yield a warning on damaged bytes that were copied together with their checksum."""
+        damaged = () if self.published is None else self.published.damaged
+        if damaged:
+            from ckptkit.formats.common.damage import damaged_in
+
+            names = damaged_in(self.checkpoint, damaged)
+            yield (
+                f"damaged in the input, and copied as it is with the old checksum: {names}; "
+                f"{_way_out(damaged[0])}"
+            )
 
 
 def open_checkpoint(
@@ -419,12 +432,40 @@ def _publish(
         plan = replace(plan, files=(*plan.files, *others))
     published = None
     if not request.dry_run:
-        from ckptkit.publish.write import publish  # not needed for reading
+        from ckptkit.publish.checking import DamageError  # not needed for reading
+        from ckptkit.publish.write import publish
 
         options = request.publishing
         if replace_source:
             options = {**options, "force": True}
-        published = publish(
-            plan, path, replace_source=replace_source, origin=checkpoint.source, **options
-        )
+        try:
+            published = publish(
+                plan,
+                path,
+                replace_source=replace_source,
+                check=request.options.check,
+                origin=checkpoint.source,
+                **options,
+            )
+        except DamageError as error:
+            raise _explained(error, checkpoint) from None
     return Conversion(checkpoint, plan, format.name, urls.shown(os.fspath(path)), published)
+
+
+def _explained(error: DamageError, checkpoint: Checkpoint) -> DamageError:
+    """Return the error with the names of the tensors, and a hint."""
+    from ckptkit.formats.common.damage import damaged_in
+
+    if names := damaged_in(checkpoint, error.damaged):
+        error.message += f" ({names})"
+    error.hint = f"--no-check writes damaged tensors too; {_way_out(error.damaged[0])}"
+    return error
+
+
+def _way_out(damaged: Range) -> str:
+    """Return what to do about a file with a damaged tensor."""
+    path = damaged.source.name
+    if formats.recoverable(Probe(damaged.source)) != RECOVER:
+        return "fetch it again from where it came from"
+    command = shell_command(("ckptkit", "recover", *argument(path), output_name(path, "recovered")))
+    return f"to save the intact tensors: {command}"

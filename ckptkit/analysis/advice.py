@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from itertools import repeat
 
 from ckptkit.analysis.summary import Summary
 from ckptkit.core.grouping import flatten
-from ckptkit.core.text import NAMES, shell_command, some
+from ckptkit.core.text import NAMES, argument, output_name, shell_command, some
 from ckptkit.core.tree import join
 from ckptkit.formats.format import ASKED
 from ckptkit.formats.table import BY_NAME, NONE, SAFETENSORS, TORCH_SUFFIXES
@@ -84,25 +83,6 @@ def convert(path: str, mark: str, *options: str) -> str:
 def of_folder() -> tuple[str, ...]:
     """Return the options of a command that reads a folder as the command that runs does."""
     return ASKED.get().words
-
-
-def argument(path: str) -> tuple[str, ...]:
-    """A path as arguments: after ``--`` if it looks like an option."""
-    return ("--", path) if path.startswith("-") else (path,)
-
-
-def output_name(path: str, mark: str, suffix: str | None = None) -> str:
-    """Return ``run-cpu.pth`` for ``run.pth``, in the working directory if `path` is a URL.
-
-    `suffix` replaces that of `path`.
-    """
-    if "://" in path:
-        path = path.partition("?")[0].rpartition("/")[2]
-    stem, own = os.path.splitext(path.rstrip("/"))
-    if own == ".tar":
-        stem, inner = os.path.splitext(stem)
-        own = inner + own
-    return f"{stem}-{mark}{own if suffix is None else suffix}"
 
 
 def _prefixes(summary: Summary, path: str) -> Iterator[str]:

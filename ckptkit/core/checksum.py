@@ -1,13 +1,16 @@
 """CRC-32, by the fastest library that is installed, and the sum of two runs from those of each.
 
 Python's own zlib sums up 1 to 4 GB/s, which is no faster than copying; ISA-L (the extra `speed`)
-more than 20 GB/s, which hides behind it.
+more than 20 GB/s, which hides behind it. While a thread is `reading`, every source adds the bytes
+that it reads to the sums of that thread: checksums of the input cost no second pass.
 """
 
 from __future__ import annotations
 
+import threading
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 
 LARGE = 64 << 10  # bytes, from which on another library than Python's own is looked for
@@ -18,6 +21,11 @@ Data = bytes | bytearray | memoryview
 def crc32(data: Data, start: int = 0) -> int:
     """Return the CRC-32 of `data` after bytes whose CRC-32 is `start`."""
     return (_fastest() if len(data) >= LARGE else zlib.crc32)(data, start)
+
+
+def mismatch(what: str, seen: int, expected: int) -> str:
+    """Say that the CRC-32 of `what` is not the one that its container holds."""
+    return f"{what} is damaged: its CRC-32 is {seen:08x}, not {expected:08x}"
 
 
 @lru_cache
@@ -58,3 +66,46 @@ def _multiply(a: int, b: int) -> int:
             product ^= b
         b = b >> 1 ^ 0xEDB88320 if b & 1 else b >> 1
     return product
+
+
+class ReadSums:
+    """CRC-32s of the bytes that a thread reads of some sources, run by run.
+
+    A run is [number of the source, offset, length, CRC-32]. It grows while reads follow each other.
+    """
+
+    def __init__(self, identities: Sequence[object]) -> None:
+        self.runs: list[list[int]] = []
+        self._numbers = {identity: number for number, identity in enumerate(identities)}
+        self._ends: dict[tuple[int, int], list[int]] = {}  # runs by source and end
+
+    def add(self, identity: object, offset: int, data: Data) -> None:
+        number = self._numbers.get(identity)
+        if number is None or not data:
+            return
+        run = self._ends.pop((number, offset), None)
+        if run is None:
+            run = [number, offset, 0, 0]
+            self.runs.append(run)
+        run[2] += len(data)
+        run[3] = crc32(data, run[3])
+        self._ends[number, offset + len(data)] = run
+
+
+class _Thread(threading.local):
+    """What this thread sums up while it reads; None: nothing."""
+
+    sums: ReadSums | None = None
+
+
+READING = _Thread()
+
+
+@contextmanager
+def reading(sums: ReadSums | None) -> Iterator[None]:
+    """Sum up what this thread reads meanwhile."""
+    before, READING.sums = READING.sums, sums
+    try:
+        yield
+    finally:
+        READING.sums = before

@@ -93,10 +93,15 @@ def length(segment: Segment) -> int:
 @dataclass(frozen=True, slots=True, repr=False)
 class OutputFile:
     """One file and its segments in order: its name inside a folder, with slashes where that has
-    folders of its own, "" if the plan is that file alone."""
+    folders of its own, "" if the plan is that file alone.
+
+    With `keeps_sums`, the ranges that are segments keep the checksum that they have in their
+    source.
+    """
 
     name: str
     segments: tuple[Segment, ...]
+    keeps_sums: bool = False
     size: int = field(init=False, compare=False)  # bytes of the whole file
 
     def __post_init__(self) -> None:

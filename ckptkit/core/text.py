@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
@@ -38,6 +39,25 @@ def _escaped(char: str) -> str:
     if code < 0x100:
         return f"\\x{code:02x}"
     return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+
+
+def argument(path: str) -> tuple[str, ...]:
+    """A path as arguments: after ``--`` if it looks like an option."""
+    return ("--", path) if path.startswith("-") else (path,)
+
+
+def output_name(path: str, mark: str, suffix: str | None = None) -> str:
+    """Return ``run-cpu.pth`` for ``run.pth``, in the working directory if `path` is a URL.
+
+    `suffix` replaces that of `path`.
+    """
+    if "://" in path:
+        path = path.partition("?")[0].rpartition("/")[2]
+    stem, own = os.path.splitext(path.rstrip("/"))
+    if own == ".tar":
+        stem, inner = os.path.splitext(stem)
+        own = inner + own
+    return f"{stem}-{mark}{own if suffix is None else suffix}"
 
 
 def shell_command(words: Iterable[str]) -> str:

@@ -6,9 +6,9 @@ import os
 import re
 from collections.abc import Iterator
 
-from ckptkit.analysis.advice import argument, convert, edit, packed
+from ckptkit.analysis.advice import convert, edit, packed
 from ckptkit.core.parts import PartOf
-from ckptkit.core.text import shell_command
+from ckptkit.core.text import argument, shell_command
 from ckptkit.diagnosis.cause import ERROR, WARNING, Cause, Fix
 from ckptkit.diagnosis.facts import Facts, alone, format_of, is_script, is_wrapped, some
 from ckptkit.formats.table import NONE, SAFETENSORS, TORCH_SUFFIXES

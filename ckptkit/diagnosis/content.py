@@ -6,10 +6,10 @@ import sys
 from collections import Counter
 from collections.abc import Collection, Iterator
 
-from ckptkit.analysis.advice import WASTE, argument, convert, edit
+from ckptkit.analysis.advice import WASTE, convert, edit
 from ckptkit.core.grouping import flatten, without
 from ckptkit.core.notices import RUNS_CODE, coded
-from ckptkit.core.text import shell_command
+from ckptkit.core.text import argument, shell_command
 from ckptkit.core.tree import Node, join, walk
 from ckptkit.core.weights import as_tensor, is_optimizer
 from ckptkit.diagnosis import codes, container, names

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckptkit.core import urls
-from ckptkit.core.bytesource import ByteSource, Folder, LocalFile
+from ckptkit.core.bytesource import ByteSource, Folder, LocalFile, Range
+from ckptkit.core.checksum import ReadSums, reading
 from ckptkit.core.errors import (
     CkptkitError,
     OutputError,
@@ -27,6 +28,7 @@ from ckptkit.core.errors import (
 )
 from ckptkit.core.paths import journal_path
 from ckptkit.core.plan import OutputFile, Plan
+from ckptkit.publish.checking import checks, compare, identities, raise_damage
 from ckptkit.publish.copying import in_order
 from ckptkit.publish.preflight import (
     check_destination,
@@ -38,6 +40,7 @@ from ckptkit.publish.preflight import (
     free,
 )
 from ckptkit.publish.spreading import execute
+from ckptkit.publish.tasks import Summing
 from ckptkit.publish.temporaries import new_file, sweep, temporary_name
 
 if TYPE_CHECKING:
@@ -49,12 +52,16 @@ _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.E
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """The output at `path`: bytes and number of files; and possibly stale temporaries beside it."""
+    """The output at `path`: bytes and number of files; and possibly stale temporaries beside it.
+
+    `damaged` is known after `verify` alone.
+    """
 
     path: str
     nbytes: int
     files: int
     left: tuple[str, ...] = ()
+    damaged: tuple[Range, ...] = ()  # bytes that were copied together with a checksum they lack
 
 
 def publish(
@@ -66,6 +73,7 @@ def publish(
     durable: bool = False,
     verify: bool = False,
     allow_expand: bool = False,
+    check: bool = True,
     origin: ByteSource | Folder | None = None,
     executor: Executor | None = None,
     fork: bool = False,
@@ -76,7 +84,8 @@ def publish(
     ``force`` allows to replace a file, ``replace_source`` to replace one that the plan reads; a
     symbolic link is replaced, never followed. ``durable`` means that the output survives a power
     cut (always so where it replaces a file); ``verify`` that it is read back and compared;
-    ``allow_expand`` that it may be any size. ``origin`` is the source of the plan, which is not
+    ``allow_expand`` that it may be any size. ``check`` compares members that new bytes are made of
+    with the checksums that their source holds. ``origin`` is the source of the plan, which is not
     replaced either, even if the plan reads nothing of it. ``executor`` spreads the work over
     workers that see the same files; ``fork`` allows to fork this process where much is computed.
     A `destination` that is a URL is one ordered stream, which
@@ -84,12 +93,12 @@ def publish(
     the bytes written since the last call, and the total.
 
     Raises OutputExistsError, UsageError, LimitError before anything is written; OutputError,
-    InputChangedError, VerifyError and the errors of reading the input with the destination as it
-    was.
+    InputChangedError, VerifyError, DamageError and the errors of reading the input with the
+    destination as it was.
     """
     typed = os.fspath(destination)
     if urls.is_url(typed):
-        return _upload(plan, typed, force, verify, allow_expand, progress)
+        return _upload(plan, typed, force, verify, allow_expand, check, progress)
     path = os.path.join(os.getcwd(), typed.rstrip(os.sep))
     size, sources = plan.size, plan.sources()
     read = [*sources, *files_of(origin)]
@@ -104,7 +113,9 @@ def publish(
         try:
             mode = _narrowed(_create(plan, temporary), read)
             report = progress or (lambda count, total: None)
-            _write(plan, temporary, executor, fork, lambda count: report(count, size), verify)
+            damaged = _write(
+                plan, temporary, executor, fork, lambda count: report(count, size), verify, check
+            )
             for source in sources:
                 source.check_unchanged()
             _keep_owner(temporary, old)
@@ -121,7 +132,7 @@ def publish(
             _forget_edit(path, edit)
         if durable or kept is not None:
             _name_to_disk(path)
-    return Published(path, size, len(plan.files), tuple(left))
+    return Published(path, size, len(plan.files), tuple(left), damaged)
 
 
 def _upload(
@@ -130,6 +141,7 @@ def _upload(
     force: bool,
     verify: bool,
     allow_expand: bool,
+    check: bool,
     progress: Callable[[int, int], None] | None,
 ) -> Published:
     """Write `plan` to a URL, as `publish` does to a path."""
@@ -144,7 +156,7 @@ def _upload(
             hint="leave out --verify; `ckptkit diff --values SRC DST` compares them afterwards",
         )
     report = progress or (lambda count, total: None)
-    upload(plan, url, force=force, progress=lambda count: report(count, size))
+    upload(plan, url, force=force, check=check, progress=lambda count: report(count, size))
     return Published(urls.shown(url), size, len(plan.files))
 
 
@@ -222,22 +234,34 @@ def _write(
     fork: bool,
     progress: Callable[[int], None],
     verify: bool,
-) -> None:
+    check: bool,
+) -> tuple[Range, ...]:
+    """Write the files of a plan.
+
+    Return what was found to be damaged of what is copied together with its checksum.
+    """
     places = _places(plan, temporary)
     for folder in _folders(plan, temporary):
         os.mkdir(folder)
     for place in places if plan.is_folder else ():
         os.close(new_file(place))
     files = [(p, file.segments) for p, file in zip(places, plan.files, strict=True)]
-    found = execute(files, executor, progress, fork=fork)
-    for place, file, sums in zip(places, plan.files, found, strict=True):
+    checked = checks(plan.files) if check else []
+    summing = Summing(identities(checked), tuple(file.keeps_sums for file in plan.files), [])
+    found = execute(files, executor, progress, fork=fork, summing=summing if check else None)
+    raise_damage(compare(checked, summing.runs))
+    kept = checks(plan.files, kept=True) if check and verify else []
+    sums = ReadSums(identities(kept))
+    for place, file, known in zip(places, plan.files, found, strict=True):
         written = os.lstat(place).st_size
         if written != file.size:
             raise OutputError(
                 f"{written:,} bytes were written instead of {file.size:,}", where=file.name or None
             )
         if verify:
-            _compare(place, file, sums)
+            with reading(sums if kept else None):
+                _compare(place, file, known)
+    return tuple(each.range for each, _ in compare(kept, sums.runs))
 
 
 def _compare(place: str, file: OutputFile, sums: dict[int, int]) -> None:
