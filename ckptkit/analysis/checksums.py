@@ -11,9 +11,10 @@ from typing import NamedTuple
 from ckptkit import compute
 from ckptkit.compute.threads import ordered
 from ckptkit.core.bytesource import Extent, Memory, Range, leaves
-from ckptkit.core.checksum import crc32, crc32_combine, mismatch
+from ckptkit.core.checksum import crc32, crc32_combine
 from ckptkit.core.errors import AmbiguousError, FormatError, InputError, TensorError
 from ckptkit.core.tensor import Tensor
+from ckptkit.core.text import mismatch
 from ckptkit.formats.common.damage import located, overlap
 from ckptkit.formats.format import CheckedPart, Finding
 

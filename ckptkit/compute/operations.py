@@ -59,11 +59,11 @@ from ckptkit.compute.floats import FLOATS, decode, encode
 from ckptkit.compute.gather import FileReader, Read, Room, assemble, gather
 from ckptkit.compute.mean import ELEMENTS, Mean
 from ckptkit.core import dtypes
-from ckptkit.core.bytesource import Derived, Extent, LocalFile, Range
-from ckptkit.core.checksum import READING, crc32, mismatch
+from ckptkit.core.bytesource import READING, Derived, Extent, LocalFile, Range
+from ckptkit.core.checksum import crc32
 from ckptkit.core.dtypes import DType
 from ckptkit.core.errors import CorruptError, TensorError
-from ckptkit.core.text import shown
+from ckptkit.core.text import mismatch, shown
 
 if TYPE_CHECKING:
     import numpy as np

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from ckptkit.core.checksum import READING
 from ckptkit.core.errors import (
     InputChangedError,
     InputError,
@@ -30,6 +29,8 @@ from ckptkit.core.paths import blobs_of, file_system, open_regular, plain_name
 if TYPE_CHECKING:
     from mmap import mmap
 
+    from ckptkit.core.checksum import ReadSums
+
 Identity = tuple[int | str, ...]
 
 
@@ -37,11 +38,24 @@ _BUFFERS = 1024  # that one call of the system fills (IOV_MAX of Linux and macOS
 _NO_RESERVE = 0x4000  # MAP_NORESERVE of Linux, which Python names from 3.13 on
 
 
+class _Thread(threading.local):
+    """What this thread sums up while it reads; None: nothing."""
+
+    sums: ReadSums | None = None
+
+
+READING = _Thread()
+
+
 class Member(NamedTuple):
-    """A run of bytes of a container that has a CRC-32 of its own."""
+    """A run of bytes of a container that has a CRC-32 of its own.
+
+    It is somewhere in `offset` to `stop`: at `offset` itself if it fills that.
+    """
 
     name: str
     offset: int
+    stop: int
     length: int
     crc32: int
 

@@ -7,11 +7,12 @@ that it reads to the sums of that thread: checksums of the input cost no second 
 
 from __future__ import annotations
 
-import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
+
+from ckptkit.core.bytesource import READING
 
 LARGE = 64 << 10  # bytes, from which on another library than Python's own is looked for
 
@@ -21,11 +22,6 @@ Data = bytes | bytearray | memoryview
 def crc32(data: Data, start: int = 0) -> int:
     """Return the CRC-32 of `data` after bytes whose CRC-32 is `start`."""
     return (_fastest() if len(data) >= LARGE else zlib.crc32)(data, start)
-
-
-def mismatch(what: str, seen: int, expected: int) -> str:
-    """Say that the CRC-32 of `what` is not the one that its container holds."""
-    return f"{what} is damaged: its CRC-32 is {seen:08x}, not {expected:08x}"
 
 
 @lru_cache
@@ -90,15 +86,6 @@ class ReadSums:
         run[2] += len(data)
         run[3] = crc32(data, run[3])
         self._ends[number, offset + len(data)] = run
-
-
-class _Thread(threading.local):
-    """What this thread sums up while it reads; None: nothing."""
-
-    sums: ReadSums | None = None
-
-
-READING = _Thread()
 
 
 @contextmanager

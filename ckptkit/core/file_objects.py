@@ -6,8 +6,7 @@ import os
 import threading
 from typing import BinaryIO
 
-from ckptkit.core.bytesource import ByteSource
-from ckptkit.core.checksum import READING
+from ckptkit.core.bytesource import READING, ByteSource
 from ckptkit.core.errors import ArgumentError, InputChangedError, InputError, UsageError
 
 

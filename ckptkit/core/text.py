@@ -132,6 +132,11 @@ def shown(value: object) -> str:
     return text if len(text) <= SHOWN + 2 else f"{text[: SHOWN - 3]}..."
 
 
+def mismatch(what: str, seen: int, expected: int) -> str:
+    """Say that the CRC-32 of `what` is not the one that its container holds."""
+    return f"{what} is damaged: its CRC-32 is {seen:08x}, not {expected:08x}"
+
+
 def matcher(globs: Iterable[str]) -> Callable[[str], bool]:
     """Return a test whether a name matches one of the globs; ``*`` matches dots too."""
     from fnmatch import translate

@@ -13,19 +13,18 @@ from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 from typing import NamedTuple
 
-from ckptkit.core.bytesource import ByteSource, Derived, Extent, Identity, Member, Range, in_file
-from ckptkit.core.checksum import crc32, crc32_combine, mismatch
+from ckptkit.core.bytesource import ByteSource, Derived, Extent, Identity, Range, in_file
+from ckptkit.core.checksum import crc32, crc32_combine
 from ckptkit.core.errors import CorruptError
 from ckptkit.core.plan import OutputFile, Segment, Summed
-from ckptkit.core.text import shown
+from ckptkit.core.text import mismatch, shown
 from ckptkit.publish.copying import pieces
 
 Run = Sequence[int]  # number of the source, offset, length, CRC-32
 
 _PIECE = 64 << 20  # bytes that one thread reads again
 _ROUNDING = 1e-9  # of shares of an input
-_HEADED = ".npy"  # a member whose array begins after a header, which was read before
-_HEADER = 4 << 10  # bytes of a header at most
+_HEADER = 4 << 10  # bytes of a header of an array at most
 
 
 class Check(NamedTuple):
@@ -55,7 +54,7 @@ def checks(files: Iterable[OutputFile], *, kept: bool = False) -> list[Check]:
     read: dict[int, tuple[ByteSource, list[tuple[int, int, float]]]] = {}
     for file in files:
         for segment in file.segments:
-            if kept is _keeps_sum(file, segment):
+            if kept is (file.keeps_sums and not isinstance(segment, Summed)):
                 for source, offset, length, share in _read(_extent(segment), 1):
                     if source.members is not None:
                         row = read.setdefault(id(source), (source, []))
@@ -66,10 +65,6 @@ def checks(files: Iterable[OutputFile], *, kept: bool = False) -> list[Check]:
 def identities(found: Iterable[Check]) -> tuple[Identity, ...]:
     """Return the sources to be summed up, in the order of their numbers."""
     return tuple(dict.fromkeys(check.source.identity for check in found))
-
-
-def _keeps_sum(file: OutputFile, segment: Segment) -> bool:
-    return file.keeps_sums and not isinstance(segment, Summed)
 
 
 def _extent(segment: Segment) -> Extent | None:
@@ -105,26 +100,22 @@ def _needed(derived: Derived, number: int) -> int:
 def _whole(source: ByteSource, read: list[tuple[int, int, float]]) -> Iterator[Check]:
     """Yield the members of a source of which all bytes are read."""
     assert source.members is not None
+    file, base = in_file(source, 0)
     read.sort()
     starts = [start for start, _, _ in read]
-    for member in source.members(source):
-        number = bisect_left(starts, member.offset)
-        stop = member.offset + member.length
-        at, amount = _begin(member, starts, number), 0.0
-        amount += at - member.offset
-        while number < len(read) and starts[number] <= at < stop:
+    for name, offset, stop, size, crc in source.members(source):
+        number = bisect_left(starts, offset)
+        if number == len(read) or starts[number] >= stop:
+            continue
+        # Elements of an array begin after a header, which was read before.
+        at = first = starts[number]
+        header = first - offset if offset + size == stop else 0
+        end, amount = first + size - header, float(header)
+        while number < len(read) and starts[number] <= at < end:
             start, length, needed = read[number]
             at, amount, number = max(at, start + length), amount + needed, number + 1
-        if at == stop and amount * (1 + _ROUNDING) >= member.length > 0:
-            file, offset = in_file(source, member.offset)
-            yield Check(file, offset, member.length, member.crc32, member.name)
-
-
-def _begin(member: Member, starts: list[int], number: int) -> int:
-    """Return where the elements of a member begin."""
-    header = starts[number] - member.offset if number < len(starts) else 0
-    is_headed = member.name.endswith(_HEADED) and header <= min(_HEADER, member.length)
-    return member.offset + header if is_headed else member.offset
+        if at == end <= stop and header <= _HEADER and amount * (1 + _ROUNDING) >= size > 0:
+            yield Check(file, base + first - header, size, crc, name)
 
 
 def compare(found: Sequence[Check], runs: Iterable[Run]) -> list[tuple[Check, int]]:
@@ -132,26 +123,34 @@ def compare(found: Sequence[Check], runs: Iterable[Run]) -> list[tuple[Check, in
 
     `runs` are the sums of what was read. Gaps between them are read now, except in remote files.
     """
-    from ckptkit.compute.threads import ordered
-
     numbers = {identity: number for number, identity in enumerate(identities(found))}
     known = _by_place(runs)
-    parts = [
-        (number, *part)
-        for number, check in enumerate(found)
-        for part in _parts(check, *known.get(numbers[check.source.identity], ([], {})))
-    ]
+    parts = []
+    for number, check in enumerate(found):
+        starts, row = known.get(numbers[check.source.identity], _NOTHING)
+        if row.get(check.offset) != (check.length, check.crc32):
+            parts += [(number, *part) for part in _parts(check, starts, row)]
     sums: dict[int, int] = {}
-    for number, length, crc in ordered(
-        lambda part: (part[0], part[1].length, _sum(part[1]) if part[2] is None else part[2]),
-        parts,
-        lambda part: part[1].length if part[2] is None else 0,
-    ):
+    for number, length, crc in _summed(parts):
         sums[number] = crc32_combine(sums[number], crc, length) if number in sums else crc
     return [(found[n], crc) for n, crc in sums.items() if crc != found[n].crc32]
 
 
+def _summed(parts: list[tuple[int, Range, int | None]]) -> Iterator[tuple[int, int, int]]:
+    """Yield number, length and CRC-32 of each part, of which some have to be read."""
+    if not parts:
+        return
+    from ckptkit.compute.threads import ordered
+
+    yield from ordered(
+        lambda part: (part[0], part[1].length, _sum(part[1]) if part[2] is None else part[2]),
+        parts,
+        lambda part: part[1].length if part[2] is None else 0,
+    )
+
+
 Known = tuple[list[int], dict[int, tuple[int, int]]]  # offsets; length and CRC-32 by offset
+_NOTHING: Known = ([], {})
 
 
 def _by_place(runs: Iterable[Run]) -> dict[int, Known]:

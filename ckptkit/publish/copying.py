@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ckptkit import compute
 from ckptkit.core.bytesource import (
+    READING,
     ByteSource,
     Derived,
     Extent,
@@ -26,7 +27,7 @@ from ckptkit.core.bytesource import (
     in_file,
     runs,
 )
-from ckptkit.core.checksum import READING, ReadSums, crc32, crc32_combine, reading
+from ckptkit.core.checksum import ReadSums, crc32, crc32_combine, reading
 from ckptkit.core.errors import InputChangedError, OutputError
 from ckptkit.core.paths import file_system
 from ckptkit.core.plan import BLOCK, Deferred, Segment, Summed

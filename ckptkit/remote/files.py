@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
-from ckptkit.core.bytesource import ByteSource, Folder, Identity, LocalFile
-from ckptkit.core.checksum import READING
+from ckptkit.core.bytesource import READING, ByteSource, Folder, Identity, LocalFile
 from ckptkit.core.errors import InputChangedError, PathError
 from ckptkit.core.paths import plain_name
 from ckptkit.core.urls import in_folder, shown, split, without_query

@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import struct
 import zlib
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ckptkit.core.bytesource import ByteSource, Derived, Extent, Member, Range, Record
-from ckptkit.core.checksum import mismatch
 from ckptkit.core.errors import (
     AmbiguousError,
     CkptkitError,
@@ -33,7 +33,7 @@ from ckptkit.core.errors import (
     UnsupportedError,
 )
 from ckptkit.core.limits import check, check_inflated
-from ckptkit.core.text import shown
+from ckptkit.core.text import mismatch, shown
 from ckptkit.formats.containers.zip_entries import (
     DEFLATED,
     MAGIC,
@@ -235,13 +235,6 @@ class LocalHeaders:
             with suppress(CkptkitError):  # raised again when this member itself is read
                 self._places[name] = self._find(name, entry)
 
-    def found(self, source: ByteSource) -> Iterator[Member]:
-        """Yield the stored members whose headers have been read, and that have a CRC-32."""
-        for name, place in self._places.items():
-            entry = self._entries[self._numbers[name]][1]
-            if entry.crc and entry.method != DEFLATED:
-                yield Member(name, place, entry.size, entry.crc)
-
     def _find(self, name: str, entry: ZipEntry) -> int:
         return find_data(self._source.read, name.encode(), entry)
 
@@ -287,22 +280,29 @@ def read_directory(source: ByteSource) -> ZipDirectory:
 
 
 def stored_members(source: ByteSource) -> Iterator[Member]:
-    """Yield the stored members of a local zip file that have a CRC-32.
+    """Yield the stored members of a zip file that have a CRC-32.
 
-    The directory is read again: to keep it would keep its source open.
+    The directory is read again: to keep it would keep its source open. Arrays, of whose members
+    only the end is elements, are located.
     """
-    directory = read_directory(source)
-    for name, entry in directory.entries.items():
-        if entry.crc and entry.method != DEFLATED:
-            yield Member(name, directory._data(name, entry), entry.size, entry.crc)
+    start, size, count = _find_end(source)
+    names, rows = read_rows(source.read(start, size), count, start)
+    stops = [*sorted(row[0] for row in rows), start]
+    for name, row in zip(names, rows, strict=True):
+        offset, _, length, crc, method, _ = row
+        if crc and method != DEFLATED:
+            stop = stops[bisect_right(stops, offset)]
+            if name.endswith(b".npy"):
+                offset = find_data(source.read, name, row)
+                stop = offset + length
+            yield _tuple(Member, (name.decode(), offset, stop, length, crc))
 
 
 def _unlocated(source: ByteSource, rows: dict[str, Row], start: int) -> ZipDirectory:
     """Return the directory of a remote file, whose local headers are read when they are needed."""
     entries = {name: _tuple(ZipEntry, (*row, -1)) for name, row in rows.items()}
-    headers = LocalHeaders(source, entries)
-    source.members = headers.found
-    return ZipDirectory(source, entries, start, headers)
+    source.members = stored_members
+    return ZipDirectory(source, entries, start, LocalHeaders(source, entries))
 
 
 # The end of the file
