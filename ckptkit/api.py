@@ -16,7 +16,8 @@ from ckptkit.core.checkpoint import Checkpoint, Source, opened
 from ckptkit.core.errors import ArgumentError, CkptkitError, UsageError
 from ckptkit.core.plan import OutputFile, Patch, Plan
 from ckptkit.core.text import argument, guess, output_name, shell_command, some
-from ckptkit.core.tree import collector_paused
+from ckptkit.core.tree import Node, collector_paused, walk
+from ckptkit.core.weights import has_tensors
 from ckptkit.formats.format import RECOVER, Asked, Format, Probe, Recovered, WriteOptions
 from ckptkit.formats.opening import open_place, steady
 
@@ -405,17 +406,31 @@ def _apply(
 
 
 def _changed(checkpoint: Checkpoint, steps: tuple[Step, ...]) -> Checkpoint:
-    """Return the checkpoint after the steps. Every error names the checkpoint."""
-    name = checkpoint.name
+    """Return the checkpoint after the steps. Every error names the checkpoint.
+
+    Raises UsageError where no tensor is left, except of an entry that was extracted.
+    """
+    name, root = checkpoint.name, checkpoint.root
     try:
         for step in steps:
             changed = arguments.function("a step", step)(checkpoint)
             if not isinstance(changed, Checkpoint):
                 raise arguments.wrong("the result of a step", "a Checkpoint", changed)
             checkpoint = changed
+        if _lost_tensors(root, checkpoint.root):
+            raise UsageError(
+                "no tensor would be left", hint="`ckptkit inspect` shows which there are"
+            )
     except CkptkitError as error:
         raise error.at(name or "") from error.__cause__
     return checkpoint
+
+
+def _lost_tensors(before: Node, after: Node) -> bool:
+    """Return whether a tree has lost all its tensors, and is no entry that was asked for."""
+    if after is before or has_tensors(after) or not has_tensors(before):
+        return False
+    return all(node is not after for _, node in walk(before))
 
 
 def _publish(

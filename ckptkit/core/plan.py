@@ -153,7 +153,7 @@ class Plan:
         """Describe the plan for --dry-run, a line per file."""
         lines = []
         for file in self.files:
-            data = list(chain.from_iterable(map(runs, _extents(file.segments))))
+            data = list(chain.from_iterable(map(runs, extents(file.segments))))
             copied = sum(run.length for run in data if isinstance(run, Range))
             computed = sum(run.length for run in data if isinstance(run, Derived))
             written = file.size - copied - computed
@@ -214,7 +214,7 @@ class Patch:
         )
 
 
-def _extents(segments: Iterable[Segment]) -> Iterator[Extent]:
+def extents(segments: Iterable[Segment]) -> Iterator[Extent]:
     """Yield the extents of all non-literal segments."""
     for segment in segments:
         if isinstance(segment, (Range, Derived)):
@@ -225,7 +225,7 @@ def _extents(segments: Iterable[Segment]) -> Iterator[Extent]:
 
 def sources(segments: Iterable[Segment]) -> Iterator[ByteSource]:
     """Yield the sources that segments read, each as often as they do."""
-    for extent in _extents(segments):
+    for extent in extents(segments):
         if isinstance(extent, Range):
             yield extent.source
         else:

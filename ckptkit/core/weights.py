@@ -97,6 +97,11 @@ def as_tensor(node: Node) -> Tensor | None:
     return node.tensor if isinstance(node, Object) else None
 
 
+def has_tensors(root: Node) -> bool:
+    """Return whether there is a tensor anywhere in a tree."""
+    return any(as_tensor(node) is not None for _, node in walk(root))
+
+
 def inner_tensors(args: Node) -> Iterator[tuple[Path, Tensor]]:
     """Yield the tensors that a tensor subclass is made of, each storage once.
 

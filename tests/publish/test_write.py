@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from ckptkit.core.errors import (
     UsageError,
     VerifyError,
 )
+from ckptkit.core.limits import LIMITS
 from ckptkit.core.plan import Deferred, OutputFile, Plan, Segment, Summed
 from ckptkit.publish import preflight
 from ckptkit.publish import write as publishing
@@ -222,6 +224,23 @@ def test_FS_04_a_link_is_replaced_and_never_followed(
     assert (folder / "out.pt").read_bytes() == COPY
     assert (folder / "there").read_bytes() == OLD
     assert not (folder / "missing").exists()
+
+
+@pytest.mark.parametrize(
+    "target", ["/dev/null", "fifo", "link", "/proc/self/fd/1", "/proc/self/fd/{file}"]
+)
+def test_DS_15_a_link_to_a_device_a_pipe_or_a_descriptor_is_not_replaced(
+    target: str, source: LocalFile, folder: Path
+) -> None:
+    """`/dev/stdout` is a link like that, to a file or to a pipe."""
+    os.mkfifo(folder / "fifo")
+    (folder / "link").symlink_to("/dev/null")
+    with open(__file__) as file:
+        (folder / "out.pt").symlink_to(target.format(file=file.fileno()))
+        with pytest.raises(UsageError, match="is a link to"):
+            publish(copy_plan(source), folder / "out.pt", force=True)
+    assert (folder / "out.pt").is_symlink()
+    assert sorted(os.listdir(folder)) == ["fifo", "link", "out.pt"]
 
 
 @pytest.mark.parametrize("force", [False, True])
@@ -640,6 +659,16 @@ def test_TM_03_an_expand_bomb_writes_nothing(folder: Path, monkeypatch: pytest.M
     assert "--allow-expand" in (caught.value.hint or "")
     with pytest.raises(OutputError, match=r"needs 4,398,046,511,104 bytes"):
         publish(file_plan(bomb), folder / "out.pt", allow_expand=True)
+
+
+def test_headers_are_no_expansion(
+    source: LocalFile, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A .pth has some hundred bytes for each tensor, however few the elements are."""
+    monkeypatch.setattr(preflight, "LIMITS", replace(LIMITS, expansion_free=1000))
+    headers = [part for _ in range(50) for part in (bytes(100), Range(source, 0, 2))]
+    publish(file_plan(*headers), folder / "out.pt")
+    assert (folder / "out.pt").stat().st_size == 5100
 
 
 def test_TM_04_bytes_that_are_read_twice_count_once(
