@@ -151,7 +151,7 @@ class Checkpoint:
                 hint="`ckptkit inspect` shows what it holds; "
                 "`ckptkit wrap --key NAME` gives a bare tensor a name",
             )
-        if not self.selection.tensors and has_tensors(self.root):
+        if not self.selection.hold_tensors and has_tensors(self.root):
             raise UsageError(
                 "its weights hold no tensors, and other entries do",
                 where=self.name,

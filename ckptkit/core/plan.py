@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import NamedTuple
 
-from ckptkit.core.bytesource import ByteSource, Derived, Extent, LocalFile, Range, runs
+from ckptkit.core.bytesource import ByteSource, Derived, Extent, LocalFile, Range, in_file, runs
 from ckptkit.core.text import plural
 
 SEEKABLE = frozenset(
@@ -33,20 +33,17 @@ ONE_BY_ONE = "apply"  # the operation that holds a tensor in memory as a whole
 # a block of both, where the file system can do that.
 BLOCK = 4 << 10
 LONG = 256 << 10  # bytes of a range that is worth a block of padding
-SHARING = ("btrfs", "xfs")
 
 
 def place_in_block(extent: Extent) -> int | None:
-    """Return where in a block a long range of a file begins, where files can share blocks.
+    """Return where in a block of its file a long range begins, None for anything else.
 
-    A copy that begins at the same place can share the bytes instead. None elsewhere: what is
-    written there does not depend on where the bytes came from.
+    A copy that begins at the same place can share the bytes where the file system can do that. The
+    output is laid out for it on every file system: the same input gives the same bytes everywhere.
     """
     if not isinstance(extent, Range) or extent.length < LONG:
         return None
-    if not isinstance(extent.source, LocalFile):
-        return None
-    return extent.offset % BLOCK if extent.source.file_system in SHARING else None
+    return in_file(extent.source, extent.offset)[1] % BLOCK
 
 
 class Summed(NamedTuple):

@@ -67,6 +67,11 @@ class Weights:
         }
 
     @cached_property
+    def hold_tensors(self) -> bool:
+        """Whether there is a tensor, also inside of values such as extra states."""
+        return any(map(has_tensors, self.nodes.values()))
+
+    @cached_property
     def endings(self) -> frozenset[str]:
         """The last components of the names: few, of many."""
         return frozenset({name.rpartition(".")[2] for name in self.nodes})

@@ -17,6 +17,8 @@ from ckptkit.core.errors import (
 from ckptkit.core.limits import LIMITS
 from ckptkit.core.plan import BLOCK, Plan, Segment, Summed, extents, length, place_in_block
 
+SHARING = ("btrfs", "xfs")
+
 
 def check_destination(plan: Plan, path: str, force: bool) -> os.stat_result | None:
     """Return what is at the destination now, if the output may replace it; None if nothing."""
@@ -195,16 +197,28 @@ def check_space(path: str, size: int, plan: Plan | None = None) -> None:
 
 
 def _shared(plan: Plan, path: str) -> int:
-    """Count the bytes that an output can share with its input."""
+    """Count the bytes that an output can share with its input.
+
+    Bytes with a checksum are read to compare it, unless they keep it.
+    """
     device = os.stat(os.path.dirname(path)).st_dev
     found = 0
     for file in plan.files:
         at = 0
         for segment in file.segments:
             if isinstance(segment, Range) and place_in_block(segment) == at % BLOCK:
-                found += segment.length if segment.source.identity[0] == device else 0
+                is_read = not file.keeps_sums and segment.source.members is not None
+                found += 0 if is_read else _shareable(segment, device)
             at += length(segment)
     return found
+
+
+def _shareable(extent: Range, device: int) -> int:
+    """Return the bytes of a range if a file on `device` can have them in common with its file."""
+    source = extent.source
+    if not isinstance(source, LocalFile) or source.file_system not in SHARING:
+        return 0
+    return extent.length if source.identity[0] == device else 0
 
 
 def free(path: str) -> int:

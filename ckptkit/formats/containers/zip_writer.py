@@ -7,7 +7,8 @@ Layout (see zip_reader; every torch since 1.6 loads and maps all of it):
     name
     zip64 field      0x0001: size, stored size, for members of 4 GiB and more
     ``FB`` field     as many Z as bring the data to the next multiple of 64; where the data are long
-                     and copied from a file, to the same place in a block as there
+                     and copied with their checksum, to the same place in a block as in the
+                     input, so that files can share them
     data
     directory        zip64 fields for values that do not fit 32 bits: size, stored size, offset
     ends             zip64 end record and locator, always, as torch writes them; end record with
@@ -127,7 +128,8 @@ def lay_out(members: Iterable[ZipMember]) -> list[Segment]:
         if crc is None:
             text.holes.append((len(text.data) + _LOCAL_CRC, count))
             directory.holes.append((len(directory.data) + _CENTRAL_CRC, count))
-        header, entry = headers.of(name.encode(), offset, size, crc or 0, _place_of(content))
+        place = None if crc is None else _place_of(content)  # to sum it up, it is read
+        header, entry = headers.of(name.encode(), offset, size, crc or 0, place)
         directory.data += entry
         if isinstance(content, bytes) and size <= _JOINED:
             text.data += header + content

@@ -18,6 +18,7 @@ from ckptkit.core.limits import LIMITS, check
 from ckptkit.core.plan import BLOCK, OutputFile, Plan, place_in_block
 from ckptkit.core.tensor import Tensor
 from ckptkit.core.text import shown, some
+from ckptkit.formats import table
 from ckptkit.formats.common.dropped import leftovers, refuse_objects, refuse_pieces, shared_bytes
 from ckptkit.formats.common.plain_json import dump, is_utf8
 from ckptkit.formats.common.saved_record import (
@@ -50,7 +51,13 @@ def layout(checkpoint: Checkpoint, options: WriteOptions) -> Plan:
     """
     tensors, metadata, notes = contents(checkpoint, options)
     whole = len(tensors) if options.everything or checkpoint.origin is WHOLE else None
-    return Plan((file_of(tensors, metadata),), tuple(notes), whole)
+    file = file_of(tensors, metadata, keeps_format=is_kept(checkpoint))
+    return Plan((file,), tuple(notes), whole)
+
+
+def is_kept(checkpoint: Checkpoint) -> bool:
+    """Return whether the checkpoint comes from safetensors."""
+    return checkpoint.format in (table.SAFETENSORS.name, table.SHARDED.name)
 
 
 class Contents(NamedTuple):
@@ -122,13 +129,19 @@ def _whole(checkpoint: Checkpoint, options: WriteOptions) -> Contents:
     return Contents(whole.tensors, metadata, notes)
 
 
-def file_of(tensors: Mapping[str, Tensor], metadata: Mapping[str, str | None]) -> OutputFile:
-    """Plan one file of these tensors, none of them tied, and these metadata (None: nothing)."""
+def file_of(
+    tensors: Mapping[str, Tensor], metadata: Mapping[str, str | None], *, keeps_format: bool
+) -> OutputFile:
+    """Plan one file of these tensors, none of them tied, and these metadata (None: nothing).
+
+    With `keeps_format`, the buffer begins where it can share bytes with that of the input.
+    """
     order = sorted(tensors, key=lambda name: (_RANK[tensors[name].dtype.safetensors or ""], name))
     extents = _joined(
         compute.contiguous(tensors[name]).locate() for name in order if tensors[name].nbytes
     )
-    header = _header_bytes(tensors, order, metadata, _place_of_buffer(extents))
+    place = _place_of_buffer(extents) if keeps_format else None
+    header = _header_bytes(tensors, order, metadata, place)
     return OutputFile("", (header, *extents))
 
 

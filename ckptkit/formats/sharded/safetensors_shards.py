@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.grouping import owners
@@ -55,11 +56,12 @@ def layout(checkpoint: Checkpoint, options: WriteOptions) -> Plan:
     del metadata[shards.TOTAL]
     parts = split({name: tensor.nbytes for name, tensor in tensors.items()}, options.shard_size)
     names = shard_names(STEM, SAFETENSORS, len(parts))
+    planned = partial(writing.file_of, keeps_format=writing.is_kept(checkpoint))
     if len(parts) == 1:
-        return Plan((replace(writing.file_of(tensors, metadata), name=names[0]),), tuple(notes))
+        return Plan((replace(planned(tensors, metadata), name=names[0]),), tuple(notes))
     framework = {FRAMEWORK: metadata.pop(FRAMEWORK)}
     files = [
-        replace(writing.file_of({each: tensors[each] for each in part}, framework), name=name)
+        replace(planned({each: tensors[each] for each in part}, framework), name=name)
         for name, part in zip(names, parts, strict=True)
     ]
     file_of = owners(zip(names, parts, strict=True))
