@@ -188,9 +188,10 @@ class OutputError(CkptkitError):
 
 
 class InputChangedError(OutputError):
-    """The input changed while it was read."""
+    """The input changed while it was read; nothing is written."""
 
     code = "input-changed"
+    exit_code = InputError.exit_code
 
 
 class VerifyError(OutputError):

@@ -119,12 +119,14 @@ def publish(
             for source in sources:
                 source.check_unchanged()
             _keep_owner(temporary, old)
+            if replace_source:
+                _keep_attributes(temporary, path)
             os.chmod(temporary, mode if kept is None else kept)
             if durable or kept is not None:
                 _to_disk(plan, temporary)
             if replace_source:
                 check_still_there(path, read)
-            _rename(temporary, path, plan.is_folder, force or replace_source)
+            left += _rename(temporary, path, plan.is_folder, force or replace_source)
         except BaseException:
             _remove(temporary, plan)
             raise
@@ -194,6 +196,17 @@ def _keep_owner(temporary: str, old: os.stat_result | None) -> None:
         with suppress(OSError):
             os.chown(temporary, owner, group)
             return
+
+
+def _keep_attributes(temporary: str, path: str) -> None:
+    """Give a file the user's extended attributes of the one that it replaces, where it can."""
+    if not hasattr(os, "listxattr"):
+        return
+    with suppress(OSError):
+        for name in os.listxattr(path, follow_symlinks=False):
+            if name.startswith("user."):
+                with suppress(OSError):
+                    os.setxattr(temporary, name, os.getxattr(path, name, follow_symlinks=False))
 
 
 def _narrowed(mode: int, sources: Iterable[ByteSource]) -> int:
@@ -336,8 +349,8 @@ def _forget_edit(path: str, journal: os.stat_result | None) -> None:
             os.unlink(journal_path(path))
 
 
-def _rename(temporary: str, path: str, folder: bool, force: bool) -> None:
-    """Rename the temporary into place.
+def _rename(temporary: str, path: str, folder: bool, force: bool) -> list[str]:
+    """Rename the temporary into place; return its name if that stays as well.
 
     Without `force`, fail if the destination appeared in the meantime.
     """
@@ -347,14 +360,15 @@ def _rename(temporary: str, path: str, folder: bool, force: bool) -> None:
         elif force:
             os.replace(temporary, path)
         else:
-            _link(temporary, path)
+            return _link(temporary, path)
     except OSError as error:
         if error.errno in (errno.EEXIST, errno.ENOTEMPTY):
             raise OutputExistsError("appeared in the meantime", where=path) from error
         raise
+    return []
 
 
-def _link(temporary: str, path: str) -> None:
+def _link(temporary: str, path: str) -> list[str]:
     try:
         os.link(temporary, path)
     except OSError as error:
@@ -364,7 +378,11 @@ def _link(temporary: str, path: str) -> None:
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST)) from error
         os.rename(temporary, path)
     else:
-        os.unlink(temporary)
+        try:
+            os.unlink(temporary)
+        except OSError:  # the output is in place
+            return [os.path.basename(temporary)]
+    return []
 
 
 def _remove(temporary: str, plan: Plan) -> None:

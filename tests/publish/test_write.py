@@ -648,6 +648,34 @@ def test_DS_20_many_writers_of_one_file(force: bool, source: LocalFile, folder: 
     assert found == found[:1] * 1000 + DATA
 
 
+def test_a_file_that_is_rewritten_keeps_the_attributes_of_its_user(
+    source: LocalFile, folder: Path
+) -> None:
+    path = folder / "in.pt"
+    path.write_bytes(OLD)
+    try:
+        os.setxattr(path, "user.note", b"mine")
+    except OSError:
+        pytest.skip("no extended attributes here")
+    own = LocalFile(path)
+    publish(file_plan(Range(own, 0, 3)), path, replace_source=True)
+    assert path.read_bytes() == OLD[:3] and os.getxattr(path, "user.note") == b"mine"
+    publish(copy_plan(source), path, force=True)
+    assert os.listxattr(path) == []
+
+
+def test_a_temporary_that_cannot_be_removed_is_named(
+    source: LocalFile, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The output is in place by then."""
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", failing("unlink", errno.EIO))
+        done = publish(copy_plan(source), folder / "out.pt")
+    assert (folder / "out.pt").read_bytes() == COPY
+    assert [*done.left, "out.pt"] == sorted(os.listdir(folder))
+    (folder / done.left[0]).unlink()
+
+
 # how much
 
 
