@@ -29,8 +29,6 @@ from ckptkit.core.paths import blobs_of, file_system, open_regular, plain_name
 if TYPE_CHECKING:
     from mmap import mmap
 
-    from ckptkit.core.checksum import ReadSums
-
 Identity = tuple[int | str, ...]
 
 
@@ -38,10 +36,16 @@ _BUFFERS = 1024  # that one call of the system fills (IOV_MAX of Linux and macOS
 _NO_RESERVE = 0x4000  # MAP_NORESERVE of Linux, which Python names from 3.13 on
 
 
+class Sums(Protocol):
+    """Sums up what is read: see `ReadSums` of :mod:`ckptkit.core.checksum`."""
+
+    def add(self, identity: Identity, offset: int, data: bytes | memoryview) -> None: ...
+
+
 class _Thread(threading.local):
     """What this thread sums up while it reads; None: nothing."""
 
-    sums: ReadSums | None = None
+    sums: Sums | None = None
 
 
 READING = _Thread()
