@@ -2,7 +2,7 @@
 
 New bytes, and checksums of new bytes, must not hide that a tensor is damaged. A member of a zip
 file that a plan reads as a whole is summed up while it is read (`ReadSums`). Only what was read in
-an order that gives no sum, as large transposes do, is read once more. Bytes that are copied
+pieces that do not follow each other, as transposes do, is read once more. Bytes that are copied
 together with their checksum stay as they are, damaged or not: nobody looks at them.
 """
 
@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from ckptkit.core.bytesource import ByteSource, Derived, Extent, Identity, Range, in_file
 from ckptkit.core.checksum import crc32, crc32_combine
-from ckptkit.core.errors import CorruptError
+from ckptkit.core.errors import CorruptError, InputError
 from ckptkit.core.plan import OutputFile, Segment, Summed
 from ckptkit.core.text import mismatch, shown
 from ckptkit.publish.copying import pieces
@@ -59,7 +59,12 @@ def checks(files: Iterable[OutputFile], *, kept: bool = False) -> list[Check]:
                     if source.members is not None:
                         row = read.setdefault(id(source), (source, []))
                         row[1].append((offset, length, length * share))
-    return [check for row in read.values() for check in _whole(*row)]
+    try:
+        return [check for row in read.values() for check in _whole(*row)]
+    except InputError:
+        for source, _ in read.values():
+            source.check_unchanged()
+        raise
 
 
 def identities(found: Iterable[Check]) -> tuple[Identity, ...]:
@@ -194,7 +199,9 @@ def _sum(part: Range) -> int:
 
 
 def raise_damage(damaged: Sequence[tuple[Check, int]]) -> None:
-    """Raise DamageError if there is any."""
+    """Raise DamageError if there is any, InputChangedError if that is the cause."""
+    for check, _ in damaged:
+        check.source.check_unchanged()
     if damaged:
         (check, seen), *others = damaged
         more = f", and {len(others):,} more" if others else ""

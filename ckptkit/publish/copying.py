@@ -72,7 +72,8 @@ def run(task: Task, progress: Progress = lambda count: None) -> Done:
         return Done([_reread(task.path, task.start, first)], [])
     if task.summed is None:
         return Done(_written(task, first, progress), [])
-    sums = ReadSums(task.summed)
+    # A transpose is read in small pieces that do not follow each other.
+    sums = ReadSums(() if isinstance(first, Turned) else task.summed)
     with reading(sums):
         return Done(_written(task, first, progress), sums.runs)
 

@@ -7,14 +7,15 @@ import os
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 import ckptkit
-from ckptkit.core.errors import CorruptError
-from ckptkit.publish import checking
+from ckptkit.core.errors import CorruptError, InputChangedError
+from ckptkit.publish import checking, write
 from tests.conftest import Run
 
 STATE = {
@@ -106,6 +107,21 @@ def test_what_is_read_in_part_has_nothing_to_compare(saved: Path, tmp_path: Path
     place = data.index(storage) + 30_000  # behind the half that is a tensor
     (tmp_path / "part.pth").write_bytes(data[:place] + b"?" + data[place + 1 :])
     ckptkit.convert(tmp_path / "part.pth", tmp_path / "part.safetensors")
+
+
+def test_an_input_that_changes_is_not_called_damaged(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "in.pth").write_bytes((saved / "good.pth").read_bytes())
+    execute = write.execute
+
+    def changed_before(*args: Any, **kwargs: Any) -> Any:
+        (tmp_path / "in.pth").write_bytes(b"?" * (tmp_path / "in.pth").stat().st_size)
+        return execute(*args, **kwargs)
+
+    monkeypatch.setattr(write, "execute", changed_before)
+    with pytest.raises(InputChangedError):
+        ckptkit.convert(tmp_path / "in.pth", tmp_path / "o.safetensors")
 
 
 @pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
