@@ -11,18 +11,20 @@ from typing import TYPE_CHECKING, TypedDict, TypeVar, Unpack
 
 from ckptkit import formats
 from ckptkit.core import arguments, urls
-from ckptkit.core.bytesource import ByteSource, Folder, Memory
+from ckptkit.core.bytesource import ByteSource, Folder, Memory, Range
 from ckptkit.core.checkpoint import Checkpoint, Source, opened
 from ckptkit.core.errors import ArgumentError, CkptkitError, UsageError
 from ckptkit.core.plan import OutputFile, Patch, Plan
-from ckptkit.core.text import guess, some
-from ckptkit.core.tree import collector_paused
-from ckptkit.formats.format import Asked, Format, Recovered, WriteOptions
+from ckptkit.core.text import argument, guess, output_name, shell_command, some
+from ckptkit.core.tree import Node, collector_paused, walk
+from ckptkit.core.weights import has_tensors
+from ckptkit.formats.format import RECOVER, Asked, Format, Probe, Recovered, WriteOptions
 from ckptkit.formats.opening import open_place, steady
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor
 
+    from ckptkit.publish.checking import DamageError
     from ckptkit.publish.write import Published
 
 PathLike = str | os.PathLike[str]
@@ -73,7 +75,19 @@ class Conversion:
             f"{name} is beside it: a killed run left it, unless another machine is writing there"
             for name in left
         )
-        return (*self.checkpoint.warnings, *stale)
+        return (*self.checkpoint.warnings, *stale, *self._copied_damage())
+
+    def _copied_damage(self) -> Iterator[str]:
+        """Yield a warning on damaged bytes that were copied together with their checksum."""
+        damaged = () if self.published is None else self.published.damaged
+        if damaged:
+            from ckptkit.formats.common.damage import damaged_in
+
+            names = damaged_in(self.checkpoint, damaged)
+            yield (
+                f"damaged in the input, and copied as it is with the old checksum: {names}; "
+                f"{_way_out(damaged[0])}"
+            )
 
 
 def open_checkpoint(
@@ -432,17 +446,31 @@ def _apply(
 
 
 def _changed(checkpoint: Checkpoint, steps: tuple[Step, ...]) -> Checkpoint:
-    """Return the checkpoint after the steps. Every error names the checkpoint."""
-    name = checkpoint.name
+    """Return the checkpoint after the steps. Every error names the checkpoint.
+
+    Raises UsageError where no tensor is left, except of an entry that was extracted.
+    """
+    name, root = checkpoint.name, checkpoint.root
     try:
         for step in steps:
             changed = arguments.function("a step", step)(checkpoint)
             if not isinstance(changed, Checkpoint):
                 raise arguments.wrong("the result of a step", "a Checkpoint", changed)
             checkpoint = changed
+        if _lost_tensors(root, checkpoint.root):
+            raise UsageError(
+                "no tensor would be left", hint="`ckptkit inspect` shows which there are"
+            )
     except CkptkitError as error:
         raise error.at(name or "") from error.__cause__
     return checkpoint
+
+
+def _lost_tensors(before: Node, after: Node) -> bool:
+    """Return whether a tree has lost all its tensors, and is no entry that was asked for."""
+    if after is before or has_tensors(after) or not has_tensors(before):
+        return False
+    return all(node is not after for _, node in walk(before))
 
 
 def _publish(
@@ -457,19 +485,24 @@ def _publish(
     if plan.is_folder:
         others = (OutputFile(name, (data,)) for name, data in checkpoint.companions)
         plan = replace(plan, files=(*plan.files, *others))
-    from ckptkit.publish.write import publish  # not needed for reading
+    from ckptkit.publish.checking import DamageError  # not needed for reading
+    from ckptkit.publish.write import publish
 
     options = request.publishing
     if replace_source:
         options = {**options, "force": True}
-    published = publish(
-        plan,
-        path,
-        replace_source=replace_source,
-        origin=checkpoint.source,
-        dry_run=request.dry_run,
-        **options,
-    )
+    try:
+        published = publish(
+            plan,
+            path,
+            replace_source=replace_source,
+            check=request.options.check,
+            origin=checkpoint.source,
+            dry_run=request.dry_run,
+            **options,
+        )
+    except DamageError as error:
+        raise _explained(error, checkpoint) from None
     return Conversion(
         checkpoint,
         plan,
@@ -477,3 +510,22 @@ def _publish(
         urls.shown(os.fspath(path)),
         None if request.dry_run else published,
     )
+
+
+def _explained(error: DamageError, checkpoint: Checkpoint) -> DamageError:
+    """Return the error with the names of the tensors, and a hint."""
+    from ckptkit.formats.common.damage import damaged_in
+
+    if names := damaged_in(checkpoint, error.damaged):
+        error.message += f" ({names})"
+    error.hint = f"--no-check writes damaged tensors too; {_way_out(error.damaged[0])}"
+    return error
+
+
+def _way_out(damaged: Range) -> str:
+    """Return what to do about a file with a damaged tensor."""
+    path = damaged.source.name
+    if formats.recoverable(Probe(damaged.source)) != RECOVER:
+        return "fetch it again from where it came from"
+    command = shell_command(("ckptkit", "recover", *argument(path), output_name(path, "recovered")))
+    return f"to save the intact tensors: {command}"

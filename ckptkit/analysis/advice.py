@@ -7,7 +7,7 @@ from itertools import repeat
 
 from ckptkit.analysis.summary import Summary
 from ckptkit.core.grouping import flatten
-from ckptkit.core.text import NAMES, output_name, shell_command, some
+from ckptkit.core.text import NAMES, argument, output_name, shell_command, some
 from ckptkit.core.tree import join
 from ckptkit.formats.format import ASKED
 from ckptkit.formats.table import BY_NAME, NONE, SAFETENSORS, TORCH_SUFFIXES
@@ -82,11 +82,6 @@ def suffix_for_torch(path: str) -> str | None:
 def of_folder() -> tuple[str, ...]:
     """Return the options of a command that reads a folder as the command that runs does."""
     return ASKED.get().words
-
-
-def argument(path: str) -> tuple[str, ...]:
-    """A path as arguments: after ``--`` if it looks like an option."""
-    return ("--", path) if path.startswith("-") else (path,)
 
 
 def _prefixes(summary: Summary, path: str) -> Iterator[str]:

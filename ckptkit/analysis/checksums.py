@@ -10,10 +10,12 @@ from typing import NamedTuple
 
 from ckptkit import compute
 from ckptkit.compute.threads import ordered
-from ckptkit.core.bytesource import Derived, Extent, Memory, Range, Section
+from ckptkit.core.bytesource import Extent, Memory, Range, leaves
 from ckptkit.core.checksum import crc32, crc32_combine
 from ckptkit.core.errors import AmbiguousError, FormatError, InputError, TensorError
 from ckptkit.core.tensor import Tensor
+from ckptkit.core.text import mismatch
+from ckptkit.formats.common.damage import located, overlap
 from ckptkit.formats.format import CheckedPart, Finding
 
 PIECE = 64 << 20  # bytes of a part that one thread sums up
@@ -60,7 +62,7 @@ def summed(
 def _mismatch(part: CheckedPart, seen: int) -> str | None:
     if part.crc32 is None or seen == part.crc32:
         return None
-    return f"{part.what} is damaged: its CRC-32 is {seen:08x}, not {part.crc32:08x}"
+    return mismatch(part.what, seen, part.crc32)
 
 
 def _pieces(parts: Iterable[CheckedPart]) -> Iterator[_Piece]:
@@ -93,45 +95,19 @@ def _sum(piece: _Piece) -> tuple[_Piece, int | InputError]:
     return piece, total
 
 
-def _ranges(extent: Extent) -> Iterator[Range]:
-    """Return the byte ranges of files that an extent is made of.
-
-    Ranges of a file inside a file are given in the outer one.
-    """
-    if isinstance(extent, Derived):
-        for each in extent.inputs:
-            yield from _ranges(each)
-        return
-    while isinstance(extent.source, Section):
-        extent = Range(extent.source.whole, extent.source.offset + extent.offset, extent.length)
-    yield extent
-
-
 def with_tensors(
     damaged: list[tuple[CheckedPart, str]], tensors: list[tuple[str, Tensor]]
 ) -> Iterator[Finding]:
     """Return findings about damaged parts, with the names of all tensors in them."""
     places = []
     for name, tensor in tensors if damaged else ():
-        places += [(name, found) for found in _located(tensor)]
+        places += [(name, found) for found in located(tensor)]
     for part, why in damaged:
         try:
-            bad = list(_ranges(part.record.locate()))
+            bad = list(leaves(part.record.locate()))
         except InputError:
             bad = []
         hit = dict.fromkeys(
-            name for name, found in places if any(_overlap(found, each) for each in bad)
+            name for name, found in places if any(overlap(found, each) for each in bad)
         )
         yield Finding(why, part.file, tuple(hit))
-
-
-def _located(tensor: Tensor) -> list[Range]:
-    try:
-        return [] if tensor.storage is None else list(_ranges(tensor.storage.record.locate()))
-    except InputError:  # said elsewhere
-        return []
-
-
-def _overlap(a: Range, b: Range) -> bool:
-    same = a.source.identity == b.source.identity
-    return same and a.offset < b.offset + b.length and b.offset < a.offset + a.length

@@ -18,8 +18,7 @@ from ckptkit.core.errors import AmbiguousError, CkptkitError, TensorError, Trunc
 from ckptkit.core.notices import NO_CHECKSUM, coded
 from ckptkit.core.tensor import Tensor
 from ckptkit.core.text import some
-from ckptkit.core.tree import join, walk
-from ckptkit.core.weights import as_tensor
+from ckptkit.formats.common.damage import tensors
 from ckptkit.formats.format import CheckedPart, Finding, Format, Probe
 from ckptkit.formats.opening import open_place, steady
 
@@ -107,7 +106,7 @@ class _Look:
         parts = list(self._parts(self.format))
         damaged = [(part, why) for part, why in self._summed(parts) if why is not None]
         if self.checkpoint is not None:
-            self.tensors = list(_tensors(self.checkpoint))
+            self.tensors = list(tensors(self.checkpoint))
         self.findings += with_tensors(damaged, self.tensors)
         self.damaged = bool(self.findings)
         return None if self.damaged else self.checkpoint
@@ -219,16 +218,6 @@ class _Look:
             yield (
                 f"{self.unsummed:,} of its records have no checksum: damage to them cannot be seen"
             )
-
-
-def _tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor once, with the place where it is met first."""
-    seen: set[int] = set()
-    for path, node in walk(checkpoint.root):
-        tensor = as_tensor(node)
-        if tensor is not None and id(tensor) not in seen:
-            seen.add(id(tensor))
-            yield join(path), tensor
 
 
 def _without_implied(findings: list[Finding]) -> Iterator[Finding]:

@@ -9,7 +9,7 @@ import click
 
 from ckptkit.cli import options, render
 from ckptkit.core.errors import UsageError
-from ckptkit.core.text import shell_command, some
+from ckptkit.core.text import argument, shell_command, some
 
 if TYPE_CHECKING:
     from ckptkit.analysis.config_field import Compared
@@ -86,8 +86,6 @@ def _nothing(file: str, no_config: bool) -> UsageError:
         if no_config
         else "config.json has no field that ckptkit can compare with the tensors"
     )
-    from ckptkit.analysis.advice import argument
-
     words = ("ckptkit", "check", "--expect", "* finite", *argument(file))
     return UsageError(
         f"nothing to check: {what}, and no --expect or --like is given",

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from textwrap import wrap
 
-from ckptkit.analysis.advice import argument, fixed
+from ckptkit.analysis.advice import fixed
 from ckptkit.api import Conversion
 from ckptkit.cli.edit_report import tensors
 from ckptkit.cli.render import escape, paint, plural, size, terminal_width, wrapped
-from ckptkit.core.text import shell_command
+from ckptkit.core.text import argument, shell_command
 from ckptkit.diagnosis.cause import ERROR, LEVELS, NOTE, WARNING, Cause
 from ckptkit.diagnosis.diagnose import Diagnosis
 

@@ -73,6 +73,7 @@ class Edit:
     like: str | None = None
     no_extras: bool = False
     no_sidecars: bool = False
+    no_check: bool = False
     strict: bool = False
     sources: tuple[str, ...] = ()  # of a command that takes several
 
@@ -124,6 +125,7 @@ class Edit:
                     ranks=self.ranks,
                     record=not self.no_extras,
                     sidecars=not self.no_sidecars,
+                    check=not self.no_check,
                 ),
                 force=self.force,
                 durable=self.durable,
@@ -293,6 +295,11 @@ _EDIT = (
         help="From folder to folder: do not copy config.json, tokenizer and generation files.",
     ),
     click.option(
+        "--no-check",
+        is_flag=True,
+        help="Write damaged tensors too: do not compare SRC with the checksums in it.",
+    ),
+    click.option(
         "--strict",
         is_flag=True,
         help="Fail, and write nothing, if a change changes nothing (such as no key to strip).",
@@ -346,7 +353,7 @@ dequantize = click.option(
 
 _OUTPUT = "force format objects ties shard_size ranks part_only like everything"
 _OUTPUT += " allow_expand in_place into no_extras no_sidecars strict"
-_RUNNING = "dry_run as_json quiet verify durable workers scheduler"
+_RUNNING = "dry_run as_json quiet verify no_check durable workers scheduler"
 _SECTIONS = {
     **dict.fromkeys(_OUTPUT.split(), "Output"),
     **dict.fromkeys(_RUNNING.split(), "How it runs"),

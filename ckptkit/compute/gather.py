@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ckptkit.compute import transposing
 from ckptkit.core.bytesource import Derived, LocalFile
+from ckptkit.core.checksum import reading
 
 if TYPE_CHECKING:
     import numpy as np
@@ -262,7 +263,8 @@ def _fill(made: np.ndarray[Any, Any], read: Read, offset: int, strides: tuple[in
             read.rows(start, list(_rows(target)))
             continue
         span = itemsize + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
-        data = read(start, span)
+        with reading(None):  # boxes have gaps, and there may be millions
+            data = read(start, span)
         transposing.copy(target, np.ndarray(shape, unit, data, 0, strides))
 
 

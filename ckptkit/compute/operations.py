@@ -5,8 +5,9 @@ name      parameters                      bytes
 ========  ==============================  ========================================================
 slice     start                           `length` bytes of the input from byte `start`
 concat                                    the inputs, any number of them, one after another
-inflate                                   the input is raw deflate (RFC 1951) and inflates to
-                                          exactly `length` bytes
+inflate   name, crc                       the input is raw deflate (RFC 1951) and inflates to
+                                          exactly `length` bytes, of this CRC-32; both may be
+                                          missing
 latin1                                    the input is UTF-8 text of `length` code points below
                                           256: one byte each
 byteswap  component                       every run of `component` bytes (2, 4, 8) reversed
@@ -58,9 +59,11 @@ from ckptkit.compute.floats import FLOATS, decode, encode
 from ckptkit.compute.gather import FileReader, Read, Room, assemble, gather
 from ckptkit.compute.mean import ELEMENTS, Mean
 from ckptkit.core import dtypes
-from ckptkit.core.bytesource import Derived, Extent, LocalFile, Range
+from ckptkit.core.bytesource import READING, Derived, Extent, LocalFile, Range
+from ckptkit.core.checksum import crc32
 from ckptkit.core.dtypes import DType
 from ckptkit.core.errors import CorruptError, TensorError
+from ckptkit.core.text import mismatch, shown
 
 if TYPE_CHECKING:
     import numpy as np
@@ -156,7 +159,20 @@ def _concat(derived: Derived, start: int, stop: int) -> Pieces:
 
 
 def _inflate(derived: Derived, start: int, stop: int) -> Pieces:
-    return _window(_inflated(derived.inputs[0]), derived, start, stop)
+    pieces = _inflated(derived.inputs[0])
+    return _window(_compared(pieces, derived), derived, start, stop)
+
+
+def _compared(pieces: Iterable[bytes], derived: Derived) -> Iterator[bytes]:
+    """Yield the pieces; while the input is summed up, compare the CRC-32 of all of them."""
+    name, expected = derived.parameters or ("", None)
+    total, is_summed = 0, READING.sums is not None and isinstance(expected, int)
+    for piece in pieces:
+        total = crc32(piece, total) if is_summed else 0
+        yield piece
+    if is_summed and total != expected:
+        assert isinstance(expected, int)
+        raise CorruptError(mismatch(f"record {shown(name)}", total, expected), where=_name(derived))
 
 
 def _inflated(extent: Extent) -> Iterator[bytes]:

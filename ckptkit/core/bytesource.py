@@ -12,7 +12,7 @@ import re
 import sys
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -41,6 +41,34 @@ def identity_of(info: os.stat_result) -> Identity:
     return (info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns)
 
 
+class Sums(Protocol):
+    """Sums up what is read: see `ReadSums` of :mod:`ckptkit.core.checksum`."""
+
+    def add(self, identity: Identity, offset: int, data: bytes | memoryview) -> None: ...
+
+
+class _Thread(threading.local):
+    """What this thread sums up while it reads; None: nothing."""
+
+    sums: Sums | None = None
+
+
+READING = _Thread()
+
+
+class Member(NamedTuple):
+    """A run of bytes of a container that has a CRC-32 of its own.
+
+    It is somewhere in `offset` to `stop`: at `offset` itself if it fills that.
+    """
+
+    name: str
+    offset: int
+    stop: int
+    length: int
+    crc32: int
+
+
 class ByteSource(ABC):
     """Random access to a fixed number of bytes."""
 
@@ -53,6 +81,8 @@ class ByteSource(ABC):
     # True if forked processes can read it at the same time: they share no position in it.
     is_shared = False
     whole: ByteSource | None = None  # the file that it is a part of, or was decompressed from
+    # Yields its members that have a CRC-32, where it is a container of such; given this source.
+    members: Callable[[ByteSource], Iterator[Member]] | None = None
 
     @abstractmethod
     def read(self, offset: int, length: int) -> bytes:
@@ -132,7 +162,10 @@ class Memory(ByteSource):
     def read(self, offset: int, length: int) -> bytes:
         if offset < 0 or length < 0 or offset + length > self.size:
             raise self._missing(offset, length)
-        return bytes(self.data[offset : offset + length])
+        data = bytes(self.data[offset : offset + length])
+        if READING.sums is not None:
+            READING.sums.add(self.identity, offset, data)
+        return data
 
 
 class Section(ByteSource):
@@ -156,6 +189,9 @@ class Section(ByteSource):
 
     def check_unchanged(self) -> None:
         self.whole.check_unchanged()
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Section, (self.whole, self.offset, self.size)
 
 
 class LocalFile(ByteSource):
@@ -196,11 +232,14 @@ class LocalFile(ByteSource):
                 data += more
         except OSError as error:
             raise self._failed(error) from error
+        if READING.sums is not None:
+            READING.sums.add(self.identity, offset, data)
         return data
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         if not hasattr(os, "preadv"):
-            return super().read_into(offset, buffer)
+            super().read_into(offset, buffer)
+            return
         if offset < 0 or offset + len(buffer) > self.size:
             raise self._missing(offset, len(buffer))
         done = 0
@@ -212,6 +251,8 @@ class LocalFile(ByteSource):
                 done += count
         except OSError as error:
             raise self._failed(error) from error
+        if READING.sums is not None:
+            READING.sums.add(self.identity, offset, buffer)
 
     def read_into_all(self, offset: int, buffers: Sequence[memoryview]) -> None:
         size = sum(map(len, buffers))
@@ -464,6 +505,26 @@ class Derived:
 
 
 Extent = Range | Derived
+
+
+def in_file(source: ByteSource, offset: int) -> tuple[ByteSource, int]:
+    """Return the file that byte `offset` of a source is in, and its place there."""
+    while isinstance(source, Section):
+        offset += source.offset
+        source = source.whole
+    return source, offset
+
+
+def leaves(extent: Extent) -> Iterator[Range]:
+    """Yield the byte ranges of files that an extent is made of.
+
+    Ranges of a file inside a file are given in the outer one.
+    """
+    if isinstance(extent, Derived):
+        for each in extent.inputs:
+            yield from leaves(each)
+    else:
+        yield Range(*in_file(extent.source, extent.offset), extent.length)
 
 
 def runs(extent: Extent) -> Iterator[Extent]:

@@ -15,7 +15,7 @@ from ckptkit.core.errors import CkptkitError, UnknownNameError, UsageError
 from ckptkit.core.tensor import Tensor
 from ckptkit.core.text import escape, plural, size
 from ckptkit.core.tree import Global, Node, Object, children, find, join
-from ckptkit.core.weights import Weights, as_tensor, is_optimizer, locate
+from ckptkit.core.weights import Weights, as_tensor, has_tensors, is_optimizer, locate
 
 if TYPE_CHECKING:
     from ckptkit.core.parts import PartOf
@@ -131,7 +131,7 @@ class Checkpoint:
 
     @property
     def required(self) -> Weights:
-        """`selection`, or UsageError."""
+        """`selection`, or UsageError: also where it is empty and tensors are elsewhere."""
         if self.selection is None:
             if is_optimizer(self.root):
                 raise UsageError(
@@ -149,6 +149,12 @@ class Checkpoint:
                 "holds no mapping from names to tensors",
                 where=self.name,
                 hint="`ckptkit inspect {where}` shows what it contains",
+            )
+        if not self.selection.hold_tensors and has_tensors(self.root):
+            raise UsageError(
+                "its weights hold no tensors, and other entries do",
+                where=self.name,
+                hint="name the entry with --key",
             )
         return self.selection
 

@@ -6,7 +6,7 @@ import os
 import threading
 from typing import BinaryIO
 
-from ckptkit.core.bytesource import ByteSource
+from ckptkit.core.bytesource import READING, ByteSource
 from ckptkit.core.errors import ArgumentError, InputChangedError, InputError, UsageError
 
 
@@ -53,4 +53,6 @@ class FileObject(ByteSource):
                 raise InputError(f"cannot be read: {error}", where=self.name) from error
         if len(data) < length:
             raise InputChangedError("became shorter while it was read", where=self.name)
+        if READING.sums is not None:
+            READING.sums.add(self.identity, offset, data)
         return data

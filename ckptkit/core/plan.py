@@ -29,24 +29,7 @@ SEEKABLE = frozenset(
 ONE_BY_ONE = "apply"  # the operation that holds a tensor in memory as a whole
 
 
-# Bytes of a block of a file system: two files share those of a range that is at the same place in
-# a block of both, where the file system can do that.
-BLOCK = 4 << 10
-LONG = 256 << 10  # bytes of a range that is worth a block of padding
-SHARING = ("btrfs", "xfs")
-
-
-def place_in_block(extent: Extent) -> int | None:
-    """Return where in a block a long range of a file begins, where files can share blocks.
-
-    A copy that begins at the same place can share the bytes instead. None elsewhere: what is
-    written there does not depend on where the bytes came from.
-    """
-    if not isinstance(extent, Range) or extent.length < LONG:
-        return None
-    if not isinstance(extent.source, LocalFile):
-        return None
-    return extent.offset % BLOCK if extent.source.file_system in SHARING else None
+BLOCK = 4 << 10  # bytes of a block of a file system, which two files may share
 
 
 class Summed(NamedTuple):
@@ -93,10 +76,15 @@ def length(segment: Segment) -> int:
 @dataclass(frozen=True, slots=True, repr=False)
 class OutputFile:
     """One file and its segments in order: its name inside a folder, with slashes where that has
-    folders of its own, "" if the plan is that file alone."""
+    folders of its own, "" if the plan is that file alone.
+
+    With `keeps_sums`, the ranges that are segments keep the checksum that they have in their
+    source.
+    """
 
     name: str
     segments: tuple[Segment, ...]
+    keeps_sums: bool = False
     size: int = field(init=False, compare=False)  # bytes of the whole file
 
     def __post_init__(self) -> None:
@@ -148,7 +136,7 @@ class Plan:
         """Describe the plan for --dry-run, a line per file."""
         lines = []
         for file in self.files:
-            data = list(chain.from_iterable(map(runs, _extents(file.segments))))
+            data = list(chain.from_iterable(map(runs, extents(file.segments))))
             copied = sum(run.length for run in data if isinstance(run, Range))
             computed = sum(run.length for run in data if isinstance(run, Derived))
             written = file.size - copied - computed
@@ -209,7 +197,7 @@ class Patch:
         )
 
 
-def _extents(segments: Iterable[Segment]) -> Iterator[Extent]:
+def extents(segments: Iterable[Segment]) -> Iterator[Extent]:
     """Yield the extents of all non-literal segments."""
     for segment in segments:
         if isinstance(segment, (Range, Derived)):
@@ -220,7 +208,7 @@ def _extents(segments: Iterable[Segment]) -> Iterator[Extent]:
 
 def sources(segments: Iterable[Segment]) -> Iterator[ByteSource]:
     """Yield the sources that segments read, each as often as they do."""
-    for extent in _extents(segments):
+    for extent in extents(segments):
         if isinstance(extent, Range):
             yield extent.source
         else:

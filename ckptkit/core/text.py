@@ -41,6 +41,11 @@ def _escaped(char: str) -> str:
     return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
 
 
+def argument(path: str) -> tuple[str, ...]:
+    """A path as arguments: after ``--`` if it looks like an option."""
+    return ("--", path) if path.startswith("-") else (path,)
+
+
 def shell_command(words: Iterable[str]) -> str:
     """Join words into a command that a shell (bash, zsh) takes as they are, whatever is in them."""
     return " ".join(map(shell_word, words))
@@ -130,6 +135,11 @@ def shown(value: object) -> str:
         value = value.decode("utf-8", "backslashreplace")
     text = repr(value[: SHOWN + 1] if isinstance(value, str) else value)
     return text if len(text) <= SHOWN + 2 else f"{text[: SHOWN - 3]}..."
+
+
+def mismatch(what: str, seen: int, expected: int) -> str:
+    """Say that the CRC-32 of `what` is not the one that its container holds."""
+    return f"{what} is damaged: its CRC-32 is {seen:08x}, not {expected:08x}"
 
 
 def matcher(globs: Iterable[str]) -> Callable[[str], bool]:

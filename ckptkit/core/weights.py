@@ -67,6 +67,11 @@ class Weights:
         }
 
     @cached_property
+    def hold_tensors(self) -> bool:
+        """Whether there is a tensor, also inside of values such as extra states."""
+        return any(map(has_tensors, self.nodes.values() if self.is_module else (self.node,)))
+
+    @cached_property
     def endings(self) -> frozenset[str]:
         """The last components of the names: few, of many."""
         return frozenset({name.rpartition(".")[2] for name in self.nodes})
@@ -95,6 +100,11 @@ def as_tensor(node: Node) -> Tensor | None:
     if isinstance(node, Tensor):
         return node
     return node.tensor if isinstance(node, Object) else None
+
+
+def has_tensors(root: Node) -> bool:
+    """Return whether there is a tensor anywhere in a tree."""
+    return any(as_tensor(node) is not None for _, node in walk(root))
 
 
 def inner_tensors(args: Node) -> Iterator[tuple[Path, Tensor]]:

@@ -8,13 +8,13 @@ from collections.abc import Iterator
 
 from ckptkit import formats
 from ckptkit.analysis import advice
-from ckptkit.analysis.advice import argument, packed
+from ckptkit.analysis.advice import packed
 from ckptkit.core import urls
 from ckptkit.core.bytesource import Folder
 from ckptkit.core.dtypes import NOT_IN_TORCH
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.parts import PartOf
-from ckptkit.core.text import plural, shape, shell_command
+from ckptkit.core.text import argument, plural, shape, shell_command
 from ckptkit.diagnosis.cause import ERROR, WARNING, Cause, Fix
 from ckptkit.diagnosis.facts import (
     Facts,

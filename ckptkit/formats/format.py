@@ -101,7 +101,8 @@ class WriteOptions:
     what the format is made for; see `Format.everything`. ``record``: keep in safetensors' metadata
     what their header cannot express (`_metadata`, values): not for readers that want none.
     ``sidecars``: copy configuration and tokenizer files from the folder of a model into a folder
-    that is written.
+    that is written. ``check``: compare tensors with the CRC-32 that their file holds, before new
+    bytes are made of them, and raise CorruptError for a damaged one.
     """
 
     objects: str = "keep"
@@ -111,9 +112,15 @@ class WriteOptions:
     ranks: int | None = None
     record: bool = True
     sidecars: bool = True
+    check: bool = True
 
     def __post_init__(self) -> None:
-        arguments.flags(everything=self.everything, record=self.record, sidecars=self.sidecars)
+        arguments.flags(
+            everything=self.everything,
+            record=self.record,
+            sidecars=self.sidecars,
+            check=self.check,
+        )
 
 
 @dataclass(frozen=True, slots=True)

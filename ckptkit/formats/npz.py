@@ -82,7 +82,10 @@ def layout(checkpoint: Checkpoint, options: WriteOptions) -> Plan:
     if lost:
         notes.insert(0, f"left out: {some(lost, 6)}, for which npz has no place")
     members = (_member(name, tensor) for name, tensor in tensors.items())
-    return Plan((OutputFile("", tuple(lay_out(members))),), (*notes, *shared_bytes(tensors)))
+    return Plan(
+        (OutputFile("", tuple(lay_out(members)), keeps_sums=True),),
+        (*notes, *shared_bytes(tensors)),
+    )
 
 
 def _lost(checkpoint: Checkpoint) -> Iterator[str]:

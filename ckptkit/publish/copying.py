@@ -12,12 +12,22 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 from ckptkit import compute
-from ckptkit.core.bytesource import ByteSource, Derived, Extent, LocalFile, Range, runs
-from ckptkit.core.checksum import crc32, crc32_combine
+from ckptkit.core.bytesource import (
+    READING,
+    ByteSource,
+    Derived,
+    Extent,
+    Identity,
+    LocalFile,
+    Range,
+    in_file,
+    runs,
+)
+from ckptkit.core.checksum import ReadSums, crc32, crc32_combine, reading
 from ckptkit.core.errors import InputChangedError, OutputError
 from ckptkit.core.paths import file_system
 from ckptkit.core.plan import BLOCK, Deferred, Segment, Summed
@@ -48,16 +58,31 @@ Progress = Callable[[int], None]
 Sum = tuple[int, int, int]  # number, CRC-32, bytes that it covers
 
 
-def run(task: Task, progress: Progress = lambda count: None) -> list[Sum]:
-    """Write one task; the checksums of its parts, in order. Raises OSError, InputError,
-    InputChangedError."""
+class Done(NamedTuple):
+    """The checksums of the parts of a task, in order, and those of what it has read."""
+
+    sums: list[Sum]
+    read: list[list[int]]  # runs of `ReadSums`
+
+
+def run(task: Task, progress: Progress = lambda count: None) -> Done:
+    """Write one task. Raises OSError, InputError, InputChangedError."""
     first = task.segments[0] if task.segments else None
     if isinstance(first, Reread):
-        return [_reread(task.path, task.start, first)]
+        return Done([_reread(task.path, task.start, first)], [])
+    if task.summed is None:
+        return Done(_written(task, first, progress), [])
+    # A transpose is read in small pieces that do not follow each other.
+    sums = ReadSums(() if isinstance(first, Turned) else task.summed)
+    with reading(sums):
+        return Done(_written(task, first, progress), sums.runs)
+
+
+def _written(task: Task, first: Segment | Turned | None, progress: Progress) -> list[Sum]:
     fd = os.open(task.path, os.O_WRONLY | _O_BINARY | getattr(os, "O_NOFOLLOW", 0))
     try:
         os.lseek(fd, task.start, os.SEEK_SET)
-        writer = _Writer(fd, progress)
+        writer = _Writer(fd, progress, () if task.keeps_sums else task.summed or ())
         if isinstance(first, Turned):
             _write_blocks(fd, task.start, first, progress)
         else:
@@ -119,8 +144,9 @@ def _reread(path: str, start: int, part: Reread) -> Sum:
 class _Writer:
     """Writer of segments one after another, from the current position of `fd`."""
 
-    def __init__(self, fd: int, progress: Progress) -> None:
+    def __init__(self, fd: int, progress: Progress, summed: Sequence[Identity] = ()) -> None:
         self.sums: list[Sum] = []
+        self._summed = summed  # sources whose ranges are read, not copied by the kernel
         self._fd = fd
         self._progress = progress
         self._ahead = ReadAhead()
@@ -159,8 +185,10 @@ class _Writer:
 
     def _long(self, extent: Extent, number: int | None, waiting: int) -> int:
         """Write a long extent after `waiting` pending bytes; count those of it that are pending."""
-        if number is None and isinstance(extent, Range) and isinstance(extent.source, LocalFile):
-            return self._long_range(extent, extent.source, waiting)
+        source = extent.source if number is None and isinstance(extent, Range) else None
+        if isinstance(source, LocalFile) and source.identity not in self._summed:
+            assert isinstance(extent, Range)
+            return self._long_range(extent, source, waiting)
         self._flush()
         self._in_pieces(extent, number)
         return 0
@@ -324,12 +352,17 @@ class ReadAhead:
         self._size = NEARBY
 
     def read(self, source: ByteSource, offset: int, length: int) -> bytes:
-        """Return `length` bytes of `source` from `offset`."""
+        """Return `length` bytes of `source` from `offset`: they count as read, others do not."""
         at = offset - self._start
         if source is not self._source or at < 0 or at + length > len(self._data):
-            self._move(source, offset, length)
+            with reading(None):
+                self._move(source, offset, length)
             at = 0
-        return self._data[at : at + length]
+        data = self._data[at : at + length]
+        if READING.sums is not None:
+            file, place = in_file(source, offset)
+            READING.sums.add(file.identity, place, data)
+        return data
 
     def _move(self, source: ByteSource, offset: int, length: int) -> None:
         follows = (

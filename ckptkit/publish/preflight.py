@@ -17,7 +17,7 @@ from ckptkit.core.errors import (
 )
 from ckptkit.core.limits import LIMITS
 from ckptkit.core.paths import check_is_name
-from ckptkit.core.plan import BLOCK, Plan, Segment, Summed, length, place_in_block
+from ckptkit.core.plan import Plan, Segment, Summed, extents
 from ckptkit.core.text import shell_word
 
 NO_ROOM = "make room, or name a DST on another disk: `df -h` lists them"
@@ -112,12 +112,33 @@ def _check_old_file(path: str, mode: int, folder_wanted: bool, force: bool) -> N
     """Refuse to replace a file, unless it is a regular one or a link, and `force` is given."""
     if not (stat.S_ISREG(mode) or stat.S_ISLNK(mode)):
         raise UsageError("is neither a file nor a folder", where=path)
+    if stat.S_ISLNK(mode) and _is_special(path):
+        raise UsageError(
+            f"is a link to {os.readlink(path)}, which is neither a file nor a folder",
+            where=path,
+            hint="name a file that does not exist",
+        )
     if folder_wanted:
         raise UsageError(
             "is a file, and the output is a folder", where=path, hint="name a folder as DST"
         )
     if not force:
         raise OutputExistsError("exists already", where=path, hint="--force replaces it")
+
+
+def _is_special(link: str) -> bool:
+    """Return whether a link leads to a device, a pipe or a socket, or to a descriptor in ``/proc``.
+
+    A descriptor may be one of a regular file, as ``/dev/stdout`` is where output goes to a file.
+    """
+    target = os.path.join(os.path.dirname(link), os.readlink(link))
+    if os.path.realpath(os.path.dirname(target)).startswith("/proc/"):
+        return True
+    try:
+        mode = os.stat(link).st_mode
+    except OSError:  # it leads nowhere
+        return False
+    return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
 
 
 def files_of(origin: ByteSource | Folder | None) -> list[ByteSource]:
@@ -152,10 +173,14 @@ def check_still_there(path: str, sources: list[ByteSource]) -> None:
 
 
 def check_size(plan: Plan, size: int, allow_expand: bool) -> None:
-    """Refuse a plan that writes much more than it reads: a few bytes may describe terabytes."""
+    """Refuse a plan that writes much more than it reads: a few bytes may describe terabytes.
+
+    Headers and pickles do not count: they are as long as what was read of them, and in memory.
+    """
     if allow_expand or size <= LIMITS.expansion_free:
         return
     read = referenced(plan)
+    size = sum(each.length for file in plan.files for each in extents(file.segments))
     if size > LIMITS.expansion * read + LIMITS.expansion_free:
         raise LimitError(
             f"{read:,} bytes of input would become {size:,} of output, more than "
@@ -201,27 +226,11 @@ def referenced(plan: Plan) -> int:
     return total
 
 
-def check_space(path: str, size: int, plan: Plan | None = None) -> None:
-    """Refuse an output that does not fit on the file system of `path`.
-
-    Bytes of `plan` that it shares with its input need no space.
-    """
+def check_space(path: str, size: int) -> None:
+    """Refuse an output that does not fit on the file system of `path`."""
     left = free(path)
-    if size > left and (plan is None or size - _shared(plan, path) > left):
+    if size > left:
         raise OutputError(f"needs {size:,} bytes, {left:,} are free", where=path, hint=NO_ROOM)
-
-
-def _shared(plan: Plan, path: str) -> int:
-    """Count the bytes that an output can share with its input."""
-    device = os.stat(os.path.dirname(path)).st_dev
-    found = 0
-    for file in plan.files:
-        at = 0
-        for segment in file.segments:
-            if isinstance(segment, Range) and place_in_block(segment) == at % BLOCK:
-                found += segment.length if segment.source.identity[0] == device else 0
-            at += length(segment)
-    return found
 
 
 def free(path: str) -> int:

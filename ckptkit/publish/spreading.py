@@ -16,13 +16,13 @@ from functools import partial
 from itertools import accumulate, chain
 from typing import TYPE_CHECKING
 
-from ckptkit.core.bytesource import Derived, Extent, Range
+from ckptkit.core.bytesource import Derived, Extent, Identity, Range
 from ckptkit.core.errors import OutputError
 from ckptkit.core.grouping import flatten
 from ckptkit.core.paths import file_system
 from ckptkit.core.plan import ONE_BY_ONE, Deferred, Segment, Summed, length, sources
-from ckptkit.publish.copying import PIECE, Progress, Sum, combined, is_sooner_read, run, write_all
-from ckptkit.publish.tasks import Task, cut
+from ckptkit.publish.copying import PIECE, Done, Progress, combined, is_sooner_read, run, write_all
+from ckptkit.publish.tasks import Summing, Task, cut
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor
@@ -33,7 +33,7 @@ THREADS = 4  # and processes, at most
 # File systems that set up to as much room again aside for a file while it grows (measured).
 PREALLOCATING = ("xfs",)
 
-Results = Generator[tuple[int, list[Sum]], None, None]  # number and sums of a task
+Results = Generator[tuple[int, Done], None, None]  # number and sums of a task
 
 
 def execute(
@@ -42,26 +42,36 @@ def execute(
     progress: Progress,
     *,
     fork: bool = False,
+    summing: Summing | None = None,
 ) -> list[dict[int, int]]:
     """Write the files (path, segments), which exist and are empty; return the checksums of each.
+
+    Those of what is read go to `summing`.
 
     Without an executor, threads are used where there is much to compute, to fetch, to read, or to
     copy in memory; kernel copies into one file gain nothing from them. With ``fork``, processes
     take the place of threads where much is computed and all of them can read the sources. Checksums
     are by number. Raises the errors of reading and writing, when no task is running any more.
     """
+    marks = summing or Summing(None, (False,) * len(files), [])
     if executor is not None:
-        sums = _spread(files, TASK, partial(_by_executor, executor), progress)
+        done = _spread(files, marks, TASK, partial(_by_executor, executor), progress)
     elif fork and _can_fork(files):
-        sums = _spread(files, THREAD_TASK, _by_forks, progress)
-    elif sum(_work(path, segments, len(files)) for path, segments in files) < 2 * THREAD_TASK:
-        sums = [[run(Task(path, 0, tuple(segments)), progress)] for path, segments in files]
+        done = _spread(files, marks, THREAD_TASK, _by_forks, progress)
+    elif _work(files, marks) < 2 * THREAD_TASK:
+        done = [
+            [run(Task(path, 0, tuple(segments), marks.sources, kept), progress)]
+            for (path, segments), kept in zip(files, marks.keeps_sums, strict=True)
+        ]
     else:
         from concurrent.futures import ThreadPoolExecutor
 
         with ThreadPoolExecutor(_share()) as threads:
-            sums = _spread(files, THREAD_TASK, partial(_by_executor, threads), progress)
-    found = [combined(chain.from_iterable(parts)) for parts in sums]
+            way = partial(_by_executor, threads)
+            done = _spread(files, marks, THREAD_TASK, way, progress)
+    if summing is not None:
+        summing.runs.extend(run for parts in done for part in parts for run in part.read)
+    found = [combined(chain.from_iterable(part.sums for part in parts)) for parts in done]
     for (path, segments), known in zip(files, found, strict=True):
         if known:
             _fill(path, segments, known)
@@ -92,8 +102,16 @@ def _is_computed(segment: Segment) -> bool:
     )
 
 
-def _work(path: str, segments: Sequence[Segment], files: int) -> int:
-    """Count the bytes of one of `files` outputs that are written sooner by threads.
+def _work(files: Sequence[tuple[str, Sequence[Segment]]], marks: Summing) -> int:
+    """Count the bytes of the outputs that are written sooner by threads."""
+    return sum(
+        _work_of(path, segments, len(files), () if kept else marks.sources or ())
+        for (path, segments), kept in zip(files, marks.keeps_sums, strict=True)
+    )
+
+
+def _work_of(path: str, segments: Sequence[Segment], files: int, summed: Sequence[Identity]) -> int:
+    """Count those of one of `files` outputs; ranges of the sources `summed` are read.
 
     None are where whole tensors are held in memory: there is one at a time.
     """
@@ -103,7 +121,11 @@ def _work(path: str, segments: Sequence[Segment], files: int) -> int:
     kind = _file_system(path)
     if files > 1 and kind == "tmpfs":
         return sum(map(length, segments))
-    fetched = [each for each in segments if isinstance(each, Range) and each.source.remote]
+    fetched = [
+        each
+        for each in segments
+        if isinstance(each, Range) and (each.source.remote or each.source.identity in summed)
+    ]
     return sum(map(length, chain(computed, fetched))) + _bytes_read(kind, segments)
 
 
@@ -133,10 +155,11 @@ def _file_system(path: str) -> str:
 
 def _spread(
     files: Sequence[tuple[str, Sequence[Segment]]],
+    marks: Summing,
     size: int,
     way: Callable[[Sequence[Task]], Results],
     progress: Progress,
-) -> list[list[list[Sum]]]:
+) -> list[list[Done]]:
     """Write the files by tasks of about `size` bytes; return what each task of each file sums up.
 
     `way` carries tasks out and yields their numbers and sums, in any order.
@@ -144,8 +167,11 @@ def _spread(
     for path, segments in files:
         if _file_system(path) in PREALLOCATING:
             os.truncate(path, sum(map(length, segments)))  # it grows no more
-    tasks = [list(cut(path, segments, size)) for path, segments in files]
-    done: dict[int, list[Sum]] = {}
+    tasks = [
+        [part._replace(summed=marks.sources, keeps_sums=kept) for part in cut(path, segments, size)]
+        for (path, segments), kept in zip(files, marks.keeps_sums, strict=True)
+    ]
+    done: dict[int, Done] = {}
     for late in (False, True):
         chosen = [task for task in flatten(tasks) if task.is_late is late]
         with closing(way(chosen)) as results:
@@ -158,13 +184,15 @@ def _spread(
 def _by_forks(tasks: Sequence[Task]) -> Results:
     from ckptkit.compute import forks
 
-    return forks.results(lambda number: run(tasks[number]), len(tasks), _share())
+    results = forks.results(lambda number: run(tasks[number]), len(tasks), _share())
+    with closing(results):
+        yield from ((number, Done(*done)) for number, done in results)
 
 
 def _by_executor(executor: Executor, tasks: Sequence[Task]) -> Results:
     from concurrent.futures import BrokenExecutor, Future, as_completed, wait
 
-    futures: dict[Future[list[Sum]], int] = {}
+    futures: dict[Future[Done], int] = {}
     try:
         for number, task in enumerate(tasks):
             futures[executor.submit(run, task)] = number

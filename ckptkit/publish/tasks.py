@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
-from ckptkit.core.bytesource import Derived, Extent, runs
+from ckptkit.core.bytesource import Derived, Extent, Identity, runs
 from ckptkit.core.plan import SEEKABLE, Deferred, Segment, Summed, length
 
 if TYPE_CHECKING:
@@ -30,11 +30,17 @@ class Reread(NamedTuple):
 
 
 class Task(NamedTuple):
-    """Segments to be written one after another from byte `start` of the file `path`; picklable."""
+    """Segments to be written one after another from byte `start` of the file `path`; picklable.
+
+    The sources `summed` are summed up while they are read (None: no checksum is compared). With
+    `keeps_sums`, ranges need not be: the kernel may copy them.
+    """
 
     path: str
     start: int
     segments: tuple[Segment | Turned | Reread, ...]
+    summed: tuple[Identity, ...] | None = None
+    keeps_sums: bool = False
 
     @property
     def size(self) -> int:
@@ -45,6 +51,17 @@ class Task(NamedTuple):
     def is_late(self) -> bool:
         """True if it reads what other tasks write."""
         return isinstance(self.segments[0], Reread)
+
+
+class Summing(NamedTuple):
+    """What tasks sum up while they read, as in `Task`, and the runs that were.
+
+    `keeps_sums` has a flag for each file.
+    """
+
+    sources: tuple[Identity, ...] | None
+    keeps_sums: tuple[bool, ...]
+    runs: list[list[int]]
 
 
 def _written(segment: Segment | Turned | Reread) -> int:

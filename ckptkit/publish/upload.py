@@ -16,10 +16,12 @@ from threading import Event, Lock
 from typing import Any
 
 from ckptkit.core.bytesource import ByteSource
+from ckptkit.core.checksum import ReadSums, reading
 from ckptkit.core.errors import OutputError, OutputExistsError, UsageError
 from ckptkit.core.plan import OutputFile, Plan
 from ckptkit.core.text import plural
 from ckptkit.core.urls import shown
+from ckptkit.publish.checking import checks, compare, identities, raise_damage
 from ckptkit.publish.copying import Progress, checksums, in_order
 from ckptkit.publish.preflight import check_names
 from ckptkit.remote.files import RemoteFile, filesystem, is_local, is_web
@@ -33,14 +35,20 @@ _COPY = "write it to a local path, and copy it there"
 
 
 def upload(
-    plan: Plan, url: str, *, force: bool, progress: Callable[[int], None], dry_run: bool = False
+    plan: Plan,
+    url: str,
+    *,
+    force: bool,
+    check: bool,
+    progress: Callable[[int], None],
+    dry_run: bool = False,
 ) -> None:
     """Write the files of `plan` to `url`, or below it; in a dry run, only check that they may be.
 
-    `progress` is called with the number of bytes sent since the last call. Raises UsageError and
-    OutputExistsError before anything is sent; OutputError, InputChangedError and the errors of
-    reading the input with nothing changed at `url`, as far as the file system there keeps that
-    promise.
+    `progress` is called with the number of bytes sent since the last call; `check` is as for
+    `publish`. Raises UsageError and OutputExistsError before anything is sent; OutputError,
+    InputChangedError, DamageError and the errors of reading the input with nothing changed at
+    `url`, as far as the file system there keeps that promise.
     """
     name = shown(url)
     fs, path = filesystem(url)  # an instance for each thread, as a transaction needs
@@ -60,7 +68,7 @@ def upload(
             fs.rm_file(each)
         if plan.is_folder:
             _make_folders(plan, fs, path, replaced=bool(old))
-        _send(_Upload(fs, path, sources, progress), _in_order(plan.files))
+        _send(_Upload(fs, path, plan, check, progress), _in_order(plan.files))
     except Exception as error:
         raise not_written(error, url) from presentable(error, url)
 
@@ -130,13 +138,13 @@ def _send(new: _Upload, files: Sequence[OutputFile]) -> None:
 class _Upload:
     """Files on their way to one place, in a transaction that is open."""
 
-    def __init__(
-        self, fs: Any, path: str, sources: Sequence[ByteSource], progress: Progress
-    ) -> None:
+    def __init__(self, fs: Any, path: str, plan: Plan, check: bool, progress: Progress) -> None:
         self.fs = fs
         self._path = path
         self._streams: list[Any] = []
-        self._sources = sources
+        self._sources = plan.sources()
+        self._checks = checks(plan.files) if check else None
+        self._runs: list[list[int]] = []
         self._progress = progress
         self._telling = Lock()
         self._failed = Event()
@@ -181,12 +189,16 @@ class _Upload:
     def _check_sources(self) -> None:
         for source in self._sources:
             source.check_unchanged()
+        raise_damage(compare(self._checks or [], self._runs))
 
     def _send(
         self, file: OutputFile, stream: Any, check: Callable[[], None] = lambda: None
     ) -> None:
+        sums = None if self._checks is None else ReadSums(identities(self._checks))
         try:
-            self._write(file, stream)
+            with reading(sums):
+                self._write(file, stream)
+            self._runs += [] if sums is None else sums.runs
             check()
             if not self._failed.is_set():  # else another one raises its error
                 stream.close()

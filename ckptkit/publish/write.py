@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ckptkit.core import urls
-from ckptkit.core.bytesource import ByteSource, Folder, LocalFile
+from ckptkit.core.bytesource import ByteSource, Folder, LocalFile, Range
+from ckptkit.core.checksum import ReadSums, reading
 from ckptkit.core.errors import (
     CkptkitError,
     OutputError,
@@ -27,6 +28,7 @@ from ckptkit.core.errors import (
 )
 from ckptkit.core.paths import journal_path
 from ckptkit.core.plan import OutputFile, Plan
+from ckptkit.publish.checking import checks, compare, identities, raise_damage
 from ckptkit.publish.copying import in_order
 from ckptkit.publish.preflight import (
     NO_ROOM,
@@ -40,6 +42,7 @@ from ckptkit.publish.preflight import (
     free,
 )
 from ckptkit.publish.spreading import execute
+from ckptkit.publish.tasks import Summing
 from ckptkit.publish.temporaries import new_file, sweep, temporary_name
 
 if TYPE_CHECKING:
@@ -51,12 +54,16 @@ _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.E
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """The output at `path`: bytes and number of files; and possibly stale temporaries beside it."""
+    """The output at `path`: bytes and number of files; and possibly stale temporaries beside it.
+
+    `damaged` is known after `verify` alone.
+    """
 
     path: str
     nbytes: int
     files: int
     left: tuple[str, ...] = ()
+    damaged: tuple[Range, ...] = ()  # bytes that were copied together with a checksum they lack
 
 
 def publish(
@@ -68,6 +75,7 @@ def publish(
     durable: bool = False,
     verify: bool = False,
     allow_expand: bool = False,
+    check: bool = True,
     origin: ByteSource | Folder | None = None,
     executor: Executor | None = None,
     fork: bool = False,
@@ -79,7 +87,8 @@ def publish(
     ``force`` allows to replace a file, ``replace_source`` to replace one that the plan reads; a
     symbolic link is replaced, never followed. ``durable`` means that the output survives a power
     cut (always so where it replaces a file); ``verify`` that it is read back and compared;
-    ``allow_expand`` that it may be any size. ``origin`` is the source of the plan, which is not
+    ``allow_expand`` that it may be any size. ``check`` compares members that new bytes are made of
+    with the checksums that their source holds. ``origin`` is the source of the plan, which is not
     replaced either, even if the plan reads nothing of it. ``executor`` spreads the work over
     workers that see the same files; ``fork`` allows to fork this process where much is computed.
     A `destination` that is a URL is one ordered stream, which
@@ -88,12 +97,12 @@ def publish(
     before writing, with their errors, and writes nothing.
 
     Raises OutputExistsError, UsageError, LimitError before anything is written; OutputError,
-    InputChangedError, VerifyError and the errors of reading the input with the destination as it
-    was.
+    InputChangedError, VerifyError, DamageError and the errors of reading the input with the
+    destination as it was.
     """
     typed = os.fspath(destination)
     if urls.is_url(typed):
-        return _upload(plan, typed, force, verify, allow_expand, progress, dry_run)
+        return _upload(plan, typed, force, verify, allow_expand, check, progress, dry_run)
     check_typed(typed, plan.is_folder)
     path = typed.rstrip(os.sep)
     path = path if os.path.isabs(path) else os.path.join(os.getcwd(), path)
@@ -105,23 +114,26 @@ def publish(
         kept = _kept_mode(old := check_destination(plan, path, force or replace_source))
         check_size(plan, size, allow_expand)
         left, edit = [] if dry_run else sweep(path), _unfinished_edit(path)
-        check_space(path, size, plan)
+        check_space(path, size)
         if dry_run:
             return Published(path, size, len(plan.files))
         temporary = temporary_name(path)
         try:
             mode = _narrowed(_create(plan, temporary), read)
             report = progress or (lambda count, total: None)
-            _write(plan, temporary, executor, fork, lambda count: report(count, size), verify)
+            damaged = _write(
+                plan, temporary, executor, fork, lambda count: report(count, size), verify, check
+            )
             for source in sources:
                 source.check_unchanged()
             _keep_owner(temporary, old)
+            _keep_attributes(temporary, path if replace_source else None)
             os.chmod(temporary, mode if kept is None else kept)
             if durable or kept is not None:
                 _to_disk(plan, temporary)
             if replace_source:
                 check_still_there(path, read)
-            _rename(temporary, path, plan.is_folder, force or replace_source)
+            left += _rename(temporary, path, plan.is_folder, force or replace_source)
         except BaseException:
             _remove(temporary, plan)
             raise
@@ -129,7 +141,7 @@ def publish(
             _forget_edit(path, edit)
         if durable or kept is not None:
             _name_to_disk(path)
-    return Published(path, size, len(plan.files), tuple(left))
+    return Published(path, size, len(plan.files), tuple(left), damaged)
 
 
 def _upload(
@@ -138,6 +150,7 @@ def _upload(
     force: bool,
     verify: bool,
     allow_expand: bool,
+    check: bool,
     progress: Callable[[int, int], None] | None,
     dry_run: bool,
 ) -> Published:
@@ -153,7 +166,14 @@ def _upload(
             hint="leave out --verify; `diff --values` compares them afterwards",
         )
     report = progress or (lambda count, total: None)
-    upload(plan, url, force=force, progress=lambda count: report(count, size), dry_run=dry_run)
+    upload(
+        plan,
+        url,
+        force=force,
+        check=check,
+        progress=lambda count: report(count, size),
+        dry_run=dry_run,
+    )
     return Published(urls.shown(url), size, len(plan.files))
 
 
@@ -194,6 +214,17 @@ def _keep_owner(temporary: str, old: os.stat_result | None) -> None:
             return
 
 
+def _keep_attributes(temporary: str, path: str | None) -> None:
+    """Give a file the user's extended attributes of its source at `path`, which it replaces."""
+    if path is None or not hasattr(os, "listxattr"):
+        return
+    with suppress(OSError):
+        for name in os.listxattr(path, follow_symlinks=False):
+            if name.startswith("user."):
+                with suppress(OSError):
+                    os.setxattr(temporary, name, os.getxattr(path, name, follow_symlinks=False))
+
+
 def _narrowed(mode: int, sources: Iterable[ByteSource]) -> int:
     """Return `mode` without access for group or others where they cannot read a local input."""
     for source in sources:
@@ -232,22 +263,34 @@ def _write(
     fork: bool,
     progress: Callable[[int], None],
     verify: bool,
-) -> None:
+    check: bool,
+) -> tuple[Range, ...]:
+    """Write the files of a plan.
+
+    Return what was found to be damaged of what is copied together with its checksum.
+    """
     places = _places(plan, temporary)
     for folder in _folders(plan, temporary):
         os.mkdir(folder)
     for place in places if plan.is_folder else ():
         os.close(new_file(place))
     files = [(p, file.segments) for p, file in zip(places, plan.files, strict=True)]
-    found = execute(files, executor, progress, fork=fork)
-    for place, file, sums in zip(places, plan.files, found, strict=True):
+    checked = checks(plan.files) if check else []
+    summing = Summing(identities(checked), tuple(file.keeps_sums for file in plan.files), [])
+    found = execute(files, executor, progress, fork=fork, summing=summing if check else None)
+    raise_damage(compare(checked, summing.runs))
+    kept = checks(plan.files, kept=True) if check and verify else []
+    sums = ReadSums(identities(kept))
+    for place, file, known in zip(places, plan.files, found, strict=True):
         written = os.lstat(place).st_size
         if written != file.size:
             raise OutputError(
                 f"{written:,} bytes were written instead of {file.size:,}", where=file.name or None
             )
         if verify:
-            _compare(place, file, sums)
+            with reading(sums if kept else None):
+                _compare(place, file, known)
+    return tuple(each.range for each, _ in compare(kept, sums.runs))
 
 
 def _compare(place: str, file: OutputFile, sums: dict[int, int]) -> None:
@@ -322,8 +365,8 @@ def _forget_edit(path: str, journal: os.stat_result | None) -> None:
             os.unlink(journal_path(path))
 
 
-def _rename(temporary: str, path: str, folder: bool, force: bool) -> None:
-    """Rename the temporary into place.
+def _rename(temporary: str, path: str, folder: bool, force: bool) -> list[str]:
+    """Rename the temporary into place; return its name if that stays as well.
 
     Without `force`, fail if the destination appeared in the meantime.
     """
@@ -333,14 +376,15 @@ def _rename(temporary: str, path: str, folder: bool, force: bool) -> None:
         elif force:
             os.replace(temporary, path)
         else:
-            _link(temporary, path)
+            return _link(temporary, path)
     except OSError as error:
         if error.errno in (errno.EEXIST, errno.ENOTEMPTY):
             raise OutputExistsError("appeared in the meantime", where=path) from error
         raise
+    return []
 
 
-def _link(temporary: str, path: str) -> None:
+def _link(temporary: str, path: str) -> list[str]:
     try:
         os.link(temporary, path)
     except OSError as error:
@@ -350,7 +394,11 @@ def _link(temporary: str, path: str) -> None:
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST)) from error
         os.rename(temporary, path)
     else:
-        os.unlink(temporary)
+        try:
+            os.unlink(temporary)
+        except OSError:  # the output is in place
+            return [os.path.basename(temporary)]
+    return []
 
 
 def _remove(temporary: str, plan: Plan) -> None:

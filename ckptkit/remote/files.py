@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
-from ckptkit.core.bytesource import ByteSource, Folder, Identity, LocalFile
+from ckptkit.core.bytesource import READING, ByteSource, Folder, Identity, LocalFile
 from ckptkit.core.errors import InputChangedError, PathError
 from ckptkit.core.paths import plain_name
 from ckptkit.core.urls import in_folder, shown, split, without_query
@@ -65,7 +65,10 @@ class RemoteFile(ByteSource):
         while at < stop:
             pieces.append(self._kept(at, stop) or self._fetched(at, stop))
             at += len(pieces[-1])
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        if READING.sums is not None:
+            READING.sums.add(self.identity, offset, data)
+        return data
 
     def will_read(self, ranges: Sequence[tuple[int, int]]) -> None:
         runs: list[tuple[int, int]] = []

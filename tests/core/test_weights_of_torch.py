@@ -189,7 +189,8 @@ class WithExtra(nn.Module):
 
 def unread(value: Any, folder: Path) -> tuple[str, ...]:
     checkpoint = opened(value, folder)
-    module = checkpoint.required.module
+    assert checkpoint.selection is not None
+    module = checkpoint.selection.module
     assert module is not None
     assert set(module.unread) <= set(summarize(checkpoint).warnings)
     return module.unread

@@ -27,7 +27,7 @@ from ckptkit.core.plan import BLOCK, Deferred, Segment, Summed, length
 from ckptkit.publish import copying, spreading
 from ckptkit.publish.copying import ReadAhead, run
 from ckptkit.publish.spreading import execute
-from ckptkit.publish.tasks import Task, cut
+from ckptkit.publish.tasks import Summing, Task, cut
 
 
 @pytest.fixture(autouse=True)
@@ -276,7 +276,7 @@ def test_tasks_are_independent(size: int, source: LocalFile, tmp_path: Path) -> 
     assert sum(task.size for task in tasks) == len(want)
     sums = {}
     for task in reversed(tasks):
-        sums[task.start] = run(pickle.loads(pickle.dumps(task)))
+        sums[task.start] = run(pickle.loads(pickle.dumps(task))).sums
     known = copying.combined(each for start in sorted(sums) for each in sums[start])
     spreading._fill(str(path), segments, known)
     assert path.read_bytes() == want
@@ -351,7 +351,8 @@ def test_no_room_is_set_aside_for_a_file_that_grows(
         yield from ((number, run(task)) for number, task in enumerate(tasks))
 
     segments = [b"head", Range(source, 5, 2_999_996)]
-    spreading._spread([(str(path), segments)], 1_000_000, noted, lambda count: None)
+    marks = Summing(None, (False,), [])
+    spreading._spread([(str(path), segments)], marks, 1_000_000, noted, lambda count: None)
     assert sizes[0] == size  # before anything is written
     assert path.read_bytes() == b"head" + NOISE[5:3_000_001]
 

@@ -19,10 +19,9 @@ from ckptkit.publish import copying
 STATE = {f"module.layers.{i}.weight": torch.randn(300, 301) + i for i in range(4)}
 
 
-@pytest.fixture(params=["xfs", "btrfs"])
-def shared(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+@pytest.fixture
+def shared(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Bytes of each call that the kernel can carry out by sharing whole blocks."""
-    monkeypatch.setattr(LocalFile, "file_system", request.param)
     found: list[int] = []
     copy = copying._copy_file_range
 
@@ -72,6 +71,7 @@ def test_shared_bytes_need_no_space(
     shared: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What cannot be shared does: the tensors of a .pth begin elsewhere in safetensors."""
+    monkeypatch.setattr(LocalFile, "file_system", "xfs")
     torch.save(STATE, tmp_path / "in.pth")
     monkeypatch.setattr("ckptkit.publish.preflight.free", lambda path: 100_000)
     ck = ckptkit.open(tmp_path / "in.pth")
@@ -79,3 +79,21 @@ def test_shared_bytes_need_no_space(
     assert sum(shared) > 1_000_000
     with pytest.raises(OutputError, match=r"needs 1,4[\d,]+ bytes, 100,000 are free"):
         ckptkit.save(ck, tmp_path / "out.safetensors")
+
+
+@pytest.mark.parametrize("suffix", [".pth", ".safetensors", ".npz"])
+@pytest.mark.parametrize("kind", [".pth", ".safetensors"])
+def test_the_same_bytes_from_every_file_system_and_from_none(
+    kind: str, suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.save(STATE, tmp_path / "in.pth")
+    save_file(STATE, tmp_path / "in.safetensors")
+    source = tmp_path / f"in{kind}"
+    made = []
+    for number, system in enumerate(("xfs", "tmpfs", "")):
+        monkeypatch.setattr(LocalFile, "file_system", system)
+        for given in (source, source.read_bytes()):
+            out = tmp_path / f"{number}{suffix}"
+            ckptkit.convert(given, out, force=True)
+            made.append(out.read_bytes())
+    assert len(set(made)) == 1

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from ckptkit.core.errors import (
     UsageError,
     VerifyError,
 )
+from ckptkit.core.limits import LIMITS
 from ckptkit.core.plan import Deferred, OutputFile, Plan, Segment, Summed
 from ckptkit.publish import preflight
 from ckptkit.publish import write as publishing
@@ -222,6 +224,23 @@ def test_FS_04_a_link_is_replaced_and_never_followed(
     assert (folder / "out.pt").read_bytes() == COPY
     assert (folder / "there").read_bytes() == OLD
     assert not (folder / "missing").exists()
+
+
+@pytest.mark.parametrize(
+    "target", ["/dev/null", "fifo", "link", "/proc/self/fd/1", "/proc/self/fd/{file}"]
+)
+def test_DS_15_a_link_to_a_device_a_pipe_or_a_descriptor_is_not_replaced(
+    target: str, source: LocalFile, folder: Path
+) -> None:
+    """`/dev/stdout` is a link like that, to a file or to a pipe."""
+    os.mkfifo(folder / "fifo")
+    (folder / "link").symlink_to("/dev/null")
+    with open(__file__) as file:
+        (folder / "out.pt").symlink_to(target.format(file=file.fileno()))
+        with pytest.raises(UsageError, match="is a link to"):
+            publish(copy_plan(source), folder / "out.pt", force=True)
+    assert (folder / "out.pt").is_symlink()
+    assert sorted(os.listdir(folder)) == ["fifo", "link", "out.pt"]
 
 
 @pytest.mark.parametrize("force", [False, True])
@@ -629,6 +648,34 @@ def test_DS_20_many_writers_of_one_file(force: bool, source: LocalFile, folder: 
     assert found == found[:1] * 1000 + DATA
 
 
+def test_a_file_that_is_rewritten_keeps_the_attributes_of_its_user(
+    source: LocalFile, folder: Path
+) -> None:
+    path = folder / "in.pt"
+    path.write_bytes(OLD)
+    try:
+        os.setxattr(path, "user.note", b"mine")
+    except OSError:
+        pytest.skip("no extended attributes here")
+    own = LocalFile(path)
+    publish(file_plan(Range(own, 0, 3)), path, replace_source=True)
+    assert path.read_bytes() == OLD[:3] and os.getxattr(path, "user.note") == b"mine"
+    publish(copy_plan(source), path, force=True)
+    assert os.listxattr(path) == []
+
+
+def test_a_temporary_that_cannot_be_removed_is_named(
+    source: LocalFile, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The output is in place by then."""
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "unlink", failing("unlink", errno.EIO))
+        done = publish(copy_plan(source), folder / "out.pt")
+    assert (folder / "out.pt").read_bytes() == COPY
+    assert [*done.left, "out.pt"] == sorted(os.listdir(folder))
+    (folder / done.left[0]).unlink()
+
+
 # how much
 
 
@@ -640,6 +687,16 @@ def test_TM_03_an_expand_bomb_writes_nothing(folder: Path, monkeypatch: pytest.M
     assert "--allow-expand" in (caught.value.hint or "")
     with pytest.raises(OutputError, match=r"needs 4,398,046,511,104 bytes"):
         publish(file_plan(bomb), folder / "out.pt", allow_expand=True)
+
+
+def test_headers_are_no_expansion(
+    source: LocalFile, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A .pth has some hundred bytes for each tensor, however few the elements are."""
+    monkeypatch.setattr(preflight, "LIMITS", replace(LIMITS, expansion_free=1000))
+    headers = [part for _ in range(50) for part in (bytes(100), Range(source, 0, 2))]
+    publish(file_plan(*headers), folder / "out.pt")
+    assert (folder / "out.pt").stat().st_size == 5100
 
 
 def test_TM_04_bytes_that_are_read_twice_count_once(

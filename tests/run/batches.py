@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,7 +22,7 @@ from tests.conftest import ENVIRONMENT
 
 def make(folder: Path, count: int) -> list[Path]:
     """`count` checkpoints that differ, in folders of ten; torch makes one, the number is put into
-    its bytes."""
+    its bytes, and their checksum."""
     import torch  # not at once: workers import this file
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -31,14 +32,19 @@ def make(folder: Path, count: int) -> list[Path]:
     )
     data = (folder / "first.pth").read_bytes()
     (folder / "first.pth").unlink()
-    at = data.index(torch.full((4,), -1.0).numpy().tobytes())
+    elements = torch.full((4,), -1.0).numpy().tobytes()
     paths = [folder / f"{number // 10:04}" / f"{number}.pth" for number in range(count)]
     for number, path in enumerate(paths):
         path.parent.mkdir(exist_ok=True)
+        changed = torch.tensor([float(number), -1, -1, -1]).numpy().tobytes()
         path.write_bytes(
-            data[:at] + torch.tensor([float(number)]).numpy().tobytes() + data[at + 4 :]
+            data.replace(elements, changed).replace(checksum(elements), checksum(changed))
         )
     return paths
+
+
+def checksum(data: bytes) -> bytes:
+    return zlib.crc32(data).to_bytes(4, "little")
 
 
 def without_sum(path: Path) -> dict[str, list[float]]:

@@ -29,7 +29,7 @@ from tests.conftest import COMMAND, Run
 from tests.safety.injection import ALIKE, held, leftovers, needs_strace, snapshot
 from tests.safety.works import OLD, WORKS, make_source, outcomes
 
-CHANGED = 3
+CHANGED = 3  # the input is refused
 
 
 # what is read changes

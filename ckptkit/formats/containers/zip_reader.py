@@ -17,12 +17,13 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Mapping
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ckptkit.core.bytesource import ByteSource, Derived, Extent, Range, Record
+from ckptkit.core.bytesource import ByteSource, Derived, Extent, Member, Range, Record
 from ckptkit.core.errors import (
     AmbiguousError,
     CkptkitError,
@@ -32,7 +33,7 @@ from ckptkit.core.errors import (
     UnsupportedError,
 )
 from ckptkit.core.limits import check, check_inflated
-from ckptkit.core.text import shown
+from ckptkit.core.text import mismatch, shown
 from ckptkit.formats.containers.zip_entries import (
     DEFLATED,
     MAGIC,
@@ -97,7 +98,7 @@ class ZipEntry(NamedTuple):
     data: int  # offset of the bytes, -1 until the local header is read
 
 
-Member = StoredMember | ZipEntry
+Entry = StoredMember | ZipEntry
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +106,7 @@ class ZipDirectory:
     """The members of a zip file, in the order of its directory, and where their bytes are."""
 
     source: ByteSource
-    entries: Mapping[str, Member] = field(repr=False)
+    entries: Mapping[str, Entry] = field(repr=False)
     start: int  # offset of the directory, the end of the members
     headers: LocalHeaders | None = field(repr=False, default=None)  # of a remote file
     inflated: list[int] = field(repr=False, default_factory=lambda: [0])  # bytes, in all, when read
@@ -147,7 +148,7 @@ class ZipDirectory:
         if entry.method != DEFLATED:
             return stored
         check("inflate_ratio", entry.size // max(1, entry.stored), f"compression of {shown(name)}")
-        return Derived("inflate", (stored,), (), entry.size)
+        return Derived("inflate", (stored,), (name, self.crc(name)), entry.size)
 
     def read(self, name: str) -> bytes:
         """Return all bytes of a member.
@@ -174,10 +175,10 @@ class ZipDirectory:
             total = crc32(self.source.read(at, min(piece, start + entry.stored - at)), total)
         self._compare(name, total)
 
-    def _data(self, name: str, entry: Member) -> int:
+    def _data(self, name: str, entry: Entry) -> int:
         return entry.data if self.headers is None else self.headers.place(name)
 
-    def _inflate(self, name: str, entry: Member) -> bytes:
+    def _inflate(self, name: str, entry: Entry) -> bytes:
         machine = zlib.decompressobj(-zlib.MAX_WBITS)
         try:
             data = machine.decompress(
@@ -198,7 +199,7 @@ class ZipDirectory:
         expected = self.crc(name)
         if expected is not None and crc != expected:
             raise CorruptError(
-                f"record {shown(name)} is damaged: its CRC-32 is {crc:08x}, not {expected:08x}",
+                mismatch(f"record {shown(name)}", crc, expected),
                 where=self.source.name,
                 hint=_AGAIN,
             )
@@ -267,6 +268,7 @@ def read_directory(source: ByteSource) -> ZipDirectory:
     except CkptkitError as error:
         error.at(source.name)
         raise
+    source.members = stored_members
     # Put together here without a call for each.
     entries = {
         text: _tuple(ZipEntry, (*row, place))
@@ -277,9 +279,29 @@ def read_directory(source: ByteSource) -> ZipDirectory:
     return ZipDirectory(source, entries, start)
 
 
+def stored_members(source: ByteSource) -> Iterator[Member]:
+    """Yield the stored members of a zip file that have a CRC-32.
+
+    The directory is read again: to keep it would keep its source open. Arrays, of whose members
+    only the end is elements, are located.
+    """
+    start, size, count = _find_end(source)
+    names, rows = read_rows(source.read(start, size), count, start)
+    stops = [*sorted(row[0] for row in rows), start]
+    for name, row in zip(names, rows, strict=True):
+        offset, _, length, crc, method, _ = row
+        if crc and method != DEFLATED:
+            stop = stops[bisect_right(stops, offset)]
+            if name.endswith(b".npy"):
+                offset = find_data(source.read, name, row)
+                stop = offset + length
+            yield _tuple(Member, (name.decode(), offset, stop, length, crc))
+
+
 def _unlocated(source: ByteSource, rows: dict[str, Row], start: int) -> ZipDirectory:
     """Return the directory of a remote file, whose local headers are read when they are needed."""
     entries = {name: _tuple(ZipEntry, (*row, -1)) for name, row in rows.items()}
+    source.members = stored_members
     return ZipDirectory(source, entries, start, LocalHeaders(source, entries))
 
 

@@ -7,7 +7,8 @@ Layout (see zip_reader; every torch since 1.6 loads and maps all of it):
     name
     zip64 field      0x0001: size, stored size, for members of 4 GiB and more
     ``FB`` field     as many Z as bring the data to the next multiple of 64; where the data are long
-                     and copied from a file, to the same place in a block as there
+                     and copied with their checksum, to the same place in a block as in the
+                     input, so that files can share them
     data
     directory        zip64 fields for values that do not fit 32 bits: size, stored size, offset
     ends             zip64 end record and locator, always, as torch writes them; end record with
@@ -22,7 +23,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from ckptkit.core.bytesource import Extent
-from ckptkit.core.plan import BLOCK, Deferred, Segment, Summed, place_in_block
+from ckptkit.core.plan import Deferred, Segment, Summed
 
 ALIGNMENT = 64  # bytes
 
@@ -86,12 +87,10 @@ class _Headers:
     def __init__(self) -> None:
         self._models: dict[tuple[int, int, int], tuple[bytes, ...]] = {}
 
-    def of(
-        self, name: bytes, offset: int, size: int, crc: int, place: int | None
-    ) -> tuple[bytes, bytes]:
+    def of(self, name: bytes, offset: int, size: int, crc: int) -> tuple[bytes, bytes]:
         """Return the local header and the entry of a member; see `_local_header`."""
-        if place is not None or size >= _U32 or offset >= _U32:
-            header = _local_header(name, offset, size, crc, place)
+        if size >= _U32 or offset >= _U32:
+            header = _local_header(name, offset, size, crc)
             return header, _central_entry(name, offset, size, crc)
         key = len(name), size, offset % ALIGNMENT
         model = self._models.get(key)
@@ -127,7 +126,7 @@ def lay_out(members: Iterable[ZipMember]) -> list[Segment]:
         if crc is None:
             text.holes.append((len(text.data) + _LOCAL_CRC, count))
             directory.holes.append((len(directory.data) + _CENTRAL_CRC, count))
-        header, entry = headers.of(name.encode(), offset, size, crc or 0, _place_of(content))
+        header, entry = headers.of(name.encode(), offset, size, crc or 0)
         directory.data += entry
         if isinstance(content, bytes) and size <= _JOINED:
             text.data += header + content
@@ -152,23 +151,13 @@ def record(name: str, content: bytes, offset: int) -> tuple[bytes, bytes]:
     return header + content, _central_entry(raw, offset, len(content), crc)
 
 
-def _place_of(content: bytes | Extent) -> int | None:
-    """Return where in a block the data should begin, None where that makes no difference."""
-    place = None if isinstance(content, bytes) else place_in_block(content)
-    return None if place is None or place % ALIGNMENT else place
-
-
-def _local_header(name: bytes, offset: int, size: int, crc: int, place: int | None = None) -> bytes:
-    """Return the header at `offset` with its fields, padded so that the data is aligned.
-
-    `place` is where in a block of a file system the data should begin.
-    """
+def _local_header(name: bytes, offset: int, size: int, crc: int) -> bytes:
+    """Return the header at `offset` with its fields, padded so that the data is aligned."""
     version, wide, short = 20, b"", size
     if size >= _U32:
         version, wide, short = 45, struct.pack("<2H2Q", 1, 16, size, size), _U32
     start = offset + 34 + len(name) + len(wide)
-    pad = -start % ALIGNMENT if place is None else (place - start) % BLOCK
-    extra = wide + (_PADDING[pad] if pad < ALIGNMENT else _padding(pad))
+    extra = wide + _PADDING[-start % ALIGNMENT]
     n, x = len(name), len(extra)
     return (
         _LOCAL(b"PK\x03\x04", version, _UTF8_FLAG, 0, 0, _DATE, crc, short, short, n, x)

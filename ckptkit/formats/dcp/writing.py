@@ -55,7 +55,7 @@ def layout(checkpoint: Checkpoint, options: WriteOptions) -> Plan:
     for name, tensor in tensors.items():
         data.add_tensor(name, tensor)
     metadata = write_pickle(_metadata(flat, tensors, data.places), lambda typed: ()).data
-    files = OutputFile(NAME, (metadata,)), OutputFile(DATA, tuple(data.segments))
+    files = OutputFile(NAME, (metadata,)), OutputFile(DATA, tuple(data.segments), keeps_sums=True)
     return Plan(files, (*notes, *dict.fromkeys(data.notes), *_lost(checkpoint, flat)), len(tensors))
 
 

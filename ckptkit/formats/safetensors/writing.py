@@ -15,7 +15,7 @@ from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import TensorError, UnsafeGlobalError
 from ckptkit.core.grouping import owners, without
 from ckptkit.core.limits import LIMITS, check
-from ckptkit.core.plan import BLOCK, OutputFile, Plan, place_in_block
+from ckptkit.core.plan import OutputFile, Plan
 from ckptkit.core.tensor import Tensor
 from ckptkit.core.text import shown, some
 from ckptkit.formats.common.dropped import leftovers, refuse_objects, refuse_pieces, shared_bytes
@@ -50,7 +50,8 @@ def layout(checkpoint: Checkpoint, options: WriteOptions) -> Plan:
     """
     tensors, metadata, notes = contents(checkpoint, options)
     whole = len(tensors) if options.everything or checkpoint.origin is WHOLE else None
-    return Plan((file_of(tensors, metadata),), tuple(notes), whole)
+    file = file_of(tensors, metadata)
+    return Plan((file,), tuple(notes), whole)
 
 
 class Contents(NamedTuple):
@@ -128,22 +129,8 @@ def file_of(tensors: Mapping[str, Tensor], metadata: Mapping[str, str | None]) -
     extents = _joined(
         compute.contiguous(tensors[name]).locate() for name in order if tensors[name].nbytes
     )
-    header = _header_bytes(tensors, order, metadata, _place_of_buffer(extents))
+    header = _header_bytes(tensors, order, metadata)
     return OutputFile("", (header, *extents))
-
-
-def _place_of_buffer(extents: Iterable[Extent]) -> int | None:
-    """Return where in a block the buffer should begin, None where that makes no difference.
-
-    The first long range of a file decides: what follows it there mostly follows it here.
-    """
-    at = 0
-    for extent in extents:
-        place = place_in_block(extent)
-        if place is not None:
-            return None if (place - at) % 8 else (place - at) % BLOCK
-        at += extent.length
-    return None
 
 
 def _check_holdable(checkpoint: Checkpoint, tensors: Mapping[str, Tensor]) -> None:
@@ -204,19 +191,15 @@ def _header_bytes(
     tensors: Mapping[str, Tensor],
     order: Iterable[str],
     metadata: Mapping[str, str | None],
-    place: int | None,
 ) -> bytes:
-    """Return length and header, padded so that the buffer begins at a multiple of 8.
-
-    `place` is where in a block of a file system it should begin.
-    """
+    """Return length and header, padded so that the buffer begins at a multiple of 8."""
     offsets: dict[str, int] = {}
     end = 0
     for name in order:
         offsets[name] = end
         end += tensors[name].nbytes
     text = header_text(tensors, offsets, metadata)
-    text += b" " * (-len(text) % 8 if place is None else (place - 8 - len(text)) % BLOCK)
+    text += b" " * (-len(text) % 8)
     check("safetensors_header_bytes", len(text), "bytes of the header")
     return len(text).to_bytes(8, "little") + text
 

@@ -45,7 +45,9 @@ def layout(checkpoint: Checkpoint, options: WriteOptions) -> Plan:
     if (record := extra_records.write(checkpoint.extras)) is not None:
         last.append(ZipMember(f"{TOP}/{extra_records.NAME}", record))
     segments = lay_out(chain(first, numbering.members(big_endian), last))
-    return Plan((OutputFile("", tuple(segments)),), pickled.notes, numbering.tensors)
+    return Plan(
+        (OutputFile("", tuple(segments), keeps_sums=True),), pickled.notes, numbering.tensors
+    )
 
 
 class Numbering:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckptkit import compute
-from ckptkit.analysis.advice import argument, of_folder
+from ckptkit.analysis.advice import of_folder
 from ckptkit.analysis.shares import Branch, Share, grown, joined, shares
 from ckptkit.analysis.slices import Picks, parse, plane, select
 from ckptkit.analysis.summary import Summary, summarize
@@ -15,7 +15,7 @@ from ckptkit.analysis.view_model import tensors
 from ckptkit.analysis.view_model.contents import Listing, listings
 from ckptkit.compute import Tally
 from ckptkit.core.checkpoint import Checkpoint
-from ckptkit.core.text import shell_command
+from ckptkit.core.text import argument, shell_command
 from ckptkit.quantized import look_through
 
 ROWS = 16  # of a grid
