@@ -54,7 +54,9 @@ def key_optimizer(ck: Source, by: str) -> Checkpoint:
     keys = _WAYS[by](ck, found)
     if all(old == new and type(old) is type(new) for old, new in keys.items()):
         return ck.with_root(ck.root, warnings=[NoEffect(f"{found.path} is keyed by {by} already")])
-    groups = [_group(each, keys) for each in found.groups]
+    groups = [
+        {**each, "params": [keys[key] for key in _list(each, "params")]} for each in found.groups
+    ]
     state = {keys.get(old, old): value for old, value in found.state.items()}
     attributes = found.state.state if isinstance(found.state, OrderedMapping) else None
     swap: dict[int, Node] = {
@@ -63,11 +65,6 @@ def key_optimizer(ck: Source, by: str) -> Checkpoint:
     }
     note = f"{plural(len(keys), 'parameter')} of {found.path} are keyed by {by}"
     return ck.with_root(rebuild(ck.root, swap=swap), notes=[note])
-
-
-def _group(group: dict[Node, Node], keys: Mapping[Node, Node]) -> dict[Node, Node]:
-    kept = {word: value for word, value in group.items() if word != "param_names"}
-    return {**kept, "params": [keys[each] for each in _list(group, "params")]}
 
 
 def _only(ck: Checkpoint) -> _Optimizer:
