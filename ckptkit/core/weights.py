@@ -137,6 +137,19 @@ def locate(root: Node, key: str | None = None) -> Weights | None:
     return None
 
 
+def state_dicts(root: Node) -> Iterator[tuple[Node, dict[str, Node]]]:
+    """Yield every mapping of tensors alone, or pickled module, with its tensors by name.
+
+    Of those inside one another only the outermost, and optimizers not.
+    """
+    nodes = _read(root, _is_pure)
+    if nodes is not None:
+        yield root, nodes
+        return
+    for _, node, nodes in _without_graphs(_search(root, _is_pure)):
+        yield node, nodes
+
+
 def _itself(root: Node, found: Sequence[Found]) -> Iterator[Found]:
     """Yield the root, if it may be meant as well as the entries that were found in it."""
     nodes = _read_most(root) if found else None

@@ -369,8 +369,9 @@ def select(
 ) -> Checkpoint:
     """Keep only the weights whose names match a glob of `keep` (or all) and no glob of `drop`.
 
-    ``*`` matches dots too. What is not a weight stays. Raises UsageError for a glob that matches
-    nothing.
+    ``*`` matches dots too. What is not a weight stays, but optimizers lose the parameters that were
+    dropped; one whose parameters cannot be told is dropped, with a warning. Raises UsageError for a
+    glob that matches nothing.
     """
     ck = opened(ck)
     keep, drop = arguments.texts("keep", keep), arguments.texts("drop", drop)
@@ -395,7 +396,17 @@ def select(
         f"left out {plural(gone, 'key')}{target.place}, kept {len(kept):,}",
         *_as_plain(target),
     ]
-    return _replaced(ck, {id(target.node): new}, notes, groups.torn(found, kept))
+    from ckptkit.transforms import optimizer_cuts  # not of each command that gives names
+
+    cut = optimizer_cuts.cut(ck, kept)
+    warnings = [*groups.torn(found, kept), *cut.warnings]
+    done = _replaced(ck, {id(target.node): new, **cut.swap}, [*notes, *cut.notes], warnings)
+    if cut.dropped:
+        from ckptkit.transforms.structure import drop as drop_entry  # with more imports
+
+        for path in cut.dropped:
+            done = drop_entry(done, path)
+    return done
 
 
 def _matching(target: Target, globs: Sequence[str], weights: Quantization) -> set[str]:
