@@ -242,15 +242,26 @@ def _write_copy(
     if destination is None:
         raise UsageError("there is no destination", hint="in_place=True changes the source")
     path = arguments.path("destination", destination)
-    folder = _folder_read(source, checkpoint)
+    folder = checkpoint.source if isinstance(checkpoint.source, Folder) else checkpoint.folder
+    if folder is not None:
+        from ckptkit.formats.common.training_state import beside  # few inputs are folders
+
+        checkpoint = beside(checkpoint, folder, take=request.options.everything)
     chosen = _format(path, _kept_format(checkpoint, folder, request.keep_format), request)
     dtype = _dtype_of(checkpoint) if folder is not None and steps else None
     checkpoint = _changed(checkpoint, steps)
     copied: tuple[str, ...] = ()
+    others = Plan(())
+    if checkpoint.beside is not None and chosen.shards:
+        from ckptkit.formats.common.training_state import as_files
+
+        request = replace(request, options=replace(request.options, everything=False))
+        checkpoint, others = as_files(checkpoint, request.options)
     if folder is not None and chosen.is_folder and request.options.sidecars:
         checkpoint, copied = _with_sidecars(checkpoint, folder)
         checkpoint = _with_dtype(checkpoint, dtype)
-    return replace(_publish(checkpoint, chosen, path, request), copied=copied)
+    copied = (*copied, *(file.name for file in others.files))
+    return replace(_publish(checkpoint, chosen, path, request, others=others), copied=copied)
 
 
 def _format(path: str, keep: str | None, request: _Request) -> Format:
@@ -266,17 +277,6 @@ def _kept_format(checkpoint: Checkpoint, folder: Folder | None, keep_format: boo
     own = checkpoint.format
     keep = own if keep_format or formats.is_folder(own) else None
     return keep if folder is None else formats.in_folder(own) or keep
-
-
-def _folder_read(source: Source, checkpoint: Checkpoint) -> Folder | None:
-    """Return the folder that the checkpoint was read from, None if a file was named."""
-    found = checkpoint.source
-    if isinstance(found, Folder):
-        return found
-    if found is None or not isinstance(source, (str, os.PathLike)) or not os.path.isdir(source):
-        return None
-    place = found.folder_and_name()
-    return None if place is None else place[0]
 
 
 def _with_sidecars(checkpoint: Checkpoint, folder: Folder) -> tuple[Checkpoint, tuple[str, ...]]:
@@ -412,11 +412,15 @@ def _publish(
     request: _Request,
     *,
     replace_source: bool = False,
+    others: Plan | None = None,
 ) -> Conversion:
     plan = formats.layout(checkpoint, format, request.options)
     if plan.is_folder:
-        others = (OutputFile(name, (data,)) for name, data in checkpoint.companions)
-        plan = replace(plan, files=(*plan.files, *others))
+        files = tuple(OutputFile(name, (data,)) for name, data in checkpoint.companions)
+        plan = replace(plan, files=(*plan.files, *files))
+    if others is not None:
+        files, notes = (*plan.files, *others.files), (*plan.notes, *others.notes)
+        plan = replace(plan, files=files, notes=notes)
     published = None
     if not request.dry_run:
         from ckptkit.publish.write import publish  # not needed for reading

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from itertools import islice
 
@@ -38,6 +39,24 @@ def _escaped(char: str) -> str:
     if code < 0x100:
         return f"\\x{code:02x}"
     return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+
+
+_typed: list[bool] = []  # not empty while a command of the command line runs
+
+
+def typed(option: str, argument: str) -> str:
+    """Return how the caller asks for something: as an `option`, or as an `argument` in Python."""
+    return option if _typed else argument
+
+
+@contextmanager
+def on_command_line() -> Iterator[None]:
+    """Name options, not arguments, in what is said meanwhile."""
+    _typed.append(True)
+    try:
+        yield
+    finally:
+        _typed.pop()
 
 
 def shell_command(words: Iterable[str]) -> str:

@@ -74,11 +74,20 @@ def read(place: ByteSource | Folder, asked: Asked | None = None) -> Checkpoint:
     """The checkpoint in a file or folder: headers only. Every error says which file."""
     probe = Probe(place, asked)
     try:
-        return identify(probe).read(probe)
+        return _with_folder(identify(probe).read(probe), probe)
     except CkptkitError as error:
         if isinstance(error, (TruncatedError, CorruptError)) and (command := recoverable(probe)):
             error.hint = "; ".join(filter(None, (error.hint, _SAVES[command])))
         raise error.at(place.name) from error.__cause__
+
+
+def _with_folder(checkpoint: Checkpoint, probe: Probe) -> Checkpoint:
+    """Return the checkpoint with the folder that was named, if it was read from a file in it."""
+    source = checkpoint.source
+    if not probe.is_folder or not isinstance(source, ByteSource) or checkpoint.folder is not None:
+        return checkpoint
+    place = source.folder_and_name()
+    return checkpoint if place is None else replace(checkpoint, folder=place[0])
 
 
 def check(probe: Probe) -> Iterator[CheckedPart | Finding]:

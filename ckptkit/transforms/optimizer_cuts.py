@@ -88,7 +88,7 @@ def _of_the_weights(ck: Checkpoint, optimizer: Optimizer) -> Names | None:
     doubts: list[UsageError] = []
     for node, nodes in ((weights.node, weights.nodes), *state_dicts(ck.root)):
         try:
-            names = names_of(optimizer, nodes)
+            names = names_of(optimizer, nodes, unordered=ck.unordered)
             if unknown := [name for name in names.values() if name not in nodes]:
                 raise UsageError(f"there is no weight {unknown[0]!r}")
             fitting[id(node)] = names
@@ -163,7 +163,7 @@ def _drop(made: Cut, ck: Checkpoint, path: Path, why: str) -> None:
     if not entry or weights[: len(entry)] == entry:
         source = shell_word(ck.name) if ck.name else "SRC"
         raise UsageError(
-            f"{join(path)} cannot follow the selected weights ({why}), and is in no entry of its own",
+            f"{join(path)} cannot follow the selected weights ({why}), and has no entry of its own",
             where=ck.name,
             hint="take the weights alone first: "
             f"ckptkit extract {source} weights.pth --key {shell_word(join(weights))}",

@@ -64,7 +64,11 @@ def key_optimizer(ck: Source, by: str) -> Checkpoint:
         near = nearest(by, (NAMES, NUMBERS)) or (NAMES, NUMBERS)
         raise UsageError(f"{by!r} is no key of an optimizer", hint=" or ".join(near))
     found = _only(ck)
-    keys = names_of(found, ck.required.nodes) if by == NAMES else _numbers(found)
+    keys = (
+        names_of(found, ck.required.nodes, unordered=ck.unordered)
+        if by == NAMES
+        else _numbers(found)
+    )
     if all(old == new and type(old) is type(new) for old, new in keys.items()):
         return ck.with_root(ck.root, warnings=[NoEffect(f"{found.path} is keyed by {by} already")])
     groups = [
@@ -127,11 +131,22 @@ def _numbers(optimizer: Optimizer) -> dict[Node, Node]:
     return {each: number for number, each in enumerate(optimizer.params)}
 
 
-def names_of(optimizer: Optimizer, weights: Mapping[str, Node]) -> dict[Node, str]:
-    """Return the name of each parameter. Raises UsageError where the weights leave a doubt."""
+def names_of(
+    optimizer: Optimizer, weights: Mapping[str, Node], *, unordered: bool
+) -> dict[Node, str]:
+    """Return the name of each parameter. Raises UsageError where the weights leave a doubt.
+
+    That of `unordered` weights does, unless the optimizer itself has the names.
+    """
     params, own = optimizer.params, optimizer.own_names
     if own or not params:
         return dict(zip(params, own, strict=True))
+    if unordered:
+        raise UsageError(
+            f"{optimizer.path} numbers the parameters in the order of the model, which the file of "
+            "the weights does not keep",
+            hint=_HINT,
+        )
     if len(optimizer.groups) > 1:
         raise UsageError(
             f"{optimizer.path} has several groups, so that the order of the weights does not say "
