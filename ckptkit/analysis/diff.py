@@ -391,7 +391,7 @@ def _prefix_advice(
     """Return the command after which A lacks nothing, if only a prefix differs from B."""
     for prefix in _prefixes(unexpected, set(missing)):
         if b.keys() <= {key.removeprefix(prefix) for key in a}:
-            yield f"no key is missing after: {advice.strip_module(name, prefix, *chosen)}"
+            yield f"no key is missing after: {advice.strip_module(name, [prefix], *chosen)}"
             return
     for prefix in _prefixes(missing, set(unexpected)):
         if b.keys() <= {prefix + key for key in a}:

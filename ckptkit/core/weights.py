@@ -34,6 +34,13 @@ from ckptkit.core.tree import (
 
 INSIDE = 200  # values read inside a tensor subclass: thousands may share a large state
 
+# What wrappers put before the names of the module inside, and which do.
+WRAPPERS = {
+    "module.": "DataParallel and DistributedDataParallel put it there",
+    "_orig_mod.": "torch.compile puts it there",
+    "_fsdp_wrapped_module.": "FSDP puts it there",
+    "_checkpoint_wrapped_module.": "activation checkpointing puts it there",
+}
 # In the order in which they are preferred.
 WELL_KNOWN = (
     "state_dict", "model_state_dict", "model", "module", "net", "network", "params", "weights",
