@@ -40,7 +40,7 @@ def command(edit: options.Edit, prefixes: tuple[str, ...], keys: tuple[str, ...]
     def strip(ck: Checkpoint) -> Checkpoint:
         done = strip_prefix(ck, *prefixes, keys=keys)
         if edit.alone and done.root is ck.root:
-            raise _nothing(ck, done, edit, keys)
+            raise _nothing(ck.whole(), done, edit, keys)
         return done
 
     edit.run(strip, key=options.only(keys))

@@ -138,7 +138,7 @@ class Checkpoint:
 
     @property
     def weights(self) -> Mapping[str, Tensor]:
-        """The state_dict: name -> Tensor, in the order of the file.
+        """The state_dict: name -> Tensor, in the order of the file. It cannot be changed.
 
         Raises UsageError if there is none.
         """

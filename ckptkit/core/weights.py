@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from ckptkit.core.dtypes import DType
-from ckptkit.core.errors import AmbiguousError, UsageError
+from ckptkit.core.errors import AmbiguousError, ArgumentError, UsageError
 from ckptkit.core.limits import LIMITS, check
 from ckptkit.core.tensor import Tensor
 from ckptkit.core.text import plural, some
@@ -48,6 +48,24 @@ WELL_KNOWN = (
 )  # fmt: skip
 
 
+class Tensors(dict[str, Tensor]):
+    """Name to Tensor. It cannot be changed: a checkpoint is written from its tree."""
+
+    __slots__ = ()
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return dict, (dict(self),)
+
+    def _refuse(self, *_: object, **__: object) -> NoReturn:
+        raise ArgumentError(
+            "the weights of a checkpoint cannot be changed in place",
+            hint="ck.with_value(path, tensor) and ck.without(path) return a changed checkpoint",
+        )
+
+    __setitem__ = __delitem__ = __ior__ = update = setdefault = _refuse
+    pop = popitem = clear = _refuse
+
+
 @dataclass(frozen=True, repr=False)
 class Weights:
     """The state_dict of a checkpoint: its path, the node that holds it, and its tensors by name.
@@ -66,12 +84,12 @@ class Weights:
     def tensors(self) -> dict[str, Tensor]:
         """Name to Tensor, in the order of the file."""
         if {*map(type, self.nodes.values())} <= {Tensor}:
-            return dict(self.nodes)  # copied as it is, in a tenth of the time
-        return {
-            name: tensor
+            return Tensors(self.nodes)  # copied as it is, in a tenth of the time
+        return Tensors(
+            (name, tensor)
             for name, node in self.nodes.items()
             if (tensor := as_tensor(node)) is not None
-        }
+        )
 
     @cached_property
     def endings(self) -> frozenset[str]:
