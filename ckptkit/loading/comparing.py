@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.analysis import diff as reports
-from ckptkit.analysis.diff_checkpoints import compare_checkpoints
+from ckptkit.analysis.diff_checkpoints import compare_checkpoints, entire
 from ckptkit.api import open_checkpoint
 from ckptkit.core import arguments
 from ckptkit.core.checkpoint import Checkpoint, Source
@@ -47,7 +47,7 @@ def diff(
     if isinstance(other, str) and _SPEC.fullmatch(other) and not os.path.exists(other):
         other = building.model_from(other)
     if not hasattr(other, "state_dict"):
-        ours, theirs = look_through_both(ck, open_checkpoint(other, key=key))
+        ours, theirs = look_through_both(entire(ck), entire(open_checkpoint(other, key=key)))
         return compare_checkpoints(
             ours, theirs, everything=everything, values=values, atol=atol, rtol=rtol, name=name
         )
@@ -63,7 +63,7 @@ def against_model(
     """Compare weights with the state_dict of a model: quantized ones as the model has them."""
     shapes = building.model_shapes(model)
     ck = ck if stored else seen_by(ck, shapes)
-    return reports.against(ck.weights, shapes, name=name, key=ck.key)
+    return reports.against(ck.weights, shapes, building.model_ties(model), name=name, key=ck.key)
 
 
 def seen_by(ck: Checkpoint, shapes: Mapping[str, tuple[str, Shape]]) -> Checkpoint:
