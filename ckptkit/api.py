@@ -15,7 +15,7 @@ from ckptkit.core.bytesource import ByteSource, Folder, Memory
 from ckptkit.core.checkpoint import Checkpoint, Source, opened
 from ckptkit.core.errors import ArgumentError, CkptkitError, UsageError
 from ckptkit.core.plan import OutputFile, Patch, Plan
-from ckptkit.core.text import guess, some
+from ckptkit.core.text import guess, some, typed
 from ckptkit.core.tree import collector_paused
 from ckptkit.formats.format import Asked, Format, Recovered, WriteOptions
 from ckptkit.formats.opening import open_place, steady
@@ -349,18 +349,26 @@ def _own_place(checkpoint: Checkpoint, format: str | None) -> str:
         raise UsageError(
             "only a single file on this machine can be changed in place",
             where=name,
-            hint="name a DST",
+            hint=typed("name a DST", "give a destination"),
         )
     if isinstance(checkpoint.source, ByteSource) and checkpoint.source.whole is not None:
-        raise UsageError("is compressed, and written as it is", where=name, hint="name a DST")
+        raise UsageError(
+            "is compressed, and written as it is",
+            where=name,
+            hint=typed("name a DST", "give a destination"),
+        )
     if formats.holds_program(checkpoint):
         raise UsageError(
-            "is a program, of which only the weights can be written", where=name, hint="name a DST"
+            "is a program, of which only the weights can be written",
+            where=name,
+            hint=typed("name a DST", "give a destination"),
         )
     expected = formats.for_writing(name, None, checkpoint.format).name
     if format is not None and format != expected:
         raise UsageError(
-            f"has a name for {expected}, but would contain {format}", where=name, hint="name a DST"
+            f"has a name for {expected}, but would contain {format}",
+            where=name,
+            hint=typed("name a DST", "give a destination"),
         )
     return name
 

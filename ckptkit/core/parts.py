@@ -22,6 +22,7 @@ from ckptkit.core.piece_forms import attributes, piece_of, pieces_in
 from ckptkit.core.pieces import Mesh, Piece
 from ckptkit.core.rebuilding import rebuild
 from ckptkit.core.tensor import Storage, Tensor, contiguous_stride
+from ckptkit.core.text import typed
 from ckptkit.core.tree import Node, Path, join
 from ckptkit.core.weights import as_tensor
 
@@ -73,7 +74,7 @@ class PartOf:
             if self.folder
             else ("the whole is made of all parts, in one folder")
         )
-        return f"{whole}; --part-only takes this part alone"
+        return f"{whole}; {typed('--part-only', 'part_only=True')} takes this part alone"
 
 
 def part_of(root: Node, path: str, *, pieces: bool) -> PartOf | None:

@@ -49,6 +49,11 @@ def typed(option: str, argument: str) -> str:
     return option if _typed else argument
 
 
+def typed_value(name: str, value: str) -> str:
+    """Return how the caller gives a value: ``--key model``, or ``key='model'`` in Python."""
+    return typed(f"--{name} {shell_word(value)}", f"{name}={value!r}")
+
+
 @contextmanager
 def on_command_line() -> Iterator[None]:
     """Name options, not arguments, in what is said meanwhile."""

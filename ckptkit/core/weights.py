@@ -18,7 +18,7 @@ from ckptkit.core.dtypes import DType
 from ckptkit.core.errors import AmbiguousError, ArgumentError, UsageError
 from ckptkit.core.limits import LIMITS, check
 from ckptkit.core.tensor import Tensor
-from ckptkit.core.text import plural, some
+from ckptkit.core.text import plural, some, typed_value
 from ckptkit.core.tree import (
     Global,
     Node,
@@ -186,9 +186,10 @@ def _ambiguous(paths: list[Path]) -> AmbiguousError:
     """Return the error for several entries that could be the weights."""
     names = [join(path) or "(root)" for path in paths]
     more = "..." if len(names) > 8 else ""
+    first = join(paths[0])
     return AmbiguousError(
         f"{len(names)} entries could be the weights: {', '.join(names[:8])}{more}",
-        hint=f"choose one with --key, e.g. --key {join(paths[0]) or chr(39) * 2}",
+        hint=f"choose one, e.g. {typed_value('key', first)}",
     )
 
 

@@ -22,6 +22,7 @@ from ckptkit.core.errors import (
     UsageError,
 )
 from ckptkit.core.plan import Patch, Plan
+from ckptkit.core.text import typed
 from ckptkit.formats.format import (
     RECOVER,
     UNVERIFIED,
@@ -49,7 +50,9 @@ def match(probe: Probe) -> Format | None:
         return PARALLEL
     if asked.table is not None and not asked.files_too:
         raise UsageError(
-            "is a file, and --parts says how the files of a folder go together", where=probe.name
+            f"is a file, and {typed('--parts', 'table')} says how the files of a folder go "
+            "together",
+            where=probe.name,
         )
     return next((format for format in FORMATS if format.matches(probe)), None)
 
@@ -184,7 +187,8 @@ def for_writing(
     raise UsageError(
         "the suffix does not say which format to write",
         where=urls.shown(os.fspath(path)),
-        hint=f"use one of {known}, or --format; --shard-size 5GB writes a folder",
+        hint=f"use one of {known}, or {typed('--format', 'format')}; "
+        f"{typed('--shard-size 5GB', 'shard_size=5 * 10**9')} writes a folder",
     )
 
 
@@ -207,7 +211,7 @@ def _sharding(
         raise UsageError(
             f"is the name of a file ({by_suffix.name}), and shards are written into a folder",
             where=urls.shown(os.fspath(path)),
-            hint="name a folder, or leave out --shard-size",
+            hint=f"name a folder, or leave out {typed('--shard-size', 'shard_size')}",
         )
     return kept if kept is not None and kept.shards else _writer(SHARDED.name)
 
@@ -221,8 +225,9 @@ def _writer(name: str, shards: bool = False) -> Format:
     if shards and not format.shards:
         able = ", ".join(each.name for each in writable() if each.shards)
         raise UsageError(
-            f"{name} is a single file, and --shard-size needs a format of folders",
-            hint=f"--format {able}",
+            f"{name} is a single file, and {typed('--shard-size', 'shard_size')} needs a format of "
+            "folders",
+            hint=f"these can: {able}",
         )
     return format
 
@@ -232,12 +237,14 @@ def layout(checkpoint: Checkpoint, format: Format, options: WriteOptions) -> Pla
     assert format.layout is not None
     if options.everything and not options.record:
         raise UsageError(
-            "--all keeps the rest in ckptkit's own entry, which --no-extras leaves out"
+            f"{typed('--all', 'everything=True')} keeps the rest in ckptkit's own entry, which "
+            f"{typed('--no-extras', 'record=False')} leaves out"
         )
     if options.everything and format.everything not in WHOLE:
         able = ", ".join(each.name for each in writable() if each.everything in WHOLE)
         raise UsageError(
-            f"{format.name} cannot hold a whole checkpoint (--all)", hint=f"these can: {able}"
+            f"{format.name} cannot hold a whole checkpoint ({typed('--all', 'everything=True')})",
+            hint=f"these can: {able}",
         )
     try:
         checkpoint = _without_pieces(checkpoint, format, options)

@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.core.errors import ModelError
+from ckptkit.core.text import typed
 
 if TYPE_CHECKING:
     from torch import nn
@@ -123,7 +124,8 @@ def _signature(make: Callable[..., object]) -> str:
         known = f"; it takes {inspect.signature(make)}"
     except (TypeError, ValueError):
         known = ""
-    return f"give its arguments as --arg NAME=JSON{known}"
+    asked = typed("give its arguments with --arg", "give a model made with its arguments")
+    return f"{asked}{known}"
 
 
 def _one_line(error: BaseException) -> str:

@@ -51,6 +51,7 @@ def diff(
         return compare_checkpoints(
             ours, theirs, everything=everything, values=values, atol=atol, rtol=rtol, name=name
         )
+    arguments.module("other", other)
     if values or atol is not None or rtol is not None:
         raise UsageError("the values of a model that is only built are not worth comparing")
     module: Any = other

@@ -16,6 +16,7 @@ from ckptkit.core.errors import (
 )
 from ckptkit.core.limits import LIMITS
 from ckptkit.core.plan import BLOCK, Plan, Segment, Summed, length, place_in_block
+from ckptkit.core.text import typed
 
 
 def check_destination(plan: Plan, path: str, force: bool) -> os.stat_result | None:
@@ -72,10 +73,14 @@ def _check_old_file(path: str, mode: int, folder_wanted: bool, force: bool) -> N
         raise UsageError("is neither a file nor a folder", where=path)
     if folder_wanted:
         raise UsageError(
-            "is a file, and the output is a folder", where=path, hint="name a folder as DST"
+            "is a file, and the output is a folder",
+            where=path,
+            hint="name a folder",
         )
     if not force:
-        raise OutputExistsError("exists already", where=path, hint="--force replaces it")
+        raise OutputExistsError(
+            "exists already", where=path, hint=f"{typed('--force', 'force=True')} replaces it"
+        )
 
 
 def files_of(origin: ByteSource | Folder | None) -> list[ByteSource]:
@@ -96,7 +101,11 @@ def check_sources(path: str, sources: list[ByteSource]) -> None:
         there.add((info.st_dev, info.st_ino))
     for source in (each.whole or each for each in sources):
         if isinstance(source, LocalFile) and source.identity[:2] in there:
-            raise UsageError("is the file that is read", where=path, hint="--in-place replaces it")
+            raise UsageError(
+                "is the file that is read",
+                where=path,
+                hint=f"{typed('--in-place', 'in_place=True')} replaces it",
+            )
 
 
 def check_still_there(path: str, sources: list[ByteSource]) -> None:
@@ -118,7 +127,7 @@ def check_size(plan: Plan, size: int, allow_expand: bool) -> None:
         raise LimitError(
             f"{read:,} bytes of input would become {size:,} of output, more than "
             f"{LIMITS.expansion} times as much (expansion, expansion_free)",
-            hint="--allow-expand writes it all the same",
+            hint=f"{typed('--allow-expand', 'allow_expand=True')} writes it all the same",
         )
 
 

@@ -27,6 +27,7 @@ from ckptkit.core.errors import (
 )
 from ckptkit.core.paths import journal_path
 from ckptkit.core.plan import OutputFile, Plan
+from ckptkit.core.text import typed
 from ckptkit.publish.copying import in_order
 from ckptkit.publish.preflight import (
     check_destination,
@@ -141,7 +142,8 @@ def _upload(
         raise UsageError(
             "an output at a URL cannot be read back before it appears",
             where=urls.shown(url),
-            hint="leave out --verify; `ckptkit diff --values SRC DST` compares them afterwards",
+            hint=f"leave out {typed('--verify', 'verify=True')}; `ckptkit diff --values` compares "
+            "the files afterwards",
         )
     report = progress or (lambda count, total: None)
     upload(plan, url, force=force, progress=lambda count: report(count, size))

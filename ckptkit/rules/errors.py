@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import TypeVar
 
 from ckptkit.core.errors import CkptkitError, TensorError, UsageError
+from ckptkit.core.text import typed
 
 Error = TypeVar("Error", bound=CkptkitError)
 
@@ -43,3 +44,10 @@ def in_step(number: int, error: Error) -> Error:
 def settings(sizes: Iterable[tuple[str, int]]) -> str:
     """``h=32 two=2``."""
     return " ".join(f"{word}={size:,}".replace(",", "") for word, size in sizes)
+
+
+def give_size(word: str) -> str:
+    """Return the hint for a size that nothing says."""
+    return (
+        f"{typed(f'--arg {word}=32', f'args={{{word!r}: 32}}')}, `with {word}=32`, or config.json"
+    )

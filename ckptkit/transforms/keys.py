@@ -20,7 +20,7 @@ from ckptkit.core.errors import CollisionError, UsageError
 from ckptkit.core.grouping import without
 from ckptkit.core.rebuilding import rebuild
 from ckptkit.core.tensor import Tensor
-from ckptkit.core.text import guess, plural, quoted, shell_word
+from ckptkit.core.text import guess, plural, quoted, shell_word, typed
 from ckptkit.core.tree import Node, Object, OrderedMapping, Path, find, join, walk
 from ckptkit.core.weights import (
     WRAPPERS,
@@ -163,10 +163,10 @@ class _Stripping:
             if isinstance(node, dict) and id(node) not in edited and _begins(node, self.prefixes)
         }
         if found:
-            options = " ".join(
-                f"--key {shell_word(name)}" for name in [join(t.path) for t in targets] + [*found]
-            )
-            yield f"the prefix also occurs in {quoted(list(found))}; to edit all: {options}"
+            keys = [join(target.path) for target in targets] + [*found]
+            options = " ".join(f"--key {shell_word(key)}" for key in keys)
+            every = typed(options, f"keys={keys}")
+            yield f"the prefix also occurs in {quoted(list(found))}; to edit all: {every}"
 
 
 def _begins(mapping: dict[Node, Node], prefixes: tuple[str, ...]) -> bool:

@@ -16,7 +16,7 @@ from ckptkit.core.errors import UsageError
 from ckptkit.core.grouping import without
 from ckptkit.core.rebuilding import rebuild
 from ckptkit.core.tensor import Shape, Tensor
-from ckptkit.core.text import nearest, plural, some
+from ckptkit.core.text import nearest, plural, shell_word, some, typed
 from ckptkit.core.tree import Node, OrderedMapping, join, walk
 from ckptkit.core.weights import as_tensor, is_optimizer
 
@@ -91,7 +91,10 @@ def _only(ck: Checkpoint) -> Optimizer:
     if len(found) > 1:
         raise UsageError(
             f"has several optimizers: {some([path for path, _ in found])}", where=ck.name,
-            hint="leave out the others: --drop-entry NAME",
+            hint="leave out the others: " + " ".join(
+                typed(f"--drop-entry {shell_word(path)}", f"ck.without({path!r})")
+                for path, _ in found[1:]
+            ),
         )  # fmt: skip
     ((path, node),) = found
     try:

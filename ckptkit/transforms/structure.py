@@ -10,7 +10,7 @@ from ckptkit.core.checkpoint import Checkpoint, NoEffect, Source, opened
 from ckptkit.core.errors import UnknownNameError, UsageError
 from ckptkit.core.rebuilding import rebuild
 from ckptkit.core.tensor import Tensor
-from ckptkit.core.text import quoted, some
+from ckptkit.core.text import quoted, some, typed_value
 from ckptkit.core.tree import (
     LEAVES,
     Node,
@@ -170,7 +170,7 @@ def wrap(ck: Source, key: str, beside: Mapping[str, object] | None = None) -> Ch
     """
     ck, key = opened(ck), arguments.text("key", key)
     if not key:
-        raise UsageError("an entry needs a name", hint="e.g. --key state_dict")
+        raise UsageError("an entry needs a name", hint=f"e.g. {typed_value('key', 'state_dict')}")
     others = {name: live.node(value) for name, value in arguments.mapping("beside", beside).items()}
     if key in others:
         raise UsageError(f"{key!r} cannot be the checkpoint and a value beside it")
