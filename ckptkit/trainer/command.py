@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import click
 
 from ckptkit.core.errors import CkptkitError
-from ckptkit.core.text import escape, message
+from ckptkit.core.text import escape, message, on_command_line
 from ckptkit.trainer.config import (
     ADAM_LR,
     DATA,
