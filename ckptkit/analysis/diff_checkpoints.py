@@ -10,7 +10,7 @@ from ckptkit.analysis.diff import Diff, Entry, common, compare
 from ckptkit.analysis.summary import summarize
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.tensor import Tensor
-from ckptkit.core.text import plural, some, typed
+from ckptkit.core.text import plural, some
 from ckptkit.core.tree import join, key_text
 from ckptkit.core.weights import locate
 
@@ -49,14 +49,10 @@ def compare_checkpoints(
     ours, theirs = rest_of(a), rest_of(b)
     if everything and not any((*weights, ours.tensors, theirs.tensors)):
         found = replace(found, values_compared=True)  # of no tensor
-    left = (
-        []
-        if found.values_compared
-        else [f"the values of tensors ({typed('--values', 'values=True')})"]
-    )
+    left = [] if found.values_compared else ["the values of tensors (--values)"]
     if not everything:
         if beside := _named(ours, theirs):
-            left.append(f"{beside} ({typed('--all', 'everything=True')})")
+            left.append(f"{beside} (--all)")
         return replace(found, uncompared=tuple(left))
     both = common(ours.tensors, theirs.tensors, **how)  # type: ignore[arg-type]
     if objects := ours.objects.keys() | theirs.objects.keys():
