@@ -15,7 +15,7 @@ from ckptkit.core.bytesource import ByteSource, Folder, Memory, Range
 from ckptkit.core.checkpoint import Checkpoint, Source, opened
 from ckptkit.core.errors import ArgumentError, CkptkitError, UsageError
 from ckptkit.core.plan import OutputFile, Patch, Plan
-from ckptkit.core.text import argument, guess, output_name, shell_command, some
+from ckptkit.core.text import argument, guess, output_name, shell_command, some, typed
 from ckptkit.core.tree import Node, collector_paused, walk
 from ckptkit.core.weights import has_tensors
 from ckptkit.formats.format import RECOVER, Asked, Format, Probe, Recovered, WriteOptions
@@ -270,7 +270,11 @@ def _write_copy(
     if destination is None:
         raise UsageError("there is no destination", hint="in_place=True changes the source")
     path = arguments.path("destination", destination)
-    folder = _folder_read(source, checkpoint)
+    folder = checkpoint.source if isinstance(checkpoint.source, Folder) else checkpoint.folder
+    if folder is not None:
+        from ckptkit.formats.common.training_state import beside  # few inputs are folders
+
+        checkpoint = beside(checkpoint, folder, take=request.options.everything)
     keep = _kept_format(checkpoint, folder, request.keep_format)
     if _has_other_suffix(path, checkpoint) and not formats.is_folder(keep or ""):
         keep = None
@@ -279,10 +283,17 @@ def _write_copy(
     dtype = _dtype_of(checkpoint) if folder is not None and steps else None
     checkpoint = _changed(checkpoint, steps)
     copied: tuple[str, ...] = ()
+    others = Plan(())
+    if checkpoint.beside is not None and chosen.shards:
+        from ckptkit.formats.common.training_state import as_files
+
+        request = replace(request, options=replace(request.options, everything=False))
+        checkpoint, others = as_files(checkpoint, request.options)
     if folder is not None and chosen.is_folder and request.options.sidecars:
         checkpoint, copied = _with_sidecars(checkpoint, folder)
         checkpoint = _with_dtype(checkpoint, dtype)
-    return replace(_publish(checkpoint, chosen, path, request), copied=copied)
+    copied = (*copied, *(file.name for file in others.files))
+    return replace(_publish(checkpoint, chosen, path, request, others=others), copied=copied)
 
 
 def _format(path: str, keep: str | None, request: _Request) -> Format:
@@ -319,17 +330,6 @@ def _in_folder(path: str, checkpoint: Checkpoint, format: Format) -> str:
         return path
     name = formats.named(name, format.suffixes)
     return urls.in_folder(path, name) if is_url else os.path.join(path, name)
-
-
-def _folder_read(source: Source, checkpoint: Checkpoint) -> Folder | None:
-    """Return the folder that the checkpoint was read from, None if a file was named."""
-    found = checkpoint.source
-    if isinstance(found, Folder):
-        return found
-    if found is None or not isinstance(source, (str, os.PathLike)) or not os.path.isdir(source):
-        return None
-    place = found.folder_and_name()
-    return None if place is None else place[0]
 
 
 def _with_sidecars(checkpoint: Checkpoint, folder: Folder) -> tuple[Checkpoint, tuple[str, ...]]:
@@ -402,18 +402,26 @@ def _own_place(checkpoint: Checkpoint, format: str | None) -> str:
         raise UsageError(
             "only a single file on this machine can be changed in place",
             where=name,
-            hint="name a DST",
+            hint=typed("name a DST", "give a destination"),
         )
     if isinstance(checkpoint.source, ByteSource) and checkpoint.source.whole is not None:
-        raise UsageError("is compressed, and written as it is", where=name, hint="name a DST")
+        raise UsageError(
+            "is compressed, and written as it is",
+            where=name,
+            hint=typed("name a DST", "give a destination"),
+        )
     if formats.holds_program(checkpoint):
         raise UsageError(
-            "is a program, of which only the weights can be written", where=name, hint="name a DST"
+            "is a program, of which only the weights can be written",
+            where=name,
+            hint=typed("name a DST", "give a destination"),
         )
     expected = formats.for_writing(name, None, checkpoint.format).name
     if format is not None and format != expected:
         raise UsageError(
-            f"has a name for {expected}, but would contain {format}", where=name, hint="name a DST"
+            f"has a name for {expected}, but would contain {format}",
+            where=name,
+            hint=typed("name a DST", "give a destination"),
         )
     return name
 
@@ -480,11 +488,15 @@ def _publish(
     request: _Request,
     *,
     replace_source: bool = False,
+    others: Plan | None = None,
 ) -> Conversion:
     plan = formats.layout(checkpoint, format, request.options)
     if plan.is_folder:
-        others = (OutputFile(name, (data,)) for name, data in checkpoint.companions)
-        plan = replace(plan, files=(*plan.files, *others))
+        files = tuple(OutputFile(name, (data,)) for name, data in checkpoint.companions)
+        plan = replace(plan, files=(*plan.files, *files))
+    if others is not None:
+        files, notes = (*plan.files, *others.files), (*plan.notes, *others.notes)
+        plan = replace(plan, files=files, notes=notes)
     from ckptkit.publish.checking import DamageError  # not needed for reading
     from ckptkit.publish.write import publish
 

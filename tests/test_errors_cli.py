@@ -152,11 +152,11 @@ def test_wrong_input(
     assert listing(folder) == before
 
 
-def test_nothing_to_strip_is_fine(folder: Path, run: Run) -> None:
+def test_nothing_to_strip_is_1(folder: Path, run: Run) -> None:
     done = run("strip-module", FIXTURES / "torch-zip/none_bare_cpu.pth", "out.pth", cwd=folder)
-    assert done.code == 0
-    assert "module." in done.stderr
-    assert (folder / "out.pth").exists()
+    assert done.code == 1
+    assert "no key begins with 'module.'" in done.stderr
+    assert not (folder / "out.pth").exists()
 
 
 def test_every_cut_is_refused(folder: Path, in_process: Run) -> None:

@@ -18,7 +18,7 @@ READABLE = [fixture for fixture in map(Fixture, NAMES) if fixture.is_readable]
 COMMANDS = (
     "inspect SRC",
     "inspect --json SRC",
-    "strip-module SRC DST",
+    "add-module SRC DST",
     "remap SRC DST --to cpu",
     "remap SRC DST --device cuda:1=cuda:0",
 )
@@ -77,7 +77,7 @@ def test_no_torch_no_unpickler_nothing_left(command: str, tmp_path: Path) -> Non
     reports = spied(
         tmp_path, *([each.get(word, word) for word in command.split()] for each in words)
     )
-    ambiguous = 3 if command.startswith("strip-module") else 0
+    ambiguous = 3 if command.startswith("add-module") else 0
     codes = {
         fixture.name: 0 if fixture.facts["weights"] is not None else ambiguous
         for fixture in READABLE

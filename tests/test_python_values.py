@@ -9,7 +9,7 @@ import io
 import subprocess
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -494,3 +494,22 @@ def test_reprs_are_short(tmp_path: Path) -> None:
     assert [len(repr(each)) < 300 for each in shown] == [True] * len(shown), shown
     assert repr(ck["p"]) == "<Parameter float32 [2]>"
     assert "b'" not in "".join(map(repr, shown)) and "0x" not in "".join(map(repr, shown))
+
+
+def test_weights_are_changed_by_with_value_alone() -> None:
+    """An assignment would change nothing that is saved."""
+    ck = ckptkit.open({"model": {"a.w": torch.ones(2), "b": torch.ones(2)}, "epoch": 3})
+    weights: Any = ck.weights
+    changes: list[Callable[[], object]] = [
+        lambda: weights.__setitem__("a.w", np.zeros(2)),
+        lambda: weights.__delitem__("b"),
+        lambda: weights.update({"c": 1}),
+        lambda: weights.pop("b"),
+        lambda: weights.clear(),
+    ]
+    for change in changes:
+        with pytest.raises(TypeError, match="cannot be changed in place"):
+            change()
+    assert list(copy.copy(weights)) == list(weights) == ["a.w", "b"]
+    new = ck.with_value("model.a.w", np.zeros(2)).without("model.b")
+    assert new.weights["a.w"].numpy().tolist() == [0, 0] and list(new.weights) == ["a.w"]

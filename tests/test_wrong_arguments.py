@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import io
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from pathlib import Path
 from types import FunctionType
@@ -17,6 +17,9 @@ from torch import nn
 import ckptkit
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.tensor import Tensor
+from tests.conftest import Run, in_process
+
+run = in_process
 
 FUNCTIONS = [name for name in ckptkit.__all__ if isinstance(getattr(ckptkit, name), FunctionType)]
 METHODS = [
@@ -59,6 +62,8 @@ WRONG: dict[str, Any] = {
     "failing function": lambda *given: given[7],
     "generator": (each for each in ()),
     "module": nn.Linear(1, 1),
+    "module class": nn.Linear,
+    "optimizer": torch.optim.SGD([torch.ones(1)], lr=0.1),
     "tensor": torch.ones(2),
     "dtype": torch.float16,
     "device": torch.device("cpu"),
@@ -164,17 +169,45 @@ def test_a_sentence_of_options(option: str, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("option", [each.name for each in fields(ckptkit.WriteOptions)])
-@pytest.mark.parametrize("suffix", ["pth", "safetensors"])
+@pytest.mark.parametrize("suffix", ["pth", "safetensors", "folder"])
 def test_a_sentence_of_write_options(option: str, suffix: str, folder: Path) -> None:
     raw = {}
     for kind, value in WRONG.items():
         try:
             options = ckptkit.WriteOptions(**{option: value})
-            ckptkit.save("a.pth", f"c.{suffix}", options=options, force=True)
+            is_folder = suffix == "folder"
+            ckptkit.save(
+                "a.pth", f"c.{suffix}", format="sharded" if is_folder else None, options=options,
+                dry_run=is_folder, force=True,
+            )  # fmt: skip
         except Exception as error:
             if not is_sentence(error):
                 raw[kind] = f"{type(error).__name__}: {error}"
     assert raw == {}
+
+
+def test_errors_name_arguments_in_python_and_options_on_the_command_line(
+    folder: Path, run: Run
+) -> None:
+    torch.save([{"w": torch.ones(1)}, {"w": torch.ones(1)}], "two.pth")
+    cases: list[tuple[Callable[[], object], list[str], str, str]] = [
+        (lambda: ckptkit.save("a.pth", "a.pth"), ["convert", "a.pth", "a.pth"],
+         "in_place=True", "--in-place"),
+        (lambda: ckptkit.save("a.pth", "two.pth"), ["convert", "a.pth", "two.pth"],
+         "force=True", "--force"),
+        (lambda: ckptkit.convert("a.pth", "c.txt", keep_format=False), ["convert", "a.pth", "c.txt"],
+         "shard_size", "--shard-size"),
+        (lambda: ckptkit.open("two.pth").weights, ["strip-module", "two.pth", "c.pth"], "key='0'", "--key 0"),
+        (lambda: ckptkit.merge(["a.pth", "a.pth"]), ["merge", "a.pth", "a.pth", "c.pth"],
+         "last_wins=True", "--last-wins"),
+    ]  # fmt: skip
+    for call, words, argument, option in cases:
+        with pytest.raises(ckptkit.CkptkitError) as caught:
+            call()
+        said = f"{caught.value} {caught.value.hint}"
+        assert argument in said and option not in said
+        shown = run(*words).stderr
+        assert option in shown and argument not in shown
 
 
 def test_every_method_with_arguments_has_a_row() -> None:

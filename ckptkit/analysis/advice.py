@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import repeat
 
 from ckptkit.analysis.summary import Summary
 from ckptkit.core.grouping import flatten
 from ckptkit.core.text import NAMES, argument, output_name, shell_command, some
 from ckptkit.core.tree import join
+from ckptkit.core.weights import WRAPPERS
 from ckptkit.formats.format import ASKED
 from ckptkit.formats.table import BY_NAME, NONE, SAFETENSORS, TORCH_SUFFIXES
 
-# What wrappers put before the names of the module inside, and which do.
-WRAPPERS = {
-    "module.": "DataParallel and DistributedDataParallel put it there",
-    "_orig_mod.": "torch.compile puts it there",
-    "_fsdp_wrapped_module.": "FSDP puts it there",
-    "_checkpoint_wrapped_module.": "activation checkpointing puts it there",
-}
+MOST = 8  # wrappers inside one another
 WASTE = 1 << 20  # bytes that no tensor uses, from which on they are worth a line
 
 
@@ -31,10 +26,30 @@ def advise(summary: Summary) -> tuple[str, ...]:
     return tuple(flatten(advice(summary, path) for advice in found))
 
 
-def strip_module(path: str, prefix: str = "module.", *options: str) -> str:
-    """The command that removes `prefix` from the keys of the file `path`."""
-    option = () if prefix == "module." else ("--prefix", prefix)
-    return edit("strip-module", path, "stripped", *options, *option)
+def strip_module(path: str, prefixes: Sequence[str] = ("module.",), *options: str) -> str:
+    """The command that removes `prefixes`, the outer ones first, from the keys of `path`."""
+    return edit("strip-module", path, "stripped", *options, *prefix_options(prefixes))
+
+
+def prefix_options(prefixes: Sequence[str]) -> tuple[str, ...]:
+    """Return the options of `strip-module` that name these prefixes."""
+    words = flatten(("--prefix", each) for each in prefixes)
+    return () if [*prefixes] == ["module."] else tuple(words)
+
+
+def wrappers(names: Sequence[str]) -> list[str]:
+    """Return the prefixes of wrappers before more than half of the names, from the outside in."""
+    found: list[str] = []
+    while len(found) < MOST and (prefix := _common(names)):
+        found.append(prefix)
+        names = [name.removeprefix(prefix) for name in names]
+    return found
+
+
+def _common(names: Sequence[str]) -> str:
+    wrapped = [name for name in names if name.startswith(tuple(WRAPPERS))]
+    counts = {each: sum(map(str.startswith, wrapped, repeat(each))) for each in WRAPPERS}
+    return next((each for each, count in counts.items() if 2 * count > len(names)), "")
 
 
 def add_module(path: str, prefix: str = "module.", *options: str) -> str:
@@ -86,14 +101,11 @@ def of_folder() -> tuple[str, ...]:
 
 def _prefixes(summary: Summary, path: str) -> Iterator[str]:
     names = [row.name for row in summary.rows if row.name is not None]
-    wrappers = tuple(WRAPPERS)
-    wrapped = [name for name in names if name.startswith(wrappers)]
-    for prefix in WRAPPERS:
-        having = sum(map(str.startswith, wrapped, repeat(prefix)))
-        if having and 2 * having > len(names):
-            how_many = "all" if having == len(names) else f"{having:,} of {len(names):,}"
-            command = strip_module(path, prefix, *summary.chosen)
-            yield f"{how_many} keys start with {prefix!r}: {command}"
+    if found := wrappers(names):
+        having = sum(name.startswith(found[0]) for name in names)
+        how_many = "all" if having == len(names) else f"{having:,} of {len(names):,}"
+        command = strip_module(path, found, *summary.chosen)
+        yield f"{how_many} keys start with {''.join(found)!r}: {command}"
 
 
 def _devices(summary: Summary, path: str) -> Iterator[str]:

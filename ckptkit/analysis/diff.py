@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
@@ -107,6 +107,7 @@ class Diff:
 
     @property
     def equal(self) -> bool:
+        """Return whether nothing differs that was compared."""
         differing = (self.missing, self.unexpected, self.mismatched, self.changed, self.entries)
         return not any(differing)
 
@@ -114,6 +115,7 @@ class Diff:
         """Return what ``ckptkit diff --json`` prints, without the names of the two sides."""
         facts = {
             "equal": self.equal,
+            "values_compared": self.values_compared,
             "missing": list(self.missing),
             "unexpected": list(self.unexpected),
             "mismatched": list(map(_mismatch, self.mismatched)),
@@ -130,13 +132,13 @@ class Diff:
     @property
     def summary(self) -> str:
         """Return the result in one line."""
-        compared = (
-            "names, dtypes, shapes and values"
-            if self.values_compared
-            else "names, dtypes and shapes"
-        )
+        keys = plural(self.common, "key")
+        if self.equal and self.silent is not None:
+            return f"equal: {keys} (names and shapes)"
+        if self.equal and not self.values_compared:
+            return f"same names, shapes and dtypes: {keys}; values not compared"
         if self.equal:
-            return f"equal: {plural(self.common, 'key')} ({compared})"
+            return f"equal: {keys} (names, dtypes, shapes and values)"
         counts = [f"{len(self.missing):,} missing", f"{len(self.unexpected):,} unexpected"]
         counts.append(f"{len(self.mismatched):,} mismatched")
         if self.values_compared:
@@ -149,10 +151,7 @@ class Diff:
             for pairs, what in counted
             if pairs
         ]
-        return (
-            f"different: {', '.join(counts)}, of {plural(self.common, 'key')} on both "
-            f"sides{''.join(looks)}"
-        )
+        return f"different: {', '.join(counts)}, of {keys} on both sides{''.join(looks)}"
 
     def __bool__(self) -> bool:
         """Return whether there are differences."""
@@ -268,13 +267,15 @@ def _compared(
 def against(
     a: Mapping[str, Tensor],
     shapes: Mapping[str, tuple[str, Shape]],
+    ties: Iterable[Sequence[str]] = (),
     *,
     name: str = "A",
     key: str | None = None,
 ) -> Diff:
     """Compare A with the state_dict of a model, given as name -> (dtype, shape).
 
-    Only shapes count: `load_state_dict` casts to the dtypes of the model.
+    Only shapes count: `load_state_dict` casts to the dtypes of the model. `ties` are the names that
+    are one tensor of the model: a value for one of them is the value of all.
     """
     pairs = ((key, _kind(a[key]), Kind(*shapes[key])) for key in _common(a, shapes))
     mismatched = tuple(
@@ -286,7 +287,15 @@ def against(
     placed = [each for each in found.renamed if is_taken_by_torch(each)]
     for each in placed:
         del ours[each.old], theirs[each.new]
-    everything = sum(prod(shape) for _, shape in shapes.values())
+    tied = {name: same[0] for same in ties for name in same}
+    filled = {tied.get(name, name) for name in shapes if name not in theirs}
+    theirs = {
+        tied.get(name, name): kind
+        for name, kind in theirs.items()
+        if tied.get(name, name) not in filled
+    }
+    once = {tied.get(name, name): shape for name, (_, shape) in shapes.items()}
+    everything = sum(map(prod, once.values()))
     silent = Silent(len(ours), _parameters(ours), len(theirs), _parameters(theirs), everything)
     return replace(found, silent=silent)
 
@@ -391,7 +400,7 @@ def _prefix_advice(
     """Return the command after which A lacks nothing, if only a prefix differs from B."""
     for prefix in _prefixes(unexpected, set(missing)):
         if b.keys() <= {key.removeprefix(prefix) for key in a}:
-            yield f"no key is missing after: {advice.strip_module(name, prefix, *chosen)}"
+            yield f"no key is missing after: {advice.strip_module(name, [prefix], *chosen)}"
             return
     for prefix in _prefixes(missing, set(unexpected)):
         if b.keys() <= {prefix + key for key in a}:

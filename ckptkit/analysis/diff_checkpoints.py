@@ -12,6 +12,7 @@ from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.tensor import Tensor
 from ckptkit.core.text import plural, some
 from ckptkit.core.tree import join, key_text
+from ckptkit.core.weights import locate
 
 SHOWN = 6  # entries of the root that are named as not compared
 
@@ -37,12 +38,17 @@ def compare_checkpoints(
 ) -> Diff:
     """Compare the weights of two checkpoints, and with `everything` what is beside them.
 
-    The rest is compared path by path: optimizers, averages, settings. See :func:`compare` for
-    the other arguments. What is not compared is named in ``uncompared``.
+    The rest is compared path by path: optimizers, averages, settings. So is all of two checkpoints
+    without weights. See :func:`compare` for the other arguments. What is not compared is named in
+    ``uncompared``.
     """
     how = {"values": values, "atol": atol, "rtol": rtol, "progress": progress}
-    found = compare(a.weights, b.weights, name=name, key=a.key, **how)  # type: ignore[arg-type]
+    everything = everything or not has_weights(a, b)
+    weights = (a.weights, b.weights) if has_weights(a, b) else ({}, {})
+    found = compare(*weights, name=name, key=a.key, **how)  # type: ignore[arg-type]
     ours, theirs = rest_of(a), rest_of(b)
+    if everything and not any((*weights, ours.tensors, theirs.tensors)):
+        found = replace(found, values_compared=True)  # of no tensor
     left = [] if found.values_compared else ["the values of tensors (--values)"]
     if not everything:
         if beside := _named(ours, theirs):
@@ -61,6 +67,18 @@ def compare_checkpoints(
         entries=tuple(_entries(ours, theirs)),
         uncompared=tuple(left),
     )
+
+
+def has_weights(*sides: Checkpoint) -> bool:
+    """Return whether one of the sides has weights."""
+    return any(each.selection is not None for each in sides)
+
+
+def entire(checkpoint: Checkpoint) -> Checkpoint:
+    """Return a checkpoint of which the key ``""`` selects all: an optimizer has no weights."""
+    if checkpoint.key == "" and locate(checkpoint.root) is None:
+        return checkpoint.with_key(None)
+    return checkpoint
 
 
 def rest_of(checkpoint: Checkpoint) -> Rest:

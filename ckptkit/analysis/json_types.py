@@ -87,6 +87,7 @@ class DiffFacts(TypedDict):
     """How two checkpoints differ, or a checkpoint and a model."""
 
     equal: bool
+    values_compared: bool
     missing: list[str]
     unexpected: list[str]
     mismatched: list[DiffMismatch]

@@ -25,7 +25,7 @@ from ckptkit.cli import render
 from ckptkit.core import __version__
 from ckptkit.core.errors import CkptkitError, InputError, UsageError, address_space, foreseen
 from ckptkit.core.grouping import merge_all
-from ckptkit.core.text import shell_command
+from ckptkit.core.text import on_command_line, shell_command
 
 _PACKAGE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 # The commands, in the groups and the order in which --help lists them, each with its topic of the
@@ -132,7 +132,11 @@ class CommandLine(click.Group):
         render.begun = False
         try:
             words = _anywhere_first(words)
-            code = super().main(words, prog_name, complete_var, standalone_mode=False, **extra) or 0
+            with on_command_line():
+                code = (
+                    super().main(words, prog_name, complete_var, standalone_mode=False, **extra)
+                    or 0
+                )
             _flush()
         except SystemExit as left:  # click answered itself: a completion, or a pipe that is closed
             code = CLOSED_PIPE if left.code else 0

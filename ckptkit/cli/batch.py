@@ -17,7 +17,7 @@ from ckptkit.cli import edit_report, options, render
 from ckptkit.core import urls
 from ckptkit.core.errors import CkptkitError, InputError
 from ckptkit.core.grouping import without
-from ckptkit.core.text import and_more
+from ckptkit.core.text import and_more, on_command_line
 
 if TYPE_CHECKING:
     from ckptkit.api import Conversion
@@ -125,7 +125,7 @@ def _worded(parameter: click.Parameter) -> click.Parameter:
 class _One(options.Edit):
     """An Edit whose report is appended to `reports` instead of printed."""
 
-    watched: ClassVar[bool] = False
+    alone: ClassVar[bool] = False
     reports: list[Conversion] = field(default_factory=list)
 
     def report(self, done: Conversion, lost: Sequence[Loss], rules: Sequence[Report] = ()) -> None:
@@ -153,7 +153,8 @@ class _Work:
     def __call__(self, source: str, destination: str, *, force: bool, dry_run: bool) -> Conversion:
         common = self._common(source, destination)
         edit = _One(**{**common, "force": force, "dry_run": dry_run})
-        self._call(edit)
+        with on_command_line():  # in a process of its own, perhaps
+            self._call(edit)
         return edit.reports[0]
 
     def check(self, source: str) -> options.Edit:

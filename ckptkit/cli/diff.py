@@ -119,7 +119,7 @@ def _compare(
     stored: bool,
     everything: bool,
 ) -> Diff:
-    from ckptkit.analysis.diff_checkpoints import compare_checkpoints
+    from ckptkit.analysis.diff_checkpoints import compare_checkpoints, entire
     from ckptkit.api import reading
     from ckptkit.quantized import look_through_both
 
@@ -129,6 +129,7 @@ def _compare(
         first = stack.enter_context(reading(a, key=key))
         if b is not None:
             second = stack.enter_context(reading(b, key=key if key_b is None else key_b))
+            first, second = entire(first), entire(second)
             sides = (first, second) if stored else look_through_both(first, second)
             from ckptkit.cli.progress import Progress
 
@@ -153,7 +154,9 @@ def _compare(
 
 def _nbytes(sides: Sequence[Checkpoint], everything: bool) -> int:
     """Return the bytes of the tensors to compare, about: those that only one side has count too."""
-    if everything:
+    from ckptkit.analysis.diff_checkpoints import has_weights
+
+    if everything or not has_weights(*sides):
         from ckptkit.analysis.summary import summarize
 
         return sum(summarize(each).totals.nbytes for each in sides)

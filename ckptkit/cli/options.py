@@ -49,7 +49,7 @@ def as_json(schema: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 class Edit:
     """Source, destination and options of a command that writes."""
 
-    watched: ClassVar[bool] = True  # whether a person may see a bar
+    alone: ClassVar[bool] = True  # one file for a person, not one of many
 
     src: str
     dst: str | None
@@ -107,7 +107,7 @@ class Edit:
         from ckptkit.cli.progress import Progress
         from ckptkit.formats.format import WriteOptions
 
-        with self.pool() as pool, Progress("writing", shown=self.watched) as progress:
+        with self.pool() as pool, Progress("writing", shown=self.alone) as progress:
             done = convert(
                 self.src if source is None else source,
                 self.dst,

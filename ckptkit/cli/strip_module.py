@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import click
 
 from ckptkit.cli import options
+
+if TYPE_CHECKING:
+    from ckptkit.core.checkpoint import Checkpoint
 
 
 @click.command("strip-module", cls=options.Writer)
@@ -21,7 +26,10 @@ def command(edit: options.Edit, prefixes: tuple[str, ...], keys: tuple[str, ...]
     """Remove the leading 'module.' from the keys.
 
     DataParallel and DistributedDataParallel add it. Only a leading prefix is removed, once, and
-    _metadata is renamed with it.
+    _metadata is renamed with it. A prefix without its dot means the same: _orig_mod is _orig_mod.
+
+    Exit code 1 if no key begins with the prefix: nothing is written. In a batch, such a file is
+    copied, with a warning.
 
     \b
     Example: ckptkit strip-module run.pth plain.pth
@@ -29,4 +37,47 @@ def command(edit: options.Edit, prefixes: tuple[str, ...], keys: tuple[str, ...]
     """
     from ckptkit.transforms.keys import strip_prefix
 
-    edit.run(lambda ck: strip_prefix(ck, *prefixes, keys=keys), key=options.only(keys))
+    def strip(ck: Checkpoint) -> Checkpoint:
+        done = strip_prefix(ck, *prefixes, keys=keys)
+        if edit.alone and done.root is ck.root:
+            raise _nothing(ck.whole(), done, edit, keys)
+        return done
+
+    edit.run(strip, key=options.only(keys))
+
+
+def _nothing(
+    ck: Checkpoint, done: Checkpoint, edit: options.Edit, keys: tuple[str, ...]
+) -> Exception:
+    """Return the error for a file without the prefix; its hint is the command for one that it has.
+
+    That is the prefix of a wrapper, or the first part of all names.
+    """
+    from ckptkit.analysis.advice import prefix_options, wrappers
+    from ckptkit.core.errors import NothingToDoError
+    from ckptkit.core.text import shell_command
+
+    names = _names(ck, keys)
+    found = wrappers(names)
+    firsts = {name.partition(".")[0] for name in names}
+    if not found and len(firsts) == 1 and any(name.count(".") > 1 for name in names):
+        found = [f"{first}." for first in firsts]
+    chosen = [word for key in keys for word in ("--key", key)]
+    places = [edit.src] if edit.dst is None else [edit.src, edit.dst]
+    dash = ["--"] if any(each.startswith("-") for each in places) else []
+    words = ["inspect", *chosen[:2], *dash, edit.src]
+    hint = f"`{shell_command(['ckptkit', *words])}` lists the keys"
+    if found:
+        where = ["--in-place"] if edit.dst is None else []
+        words = ["strip-module", *where, *prefix_options(found), *chosen, *dash, *places]
+        hint = f"they begin with {''.join(found)!r}: {shell_command(['ckptkit', *words])}"
+    return NothingToDoError(done.warnings[len(ck.warnings)], where=ck.name, hint=hint)
+
+
+def _names(ck: Checkpoint, keys: tuple[str, ...]) -> list[str]:
+    from ckptkit.core.errors import CkptkitError
+
+    try:
+        return list((ck.with_key(keys[0]) if keys else ck).required.nodes)
+    except CkptkitError:  # the keys name other mappings
+        return []

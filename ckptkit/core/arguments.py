@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from ckptkit.core.errors import ArgumentError, PathError, UsageError
@@ -108,6 +108,20 @@ _PATHS = {
 }
 
 
+def choice(name: str, value: object, known: Sequence[str]) -> None:
+    """Check an argument that is one of a few words."""
+    if value not in known:
+        raise wrong(name, " or ".join(map(repr, known)), value)
+
+
+def count(name: str, value: object, most: int) -> None:
+    """Check an argument that is a whole number from 1 to `most`, or None."""
+    if value is None:
+        return
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+        raise wrong(name, f"a whole number from 1 to {most:,}", value)
+
+
 def module(name: str, value: object) -> None:
     """Check an argument that is a model: its class is torch.nn.Module, which is not imported."""
     if not any(each.__module__ == "torch.nn.modules.module" for each in type(value).__mro__):
@@ -125,4 +139,6 @@ def wrong(name: str, meant: str, value: object) -> ArgumentError:
     """Return the error for an argument of the wrong type."""
     plain = isinstance(value, (str, int, float, bytes, type(None)))
     given = shown(value) if plain else f"a value of type {type(value).__name__}"
+    if isinstance(value, type):
+        given = f"the class {value.__name__}"
     return ArgumentError(f"{name} is {meant}, not {given}")

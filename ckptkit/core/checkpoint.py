@@ -40,6 +40,18 @@ class NoEffect(str):
     """A warning that something asked for changes nothing; an error with --strict."""
 
 
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """Entries of a checkpoint that were files: the name of each file, and the entry of the weights.
+
+    ``unordered``: the file of the weights does not keep the order in which a model has them.
+    """
+
+    files: Mapping[str, str]
+    weights: str
+    unordered: bool
+
+
 @dataclass(frozen=True, repr=False)
 class Checkpoint:
     """A tree of plain values with lazy tensors, and where it came from.
@@ -52,7 +64,8 @@ class Checkpoint:
     is meant as it is; ``about`` is a phrase on what a folder was made of; ``companions`` are files
     (name and bytes) that belong beside the weights where these are written as a folder; ``logical``
     are the tensors that stand for quantized weights, where somebody looks through these
-    (:mod:`ckptkit.quantized.logical`).
+    (:mod:`ckptkit.quantized.logical`). ``folder`` is the folder that was named, where the source is
+    one file of it; ``beside`` are the entries that were files of their own in that folder.
     """
 
     root: Node
@@ -68,6 +81,8 @@ class Checkpoint:
     about: str = ""
     companions: tuple[tuple[str, bytes], ...] = ()
     logical: object = None
+    folder: Folder | None = None
+    beside: Beside | None = None
 
     @cached_property
     def selection(self) -> Weights | None:
@@ -123,11 +138,16 @@ class Checkpoint:
 
     @property
     def weights(self) -> Mapping[str, Tensor]:
-        """The state_dict: name -> Tensor, in the order of the file.
+        """The state_dict: name -> Tensor, in the order of the file. It cannot be changed.
 
         Raises UsageError if there is none.
         """
         return self.required.tensors
+
+    @property
+    def unordered(self) -> bool:
+        """Return whether an optimizer may number the weights in another order."""
+        return self.beside is not None and self.beside.unordered
 
     @property
     def required(self) -> Weights:

@@ -99,6 +99,13 @@ class ArgumentError(UsageError, TypeError):
     code = "argument"
 
 
+class NothingToDoError(CkptkitError):
+    """A command would change nothing, and has nothing else to do."""
+
+    code = "nothing-to-do"
+    exit_code = 1
+
+
 class UnknownNameError(UsageError, KeyError):
     """The checkpoint has no entry of that name."""
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from itertools import islice
 
@@ -44,6 +45,29 @@ def _escaped(char: str) -> str:
 def argument(path: str) -> tuple[str, ...]:
     """A path as arguments: after ``--`` if it looks like an option."""
     return ("--", path) if path.startswith("-") else (path,)
+
+
+_typed: list[bool] = []  # not empty while a command of the command line runs
+
+
+def typed(option: str, argument: str) -> str:
+    """Return how the caller asks for something: as an `option`, or as an `argument` in Python."""
+    return option if _typed else argument
+
+
+def typed_value(name: str, value: str) -> str:
+    """Return how the caller gives a value: ``--key model``, or ``key='model'`` in Python."""
+    return typed(f"--{name} {shell_word(value)}", f"{name}={value!r}")
+
+
+@contextmanager
+def on_command_line() -> Iterator[None]:
+    """Name options, not arguments, in what is said meanwhile."""
+    _typed.append(True)
+    try:
+        yield
+    finally:
+        _typed.pop()
 
 
 def shell_command(words: Iterable[str]) -> str:

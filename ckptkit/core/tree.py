@@ -108,6 +108,13 @@ class OrderedMapping(dict[Node, Node]):
     __hash__ = None
 
 
+def like(mapping: dict[Node, Node], entries: dict[Node, Node]) -> dict[Node, Node]:
+    """Return a mapping of the class of another one, with its attributes."""
+    return (
+        OrderedMapping(entries, mapping.state) if isinstance(mapping, OrderedMapping) else entries
+    )
+
+
 class ModuleVersion(dict[str, int]):
     """``{"version": n}`` of one module in ``_metadata``: a value, as a number is.
 

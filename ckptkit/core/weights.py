@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
-from typing import NamedTuple
+from typing import NamedTuple, NoReturn
 
 from ckptkit.core.dtypes import DType
-from ckptkit.core.errors import AmbiguousError, UsageError
+from ckptkit.core.errors import AmbiguousError, ArgumentError, UsageError
 from ckptkit.core.limits import LIMITS, check
 from ckptkit.core.tensor import Tensor
-from ckptkit.core.text import plural, some
+from ckptkit.core.text import plural, some, typed_value
 from ckptkit.core.tree import (
     Global,
     Node,
@@ -34,11 +34,36 @@ from ckptkit.core.tree import (
 
 INSIDE = 200  # values read inside a tensor subclass: thousands may share a large state
 
+# What wrappers put before the names of the module inside, and which do.
+WRAPPERS = {
+    "module.": "DataParallel and DistributedDataParallel put it there",
+    "_orig_mod.": "torch.compile puts it there",
+    "_fsdp_wrapped_module.": "FSDP puts it there",
+    "_checkpoint_wrapped_module.": "activation checkpointing puts it there",
+}
 # In the order in which they are preferred.
 WELL_KNOWN = (
     "state_dict", "model_state_dict", "model", "module", "net", "network", "params", "weights",
     "model_state", "params_ema", "state_dict_ema", "model_ema", "ema",
 )  # fmt: skip
+
+
+class Tensors(dict[str, Tensor]):
+    """Name to Tensor. It cannot be changed: a checkpoint is written from its tree."""
+
+    __slots__ = ()
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return dict, (dict(self),)
+
+    def _refuse(self, *_: object, **__: object) -> NoReturn:
+        raise ArgumentError(
+            "the weights of a checkpoint cannot be changed in place",
+            hint="ck.with_value(path, tensor) and ck.without(path) return a changed checkpoint",
+        )
+
+    __setitem__ = __delitem__ = __ior__ = update = setdefault = _refuse
+    pop = popitem = clear = _refuse
 
 
 @dataclass(frozen=True, repr=False)
@@ -59,12 +84,12 @@ class Weights:
     def tensors(self) -> dict[str, Tensor]:
         """Name to Tensor, in the order of the file."""
         if {*map(type, self.nodes.values())} <= {Tensor}:
-            return dict(self.nodes)  # copied as it is, in a tenth of the time
-        return {
-            name: tensor
+            return Tensors(self.nodes)  # copied as it is, in a tenth of the time
+        return Tensors(
+            (name, tensor)
             for name, node in self.nodes.items()
             if (tensor := as_tensor(node)) is not None
-        }
+        )
 
     @cached_property
     def hold_tensors(self) -> bool:
@@ -147,6 +172,19 @@ def locate(root: Node, key: str | None = None) -> Weights | None:
     return None
 
 
+def state_dicts(root: Node) -> Iterator[tuple[Node, dict[str, Node]]]:
+    """Yield every mapping of tensors alone, or pickled module, with its tensors by name.
+
+    Of those inside one another only the outermost, and optimizers not.
+    """
+    nodes = _read(root, _is_pure)
+    if nodes is not None:
+        yield root, nodes
+        return
+    for _, node, nodes in _without_graphs(_search(root, _is_pure)):
+        yield node, nodes
+
+
 def _itself(root: Node, found: Sequence[Found]) -> Iterator[Found]:
     """Yield the root, if it may be meant as well as the entries that were found in it."""
     nodes = _read_most(root) if found else None
@@ -158,9 +196,10 @@ def _ambiguous(paths: list[Path]) -> AmbiguousError:
     """Return the error for several entries that could be the weights."""
     names = [join(path) or "(root)" for path in paths]
     more = "..." if len(names) > 8 else ""
+    first = join(paths[0])
     return AmbiguousError(
         f"{len(names)} entries could be the weights: {', '.join(names[:8])}{more}",
-        hint=f"choose one with --key, e.g. --key {join(paths[0]) or chr(39) * 2}",
+        hint=f"choose one, e.g. {typed_value('key', first)}",
     )
 
 

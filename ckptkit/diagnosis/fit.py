@@ -93,7 +93,7 @@ def _prefix(fitting: Fitting) -> Iterator[Cause]:
     options = (*(("--strip", strip) if strip else ()), *(("--add", add) if add else ()))
     if not add:
         title = f"{how_many} keys start with {strip!r}, those of the model do not."
-        command = strip_module(path, strip, *fitting.chosen)
+        command = strip_module(path, [strip], *fitting.chosen)
     elif not strip:
         title = f"The keys of the model start with {add!r}, those of the file do not."
         command = add_module(path, add, *fitting.chosen)

@@ -6,8 +6,9 @@ from collections import Counter
 from collections.abc import Collection, Iterator
 from glob import escape
 
-from ckptkit.analysis.advice import WRAPPERS
+from ckptkit.analysis.advice import prefix_options, wrappers
 from ckptkit.core.grouping import flatten
+from ckptkit.core.weights import WRAPPERS
 from ckptkit.diagnosis.cause import ERROR, NOTE, Cause, Fix
 from ckptkit.diagnosis.facts import Facts, edit, is_lightning, is_torch_file, names_of, some
 
@@ -30,11 +31,10 @@ def _prefix(facts: Facts) -> Iterator[Cause]:
     names = names_of(facts)
     if not names or _is_inside_too(names):
         return
-    found: list[str] = []
+    found = wrappers(names)
     rest = names
-    while prefix := _common(rest):
-        found.append(prefix)
-        rest = [name.removeprefix(prefix) for name in rest]
+    for each in found:
+        rest = [name.removeprefix(each) for name in rest]
     if found:
         yield _wrappers(facts, names, found)
     if is_lightning(facts) and (attribute := _first_part(rest)):
@@ -46,14 +46,13 @@ def _wrappers(facts: Facts, names: list[str], found: list[str]) -> Cause:
     having = sum(name.startswith(found[0]) for name in names)
     how_many = "All" if having == len(names) else f"{having:,} of {len(names):,}"
     why = "; ".join(WRAPPERS[each] for each in dict.fromkeys(found))
-    options = () if found == ["module."] else flatten(("--prefix", each) for each in found)
     return Cause(
         "prefix",
         ERROR,
         f"{how_many} keys start with {''.join(found)!r}.",
         f'{why[:1].upper()}{why[1:]}; a plain model has no such names: "Missing key(s) in '
         'state_dict".',
-        edit(facts, "strip-module", "stripped", *options),
+        edit(facts, "strip-module", "stripped", *prefix_options(found)),
         Fix(strip=tuple(found)),
     )
 
@@ -106,7 +105,7 @@ def _attribute(facts: Facts) -> Iterator[Cause]:
 def _network_and_others(facts: Facts, names: list[str]) -> Iterator[Cause]:
     """Yield a note for the network of a LightningModule that has other parts: metrics, losses."""
     first, count = Counter(name.partition(".")[0] for name in names).most_common(1)[0]
-    if _common(names) or count == len(names) or 2 * count <= len(names):
+    if wrappers(names) or count == len(names) or 2 * count <= len(names):
         return
     prefix = f"{first}."
     words = ("--keep", f"{escape(prefix)}*", "--strip", prefix)
@@ -120,23 +119,11 @@ def _network_and_others(facts: Facts, names: list[str]) -> Iterator[Cause]:
     )
 
 
-def _common(names: list[str]) -> str:
-    """Return a wrapper before more than half of the names, "" if there is none."""
-    return next(
-        (
-            each
-            for each in WRAPPERS
-            if 2 * sum(name.startswith(each) for name in names) > len(names)
-        ),
-        "",
-    )
-
-
 def _inner(facts: Facts) -> Iterator[Cause]:
     """Yield the cause for wrapped submodules: ``layers.0._orig_mod.weight``, or a few names."""
     parts = [each[:-1] for each in WRAPPERS if each != "module."]
     names = names_of(facts)
-    if _common(names) and not _is_inside_too(names):
+    if wrappers(names) and not _is_inside_too(names):
         return
     new = {name: short for name in names if (short := _without(name, parts)) != name}
     if not new or len({*(new.get(name, name) for name in names)}) != len(names):
@@ -160,8 +147,12 @@ def _is_inside_too(names: list[str]) -> bool:
     FSDP does that; one edit then removes both.
     """
     parts = {each[:-1] for each in WRAPPERS if each != "module."}
-    begins = _common(names)[:-1] in parts
-    return begins and any(not parts.isdisjoint(name.split(".")[2:]) for name in names)
+    begins = {each[:-1] for each in wrappers(names)[:1]}
+    return (
+        begins <= parts
+        and bool(begins)
+        and any(not parts.isdisjoint(name.split(".")[2:]) for name in names)
+    )
 
 
 def _without(name: str, parts: Collection[str]) -> str:

@@ -23,7 +23,7 @@ from ckptkit.core.errors import (
     UsageError,
 )
 from ckptkit.core.plan import Patch, Plan
-from ckptkit.core.text import shell_command
+from ckptkit.core.text import shell_command, typed
 from ckptkit.formats.format import (
     RECOVER,
     UNVERIFIED,
@@ -59,7 +59,9 @@ def match(probe: Probe) -> Format | None:
         return PARALLEL
     if asked.table is not None and not asked.files_too:
         raise UsageError(
-            "is a file, and --parts says how the files of a folder go together", where=probe.name
+            f"is a file, and {typed('--parts', 'table')} says how the files of a folder go "
+            "together",
+            where=probe.name,
         )
     return next((format for format in FORMATS if format.matches(probe)), None)
 
@@ -84,11 +86,20 @@ def read(place: ByteSource | Folder, asked: Asked | None = None) -> Checkpoint:
     """The checkpoint in a file or folder: headers only. Every error says which file."""
     probe = Probe(place, asked)
     try:
-        return identify(probe).read(probe)
+        return _with_folder(identify(probe).read(probe), probe)
     except CkptkitError as error:
         if isinstance(error, (TruncatedError, CorruptError)) and (command := recoverable(probe)):
             error.hint = "; ".join(filter(None, (error.hint, _SAVES[command])))
         raise error.at(place.name) from error.__cause__
+
+
+def _with_folder(checkpoint: Checkpoint, probe: Probe) -> Checkpoint:
+    """Return the checkpoint with the folder that was named, if it was read from a file in it."""
+    source = checkpoint.source
+    if not probe.is_folder or not isinstance(source, ByteSource) or checkpoint.folder is not None:
+        return checkpoint
+    place = source.folder_and_name()
+    return checkpoint if place is None else replace(checkpoint, folder=place[0])
 
 
 def check(probe: Probe) -> Iterator[CheckedPart | Finding]:
@@ -187,7 +198,8 @@ def for_writing(
     raise UsageError(
         "the suffix does not say which format to write",
         where=urls.shown(os.fspath(path)),
-        hint=f"use one of {known}; --format torch-zip writes any name; --shard-size 5GB a folder",
+        hint=f"use one of {known}; {typed('--format torch-zip', 'format=')} writes any name; "
+        f"{typed('--shard-size 5GB', 'shard_size=5 * 10**9')} a folder",
     )
 
 
@@ -228,7 +240,7 @@ def _sharding(
         raise UsageError(
             f"is the name of a file ({by_suffix.name}), and shards are written into a folder",
             where=urls.shown(os.fspath(path)),
-            hint="name a folder, or leave out --shard-size",
+            hint=f"name a folder, or leave out {typed('--shard-size', 'shard_size')}",
         )
     return kept if kept is not None and kept.shards else _writer(SHARDED.name)
 
@@ -242,8 +254,9 @@ def _writer(name: str, shards: bool = False) -> Format:
     if shards and not format.shards:
         able = ", ".join(each.name for each in writable() if each.shards)
         raise UsageError(
-            f"{name} is a single file, and --shard-size needs a format of folders",
-            hint=f"--format {able}",
+            f"{name} is a single file, and {typed('--shard-size', 'shard_size')} needs a format of "
+            "folders",
+            hint=f"these can: {able}",
         )
     return format
 
@@ -253,12 +266,14 @@ def layout(checkpoint: Checkpoint, format: Format, options: WriteOptions) -> Pla
     assert format.layout is not None
     if options.everything and not options.record:
         raise UsageError(
-            "--all keeps the rest in ckptkit's own entry, which --no-extras leaves out"
+            f"{typed('--all', 'everything=True')} keeps the rest in ckptkit's own entry, which "
+            f"{typed('--no-extras', 'record=False')} leaves out"
         )
     if options.everything and format.everything not in WHOLE:
         able = ", ".join(each.name for each in writable() if each.everything in WHOLE)
         raise UsageError(
-            f"{format.name} cannot hold a whole checkpoint (--all)", hint=f"these can: {able}"
+            f"{format.name} cannot hold a whole checkpoint ({typed('--all', 'everything=True')})",
+            hint=f"these can: {able}",
         )
     try:
         checkpoint = _without_pieces(checkpoint, format, options)

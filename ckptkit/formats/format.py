@@ -115,12 +115,16 @@ class WriteOptions:
     check: bool = True
 
     def __post_init__(self) -> None:
+        arguments.choice("objects", self.objects, ("keep", "drop", "error"))
+        arguments.choice("ties", self.ties, ("alias", "duplicate"))
         arguments.flags(
             everything=self.everything,
             record=self.record,
             sidecars=self.sidecars,
             check=self.check,
         )
+        arguments.count("shard_size", self.shard_size, 1 << 62)
+        arguments.count("ranks", self.ranks, 1 << 16)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.core.errors import CkptkitError, ModelError
+from ckptkit.core.text import typed
 
 if TYPE_CHECKING:
     from torch import nn
@@ -132,7 +133,11 @@ def _signature(make: Callable[..., object]) -> str:
         known = f"; it takes {inspect.signature(make)}"
     except (TypeError, ValueError):
         known = ""
-    return f"give its arguments, as in --arg width=64 or --arg name='\"resnet18\"'{known}"
+    asked = typed(
+        "give its arguments, as in --arg width=64 or --arg name='\"resnet18\"'",
+        "give a model made with its arguments",
+    )
+    return f"{asked}{known}"
 
 
 def _one_line(error: BaseException) -> str:

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.analysis import diff as reports
-from ckptkit.analysis.diff_checkpoints import compare_checkpoints
+from ckptkit.analysis.diff_checkpoints import compare_checkpoints, entire
 from ckptkit.api import reading
 from ckptkit.core import arguments
 from ckptkit.core.checkpoint import Checkpoint, Source
@@ -49,10 +49,12 @@ def diff(
         if isinstance(other, str) and _SPEC.fullmatch(other) and not os.path.exists(other):
             other = building.model_from(other)
         if not hasattr(other, "state_dict"):
-            sides = look_through_both(ck, stack.enter_context(reading(other, key=key)))
+            second = stack.enter_context(reading(other, key=key))
+            sides = look_through_both(entire(ck), entire(second))
             return compare_checkpoints(
                 *sides, everything=everything, values=values, atol=atol, rtol=rtol, name=name
             )
+        arguments.module("other", other)
         if values or atol is not None or rtol is not None:
             raise UsageError("the values of a model that is only built are not worth comparing")
         module: Any = other
@@ -65,7 +67,7 @@ def against_model(
     """Compare weights with the state_dict of a model: quantized ones as the model has them."""
     shapes = building.model_shapes(model)
     ck = ck if stored else seen_by(ck, shapes)
-    return reports.against(ck.weights, shapes, name=name, key=ck.key)
+    return reports.against(ck.weights, shapes, building.model_ties(model), name=name, key=ck.key)
 
 
 def seen_by(ck: Checkpoint, shapes: Mapping[str, tuple[str, Shape]]) -> Checkpoint:

@@ -19,6 +19,7 @@ from ckptkit.core.dtypes import NOT_IN_TORCH, DType
 from ckptkit.core.errors import FormatError, TensorError, UnsupportedError
 from ckptkit.core.limits import check
 from ckptkit.core.tensor import Storage, Tensor, TypedStorage
+from ckptkit.core.text import typed
 from ckptkit.core.tree import ByteString, Global, ModuleVersion, Node, StoredBytes
 from ckptkit.pickles.nested import check_no_calls, holds_calls
 from ckptkit.pickles.trust import refused_by_weights_only
@@ -332,9 +333,8 @@ class Emitter:
             raise TensorError(
                 f"torch has no dtype {name}, that of a tensor of shape {tensor.shape}: it could "
                 "not load the file",
-                hint=(
-                    "write safetensors without --all, or leave such tensors out with `--drop NAME`"
-                ),
+                hint=f"write safetensors without {typed('--all', 'everything=True')}, or leave "
+                f"such tensors out with {typed('--drop', 'select(drop=...)')}",
             )
         return self._global(Global("torch", name))
 

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from ckptkit.core import above
 from ckptkit.core.bytesource import ByteSource, Memory, Range, Section
 from ckptkit.core.errors import UnsafeGlobalError
+from ckptkit.core.text import typed_value
 from ckptkit.core.tree import ByteString, Node, StoredBytes
 from ckptkit.pickles.streams import Program, Remark, Traced
 
@@ -57,7 +58,8 @@ def check_no_calls(value: Node) -> None:
         raise UnsafeGlobalError(
             "the file holds a byte string that is a file of its own, with calls that are not "
             "in the allowlist",
-            hint="`ckptkit scan` says what is in it; --objects drop leaves it out",
+            hint="`ckptkit scan` says what is in it; "
+            f"{typed_value('objects', 'drop')} leaves it out",
         )
 
 

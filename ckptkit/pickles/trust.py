@@ -10,6 +10,7 @@ from ckptkit.core.errors import UnsafeGlobalError
 from ckptkit.core.grouping import flatten
 from ckptkit.core.limits import LIMITS
 from ckptkit.core.tensor import Tensor, TypedStorage
+from ckptkit.core.text import typed_value
 from ckptkit.core.tree import (
     ByteString,
     Global,
@@ -206,14 +207,14 @@ def check_object(node: Object) -> None:
             if kind != UNSURE
             else "in a way that the allowlist does not know"
         )
-        raise UnsafeGlobalError(f"the file {action}, {known}", hint=_HINT)
+        raise UnsafeGlobalError(f"the file {action}, {known}", hint=_hint())
 
 
 def check_fields(state: Node) -> None:
     """Refuse to write what would be set as attributes, unless a literal says it. Raises
     UnsafeGlobalError."""
     if not fits_word(_TREE, "fields", state):
-        raise UnsafeGlobalError("the file sets attributes by the result of a call", hint=_HINT)
+        raise UnsafeGlobalError("the file sets attributes by the result of a call", hint=_hint())
 
 
 def check_name(name: Global) -> None:
@@ -221,7 +222,9 @@ def check_name(name: Global) -> None:
     UnsafeGlobalError."""
     reason = out_of_place(name)
     if reason is not None:
-        raise UnsafeGlobalError(f"the file holds {name}, which {reason}", hint=_HINT)
+        raise UnsafeGlobalError(f"the file holds {name}, which {reason}", hint=_hint())
 
 
-_HINT = "`ckptkit inspect` lists such values; --objects drop leaves them out"
+def _hint() -> str:
+    drop = typed_value("objects", "drop")
+    return f"`ckptkit inspect` lists such values; {drop} leaves them out"

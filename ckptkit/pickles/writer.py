@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from ckptkit.core.errors import AmbiguousError, FormatError, UnsafeGlobalError, UnsupportedError
 from ckptkit.core.limits import LIMITS, check
+from ckptkit.core.text import typed_value
 from ckptkit.core.tree import Global, Node, Object, OrderedMapping, Pairs, SetNode
 from ckptkit.pickles.emitter import (
     ORDERED_DICT,
@@ -82,7 +83,9 @@ def write_pickle(
     pickled = _Writer(persistent_id, another).write(root)
     if objects == "error" and pickled.notes:
         raise UnsafeGlobalError(
-            pickled.notes[0], hint="--objects keep keeps them, --objects drop leaves them out"
+            pickled.notes[0],
+            hint=f"{typed_value('objects', 'keep')} keeps them, "
+            f"{typed_value('objects', 'drop')} leaves them out",
         )
     return Pickled(pickled.data, (*notes, *pickled.notes))
 

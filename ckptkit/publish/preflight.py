@@ -18,7 +18,7 @@ from ckptkit.core.errors import (
 from ckptkit.core.limits import LIMITS
 from ckptkit.core.paths import check_is_name
 from ckptkit.core.plan import Plan, Segment, Summed, extents
-from ckptkit.core.text import shell_word
+from ckptkit.core.text import shell_word, typed
 
 NO_ROOM = "make room, or name a DST on another disk: `df -h` lists them"
 
@@ -120,10 +120,14 @@ def _check_old_file(path: str, mode: int, folder_wanted: bool, force: bool) -> N
         )
     if folder_wanted:
         raise UsageError(
-            "is a file, and the output is a folder", where=path, hint="name a folder as DST"
+            "is a file, and the output is a folder",
+            where=path,
+            hint="name a folder",
         )
     if not force:
-        raise OutputExistsError("exists already", where=path, hint="--force replaces it")
+        raise OutputExistsError(
+            "exists already", where=path, hint=f"{typed('--force', 'force=True')} replaces it"
+        )
 
 
 def _is_special(link: str) -> bool:
@@ -159,7 +163,11 @@ def check_sources(path: str, sources: list[ByteSource]) -> None:
         there.add((info.st_dev, info.st_ino))
     for source in (each.whole or each for each in sources):
         if isinstance(source, LocalFile) and source.identity[:2] in there:
-            raise UsageError("is the file that is read", where=path, hint="--in-place replaces it")
+            raise UsageError(
+                "is the file that is read",
+                where=path,
+                hint=f"{typed('--in-place', 'in_place=True')} replaces it",
+            )
 
 
 def check_still_there(path: str, sources: list[ByteSource]) -> None:
@@ -185,7 +193,7 @@ def check_size(plan: Plan, size: int, allow_expand: bool) -> None:
         raise LimitError(
             f"{read:,} bytes of input would become {size:,} of output, more than "
             f"{LIMITS.expansion} times as much (expansion, expansion_free)",
-            hint="--allow-expand writes it all the same",
+            hint=f"{typed('--allow-expand', 'allow_expand=True')} writes it all the same",
         )
 
 

@@ -19,7 +19,7 @@ from ckptkit.core.bytesource import ByteSource
 from ckptkit.core.checksum import ReadSums, reading
 from ckptkit.core.errors import OutputError, OutputExistsError, UsageError
 from ckptkit.core.plan import OutputFile, Plan
-from ckptkit.core.text import plural
+from ckptkit.core.text import plural, typed
 from ckptkit.core.urls import shown
 from ckptkit.publish.checking import checks, compare, identities, raise_damage
 from ckptkit.publish.copying import Progress, checksums, in_order
@@ -97,7 +97,9 @@ def _old_files(plan: Plan, fs: Any, path: str, name: str, force: bool) -> list[s
     if (force and not plan.is_folder) or not fs.exists(path):
         return []
     if not plan.is_folder:
-        raise OutputExistsError("exists already", where=name, hint="--force replaces it")
+        raise OutputExistsError(
+            "exists already", where=name, hint=f"{typed('--force', 'force=True')} replaces it"
+        )
     base = path.rstrip("/") + "/"
     names = [file.name for file in _in_order(plan.files)]
     found = [each.removeprefix(base) for each in fs.find(path)]
@@ -107,7 +109,7 @@ def _old_files(plan: Plan, fs: Any, path: str, name: str, force: bool) -> list[s
         raise OutputExistsError(
             f"holds {len(found):,} of {plural(len(names), 'file')} of an output that was cut off",
             where=name,
-            hint="--force replaces them",
+            hint=f"{typed('--force', 'force=True')} replaces them",
         )
     return [base + each for each in found]
 

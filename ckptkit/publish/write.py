@@ -28,6 +28,7 @@ from ckptkit.core.errors import (
 )
 from ckptkit.core.paths import journal_path
 from ckptkit.core.plan import OutputFile, Plan
+from ckptkit.core.text import typed
 from ckptkit.publish.checking import checks, compare, identities, raise_damage
 from ckptkit.publish.copying import in_order
 from ckptkit.publish.preflight import (
@@ -163,7 +164,8 @@ def _upload(
         raise UsageError(
             "an output at a URL cannot be read back before it appears",
             where=urls.shown(url),
-            hint="leave out --verify; `diff --values` compares them afterwards",
+            hint=f"leave out {typed('--verify', 'verify=True')}; `diff --values` compares them "
+            "afterwards",
         )
     report = progress or (lambda count, total: None)
     upload(

@@ -11,7 +11,7 @@ from ckptkit.core import arguments
 from ckptkit.core.checkpoint import Checkpoint, Source, opened
 from ckptkit.core.errors import CollisionError, TensorError, UsageError
 from ckptkit.core.tensor import Storage, Tensor, contiguous_stride
-from ckptkit.core.text import plural, quoted, shell_word
+from ckptkit.core.text import plural, quoted, shell_word, typed
 from ckptkit.core.text import shape as shape_text
 from ckptkit.core.tree import Node, join, walk
 from ckptkit.core.weights import as_tensor, is_optimizer
@@ -274,11 +274,12 @@ class _Making:
                 raise about(rule, TensorError(message, hint=hint))
             if tensor.dtype != first.dtype:
                 message = f"{sources[0]} is {first.dtype}, {key} {tensor.dtype}"
-                hint = "cast first: --cast float32; in a recipe, `- cast: float32`"
+                cast = typed("--cast float32", "cast")
+                hint = f"cast first: {cast}; in a recipe, `- cast: float32`"
                 raise about(rule, TensorError(message, hint=hint))
             if tensor.device != first.device:
                 message = f"{sources[0]} is on {first.device}, {key} on {tensor.device}"
-                hint = "remap first: --to cpu; in a recipe, `- remap: cpu`"
+                hint = f"remap first: {typed('--to cpu', 'remap')}; in a recipe, `- remap: cpu`"
                 raise about(rule, TensorError(message, hint=hint))
 
     def _storage(self, made: Target, first: Tensor) -> Storage:

@@ -18,7 +18,7 @@ from ckptkit.core.limits import check
 from ckptkit.core.tensor import Shape
 from ckptkit.core.text import plural
 from ckptkit.rules.checks import Words, expanded, shape_text
-from ckptkit.rules.errors import MisfitError, RuleError, about, given_as, settings
+from ckptkit.rules.errors import MisfitError, RuleError, about, give_size, settings
 from ckptkit.rules.notation import ABSENT, REST, Rule, dimension_text
 from ckptkit.rules.sizes import Known
 
@@ -222,7 +222,7 @@ class Arrangement:
             )
             hint = f"a number for each, as in `with {word}={'|'.join(['8'] * count)}`"
             return about(self.number, RuleError(message, hint=hint))
-        hint = given_as(words[0])
+        hint = give_size(words[0])
         return about(self.number, RuleError(message, hint=hint))
 
     def _differs(
@@ -310,7 +310,7 @@ class Solved:
         size = self.sizes.get((word, None))
         if size is None:
             message = f"nothing says how many {word} there are"
-            hint = given_as(word)
+            hint = give_size(word)
             raise about(self.rule.number, RuleError(message, hint=hint))
         return size
 
@@ -376,7 +376,7 @@ class Solved:
         if missing:
             words = ", ".join(dict.fromkeys(word for word, _ in missing))
             first = missing[0][0]
-            hint = given_as(first)
+            hint = give_size(first)
             error = RuleError(f"nothing says the size of {words}", hint=hint)
             raise about(self.rule.number, error)
         return self.rule.extent(axes, indices, self.sizes)

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from typing import TypeVar
 
 from ckptkit.core.errors import CkptkitError, TensorError, UsageError
+from ckptkit.core.text import typed
 
 Error = TypeVar("Error", bound=CkptkitError)
 
@@ -45,6 +46,7 @@ def settings(sizes: Iterable[tuple[str, int]]) -> str:
     return " ".join(f"{word}={size:,}".replace(",", "") for word, size in sizes)
 
 
-def given_as(word: str) -> str:
+def give_size(word: str) -> str:
     """Return the hint for a size that is not known."""
-    return f"give it as in --arg {word}=32, as `with {word}=32` in the rule, or in config.json"
+    asked = typed(f"--arg {word}=32", f"args={{{word!r}: 32}}")
+    return f"give it as in {asked}, as `with {word}=32` in the rule, or in config.json"

@@ -22,7 +22,7 @@ from ckptkit.compute.nonfinite import nonfinite
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import TensorError
 from ckptkit.core.tensor import Tensor
-from ckptkit.core.text import nearest, plural
+from ckptkit.core.text import nearest, plural, typed
 from ckptkit.core.text import shape as shape_text
 from ckptkit.rules import config as configuration
 from ckptkit.rules.errors import RuleError
@@ -136,7 +136,8 @@ def _values(config: Config) -> Value:
         size = evaluate(rule, Settings(config=config)).sizes.get("size")
         if size is None and given != (None,):
             raise RuleError(
-                f"nothing says {given_text(given)}", hint="it is read from --config, or config.json"
+                f"nothing says {given_text(given)}",
+                hint=f"{typed('--config config.json', 'config')}, or config.json",
             )
         return None if size is None else size[0]
 

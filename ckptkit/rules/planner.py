@@ -11,7 +11,7 @@ from math import prod
 from ckptkit.core.errors import CollisionError
 from ckptkit.core.limits import LIMITS, check
 from ckptkit.core.tensor import Shape
-from ckptkit.core.text import nearest, some
+from ckptkit.core.text import nearest, some, typed
 from ckptkit.rules.checks import words_of
 from ckptkit.rules.copies import Copy, Solved, SourceTensor, Symbol
 from ckptkit.rules.errors import MisfitError, RuleError, UncoveredError, about
@@ -168,7 +168,7 @@ def unused_argument(word: str, known: Iterable[str]) -> RuleError:
     """Make the error for an argument that no rule uses."""
     close = nearest(word, sorted(known))
     hint = f"did you mean {', '.join(close)}?" if close else f"rules use {some(sorted(known), 8)}"
-    return RuleError(f"--arg {word}: no rule uses it", hint=hint)
+    return RuleError(f"{typed(f'--arg {word}', f'args[{word!r}]')}: no rule uses it", hint=hint)
 
 
 Group = tuple[int, tuple[Value, ...]]  # position of the rule, values of its loops

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from ckptkit.rules.checks import Words, check_none_empty, ragged
 from ckptkit.rules.copies import Arrangement, Axes, Solved, SourceTensor, Symbol
-from ckptkit.rules.errors import MisfitError, RuleError, about, given_as, settings
+from ckptkit.rules.errors import MisfitError, RuleError, about, give_size, settings
 from ckptkit.rules.names import Pattern, Steps, Value, Values
 from ckptkit.rules.notation import ABSENT, Rule
 from ckptkit.rules.sizes import Known, Settings, evaluate
@@ -50,7 +50,7 @@ class Ready:
             if isinstance(amount, str):
                 size = self.known.sizes.get(amount)
                 if size is None or len(size) != 1 or size[0] is None:
-                    hint = given_as(amount)
+                    hint = give_size(amount)
                     raise RuleError(f"nothing says {amount}", hint=hint)
                 found[amount] = size[0]
         return found
@@ -180,7 +180,7 @@ class Digits:
         known = prod(size for size in sizes if size)
         if len(missing) > 1 or not sizes[0] or count % known:
             text = f"nothing says how {count} numbers fall into ({' '.join(words)})"
-            hint = given_as(missing[0])
+            hint = give_size(missing[0])
             raise about(ready.number, RuleError(text, hint=hint))
         return [size or count // known for size in sizes]
 

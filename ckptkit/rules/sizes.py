@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckptkit.core.grouping import flatten
+from ckptkit.core.text import typed
 from ckptkit.rules.errors import RuleError
 from ckptkit.rules.notation import Choice, Given, Rule, Shift, Term, Variable
 
@@ -40,7 +41,7 @@ class Settings:
     def given(self, word: str, rule: Rule) -> tuple[Given | int, str] | None:
         """Return the value of a word, and its source; the first that applies."""
         if word in self.args:
-            return self.args[word], f"--arg {word}"
+            return self.args[word], typed(f"--arg {word}", f"args[{word!r}]")
         for places, where in (
             (dict(rule.sizes), "rule"),
             (self.sizes, "step"),

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import click
 
 from ckptkit.core.errors import CkptkitError
-from ckptkit.core.text import escape, message
+from ckptkit.core.text import escape, message, on_command_line
 from ckptkit.trainer.config import (
     ADAM_LR,
     DATA,
@@ -208,7 +208,8 @@ def _bar(steps: Iterable[Any], title: str) -> Iterable[Any]:
 def main() -> NoReturn:
     """Run as the main program, with the messages and exit codes of ``ckptkit train``."""
     try:
-        command.main(prog_name="python -m ckptkit.trainer", standalone_mode=False)
+        with on_command_line():
+            command.main(prog_name="python -m ckptkit.trainer", standalone_mode=False)
     except click.ClickException as error:
         _leave(error.format_message(), "see `python -m ckptkit.trainer --help`", error.exit_code)
     except CkptkitError as error:

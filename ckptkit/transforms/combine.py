@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from ckptkit.compute import contiguous, has_mean, mean_record
 from ckptkit.core import arguments
 from ckptkit.core.checkpoint import Checkpoint, Source, opened, several
-from ckptkit.core.errors import CollisionError, UsageError
+from ckptkit.core.errors import CkptkitError, CollisionError, UsageError
 from ckptkit.core.rebuilding import rebuild
 from ckptkit.core.tensor import Storage, Tensor, contiguous_stride
-from ckptkit.core.text import plural, quoted, shell_command
+from ckptkit.core.text import plural, quoted, shell_command, some, typed
 from ckptkit.core.tree import Node, OrderedMapping, find, join, module_versions, versions_state
-from ckptkit.core.weights import Weights, as_tensor, locate
-from ckptkit.transforms import groups
+from ckptkit.core.weights import WRAPPERS, as_tensor, locate
+from ckptkit.transforms import adapters, groups
 from ckptkit.transforms.groups import refuse_mixture
+from ckptkit.transforms.keys import select, strip_prefix
 from ckptkit.transforms.structure import bare, extract
 
 # Entries under which training loops keep an averaged copy of the weights (timm, ultralytics,
@@ -50,10 +51,10 @@ def average(checkpoints: Sequence[Source], shares: Sequence[float] | None = None
             f"{len(checkpoints)} checkpoints need as many weights, none negative, not all 0"
         )
     for each in checkpoints:
+        adapters.refuse(each, "the mean of its factors is not the mean of the changes they make")
         groups.refuse(each, None, "codes and scales have no mean")
     last = bare(checkpoints[-1])
-    names = [each.name or f"checkpoint {number}" for number, each in enumerate(checkpoints, 1)]
-    rows = _rows([*map(_weights, checkpoints[:-1]), last.required], names)
+    rows = _rows([*checkpoints[:-1], last])
     new = _Means(rows, shares)
     notes = [
         f"averaged {plural(new.averaged, 'tensor')} of {plural(len(checkpoints), 'checkpoint')}"
@@ -64,17 +65,13 @@ def average(checkpoints: Sequence[Source], shares: Sequence[float] | None = None
     return last.with_root(root, notes=notes)
 
 
-def _weights(ck: Checkpoint) -> Weights:
-    return ck.whole().required
-
-
-def _rows(all_weights: list[Weights], names: list[str]) -> dict[str, list[Tensor]]:
+def _rows(checkpoints: Sequence[Checkpoint]) -> dict[str, list[Tensor]]:
     """Return by name the tensors of all checkpoints.
 
     Raises UsageError where they do not go together.
     """
-    *others, last = (weights.tensors for weights in all_weights)
-    for other_name, other in zip(names, others, strict=False):
+    *others, last = (ck.whole().required.tensors for ck in checkpoints)
+    for number, other in enumerate(others):
         odd = sorted(other.keys() ^ last.keys())
         odd += [
             name
@@ -82,11 +79,18 @@ def _rows(all_weights: list[Weights], names: list[str]) -> dict[str, list[Tensor
             if name in other and other[name].shape != tensor.shape
         ]
         if odd:
+            pair = (number, len(others))
+            files = [name for each in pair if (name := checkpoints[each].name)]
             raise UsageError(
-                f"{other_name} and {names[-1]} differ in names or shapes: {quoted(odd)}",
-                hint=f"`{shell_command(('ckptkit', 'diff', other_name, names[-1]))}` shows how",
+                f"{' and '.join(_title(checkpoints, each) for each in pair)} differ in names or "
+                f"shapes: {quoted(odd)}",
+                hint=shell_command(("ckptkit", "diff", *files)) if len(files) == 2 else None,
             )
     return {name: [*(other[name] for other in others), tensor] for name, tensor in last.items()}
+
+
+def _title(checkpoints: Sequence[Checkpoint], number: int) -> str:
+    return checkpoints[number].name or f"number {number + 1}"
 
 
 class _Means:
@@ -133,38 +137,58 @@ def merge(checkpoints: Sequence[Source], *, last_wins: bool = False) -> Checkpoi
     arguments.flags(last_wins=last_wins)
     if not checkpoints:
         raise UsageError("there are no checkpoints to merge")
+    for ck in checkpoints:
+        adapters.refuse(ck, "`merge` unites the tensors of models, and does not apply adapters")
     refuse_mixture(checkpoints)
     parts = [bare(ck) for ck in checkpoints]
     merged: dict[Node, Node] = {}
     modules: dict[Node, Node] = {}
-    twice: list[str] = []
-    for part in parts:
+    owners: dict[str, list[int]] = {}  # the checkpoints that have a name
+    for number, part in enumerate(parts):
         node = part.root
         assert isinstance(node, dict)
-        twice += [str(name) for name in node if name in merged]
         merged.update(node)
         modules.update(module_versions(node) or {})
-    if twice and not last_wins:
+        for name in map(str, node):
+            owners.setdefault(name, []).append(number)
+    shared = list(_shared(checkpoints, owners))
+    if shared and not last_wins:
+        names, others, last = shared[0]
         raise CollisionError(
-            f"{plural(len(twice), 'name')} in more than one of them: {quoted(twice)}",
-            hint="--last-wins takes the last of each; `rename` gives them other names",
+            f"{last} has {names} of {others} too",
+            hint=f"{typed('--last-wins', 'last_wins=True')} takes the last of each; `rename` gives "
+            "them other names",
         )
     notes = [f"merged {plural(len(parts), 'checkpoint')}"]
-    if twice:
-        notes.append(f"{plural(len(set(twice)), 'name')} taken from the last that has it")
+    notes += [f"took {names} from {last}, not from {others}" for names, others, last in shared]
     state = versions_state(modules) if modules else None
     return parts[-1].with_root(OrderedMapping(merged, state), notes=notes)
+
+
+def _shared(
+    checkpoints: Sequence[Checkpoint], owners: Mapping[str, Sequence[int]]
+) -> Iterator[tuple[str, str, str]]:
+    """Yield the names that the same checkpoints have: the names, and the files, the last apart."""
+    alike: dict[tuple[int, ...], list[str]] = {}
+    for name, numbers in owners.items():
+        if len(numbers) > 1:
+            alike.setdefault(tuple(numbers), []).append(name)
+    for numbers, names in alike.items():
+        *files, last = (_title(checkpoints, each) for each in numbers)
+        yield f"{plural(len(names), 'name')} ({quoted(names)})", some(files), last
 
 
 def ema(ck: Source) -> Checkpoint:
     """Return the averaged weights that a training loop kept with the trained ones.
 
+    Those of torch's ``AveragedModel`` lose its counter and the prefix ``module.``; others lose the
+    prefixes of wrappers that the trained weights do not have.
     A list of tensors (``shadow_params``) gets the names of the parameters beside it. Raises
     UsageError if there is no entry that training loops use for them.
     """
     ck = opened(ck)
     ck.whole()
-    groups.refuse(ck, None, "its weights are not those that training has averaged")
+    groups.refuse(ck, None, _NOT_AVERAGED)
     for name in AVERAGED:
         for path in (name, f"ema.{name}"):
             try:
@@ -172,16 +196,46 @@ def ema(ck: Source) -> Checkpoint:
             except UsageError:
                 continue
             if isinstance(node, list) and all(as_tensor(each) is not None for each in node):
+                adapters.refuse(ck, _NO_MODEL)
                 return _named(ck, path, node)
             if locate(node) is not None:
                 found = bare(extract(ck.with_key(None), path))
-                groups.refuse(found, None, "its weights are not those that training has averaged")
-                return found
+                adapters.refuse(found, _NO_MODEL)
+                groups.refuse(found, None, _NOT_AVERAGED)
+                return _unwrapped(found, ck)
     raise UsageError(
         "holds no averaged weights under a name that training loops use for them",
         where=ck.name,
         hint="`ckptkit inspect --tree {where}` shows the entries; `extract --key` takes one",
     )
+
+
+_NO_MODEL = "`ema` gives the weights of whole models"
+_NOT_AVERAGED = "its weights are not those that training has averaged"
+_COUNTER = "n_averaged"  # of torch.optim.swa_utils.AveragedModel, whose model is its `module`
+
+
+def _unwrapped(found: Checkpoint, ck: Checkpoint) -> Checkpoint:
+    """Return averaged weights under the names of the model that was averaged."""
+    is_model = _COUNTER in found.weights and any(
+        name.startswith("module.") for name in found.weights
+    )
+    if is_model:
+        found = select(found, drop=_COUNTER)
+    try:
+        trained = set(ck.weights)
+    except CkptkitError:
+        trained = set()
+    while prefix := _wrapper(found.weights):
+        if not is_model and trained.isdisjoint(name.removeprefix(prefix) for name in found.weights):
+            break
+        found = strip_prefix(found, prefix)
+    return found
+
+
+def _wrapper(names: Collection[str]) -> str | None:
+    """Return the prefix of a wrapper that all names have."""
+    return next((each for each in WRAPPERS if all(name.startswith(each) for name in names)), None)
 
 
 def _named(ck: Checkpoint, path: str, tensors: list[Node]) -> Checkpoint:

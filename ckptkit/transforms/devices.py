@@ -20,7 +20,7 @@ from ckptkit.core.checkpoint import Checkpoint, NoEffect, Source, opened
 from ckptkit.core.errors import UsageError
 from ckptkit.core.rebuilding import rebuild
 from ckptkit.core.tensor import Storage, Tensor, TypedStorage
-from ckptkit.core.text import plural, quoted
+from ckptkit.core.text import plural, quoted, typed
 from ckptkit.core.tree import Global, Node, Object, join, nodes, walk
 from ckptkit.transforms.nodes import moved
 
@@ -196,7 +196,7 @@ def _left(root: Node, changing: Container[int]) -> str:
     paths = [f"{join(path)} ({_text(node)})" for path, node in walk(root) if id(node) in changing]
     return (
         f"left as they are: {plural(len(paths), 'torch.device value')}, {quoted(paths)}; "
-        "--device-values changes them too"
+        f"{typed('--device-values', 'values=True')} changes them too"
     )
 
 

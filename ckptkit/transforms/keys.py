@@ -20,9 +20,16 @@ from ckptkit.core.errors import CollisionError, UsageError
 from ckptkit.core.grouping import without
 from ckptkit.core.rebuilding import rebuild
 from ckptkit.core.tensor import Tensor
-from ckptkit.core.text import entries, guess, plural, quoted, shell_word
+from ckptkit.core.text import entries, guess, plural, quoted, shell_word, typed
 from ckptkit.core.tree import Node, Object, OrderedMapping, Path, find, join, walk
-from ckptkit.core.weights import Weights, as_tensor, module_state, plain_state_dict, read_module
+from ckptkit.core.weights import (
+    WRAPPERS,
+    Weights,
+    as_tensor,
+    module_state,
+    plain_state_dict,
+    read_module,
+)
 from ckptkit.quantized import Quantization
 from ckptkit.transforms import groups, module_versions, optimizers
 
@@ -69,16 +76,22 @@ class Target:
 def strip_prefix(ck: Source, *prefixes: str, keys: str | Sequence[str] = ()) -> Checkpoint:
     """Remove leading prefixes (``module.`` if none is given) from the names of the weights.
 
-    Each prefix is taken once, whatever the order in which they nest. `keys` names the mappings to
-    edit instead of the weights, by dotted path. Raises CollisionError, UsageError.
+    Each prefix is taken once, whatever the order in which they nest. One that ends in a letter or
+    digit is a whole part of a name: ``_orig_mod`` stands for ``_orig_mod.``. `keys` names the
+    mappings to edit instead of the weights, by dotted path. Raises CollisionError, UsageError.
     """
     ck, prefixes = opened(ck), tuple(arguments.text("a prefix", each) for each in prefixes)
-    prefixes = prefixes or ("module.",)
+    prefixes = tuple(map(_whole_part, prefixes)) or ("module.",)
     if "" in prefixes:
         raise UsageError("an empty prefix cannot be stripped")
     edit = _Stripping(prefixes)
     targets = list(_targets(ck, arguments.texts("keys", keys)))
     return edit.result(ck, targets)
+
+
+def _whole_part(prefix: str) -> str:
+    """Return the prefix with the dot that it lacks, if it ends in a letter or digit."""
+    return f"{prefix}." if prefix[-1:].isalnum() else prefix
 
 
 class _Stripping:
@@ -129,13 +142,14 @@ class _Stripping:
     def _warnings(self, target: Target, names: dict[str, str]) -> Iterator[str]:
         if kept := [name for name in target.names if name not in names]:
             yield f"{plural(len(kept), 'key')}{target.place} left without a change: {quoted(kept)}"
-        again = [short for short in names.values() if short.startswith(self.prefixes)]
+        outer = (*self.prefixes, *WRAPPERS)
+        again = [short for short in names.values() if short.startswith(outer)]
         if again:
             verb = "begins" if len(again) == 1 else "begin"
-            prefix = next(each for each in self.prefixes if again[0].startswith(each))
+            prefix = next(each for each in outer if again[0].startswith(each))
             yield (
                 f"{plural(len(again), 'key')}{target.place} still {verb} with {prefix!r}, "
-                f"a second level: run again to strip it too"
+                f"a second level: strip {prefix!r} from the result too"
             )
 
     def _elsewhere(self, ck: Checkpoint, edits: _Edits) -> Iterator[str]:
@@ -149,10 +163,10 @@ class _Stripping:
             if isinstance(node, dict) and id(node) not in edited and _begins(node, self.prefixes)
         }
         if found:
-            options = " ".join(
-                f"--key {shell_word(name)}" for name in [join(t.path) for t in targets] + [*found]
-            )
-            yield f"the prefix also occurs in {quoted(list(found))}; to edit all: {options}"
+            keys = [join(target.path) for target in targets] + [*found]
+            options = " ".join(f"--key {shell_word(key)}" for key in keys)
+            every = typed(options, f"keys={keys}")
+            yield f"the prefix also occurs in {quoted(list(found))}; to edit all: {every}"
 
 
 def _begins(mapping: dict[Node, Node], prefixes: tuple[str, ...]) -> bool:
@@ -162,10 +176,11 @@ def _begins(mapping: dict[Node, Node], prefixes: tuple[str, ...]) -> bool:
 def add_prefix(ck: Source, prefix: str = "module.", keys: str | Sequence[str] = ()) -> Checkpoint:
     """Put `prefix` before the names of the weights, or of the mappings at the dotted paths `keys`.
 
+    As in `strip_prefix`, one that ends in a letter or digit is a whole part of a name.
     ``_metadata`` becomes what torch would give for the module that holds this one. Raises
     CollisionError, UsageError.
     """
-    ck, prefix = opened(ck), arguments.text("prefix", prefix)
+    ck, prefix = opened(ck), _whole_part(arguments.text("prefix", prefix))
     if not prefix:
         raise UsageError("an empty prefix cannot be added")
     edits = _Edits(list(_targets(ck, arguments.texts("keys", keys))))
@@ -373,8 +388,9 @@ def select(
 ) -> Checkpoint:
     """Keep only the weights whose names match a glob of `keep` (or all) and no glob of `drop`.
 
-    ``*`` matches dots too. What is not a weight stays. Raises UsageError for a glob that matches
-    nothing.
+    ``*`` matches dots too. What is not a weight stays, but optimizers lose the parameters that were
+    dropped; one whose parameters cannot be told is dropped, with a warning. Raises UsageError for a
+    glob that matches nothing.
     """
     ck = opened(ck)
     keep, drop = arguments.texts("keep", keep), arguments.texts("drop", drop)
@@ -399,7 +415,17 @@ def select(
         f"left out {plural(gone, 'key')}{target.place}, kept {len(kept):,}",
         *_as_plain(target),
     ]
-    return _replaced(ck, {id(target.node): new}, notes, groups.torn(found, kept))
+    from ckptkit.transforms import optimizer_cuts  # not of each command that gives names
+
+    cut = optimizer_cuts.cut(ck, kept)
+    warnings = [*groups.torn(found, kept), *cut.warnings]
+    done = _replaced(ck, {id(target.node): new, **cut.swap}, [*notes, *cut.notes], warnings)
+    if cut.dropped:
+        from ckptkit.transforms.structure import drop as drop_entry  # with more imports
+
+        for path in cut.dropped:
+            done = drop_entry(done, path)
+    return done
 
 
 def _matching(target: Target, globs: Sequence[str], weights: Quantization) -> set[str]:

@@ -7,16 +7,16 @@ and resume from names.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from ckptkit.core import arguments
 from ckptkit.core.checkpoint import Checkpoint, NoEffect, Source, opened
 from ckptkit.core.errors import UsageError
-from ckptkit.core.grouping import flatten, without
+from ckptkit.core.grouping import without
 from ckptkit.core.rebuilding import rebuild
 from ckptkit.core.tensor import Shape, Tensor
-from ckptkit.core.text import nearest, plural, shell_command, some
+from ckptkit.core.text import nearest, plural, shell_word, some, typed
 from ckptkit.core.tree import Node, OrderedMapping, join, walk
 from ckptkit.core.weights import as_tensor, is_optimizer
 
@@ -27,7 +27,9 @@ _MOST_PAIRS = 5_000_000  # of a state and a weight, that are looked at
 _HINT = "save it from an optimizer made of named_parameters(), or take the weights alone"
 
 
-class _Optimizer(NamedTuple):
+class Optimizer(NamedTuple):
+    """The state_dict of an optimizer, with its dotted path."""
+
     path: str
     node: dict[Node, Node]
     groups: list[dict[Node, Node]]
@@ -35,7 +37,19 @@ class _Optimizer(NamedTuple):
 
     @property
     def params(self) -> list[Node]:
-        return [each for group in self.groups for each in _list(group, "params")]
+        return self._all("params")
+
+    @property
+    def own_names(self) -> list[Node]:
+        """The names that the groups give to the parameters, if they name all of them."""
+        names = self._all("params")
+        if not all(isinstance(each, str) for each in names):
+            names = self._all("param_names")
+        known = len(names) == len(self.params) and all(isinstance(each, str) for each in names)
+        return names if known else []
+
+    def _all(self, word: str) -> list[Node]:
+        return [each for group in self.groups for each in listed(group, word)]
 
 
 def key_optimizer(ck: Source, by: str) -> Checkpoint:
@@ -46,15 +60,20 @@ def key_optimizer(ck: Source, by: str) -> Checkpoint:
     states fit. Raises UsageError where there is none, or more than one.
     """
     ck, by = opened(ck), arguments.text("by", by)
-    if by not in _WAYS:
-        raise UsageError(
-            f"{by!r} is no key of an optimizer", hint=" or ".join(nearest(by, _WAYS) or _WAYS)
-        )
+    if by not in (NAMES, NUMBERS):
+        near = nearest(by, (NAMES, NUMBERS)) or (NAMES, NUMBERS)
+        raise UsageError(f"{by!r} is no key of an optimizer", hint=" or ".join(near))
     found = _only(ck)
-    keys = _WAYS[by](ck, found)
+    keys = (
+        names_of(found, ck.required.nodes, unordered=ck.unordered)
+        if by == NAMES
+        else _numbers(found)
+    )
     if all(old == new and type(old) is type(new) for old, new in keys.items()):
         return ck.with_root(ck.root, warnings=[NoEffect(f"{found.path} is keyed by {by} already")])
-    groups = [_group(each, keys) for each in found.groups]
+    groups = [
+        {**each, "params": [keys[key] for key in listed(each, "params")]} for each in found.groups
+    ]
     state = {keys.get(old, old): value for old, value in found.state.items()}
     attributes = found.state.state if isinstance(found.state, OrderedMapping) else None
     swap: dict[int, Node] = {
@@ -65,28 +84,37 @@ def key_optimizer(ck: Source, by: str) -> Checkpoint:
     return ck.with_root(rebuild(ck.root, swap=swap), notes=[note])
 
 
-def _group(group: dict[Node, Node], keys: Mapping[Node, Node]) -> dict[Node, Node]:
-    kept = {word: value for word, value in group.items() if word != "param_names"}
-    return {**kept, "params": [keys[each] for each in _list(group, "params")]}
-
-
-def _only(ck: Checkpoint) -> _Optimizer:
+def _only(ck: Checkpoint) -> Optimizer:
     found = [(join(path), node) for path, node in walk(ck.root) if _is_plain(node)]
     if not found:
         raise UsageError("has no state_dict of an optimizer", where=ck.name)
     if len(found) > 1:
         raise UsageError(
             f"has several optimizers: {some([path for path, _ in found])}", where=ck.name,
-            hint="choose one: drop the others with `"
-            + shell_command(flatten(("--drop-entry", path) for path, _ in found[1:])) + "`",
+            hint="choose one: drop the others with " + " ".join(
+                typed(f"--drop-entry {shell_word(path)}", f"ck.without({path!r})")
+                for path, _ in found[1:]
+            ),
         )  # fmt: skip
     ((path, node),) = found
+    try:
+        return read(path, node)
+    except UsageError as error:
+        raise error.at(ck.name or "") from None
+
+
+def read(path: str, node: Node) -> Optimizer:
+    """Return the optimizer that a node is. Raises UsageError for a malformed one."""
+    if not _is_plain(node):
+        raise UsageError(f"{path} is a pickled object, not a state_dict")
     groups, state = node["param_groups"], node["state"]
     if not isinstance(groups, list) or not all(isinstance(each, dict) for each in groups):
-        raise UsageError(f"{path}.param_groups is no list of groups", where=ck.name)
+        raise UsageError(f"{path}.param_groups is no list of groups")
     if not isinstance(state, dict):
-        raise UsageError(f"{path}.state is no mapping", where=ck.name)
-    optimizer = _Optimizer(path, node, groups, state)
+        raise UsageError(f"{path}.state is no mapping")
+    optimizer = Optimizer(path, node, groups, state)
+    if not all(isinstance(each, (int, str)) for each in optimizer.params):
+        raise UsageError(f"{path} has parameters that are neither numbers nor names")
     if unknown := without(state, set(optimizer.params)):
         raise UsageError(f"{path}.state has {some(map(str, unknown))}, which no group has")
     return optimizer
@@ -96,29 +124,39 @@ def _is_plain(node: Node) -> bool:
     return isinstance(node, dict) and is_optimizer(node)
 
 
-def _list(group: Mapping[Node, Node], word: str) -> list[Node]:
+def listed(group: Mapping[Node, Node], word: str) -> list[Node]:
+    """Return a list that a group has, an empty one where it has none."""
     found = group.get(word)
     return found if isinstance(found, list) else []
 
 
-def _numbers(ck: Checkpoint, optimizer: _Optimizer) -> dict[Node, Node]:
+def _numbers(optimizer: Optimizer) -> dict[Node, Node]:
     return {each: number for number, each in enumerate(optimizer.params)}
 
 
-def _names(ck: Checkpoint, optimizer: _Optimizer) -> dict[Node, Node]:
-    params = optimizer.params
-    if all(isinstance(each, str) for each in params):
-        return {each: each for each in params}
-    own = [each for group in optimizer.groups for each in _list(group, "param_names")]
-    if len(own) == len(params) and all(isinstance(each, str) for each in own):
+def names_of(
+    optimizer: Optimizer, weights: Mapping[str, Node], *, unordered: bool
+) -> dict[Node, str]:
+    """Return the name of each parameter. Raises UsageError where the weights leave a doubt.
+
+    That of `unordered` weights does, unless the optimizer itself has the names.
+    """
+    params, own = optimizer.params, optimizer.own_names
+    if own or not params:
         return dict(zip(params, own, strict=True))
+    if unordered:
+        raise UsageError(
+            f"{optimizer.path} numbers the parameters in the order of the model, which the file of "
+            "the weights does not keep",
+            hint=_HINT,
+        )
     if len(optimizer.groups) > 1:
         raise UsageError(
             f"{optimizer.path} has several groups, so that the order of the weights does not say "
             "which number is which parameter",
             hint=_HINT,
         )
-    known = list(_parameters(ck))
+    known = list(_parameters(weights))
     states = [_shapes(optimizer.state.get(each)) for each in params]
     places = _places(states, [shape for _, shape in known])
     if isinstance(places, str):
@@ -130,18 +168,27 @@ def _names(ck: Checkpoint, optimizer: _Optimizer) -> dict[Node, Node]:
     return {each: known[place][0] for each, place in zip(params, places, strict=True)}
 
 
-def _parameters(ck: Checkpoint) -> Iterator[tuple[str, Shape]]:
+def _parameters(weights: Mapping[str, Node]) -> Iterator[tuple[str, Shape]]:
     """Yield names and shapes of the weights that may be parameters, tied ones once."""
-    seen: set[tuple[int, int, Shape]] = set()
-    for name, node in ck.required.nodes.items():
+    seen: set[object] = set()
+    for name, node in weights.items():
         tensor = as_tensor(node)
-        if tensor is None or tensor.dtype.kind not in ("float", "complex"):
+        if tensor is None or not may_be_parameter(name, tensor) or memory_of(tensor) in seen:
             continue
-        memory = (id(tensor.storage), tensor.offset, tensor.shape)
-        if name.rpartition(".")[2] in BUFFERS or (tensor.storage is not None and memory in seen):
-            continue
-        seen.add(memory)
+        seen.add(memory_of(tensor))
         yield name, tensor.shape
+
+
+def may_be_parameter(name: str, tensor: Tensor) -> bool:
+    """Return whether an optimizer may train this weight."""
+    return tensor.dtype.kind in ("float", "complex") and name.rpartition(".")[2] not in BUFFERS
+
+
+def memory_of(tensor: Tensor) -> object:
+    """Return what tied tensors have in common."""
+    if tensor.storage is None:
+        return id(tensor)
+    return id(tensor.storage), tensor.offset, tensor.shape
 
 
 def _shapes(state: Node) -> set[Shape]:
@@ -182,9 +229,3 @@ def _places(states: Sequence[set[Shape]], shapes: Sequence[Shape]) -> list[int] 
         skipped = next(k for k in range(skipped, spare + 1) if fits(i, k) and ways[i + 1][k])
         places.append(i + skipped)
     return places
-
-
-_WAYS: dict[str, Callable[[Checkpoint, _Optimizer], dict[Node, Node]]] = {
-    NAMES: _names,
-    NUMBERS: _numbers,
-}

@@ -14,7 +14,7 @@ from ckptkit.core.checkpoint import Checkpoint, Source, opened
 from ckptkit.core.dtypes import DType, DTypeLike
 from ckptkit.core.errors import CollisionError, FormatError, UnsupportedError, UsageError
 from ckptkit.core.grouping import without
-from ckptkit.core.text import plural, quoted
+from ckptkit.core.text import plural, quoted, typed
 from ckptkit.quantized import Quantization
 from ckptkit.quantized.group import quantization_of, read_json_of
 from ckptkit.quantized.logical import TARGETS, default_dtype, exchanged
@@ -39,8 +39,10 @@ def dequantize(ck: Source, dtype: DTypeLike | None = None) -> Checkpoint:
     if own is None and not found:
         raise UsageError(
             "nothing in it is quantized in a way that is known",
-            where=ck.name, hint="`ckptkit inspect {where}` shows it; `--cast float16` casts floats",
-        )  # fmt: skip
+            where=ck.name,
+            hint=f"`ckptkit inspect {{where}}` shows it; {typed('--cast float16', 'cast')} casts "
+            "floats",
+        )
     ck = ck if own is None else own
     return _without_groups(ck, quantized.find(ck) if own is not None else found, wanted)
 
@@ -54,7 +56,8 @@ def target(name: DTypeLike) -> DType:
     if dtype.name not in TARGETS:
         raise UsageError(
             f"weights are not dequantized to {name!r}",
-            hint=f"choose one of {', '.join(TARGETS)}; --cast casts the result to another",
+            hint=f"choose one of {', '.join(TARGETS)}; {typed('--cast', 'cast')} casts the result "
+            "to another",
         )
     return dtype
 

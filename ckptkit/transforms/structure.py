@@ -10,8 +10,18 @@ from ckptkit.core.checkpoint import Checkpoint, NoEffect, Source, opened
 from ckptkit.core.errors import UnknownNameError, UsageError
 from ckptkit.core.rebuilding import rebuild
 from ckptkit.core.tensor import Tensor
-from ckptkit.core.text import quoted
-from ckptkit.core.tree import LEAVES, Node, OrderedMapping, Path, children, find, join, type_name
+from ckptkit.core.text import quoted, some, typed_value
+from ckptkit.core.tree import (
+    LEAVES,
+    Node,
+    Path,
+    children,
+    find,
+    join,
+    key_text,
+    like,
+    type_name,
+)
 from ckptkit.core.weights import plain_state_dict
 from ckptkit.pickles import live
 
@@ -32,7 +42,9 @@ def extract(ck: Source, key: str) -> Checkpoint:
             hint="name a mapping, a list or a tensor; `ckptkit inspect {where}` shows values",
         )
     inner = _key_below(ck, path)
-    return ck.with_key(inner).with_root(node, notes=[f"extracted {key!r}"])
+    others = [each for each, _ in children(ck.root) if path and each is not path[0]]
+    leaving = f", leaving {some(map(key_text, others))}" if others else ""
+    return ck.with_key(inner).with_root(node, notes=[f"extracted {key!r}{leaving}"])
 
 
 def _key_below(ck: Checkpoint, path: Path) -> str | None:
@@ -55,7 +67,7 @@ def with_value(ck: Checkpoint, path: str, value: object) -> Checkpoint:
     if isinstance(holder, list):
         changed: Node = [new if number == key else each for number, each in enumerate(holder)]
     elif isinstance(holder, dict):
-        changed = _like(holder, {**holder, key: new})
+        changed = like(holder, {**holder, key: new})
     else:
         raise UsageError(f"the entry {path!r} is not in a mapping or list, and cannot be set")
     note = f"{'added' if is_new else 'set'} {path!r}"
@@ -90,13 +102,6 @@ def _holder(root: Node, path: Path) -> Node:
     return root
 
 
-def _like(mapping: dict[Node, Node], entries: dict[Node, Node]) -> Node:
-    """Return a mapping of the class of another one, with its attributes."""
-    return (
-        OrderedMapping(entries, mapping.state) if isinstance(mapping, OrderedMapping) else entries
-    )
-
-
 def without(ck: Checkpoint, path: str) -> Checkpoint:
     """Return the checkpoint without the entry at the dotted `path`.
 
@@ -119,7 +124,7 @@ def drop(ck: Checkpoint, key: str) -> Checkpoint:
     if not path or not isinstance(holder, dict):
         raise UsageError(f"the entry {key!r} is not in a mapping, and cannot be left out")
     entries = {name: value for name, value in holder.items() if name != path[-1]}
-    swap = {id(holder): _like(holder, entries)}
+    swap = {id(holder): like(holder, entries)}
     return ck.with_root(rebuild(ck.root, swap=swap), notes=[f"left out {key!r}"])
 
 
@@ -165,7 +170,7 @@ def wrap(ck: Source, key: str, beside: Mapping[str, object] | None = None) -> Ch
     """
     ck, key = opened(ck), arguments.text("key", key)
     if not key:
-        raise UsageError("an entry needs a name", hint="e.g. --key state_dict")
+        raise UsageError("an entry needs a name", hint=f"e.g. {typed_value('key', 'state_dict')}")
     others = {name: live.node(value) for name, value in arguments.mapping("beside", beside).items()}
     if key in others:
         raise UsageError(f"{key!r} cannot be the checkpoint and a value beside it")

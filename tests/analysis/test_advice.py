@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from ckptkit.analysis.advice import WRAPPERS, advise, strip_module
+from ckptkit.analysis.advice import advise, strip_module
 from ckptkit.analysis.summary import summarize
 from ckptkit.core.tree import Global, Node
+from ckptkit.core.weights import WRAPPERS
 from tests.analysis.made import checkpoint, module, opaque, tensor, view
 
 

@@ -54,6 +54,7 @@ def test_the_schema(ckptkit: Ckptkit, ab: tuple[Path, Path]) -> None:
         "b": str(ab[1]),
         "model": None,
         "equal": False,
+        "values_compared": True,
         "missing": ["theirs"],
         "unexpected": ["mine"],
         "mismatched": [
@@ -102,6 +103,59 @@ def test_equal_files(ckptkit: Ckptkit, ab: tuple[Path, Path]) -> None:
     assert result.stdout == (
         "equal: 4 keys (names, dtypes, shapes and values)\nnot compared: epoch (--all)\n"
     )
+
+
+def test_equal_is_said_of_what_was_compared(ckptkit: Ckptkit, ab: tuple[Path, Path]) -> None:
+    result = ckptkit("diff", ab[0], ab[0])
+    assert result.stdout == (
+        "same names, shapes and dtypes: 4 keys; values not compared\n"
+        "not compared: the values of tensors (--values); epoch (--all)\n"
+    )
+
+
+def test_two_optimizers_alone(ckptkit: Ckptkit, tmp_path: Path) -> None:
+    paths = [tmp_path / f"{lr}.bin" for lr in (0.1, 0.2)]
+    for path, lr in zip(paths, (0.1, 0.2), strict=True):
+        net = torch.nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(net.parameters(), lr=lr, momentum=0.9)
+        net(torch.full((1, 2), lr)).sum().backward()
+        optimizer.step()
+        torch.save(optimizer.state_dict(), path)
+    for options in ([], ["--all"], ["--key", ""]):
+        found = json.loads(ckptkit("diff", *paths, "--values", "--json", *options).stdout)
+        assert [each["name"] for each in found["changed"]] == ["state.0.momentum_buffer"]
+        assert [each["path"] for each in found["entries"]] == ["param_groups.0.lr"]
+        assert ckptkit("diff", paths[0], paths[0], "--values", *options).stdout.startswith(
+            "equal: 2"
+        )
+    torch.save({"w": torch.ones(2)}, tmp_path / "w.pth")
+    assert "no weights" in ckptkit("diff", paths[0], tmp_path / "w.pth").stderr
+
+
+TIED = """
+import torch
+
+class Tied(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = torch.nn.Embedding(5, 3)
+        self.head = torch.nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embed.weight
+"""
+
+
+@pytest.mark.parametrize(("name", "kept"), [("embed.weight", 0), ("head.weight", 0), ("x", 1)])
+def test_tied_weights_of_a_model_count_once(
+    name: str, kept: int, ckptkit: Ckptkit, tmp_path: Path
+) -> None:
+    """`load_state_dict(strict=False)` fills both names by one."""
+    (tmp_path / "tied.py").write_text(TIED)
+    torch.save({name: torch.ones(5, 3), "y": torch.ones(7)}, tmp_path / "a.pth")
+    model = f"{tmp_path / 'tied.py'}:Tied"
+    found = json.loads(ckptkit("diff", tmp_path / "a.pth", "--model", model, "--json").stdout)
+    silent = found["strict_false"]
+    assert (silent["kept"], silent["kept_parameters"]) == (kept, 15 * kept)
+    assert silent["all_parameters"] == 15
 
 
 def trained(path: Path, *, step: float, lr: float) -> Path:

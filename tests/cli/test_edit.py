@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -66,14 +67,43 @@ def test_strip_module_edits_what_keys_name(ckptkit: Ckptkit, tmp_path: Path, out
     assert list(load(out)["model"]) == list(load(out)["ema"]) == ["w"]
 
 
-def test_nothing_to_strip_is_a_warning_and_a_copy(
-    ckptkit: Ckptkit, tmp_path: Path, out: Path
+@pytest.mark.parametrize(
+    ("before", "options", "hint"),
+    [
+        (
+            "_orig_mod.",
+            [],
+            " --prefix _orig_mod. ",
+        ),
+        ("module._orig_mod.", ["--prefix", "net."], " --prefix module. --prefix _orig_mod. "),
+        ("net.", [], " --prefix net. "),
+        ("", [], "ckptkit inspect"),
+    ],
+)
+@pytest.mark.parametrize("in_place", [False, True])
+def test_nothing_to_strip_is_1_and_nothing_is_written(
+    before: str, options: list[str], hint: str, in_place: bool, ckptkit: Ckptkit, tmp_path: Path
 ) -> None:
-    torch.save({"w": torch.ones(1)}, tmp_path / "p.pth")
-    result = ckptkit("strip-module", tmp_path / "p.pth", out)
-    assert result.exit_code == 0
-    assert result.stderr == "warning: no key begins with 'module.'\n"
-    assert equal(load(out), load(tmp_path / "p.pth"))
+    """The hint is the command for the prefix that the file has, and it works."""
+    path = tmp_path / "p.pth"
+    torch.save({f"{before}0.weight": torch.ones(1), f"{before}1.bias": torch.ones(1)}, path)
+    data = path.read_bytes()
+    places = ["--in-place", path] if in_place else [path, tmp_path / "o.pth"]
+    done = ckptkit("strip-module", *options, *places)
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert hint in done.stderr and path.read_bytes() == data
+    assert os.listdir(tmp_path) == ["p.pth"]
+    if before:
+        ckptkit(*shlex.split(done.stderr.partition("ckptkit ")[2]))
+        assert list(load(places[-1])) == ["0.weight", "1.bias"]
+
+
+def test_a_batch_copies_files_without_the_prefix(ckptkit: Ckptkit, tmp_path: Path) -> None:
+    for name in ("module.w", "w"):
+        torch.save({name: torch.ones(1)}, tmp_path / f"{name}.pth")
+    done = ckptkit("batch", "strip-module", "--into", tmp_path / "out", tmp_path / "*.pth")
+    assert done.exit_code == 0 and "w.pth: no key begins with 'module.'" in done.stderr
+    assert [list(load(each)) for each in (tmp_path / "out").glob("*.pth")] == [["w"], ["w"]]
 
 
 def test_a_collision_is_3(ckptkit: Ckptkit, tmp_path: Path, out: Path) -> None:

@@ -138,6 +138,6 @@ def test_what_cannot_be(
     ckptkit: Ckptkit, model: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], hint: str
 ) -> None:
     monkeypatch.chdir(model.parent)
-    done = ckptkit("strip-module", model, *options, "--shard-size", "400")
+    done = ckptkit("convert", model, *options, "--shard-size", "400")
     assert done.exit_code == 2 and hint in done.stderr
     assert os.listdir(model.parent) == ["model.pth"]

@@ -56,6 +56,33 @@ def beside(folder: Path) -> dict[str, str]:
     return {name: (folder / name).read_text(encoding="utf-8") for name in names}
 
 
+def test_the_state_of_a_training_is_named_or_taken(ckptkit: Ckptkit, tmp_path: Path) -> None:
+    """The files of accelerate's save_state and of the Trainer, into a folder and into one file."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    net = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(11)))
+    save_file(net.state_dict(), folder / "model.safetensors")
+    optimizer = torch.optim.SGD(net.parameters(), momentum=0.9)
+    states = {"optimizer.bin": optimizer.state_dict(), "scheduler_1.bin": {"last_epoch": 3}}
+    for name, state in states.items():
+        torch.save(state, folder / name)
+    (folder / "trainer_state.json").write_text("{}")
+    done = ckptkit("convert", folder, tmp_path / "out")
+    assert "optimizer.bin, scheduler_1.bin, trainer_state.json" in done.stderr
+    assert "--all takes the training state" in done.stderr
+    taken = ckptkit("convert", folder, tmp_path / "all", "--all", "--verify")
+    assert taken.exit_code == 0 and "with optimizer.bin, scheduler_1.bin" in taken.stdout
+    assert "trainer_state.json" in taken.stderr
+    assert {name: torch.load(tmp_path / "all" / name) for name in states} == states
+    ckptkit("convert", folder, tmp_path / "run.pth", "--all")
+    one = torch.load(tmp_path / "run.pth")
+    assert (one["optimizer"], one["scheduler_1"]) == tuple(states.values())
+    assert one["model"].keys() == net.state_dict().keys()
+    # safetensors sorts the names: 10 before 2
+    cut = ckptkit("convert", folder, tmp_path / "cut.pth", "--all", "--drop", "10.*")
+    assert "dropped optimizer" in cut.stderr and "optimizer" not in torch.load(tmp_path / "cut.pth")
+
+
 def test_they_are_copied_and_named(ckptkit: Ckptkit, model: Path, tmp_path: Path) -> None:
     out = tmp_path / "new"
     done = ckptkit("convert", model, out, "--cast", "bfloat16")

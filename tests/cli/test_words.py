@@ -143,7 +143,7 @@ def test_no_extras(ckptkit: Ckptkit, run_pth: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "words",
-    ["strip-module SRC DST --prefix x.", "remap SRC DST --to cpu", "convert SRC DST --strip x."],
+    ["remap SRC DST --to cpu", "convert SRC DST --strip x."],
 )
 def test_strict(words: str, ckptkit: Ckptkit, run_pth: Path, tmp_path: Path) -> None:
     """A change that changes nothing is a warning, and an error if it is asked for."""
@@ -165,7 +165,7 @@ def test_a_change_that_changes_nothing_is_said_first(
     lines: list[str] = []
     monkeypatch.setattr(render, "warn", lambda line, *_: lines.append(line))
     monkeypatch.setattr(render, "emit", lambda *given: lines.extend(given))
-    ckptkit("strip-module", run_pth, tmp_path / "out.pth", "--prefix", "x.")
+    ckptkit("convert", run_pth, tmp_path / "out.pth", "--strip", "x.")
     assert len(lines) == 2
     assert "no key of model begins with 'x.'" in lines[0] and lines[1].startswith("wrote ")
 

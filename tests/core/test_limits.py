@@ -308,7 +308,7 @@ def test_LM_below_at_and_above(name: str, tmp_path: Path, monkeypatch: pytest.Mo
         case(tmp_path)
     hint = caught.value.hint or ""
     assert (f"{PREFIX}{name.upper()}=" in hint) or (
-        name.startswith("expansion") and "--allow-expand" in hint
+        name.startswith("expansion") and "allow_expand=True" in hint
     )
 
 

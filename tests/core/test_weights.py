@@ -107,7 +107,7 @@ def test_several_are_ambiguous() -> None:
         locate(root)
     assert "generator, critic" in str(caught.value)
     assert caught.value.hint is not None
-    assert "--key generator" in caught.value.hint
+    assert "key='generator'" in caught.value.hint
     assert found(root, "critic").path == ("critic",)
 
 
@@ -115,7 +115,7 @@ def test_a_mapping_among_the_tensors_of_the_root_is_ambiguous() -> None:
     root = {"conv.weight": W, "conv.bias": W, "config": {"mean": W, "std": W}}
     with pytest.raises(AmbiguousError, match=r"\(root\), config") as caught:
         locate(root)
-    assert caught.value.hint == "choose one with --key, e.g. --key ''"
+    assert caught.value.hint == "choose one, e.g. key=''"
     assert list(found(root, "").tensors) == ["conv.weight", "conv.bias"]
     assert list(found(root, "config").tensors) == ["mean", "std"]
 

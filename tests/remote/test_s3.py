@@ -475,7 +475,7 @@ class TestFolders:
         store.rm(f"{BUCKET}/out/notes")
         with pytest.raises(OutputExistsError, match="holds 3 of 4 files of an output") as caught:
             ckptkit.save(ck, f"s3://{BUCKET}/out", format="sharded", options=SHARDS)
-        assert caught.value.hint == "--force replaces them"
+        assert caught.value.hint == "force=True replaces them"
         ckptkit.save(ck, f"s3://{BUCKET}/out", format="sharded", options=SHARDS, force=True)
         store.invalidate_cache()
         assert store.exists(index)

@@ -107,7 +107,7 @@ SHAPES: list[tuple[list[str], Shapes, str, str | None]] = [
         ["q [(h r two) i] -> q2 [(h two r) i] with two=2"],
         {"q": (4096, 4)},
         "nothing says how 4096 falls into (h r two): give all but one of h, r",
-        "--arg h",
+        "args={'h': 32}",
     ),
     (
         ["{p:q|k|v} [o i] -> qkv [(p o) i]"],
@@ -147,7 +147,7 @@ SHAPES: list[tuple[list[str], Shapes, str, str | None]] = [
         ["e.{(t e)} [o] -> {t:a|b} [e o]"],
         {f"e.{n}": (1,) for n in range(3)},
         "3 numbers",
-        "--arg e",
+        "args={'e': 32}",
     ),
     (
         ["e.{e} [o] -> x [e o] with e=2"],
@@ -166,7 +166,7 @@ SHAPES: list[tuple[list[str], Shapes, str, str | None]] = [
     (["a [p d] -> b.{p} [d] with d=1|2"], {"a": (3, 2)}, "no variable has 2 labels", None),
     (["a [p d] -> {p:x|y} [d] with p=3"], {"a": (3, 2)}, "p has 2 labels, and p=3", None),
     (["{m:**}x -> {m}"], {"x": ()}, "rule 1: a name is empty", None),
-    (["a.{l+n} -> b.{l}"], {"a.1": ()}, "rule 1: nothing says n", "--arg n=32"),
+    (["a.{l+n} -> b.{l}"], {"a.1": ()}, "rule 1: nothing says n", "args={'n': 32}"),
     (
         ["a.{e}.{m:x|y} [o] -> b [(e m o)]"],
         {"a.0.x": (8,), "a.0.y": (4,), "a.1.x": (4,), "a.1.y": (4,)},
@@ -183,13 +183,13 @@ SHAPES: list[tuple[list[str], Shapes, str, str | None]] = [
         ["a.{p:-|y} [d] -> b [(p d)] with d=_|_"],
         {"a.y": (4,)},
         "rule 1: nothing says the size of d",
-        "--arg d=32",
+        "args={'d': 32}",
     ),
     (
         ["a [(p x d)] -> {p:u|v}.{x} [d] with x=1|2 d=2"],
         {"a": (6,)},
         "rule 1: nothing says how many x there are",
-        "--arg x=32",
+        "args={'x': 32}",
     ),
     (["a [x y] -> b.{x}.{y} [] with x=2"], {"a": (3, 1)}, "with x=2 are 2", None),
     (["a.*.w -> b.*.w"], {"a.0.w": ()}, "rule 1 matches no key; nearest: a.0.w", "{m:*}"),
@@ -236,7 +236,10 @@ OTHERS: list[tuple[Callable[[], object], str]] = [
         "rule 1: d has 2 values, and one is needed",
     ),
     (plan(A_TO_B, of={"a": (), "b": ()}, keep="rest"), "b is written by rule 1 and kept by `keep`"),
-    (plan("a [(heads d)] -> b [heads d]", of={"a": (4,)}, args={"head": 2}), "--arg head: no rule"),
+    (
+        plan("a [(heads d)] -> b [heads d]", of={"a": (4,)}, args={"head": 2}),
+        "args['head']: no rule",
+    ),
     (plan("a [(h d)] -> b [h d]", of={"a": (4,)}, args={"h": 0}), "rule 1: the size h would be 0"),
     (back("a [(x v)] -> {x:e|-} [v] with v=2|2", of={"a": (4,)}), "rule 1 drops 2 elements"),
     (

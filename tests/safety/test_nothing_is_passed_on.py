@@ -69,8 +69,8 @@ def commands(src: Path, folder: Path) -> Iterator[tuple[str, list[list[object]]]
         [["convert", src, folder / "out", "--format", "sharded-bin", "--shard-size", "5GB"]],
     )
     yield "dcp", [["convert", src, folder / "out", "--format", "dcp"]]
-    yield "strip-module", [["strip-module", src, out]]
-    yield "strip-module --in-place", [["strip-module", src, "--in-place"]]
+    yield "add-module", [["add-module", src, out]]
+    yield "add-module --in-place", [["add-module", src, "--in-place"]]
     yield "remap", [["remap", src, out, "--to", "cpu"]]
     yield "rename", [["rename", src, out, "--sub", "w=v"]]
     yield "extract", [["extract", src, out, "--key", "extra"]]
@@ -117,7 +117,7 @@ def test_what_is_refused_and_what_drop_leaves(name: str, tmp_path: Path) -> None
     for line in (
         ["convert", src, out],
         ["convert", "--all", src, whole],
-        ["strip-module", src, out],
+        ["add-module", src, out],
     ):
         assert invoke([*line]) in (2, 3) and not out.exists() and not whole.exists()
     assert invoke(["convert", src, out, *DROP]) == 0

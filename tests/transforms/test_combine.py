@@ -184,10 +184,10 @@ def test_merge(tmp_path: Path, run: Run) -> None:
 
 def test_merging_the_same_names(tmp_path: Path, run: Run) -> None:
     paths = saved(tmp_path, {"a": torch.zeros(2), "b": torch.zeros(2)}, {"b": torch.ones(2)})
-    with pytest.raises(CollisionError, match="1 name in more than one of them: 'b'"):
+    with pytest.raises(CollisionError, match=r"1.pth has 1 name \('b'\) of .*0.pth too"):
         ckptkit.merge([ckptkit.open(path) for path in paths])
     done = run("merge", "--last-wins", *paths, tmp_path / "out.pth")
-    assert "1 name taken from the last that has it" in done.stdout
+    assert f"took 1 name ('b') from {paths[1]}, not from {paths[0]}" in done.stdout
     assert torch.load(tmp_path / "out.pth", weights_only=True)["b"].tolist() == [1, 1]
 
 
@@ -198,6 +198,84 @@ def test_ema_by_its_name(name: str, tmp_path: Path, run: Run) -> None:
     assert done.code == 0, done.stderr
     found = torch.load(tmp_path / "out.pth", weights_only=True)
     assert all(torch.equal(found[each], tensor) for each, tensor in state(2).items())
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+def test_ema_of_torch_loads(parallel: bool, tmp_path: Path, run: Run) -> None:
+    """AveragedModel counts, and has the model as its `module`; DataParallel has another."""
+    net = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
+    inner = torch.nn.DataParallel(net) if parallel else net
+    model = torch.optim.swa_utils.AveragedModel(inner)
+    (path,) = saved(tmp_path, {"state_dict": net.state_dict(), "ema": model.state_dict()})
+    done = run("ema", path, tmp_path / "out.pth")
+    assert done.code == 0, done.stderr
+    net.load_state_dict(torch.load(tmp_path / "out.pth", weights_only=True))
+
+
+def test_ema_keeps_a_wrapper_that_the_trained_weights_have(tmp_path: Path, run: Run) -> None:
+    net = torch.nn.DataParallel(torch.nn.Linear(3, 2))
+    plain = net.module.state_dict()
+    (both, own) = saved(
+        tmp_path,
+        {"state_dict": net.state_dict(), "model_ema": net.state_dict()},
+        {"state_dict": plain, "model_ema": net.state_dict()},
+    )
+    for path, names in ((both, net.state_dict()), (own, plain)):
+        assert run("ema", path, tmp_path / "out.pth", "--force").code == 0
+        assert torch.load(tmp_path / "out.pth", weights_only=True).keys() == names.keys()
+
+
+ADAPTERS = {
+    "peft": {
+        "base_model.model.q.lora_A.weight": (2, 4),
+        "base_model.model.q.lora_B.weight": (4, 2),
+    },
+    "kohya": {"lora_unet_q.lora_down.weight": (2, 4), "lora_unet_q.alpha": ()},
+    "lycoris": {"lycoris_q.hada_w1_a": (2, 4)},
+    "state_dict": {"q.lora_A.default.weight": (2, 4), "head.weight": (3, 3)},
+}
+
+
+@pytest.mark.parametrize("layout", ADAPTERS)
+def test_adapters_are_refused(layout: str, tmp_path: Path, run: Run) -> None:
+    adapter = {name: torch.ones(shape) for name, shape in ADAPTERS[layout].items()}
+    base, path, held = saved(tmp_path, {"q.weight": torch.ones(4, 4)}, adapter, {"ema": adapter})
+    for words in (["merge", base, path], ["average", path, path], ["ema", held]):
+        done = run(*words, tmp_path / "out.pth")
+        assert done.code == 3 and not (tmp_path / "out.pth").exists()
+        assert "is an adapter of a model, such as LoRA" in done.stderr
+        assert "merge_and_unload" in done.stderr
+
+
+def test_what_else_peft_writes_is_refused_by_its_configuration(tmp_path: Path, run: Run) -> None:
+    """A prompt has no factors."""
+    torch.save({"prompt_embeddings": torch.ones(2, 4)}, tmp_path / "adapter_model.bin")
+    (tmp_path / "adapter_config.json").write_text("{}")
+    (base,) = saved(tmp_path, {"q.weight": torch.ones(4, 4)})
+    done = run("merge", base, tmp_path / "adapter_model.bin", tmp_path / "out.pth")
+    assert done.code == 3 and "adapter_config.json is beside it" in done.stderr
+
+
+def test_models_with_adapters_inside_are_models(tmp_path: Path, run: Run) -> None:
+    weights = {"q.base_layer.weight": torch.ones(4, 4), "q.lora_A.speech.weight": torch.ones(2, 4)}
+    paths = saved(tmp_path, weights, weights)
+    assert run("average", *paths, tmp_path / "out.pth").code == 0
+
+
+def test_folders_are_combined_into_a_folder(tmp_path: Path, run: Run) -> None:
+    """As `convert` does: with config.json."""
+    from safetensors.torch import load_file, save_file
+
+    for name, value in (("a", 1.0), ("b", 3.0)):
+        (tmp_path / name).mkdir()
+        save_file({"w": torch.full((2,), value)}, tmp_path / name / "model.safetensors")
+        (tmp_path / name / "config.json").write_text('{"model_type": "bert"}')
+    for words in (["average"], ["merge", "--last-wins"]):
+        out = tmp_path / words[0]
+        assert run(*words, tmp_path / "a", tmp_path / "b", out).code == 0
+        assert (out / "config.json").read_text() == '{"model_type": "bert"}'
+        expected = 2 if words[0] == "average" else 3
+        assert load_file(out / "model.safetensors")["w"].unique().item() == expected
 
 
 def test_ema_without_names(tmp_path: Path, run: Run) -> None:

@@ -73,8 +73,23 @@ def test_strip_only_leading() -> None:
 def test_strip_takes_one_level_and_points_out_the_next() -> None:
     done = strip_prefix(checkpoint("module.module.w", "module.b"))
     assert names(done) == ["module.w", "b"]
-    assert "1 key still begins with 'module.', a second level: run again" in lines(done)
+    assert "1 key still begins with 'module.', a second level: strip 'module.'" in lines(done)
     assert names(strip_prefix(done)) == ["w", "b"]
+
+
+def test_a_prefix_without_its_dot_is_a_whole_part_of_names() -> None:
+    ck = checkpoint("_orig_mod.a.w", "_orig_mod.b", "_orig_model")
+    done = strip_prefix(ck, "_orig_mod")
+    assert names(done) == ["a.w", "b", "_orig_model"]
+    assert done.notes == ("stripped '_orig_mod.' from 2 keys",)
+    assert names(strip_prefix(checkpoint("pre_w"), "pre_")) == ["w"]
+    assert names(add_prefix(checkpoint("w"), "net")) == ["net.w"]
+    assert names(add_prefix(checkpoint("w"), "pre_")) == ["pre_w"]
+
+
+def test_strip_points_out_another_wrapper() -> None:
+    done = strip_prefix(checkpoint("module._orig_mod.w"))
+    assert "1 key still begins with '_orig_mod.'" in lines(done)
 
 
 def test_strip_twice_when_given_twice() -> None:
@@ -250,13 +265,13 @@ def test_add_leaves_the_wrapper_alone() -> None:
 
 
 def test_add_collision() -> None:
-    with pytest.raises(CollisionError, match="'w' and 'mw' would both be called 'mw'"):
-        add_prefix(Checkpoint({"w": tensor(), "mw": "no weight, so it keeps its name"}), "m")
+    with pytest.raises(CollisionError, match="'w' and 'm_w' would both be called 'm_w'"):
+        add_prefix(Checkpoint({"w": tensor(), "m_w": "no weight, so it keeps its name"}), "m_")
 
 
 def test_add_to_all_keys_of_a_mapping_that_was_named() -> None:
     done = add_prefix(Checkpoint({"w": tensor(), "mw": 1, 3: 2}), "m", keys=[""])
-    assert list(done.root) == ["mw", "mmw", 3]
+    assert list(done.root) == ["m.w", "m.mw", 3]
 
 
 def test_add_empty_prefix() -> None:

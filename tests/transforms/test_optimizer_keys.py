@@ -38,10 +38,12 @@ class Net(torch.nn.Module):
         return self.frozen(self.fc(hidden)).sum() + self.head(hidden).sum()
 
 
-def made(optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW) -> Made:
+def made(
+    optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW, *, named: bool = False
+) -> Made:
     torch.manual_seed(0)
     model = Net()
-    made_ = optimizer(model.parameters(), lr=0.1)
+    made_ = optimizer(model.named_parameters() if named else model.parameters(), lr=0.1)
     for _ in range(2):
         made_.zero_grad()
         model(torch.arange(5)).backward()
@@ -84,16 +86,20 @@ def test_names_are_those_that_torch_gives(
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_a_run_resumes_from_names(tmp_path: Path) -> None:
-    """As FSDP2 does: torch's set_state_dict takes what we write, through a DCP folder."""
+@pytest.mark.parametrize("named", [False, True])
+def test_a_run_resumes_from_names(named: bool, tmp_path: Path) -> None:
+    """As FSDP2 does: torch's set_state_dict takes what we write, through a DCP folder.
+
+    An optimizer made of ``named_parameters()`` asks the folder for its ``param_names``.
+    """
     import torch.distributed.checkpoint as dcp
 
-    saved = made()
+    saved = made(named=named)
     checkpoint = ckptkit.key_optimizer(save(tmp_path, saved), "names")
     ckptkit.save(checkpoint, tmp_path / "dcp", format="dcp")
     torch.manual_seed(1)
     model = Net()
-    fresh = torch.optim.AdamW(model.parameters(), lr=0.5)
+    fresh = torch.optim.AdamW(model.named_parameters() if named else model.parameters(), lr=0.5)
     state = {"model": model.state_dict(), "optim": get_optimizer_state_dict(model, fresh)}
     dcp.load(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
     set_state_dict(model, fresh, model_state_dict=state["model"], optim_state_dict=state["optim"])

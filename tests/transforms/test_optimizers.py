@@ -135,3 +135,97 @@ def test_rules_that_move_elements_refuse_state_by_name(tmp_path: Path) -> None:
         ckptkit.apply_rules(
             save(tmp_path), "module.{n}.{w:weight} [o i] -> {n}.{w} [i o]", keep="rest"
         )
+
+
+class Headed(torch.nn.Module):
+    """A head in the middle, which the loss can do without, and buffers."""
+
+    def __init__(self, *, head: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a = torch.nn.Linear(4, 3)
+        self.norm = torch.nn.BatchNorm1d(3)
+        if head:
+            self.head = torch.nn.Linear(3, 2)
+        self.z = torch.nn.Linear(3, 3)
+
+
+def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Gradients that depend on nothing but the parameter."""
+    for name, each in model.named_parameters():
+        each.grad = torch.sin(each.detach() + len(name))
+    optimizer.step()
+
+
+def plain(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def split(model: torch.nn.Module) -> torch.optim.Optimizer:
+    """The head and the rest in groups of their own."""
+    params = list(model.named_parameters())
+    heads = [each for each in params if each[0].startswith("head")]
+    rest = [each for each in params if each not in heads]
+    groups = [{"params": heads, "lr": 0.5}] if heads else []
+    return torch.optim.AdamW([*groups, {"params": rest}], lr=0.1)
+
+
+@pytest.mark.parametrize("made", [plain, split])
+def test_a_selection_takes_the_optimizer_along(made: Any, tmp_path: Path) -> None:
+    """Training goes on with the same step for each weight that is left."""
+    model = Headed()
+    optimizer = made(model)
+    step(model, optimizer)
+    other = {"generator": torch.nn.Linear(9, 9).state_dict(), "epoch": 1}
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), **other}
+    torch.save(state, tmp_path / "in.pth")
+    found = ckptkit.select(tmp_path / "in.pth", drop="head*")
+    assert any("kept 6 of 8 parameters of optimizer" in note for note in found.notes)
+    saved = written(found, tmp_path)
+    smaller = Headed(head=False)
+    smaller.load_state_dict(saved["model"])
+    resumed = made(smaller)
+    resumed.load_state_dict(saved["optimizer"])
+    step(model, optimizer)
+    step(smaller, resumed)
+    known = dict(model.named_parameters())
+    assert all(torch.equal(each, known[name]) for name, each in smaller.named_parameters())
+
+
+def test_an_optimizer_that_cannot_follow_is_dropped(tmp_path: Path) -> None:
+    """Where groups, several optimizers or ties leave a doubt; each is named."""
+    model = Headed()
+    first, *rest = model.parameters()
+    groups = torch.optim.SGD([{"params": rest}, {"params": [first]}], momentum=0.9)
+    alone = plain(model)
+    for each in (groups, alone):
+        step(model, each)
+    tied = {**model.state_dict(), "tied": model.a.weight.detach()}
+    both = [alone.state_dict(), plain(Headed()).state_dict()]
+    for weights, optimizers, globs, why in (
+        (model.state_dict(), groups.state_dict(), "head*", "several groups"),
+        (model.state_dict(), both, "head*", "several optimizers"),
+        (tied, alone.state_dict(), "a.weight", "is tied"),
+        (model.state_dict(), alone.state_dict(), ["*weight", "*bias"], "none of its parameters"),
+    ):
+        torch.save({"model": weights, "optim": optimizers, "epoch": 1}, tmp_path / "in.pth")
+        found = ckptkit.select(tmp_path / "in.pth", drop=globs)
+        assert any("dropped optim," in line and why in line for line in found.warnings), why
+        assert written(found, tmp_path).keys() == {"model", "epoch"}
+    torch.save([model.state_dict(), groups.state_dict()], tmp_path / "in.pth")
+    with pytest.raises(UsageError, match="no entry of its own"):
+        ckptkit.select(tmp_path / "in.pth", drop="head*")
+
+
+def test_an_optimizer_of_other_weights_stays(tmp_path: Path) -> None:
+    model, critic = Headed(), torch.nn.Linear(7, 7)
+    optimizer = plain(critic)
+    step(critic, optimizer)
+    step(model, own := plain(model))
+    state = {"net": model.state_dict(), "critic": critic.state_dict()}
+    torch.save({**state, "a": optimizer.state_dict(), "b": own.state_dict()}, tmp_path / "in.pth")
+    found = written(ckptkit.select(tmp_path / "in.pth", drop="head*"), tmp_path)
+    assert found["a"]["param_groups"] == optimizer.state_dict()["param_groups"]
+    assert found["b"]["param_groups"][0]["params"] == list(range(6))
+    buffers = ckptkit.select(tmp_path / "in.pth", drop="*num_batches*")
+    assert written(buffers, tmp_path)["b"]["param_groups"] == own.state_dict()["param_groups"]

@@ -14,7 +14,7 @@ def test_extract_and_wrap_are_inverse() -> None:
     ck = Checkpoint({"model": inner, "epoch": 3})
     done = extract(ck, "model")
     assert done.root is inner
-    assert done.notes == ("extracted 'model'",)
+    assert done.notes == ("extracted 'model', leaving epoch",)
     assert list(done.weights) == ["w"]
     assert wrap(done, "model").root == {"model": inner}
 

@@ -142,5 +142,5 @@ def test_diff_of_values(path: Path) -> None:
     found = seen(ckptkit.diff(path, other, atol=0.0))
     assert "changed: 1" in found.text and "layers.3.w" in found.text
     equal, left = str(ckptkit.diff(path, path)).splitlines()
-    assert equal == "equal: 12 keys (names, dtypes and shapes)"
+    assert equal == "same names, shapes and dtypes: 12 keys; values not compared"
     assert left == "not compared: the values of tensors (--values); epoch, names (2 values) (--all)"

@@ -8,7 +8,7 @@ from typing import Any
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import UnsafeGlobalError, UnsupportedError
 from ckptkit.core.tensor import Tensor
-from ckptkit.core.text import and_more, plural, shown, some
+from ckptkit.core.text import and_more, plural, shown, some, typed_value
 from ckptkit.core.tree import (
     Global,
     Node,
@@ -95,7 +95,7 @@ def refuse_objects(checkpoint: Checkpoint) -> None:
             place = join(path) or "the root"
             raise UnsafeGlobalError(
                 f"{place} is an object ({type_name(node)}) and would be left out",
-                hint="--objects drop leaves such values out",
+                hint=f"{typed_value('objects', 'drop')} leaves such values out",
             )
 
 

@@ -23,10 +23,11 @@ SAFETENSORS, BIN = ".safetensors", ".bin"
 INDEX = ".index.json"
 _NUMBERED = re.compile(r"(.+)-[0-9]{1,9}-of-([0-9]{1,9})", re.DOTALL)
 _PARALLEL = re.compile(r"consolidated\.[0-9]{2}\.pth")
-_BESIDE = re.compile(
-    r"(training_args|distrib_optim|optimizer(_[0-9]+)?|scheduler|sampler|scaler"
-    r"|rng_state(_[0-9]+)?|openvino_.*)\.(bin|pt|pth)"
+_STATE = re.compile(
+    r"(optimizer|scheduler|sampler|scaler|rng_state|random_states|custom_checkpoint|dl_state_dict)"
+    r"(_[0-9]+)?\.(bin|pt|pth|pkl)"
 )
+_BESIDE = re.compile(r"(training_args|distrib_optim|openvino_.*)\.(bin|pt|pth)")
 TRACKER = "latest_checkpointed_iteration.txt"  # of Megatron-LM, verl and their kin
 
 
@@ -52,7 +53,16 @@ def candidates(names: Iterable[str]) -> list[Candidate]:
         each._replace(form="file") if each.form == "parallel" and len(each.files) == 1 else each
         for each in found
     ]
-    return [each for each in found if not _BESIDE.fullmatch(each.files[0])] or found
+    return [each for each in found if not _is_beside(each.files[0])] or found
+
+
+def _is_beside(name: str) -> bool:
+    return is_state(name) or _BESIDE.fullmatch(name) is not None
+
+
+def is_state(name: str) -> bool:
+    """Return whether a file of this name is the state of a training, beside its weights."""
+    return _STATE.fullmatch(name) is not None
 
 
 def _kind(name: str) -> tuple[str, str, str, str] | None:

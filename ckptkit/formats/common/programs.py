@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.rebuilding import rebuild
+from ckptkit.core.text import typed
 from ckptkit.core.tree import Node, Object, Path, children, join, walk
 from ckptkit.core.weights import as_tensor, plain_state_dict
 
@@ -27,7 +28,10 @@ def notes(before: Checkpoint, after: Checkpoint) -> list[str]:
         return ["left out: the program"]
     lost = _quantized(before.root) - _quantized(after.root)
     packed = (
-        [f"left out: {len(lost):,} packed quantized tensors; --dequantize converts them to weights"]
+        [
+            f"left out: {len(lost):,} packed quantized tensors; "
+            f"{typed('--dequantize', 'dequantize')} converts them to weights"
+        ]
         if lost
         else []
     )

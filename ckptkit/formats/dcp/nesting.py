@@ -4,6 +4,9 @@ Dicts are flattened, and lists that hold a tensor or a dict, also inside a list;
 one entry. The name of an entry is its path joined by dots, with keys as text; the path has texts
 for keys and numbers for places in lists. Dicts without entries leave no trace.
 (torch/distributed/checkpoint/_nested_dict.py, _traverse.py)
+
+The state of an optimizer whose groups number the parameters is keyed by numbers again: torch's
+``load_state_dict`` passes over keys that are strings, and training would go on without momentum.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 from ckptkit.core.errors import AmbiguousError, CollisionError, FormatError
+from ckptkit.core.grouping import flatten
 from ckptkit.core.limits import LIMITS, check
 from ckptkit.core.tree import Node, OrderedMapping, Path, join, key_text
 from ckptkit.core.weights import as_tensor
@@ -66,7 +70,25 @@ class Nest:
         check("list_gaps", gaps, "unfilled places of lists")
         for made, places in self._lists:
             made.extend(places.get(place) for place in range(max(places) + 1))
+        for each in self._open.values():
+            if "param_groups" in each:
+                _number_state(each)
         return self.root
+
+
+def _number_state(optimizer: dict[Node, Node]) -> None:
+    """Key the state of an optimizer by the numbers that its groups have, where they have numbers.
+
+    An optimizer without any state gets the empty dict that torch saves and then passes over.
+    """
+    groups, state = optimizer["param_groups"], optimizer.get("state", {})
+    if not isinstance(groups, list) or not isinstance(state, dict):
+        return
+    params = [each.get("params") for each in groups if isinstance(each, dict)]
+    listed = flatten(each for each in params if isinstance(each, list))
+    numbers = {key_text(each): each for each in listed if type(each) is int}
+    if numbers and state.keys() <= numbers.keys():
+        optimizer["state"] = {numbers[key]: value for key, value in state.items()}
 
 
 def _check_key(held: dict[Node, Node], key: Node, path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from ckptkit import compute
 from ckptkit.core.errors import CorruptError
 from ckptkit.core.tensor import Tensor
-from ckptkit.core.text import size, some
+from ckptkit.core.text import size, some, typed, typed_value
 
 COMPARE, CHECK, FIRST = "compare", "check", "first"  # what is done about copies
 CHOICES = (COMPARE, CHECK, FIRST)
@@ -70,8 +70,8 @@ class Copies:
         raise CorruptError(
             f"{copy.name[:_SHOWN]!r} should be the same in {copy.files[0]} and "
             f"{copy.files[1]}, and {_how(copy)}",
-            hint="the files are of two saves, or the processes drifted apart; `--copies first` "
-            "takes the first of each",
+            hint="the files are of two saves, or the processes drifted apart; "
+            f"{typed_value('copies', 'first')} takes the first of each",
         )
 
     def warnings(self) -> Iterator[str]:
@@ -82,10 +82,10 @@ class Copies:
             )
         if self.left:
             nbytes = sum(copy.first.nbytes for copy in self.left)
+            check = typed("--check-copies", "copies='check'")
             yield (
                 f"{len(self.left):,} copies ({size(nbytes)}) were not compared, the first of each "
-                "is taken: "
-                "--check-copies reads them"
+                f"is taken: {check} reads them"
             )
         if self.passed:
             names = list(dict.fromkeys(self.passed))

@@ -12,6 +12,7 @@ from ckptkit.core.errors import TensorError, UsageError
 from ckptkit.core.pieces import Box
 from ckptkit.core.plan import OutputFile
 from ckptkit.core.tensor import Shape, Storage, Tensor, contiguous_stride
+from ckptkit.core.text import typed
 from ckptkit.core.tree import Node, OrderedMapping
 from ckptkit.formats.common.assembly import Joined
 from ckptkit.formats.format import WriteOptions
@@ -24,7 +25,8 @@ def ranks_of(options: WriteOptions, name: str) -> int:
     """Return the number of parts that the options ask for. Raises UsageError if they give none."""
     if options.ranks is None:
         raise UsageError(
-            f"{name} is cut into parts, and nothing says how many", hint="--ranks 8 makes 8 parts"
+            f"{name} is cut into parts, and nothing says how many",
+            hint=typed("--ranks 2", "ranks=2"),
         )
     return options.ranks
 

@@ -17,7 +17,7 @@ from ckptkit.core.grouping import owners, without
 from ckptkit.core.limits import LIMITS, check
 from ckptkit.core.plan import OutputFile, Plan
 from ckptkit.core.tensor import Tensor
-from ckptkit.core.text import shown, some
+from ckptkit.core.text import shown, some, typed, typed_value
 from ckptkit.formats.common.dropped import leftovers, refuse_objects, refuse_pieces, shared_bytes
 from ckptkit.formats.common.plain_json import dump, is_utf8
 from ckptkit.formats.common.saved_record import (
@@ -109,7 +109,8 @@ def _whole(checkpoint: Checkpoint, options: WriteOptions) -> Contents:
     if notes and strict:
         raise UnsafeGlobalError(
             f"would not be whole: {notes[0]}",
-            hint="--objects keep keeps them, --objects drop leaves them out",
+            hint=f"{typed_value('objects', 'keep')} keeps them, "
+            f"{typed_value('objects', 'drop')} leaves them out",
         )
     write_pickle(root, Numbering())
     whole = Whole(root, _obstacle)
@@ -145,16 +146,16 @@ def _check_holdable(checkpoint: Checkpoint, tensors: Mapping[str, Tensor]) -> No
 
 def _way_out(obstacles: set[str], checkpoint: Checkpoint) -> str:
     if obstacles == {"complex128"}:
-        return "`--cast complex64` halves their precision"
+        return f"{typed('--cast complex64', 'cast to complex64')} halves their precision"
     if all(why in BY_NAME and BY_NAME[why].kind == "quantized" for why in obstacles):
-        return "`--dequantize` makes float32 of them"
+        return f"{typed('--dequantize', 'dequantize')} makes float32 of them"
     if "subclass" in obstacles:
         from ckptkit import quantized
 
-        kept = "a .pth keeps them, and `--all` does"
-        floats = "`--dequantize` converts quantized ones to floats; "
+        kept = f"a .pth keeps them, and {typed('--all', 'everything=True')} does"
+        floats = f"{typed('--dequantize', 'dequantize')} converts quantized ones to floats; "
         return floats + kept if quantized.find(checkpoint) else kept
-    return "leave them out with `--drop NAME`"
+    return f"{typed('--drop', 'select(drop=...)')} leaves them out"
 
 
 def _obstacle(name: str, tensor: Tensor) -> str | None:

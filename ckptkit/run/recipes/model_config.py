@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import UnsupportedError, UsageError
-from ckptkit.core.text import shown
+from ckptkit.core.text import shown, typed
 from ckptkit.core.tree import Global, children, find
 from ckptkit.rules.applying import Asked
 from ckptkit.rules.config import NAME
@@ -130,7 +130,8 @@ def _plain(value: Any, name: str) -> bool | int | float | str:
 
 def _unfit(message: str) -> UnsupportedError:
     return UnsupportedError(
-        f"config.json cannot be made: {message}", hint="name one: --config config.json"
+        f"config.json cannot be made: {message}",
+        hint=f"name one: {typed('--config config.json', 'config')}",
     )
 
 

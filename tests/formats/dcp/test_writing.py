@@ -75,6 +75,39 @@ def test_a_model_loads_it(tmp_path: Path) -> None:
     same(dict(state["model"]), dict(model.state_dict()))
 
 
+@pytest.mark.parametrize(("momentum", "named"), [(0.9, False), (0, False), (0.9, True)])
+def test_an_optimizer_goes_on_from_a_folder(momentum: float, named: bool, tmp_path: Path) -> None:
+    """`load_state_dict` passes over keys that are strings, and fails without a state."""
+
+    def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 9), nn.Linear(9, 3))
+        params = model.named_parameters() if named else model.parameters()
+        return model, torch.optim.SGD(params, lr=0.1, momentum=momentum)
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        model(torch.ones(2, 6)).square().sum().backward()
+        optimizer.step()
+
+    model, optimizer = made()
+    step(model, optimizer)
+    state = {"model": dict(model.state_dict()), "optim": optimizer.state_dict()}
+    ours, _ = convert(state, tmp_path / "ours")
+    with alone():
+        dcp.save(state, checkpoint_id=tmp_path / "theirs", no_dist=True)
+    step(model, optimizer)
+    for folder in (ours, tmp_path / "theirs"):
+        ckptkit.convert(folder, folder.with_suffix(".back.pth"), keep_format=False)
+        back = torch.load(folder.with_suffix(".back.pth"))
+        assert back["optim"]["param_groups"] == optimizer.state_dict()["param_groups"]
+        other, resumed = made()
+        other.load_state_dict(back["model"])
+        resumed.load_state_dict(back["optim"])
+        step(other, resumed)
+        assert all(map(torch.equal, other.parameters(), model.parameters()))
+
+
 def test_torch_reads_all_of_it(tmp_path: Path) -> None:
     model, optimizer = trained()
     base = torch.randn(4, 5)

@@ -32,7 +32,7 @@ READING: dict[str, int] = {
 }  # fmt: skip
 WRITING = (
     "convert",
-    "strip-module",
+    "add-module",
     "remap --to cpu",
     "rename --sub layers=l",
     "average",

@@ -484,7 +484,7 @@ def test_megatron_back_to_parts(tmp_path: Path) -> None:
     assert_same(ckptkit.load(tmp_path / "y"), state)
 
 
-@pytest.mark.parametrize(("ranks", "says"), [(None, "--ranks"), (3, "even")])
+@pytest.mark.parametrize(("ranks", "says"), [(None, "ranks=2"), (3, "even")])
 def test_parts_that_cannot_be_cut(ranks: int | None, says: str, tmp_path: Path) -> None:
     folder = making.release(tmp_path / "x", making.llama(1, version=3), 2, version=3)
     with pytest.raises(UsageError) as caught:

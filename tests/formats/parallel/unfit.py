@@ -593,7 +593,7 @@ LLAMA = {
         llama(params('{"dim": 16, "n_heads": 8, "n_kv_heads": 2, "n_layers": 1}')), UnsupportedError, "MP16"),
     "fewer rows of keys": Row(
         llama(params('{"dim": 16, "n_heads": 8, "n_kv_heads": 8, "n_layers": 1}')), CorruptError, "a part is missing"),
-    "parts of an unknown number": Row(llama_parts(None), UsageError, "--ranks 8"),
+    "parts of an unknown number": Row(llama_parts(None), UsageError, "ranks=2"),
     "parts that are not even": Row(llama_parts(3), UsageError, "does not come out even in 3 parts"),
     "an embedding of an unknown version": Row(llama_parts(2, text=False), UsageError, "along which dimension"),
     "a sparse weight": Row(llama_parts(2, sparse), TensorError, "not a plain tensor"),

@@ -319,7 +319,7 @@ def test_a_format_that_holds_no_tree_says_so(
         **{name: getattr(safetensors, name) for name in safetensors.__dataclass_fields__}
     )
     object.__setattr__(never, "everything", "never")
-    with pytest.raises(UsageError, match="--all"):
+    with pytest.raises(UsageError, match="everything=True"):
         formats.layout(open_checkpoint(tmp_path / "in.pth"), never, ALL)
 
 

@@ -1,0 +1,88 @@
+"""The files of a training that lie beside its weights: optimizer, scheduler, random generators.
+
+    optimizer.bin, scheduler_1.bin, random_states_0.pkl     accelerate's save_state
+    optimizer.pt, scheduler.pt, rng_state_0.pth             the Trainer of transformers
+
+Each is a file of torch.save. The names end in a number where there are several.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+from dataclasses import replace
+
+from ckptkit import formats
+from ckptkit.core.bytesource import Folder
+from ckptkit.core.checkpoint import Beside, Checkpoint
+from ckptkit.core.errors import CkptkitError
+from ckptkit.core.notices import within
+from ckptkit.core.plan import OutputFile, Plan
+from ckptkit.core.text import some, typed
+from ckptkit.core.tree import Node
+from ckptkit.formats.common.folder_names import is_state
+from ckptkit.formats.format import WriteOptions
+from ckptkit.formats.table import BY_NAME, TORCH_ZIP
+
+WEIGHTS = "model"  # the entry of the weights, where they get one
+_OTHERS = ("trainer_state.json", "training_args.bin")  # never read
+
+
+def beside(checkpoint: Checkpoint, folder: Folder, *, take: bool) -> Checkpoint:
+    """Return the checkpoint with the training state of its folder as entries, if `take`.
+
+    Without, and for what is never taken, it has a warning. Raises what is wrong with a file.
+    """
+    try:
+        names = folder.list()
+    except CkptkitError:  # a web server does not list files
+        return checkpoint
+    found = sorted(filter(is_state, names))
+    if take and found:
+        checkpoint = _with_entries(checkpoint, folder, found)
+    left = [name for name in (*(() if take else found), *_OTHERS) if name in names]
+    if not left:
+        return checkpoint
+    more = f"; {typed('--all', 'everything=True')} takes the training state" if not take else ""
+    warning = f"left out, beside the weights: {some(left, 9)}{more}"
+    return replace(checkpoint, warnings=(*checkpoint.warnings, warning))
+
+
+def _with_entries(checkpoint: Checkpoint, folder: Folder, names: Collection[str]) -> Checkpoint:
+    """Return ``{"model": what was read, "optimizer": ..., "scheduler": ...}``."""
+    root: dict[Node, Node] = {WEIGHTS: checkpoint.root}
+    files: dict[str, str] = {}
+    globals_, warnings = dict.fromkeys(checkpoint.globals), [*checkpoint.warnings]
+    for name in names:
+        other = formats.read(folder.open(name))
+        entry = os.path.splitext(name)[0]
+        root[entry], files[entry] = other.root, name
+        globals_ |= dict.fromkeys(other.globals)
+        warnings += [within(name, warning) for warning in other.warnings]
+    key = None if checkpoint.key is None else f"{WEIGHTS}.{checkpoint.key}"
+    unordered = not BY_NAME[checkpoint.format].loaded_by_torch
+    return replace(
+        checkpoint, root=root, key=key, globals=tuple(globals_), warnings=tuple(warnings),
+        beside=Beside(files, WEIGHTS, unordered),
+    )  # fmt: skip
+
+
+def as_files(checkpoint: Checkpoint, options: WriteOptions) -> tuple[Checkpoint, Plan]:
+    """Return the checkpoint without the entries that were files, and the plan of these files.
+
+    For a folder of shards, which holds weights alone.
+    """
+    beside, root = checkpoint.beside, checkpoint.root
+    if beside is None or not isinstance(root, dict) or beside.weights not in root:
+        return checkpoint, Plan(())
+    files: list[OutputFile] = []
+    notes: list[str] = []
+    for entry, name in beside.files.items():
+        if entry in root:
+            part = replace(checkpoint, root=root[entry], key=None, extras={}, beside=None)
+            plan = formats.layout(part, TORCH_ZIP, options)
+            files += [replace(file, name=name) for file in plan.files]
+            notes += [within(name, note) for note in plan.notes]
+    key = None if checkpoint.key is None else checkpoint.key.removeprefix(f"{WEIGHTS}.")
+    weights = replace(checkpoint, root=root[beside.weights], key=key, beside=None)
+    return weights, Plan(tuple(files), tuple(notes))
