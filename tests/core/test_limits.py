@@ -44,7 +44,8 @@ from ckptkit.formats.containers.tar import read_members
 from ckptkit.formats.containers.zip_reader import read_directory
 from ckptkit.formats.dcp.nesting import Nest
 from ckptkit.formats.parallel.tables import RankFile, check_grid
-from ckptkit.pickles.machine import FIRST_WINDOW, unpickle
+from ckptkit.pickles.machine import FIRST_WINDOW
+from ckptkit.pickles.values import unpickle
 from ckptkit.publish.write import publish
 from ckptkit.rules.parsing import parse_rule
 from ckptkit.rules.planner import Rules

@@ -28,8 +28,8 @@ from ckptkit.formats.torch_zip import extra_records
 from ckptkit.formats.torch_zip.evidence import Evidence, Place
 from ckptkit.formats.torch_zip.reader import unsummed
 from ckptkit.formats.torch_zip.remains import DirectoryEntry, Header, headers
-from ckptkit.pickles.machine import Unpickled, unpickle
 from ckptkit.pickles.storages import StorageTable
+from ckptkit.pickles.values import Unpickled, unpickle
 
 _PICKLE = "/data.pkl"
 
@@ -253,7 +253,7 @@ class _Archive:
     def _unpickled(self, source: ByteSource, start: int, stop: int, wrap: bool = True) -> Unpickled:
         try:
             table = StorageTable(self._open)
-            return unpickle(source, start, stop, persistent_load=table.load, another=table.another)
+            return unpickle(source, start, stop, persistent_load=table.load)
         except CkptkitError as error:
             if not wrap:  # it was written like that
                 raise
