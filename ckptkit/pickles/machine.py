@@ -55,9 +55,12 @@ class Builder(Protocol):
 
     counted: bool  # whether `pushed` is called for each Global that is put on the stack again
     watchful: bool  # whether `text` is called for each string that may be a file of its own
-    new_list: Callable[[], Any]
-    new_dict: Callable[[], Any]
-    new_set: Callable[[], Any]
+
+    def new_list(self) -> Any: ...
+
+    def new_dict(self) -> Any: ...
+
+    def new_set(self) -> Any: ...
 
     def name(self, module: Node, name: Node) -> Any:
         """Return a class or function; the arguments are strings unless the pickle is malformed."""
@@ -66,7 +69,7 @@ class Builder(Protocol):
 
     def text(self, text: str) -> None: ...
 
-    def bytes(self, value: bytes | StoredBytes, kind: str) -> Any:
+    def byte_string(self, value: bytes | StoredBytes, kind: str) -> Any:
         """Return a byte string: `kind` is bytes, bytearray or python2."""
 
     def call(self, made: Any, args: Any, *, new: bool = False, kwargs: Any = None) -> Any:
@@ -201,6 +204,12 @@ class Machine:
                         builder.text(value)
                     push(value)
                     pos = end
+                    start = pos
+                    if data[pos] == 0x72:  # LONG_BINPUT, which follows nearly always
+                        op = 0x72
+                        if U4(data, pos + 1)[0] == len(memo):
+                            remember(value)
+                            pos += 5
                 elif op == 0x28:  # MARK
                     marks.append(stack)
                     stack = []
@@ -210,6 +219,12 @@ class Machine:
                     stack = marks.pop()
                     push = stack.append
                     push(value)
+                    start = pos
+                    if data[pos] == 0x72:  # LONG_BINPUT, which follows nearly always
+                        op = 0x72
+                        if U4(data, pos + 1)[0] == len(memo):
+                            remember(value)
+                            pos += 5
                 elif op == 0x52:  # REDUCE
                     value = stack.pop()
                     self.at = start
@@ -218,7 +233,13 @@ class Machine:
                     stack[-1] = (stack[-1],)
                 elif op == 0x86:  # TUPLE2
                     value = stack.pop()
-                    stack[-1] = (stack[-1], value)
+                    value = stack[-1] = (stack[-1], value)
+                    start = pos
+                    if data[pos] == 0x72:  # LONG_BINPUT, which follows nearly always
+                        op = 0x72
+                        if U4(data, pos + 1)[0] == len(memo):
+                            remember(value)
+                            pos += 5
                 elif op == 0x51:  # BINPERSID
                     self.at = start
                     stack[-1] = builder.persistent(stack[-1])
@@ -644,7 +665,7 @@ class Machine:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             value = escape_decode(line[1:-1])[0]
-        self.stack.append(self.builder.bytes(value, "python2"))
+        self.stack.append(self.builder.byte_string(value, "python2"))
         return pos
 
     def op_binstring(self, data: bytes, pos: int) -> int:
@@ -673,7 +694,7 @@ class Machine:
         if size < LARGE:
             if end > len(data):
                 raise Short(end)
-            self.stack.append(self.builder.bytes(data[pos:end], kind))
+            self.stack.append(self.builder.byte_string(data[pos:end], kind))
             return end
         at = self.base + pos
         if self.frame_end is not None and at + size > self.frame_end:
@@ -682,7 +703,7 @@ class Machine:
         if at + size > self.limit:
             raise TruncatedError("pickle ends inside a byte string", hint=CUT)
         value = StoredBytes(Range(self.source, at, size), kind)
-        self.stack.append(self.builder.bytes(value, kind))
+        self.stack.append(self.builder.byte_string(value, kind))
         self.skipped += size
         if end <= len(data):
             return end

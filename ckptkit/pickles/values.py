@@ -63,7 +63,7 @@ def unpickle(
     values.machine = machine
     with collector_paused():
         root = machine.run()
-    warnings = ()
+    warnings: tuple[str, ...] = ()
     if values.pairs:
         warnings = (f"{len(values.pairs)} mappings have repeated or unhashable keys",)
     names = tuple(values.globals.values())
@@ -74,7 +74,6 @@ class Values:
     """The builder of the tree (`ckptkit.pickles.machine.Builder`)."""
 
     counted = watchful = False
-    new_list, new_dict = list, dict
     machine: Machine
 
     def __init__(
@@ -114,12 +113,21 @@ class Values:
             self.reducers[id(found)] = reducer
         return found
 
+    def new_list(self) -> Node:
+        return []
+
+    def new_dict(self) -> Node:
+        return {}
+
+    def new_set(self) -> Node:
+        return SetNode([])
+
     def pushed(self, name: Global) -> None: ...
 
     def text(self, text: str) -> None: ...
 
-    def bytes(self, value: bytes | StoredBytes, kind: str) -> Node:
-        if value.__class__ is not bytes:
+    def byte_string(self, value: bytes | StoredBytes, kind: str) -> Node:
+        if isinstance(value, StoredBytes):
             return value
         if kind == "python2":  # text if that is certain, else bytes of unknown encoding
             return value.decode("ascii") if value.isascii() else ByteString(value)
@@ -176,9 +184,6 @@ class Values:
         pairs = Pairs([*target.items(), *zip(keys, values, strict=True)])
         self.pairs[id(target)] = (target, pairs)
         target[_FULL] = None
-
-    def new_set(self) -> SetNode:
-        return SetNode([])
 
     def collected(self, kind: str, items: list[Node]) -> Node:
         if kind == "list":

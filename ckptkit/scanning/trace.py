@@ -10,7 +10,6 @@ a Result for what a call gives, a Symbol for everything else.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 from ckptkit.core.bytesource import ByteSource, Memory, Range, Section
@@ -45,9 +44,6 @@ class Tracer:
     """The symbols of a pickle that is traced, and what is noted of it."""
 
     counted = watchful = True
-    new_list = partial(Symbol, "list")
-    new_dict = partial(Symbol, "dict")
-    new_set = partial(Symbol, "set")
 
     def __init__(self, source: ByteSource, start: int, stop: int) -> None:
         self.machine = Machine(source, start, stop, self, "trace_bytes")
@@ -108,6 +104,15 @@ class Tracer:
         if self.refused is None:
             self.refused = self.machine.offset, self._here(reason)
 
+    def new_list(self) -> Symbol:
+        return Symbol("list")
+
+    def new_dict(self) -> Symbol:
+        return Symbol("dict")
+
+    def new_set(self) -> Symbol:
+        return Symbol("set")
+
     # Names
 
     def name(self, module: Any, name: Any) -> Any:
@@ -136,7 +141,7 @@ class Tracer:
             except UnicodeEncodeError:
                 pass
 
-    def bytes(self, value: bytes | StoredBytes, kind: str) -> Any:
+    def byte_string(self, value: bytes | StoredBytes, kind: str) -> Any:
         """Return a byte string, or where it is if it is large; ASCII of Python 2 as text."""
         if isinstance(value, StoredBytes):
             assert isinstance(value.extent, Range)

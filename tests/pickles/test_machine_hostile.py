@@ -864,7 +864,7 @@ def test_PK_29_a_tensor_as_key_is_held_by_identity() -> None:
 
 def test_arguments_that_are_no_tuple() -> None:
     for code in (b"]R.", b"K\x01R.", b"]\x81.", b"N}\x92.", b")N\x92.", b")]\x92."):
-        with pytest.raises(FormatError, match="not a (tuple|dict)"):
+        with pytest.raises(FormatError, match=r"not a (tuple|dict)"):
             machine(b"cm\nf\n" + code)
 
 
