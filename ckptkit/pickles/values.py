@@ -74,6 +74,8 @@ class Values:
     """The builder of the tree (`ckptkit.pickles.machine.Builder`)."""
 
     counted = watchful = False
+    new_list = staticmethod(list)
+    new_dict = staticmethod(dict)
     machine: Machine
 
     def __init__(
@@ -112,12 +114,6 @@ class Values:
         if reducer is not None:
             self.reducers[id(found)] = reducer
         return found
-
-    def new_list(self) -> Node:
-        return []
-
-    def new_dict(self) -> Node:
-        return {}
 
     def new_set(self) -> Node:
         return SetNode([])
