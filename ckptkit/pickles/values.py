@@ -74,8 +74,8 @@ class Values:
     """The builder of the tree (`ckptkit.pickles.machine.Builder`)."""
 
     counted = watchful = False
-    new_list = staticmethod(list)
-    new_dict = staticmethod(dict)
+    new_list: Callable[[], list[Node]] = list
+    new_dict: Callable[[], dict[Node, Node]] = dict
     machine: Machine
 
     def __init__(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import resource
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -18,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 def memory() -> Iterator[None]:
     """C's memo is as long as the largest index says."""
     before = resource.getrlimit(resource.RLIMIT_AS)
-    used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, before[1]))
     yield
     resource.setrlimit(resource.RLIMIT_AS, before)
