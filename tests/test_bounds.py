@@ -138,11 +138,11 @@ def test_the_pickles_of_a_file_share_a_limit(
     assert scan(path).verdict == "harmless"
     from tests.core.test_limits import limited
 
-    limited(monkeypatch, trace_opcodes=50_000)
+    limited(monkeypatch, trace_bytes=50_000)
     found = scan(path)
     assert found.verdict == "unknown"
     assert any(
-        "trace_opcodes" in str((each.trace.error, found.remarks))
+        "trace_bytes" in str((each.trace.error, found.remarks))
         for each in (p.found for p in found.pickles)
     )
 

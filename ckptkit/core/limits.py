@@ -56,7 +56,7 @@ class Limits:
     )  # that a file says to be of: processes, parts, or pieces that a mesh is split into
     chunk_visits: int = 5_000_000  # looks at the chunks of a tensor, to prove that they cover it
     optimizer_values: int = 64  # values that an optimizer keeps for a parameter: Adam has three
-    trace_opcodes: int = 20_000_000  # of all pickles of a file, when it is scanned
+    trace_bytes: int = 64 << 20  # of all pickles of a file, when it is scanned
     scan_depth: int = 8  # files inside files
     scan_parts: int = 1_000_000  # places in a file that are looked at
     scan_inflated_bytes: int = 1 << 30  # of everything compressed in a file

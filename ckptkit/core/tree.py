@@ -1,7 +1,7 @@
 """The tree: plain Python containers and scalars, lazy leaves, and a few node types of its own.
 
 Nodes are None, bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, and
-:class:`OrderedMapping`, :class:`ModuleVersion`, :class:`SetNode`, :class:`Pairs`,
+:class:`OrderedMapping`, :class:`SetNode`, :class:`Pairs`,
 :class:`ByteString`, :class:`StoredBytes`, :class:`Global`, :class:`Object`, and the leaves Tensor
 and TypedStorage.
 Everything in this file is iterative: a file may nest a tree to any depth, until a walk meets the
@@ -16,7 +16,7 @@ import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
-from typing import Any, NoReturn
+from typing import Any
 
 from ckptkit.core.bytesource import Extent
 from ckptkit.core.errors import UnknownNameError
@@ -115,25 +115,6 @@ def like(mapping: dict[Node, Node], entries: dict[Node, Node]) -> dict[Node, Nod
     )
 
 
-class ModuleVersion(dict[str, int]):
-    """``{"version": n}`` of one module in ``_metadata``: a value, as a number is.
-
-    There are as many as modules, and few of them differ: equal ones are one object, which cannot
-    be changed. Where a tree is written or loaded, each place has a dict of its own.
-    """
-
-    __slots__ = ()
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return dict, (dict(self),)
-
-    def _refuse(self, *_: object, **__: object) -> NoReturn:
-        raise TypeError("the version of a module is shared by others: put a new dict in its place")
-
-    __setitem__ = __delitem__ = __ior__ = update = setdefault = _refuse
-    pop = popitem = clear = _refuse
-
-
 MODULE_VERSIONS = "_metadata"  # the attribute of a state_dict: path of each module -> its version
 
 
@@ -225,7 +206,7 @@ LEAVES = (
     *(str, bytes, bytearray, int, float, complex, type(None)),
 )
 _SIZED = (dict, list, tuple, str, bytes)
-PLAIN_TYPES = frozenset({str, int, float, bool, complex, bytes, type(None), ModuleVersion})
+PLAIN_TYPES = frozenset({str, int, float, bool, complex, bytes, type(None)})
 _CONTAINERS = frozenset({dict, list, tuple, OrderedMapping, SetNode, Pairs, Object})
 
 # Transparent wrappers: objects shown as their first argument.
@@ -385,7 +366,7 @@ def _size(node: Node) -> int:
 
 _PYTHON_NAMES = {
     "OrderedMapping": "OrderedDict", "SetNode": "set", "Pairs": "dict", "StoredBytes": "bytes",
-    "ByteString": "str", "TypedStorage": "storage", "ModuleVersion": "dict",
+    "ByteString": "str", "TypedStorage": "storage",
 }  # fmt: skip
 
 

@@ -37,8 +37,8 @@ from ckptkit.core.tensor import Shape, Storage, Tensor, contiguous_stride
 from ckptkit.core.tree import Node
 from ckptkit.formats import table
 from ckptkit.formats.format import Probe
-from ckptkit.pickles.machine import Unpickled, unpickle
 from ckptkit.pickles.streams import NUMPY, Found, PickleStream
+from ckptkit.pickles.values import Unpickled, unpickle
 
 MAGIC = b"\x93NUMPY"
 ALIGNMENT = 64  # of the elements, in bytes

@@ -21,8 +21,8 @@ from ckptkit.core.tree import Global, Node, Object, StoredBytes
 from ckptkit.formats import table, torch_legacy
 from ckptkit.formats.format import Probe
 from ckptkit.pickles.globals import REDUCERS
-from ckptkit.pickles.machine import Unpickled, unpickle
 from ckptkit.pickles.streams import Found, PickleStream
+from ckptkit.pickles.values import Unpickled, unpickle
 
 TEXT_LIMIT = 64 << 20  # bytes of a protocol 0 or 1 pickle that is tried
 _FIRST = b"(]}lctdNIJKMLFGSTUVX"  # opcodes that a pickle of protocol 0 or 1 may begin with

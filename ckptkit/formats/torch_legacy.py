@@ -36,10 +36,10 @@ from ckptkit.core.tensor import Storage
 from ckptkit.core.tree import Node
 from ckptkit.formats.format import RECOVER, Probe, Recovered
 from ckptkit.formats.table import TORCH_LEGACY
-from ckptkit.pickles.machine import Unpickled, unpickle
 from ckptkit.pickles.module_sources import ModuleSources, endian_warning
 from ckptkit.pickles.storages import StorageTable
 from ckptkit.pickles.streams import TORCH_LOAD, Found, PickleStream
+from ckptkit.pickles.values import Unpickled, unpickle
 
 MAGIC_NUMBER = 0x1950A86A20F9469CFC6C
 PROTOCOL_VERSION = 1001

@@ -43,10 +43,10 @@ from ckptkit.formats.format import Probe
 from ckptkit.formats.table import TORCH_TAR
 from ckptkit.pickles.builders import check_class
 from ckptkit.pickles.globals import strided
-from ckptkit.pickles.machine import Unpickled, unpickle
 from ckptkit.pickles.module_sources import ModuleSources, endian_warning
 from ckptkit.pickles.storages import dtype_of_storage
 from ckptkit.pickles.streams import TORCH_LOAD, Found, Inner, PickleStream
+from ckptkit.pickles.values import Unpickled, unpickle
 
 RECORDS = ("sys_info", "pickle", "tensors", "storages")
 _NOT_TRUSTED = "torch.load(weights_only=True) refuses tar files"

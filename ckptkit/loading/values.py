@@ -17,7 +17,6 @@ from ckptkit.core.tree import (
     MODULE_VERSIONS,
     ByteString,
     Global,
-    ModuleVersion,
     Node,
     Object,
     OrderedMapping,
@@ -131,8 +130,6 @@ class Values:
         """The value of a node, which may still have to be filled."""
         if node.__class__ in _PLAIN:
             return node
-        if node.__class__ is ModuleVersion:
-            return dict(node)
         if id(node) in self._made:
             return self._made[id(node)]
         if isinstance(node, tuple) or (isinstance(node, SetNode) and node.frozen):

@@ -20,7 +20,7 @@ from ckptkit.core.errors import FormatError, TensorError, UnsupportedError
 from ckptkit.core.limits import check
 from ckptkit.core.tensor import Storage, Tensor, TypedStorage
 from ckptkit.core.text import typed
-from ckptkit.core.tree import ByteString, Global, ModuleVersion, Node, StoredBytes
+from ckptkit.core.tree import ByteString, Global, Node, StoredBytes
 from ckptkit.pickles.nested import check_no_calls, holds_calls
 from ckptkit.pickles.trust import refused_by_weights_only
 
@@ -43,7 +43,6 @@ _GETS = tuple(b"h%c" % index for index in range(256))
 _SMALL = tuple(b"K%c" % value for value in range(256))
 TUPLES = (b")", b"\x85", b"\x86", b"\x87")
 _PUT = _TEXT = Struct("<cI").pack  # an opcode and its number
-_VERSION = "version"
 _MOST_KINDS = 1024
 
 
@@ -79,41 +78,34 @@ class Emitter:
         self.refused: dict[str, int] = {}  # by weights_only: name -> times
         self.leaves: dict[type, Callable[[Node], object]] = {
             str: self._str, Tensor: self._tensor, int: self._int, bool: self._bool,
-            type(None): self._none, ModuleVersion: self._version,
-            float: self._float, complex: self._complex, bytes: self._bytes,
+            type(None): self._none, float: self._float, complex: self._complex, bytes: self._bytes,
             bytearray: self._bytearray,
             ByteString: self._byte_string, StoredBytes: self._blob, TypedStorage: self._storage,
             Global: self._global_leaf,
         }  # fmt: skip
 
-    # Names, each with a tensor or a version
+    # Names, each with a tensor
 
     def emit_named(self, pairs: list[tuple[Node, Node]], place: int) -> int:
-        """Emit names with tensors or versions from `place` on; return the place after them.
+        """Emit names with tensors from `place` on; return the place after them.
 
         It ends at the first name or tensor that was met before, at a tensor of a new kind, and at
         any other value: these are emitted one by one. So are the first 256 values that are stored.
         """
         strings, tensors, emit = self.strings, self.tensors, self.emit
-        version, inside = None, b""
         for number in range(place, len(pairs)):
             name, node = pairs[number]
             index = self.count
             if name.__class__ is not str or name in strings or index < 256 or holds_calls(name):
                 return number
-            if node.__class__ is ModuleVersion and _VERSION in strings:
-                if node is not version:
-                    version, inside = node, self._inside(node)
-                code, after = b"}", inside
-            elif node.__class__ is Tensor and node not in tensors and (code := self._alike(node)):
-                tensors[node], after = index + 1, b""
-            else:
+            if node.__class__ is not Tensor or node in tensors or not (code := self._alike(node)):
                 return number
+            tensors[node] = index + 1
             strings[name] = index
             self.count = index + 2
             data = name.encode("utf-8", "surrogatepass")
             emit(b"".join((
-                _TEXT(b"X", len(data)), data, _PUT(b"r", index), code, _PUT(b"r", index + 1), after,
+                _TEXT(b"X", len(data)), data, _PUT(b"r", index), code, _PUT(b"r", index + 1),
             )))  # fmt: skip
         return len(pairs)
 
@@ -151,14 +143,6 @@ class Emitter:
 
     def _none(self, _: None) -> None:
         self.emit(b"N")
-
-    def _version(self, value: ModuleVersion) -> None:
-        """Emit a dict of its own for each place."""
-        self.emit(b"}" + self._put() + self._inside(value))
-
-    def _inside(self, value: ModuleVersion) -> bytes:
-        ((key, number),) = value.items()
-        return self._string(key) + _integer(number) + b"s"
 
     def _float(self, value: float) -> None:
         self.emit(b"G" + pack(">d", value))

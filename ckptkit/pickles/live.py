@@ -20,7 +20,6 @@ from ckptkit.core.tensor import Storage, Tensor, TypedStorage, contiguous_stride
 from ckptkit.core.tree import (
     ByteString,
     Global,
-    ModuleVersion,
     Node,
     Object,
     OrderedMapping,
@@ -31,7 +30,7 @@ from ckptkit.core.tree import (
 )
 from ckptkit.pickles import ndarray
 from ckptkit.pickles.globals import REDUCERS
-from ckptkit.pickles.machine import unpickle
+from ckptkit.pickles.values import unpickle
 
 _NODES = (
     Tensor, TypedStorage, Object, Global, SetNode, Pairs, ByteString, StoredBytes,
@@ -111,8 +110,6 @@ class _Numbered:
         self._storages: dict[int, Storage] = {}
 
     def __call__(self, value: Any) -> Any:
-        if type(value) is ModuleVersion:
-            return dict(value)
         if id(value) not in self._copies:
             self._keep.append(value)
             self._copies[id(value)] = self._copy(value)

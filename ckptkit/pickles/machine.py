@@ -1,145 +1,176 @@
-"""The pickle machine: reads a pickle symbolically. Nothing is imported, nothing called.
+"""The pickle machine: runs the opcodes of a pickle. It imports nothing and calls nothing.
 
 A pickle is a program for a stack machine (CPython's Lib/pickletools.py describes every opcode).
-This one runs protocols 0 to 5 and builds the nodes of `ckptkit.tree`: containers and scalars become
-themselves, a class or function becomes a Global, a call becomes what `ckptkit.pickles.globals`
-knows it to mean, or else an Object.
+This is the only reader of that program: it runs protocols 0 to 5 as CPython's C unpickler does
+(Modules/_pickle.c), reads the bytes, and keeps the stack, the marks and the memo. Whatever CPython
+would import, call or change, it hands to a builder: `ckptkit.pickles.values` builds the tree of a
+checkpoint, `ckptkit.scanning.trace` notes what would happen. What pickle machines read differently,
+or what no pickler writes, is "odd", and the builder decides: an error, or a doubt.
 
-The stream is read through a window, so that a pickle without a known length (legacy checkpoints)
-and long byte strings (numpy arrays) cost no more memory than they must: byte strings of 64 KiB and
-more stay in the source, as a Blob. The machine has one loop with the frequent opcodes inline, most
-frequent first; it is the hottest code of ckptkit (4 million opcodes for 100,000 tensors), and
-longer than style allows for that reason. All others are methods in a table
-(`ckptkit.pickles.opcodes`, `opcode_values`).
+The stream is read through a window. Byte strings of 64 KiB and more stay in the source. The loop
+has the frequent opcodes inline, since it runs 40 opcodes for each tensor; the others are methods.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from functools import partial
+import re
+import warnings
+from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
+from codecs import escape_decode
+from collections.abc import Callable, Sequence
+from struct import Struct
 from struct import error as StructError  # noqa: N812
-from typing import NamedTuple
+from typing import Any, NoReturn, Protocol
 
-from ckptkit.core.bytesource import ByteSource
-from ckptkit.core.errors import FormatError, TruncatedError
+from ckptkit.core.bytesource import ByteSource, Range
+from ckptkit.core.errors import FormatError, TruncatedError, UnsupportedError
 from ckptkit.core.limits import check
-from ckptkit.core.text import plural
-from ckptkit.core.tree import Global, Node, Object, OrderedMapping, collector_paused
-from ckptkit.pickles.globals import REDUCERS, Reducer
-from ckptkit.pickles.opcode_values import (
-    CUT,
-    I4,
-    NO_TUPLE,
-    U2,
-    U4,
-    UNSET,
-    NotStoredError,
-    Short,
-    python2_string,
-)
-from ckptkit.pickles.opcodes import OPERANDS, RARE, Opcodes
-from ckptkit.pickles.plain_tensor import Another, PlainTensors, no_other
-from ckptkit.pickles.plain_versions import PlainVersions
+from ckptkit.core.tree import Global, Node, StoredBytes
 
-WINDOW = (
-    1 << 20
-)  # bytes read at once, after smaller windows: the pickles before a legacy checkpoint are tiny
+WINDOW = 1 << 20  # bytes read at once, after smaller windows: most pickles are small
 FIRST_WINDOW = 1 << 14
+LARGE = 1 << 16  # byte strings from this length on stay in the source
+CUT = "the file is cut: download or copy it again"
+UNSET: Any = object()  # a memo slot that nothing was put into
 
-# The window, an offset, the stack and, of versions, the stacks below the marks -> the offset after.
-ReadTensor = Callable[[bytes, int, list[Node]], int]
-ReadVersion = Callable[[bytes, int, list[Node], list[list[Node]]], int]
+U4 = Struct("<I").unpack_from
+I4 = Struct("<i").unpack_from
+U2 = Struct("<H").unpack_from
+U8 = Struct("<Q").unpack_from
+F8 = Struct(">d").unpack_from
+
+# How picklers write the arguments of text opcodes. CPython 2 and 3, in C and in Python
+# (save_bool, save_int, save_long, save_float, memoize, save_string of pickle.py and _pickle.c).
+# CPython reads more spellings than these, and its two machines not the same ones.
+_INT = re.compile(rb"0|-?[1-9][0-9]*")
+_INDEX = re.compile(rb"0|[1-9][0-9]*")
+_FLOAT = re.compile(rb"-?(?:[0-9]+(?:\.[0-9]*)?(?:e[+-]?[0-9]+)?|inf)|nan")
+_STRING = re.compile(
+    rb"""'(?:[^'\\]|\\(?:[\\'"nrt]|x[0-9a-f]{2}))*'|"(?:[^"\\]|\\(?:[\\'"nrt]|x[0-9a-f]{2}))*\""""
+)
 
 
-class Unpickled(NamedTuple):
-    root: Node
-    globals: tuple[Global, ...]  # every class and function that is named, in order
-    protocol: int
-    stop: int  # offset in the source of the first byte after STOP
-    warnings: tuple[str, ...]
+class Builder(Protocol):
+    """What a machine asks for each value, name and call that it meets."""
+
+    counted: bool  # whether `pushed` is called for each Global that is put on the stack again
+    watchful: bool  # whether `text` is called for each string that may be a file of its own
+
+    def new_list(self) -> Any: ...
+
+    def new_dict(self) -> Any: ...
+
+    def new_set(self) -> Any: ...
+
+    def name(self, module: Node, name: Node) -> Any:
+        """Return a class or function; the arguments are strings unless the pickle is malformed."""
+
+    def pushed(self, name: Global) -> None: ...
+
+    def text(self, text: str) -> None: ...
+
+    def byte_string(self, value: bytes | StoredBytes, kind: str) -> Any:
+        """Return a byte string: `kind` is bytes, bytearray or python2."""
+
+    def call(self, made: Any, args: Any, *, new: bool = False, kwargs: Any = None) -> Any:
+        """Return what REDUCE, OBJ, INST or (`new`) NEWOBJ and NEWOBJ_EX give."""
+
+    def persistent(self, pid: Any) -> Any: ...
+
+    def build(self, target: Any, state: Any) -> None: ...
+
+    def extend(self, target: Any, items: list[Any], how: str) -> None:
+        """Add items to a list ("append") or a set ("add")."""
+
+    def set(self, target: Any, items: Sequence[Any]) -> None:
+        """Set keys; `items` are keys and values in turns."""
+
+    def collected(self, kind: str, items: list[Any]) -> Any:
+        """Return the "list", "dict" or "frozenset" of what is above a mark."""
+
+    def drop(self, values: list[Any]) -> None: ...
+
+    def odd(self, reason: str) -> None:
+        """Hear of what machines read differently; raise, or let the machine go on."""
+
+    def outside(self, opcode: str, value: Any) -> Any:
+        """Return what an opcode takes from outside the pickle: an extension, a buffer, an id."""
+
+    def end(self, stack: list[Any], marks: list[list[Any]]) -> Any:
+        """Return the value of the pickle at STOP."""
 
 
-def unpickle(
-    source: ByteSource,
-    start: int = 0,
-    stop: int | None = None,
-    *,
-    persistent_load: Callable[[Node], Node] | None = None,
-    another: Another = no_other,
-    reducers: Mapping[tuple[str, str], Reducer] = REDUCERS,
-) -> Unpickled:
-    """Return the tree of the pickle at `start`, which must end before `stop` (default: the end).
+class Short(Exception):
+    """The window ends before the opcode does, which reaches to its offset `end` at least."""
 
-    `persistent_load` turns a persistent id into a node, `another` makes a new storage that differs
-    from one in its key alone; `reducers` are the calls that are known.
-    Raises FormatError, TruncatedError, LimitError, UnsupportedError, and whatever `persistent_load`
-    raises.
+    def __init__(self, end: int) -> None:
+        self.end = end
+
+
+class Machine:
+    """A pickle that is being run.
+
+    ``offset`` is where the running opcode is in the source, and ``opcode`` its name, for messages.
+    ``rare`` maps the opcodes outside the loop to where each was first: weights_only lacks some.
     """
-    machine = partial(
-        _Machine, source, start, source.size if stop is None else stop, persistent_load, reducers
-    )
-    with collector_paused():
-        try:
-            return machine().run(another)
-        except NotStoredError:  # what nothing refers to is left out there
-            pass
-        return machine().run(None)
 
-
-def _read_none(*_: object) -> int:
-    """Read nothing, in the place of `PlainTensors.read` and `PlainVersions.read`."""
-    return 0
-
-
-class _Machine(Opcodes):
-    def run(self, another: Another | None) -> Unpickled:
-        """Run all opcodes; one by one if `another` is None."""
-        plain_tensor: ReadTensor = _read_none
-        plain_version: ReadVersion = _read_none
-        if another is not None:
-            plain_tensor = PlainTensors(
-                self.memo, self.reducers, self.persistent_load, another, self.kinds
-            ).read
-            plain_version = PlainVersions(self.memo).read
-        while not self.stopped:
-            self._loop(plain_tensor, plain_version)
-        if len(self.stack) != 1 or self.marks:
-            raise FormatError(
-                f"pickle ends with {len(self.stack)} values and {len(self.marks)} open marks, not "
-                "one value"
-            )
-        root = self.stack[0]
-        warnings = []
-        if number := self.check_dropped(root):
-            code = "functions and classes that dill made from code"
-            warnings.append(f"{plural(number, 'attribute')} of {code} are not read")
-        swap: dict[int, Node] = {
-            id(made): made.tensor for made in self.tensors if len(made.steps) == 1
-        }
-        if self.pairs:
-            for target, pairs in self.pairs.values():
-                pairs.state = target.state if isinstance(target, OrderedMapping) else None
-            swap.update((key, pairs) for key, (_, pairs) in self.pairs.items())
-            warnings.append(f"{len(self.pairs)} mappings have repeated or unhashable keys")
-        if swap:
-            from ckptkit.core.rebuilding import rebuild  # few pickles need it
-
-            root = rebuild(root, swap=swap)
-        return Unpickled(
-            root, tuple(self.globals.values()), self.protocol, self.base, tuple(warnings)
-        )
-
-    def _loop(  # noqa: C901  a call for each opcode would take twice as long
-        self, plain_tensor: ReadTensor, plain_version: ReadVersion
+    def __init__(
+        self,
+        source: ByteSource,
+        start: int,
+        stop: int,
+        builder: Builder,
+        most: str = "pickle_bytes",
     ) -> None:
-        """Run opcodes until STOP, or until the window is used up; `base` is then where to go on."""
-        data, stack, memo = self.data, self.stack, self.memo
-        marks, reducers, persistent_load = self.marks, self.reducers, self.persistent_load
-        pairs = self.pairs
-        push = stack.append
-        remember = memo.append
-        pos = start = op = 0
-        need = 1
+        self.source = source
+        self.start = start
+        self.limit = stop
+        self.most = most  # the name of the limit of `size`
+        self.builder = builder
+        self.data = b""  # the window
+        self.base = start  # offset in the source of data[0]
+        self.at = 0  # of the running opcode, in the window
+        self.frame_end: int | None = None
+        self.skipped = 0  # bytes of large byte strings
+        self.protocol = 0
+        self.stack: list[Any] = []
+        self.marks: list[list[Any]] = []  # the stacks below each open MARK
+        self.memo: list[Any] = []
+        self.far: dict[int, Any] = {}  # memo slots far beyond the others
+        self.gaps = 0  # slots of `memo` that are UNSET
+        self.rare: dict[int, int] = {}  # opcodes outside the loop, and where each was first
+        self.result: Any = UNSET
+
+    @property
+    def offset(self) -> int:
+        return self.base + self.at
+
+    @property
+    def opcode(self) -> str:
+        """The name of the running opcode, empty before the first and at the end of the bytes."""
+        return NAMES.get(self.data[self.at], "") if self.at < len(self.data) else ""
+
+    @property
+    def size(self) -> int:
+        """Bytes that were read, without large byte strings."""
+        return self.offset - self.start - self.skipped
+
+    def run(self) -> Any:
+        """Run until STOP; return what the builder made.
+
+        Raises FormatError, TruncatedError, LimitError, and what the builder raises.
+        """
+        while self.result is UNSET:
+            self._loop()
+        return self.result
+
+    def _loop(self) -> None:  # noqa: C901  a call for each opcode would take twice as long
+        """Run opcodes until STOP, or until the window is used up."""
+        data, stack, memo, builder = self.data, self.stack, self.memo, self.builder
+        marks, call, counted, watchful = self.marks, builder.call, builder.counted, builder.watchful
+        new_dict = builder.new_dict
+        push, remember = stack.append, memo.append
+        pos = start = op = need = 0
         try:
             while True:
                 start = pos
@@ -151,13 +182,14 @@ class _Machine(Opcodes):
                     if index == len(memo):
                         remember(stack[-1])
                     else:
+                        self.at = start
                         self._put(index, stack[-1])
                 elif op == 0x68:  # BINGET
                     index = data[pos]
                     pos += 1
                     value = memo[index] if index < len(memo) else self._get(index)
-                    if value is UNSET:
-                        raise NotStoredError
+                    if value is UNSET or (counted and value.__class__ is Global):
+                        self._again(value)
                     push(value)
                 elif op == 0x4B:  # BININT1
                     push(data[pos])
@@ -166,13 +198,19 @@ class _Machine(Opcodes):
                     end = pos + 4 + U4(data, pos)[0]
                     if end > len(data):
                         raise Short(end)
-                    push(str(data[pos + 4 : end], "utf-8", "surrogatepass"))
+                    value = str(data[pos + 4 : end], "utf-8", "surrogatepass")
+                    if watchful and (value[-1:] == "." or value[:1] == "\x80"):
+                        self.at = start
+                        builder.text(value)
+                    push(value)
                     pos = end
+                    start = pos
+                    if data[pos] == 0x72:  # LONG_BINPUT, which follows nearly always
+                        op = 0x72
+                        if U4(data, pos + 1)[0] == len(memo):
+                            remember(value)
+                            pos += 5
                 elif op == 0x28:  # MARK
-                    end = plain_tensor(data, pos, stack)
-                    if end:
-                        pos = end
-                        continue
                     marks.append(stack)
                     stack = []
                     push = stack.append
@@ -181,20 +219,30 @@ class _Machine(Opcodes):
                     stack = marks.pop()
                     push = stack.append
                     push(value)
+                    start = pos
+                    if data[pos] == 0x72:  # LONG_BINPUT, which follows nearly always
+                        op = 0x72
+                        if U4(data, pos + 1)[0] == len(memo):
+                            remember(value)
+                            pos += 5
                 elif op == 0x52:  # REDUCE
-                    items = stack.pop()
-                    value = stack[-1]
-                    if items.__class__ is not tuple:
-                        raise FormatError(NO_TUPLE)
-                    reducer = reducers.get(id(value))
-                    stack[-1] = Object(value, items) if reducer is None else reducer(value, items)
+                    value = stack.pop()
+                    self.at = start
+                    stack[-1] = call(stack[-1], value)
                 elif op == 0x85:  # TUPLE1
                     stack[-1] = (stack[-1],)
                 elif op == 0x86:  # TUPLE2
                     value = stack.pop()
-                    stack[-1] = (stack[-1], value)
+                    value = stack[-1] = (stack[-1], value)
+                    start = pos
+                    if data[pos] == 0x72:  # LONG_BINPUT, which follows nearly always
+                        op = 0x72
+                        if U4(data, pos + 1)[0] == len(memo):
+                            remember(value)
+                            pos += 5
                 elif op == 0x51:  # BINPERSID
-                    stack[-1] = persistent_load(stack[-1])
+                    self.at = start
+                    stack[-1] = builder.persistent(stack[-1])
                 elif op == 0x4D:  # BININT2
                     push(U2(data, pos)[0])
                     pos += 2
@@ -208,121 +256,501 @@ class _Machine(Opcodes):
                     if index == len(memo):
                         remember(stack[-1])
                     else:
+                        self.at = start
                         self._put(index, stack[-1])
                 elif op == 0x4A:  # BININT
                     push(I4(data, pos)[0])
                     pos += 4
                 elif op == 0x7D:  # EMPTY_DICT
-                    end = plain_version(data, pos, stack, marks)
-                    if end:
-                        pos = end
-                        continue
-                    push({})
+                    push(new_dict())
                 elif op == 0x73:  # SETITEM
                     value = stack.pop()
                     key = stack.pop()
                     target = stack[-1]
-                    if (
-                        target.__class__ is dict
-                        and key.__class__ is str
-                        and key not in target
-                        and not pairs
-                    ):
+                    if target.__class__ is dict and not target and key.__class__ is str:
                         target[key] = value
                     else:
-                        self._set(target, [key], [value])
+                        self.at = start
+                        builder.set(target, (key, value))
                 elif op == 0x75:  # SETITEMS
                     items = stack
                     stack = marks.pop()
                     push = stack.append
+                    self.at = start
                     if len(items) % 2:
                         raise FormatError("pickle sets a key without a value")
-                    self._set(stack[-1], items[0::2], items[1::2])
+                    builder.set(stack[-1], items)
                 elif op == 0x6A:  # LONG_BINGET
                     index = U4(data, pos)[0]
                     pos += 4
                     value = memo[index] if index < len(memo) else self._get(index)
-                    if value is UNSET:
-                        raise NotStoredError
+                    if value is UNSET or (counted and value.__class__ is Global):
+                        self._again(value)
                     push(value)
                 elif op == 0x87:  # TUPLE3
                     value = stack.pop()
                     key = stack.pop()
                     stack[-1] = (stack[-1], key, value)
-                elif op == 0x94:  # MEMOIZE
-                    remember(stack[-1])
-                elif op == 0x8C:  # SHORT_BINUNICODE
-                    end = pos + 1 + data[pos]
-                    if end > len(data):
-                        raise Short(end)
-                    push(str(data[pos + 1 : end], "utf-8", "surrogatepass"))
-                    pos = end
-                elif op == 0x55:  # SHORT_BINSTRING
-                    end = pos + 1 + data[pos]
-                    if end > len(data):
-                        raise Short(end)
-                    push(python2_string(data[pos + 1 : end]))
-                    pos = end
                 elif op == 0x2E:  # STOP
-                    self.stopped = True
+                    self.at = start
+                    self.result = builder.end(stack, marks)
                     start = pos
                     break
                 else:
                     rare = RARE.get(op)
+                    self.at = start
                     if rare is None:
                         raise FormatError(f"byte 0x{op:02x} is not a pickle opcode")
+                    if op not in self.rare:
+                        self.rare[op] = self.base + start
                     self.stack = stack
                     pos = rare(self, data, pos)
                     stack = self.stack
                     push = stack.append
-                    if self.data is not data:
-                        data = self.data
+                    data = self.data
         except Short as short:
             need = short.end - start
         except (IndexError, StructError) as error:
             need = 1 + OPERANDS.get(op, 0) if start < len(data) else 1
             if len(data) - start >= need:
-                raise FormatError(
-                    f"pickle opcode 0x{op:02x} takes a value that is not there"
-                ) from error
+                raise FormatError("pickle takes a value that is not there") from error
         except UnicodeDecodeError as error:
             raise FormatError("pickle holds text that is not UTF-8") from error
-        self.stack = stack
+        finally:
+            self.stack = stack
+            self.at = start
         self._check_limits()
-        if self.stopped:
-            self._stop(start)
-        else:
+        if self.result is UNSET:
             self._read_on(start, need)
+        elif self.frame_end is not None and self.frame_end != self.offset:
+            builder.odd("pickle ends inside a frame")
 
     def _read_on(self, start: int, need: int) -> None:
-        """Move the window to `start`, at least `need` bytes long. A window never reaches beyond its
-        frame."""
+        """Move the window to `start`, at least `need` bytes long; a window ends with its frame."""
         have = len(self.data) - start
         need = max(need, have + 1)
         check("string_bytes", need, "bytes of one value in a pickle")
         at = self.base + start
-        if have == 0 and at == self.frame_end:
+        if self.frame_end is not None and at + need > self.frame_end:
+            if have:
+                self.builder.odd("pickle opcode reaches beyond its frame")
             self.frame_end = None
-        end = self.end if self.frame_end is None else self.frame_end
+        end = self.limit if self.frame_end is None else self.frame_end
         if at + need > end:
-            if self.frame_end is not None:
-                raise FormatError("pickle opcode reaches beyond its frame")
             raise TruncatedError("pickle ends before it is complete", hint=CUT)
         length = min(max(need, have + min(WINDOW, max(FIRST_WINDOW, 4 * len(self.data)))), end - at)
         self.data = self.data[start:] + self.source.read(at + have, length - have)
-        self.base = at
-
-    def _stop(self, after: int) -> None:
-        if self.frame_end is not None and self.frame_end != self.base + after:
-            raise FormatError("pickle ends inside a frame")
-        self.base += after
-        self._check_size()
+        self.base, self.at = at, 0
 
     def _check_limits(self) -> None:
         check("pickle_stack", len(self.stack), "values on the pickle stack")
         check("pickle_marks", len(self.marks), "open marks of a pickle")
         check("memo_entries", len(self.memo), "stored values of a pickle")
-        self._check_size()
+        check(self.most, self.size, "bytes of a pickle")
 
-    def _check_size(self) -> None:
-        check("pickle_bytes", self.base - self.start - self.skipped, "bytes of a pickle")
+    # The memo
+
+    def _put(self, index: int, value: Any) -> None:
+        """Store out of order: small gaps (memos that start at 1) in the list, else aside."""
+        memo = self.memo
+        if index < len(memo):
+            if memo[index] is not UNSET:
+                self.builder.odd("pickle stores a second value in one place")
+            else:
+                self.gaps -= 1
+            memo[index] = value
+        elif index - len(memo) < 16:
+            self.gaps += index - len(memo)
+            memo.extend([UNSET] * (index - len(memo)))
+            memo.append(value)
+        else:
+            if index in self.far:
+                self.builder.odd("pickle stores a second value in one place")
+            self.far[index] = value
+            check("memo_sparse", len(self.far), "values stored out of order in a pickle")
+
+    def _get(self, index: int) -> Any:
+        return self.memo[index] if index < len(self.memo) else self.far.get(index, UNSET)
+
+    def _again(self, value: Any) -> None:
+        """Check a value that is put on the stack again."""
+        if value is UNSET:
+            raise FormatError("pickle refers to a value that it has not stored")
+        if self.builder.counted and value.__class__ is Global:
+            self.builder.pushed(value)
+
+    def op_memoize(self, data: bytes, pos: int) -> int:
+        value = self.stack[-1]
+        if self.gaps or self.far:  # CPython counts the slots that are set
+            self._put(len(self.memo) - self.gaps + len(self.far), value)
+        else:
+            self.memo.append(value)
+        return pos
+
+    def op_put(self, data: bytes, pos: int) -> int:
+        index, pos = self._number(data, pos, _INDEX)
+        self._put(index, self.stack[-1])
+        return pos
+
+    def op_get(self, data: bytes, pos: int) -> int:
+        index, pos = self._number(data, pos, _INDEX)
+        value = self._get(index)
+        self._again(value)
+        self.stack.append(value)
+        return pos
+
+    # The stack
+
+    def _items(self) -> list[Any]:
+        items = self.stack
+        self.stack = self.marks.pop()
+        return items
+
+    def op_pop(self, data: bytes, pos: int) -> int:
+        """Drop the value on top; where nothing is above a mark, the mark."""
+        if self.stack:
+            self.builder.drop([self.stack.pop()])
+        else:
+            self._items()
+        return pos
+
+    def op_pop_mark(self, data: bytes, pos: int) -> int:
+        self.builder.drop(self._items())
+        return pos
+
+    def op_dup(self, data: bytes, pos: int) -> int:
+        self._again(self.stack[-1])
+        self.stack.append(self.stack[-1])
+        return pos
+
+    # Containers
+
+    def op_empty_list(self, data: bytes, pos: int) -> int:
+        self.stack.append(self.builder.new_list())
+        return pos
+
+    def op_empty_set(self, data: bytes, pos: int) -> int:
+        self.stack.append(self.builder.new_set())
+        return pos
+
+    def op_list(self, data: bytes, pos: int) -> int:
+        items = self._items()
+        self.stack.append(self.builder.collected("list", items))
+        return pos
+
+    def op_dict(self, data: bytes, pos: int) -> int:
+        items = self._items()
+        if len(items) % 2:
+            raise FormatError("pickle sets a key without a value")
+        self.stack.append(self.builder.collected("dict", items))
+        return pos
+
+    def op_frozenset(self, data: bytes, pos: int) -> int:
+        items = self._items()
+        self.stack.append(self.builder.collected("frozenset", items))
+        return pos
+
+    def op_append(self, data: bytes, pos: int) -> int:
+        value = self.stack.pop()
+        self.builder.extend(self.stack[-1], [value], "append")
+        return pos
+
+    def op_appends(self, data: bytes, pos: int) -> int:
+        items = self._items()
+        self.builder.extend(self.stack[-1], items, "append")
+        return pos
+
+    def op_additems(self, data: bytes, pos: int) -> int:
+        items = self._items()
+        self.builder.extend(self.stack[-1], items, "add")
+        return pos
+
+    # Names and calls
+
+    def _name(self, module: Any, name: Any) -> None:
+        """Push a class or function; below protocol 3, names of Python 2 become those of Python
+        3."""
+        if module.__class__ is str and name.__class__ is str:
+            check("name_bytes", len(module) + len(name), "characters of a global's name")
+            if self.protocol < 3:
+                module, name = NAME_MAPPING.get(
+                    (module, name), (IMPORT_MAPPING.get(module, module), name)
+                )
+        self.stack.append(self.builder.name(module, name))
+
+    def _line(self, data: bytes, pos: int, limit: str = "line_bytes") -> tuple[bytes, int]:
+        """Return the bytes up to the next newline, and the offset after it."""
+        end = data.find(b"\n", pos)
+        check(limit, (len(data) if end < 0 else end) - pos, "bytes of a line in a pickle")
+        if end < 0:
+            raise Short(len(data) + 1)
+        return data[pos:end], end + 1
+
+    def op_global(self, data: bytes, pos: int) -> int:
+        module, pos = self._line(data, pos)
+        name, pos = self._line(data, pos)
+        self._name(module.decode(), name.decode())
+        return pos
+
+    def op_stack_global(self, data: bytes, pos: int) -> int:
+        name, module = self.stack.pop(), self.stack.pop()
+        self._name(module, name)
+        return pos
+
+    def op_inst(self, data: bytes, pos: int) -> int:
+        pos = self.op_global(data, pos)
+        made = self.stack.pop()
+        args = tuple(self._items())
+        self.stack.append(self.builder.call(made, args))
+        return pos
+
+    def op_obj(self, data: bytes, pos: int) -> int:
+        items = self._items()
+        self.stack.append(self.builder.call(items[0], tuple(items[1:])))
+        return pos
+
+    def op_newobj(self, data: bytes, pos: int) -> int:
+        args = self.stack.pop()
+        self.stack[-1] = self.builder.call(self.stack[-1], args, new=True)
+        return pos
+
+    def op_newobj_ex(self, data: bytes, pos: int) -> int:
+        kwargs, args = self.stack.pop(), self.stack.pop()
+        if kwargs is None:
+            raise FormatError("pickle makes a call with keywords that are not a dict")
+        self.stack[-1] = self.builder.call(self.stack[-1], args, new=True, kwargs=kwargs)
+        return pos
+
+    def op_build(self, data: bytes, pos: int) -> int:
+        state = self.stack.pop()
+        self.builder.build(self.stack[-1], state)
+        return pos
+
+    # What is outside the pickle
+
+    def op_persid(self, data: bytes, pos: int) -> int:
+        line, pos = self._line(data, pos)
+        self.stack.append(self.builder.outside("PERSID", line))
+        return pos
+
+    def op_extension(self, data: bytes, pos: int) -> int:
+        size = {0x82: 1, 0x83: 2, 0x84: 4}[data[pos - 1]]
+        if pos + size > len(data):
+            raise Short(pos + size)
+        code = int.from_bytes(data[pos : pos + size], "little", signed=size == 4)
+        self.stack.append(self.builder.outside(f"EXT{size}", code))
+        return pos + size
+
+    def op_next_buffer(self, data: bytes, pos: int) -> int:
+        self.stack.append(self.builder.outside("NEXT_BUFFER", None))
+        return pos
+
+    def op_readonly_buffer(self, data: bytes, pos: int) -> int:
+        self.stack[-1] = self.builder.outside("READONLY_BUFFER", self.stack[-1])
+        return pos
+
+    # Framing
+
+    def op_proto(self, data: bytes, pos: int) -> int:
+        if data[pos] > 5:
+            raise UnsupportedError(f"pickle protocol {data[pos]}; ckptkit reads 0 to 5")
+        self.protocol = data[pos]
+        return pos + 1
+
+    def op_frame(self, data: bytes, pos: int) -> int:
+        end = self.base + pos + 8 + U8(data, pos)[0]
+        if self.frame_end is not None:
+            self.builder.odd("pickle opens a frame inside a frame")
+        if end > self.limit:
+            self.builder.odd("pickle frame reaches beyond the end")
+            end = self.limit
+        self.frame_end = end
+        self.data = data[: end - self.base]  # what is beyond is not in the window meanwhile
+        return pos + 8
+
+    # Scalars
+
+    def op_none(self, data: bytes, pos: int) -> int:
+        self.stack.append(None)
+        return pos
+
+    def op_true(self, data: bytes, pos: int) -> int:
+        self.stack.append(True)
+        return pos
+
+    def op_binfloat(self, data: bytes, pos: int) -> int:
+        self.stack.append(F8(data, pos)[0])
+        return pos + 8
+
+    def op_long1(self, data: bytes, pos: int) -> int:
+        return self._long(data, pos + 1, data[pos])
+
+    def op_long4(self, data: bytes, pos: int) -> int:
+        return self._long(data, pos + 4, I4(data, pos)[0])
+
+    def _long(self, data: bytes, pos: int, size: int) -> int:
+        if size < 0:
+            raise FormatError("pickle holds an integer of negative length")
+        check("int_bytes", size, "bytes of an integer in a pickle")
+        if pos + size > len(data):
+            raise Short(pos + size)
+        self.stack.append(int.from_bytes(data[pos : pos + size], "little", signed=True))
+        return pos + size
+
+    def _number(self, data: bytes, pos: int, form: re.Pattern[bytes]) -> tuple[int, int]:
+        """Return the number in a line of this form, and the offset after the line."""
+        line, pos = self._line(data, pos)
+        if form is _INT:
+            line = line.removesuffix(b"L")
+        if not form.fullmatch(line):
+            self._malformed(line)
+        check("int_bytes", len(line) // 2, "digits of an integer in a pickle, two to a byte")
+        return int(line), pos
+
+    def _malformed(self, line: bytes) -> NoReturn:
+        raise FormatError(f"pickle holds {line[:40]!r} where no pickler writes it")
+
+    def op_int(self, data: bytes, pos: int) -> int:
+        if data[pos : pos + 3] in (b"00\n", b"01\n"):
+            self.stack.append(data[pos + 1] == 0x31)
+            return pos + 3
+        return self.op_long(data, pos)
+
+    def op_long(self, data: bytes, pos: int) -> int:
+        value, pos = self._number(data, pos, _INT)
+        self.stack.append(value)
+        return pos
+
+    def op_float(self, data: bytes, pos: int) -> int:
+        line, pos = self._line(data, pos)
+        if not _FLOAT.fullmatch(line):
+            self._malformed(line)
+        self.stack.append(float(line))
+        return pos
+
+    # Strings
+
+    def _text(self, text: str) -> None:
+        if self.builder.watchful:
+            self.builder.text(text)
+        self.stack.append(text)
+
+    def op_unicode(self, data: bytes, pos: int) -> int:
+        line, pos = self._line(data, pos, "string_bytes")
+        try:
+            text = line.decode("raw-unicode-escape")
+        except UnicodeDecodeError as error:
+            raise FormatError("pickle holds text with a malformed escape") from error
+        self._text(text)
+        return pos
+
+    def op_short_binunicode(self, data: bytes, pos: int) -> int:
+        return self._unicode(data, pos + 1, data[pos])
+
+    def op_binunicode8(self, data: bytes, pos: int) -> int:
+        return self._unicode(data, pos + 8, U8(data, pos)[0])
+
+    def _unicode(self, data: bytes, pos: int, size: int) -> int:
+        end = pos + size
+        if end > len(data):
+            raise Short(end)
+        self._text(str(data[pos:end], "utf-8", "surrogatepass"))
+        return end
+
+    def op_string(self, data: bytes, pos: int) -> int:
+        """Push a quoted literal of Python 2."""
+        line, pos = self._line(data, pos, "string_bytes")
+        if not _STRING.fullmatch(line):
+            raise FormatError("pickle holds a string that is not quoted as picklers do")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            value = escape_decode(line[1:-1])[0]
+        self.stack.append(self.builder.byte_string(value, "python2"))
+        return pos
+
+    def op_binstring(self, data: bytes, pos: int) -> int:
+        size = I4(data, pos)[0]
+        if size < 0:
+            raise FormatError("pickle holds a string of negative length")
+        return self._bytes(data, pos + 4, size, "python2")
+
+    def op_short_binstring(self, data: bytes, pos: int) -> int:
+        return self._bytes(data, pos + 1, data[pos], "python2")
+
+    def op_short_binbytes(self, data: bytes, pos: int) -> int:
+        return self._bytes(data, pos + 1, data[pos], "bytes")
+
+    def op_binbytes(self, data: bytes, pos: int) -> int:
+        return self._bytes(data, pos + 4, U4(data, pos)[0], "bytes")
+
+    def op_binbytes8(self, data: bytes, pos: int) -> int:
+        return self._bytes(data, pos + 8, U8(data, pos)[0], "bytes")
+
+    def op_bytearray8(self, data: bytes, pos: int) -> int:
+        return self._bytes(data, pos + 8, U8(data, pos)[0], "bytearray")
+
+    def _bytes(self, data: bytes, pos: int, size: int, kind: str) -> int:
+        end = pos + size
+        if size < LARGE:
+            if end > len(data):
+                raise Short(end)
+            self.stack.append(self.builder.byte_string(data[pos:end], kind))
+            return end
+        at = self.base + pos
+        if self.frame_end is not None and at + size > self.frame_end:
+            self.builder.odd("pickle opcode reaches beyond its frame")
+            self.frame_end = None
+        if at + size > self.limit:
+            raise TruncatedError("pickle ends inside a byte string", hint=CUT)
+        value = StoredBytes(Range(self.source, at, size), kind)
+        self.stack.append(self.builder.byte_string(value, kind))
+        self.skipped += size
+        if end <= len(data):
+            return end
+        self.data, self.base = b"", at + size
+        return 0
+
+
+NAMES = {
+    0x28: "MARK", 0x29: "EMPTY_TUPLE", 0x2E: "STOP", 0x4A: "BININT", 0x4B: "BININT1",
+    0x4D: "BININT2", 0x51: "BINPERSID", 0x52: "REDUCE", 0x58: "BINUNICODE", 0x68: "BINGET",
+    0x6A: "LONG_BINGET", 0x71: "BINPUT", 0x72: "LONG_BINPUT", 0x73: "SETITEM", 0x74: "TUPLE",
+    0x75: "SETITEMS", 0x7D: "EMPTY_DICT", 0x85: "TUPLE1", 0x86: "TUPLE2", 0x87: "TUPLE3",
+    0x89: "NEWFALSE",
+}  # fmt: skip
+"""The names of the opcodes: those of the loop here, those of `RARE` below."""
+
+_RARE: dict[int, tuple[str, Callable[[Machine, bytes, int], int]]] = {
+    0x4E: ("NONE", Machine.op_none), 0x88: ("NEWTRUE", Machine.op_true),
+    0x47: ("BINFLOAT", Machine.op_binfloat), 0x5D: ("EMPTY_LIST", Machine.op_empty_list),
+    0x61: ("APPEND", Machine.op_append), 0x65: ("APPENDS", Machine.op_appends),
+    0x62: ("BUILD", Machine.op_build), 0x63: ("GLOBAL", Machine.op_global),
+    0x93: ("STACK_GLOBAL", Machine.op_stack_global), 0x94: ("MEMOIZE", Machine.op_memoize),
+    0x8C: ("SHORT_BINUNICODE", Machine.op_short_binunicode), 0x81: ("NEWOBJ", Machine.op_newobj),
+    0x92: ("NEWOBJ_EX", Machine.op_newobj_ex), 0x80: ("PROTO", Machine.op_proto),
+    0x95: ("FRAME", Machine.op_frame), 0x8A: ("LONG1", Machine.op_long1),
+    0x8B: ("LONG4", Machine.op_long4), 0x55: ("SHORT_BINSTRING", Machine.op_short_binstring),
+    0x54: ("BINSTRING", Machine.op_binstring), 0x43: ("SHORT_BINBYTES", Machine.op_short_binbytes),
+    0x42: ("BINBYTES", Machine.op_binbytes), 0x8E: ("BINBYTES8", Machine.op_binbytes8),
+    0x96: ("BYTEARRAY8", Machine.op_bytearray8), 0x8D: ("BINUNICODE8", Machine.op_binunicode8),
+    0x49: ("INT", Machine.op_int), 0x4C: ("LONG", Machine.op_long),
+    0x46: ("FLOAT", Machine.op_float), 0x53: ("STRING", Machine.op_string),
+    0x56: ("UNICODE", Machine.op_unicode), 0x6C: ("LIST", Machine.op_list),
+    0x64: ("DICT", Machine.op_dict), 0x8F: ("EMPTY_SET", Machine.op_empty_set),
+    0x90: ("ADDITEMS", Machine.op_additems), 0x91: ("FROZENSET", Machine.op_frozenset),
+    0x30: ("POP", Machine.op_pop), 0x31: ("POP_MARK", Machine.op_pop_mark),
+    0x32: ("DUP", Machine.op_dup), 0x70: ("PUT", Machine.op_put), 0x67: ("GET", Machine.op_get),
+    0x69: ("INST", Machine.op_inst), 0x6F: ("OBJ", Machine.op_obj),
+    0x50: ("PERSID", Machine.op_persid), 0x82: ("EXT1", Machine.op_extension),
+    0x83: ("EXT2", Machine.op_extension), 0x84: ("EXT4", Machine.op_extension),
+    0x97: ("NEXT_BUFFER", Machine.op_next_buffer),
+    0x98: ("READONLY_BUFFER", Machine.op_readonly_buffer),
+}  # fmt: skip
+RARE = {code: method for code, (_, method) in _RARE.items()}
+NAMES.update((code, name) for code, (name, _) in _RARE.items())
+
+# Bytes of the operand that follows the opcode, where its length is fixed or leads a longer one.
+OPERANDS = {
+    **dict.fromkeys(b"KhqU\x8cC\x80\x8a", 1), **dict.fromkeys(b"M", 2),
+    **dict.fromkeys(b"rjJXTB\x8b", 4), **dict.fromkeys(b"G\x8d\x8e\x95\x96", 8),
+}  # fmt: skip

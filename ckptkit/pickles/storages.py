@@ -12,7 +12,6 @@ UntypedStorage.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import chain
 
 from ckptkit.core.dtypes import BY_STORAGE, TABLE, UINT8, DType
 from ckptkit.core.errors import AmbiguousError, FormatError, TensorError
@@ -32,8 +31,6 @@ class StorageTable:
         self._known: dict[
             str, tuple[TypedStorage, ...]
         ] = {}  # by key; several if one is untyped, or all empty
-        # Those met once, and in tensors only: most. A TypedStorage for each takes more memory.
-        self._plain: dict[DType | None, dict[str, Storage]] = {}
         self._views: dict[str, tuple[TypedStorage, tuple[Node, ...]]] = {}
 
     def load(self, pid: Node) -> Node:
@@ -47,53 +44,23 @@ class StorageTable:
             raise FormatError(
                 "a storage is named by something other than a class, a string and a number"
             )
-        known = self._met(key)
+        known = self._known.get(key)
         if known is None:
             typed = self._new(key, made, location, numel)
         else:
             typed = self._again(key, known, made, location, numel)
         return typed if not view or view[0] is None else self._view(typed, view[0])
 
-    def another(self, like: TypedStorage, key: str) -> Storage | None:
-        """Return a storage as `like` with another key, None if that was met before."""
-        if key in self._views or self._has(key):
-            return None
-        nbytes, device = like.storage.record.length, like.storage.device
-        _check_name(key, device)
-        storage = self._opener(key, nbytes, device)
-        self._plain.setdefault(like.dtype, {})[key] = storage
-        return storage
-
-    def _has(self, key: str) -> bool:
-        if key in self._known:
-            return True
-        for met in self._plain.values():  # noqa: SIM110  a generator takes longer
-            if key in met:
-                return True
-        return False
-
     def __iter__(self) -> Iterator[str]:
         """Yield the key of each storage."""
-        return chain(self._known, *self._plain.values())
+        return iter(self._known)
 
     def itemsizes(self) -> dict[str, int]:
         """Bytes per element of each storage, 1 where it is only ever untyped."""
         return {
             key: max(1 if typed.dtype is None else typed.dtype.itemsize for typed in known)
-            for key in list(self)
-            if (known := self._met(key))
+            for key, known in self._known.items()
         }
-
-    def _met(self, key: str) -> tuple[TypedStorage, ...] | None:
-        """Return what is known of a key; one of `another` is kept as all others from now on."""
-        known = self._known.get(key)
-        if known is not None:
-            return known
-        for dtype, met in self._plain.items():
-            if key in met:
-                self._known[key] = known = (TypedStorage(met.pop(key), dtype),)
-                return known
-        return None
 
     def _new(self, key: str, made: Global, location: Node, numel: int) -> TypedStorage:
         dtype = dtype_of_storage(made)
@@ -145,7 +112,7 @@ class StorageTable:
         view, seen = self._views.setdefault(
             key, (TypedStorage(root.storage, root.dtype, offset, offset + size), metadata)
         )
-        if seen[1:] != metadata[1:] or view.storage is not root.storage or self._has(key):
+        if seen[1:] != metadata[1:] or view.storage is not root.storage or key in self._known:
             raise _two_ways(key)
         return view
 

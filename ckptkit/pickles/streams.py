@@ -112,7 +112,7 @@ class Trace:
     """
 
     protocol: int
-    opcodes: int
+    size: int  # bytes that were read, without large byte strings
     stop: int  # offset in the source of the first byte after STOP, or of the opcode that fails
     globals: tuple[Global, ...]
     values: tuple[

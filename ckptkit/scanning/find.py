@@ -86,7 +86,7 @@ class _Search:
         self.most = LIMITS.scan_inflated_bytes + UNPACKED * source.size
         self.inflated = 0
         self.parts = 0
-        self.opcodes = 0
+        self.traced = 0
 
     def file(self, source: ByteSource, where: str, depth: int, sure: bool) -> Iterator[Seen]:
         """Yield everything that any reader sees in a source.
@@ -109,9 +109,9 @@ class _Search:
         yield from self._otherwise(probe, where, depth, found is not None, sure)
 
     def _trace(self, source: ByteSource, start: int, stop: int) -> Trace:
-        check("trace_opcodes", self.opcodes, "opcodes of the pickles of a file")
-        found = trace(source, start, stop, self.opcodes)
-        self.opcodes += found.opcodes
+        check("trace_bytes", self.traced, "bytes of the pickles of a file")
+        found = trace(source, start, stop)
+        self.traced += found.size
         return found
 
     def _count(self) -> None:

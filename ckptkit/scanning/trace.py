@@ -1,73 +1,83 @@
-"""Trace of a pickle stream: which names are looked up, which calls made, in which order.
+"""Trace of a pickle: which names are looked up, which calls made, in which order.
 
-Unlike :mod:`unpickle` this machine makes no values and refuses nothing that CPython would run:
-whatever comes before the opcode that fails has been run by then. All opcodes of protocols 0 to 5,
-read straight on through frames, as CPython did until 2026. Where two machines would go different
-ways, that is a doubt. The stack holds signs: text, numbers and byte strings for themselves (names
-are made of them), tuples of signs, a Global for what was looked up, a Result for what a call gives,
-a Sign for everything else.
+The builder of the pickle machine (`ckptkit.pickles.machine.Builder`) that makes no values. It
+refuses nothing that CPython would run: whatever comes before the opcode that fails has been run by
+then. What machines read differently is a doubt. The stack holds symbols: text, numbers and byte
+strings for themselves (names are made of them), tuples of symbols, a Global for what was looked up,
+a Result for what a call gives, a Symbol for everything else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
-from ckptkit.core.bytesource import ByteSource
-from ckptkit.core.errors import CkptkitError
+from ckptkit.core.bytesource import ByteSource, Memory, Range, Section
+from ckptkit.core.errors import CkptkitError, FormatError
 from ckptkit.core.limits import check
-from ckptkit.core.tree import Global, collector_paused
-from ckptkit.pickles.streams import Call, Trace
-from ckptkit.scanning.trace_notes import Notes
+from ckptkit.core.tree import Global, StoredBytes, collector_paused
+from ckptkit.pickles import trust
+from ckptkit.pickles.allowlist.rows import SCALARS
+from ckptkit.pickles.machine import NAMES, Machine
+from ckptkit.pickles.nested import looks_like_a_file
+from ckptkit.pickles.streams import Call, Nested, Trace
 from ckptkit.scanning.trace_symbols import (
     WEIGHTS_ONLY_OPCODES,
     Result,
+    SignView,
     Symbol,
+    brief,
     class_of,
-    number,
-    text_of,
 )
-from ckptkit.scanning.trace_window import Stop
 
-LARGE = 1 << 16  # byte strings from this length on are not read
-
-_NOT_CHANGED = "changes what is not a list or dict"
+NESTED = 10_000  # byte strings that are handed on to be looked into
+DOUBTS = 20
+MEMO = 1000  # calls whose judgment is remembered
+_LATIN1 = ("latin1", "latin-1")
+_LITERAL_STEPS = {"list": "append", "dict": "set", "set": "add"}
 _MAPPINGS = (Global("collections", "OrderedDict"), Global("collections", "Counter"))
+_NOT_CHANGED = "changes what is not a list or dict"
+_REFUSED = {code for code, name in NAMES.items() if name not in WEIGHTS_ONLY_OPCODES}
 
 
-class Tracer(Notes):
-    """The tracing machine.
+class Tracer:
+    """The symbols of a pickle that is traced, and what is noted of it."""
 
-    Opcodes are methods.
-    """
+    counted = watchful = True
+
+    def __init__(self, source: ByteSource, start: int, stop: int) -> None:
+        self.machine = Machine(source, start, stop, self, "trace_bytes")
+        self.globals: dict[Global, Global] = {}
+        self.called: dict[int, int] = {}  # id of a Global: how often it was taken as a callable
+        self.times: dict[int, int] = {}  # id of a Global: how often it was put on the stack
+        self.calls: dict[tuple[str, str, str], list[Any]] = {}
+        self.nested: list[Nested] = []
+        self.doubts: list[str] = []
+        self.refused: tuple[int, str] | None = None  # where, and why
+        self.view = SignView()
+        self.unfinished: Result | None = None  # what nothing may touch before its state is set
+        self.judged: dict[tuple[Global, bool, tuple[int, ...]], trust.Judged] = {}
 
     def run(self) -> Trace:
-        """Run until STOP or failure.
-
-        Never raises a CkptkitError: that is a failure too, and has a reason.
-        """
+        """Run until STOP or failure; a CkptkitError is a failure, whose reason is noted."""
         error = None
         try:
-            self._loop()
-        except Stop as stop:
-            error = str(stop) or None
-        except IndexError:
-            error = "takes a value that is not there"
-        except CkptkitError as refusal:
-            error = refusal.message
-        if error is not None:
-            error = (
-                f"{error} ({self.opcode} at byte {self.at:,})"
-                if self.opcode
-                else f"{error} (byte {self.at:,})"
+            self.machine.run()
+        except CkptkitError as failure:
+            error = self._here(failure.message.removeprefix("pickle "))
+        machine = self.machine
+        if self.refused is not None or _REFUSED & machine.rare.keys():
+            opcodes = (
+                (at, f"opcode {NAMES[op]}") for op, at in machine.rare.items() if op in _REFUSED
             )
+            self.refused = min(filter(None, (self.refused, *opcodes)))
         uncalled = (
-            name for name in self.globals if self.pushed[id(name)] > self.called.get(id(name), 0)
+            name for name in self.globals if self.times[id(name)] > self.called.get(id(name), 0)
         )
         return Trace(
-            protocol=self.protocol,
-            opcodes=self.count,
-            stop=self.window.offset if error is None else self.at,
+            protocol=machine.protocol,
+            size=machine.size,
+            stop=machine.offset,
             globals=tuple(self.globals),
             values=tuple(uncalled),
             calls=tuple(
@@ -75,357 +85,288 @@ class Tracer(Notes):
             ),
             nested=tuple(self.nested),
             doubts=tuple(self.doubts),
-            refused=self.refused,
+            refused=None if self.refused is None else self.refused[1],
             error=error,
         )
 
-    def _loop(self) -> None:
-        window, table = self.window, _TABLE
-        while True:
-            self.at = window.base + window.at
-            self.opcode = ""
-            if self.frame_end is not None and self.at >= self.frame_end:
-                self._leave_frame()
-            op = window.take(1)[0]
-            entry = table[op]
-            if entry is None:
-                raise Stop(f"byte 0x{op:02x} is no opcode")
-            self.opcode, accepted, run, arguments = entry
-            self.count += 1
-            if not accepted and self.refused is None:
-                self.refused = f"opcode {self.opcode}"
-            if self.count & 0xFFF == 0:
-                self._check_limits()
-            run(self, *arguments)
+    def _here(self, reason: str) -> str:
+        opcode = self.machine.opcode
+        return f"{reason} ({opcode and f'{opcode} at '}byte {self.machine.offset:,})"
 
-    def _check_limits(self) -> None:
-        check("trace_opcodes", self.before + self.count, "opcodes of the pickles of a file")
-        check("pickle_stack", len(self.stack), "values on the pickle stack")
-        check("pickle_marks", len(self.marks), "open marks of a pickle")
-        check("memo_entries", len(self.memo), "stored values of a pickle")
-        check("pickle_bytes", self.at - self.start - self.window.skipped, "bytes of a pickle")
+    def doubt(self, reason: str) -> None:
+        if len(self.doubts) < DOUBTS:
+            self.doubts.append(self._here(reason))
 
-    def _leave_frame(self) -> None:
-        if self.at != self.frame_end:
-            self.doubt("an opcode reaches beyond its frame")
-        self.frame_end = None
+    def odd(self, reason: str) -> None:
+        self.doubt(reason.removeprefix("pickle "))
 
-    def proto(self) -> None:
-        self.protocol = self.window.take(1)[0]
-        if self.protocol > 5:
-            raise Stop(f"protocol {self.protocol}")
+    def refuse(self, reason: str) -> None:
+        if self.refused is None:
+            self.refused = self.machine.offset, self._here(reason)
 
-    def frame(self) -> None:
-        size = number(self.window.take(8))
-        if self.frame_end is not None and self.window.offset < self.frame_end:
-            self.doubt("opens a frame inside a frame")
-        if size > self.window.end - self.window.offset:
-            self.doubt("a frame reaches beyond the end")
-        self.frame_end = self.window.offset + size
+    def new_list(self) -> Symbol:
+        return Symbol("list")
 
-    def stop(self) -> None:
-        self.stack.pop()
-        self.finish(None)
-        if self.frame_end is not None and self.window.offset != self.frame_end:
-            self.doubt("ends inside a frame")
-        raise Stop
+    def new_dict(self) -> Symbol:
+        return Symbol("dict")
 
-    def push(self, sign: Any) -> None:
-        self.stack.append(sign)
+    def new_set(self) -> Symbol:
+        return Symbol("set")
 
-    def push_new(self, kind: str) -> None:
-        self.stack.append(Symbol(kind))
+    # Names
 
-    def push_int(self, size: int) -> None:
-        self.stack.append(number(self.window.take(size), signed=size == 4))
+    def name(self, module: Any, name: Any) -> Any:
+        if isinstance(module, str) and isinstance(name, str):
+            return self._named(Global(module, name))
+        if not isinstance(module, (Symbol, Result)) and not isinstance(name, (Symbol, Result)):
+            raise FormatError("names a global by something other than strings")
+        self.doubt("names a global by something that only running it would tell")
+        return Symbol("a global of unknown name")
 
-    def binfloat(self) -> None:
-        self.window.take(8)
-        self.stack.append(0.0)
+    def _named(self, name: Global) -> Global:
+        """Return the Global of this name, always the same object, to push on the stack."""
+        known = self.globals.setdefault(name, name)
+        self.pushed(known)
+        return known
 
-    def long(self, size: int) -> None:
-        length = number(self.window.take(size), signed=size == 4)
-        if length < 0:
-            raise Stop("an integer of negative length")
-        check("int_bytes", length, "bytes of an integer in a pickle")
-        self.stack.append(number(self.window.take(length), signed=True))
+    def pushed(self, name: Global) -> None:
+        self.times[id(name)] = self.times.get(id(name), 0) + 1
 
-    def number_line(self, kind: str) -> None:
-        line = self.window.line()
-        if kind == "INT" and line in (b"00", b"01"):
-            self.stack.append(line == b"01")
-            return
-        check("int_bytes", len(line), "digits of a number in a pickle")
-        try:
-            self.stack.append(float(line) if kind == "FLOAT" else int(line.removesuffix(b"L")))
-        except ValueError:
-            raise Stop("a line that is not a number") from None
+    # Byte strings that may be files
 
-    def text(self, size: int) -> None:
-        data = self.window.take(number(self.window.take(size)))
-        try:
-            self.stack.append(str(data, "utf-8", "surrogatepass"))
-        except UnicodeDecodeError:
-            raise Stop("text that is not UTF-8") from None
-        if data[:2] == b"\xc2\x80" or data[-1:] == b".":
-            self._keep_text(self.stack[-1])
+    def text(self, text: str) -> None:
+        if text[-1:] == "." or text[:1] == "\x80":
+            try:
+                self._keep(text.encode("latin-1"))
+            except UnicodeEncodeError:
+                pass
 
-    def _keep_text(self, text: str) -> None:
-        try:
-            self.keep(text.encode("latin-1"))
-        except UnicodeEncodeError:
-            pass
-
-    def unicode_line(self) -> None:
-        try:
-            self.stack.append(self.window.line().decode("raw-unicode-escape"))
-        except UnicodeDecodeError:
-            raise Stop("text with a malformed escape") from None
-        self._keep_text(self.stack[-1])
-
-    def string_line(self) -> None:
-        self.stack.append(text_of(self.window.line()))
-
-    def string(self, size: int) -> None:
-        """Push a string of Python 2: as text if it is ASCII."""
-        length = number(self.window.take(size), signed=size == 4)
-        if length < 0:
-            raise Stop("a string of negative length")
-        data = self._bytes(length)
-        if data is not None and data.isascii():
-            self.stack[-1] = data.decode()
-        elif data is not None and data.decode(errors="ignore").encode() != data:
+    def byte_string(self, value: bytes | StoredBytes, kind: str) -> Any:
+        """Return a byte string, or where it is if it is large; ASCII of Python 2 as text."""
+        if isinstance(value, StoredBytes):
+            assert isinstance(value.extent, Range)
+            source = Section(*value.extent)
+            self._keep(source)
+            return Symbol(f"{source.size:,} bytes", source)
+        self._keep(value)
+        if kind != "python2":
+            return value
+        if value.decode(errors="ignore").encode() != value:
             self.refuse("a string of Python 2 that is not UTF-8")
+        return value.decode() if value.isascii() else value
 
-    def byte_string(self, size: int) -> None:
-        self._bytes(number(self.window.take(size)))
+    def _keep(self, data: bytes | ByteSource) -> None:
+        """Report a byte string that may be a file of its own."""
+        head = data[:8] if isinstance(data, bytes) else data.read(0, min(8, data.size))
+        if looks_like_a_file(head) and len(self.nested) < NESTED:
+            source = Memory(data) if isinstance(data, bytes) else data
+            self.nested.append(Nested(self.machine.offset, source, False))
 
-    def _bytes(self, length: int) -> bytes | None:
-        """Push a byte string, or only where it is if it is large."""
-        if length < LARGE:
-            data = self.window.take(length)
-            self.keep(data)
-            self.stack.append(data)
-            return data
-        source = self.window.skip(length)
-        self.keep(source)
-        self.stack.append(Symbol(f"{length:,} bytes", source))
-        return None
+    # Calls
 
-    def buffer(self) -> None:
-        self.doubt("takes a buffer from outside")
-        self.stack.append(Symbol("a buffer"))
+    def call(self, made: Any, args: Any, *, new: bool = False, kwargs: Any = None) -> Any:
+        """Note a call and return the stand-in for its result."""
+        if isinstance(made, Global):
+            self.called[id(made)] = self.called.get(id(made), 0) + 1
+        self.finish(None)
+        judged = self._judged(made, args, new, kwargs)
+        shown = args if kwargs is None or not isinstance(args, tuple) else (*args, kwargs)
+        self.note(trust.describe(made), judged.kind, shown)
+        if judged.kind != trust.ACCEPTED and not isinstance(made, Global):
+            self.refuse("calls a value")
+        if judged.kind == trust.LOADS and not self._loads(args[0]):
+            self.doubt("loads a file that only running it would tell")
+        result = self._result(made, args, judged, new)
+        if isinstance(result, Result) and trust.is_unfinished(result.callable):
+            self.unfinished = result
+        return result
 
-    def nothing(self) -> None:
-        self.stack[-1]
-
-    # Stack and memo
-
-    def mark(self) -> None:
-        self.marks.append(self.stack)
-        self.stack = []
-
-    def pop(self) -> None:
-        if self.stack:
-            self.stack.pop()
-        else:
-            self.items()
-
-    def dup(self) -> None:
-        self._again(self.stack[-1])
-
-    def _again(self, sign: Any) -> None:
-        if isinstance(sign, Global):
-            self.pushed[id(sign)] = self.pushed.get(id(sign), 0) + 1
-        self.stack.append(sign)
-
-    def _index(self, size: int) -> int:
-        if size:
-            return number(self.window.take(size))
-        try:
-            return int(self.window.line()[:20])
-        except ValueError:
-            raise Stop("an index that is not a number") from None
-
-    def put(self, size: int) -> None:
-        self.memo[self._index(size)] = self.stack[-1]
-
-    def memoize(self) -> None:
-        self.memo[len(self.memo)] = self.stack[-1]
-
-    def get(self, size: int) -> None:
-        index = self._index(size)
-        if index not in self.memo:
-            raise Stop("takes a value that was not stored")
-        self._again(self.memo[index])
-
-    # Containers
-
-    def tuple_of(self, size: int) -> None:
-        if len(self.stack) < size:
-            raise IndexError
-        self.stack[-size:] = [tuple(self.stack[-size:])]
-
-    def tuple_(self) -> None:
-        items = self.items()
-        self.stack.append(tuple(items))
-
-    def collected(self, kind: str) -> None:
-        items = self.items()
-        self.fill(items)
-        made = Symbol(kind)
-        made.add(items)
-        self.stack.append(made)
-
-    def append(self) -> None:
-        value = self.stack.pop()
-        self._extend([value], "list")
-
-    def extend(self, kind: str) -> None:
-        self._extend(self.items(), kind)
-
-    def _extend(self, values: list[Any], kind: str) -> None:
-        self.step("append" if kind == "list" else "add", values)
-        target = self.stack[-1]
-        if isinstance(target, Symbol):
-            target.add(values)
-        if not isinstance(target, Symbol) or target.kind != kind:
-            self.refuse(_NOT_CHANGED)
-
-    def setitem(self) -> None:
-        value, key = self.stack.pop(), self.stack.pop()
-        self._set([key, value])
-
-    def setitems(self) -> None:
-        self._set(self.items())
-
-    def _set(self, pairs: list[Any]) -> None:
-        if len(pairs) % 2:
-            raise Stop("sets a key without a value")
-        self.step("set", pairs)
-        target = self.stack[-1]
-        if isinstance(target, Symbol):
-            target.add(pairs)
-        is_dict = target.kind == "dict" if isinstance(target, Symbol) else _is_mapping(target)
-        if not is_dict:
-            self.refuse(_NOT_CHANGED)
-
-    # Names, calls, objects
-
-    def global_(self) -> None:
-        module, name = self.window.line(), self.window.line()
-        try:
-            self.look_up(module.decode(), name.decode())
-        except UnicodeDecodeError:
-            raise Stop("a name that is not UTF-8") from None
-
-    def stack_global(self) -> None:
-        name, module = self.stack.pop(), self.stack.pop()
-        self.look_up(module, name)
-
-    def extension(self, size: int) -> None:
-        code = number(self.window.take(size))
-        self.doubt(
-            f"takes number {code:,} of copyreg's extensions, which the program that loads it "
-            "decides"
-        )
-        self.stack.append(Symbol(f"extension {code}"))
-
-    def persid(self) -> None:
-        self.window.line()
-        self.stack.append(Symbol("persistent"))
-
-    def binpersid(self) -> None:
-        pid = self.stack.pop()
+    def persistent(self, pid: Any) -> Any:
+        """Return the class that a persistent id of a legacy file holds, else a storage."""
         if not isinstance(pid, int) and not (
             isinstance(pid, tuple) and pid and pid[0] == "storage"
         ):
             self.refuse("a persistent id that is no storage")
-        self.stack.append(class_of(pid) or Symbol("persistent"))
+        made = class_of(pid)
+        if made is None:
+            return Symbol("persistent")
+        self.pushed(made)
+        return made
 
-    def reduce(self) -> None:
-        args = self.stack.pop()
-        made = self.stack.pop()
-        self.stack.append(self.call(made, args))
+    def outside(self, opcode: str, value: Any) -> Any:
+        if opcode.startswith("EXT"):
+            self.doubt(
+                f"takes number {value:,} of copyreg's extensions, which the program that loads it "
+                "decides"
+            )
+            return Symbol(f"extension {value}")
+        self.doubt("takes a buffer or a value from outside")
+        return Symbol("persistent" if opcode == "PERSID" else "a buffer")
 
-    def inst(self) -> None:
-        self.global_()
-        made = self.stack.pop()
-        args = tuple(self.items())
-        self.stack.append(self.call(made, args))
+    # Changes
 
-    def obj(self) -> None:
-        items = self.items()
-        self.stack.append(self.call(items[0], tuple(items[1:])))
-
-    def newobj(self) -> None:
-        args = self.stack.pop()
-        made = self.stack.pop()
-        self.stack.append(self.call(made, args, new=True))
-
-    def newobj_ex(self) -> None:
-        kwargs, args = self.stack.pop(), self.stack.pop()
-        made = self.stack.pop()
-        self.stack.append(self.call(made, args, new=True, kwargs=kwargs))
-
-    def build(self) -> None:
+    def build(self, target: Any, state: Any) -> None:
         """Note that attributes are set, or __setstate__ called, of the class or its substitute."""
-        state = self.stack.pop()
-        self.step("build", state)
-        target = self.stack[-1]
+        self.step("build", target, state)
         if not (isinstance(target, Result) and isinstance(target.callable, Global)):
             self.refuse("sets the state of what has none")
+
+    def extend(self, target: Any, items: list[Any], how: str) -> None:
+        self.step(how, target, items)
+        if isinstance(target, Symbol):
+            target.add(items)
+        kind = "list" if how == "append" else "set"
+        if not isinstance(target, Symbol) or target.kind != kind:
+            self.refuse(_NOT_CHANGED)
+
+    def set(self, target: Any, items: Sequence[Any]) -> None:
+        self.step("set", target, items)
+        if isinstance(target, Symbol):
+            target.add(items)
+        is_dict = target.kind == "dict" if isinstance(target, Symbol) else _is_mapping(target)
+        if not is_dict:
+            self.refuse(_NOT_CHANGED)
+
+    def collected(self, kind: str, items: list[Any]) -> Symbol:
+        self.fill(items)
+        made = Symbol("set" if kind == "frozenset" else kind)
+        made.add(items)
+        return made
+
+    def drop(self, values: list[Any]) -> None: ...
+
+    def end(self, stack: list[Any], marks: list[list[Any]]) -> Any:
+        self.finish(None)
+        return stack[-1]
+
+    def finish(self, built: Any) -> None:
+        """Note an object whose memory is not set up and which something else comes before."""
+        if self.unfinished is not None and self.unfinished is not built:
+            made = trust.describe(self.unfinished.callable)
+            self.note(f"{made} (without its state)", trust.UNSURE, ())
+        self.unfinished = None
+
+    def fill(self, values: Any) -> None:
+        """Note an unfinished object before a literal that holds more than numbers and text."""
+        if self.unfinished is not None and not all(
+            self.view.sort(each) & SCALARS for each in values
+        ):
+            self.finish(None)
+
+    def _is_literal_step(self, target: Any, step: str, value: Any) -> bool:
+        if (
+            not isinstance(target, Symbol)
+            or _LITERAL_STEPS.get(target.kind) != step
+            or target.fixed
+        ):
+            return False
+        self.fill(value)
+        return True
+
+    def _judged(self, made: Any, args: Any, new: bool, kwargs: Any) -> trust.Judged:
+        """Judge a call, once for all calls of a name with arguments of the same sorts."""
+        sorts = None
+        if (
+            made.__class__ is Global
+            and args.__class__ is tuple
+            and kwargs is None
+            and trust.by_sorts(made, len(args))
+        ):
+            sorts = self.view.flat(args)
+        known = None if sorts is None else self.judged.get((made, new, sorts))
+        if known is None:
+            known = trust.judge_call(self.view, made, args, new=new, kwargs=kwargs)
+            if sorts is not None and len(self.judged) < MEMO:
+                self.judged[made, new, sorts] = known
+        return known
+
+    def step(self, step: str, target: Any, value: Any) -> None:
+        """Note what changes a value, unless what it is allows that."""
+        if isinstance(target, Global):
+            self.note(f"{target} (changed)", trust.HARMFUL, value)
+            return
+        if not isinstance(target, Result):
+            if not self._is_literal_step(target, step, value):
+                self.note("(what is no object)", trust.UNSURE, value)
+            return
+        self.finish(target if step == "build" else None)
+        if target.built:  # an attribute may stand in the place of the method that this calls
+            self.note(f"{trust.describe(target.callable)} (changed again)", trust.HARMFUL, value)
+        else:
+            judged = trust.judge_step(self.view, target.callable, step, value, target.judged)
+            if judged.kind not in trust.WRITTEN:
+                self.note(f"{trust.describe(target.callable)} (changed)", judged.kind, value)
+            target.judged, target.sort, target.built = judged, judged.sort, step == "build"
+
+    def note(self, name: str, kind: str, args: Any) -> None:
+        key = (name, self.machine.opcode, kind)
+        known = self.calls.get(key)
+        if known is None:
+            check("scan_parts", len(self.calls), "different calls in a pickle")
+            self.calls[key] = [
+                brief(tuple(args) if isinstance(args, list) else args),
+                self.machine.offset,
+                1,
+            ]
+        else:
+            known[2] += 1
+
+    def _result(self, made: Any, args: Any, judged: trust.Judged, new: bool) -> Any:
+        """Return the kind of a result: encoded text, a nested class, else the call of it."""
+        name = str(made)
+        if not isinstance(args, tuple):
+            return Result(made, judged, new=new)
+        if (
+            name == "_codecs.encode"
+            and len(args) == 2
+            and isinstance(args[0], str)
+            and args[1] in _LATIN1
+        ):
+            try:
+                data = args[0].encode("latin-1")
+            except UnicodeEncodeError as error:
+                raise FormatError("spells bytes with characters beyond 255") from error
+            self._keep(data)
+            return data
+        if (
+            name in ("builtins.bytes", "builtins.bytearray")
+            and len(args) == 1
+            and judged.sort == self.view.sort(args[0])
+        ):
+            return args[0]
+        if (
+            name == "builtins.getattr"
+            and len(args) == 2
+            and isinstance(args[0], Global)
+            and isinstance(args[1], str)
+        ):
+            return self._named(Global(args[0].module, f"{args[0].name}.{args[1]}"))
+        return Result(trust.target_of(made, args), judged, new=new)
+
+    def _loads(self, sign: Any) -> bool:
+        if not isinstance(sign, (Symbol, bytes)):
+            return False
+        data = sign.data if isinstance(sign, Symbol) else sign
+        if data is None or len(self.nested) >= NESTED:
+            return False
+        inert = [
+            each
+            for each in self.nested
+            if data in (each.source, getattr(each.source, "data", None))
+        ]
+        for each in inert:  # looked at once, as what it is
+            self.nested.remove(each)
+        self.nested.append(
+            Nested(self.machine.offset, Memory(data) if isinstance(data, bytes) else data, True)
+        )
+        return True
 
 
 def _is_mapping(target: Any) -> bool:
     return isinstance(target, Result) and target.callable in _MAPPINGS
 
 
-_RUN: dict[int, tuple[Any, ...]] = {  # by byte: the name, the method, its argument
-    0x80: ("PROTO", Tracer.proto), 0x95: ("FRAME", Tracer.frame), ord("."): ("STOP", Tracer.stop),
-    ord("N"): ("NONE", Tracer.push, None), 0x88: ("NEWTRUE", Tracer.push, True),
-    0x89: ("NEWFALSE", Tracer.push, False), ord(")"): ("EMPTY_TUPLE", Tracer.push, ()),
-    ord("]"): ("EMPTY_LIST", Tracer.push_new, "list"),
-    ord("}"): ("EMPTY_DICT", Tracer.push_new, "dict"), 0x8F: ("EMPTY_SET", Tracer.push_new, "set"),
-    ord("J"): ("BININT", Tracer.push_int, 4), ord("K"): ("BININT1", Tracer.push_int, 1),
-    ord("M"): ("BININT2", Tracer.push_int, 2), ord("G"): ("BINFLOAT", Tracer.binfloat),
-    0x8A: ("LONG1", Tracer.long, 1), 0x8B: ("LONG4", Tracer.long, 4),
-    ord("I"): ("INT", Tracer.number_line, "INT"), ord("L"): ("LONG", Tracer.number_line, "LONG"),
-    ord("F"): ("FLOAT", Tracer.number_line, "FLOAT"), ord("X"): ("BINUNICODE", Tracer.text, 4),
-    0x8C: ("SHORT_BINUNICODE", Tracer.text, 1), 0x8D: ("BINUNICODE8", Tracer.text, 8),
-    ord("V"): ("UNICODE", Tracer.unicode_line), ord("S"): ("STRING", Tracer.string_line),
-    ord("T"): ("BINSTRING", Tracer.string, 4), ord("U"): ("SHORT_BINSTRING", Tracer.string, 1),
-    ord("B"): ("BINBYTES", Tracer.byte_string, 4),
-    ord("C"): ("SHORT_BINBYTES", Tracer.byte_string, 1), 0x8E: ("BINBYTES8", Tracer.byte_string, 8),
-    0x96: ("BYTEARRAY8", Tracer.byte_string, 8), 0x97: ("NEXT_BUFFER", Tracer.buffer),
-    0x98: ("READONLY_BUFFER", Tracer.nothing), ord("("): ("MARK", Tracer.mark),
-    ord("0"): ("POP", Tracer.pop), ord("1"): ("POP_MARK", Tracer.items),
-    ord("2"): ("DUP", Tracer.dup), ord("p"): ("PUT", Tracer.put, 0),
-    ord("q"): ("BINPUT", Tracer.put, 1), ord("r"): ("LONG_BINPUT", Tracer.put, 4),
-    0x94: ("MEMOIZE", Tracer.memoize), ord("g"): ("GET", Tracer.get, 0),
-    ord("h"): ("BINGET", Tracer.get, 1), ord("j"): ("LONG_BINGET", Tracer.get, 4),
-    ord("t"): ("TUPLE", Tracer.tuple_), 0x85: ("TUPLE1", Tracer.tuple_of, 1),
-    0x86: ("TUPLE2", Tracer.tuple_of, 2), 0x87: ("TUPLE3", Tracer.tuple_of, 3),
-    ord("l"): ("LIST", Tracer.collected, "list"), ord("d"): ("DICT", Tracer.collected, "dict"),
-    0x91: ("FROZENSET", Tracer.collected, "set"), ord("a"): ("APPEND", Tracer.append),
-    ord("e"): ("APPENDS", Tracer.extend, "list"), 0x90: ("ADDITEMS", Tracer.extend, "set"),
-    ord("s"): ("SETITEM", Tracer.setitem), ord("u"): ("SETITEMS", Tracer.setitems),
-    ord("c"): ("GLOBAL", Tracer.global_), 0x93: ("STACK_GLOBAL", Tracer.stack_global),
-    0x82: ("EXT1", Tracer.extension, 1), 0x83: ("EXT2", Tracer.extension, 2),
-    0x84: ("EXT4", Tracer.extension, 4), ord("P"): ("PERSID", Tracer.persid),
-    ord("Q"): ("BINPERSID", Tracer.binpersid), ord("R"): ("REDUCE", Tracer.reduce),
-    ord("i"): ("INST", Tracer.inst), ord("o"): ("OBJ", Tracer.obj), 0x81: ("NEWOBJ", Tracer.newobj),
-    0x92: ("NEWOBJ_EX", Tracer.newobj_ex), ord("b"): ("BUILD", Tracer.build),
-}  # fmt: skip
-_TABLE: list[tuple[str, bool, Callable[..., None], tuple[Any, ...]] | None] = [None] * 256
-for _byte, (_name, _method, *_arguments) in _RUN.items():
-    _TABLE[_byte] = (_name, _name in WEIGHTS_ONLY_OPCODES, _method, tuple(_arguments))
-
-
-def trace(source: ByteSource, start: int = 0, stop: int | None = None, before: int = 0) -> Trace:
-    """Return what the pickle at `start` would do, after pickles of `before` opcodes in the file.
-
-    Never raises for bytes.
-    """
+def trace(source: ByteSource, start: int = 0, stop: int | None = None) -> Trace:
+    """Return what the pickle at `start` would do. Never raises for bytes."""
     with collector_paused():
-        return Tracer(source, start, source.size if stop is None else stop, before).run()
+        return Tracer(source, start, source.size if stop is None else stop).run()

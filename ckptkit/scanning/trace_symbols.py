@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from codecs import escape_decode
+from collections.abc import Sequence
 from typing import Any
-from warnings import catch_warnings, simplefilter
 
 from ckptkit.core.bytesource import ByteSource
 from ckptkit.core.grouping import flatten
@@ -28,7 +27,6 @@ from ckptkit.pickles.allowlist.rows import (
     UNKNOWN_SORT,
     VALUES,
 )
-from ckptkit.scanning.trace_window import Stop
 
 # torch/_weights_only_unpickler.py, `Unpickler.load` of torch 2.13.
 WEIGHTS_ONLY_OPCODES = frozenset((
@@ -66,7 +64,7 @@ class Symbol:
         self.count = 0
         self.fixed = False
 
-    def add(self, values: list[Any]) -> None:
+    def add(self, values: Sequence[Any]) -> None:
         self.count += len(values)
         if len(self.some) < KEPT:
             self.some += values[: KEPT - len(self.some)]
@@ -173,24 +171,6 @@ def _sorts(values: tuple[Any, ...]) -> int:
 
 
 VIEW = SignView()  # for the sorts alone
-
-
-def number(data: bytes, signed: bool = False) -> int:
-    return int.from_bytes(data, "little", signed=signed)
-
-
-def text_of(line: bytes) -> str | bytes:
-    """Return the content of a quoted literal of Python 2: text where it is ASCII."""
-    line = line.strip()
-    if len(line) < 2 or line[:1] not in (b"'", b'"') or line[-1:] != line[:1]:
-        raise Stop("a string without its quotes")
-    try:
-        with catch_warnings():
-            simplefilter("ignore")
-            data = escape_decode(line[1:-1])[0]
-    except ValueError:
-        raise Stop("a string with a malformed escape") from None
-    return data.decode() if data.isascii() else data
 
 
 def class_of(pid: Any) -> Global | None:

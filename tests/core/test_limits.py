@@ -44,7 +44,8 @@ from ckptkit.formats.containers.tar import read_members
 from ckptkit.formats.containers.zip_reader import read_directory
 from ckptkit.formats.dcp.nesting import Nest
 from ckptkit.formats.parallel.tables import RankFile, check_grid
-from ckptkit.pickles.machine import FIRST_WINDOW, unpickle
+from ckptkit.pickles.machine import FIRST_WINDOW
+from ckptkit.pickles.values import unpickle
 from ckptkit.publish.write import publish
 from ckptkit.rules.parsing import parse_rule
 from ckptkit.rules.planner import Rules
@@ -59,7 +60,7 @@ UNPACKED_FILE = (72).to_bytes(8, "little") + json.dumps(
     {"a": {"dtype": "U8", "shape": [1000000], "data_offsets": [0, 1000000]}}
 ).encode().ljust(72) + bytes(1_000_000)  # fmt: skip
 PACKED_FILE = gzip.compress(UNPACKED_FILE)
-FILLER = b"q\0" * FIRST_WINDOW  # the stack is looked at where a window ends
+FILLER = b"\x80\2" * FIRST_WINDOW  # the stack is looked at where a window ends
 
 
 def machine(data: bytes) -> Case:

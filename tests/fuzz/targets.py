@@ -30,7 +30,7 @@ from ckptkit.core.paths import journal_path, plain_name
 from ckptkit.core.plan import Segment
 from ckptkit.core.tensor import Storage, Tensor
 from ckptkit.core.tree import Node
-from ckptkit.pickles.machine import unpickle
+from ckptkit.pickles.values import unpickle
 from ckptkit.pickles.writer import write_pickle
 from ckptkit.publish import journal, patching
 from ckptkit.transforms.devices import remap

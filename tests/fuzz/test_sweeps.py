@@ -18,7 +18,7 @@ from ckptkit.core.bytesource import Memory
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError
 from ckptkit.formats.format import CheckedPart, Probe
-from ckptkit.pickles.machine import unpickle
+from ckptkit.pickles.values import unpickle
 from tests.fuzz import seeds
 from tests.fuzz.driving import quietly, scan, tensors
 

@@ -28,8 +28,8 @@ from ckptkit.core.tree import (
 )
 from ckptkit.formats.format import Probe
 from ckptkit.formats.table import TORCH_ZIP
-from ckptkit.pickles.machine import unpickle
 from ckptkit.pickles.storages import storage_class
+from ckptkit.pickles.values import unpickle
 from ckptkit.pickles.writer import Pickled, write_pickle
 
 

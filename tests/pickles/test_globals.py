@@ -15,8 +15,8 @@ from ckptkit.core.errors import CkptkitError, FormatError, TensorError
 from ckptkit.core.tensor import Storage, Tensor
 from ckptkit.core.tree import Global, Node, Object, OrderedMapping
 from ckptkit.core.weights import as_tensor
-from ckptkit.pickles.machine import unpickle
 from ckptkit.pickles.storages import StorageTable
+from ckptkit.pickles.values import unpickle
 from tests.pickles.making import Written, read_saved
 
 NAMES = {

@@ -17,7 +17,7 @@ from ckptkit.core.dtypes import TABLE
 from ckptkit.core.errors import CorruptError, FormatError, LimitError
 from ckptkit.core.tensor import Tensor
 from ckptkit.core.tree import Node, Object, StoredBytes
-from ckptkit.pickles import opcode_values
+from ckptkit.pickles.machine import LARGE
 from tests.pickles.making import emit, machine, same
 
 PLAIN = [row.numpy for row in TABLE if row.numpy]
@@ -75,7 +75,7 @@ def test_every_order(array: Any, protocol: int) -> None:
 
 
 def test_a_long_array_stays_in_the_file() -> None:
-    array = np.arange(opcode_values.BLOB, dtype=np.uint8)
+    array = np.arange(LARGE, dtype=np.uint8)
     made = machine(pickle.dumps(array, 3))
     assert isinstance(made.state[-1], StoredBytes)
     check(array, 3)

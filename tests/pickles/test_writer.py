@@ -35,7 +35,7 @@ from ckptkit.core.rebuilding import rebuild
 from ckptkit.core.tensor import Storage, Tensor, TypedStorage
 from ckptkit.core.tree import ByteString, Global, Node, Object, OrderedMapping, Pairs, SetNode
 from ckptkit.core.weights import as_tensor
-from ckptkit.pickles import opcode_values
+from ckptkit.pickles.machine import LARGE
 from ckptkit.pickles.writer import write_pickle
 from tests.formats.torch_zip.archives import text
 from tests.pickles.making import (
@@ -263,7 +263,7 @@ def test_ties_and_views_hold_one_storage(tmp_path: Path) -> None:
 
 def test_other_spellings_become_the_usual_ones() -> None:
     storage = Storage(Range(Memory(bytes(16)), 0, 16))
-    from ckptkit.pickles.machine import unpickle
+    from ckptkit.pickles.values import unpickle
 
     def load(pid: Node) -> Node:
         from ckptkit.core.dtypes import BY_NAME
@@ -409,7 +409,7 @@ def test_an_ordered_dict_with_attributes_and_a_key_called_items(tmp_path: Path) 
 
 
 def test_strings_of_python_2() -> None:
-    for data in (b"\xe9", b"\xff" * 255, b"\xff" * 256, bytes(opcode_values.BLOB) + b"\xff"):
+    for data in (b"\xe9", b"\xff" * 255, b"\xff" * 256, bytes(LARGE) + b"\xff"):
         tree = machine(b"T" + len(data).to_bytes(4, "little") + data + b"q\x00h\x00\x86.")
         written = emit(tree).data
         assert pickle.loads(written, encoding="bytes") == (data, data)

@@ -1,4 +1,4 @@
-"""Names with tensors and versions that are written at once, against the same trees written value by
+"""Names with tensors that are written at once, against the same trees written value by
 value."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ckptkit.core.bytesource import Memory, Range
 from ckptkit.core.dtypes import BY_NAME, DType
 from ckptkit.core.errors import TensorError, UnsafeGlobalError, UnsupportedError
 from ckptkit.core.tensor import Storage, Tensor
-from ckptkit.core.tree import ModuleVersion, Node, OrderedMapping, versions_state
+from ckptkit.core.tree import Node, OrderedMapping
 from ckptkit.formats.torch_zip.writer import Numbering
 from ckptkit.pickles import emitter
 from ckptkit.pickles.emitter import Emitter, no_other
@@ -62,12 +62,10 @@ def one_by_one(root: Node, monkeypatch: pytest.MonkeyPatch) -> tuple[bytes, list
         return written(root)
 
 
-def state(entries: dict[Any, Node], versions: dict[Any, Node] | None = None) -> OrderedMapping:
-    attributes = None if versions is None else versions_state(versions)
-    return OrderedMapping({"padding": PADDING, **entries}, attributes)
+def state(entries: dict[Any, Node]) -> OrderedMapping:
+    return OrderedMapping({"padding": PADDING, **entries})
 
 
-ONE, TWO = ModuleVersion({"version": 1}), ModuleVersion({"version": 300})
 SAME, SHARED = matrix(), storage()
 
 TREES: dict[str, tuple[Node, int]] = {  # and how many values are written at once
@@ -100,16 +98,6 @@ TREES: dict[str, tuple[Node, int]] = {  # and how many values are written at onc
     ),
     "other names": (
         state({key: matrix() for key in (1, 2.5, None, True, ("a", 1), "a", "b", "c")}), 2,
-    ),
-    "versions": (
-        state({"a": matrix()}, {"": ONE} | {f"{n}": (ONE, TWO)[n % 2] for n in range(1000, 1010)}),
-        10,
-    ),
-    "versions that are dicts": (
-        state({}, {f"{n}": {"version": 1} if n % 3 else ONE for n in range(1000, 1010)}), 3,
-    ),
-    "versions among tensors": (
-        state({f"{n}": ONE if n % 2 else matrix() for n in range(1000, 1010)}), 7,
     ),
 }  # fmt: skip
 

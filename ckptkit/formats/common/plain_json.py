@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ckptkit.core.errors import FormatError
-from ckptkit.core.tree import ModuleVersion, Node, Object, children
+from ckptkit.core.tree import Node, Object, children
 
 _SCALARS = frozenset({bool, int, float, str, type(None)})
 _DEPTH = 32
@@ -47,7 +47,7 @@ def _unwrapped(node: Node) -> Node:
 
 def _is_plain_node(node: Node) -> bool:
     kind = node.__class__
-    if kind is dict or kind is ModuleVersion:
+    if kind is dict:
         return all(key.__class__ in _SCALARS for key in node)
     if kind is int:
         return bool(-_INT < node < _INT)

@@ -41,8 +41,8 @@ from ckptkit.core.text import shown
 from ckptkit.core.tree import Global, Node, Object, Pairs, Path, key_text
 from ckptkit.formats.common.boxes import check_cover
 from ckptkit.pickles.globals import dtype_or_unknown
-from ckptkit.pickles.machine import unpickle
 from ckptkit.pickles.trust import is_foreign
+from ckptkit.pickles.values import unpickle
 
 NAME = ".metadata"
 _NAMES = re.compile(r"(__[0-9]{1,9})?\.metadata")

@@ -45,7 +45,6 @@ from ckptkit.core.tensor import Storage, Tensor, TypedStorage, contiguous_stride
 from ckptkit.core.tree import (
     ByteString,
     Global,
-    ModuleVersion,
     Node,
     Object,
     OrderedMapping,
@@ -140,10 +139,7 @@ class Writer:
 
     def _dict(self, node: dict[Node, Node]) -> Iterator[Node]:
         number = self._emit(node, "ordered" if isinstance(node, OrderedMapping) else "dict")
-        # Each module has a version of its own where the tree is restored.
-        flat = [
-            dict(each) if each.__class__ is ModuleVersion else each for each in _flat(node.items())
-        ]
+        flat = list(_flat(node.items()))
         yield from flat
         if flat:
             self._fill(number, "set", self._values(flat))

@@ -35,8 +35,8 @@ from ckptkit.formats import table
 from ckptkit.formats.containers.zip_entries import REPLACED
 from ckptkit.formats.format import Probe
 from ckptkit.formats.torch_zip import extra_records
-from ckptkit.pickles.machine import Unpickled, unpickle
 from ckptkit.pickles.storages import StorageTable
+from ckptkit.pickles.values import Unpickled, unpickle
 
 VERSIONS = range(1, 11)
 ALIGNMENTS = range(1, 1 << 16 | 1)
@@ -181,7 +181,7 @@ class Archive:
         storages = StorageTable(partial(self._open, folder))
         tree = unpickle(
             place.source, place.offset, stop,
-            persistent_load=storages.load, another=storages.another,
+            persistent_load=storages.load,
         )  # fmt: skip
         self._keys.append((folder, list(storages)))
         if tree.stop != stop:

@@ -34,8 +34,8 @@ from ckptkit.formats.containers.zip_entries import MAGIC
 from ckptkit.formats.format import RECOVER, UNVERIFIED, Probe, Recovered
 from ckptkit.formats.torch_zip import extra_records
 from ckptkit.formats.torch_zip.zip_salvage import Directory, Place, Salvage, first_header
-from ckptkit.pickles.machine import Unpickled, unpickle
 from ckptkit.pickles.storages import StorageTable
+from ckptkit.pickles.values import Unpickled, unpickle
 
 _PICKLE, _ID = "/data.pkl", "/.data/serialization_id"
 # What proves a storage: the directory, its own checksum, its place in a file without checksums.
@@ -297,7 +297,7 @@ class _Archive:
     def _unpickled(self, source: ByteSource, start: int, stop: int, wrap: bool = True) -> Unpickled:
         try:
             known = StorageTable(self._open)
-            return unpickle(source, start, stop, persistent_load=known.load, another=known.another)
+            return unpickle(source, start, stop, persistent_load=known.load)
         except CkptkitError as error:
             if not wrap:  # it was written like that
                 raise

@@ -6,6 +6,7 @@ from __future__ import annotations
 import inspect
 import io
 import pickle
+import pickletools
 import struct
 import sys
 import tarfile
@@ -71,7 +72,7 @@ def archive(*members: bytes, end: int = 2 * BLOCK) -> bytes:
 def entry(key: Any, second: Any, made: str) -> bytes:
     """The pickled triple before each tensor and storage."""
     module, _, name = made.rpartition(".")
-    inside = [pickle.dumps(each, 2)[2:-1] for each in (key, second)]
+    inside = [opcodes(each) for each in (key, second)]
     return b"\x80\x02(" + b"".join(inside) + f"c{module or 'torch'}\n{name}\nt.".encode()
 
 
@@ -120,9 +121,14 @@ def torch_tar(
     return archive(*(member(name, data) for name, data in content.items() if data is not None))
 
 
+def opcodes(value: object) -> bytes:
+    """Return the opcodes that make a value, without a memo: they stand beside others."""
+    return pickletools.optimize(pickle.dumps(value, 2))[2:-1]
+
+
 def ids(*keys: int | str) -> bytes:
     """The pickle of a list of what these keys refer to."""
-    return b"\x80\x02](" + b"".join(pickle.dumps(key, 2)[2:-1] + b"Q" for key in keys) + b"e."
+    return b"\x80\x02](" + b"".join(opcodes(key) + b"Q" for key in keys) + b"e."
 
 
 # As torch 0.1.1 wrote them

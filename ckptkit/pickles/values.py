@@ -1,0 +1,277 @@
+"""The tree of a pickle: containers and scalars become themselves, a class or function becomes a
+Global, a call becomes what `ckptkit.pickles.globals` knows it to mean, or else an Object.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+from ckptkit.core.bytesource import ByteSource
+from ckptkit.core.errors import FormatError, UnsupportedError
+from ckptkit.core.limits import check
+from ckptkit.core.rebuilding import rebuild
+from ckptkit.core.text import plural
+from ckptkit.core.tree import (
+    ByteString,
+    Global,
+    Node,
+    Object,
+    OrderedMapping,
+    Pairs,
+    SetNode,
+    StoredBytes,
+    collector_paused,
+    nodes,
+    type_name,
+)
+from ckptkit.pickles.builders import built
+from ckptkit.pickles.dict_keys import KeyCheck
+from ckptkit.pickles.globals import REDUCERS, Reducer
+from ckptkit.pickles.machine import Machine
+
+_NO_TUPLE = "pickle makes a call with arguments that are not a tuple"
+_SETATTR, _GETATTR = Global("builtins", "setattr"), Global("builtins", "getattr")
+_DILL_SETATTR = (Global("dill", "_dill"), "_setattr")
+_CODE_OF_DILL = ("_create_cell", "_create_function", "_create_type")
+_DROPPED = "pickle drops a value that it made: what that did would be lost"
+_UNNAMEABLE = re.compile("[\n\r\ud800-\udfff]")  # newlines would be opcodes when written back
+_FULL = object()  # the key in a dict that cannot hold its items, so that it is not empty
+
+
+class Unpickled(NamedTuple):
+    root: Node
+    globals: tuple[Global, ...]  # every class and function that is named, in order
+    protocol: int
+    stop: int  # offset in the source of the first byte after STOP
+    warnings: tuple[str, ...]
+
+
+def unpickle(
+    source: ByteSource,
+    start: int = 0,
+    stop: int | None = None,
+    *,
+    persistent_load: Callable[[Node], Node] | None = None,
+    reducers: Mapping[tuple[str, str], Reducer] = REDUCERS,
+) -> Unpickled:
+    """Return the tree of the pickle at `start`, which must end before `stop` (default: the end).
+
+    `persistent_load` turns a persistent id into a node; `reducers` are the calls that are known.
+    Raises FormatError, TruncatedError, LimitError, UnsupportedError, and whatever `persistent_load`
+    raises.
+    """
+    values = Values(persistent_load or _no_persistent_ids, reducers)
+    machine = Machine(source, start, source.size if stop is None else stop, values)
+    values.machine = machine
+    with collector_paused():
+        root = machine.run()
+    names = tuple(values.globals.values())
+    return Unpickled(root, names, machine.protocol, machine.offset, tuple(values.warnings))
+
+
+class Values:
+    """The builder of the tree (`ckptkit.pickles.machine.Builder`)."""
+
+    counted = watchful = False
+    new_list: Callable[[], list[Node]] = list
+    new_dict: Callable[[], dict[Node, Node]] = dict
+    machine: Machine
+
+    def __init__(
+        self,
+        persistent_load: Callable[[Node], Node],
+        reducers: Mapping[tuple[str, str], Reducer],
+    ) -> None:
+        self.persistent = persistent_load
+        self.meanings = reducers
+        self.reducers: dict[int, Reducer] = {}  # by id of the Global
+        self.globals: dict[tuple[str, str], Global] = {}
+        self.keys = KeyCheck()
+        self.pairs: dict[int, tuple[Node, Pairs]] = {}  # by id of the dict that cannot hold them
+        self.tensors: list[Object] = []  # objects that a BUILD has made nothing but a tensor
+        self.dropped: dict[int, Node] = {}  # values that left the stack, by id
+        self.drops = 0
+        self.warnings: list[str] = []
+
+    def name(self, module: Node, name: Node) -> Global:
+        if module.__class__ is not str or name.__class__ is not str:
+            raise FormatError("pickle names a global by something other than strings")
+        found = self.globals.get((module, name))
+        return self._new_name(module, name) if found is None else found
+
+    def _new_name(self, module: str, name: str) -> Global:
+        parts = name.split(".")
+        exists = bool(name) if len(parts) == 1 else all(map(str.isidentifier, parts))
+        if not module or not exists or _UNNAMEABLE.search(module + name):
+            raise FormatError(f"pickle names a global that cannot exist: {module!r} {name!r}")
+        if len(parts) > 1 and self.machine.protocol < 4:
+            raise FormatError(
+                f"pickle of protocol {self.machine.protocol} names a nested global: {module!r} "
+                f"{name!r}"
+            )
+        found = self.globals[module, name] = Global(module, name)
+        reducer = self.meanings.get((module, name))
+        if reducer is not None:
+            self.reducers[id(found)] = reducer
+        return found
+
+    def new_set(self) -> Node:
+        return SetNode([])
+
+    def pushed(self, name: Global) -> None: ...
+
+    def text(self, text: str) -> None: ...
+
+    def byte_string(self, value: bytes | StoredBytes, kind: str) -> Node:
+        if isinstance(value, StoredBytes):
+            return value
+        if kind == "python2":  # text if that is certain, else bytes of unknown encoding
+            return value.decode("ascii") if value.isascii() else ByteString(value)
+        return value if kind == "bytes" else bytearray(value)
+
+    def call(self, made: Node, args: Node, *, new: bool = False, kwargs: Node = None) -> Node:
+        if args.__class__ is not tuple or kwargs.__class__ not in (dict, None.__class__):
+            raise FormatError(_NO_TUPLE)
+        reducer = None if new else self.reducers.get(id(made))
+        if reducer is not None:
+            return reducer(made, args)
+        return Object(made, args, new=new, kwargs=kwargs)
+
+    def build(self, target: Node, state: Node) -> None:
+        if isinstance(target, Object):
+            target.steps.append(("build", state))
+            if built(target, state):
+                self.tensors.append(target)
+        elif isinstance(target, OrderedMapping) and target.state is None:
+            target.state = state
+        else:
+            raise FormatError(f"pickle sets the state of a {type_name(target)}")
+
+    def extend(self, target: Node, items: list[Node], how: str) -> None:
+        if how == "append" and target.__class__ is list:
+            target.extend(items)
+        elif how == "add" and isinstance(target, SetNode) and not target.frozen:
+            target.items.extend(items)
+        elif isinstance(target, Object):
+            _step(target, how, items)
+        else:
+            raise FormatError(f"pickle adds items to a {type_name(target)}")
+
+    def set(self, target: Node, items: Sequence[Node]) -> None:
+        keys, values = items[0::2], items[1::2]
+        if isinstance(target, Object):
+            _step(target, "set", list(zip(keys, values, strict=True)))
+        elif not isinstance(target, dict):
+            raise FormatError(f"pickle sets a key of a {type_name(target)}")
+        elif id(target) in self.pairs:
+            self.pairs[id(target)][1].pairs.extend(zip(keys, values, strict=True))
+        else:
+            self._set_dict(target, keys, values)
+
+    def _set_dict(
+        self, target: dict[Node, Node], keys: Sequence[Node], values: Sequence[Node]
+    ) -> None:
+        """Set all items or none: a repeated key must not overwrite its first value."""
+        if all(key.__class__ is str for key in keys) or all(map(self.keys.hashable, keys)):
+            new = dict(zip(keys, values, strict=True))
+            if len(new) == len(keys) and (not target or target.keys().isdisjoint(new)):
+                target.update(new)
+                return
+        pairs = Pairs([*target.items(), *zip(keys, values, strict=True)])
+        self.pairs[id(target)] = (target, pairs)
+        target[_FULL] = None
+
+    def collected(self, kind: str, items: list[Node]) -> Node:
+        if kind == "list":
+            return items
+        if kind == "frozenset":
+            return SetNode(items, frozen=True)
+        made: dict[Node, Node] = {}
+        self.set(made, items)
+        return made
+
+    def drop(self, values: list[Node]) -> None:
+        """Note values that leave the stack; the tree must hold them elsewhere in the end.
+
+        CPython pickles a tuple that contains itself so: it drops the items, and gets the finished
+        tuple instead. dill gets a dict that was made before, fills it, and drops it; so it does
+        with what setattr returns (`_sets_code`). Anything else would hide a call.
+        """
+        self.drops += 1
+        check("pickle_stack", self.drops, "values dropped in a pickle")
+        self.dropped.update((id(node), node) for node in values if not _is_scalar(node))
+
+    def odd(self, reason: str) -> NoReturn:
+        raise FormatError(reason)
+
+    def outside(self, opcode: str, value: Any) -> NoReturn:
+        raise UnsupportedError(f"pickle opcode {opcode}: it refers to something outside the file")
+
+    def end(self, stack: list[Node], marks: list[list[Node]]) -> Node:
+        if len(stack) != 1 or marks:
+            raise FormatError(
+                f"pickle ends with {len(stack)} values and {len(marks)} open marks, not one value"
+            )
+        root = stack[0]
+        self._check_dropped(root)
+        swap: dict[int, Node] = {
+            id(made): made.tensor for made in self.tensors if len(made.steps) == 1
+        }
+        for key, (target, pairs) in self.pairs.items():
+            pairs.state = target.state if isinstance(target, OrderedMapping) else None
+            swap[key] = pairs
+        if self.pairs:
+            self.warnings.append(f"{len(self.pairs)} mappings have repeated or unhashable keys")
+        return rebuild(root, swap=swap) if swap else root
+
+    def _check_dropped(self, root: Node) -> None:
+        """Raise UnsupportedError if a value that was dropped is nowhere in the tree.
+
+        Attributes that dill set on code are a warning: they are not in the tree.
+        """
+        setting = [node for node in self.dropped.values() if _sets_code(node)]
+        lost = self.dropped.keys() - set(map(id, setting))
+        if lost:
+            repeated = [pairs for _, pairs in self.pairs.values()]  # they replace dicts of the tree
+            lost.difference_update(map(id, nodes([root, *setting, *repeated])))
+        if lost:
+            raise UnsupportedError(_DROPPED)
+        if setting:
+            code = "functions and classes that dill made from code"
+            self.warnings.append(f"{plural(len(setting), 'attribute')} of {code} are not read")
+
+
+def _no_persistent_ids(pid: Node) -> NoReturn:
+    raise UnsupportedError("pickle refers to values outside itself (persistent ids)")
+
+
+def _step(target: Object, step: str, items: list[Node]) -> None:
+    if target.steps and target.steps[-1][0] == step:
+        target.steps[-1][1].extend(items)
+    else:
+        target.steps.append((step, items))
+
+
+def _sets_code(node: Node) -> bool:
+    """Return whether a call sets an attribute of a function, cell or class that dill made.
+
+    dill ties the knots of recursive code so: no tensor can be changed.
+    """
+    if not isinstance(node, Object) or node.new or node.steps or len(node.args) != 3:
+        return False
+    called, made = node.callable, node.args[0]
+    if isinstance(called, Object) and called.callable == _GETATTR:
+        called = _SETATTR if called.args[:2] == _DILL_SETATTR else None
+    return (
+        called == _SETATTR
+        and isinstance(made, Object)
+        and made.global_ is not None
+        and made.global_.module == "dill._dill"
+        and made.global_.name in _CODE_OF_DILL
+    )
+
+
+def _is_scalar(node: Node) -> bool:
+    return node is None or isinstance(node, (str, int, float, complex, bytes))

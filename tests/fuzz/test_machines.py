@@ -1,0 +1,47 @@
+"""The pickle machine does what CPython's two do; 20,000 of the strings of tests/fuzz/machines.py."""
+
+from __future__ import annotations
+
+import re
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ckptkit.pickles import machine
+from tests.fuzz.machines import MEMORY, difference, strings
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(autouse=True)
+def memory() -> Iterator[None]:
+    """C's memo is as long as the largest index says."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def test_changed_pickles_do_what_they_do_in_cpython() -> None:
+    for data in strings(20_000, seed=0):
+        assert difference(data) is None, data
+
+
+def index_cut_at_20_characters(
+    self: machine.Machine, data: bytes, pos: int, form: object
+) -> tuple[int, int]:
+    line, pos = self._line(data, pos)
+    return int(line[:20] if form is machine._INDEX else line.removesuffix(b"L")), pos
+
+
+def test_it_finds_an_index_that_is_read_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine.Machine, "_number", index_cut_at_20_characters)
+    assert any(difference(data) for data in strings(10_000, seed=8))
+
+
+def test_it_finds_octal_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "_INT", re.compile(rb"-?[0-9]+"))
+    assert any(difference(data) for data in strings(1_000, seed=0))
