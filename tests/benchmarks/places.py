@@ -19,15 +19,14 @@ class Place(NamedTuple):
 
     name: str
     make: tuple[str, ...] = ()  # the command that makes the file system, () for the folder itself
-    shares: bool = False  # whether files can have blocks in common
     busy: int = 0  # processes that count
 
 
 AT_HAND = Place("")
 PLACES = (
     Place("ext4", ("mkfs.ext4", "-q", "-F", "-m", "0")),
-    Place("xfs", ("mkfs.xfs", "-q", "-f"), shares=True),
-    Place("btrfs", ("mkfs.btrfs", "-q", "-f"), shares=True),
+    Place("xfs", ("mkfs.xfs", "-q", "-f")),
+    Place("btrfs", ("mkfs.btrfs", "-q", "-f")),
     Place("one core idle", busy=max(1, (os.cpu_count() or 1) - 1)),
 )
 

@@ -24,7 +24,7 @@ from tests.benchmarks.picture import STYLES, panel
 from tests.benchmarks.places import AT_HAND, PLACES, SPARE, Place, UnavailableError, prepared
 from tests.benchmarks.report import brief, kept, report, verdict
 from tests.benchmarks.results import CP, OURS, Row, from_json, growths, to_json
-from tests.benchmarks.works import ANYWHERE, SHARED, WORKS, Budget, Work, cases
+from tests.benchmarks.works import ANYWHERE, WORKS, Budget, Work, cases
 from tests.conftest import Run
 
 
@@ -141,7 +141,7 @@ def test_results_survive_as_json(place: str) -> None:
 
 def test_results_of_places_have_a_table_of_their_own() -> None:
     took = {OURS: Taken([Cost(0.1, 0.1, 20.0, 5.0)]), CP: taken(0.5)}
-    away = replace(ROW, place="xfs", budget=SHARED, taken=took, skipped={})
+    away = replace(ROW, place="xfs", budget=Budget(seconds=0.2, disk=4), taken=took, skipped={})
     text = report({}, [[ROW, away]])
     (line,) = [each for each in text.splitlines() if "xfs" in each]
     cells = [each.strip() for each in line.strip("|").split("|")]
@@ -258,9 +258,7 @@ def test_cases_of_places(place: Place) -> None:
         "legacy to zip",
     }  # fmt: skip
     assert {(case.input.gib, case.peers) for case in found} == {(2, False)}
-    shared = {case.work.name for case in found if case.budget == SHARED}
-    assert shared == ({"strip-module", "remap", "extract"} if place.shares else set())
-    assert {case.budget for case in found if case.work.name not in shared} == {ANYWHERE}
+    assert {case.budget for case in found} == {ANYWHERE}
 
 
 def test_places(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ class Work(NamedTuple):
     budgets: Mapping[int, Budget]
     sizes: str = "all"  # of the plain inputs: all, or the largest up to TOP ("one")
     moves: bool = False  # whether it moves bytes of tensors and keeps none: its memory does not depend on them
-    everywhere: str = ""  # it is measured at other places, too, where its bytes are "shared" if they can be, or "copied"
+    everywhere: bool = False  # whether it is measured at other places, too
 
     @property
     def copies(self) -> int:
@@ -57,11 +57,10 @@ class Case(NamedTuple):
     def budget(self) -> Budget:
         if self.place == AT_HAND:
             return self.work.budgets[self.input.tensors]
-        return SHARED if self.place.shares and self.work.everywhere == "shared" else ANYWHERE
+        return ANYWHERE
 
 
 ANYWHERE = Budget(to_cp=1.15)  # the budgets of other places
-SHARED = Budget(seconds=0.2, disk=4)  # and of those where input and output have blocks in common
 
 
 def _moved(to_cp: float, mib: int, many: Mapping[int, Budget] | None = None) -> dict[int, Budget]:
@@ -90,15 +89,15 @@ WORKS = (
     Work("inspect, experts", "names", "inspect {src}", "list safetensors", {69_120: Budget(seconds=0.9, mib=110)}),
     Work("inspect, 96 shards", "shards", "inspect {src}", "list shards", {500_000: Budget(seconds=6, mib=500)}),
     Work("inspect --json", "pth", "inspect --json {src}", "list", _PRINTED),
-    Work("strip-module", "pth", "strip-module {src} out.pth", "strip", _moved(1.25, 40), moves=True, everywhere="shared"),
+    Work("strip-module", "pth", "strip-module {src} out.pth", "strip", _moved(1.25, 40), moves=True, everywhere=True),
     Work(
         "remap", "pth", "remap {src} out.pth --to cpu", "rewrite", _moved(1.25, 40, _REWRITTEN), moves=True,
-        everywhere="shared",
+        everywhere=True,
     ),
-    Work("extract", "wrapped", "extract {src} out.pth --key model", "extract", _moved(1.25, 40), "one", everywhere="shared"),
+    Work("extract", "wrapped", "extract {src} out.pth --key model", "extract", _moved(1.25, 40), "one", everywhere=True),
     Work(
         ".pth to safetensors", "pth", "convert {src} out.safetensors", "to safetensors",
-        _moved(1.25, 60, {10_000: Budget(), 100_000: Budget()}), moves=True, everywhere="copied",
+        _moved(1.25, 60, {10_000: Budget(), 100_000: Budget()}), moves=True, everywhere=True,
     ),
     Work(
         "cast to bfloat16", "pth", "convert {src} out.pth --cast bfloat16", "cast",
@@ -113,7 +112,7 @@ WORKS = (
     ),
     Work(
         "legacy to zip", "legacy", "convert {src} out.pth", "from legacy", _moved(1.25, 60), sizes="one", moves=True,
-        everywhere="copied",
+        everywhere=True,
     ),
     Work("digest", "pth", "inspect --json --digest {src}", "digest", _COMPUTED, sizes="one"),
     Work("diff --values", "pth", "diff --values {src} {twin}", "equal", _COMPUTED, sizes="one"),
@@ -126,7 +125,7 @@ WORKS = (
     Work("extract --in-place", "wrapped", "extract --in-place {fresh} --key model", "extract", _IN_PLACE, sizes="one"),
     Work(
         "safetensors to .pth", "safetensors", "convert {src} out.pth", "from safetensors", _moved(1.25, 60), moves=True,
-        everywhere="copied",
+        everywhere=True,
     ),
     Work(
         "strip-module, safetensors", "safetensors", "strip-module {src} out.safetensors", "strip safetensors",

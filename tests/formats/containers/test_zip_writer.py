@@ -115,9 +115,7 @@ def test_ZP_24_large_members(tmp_path: Path, size: int) -> None:
     head = LocalFile(path).read(0, 38)
     assert struct.unpack("<4xH", head[:6]) == (45 if wide else 20,)
     assert struct.unpack("<2L", head[18:26]) == (min(size, 0xFFFFFFFF),) * 2
-    assert head[33:37] == (
-        b"\1\0\x10\0" if wide else b"FB\xdb\x0f"
-    )  # at the beginning of a block, as it was
+    assert head[33:37] == (b"\1\0\x10\0" if wide else b"FB\x1b\0")
     assert [entry.size for entry in found.entries.values()] == [size, 5, 9]
     assert all(entry.data % ALIGNMENT == 0 for entry in found.entries.values())
     assert found.read("a/1") == b"after" and found.read("a/2") == of(0, 9).read()
@@ -146,10 +144,8 @@ def test_members_alike_are_laid_out_as_each_alone(monkeypatch: pytest.MonkeyPatc
     members.insert(150, ZipMember("a/text", b"text"))
     models = lay_out(members)
 
-    def alone(
-        _: object, name: bytes, offset: int, size: int, crc: int, place: int | None
-    ) -> tuple[bytes, bytes]:
-        header = zip_writer._local_header(name, offset, size, crc, place)
+    def alone(_: object, name: bytes, offset: int, size: int, crc: int) -> tuple[bytes, bytes]:
+        header = zip_writer._local_header(name, offset, size, crc)
         return header, zip_writer._central_entry(name, offset, size, crc)
 
     monkeypatch.setattr(zip_writer._Headers, "of", alone)

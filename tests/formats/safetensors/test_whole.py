@@ -5,11 +5,9 @@ from __future__ import annotations
 
 import argparse
 import collections
-import io
 import json
 import pickle
 import struct
-import zipfile
 from contextlib import closing
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -101,14 +99,8 @@ FILES = [
 
 @pytest.mark.parametrize("name", FILES)
 def test_corpus(name: str, corpus: Path, tmp_path: Path) -> None:
-    """Large records begin where they can share bytes with the input: padding alone differs."""
     straight, back, _ = detour(corpus / name, tmp_path)
-    assert members(back) == members(straight)
-
-
-def members(data: bytes) -> dict[str, bytes]:
-    archive = zipfile.ZipFile(io.BytesIO(data))
-    return {name: archive.read(name) for name in archive.namelist()}
+    assert back == straight
 
 
 @pytest.mark.parametrize("name", NAMES)
