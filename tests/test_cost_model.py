@@ -70,6 +70,11 @@ class Anatomy:
         )
 
     @property
+    def checksums(self) -> int:
+        """Bytes read again for the checksums that new bytes are compared with."""
+        return self.directory if self.sums else 0
+
+    @property
     def elements(self) -> int:
         """Bytes read to have every tensor, one after another."""
         return self.data + self.located
@@ -105,11 +110,12 @@ def _copied(src: Anatomy, dst: Anatomy) -> Cost:
     """Everything once; the headers of a torch file twice where its checksums are only known at the
     end."""
     known = src.sums or dst.format != "torch-zip"
-    return Cost(src.header + src.ranges, dst.size + (0 if known else dst.size - dst.data))
+    read = src.header + src.ranges + (0 if dst.format == "torch-zip" else src.checksums)
+    return Cost(read, dst.size + (0 if known else dst.size - dst.data))
 
 
 def _cast(src: Anatomy, dst: Anatomy) -> Cost:
-    return Cost(src.header + src.elements, dst.size + dst.size - dst.data)
+    return Cost(src.header + src.elements + src.checksums, dst.size + dst.size - dst.data)
 
 
 def _recovered(src: Anatomy, dst: Anatomy) -> Cost:

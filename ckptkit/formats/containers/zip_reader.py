@@ -21,6 +21,7 @@ from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 from ckptkit.core.bytesource import ByteSource, Derived, Extent, Member, Range, Record
@@ -263,12 +264,13 @@ def read_directory(source: ByteSource) -> ZipDirectory:
         names, rows = read_rows(source.read(start, size), count, start)
         texts = check_names(names, rows)
         if source.remote:
+            source.members = partial(_stored_members, start, size, count)
             return _unlocated(source, dict(zip(texts, rows, strict=True)), start)
         places = check_members(source, names, rows, start)
     except CkptkitError as error:
         error.at(source.name)
         raise
-    source.members = stored_members
+    source.members = partial(_stored_members, start, size, count)
     # Put together here without a call for each.
     entries = {
         text: _tuple(ZipEntry, (*row, place))
@@ -279,13 +281,12 @@ def read_directory(source: ByteSource) -> ZipDirectory:
     return ZipDirectory(source, entries, start)
 
 
-def stored_members(source: ByteSource) -> Iterator[Member]:
-    """Yield the stored members of a zip file that have a CRC-32.
+def _stored_members(start: int, size: int, count: int, source: ByteSource) -> Iterator[Member]:
+    """Yield the stored members of a zip file that have a CRC-32; its directory begins at `start`.
 
-    The directory is read again: to keep it would keep its source open. Arrays, of whose members
-    only the end is elements, are located.
+    The directory is read again: it takes too much memory to be kept. Arrays, of whose members only
+    the end is elements, are located.
     """
-    start, size, count = _find_end(source)
     names, rows = read_rows(source.read(start, size), count, start)
     stops = [*sorted(row[0] for row in rows), start]
     for name, row in zip(names, rows, strict=True):
@@ -301,7 +302,6 @@ def stored_members(source: ByteSource) -> Iterator[Member]:
 def _unlocated(source: ByteSource, rows: dict[str, Row], start: int) -> ZipDirectory:
     """Return the directory of a remote file, whose local headers are read when they are needed."""
     entries = {name: _tuple(ZipEntry, (*row, -1)) for name, row in rows.items()}
-    source.members = stored_members
     return ZipDirectory(source, entries, start, LocalHeaders(source, entries))
 
 
