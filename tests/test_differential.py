@@ -228,7 +228,7 @@ def test_select(weighted: Case) -> None:
         return new
 
     def bare(ck: Checkpoint) -> Checkpoint:
-        """The optimizer is of another net: tests/transforms/test_optimizer_cuts.py has those."""
+        """The optimizer is of another net: such are cut in tests/transforms."""
         root = ck.root
         return ck.without("optimizer") if isinstance(root, dict) and "optimizer" in root else ck
 
