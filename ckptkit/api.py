@@ -275,10 +275,7 @@ def _write_copy(
         from ckptkit.formats.common.training_state import beside  # few inputs are folders
 
         checkpoint = beside(checkpoint, folder, take=request.options.everything)
-    keep = _kept_format(checkpoint, folder, request.keep_format)
-    if _has_other_suffix(path, checkpoint) and not formats.is_folder(keep or ""):
-        keep = None
-    chosen = _format(path, keep, request)
+    chosen = _format(path, _kept_format(checkpoint, folder, request.keep_format), request)
     path = _in_folder(path, checkpoint, chosen)
     dtype = _dtype_of(checkpoint) if folder is not None and steps else None
     checkpoint = _changed(checkpoint, steps)
@@ -309,12 +306,6 @@ def _kept_format(checkpoint: Checkpoint, folder: Folder | None, keep_format: boo
     own = checkpoint.format
     keep = own if keep_format or formats.is_folder(own) else None
     return keep if folder is None else formats.in_folder(own) or keep
-
-
-def _has_other_suffix(path: str, checkpoint: Checkpoint) -> bool:
-    """Return whether a file's name ends in a suffix that its source does not have."""
-    suffix = os.path.splitext(path)[1]
-    return suffix[1:2].isalpha() and suffix != os.path.splitext(checkpoint.name or "")[1]
 
 
 def _in_folder(path: str, checkpoint: Checkpoint, format: Format) -> str:

@@ -246,26 +246,13 @@ def test_convert_wants_a_suffix_that_it_knows(
     assert load(tmp_path / "run.unknown")["epoch"] == 3
 
 
-@pytest.mark.parametrize("name", ["run", "run-1.5", "folder/"])
-def test_editing_keeps_the_format_without_a_suffix(
+@pytest.mark.parametrize("name", ["run", "run-1.5", "run.best", "folder/"])
+def test_editing_keeps_the_format_under_an_unknown_suffix(
     ckptkit: Ckptkit, run_pth: Path, tmp_path: Path, name: str
 ) -> None:
     (tmp_path / "folder").mkdir()
     assert ckptkit("strip-module", run_pth, f"{tmp_path}/{name}").exit_code == 0
     assert load(tmp_path / (f"{name}run.pth" if name.endswith("/") else name))["epoch"] == 3
-
-
-def test_editing_keeps_the_format_under_the_suffix_of_the_source(
-    ckptkit: Ckptkit, run_pth: Path, tmp_path: Path
-) -> None:
-    """An unknown one that differs may be a mistake: out.safetensor would be a pickle."""
-    source = run_pth.rename(tmp_path / "run.best")
-    assert ckptkit("strip-module", source, tmp_path / "last.best").exit_code == 0
-    done = ckptkit("strip-module", source, tmp_path / "last.safetensor")
-    assert (done.exit_code, "the suffix does not say" in done.stderr) == (2, True)
-    words = ("strip-module", source, tmp_path / "last.safetensor", "--format", "torch-zip")
-    assert ckptkit(*words).exit_code == 0
-    assert load(tmp_path / "last.safetensor")["epoch"] == load(tmp_path / "last.best")["epoch"] == 3
 
 
 @pytest.mark.parametrize("slash", ["", "/"])
