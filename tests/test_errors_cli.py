@@ -152,10 +152,10 @@ def test_wrong_input(
     assert listing(folder) == before
 
 
-def test_nothing_to_strip_is_1(folder: Path, run: Run) -> None:
-    done = run("strip-module", FIXTURES / "torch-zip/none_bare_cpu.pth", "out.pth", cwd=folder)
+def test_another_wrapper_than_the_one_to_strip_is_1(folder: Path, run: Run) -> None:
+    done = run("strip-module", FIXTURES / "torch-zip/orig_mod.pth", "out.pth", cwd=folder)
     assert done.code == 1
-    assert "no key begins with 'module.'" in done.stderr
+    assert "no key begins with 'module.'" in done.stderr and "--prefix _orig_mod." in done.stderr
     assert not (folder / "out.pth").exists()
 
 

@@ -28,8 +28,8 @@ def command(edit: options.Edit, prefixes: tuple[str, ...], keys: tuple[str, ...]
     DataParallel and DistributedDataParallel add it. Only a leading prefix is removed, once, and
     _metadata is renamed with it. A prefix without its dot means the same: _orig_mod is _orig_mod.
 
-    Exit code 1 if no key begins with the prefix: nothing is written. In a batch, such a file is
-    copied, with a warning.
+    Exit code 1, with nothing written, if no key begins with the prefix of --prefix, or if the keys
+    begin with that of another wrapper. Keys without any are copied as they are, with a warning.
 
     \b
     Example: ckptkit strip-module run.pth plain.pth
@@ -40,14 +40,22 @@ def command(edit: options.Edit, prefixes: tuple[str, ...], keys: tuple[str, ...]
     def strip(ck: Checkpoint) -> Checkpoint:
         done = strip_prefix(ck, *prefixes, keys=keys)
         if edit.alone and done.root is ck.root:
-            raise _nothing(ck.whole(), done, edit, keys)
+            from ckptkit.analysis.advice import wrappers
+
+            names = _names(ck.whole(), keys)
+            if prefixes or wrappers(names):
+                raise _nothing(ck, done, edit, keys, names)
         return done
 
     edit.run(strip, key=options.only(keys))
 
 
 def _nothing(
-    ck: Checkpoint, done: Checkpoint, edit: options.Edit, keys: tuple[str, ...]
+    ck: Checkpoint,
+    done: Checkpoint,
+    edit: options.Edit,
+    keys: tuple[str, ...],
+    names: list[str],
 ) -> Exception:
     """Return the error for a file without the prefix; its hint is the command for one that it has.
 
@@ -57,7 +65,6 @@ def _nothing(
     from ckptkit.core.errors import NothingToDoError
     from ckptkit.core.text import shell_command
 
-    names = _names(ck, keys)
     found = wrappers(names)
     firsts = {name.partition(".")[0] for name in names}
     if not found and len(firsts) == 1 and any(name.count(".") > 1 for name in names):

@@ -76,8 +76,8 @@ def test_strip_module_edits_what_keys_name(ckptkit: Ckptkit, tmp_path: Path, out
             " --prefix _orig_mod. ",
         ),
         ("module._orig_mod.", ["--prefix", "net."], " --prefix module. --prefix _orig_mod. "),
-        ("net.", [], " --prefix net. "),
-        ("", [], "ckptkit inspect"),
+        ("net.", ["--prefix", "module."], " --prefix net. "),
+        ("", ["--prefix", "net."], "ckptkit inspect"),
     ],
 )
 @pytest.mark.parametrize("in_place", [False, True])
@@ -96,6 +96,17 @@ def test_nothing_to_strip_is_1_and_nothing_is_written(
     if before:
         ckptkit(*shlex.split(done.stderr.partition("ckptkit ")[2]))
         assert list(load(places[-1])) == ["0.weight", "1.bias"]
+
+
+@pytest.mark.parametrize("before", ["net.", ""])
+def test_keys_of_no_wrapper_are_copied_with_a_warning(
+    before: str, ckptkit: Ckptkit, tmp_path: Path, out: Path
+) -> None:
+    torch.save({f"{before}0.weight": torch.ones(1)}, tmp_path / "p.pth")
+    done = ckptkit("strip-module", tmp_path / "p.pth", out)
+    assert (done.exit_code, "no key begins with 'module.'" in done.stderr) == (0, True)
+    assert list(load(out)) == [f"{before}0.weight"]
+    assert ckptkit("strip-module", "--force", "--strict", tmp_path / "p.pth", out).exit_code == 2
 
 
 def test_a_batch_copies_files_without_the_prefix(ckptkit: Ckptkit, tmp_path: Path) -> None:
