@@ -93,10 +93,15 @@ def _quoted_byte(byte: int) -> str:
     return char if 0x20 <= byte < 0x7F and char not in "\\'" else f"\\x{byte:02x}"
 
 
+# Suffixes of the files that ckptkit writes: a command takes the format from them.
+WRITTEN = (".pth", ".pt", ".bin", ".ckpt", ".th", ".pth.tar", ".pt.tar", ".safetensors", ".npz")
+
+
 def output_name(path: str, mark: str, suffix: str | None = None) -> str:
     """Return ``run-cpu.pth`` for ``run.pth``, in the working directory if `path` is a URL.
 
-    `suffix` replaces that of `path`.
+    `suffix` replaces that of `path`. A file whose suffix is not one that ckptkit writes, such as
+    ``data.pkl`` or ``model.tar.gz``, becomes a ``.pth``.
     """
     if "://" in path:
         path = path.partition("?")[0].rpartition("/")[2]
@@ -109,6 +114,8 @@ def output_name(path: str, mark: str, suffix: str | None = None) -> str:
     if own == ".tar":
         stem, inner = os.path.splitext(stem)
         own = inner + own
+    if own[1:2].isalpha() and own.lower() not in WRITTEN and not os.path.isdir(path):
+        own = ".pth"
     return f"{stem}-{mark}{own if suffix is None else suffix}"
 
 

@@ -54,7 +54,7 @@ def _that_can_be_written(facts: Facts, cause: Cause) -> Cause:
 
 def _module(facts: Facts) -> Iterator[Cause]:
     summary = facts.summary
-    if summary.is_module and is_torch_file(facts):
+    if summary.is_module and not is_script(facts):
         node = facts.root
         for key in summary.weights or ():
             node = node[key] if isinstance(node, dict) else node

@@ -85,8 +85,21 @@ class Facts:
             return True
         if form is DROPPED:
             survives = self.summary.survives_dropping()
-            return survives and is_written(self.checkpoint, TORCH_ZIP, objects="drop")
-        return is_written(self.checkpoint, TORCH_ZIP if form is WHOLE else SAFETENSORS)
+            return survives and is_written(self._planned, TORCH_ZIP, objects="drop")
+        return is_written(self._planned, TORCH_ZIP if form is WHOLE else SAFETENSORS)
+
+    @cached_property
+    def _planned(self) -> Checkpoint:
+        """The checkpoint as the commands write it: packed layers of a program are dequantized."""
+        assert self.checkpoint is not None
+        if not (is_script(self) and advice.packed(self.summary)):
+            return self.checkpoint
+        from ckptkit.transforms.quantized import dequantize
+
+        try:
+            return dequantize(self.checkpoint)
+        except CkptkitError:  # which `is_written` meets too
+            return self.checkpoint
 
     @property
     def _is_odd(self) -> bool:
@@ -99,7 +112,7 @@ class Facts:
         """Whether ckptkit can write the weights alone as a file of torch.save."""
         if self.checkpoint is None or not self._is_odd:
             return True
-        return is_written(bare(self.checkpoint), TORCH_ZIP)
+        return is_written(bare(self._planned), TORCH_ZIP)
 
 
 def is_written(checkpoint: Checkpoint, format: Format, objects: str = "keep") -> bool:

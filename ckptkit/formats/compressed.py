@@ -17,7 +17,7 @@ from dataclasses import replace
 from ckptkit import formats
 from ckptkit.core.bytesource import ByteSource, Section
 from ckptkit.core.checkpoint import Checkpoint
-from ckptkit.core.errors import AmbiguousError, FormatError, UnsupportedError
+from ckptkit.core.errors import AmbiguousError, UnsupportedError
 from ckptkit.core.limits import LIMITS, UNPACKED
 from ckptkit.core.limits import check as check_limit
 from ckptkit.core.text import quoted
@@ -94,6 +94,4 @@ def _member(archive: ByteSource) -> ByteSource:
         raise AmbiguousError(
             f"is an archive of {len(found)} checkpoints: {quoted(found)}", hint=hint
         )
-    raise FormatError(
-        "is an archive without a checkpoint", hint="`ckptkit formats` lists what ckptkit reads"
-    )
+    raise UnsupportedError("is an archive without a checkpoint", hint="`tar -tf {where}` lists it")

@@ -81,10 +81,11 @@ def _rows(checkpoints: Sequence[Checkpoint]) -> dict[str, list[Tensor]]:
         if odd:
             pair = (number, len(others))
             files = [name for each in pair if (name := checkpoints[each].name)]
+            command = shell_command(("ckptkit", "diff", *files))
             raise UsageError(
                 f"{' and '.join(_title(checkpoints, each) for each in pair)} differ in names or "
                 f"shapes: {quoted(odd)}",
-                hint=shell_command(("ckptkit", "diff", *files)) if len(files) == 2 else None,
+                hint=f"`{command}` shows how" if len(files) == 2 else None,
             )
     return {name: [*(other[name] for other in others), tensor] for name, tensor in last.items()}
 

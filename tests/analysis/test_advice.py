@@ -11,6 +11,7 @@ from ckptkit.analysis.advice import advise, strip_module
 from ckptkit.analysis.summary import summarize
 from ckptkit.core.tree import Global, Node
 from ckptkit.core.weights import WRAPPERS
+from ckptkit.formats.table import BY_SUFFIX
 from tests.analysis.made import checkpoint, module, opaque, tensor, view
 
 
@@ -131,6 +132,10 @@ def test_outputs_lie_beside_inputs() -> None:
     assert output("a/v1.5.ckpt") == "a/v1.5-stripped.ckpt"
     assert output("https://host/a/run.pth") == "run-stripped.pth"
     assert output("shards/") == "shards-stripped"
+    for suffix in BY_SUFFIX:
+        assert output(f"a/run{suffix}") == f"a/run-stripped{suffix}"
+    for name in ("run.tar.gz", "run.nemo", "run.pkl", "run.npy"):  # read, and not written
+        assert output(name) == "run-stripped.pth"
 
 
 def test_long_lists_are_cut() -> None:

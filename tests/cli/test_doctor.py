@@ -616,6 +616,8 @@ def test_quantized_program(
         if "convert" in line
     ]
     assert hints and all("--dequantize" in line for line in hints)
+    packed = ckptkit("convert", tmp_path / "q.pt", tmp_path / "new.pth")
+    assert packed.exit_code == 2 and "--dequantize converts them" in packed.stderr
     assert load(tmp_path / "fixed.pt").keys() == state.keys() == {"0.weight", "0.bias"}
 
 

@@ -34,6 +34,7 @@ from ckptkit.core.errors import (
     UnsupportedError,
 )
 from ckptkit.core.tensor import Storage, Tensor
+from ckptkit.core.text import on_command_line
 from ckptkit.loading import building
 from tests.torch_equality import storage_bits
 
@@ -767,9 +768,9 @@ def test_a_model_from_the_working_directory(
         ("{file}:Missing", {}, "has no class 'Missing'", "Net, Stubborn, Broken"),
         ("{file}:number", {}, "has no class 'number'", "Net"),
         ("{file}:plain", {}, "gives a dict", ""),
-        ("{file}:Net", {}, "missing a required argument: 'width'", "--arg NAME=JSON"),
+        ("{file}:Net", {}, "missing a required argument: 'width'", "it takes (width, depth=2)"),
         ("{file}:Net", {"width": 2, "wide": 2}, "unexpected keyword argument 'wide'", "width"),
-        ("{file}:Broken", {}, "RuntimeError: no such config", "--arg"),
+        ("{file}:Broken", {}, "RuntimeError: no such config", "it takes ()"),
     ],
 )
 def test_models_that_cannot_be_had(
@@ -779,6 +780,12 @@ def test_models_that_cannot_be_had(
         building.model_from(spec.format(file=model_file), args)
     assert said in caught.value.message
     assert hint in (caught.value.hint or "")
+
+
+def test_the_command_line_gives_arguments_as_options(model_file: Path) -> None:
+    with on_command_line(), pytest.raises(ModelError) as caught:
+        building.model_from(f"{model_file}:Net")
+    assert "--arg width=64" in str(caught.value.hint)
 
 
 def test_a_module_that_ends_the_process_does_not(tmp_path: Path) -> None:

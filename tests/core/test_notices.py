@@ -42,7 +42,7 @@ def classes(base: type[CkptkitError] = CkptkitError) -> Iterator[type[CkptkitErr
 
 
 def test_every_class_of_errors_has_a_code_of_its_own() -> None:
-    codes = [each.code for each in classes() if each.__module__ == errors.__name__]
+    codes = [each.code for each in {*classes()} if each.__module__ == errors.__name__]
     assert len(codes) > 15 and len({*codes}) == len(codes)
 
 

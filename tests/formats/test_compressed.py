@@ -163,7 +163,7 @@ def test_what_is_no_checkpoint_is_named(tmp_path: Path) -> None:
     [
         ({"a.pth": GOOD, "b.pth": GOOD}, AmbiguousError, "2 checkpoints"),
         ({"a-00001-of-00002.bin": GOOD, "a-00002-of-00002.bin": GOOD}, UnsupportedError, "several"),
-        ({"readme.txt": b"none"}, FormatError, "without a checkpoint"),
+        ({"readme.txt": b"none"}, UnsupportedError, "without a checkpoint"),
         ({"../a.pth": GOOD}, InputError, "leads out"),
     ],
 )
@@ -177,9 +177,11 @@ def test_archives_that_are_refused(
     path = put(tmp_path, "a model", archive(kind, **files))
     with pytest.raises(error, match=word) as raised:
         ckptkit.open(path)
-    if error in (AmbiguousError, UnsupportedError):
-        assert isinstance(raised.value, CkptkitError)
-        assert raised.value.hint == f"unpack it first: tar -xf '{path}'"
+    assert isinstance(raised.value, CkptkitError)
+    if "readme.txt" in files:
+        assert raised.value.hint == f"`tar -tf '{path}'` lists it"
+    elif error is not InputError:
+        assert raised.value.hint == f"unpack it first: `tar -xf '{path}'`"
 
 
 def test_a_checkpoint_in_a_plain_tar_file(tmp_path: Path) -> None:

@@ -170,7 +170,7 @@ def test_strip_says_where_else_the_prefix_is() -> None:
     root = {"state_dict": named("module.w"), "my ema": named("module.w"), "epoch": 1}
     done = strip_prefix(Checkpoint(root))
     assert list(done.root["my ema"]) == ["module.w"]
-    assert "--key state_dict --key 'my ema'" in lines(done)
+    assert "keys=['state_dict', 'my ema']" in lines(done)
 
 
 def test_strip_keys_are_exactly_those() -> None:

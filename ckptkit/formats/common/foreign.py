@@ -62,7 +62,7 @@ SIGNATURES = (
     ),
     Signature(0, b"7z\xbc\xaf\x27\x1c", "a 7z archive", _UNPACK),
     Signature(0, b"Rar!", "a RAR archive", _UNPACK),
-    Signature(0, b"PK\x05\x06", "an empty zip archive", _OTHER),
+    Signature(0, b"PK\x05\x06", "an empty zip archive", "download or save it again"),
     Signature(0, b"PK00PK", "a spanned zip archive", "join its parts first"),
     Signature(
         0,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.errors import UsageError
 from ckptkit.core.rebuilding import rebuild
 from ckptkit.core.text import typed
 from ckptkit.core.tree import Node, Object, Path, children, join, walk
@@ -12,8 +13,13 @@ from ckptkit.core.weights import as_tensor, plain_state_dict
 def without_program(checkpoint: Checkpoint) -> Checkpoint:
     """Replace the outermost object that holds the weights by its state_dict.
 
-    Raises UsageError if the checkpoint has no weights.
+    Raises UsageError if the checkpoint has no weights, or has them in packed layers alone.
     """
+    selection = checkpoint.selection
+    if selection is not None and not selection.hold_tensors and _quantized(checkpoint.root):
+        raise UsageError(
+            "its weights are packed in quantized layers", where=checkpoint.name, hint=_unpacked()
+        )
     weights = checkpoint.required
     path, holder = _holder(checkpoint.root, weights.path)
     if holder is None:
@@ -27,15 +33,12 @@ def notes(before: Checkpoint, after: Checkpoint) -> list[str]:
     if after is before:
         return ["left out: the program"]
     lost = _quantized(before.root) - _quantized(after.root)
-    packed = (
-        [
-            f"left out: {len(lost):,} packed quantized tensors; "
-            f"{typed('--dequantize', 'dequantize')} converts them to weights"
-        ]
-        if lost
-        else []
-    )
+    packed = [f"left out: {len(lost):,} packed quantized tensors; {_unpacked()}"] if lost else []
     return ["left out: the program, and everything in it but its state_dict", *packed]
+
+
+def _unpacked() -> str:
+    return f"{typed('--dequantize', 'dequantize')} converts them to weights"
 
 
 def _quantized(root: Node) -> set[int]:

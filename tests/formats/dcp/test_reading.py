@@ -383,7 +383,7 @@ def test_a_data_file_alone(tmp_path: Path, has_metadata: bool) -> None:
             use(shard)
         if has_metadata:
             command = raised.value.hint.split(": ")[1]
-            assert command == f"ckptkit convert '{folder}' out.safetensors"
+            assert command == f"`ckptkit convert '{folder}' out.safetensors`"
         else:
             assert "no .metadata" in raised.value.message
     assert examine(shard).causes[0].code == "part"

@@ -43,6 +43,7 @@ from ckptkit.core.errors import (
 from ckptkit.core.limits import Limits
 from ckptkit.core.plan import Deferred, Plan, Summed
 from ckptkit.core.tensor import Storage, Tensor
+from ckptkit.core.text import on_command_line
 from ckptkit.formats import safetensors as ours
 from ckptkit.formats.containers import strict_json
 from ckptkit.formats.format import Probe, WriteOptions
@@ -868,8 +869,12 @@ def test_tensors_that_safetensors_does_not_know(
     checkpoint = saved({"fine": torch.ones(1), "odd.weight": tensor}, tmp_path)
     with pytest.raises(TensorError, match=rf"'odd\.weight' \({why}\)") as caught:
         writing.layout(checkpoint, WriteOptions())
-    way_out = {"complex128": "--cast complex64", "qint8": "--dequantize"}.get(why, "--drop")
+    way_out = {"complex128": "cast to complex64", "qint8": "dequantize"}.get(why, "select(drop=")
     assert way_out in str(caught.value.hint)
+    with on_command_line(), pytest.raises(TensorError) as caught:
+        writing.layout(checkpoint, WriteOptions())
+    option = {"complex128": "--cast complex64", "qint8": "--dequantize"}.get(why, "--drop")
+    assert option in str(caught.value.hint)
 
 
 def test_many_refused_tensors_are_counted(tmp_path: Path) -> None:

@@ -326,7 +326,7 @@ def test_safetensors_unless_something_says_otherwise(tmp_path: Path) -> None:
     assert ckptkit.save(ckptkit.open(tmp_path / "a"), tmp_path / "d").format == "sharded"
     with pytest.raises(UsageError, match="name of a file") as caught:
         ckptkit.save(ckptkit.open(path), tmp_path / "a.safetensors", options=small)
-    assert "--shard-size" in str(caught.value.hint)
+    assert "leave out shard_size" in str(caught.value.hint)
     with pytest.raises(UsageError, match="is a single file") as caught:
         ckptkit.save(ckptkit.open(path), tmp_path / "e", format="safetensors", options=small)
     assert "sharded, sharded-bin" in str(caught.value.hint)
