@@ -467,7 +467,7 @@ def _changed(checkpoint: Checkpoint, steps: tuple[Step, ...]) -> Checkpoint:
             checkpoint = changed
         if _lost_tensors(root, checkpoint.root):
             raise UsageError(
-                "no tensor would be left", hint="`ckptkit inspect` shows which there are"
+                "no tensor would be left", hint="`ckptkit inspect {where}` shows which there are"
             )
     except CkptkitError as error:
         raise error.at(name or "") from error.__cause__

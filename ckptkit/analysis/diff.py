@@ -363,8 +363,8 @@ def _names(
     helpful = list(_prefix_advice(a, b, missing, unexpected, name, chosen))
     if matching.renamed and not helpful:
         helpful.append(
-            "if these are the same, --write-map map.json writes their names down, and this gives "
-            "them to the file: " + advice.rename(name, "map.json", *chosen)
+            "if these are the same, --write-map map.json writes their names to a file, and prints "
+            "the command that renames them"
         )
     common = len(a) - len(unexpected)
     made = Diff(

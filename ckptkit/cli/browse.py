@@ -13,6 +13,7 @@ import click
 from ckptkit.cli import options, render
 from ckptkit.core import urls
 from ckptkit.core.errors import UsageError
+from ckptkit.core.text import argument, shell_command
 
 if TYPE_CHECKING:
     from ckptkit.diagnosis.cause import Cause
@@ -34,9 +35,10 @@ def command(file: str, key: str | None) -> int:
     Example: ckptkit browse run.pth
     """
     if not (render.is_terminal(sys.stdin) and render.is_terminal(sys.stdout)):
+        words = ("ckptkit", "inspect", "--tree", *argument(file))
         raise UsageError(
             "browse needs a terminal",
-            hint="`ckptkit inspect --tree` prints the same as text",
+            hint=f"`{shell_command(words)}` prints the same as text",
         )
     try:
         from ckptkit.views.browser.app import Browser

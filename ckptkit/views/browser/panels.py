@@ -235,5 +235,5 @@ def listed(found: Listing) -> Text:
     for name, text in found.rows[:LISTED]:
         made.append(f"{name}: ", "dim").append(f"{text}\n")
     if len(found.rows) > LISTED:
-        made.append(f"and {len(found.rows) - LISTED:,} more: ckptkit inspect --tree", "dim")
+        made.append(f"and {len(found.rows) - LISTED:,} more, which `inspect --tree` lists", "dim")
     return made
