@@ -35,11 +35,8 @@ def command(file: str, key: str | None) -> int:
     Example: ckptkit browse run.pth
     """
     if not (render.is_terminal(sys.stdin) and render.is_terminal(sys.stdout)):
-        words = ("ckptkit", "inspect", "--tree", *argument(file))
-        raise UsageError(
-            "browse needs a terminal",
-            hint=f"`{shell_command(words)}` prints the same as text",
-        )
+        look = shell_command(("ckptkit", "inspect", "--tree", *argument(file)))
+        raise UsageError("browse needs a terminal", hint=f"`{look}` prints the same as text")
     try:
         from ckptkit.views.browser.app import Browser
     except ImportError as error:

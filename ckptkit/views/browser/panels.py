@@ -176,7 +176,8 @@ def _values(seen: Values) -> Text:
         made.append(f"{''.join(f'{cell(value):>{CELL}}' for value in row)}\n")
     if seen.tally is None:
         return made.append(
-            f"\n{show(seen.picks)} is too large for statistics here: ckptkit show --stats", "dim"
+            f"\n{show(seen.picks)} is too large for statistics here; see `show --stats`",
+            "dim",
         )
     return made.append_text(_statistics(seen))
 
