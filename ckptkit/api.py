@@ -393,26 +393,26 @@ def _own_place(checkpoint: Checkpoint, format: str | None) -> str:
         raise UsageError(
             "only a single file on this machine can be changed in place",
             where=name,
-            hint=typed("name a DST", "give a destination"),
+            hint=typed("name another output", "give a destination"),
         )
     if isinstance(checkpoint.source, ByteSource) and checkpoint.source.whole is not None:
         raise UsageError(
             "is compressed, and written as it is",
             where=name,
-            hint=typed("name a DST", "give a destination"),
+            hint=typed("name another output", "give a destination"),
         )
     if formats.holds_program(checkpoint):
         raise UsageError(
             "is a program, of which only the weights can be written",
             where=name,
-            hint=typed("name a DST", "give a destination"),
+            hint=typed("name another output", "give a destination"),
         )
     expected = formats.for_writing(name, None, checkpoint.format).name
     if format is not None and format != expected:
         raise UsageError(
             f"has a name for {expected}, but would contain {format}",
             where=name,
-            hint=typed("name a DST", "give a destination"),
+            hint=typed("name another output", "give a destination"),
         )
     return name
 
@@ -458,7 +458,7 @@ def _changed(checkpoint: Checkpoint, steps: tuple[Step, ...]) -> Checkpoint:
             checkpoint = changed
         if _lost_tensors(root, checkpoint.root):
             raise UsageError(
-                "no tensor would be left", hint="`ckptkit inspect` shows which there are"
+                "no tensor would be left", hint="`ckptkit inspect {where}` shows which there are"
             )
     except CkptkitError as error:
         raise error.at(name or "") from error.__cause__

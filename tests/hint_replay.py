@@ -16,13 +16,17 @@ import shutil
 import stat
 import sys
 from collections import Counter
-from contextlib import chdir
+from contextlib import chdir, suppress
+from glob import glob
 from pathlib import Path
 from typing import Any
 
 from click.testing import CliRunner, Result
 
 from ckptkit.cli import main
+from ckptkit.core.errors import FormatError
+from ckptkit.publish.journal import parse
+from ckptkit.publish.patching import journals_of
 from tests.hints import commands_in
 
 PER_MESSAGE = 3
@@ -82,12 +86,15 @@ def _save(case: Path, words: list[str], here: str, typed: list[str]) -> None:
 
 
 def _moved(word: str, here: str, files: str) -> str:
-    """Copy the file that `word` names; return `word` for the copy."""
+    """Copy the files that `word` names or matches; return `word` for the copies."""
     if word.startswith("-") or "\0" in word or len(os.fsencode(word)) > 1000:
         return word
     path = os.path.normpath(os.path.join(here, word))
     if os.path.lexists(path):
         _copy(path, files + path)
+    elif matches := glob(path, recursive=True):
+        for match in matches:
+            _copy(match, files + match)
     elif os.path.isabs(word) and os.path.isdir(os.path.dirname(path)):
         os.makedirs(os.path.dirname(files + path), exist_ok=True)
     return files + word if os.path.isabs(word) else word
@@ -103,6 +110,15 @@ def _copy(path: str, to: str) -> None:
     elif _is_small(folder):
         target = to if folder == path else os.path.dirname(to)
         shutil.copytree(folder, target, symlinks=True, ignore=_special, dirs_exist_ok=True)
+        _adopt_journals(target)
+
+
+def _adopt_journals(folder: str) -> None:
+    """Make the journals of interrupted edits in place those of the copied files."""
+    for path, file in journals_of(folder):
+        with suppress(FormatError, OSError):
+            journal = parse(Path(path).read_bytes())
+            Path(path).write_bytes(journal._replace(inode=os.stat(file).st_ino).dump())
 
 
 def _is_small(folder: str) -> bool:

@@ -7,6 +7,7 @@ from itertools import repeat
 
 from ckptkit.analysis.summary import Summary
 from ckptkit.core.grouping import flatten
+from ckptkit.core.notices import RUNS_CODE, coded
 from ckptkit.core.text import NAMES, argument, output_name, shell_command, some
 from ckptkit.core.tree import join
 from ckptkit.core.weights import WRAPPERS
@@ -22,8 +23,15 @@ def advise(summary: Summary) -> tuple[str, ...]:
     path = summary.path
     if summary.part is not None:
         return (summary.part.hint,)
-    found = (_prefixes, _devices, _waste, _packed, _objects, _inner, _others)
+    edits = (_prefixes, _devices, _waste, _packed)
+    can_be_written = not _dropping(summary) or summary.survives_dropping()
+    found = (*edits * can_be_written, _objects, _inner, _others)
     return tuple(flatten(advice(summary, path) for advice in found))
+
+
+def _dropping(summary: Summary) -> tuple[str, ...]:
+    """Return the options without which no command writes it: some of its values run code."""
+    return ("--objects", "drop") if coded(summary.warnings, RUNS_CODE) else ()
 
 
 def strip_module(path: str, prefixes: Sequence[str] = ("module.",), *options: str) -> str:
@@ -104,7 +112,7 @@ def _prefixes(summary: Summary, path: str) -> Iterator[str]:
     if found := wrappers(names):
         having = sum(name.startswith(found[0]) for name in names)
         how_many = "all" if having == len(names) else f"{having:,} of {len(names):,}"
-        command = strip_module(path, found, *summary.chosen)
+        command = strip_module(path, found, *summary.chosen, *_dropping(summary))
         yield f"{how_many} keys start with {''.join(found)!r}: {command}"
 
 
@@ -113,13 +121,14 @@ def _devices(summary: Summary, path: str) -> Iterator[str]:
     devices = dict.fromkeys([each.device for each in held if each is not None])
     away = [device for device in devices if device.partition(":")[0] not in ("cpu", "meta")]
     if away:
-        yield f"saved on {some(away)}; to load without: {edit('remap', path, 'cpu', '--to', 'cpu')}"
+        command = edit("remap", path, "cpu", *_dropping(summary), "--to", "cpu")
+        yield f"saved on {some(away)}; to load without: {command}"
 
 
 def _waste(summary: Summary, path: str) -> Iterator[str]:
     unused = summary.totals.unused_nbytes
     if unused > max(WASTE, summary.totals.nbytes // 10):
-        command = convert(path, "compact", "--compact")
+        command = convert(path, "compact", *_dropping(summary), "--compact")
         yield f"{unused:,} bytes of its storages belong to no tensor; to leave them out: {command}"
 
 
@@ -127,7 +136,7 @@ def _packed(summary: Summary, path: str) -> Iterator[str]:
     """Yield advice on weights that quantized layers keep out of the state_dict."""
     number = packed(summary)
     if number:
-        command = convert(path, "float", *summary.chosen, "--dequantize")
+        command = convert(path, "float", *summary.chosen, *_dropping(summary), "--dequantize")
         yield (
             f"{number:,} quantized tensors are not in the state_dict; to make weights of them: "
             f"{command}"

@@ -186,7 +186,7 @@ def compare(
     values: bool = False,
     atol: float | None = None,
     rtol: float | None = None,
-    name: str = "A",
+    name: str | None = None,
     key: str | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Diff:
@@ -269,7 +269,7 @@ def against(
     shapes: Mapping[str, tuple[str, Shape]],
     ties: Iterable[Sequence[str]] = (),
     *,
-    name: str = "A",
+    name: str | None = None,
     key: str | None = None,
 ) -> Diff:
     """Compare A with the state_dict of a model, given as name -> (dtype, shape).
@@ -351,7 +351,7 @@ def _common(a: Mapping[str, object], b: Mapping[str, object]) -> Iterator[str]:
 def _names(
     a: Mapping[str, Tensor],
     b: Mapping[str, Tensor] | Mapping[str, tuple[str, Shape]],
-    place: tuple[str, str | None],
+    place: tuple[str | None, str | None],
     unexpected: Mapping[str, Kind],
     missing: Mapping[str, Kind],
     **found: Any,
@@ -363,8 +363,8 @@ def _names(
     helpful = list(_prefix_advice(a, b, missing, unexpected, name, chosen))
     if matching.renamed and not helpful:
         helpful.append(
-            "if these are the same, --write-map map.json writes their names down, and this gives "
-            "them to the file: " + advice.rename(name, "map.json", *chosen)
+            "if these are the same, --write-map map.json writes their names to a file, and prints "
+            "the command that renames them"
         )
     common = len(a) - len(unexpected)
     made = Diff(
@@ -394,17 +394,25 @@ def _prefix_advice(
     b: Mapping[str, object],
     missing: Iterable[str],
     unexpected: Iterable[str],
-    name: str,
+    name: str | None,
     chosen: tuple[str, ...],
 ) -> Iterator[str]:
     """Return the command after which A lacks nothing, if only a prefix differs from B."""
     for prefix in _prefixes(unexpected, set(missing)):
         if b.keys() <= {key.removeprefix(prefix) for key in a}:
-            yield f"no key is missing after: {advice.strip_module(name, [prefix], *chosen)}"
+            yield (
+                f"no key is missing after: {advice.strip_module(name, [prefix], *chosen)}"
+                if name
+                else f"no key is missing after `strip-module` of {prefix!r}"
+            )
             return
     for prefix in _prefixes(missing, set(unexpected)):
         if b.keys() <= {prefix + key for key in a}:
-            yield f"no key is missing after: {advice.add_module(name, prefix, *chosen)}"
+            yield (
+                f"no key is missing after: {advice.add_module(name, prefix, *chosen)}"
+                if name
+                else f"no key is missing after `add-module` of {prefix!r}"
+            )
             return
 
 

@@ -33,7 +33,7 @@ def compare_checkpoints(
     values: bool = False,
     atol: float | None = None,
     rtol: float | None = None,
-    name: str = "A",
+    name: str | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Diff:
     """Compare the weights of two checkpoints, and with `everything` what is beside them.

@@ -84,7 +84,9 @@ def _check_sums(rows: list[tuple[str, Tensor]]) -> None:
     ]
     for _, why in summed(parts, lambda count: None):
         if why is not None:
-            raise CorruptError(why, hint="`ckptkit verify` lists everything that is damaged")
+            raise CorruptError(
+                why, hint="`ckptkit verify {where}` lists everything that is damaged"
+            )
 
 
 def _digested(row: tuple[str, Tensor, TensorError | None]) -> tuple[str, Tensor, str | TensorError]:

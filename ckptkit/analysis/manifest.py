@@ -79,7 +79,7 @@ def parse(data: bytes) -> dict[str, str]:
         raise FormatError("is not a manifest: not UTF-8") from error
     heading = _FIRST.match(first)
     if heading is None:
-        raise FormatError("is not a manifest", hint="`ckptkit digest --output` writes one")
+        raise FormatError("is not a manifest", hint="`digest --output` writes one")
     ids: dict[str, str] = {}
     for number, line in enumerate(rest, 2):
         if line.startswith("# ckptkit.digest/"):

@@ -13,6 +13,7 @@ import click
 from ckptkit.cli import options, render
 from ckptkit.core import urls
 from ckptkit.core.errors import UsageError
+from ckptkit.core.text import argument, shell_command
 
 if TYPE_CHECKING:
     from ckptkit.diagnosis.cause import Cause
@@ -34,10 +35,8 @@ def command(file: str, key: str | None) -> int:
     Example: ckptkit browse run.pth
     """
     if not (render.is_terminal(sys.stdin) and render.is_terminal(sys.stdout)):
-        raise UsageError(
-            "browse needs a terminal",
-            hint="`ckptkit inspect --tree` prints the same as text",
-        )
+        look = shell_command(("ckptkit", "inspect", "--tree", *argument(file)))
+        raise UsageError("browse needs a terminal", hint=f"`{look}` prints the same as text")
     try:
         from ckptkit.views.browser.app import Browser
     except ImportError as error:

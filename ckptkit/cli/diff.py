@@ -85,11 +85,11 @@ def command(as_json: bool, write_map: str | None, force: bool, **asked: Any) -> 
     if write_map is not None and not found.renamed:
         render.note("no key looks renamed: wrote no map")
     elif write_map is not None:
-        _write_map(found, write_map, force, urls.shown(asked["a"]))
+        _write_map(found, write_map, force, urls.shown(asked["a"]), asked["key"])
     return 0 if found.equal else DIFFERENT
 
 
-def _write_map(found: Diff, path: str, force: bool, name: str) -> None:
+def _write_map(found: Diff, path: str, force: bool, name: str, key: str | None) -> None:
     """Write the renamed keys as JSON, old name to new, and print the command that uses the file."""
     from json import dumps
 
@@ -101,9 +101,8 @@ def _write_map(found: Diff, path: str, force: bool, name: str) -> None:
     publish(Plan((OutputFile("", (data,)),)), path, force=force)
     guesses = sum(pair.confidence < UNSURE for pair in found.renamed)
     look = f", {guesses:,} of them guesses to check" if guesses else ""
-    render.note(
-        f"wrote {path}: {render.plural(len(found.renamed), 'name')}{look}", rename(name, path)
-    )
+    command = rename(name, path, *(() if key is None else ("--key", key)))
+    render.note(f"wrote {path}: {render.plural(len(found.renamed), 'name')}{look}", command)
 
 
 def _compare(

@@ -20,8 +20,7 @@ def lines(found: Diff) -> Iterator[str]:
 
 
 def _remark(line: str) -> list[str]:
-    """Return a remark as lines; a hint stays whole, as it may hold a command to paste."""
-    first, *rest = [line] if line.startswith("hint:") else wrapped(line)
+    first, *rest = wrapped(line)
     return [labelled(first), *rest]
 
 

@@ -126,9 +126,10 @@ def wrapped(line: str, *, whole: bool = False) -> list[str]:
     """Break an escaped line into lines that fit on the terminal; in a pipe, it stays whole.
 
     A word that is longer is broken, unless it is to stay `whole`: a path or a name, to be pasted.
+    A hint stays in one line: it may hold a command.
     """
     width = terminal_width()
-    if width is None or len(line) <= width:
+    if width is None or len(line) <= width or line.startswith("hint: "):
         return [line]
     from ckptkit.cli import narrow
 

@@ -245,7 +245,7 @@ def _chosen(
 def _instead(name: str, rows: list[Any]) -> str | None:
     names = [row.label for row in rows[:5_000]]
     ending = [each for each in names if each.endswith(f".{name}") or name.endswith(f".{each}")]
-    return guess(name, ending or names) or "`ckptkit inspect` lists them"
+    return guess(name, ending or names) or "`ckptkit inspect {where}` lists them"
 
 
 def _corners(shown: list[Shown], rows: int, columns: int | None) -> list[grid.Corner]:
@@ -344,7 +344,7 @@ def _difference(a: Shown, b: Shown) -> Iterator[str]:
     if ours.shape != theirs.shape:
         yield f"not compared: {render.shape(ours.shape)} and {render.shape(theirs.shape)}"
     elif max(ours.numel, theirs.numel) > COUNTED:
-        yield "not compared as a whole: `ckptkit diff --values` does that"
+        yield "not compared as a whole: `diff --values` does that"
     elif (found := compute.compare(ours, theirs, atol=0.0)) is None:
         yield "equal in all values"
     else:

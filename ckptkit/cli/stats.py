@@ -10,6 +10,7 @@ import click
 from ckptkit.cli import options, render
 from ckptkit.cli.bars import bars
 from ckptkit.cli.progress import Progress
+from ckptkit.core import urls
 from ckptkit.core.text import some
 
 if TYPE_CHECKING:
@@ -104,7 +105,7 @@ def command(
             text = list(_text(checkpoint, found, _arranged(found, progress, sort), form))
     render.write(text)
     if not as_json:
-        for line, hint in _remarks(found, globs):
+        for line, hint in _remarks(found, globs, urls.shown(file), key):
             render.warn(line, hint)
     return 0
 
@@ -183,8 +184,12 @@ def _csv(rows: Iterable[TensorStats]) -> Iterator[str]:
     yield buffer.getvalue()
 
 
-def _remarks(found: Statistics, globs: tuple[str, ...]) -> Iterator[tuple[str, str | None]]:
+def _remarks(
+    found: Statistics, globs: tuple[str, ...], file: str, key: str | None
+) -> Iterator[tuple[str, str | None]]:
     """Yield remarks (NaN, skipped tensors) and hints."""
+    from ckptkit.analysis.advice import convert
+
     names = [row.label for row in found.odd]
     if names:
         yield (
@@ -195,11 +200,9 @@ def _remarks(found: Statistics, globs: tuple[str, ...]) -> Iterator[tuple[str, s
     if found.skipped:
         names = [f"{each.name} ({each.why})" for each in found.skipped]
         quantized = any(each.dtype.startswith("q") for each in found.skipped)
-        hint = (
-            "`ckptkit convert --dequantize` converts quantized weights to float32"
-            if quantized
-            else None
-        )
+        chosen = () if key is None else ("--key", key)
+        command = convert(file, "float", *chosen, "--dequantize")
+        hint = f"to convert quantized weights to float32: {command}" if quantized else None
         yield (
             f"{render.plural(len(names), 'tensor')} without statistics: {some(names, SHOWN)}",
             hint,

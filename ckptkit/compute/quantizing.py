@@ -70,7 +70,7 @@ def quantize(read: Read, derived: Derived, start: int, stop: int) -> Iterator[me
             if not np.isfinite(values).all():
                 raise TensorError(
                     f"{name!r} holds NaN, infinite or too large values, which {kind} cannot hold",
-                    hint="`ckptkit verify --values` counts them; --drop leaves the weight out",
+                    hint="`verify --values` counts them; --drop leaves the weight out",
                 )
             made = make(values)
         yield made[max(start - at, 0) : min(stop - at, len(made))]

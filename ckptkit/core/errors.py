@@ -75,13 +75,14 @@ class CkptkitError(Exception):
 
 
 def _filled(hint: str, where: str | None) -> str:
-    """Return the hint with the names of its files, without them where they are not known."""
+    """Return the hint with the names of its files; where they are not known, name its commands."""
     if "{where}" not in hint:
         return hint
     if not where:
-        return hint.replace(" {where}", "").replace(" {new}", "")
+        return hint.replace(" {where}", "").replace(" {new}", "").replace("`ckptkit ", "`")
     from ckptkit.core.text import output_name, shell_word
 
+    where = f"./{where}" if where.startswith("-") else where  # else it is an option
     new = shell_word(output_name(where, "new"))
     return hint.replace("{where}", shell_word(where)).replace("{new}", new)
 

@@ -22,7 +22,7 @@ from ckptkit.core.piece_forms import attributes, piece_of, pieces_in
 from ckptkit.core.pieces import Mesh, Piece
 from ckptkit.core.rebuilding import rebuild
 from ckptkit.core.tensor import Storage, Tensor, contiguous_stride
-from ckptkit.core.text import shell_command
+from ckptkit.core.text import argument, shell_command
 from ckptkit.core.tree import Node, Path, join
 from ckptkit.core.weights import as_tensor
 
@@ -72,7 +72,9 @@ class PartOf:
         """The command to use instead."""
         whole = "the whole is made of all parts, in one folder"
         if self.folder:
-            command = shell_command(("ckptkit", "convert", self.folder, "out.safetensors"))
+            command = shell_command(
+                ("ckptkit", "convert", *argument(self.folder), "out.safetensors")
+            )
             whole = f"the whole is the folder: `{command}`"
         return f"{whole}; --part-only takes this part alone" if self.alone else whole
 

@@ -34,7 +34,7 @@ from ckptkit.core.tree import Global, children, key_text
 from ckptkit.core.weights import locate
 from ckptkit.diagnosis import container, content, fit, refused
 from ckptkit.diagnosis.cause import ERROR, Cause, Fix, together
-from ckptkit.diagnosis.facts import Facts, is_written, some
+from ckptkit.diagnosis.facts import Facts, some
 from ckptkit.formats.common.folder_names import INDEX
 from ckptkit.formats.dcp.shards import part_of
 from ckptkit.formats.format import Finding, Format, Loss, Probe, Recovered, WriteOptions
@@ -133,7 +133,7 @@ def _examine(
     except REFUSALS as error:
         return _examine_refused(typed, place, error)
     damage = _damage(place)
-    recovered = None if damage is None else _recovered(typed, place)
+    recovered = None if damage is None else _recovered(place)
     lost: tuple[Loss, ...] = ()
     if recovered is not None:
         checkpoint, lost = recovered.checkpoint, recovered.lost
@@ -218,10 +218,8 @@ def _examine_refused(path: str, place: ByteSource | Folder, error: CkptkitError)
     except CkptkitError:
         known = True
     damaged = known and isinstance(error, FormatError)
-    recovered = _recovered(path, place) if damaged else None
-    unverified = (
-        damaged and recovered is None and _recovered(path, place, unverified=True) is not None
-    )
+    recovered = _recovered(place) if damaged else None
+    unverified = damaged and recovered is None and _recovered(place, unverified=True) is not None
     whole = (
         _whole_beside(place)
         if known and isinstance(place, Folder) and not urls.is_url(place.name)
@@ -245,19 +243,14 @@ def _examine_refused(path: str, place: ByteSource | Folder, error: CkptkitError)
     return Diagnosis(path, tuple(found), recovered.checkpoint, readable=False, lost=recovered.lost)
 
 
-def _recovered(path: str, place: ByteSource | Folder, unverified: bool = False) -> Recovered | None:
+def _recovered(place: ByteSource | Folder, unverified: bool = False) -> Recovered | None:
     """Return what is whole of a file on this machine, None if nothing is that could be written.
 
     With `unverified` also what cannot be verified.
     """
     if isinstance(place, Folder) or place.remote:
         return None
-    try:
-        found = formats.recover(place, unverified=unverified)
-        format = formats.for_writing(path, keep=found.checkpoint.format)
-    except CkptkitError:
-        return None
-    return found if is_written(found.checkpoint, format) else None
+    return formats.salvaged(place, unverified)
 
 
 def _whole_beside(place: Folder) -> str | None:

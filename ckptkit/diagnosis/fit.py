@@ -140,8 +140,7 @@ def _renamed(fitting: Fitting, pairs: Sequence[Renamed]) -> Iterator[Cause]:
     names = {each.old: each.new for each in pairs}
     least = min(each.confidence for each in pairs)
     texts = [f"{old} -> {new}" for old, new in names.items()]
-    words = ("ckptkit", "diff", *fitting.options, *argument(fitting.path))
-    look = f"; to look through them: {shell_command(words)}" if fitting.options else "."
+    look = "; `diff` with this --model lists them." if fitting.options else "."
     yield Cause(
         "renamed",
         ERROR,

@@ -23,7 +23,7 @@ from ckptkit.core.errors import (
     UsageError,
 )
 from ckptkit.core.plan import Patch, Plan
-from ckptkit.core.text import shell_command, typed
+from ckptkit.core.text import argument, shell_command, typed
 from ckptkit.formats.format import (
     RECOVER,
     UNVERIFIED,
@@ -111,6 +111,7 @@ def check(probe: Probe) -> Iterator[CheckedPart | Finding]:
     return iter(()) if format.check is None else format.check(probe)
 
 
+TRIED = 64 << 20  # bytes up to which a damaged file is read to its end for a hint
 _SAVES = {
     RECOVER: f"`ckptkit {RECOVER} {{where}} {{new}}` saves the intact tensors",
     UNVERIFIED: f"`ckptkit {UNVERIFIED} {{where}} {{new}}` saves what is left, perhaps garbage",
@@ -118,15 +119,32 @@ _SAVES = {
 
 
 def recoverable(probe: Probe) -> str:
-    """Return the command that may recover part of a damaged file, "" if there is none.
+    """Return the command that recovers part of a damaged file, "" if there is none.
 
-    Reads headers.
+    Reads headers, and tries the command on a small file. Of others, perhaps no tensor is intact.
     """
+    if probe.is_folder:
+        return ""
     found = (format.recoverable(probe) for format in FORMATS if format.recoverable is not None)
     try:
-        return "" if probe.is_folder else next(filter(None, found), "")
+        command = next(filter(None, found), "")
     except CkptkitError:
         return ""
+    if probe.source.remote or probe.source.size > TRIED:
+        return command
+    tried = {RECOVER: (RECOVER, UNVERIFIED), UNVERIFIED: (UNVERIFIED,)}.get(command, ())
+    return next((each for each in tried if salvaged(probe.source, each == UNVERIFIED)), "")
+
+
+def salvaged(place: ByteSource, unverified: bool = False) -> Recovered | None:
+    """Return what `recover` recovers of a damaged file, None if it can write nothing of it."""
+    try:
+        found = recover(place, unverified=unverified)
+        format = for_writing(place.name, keep=found.checkpoint.format)
+        layout(found.checkpoint, format, WriteOptions())
+    except CkptkitError:
+        return None
+    return found
 
 
 def recover(place: ByteSource | Folder, *, unverified: bool = False) -> Recovered:
@@ -145,6 +163,10 @@ def recover(place: ByteSource | Folder, *, unverified: bool = False) -> Recovere
             ):
                 return found
     except CkptkitError as error:
+        if UNVERIFIED in (error.hint or "") and isinstance(place, ByteSource):
+            from ckptkit.formats.common.recovering import AGAIN
+
+            error.hint = error.hint if not unverified and salvaged(place, True) else AGAIN
         raise error.at(place.name) from error.__cause__
     able = ", ".join(format.name for format in FORMATS if format.recover is not None)
     raise UnsupportedError(
@@ -283,7 +305,12 @@ def layout(checkpoint: Checkpoint, format: Format, options: WriteOptions) -> Pla
     except CkptkitError as error:
         if isinstance(error, UnsafeGlobalError) and checkpoint.name and _is_module(checkpoint):
             stem = os.path.splitext(os.path.basename(checkpoint.name.rstrip("/")))[0]
-            words = ("ckptkit", "convert", checkpoint.name, f"{stem}-weights.safetensors")
+            words = (
+                "ckptkit",
+                "convert",
+                *argument(checkpoint.name),
+                f"{stem}-weights.safetensors",
+            )
             error.hint = f"for the weights alone: {shell_command(words)}"
         raise error.at(checkpoint.name or "") from error.__cause__
 

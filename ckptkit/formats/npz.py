@@ -128,7 +128,7 @@ def _check_holdable(tensors: Mapping[str, Tensor]) -> None:
             f"npz cannot hold {named}",
             hint="`convert --cast float32` converts them to floats of numpy"
             if floats
-            else "leave them out with `convert --drop NAME`",
+            else "leave them out with `convert --drop`",
         )
 
 

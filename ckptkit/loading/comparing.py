@@ -45,24 +45,23 @@ def diff(
     arguments.tolerances(atol=atol, rtol=rtol)
     with ExitStack() as stack:
         ck = stack.enter_context(reading(checkpoint, key=key))
-        name = ck.name or "FILE"
         if isinstance(other, str) and _SPEC.fullmatch(other) and not os.path.exists(other):
             other = building.model_from(other)
         if not hasattr(other, "state_dict"):
             second = stack.enter_context(reading(other, key=key))
             sides = look_through_both(entire(ck), entire(second))
             return compare_checkpoints(
-                *sides, everything=everything, values=values, atol=atol, rtol=rtol, name=name
+                *sides, everything=everything, values=values, atol=atol, rtol=rtol, name=ck.name
             )
         arguments.module("other", other)
         if values or atol is not None or rtol is not None:
             raise UsageError("the values of a model that is only built are not worth comparing")
         module: Any = other
-        return against_model(ck, module, name)
+        return against_model(ck, module, ck.name)
 
 
 def against_model(
-    ck: Checkpoint, model: nn.Module, name: str, *, stored: bool = False
+    ck: Checkpoint, model: nn.Module, name: str | None, *, stored: bool = False
 ) -> reports.Diff:
     """Compare weights with the state_dict of a model: quantized ones as the model has them."""
     shapes = building.model_shapes(model)

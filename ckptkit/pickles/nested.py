@@ -58,7 +58,7 @@ def check_no_calls(value: Node) -> None:
         raise UnsafeGlobalError(
             "the file holds a byte string that is a file of its own, with calls that are not "
             "in the allowlist",
-            hint="`ckptkit scan` says what is in it; "
+            hint="`ckptkit scan {where}` says what is in it; "
             f"{typed_value('objects', 'drop')} leaves it out",
         )
 

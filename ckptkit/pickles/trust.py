@@ -227,4 +227,4 @@ def check_name(name: Global) -> None:
 
 def _hint() -> str:
     drop = typed_value("objects", "drop")
-    return f"`ckptkit inspect` lists such values; {drop} leaves them out"
+    return f"`ckptkit inspect {{where}}` lists such values; {drop} leaves them out"

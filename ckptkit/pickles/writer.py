@@ -164,8 +164,7 @@ class _Writer(Emitter):
             raise AmbiguousError(
                 "a mapping has repeated or unhashable keys, which no output can keep",
                 hint=(
-                    "`ckptkit inspect {where}` shows them; `ckptkit extract` takes another part of "
-                    "the file"
+                    "`ckptkit inspect {where}` shows them; `extract` takes another part of the file"
                 ),
             )
         raise FormatError(f"a value of type {type(node).__name__} has no place in a checkpoint")

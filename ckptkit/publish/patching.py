@@ -310,5 +310,5 @@ def _foreign(journal: str, file: str, why: str) -> InputError:
     return InputError(
         f"an edit in place was interrupted, and {os.path.basename(journal)} cannot undo it: {why}",
         where=file,
-        hint=f"if the file is as it should be: rm {journal}",
+        hint=f"if the file is as it should be: rm {shell_word(journal)}",
     )

@@ -20,7 +20,7 @@ from ckptkit.core.paths import check_is_name
 from ckptkit.core.plan import Plan, Segment, Summed, extents
 from ckptkit.core.text import shell_word, typed
 
-NO_ROOM = "make room, or name a DST on another disk: `df -h` lists them"
+NO_ROOM = "make room, or write to another disk: `df -h` lists them"
 
 
 def check_typed(name: str, is_folder: bool) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from math import isfinite
 from pathlib import Path
+from shlex import quote
 from time import monotonic
 
 import torch
@@ -161,12 +162,14 @@ def check_output(out: Path, files: Files, config: Config, force: bool) -> None:
     for path in (out, *files.written):
         if not path.parent.is_dir():
             raise RequestError(
-                "there is no folder for it", where=str(path), hint=f"mkdir -p {path.parent}"
+                "there is no folder for it",
+                where=str(path),
+                hint=f"mkdir -p {quote(str(path.parent))}",
             )
     if config.parallel == "fsdp":
         _check_folders(out, config)
     elif out.is_dir():
-        raise RequestError("is a folder", where=str(out), hint="OUT is the file to write")
+        raise RequestError("is a folder", where=str(out), hint="name the file to write")
     if out.exists() and not out.is_dir() and not force:
         raise RequestError("exists already", where=str(out), hint="--force replaces it")
 

@@ -161,12 +161,11 @@ def _drop(made: Cut, ck: Checkpoint, path: Path, why: str) -> None:
         node = dict(children(node))[key]
     weights = ck.required.path
     if not entry or weights[: len(entry)] == entry:
-        source = shell_word(ck.name) if ck.name else "SRC"
         raise UsageError(
             f"{join(path)} cannot follow the selected weights ({why}), and has no entry of its own",
             where=ck.name,
             hint="take the weights alone first: "
-            f"ckptkit extract {source} weights.pth --key {shell_word(join(weights))}",
+            f"`ckptkit extract --key {shell_word(join(weights))} {{where}} {{new}}`",
         )
     if join(entry) not in made.dropped:
         made.dropped.append(join(entry))

@@ -110,6 +110,14 @@ def test_a_whole_module_keeps_its_weights() -> None:
     assert line.endswith("ckptkit convert run.pth run-weights.safetensors")
 
 
+def test_what_runs_code_is_dropped_by_every_edit() -> None:
+    on_gpu = {f"module.{name}": tensor(1, device="cuda:0") for name in "ab"}
+    strip, remap = advice({**on_gpu, "x": opaque("os.system", "ls")})
+    assert strip.endswith("ckptkit strip-module --objects drop run.pth run-stripped.pth")
+    assert remap.endswith("ckptkit remap --objects drop --to cpu run.pth run-cpu.pth")
+    assert advice({"x": opaque("os.system", on_gpu["module.a"])}) == ()
+
+
 def test_what_else_could_be_meant() -> None:
     (line,) = advice({"model": {"a": tensor(1)}, "ema": {"a": tensor(1)}})
     assert line == "ema holds weights too: ckptkit inspect --key ema run.pth"

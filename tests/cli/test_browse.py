@@ -17,7 +17,10 @@ from tests.conftest import COMMAND, ENVIRONMENT
 def test_it_needs_a_terminal(ckptkit: Ckptkit, run_pth: Path) -> None:
     result = ckptkit("browse", run_pth)
     assert result.exit_code == 2
-    assert "needs a terminal" in result.stderr and "ckptkit inspect --tree" in result.stderr
+    assert (
+        "needs a terminal" in result.stderr
+        and f"`ckptkit inspect --tree {run_pth}`" in result.stderr
+    )
 
 
 def test_it_needs_textual(ckptkit: Ckptkit, run_pth: Path, monkeypatch: pytest.MonkeyPatch) -> None:

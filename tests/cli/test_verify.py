@@ -59,6 +59,20 @@ def test_findings_with_their_tensors_and_what_to_type(ckptkit: Ckptkit, damaged:
     assert ckptkit(*command.split()[1:]).exit_code == 0
 
 
+@pytest.mark.parametrize("zip", [True, False])
+def test_no_recovery_is_promised_of_a_file_without_an_intact_tensor(
+    ckptkit: Ckptkit, tmp_path: Path, zip: bool
+) -> None:
+    path, out = tmp_path / "one.pth", tmp_path / "out.safetensors"
+    torch.save({"w": torch.full((9,), 7.0)}, path, _use_new_zipfile_serialization=zip)
+    data = path.read_bytes()
+    path.write_bytes(data.replace(b"\0\0\xe0\x40" * 9, b"\0\0\xe1\x40" * 9) if zip else data[:-1])
+    for words in (["verify", path], ["convert", path, out], ["recover", path, out]):
+        done = ckptkit(*words)
+        assert done.exit_code in (1, 3)
+        assert "again" in done.output and "ckptkit recover" not in done.output
+
+
 def test_names_are_escaped(ckptkit: Ckptkit, tmp_path: Path) -> None:
     torch.save({"\x1b[2J": torch.full((9,), 7.0)}, tmp_path / "a.pth")
     data = (tmp_path / "a.pth").read_bytes()

@@ -61,6 +61,12 @@ def test_the_hint_is_a_note_beside_others() -> None:
     assert error.__notes__ == ["of the caller"]
 
 
+def test_a_hint_without_a_file_prints_no_command_line() -> None:
+    error = CkptkitError("is wrong", hint="`ckptkit convert {where} {new} --compact` mends it")
+    assert error.hint == "`convert --compact` mends it"
+    assert error.at("a.pth").hint == "`ckptkit convert a.pth a-new.pth --compact` mends it"
+
+
 def test_a_hint_names_the_file_once_it_is_known() -> None:
     error = CkptkitError("is wrong", hint="`convert {where} {new}` mends it")
     error.add_note("of the caller")
@@ -69,6 +75,8 @@ def test_a_hint_names_the_file_once_it_is_known() -> None:
     assert error.at("a b.pth.tar").hint == hint
     again = pickle.loads(pickle.dumps(error))
     assert error.__notes__ == again.__notes__ == [f"hint: {hint}", "of the caller"]
+    error.where = "-x.pth"  # else an option
+    assert error.hint == "`convert ./-x.pth ./-x-new.pth` mends it"
     error.where = "s3://bucket/run.pth.gz"
     assert error.hint == "`convert s3://bucket/run.pth.gz run-new.pth` mends it"
     error.hint = None

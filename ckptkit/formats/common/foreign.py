@@ -243,7 +243,7 @@ def _zip(archive: ZipDirectory) -> InputError:
     if f"{archive.top}/.data/extern_modules" in archive:
         return UnsupportedError(
             "is a torch.package archive: Python code with pickles that need it",
-            hint="if you trust it, load it with torch.package.PackageImporter(FILE), which runs "
+            hint="if you trust it, load it with torch.package.PackageImporter, which runs "
             "its code, and save the state_dict",
         )
     if _is_unfinished(archive):

@@ -200,7 +200,7 @@ def spool(source: ByteSource, method: str, most: int) -> Spooled:
         raise InputError(
             f"cannot be decompressed into a temporary file: {error.strerror}",
             where=source.name,
-            hint="TMPDIR=FOLDER names a folder with more room",
+            hint="the variable TMPDIR names a folder with more room",
         ) from error
 
 

@@ -84,12 +84,12 @@ KNOWN = {
         _is_olmo,
         "is a local sharded checkpoint of OLMo: flat parameters of FSDP, described in a way of its "
         "own",
-        "OLMo makes whole files of it: python scripts/unshard.py DIR OUT --type local",
+        "OLMo makes whole files of it: `python scripts/unshard.py {where} {new} --type local`",
     ),
     "colossalai": Known(
         _is_colossal,
         "is a distributed checkpoint of ColossalAI: each process wrote the parts that it held",
-        "load it in ColossalAI, and save it with booster.save_model(model, DIR, shard=True, "
+        "load it in ColossalAI, and save it with booster.save_model(model, folder, shard=True, "
         "gather_dtensor=True)",
     ),
     "nemo": Known(

@@ -77,7 +77,7 @@ class Table:
     rules: tuple[Rule, ...]
     offsets: tuple[Offset, ...] = ()
     copies: tuple[tuple[str, str], ...] = ()
-    hint: str = "a table of your own says how it was cut: --parts FILE (`ckptkit help parallel`)"
+    hint: str = "--parts names your own table of how it was cut: `ckptkit help parallel`"
 
     def verb(self, name: str) -> Verb:
         """Return the verb for a tensor. Raises UnsupportedError if no rule matches it."""
@@ -313,8 +313,8 @@ class _Merge:
         raise CorruptError(
             f"{name!r} is equal in all {len(parts)} parts, and should be cut along dimension "
             f"{verb.dim}",
-            hint="the layout is another than it is taken for: a table of your own says `same` for "
-            "it (--parts FILE)",
+            hint="the layout is another than it is taken for: --parts names a table of your own, "
+            "which says `same` for it",
         )
 
     def _warnings(self) -> Iterator[str]:

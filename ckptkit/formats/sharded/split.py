@@ -55,7 +55,7 @@ def index_file(name: str, places: Mapping[str, str], metadata: Mapping[str, Any]
     odd = [place for place in places if not is_utf8(place)]
     if odd:
         raise TensorError(
-            f"an index cannot hold the name {odd[0]!r:.100}", hint="`ckptkit rename` changes it"
+            f"an index cannot hold the name {odd[0]!r:.100}", hint="`rename` changes it"
         )
     text = (
         json.dumps({"metadata": metadata, "weight_map": places}, indent=2, ensure_ascii=False)

@@ -176,7 +176,8 @@ def _values(seen: Values) -> Text:
         made.append(f"{''.join(f'{cell(value):>{CELL}}' for value in row)}\n")
     if seen.tally is None:
         return made.append(
-            f"\n{show(seen.picks)} is too large for statistics here: ckptkit show --stats", "dim"
+            f"\n{show(seen.picks)} is too large for statistics here; see `show --stats`",
+            "dim",
         )
     return made.append_text(_statistics(seen))
 
@@ -235,5 +236,5 @@ def listed(found: Listing) -> Text:
     for name, text in found.rows[:LISTED]:
         made.append(f"{name}: ", "dim").append(f"{text}\n")
     if len(found.rows) > LISTED:
-        made.append(f"and {len(found.rows) - LISTED:,} more: ckptkit inspect --tree", "dim")
+        made.append(f"and {len(found.rows) - LISTED:,} more, which `inspect --tree` lists", "dim")
     return made
