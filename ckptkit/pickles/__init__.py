@@ -1,5 +1,6 @@
 """Pickles, read symbolically and written back: nothing is imported, nothing is called.
 
 In: bytes of a stream. Out: a tree with lazy tensors; and from a tree, the bytes of a pickle of
-protocol 2. ``allowlist`` judges names, ``machine`` reads, ``writer`` writes. Uses core and compute.
+protocol 2. ``machine`` runs the opcodes for builders: ``values`` makes the tree, the room scanning
+traces. ``allowlist`` judges names, ``writer`` writes. Uses core and compute.
 """
