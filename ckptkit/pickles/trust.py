@@ -135,7 +135,8 @@ def _judged(node: Object) -> Judged:
     made = node.callable
     name = (made.module, made.name) if isinstance(made, Global) else None
     row = ROWS.get(name) if name is not None else None
-    if row is not None and (row.state in _STATEFUL or row.gives == table.TENSOR):
+    fills = row is not None and row.gives == table.INERT and bool(row.fill)
+    if row is not None and (row.state in _STATEFUL or row.gives == table.TENSOR or fills):
         return _with_steps(node, row)
     if row is not None:
         return Judged(ACCEPTED, row.gives)

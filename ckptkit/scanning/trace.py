@@ -189,6 +189,8 @@ class Tracer:
             self.refuse("a persistent id that is no storage")
         made = class_of(pid)
         if made is None:
+            if isinstance(pid, tuple) and pid[:1] == ("storage",) and not _is_storage(pid):
+                self.doubt("names a storage by something other than class, key, device and size")
             return Symbol("persistent")
         self.pushed(made)
         return made
@@ -360,6 +362,18 @@ class Tracer:
             Nested(self.machine.offset, Memory(data) if isinstance(data, bytes) else data, True)
         )
         return True
+
+
+def _is_storage(pid: tuple[Any, ...]) -> bool:
+    """Return whether it is (..., class, key, device, size), and perhaps a view, as torch writes."""
+    if not 5 <= len(pid) <= 6:
+        return False
+    kinds = [type(each) for each in pid[1:5]]
+    view = pid[5] if len(pid) > 5 else None
+    plain = view is None or (
+        isinstance(view, tuple) and [type(each) for each in view] == [str, int, int]
+    )
+    return kinds == [Global, str, str, int] and plain
 
 
 def _is_mapping(target: Any) -> bool:

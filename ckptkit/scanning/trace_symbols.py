@@ -70,8 +70,8 @@ class Symbol:
             self.some += values[: KEPT - len(self.some)]
         for value in values:
             self.held |= VIEW.sort(value)
-            if isinstance(value, (tuple, Symbol)):
-                self.parts.append(value)
+            if isinstance(value, (tuple, Symbol)) or VIEW.sort(value) & LITERALS:
+                self.parts.append(value)  # what a call of list or dict gave is looked into as well
 
 
 class Result(Object):

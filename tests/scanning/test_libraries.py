@@ -57,9 +57,7 @@ OF_PYTHON: dict[str, Callable[[], Any]] = {
         frozenset("ab"),
         {1, 2},
     ],
-    "factories": lambda: collections.defaultdict(
-        functools.partial(collections.defaultdict, float), a=1
-    ),
+    "factories": lambda: collections.defaultdict(collections.OrderedDict, a=1),
     "partial": lambda: functools.partial(torch.nn.functional.gelu, approximate="tanh"),
     "random": lambda: random.Random(0),
     "typing": lambda: [typing.Optional[int], typing.Dict[str, int], typing.Any],  # noqa: UP006, UP045

@@ -294,6 +294,54 @@ def test_kinds_of_calls(data: bytes, kind: str) -> None:
     assert kind in kinds(pickle2(data))
 
 
+def adam(group: bytes) -> bytes:
+    """An Adam whose state has one group of parameters: its __setstate__ calls methods of it."""
+    state = b"}(" + text("state") + b"}" + text("param_groups") + group + text("defaults") + b"}u"
+    return name("torch.optim.adam.Adam") + b")\x81" + state + b"b"
+
+
+NAMESPACE = call("types.SimpleNamespace")
+
+
+@pytest.mark.parametrize(
+    ("body", "is_clean"),
+    [
+        (adam(b"]}a"), True),
+        (adam(b"]" + call("collections.defaultdict", name("builtins.dict")) + b"a"), True),
+        (adam(b"]" + call("collections.defaultdict", name("mine.f")) + b"a"), False),
+        (call("collections.defaultdict", name("functools.partial")), False),
+        (adam(call("collections.deque") + NAMESPACE + b"a"), False),
+        (adam(call("builtins.list", b"]" + NAMESPACE + b"a")), False),
+        (adam(call("builtins.tuple", b"]" + NAMESPACE + b"a")), False),
+        (adam(b"]" + call("builtins.dict", b"}" + text("a") + NAMESPACE + b"s") + b"a"), False),
+    ],
+)
+def test_what_answers_in_the_words_of_the_file_is_found_in_what_calls_gave(
+    body: bytes, is_clean: bool
+) -> None:
+    assert (kinds(pickle2(body)) <= {"accepted", "harmless", "class"}) == is_clean
+
+
+@pytest.mark.parametrize("items", [8, 9])
+def test_a_type_of_dates_has_a_unit(items: int) -> None:
+    state = b"(K\x04" + text("<") + b"NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00"
+    state += b"}(" + raw(b"ns") + b"K\x01K\x01K\x01t\x86" if items == 9 else b""
+    dtype = call("numpy.dtype", text("M8"), b"\x89", b"\x88") + state + b"tb"
+    assert ("unsure" in kinds(pickle2(dtype))) == (items == 8)
+
+
+@pytest.mark.parametrize(
+    ("part", "value"),
+    [(0, text("torch.FloatStorage")), (1, b"K\x00"), (2, NAMESPACE), (3, b"\x88")],
+)
+def test_the_parts_of_a_persistent_id_are_judged(part: int, value: bytes) -> None:
+    parts = [name("torch.FloatStorage"), text("0"), text("cpu"), b"K\x04"]
+    right = pickle2(b"(" + text("storage") + b"".join(parts) + b"tQ")
+    parts[part] = value
+    wrong = pickle2(b"(" + text("storage") + b"".join(parts) + b"tQ")
+    assert traced(right).doubts == () and "names a storage" in traced(wrong).doubts[0]
+
+
 @pytest.mark.parametrize(
     ("body", "refused"),
     [

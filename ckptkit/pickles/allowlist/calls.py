@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache, lru_cache, partial
 from typing import NamedTuple, Protocol
 
@@ -78,7 +78,8 @@ def judge_call(
     if not any(_takes(view, row, each, args) for each in row.takes) or not _is_empty(kwargs):
         return Judged(UNSURE, row.gives)
     kind = ACCEPTED if name in WEIGHTS_ONLY else _class_argument(row, args)
-    return Judged(kind, row.gives, numpy_types.named(args[0]) if name == _DTYPE else None)
+    sort = _sort_with(view, row, args) if row.keeps else row.gives
+    return Judged(kind, sort, numpy_types.named(args[0]) if name == _DTYPE else None)
 
 
 _DTYPE: Name = ("numpy", "dtype")
@@ -209,8 +210,10 @@ def _fits(view: View, kind: Kind, value: Node) -> bool:
 
 
 def _is_factory(view: View, value: Node) -> bool:
-    """Return whether a defaultdict may make its values by it, each time a key is missing."""
-    return value is None or bool(view.sort(value) & (table.NAME | table.BAG))
+    """Return whether a defaultdict may call it for each missing key: it makes an empty value."""
+    return value is None or (
+        isinstance(value, Global) and (value.module, value.name) in table.EMPTY
+    )
 
 
 def _keys(view: View, state: Node) -> list[str] | None:
@@ -417,8 +420,19 @@ def judge_step(view: View, made: Node, step: str, value: Node, before: Judged) -
         outside = _object_step if before.sort == table.OBJECT else _special_step
         return before._replace(kind=outside(view, made, step, value))
     if step != "build":
-        return before._replace(kind=ACCEPTED if step in row.fill else UNSURE)
+        sort = _sort_with(view, row, value)
+        return before._replace(kind=ACCEPTED if step in row.fill else UNSURE, sort=sort)
     return _built(view, row, value, before)
+
+
+def _sort_with(view: View, row: AllowedCall, held: Iterable[Node]) -> int:
+    """Return the sort of what a row gives when it holds these values.
+
+    A deque or a defaultdict whose values may answer in the file's words is no inert value.
+    """
+    if row.gives != table.INERT or all(_is_handed(view, each) for each in held):
+        return row.gives
+    return table.BAG
 
 
 def _built(view: View, row: AllowedCall, state: Node, before: Judged) -> Judged:

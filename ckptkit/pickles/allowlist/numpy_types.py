@@ -64,6 +64,8 @@ def built(view: NumpyView, fresh: NumpyType | None, state: Node) -> NumpyType | 
         return None
     if len(state) == 9 and not _is_metadata(view, fresh, state[8]):
         return None
+    if len(state) == 8 and fresh.kind in "Mm":  # numpy reads the unit from the ninth item
+        return None
     if fresh.kind == "V":
         return _built_void(view, fresh, state)
     return _built_plain(fresh, state)

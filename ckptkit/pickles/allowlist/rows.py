@@ -175,6 +175,14 @@ WEIGHTS_ONLY = names_in({
     "torch.storage": "TypedStorage UntypedStorage",
 })  # fmt: skip
 
+# Classes that make an empty value when they are called without arguments.
+EMPTY = names_in(
+    {
+        "builtins": "bool bytes complex dict float frozenset int list set str tuple",
+        "collections": "Counter OrderedDict defaultdict deque",
+    }
+)
+
 # Python
 
 _row("_codecs", "encode", "text latin1", BYTES)
@@ -206,7 +214,7 @@ _row("_io", "BytesIO", "", state="memory_file", new=True)  # _extra_state of Tra
 _row("decimal", "Decimal", "decimal")
 _row("fractions", "Fraction", "fraction|int ?int")
 _row("functools", "partial", "name *any", BAG, state="partial_state", keeps=True)
-_row("itertools", "count", "?int ?int")
+_row("itertools", "count", "?int ?int", BAG)  # never ends
 _row("random", "Random", "?scalar", state="plain")
 _row("re", "_compile", "text int|bytes int")
 _row("uuid", "UUID", "?text", state="plain", new=True)
