@@ -123,7 +123,7 @@ class Typed:
 
     @property
     def is_batchable(self) -> bool:
-        """Whether `batch` runs the command over many files."""
+        """Return whether `batch` runs the command over many files."""
         main = self.context.command
         batch = main.get_command(self.context, "batch") if isinstance(main, click.Group) else None
         return isinstance(batch, click.Group) and self.name in batch.list_commands(self.context)

@@ -48,7 +48,7 @@ class Sums(Protocol):
 
 
 class _Thread(threading.local):
-    """What this thread sums up while it reads; None: nothing."""
+    """The checksums that this thread computes while it reads, None if it computes none."""
 
     sums: Sums | None = None
 

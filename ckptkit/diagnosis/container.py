@@ -235,13 +235,14 @@ def _shard(facts: Facts) -> Iterator[Cause]:
     if found and int(found[1]) > 1:
         problem = _problem(folder or ".")
         whole = shell_command(("ckptkit", "convert", ".", "whole.pth"))
+        command = advice.convert(folder, "whole") if folder else whole
         yield Cause(
             "one-shard",
             ERROR,
             f"It is one of {int(found[1]):,} shards of a checkpoint.",
             "The other tensors are in the files beside it; name the folder to read all of them."
             + (f" But that {_sentence(problem)}" if problem else ""),
-            None if problem else advice.convert(folder, "whole") if folder else whole,
+            None if problem else command,
         )
 
 
