@@ -25,7 +25,7 @@ SHOWN = 4  # names in a sentence
 
 
 class Form(NamedTuple):
-    """What a command must do so that ckptkit can write the contents of a file.
+    """The way in which ckptkit can write the contents of a file.
 
     ``options`` and the ``suffix`` of the output (None: that of the file), and the same as a `fix`.
     """
@@ -109,7 +109,7 @@ class Facts:
 
     @cached_property
     def are_weights_for_torch(self) -> bool:
-        """Whether ckptkit can write the weights alone as a file of torch.save."""
+        """Return whether ckptkit can write the weights alone as a file of torch.save."""
         if self.checkpoint is None or not self._is_odd:
             return True
         return is_written(bare(self._planned), TORCH_ZIP)

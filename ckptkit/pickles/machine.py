@@ -51,10 +51,10 @@ _STRING = re.compile(
 
 
 class Builder(Protocol):
-    """What a machine asks for each value, name and call that it meets."""
+    """The interface that a machine calls for each value, name and call that it meets."""
 
     counted: bool  # whether `pushed` is called for each Global that is put on the stack again
-    watchful: bool  # whether `text` is called for each string that may be a file of its own
+    watchful: bool  # whether `text` is called for each string: it may be a file of its own
 
     def new_list(self) -> Any: ...
 
@@ -199,7 +199,7 @@ class Machine:
                     if end > len(data):
                         raise Short(end)
                     value = str(data[pos + 4 : end], "utf-8", "surrogatepass")
-                    if watchful and (value[-1:] == "." or value[:1] == "\x80"):
+                    if watchful:
                         self.at = start
                         builder.text(value)
                     push(value)

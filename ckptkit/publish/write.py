@@ -101,15 +101,15 @@ def publish(
     InputChangedError, VerifyError, DamageError and the errors of reading the input with the
     destination as it was.
     """
-    typed = os.fspath(destination)
-    if urls.is_url(typed):
-        return _upload(plan, typed, force, verify, allow_expand, check, progress, dry_run)
-    check_typed(typed, plan.is_folder)
-    path = typed.rstrip(os.sep)
+    given = os.fspath(destination)
+    if urls.is_url(given):
+        return _upload(plan, given, force, verify, allow_expand, check, progress, dry_run)
+    check_typed(given, plan.is_folder)
+    path = given.rstrip(os.sep)
     path = path if os.path.isabs(path) else os.path.join(os.getcwd(), path)
     size, sources = plan.size, plan.sources()
     read = [*sources, *files_of(origin)]
-    with reported(path, typed, size):
+    with reported(path, given, size):
         if not replace_source:
             check_sources(path, read)
         kept = _kept_mode(old := check_destination(plan, path, force or replace_source))

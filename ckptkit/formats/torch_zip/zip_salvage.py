@@ -320,7 +320,7 @@ def descriptor(window: Window, end: int, stored: int, size: int) -> Described | 
 
 
 class Salvage:
-    """What was found of the members of a damaged file."""
+    """The members that were found in a damaged file."""
 
     def __init__(self, source: ByteSource) -> None:
         self.source = source
