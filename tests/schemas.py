@@ -1,7 +1,7 @@
 """The JSON schemas of the manual, and the tables that are made of them.
 
 `python -m tests.schemas` writes the tables into the page `ckptkit help json`, and the types of
-what the library returns into `ckptkit/analysis/json_types.py`.
+what the library returns into `ckptkit/analysis/json_types.pyi`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 import ckptkit
 
-TYPES = Path(ckptkit.__file__).parent / "analysis/json_types.py"
+TYPES = Path(ckptkit.__file__).parent / "analysis/json_types.pyi"
 RETURNED = ("diff", "digest", "doctor", "inspect", "scan", "stats", "verify")  # by functions
 HELP = Path(ckptkit.__file__).parent / "help"
 PAGE = HELP / "json.md"

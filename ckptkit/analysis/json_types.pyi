@@ -7,14 +7,12 @@ from __future__ import annotations
 
 from typing import Any, NotRequired, TypedDict, final
 
-
 @final
 class DiffKind(TypedDict):
     """Dtype and shape."""
 
     dtype: str
     shape: list[int | str]
-
 
 @final
 class DiffPair(TypedDict):
@@ -27,7 +25,6 @@ class DiffPair(TypedDict):
     confidence: float
     why: str
 
-
 @final
 class DiffMismatch(TypedDict):
     """A key whose dtype or shape differs."""
@@ -38,7 +35,6 @@ class DiffMismatch(TypedDict):
     tolerance: float | None
     difference: DiffDifference | None
 
-
 @final
 class DiffDifference(TypedDict):
     """How values differ."""
@@ -48,7 +44,6 @@ class DiffDifference(TypedDict):
     largest: float | str | None
     relative: float | str | None
     cosine: float | str | None
-
 
 @final
 class DiffChanged(TypedDict):
@@ -61,7 +56,6 @@ class DiffChanged(TypedDict):
     relative: float | str | None
     cosine: float | str | None
 
-
 @final
 class DiffEntry(TypedDict):
     """A value beside the tensors that differs."""
@@ -69,7 +63,6 @@ class DiffEntry(TypedDict):
     path: str
     a: str | None
     b: str | None
-
 
 @final
 class DiffStrictFalse(TypedDict):
@@ -80,7 +73,6 @@ class DiffStrictFalse(TypedDict):
     kept: int
     kept_parameters: int
     all_parameters: int
-
 
 @final
 class DiffFacts(TypedDict):
@@ -99,14 +91,12 @@ class DiffFacts(TypedDict):
     uncompared: list[str]
     advice: list[str]
 
-
 @final
 class DigestFileWithout(TypedDict):
     """A tensor without digest."""
 
     name: str
     why: str
-
 
 @final
 class DigestFile(TypedDict):
@@ -118,7 +108,6 @@ class DigestFile(TypedDict):
     tensors: list[DigestTensor]
     without: list[DigestFileWithout]
 
-
 @final
 class DigestTensor(TypedDict):
     """A tensor."""
@@ -127,7 +116,6 @@ class DigestTensor(TypedDict):
     dtype: str
     shape: list[int | str]
     digest: str
-
 
 @final
 class DoctorCause(TypedDict):
@@ -139,7 +127,6 @@ class DoctorCause(TypedDict):
     explanation: str
     command: str | None
     fixable: bool
-
 
 @final
 class DoctorFixed(TypedDict):
@@ -153,7 +140,6 @@ class DoctorFixed(TypedDict):
     warnings: list[str]
     remaining: list[DoctorCause]
 
-
 @final
 class DoctorLost(TypedDict):
     """An entry that could not be recovered."""
@@ -161,7 +147,6 @@ class DoctorLost(TypedDict):
     path: str
     what: str
     why: str
-
 
 @final
 class DoctorReport(TypedDict):
@@ -173,7 +158,6 @@ class DoctorReport(TypedDict):
     format: str | None
     causes: list[DoctorCause]
     fixed: DoctorFixed | None
-
 
 @final
 class InspectFile(TypedDict):
@@ -193,7 +177,6 @@ class InspectFile(TypedDict):
     selected: InspectSelected | None
     about: str | None
     part: InspectPart | None
-
 
 @final
 class InspectTensor(TypedDict):
@@ -216,7 +199,6 @@ class InspectTensor(TypedDict):
     quantization: InspectQuantization | None
     sha256: NotRequired[str | None]
 
-
 @final
 class InspectQuantization(TypedDict):
     """How the weight is quantized that the tensor stands for, or is a part of."""
@@ -229,7 +211,6 @@ class InspectQuantization(TypedDict):
     dropped: list[str]
     reason: str | None
 
-
 @final
 class InspectValue(TypedDict):
     """A scalar or string."""
@@ -239,10 +220,8 @@ class InspectValue(TypedDict):
     type: str
     value: Any
 
-
 # A pickled Python object that is no tensor or plain value.
 InspectObject = TypedDict("InspectObject", {"path": str, "keys": list[str | int], "global": str})
-
 
 @final
 class InspectPart(TypedDict):
@@ -253,7 +232,6 @@ class InspectPart(TypedDict):
     detail: str
     folder: bool
 
-
 @final
 class InspectTotals(TypedDict):
     """Of the whole file."""
@@ -263,7 +241,6 @@ class InspectTotals(TypedDict):
     nbytes: int | str
     storage_nbytes: int | str
 
-
 @final
 class InspectSelected(TypedDict):
     """Of the tensors that --keys selects."""
@@ -272,14 +249,12 @@ class InspectSelected(TypedDict):
     parameters: int | str
     nbytes: int | str
 
-
 @final
 class ScanFileRemarks(TypedDict):
     """Something else that is odd."""
 
     where: str
     reason: str
-
 
 @final
 class ScanFilePrograms(TypedDict):
@@ -288,7 +263,6 @@ class ScanFilePrograms(TypedDict):
     where: str
     functions: int
     files: list[str]
-
 
 @final
 class ScanFile(TypedDict):
@@ -302,14 +276,12 @@ class ScanFile(TypedDict):
     remarks: list[ScanFileRemarks]
     programs: list[ScanFilePrograms]
 
-
 @final
 class ScanPickleWeightsOnly(TypedDict):
     """The result of torch.load(weights_only=True)."""
 
     loads: bool
     refused: str | None
-
 
 @final
 class ScanPickle(TypedDict):
@@ -332,7 +304,6 @@ class ScanPickle(TypedDict):
     reasons: list[str]
     error: str | None
 
-
 @final
 class ScanCall(TypedDict):
     """A call that unpickling makes."""
@@ -344,14 +315,12 @@ class ScanCall(TypedDict):
     offset: int
     count: int
 
-
 @final
 class ScanFailed(TypedDict):
     """A file that could not be read."""
 
     file: str | None
     error: ScanError
-
 
 @final
 class ScanError(TypedDict):
@@ -362,7 +331,6 @@ class ScanError(TypedDict):
     hint: str | None
     command: str | None
 
-
 @final
 class StatsStatsHistogram(TypedDict):
     """Bins of equal width."""
@@ -370,7 +338,6 @@ class StatsStatsHistogram(TypedDict):
     start: float
     width: float
     counts: list[int]
-
 
 @final
 class StatsStats(TypedDict):
@@ -396,7 +363,6 @@ class StatsStats(TypedDict):
     abs_max: float | str | None
     histogram: StatsStatsHistogram | None
 
-
 @final
 class StatsFactsSkipped(TypedDict):
     """A tensor without numbers."""
@@ -404,7 +370,6 @@ class StatsFactsSkipped(TypedDict):
     name: str
     dtype: str
     why: str
-
 
 @final
 class StatsFacts(TypedDict):
@@ -416,7 +381,6 @@ class StatsFacts(TypedDict):
     groups: NotRequired[list[StatsStats]]
     totals: list[StatsStats]
     skipped: list[StatsFactsSkipped]
-
 
 @final
 class VerifyFile(TypedDict):
@@ -430,7 +394,6 @@ class VerifyFile(TypedDict):
     nbytes: int
     findings: list[VerifyFinding]
     notes: list[str]
-
 
 @final
 class VerifyFinding(TypedDict):
