@@ -136,12 +136,3 @@ def plane(picks: Picks, rows: int, columns: int) -> Picks:
     many = [n for n, pick in enumerate(picks) if not pick.single]
     sizes = dict(zip(reversed(many), (columns, rows), strict=False))
     return tuple(_first(pick, sizes.get(n)) for n, pick in enumerate(picks))
-
-
-def spread(picks: Picks, most: int) -> Picks:
-    """Return the same picks, with every n-th index where a dimension has more than `most`."""
-    steps = [-(-pick.size // most) or 1 for pick in picks]
-    return tuple(
-        pick if pick.single else Pick(pick.start, -(-pick.size // step), pick.step * step)
-        for pick, step in zip(picks, steps, strict=True)
-    )

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
-from math import isfinite
-
-from ckptkit.core.grouping import flatten
 
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
 
@@ -27,18 +24,6 @@ def horizontal_bars(counts: Sequence[int], width: int) -> Iterator[str]:
         whole, eighths = divmod(8 * width * count // largest, 8)
         yield (
             "█" * whole + "▏▎▍▌▋▊▉"[eighths - 1 : eighths] if shown else "#" * max(whole, count > 0)
-        )
-
-
-def shades(rows: Sequence[Sequence[float]]) -> Iterator[str]:
-    """Yield each row as characters, scaled over all rows; ``?`` for a number that is not finite."""
-    finite = [value for value in flatten(rows) if isfinite(value)]
-    low, high = min(finite, default=0), max(finite, default=0)
-    scale = _EIGHTHS[1:] if _are_shown() else ".:-=+*#@"
-    step = (high - low) / (len(scale) - 1) or 1
-    for row in rows:
-        yield "".join(
-            scale[round((value - low) / step)] if isfinite(value) else "?" for value in row
         )
 
 

@@ -29,7 +29,6 @@ BAR = 40  # characters of the longest bar of a histogram, at most
 FIRST = 10  # places that --nan lists
 COUNTED = 1 << 20  # elements that are read for their statistics without being asked for
 LISTED = 1 << 20  # elements that --json prints
-PICTURE = 1 << 11  # rows and columns of a picture, at most
 
 
 class Shown(NamedTuple):
@@ -90,9 +89,6 @@ class Shown(NamedTuple):
     is_flag=True,
     help="Print where the first NaN and infinities are; without NAME, of all tensors.",
 )
-@click.option("--heat", is_flag=True, help="Print a heat map, one character per element.")
-@click.option("--png", metavar="FILE", help="Write a picture to FILE (PNG; needs matplotlib).")
-@click.option("--force", is_flag=True, help="Replace FILE of --png if it exists.")
 @options.as_json(SCHEMA)
 @options.stored
 @options.key
@@ -107,9 +103,6 @@ def command(
     columns: int | None,
     counted: bool,
     nonfinite: bool,
-    heat: bool,
-    png: str | None,
-    force: bool,
     as_json: bool,
     stored: bool,
     key: str | None,
@@ -124,60 +117,26 @@ def command(
     Example: ckptkit show run.pth conv1.weight
              ckptkit show run.pth conv1.weight '[0, :, 0:3]' --with other.safetensors
              ckptkit show run.pth --nan
-             ckptkit show run.pth fc.weight --png fc.png
     """
     if nonfinite and (index or as_json):
         raise click.UsageError("--nan looks at the whole tensor, and prints lines")
     if name is None:
-        if not nonfinite or other or png:
+        if not nonfinite or other:
             raise click.UsageError("Missing argument 'NAME'.")
         return _all_nonfinite(file, key, stored)
     pairs = [(file, name), *([(other, name_b or name)] if other is not None else [])]
-    form = "json" if as_json else "nan" if nonfinite else "heat" if heat else "grid"
     with ExitStack() as stack:
         shown = [_chosen(stack, *pair, index, key, stored) for pair in pairs]
-        picture = b"" if png is None else _drawn(shown)
-        text = list(_text(shown, form, rows, columns, counted))
-    _write(picture, png, force)
+        if as_json:
+            text = [*render.json_pieces(_facts(shown, counted)), "\n"]
+        elif nonfinite:
+            text = [f"{line}\n" for line in render.text_lines(flatten(map(_nonfinite, shown)))]
+        else:
+            corners = _corners(shown, rows, columns)
+            lines = (*_grids(shown, corners), *_summaries(shown, corners, counted))
+            text = [f"{line}\n" for line in lines]
     render.write(text)
     return 0
-
-
-def _text(
-    shown: list[Shown], form: str, rows: int, columns: int | None, counted: bool
-) -> Iterator[str]:
-    """Yield the output in pieces."""
-    if form == "json":
-        yield from render.json_pieces(_facts(shown, counted))
-        yield "\n"
-        return
-    if form == "nan":
-        lines = render.text_lines(flatten(map(_nonfinite, shown)))
-    else:
-        lines = _lines(shown, _corners(shown, rows, columns), form == "heat", counted)
-    yield from (f"{line}\n" for line in lines)
-
-
-def _lines(
-    shown: list[Shown], corners: list[grid.Corner], heat: bool, counted: bool
-) -> Iterator[str]:
-    yield from _heat(shown) if heat else _grids(shown, corners)
-    yield from _summaries(shown, corners, counted)
-
-
-def _drawn(shown: list[Shown]) -> bytes:
-    from ckptkit.cli.picture import drawn
-
-    pictures = [(f"{each.path}: {each.name}", each.tensor, each.picks) for each in shown]
-    return drawn(pictures, PICTURE)
-
-
-def _write(picture: bytes, path: str | None, force: bool) -> None:
-    from ckptkit.core.plan import OutputFile, Plan
-    from ckptkit.publish.write import publish
-
-    if path is not None:
-        publish(Plan((OutputFile("", (picture,)),)), path, force=force)
 
 
 def _nonfinite(shown: Shown) -> Iterator[str]:
@@ -273,22 +232,6 @@ def _grids(shown: list[Shown], corners: list[grid.Corner]) -> Iterator[str]:
         )
     yield ""
     yield from grid.lines(corners)
-
-
-def _heat(shown: list[Shown]) -> Iterator[str]:
-    """Yield each plane as characters, scaled from its smallest number to its largest."""
-    from ckptkit.analysis.slices import show, spread
-    from ckptkit.cli import grid
-    from ckptkit.cli.bars import shades
-
-    width = grid.fitting(1) * grid.CELL
-    for each in shown:
-        spaced = (*spread(each.picks[:-1], width // 2), *spread(each.picks[-1:], width))
-        picks, cells, _ = each._replace(picks=spaced).corner(width // 2, width)
-        yield from render.wrapped(
-            render.escape(f"{each.path}: {each.name}: {show(picks)}"), whole=True
-        )
-        yield from shades([[abs(v) if isinstance(v, complex) else v for v in row] for row in cells])
 
 
 def _counted(shown: Shown, counted: bool, corner: grid.Corner | None = None) -> tuple[Tally, bool]:

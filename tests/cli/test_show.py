@@ -147,27 +147,6 @@ def test_json_of_too_much(ckptkit: Ckptkit, tmp_path: Path) -> None:
     assert result.exit_code == 2 and "1,100,000 values" in result.stderr
 
 
-def test_heat(ckptkit: Ckptkit, file: Path) -> None:
-    lines = ckptkit("show", file, "w", "0", "--heat").stdout.splitlines()
-    assert [len(line) for line in lines[1:4]] == [4, 4, 4]
-    assert lines[1][0] in "▁." and lines[3][3] in "█@"
-    assert "??" in ckptkit("show", file, "half", "--heat").stdout
-
-
-def test_a_picture(ckptkit: Ckptkit, file: Path, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="pictures are drawn by matplotlib")
-    from matplotlib.image import imread
-
-    picture = tmp_path / "w.png"
-    assert ckptkit("show", file, "w", "0", "--with", file, "--png", picture).exit_code == 0
-    pixels = imread(picture)
-    assert pixels.shape[1] > pixels.shape[0] > 100 and pixels.std() > 0
-    assert ckptkit("show", file, "w", "--png", picture).exit_code == 2
-    for name in ("count", "half", "complex"):
-        assert ckptkit("show", file, name, "--png", picture, "--force").exit_code == 0
-    assert ckptkit("show", file, "empty", "--png", picture, "--force").exit_code == 2
-
-
 def test_what_is_not_there(ckptkit: Ckptkit, file: Path) -> None:
     result = ckptkit("show", file, "complexe")
     assert result.exit_code == 2 and "did you mean complex?" in result.stderr

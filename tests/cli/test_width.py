@@ -50,7 +50,6 @@ CALLS = {
     "show": ("show", "a.pth", HEAD),
     "show a vector": ("show", "v.pth", "w"),
     "show --with": ("show", "v.pth", "w", "--with", "w.pth"),
-    "show --heat": ("show", "a.pth", HEAD, "--heat"),
     "doctor": ("doctor", "a.pth"),
     "doctor, a module": ("doctor", "module.pth"),
     "diff --all": ("diff", "--all", "a.pth", "b.pth"),
