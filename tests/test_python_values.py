@@ -195,15 +195,10 @@ def test_torch_takes_a_tensor_whole(make: Any) -> None:
     assert np.array_equal(np.from_dlpack(weights["w"]), VALUES.numpy())
 
 
-def test_what_a_tensor_does_not_have_says_what_has_it() -> None:
+def test_a_tensor_has_no_methods_of_torch() -> None:
     tensor = ckptkit.open({"w": VALUES}).weights["w"]
     assert tensor.ndim == 3
-    with pytest.raises(AttributeError, match=r"has no 'mean': t\.torch\(\) and t\.numpy\(\)"):
-        tensor.mean()
-    assert not hasattr(tensor, "grad")
-    assert "mean" not in dir(tensor) and "torch" in dir(tensor)
-    with pytest.raises(AttributeError, match="no attribute 'kthvalue'"):
-        tensor.kthvalue  # type: ignore[attr-defined]
+    assert not hasattr(tensor, "mean") and not hasattr(tensor, "grad")
     assert torch.equal(copy.deepcopy(tensor).torch(), VALUES)
 
 

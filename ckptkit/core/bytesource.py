@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from ckptkit.core.errors import (
@@ -24,7 +24,7 @@ from ckptkit.core.errors import (
     PathError,
     TruncatedError,
 )
-from ckptkit.core.paths import blobs_of, file_system, open_regular, plain_name
+from ckptkit.core.paths import blobs_of, open_regular, plain_name
 
 if TYPE_CHECKING:
     from mmap import mmap
@@ -350,11 +350,6 @@ class LocalFile(ByteSource):
             return not os.path.samestat(os.stat(self.path), now)
         except OSError:
             return True
-
-    @cached_property
-    def file_system(self) -> str:
-        """The kind of file system that it is on (Linux), "" where it is not known."""
-        return file_system(self.fd)
 
     def folder_and_name(self) -> tuple[Folder, str]:
         return Folder(os.path.dirname(self.name)), os.path.basename(self.name)

@@ -151,9 +151,6 @@ class Tensor:
             raise ArgumentError("a tensor without dimensions has no length")
         return self.shape[0]
 
-    def __dir__(self) -> list[str]:
-        return [name for name in object.__dir__(self) if name not in _OF_VALUES]
-
     def __bool__(self) -> bool:
         """Return True, whatever the elements: these are not read."""
         return True
@@ -216,43 +213,6 @@ class Tensor:
         start = self.offset * bits // 8
         last = self.offset + sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True))
         return start, ((last + 1) * bits + 7) // 8 - start
-
-
-class _Missing:
-    """An attribute of the tensors of torch or the arrays of numpy that a `Tensor` has not.
-
-    In the place of a ``__getattr__``, with which Python 3.11 reads every attribute ten times as
-    slowly.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __get__(self, tensor: object, owner: type) -> Any:
-        raise AttributeError(
-            f"a tensor of a checkpoint has no {self._name!r}: t.torch() and t.numpy() give its "
-            "values",
-            name=self._name,
-            obj=tensor,
-        )
-
-
-# The attributes of values that are most used: no other has more than Python's own message.
-_OF_VALUES = frozenset({
-    "T", "abs", "add", "all", "any", "argmax", "argmin", "argsort", "astype", "bfloat16",
-    "bool", "byte", "byteswap", "chunk", "clamp", "clip", "clone", "contiguous", "copy", "cos",
-    "cpu", "cuda", "cumsum", "data", "data_ptr", "detach", "diag", "dim", "div", "dot",
-    "element_size", "eq", "exp", "expand", "expand_as", "fill", "flatten", "flip", "float",
-    "gather", "grad", "half", "histc", "int", "is_cuda", "is_floating_point", "is_leaf",
-    "isfinite", "isinf", "isnan", "item", "itemsize", "log", "long", "mT", "matmul", "max",
-    "mean", "median", "min", "mm", "mul", "narrow", "norm", "permute", "pow", "prod",
-    "quantile", "ravel", "repeat", "reshape", "resize", "round", "save", "select", "short",
-    "sign", "size", "softmax", "sort", "split", "sqrt", "squeeze", "std", "sub", "sum",
-    "swapaxes", "t", "take", "to", "tobytes", "tolist", "topk", "transpose", "tril", "triu",
-    "type", "unbind", "unique", "unsqueeze", "untyped_storage", "var", "view", "view_as",
-})  # fmt: skip
-for _name in _OF_VALUES:
-    setattr(Tensor, _name, _Missing(_name))
 
 
 def contiguous_stride(shape: Shape) -> Shape:

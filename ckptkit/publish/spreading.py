@@ -1,14 +1,13 @@
 """Write output files by tasks: here, or spread over threads, forked processes or an executor.
 
 Writes to one file wait for each other in the kernel, so what the kernel copies gains nothing from
-threads, except that several files in memory are copied at once. They read, compute and sum up while
-another of them writes. Where much is computed, processes do it if they may be forked: each short
-call of a thread waits for the lock of the interpreter.
+threads. They read, compute and sum up while another of them writes. Where much is computed,
+processes do it if they may be forked: each short call of a thread waits for the lock of the
+interpreter.
 """
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import closing
@@ -30,8 +29,6 @@ if TYPE_CHECKING:
 TASK = 256 << 20  # bytes of a task for an executor
 THREAD_TASK = 32 << 20  # bytes of a task for a thread
 THREADS = 4  # and processes, at most
-# File systems that set up to as much room again aside for a file while it grows (measured).
-PREALLOCATING = ("xfs",)
 
 Results = Generator[tuple[int, Done], None, None]  # number and sums of a task
 
@@ -48,10 +45,10 @@ def execute(
 
     Those of what is read go to `summing`.
 
-    Without an executor, threads are used where there is much to compute, to fetch, to read, or to
-    copy in memory; kernel copies into one file gain nothing from them. With ``fork``, processes
-    take the place of threads where much is computed and all of them can read the sources. Checksums
-    are by number. Raises the errors of reading and writing, when no task is running any more.
+    Without an executor, threads are used where there is much to compute, to fetch or to read;
+    kernel copies gain nothing from them. With ``fork``, processes take the place of threads where
+    much is computed and all of them can read the sources. Checksums are by number. Raises the
+    errors of reading and writing, when no task is running any more.
     """
     marks = summing or Summing(None, (False,) * len(files), [])
     if executor is not None:
@@ -105,34 +102,33 @@ def _is_computed(segment: Segment) -> bool:
 def _work(files: Sequence[tuple[str, Sequence[Segment]]], marks: Summing) -> int:
     """Count the bytes of the outputs that are written sooner by threads."""
     return sum(
-        _work_of(path, segments, len(files), () if kept else marks.sources or ())
+        _work_of(path, segments, () if kept else marks.sources or ())
         for (path, segments), kept in zip(files, marks.keeps_sums, strict=True)
     )
 
 
-def _work_of(path: str, segments: Sequence[Segment], files: int, summed: Sequence[Identity]) -> int:
-    """Count those of one of `files` outputs; ranges of the sources `summed` are read.
+def _work_of(path: str, segments: Sequence[Segment], summed: Sequence[Identity]) -> int:
+    """Count those of one output; ranges of the sources `summed` are read.
 
     None are where whole tensors are held in memory: there is one at a time.
     """
     computed = [each for each in segments if isinstance(each, (Summed, Derived))]
     if any(map(_is_whole, computed)):
         return -sys.maxsize
-    kind = _file_system(path)
-    if files > 1 and kind == "tmpfs":
-        return sum(map(length, segments))
     fetched = [
         each
         for each in segments
         if isinstance(each, Range) and (each.source.remote or each.source.identity in summed)
     ]
-    return sum(map(length, chain(computed, fetched))) + _bytes_read(kind, segments)
+    return sum(map(length, chain(computed, fetched))) + _bytes_read(path, segments)
 
 
-def _bytes_read(kind: str, segments: Sequence[Segment]) -> int:
+def _bytes_read(path: str, segments: Sequence[Segment]) -> int:
     """Count the bytes of local files that are read rather than copied by the kernel."""
     if not any(isinstance(each, Range) and each.length >= PIECE for each in segments):
         return 0
+    with open(path, "rb", buffering=0) as file:
+        kind = file_system(file.fileno())
     places = accumulate(map(length, segments), initial=0)
     return sum(
         each.length
@@ -148,11 +144,6 @@ def _is_whole(segment: Segment | Extent) -> bool:
     return extent.operation == ONE_BY_ONE or any(map(_is_whole, extent.inputs))
 
 
-def _file_system(path: str) -> str:
-    with open(path, "rb", buffering=0) as file:
-        return file_system(file.fileno())
-
-
 def _spread(
     files: Sequence[tuple[str, Sequence[Segment]]],
     marks: Summing,
@@ -164,9 +155,6 @@ def _spread(
 
     `way` carries tasks out and yields their numbers and sums, in any order.
     """
-    for path, segments in files:
-        if _file_system(path) in PREALLOCATING:
-            os.truncate(path, sum(map(length, segments)))  # it grows no more
     tasks = [
         [part._replace(summed=marks.sources, keeps_sums=kept) for part in cut(path, segments, size)]
         for (path, segments), kept in zip(files, marks.keeps_sums, strict=True)

@@ -25,7 +25,7 @@ from ckptkit.publish.checking import checks, compare, identities, raise_damage
 from ckptkit.publish.copying import Progress, checksums, in_order
 from ckptkit.publish.preflight import check_names
 from ckptkit.remote.files import RemoteFile, filesystem, is_local, is_web
-from ckptkit.remote.refusals import not_written, presentable
+from ckptkit.remote.transport import not_written, presentable
 
 PART = 16 << 20  # bytes of a part of an upload
 SHARED = 8 << 20  # of one that shares the memory with others

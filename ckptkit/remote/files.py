@@ -1,10 +1,11 @@
-"""A remote file and a remote folder, as sources of bytes."""
+"""Remote files and folders as sources of bytes, and listings of them with versions."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
@@ -12,8 +13,18 @@ from ckptkit.core.bytesource import READING, ByteSource, Folder, Identity, Local
 from ckptkit.core.errors import InputChangedError, PathError
 from ckptkit.core.paths import plain_name
 from ckptkit.core.urls import in_folder, shown, split, without_query
-from ckptkit.remote.refusals import MissingError, presentable, refused, unknown
-from ckptkit.remote.transports import Http, Stored, Transport, information
+from ckptkit.remote.transport import (
+    VERSION,
+    Http,
+    MissingError,
+    Stored,
+    Transport,
+    information,
+    moment,
+    not_written,
+    translated,
+    unknown,
+)
 
 PIECE = 4 << 20  # bytes of the largest request
 FIRST = 64 << 10  # bytes of the smallest request: a single byte would cost as much
@@ -185,11 +196,9 @@ class RemoteFolder(Folder):
                 hint="name its index: a file such as model.safetensors.index.json",
             )
         if self._listed is None:
-            try:
+            with translated(self.path):
                 self._fs.invalidate_cache(self._place)
                 found = self._fs.ls(self._place, detail=True)
-            except Exception as error:
-                raise refused(error, self.path) from presentable(error, self.path)
             here = self._place.rstrip("/")  # some stores hold it as an empty object
             found = [each for each in found if each["name"].rstrip("/") != here]
             self._listed = {each["name"].rstrip("/").rpartition("/")[2]: each for each in found}
@@ -263,10 +272,8 @@ def filesystem(url: str, **options: object) -> tuple[Any, str]:
     """Return fsspec's file system for `url`, and the path in it."""
     from fsspec.core import url_to_fs
 
-    try:
+    with translated(url, unknown):
         fs, path = url_to_fs(url, **options)
-    except Exception as error:
-        raise unknown(error, url) from presentable(error, url)
     return fs, path
 
 
@@ -278,3 +285,115 @@ def is_web(fs: Any) -> bool:
 def is_local(fs: Any) -> bool:
     """Return whether files are on this machine: ``file://``."""
     return "file" in fs.protocol
+
+
+Mark = tuple[int, int | str]  # size in bytes and version: differs between versions of a file
+
+
+class RemoteEntry(NamedTuple):
+    """A file or folder: its path below the listed folder, with slashes."""
+
+    name: str
+    mark: Mark
+    is_folder: bool
+
+
+def matching(folder: str, pattern: str) -> list[RemoteEntry]:
+    """Return the entries that match `pattern` below the URL `folder`, sorted by name.
+
+    Raises PathError where the server has no listings.
+    """
+    fs, path = _listable(folder)
+    with translated(folder):
+        found = fs.glob(f"{path.rstrip('/')}/{pattern}", detail=True)
+    entries = _entries(found, path)
+    return [
+        each._replace(mark=merged(below(in_folder(folder, each.name)))) if each.is_folder else each
+        for each in entries
+    ]
+
+
+def below(folder: str) -> dict[str, Mark]:
+    """Return the files below the URL `folder`, by name; empty if it does not exist."""
+    fs, path = _listable(folder)
+    with translated(folder):
+        try:
+            found = fs.find(path, detail=True)
+        except FileNotFoundError:
+            return {}
+    return {each.name: each.mark for each in _entries(found, path)}
+
+
+def look(url: str) -> RemoteEntry:
+    """Return the file or folder at `url` as it is now, its name empty.
+
+    Raises PathError if it does not exist.
+    """
+    fs, path = filesystem(url)
+    with translated(url):
+        fs.invalidate_cache(path)
+        info = fs.info(path)
+    folder = info["type"] == "directory"
+    return RemoteEntry("", merged(below(url)) if folder else _mark(info), folder)
+
+
+def merged(marks: Mapping[str, Mark]) -> Mark:
+    """Return the mark of a folder that holds these files."""
+    lines = (
+        f"{len(name)} {name} {size} {version}\n" for name, (size, version) in sorted(marks.items())
+    )
+    names = hashlib.sha256("".join(lines).encode("utf-8", "surrogateescape"))
+    return sum(size for size, _ in marks.values()), names.hexdigest()
+
+
+def read_small(url: str) -> bytes:
+    """Return the contents of a small file, empty if it does not exist."""
+    fs, path = filesystem(url)
+    with translated(url):
+        try:
+            fs.invalidate_cache(path)
+            data: bytes = fs.cat_file(path)
+        except FileNotFoundError:
+            return b""
+    return data
+
+
+def write_small(url: str, data: bytes) -> None:
+    """Write a small file, in one request where the file system can."""
+    fs, path = filesystem(url)
+    with translated(url, not_written):
+        fs.pipe_file(path, data)
+
+
+def make_folders(base: str, names: Iterable[str]) -> None:
+    """Make folders below the URL `base` where a file system has them; object stores need none."""
+    fs, path = filesystem(base)
+    if fs.async_impl or is_web(fs):
+        return
+    for name in names:
+        with translated(base, not_written):
+            fs.makedirs(f"{path.rstrip('/')}/{name}".rstrip("/"), exist_ok=True)
+
+
+def _listable(folder: str) -> tuple[Any, str]:
+    fs, path = filesystem(folder)
+    if is_web(fs):
+        raise PathError(
+            "HTTP servers do not list folders", where=shown(folder), hint="name each file"
+        )
+    fs.invalidate_cache()
+    return fs, path
+
+
+def _entries(found: Mapping[str, Mapping[str, Any]], path: str) -> list[RemoteEntry]:
+    base = path.rstrip("/") + "/"
+    return sorted(
+        RemoteEntry(name, _mark(info), info["type"] == "directory")
+        for place, info in found.items()
+        if place.startswith(base) and (name := place[len(base) :].rstrip("/"))
+    )
+
+
+def _mark(info: Mapping[str, Any]) -> Mark:
+    version = next((info[key] for key in VERSION if info.get(key)), "")
+    return info.get("size") or 0, str(moment(version))

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from ckptkit.core.bytesource import LocalFile
 from ckptkit.core.paths import file_system
 
 
@@ -28,9 +27,6 @@ def test_the_kind_is_that_of_stat(tmp_path: Path) -> None:
             os.close(fd)
 
 
-def test_what_is_not_open_is_not_known(tmp_path: Path) -> None:
-    (tmp_path / "a").touch()
-    source = LocalFile(tmp_path / "a")
-    assert source.file_system == file_system(source.fd)
+def test_what_is_not_open_is_not_known() -> None:
     assert file_system(1 << 20) == ""
     assert file_system(-1) == ""

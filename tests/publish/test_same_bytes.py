@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 import ckptkit
-from ckptkit.core.bytesource import LocalFile
+from ckptkit.publish import copying, spreading
 
 STATE = {f"module.layers.{i}.weight": torch.randn(300, 301) + i for i in range(4)}
 
@@ -24,7 +24,8 @@ def test_from_every_file_system_and_from_memory(
     source = tmp_path / f"in{kind}"
     made = []
     for number, system in enumerate(("xfs", "tmpfs", "")):
-        monkeypatch.setattr(LocalFile, "file_system", system)
+        for module in (copying, spreading):
+            monkeypatch.setattr(module, "file_system", lambda fd, system=system: system)
         for given in (source, source.read_bytes()):
             out = tmp_path / f"{number}{suffix}"
             ckptkit.convert(given, out, force=True)

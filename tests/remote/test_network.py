@@ -21,7 +21,7 @@ import ckptkit
 from ckptkit.core.bytesource import ByteSource
 from ckptkit.core.errors import CkptkitError, InputChangedError, InputError, OutputError, PathError
 from ckptkit.formats.opening import open_place
-from ckptkit.remote import files, transports
+from ckptkit.remote import files, transport
 from tests.conftest import ENVIRONMENT, Run
 from tests.remote.servers import Misbehaving, Reply, Request, misbehaving
 
@@ -33,7 +33,7 @@ NOISE = random.Random(0).randbytes(SIZE)
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transports, "PAUSE", 0.001)
+    monkeypatch.setattr(transport, "PAUSE", 0.001)
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def test_what_broke_is_continued(length: bool, server: Misbehaving) -> None:
     assert source.read(0, SIZE) == NOISE
     later = server.requests[1:]
     assert [request.start for request in later] == [
-        transports.HEAD + 100_000 * i for i in range(len(later))
+        transport.HEAD + 100_000 * i for i in range(len(later))
     ]
     assert {request.stop for request in later} == {SIZE}
 
@@ -75,7 +75,7 @@ def test_a_busy_server_is_asked_again(status: int, server: Misbehaving) -> None:
 def test_a_busy_server_says_when(server: Misbehaving, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is asked more often than one that says nothing, and waited for as long as it says."""
     waits: list[float] = []
-    monkeypatch.setattr(transports.time, "sleep", waits.append)
+    monkeypatch.setattr(transport.time, "sleep", waits.append)
     source = opened(server)
     busy = range(1, 10)
     server.behave = lambda request: (
@@ -86,7 +86,7 @@ def test_a_busy_server_says_when(server: Misbehaving, monkeypatch: pytest.Monkey
     server.behave = lambda request: Reply(status=503, retry_after="99999")
     with pytest.raises(InputError, match="HTTP status 503"):
         source.read(0, SIZE)
-    assert max(waits) == transports.LONGEST
+    assert max(waits) == transport.LONGEST
 
 
 def test_an_answer_that_is_not_http(server: Misbehaving) -> None:
@@ -95,7 +95,7 @@ def test_an_answer_that_is_not_http(server: Misbehaving) -> None:
     source = opened(server)
     with pytest.raises(InputError, match="the connection broke: the server's answer does not"):
         source.read(SIZE - 9, 9)
-    assert len(server.requests) == 2 + transports.TRIES
+    assert len(server.requests) == 2 + transport.TRIES
 
 
 def test_a_store_that_stalls(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -113,10 +113,10 @@ def test_a_store_that_stalls(monkeypatch: pytest.MonkeyPatch) -> None:
             return NOISE[start:end]
 
     for name, value in (("SILENCE", 0), ("SLOWEST_STORED", 1 << 30), ("PATIENCE", 0.5)):
-        monkeypatch.setattr(transports, name, value)
+        monkeypatch.setattr(transport, name, value)
     fs = Stalling()
     source = files.RemoteFile(
-        "stalling://x", transports.Stored(fs, "x", "stalling://x", fs.info("x"))
+        "stalling://x", transport.Stored(fs, "x", "stalling://x", fs.info("x"))
     )
     begun = time.monotonic()
     with pytest.raises(InputError, match="the connection broke: the server sends nothing more"):
@@ -143,13 +143,13 @@ def test_an_object_that_changes_is_not_reported_on(monkeypatch: pytest.MonkeyPat
     torch.save({"w": torch.ones(9)}, saved)
     fs.pipe("/changing.pth", saved.getvalue())
     assert ckptkit.digest("memory://changing.pth")["tensors"]
-    fetch = transports.Stored._fetch
+    fetch = transport.Stored._fetch
 
-    def changing(self: transports.Stored, start: int, stop: int, into: bytearray) -> None:
+    def changing(self: transport.Stored, start: int, stop: int, into: bytearray) -> None:
         fetch(self, start, stop, into)
         fs.pipe("/changing.pth", saved.getvalue())
 
-    monkeypatch.setattr(transports.Stored, "_fetch", changing)
+    monkeypatch.setattr(transport.Stored, "_fetch", changing)
     with pytest.raises(InputChangedError):
         ckptkit.digest("memory://changing.pth")
 
@@ -160,7 +160,7 @@ def test_there_is_an_end_to_trying(server: Misbehaving) -> None:
     with pytest.raises(InputError, match="the connection broke") as caught:
         source.read(SIZE - 9, 9)
     assert caught.value.hint == "try again later"
-    assert len(server.requests) == 1 + transports.TRIES
+    assert len(server.requests) == 1 + transport.TRIES
 
 
 def test_nothing_comes(server: Misbehaving) -> None:
@@ -168,7 +168,7 @@ def test_nothing_comes(server: Misbehaving) -> None:
     with pytest.raises(InputError, match="HTTP status 503") as caught:
         opened(server)
     assert "try again later" in str(caught.value.hint)
-    assert len(server.requests) == transports.TRIES
+    assert len(server.requests) == transport.TRIES
 
 
 @pytest.mark.parametrize("status", [400, 403, 404, 405])
@@ -181,7 +181,7 @@ def test_a_refusal_is_not_argued_with(status: int, server: Misbehaving) -> None:
 
 def test_silence_counts_as_broken(server: Misbehaving, monkeypatch: pytest.MonkeyPatch) -> None:
     """A connection that stays open and brings nothing more."""
-    monkeypatch.setattr(transports, "SILENCE", 0.2)
+    monkeypatch.setattr(transport, "SILENCE", 0.2)
     server.behave = lambda request: Reply(stall=1_000 if request.number == 1 else None)
     assert opened(server).read(SIZE // 2, 5_000) == NOISE[SIZE // 2 : SIZE // 2 + 5_000]
     assert [request.start for request in server.requests] == [0, SIZE // 2, SIZE // 2 + 1_000]
@@ -432,10 +432,10 @@ def test_a_request_ends_however_slowly_bytes_come(monkeypatch: pytest.MonkeyPatc
             pass
 
     ended = threading.Event()
-    monkeypatch.setattr(transports, "SILENCE", 0.5)
-    monkeypatch.setattr(transports, "SLOWEST", 1 << 30)
-    monkeypatch.setattr(transports, "TRIES", 2)
-    monkeypatch.setattr(transports, "PAUSE", 0.01)
+    monkeypatch.setattr(transport, "SILENCE", 0.5)
+    monkeypatch.setattr(transport, "SLOWEST", 1 << 30)
+    monkeypatch.setattr(transport, "TRIES", 2)
+    monkeypatch.setattr(transport, "PAUSE", 0.01)
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
     threading.Thread(target=server.serve_forever, daemon=True).start()

@@ -6,9 +6,7 @@ Layout (see zip_reader; every torch since 1.6 loads and maps all of it):
                      CRC-32 and sizes
     name
     zip64 field      0x0001: size, stored size, for members of 4 GiB and more
-    ``FB`` field     as many Z as bring the data to the next multiple of 64; where the data are long
-                     and copied with their checksum, to the same place in a block as in the
-                     input, so that files can share them
+    ``FB`` field     as many Z as bring the data to the next multiple of 64
     data
     directory        zip64 fields for values that do not fit 32 bits: size, stored size, offset
     ends             zip64 end record and locator, always, as torch writes them; end record with

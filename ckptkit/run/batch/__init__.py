@@ -174,9 +174,9 @@ def _groups(todo: Sequence[_Item], workers: int) -> Iterator[list[_Item]]:
 def _prepare(into: str, jobs: Iterable[Job]) -> None:
     """Make the folders for the outputs, and remove temporaries of killed batches from them."""
     if urls.is_url(into):
-        from ckptkit.remote import listing
+        from ckptkit.remote import files
 
-        listing.make_folders(into, sorted({job.output.rpartition("/")[0] for job in jobs}))
+        files.make_folders(into, sorted({job.output.rpartition("/")[0] for job in jobs}))
     else:
         _sweep(into, jobs)
 

@@ -52,10 +52,10 @@ def find(sources: Iterable[str], into: str) -> list[Input]:
 def mark(path: str) -> Mark | None:
     """Return the mark of the file or folder at `path`, a path or URL; None if it cannot be seen."""
     if urls.is_url(path):
-        from ckptkit.remote import listing
+        from ckptkit.remote import files
 
         try:
-            return listing.look(path).mark
+            return files.look(path).mark
         except PathError:
             return None
     try:
@@ -91,7 +91,7 @@ def _matching(pattern: str, into: str) -> Iterator[Input]:
 
 
 def _remote(source: str, into: str) -> Iterator[Input]:
-    from ckptkit.remote import listing
+    from ckptkit.remote import files
 
     if not glob.has_magic(urls.without_query(source)):
         yield _named(source)
@@ -105,7 +105,7 @@ def _remote(source: str, into: str) -> Iterator[Input]:
             hint="name the host or bucket without wildcards",
         )
     base = "/".join(fixed) + query + parameters
-    entries = listing.matching(base, "/".join(rest))
+    entries = files.matching(base, "/".join(rest))
     _check_found(entries, urls.shown(source))
     found = [(urls.in_folder(base, each.name), each) for each in entries]
     outputs = urls.without_query(into).rstrip("/") + "/"
@@ -116,11 +116,11 @@ def _remote(source: str, into: str) -> Iterator[Input]:
 
 
 def _named(url: str) -> Input:
-    from ckptkit.remote import listing
+    from ckptkit.remote import files
 
     name = plain(urls.without_query(url).rstrip("/").rpartition("/")[2], urls.shown(url))
     try:
-        entry = listing.look(url)
+        entry = files.look(url)
     except PathError:
         return Input(url, name, None)
     return Input(url, name, entry.mark, entry.is_folder)
@@ -158,7 +158,7 @@ def _check_left(found: Iterable[object], pattern: str, into: str) -> None:
 
 
 def _folder_mark(path: str) -> Mark:
-    from ckptkit.remote.listing import merged
+    from ckptkit.remote.files import merged
 
     marks: dict[str, Mark] = {}
     for folder, _, names in os.walk(path):

@@ -92,11 +92,11 @@ class _Local:
 
 class _Remote:
     def __init__(self, into: str) -> None:
-        from ckptkit.remote import listing
+        from ckptkit.remote import files
 
         self._into = into
         self._url = urls.in_folder(into, NAME)
-        self.done = _parse(listing.read_small(self._url))
+        self.done = _parse(files.read_small(self._url))
         self._changed = False
         self._next = monotonic() + PAUSE
 
@@ -111,17 +111,17 @@ class _Remote:
         """Write it, if there is something new."""
         if not self._changed:
             return
-        from ckptkit.remote import listing
+        from ckptkit.remote import files
 
         started = monotonic()
-        listing.write_small(self._url, _text(self.done.values()))
+        files.write_small(self._url, _text(self.done.values()))
         self._changed = False
         self._next = monotonic() + max(PAUSE, SHARE * (monotonic() - started))
 
     def marks(self, outputs: Iterable[str]) -> dict[str, Mark]:
-        from ckptkit.remote import listing
+        from ckptkit.remote import files
 
-        found = listing.below(self._into)
+        found = files.below(self._into)
         return {name: found[name] for name in outputs if name in found}
 
 

@@ -1,0 +1,503 @@
+"""Transports of byte ranges: HTTP, or any other file system of fsspec.
+
+HTTP requests are made directly, through fsspec's session, because their statuses and headers
+matter: the first answer gives size, identity and whether the server supports ranges (a HEAD request
+would not, and signed URLs refuse it), and every later one whether the file is still the same. An
+interrupted transfer is continued where it broke.
+
+Failures of networks and servers become errors with hints. The libraries below fsspec raise errors
+of any class, whose texts may hold the URL with its secrets: their statuses, reasons and classes are
+used here, and their texts are shown only where the URL has no secret.
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import datetime
+from typing import Any
+
+from ckptkit.core.bytesource import Identity
+from ckptkit.core.errors import (
+    CkptkitError,
+    InputChangedError,
+    InputError,
+    MissingFileError,
+    OutputError,
+    PathError,
+)
+from ckptkit.core.urls import shown, without_query
+
+HEAD = 64 << 10  # bytes of the first request
+WHOLE = 64 << 20  # bytes up to which a file is fetched whole from a server without ranges
+PAGE = 1 << 20  # bytes fetched of a file without a length: often a page with an error message
+PROGRESS = 64 << 10  # bytes that make an attempt a success, even if the connection broke then
+TRIES = 5  # attempts in a row without progress
+TOLD = 12  # attempts, where the server says when to try again
+PAUSE = 0.25  # seconds before the second attempt, twice as many before each later one
+LONGEST = 30  # seconds before the next attempt at most, whatever the server says
+SILENCE = 60  # seconds without a byte before a connection counts as broken
+PATIENCE = 150  # seconds without progress after which there is no other attempt
+SLOWEST = 4096  # bytes a second, below which a request counts as broken in the end
+SLOWEST_STORED = 64 << 10  # the same, where nothing of an answer is seen before its end
+
+# Fields that distinguish versions of a file, in a listing as well as for a single file.
+VERSION = (
+    "ETag", "etag", "md5Hash", "checksum", "sha", "blob_id", "generation", "mtime",
+    "LastModified", "last_modified", "updated", "created",
+)  # fmt: skip
+_RANGE = re.compile(r"bytes (\d{1,20})-(\d{1,20})/(\d{1,20})")
+
+
+class Transport(ABC):
+    """One remote file. `head` holds the first bytes, as many as opening it returned."""
+
+    url: str
+    size: int
+    identity: Identity
+    head: bytes = b""
+    compares_answers = False  # True if every answer says whether the file is still the same
+
+    def fetch(self, start: int, stop: int) -> bytes:
+        """Return bytes `start` to `stop` of the file; broken transfers are continued.
+
+        Raises InputError if the network fails, InputChangedError if the file is another one.
+        """
+        data = bytearray()
+        failures, since = 0, time.monotonic()
+        while len(data) < stop - start:
+            before = len(data)
+            reason: Exception = ConnectionError("the answer is too short")
+            try:
+                self._fetch(start + before, stop, data)
+            except Exception as error:
+                reason = error
+            if len(data) < stop - start:
+                if len(data) - before >= PROGRESS:
+                    failures, since = 0, time.monotonic()
+                failures += 1
+                self._pause(failures, since, reason, opening=False)
+        return bytes(data)
+
+    def _pause(self, failures: int, since: float, reason: Exception, *, opening: bool) -> None:
+        """Wait before the next attempt; the attempts `since` that time made no progress.
+
+        Raises the translated `reason` where a retry would not help, or after too many or too long.
+        """
+        wait = reason.after if isinstance(reason, Status) else None
+        tries = TRIES if wait is None else TOLD
+        late = time.monotonic() - since > PATIENCE
+        if failures >= tries or late or not passing(reason):
+            raise refused(reason, self.url, opening=opening) from presentable(reason, self.url)
+        time.sleep(PAUSE * 2 ** (failures - 1) if wait is None else min(wait, LONGEST))
+
+    @abstractmethod
+    def _fetch(self, start: int, stop: int, into: bytearray) -> None:
+        """Append bytes `start` to `stop`, or as many as arrived before the transfer broke."""
+
+    @abstractmethod
+    def look(self) -> Identity:
+        """Return the identity that the file has now. Raises what opening it raises."""
+
+    def close(self) -> None:  # noqa: B027 - most keep nothing open
+        """Release what is kept open."""
+
+
+class Http(Transport):
+    """A file on an HTTP server.
+
+    Raises the errors of :func:`refused` for the server's answers, InputError if it sends no ranges
+    of a large file.
+    """
+
+    compares_answers = True
+
+    def __init__(self, fs: Any, url: str) -> None:
+        self.url = url
+        self._fs = fs
+        head = bytearray()
+        status, self.size, self.identity = self._open(head)
+        self.head, self._whole = bytes(head), status == 200
+        if self.size < 0 and len(self.head) < PAGE:
+            self.size = len(self.head)
+        if self._whole and len(self.head) != self.size:
+            why = f"{self.size:,} bytes are too many"
+            if self.size < 0:
+                why = "it does not say how many bytes there are"
+            raise InputError(
+                f"its server sends whole files only, no ranges, and {why}",
+                where=shown(url),
+                hint=_fetch_it(url),
+            )
+
+    def look(self) -> Identity:
+        return self._open(bytearray(), 1)[2]
+
+    def _open(self, into: bytearray, wanted: int = HEAD) -> tuple[int, int, Identity]:
+        """Append the first bytes; return the answer's status, and the file's size and identity."""
+        failures, since = 0, time.monotonic()
+        while True:
+            try:
+                return self._ask(0, wanted, into)
+            except Exception as error:
+                into.clear()
+                failures += 1
+                self._pause(failures, since, error, opening=True)
+
+    def _fetch(self, start: int, stop: int, into: bytearray) -> None:
+        if self._whole:
+            into += self.head[start:stop]
+        else:
+            self._ask(start, stop, into, self.identity)
+
+    def _ask(
+        self, start: int, stop: int, into: bytearray, known: Identity | None = None
+    ) -> tuple[int, int, Identity]:
+        from fsspec.asyn import sync
+
+        found: tuple[int, int, Identity] = sync(self._fs.loop, self._get, start, stop, into, known)
+        return found
+
+    async def _get(
+        self, start: int, stop: int, into: bytearray, known: Identity | None
+    ) -> tuple[int, int, Identity]:
+        """Append a range of the file, or as many bytes as arrive before the connection breaks.
+
+        `known` is the identity of the file that was opened; None: this is the first request.
+        """
+        import aiohttp
+
+        session = await self._fs.set_session()
+        options = dict(self._fs.kwargs)
+        # Compressed, the bytes of a range would be others.
+        ranged = {
+            **options.pop("headers", {}),
+            "Range": f"bytes={start}-{stop - 1}",
+            "Accept-Encoding": "identity",
+        }
+        longest = 2 * SILENCE + (stop - start) / SLOWEST
+        patience = aiohttp.ClientTimeout(total=longest, sock_connect=SILENCE, sock_read=SILENCE)
+        url = self._fs.encode_url(self.url)
+        async with session.get(url, headers=ranged, **{"timeout": patience, **options}) as response:
+            status, size, identity = self._judge(response.status, response.headers, start, known)
+            wanted = stop - start
+            if known is None and status == 200 and wanted > 1:
+                # No ranges: the file is fetched whole if it is small, or looks like a page.
+                wanted = PAGE if size < 0 else size if size <= WHOLE else 0
+            elif known is None:
+                wanted = min(wanted, size)
+            end = len(into) + wanted
+            while len(into) < end:
+                piece = await response.content.read(end - len(into))
+                if not piece:
+                    break
+                into += piece
+            return status, size, identity
+
+    def _judge(
+        self, status: int, headers: Mapping[str, str], start: int, known: Identity | None
+    ) -> tuple[int, int, Identity]:
+        """Return status, size (-1 while unknown) and identity. Raises if the answer is unusable."""
+        where = shown(self.url)
+        if status == 206:
+            found = _RANGE.fullmatch(headers.get("Content-Range", ""))
+            if found is None or int(found[1]) != start:
+                raise InputError("its server does not send the requested range", where=where)
+            size = int(found[3])
+        elif status == 200:
+            length = headers.get("Content-Length", "")
+            size = int(length) if length.isdecimal() and len(length) < 20 else -1
+        elif status == 416 and known is None and headers.get("Content-Range") == "bytes */0":
+            size = 0
+        else:
+            after = headers.get("Retry-After", "")
+            raise Status(status, int(after) if after.isdecimal() and len(after) < 9 else None)
+        identity = ("http", size, headers.get("ETag", ""), headers.get("Last-Modified", ""))
+        if known is not None and identity != known:
+            raise InputChangedError(
+                "changed while it was read", where=where, hint="run the command again"
+            )
+        if known is not None and status == 200:
+            raise InputError(
+                "its server stopped sending ranges", where=where, hint=_fetch_it(self.url)
+            )
+        return status, size, identity
+
+
+def _fetch_it(url: str) -> str:
+    return f"fetch it first: curl -O '{shown(url)}'"
+
+
+class Stored(Transport):
+    """A file in any other file system that fsspec knows."""
+
+    def __init__(self, fs: Any, path: str, url: str, info: Mapping[str, Any]) -> None:
+        if not isinstance(info.get("size"), int):
+            raise InputError(
+                "its size is not known", where=shown(url), hint="copy it to a local file first"
+            )
+        self.url = url
+        self.size = info["size"]
+        self.identity = _version(info)
+        self._fs = fs
+        self._path = path
+        self._file: Any = None
+        self._lock = threading.Lock()
+
+    def look(self) -> Identity:
+        return _version(information(self._fs, self._path, self.url))
+
+    def _fetch(self, start: int, stop: int, into: bytearray) -> None:
+        if self._fs.async_impl:  # one request for this range, and several of them at a time
+            seconds = SILENCE + (stop - start) / SLOWEST_STORED
+            into += _within(seconds, self._fs, "cat_file", self._path, start=start, end=stop)
+            return
+        with self._lock:
+            if self._file is None:
+                self._file = self._fs.open(self._path, "rb", cache_type="none")
+            self._file.seek(start)
+            into += self._file.read(stop - start)
+
+    def close(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
+
+
+def _within(seconds: float, fs: Any, name: str, *args: object, **options: object) -> Any:
+    """Call a method of a file system. Raises TimeoutError after `seconds`, if it is asynchronous.
+
+    Libraries of stores repeat a request several times, each with a time limit of its own.
+    """
+    if not fs.async_impl:
+        return getattr(fs, name)(*args, **options)
+    from fsspec.asyn import sync
+
+    return sync(fs.loop, getattr(fs, f"_{name}"), *args, timeout=seconds, **options)
+
+
+def information(fs: Any, path: str, url: str) -> Mapping[str, Any]:
+    """Return what a file system reports about a file or folder now."""
+    with translated(url):
+        fs.invalidate_cache(path)
+        found: Mapping[str, Any] = _within(PATIENCE, fs, "info", path)
+    return found
+
+
+def _version(info: Mapping[str, Any]) -> Identity:
+    return (
+        "stored",
+        info["size"],
+        *(f"{key}={moment(info[key])}" for key in VERSION if info.get(key)),
+    )
+
+
+def moment(value: object) -> object:
+    """Return a time as seconds, other values as they are.
+
+    Some file systems give times in one form in a listing and in another for a file.
+    """
+    return value.timestamp() if isinstance(value, datetime) else value
+
+
+# The package to install for a scheme; for others, the message of fsspec names one.
+_PACKAGES = {
+    "http": "aiohttp", "https": "aiohttp", "s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs",
+    "gcs": "gcsfs", "hf": "huggingface_hub", "az": "adlfs", "abfs": "adlfs", "abfss": "adlfs",
+    "oci": "ocifs", "oss": "ossfs", "sftp": "paramiko", "ssh": "paramiko", "smb": "smbprotocol",
+    "webdav": "webdav4",
+}  # fmt: skip
+_PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})
+_CREDENTIALS = ("NoCredentialsError", "DefaultCredentialsError", "PartialCredentialsError")
+_TYPED = "check the URL and the network"
+
+
+class Status(Exception):
+    """An unexpected status of an HTTP server, and after how many seconds it wants to be asked."""
+
+    def __init__(self, status: int, after: int | None = None) -> None:
+        super().__init__(f"HTTP status {status}")
+        self.status, self.after = status, after
+
+
+class MissingError(MissingFileError):
+    """The URL does not exist."""
+
+
+def passing(error: BaseException) -> bool:
+    """Return whether a retry may help: a connection broke or timed out, or the server is busy."""
+    if _misled(error) is not None:
+        return False
+    status = _status(error)
+    if status is not None:
+        return status in _PASSING
+    names = {each.__name__ for each in type(error).__mro__}
+    if names & {"ClientConnectorError", "InvalidURL"}:
+        return False
+    return bool(names & {"ClientError", "TimeoutError", "ConnectionError", "HTTPClientError"})
+
+
+def refused(error: Exception, url: str, *, opening: bool = True) -> CkptkitError:
+    """Translate an error of a library about `url`, raised on opening or later."""
+    if isinstance(error, CkptkitError):
+        return error
+    name = shown(url)
+    if misled := next(filter(None, map(_misled, _causes(error))), None):
+        return InputError(misled, where=name, hint=_TYPED)
+    status = next((found for each in _causes(error) if (found := _status(each)) is not None), None)
+    missing = isinstance(error, FileNotFoundError) and status is None
+    if missing or status in (404, 410):
+        if opening:
+            return _missing(error, url, name)
+        return InputChangedError("was removed while it was read", where=name)
+    if status in (401, 403) or isinstance(error, PermissionError):
+        answer = f" (HTTP status {status})" if status else ""
+        return PathError(
+            f"access is denied{answer}",
+            where=name,
+            hint="check your credentials, and whether the URL has expired",
+        )
+    if status in (412, 416):
+        return InputChangedError(
+            "changed while it was read", where=name, hint="run the command again"
+        )
+    if status is not None:
+        hint = "the server is busy or broken: try again later" if status in _PASSING else None
+        return InputError(f"the server answers with HTTP status {status}", where=name, hint=hint)
+    return _unreachable(error, url, name)
+
+
+@contextmanager
+def translated(
+    url: str, translation: Callable[[Exception, str], CkptkitError] = refused
+) -> Iterator[None]:
+    """Translate any error about `url` by `refused`, or another `translation`."""
+    try:
+        yield
+    except Exception as error:
+        raise translation(error, url) from presentable(error, url)
+
+
+def presentable(error: Exception, url: str) -> Exception | None:
+    """Return `error` as a cause to chain; None where its text could reveal a secret of `url`."""
+    return error if shown(url) == url else None
+
+
+def not_written(error: Exception, url: str) -> CkptkitError:
+    """Translate an error of a library that failed to write to `url`."""
+    if isinstance(error, CkptkitError):
+        return error
+    known = refused(error, url)
+    return OutputError(f"cannot be written: {known.message}", where=known.where, hint=known.hint)
+
+
+def unknown(error: Exception, url: str) -> CkptkitError:
+    """Translate the error of fsspec where it has no file system for `url`."""
+    scheme = url.rpartition("::")[2].partition("://")[0].lower()
+    name = shown(url)
+    if isinstance(error, ImportError):
+        package = _PACKAGES.get(scheme)
+        hint = f"pip install {package}" if package else str(error)
+        return PathError(
+            f"{scheme}:// needs a package that is not installed", where=name, hint=hint
+        )
+    from fsspec.registry import known_implementations, registry
+
+    is_known = scheme in registry or scheme in known_implementations
+    if isinstance(error, ValueError) and not is_known:
+        return PathError(
+            f"no file system is known for {scheme}://",
+            where=name,
+            hint="fsspec lists those it knows",
+        )
+    return refused(error, url)
+
+
+def _misled(error: BaseException) -> str | None:
+    """Describe what is wrong with a server's redirection, None if nothing is."""
+    names = {each.__name__ for each in type(error).__mro__}
+    if "TooManyRedirects" in names:
+        return "its server redirects from one place to the next without end"
+    if names & {"RedirectClientError", "NonHttpUrlClientError"}:
+        return "its server redirects to a URL that is not http or https, which is not followed"
+    return None
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _status(error: BaseException) -> int | None:
+    """Return the status that a server answered with, None for other failures."""
+    if _is_malformed(error):
+        return None
+    status = getattr(error, "status", None)
+    answer = getattr(error, "response", None)
+    if status is None and isinstance(answer, dict):  # botocore: s3fs
+        status = answer.get("ResponseMetadata", {}).get("HTTPStatusCode")
+    elif status is None:  # requests: huggingface_hub
+        status = getattr(answer, "status_code", None)
+    return status if isinstance(status, int) else None
+
+
+def _is_malformed(error: BaseException) -> bool:
+    """Return whether aiohttp could not parse an answer; the status 400 of its error is its own."""
+    return "HttpProcessingError" in (each.__name__ for each in type(error.__cause__).__mro__)
+
+
+def _code(error: BaseException) -> object:
+    """Return the code of an error of S3, None for others."""
+    answer = getattr(error, "response", None)
+    return answer.get("Error", {}).get("Code") if isinstance(answer, dict) else None
+
+
+def _missing(error: Exception, url: str, name: str) -> CkptkitError:
+    if any(_code(each) == "NoSuchBucket" for each in _causes(error)):
+        bucket = without_query(url).partition("://")[2].partition("/")[0]
+        return MissingError(f"there is no bucket {bucket}", where=name)
+    return MissingError("does not exist", where=name)
+
+
+def _unreachable(error: Exception, url: str, name: str) -> CkptkitError:
+    for each in _causes(error):
+        if type(each).__name__ in _CREDENTIALS:
+            return PathError(
+                "needs credentials, and there are none",
+                where=name,
+                hint="set them as for the service's own tools; "
+                "FSSPEC_S3_ANON=true reads public buckets of S3",
+            )
+        reason = getattr(each, "os_error", each)
+        if isinstance(reason, socket.gaierror):
+            return PathError(
+                "its host is not known: " + (reason.strerror or "no address"),
+                where=name,
+                hint=_TYPED,
+            )
+        if isinstance(reason, ConnectionRefusedError):
+            return PathError("its host refuses the connection", where=name, hint=_TYPED)
+    if passing(error):
+        return InputError(
+            f"the connection broke: {_text(error, url)}", where=name, hint="try again later"
+        )
+    return InputError(f"cannot be read: {_text(error, url)}", where=name)
+
+
+def _text(error: Exception, url: str) -> str:
+    """Return the library's message, or its class alone where the text could reveal a secret."""
+    if _is_malformed(error):
+        return "the server's answer does not follow HTTP"
+    if isinstance(error, TimeoutError):
+        return "the server sends nothing more"
+    lines = str(error).strip().splitlines()
+    line = lines[0] if lines and shown(url) == url else ""
+    return f"{type(error).__name__}: {line}" if line else type(error).__name__
