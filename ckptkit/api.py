@@ -10,12 +10,23 @@ from functools import partial
 from typing import TYPE_CHECKING, TypedDict, TypeVar, Unpack
 
 from ckptkit import formats
-from ckptkit.core import arguments, urls
+from ckptkit.core import arguments
 from ckptkit.core.bytesource import ByteSource, Folder, Memory, Range
 from ckptkit.core.checkpoint import Checkpoint, Source, opened
 from ckptkit.core.errors import ArgumentError, CkptkitError, UsageError
 from ckptkit.core.plan import OutputFile, Patch, Plan
-from ckptkit.core.text import argument, guess, output_name, shell_command, some, typed
+from ckptkit.core.text import (
+    argument,
+    guess,
+    in_folder,
+    is_url,
+    output_name,
+    shell_command,
+    shown_url,
+    some,
+    typed,
+    without_query,
+)
 from ckptkit.core.tree import Node, collector_paused, walk
 from ckptkit.core.weights import has_tensors
 from ckptkit.formats.format import RECOVER, Asked, Format, Probe, Recovered, WriteOptions
@@ -24,8 +35,8 @@ from ckptkit.formats.opening import open_place, steady
 if TYPE_CHECKING:
     from concurrent.futures import Executor
 
-    from ckptkit.publish.checking import DamageError
-    from ckptkit.publish.write import Published
+    from ckptkit.publish.preflight import DamageError
+    from ckptkit.publish.publish import Published
 
 PathLike = str | os.PathLike[str]
 T = TypeVar("T")
@@ -134,7 +145,7 @@ def _place(source: object) -> ByteSource | Folder:
     if isinstance(source, (bytes, bytearray, memoryview)):
         return Memory(bytes(source), "<bytes>")
     if hasattr(source, "read") and hasattr(source, "seek"):
-        from ckptkit.core.file_objects import FileObject
+        from ckptkit.core.bytesource import FileObject
 
         return FileObject(source)  # type: ignore[arg-type]
     return open_place(arguments.path("source", source))
@@ -313,14 +324,14 @@ def _in_folder(path: str, checkpoint: Checkpoint, format: Format) -> str:
 
     So does `cp`.
     """
-    is_url = urls.is_url(path)
-    is_folder = path.endswith((os.sep, "/")) or (not is_url and os.path.isdir(path))
-    source = urls.without_query(checkpoint.name or "").replace(os.sep, "/")
+    remote = is_url(path)
+    is_folder = path.endswith((os.sep, "/")) or (not remote and os.path.isdir(path))
+    source = without_query(checkpoint.name or "").replace(os.sep, "/")
     name = source.rstrip("/").rpartition("/")[2]
     if format.is_folder or not is_folder or name in ("", ".", "..") or name.startswith("<"):
         return path
     name = formats.named(name, format.suffixes)
-    return urls.in_folder(path, name) if is_url else os.path.join(path, name)
+    return in_folder(path, name) if remote else os.path.join(path, name)
 
 
 def _with_sidecars(checkpoint: Checkpoint, folder: Folder) -> tuple[Checkpoint, tuple[str, ...]]:
@@ -421,7 +432,7 @@ def _patch(
     before: Checkpoint, after: Checkpoint, format: Format, options: WriteOptions
 ) -> Patch | None:
     """Return the in-place edit of the file, None if it must be written anew."""
-    from ckptkit.publish.patching import can_patch, fits
+    from ckptkit.publish.in_place import can_patch, fits
 
     if format.name != before.format or before.name is None or not can_patch(before.name):
         return None
@@ -433,9 +444,9 @@ def _patch(
 def _apply(
     checkpoint: Checkpoint, patch: Patch, format: Format, dry_run: bool, publishing: Publishing
 ) -> Conversion:
-    from ckptkit.publish import patching
+    from ckptkit.publish import in_place
 
-    done = patching.apply(
+    done = in_place.apply(
         patch,
         verify=publishing.get("verify", False),
         progress=publishing.get("progress"),
@@ -488,8 +499,8 @@ def _publish(
     if others is not None:
         files, notes = (*plan.files, *others.files), (*plan.notes, *others.notes)
         plan = replace(plan, files=files, notes=notes)
-    from ckptkit.publish.checking import DamageError  # not needed for reading
-    from ckptkit.publish.write import publish
+    from ckptkit.publish.preflight import DamageError  # not needed for reading
+    from ckptkit.publish.publish import publish
 
     options = request.publishing
     if replace_source:
@@ -510,7 +521,7 @@ def _publish(
         checkpoint,
         plan,
         format.name,
-        urls.shown(os.fspath(path)),
+        shown_url(os.fspath(path)),
         None if request.dry_run else published,
     )
 

@@ -25,8 +25,7 @@ from click.testing import CliRunner, Result
 
 from ckptkit.cli import main
 from ckptkit.core.errors import FormatError
-from ckptkit.publish.journal import parse
-from ckptkit.publish.patching import journals_of
+from ckptkit.publish.in_place import journals_of, parse
 from tests.hints import commands_in
 
 PER_MESSAGE = 3

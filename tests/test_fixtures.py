@@ -25,8 +25,8 @@ import ckptkit
 from ckptkit.cli import main
 from ckptkit.core.dtypes import TABLE
 from ckptkit.core.errors import AmbiguousError, UnsupportedError
-from ckptkit.core.grouping import merge_all
 from ckptkit.core.tensor import Tensor
+from ckptkit.core.text import merge_all
 from ckptkit.core.tree import join, nodes
 from ckptkit.core.weights import as_tensor
 from fixtures.make import FIXTURES, KEPT, NET, kept, versions

@@ -16,9 +16,9 @@ from ckptkit.compute import slabs, stream
 from ckptkit.core.bytesource import Derived, LocalFile, Memory, Range
 from ckptkit.core.errors import InputChangedError
 from ckptkit.core.plan import Deferred, OutputFile, Summed
-from ckptkit.publish import copying, spreading
-from ckptkit.publish.tasks import cut
-from ckptkit.publish.write import _compare
+from ckptkit.publish import copying, parallel_write
+from ckptkit.publish.copying import cut
+from ckptkit.publish.publish import _compare
 
 DTYPES = {1: "u1", 2: "<u2", 4: "<u4", 8: "<u8", 16: "<c16"}
 
@@ -28,7 +28,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     small = {"LEAST": 1, "BLOCK": 6_000, "COLUMNS": 40, "PAGE": 32, "_AT_ONCE": 7, "_ROWS": 16}
     for name, value in small.items():
         monkeypatch.setattr(slabs, name, value)
-    monkeypatch.setattr(spreading, "THREAD_TASK", 10_000)
+    monkeypatch.setattr(parallel_write, "THREAD_TASK", 10_000)
 
 
 class Counting(LocalFile):
@@ -178,7 +178,7 @@ def written(folder: Path, segments: list[Any]) -> bytes:
     path = folder / "out"
     path.write_bytes(b"")
     with ThreadPoolExecutor(2) as threads:
-        (sums,) = spreading.execute([(str(path), segments)], threads, lambda count: None)
+        (sums,) = parallel_write.execute([(str(path), segments)], threads, lambda count: None)
     _compare(str(path), OutputFile("", tuple(segments)), sums)
     return path.read_bytes()
 

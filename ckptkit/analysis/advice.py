@@ -6,9 +6,8 @@ from collections.abc import Iterator, Sequence
 from itertools import repeat
 
 from ckptkit.analysis.summary import Summary
-from ckptkit.core.grouping import flatten
-from ckptkit.core.notices import RUNS_CODE, coded
-from ckptkit.core.text import NAMES, argument, output_name, shell_command, some
+from ckptkit.core.errors import RUNS_CODE, coded
+from ckptkit.core.text import NAMES, argument, flatten, output_name, shell_command, some
 from ckptkit.core.tree import join
 from ckptkit.core.weights import WRAPPERS
 from ckptkit.formats.format import ASKED

@@ -10,8 +10,7 @@ from typing import NamedTuple
 
 from ckptkit import compute
 from ckptkit.compute.threads import ordered
-from ckptkit.core.bytesource import Extent, Memory, Range, leaves
-from ckptkit.core.checksum import crc32, crc32_combine
+from ckptkit.core.bytesource import Extent, Memory, Range, crc32, crc32_combine, leaves
 from ckptkit.core.errors import AmbiguousError, FormatError, InputError, TensorError
 from ckptkit.core.tensor import Tensor
 from ckptkit.core.text import mismatch

@@ -14,8 +14,8 @@ from typing import Any
 
 from ckptkit.analysis import config_diffusers
 from ckptkit.analysis.config_field import Compared
-from ckptkit.core.grouping import flatten
 from ckptkit.core.tensor import Tensor
+from ckptkit.core.text import flatten
 
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 HIDDEN = ("hidden_size", "n_embd", "d_model", "dim")

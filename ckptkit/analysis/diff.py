@@ -23,7 +23,7 @@ from ckptkit.core.text import escape, plural, some
 
 if TYPE_CHECKING:
     from ckptkit.analysis.json_types import DiffFacts
-    from ckptkit.core.fold import Modules
+    from ckptkit.core.text import Modules
 
 LEVELS = 4  # dotted parts that a prefix may have
 
@@ -380,7 +380,7 @@ def _names(
 
 def _modules(*sides: Mapping[str, Tensor] | Mapping[str, tuple[str, Shape]]) -> Modules:
     """Return the kinds of the modules of both sides; dtypes, which may differ, do not count."""
-    from ckptkit.core.fold import Modules
+    from ckptkit.core.text import Modules
 
     shapes: dict[tuple[str, str, int], None] = {}
     for side in sides:

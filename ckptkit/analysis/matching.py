@@ -24,8 +24,8 @@ from typing import NamedTuple, TypeVar
 from ckptkit.analysis.families import INDICES, NONE, NUMBERS, Family, Parts, families
 from ckptkit.analysis.renaming import Rule, Rules
 from ckptkit.analysis.similarity import similarity
-from ckptkit.core.grouping import flatten
 from ckptkit.core.tensor import Shape
+from ckptkit.core.text import flatten
 
 T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)

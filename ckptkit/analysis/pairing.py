@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 from ckptkit.analysis.matching import Kind, Matching, Renamed, match, sure
 from ckptkit.analysis.renaming import Rule
-from ckptkit.core.grouping import without
 from ckptkit.core.tensor import Shape
+from ckptkit.core.text import without
 
 Shapes = Mapping[str, "Shape | None"]  # None: not a tensor, or one whose shape is not known yet
 

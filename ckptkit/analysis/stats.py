@@ -21,10 +21,9 @@ from ckptkit.analysis import summary
 from ckptkit.compute import ElementRange, Tally, threads
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError, TensorError
-from ckptkit.core.fold import Modules, ranges
-from ckptkit.core.grouping import flatten
 from ckptkit.core.plan import sources
 from ckptkit.core.tensor import Shape, Tensor
+from ckptkit.core.text import Modules, flatten, ranges
 
 Key = tuple[object, ...]
 

@@ -17,8 +17,7 @@ from ckptkit import quantized
 from ckptkit.analysis.values import Plain, inner_file, plain
 from ckptkit.core.bytesource import ByteSource
 from ckptkit.core.checkpoint import Checkpoint
-from ckptkit.core.errors import AmbiguousError, CkptkitError
-from ckptkit.core.notices import RUNS_CODE, Notice
+from ckptkit.core.errors import RUNS_CODE, AmbiguousError, CkptkitError, Notice
 from ckptkit.core.tensor import Storage, Tensor, TypedStorage
 from ckptkit.core.text import and_more, matcher, plural
 from ckptkit.core.tree import Global, Node, Object, Path, join, walk

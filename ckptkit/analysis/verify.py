@@ -14,8 +14,14 @@ from ckptkit.compute.nonfinite import nonfinite
 from ckptkit.compute.threads import ordered
 from ckptkit.core.bytesource import ByteSource, Folder
 from ckptkit.core.checkpoint import Checkpoint
-from ckptkit.core.errors import AmbiguousError, CkptkitError, TensorError, TruncatedError
-from ckptkit.core.notices import NO_CHECKSUM, coded
+from ckptkit.core.errors import (
+    NO_CHECKSUM,
+    AmbiguousError,
+    CkptkitError,
+    TensorError,
+    TruncatedError,
+    coded,
+)
 from ckptkit.core.tensor import Tensor
 from ckptkit.core.text import some
 from ckptkit.formats.common.damage import tensors

@@ -24,8 +24,7 @@ import click
 from ckptkit.cli import render
 from ckptkit.core import __version__
 from ckptkit.core.errors import CkptkitError, InputError, UsageError, address_space, foreseen
-from ckptkit.core.grouping import merge_all
-from ckptkit.core.text import on_command_line, shell_command
+from ckptkit.core.text import merge_all, on_command_line, shell_command
 
 _PACKAGE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
 # The commands, in the groups and the order in which --help lists them, each with its topic of the

@@ -14,10 +14,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import click
 
 from ckptkit.cli import edit_report, options, render
-from ckptkit.core import urls
 from ckptkit.core.errors import CkptkitError, InputError
-from ckptkit.core.grouping import without
-from ckptkit.core.text import and_more, on_command_line
+from ckptkit.core.text import and_more, on_command_line, shown_url, without
 
 if TYPE_CHECKING:
     from ckptkit.api import Conversion
@@ -295,14 +293,14 @@ class _Report:
     def _sentence(self) -> str:
         count = self._states.get
         parts = [f"{verb} {count(state, 0):,}" for state, verb in _STATES if count(state)]
-        sentence = f"{self._name} into {urls.shown(self._into)}: {', '.join(parts)}"
+        sentence = f"{self._name} into {shown_url(self._into)}: {', '.join(parts)}"
         return f"{sentence}; {render.size(self._size)}" if self._size else sentence
 
     def _json(self, jobs: Sequence[Job]) -> dict[str, Any]:
         return {
             "schema": SCHEMA,
             "command": self._name,
-            "into": urls.shown(self._into),
+            "into": shown_url(self._into),
             "dry_run": self._given["dry_run"],
             "counts": {state: self._states.get(state, 0) for state, _ in _STATES},
             "size": self._size,
@@ -321,7 +319,7 @@ _STATES = (
 
 
 def _facts(job: Job, outcome: Outcome) -> dict[str, Any]:
-    file = urls.shown(job.input.path)
+    file = shown_url(job.input.path)
     error = None
     if outcome.error is not None:
         from ckptkit.analysis.view_model.as_json import failure

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 import click
 
 from ckptkit.cli import options, render
-from ckptkit.core import urls
 from ckptkit.core.errors import UsageError
-from ckptkit.core.text import argument, shell_command
+from ckptkit.core.text import argument, shell_command, shown_url
 
 if TYPE_CHECKING:
     from ckptkit.diagnosis.cause import Cause
@@ -46,7 +45,7 @@ def command(file: str, key: str | None) -> int:
     from ckptkit.views.browser.contents import Contents
 
     with closing(open_checkpoint(file, key=key)) as checkpoint:
-        contents = Contents(checkpoint, urls.shown(file), key)
+        contents = Contents(checkpoint, shown_url(file), key)
         gc.enable()  # which main() does without: this one may run for long
         left = Browser(contents, partial(_diagnose, file, key, ASKED.get())).run()
     if left is not None:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import click
 from click.shell_completion import CompletionItem
 
-from ckptkit.core.grouping import flatten
+from ckptkit.core.text import flatten
 
 if TYPE_CHECKING:
     from ckptkit.core.checkpoint import Checkpoint

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckptkit.cli import options, render
-from ckptkit.core import urls
+from ckptkit.core.text import shown_url
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -76,8 +76,8 @@ def command(as_json: bool, write_map: str | None, force: bool, **asked: Any) -> 
     """
     found = _compare(**asked)
     if as_json:
-        other = None if asked["b"] is None else urls.shown(asked["b"])
-        render.emit_json(_facts(found, urls.shown(asked["a"]), other, asked["spec"]))
+        other = None if asked["b"] is None else shown_url(asked["b"])
+        render.emit_json(_facts(found, shown_url(asked["a"]), other, asked["spec"]))
     else:
         from ckptkit.cli import diff_text
 
@@ -85,7 +85,7 @@ def command(as_json: bool, write_map: str | None, force: bool, **asked: Any) -> 
     if write_map is not None and not found.renamed:
         render.note("no key looks renamed: wrote no map")
     elif write_map is not None:
-        _write_map(found, write_map, force, urls.shown(asked["a"]), asked["key"])
+        _write_map(found, write_map, force, shown_url(asked["a"]), asked["key"])
     return 0 if found.equal else DIFFERENT
 
 
@@ -95,7 +95,7 @@ def _write_map(found: Diff, path: str, force: bool, name: str, key: str | None) 
 
     from ckptkit.analysis.advice import rename
     from ckptkit.core.plan import OutputFile, Plan
-    from ckptkit.publish.write import publish
+    from ckptkit.publish.publish import publish
 
     data = dumps({pair.old: pair.new for pair in found.renamed}, indent=1).encode() + b"\n"
     publish(Plan((OutputFile("", (data,)),)), path, force=force)
@@ -132,14 +132,14 @@ def _compare(
             sides = (first, second) if stored else look_through_both(first, second)
             from ckptkit.cli.progress import Progress
 
-            with Progress(f"comparing {urls.shown(a)}", _nbytes(sides, everything)) as progress:
+            with Progress(f"comparing {shown_url(a)}", _nbytes(sides, everything)) as progress:
                 return compare_checkpoints(
                     *sides,
                     everything=everything,
                     values=values,
                     atol=atol,
                     rtol=rtol,
-                    name=urls.shown(a),
+                    name=shown_url(a),
                     progress=progress,
                 )
         if values or everything or atol is not None or rtol is not None:
@@ -148,7 +148,7 @@ def _compare(
         from ckptkit.loading.comparing import against_model
 
         assert spec is not None
-        return against_model(first, built(spec, args), urls.shown(a), stored=stored)
+        return against_model(first, built(spec, args), shown_url(a), stored=stored)
 
 
 def _nbytes(sides: Sequence[Checkpoint], everything: bool) -> int:

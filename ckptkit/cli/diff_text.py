@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from ckptkit.analysis.diff import Diff
 from ckptkit.analysis.view_model import Table, differences
 from ckptkit.cli.render import labelled, listed, plural, table, terminal_width, wrapped
-from ckptkit.core.grouping import flatten
+from ckptkit.core.text import flatten
 
 
 def lines(found: Diff) -> Iterator[str]:

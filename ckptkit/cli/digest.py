@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckptkit.cli import options, render
-from ckptkit.core import urls
 from ckptkit.core.errors import CkptkitError, InputError
+from ckptkit.core.text import shown_url
 
 if TYPE_CHECKING:
     from ckptkit.analysis.digests import Digests, Matches
@@ -115,12 +115,12 @@ def _each(
         try:
             with (
                 reading(file, key=key) as checkpoint,
-                Progress(f"reading {urls.shown(file)}") as progress,
+                Progress(f"reading {shown_url(file)}") as progress,
             ):
                 seen = _seen(checkpoint, dequantize, file)
                 found = digest(seen, everything=everything, matches=matches, progress=progress)
         except CkptkitError as error:
-            error.at(urls.shown(file))
+            error.at(shown_url(file))
             if len(files) == 1:
                 raise
             render.error(str(error), error.hint)
@@ -128,9 +128,9 @@ def _each(
             yield file, "", error
             continue
         for name, why in found.without.items():
-            render.warn(f"{urls.shown(file)}: left out: {name}: {why}")
+            render.warn(f"{shown_url(file)}: left out: {name}: {why}")
         if not found.tensors and matches is not None:
-            render.warn(f"{urls.shown(file)}: no tensor name matches --keys")
+            render.warn(f"{shown_url(file)}: no tensor name matches --keys")
         yield checkpoint.name or "", checkpoint.format, found
 
 
@@ -154,7 +154,7 @@ def _seen(checkpoint: Checkpoint, dtype: str | None, file: str) -> Checkpoint:
     if quantized.find(checkpoint):
         hint = "--dequantize bfloat16 gives those of the weights"
         render.note(
-            f"{urls.shown(file)}: the digests are of codes and scales, as they are stored", hint
+            f"{shown_url(file)}: the digests are of codes and scales, as they are stored", hint
         )
     return checkpoint
 
@@ -170,12 +170,12 @@ def _lines(digests: Digests, path: str | None = None) -> Iterator[str]:
 
 def _write(digests: Digests, path: str, force: bool) -> None:
     from ckptkit.core.plan import OutputFile, Plan
-    from ckptkit.publish.write import publish
+    from ckptkit.publish.publish import publish
 
     data = "".join(f"{line}\n" for line in _lines(digests)).encode()
     publish(Plan((OutputFile("", (data,)),)), path, force=force, allow_expand=True)
     count = render.plural(len(digests.ids), "tensor")
-    render.emit_text(f"wrote {urls.shown(path)}: {count}, {digests.whole}")
+    render.emit_text(f"wrote {shown_url(path)}: {count}, {digests.whole}")
 
 
 def _compare(

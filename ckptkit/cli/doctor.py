@@ -8,8 +8,7 @@ import click
 
 from ckptkit.cli import edit_report, options, render
 from ckptkit.core.errors import InputError, UsageError
-from ckptkit.core.grouping import flatten
-from ckptkit.core.text import shell_word
+from ckptkit.core.text import flatten, shell_word
 from ckptkit.diagnosis.cause import LEVELS, WARNING, at_least
 
 if TYPE_CHECKING:

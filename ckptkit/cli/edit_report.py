@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ckptkit.cli import render
-from ckptkit.core import urls
+from ckptkit.core.text import shown_url
 
 if TYPE_CHECKING:
     from ckptkit.api import Conversion
@@ -137,7 +137,7 @@ def tensors(checkpoint: Checkpoint, plan: Plan | Patch) -> int:
 def _facts(edit: Request, done: Conversion, count: int) -> dict[str, Any]:
     return {
         "schema": SCHEMA,
-        "inputs": list(map(urls.shown, edit.inputs)),
+        "inputs": list(map(shown_url, edit.inputs)),
         "output": done.path,
         "format": done.format,
         "in_place": edit.in_place,

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import click
 
 from ckptkit.cli import options, render
-from ckptkit.core import urls
 from ckptkit.core.errors import CkptkitError, InputError
-from ckptkit.core.text import shell_word
+from ckptkit.core.text import shell_word, shown_url
 
 if TYPE_CHECKING:
     from ckptkit.analysis.summary import Summary, TensorRow
@@ -150,7 +149,7 @@ def _readable(
         except CkptkitError as error:
             if len(files) == 1:
                 raise
-            render.error(str(error.at(urls.shown(file))), error.hint)
+            render.error(str(error.at(shown_url(file))), error.hint)
             failures.append(error)
             if failed is not None:
                 yield failed(error)

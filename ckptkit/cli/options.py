@@ -12,9 +12,9 @@ import click
 
 from ckptkit.cli import edit_report, parsing, render
 from ckptkit.cli.edit_report import SCHEMA
-from ckptkit.core import urls
+from ckptkit.core.bytesource import check_is_name
 from ckptkit.core.errors import UsageError
-from ckptkit.core.paths import check_is_name
+from ckptkit.core.text import is_url
 
 if TYPE_CHECKING:
     from ckptkit.api import Conversion
@@ -205,7 +205,7 @@ class Edit:
             return
         from ckptkit.run import workers
 
-        if urls.is_url(self.dst):
+        if is_url(self.dst):
             render.warn("--workers and --scheduler have no effect on an output at a URL")
             yield None
             return

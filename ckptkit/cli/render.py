@@ -10,10 +10,9 @@ from itertools import groupby, islice
 from typing import Any, TextIO
 
 from ckptkit.core.errors import CkptkitError, OutputError
-from ckptkit.core.grouping import flatten
 from ckptkit.core.text import escape as escape
+from ckptkit.core.text import flatten, message
 from ckptkit.core.text import matcher as matcher
-from ckptkit.core.text import message
 from ckptkit.core.text import plural as plural
 from ckptkit.core.text import shape as shape
 from ckptkit.core.text import size as size

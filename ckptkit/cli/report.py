@@ -10,7 +10,7 @@ import click
 
 from ckptkit.cli import options, render
 from ckptkit.cli.progress import Progress
-from ckptkit.core import urls
+from ckptkit.core.text import shown_url
 
 if TYPE_CHECKING:
     from ckptkit.core.checkpoint import Checkpoint
@@ -107,7 +107,7 @@ def command(
         else:
             data, count = _picture(found[0], kind[1:], by or "parameters", title)
     _publish(data, output, force=force)
-    inputs = [urls.shown(name) for name in (file, other) if name is not None]
+    inputs = [shown_url(name) for name in (file, other) if name is not None]
     facts = {"inputs": inputs, "output": output, "tensor_count": count, "size": len(data)}
     _report(facts, as_json, quiet)
     return 0
@@ -171,7 +171,7 @@ def _page(found: list[Checkpoint], values: bool, everything: bool) -> tuple[byte
     seen = _seen(found, values)
     diff = None
     if len(found) > 1:
-        name = urls.shown(found[0].name or "")
+        name = shown_url(found[0].name or "")
         diff = compare_checkpoints(*found, everything=everything, values=values, name=name)
     other = seen[1] if len(seen) > 1 else None
     shown = facts.facts(seen[0], other, diff, everything=everything)
@@ -197,12 +197,12 @@ def _picture(checkpoint: Checkpoint, kind: str, by: str, title: str | None) -> t
 
     summary = summarize(checkpoint)
     tree = grown(shares(summary, checkpoint.root))
-    name = urls.shown(summary.path).rstrip("/").rpartition("/")[2] if title is None else title
+    name = shown_url(summary.path).rstrip("/").rpartition("/")[2] if title is None else title
     return drawing.treemap(tree, kind, by, name), len(summary.rows)
 
 
 def _publish(data: bytes, path: str, *, force: bool) -> None:
     from ckptkit.core.plan import OutputFile, Plan
-    from ckptkit.publish.write import publish
+    from ckptkit.publish.publish import publish
 
     publish(Plan((OutputFile("", (data,)),)), path, force=force)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ckptkit.cli import render
-from ckptkit.core.grouping import flatten
+from ckptkit.core.text import flatten
 from ckptkit.rules.applying import Done, Report
 from ckptkit.rules.notation import REST
 

@@ -9,7 +9,7 @@ from urllib.parse import quote
 
 from ckptkit.cli.render import escape
 from ckptkit.core import __version__
-from ckptkit.core.urls import is_url
+from ckptkit.core.text import is_url
 from ckptkit.scanning.files import Failure
 from ckptkit.scanning.verdict import (
     CLASSES,

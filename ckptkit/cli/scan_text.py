@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ckptkit.cli.render import escape, paint, wrapped
-from ckptkit.core.grouping import flatten
+from ckptkit.core.text import flatten
 from ckptkit.scanning.files import Failure
 from ckptkit.scanning.verdict import (
     CLASSES,

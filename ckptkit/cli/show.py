@@ -9,10 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 from ckptkit.cli import options, render
-from ckptkit.core import urls
 from ckptkit.core.errors import UsageError
-from ckptkit.core.grouping import flatten
-from ckptkit.core.text import guess
+from ckptkit.core.text import flatten, guess, shown_url
 
 if TYPE_CHECKING:
     from ckptkit.analysis.slices import Picks
@@ -159,14 +157,14 @@ def _all_nonfinite(file: str, key: str | None, stored: bool) -> int:
     found: list[list[str]] = []
     with reading(file, key=key) as checkpoint:
         rows = [row for row in _rows(checkpoint, stored) if _may_be_nonfinite(row.tensor)]
-        with Progress(f"reading {urls.shown(file)}", sum(row.nbytes for row in rows)) as progress:
+        with Progress(f"reading {shown_url(file)}", sum(row.nbytes for row in rows)) as progress:
             for row in rows:
-                lines = list(_nonfinite(Shown(urls.shown(file), row.label, row.tensor, ())))
+                lines = list(_nonfinite(Shown(shown_url(file), row.label, row.tensor, ())))
                 progress(row.nbytes)
                 if len(lines) > 1:
                     found.append(lines)
     what = f"{len(found):,} of {render.plural(len(rows), 'tensor')}" if found else "no tensor"
-    render.emit_text(*flatten(found), f"{urls.shown(file)}: {what} with NaN or infinities")
+    render.emit_text(*flatten(found), f"{shown_url(file)}: {what} with NaN or infinities")
     return 0
 
 
@@ -196,9 +194,9 @@ def _chosen(
     )
     if found is None:
         raise UsageError(
-            f"has no tensor {name!r}", where=urls.shown(file), hint=_instead(name, rows)
+            f"has no tensor {name!r}", where=shown_url(file), hint=_instead(name, rows)
         )
-    return Shown(urls.shown(file), name, found.tensor, parse(index, found.tensor.shape))
+    return Shown(shown_url(file), name, found.tensor, parse(index, found.tensor.shape))
 
 
 def _instead(name: str, rows: list[Any]) -> str | None:

@@ -10,8 +10,7 @@ import click
 from ckptkit.cli import options, render
 from ckptkit.cli.bars import bars
 from ckptkit.cli.progress import Progress
-from ckptkit.core import urls
-from ckptkit.core.text import some
+from ckptkit.core.text import shown_url, some
 
 if TYPE_CHECKING:
     from ckptkit.analysis.stats import Statistics, TensorStats
@@ -90,7 +89,7 @@ def command(
     """
     from ckptkit.analysis import stats
     from ckptkit.api import reading
-    from ckptkit.core.fold import family
+    from ckptkit.core.text import family
     from ckptkit.quantized import look_through
 
     if (as_json and as_csv) or (depth is not None and fold):
@@ -105,7 +104,7 @@ def command(
             text = list(_text(checkpoint, found, _arranged(found, progress, sort), form))
     render.write(text)
     if not as_json:
-        for line, hint in _remarks(found, globs, urls.shown(file), key):
+        for line, hint in _remarks(found, globs, shown_url(file), key):
             render.warn(line, hint)
     return 0
 

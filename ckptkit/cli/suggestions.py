@@ -14,8 +14,7 @@ import click
 
 from ckptkit.cli.options import dequantize_said
 from ckptkit.core.errors import AmbiguousError, CkptkitError, MissingFileError
-from ckptkit.core.text import nearest, shell_command, shell_word
-from ckptkit.core.urls import is_url
+from ckptkit.core.text import is_url, nearest, shell_command, shell_word
 
 # Other words for which people look, and the command that does it, with options.
 WORDS = {

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from ckptkit.analysis.summary import Summary, TensorRow
 from ckptkit.analysis.view_model import Table, contents
 from ckptkit.cli.render import table, wrapped
-from ckptkit.core.grouping import flatten
+from ckptkit.core.text import flatten
 
 SHOWN = 40  # values, objects or metadata entries; --json and --tree show all
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from ckptkit.cli.render import escape, shape
 from ckptkit.core.errors import CkptkitError, InputChangedError
-from ckptkit.core.grouping import flatten
+from ckptkit.core.text import flatten
 from ckptkit.core.tree import join
 
 if TYPE_CHECKING:

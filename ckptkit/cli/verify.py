@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ckptkit.cli import options, render
-from ckptkit.core import urls
 from ckptkit.core.errors import CkptkitError, InputError, UsageError
-from ckptkit.core.text import some
+from ckptkit.core.text import shown_url, some
 
 if TYPE_CHECKING:
     from ckptkit.analysis.digests import Matches
@@ -97,7 +96,7 @@ def _verdicts(
 
     for file in files:
         try:
-            with Progress(f"verifying {urls.shown(file)}") as progress:
+            with Progress(f"verifying {shown_url(file)}") as progress:
                 verdict = verify(
                     file,
                     expected=expected,
@@ -111,7 +110,7 @@ def _verdicts(
         except CkptkitError as error:
             if alone:
                 raise
-            error.at(urls.shown(file))
+            error.at(shown_url(file))
             render.error(str(error), error.hint)
             failures.append(error)
             yield error

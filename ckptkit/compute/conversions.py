@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckptkit.core.errors import UnsupportedError, UsageError
-from ckptkit.core.grouping import owners
+from ckptkit.core.text import owners
 
 _CLASSES = (
     "AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForSeq2SeqLM",

@@ -14,8 +14,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ckptkit.compute import transposing
-from ckptkit.core.bytesource import Derived, LocalFile
-from ckptkit.core.checksum import reading
+from ckptkit.core.bytesource import Derived, LocalFile, reading
 
 if TYPE_CHECKING:
     import numpy as np

@@ -10,7 +10,7 @@ from ckptkit.compute.floats import decode, encode, is_decoded
 from ckptkit.core import dtypes
 from ckptkit.core.bytesource import Derived, Pending, Record
 from ckptkit.core.dtypes import DType
-from ckptkit.core.grouping import flatten
+from ckptkit.core.text import flatten
 
 if TYPE_CHECKING:
     import numpy as np

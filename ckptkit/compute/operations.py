@@ -59,8 +59,7 @@ from ckptkit.compute.floats import FLOATS, decode, encode
 from ckptkit.compute.gather import FileReader, Read, Room, assemble, gather
 from ckptkit.compute.mean import ELEMENTS, Mean
 from ckptkit.core import dtypes
-from ckptkit.core.bytesource import READING, Derived, Extent, LocalFile, Range
-from ckptkit.core.checksum import crc32
+from ckptkit.core.bytesource import READING, Derived, Extent, LocalFile, Range, crc32
 from ckptkit.core.dtypes import DType
 from ckptkit.core.errors import CorruptError, TensorError
 from ckptkit.core.text import mismatch, shown

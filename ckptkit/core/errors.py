@@ -3,11 +3,15 @@
 Every failure that ckptkit foresees is a :class:`CkptkitError`: a sentence, the file or place it is
 about, a hint (what to type next) and the exit code of the command line. Any other exception that
 escapes is a bug. Many are also the builtin error that Python code catches for such a failure.
+
+A warning that other code asks about is a :class:`Notice`, a text with a code and facts.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
+from typing import Any
 
 NEWER_TORCH = "newer-torch"  # UnsupportedError: of a format that only a newer torch reads
 
@@ -280,3 +284,45 @@ def foreseen(error: BaseException) -> BaseException:
         message = f"this needs {project}, which is not installed"
         return MissingPackageError(message, hint=f"pip install {project}")
     return error
+
+
+# Codes: stable, one for each kind of warning that other code asks about.
+NO_CHECKSUM = "no-checksum"  # storages without one: damage to them cannot be seen
+NO_VERSION = "no-version"  # an archive without a version record, which torch refuses
+RUNS_CODE = "runs-code"  # a value whose loading would call what it should not
+WRONG_TOTAL = "wrong-total"  # the index of shards contradicts the bytes of their tensors
+
+
+class Notice(str):
+    """A warning with a stable `code` and its `facts`.
+
+    It is a text like any other: printed, compared, hashed and written as JSON as such. Pickling
+    and copying keep the code and the facts.
+    """
+
+    code: str
+    facts: dict[str, Any]
+
+    def __new__(cls, code: str, text: str, **facts: Any) -> Notice:
+        made = super().__new__(cls, text)
+        made.code = code
+        made.facts = facts
+        return made
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _made, (self.code, str(self), self.facts)
+
+
+def _made(code: str, text: str, facts: dict[str, Any]) -> Notice:
+    return Notice(code, text, **facts)
+
+
+def within(place: str, warning: str) -> str:
+    """Return `warning` with the place that it is about before it; a Notice keeps its code."""
+    text = f"{place}: {warning}"
+    return Notice(warning.code, text, **warning.facts) if isinstance(warning, Notice) else text
+
+
+def coded(warnings: Iterable[str], code: str) -> list[Notice]:
+    """Return the warnings with this code, in order."""
+    return [each for each in warnings if isinstance(each, Notice) and each.code == code]

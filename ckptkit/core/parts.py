@@ -17,13 +17,11 @@ from dataclasses import dataclass
 from ckptkit.core import parallelism
 from ckptkit.core.bytesource import Memory, Range
 from ckptkit.core.errors import CkptkitError, UnsupportedError
-from ckptkit.core.grouping import flatten
 from ckptkit.core.piece_forms import attributes, piece_of, pieces_in
 from ckptkit.core.pieces import Mesh, Piece
-from ckptkit.core.rebuilding import rebuild
 from ckptkit.core.tensor import Storage, Tensor, contiguous_stride
-from ckptkit.core.text import argument, shell_command
-from ckptkit.core.tree import Node, Path, join
+from ckptkit.core.text import argument, flatten, shell_command
+from ckptkit.core.tree import Node, Path, join, rebuild
 from ckptkit.core.weights import as_tensor
 
 FSDP, MEGATRON, LLAMA, DEEPSPEED, FAIRSCALE = "fsdp", "megatron", "llama", "deepspeed", "fairscale"

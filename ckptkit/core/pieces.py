@@ -13,9 +13,9 @@ from math import prod
 
 from ckptkit.core.dtypes import DType
 from ckptkit.core.errors import CorruptError, UnsupportedError
-from ckptkit.core.grouping import flatten
 from ckptkit.core.limits import check
 from ckptkit.core.tensor import Shape, Tensor, contiguous_stride
+from ckptkit.core.text import flatten
 
 REPLICATE, SHARD, STRIDED, PARTIAL = "Replicate", "Shard", "_StridedShard", "Partial"
 _KINDS = {

@@ -9,12 +9,11 @@ from collections.abc import Iterator
 from ckptkit import formats
 from ckptkit.analysis import advice
 from ckptkit.analysis.advice import packed
-from ckptkit.core import urls
 from ckptkit.core.bytesource import Folder
 from ckptkit.core.dtypes import NOT_IN_TORCH
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.parts import PartOf
-from ckptkit.core.text import argument, plural, shape, shell_command
+from ckptkit.core.text import argument, is_url, plural, shape, shell_command
 from ckptkit.diagnosis.cause import ERROR, WARNING, Cause, Fix
 from ckptkit.diagnosis.facts import (
     Facts,
@@ -69,7 +68,7 @@ def part(found: PartOf) -> Cause:
 
 def _problem(folder: str) -> CkptkitError | None:
     """Return why the checkpoint in a local folder cannot be read, None if it can."""
-    if urls.is_url(folder):
+    if is_url(folder):
         return None
     try:
         formats.read(Folder(folder))

@@ -8,9 +8,8 @@ from collections.abc import Collection, Iterator
 from dataclasses import replace
 
 from ckptkit.analysis.advice import WASTE
-from ckptkit.core.grouping import flatten, without
-from ckptkit.core.notices import RUNS_CODE, coded
-from ckptkit.core.text import argument, shell_command
+from ckptkit.core.errors import RUNS_CODE, coded
+from ckptkit.core.text import argument, flatten, shell_command, without
 from ckptkit.core.tree import Node, join, walk
 from ckptkit.core.weights import as_tensor, is_optimizer
 from ckptkit.diagnosis import codes, container, names

@@ -14,10 +14,10 @@ from ckptkit.analysis.pairing import Way, prefixes, shapes_of
 from ckptkit.analysis.summary import Summary, summarize
 from ckptkit.analysis.verify import Verdict, verify
 from ckptkit.api import Conversion, PathLike, convert
-from ckptkit.core import urls
 from ckptkit.core.bytesource import ByteSource, Folder
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import (
+    NO_VERSION,
     AmbiguousError,
     CkptkitError,
     CorruptError,
@@ -27,9 +27,9 @@ from ckptkit.core.errors import (
     UnsafeGlobalError,
     UnsupportedError,
     UsageError,
+    coded,
 )
-from ckptkit.core.grouping import without
-from ckptkit.core.notices import NO_VERSION, coded
+from ckptkit.core.text import is_url, shown_url, without
 from ckptkit.core.tree import Global, children, key_text
 from ckptkit.core.weights import locate
 from ckptkit.diagnosis import container, content, fit, refused
@@ -117,7 +117,7 @@ def examine(
     """
     place = open_place(path)
     with steady(place, remote=True):
-        found = _examine(urls.shown(os.fspath(path)), place, model, key, options)
+        found = _examine(shown_url(os.fspath(path)), place, model, key, options)
     return replace(found, options=options)
 
 
@@ -222,7 +222,7 @@ def _examine_refused(path: str, place: ByteSource | Folder, error: CkptkitError)
     unverified = damaged and recovered is None and _recovered(place, unverified=True) is not None
     whole = (
         _whole_beside(place)
-        if known and isinstance(place, Folder) and not urls.is_url(place.name)
+        if known and isinstance(place, Folder) and not is_url(place.name)
         else None
     )
     head = b"" if isinstance(place, Folder) else probe.head

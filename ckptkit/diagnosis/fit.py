@@ -11,8 +11,7 @@ from ckptkit.analysis.advice import add_module, convert, edit, strip_module
 from ckptkit.analysis.matching import Kind, Renamed
 from ckptkit.analysis.pairing import Way, is_taken_by_torch, pair
 from ckptkit.core.dtypes import BY_NAME
-from ckptkit.core.grouping import flatten, without
-from ckptkit.core.text import argument, output_name, plural, shell_command, some
+from ckptkit.core.text import argument, flatten, output_name, plural, shell_command, some, without
 from ckptkit.diagnosis.cause import ERROR, NOTE, Cause, Fix
 
 DROPPED = 8  # names that a command leaves out

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator
 from glob import escape
 
 from ckptkit.analysis.advice import prefix_options, wrappers
-from ckptkit.core.grouping import flatten
+from ckptkit.core.text import flatten
 from ckptkit.core.weights import WRAPPERS
 from ckptkit.diagnosis.cause import ERROR, NOTE, Cause, Fix
 from ckptkit.diagnosis.facts import Facts, edit, is_lightning, is_torch_file, names_of, some

@@ -11,7 +11,6 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from ckptkit.core import urls
 from ckptkit.core.bytesource import ByteSource, Folder, LocalFile
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import (
@@ -23,7 +22,7 @@ from ckptkit.core.errors import (
     UsageError,
 )
 from ckptkit.core.plan import Patch, Plan
-from ckptkit.core.text import argument, shell_command, typed
+from ckptkit.core.text import argument, behind_page, shell_command, shown_url, typed
 from ckptkit.formats.format import (
     RECOVER,
     UNVERIFIED,
@@ -77,7 +76,7 @@ def identify(probe: Probe) -> Format:
     from ckptkit.formats.common import foreign
 
     refusal = foreign.refusal(probe)
-    if elsewhere := urls.behind_page(probe.name):
+    if elsewhere := behind_page(probe.name):
         refusal.hint = f"the file itself is at {elsewhere}"
     raise refusal
 
@@ -219,7 +218,7 @@ def for_writing(
     known = ", ".join(BY_SUFFIX)
     raise UsageError(
         "the suffix does not say which format to write",
-        where=urls.shown(os.fspath(path)),
+        where=shown_url(os.fspath(path)),
         hint=f"use one of {known}; {typed('--format torch-zip', 'format=')} writes any name; "
         f"{typed('--shard-size 5GB', 'shard_size=5 * 10**9')} a folder",
     )
@@ -261,7 +260,7 @@ def _sharding(
     if by_suffix is not None and not by_suffix.shards:
         raise UsageError(
             f"is the name of a file ({by_suffix.name}), and shards are written into a folder",
-            where=urls.shown(os.fspath(path)),
+            where=shown_url(os.fspath(path)),
             hint=f"name a folder, or leave out {typed('--shard-size', 'shard_size')}",
         )
     return kept if kept is not None and kept.shards else _writer(SHARDED.name)

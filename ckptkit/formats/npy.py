@@ -21,9 +21,16 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from ckptkit import compute
-from ckptkit.core.bytesource import Derived, Extent, Memory, Range, RecordSlice
+from ckptkit.core.bytesource import (
+    Derived,
+    Extent,
+    Memory,
+    Range,
+    RecordSlice,
+    crc32,
+    crc32_combine,
+)
 from ckptkit.core.checkpoint import Checkpoint
-from ckptkit.core.checksum import crc32, crc32_combine
 from ckptkit.core.dtypes import BY_NUMPY, DType
 from ckptkit.core.errors import (
     AmbiguousError,

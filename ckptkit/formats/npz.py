@@ -14,9 +14,8 @@ import re
 from collections.abc import Iterator, Mapping
 
 from ckptkit import compute
-from ckptkit.core.bytesource import Derived, Memory, Range
+from ckptkit.core.bytesource import Derived, Memory, Range, crc32, crc32_combine
 from ckptkit.core.checkpoint import Checkpoint
-from ckptkit.core.checksum import crc32, crc32_combine
 from ckptkit.core.errors import CkptkitError, TensorError
 from ckptkit.core.plan import OutputFile, Plan
 from ckptkit.core.tensor import Tensor

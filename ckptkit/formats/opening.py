@@ -6,10 +6,9 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from ckptkit.core import urls
-from ckptkit.core.bytesource import ByteSource, Folder, LocalFile
+from ckptkit.core.bytesource import ByteSource, Folder, LocalFile, has_journal
 from ckptkit.core.errors import CkptkitError, InputChangedError, InputError
-from ckptkit.core.paths import has_journal
+from ckptkit.core.text import is_url
 
 PathLike = str | os.PathLike[str]
 
@@ -20,10 +19,10 @@ def open_place(path: PathLike, *, undo: bool = False) -> ByteSource | Folder:
     With `undo` an interrupted edit is undone; without, it is an error. Raises PathError,
     InputError.
     """
-    if not urls.is_url(path) and has_journal(path):
-        from ckptkit.publish import patching
+    if not is_url(path) and has_journal(path):
+        from ckptkit.publish import in_place
 
-        (patching.undo_interrupted if undo else patching.look)(os.fspath(path))
+        (in_place.undo_interrupted if undo else in_place.look)(os.fspath(path))
     return open_unchecked(path)
 
 
@@ -32,7 +31,7 @@ def open_unchecked(path: PathLike) -> ByteSource | Folder:
 
     Raises PathError for what is neither a file nor a folder.
     """
-    if urls.is_url(path):
+    if is_url(path):
         from ckptkit.remote.files import open_url  # local files do not pay for it
 
         return open_url(os.fspath(path))
@@ -67,9 +66,9 @@ def _changing(place: ByteSource | Folder, remote: bool) -> CkptkitError | None:
         try:
             each.check_unchanged()
             if isinstance(each, LocalFile) and has_journal(each.path):
-                from ckptkit.publish import patching
+                from ckptkit.publish import in_place
 
-                patching.look(each.path)
+                in_place.look(each.path)
         except InputChangedError:
             hint = "run the command again when it is no longer written to"
             return InputChangedError("was changed while it was read", where=each.name, hint=hint)

@@ -8,7 +8,7 @@ comes after all other folders.
 
 from __future__ import annotations
 
-from ckptkit.core.grouping import owners
+from ckptkit.core.text import owners
 from ckptkit.formats.format import Format, Lazy, LazyByName
 
 ZIP_CHECK, ZIP_PICKLES = Lazy("common.zip_check:check"), Lazy("common.zip_pickles:pickles")

@@ -11,8 +11,8 @@ from ckptkit.api import open_checkpoint
 from ckptkit.core import arguments
 from ckptkit.core.checkpoint import Source
 from ckptkit.core.errors import CkptkitError, FormatError
-from ckptkit.core.grouping import flatten
 from ckptkit.core.tensor import Tensor, TypedStorage
+from ckptkit.core.text import flatten
 from ckptkit.core.tree import (
     MODULE_VERSIONS,
     ByteString,

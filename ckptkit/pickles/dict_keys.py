@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ckptkit.core.grouping import flatten
 from ckptkit.core.limits import check
+from ckptkit.core.text import flatten
 from ckptkit.core.tree import Node, Pairs, SetNode, StoredBytes
 
 _UNHASHABLE = (list, dict, SetNode, Pairs, StoredBytes, bytearray)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from ckptkit.core.limits import check
-from ckptkit.core.rebuilding import rebuild
 from ckptkit.core.tensor import Tensor, TypedStorage
 from ckptkit.core.tree import (
     ByteString,
@@ -18,6 +17,7 @@ from ckptkit.core.tree import (
     StoredBytes,
     children,
     held,
+    rebuild,
 )
 
 _JUDGED = (

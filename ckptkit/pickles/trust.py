@@ -7,10 +7,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ckptkit.core.errors import UnsafeGlobalError
-from ckptkit.core.grouping import flatten
 from ckptkit.core.limits import LIMITS
 from ckptkit.core.tensor import Tensor, TypedStorage
-from ckptkit.core.text import typed_value
+from ckptkit.core.text import flatten, typed_value
 from ckptkit.core.tree import (
     ByteString,
     Global,

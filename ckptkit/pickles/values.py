@@ -11,7 +11,6 @@ from typing import Any, NamedTuple, NoReturn
 from ckptkit.core.bytesource import ByteSource
 from ckptkit.core.errors import FormatError, UnsupportedError
 from ckptkit.core.limits import check
-from ckptkit.core.rebuilding import rebuild
 from ckptkit.core.text import plural
 from ckptkit.core.tree import (
     ByteString,
@@ -24,6 +23,7 @@ from ckptkit.core.tree import (
     StoredBytes,
     collector_paused,
     nodes,
+    rebuild,
     type_name,
 )
 from ckptkit.pickles.builders import built

@@ -1,10 +1,11 @@
 """Write the segments of one output file, at the speed of ``cp`` and in a few MiB of memory.
 
-Long ranges of a local file are copied inside the kernel where it can (``copy_file_range``,
-``sendfile``), which shares the bytes instead where the file system can do that, and read and
-written in pieces where it cannot (a remote source, macOS, Windows) or would be slower. So are
-those of which a checksum is needed, each piece while it is in a core's cache. Short ranges are cut
-out of bytes that were read ahead, and written together with the literals between them.
+The work on a file is cut into independent tasks: which segments, and where they begin. Long ranges
+of a local file are copied inside the kernel where it can (``copy_file_range``, ``sendfile``), which
+shares the bytes instead where the file system can do that, and read and written in pieces where it
+cannot (a remote source, macOS, Windows) or would be slower. So are those of which a checksum is
+needed, each piece while it is in a core's cache. Short ranges are cut out of bytes that were read
+ahead, and written together with the literals between them.
 """
 
 from __future__ import annotations
@@ -24,17 +25,173 @@ from ckptkit.core.bytesource import (
     Identity,
     LocalFile,
     Range,
+    ReadSums,
+    crc32,
+    crc32_combine,
+    file_system,
     in_file,
+    reading,
     runs,
 )
-from ckptkit.core.checksum import ReadSums, crc32, crc32_combine, reading
 from ckptkit.core.errors import InputChangedError, OutputError
-from ckptkit.core.paths import file_system
-from ckptkit.core.plan import BLOCK, Deferred, Segment, Summed
-from ckptkit.publish.tasks import Reread, Task, Turned
+from ckptkit.core.plan import BLOCK, SEEKABLE, Deferred, Segment, Summed, length
 
 if TYPE_CHECKING:
-    from ckptkit.compute.slabs import Turner
+    from ckptkit.compute.slabs import Block, Turner
+
+
+class TransposeTask(NamedTuple):
+    """Some blocks of a large transpose, written where they belong from byte `start` on."""
+
+    blocks: tuple[Block, ...]
+
+    @property
+    def length(self) -> int:
+        return sum(block.size for block in self.blocks)
+
+
+class ChecksumTask(NamedTuple):
+    """Bytes of the output, of which checksum `number` is taken once they are there."""
+
+    length: int
+    number: int
+
+
+class WriteTask(NamedTuple):
+    """Segments to be written one after another from byte `start` of the file `path`; picklable.
+
+    The sources `summed` are summed up while they are read (None: no checksum is compared). With
+    `keeps_sums`, ranges need not be: the kernel may copy them.
+    """
+
+    path: str
+    start: int
+    segments: tuple[Segment | TransposeTask | ChecksumTask, ...]
+    summed: tuple[Identity, ...] | None = None
+    keeps_sums: bool = False
+
+    @property
+    def size(self) -> int:
+        """Bytes that it writes."""
+        return sum(_size(each) for each in self.segments)
+
+    @property
+    def is_late(self) -> bool:
+        """True if it reads what other tasks write."""
+        return isinstance(self.segments[0], ChecksumTask)
+
+
+class Summing(NamedTuple):
+    """What tasks sum up while they read, as in `WriteTask`, and the runs that were.
+
+    `keeps_sums` has a flag for each file.
+    """
+
+    sources: tuple[Identity, ...] | None
+    keeps_sums: tuple[bool, ...]
+    runs: list[list[int]]
+
+
+def _size(segment: Segment | TransposeTask | ChecksumTask) -> int:
+    if isinstance(segment, ChecksumTask):
+        return 0
+    return segment.length if isinstance(segment, TransposeTask) else length(segment)
+
+
+def cut(path: str, segments: Iterable[Segment], size: int) -> Iterator[WriteTask]:
+    """Cut the work on a file into independent tasks of about `size` bytes; holes stay unfilled."""
+    batch: list[Segment] = []
+    start = at = 0
+    for segment in segments:
+        if turned := _turned(segment, at):
+            if batch:
+                yield WriteTask(path, start, tuple(batch))
+            yield from _turning(path, at, segment, turned, size)
+            at += length(segment)
+            batch, start = [], at
+            continue
+        for part in _parts(segment, size):
+            batch.append(part)
+            at += length(part)
+            if at - start >= size:
+                yield WriteTask(path, start, tuple(batch))
+                batch, start = [], at
+    if batch:
+        yield WriteTask(path, start, tuple(batch))
+
+
+def _turned(segment: Segment, at: int) -> list[Block]:
+    """The blocks of a segment at byte `at` that is a large transpose; else none."""
+    extent = segment.extent if isinstance(segment, Summed) else segment
+    if not isinstance(extent, Derived):
+        return []
+    from ckptkit.compute.slabs import blocks
+
+    return blocks(extent, at)
+
+
+def _turning(
+    path: str, start: int, segment: Segment, blocks: list[Block], size: int
+) -> Iterator[WriteTask]:
+    """Yield tasks for the blocks of a segment, and one for its checksum if that is needed."""
+    batch: list[Block] = []
+    held = 0
+    for block in blocks:
+        batch.append(block)
+        held += block.size
+        if held >= size:
+            yield WriteTask(path, start, (TransposeTask(tuple(batch)),))
+            batch, held = [], 0
+    if batch:
+        yield WriteTask(path, start, (TransposeTask(tuple(batch)),))
+    if isinstance(segment, Summed):
+        yield WriteTask(path, start, (ChecksumTask(length(segment), segment.number),))
+
+
+def _parts(segment: Segment, size: int) -> Iterable[Segment]:
+    if isinstance(segment, (bytes, Deferred)) or length(segment) <= size:
+        return (segment,)
+    if isinstance(segment, Summed):
+        return (Summed(part, segment.number) for part in _split(segment.extent, size))
+    return _split(segment, size)
+
+
+def _split(extent: Extent, size: int) -> Iterator[Extent]:
+    for each in runs(extent):
+        if isinstance(each, Derived):
+            yield from _pieces_of(each, size)
+            continue
+        for start in range(0, each.length, size):
+            yield each.part(start, min(size, each.length - start))
+
+
+def _pieces_of(extent: Derived, size: int) -> Iterator[Extent]:
+    """Yield parts of about `size` bytes if the extent can start anywhere; else itself."""
+    if extent.operation in SEEKABLE:
+        step = _step(extent, size)
+        for start in range(0, extent.length, step):
+            yield Derived("slice", (extent,), (start,), min(step, extent.length - start))
+        return
+    if extent.operation not in ("gather", "chunks") or extent.length < 2 * size:
+        yield extent
+        return
+    from ckptkit.compute.gather import ends
+
+    start = 0
+    for end in ends(extent):
+        if end - start >= size or end == extent.length:
+            yield Derived("slice", (extent,), (start,), end - start)
+            start = end
+
+
+def _step(extent: Derived, size: int) -> int:
+    """Return `size` bytes or more, a whole number of matrices where several are in one tensor."""
+    from ckptkit.compute.blocks import Blocks
+
+    (blocks,) = extent.parameters if extent.operation == "blocks" else (None,)
+    matrix = extent.length // blocks.batches if isinstance(blocks, Blocks) else extent.length
+    return -(-size // matrix) * matrix if matrix <= 2 * size else size
+
 
 WINDOW = 1 << 20  # bytes read ahead, and joined into one write
 PIECE = 256 << 10  # bytes read and written at a time, so that they stay in a core's cache
@@ -65,25 +222,27 @@ class Done(NamedTuple):
     read: list[list[int]]  # runs of `ReadSums`
 
 
-def run(task: Task, progress: Progress = lambda count: None) -> Done:
+def run(task: WriteTask, progress: Progress = lambda count: None) -> Done:
     """Write one task. Raises OSError, InputError, InputChangedError."""
     first = task.segments[0] if task.segments else None
-    if isinstance(first, Reread):
+    if isinstance(first, ChecksumTask):
         return Done([_reread(task.path, task.start, first)], [])
     if task.summed is None:
         return Done(_written(task, first, progress), [])
     # A transpose is read in small pieces that do not follow each other.
-    sums = ReadSums(() if isinstance(first, Turned) else task.summed)
+    sums = ReadSums(() if isinstance(first, TransposeTask) else task.summed)
     with reading(sums):
         return Done(_written(task, first, progress), sums.runs)
 
 
-def _written(task: Task, first: Segment | Turned | None, progress: Progress) -> list[Sum]:
+def _written(
+    task: WriteTask, first: Segment | TransposeTask | None, progress: Progress
+) -> list[Sum]:
     fd = os.open(task.path, os.O_WRONLY | _O_BINARY | getattr(os, "O_NOFOLLOW", 0))
     try:
         os.lseek(fd, task.start, os.SEEK_SET)
-        writer = _Writer(fd, progress, () if task.keeps_sums else task.summed or ())
-        if isinstance(first, Turned):
+        writer = _SegmentWriter(fd, progress, () if task.keeps_sums else task.summed or ())
+        if isinstance(first, TransposeTask):
             _write_blocks(fd, task.start, first, progress)
         else:
             writer.write(task.segments)  # type: ignore[arg-type]  # no other is mixed with segments
@@ -92,7 +251,7 @@ def _written(task: Task, first: Segment | Turned | None, progress: Progress) -> 
     return writer.sums
 
 
-def _write_blocks(fd: int, start: int, turned: Turned, progress: Progress) -> None:
+def _write_blocks(fd: int, start: int, turned: TransposeTask, progress: Progress) -> None:
     for block in turned.blocks:
         for place, rows in _turner().pieces(block):
             _write_at(fd, rows, start + place)
@@ -128,7 +287,7 @@ def _write_at(fd: int, rows: list[memoryview], place: int) -> None:
         done = max(0, done - len(data))
 
 
-def _reread(path: str, start: int, part: Reread) -> Sum:
+def _reread(path: str, start: int, part: ChecksumTask) -> Sum:
     total, left = 0, part.length
     with open(path, "rb", buffering=0) as file:
         file.seek(start)
@@ -141,7 +300,7 @@ def _reread(path: str, start: int, part: Reread) -> Sum:
     return part.number, total, part.length
 
 
-class _Writer:
+class _SegmentWriter:
     """Writer of segments one after another, from the current position of `fd`."""
 
     def __init__(self, fd: int, progress: Progress, summed: Sequence[Identity] = ()) -> None:

@@ -15,15 +15,12 @@ from contextlib import suppress
 from threading import Event, Lock
 from typing import Any
 
-from ckptkit.core.bytesource import ByteSource
-from ckptkit.core.checksum import ReadSums, reading
+from ckptkit.core.bytesource import ByteSource, ReadSums, reading
 from ckptkit.core.errors import OutputError, OutputExistsError, UsageError
 from ckptkit.core.plan import OutputFile, Plan
-from ckptkit.core.text import plural, typed
-from ckptkit.core.urls import shown
-from ckptkit.publish.checking import checks, compare, identities, raise_damage
+from ckptkit.core.text import plural, shown_url, typed
 from ckptkit.publish.copying import Progress, checksums, in_order
-from ckptkit.publish.preflight import check_names
+from ckptkit.publish.preflight import check_names, checks, compare, identities, raise_damage
 from ckptkit.remote.files import RemoteFile, filesystem, is_local, is_web
 from ckptkit.remote.transport import not_written, presentable
 
@@ -50,7 +47,7 @@ def upload(
     InputChangedError, DamageError and the errors of reading the input with nothing changed at
     `url`, as far as the file system there keeps that promise.
     """
-    name = shown(url)
+    name = shown_url(url)
     fs, path = filesystem(url)  # an instance for each thread, as a transaction needs
     if is_web(fs):
         raise UsageError("a web server takes no files", where=name, hint=_COPY)

@@ -9,8 +9,8 @@ from functools import cache
 from importlib import import_module
 
 from ckptkit.core.checkpoint import Checkpoint
-from ckptkit.core.grouping import flatten
 from ckptkit.core.tensor import Tensor
+from ckptkit.core.text import flatten
 from ckptkit.core.weights import Weights
 from ckptkit.quantized import group as g
 from ckptkit.quantized.group import Family, Group, View

@@ -7,9 +7,8 @@ from dataclasses import replace
 
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.dtypes import BY_NAME, DType
-from ckptkit.core.rebuilding import rebuild
 from ckptkit.core.tensor import Tensor
-from ckptkit.core.tree import Node, OrderedMapping
+from ckptkit.core.tree import Node, OrderedMapping, rebuild
 from ckptkit.core.weights import Weights, as_tensor, plain_state_dict
 from ckptkit.quantized.group import Group, View
 from ckptkit.quantized.quantization import Quantization

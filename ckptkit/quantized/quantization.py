@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from ckptkit.core.grouping import owners
+from ckptkit.core.text import owners
 from ckptkit.quantized.marks import last_component
 
 if TYPE_CHECKING:

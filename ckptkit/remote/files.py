@@ -9,10 +9,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
-from ckptkit.core.bytesource import READING, ByteSource, Folder, Identity, LocalFile
+from ckptkit.core.bytesource import READING, ByteSource, Folder, Identity, LocalFile, plain_name
 from ckptkit.core.errors import InputChangedError, PathError
-from ckptkit.core.paths import plain_name
-from ckptkit.core.urls import in_folder, shown, split, without_query
+from ckptkit.core.text import in_folder, shown_url, split_url, without_query
 from ckptkit.remote.transport import (
     VERSION,
     Http,
@@ -57,7 +56,7 @@ class RemoteFile(ByteSource):
 
     def __init__(self, url: str, transport: Transport) -> None:
         self.url = url
-        self.name = shown(url)
+        self.name = shown_url(url)
         self.size = transport.size
         self.identity = transport.identity
         self.compares_answers = transport.compares_answers
@@ -150,7 +149,7 @@ class RemoteFile(ByteSource):
             )
 
     def folder_and_name(self) -> tuple[Folder, str]:
-        url, name = split(self.url)
+        url, name = split_url(self.url)
         folder = RemoteFolder(url)
         folder.take(name, self)
         return folder, name
@@ -163,7 +162,7 @@ class RemoteFile(ByteSource):
 def _reopen(url: str, identity: Identity) -> ByteSource:
     source = open_url(url)
     if not isinstance(source, RemoteFile) or source.identity != identity:
-        raise InputChangedError("was replaced or changed", where=shown(url))
+        raise InputChangedError("was replaced or changed", where=shown_url(url))
     return source
 
 
@@ -175,7 +174,7 @@ class RemoteFolder(Folder):
 
     def __init__(self, url: str) -> None:
         self.path = url
-        self.name = shown(without_query(url))
+        self.name = shown_url(without_query(url))
         self._open: dict[str, ByteSource] = {}
         self._fs, self._place = filesystem(url)
         self._listed: Mapping[str, Mapping[str, Any]] | None = None
@@ -231,7 +230,7 @@ class RemoteFolder(Folder):
     def sub(self, name: str) -> Folder:
         url = in_folder(self.path, plain_name(name, self.name))
         if name not in self.folders():
-            raise PathError("is not a folder", where=shown(url))
+            raise PathError("is not a folder", where=shown_url(url))
         inner = RemoteFolder(url)
         inner._within, inner._open = f"{self._within}{name}/", self._open
         return inner
@@ -240,10 +239,10 @@ class RemoteFolder(Folder):
         if is_web(self._fs):
             return Http(self._fs, url)
         if name not in self._entries():
-            raise MissingError("does not exist", where=shown(url))
+            raise MissingError("does not exist", where=shown_url(url))
         info = self._entries()[name]
         if info["type"] != "file":
-            raise PathError("is not a file", where=shown(url))
+            raise PathError("is not a file", where=shown_url(url))
         return Stored(self._fs, info["name"], url, info)
 
     def nbytes(self) -> int:
@@ -379,7 +378,7 @@ def _listable(folder: str) -> tuple[Any, str]:
     fs, path = filesystem(folder)
     if is_web(fs):
         raise PathError(
-            "HTTP servers do not list folders", where=shown(folder), hint="name each file"
+            "HTTP servers do not list folders", where=shown_url(folder), hint="name each file"
         )
     fs.invalidate_cache()
     return fs, path

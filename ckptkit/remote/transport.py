@@ -31,7 +31,7 @@ from ckptkit.core.errors import (
     OutputError,
     PathError,
 )
-from ckptkit.core.urls import shown, without_query
+from ckptkit.core.text import shown_url, without_query
 
 HEAD = 64 << 10  # bytes of the first request
 WHOLE = 64 << 20  # bytes up to which a file is fetched whole from a server without ranges
@@ -131,7 +131,7 @@ class Http(Transport):
                 why = "it does not say how many bytes there are"
             raise InputError(
                 f"its server sends whole files only, no ranges, and {why}",
-                where=shown(url),
+                where=shown_url(url),
                 hint=_fetch_it(url),
             )
 
@@ -203,7 +203,7 @@ class Http(Transport):
         self, status: int, headers: Mapping[str, str], start: int, known: Identity | None
     ) -> tuple[int, int, Identity]:
         """Return status, size (-1 while unknown) and identity. Raises if the answer is unusable."""
-        where = shown(self.url)
+        where = shown_url(self.url)
         if status == 206:
             found = _RANGE.fullmatch(headers.get("Content-Range", ""))
             if found is None or int(found[1]) != start:
@@ -230,7 +230,7 @@ class Http(Transport):
 
 
 def _fetch_it(url: str) -> str:
-    return f"fetch it first: curl -O '{shown(url)}'"
+    return f"fetch it first: curl -O '{shown_url(url)}'"
 
 
 class Stored(Transport):
@@ -239,7 +239,7 @@ class Stored(Transport):
     def __init__(self, fs: Any, path: str, url: str, info: Mapping[str, Any]) -> None:
         if not isinstance(info.get("size"), int):
             raise InputError(
-                "its size is not known", where=shown(url), hint="copy it to a local file first"
+                "its size is not known", where=shown_url(url), hint="copy it to a local file first"
             )
         self.url = url
         self.size = info["size"]
@@ -346,7 +346,7 @@ def refused(error: Exception, url: str, *, opening: bool = True) -> CkptkitError
     """Translate an error of a library about `url`, raised on opening or later."""
     if isinstance(error, CkptkitError):
         return error
-    name = shown(url)
+    name = shown_url(url)
     if misled := next(filter(None, map(_misled, _causes(error))), None):
         return InputError(misled, where=name, hint=_TYPED)
     status = next((found for each in _causes(error) if (found := _status(each)) is not None), None)
@@ -385,7 +385,7 @@ def translated(
 
 def presentable(error: Exception, url: str) -> Exception | None:
     """Return `error` as a cause to chain; None where its text could reveal a secret of `url`."""
-    return error if shown(url) == url else None
+    return error if shown_url(url) == url else None
 
 
 def not_written(error: Exception, url: str) -> CkptkitError:
@@ -399,7 +399,7 @@ def not_written(error: Exception, url: str) -> CkptkitError:
 def unknown(error: Exception, url: str) -> CkptkitError:
     """Translate the error of fsspec where it has no file system for `url`."""
     scheme = url.rpartition("::")[2].partition("://")[0].lower()
-    name = shown(url)
+    name = shown_url(url)
     if isinstance(error, ImportError):
         package = _PACKAGES.get(scheme)
         hint = f"pip install {package}" if package else str(error)
@@ -499,5 +499,5 @@ def _text(error: Exception, url: str) -> str:
     if isinstance(error, TimeoutError):
         return "the server sends nothing more"
     lines = str(error).strip().splitlines()
-    line = lines[0] if lines and shown(url) == url else ""
+    line = lines[0] if lines and shown_url(url) == url else ""
     return f"{type(error).__name__}: {line}" if line else type(error).__name__

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from ckptkit.core.grouping import flatten
+from ckptkit.core.text import flatten
 from ckptkit.rules.errors import RuleError
 from ckptkit.rules.notation import (
     ABSENT,

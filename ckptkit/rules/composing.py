@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from ckptkit.core.bytesource import Derived, Extent, Range
-from ckptkit.core.grouping import flatten
+from ckptkit.core.text import flatten
 from ckptkit.rules.grid import Box, Dims, Grid, normal
 
 CUTS = 10_000  # pieces that one is cut into where its elements are no box

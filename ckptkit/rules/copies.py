@@ -13,10 +13,9 @@ from itertools import product
 from math import prod
 from typing import NamedTuple
 
-from ckptkit.core.grouping import flatten
 from ckptkit.core.limits import check
 from ckptkit.core.tensor import Shape
-from ckptkit.core.text import plural
+from ckptkit.core.text import flatten, plural
 from ckptkit.rules.checks import Words, expanded, shape_text
 from ckptkit.rules.errors import MisfitError, RuleError, about, give_size, settings
 from ckptkit.rules.notation import ABSENT, REST, Rule, dimension_text

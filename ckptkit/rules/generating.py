@@ -10,8 +10,8 @@ from typing import Any
 
 from ckptkit.compute.conversions import Layouts, Moved
 from ckptkit.core.errors import CkptkitError
-from ckptkit.core.grouping import flatten
 from ckptkit.core.tensor import Shape
+from ckptkit.core.text import flatten
 from ckptkit.rules.planner import REST, Rules
 
 _NUMBER = re.compile(r"(?<![^.])[0-9]+(?![^.])")  # a whole component

@@ -14,7 +14,7 @@ from operator import itemgetter
 from ckptkit.compute.operations import HELD
 from ckptkit.core.bytesource import Derived, Extent, Memory, Range, Record
 from ckptkit.core.errors import UnsupportedError
-from ckptkit.core.grouping import flatten
+from ckptkit.core.text import flatten
 from ckptkit.rules.composing import Piece, looked_through
 from ckptkit.rules.copies import Copy
 from ckptkit.rules.grid import Grid, normal

@@ -10,8 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ckptkit.core.grouping import flatten
-from ckptkit.core.text import typed
+from ckptkit.core.text import flatten, typed
 from ckptkit.rules.errors import RuleError
 from ckptkit.rules.notation import Choice, Given, Rule, Shift, Term, Variable
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckptkit.core import __version__
 from ckptkit.core.errors import CkptkitError, OutputError, UsageError
-from ckptkit.core.urls import shown
+from ckptkit.core.text import shown_url
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -216,7 +216,7 @@ class Cluster(Pool):
         except ImportError as error:
             raise UsageError("--scheduler needs Dask", hint="pip install distributed") from error
         _silence()
-        self.address = shown(address)
+        self.address = shown_url(address)
         make: Any = distributed.Client
         try:
             self._client = make(address, timeout=ANSWER, set_as_default=False)

@@ -11,10 +11,10 @@ from functools import partial
 from itertools import islice
 from typing import NamedTuple
 
-from ckptkit.core import urls
 from ckptkit.core.bytesource import ByteSource, Folder
 from ckptkit.core.errors import CkptkitError, InputError
 from ckptkit.core.limits import check
+from ckptkit.core.text import in_folder, is_url, shown_url
 from ckptkit.formats.opening import open_place, steady
 from ckptkit.scanning import find as hidden
 from ckptkit.scanning.verdict import FileVerdict, Trusted, judge_file
@@ -81,7 +81,7 @@ def scan(
             raise InputError(
                 "is a folder", where=place.name, hint="scan_all goes through its files"
             )
-        return _scan(place, urls.shown(os.fspath(path)), Trusted(tuple(trust)), progress)
+        return _scan(place, shown_url(os.fspath(path)), Trusted(tuple(trust)), progress)
 
 
 def scan_all(
@@ -155,9 +155,9 @@ def _attempt(
     try:
         return scan(file, trust=trusted.globs, progress=progress)
     except CkptkitError as error:
-        return Failure(urls.shown(file), error)
+        return Failure(shown_url(file), error)
     except MemoryError:
-        return Failure(urls.shown(file), InputError("needs more memory than there is"))
+        return Failure(shown_url(file), InputError("needs more memory than there is"))
 
 
 def _scan(source: ByteSource, path: str, trusted: Trusted, progress: Reading | None) -> FileVerdict:
@@ -173,7 +173,7 @@ def _files(paths: Iterable[PathLike]) -> Iterator[str | Failure]:
     """Yield the paths; for a folder all files in it, sorted, those of its folders after them."""
     for path in (os.fspath(each) for each in paths):
         try:
-            if urls.is_url(path):
+            if is_url(path):
                 with closing(open_place(path)) as place:
                     found = list(_listed(place, path, 0)) if isinstance(place, Folder) else [path]
                 yield from found
@@ -182,7 +182,7 @@ def _files(paths: Iterable[PathLike]) -> Iterator[str | Failure]:
             else:
                 yield path
         except CkptkitError as error:
-            yield Failure(urls.shown(path), error)
+            yield Failure(shown_url(path), error)
 
 
 def _walked(path: str) -> Iterator[str | Failure]:
@@ -207,6 +207,6 @@ def _listed(folder: Folder, url: str, depth: int) -> Iterator[str]:
     """Every file below a folder behind a URL."""
     check("scan_depth", depth, "folders inside folders")
     inner = folder.folders()
-    yield from (urls.in_folder(url, name) for name in folder.list() if name not in inner)
+    yield from (in_folder(url, name) for name in folder.list() if name not in inner)
     for name in inner:
-        yield from _listed(folder.sub(name), urls.in_folder(url, name), depth + 1)
+        yield from _listed(folder.sub(name), in_folder(url, name), depth + 1)

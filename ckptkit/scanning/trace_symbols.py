@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ckptkit.core.bytesource import ByteSource
-from ckptkit.core.grouping import flatten
+from ckptkit.core.text import flatten
 from ckptkit.core.tree import Global, Object
 from ckptkit.pickles.allowlist.calls import Judged
 from ckptkit.pickles.allowlist.numpy_types import NumpyType

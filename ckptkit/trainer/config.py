@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ckptkit import CkptkitError
-from ckptkit.core.grouping import without
+from ckptkit.core.text import without
 
 MODELS = ("cnn", "mlp", "crnn", "densenet", "generator")
 PARALLEL = ("none", "dp", "dp-balanced", "ddp", "fsdp")

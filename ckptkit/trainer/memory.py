@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ckptkit.core.grouping import flatten
+from ckptkit.core.text import flatten
 from ckptkit.trainer.run import Run
 
 

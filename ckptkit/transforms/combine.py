@@ -8,10 +8,17 @@ from ckptkit.compute import contiguous, has_mean, mean_record
 from ckptkit.core import arguments
 from ckptkit.core.checkpoint import Checkpoint, Source, opened, several
 from ckptkit.core.errors import CkptkitError, CollisionError, UsageError
-from ckptkit.core.rebuilding import rebuild
 from ckptkit.core.tensor import Storage, Tensor, contiguous_stride
 from ckptkit.core.text import plural, quoted, shell_command, some, typed
-from ckptkit.core.tree import Node, OrderedMapping, find, join, module_versions, versions_state
+from ckptkit.core.tree import (
+    Node,
+    OrderedMapping,
+    find,
+    join,
+    module_versions,
+    rebuild,
+    versions_state,
+)
 from ckptkit.core.weights import WRAPPERS, as_tensor, locate
 from ckptkit.transforms import adapters, groups
 from ckptkit.transforms.groups import refuse_mixture

@@ -18,10 +18,9 @@ from typing import Any, TypeAlias, TypeVar
 from ckptkit.core import arguments
 from ckptkit.core.checkpoint import Checkpoint, NoEffect, Source, opened
 from ckptkit.core.errors import UsageError
-from ckptkit.core.rebuilding import rebuild
 from ckptkit.core.tensor import Storage, Tensor, TypedStorage
 from ckptkit.core.text import plural, quoted, typed
-from ckptkit.core.tree import Global, Node, Object, join, nodes, walk
+from ckptkit.core.tree import Global, Node, Object, join, nodes, rebuild, walk
 from ckptkit.transforms.nodes import moved
 
 # What torch can restore to, and the names that vendors give to `privateuseone`.

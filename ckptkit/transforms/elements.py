@@ -20,10 +20,9 @@ from ckptkit.core.bytesource import RecordSlice
 from ckptkit.core.checkpoint import Checkpoint, NoEffect, Source, opened
 from ckptkit.core.dtypes import DType, DTypeLike
 from ckptkit.core.errors import FormatError, UsageError
-from ckptkit.core.rebuilding import rebuild
 from ckptkit.core.tensor import Storage, Tensor, TypedStorage
 from ckptkit.core.text import guess, plural, quoted
-from ckptkit.core.tree import Node, Object, nodes
+from ckptkit.core.tree import Node, Object, nodes, rebuild
 from ckptkit.core.weights import Weights, as_tensor
 from ckptkit.transforms import groups
 from ckptkit.transforms.nodes import on

@@ -17,11 +17,9 @@ from ckptkit import quantized
 from ckptkit.core import arguments
 from ckptkit.core.checkpoint import Checkpoint, NoEffect, Source, opened
 from ckptkit.core.errors import CollisionError, UsageError
-from ckptkit.core.grouping import without
-from ckptkit.core.rebuilding import rebuild
 from ckptkit.core.tensor import Tensor
-from ckptkit.core.text import entries, guess, plural, quoted, shell_word, typed
-from ckptkit.core.tree import Node, Object, OrderedMapping, Path, find, join, walk
+from ckptkit.core.text import entries, guess, plural, quoted, shell_word, typed, without
+from ckptkit.core.tree import Node, Object, OrderedMapping, Path, find, join, rebuild, walk
 from ckptkit.core.weights import (
     WRAPPERS,
     Weights,

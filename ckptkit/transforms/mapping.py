@@ -11,10 +11,9 @@ from ckptkit.compute.applying import applied
 from ckptkit.core import arguments
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError, UsageError
-from ckptkit.core.rebuilding import rebuild
 from ckptkit.core.tensor import Tensor
 from ckptkit.core.text import guess, plural, quoted
-from ckptkit.core.tree import Node
+from ckptkit.core.tree import Node, rebuild
 from ckptkit.core.weights import Weights, as_tensor
 from ckptkit.transforms import groups
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from ckptkit.core.grouping import flatten
+from ckptkit.core.text import flatten
 from ckptkit.core.tree import MODULE_VERSIONS, Node, OrderedMapping, module_versions
 
 Paths = dict[str, Node]

@@ -13,11 +13,9 @@ from typing import NamedTuple
 from ckptkit.core import arguments
 from ckptkit.core.checkpoint import Checkpoint, NoEffect, Source, opened
 from ckptkit.core.errors import UsageError
-from ckptkit.core.grouping import without
-from ckptkit.core.rebuilding import rebuild
 from ckptkit.core.tensor import Shape, Tensor
-from ckptkit.core.text import nearest, plural, shell_word, some, typed
-from ckptkit.core.tree import Node, OrderedMapping, join, walk
+from ckptkit.core.text import nearest, plural, shell_word, some, typed, without
+from ckptkit.core.tree import Node, OrderedMapping, join, rebuild, walk
 from ckptkit.core.weights import as_tensor, is_optimizer
 
 NAMES, NUMBERS = "names", "numbers"

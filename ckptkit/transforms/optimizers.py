@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 
 from ckptkit.core.errors import CollisionError
-from ckptkit.core.grouping import flatten
-from ckptkit.core.text import plural
+from ckptkit.core.text import flatten, plural
 from ckptkit.core.tree import Node, OrderedMapping, Path, join, walk
 from ckptkit.core.weights import is_optimizer
 

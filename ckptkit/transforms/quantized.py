@@ -13,8 +13,7 @@ from ckptkit.core import dtypes
 from ckptkit.core.checkpoint import Checkpoint, Source, opened
 from ckptkit.core.dtypes import DType, DTypeLike
 from ckptkit.core.errors import CollisionError, FormatError, UnsupportedError, UsageError
-from ckptkit.core.grouping import without
-from ckptkit.core.text import plural, quoted, typed
+from ckptkit.core.text import plural, quoted, typed, without
 from ckptkit.quantized import Quantization
 from ckptkit.quantized.group import quantization_of, read_json_of
 from ckptkit.quantized.logical import TARGETS, default_dtype, exchanged

@@ -12,10 +12,9 @@ from ckptkit.compute.quantizing import BLOCK, GROUP, quantized_records
 from ckptkit.core import dtypes
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import UsageError
-from ckptkit.core.rebuilding import rebuild
 from ckptkit.core.tensor import Shape, Storage, Tensor, contiguous_stride
 from ckptkit.core.text import plural, quoted
-from ckptkit.core.tree import Node
+from ckptkit.core.tree import Node, rebuild
 from ckptkit.core.weights import as_tensor
 from ckptkit.quantized.group import read_json_of
 from ckptkit.quantized.logical import mapping_of

@@ -8,7 +8,6 @@ from dataclasses import replace
 from ckptkit.core import arguments
 from ckptkit.core.checkpoint import Checkpoint, NoEffect, Source, opened
 from ckptkit.core.errors import UnknownNameError, UsageError
-from ckptkit.core.rebuilding import rebuild
 from ckptkit.core.tensor import Tensor
 from ckptkit.core.text import quoted, some, typed_value
 from ckptkit.core.tree import (
@@ -20,6 +19,7 @@ from ckptkit.core.tree import (
     join,
     key_text,
     like,
+    rebuild,
     type_name,
 )
 from ckptkit.core.weights import plain_state_dict

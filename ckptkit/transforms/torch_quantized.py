@@ -16,11 +16,9 @@ from ckptkit.compute import cast_record, dequantized_record
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.dtypes import BY_NAME, DType
 from ckptkit.core.errors import CollisionError, TensorError
-from ckptkit.core.grouping import flatten
-from ckptkit.core.rebuilding import rebuild
 from ckptkit.core.tensor import Storage, Tensor, contiguous_stride
-from ckptkit.core.text import plural, quoted
-from ckptkit.core.tree import Global, Node, Object, Path, key_text, nodes, walk
+from ckptkit.core.text import flatten, plural, quoted
+from ckptkit.core.tree import Global, Node, Object, Path, key_text, nodes, rebuild, walk
 from ckptkit.core.weights import Weights, as_tensor, plain_state_dict
 from ckptkit.transforms import module_versions
 

@@ -16,7 +16,7 @@ from ckptkit import api as convert
 from ckptkit.analysis.stats import Statistics, TensorStats, depth
 from ckptkit.analysis.summary import summarize
 from ckptkit.compute import forks, threads
-from ckptkit.core.fold import family
+from ckptkit.core.text import family
 from ckptkit.core.tree import Node
 from tests.analysis.made import checkpoint, tensor, view
 from tests.matrix import NAMES, Fixture

@@ -16,8 +16,7 @@ from ckptkit.analysis import summary
 from ckptkit.analysis.summary import Summary, summarize
 from ckptkit.core.bytesource import Memory, Range
 from ckptkit.core.dtypes import BY_NAME
-from ckptkit.core.errors import LimitError, UsageError
-from ckptkit.core.notices import RUNS_CODE, coded
+from ckptkit.core.errors import RUNS_CODE, LimitError, UsageError, coded
 from ckptkit.core.tensor import Tensor, TypedStorage
 from ckptkit.core.tree import (
     ByteString,

@@ -223,7 +223,7 @@ def test_CL_06_modules_in_the_working_directory_are_not_imported(run: Run, small
             ["inspect", "FILE"],
             {"ckptkit.analysis.tensor_digest", "ckptkit.analysis.diff", "ckptkit.transforms"},
         ),
-        (["inspect", "--json", "--digest", "FILE"], {"tabulate", "ckptkit.core.fold"}),
+        (["inspect", "--json", "--digest", "FILE"], {"tabulate", "ckptkit.core.text"}),
     ],
 )
 def test_CL_07_only_what_is_needed_is_imported(

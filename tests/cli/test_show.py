@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ckptkit.core.grouping import flatten
+from ckptkit.core.text import flatten
 from tests.cli.conftest import Ckptkit
 from tests.remote.servers import NGINX, nginx
 

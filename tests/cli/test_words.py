@@ -18,7 +18,7 @@ from safetensors import safe_open
 
 from ckptkit.cli import main, render
 from ckptkit.cli.suggestions import RENAMED
-from ckptkit.core.grouping import flatten
+from ckptkit.core.text import flatten
 from tests.cli.conftest import Ckptkit
 from tests.conftest import ENVIRONMENT, Run
 

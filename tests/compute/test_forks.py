@@ -20,12 +20,19 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ckptkit.compute import forks, threads
-from ckptkit.core.bytesource import ByteSource, Derived, LocalFile, Memory, Range, Section
+from ckptkit.core.bytesource import (
+    ByteSource,
+    Derived,
+    FileObject,
+    LocalFile,
+    Memory,
+    Range,
+    Section,
+)
 from ckptkit.core.errors import CorruptError
-from ckptkit.core.file_objects import FileObject
 from ckptkit.core.plan import Segment, Summed
-from ckptkit.publish import spreading
-from ckptkit.publish.spreading import execute
+from ckptkit.publish import parallel_write
+from ckptkit.publish.parallel_write import execute
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux alone"),
@@ -203,7 +210,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     monkeypatch.setattr(forks, "results", noted)
     monkeypatch.setattr(forks, "can_fork", lambda: True)
     monkeypatch.setattr(threads, "processors", lambda: 2)
-    monkeypatch.setattr(spreading, "THREAD_TASK", 100_000)
+    monkeypatch.setattr(parallel_write, "THREAD_TASK", 100_000)
     monkeypatch.setattr(threads, "FORKED", 1 << 20)
     return found
 

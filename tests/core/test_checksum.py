@@ -8,17 +8,17 @@ from collections.abc import Iterator
 
 import pytest
 
-from ckptkit.core import checksum
-from ckptkit.core.checksum import LARGE, crc32
+from ckptkit.core import bytesource
+from ckptkit.core.bytesource import LARGE, _fastest, crc32
 
 DATA = bytes(range(256)) * 1024
 
 
 @pytest.fixture(autouse=True)
 def found_anew() -> Iterator[None]:
-    checksum._fastest.cache_clear()
+    _fastest.cache_clear()
     yield
-    checksum._fastest.cache_clear()
+    _fastest.cache_clear()
 
 
 @pytest.mark.parametrize("size", [0, 1, LARGE - 1, LARGE, len(DATA)])
@@ -31,13 +31,13 @@ def test_the_sum_is_that_of_zlib(kind: type, size: int) -> None:
 
 def test_without_the_extra_it_is_zlib(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "isal", None)
-    assert checksum._fastest() is zlib.crc32
+    assert _fastest() is zlib.crc32
     assert crc32(DATA) == zlib.crc32(DATA)
 
 
 def test_with_the_extra_large_ones_are_summed_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
     isal_zlib = pytest.importorskip("isal.isal_zlib")
-    assert checksum._fastest() is isal_zlib.crc32
-    monkeypatch.setattr(checksum, "_fastest", lambda: lambda data, start: 7)
+    assert _fastest() is isal_zlib.crc32
+    monkeypatch.setattr(bytesource, "_fastest", lambda: lambda data, start: 7)
     assert crc32(DATA) == 7
     assert crc32(DATA[:100]) == zlib.crc32(DATA[:100])

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptkit.core.fold import COUNTERS, Folded, Item, Modules, fold, unfolded
+from ckptkit.core.text import COUNTERS, Folded, Item, Modules, fold, unfolded
 
 
 def labels(names: list[str]) -> list[str]:

@@ -46,7 +46,7 @@ from ckptkit.formats.dcp.nesting import Nest
 from ckptkit.formats.parallel.tables import RankFile, check_grid
 from ckptkit.pickles.machine import FIRST_WINDOW
 from ckptkit.pickles.values import unpickle
-from ckptkit.publish.write import publish
+from ckptkit.publish.publish import publish
 from ckptkit.rules.parsing import parse_rule
 from ckptkit.rules.planner import Rules
 from tests.conftest import Run as Command

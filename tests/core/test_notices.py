@@ -9,9 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from ckptkit.core import errors
-from ckptkit.core.errors import CkptkitError, FormatError
-from ckptkit.core.notices import Notice, coded, within
+from ckptkit.core.errors import CkptkitError, FormatError, Notice, __name__, coded, within
 
 NOTICE = Notice("some-code", "3 of them are odd", count=3)
 
@@ -42,7 +40,7 @@ def classes(base: type[CkptkitError] = CkptkitError) -> Iterator[type[CkptkitErr
 
 
 def test_every_class_of_errors_has_a_code_of_its_own() -> None:
-    codes = [each.code for each in {*classes()} if each.__module__ == errors.__name__]
+    codes = [each.code for each in {*classes()} if each.__module__ == __name__]
     assert len(codes) > 15 and len({*codes}) == len(codes)
 
 

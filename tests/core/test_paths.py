@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptkit.core.paths import file_system
+from ckptkit.core.bytesource import file_system
 
 
 def test_the_kind_is_that_of_stat(tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ from ckptkit.core import dtypes
 from ckptkit.core.bytesource import Memory, Range
 from ckptkit.core.errors import LimitError, UsageError
 from ckptkit.core.limits import LIMITS
-from ckptkit.core.rebuilding import rebuild
 from ckptkit.core.tensor import Storage, Tensor, TypedStorage
 from ckptkit.core.tree import (
     ByteString,
@@ -24,6 +23,7 @@ from ckptkit.core.tree import (
     join,
     key_text,
     module_versions,
+    rebuild,
     versions_state,
     walk,
 )

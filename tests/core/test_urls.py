@@ -7,7 +7,7 @@ import pytest
 from ckptkit import formats
 from ckptkit.core.bytesource import Memory
 from ckptkit.core.errors import FormatError
-from ckptkit.core.urls import behind_page, in_folder, is_url, shown, split
+from ckptkit.core.text import behind_page, in_folder, is_url, shown_url, split_url
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_paths(path: str | None) -> None:
     ],
 )
 def test_secrets_are_masked(url: str, safe: str) -> None:
-    assert shown(url) == safe
+    assert shown_url(url) == safe
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_a_page_says_where_the_file_is() -> None:
 
 
 def test_a_folder_keeps_the_query() -> None:
-    folder, name = split("https://host/a/x.index.json?sig=1")
+    folder, name = split_url("https://host/a/x.index.json?sig=1")
     assert (folder, name) == ("https://host/a?sig=1", "x.index.json")
     assert in_folder(folder, "y.bin") == "https://host/a/y.bin?sig=1"
 
@@ -106,6 +106,6 @@ def test_a_folder_keeps_the_query() -> None:
     ],
 )  # fmt: skip
 def test_a_root_may_contain_files(url: str, folder: str, other: str) -> None:
-    found, name = split(url)
+    found, name = split_url(url)
     assert (found.rstrip("/"), name) == (folder.rstrip("/"), "x.pth")
     assert in_folder(found, "y") == in_folder(folder, "y") == other

@@ -12,12 +12,13 @@ from ckptkit.analysis.matching import Kind
 from ckptkit.analysis.summary import summarize
 from ckptkit.core.errors import (
     NEWER_TORCH,
+    RUNS_CODE,
     CkptkitError,
     CorruptError,
     FormatError,
+    Notice,
     UnsupportedError,
 )
-from ckptkit.core.notices import RUNS_CODE, Notice
 from ckptkit.core.tree import Global, Node, Object
 from ckptkit.diagnosis import content, fit, refused
 from ckptkit.diagnosis.cause import Cause, Fix, together

@@ -22,7 +22,7 @@ import torch
 from ckptkit.api import open_checkpoint, save
 from ckptkit.core.plan import Edit
 from ckptkit.formats.format import WriteOptions
-from ckptkit.publish.journal import Journal, Span
+from ckptkit.publish.in_place import Journal, JournalSpan
 from tests.conftest import ROOT
 from tests.formats.containers import tars
 from tests.formats.containers.zips import Member, build
@@ -191,8 +191,8 @@ def deepspeed() -> list[bytes]:
 @cache
 def journals() -> list[bytes]:
     """Of changes of EDITED; the inode is put in later."""
-    spans = Span(4, EDITED[4:20], b"x" * 16), Span(60, EDITED[60:], b"longer " * 3)
-    shorter = Span(4, EDITED[4:8], b"y" * 4), Span(40, EDITED[40:], b"")
+    spans = JournalSpan(4, EDITED[4:20], b"x" * 16), JournalSpan(60, EDITED[60:], b"longer " * 3)
+    shorter = JournalSpan(4, EDITED[4:8], b"y" * 4), JournalSpan(40, EDITED[40:], b"")
     return [
         Journal(0, len(EDITED), 81, Edit(0, b"broken"), spans).dump(),
         Journal(0, len(EDITED), 40, Edit(20, b"b"), shorter).dump(),

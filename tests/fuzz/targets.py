@@ -23,16 +23,15 @@ from ckptkit import formats
 from ckptkit.api import convert, open_checkpoint
 from ckptkit.cli import render
 from ckptkit.compute import stream
-from ckptkit.core.bytesource import Folder, Memory, Range
+from ckptkit.core.bytesource import Folder, Memory, Range, journal_path, plain_name
 from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import CkptkitError, InputError
-from ckptkit.core.paths import journal_path, plain_name
 from ckptkit.core.plan import Segment
 from ckptkit.core.tensor import Storage, Tensor
 from ckptkit.core.tree import Node
 from ckptkit.pickles.values import unpickle
 from ckptkit.pickles.writer import write_pickle
-from ckptkit.publish import journal, patching
+from ckptkit.publish import in_place
 from ckptkit.transforms.devices import remap
 from ckptkit.transforms.keys import strip_prefix
 from tests.formats.containers import tars
@@ -280,9 +279,9 @@ def _settled(path: Path, data: bytes) -> None:
     it says."""
     beside = Path(journal_path(path))
     beside.write_bytes(data)
-    known = quietly(journal.parse, data)
+    known = quietly(in_place.parse, data)
     try:
-        patching.undo_interrupted(str(path))
+        in_place.undo_interrupted(str(path))
     except CkptkitError as error:
         assert isinstance(error, InputError) and beside.exists(), error
         assert path.read_bytes() == seeds.EDITED

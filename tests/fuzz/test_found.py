@@ -12,12 +12,11 @@ import pytest
 import torch
 
 from ckptkit import formats
-from ckptkit.core import paths
-from ckptkit.core.bytesource import Memory
+from ckptkit.core.bytesource import Memory, journal_path
 from ckptkit.core.errors import AmbiguousError, CkptkitError, FormatError
 from ckptkit.core.tree import SetNode
 from ckptkit.pickles.writer import write_pickle
-from ckptkit.publish import patching
+from ckptkit.publish import in_place
 from tests.formats.containers.zips import Member, build
 from tests.formats.torch_zip.archives import FLOATS, pickle_of, storage, tensor
 from tests.fuzz import seeds
@@ -116,16 +115,16 @@ def test_numbers_of_a_journal_that_are_no_places(
     """They went into the system's calls, which raised what is no error of ours."""
     path = tmp_path / "run.pth"
     path.write_bytes(seeds.EDITED)
-    Path(paths.journal_path(path)).write_bytes(journal_with(change, path.stat().st_ino))
+    Path(journal_path(path)).write_bytes(journal_with(change, path.stat().st_ino))
     with pytest.raises(CkptkitError, match="not whole"):
-        patching.undo_interrupted(str(path))
+        in_place.undo_interrupted(str(path))
     assert path.read_bytes() == seeds.EDITED
 
 
 def test_a_journal_with_its_own_numbers_is_followed(tmp_path: Path) -> None:
     path = tmp_path / "run.pth"
     path.write_bytes(seeds.EDITED)
-    beside = Path(paths.journal_path(path))
+    beside = Path(journal_path(path))
     beside.write_bytes(journal_with(lambda numbers: None, path.stat().st_ino))
-    patching.undo_interrupted(str(path))
+    in_place.undo_interrupted(str(path))
     assert path.read_bytes() == seeds.EDITED and not beside.exists()

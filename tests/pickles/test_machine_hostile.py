@@ -34,9 +34,8 @@ from ckptkit.core.errors import (
     UnsupportedError,
 )
 from ckptkit.core.limits import LIMITS
-from ckptkit.core.rebuilding import rebuild
 from ckptkit.core.tensor import Storage
-from ckptkit.core.tree import ByteString, Global, Node, Object, OrderedMapping, walk
+from ckptkit.core.tree import ByteString, Global, Node, Object, OrderedMapping, rebuild, walk
 from ckptkit.formats.format import Probe
 from ckptkit.formats.table import PICKLE
 from ckptkit.pickles.storages import StorageTable
@@ -72,7 +71,7 @@ from ckptkit.core.bytesource import LocalFile
 from ckptkit.core.errors import CkptkitError
 from ckptkit.pickles.writer import write_pickle
 from ckptkit.pickles.values import unpickle
-from ckptkit.core.rebuilding import rebuild
+from ckptkit.core.tree import rebuild
 from ckptkit.core.tree import (walk)
 
 def attempt(call):

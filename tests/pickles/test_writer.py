@@ -31,9 +31,17 @@ from ckptkit.core.errors import (
     UnsupportedError,
 )
 from ckptkit.core.limits import LIMITS
-from ckptkit.core.rebuilding import rebuild
 from ckptkit.core.tensor import Storage, Tensor, TypedStorage
-from ckptkit.core.tree import ByteString, Global, Node, Object, OrderedMapping, Pairs, SetNode
+from ckptkit.core.tree import (
+    ByteString,
+    Global,
+    Node,
+    Object,
+    OrderedMapping,
+    Pairs,
+    SetNode,
+    rebuild,
+)
 from ckptkit.core.weights import as_tensor
 from ckptkit.pickles.machine import LARGE
 from ckptkit.pickles.writer import write_pickle

@@ -15,7 +15,7 @@ import torch
 
 import ckptkit
 from ckptkit.core.errors import CorruptError, InputChangedError
-from ckptkit.publish import checking, write
+from ckptkit.publish import preflight, publish
 from tests.conftest import Run
 
 STATE = {
@@ -73,7 +73,7 @@ def test_new_bytes_of_a_damaged_tensor_are_not_written(
     way: str, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ckptkit.compute.threads.FORKED", 1 << 20)
-    monkeypatch.setattr("ckptkit.publish.spreading.THREAD_TASK", 1 << 20)
+    monkeypatch.setattr("ckptkit.publish.parallel_write.THREAD_TASK", 1 << 20)
     WAYS[way](saved / "good.pth", tmp_path)
     for number, name in enumerate(STATE):
         out = tmp_path / str(number)
@@ -87,8 +87,8 @@ def test_bytes_are_read_once_where_they_are_read_in_order(
     saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     again: list[int] = []
-    read = checking._sum
-    monkeypatch.setattr(checking, "_sum", lambda part: again.append(part.length) or read(part))
+    read = preflight._sum
+    monkeypatch.setattr(preflight, "_sum", lambda part: again.append(part.length) or read(part))
     in_order = ckptkit.select(ckptkit.open(saved / "good.pth"), drop=["*.turned"])
     for number, dtype in enumerate((None, "float16")):
         ck = in_order if dtype is None else ckptkit.cast(in_order, dtype)
@@ -113,13 +113,13 @@ def test_an_input_that_changes_is_not_called_damaged(
     saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "in.pth").write_bytes((saved / "good.pth").read_bytes())
-    execute = write.execute
+    execute = publish.execute
 
     def changed_before(*args: Any, **kwargs: Any) -> Any:
         (tmp_path / "in.pth").write_bytes(b"?" * (tmp_path / "in.pth").stat().st_size)
         return execute(*args, **kwargs)
 
-    monkeypatch.setattr(write, "execute", changed_before)
+    monkeypatch.setattr(publish, "execute", changed_before)
     with pytest.raises(InputChangedError):
         ckptkit.convert(tmp_path / "in.pth", tmp_path / "o.safetensors")
 

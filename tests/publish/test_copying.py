@@ -20,14 +20,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptkit.core.bytesource import Derived, LocalFile, Memory, Range
-from ckptkit.core.checksum import crc32_combine
+from ckptkit.core.bytesource import Derived, LocalFile, Memory, Range, crc32_combine
 from ckptkit.core.errors import CorruptError, InputChangedError, OutputError
 from ckptkit.core.plan import BLOCK, Deferred, Segment, Summed, length
-from ckptkit.publish import copying, spreading
-from ckptkit.publish.copying import ReadAhead, run
-from ckptkit.publish.spreading import execute
-from ckptkit.publish.tasks import Task, cut
+from ckptkit.publish import copying, parallel_write
+from ckptkit.publish.copying import ReadAhead, WriteTask, cut, run
+from ckptkit.publish.parallel_write import execute
 
 
 @pytest.fixture(autouse=True)
@@ -278,14 +276,14 @@ def test_tasks_are_independent(size: int, source: LocalFile, tmp_path: Path) -> 
     for task in reversed(tasks):
         sums[task.start] = run(pickle.loads(pickle.dumps(task))).sums
     known = copying.combined(each for start in sorted(sums) for each in sums[start])
-    spreading._fill(str(path), segments, known)
+    parallel_write._fill(str(path), segments, known)
     assert path.read_bytes() == want
 
 
 def test_threads_share_checksums(
     source: LocalFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(spreading, "THREAD_TASK", 50_000)
+    monkeypatch.setattr(parallel_write, "THREAD_TASK", 50_000)
     segments, want = every_kind(source)
     assert written(segments, tmp_path) == want
 
@@ -312,16 +310,18 @@ def test_threads_share_what_is_read(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Writes to one file wait for each other: there the kernel's copy is as fast as any."""
-    taken: list[Task] = []
-    monkeypatch.setattr(spreading, "THREAD_TASK", 50_000)
-    monkeypatch.setattr(spreading, "file_system", lambda fd: kind)
+    taken: list[WriteTask] = []
+    monkeypatch.setattr(parallel_write, "THREAD_TASK", 50_000)
+    monkeypatch.setattr(parallel_write, "file_system", lambda fd: kind)
     monkeypatch.setattr(copying, "file_system", lambda fd: kind)
 
-    def noted(task: Task, progress: copying.Progress = lambda count: None) -> list[copying.Sum]:
+    def noted(
+        task: WriteTask, progress: copying.Progress = lambda count: None
+    ) -> list[copying.Sum]:
         taken.append(task)
         return run(task, progress)
 
-    monkeypatch.setattr(spreading, "run", noted)
+    monkeypatch.setattr(parallel_write, "run", noted)
     paths = [tmp_path / str(number) for number in range(files)]
     for path in paths:
         path.touch()
@@ -366,7 +366,7 @@ def test_bytes_that_move_within_a_page_are_read_and_written_where_that_is_faster
     )
     path = tmp_path / "out"
     path.touch()
-    run(Task(str(path), BLOCK, (Range(source, offset, 300_000),)))
+    run(WriteTask(str(path), BLOCK, (Range(source, offset, 300_000),)))
     assert path.read_bytes()[BLOCK:] == NOISE[offset : offset + 300_000]
     assert bool(called) is by_kernel
     if not by_kernel:
@@ -376,7 +376,7 @@ def test_bytes_that_move_within_a_page_are_read_and_written_where_that_is_faster
 def test_a_failing_task_ends_the_others(
     source: LocalFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(spreading, "THREAD_TASK", 50_000)
+    monkeypatch.setattr(parallel_write, "THREAD_TASK", 50_000)
     damaged = Derived("inflate", (Range(source, 0, 1000),), (), 1000)
     with pytest.raises(CorruptError):
         written([Summed(Range(source, 0, 1 << 20), 0), damaged], tmp_path)
@@ -385,7 +385,7 @@ def test_a_failing_task_ends_the_others(
 def test_processes_carry_out_a_plan(
     source: LocalFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(spreading, "TASK", 500_000)
+    monkeypatch.setattr(parallel_write, "TASK", 500_000)
     segments, want = every_kind(source)
     with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as processes:
         assert written(segments, tmp_path, processes) == want
@@ -402,7 +402,7 @@ def test_a_task_is_no_larger_than_it_needs_to_be(source: LocalFile) -> None:
         )
     ]
     assert sizes == [1 << 20] * 6
-    assert [Task("x", 0, (b"abc",)).size, length(b"abc")] == [3, 3]
+    assert [WriteTask("x", 0, (b"abc",)).size, length(b"abc")] == [3, 3]
 
 
 # reading ahead

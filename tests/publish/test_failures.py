@@ -10,11 +10,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from ckptkit.core.bytesource import journal_path
 from ckptkit.core.errors import OutputError
-from ckptkit.core.paths import journal_path
 from ckptkit.core.plan import OutputFile, Plan
-from ckptkit.publish import write as publishing
-from ckptkit.publish.write import publish
+from ckptkit.publish import publish as publishing
+from ckptkit.publish.publish import publish
 
 PLAN = Plan((OutputFile("", (b"new",)),))
 

@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save_file
 
 import ckptkit
 from ckptkit.api import Conversion, convert, recover
+from ckptkit.core.bytesource import journal_path
 from ckptkit.core.errors import (
     CkptkitError,
     InputChangedError,
@@ -30,10 +31,9 @@ from ckptkit.core.errors import (
     OutputError,
     VerifyError,
 )
-from ckptkit.core.paths import journal_path
 from ckptkit.core.plan import Edit, Patch
-from ckptkit.publish import patching
-from ckptkit.publish.journal import journal_of, parse
+from ckptkit.publish import in_place as editing
+from ckptkit.publish.in_place import journal_of, parse
 from tests.conftest import ENVIRONMENT, Run, in_process
 
 run = in_process
@@ -306,7 +306,7 @@ def torn(path: Path, change: str, scratch: Path) -> Torn:
 KILLED = """
 import os, signal, sys
 import ckptkit
-from ckptkit.publish import patching
+from ckptkit.publish import in_place as editing
 from ckptkit.api import convert
 path, prefix, last, half = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4] == "half"
 calls = 0
@@ -432,8 +432,8 @@ def test_DS_03_power_cut_at_every_step(
         note()
         disk.sync()
 
-    monkeypatch.setattr(patching, "_write", write)
-    patching.apply(patch)
+    monkeypatch.setattr(editing, "_write", write)
+    editing.apply(patch)
     monkeypatch.undo()
     assert same(load(path), "module.")  # it was not written to
     found = set()
@@ -443,7 +443,7 @@ def test_DS_03_power_cut_at_every_step(
         path.write_bytes(state)
         Path(journal_path(path)).write_bytes(journal.dump())
         left = torn(path, change, scratch)
-        patching.undo_interrupted(str(path))
+        editing.undo_interrupted(str(path))
         now = meaning(path, load, change)
         assert now is not None and left.others in (None, now) and left.ours in (None, now)
         assert now == "new" or path.read_bytes() == made.read_bytes()
@@ -459,9 +459,9 @@ def interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A file that an edit has left half changed, with its journal."""
     path = make_pth(tmp_path)
     with monkeypatch.context() as during:
-        during.setattr(patching, "_undo", lambda fd, journal: None)
-        during.setattr(patching, "_remove", lambda journal: None)
-        during.setattr(patching, "_write", write_until(2, OSError(5, "Input/output error")))
+        during.setattr(editing, "_undo", lambda fd, journal: None)
+        during.setattr(editing, "_remove", lambda journal: None)
+        during.setattr(editing, "_write", write_until(2, OSError(5, "Input/output error")))
         with pytest.raises(OutputError, match="Input/output error"):
             in_place(path, strip)
     assert meaning(path, load, "strip") is None
@@ -469,7 +469,7 @@ def interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def write_until(calls: int, error: BaseException) -> Callable[..., None]:
-    real, done = patching._write, [0]
+    real, done = editing._write, [0]
 
     def write(*args: Any) -> None:
         done[0] += 1
@@ -514,7 +514,7 @@ def test_a_journal_of_a_finished_edit_is_no_hindrance(tmp_path: Path, run: Run) 
     path = make_pth(tmp_path)
     journal = Path(journal_path(path))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(patching, "_remove", lambda journal: None)
+        patch.setattr(editing, "_remove", lambda journal: None)
         in_place(path, strip)
     assert journal.exists()
     assert same(load(path), "")
@@ -546,11 +546,11 @@ def test_DS_18_what_fails_is_undone(
 ) -> None:
     path = make_pth(tmp_path)
     before = path.read_bytes()
-    real = patching._undo
-    monkeypatch.setattr(patching, "_write", write_until(calls, error))
+    real = editing._undo
+    monkeypatch.setattr(editing, "_write", write_until(calls, error))
     with monkeypatch.context() as during:
         during.setattr(
-            patching,
+            editing,
             "_undo",
             lambda fd, journal: (during.undo(), monkeypatch.undo(), real(fd, journal)),
         )
@@ -563,7 +563,7 @@ def test_DS_18_what_fails_is_undone(
 def test_what_is_read_back_wrong_is_undone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = make_pth(tmp_path)
     before = path.read_bytes()
-    monkeypatch.setattr(patching, "_read", lambda fd, offset, length: b"x" * length)
+    monkeypatch.setattr(editing, "_read", lambda fd, offset, length: b"x" * length)
     with pytest.raises(VerifyError):
         in_place(path, strip, verify=True)
     assert path.read_bytes() == before
@@ -626,7 +626,7 @@ def test_changed_since_it_was_read(tmp_path: Path) -> None:
     torch.save({"epoch": 4}, path)
     saved = path.read_bytes()
     with pytest.raises(InputChangedError):
-        patching.apply(patch)
+        editing.apply(patch)
     assert path.read_bytes() == saved
 
 

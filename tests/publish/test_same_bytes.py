@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 import ckptkit
-from ckptkit.publish import copying, spreading
+from ckptkit.publish import copying, parallel_write
 
 STATE = {f"module.layers.{i}.weight": torch.randn(300, 301) + i for i in range(4)}
 
@@ -24,7 +24,7 @@ def test_from_every_file_system_and_from_memory(
     source = tmp_path / f"in{kind}"
     made = []
     for number, system in enumerate(("xfs", "tmpfs", "")):
-        for module in (copying, spreading):
+        for module in (copying, parallel_write):
             monkeypatch.setattr(module, "file_system", lambda fd, system=system: system)
         for given in (source, source.read_bytes()):
             out = tmp_path / f"{number}{suffix}"

@@ -31,9 +31,8 @@ from ckptkit.core.errors import (
 from ckptkit.core.limits import LIMITS
 from ckptkit.core.plan import Deferred, OutputFile, Plan, Segment, Summed
 from ckptkit.publish import preflight
-from ckptkit.publish import write as publishing
-from ckptkit.publish.temporaries import temporary_name
-from ckptkit.publish.write import publish
+from ckptkit.publish import publish as publishing
+from ckptkit.publish.publish import publish, temporary_name
 
 DATA = bytes(range(256)) * 400  # 100 KiB
 OLD = b"what was there before"

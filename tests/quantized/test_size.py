@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import ckptkit
-from ckptkit.publish.tasks import cut
+from ckptkit.publish.copying import cut
 from tests.conftest import ENVIRONMENT
 from tests.quantized.made import row, write
 

@@ -19,7 +19,7 @@ from ckptkit.compute.conversions import Layouts, Moved
 from ckptkit.compute.operations import HELD
 from ckptkit.core.bytesource import Derived, Extent, Memory, Range
 from ckptkit.core.errors import CkptkitError, CollisionError, LimitError
-from ckptkit.core.grouping import flatten
+from ckptkit.core.text import flatten
 from ckptkit.rules import config, planner
 from ckptkit.rules.copies import Copy
 from ckptkit.rules.errors import MisfitError, RuleError

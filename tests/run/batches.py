@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ckptkit.api import Conversion, convert
-from ckptkit.publish.write import temporary_name
+from ckptkit.publish.publish import temporary_name
 from ckptkit.run.batch import manifest
 from ckptkit.transforms.keys import strip_prefix
 from tests.conftest import ENVIRONMENT

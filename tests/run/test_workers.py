@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 
 from ckptkit.api import Step, convert
 from ckptkit.core.errors import OutputError, UsageError
-from ckptkit.publish import spreading
+from ckptkit.publish import parallel_write
 from ckptkit.run import batch, workers
 from ckptkit.transforms.elements import cast
 from ckptkit.transforms.keys import strip_prefix
@@ -78,7 +78,7 @@ def test_one_conversion(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Cut into tasks and spread, it has the bytes that this process alone would write."""
-    monkeypatch.setattr(spreading, "TASK", 1 << 20)
+    monkeypatch.setattr(parallel_write, "TASK", 1 << 20)
     path = big(tmp_path / source)
     (tmp_path / "spread").mkdir()
     counts: list[int] = []

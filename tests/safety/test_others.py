@@ -20,11 +20,10 @@ from click.testing import CliRunner
 import ckptkit
 from ckptkit.api import convert
 from ckptkit.cli import main
-from ckptkit.core.bytesource import LocalFile
+from ckptkit.core.bytesource import LocalFile, journal_path
 from ckptkit.core.errors import CkptkitError, InputChangedError, UsageError, VerifyError
-from ckptkit.core.paths import journal_path
 from ckptkit.formats.format import WriteOptions
-from ckptkit.publish import patching
+from ckptkit.publish import in_place
 from tests.conftest import COMMAND, Run
 from tests.safety.injection import ALIKE, held, leftovers, needs_strace, snapshot
 from tests.safety.works import OLD, WORKS, make_source, outcomes
@@ -359,10 +358,10 @@ def test_DS_21_readers_see_one_file_or_the_other(tmp_path: Path) -> None:
 
 
 def test_DS_29_what_killed_runs_have_left(small: Path, tmp_path: Path) -> None:
-    from ckptkit.publish import temporaries
+    from ckptkit.publish import publish
 
     out, gone = tmp_path / "out.pth", gone_process()
-    here = temporaries._where() or pytest.skip("no telling here which process is alive")
+    here = publish._where() or pytest.skip("no telling here which process is alive")
     ours = tmp_path / f".out.pth.ckptkit-{gone}-{here}00000001.tmp"
     journal = tmp_path / f"..out.pth.ckptkit-journal.ckptkit-{gone}-{here}00000001.tmp"
     kept = {
@@ -386,9 +385,9 @@ def test_DS_29_what_killed_runs_have_left(small: Path, tmp_path: Path) -> None:
 
 
 def test_DS_29_a_folder_that_a_killed_run_has_left(small: Path, tmp_path: Path) -> None:
-    from ckptkit.publish import temporaries
+    from ckptkit.publish import publish
 
-    here = temporaries._where() or pytest.skip("no telling here which process is alive")
+    here = publish._where() or pytest.skip("no telling here which process is alive")
     left = tmp_path / f".out.ckptkit-{gone_process()}-{here}00000001.tmp"
     left.mkdir()
     (tmp_path / "elsewhere").mkdir()
@@ -401,11 +400,11 @@ def test_DS_29_a_folder_that_a_killed_run_has_left(small: Path, tmp_path: Path) 
 
 
 def test_DS_29_what_belongs_to_others_stays(small: Path, tmp_path: Path) -> None:
-    from ckptkit.publish import temporaries
+    from ckptkit.publish import publish
 
     if os.geteuid() != 0:
         pytest.skip("only root can give a file away")
-    here = temporaries._where() or pytest.skip("no telling here which process is alive")
+    here = publish._where() or pytest.skip("no telling here which process is alive")
     theirs = tmp_path / f".out.pth.ckptkit-{gone_process()}-{here}00000001.tmp"
     theirs.write_bytes(b"half")
     os.chown(theirs, 12345, 12345)
@@ -428,8 +427,8 @@ def test_DS_29_an_edit_that_was_left_unfinished_goes_with_the_file(
     path = Path(shutil.copy(small, tmp_path / "run.pth"))
     with monkeypatch.context() as during:
         for name in ("_undo", "_remove"):
-            during.setattr(patching, name, lambda *_: None)
-        during.setattr(patching, "_rewrite", lambda *_: 1 / 0)
+            during.setattr(in_place, name, lambda *_: None)
+        during.setattr(in_place, "_rewrite", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             convert(path, None, lambda ck: ckptkit.strip_prefix(ck, "module."), in_place=True)
     assert os.path.exists(journal_path(path))

@@ -14,7 +14,7 @@ import torch
 
 import ckptkit
 from ckptkit.api import convert
-from ckptkit.publish import patching
+from ckptkit.publish import in_place
 from tests.conftest import COMMAND, ENVIRONMENT
 from tests.safety.injection import leftovers, snapshot
 
@@ -106,7 +106,7 @@ class Outcomes:
         journals = [path for path in folder.iterdir() if path.name.endswith(".ckptkit-journal")]
         assert len(left) + len(journals) <= killed, (left, journals)
         if journals:
-            patching.undo_interrupted(str(folder / "run.pth"))
+            in_place.undo_interrupted(str(folder / "run.pth"))
             assert not journals[0].exists()
         found = {
             name: data for name, data in snapshot(folder).items() if name.split("/")[0] not in left

@@ -10,9 +10,7 @@ from typing import Any, NamedTuple
 from ckptkit.analysis.summary import Summary, TensorRow, Value
 from ckptkit.analysis.values import Plain
 from ckptkit.analysis.view_model import Table, tensors
-from ckptkit.core.fold import Folded, Item, family, fold
-from ckptkit.core.grouping import flatten
-from ckptkit.core.text import escape, plural, size
+from ckptkit.core.text import Folded, Item, escape, family, flatten, fold, plural, size
 from ckptkit.core.tree import join
 
 LISTED = 8  # values of a list; JSON and the tree show all

@@ -7,8 +7,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from ckptkit.analysis.diff import Changed, Diff, Kind, Mismatch, Renamed, Silent
 from ckptkit.analysis.view_model import Table
 from ckptkit.analysis.view_model.fold_pairs import fold_pairs
-from ckptkit.core.fold import Item, family, fold
-from ckptkit.core.text import escape, plural, shape
+from ckptkit.core.text import Item, escape, family, fold, plural, shape
 
 PAIRED = ("in A", "in B", "shape", "sure", "by")
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Hashable, Iterable, Iterator
 from typing import Any, NamedTuple
 
-from ckptkit.core.fold import Item, fold
+from ckptkit.core.text import Item, fold
 
 _INDEX = re.compile(r"(?<![^.])(0|[1-9][0-9]{0,17})(?![^.])")  # as in fold
 _RANGES = re.compile(r"\{[^}]*\}|[0-9]+")

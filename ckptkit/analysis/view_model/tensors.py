@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ckptkit.analysis.summary import TensorRow
 from ckptkit.analysis.values import key_list, number
 from ckptkit.analysis.view_model import Table
-from ckptkit.core.grouping import flatten
 from ckptkit.core.tensor import Shape
-from ckptkit.core.text import escape, plural, shape, size
+from ckptkit.core.text import escape, flatten, plural, shape, size
 
 if TYPE_CHECKING:
-    from ckptkit.core.fold import Folded
+    from ckptkit.core.text import Folded
     from ckptkit.quantized import Group
 
 
@@ -212,7 +211,7 @@ def tables(
     Tensors that differ only in an index are one row unless `flat`, if their modules are of one
     kind. `among` are all tensors, where the parts are selected ones.
     """
-    from ckptkit.core.fold import fold, unfolded
+    from ckptkit.core.text import fold, unfolded
 
     items = flatten(_items(rows, title) for title, rows in parts.items())
     if flat:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import UsageError
-from ckptkit.core.rebuilding import rebuild
 from ckptkit.core.text import typed
-from ckptkit.core.tree import Node, Object, Path, children, join, walk
+from ckptkit.core.tree import Node, Object, Path, children, join, rebuild, walk
 from ckptkit.core.weights import as_tensor, plain_state_dict
 
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from ckptkit.core.bytesource import Folder
 from ckptkit.core.checkpoint import Checkpoint
-from ckptkit.core.errors import CkptkitError, FormatError
+from ckptkit.core.errors import CkptkitError, FormatError, within
 from ckptkit.core.limits import check
-from ckptkit.core.notices import within
 from ckptkit.core.tensor import Shape, Storage, Tensor
 from ckptkit.core.text import some
 from ckptkit.core.tree import Global, Node, Object

@@ -7,8 +7,7 @@ from dataclasses import replace
 
 from ckptkit.core.bytesource import ByteSource
 from ckptkit.core.checkpoint import Checkpoint
-from ckptkit.core.errors import AmbiguousError, CorruptError
-from ckptkit.core.notices import NO_CHECKSUM, Notice
+from ckptkit.core.errors import NO_CHECKSUM, AmbiguousError, CorruptError, Notice
 from ckptkit.core.tensor import Storage, Tensor, TypedStorage
 from ckptkit.core.tree import Node, StoredBytes, join, nodes, type_name, walk
 from ckptkit.core.weights import Weights, as_tensor, plain_state_dict

@@ -26,10 +26,9 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from ckptkit.core.errors import CkptkitError, FormatError
-from ckptkit.core.grouping import without
 from ckptkit.core.limits import LIMITS
 from ckptkit.core.tensor import Tensor
-from ckptkit.core.text import plural
+from ckptkit.core.text import plural, without
 from ckptkit.core.tree import (
     MODULE_VERSIONS,
     Global,

@@ -15,8 +15,7 @@ from dataclasses import replace
 from ckptkit import formats
 from ckptkit.core.bytesource import Folder
 from ckptkit.core.checkpoint import Beside, Checkpoint
-from ckptkit.core.errors import CkptkitError
-from ckptkit.core.notices import within
+from ckptkit.core.errors import CkptkitError, within
 from ckptkit.core.plan import OutputFile, Plan
 from ckptkit.core.text import some, typed
 from ckptkit.core.tree import Node

@@ -168,7 +168,7 @@ class ZipDirectory:
 
     def verify(self, name: str) -> None:
         """Raise CorruptError unless a stored member's bytes have their CRC, if known. Any size."""
-        from ckptkit.core.checksum import crc32
+        from ckptkit.core.bytesource import crc32
 
         entry = self.entries[name]
         start, total, piece = self._data(name, entry), 0, 1 << 20

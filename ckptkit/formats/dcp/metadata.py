@@ -34,10 +34,9 @@ from ckptkit.core.errors import (
     UnsafeGlobalError,
     UnsupportedError,
 )
-from ckptkit.core.grouping import flatten, merge_all
 from ckptkit.core.limits import check
 from ckptkit.core.tensor import Shape
-from ckptkit.core.text import shown
+from ckptkit.core.text import flatten, merge_all, shown
 from ckptkit.core.tree import Global, Node, Object, Pairs, Path, key_text
 from ckptkit.formats.common.boxes import check_cover
 from ckptkit.pickles.globals import dtype_or_unknown

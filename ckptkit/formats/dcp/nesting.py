@@ -14,8 +14,8 @@ from __future__ import annotations
 from itertools import pairwise
 
 from ckptkit.core.errors import AmbiguousError, CollisionError, FormatError
-from ckptkit.core.grouping import flatten
 from ckptkit.core.limits import LIMITS, check
+from ckptkit.core.text import flatten
 from ckptkit.core.tree import Node, OrderedMapping, Path, join, key_text
 from ckptkit.core.weights import as_tensor
 

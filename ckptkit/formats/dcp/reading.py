@@ -8,8 +8,7 @@ from math import prod
 
 from ckptkit.core.bytesource import Folder
 from ckptkit.core.checkpoint import Checkpoint
-from ckptkit.core.errors import AmbiguousError, CkptkitError, FormatError
-from ckptkit.core.notices import within
+from ckptkit.core.errors import AmbiguousError, CkptkitError, FormatError, within
 from ckptkit.core.tensor import Storage, Tensor
 from ckptkit.core.tree import Global, Node
 from ckptkit.formats.dcp import hub

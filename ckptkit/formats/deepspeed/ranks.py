@@ -7,9 +7,9 @@ from itertools import chain
 from typing import NamedTuple
 
 from ckptkit.core.errors import CorruptError, FormatError, UnsupportedError
-from ckptkit.core.grouping import flatten
 from ckptkit.core.limits import check
 from ckptkit.core.tensor import Tensor
+from ckptkit.core.text import flatten
 from ckptkit.core.tree import Node, key_text
 from ckptkit.core.weights import as_tensor
 from ckptkit.formats.common.partitions import Layout, PartitionRow, Shapes, by_group, by_rank

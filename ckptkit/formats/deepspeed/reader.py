@@ -19,8 +19,8 @@ from typing import NamedTuple
 from ckptkit.core.bytesource import Folder
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import AmbiguousError, CkptkitError, CorruptError, FormatError, InputError
-from ckptkit.core.grouping import flatten, merge_all, without
 from ckptkit.core.tensor import Tensor
+from ckptkit.core.text import flatten, merge_all, without
 from ckptkit.core.tree import Node
 from ckptkit.formats import table
 from ckptkit.formats.common import zip_check

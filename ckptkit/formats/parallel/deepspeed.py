@@ -19,8 +19,8 @@ from typing import Any
 from ckptkit.core.bytesource import Folder
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError, CorruptError, FormatError, UnsupportedError
-from ckptkit.core.grouping import flatten
 from ckptkit.core.piece_forms import attributes
+from ckptkit.core.text import flatten
 from ckptkit.core.tree import Node
 from ckptkit.formats.common.rank_files import Reader
 from ckptkit.formats.deepspeed import places

@@ -17,10 +17,10 @@ from collections.abc import Iterator, Sequence
 from math import prod
 from typing import NamedTuple
 
-from ckptkit.core.grouping import flatten, merge_all
 from ckptkit.core.piece_forms import piece_of
 from ckptkit.core.pieces import REPLICATE, MeshPiece, Piece, ShardPiece
 from ckptkit.core.tensor import Shape, Tensor
+from ckptkit.core.text import flatten, merge_all
 from ckptkit.core.tree import Node
 from ckptkit.core.weights import as_tensor, locate
 from ckptkit.formats.common.partitions import PartitionRow, Slot

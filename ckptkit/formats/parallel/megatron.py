@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from ckptkit.core.bytesource import Folder
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CorruptError, FormatError, UnsupportedError
-from ckptkit.core.grouping import flatten
 from ckptkit.core.piece_forms import attributes
 from ckptkit.core.tensor import Tensor, TypedStorage
+from ckptkit.core.text import flatten
 from ckptkit.core.tree import Global, Node, Object
 from ckptkit.core.weights import as_tensor
 from ckptkit.formats.common.rank_files import Reader

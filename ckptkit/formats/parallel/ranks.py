@@ -25,10 +25,10 @@ from ckptkit.core import parallelism
 from ckptkit.core.bytesource import Folder
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import AmbiguousError, CkptkitError, CorruptError
-from ckptkit.core.grouping import flatten
 from ckptkit.core.limits import check
 from ckptkit.core.piece_forms import CLASSES, piece_of, pieces_in
 from ckptkit.core.pieces import Mesh, MeshPiece, Piece, ShardPiece
+from ckptkit.core.text import flatten
 from ckptkit.core.tree import Node, join
 from ckptkit.core.weights import is_optimizer
 from ckptkit.formats.common.folder_names import unread

@@ -19,10 +19,9 @@ from ckptkit.core.errors import (
     FormatError,
     TruncatedError,
 )
-from ckptkit.core.grouping import flatten
 from ckptkit.core.limits import LIMITS, check
 from ckptkit.core.tensor import Shape, Storage, Tensor, contiguous_stride
-from ckptkit.core.text import shown
+from ckptkit.core.text import flatten, shown
 from ckptkit.formats.containers import strict_json
 from ckptkit.formats.format import Probe
 

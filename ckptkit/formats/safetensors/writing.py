@@ -13,11 +13,10 @@ from ckptkit.core.bytesource import Extent, Range
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import TensorError, UnsafeGlobalError
-from ckptkit.core.grouping import owners, without
 from ckptkit.core.limits import LIMITS, check
 from ckptkit.core.plan import OutputFile, Plan
 from ckptkit.core.tensor import Tensor
-from ckptkit.core.text import shown, some, typed, typed_value
+from ckptkit.core.text import owners, shown, some, typed, typed_value, without
 from ckptkit.formats.common.dropped import leftovers, refuse_objects, refuse_pieces, shared_bytes
 from ckptkit.formats.common.plain_json import dump, is_utf8
 from ckptkit.formats.common.saved_record import (

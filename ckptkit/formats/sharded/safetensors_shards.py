@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from ckptkit.core.checkpoint import Checkpoint
-from ckptkit.core.grouping import owners
 from ckptkit.core.plan import Plan
 from ckptkit.core.tensor import Tensor
+from ckptkit.core.text import owners
 from ckptkit.core.tree import Node
 from ckptkit.formats import table
 from ckptkit.formats.common.dropped import refuse_objects

@@ -24,11 +24,19 @@ from typing import Any
 
 from ckptkit.core.bytesource import Folder
 from ckptkit.core.checkpoint import Checkpoint
-from ckptkit.core.errors import AmbiguousError, CkptkitError, CorruptError, FormatError
-from ckptkit.core.grouping import flatten, merge_all
+from ckptkit.core.errors import (
+    WRONG_TOTAL,
+    AmbiguousError,
+    CkptkitError,
+    CorruptError,
+    FormatError,
+    Notice,
+    coded,
+    within,
+)
 from ckptkit.core.limits import LIMITS, check
-from ckptkit.core.notices import WRONG_TOTAL, Notice, coded, within
 from ckptkit.core.tensor import Tensor, TypedStorage
+from ckptkit.core.text import flatten, merge_all
 from ckptkit.core.tree import Node, OrderedMapping, module_versions, nodes, versions_state
 from ckptkit.core.weights import as_tensor
 from ckptkit.formats.common.folder_names import BIN, INDEX, Candidate, best, unread

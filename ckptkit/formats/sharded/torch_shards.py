@@ -12,11 +12,10 @@ from dataclasses import replace
 from functools import partial
 
 from ckptkit.core.checkpoint import Checkpoint
-from ckptkit.core.grouping import flatten, owners
 from ckptkit.core.plan import Plan
-from ckptkit.core.rebuilding import rebuild
 from ckptkit.core.tensor import Storage, Tensor, TypedStorage
-from ckptkit.core.tree import Node, OrderedMapping
+from ckptkit.core.text import flatten, owners
+from ckptkit.core.tree import Node, OrderedMapping, rebuild
 from ckptkit.core.weights import Weights
 from ckptkit.formats import table
 from ckptkit.formats.common.dropped import leftovers, refuse_objects

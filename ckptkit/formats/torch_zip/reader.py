@@ -23,12 +23,14 @@ from ckptkit.core.bytesource import ByteSource, Extent, Memory, Range, Record
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import (
     NEWER_TORCH,
+    NO_CHECKSUM,
+    NO_VERSION,
     AmbiguousError,
     CorruptError,
     FormatError,
+    Notice,
     UnsupportedError,
 )
-from ckptkit.core.notices import NO_CHECKSUM, NO_VERSION, Notice
 from ckptkit.core.tensor import Storage
 from ckptkit.core.text import shown
 from ckptkit.formats import table

@@ -17,8 +17,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from ckptkit import compute
-from ckptkit.core.bytesource import ByteSource, Derived, Extent, Range
-from ckptkit.core.checksum import crc32
+from ckptkit.core.bytesource import ByteSource, Derived, Extent, Range, crc32
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.limits import LIMITS
 from ckptkit.formats.containers.zip_entries import DEFLATED, MAGIC

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from functools import cache, lru_cache, partial
 from typing import NamedTuple, Protocol
 
-from ckptkit.core.grouping import flatten
+from ckptkit.core.text import flatten
 from ckptkit.core.tree import Global, Node, Object
 from ckptkit.pickles.allowlist import numpy_types
 from ckptkit.pickles.allowlist import rows as table

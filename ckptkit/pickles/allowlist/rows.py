@@ -14,7 +14,7 @@ from itertools import product
 from typing import NamedTuple
 
 from ckptkit.core.dtypes import TABLE
-from ckptkit.core.grouping import flatten
+from ckptkit.core.text import flatten
 
 Name = tuple[str, str]
 

@@ -15,8 +15,9 @@ from collections.abc import Generator, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Future, wait
 from contextlib import suppress
 
-from ckptkit.core import __version__, urls
+from ckptkit.core import __version__
 from ckptkit.core.errors import OutputError
+from ckptkit.core.text import in_folder, is_url, shown_url
 from ckptkit.run.batch import manifest
 from ckptkit.run.batch.attempt import Outcome, Task, Work, attempt, failed
 from ckptkit.run.batch.inputs import find
@@ -90,8 +91,8 @@ def _compared(jobs: Sequence[Job], known: Manifest, force: bool) -> list[tuple[J
 
 
 def _joined(into: str, name: str) -> str:
-    if urls.is_url(into):
-        return urls.in_folder(into, name)
+    if is_url(into):
+        return in_folder(into, name)
     return os.path.join(os.path.abspath(into), *name.split("/"))
 
 
@@ -147,7 +148,7 @@ def _alone(pool: Pool, work: Work, each: _Item) -> Outcome:
         return _submitted(pool, work, [each]).result()[0]
     except BrokenExecutor:
         job, _ = each
-        error = f"{urls.shown(job.input.path)}: its worker was killed, twice"
+        error = f"{shown_url(job.input.path)}: its worker was killed, twice"
         hint = "it may need more memory than there is; `dmesg` may say what killed it"
         return failed(OutputError(error, hint=hint))
 
@@ -173,7 +174,7 @@ def _groups(todo: Sequence[_Item], workers: int) -> Iterator[list[_Item]]:
 
 def _prepare(into: str, jobs: Iterable[Job]) -> None:
     """Make the folders for the outputs, and remove temporaries of killed batches from them."""
-    if urls.is_url(into):
+    if is_url(into):
         from ckptkit.remote import files
 
         files.make_folders(into, sorted({job.output.rpartition("/")[0] for job in jobs}))
@@ -183,7 +184,7 @@ def _prepare(into: str, jobs: Iterable[Job]) -> None:
 
 def _sweep(into: str, jobs: Iterable[Job]) -> None:
     """Remove stale temporaries that killed batches left beside the outputs of `jobs`."""
-    if urls.is_url(into):
+    if is_url(into):
         return
     places = [os.path.split(_joined(into, job.output)) for job in jobs]
     outputs = {*places}

@@ -9,10 +9,11 @@ from functools import partial
 from typing import NamedTuple, Protocol
 
 from ckptkit.api import Conversion
-from ckptkit.core import __version__, urls
+from ckptkit.core import __version__
 from ckptkit.core.bytesource import Folder
 from ckptkit.core.errors import CkptkitError, OutputError, OutputExistsError, foreseen
 from ckptkit.core.plan import Plan
+from ckptkit.core.text import is_url, shown_url
 from ckptkit.formats.opening import open_unchecked
 from ckptkit.publish.copying import checksums, in_order
 from ckptkit.publish.preflight import check_folder
@@ -90,7 +91,7 @@ def _one(work: Work, task: Task) -> Outcome:
     try:
         return _done(work, task)
     except CkptkitError as error:
-        return failed(error.at(urls.shown(task.source)))
+        return failed(error.at(shown_url(task.source)))
     except Exception as error:
         return failed(error)
 
@@ -125,7 +126,7 @@ def _planned(work: Work, task: Task) -> Conversion:
     """Plan the job; where its folder does not exist yet, as if it wrote to the one above."""
     _for_folder(task, check_folder)
     folder, name = os.path.split(task.destination)
-    if urls.is_url(folder) or os.path.isdir(folder):
+    if is_url(folder) or os.path.isdir(folder):
         return work(task.source, task.destination, force=task.force, dry_run=True)
     while not os.path.isdir(folder):
         folder = os.path.dirname(folder)
@@ -142,7 +143,7 @@ def _for_folder(task: Task, act: Callable[[str], None]) -> None:
     """Make or check the folder of an output. Raises OutputError."""
     folder = os.path.dirname(task.destination)
     try:
-        if not urls.is_url(folder):
+        if not is_url(folder):
             act(folder)
     except OSError as error:
         raise OutputError(f"cannot be made: {error.strerror}", where=folder) from error

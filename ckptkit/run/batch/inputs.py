@@ -14,8 +14,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
-from ckptkit.core import urls
 from ckptkit.core.errors import PathError, UsageError
+from ckptkit.core.text import in_folder, is_url, shown_url, without_query
 
 Mark = tuple[int, int | str]  # see remote.listing
 
@@ -51,7 +51,7 @@ def find(sources: Iterable[str], into: str) -> list[Input]:
 
 def mark(path: str) -> Mark | None:
     """Return the mark of the file or folder at `path`, a path or URL; None if it cannot be seen."""
-    if urls.is_url(path):
+    if is_url(path):
         from ckptkit.remote import files
 
         try:
@@ -66,7 +66,7 @@ def mark(path: str) -> Mark | None:
 
 
 def _one(source: str, into: str) -> Iterator[Input]:
-    if urls.is_url(source):
+    if is_url(source):
         yield from _remote(source, into)
     elif glob.has_magic(source) and not os.path.lexists(source):
         yield from _matching(source, into)
@@ -78,7 +78,7 @@ def _one(source: str, into: str) -> Iterator[Input]:
 def _matching(pattern: str, into: str) -> Iterator[Input]:
     fixed, rest = _split(pattern.split(os.sep))
     base = os.path.abspath(os.sep.join(fixed) + os.sep if fixed else ".")
-    outputs = None if urls.is_url(into) else os.path.abspath(into) + os.sep
+    outputs = None if is_url(into) else os.path.abspath(into) + os.sep
     found = sorted(glob.iglob(os.sep.join(rest), root_dir=base, recursive=True))
     _check_found(found, pattern)
     paths = [os.path.abspath(os.path.join(base, each)) for each in found]
@@ -93,7 +93,7 @@ def _matching(pattern: str, into: str) -> Iterator[Input]:
 def _remote(source: str, into: str) -> Iterator[Input]:
     from ckptkit.remote import files
 
-    if not glob.has_magic(urls.without_query(source)):
+    if not glob.has_magic(without_query(source)):
         yield _named(source)
         return
     place, query, parameters = source.partition("?")
@@ -101,24 +101,24 @@ def _remote(source: str, into: str) -> Iterator[Input]:
     if len(fixed) < 3:
         raise UsageError(
             "the pattern has no fixed part to look below",
-            where=urls.shown(source),
+            where=shown_url(source),
             hint="name the host or bucket without wildcards",
         )
     base = "/".join(fixed) + query + parameters
     entries = files.matching(base, "/".join(rest))
-    _check_found(entries, urls.shown(source))
-    found = [(urls.in_folder(base, each.name), each) for each in entries]
-    outputs = urls.without_query(into).rstrip("/") + "/"
-    found = [(url, each) for url, each in found if not urls.without_query(url).startswith(outputs)]
-    _check_left(found, urls.shown(source), into)
+    _check_found(entries, shown_url(source))
+    found = [(in_folder(base, each.name), each) for each in entries]
+    outputs = without_query(into).rstrip("/") + "/"
+    found = [(url, each) for url, each in found if not without_query(url).startswith(outputs)]
+    _check_left(found, shown_url(source), into)
     for url, each in found:
-        yield Input(url, plain(each.name, urls.shown(source)), each.mark, each.is_folder)
+        yield Input(url, plain(each.name, shown_url(source)), each.mark, each.is_folder)
 
 
 def _named(url: str) -> Input:
     from ckptkit.remote import files
 
-    name = plain(urls.without_query(url).rstrip("/").rpartition("/")[2], urls.shown(url))
+    name = plain(without_query(url).rstrip("/").rpartition("/")[2], shown_url(url))
     try:
         entry = files.look(url)
     except PathError:
@@ -153,7 +153,7 @@ def _check_found(found: Iterable[object], pattern: str) -> None:
 
 def _check_left(found: Iterable[object], pattern: str, into: str) -> None:
     if not found:
-        why = f"everything that matches is below {urls.shown(into)}, where the outputs go"
+        why = f"everything that matches is below {shown_url(into)}, where the outputs go"
         raise UsageError(why, where=pattern, hint="name another folder with --into")
 
 

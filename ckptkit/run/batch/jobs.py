@@ -8,8 +8,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ckptkit import formats
-from ckptkit.core import __version__, urls
+from ckptkit.core import __version__
 from ckptkit.core.errors import CkptkitError, UsageError
+from ckptkit.core.text import shown_url
 from ckptkit.formats.format import Format, Probe
 from ckptkit.formats.opening import open_unchecked
 from ckptkit.run.batch.inputs import Input
@@ -41,7 +42,7 @@ def plan(
 
 
 def _digest(each: Input, recipe: object) -> str:
-    facts = [__version__, recipe, urls.shown(each.path), each.mark]
+    facts = [__version__, recipe, shown_url(each.path), each.mark]
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
@@ -80,7 +81,7 @@ def _check(jobs: Iterable[Job]) -> None:
 
 
 def _collision(first: Job, second: Job) -> UsageError:
-    names = f"{urls.shown(first.input.path)} and {urls.shown(second.input.path)}"
+    names = f"{shown_url(first.input.path)} and {shown_url(second.input.path)}"
     where = first.output if first.output == second.output else f"{first.output} and {second.output}"
     return UsageError(
         f"the outputs of {names} would collide, as {where}",

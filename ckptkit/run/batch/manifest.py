@@ -16,10 +16,9 @@ from contextlib import closing, contextmanager, suppress
 from time import monotonic
 from typing import NamedTuple, Protocol
 
-from ckptkit.core import urls
 from ckptkit.core.bytesource import LocalFile
 from ckptkit.core.errors import CkptkitError, LimitError, OutputError, UsageError
-from ckptkit.core.text import shell_word
+from ckptkit.core.text import in_folder, is_url, shell_word
 from ckptkit.publish.copying import write_all
 from ckptkit.publish.preflight import check_folder
 from ckptkit.run.batch.inputs import Mark, mark
@@ -55,7 +54,7 @@ def opened(into: str, *, reading: bool = False) -> Iterator[Manifest]:
 
     Raises UsageError where another batch writes there, OutputError where it cannot be written.
     """
-    if urls.is_url(into):
+    if is_url(into):
         remote = _Remote(into)
         try:
             yield remote
@@ -95,7 +94,7 @@ class _Remote:
         from ckptkit.remote import files
 
         self._into = into
-        self._url = urls.in_folder(into, NAME)
+        self._url = in_folder(into, NAME)
         self.done = _parse(files.read_small(self._url))
         self._changed = False
         self._next = monotonic() + PAUSE

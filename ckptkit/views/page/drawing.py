@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptkit.analysis.shares import Branch
 from ckptkit.core.errors import UsageError
-from ckptkit.core.fold import family
-from ckptkit.core.text import escape, size
+from ckptkit.core.text import escape, family, size
 from ckptkit.views.page.treemap import Box, Frame, Tile, tiles
 
 if TYPE_CHECKING:

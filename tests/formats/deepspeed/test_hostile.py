@@ -17,6 +17,7 @@ from ckptkit import formats
 from ckptkit.core.bytesource import Folder
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import (
+    NO_CHECKSUM,
     AmbiguousError,
     CkptkitError,
     CorruptError,
@@ -26,8 +27,8 @@ from ckptkit.core.errors import (
     TensorError,
     UnsafeGlobalError,
     UnsupportedError,
+    coded,
 )
-from ckptkit.core.notices import NO_CHECKSUM, coded
 from tests.formats.deepspeed.making import TAG, Run, State, load
 from tests.formats.deepspeed.test_reading import odd
 

@@ -16,10 +16,7 @@ from safetensors.torch import save_file
 
 import ckptkit
 from ckptkit.core import piece_forms, pieces
-from ckptkit.core.errors import (
-    CkptkitError,
-    UnsupportedError,
-)
+from ckptkit.core.errors import CkptkitError, UnsupportedError
 from ckptkit.formats import parallel
 from ckptkit.formats.parallel.flat import UnknownError
 from ckptkit.formats.parallel.refused import KNOWN

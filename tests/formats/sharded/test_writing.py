@@ -302,7 +302,7 @@ def test_all_or_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("ckptkit.publish.write._rename", full)
+    monkeypatch.setattr("ckptkit.publish.publish._rename", full)
     with pytest.raises(OutputError):
         write(path, tmp_path / "out", "sharded", 800)
     assert os.listdir(tmp_path) == ["run.pth"]

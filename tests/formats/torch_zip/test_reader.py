@@ -23,6 +23,7 @@ from ckptkit.core import tree
 from ckptkit.core.bytesource import Derived, LocalFile, Memory
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import (
+    NO_CHECKSUM,
     AmbiguousError,
     CorruptError,
     FormatError,
@@ -31,8 +32,8 @@ from ckptkit.core.errors import (
     TensorError,
     TruncatedError,
     UnsupportedError,
+    coded,
 )
-from ckptkit.core.notices import NO_CHECKSUM, coded
 from ckptkit.core.tensor import Tensor
 from ckptkit.formats.common.zip_pickles import pickles
 from ckptkit.formats.containers.zip_entries import MAGIC

@@ -22,8 +22,8 @@ from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import TensorError, UnsupportedError
 from ckptkit.core.plan import Deferred, Summed
-from ckptkit.core.rebuilding import Rebuild
 from ckptkit.core.tensor import Storage, Tensor, TypedStorage, contiguous_stride
+from ckptkit.core.tree import Rebuild
 from tests.formats.conformance import check_equal, elements
 from tests.formats.containers.zips import Member, execute
 from tests.formats.torch_zip.archives import (

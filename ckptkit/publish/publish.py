@@ -3,22 +3,40 @@
 The order makes it safe. Check everything that can be known before (destination, space, size); write
 a temporary beside the destination, under an unguessable name; check its length, that the input is
 still the one that was opened and, on request, every byte; set its mode; fsync it; rename it. If any
-step fails, the temporary is removed and the destination is as it was.
+step fails, the temporary is removed and the destination is as it was. Its name is
+
+    .<name of the output>.ckptkit-<process>-<context, 8 hex digits><random, 8 hex digits>.tmp
+
+A process id identifies a live process only on one machine, within one boot and one PID namespace;
+the context is a checksum of these. So the next run that writes the same output can tell that the
+process is gone, and removes its temporary. One left on another machine, in another container or
+before a restart is reported, and left to the user.
 """
 
 from __future__ import annotations
 
 import errno
 import os
+import re
 import stat
+import time
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from ckptkit.core import urls
-from ckptkit.core.bytesource import ByteSource, Folder, LocalFile, Range
-from ckptkit.core.checksum import ReadSums, reading
+from ckptkit.core.bytesource import (
+    JOURNAL,
+    ByteSource,
+    Folder,
+    LocalFile,
+    Range,
+    ReadSums,
+    journal_path,
+    reading,
+)
 from ckptkit.core.errors import (
     CkptkitError,
     OutputError,
@@ -26,11 +44,10 @@ from ckptkit.core.errors import (
     UsageError,
     VerifyError,
 )
-from ckptkit.core.paths import journal_path
 from ckptkit.core.plan import OutputFile, Plan
-from ckptkit.core.text import typed
-from ckptkit.publish.checking import checks, compare, identities, raise_damage
-from ckptkit.publish.copying import in_order
+from ckptkit.core.text import is_url, shown_url, typed
+from ckptkit.publish.copying import Summing, in_order
+from ckptkit.publish.parallel_write import execute
 from ckptkit.publish.preflight import (
     NO_ROOM,
     check_destination,
@@ -39,15 +56,17 @@ from ckptkit.publish.preflight import (
     check_space,
     check_still_there,
     check_typed,
+    checks,
+    compare,
     files_of,
     free,
+    identities,
+    raise_damage,
 )
-from ckptkit.publish.spreading import execute
-from ckptkit.publish.tasks import Summing
-from ckptkit.publish.temporaries import new_file, sweep, temporary_name
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor
+
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
@@ -102,7 +121,7 @@ def publish(
     destination as it was.
     """
     given = os.fspath(destination)
-    if urls.is_url(given):
+    if is_url(given):
         return _upload(plan, given, force, verify, allow_expand, check, progress, dry_run)
     check_typed(given, plan.is_folder)
     path = given.rstrip(os.sep)
@@ -136,7 +155,7 @@ def publish(
                 check_still_there(path, read)
             left += _rename(temporary, path, plan.is_folder, force or replace_source)
         except BaseException:
-            _remove(temporary, plan)
+            _discard(temporary, plan)
             raise
         if kept is not None:
             _forget_edit(path, edit)
@@ -163,7 +182,7 @@ def _upload(
     if verify:
         raise UsageError(
             "an output at a URL cannot be read back before it appears",
-            where=urls.shown(url),
+            where=shown_url(url),
             hint=f"leave out {typed('--verify', 'verify=True')}; `diff --values` compares them "
             "afterwards",
         )
@@ -176,7 +195,7 @@ def _upload(
         progress=lambda count: report(count, size),
         dry_run=dry_run,
     )
-    return Published(urls.shown(url), size, len(plan.files))
+    return Published(shown_url(url), size, len(plan.files))
 
 
 @contextmanager
@@ -403,7 +422,7 @@ def _link(temporary: str, path: str) -> list[str]:
     return []
 
 
-def _remove(temporary: str, plan: Plan) -> None:
+def _discard(temporary: str, plan: Plan) -> None:
     with suppress(OSError):  # the failure before this one is reported
         for place in _places(plan, temporary):
             if os.path.lexists(place):
@@ -413,3 +432,96 @@ def _remove(temporary: str, plan: Plan) -> None:
                 os.rmdir(folder)
         if plan.is_folder:
             os.rmdir(temporary)
+
+
+NAME_MAX = 255  # bytes of a file name
+SETTLED = 3600  # seconds without a write, after which a temporary seems to be stale
+
+_NAME = re.compile(r"\..*(\.ckptkit-([0-9]{1,7})-([0-9a-f]{8})[0-9a-f]{8}\.tmp)", re.DOTALL)
+
+
+def temporary_name(path: str) -> str:
+    """Return a unique temporary name beside `path`, with its (possibly truncated) file name."""
+    folder, name = os.path.split(path)
+    where = _where() or os.urandom(4).hex()
+    return os.path.join(
+        folder, _joined(name, f".ckptkit-{os.getpid()}-{where}{os.urandom(4).hex()}.tmp")
+    )
+
+
+def _joined(name: str, ending: str) -> str:
+    while len(os.fsencode(f".{name}{ending}")) > NAME_MAX:
+        name = name[:-1]
+    return f".{name}{ending}"
+
+
+@lru_cache
+def _where() -> str | None:
+    """Return a checksum of boot id and PID namespace; None if the system does not expose them."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", "rb") as file:
+            boot = file.read()
+        return f"{zlib.crc32(boot + os.readlink(b'/proc/self/ns/pid')):08x}"
+    except OSError:
+        return None
+
+
+def new_file(path: str) -> int:
+    """Create a file that does not exist, also not as a link, and open it for writing."""
+    flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | getattr(os, "O_NOFOLLOW", 0)
+    return os.open(path, flags | getattr(os, "O_BINARY", 0), 0o666)
+
+
+def sweep(path: str) -> list[str]:
+    """Remove temporaries that killed runs left for the output `path` and for journals of its edits.
+
+    Returns the names of those that may be stale too, but were made elsewhere.
+    """
+    folder, name = os.path.split(path)
+    names = (name, f".{name}{JOURNAL}")
+    unknown = []
+    for entry in _temporaries(folder):
+        found = _NAME.fullmatch(entry)
+        if found is None or entry not in [_joined(each, found[1]) for each in names]:
+            continue
+        with suppress(OSError):
+            info = os.lstat(os.path.join(folder, entry))
+            if found[3] == _where():
+                if not _is_alive(int(found[2])) and info.st_uid == os.geteuid():
+                    _remove(os.path.join(folder, entry), info)
+            elif info.st_mtime < time.time() - SETTLED:
+                unknown.append(entry)
+    return unknown
+
+
+@lru_cache(maxsize=64)
+def _temporaries(folder: str) -> tuple[str, ...]:
+    """Return the temporaries in `folder`, cached so that a batch lists each folder once."""
+    with suppress(OSError):
+        return tuple(
+            sorted(
+                name
+                for name in os.listdir(folder)
+                if name.endswith(".tmp") and _NAME.fullmatch(name)
+            )
+        )
+    return ()
+
+
+def _is_alive(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
+def _remove(place: str, info: os.stat_result) -> None:
+    if stat.S_ISDIR(info.st_mode):
+        from shutil import rmtree
+
+        rmtree(place)  # follows no link, even if one is swapped in
+    else:
+        os.unlink(place)

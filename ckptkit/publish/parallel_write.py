@@ -15,16 +15,26 @@ from functools import partial
 from itertools import accumulate, chain
 from typing import TYPE_CHECKING
 
-from ckptkit.core.bytesource import Derived, Extent, Identity, Range
+from ckptkit.core.bytesource import Derived, Extent, Identity, Range, file_system
 from ckptkit.core.errors import OutputError
-from ckptkit.core.grouping import flatten
-from ckptkit.core.paths import file_system
 from ckptkit.core.plan import ONE_BY_ONE, Deferred, Segment, Summed, length, sources
-from ckptkit.publish.copying import PIECE, Done, Progress, combined, is_sooner_read, run, write_all
-from ckptkit.publish.tasks import Summing, Task, cut
+from ckptkit.core.text import flatten
+from ckptkit.publish.copying import (
+    PIECE,
+    Done,
+    Progress,
+    Summing,
+    WriteTask,
+    combined,
+    cut,
+    is_sooner_read,
+    run,
+    write_all,
+)
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor
+
 
 TASK = 256 << 20  # bytes of a task for an executor
 THREAD_TASK = 32 << 20  # bytes of a task for a thread
@@ -57,7 +67,7 @@ def execute(
         done = _spread(files, marks, THREAD_TASK, _by_forks, progress)
     elif _work(files, marks) < 2 * THREAD_TASK:
         done = [
-            [run(Task(path, 0, tuple(segments), marks.sources, kept), progress)]
+            [run(WriteTask(path, 0, tuple(segments), marks.sources, kept), progress)]
             for (path, segments), kept in zip(files, marks.keeps_sums, strict=True)
         ]
     else:
@@ -148,7 +158,7 @@ def _spread(
     files: Sequence[tuple[str, Sequence[Segment]]],
     marks: Summing,
     size: int,
-    way: Callable[[Sequence[Task]], Results],
+    way: Callable[[Sequence[WriteTask]], Results],
     progress: Progress,
 ) -> list[list[Done]]:
     """Write the files by tasks of about `size` bytes; return what each task of each file sums up.
@@ -169,7 +179,7 @@ def _spread(
     return [[done[id(task)] for task in each] for each in tasks]
 
 
-def _by_forks(tasks: Sequence[Task]) -> Results:
+def _by_forks(tasks: Sequence[WriteTask]) -> Results:
     from ckptkit.compute import forks
 
     results = forks.results(lambda number: run(tasks[number]), len(tasks), _share())
@@ -177,7 +187,7 @@ def _by_forks(tasks: Sequence[Task]) -> Results:
         yield from ((number, Done(*done)) for number, done in results)
 
 
-def _by_executor(executor: Executor, tasks: Sequence[Task]) -> Results:
+def _by_executor(executor: Executor, tasks: Sequence[WriteTask]) -> Results:
     from concurrent.futures import BrokenExecutor, Future, as_completed, wait
 
     futures: dict[Future[Done], int] = {}
