@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable, Iterable
+from dataclasses import Field, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -11,53 +13,40 @@ import click
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.text import escape, message, on_command_line
-from ckptkit.trainer.config import (
-    ADAM_LR,
-    DATA,
-    FORMS,
-    MODELS,
-    OPTIMIZERS,
-    PARALLEL,
-    Config,
-    Files,
-)
-
-Option = Callable[[Callable[..., None]], Callable[..., None]]
+from ckptkit.trainer.config import CHANGEABLE, Config, Files
 
 INTERRUPTED = 130  # exit code
 FILE = click.Path(dir_okay=False, path_type=Path)
 CHECKPOINT = click.Path(path_type=Path)  # a file, or a folder of shards
 
 
-def choice(name: str, values: tuple[str, ...], help: str) -> Option:
-    return click.option(
-        name, type=click.Choice(values), default=_default(name), show_default=True, help=help
-    )
+def _of_config(function: Callable[..., None]) -> Callable[..., None]:
+    """Add an option for each field of Config."""
+    for each in reversed(fields(Config)):
+        function = _option(each)(function)
+    return function
 
 
-def number(
-    name: str, help: str, least: float = 0, most: float | None = None, strictly: bool = False
-) -> Option:
-    """Return an option for a number from `least`, or above it if `strictly`, to below `most`."""
-    default = _default(name)
-    kind: Any = click.FloatRange(least, most, min_open=strictly, max_open=True)
-    if isinstance(default, int):
-        kind = click.IntRange(int(least))
-    return click.option(name, type=kind, default=default, show_default=True, help=help)
-
-
-def flag(name: str, help: str) -> Option:
-    return click.option(name, is_flag=True, default=bool(_default(name)), help=help)
-
-
-def switch(name: str, help: str) -> Option:
-    """Return an option that --resume may take from a checkpoint, and that can be turned off."""
-    names = f"{name}/--no-{name.removeprefix('--')}"
-    return click.option(names, default=_default(name), show_default=True, help=help)
-
-
-def _default(name: str) -> Any:
-    return getattr(Config, name.removeprefix("--").replace("-", "_"), None)
+def _option(of: Field[Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    name, how = of.name.replace("_", "-"), of.metadata
+    words = {"default": of.default, "help": how["help"], "metavar": how.get("metavar")}
+    if of.name == "devices":
+        words |= {"default": "", "show_default": False, "callback": _devices}
+        return click.option(f"--{name}", **words)
+    if isinstance(of.default, bool):
+        # --resume may take it from a checkpoint, so that it must be possible to turn it off.
+        if of.name in CHANGEABLE:
+            return click.option(f"--{name}/--no-{name}", show_default=True, **words)
+        return click.option(f"--{name}", is_flag=True, **words)
+    kind: Any = None
+    if "choices" in how:
+        kind = click.Choice(how["choices"])
+    elif isinstance(of.default, int):
+        kind = click.IntRange(how.get("least", 0))
+    elif not isinstance(of.default, str):
+        least, is_open = how.get("above", 0), "above" in how
+        kind = click.FloatRange(least, how.get("below"), min_open=is_open, max_open=True)
+    return click.option(f"--{name}", type=kind, show_default=True, **words)
 
 
 def _devices(ctx: click.Context, parameter: click.Parameter, value: str) -> tuple[str, ...]:
@@ -75,57 +64,7 @@ def _resume(ctx: click.Context, parameter: click.Parameter, path: Path | None) -
 
 @click.command("train")
 @click.argument("out", type=click.Path(path_type=Path), required=False)
-@choice("--model", MODELS, "Model to train.")
-@click.option(
-    "--data", default=Config.data, show_default=True, metavar="DATA", help=f"Data set: {DATA}."
-)
-@number("--width", "Factor on the number of channels.", strictly=True)
-@number("--dropout", "Dropout probability of a densenet.", most=1)
-@click.option(
-    "--devices",
-    default="",
-    show_default=False,
-    metavar="A,B",
-    callback=_devices,
-    help="Devices, comma-separated; the model is held by the first. Default: all GPUs, or the CPU. "
-    "cpu,cpu simulates two for dp.",
-)
-@choice(
-    "--parallel", PARALLEL, "Parallelism over several devices; ddp and fsdp run under torchrun."
-)
-@number("--epochs", "Number of epochs in total, those before --resume included.", 1)
-@number("--batch-size", "Images per batch.", 1)
-@number("--accumulate", "Batches whose gradients are accumulated for each step.", 1)
-@number(
-    "--segments", "Segments of an mlp or generator to recompute in the backward pass (0: none)."
-)
-@switch("--memory-efficient", "Recompute the bottlenecks of a densenet in the backward pass.")
-@switch("--preserve-rng", "Restore the random state for what is recomputed; dropout needs it.")
-@number("--clip-norm", "Clip the norm of the gradients to this value (0: no clipping).")
-@choice("--optimizer", OPTIMIZERS, "Optimizer.")
-@click.option(
-    "--lr",
-    type=click.FloatRange(0, min_open=True),
-    help=f"Learning rate. Default: {ADAM_LR} for Adam; for SGD it depends on the model.",
-)
-@number("--momentum", "Momentum of SGD; first beta of Adam.")
-@click.option(
-    "--weight-decay", type=click.FloatRange(0), help="Weight decay. Default: as torch has it."
-)
-@number("--lr-step", "Epochs between changes of the learning rate (0: no change).")
-@number("--lr-gamma", "Factor of each change of the learning rate.", strictly=True)
-@flag("--amp", "Compute in bfloat16 where that is safe.")
-@number("--seed", "Seed of all random number generators.")
-@flag("--deterministic", "Refuse nondeterministic algorithms.")
-@number("--eval-every", "Also evaluate every N steps (0: only after each epoch).")
-@choice(
-    "--save-form",
-    FORMS,
-    "Contents: the state_dict, with its epoch, or everything that --resume needs.",
-)
-@switch("--keep-module-prefix", "Keep the prefix 'module.' of the wrapper in the keys.")
-@number("--save-every", "Also save every N epochs, as OUT with .epochN (0: only at the end).")
-@switch("--save-best", "Also save the checkpoint with the best accuracy, as OUT with .best.")
+@_of_config
 @click.option(
     "--resume",
     type=CHECKPOINT,
@@ -142,15 +81,15 @@ def _resume(ctx: click.Context, parameter: click.Parameter, path: Path | None) -
     metavar="FILE",
     help="Write the memory and the seconds of each step as JSON lines.",
 )
-@flag("--trace-shapes", "Print how batches are split over devices.")
+@click.option("--trace-shapes", is_flag=True, help="Print how batches are split over devices.")
 @click.option(
     "--evaluate",
     type=CHECKPOINT,
     metavar="FILE",
     help="Do not train; print the accuracy of a file or folder.",
 )
-@flag("--force", "Replace OUT if it exists.")
-@flag("--quiet", "Do not print a line per epoch.")
+@click.option("--force", is_flag=True, help="Replace OUT if it exists.")
+@click.option("--quiet", is_flag=True, help="Do not print a line per epoch.")
 def command(
     out: Path | None,
     resume: Path | None,
@@ -173,30 +112,22 @@ def command(
              ckptkit train run.pth --parallel dp --keep-module-prefix
              ckptkit train --evaluate run.pth
     """
-    import gc
-
     gc.enable()  # other commands end soon and need none
     config = Config(**options)
     from ckptkit.trainer import loop
 
+    def log(line: str) -> None:
+        click.echo(escape(line))
+
     if evaluate is not None:
-        loop.evaluate(config, evaluate, _log)
+        loop.evaluate(config, evaluate, log)
         return
     if out is None:
         raise click.UsageError("Missing argument 'OUT' (or --evaluate FILE)")
     files = Files(resume, metrics, plot, memory_report)
     loop.check_output(out, files, config, force)
-    loop.train(
-        config, out, files, trace_shapes=trace_shapes, log=_silent if quiet else _log, bar=_bar
-    )
-
-
-def _log(line: str) -> None:
-    click.echo(escape(line))
-
-
-def _silent(line: str) -> None:
-    """Print nothing (--quiet)."""
+    log = loop.silent if quiet else log
+    loop.train(config, out, files, trace_shapes=trace_shapes, log=log, bar=_bar)
 
 
 def _bar(steps: Iterable[Any], title: str) -> Iterable[Any]:
@@ -207,19 +138,17 @@ def _bar(steps: Iterable[Any], title: str) -> Iterable[Any]:
 
 def main() -> NoReturn:
     """Run as the main program, with the messages and exit codes of ``ckptkit train``."""
+    text, hint, code = "interrupted", None, INTERRUPTED
     try:
         with on_command_line():
             command.main(prog_name="python -m ckptkit.trainer", standalone_mode=False)
+        sys.exit(0)
     except click.ClickException as error:
-        _leave(error.format_message(), "see `python -m ckptkit.trainer --help`", error.exit_code)
+        text, code = error.format_message(), error.exit_code
+        hint = "see `python -m ckptkit.trainer --help`"
     except CkptkitError as error:
-        _leave(str(error), error.hint, error.exit_code)
+        text, hint, code = str(error), error.hint, error.exit_code
     except click.Abort:
-        _leave("interrupted", None, INTERRUPTED)
-    sys.exit(0)
-
-
-def _leave(text: str, hint: str | None, code: int) -> NoReturn:
-    """Print an error and its hint, as `ckptkit` prints them, and exit."""
+        pass
     click.echo("\n".join(message("error", text, hint)), err=True)
     sys.exit(code)

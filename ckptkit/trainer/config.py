@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from ckptkit import CkptkitError
-from ckptkit.core.text import without
 
 MODELS = ("cnn", "mlp", "crnn", "densenet", "generator")
 PARALLEL = ("none", "dp", "dp-balanced", "ddp", "fsdp")
@@ -15,13 +14,7 @@ OPTIMIZERS = ("sgd", "adam", "adamw")
 FORMS = ("bare", "wrapped", "full")
 SEGMENTED = ("mlp", "generator")  # models that checkpoint_sequential can split
 PREFIXED = ("dp", "dp-balanced", "ddp")  # wrappers that put `module.` before every key
-LR = {  # of SGD
-    "cnn": 0.03,
-    "mlp": 0.001,
-    "crnn": 0.1,
-    "densenet": 0.05,
-    "generator": 0.005,
-}
+LR = {"cnn": 0.03, "mlp": 0.001, "crnn": 0.1, "densenet": 0.05, "generator": 0.005}  # of SGD
 ADAM_LR = 0.001
 DATA = "digits, random or cifar10:DIR"
 
@@ -49,69 +42,108 @@ class SavingError(CkptkitError):
     exit_code = 4
 
 
-@dataclass(frozen=True)
-class Config:
-    """One training run. Equal configs on the CPU give files of equal bytes.
+def option(default: Any, help: str, **kind: Any) -> Any:
+    """Return a field of Config that is an option of the command.
 
-    ``width`` is a factor on the channels of the model. Gradients are accumulated over
-    ``accumulate`` micro-batches of ``batch_size`` images before each step. ``segments`` is the
-    number of parts of the model that keep only their input for the backward pass, 0 for none. A
-    ``clip_norm`` of 0 clips nothing, an ``lr_step`` of 0 keeps the learning rate, a ``save_every``
-    of 0 saves only at the end, an ``eval_every`` of 0 evaluates only after each epoch. Without
-    ``lr``, a learning rate that suits the model; without ``weight_decay``, torch's default; without
-    ``devices``, the available GPUs, or the CPU.
+    `kind` has the `choices`, the `metavar`, or the limits of a number: `least` (0 if not given),
+    `above`, `below`.
     """
+    return field(default=default, metadata={"help": help, **kind})
 
-    model: str = "cnn"
-    data: str = "digits"
-    width: float = 1.0
-    devices: tuple[str, ...] = ()
-    parallel: str = "none"
-    epochs: int = 10
-    batch_size: int = 32
-    accumulate: int = 1
-    segments: int = 0
-    memory_efficient: bool = False
-    clip_norm: float = 0.0
-    lr: float | None = None
-    momentum: float = 0.9
-    lr_step: int = 5
-    lr_gamma: float = 0.3
-    amp: bool = False
-    seed: int = 0
-    deterministic: bool = False
-    save_form: str = "wrapped"
-    keep_module_prefix: bool = False
-    save_every: int = 0
-    optimizer: str = "sgd"
-    weight_decay: float | None = None
-    dropout: float = 0.0
-    preserve_rng: bool = True
-    eval_every: int = 0
-    save_best: bool = False
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """One training run. Equal configs on the CPU give files of equal bytes."""
+
+    model: str = option("cnn", "Model to train.", choices=MODELS)
+    data: str = option("digits", f"Data set: {DATA}.", metavar="DATA")
+    width: float = option(1.0, "Factor on the number of channels.", above=0)
+    dropout: float = option(0.0, "Dropout probability of a densenet.", below=1)
+    devices: tuple[str, ...] = option(
+        (),
+        "Devices, comma-separated; the model is held by the first. Default: all GPUs, or the CPU. "
+        "cpu,cpu simulates two for dp.",
+        metavar="A,B",
+    )
+    parallel: str = option(
+        "none",
+        "Parallelism over several devices; ddp and fsdp run under torchrun.",
+        choices=PARALLEL,
+    )
+    epochs: int = option(10, "Number of epochs in total, those before --resume included.", least=1)
+    batch_size: int = option(32, "Images per batch.", least=1)
+    accumulate: int = option(1, "Batches whose gradients are accumulated for each step.", least=1)
+    segments: int = option(
+        0, "Segments of an mlp or generator to recompute in the backward pass (0: none)."
+    )
+    memory_efficient: bool = option(
+        False, "Recompute the bottlenecks of a densenet in the backward pass."
+    )
+    preserve_rng: bool = option(
+        True, "Restore the random state for what is recomputed; dropout needs it."
+    )
+    clip_norm: float = option(0.0, "Clip the norm of the gradients to this value (0: no clipping).")
+    optimizer: str = option("sgd", "Optimizer.", choices=OPTIMIZERS)
+    lr: float | None = option(
+        None,
+        f"Learning rate. Default: {ADAM_LR} for Adam; for SGD it depends on the model.",
+        above=0,
+    )
+    momentum: float = option(0.9, "Momentum of SGD; first beta of Adam.")
+    weight_decay: float | None = option(None, "Weight decay. Default: as torch has it.")
+    lr_step: int = option(5, "Epochs between changes of the learning rate (0: no change).")
+    lr_gamma: float = option(0.3, "Factor of each change of the learning rate.", above=0)
+    amp: bool = option(False, "Compute in bfloat16 where that is safe.")
+    seed: int = option(0, "Seed of all random number generators.")
+    deterministic: bool = option(False, "Refuse nondeterministic algorithms.")
+    eval_every: int = option(0, "Also evaluate every N steps (0: only after each epoch).")
+    save_form: str = option(
+        "wrapped",
+        "Contents: the state_dict, with its epoch, or everything that --resume needs.",
+        choices=FORMS,
+    )
+    keep_module_prefix: bool = option(
+        False, "Keep the prefix 'module.' of the wrapper in the keys."
+    )
+    save_every: int = option(
+        0, "Also save every N epochs, as OUT with .epochN (0: only at the end)."
+    )
+    save_best: bool = option(
+        False, "Also save the checkpoint with the best accuracy, as OUT with .best."
+    )
 
     def __post_init__(self) -> None:
-        if self.segments and self.model not in SEGMENTED:
-            raise RequestError(
-                f"{self.model} has no segments", hint=f"--model {' or '.join(SEGMENTED)} has"
-            )
-        if self.memory_efficient and self.model != "densenet":
-            raise RequestError(
-                f"{self.model} has no bottlenecks to recompute", hint="--model densenet has"
-            )
-        if self.dropout and self.model != "densenet":
-            raise RequestError(f"{self.model} has no dropout", hint="--model densenet has")
-        if self.dropout and not self.preserve_rng:
-            raise RequestError(
+        is_densenet, is_prefixed = self.model == "densenet", self.parallel in PREFIXED
+        for is_wrong, message, hint in (
+            (
+                self.segments and self.model not in SEGMENTED,
+                f"{self.model} has no segments",
+                f"--model {' or '.join(SEGMENTED)} has",
+            ),
+            (
+                self.memory_efficient and not is_densenet,
+                f"{self.model} has no bottlenecks to recompute",
+                "--model densenet has",
+            ),
+            (
+                self.dropout and not is_densenet,
+                f"{self.model} has no dropout",
+                "--model densenet has",
+            ),
+            (
+                self.dropout and not self.preserve_rng,
                 "--no-preserve-rng would recompute with another dropout mask, and give wrong "
                 "gradients",
-                hint="without --dropout",
-            )
-        if self.keep_module_prefix and self.parallel not in PREFIXED:
-            raise RequestError(
+                "without --dropout",
+            ),
+            (
+                self.keep_module_prefix and not is_prefixed,
                 f"--parallel {self.parallel} gives the keys no prefix to keep",
-                hint=f"{', '.join(PREFIXED)} do",
-            )
+                f"{', '.join(PREFIXED)} do",
+            ),
+        ):
+            if is_wrong:
+                raise RequestError(message, hint=hint)
 
     @property
     def initial_lr(self) -> float:
@@ -123,14 +155,14 @@ class Config:
     def as_dict(self) -> dict[str, Any]:
         """Return plain values only, for the checkpoint."""
         values = {**asdict(self), "devices": list(self.devices), "lr": self.initial_lr}
-        unused = [name for name in RECORDED_IF_USED if values[name] == DEFAULTS[name]]
-        return without(values, unused)
+        used = {name: values.pop(name) for name in RECORDED_IF_USED}
+        return values | {name: each for name, each in used.items() if each != DEFAULTS[name]}
 
 
 DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(Config)}
 
 
-def option(name: str, value: object) -> str:
+def typed(name: str, value: object) -> str:
     """Return a field and its value as they are typed: ``--lr 0.03``."""
     flag = name.replace("_", "-")
     if isinstance(value, bool):

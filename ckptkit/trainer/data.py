@@ -1,4 +1,4 @@
-"""Data sets.
+"""Data sets, and what is learned from them.
 
 ``digits`` are the 1,797 handwritten digits that scikit-learn bundles (E. Alpaydin and C. Kaynak,
 UCI, CC BY 4.0), enlarged from 8 x 8 to 32 x 32 pixels so that they fit every model. ``cifar10:DIR``
@@ -8,24 +8,86 @@ learn, but an input of any size.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy, ctc_loss, interpolate, mse_loss
 
 import ckptkit
 from ckptkit.trainer.config import DATA, Config, RequestError
-from ckptkit.trainer.tasks import Task
 
 CLASSES = 10
 HELD_OUT = 5  # every fifth digit is one of the test set: both sets have all writers
 RANDOM = 512, 128  # images to train on, to test with
 TRAIN_FILES = tuple(f"data_batch_{n}" for n in range(1, 6))
 TEST_FILE = "test_batch"
+LINE = 4  # characters in a line of text
 
 Labelled = tuple[Tensor, Tensor]
+
+
+@dataclass(frozen=True)
+class LearningTask:
+    """Three functions.
+
+    ``prepare(images [n, channels, height, width] of 0 to 1, labels [n])`` gives inputs and targets,
+    one for each input; ``loss(outputs, targets)`` the mean over a batch; ``correct(outputs,
+    targets)`` a number from 0 to 1 for each output.
+    """
+
+    prepare: Callable[[Tensor, Tensor], Labelled]
+    loss: Callable[[Tensor, Tensor], Tensor]
+    correct: Callable[[Tensor, Tensor], Tensor]
+
+
+def _as_lines(images: Tensor, labels: Tensor) -> Labelled:
+    """Concatenate neighboring images to lines: [n / 4, channels, height, 4 * width].
+
+    Left-over images are dropped.
+    """
+    lines = len(images) // LINE
+    images = images[: lines * LINE].view(lines, LINE, *images.shape[1:])
+    return images.permute(0, 2, 3, 1, 4).flatten(3), labels[: lines * LINE].view(lines, LINE)
+
+
+def _ctc(scores: Tensor, texts: Tensor) -> Tensor:
+    """Return the CTC loss of scores [batch, time, 1 + classes], the blank first.
+
+    Only ``ctc_loss`` wants the time in dim 0.
+    """
+    steps = scores.float().log_softmax(2).transpose(0, 1)
+    times, lengths = (torch.full((len(texts),), n) for n in (len(steps), texts.shape[1]))
+    return ctc_loss(steps, texts + 1, times, lengths, zero_infinity=True)
+
+
+def _reads(scores: Tensor, texts: Tensor) -> Tensor:
+    """Return 1 for each line whose best path, without repetitions and blanks, equals the text."""
+    best = scores.argmax(2).cpu()
+    read = [[symbol - 1 for symbol in row.unique_consecutive().tolist() if symbol] for row in best]
+    return torch.tensor([float(a == b) for a, b in zip(read, texts.tolist(), strict=True)])
+
+
+def _same_side(paintings: Tensor, targets: Tensor) -> Tensor:
+    """Return the share of elements with the right sign."""
+    return ((paintings > 0) == (targets > 0)).float().flatten(1).mean(1)
+
+
+CLASSIFY = LearningTask(
+    lambda images, labels: (images, labels),
+    cross_entropy,
+    lambda scores, labels: (scores.argmax(1) == labels).float(),
+)
+READ = LearningTask(_as_lines, _ctc, _reads)
+REDRAW = LearningTask(  # images of -1 to 1 are inputs and targets
+    lambda images, labels: (images * 2 - 1, images * 2 - 1), mse_loss, _same_side
+)
+TASKS = {
+    "cnn": CLASSIFY, "mlp": CLASSIFY, "crnn": READ, "densenet": CLASSIFY, "generator": REDRAW,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -34,7 +96,7 @@ class Data:
 
     train: Labelled
     test: Labelled
-    classes: int
+    classes: int = CLASSES
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -42,8 +104,8 @@ class Data:
         return tuple(self.train[0].shape[1:])
 
 
-def load(config: Config, task: Task) -> Data:
-    """Load the data of a config, prepared for `task`.
+def load(config: Config) -> Data:
+    """Load the data of a config, prepared for the task of its model.
 
     Raises CkptkitError if it is missing or invalid.
     """
@@ -51,12 +113,21 @@ def load(config: Config, task: Task) -> Data:
     if config.data == "digits":
         train, test = _digits()
     elif config.data == "random":
-        train, test = _random((1000,) if config.model == "mlp" else (3, 32, 32), config.seed)
+        shape = (1000,) if config.model == "mlp" else (3, 32, 32)
+        generator = torch.Generator().manual_seed(config.seed)
+        train, test = (
+            (
+                torch.rand(count, *shape, generator=generator),
+                torch.randint(CLASSES, (count,), generator=generator),
+            )
+            for count in RANDOM
+        )
     elif kind == "cifar10" and folder:
         train, test = _cifar10(Path(folder))
     else:
         raise RequestError(f"no data is called {config.data!r}", hint=f"--data {DATA}")
-    return Data(task.prepare(*train), task.prepare(*test), CLASSES)
+    prepare = TASKS[config.model].prepare
+    return Data(prepare(*train), prepare(*test))
 
 
 def _digits() -> tuple[Labelled, Labelled]:
@@ -68,46 +139,30 @@ def _digits() -> tuple[Labelled, Labelled]:
         ) from error
     bunch = load_digits()
     images = torch.tensor(bunch.images, dtype=torch.float32).unsqueeze(1) / 16
-    images = torch.nn.functional.interpolate(
-        images, scale_factor=4, mode="bilinear", align_corners=False
-    )
+    images = interpolate(images, scale_factor=4, mode="bilinear", align_corners=False)
     labels = torch.tensor(bunch.target, dtype=torch.int64)
     test = torch.arange(len(images)) % HELD_OUT == 0
     return (images[~test], labels[~test]), (images[test], labels[test])
-
-
-def _random(shape: tuple[int, ...], seed: int) -> tuple[Labelled, Labelled]:
-    generator = torch.Generator().manual_seed(seed)
-
-    def labelled(count: int) -> Labelled:
-        images = torch.rand(count, *shape, generator=generator)
-        return images, torch.randint(CLASSES, (count,), generator=generator)
-
-    return labelled(RANDOM[0]), labelled(RANDOM[1])
 
 
 def _cifar10(folder: Path) -> tuple[Labelled, Labelled]:
     needed = (*TRAIN_FILES, TEST_FILE)
     missing = [name for name in needed if not (folder / name).is_file()]
     if missing:
-        raise ckptkit.CkptkitError(
-            f"is not the folder of CIFAR-10: no {missing[0]}",
-            where=str(folder),
-            hint=_advice(folder),
+        inner = folder / "cifar-10-batches-py"
+        hint = (
+            "unpack cifar-10-python.tar.gz, and name the folder that holds "
+            f"{TRAIN_FILES[0]} to {TEST_FILE}"
         )
-    batches = [_batch(folder / name) for name in needed]
-    train = tuple(torch.cat(parts) for parts in zip(*batches[:-1], strict=True))
-    return (train[0], train[1]), batches[-1]
-
-
-def _advice(folder: Path) -> str:
-    inner = folder / "cifar-10-batches-py"
-    if inner.is_dir():
-        return f"--data cifar10:{inner}"
-    if (folder / "train").is_file() and (folder / "meta").is_file():
-        return "that is CIFAR-100, which has other labels"
-    files = f"{TRAIN_FILES[0]} to {TEST_FILE}"
-    return f"unpack cifar-10-python.tar.gz, and name the folder that holds {files}"
+        if inner.is_dir():
+            hint = f"--data cifar10:{inner}"
+        elif (folder / "train").is_file() and (folder / "meta").is_file():
+            hint = "that is CIFAR-100, which has other labels"
+        what = f"is not the folder of CIFAR-10: no {missing[0]}"
+        raise ckptkit.CkptkitError(what, where=str(folder), hint=hint)
+    *batches, test = (_batch(folder / name) for name in needed)
+    images, labels = (torch.cat(parts) for parts in zip(*batches, strict=True))
+    return (images, labels), test
 
 
 def _batch(path: Path) -> Labelled:
@@ -116,12 +171,12 @@ def _batch(path: Path) -> Labelled:
     The pickle, written by Python 2, is read symbolically, not run.
     """
     tree: Any = ckptkit.load(path, whole=True)
-    entries = {_text(key): value for key, value in tree.items()} if isinstance(tree, dict) else {}
+    entries = {}
+    for key, value in tree.items() if isinstance(tree, dict) else ():
+        entries[key.decode("latin-1") if isinstance(key, bytes) else key] = value
     try:
-        data, labels = (
-            torch.from_numpy(entries["data"]),
-            torch.tensor(entries["labels"], dtype=torch.int64),
-        )
+        data = torch.from_numpy(entries["data"])
+        labels = torch.tensor(entries["labels"], dtype=torch.int64)
     except (KeyError, TypeError, ValueError) as error:
         raise ckptkit.CkptkitError(
             "holds no images and labels of CIFAR-10", where=str(path)
@@ -139,7 +194,3 @@ def _batch(path: Path) -> Labelled:
 def split(tensor: Tensor, size: int) -> list[Tensor]:
     """Split along dim 0 into parts of `size`, the last one smaller."""
     return [tensor[start : start + size] for start in range(0, len(tensor), size)]
-
-
-def _text(key: object) -> object:
-    return key.decode("latin-1") if isinstance(key, bytes) else key

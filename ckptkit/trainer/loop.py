@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from math import isfinite
 from pathlib import Path
 from shlex import quote
@@ -13,14 +14,17 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_
 
 from ckptkit import CkptkitError
-from ckptkit.trainer import advice, memory, parallel, saving, shapes
-from ckptkit.trainer.config import Config, Files, RequestError
+from ckptkit.trainer import parallel, saving
+from ckptkit.trainer.config import SEGMENTED, Config, Files, RequestError
 from ckptkit.trainer.data import split
-from ckptkit.trainer.log import Log
-from ckptkit.trainer.run import Run, autocast, prepare
+from ckptkit.trainer.log import Measure, logged, memory_report, shapes_traced
+from ckptkit.trainer.run import Run, prepare
 
 Bar = Callable[[Iterable[Tensor], str], Iterable[Tensor]]
-Evaluate = Callable[[int], None]
+
+
+def silent(line: str) -> None:
+    """Print nothing."""
 
 
 def train(
@@ -38,21 +42,21 @@ def train(
     config cannot be run.
     """
     files = files or Files()
-    with advice.on_memory(config), parallel.group(config) as group:
+    with _out_of_memory(config), parallel.group(config) as group:
         run = prepare(config, group)
-        log = log if group.rank == 0 else _silent
+        log = log if group.rank == 0 else silent
         if group.rank == 0:
             saving.remove_leftovers(out)
         if files.resume:
             log(saving.resume(run, files.resume))
         with (
-            Log(run, files, log) as rows,
-            shapes.trace(run, log, trace_shapes),
-            memory.tracker(run, files.memory_report) as tracker,
+            logged(run, files, log) as rows,
+            shapes_traced(run, log, trace_shapes),
+            memory_report(run, files.memory_report) as measure,
         ):
             while run.epoch < config.epochs:
                 started, lr = monotonic(), run.optimizer.param_groups[0]["lr"]
-                loss = train_epoch(run, tracker, bar, lambda step: rows.step(step, *test(run)))
+                loss = train_epoch(run, measure, bar, lambda step: rows.step(step, *test(run)))
                 run.scheduler.step()
                 run.epoch += 1
                 test_loss, accuracy = test(run)
@@ -65,9 +69,9 @@ def train(
 
 def train_epoch(
     run: Run,
-    tracker: memory.Tracker | None = None,
+    measure: Measure = nullcontext,
     bar: Bar = lambda batches, title: batches,
-    evaluate: Evaluate = lambda step: None,
+    evaluate: Callable[[int], None] = lambda step: None,
 ) -> float:
     """Train one epoch, a step per batch; return the mean loss.
 
@@ -76,16 +80,15 @@ def train_epoch(
     """
     config, group = run.config, run.group
     inputs, targets = run.data.train
-    tracker = tracker or memory.Tracker(run)
     total, seen = 0.0, 0
     for step, batch in enumerate(bar(batches(run), f"epoch {run.epoch + 1}"), 1):
         run.wrapped.train()
-        with tracker.step():
+        with measure():
             micro_batches = split(batch, config.batch_size)
             for number, micro_batch in enumerate(micro_batches, 1):
                 x, y = inputs[micro_batch].to(group.device), targets[micro_batch].to(group.device)
                 with parallel.sync_gradients(run.wrapped, now=number == len(micro_batches)):
-                    with autocast(run):
+                    with parallel.autocast(config, group.device):
                         loss = run.loss(run.wrapped(x), y) * (len(micro_batch) / len(batch))
                     loss.backward()  # type: ignore[no-untyped-call]
                 total += loss.item() * len(batch)  # a number: the tensor would keep the graph alive
@@ -108,11 +111,9 @@ def batches(run: Run) -> list[Tensor]:
     """Return the numbers of the images of each step, shuffled, as many for every process."""
     config, group = run.config, run.group
     order = group.of_rank_0(torch.randperm(len(run.data.train[0])))
-    whole = split(order, config.batch_size * config.accumulate * group.world)
-    return [
-        batch[: len(batch) // group.world * group.world][group.rank :: group.world]
-        for batch in whole
-    ]
+    world = group.world
+    whole = split(order, config.batch_size * config.accumulate * world)
+    return [batch[: len(batch) // world * world][group.rank :: world] for batch in whole]
 
 
 @torch.no_grad()
@@ -124,7 +125,7 @@ def test(run: Run, batch_size: int = 256) -> tuple[float, float]:
     loss, right = 0.0, 0.0
     for x, y in zip(split(inputs, batch_size), split(targets, batch_size), strict=True):
         y = y.to(run.group.device)
-        with autocast(run):
+        with parallel.autocast(run.config, run.group.device):
             outputs = run.wrapped(x.to(run.group.device))
             loss += run.loss(outputs, y).item() * len(x)
         right += run.task.correct(outputs, y).sum().item()
@@ -136,7 +137,7 @@ def evaluate(config: Config, path: Path, log: Callable[[str], None] = print) -> 
 
     Runs on the devices of the config.
     """
-    with advice.on_memory(config), parallel.group(config) as group:
+    with _out_of_memory(config), parallel.group(config) as group:
         run = prepare(config, group)
         saving.load_weights(run, path)
         accuracy = test(run)[1]
@@ -167,20 +168,31 @@ def check_output(out: Path, files: Files, config: Config, force: bool) -> None:
                 hint=f"mkdir -p {quote(str(path.parent))}",
             )
     if config.parallel == "fsdp":
-        _check_folders(out, config)
+        epochs = range(1, config.epochs) if config.save_every else ()
+        for path in (out, saving.best(out), *(saving.numbered(out, epoch) for epoch in epochs)):
+            if path.is_dir() and any(path.iterdir()):
+                raise RequestError("is a folder that is not empty", where=str(path))
     elif out.is_dir():
         raise RequestError("is a folder", where=str(out), hint="name the file to write")
     if out.exists() and not out.is_dir() and not force:
         raise RequestError("exists already", where=str(out), hint="--force replaces it")
 
 
-def _check_folders(out: Path, config: Config) -> None:
-    """Raise an error for a folder of shards that is not empty."""
-    epochs = range(1, config.epochs) if config.save_every else ()
-    for path in (out, saving.best(out), *(saving.numbered(out, epoch) for epoch in epochs)):
-        if path.is_dir() and any(path.iterdir()):
-            raise RequestError("is a folder that is not empty", where=str(path))
-
-
-def _silent(line: str) -> None:
-    """Print nothing; used by all processes except the first."""
+@contextmanager
+def _out_of_memory(config: Config) -> Iterator[None]:
+    """Turn the out-of-memory error of a GPU into one that names the options that need less."""
+    try:
+        yield
+    except torch.cuda.OutOfMemoryError as error:
+        ways = []
+        if config.batch_size > 1:
+            half, twice = config.batch_size // 2, config.accumulate * 2
+            ways.append(f"--batch-size {half} --accumulate {twice}")  # the steps stay the same
+        if config.model in SEGMENTED and not config.segments:
+            ways.append("--segments 4")
+        if config.model == "densenet" and not config.memory_efficient:
+            ways.append("--memory-efficient")
+        raise CkptkitError(
+            f"the GPU does not have enough memory: {str(error).split('. ')[0]}",
+            hint=", or ".join([*ways, "a smaller --width"]),
+        ) from error

@@ -14,7 +14,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -22,13 +22,59 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from ckptkit.trainer.config import Config, RequestError
-from ckptkit.trainer.devices import choose
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 
+# Models whose backward pass is not deterministic on GPUs, and the operation that is not. Source:
+# torch.use_deterministic_algorithms.
+NONDETERMINISTIC = {"generator": "backward pass of ReflectionPad2d", "crnn": "CTC loss"}
+
+
+def available() -> list[str]:
+    """Return the devices of this machine that CUDA_VISIBLE_DEVICES does not hide."""
+    gpus = [f"cuda:{n}" for n in range(torch.cuda.device_count())]
+    return ["cpu", *gpus, *["mps"] * torch.backends.mps.is_available()]
+
+
+def choose(config: Config) -> tuple[torch.device, ...]:
+    """Return the devices of a config, the one that holds the model first.
+
+    Raises RequestError if one does not exist, or if they cannot share the work.
+    """
+    there = available()
+    names = ["cuda:0" if name == "cuda" else name for name in config.devices]
+    if not names:
+        gpus = [name for name in there if name.startswith("cuda")]
+        names = (gpus[:1] if config.parallel == "none" else gpus) or ["cpu"]
+    missing = [name for name in names if name not in there]
+    others = [name for name in names if not name.startswith("cuda")]
+    simulated = config.parallel.startswith("dp") and set(names) == {"cpu"}
+    if missing:
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        hidden = f" (CUDA_VISIBLE_DEVICES={visible} renumbers and hides GPUs)"
+        hint = f"--devices {', '.join(there)}{'' if visible is None else hidden}"
+        raise RequestError(f"there is no device {missing[0]} here", hint=hint)
+    if config.deterministic and config.model in NONDETERMINISTIC and names[0].startswith("cuda"):
+        raise RequestError(
+            f"torch has no deterministic {NONDETERMINISTIC[config.model]} for GPUs",
+            hint="--devices cpu, or without --deterministic",
+        )
+    if len(names) > 1 and config.parallel == "none":
+        raise RequestError(
+            f"one device is enough for --parallel none, not {len(names)}", hint="--parallel dp"
+        )
+    if len(set(names)) < len(names) and not simulated:
+        raise RequestError(f"--devices names {max(names, key=names.count)} twice")
+    if len(names) > 1 and others and not simulated:
+        raise RequestError(
+            f"{others[0]} cannot share the work with other devices",
+            hint="--devices names GPUs only, or the CPU only",
+        )
+    return tuple(map(torch.device, names))
+
 
 @dataclass(frozen=True)
-class Group:
+class ProcessGroup:
     """This process among those of the run. The first of its devices holds the model."""
 
     devices: tuple[torch.device, ...]
@@ -65,7 +111,7 @@ class Group:
 
 
 @contextmanager
-def group(config: Config) -> Iterator[Group]:
+def group(config: Config) -> Iterator[ProcessGroup]:
     """Join the processes that torchrun started, or use this process alone."""
     devices = choose(config)
     if config.parallel not in ("ddp", "fsdp"):
@@ -74,17 +120,17 @@ def group(config: Config) -> Iterator[Group]:
                 f"torchrun started several processes, --parallel {config.parallel} needs one",
                 hint="--parallel ddp",
             )
-        yield Group(devices)
+        yield ProcessGroup(devices)
         return
     device = devices[int(os.environ.get("LOCAL_RANK", 0)) % len(devices)]
-    _join(device, len(devices))
+    join(device, len(devices))
     try:
-        yield Group((device,), dist.get_rank(), dist.get_world_size())
+        yield ProcessGroup((device,), dist.get_rank(), dist.get_world_size())
     finally:
         dist.destroy_process_group()
 
 
-def _join(device: torch.device, devices: int) -> None:
+def join(device: torch.device, devices: int) -> None:
     """Join the process group: nccl if every process has its own GPU, else gloo."""
     options: dict[str, Any] = {"backend": "gloo"}
     if device.type == "cuda":
@@ -97,7 +143,7 @@ def _join(device: torch.device, devices: int) -> None:
     dist.init_process_group(**options)
 
 
-def wrap(model: nn.Module, config: Config, group: Group) -> nn.Module:
+def wrap(model: nn.Module, config: Config, group: ProcessGroup) -> nn.Module:
     """Return the model wrapped for all devices, ready to be called with a batch."""
     if config.parallel in ("dp", "dp-balanced"):
         return Replicated(
@@ -106,24 +152,23 @@ def wrap(model: nn.Module, config: Config, group: Group) -> nn.Module:
     if config.parallel == "ddp":
         ids = [group.device] if group.device.type == "cuda" else None
         return nn.parallel.DistributedDataParallel(model, device_ids=ids)
-    return _sharded(model, group) if config.parallel == "fsdp" else model
-
-
-def _sharded(model: nn.Module, group: Group) -> nn.Module:
-    try:
-        from torch.distributed.fsdp import fully_shard
-    except ImportError as error:
-        raise RequestError(
-            f"torch {torch.__version__} has no fully_shard",
-            hint="pip install 'torch>=2.6', or --parallel ddp",
-        ) from error
-    mesh = init_device_mesh(group.device.type, (group.world,))
-    fully_shard(model, mesh=mesh)
+    if config.parallel == "fsdp":
+        try:
+            from torch.distributed.fsdp import fully_shard
+        except ImportError as error:
+            raise RequestError(
+                f"torch {torch.__version__} has no fully_shard",
+                hint="pip install 'torch>=2.6', or --parallel ddp",
+            ) from error
+        fully_shard(model, mesh=init_device_mesh(group.device.type, (group.world,)))
     return model
 
 
 def autocast(config: Config, device: torch.device) -> torch.autocast:
-    """Compute in bfloat16 if the config asks for it."""
+    """Compute in bfloat16 if the config asks for it.
+
+    It has the range of float32, so that no loss scaling is needed.
+    """
     return torch.autocast(device.type, torch.bfloat16, enabled=config.amp)
 
 
@@ -133,15 +178,14 @@ def sync_gradients(wrapped: nn.Module, now: bool) -> AbstractContextManager[None
     Without this, DDP exchanges them after every micro-batch: the same result, K times the traffic.
     """
     if isinstance(wrapped, nn.parallel.DistributedDataParallel) and not now:
-        waiting: AbstractContextManager[None] = wrapped.no_sync()
-        return waiting
+        return cast("AbstractContextManager[None]", wrapped.no_sync())
     if hasattr(wrapped, "set_requires_gradient_sync"):  # FSDP
         sharded: Any = wrapped
         sharded.set_requires_gradient_sync(now)
     return nullcontext()
 
 
-def sync_buffers(model: nn.Module, group: Group) -> None:
+def sync_buffers(model: nn.Module, group: ProcessGroup) -> None:
     """Give all processes the buffers of the first: the running statistics of BatchNorm.
 
     DDP does it before each forward pass, which leaves them unequal after the last one; FSDP never
@@ -185,16 +229,17 @@ class Replicated(nn.DataParallel[nn.Module]):
 
         torch opens autocast in these threads without a dtype, which means float16 on GPUs.
         """
-        calls: Any = [self._cast(replica) for replica in replicas]
+
+        def cast_in(replica: nn.Module) -> Callable[..., Any]:
+            def call(*inputs: Any, **kwargs: Any) -> Any:
+                with torch.autocast(self.device_type, torch.bfloat16, enabled=self.amp):
+                    return replica(*inputs, **kwargs)
+
+            return call
+
+        calls: Any = list(map(cast_in, replicas))
         outputs: list[Any] = super().parallel_apply(calls, inputs, kwargs)
         return outputs
-
-    def _cast(self, replica: nn.Module) -> Callable[..., Any]:
-        def call(*inputs: Any, **kwargs: Any) -> Any:
-            with torch.autocast(self.device_type, torch.bfloat16, enabled=self.amp):
-                return replica(*inputs, **kwargs)
-
-        return call
 
     def gather(self, outputs: Any, output_device: Any) -> Any:
         if self.balanced and self.training:

@@ -1,21 +1,24 @@
-"""The parts of a training run, put together."""
+"""The parts of a training run, put together, and its random number generators."""
 
 from __future__ import annotations
 
+import os
+import random
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import StepLR
 
-from ckptkit.trainer import data, parallel, randomness
+from ckptkit.trainer import parallel
 from ckptkit.trainer.config import Config
-from ckptkit.trainer.models import TASKS, build
-from ckptkit.trainer.tasks import Task
+from ckptkit.trainer.data import TASKS, Data, LearningTask, load
+from ckptkit.trainer.models import build
 
 
 @dataclass
@@ -26,9 +29,9 @@ class Run:
     """
 
     config: Config
-    group: parallel.Group
-    data: data.Data
-    task: Task
+    group: parallel.ProcessGroup
+    data: Data
+    task: LearningTask
     model: nn.Module
     wrapped: nn.Module
     loss: Callable[[Tensor | list[Tensor], Tensor], Tensor]
@@ -38,35 +41,62 @@ class Run:
     best_accuracy: float = -1.0
 
 
-def prepare(config: Config, group: parallel.Group) -> Run:
+def prepare(config: Config, group: parallel.ProcessGroup) -> Run:
     """Seed, load the data, build and wrap the model: a run before its first epoch."""
-    task = TASKS[config.model]
-    loaded = data.load(config, task)
-    randomness.seed(config)
+    task, loaded = TASKS[config.model], load(config)
+    seed(config)
     model = build(config, loaded.shape, loaded.classes).to(group.device)
     if group.rank:
-        randomness.seed(config, group.rank)  # equal weights in all processes, but not equal dropout
+        seed(config, group.rank)  # equal weights in all processes, but not equal dropout
     wrapped = parallel.wrap(model, config, group)
-    optimizer = build_optimizer(model, config)
+    options: dict[str, Any] = {"lr": config.initial_lr}
+    if config.weight_decay is not None:
+        options["weight_decay"] = config.weight_decay
+    optimizer: Optimizer
+    if config.optimizer == "sgd":
+        optimizer = SGD(model.parameters(), momentum=config.momentum, **options)
+    else:
+        kind = Adam if config.optimizer == "adam" else AdamW
+        optimizer = kind(model.parameters(), betas=(config.momentum, 0.999), **options)
     scheduler = StepLR(optimizer, config.lr_step or sys.maxsize, config.lr_gamma)
     loss = parallel.split_loss(task.loss)
     return Run(config, group, loaded, task, model, wrapped, loss, optimizer, scheduler)
 
 
-def build_optimizer(model: nn.Module, config: Config) -> Optimizer:
-    """Return the optimizer of a config; ``momentum`` is the first beta of Adam."""
-    options: dict[str, Any] = {"lr": config.initial_lr}
-    if config.weight_decay is not None:
-        options["weight_decay"] = config.weight_decay
-    if config.optimizer == "sgd":
-        return SGD(model.parameters(), momentum=config.momentum, **options)
-    kind = Adam if config.optimizer == "adam" else AdamW
-    return kind(model.parameters(), betas=(config.momentum, 0.999), **options)
+def seed(config: Config, rank: int = 0) -> None:
+    """Seed Python, numpy, torch and all GPUs, differently in each process.
 
-
-def autocast(run: Run) -> torch.autocast:
-    """Compute in bfloat16 if the config asks for it.
-
-    It has the range of float32, so that no loss scaling is needed.
+    With ``deterministic``, torch refuses nondeterministic algorithms.
     """
-    return parallel.autocast(run.config, run.group.device)
+    number = config.seed + rank
+    random.seed(number)
+    numpy.random.seed(number)
+    torch.manual_seed(number)  # GPUs included
+    if config.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        torch.backends.cudnn.benchmark = False
+
+
+def random_states() -> dict[str, Any]:
+    """Return the states of all generators, as plain values and tensors."""
+    numpys: Any = numpy.random.get_state(legacy=False)
+    key = torch.from_numpy(numpys["state"]["key"].astype("int64"))
+    return {
+        "python": random.getstate(),
+        "numpy": {**numpys, "state": {**numpys["state"], "key": key}},
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+    }
+
+
+def restore_random(saved: dict[str, Any]) -> None:
+    """Restore the states that :func:`random_states` returned; missing GPUs are ignored."""
+    numpys = saved["numpy"]
+    random.setstate(saved["python"])
+    numpy.random.set_state(
+        {**numpys, "state": {**numpys["state"], "key": numpys["state"]["key"].numpy()}}
+    )
+    torch.set_rng_state(saved["torch"])
+    for device, cuda_state in enumerate(saved["cuda"][: torch.cuda.device_count()]):
+        torch.cuda.set_rng_state(cuda_state, device)

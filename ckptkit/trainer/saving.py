@@ -13,6 +13,7 @@ import platform
 import shutil
 from dataclasses import replace
 from glob import escape
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +23,17 @@ import torch.distributed as dist
 
 import ckptkit
 from ckptkit.core.text import some
-from ckptkit.trainer import advice, randomness
 from ckptkit.trainer.config import (
     CHANGEABLE,
     DEFAULTS,
+    MODELS,
     Config,
     RequestError,
     SavingError,
-    option,
+    typed,
 )
-from ckptkit.trainer.run import Run
+from ckptkit.trainer.models import build
+from ckptkit.trainer.run import Run, random_states, restore_random
 
 NEEDED = ("optimizer", "scheduler", "epoch", "rng")
 State = dict[str, Any]
@@ -42,11 +44,12 @@ def save(run: Run, path: Path) -> None:
 
     The first process writes; of a sharded model, all processes do.
     """
-    states = run.group.all_gather(randomness.state())
+    states = run.group.all_gather(random_states())
     if run.config.parallel == "fsdp":
         _save_shards(run, path, states)
     elif run.group.rank == 0:
-        _save_file(_contents(run, _weights(run), run.optimizer.state_dict(), states), path)
+        weights = (run.wrapped if run.config.keep_module_prefix else run.model).state_dict()
+        _save_file(_contents(run, weights, run.optimizer.state_dict(), states), path)
     if run.group.world > 1:
         dist.barrier()
 
@@ -78,10 +81,6 @@ def _remove(part: Path) -> None:
         shutil.rmtree(part, ignore_errors=True)
     else:
         part.unlink(missing_ok=True)
-
-
-def _weights(run: Run) -> State:
-    return (run.wrapped if run.config.keep_module_prefix else run.model).state_dict()
 
 
 def _contents(run: Run, weights: State, optimizer: State, states: list[State]) -> State:
@@ -192,7 +191,7 @@ def resume(run: Run, path: Path) -> str:
     run.best_accuracy = tree.get("best_accuracy", run.best_accuracy)
     states = tree.get("rng_of_ranks", [tree["rng"]])
     if run.group.rank < len(states):
-        randomness.restore(states[run.group.rank])
+        restore_random(states[run.group.rank])
     if len(states) != run.group.world:
         changed.append(f"{run.group.world} processes instead of {len(states)}")
     return "; ".join([f"resuming {path} after epoch {run.epoch}", *changed])
@@ -219,12 +218,12 @@ def _changed(config: Config, made_with: dict[str, Any], path: Path) -> list[str]
             continue
         if name not in CHANGEABLE:
             raise RequestError(
-                f"{option(name, value)} contradicts the checkpoint, which was trained with "
-                f"{option(name, before)}",
+                f"{typed(name, value)} contradicts the checkpoint, which was trained with "
+                f"{typed(name, before)}",
                 where=str(path),
                 hint=f"without --{name.replace('_', '-')}, --resume takes it from the checkpoint",
             )
-        changed.append(f"{option(name, value)} instead of {option(name, before)}")
+        changed.append(f"{typed(name, value)} instead of {typed(name, before)}")
     return changed
 
 
@@ -239,11 +238,28 @@ def load_weights(run: Run, path: Path) -> None:
         report = ckptkit.load_into(run.wrapped, path, strict=False)
         faults = [] if report.complete else list(report.faults())
     if faults:
-        raise ckptkit.CkptkitError(
-            "; ".join([f"does not fit {run.config.model}", *faults]),
-            where=str(path),
-            hint=advice.what_fits(run, path),
-        )
+        text = "; ".join([f"does not fit {run.config.model}", *faults])
+        raise ckptkit.CkptkitError(text, where=str(path), hint=_what_fits(run, path))
+
+
+def _what_fits(run: Run, path: Path) -> str:
+    """Return the options with which the weights in a file fit the model."""
+    tree: Any = ckptkit.load(path, map_location="cpu", whole=True)
+    made_with = tree.get("args") if isinstance(tree, dict) else None
+    if isinstance(made_with, dict):
+        names = [name for name in ("model", "data", "width") if name in made_with]
+        return f"it was made with {' '.join(typed(name, made_with[name]) for name in names)}"
+    weights = ckptkit.load(path, map_location="cpu")
+    found = {name.removeprefix("module."): value.shape for name, value in weights.items()}
+    plain = replace(run.config, segments=0, memory_efficient=False, dropout=0.0)
+    shapes = {"digits": (1, 32, 32), "random": (3, 32, 32), "cifar10:DIR": (3, 32, 32)}
+    for name, data in product(MODELS, shapes):
+        shape = (1000,) if (name, data) == ("mlp", "random") else shapes[data]
+        with torch.device("meta"):
+            model = build(replace(plain, model=name), shape, run.data.classes)
+        if {name: value.shape for name, value in model.state_dict().items()} == found:
+            return f"it fits --model {name} --data {data}"
+    return f"no model of this trainer has these weights at --width {run.config.width}"
 
 
 def _load_sharded(run: Run, path: Path) -> list[str]:

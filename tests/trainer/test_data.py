@@ -14,7 +14,7 @@ import torch
 import ckptkit
 from ckptkit.trainer import data
 from ckptkit.trainer.config import Config
-from ckptkit.trainer.tasks import CLASSIFY, READ, REDRAW
+from ckptkit.trainer.data import READ, REDRAW
 
 COUNT = 10  # images in a file
 
@@ -50,7 +50,7 @@ def cifar(tmp_path: Path) -> Path:
 
 def test_digits_are_held_out_by_turns() -> None:
     pytest.importorskip("sklearn")
-    found = data.load(Config(), CLASSIFY)
+    found = data.load(Config())
     assert found.train[0].shape == (1437, 1, 32, 32)
     assert found.test[0].shape == (360, 1, 32, 32)
     assert found.train[0].min() >= 0
@@ -59,15 +59,15 @@ def test_digits_are_held_out_by_turns() -> None:
 
 
 def test_noise_is_the_same_for_a_seed() -> None:
-    one, same, other = (data.load(Config(data="random", seed=seed), CLASSIFY) for seed in (1, 1, 2))
+    one, same, other = (data.load(Config(data="random", seed=seed)) for seed in (1, 1, 2))
     assert torch.equal(one.train[0], same.train[0])
     assert not torch.equal(one.train[0], other.train[0])
     assert one.shape == (3, 32, 32)
-    assert data.load(Config(data="random", model="mlp"), CLASSIFY).shape == (1000,)
+    assert data.load(Config(data="random", model="mlp")).shape == (1000,)
 
 
 def test_S15_cifar10_of_python_2(cifar: Path) -> None:
-    found = data.load(Config(data=f"cifar10:{cifar}"), CLASSIFY)
+    found = data.load(Config(data=f"cifar10:{cifar}"))
     expected = pickle.loads((cifar / "test_batch").read_bytes(), encoding="bytes")
     assert found.train[0].shape == (5 * COUNT, 3, 32, 32)
     assert found.test[1].tolist() == expected[b"labels"]
@@ -78,7 +78,7 @@ def test_S15_cifar10_of_python_2(cifar: Path) -> None:
 def test_cifar10_of_python_3(cifar: Path) -> None:
     batch = {b"data": numpy.full((COUNT, 3072), 255, numpy.uint8), b"labels": [9] * COUNT}
     (cifar / "test_batch").write_bytes(pickle.dumps(batch, protocol=4))
-    found = data.load(Config(data=f"cifar10:{cifar}"), CLASSIFY)
+    found = data.load(Config(data=f"cifar10:{cifar}"))
     assert torch.equal(found.test[0], torch.ones(COUNT, 3, 32, 32))
 
 
@@ -96,7 +96,7 @@ def test_a_cifar10_file_is_not_run(cifar: Path) -> None:
     batch = {b"data": Hostile(cifar / "made"), b"labels": [0]}
     (cifar / "data_batch_1").write_bytes(pickle.dumps(batch, protocol=2))
     with pytest.raises(ckptkit.CkptkitError, match="data_batch_1"):
-        data.load(Config(data=f"cifar10:{cifar}"), CLASSIFY)
+        data.load(Config(data=f"cifar10:{cifar}"))
     assert not (cifar / "made").exists()
 
 
@@ -114,7 +114,7 @@ def test_a_cifar10_file_is_not_run(cifar: Path) -> None:
 def test_other_pickles_are_refused(cifar: Path, batch: object) -> None:
     (cifar / "test_batch").write_bytes(pickle.dumps(batch, protocol=2))
     with pytest.raises(ckptkit.CkptkitError, match=r"test_batch: .*CIFAR-10"):
-        data.load(Config(data=f"cifar10:{cifar}"), CLASSIFY)
+        data.load(Config(data=f"cifar10:{cifar}"))
 
 
 def test_the_wrong_folder_is_told_from_the_right_one(tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_the_wrong_folder_is_told_from_the_right_one(tmp_path: Path) -> None:
         with pytest.raises(
             ckptkit.CkptkitError, match="is not the folder of CIFAR-10: no data_batch_1"
         ) as caught:
-            data.load(Config(data=f"cifar10:{tmp_path}"), CLASSIFY)
+            data.load(Config(data=f"cifar10:{tmp_path}"))
         return caught.value.hint or ""
 
     assert "cifar-10-python.tar.gz" in hint()
@@ -136,7 +136,7 @@ def test_the_wrong_folder_is_told_from_the_right_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["digit", "cifar10:", "cifar10"])
 def test_unknown_data(name: str) -> None:
     with pytest.raises(ckptkit.CkptkitError, match="no data is called") as caught:
-        data.load(Config(data=name), CLASSIFY)
+        data.load(Config(data=name))
     assert caught.value.hint == "--data digits, random or cifar10:DIR"
 
 

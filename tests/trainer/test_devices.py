@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import ckptkit
-from ckptkit.trainer import devices
+from ckptkit.trainer import parallel
 from ckptkit.trainer.config import Config
 
 from ..conftest import Run
@@ -21,28 +21,29 @@ def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
 
 
-def chosen(*names: str, parallel: str = "none") -> list[str]:
-    return [str(device) for device in devices.choose(Config(devices=names, parallel=parallel))]
+def chosen(*names: str, kind: str = "none") -> list[str]:
+    config = Config(devices=names, parallel=kind)
+    return [str(device) for device in parallel.choose(config)]
 
 
-def refusal(*names: str, parallel: str = "dp") -> tuple[str, str | None]:
+def refusal(*names: str, kind: str = "dp") -> tuple[str, str | None]:
     with pytest.raises(ckptkit.CkptkitError) as caught:
-        chosen(*names, parallel=parallel)
+        chosen(*names, kind=kind)
     assert caught.value.exit_code == 2
     return str(caught.value), caught.value.hint
 
 
 def test_S09_the_cpu_where_there_is_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    assert chosen() == chosen(parallel="dp") == ["cpu"]
+    assert chosen() == chosen(kind="dp") == ["cpu"]
 
 
 def test_S09_any_order_the_first_holds_the_model(two_gpus: None) -> None:
     assert chosen() == ["cuda:0"]
     assert chosen("cuda") == ["cuda:0"]
     assert chosen("cuda:1") == ["cuda:1"]
-    assert chosen(parallel="dp") == ["cuda:0", "cuda:1"]
-    assert chosen("cuda:1", "cuda:0", parallel="dp") == ["cuda:1", "cuda:0"]
+    assert chosen(kind="dp") == ["cuda:0", "cuda:1"]
+    assert chosen("cuda:1", "cuda:0", kind="dp") == ["cuda:1", "cuda:0"]
 
 
 def test_S09_a_missing_device_names_those_that_are_there(
@@ -57,27 +58,27 @@ def test_S09_a_missing_device_names_those_that_are_there(
 def test_S10_the_first_device_must_be_one_that_can_share(two_gpus: None) -> None:
     assert refusal("cpu", "cuda:0")[0] == "cpu cannot share the work with other devices"
     assert refusal("cuda:1", "cuda:1")[0] == "--devices names cuda:1 twice"
-    assert refusal("cuda:0", "cuda:1", parallel="none")[1] == "--parallel dp"
+    assert refusal("cuda:0", "cuda:1", kind="none")[1] == "--parallel dp"
 
 
 def test_S19_what_is_not_deterministic_on_a_gpu_is_refused(two_gpus: None) -> None:
     for model, what in (("generator", "ReflectionPad2d"), ("crnn", "CTC loss")):
         with pytest.raises(ckptkit.CkptkitError, match=f"no deterministic .*{what}") as caught:
-            devices.choose(Config(model=model, deterministic=True))
+            parallel.choose(Config(model=model, deterministic=True))
         assert caught.value.hint == "--devices cpu, or without --deterministic"
-        devices.choose(Config(model=model, deterministic=True, devices=("cpu",)))
-    devices.choose(Config(deterministic=True))
+        parallel.choose(Config(model=model, deterministic=True, devices=("cpu",)))
+    parallel.choose(Config(deterministic=True))
 
 
 def test_S02_the_cpu_twice_is_a_simulation() -> None:
-    assert chosen("cpu", "cpu", parallel="dp") == ["cpu", "cpu"]
-    assert refusal("cpu", "cpu", parallel="ddp")[0] == "--devices names cpu twice"
-    assert refusal("cpu", "cpu", parallel="none")[1] == "--parallel dp"
+    assert chosen("cpu", "cpu", kind="dp") == ["cpu", "cpu"]
+    assert refusal("cpu", "cpu", kind="ddp")[0] == "--devices names cpu twice"
+    assert refusal("cpu", "cpu", kind="none")[1] == "--parallel dp"
 
 
 def test_S20_env_shows_the_devices(run: Run) -> None:
     found = json.loads(run("env", "--json").stdout)
     assert found["torch"] == torch.__version__
-    assert [name for name in devices.available() if name != "mps"] == [
+    assert [name for name in parallel.available() if name != "mps"] == [
         name for name in found["devices"] if name == "cpu" or name.startswith("cuda")
     ]

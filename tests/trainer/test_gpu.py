@@ -14,17 +14,16 @@ import torch
 from click.testing import CliRunner
 
 import ckptkit
-from ckptkit.trainer import gpu, gpu_checks, loop
-from ckptkit.trainer.gpu_checks import CHECKS, Failed, Machine, Skip
+from ckptkit.trainer import gpu, loop
+from ckptkit.trainer.gpu import CHECKS, Failed, Hardware, Skip
 
-from .test_loop import silent
-
-CPU = Machine(torch.device("cpu"), 0, "no GPU")
+CPU = Hardware(torch.device("cpu"), 0, "no GPU")
 QUICK = [
     "S02 S10 S17 DataParallel over two devices",
     "S03 a loss on each device",
     "S04 memory report",
     "S05 segments beside the article's figures",
+    "S06 S24 recomputing with dropout",
     "S11 S12 S14 load and load_into onto the device",
     "S19 equal seeds give equal bytes",
     "resuming is exact",
@@ -38,41 +37,41 @@ PROCESSES = [
 
 @pytest.mark.parametrize("name", QUICK)
 def test_a_check_passes_on_the_cpu(name: str, tmp_path: Path) -> None:
-    result = gpu.run(CHECKS[name], name, CPU, tmp_path / "check")
+    result = gpu.run_check(CHECKS[name], name, CPU, tmp_path / "check")
     assert (result.status, result.why) == ("passed", "")
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("name", PROCESSES)
 def test_a_check_of_several_processes_passes_on_the_cpu(name: str, tmp_path: Path) -> None:
-    result = gpu.run(CHECKS[name], name, CPU, tmp_path / "check")
+    result = gpu.run_check(CHECKS[name], name, CPU, tmp_path / "check")
     assert (result.status, result.why) == ("passed", "")
 
 
 def test_what_needs_a_gpu_is_skipped_without_one(tmp_path: Path) -> None:
     skipped = set()
     for number, (name, function) in enumerate(CHECKS.items()):
-        if name in (*QUICK, *PROCESSES) or name.startswith(("S01", "S06", "S07")):
+        if name in (*QUICK, *PROCESSES) or name.startswith(("S01", "S07")):
             continue
-        result = gpu.run(function, name, CPU, tmp_path / str(number))
+        result = gpu.run_check(function, name, CPU, tmp_path / str(number))
         assert (result.status, result.why) == ("skipped", "needs 1 GPU, this machine has 0")
         skipped.add(name)
     assert len(skipped) == 6
 
 
 def test_every_failure_is_a_result(tmp_path: Path) -> None:
-    def skips(on: Machine, folder: Path) -> dict[str, Any]:
+    def skips(on: Hardware, folder: Path) -> dict[str, Any]:
         raise Skip("too small")
 
-    def fails(on: Machine, folder: Path) -> dict[str, Any]:
-        gpu_checks.require(1 > 2, "1 is not more")
+    def fails(on: Hardware, folder: Path) -> dict[str, Any]:
+        gpu.require(1 > 2, "1 is not more")
         raise AssertionError
 
-    def breaks(on: Machine, folder: Path) -> dict[str, Any]:
+    def breaks(on: Hardware, folder: Path) -> dict[str, Any]:
         raise RuntimeError("CUDA | error\nmore")
 
     results = [
-        gpu.run(each, each.__name__, CPU, tmp_path / each.__name__)
+        gpu.run_check(each, each.__name__, CPU, tmp_path / each.__name__)
         for each in (skips, fails, breaks)
     ]
     assert [(each.status, each.why) for each in results] == [
@@ -86,12 +85,12 @@ def test_every_failure_is_a_result(tmp_path: Path) -> None:
 
 
 def test_the_command_writes_both_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def passes(on: Machine, folder: Path) -> dict[str, Any]:
+    def passes(on: Hardware, folder: Path) -> dict[str, Any]:
         (folder.parent / "cuda").mkdir()
         (folder.parent / "cuda" / "none_bare_cuda0.pth").touch()
         return {"table": ["a  b", "1  2"]}
 
-    def fails(on: Machine, folder: Path) -> dict[str, Any]:
+    def fails(on: Hardware, folder: Path) -> dict[str, Any]:
         raise Failed("no")
 
     monkeypatch.setattr(gpu, "CHECKS", {"one": passes})
@@ -109,20 +108,18 @@ def test_the_command_writes_both_reports(tmp_path: Path, monkeypatch: pytest.Mon
 def test_differences_are_all_but_values(
     tmp_path: Path, simulated_cuda: Callable[..., AbstractContextManager[None]]
 ) -> None:
-    config = replace(
-        gpu_checks.SMALL, devices=("cpu",), epochs=1, save_form="full", optimizer="adam"
-    )
+    config = replace(gpu.SMALL, devices=("cpu",), epochs=1, save_form="full", optimizer="adam")
     with simulated_cuda(0):
-        loop.train(config, tmp_path / "real.pth", log=silent)
-    loop.train(replace(config, seed=3), tmp_path / "cpu.pth", log=silent)
+        loop.train(config, tmp_path / "real.pth", log=loop.silent)
+    loop.train(replace(config, seed=3), tmp_path / "cpu.pth", log=loop.silent)
     moved = ckptkit.remap(ckptkit.open(tmp_path / "cpu.pth"), "cuda:0")
     ckptkit.save(moved, tmp_path / "simulated.pth")
-    assert gpu_checks.differences(tmp_path / "real.pth", tmp_path / "simulated.pth") == []
+    assert gpu.differences(tmp_path / "real.pth", tmp_path / "simulated.pth") == []
     other = torch.load(tmp_path / "cpu.pth", weights_only=True)
     other["model"]["fc3.bias"] = other["model"]["fc3.bias"].double()
     other["optimizer"]["more"] = 1
     torch.save(other, tmp_path / "other.pth")
-    assert gpu_checks.differences(tmp_path / "real.pth", tmp_path / "other.pth") == [
+    assert gpu.differences(tmp_path / "real.pth", tmp_path / "other.pth") == [
         "model.fc3.bias: torch.float32 [10]",
         "optimizer: other keys",
     ]
@@ -132,5 +129,5 @@ def test_weights_that_differ_fail(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(2)}, tmp_path / "one.pth")
     torch.save({"w": torch.ones(2) + 0.5}, tmp_path / "other.pth")
     with pytest.raises(Failed, match=r"differ by 0\.5"):
-        gpu_checks.same_weights(tmp_path / "one.pth", tmp_path / "other.pth", 0.1)
-    assert gpu_checks.same_weights(tmp_path / "one.pth", tmp_path / "other.pth", 0.5)
+        gpu.same_weights(tmp_path / "one.pth", tmp_path / "other.pth", 0.1)
+    assert gpu.same_weights(tmp_path / "one.pth", tmp_path / "other.pth", 0.5)

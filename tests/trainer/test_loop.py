@@ -19,13 +19,9 @@ from .conftest import Prepare, gradients
 SMALL = Config(data="random", width=0.5, devices=("cpu",), epochs=2, batch_size=64)
 
 
-def silent(line: str) -> None:
-    """Nothing is printed."""
-
-
 def trained(folder: Path, name: str = "run.pth", **options: Any) -> Path:
     out = folder / name
-    loop.train(replace(SMALL, **options), out, log=silent)
+    loop.train(replace(SMALL, **options), out, log=loop.silent)
     return out
 
 
@@ -40,7 +36,9 @@ def test_S15_the_defaults_read_digits_and_so_does_what_is_made_of_their_file(
     pytest.importorskip("sklearn")
     config = Config(devices=("cpu",))
     accuracy = loop.train(
-        replace(config, parallel="dp", keep_module_prefix=True), tmp_path / "run.pth", log=silent
+        replace(config, parallel="dp", keep_module_prefix=True),
+        tmp_path / "run.pth",
+        log=loop.silent,
     )
     assert accuracy >= 0.95
     moved = ckptkit.remap(
@@ -122,7 +120,9 @@ def test_S23_gradients_are_clipped_by_norm(prepared: Prepare) -> None:
 
 def test_S23_the_learning_rate_falls_in_steps(tmp_path: Path) -> None:
     config = replace(SMALL, epochs=5, lr=0.08, lr_step=2, lr_gamma=0.5, save_form="full")
-    loop.train(config, tmp_path / "run.pth", Files(metrics=tmp_path / "metrics.jsonl"), log=silent)
+    loop.train(
+        config, tmp_path / "run.pth", Files(metrics=tmp_path / "metrics.jsonl"), log=loop.silent
+    )
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row["lr"] for row in rows] == pytest.approx([0.08, 0.08, 0.04, 0.04, 0.02])
     full = torch.load(tmp_path / "run.pth", weights_only=True)

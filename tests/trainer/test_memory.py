@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ckptkit.trainer import loop, memory
+from ckptkit.trainer import log, loop
 from ckptkit.trainer.config import Config, Files
 
 from .conftest import Prepare
@@ -18,7 +18,7 @@ from .conftest import Prepare
 def test_saved_counts_each_storage_once_and_no_parameters() -> None:
     layer = nn.Linear(10, 20, bias=False)
     inputs = torch.randn(5, 10)
-    with memory.Saved(layer) as saved:
+    with log.SavedBytes(layer) as saved:
         outputs = layer(inputs) * layer(inputs)
     assert saved.now == 4 * (5 * 10 + 2 * 5 * 20)
     outputs.sum().backward()
@@ -30,7 +30,7 @@ def test_saved_counts_each_storage_once_and_no_parameters() -> None:
 def test_S04_a_report_for_each_step(tmp_path: Path) -> None:
     report = tmp_path / "memory.jsonl"
     config = Config(data="random", width=0.5, devices=("cpu",), epochs=1, batch_size=128)
-    loop.train(config, tmp_path / "run.pth", Files(memory_report=report), log=lambda line: None)
+    loop.train(config, tmp_path / "run.pth", Files(memory_report=report), log=loop.silent)
     steps = [json.loads(line) for line in report.read_text().splitlines()]
     weights = torch.load(tmp_path / "run.pth", weights_only=True)["model"]
     size = sum(each.nbytes for each in weights.values())
@@ -76,7 +76,7 @@ def test_S04_activations_on_a_gpu_are_those_of_the_forward_pass(
     cuda = torch.device("cuda:0")
     run.model.register_forward_hook(lambda *_: setattr(gpu, "allocated", 1500))
     run.group = type("Fake", (), {"device": cuda, "devices": (cuda,), "rank": 0})()  # type: ignore[assignment]
-    with memory.tracker(run, tmp_path / "memory.jsonl") as tracker, tracker.step():
+    with log.memory_report(run, tmp_path / "memory.jsonl") as step, step():
         loss = run.loss(run.wrapped(run.data.train[0][:8]), run.data.train[1][:8])
         gpu.allocated = 7000  # gradients
         loss.backward()  # type: ignore[no-untyped-call]
@@ -89,7 +89,7 @@ def test_S04_activations_on_a_gpu_are_those_of_the_forward_pass(
 
 def test_S08_memory_does_not_grow_over_epochs(prepared: Prepare) -> None:
     run = prepared(batch_size=128)
-    with memory.Saved(run.model) as saved:
+    with log.SavedBytes(run.model) as saved:
         loop.train_epoch(run)
         peak = saved.peak
         for _ in range(3):
@@ -103,7 +103,7 @@ def test_S08_a_sum_of_losses_that_are_tensors_would_grow(prepared: Prepare) -> N
     run = prepared(batch_size=128)
     inputs, targets = run.data.train
     total: Tensor | float = 0.0
-    with memory.Saved(run.model) as saved:
+    with log.SavedBytes(run.model) as saved:
         for part in range(0, 512, 128):
             total += run.loss(run.wrapped(inputs[part : part + 128]), targets[part : part + 128])
         assert saved.now > 3 * saved.peak / 4
@@ -112,6 +112,6 @@ def test_S08_a_sum_of_losses_that_are_tensors_would_grow(prepared: Prepare) -> N
 
 def test_S08_evaluation_keeps_nothing(prepared: Prepare) -> None:
     run = prepared()
-    with memory.Saved(run.model) as saved:
+    with log.SavedBytes(run.model) as saved:
         loop.test(run)
     assert saved.peak == 0

@@ -7,10 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint_sequential
 
-from ckptkit.trainer.memory import Saved
+from ckptkit.trainer.log import SavedBytes
 from ckptkit.trainer.models import Cnn, Crnn, DenseNet, Generator, Mlp
-from ckptkit.trainer.models.densenet import DenseLayer
-from ckptkit.trainer.models.mlp import LAYERS, UNITS
+from ckptkit.trainer.models.recomputing import LAYERS, UNITS, DenseLayer
 
 from .conftest import gradients, same
 
@@ -19,7 +18,7 @@ def stepped(model: nn.Module, inputs: Tensor) -> tuple[int, dict[str, Tensor], d
     """Bytes kept for the backward pass, gradients, and buffers after one pass; the same chance each
     time."""
     torch.manual_seed(1)
-    with Saved(model) as saved:
+    with SavedBytes(model) as saved:
         outputs = model(inputs)
     outputs.square().mean().backward()
     return (
@@ -94,15 +93,14 @@ def test_S06_dropout_falls_the_same_way_when_it_is_computed_again() -> None:
     efficient(model)
     assert same(stepped(model, images)[1], expected)
     model.zero_grad()
-    torch.manual_seed(2)  # the test can fail: other chance, other gradients
-    model(images).square().mean().backward()
-    assert not same(gradients(model), expected)
+    efficient(model, preserve_rng=False)  # another dropout mask the second time
+    assert not same(stepped(model, images)[1], expected)
 
 
-def efficient(model: DenseNet) -> None:
+def efficient(model: DenseNet, preserve_rng: bool = True) -> None:
     for each in model.modules():
         if isinstance(each, DenseLayer):
-            each.memory_efficient = True
+            each.memory_efficient, each.preserve_rng = True, preserve_rng
 
 
 @pytest.mark.parametrize("segments", [1, 2])

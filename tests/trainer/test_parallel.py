@@ -17,12 +17,11 @@ import torch.distributed as dist
 from torch import nn
 
 import ckptkit
-from ckptkit.trainer import loop, parallel, shapes
+from ckptkit.trainer import log, loop, parallel
 from ckptkit.trainer.config import PREFIXED, Config, Files, SavingError
 
 from ..conftest import ENVIRONMENT
 from .conftest import CPU, HALVES, Prepare, gradients, same
-from .test_loop import silent
 
 
 @pytest.mark.parametrize("kind", PREFIXED)
@@ -36,7 +35,7 @@ def test_S02_wrappers_give_their_prefix_on_the_cpu(prepared: Prepare, kind: str)
 def test_S02_the_split_is_shown(prepared: Prepare) -> None:
     run = prepared(parallel="dp", devices=("cpu", "cpu"))
     said: list[str] = []
-    with shapes.trace(run, said.append):
+    with log.shapes_traced(run, said.append):
         run.wrapped(run.data.train[0][:30])
         run.wrapped(run.data.train[0][:30])
     assert said == [
@@ -89,7 +88,7 @@ def test_torchrun_is_not_for_one_process(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_S02_one_device_says_that_nothing_is_split(prepared: Prepare) -> None:
     said: list[str] = []
-    with shapes.trace(prepared(parallel="dp"), said.append):
+    with log.shapes_traced(prepared(parallel="dp"), said.append):
         pass
     assert said == ["one device: nothing is split (--devices cpu,cpu simulates a split into two)"]
 
@@ -147,7 +146,7 @@ def test_nccl_is_told_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
     for processes in ("2", "4"):
         monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
         monkeypatch.setenv("WORLD_SIZE", processes)
-        parallel._join(torch.device("cuda:1"), 2)
+        parallel.join(torch.device("cuda:1"), 2)
     assert said == [
         {"backend": "nccl", "device_id": torch.device("cuda:1")},
         {"backend": "gloo"},  # more processes than GPUs
@@ -159,18 +158,18 @@ def test_fsdp_goes_on_from_its_folder_and_is_evaluated_from_it(tmp_path: Path) -
         parallel="fsdp", data="random", devices=("cpu",), width=0.5, epochs=2, save_form="full",
         optimizer="adam", save_every=1, save_best=True,
     )  # fmt: skip
-    accuracy = loop.train(config, tmp_path / "two", log=silent)
+    accuracy = loop.train(config, tmp_path / "two", log=loop.silent)
     names = {"two", "two.epoch1", "two.best"}
     assert {path.name for path in tmp_path.iterdir()} == names
     files = Files(resume=tmp_path / "two.epoch1")
-    loop.train(config, tmp_path / "more", files, log=silent)
+    loop.train(config, tmp_path / "more", files, log=loop.silent)
     one, other = (ckptkit.load(tmp_path / name, whole=True) for name in ("two", "more"))
     assert same(one["model"], other["model"])
     for name, state in one["optimizer"]["state"].items():
         assert same(state, other["optimizer"]["state"][name])
-    assert loop.evaluate(config, tmp_path / "two", log=silent) == accuracy
+    assert loop.evaluate(config, tmp_path / "two", log=loop.silent) == accuracy
     plain = replace(config, parallel="none")
-    assert loop.evaluate(plain, tmp_path / "two", log=silent) == accuracy
+    assert loop.evaluate(plain, tmp_path / "two", log=loop.silent) == accuracy
 
 
 @pytest.mark.parametrize(("before", "after"), [("fsdp", "none"), ("ddp", "fsdp")])
@@ -180,7 +179,7 @@ def test_a_run_goes_on_under_another_kind(tmp_path: Path, before: str, after: st
         data="random", devices=("cpu",), width=0.5, epochs=2, save_form="full", save_every=1
     )
     start = replace(config, parallel=before)
-    loop.train(start, tmp_path / "start", log=silent)
+    loop.train(start, tmp_path / "start", log=loop.silent)
     said: list[str] = []
     files = Files(resume=tmp_path / "start.epoch1")
     loop.train(replace(config, parallel=after), tmp_path / "end", files, log=said.append)
@@ -207,13 +206,13 @@ def test_shards_that_cannot_be_written_are_an_error(
     monkeypatch.setattr(filesystem.FileSystemWriter, "write_data", full)
     config = Config(parallel="fsdp", data="random", devices=("cpu",), width=0.5, epochs=1)
     with pytest.raises(SavingError, match=r"shards: cannot be written: .*disk full"):
-        loop.train(config, tmp_path / "shards", log=silent)
+        loop.train(config, tmp_path / "shards", log=loop.silent)
     assert not list(tmp_path.iterdir())
 
 
 def test_fsdp_alone_leaves_a_folder(tmp_path: Path) -> None:
     config = Config(parallel="fsdp", data="random", devices=("cpu",), width=0.5, epochs=1)
-    loop.train(config, tmp_path / "shards", log=lambda line: None)
+    loop.train(config, tmp_path / "shards", log=loop.silent)
     assert {path.name for path in (tmp_path / "shards").iterdir()} == {".metadata", "__0_0.distcp"}
 
 
@@ -262,7 +261,7 @@ def test_S25_two_processes_of_ddp_give_what_one_gives(tmp_path: Path) -> None:
     assert said.count("wrote two.pth") == 1
     assert sorted(os.listdir(tmp_path)) == ["two.pth"]
     config = Config(data="random", width=0.5, devices=("cpu",), batch_size=40, epochs=2)
-    loop.train(config, tmp_path / "one.pth", log=lambda line: None)
+    loop.train(config, tmp_path / "one.pth", log=loop.silent)
     two = torch.load(tmp_path / "two.pth", weights_only=True)["model"]
     one = torch.load(tmp_path / "one.pth", weights_only=True)["model"]
     torch.testing.assert_close(dict(two), {f"module.{name}": value for name, value in one.items()})
@@ -283,7 +282,7 @@ def test_S25_two_processes_of_fsdp_leave_a_folder_of_shards(tmp_path: Path) -> N
     dcp_to_torch_save(tmp_path / "shards", tmp_path / "whole.pth")
     whole = torch.load(tmp_path / "whole.pth", weights_only=False)
     config = Config(data="random", width=0.5, devices=("cpu",), batch_size=40, epochs=2)
-    loop.train(config, tmp_path / "one.pth", log=lambda line: None)
+    loop.train(config, tmp_path / "one.pth", log=loop.silent)
     one = torch.load(tmp_path / "one.pth", weights_only=True)["model"]
     torch.testing.assert_close(whole["model"], dict(one))
     assert whole["epoch"] == 2

@@ -12,11 +12,12 @@ import pytest
 import torch
 
 import ckptkit
-from ckptkit.trainer import loop, randomness, saving
+from ckptkit.trainer import loop, saving
 from ckptkit.trainer.config import RECORDED_IF_USED, Config, Files
+from ckptkit.trainer.run import random_states, restore_random
 
 from .conftest import Prepare, same
-from .test_loop import SMALL, silent, trained
+from .test_loop import SMALL, trained
 
 FULL = replace(SMALL, save_form="full", deterministic=True, lr_step=1, lr_gamma=0.5)
 
@@ -131,10 +132,10 @@ def changed(path: Path) -> Path:
 )
 def test_training_goes_on_bit_for_bit(tmp_path: Path, how: Callable[[Path], Path]) -> None:
     config = replace(FULL, parallel="dp", keep_module_prefix=True)
-    loop.train(replace(config, epochs=4), tmp_path / "four.pth", log=silent)
-    loop.train(replace(config, epochs=2), tmp_path / "two.pth", log=silent)
+    loop.train(replace(config, epochs=4), tmp_path / "four.pth", log=loop.silent)
+    loop.train(replace(config, epochs=2), tmp_path / "two.pth", log=loop.silent)
     files = Files(resume=how(tmp_path / "two.pth"))
-    loop.train(replace(config, epochs=4), tmp_path / "more.pth", files, log=silent)
+    loop.train(replace(config, epochs=4), tmp_path / "more.pth", files, log=loop.silent)
     four, more = loaded(tmp_path / "four.pth"), loaded(tmp_path / "more.pth")
     assert same(more["model"], four["model"])
     assert not same(four["model"], loaded(tmp_path / "two.pth")["model"])
@@ -154,10 +155,10 @@ def test_random_states_come_back() -> None:
     def drawn() -> list[float]:
         return [random.random(), float(numpy.random.random()), torch.rand(()).item()]
 
-    saved = randomness.state()
+    saved = random_states()
     first = drawn()
     assert drawn() != first
-    randomness.restore(saved)
+    restore_random(saved)
     assert drawn() == first
 
 
@@ -173,7 +174,7 @@ def test_files_on_the_way(tmp_path: Path) -> None:
 
 def refused(config: Config, out: Path, resume: Path) -> ckptkit.CkptkitError:
     with pytest.raises(ckptkit.CkptkitError) as caught:
-        loop.train(config, out, Files(resume=resume), log=silent)
+        loop.train(config, out, Files(resume=resume), log=loop.silent)
     assert not out.exists()
     return caught.value
 
@@ -247,17 +248,19 @@ def test_what_a_killed_run_left_is_removed(tmp_path: Path) -> None:
 
 def test_the_best_accuracy_is_resumed(tmp_path: Path) -> None:
     config = replace(FULL, epochs=2, save_best=True, save_every=1)
-    loop.train(config, tmp_path / "run.pth", log=silent)
+    loop.train(config, tmp_path / "run.pth", log=loop.silent)
     before = loaded(tmp_path / "run.epoch1.pth")
-    assert before["best_accuracy"] == loop.evaluate(config, tmp_path / "run.epoch1.pth", log=silent)
+    assert before["best_accuracy"] == loop.evaluate(
+        config, tmp_path / "run.epoch1.pth", log=loop.silent
+    )
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "adamw"])
 def test_adam_goes_on_bit_for_bit(tmp_path: Path, optimizer: str) -> None:
     config = replace(FULL, optimizer=optimizer, weight_decay=0.05, epochs=2, save_every=1)
-    loop.train(config, tmp_path / "two.pth", log=silent)
+    loop.train(config, tmp_path / "two.pth", log=loop.silent)
     files = Files(resume=tmp_path / "two.epoch1.pth")
-    loop.train(config, tmp_path / "more.pth", files, log=silent)
+    loop.train(config, tmp_path / "more.pth", files, log=loop.silent)
     two, more = loaded(tmp_path / "two.pth"), loaded(tmp_path / "more.pth")
     assert same(more["model"], two["model"])
     assert set(more["optimizer"]["state"][0]) == {"step", "exp_avg", "exp_avg_sq"}

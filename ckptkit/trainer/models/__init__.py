@@ -1,4 +1,7 @@
-"""The models, a file each. All are batch first and take images [batch, channels, height, width]."""
+"""The models. All are batch first and take images [batch, channels, height, width].
+
+:mod:`recomputing` has those that can compute activations again instead of keeping them.
+"""
 
 from __future__ import annotations
 
@@ -7,38 +10,20 @@ from torch import nn
 from ckptkit.trainer.config import Config
 from ckptkit.trainer.models.cnn import Cnn
 from ckptkit.trainer.models.crnn import Crnn
-from ckptkit.trainer.models.densenet import DenseNet
-from ckptkit.trainer.models.generator import Generator
-from ckptkit.trainer.models.mlp import Mlp
-from ckptkit.trainer.tasks import CLASSIFY, READ, REDRAW, Task
+from ckptkit.trainer.models.recomputing import DenseNet, Generator, Mlp
 
-TASKS: dict[str, Task] = {
-    "cnn": CLASSIFY,
-    "mlp": CLASSIFY,
-    "crnn": READ,
-    "densenet": CLASSIFY,
-    "generator": REDRAW,
-}
-
-__all__ = ["TASKS", "Cnn", "Crnn", "DenseNet", "Generator", "Mlp", "build"]
+__all__ = ["Cnn", "Crnn", "DenseNet", "Generator", "Mlp", "build"]
 
 
 def build(config: Config, shape: tuple[int, ...], classes: int) -> nn.Module:
     """Build the model of a config, for inputs of `shape` (without the batch)."""
     width, preserve_rng = config.width, config.preserve_rng
-    if config.model == "cnn":
-        return Cnn(shape, classes, width)
     if config.model == "mlp":
-        return Mlp(shape, classes, width, config.segments, preserve_rng=preserve_rng)
-    if config.model == "crnn":
-        return Crnn(shape, classes, width)
+        return Mlp(shape, classes, width, config.segments, preserve_rng)
+    if config.model == "generator":
+        return Generator(shape, width, config.segments, preserve_rng)
     if config.model == "densenet":
         return DenseNet(
-            shape,
-            classes,
-            width,
-            dropout=config.dropout,
-            memory_efficient=config.memory_efficient,
-            preserve_rng=preserve_rng,
+            shape, classes, width, config.dropout, config.memory_efficient, preserve_rng
         )
-    return Generator(shape, width, config.segments, preserve_rng)
+    return (Cnn if config.model == "cnn" else Crnn)(shape, classes, width)

@@ -5,7 +5,10 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn.functional import relu
 
-from ckptkit.trainer.models.scale import scaled
+
+def scaled(channels: int, width: float) -> int:
+    """Return `channels` times `width`, at least 1: the width of a model."""
+    return max(1, round(channels * width))
 
 
 class Cnn(nn.Module):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from ckptkit.trainer.models.scale import scaled
+from ckptkit.trainer.models.cnn import scaled
 
 
 class Crnn(nn.Module):

@@ -1,0 +1,231 @@
+"""The models that can compute activations again in the backward pass, to keep less memory.
+
+All use the kind of checkpoint that is not reentrant: the reentrant kind would lose the gradients of
+every part whose inputs need none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from itertools import pairwise
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import dropout, relu
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+
+from ckptkit.trainer.models.cnn import scaled
+
+LAYERS, UNITS = 72, 1000  # of an Mlp
+BLOCKS = 4  # of a Generator
+GROWTH, DENSE = 12, (4, 4, 4)  # of a DenseNet: new channels of a layer, layers of each block
+BOTTLENECK = 4  # channels between its convolutions, as a multiple of the growth
+
+
+def _in_segments(layers: nn.Sequential, segments: int, inputs: Tensor, rng: bool) -> Tensor:
+    """Run the layers in that many parts, which keep only their inputs for the backward pass.
+
+    The last part, whose backward pass comes first, keeps everything.
+    """
+    outputs: Tensor = checkpoint_sequential(  # type: ignore[no-untyped-call]
+        layers, segments, inputs, use_reentrant=False, preserve_rng_state=rng
+    )
+    return outputs
+
+
+class Mlp(nn.Module):
+    """Inputs [batch, ...] to scores [batch, classes], by 72 linear layers of 1000 units.
+
+    There is nothing between the layers, so the model is a very deep linear classifier. With torch's
+    own initialization each layer shrinks its input to 1/sqrt(3) and no gradient reaches the first
+    one; initialized as an identity, each passes its input on, and the model trains.
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        classes: int,
+        width: float = 1.0,
+        segments: int = 0,
+        preserve_rng: bool = True,
+    ) -> None:
+        super().__init__()
+        sizes = [prod(shape), *[scaled(UNITS, width)] * (LAYERS - 1), classes]
+        self.layers = nn.Sequential(*(nn.Linear(a, b) for a, b in pairwise(sizes)))
+        for layer in list(self.layers)[1:-1]:
+            nn.init.eye_(layer.get_parameter("weight"))
+            nn.init.zeros_(layer.get_parameter("bias"))
+        self.segments, self.preserve_rng = segments, preserve_rng
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        inputs = inputs.flatten(1)
+        if self.segments and self.training:
+            return _in_segments(self.layers, self.segments, inputs, self.preserve_rng)
+        scores: Tensor = self.layers(inputs)
+        return scores
+
+
+def _normed(layer: nn.Module, channels: int) -> list[nn.Module]:
+    return [layer, nn.InstanceNorm2d(channels), nn.ReLU(inplace=True)]
+
+
+def _upward(inputs: int, outputs: int) -> list[nn.Module]:
+    layer = nn.ConvTranspose2d(inputs, outputs, 3, stride=2, padding=1, output_padding=1)
+    return _normed(layer, outputs)
+
+
+class Residual(nn.Module):
+    """Features [batch, channels, height, width] plus two convolutions of them."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.change = nn.Sequential(
+            nn.ReflectionPad2d(1),
+            *_normed(nn.Conv2d(channels, channels, 3), channels),
+            nn.ReflectionPad2d(1),
+            nn.Conv2d(channels, channels, 3),
+            nn.InstanceNorm2d(channels),
+        )
+
+    def forward(self, features: Tensor) -> Tensor:
+        changed: Tensor = features + self.change(features)
+        return changed
+
+
+class Generator(nn.Module):
+    """Images [batch, channels, height, width] from -1 to 1 to images of that shape.
+
+    It downsamples, runs residual blocks, and upsamples; sides are multiples of 4. With ``segments``
+    the first and last part keep only their input for the backward pass, and so do the segments of
+    the residual blocks in between. The images need no gradient for that, and get none.
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        width: float = 1.0,
+        segments: int = 0,
+        preserve_rng: bool = True,
+    ) -> None:
+        super().__init__()
+        channels = shape[0]
+        first, second, third = (scaled(n, width) for n in (16, 32, 64))
+        self.initial = nn.Sequential(
+            nn.ReflectionPad2d(3),
+            *_normed(nn.Conv2d(channels, first, 7), first),
+            *_normed(nn.Conv2d(first, second, 3, stride=2, padding=1), second),
+            *_normed(nn.Conv2d(second, third, 3, stride=2, padding=1), third),
+        )
+        self.residual = nn.Sequential(*(Residual(third) for _ in range(BLOCKS)))
+        self.upsampling = nn.Sequential(
+            *_upward(third, second),
+            *_upward(second, first),
+            nn.ReflectionPad2d(3),
+            nn.Conv2d(first, channels, 7),
+            nn.Tanh(),
+        )
+        self.segments, self.preserve_rng = segments, preserve_rng
+
+    def forward(self, images: Tensor) -> Tensor:
+        painted: Tensor
+        if self.segments and self.training:
+            rng = self.preserve_rng
+            how: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": rng}
+            features = checkpoint(self.initial, images, **how)
+            features = _in_segments(self.residual, self.segments, features, rng)
+            painted = checkpoint(self.upsampling, features, **how)
+        else:
+            painted = self.upsampling(self.residual(self.initial(images)))
+        return painted
+
+
+class DenseLayer(nn.Module):
+    """Earlier outputs, a list of [batch, channels, height, width], to `growth` new channels."""
+
+    def __init__(
+        self, inputs: int, growth: int, dropout: float, memory_efficient: bool, preserve_rng: bool
+    ) -> None:
+        super().__init__()
+        self.norm1 = nn.BatchNorm2d(inputs)
+        self.conv1 = nn.Conv2d(inputs, BOTTLENECK * growth, 1, bias=False)
+        self.norm2 = nn.BatchNorm2d(BOTTLENECK * growth)
+        self.conv2 = nn.Conv2d(BOTTLENECK * growth, growth, 3, padding=1, bias=False)
+        self.dropout = dropout
+        self.memory_efficient, self.preserve_rng = memory_efficient, preserve_rng
+
+    def forward(self, before: list[Tensor]) -> Tensor:
+        if self.memory_efficient and self.training:
+            middle = checkpoint(
+                self._bottleneck,
+                *before,
+                use_reentrant=False,
+                preserve_rng_state=self.preserve_rng,
+                context_fn=lambda: (nullcontext(), self._again()),
+            )
+        else:
+            middle = self._bottleneck(*before)
+        new: Tensor = self.conv2(relu(self.norm2(middle)))
+        return new
+
+    def _bottleneck(self, *before: Tensor) -> Tensor:
+        features = dropout(torch.cat(before, 1), self.dropout, self.training)
+        middle: Tensor = self.conv1(relu(self.norm1(features)))
+        return middle
+
+    @contextmanager
+    def _again(self) -> Iterator[None]:
+        """Compute the same again, without a second update of the running statistics."""
+        norm = self.norm1
+        momentum, counted = norm.momentum, norm.num_batches_tracked
+        norm.momentum, norm.num_batches_tracked = 0.0, None
+        try:
+            yield
+        finally:
+            norm.momentum, norm.num_batches_tracked = momentum, counted
+
+
+class DenseNet(nn.Module):
+    """Images [batch, channels, height, width] to scores [batch, classes].
+
+    Each layer of a block gets the concatenated outputs of all layers before it; kept for the
+    backward pass, these take memory quadratic in the number of layers. With ``memory_efficient``,
+    concatenation, norm, ReLU and the 1 x 1 convolution are computed again in the backward pass.
+    Both ways give the same gradients and the same checkpoint.
+    """
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        classes: int,
+        width: float = 1.0,
+        dropout: float = 0.0,
+        memory_efficient: bool = False,
+        preserve_rng: bool = True,
+    ) -> None:
+        super().__init__()
+        growth = scaled(GROWTH, width)
+        channels = 2 * growth
+        how = dropout, memory_efficient, preserve_rng
+        self.stem = nn.Conv2d(shape[0], channels, 3, stride=2, padding=1, bias=False)
+        self.blocks, self.transitions = nn.ModuleList(), nn.ModuleList()
+        for number in DENSE:
+            starts = range(channels, channels + number * growth, growth)
+            self.blocks.append(nn.ModuleList(DenseLayer(n, growth, *how) for n in starts))
+            channels += number * growth
+            self.transitions.append(
+                nn.Sequential(nn.BatchNorm2d(channels), nn.ReLU(), nn.AvgPool2d(2))
+            )
+        self.classifier = nn.Linear(channels, classes)
+
+    def forward(self, images: Tensor) -> Tensor:
+        features = self.stem(images)
+        for block, transition in zip(self.blocks, self.transitions, strict=True):
+            made = [features]
+            for layer in block:  # type: ignore[attr-defined]
+                made.append(layer(made))
+            features = transition(torch.cat(made, 1))
+        scores: Tensor = self.classifier(features.mean((2, 3)))
+        return scores
