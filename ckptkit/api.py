@@ -29,8 +29,16 @@ from ckptkit.core.text import (
 )
 from ckptkit.core.tree import Node, collector_paused, walk
 from ckptkit.core.weights import has_tensors
-from ckptkit.formats.format import RECOVER, Asked, Format, Probe, Recovered, WriteOptions
-from ckptkit.formats.opening import open_place, steady
+from ckptkit.formats.format import (
+    RECOVER,
+    Asked,
+    Format,
+    Probe,
+    Recovered,
+    WriteOptions,
+    open_place,
+    steady,
+)
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor
@@ -92,7 +100,7 @@ class Conversion:
         """Yield a warning on damaged bytes that were copied together with their checksum."""
         damaged = () if self.published is None else self.published.damaged
         if damaged:
-            from ckptkit.formats.common.damage import damaged_in
+            from ckptkit.formats.recovering import damaged_in
 
             names = damaged_in(self.checkpoint, damaged)
             yield (
@@ -339,7 +347,7 @@ def _with_sidecars(checkpoint: Checkpoint, folder: Folder) -> tuple[Checkpoint, 
 
     Files that a step has made keep their place.
     """
-    from ckptkit.formats.common.sidecars import sidecars  # few outputs are folders
+    from ckptkit.formats.sidecars import sidecars  # few outputs are folders
 
     found = sidecars(folder, dict(checkpoint.companions))
     changed = replace(
@@ -352,7 +360,7 @@ def _with_sidecars(checkpoint: Checkpoint, folder: Folder) -> tuple[Checkpoint, 
 
 def _dtype_of(checkpoint: Checkpoint) -> str | None:
     """Return the dtype that most weights have."""
-    from ckptkit.formats.common.dtype_said import of_weights
+    from ckptkit.formats.sidecars import of_weights
 
     return of_weights(checkpoint)
 
@@ -362,16 +370,16 @@ def _with_dtype(checkpoint: Checkpoint, old: str | None) -> Checkpoint:
 
     Only where the steps have changed it: `old` is what it was.
     """
-    from ckptkit.formats.common import dtype_said
+    from ckptkit.formats import sidecars
 
     files, new = dict(checkpoint.companions), _dtype_of(checkpoint)
-    if dtype_said.CONFIG not in files or new is None or new == old:
+    if sidecars.CONFIG not in files or new is None or new == old:
         return checkpoint
-    text, changed = dtype_said.renewed(files[dtype_said.CONFIG], old, new)
+    text, changed = sidecars.renewed(files[sidecars.CONFIG], old, new)
     if not changed:
         return checkpoint
-    files[dtype_said.CONFIG] = text
-    notes = (*checkpoint.notes, dtype_said.note(changed))
+    files[sidecars.CONFIG] = text
+    notes = (*checkpoint.notes, sidecars.note(changed))
     return replace(checkpoint, companions=tuple(files.items()), notes=notes)
 
 
@@ -528,7 +536,7 @@ def _publish(
 
 def _explained(error: DamageError, checkpoint: Checkpoint) -> DamageError:
     """Return the error with the names of the tensors, and a hint."""
-    from ckptkit.formats.common.damage import damaged_in
+    from ckptkit.formats.recovering import damaged_in
 
     if names := damaged_in(checkpoint, error.damaged):
         error.message += f" ({names})"

@@ -14,8 +14,8 @@ from ckptkit.core.bytesource import Extent, Memory, Range, crc32, crc32_combine,
 from ckptkit.core.errors import AmbiguousError, FormatError, InputError, TensorError
 from ckptkit.core.tensor import Tensor
 from ckptkit.core.text import mismatch
-from ckptkit.formats.common.damage import located, overlap
-from ckptkit.formats.format import CheckedPart, Finding
+from ckptkit.formats.format import CheckedPart, Defect
+from ckptkit.formats.recovering import located, overlap
 
 PIECE = 64 << 20  # bytes of a part that one thread sums up
 DAMAGE = (
@@ -96,7 +96,7 @@ def _sum(piece: _Piece) -> tuple[_Piece, int | InputError]:
 
 def with_tensors(
     damaged: list[tuple[CheckedPart, str]], tensors: list[tuple[str, Tensor]]
-) -> Iterator[Finding]:
+) -> Iterator[Defect]:
     """Return findings about damaged parts, with the names of all tensors in them."""
     places = []
     for name, tensor in tensors if damaged else ():
@@ -109,4 +109,4 @@ def with_tensors(
         hit = dict.fromkeys(
             name for name, found in places if any(overlap(found, each) for each in bad)
         )
-        yield Finding(why, part.file, tuple(hit))
+        yield Defect(why, part.file, tuple(hit))

@@ -18,8 +18,7 @@ from ckptkit.core.limits import check
 from ckptkit.core.tensor import Tensor
 from ckptkit.core.tree import join, walk
 from ckptkit.core.weights import as_tensor
-from ckptkit.formats.format import CheckedPart, Finding
-from ckptkit.formats.opening import open_place
+from ckptkit.formats.format import CheckedPart, Defect, open_place
 
 Progress = Callable[[int, int], None]  # bytes since the last time, and in all
 Matches = Callable[[str], bool]
@@ -126,7 +125,7 @@ def read_manifest(path: PathLike) -> dict[str, str]:
 
 def differences(
     found: Digests, expected: Mapping[str, str], matches: Matches | None = None
-) -> Iterator[Finding]:
+) -> Iterator[Defect]:
     """Return how tensors differ from a manifest, among those that are wanted."""
     wanted = {name: id for name, id in expected.items() if matches is None or matches(name)}
     missing, unexpected, differing = manifest.compare(found.ids, wanted)
@@ -136,4 +135,4 @@ def differences(
         (differing, "not as in the manifest"),
     ):
         for name in names:
-            yield Finding(what, tensors=(name,))
+            yield Defect(what, tensors=(name,))

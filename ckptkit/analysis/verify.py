@@ -24,9 +24,8 @@ from ckptkit.core.errors import (
 )
 from ckptkit.core.tensor import Tensor
 from ckptkit.core.text import some
-from ckptkit.formats.common.damage import tensors
-from ckptkit.formats.format import CheckedPart, Finding, Format, Probe
-from ckptkit.formats.opening import open_place, steady
+from ckptkit.formats.format import CheckedPart, Defect, Format, Probe, open_place, steady
+from ckptkit.formats.recovering import tensors
 
 COMPARED = 1_000  # findings among which repetitions are left out; more are kept as they are
 
@@ -44,7 +43,7 @@ class Verdict:
     tensors: int
     records: int
     nbytes: int
-    findings: tuple[Finding, ...]
+    findings: tuple[Defect, ...]
     notes: tuple[str, ...] = ()
     damaged: bool = False  # whether something is wrong with the bytes, and not with what they say
     recoverable: str = ""  # the command that may save something: `formats.recoverable`
@@ -98,7 +97,7 @@ class _Look:
         self.format: Format | None = None
         self.checkpoint: Checkpoint | None = None
         self.tensors: list[tuple[str, Tensor]] = []
-        self.findings: list[Finding] = []
+        self.findings: list[Defect] = []
         self.remarks: list[str] = []
         self.damaged = True  # until all bytes were looked at
         self.records = self.nbytes = self.unsummed = 0
@@ -122,12 +121,12 @@ class _Look:
         try:
             found = formats.match(self.probe)
         except DAMAGE as error:
-            self.findings.append(Finding(error.message, hint=error.hint))
+            self.findings.append(Defect(error.message, hint=error.hint))
             return None
         try:
             return found or formats.identify(self.probe)  # which says what it is instead
         except TruncatedError as error:
-            self.findings.append(Finding(error.message, hint=error.hint))
+            self.findings.append(Defect(error.message, hint=error.hint))
             return None
 
     def _read(self, format: Format) -> Checkpoint | None:
@@ -136,7 +135,7 @@ class _Look:
         except DAMAGE as error:
             if format.chooses and isinstance(error, AmbiguousError):
                 raise  # which of several checkpoints is meant is no damage
-            self.findings.append(Finding(error.message, self._within(error.where), hint=error.hint))
+            self.findings.append(Defect(error.message, self._within(error.where), hint=error.hint))
             return None
 
     def _parts(self, format: Format) -> Iterator[CheckedPart]:
@@ -149,7 +148,7 @@ class _Look:
                 else:
                     self.findings.append(each)
         except DAMAGE as error:
-            self.findings.append(Finding(error.message, self._within(error.where), hint=error.hint))
+            self.findings.append(Defect(error.message, self._within(error.where), hint=error.hint))
 
     def _within(self, path: str | None) -> str:
         """Return a path below the place, relative to it."""
@@ -178,7 +177,7 @@ class _Look:
         ):
             if nan or infinite:
                 what = f"{nan:,} NaN and {infinite:,} infinite of {tensor.numel:,} elements"
-                self.findings.append(Finding(what, tensors=(name,)))
+                self.findings.append(Defect(what, tensors=(name,)))
             self.tell(tensor.nbytes, total)
 
     def at_scales(self, checkpoint: Checkpoint) -> None:
@@ -187,10 +186,10 @@ class _Look:
         for each in scales(checkpoint):
             if each.nonfinite:
                 what = f"{each.nonfinite:,} of {each.total:,} scales are NaN or infinite"
-                self.findings.append(Finding(what, tensors=(each.name,)))
+                self.findings.append(Defect(what, tensors=(each.name,)))
             if each.zeros and each.divides:
                 what = f"{each.zeros:,} of {each.total:,} scales divide by zero"
-                self.findings.append(Finding(what, tensors=(each.name,)))
+                self.findings.append(Defect(what, tensors=(each.name,)))
             elif each.zeros:
                 zeros.append(f"{each.name} ({each.zeros:,} of {each.total:,})")
         if zeros:
@@ -226,7 +225,7 @@ class _Look:
             )
 
 
-def _without_implied(findings: list[Finding]) -> Iterator[Finding]:
+def _without_implied(findings: list[Defect]) -> Iterator[Defect]:
     """Yield the findings without those that another one implies.
 
     What stops a reader is often what a checksum shows as well.
@@ -239,7 +238,7 @@ def _without_implied(findings: list[Finding]) -> Iterator[Finding]:
             yield one
 
 
-def _implies(other: Finding, one: Finding, before: bool) -> bool:
+def _implies(other: Defect, one: Defect, before: bool) -> bool:
     """Return whether `other` implies `one`."""
     if other.what not in one.what or (one.file and other.file and one.file != other.file):
         return False

@@ -29,7 +29,7 @@ def command(edit: options.Edit, unverified: bool) -> None:
     from ckptkit.api import recover
 
     if edit.dry_run:  # `recover` would undo an interrupted edit in place
-        from ckptkit.formats.opening import open_place
+        from ckptkit.formats.format import open_place
 
         open_place(edit.src).close()
     found = recover(edit.src, unverified=unverified)

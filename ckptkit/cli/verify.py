@@ -14,7 +14,7 @@ from ckptkit.core.text import shown_url, some
 if TYPE_CHECKING:
     from ckptkit.analysis.digests import Matches
     from ckptkit.analysis.verify import Verdict
-    from ckptkit.formats.format import Finding
+    from ckptkit.formats.format import Defect
 
 SCHEMA = "ckptkit.verify/2"
 FINDINGS = 1
@@ -169,7 +169,7 @@ def lines(verdict: Verdict) -> Iterator[str]:
         yield from (f"hint: {hint}" for hint in _hints(verdict))
 
 
-def finding_text(finding: Finding) -> str:
+def finding_text(finding: Defect) -> str:
     """Format one finding: the file in a folder, what is wrong, and the affected tensors."""
     names = some(finding.tensors, NAMED)
     place = f"{finding.file}: " if finding.file else ""

@@ -35,10 +35,18 @@ from ckptkit.core.weights import locate
 from ckptkit.diagnosis import container, content, fit, refused
 from ckptkit.diagnosis.cause import ERROR, Cause, Fix, together
 from ckptkit.diagnosis.facts import Facts, some
-from ckptkit.formats.common.folder_names import INDEX
 from ckptkit.formats.dcp.shards import part_of
-from ckptkit.formats.format import Finding, Format, Loss, Probe, Recovered, WriteOptions
-from ckptkit.formats.opening import open_place, steady
+from ckptkit.formats.folder import INDEX
+from ckptkit.formats.format import (
+    Defect,
+    Format,
+    Loss,
+    Probe,
+    Recovered,
+    WriteOptions,
+    open_place,
+    steady,
+)
 from ckptkit.formats.table import BY_NAME, DCP_SHARD, FORMATS, NONE
 from ckptkit.loading import building
 from ckptkit.loading.comparing import seen_by
@@ -322,7 +330,7 @@ def _beside_damage(causes: Iterable[Cause], recovered: Recovered | None) -> list
     return [replace(each, command=None, fix=each.fix if kept else None) for each in causes]
 
 
-def _named(finding: Finding) -> str:
+def _named(finding: Defect) -> str:
     """Return a finding of `verify`, with the tensors that it is about."""
     return f"{finding.what} ({some(finding.tensors)})" if finding.tensors else finding.what
 

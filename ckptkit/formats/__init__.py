@@ -28,7 +28,7 @@ from ckptkit.formats.format import (
     UNVERIFIED,
     Asked,
     CheckedPart,
-    Finding,
+    Defect,
     Format,
     Probe,
     Recovered,
@@ -73,9 +73,9 @@ def identify(probe: Probe) -> Format:
     found = match(probe)
     if found is not None:
         return found
-    from ckptkit.formats.common import foreign
+    from ckptkit.formats import whats_inside
 
-    refusal = foreign.refusal(probe)
+    refusal = whats_inside.refusal(probe)
     if elsewhere := behind_page(probe.name):
         refusal.hint = f"the file itself is at {elsewhere}"
     raise refusal
@@ -101,7 +101,7 @@ def _with_folder(checkpoint: Checkpoint, probe: Probe) -> Checkpoint:
     return checkpoint if place is None else replace(checkpoint, folder=place[0])
 
 
-def check(probe: Probe) -> Iterator[CheckedPart | Finding]:
+def check(probe: Probe) -> Iterator[CheckedPart | Defect]:
     """Yield what can be checked beyond reading, and the findings.
 
     Empty where the format has no check of its own.
@@ -163,7 +163,7 @@ def recover(place: ByteSource | Folder, *, unverified: bool = False) -> Recovere
                 return found
     except CkptkitError as error:
         if UNVERIFIED in (error.hint or "") and isinstance(place, ByteSource):
-            from ckptkit.formats.common.recovering import AGAIN
+            from ckptkit.formats.recovering import AGAIN
 
             error.hint = error.hint if not unverified and salvaged(place, True) else AGAIN
         raise error.at(place.name) from error.__cause__
@@ -363,7 +363,7 @@ def holds_program(checkpoint: Checkpoint) -> bool:
 
 
 def _layout_weights(checkpoint: Checkpoint, format: Format, options: WriteOptions) -> Plan:
-    from ckptkit.formats.common.programs import notes, without_program
+    from ckptkit.formats.whats_inside import notes, without_program
 
     assert format.layout is not None
     plain = without_program(checkpoint)

@@ -10,22 +10,37 @@ middle. Memory does not grow with the file.
 
 from __future__ import annotations
 
+import bz2
+import lzma
 import os
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from ckptkit import formats
-from ckptkit.core.bytesource import ByteSource, Section
+from ckptkit.core.bytesource import ByteSource, LocalFile, Memory, Section
 from ckptkit.core.checkpoint import Checkpoint
-from ckptkit.core.errors import AmbiguousError, UnsupportedError
+from ckptkit.core.errors import (
+    AmbiguousError,
+    CkptkitError,
+    CorruptError,
+    InputError,
+    LimitError,
+    MissingPackageError,
+    TruncatedError,
+    UnsupportedError,
+)
 from ckptkit.core.limits import LIMITS, UNPACKED
 from ckptkit.core.limits import check as check_limit
 from ckptkit.core.text import quoted
-from ckptkit.formats.common.folder_names import best, candidates
-from ckptkit.formats.containers.tar import read_members
-from ckptkit.formats.containers.unpacking import method_of, spool
-from ckptkit.formats.format import CheckedPart, Finding, Probe
-from ckptkit.formats.torch_tar import is_archive
+from ckptkit.formats.folder import best, candidates
+from ckptkit.formats.format import CheckedPart, Defect, Probe
+from ckptkit.formats.tar import read_members
+from ckptkit.formats.torch_legacy import is_archive
+
+if TYPE_CHECKING:
+    from tempfile import SpooledTemporaryFile
 
 
 def matches(probe: Probe) -> bool:
@@ -44,7 +59,7 @@ def read(probe: Probe) -> Checkpoint:
     )
 
 
-def check(probe: Probe) -> Iterator[CheckedPart | Finding]:
+def check(probe: Probe) -> Iterator[CheckedPart | Defect]:
     """Yield the parts to check inside. Raises like `read`."""
     return formats.check(Probe(_inside(probe)))
 
@@ -95,3 +110,212 @@ def _member(archive: ByteSource) -> ByteSource:
             f"is an archive of {len(found)} checkpoints: {quoted(found)}", hint=hint
         )
     raise UnsupportedError("is an archive without a checkpoint", hint="`tar -tf {where}` lists it")
+
+
+_PIECE = 1 << 18
+IN_MEMORY = 16 << 20  # bytes of a decompressed file that are kept in memory
+
+# The first bytes of compressed files that can be read.
+HEADS = {
+    b"\x1f\x8b\x08": "gzip",
+    b"BZh": "bzip2",
+    b"\xfd7zXZ\0": "xz",
+    b"\x28\xb5\x2f\xfd": "zstd",
+}
+# Weaker signs: many other files begin like this, such as a tensor of one small integer.
+WEAK_HEADS = {
+    b"\x5d\0\0": "xz",
+    b"\x78\x01": "zlib",
+    b"\x78\x5e": "zlib",
+    b"\x78\x9c": "zlib",
+    b"\x78\xda": "zlib",
+}
+# The first bytes of compressed files that cannot be read.
+CLOSED = {
+    b"\x04\x22\x4d\x18": "lz4",
+    b"7z\xbc\xaf\x27\x1c": "7z",
+    b"Rar!\x1a\x07": "rar",
+}
+
+
+class _Machine(Protocol):
+    """The common interface of the decompressors of zlib, bz2 and lzma."""
+
+    @property
+    def eof(self) -> bool: ...
+    @property
+    def unused_data(self) -> bytes: ...
+    def decompress(self, data: bytes, max_length: int = ..., /) -> bytes: ...
+
+
+class _Zstd:
+    """A decompressor of zstandard with the interface of zlib's.
+
+    It has no limit of output, so that it is fed few bytes: 2 KiB become at most 64 MiB.
+    """
+
+    _STEP = 2 << 10
+
+    def __init__(self) -> None:
+        try:
+            import zstandard
+        except ImportError as error:
+            raise MissingPackageError(
+                "is compressed with zstd, which needs zstandard", hint="pip install zstandard"
+            ) from error
+        self._inner = zstandard.ZstdDecompressor().decompressobj()
+        self._failure = zstandard.ZstdError
+        self.unconsumed_tail = b""
+
+    @property
+    def eof(self) -> bool:
+        return bool(self._inner.eof)
+
+    @property
+    def unused_data(self) -> bytes:
+        return bytes(self._inner.unused_data) + self.unconsumed_tail
+
+    def decompress(self, data: bytes, max_length: int = 0, /) -> bytes:
+        self.unconsumed_tail = data[self._STEP :]
+        try:
+            return bytes(self._inner.decompress(data[: self._STEP]))
+        except self._failure as error:
+            raise OSError(str(error)) from error
+
+
+_MACHINES: dict[str, Callable[[], _Machine]] = {
+    "deflate": lambda: zlib.decompressobj(-zlib.MAX_WBITS),
+    "zlib": zlib.decompressobj,
+    "gzip": lambda: zlib.decompressobj(zlib.MAX_WBITS | 16),
+    "bzip2": bz2.BZ2Decompressor,
+    "xz": lzma.LZMADecompressor,
+    "zstd": _Zstd,
+}
+
+
+def method_of(head: bytes) -> str | None:
+    """Return the method of compression of a file that begins so, None if it is none of `HEADS`."""
+    return next((name for start, name in HEADS.items() if head.startswith(start)), None)
+
+
+def pieces(source: ByteSource, method: str) -> Iterator[bytes]:
+    """Yield what a source decompresses to, all its streams if there are several.
+
+    Raises CorruptError, TruncatedError, and MissingPackageError for zstd without its package.
+    """
+    machine = _MACHINES[method]()
+    at = 0
+    try:
+        while at < source.size:
+            data = source.read(at, min(_PIECE, source.size - at))
+            at += len(data)
+            while data:
+                yield from _output(machine, data)
+                data = machine.unused_data if machine.eof else b""
+                if machine.eof and (method in ("deflate", "zlib") or not data.strip(b"\0")):
+                    return
+                if machine.eof:
+                    machine = _MACHINES[method]()
+    except (zlib.error, OSError, lzma.LZMAError, EOFError) as error:
+        raise CorruptError(f"cannot be inflated ({method}): {error}") from error
+    if not machine.eof:
+        raise TruncatedError(
+            f"ends inside its {method} stream",
+            hint="the file is cut: download or copy it again",
+        )
+
+
+def _output(machine: _Machine, data: bytes) -> Iterator[bytes]:
+    """Yield what some compressed bytes become, in pieces of bounded length."""
+    while True:
+        piece = machine.decompress(data, _PIECE)
+        yield piece
+        data = getattr(machine, "unconsumed_tail", b"")
+        if machine.eof or (not data and len(piece) < _PIECE):
+            return
+
+
+class Unpacked(NamedTuple):
+    """Decompressed bytes. ``failure`` says why more are missing; ``data`` is then the beginning."""
+
+    data: bytes
+    failure: CkptkitError | None
+
+
+def unpack(source: ByteSource, method: str, most: int) -> Unpacked:
+    """Decompress up to `most` bytes of a source into memory."""
+    found: list[bytes] = []
+    failure = _collect(source, method, most, found.append)
+    return Unpacked(b"".join(found), failure)
+
+
+class Spool(LocalFile):
+    """A decompressed file: a temporary file without a name, which ends with the process.
+
+    Worker processes reopen it through the parent's open files, as Linux shows them.
+    """
+
+    def __init__(self, whole: ByteSource, fd: int) -> None:
+        self.fd = fd
+        self.path = f"/proc/{os.getpid()}/fd/{fd}"
+        self.name = whole.name
+        self.whole = whole
+        self._identify()
+
+    def check_unchanged(self) -> None:
+        """Raise InputChangedError if the compressed file is no longer what was decompressed."""
+        assert self.whole is not None
+        self.whole.check_unchanged()
+
+
+class Spooled(NamedTuple):
+    """A decompressed file; ``failure`` as in `Unpacked`."""
+
+    source: ByteSource
+    failure: CkptkitError | None
+
+
+def spool(source: ByteSource, method: str, most: int) -> Spooled:
+    """Decompress up to `most` bytes of a source: a few MiB into memory, more into a temporary file.
+
+    Raises InputError if the folder of temporary files (``TMPDIR``) has no room.
+    """
+    import tempfile  # most files are not compressed
+
+    try:
+        with tempfile.SpooledTemporaryFile(IN_MEMORY) as file:
+            failure = _collect(source, method, most, file.write)
+            return Spooled(_kept(source, file), failure)
+    except OSError as error:
+        raise InputError(
+            f"cannot be decompressed into a temporary file: {error.strerror}",
+            where=source.name,
+            hint="the variable TMPDIR names a folder with more room",
+        ) from error
+
+
+def _kept(source: ByteSource, file: SpooledTemporaryFile[bytes]) -> ByteSource:
+    """Return what was decompressed as a source of its own."""
+    if file.tell() > IN_MEMORY:
+        file.flush()
+        return Spool(source, os.dup(file.fileno()))
+    file.seek(0)
+    inner = Memory(file.read(), source.name)
+    inner.whole = source
+    return inner
+
+
+def _collect(
+    source: ByteSource, method: str, most: int, keep: Callable[[bytes], object]
+) -> CkptkitError | None:
+    """Hand up to `most` decompressed bytes to `keep`, and return why more are missing."""
+    left = most
+    try:
+        for piece in pieces(source, method):
+            keep(piece[:left])
+            if len(piece) > left:
+                return LimitError(f"inflates to more than {most:,} bytes")
+            left -= len(piece)
+    except (CorruptError, TruncatedError, MissingPackageError) as error:
+        return error
+    return None

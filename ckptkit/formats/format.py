@@ -1,8 +1,13 @@
-"""The contract of a format, and the probe that identifies a file."""
+"""The contract of a format, and the probe that identifies a file.
+
+Files may be edited in place while they are read: `steady` reports it if reading fails.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,10 +15,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.core import arguments
-from ckptkit.core.bytesource import ByteSource, Folder, Record
+from ckptkit.core.bytesource import ByteSource, Folder, LocalFile, Record, has_journal
 from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.errors import CkptkitError, InputChangedError, InputError
 from ckptkit.core.plan import Patch, Plan
-from ckptkit.formats.containers.zip_reader import MAGIC, ZipDirectory, read_directory
+from ckptkit.core.text import is_url
+from ckptkit.formats.zip_reader import MAGIC, ZipDirectory, read_directory
 
 if TYPE_CHECKING:
     from ckptkit.pickles.streams import Found
@@ -161,7 +168,7 @@ class CheckedPart:
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class Defect:
     """A defect found by `check`: message, file in the folder, affected tensors, hint."""
 
     what: str
@@ -241,6 +248,73 @@ class Format:
     torch_error: str = ""  # how torch.load refuses it; weights_only=True, if it is loaded_by_torch
     recover: Callable[[Probe, bool], Recovered | None] | None = None
     recoverable: Callable[[Probe], str] | None = None
-    check: Callable[[Probe], Iterator[CheckedPart | Finding]] | None = None
+    check: Callable[[Probe], Iterator[CheckedPart | Defect]] | None = None
     patch: Callable[[Checkpoint, Checkpoint, WriteOptions], Patch | None] | None = None
     pickles: Callable[[Probe], Iterator[Found] | None] | None = None
+
+
+PathLike = str | os.PathLike[str]
+
+
+def open_place(path: PathLike, *, undo: bool = False) -> ByteSource | Folder:
+    """Open the file or folder at `path`, which must not be in the middle of an edit in place.
+
+    With `undo` an interrupted edit is undone; without, it is an error. Raises PathError,
+    InputError.
+    """
+    if not is_url(path) and has_journal(path):
+        from ckptkit.publish import in_place
+
+        (in_place.undo_interrupted if undo else in_place.look)(os.fspath(path))
+    return open_unchecked(path)
+
+
+def open_unchecked(path: PathLike) -> ByteSource | Folder:
+    """Open what is at `path` as it is, even in the middle of an edit in place.
+
+    Raises PathError for what is neither a file nor a folder.
+    """
+    if is_url(path):
+        from ckptkit.remote.files import open_url  # local files do not pay for it
+
+        return open_url(os.fspath(path))
+    return Folder(path) if os.path.isdir(path) else LocalFile(path)
+
+
+@contextmanager
+def steady(place: ByteSource | Folder | None, *, remote: bool = False) -> Iterator[None]:
+    """Raise InputChangedError at the end, or for another error, if the files changed meanwhile.
+
+    Writers do not wait for a reader: bytes from before and after a change may have been read
+    together. With `remote`, files at URLs are looked at again, unless each answer of their server
+    has been compared already. None is a checkpoint in memory.
+    """
+    if place is None:
+        yield
+        return
+    try:
+        yield
+    except Exception as error:
+        if changed := _changing(place, remote):
+            raise changed from error
+        raise
+    if changed := _changing(place, remote):
+        raise changed
+
+
+def _changing(place: ByteSource | Folder, remote: bool) -> CkptkitError | None:
+    for each in place.opened() if isinstance(place, Folder) else (place,):
+        if each.compares_answers or (each.remote and not remote):
+            continue
+        try:
+            each.check_unchanged()
+            if isinstance(each, LocalFile) and has_journal(each.path):
+                from ckptkit.publish import in_place
+
+                in_place.look(each.path)
+        except InputChangedError:
+            hint = "run the command again when it is no longer written to"
+            return InputChangedError("was changed while it was read", where=each.name, hint=hint)
+        except InputError as error:
+            return error
+    return None

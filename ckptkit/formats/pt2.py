@@ -1,6 +1,6 @@
-"""torch.export.save (.pt2): an ExportedProgram.
+"""Archives with weights in them: torch.export.save (.pt2), and models of Stable-Baselines3.
 
-Its weights and constants are read, its graph is not.
+Of an ExportedProgram, weights and constants are read; its graph is not.
 
 Since about torch 2.8, in a zip archive as :mod:`torch_zip` reads it:
 
@@ -22,10 +22,21 @@ Before, in a plain zip file:
     serialized_state_dict.pt, serialized_constants.pt    files of torch.save; .json until torch 2.3
 
 (torch/export/pt2_archive/_package.py; the numbers of dtypes: torch/_export/serde/schema.py.)
+
+A model of Stable-Baselines3: a zip archive of files, of which policy.pth is the state_dict.
+
+    policy.pth                    torch.save of the policy's state_dict: what is read
+    policy.optimizer.pth          torch.save of its optimizer's state_dict
+    pytorch_variables.pth         other tensors, if any
+    data, system_info.txt         JSON with pickles in Base64, and text
+    _stable_baselines3_version    the library's version
+
+The members are stored. Source: stable_baselines3/common/save_util.py, `save_to_zip_file`.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -35,15 +46,14 @@ from ckptkit.core.dtypes import BY_NAME, UNKNOWN, unknown
 from ckptkit.core.errors import CorruptError, FormatError, UnsupportedError
 from ckptkit.core.limits import check
 from ckptkit.core.tensor import Storage, Tensor
-from ckptkit.core.text import shown
+from ckptkit.core.text import shown, some
 from ckptkit.core.tree import Node, OrderedMapping
-from ckptkit.formats import table
-from ckptkit.formats.containers import strict_json
-from ckptkit.formats.containers.zip_reader import ZipDirectory
+from ckptkit.formats import strict_json, table
+from ckptkit.formats import torch_zip as zip_archive
 from ckptkit.formats.format import Probe
-from ckptkit.formats.torch_zip import reader as zip_archive
-from ckptkit.formats.torch_zip.reader import Archive
-from ckptkit.formats.zip_names import is_torch_zip
+from ckptkit.formats.table import is_torch_zip
+from ckptkit.formats.torch_zip import Archive
+from ckptkit.formats.zip_reader import ZipDirectory
 
 _GRAPH = "serialized_exported_program.json"  # before 2.8
 _DTYPES = dict(enumerate((
@@ -72,10 +82,10 @@ def read(probe: Probe) -> Checkpoint:
     assert directory is not None
     if _GRAPH in directory:
         return _read_parts(directory)
-    return _Archive(directory).read()
+    return _ExportedArchive(directory).read()
 
 
-class _Archive(Archive):
+class _ExportedArchive(Archive):
     """An archive of torch 2.8 or later."""
 
     def __init__(self, directory: ZipDirectory) -> None:
@@ -198,4 +208,40 @@ def _read_parts(directory: ZipDirectory) -> Checkpoint:
         directory.source,
         globals=tuple(dict.fromkeys(chain.from_iterable(each.globals for each in held.values()))),
         warnings=tuple(chain.from_iterable(each.warnings for each in held.values())),
+    )
+
+
+POLICY, VERSION = "policy.pth", "_stable_baselines3_version"
+
+
+def matches_baselines(probe: Probe) -> bool:
+    return probe.zip is not None and POLICY in probe.zip and VERSION in probe.zip
+
+
+def read_baselines(probe: Probe) -> Checkpoint:
+    """Read policy.pth; a warning names the other members.
+
+    Raises UnsupportedError if it is compressed, FormatError if it is not a file of torch.save, and
+    the errors of its own format.
+    """
+    archive = probe.zip
+    assert archive is not None
+    extent = archive.locate(POLICY)
+    if not isinstance(extent, Range):
+        raise UnsupportedError(f"{POLICY} in it is compressed", hint="unpack it, and name the file")
+    inner = Probe(Section(*extent))
+    for format in (table.TORCH_ZIP, table.TORCH_LEGACY):
+        if format.matches(inner):
+            found = format.read(inner)
+            break
+    else:
+        raise FormatError(f"{POLICY} in it is not a file of torch.save")
+    others = [name for name in archive.entries if name != POLICY]
+    left = f"only {POLICY} is read, not {some(others, 8)}"
+    return replace(
+        found,
+        format=table.STABLE_BASELINES.name,
+        source=probe.source,
+        origin=None,
+        warnings=(*found.warnings, left),
     )

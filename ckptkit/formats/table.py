@@ -9,15 +9,40 @@ comes after all other folders.
 from __future__ import annotations
 
 from ckptkit.core.text import owners
-from ckptkit.formats.format import Format, Lazy, LazyByName
+from ckptkit.formats.format import Format, Lazy, LazyByName, Probe
 
-ZIP_CHECK, ZIP_PICKLES = Lazy("common.zip_check:check"), Lazy("common.zip_pickles:pickles")
+# Of the members in the top folder; either of the scripts makes torch.load pass the file on.
+_DATA, _SCRIPTS = "data.pkl", frozenset(("constants.pkl", "bytecode.pkl"))
+_OLD_SCRIPT = frozenset(("model.json", "version"))  # before torch 1.3; without data.pkl
+
+
+def is_torchscript(probe: Probe) -> bool:
+    """Return whether a file is an archive of torch.jit.save. Raises what is wrong with a zip."""
+    there = _there(probe)
+    return bool(there & _SCRIPTS) or there == _OLD_SCRIPT
+
+
+def is_torch_zip(probe: Probe) -> bool:
+    """Return whether a file is an archive of torch.save. Raises what is wrong with a zip."""
+    there = _there(probe)
+    return _DATA in there and not there & _SCRIPTS
+
+
+def _there(probe: Probe) -> frozenset[str]:
+    archive = probe.zip
+    if archive is None:
+        return frozenset()
+    telling = (_DATA, *_SCRIPTS, *_OLD_SCRIPT)
+    return frozenset(name for name in telling if f"{archive.top}/{name}" in archive)
+
+
+ZIP_CHECK, ZIP_PICKLES = Lazy("whats_inside:check"), Lazy("whats_inside:pickles")
 
 TORCHSCRIPT = Format(
     "torchscript",
     "TorchScript: torch.jit.save",
-    matches=Lazy("zip_names:is_torchscript"),
-    read=Lazy("torchscript.reader:read"),
+    matches=is_torchscript,
+    read=Lazy("torchscript:read"),
     loaded_by_torch=True,
     program=True,
     rewrite_as="torch-zip",
@@ -27,22 +52,22 @@ TORCHSCRIPT = Format(
 TORCH_ZIP = Format(
     "torch-zip",
     "torch.save since 1.6: a zip archive",
-    matches=Lazy("zip_names:is_torch_zip"),
-    read=Lazy("torch_zip.reader:read"),
+    matches=is_torch_zip,
+    read=Lazy("torch_zip:read"),
     suffixes=(".pth", ".pt", ".bin", ".ckpt", ".pth.tar", ".pt.tar", ".th"),
     loaded_by_torch=True,
-    layout=Lazy("torch_zip.writer:layout"),
+    layout=Lazy("torch_zip:layout"),
     everything="always",
-    recover=Lazy("torch_zip.recovering:recover"),
-    recoverable=Lazy("torch_zip.recovering:recoverable"),
+    recover=Lazy("torch_zip_recover:recover"),
+    recoverable=Lazy("torch_zip_recover:recoverable"),
     check=ZIP_CHECK,
-    patch=Lazy("torch_zip.patching:patch"),
+    patch=Lazy("torch_zip:patch"),
     pickles=ZIP_PICKLES,
 )
 TAR = Format(
     "tar",
     "a checkpoint alone in a tar file (.nemo)",
-    matches=Lazy("torch_tar:is_archive"),
+    matches=Lazy("torch_legacy:is_archive"),
     read=Lazy("compressed:read"),
     chooses=True,
     noun="a tar file of other files",
@@ -52,13 +77,13 @@ TAR = Format(
 TORCH_TAR = Format(
     "torch-tar",
     "torch.save of torch 0.1.1 and before: a tar file",
-    matches=Lazy("torch_tar:matches"),
-    read=Lazy("torch_tar:read"),
+    matches=Lazy("torch_legacy:matches_tar"),
+    read=Lazy("torch_legacy:read_tar"),
     loaded_by_torch=True,
     noun="a tar file, as torch.save made until 0.1.1",
     torch_error='"Cannot use weights_only=True with files saved in the legacy .tar format"',
     rewrite_as="torch-zip",
-    pickles=Lazy("torch_tar:pickles"),
+    pickles=Lazy("torch_legacy:pickles_of_tar"),
 )
 PT2 = Format(
     "pt2",
@@ -75,8 +100,8 @@ PT2 = Format(
 STABLE_BASELINES = Format(
     "stable-baselines3",
     "a model of Stable-Baselines3: policy.pth in a zip archive",
-    matches=Lazy("stable_baselines:matches"),
-    read=Lazy("stable_baselines:read"),
+    matches=Lazy("pt2:matches_baselines"),
+    read=Lazy("pt2:read_baselines"),
     noun="a model of Stable-Baselines3",
     torch_error='"file in archive is not in a subdirectory"',
     rewrite_as="torch-zip",
@@ -97,14 +122,14 @@ TORCH_LEGACY = Format(
 SAFETENSORS = Format(
     "safetensors",
     "safetensors",
-    matches=Lazy("safetensors.header:matches"),
+    matches=Lazy("safetensors:matches"),
     read=Lazy("safetensors:read"),
     suffixes=(".safetensors",),
-    layout=Lazy("safetensors.writing:layout"),
+    layout=Lazy("safetensors:layout"),
     everything="asked",
-    recover=Lazy("safetensors.recovering:recover"),
-    recoverable=Lazy("safetensors.recovering:recoverable"),
-    patch=Lazy("safetensors.patching:patch"),
+    recover=Lazy("recovering:recover"),
+    recoverable=Lazy("recovering:recoverable"),
+    patch=Lazy("safetensors:patch"),
     folder_as="sharded",
 )
 DCP = Format(
@@ -155,32 +180,32 @@ DEEPSPEED = Format(
 SHARDED = Format(
     "sharded",
     "a folder of safetensors shards, as on the Hugging Face hub",
-    matches=Lazy("sharded.safetensors_shards:matches"),
-    read=Lazy("sharded.safetensors_shards:read"),
+    matches=Lazy("shards:matches_safetensors"),
+    read=Lazy("shards:read_safetensors"),
     is_folder=True,
-    layout=Lazy("sharded.safetensors_shards:layout"),
+    layout=Lazy("shards:layout_safetensors"),
     shards=True,
-    check=Lazy("sharded.shards:findings"),
+    check=Lazy("shards:findings"),
 )
 SHARDED_BIN = Format(
     "sharded-bin",
     "a folder of torch.save shards, as on the Hugging Face hub",
-    matches=Lazy("sharded.torch_shards:matches"),
-    read=Lazy("sharded.torch_shards:read"),
+    matches=Lazy("shards:matches_torch"),
+    read=Lazy("shards:read_torch"),
     is_folder=True,
-    layout=Lazy("sharded.torch_shards:layout"),
+    layout=Lazy("shards:layout_torch"),
     shards=True,
-    check=Lazy("sharded.shards:findings"),
+    check=Lazy("shards:findings"),
 )
 NPZ = Format(
     "npz",
     "an archive of numpy arrays",
-    matches=Lazy("npz:matches"),
-    read=Lazy("npz:read"),
+    matches=Lazy("npy:matches_npz"),
+    read=Lazy("npy:read_npz"),
     suffixes=(".npz",),
     noun="a file of numpy.savez",
     torch_error='"file in archive is not in a subdirectory"',
-    layout=Lazy("npz:layout"),
+    layout=Lazy("npy:layout"),
     check=ZIP_CHECK,
     pickles=ZIP_PICKLES,
 )
@@ -197,8 +222,8 @@ NPY = Format(
 TORCH_UNPACKED = Format(
     "torch-unpacked",
     "an unpacked archive of torch.save: a folder with data.pkl",
-    matches=Lazy("unpacked:matches"),
-    read=Lazy("unpacked:read"),
+    matches=Lazy("torch_zip:matches_unpacked"),
+    read=Lazy("torch_zip:read_unpacked"),
     noun="an unpacked archive (a folder with data.pkl)",
     torch_error='"Is a directory"; "unsupported persistent id" for its data.pkl alone',
     is_folder=True,
@@ -208,12 +233,12 @@ TORCH_UNPACKED = Format(
 PICKLE = Format(
     "pickle",
     "a plain pickle, such as a dict of numpy arrays",
-    matches=Lazy("plain_pickle:matches"),
-    read=Lazy("plain_pickle:read"),
+    matches=Lazy("torch_legacy:matches_pickle"),
+    read=Lazy("torch_legacy:read_pickle"),
     noun="a pickle made without torch.save",
     torch_error='"Weights only load failed", or "Invalid magic number"',
     rewrite_as="torch-zip",
-    pickles=Lazy("plain_pickle:pickles"),
+    pickles=Lazy("torch_legacy:plain_pickles"),
 )
 COMPRESSED = Format(
     "compressed",

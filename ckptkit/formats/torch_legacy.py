@@ -1,4 +1,6 @@
-"""torch.save before 1.6 (and `_use_new_zipfile_serialization=False` since): one flat stream.
+"""Files of pickles one after another: torch.save before 1.6, before 0.1.2, and plain pickles.
+
+torch.save before 1.6 (and `_use_new_zipfile_serialization=False` since) writes one flat stream:
 
     pickle: 0x1950A86A20F9469CFC6C         the magic number, a literal
     pickle: 1001                           the protocol version
@@ -11,6 +13,31 @@
 Nothing is aligned, nothing has a checksum, integers and payloads are little-endian on every host.
 The places of storages are known only at the end, so they are bound late. (torch/serialization.py,
 `_legacy_load`.)
+
+torch.save of torch 0.1.1 and before writes a tar file of four records. (torch/serialization.py,
+`legacy_load`.)
+
+    sys_info   pickle: {'protocol_version': 1000, 'little_endian', 'type_sizes'}
+    pickle     pickle: the object; persistent ids are keys of tensors and storages, as text or
+               integers, and (class, source file, source text)
+    tensors    pickle: how many; for each a pickle: (key, key of its storage, class), then int32
+               dimensions, 4 unused bytes, int64 sizes, int64 strides, int64 offset in elements
+    storages   pickle: how many; for each a pickle: (key, location, class), then int64 elements,
+               their bytes;
+               pickle: [(key of the view, key of its root, offset in elements, elements), ...]
+
+All is little-endian, nothing is aligned, nothing has a checksum. Keys are addresses. An empty
+tensor has the storage None. torch 2.13 still reads such files, though not with `weights_only`: it
+unpacks them into a folder first.
+
+A plain pickle holds numpy arrays, or tensors and modules from ``pickle.dump``: one pickle of
+protocol 0 to 5, from the first byte of the file to the last. Protocols 2 and later
+begin with 0x80 and their number; earlier ones have no signature, so they are tried: a file is one
+if it ends with STOP (".") and runs. Arrays stay where they are in the file, whatever their size.
+
+Outside of torch.save each storage is a call of ``torch.storage._load_from_bytes`` with a file of
+torch.save, a legacy stream whose object is the storage. (torch/storage.py,
+`TypedStorage.__reduce__`)
 """
 
 from __future__ import annotations
@@ -19,26 +46,36 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
-from struct import unpack
+from itertools import chain, pairwise
+from struct import Struct, unpack
 
-from ckptkit.core.bytesource import ByteSource, Range
+from ckptkit.core.bytesource import ByteSource, Memory, Range, Section
 from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.dtypes import BY_STORAGE, DType
 from ckptkit.core.errors import (
     AmbiguousError,
     CkptkitError,
     CorruptError,
     FormatError,
+    PathError,
+    TensorError,
     TruncatedError,
     UnsupportedError,
 )
-from ckptkit.core.tensor import Storage
-from ckptkit.core.tree import Node
+from ckptkit.core.limits import check
+from ckptkit.core.tensor import Storage, Tensor, TypedStorage
+from ckptkit.core.text import shown
+from ckptkit.core.tree import Global, Node, Object, StoredBytes
+from ckptkit.formats import table
 from ckptkit.formats.format import RECOVER, Probe, Recovered
-from ckptkit.formats.table import TORCH_LEGACY
+from ckptkit.formats.table import TORCH_LEGACY, TORCH_TAR
+from ckptkit.formats.tar import TarMember, first_name, is_tar, read_members
+from ckptkit.formats.whats_inside import PICKLES
+from ckptkit.pickles.builders import check_class
+from ckptkit.pickles.globals import REDUCERS, strided
 from ckptkit.pickles.module_sources import ModuleSources, endian_warning
-from ckptkit.pickles.storages import StorageTable
-from ckptkit.pickles.streams import TORCH_LOAD, Found, PickleStream
+from ckptkit.pickles.storages import StorageTable, dtype_of_storage
+from ckptkit.pickles.streams import TORCH_LOAD, Found, Inner, PickleStream
 from ckptkit.pickles.values import Unpickled, unpickle
 
 MAGIC_NUMBER = 0x1950A86A20F9469CFC6C
@@ -76,7 +113,7 @@ def parse(source: ByteSource, lost: dict[str, str] | None = None) -> Checkpoint:
     system = unpickle(source, version.stop)
     if not isinstance(system.root, dict):
         raise FormatError("the third pickle of a legacy stream does not describe a system")
-    stream = _Stream(source, lost)
+    stream = _LegacyStream(source, lost)
     table = StorageTable(stream.open)
     sources = ModuleSources()
 
@@ -116,7 +153,7 @@ class _LegacyRecord:
         return place
 
 
-class _Stream:
+class _LegacyStream:
     """The storages after the pickles."""
 
     def __init__(self, source: ByteSource, lost: dict[str, str] | None) -> None:
@@ -195,13 +232,7 @@ def recover(probe: Probe, unverified: bool = False) -> Recovered | None:
     """
     if probe.is_folder or not matches(probe):
         return None
-    from ckptkit.formats.common.recovering import (  # reading does not pay for it
-        AGAIN,
-        UNVERIFIED,
-        recovered,
-        unsummed,
-        zeros_from,
-    )
+    from ckptkit.formats.recovering import AGAIN, UNVERIFIED, recovered, unsummed, zeros_from
 
     reasons: dict[str, str] = {}
     try:
@@ -212,7 +243,7 @@ def recover(probe: Probe, unverified: bool = False) -> Recovered | None:
         ) from error
     checkpoint = replace(checkpoint, warnings=(*checkpoint.warnings, unsummed()))
     if unverified:
-        return recovered(checkpoint, lambda storage: reasons.get(_key(storage)))
+        return recovered(checkpoint, lambda storage: reasons.get(_storage_key(storage)))
     zeros = zeros_from(probe.source)
     return recovered(checkpoint, partial(_why_lost, reasons=reasons, zeros=zeros), UNVERIFIED)
 
@@ -253,7 +284,7 @@ def recoverable(probe: Probe) -> str:
     return RECOVER
 
 
-def _key(storage: Storage) -> str:
+def _storage_key(storage: Storage) -> str:
     return storage.record.key if isinstance(storage.record, _LegacyRecord) else ""
 
 
@@ -262,3 +293,363 @@ def pickles(probe: Probe) -> Iterator[Found] | None:
     if not matches(probe):
         return None
     return iter((PickleStream("", probe.source, 0, probe.source.size, TORCH_LOAD, None, count=5),))
+
+
+RECORDS = ("sys_info", "pickle", "tensors", "storages")
+_NOT_TRUSTED = "torch.load(weights_only=True) refuses tar files"
+_OPTIONAL = RECORDS[:1]  # torch does not look at it
+
+
+def matches_tar(probe: Probe) -> bool:
+    """Recognize any tar file, as torch does, even one that could be something else as well."""
+    return is_tar(probe.head)
+
+
+def is_archive(probe: Probe) -> bool:
+    """Return whether a file is a tar file of other files, not one that torch wrote."""
+    if not is_tar(probe.head):
+        return False
+    try:
+        return first_name(probe.source) not in (b"", *map(str.encode, RECORDS))
+    except CkptkitError:
+        return False  # `read` raises it
+
+
+def read_tar(probe: Probe) -> Checkpoint:
+    """Read the tree of the record `pickle` over the storages and tensors of the other records."""
+    source = probe.source
+    streams = {
+        name: _TarRecord(source, member) for name, member in _records(read_members(source)).items()
+    }
+    system = streams["sys_info"].pickle() if "sys_info" in streams else None
+    table = _TarTable()
+    table.read_storages(streams["storages"])
+    table.read_tensors(streams["tensors"])
+    tree = streams["pickle"].pickle(table)
+    for stream in streams.values():
+        stream.finish()
+    named = chain.from_iterable(stream.globals for stream in streams.values())
+    return Checkpoint(
+        tree.root, TORCH_TAR.name, source, table.sources.metadata,
+        globals=tuple(dict.fromkeys(named)),
+        warnings=(*tree.warnings, *endian_warning(system and system.root), *table.warnings()),
+    )  # fmt: skip
+
+
+def _records(members: dict[str, TarMember]) -> dict[str, TarMember]:
+    """Return the four records. Raises for one that is missing, and for any other record."""
+    for name in RECORDS:
+        if name not in members and name not in _OPTIONAL:
+            raise CorruptError(f"the tar file has no record {name!r}")
+    for name, member in members.items():
+        if name not in RECORDS:
+            raise AmbiguousError(
+                f"the tar file has a member {shown(name)} that torch does not write"
+            )
+        if member.kind != "file":
+            raise PathError(f"the record {name!r} is a {member.kind}")
+    return members
+
+
+class _TarRecord:
+    """A record, read from its beginning to its end: pickles and numbers one after another."""
+
+    def __init__(self, source: ByteSource, member: TarMember) -> None:
+        self.source = source
+        self.name = member.name
+        self.at = member.data.offset
+        self.end = member.data.offset + member.data.length
+        self.globals: dict[Global, None] = {}
+
+    def pickle(self, table: _TarTable | None = None) -> Unpickled:
+        found = unpickle(
+            self.source, self.at, self.end, persistent_load=table.load if table else None
+        )
+        self.at = found.stop
+        self.globals.update(dict.fromkeys(found.globals))
+        return found
+
+    def bytes(self, length: int) -> Range:
+        if length > self.end - self.at:
+            raise CorruptError(
+                f"the record {self.name!r} ends {length - self.end + self.at:,} bytes too early"
+            )
+        self.at += length
+        return Range(self.source, self.at - length, length)
+
+    def numbers(self, layout: str) -> tuple[int, ...]:
+        packed = Struct(layout)
+        return packed.unpack(self.bytes(packed.size).read())
+
+    def count(self) -> int:
+        """Read how many entries follow: none of them is empty."""
+        count = self.pickle().root
+        if type(count) is not int or count < 0:
+            raise FormatError(f"the record {self.name!r} does not say how many entries it has")
+        if count > self.end - self.at:
+            raise CorruptError(
+                f"the record {self.name!r} is shorter than the number of its entries"
+            )
+        return count
+
+    def entries(self) -> Iterator[tuple[Node, Node, Node]]:
+        """Yield the pickled triple at the beginning of each entry."""
+        for _ in range(self.count()):
+            entry = self.pickle().root
+            if not isinstance(entry, tuple) or len(entry) != 3:
+                raise FormatError(
+                    f"an entry of the record {self.name!r} does not begin with a triple"
+                )
+            yield entry
+
+    def finish(self) -> None:
+        if self.at != self.end:
+            raise AmbiguousError(
+                f"{self.end - self.at:,} bytes of the record {self.name!r} are unaccounted for"
+            )
+
+
+class _TarTable:
+    """The referents of persistent ids, by key.
+
+    Integers of the file are looked up as text, so that it cannot choose their hashes.
+    """
+
+    def __init__(self) -> None:
+        self.storages: dict[str, TypedStorage] = {}
+        self.tensors: dict[str, Tensor] = {}
+        self.used: set[str] = set()
+        self.sources = ModuleSources()
+
+    def read_storages(self, stream: _TarRecord) -> None:
+        for key, location, made in stream.entries():
+            if not isinstance(location, str):
+                raise FormatError("a storage has no device")
+            check("name_bytes", len(location), "characters of a device's name")
+            dtype = dtype_of_storage(made) if isinstance(made, Global) else None
+            if dtype is None:
+                raise FormatError("a storage has no element type")
+            (elements,) = stream.numbers("<q")
+            if elements < 0:
+                raise CorruptError(f"storage {_decimal(key)} has {elements} elements")
+            place = stream.bytes(elements * dtype.itemsize)
+            self.storages[self._new(key)] = TypedStorage(Storage(place, location), dtype)
+        views = stream.pickle().root
+        if not isinstance(views, list):
+            raise FormatError("the views of storages are not a list")
+        for view in views:
+            self._view(view)
+
+    def _view(self, view: Node) -> None:
+        if (
+            not isinstance(view, tuple)
+            or len(view) != 4
+            or type(view[2]) is not int
+            or type(view[3]) is not int
+        ):
+            raise FormatError("a view of a storage is not a tuple of key, root, offset and size")
+        key, root_key, offset, size = view
+        root = self._storage(root_key)
+        if not 0 <= offset <= offset + size <= root.elements:
+            raise TensorError(
+                f"a view of {size} elements from {offset} of a storage of {root.elements}"
+            )
+        start = root.start + offset
+        self.storages[self._new(key)] = TypedStorage(root.storage, root.dtype, start, start + size)
+
+    def read_tensors(self, stream: _TarRecord) -> None:
+        for key, storage_key, made in stream.entries():
+            (rank,) = stream.numbers("<i4x")
+            check("rank", rank, "dimensions of a tensor")
+            if rank < 0:
+                raise TensorError(f"a tensor of {rank} dimensions")
+            numbers = stream.numbers(f"<{2 * rank + 1}q")
+            typed = _nothing(made) if storage_key is None else self._storage(storage_key)
+            check_class(made, typed.dtype)
+            view = (typed, numbers[-1], numbers[:rank], numbers[rank:-1])
+            self.tensors[self._new(key)] = strided(typed, typed.dtype, view)[0]
+
+    def load(self, pid: Node) -> Node:
+        """Return the object of a persistent id."""
+        if isinstance(pid, tuple) and len(pid) == 3:
+            return self.sources.load(pid[0], pid[2])
+        key = _decimal(pid)
+        found = self.tensors.get(key) or self.storages.get(key)
+        if found is None:
+            raise CorruptError(
+                f"the pickle refers to {key}, which is neither a tensor nor a storage of the file"
+            )
+        self.used.add(key)
+        return found
+
+    def warnings(self) -> tuple[str, ...]:
+        unused = self.tensors.keys() - self.used
+        unread = (
+            (f"nothing refers to {len(unused):,} of its tensors, which are not carried over",)
+            if unused
+            else ()
+        )
+        return (*self.sources.warnings, *unread)
+
+    def _storage(self, node: Node) -> TypedStorage:
+        found = self.storages.get(_decimal(node))
+        if found is None:
+            raise CorruptError(f"{_decimal(node)} is not a storage of the file")
+        return found
+
+    def _new(self, node: Node) -> str:
+        key = _decimal(node)
+        if key in self.storages or key in self.tensors:
+            raise AmbiguousError(f"{key} is described twice")
+        return key
+
+
+def _decimal(node: Node) -> str:
+    """Return a key as decimal text."""
+    text = str(node) if type(node) is int else node
+    if (
+        not isinstance(text, str)
+        or not text.isascii()
+        or not text.removeprefix("-").isdigit()
+        or text != text.strip()
+    ):
+        raise FormatError("the key of a tensor or storage is not a number")
+    return text
+
+
+def _nothing(made: Node) -> TypedStorage:
+    """Return an empty storage of the tensor's type for a tensor without one."""
+    name = made.name.replace("Tensor", "Storage") if isinstance(made, Global) else ""
+    dtype: DType | None = BY_STORAGE.get(name)
+    return TypedStorage(Storage(Range(Memory(b""), 0, 0)), dtype)
+
+
+def pickles_of_tar(probe: Probe) -> Iterator[Found] | None:
+    """Yield the pickles of the records and of any other member.
+
+    In two of the records pickles and numbers alternate.
+    """
+    if not matches_tar(probe):
+        return None
+    return _tar_pickles(probe.source, read_members(probe.source, here=True))
+
+
+def _tar_pickles(source: ByteSource, members: dict[str, TarMember]) -> Iterator[Found]:
+    for name, member in members.items():
+        _, offset, length = member.data
+        if name in RECORDS:
+            count = None if name in RECORDS[2:] else 1
+            yield PickleStream(name, source, offset, length, TORCH_LOAD, _NOT_TRUSTED, count)
+        elif length:
+            yield Inner(name, Section(source, offset, length), name.endswith(PICKLES))
+
+
+TEXT_LIMIT = 64 << 20  # bytes of a protocol 0 or 1 pickle that is tried
+_FIRST = b"(]}lctdNIJKMLFGSTUVX"  # opcodes that a pickle of protocol 0 or 1 may begin with
+
+
+def matches_pickle(probe: Probe) -> bool:
+    head = probe.head
+    if len(head) < 2:
+        return False
+    if head[0] == 0x80:
+        return 2 <= head[1] <= 5
+    return head[0] in _FIRST and probe.source.size <= TEXT_LIMIT and _runs(probe)
+
+
+def _runs(probe: Probe) -> bool:
+    source = probe.source
+    try:
+        if source.read(source.size - 1, 1) != b".":
+            return False
+        return _machine(source, _Stored()).stop == source.size
+    except CkptkitError:
+        return False
+
+
+def read_pickle(probe: Probe) -> Checkpoint:
+    """Read the tree of the pickle."""
+    source = probe.source
+    stored = _Stored()
+    pickled = _unpickled_file(probe, stored)
+    if pickled.stop != source.size:
+        follow = f"{source.size - pickled.stop:,} bytes follow the pickle"
+        if _is_pickle(source, pickled.stop):
+            raise AmbiguousError(
+                f"holds several pickles, one after another: {follow} that pickle.load reads",
+                hint="read each with pickle.load if you trust it, and save it in a file of its own",
+            )
+        raise AmbiguousError(f"{follow}: other readers may interpret them")
+    names = tuple(dict.fromkeys((*pickled.globals, *stored.globals)))
+    return Checkpoint(
+        pickled.root, table.PICKLE.name, source, globals=names, warnings=pickled.warnings
+    )
+
+
+def _is_pickle(source: ByteSource, start: int) -> bool:
+    """Return whether a pickle of protocol 2 or later begins at `start`."""
+    if source.read(start, min(2, source.size - start))[:1] != b"\x80":
+        return False
+    try:
+        unpickle(source, start)
+    except CkptkitError:
+        return False
+    return True
+
+
+class _Stored:
+    """Reader of the storages of one pickle, each a file inside it."""
+
+    def __init__(self) -> None:
+        self.globals: dict[Global, None] = {}
+
+    def load(self, made: Global, args: tuple[Node, ...]) -> Node:
+        """Return the storage that `_load_from_bytes` would give.
+
+        Anything else in its file stays a call.
+        """
+        inner = _inner(args[0]) if len(args) == 1 else None
+        if inner is None or not matches(Probe(inner)):
+            return Object(made, args)
+        held = parse(inner)
+        if not isinstance(held.root, TypedStorage):
+            return Object(made, args)
+        self.globals |= dict.fromkeys(held.globals)
+        return held.root
+
+
+def _inner(data: Node) -> ByteSource | None:
+    """Open a byte string of a pickle as a file of its own."""
+    if isinstance(data, StoredBytes) and isinstance(data.extent, Range):
+        return Section(*data.extent)
+    return Memory(data, "a storage") if isinstance(data, bytes) else None
+
+
+def _machine(source: ByteSource, stored: _Stored) -> Unpickled:
+    known = {**REDUCERS, ("torch.storage", "_load_from_bytes"): stored.load}
+    return unpickle(source, reducers=known)
+
+
+def _unpickled_file(probe: Probe, stored: _Stored) -> Unpickled:
+    try:
+        return _machine(probe.source, stored)
+    except FormatError as error:
+        if b"NumpyArrayWrapper" in probe.source.read(0, min(probe.source.size, 1 << 20)):
+            raise UnsupportedError(
+                "is a joblib file: its arrays are between the opcodes of a pickle",
+                hint="if you trust it, load it with joblib, and save its arrays with numpy.savez",
+            ) from error
+        error.hint = (
+            error.hint
+            or "the file begins like a pickle; if it is something else, ckptkit cannot read it"
+        )
+        raise
+
+
+def plain_pickles(probe: Probe) -> Iterator[Found] | None:
+    """Yield the single pickle; trailing data is left to the scanner."""
+    return (
+        iter((PickleStream("", probe.source, 0, probe.source.size, weak=True),))
+        if matches_pickle(probe)
+        else None
+    )

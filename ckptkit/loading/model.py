@@ -20,7 +20,7 @@ from ckptkit.core.tensor import Shape, Storage, Tensor, contiguous_stride
 from ckptkit.core.text import plural, shell_word, some
 from ckptkit.core.tree import Node, collector_paused
 from ckptkit.core.weights import as_tensor
-from ckptkit.formats.opening import steady
+from ckptkit.formats.format import steady
 from ckptkit.loading import filling
 from ckptkit.loading.tensors import Tensors
 from ckptkit.loading.values import Values, entries

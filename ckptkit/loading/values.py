@@ -27,7 +27,7 @@ from ckptkit.core.tree import (
     join,
 )
 from ckptkit.core.weights import Weights, as_tensor
-from ckptkit.formats.opening import steady
+from ckptkit.formats.format import steady
 from ckptkit.loading.tensors import MapLocation, Tensors, attributes, dtype_of, typed_storage
 from ckptkit.transforms import module_versions
 

@@ -215,24 +215,24 @@ Progress = Callable[[int], None]
 Sum = tuple[int, int, int]  # number, CRC-32, bytes that it covers
 
 
-class Done(NamedTuple):
+class TaskResult(NamedTuple):
     """The checksums of the parts of a task, in order, and those of what it has read."""
 
     sums: list[Sum]
     read: list[list[int]]  # runs of `ReadSums`
 
 
-def run(task: WriteTask, progress: Progress = lambda count: None) -> Done:
+def run(task: WriteTask, progress: Progress = lambda count: None) -> TaskResult:
     """Write one task. Raises OSError, InputError, InputChangedError."""
     first = task.segments[0] if task.segments else None
     if isinstance(first, ChecksumTask):
-        return Done([_reread(task.path, task.start, first)], [])
+        return TaskResult([_reread(task.path, task.start, first)], [])
     if task.summed is None:
-        return Done(_written(task, first, progress), [])
+        return TaskResult(_written(task, first, progress), [])
     # A transpose is read in small pieces that do not follow each other.
     sums = ReadSums(() if isinstance(first, TransposeTask) else task.summed)
     with reading(sums):
-        return Done(_written(task, first, progress), sums.runs)
+        return TaskResult(_written(task, first, progress), sums.runs)
 
 
 def _written(

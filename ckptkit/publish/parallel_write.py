@@ -21,9 +21,9 @@ from ckptkit.core.plan import ONE_BY_ONE, Deferred, Segment, Summed, length, sou
 from ckptkit.core.text import flatten
 from ckptkit.publish.copying import (
     PIECE,
-    Done,
     Progress,
     Summing,
+    TaskResult,
     WriteTask,
     combined,
     cut,
@@ -40,7 +40,7 @@ TASK = 256 << 20  # bytes of a task for an executor
 THREAD_TASK = 32 << 20  # bytes of a task for a thread
 THREADS = 4  # and processes, at most
 
-Results = Generator[tuple[int, Done], None, None]  # number and sums of a task
+Results = Generator[tuple[int, TaskResult], None, None]  # number and sums of a task
 
 
 def execute(
@@ -160,7 +160,7 @@ def _spread(
     size: int,
     way: Callable[[Sequence[WriteTask]], Results],
     progress: Progress,
-) -> list[list[Done]]:
+) -> list[list[TaskResult]]:
     """Write the files by tasks of about `size` bytes; return what each task of each file sums up.
 
     `way` carries tasks out and yields their numbers and sums, in any order.
@@ -169,7 +169,7 @@ def _spread(
         [part._replace(summed=marks.sources, keeps_sums=kept) for part in cut(path, segments, size)]
         for (path, segments), kept in zip(files, marks.keeps_sums, strict=True)
     ]
-    done: dict[int, Done] = {}
+    done: dict[int, TaskResult] = {}
     for late in (False, True):
         chosen = [task for task in flatten(tasks) if task.is_late is late]
         with closing(way(chosen)) as results:
@@ -184,13 +184,13 @@ def _by_forks(tasks: Sequence[WriteTask]) -> Results:
 
     results = forks.results(lambda number: run(tasks[number]), len(tasks), _share())
     with closing(results):
-        yield from ((number, Done(*done)) for number, done in results)
+        yield from ((number, TaskResult(*done)) for number, done in results)
 
 
 def _by_executor(executor: Executor, tasks: Sequence[WriteTask]) -> Results:
     from concurrent.futures import BrokenExecutor, Future, as_completed, wait
 
-    futures: dict[Future[Done], int] = {}
+    futures: dict[Future[TaskResult], int] = {}
     try:
         for number, task in enumerate(tasks):
             futures[executor.submit(run, task)] = number

@@ -33,7 +33,7 @@ WINDOWS = 256  # windows kept at most
 REQUESTS = 8  # at a time, for ranges that are far from each other
 
 
-class _Window(NamedTuple):
+class _FetchedRange(NamedTuple):
     """Bytes that were read, from `start`."""
 
     start: int
@@ -62,7 +62,7 @@ class RemoteFile(ByteSource):
         self.compares_answers = transport.compares_answers
         self._transport = transport
         self._lock = threading.Lock()
-        self._windows = [_Window(0, transport.head)]
+        self._windows = [_FetchedRange(0, transport.head)]
 
     def __reduce__(self) -> tuple[object, ...]:
         return _reopen, (self.url, self.identity)
@@ -96,7 +96,7 @@ class RemoteFile(ByteSource):
 
         with ThreadPoolExecutor(min(REQUESTS, len(runs))) as threads:
             for window in threads.map(
-                lambda run: _Window(run[0], self._transport.fetch(*run)), runs
+                lambda run: _FetchedRange(run[0], self._transport.fetch(*run)), runs
             ):
                 self._keep(window)
 
@@ -126,10 +126,10 @@ class RemoteFile(ByteSource):
         end = min(max(stop, at + min(max(ahead, FIRST), PIECE)), at + PIECE, self.size)
         data = self._transport.fetch(at, end)
         if stop - at < PIECE:
-            self._keep(_Window(at, data))
+            self._keep(_FetchedRange(at, data))
         return data[: stop - at]
 
-    def _keep(self, window: _Window) -> None:
+    def _keep(self, window: _FetchedRange) -> None:
         """Keep a window, and drop the least recently used ones."""
         with self._lock:
             self._windows.append(window)

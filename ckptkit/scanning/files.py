@@ -15,7 +15,7 @@ from ckptkit.core.bytesource import ByteSource, Folder
 from ckptkit.core.errors import CkptkitError, InputError
 from ckptkit.core.limits import check
 from ckptkit.core.text import in_folder, is_url, shown_url
-from ckptkit.formats.opening import open_place, steady
+from ckptkit.formats.format import open_place, steady
 from ckptkit.scanning import find as hidden
 from ckptkit.scanning.verdict import FileVerdict, Trusted, judge_file
 

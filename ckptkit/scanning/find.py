@@ -14,12 +14,12 @@ from ckptkit.core.bytesource import ByteSource, Memory, Section
 from ckptkit.core.errors import CkptkitError, CorruptError, LimitError
 from ckptkit.core.limits import LIMITS, UNPACKED, check
 from ckptkit.core.tree import Global
-from ckptkit.formats.common.zip_pickles import PICKLES
-from ckptkit.formats.containers.tar import is_tar
-from ckptkit.formats.containers.unpacking import CLOSED, WEAK_HEADS, Spool, method_of, spool, unpack
-from ckptkit.formats.containers.zip_reader import MAGIC
+from ckptkit.formats.compressed import CLOSED, WEAK_HEADS, Spool, method_of, spool, unpack
 from ckptkit.formats.format import Probe
 from ckptkit.formats.table import FORMATS
+from ckptkit.formats.tar import is_tar
+from ckptkit.formats.whats_inside import PICKLES
+from ckptkit.formats.zip_reader import MAGIC
 from ckptkit.pickles.nested import looks_like_a_file, looks_like_a_pickle
 from ckptkit.pickles.streams import (
     TORCH_LOAD,

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 
 from ckptkit.core.bytesource import ByteSource, Section
 from ckptkit.core.limits import LIMITS
-from ckptkit.formats.common.zip_pickles import PICKLES
-from ckptkit.formats.containers.tar import BLOCK, is_tar, lenient_number
+from ckptkit.formats.tar import BLOCK, is_tar, lenient_number
+from ckptkit.formats.whats_inside import PICKLES
 from ckptkit.pickles.streams import Found, Inner, Remark
 
 

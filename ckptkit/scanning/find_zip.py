@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 from ckptkit.core.bytesource import ByteSource, Section
 from ckptkit.core.limits import LIMITS
-from ckptkit.formats.common.zip_pickles import METHODS, member
-from ckptkit.formats.containers.zip_reader import MAGIC
+from ckptkit.formats.whats_inside import METHODS, member
+from ckptkit.formats.zip_reader import MAGIC
 from ckptkit.pickles.streams import Found, Remark
 
 _END, _END_MAGIC = Struct("<4s4H2LH"), b"PK\5\6"

@@ -25,7 +25,7 @@ from ckptkit.core.tree import (
 from ckptkit.core.weights import plain_state_dict
 from ckptkit.pickles import live
 
-OWN_RECORD = "ckptkit"  # in the metadata of safetensors: formats/common/saved_record.py
+OWN_RECORD = "ckptkit"  # in the metadata of safetensors: formats/record.py
 
 
 def extract(ck: Source, key: str) -> Checkpoint:

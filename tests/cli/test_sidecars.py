@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ckptkit.formats.common.sidecars import LARGEST
+from ckptkit.formats.sidecars import LARGEST
 from tests.cli.conftest import Ckptkit
 
 STATE = {"a.weight": torch.ones(100), "b.weight": torch.zeros(100)}

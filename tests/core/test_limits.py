@@ -38,12 +38,12 @@ from ckptkit.core.limits import (
 )
 from ckptkit.core.plan import OutputFile, Plan
 from ckptkit.core.tree import key_text
+from ckptkit.formats import strict_json
 from ckptkit.formats.common.boxes import check_cover
-from ckptkit.formats.containers import strict_json
-from ckptkit.formats.containers.tar import read_members
-from ckptkit.formats.containers.zip_reader import read_directory
 from ckptkit.formats.dcp.nesting import Nest
 from ckptkit.formats.parallel.tables import RankFile, check_grid
+from ckptkit.formats.tar import read_members
+from ckptkit.formats.zip_reader import read_directory
 from ckptkit.pickles.machine import FIRST_WINDOW
 from ckptkit.pickles.values import unpickle
 from ckptkit.publish.publish import publish

@@ -37,7 +37,7 @@ from ckptkit.core.errors import (
     UsageError,
 )
 from ckptkit.core.limits import LIMITS
-from ckptkit.formats.containers import unpacking
+from ckptkit.formats import compressed
 from ckptkit.scanning.files import scan
 from tests.conftest import ENVIRONMENT
 
@@ -242,7 +242,7 @@ def test_a_change_of_the_compressed_file_is_found(tmp_path: Path) -> None:
 def test_worker_processes_read_the_temporary_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(unpacking, "IN_MEMORY", 1)
+    monkeypatch.setattr(compressed, "IN_MEMORY", 1)
     path = put(tmp_path, "run.pth.gz", gzip.compress(GOOD))
     done = command("convert", path, tmp_path / "out.pth", "--workers", 2)
     assert done.exit_code == 0, done.stderr
@@ -252,14 +252,14 @@ def test_worker_processes_read_the_temporary_file(
 def test_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spare = tmp_path / "spare"
     spare.mkdir()
-    monkeypatch.setattr(unpacking, "IN_MEMORY", 1)
+    monkeypatch.setattr(compressed, "IN_MEMORY", 1)
     monkeypatch.setattr(tempfile, "tempdir", str(spare))
     ckptkit.open(put(tmp_path, "run.pth.gz", gzip.compress(GOOD)))
     assert os.listdir(spare) == []
 
 
 def test_a_full_disk_names_the_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(unpacking, "IN_MEMORY", 1)
+    monkeypatch.setattr(compressed, "IN_MEMORY", 1)
     monkeypatch.setattr(tempfile, "tempdir", "/proc/none")
     with pytest.raises(InputError) as raised:
         ckptkit.open(put(tmp_path, "run.pth.gz", gzip.compress(GOOD)))
@@ -286,4 +286,4 @@ def test_pieces_are_bounded() -> None:
     from ckptkit.core.bytesource import Memory
 
     source = Memory(gzip.compress(bytes(32 << 20)))
-    assert max(map(len, unpacking.pieces(source, "gzip"))) <= 1 << 18
+    assert max(map(len, compressed.pieces(source, "gzip"))) <= 1 << 18

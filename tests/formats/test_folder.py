@@ -19,7 +19,7 @@ from ckptkit import formats
 from ckptkit.core.bytesource import Folder
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import AmbiguousError, CkptkitError, CorruptError, FormatError, PathError
-from ckptkit.formats.common.folder_names import best, candidates
+from ckptkit.formats.folder import best, candidates
 
 ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -14,7 +14,7 @@ import ckptkit
 from ckptkit.core.bytesource import LocalFile, Memory
 from ckptkit.core.errors import AmbiguousError, CkptkitError, FormatError, TruncatedError
 from ckptkit.core.tree import Global, Object
-from ckptkit.formats import plain_pickle
+from ckptkit.formats import torch_legacy
 from ckptkit.formats.format import Probe
 from ckptkit.formats.table import PICKLE as FORMAT
 from ckptkit.formats.table import TORCH_LEGACY
@@ -95,7 +95,7 @@ def test_what_is_none_is_not_mine(data: bytes) -> None:
 def test_text_that_is_long_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     data = pickle.dumps(["a"] * 50, 0)
     assert FORMAT.matches(probe(data))
-    monkeypatch.setattr(plain_pickle, "TEXT_LIMIT", len(data) - 1)
+    monkeypatch.setattr(torch_legacy, "TEXT_LIMIT", len(data) - 1)
     assert not FORMAT.matches(probe(data))
 
 

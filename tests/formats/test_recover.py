@@ -23,8 +23,8 @@ from ckptkit.cli import main
 from ckptkit.core.bytesource import LocalFile, Memory
 from ckptkit.core.errors import CkptkitError, CorruptError, TruncatedError, UnsupportedError
 from ckptkit.formats.format import Probe, WriteOptions
-from ckptkit.formats.safetensors.recovering import recover as safetensors_recover
-from ckptkit.formats.torch_zip.recovering import recover as torch_zip_recover
+from ckptkit.formats.recovering import recover as safetensors_recover
+from ckptkit.formats.torch_zip_recover import recover as torch_zip_recover
 from tests.conftest import Run, in_process
 from tests.formats.containers.zips import Member, build
 from tests.formats.safetensors.test_whole import Other

@@ -30,8 +30,7 @@ from ckptkit.core.errors import (
 )
 from ckptkit.core.tensor import Tensor, TypedStorage
 from ckptkit.core.tree import Global, Object
-from ckptkit.formats import torch_legacy
-from ckptkit.formats.containers import tar
+from ckptkit.formats import tar, torch_legacy
 from ckptkit.formats.format import Probe
 from ckptkit.formats.table import TAR
 from ckptkit.formats.table import TORCH_TAR as FORMAT

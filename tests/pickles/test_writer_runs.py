@@ -15,7 +15,7 @@ from ckptkit.core.dtypes import BY_NAME, DType
 from ckptkit.core.errors import TensorError, UnsafeGlobalError, UnsupportedError
 from ckptkit.core.tensor import Storage, Tensor
 from ckptkit.core.tree import Node, OrderedMapping
-from ckptkit.formats.torch_zip.writer import Numbering
+from ckptkit.formats.torch_zip import Numbering
 from ckptkit.pickles import emitter
 from ckptkit.pickles.emitter import Emitter, no_other
 from ckptkit.pickles.writer import write_pickle

@@ -20,7 +20,7 @@ import torch
 import ckptkit
 from ckptkit.core.bytesource import ByteSource
 from ckptkit.core.errors import CkptkitError, InputChangedError, InputError, OutputError, PathError
-from ckptkit.formats.opening import open_place
+from ckptkit.formats.format import open_place
 from ckptkit.remote import files, transport
 from tests.conftest import ENVIRONMENT, Run
 from tests.remote.servers import Misbehaving, Reply, Request, misbehaving

@@ -25,7 +25,7 @@ from ckptkit.core.errors import (
     PathError,
     UsageError,
 )
-from ckptkit.formats.opening import open_place
+from ckptkit.formats.format import open_place
 from tests.conftest import COMMAND, ENVIRONMENT, Run
 from tests.remote.servers import NGINX, Answer, Nginx, nginx
 

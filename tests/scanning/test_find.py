@@ -28,10 +28,10 @@ from ckptkit.core.errors import (
 )
 from ckptkit.core.limits import LIMITS
 from ckptkit.core.tensor import Storage, Tensor
-from ckptkit.formats import torch_tar
-from ckptkit.formats.common.dropped import refuse_objects
-from ckptkit.formats.common.recovering import recovered
+from ckptkit.formats import torch_legacy
 from ckptkit.formats.format import Loss, Probe
+from ckptkit.formats.record import refuse_objects
+from ckptkit.formats.recovering import recovered
 from ckptkit.pickles.streams import Inner, PickleStream, Remark, Traced
 from ckptkit.scanning import find as hidden
 from ckptkit.scanning import find_tar as hidden_tar
@@ -298,7 +298,7 @@ def test_folders_in_an_archive_hold_no_pickles() -> None:
 
 def test_an_empty_member_of_a_tar_file_is_no_pickle() -> None:
     root = tars.torch_tar(tars.ids(), [], [], empty=b"", more=b"something")
-    found = torch_tar.pickles(Probe(Memory(root)))
+    found = torch_legacy.pickles_of_tar(Probe(Memory(root)))
     assert found is not None
     kinds = {each.where: type(each) for each in found if isinstance(each, (PickleStream, Inner))}
     assert "empty" not in kinds and kinds["more"] is Inner and kinds["pickle"] is PickleStream

@@ -19,7 +19,7 @@ from ckptkit.core.errors import CkptkitError, within
 from ckptkit.core.plan import OutputFile, Plan
 from ckptkit.core.text import some, typed
 from ckptkit.core.tree import Node
-from ckptkit.formats.common.folder_names import is_state
+from ckptkit.formats.folder import is_state
 from ckptkit.formats.format import WriteOptions
 from ckptkit.formats.table import BY_NAME, TORCH_ZIP
 

@@ -12,15 +12,15 @@ from os.path import basename
 from ckptkit.core.bytesource import Section
 from ckptkit.core.errors import CkptkitError, InputError
 from ckptkit.core.text import shown
-from ckptkit.formats.common import zip_check
+from ckptkit.formats import whats_inside
 from ckptkit.formats.dcp.items import Files
 from ckptkit.formats.dcp.metadata import Chunk, Place, Whole
 from ckptkit.formats.dcp.reading import EXTRA, described, folder_of, places
-from ckptkit.formats.format import CheckedPart, Finding, Probe
-from ckptkit.formats.zip_names import is_torch_zip
+from ckptkit.formats.format import CheckedPart, Defect, Probe
+from ckptkit.formats.table import is_torch_zip
 
 
-def check(probe: Probe) -> Iterator[CheckedPart | Finding]:
+def check(probe: Probe) -> Iterator[CheckedPart | Defect]:
     """Yield every item whose file exists. Raises what is wrong with the metadata."""
     folder = folder_of(probe)
     files = Files(folder)
@@ -29,7 +29,7 @@ def check(probe: Probe) -> Iterator[CheckedPart | Finding]:
     for place in sorted(there):
         for each in _records(files, place):
             yield each
-            if isinstance(each, Finding):
+            if isinstance(each, Defect):
                 there.discard(place)
     for name, entry in found.entries.items():
         if isinstance(entry, Whole):
@@ -37,26 +37,26 @@ def check(probe: Probe) -> Iterator[CheckedPart | Finding]:
     if EXTRA in folder:
         extra = Probe(folder.open(EXTRA))
         if is_torch_zip(extra) and extra.zip is not None:
-            yield from zip_check.members(extra.zip, EXTRA)
+            yield from whats_inside.members(extra.zip, EXTRA)
 
 
-def _records(files: Files, place: Place) -> Iterator[CheckedPart | Finding]:
+def _records(files: Files, place: Place) -> Iterator[CheckedPart | Defect]:
     """Yield the records of the archive at a place; nothing for another kind of item."""
     try:
         if not files.is_archive(place):
             return
         inner = Probe(Section(files.folder.open(place.file), place.offset, place.length))
         if inner.zip is not None:
-            yield from zip_check.members(inner.zip, place.file, f"at byte {place.offset:,}: ")
+            yield from whats_inside.members(inner.zip, place.file, f"at byte {place.offset:,}: ")
     except InputError as error:
-        yield Finding(f"at byte {place.offset:,}: {error.message}", place.file)
+        yield Defect(f"at byte {place.offset:,}: {error.message}", place.file)
 
 
-def _chunks(files: Files, name: str, entry: Whole, there: set[Place]) -> Iterator[Finding]:
+def _chunks(files: Files, name: str, entry: Whole, there: set[Place]) -> Iterator[Defect]:
     """Yield the findings on chunks whose own headers contradict the metadata."""
     for chunk in entry.chunks:
         if chunk.place in there and (why := _contradiction(files, name, entry, chunk)) is not None:
-            yield Finding(
+            yield Defect(
                 f"{shown(name)}, at byte {chunk.place.offset:,}: {why.message}",
                 _file(why, chunk),
                 (name,),

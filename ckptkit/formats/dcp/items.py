@@ -27,14 +27,13 @@ from ckptkit.core.tensor import Shape, Tensor, contiguous_stride
 from ckptkit.core.text import shown
 from ckptkit.core.tree import Node
 from ckptkit.core.weights import as_tensor
-from ckptkit.formats import safetensors
+from ckptkit.formats import safetensors, strict_json
+from ckptkit.formats import torch_zip as zip_archive
 from ckptkit.formats.common.assembly import assembled
-from ckptkit.formats.containers import strict_json
-from ckptkit.formats.containers.zip_reader import MAGIC
 from ckptkit.formats.dcp.metadata import Chunk, Place
 from ckptkit.formats.format import Probe
-from ckptkit.formats.torch_zip import reader as zip_archive
-from ckptkit.formats.zip_names import is_torch_zip
+from ckptkit.formats.table import is_torch_zip
+from ckptkit.formats.zip_reader import MAGIC
 
 _SHARDING = "DCP_SHARDING_INFO"
 _SAVED = "saved_offsets"

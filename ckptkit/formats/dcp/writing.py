@@ -17,11 +17,11 @@ from ckptkit.core.plan import Deferred, OutputFile, Plan, Segment, Summed
 from ckptkit.core.tensor import Shape, Storage, Tensor, contiguous_stride
 from ckptkit.core.tree import Global, Node, Object, Path, join
 from ckptkit.core.weights import as_tensor
-from ckptkit.formats.common.dropped import leftovers, refuse_pieces
+from ckptkit.formats import torch_zip as zip_layout
 from ckptkit.formats.dcp.metadata import METADATA, NAME, STORAGE, Place
 from ckptkit.formats.dcp.nesting import Flat
 from ckptkit.formats.format import WriteOptions
-from ckptkit.formats.torch_zip import writer as zip_layout
+from ckptkit.formats.record import leftovers, refuse_pieces
 from ckptkit.pickles.objects import without_objects
 from ckptkit.pickles.writer import write_pickle
 

@@ -22,15 +22,14 @@ from ckptkit.core.errors import AmbiguousError, CkptkitError, CorruptError, Form
 from ckptkit.core.tensor import Tensor
 from ckptkit.core.text import flatten, merge_all, without
 from ckptkit.core.tree import Node
-from ckptkit.formats import table
-from ckptkit.formats.common import zip_check
+from ckptkit.formats import table, whats_inside
 from ckptkit.formats.common.rank_files import Fields, Reader
 from ckptkit.formats.deepspeed import places
 from ckptkit.formats.deepspeed.module import FROZEN, FROZEN_SHAPES, MODULE, SHAPES, SHARED, Model
 from ckptkit.formats.deepspeed.places import RankFiles
 from ckptkit.formats.deepspeed.ranks import CUT, Named, Zero
 from ckptkit.formats.deepspeed.universal import SETTINGS, Universal
-from ckptkit.formats.format import CheckedPart, Finding, Probe
+from ckptkit.formats.format import CheckedPart, Defect, Probe
 
 OPTIMIZER = "optimizer"
 _SCRIPT = "zero_to_fp32.py"
@@ -181,7 +180,7 @@ def _named(group: Node, names: list[list[str]]) -> Node:
     return {**group, _PARAMS: list(flatten(names[number] for number in dict.fromkeys(numbers)))}
 
 
-def check(probe: Probe) -> Iterator[CheckedPart | Finding]:
+def check(probe: Probe) -> Iterator[CheckedPart | Defect]:
     """Yield the records of every file of the training state. Raises what `places.find` raises."""
     folder = places.find(probe.folder, probe.names)
     yield from _records(folder, "")
@@ -192,7 +191,7 @@ def check(probe: Probe) -> Iterator[CheckedPart | Finding]:
             yield from _records(zero.sub(name), f"{places.UNIVERSAL}/{name}/")
 
 
-def _records(folder: Folder, path: str) -> Iterator[CheckedPart | Finding]:
+def _records(folder: Folder, path: str) -> Iterator[CheckedPart | Defect]:
     """Yield the records of a folder's torch.save files; `path` is relative to the state's."""
     for name in folder.list():
         if not name.endswith(".pt"):
@@ -200,6 +199,6 @@ def _records(folder: Folder, path: str) -> Iterator[CheckedPart | Finding]:
         try:
             probe = Probe(folder.open(name))
             if probe.zip is not None:
-                yield from zip_check.members(probe.zip, path + name)
+                yield from whats_inside.members(probe.zip, path + name)
         except InputError as error:
-            yield Finding(error.message, path + name)
+            yield Defect(error.message, path + name)

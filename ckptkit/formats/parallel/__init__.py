@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from types import ModuleType
 
 from ckptkit.core.checkpoint import Checkpoint
-from ckptkit.formats.format import CheckedPart, Finding, Probe
+from ckptkit.formats.format import CheckedPart, Defect, Probe
 from ckptkit.formats.table import PARALLEL
 
 # Names that files and folders of parts have, and others too: most folders have none, and pay for no
@@ -73,14 +73,14 @@ def read(probe: Probe) -> Checkpoint:
     return found
 
 
-def check(probe: Probe) -> Iterator[CheckedPart | Finding]:
+def check(probe: Probe) -> Iterator[CheckedPart | Defect]:
     """The records of every file that was read."""
-    from ckptkit.formats.common import zip_check
+    from ckptkit.formats import whats_inside
 
     read(probe)
     for source in probe.folder.opened():
         inner = Probe(source)
         if inner.zip is not None:
-            yield from zip_check.members(
+            yield from whats_inside.members(
                 inner.zip, source.name.removeprefix(probe.folder.name).lstrip("/")
             )

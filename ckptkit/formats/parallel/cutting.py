@@ -14,11 +14,11 @@ from ckptkit.core.plan import OutputFile
 from ckptkit.core.tensor import Shape, Storage, Tensor, contiguous_stride
 from ckptkit.core.text import typed
 from ckptkit.core.tree import Node, OrderedMapping
+from ckptkit.formats import torch_zip
 from ckptkit.formats.common.assembly import Joined
 from ckptkit.formats.format import WriteOptions
 from ckptkit.formats.parallel.tables import Table
 from ckptkit.formats.parallel.verbs import Drop, Refuse, Same
-from ckptkit.formats.torch_zip import writer
 
 
 def ranks_of(options: WriteOptions, name: str) -> int:
@@ -60,5 +60,5 @@ def _part(boxes: list[Box]) -> Tensor:
 
 def file(name: str, root: Node, options: WriteOptions) -> OutputFile:
     """One file of a folder, as torch.save writes it."""
-    plan = writer.layout(Checkpoint(root), options)
+    plan = torch_zip.layout(Checkpoint(root), options)
     return replace(plan.files[0], name=name)

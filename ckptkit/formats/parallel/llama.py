@@ -19,8 +19,8 @@ from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CorruptError, FormatError, UnsupportedError
 from ckptkit.core.tree import Node
 from ckptkit.core.weights import as_tensor
+from ckptkit.formats import strict_json
 from ckptkit.formats.common.rank_files import reader_of
-from ckptkit.formats.containers import strict_json
 from ckptkit.formats.format import Probe
 from ckptkit.formats.parallel.copies import Copies
 from ckptkit.formats.parallel.joining import Joiner

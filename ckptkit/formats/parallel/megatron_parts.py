@@ -12,7 +12,7 @@ from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import UsageError
 from ckptkit.core.plan import OutputFile, Plan
 from ckptkit.core.tree import Global, Node, Object, OrderedMapping
-from ckptkit.formats.common.folder_names import TRACKER
+from ckptkit.formats.folder import TRACKER
 from ckptkit.formats.format import Probe, WriteOptions
 from ckptkit.formats.parallel.cutting import cut, file, ranks_of
 from ckptkit.formats.parallel.megatron import FILE, LEGACY, Arguments, arguments_of, table

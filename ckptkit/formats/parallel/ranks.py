@@ -31,8 +31,8 @@ from ckptkit.core.pieces import Mesh, MeshPiece, Piece, ShardPiece
 from ckptkit.core.text import flatten
 from ckptkit.core.tree import Node, join
 from ckptkit.core.weights import is_optimizer
-from ckptkit.formats.common.folder_names import unread
 from ckptkit.formats.common.rank_files import Reader, reader_of
+from ckptkit.formats.folder import unread
 from ckptkit.formats.format import Probe
 from ckptkit.formats.parallel import flat
 from ckptkit.formats.parallel.copies import Copies

@@ -14,7 +14,7 @@ from ckptkit.core.bytesource import Folder
 from ckptkit.core.errors import CkptkitError, OutputError, OutputExistsError, foreseen
 from ckptkit.core.plan import Plan
 from ckptkit.core.text import is_url, shown_url
-from ckptkit.formats.opening import open_unchecked
+from ckptkit.formats.format import open_unchecked
 from ckptkit.publish.copying import checksums, in_order
 from ckptkit.publish.preflight import check_folder
 from ckptkit.run.batch.inputs import Mark, mark

@@ -11,8 +11,7 @@ from ckptkit import formats
 from ckptkit.core import __version__
 from ckptkit.core.errors import CkptkitError, UsageError
 from ckptkit.core.text import shown_url
-from ckptkit.formats.format import Format, Probe
-from ckptkit.formats.opening import open_unchecked
+from ckptkit.formats.format import Format, Probe, open_unchecked
 from ckptkit.run.batch.inputs import Input
 
 

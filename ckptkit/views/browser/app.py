@@ -18,7 +18,7 @@ from ckptkit.analysis.view_model.contents import Listing
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.text import escape
 from ckptkit.diagnosis.cause import Cause
-from ckptkit.formats.opening import steady
+from ckptkit.formats.format import steady
 from ckptkit.views.browser import panels
 from ckptkit.views.browser.contents import MEASURES, SORTS, Contents, below, values
 

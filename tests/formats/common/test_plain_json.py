@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from ckptkit.core.errors import FormatError
 from ckptkit.core.tree import Global, Object
-from ckptkit.formats.common.plain_json import decode, dump, encode, is_plain
-from ckptkit.formats.containers import strict_json
+from ckptkit.formats import strict_json
+from ckptkit.formats.strict_json import decode, dump, encode, is_plain
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"])) | st.sampled_from(
     ["$float", "$dict", "$", ""]

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ckptkit.core.errors import AmbiguousError, CkptkitError, FormatError, LimitError
 from ckptkit.core.limits import LIMITS
-from ckptkit.formats.containers import strict_json
+from ckptkit.formats import strict_json
 
 
 def parse(data: bytes) -> object:

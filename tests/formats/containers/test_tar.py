@@ -22,7 +22,7 @@ from ckptkit.core.errors import (
     UnsupportedError,
 )
 from ckptkit.core.limits import LIMITS
-from ckptkit.formats.containers.tar import first_name, is_tar, read_members
+from ckptkit.formats.tar import first_name, is_tar, read_members
 from tests.conftest import Corpus
 from tests.formats.containers.tars import BLOCK, archive, header, member, padded, record, records
 

@@ -29,7 +29,7 @@ from ckptkit.core.errors import (
     TruncatedError,
     UnsupportedError,
 )
-from ckptkit.formats.containers.zip_reader import ZipDirectory, read_directory
+from ckptkit.formats.zip_reader import ZipDirectory, read_directory
 from tests.conftest import Corpus
 from tests.formats.containers.zips import LOCAL, Member, build, deflate
 

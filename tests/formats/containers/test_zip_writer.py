@@ -11,9 +11,9 @@ import pytest
 
 from ckptkit.core.bytesource import Derived, LocalFile, Memory, Range
 from ckptkit.core.plan import Deferred, Segment, Summed, length
-from ckptkit.formats.containers import zip_writer
-from ckptkit.formats.containers.zip_reader import read_directory
-from ckptkit.formats.containers.zip_writer import ALIGNMENT, ZipMember, lay_out
+from ckptkit.formats import zip_writer
+from ckptkit.formats.zip_reader import read_directory
+from ckptkit.formats.zip_writer import ALIGNMENT, ZipMember, lay_out
 from tests.formats.containers.zips import execute
 
 SOURCE = Memory(bytes(range(256)) * 300)

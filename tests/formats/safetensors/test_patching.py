@@ -13,9 +13,9 @@ from ckptkit.core.bytesource import LocalFile, Memory
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.limits import LIMITS
 from ckptkit.core.plan import Patch
+from ckptkit.formats import safetensors
 from ckptkit.formats import safetensors as ours
 from ckptkit.formats.format import Probe, WriteOptions
-from ckptkit.formats.safetensors import patching
 
 LONG = "a very long prefix that does not fit. " * 9
 
@@ -33,7 +33,7 @@ def renamed(checkpoint: Checkpoint, prefix: str = "", *names: str) -> Checkpoint
 
 
 def patch(before: Checkpoint, after: Checkpoint) -> Patch | None:
-    return patching.patch(before, after, WriteOptions())
+    return safetensors.patch(before, after, WriteOptions())
 
 
 def test_only_a_file_is_edited_in_place(tmp_path: Path) -> None:
@@ -64,7 +64,7 @@ def test_a_tensor_that_is_too_much_to_move(tmp_path: Path, monkeypatch: pytest.M
     grown = patch(before, after)
     size = (tmp_path / "x.safetensors").stat().st_size
     assert grown is not None and [edit.offset for edit in grown.edits] == [8, size]
-    monkeypatch.setattr(patching, "_MOVED", 4095)
+    monkeypatch.setattr(safetensors, "_MOVED", 4095)
     assert patch(before, after) is None
 
 
@@ -81,9 +81,9 @@ def test_tensors_that_are_too_much_to_move_together(
     assert grown is not None
     moved = [len(edit.data) for edit in grown.edits[1:]]
     assert moved == [4 * size, 4096]
-    monkeypatch.setattr(patching, "_MOVED", sum(moved))
+    monkeypatch.setattr(safetensors, "_MOVED", sum(moved))
     assert patch(before, renamed(before, LONG[:99])) is not None
-    monkeypatch.setattr(patching, "_MOVED", sum(moved) - 1)
+    monkeypatch.setattr(safetensors, "_MOVED", sum(moved) - 1)
     assert patch(before, renamed(before, LONG[:99])) is None
 
 
@@ -91,7 +91,7 @@ def test_a_header_that_would_be_too_long(tmp_path: Path, monkeypatch: pytest.Mon
     before = held(tmp_path, a=torch.ones(1024), b=torch.ones(1024))
     after = renamed(before, LONG)
     assert patch(before, after) is not None
-    monkeypatch.setattr(patching, "LIMITS", replace(LIMITS, safetensors_header_bytes=512))
+    monkeypatch.setattr(safetensors, "LIMITS", replace(LIMITS, safetensors_header_bytes=512))
     assert patch(before, after) is None
 
 

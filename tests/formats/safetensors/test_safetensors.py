@@ -45,9 +45,8 @@ from ckptkit.core.plan import Deferred, Plan, Summed
 from ckptkit.core.tensor import Storage, Tensor
 from ckptkit.core.text import on_command_line
 from ckptkit.formats import safetensors as ours
-from ckptkit.formats.containers import strict_json
+from ckptkit.formats import strict_json
 from ckptkit.formats.format import Probe, WriteOptions
-from ckptkit.formats.safetensors import header, writing
 from ckptkit.formats.table import TORCH_ZIP
 
 State = dict[str, torch.Tensor]
@@ -127,7 +126,7 @@ def executed(plan: Plan) -> bytes:
 
 
 def written(checkpoint: Checkpoint, path: Path, **options: Any) -> Plan:
-    plan = writing.layout(checkpoint, WriteOptions(**options))
+    plan = ours.layout(checkpoint, WriteOptions(**options))
     path.write_bytes(executed(plan))
     return plan
 
@@ -220,13 +219,13 @@ def test_each_tensor_has_a_storage_of_its_own() -> None:
     ],
 )
 def test_matches(data: bytes, expected: bool) -> None:
-    assert header.matches(Probe(Memory(data, "x.bin"))) is expected
+    assert ours.matches(Probe(Memory(data, "x.bin"))) is expected
 
 
 def test_matches_an_impossible_length_by_name() -> None:
     data = (2**63).to_bytes(8, "little") + b"{}"
-    assert header.matches(Probe(Memory(data, "x.safetensors")))
-    assert not header.matches(Probe(Memory(data, "x.bin")))
+    assert ours.matches(Probe(Memory(data, "x.safetensors")))
+    assert not ours.matches(Probe(Memory(data, "x.bin")))
 
 
 # Reading: hostile and damaged files
@@ -648,10 +647,10 @@ def outcome(read: Callable[[bytes], object], text: str) -> object:
 @settings(max_examples=800, deadline=None)
 @given(headers(), st.sampled_from([0, 100, 1 << 18]))
 def test_columns_are_taken_only_where_each_entry_is_right(text: str, size: int) -> None:
-    one_by_one = outcome(header._read_entries, text)
+    one_by_one = outcome(ours._read_entries, text)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(strict_json, "_PART", size)
-        columns = outcome(header._read_columns, text)
+        columns = outcome(ours._read_columns, text)
     if columns is None:
         assert one_by_one is None or size < len(text)  # a cut inside of a name
     else:
@@ -668,7 +667,7 @@ def test_a_name_that_looks_like_a_cut(space: str, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(strict_json, "_PART", 0)
     tensors = {name: entry(n, n + 1) for n, name in enumerate(["a", "b},", "c"])}
     text = Fields((name, Fields(each.items())) for name, each in tensors.items()).json(space)
-    assert outcome(header._read_columns, text) is None
+    assert outcome(ours._read_columns, text) is None
     assert list(read(file_of(text, b"xyz")).weights) == ["a", "b},", "c"]
 
 
@@ -776,9 +775,7 @@ def test_the_same_bytes_each_time(tmp_path: Path) -> None:
         {"epoch": 3, "model": OrderedDict(b=shared, a=shared, c=torch.zeros(1))}, tmp_path
     )
     options = WriteOptions()
-    assert executed(writing.layout(checkpoint, options)) == executed(
-        writing.layout(checkpoint, options)
-    )
+    assert executed(ours.layout(checkpoint, options)) == executed(ours.layout(checkpoint, options))
 
 
 def test_planning_reads_no_tensor(tmp_path: Path) -> None:
@@ -788,7 +785,7 @@ def test_planning_reads_no_tensor(tmp_path: Path) -> None:
 
     storage = Storage(Range(Unread(bytes(8)), 0, 8))
     tensor = Tensor(storage, BY_NAME["float32"], (2,), (1,))
-    assert writing.layout(Checkpoint({"a": tensor, "b": tensor}), WriteOptions()).size > 8
+    assert ours.layout(Checkpoint({"a": tensor, "b": tensor}), WriteOptions()).size > 8
 
 
 @settings(max_examples=60, deadline=None)
@@ -868,11 +865,11 @@ def test_tensors_that_safetensors_does_not_know(
 ) -> None:
     checkpoint = saved({"fine": torch.ones(1), "odd.weight": tensor}, tmp_path)
     with pytest.raises(TensorError, match=rf"'odd\.weight' \({why}\)") as caught:
-        writing.layout(checkpoint, WriteOptions())
+        ours.layout(checkpoint, WriteOptions())
     way_out = {"complex128": "cast to complex64", "qint8": "dequantize"}.get(why, "select(drop=")
     assert way_out in str(caught.value.hint)
     with on_command_line(), pytest.raises(TensorError) as caught:
-        writing.layout(checkpoint, WriteOptions())
+        ours.layout(checkpoint, WriteOptions())
     option = {"complex128": "--cast complex64", "qint8": "--dequantize"}.get(why, "--drop")
     assert option in str(caught.value.hint)
 
@@ -880,20 +877,20 @@ def test_tensors_that_safetensors_does_not_know(
 def test_many_refused_tensors_are_counted(tmp_path: Path) -> None:
     checkpoint = saved({f"t{i}": torch.ones(1, dtype=torch.complex128) for i in range(5)}, tmp_path)
     with pytest.raises(TensorError, match=r"'t2' \(complex128\) and 2 more"):
-        writing.layout(checkpoint, WriteOptions())
+        ours.layout(checkpoint, WriteOptions())
 
 
 @pytest.mark.parametrize("name", ["__metadata__", "\ud800", "n" * (1 << 17)])
 def test_names_that_a_header_cannot_have(name: str) -> None:
     tensor = Tensor(Storage(Range(Memory(b"x"), 0, 1)), BY_NAME["uint8"], (1,), (1,))
     with pytest.raises(TensorError, match="name"):
-        writing.layout(Checkpoint({name: tensor}), WriteOptions())
+        ours.layout(Checkpoint({name: tensor}), WriteOptions())
 
 
 def test_a_pair_without_a_dimension() -> None:
     tensor = Tensor(Storage(Range(Memory(b"x"), 0, 1)), BY_NAME["float4_e2m1fn_x2"], (), ())
     with pytest.raises(TensorError, match="without dimensions"):
-        writing.layout(Checkpoint({"a": tensor}), WriteOptions())
+        ours.layout(Checkpoint({"a": tensor}), WriteOptions())
 
 
 def test_a_header_that_no_reader_accepts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -901,7 +898,7 @@ def test_a_header_that_no_reader_accepts(monkeypatch: pytest.MonkeyPatch, tmp_pa
     limits = Limits(safetensors_header_bytes=150_000)
     monkeypatch.setattr("ckptkit.core.limits.LIMITS", limits)
     with pytest.raises(LimitError, match="safetensors_header_bytes"):
-        writing.layout(checkpoint, WriteOptions())
+        ours.layout(checkpoint, WriteOptions())
 
 
 def test_objects_are_an_error_on_request(tmp_path: Path) -> None:
@@ -909,16 +906,16 @@ def test_objects_are_an_error_on_request(tmp_path: Path) -> None:
         {"model": {"a": torch.ones(1)}, "args": argparse.Namespace(lr=1)}, tmp_path / "x.pth"
     )
     with closing(open_checkpoint(tmp_path / "x.pth")) as checkpoint:
-        assert writing.layout(checkpoint, WriteOptions()).notes == (
+        assert ours.layout(checkpoint, WriteOptions()).notes == (
             "left out: args (argparse.Namespace)",
         )
         with pytest.raises(UnsafeGlobalError, match=r"args is an object \(argparse.Namespace\)"):
-            writing.layout(checkpoint, WriteOptions(objects="error"))
+            ours.layout(checkpoint, WriteOptions(objects="error"))
 
 
 def test_no_weights(tmp_path: Path) -> None:
     with pytest.raises(UsageError):
-        writing.layout(saved({"epoch": 3}, tmp_path), WriteOptions())
+        ours.layout(saved({"epoch": 3}, tmp_path), WriteOptions())
 
 
 def test_arrays_are_written(tmp_path: Path) -> None:
@@ -1202,7 +1199,7 @@ def test_values_that_contain_themselves_are_named() -> None:
     for _ in range(30):
         bomb = [bomb, bomb]
     tensor = Tensor(Storage(Range(Memory(b"x"), 0, 1)), BY_NAME["uint8"], (1,), (1,))
-    plan = writing.layout(
+    plan = ours.layout(
         Checkpoint({"knot": knot, "bomb": bomb, "model": {"a": tensor}}), WriteOptions()
     )
     assert plan.notes == ("left out: knot (list)", "left out: bomb (list)")

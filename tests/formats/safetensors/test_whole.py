@@ -33,11 +33,11 @@ from ckptkit.core.errors import (
 )
 from ckptkit.core.tensor import Storage, Tensor
 from ckptkit.core.tree import Global, Object, walk
-from ckptkit.formats.common.plain_json import dump
-from ckptkit.formats.common.saved_record import RESERVED
+from ckptkit.formats import safetensors_tree
 from ckptkit.formats.format import WriteOptions
-from ckptkit.formats.safetensors import skeleton, skeleton_reader
-from ckptkit.formats.safetensors.skeleton import Skeleton, Statement
+from ckptkit.formats.record import RESERVED
+from ckptkit.formats.safetensors_tree import Skeleton, Statement
+from ckptkit.formats.strict_json import dump
 from ckptkit.formats.table import SAFETENSORS as FORMAT
 from tests.formats.torch_zip.archives import archive, text
 from tests.formats.torchscript.scripts import QUIET, script
@@ -498,11 +498,11 @@ F32 = BY_NAME["float32"]
 
 def statements(root: Any) -> Skeleton:
     """Of a tree without bytes."""
-    return skeleton.Writer(lambda held: pytest.fail("nothing has bytes")).write(root)
+    return safetensors_tree.TreeEncoder(lambda held: pytest.fail("nothing has bytes")).write(root)
 
 
 def again(root: Any) -> Any:
-    return skeleton_reader.read(statements(root), {}).root
+    return safetensors_tree.read(statements(root), {}).root
 
 
 def test_an_object_that_is_an_argument_of_itself() -> None:
@@ -541,9 +541,9 @@ def test_what_is_put_into_an_object(step: str) -> None:
 
 def test_an_object_is_filled_in_no_other_way() -> None:
     made: list[Statement] = [["global", "m", "C"], ["tuple"], ["object", [0], [1], None, True]]
-    assert isinstance(skeleton_reader.read(Skeleton(made, [2]), {}).root, Object)
+    assert isinstance(safetensors_tree.read(Skeleton(made, [2]), {}).root, Object)
     with pytest.raises(FormatError, match="an object cannot be filled"):
-        skeleton_reader.read(Skeleton([*made, ["fill", 2, "odd", 1]], [2]), {})
+        safetensors_tree.read(Skeleton([*made, ["fill", 2, "odd", 1]], [2]), {})
 
 
 def test_a_name_that_we_would_have_given(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ckptkit.core.errors import LimitError, TensorError
 from ckptkit.core.limits import LIMITS
-from ckptkit.formats.sharded.split import DEFAULT_SIZE, index_file, shard_names, split
+from ckptkit.formats.shards import DEFAULT_SIZE, index_file, shard_names, split
 
 
 @pytest.mark.parametrize(

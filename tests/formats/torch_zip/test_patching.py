@@ -16,11 +16,11 @@ from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import FormatError
 from ckptkit.core.plan import Patch
 from ckptkit.core.tensor import Storage, Tensor
-from ckptkit.formats.containers.zip_entries import REPLACED
+from ckptkit.formats import torch_zip as zip_patch
 from ckptkit.formats.format import Probe, WriteOptions
 from ckptkit.formats.table import TORCH_LEGACY as LEGACY
 from ckptkit.formats.table import TORCH_ZIP as ZIP
-from ckptkit.formats.torch_zip import patching as zip_patch
+from ckptkit.formats.zip_reader import REPLACED
 from tests.formats.containers.zips import Member
 from tests.formats.torch_zip.archives import archive, pickle_of, saved, storage, tensor
 

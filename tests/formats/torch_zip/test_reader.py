@@ -35,12 +35,11 @@ from ckptkit.core.errors import (
     coded,
 )
 from ckptkit.core.tensor import Tensor
-from ckptkit.formats.common.zip_pickles import pickles
-from ckptkit.formats.containers.zip_entries import MAGIC
-from ckptkit.formats.containers.zip_reader import read_directory
+from ckptkit.formats import torch_zip
 from ckptkit.formats.format import Probe
 from ckptkit.formats.table import TORCH_ZIP as FORMAT
-from ckptkit.formats.torch_zip import extra_records
+from ckptkit.formats.whats_inside import pickles
+from ckptkit.formats.zip_reader import MAGIC, read_directory
 from tests.conftest import Corpus
 from tests.formats.conformance import check_equal, elements_of
 from tests.formats.containers.zips import Member, build
@@ -537,7 +536,7 @@ def test_an_archive_of_nothing() -> None:
 )
 def test_a_record_of_ours_that_is_none(said: bytes) -> None:
     with pytest.raises(FormatError):
-        extra_records.read(said)
+        torch_zip.parse_metadata(said)
 
 
 def test_a_storage_without_a_device() -> None:

@@ -12,8 +12,8 @@ from torch import nn
 from ckptkit.core.bytesource import Memory
 from ckptkit.core.errors import FormatError
 from ckptkit.core.tree import Global
-from ckptkit.formats.containers.zip_reader import read_directory
-from ckptkit.formats.torchscript.code import Code, Declared, _text, parse
+from ckptkit.formats.torchscript import Declared, ScriptSource, _unquoted, parse
+from ckptkit.formats.zip_reader import read_directory
 from tests.formats.containers.zips import Member, build
 from tests.formats.torchscript.scripts import QUIET, script
 
@@ -107,7 +107,7 @@ def test_only_what_is_asked_for_is_read() -> None:
         Member("a/code/__torch__/x.py", b"class M(Module):\n"),
         Member("a/code/__torch__/y.py", b"\xff"),
     ]
-    code = Code(read_directory(Memory(build(*members))))
+    code = ScriptSource(read_directory(Memory(build(*members))))
     assert code[Global("__torch__.x", "M")] == Declared("Module")
     assert code[Global("__torch__.x", "N")] is None and code[Global("__torch__.z", "M")] is None
     with pytest.raises(FormatError):
@@ -138,4 +138,4 @@ def test_names_that_are_no_identifiers(tmp_path: Path, name: str) -> None:
 
 def test_names_in_code_that_are_not_spelled() -> None:
     with pytest.raises(FormatError, match="spells a name"):
-        _text("'a")
+        _unquoted("'a")

@@ -1,17 +1,45 @@
-"""Recognize files that are not checkpoints, or not readable ones: what they are and what to do."""
+"""Recognize files that are not checkpoints, or not readable ones: what they are and what to do.
+
+Also what a zip archive holds. Every member is examined by its content, whether its loader reads it
+or not; the name only tells which loader reads it. Every member has a CRC-32, or 0 where none was
+computed. The weights of a program are written elsewhere as its state_dict, without the program.
+"""
 
 from __future__ import annotations
 
 import re
 import struct
 from codecs import getincrementaldecoder
+from collections.abc import Iterator
 from typing import NamedTuple
 
-from ckptkit.core.errors import FormatError, InputError, TruncatedError, UnsupportedError
-from ckptkit.core.text import shell_word, shown
-from ckptkit.formats.containers.zip_reader import ZipDirectory
-from ckptkit.formats.format import Probe
+from ckptkit.core.bytesource import ByteSource, Range, Section
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.errors import (
+    CkptkitError,
+    FormatError,
+    InputError,
+    TruncatedError,
+    UnsupportedError,
+    UsageError,
+)
+from ckptkit.core.text import shell_word, shown, typed
+from ckptkit.core.tree import Node, Object, Path, children, join, rebuild, walk
+from ckptkit.core.weights import as_tensor, plain_state_dict
+from ckptkit.formats.format import CheckedPart, Probe
 from ckptkit.formats.table import SAFETENSORS, TORCH_SUFFIXES
+from ckptkit.formats.zip_reader import Unlocated, ZipDirectory
+from ckptkit.pickles.streams import (
+    NOT_TORCH,
+    PICKLE,
+    TORCH_LOAD,
+    TORCHSCRIPT,
+    Found,
+    Inner,
+    PickleStream,
+    Program,
+    Remark,
+)
 
 
 class Signature(NamedTuple):
@@ -290,3 +318,140 @@ def _folder(probe: Probe) -> InputError:
     return FormatError(
         "is a folder without a checkpoint", hint="name a file, or the folder that holds it"
     )
+
+
+def without_program(checkpoint: Checkpoint) -> Checkpoint:
+    """Replace the outermost object that holds the weights by its state_dict.
+
+    Raises UsageError if the checkpoint has no weights, or has them in packed layers alone.
+    """
+    selection = checkpoint.selection
+    if selection is not None and not selection.hold_tensors and _quantized(checkpoint.root):
+        raise UsageError(
+            "its weights are packed in quantized layers", where=checkpoint.name, hint=_unpacked()
+        )
+    weights = checkpoint.required
+    path, holder = _holder(checkpoint.root, weights.path)
+    if holder is None:
+        return checkpoint
+    root = rebuild(checkpoint.root, swap={id(holder): plain_state_dict(weights.nodes)})
+    return checkpoint.with_root(root).with_key(None if checkpoint.key is None else join(path))
+
+
+def notes(before: Checkpoint, after: Checkpoint) -> list[str]:
+    """Return the notes on what `after` lacks of `before`."""
+    if after is before:
+        return ["left out: the program"]
+    lost = _quantized(before.root) - _quantized(after.root)
+    packed = [f"left out: {len(lost):,} packed quantized tensors; {_unpacked()}"] if lost else []
+    return ["left out: the program, and everything in it but its state_dict", *packed]
+
+
+def _unpacked() -> str:
+    return f"{typed('--dequantize', 'dequantize')} converts them to weights"
+
+
+def _quantized(root: Node) -> set[int]:
+    """Return the ids of the storages of quantized tensors."""
+    tensors = (as_tensor(node) for _, node in walk(root))
+    return {
+        id(each.storage) for each in tensors if each is not None and each.dtype.kind == "quantized"
+    }
+
+
+def _holder(root: Node, path: Path) -> tuple[Path, Object | None]:
+    """Return the first object on the way from the root to `path`, and its path."""
+    node = root
+    for depth, key in enumerate(path):
+        if isinstance(node, Object):
+            return path[:depth], node
+        node = next(child for other, child in children(node) if other == key)
+    return path, node if isinstance(node, Object) else None
+
+
+PICKLES = (".pkl", ".pickle", ".p", ".joblib", ".dill")
+METHODS = {0: None, 8: "deflate", 12: "bzip2"}
+NO_PROGRAMS = "torch.load(weights_only=True) refuses TorchScript"
+_SCRIPT = ("constants.pkl", "bytecode.pkl", "model.json")
+_STORAGE = re.compile(r"[^/]+/(data|constants|tensors)/[0-9]+")
+_CODE = re.compile(r"[^/]+/code/.*\.py")
+_FUNCTION = re.compile(rb"^ *def ", re.MULTILINE)
+# Operators that leave the program: read, write or load files.
+_FILES = re.compile(
+    rb"\b(?:torch|ops\.aten)\.(?:save|load|from_file|_save|_load)\b"
+    rb"|\bops\.image\.(?:read|write)_file\b"
+)
+
+
+def pickles(probe: Probe) -> Iterator[Found] | None:
+    """Yield the pickles of a zip file; None if it is not one.
+
+    Raises what is wrong with the directory.
+    """
+    directory = probe.zip
+    return None if directory is None else _members(directory)
+
+
+def _members(directory: ZipDirectory) -> Iterator[Found]:
+    top = directory.top
+    script = any(f"{top}/{name}" in directory for name in _SCRIPT)
+    for name, entry in directory.entries.items():
+        if name.endswith("/") and not entry.size:
+            continue
+        if directory.source.remote and _STORAGE.fullmatch(name):
+            continue  # a request for each
+        try:
+            extent = directory.locate(name)
+            stored = extent if isinstance(extent, Range) else extent.inputs[0]
+            assert isinstance(stored, Range)
+            yield member(name, Section(*stored), top, script, METHODS[entry.method])
+            if script and _CODE.fullmatch(name):
+                yield program(name, directory.read(name))
+        except CkptkitError as error:
+            yield Remark(name, error.message)
+
+
+def member(
+    name: str,
+    source: ByteSource,
+    top: str,
+    script: bool,
+    packed: str | None,
+    open_end: bool = False,
+) -> PickleStream | Inner:
+    """Classify a member by its name: what torch.load or torch.jit.load reads, or other bytes."""
+    inner = name.removeprefix(f"{top}/")
+    size = source.size
+    if not script and inner == "data.pkl":
+        return PickleStream(
+            name, source, 0, size, TORCH_LOAD, None, packed=packed, open_end=open_end
+        )
+    if script and inner.endswith(".pkl") and "/" not in inner:
+        return PickleStream(
+            name, source, 0, size, TORCHSCRIPT, NO_PROGRAMS, packed=packed, open_end=open_end
+        )
+    if name.lower().endswith(PICKLES) and not open_end:
+        return PickleStream(name, source, 0, size, PICKLE, NOT_TORCH, packed=packed)
+    return Inner(name, source, False, packed, open_end)
+
+
+def program(name: str, data: bytes) -> Program:
+    """Summarize the source text of a program: its functions and the file operators it uses."""
+    files = {found.group().decode() for found in _FILES.finditer(data)}
+    return Program(name, len(_FUNCTION.findall(data)), tuple(sorted(files)))
+
+
+def check(probe: Probe) -> Iterator[CheckedPart]:
+    """Yield every member that has bytes, referenced or not."""
+    assert probe.zip is not None
+    return members(probe.zip)
+
+
+def members(directory: ZipDirectory, file: str = "", item: str = "") -> Iterator[CheckedPart]:
+    """Yield the members of an archive that is the `item` of a `file` in a folder."""
+    for name, entry in directory.entries.items():
+        if entry.size or entry.stored:
+            what = f"{item}record {shown(name)}"
+            yield CheckedPart(
+                what, Unlocated(directory, name, entry.size), directory.crc(name), file
+            )

@@ -1,4 +1,9 @@
-"""Read shards, with an index or without; or check them and report every defect, not only the first.
+"""Folders of shards, as on the Hugging Face hub: read, checked and written.
+
+    model-00001-of-00003.safetensors, model.safetensors.index.json
+    pytorch_model-00001-of-00002.bin, pytorch_model.bin.index.json
+
+A check reports every defect, reading the first.
 
 Nothing but the index's ``weight_map`` is required. File names are plain names in the folder of the
 index. Each tensor is in the one shard that the map names, and each shard holds nothing else, ties
@@ -8,10 +13,23 @@ file may.
 
 Without an index, shards are those whose names say so (``-00002-of-00003``): all of them must be
 there, numbered from 1 or 0 on, and no two may hold a tensor of one name.
+
+Files are chosen from sizes alone, as huggingface_hub does it: in the order of the state_dict, a
+file is full where the next tensor would bring it over the limit, and a tensor that is larger than
+the limit has a file to itself. Tensors that share memory count once and stay together. A checkpoint
+that fits into one file is written as one file without number and index. Source:
+https://github.com/huggingface/huggingface_hub (serialization/_base.py).
+
+What a single file of safetensors would have in its ``__metadata__`` (ties, by the hub's convention,
+and the rest of the state_dict) is in the metadata of the index. A name that is tied to another is
+in no shard and not in the ``weight_map``. A shard of torch.save is a state_dict of its own, with
+the attributes of the whole one; texts that a single file has in a record of its own are in the
+metadata of the index.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import re
 from collections import defaultdict
@@ -31,19 +49,30 @@ from ckptkit.core.errors import (
     CorruptError,
     FormatError,
     Notice,
+    TensorError,
     coded,
     within,
 )
 from ckptkit.core.limits import LIMITS, check
-from ckptkit.core.tensor import Tensor, TypedStorage
-from ckptkit.core.text import flatten, merge_all
-from ckptkit.core.tree import Node, OrderedMapping, module_versions, nodes, versions_state
-from ckptkit.core.weights import as_tensor
-from ckptkit.formats.common.folder_names import BIN, INDEX, Candidate, best, unread
-from ckptkit.formats.common.plain_json import dump
-from ckptkit.formats.common.saved_record import Restored
-from ckptkit.formats.containers import strict_json
-from ckptkit.formats.format import CheckedPart, Finding, Format, Probe
+from ckptkit.core.plan import OutputFile, Plan
+from ckptkit.core.tensor import Storage, Tensor, TypedStorage
+from ckptkit.core.text import flatten, merge_all, owners
+from ckptkit.core.tree import Node, OrderedMapping, module_versions, nodes, rebuild, versions_state
+from ckptkit.core.weights import Weights, as_tensor
+from ckptkit.formats import safetensors, strict_json, table, torch_zip
+from ckptkit.formats.folder import BIN, INDEX, SAFE, Candidate, best, unread
+from ckptkit.formats.format import CheckedPart, Defect, Format, Probe, WriteOptions
+from ckptkit.formats.record import (
+    FRAMEWORK,
+    Restored,
+    leftovers,
+    of_values,
+    refuse_objects,
+    restore,
+    restore_ties,
+    values,
+)
+from ckptkit.formats.strict_json import dump, is_utf8
 from ckptkit.formats.table import SAFETENSORS, TORCH_LEGACY, TORCH_ZIP
 
 SHARD_FORMATS = (SAFETENSORS, TORCH_ZIP, TORCH_LEGACY)
@@ -78,14 +107,14 @@ def read(probe: Probe, format: str, restore: Restore) -> Checkpoint:
     return _read(probe, format, restore, _raise)[0]
 
 
-def findings(probe: Probe) -> Iterator[CheckedPart | Finding]:
+def findings(probe: Probe) -> Iterator[CheckedPart | Defect]:
     """Yield every defect of the index and the shards, and what can be checked in the shards."""
     wrong: list[CkptkitError] = []
     checkpoint, shards = _read(probe, "", _as_it_is, wrong.append)
     for error in wrong:
-        yield Finding(error.message, os.path.basename(error.where or ""), hint=error.hint)
+        yield Defect(error.message, os.path.basename(error.where or ""), hint=error.hint)
     if not wrong:
-        yield from map(Finding, coded(checkpoint.warnings, WRONG_TOTAL))
+        yield from map(Defect, coded(checkpoint.warnings, WRONG_TOTAL))
     for name, (format, each) in shards.probes.items():
         if format.check is not None:
             yield from (replace(found, file=name) for found in format.check(each))
@@ -410,3 +439,185 @@ def _wrong_total(metadata: Mapping[str, Any], root: Mapping[str, Node]) -> list[
         return []
     text = f"the index says {str(total)[:40]} bytes in all, the tensors have {once:,}"
     return [Notice(WRONG_TOTAL, text, nbytes=once)]
+
+
+DEFAULT_SIZE = 5 * 10**9  # bytes
+
+
+def split(sizes: Mapping[str, int], limit: int | None) -> list[list[str]]:
+    """Return names by file, from the bytes of each and a file's limit (None: `DEFAULT_SIZE`)."""
+    limit = DEFAULT_SIZE if limit is None else limit
+    files: list[list[str]] = []
+    current: list[str] = []
+    reached = 0
+    for name, size in sizes.items():
+        if size > limit:
+            files.append([name])
+            continue
+        if reached + size > limit:
+            files.append(current)
+            current, reached = [], 0
+        current.append(name)
+        reached += size
+    return [*files, current] if current or not files else files
+
+
+def shard_names(stem: str, suffix: str, count: int) -> list[str]:
+    """Return ``model-00001-of-00002.safetensors``..., or ``model.safetensors`` for one file."""
+    if count == 1:
+        return [stem + suffix]
+    return [f"{stem}-{number:05}-of-{count:05}{suffix}" for number in range(1, count + 1)]
+
+
+def index_file(name: str, places: Mapping[str, str], metadata: Mapping[str, Any]) -> OutputFile:
+    """Return the index of the shards whose files `places` names.
+
+    Raises LimitError for one too large to read.
+    """
+    odd = [place for place in places if not is_utf8(place)]
+    if odd:
+        raise TensorError(
+            f"an index cannot hold the name {odd[0]!r:.100}", hint="`rename` changes it"
+        )
+    text = (
+        json.dumps({"metadata": metadata, "weight_map": places}, indent=2, ensure_ascii=False)
+        + "\n"
+    )
+    data = text.encode()
+    check("index_bytes", len(data), "bytes of the index")
+    return OutputFile(name + INDEX, (data,))
+
+
+_STEM = "model"
+
+
+def matches_safetensors(probe: Probe) -> bool:
+    return matches(probe, SAFE)
+
+
+def read_safetensors(probe: Probe) -> Checkpoint:
+    """Read the tensors of all shards."""
+    return read(probe, table.SHARDED.name, _restored)
+
+
+def _restored(root: dict[Node, Node], texts: Mapping[str, str]) -> Restored:
+    """Restore the state_dict of shards that are safetensors files; the index may name others."""
+    plain = all(isinstance(node, Tensor) for node in root.values())
+    return restore(root, texts, index=True) if plain else restore_ties(root, texts, index=True)
+
+
+def layout_safetensors(checkpoint: Checkpoint, options: WriteOptions) -> Plan:
+    """Plan a folder with the weights.
+
+    Raises what safetensors' own layout raises, and LimitError for a huge index.
+    """
+    if options.objects == "error":
+        refuse_objects(checkpoint)
+    # reserve the name, which a tie must not have
+    checkpoint = replace(checkpoint, extras={**checkpoint.extras, TOTAL: ""})
+    tensors, metadata, notes = safetensors.prepared(checkpoint, options)
+    del metadata[TOTAL]
+    parts = split({name: tensor.nbytes for name, tensor in tensors.items()}, options.shard_size)
+    names = shard_names(_STEM, SAFE, len(parts))
+    if len(parts) == 1:
+        return Plan((replace(safetensors.file_of(tensors, metadata), name=names[0]),), tuple(notes))
+    framework = {FRAMEWORK: metadata.pop(FRAMEWORK)}
+    files = [
+        replace(safetensors.file_of({each: tensors[each] for each in part}, framework), name=name)
+        for name, part in zip(names, parts, strict=True)
+    ]
+    file_of = owners(zip(names, parts, strict=True))
+    recorded = {
+        TOTAL: sum(tensor.nbytes for tensor in tensors.values()),
+        **{key: text for key, text in metadata.items() if text is not None},
+    }
+    index = index_file(_STEM + SAFE, {name: file_of[name] for name in tensors}, recorded)
+    return Plan((*files, index), tuple(notes))
+
+
+_TORCH_STEM = "pytorch_model"
+
+
+def matches_torch(probe: Probe) -> bool:
+    return matches(probe, BIN)
+
+
+def read_torch(probe: Probe) -> Checkpoint:
+    """Read the entries of all shards."""
+    return read(probe, table.SHARDED_BIN.name, partial(restore_ties, index=True))
+
+
+def layout_torch(checkpoint: Checkpoint, options: WriteOptions) -> Plan:
+    """Plan a folder with the weights and the other entries among them.
+
+    Raises what torch-zip's layout raises, and LimitError for a huge index.
+    """
+    if options.objects == "error":
+        refuse_objects(checkpoint)
+    weights = checkpoint.required
+    parts, total = _parts(weights, options.shard_size)
+    names = shard_names(_TORCH_STEM, BIN, len(parts))
+    extra, notes = leftovers(checkpoint, inside=False)
+    metadata = {**checkpoint.extras, **of_values({**values(checkpoint.extras), **extra})}
+    alone = metadata if len(parts) == 1 else {}
+    plans = [torch_zip.layout(Checkpoint(part, extras=alone), options) for part in parts]
+    files = [replace(plan.files[0], name=name) for plan, name in zip(plans, names, strict=True)]
+    if len(parts) > 1:
+        file_of = owners(zip(names, parts, strict=True))
+        recorded = {
+            **{key: text for key, text in metadata.items() if key != FRAMEWORK},
+            TOTAL: total,
+        }
+        files.append(
+            index_file(
+                _TORCH_STEM + BIN, {name: file_of[name] for name in _named(weights)}, recorded
+            )
+        )
+    return Plan(
+        tuple(files),
+        tuple(dict.fromkeys((*notes, *flatten(plan.notes for plan in plans)))),
+    )
+
+
+def _named(weights: Weights) -> Mapping[str, Node]:
+    return weights.node if isinstance(weights.node, dict) else weights.nodes
+
+
+def _parts(weights: Weights, limit: int | None) -> tuple[list[dict[Node, Node]], int]:
+    """Return each shard's state_dict, in the order of the whole, and the bytes of all storages."""
+    entries = _named(weights)
+    first: dict[str, str] = {}  # each name -> the first one that it shares a storage with
+    sizes: dict[str, int] = {}
+    owner: dict[int, str] = {}
+    for name, node in entries.items():
+        storages = _storages(node)
+        lead = first[name] = next((owner[id(each)] for each in storages if id(each) in owner), name)
+        new = {id(each): each.nbytes for each in storages if id(each) not in owner}
+        owner.update(dict.fromkeys(new, lead))
+        sizes[lead] = sizes.get(lead, 0) + sum(new.values())
+    files = split(sizes, limit)
+    parts = [_empty(weights.node) for _ in files]
+    number = owners(enumerate(files))
+    for name, node in entries.items():
+        parts[number[first[name]]][name] = node
+    return parts, sum(sizes.values())
+
+
+def _empty(like: Node) -> dict[Node, Node]:
+    return OrderedMapping((), like.state) if isinstance(like, OrderedMapping) else {}
+
+
+def _storages(root: Node) -> list[Storage]:
+    """Return every storage in an entry, those in the arguments of objects included."""
+    found: list[Storage] = []
+
+    def see(node: Node) -> Node:
+        if isinstance(node, (Tensor, TypedStorage)) and node.storage is not None:
+            found.append(node.storage)
+        return node
+
+    if isinstance(root, Tensor):
+        see(root)
+    else:
+        rebuild(root, see)
+    return found

@@ -56,7 +56,7 @@ class TarMember(NamedTuple):
     data: Range
 
 
-class _Header(NamedTuple):
+class _TarHeader(NamedTuple):
     """The fields of a header; the name is that of the fixed fields.
 
     ``long`` is the key of the record that a long name of GNU stands for.
@@ -158,7 +158,7 @@ def _members(source: ByteSource, here: bool) -> Iterator[tuple[TarMember, str]]:
     _check_end(source, at)
 
 
-def _header(block: bytes, at: int) -> _Header:
+def _header(block: bytes, at: int) -> _TarHeader:
     if not is_tar(block):
         raise CorruptError(f"the checksum of the tar header at byte {at:,} is wrong")
     magic, prefix = block[257:265], block[345:500]
@@ -179,7 +179,7 @@ def _header(block: bytes, at: int) -> _Header:
         raise FormatError(f"a tar header has the name {shown(name)}")
     type = block[156:157]
     long = _LONG.get(type) if magic == _MAGICS[1] else None
-    return _Header(name, type, _number(block[124:136]), link, long)
+    return _TarHeader(name, type, _number(block[124:136]), link, long)
 
 
 def _padded(length: int) -> int:
@@ -201,7 +201,7 @@ def _number(field: bytes) -> int:
     return int(field.strip(b" \0"), 8)
 
 
-def _size(header: _Header, records: dict[bytes, bytes]) -> int:
+def _size(header: _TarHeader, records: dict[bytes, bytes]) -> int:
     """Return the size of the data; a record may give it only where the header cannot."""
     if (text := records.get(b"size")) is None:
         return header.size
@@ -247,7 +247,7 @@ def _long(data: Range) -> bytes:
 
 
 def _with_long(
-    header: _Header, records: dict[bytes, bytes], long: dict[bytes, bytes]
+    header: _TarHeader, records: dict[bytes, bytes], long: dict[bytes, bytes]
 ) -> dict[bytes, bytes]:
     """Return records with the long names of GNU; the header must begin as they do."""
     short = {b"path": header.name, b"linkpath": header.link}
@@ -257,7 +257,7 @@ def _with_long(
 
 
 def _member(
-    header: _Header, records: dict[bytes, bytes], data: Range, here: bool
+    header: _TarHeader, records: dict[bytes, bytes], data: Range, here: bool
 ) -> tuple[TarMember, str]:
     kind = _KINDS.get(header.type)
     if kind is None:

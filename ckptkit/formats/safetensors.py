@@ -1,0 +1,637 @@
+"""safetensors: named tensors, contiguous, little-endian, without views.
+
+    u64 N | N bytes of JSON | buffer
+
+    {"__metadata__": {text: text},
+     "name": {"dtype": "F32", "shape": [2, 3], "data_offsets": [begin, end]}, ...}
+
+Offsets count from 8 + N. The ranges of all tensors tile the buffer from its first byte to the end
+of the file: no hole, no overlap, no range with two names. N is at most 100,000,000; the header
+begins with ``{`` and may be padded with white space. Two elements of F4 are one of torch's
+float4_e2m1fn_x2: the last dimension is half as long there. Source:
+https://github.com/huggingface/safetensors (safetensors/src/tensor.rs).
+
+Read more strictly than by the library: a repeated name, a field that the format does not have, more
+than 64 dimensions and the dialects of :mod:`strict_json` are refused. A size of 2**63 or more is
+refused, also next to a size of 0.
+
+Written as the library writes it, larger types first and then by name, the buffer 8-byte aligned;
+but the header lists the tensors in the order of the state_dict. All else that a header cannot
+express is in ``__metadata__``: see :mod:`ckptkit.formats.record`.
+
+Edited in place, a header that is no longer than the old one is padded to its length, and nothing
+else changes. A longer one grows over the first tensors of the buffer, as few as will do; these move
+to the end of the file:
+
+    N | old header     | a | b | c | d            N' = N + bytes of a and b
+    N'| new header, spaces     | c | d | a | b
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import itemgetter, sub
+from typing import Any, NamedTuple
+
+from ckptkit import compute
+from ckptkit.core.bytesource import ByteSource, Extent, LocalFile, Memory, Range
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.dtypes import BY_NAME, BY_SAFETENSORS, FLOAT4, DType
+from ckptkit.core.errors import (
+    AmbiguousError,
+    CkptkitError,
+    CorruptError,
+    FormatError,
+    TensorError,
+    TruncatedError,
+    UnsafeGlobalError,
+)
+from ckptkit.core.limits import LIMITS, check
+from ckptkit.core.plan import Edit, OutputFile, Patch, Plan
+from ckptkit.core.tensor import Shape, Storage, Tensor, contiguous_stride
+from ckptkit.core.text import flatten, owners, shown, some, typed, typed_value, without
+from ckptkit.formats import strict_json, table
+from ckptkit.formats.format import Probe, WriteOptions
+from ckptkit.formats.record import (
+    FRAMEWORK,
+    RESERVED,
+    VERSION,
+    WHOLE,
+    leftovers,
+    lost_attributes,
+    record,
+    refuse_objects,
+    refuse_pieces,
+    restore,
+    shared_bytes,
+    values,
+)
+from ckptkit.formats.strict_json import dump, is_utf8
+
+_WHITE = b" \t\r\n"
+_FIELDS = frozenset({"dtype", "shape", "data_offsets"})
+METADATA = "__metadata__"
+# What Range() calls, too, but from Python.
+_NEW_RANGE: Callable[[type[Range], tuple[ByteSource, int, int]], Range] = tuple.__new__
+
+
+def matches(probe: Probe) -> bool:
+    """Recognize a length followed by an object.
+
+    An impossible length is damage where the name ends in safetensors.
+    """
+    if probe.head[8:].lstrip(_WHITE)[:1] != b"{":
+        return False
+    length = int.from_bytes(probe.head[:8], "little")
+    return length <= LIMITS.safetensors_header_bytes or probe.name.endswith(".safetensors")
+
+
+def read(probe: Probe) -> Checkpoint:
+    """Read the tensors in header order, then what ckptkit or the hub left in the metadata."""
+    source = probe.source
+    text = read_text(source)
+    restored = restore(*read_tensors(text, source))
+    warnings = restored.warnings
+    if not text.startswith(b"{"):
+        warnings = ("the header begins with white space", *warnings)
+    return Checkpoint(
+        restored.root, table.SAFETENSORS.name, source, restored.metadata, restored.globals,
+        warnings, origin=WHOLE if restored.is_whole else None,
+    )  # fmt: skip
+
+
+def read_text(source: ByteSource) -> bytes:
+    """Read the text of the header."""
+    length = int.from_bytes(source.read(0, 8), "little")
+    check("safetensors_header_bytes", length, "bytes of the header")
+    return source.read(8, length)
+
+
+def read_header(text: bytes) -> tuple[dict[str, Any], dict[str, str]]:
+    """Parse the entries of the header, which are not checked, and its metadata."""
+    return _apart(strict_json.parse(text, "the header"))
+
+
+def _apart(header: Any) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the entries of a header and its metadata."""
+    if not isinstance(header, dict):
+        raise FormatError("the header is not a JSON object")
+    metadata = header.pop(METADATA, None)
+    if metadata is None:
+        return header, {}
+    if not isinstance(metadata, dict) or not all(
+        isinstance(value, str) for value in metadata.values()
+    ):
+        raise FormatError(f"{METADATA} is not an object of texts")
+    return header, metadata
+
+
+class DtypeAndShape(NamedTuple):
+    """A dtype and shape that tensors of a file have in common, and the number of their bytes."""
+
+    like: Tensor  # over no bytes of the file
+    nbytes: int
+
+    def tensor(self, source: ByteSource, offset: int) -> Tensor:
+        """Return the tensor of this kind whose bytes begin at `offset`."""
+        return self.like.over(Storage(_NEW_RANGE(Range, (source, offset, self.nbytes))))
+
+
+Kinds = dict[tuple[str, Shape], DtypeAndShape]
+
+
+class _NewKinds(Kinds):
+    """Kinds by code and shape, each made when it is first looked up."""
+
+    def __missing__(self, key: tuple[str, Shape]) -> DtypeAndShape:
+        code, shape = key
+        dtype = BY_SAFETENSORS[code]
+        bits = _bits(dtype, _naturals([*shape], "shape"))
+        return self.setdefault(key, _kind(dtype, shape, bits // 8))
+
+
+class _SafetensorsHeader:
+    """The contents of a header: names of tensors, their kinds and places, and metadata."""
+
+    def __init__(self) -> None:
+        self.names: dict[str, None] = {}
+        self.kinds: list[DtypeAndShape] = []
+        self.begins: list[int] = []
+        self.ends: list[int] = []
+        self.metadata: dict[str, str] = {}
+
+    def check_names(self) -> None:
+        check("name_bytes", max(map(len, self.names), default=0), "characters of a tensor's name")
+
+    def tensors(self, source: ByteSource, start: int) -> dict[str, Tensor]:
+        """Return the tensors, whose bytes follow each other from `start` to the end of `source`."""
+        _check_tiles(self.begins, self.ends, self.names, source.size - start)
+        return {
+            name: kind.tensor(source, start + begin)
+            for name, kind, begin in zip(self.names, self.kinds, self.begins, strict=True)
+        }
+
+
+def read_tensors(text: bytes, source: ByteSource) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Parse the tensors of the header, and its metadata."""
+    try:
+        header = _read_columns(text)
+    except (CkptkitError, LookupError, TypeError):
+        header = _read_entries(text)
+    header.check_names()
+    return header.tensors(source, 8 + len(text)), header.metadata
+
+
+def _read_columns(text: bytes) -> _SafetensorsHeader:
+    """Parse the header in parts, and check the fields of all entries of a part at once.
+
+    Raises any of several errors if something is wrong: `_read_entries` says what.
+    """
+    header, kinds = _SafetensorsHeader(), _NewKinds()
+    named = unknown = 0
+    for part, strings in strict_json.parse_parts(text, "the header"):
+        named += METADATA in part
+        entries, metadata = _apart(part)
+        _add_columns(header, entries, kinds)
+        header.metadata.update(metadata)
+        # Each entry has at least its name, those of its three fields, and its dtype. Where a part
+        # has no string but these, no entry has another field, and no name occurs twice in it.
+        unknown += strings - 5 * len(entries) - 2 * len(metadata)
+    if unknown != named or named > 1 or len(header.names) != len(header.kinds):
+        raise FormatError("a field is unknown, or a name occurs twice")
+    return header
+
+
+def _add_columns(header: _SafetensorsHeader, entries: dict[str, Any], kinds: _NewKinds) -> None:
+    codes = [*map(itemgetter("dtype"), entries.values())]
+    shapes = [*map(itemgetter("shape"), entries.values())]
+    spans = [*map(itemgetter("data_offsets"), entries.values())]
+    places = [*flatten(spans)]
+    if not (
+        {*map(type, shapes)} <= {list}
+        and {*map(type, places), *map(type, flatten(shapes))} <= {int}
+        and {*map(len, spans)} <= {2}
+        and min(places, default=0) >= 0
+    ):
+        raise FormatError("a field is not of its type")
+    begins, ends = places[::2], places[1::2]
+    found = [*map(kinds.__getitem__, zip(codes, map(tuple, shapes), strict=True))]
+    if [kind.nbytes for kind in found] != [*map(sub, ends, begins)]:
+        raise FormatError("a shape does not fill its bytes")
+    header.names.update(dict.fromkeys(entries))
+    header.kinds += found
+    header.begins += begins
+    header.ends += ends
+
+
+def _read_entries(text: bytes) -> _SafetensorsHeader:
+    """Parse the header as a whole, entry by entry. Raises the error of the first wrong one."""
+    header, kinds = _SafetensorsHeader(), Kinds()
+    entries, header.metadata = read_header(text)
+    header.names = dict.fromkeys(entries)
+    header.check_names()
+    for name, entry in entries.items():
+        try:
+            kind, begin = read_entry(entry, kinds)
+        except CkptkitError as error:
+            error.message = f"tensor {shown(name)}: {error.message}"
+            raise
+        header.kinds.append(kind)
+        header.begins.append(begin)
+        header.ends.append(begin + kind.nbytes)
+    return header
+
+
+def read_entry(entry: Any, kinds: Kinds) -> tuple[DtypeAndShape, int]:
+    """Parse one tensor's kind and where its bytes begin.
+
+    `kinds` are those met before: most tensors share a few, each checked once.
+    """
+    try:
+        code, sizes, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    except (KeyError, TypeError) as error:
+        raise FormatError("its entry lacks one of dtype, shape and data_offsets") from error
+    if len(entry) > len(_FIELDS):
+        raise AmbiguousError(
+            f"its entry has the unknown field {shown(min(entry.keys() - _FIELDS))}"
+        )
+    begin, end = _span(offsets)
+    dtype = BY_SAFETENSORS.get(code) if isinstance(code, str) else None
+    if dtype is None:
+        raise FormatError(f"unknown dtype {shown(code)}")
+    shape = _naturals(sizes, "shape")
+    kind = kinds.get((code, shape))
+    if kind is None:
+        kind = kinds[code, shape] = _kind(dtype, shape, end - begin)
+    elif kind.nbytes != end - begin:
+        raise _unfilled(dtype, shape, end - begin)
+    return kind, begin
+
+
+def _kind(dtype: DType, shape: Shape, nbytes: int) -> DtypeAndShape:
+    if _bits(dtype, shape) != nbytes * 8:
+        raise _unfilled(dtype, shape, nbytes)
+    if dtype.packed > 1:
+        dtype, shape = _packed(dtype, shape)
+    storage = Storage(Range(Memory(b""), 0, nbytes))
+    return DtypeAndShape(Tensor(storage, dtype, shape, contiguous_stride(shape)), nbytes)
+
+
+def _bits(dtype: DType, shape: Shape) -> int:
+    if len(shape) > LIMITS.rank:  # or the product could take long
+        check("rank", len(shape), "dimensions of a tensor")
+    return math.prod(shape) * (dtype.bits // dtype.packed)
+
+
+def _unfilled(dtype: DType, shape: Shape, nbytes: int) -> FormatError:
+    return FormatError(f"shape {shown(shape)} of {dtype} does not fill {nbytes:,} bytes")
+
+
+def _span(offsets: Any) -> tuple[int, int]:
+    """Return begin and end, two integers in order."""
+    begin, end = offsets if offsets.__class__ is list and len(offsets) == 2 else (None, None)
+    if begin.__class__ is int and end.__class__ is int and 0 <= begin <= end:
+        return begin, end
+    wrong = _naturals(offsets, "data_offsets")
+    raise FormatError(f"data_offsets {shown(wrong)} are not a begin and an end")
+
+
+def _naturals(value: Any, what: str) -> tuple[int, ...]:
+    if not isinstance(value, list):
+        raise FormatError(f"{what} is not a list")
+    for n in value:
+        if type(n) is not int or n < 0:
+            raise FormatError(f"{what} is not a list of non-negative integers")
+    return tuple(value)
+
+
+def _packed(dtype: DType, shape: Shape) -> tuple[DType, Shape]:
+    """Return dtype and shape of packed pairs in torch; of elements if the last dimension is odd."""
+    if shape[-1] % dtype.packed:
+        return FLOAT4, shape
+    return dtype, (*shape[:-1], shape[-1] // dtype.packed)
+
+
+def _check_tiles(begins: list[int], ends: list[int], names: Iterable[str], size: int) -> None:
+    """Check that, sorted, each range begins where the last one ends, up to the end of the file."""
+    if begins != [0, *ends[:-1]]:  # not in the order of the file, or not tiled
+        _check_sorted(sorted(zip(begins, ends, names, strict=True)))
+    reached = max(ends, default=0)
+    if reached > size:
+        raise TruncatedError(
+            f"ends {reached - size:,} bytes too early: "
+            f"the header lists {reached:,} bytes of tensors",
+            hint="download or copy it again",
+        )
+    if reached < size:
+        raise CorruptError(f"{size - reached:,} bytes follow the last tensor")
+
+
+def _check_sorted(spans: list[tuple[int, int, str]]) -> None:
+    reached = 0
+    for begin, end, name in spans:
+        if begin != reached:
+            wrong = "a hole before it" if begin > reached else "it overlaps another tensor"
+            raise FormatError(
+                f"tensor {shown(name)}: begins at {begin:,}, not at {reached:,}: {wrong}"
+            )
+        reached = end
+
+
+# High ranks first in a file (`Dtype` in safetensors/src/tensor.rs): larger types are aligned
+# without padding.
+_CODES = (
+    "U64", "I64", "F64", "C64", "F32", "U32", "I32", "BF16", "F16", "U16", "I16",
+    "F8_E5M2FNUZ", "F8_E4M3FNUZ", "F8_E8M0", "F8_E4M3", "F8_E5M2", "I8", "U8",
+    "F6_E3M2", "F6_E2M3", "F4", "BOOL",
+)  # fmt: skip
+_RANK = {code: rank for rank, code in enumerate(_CODES)}
+
+
+def layout(checkpoint: Checkpoint, options: WriteOptions) -> Plan:
+    """Plan a file of the weights and of what `__metadata__` can hold; the notes name the rest.
+
+    Raises TensorError for tensors that the format does not know, LimitError for a header that no
+    reader accepts, UnsafeGlobalError for objects if these are to be an error.
+    """
+    tensors, metadata, notes = contents(checkpoint, options)
+    whole = len(tensors) if options.everything or checkpoint.origin is WHOLE else None
+    file = file_of(tensors, metadata)
+    return Plan((file,), tuple(notes), whole)
+
+
+class HeaderEntries(NamedTuple):
+    """The tensors of a file, in order; values for its `__metadata__`; notes on what is left out."""
+
+    tensors: dict[str, Tensor]
+    metadata: dict[str, str | None]
+    notes: Sequence[str]
+
+
+def contents(checkpoint: Checkpoint, options: WriteOptions) -> HeaderEntries:
+    """Choose what is written of a checkpoint. Raises like `layout`."""
+    if options.everything or checkpoint.origin is WHOLE:  # an edit keeps a whole checkpoint whole
+        return _whole(checkpoint, options)
+    if options.objects == "error":
+        refuse_objects(checkpoint)
+    return prepared(checkpoint, options)
+
+
+def prepared(checkpoint: Checkpoint, options: WriteOptions) -> HeaderEntries:
+    """Choose the weights and the values that the metadata can hold. Raises like `layout`."""
+    weights = checkpoint.required
+    tensors = weights.tensors
+    refuse_pieces(weights.nodes)
+    _check_holdable(checkpoint, tensors)
+    ties = _ties(tensors, checkpoint.extras) if options.ties == "alias" else {}
+    stored = without(tensors, ties)
+    extra, notes = leftovers(checkpoint)
+    text = record(weights, ties, {**values(checkpoint.extras), **extra})
+    metadata: dict[str, str | None] = {
+        FRAMEWORK: "pt",
+        **checkpoint.extras,
+        **ties,
+        RESERVED: text if options.record else None,
+    }
+    notes += [f"left out: {name} of the state_dict" for name in lost_attributes(weights.node)]
+    notes += shared_bytes(stored)
+    return HeaderEntries(stored, metadata, notes)
+
+
+def _whole(checkpoint: Checkpoint, options: WriteOptions) -> HeaderEntries:
+    """Choose the whole tree: see :mod:`safetensors_tree`.
+
+    Raises what the writer of .pth files raises: all of it must be restorable.
+    """
+    from ckptkit.formats.safetensors_tree import StoredTree, record_of
+    from ckptkit.formats.torch_zip import Numbering
+    from ckptkit.pickles.objects import without_objects
+    from ckptkit.pickles.writer import write_pickle
+
+    root, strict = checkpoint.root, options.objects == "error"
+    notes: tuple[str, ...] = ()
+    if options.objects != "keep":
+        root, notes = without_objects(root, may_be_empty=strict)
+    if notes and strict:
+        raise UnsafeGlobalError(
+            f"would not be whole: {notes[0]}",
+            hint=f"{typed_value('objects', 'keep')} keeps them, "
+            f"{typed_value('objects', 'drop')} leaves them out",
+        )
+    write_pickle(root, Numbering())
+    whole = StoredTree(root, _obstacle)
+    text = dump({"version": VERSION, **record_of(whole), "values": values(checkpoint.extras)})
+    metadata: dict[str, str | None] = {
+        FRAMEWORK: "pt",
+        **whole.ties,
+        **checkpoint.extras,
+        RESERVED: text,
+    }
+    return HeaderEntries(whole.tensors, metadata, notes)
+
+
+def file_of(tensors: Mapping[str, Tensor], metadata: Mapping[str, str | None]) -> OutputFile:
+    """Plan one file of these tensors, none of them tied, and these metadata (None: nothing)."""
+    order = sorted(tensors, key=lambda name: (_RANK[tensors[name].dtype.safetensors or ""], name))
+    extents = _joined(
+        compute.contiguous(tensors[name]).locate() for name in order if tensors[name].nbytes
+    )
+    header = _header_bytes(tensors, order, metadata)
+    return OutputFile("", (header, *extents))
+
+
+def _check_holdable(checkpoint: Checkpoint, tensors: Mapping[str, Tensor]) -> None:
+    refused = [(name, why) for name, tensor in tensors.items() if (why := _obstacle(name, tensor))]
+    if refused:
+        named = some((f"{shown(name)} ({why})" for name, why in refused), 3)
+        raise TensorError(
+            f"safetensors cannot hold {named}",
+            hint=_way_out({why for _, why in refused}, checkpoint),
+        )
+
+
+def _way_out(obstacles: set[str], checkpoint: Checkpoint) -> str:
+    if obstacles == {"complex128"}:
+        return f"{typed('--cast complex64', 'cast to complex64')} halves their precision"
+    if all(why in BY_NAME and BY_NAME[why].kind == "quantized" for why in obstacles):
+        return f"{typed('--dequantize', 'dequantize')} makes float32 of them"
+    if "subclass" in obstacles:
+        from ckptkit import quantized
+
+        kept = f"a .pth keeps them, and {typed('--all', 'everything=True')} does"
+        floats = f"{typed('--dequantize', 'dequantize')} converts quantized ones to floats; "
+        return floats + kept if quantized.find(checkpoint) else kept
+    return f"{typed('--drop', 'select(drop=...)')} leaves them out"
+
+
+def _obstacle(name: str, tensor: Tensor) -> str | None:
+    """Return why the format cannot hold a tensor, None if it can."""
+    if name == METADATA or len(name) > LIMITS.name_bytes or not is_utf8(name):
+        return "a name that the header cannot have"
+    if tensor.layout != "strided":
+        return tensor.layout
+    if tensor.storage is None:
+        return "meta"
+    if tensor.dtype.safetensors is None:
+        return tensor.dtype.name
+    if tensor.dtype.packed > 1 and not tensor.shape:
+        return f"{tensor.dtype} without dimensions"
+    return None
+
+
+def _ties(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> dict[str, str]:
+    """Map names of the same elements of the same storage to the first of them in the alphabet.
+
+    A name that is a key of the metadata cannot be recorded as tied: it is written on its own.
+    """
+    groups: dict[object, list[str]] = {}
+    for name, tensor in tensors.items():
+        if 0 not in tensor.shape:
+            same = tensor.elements_key
+            groups.setdefault(same, []).append(name)
+    taken = {FRAMEWORK, RESERVED, *metadata}
+    kept = owners((min(names), names) for names in groups.values() if len(names) > 1)
+    return {name: first for name, first in kept.items() if name != first and name not in taken}
+
+
+def _header_bytes(
+    tensors: Mapping[str, Tensor],
+    order: Iterable[str],
+    metadata: Mapping[str, str | None],
+) -> bytes:
+    """Return length and header, padded so that the buffer begins at a multiple of 8."""
+    offsets: dict[str, int] = {}
+    end = 0
+    for name in order:
+        offsets[name] = end
+        end += tensors[name].nbytes
+    text = header_text(tensors, offsets, metadata)
+    text += b" " * (-len(text) % 8)
+    check("safetensors_header_bytes", len(text), "bytes of the header")
+    return len(text).to_bytes(8, "little") + text
+
+
+def header_text(
+    tensors: Mapping[str, Tensor], offsets: Mapping[str, int], metadata: Mapping[str, str | None]
+) -> bytes:
+    """Return the JSON of a header; `offsets` gives the begin of each tensor in the buffer."""
+    header: dict[str, Any] = {
+        METADATA: {key: text for key, text in metadata.items() if text is not None}
+    }
+    for name, tensor in tensors.items():
+        dtype, shape = tensor.dtype, list(tensor.shape)
+        if dtype.packed > 1:
+            shape[-1] *= dtype.packed
+        span = [offsets[name], offsets[name] + tensor.nbytes]
+        header[name] = {"dtype": dtype.safetensors, "shape": shape, "data_offsets": span}
+    return dump(header).encode()
+
+
+def _joined(extents: Iterable[Extent]) -> list[Extent]:
+    """Merge ranges that follow each other in their source."""
+    row: list[Extent] = []
+    for extent in extents:
+        last = row[-1] if row else None
+        if isinstance(last, Range) and isinstance(extent, Range) and _follows(last, extent):
+            row[-1] = last._replace(length=last.length + extent.length)
+        else:
+            row.append(extent)
+    return row
+
+
+def _follows(last: Range, extent: Range) -> bool:
+    return last.source is extent.source and last.offset + last.length == extent.offset
+
+
+_MOVED = (
+    16 << 20
+)  # bytes of tensors that may move; a copy of the file is the better way to move more
+_ALIGNMENT = 8  # bytes
+_BREAKS = Edit(0, b"\xff" * 8)  # a length that no file has
+
+
+class _Buffer(NamedTuple):
+    """The tensors' bytes in the file, from `start` to `stop`, and the place of each."""
+
+    start: int
+    stop: int
+    places: Mapping[str, int]
+
+
+def patch(before: Checkpoint, after: Checkpoint, options: WriteOptions) -> Patch | None:
+    """Plan the edit of `before` into `after`; None if tensors differ or too many would move.
+
+    Raises what writing `after` raises.
+    """
+    source, target = before.source, contents(after, options)
+    if not isinstance(source, LocalFile):
+        return None
+    start = 8 + int.from_bytes(source.read(0, 8), "little")
+    places = _places(source, target.tensors)
+    if places is None or not _tile(target.tensors, places, start, source.size):
+        return None
+    buffer = _Buffer(start, source.size, places)
+    text = _text_of(target, buffer)
+    moved: list[Edit] = []
+    while len(text) > buffer.start - 8:
+        grown = _grown(source, target.tensors, buffer, len(text) - (buffer.start - 8))
+        if grown is None:
+            return None
+        edit, buffer = grown
+        moved.append(edit)
+        text = _text_of(target, buffer)
+    length = buffer.start - 8
+    if length > LIMITS.safetensors_header_bytes or sum(len(edit.data) for edit in moved) > _MOVED:
+        return None
+    edits = (Edit(8, text.ljust(length)), *moved)
+    seal = Edit(0, length.to_bytes(8, "little"))
+    return Patch(source, _BREAKS, edits, seal, buffer.stop, tuple(target.notes))
+
+
+def _text_of(target: HeaderEntries, buffer: _Buffer) -> bytes:
+    offsets = {name: place - buffer.start for name, place in buffer.places.items()}
+    return header_text(target.tensors, offsets, target.metadata)
+
+
+def _places(source: LocalFile, tensors: Mapping[str, Tensor]) -> dict[str, int] | None:
+    """Return the begin of each tensor in `source`; None if some are elsewhere or computed."""
+    places = {}
+    for name, tensor in tensors.items():
+        extent = compute.contiguous(tensor).locate()
+        if not isinstance(extent, Range) or extent.source is not source:
+            return None
+        places[name] = extent.offset
+    return places
+
+
+def _tile(tensors: Mapping[str, Tensor], places: Mapping[str, int], start: int, stop: int) -> bool:
+    """Return whether the tensors follow each other from `start` to `stop`."""
+    for place, length in sorted((places[name], tensor.nbytes) for name, tensor in tensors.items()):
+        if place != start:
+            return False
+        start += length
+    return start == stop
+
+
+def _grown(
+    source: LocalFile, tensors: Mapping[str, Tensor], buffer: _Buffer, need: int
+) -> tuple[Edit, _Buffer] | None:
+    """Move the first tensors to the end to free `need` more bytes; None if those are too large.
+
+    The others stay where they are; moved ones keep their alignment.
+    """
+    places, taken = dict(buffer.places), 0
+    if buffer.stop % _ALIGNMENT:
+        return None
+    for name in sorted(places, key=lambda name: (places[name], tensors[name].nbytes)):
+        if taken >= need and taken % _ALIGNMENT == 0:
+            break
+        places[name] = buffer.stop + taken
+        taken += tensors[name].nbytes
+        if taken > _MOVED:
+            return None
+    if taken < need or taken % _ALIGNMENT:
+        return None
+    moved = Edit(buffer.stop, source.read(buffer.start, taken))
+    return moved, _Buffer(buffer.start + taken, buffer.stop + taken, places)

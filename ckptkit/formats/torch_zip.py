@@ -1,0 +1,633 @@
+"""torch.save since 1.6: a zip archive of stored records under one top folder.
+
+    <top>/data.pkl               pickle; persistent ids ('storage', class, key, location, numel)
+    <top>/data/<key>             the bytes of one storage
+    <top>/version                a number, 1 to 10 ("3\\n")
+    <top>/byteorder              "little" or "big"; little where it is missing
+    <top>/.format_version, .storage_alignment, .data/serialization_id
+                                 since about 2.7; not needed to read
+    <top>/.data/ckptkit.json     ckptkit's own: {"version": 1, "metadata": {text: text}}
+
+<top> is the name of the first entry up to its first slash. (torch/serialization.py, `_load`;
+caffe2/serialize.)
+
+Written so that every torch since 1.6 reads it, and 2.1 and later memory-map it: <top> is
+``archive``; data.pkl, byteorder, the storages in the order in which the pickle meets them, version,
+and ckptkit's own record for what torch cannot hold. No .format_version: with it torch computes
+where the storages are instead of looking them up. A storage keeps the checksum that its source had.
+
+ckptkit's own record, which torch passes over, holds the metadata of a checkpoint: what safetensors
+keeps besides its tensors, and the source code that legacy streams carry.
+
+Edited in place, it gets a new pickle and a new directory, and no storage moves:
+
+    members as they are           the replaced record is renamed from ``data.pkl`` to ``data.old``
+    new data.pkl                  where the directory began
+    directory                     the old entries in their order, then the new one
+    ends
+
+A record that is the last one already, as after such an edit, is written over instead. The old name
+is of equal length and stays listed, because a member that the directory does not know would be a
+reason to refuse the file. So is a storage that nothing refers to any more. ``.format_version``
+loses its name too: with it torch would compute where the storages are, from the order in which the
+pickle meets them. (torch/serialization.py, `_get_offset`; loads, mapped and not, in every torch
+since 1.6.)
+
+An unpacked archive is a folder with the records as files, without checksums. For weights under
+version control, and for archives that were unpacked by hand. The folder is named, or its data.pkl.
+TorchScript (constants.pkl) needs its archive."""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+from itertools import chain
+from os.path import basename
+from typing import NamedTuple, Protocol
+
+from ckptkit.core.bytesource import (
+    ByteSource,
+    Derived,
+    Extent,
+    Folder,
+    LocalFile,
+    Memory,
+    Range,
+    Record,
+)
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.dtypes import UINT8, DType
+from ckptkit.core.errors import (
+    NEWER_TORCH,
+    NO_CHECKSUM,
+    NO_VERSION,
+    AmbiguousError,
+    CorruptError,
+    FormatError,
+    Notice,
+    TensorError,
+    UnsupportedError,
+)
+from ckptkit.core.plan import Edit, OutputFile, Patch, Plan
+from ckptkit.core.tensor import Storage, TypedStorage
+from ckptkit.core.text import shown
+from ckptkit.core.tree import Node
+from ckptkit.formats import strict_json, table
+from ckptkit.formats.format import Probe, WriteOptions
+from ckptkit.formats.strict_json import dump
+from ckptkit.formats.zip_reader import REPLACED, ZipDirectory, read_directory, read_rows
+from ckptkit.formats.zip_writer import END_BYTES, ZipMember, ends, lay_out, record
+from ckptkit.pickles.storages import StorageTable, storage_class
+from ckptkit.pickles.values import Unpickled, unpickle
+from ckptkit.pickles.writer import write_pickle
+
+VERSIONS = range(1, 11)
+METADATA = ".data/ckptkit.json"  # the name of ckptkit's own record
+_FRAMEWORK = "format"  # the hub's key for the framework: needless in a file of torch
+ALIGNMENTS = range(1, 1 << 16 | 1)
+_CONTROL_BYTES = 64  # what version and its like may have
+_READ_ONCE = (
+    32 << 20
+)  # bytes of a remote pickle that are kept, rather than read for its checksum and again
+KNOWN = (
+    "data.pkl", "version", ".data/version", "byteorder", ".format_version", ".storage_alignment",
+    ".data/serialization_id", METADATA,
+)  # fmt: skip
+
+
+def read(probe: Probe) -> Checkpoint:
+    """Read the pickle and locate the storages.
+
+    Raises CorruptError, AmbiguousError, FormatError, UnsupportedError, LimitError, and what the
+    pickle machine raises.
+    """
+    archive = probe.zip
+    assert archive is not None
+    return _read(Archive(archive))
+
+
+def _read(archive: Archive) -> Checkpoint:
+    warnings = archive.check()
+    tree = archive.unpickle("data")
+    warnings += [*archive.unverified(), *archive.unused(KNOWN)]
+    source, metadata = archive.directory.source, _metadata(archive)
+    return Checkpoint(
+        tree.root, table.TORCH_ZIP.name, source, metadata, tree.globals, (*tree.warnings, *warnings)
+    )
+
+
+def _metadata(archive: Archive) -> dict[str, str]:
+    """Return the metadata of another format and of ckptkit's own record."""
+    name = archive.folder + METADATA
+    return parse_metadata(archive.directory.read(name)) if name in archive.directory else {}
+
+
+class _Entry(Protocol):
+    @property
+    def size(self) -> int: ...
+
+
+class Directory(Protocol):
+    """The records of an archive, mostly the members of a zip file."""
+
+    @property
+    def source(self) -> ByteSource: ...
+    @property
+    def top(self) -> str: ...
+    @property
+    def entries(self) -> Mapping[str, _Entry]: ...
+    def __contains__(self, name: object) -> bool: ...
+    def locate(self, name: str) -> Extent: ...
+    def record(self, name: str) -> tuple[Record, int | None]: ...
+    def read(self, name: str) -> bytes: ...
+    def verify(self, name: str) -> None: ...
+
+
+class Archive:
+    """One archive while it is read: its control records, and pickles with their storages."""
+
+    def __init__(self, directory: Directory) -> None:
+        self.directory = directory
+        self.folder = directory.top + "/"
+        self.big_endian = False
+        self._unsummed = 0  # storages without a checksum
+        self._used: set[str] = set()
+        self._keys: list[tuple[str, list[str]]] = []  # of storages in a folder that are used, too
+
+    def check(self) -> list[str]:
+        """Check the control records, and that all records are in one folder; return warnings.
+
+        Raises AmbiguousError, FormatError, UnsupportedError.
+        """
+        for name in self.directory.entries:
+            if not name.startswith(self.folder):
+                raise AmbiguousError(
+                    f"record {shown(name)} is outside the folder {shown(self.folder)}"
+                )
+        self._number(".format_version")
+        alignment = self._number(".storage_alignment")
+        if alignment is not None and alignment not in ALIGNMENTS:
+            raise FormatError(
+                f"storages are aligned to {alignment:,} bytes, not 1 to {ALIGNMENTS[-1]:,}"
+            )
+        order = self._control("byteorder")
+        if order not in (None, b"little", b"big"):
+            raise FormatError(f"byteorder is {order!r}, neither little nor big")
+        self.big_endian = order == b"big"
+        return self._check_version()
+
+    def _check_version(self) -> list[str]:
+        versions = {self._number("version"), self._number(".data/version")} - {None}
+        if not versions:
+            text = "it has no version record: torch refuses it; a copy written by ckptkit has one"
+            return [Notice(NO_VERSION, text)]
+        if len(versions) > 1:
+            raise AmbiguousError("the records version and .data/version contradict each other")
+        if not versions <= set(VERSIONS):
+            raise UnsupportedError(
+                f"archive version {versions.pop()}, not {VERSIONS[0]} to {VERSIONS[-1]}",
+                code=NEWER_TORCH,
+            )
+        return []
+
+    def _control(self, name: str) -> bytes | None:
+        """Return the bytes of a small record, None if it is missing."""
+        entry = self.directory.entries.get(self.folder + name)
+        if entry is None:
+            return None
+        if entry.size > _CONTROL_BYTES:
+            raise FormatError(
+                f"record {name} has {entry.size:,} bytes, it should hold a word or a number"
+            )
+        return self.directory.read(self.folder + name)
+
+    def _number(self, name: str) -> int | None:
+        text = self._control(name)
+        if text is not None and not re.fullmatch(rb"[0-9]{1,9}\n?", text):
+            raise FormatError(f"record {name} is {text!r}, not a number")
+        return None if text is None else int(text)
+
+    def unpickle(self, name: str) -> Unpickled:
+        """Read the pickle ``<name>.pkl``, whose storages are in the folder ``<name>``.
+
+        Raises CorruptError, AmbiguousError, and what the pickle machine raises.
+        """
+        record = f"{self.folder}{name}.pkl"
+        if record not in self.directory:
+            raise CorruptError(f"there is no record {shown(record)}")
+        place = self.directory.locate(record)
+        if isinstance(place, Range) and not (place.source.remote and place.length <= _READ_ONCE):
+            self.directory.verify(record)
+        else:
+            data = self.directory.read(record)
+            place = Range(Memory(data, self.directory.source.name), 0, len(data))
+        stop = place.offset + place.length
+        folder = f"{self.folder}{name}/"
+        storages = StorageTable(partial(self._open, folder))
+        tree = unpickle(
+            place.source, place.offset, stop,
+            persistent_load=storages.load,
+        )  # fmt: skip
+        self._keys.append((folder, list(storages)))
+        if tree.stop != stop:
+            raise AmbiguousError(
+                f"{name}.pkl goes on for {stop - tree.stop:,} bytes after its pickle has ended"
+            )
+        return tree
+
+    def _open(self, folder: str, key: str, nbytes: int, location: str) -> Storage:
+        name = folder + key
+        entry = self.directory.entries.get(name)
+        if entry is None:
+            raise CorruptError(f"storage {shown(key)} has no record {shown(name)}")
+        if entry.size != nbytes:
+            raise CorruptError(
+                f"record {shown(name)} has {entry.size:,} bytes, its tensors expect {nbytes:,}"
+            )
+        return self._storage(name, location)
+
+    def storage(self, name: str, location: str) -> Storage:
+        """Return the bytes of the record `name`, which the caller knows to exist."""
+        self._used.add(name)
+        return self._storage(name, location)
+
+    def _storage(self, name: str, location: str) -> Storage:
+        record, crc = self.directory.record(name)
+        self._unsummed += crc is None
+        return Storage(record, location, crc, self.big_endian)
+
+    def unverified(self) -> list[str]:
+        """A warning, if some of the storages that were opened have no checksum."""
+        return unsummed(self._unsummed)
+
+    def unused(self, known: Iterable[str]) -> list[str]:
+        """Return a warning on records besides the opened storages and the `known` ones."""
+        left = self.directory.entries.keys() - self._used
+        left.difference_update([self.folder + name for name in known])
+        for folder, keys in self._keys:
+            left.difference_update(map(folder.__add__, keys))  # one name at a time: there are many
+        unused = [
+            name
+            for name in (self.directory.entries if left else ())
+            if name in left and not name.endswith(("/", *REPLACED))
+        ]
+        if not unused:
+            return []
+        some = ", ".join(map(shown, unused[:4])) + (", ..." if len(unused) > 4 else "")
+        return [
+            f"nothing refers to {len(unused):,} of its records, which are not carried over: {some}"
+        ]
+
+
+def unsummed(count: int) -> list[str]:
+    """Return the warning about `count` storages without a checksum, none for 0."""
+    text = f"{count:,} of its storages have no checksum: damage to them cannot be seen"
+    return [Notice(NO_CHECKSUM, text, storages=count)] if count else []
+
+
+TOP = "archive"
+_UNTYPED = storage_class(None)
+
+
+def layout(checkpoint: Checkpoint, options: WriteOptions) -> Plan:
+    """Plan one file with the whole tree and the storages that it refers to.
+
+    Raises what the pickle writer raises, and TensorError for a storage that torch could not read
+    back.
+    """
+    numbering = Numbering()
+    pickled = write_pickle(checkpoint.root, numbering, numbering.another, objects=options.objects)
+    big_endian = numbering.all_big_endian()
+    first = [
+        ZipMember(f"{TOP}/data.pkl", pickled.data),
+        ZipMember(f"{TOP}/byteorder", b"big" if big_endian else b"little"),
+    ]
+    last = [ZipMember(f"{TOP}/version", b"3\n")]
+    if (record := metadata_record(checkpoint.extras)) is not None:
+        last.append(ZipMember(f"{TOP}/{METADATA}", record))
+    segments = lay_out(chain(first, numbering.members(big_endian), last))
+    return Plan(
+        (OutputFile("", tuple(segments), keeps_sums=True),), pickled.notes, numbering.tensors
+    )
+
+
+class Numbering:
+    """Assigns keys to storages, in the order in which the pickle meets them."""
+
+    def __init__(self) -> None:
+        self.storages: list[Storage] = []
+        self.dtypes: list[
+            DType | None
+        ] = []  # of each storage, as its persistent ids say; None: untyped
+        self.tensors = 0  # views of storages that were numbered, one for each tensor of the pickle
+        self._numbers: dict[Storage, int] = {}
+
+    def __call__(self, typed: TypedStorage) -> tuple[Node, ...]:
+        self.tensors += 1
+        storage, dtype = typed.storage, typed.dtype
+        made = storage_class(dtype)
+        if made is _UNTYPED:
+            dtype = None
+        number = self._number(storage, dtype)
+        numel, rest = divmod(storage.nbytes, 1 if dtype is None else dtype.itemsize)
+        if rest:
+            raise TensorError(
+                f"a storage of {storage.nbytes:,} bytes is not a whole number of {dtype} elements"
+            )
+        if typed.stop is not None and (typed.start, typed.stop) != (0, numel):
+            raise UnsupportedError(
+                "a part of a storage is a value of its own, which torch cannot save since 0.4"
+            )
+        return "storage", made, self.key(number), storage.device, numel
+
+    def another(self, storage: Storage, dtype: DType | None) -> str | None:
+        """Return the key of a storage as one before, of as many bytes; None if it was met before.
+
+        `dtype` is that of its elements as its persistent id says.
+        """
+        number = len(self.storages)
+        if self._numbers.setdefault(storage, number) != number:
+            return None
+        self.tensors += 1
+        self.storages.append(storage)
+        self.dtypes.append(dtype)
+        return self.key(number)
+
+    def key(self, number: int) -> str:
+        """Return the name of a storage's record in its folder."""
+        return str(number)
+
+    def _number(self, storage: Storage, dtype: DType | None) -> int:
+        number = self._numbers.setdefault(storage, len(self.storages))
+        if number == len(self.storages):
+            self.storages.append(storage)
+            self.dtypes.append(dtype)
+        elif self.dtypes[number] is not dtype and storage.nbytes:
+            if {self.dtypes[number], dtype} != {UINT8, None}:
+                raise TensorError(
+                    f"torch cannot read one storage as {self.dtypes[number]} and as {dtype}"
+                )
+            self.dtypes[number] = None
+        return number
+
+    def _units(self) -> Iterator[tuple[Storage, int]]:
+        """Yield each storage with its byte order's unit: 1 for none, 0 for unknown."""
+        for storage, dtype in zip(self.storages, self.dtypes, strict=True):
+            if not storage.nbytes:
+                yield storage, 1
+            else:
+                yield storage, 0 if dtype is None else dtype.component
+
+    def all_big_endian(self) -> bool:
+        """Return whether all storages with a byte order are big-endian: then they stay so."""
+        return {storage.big_endian for storage, unit in self._units() if unit != 1} == {True}
+
+    def members(self, big_endian: bool) -> Iterator[ZipMember]:
+        folder, key = f"{TOP}/data/", self.key
+        for number, (storage, unit) in enumerate(self._units()):
+            extent = storage.record.locate()
+            crc = storage.crc32 if isinstance(extent, Range) else None
+            if storage.big_endian and not big_endian and unit != 1:
+                if not unit:
+                    raise UnsupportedError(
+                        "big-endian bytes of an unknown element type, among little-endian ones"
+                    )
+                extent, crc = Derived("byteswap", (extent,), (unit,), storage.nbytes), None
+            yield ZipMember(folder + key(number), extent, crc)
+
+
+def metadata_record(metadata: Mapping[str, str]) -> bytes | None:
+    """Return the record, None if there is nothing to record."""
+    return _rendered_metadata(metadata) if metadata.keys() - {_FRAMEWORK} else None
+
+
+def _rendered_metadata(metadata: Mapping[str, str]) -> bytes:
+    """Return the record, even an empty one."""
+    texts = {key: text for key, text in metadata.items() if key != _FRAMEWORK}
+    return dump({"version": 1, "metadata": texts}).encode("utf-8", "replace")
+
+
+def parse_metadata(data: bytes) -> dict[str, str]:
+    """Parse the metadata of a record. Raises FormatError."""
+    parsed = strict_json.parse(data, METADATA)
+    texts = (
+        parsed.get("metadata") if isinstance(parsed, dict) and parsed.get("version") == 1 else None
+    )
+    if not isinstance(texts, dict) or not all(isinstance(text, str) for text in texts.values()):
+        raise FormatError(f"record {METADATA} is not one that ckptkit wrote")
+    return texts
+
+
+_LENGTHS = struct.Struct(
+    "<HHH"
+).unpack_from  # of name, extra fields and comment, at byte 28 of a directory entry
+_NAME, _LOCAL_NAME = 46, 30  # where the name is in a directory entry, and in a local header
+
+
+def patch(before: Checkpoint, after: Checkpoint, options: WriteOptions) -> Patch | None:
+    """Plan the edit of the file of `before` into `after`; None where a storage is not in that file.
+
+    Raises what writing the pickle raises.
+    """
+    if not isinstance(before.source, LocalFile):
+        return None
+    directory = read_directory(before.source)
+    if (
+        not {f"{directory.top}/version", f"{directory.top}/.data/version"}
+        & directory.entries.keys()
+    ):
+        return None  # without one, torch would refuse the file
+    numbering = _Keys(directory)
+    try:
+        pickled = write_pickle(after.root, numbering, numbering.another, objects=options.objects)
+    except _ElsewhereError:
+        return None
+    new = {f"{directory.top}/data.pkl": pickled.data}
+    if after.extras != before.extras:
+        new[f"{directory.top}/{METADATA}"] = _rendered_metadata(after.extras)
+    archive = _PatchedArchive(directory)
+    if not archive.replace(new):
+        return None
+    return archive.patch(before.source, pickled.notes)
+
+
+class _ElsewhereError(Exception):
+    """A storage whose bytes are not a record of the archive."""
+
+
+class _Keys(Numbering):
+    """Numbering that keeps the keys that storages have in the archive."""
+
+    def __init__(self, directory: ZipDirectory) -> None:
+        super().__init__()
+        self._source = directory.source
+        folder = f"{directory.top}/data/"
+        self._keys = {
+            entry.data: name.removeprefix(folder)
+            for name, entry in directory.entries.items()
+            if name.startswith(folder) and not entry.method
+        }
+        self._sizes = {entry.data: entry.size for entry in directory.entries.values()}
+
+    def key(self, number: int) -> str:
+        storage: Storage = self.storages[number]
+        extent = storage.record.locate()
+        if not isinstance(extent, Range) or extent.source is not self._source:
+            raise _ElsewhereError
+        if extent.offset not in self._keys or self._sizes[extent.offset] != extent.length:
+            raise _ElsewhereError
+        return self._keys[extent.offset]
+
+
+class _PatchedArchive:
+    """The members of an archive and its directory after the edit."""
+
+    def __init__(self, directory: ZipDirectory) -> None:
+        self.top = directory.top
+        self.members = directory.entries
+        self.start = directory.start  # where new bytes begin
+        self.entries: dict[str, bytes] = {}  # each entry of the directory as it is to be, by name
+        self.headers: dict[str, int] = {}  # offsets of the local headers
+        self.names: list[Edit] = []  # the new ones in local headers
+        self.tail = b""  # everything after `start`
+        self.listed = self._read_entries(directory)  # where the old directory ends
+
+    def _read_entries(self, directory: ZipDirectory) -> int:
+        source, at = directory.source, 0
+        data = source.read(directory.start, source.size - directory.start)
+        for name in self.members:
+            end = at + _NAME + sum(_LENGTHS(data, at + 28))
+            self.entries[name] = data[at:end]
+            at = end
+        _, rows = read_rows(data[:at], len(self.members), directory.start)
+        self.headers = {name: row[0] for name, row in zip(self.members, rows, strict=True)}
+        return directory.start + at
+
+    def replace(self, new: dict[str, bytes]) -> bool:
+        """Replace the records of the same names; False if no name is free for the old ones."""
+        self._remove_last(new)
+        for name in (*new, f"{self.top}/.format_version"):
+            if name in self.entries and not self._rename(name):
+                return False
+        tail = bytearray()
+        for name, content in new.items():
+            member, self.entries[name] = record(name, content, self.start + len(tail))
+            tail += member
+        listed = b"".join(self.entries.values())
+        self.tail = (
+            bytes(tail) + listed + ends(self.start + len(tail), len(listed), len(self.entries))
+        )
+        return True
+
+    def _remove_last(self, new: dict[str, bytes]) -> None:
+        """Remove records to be replaced that are last in the file: their place is free."""
+        by_offset = sorted(self.members, key=self.headers.__getitem__)
+        while len(by_offset) > 1 and by_offset[-1] in new:
+            name = by_offset.pop()
+            self.start = self.headers[name]
+            del self.entries[name]
+
+    def _rename(self, name: str) -> bool:
+        """Give a record an unused name of equal length, in directory and local header."""
+        taken = {each.lower() for each in self.members}
+        other = next(
+            (o for o in (name[:-4] + ending for ending in REPLACED) if o.lower() not in taken), None
+        )
+        if other is None:
+            return False
+        raw, entry = other.encode(), self.entries[name]
+        self.names.append(Edit(self.headers[name] + _LOCAL_NAME, raw))
+        renamed = entry[:_NAME] + raw + entry[_NAME + len(raw) :]
+        # the entry keeps its place: the first decides what torch takes for the top folder
+        self.entries = {
+            (other if each == name else each): (renamed if each == name else kept)
+            for each, kept in self.entries.items()
+        }
+        return True
+
+    def patch(self, source: LocalFile, notes: tuple[str, ...]) -> Patch:
+        """Plan the patch, which no reader accepts as a file before it is complete.
+
+        The end record goes first, and its signature is written last.
+        """
+        tail, size = self.tail, self.start + len(self.tail)
+        breaks = Edit(self.listed, bytes(source.size - self.listed))
+        last = len(tail) - END_BYTES
+        around = Edit(self.start, tail[:last]), Edit(self.start + last + 4, tail[last + 4 :])
+        seal = Edit(self.start + last, tail[last : last + 4])
+        return Patch(source, breaks, (*sorted(self.names), *around), seal, size, notes)
+
+
+_PICKLE, _DATA, _TOP = "data.pkl", "data", "archive"
+_PROGRAM = frozenset({"constants.pkl", "bytecode.pkl"})
+
+
+def matches_unpacked(probe: Probe) -> bool:
+    return _folder(probe) is not None
+
+
+def _folder(probe: Probe) -> Folder | None:
+    """Return the folder of the records, None if some are missing."""
+    if probe.is_folder:
+        folder = probe.folder
+    elif basename(probe.name) == _PICKLE and (place := probe.source.folder_and_name()) is not None:
+        folder = place[0]
+    else:
+        return None
+    names = frozenset(probe.names if probe.is_folder else folder.list())
+    return folder if {_PICKLE, "version"} <= names and not names & _PROGRAM else None
+
+
+class _File(NamedTuple):
+    """A record."""
+
+    source: ByteSource
+    size: int
+
+
+class _Records:
+    """The files of the folder as the members of an archive."""
+
+    top = _TOP
+
+    def __init__(self, folder: Folder) -> None:
+        self.source = folder.open(_PICKLE)
+        inside = frozenset(folder.folders())
+        opened = {name: folder.open(name) for name in folder.list() if name not in inside}
+        if _DATA in inside:
+            data = folder.sub(_DATA)
+            opened |= {f"{_DATA}/{name}": data.open(name) for name in data.list()}
+        self.entries = {
+            f"{_TOP}/{name}": _File(source, source.size) for name, source in opened.items()
+        }
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.entries
+
+    def locate(self, name: str) -> Range:
+        source, size = self.entries[name]
+        return Range(source, 0, size)
+
+    def record(self, name: str) -> tuple[Record, int | None]:
+        return self.locate(name), None
+
+    def read(self, name: str) -> bytes:
+        return self.locate(name).read()
+
+    def verify(self, name: str) -> None:
+        """Verify nothing: there are no checksums."""
+
+
+def read_unpacked(probe: Probe) -> Checkpoint:
+    """Read the tree of data.pkl over the files beside it. Raises what zip_reader raises."""
+    folder = _folder(probe)
+    assert folder is not None
+    archive = Archive(_Records(folder))
+    warnings = archive.check()
+    tree = archive.unpickle(_DATA)
+    warnings += archive.unused(KNOWN)
+    return Checkpoint(
+        tree.root, table.TORCH_UNPACKED.name, folder, {}, tree.globals, (*tree.warnings, *warnings)
+    )

@@ -1,0 +1,560 @@
+"""TorchScript (torch.jit.save), a program with its weights: weights and attributes are read.
+
+The program is not read.
+
+    <top>/data.pkl, data/              the module, pickled: an object of __torch__.<class> for each,
+                                       its state a dict
+    <top>/code/__torch__/**.py         which attributes are parameters and buffers (below);
+                                       deflated
+    <top>/constants.pkl, constants/    a tuple, which the code names CONSTANTS.c0, CONSTANTS.c1...
+    <top>/bytecode.pkl                 for the mobile runtime (.ptl); mobile_debug_handles.pkl.
+                                       Not read
+    <top>/traced_inputs.pkl, traced_inputs/
+                                       of torch.jit.trace: tensors without their bytes. Not read
+    <top>/extra/<name>                 extra files of the user: metadata here, if they are text
+    <top>/model.json                   instead of data.pkl before torch 1.3: below
+
+The container is that of :mod:`torch_zip`; the name constants.pkl alone makes torch.load pass a file
+to torch.jit.load. Storages are numbered for each pickle.
+(torch/csrc/jit/serialization/export_module.cpp, import.cpp.)
+
+A module reads as the pickled nn.Module that it was made of would: attributes in ``_parameters``,
+``_buffers`` and ``_modules``, so that its state_dict is that of ``torch.jit.load``. Constants are
+the attribute CONSTANTS of the root. A frozen module has no other weights, so its constants
+are its weights. Packed weights (below) are weights in any case: ``CONSTANTS.c0.weight``.
+
+Of the code, class declarations are parsed; none of it is run.
+``<top>/code/__torch__/torch/nn/modules/conv.py`` holds the classes of the module
+``__torch__.torch.nn.modules.conv``, as torch/csrc/jit/serialization/python_print.cpp prints them:
+
+    class Conv2d(Module):                     a class without a base is no module
+      __parameters__ = ["weight", "bias", ]
+      __buffers__ = []                        since 1.6; before, every other tensor was one
+      weight : Tensor                         the attributes
+      bias : Optional[Tensor]
+      __annotations__["0"] = __torch__.Foo    one whose name is no identifier
+      groups : Final[int] = 1                 a constant, which is not in the pickle
+      def forward(self: ...) -> Tensor:       methods; a __setstate__ interprets the pickled state
+
+torch 1.0 to 1.2 write the modules in JSON, and the tensors in records of their own:
+
+    <top>/model.json       {"protoVersion": "3", "mainModule": MODULE, "tensors": [TENSOR...], ...}
+    MODULE                 {"name", "submodules": [MODULE...],
+                           "parameters": [{"name", "tensorId", "isBuffer"}...],
+                           "attributes": [{"name", "type", "id"}...],
+                           "torchscriptArena": {"key": code}, ...}
+    TENSOR                 {"dims": ["2", "3"], "strides": [...], "offset": "0",
+                           "requiresGrad": true, "dataType": "FLOAT",
+                           "data": {"key": "tensors/0"}, "device": "cpu"}, quantized also
+                           {"isQuantized": true, "scale": 0.5, "zeroPoint": "3"}, of type UINT8...
+    <top>/tensors/0        the bytes of a storage, which several tensors may share
+    <top>/attributes.pkl   since 1.1: a tuple or list, to which the ids of attributes refer; an id
+                           below 0 has no value
+
+The text is protobuf's JSON: integers of 64 bits are strings, fields with default values may be
+missing. Sizes, strides and offsets are in elements. Tensors outside of modules are constants,
+``CONSTANTS.c<id>``. (caffe2/proto/torch.proto; torch/csrc/jit/serialization/import_legacy.cpp.)
+
+Packed weights are objects of C++ that hold the tensors of one layer. ``optimize_for_mobile`` and
+``freeze`` put them among the constants, which have no names. The pickle has the tensors as they
+were before:
+
+    xnnpack, metal, mkldnn    LinearOpContext, Conv2dOpContext...: (weight, bias, stride...)
+    vulkan                    LinearPackedContext, Conv2dPackedContext...: [weight, bias, ...]
+    quantized                 LinearPackedParamsBase of float16: (weight, bias)
+
+(aten/src/ATen/native/xnnpack/RegisterOpContextClass.cpp.) Quantized tensors, and the layers of a
+quantized module, stay packed: ``--dequantize`` unpacks them and names them after the modules.
+"""
+
+from __future__ import annotations
+
+import re
+from ast import literal_eval
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.dtypes import BY_NAME
+from ckptkit.core.errors import AmbiguousError, CorruptError, FormatError, UnsupportedError
+from ckptkit.core.limits import LIMITS, check
+from ckptkit.core.tensor import Storage, Tensor, TypedStorage
+from ckptkit.core.text import shown
+from ckptkit.core.tree import Global, Node, Object, OrderedMapping, Path, join, nodes, walk
+from ckptkit.core.weights import as_tensor, module_state
+from ckptkit.formats import strict_json
+from ckptkit.formats.format import Probe
+from ckptkit.formats.table import TORCHSCRIPT
+from ckptkit.formats.torch_zip import Archive, Directory
+
+_FROZEN = "it is frozen: its weights are constants of its code, without their names"
+_PACKED = "it has packed weights, without the names of their layers: CONSTANTS.c0.weight..."
+PARTS = ("_parameters", "_buffers", "_modules")
+CONSTANTS = "CONSTANTS"
+
+
+def read(probe: Probe) -> Checkpoint:
+    """Read the module and its constants.
+
+    Raises FormatError, AmbiguousError, and what the reader of zip archives raises.
+    """
+    directory = probe.zip
+    assert directory is not None
+    archive = Archive(directory)
+    warnings = archive.check()
+    if f"{archive.folder}data.pkl" in directory or f"{archive.folder}model.json" not in directory:
+        root, names, found = _pickled(archive)
+    else:
+        root, names, found = _read_json(archive)
+    texts, lost = _extra(archive)
+    warnings += [*found, *archive.unverified(), *lost]
+    key, remarks = _weights_of_constants(root)
+    return Checkpoint(
+        root,
+        TORCHSCRIPT.name,
+        directory.source,
+        texts,
+        names,
+        (*warnings, *remarks),
+        key=key,
+    )
+
+
+def _weights_of_constants(root: Object) -> tuple[str | None, list[str]]:
+    """Make weights of packed constants, and of all tensors among them if the module is frozen.
+
+    Return the key of the weights and warnings.
+    """
+    constants: dict[Node, Node] = root.state.get(CONSTANTS, {})
+    is_frozen = not module_state(root)
+    tensors = [name for name, node in constants.items() if is_frozen and as_tensor(node)]
+    if packed := unpack({CONSTANTS: constants}, of_modules=True):
+        # Beside other constants, so that one mapping has all weights.
+        root.state["_modules"] |= packed
+        root.state["_buffers"] |= {f"{CONSTANTS}.{name}": constants[name] for name in tensors}
+        moved = {*tensors, *(place.split(".")[1] for place in packed)}
+        root.state[CONSTANTS] = {
+            name: node for name, node in constants.items() if name not in moved
+        }
+        return None, [_PACKED]
+    return (CONSTANTS, [_FROZEN]) if tensors else (None, [])
+
+
+def _pickled(archive: Archive) -> tuple[Object, tuple[Global, ...], list[str]]:
+    """Return the module, the globals that its pickles name, and warnings."""
+    tree = archive.unpickle("data")
+    root, names, warnings = tree.root, tree.globals, list(tree.warnings)
+    if not _is_scripted(root):
+        raise FormatError("data.pkl does not hold a module of TorchScript")
+    warnings += _arrange(root, ScriptSource(archive.directory))
+    if f"{archive.folder}constants.pkl" in archive.directory:
+        constants = archive.unpickle("constants")
+        names += tuple(name for name in constants.globals if name not in names)
+        warnings += constants.warnings
+        _add_constants(root, constants.root)
+    return root, names, warnings
+
+
+def _add_constants(root: Object, constants: Node) -> None:
+    if not isinstance(constants, tuple):
+        raise FormatError("constants.pkl does not hold a tuple")
+    if CONSTANTS in root.state:
+        raise AmbiguousError(
+            f"an attribute of its module is called {CONSTANTS}, as its constants are"
+        )
+    if constants:
+        root.state[CONSTANTS] = {f"c{number}": each for number, each in enumerate(constants)}
+
+
+def _is_scripted(node: Node) -> bool:
+    """Return whether a node is an object of a class in the archive's own code."""
+    made = node.global_ if isinstance(node, Object) else None
+    return made is not None and made.module.split(".")[0] == "__torch__" and not is_custom(node)
+
+
+def _arrange(root: Object, code: ScriptSource) -> list[str]:
+    """Move all modules' attributes to where nn.Module has them; warn about uncertain ones."""
+    found = {id(node): (node, code[node.callable]) for _, node in walk(root) if _is_scripted(node)}
+    unknown = [node for node, declared in found.values() if declared is None]
+    known = [node for node, declared in found.values() if declared and declared.is_module]
+    packed = unpack(root, of_modules=False).values()
+    modules = {id(node) for node in (root, *unknown, *known, *packed)}
+    warnings = [
+        f"there is no code of {node.global_}: "
+        "its tensors count as parameters if they have a gradient"
+        for node in unknown[:1]
+    ]
+    for key, (node, declared) in found.items():
+        if key not in modules:
+            continue
+        is_own = _split(node, declared, modules)
+        if is_own and declared is not None and (declared.parameters or declared.buffers):
+            name = node.global_
+            warnings.append(f"only its own code can tell the parameters of {name} from its state")
+    return list(dict.fromkeys(warnings))
+
+
+def _split(node: Object, declared: Declared | None, modules: Collection[int]) -> bool:
+    """Give a module its parts.
+
+    True if it defines its own state, which is not a dict of its attributes.
+    """
+    state = node.state
+    if [step for step, _ in node.steps] != ["build"]:
+        raise FormatError(f"an object of {node.global_} is not made as TorchScript makes it")
+    is_own = not isinstance(state, dict) or (declared is not None and declared.has_setstate)
+    attributes: dict[Node, Node] = {"state": state} if is_own else state
+    if not attributes.keys().isdisjoint(PARTS):
+        raise AmbiguousError(f"attributes of {node.global_} have names that nn.Module itself uses")
+    parts: dict[str, dict[Node, Node]] = {part: {} for part in PARTS}
+    rest: dict[Node, Node] = {}
+    for name, value in attributes.items():
+        part = "_modules" if id(value) in modules else _part(name, value, declared)
+        (rest if part is None else parts[part])[name] = value
+    node.steps[:] = [("build", rest | parts)]
+    return is_own
+
+
+def _part(name: Node, value: Node, declared: Declared | None) -> str | None:
+    tensor = as_tensor(value)
+    if declared is not None:
+        return declared.part(name) if tensor is not None or value is None else None
+    if tensor is None:
+        return None
+    return "_parameters" if tensor.requires_grad else "_buffers"
+
+
+def _extra(archive: Archive) -> tuple[dict[str, str], list[str]]:
+    """Return the texts saved with it, and a warning about bytes that are not text or too long."""
+    texts: dict[str, str] = {}
+    lost: list[str] = []
+    left = LIMITS.line_bytes
+    for name, entry in archive.directory.entries.items():
+        if not name.startswith(f"{archive.folder}extra/"):
+            continue
+        short = name.removeprefix(archive.folder)
+        try:
+            if entry.size > left:
+                raise ValueError
+            texts[short] = archive.directory.read(name).decode()
+            left -= entry.size
+        except ValueError:
+            lost.append(short)
+    return texts, [
+        f"left out, as they are not short texts: {', '.join(map(shown, lost[:4]))}"
+    ] if lost else []
+
+
+_CLASS = re.compile(r"class (\w+)(?:\((\w*)\))?:")
+_STRING = r'"(?:[^"\\]|\\.)*"'
+_LISTED = re.compile(rf"  __(parameters|buffers)__ = \[((?:{_STRING}, ?)*)\]")
+_TENSOR = re.compile(rf"  (?:(\w+) : |__annotations__\[({_STRING})\] = )Tensor")
+_SETSTATE = "  def __setstate__("
+
+
+@dataclass
+class Declared:
+    """A class: its base, its attributes by role, and whether it defines the format of its state."""
+
+    base: str | None = None
+    parameters: frozenset[str] = frozenset()
+    buffers: frozenset[str] | None = None
+    tensors: set[str] = field(default_factory=set)  # attributes of type Tensor
+    has_setstate: bool = False
+
+    @property
+    def is_module(self) -> bool:
+        return self.base == "Module"
+
+    def part(self, name: str) -> str | None:
+        """Return the dict of ``nn.Module`` that a tensor of this name belongs to."""
+        if name in self.parameters:
+            return "_parameters"
+        is_buffer = self.buffers is None or name in self.buffers
+        return "_buffers" if is_buffer and name in self.tensors else None
+
+
+class ScriptSource:
+    """The classes of an archive, each module of them read on demand."""
+
+    def __init__(self, directory: Directory) -> None:
+        self._directory = directory
+        self._modules: dict[str, dict[str, Declared]] = {}
+
+    def __getitem__(self, made: Global) -> Declared | None:
+        """Return the declaration of a class, None if its code is missing."""
+        if made.module not in self._modules:
+            name = f"{self._directory.top}/code/{made.module.replace('.', '/')}.py"
+            self._modules[made.module] = (
+                parse(self._directory.read(name)) if name in self._directory else {}
+            )
+        return self._modules[made.module].get(made.name)
+
+
+def parse(data: bytes) -> dict[str, Declared]:
+    """Parse the classes in one file of code.
+
+    Raises FormatError for what is not text or not a list of names.
+    """
+    try:
+        lines = data.decode().split("\n")
+    except UnicodeDecodeError as error:
+        raise FormatError("its code is not UTF-8") from error
+    found: dict[str, Declared] = {}
+    current = Declared()
+    for line in lines:
+        if line.startswith("class ") and (head := _CLASS.fullmatch(line)):
+            current = found[head[1]] = Declared(head[2])
+        elif line.startswith("def "):
+            current = Declared()
+        elif line[:2] == "  " and line[2:3] not in ("", " "):
+            _declare(current, line)
+    return found
+
+
+def _declare(current: Declared, line: str) -> None:
+    if line.startswith(_SETSTATE):
+        current.has_setstate = True
+    elif tensor := _TENSOR.fullmatch(line):
+        current.tensors.add(tensor[1] or _unquoted(tensor[2]))
+    elif names := _LISTED.fullmatch(line):
+        listed = frozenset(_unquoted(each) for each in re.findall(_STRING, names[2]))
+        if names[1] == "parameters":
+            current.parameters = listed
+        else:
+            current.buffers = listed
+    elif line.startswith(("  __parameters__", "  __buffers__")):
+        raise FormatError(f"its code lists parameters or buffers in an unknown way: {line[:80]!r}")
+
+
+def _unquoted(quoted: str) -> str:
+    try:
+        return str(literal_eval(quoted))
+    except (SyntaxError, ValueError) as error:
+        raise FormatError(f"its code spells a name as {quoted[:40]}") from error
+
+
+_DTYPES = {
+    "FLOAT": "float32", "DOUBLE": "float64", "FLOAT16": "float16", "INT32": "int32",
+    "INT64": "int64", "INT16": "int16", "INT8": "int8", "UINT8": "uint8",
+    "BYTE": "uint8", "BOOL": "bool",
+}  # fmt: skip
+_QUANTIZED = {"uint8": "quint8", "int8": "qint8", "int32": "qint32"}
+Json = dict[str, Any]
+
+
+def _read_json(archive: Archive) -> tuple[Object, tuple[Global, ...], list[str]]:
+    """Read the main module, the globals that its attributes name, and warnings.
+
+    Raises FormatError, CorruptError, UnsupportedError, and what the pickle machine raises.
+    """
+    return _Model(archive).read()
+
+
+class _Model:
+    def __init__(self, archive: Archive) -> None:
+        self.archive = archive
+        self.storages: dict[str, Storage] = {}
+        self.constants: dict[str, Node] = {}  # tensors that no module has
+        self.tensors: list[Node] = []
+        self.values: list[Node] = []
+
+    def read(self) -> tuple[Object, tuple[Global, ...], list[str]]:
+        name = f"{self.archive.folder}model.json"
+        check("index_bytes", self.archive.directory.entries[name].size, "bytes of model.json")
+        model = strict_json.parse(self.archive.directory.read(name), "model.json")
+        self.tensors = [self._tensor(each) for each in _objects(model, "tensors")]
+        self.constants = {f"c{number}": tensor for number, tensor in enumerate(self.tensors)}
+        names: tuple[Global, ...] = ()
+        warnings: list[str] = []
+        if f"{self.archive.folder}attributes.pkl" in self.archive.directory:
+            pickled = self.archive.unpickle("attributes")
+            names, warnings = pickled.globals, list(pickled.warnings)
+            if not isinstance(pickled.root, (list, tuple)):
+                raise FormatError("attributes.pkl does not hold a tuple")
+            self.values = list(pickled.root)
+        root = self._module(_object(model, "mainModule"))
+        if self.constants:
+            root.state["CONSTANTS"] = self.constants
+        return root, names, warnings
+
+    def _tensor(self, parsed: Json) -> Node:
+        name = _DTYPES.get(str(parsed.get("dataType")), "")
+        is_quantized = parsed.get("isQuantized") is True
+        dtype = BY_NAME.get(_QUANTIZED.get(name, "") if is_quantized else name)
+        if dtype is None:
+            raise UnsupportedError(
+                f"a tensor of type {str(parsed.get('dataType'))[:40]} in model.json"
+            )
+        storage = self._storage(parsed)
+        shape, stride = (tuple(map(_integer, _list(parsed, key))) for key in ("dims", "strides"))
+        offset, grad = _integer(parsed.get("offset", 0)), parsed.get("requiresGrad") is True
+        tensor = Tensor(storage, dtype, shape, stride, offset, grad)
+        if not is_quantized:
+            return tensor
+        scale = parsed.get("scale", 0.0)
+        if type(scale) not in (int, float):
+            raise FormatError("model.json has a quantized tensor whose scale is not a number")
+        scheme = (
+            Global("torch", "per_tensor_affine"),
+            float(scale),
+            _integer(parsed.get("zeroPoint", 0)),
+        )
+        args = (TypedStorage(storage, dtype), offset, shape, stride, scheme, grad, OrderedMapping())
+        return Object(Global("torch._utils", "_rebuild_qtensor"), args, tensor=tensor)
+
+    def _storage(self, parsed: Json) -> Storage:
+        name = f"{self.archive.folder}{_text(_object(parsed, 'data'), 'key')}"
+        if name not in self.archive.directory:
+            raise CorruptError(f"model.json has a tensor in {shown(name)}, which is missing")
+        device = _text(parsed, "device", "cpu")
+        if name not in self.storages:
+            self.storages[name] = self.archive.storage(name, device)
+        if self.storages[name].device != device:
+            raise CorruptError(f"the tensors in {shown(name)} are on two devices")
+        return self.storages[name]
+
+    def _module(self, parsed: Json) -> Object:
+        """Make the object of a module.
+
+        Recursive: JSON nested deeper than `LIMITS.json_depth` is not read.
+        """
+        parameters: dict[Node, Node] = {}
+        buffers: dict[Node, Node] = {}
+        for each in _objects(parsed, "parameters"):
+            number = _integer(each.get("tensorId", 0))
+            part = buffers if each.get("isBuffer") is True else parameters
+            part[_text(each, "name")] = self._at(self.tensors, number)
+            self.constants.pop(f"c{number}", None)
+        attributes = {
+            _text(each, "name"): self._value(each) for each in _objects(parsed, "attributes")
+        }
+        modules = {
+            _text(each, "name"): self._module(each) for each in _objects(parsed, "submodules")
+        }
+        parts = {"_parameters": parameters, "_buffers": buffers, "_modules": modules}
+        rest = {
+            name: value
+            for name, value in attributes.items()
+            if name not in buffers and name not in parts
+        }
+        made = Object(Global("__torch__", _text(parsed, "name", "") or "Module"), (), new=True)
+        made.steps.append(("build", rest | parts))
+        return made
+
+    def _value(self, parsed: Json) -> Node:
+        number = _integer(parsed.get("id", 0))
+        value = self._at(self.values, number) if number >= 0 else None
+        if (
+            isinstance(value, Object)
+            and str(value.global_) == "torch.jit._pickle.build_tensor_from_id"
+        ):
+            return self._at(self.tensors, _integer(value.args[0] if value.args else None))
+        return value
+
+    def _at(self, table: list[Node], number: int) -> Node:
+        if not 0 <= number < len(table):
+            raise CorruptError(
+                f"model.json refers to entry {number:,} of a table of {len(table):,}"
+            )
+        return table[number]
+
+
+def _object(parsed: Any, key: str) -> Json:
+    found = parsed.get(key) if isinstance(parsed, dict) else None
+    if not isinstance(found, dict):
+        raise FormatError(f"model.json has no object {key!r} where one must be")
+    return found
+
+
+def _list(parsed: Any, key: str) -> list[Any]:
+    found = parsed.get(key, []) if isinstance(parsed, dict) else None
+    if not isinstance(found, list):
+        raise FormatError(f"model.json has no list {key!r} where one must be")
+    return found
+
+
+def _objects(parsed: Any, key: str) -> Iterator[Json]:
+    for each in _list(parsed, key):
+        if not isinstance(each, dict):
+            raise FormatError(f"the list {key!r} of model.json holds something other than objects")
+        yield each
+
+
+def _text(parsed: Json, key: str, default: str | None = None) -> str:
+    found = parsed.get(key, default)
+    if not isinstance(found, str):
+        raise FormatError(f"model.json has no text {key!r} where one must be")
+    return found
+
+
+def _integer(parsed: Any) -> int:
+    """Parse a number, or the decimal text of one, as protobuf writes 64 bits."""
+    if type(parsed) is int:
+        return parsed
+    if not isinstance(parsed, str) or not re.fullmatch("-?[0-9]{1,19}", parsed):
+        raise FormatError(f"model.json holds {str(parsed)[:40]!r} where an integer must be")
+    return int(parsed)
+
+
+CUSTOM = "__torch__.torch.classes."  # classes of C++, with any state
+_OF_MODULES = "PackedParamsBase"  # ends the names of the classes in quantized modules
+_STATE = "state"
+_NAMES = {(0,): "weight", (1,): "bias"}
+
+
+def is_custom(node: Node) -> bool:
+    return isinstance(node, Object) and str(node.global_).startswith(CUSTOM)
+
+
+def unpack(root: Node, *, of_modules: bool) -> dict[str, Object]:
+    """Give each object in `root` that packs weights the parts of a module.
+
+    `of_modules` includes the layers of quantized modules. Return the objects by their paths below
+    `root`.
+    """
+    found: dict[str, Object] = {}
+    done: set[int] = set()
+    for path, node in [*walk(root)]:
+        if not isinstance(node, Object) or not (of_modules or _stands_alone(node)):
+            continue
+        if id(node) in done or _unpack(node):
+            done.add(id(node))
+            found[join(tuple([key for key in path if key != _STATE]))] = node
+    return found
+
+
+def _stands_alone(node: Object) -> bool:
+    return not str(node.global_).endswith(_OF_MODULES)
+
+
+def _unpack(node: Object) -> bool:
+    """Turn the state of an object of C++ into the parts of a module, if it packs weights."""
+    tensors = dict(_tensors(node.state)) if is_custom(node) else {}
+    if not tensors or any(map(_is_quantized, nodes(node))):
+        return False
+    rest = _without(node.state, {*map(id, tensors.values())})
+    named = {_NAMES.get(place, join(place)): tensor for place, tensor in tensors.items()}
+    parts = {"_parameters": named, "_buffers": {}, "_modules": {}, _STATE: rest}
+    node.steps[:] = [("build", parts)]
+    return True
+
+
+def _tensors(state: Node) -> Iterator[tuple[Path, Node]]:
+    """Yield the tensors of one object, not those of other objects in it."""
+    for path, node in walk(state, skip=lambda _, node: isinstance(node, Object)):
+        if as_tensor(node) is not None:
+            yield path, node
+
+
+def _is_quantized(node: Node) -> bool:
+    tensor = as_tensor(node)
+    return tensor is not None and tensor.dtype.kind == "quantized"
+
+
+def _without(state: Node, taken: Collection[int]) -> Node:
+    """Return a tuple or list without the values taken, at any depth: `walk` has limited it."""
+    if not isinstance(state, (tuple, list)):
+        return state
+    return type(state)(_without(each, taken) for each in state if id(each) not in taken)
