@@ -2,7 +2,7 @@
 
 Headers only. A field that is missing, or a tensor whose name is not one of those known here, is not
 compared. Source of the fields: PreTrainedConfig of transformers and the configurations of its
-models. For the models of diffusers see :mod:`ckptkit.analysis.config_diffusers`.
+models; for the models of diffusers their constructors, by ``_class_name``.
 """
 
 from __future__ import annotations
@@ -10,12 +10,14 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-from ckptkit.analysis import config_diffusers
-from ckptkit.analysis.config_field import Compared
 from ckptkit.core.tensor import Tensor
 from ckptkit.core.text import flatten
+
+Config = Mapping[str, Any]
+Tensors = Mapping[str, Tensor]
 
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 HIDDEN = ("hidden_size", "n_embd", "d_model", "dim")
@@ -23,85 +25,86 @@ HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 _LAYER = re.compile(r"^(?:.*\.)?(?:layers|h|blocks|block|layer)\.(\d+)\.")
 _EXPERT = re.compile(r"\.experts\.(\d+)\.")
+_STACKED = (".experts.gate_up_proj", ".experts.down_proj")
 _EMBEDDINGS = (
-    "embed_tokens.weight",
-    "wte.weight",
-    "word_embeddings.weight",
-    "tok_embeddings.weight",
-)
+    "embed_tokens.weight", "wte.weight", "word_embeddings.weight", "tok_embeddings.weight",
+)  # fmt: skip
 _HEAD = ("lm_head.weight", "output.weight")
 _TEXT = ("text_config", "llm_config", "language_config")
+_OTHERS = ("vision", "visual", "audio", "image", "mtp", "encoder")  # parts that are not the text's
 
 
-def compare(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> list[Compared]:
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """A field of the configuration beside the tensors.
+
+    ``found`` is what the tensors have instead, None where they have what the field says.
+    """
+
+    code: str
+    field: str
+    expected: object
+    found: object | None = None
+
+    def __str__(self) -> str:
+        return f"{self.field} is {self.expected}, and the tensors have {self.found}"
+
+
+def compare(config: Config, tensors: Tensors) -> list[Compared]:
     """Return the fields of the configuration that the tensors agree with or contradict."""
-    checks = (_layers, _experts, _vocabulary, _heads, _head, _dtype, config_diffusers.compare)
-    text: Mapping[str, Any] = next(
-        (config[key] for key in _TEXT if isinstance(config.get(key), dict)), {}
-    )
+    checks = (_layers, _experts, _vocabulary, _heads, _head, _dtype, _diffusers)
+    text: Config = next((config[key] for key in _TEXT if isinstance(config.get(key), dict)), {})
     values = {**config, **text}
     return list(flatten(check(values, tensors) for check in checks))
 
 
-def _field(config: Mapping[str, Any], names: tuple[str, ...]) -> tuple[str, int] | None:
-    for name in names:
-        value = config.get(name)
-        if type(value) is int:
-            return name, value
-    return None
+def _field(config: Config, names: tuple[str, ...]) -> tuple[str, int] | None:
+    found = ((name, config.get(name)) for name in names)
+    return next(((name, value) for name, value in found if type(value) is int), None)
 
 
-def _numbers(pattern: re.Pattern[str], tensors: Mapping[str, Tensor]) -> dict[str, int]:
+def _is_text(name: str) -> bool:
+    return not any(word in name for word in _OTHERS)
+
+
+def _counts(pattern: re.Pattern[str], tensors: Tensors) -> list[int]:
     """Count the different numbers that follow each beginning of a name."""
     found: dict[str, set[int]] = {}
     for name in tensors:
         match = pattern.search(name)
-        if match is not None and len(match[1]) < 10:
+        if match is not None and len(match[1]) < 10 and _is_text(name[: match.start(1)]):
             found.setdefault(name[: match.start(1)], set()).add(int(match[1]))
-    return {prefix: len(numbers) for prefix, numbers in found.items()}
+    return [len(numbers) for numbers in found.values()]
 
 
-def _is_vision(name: str) -> bool:
-    return any(word in name for word in ("vision", "visual", "audio", "image", "mtp", "encoder"))
+def _named(tensors: Tensors, endings: tuple[str, ...]) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in tensors.items():
+        fits = f".{name}".endswith(tuple(f".{each}" for each in endings))
+        if fits and _is_text(name) and len(tensor.shape) == 2:
+            yield name, tensor
 
 
-def _layers(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Iterator[Compared]:
-    expected = _field(config, LAYERS)
-    counts = {
-        prefix: n for prefix, n in _numbers(_LAYER, tensors).items() if not _is_vision(prefix)
-    }
+def _layers(config: Config, tensors: Tensors) -> Iterator[Compared]:
+    expected, counts = _field(config, LAYERS), _counts(_LAYER, tensors)
     if expected is None or not counts:
         return
     extra = config.get("num_nextn_predict_layers")
     allowed = {expected[1], expected[1] + extra} if type(extra) is int else {expected[1]}
-    most = max(counts.values())
+    most = max(counts)
     yield Compared("layers", *expected, None if most in allowed else f"{most} layers")
 
 
-def _experts(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Iterator[Compared]:
+def _experts(config: Config, tensors: Tensors) -> Iterator[Compared]:
     expected = _field(config, EXPERTS)
     if expected is None:
         return
-    counts = Counter(
-        n for prefix, n in _numbers(_EXPERT, tensors).items() if not _is_vision(prefix)
-    )
-    stacked = [t.shape[0] for name, t in tensors.items() if _is_stacked(name) and len(t.shape) == 3]
-    for count in sorted({*counts, *stacked}):
+    stacked = (t.shape for name, t in tensors.items() if name.endswith(_STACKED))
+    sizes = {shape[0] for shape in stacked if len(shape) == 3}
+    for count in sorted({*_counts(_EXPERT, tensors), *sizes}):
         yield Compared("experts", *expected, None if count == expected[1] else f"{count} experts")
 
 
-def _is_stacked(name: str) -> bool:
-    return name.endswith((".experts.gate_up_proj", ".experts.down_proj"))
-
-
-def _named(tensors: Mapping[str, Tensor], endings: tuple[str, ...]) -> Iterator[tuple[str, Tensor]]:
-    for name, tensor in tensors.items():
-        fits = f".{name}".endswith(tuple(f".{each}" for each in endings))
-        if fits and not _is_vision(name) and len(tensor.shape) == 2:
-            yield name, tensor
-
-
-def _vocabulary(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Iterator[Compared]:
+def _vocabulary(config: Config, tensors: Tensors) -> Iterator[Compared]:
     vocabulary, hidden = _field(config, ("vocab_size",)), _field(config, HIDDEN)
     for name, tensor in _named(tensors, (*_EMBEDDINGS, *_HEAD)):
         rows, columns = tensor.shape
@@ -113,7 +116,7 @@ def _vocabulary(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Ite
             yield Compared("hidden", *hidden, found)
 
 
-def _heads(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Iterator[Compared]:
+def _heads(config: Config, tensors: Tensors) -> Iterator[Compared]:
     heads, hidden = _field(config, HEADS), _field(config, HIDDEN)
     if heads is None or hidden is None or "kv_lora_rank" in config:
         return
@@ -131,19 +134,16 @@ def _heads(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Iterator
             yield Compared("heads", field, count, wrong[0] if wrong else None)
 
 
-def _head(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Iterator[Compared]:
+def _head(config: Config, tensors: Tensors) -> Iterator[Compared]:
     tied = config.get("tie_word_embeddings")
-    head = next((name for name, _ in _named(tensors, _HEAD)), None)
-    embedding = next((name for name, _ in _named(tensors, _EMBEDDINGS)), None)
-    if embedding is not None and tied is False:
-        found = None if head is not None else "no lm_head.weight"
+    if tied is False and any(_named(tensors, _EMBEDDINGS)):
+        found = None if any(_named(tensors, _HEAD)) else "no lm_head.weight"
         yield Compared("head", "tie_word_embeddings", tied, found)
 
 
-def _dtype(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Iterator[Compared]:
-    field = next(
-        (name for name in ("dtype", "torch_dtype") if isinstance(config.get(name), str)), None
-    )
+def _dtype(config: Config, tensors: Tensors) -> Iterator[Compared]:
+    names = ("dtype", "torch_dtype")
+    field = next((name for name in names if isinstance(config.get(name), str)), None)
     counts: Counter[str] = Counter()
     for tensor in tensors.values():
         if tensor.dtype.kind == "float":
@@ -153,3 +153,126 @@ def _dtype(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Iterator
     ((most, _),) = counts.most_common(1)
     same = config[field].removeprefix("torch.") == most
     yield Compared("dtype", field, config[field], None if same else most)
+
+
+# The models of diffusers
+
+
+class _Row(NamedTuple):
+    """A field of a model.
+
+    It is a dimension of the tensors of a name (or of an ending, with a dot), divided by `factor`;
+    without a `dim`, the number or the list of the numbered modules below a prefix.
+    """
+
+    field: str
+    names: str
+    dim: int | None = None
+    factor: int = 1
+
+
+_UNET = (
+    _Row("in_channels", "conv_in.weight", 1),
+    _Row("out_channels", "conv_out.weight", 0),
+    _Row("block_out_channels", "down_blocks."),
+    _Row("block_out_channels", "up_blocks."),
+    _Row("layers_per_block", "down_blocks.0.resnets."),
+)
+_CROSS = _Row("cross_attention_dim", ".attn2.to_k.weight", 1)
+_BLOCKS = _Row("num_layers", "transformer_blocks.")
+_PATCHES = _Row("in_channels", "pos_embed.proj.weight", 1)
+_JOINT = (
+    _BLOCKS,
+    _Row("joint_attention_dim", "context_embedder.weight", 1),
+    _Row("pooled_projection_dim", "time_text_embed.text_embedder.linear_1.weight", 1),
+)
+_CLASSES = {
+    "UNet2DModel": _UNET,
+    "UNet2DConditionModel": (*_UNET, _CROSS),
+    "AutoencoderKL": (
+        _Row("in_channels", "encoder.conv_in.weight", 1),
+        _Row("latent_channels", "encoder.conv_out.weight", 0, factor=2),
+        _Row("latent_channels", "decoder.conv_in.weight", 1),
+        _Row("out_channels", "decoder.conv_out.weight", 0),
+        _Row("block_out_channels", "encoder.down_blocks."),
+        _Row("block_out_channels", "decoder.up_blocks."),
+        _Row("layers_per_block", "encoder.down_blocks.0.resnets."),
+    ),
+    "FluxTransformer2DModel": (
+        *_JOINT,
+        _Row("in_channels", "x_embedder.weight", 1),
+        _Row("num_single_layers", "single_transformer_blocks."),
+    ),
+    "SD3Transformer2DModel": (
+        *_JOINT,
+        _PATCHES,
+        _Row("caption_projection_dim", "context_embedder.weight", 0),
+    ),
+    "PixArtTransformer2DModel": (
+        _BLOCKS,
+        _PATCHES,
+        _CROSS,
+        _Row("caption_channels", "caption_projection.linear_1.weight", 1),
+    ),
+    "DiTTransformer2DModel": (_BLOCKS, _PATCHES),
+}
+_QUERY = re.compile(r"transformer_blocks\.0\.attn1?\.to_q\.weight")
+_BLOCK = re.compile(
+    r"(?:encoder\.|decoder\.)?(down|up)_blocks\.(\d{1,4})\.resnets\.0\.conv1\.weight"
+)
+
+
+def _diffusers(config: Config, tensors: Tensors) -> Iterator[Compared]:
+    kind = config.get("_class_name")
+    rows = _CLASSES.get(kind, ()) if isinstance(kind, str) else ()
+    for row in rows:
+        yield from _row(row, config.get(row.field), tensors)
+    if _BLOCKS in rows:  # the rows of the first query are those of all heads
+        heads, size = config.get("num_attention_heads"), config.get("attention_head_dim")
+        counts = [tensor.shape[0] for name, tensor in tensors.items() if _QUERY.fullmatch(name)]
+        if type(heads) is int and type(size) is int and counts:
+            is_same = counts[0] == heads * size
+            found = None if is_same else f"{counts[0]} rows of {size} in the queries"
+            yield Compared("heads", "num_attention_heads", heads, found)
+    elif rows:
+        yield from _channels(config.get("block_out_channels"), tensors)
+
+
+def _row(row: _Row, value: object, tensors: Tensors) -> Iterator[Compared]:
+    field, names, dim, factor = row
+    if dim is not None:
+        sizes = [
+            (tensor.shape[dim], name)
+            for name, tensor in tensors.items()
+            if (name.endswith(names) if names.startswith(".") else name == names)
+            and len(tensor.shape) > dim
+        ]
+        if type(value) is int and sizes:
+            times = f" ({factor} x {field})" if factor > 1 else ""
+            wrong = [f"{n}{times} in {name}" for n, name in sizes if n != factor * value]
+            yield Compared(field, field, value, wrong[0] if wrong else None)
+        return
+    is_list = isinstance(value, list)
+    expected = len(value) if isinstance(value, list) else value
+    inside = (name.removeprefix(names) for name in tensors if name.startswith(names))
+    count = len({name.partition(".")[0] for name in inside})
+    # A list of layers_per_block has one number for each block.
+    if type(expected) is int and count and (not is_list or field == "block_out_channels"):
+        found = None if count == expected else f"{count} {names[:-1]}"
+        yield Compared(field, field, value, found)
+
+
+def _channels(value: object, tensors: Tensors) -> Iterator[Compared]:
+    """Compare the channels of each block; those on the way up are in reverse order."""
+    if not isinstance(value, list):
+        return
+    for name, tensor in tensors.items():
+        match = _BLOCK.fullmatch(name)
+        number = len(value) if match is None else int(match[2])
+        if match is None or number >= len(value) or not tensor.shape:
+            continue
+        expected = value[number] if match[1] == "down" else value[-1 - number]
+        if tensor.shape[0] != expected:
+            found, field = f"{tensor.shape[0]} in {name}", "block_out_channels"
+            yield Compared(field, field, value, found)
+            return

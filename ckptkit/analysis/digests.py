@@ -1,27 +1,112 @@
-"""Digests of the tensors of a checkpoint, and how they differ from a manifest."""
+r"""Digests of tensors, their manifest, and the checksums that a file has of its parts.
+
+Digests are equal wherever the elements are, in whatever format. The SHA-256 of a tensor is over its
+elements alone: contiguous, row-major, little-endian. The id of a tensor is SHA-256 over one line of
+ASCII text, the dtype as torch calls it, a space, the sizes joined by commas, a newline; and then
+those same bytes::
+
+    (printf 'float32 16,3,3,3\n'; cat elements.bin) | sha256sum
+
+The manifest has the ids of a checkpoint's tensors, in the form of ``sha256sum``::
+
+    # ckptkit.digest/1 tensors=2 sha256=<64 hex>
+    <64 hex>  conv1.weight
+    \<64 hex>  a name with a backslash: \\
+
+Each line after the first is the id of a tensor, two spaces, its name. As in a list of
+``sha256sum``, a name that holds a backslash or a line break is written with escapes, and its line
+begins with a backslash. What else cannot be printed is escaped likewise, as Python does it
+(``\x1b``, ``\u202e``), and read back.
+
+The digest of the whole is SHA-256 over these lines, of all escapes only those of ``sha256sum`` in
+them (``\\``, ``\n``, ``\r``), as UTF-8, in the order of their bytes, whatever the order of the
+tensors::
+
+    grep -v '^#' net.manifest | LC_ALL=C sort | sha256sum
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import hashlib
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
-from ckptkit.analysis import manifest
-from ckptkit.analysis.checksums import summed
-from ckptkit.analysis.tensor_digest import tensor_id
+from ckptkit import compute
 from ckptkit.api import PathLike, open_checkpoint
-from ckptkit.compute.expanded import Allowance
 from ckptkit.compute.threads import ordered
-from ckptkit.core.bytesource import Folder
+from ckptkit.core.bytesource import Extent, Folder, Memory, Range, crc32, crc32_combine, leaves
 from ckptkit.core.checkpoint import Checkpoint
-from ckptkit.core.errors import CkptkitError, CollisionError, CorruptError, FormatError, TensorError
+from ckptkit.core.errors import (
+    AmbiguousError,
+    CkptkitError,
+    CollisionError,
+    CorruptError,
+    FormatError,
+    InputError,
+    TensorError,
+)
 from ckptkit.core.limits import check
 from ckptkit.core.tensor import Tensor
+from ckptkit.core.text import mismatch
 from ckptkit.core.tree import join, walk
 from ckptkit.core.weights import as_tensor
 from ckptkit.formats.format import CheckedPart, Defect, open_place
+from ckptkit.formats.recovering import located, overlap
 
 Progress = Callable[[int, int], None]  # bytes since the last time, and in all
 Matches = Callable[[str], bool]
+Named = tuple[str, Tensor]
+
+# The bytes of tensors
+
+
+def sha256_each(
+    tensors: Iterable[Named], progress: Callable[[int], None] = lambda _: None
+) -> Iterator[str | None]:
+    """Yield the SHA-256 of the elements of each tensor, in order, several at a time.
+
+    It is None where they have no plain bytes: on meta, in a sparse layout, with elements smaller
+    than a byte that are out of order, or with a sign that their dtype does not have. Errors name
+    the tensor; `progress` gets bytes.
+    """
+    for _, tensor, found in _hashed(tensors, lambda _: b""):
+        progress(tensor.nbytes)
+        yield found if isinstance(found, str) else None
+
+
+def tensor_ids(tensors: Iterable[Named]) -> Iterator[tuple[str, Tensor, str | TensorError]]:
+    """Yield the id of each tensor, or the reason why it has none, in order."""
+    return _hashed(
+        tensors, lambda each: f"{each.dtype} {','.join(map(str, each.shape))}\n".encode()
+    )
+
+
+def _hashed(
+    tensors: Iterable[Named], head: Callable[[Tensor], bytes]
+) -> Iterator[tuple[str, Tensor, str | TensorError]]:
+    allowance = compute.Allowance()
+
+    def hashed(
+        row: tuple[str, Tensor, TensorError | None],
+    ) -> tuple[str, Tensor, str | TensorError]:
+        name, tensor, refusal = row
+        if refusal is not None:
+            return row[0], tensor, refusal
+        try:
+            digest = hashlib.sha256(head(tensor))
+            for chunk in compute.flow(compute.contiguous(tensor).locate()):
+                digest.update(chunk)
+            return name, tensor, digest.hexdigest()
+        except TensorError as error:
+            return name, tensor, error
+        except CkptkitError as error:
+            error.message = f"{name}: {error.message}"
+            raise
+
+    rows = ((name, tensor, allowance.refusal(tensor)) for name, tensor in tensors)
+    return ordered(hashed, rows, lambda row: row[1].nbytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +120,7 @@ class Digests:
     @property
     def whole(self) -> str:
         """The digest of all of them, whatever their order."""
-        return manifest.whole(self.ids)
+        return whole_digest(self.ids)
 
 
 def digest(
@@ -61,9 +146,7 @@ def digest(
     total = sum(tensor.nbytes for _, tensor in rows)
     ids: dict[str, str] = {}
     without: dict[str, str] = {}
-    allowance = Allowance()
-    wanted = ((name, tensor, allowance.refusal(tensor)) for name, tensor in rows)
-    for name, tensor, found in ordered(_digested, wanted, lambda row: row[1].nbytes):
+    for name, tensor, found in tensor_ids(rows):
         if isinstance(found, str):
             ids[name] = found
         else:
@@ -73,7 +156,16 @@ def digest(
     return Digests(ids, dict(rows), without)
 
 
-def _check_sums(rows: list[tuple[str, Tensor]]) -> None:
+def _by_path(checkpoint: Checkpoint) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    for path, node in walk(checkpoint.root):
+        tensor = as_tensor(node)
+        if tensor is not None and found.setdefault(join(path), tensor) is not tensor:
+            raise CollisionError(f"two tensors are called {join(path)!r}", where=checkpoint.name)
+    return found
+
+
+def _check_sums(rows: list[Named]) -> None:
     """Raise CorruptError unless every storage has its CRC-32, where that is known."""
     storages = {id(tensor.storage): (name, tensor.storage) for name, tensor in reversed(rows)}
     parts = [
@@ -88,51 +180,223 @@ def _check_sums(rows: list[tuple[str, Tensor]]) -> None:
             )
 
 
-def _digested(row: tuple[str, Tensor, TensorError | None]) -> tuple[str, Tensor, str | TensorError]:
-    name, tensor, refusal = row
-    try:
-        return name, tensor, tensor_id(tensor, refusal)
-    except TensorError as error:
-        return name, tensor, error
-    except CkptkitError as error:
-        error.message = f"{name}: {error.message}"
-        raise
+# The manifest
+
+SCHEMA = "ckptkit.digest/1"
+_FIRST = re.compile(rf"# {SCHEMA} tensors=([0-9]{{1,9}}) sha256=([0-9a-f]{{64}})")
+_LINE = re.compile(r"(\\?)([0-9a-f]{64})  (.*)", re.DOTALL)
+_ESCAPE = re.compile(
+    r"\\(x[0-9a-f]{2}|u[0-9a-f]{4}|U00(?:10|0[0-9a-f])[0-9a-f]{4}|[\\nrt]|.?)", re.DOTALL
+)
+_PLAIN = {"\\": "\\", "n": "\n", "r": "\r", "t": "\t"}
 
 
-def _by_path(checkpoint: Checkpoint) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
-    for path, node in walk(checkpoint.root):
-        tensor = as_tensor(node)
-        if tensor is not None and found.setdefault(join(path), tensor) is not tensor:
-            raise CollisionError(f"two tensors are called {join(path)!r}", where=checkpoint.name)
-    return found
+def whole_digest(ids: Mapping[str, str]) -> str:
+    """Return the digest of all tensors, given their ids by name, in any order."""
+
+    def only_breaks(name: str) -> str:
+        return name.replace("\\", "\\\\").replace("\n", r"\n").replace("\r", r"\r")
+
+    lines = [f"{_line(name, id, only_breaks)}\n" for name, id in ids.items()]
+    data = sorted(line.encode("utf-8", "surrogatepass") for line in lines)
+    return hashlib.sha256(b"".join(data)).hexdigest()
+
+
+def manifest_lines(ids: Mapping[str, str], printable: Callable[[str], str]) -> list[str]:
+    """Return the lines of the manifest, sorted by name.
+
+    `printable` escapes what must not reach a terminal.
+    """
+    first = f"# {SCHEMA} tensors={len(ids)} sha256={whole_digest(ids)}"
+    return [
+        first,
+        *(
+            _line(name, ids[name], lambda name: printable(name.replace("\\", "\\\\")))
+            for name in sorted(ids)
+        ),
+    ]
+
+
+def _line(name: str, id: str, escape: Callable[[str], str]) -> str:
+    escaped = escape(name)
+    return f"{chr(92) * (escaped != name)}{id}  {escaped}"
 
 
 def read_manifest(path: PathLike) -> dict[str, str]:
-    """The ids by name that a file of `ckptkit digest` holds. Raises FormatError, CorruptError,
-    LimitError."""
+    """Return the ids by name that a file of `ckptkit digest` holds.
+
+    Raises FormatError, CorruptError, LimitError.
+    """
     place = open_place(path)
     try:
         if isinstance(place, Folder):
             raise FormatError("is a folder, not a manifest")
         check("index_bytes", place.size, "bytes of a manifest")
-        return manifest.parse(place.read(0, place.size))
+        return parse_manifest(place.read(0, place.size))
     except CkptkitError as error:
         raise error.at(place.name) from error.__cause__
     finally:
         place.close()
 
 
-def differences(
-    found: Digests, expected: Mapping[str, str], matches: Matches | None = None
-) -> Iterator[Defect]:
+def parse_manifest(data: bytes) -> dict[str, str]:
+    """Return the ids of a manifest by name.
+
+    Raises FormatError for what is none, CorruptError where it is cut or was changed.
+    """
+    try:
+        first, *rest = data.decode("utf-8").replace("\r\n", "\n").split("\n")
+    except UnicodeDecodeError as error:
+        raise FormatError("is not a manifest: not UTF-8") from error
+    heading = _FIRST.match(first)
+    if heading is None:
+        raise FormatError("is not a manifest", hint="`digest --output` writes one")
+    ids: dict[str, str] = {}
+    for number, line in enumerate(rest, 2):
+        if line.startswith("# ckptkit.digest/"):
+            raise FormatError(f"line {number:,}: the manifest of another file begins")
+        if not line or line.startswith("#"):
+            continue
+        found = _LINE.fullmatch(line)
+        if found is None:
+            raise FormatError(f"line {number:,} is not a digest, two spaces and a name")
+        escaped, id, name = found.groups()
+        try:
+            name = _ESCAPE.sub(_unescaped, name) if escaped else name
+        except ValueError as error:
+            raise FormatError(f"line {number:,}: {error}") from error
+        if name in ids:
+            raise FormatError(f"line {number:,}: the name is there twice")
+        ids[name] = id
+    if len(ids) != int(heading[1]) or whole_digest(ids) != heading[2]:
+        raise CorruptError(
+            f"is not whole: its first line says {int(heading[1]):,} tensors of another digest"
+        )
+    return ids
+
+
+def _unescaped(found: re.Match[str]) -> str:
+    text = found[1]
+    if text in _PLAIN:
+        return _PLAIN[text]
+    if len(text) < 3:
+        raise ValueError(f"there is no escape {found[0]}")
+    return chr(int(text[1:], 16))
+
+
+class ManifestDifferences(NamedTuple):
+    """Names that only the manifest has, only the checkpoint has, or that have another digest."""
+
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    differing: tuple[str, ...]
+
+    def findings(self) -> Iterator[Defect]:
+        said = ("missing: the manifest has it", "not in the manifest", "not as in the manifest")
+        for names, what in zip(self, said, strict=True):
+            for name in names:
+                yield Defect(what, tensors=(name,))
+
+
+def compare_ids(
+    ids: Mapping[str, str], expected: Mapping[str, str], matches: Matches | None = None
+) -> ManifestDifferences:
     """Return how tensors differ from a manifest, among those that are wanted."""
     wanted = {name: id for name, id in expected.items() if matches is None or matches(name)}
-    missing, unexpected, differing = manifest.compare(found.ids, wanted)
-    for names, what in (
-        (missing, "missing: the manifest has it"),
-        (unexpected, "not in the manifest"),
-        (differing, "not as in the manifest"),
-    ):
-        for name in names:
-            yield Defect(what, tensors=(name,))
+    return ManifestDifferences(
+        tuple(name for name in wanted if name not in ids),
+        tuple(name for name in ids if name not in wanted),
+        tuple(name for name, id in ids.items() if wanted.get(name, id) != id),
+    )
+
+
+# Checksums of parts, large ones in pieces
+
+PIECE = 64 << 20  # bytes of a part that one thread sums up
+DAMAGE = (FormatError, AmbiguousError, TensorError)  # wrong in a file; others are about reading it
+_NOTHING = Range(Memory(b""), 0, 0)
+
+
+class PartPiece(NamedTuple):
+    """Bytes `start` to `stop` of part `number`, or the reason why they cannot be read."""
+
+    number: int
+    extent: Extent
+    start: int
+    stop: int
+    error: InputError | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.stop - self.start
+
+
+def summed(
+    parts: list[CheckedPart], tell: Callable[[int], None]
+) -> Iterator[tuple[CheckedPart, str | None]]:
+    """Yield each part, and what is wrong with it."""
+
+    def result() -> tuple[CheckedPart, str | None]:
+        part = parts[number]
+        if wrong is not None or part.crc32 is None or total == part.crc32:
+            return part, wrong
+        return part, mismatch(part.what, total, part.crc32)
+
+    number, total, wrong = 0, 0, None
+    for piece, sum in ordered(_sum, _pieces(parts), lambda piece: piece.nbytes):
+        if piece.number != number:
+            yield result()
+            number, wrong = piece.number, None
+        if isinstance(sum, InputError):
+            wrong = wrong or f"{parts[number].what}: {sum.message}"
+        else:
+            total = crc32_combine(total, sum, piece.nbytes) if piece.start else sum
+        tell(piece.nbytes)
+    if parts:
+        yield result()
+
+
+def _pieces(parts: Iterable[CheckedPart]) -> Iterator[PartPiece]:
+    for number, part in enumerate(parts):
+        try:
+            extent = part.record.locate()
+        except InputError as error:
+            yield PartPiece(number, _NOTHING, 0, 0, error)
+            continue
+        if isinstance(extent, Range) and part.crc32 is None:
+            extent = _NOTHING
+        size = PIECE if isinstance(extent, Range) else max(1, extent.length)
+        for start in range(0, max(1, extent.length), size):
+            yield PartPiece(number, extent, start, min(start + size, extent.length))
+
+
+def _sum(piece: PartPiece) -> tuple[PartPiece, int | InputError]:
+    """Return the CRC-32 of a piece, or what is wrong with it.
+
+    Raises InputError where the bytes cannot be read: by the disk, the network or a limit.
+    """
+    if piece.error is not None:
+        return piece, piece.error
+    total = 0
+    try:
+        for data in compute.flow(piece.extent, piece.start, piece.stop):
+            total = crc32(data, total)
+    except DAMAGE as error:
+        return piece, error
+    return piece, total
+
+
+def with_tensors(damaged: list[tuple[CheckedPart, str]], tensors: list[Named]) -> Iterator[Defect]:
+    """Yield findings about damaged parts, with the names of all tensors in them."""
+    places = []
+    for name, tensor in tensors if damaged else ():
+        places += [(name, found) for found in located(tensor)]
+    for part, why in damaged:
+        try:
+            bad = list(leaves(part.record.locate()))
+        except InputError:
+            bad = []
+        hit = dict.fromkeys(
+            name for name, found in places if any(overlap(found, each) for each in bad)
+        )
+        yield Defect(why, part.file, tuple(hit))

@@ -17,15 +17,273 @@ two files with nothing in common, only some names are compared (``unsearched``).
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from heapq import heapify, heappop, heappush
+from itertools import chain, islice, product
 from typing import NamedTuple, TypeVar
 
-from ckptkit.analysis.families import INDICES, NONE, NUMBERS, Family, Parts, families
-from ckptkit.analysis.renaming import Rule, Rules
-from ckptkit.analysis.similarity import similarity
 from ckptkit.core.tensor import Shape
-from ckptkit.core.text import flatten
+from ckptkit.core.text import flatten, without
+
+# Which numbers count, from those that are most surely an index: alone between dots (``layers.3``),
+# any (``layer_3``).
+INDICES, NUMBERS, NONE = (
+    re.compile(text) for text in (r"(?<![^.])([0-9]+)(?![^.])", r"([0-9]+)", r"(?!)")
+)
+
+MOST = 64  # dots of a name that are looked at; one with more stands for itself
+
+Parts = tuple[str, ...]  # of a name, between dots
+Numbers = tuple[str, ...]
+Key = TypeVar("Key")
+
+
+class Family:
+    """Names with the same parts, their numbers aside.
+
+    ``members`` are by these numbers, in order of the file.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        self.parts = parts
+        self.members: dict[Numbers, str] = {}
+
+    @cached_property
+    def ranked(self) -> dict[tuple[int, ...], str]:
+        """Return the members by the rank of each number among all in its position.
+
+        ``layers.1`` to ``layers.12`` and ``blocks.0`` to ``blocks.11`` have equal ranks.
+        """
+        if len(self.members) == 1:
+            return {(): next(iter(self.members.values()))}
+        places = [
+            sorted(set(values), key=lambda n: (len(n), n))
+            for values in zip(*self.members, strict=True)
+        ]
+        ranks = [{value: rank for rank, value in enumerate(values)} for values in places]
+        varying = [place for place, values in enumerate(places) if len(values) > 1]
+        return {
+            tuple([ranks[place][numbers[place]] for place in varying]): name
+            for numbers, name in self.members.items()
+        }
+
+    def meets(self, other: Family) -> Iterable[Mapping[str, str]]:
+        """Yield ways to rename this family to the other: by equal numbers, by equal ranks."""
+        yield _joined(self.members, other.members)
+        if (
+            len(self.members) == len(other.members) == 1
+            and self.members.keys() == other.members.keys()
+        ):
+            return
+        if len(self.ranked) == len(other.ranked) and self.ranked.keys() == other.ranked.keys():
+            yield _joined(self.ranked, other.ranked)
+
+
+def _joined(ours: Mapping[Key, str], theirs: Mapping[Key, str]) -> dict[str, str]:
+    return {name: theirs[key] for key, name in ours.items() if key in theirs}
+
+
+def families(names: Iterable[str], numbers: re.Pattern[str] = INDICES) -> dict[Parts, Family]:
+    """The families of `names`, by their parts; `numbers` finds what may differ."""
+    found: dict[Parts, Family] = {}
+    for name in names:
+        pieces = [name] if name.count(".") >= MOST else numbers.split(name)
+        parts = tuple("{}".join(pieces[::2]).split(".", MOST))
+        family = found.get(parts)
+        if family is None:
+            family = found[parts] = Family(parts)
+        family.members[tuple(pieces[1::2])] = name
+    return found
+
+
+LONGEST = 64  # characters of a part, and parts of a name, that are looked at
+_WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|[0-9]+")
+
+
+def similarity(ours: Sequence[str], theirs: Sequence[str]) -> float:
+    """One minus the edit distance of two sequences of parts, by the length of the longer one.
+
+    Exchanging a part for another costs what these two have not in common.
+    """
+    ours, theirs = ours[:LONGEST], theirs[:LONGEST]
+    row = [float(n) for n in range(len(theirs) + 1)]
+    for number, part in enumerate(ours, 1):
+        before, row[0] = row[0], float(number)
+        for n, other in enumerate(theirs, 1):
+            before, row[n] = (
+                row[n],
+                min(row[n] + 1, row[n - 1] + 1, before + 1 - _alike(part, other)),
+            )
+    return 1 - row[-1] / max(len(ours), len(theirs), 1)
+
+
+@lru_cache(maxsize=1 << 16)
+def _alike(one: str, other: str) -> float:
+    """Return half for what an edit leaves, half for a common beginning (``q``, ``query``)."""
+    if one == other:
+        return 1.0
+    one, other = one[:LONGEST], other[:LONGEST]
+    left = 1 - _distance(one, other) / max(len(one), len(other))
+    begun = max((_begun(a, b) for a, b in product(_words(one), _words(other))), default=0.0)
+    return min(0.99, (left + begun) / 2)
+
+
+def _words(part: str) -> list[str]:
+    return [word.lower() for word in _WORD.findall(part)][:8]
+
+
+def _begun(one: str, other: str) -> float:
+    """Return the share of the shorter word that the longer one begins with."""
+    shorter = min(len(one), len(other))
+    same = next((n for n in range(shorter) if one[n] != other[n]), shorter)
+    return same / shorter
+
+
+def _distance(one: str, other: str) -> int:
+    """Return the number of characters to insert, delete or exchange."""
+    row = list(range(len(other) + 1))
+    for number, char in enumerate(one, 1):
+        before, row[0] = row[0], number
+        for n, each in enumerate(other, 1):
+            before, row[n] = row[n], min(row[n] + 1, row[n - 1] + 1, before + (char != each))
+    return row[-1]
+
+
+# of families with one suffix and shape that are looked at; with more, the suffix says nothing
+PAIRS = 4_096
+COMPARED = 10_000  # rules whose names are compared
+WORK = 3_000_000  # names that are looked at, in all
+DEEPEST = 24  # parts of a suffix
+MARGIN = 0.05  # of similarity, that makes a name clearly nearer
+
+
+class Rule(NamedTuple):
+    """Names that begin with `old` begin with `new` instead; numbers are ``{}``."""
+
+    old: Parts
+    new: Parts
+
+
+Families = Mapping[Parts, Family]
+Join = Callable[[Family, Family], dict[str, str]]
+
+
+class Rules:
+    """The rules between two sets of families; `join` gives the names of two families that may still
+    be one."""
+
+    def __init__(self, ours: Families, theirs: Families, join: Join) -> None:
+        self.ours, self.theirs, self.join = ours, theirs, join
+        self.work = WORK
+        self.votes: dict[Rule, int] = defaultdict(int)
+        self.claims: dict[tuple[bool, Parts], list[Rule]] = defaultdict(
+            list
+        )  # rules by the heads that they exchange
+        self._vote()
+        self.heads: dict[Parts, list[Family]] = defaultdict(list)
+        known = {rule.old for rule in self.votes}
+        for parts, family in ours.items():
+            for n in range(len(parts)):
+                if parts[:n] in known:
+                    self.heads[parts[:n]].append(family)
+
+    def _vote(self) -> None:
+        """Rules that pairs of families propose, the longest suffixes first."""
+        done: set[tuple[Parts, Parts]] = set()
+        for length in range(min(DEEPEST, _longest(self.ours), _longest(self.theirs)), 0, -1):
+            ours, theirs = _by_suffix(self.ours, length), _by_suffix(self.theirs, length)
+            for suffix in ours.keys() & theirs.keys():
+                if len(ours[suffix]) * len(theirs[suffix]) > PAIRS:
+                    continue
+                for a in ours[suffix]:
+                    for b in theirs[suffix]:
+                        if (a.parts, b.parts) not in done and self.work > 0:
+                            done.add((a.parts, b.parts))
+                            self._propose(
+                                Rule(a.parts[:-length], b.parts[:-length]),
+                                length,
+                                self._names(a, b),
+                            )
+
+    def _propose(self, rule: Rule, length: int, names: Mapping[str, str]) -> None:
+        if not names:
+            return
+        if rule not in self.votes:
+            self.claims[False, rule.old].append(rule)
+            self.claims[True, rule.new].append(rule)
+        self.votes[rule] += len(names) * length
+
+    def _names(self, ours: Family, theirs: Family) -> dict[str, str]:
+        self.work -= len(ours.members)
+        return self.join(ours, theirs)
+
+    def found(self) -> Iterator[tuple[Rule, dict[str, str], bool]]:
+        """Yield rules in the order of use, the names that each gives, and whether it had no rival.
+
+        The caller takes the names away before it asks for the next one.
+        """
+        near = {rule: similarity(rule.old, rule.new) for rule in islice(self.votes, COMPARED)}
+        heap = [
+            (-votes, -near.get(rule, 0), n, rule)
+            for n, (rule, votes) in enumerate(self.votes.items())
+        ]
+        heapify(heap)
+        while heap and self.work > 0:
+            votes, nearness, number, rule = heappop(heap)
+            names, weight = self._effect(rule)
+            if weight < -votes:
+                if weight:
+                    heappush(heap, (-weight, nearness, number, rule))
+                continue
+            rivals = [
+                near.get(each, 0)
+                for each in self._rivals(rule)
+                if self._contest(each, names, weight)
+            ]
+            if not rivals or near.get(rule, 0) >= max(rivals) + MARGIN:
+                yield rule, names, not rivals
+
+    def _effect(self, rule: Rule) -> tuple[dict[str, str], int]:
+        """Return the names that a rule explains now, and their weight."""
+        names: dict[str, str] = {}
+        weight = 0
+        for family in self.heads[rule.old]:
+            rest = family.parts[len(rule.old) :]
+            other = self.theirs.get((*rule.new, *rest))
+            if other is not None:
+                found = self._names(family, other)
+                names |= found
+                weight += len(found) * len(rest)
+        return names, weight
+
+    def _rivals(self, rule: Rule) -> list[Rule]:
+        claims = (*self.claims[False, rule.old], *self.claims[True, rule.new])
+        return [each for each in claims if each != rule and self.votes[each] >= self.votes[rule]]
+
+    def _contest(self, rival: Rule, names: Mapping[str, str], weight: int) -> bool:
+        """Return whether a rule explains as much as another one, and some of the same keys."""
+        theirs, as_much = self._effect(rival)
+        return as_much >= weight and (
+            not names.keys().isdisjoint(theirs)
+            or not set(names.values()).isdisjoint(theirs.values())
+        )
+
+
+def _longest(side: Families) -> int:
+    return max(map(len, side), default=0)
+
+
+def _by_suffix(side: Families, length: int) -> dict[Parts, list[Family]]:
+    found: dict[Parts, list[Family]] = defaultdict(list)
+    for parts, family in side.items():
+        if len(parts) >= length:
+            found[parts[-length:]].append(family)
+    return found
+
 
 T = TypeVar("T")
 K = TypeVar("K", bound=Hashable)
@@ -254,3 +512,160 @@ def _grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
     for item in items:
         found.setdefault(key(item), []).append(item)
     return found
+
+
+Shapes = Mapping[str, "Shape | None"]  # None: not a tensor, or one whose shape is not known yet
+
+SAMPLE = 500  # names that are looked at to find the prefixes
+PREFIXES = 16  # of each side that are tried
+
+CERTAIN = "torch"  # why two names are one: torch.nn.utils called it so, and parametrizations do now
+_PARAMETRIZED = re.compile(r"(.*\.)?parametrizations\.([^.]+)\.(original[01]?|0\._[uv])", re.DOTALL)
+_BEFORE = {
+    "original0": "_g", "original1": "_v",  # weight_norm
+    "original": "_orig", "0._u": "_u", "0._v": "_v",  # spectral_norm
+}  # fmt: skip
+
+
+class Way(NamedTuple):
+    """The prefixes to take from the names of one side, and to put before what is left."""
+
+    strip: str = ""
+    add: str = ""
+
+    def __call__(self, name: str) -> str:
+        return self.add + name.removeprefix(self.strip)
+
+
+def pair(ours: Mapping[str, Kind], theirs: Mapping[str, Kind], way: Way) -> Matching:
+    """Pair the names that only one side has, after `way` has renamed ours.
+
+    `ours` are as they are in the file, and so are the old names of the pairs.
+    """
+    back = {way(name): name for name in ours}
+    rest = {name: ours[old] for name, old in back.items() if name not in theirs}
+    lacking = without(theirs, back)
+    fixed = certain(shapes_of(rest), shapes_of(lacking))
+    taken = {*fixed.values()}
+    found = match(
+        without(rest, fixed),
+        without(lacking, taken),
+    )
+    known = [Renamed(old, new, rest[old], lacking[new], 1.0, CERTAIN) for old, new in fixed.items()]
+    place = {name: number for number, name in enumerate(ours)}
+
+    def in_file(pairs: Iterable[Renamed]) -> tuple[Renamed, ...]:
+        named = [each._replace(old=back[each.old]) for each in pairs]
+        return tuple(sorted(named, key=lambda each: place[each.old]))
+
+    return Matching(in_file((*known, *found.renamed)), in_file(found.reshaped), found.unsearched)
+
+
+def pairs(ours: Mapping[str, Kind], theirs: Mapping[str, Kind], common: Iterable[str]) -> Matching:
+    """Pair the names that only one side has; those that both have are `common`."""
+    way = prefixes(shapes_of(ours), shapes_of(theirs), common)
+    met = list(moved(ours, theirs, way))
+    found = pair(ours, theirs, way)
+    place = {name: number for number, name in enumerate(ours)}
+
+    def in_order(*groups: Iterable[Renamed]) -> tuple[Renamed, ...]:
+        return tuple(sorted(chain(*groups), key=lambda each: place[each.old]))
+
+    same = [each for each in met if each.a.shape == each.b.shape]
+    other = [each for each in met if each.a.shape != each.b.shape]
+    renamed, reshaped = in_order(same, found.renamed), in_order(other, found.reshaped)
+    return Matching(renamed, reshaped, found.unsearched)
+
+
+def shapes_of(kinds: Mapping[str, Kind]) -> dict[str, Shape]:
+    """Return the shape of each name."""
+    return {name: kind.shape for name, kind in kinds.items()}
+
+
+def moved(ours: Mapping[str, Kind], theirs: Mapping[str, Kind], way: Way) -> Iterator[Renamed]:
+    """The pairs that `way` makes, of equal shapes or not."""
+    met = {name: new for name in ours if (new := way(name)) != name and new in theirs}
+    confidence = sure(Rule(*(tuple(each.split(".")[:-1]) for each in way)), len(met), True)
+    for name, new in met.items():
+        a, b = ours[name], theirs[new]
+        yield Renamed(name, new, a, b, confidence if a.shape == b.shape else 0.4, "suffix")
+
+
+def is_taken_by_torch(pair: Renamed) -> bool:
+    """Return whether the model itself takes the old name, as a hook of today's weight_norm does."""
+    found = _PARAMETRIZED.fullmatch(pair.new)
+    return pair.why == CERTAIN and found is not None and found[3] in ("original0", "original1")
+
+
+def certain(ours: Shapes, theirs: Shapes) -> dict[str, str]:
+    """Names on both sides that are one because torch changed them, in either direction."""
+    found = {old: new for new, old in _before(theirs, ours)}
+    return found | dict(_before(ours, theirs))
+
+
+def _before(new: Shapes, old: Shapes) -> Iterator[tuple[str, str]]:
+    for name, shape in new.items():
+        parts = _PARAMETRIZED.fullmatch(name)
+        if parts is not None:
+            other = f"{parts[1] or ''}{parts[2]}{_BEFORE[parts[3]]}"
+            if other in old and fits(shape, old[other]):
+                yield name, other
+
+
+def fits(ours: Shape | None, theirs: Shape | None) -> bool:
+    """Return whether torch would take it.
+
+    Before torch 0.4 scalars had the shape (1,).
+    """
+    return ours is None or theirs is None or ours == theirs or (ours == (1,) and theirs == ())
+
+
+def prefixes(ours: Shapes, theirs: Shapes, common: Iterable[str] = ()) -> Way:
+    """Return the prefixes to strip from the file's names and to add, so that most are the model's.
+
+    Names that both sides have (and those in `common`) are never changed, nothing is added to some
+    names alone, and no two names become one. Both are empty where nothing is better, or where two
+    ways are equally good and give different tensors.
+    """
+    common = {*common, *(ours.keys() & theirs.keys())}
+    rest = [name for name in ours if name not in common]
+    sample = {name: ours[name] for name in rest[:: max(1, len(rest) // SAMPLE)]}
+    lacking = [name for name in theirs if name not in common]
+    ways = [Way(*each) for each in product(_leading(sample), _leading(lacking))]
+    best, most, unique = Way(), 0, True
+    images: list[str | None] = []
+    for way in sorted(ways, key=lambda way: len(way.strip) + len(way.add)):
+        made = [_image(name, shape, way, theirs) for name, shape in sample.items()]
+        hits = len(made) - made.count(None)
+        worse = hits < max(most, 1) or (hits == most and made == images)
+        if worse or not _is_harmless(way, ours, common):
+            continue
+        unique = hits > most
+        if unique:
+            best, most, images = way, hits, made
+    return best if unique else Way()
+
+
+def _is_harmless(way: Way, ours: Shapes, common: AbstractSet[str]) -> bool:
+    if any(way(name) != name for name in common):
+        return False
+    if way.strip and way.add and not all(name.startswith(way.strip) for name in ours):
+        return False
+    images = {way(name) for name in ours}
+    return len(images) == len(ours) and images.isdisjoint(common - ours.keys())
+
+
+def _leading(names: Iterable[str]) -> list[str]:
+    """The empty prefix and the most common dotted beginnings of names."""
+    sample = list(names)
+    counts: Counter[str] = Counter()
+    for name in sample[:: max(1, len(sample) // SAMPLE)]:
+        parts = name.split(".")[:PREFIXES]
+        counts.update(".".join(parts[:n]) + "." for n in range(1, len(parts)))
+    return ["", *(prefix for prefix, _ in counts.most_common(PREFIXES))]
+
+
+def _image(name: str, shape: Shape | None, way: Way, theirs: Shapes) -> str | None:
+    """Return the changed name, if the other side has it."""
+    new = way(name)
+    return new if new in theirs and fits(shape, theirs[new]) else None

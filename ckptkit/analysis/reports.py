@@ -6,11 +6,10 @@ import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, cast
 
-from ckptkit.analysis import digests, summary
+from ckptkit.analysis import digests, json_facts, summary
 from ckptkit.analysis import stats as statistics
 from ckptkit.analysis import verify as verification
-from ckptkit.analysis.tensor_digest import sha256_each
-from ckptkit.analysis.view_model import as_json, scanned
+from ckptkit.analysis.digests import sha256_each
 from ckptkit.api import reading
 from ckptkit.core import arguments
 from ckptkit.core.checkpoint import Checkpoint, Source
@@ -51,7 +50,7 @@ def inspect(
         found = summary.summarize(checkpoint if stored or sha256 else look_through(checkpoint))
         rows = summary.matching(found.rows, globs)
         sums = list(sha256_each((row.place, row.tensor) for row in rows)) if sha256 else None
-        facts = listed(as_json.file(found, rows, sums, is_selection=bool(globs)))
+        facts = listed(json_facts.file(found, rows, sums, is_selection=bool(globs)))
     return cast("InspectFile", facts)
 
 
@@ -73,7 +72,7 @@ def stats(
         checkpoint = opened if stored else look_through(opened)
         found = statistics.Statistics(statistics.chosen(checkpoint, globs, everything))
         rows = found.rows()
-        facts = listed(as_json.statistics(checkpoint.name, checkpoint.format, found, rows))
+        facts = listed(json_facts.statistics(checkpoint.name, checkpoint.format, found, rows))
     return cast("StatsFacts", facts)
 
 
@@ -90,7 +89,7 @@ def digest(
     matches = matcher(globs) if globs else None
     with reading(source, key=key) as checkpoint:
         found = digests.digest(checkpoint, everything=everything, matches=matches)
-        facts = listed(as_json.digests(checkpoint.name or "", checkpoint.format, found))
+        facts = listed(json_facts.digests(checkpoint.name or "", checkpoint.format, found))
     return cast("DigestFile", facts)
 
 
@@ -101,7 +100,7 @@ def verify(source: Source, *, values: bool = False, key: str | None = None) -> V
     """
     arguments.flags(values=values)
     found = verification.verify(file_of(source), values=values, key=key)
-    return cast("VerifyFile", listed(as_json.verdict(found)))
+    return cast("VerifyFile", listed(json_facts.verdict(found)))
 
 
 def scan(source: Source, *, trust: str | Iterable[str] = ()) -> list[ScanFile | ScanFailed]:
@@ -111,7 +110,7 @@ def scan(source: Source, *, trust: str | Iterable[str] = ()) -> list[ScanFile | 
     globs of names of classes and functions that may be called.
     """
     found = scan_all([file_of(source)], trust=arguments.texts("trust", trust))
-    return [cast("ScanFile | ScanFailed", listed(scanned.file(each))) for each in found]
+    return [cast("ScanFile | ScanFailed", listed(json_facts.scanned(each))) for each in found]
 
 
 def file_of(source: object) -> str:

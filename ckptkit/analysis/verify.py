@@ -1,19 +1,28 @@
-"""Verification: structure, lengths and checksums; on request a manifest, and the elements."""
+"""Scales of quantized weights: how many are zero, and how many are no numbers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
-from ckptkit import formats
-from ckptkit.analysis.checksums import DAMAGE, summed, with_tensors
-from ckptkit.analysis.digests import Matches, Progress, differences, digest
-from ckptkit.analysis.scales import scales
+from ckptkit import formats, quantized
+from ckptkit.analysis.digests import (
+    DAMAGE,
+    Matches,
+    Progress,
+    compare_ids,
+    digest,
+    summed,
+    with_tensors,
+)
 from ckptkit.api import PathLike
-from ckptkit.compute.nonfinite import nonfinite
+from ckptkit.compute.blocks import Numbers
+from ckptkit.compute.nonfinite import nonfinite, zeros
 from ckptkit.compute.threads import ordered
 from ckptkit.core.bytesource import ByteSource, Folder
 from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import (
     NO_CHECKSUM,
     AmbiguousError,
@@ -26,6 +35,39 @@ from ckptkit.core.tensor import Tensor
 from ckptkit.core.text import some
 from ckptkit.formats.format import CheckedPart, Defect, Format, Probe, open_place, steady
 from ckptkit.formats.recovering import tensors
+
+_EXPONENTS = ("exponent", "ldexp")  # bytes, of which 255 is no exponent
+
+
+class Scales(NamedTuple):
+    """A tensor of scales; `divides`: weights are divided by it, so that a zero is no scale."""
+
+    name: str
+    total: int
+    zeros: int
+    nonfinite: int  # only those that are stored as bytes: the others are seen as they are
+    divides: bool
+
+
+def scales(ck: Checkpoint) -> Iterator[Scales]:
+    """Yield the scales of the quantized weights that are read. Reads all of them."""
+    found = quantized.find(ck)
+    names = {id(tensor): name for name, tensor in ck.weights.items()} if found else {}
+    for group in found.groups:
+        for numbers in group.layout.scales if group.layout is not None else ():
+            tensor = group.inputs[numbers.input]
+            if numbers.dtype != "map":  # the bytes of nested scales are positions in a table
+                yield _counted(names.get(id(tensor), group.name), tensor, numbers)
+
+
+def _counted(name: str, tensor: Tensor, numbers: Numbers) -> Scales:
+    is_bytes = tensor.dtype.name == "uint8"
+    if is_bytes:
+        dtype = "float8_e8m0fnu" if numbers.dtype in _EXPONENTS else numbers.dtype
+        tensor = replace(tensor, dtype=BY_NAME[dtype])
+    odd = sum(nonfinite(tensor)) if is_bytes else 0
+    return Scales(name, tensor.numel, zeros(tensor), odd, numbers.combine == "divide")
+
 
 COMPARED = 1_000  # findings among which repetitions are left out; more are kept as they are
 
@@ -79,7 +121,7 @@ def verify(
                 look.at_scales(checkpoint)
             if checkpoint is not None and expected is not None:
                 found = digest(checkpoint, key=key, matches=matches, sums=False, progress=progress)
-                look.findings += differences(found, expected, matches)
+                look.findings += compare_ids(found.ids, expected, matches).findings()
             return look.verdict()
     except CkptkitError as error:
         raise error.at(place.name) from error.__cause__

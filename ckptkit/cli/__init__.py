@@ -286,7 +286,7 @@ def _say_as_json(error: BaseException) -> None:
     error = foreseen(error)
     if render.begun or not isinstance(error, (CkptkitError, click.ClickException)):
         return
-    from ckptkit.analysis.view_model.as_json import failure
+    from ckptkit.analysis.json_facts import failure
 
     if isinstance(error, click.ClickException):
         error = UsageError(_message_of(error), hint=_hint_of(error))

@@ -322,7 +322,7 @@ def _facts(job: Job, outcome: Outcome) -> dict[str, Any]:
     file = shown_url(job.input.path)
     error = None
     if outcome.error is not None:
-        from ckptkit.analysis.view_model.as_json import failure
+        from ckptkit.analysis.json_facts import failure
 
         failed = CkptkitError(outcome.error, hint=outcome.hint, code=outcome.code)
         error = failure(failed)["error"]

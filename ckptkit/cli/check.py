@@ -12,7 +12,7 @@ from ckptkit.core.errors import UsageError
 from ckptkit.core.text import argument, shell_command, some
 
 if TYPE_CHECKING:
-    from ckptkit.analysis.config_field import Compared
+    from ckptkit.analysis.config_check import Compared
     from ckptkit.core.checkpoint import Checkpoint
 
 SCHEMA = "ckptkit.check/1"

@@ -118,7 +118,7 @@ def _compare(
     stored: bool,
     everything: bool,
 ) -> Diff:
-    from ckptkit.analysis.diff_checkpoints import compare_checkpoints, entire
+    from ckptkit.analysis.diff import compare_checkpoints, entire
     from ckptkit.api import reading
     from ckptkit.quantized import look_through_both
 
@@ -153,7 +153,7 @@ def _compare(
 
 def _nbytes(sides: Sequence[Checkpoint], everything: bool) -> int:
     """Return the bytes of the tensors to compare, about: those that only one side has count too."""
-    from ckptkit.analysis.diff_checkpoints import has_weights
+    from ckptkit.analysis.diff import has_weights
 
     if everything or not has_weights(*sides):
         from ckptkit.analysis.summary import summarize

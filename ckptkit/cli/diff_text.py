@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ckptkit.analysis import view_model
+from ckptkit.analysis.columns import ViewTable
 from ckptkit.analysis.diff import Diff
-from ckptkit.analysis.view_model import Table, differences
 from ckptkit.cli.render import labelled, listed, plural, table, terminal_width, wrapped
 from ckptkit.core.text import flatten
 
@@ -13,10 +14,10 @@ from ckptkit.core.text import flatten
 def lines(found: Diff) -> Iterator[str]:
     """Yield a block for each kind of difference, and the lines below them."""
     paired = bool(found.renamed or found.reshaped)
-    for each in differences.tables(found):
+    for each in view_model.diff_tables(found):
         yield from _block(each, paired)
         yield ""
-    yield from flatten(map(_remark, differences.remarks(found)))
+    yield from flatten(map(_remark, view_model.diff_remarks(found)))
 
 
 def _remark(line: str) -> list[str]:
@@ -24,14 +25,14 @@ def _remark(line: str) -> list[str]:
     return [labelled(first), *rest]
 
 
-def _block(found: Table, paired: bool) -> Iterator[str]:
+def _block(found: ViewTable, paired: bool) -> Iterator[str]:
     """Yield a table whose first heading is its title; names alone are a list."""
     if len(found.headers) == 1:
         more = " more" if paired else ""
         yield labelled(f"{found.title}: {plural(found.things, 'key')}{more}")
         yield from listed(name for (name,) in found.rows)
         return
-    is_pairs = found.headers == differences.PAIRED
+    is_pairs = found.headers == view_model.PAIRED
     title = f"{found.title} {found.headers[0]}" if is_pairs else found.title
     headers = (title, *found.headers[1:])
     widths = [max(map(len, column)) for column in zip(headers, *found.rows, strict=True)]

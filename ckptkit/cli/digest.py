@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain, islice, starmap
 from typing import TYPE_CHECKING, Any
 
@@ -161,9 +161,9 @@ def _seen(checkpoint: Checkpoint, dtype: str | None, file: str) -> Checkpoint:
 
 def _lines(digests: Digests, path: str | None = None) -> Iterator[str]:
     """Yield the lines of the manifest, the first one with `path` if given."""
-    from ckptkit.analysis import manifest
+    from ckptkit.analysis.digests import manifest_lines
 
-    first, *others = manifest.lines(digests.ids, render.escape)
+    first, *others = manifest_lines(digests.ids, render.escape)
     yield first if path is None else render.escape(f"{first}  {path}")
     yield from others
 
@@ -181,18 +181,20 @@ def _write(digests: Digests, path: str, force: bool) -> None:
 def _compare(
     path: str, digests: Digests, expected: str, matches: Matches | None, as_json: bool, quiet: bool
 ) -> int:
-    from ckptkit.analysis.digests import differences, read_manifest
+    from ckptkit.analysis.digests import compare_ids, read_manifest
     from ckptkit.cli.verify import finding_text
 
     known = read_manifest(expected)
-    found = list(differences(digests, known, matches))
+    names = compare_ids(digests.ids, known, matches)
+    found = list(names.findings())
     if as_json:
         render.emit_json(
             {
                 "schema": SCHEMA,
                 "file": path,
                 "manifest": expected,
-                **_comparison(digests.ids, known, matches),
+                "equal": not found,
+                **{kind: list(names) for kind, names in names._asdict().items()},
             }
         )
     elif found:
@@ -207,24 +209,10 @@ def _compare(
     return DIFFERENT if found else 0
 
 
-def _comparison(
-    ids: Mapping[str, str], known: Mapping[str, str], matches: Matches | None
-) -> dict[str, Any]:
-    from ckptkit.analysis.manifest import compare
-
-    found = compare(
-        ids, {name: id for name, id in known.items() if matches is None or matches(name)}
-    )
-    return {
-        "equal": not any(found),
-        **{name: list(names) for name, names in found._asdict().items()},
-    }
-
-
 def _facts(path: str, format: str, digests: Digests | CkptkitError) -> dict[str, Any]:
     """Return FILE of the JSON schema, its tensors as an iterator."""
-    from ckptkit.analysis.view_model import as_json
+    from ckptkit.analysis import json_facts
 
     if isinstance(digests, CkptkitError):
-        return as_json.failure(digests, path)
-    return as_json.digests(path, format, digests)
+        return json_facts.failure(digests, path)
+    return json_facts.digests(path, format, digests)

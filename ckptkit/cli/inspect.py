@@ -95,9 +95,9 @@ def command(
         raise click.UsageError("--digest needs --json")
     failures: list[CkptkitError] = []
     if as_json:
-        from ckptkit.analysis.view_model import as_json as model
+        from ckptkit.analysis import json_facts
 
-        found = _each(files, key, lambda ck: _facts(ck, want), failures, model.failure)
+        found = _each(files, key, lambda ck: _facts(ck, want), failures, json_facts.failure)
         render.emit_json({"schema": SCHEMA, "files": found})
     else:
         _print(_each(files, key, lambda ck: _lines(ck, want), failures))
@@ -158,18 +158,18 @@ def _readable(
 
 
 def _facts(checkpoint: Checkpoint, want: Wanted) -> dict[str, Any]:
+    from ckptkit.analysis import json_facts
     from ckptkit.analysis.summary import summarize
-    from ckptkit.analysis.view_model import as_json
     from ckptkit.quantized import look_through
 
     summary = summarize(checkpoint if want.stored or want.digest else look_through(checkpoint))
     rows = _rows(summary, want)
     digests = _digests(rows) if want.digest else None
-    return as_json.file(summary, rows, digests, is_selection=bool(want.globs))
+    return json_facts.file(summary, rows, digests, is_selection=bool(want.globs))
 
 
 def _digests(rows: list[TensorRow]) -> list[str | None]:
-    from ckptkit.analysis.tensor_digest import sha256_each
+    from ckptkit.analysis.digests import sha256_each
     from ckptkit.cli.progress import Progress
 
     with Progress("digest", sum(row.nbytes for row in rows)) as progress:

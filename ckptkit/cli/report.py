@@ -165,7 +165,7 @@ def _have_weights(found: list[Checkpoint]) -> bool:
 
 
 def _page(found: list[Checkpoint], values: bool, everything: bool) -> tuple[bytes, int]:
-    from ckptkit.analysis.diff_checkpoints import compare_checkpoints
+    from ckptkit.analysis.diff import compare_checkpoints
     from ckptkit.views.page import facts, report
 
     seen = _seen(found, values)

@@ -86,9 +86,9 @@ def command(
 
 
 def _json(results: Iterable[FileVerdict | Failure]) -> dict[str, Any]:
-    from ckptkit.analysis.view_model import scanned
+    from ckptkit.analysis import json_facts
 
-    return {"schema": SCHEMA, "files": map(scanned.file, results)}
+    return {"schema": SCHEMA, "files": map(json_facts.scanned, results)}
 
 
 def _sarif(results: Iterable[FileVerdict | Failure], strict: bool) -> dict[str, Any]:

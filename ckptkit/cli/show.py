@@ -246,15 +246,15 @@ def _counted(shown: Shown, counted: bool, corner: grid.Corner | None = None) -> 
 
 
 def _summaries(shown: list[Shown], corners: list[grid.Corner], counted: bool) -> Iterator[str]:
-    from ckptkit.analysis.view_model import statistics
+    from ckptkit.analysis import view_model
 
     for each, corner in zip(shown, corners, strict=True):
         tally, whole = _counted(each, counted, corner)
-        numbers = statistics.numbers(tally, each.tensor.dtype.kind)
+        numbers = view_model.numbers(tally, each.tensor.dtype.kind)
         of = "" if whole else f" of {each.part.numel:,} (--stats reads all)"
         yield ""
         title = f"{each.path}: " if len(shown) > 1 else ""
-        named = ", ".join(statistics.measured(numbers))
+        named = ", ".join(view_model.measured(numbers))
         counted_text = render.escape(f"{title}{render.plural(tally.count, 'value')}{of}: ")
         yield from render.wrapped(counted_text + named)
         yield from _histogram(tally.histogram.at_most(BINS))
@@ -299,8 +299,8 @@ def _facts(shown: list[Shown], counted: bool) -> dict[str, Any]:
 
 def _json(shown: Shown, counted: bool) -> dict[str, Any]:
     from ckptkit import compute
+    from ckptkit.analysis import view_model
     from ckptkit.analysis.slices import show
-    from ckptkit.analysis.view_model import statistics
 
     part = shown.part
     if part.numel > LISTED:
@@ -310,7 +310,7 @@ def _json(shown: Shown, counted: bool) -> dict[str, Any]:
             hint="select a part, as in '[0, :, 3:7]'",
         )
     tally, _ = _counted(shown, True)
-    numbers = statistics.numbers(tally, part.dtype.kind)
+    numbers = view_model.numbers(tally, part.dtype.kind)
     return {
         "file": shown.path,
         "name": shown.name,
@@ -326,7 +326,7 @@ def _json(shown: Shown, counted: bool) -> dict[str, Any]:
 
 def _listed(value: Any) -> Any:
     """Return nested lists of JSON numbers; a complex number is a pair."""
-    from ckptkit.analysis.values import json_number
+    from ckptkit.analysis.summary import json_number
 
     if isinstance(value, list):
         return [_listed(each) for each in value]

@@ -119,16 +119,16 @@ def _text(
     checkpoint: Checkpoint, found: Statistics, rows: Iterator[TensorStats], form: str
 ) -> Iterator[str]:
     """Yield the output in pieces."""
-    from ckptkit.analysis.view_model import as_json, statistics
+    from ckptkit.analysis import json_facts, view_model
 
     if form == "json":
-        facts = as_json.statistics(checkpoint.name, checkpoint.format, found, rows)
+        facts = json_facts.statistics(checkpoint.name, checkpoint.format, found, rows)
         yield from render.json_pieces({"schema": SCHEMA, **facts})
         yield "\n"
     elif form == "csv":
         yield from _csv(rows)
     else:
-        shown = statistics.table(rows, found, bars)
+        shown = view_model.statistics_table(rows, found, bars)
         lines = render.table(shown.headers, shown.rows, right=shown.right)
         yield from (f"{line}\n" for line in lines)
 
@@ -153,9 +153,9 @@ def _arranged(
 
 
 def _numbers(row: TensorStats) -> dict[str, Any]:
-    from ckptkit.analysis.view_model import statistics
+    from ckptkit.analysis import view_model
 
-    return statistics.numbers(row.tally, row.kind)
+    return view_model.numbers(row.tally, row.kind)
 
 
 def _cell(name: str) -> str:

@@ -17,8 +17,7 @@ from ckptkit.core.text import flatten
 from ckptkit.core.tree import join
 
 if TYPE_CHECKING:
-    from ckptkit.analysis.summary import TensorRow
-    from ckptkit.analysis.values import Plain
+    from ckptkit.analysis.summary import Plain, TensorRow
     from ckptkit.core.checkpoint import Checkpoint
     from ckptkit.core.tensor import Tensor
 
@@ -60,7 +59,7 @@ def _facts(checkpoint: Checkpoint) -> Iterator[str]:
 
 def _digests(rows: Sequence[TensorRow], stored: Mapping[str, Tensor]) -> Iterator[str | None]:
     """Yield the digest of each row: of a quantized weight, over all tensors that it is made of."""
-    from ckptkit.analysis.tensor_digest import sha256_each
+    from ckptkit.analysis.digests import sha256_each
 
     made_of = [_made_of(row, stored) for row in rows]
     found = sha256_each(flatten(made_of))

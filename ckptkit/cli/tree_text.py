@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
+from ckptkit.analysis.columns import sentence
 from ckptkit.analysis.shares import Share, parts
-from ckptkit.analysis.values import plain
-from ckptkit.analysis.view_model.contents import value_text
-from ckptkit.analysis.view_model.tensors import sentence
+from ckptkit.analysis.summary import plain
+from ckptkit.analysis.view_model import value_text
 from ckptkit.cli.bars import horizontal_bars
 from ckptkit.cli.narrow import NARROWEST, shortened
 from ckptkit.cli.render import escape, plural, terminal_width

@@ -137,12 +137,12 @@ class _Shown:
                 render.emit_text(*lines(each))
 
     def _facts(self, found: Verdict | CkptkitError) -> dict[str, Any]:
-        from ckptkit.analysis.view_model import as_json
+        from ckptkit.analysis import json_facts
 
         if isinstance(found, CkptkitError):
-            return as_json.failure(found)
+            return json_facts.failure(found)
         self.wrong |= not found.ok
-        return as_json.verdict(found)
+        return json_facts.verdict(found)
 
 
 def lines(verdict: Verdict) -> Iterator[str]:

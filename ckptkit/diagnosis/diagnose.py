@@ -9,8 +9,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from ckptkit import formats, quantized
-from ckptkit.analysis.matching import Kind
-from ckptkit.analysis.pairing import Way, prefixes, shapes_of
+from ckptkit.analysis.matching import Kind, Way, prefixes, shapes_of
 from ckptkit.analysis.summary import Summary, summarize
 from ckptkit.analysis.verify import Verdict, verify
 from ckptkit.api import Conversion, PathLike, convert

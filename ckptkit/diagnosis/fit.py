@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from glob import escape
 
 from ckptkit.analysis.advice import add_module, convert, edit, strip_module
-from ckptkit.analysis.matching import Kind, Renamed
-from ckptkit.analysis.pairing import Way, is_taken_by_torch, pair
+from ckptkit.analysis.matching import Kind, Renamed, Way, is_taken_by_torch, pair
 from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.text import argument, flatten, output_name, plural, shell_command, some, without
 from ckptkit.diagnosis.cause import ERROR, NOTE, Cause, Fix

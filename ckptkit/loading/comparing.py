@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.analysis import diff as reports
-from ckptkit.analysis.diff_checkpoints import compare_checkpoints, entire
+from ckptkit.analysis.diff import compare_checkpoints, entire
 from ckptkit.api import reading
 from ckptkit.core import arguments
 from ckptkit.core.checkpoint import Checkpoint, Source

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckptkit import compute, quantized
-from ckptkit.analysis.pairing import Shapes, Way, certain, fits, prefixes
+from ckptkit.analysis.matching import Shapes, Way, certain, fits, prefixes
 from ckptkit.api import open_checkpoint
 from ckptkit.core import arguments
 from ckptkit.core.checkpoint import Checkpoint, Source

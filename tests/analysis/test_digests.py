@@ -8,8 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckptkit.analysis import manifest
-from ckptkit.analysis.digests import differences, digest, read_manifest
+from ckptkit.analysis.digests import (
+    compare_ids,
+    digest,
+    manifest_lines,
+    parse_manifest,
+    read_manifest,
+    whole_digest,
+)
 from ckptkit.core.errors import CkptkitError, CollisionError, FormatError, UsageError
 from tests.formats import test_conformance as made
 from tests.formats.conformance import FormatConformance, State
@@ -48,7 +54,7 @@ def by_hand(state: State) -> dict[str, str]:
 def test_they_are_equal_across_formats(maker: type[FormatConformance], tmp_path: Path) -> None:
     found = digest(maker().make(tmp_path, state()))
     assert found.ids == by_hand(state())
-    assert found.whole == manifest.whole(dict(sorted(by_hand(state()).items())))
+    assert found.whole == whole_digest(dict(sorted(by_hand(state()).items())))
     assert found.without == {}
 
 
@@ -138,9 +144,9 @@ def test_every_name_comes_back() -> None:
     ids = {
         name: hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest() for name in NAMES
     }
-    lines = manifest.lines(ids, printable)
+    lines = manifest_lines(ids, printable)
     assert all(line.isprintable() for line in lines)
-    assert manifest.parse("\n".join(lines).encode()) == ids
+    assert parse_manifest("\n".join(lines).encode()) == ids
 
 
 def test_the_lines_are_those_of_sha256sum(tmp_path: Path) -> None:
@@ -155,14 +161,14 @@ def test_the_lines_are_those_of_sha256sum(tmp_path: Path) -> None:
         (tmp_path / name).write_text(name)
     done = subprocess.run(["sha256sum", *names], cwd=tmp_path, capture_output=True, check=True)
     ids = {name: hashlib.sha256(name.encode()).hexdigest() for name in names}
-    assert sorted(done.stdout.decode().splitlines()) == sorted(manifest.lines(ids, printable)[1:])
+    assert sorted(done.stdout.decode().splitlines()) == sorted(manifest_lines(ids, printable)[1:])
     assert (
-        manifest.whole(ids)
+        whole_digest(ids)
         == hashlib.sha256(b"".join(sorted(done.stdout.splitlines(keepends=True)))).hexdigest()
     )
 
 
-GOOD = "\n".join(manifest.lines({"a": "0" * 64, "b": "1" * 64}, str)) + "\n"
+GOOD = "\n".join(manifest_lines({"a": "0" * 64, "b": "1" * 64}, str)) + "\n"
 
 
 @pytest.mark.parametrize(
@@ -206,10 +212,10 @@ def test_differences(tmp_path: Path) -> None:
     found = digest(tmp_path / "now.pth")
     expected = {**found.ids, "b": "0" * 64, "gone": "1" * 64}
     del expected["new"]
-    said = {each.tensors: each.what for each in differences(found, expected)}
+    said = {each.tensors: each.what for each in compare_ids(found.ids, expected).findings()}
     assert said == {
         ("gone",): "missing: the manifest has it",
         ("new",): "not in the manifest",
         ("b",): "not as in the manifest",
     }
-    assert list(differences(found, found.ids)) == []
+    assert list(compare_ids(found.ids, found.ids).findings()) == []

@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptkit.analysis.matching import Kind, Matching, match
-from ckptkit.analysis.similarity import similarity
+from ckptkit.analysis.matching import Kind, Matching, match, similarity
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -209,7 +208,7 @@ def test_each_key_once_and_of_one_shape(old: Shapes, new: Shapes) -> None:
 
 def test_many_keys_with_nothing_in_common_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """No more names are compared than allowed, and it is said."""
-    from ckptkit.analysis import matching, renaming
+    from ckptkit.analysis import matching
 
     compared = []
 
@@ -217,8 +216,7 @@ def test_many_keys_with_nothing_in_common_are_bounded(monkeypatch: pytest.Monkey
         compared.append(names)
         return 0.0
 
-    for module in (matching, renaming):
-        monkeypatch.setattr(module, "similarity", counted)
+    monkeypatch.setattr(matching, "similarity", counted)
     words = [
         f"{chr(97 + n % 26)}{chr(97 + n // 26 % 26)}{chr(97 + n // 676)}" for n in range(2_000)
     ]
@@ -226,7 +224,7 @@ def test_many_keys_with_nothing_in_common_are_bounded(monkeypatch: pytest.Monkey
         {f"{w}.x{w}": (n % 9, 4) for n, w in enumerate(words)},
         {f"{w}q.y{w}": (4, 4) for w in words[:1500]},
     )
-    assert len(compared) <= matching.COMPARISONS + renaming.COMPARED
+    assert len(compared) <= matching.COMPARISONS + matching.COMPARED
     assert found.unsearched > 0
 
 

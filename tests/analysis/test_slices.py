@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ckptkit import compute
-from ckptkit.analysis.slices import Pick, parse, plane, select, show, spread
+from ckptkit.analysis.slices import parse, plane, select, show
 from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import TensorError, UsageError
 from ckptkit.core.tensor import Tensor
@@ -92,12 +92,6 @@ def test_the_plane_of_a_grid() -> None:
     assert show(plane(picks, 2, 3)) == "[0, 0, 0:2, 0:3]"
     assert show(plane(parse("3, 2:, :, 1", (7, 6, 5, 4)), 2, 9)) == "[3, 2:4, 0:5, 1]"
     assert show(plane(parse("0, 0, 0", (7, 6, 5, 4)), 2, 3)) == "[0, 0, 0, 0:3]"
-
-
-def test_every_so_many_th() -> None:
-    alone = Pick(4, 1, 1, True)
-    assert spread((Pick(2, 10, 3), alone, Pick(0, 4)), 4) == (Pick(2, 4, 9), alone, Pick(0, 4))
-    assert spread((Pick(0, 0),), 4) == (Pick(0, 0),)
 
 
 def test_a_tensor_without_elements_of_its_own() -> None:

@@ -9,12 +9,23 @@ from typing import Any
 
 import pytest
 
-from ckptkit.analysis.tensor_digest import sha256, sha256_each, tensor_id, tensor_id_each
+from ckptkit.analysis.digests import sha256_each, tensor_ids
 from ckptkit.core.bytesource import Memory, Range
 from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import TensorError, TruncatedError
 from ckptkit.core.tensor import Storage, Tensor
 from tests.analysis.made import tensor, view
+
+
+def sha256(tensor: Tensor) -> str | None:
+    return next(sha256_each([("", tensor)]))
+
+
+def tensor_id(tensor: Tensor) -> str:
+    ((_, _, found),) = tensor_ids([("", tensor)])
+    if isinstance(found, TensorError):
+        raise found
+    return found
 
 
 def test_sha256_is_of_the_contiguous_elements() -> None:
@@ -82,7 +93,7 @@ def test_digests_of_many_come_in_order_and_name_what_fails(monkeypatch: pytest.M
     done: list[int] = []
     assert list(sha256_each(many, done.append)) == [sha256(each) for _, each in many]
     assert done == [each.nbytes for _, each in many]
-    assert list(tensor_id_each(many)) == [tensor_id(each) for _, each in many]
+    assert [found for _, _, found in tensor_ids(many)] == [tensor_id(each) for _, each in many]
     cut = Tensor(Storage(Range(Memory(b""), 0, 4)), BY_NAME["float32"], (1,), (1,))
     with pytest.raises(TruncatedError, match=r"layer\.bias: ") as failure:
         list(sha256_each([*many, ("layer.bias", cut)]))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ckptkit.analysis.view_model.fold_pairs import fold_pairs
+from ckptkit.analysis.columns import fold_pairs
 from tests.cli.conftest import Ckptkit
 
 NETS = """

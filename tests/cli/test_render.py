@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptkit.analysis.values import json_number
+from ckptkit.analysis.summary import json_number
 from ckptkit.cli import narrow, render
 from ckptkit.core.errors import OutputError
 

@@ -337,17 +337,17 @@ def test_an_empty_file_is_not_whole(tmp_path: Path) -> None:
 
 
 def test_a_file_that_shrinks_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from ckptkit.analysis import checksums
+    from ckptkit.analysis import digests
 
     path = tmp_path / "a.pth"
     torch.save({"a": torch.ones(100_000)}, path)
-    pieces = checksums._pieces
+    pieces = digests._pieces
 
     def cut(parts: object) -> object:
         path.write_bytes(path.read_bytes()[:5_000])
         return pieces(parts)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(checksums, "_pieces", cut)
+    monkeypatch.setattr(digests, "_pieces", cut)
     with pytest.raises(InputError, match="changed") as caught:
         verify(path)
     assert (caught.value.code, caught.value.exit_code) == (InputChangedError.code, 3)
@@ -375,7 +375,7 @@ def test_a_disk_that_fails_is_no_damage(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_pieces_of_a_part_are_put_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckptkit.analysis.checksums.PIECE", 1_000)
+    monkeypatch.setattr("ckptkit.analysis.digests.PIECE", 1_000)
     path = tmp_path / "a.pth"
     torch.save({"a": torch.arange(5_000), "b": torch.ones(3), "c": torch.arange(250)}, path)
     seen: list[tuple[int, int]] = []

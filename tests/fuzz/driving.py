@@ -10,8 +10,8 @@ from typing import ParamSpec, TypeVar
 import numpy as np
 
 from ckptkit import formats
-from ckptkit.analysis.checksums import summed
-from ckptkit.analysis.view_model import scanned
+from ckptkit.analysis import json_facts
+from ckptkit.analysis.digests import summed
 from ckptkit.cli import inspect, render, scan_text
 from ckptkit.core.bytesource import ByteSource, Folder, Memory
 from ckptkit.core.checkpoint import Checkpoint
@@ -79,7 +79,7 @@ def scan(source: ByteSource) -> None:
     """Never raises, whatever the bytes are."""
     verdict = judge_file(source.name, source.size, hidden.pickles(source), Trusted())
     check_lines(map(render.escape, scan_text.lines(verdict)))
-    json.loads("".join(render.json_pieces(scanned.file(verdict))))
+    json.loads("".join(render.json_pieces(json_facts.scanned(verdict))))
 
 
 def check(place: ByteSource | Folder) -> None:

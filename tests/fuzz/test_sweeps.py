@@ -13,7 +13,7 @@ from functools import partial
 import pytest
 
 from ckptkit import formats
-from ckptkit.analysis.checksums import summed
+from ckptkit.analysis.digests import summed
 from ckptkit.core.bytesource import Memory
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import ckptkit
-from ckptkit.analysis.pairing import prefixes
+from ckptkit.analysis.matching import prefixes
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import AmbiguousError, ModelError, UsageError
 from ckptkit.loading import model as loading

@@ -65,10 +65,10 @@ FILES = sorted(
 WATCHED = """
 import sys, os
 from ckptkit.scanning.files import scan
-from ckptkit.analysis.view_model import scanned
+from ckptkit.analysis import json_facts
 folder = sys.argv[1]
 paths = sorted(os.path.join(folder, name) for name in os.listdir(folder))
-scanned.file(scan(paths[0]))
+json_facts.scanned(scan(paths[0]))
 for path in paths: scan(path)  # whatever is imported when it is first needed is imported now
 seen = []
 def hook(event, args):

@@ -14,7 +14,7 @@ from textual.widgets import Footer, Input, Static, Tree
 from textual.widgets.tree import TreeNode
 
 from ckptkit.analysis.shares import Branch
-from ckptkit.analysis.view_model.contents import Listing
+from ckptkit.analysis.view_model import Listing
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.text import escape
 from ckptkit.diagnosis.cause import Cause

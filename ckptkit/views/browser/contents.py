@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckptkit import compute
+from ckptkit.analysis import columns
 from ckptkit.analysis.advice import of_folder
 from ckptkit.analysis.shares import Branch, Share, grown, joined, shares
 from ckptkit.analysis.slices import Picks, parse, plane, select
 from ckptkit.analysis.summary import Summary, summarize
-from ckptkit.analysis.view_model import tensors
-from ckptkit.analysis.view_model.contents import Listing, listings
+from ckptkit.analysis.view_model import Listing, listings
 from ckptkit.compute import Tally
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.text import argument, shell_command
@@ -81,8 +81,8 @@ def escaped(name: str) -> str:
 
 
 def _has(share: Share, words: Sequence[str]) -> bool:
-    facts = tensors.brief(share.row)
-    del facts[tensors.SIZE.name]  # its unit would match a letter
+    facts = columns.brief(share.row)
+    del facts[columns.SIZE.name]  # its unit would match a letter
     text = " ".join([share.place, *facts.values()]).lower()
     return all(word in text for word in words)
 

@@ -8,10 +8,10 @@ from typing import Any
 
 from rich.text import Text
 
+from ckptkit.analysis import columns
 from ckptkit.analysis.shares import OPTIMIZER, Branch
 from ckptkit.analysis.slices import show
-from ckptkit.analysis.view_model import tensors
-from ckptkit.analysis.view_model.contents import Listing, described
+from ckptkit.analysis.view_model import Listing, described
 from ckptkit.core.text import escape, plural, size
 from ckptkit.diagnosis.cause import ERROR, WARNING, Cause
 from ckptkit.views.browser.contents import Contents, Values
@@ -38,7 +38,7 @@ def label(branch: Branch, above: str, total: int, measure: str) -> Text:
     name = branch.path[len(above) :].lstrip(".") or branch.label or "(empty)"
     made = Text(escape(name), no_wrap=True)
     if branch.share is not None and not branch.children:
-        facts = tensors.brief(branch.share.row)
+        facts = columns.brief(branch.share.row)
         made.append(f"  {facts['dtype']} {facts['shape']}", "dim")
     else:
         made.append(f"  {plural(branch.tensors, 'tensor')}", "dim")
@@ -82,7 +82,7 @@ def overview(contents: Contents) -> Text:
     for title in ("dtype", "device"):
         sums: Counter[str] = Counter()
         for share in contents.shares:
-            sums[tensors.brief(share.row)[title]] += share.nbytes
+            sums[columns.brief(share.row)[title]] += share.nbytes
         _bars(made, title, sums, sum(sums.values()))
     for line in summary.warnings:
         made.append(f"\nwarning: {escape(line)}", "yellow")
@@ -145,7 +145,7 @@ def tensor(branch: Branch, contents: Contents, seen: Values | str | None) -> Tex
     made = Text().append(f"{escape(share.label)}\n\n", "bold")
     same = "" if share.same is None else escape(contents.shares[share.same].label)
     facts = [
-        *tensors.details(share.row),
+        *columns.details(share.row),
         ("the same as", same),
         ("place", escape(share.place) if share.place != share.label else ""),
     ]

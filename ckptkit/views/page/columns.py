@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from ckptkit.analysis import columns
 from ckptkit.analysis.shares import Share, grown
-from ckptkit.analysis.view_model import tensors as model
 from ckptkit.core.text import escape
 from ckptkit.views.page.seen import Seen
 from ckptkit.views.page.treemap import arranged, numbered
@@ -35,8 +35,8 @@ class Table(Generic[T]):
 
 
 # Facts that are columns, each with a table of its values, and facts that few tensors have.
-COLUMNS = tuple(fact for fact in model.BRIEF if fact.title and fact is not model.SIZE)
-MARKS = tuple(fact for fact in model.BRIEF if not fact.title)
+COLUMNS = tuple(fact for fact in columns.BRIEF if fact.title and fact is not columns.SIZE)
+MARKS = tuple(fact for fact in columns.BRIEF if not fact.title)
 AMOUNTS = ("parameters", "nbytes", "stored")
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from ckptkit import quantized
+from ckptkit.analysis import view_model
 from ckptkit.analysis.shares import OPTIMIZER
 from ckptkit.analysis.summary import Summary
-from ckptkit.analysis.view_model import contents
-from ckptkit.analysis.view_model.differences import entries
+from ckptkit.analysis.view_model import entries
 from ckptkit.core import __version__
 from ckptkit.core.text import escape
 from ckptkit.core.tree import join
@@ -78,5 +78,5 @@ def _others(summary: Summary) -> dict[str, Any]:
     """Return values, objects and metadata, up to a limit."""
     return {
         listing.title: {"count": listing.things, "rows": listing.rows[:LISTED]}
-        for listing in contents.listings(summary)
+        for listing in view_model.listings(summary)
     }

@@ -1,20 +1,45 @@
-"""The facts about a tensor, one line for each, in the order in which every view shows them."""
+"""The facts about a tensor, one line for each, in the order in which every view shows them.
+
+Tables of tensors fold rows whose names differ only in an index. To add a fact, add a line to FACTS.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ckptkit.analysis.summary import TensorRow
-from ckptkit.analysis.values import key_list, number
-from ckptkit.analysis.view_model import Table
+from ckptkit.analysis.summary import TensorRow, key_list, number
 from ckptkit.core.tensor import Shape
-from ckptkit.core.text import escape, flatten, plural, shape, size
+from ckptkit.core.text import Item, escape, flatten, fold, plural, shape, size
 
 if TYPE_CHECKING:
     from ckptkit.core.text import Folded
     from ckptkit.quantized import Group
+
+
+class ViewTable(NamedTuple):
+    """Rows of escaped text below headings; the columns named in `right` are right-aligned.
+
+    `things` is the number of things in it, which may be more than the folded rows.
+    """
+
+    title: str
+    headers: tuple[str, ...]
+    rows: Sequence[tuple[str, ...]]
+    right: tuple[str, ...] = ()
+    things: int = 0
+
+    def without_empty(self) -> ViewTable:
+        """Return the table without the columns that are empty in every row."""
+        used = [n for n in range(len(self.headers)) if any(row[n] for row in self.rows)]
+        if len(used) == len(self.headers):
+            return self
+        headers = tuple(self.headers[n] for n in used)
+        return self._replace(
+            headers=headers, rows=[tuple([row[n] for n in used]) for row in self.rows]
+        )
 
 
 class Fact(NamedTuple):
@@ -205,7 +230,7 @@ def tables(
     flat: bool = False,
     sort: str = "file",
     among: Sequence[TensorRow] = (),
-) -> Iterator[Table]:
+) -> Iterator[ViewTable]:
     """Yield the table of each of the parts that has rows; its key is the title.
 
     Tensors that differ only in an index are one row unless `flat`, if their modules are of one
@@ -262,7 +287,7 @@ def _as_part(columns: tuple[Any, ...]) -> Hashable:
     return dtype, len(sizes)
 
 
-def _table(title: str, found: list[Folded], count: int, sort: str) -> Table:
+def _table(title: str, found: list[Folded], count: int, sort: str) -> ViewTable:
     if sort == "size":
         found.sort(key=lambda row: -row.nbytes)
     elif sort == "name":
@@ -271,7 +296,7 @@ def _table(title: str, found: list[Folded], count: int, sort: str) -> Table:
     for fact in BRIEF:
         headers += ["tensors", fact.title] if fact is SIZE else [fact.title]
     cells = [_cells(row) for row in found]
-    return Table(title, tuple(headers), cells, ("tensors", SIZE.title), count).without_empty()
+    return ViewTable(title, tuple(headers), cells, ("tensors", SIZE.title), count).without_empty()
 
 
 def _cells(row: Folded) -> tuple[str, ...]:
@@ -283,3 +308,64 @@ def _cells(row: Folded) -> tuple[str, ...]:
         else:
             cells.append(fact.text(next(values)))
     return tuple(cells)
+
+
+_INDEX = re.compile(r"(?<![^.])(0|[1-9][0-9]{0,17})(?![^.])")  # as in fold
+_RANGES = re.compile(r"\{[^}]*\}|[0-9]+")
+
+
+class FoldedPair(NamedTuple):
+    label: str
+    other: str
+    columns: Any  # Hashable
+    rows: int
+
+
+class _Other(NamedTuple):
+    """The second name of a pair: texts between indices, and index differences to the first."""
+
+    texts: tuple[str, ...]
+    steps: tuple[int, ...]
+    columns: Hashable
+    first: tuple[str, ...]  # texts of the first name
+
+
+def fold_pairs(pairs: Iterable[tuple[str, str, Hashable]]) -> list[FoldedPair]:
+    """Fold pairs (name, other name, value) whose values are equal and whose indices run in step."""
+    items = (Item(label, _other(label, other, columns), 0) for label, other, columns in pairs)
+    return [
+        FoldedPair(row.label, _label(row.label, row.columns), row.columns.columns, row.rows)
+        for row in fold(items)
+    ]
+
+
+def _other(label: str, other: str, columns: Hashable) -> _Other:
+    parts, others = _INDEX.split(label), _INDEX.split(other)
+    if len(parts) != len(others):
+        others = [other]  # nothing goes along: such pairs stand alone
+    steps = tuple([int(b) - int(a) for a, b in zip(parts[1::2], others[1::2], strict=False)])
+    return _Other(tuple(others[::2]), steps, columns, tuple(parts[::2]))
+
+
+def _label(label: str, other: _Other) -> str:
+    """Return the second label, with the index ranges that folding gave the first."""
+    pieces = [other.texts[0]]
+    for ranges, step, text in zip(
+        _ranges(label, other.first), other.steps, other.texts[1:], strict=False
+    ):
+        pieces += [_moved(ranges, step), text]
+    return "".join(pieces)
+
+
+def _moved(ranges: str, step: int) -> str:
+    """Return index ranges with `step` added to each number."""
+    return re.sub("[0-9]+", lambda found: str(int(found[0]) + step), ranges)
+
+
+def _ranges(label: str, texts: tuple[str, ...]) -> Iterator[str]:
+    at = len(texts[0])
+    for text in texts[1:]:
+        found = _RANGES.match(label, at)
+        assert found is not None
+        yield found[0]
+        at = found.end() + len(text)
