@@ -17,10 +17,11 @@ import pytest
 import torch
 
 import ckptkit
-from ckptkit import compute
 from ckptkit.analysis.digests import digest
-from ckptkit.compute.expanded import once, place, repeated
-from ckptkit.compute.nonfinite import nonfinite
+from ckptkit.compute import tallies
+from ckptkit.compute.arranged import once, place, repeated
+from ckptkit.compute.compare import compare
+from ckptkit.compute.tallies import Tally, nonfinite, numbers, parts
 from ckptkit.core.errors import LimitError, OutputError, TensorError
 from ckptkit.core.tensor import Tensor
 from ckptkit.run.batch import manifest
@@ -50,9 +51,9 @@ def test_repeated_elements_count_as_often_as_they_are_there(
 ) -> None:
     ours = opened(tmp_path, tensor)
     assert once(ours, repeated(ours)).numel < ours.numel
-    tally = compute.Tally()
-    for part in compute.parts(ours):
-        tally.add(compute.tally(part))
+    tally = Tally()
+    for part in parts(ours):
+        tally.add(tallies.tally(part))
     finite = tensor[torch.isfinite(tensor)].double()
     assert tally.count == tensor.numel()
     assert (tally.nan, tally.infinite) == (int(tensor.isnan().sum()), int(tensor.isinf().sum()))
@@ -60,7 +61,7 @@ def test_repeated_elements_count_as_often_as_they_are_there(
     assert tally.std == pytest.approx(finite.std().item())
     assert tally.norm == pytest.approx(finite.norm().item())
     assert sum(tally.histogram.counts) == len(finite)
-    assert torch.equal(torch.tensor(compute.numbers(ours).copy()).nan_to_num(), tensor.nan_to_num())
+    assert torch.equal(torch.tensor(numbers(ours).copy()).nan_to_num(), tensor.nan_to_num())
     if tensor.is_floating_point():
         assert nonfinite(ours) == (tally.nan, tally.infinite)
 
@@ -71,12 +72,12 @@ def test_differences_of_expanded_tensors(tolerance: float | None, tmp_path: Path
     b[1, 0, 1] += 1
     wide = [each.expand(2, 4, 3) for each in (a, b)]
     ours = [opened(tmp_path, each, f"{n}.pth") for n, each in enumerate(wide)]
-    found = compute.compare(*ours, atol=tolerance)
+    found = compare(*ours, atol=tolerance)
     differing = (wide[0] != wide[1]).flatten()
     assert found is not None
     assert (found.count, found.first) == (int(differing.sum()), int(differing.nonzero()[0]))
     plain = [opened(tmp_path, each.contiguous(), f"{n}.pth") for n, each in enumerate(wide)]
-    assert found == compute.compare(*plain, atol=tolerance)
+    assert found == compare(*plain, atol=tolerance)
 
 
 def test_places_in_expanded_tensors() -> None:
@@ -104,9 +105,9 @@ def test_digests_are_of_every_element_or_none(tmp_path: Path) -> None:
 def test_windows_that_overlap_are_not_read_without_end(tmp_path: Path) -> None:
     ours = opened(tmp_path, torch.zeros(20_000).as_strided((10_000, 10_000), (1, 1)))
     for read in (
-        lambda: list(compute.parts(ours)),
+        lambda: list(parts(ours)),
         lambda: nonfinite(ours),
-        lambda: compute.compare(ours, ours),
+        lambda: compare(ours, ours),
     ):
         with pytest.raises(TensorError, match="expansion"):
             read()

@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 
 from ckptkit.compute import gather as tiles
-from ckptkit.compute import slabs, stream
+from ckptkit.compute import slabs
+from ckptkit.compute.gather import Chunks, Gather
+from ckptkit.compute.operation import stream
 from ckptkit.core.bytesource import Derived, LocalFile, Memory, Range
 from ckptkit.core.errors import InputChangedError
 from ckptkit.core.plan import Deferred, OutputFile, Summed
@@ -62,7 +64,7 @@ def source(folder: Path, *shape: int, itemsize: int = 2) -> tuple[Range, np.ndar
 def gather(
     extent: Range, itemsize: int, shape: tuple[int, ...], stride: tuple[int, ...]
 ) -> Derived:
-    return Derived("gather", (extent,), (itemsize, shape, stride, 0), extent.length)
+    return Derived(Gather(itemsize, shape, stride, 0), (extent,), extent.length)
 
 
 @pytest.mark.usefixtures("small_blocks")
@@ -187,7 +189,7 @@ def written(folder: Path, segments: list[Any]) -> bytes:
 def test_three_transposes_side_by_side(tmp_path: Path) -> None:
     extent, data = source(tmp_path, 3, 50, 60)
     boxes = tuple(((0, 50 * n), (60, 50), (1, 60), n * 6_000) for n in range(3))
-    made = Derived("chunks", (extent,) * 3, (2, (60, 150), boxes), extent.length)
+    made = Derived(Chunks(2, (60, 150), boxes), (extent,) * 3, extent.length)
     assert len(slabs.blocks(made)) >= 3
     expected = np.concatenate(data.transpose(0, 2, 1, 3), axis=1).tobytes()
     assert written(tmp_path, [made]) == expected
@@ -205,7 +207,7 @@ def test_many_small_matrices_side_by_side(tmp_path: Path) -> None:
     tile."""
     extent, data = source(tmp_path, 64, 96, 2_048)
     boxes = tuple(((0, 96 * n), (2_048, 96), (1, 2_048), n * 2 * 96 * 2_048) for n in range(64))
-    made = Derived("chunks", (extent,) * 64, (2, (2_048, 96 * 64), boxes), extent.length)
+    made = Derived(Chunks(2, (2_048, 96 * 64), boxes), (extent,) * 64, extent.length)
     (block,) = slabs.blocks(made)
     assert (block.rows, block.size) == (96 * 64, extent.length)  # rows of 12 kB in one call
     path = tmp_path / "out"
@@ -220,7 +222,7 @@ def test_what_is_no_large_transpose(tmp_path: Path) -> None:
     extent, _ = source(tmp_path, 8, 8)
     assert slabs.blocks(extent) == []
     assert slabs.blocks(gather(extent, 2, (8, 8), (1, 8))) == []
-    large = Derived("gather", (extent,), (2, (4096, 2, 4096), (8192, 4096, 1), 0), 1 << 26)
+    large = Derived(Gather(2, (4096, 2, 4096), (8192, 4096, 1), 0), (extent,), 1 << 26)
     assert slabs.blocks(large) == []
 
 

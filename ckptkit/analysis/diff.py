@@ -8,13 +8,14 @@ from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from ckptkit import compute
 from ckptkit.analysis import advice
 from ckptkit.analysis.matching import Kind as Kind
 from ckptkit.analysis.matching import Matching, is_taken_by_torch, pairs
 from ckptkit.analysis.matching import Renamed as Renamed
 from ckptkit.analysis.summary import json_number, summarize
-from ckptkit.compute import Difference
+from ckptkit.compute.compare import Difference, distance
+from ckptkit.compute.compare import compare as compare_tensors
+from ckptkit.compute.workers import ordered
 from ckptkit.core import above
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError
@@ -317,9 +318,7 @@ def _changed(
 ) -> Iterator[Changed]:
     """Yield the keys whose values differ; several are compared at a time."""
     compare = partial(_difference, atol=atol, rtol=rtol)
-    found = compute.ordered(
-        lambda key: compare(key, a[key], b[key]), keys, lambda key: 2 * a[key].nbytes
-    )
+    found = ordered(lambda key: compare(key, a[key], b[key]), keys, lambda key: 2 * a[key].nbytes)
     for key, difference in zip(keys, found, strict=True):
         progress(2 * a[key].nbytes)
         if difference is not None:
@@ -330,8 +329,8 @@ def _difference(
     key: str, a: Tensor, b: Tensor, atol: float | None, rtol: float | None
 ) -> Difference | None:
     try:
-        found = compute.compare(a, b, atol=atol, rtol=rtol)
-        far = None if found is None else compute.distance(a, b)
+        found = compare_tensors(a, b, atol=atol, rtol=rtol)
+        far = None if found is None else distance(a, b)
         if found is None or far is None:
             return found
         largest, relative, cosine = far

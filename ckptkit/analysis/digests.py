@@ -33,9 +33,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ckptkit import compute
 from ckptkit.api import PathLike, open_checkpoint
-from ckptkit.compute.threads import ordered
+from ckptkit.compute.arranged import Allowance, contiguous
+from ckptkit.compute.operation import flow
+from ckptkit.compute.workers import ordered
 from ckptkit.core.bytesource import Extent, Folder, Memory, Range, crc32, crc32_combine, leaves
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import (
@@ -86,7 +87,7 @@ def tensor_ids(tensors: Iterable[Named]) -> Iterator[tuple[str, Tensor, str | Te
 def _hashed(
     tensors: Iterable[Named], head: Callable[[Tensor], bytes]
 ) -> Iterator[tuple[str, Tensor, str | TensorError]]:
-    allowance = compute.Allowance()
+    allowance = Allowance()
 
     def hashed(
         row: tuple[str, Tensor, TensorError | None],
@@ -96,7 +97,7 @@ def _hashed(
             return row[0], tensor, refusal
         try:
             digest = hashlib.sha256(head(tensor))
-            for chunk in compute.flow(compute.contiguous(tensor).locate()):
+            for chunk in flow(contiguous(tensor).locate()):
                 digest.update(chunk)
             return name, tensor, digest.hexdigest()
         except TensorError as error:
@@ -379,7 +380,7 @@ def _sum(piece: PartPiece) -> tuple[PartPiece, int | InputError]:
         return piece, piece.error
     total = 0
     try:
-        for data in compute.flow(piece.extent, piece.start, piece.stop):
+        for data in flow(piece.extent, piece.start, piece.stop):
             total = crc32(data, total)
     except DAMAGE as error:
         return piece, error

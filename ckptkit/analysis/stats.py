@@ -16,9 +16,9 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
 
-from ckptkit import compute
 from ckptkit.analysis import summary
-from ckptkit.compute import ElementRange, Tally, threads
+from ckptkit.compute import tallies, workers
+from ckptkit.compute.tallies import ElementRange, Tally
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError, TensorError
 from ckptkit.core.plan import sources
@@ -171,7 +171,7 @@ def _tallies(
     if _can_fork(tasks):
         found = _by_forks(tasks)
     else:
-        found = compute.ordered(_work, tasks or _tasks(rows), _nbytes)
+        found = workers.ordered(_work, tasks or _tasks(rows), _nbytes)
     for _, same in groupby(found, key=lambda result: result[0]):
         whole = Tally()
         for _, tally, nbytes in same:
@@ -196,7 +196,7 @@ def _tasks(rows: list[tuple[int, summary.TensorRow]]) -> Iterator[Task]:
     """Yield the parts of each tensor; None for an empty one; a text for one that has no numbers."""
     for number, row in rows:
         try:
-            parts = list(compute.parts(row.tensor))
+            parts = list(tallies.parts(row.tensor))
         except TensorError as error:
             yield number, row, error.message
             continue
@@ -209,7 +209,7 @@ def _work(task: Task) -> Result:
     if part is None or isinstance(part, str):
         return number, Tally() if part is None else part, 0
     try:
-        return number, compute.tally(part), part.nbytes
+        return number, tallies.tally(part), part.nbytes
     except CkptkitError as error:
         error.message = f"{row.label}: {error.message}"
         raise
@@ -217,22 +217,20 @@ def _work(task: Task) -> Result:
 
 def _can_fork(tasks: Sequence[Task]) -> bool:
     places = [part.extent for _, _, part in tasks if isinstance(part, ElementRange)]
-    return threads.is_sooner_forked(sum(map(_nbytes, tasks)), sources(places))
+    return workers.is_sooner_forked(sum(map(_nbytes, tasks)), sources(places))
 
 
 def _by_forks(tasks: Sequence[Task]) -> Iterator[Result]:
     """Yield the results of `_work`, in order. Counting numbers keeps the interpreter's lock."""
-    from ckptkit.compute import forks
-
-    some = list(threads.batches(tasks, _nbytes))
+    some = list(workers.batches(tasks, _nbytes))
 
     def call(number: int) -> list[Any]:
         results = map(_work, some[number])
         return [(n, t if isinstance(t, str) else t.to_json(), size) for n, t, size in results]
 
-    processes = min(threads.THREADS, threads.processors())
-    with closing(forks.results(call, len(some), processes)) as answers:
-        for number, tally, nbytes in flatten(forks.in_order(answers)):
+    processes = min(workers.THREADS, workers.processors())
+    with closing(workers.results(call, len(some), processes)) as answers:
+        for number, tally, nbytes in flatten(workers.in_order(answers)):
             yield number, tally if isinstance(tally, str) else Tally.from_json(tally), nbytes
 
 

@@ -17,9 +17,9 @@ from ckptkit.analysis.digests import (
     with_tensors,
 )
 from ckptkit.api import PathLike
-from ckptkit.compute.blocks import Numbers
-from ckptkit.compute.nonfinite import nonfinite, zeros
-from ckptkit.compute.threads import ordered
+from ckptkit.compute.packing import Numbers
+from ckptkit.compute.tallies import nonfinite, zeros
+from ckptkit.compute.workers import ordered
 from ckptkit.core.bytesource import ByteSource, Folder
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.dtypes import BY_NAME

@@ -20,7 +20,7 @@ from ckptkit.core.tree import join
 if TYPE_CHECKING:
     from ckptkit.analysis.diff import Changed, Diff, Kind, Mismatch, Renamed, Silent
     from ckptkit.analysis.stats import Statistics, TensorStats
-    from ckptkit.compute import Tally
+    from ckptkit.compute.tallies import Tally
 
 
 LISTED = 8  # values of a list; JSON and the tree show all

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ckptkit.analysis.slices import Picks
     from ckptkit.analysis.summary import TensorRow
     from ckptkit.cli import grid
-    from ckptkit.compute import Histogram, Tally
+    from ckptkit.compute.tallies import Histogram, Tally
     from ckptkit.core.checkpoint import Checkpoint
     from ckptkit.core.tensor import Tensor
 
@@ -45,13 +45,13 @@ class Shown(NamedTuple):
 
     def corner(self, rows: int, columns: int) -> grid.Corner:
         """Read the corner of a matrix, or as many elements of a vector."""
-        from ckptkit import compute
         from ckptkit.analysis.slices import plane, select
         from ckptkit.cli import grid
+        from ckptkit.compute import tallies
 
         is_vector = sum(not pick.single for pick in self.picks) == 1
         picks = plane(self.picks, rows, rows * columns if is_vector else columns)
-        cells = compute.numbers(select(self.tensor, picks))
+        cells = tallies.numbers(select(self.tensor, picks))
         if not cells.size:
             return grid.Corner(picks, [], columns)
         many = [pick for pick in picks if not pick.single]
@@ -139,11 +139,11 @@ def command(
 
 def _nonfinite(shown: Shown) -> Iterator[str]:
     """Yield where the first elements that are not finite are, and how many there are."""
-    from ckptkit.compute import nonfinite
+    from ckptkit.compute import tallies
 
-    nan, infinite = nonfinite.nonfinite(shown.tensor)
+    nan, infinite = tallies.nonfinite(shown.tensor)
     yield f"{shown.path}: {shown.name}: {nan:,} NaN, {infinite:,} infinite"
-    for index, kind in nonfinite.first_nonfinite(shown.tensor, FIRST):
+    for index, kind in tallies.first_nonfinite(shown.tensor, FIRST):
         yield f"  {list(index)} {kind}"
     if nan + infinite > FIRST:
         yield f"  and {nan + infinite - FIRST:,} more"
@@ -234,13 +234,13 @@ def _grids(shown: list[Shown], corners: list[grid.Corner]) -> Iterator[str]:
 
 def _counted(shown: Shown, counted: bool, corner: grid.Corner | None = None) -> tuple[Tally, bool]:
     """Return the statistics, and whether they cover the whole part or only the corner."""
-    from ckptkit import compute
     from ckptkit.analysis.slices import select
+    from ckptkit.compute import tallies, workers
 
     whole = counted or corner is None or shown.part.numel <= COUNTED
     part = shown.part if whole or corner is None else select(shown.tensor, corner.picks)
-    found = compute.Tally()
-    for each in compute.ordered(compute.tally, compute.parts(part), lambda one: one.nbytes):
+    found = tallies.Tally()
+    for each in workers.ordered(tallies.tally, tallies.parts(part), lambda one: one.nbytes):
         found.add(each)
     return found, whole
 
@@ -278,7 +278,7 @@ def _histogram(histogram: Histogram) -> Iterator[str]:
 
 
 def _difference(a: Shown, b: Shown) -> Iterator[str]:
-    from ckptkit import compute
+    from ckptkit.compute.compare import compare
 
     ours, theirs = a.part, b.part
     yield ""
@@ -286,7 +286,7 @@ def _difference(a: Shown, b: Shown) -> Iterator[str]:
         yield f"not compared: {render.shape(ours.shape)} and {render.shape(theirs.shape)}"
     elif max(ours.numel, theirs.numel) > COUNTED:
         yield "not compared as a whole: `diff --values` does that"
-    elif (found := compute.compare(ours, theirs, atol=0.0)) is None:
+    elif (found := compare(ours, theirs, atol=0.0)) is None:
         yield "equal in all values"
     else:
         largest = f"{found.largest:.3g}" if found.largest is not None else ""
@@ -298,9 +298,9 @@ def _facts(shown: list[Shown], counted: bool) -> dict[str, Any]:
 
 
 def _json(shown: Shown, counted: bool) -> dict[str, Any]:
-    from ckptkit import compute
     from ckptkit.analysis import view_model
     from ckptkit.analysis.slices import show
+    from ckptkit.compute import tallies
 
     part = shown.part
     if part.numel > LISTED:
@@ -319,7 +319,7 @@ def _json(shown: Shown, counted: bool) -> dict[str, Any]:
         "device": shown.tensor.device,
         "slice": show(shown.picks),
         "selected": list(part.shape),
-        "values": _listed(compute.numbers(part).tolist()),
+        "values": _listed(tallies.numbers(part).tolist()),
         "stats": {name: _listed(value) for name, value in numbers.items()},
     }
 

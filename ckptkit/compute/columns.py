@@ -6,11 +6,11 @@ cost more than the copies of a model of some GiB.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import prod
 from typing import NamedTuple
 
-from ckptkit.core.bytesource import Derived, Extent, LocalFile, Range
+from ckptkit.core.bytesource import Extent, LocalFile, Range
 from ckptkit.core.tensor import Shape, contiguous_stride
 
 BAND = 1 << 20  # bytes of rows made at once: they stay in a core's cache until they are written
@@ -29,10 +29,10 @@ class Column(NamedTuple):
     width: int
 
 
-def columns(derived: Derived) -> list[Column]:
-    """Return the columns of an operation ``chunks``, in order; none where it is cut otherwise."""
-    itemsize, shape, places = derived.parameters
-    assert isinstance(itemsize, int) and isinstance(shape, tuple) and isinstance(places, tuple)
+def columns(
+    itemsize: int, shape: Shape, places: Sequence[Place], inputs: Sequence[Extent]
+) -> list[Column]:
+    """Return the columns that boxes are, in order; none where the array is cut otherwise."""
     cut = {axis for _, sizes, _, _ in places for axis in _differing(sizes, shape)}
     axis = cut.pop() if len(cut) == 1 else 0
     if not prod(shape[:axis]) > 1:
@@ -40,7 +40,7 @@ def columns(derived: Derived) -> list[Column]:
     unit = prod(shape[axis + 1 :]) * itemsize
     found = []
     for extent, place in sorted(
-        zip(derived.inputs, places, strict=True), key=lambda each: each[1][0][axis]
+        zip(inputs, places, strict=True), key=lambda each: each[1][0][axis]
     ):
         column = _column(extent, place, place[1][axis] * unit)
         if column is None:

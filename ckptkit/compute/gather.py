@@ -8,13 +8,17 @@ and the box is; the next is cut, the others are taken index by index.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import product
 from math import prod
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from ckptkit.compute import transposing
-from ckptkit.core.bytesource import Derived, LocalFile, reading
+from ckptkit.compute.columns import Place, columns, joined
+from ckptkit.compute.operation import Pieces, Reader, Room
+from ckptkit.core.bytesource import Derived, Operation, reading
+from ckptkit.core.tensor import Shape
 
 if TYPE_CHECKING:
     import numpy as np
@@ -31,70 +35,68 @@ MANY = 128  # boxes, from which on larger tiles pay
 LARGE = 64 << 20  # bytes of a tile of a large transpose, of which each needs a little of every row
 
 Dim = tuple[int, int]  # elements, stride in bytes
-Box = tuple[
-    tuple[int, ...], tuple[int, ...], tuple[int, ...], int
-]  # offsets, sizes, stride, first byte of the input
-Read = Callable[
-    [int, int], bytes | memoryview
-]  # of so many bytes at an offset, until the next is read
-
-
-class Reading(Protocol):
-    """Reads so many bytes at an offset, or fills memory with them, or rows that are apart."""
-
-    def __call__(self, at: int, length: int, /) -> bytes: ...
-
-    def into(self, at: int, buffer: memoryview, /) -> None: ...
-
-    def rows(self, at: int, pitch: int, rows: Sequence[memoryview], /) -> None: ...
-
-
 _UNITS = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
 
 
-class Room:
-    """Memory to read into, again and again: new pages cost more than copies."""
+@dataclass(frozen=True, slots=True)
+class Gather(Operation):
+    """Row-major elements of a strided view.
 
-    def __init__(self) -> None:
-        self._buffer = bytearray()
+    `itemsize` is 1, 2, 4, 8 or 16 bytes, strides count elements, and the first element is at byte
+    `start`.
+    """
 
-    def of(self, length: int) -> memoryview:
-        """So many bytes, which the next call takes back."""
-        if len(self._buffer) < length:
-            self._buffer = bytearray(length)
-        return memoryview(self._buffer)[:length]
+    itemsize: int
+    shape: Shape
+    stride: Shape
+    start: int
 
-    def like(self, array: np.ndarray[Any, Any], dtype: str) -> np.ndarray[Any, Any]:
-        """Memory for as many elements of `dtype`, in the same shape."""
-        import numpy as np
+    def read(self, extent: Derived, start: int, stop: int) -> Pieces:
+        return gather(self, Reader(extent.inputs[0]), start, stop)
 
-        view = self.of(array.size * np.dtype(dtype).itemsize)
-        return np.frombuffer(view, dtype).reshape(array.shape)
+    def ends(self, extent: Derived, size: int) -> Iterable[int]:
+        dims = self.dims()
+        return _ends(dims, self.itemsize, _limit(dims, self.itemsize), extent.length, size)
 
+    def needed(self, extent: Derived, number: int) -> int:
+        return extent.length
 
-class FileReader:
-    """Reads bytes of a local file: into `room`, which readers may share, or where they belong."""
-
-    def __init__(self, source: LocalFile, origin: int, room: Room) -> None:
-        self._source, self._origin, self._room = source, origin, room
-
-    def __call__(self, at: int, length: int) -> memoryview:
-        """Return bytes that the next call overwrites."""
-        view = self._room.of(length)
-        self._source.read_into(self._origin + at, view)
-        return view
-
-    def rows(self, at: int, rows: Sequence[memoryview]) -> None:
-        """Fill the rows, one after another, with the bytes from `at`."""
-        self._source.read_into_all(self._origin + at, rows)
+    def dims(self) -> list[Dim]:
+        """Return the dimensions of the view, with strides in bytes, as few as possible."""
+        pairs = zip(self.shape, self.stride, strict=True)
+        return coalesce([(n, s * self.itemsize) for n, s in pairs])
 
 
-def gather(read: Read, derived: Derived, start: int, stop: int) -> Iterator[memoryview]:
-    """Bytes `start` to `stop` of the view that `derived` describes; `read` reads its input."""
-    itemsize, shape, stride, origin = derived.parameters
-    assert isinstance(itemsize, int) and isinstance(shape, tuple) and isinstance(stride, tuple)
-    assert isinstance(origin, int)
-    dims = coalesce([(n, s * itemsize) for n, s in zip(shape, stride, strict=True)])
+@dataclass(frozen=True, slots=True)
+class Chunks(Operation):
+    """Row-major elements of an array: each input holds one of `boxes` of it.
+
+    A box is described by offsets, sizes, strides in elements, and the byte of its first element in
+    its input; each element is in exactly one box. `itemsize` as for `Gather`.
+    """
+
+    itemsize: int
+    shape: Shape
+    boxes: tuple[Place, ...]
+
+    def read(self, extent: Derived, start: int, stop: int) -> Pieces:
+        found = columns(self.itemsize, self.shape, self.boxes, extent.inputs)
+        if found:
+            return joined(found, start, stop)
+        room = Room()
+        return assemble(self, [Reader(each, room) for each in extent.inputs], start, stop)
+
+    def ends(self, extent: Derived, size: int) -> Iterable[int]:
+        dims = [(n, 0) for n in self.shape]
+        return _ends(dims, self.itemsize, _limit_of(self.boxes), extent.length, size)
+
+    def needed(self, extent: Derived, number: int) -> int:
+        return self.itemsize * prod(self.boxes[number][1])
+
+
+def gather(view: Gather, read: Reader, start: int, stop: int) -> Iterator[memoryview]:
+    """Yield bytes `start` to `stop` of a view; `read` reads its input."""
+    itemsize, origin, dims = view.itemsize, view.start, view.dims()
     axis, width = _tile(dims, itemsize, _limit(dims, itemsize))
     n, step = dims[axis]
     inner = dims[axis + 1 :]
@@ -149,26 +151,20 @@ def _tile(dims: list[Dim], itemsize: int, limit: int) -> tuple[int, int]:
     raise AssertionError("there is at least one dimension")
 
 
-def ends(derived: Derived) -> Iterator[int]:
-    """Yield where the tiles of a gather or of chunks end: from there on it is computed at no
-    loss."""
-    itemsize, shape = derived.parameters[:2]
-    assert isinstance(itemsize, int) and isinstance(shape, tuple)
-    if derived.operation == "gather":
-        stride = derived.parameters[2]
-        assert isinstance(stride, tuple)
-        dims = coalesce([(n, s * itemsize) for n, s in zip(shape, stride, strict=True)])
-        axis, width = _tile(dims, itemsize, _limit(dims, itemsize))
-    else:
-        boxes = derived.parameters[2]
-        assert isinstance(boxes, tuple)
-        dims = [(n, 0) for n in shape]
-        axis, width = _tile(dims, itemsize, _limit_of(boxes))
+def _ends(dims: list[Dim], itemsize: int, limit: int, length: int, size: int) -> Iterator[int]:
+    """Yield where tiles end, `size` bytes or more apart: from there on nothing is read twice."""
+    if length < 2 * size:
+        yield length
+        return
+    axis, width = _tile(dims, itemsize, limit)
     row = prod(n for n, _ in dims[axis + 1 :]) * itemsize
-    n = dims[axis][0]
-    for outer in range(0, derived.length, max(1, n * row)):
+    n, last = dims[axis][0], 0
+    for outer in range(0, length, max(1, n * row)):
         for first in range(0, n, width):
-            yield outer + min(first + width, n) * row
+            end = outer + min(first + width, n) * row
+            if end - last >= size or end == length:
+                yield end
+                last = end
 
 
 def _offset(dims: list[Dim], number: int) -> int:
@@ -186,15 +182,11 @@ def _index(shape: tuple[int, ...], number: int) -> tuple[int, ...]:
     return tuple(reversed(index))
 
 
-def assemble(
-    reads: Sequence[Read], derived: Derived, start: int, stop: int
-) -> Iterator[memoryview]:
-    """Bytes `start` to `stop` of the array whose boxes `derived` describes; each of `reads` reads
-    one input."""
+def assemble(array: Chunks, reads: Sequence[Reader], start: int, stop: int) -> Iterator[memoryview]:
+    """Yield bytes `start` to `stop` of an array; each of `reads` reads one input."""
     import numpy as np
 
-    itemsize, shape, boxes = derived.parameters
-    assert isinstance(itemsize, int) and isinstance(shape, tuple) and isinstance(boxes, tuple)
+    itemsize, shape, boxes = array.itemsize, array.shape, array.boxes
     axis, width = _tile([(n, 0) for n in shape], itemsize, min(JOINED, _limit_of(boxes)))
     row = prod(shape[axis + 1 :]) * itemsize  # bytes for one index of the axis
     unit = np.dtype(_UNITS[itemsize])
@@ -218,7 +210,9 @@ def assemble(
         at += upper - lower
 
 
-def _read_region(read: Read, tile: np.ndarray[Any, Any], low: tuple[int, ...], box: Box) -> None:
+def _read_region(
+    read: Reader, tile: np.ndarray[Any, Any], low: tuple[int, ...], box: Place
+) -> None:
     """Read the intersection of the box and the tile that begins at indices `low` of the array."""
     offsets, sizes, stride, origin = box
     begin = [max(a, b) for a, b in zip(low, offsets, strict=True)]
@@ -235,7 +229,7 @@ def _read_region(read: Read, tile: np.ndarray[Any, Any], low: tuple[int, ...], b
     )
 
 
-def _read_tile(read: Read, offset: int, dims: list[Dim], itemsize: int) -> memoryview:
+def _read_tile(read: Reader, offset: int, dims: list[Dim], itemsize: int) -> memoryview:
     import numpy as np
 
     made = np.empty(tuple(n for n, _ in dims), np.dtype(_UNITS[itemsize]))
@@ -243,7 +237,7 @@ def _read_tile(read: Read, offset: int, dims: list[Dim], itemsize: int) -> memor
     return made.reshape(-1).view(np.uint8).data
 
 
-def _fill(made: np.ndarray[Any, Any], read: Read, offset: int, strides: tuple[int, ...]) -> None:
+def _fill(made: np.ndarray[Any, Any], read: Reader, offset: int, strides: tuple[int, ...]) -> None:
     """Read into `made` the elements that are `strides` bytes apart from `offset` on."""
     import numpy as np
 
@@ -258,8 +252,9 @@ def _fill(made: np.ndarray[Any, Any], read: Read, offset: int, strides: tuple[in
         shape = [min(b, n - i) for b, (n, _), i in zip(box, dims, at, strict=True)]
         start = offset + sum(i * s for i, s in zip(at, strides, strict=True))
         target = made[tuple(slice(i, i + n) for i, n in zip(at, shape, strict=True))]
-        if isinstance(read, FileReader) and _are_rows(target, strides):
-            read.rows(start, list(_rows(target)))
+        if read.is_local and _are_rows(target, strides):
+            rows = list(_rows(target))
+            read.rows(start, len(rows[0]), rows)
             continue
         span = itemsize + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
         with reading(None):  # boxes have gaps, and there may be millions

@@ -12,7 +12,8 @@ from collections.abc import Iterable, Iterator
 from itertools import pairwise, product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ckptkit.compute.gather import Room
+from ckptkit.compute.gather import Chunks, Gather
+from ckptkit.compute.operation import Reader, Room
 from ckptkit.core.bytesource import Derived, Extent
 
 if TYPE_CHECKING:
@@ -117,19 +118,19 @@ Box = tuple[Extent, int, int, Dims, int]
 
 def _boxes(extent: Derived) -> Iterator[Box]:
     """Yield source, its first byte, first element of the target, dimensions and itemsize."""
-    if extent.operation == "gather":
-        itemsize, shape, stride, origin = extent.parameters
-        assert isinstance(shape, tuple) and isinstance(stride, tuple)
-        assert isinstance(itemsize, int) and isinstance(origin, int)
-        dims = merged(zip(shape, stride, _row_major(shape), strict=True))
-        yield extent.inputs[0], origin, 0, dims, itemsize
-    elif extent.operation == "chunks":
-        itemsize, shape, boxes = extent.parameters
-        assert isinstance(shape, tuple) and isinstance(boxes, tuple) and isinstance(itemsize, int)
-        steps = _row_major(shape)
-        for source, (offsets, sizes, stride, origin) in zip(extent.inputs, boxes, strict=True):
+    operation = extent.operation
+    if isinstance(operation, Gather):
+        dims = merged(
+            zip(operation.shape, operation.stride, _row_major(operation.shape), strict=True)
+        )
+        yield extent.inputs[0], operation.start, 0, dims, operation.itemsize
+    elif isinstance(operation, Chunks):
+        steps = _row_major(operation.shape)
+        for source, box in zip(extent.inputs, operation.boxes, strict=True):
+            offsets, sizes, stride, origin = box
             place = sum(o * s for o, s in zip(offsets, steps, strict=True))
-            yield source, origin, place, merged(zip(sizes, stride, steps, strict=True)), itemsize
+            dims = merged(zip(sizes, stride, steps, strict=True))
+            yield source, origin, place, dims, operation.itemsize
 
 
 def _row_major(shape: tuple[int, ...]) -> list[int]:
@@ -262,15 +263,13 @@ class Turner:
 
     def _turn(self, matrix: Matrix, columns: Array) -> None:
         """Fill `columns` with those of a matrix."""
-        from ckptkit.compute.operations import read_rows
-
-        size = matrix.itemsize
+        size, read = matrix.itemsize, Reader(matrix.source)
         height = min(matrix.rows, _ROWS, max(1, _LINE // size))
         strip, rows = self._strip.of(height, matrix.columns * size, _UNITS[size])
         for row in range(0, matrix.rows, height):
             count = min(height, matrix.rows - row)
             at = matrix.start + row * matrix.pitch
-            read_rows(matrix.source, at, matrix.pitch, rows[:count])
+            read.rows(at, matrix.pitch, rows[:count])
             self._turn_strip(strip[:count, : matrix.columns], columns[:, row : row + count])
 
     def _turn_strip(self, strip: Array, columns: Array) -> None:

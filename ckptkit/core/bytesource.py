@@ -20,11 +20,11 @@ import sys
 import threading
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, BinaryIO, NamedTuple, Protocol
+from typing import TYPE_CHECKING, BinaryIO, ClassVar, NamedTuple, Protocol
 
 from ckptkit.core.errors import (
     ArgumentError,
@@ -480,17 +480,49 @@ class Range(NamedTuple):
         return Range(self.source, self.offset + start, length)
 
 
+Piece = bytes | memoryview
+
+
+class Operation:
+    """A computation of bytes from those of other extents; a frozen value that can be pickled.
+
+    It is a pure function of its inputs, its own fields and the range of the output that is asked
+    for. :mod:`ckptkit.compute.operation` has the simplest. A new one overrides `read`, and says
+    what else is true of it.
+    """
+
+    __slots__ = ()
+    seekable: ClassVar[bool] = True  # a part of the output costs no more than its share
+    needs_numpy: ClassVar[bool] = True
+    whole: ClassVar[bool] = False  # holds a tensor in memory, so that only one is made at a time
+    expands: ClassVar[bool] = False  # its output counts as input where sizes are limited
+
+    def read(self, extent: Derived, start: int, stop: int) -> Iterator[Piece]:
+        """Yield bytes `start` to `stop` of an extent that is computed by it."""
+        raise NotImplementedError
+
+    def ends(self, extent: Derived, size: int) -> Iterable[int]:
+        """Yield where parts of about `size` bytes end that are computed apart at no loss."""
+        yield extent.length
+
+    def runs(self, extent: Derived) -> Sequence[Extent]:
+        """Return what can be copied one by one instead; nothing where bytes are computed."""
+        return ()
+
+    def needed(self, extent: Derived, number: int) -> int:
+        """Return how many bytes of input `number` it reads that nobody else compares."""
+        return extent.inputs[number].length
+
+
 @dataclass(frozen=True, slots=True)
 class Derived:
-    """Bytes that must be computed from others: which operation of `ckptkit.compute`, from what,
-    with what.
+    """Bytes that must be computed from others: by which operation, from what.
 
     Frozen and picklable, so that a plan can be sent to where the bytes are.
     """
 
-    operation: str
+    operation: Operation
     inputs: tuple[Range | Derived, ...]
-    parameters: tuple[object, ...]
     length: int  # bytes
 
     def locate(self) -> Derived:
@@ -528,46 +560,32 @@ def leaves(extent: Extent) -> Iterator[Range]:
         yield Range(*in_file(extent.source, extent.offset), extent.length)
 
 
-def runs(extent: Extent) -> Iterator[Extent]:
-    """Yield the consecutive extents in `extent`: the inputs of a ``concat``, else itself.
+def starts_anywhere(extent: Extent) -> bool:
+    """Return whether any part of an extent costs no more than its share."""
+    if isinstance(extent, Range):
+        return True
+    return extent.operation.seekable and all(map(starts_anywhere, extent.inputs))
 
-    They can be copied one by one.
-    """
-    if isinstance(extent, Derived) and extent.operation == "concat":
-        for each in extent.inputs:
-            yield from runs(each)
-    else:
+
+def runs(extent: Extent) -> Iterator[Extent]:
+    """Yield the consecutive extents in `extent` that can be copied one by one: mostly itself."""
+    found = extent.operation.runs(extent) if isinstance(extent, Derived) else ()
+    if not found:
         yield extent
+    for each in found:
+        yield from runs(each)
 
 
 @dataclass(frozen=True, slots=True)
 class Pending:
     """A record that will be `operation` over others: a Derived, once those are located."""
 
-    operation: str
+    operation: Operation
     records: tuple[Record, ...]
-    parameters: tuple[object, ...]
     length: int  # bytes
 
     def locate(self) -> Derived:
-        return Derived(
-            self.operation, tuple(r.locate() for r in self.records), self.parameters, self.length
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class RecordSlice:
-    """`length` bytes of a record from `start`; the caller ensures that they are inside."""
-
-    record: Record
-    start: int
-    length: int
-
-    def locate(self) -> Extent:
-        whole = self.record.locate()
-        if isinstance(whole, Range):
-            return whole.part(self.start, self.length)
-        return Derived("slice", (whole,), (self.start,), self.length)
+        return Derived(self.operation, tuple(r.locate() for r in self.records), self.length)
 
 
 LARGE = 64 << 10  # bytes, from which on another library than Python's own is looked for

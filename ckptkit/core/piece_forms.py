@@ -19,7 +19,7 @@ from itertools import product
 from math import prod
 from typing import Literal
 
-from ckptkit.core.bytesource import Range, RecordSlice
+from ckptkit.core.bytesource import Range
 from ckptkit.core.errors import CkptkitError, FormatError, UnsupportedError
 from ckptkit.core.limits import check
 from ckptkit.core.pieces import (
@@ -248,10 +248,10 @@ def integers(tensor: Node) -> tuple[int, ...]:
         raise FormatError(f"holds a mesh of {tensor.numel:,} ranks that are not in a row")
     size = tensor.dtype.itemsize
     order: Literal["big", "little"] = "big" if tensor.storage.big_endian else "little"
-    place = RecordSlice(tensor.storage.record, tensor.offset * size, tensor.nbytes).locate()
+    place = tensor.storage.record.locate()
     if not isinstance(place, Range):
         raise UnsupportedError("holds a mesh that is compressed")
-    data = place.read()
+    data = place.part(tensor.offset * size, tensor.nbytes).read()
     return tuple(
         int.from_bytes(data[at : at + size], order, signed=True) for at in range(0, len(data), size)
     )

@@ -21,14 +21,6 @@ from typing import NamedTuple
 from ckptkit.core.bytesource import ByteSource, Derived, Extent, LocalFile, Range, runs
 from ckptkit.core.text import plural
 
-SEEKABLE = frozenset(
-    {"blocks", "quantize"}
-)  # operations of which any part costs no more than its share
-
-
-ONE_BY_ONE = "apply"  # the operation that holds a tensor in memory as a whole
-
-
 BLOCK = 4 << 10  # bytes of a block of a file system, which two files may share
 
 

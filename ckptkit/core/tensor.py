@@ -111,7 +111,7 @@ class Tensor:
     def numpy(self) -> Array:
         """Read the elements into a numpy array.
 
-        bfloat16 and floats of 8 bits have the types of ml_dtypes: MissingPackageError without it.
+        bfloat16 and floats of 8 bits have the types of ml_dtypes.
         Raises TensorError for what numpy has no array of.
         """
         array: Array = above.call("numpy", self)

@@ -25,13 +25,13 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from ckptkit import compute
+from ckptkit.compute.arranged import contiguous
+from ckptkit.compute.operation import Inflate, RecordSlice, concat, stream
 from ckptkit.core.bytesource import (
     Derived,
     Extent,
     Memory,
     Range,
-    RecordSlice,
     crc32,
     crc32_combine,
 )
@@ -165,7 +165,7 @@ def _head(extent: Extent, length: int) -> bytes:
     )  # of what inflates to so few bytes, no more is looked at than that can take
     assert isinstance(stored, Range)
     few = stored.part(0, min(stored.length, 2 * length + 1024))
-    return b"".join(compute.stream(Derived("inflate", (few,), (), extent.length), 0, length))
+    return b"".join(stream(Derived(Inflate(), (few,), extent.length), 0, length))
 
 
 def _parse(text: str) -> tuple[str, bool, Shape]:
@@ -246,7 +246,7 @@ def _text(header: NpyHeader, extent: Extent) -> str | bytes:
         raise CorruptError(
             f"a text of {nbytes:,} bytes is {extent.length - header.start:,} bytes long"
         )
-    data = b"".join(compute.stream(extent, header.start, extent.length))
+    data = b"".join(stream(extent, header.start, extent.length))
     if kind == "S":
         return data.rstrip(b"\0")
     try:
@@ -260,7 +260,7 @@ def _pickled(extent: Extent, start: int) -> Array:
     length = extent.length - start
     if isinstance(extent, Derived):
         check("record_bytes", length, "bytes of a compressed pickle")
-        data = b"".join(compute.stream(extent, start, extent.length))
+        data = b"".join(stream(extent, start, extent.length))
         extent, start = Range(Memory(data, next(extent.sources()).name), 0, length), 0
     first = extent.offset + start
     pickled = unpickle(extent.source, first, first + length)
@@ -372,7 +372,7 @@ def _member(name: str, tensor: Tensor) -> ZipMember:
     if not tensor.nbytes:
         return ZipMember(name + SUFFIX, before)
     assert tensor.storage is not None
-    record = compute.contiguous(tensor)
+    record = contiguous(tensor)
     extent = record.locate()
     known = (
         tensor.storage.crc32
@@ -381,9 +381,7 @@ def _member(name: str, tensor: Tensor) -> ZipMember:
     )
     crc = None if known is None else crc32_combine(crc32(before), known, extent.length)
     literal = Range(Memory(before, name), 0, len(before))
-    return ZipMember(
-        name + SUFFIX, Derived("concat", (literal, extent), (), literal.length + extent.length), crc
-    )
+    return ZipMember(name + SUFFIX, concat((literal, extent)), crc)
 
 
 def _check_holdable(tensors: Mapping[str, Tensor]) -> None:

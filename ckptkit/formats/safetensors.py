@@ -34,7 +34,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import itemgetter, sub
 from typing import Any, NamedTuple
 
-from ckptkit import compute
+from ckptkit.compute.arranged import contiguous
 from ckptkit.core.bytesource import ByteSource, Extent, LocalFile, Memory, Range
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.dtypes import BY_NAME, BY_SAFETENSORS, FLOAT4, DType
@@ -434,9 +434,7 @@ def _whole(checkpoint: Checkpoint, options: WriteOptions) -> HeaderEntries:
 def file_of(tensors: Mapping[str, Tensor], metadata: Mapping[str, str | None]) -> OutputFile:
     """Plan one file of these tensors, none of them tied, and these metadata (None: nothing)."""
     order = sorted(tensors, key=lambda name: (_RANK[tensors[name].dtype.safetensors or ""], name))
-    extents = _joined(
-        compute.contiguous(tensors[name]).locate() for name in order if tensors[name].nbytes
-    )
+    extents = _joined(contiguous(tensors[name]).locate() for name in order if tensors[name].nbytes)
     header = _header_bytes(tensors, order, metadata)
     return OutputFile("", (header, *extents))
 
@@ -598,7 +596,7 @@ def _places(source: LocalFile, tensors: Mapping[str, Tensor]) -> dict[str, int] 
     """Return the begin of each tensor in `source`; None if some are elsewhere or computed."""
     places = {}
     for name, tensor in tensors.items():
-        extent = compute.contiguous(tensor).locate()
+        extent = contiguous(tensor).locate()
         if not isinstance(extent, Range) or extent.source is not source:
             return None
         places[name] = extent.offset

@@ -47,6 +47,7 @@ from itertools import chain
 from os.path import basename
 from typing import NamedTuple, Protocol
 
+from ckptkit.compute.operation import Swap
 from ckptkit.core.bytesource import (
     ByteSource,
     Derived,
@@ -394,7 +395,7 @@ class Numbering:
                     raise UnsupportedError(
                         "big-endian bytes of an unknown element type, among little-endian ones"
                     )
-                extent, crc = Derived("byteswap", (extent,), (unit,), storage.nbytes), None
+                extent, crc = Derived(Swap(unit), (extent,), storage.nbytes), None
             yield ZipMember(folder + key(number), extent, crc)
 
 

@@ -29,7 +29,7 @@ from functools import cached_property
 from itertools import chain, pairwise
 from typing import NamedTuple
 
-from ckptkit import compute
+from ckptkit.compute.operation import Inflate, stream
 from ckptkit.core.bytesource import ByteSource, Derived, Extent, Memory, Range, crc32
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError, CorruptError, UnsupportedError
@@ -277,7 +277,7 @@ class _DamagedArchive:
     def _read_pickle(self, extent: Extent, *, proven: bool) -> Unpickled:
         if isinstance(extent, Derived):
             check_inflated(extent.length, self.source.size)
-            data = b"".join(bytes(piece) for piece in compute.stream(extent))
+            data = b"".join(bytes(piece) for piece in stream(extent))
             extent = Range(Memory(data, self.source.name), 0, len(data))
         self._pickle = (extent.source, extent.offset, extent.offset + extent.length)
         self.sizes.clear()
@@ -863,7 +863,7 @@ class Salvage:
         if method == DEFLATED:
             if size // max(1, stored) > LIMITS.inflate_ratio:
                 return None
-            extent = Derived("inflate", (extent,), (), size)
+            extent = Derived(Inflate(), (extent,), size)
         if entry is not None:
             return RecordPlace(extent, entry.crc, header, entry)
         described = (
@@ -915,7 +915,7 @@ class Salvage:
         self._budget -= extent.length
         total = 0
         try:
-            for piece in compute.stream(extent):
+            for piece in stream(extent):
                 total = crc32(piece, total)
         except CkptkitError:
             return None

@@ -37,6 +37,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple, NoReturn
 
+from ckptkit.compute.operation import Inflate
 from ckptkit.core.bytesource import ByteSource, Derived, Extent, Member, Range, Record
 from ckptkit.core.errors import (
     AmbiguousError,
@@ -474,7 +475,7 @@ class ZipDirectory:
         if entry.method != DEFLATED:
             return stored
         check("inflate_ratio", entry.size // max(1, entry.stored), f"compression of {shown(name)}")
-        return Derived("inflate", (stored,), (name, self.crc(name)), entry.size)
+        return Derived(Inflate(name, self.crc(name)), (stored,), entry.size)
 
     def read(self, name: str) -> bytes:
         """Return all bytes of a member.

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from ckptkit import compute
+from ckptkit.compute.torch_bridge import dtype_of
+from ckptkit.compute.torch_bridge import fill as fill_tensors
 from ckptkit.core.tensor import Tensor
 from ckptkit.core.tree import Node
 
@@ -33,7 +34,7 @@ def fill(model: nn.Module, nodes: Mapping[str, Node]) -> set[str]:
             pairs[value.data_ptr(), value.data_ptr() + value.nbytes] = node, value
     if any(end > start for (_, end), (start, _) in pairwise(sorted(pairs))):
         return set()
-    compute.fill(pairs.values())
+    fill_tensors(pairs.values())
     return filled
 
 
@@ -76,7 +77,7 @@ def _is_plain(value: torch.Tensor) -> bool:
 
 def _casts(tensor: Tensor, value: torch.Tensor) -> bool:
     """Return whether torch casts the elements, each of whole bytes, to the dtype of `value`."""
-    both = tensor.dtype, compute.dtype_of(value)
+    both = tensor.dtype, dtype_of(value)
     if any(each.bits % 8 for each in both):
         return False
     plain = all(each.kind in _NUMBERS and each.packed == 1 for each in both)

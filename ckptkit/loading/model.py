@@ -9,9 +9,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ckptkit import compute, quantized
+from ckptkit import quantized
 from ckptkit.analysis.matching import Shapes, Way, certain, fits, prefixes
 from ckptkit.api import open_checkpoint
+from ckptkit.compute.arranged import contiguous
+from ckptkit.compute.torch_bridge import dtype_of, overflows
 from ckptkit.core import arguments
 from ckptkit.core.checkpoint import Checkpoint, Source
 from ckptkit.core.dtypes import DType
@@ -357,7 +359,7 @@ def _narrowed(nodes: Mapping[str, Node], own: Mapping[str, Any]) -> Iterator[tup
     for name, node in nodes.items():
         value: Any = own.get(name)
         if isinstance(node, Tensor) and node.storage is not None and hasattr(value, "dtype"):
-            lost = _loss(node, compute.dtype_of(value))
+            lost = _loss(node, dtype_of(value))
             if lost:
                 yield name, f"{node.dtype} to {value.dtype}: {lost}".replace("torch.", "")
 
@@ -371,7 +373,7 @@ def _loss(tensor: Tensor, target: DType) -> str | None:
         return "fractions"
     if source.kind != target.kind or source.kind not in ("float", "int"):
         return None
-    count = compute.overflows(tensor, target)
+    count = overflows(tensor, target)
     return f"{plural(count, 'value')} too large" if count else None
 
 
@@ -447,6 +449,4 @@ def _alone(node: Node) -> Node:
         or node.dtype.bits % 8
     ):
         return node
-    return Tensor(
-        Storage(compute.contiguous(node)), node.dtype, node.shape, contiguous_stride(node.shape)
-    )
+    return Tensor(Storage(contiguous(node)), node.dtype, node.shape, contiguous_stride(node.shape))

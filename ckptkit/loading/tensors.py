@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from ckptkit import compute
+from ckptkit.compute.numbers import torch_dtype
+from ckptkit.compute.torch_bridge import MappedFiles, rebuild, to_torch_storage
 from ckptkit.core.dtypes import BY_NAME, UINT8, DType
 from ckptkit.core.errors import CkptkitError, DeviceError, TensorError, UnsupportedError, UsageError
 from ckptkit.core.tensor import Storage, Tensor, TypedStorage, check_geometry
@@ -29,9 +30,7 @@ class Tensors:
     DeviceError. Tensors on the CPU are parts of `files`, where these are given and it is possible.
     """
 
-    def __init__(
-        self, map_location: MapLocation = None, files: compute.MappedFiles | None = None
-    ) -> None:
+    def __init__(self, map_location: MapLocation = None, files: MappedFiles | None = None) -> None:
         import torch
 
         forms = (str, torch.device, Mapping, type(None))
@@ -72,7 +71,7 @@ class Tensors:
         mapped = None
         if self._files is not None and device.type == "cpu":
             mapped = self._files.torch_storage(storage, component)
-        return compute.to_torch_storage(storage, device, component) if mapped is None else mapped
+        return to_torch_storage(storage, device, component) if mapped is None else mapped
 
     def device(self, tag: str) -> torch.device:
         """Return where torch puts what is tagged `tag`.
@@ -110,8 +109,8 @@ class Tensors:
         import torch
 
         if tensor.storage is not None:
-            return compute.rebuild(tensor, self.storage(tensor.storage, tensor.dtype))
-        dtype = compute.torch_dtype(tensor.dtype)
+            return rebuild(tensor, self.storage(tensor.storage, tensor.dtype))
+        dtype = torch_dtype(tensor.dtype)
         made = torch.empty_strided(tensor.shape, tensor.stride, dtype=dtype, device="meta")
         return (
             _parameter(made, tensor)
@@ -209,7 +208,7 @@ def _on_device(tensors: Tensors, node: Object) -> torch.Tensor:
     """(data, dtype, device, requires_grad)"""
     data, dtype, device, grad = node.args
     made = tensors.tensor(data).to(
-        device=tensors.device(device), dtype=compute.torch_dtype(BY_NAME[dtype.name])
+        device=tensors.device(device), dtype=torch_dtype(BY_NAME[dtype.name])
     )
     return made.requires_grad_(bool(grad))
 
@@ -243,7 +242,7 @@ def _quantized(tensors: Tensors, node: Object) -> torch.Tensor:
     like, scheme = node.tensor, node.args[4]
     assert like is not None and like.storage is not None
     memory = tensors.storage(like.storage, like.dtype)
-    dtype = compute.torch_dtype(like.dtype)
+    dtype = torch_dtype(like.dtype)
     if scheme[0].name == "per_tensor_affine":
         made = torch._empty_affine_quantized(
             (0,), scale=scheme[1], zero_point=scheme[2], dtype=dtype, device=memory.device
@@ -324,7 +323,7 @@ def typed_storage(tensors: Tensors, node: TypedStorage) -> torch.TypedStorage:
     import torch
 
     memory = tensors.storage(node.storage, node.dtype)
-    dtype = compute.torch_dtype(node.dtype or UINT8)
+    dtype = torch_dtype(node.dtype or UINT8)
     make: Any = torch.storage.TypedStorage  # without types
     typed: torch.TypedStorage = make(wrap_storage=memory, dtype=dtype, _internal=True)
     return typed
@@ -333,4 +332,4 @@ def typed_storage(tensors: Tensors, node: TypedStorage) -> torch.TypedStorage:
 def dtype_of(node: Global) -> object:
     """``torch.float16`` for a Global of that name, the Global itself for any other."""
     known = node.module == "torch" and node.name in BY_NAME
-    return compute.torch_dtype(BY_NAME[node.name]) if known else node
+    return torch_dtype(BY_NAME[node.name]) if known else node

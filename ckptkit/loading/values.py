@@ -6,8 +6,9 @@ import collections
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from ckptkit import compute
 from ckptkit.api import open_checkpoint
+from ckptkit.compute.operation import stream
+from ckptkit.compute.torch_bridge import MappedFiles
 from ckptkit.core import arguments
 from ckptkit.core.checkpoint import Source
 from ckptkit.core.errors import CkptkitError, FormatError
@@ -58,7 +59,7 @@ def load(
     """
     arguments.flags(whole=whole, mmap=mmap)
     ck = open_checkpoint(path, key=key)
-    files = compute.MappedFiles() if mmap else None
+    files = MappedFiles() if mmap else None
     values = Values(Tensors(map_location, files), Tensors("cpu", files))
     try:
         with steady(ck.source, remote=True):
@@ -148,7 +149,7 @@ class Values:
         if isinstance(node, Global):
             return dtype_of(node)
         if isinstance(node, StoredBytes):
-            data = b"".join(compute.stream(node.extent))
+            data = b"".join(stream(node.extent))
             return bytearray(data) if node.kind == "bytearray" else data
         return node.data if isinstance(node, ByteString) else node
 

@@ -174,7 +174,7 @@ class Emitter:
         self._once(value, lambda: _python2(value.data))
 
     def _blob(self, blob: StoredBytes) -> None:
-        from ckptkit.compute import stream
+        from ckptkit.compute.operation import stream
 
         check("record_bytes", blob.extent.length, "bytes of a byte string inside a pickle")
         data = b"".join(stream(blob.extent))

@@ -29,7 +29,7 @@ class ModuleSources:
             raise FormatError("a module's source is recorded for something that is not a class")
         if isinstance(text, StoredBytes):  # a str of Python 2
             check("string_bytes", text.extent.length, f"bytes of the source of {made}")
-            from ckptkit.compute import stream
+            from ckptkit.compute.operation import stream
 
             text = ByteString(b"".join(stream(text.extent)))
         if not isinstance(text, (str, ByteString, type(None))):

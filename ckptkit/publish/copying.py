@@ -16,7 +16,8 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from ckptkit import compute
+from ckptkit.compute.operation import part as part_of
+from ckptkit.compute.operation import stream
 from ckptkit.core.bytesource import (
     READING,
     ByteSource,
@@ -34,7 +35,7 @@ from ckptkit.core.bytesource import (
     runs,
 )
 from ckptkit.core.errors import InputChangedError, OutputError
-from ckptkit.core.plan import BLOCK, SEEKABLE, Deferred, Segment, Summed, length
+from ckptkit.core.plan import BLOCK, Deferred, Segment, Summed, length
 
 if TYPE_CHECKING:
     from ckptkit.compute.slabs import Block, Turner
@@ -158,39 +159,15 @@ def _parts(segment: Segment, size: int) -> Iterable[Segment]:
 
 def _split(extent: Extent, size: int) -> Iterator[Extent]:
     for each in runs(extent):
-        if isinstance(each, Derived):
-            yield from _pieces_of(each, size)
-            continue
-        for start in range(0, each.length, size):
-            yield each.part(start, min(size, each.length - start))
-
-
-def _pieces_of(extent: Derived, size: int) -> Iterator[Extent]:
-    """Yield parts of about `size` bytes if the extent can start anywhere; else itself."""
-    if extent.operation in SEEKABLE:
-        step = _step(extent, size)
-        for start in range(0, extent.length, step):
-            yield Derived("slice", (extent,), (start,), min(step, extent.length - start))
-        return
-    if extent.operation not in ("gather", "chunks") or extent.length < 2 * size:
-        yield extent
-        return
-    from ckptkit.compute.gather import ends
-
-    start = 0
-    for end in ends(extent):
-        if end - start >= size or end == extent.length:
-            yield Derived("slice", (extent,), (start,), end - start)
+        start = 0
+        ends = each.operation.ends(each, size) if isinstance(each, Derived) else _ends(each, size)
+        for end in ends:
+            yield part_of(each, start, end - start)
             start = end
 
 
-def _step(extent: Derived, size: int) -> int:
-    """Return `size` bytes or more, a whole number of matrices where several are in one tensor."""
-    from ckptkit.compute.blocks import Blocks
-
-    (blocks,) = extent.parameters if extent.operation == "blocks" else (None,)
-    matrix = extent.length // blocks.batches if isinstance(blocks, Blocks) else extent.length
-    return -(-size // matrix) * matrix if matrix <= 2 * size else size
+def _ends(extent: Range, size: int) -> Iterable[int]:
+    return (*range(size, extent.length, size), extent.length)
 
 
 WINDOW = 1 << 20  # bytes read ahead, and joined into one write
@@ -328,7 +305,7 @@ class _SegmentWriter:
             elif isinstance(extent, Deferred):
                 data = extent.template
             elif isinstance(extent, Derived) and extent.length < SHORT:
-                data = b"".join(compute.stream(extent))
+                data = b"".join(stream(extent))
             else:
                 for each in runs(extent):
                     size = self._long(each, number, size)
@@ -454,7 +431,7 @@ def pieces(
     Pieces for `place` in the output end at multiples of the buffer's size there.
     """
     if isinstance(extent, Derived) or not isinstance(extent.source, LocalFile):
-        yield from compute.stream(extent)
+        yield from stream(extent)
         return
     buffer = buffer or memoryview(bytearray(min(PIECE, extent.length)))
     size = len(buffer)

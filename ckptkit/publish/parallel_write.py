@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from ckptkit.core.bytesource import Derived, Extent, Identity, Range, file_system
 from ckptkit.core.errors import OutputError
-from ckptkit.core.plan import ONE_BY_ONE, Deferred, Segment, Summed, length, sources
+from ckptkit.core.plan import Deferred, Segment, Summed, length, sources
 from ckptkit.core.text import flatten
 from ckptkit.publish.copying import (
     PIECE,
@@ -90,7 +90,7 @@ def _can_fork(files: Sequence[tuple[str, Sequence[Segment]]]) -> bool:
     computed = [each for _, segments in files for each in segments if _is_computed(each)]
     if not computed or any(map(_is_whole, computed)):
         return False
-    from ckptkit.compute.threads import is_sooner_forked
+    from ckptkit.compute.workers import is_sooner_forked
 
     needed = flatten(sources(segments) for _, segments in files)
     return is_sooner_forked(sum(map(length, computed)), needed)
@@ -98,7 +98,7 @@ def _can_fork(files: Sequence[tuple[str, Sequence[Segment]]]) -> bool:
 
 def _share() -> int:
     """Return how many threads or processes share the work."""
-    from ckptkit.compute.threads import processors
+    from ckptkit.compute.workers import processors
 
     return min(THREADS, processors())
 
@@ -151,7 +151,7 @@ def _is_whole(segment: Segment | Extent) -> bool:
     extent = segment.extent if isinstance(segment, Summed) else segment
     if not isinstance(extent, Derived):
         return False
-    return extent.operation == ONE_BY_ONE or any(map(_is_whole, extent.inputs))
+    return extent.operation.whole or any(map(_is_whole, extent.inputs))
 
 
 def _spread(
@@ -180,9 +180,9 @@ def _spread(
 
 
 def _by_forks(tasks: Sequence[WriteTask]) -> Results:
-    from ckptkit.compute import forks
+    from ckptkit.compute import workers
 
-    results = forks.results(lambda number: run(tasks[number]), len(tasks), _share())
+    results = workers.results(lambda number: run(tasks[number]), len(tasks), _share())
     with closing(results):
         yield from ((number, TaskResult(*done)) for number, done in results)
 

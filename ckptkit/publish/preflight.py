@@ -14,7 +14,6 @@ import stat
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
-from math import prod
 from typing import NamedTuple
 
 from ckptkit.core.bytesource import (
@@ -221,9 +220,6 @@ def check_size(plan: Plan, size: int, allow_expand: bool) -> None:
         )
 
 
-_UNPACKED = ("inflate", "blocks")
-
-
 def referenced(plan: Plan) -> int:
     """Bytes of the storages that the plan reads, each counted once.
 
@@ -243,7 +239,7 @@ def referenced(plan: Plan) -> int:
             runs.append((id(each.source), each.offset, each.offset + each.length))
         elif (
             isinstance(each, Derived)
-            and each.operation in _UNPACKED
+            and each.operation.expands
             and isinstance(each.inputs[0], Range)
         ):
             inflated[id(each.inputs[0].source), each.inputs[0].offset] = each.length
@@ -341,21 +337,10 @@ def _read(extent: Extent | None, share: float) -> Iterator[tuple[ByteSource, int
     """
     if isinstance(extent, Range):
         yield (*extent, share)
-    elif isinstance(extent, Derived) and extent.operation != "inflate":
+    elif isinstance(extent, Derived):
         for number, each in enumerate(extent.inputs):
-            yield from _read(each, share * min(1, _needed(extent, number) / max(1, each.length)))
-
-
-def _needed(derived: Derived, number: int) -> int:
-    """Return how many bytes of an input an operation needs."""
-    if derived.operation in ("gather", "slice"):
-        return derived.length
-    if derived.operation == "chunks":
-        itemsize, _, boxes = derived.parameters
-        assert isinstance(itemsize, int) and isinstance(boxes, tuple)
-        sizes: Sequence[int] = boxes[number][1]
-        return itemsize * prod(sizes)
-    return derived.inputs[number].length
+            if needed := extent.operation.needed(extent, number):
+                yield from _read(each, share * min(1, needed / max(1, each.length)))
 
 
 def _whole(source: ByteSource, read: list[tuple[int, int, float]]) -> Iterator[Check]:
@@ -401,7 +386,7 @@ def _summed(parts: list[tuple[int, Range, int | None]]) -> Iterator[tuple[int, i
     """Yield number, length and CRC-32 of each part, of which some have to be read."""
     if not parts:
         return
-    from ckptkit.compute.threads import ordered
+    from ckptkit.compute.workers import ordered
 
     yield from ordered(
         lambda part: (part[0], part[1].length, _sum(part[1]) if part[2] is None else part[2]),

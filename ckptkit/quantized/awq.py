@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ckptkit.compute.blocks import Blocks, Grid, Numbers, Packing, Zero
+from ckptkit.compute.packing import Blocks, Numbers, Packing, ScaleGrid, ZeroPoint
 from ckptkit.quantized import group as g
 from ckptkit.quantized.group import Family, Group, View
 
@@ -39,10 +39,10 @@ def recognize(view: View, mark: str) -> Group | None:
         return g.refused(
             group, f"its group_size is not known, or does not give {groups} groups", g.NEEDS_CONFIG
         )
-    grid = Grid(1, width, rows, groups, "columns")
+    grid = ScaleGrid(1, width, rows, groups, "columns")
     layout = Blocks(
         1, rows, columns, Packing("interleaved", 4), (Numbers(1, scales.dtype.name, grid),),
-        zero=Zero(2, 4, grid, "interleaved"),
+        zero=ZeroPoint(2, 4, grid, "interleaved"),
     )  # fmt: skip
     return g.ready(group, f"awq int4 g{width}", layout, codes, scales, zeros)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from math import prod
 from typing import Any
 
-from ckptkit.compute.blocks import Blocks, Grid, Numbers, Packing
+from ckptkit.compute.packing import Blocks, Numbers, Packing, ScaleGrid
 from ckptkit.core.tensor import Tensor
 from ckptkit.quantized import group as g
 from ckptkit.quantized.group import Family, Group, View
@@ -58,7 +58,7 @@ def _four_bits(group: Group, view: View, state: dict[str, Any], weight: Tensor) 
             f"its quant_state says {g.shown(group.shape)} in blocks of {size}, which does not fit",
         )
     inputs = [weight, absmax, table]
-    scales = [Numbers(1, "float32", Grid(1, size, 1, absmax.numel))]
+    scales = [Numbers(1, "float32", ScaleGrid(1, size, 1, absmax.numel))]
     if absmax.dtype.name == "uint8":
         nested = view.get(f"{name}.nested_absmax", "float32")
         nested_map = view.get(f"{name}.nested_quant_map", "float32")
@@ -76,7 +76,7 @@ def _four_bits(group: Group, view: View, state: dict[str, Any], weight: Tensor) 
         inputs += [nested, nested_map]
         scales = [
             Numbers(1, "map", scales[0].grid, map=4),
-            Numbers(3, "float32", Grid(1, size * wide, 1, nested.numel), add=offset),
+            Numbers(3, "float32", ScaleGrid(1, size * wide, 1, nested.numel), add=offset),
         ]
     table_name = "map-signed" if kind == "fp4" else "map"
     layout = Blocks(

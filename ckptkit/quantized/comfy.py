@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ckptkit.compute.blocks import TARGET, Grid, Numbers
+from ckptkit.compute.packing import TARGET, Numbers, ScaleGrid
 from ckptkit.core.tensor import Shape, Tensor
 from ckptkit.quantized import group as g
 from ckptkit.quantized.group import Family, Group, View
@@ -101,7 +101,7 @@ def _read_int8(group: Group, view: View, weight: Tensor, scale: Tensor) -> Group
     return g.ready(group, f"int8 {'tensor' if scale.numel == 1 else 'row'}", layout, weight, scale)
 
 
-def _tiles(shape: Shape, width: int, scale: Tensor) -> Grid | None:
+def _tiles(shape: Shape, width: int, scale: Tensor) -> ScaleGrid | None:
     """The grid of scales in tiles of 128 x 4, None if there are not as many."""
     _, rows, columns = g.matrix(shape)
     padded = -(-rows // 128) * 128 * (-(-columns // width // 4) * 4)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from ckptkit.compute.blocks import Blocks, Grid, Numbers, Packing, Zero
+from ckptkit.compute.packing import Blocks, Numbers, Packing, ScaleGrid, ZeroPoint
 from ckptkit.core.tensor import Shape, Tensor
 from ckptkit.quantized import group as g
 from ckptkit.quantized.group import Family, Group, View
@@ -43,7 +43,7 @@ def transformed(view: View) -> str | None:
     return None
 
 
-def grid_for(view: View, shape: Shape, scale: Shape, kind: str) -> tuple[Grid, str] | None:
+def grid_for(view: View, shape: Shape, scale: Shape, kind: str) -> tuple[ScaleGrid, str] | None:
     """The grid of a scale and its name; None if no scheme of the configuration gives it."""
     if not scale or all(n == 1 for n in scale):
         return g.whole(shape), "tensor"
@@ -217,7 +217,7 @@ def _with_zeros(
     codes: Tensor,
     scale: Tensor,
     packing: Packing,
-    found: tuple[Grid, str],
+    found: tuple[ScaleGrid, str],
 ) -> Group:
     (grid, label), bits = found, packing.bits
     rows, columns = group.shape
@@ -233,7 +233,7 @@ def _with_zeros(
             or zero.shape != (-(-rows * bits // 32), groups)
         ):
             return g.refused(group, f"zero points of {zero.dtype} {g.shown(zero.shape)} do not fit")
-        inputs, point = (codes, scale, zero), Zero(2, bits, grid, "down", offset=half)
+        inputs, point = (codes, scale, zero), ZeroPoint(2, bits, grid, "down", offset=half)
     layout = Blocks(
         1, rows, columns, packing, (Numbers(1, scale.dtype.name, grid),), offset=half, zero=point,
         product_dtype=scale.dtype.name,

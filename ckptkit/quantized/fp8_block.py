@@ -6,7 +6,7 @@ once.
 
 from __future__ import annotations
 
-from ckptkit.compute.blocks import Numbers
+from ckptkit.compute.packing import Numbers
 from ckptkit.core.tensor import Tensor
 from ckptkit.quantized import group as g
 from ckptkit.quantized.group import Family, Group, View

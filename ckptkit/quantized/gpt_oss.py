@@ -6,7 +6,7 @@ Scales have no limit (ldexp): 2**128 times 0.5 is a number. transformers' weight
 
 from __future__ import annotations
 
-from ckptkit.compute.blocks import Blocks, Grid, Numbers, Packing
+from ckptkit.compute.packing import Blocks, Numbers, Packing, ScaleGrid
 from ckptkit.quantized import group as g
 from ckptkit.quantized.group import Family, Group, View
 
@@ -30,7 +30,7 @@ def recognize(view: View, mark: str) -> Group | None:
         )
     batches, _, _ = g.matrix(shape)
     if is_turned:
-        grid = Grid(32, 1, groups, rows, "columns")
+        grid = ScaleGrid(32, 1, groups, rows, "columns")
         layout = Blocks(
             batches, columns, rows, Packing("turned", 4), (Numbers(1, "ldexp", grid),), table="e2m1"
         )

@@ -6,7 +6,7 @@ the same.
 
 from __future__ import annotations
 
-from ckptkit.compute.blocks import Blocks, Grid, Numbers, Packing, Zero
+from ckptkit.compute.packing import Blocks, Numbers, Packing, ScaleGrid, ZeroPoint
 from ckptkit.core.tensor import Tensor
 from ckptkit.quantized import group as g
 from ckptkit.quantized.group import Family, Group, View
@@ -61,8 +61,8 @@ def _with_bits(
             f"its group_size is not known, or does not give {scales.shape[0]} groups",
             g.NEEDS_CONFIG,
         )
-    grid = Grid(1, width, rows, scales.shape[0], "columns")
-    zero = Zero(2, bits, grid, add=add)
+    grid = ScaleGrid(1, width, rows, scales.shape[0], "columns")
+    zero = ZeroPoint(2, bits, grid, add=add)
     inputs = (codes, scales, zeros) if index is None else (codes, scales, zeros, index)
     layout = Blocks(
         1, rows, columns, Packing("columns", bits, stride=words),

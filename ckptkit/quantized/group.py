@@ -9,8 +9,10 @@ from functools import cached_property
 from math import prod
 from typing import Any
 
-from ckptkit.compute import contiguous, stream
-from ckptkit.compute.blocks import Blocks, Grid, Numbers, Packing
+from ckptkit.compute.arranged import contiguous
+from ckptkit.compute.dequantize import Dequantize
+from ckptkit.compute.operation import stream
+from ckptkit.compute.packing import Blocks, Numbers, Packing, ScaleGrid
 from ckptkit.core.bytesource import ByteSource, Folder, Pending
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.dtypes import BY_NAME, DType
@@ -61,7 +63,7 @@ class Group:
         assert self.layout is not None
         records = tuple(map(contiguous, self.inputs))
         layout = replace(self.layout, target=dtype.name)
-        record = Pending("blocks", records, (layout,), dtype.nbytes(self.numel))
+        record = Pending(Dequantize(layout), records, dtype.nbytes(self.numel))
         return Tensor(Storage(record, device), dtype, self.shape, contiguous_stride(self.shape))
 
 
@@ -262,16 +264,16 @@ def plain(shape: Shape) -> Shape:
     return tuple(n for n in shape if n != 1)
 
 
-def grid_of(shape: Shape, height: int, width: int, order: str = "rows") -> Grid:
+def grid_of(shape: Shape, height: int, width: int, order: str = "rows") -> ScaleGrid:
     """The grid of blocks of `height` x `width` over the last two dimensions of a shape."""
     _, rows, columns = matrix(shape)
-    return Grid(height, width, -(-rows // height), -(-columns // width), order)
+    return ScaleGrid(height, width, -(-rows // height), -(-columns // width), order)
 
 
-def whole(shape: Shape) -> Grid:
+def whole(shape: Shape) -> ScaleGrid:
     """The grid of one block."""
     _, rows, columns = matrix(shape)
-    return Grid(max(1, rows), max(1, columns), 1, 1)
+    return ScaleGrid(max(1, rows), max(1, columns), 1, 1)
 
 
 def single(

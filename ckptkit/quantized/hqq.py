@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import prod
 
-from ckptkit.compute.blocks import Blocks, Grid, Numbers, Packing
+from ckptkit.compute.packing import Blocks, Numbers, Packing, ScaleGrid
 from ckptkit.core.tensor import Tensor
 from ckptkit.quantized import group as g
 from ckptkit.quantized.group import Family, Group, View
@@ -56,7 +56,7 @@ def _with_groups(
         return g.refused(
             group, f"its scales or codes do not fit {g.shown(group.shape)} in groups of {size}"
         )
-    grid = Grid(1, size, groups, 1) if axis else Grid(size, 1, 1, groups)
+    grid = ScaleGrid(1, size, groups, 1) if axis else ScaleGrid(size, 1, 1, groups)
     dtype = scale.dtype.name
     packing = Packing("parts", bits, high_first=True) if bits < 8 else Packing("flat", 8)
     layout = Blocks(

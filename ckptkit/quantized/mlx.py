@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ckptkit.compute.blocks import Blocks, Numbers, Packing
+from ckptkit.compute.packing import Blocks, Numbers, Packing
 from ckptkit.core.tensor import Shape, Tensor
 from ckptkit.quantized import group as g
 from ckptkit.quantized.group import Family, Group, View

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ckptkit.compute.blocks import TARGET, Grid, Numbers
+from ckptkit.compute.packing import TARGET, Numbers, ScaleGrid
 from ckptkit.core.tensor import Shape, Tensor
 from ckptkit.quantized import group as g
 from ckptkit.quantized.group import Family, Group, View
@@ -132,7 +132,7 @@ def _block_sizes(view: View) -> Iterator[tuple[int, int]]:
 def _fbgemm(group: Group, weight: Tensor, scale: Tensor) -> Group:
     shape = weight.shape
     group = Group("fbgemm-fp8", "fp8", group.name, shape, group.parts, group.dropped)
-    found: tuple[Grid, str] | None = None
+    found: tuple[ScaleGrid, str] | None = None
     if scale.shape in ((*shape[:-1], 1), shape[:-1]):
         found = g.grid_of(shape, 1, shape[-1]), "channel"
     elif len(shape) == 3 and scale.shape == (shape[0], 1, shape[2]):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from math import prod
 
-from ckptkit.compute.blocks import Blocks, Grid, Numbers, Packing
+from ckptkit.compute.packing import Blocks, Numbers, Packing, ScaleGrid
 from ckptkit.core.tensor import Tensor
 from ckptkit.quantized import group as g
 from ckptkit.quantized.group import Family, Group, View
@@ -92,7 +92,7 @@ def _packed(group: Group, view: View, stem: str, codes: Tensor, scale: Tensor) -
     ):
         return g.refused(group, f"scales of {g.shown(scale.shape)} do not fit {rows} rows")
     shape = (rows, groups // rows * size)
-    grid, dtype = Grid(1, size, groups, 1), scale.dtype.name
+    grid, dtype = ScaleGrid(1, size, groups, 1), scale.dtype.name
     more = {"bias": Numbers(2, shift.dtype.name, grid), "subtract_bias": True}
     if shift.dtype.kind == "int":
         more = {"zero": Numbers(2, shift.dtype.name, grid)}

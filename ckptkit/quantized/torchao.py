@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from ckptkit.compute.blocks import TARGET, Grid, Numbers
+from ckptkit.compute.packing import TARGET, Numbers, ScaleGrid
 from ckptkit.core.tensor import Shape, Tensor
 from ckptkit.core.tree import Global, Object
 from ckptkit.quantized import group as g
@@ -111,7 +111,7 @@ def _dtype(dtype: Any) -> str:
     return str(dtype.get("_data") if isinstance(dtype, dict) else dtype).removeprefix("torch.")
 
 
-def _grid(shape: Shape, block: Any, scale: Tensor) -> Grid | None:
+def _grid(shape: Shape, block: Any, scale: Tensor) -> ScaleGrid | None:
     """The grid of blocks of a size that is given for each dimension."""
     if not isinstance(block, (list, tuple)) or len(block) != len(shape) or len(shape) != 2:
         return None
@@ -221,7 +221,7 @@ def _scales(data: Data, shape: Shape, scale: Tensor, dtype: str) -> Numbers | No
     return Numbers(1, dtype, grid) if scale.numel == count and (batches == 1 or not tiled) else None
 
 
-def _size(grid: Grid) -> str:
+def _size(grid: ScaleGrid) -> str:
     return f"{grid.height}x{grid.width}"
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
 
-from ckptkit.compute import contiguous
+from ckptkit.compute.arranged import contiguous
 from ckptkit.core import arguments
 from ckptkit.core.checkpoint import Checkpoint, Source, opened
 from ckptkit.core.errors import CollisionError, TensorError, UsageError

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+from ckptkit.compute.gather import Chunks, Gather
+from ckptkit.compute.operation import Concat, Slice
 from ckptkit.core.bytesource import Derived, Extent, Range
 from ckptkit.core.text import flatten
 from ckptkit.rules.grid import Box, Dims, Grid, normal
@@ -36,25 +38,23 @@ def _parts(extent: Extent, itemsize: int) -> list[Piece] | None:
     """The pieces that an extent is put together from; None if it is one, or computed."""
     if isinstance(extent, Range):
         return None
-    if extent.operation == "slice":
-        return _sliced(extent, itemsize)
-    if extent.operation == "concat":
+    operation = extent.operation
+    if isinstance(operation, Slice):
+        return _sliced(extent, operation.start, itemsize)
+    if isinstance(operation, Concat):
         return _concatenated(extent, itemsize)
-    if extent.operation == "gather" and extent.parameters[0] == itemsize:
-        _, shape, stride, origin = extent.parameters
-        assert isinstance(shape, tuple) and isinstance(stride, tuple) and isinstance(origin, int)
+    if isinstance(operation, Gather) and operation.itemsize == itemsize:
+        shape, origin = operation.shape, operation.start
         if origin % itemsize:
             return None
-        dims = tuple(zip(shape, stride, _row_major(shape), strict=True))
+        dims = tuple(zip(shape, operation.stride, _row_major(shape), strict=True))
         return [Piece(extent.inputs[0], origin // itemsize, 0, dims)]
-    if extent.operation == "chunks" and extent.parameters[0] == itemsize:
-        return _chunks(extent, itemsize)
+    if isinstance(operation, Chunks) and operation.itemsize == itemsize:
+        return _chunks(operation, extent, itemsize)
     return None
 
 
-def _sliced(extent: Derived, itemsize: int) -> list[Piece] | None:
-    (start,) = extent.parameters
-    assert isinstance(start, int)
+def _sliced(extent: Derived, start: int, itemsize: int) -> list[Piece] | None:
     inner = extent.inputs[0]
     looks = isinstance(inner, Range) or _parts(inner, itemsize) is not None
     if start % itemsize or extent.length % itemsize or not looks:
@@ -74,12 +74,10 @@ def _concatenated(extent: Derived, itemsize: int) -> list[Piece] | None:
     return found
 
 
-def _chunks(extent: Derived, itemsize: int) -> list[Piece] | None:
-    _, shape, boxes = extent.parameters
-    assert isinstance(shape, tuple) and isinstance(boxes, tuple)
-    strides = _row_major(shape)
+def _chunks(array: Chunks, extent: Derived, itemsize: int) -> list[Piece] | None:
+    strides = _row_major(array.shape)
     found = []
-    for source, (offsets, sizes, stride, origin) in zip(extent.inputs, boxes, strict=True):
+    for source, (offsets, sizes, stride, origin) in zip(extent.inputs, array.boxes, strict=True):
         if origin % itemsize:
             return None
         place = sum(o * s for o, s in zip(offsets, strides, strict=True))

@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import translate
 
-from ckptkit.compute import compare
-from ckptkit.compute.nonfinite import nonfinite
+from ckptkit.compute.compare import compare
+from ckptkit.compute.tallies import nonfinite
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import TensorError
 from ckptkit.core.tensor import Tensor

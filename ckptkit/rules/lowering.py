@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from math import prod
 from operator import itemgetter
 
-from ckptkit.compute.operations import HELD
-from ckptkit.core.bytesource import Derived, Extent, Memory, Range, Record
+from ckptkit.compute.gather import Chunks, Gather
+from ckptkit.compute.operation import HELD, concat, part
+from ckptkit.core.bytesource import Derived, Extent, Memory, Range, Record, starts_anywhere
 from ckptkit.core.errors import UnsupportedError
 from ckptkit.core.text import flatten
 from ckptkit.rules.composing import Piece, looked_through
@@ -22,7 +23,6 @@ from ckptkit.rules.grid import Grid, normal
 RUN = 128 << 10  # bytes of a run that is copied as a range of its own
 RUNS = 50_000  # runs that one target is cut into
 _ZEROS = Range(Memory(bytes(16), "zeros"), 0, 16)
-_ANYWHERE = frozenset({"byteswap", "conj", "neg", "cast", "dequant", "mean"})  # can start anywhere
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,22 +118,11 @@ def _joined(pieces: Sequence[Piece], itemsize: int) -> Extent:
             merged[-1] = last._replace(length=last.length + extent.length)
         else:
             merged.append(extent)
-    if len(merged) == 1:
-        return merged[0]
-    return Derived("concat", tuple(merged), (), sum(each.length for each in merged))
+    return concat(merged)
 
 
 def _follows(one: Range, other: Range) -> bool:
     return one.source is other.source and one.offset + one.length == other.offset
-
-
-def part(extent: Extent, start: int, length: int) -> Extent:
-    """`length` bytes of an extent from `start`."""
-    if isinstance(extent, Range):
-        return extent.part(start, length)
-    if (start, length) == (0, extent.length):
-        return extent
-    return Derived("slice", (extent,), (start,), length)
 
 
 def _corners(piece: Piece, dims: Sequence[tuple[int, int, int]]) -> Iterator[tuple[int, int]]:
@@ -152,8 +141,8 @@ def _corners(piece: Piece, dims: Sequence[tuple[int, int, int]]) -> Iterator[tup
 def _gathered(piece: Piece, itemsize: int) -> Derived:
     shape = tuple(n for n, _, _ in piece.dims)
     stride = tuple(read for _, read, _ in piece.dims)
-    parameters = (itemsize, shape, stride, piece.start * itemsize)
-    return Derived("gather", (piece.source,), parameters, prod(shape) * itemsize)
+    view = Gather(itemsize, shape, stride, piece.start * itemsize)
+    return Derived(view, (piece.source,), prod(shape) * itemsize)
 
 
 def _boxes(pieces: Sequence[Piece], itemsize: int, total: int) -> Derived | None:
@@ -169,8 +158,7 @@ def _boxes(pieces: Sequence[Piece], itemsize: int, total: int) -> Derived | None
         offsets, sizes, strides = zip(*box, strict=True)
         boxes.append((offsets, sizes, strides, piece.start * itemsize))
     sources = tuple(piece.source for piece in pieces)
-    parameters = (itemsize, tuple(grid.sizes), tuple(boxes))
-    return Derived("chunks", sources, parameters, total * itemsize)
+    return Derived(Chunks(itemsize, tuple(grid.sizes), tuple(boxes)), sources, total * itemsize)
 
 
 def _unrolled(pieces: Sequence[Piece]) -> list[Piece]:
@@ -193,7 +181,7 @@ def _unrolled(pieces: Sequence[Piece]) -> list[Piece]:
 def _check_readable(piece: Piece, itemsize: int) -> None:
     """Raise UnsupportedError for a large source that can only be computed from its beginning."""
     source = piece.source
-    if isinstance(source, Range) or _starts_anywhere(source) or source.length <= HELD:
+    if starts_anywhere(source) or source.length <= HELD:
         return
     whole = len(piece.dims) < 2 and _runs(piece, itemsize) is not None
     if not whole or piece.start:
@@ -201,14 +189,6 @@ def _check_readable(piece: Piece, itemsize: int) -> None:
             "a large compressed tensor cannot be read out of order",
             hint="write it uncompressed first: `ckptkit convert {where} {new}`",
         )
-
-
-def _starts_anywhere(extent: Extent) -> bool:
-    if isinstance(extent, Range):
-        return True
-    if extent.operation in ("slice", "concat", "gather", "chunks") or extent.operation in _ANYWHERE:
-        return all(map(_starts_anywhere, extent.inputs))
-    return False
 
 
 def in_bytes(copies: Sequence[Copy], bits: int) -> tuple[Copy, ...] | None:

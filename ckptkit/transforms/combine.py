@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
-from ckptkit.compute import contiguous, has_mean, mean_record
+from ckptkit.compute.arranged import contiguous
+from ckptkit.compute.mixing import has_mean, mean_record
 from ckptkit.core import arguments
 from ckptkit.core.checkpoint import Checkpoint, Source, opened, several
 from ckptkit.core.errors import CkptkitError, CollisionError, UsageError

@@ -13,10 +13,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import translate
 
-from ckptkit.compute import cast_record
+from ckptkit.compute.numbers import cast_record
+from ckptkit.compute.operation import RecordSlice
 from ckptkit.core import arguments
 from ckptkit.core import dtypes as table
-from ckptkit.core.bytesource import RecordSlice
 from ckptkit.core.checkpoint import Checkpoint, NoEffect, Source, opened
 from ckptkit.core.dtypes import DType, DTypeLike
 from ckptkit.core.errors import FormatError, UsageError

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from fnmatch import translate
 from typing import Any
 
-from ckptkit.compute.applying import applied
+from ckptkit.compute.torch_bridge import applied
 from ckptkit.core import arguments
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError, UsageError

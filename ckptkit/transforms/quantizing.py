@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from ckptkit.compute import contiguous
-from ckptkit.compute.quantizing import BLOCK, GROUP, quantized_records
+from ckptkit.compute.arranged import contiguous
+from ckptkit.compute.quantize import BLOCK, GROUP, quantized_records
 from ckptkit.core import dtypes
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import UsageError

@@ -12,7 +12,8 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from ckptkit.compute import cast_record, dequantized_record
+from ckptkit.compute.dequantize import dequantized_record
+from ckptkit.compute.numbers import cast_record
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.dtypes import BY_NAME, DType
 from ckptkit.core.errors import CollisionError, TensorError

@@ -40,8 +40,8 @@ def test_values_only_on_request() -> None:
 
 
 def test_values_of_many_are_compared_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckptkit.compute.threads.BATCH", 64)
-    monkeypatch.setattr("ckptkit.compute.threads.processors", lambda: 4)
+    monkeypatch.setattr("ckptkit.compute.workers.BATCH", 64)
+    monkeypatch.setattr("ckptkit.compute.workers.processors", lambda: 4)
     a = {f"w{n}": tensor(*range(n % 7 + 1)) for n in range(200)}
     b = {
         f"w{n}": tensor(*range(n % 7 + 1)) if n % 3 else tensor(*[9.0] * (n % 7 + 1))

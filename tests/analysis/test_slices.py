@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptkit import compute
 from ckptkit.analysis.slices import parse, plane, select, show
+from ckptkit.compute.tallies import numbers
 from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import TensorError, UsageError
 from ckptkit.core.tensor import Tensor
@@ -45,17 +45,15 @@ def test_what_torch_chooses(parts: list[str], ellipsis: int | None, brackets: bo
     picks = parse(f"[{text}]" if brackets else text, (2, 3, 5))
     found = select(MADE, picks)
     assert found.shape == tuple(want.shape)
-    assert compute.numbers(found).tolist() == want.tolist()
+    assert numbers(found).tolist() == want.tolist()
     if 0 not in want.shape:
-        assert (
-            compute.numbers(select(MADE, parse(show(picks), (2, 3, 5)))).tolist() == want.tolist()
-        )
+        assert numbers(select(MADE, parse(show(picks), (2, 3, 5)))).tolist() == want.tolist()
 
 
 def test_a_slice_of_a_view() -> None:
     transposed = view(tensor(*map(float, range(12)), shape=(3, 4)), (4, 3), (1, 4))
     want = torch.arange(12.0).reshape(3, 4).t()[1::2, -1]
-    assert compute.numbers(select(transposed, parse("1::2, -1", (4, 3)))).tolist() == want.tolist()
+    assert numbers(select(transposed, parse("1::2, -1", (4, 3)))).tolist() == want.tolist()
 
 
 @pytest.mark.parametrize(

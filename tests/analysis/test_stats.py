@@ -15,7 +15,7 @@ import torch
 from ckptkit import api as convert
 from ckptkit.analysis.stats import Statistics, TensorStats, depth
 from ckptkit.analysis.summary import summarize
-from ckptkit.compute import forks, threads
+from ckptkit.compute import workers
 from ckptkit.core.text import family
 from ckptkit.core.tree import Node
 from tests.analysis.made import checkpoint, tensor, view
@@ -58,17 +58,17 @@ def test_torch_says_the_same(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_forked_processes_say_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
-    results = forks.results
+    results = workers.results
 
     def noted(function: Callable[[int], Any], count: int, processes: int) -> Any:
         calls.append(count)
         return results(function, count, processes)
 
-    monkeypatch.setattr(threads, "FORKED", 1)
-    monkeypatch.setattr(threads, "BATCH", 1000)
-    monkeypatch.setattr(threads, "processors", lambda: 2)
-    monkeypatch.setattr(forks, "can_fork", lambda: True)
-    monkeypatch.setattr(forks, "results", noted)
+    monkeypatch.setattr(workers, "FORKED", 1)
+    monkeypatch.setattr(workers, "BATCH", 1000)
+    monkeypatch.setattr(workers, "processors", lambda: 2)
+    monkeypatch.setattr(workers, "can_fork", lambda: True)
+    monkeypatch.setattr(workers, "results", noted)
     fixture = Fixture(name).needs_reader()
     whole = summarize(convert.open_checkpoint(fixture.path))
     here, there = Statistics(whole.rows), Statistics(whole.rows)

@@ -87,8 +87,8 @@ def test_the_id_is_over_dtype_shape_and_elements() -> None:
 
 
 def test_digests_of_many_come_in_order_and_name_what_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckptkit.compute.threads.BATCH", 64)
-    monkeypatch.setattr("ckptkit.compute.threads.processors", lambda: 4)
+    monkeypatch.setattr("ckptkit.compute.workers.BATCH", 64)
+    monkeypatch.setattr("ckptkit.compute.workers.processors", lambda: 4)
     many = [(f"w{n}", tensor(*range(n % 9 + 1))) for n in range(200)]
     done: list[int] = []
     assert list(sha256_each(many, done.append)) == [sha256(each) for _, each in many]

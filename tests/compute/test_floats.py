@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from ckptkit.compute import floats
-from ckptkit.compute.floats import FLOATS, decode, encode, is_decoded
+from ckptkit.compute import numbers as floats
+from ckptkit.compute.numbers import FLOATS, decode, encode, is_decoded
 from ckptkit.core.dtypes import BY_NAME, TABLE
 from ckptkit.core.errors import UnsupportedError
 

@@ -19,7 +19,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ckptkit.compute import forks, threads
+from ckptkit.compute import workers
+from ckptkit.compute.gather import Gather
+from ckptkit.compute.operation import Swap
 from ckptkit.core.bytesource import (
     ByteSource,
     Derived,
@@ -72,7 +74,7 @@ def in_child(function: Callable[[], None]) -> Callable[[int], list[int]]:
 
 def test_every_call_is_made_once_by_processes_that_take_turns() -> None:
     count = 20_000  # more than fit into a pipe
-    found = dict(forks.results(in_child(lambda: None), count, 3))
+    found = dict(workers.results(in_child(lambda: None), count, 3))
     assert sorted(found) == list(range(count))
     assert all(number == answer for number, (answer, _) in found.items())
     pids = {pid for _, pid in found.values()}
@@ -80,13 +82,13 @@ def test_every_call_is_made_once_by_processes_that_take_turns() -> None:
 
 
 def test_long_answers() -> None:
-    found = dict(forks.results(lambda number: [number] * 100_000, 5, 2))
+    found = dict(workers.results(lambda number: [number] * 100_000, 5, 2))
     assert found == {number: [number] * 100_000 for number in range(5)}
 
 
 def test_there_are_no_more_processes_than_calls() -> None:
-    assert dict(forks.results(lambda number: [number], 0, 2)) == {}
-    assert len({pid for _, (_, pid) in forks.results(in_child(lambda: None), 1, 4)}) == 1
+    assert dict(workers.results(lambda number: [number], 0, 2)) == {}
+    assert len({pid for _, (_, pid) in workers.results(in_child(lambda: None), 1, 4)}) == 1
 
 
 def test_an_error_is_raised_here() -> None:
@@ -96,20 +98,20 @@ def test_an_error_is_raised_here() -> None:
         return [number]
 
     with pytest.raises(CorruptError, match="cannot be inflated"):
-        list(forks.results(call, 100, 2))
+        list(workers.results(call, 100, 2))
 
 
 def test_what_fails_in_a_process_alone_is_done_here() -> None:
     def exhausted() -> None:
         raise MemoryError
 
-    found = dict(forks.results(in_child(exhausted), 9, 2))
+    found = dict(workers.results(in_child(exhausted), 9, 2))
     assert found == {number: [number, os.getpid()] for number in range(9)}
 
 
 def test_what_killed_processes_had_begun_is_done_here() -> None:
     kill = in_child(lambda: os.kill(os.getpid(), signal.SIGKILL))
-    found = dict(forks.results(kill, 30, 2))
+    found = dict(workers.results(kill, 30, 2))
     assert found == {number: [number, os.getpid()] for number in range(30)}
 
 
@@ -121,16 +123,16 @@ def test_one_of_the_processes_is_killed() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return [number, os.getpid()]
 
-    found = dict(forks.results(call, 100, 2))
+    found = dict(workers.results(call, 100, 2))
     assert sorted(found) == list(range(100))
     assert found[3] == [3, parent] and found[99][1] != parent
 
 
 def test_whoever_wants_no_more_waits_for_nobody() -> None:
     started = time.monotonic()
-    with closing(forks.results(in_child(lambda: None), 1_000, 2)) as some:
+    with closing(workers.results(in_child(lambda: None), 1_000, 2)) as some:
         next(some)
-    with closing(forks.results(in_child(lambda: time.sleep(60)), 2, 2)) as none:
+    with closing(workers.results(in_child(lambda: time.sleep(60)), 2, 2)) as none:
         threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
         with pytest.raises(KeyboardInterrupt):
             next(none)
@@ -142,14 +144,14 @@ def test_without_further_processes_the_work_is_done_here(monkeypatch: pytest.Mon
         raise BlockingIOError("Resource temporarily unavailable")
 
     monkeypatch.setattr(os, "fork", refused)
-    found = dict(forks.results(in_child(lambda: None), 3, 2))
+    found = dict(workers.results(in_child(lambda: None), 3, 2))
     assert found == {number: [number, os.getpid()] for number in range(3)}
 
 
 def test_processes_end_with_the_one_that_forked_them(tmp_path: Path) -> None:
     program = f"""
 import os, time
-from ckptkit.compute import forks
+from ckptkit.compute import workers
 
 def call(number):
     with open({str(tmp_path / "pids")!r}, "a") as file:
@@ -157,7 +159,7 @@ def call(number):
     time.sleep(0.2)
     return [number]
 
-list(forks.results(call, 1_000_000, 2))
+list(workers.results(call, 1_000_000, 2))
 """
     parent = subprocess.Popen([sys.executable, "-c", program])
     until(lambda: (tmp_path / "pids").exists() and len(pids(tmp_path)) == 2)
@@ -201,17 +203,17 @@ def until(is_true: Callable[[], bool]) -> None:
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The numbers of tasks that forked processes got; tasks are small, and there are two cores."""
     found: list[int] = []
-    results = forks.results
+    results = workers.results
 
     def noted(function: Callable[[int], object], count: int, processes: int) -> object:
         found.append(count)
         return results(function, count, processes)
 
-    monkeypatch.setattr(forks, "results", noted)
-    monkeypatch.setattr(forks, "can_fork", lambda: True)
-    monkeypatch.setattr(threads, "processors", lambda: 2)
+    monkeypatch.setattr(workers, "results", noted)
+    monkeypatch.setattr(workers, "can_fork", lambda: True)
+    monkeypatch.setattr(workers, "processors", lambda: 2)
     monkeypatch.setattr(parallel_write, "THREAD_TASK", 100_000)
-    monkeypatch.setattr(threads, "FORKED", 1 << 20)
+    monkeypatch.setattr(workers, "FORKED", 1 << 20)
     return found
 
 
@@ -224,7 +226,7 @@ def file(tmp_path: Path) -> LocalFile:
 def swapped(source: ByteSource, count: int) -> list[Segment]:
     """Tensors of 100 KB."""
     places = range(0, count, 100_000)
-    return [Derived("byteswap", (Range(source, at, 100_000),), (2,), 100_000) for at in places]
+    return [Derived(Swap(2), (Range(source, at, 100_000),), 100_000) for at in places]
 
 
 def written(folder: Path, segments: list[Segment]) -> tuple[bytes, dict[int, int]]:
@@ -252,7 +254,7 @@ def test_a_checksum_of_what_they_turned(
     monkeypatch.setattr(slabs, "LEAST", 1 << 10)
     monkeypatch.setattr(slabs, "BLOCK", 1 << 16)
     turned = Derived(
-        "gather", (Range(file, 0, 3 << 20),), (1, (3 << 10, 1 << 10), (1, 3 << 10), 0), 3 << 20
+        Gather(1, (3 << 10, 1 << 10), (1, 3 << 10), 0), (Range(file, 0, 3 << 20),), 3 << 20
     )
     data, sums = written(tmp_path, [Summed(turned, 4)])
     assert data == np.frombuffer(NOISE, "u1").reshape(1 << 10, -1).T.tobytes()
@@ -293,7 +295,7 @@ def test_no_process_is_forked_beside_threads() -> None:
     end = threading.Event()
     thread = threading.Thread(target=end.wait)
     thread.start()
-    assert not forks.can_fork()
+    assert not workers.can_fork()
     end.set()
     thread.join()
 
@@ -304,11 +306,11 @@ def test_no_process_is_forked_beside_threads() -> None:
 # write sends a signal to all of the command's processes, if one is given.
 COMMAND = """
 import os, signal, sys, time
-from ckptkit.compute import forks, threads
-from ckptkit.publish import spreading
+from ckptkit.compute import workers
+from ckptkit.publish import parallel_write
 
 sent = sys.argv.pop()
-parent, fork, run = os.getpid(), os.fork, spreading.run
+parent, fork, run = os.getpid(), os.fork, parallel_write.run
 
 def noted():
     with open("forks", "a") as file:
@@ -321,9 +323,9 @@ def interrupted(*args):
         time.sleep(1)
     return run(*args)
 
-os.fork, spreading.run = noted, interrupted
-threads.FORKED = spreading.THREAD_TASK = 1 << 16
-threads.processors = lambda: 2
+os.fork, parallel_write.run = noted, interrupted
+workers.FORKED = parallel_write.THREAD_TASK = 1 << 16
+workers.processors = lambda: 2
 from ckptkit.cli import main
 main()
 """

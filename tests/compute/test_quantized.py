@@ -11,8 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptkit import compute
-from ckptkit.compute import quantized
+from ckptkit.compute import dequantize as quantized
+from ckptkit.compute.dequantize import dequantized_record
+from ckptkit.compute.operation import stream
 from ckptkit.core.bytesource import Memory, Pending, Range, Record
 from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import TensorError
@@ -37,15 +38,15 @@ def described(tensor: torch.Tensor, *, big_endian: bool = False) -> Tensor:
 def record_of(tensor: torch.Tensor, **how: Any) -> Record:
     ours = described(tensor, **how)
     if tensor.qscheme() in (torch.per_tensor_affine, torch.per_tensor_symmetric):
-        return compute.dequantized_record(ours, tensor.q_scale(), tensor.q_zero_point())
+        return dequantized_record(ours, tensor.q_scale(), tensor.q_zero_point())
     scales, zeros = tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()
-    return compute.dequantized_record(
+    return dequantized_record(
         ours, described(scales), described(zeros), tensor.q_per_channel_axis()
     )
 
 
 def read(record: Record, start: int = 0, stop: int | None = None) -> bytes:
-    return b"".join(bytes(piece) for piece in compute.stream(record.locate(), start, stop))
+    return b"".join(bytes(piece) for piece in stream(record.locate(), start, stop))
 
 
 def want(tensor: torch.Tensor) -> bytes:
@@ -109,7 +110,7 @@ def test_empty_and_single() -> None:
 
 def test_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Channels go on where the piece before ended."""
-    monkeypatch.setattr("ckptkit.compute.operations.PIECE", 64)
+    monkeypatch.setattr("ckptkit.compute.operation.PIECE", 64)
     monkeypatch.setattr(quantized, "_BLOCK", 24)
     random = torch.Generator().manual_seed(3)
     for dtype, columns in ((torch.qint8, 50), (torch.quint4x2, 64)):
@@ -152,4 +153,4 @@ def test_refused() -> None:
         (two, two, 2), (two, two, -1), (two, texts, 0), (texts, two, 0),
     ):  # fmt: skip
         with pytest.raises(TensorError):
-            compute.dequantized_record(tensor, scale, zero, axis)  # type: ignore[arg-type]
+            dequantized_record(tensor, scale, zero, axis)  # type: ignore[arg-type]

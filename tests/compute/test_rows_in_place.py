@@ -9,9 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptkit.compute import stream
-from ckptkit.compute.columns import BAND, WIDEST, columns
-from ckptkit.compute.gather import ROW
+from ckptkit.compute.columns import BAND, WIDEST, Column
+from ckptkit.compute.columns import columns as columns_of
+from ckptkit.compute.gather import ROW, Chunks
+from ckptkit.compute.operation import stream
 from ckptkit.core.bytesource import Derived, LocalFile, Range
 from ckptkit.core.errors import TruncatedError
 from tests.conftest import ENVIRONMENT
@@ -29,8 +30,14 @@ def joined(parts: list[np.ndarray], folder: Path, axis: int) -> Derived:
         boxes.append((offsets, part.shape, strides, 0))
         at += part.shape[axis]
     whole = np.concatenate(parts, axis)
-    parameters = (whole.itemsize, whole.shape, tuple(boxes))
-    return Derived("chunks", tuple(inputs), parameters, whole.nbytes)
+    array = Chunks(whole.itemsize, whole.shape, tuple(boxes))
+    return Derived(array, tuple(inputs), whole.nbytes)
+
+
+def columns(derived: Derived) -> list[Column]:
+    array = derived.operation
+    assert isinstance(array, Chunks)
+    return columns_of(array.itemsize, array.shape, array.boxes, derived.inputs)
 
 
 @pytest.mark.parametrize("unit", ["u1", "u2", "u4", "c16"])
@@ -65,7 +72,7 @@ def test_a_file_that_is_too_short(tmp_path: Path) -> None:
     short.write_bytes(b"head" + b"1" * 1000)
     inputs = (derived.inputs[0], Range(LocalFile(short), 4, 1500 * ROW))
     with pytest.raises(TruncatedError, match="ends at byte 1,004"):
-        list(stream(Derived("chunks", inputs, derived.parameters, derived.length)))
+        list(stream(Derived(derived.operation, inputs, derived.length)))
 
 
 def test_a_call_of_the_system_that_reads_less(
@@ -94,12 +101,13 @@ def test_columns_are_joined_without_numpy(tmp_path: Path) -> None:
     assert b"".join(stream(derived, 40, 40)) == b""
     program = (
         "import sys\n"
-        "from ckptkit.compute import stream\n"
+        "from ckptkit.compute.gather import Chunks\n"
+        "from ckptkit.compute.operation import stream\n"
         "from ckptkit.core.bytesource import Derived, LocalFile, Range\n"
         "files = [LocalFile(path) for path in sys.argv[1:]]\n"
         f"places = tuple(((0, n * {2 * ROW}), (700, {2 * ROW}), ({2 * ROW}, 1), 0) for n in (0, 1))\n"
         f"inputs = tuple(Range(file, 4, {700 * 8 * ROW}) for file in files)\n"
-        f"made = Derived('chunks', inputs, (4, (700, {4 * ROW}), places), {derived.length})\n"
+        f"made = Derived(Chunks(4, (700, {4 * ROW}), places), inputs, {derived.length})\n"
         "assert sum(map(len, stream(made))) == made.length\n"
         "assert 'numpy' not in sys.modules\n"
     )

@@ -15,9 +15,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptkit.compute import BINS, Histogram, Tally, ordered, parts, tallies, tally
-from ckptkit.compute.tallies import bin_exponent
-from ckptkit.compute.threads import in_any_order
+from ckptkit.compute import tallies
+from ckptkit.compute.tallies import BINS, Histogram, Tally, bin_exponent, parts, tally
+from ckptkit.compute.workers import in_any_order, ordered
 from ckptkit.core.bytesource import Memory, Range
 from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import TensorError
@@ -265,8 +265,8 @@ def test_a_histogram_in_fewer_bins() -> None:
 
 
 def test_results_come_in_order_and_few_are_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckptkit.compute.threads.BATCH", 10)
-    monkeypatch.setattr("ckptkit.compute.threads.processors", lambda: 3)
+    monkeypatch.setattr("ckptkit.compute.workers.BATCH", 10)
+    monkeypatch.setattr("ckptkit.compute.workers.processors", lambda: 3)
     begun: list[int] = []
     asked = ordered(lambda n: begun.append(n) or n * n, iter(range(1000)), lambda n: 5)
     assert [next(asked) for _ in range(4)] == [0, 1, 4, 9]
@@ -278,8 +278,8 @@ def test_results_come_in_order_and_few_are_under_way(monkeypatch: pytest.MonkeyP
 def test_the_first_failure_is_raised_and_the_rest_left(
     processors: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ckptkit.compute.threads.BATCH", 1)
-    monkeypatch.setattr("ckptkit.compute.threads.processors", lambda: processors)
+    monkeypatch.setattr("ckptkit.compute.workers.BATCH", 1)
+    monkeypatch.setattr("ckptkit.compute.workers.processors", lambda: processors)
     begun: list[int] = []
 
     def work(n: int) -> Any:
@@ -302,8 +302,8 @@ def test_little_work_needs_no_thread() -> None:
 
 @pytest.mark.parametrize("processors", [1, 2, 5])
 def test_each_item_once_in_any_order(processors: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckptkit.compute.threads.BATCH", 10)
-    monkeypatch.setattr("ckptkit.compute.threads.processors", lambda: processors)
+    monkeypatch.setattr("ckptkit.compute.workers.BATCH", 10)
+    monkeypatch.setattr("ckptkit.compute.workers.processors", lambda: processors)
     done: list[int] = []
     in_any_order(done.append, range(1000), lambda n: 1)
     assert sorted(done) == list(range(1000))
@@ -311,8 +311,8 @@ def test_each_item_once_in_any_order(processors: int, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("processors", [1, 4])
 def test_no_item_begins_after_a_failure(processors: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckptkit.compute.threads.BATCH", 10)
-    monkeypatch.setattr("ckptkit.compute.threads.processors", lambda: processors)
+    monkeypatch.setattr("ckptkit.compute.workers.BATCH", 10)
+    monkeypatch.setattr("ckptkit.compute.workers.processors", lambda: processors)
     begun: list[int] = []
     failed = threading.Event()
 

@@ -23,6 +23,7 @@ from safetensors.torch import save_file
 
 from ckptkit import formats
 from ckptkit.analysis.summary import summarize
+from ckptkit.compute.gather import Gather
 from ckptkit.core.bytesource import Derived, Folder, LocalFile, Memory, Range
 from ckptkit.core.errors import LimitError, UsageError
 from ckptkit.core.limits import (
@@ -214,7 +215,7 @@ TAR_RECORD = record(b"comment", b"1" * 100)
 
 # name -> how much is needed, and what needs it.
 # Of one byte: four times as many are free.
-EXPANDED = Derived("gather", (Range(Memory(b"x"), 0, 1),), (1, (1_004,), (0,), 0), 1_004)
+EXPANDED = Derived(Gather(1, (1_004,), (0,), 0), (Range(Memory(b"x"), 0, 1),), 1_004)
 CASES: dict[str, tuple[int, Case]] = {
     "pickle_bytes": (1_002, machine(b"]" + b"Na" * 500 + b".")),
     "pickle_stack": (50, machine(b"(" + b"N" * 50 + FILLER + b"t.")),

@@ -5,13 +5,14 @@ from __future__ import annotations
 import pickle
 from dataclasses import replace
 
+from ckptkit.compute.operation import Swap
 from ckptkit.core.bytesource import Derived, Memory, Range
 from ckptkit.core.plan import OutputFile, Plan
 
 
 def test_a_plan_says_what_it_is_made_of() -> None:
     source = Memory(bytes(100))
-    derived = Derived("byteswap", (Range(source, 0, 8),), (4,), 8)
+    derived = Derived(Swap(4), (Range(source, 0, 8),), 8)
     plan = Plan((OutputFile("", (b"abc", Range(source, 0, 50), derived)),))
     assert str(plan) == "output: 61 bytes: 50 copied, 8 computed, 3 written in 3 segments"
 

@@ -15,7 +15,8 @@ import pytest
 import torch
 
 import ckptkit
-from ckptkit import compute, formats
+from ckptkit import formats
+from ckptkit.compute.operation import stream
 from ckptkit.core import bytesource
 from ckptkit.core.bytesource import Folder, LocalFile, Range
 from ckptkit.core.checkpoint import Checkpoint
@@ -226,7 +227,7 @@ def storage_bytes(tensor: Tensor) -> bytes:
     """The bytes of its whole storage."""
     assert tensor.storage is not None
     extent = tensor.storage.record.locate()
-    return extent.read() if isinstance(extent, Range) else b"".join(compute.stream(extent))
+    return extent.read() if isinstance(extent, Range) else b"".join(stream(extent))
 
 
 def elements(tensor: torch.Tensor) -> bytes:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from ckptkit.compute import stream
+from ckptkit.compute.operation import stream
 from ckptkit.core.bytesource import LocalFile
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.dtypes import TABLE

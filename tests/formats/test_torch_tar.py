@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ckptkit import formats
-from ckptkit.compute import stream
+from ckptkit.compute.operation import stream
 from ckptkit.core.bytesource import LocalFile, Memory
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import (

@@ -25,7 +25,8 @@ from random import Random
 from typing import NamedTuple
 
 from ckptkit.api import convert, open_checkpoint, recover
-from ckptkit.compute import contiguous, stream
+from ckptkit.compute.arranged import contiguous
+from ckptkit.compute.operation import stream
 from ckptkit.core.bytesource import Range
 from ckptkit.core.errors import AmbiguousError, CkptkitError
 from ckptkit.core.tensor import Tensor

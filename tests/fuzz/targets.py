@@ -22,7 +22,7 @@ from typing import NamedTuple
 from ckptkit import formats
 from ckptkit.api import convert, open_checkpoint
 from ckptkit.cli import render
-from ckptkit.compute import stream
+from ckptkit.compute.operation import stream
 from ckptkit.core.bytesource import Folder, Memory, Range, journal_path, plain_name
 from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import CkptkitError, InputError

@@ -16,8 +16,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 import ckptkit
-from ckptkit import compute
-from ckptkit.compute import threads, torch_memory
+from ckptkit.compute import torch_bridge, workers
 from ckptkit.core.bytesource import LocalFile
 from ckptkit.core.errors import InputError, ModelError
 from tests.torch_equality import same
@@ -41,11 +40,11 @@ def straight(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Cut tensors of few elements, for several threads."""
-    monkeypatch.setattr(torch_memory, "BATCH", 64)
-    monkeypatch.setattr(threads, "BATCH", 64)
-    monkeypatch.setattr(torch_memory, "PIECE", 32)
-    monkeypatch.setattr(threads, "processors", lambda: 4)
+    """Cut tensors of few elements, for several workers."""
+    monkeypatch.setattr(torch_bridge, "BATCH", 64)
+    monkeypatch.setattr(workers, "BATCH", 64)
+    monkeypatch.setattr(torch_bridge, "PIECE", 32)
+    monkeypatch.setattr(workers, "processors", lambda: 4)
     yield
 
 
@@ -166,13 +165,13 @@ def test_garbage_is_collected_before_or_after(
     """A first collection, of all that torch has made, takes as long as half a GiB."""
     save_file({"w": torch.ones(3)}, tmp_path / "a.safetensors")
     seen: list[bool] = []
-    fill = compute.fill
+    fill = torch_bridge.fill
 
     def noted(pairs: Any) -> None:
         fill(pairs)
         seen.append(gc.isenabled())
 
-    monkeypatch.setattr(compute, "fill", noted)
+    monkeypatch.setattr("ckptkit.loading.filling.fill_tensors", noted)
     assert gc.isenabled()
     assert ckptkit.load_into(Holder(torch.zeros(3)), tmp_path / "a.safetensors").complete
     assert seen == [False] and gc.isenabled()
@@ -235,10 +234,10 @@ def test_another_device_gets_it_through_a_small_buffer(tmp_path: Path, monkeypat
         read.append((offset, len(buffer)))
         read_into(file, offset, buffer)
 
-    monkeypatch.setattr(torch_memory, "PIECE", 64)
+    monkeypatch.setattr(torch_bridge, "PIECE", 64)
     monkeypatch.setattr(LocalFile, "read_into", watched)
     node = ckptkit.open(tmp_path / "a.pth").weights["w"]
-    compute.fill([(node, torch.empty(100, device="meta"))])
+    torch_bridge.fill([(node, torch.empty(100, device="meta"))])
     start = read[0][0]
     assert read == [(start + at, min(64, 400 - at)) for at in range(0, 400, 64)]
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ckptkit.compute import stream
+from ckptkit.compute.operation import stream
 from ckptkit.core.bytesource import LocalFile, Memory
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.tensor import Storage, Tensor, TypedStorage

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ckptkit.compute import stream
+from ckptkit.compute.operation import stream
 from ckptkit.core.errors import CkptkitError, FormatError, TensorError
 from ckptkit.core.tensor import Tensor
 from ckptkit.core.tree import Node, Object

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from ckptkit import compute
+from ckptkit.compute.arranged import contiguous
+from ckptkit.compute.operation import stream
 from ckptkit.core.bytesource import Memory, Range
 from ckptkit.core.errors import CkptkitError, FormatError, TensorError
 from ckptkit.core.tensor import Storage, Tensor
@@ -110,7 +111,7 @@ def test_a_type_of_a_later_torch_is_one_entry() -> None:
         made.args[0].storage,
     )
     with pytest.raises(TensorError, match="unknown dtype"):
-        compute.contiguous(found)
+        contiguous(found)
 
 
 @pytest.mark.parametrize(
@@ -275,4 +276,4 @@ def test_bcomplex32_of_torch_2_15() -> None:
         16,
         "strided",
     )
-    assert len(b"".join(compute.stream(compute.contiguous(found).locate()))) == 16
+    assert len(b"".join(stream(contiguous(found).locate()))) == 16

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from ckptkit import formats
-from ckptkit.compute import stream
+from ckptkit.compute.operation import stream
 from ckptkit.core.bytesource import Memory
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.dtypes import TABLE

@@ -72,7 +72,7 @@ WAYS: dict[str, Callable[[Path, Path], object]] = {
 def test_new_bytes_of_a_damaged_tensor_are_not_written(
     way: str, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ckptkit.compute.threads.FORKED", 1 << 20)
+    monkeypatch.setattr("ckptkit.compute.workers.FORKED", 1 << 20)
     monkeypatch.setattr("ckptkit.publish.parallel_write.THREAD_TASK", 1 << 20)
     WAYS[way](saved / "good.pth", tmp_path)
     for number, name in enumerate(STATE):

@@ -20,6 +20,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ckptkit.compute.operation import Concat, Inflate, Swap
 from ckptkit.core.bytesource import Derived, LocalFile, Memory, Range, crc32_combine
 from ckptkit.core.errors import CorruptError, InputChangedError, OutputError
 from ckptkit.core.plan import BLOCK, Deferred, Segment, Summed, length
@@ -57,22 +58,21 @@ def every_kind(source: LocalFile) -> tuple[tuple[Segment, ...], bytes]:
         Range(memory, 7, 100),
         Range(memory, 9, 100_000),
         Range(source, 0, 0),
-        Derived("byteswap", (Range(source, 0, 600),), (2,), 600),
-        Derived("byteswap", (Range(source, 0, 1 << 20),), (2,), 1 << 20),
+        Derived(Swap(2), (Range(source, 0, 600),), 600),
+        Derived(Swap(2), (Range(source, 0, 1 << 20),), 1 << 20),
         Summed(Range(source, 100, 2 << 20), 0),
         Summed(Range(source, 3, 30), 0),
         Summed(Range(memory, 0, 50_000), 1),
-        Summed(Derived("byteswap", (Range(source, 0, 80_000),), (2,), 80_000), 1),
-        Summed(Derived("byteswap", (Range(source, 0, 80),), (2,), 80), 1),
+        Summed(Derived(Swap(2), (Range(source, 0, 80_000),), 80_000), 1),
+        Summed(Derived(Swap(2), (Range(source, 0, 80),), 80), 1),
         Deferred(b"plain", ()),
         Deferred(b"....", ((0, 1),)),
         Derived(
-            "concat",
+            Concat(),
             (Range(source, 0, 90_000), Range(memory, 0, 10), Range(source, 7, 90_000)),
-            (),
             180_010,
         ),
-        Summed(Derived("concat", (Range(source, 1, 90_000), Range(memory, 0, 9)), (), 90_009), 2),
+        Summed(Derived(Concat(), (Range(source, 1, 90_000), Range(memory, 0, 9)), 90_009), 2),
         Deferred(b"....", ((0, 2),)),
     )
     first = NOISE[100 : 100 + (2 << 20)] + NOISE[3:33]
@@ -377,7 +377,7 @@ def test_a_failing_task_ends_the_others(
     source: LocalFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(parallel_write, "THREAD_TASK", 50_000)
-    damaged = Derived("inflate", (Range(source, 0, 1000),), (), 1000)
+    damaged = Derived(Inflate(), (Range(source, 0, 1000),), 1000)
     with pytest.raises(CorruptError):
         written([Summed(Range(source, 0, 1 << 20), 0), damaged], tmp_path)
 

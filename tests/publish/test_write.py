@@ -17,6 +17,9 @@ from typing import Any
 
 import pytest
 
+from ckptkit.compute.gather import Gather
+from ckptkit.compute.numbers import Cast
+from ckptkit.compute.operation import Inflate, Slice, Swap
 from ckptkit.core.bytesource import Derived, LocalFile, Memory, Range
 from ckptkit.core.errors import (
     CkptkitError,
@@ -518,7 +521,7 @@ def all_kinds(source: LocalFile) -> Plan:
         Range(source, 0, 200),
         Range(Memory(DATA), 0, len(DATA)),
         Summed(Range(source, 7, 60_000), 0),
-        Derived("byteswap", (Range(source, 0, 60_000),), (2,), 60_000),
+        Derived(Swap(2), (Range(source, 0, 60_000),), 60_000),
         Deferred(bytes(8), ((4, 0),)),
         Range(source, 7, 60_000),
     )
@@ -679,7 +682,7 @@ def test_a_temporary_that_cannot_be_removed_is_named(
 
 
 def test_TM_03_an_expand_bomb_writes_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    bomb = Derived("gather", (Range(Memory(bytes(16)), 0, 16),), (4, (1 << 40,), (0,), 0), 4 << 40)
+    bomb = Derived(Gather(4, (1 << 40,), (0,), 0), (Range(Memory(bytes(16)), 0, 16),), 4 << 40)
     monkeypatch.setattr(os, "open", failing("open", errno.EIO))
     with pytest.raises(LimitError) as caught:
         publish(file_plan(bomb), folder / "out.pt")
@@ -710,7 +713,7 @@ def test_TM_04_bytes_that_are_read_twice_count_once(
 
 def test_what_a_plan_refers_to() -> None:
     one, other = Memory(bytes(1000)), Memory(bytes(1000))
-    inflated = Derived("inflate", (Range(one, 900, 10),), (), 5000)
+    inflated = Derived(Inflate(), (Range(one, 900, 10),), 5000)
     assert preflight.referenced(file_plan(b"literal")) == 0
     assert (
         preflight.referenced(
@@ -718,13 +721,13 @@ def test_what_a_plan_refers_to() -> None:
         )
         == 25
     )
-    slices = (Derived("slice", (inflated,), (0,), 10), Derived("slice", (inflated,), (10,), 10))
+    slices = (Derived(Slice(0), (inflated,), 10), Derived(Slice(10), (inflated,), 10))
     assert preflight.referenced(file_plan(Range(one, 0, 10), *slices)) == 5010
 
 
 def test_a_cast_to_wider_elements_is_no_bomb(source: LocalFile, folder: Path) -> None:
     wide = Derived(
-        "cast", (Range(source, 0, source.size),), ("float8_e4m3fn", "float64"), 8 * source.size
+        Cast("float8_e4m3fn", "float64"), (Range(source, 0, source.size),), 8 * source.size
     )
     publish(file_plan(wide), folder / "out.pt")
     assert (folder / "out.pt").stat().st_size == 8 * source.size

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 import ckptkit
-from ckptkit import compute, quantized
+from ckptkit import quantized
+from ckptkit.compute.operation import stream
 from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import TensorError
 from tests.conftest import Run, in_process
@@ -86,11 +87,11 @@ def test_any_part_is_a_part_of_the_whole(case: str) -> None:
         for dtype in DTYPES.values():
             record = group.tensor(BY_NAME[dtype]).storage.record  # type: ignore[union-attr]
             extent = record.locate()
-            whole = b"".join(compute.stream(extent))
+            whole = b"".join(stream(extent))
             assert len(whole) == extent.length
             for _ in range(6):
                 start, stop = sorted(numbers.randrange(extent.length + 1) for _ in range(2))
-                assert b"".join(compute.stream(extent, start, stop)) == whole[start:stop]
+                assert b"".join(stream(extent, start, stop)) == whole[start:stop]
 
 
 def test_the_command_line_writes_shards_and_a_configuration_that_says_nothing(

@@ -16,7 +16,7 @@ import torch
 
 import ckptkit
 from ckptkit.compute.conversions import Layouts, Moved
-from ckptkit.compute.operations import HELD
+from ckptkit.compute.operation import HELD, Inflate
 from ckptkit.core.bytesource import Derived, Extent, Memory, Range
 from ckptkit.core.errors import CkptkitError, CollisionError, LimitError
 from ckptkit.core.text import flatten
@@ -314,7 +314,7 @@ A = torch.zeros(2, 3)
 JOIN = "{p:a|b} [o i] -> c [(p o) i]"
 TURN = "a [o i] -> a [i o]"
 MOMENTS = {"state": {0: {"exp_avg": A}}, "param_groups": [{"params": [0]}]}
-LARGE = Derived("inflate", (Range(Memory(b""), 0, 0),), (), 2 * HELD)
+LARGE = Derived(Inflate(), (Range(Memory(b""), 0, 0),), 2 * HELD)
 NAMES = ["{r:**}.w -> m.{r}", "x.{w:*} -> y.{w}"]
 CHECKPOINTS: list[tuple[Callable[[Path], object], str]] = [
     (apply("", of={"a": A}), "there is no rule"),

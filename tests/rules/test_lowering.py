@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptkit.compute import stream
+from ckptkit.compute.operation import Concat, Inflate, stream
 from ckptkit.core.bytesource import Derived, Memory, Range
 from ckptkit.core.errors import UnsupportedError
 from ckptkit.rules import lowering
@@ -99,7 +99,7 @@ def test_a_step_sees_through_shards_and_permutes(
     (array,) = numbered((rows, *sizes))
     ends = [0, *cut, rows]
     parts = [record(array[a:b]) for a, b in pairwise(ends)]
-    whole: Any = Derived("concat", tuple(parts), (), 4 * array.size)
+    whole: Any = Derived(Concat(), tuple(parts), 4 * array.size)
     rank = array.ndim
     for order in (first, second):
         axes = [axis for axis in order if axis < rank]
@@ -152,7 +152,7 @@ def test_elements_smaller_than_a_byte_move_in_whole_bytes() -> None:
 def test_a_large_compressed_source_is_not_read_out_of_order(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    inflate = Derived("inflate", (Range(Memory(bytes(10)), 0, 10),), (), 4 * 64)
+    inflate = Derived(Inflate(), (Range(Memory(bytes(10)), 0, 10),), 4 * 64)
     copies = Rules.parse(["x [o i] -> y [i o]"]).plan({"x": (8, 8)})["y"].copies
     Copied((inflate,), copies, 4, 256).locate()
     monkeypatch.setattr(lowering, "HELD", 100)

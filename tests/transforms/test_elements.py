@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptkit.compute import stream
+from ckptkit.compute.operation import stream
 from ckptkit.core import dtypes
 from ckptkit.core.bytesource import Memory, Range
 from ckptkit.core.checkpoint import Checkpoint

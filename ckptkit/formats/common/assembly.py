@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ckptkit import compute
+from ckptkit.compute.arranged import contiguous
+from ckptkit.compute.gather import Chunks
+from ckptkit.compute.operation import concat
 from ckptkit.core.bytesource import Derived, Extent, Range, Section
 from ckptkit.core.dtypes import DType
 from ckptkit.core.pieces import Box
@@ -29,8 +31,8 @@ def assembled(dtype: DType, shape: Shape, boxes: Sequence[Box], length: int) -> 
     """Copied, one range after another, where the boxes follow each other; else computed."""
     if not _is_row(shape, boxes):
         return _arranged(dtype, shape, boxes, length)
-    extents = [_outside(compute.contiguous(box.tensor).locate()) for box in boxes]
-    return extents[0] if len(extents) == 1 else Derived("concat", tuple(extents), (), length)
+    extents = [_outside(contiguous(box.tensor).locate()) for box in boxes]
+    return concat(extents)
 
 
 def _arranged(dtype: DType, shape: Shape, boxes: Sequence[Box], length: int) -> Derived:
@@ -39,7 +41,7 @@ def _arranged(dtype: DType, shape: Shape, boxes: Sequence[Box], length: int) -> 
         extent, stride, start = _view(box.tensor)
         inputs.append(_outside(extent))
         places.append((box.offsets, box.sizes, stride, start))
-    return Derived("chunks", tuple(inputs), (dtype.itemsize, shape, tuple(places)), length)
+    return Derived(Chunks(dtype.itemsize, shape, tuple(places)), tuple(inputs), length)
 
 
 def _outside(extent: Extent) -> Extent:
@@ -57,7 +59,7 @@ def _view(tensor: Tensor) -> tuple[Extent, Shape, int]:
     first element."""
     storage = tensor.storage
     if storage is None or tensor.conj or tensor.neg or storage.big_endian:
-        return compute.contiguous(tensor).locate(), contiguous_stride(tensor.shape), 0
+        return contiguous(tensor).locate(), contiguous_stride(tensor.shape), 0
     return storage.record.locate(), tensor.stride, tensor.offset * tensor.dtype.itemsize
 
 

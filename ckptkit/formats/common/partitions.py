@@ -9,8 +9,9 @@ from itertools import accumulate
 from math import prod
 from typing import NamedTuple
 
-from ckptkit.compute import contiguous
-from ckptkit.core.bytesource import Derived, Pending, Range, Record, RecordSlice
+from ckptkit.compute.arranged import contiguous
+from ckptkit.compute.operation import Concat, RecordSlice
+from ckptkit.core.bytesource import Derived, Pending, Range, Record
 from ckptkit.core.dtypes import DType
 from ckptkit.core.errors import AmbiguousError, CorruptError
 from ckptkit.core.tensor import Shape, Storage, Tensor, contiguous_stride
@@ -65,7 +66,7 @@ class Shares:
         return (
             pieces[0].locate()
             if len(pieces) == 1
-            else Pending("concat", pieces, (), self.length).locate()
+            else Pending(Concat(), pieces, self.length).locate()
         )
 
     def _pieces(self) -> Iterator[Record]:

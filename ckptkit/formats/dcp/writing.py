@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from ckptkit import compute
+from ckptkit.compute import arranged
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.plan import Deferred, OutputFile, Plan, Segment, Summed
 from ckptkit.core.tensor import Shape, Storage, Tensor, contiguous_stride
@@ -119,7 +119,7 @@ class _Data:
 
 def _plain(tensor: Tensor) -> Tensor:
     """Copy the elements in row-major order into a storage of their own on the CPU."""
-    record, storage = compute.contiguous(tensor), tensor.storage
+    record, storage = arranged.contiguous(tensor), tensor.storage
     crc = storage.crc32 if storage is not None and record is storage.record else None
     return Tensor(
         Storage(record, crc32=crc), tensor.dtype, tensor.shape, contiguous_stride(tensor.shape)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from math import prod
 
-from ckptkit.compute import cast_record
+from ckptkit.compute.numbers import cast_record
 from ckptkit.core import dtypes
 from ckptkit.core.errors import CorruptError
 from ckptkit.core.tensor import Shape, Storage, Tensor

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ckptkit import compute
+from ckptkit.compute.compare import compare
 from ckptkit.core.errors import CorruptError
 from ckptkit.core.tensor import Tensor
 from ckptkit.core.text import size, some, typed, typed_value
@@ -46,7 +46,7 @@ class Copies:
         """
         same = _by_checksum(copy.first, copy.other)
         if same is None and (always or self._may_read(copy.first.nbytes)):
-            same = compute.compare(copy.first, copy.other) is None
+            same = compare(copy.first, copy.other) is None
         return same
 
     def add(self, copy: Copy) -> None:
@@ -114,7 +114,7 @@ def _by_checksum(a: Tensor, b: Tensor) -> bool | None:
 def _how(copy: Copy) -> str:
     if copy.first.nbytes > READ:
         return "its checksums differ"
-    found = compute.compare(copy.first, copy.other)
+    found = compare(copy.first, copy.other)
     if found is None:
         return "its checksums differ, though its bytes do not: one of the files is damaged"
     return f"{found.count:,} of {copy.first.numel:,} elements differ"

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
 
-from ckptkit import compute
+from ckptkit.compute.arranged import contiguous
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import TensorError, UsageError
 from ckptkit.core.pieces import Box
@@ -52,7 +52,7 @@ def _part(boxes: list[Box]) -> Tensor:
         max(box.offsets[dim] + box.sizes[dim] for box in boxes) for dim in range(len(first.shape))
     )
     if len(boxes) == 1:
-        storage = Storage(compute.contiguous(first))
+        storage = Storage(contiguous(first))
     else:
         storage = Storage(Joined(first.dtype, shape, tuple(boxes), first.dtype.nbytes(prod(shape))))
     return Tensor(storage, first.dtype, shape, contiguous_stride(shape))

@@ -24,7 +24,8 @@ from itertools import product
 from math import prod
 from typing import NamedTuple
 
-from ckptkit import compute
+from ckptkit.compute.arranged import contiguous
+from ckptkit.compute.operation import stream
 from ckptkit.core.errors import CkptkitError, CorruptError, UnsupportedError
 from ckptkit.core.limits import check
 from ckptkit.core.tensor import Tensor
@@ -344,7 +345,7 @@ def _shifted(offset: Offset, entries: Mapping[str, Node], start: int) -> dict[st
 def _is_constant(tensor: Tensor) -> bool:
     """Return whether all sampled elements have the same bytes."""
     data = b""
-    for piece in compute.stream(compute.contiguous(tensor).locate(), 0, min(tensor.nbytes, _PEEK)):
+    for piece in stream(contiguous(tensor).locate(), 0, min(tensor.nbytes, _PEEK)):
         data += piece
     unit = data[: tensor.dtype.itemsize]
     return data == unit * (len(data) // len(unit))

@@ -19,7 +19,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 
-from ckptkit import compute
+from ckptkit.compute.arranged import contiguous
+from ckptkit.compute.mixing import has_mean, mean_record, sum_record
 from ckptkit.core.errors import CorruptError, UsageError
 from ckptkit.core.pieces import Box, part
 from ckptkit.core.tensor import Shape, Storage, Tensor, contiguous_stride
@@ -175,8 +176,8 @@ class Sum(Verb):
 
     def join(self, name: str, parts: Parts, joiner: Joiner) -> Tensor:
         first = _numbers(name, parts)
-        records = tuple(compute.contiguous(tensor) for tensor, _ in parts)
-        return _computed(first, Storage(compute.sum_record(records, first.dtype)))
+        records = tuple(contiguous(tensor) for tensor, _ in parts)
+        return _computed(first, Storage(sum_record(records, first.dtype)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,11 +192,9 @@ class Mean(Verb):
         ):
             joiner.copies.equal += len(others)
             return joiner.plain(tensor)
-        records = tuple(compute.contiguous(each) for each, _ in parts)
+        records = tuple(contiguous(each) for each, _ in parts)
         shares = (1.0,) * len(parts)
-        return _computed(
-            first, Storage(compute.mean_record(records, (first.dtype,) * len(parts), shares))
-        )
+        return _computed(first, Storage(mean_record(records, (first.dtype,) * len(parts), shares)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,9 +248,7 @@ def _numbers(name: str, parts: Parts) -> Tensor:
     """The first of the parts, which are of one shape and type, and have a mean."""
     (first, file), *_ = parts
     for tensor, place in parts:
-        if (tensor.dtype, tensor.shape) != (first.dtype, first.shape) or not compute.has_mean(
-            tensor.dtype
-        ):
+        if (tensor.dtype, tensor.shape) != (first.dtype, first.shape) or not has_mean(tensor.dtype):
             raise CorruptError(
                 f"{name!r} is {first.dtype} {first.shape} in {file} and {tensor.dtype} "
                 f"{tensor.shape} in {place}: "

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckptkit import compute
 from ckptkit.analysis import columns
 from ckptkit.analysis.advice import of_folder
 from ckptkit.analysis.shares import Branch, Share, grown, joined, shares
 from ckptkit.analysis.slices import Picks, parse, plane, select
 from ckptkit.analysis.summary import Summary, summarize
 from ckptkit.analysis.view_model import Listing, listings
-from ckptkit.compute import Tally
+from ckptkit.compute import tallies
+from ckptkit.compute.tallies import Tally
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.text import argument, shell_command
 from ckptkit.quantized import look_through
@@ -118,12 +118,12 @@ def values(share: Share, index: str = "", columns: int = 8) -> Values:
     tensor = share.row.tensor
     picks = parse(index, tensor.shape)
     corner = plane(picks, ROWS, columns)
-    cells = compute.numbers(select(tensor, corner))
+    cells = tallies.numbers(select(tensor, corner))
     chosen = select(tensor, picks)
     tally = None
     if chosen.numel <= COUNTED:
         tally = Tally()
-        for part in compute.parts(chosen):
-            tally.add(compute.tally(part))
+        for part in tallies.parts(chosen):
+            tally.add(tallies.tally(part))
     rows = next((pick.size for pick in corner if not pick.single), 1) if cells.ndim > 1 else 1
     return Values(picks, corner, cells.reshape(rows, -1).tolist() if cells.size else [], tally)

@@ -16,7 +16,7 @@ from ckptkit.views.page.seen import Seen
 from ckptkit.views.page.treemap import arranged, numbered
 
 if TYPE_CHECKING:
-    from ckptkit.compute import Tally
+    from ckptkit.compute.tallies import Tally
 
 BINS = 32
 LARGEST = 1e300  # what is above becomes none: a browser does arithmetic with it

@@ -6,9 +6,10 @@ from collections.abc import Iterable, Iterator
 from math import isfinite
 from typing import Any
 
-from ckptkit import compute
 from ckptkit.analysis.diff import Diff
 from ckptkit.analysis.matching import Renamed
+from ckptkit.compute.compare import compare
+from ckptkit.compute.workers import ordered
 from ckptkit.core.errors import TensorError
 from ckptkit.core.text import escape, shape
 from ckptkit.views.page.columns import Columns, numbers
@@ -66,7 +67,7 @@ def _largest(a: Seen, b: Seen, pairs: list[tuple[int, int]]) -> Iterator[float |
         i, j = pair
         ours, theirs = a.shares[i].row.tensor, b.shares[j].row.tensor
         try:
-            found = compute.compare(ours, theirs, atol=0.0)
+            found = compare(ours, theirs, atol=0.0)
         except TensorError:
             return None
         return (
@@ -75,7 +76,7 @@ def _largest(a: Seen, b: Seen, pairs: list[tuple[int, int]]) -> Iterator[float |
             else None
         )
 
-    return compute.ordered(one, pairs, lambda pair: 2 * a.shares[pair[0]].row.nbytes)
+    return ordered(one, pairs, lambda pair: 2 * a.shares[pair[0]].row.nbytes)
 
 
 def _states(diff: Diff) -> dict[str, str]:

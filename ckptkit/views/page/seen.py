@@ -11,7 +11,7 @@ from ckptkit.analysis.summary import Summary, summarize
 from ckptkit.core.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
-    from ckptkit.compute import Tally
+    from ckptkit.compute.tallies import Tally
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from ckptkit.compute.operations import stream
+from ckptkit.compute.operation import Inflate, stream
 from ckptkit.core import limits
 from ckptkit.core.bytesource import ByteSource, Derived, LocalFile, Memory, Range
 from ckptkit.core.errors import (
@@ -81,7 +81,7 @@ def test_a_plain_zip() -> None:
     inflated, _ = found.record("a/2")
     assert (
         isinstance(inflated, Derived)
-        and inflated.operation == "inflate"
+        and isinstance(inflated.operation, Inflate)
         and inflated.length == len(DATA) * 9
     )
     assert b"".join(stream(inflated)) == DATA * 9

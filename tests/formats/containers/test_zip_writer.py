@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from ckptkit.compute.operation import Slice
 from ckptkit.core.bytesource import Derived, LocalFile, Memory, Range
 from ckptkit.core.plan import Deferred, Segment, Summed, length
 from ckptkit.formats import zip_writer
@@ -29,7 +30,7 @@ def crc(extent: Range) -> int:
 
 MEMBERS = [
     ZipMember("a/data.pkl", b"pickle"), ZipMember("a/0", of(3, 100), crc(of(3, 100))), ZipMember("a/1", of(5, 0)),
-    ZipMember("a/2", of(7, 77)), ZipMember("a/\u00e9", b""), ZipMember("a/3", Derived("slice", (of(0, 500),), (9,), 300)),
+    ZipMember("a/2", of(7, 77)), ZipMember("a/\u00e9", b""), ZipMember("a/3", Derived(Slice(9), (of(0, 500),), 300)),
     ZipMember("a/long", b"x" * 70_000), ZipMember("a/4", of(0, 70_000), crc(of(0, 70_000))), ZipMember("a/version", b"3\n"),
 ]  # fmt: skip
 CONTENTS = {

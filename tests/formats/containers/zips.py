@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from ckptkit.compute.operations import stream
+from ckptkit.compute.operation import stream
 from ckptkit.core.bytesource import Range
 from ckptkit.core.plan import Deferred, Segment, Summed
 

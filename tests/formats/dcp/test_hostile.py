@@ -20,7 +20,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 import ckptkit
-from ckptkit import compute, formats
+from ckptkit import formats
+from ckptkit.compute.arranged import contiguous
 from ckptkit.core.bytesource import Folder
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import (
@@ -331,7 +332,7 @@ def test_DC_06_a_tensor_that_cannot_be_put_together(
     found = read(made.write()).weights["w"]
     assert (found.shape, found.layout) == ((2, 3), said)
     with pytest.raises(TensorError, match=said):
-        compute.contiguous(found)
+        contiguous(found)
 
 
 # DC-07: values

@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file, save_model
 
 import ckptkit
-from ckptkit import compute
 from ckptkit.api import open_checkpoint
+from ckptkit.compute.operation import stream
 from ckptkit.core import tree
 from ckptkit.core.bytesource import LocalFile, Memory, Range
 from ckptkit.core.checkpoint import Checkpoint
@@ -117,7 +117,7 @@ def executed(plan: Plan) -> bytes:
             parts.append(segment)
             continue
         extent = segment.extent if isinstance(segment, Summed) else segment
-        parts.append(b"".join(map(bytes, compute.stream(extent))))
+        parts.append(b"".join(map(bytes, stream(extent))))
         if isinstance(segment, Summed):
             sums[segment.number] = zlib.crc32(parts[-1], sums.get(segment.number, 0))
     data = b"".join(part.render(sums) if isinstance(part, Deferred) else part for part in parts)

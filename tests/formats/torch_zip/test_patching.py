@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from ckptkit import formats
+from ckptkit.compute.operation import Swap
 from ckptkit.core.bytesource import Derived, LocalFile, Memory, Range
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.dtypes import BY_NAME
@@ -82,7 +83,7 @@ def test_an_archive_that_was_edited_too_often(tmp_path: Path) -> None:
 
 
 def computed(data: bytes) -> Storage:
-    return Storage(Derived("byteswap", (Range(Memory(data), 0, len(data)),), (4,), len(data)))
+    return Storage(Derived(Swap(4), (Range(Memory(data), 0, len(data)),), len(data)))
 
 
 def test_storages_that_are_no_records_of_the_archive(tmp_path: Path) -> None:

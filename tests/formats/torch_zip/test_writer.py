@@ -17,6 +17,7 @@ import torch
 
 from ckptkit import formats
 from ckptkit.api import convert, open_checkpoint
+from ckptkit.compute.operation import Slice
 from ckptkit.core.bytesource import Derived, LocalFile, Memory, Range
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.dtypes import BY_NAME
@@ -156,7 +157,7 @@ def test_sources_without_checksums_are_summed(tmp_path: Path) -> None:
     """Ranges of another format, or computed bytes (whatever their storage says): one pass, and
     headers that wait."""
     data = Memory(bytes(range(64)))
-    record = Derived("slice", (Range(data, 0, 64),), (4,), 16)
+    record = Derived(Slice(4), (Range(data, 0, 64),), 16)
     root = {
         "a": leaf(Storage(Range(data, 4, 16))),
         "b": leaf(Storage(record, crc32=1)),

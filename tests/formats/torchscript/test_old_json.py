@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ckptkit.compute import stream
+from ckptkit.compute.operation import stream
 from ckptkit.core.bytesource import Memory, Range
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import (

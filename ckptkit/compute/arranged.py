@@ -1,8 +1,9 @@
-"""Tensors with more elements than their storage holds: stride 0, and overlapping windows.
+"""The plain bytes of the elements of tensors: row-major, little-endian, without gaps.
 
-A file of a kilobyte can describe a tensor of terabytes. What is computed from elements reads
-repeated ones once; what needs every element in its place is refused where that is many times what
-the storage holds.
+Tensors may have more elements than their storage holds: stride 0, and overlapping windows. A file
+of a kilobyte can describe a tensor of terabytes. What is computed from elements reads repeated ones
+once; what needs every element in its place is refused where that is many times what the storage
+holds.
 """
 
 from __future__ import annotations
@@ -11,11 +12,54 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import prod
 
+from ckptkit.compute.gather import Gather
+from ckptkit.compute.numbers import swapped
+from ckptkit.compute.operation import Flip, RecordSlice
+from ckptkit.core.bytesource import Pending, Record
 from ckptkit.core.errors import TensorError
 from ckptkit.core.limits import LIMITS
 from ckptkit.core.tensor import Tensor
 
 SMALL = 1 << 20  # bytes of elements that are always read
+
+
+def contiguous(tensor: Tensor) -> Record:
+    """Return the plain bytes of the elements: row-major, little-endian, conj and neg resolved.
+
+    A part of the storage's record where nothing needs to be computed. Raises TensorError for a
+    tensor without bytes of its own, and for elements smaller than a byte that are not in a row
+    from a byte on.
+    """
+    if tensor.storage is None or tensor.layout != "strided":
+        raise TensorError(
+            f"a {tensor.layout} tensor on device {tensor.device} has no bytes of its own"
+        )
+    record, dtype, nbytes = tensor.storage.record, tensor.dtype, tensor.nbytes
+    if not nbytes:
+        return RecordSlice(record, 0, 0)
+    if tensor.is_contiguous and tensor.offset * dtype.bits % 8 == 0:
+        start = tensor.offset * dtype.bits // 8
+        record = (
+            record if (start, nbytes) == (0, record.length) else RecordSlice(record, start, nbytes)
+        )
+    elif dtype.bits % 8:
+        raise TensorError(
+            f"elements of {dtype.bits} bits ({dtype}) are not one after another from a byte on"
+        )
+    else:
+        start = tensor.offset * dtype.itemsize
+        view = Gather(dtype.itemsize, tensor.shape, tensor.stride, start)
+        record = Pending(view, (record,), nbytes)
+    if tensor.storage.big_endian:
+        record = swapped(record, dtype)
+    if tensor.conj:
+        record = Pending(Flip(dtype.name, conj=True), (record,), nbytes)
+    if tensor.neg:
+        record = Pending(Flip(dtype.name), (record,), nbytes)
+    return record
+
+
+# Repeated elements
 
 
 def repeated(*tensors: Tensor) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Make codes and scales of weights by rounding to nearest: the operation ``quantize``.
+"""Make codes and scales of weights by rounding to nearest.
 
 ``fp8-block``: blocks of 128 x 128, as transformers does it. The scale is that which makes the
 largest magnitude of a block 448; what is stored is its inverse. ``mxfp4``: blocks of 32 columns, as
@@ -7,14 +7,14 @@ compressed-tensors does it. The exponent is that of the largest magnitude, which
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ckptkit.compute.floats import decode, encode
-from ckptkit.compute.gather import Read
-from ckptkit.core import dtypes
-from ckptkit.core.bytesource import Derived, Pending, Record
-from ckptkit.core.dtypes import DType
+from ckptkit.compute.numbers import decode, encode
+from ckptkit.compute.operation import Pieces, Reader
+from ckptkit.core.bytesource import Derived, Operation, Pending, Record
+from ckptkit.core.dtypes import BY_NAME, DType
 from ckptkit.core.errors import TensorError
 
 if TYPE_CHECKING:
@@ -30,51 +30,63 @@ TILE = 1 << 18  # elements worked on at once
 _LIMITS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 
 
+@dataclass(frozen=True, slots=True)
+class Quantize(Operation):
+    """Codes or scales (`part`) of a matrix of floating-point elements; errors give its `name`."""
+
+    kind: str
+    part: str
+    dtype: str
+    rows: int
+    columns: int
+    name: str
+
+    def read(self, extent: Derived, start: int, stop: int) -> Pieces:
+        """Raise TensorError for NaN and infinities: they would spoil the scale of a block."""
+        import numpy as np
+
+        dtype, rows, columns = BY_NAME[self.dtype], self.rows, self.columns
+        read = Reader(extent.inputs[0])
+        make = _KINDS[self.kind][self.part != "codes"]
+        unit = BLOCK if self.kind == "fp8-block" else 1
+        tall = max(unit, TILE // max(1, columns) // unit * unit)
+        size = extent.length * unit // rows  # bytes of the result for `unit` rows
+        top = start // size * unit
+        while (at := top // unit * size) < stop:
+            bottom = min(top + tall, rows)
+            step = columns * dtype.itemsize
+            data = read.copy(top * step, (bottom - top) * step)
+            with np.errstate(all="ignore"):
+                values = decode(data, dtype).astype("<f4").reshape(bottom - top, columns)
+                if not np.isfinite(values).all():
+                    raise TensorError(
+                        f"{self.name!r} holds NaN, infinite or too large values, which {self.kind} "
+                        "cannot hold",
+                        hint="`verify --values` counts them; --drop leaves the weight out",
+                    )
+                made = make(values)
+            yield made[max(start - at, 0) : min(stop - at, len(made))]
+            top = bottom
+
+    def ends(self, extent: Derived, size: int) -> Iterable[int]:
+        step = size if extent.length > 2 * size else extent.length
+        yield from range(step, extent.length, step)
+        yield extent.length
+
+
 def quantized_records(
     record: Record, kind: str, source: DType, rows: int, columns: int, name: str
 ) -> tuple[Record, Record]:
-    """Codes and scales of a matrix of `source` elements; errors give its `name`."""
+    """Return codes and scales of a matrix of `source` elements; errors give its `name`."""
     sizes = {
         "fp8-block": (rows * columns, 4 * (rows // BLOCK) * (columns // BLOCK)),
         "mxfp4": (rows * columns // 2, rows * columns // GROUP),
     }[kind]
     codes, scales = (
-        Pending("quantize", (record,), (kind, part, source.name, rows, columns, name), size)
+        Pending(Quantize(kind, part, source.name, rows, columns, name), (record,), size)
         for part, size in zip(("codes", "scales"), sizes, strict=True)
     )
     return codes, scales
-
-
-def quantize(read: Read, derived: Derived, start: int, stop: int) -> Iterator[memoryview]:
-    """Bytes `start` to `stop` of the codes or scales; `read` reads the weights.
-
-    Raises TensorError for NaN and infinities: a block has one scale, which they would spoil.
-    """
-    import numpy as np
-
-    kind, part, source, rows, columns, name = derived.parameters
-    assert isinstance(rows, int) and isinstance(columns, int)
-    dtype = dtypes.BY_NAME[str(source)]
-    codes, scales = _KINDS[str(kind)]
-    make = codes if part == "codes" else scales
-    unit = BLOCK if kind == "fp8-block" else 1
-    tall = max(unit, TILE // max(1, columns) // unit * unit)
-    size = derived.length * unit // rows  # bytes of the result for `unit` rows
-    top = start // size * unit
-    while (at := top // unit * size) < stop:
-        bottom = min(top + tall, rows)
-        step = columns * dtype.itemsize
-        data = read(top * step, (bottom - top) * step)
-        with np.errstate(all="ignore"):
-            values = decode(data, dtype).astype("<f4").reshape(bottom - top, columns)
-            if not np.isfinite(values).all():
-                raise TensorError(
-                    f"{name!r} holds NaN, infinite or too large values, which {kind} cannot hold",
-                    hint="`verify --values` counts them; --drop leaves the weight out",
-                )
-            made = make(values)
-        yield made[max(start - at, 0) : min(stop - at, len(made))]
-        top = bottom
 
 
 def _bytes(values: Array) -> memoryview:
@@ -110,7 +122,7 @@ def _fp8_codes(values: Array) -> memoryview:
     blocks = values.reshape(rows // BLOCK, BLOCK, columns // BLOCK, BLOCK)
     blocks *= scales[:, None, :, None]
     np.clip(values, -LARGEST, LARGEST, out=values)
-    return encode(values.reshape(-1), dtypes.BY_NAME["float8_e4m3fn"])
+    return encode(values.reshape(-1), BY_NAME["float8_e4m3fn"])
 
 
 def _exponents(values: Array) -> Array:

@@ -1,17 +1,15 @@
-"""Tensors: the record of their plain bytes, and comparison of their values."""
+"""Comparison of the values of tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from math import prod
 from typing import TYPE_CHECKING, Any
 
-from ckptkit.compute import expanded
-from ckptkit.compute.byte_pieces import Piece, in_step
-from ckptkit.compute.floats import decode, is_decoded
-from ckptkit.compute.operations import BUFFER, flow, import_numpy, keep_memory
-from ckptkit.core.bytesource import Extent, Pending, Range, Record, RecordSlice
+from ckptkit.compute.arranged import contiguous, once, place, refusal, repeated, times
+from ckptkit.compute.numbers import decode, is_decoded
+from ckptkit.compute.operation import BUFFER, flow, import_numpy, in_step, keep_memory
+from ckptkit.core.bytesource import Extent, Piece, Range
 from ckptkit.core.dtypes import DType
 from ckptkit.core.errors import TensorError
 from ckptkit.core.tensor import Tensor
@@ -21,116 +19,7 @@ if TYPE_CHECKING:
 
     Array = np.ndarray[Any, Any]
 
-_NUMBERS = ("float", "int", "bool", "complex")
-_TABLES = frozenset({"float32", "float64", "int32", "int64"})  # dtypes of scales and zero points
 WIDE = 1 << 17  # elements compared at once: they take up to 16 bytes each
-
-
-def contiguous(tensor: Tensor) -> Record:
-    """Return the plain bytes of the elements: row-major, little-endian, conj and neg resolved.
-
-    A part of the storage's record where nothing needs to be computed. Raises TensorError for a
-    tensor without bytes of its own, and for elements smaller than a byte that are not in a row
-    from a byte on.
-    """
-    if tensor.storage is None or tensor.layout != "strided":
-        raise TensorError(
-            f"a {tensor.layout} tensor on device {tensor.device} has no bytes of its own"
-        )
-    record, dtype, nbytes = tensor.storage.record, tensor.dtype, tensor.nbytes
-    if not nbytes:
-        return RecordSlice(record, 0, 0)
-    if tensor.is_contiguous and tensor.offset * dtype.bits % 8 == 0:
-        start = tensor.offset * dtype.bits // 8
-        record = (
-            record if (start, nbytes) == (0, record.length) else RecordSlice(record, start, nbytes)
-        )
-    elif dtype.bits % 8:
-        raise TensorError(
-            f"elements of {dtype.bits} bits ({dtype}) are not one after another from a byte on"
-        )
-    else:
-        parameters = (dtype.itemsize, tensor.shape, tensor.stride, tensor.offset * dtype.itemsize)
-        record = Pending("gather", (record,), parameters, nbytes)
-    if tensor.storage.big_endian:
-        record = _swapped(record, dtype)
-    for bit, operation in ((tensor.conj, "conj"), (tensor.neg, "neg")):
-        if bit:
-            record = Pending(operation, (record,), (dtype.name,), nbytes)
-    return record
-
-
-def _swapped(record: Record, dtype: DType) -> Record:
-    if dtype.component == 1:
-        return record
-    return Pending("byteswap", (record,), (dtype.component,), record.length)
-
-
-def cast_record(record: Record, source: DType, target: DType, *, big_endian: bool) -> Record:
-    """The elements of `record`, of dtype `source`, as little-endian elements of dtype `target`.
-
-    Raises TensorError for a conversion that has no plain meaning (quantized types, complex to
-    anything else) and for a record that is not a whole number of elements.
-    """
-    if (
-        source.kind not in _NUMBERS
-        or target.kind not in _NUMBERS
-        or source.bits % 8
-        or target.bits % 8
-    ):
-        raise TensorError(f"{source} cannot be cast to {target}")
-    if source.kind == "complex" and target.kind != "complex":
-        raise TensorError(f"{source} cannot be cast to {target}: the imaginary part would be lost")
-    if source.packed != target.packed or record.length % source.itemsize:
-        raise TensorError(f"{record.length:,} bytes of {source} cannot be cast to {target}")
-    if big_endian:
-        record = _swapped(record, source)
-    if source == target:
-        return record
-    length = record.length // source.itemsize * target.itemsize
-    return Pending("cast", (record,), (source.name, target.name), length)
-
-
-def dequantized_record(
-    tensor: Tensor, scale: float | Tensor, zero_point: int | Tensor, axis: int = 0
-) -> Record:
-    """Return the elements of a quantized tensor as float32, row-major and little-endian.
-
-    Scale and zero point are two numbers, or two tensors with one for each index of the dimension
-    `axis`. Raises TensorError where these do not fit, or the elements have no bytes in order.
-    """
-    data, length = contiguous(tensor), 4 * tensor.numel
-    if isinstance(scale, Tensor) and isinstance(zero_point, Tensor):
-        fits = (
-            0 <= axis < len(tensor.shape)
-            and scale.shape == zero_point.shape == tensor.shape[axis : axis + 1]
-        )
-        if (
-            not fits
-            or scale.dtype.kind != "float"
-            or not {scale.dtype.numpy, zero_point.dtype.numpy} <= _TABLES
-        ):
-            raise TensorError(
-                f"scales and zero points of {scale.shape} do not fit a shape of {tensor.shape}"
-            )
-        parameters = (
-            tensor.dtype.name,
-            scale.dtype.name,
-            zero_point.dtype.name,
-            prod(tensor.shape[axis + 1 :]),
-        )
-        return Pending(
-            "dequant", (data, contiguous(scale), contiguous(zero_point)), parameters, length
-        )
-    if (
-        type(scale) is not float
-        or type(zero_point) is not int
-        or not -(2**31) <= zero_point < 2**31
-    ):
-        raise TensorError(
-            "a quantized tensor without a scale and a zero point that torch could have"
-        )
-    return Pending("dequant", (data,), (tensor.dtype.name, scale, zero_point), length)
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,10 +57,10 @@ def compare(
     for dtype in () if exact else (a.dtype, b.dtype):
         if not is_decoded(dtype):
             raise TensorError(f"values of {dtype} cannot be compared within a tolerance")
-    axes = expanded.repeated(a, b)
-    each = [expanded.once(tensor, axes) for tensor in (a, b)]
+    axes = repeated(a, b)
+    each = [once(tensor, axes) for tensor in (a, b)]
     for tensor in each:
-        if (error := expanded.refusal(tensor)) is not None:
+        if (error := refusal(tensor)) is not None:
             raise error
     left, right = (contiguous(tensor).locate() for tensor in each)
     if exact:
@@ -180,8 +69,8 @@ def compare(
         found = _compare_values((left, right), (a.dtype, b.dtype), atol or 0.0, rtol or 0.0)
     if found is None or not axes:
         return found
-    first = expanded.place(found.first, a.shape, axes)
-    return replace(found, count=found.count * expanded.times(a, axes), first=first)
+    first = place(found.first, a.shape, axes)
+    return replace(found, count=found.count * times(a, axes), first=first)
 
 
 def distance(a: Tensor, b: Tensor) -> tuple[float, float | None, float | None] | None:
@@ -195,8 +84,8 @@ def distance(a: Tensor, b: Tensor) -> tuple[float, float | None, float | None] |
         return None
     import numpy as np
 
-    axes = expanded.repeated(a, b)
-    left, right = (contiguous(expanded.once(tensor, axes)).locate() for tensor in (a, b))
+    axes = repeated(a, b)
+    left, right = (contiguous(once(tensor, axes)).locate() for tensor in (a, b))
     largest, moved, ours, theirs, product = 0.0, 0.0, 0.0, 0.0, 0.0
     with np.errstate(all="ignore"):
         for x, y in _values((left, right), (a.dtype, b.dtype)):
@@ -217,13 +106,9 @@ def _same(left: Extent, right: Extent) -> bool:
     """Return whether two extents are one place, or one computation on equal bytes."""
     if isinstance(left, Range) or isinstance(right, Range):
         return left == right
-    alike = (left.operation, left.parameters, left.length) == (
-        right.operation,
-        right.parameters,
-        right.length,
-    )
-    if not alike or left.operation != "blocks" or len(left.inputs) != len(right.inputs):
-        return False
+    alike = left.operation == right.operation and left.length == right.length
+    if not alike or not left.operation.expands or not left.operation.seekable:
+        return left == right
     pairs = list(zip(left.inputs, right.inputs, strict=True))
     return all(a.length == b.length for a, b in pairs) and all(_equal(a, b) for a, b in pairs)
 

@@ -1,0 +1,101 @@
+"""Several inputs in step: weighted means and sums, in float64, rounded once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import frexp, isfinite
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from ckptkit.compute.numbers import decode, encode, is_decoded
+from ckptkit.compute.operation import Rows
+from ckptkit.core.bytesource import Pending, Piece, Record
+from ckptkit.core.dtypes import BY_NAME, DType
+
+if TYPE_CHECKING:
+    import numpy as np
+
+_COMPONENTS = {
+    "complex32": "float16", "bcomplex32": "bfloat16", "complex64": "float32", "complex128":
+    "float64",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class WeightedSum(Rows):
+    """Elements of all inputs, each of its own dtype, times their weights, over a divisor."""
+
+    dtype: str  # of the result
+    dtypes: tuple[str, ...]
+    weights: tuple[float, ...]
+    divisor: float
+    # They and their sum stay in the caches, and calls of numpy are so long that threads seldom wait
+    # for the lock of the interpreter.
+    at_once: ClassVar[int] = 128 << 10
+
+    @property
+    def units(self) -> tuple[int, ...]:
+        return tuple(BY_NAME[name].itemsize for name in self.dtypes)
+
+    @property
+    def unit(self) -> int:
+        return BY_NAME[self.dtype].itemsize
+
+    def of(self, *pieces: Piece) -> memoryview:
+        values = (decode(p, BY_NAME[t]) for p, t in zip(pieces, self.dtypes, strict=True))
+        return encode(_sum(values, self.weights, self.divisor), BY_NAME[self.dtype])
+
+
+def has_mean(dtype: DType) -> bool:
+    """Return whether elements have a mean of their own type: floats and complex numbers."""
+    return (
+        dtype.kind in ("float", "complex") and is_decoded(dtype) and dtype.name != "float8_e8m0fnu"
+    )
+
+
+def sum_record(records: tuple[Record, ...], dtype: DType) -> Record:
+    """Return the sums of the elements of `records`, all of `dtype`."""
+    name = _COMPONENTS.get(dtype.name, dtype.name)
+    count = len(records)
+    operation = WeightedSum(name, (name,) * count, (1.0,) * count, 1.0)
+    return Pending(operation, records, records[-1].length)
+
+
+def mean_record(
+    records: tuple[Record, ...], types: tuple[DType, ...], shares: tuple[float, ...]
+) -> Record:
+    """Return the mean of the elements of `records`, of `types`, weighted by `shares`.
+
+    It has the type of the last. Complex numbers are averaged by component.
+    """
+    names = tuple(_COMPONENTS.get(dtype.name, dtype.name) for dtype in types)
+    operation = WeightedSum(names[-1], names, shares, sum(shares))
+    return Pending(operation, records, records[-1].length)
+
+
+def _sum(
+    values: Iterable[np.ndarray[Any, Any]], weights: Iterable[float], divisor: float
+) -> np.ndarray[Any, Any]:
+    """Return the weighted sum over `divisor`; an infinite or missing number stays one."""
+    import numpy as np
+
+    total: np.ndarray[Any, Any] | None = None
+    with np.errstate(all="ignore"):
+        for each, share in zip(values, weights, strict=True):
+            wide = each.astype("f8")  # at once: numpy adds numbers of two types much slower
+            if share != 1:
+                wide *= share
+            total = wide if total is None else np.add(total, wide, out=total)
+        assert total is not None
+        _divide(total, divisor)
+    return total
+
+
+def _divide(numbers: np.ndarray[Any, Any], divisor: float) -> None:
+    """Divide in place; by a power of two as a product, which is as exact, and twice as fast."""
+    if divisor == 1:
+        return
+    if abs(frexp(divisor)[0]) == 0.5 and isfinite(1 / divisor):
+        numbers *= 1 / divisor
+    else:
+        numbers /= divisor

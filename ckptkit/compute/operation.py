@@ -1,0 +1,531 @@
+"""Read the bytes of extents: ranges of sources, and what operations compute from them.
+
+Everything is computed in pieces of a few MiB, whatever its size. Elements are little-endian;
+dtypes are names of :mod:`ckptkit.core.dtypes`. Other operations: :mod:`numbers`, :mod:`mixing`,
+:mod:`gather`, :mod:`packing`, :mod:`quantize`, :mod:`torch_bridge`.
+"""
+
+from __future__ import annotations
+
+import codecs
+import os
+import sys
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from ckptkit.core.bytesource import (
+    READING,
+    Derived,
+    Extent,
+    LocalFile,
+    Operation,
+    Piece,
+    Range,
+    Record,
+    crc32,
+    starts_anywhere,
+)
+from ckptkit.core.dtypes import BY_NAME
+from ckptkit.core.errors import CorruptError, TensorError
+from ckptkit.core.text import mismatch, shown
+
+if TYPE_CHECKING:
+    import numpy as np
+
+Pieces = Iterator[Piece]
+
+HELD = 64 << 20  # bytes that are held in memory where they can only be computed from the beginning
+PIECE = 4 << 20  # bytes; a multiple of every element size
+# Bytes of a local file read at a time: few enough to stay in the caches with what is made of them,
+# and enough for each call of numpy to take longer than threads wait for the interpreter lock.
+BUFFER = 1 << 20
+KEPT = 16 << 20  # bytes that stay for the next blocks
+_BLAS_THREADS = "OPENBLAS_NUM_THREADS"
+
+
+# Bytes of extents
+
+
+def stream(extent: Extent, start: int = 0, stop: int | None = None) -> Pieces:
+    """Yield the bytes `start` to `stop` of an extent, in order, in pieces of at most some MiB.
+
+    A piece is the caller's until the next one is asked for. Raises TruncatedError where a source is
+    too short, CorruptError where the bytes are not what the operation expects.
+    """
+    stop = extent.length if stop is None else stop
+    if isinstance(extent, Derived):
+        keep_memory()
+        if extent.operation.needs_numpy:
+            import_numpy()
+        yield from extent.operation.read(extent, start, stop)
+        return
+    for at in range(start, stop, PIECE):
+        yield extent.source.read(extent.offset + at, min(PIECE, stop - at))
+
+
+def flow(
+    extent: Extent, start: int = 0, stop: int | None = None, size: int | None = None
+) -> Pieces:
+    """Yield like `stream`, at the speed of memory.
+
+    Pieces of a local file, of `size` bytes or `BUFFER`, share one buffer, and each overwrites the
+    last.
+    """
+    stop = extent.length if stop is None else stop
+    if isinstance(extent, Derived) or not isinstance(extent.source, LocalFile):
+        yield from stream(extent, start, stop)
+        return
+    source, origin, _ = extent
+    size = size or BUFFER
+    buffer = memoryview(bytearray(min(size, stop - start)))
+    for at in range(start, stop, size):
+        piece = buffer[: stop - at]
+        source.read_into(origin + at, piece)
+        yield piece
+
+
+def read_into(extent: Extent, at: int, buffer: memoryview) -> None:
+    """Fill `buffer` with the bytes of an extent from byte `at` of it."""
+    if isinstance(extent, Range):
+        extent.source.read_into(extent.offset + at, buffer)
+        return
+    done = 0
+    for piece in stream(extent, at, at + len(buffer)):
+        buffer[done : done + len(piece)] = piece
+        done += len(piece)
+
+
+@cache
+def keep_memory() -> None:
+    """Let the C library keep some `KEPT` bytes of freed memory from now on, for the next blocks.
+
+    New pages cost as much as what is computed in them. glibc gives blocks of 128 KiB and more back
+    to the system, unless larger ones have been freed before (mallopt(3), "dynamic mmap threshold");
+    other libraries keep them anyway. The pages of the one that is freed here are never touched.
+    """
+    bytes(KEPT)
+
+
+@cache
+def import_numpy() -> None:
+    """Import numpy; for a command without the threads of its linear algebra.
+
+    These wait for work in a loop at first, which takes processor time from the threads that have
+    some. A program that imports the package may need them for its own work, and keeps them.
+    """
+    is_command = "ckptkit.cli" in sys.modules and "numpy" not in sys.modules
+    if is_command and _BLAS_THREADS not in os.environ:
+        os.environ[_BLAS_THREADS] = "1"  # read when the library is loaded
+        try:
+            import numpy  # noqa: F401  # loads the library
+        finally:
+            del os.environ[_BLAS_THREADS]
+
+
+def aligned(pieces: Iterable[Piece], unit: int, size: int) -> Iterator[memoryview]:
+    """Yield the same bytes in pieces of at most `size`, each a multiple of `unit`.
+
+    Nothing is copied where pieces are whole numbers of units.
+    """
+    rest = b""
+    for piece in pieces:
+        view = memoryview(rest + piece if rest else piece)
+        whole = len(view) // unit * unit
+        for at in range(0, whole, size):
+            yield view[at : min(at + size, whole)]
+        rest = bytes(view[whole:])
+
+
+def in_step(
+    streams: Iterable[Iterable[Piece]], units: Sequence[int], most: int
+) -> Iterator[list[memoryview]]:
+    """Yield pieces of all streams at once, each of as many elements, at most `most`.
+
+    Elements of a stream have as many bytes as `units` says; all have the same number of them.
+    """
+    pairs = list(zip(streams, units, strict=True))
+    waiting = [aligned(stream, unit, most * unit) for stream, unit in pairs]
+    held = [memoryview(b"")] * len(pairs)
+    while True:
+        held = [each or next(more, each) for each, more in zip(held, waiting, strict=True)]
+        count = min(len(each) // unit for each, unit in zip(held, units, strict=True))
+        if not count:
+            return
+        yield [each[: count * unit] for each, unit in zip(held, units, strict=True)]
+        held = [each[count * unit :] for each, unit in zip(held, units, strict=True)]
+
+
+class Room:
+    """Memory to read into, again and again: new pages cost more than copies."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def of(self, length: int) -> memoryview:
+        """Return `length` bytes, which the next call takes back."""
+        if len(self._buffer) < length:
+            self._buffer = bytearray(length)
+        return memoryview(self._buffer)[:length]
+
+    def like(self, array: np.ndarray[Any, Any], dtype: str) -> np.ndarray[Any, Any]:
+        """Return memory for as many elements of `dtype`, in the same shape."""
+        import numpy as np
+
+        view = self.of(array.size * np.dtype(dtype).itemsize)
+        return np.frombuffer(view, dtype).reshape(array.shape)
+
+
+class Reader:
+    """Reads bytes of an extent at any offset: those of a local file into a room, or in place.
+
+    No byte of a computed extent is computed twice while offsets grow; where one can only be
+    computed from its beginning, and is not large, it is held.
+    """
+
+    def __init__(self, extent: Extent, room: Room | None = None) -> None:
+        self.extent = extent
+        self._room = room or Room()  # which readers may share
+        self._held: bytes | None = None
+        self._at = 0  # of the first byte of the window
+        self._window = bytearray()
+        self._pieces: Pieces | None = None
+
+    @property
+    def is_local(self) -> bool:
+        """True if it reads a local file."""
+        return isinstance(self.extent, Range) and isinstance(self.extent.source, LocalFile)
+
+    def __call__(self, at: int, length: int) -> bytes | memoryview:
+        """Return `length` bytes from offset `at`, which the next call may overwrite."""
+        if isinstance(self.extent, Derived):
+            return self._computed(self.extent, at, length)
+        source, origin, _ = self.extent
+        if not isinstance(source, LocalFile):
+            return source.read(origin + at, length)
+        view = self._room.of(length)
+        source.read_into(origin + at, view)
+        return view
+
+    def _computed(self, extent: Derived, start: int, length: int) -> bytes:
+        if extent.length <= HELD and not starts_anywhere(extent):
+            if self._held is None:
+                self._held = b"".join(stream(extent))
+            return self._held[start : start + length]
+        if self._pieces is None or start < self._at:
+            self._at, self._window = start, bytearray()
+            self._pieces = stream(extent, start)
+        while self._at + len(self._window) < start + length:
+            drop = min(start - self._at, len(self._window))
+            del self._window[:drop]
+            self._at += drop
+            self._window += next(self._pieces)
+        return bytes(self._window[start - self._at : start - self._at + length])
+
+    def copy(self, at: int, length: int) -> bytes:
+        """Return `length` bytes from offset `at`, which stay."""
+        return bytes(self(at, length))
+
+    def into(self, at: int, buffer: memoryview) -> None:
+        """Fill `buffer` with the bytes from offset `at`."""
+        if isinstance(self.extent, Range):
+            self.extent.source.read_into(self.extent.offset + at, buffer)
+        else:
+            buffer[:] = self(at, len(buffer))
+
+    def rows(self, at: int, pitch: int, rows: Sequence[memoryview]) -> None:
+        """Fill the rows, of one length, with the bytes from offset `at`, `pitch` bytes apart."""
+        if isinstance(self.extent, Derived):
+            is_seekable = starts_anywhere(self.extent)
+            for place, row in enumerate(rows):
+                if is_seekable:  # without what is between the rows
+                    read_into(self.extent, at + place * pitch, row)
+                else:
+                    self.into(at + place * pitch, row)
+        elif rows and pitch == len(rows[0]):
+            self.extent.source.read_into_all(self.extent.offset + at, rows)
+        else:
+            self.extent.source.read_into_apart(self.extent.offset + at, pitch, rows)
+
+
+def name_of(extent: Extent) -> str:
+    """Return the name of the first source that an extent reads, for messages."""
+    return extent.source.name if isinstance(extent, Range) else next(extent.sources()).name
+
+
+# Operations
+
+
+@dataclass(frozen=True, slots=True)
+class Slice(Operation):
+    """Bytes of the input from byte `start`."""
+
+    start: int
+    needs_numpy: ClassVar[bool] = False
+
+    def read(self, extent: Derived, start: int, stop: int) -> Pieces:
+        return stream(extent.inputs[0], self.start + start, self.start + stop)
+
+    def needed(self, extent: Derived, number: int) -> int:
+        return extent.length
+
+
+@dataclass(frozen=True, slots=True)
+class RecordSlice:
+    """`length` bytes of a record from `start`; the caller ensures that they are inside."""
+
+    record: Record
+    start: int
+    length: int
+
+    def locate(self) -> Extent:
+        return part(self.record.locate(), self.start, self.length)
+
+
+def part(extent: Extent, start: int, length: int) -> Extent:
+    """Return `length` bytes of an extent from `start`; the caller ensures that they are inside."""
+    if isinstance(extent, Range):
+        return extent.part(start, length)
+    if (start, length) == (0, extent.length):
+        return extent
+    return Derived(Slice(start), (extent,), length)
+
+
+@dataclass(frozen=True, slots=True)
+class Concat(Operation):
+    """The inputs, any number of them, one after another."""
+
+    needs_numpy: ClassVar[bool] = False
+
+    def read(self, extent: Derived, start: int, stop: int) -> Pieces:
+        at = 0
+        for each in extent.inputs:
+            lower, upper = max(start - at, 0), min(stop - at, each.length)
+            if lower < upper:
+                yield from stream(each, lower, upper)
+            at += each.length
+
+    def runs(self, extent: Derived) -> Sequence[Extent]:
+        return extent.inputs
+
+
+def concat(extents: Sequence[Extent]) -> Extent:
+    """Return the extents one after another; one alone is itself."""
+    if len(extents) == 1:
+        return extents[0]
+    return Derived(Concat(), tuple(extents), sum(each.length for each in extents))
+
+
+@dataclass(frozen=True, slots=True)
+class Inflate(Operation):
+    """Raw deflate (RFC 1951) that inflates to exactly the length of the extent.
+
+    If `crc` is not None, it is the CRC-32 of the result, which is compared while what is read is
+    summed up; `name` is that of the record, for the message.
+    """
+
+    name: str = ""
+    crc: int | None = None
+    seekable: ClassVar[bool] = False
+    needs_numpy: ClassVar[bool] = False
+    expands: ClassVar[bool] = True
+
+    def read(self, extent: Derived, start: int, stop: int) -> Pieces:
+        return _window("inflate", self._compared(extent), extent, start, stop)
+
+    def needed(self, extent: Derived, number: int) -> int:
+        return 0  # it compares the checksum itself
+
+    def _compared(self, extent: Derived) -> Iterator[bytes]:
+        """Yield the pieces; while the input is summed up, compare the CRC-32 of all of them."""
+        total, is_summed = 0, READING.sums is not None and self.crc is not None
+        for piece in _inflated(extent.inputs[0]):
+            total = crc32(piece, total) if is_summed else 0
+            yield piece
+        if is_summed and total != self.crc:
+            assert self.crc is not None
+            message = mismatch(f"record {shown(self.name)}", total, self.crc)
+            raise CorruptError(message, where=name_of(extent))
+
+
+def _inflated(extent: Extent) -> Iterator[bytes]:
+    machine = zlib.decompressobj(-zlib.MAX_WBITS)
+    try:
+        for piece in stream(extent):
+            if machine.eof:
+                break
+            yield machine.decompress(piece, PIECE)
+            while machine.unconsumed_tail:
+                yield machine.decompress(machine.unconsumed_tail, PIECE)
+    except zlib.error as error:
+        raise CorruptError(f"compressed data is damaged: {error}", where=name_of(extent)) from error
+    if not machine.eof or machine.unused_data:
+        what = "is followed by other bytes" if machine.eof else "ends too early"
+        raise CorruptError(f"compressed data {what}", where=name_of(extent))
+
+
+@dataclass(frozen=True, slots=True)
+class Latin1(Operation):
+    """UTF-8 text of code points below 256: one byte each."""
+
+    seekable: ClassVar[bool] = False
+    needs_numpy: ClassVar[bool] = False
+
+    def read(self, extent: Derived, start: int, stop: int) -> Pieces:
+        return _window("latin1", _encoded(extent.inputs[0]), extent, start, stop)
+
+
+def _encoded(extent: Extent) -> Iterator[bytes]:
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    try:
+        for piece in stream(extent):
+            yield decoder.decode(piece).encode("latin-1")
+        decoder.decode(b"", final=True)
+    except UnicodeError as error:
+        raise CorruptError(
+            "text that stands for bytes has characters above 255", where=name_of(extent)
+        ) from error
+
+
+def _window(name: str, pieces: Iterable[bytes], derived: Derived, start: int, stop: int) -> Pieces:
+    """Yield bytes `start` to `stop` of what can only be computed from its beginning.
+
+    A read to the end raises CorruptError if there are more bytes or fewer than `derived.length`.
+    """
+    at = 0
+    for piece in pieces:
+        if at + len(piece) > derived.length:
+            at += len(piece)
+            break
+        lower, upper = max(start - at, 0), min(stop - at, len(piece))
+        if lower < upper:
+            yield memoryview(piece)[lower:upper]
+        at += len(piece)
+        if at >= stop and stop < derived.length:
+            return
+    if at != derived.length:
+        extent = "more than" if at > derived.length else f"{at:,} of"
+        message = f"{name} gives {extent} {derived.length:,} bytes"
+        raise CorruptError(message, where=name_of(derived))
+
+
+class Rows(Operation):
+    """An operation that makes row n of its output from row n of each input.
+
+    A row may be one element. A new operation of this kind says how many bytes a row has, and
+    overrides `of`.
+    """
+
+    __slots__ = ()
+    at_once: ClassVar[int] = 0  # rows that are worked on at once; 0: `BUFFER` bytes of an input
+
+    @property
+    def units(self) -> tuple[int, ...]:
+        """The bytes of a row of each input."""
+        raise NotImplementedError
+
+    @property
+    def unit(self) -> int:
+        """The bytes of a row of the output."""
+        raise NotImplementedError
+
+    def of(self, *pieces: Piece) -> memoryview:
+        """Return rows of the output, given as many rows of each input."""
+        raise NotImplementedError
+
+    def read(self, extent: Derived, start: int, stop: int) -> Pieces:
+        if start < stop:
+            units = self.units
+            at_once = self.at_once or max(1, BUFFER // units[0])
+            yield from by_rows(extent.inputs, units, self.unit, start, stop, self.of, at_once)
+
+
+def by_rows(
+    inputs: Sequence[Extent],
+    units: Sequence[int],
+    unit: int,
+    start: int,
+    stop: int,
+    function: Callable[..., memoryview],
+    at_once: int,
+) -> Pieces:
+    """Yield bytes `start` to `stop` of what `function` makes of rows of the inputs.
+
+    Rows of the inputs have as many bytes as `units` says, those of the output `unit`.
+    """
+    first, last = start // unit, -(-stop // unit)
+    streams = [flow(each, first * n, last * n) for each, n in zip(inputs, units, strict=True)]
+    at = first * unit
+    for pieces in in_step(streams, units, at_once):
+        made = function(*pieces)
+        yield made[max(start - at, 0) : min(stop - at, len(made))]
+        at += len(made)
+
+
+@dataclass(frozen=True, slots=True)
+class Swap(Rows):
+    """Every run of `component` bytes (2, 4, 8) reversed."""
+
+    component: int
+
+    @property
+    def units(self) -> tuple[int, ...]:
+        return (self.component,)
+
+    @property
+    def unit(self) -> int:
+        return self.component
+
+    def of(self, *pieces: Piece) -> memoryview:
+        import numpy as np
+
+        return as_bytes(np.frombuffer(pieces[0], f"u{self.component}").byteswap())
+
+
+@dataclass(frozen=True, slots=True)
+class Flip(Rows):
+    """Elements of `dtype` negated, or with `conj` complex ones with the imaginary part negated.
+
+    Signs of floating-point numbers are flipped as IEEE negation does it, NaN and zero included.
+    """
+
+    dtype: str
+    conj: bool = False
+
+    @property
+    def units(self) -> tuple[int, ...]:
+        return (self.unit,)
+
+    @property
+    def unit(self) -> int:
+        return BY_NAME[self.dtype].itemsize
+
+    def read(self, extent: Derived, start: int, stop: int) -> Pieces:
+        dtype = BY_NAME[self.dtype]
+        is_integer = dtype.kind == "int" and dtype.itemsize * 8 == dtype.bits
+        is_float = dtype.kind in ("float", "complex") and dtype.component > 1
+        if self.conj and dtype.kind != "complex":
+            raise TensorError(f"{dtype} has no conjugate", where=name_of(extent))
+        if not (is_integer or is_float):
+            raise TensorError(f"{dtype} cannot be negated", where=name_of(extent))
+        return Rows.read(self, extent, start, stop)
+
+    def of(self, *pieces: Piece) -> memoryview:
+        import numpy as np
+
+        dtype = BY_NAME[self.dtype]
+        values = np.frombuffer(pieces[0], f"<u{dtype.component}")
+        if dtype.kind == "int":
+            return as_bytes(np.negative(values))
+        sign = 1 << (8 * dtype.component - 1)
+        mask = np.array((0 if self.conj else sign, sign), values.dtype)  # of two components
+        return as_bytes(values ^ np.resize(mask, values.shape))
+
+
+def as_bytes(values: np.ndarray[Any, Any]) -> memoryview:
+    """Return the bytes of a contiguous array of one dimension."""
+    import numpy as np
+
+    return values.view(np.uint8).data

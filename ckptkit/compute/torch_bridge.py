@@ -1,0 +1,453 @@
+"""Elements of checkpoints as numpy arrays and torch tensors, and functions of the user on these.
+
+torch's memory is filled as fast as files are read; storages can be parts of mapped files, of which
+no byte is read before it is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from math import prod
+from operator import index as integer
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+from ckptkit.compute.arranged import contiguous, refusal
+from ckptkit.compute.numbers import own_dtype, torch_dtype
+from ckptkit.compute.operation import PIECE, Pieces, Swap, read_into
+from ckptkit.compute.workers import BATCH, in_any_order
+from ckptkit.core.bytesource import Derived, Extent, LocalFile, Operation, Pending, Range, Record
+from ckptkit.core.dtypes import BY_NAME, DType
+from ckptkit.core.errors import (
+    ArgumentError,
+    DeviceError,
+    PositionError,
+    TensorError,
+    UnsupportedError,
+)
+from ckptkit.core.tensor import Shape, Storage, Tensor, contiguous_stride
+from ckptkit.core.text import shape as shape_text
+
+if TYPE_CHECKING:
+    from mmap import mmap
+
+    import numpy as np
+    import torch
+
+    Array = np.ndarray[Any, Any]
+
+# numpy
+
+
+# Types that numpy lacks and ml_dtypes has, with one element in each item.
+_ML_DTYPES = (
+    "bfloat16",
+    "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu",
+)  # fmt: skip
+
+
+def numpy_dtype(dtype: DType) -> np.dtype[Any]:
+    """Return the numpy type of `dtype`, from ml_dtypes where numpy has none.
+
+    Raises TensorError where neither has one.
+    """
+    import numpy as np
+
+    if dtype.numpy is not None:
+        return np.dtype(dtype.numpy)
+    if dtype.name in _ML_DTYPES:
+        return own_dtype(dtype.name)
+    raise TensorError(
+        f"numpy has no arrays of {dtype}",
+        hint=".torch() gives a torch tensor; ckptkit.dequantize gives floats for codes",
+    )
+
+
+def numpy(tensor: Tensor) -> Array:
+    """Read all elements of a tensor into a new array."""
+    import numpy as np
+
+    dtype = numpy_dtype(tensor.dtype)
+    if (error := refusal(tensor)) is not None:
+        raise error
+    extent = contiguous(tensor).locate()
+    array = np.empty(tensor.shape, dtype)
+    read_into(extent, 0, array.reshape(-1).view(np.uint8).data)
+    if tensor.dtype.kind == "bool":  # any other byte than 0 is true
+        array = array.view(np.uint8) != 0
+    return array if dtype.isnative else array.astype(dtype.newbyteorder("="))
+
+
+def elements(tensor: Tensor, index: object) -> Any:
+    """Read the elements that `index` selects: an array, or a number where nothing else is left."""
+    if tensor.layout != "strided":
+        raise TensorError(
+            f"a {tensor.layout} tensor has no elements in order to select from",
+            hint=".torch() gives a torch tensor",
+        )
+    view = _view(tensor, index if isinstance(index, tuple) else (index,))
+    return numpy(view.tensor)[view.after]
+
+
+class _View(NamedTuple):
+    """The selected elements, and the index that turns their array into the result."""
+
+    tensor: Tensor
+    after: tuple[Any, ...]
+
+
+def _view(tensor: Tensor, index: tuple[object, ...]) -> _View:
+    shape: list[int] = []
+    stride: list[int] = []
+    after: list[Any] = []
+    offset, axis = tensor.offset, 0
+    for each in _expanded(index, tensor.shape):
+        if each is None:
+            after.append(None)
+            continue
+        n, step = tensor.shape[axis], tensor.stride[axis]
+        axis += 1
+        if isinstance(each, slice):
+            selected = _range(each, n)
+            ascending = selected if selected.step > 0 else selected[::-1]
+            offset += ascending.start * step if ascending else 0
+            shape.append(len(ascending))
+            stride.append(ascending.step * step)
+            after.append(slice(None, None, 1 if selected.step > 0 else -1))
+        else:
+            offset += _position(each, n, axis - 1) * step
+    made = Tensor(
+        tensor.storage, tensor.dtype, tuple(shape), tuple(stride), offset,
+        conj=tensor.conj, neg=tensor.neg,
+    )  # fmt: skip
+    return _View(made, tuple(after))
+
+
+def _expanded(index: tuple[object, ...], shape: Shape) -> list[object]:
+    """Return one index for each dimension, and the None of new ones. Raises PositionError."""
+    given = sum(each is not None and each is not Ellipsis for each in index)
+    dots = [number for number, each in enumerate(index) if each is Ellipsis]
+    if len(dots) > 1:
+        raise PositionError("an index has at most one '...'")
+    if given > len(shape):
+        raise PositionError(f"{given} indices for a tensor of shape {shape_text(shape)}")
+    at = dots[0] if dots else len(index)
+    whole = [slice(None)] * (len(shape) - given)
+    return [*index[:at], *whole, *index[at + 1 :]]
+
+
+def _range(given: slice, n: int) -> range:
+    try:
+        return range(*given.indices(n))
+    except (TypeError, ValueError) as error:
+        raise ArgumentError(f"{given} cannot be a slice of a tensor: {error}") from error
+
+
+def _position(given: object, n: int, axis: int) -> int:
+    """Return the position of an integer index, counted from the end if it is negative."""
+    if isinstance(given, bool) or not hasattr(given, "__index__") or hasattr(given, "__len__"):
+        raise ArgumentError(
+            f"a tensor is indexed by integers, slices, ... and None, not by {type(given).__name__}",
+            hint="t.numpy()[...] takes lists and masks",
+        )
+    position = integer(given)
+    if not -n <= position < n:
+        raise PositionError(f"index {position} is outside dimension {axis}, of {n:,}")
+    return int(position) % n
+
+
+def torch_tensor(tensor: Tensor, device: object) -> torch.Tensor:
+    """Read all elements of a tensor into a torch tensor of its own on `device`, or the CPU."""
+    if (error := refusal(tensor)) is not None:
+        raise error
+    record = contiguous(tensor)
+    memory = to_torch_storage(Storage(record), _device(device))
+    stride = contiguous_stride(tensor.shape)
+    return rebuild(Tensor(Storage(record), tensor.dtype, tensor.shape, stride), memory)
+
+
+def _device(device: object) -> torch.device:
+    import torch
+
+    if device is None:
+        return torch.device("cpu")
+    if not isinstance(device, (str, int, torch.device)) or isinstance(device, bool):
+        raise ArgumentError(f"a device is a name or a torch.device, not {device!r}")
+    try:
+        return torch.device(device)
+    except RuntimeError as error:
+        raise DeviceError(f"{device!r} is not a device: {_first_line(error)}") from error
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0]
+
+
+def overflows(tensor: Tensor, target: DType) -> int:
+    """Count the finite elements of a tensor that are out of the range of another dtype.
+
+    Nothing is read where none can be. Both are floating-point or both integer types.
+    """
+    import torch
+
+    old, new = torch_dtype(tensor.dtype), torch_dtype(target)
+    info = torch.finfo if target.kind == "float" else torch.iinfo
+    if info(old).max <= info(new).max and info(old).min >= info(new).min:
+        return 0
+    values = torch_tensor(tensor, None)
+    if target.kind == "int":
+        wide = values.to(torch.int64)
+        return int(((wide < info(new).min) | (wide > info(new).max)).sum())
+    wide = values.to(torch.promote_types(torch.float32, old) if old.itemsize > 1 else torch.float32)
+    return int((wide.isfinite() & ~wide.to(new).to(torch.float32).isfinite()).sum())
+
+
+# Memory of torch
+
+
+class _Part(NamedTuple):
+    """Bytes `start` to `stop` of an extent: elements of `dtype` for the flat tensor `target`."""
+
+    extent: Extent
+    start: int
+    stop: int
+    dtype: torch.dtype
+    target: torch.Tensor
+
+
+def to_torch_storage(
+    storage: Storage, device: str | torch.device = "cpu", component: int = 1
+) -> torch.UntypedStorage:
+    """The bytes of a storage, read straight into torch's memory on `device`.
+
+    Bytes of a big-endian storage are swapped in units of `component` (that of the dtype which its
+    tensors have). Raises DeviceError if the device is not there or has not the memory.
+    """
+    import torch
+
+    where = torch.device(device)
+    extent = native(storage, component).locate()
+    memory = _allocate(extent.length, where)
+    if where.type != "meta":
+        for part in _parts(extent, memory.dtype, memory):
+            _fill(part)
+    return memory.untyped_storage()
+
+
+def fill(pairs: Iterable[tuple[Tensor, torch.Tensor]]) -> None:
+    """Fill contiguous tensors of torch with the elements of others, by several threads.
+
+    The two of a pair have one shape, and dtypes that torch casts to each other. Bytes are read
+    straight into tensors of their own dtype on the CPU, and cast in small pieces for others.
+    Everything is located before the first byte is read.
+    """
+    import torch
+
+    parts: list[_Part] = []
+    for tensor, target in pairs:
+        extent = contiguous(tensor).locate()
+        parts += _parts(extent, torch_dtype(tensor.dtype), target.detach().view(-1))
+    in_any_order(_fill, parts, lambda part: part.stop - part.start)
+    for part in parts:  # autograd has to know that they changed
+        torch.autograd.graph.increment_version(part.target)
+
+
+def _parts(extent: Extent, dtype: torch.dtype, target: torch.Tensor) -> Iterator[_Part]:
+    """Yield the parts of an extent, for several threads; what is computed stays whole."""
+    step = BATCH if isinstance(extent, Range) else extent.length
+    for start in range(0, extent.length, step or 1):
+        yield _Part(extent, start, min(start + step, extent.length), dtype, target)
+
+
+def _fill(part: _Part) -> None:
+    import torch
+
+    extent, start, stop, dtype, target = part
+    size = dtype.itemsize
+    if target.device.type == "cpu" and target.dtype == dtype:
+        memory = target[start // size : stop // size].view(torch.uint8)
+        read_into(extent, start, memory.numpy().data)
+        return
+    step = PIECE if isinstance(extent, Range) else stop - start
+    pinned = target.device.type == "cuda"
+    memory = torch.empty(
+        min(step, stop - start), dtype=torch.uint8, device="cpu", pin_memory=pinned
+    )
+    for at in range(start, stop, step):
+        piece = memory[: min(step, stop - at)]
+        read_into(extent, at, piece.numpy().data)
+        target[at // size : (at + len(piece)) // size].copy_(piece.view(dtype))
+
+
+def native(storage: Storage, component: int) -> Record:
+    """Return the bytes of a storage as little-endian numbers of `component` bytes."""
+    if not storage.big_endian or component == 1:
+        return storage.record
+    return Pending(Swap(component), (storage.record,), storage.nbytes)
+
+
+def _allocate(nbytes: int, device: torch.device) -> torch.Tensor:
+    import torch
+
+    try:
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        why = str(error).strip().split("\n")[0]
+        hint = None if device.type == "cpu" else "map_location='cpu' loads it without this device"
+        raise DeviceError(f"no {nbytes:,} bytes on {device}: {why}", hint=hint) from error
+
+
+def rebuild(tensor: Tensor, untyped: torch.UntypedStorage) -> torch.Tensor:
+    """The torch tensor or Parameter that `tensor` describes, over memory that holds its storage.
+
+    Raises UnsupportedError for what strides over a storage do not make: quantized and sparse
+    tensors.
+    """
+    import torch
+
+    if tensor.dtype.kind == "quantized" or tensor.layout != "strided":
+        raise UnsupportedError(
+            f"{tensor.layout} tensors of {tensor.dtype} cannot be rebuilt from their bytes alone"
+        )
+    made = torch.empty(0, dtype=torch_dtype(tensor.dtype), device=untyped.device)
+    made.set_(untyped, tensor.offset, tensor.shape, tensor.stride)
+    made = made.conj() if tensor.conj else made
+    made = torch._neg_view(made) if tensor.neg else made
+    if tensor.kind == "parameter":
+        return torch.nn.Parameter(made, tensor.requires_grad)
+    return made.requires_grad_(tensor.requires_grad)
+
+
+class MappedFiles:
+    """Maps local files, each once, copy on write: what is written to a tensor stays in memory."""
+
+    def __init__(self) -> None:
+        self._maps: dict[LocalFile, mmap | None] = {}
+
+    def torch_storage(self, storage: Storage, component: int) -> torch.UntypedStorage | None:
+        """Return the bytes of a storage where they are in its file.
+
+        None where they have to be read: they are not plain bytes of a local file that can be
+        mapped, have the other byte order, or begin at no multiple of `component` bytes, the size
+        of the numbers in them.
+        """
+        import torch
+
+        place = native(storage, component).locate()
+        if not isinstance(place, Range) or not isinstance(place.source, LocalFile):
+            return None
+        if not place.length or place.offset % component:
+            return None
+        if place.source not in self._maps:
+            self._maps[place.source] = place.source.map()
+        whole = self._maps[place.source]
+        if whole is None:
+            return None
+        memory = torch.frombuffer(whole, dtype=torch.uint8, count=place.length, offset=place.offset)
+        return memory.untyped_storage()
+
+
+# Functions of the user
+
+Function = Callable[[Any], Any]
+_NUMBERS = ("float", "int", "bool", "complex")
+
+
+@dataclass(frozen=True, slots=True)
+class Apply(Operation):
+    """Elements of what a function of the user makes of a tensor.
+
+    The tensor that it takes is over bytes without gaps; `made_dtype` and `made_shape` are what it
+    gave before.
+    """
+
+    function: Function
+    dtype: DType
+    shape: Shape
+    made_dtype: DType
+    made_shape: Shape
+    seekable: ClassVar[bool] = False
+    needs_numpy: ClassVar[bool] = False
+    whole: ClassVar[bool] = True
+
+    def read(self, extent: Derived, start: int, stop: int) -> Pieces:
+        data = bytearray(extent.inputs[0].length)
+        read_into(extent.inputs[0], 0, memoryview(data))
+        made = self._result(data)
+        del data
+        for at in range(start, stop, PIECE):
+            yield made[at : min(at + PIECE, stop)]
+
+    def _result(self, data: bytearray) -> memoryview:
+        """Return the bytes of what the function makes of a tensor, given its bytes."""
+        import torch
+
+        dtype = getattr(torch, self.dtype.name)
+        given = torch.empty(self.shape, dtype=dtype)
+        if data:
+            given = torch.frombuffer(data, dtype=torch.uint8).view(dtype).reshape(self.shape)
+        made = called(self.function, given)
+        found = (dtype_of(made), tuple(made.shape))
+        if found != (self.made_dtype, self.made_shape):
+            raise ArgumentError(
+                f"the function gives {found[0]} {shape_text(found[1])} now, and gave "
+                f"{self.made_dtype} {shape_text(self.made_shape)} before"
+            )
+        plain = made.cpu().resolve_conj().resolve_neg().contiguous()
+        view: memoryview = plain.reshape(-1).view(torch.uint8).numpy().data
+        return view
+
+
+def called(function: Function, given: torch.Tensor) -> torch.Tensor:
+    """Call a function with a tensor. Raises ArgumentError unless it gives a plain one."""
+    import numpy as np
+    import torch
+
+    with torch.no_grad():
+        made = function(given)
+    if isinstance(made, (np.ndarray, np.generic)):
+        made = torch.from_numpy(np.ascontiguousarray(made)).reshape(made.shape)
+    if not isinstance(made, torch.Tensor):
+        raise ArgumentError(
+            f"the function gives a {type(made).__name__}, not a torch tensor or numpy array"
+        )
+    if made.layout is not torch.strided or dtype_of(made).kind not in _NUMBERS:
+        raise ArgumentError(f"the function gives a {made.layout} tensor of {made.dtype}")
+    return made.detach()
+
+
+def dtype_of(tensor: torch.Tensor) -> DType:
+    """Return the dtype of a torch tensor."""
+    return BY_NAME[str(tensor.dtype).removeprefix("torch.")]
+
+
+def applied(tensor: Tensor, function: Function) -> Tensor:
+    """Return the tensor that `function` makes of another, computed when its bytes are read.
+
+    The function is called on a tensor of the meta device for dtype and shape, and on the elements
+    where it cannot do with that.
+    """
+    dtype, shape = _outcome(tensor, function)
+    operation = Apply(function, tensor.dtype, tensor.shape, dtype, shape)
+    storage = None
+    if tensor.storage is not None:
+        length = dtype.nbytes(prod(shape))
+        record = Pending(operation, (contiguous(tensor),), length)
+        storage = Storage(record, tensor.storage.device)
+    grad = tensor.requires_grad and dtype.kind in ("float", "complex")
+    kind = "parameter" if tensor.kind == "parameter" else "tensor"
+    return Tensor(storage, dtype, shape, contiguous_stride(shape), 0, grad, kind)
+
+
+def _outcome(tensor: Tensor, function: Function) -> tuple[DType, Shape]:
+    """Return dtype and shape of what the function makes of a tensor."""
+    import torch
+
+    like = torch.empty(tensor.shape, dtype=torch_dtype(tensor.dtype), device="meta")
+    try:
+        made = called(function, like)
+    except Exception:  # whatever it is, it may not happen with elements
+        if tensor.storage is None:
+            raise
+        made = called(function, torch_tensor(tensor, None))
+    return dtype_of(made), tuple(made.shape)
