@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from ckptkit.api import save as save
     from ckptkit.core.checkpoint import Checkpoint as Checkpoint
     from ckptkit.core.errors import CkptkitError as CkptkitError
+    from ckptkit.core.options import Options as Options
     from ckptkit.core.tensor import Storage as Storage
     from ckptkit.core.tensor import Tensor as Tensor
     from ckptkit.diagnosis.report import doctor as doctor
-    from ckptkit.formats.format import WriteOptions as WriteOptions
     from ckptkit.loading import diff as diff
     from ckptkit.loading import load as load
     from ckptkit.loading import load_into as load_into
@@ -62,9 +62,9 @@ _ABOVE = {
 _PLACES = {
     "Checkpoint": ("core.checkpoint", "Checkpoint"),
     "CkptkitError": ("core.errors", "CkptkitError"),
+    "Options": ("core.options", "Options"),
     "Storage": ("core.tensor", "Storage"),
     "Tensor": ("core.tensor", "Tensor"),
-    "WriteOptions": ("formats.format", "WriteOptions"),
     "add_prefix": ("transforms.keys", "add_prefix"),
     "apply_rules": ("rules.applying", "apply_rules"),
     "average": ("transforms.combine", "average"),
@@ -99,9 +99,9 @@ _PLACES = {
 __all__ = [
     "Checkpoint",
     "CkptkitError",
+    "Options",
     "Storage",
     "Tensor",
-    "WriteOptions",
     "__version__",
     "add_prefix",
     "apply_rules",

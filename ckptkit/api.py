@@ -7,60 +7,36 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, TypedDict, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ckptkit import formats
 from ckptkit.core import arguments
 from ckptkit.core.bytesource import ByteSource, Folder, Memory, Range
-from ckptkit.core.checkpoint import Checkpoint, Source, opened
-from ckptkit.core.errors import ArgumentError, CkptkitError, UsageError
+from ckptkit.core.checkpoint import Checkpoint, NoEffect, Source, opened
+from ckptkit.core.errors import CkptkitError, UsageError
+from ckptkit.core.options import Options, made
 from ckptkit.core.plan import OutputFile, Patch, Plan
 from ckptkit.core.text import (
     argument,
-    guess,
     in_folder,
     is_url,
     output_name,
     shell_command,
     shown_url,
-    some,
     typed,
     without_query,
 )
 from ckptkit.core.tree import Node, collector_paused, walk
 from ckptkit.core.weights import has_tensors
-from ckptkit.formats.format import (
-    RECOVER,
-    Asked,
-    Format,
-    Probe,
-    Recovered,
-    WriteOptions,
-    open_place,
-    steady,
-)
+from ckptkit.formats.format import RECOVER, Format, Probe, Recovered, open_place, steady
 
 if TYPE_CHECKING:
-    from concurrent.futures import Executor
-
     from ckptkit.publish.preflight import DamageError
     from ckptkit.publish.publish import Published
 
 PathLike = str | os.PathLike[str]
 T = TypeVar("T")
 Step = Callable[[Checkpoint], Checkpoint]
-
-
-class Publishing(TypedDict, total=False):
-    """Options of writing that do not depend on the format."""
-
-    force: bool  # replace an existing destination
-    durable: bool  # wait for the disk
-    verify: bool  # read back what was written before it appears
-    allow_expand: bool  # output may be many times larger than the storages it comes from
-    executor: Executor | None  # where the work is done; its workers must see the same files
-    fork: bool  # forked processes may share what is computed, while there are no other threads
-    progress: Callable[[int, int], None] | None  # called with bytes since the last call, and total
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -109,43 +85,39 @@ class Conversion:
             )
 
 
-def open_checkpoint(
-    source: Source, *, key: str | None = None, asked: Asked | None = None
-) -> Checkpoint:
+def open_checkpoint(source: Source, options: Options | None = None, **changes: Any) -> Checkpoint:
     """Open a checkpoint: headers are read, no tensor is, and torch is not imported.
 
     `source` is the path or URL of a file or folder, the bytes of a file, a binary file object, a
-    mapping in memory (a state_dict), or a Checkpoint. `key` names the entry to take as the weights
-    (``"model"``, ``"ema.generator"``), `asked` says how the files of many processes are put
-    together. Raises an InputError for what is not a checkpoint, MissingFileError (a
-    FileNotFoundError) for what is not there. ``with ckptkit.open(path) as ck`` closes the files.
+    mapping in memory (a state_dict), or a Checkpoint. Of the :class:`Options`, given whole or by
+    name, ``key`` names the entry to take as the weights (``"model"``, ``"ema.generator"``), and
+    ``parts`` and ``copies`` say how the files of many processes are put together. Raises an
+    InputError for what is not a checkpoint, MissingFileError (a FileNotFoundError) for what is not
+    there. ``with ckptkit.open(path) as ck`` closes the files.
     """
-    arguments.instance("asked", Asked, asked)
-    checkpoint = _opened(source, asked)
-    return checkpoint if key is None else checkpoint.with_key(arguments.text("key", key))
+    options = made(options, changes)
+    if isinstance(source, Checkpoint):
+        checkpoint = source
+    elif isinstance(source, Mapping):
+        from ckptkit.pickles import live
+
+        checkpoint = live.checkpoint(source)
+    else:
+        checkpoint = _read(_place(source), lambda place: formats.read(place, options))
+    return checkpoint if options.key is None else checkpoint.with_key(options.key)
 
 
 @contextmanager
-def reading(source: Source, *, key: str | None = None) -> Iterator[Checkpoint]:
+def reading(source: Source, options: Options | None = None, **changes: Any) -> Iterator[Checkpoint]:
     """Open a checkpoint to report on its content, and close it again.
 
     Raises InputChangedError at the end if its files changed since they were opened: the report may
     mix bytes from before and after. So print a report after this. A Checkpoint stays open.
     """
-    checkpoint = open_checkpoint(source, key=key)
+    checkpoint = open_checkpoint(source, options, **changes)
     kept = isinstance(source, Checkpoint)
     with nullcontext() if kept else closing(checkpoint), steady(checkpoint.source, remote=True):
         yield checkpoint
-
-
-def _opened(source: Source, asked: Asked | None) -> Checkpoint:
-    if isinstance(source, Checkpoint):
-        return source
-    if isinstance(source, Mapping):
-        from ckptkit.pickles import live
-
-        return live.checkpoint(source)
-    return _read(_place(source), lambda place: formats.read(place, asked))
 
 
 def _place(source: object) -> ByteSource | Folder:
@@ -185,107 +157,79 @@ def recover(source: Source, *, unverified: bool = False) -> Recovered:
 
 
 def save(
-    checkpoint: Source,
-    path: PathLike,
-    *,
-    format: str | None = None,
-    options: WriteOptions | None = None,
-    dry_run: bool = False,
-    **publishing: Unpack[Publishing],
+    checkpoint: Source, path: PathLike, options: Options | None = None, **changes: Any
 ) -> Conversion:
-    """Write a checkpoint to `path`, in `format` or in that of the suffix.
+    """Write a checkpoint to `path`, in the format of its suffix or of the :class:`Options`.
 
     `checkpoint` is a Checkpoint, anything that `open` takes, or a mapping of torch tensors, numpy
     arrays, tensors of checkpoints and plain values, nested as you like; tensors that share memory
     share it again. Nothing is written before the plan is complete, and `path` appears whole or not
-    at all. Further arguments, all off by default: ``force``, ``durable``, ``verify``,
-    ``allow_expand``, ``executor``, ``fork``, ``progress`` (:class:`Publishing`). Raises
+    at all. Options are given whole, or by name: ``save(ck, path, force=True)``. Raises
     OutputExistsError (a FileExistsError) without ``force``, OutputError where it cannot be written.
     """
     path = arguments.path("destination", path)
-    _check_writing(format, options, dry_run, publishing)
+    options = made(options, changes)
     checkpoint = opened(checkpoint)
-    request = _Request(format, options or WriteOptions(), dry_run, publishing)
-    return _publish(checkpoint, _format(path, checkpoint.format, request), path, request)
+    return _publish(checkpoint, _format(path, checkpoint.format, options), path, options)
 
 
 def convert(
     source: Source,
     destination: PathLike | None = None,
     *steps: Step,
-    in_place: bool = False,
-    keep_format: bool = True,
-    key: str | None = None,
-    format: str | None = None,
-    options: WriteOptions | None = None,
-    dry_run: bool = False,
-    part_only: bool = False,
-    asked: Asked | None = None,
-    **publishing: Unpack[Publishing],
+    options: Options | None = None,
+    **changes: Any,
 ) -> Conversion:
-    """Read `source`, apply the steps in order, write `destination` (`in_place`: the source).
+    """Read `source`, apply the steps in order, write `destination` (``in_place``: the source).
 
-    With `keep_format`, a destination without a suffix, or with that of the source, gets the format
-    of the source, and a file is changed in place by the few bytes that differ, if they are few;
-    without, it is written anew. A file whose destination is a folder is written into it. A
-    part of a checkpoint of several processes is taken for itself with `part_only` alone; `asked` is
-    as for `open_checkpoint`, the rest as for `save`.
+    The :class:`Options` are given whole, or by name. With ``keep_format``, the default, a
+    destination without a suffix, or with that of the source, gets the format of the source, and a
+    file is changed in place by the few bytes that differ, if they are few; without, it is written
+    anew. A file whose destination is a folder is written into it. A part of a checkpoint of several
+    processes is taken for itself with ``part_only`` alone.
     """
-    _check_writing(format, options, dry_run, publishing)
-    arguments.flags(in_place=in_place, keep_format=keep_format, part_only=part_only)
-    request = _Request(
-        format, options or WriteOptions(), dry_run, publishing, keep_format, key, part_only, asked
-    )
-    if in_place:
-        return _rewrite(source, steps, request)
-    return _write_copy(source, destination, steps, request)
+    options = made(options, changes)
+    if options.in_place:
+        return _rewrite(source, steps, options)
+    return _write_copy(source, destination, steps, options)
 
 
-@dataclass(frozen=True, slots=True)
-class _Request:
-    """The arguments of `save` and `convert` that do not depend on where the output goes."""
-
-    format: str | None
-    options: WriteOptions
-    dry_run: bool
-    publishing: Publishing
-    keep_format: bool = True
-    key: str | None = None
-    part_only: bool = False
-    asked: Asked | None = None
-
-    def opened(self, source: Source) -> Checkpoint:
-        """Read `source`: as the part that it is, or as a whole where the format may change."""
-        checkpoint = open_checkpoint(source, key=self.key, asked=self.asked)
-        if self.part_only:
-            return checkpoint.alone()
-        return checkpoint if self.keep_format else checkpoint.whole()
+def _opened_to_write(source: Source, options: Options) -> Checkpoint:
+    """Read `source`: as the part that it is, or as a whole where the format may change."""
+    checkpoint = open_checkpoint(source, options)
+    if options.part_only:
+        return checkpoint.alone()
+    return checkpoint if options.keep_format else checkpoint.whole()
 
 
-def _rewrite(source: Source, steps: tuple[Step, ...], request: _Request) -> Conversion:
+def _rewrite(source: Source, steps: tuple[Step, ...], options: Options) -> Conversion:
     """Change the source itself: the bytes that differ if they are few, else the whole file."""
     if isinstance(source, (str, os.PathLike)):
-        source = _read(open_place(source, undo=not request.dry_run), formats.read)
-    checkpoint = request.opened(source)
-    path = _own_place(checkpoint, request.format)
-    chosen = _format("", checkpoint.format, request)
+        source = _read(open_place(source, undo=not options.dry_run), formats.read)
+    checkpoint = _opened_to_write(source, options)
+    path = _own_place(checkpoint, options.format)
+    chosen = _format("", checkpoint.format, options)
     # Otherwise it is released: there may be little memory.
-    before = checkpoint if request.keep_format else None
-    checkpoint = _changed(checkpoint, steps)
-    patch = None if before is None else _patch(before, checkpoint, chosen, request.options)
+    before = checkpoint if options.keep_format else None
+    checkpoint = _changed(checkpoint, steps, options.strict)
+    patch = None if before is None else _patch(before, checkpoint, chosen, options)
     if patch is not None:
-        return _apply(checkpoint, patch, chosen, request.dry_run, request.publishing)
+        from ckptkit.publish import in_place
+
+        done = in_place.apply(patch, options)
+        written = None if options.dry_run else done
+        return Conversion(checkpoint, patch, chosen.name, patch.base.name, written)
     if os.path.islink(path):
         kept = f"was a link to {os.readlink(path)}, which is unchanged"
         checkpoint = replace(checkpoint, warnings=(*checkpoint.warnings, kept))
-    return _publish(checkpoint, chosen, path, request, replace_source=True)
+    return _publish(checkpoint, chosen, path, options, replace_source=True)
 
 
 def _write_copy(
-    source: Source, destination: PathLike | None, steps: tuple[Step, ...], request: _Request
+    source: Source, destination: PathLike | None, steps: tuple[Step, ...], options: Options
 ) -> Conversion:
     """Write the changed checkpoint to `destination`, with the sidecars of its folder."""
-    checkpoint = request.opened(source)
+    checkpoint = _opened_to_write(source, options)
     if destination is None:
         raise UsageError("there is no destination", hint="in_place=True changes the source")
     path = arguments.path("destination", destination)
@@ -293,28 +237,27 @@ def _write_copy(
     if folder is not None:
         from ckptkit.formats.common.training_state import beside  # few inputs are folders
 
-        checkpoint = beside(checkpoint, folder, take=request.options.everything)
-    chosen = _format(path, _kept_format(checkpoint, folder, request.keep_format), request)
+        checkpoint = beside(checkpoint, folder, take=options.everything)
+    chosen = _format(path, _kept_format(checkpoint, folder, options.keep_format), options)
     path = _in_folder(path, checkpoint, chosen)
     dtype = _dtype_of(checkpoint) if folder is not None and steps else None
-    checkpoint = _changed(checkpoint, steps)
+    checkpoint = _changed(checkpoint, steps, options.strict)
     copied: tuple[str, ...] = ()
     others = Plan(())
     if checkpoint.beside is not None and chosen.shards:
         from ckptkit.formats.common.training_state import as_files
 
-        request = replace(request, options=replace(request.options, everything=False))
-        checkpoint, others = as_files(checkpoint, request.options)
-    if folder is not None and chosen.is_folder and request.options.sidecars:
+        options = replace(options, everything=False)
+        checkpoint, others = as_files(checkpoint, options)
+    if folder is not None and chosen.is_folder and options.sidecars:
         checkpoint, copied = _with_sidecars(checkpoint, folder)
         checkpoint = _with_dtype(checkpoint, dtype)
     copied = (*copied, *(file.name for file in others.files))
-    return replace(_publish(checkpoint, chosen, path, request, others=others), copied=copied)
+    return replace(_publish(checkpoint, chosen, path, options, others=others), copied=copied)
 
 
-def _format(path: str, keep: str | None, request: _Request) -> Format:
-    shards = request.options.shard_size is not None
-    return formats.for_writing(path, request.format, keep, shards=shards)
+def _format(path: str, keep: str | None, options: Options) -> Format:
+    return formats.for_writing(path, options.format, keep, shards=options.shard_size is not None)
 
 
 def _kept_format(checkpoint: Checkpoint, folder: Folder | None, keep_format: bool) -> str | None:
@@ -383,28 +326,6 @@ def _with_dtype(checkpoint: Checkpoint, old: str | None) -> Checkpoint:
     return replace(checkpoint, companions=tuple(files.items()), notes=notes)
 
 
-def _check_writing(
-    format: object, options: object, dry_run: object, publishing: Publishing
-) -> None:
-    """Check the arguments that `save` and `convert` share."""
-    if format is not None:
-        arguments.text("format", format)
-    arguments.instance("options", WriteOptions, options)
-    known = Publishing.__annotations__
-    for name in publishing:
-        if name not in known:
-            raise ArgumentError(
-                f"there is no argument {name!r}", hint=guess(name, known) or some(known, 9)
-            )
-    given = dict(publishing)
-    executor, progress = given.pop("executor", None), given.pop("progress", None)
-    arguments.flags(dry_run=dry_run, **given)
-    if executor is not None and not hasattr(executor, "submit"):
-        raise arguments.wrong("executor", "a concurrent.futures.Executor", executor)
-    if progress is not None:
-        arguments.function("progress", progress)
-
-
 def _own_place(checkpoint: Checkpoint, format: str | None) -> str:
     """Return the file that is to be changed in place. Raises UsageError if that is impossible."""
     name = checkpoint.name
@@ -436,9 +357,7 @@ def _own_place(checkpoint: Checkpoint, format: str | None) -> str:
     return name
 
 
-def _patch(
-    before: Checkpoint, after: Checkpoint, format: Format, options: WriteOptions
-) -> Patch | None:
+def _patch(before: Checkpoint, after: Checkpoint, format: Format, options: Options) -> Patch | None:
     """Return the in-place edit of the file, None if it must be written anew."""
     from ckptkit.publish.in_place import can_patch, fits
 
@@ -449,24 +368,11 @@ def _patch(
     return patch if patch is not None and fits(patch) else None
 
 
-def _apply(
-    checkpoint: Checkpoint, patch: Patch, format: Format, dry_run: bool, publishing: Publishing
-) -> Conversion:
-    from ckptkit.publish import in_place
-
-    done = in_place.apply(
-        patch,
-        verify=publishing.get("verify", False),
-        progress=publishing.get("progress"),
-        dry_run=dry_run,
-    )
-    return Conversion(checkpoint, patch, format.name, patch.base.name, None if dry_run else done)
-
-
-def _changed(checkpoint: Checkpoint, steps: tuple[Step, ...]) -> Checkpoint:
+def _changed(checkpoint: Checkpoint, steps: tuple[Step, ...], strict: bool) -> Checkpoint:
     """Return the checkpoint after the steps. Every error names the checkpoint.
 
-    Raises UsageError where no tensor is left, except of an entry that was extracted.
+    Raises UsageError where no tensor is left, except of an entry that was extracted; if `strict`,
+    also where a step changes nothing.
     """
     name, root = checkpoint.name, checkpoint.root
     try:
@@ -474,6 +380,10 @@ def _changed(checkpoint: Checkpoint, steps: tuple[Step, ...]) -> Checkpoint:
             changed = arguments.function("a step", step)(checkpoint)
             if not isinstance(changed, Checkpoint):
                 raise arguments.wrong("the result of a step", "a Checkpoint", changed)
+            new = changed.warnings[len(checkpoint.warnings) :] if strict else ()
+            if nothing := next((each for each in new if isinstance(each, NoEffect)), None):
+                hint = f"{typed('--strict', 'strict')}: a change that changes nothing is an error"
+                raise UsageError(nothing, hint=hint)
             checkpoint = changed
         if _lost_tensors(root, checkpoint.root):
             raise UsageError(
@@ -495,12 +405,12 @@ def _publish(
     checkpoint: Checkpoint,
     format: Format,
     path: PathLike,
-    request: _Request,
+    options: Options,
     *,
     replace_source: bool = False,
     others: Plan | None = None,
 ) -> Conversion:
-    plan = formats.layout(checkpoint, format, request.options)
+    plan = formats.layout(checkpoint, format, options)
     if plan.is_folder:
         files = tuple(OutputFile(name, (data,)) for name, data in checkpoint.companions)
         plan = replace(plan, files=(*plan.files, *files))
@@ -510,18 +420,9 @@ def _publish(
     from ckptkit.publish.preflight import DamageError  # not needed for reading
     from ckptkit.publish.publish import publish
 
-    options = request.publishing
-    if replace_source:
-        options = {**options, "force": True}
     try:
         published = publish(
-            plan,
-            path,
-            replace_source=replace_source,
-            check=request.options.check,
-            origin=checkpoint.source,
-            dry_run=request.dry_run,
-            **options,
+            plan, path, options, replace_source=replace_source, origin=checkpoint.source
         )
     except DamageError as error:
         raise _explained(error, checkpoint) from None
@@ -530,7 +431,7 @@ def _publish(
         plan,
         format.name,
         shown_url(os.fspath(path)),
-        None if request.dry_run else published,
+        None if options.dry_run else published,
     )
 
 

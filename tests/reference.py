@@ -31,7 +31,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "extract", "wrap", "apply_rules", "key_optimizer",
     ),
     "Combine": ("average", "merge", "ema"),
-    "Classes": ("Checkpoint", "Tensor", "Storage", "WriteOptions"),
+    "Classes": ("Checkpoint", "Tensor", "Storage", "Options"),
 }  # fmt: skip
 METHODS = {
     "Checkpoint": (

@@ -17,7 +17,7 @@ from torch.serialization import skip_data
 import ckptkit
 from ckptkit.api import convert
 from ckptkit.core.errors import AmbiguousError, CollisionError
-from ckptkit.formats.format import WriteOptions
+from ckptkit.core.options import Options
 from tests.conftest import Corpus
 from tests.formats.conformance import elements_of
 from tests.formats.containers import tars
@@ -268,7 +268,7 @@ def test_TM_10_two_paths_that_are_one_text(tree: Any, tmp_path: Path) -> None:
     path = saved(tree, tmp_path / "a.pth")
     accepted(path)
     try:
-        convert(path, tmp_path / "b.safetensors", options=WriteOptions(everything=True))
+        convert(path, tmp_path / "b.safetensors", options=Options(everything=True))
     except (AmbiguousError, CollisionError):
         assert not (tmp_path / "b.safetensors").exists()
     else:

@@ -58,8 +58,8 @@ def spied(folder: Path, words: list[str]) -> tuple[int, set[str], list[str], lis
 # import.
 MOST = {
     "--version": 8,
-    "--help": 20 + len(COMMANDS),  # the line of each command comes from its module
-    "formats --json": 26,
+    "--help": 21 + len(COMMANDS),  # the line of each command comes from its module
+    "formats --json": 27,
     "inspect --json PTH": 72,
     "inspect PTH": 74,
     "inspect --json SAFETENSORS": 83,

@@ -155,33 +155,19 @@ def test_a_sentence_of_methods(kind: type, name: str, folder: Path) -> None:
     assert raw == {}
 
 
-@pytest.mark.parametrize("option", ["force", "durable", "verify", "allow_expand", "executor", "progress", "nonsense"])  # fmt: skip
-def test_a_sentence_of_options(option: str, folder: Path) -> None:
-    raw = {}
-    for kind, value in WRONG.items():
-        try:
-            ckptkit.save("a.pth", "c.pth", **{"force": True, option: value})
-        except Exception as error:
-            own = option in ("executor", "progress")
-            if not is_sentence(error) and not (own and callable(value)):
-                raw[kind] = f"{type(error).__name__}: {error}"
-    assert raw == {}
-
-
-@pytest.mark.parametrize("option", [each.name for each in fields(ckptkit.WriteOptions)])
+@pytest.mark.parametrize("option", [*(each.name for each in fields(ckptkit.Options)), "nonsense"])
 @pytest.mark.parametrize("suffix", ["pth", "safetensors", "folder"])
-def test_a_sentence_of_write_options(option: str, suffix: str, folder: Path) -> None:
+def test_a_sentence_of_options(option: str, suffix: str, folder: Path) -> None:
     raw = {}
     for kind, value in WRONG.items():
+        given = {"force": True, "dry_run": suffix == "folder", option: value}
+        if suffix == "folder":
+            given.setdefault("format", "sharded")
         try:
-            options = ckptkit.WriteOptions(**{option: value})
-            is_folder = suffix == "folder"
-            ckptkit.save(
-                "a.pth", f"c.{suffix}", format="sharded" if is_folder else None, options=options,
-                dry_run=is_folder, force=True,
-            )  # fmt: skip
+            ckptkit.save("a.pth", f"c.{suffix}", **given)
         except Exception as error:
-            if not is_sentence(error):
+            own = option in ("executor", "progress") and callable(value)
+            if not is_sentence(error) and not own:
                 raw[kind] = f"{type(error).__name__}: {error}"
     assert raw == {}
 
@@ -232,6 +218,6 @@ def test_nothing_is_left_out() -> None:
         "CkptkitError",
         "Storage",
         "Tensor",
-        "WriteOptions",
+        "Options",
         "__version__",
     } == {*ckptkit.__all__}

@@ -10,7 +10,6 @@ from ckptkit.core.errors import RUNS_CODE, coded
 from ckptkit.core.text import NAMES, argument, flatten, output_name, shell_command, some
 from ckptkit.core.tree import join
 from ckptkit.core.weights import WRAPPERS
-from ckptkit.formats.format import ASKED
 from ckptkit.formats.table import BY_NAME, NONE, SAFETENSORS, TORCH_SUFFIXES
 
 MOST = 8  # wrappers inside one another
@@ -87,7 +86,7 @@ def fixed(path: str) -> str:
 def edit(command: str, path: str, mark: str, *options: str, suffix: str | None = None) -> str:
     """Return a command that makes ``run-<mark>.pth`` of ``run.pth``, or a file with `suffix`."""
     output = output_name(path, mark, suffix)
-    words = (command, *options, *of_folder(), *argument(path), output)
+    words = (command, *options, *argument(path), output)
     return shell_command(("ckptkit", *words))
 
 
@@ -99,11 +98,6 @@ def convert(path: str, mark: str, *options: str) -> str:
 def suffix_for_torch(path: str) -> str | None:
     """Return the suffix of a file of torch.save made from `path`, None to keep that of `path`."""
     return None if path.lower().endswith(TORCH_SUFFIXES) else ".pth"
-
-
-def of_folder() -> tuple[str, ...]:
-    """Return the options of a command that reads a folder as the command that runs does."""
-    return ASKED.get().words
 
 
 def _prefixes(summary: Summary, path: str) -> Iterator[str]:
@@ -120,14 +114,14 @@ def _devices(summary: Summary, path: str) -> Iterator[str]:
     devices = dict.fromkeys([each.device for each in held if each is not None])
     away = [device for device in devices if device.partition(":")[0] not in ("cpu", "meta")]
     if away:
-        command = edit("remap", path, "cpu", *_dropping(summary), "--to", "cpu")
+        command = edit("remap", path, "cpu", *_dropping(summary), "--to", "cpu", *summary.words)
         yield f"saved on {some(away)}; to load without: {command}"
 
 
 def _waste(summary: Summary, path: str) -> Iterator[str]:
     unused = summary.totals.unused_nbytes
     if unused > max(WASTE, summary.totals.nbytes // 10):
-        command = convert(path, "compact", *_dropping(summary), "--compact")
+        command = convert(path, "compact", *_dropping(summary), "--compact", *summary.words)
         yield f"{unused:,} bytes of its storages belong to no tensor; to leave them out: {command}"
 
 
@@ -174,7 +168,8 @@ def _objects(summary: Summary, path: str) -> Iterator[str]:
         and summary.survives_dropping()
         and not any(row.inside for row in summary.rows)
     ):
-        yield f"{refusal}; to leave such values out: {convert(path, 'plain', '--objects', 'drop')}"
+        command = convert(path, "plain", "--objects", "drop", *summary.words)
+        yield f"{refusal}; to leave such values out: {command}"
     else:
         yield refusal
 

@@ -191,12 +191,13 @@ def compare(
     atol: float | None = None,
     rtol: float | None = None,
     name: str | None = None,
-    key: str | None = None,
+    chosen: tuple[str, ...] = (),
     progress: Callable[[int], None] | None = None,
 ) -> Diff:
     """Compare two mappings of tensors: names, dtypes and shapes; with `values` also the elements,
     by bytes unless a tolerance is given (then |a - b| <= atol + rtol * |b|). `name` is A's file and
-    `key` the entry of its weights, for the advice, `progress` gets the bytes that were read.
+    `chosen` the options that name its weights, for the advice, `progress` gets the bytes that were
+    read.
     Tensors of different dtypes are compared in float64, with the precision of the narrower dtype
     as the tolerance unless one is given. Raises TensorError for values that cannot be compared.
     """
@@ -205,7 +206,7 @@ def compare(
         {key: _kind(side[key]) for key in side if key not in other}
         for side, other in ((a, b), (b, a))
     )
-    return _names(a, b, (name, key), *kinds, **found)
+    return _names(a, b, (name, chosen), *kinds, **found)
 
 
 def common(
@@ -274,7 +275,7 @@ def against(
     ties: Iterable[Sequence[str]] = (),
     *,
     name: str | None = None,
-    key: str | None = None,
+    chosen: tuple[str, ...] = (),
 ) -> Diff:
     """Compare A with the state_dict of a model, given as name -> (dtype, shape).
 
@@ -287,7 +288,7 @@ def against(
     )
     ours = {key: _kind(tensor) for key, tensor in a.items() if key not in shapes}
     theirs = {key: Kind(*kind) for key, kind in shapes.items() if key not in a}
-    found = _names(a, shapes, (name, key), ours, theirs, mismatched=mismatched)
+    found = _names(a, shapes, (name, chosen), ours, theirs, mismatched=mismatched)
     placed = [each for each in found.renamed if is_taken_by_torch(each)]
     for each in placed:
         del ours[each.old], theirs[each.new]
@@ -353,15 +354,14 @@ def _common(a: Mapping[str, object], b: Mapping[str, object]) -> Iterator[str]:
 def _names(
     a: Mapping[str, Tensor],
     b: Mapping[str, Tensor] | Mapping[str, tuple[str, Shape]],
-    place: tuple[str | None, str | None],
+    place: tuple[str | None, tuple[str, ...]],
     unexpected: Mapping[str, Kind],
     missing: Mapping[str, Kind],
     **found: Any,
 ) -> Diff:
     """Return the difference of the names, added to what is `found` already."""
     matching = pairs(unexpected, missing, a.keys() & b.keys())
-    name, key = place
-    chosen = () if key is None else ("--key", key)
+    name, chosen = place
     helpful = list(_prefix_advice(a, b, missing, unexpected, name, chosen))
     if matching.renamed and not helpful:
         helpful.append(
@@ -499,7 +499,7 @@ def compare_checkpoints(
     how = {"values": values, "atol": atol, "rtol": rtol, "progress": progress}
     everything = everything or not has_weights(a, b)
     weights = (a.weights, b.weights) if has_weights(a, b) else ({}, {})
-    found = compare(*weights, name=name, key=a.key, **how)  # type: ignore[arg-type]
+    found = compare(*weights, name=name, chosen=a.chosen, **how)  # type: ignore[arg-type]
     ours, theirs = rest_of(a), rest_of(b)
     if everything and not any((*weights, ours.tensors, theirs.tensors)):
         found = replace(found, values_compared=True)  # of no tensor

@@ -13,6 +13,7 @@ from ckptkit.analysis.digests import sha256_each
 from ckptkit.api import reading
 from ckptkit.core import arguments
 from ckptkit.core.checkpoint import Checkpoint, Source
+from ckptkit.core.options import Options
 from ckptkit.core.text import matcher
 from ckptkit.quantized import look_through
 from ckptkit.scanning.files import scan_all
@@ -99,7 +100,7 @@ def verify(source: Source, *, values: bool = False, key: str | None = None) -> V
     All bytes are read; with `values`, NaN and infinite elements are findings too.
     """
     arguments.flags(values=values)
-    found = verification.verify(file_of(source), values=values, key=key)
+    found = verification.verify(file_of(source), Options(key=key), values=values)
     return cast("VerifyFile", listed(json_facts.verdict(found)))
 
 

@@ -282,12 +282,8 @@ class Summary:
     is_module: bool = False  # whether the weights are those of a whole pickled module
     part: PartOf | None = None  # which part of a checkpoint of several processes it is
     about: str = ""  # what a folder was made of
-    key: str | None = None  # the entry that was asked for as the weights
-
-    @property
-    def chosen(self) -> tuple[str, ...]:
-        """Return the options of a command that takes the same entry as the weights."""
-        return () if self.key is None else ("--key", self.key)
+    chosen: tuple[str, ...] = ()  # the options of a command that takes the same weights
+    words: tuple[str, ...] = ()  # those of them that say how to read a folder
 
     @property
     def refused(self) -> list[str]:
@@ -347,7 +343,8 @@ def summarize(checkpoint: Checkpoint) -> Summary:
         part=checkpoint.part,
         about=checkpoint.about,
         inner=tuple(survey.inner),
-        key=checkpoint.key,
+        chosen=checkpoint.chosen,
+        words=checkpoint.words,
     )
 
 

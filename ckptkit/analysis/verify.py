@@ -31,6 +31,7 @@ from ckptkit.core.errors import (
     TruncatedError,
     coded,
 )
+from ckptkit.core.options import DEFAULT, Options
 from ckptkit.core.tensor import Tensor
 from ckptkit.core.text import some
 from ckptkit.formats.format import CheckedPart, Defect, Format, Probe, open_place, steady
@@ -97,11 +98,11 @@ class Verdict:
 
 def verify(
     path: PathLike,
+    options: Options = DEFAULT,
     *,
     expected: Mapping[str, str] | None = None,
     matches: Matches | None = None,
     values: bool = False,
-    key: str | None = None,
     progress: Progress | None = None,
 ) -> Verdict:
     """Check everything of a checkpoint that can be: structure, lengths, checksums, contradictions.
@@ -113,14 +114,16 @@ def verify(
     """
     place = open_place(path)
     try:
-        look = _Look(place, progress)
+        look = _Look(place, options, progress)
         with steady(place, remote=True):
             checkpoint = look.at_bytes()
             if checkpoint is not None and values:
                 look.at_values()
                 look.at_scales(checkpoint)
             if checkpoint is not None and expected is not None:
-                found = digest(checkpoint, key=key, matches=matches, sums=False, progress=progress)
+                found = digest(
+                    checkpoint, key=options.key, matches=matches, sums=False, progress=progress
+                )
                 look.findings += compare_ids(found.ids, expected, matches).findings()
             return look.verdict()
     except CkptkitError as error:
@@ -132,9 +135,11 @@ def verify(
 class _Look:
     """The verification of one file or folder, and its findings."""
 
-    def __init__(self, place: ByteSource | Folder, progress: Progress | None) -> None:
+    def __init__(
+        self, place: ByteSource | Folder, options: Options, progress: Progress | None
+    ) -> None:
         self.place = place
-        self.probe = Probe(place)
+        self.probe = Probe(place, options)
         self.tell = progress or (lambda count, total: None)
         self.format: Format | None = None
         self.checkpoint: Checkpoint | None = None

@@ -17,7 +17,7 @@ from ckptkit.cli import options
     help="Prefix to add to each key.",
 )
 @options.keys
-def command(edit: options.Edit, prefix: str, keys: tuple[str, ...]) -> None:
+def command(request: options.Request, prefix: str, keys: tuple[str, ...]) -> None:
     """Add the prefix 'module.' to the keys.
 
     DataParallel and DistributedDataParallel expect it.
@@ -29,4 +29,4 @@ def command(edit: options.Edit, prefix: str, keys: tuple[str, ...]) -> None:
     """
     from ckptkit.transforms.keys import add_prefix
 
-    edit.run(lambda ck: add_prefix(ck, prefix, keys=keys), key=options.only(keys))
+    request.run(lambda ck: add_prefix(ck, prefix, keys=keys), key=options.only(keys))

@@ -18,9 +18,7 @@ from ckptkit.cli import options
     help="Weight of each SRC, in order (repeatable). Default: equal weights.",
 )
 @options.key
-def command(
-    edit: options.Edit, sources: tuple[str, ...], shares: tuple[float, ...], key: str | None
-) -> None:
+def command(request: options.Request, shares: tuple[float, ...], key: str | None) -> None:
     """Write the mean of the weights of several checkpoints.
 
     Elements are summed in float64 and rounded once. Integer and bool buffers (such as
@@ -33,4 +31,6 @@ def command(
     """
     from ckptkit.transforms.combine import average
 
-    edit.run(source=average([edit.opened(each, key) for each in sources], shares or None))
+    request.run(
+        source=average([request.opened(each, key) for each in request.sources], shares or None)
+    )

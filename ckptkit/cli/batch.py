@@ -5,9 +5,9 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Generator, Sequence
-from contextlib import closing, suppress
+from contextlib import closing, nullcontext, suppress
 from copy import copy
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from inspect import cleandoc
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -15,7 +15,7 @@ import click
 
 from ckptkit.cli import edit_report, options, render
 from ckptkit.core.errors import CkptkitError, InputError
-from ckptkit.core.text import and_more, on_command_line, shown_url, without
+from ckptkit.core.text import and_more, on_command_line, shown_url
 
 if TYPE_CHECKING:
     from ckptkit.api import Conversion
@@ -120,8 +120,8 @@ def _worded(parameter: click.Parameter) -> click.Parameter:
 
 
 @dataclass(frozen=True)
-class _One(options.Edit):
-    """An Edit whose report is appended to `reports` instead of printed."""
+class _One(options.Request):
+    """A request whose report is appended to `reports` instead of printed."""
 
     alone: ClassVar[bool] = False
     reports: list[Conversion] = field(default_factory=list)
@@ -132,10 +132,10 @@ class _One(options.Edit):
 
 
 @dataclass(frozen=True)
-class _Checked(options.Edit):
-    """An Edit that writes nothing and appends itself to `found`, to check a command's options."""
+class _Checked(options.Request):
+    """A request that writes nothing and appends itself to `found`, to check a command's options."""
 
-    found: list[options.Edit] = field(default_factory=list)
+    found: list[options.Request] = field(default_factory=list)
 
     def run(self, *_: object, **__: object) -> None:
         self.found.append(self)
@@ -149,40 +149,30 @@ class _Work:
     given: dict[str, Any]
 
     def __call__(self, source: str, destination: str, *, force: bool, dry_run: bool) -> Conversion:
-        common = self._common(source, destination)
-        edit = _One(**{**common, "force": force, "dry_run": dry_run})
+        how = {"force": force, "dry_run": dry_run}
         with on_command_line():  # in a process of its own, perhaps
-            self._call(edit)
-        return edit.reports[0]
+            request: _One = self._called(_One, source, destination, **how)
+        return request.reports[0]
 
-    def check(self, source: str) -> options.Edit:
-        """Return the Edit that the command makes of its options.
+    def check(self, source: str) -> options.Request:
+        """Return the request that the command makes of its options.
 
         Raises UsageError for options that are wrong for every input.
         """
-        given = _Checked(**self._common(source, ""))  # a suffix would choose the format
-        with suppress(InputError):  # of the input, which its own job will say
-            self._call(given)
-        return given.found[0] if given.found else given
+        found: _Checked = self._called(_Checked, source, "")  # a suffix would choose the format
+        return found.found[0] if found.found else found
 
-    def _common(self, source: str, destination: str) -> dict[str, Any]:
-        """Return the fields of an Edit for one input."""
-        alone = {
-            "src": source,
-            "dst": destination,
-            "in_place": False,
-            "workers": None,
-            "scheduler": None,
-        }
-        return {
-            each.name: alone.get(each.name, self.given.get(each.name))
-            for each in fields(options.Edit)
-        }
-
-    def _call(self, edit: options.Edit) -> None:
+    def _called(
+        self, kind: type[options.Request], source: str, destination: str, **how: bool
+    ) -> Any:
+        """Call the command with a request of its own kind, and return that."""
+        given = {**self.given, **how, "dst": destination, "workers": None, "scheduler": None}
+        request = options.taken(given, (source,), kind)
         callback: Any = _original(self.name).callback
-        names = {each.name for each in fields(options.Edit)}
-        callback.__wrapped__(edit=edit, **without(self.given, names))
+        # The check leaves what is wrong with the input to its own job.
+        with suppress(InputError) if kind is _Checked else nullcontext():
+            callback.__wrapped__(request=request, **given)
+        return request
 
     @property
     def recipe(self) -> list[object]:
@@ -209,8 +199,9 @@ def _run(name: str, sources: tuple[str, ...], into: str, given: dict[str, Any]) 
         given["recipe"] = os.path.abspath(given["recipe"])  # workers may be in other folders
     work = _Work(name, given)
     found = batch.find(sources, into)
-    edit = work.check(found[0].path)
-    jobs = batch.plan(found, work.recipe, format=edit.format, shards=edit.shard_size is not None)
+    asked = work.check(found[0].path).options
+    shards = asked.shard_size is not None
+    jobs = batch.plan(found, work.recipe, format=asked.format, shards=shards)
     report = _Report(name, into, given)
     with closing(_results(work, jobs, into, given)) as results:
         for job, outcome in results:

@@ -15,15 +15,15 @@ from ckptkit.core.errors import UsageError
 from ckptkit.core.text import argument, shell_command, shown_url
 
 if TYPE_CHECKING:
+    from ckptkit.core.options import Options
     from ckptkit.diagnosis.cause import Cause
-    from ckptkit.formats.format import Asked
 
 
 @click.command("browse")
 @click.argument("file", metavar="FILE")
 @options.key
-@options.asked
-def command(file: str, key: str | None) -> int:
+@options.reads
+def command(file: str, read: Options) -> int:
     """Browse a checkpoint in the terminal.
 
     Shows everything in the file, with totals, values, and what keeps it from loading. Reads headers
@@ -41,22 +41,18 @@ def command(file: str, key: str | None) -> int:
     except ImportError as error:
         raise UsageError("browse needs textual", hint="pip install textual") from error
     from ckptkit.api import open_checkpoint
-    from ckptkit.formats.format import ASKED
     from ckptkit.views.browser.contents import Contents
 
-    with closing(open_checkpoint(file, key=key)) as checkpoint:
-        contents = Contents(checkpoint, shown_url(file), key)
+    with closing(open_checkpoint(file, read)) as checkpoint:
+        contents = Contents(checkpoint, shown_url(file), read.key)
         gc.enable()  # which main() does without: this one may run for long
-        left = Browser(contents, partial(_diagnose, file, key, ASKED.get())).run()
+        left = Browser(contents, partial(_diagnose, file, read)).run()
     if left is not None:
         render.emit(render.escape(left))
     return 0
 
 
-def _diagnose(file: str, key: str | None, asked: Asked) -> tuple[Cause, ...]:
-    """Diagnose in a thread, which has no options of the command until it is given them."""
+def _diagnose(file: str, read: Options) -> tuple[Cause, ...]:
     from ckptkit.diagnosis.diagnose import examine
-    from ckptkit.formats.format import ASKED
 
-    ASKED.set(asked)
-    return examine(file, key=key).causes
+    return examine(file, read).causes

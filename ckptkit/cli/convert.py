@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @click.command("convert", cls=options.WithDequantize)
 @options.edit
-@options.asked
+@options.parts
 @options.dequantize
 @click.option(
     "--keep",
@@ -68,7 +68,7 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--set-metadata",
-    "extras",
+    "metadata",
     metavar="NAME=TEXT",
     multiple=True,
     callback=parsing.texts,
@@ -82,7 +82,7 @@ if TYPE_CHECKING:
 @click.option("--compact", is_flag=True, help="Leave out bytes of storages that no tensor uses.")
 @options.key
 def command(
-    edit: options.Edit,
+    request: options.Request,
     key: str | None,
     rules: tuple[str, ...],
     config: str | None,
@@ -105,11 +105,11 @@ def command(
              ckptkit convert run.pth half.pth --strip module. --cast bfloat16 --to cpu
              ckptkit convert run.pth model.pth --drop-entry optimizer
     """
-    ruled = rule_options.asked(edit, config, args) if rules else None
+    ruled = rule_options.asked(request, config, args) if rules else None
     if ruled is None and (config is not None or args):
         raise click.UsageError("--config and --arg are sizes for --rule")
     steps = _steps(rules=_ruled(rules, ruled), **transforms)
-    edit.run(*steps, key=key, keep_format=False, ruled=ruled)
+    request.run(*steps, key=key, keep_format=False, ruled=ruled)
 
 
 def _ruled(
@@ -143,13 +143,13 @@ def _steps(
     devices: dict[str, str],
     compact: bool,
     entries: tuple[str, ...],
-    extras: dict[str, str],
+    metadata: dict[str, str],
     optimizer_keys: str | None,
 ) -> Iterator[Callable[[Checkpoint], Checkpoint]]:
     """Yield the requested transforms, in the documented order; no other is imported."""
     if device is not None and devices:
         raise click.UsageError("say either --to DEVICE or --device A=B")
-    yield from _entries(entries, extras, optimizer_keys)
+    yield from _entries(entries, metadata, optimizer_keys)
     if dequantize is not None:
         from ckptkit.transforms import quantized
 
@@ -176,10 +176,10 @@ def _steps(
 
 
 def _entries(
-    entries: tuple[str, ...], extras: dict[str, str], optimizer_keys: str | None
+    entries: tuple[str, ...], metadata: dict[str, str], optimizer_keys: str | None
 ) -> Iterator[Callable[[Checkpoint], Checkpoint]]:
     """Yield the transforms of what is beside the weights."""
-    if entries or extras:
+    if entries or metadata:
         from ckptkit.transforms import structure
     for entry in entries:
         yield partial(structure.without, path=entry)
@@ -187,8 +187,8 @@ def _entries(
         from ckptkit.transforms.optimizer_keys import key_optimizer
 
         yield lambda ck: key_optimizer(ck, optimizer_keys)
-    if extras:
-        yield lambda ck: structure.with_extras(ck, extras)
+    if metadata:
+        yield lambda ck: structure.with_extras(ck, metadata)
 
 
 def _names(

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from ckptkit.cli import options, render
-from ckptkit.core.text import shown_url
+from ckptkit.core.text import is_url, shown_url
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ckptkit.analysis.diff import Diff
     from ckptkit.core.checkpoint import Checkpoint
+    from ckptkit.core.options import Options
 
 SCHEMA = "ckptkit.diff/2"
 DIFFERENT = 1
@@ -62,7 +65,7 @@ UNSURE = 0.6  # confidence below which a pair is a guess
     metavar="PATH",
     help="Like --key, for B ('' selects the whole file). Default: as --key.",
 )
-@options.asked
+@options.reads
 def command(as_json: bool, write_map: str | None, force: bool, **asked: Any) -> int:
     """Compare two checkpoints, or a checkpoint and a model.
 
@@ -85,11 +88,11 @@ def command(as_json: bool, write_map: str | None, force: bool, **asked: Any) -> 
     if write_map is not None and not found.renamed:
         render.note("no key looks renamed: wrote no map")
     elif write_map is not None:
-        _write_map(found, write_map, force, shown_url(asked["a"]), asked["key"])
+        _write_map(found, write_map, force, shown_url(asked["a"]), asked["read"])
     return 0 if found.equal else DIFFERENT
 
 
-def _write_map(found: Diff, path: str, force: bool, name: str, key: str | None) -> None:
+def _write_map(found: Diff, path: str, force: bool, name: str, read: Options) -> None:
     """Write the renamed keys as JSON, old name to new, and print the command that uses the file."""
     from json import dumps
 
@@ -101,7 +104,8 @@ def _write_map(found: Diff, path: str, force: bool, name: str, key: str | None) 
     publish(Plan((OutputFile("", (data,)),)), path, force=force)
     guesses = sum(pair.confidence < UNSURE for pair in found.renamed)
     look = f", {guesses:,} of them guesses to check" if guesses else ""
-    command = rename(name, path, *(() if key is None else ("--key", key)))
+    chosen = (*(() if read.key is None else ("--key", read.key)), *read.words)
+    command = rename(name, path, *chosen)
     render.note(f"wrote {path}: {render.plural(len(found.renamed), 'name')}{look}", command)
 
 
@@ -113,7 +117,7 @@ def _compare(
     values: bool,
     atol: float | None,
     rtol: float | None,
-    key: str | None,
+    read: Options,
     key_b: str | None,
     stored: bool,
     everything: bool,
@@ -125,9 +129,10 @@ def _compare(
     if (b is None) == (spec is None):
         raise click.UsageError("say what to compare A with: B or --model MODEL")
     with ExitStack() as stack:
-        first = stack.enter_context(reading(a, key=key))
+        first = stack.enter_context(reading(a, _of_file(a, read) if b is not None else read))
         if b is not None:
-            second = stack.enter_context(reading(b, key=key if key_b is None else key_b))
+            key = read.key if key_b is None else key_b
+            second = stack.enter_context(reading(b, _of_file(b, replace(read, key=key))))
             first, second = entire(first), entire(second)
             sides = (first, second) if stored else look_through_both(first, second)
             from ckptkit.cli.progress import Progress
@@ -149,6 +154,11 @@ def _compare(
 
         assert spec is not None
         return against_model(first, built(spec, args), shown_url(a), stored=stored)
+
+
+def _of_file(path: str, read: Options) -> Options:
+    """Return the options for one of two inputs: --parts is about the folder among them."""
+    return read if os.path.isdir(path) or is_url(path) else replace(read, parts=None)
 
 
 def _nbytes(sides: Sequence[Checkpoint], everything: bool) -> int:

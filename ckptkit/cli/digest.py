@@ -15,6 +15,7 @@ from ckptkit.core.text import shown_url
 if TYPE_CHECKING:
     from ckptkit.analysis.digests import Digests, Matches
     from ckptkit.core.checkpoint import Checkpoint
+    from ckptkit.core.options import Options
 
 SCHEMA = "ckptkit.digest/2"
 DIFFERENT = 1
@@ -44,7 +45,7 @@ DIFFERENT = 1
 @click.option("--quiet", "-q", is_flag=True, help="Print only what differs, with --check.")
 @options.dequantize
 @options.key
-@options.asked
+@options.reads
 def command(
     files: tuple[str, ...],
     output: str | None,
@@ -55,7 +56,7 @@ def command(
     as_json: bool,
     quiet: bool,
     dequantize: str | None,
-    key: str | None,
+    read: Options,
 ) -> int:
     """Print SHA-256 digests of tensors; compare with a manifest.
 
@@ -70,7 +71,7 @@ def command(
     _check_options(files, output, expected, as_json)
     matches = render.matcher(globs) if globs else None
     failures: list[CkptkitError] = []
-    found = _each(files, key, everything, matches, failures, dequantize)
+    found = _each(files, read, everything, matches, failures, dequantize)
     if expected is not None:
         ((path, _, digests),) = _readable(found)
         return _compare(path, digests, expected, matches, as_json, quiet)
@@ -97,7 +98,7 @@ def _check_options(
 
 def _each(
     files: Sequence[str],
-    key: str | None,
+    read: Options,
     everything: bool,
     matches: Matches | None,
     failures: list[CkptkitError],
@@ -114,7 +115,7 @@ def _each(
     for file in files:
         try:
             with (
-                reading(file, key=key) as checkpoint,
+                reading(file, read) as checkpoint,
                 Progress(f"reading {shown_url(file)}") as progress,
             ):
                 seen = _seen(checkpoint, dequantize, file)

@@ -13,6 +13,7 @@ from ckptkit.diagnosis.cause import LEVELS, WARNING, at_least
 
 if TYPE_CHECKING:
     from ckptkit.api import Conversion
+    from ckptkit.core.options import Options
     from ckptkit.diagnosis.diagnose import Diagnosis
 
 SCHEMA = "ckptkit.doctor/3"
@@ -40,12 +41,12 @@ UNCHECKED = "note: names and shapes were not checked against a model: --model do
 )
 @options.as_json(SCHEMA)
 @options.key
-@options.asked
+@options.reads
 def command(
     file: str,
     spec: str | None,
     args: dict[str, object],
-    key: str | None,
+    read: Options,
     level: str,
     as_json: bool,
     **fix: Any,
@@ -70,11 +71,10 @@ def command(
     if args and spec is None:
         raise click.UsageError("--arg needs --model")
     model, words = _model(spec, args), _words(spec, args)
-    found = examine(
-        file, model=model, key=key, options=(*words, *(() if key is None else ("--key", key)))
-    )
+    chosen = () if read.key is None else ("--key", read.key)
+    found = examine(file, read, model=model, words=(*words, *chosen))
     done = _mended(found, **fix)
-    left = found if done is None else examine(done.path, model=model, options=words)
+    left = found if done is None else examine(done.path, model=model, words=words)
     if as_json:
         from ckptkit.diagnosis.report import report
 

@@ -35,7 +35,7 @@ def lines(
         words = (
             "ckptkit",
             "doctor",
-            *found.options,
+            *found.words,
             "--fix",
             fixed(found.path),
             *argument(found.path),
@@ -91,5 +91,5 @@ def _done(found: Diagnosis, done: Conversion, left: Diagnosis) -> Iterator[str]:
         ]
         yield f"not fixed: {', '.join(causes)} above"
     else:
-        into = " into the model" if left.options else ""
+        into = " into the model" if left.words else ""
         yield f"no problems left: {escape(done.path)} loads{into}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from ckptkit.cli import render
 from ckptkit.core.text import shown_url
@@ -12,6 +12,7 @@ from ckptkit.core.text import shown_url
 if TYPE_CHECKING:
     from ckptkit.api import Conversion
     from ckptkit.core.checkpoint import Checkpoint
+    from ckptkit.core.options import Options
     from ckptkit.core.plan import Patch, Plan
     from ckptkit.formats.format import Loss
     from ckptkit.rules.applying import Report
@@ -20,30 +21,22 @@ SCHEMA = "ckptkit.edit/3"
 SHOWN = 20  # lines of what was lost
 
 
-class Request(Protocol):
-    """The options of a command that matter to its report."""
-
-    @property
-    def inputs(self) -> tuple[str, ...]: ...
-    @property
-    def in_place(self) -> bool: ...
-    @property
-    def dry_run(self) -> bool: ...
-    @property
-    def as_json(self) -> bool: ...
-    @property
-    def quiet(self) -> bool: ...
-
-
 def report(
-    edit: Request, done: Conversion, lost: Sequence[Loss], rules: Sequence[Report] = ()
+    done: Conversion,
+    inputs: Iterable[str],
+    options: Options,
+    lost: Sequence[Loss] = (),
+    rules: Sequence[Report] = (),
+    *,
+    as_json: bool = False,
+    quiet: bool = False,
 ) -> None:
     """Print warnings and what was lost; then what was done, and notes on what is left out."""
     count = tensors(done.checkpoint, done.plan)
-    if not edit.quiet:
+    if not quiet:
         print_messages(lost, done.warnings)
-    if edit.as_json:
-        facts = _facts(edit, done, count)
+    if as_json:
+        facts = _facts(inputs, options, done, count)
         if lost:
             facts["lost"] = list(map(asdict, lost))
         if rules:
@@ -51,9 +44,9 @@ def report(
 
             facts.update(facts_of(rules))
         render.emit_json(facts)
-    elif not edit.quiet:
-        _print(edit, done, count, rules)
-    if not edit.quiet:
+    elif not quiet:
+        _print(options.dry_run, done, count, rules)
+    if not quiet:
         print_messages(notes=done.plan.notes)
 
 
@@ -67,18 +60,18 @@ def print_messages(
         render.note(line)
 
 
-def _print(edit: Request, done: Conversion, count: int, rules: Sequence[Report]) -> None:
+def _print(dry_run: bool, done: Conversion, count: int, rules: Sequence[Report]) -> None:
     """Print the sentence; with --dry-run, the plan."""
     sentence = "; ".join(
         (f"{render.plural(count, 'tensor')}, {_sizes(done.plan)}", *done.notes, *_copied(done))
     )
-    render.emit_text(f"{_verb(done.plan, edit.dry_run)} {done.path}: {sentence}")
-    if edit.dry_run and rules:
+    render.emit_text(f"{_verb(done.plan, dry_run)} {done.path}: {sentence}")
+    if dry_run and rules:
         from ckptkit.cli.rules_report import lines_of
 
         for each in rules:
             render.emit_text(*lines_of(each))
-    if edit.dry_run:
+    if dry_run:
         render.emit_text(*str(done.plan).split("\n"))
 
 
@@ -134,14 +127,14 @@ def tensors(checkpoint: Checkpoint, plan: Plan | Patch) -> int:
     return summarize(checkpoint).totals.tensors
 
 
-def _facts(edit: Request, done: Conversion, count: int) -> dict[str, Any]:
+def _facts(inputs: Iterable[str], options: Options, done: Conversion, count: int) -> dict[str, Any]:
     return {
         "schema": SCHEMA,
-        "inputs": list(map(shown_url, edit.inputs)),
+        "inputs": list(map(shown_url, inputs)),
         "output": done.path,
         "format": done.format,
-        "in_place": edit.in_place,
-        "dry_run": edit.dry_run,
+        "in_place": options.in_place,
+        "dry_run": options.dry_run,
         "tensor_count": count,
         "size": done.plan.size,
         "done": list(done.notes),

@@ -9,7 +9,7 @@ from ckptkit.cli import options
 
 @click.command("ema", cls=options.Writer)
 @options.edit
-def command(edit: options.Edit) -> None:
+def command(request: options.Request) -> None:
     """Extract the averaged (EMA) weights that training kept.
 
     They are found under the names that training loops use (state_dict_ema, model_ema, ema,
@@ -21,4 +21,4 @@ def command(edit: options.Edit) -> None:
     """
     from ckptkit.transforms.combine import ema
 
-    edit.run(ema)
+    request.run(ema)

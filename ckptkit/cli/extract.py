@@ -14,14 +14,14 @@ if TYPE_CHECKING:
 
 @click.command("extract", cls=options.Writer)
 @options.edit
-@options.asked
+@options.parts
 @click.option(
     "--key",
     metavar="PATH",
     required=True,
     help="Path of the weights, or of another entry: its keys, joined by dots.",
 )
-def command(edit: options.Edit, key: str) -> None:
+def command(request: options.Request, key: str) -> None:
     """Write one entry as a checkpoint of its own.
 
     The reverse of wrap.
@@ -31,4 +31,4 @@ def command(edit: options.Edit, key: str) -> None:
     """
     from ckptkit.transforms.structure import extract
 
-    edit.run(lambda ck: extract(ck, key))
+    request.run(lambda ck: extract(ck, key))

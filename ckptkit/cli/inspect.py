@@ -15,6 +15,7 @@ from ckptkit.core.text import shell_word, shown_url
 if TYPE_CHECKING:
     from ckptkit.analysis.summary import Summary, TensorRow
     from ckptkit.core.checkpoint import Checkpoint
+    from ckptkit.core.options import Options
 
 SCHEMA = "ckptkit.inspect/2"
 T = TypeVar("T")
@@ -65,12 +66,12 @@ class Wanted(NamedTuple):
     help="Print one line per tensor and value, with digests, for git diff.",
 )
 @options.key
-@options.asked
+@options.reads
 def command(
     files: tuple[str, ...],
     as_json: bool,
     textconv: bool,
-    key: str | None,
+    read: Options,
     **wanted: Any,
 ) -> int:
     """Show what checkpoints contain: tensors, values and objects.
@@ -87,7 +88,7 @@ def command(
     if textconv and (as_json or len(files) > 1):
         raise click.UsageError("--textconv takes one FILE, and not --json")
     if textconv:
-        return _textconv(files[0], key)
+        return _textconv(files[0], read)
     want = Wanted(**wanted)
     if want.names and (as_json or want.tree):
         raise click.UsageError("--names prints lines of names: leave out --json and --tree")
@@ -97,10 +98,10 @@ def command(
     if as_json:
         from ckptkit.analysis import json_facts
 
-        found = _each(files, key, lambda ck: _facts(ck, want), failures, json_facts.failure)
+        found = _each(files, read, lambda ck: _facts(ck, want), failures, json_facts.failure)
         render.emit_json({"schema": SCHEMA, "files": found})
     else:
-        _print(_each(files, key, lambda ck: _lines(ck, want), failures))
+        _print(_each(files, read, lambda ck: _lines(ck, want), failures))
     return InputError.exit_code if failures else 0
 
 
@@ -111,16 +112,16 @@ def _print(files: Iterable[Iterable[str]]) -> None:
         render.write(f"{line}\n" for line in lines)
 
 
-def _textconv(file: str, key: str | None) -> int:
+def _textconv(file: str, read: Options) -> int:
     from ckptkit.cli import textconv
 
-    render.write(f"{line}\n" for line in textconv.lines(file, key))
+    render.write(f"{line}\n" for line in textconv.lines(file, read))
     return 0
 
 
 def _each(
     files: Sequence[str],
-    key: str | None,
+    read: Options,
     show: Callable[[Checkpoint], T],
     failures: list[CkptkitError],
     failed: Callable[[CkptkitError], T] | None = None,
@@ -129,13 +130,13 @@ def _each(
 
     Of a file that cannot be read, yield what `failed` makes of its error.
     """
-    shown = _readable(files, key, show, failures, failed)
+    shown = _readable(files, read, show, failures, failed)
     return chain(list(islice(shown, 1)), shown)
 
 
 def _readable(
     files: Sequence[str],
-    key: str | None,
+    read: Options,
     show: Callable[[Checkpoint], T],
     failures: list[CkptkitError],
     failed: Callable[[CkptkitError], T] | None,
@@ -144,7 +145,7 @@ def _readable(
 
     for file in files:
         try:
-            with reading(file, key=key) as checkpoint:
+            with reading(file, read) as checkpoint:
                 shown = show(checkpoint)
         except CkptkitError as error:
             if len(files) == 1:

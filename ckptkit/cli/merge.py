@@ -15,7 +15,7 @@ from ckptkit.cli import options
     help="On duplicate names, keep the last instead of failing.",
 )
 @options.key
-def command(edit: options.Edit, sources: tuple[str, ...], last_wins: bool, key: str | None) -> None:
+def command(request: options.Request, last_wins: bool, key: str | None) -> None:
     """Merge the weights of several checkpoints into one.
 
     For models saved in parts: an encoder and a decoder, or the stages of a pipeline.
@@ -25,4 +25,6 @@ def command(edit: options.Edit, sources: tuple[str, ...], last_wins: bool, key: 
     """
     from ckptkit.transforms.combine import merge
 
-    edit.run(source=merge([edit.opened(each, key) for each in sources], last_wins=last_wins))
+    request.run(
+        source=merge([request.opened(each, key) for each in request.sources], last_wins=last_wins)
+    )

@@ -1,4 +1,4 @@
-"""Options shared by several commands, and `Edit`: what all commands that write have in common."""
+"""Options shared by several commands, and the request of a command that writes."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import click
 from ckptkit.cli import edit_report, parsing, render
 from ckptkit.cli.edit_report import SCHEMA
 from ckptkit.core.bytesource import check_is_name
-from ckptkit.core.errors import UsageError
-from ckptkit.core.text import is_url
+from ckptkit.core.options import DEFAULT, Options
+from ckptkit.core.text import is_url, without
 
 if TYPE_CHECKING:
     from ckptkit.api import Conversion
@@ -46,48 +46,30 @@ def as_json(schema: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
 
 
 @dataclass(frozen=True)
-class Edit:
-    """Source, destination and options of a command that writes."""
+class Request:
+    """What a command that writes was asked for: its inputs and output, and how to report it."""
 
     alone: ClassVar[bool] = True  # one file for a person, not one of many
 
-    src: str
+    sources: tuple[str, ...]
     dst: str | None
-    in_place: bool
-    force: bool
-    dry_run: bool
-    as_json: bool
-    quiet: bool
-    verify: bool
-    durable: bool
-    allow_expand: bool
-    format: str | None
-    objects: str
-    ties: str
-    everything: bool
-    part_only: bool
-    shard_size: int | None
-    ranks: int | None
-    workers: int | None
-    scheduler: str | None
+    options: Options
     like: str | None = None
-    no_extras: bool = False
-    no_sidecars: bool = False
-    no_check: bool = False
-    strict: bool = False
-    sources: tuple[str, ...] = ()  # of a command that takes several
+    workers: int | None = None
+    scheduler: str | None = None
+    as_json: bool = False
+    quiet: bool = False
 
     def __post_init__(self) -> None:
-        if self.in_place and self.dst is not None:
+        if self.options.in_place and self.dst is not None:
             raise click.UsageError("--in-place edits SRC: leave out DST")
-        if not self.in_place and self.dst is None:
+        if not self.options.in_place and self.dst is None:
             raise click.UsageError("Missing argument 'DST' (or --in-place)")
         check_is_name(self.dst or "")
 
     @property
-    def inputs(self) -> tuple[str, ...]:
-        """Return all sources, as given."""
-        return self.sources or (self.src,)
+    def src(self) -> str:
+        return self.sources[-1]
 
     def run(
         self,
@@ -105,60 +87,36 @@ class Edit:
         """
         from ckptkit.api import convert
         from ckptkit.cli.progress import Progress
-        from ckptkit.formats.format import WriteOptions
 
         with self.pool() as pool, Progress("writing", shown=self.alone) as progress:
             done = convert(
                 self.src if source is None else source,
                 self.dst,
-                *map(self._stricter, steps),
+                *steps,
                 *self._checks(),
-                in_place=self.in_place,
-                keep_format=keep_format,
-                key=key,
-                format=self.format,
-                options=WriteOptions(
-                    self.objects,
-                    self.ties,
-                    everything=self.everything,
-                    shard_size=self.shard_size,
-                    ranks=self.ranks,
-                    record=not self.no_extras,
-                    sidecars=not self.no_sidecars,
-                    check=not self.no_check,
+                options=replace(
+                    self.options,
+                    key=key,
+                    keep_format=keep_format,
+                    part_only=self.options.part_only and source is None,
+                    executor=pool,
+                    fork=self.workers is None,
+                    progress=progress,
                 ),
-                force=self.force,
-                durable=self.durable,
-                verify=self.verify,
-                allow_expand=self.allow_expand,
-                dry_run=self.dry_run,
-                part_only=self.part_only and source is None,
-                progress=progress,
-                executor=pool,
-                fork=self.workers is None,
             )
         self.report(done, lost, () if ruled is None else ruled.reports)
 
     def report(self, done: Conversion, lost: Sequence[Loss], rules: Sequence[Report] = ()) -> None:
         """Print what was done; a batch keeps it."""
-        edit_report.report(self, done, lost, rules)
-
-    def _stricter(
-        self, step: Callable[[Checkpoint], Checkpoint]
-    ) -> Callable[[Checkpoint], Checkpoint]:
-        """Return the step; with --strict, one that changes nothing is an error."""
-        from ckptkit.core.checkpoint import NoEffect
-
-        def strict(before: Checkpoint) -> Checkpoint:
-            after = step(before)
-            for line in after.warnings[len(before.warnings) :]:
-                if self.strict and isinstance(line, NoEffect):
-                    raise UsageError(
-                        line, hint="--strict: a change that changes nothing is an error"
-                    )
-            return after
-
-        return strict
+        edit_report.report(
+            done,
+            self.sources,
+            self.options,
+            lost,
+            rules,
+            as_json=self.as_json,
+            quiet=self.quiet,
+        )
 
     def _checks(self) -> Iterator[Callable[[Checkpoint], Checkpoint]]:
         """Yield what is looked at before anything is written."""
@@ -175,10 +133,10 @@ class Edit:
         from ckptkit.api import open_checkpoint
 
         checkpoint = open_checkpoint(path, key=key)
-        return checkpoint.alone() if self.part_only else checkpoint.whole()
+        return checkpoint.alone() if self.options.part_only else checkpoint.whole()
 
-    def with_defaults(self, defaults: Mapping[str, Any]) -> Edit:
-        """Return this Edit, with a recipe's output options where the user gave none.
+    def with_defaults(self, defaults: Mapping[str, Any]) -> Request:
+        """Return this request, with a recipe's output options where the user gave none.
 
         A suffix says which format is wanted: DST is one file then.
         """
@@ -186,21 +144,21 @@ class Edit:
 
         if self.dst is not None and of_suffix(self.dst) is not None:
             defaults = {**defaults, "format": None, "shard_size": None}
-        shard_size = defaults.get("shard_size")
-        size = None if shard_size is None else parsing.bytes_of(shard_size)
-        return replace(
-            self,
-            format=self.format or defaults.get("format"),
-            objects=self.objects if self.objects != "keep" else defaults.get("objects", "keep"),
-            ties=self.ties if self.ties != "alias" else defaults.get("ties", "alias"),
-            everything=self.everything or defaults.get("all", False),
-            shard_size=self.shard_size or size,
-        )
+        given = {
+            "everything" if name == "all" else name: value
+            for name, value in defaults.items()
+            if value is not None
+        }
+        if "shard_size" in given:
+            given["shard_size"] = parsing.bytes_of(given["shard_size"])
+        own = {name: getattr(self.options, name) for name in given}
+        kept = {name for name, value in own.items() if value != getattr(DEFAULT, name)}
+        return replace(self, options=replace(self.options, **without(given, kept)))
 
     @contextmanager
     def pool(self) -> Iterator[Pool | None]:
         """Open the pool of workers, or yield None to work in this process."""
-        if self.dry_run or (self.workers is None and self.scheduler is None):
+        if self.options.dry_run or (self.workers is None and self.scheduler is None):
             yield None
             return
         from ckptkit.run import workers
@@ -361,7 +319,7 @@ _SECTIONS = {
 
 
 class Writer(click.Command):
-    """A command that writes: its help lists its own options first, then those of `Edit`."""
+    """A command that writes: its help lists its own options first, then the shared ones."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         sections: dict[str, list[tuple[str, str]]] = {
@@ -396,37 +354,40 @@ def dequantize_said(args: Sequence[str]) -> Iterator[str]:
 
 
 def edit(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add SRC, DST and the options of `Edit` to a command, as its argument `edit`."""
+    """Add SRC, DST and the options of writing to a command, as its argument `request`."""
 
     @wraps(command)
-    def with_edit(**given: Any) -> Any:
-        return command(edit=_taken(given), **given)
+    def with_request(src: str, **given: Any) -> Any:
+        return command(request=taken(given, (src,)), **given)
 
-    return _decorated(with_edit, _EDIT)
+    return _decorated(with_request, _EDIT)
 
 
-def _taken(given: dict[str, Any], **more: Any) -> Edit:
-    """Return what is given for `Edit`, and take it out of `given`."""
-    names = [each.name for each in fields(Edit) if each.name in given]
-    return Edit(**{name: given.pop(name) for name in names}, **more)
+def taken(given: dict[str, Any], sources: tuple[str, ...], kind: type[Request] = Request) -> Any:
+    """Return the request in what is given, and take it out of `given`."""
+    negated: dict[str, Any] = {
+        name: not given.pop(f"no_{name}") for name in ("extras", "sidecars", "check")
+    }
+    if given.pop("check_copies", False) and given["copies"] == "compare":
+        given["copies"] = "check"
+    names = [field.name for field in fields(Options) if field.name in given and field.name != "key"]
+    options = Options(**negated, **{name: given.pop(name) for name in names})
+    names = [field.name for field in fields(Request) if field.name in given]
+    return kind(sources=sources, options=options, **{name: given.pop(name) for name in names})
 
 
 def edit_many(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add SRC..., DST and the options of `Edit` to a command.
-
-    It gets them as its arguments `edit` and `sources`.
-    """
+    """Add SRC..., DST and the options of writing to a command, as its argument `request`."""
 
     @wraps(command)
-    def with_edit(sources: tuple[str, ...], **given: Any) -> Any:
+    def with_request(sources: tuple[str, ...], **given: Any) -> Any:
         if len(sources) < 2:
             raise click.UsageError("give two or more SRC, and DST")
-        edit = _taken(given, src=sources[-1], in_place=False, sources=sources)
-        return command(edit=edit, sources=sources, **given)
+        return command(request=taken(given, sources), **given)
 
     sources = click.argument("sources", metavar="SRC...", nargs=-1, required=True)
     destination = click.argument("dst", metavar="DST")
-    return _decorated(with_edit, (sources, destination, *_EDIT[3:]))
+    return _decorated(with_request, (sources, destination, *_EDIT[3:]))
 
 
 def _decorated(
@@ -437,29 +398,30 @@ def _decorated(
     return command
 
 
-def asked(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Give a command the options for reading folders that many processes wrote."""
+def parts(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command that writes the options for folders that many processes wrote."""
+    return _decorated(command, _PARTS)
+
+
+def reads(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Give a command --key, if it has none, and the options for folders that many processes wrote.
+
+    It gets them as its argument `read`.
+    """
 
     @wraps(command)
-    def with_asked(*, table: str | None, check_copies: bool, copies: str, **given: Any) -> Any:
-        if table is None and not check_copies and copies == "compare":
-            return command(**given)
-        from ckptkit.formats.format import ASKED, Asked
+    def with_read(key: str | None, parts: str | None, **given: Any) -> Any:
+        copies = given.pop("copies")
+        if given.pop("check_copies") and copies == "compare":
+            copies = "check"
+        return command(read=Options(key=key, parts=parts, copies=copies), **given)
 
-        how = "check" if check_copies and copies == "compare" else copies
-        before = ASKED.set(Asked(how, table, files_too="b" in given))  # B of `diff A B`
-        try:
-            return command(**given)
-        finally:
-            ASKED.reset(before)
-
-    return _decorated(with_asked, _ASKED)
+    return _decorated(with_read, _PARTS)
 
 
-_ASKED = (
+_PARTS = (
     click.option(
         "--parts",
-        "table",
         metavar="FILE",
         help="YAML table that describes how the parts in a folder were split.",
     ),

@@ -14,7 +14,7 @@ from ckptkit.cli import options
     help="Also keep tensors that cannot be proven intact; they may be garbage.",
 )
 @options.edit
-def command(edit: options.Edit, unverified: bool) -> None:
+def command(request: options.Request, unverified: bool) -> None:
     """Save the intact tensors of a cut or damaged file.
 
     Tensors that are proven intact go to DST; the others are listed with the reason. Where the file
@@ -28,9 +28,9 @@ def command(edit: options.Edit, unverified: bool) -> None:
     """
     from ckptkit.api import recover
 
-    if edit.dry_run:  # `recover` would undo an interrupted edit in place
+    if request.options.dry_run:  # `recover` would undo an interrupted edit in place
         from ckptkit.formats.format import open_place
 
-        open_place(edit.src).close()
-    found = recover(edit.src, unverified=unverified)
-    edit.run(source=found.checkpoint, lost=found.lost)
+        open_place(request.src).close()
+    found = recover(request.src, unverified=unverified)
+    request.run(source=found.checkpoint, lost=found.lost)

@@ -19,7 +19,9 @@ from ckptkit.cli import options
     is_flag=True,
     help="Also change torch.device values that are not part of a tensor.",
 )
-def command(edit: options.Edit, device: str | None, devices: dict[str, str], values: bool) -> None:
+def command(
+    request: options.Request, device: str | None, devices: dict[str, str], values: bool
+) -> None:
     """Change device tags (such as cuda:1 to cpu), without a GPU.
 
     torch.load then puts the tensors on those devices, as with map_location.
@@ -32,4 +34,4 @@ def command(edit: options.Edit, device: str | None, devices: dict[str, str], val
         raise click.UsageError("give either --to DEVICE or --device A=B")
     from ckptkit.transforms.devices import remap
 
-    edit.run(lambda ck: remap(ck, device or devices, values=values))
+    request.run(lambda ck: remap(ck, device or devices, values=values))

@@ -13,7 +13,7 @@ from ckptkit.cli import options
 @options.substitutions
 @options.key
 def command(
-    edit: options.Edit,
+    request: options.Request,
     mapping: dict[str, str],
     substitutions: list[tuple[str, str]],
     key: str | None,
@@ -33,4 +33,4 @@ def command(
         )
     from ckptkit.transforms.keys import rename
 
-    edit.run(lambda ck: rename(ck, mapping, substitutions), key=key)
+    request.run(lambda ck: rename(ck, mapping, substitutions), key=key)

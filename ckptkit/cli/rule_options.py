@@ -39,11 +39,11 @@ def with_sizes(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def asked(
-    edit: options.Edit, config: str | None, args: dict[str, int], reverse: bool = False
+    request: options.Request, config: str | None, args: dict[str, int], reverse: bool = False
 ) -> Asked:
     """Make the settings for steps of rules from the options that `with_sizes` adds."""
     from ckptkit.rules import config as configuration
     from ckptkit.rules.applying import Asked
 
     sizes = None if config is None else configuration.read(config)
-    return Asked(args, sizes, reverse, with_reports=edit.dry_run)
+    return Asked(args, sizes, reverse, with_reports=request.options.dry_run)

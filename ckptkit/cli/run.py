@@ -39,10 +39,10 @@ def _list(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
 @click.option("--reverse", is_flag=True, help="Undo the recipe: SRC has the layout that it makes.")
 @rule_options.with_sizes
 @options.key
-@options.asked
+@options.parts
 def command(
     recipe: str,
-    edit: options.Edit,
+    request: options.Request,
     key: str | None,
     reverse: bool,
     config: str | None,
@@ -60,7 +60,7 @@ def command(
     """
     from ckptkit.run import recipes
 
-    asked = rule_options.asked(edit, config, args, reverse)
+    asked = rule_options.asked(request, config, args, reverse)
     found = recipes.load(recipe, asked)
     output = {} if reverse else found.output  # which is that of the other layout
-    edit.with_defaults(output).run(*found.steps, key=key, keep_format=False, ruled=asked)
+    request.with_defaults(output).run(*found.steps, key=key, keep_format=False, ruled=asked)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ckptkit.cli import grid
     from ckptkit.compute.tallies import Histogram, Tally
     from ckptkit.core.checkpoint import Checkpoint
+    from ckptkit.core.options import Options
     from ckptkit.core.tensor import Tensor
 
 SCHEMA = "ckptkit.show/2"
@@ -90,7 +91,7 @@ class Shown(NamedTuple):
 @options.as_json(SCHEMA)
 @options.stored
 @options.key
-@options.asked
+@options.reads
 def command(
     file: str,
     name: str | None,
@@ -103,7 +104,7 @@ def command(
     nonfinite: bool,
     as_json: bool,
     stored: bool,
-    key: str | None,
+    read: Options,
 ) -> int:
     """Show the values and statistics of one tensor.
 
@@ -121,10 +122,10 @@ def command(
     if name is None:
         if not nonfinite or other:
             raise click.UsageError("Missing argument 'NAME'.")
-        return _all_nonfinite(file, key, stored)
+        return _all_nonfinite(file, read, stored)
     pairs = [(file, name), *([(other, name_b or name)] if other is not None else [])]
     with ExitStack() as stack:
-        shown = [_chosen(stack, *pair, index, key, stored) for pair in pairs]
+        shown = [_chosen(stack, *pair, index, read, stored) for pair in pairs]
         if as_json:
             text = [*render.json_pieces(_facts(shown, counted)), "\n"]
         elif nonfinite:
@@ -149,13 +150,13 @@ def _nonfinite(shown: Shown) -> Iterator[str]:
         yield f"  and {nan + infinite - FIRST:,} more"
 
 
-def _all_nonfinite(file: str, key: str | None, stored: bool) -> int:
+def _all_nonfinite(file: str, read: Options, stored: bool) -> int:
     """Print where the first elements that are not finite are, of each tensor that has any."""
     from ckptkit.api import reading
     from ckptkit.cli.progress import Progress
 
     found: list[list[str]] = []
-    with reading(file, key=key) as checkpoint:
+    with reading(file, read) as checkpoint:
         rows = [row for row in _rows(checkpoint, stored) if _may_be_nonfinite(row.tensor)]
         with Progress(f"reading {shown_url(file)}", sum(row.nbytes for row in rows)) as progress:
             for row in rows:
@@ -183,12 +184,12 @@ def _rows(checkpoint: Checkpoint, stored: bool) -> list[TensorRow]:
 
 
 def _chosen(
-    stack: ExitStack, file: str, name: str, index: str, key: str | None, stored: bool
+    stack: ExitStack, file: str, name: str, index: str, read: Options, stored: bool
 ) -> Shown:
     from ckptkit.analysis.slices import parse
     from ckptkit.api import reading
 
-    rows = _rows(stack.enter_context(reading(file, key=key)), stored)
+    rows = _rows(stack.enter_context(reading(file, read)), stored)
     found = next((row for row in rows if row.name == name), None) or next(
         (r for r in rows if r.place == name), None
     )

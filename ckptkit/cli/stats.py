@@ -15,6 +15,7 @@ from ckptkit.core.text import shown_url, some
 if TYPE_CHECKING:
     from ckptkit.analysis.stats import Statistics, TensorStats
     from ckptkit.core.checkpoint import Checkpoint
+    from ckptkit.core.options import Options
 
 SCHEMA = "ckptkit.stats/2"
 SHOWN = 8  # names in a warning
@@ -64,7 +65,7 @@ NUMBERS = (
 @click.option("--csv", "as_csv", is_flag=True, help="Print comma-separated values, full precision.")
 @options.stored
 @options.key
-@options.asked
+@options.reads
 def command(
     file: str,
     globs: tuple[str, ...],
@@ -75,7 +76,7 @@ def command(
     as_json: bool,
     as_csv: bool,
     stored: bool,
-    key: str | None,
+    read: Options,
 ) -> int:
     """Show statistics of tensor values, per tensor or per group.
 
@@ -96,7 +97,7 @@ def command(
         raise click.UsageError("--json and --csv exclude each other, and so do --depth and --fold")
     label = family if fold else None if depth is None else stats.depth(depth)
     form = _form(as_json, as_csv)
-    with reading(file, key=key) as opened:
+    with reading(file, read) as opened:
         checkpoint = opened if stored else look_through(opened)
         rows = stats.chosen(checkpoint, globs, everything)
         found = stats.Statistics(rows, label, stats.modules(checkpoint) if fold else None)
@@ -104,7 +105,7 @@ def command(
             text = list(_text(checkpoint, found, _arranged(found, progress, sort), form))
     render.write(text)
     if not as_json:
-        for line, hint in _remarks(found, globs, shown_url(file), key):
+        for line, hint in _remarks(found, globs, shown_url(file), read.key):
             render.warn(line, hint)
     return 0
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     help="Prefix to remove instead of 'module.' (repeatable).",
 )
 @options.keys
-def command(edit: options.Edit, prefixes: tuple[str, ...], keys: tuple[str, ...]) -> None:
+def command(request: options.Request, prefixes: tuple[str, ...], keys: tuple[str, ...]) -> None:
     """Remove the leading 'module.' from the keys.
 
     DataParallel and DistributedDataParallel add it. Only a leading prefix is removed, once, and
@@ -39,21 +39,21 @@ def command(edit: options.Edit, prefixes: tuple[str, ...], keys: tuple[str, ...]
 
     def strip(ck: Checkpoint) -> Checkpoint:
         done = strip_prefix(ck, *prefixes, keys=keys)
-        if edit.alone and done.root is ck.root:
+        if request.alone and done.root is ck.root:
             from ckptkit.analysis.advice import wrappers
 
             names = _names(ck.whole(), keys)
             if prefixes or wrappers(names):
-                raise _nothing(ck, done, edit, keys, names)
+                raise _nothing(ck, done, request, keys, names)
         return done
 
-    edit.run(strip, key=options.only(keys))
+    request.run(strip, key=options.only(keys))
 
 
 def _nothing(
     ck: Checkpoint,
     done: Checkpoint,
-    edit: options.Edit,
+    request: options.Request,
     keys: tuple[str, ...],
     names: list[str],
 ) -> Exception:
@@ -70,12 +70,12 @@ def _nothing(
     if not found and len(firsts) == 1 and any(name.count(".") > 1 for name in names):
         found = [f"{first}." for first in firsts]
     chosen = [word for key in keys for word in ("--key", key)]
-    places = [edit.src] if edit.dst is None else [edit.src, edit.dst]
+    places = [request.src] if request.dst is None else [request.src, request.dst]
     dash = ["--"] if any(each.startswith("-") for each in places) else []
-    words = ["inspect", *chosen[:2], *dash, edit.src]
+    words = ["inspect", *chosen[:2], *dash, request.src]
     hint = f"`{shell_command(['ckptkit', *words])}` lists the keys"
     if found:
-        where = ["--in-place"] if edit.dst is None else []
+        where = ["--in-place"] if request.dst is None else []
         words = ["strip-module", *where, *prefix_options(found), *chosen, *dash, *places]
         hint = f"they begin with {''.join(found)!r}: {shell_command(['ckptkit', *words])}"
     return NothingToDoError(done.warnings[len(ck.warnings)], where=ck.name, hint=hint)

@@ -19,6 +19,7 @@ from ckptkit.core.tree import join
 if TYPE_CHECKING:
     from ckptkit.analysis.summary import Plain, TensorRow
     from ckptkit.core.checkpoint import Checkpoint
+    from ckptkit.core.options import Options
     from ckptkit.core.tensor import Tensor
 
 HEX = 16  # characters of a digest: enough to see that it is another
@@ -26,12 +27,12 @@ LONG = 200  # characters of a value
 SMALL = 1_024  # bytes of a text file that is shown as it is: a Git LFS pointer
 
 
-def lines(path: str, key: str | None) -> Iterator[str]:
+def lines(path: str, read: Options) -> Iterator[str]:
     """Yield the lines for the file at `path`, escaped. Reads every tensor."""
     from ckptkit.api import reading
 
     try:
-        with reading(path, key=key) as checkpoint:
+        with reading(path, read) as checkpoint:
             shown = list(map(escape, _facts(checkpoint)))
     except CkptkitError as error:
         if error.code == InputChangedError.code:

@@ -14,6 +14,7 @@ from ckptkit.core.text import shown_url, some
 if TYPE_CHECKING:
     from ckptkit.analysis.digests import Matches
     from ckptkit.analysis.verify import Verdict
+    from ckptkit.core.options import Options
     from ckptkit.formats.format import Defect
 
 SCHEMA = "ckptkit.verify/2"
@@ -42,7 +43,7 @@ NAMED = 3  # tensors of a finding
 @options.as_json(SCHEMA)
 @click.option("--quiet", "-q", is_flag=True, help="Print only what is wrong.")
 @options.key
-@options.asked
+@options.reads
 def command(
     files: tuple[str, ...],
     values: bool,
@@ -50,7 +51,7 @@ def command(
     globs: tuple[str, ...],
     as_json: bool,
     quiet: bool,
-    key: str | None,
+    read: Options,
 ) -> int:
     """Check that checkpoints are complete and undamaged.
 
@@ -73,7 +74,7 @@ def command(
     shown = _Shown(as_json, quiet, len(files) == 1)
     matches = render.matcher(globs) if globs else None
     verdicts = _verdicts(
-        files, expected, matches, values, key, failures, alone=len(files) == 1 and not as_json
+        files, expected, matches, values, read, failures, alone=len(files) == 1 and not as_json
     )
     shown.print(verdicts)
     if failures:
@@ -86,7 +87,7 @@ def _verdicts(
     expected: Mapping[str, str] | None,
     matches: Matches | None,
     values: bool,
-    key: str | None,
+    read: Options,
     failures: list[CkptkitError],
     alone: bool,
 ) -> Iterator[Verdict | CkptkitError]:
@@ -99,10 +100,10 @@ def _verdicts(
             with Progress(f"verifying {shown_url(file)}") as progress:
                 verdict = verify(
                     file,
+                    read,
                     expected=expected,
                     matches=matches,
                     values=values,
-                    key=key,
                     progress=progress,
                 )
         except UsageError:

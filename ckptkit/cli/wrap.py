@@ -20,7 +20,7 @@ from ckptkit.cli import options, parsing
     callback=parsing.arguments,
     help="Add this entry beside it (repeatable).",
 )
-def command(edit: options.Edit, key: str, beside: dict[str, Any]) -> None:
+def command(request: options.Request, key: str, beside: dict[str, Any]) -> None:
     """Put a checkpoint under a key of a new mapping.
 
     DST is {NAME: everything}, plus the values of --set. The reverse of extract.
@@ -34,15 +34,15 @@ def command(edit: options.Edit, key: str, beside: dict[str, Any]) -> None:
     from ckptkit.formats.table import TORCH_ZIP
     from ckptkit.transforms.structure import wrap
 
-    shards = edit.shard_size is not None
+    shards = request.options.shard_size is not None
     chosen = formats.for_writing(
-        edit.dst or edit.src, edit.format, keep=TORCH_ZIP.name, shards=shards
+        request.dst or request.src, request.options.format, keep=TORCH_ZIP.name, shards=shards
     )
-    if chosen.everything in ("never", "asked") and not edit.everything:
+    if chosen.everything in ("never", "asked") and not request.options.everything:
         hint = "--all keeps it" if chosen.everything == "asked" else "name a .pth"
         raise UsageError(
             f"{chosen.name} holds only weights, without an entry around them",
-            where=edit.dst,
+            where=request.dst,
             hint=hint,
         )
-    edit.run(lambda ck: wrap(ck, key, beside))
+    request.run(lambda ck: wrap(ck, key, beside))

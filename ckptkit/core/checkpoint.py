@@ -65,7 +65,8 @@ class Checkpoint:
     (name and bytes) that belong beside the weights where these are written as a folder; ``logical``
     are the tensors that stand for quantized weights, where somebody looks through these
     (:mod:`ckptkit.quantized.logical`). ``folder`` is the folder that was named, where the source is
-    one file of it; ``beside`` are the entries that were files of their own in that folder.
+    one file of it; ``beside`` are the entries that were files of their own in that folder;
+    ``words`` are the options of a command that reads the same folder alike.
     """
 
     root: Node
@@ -83,6 +84,7 @@ class Checkpoint:
     logical: object = None
     folder: Folder | None = None
     beside: Beside | None = None
+    words: tuple[str, ...] = ()
 
     @cached_property
     def selection(self) -> Weights | None:
@@ -193,6 +195,11 @@ class Checkpoint:
             notes=(*self.notes, *notes),
             warnings=(*self.warnings, *warnings),
         )
+
+    @property
+    def chosen(self) -> tuple[str, ...]:
+        """Return the options of a command that takes the same weights."""
+        return (*(() if self.key is None else ("--key", self.key)), *self.words)
 
     def with_key(self, key: str | None) -> Checkpoint:
         """Return this checkpoint with the weights taken from the entry `key`."""

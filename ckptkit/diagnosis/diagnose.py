@@ -28,6 +28,7 @@ from ckptkit.core.errors import (
     UsageError,
     coded,
 )
+from ckptkit.core.options import DEFAULT, Options
 from ckptkit.core.text import is_url, shown_url, without
 from ckptkit.core.tree import Global, children, key_text
 from ckptkit.core.weights import locate
@@ -36,16 +37,7 @@ from ckptkit.diagnosis.cause import ERROR, Cause, Fix, together
 from ckptkit.diagnosis.facts import Facts, some
 from ckptkit.formats.dcp.shards import part_of
 from ckptkit.formats.folder import INDEX
-from ckptkit.formats.format import (
-    Defect,
-    Format,
-    Loss,
-    Probe,
-    Recovered,
-    WriteOptions,
-    open_place,
-    steady,
-)
+from ckptkit.formats.format import Defect, Format, Loss, Probe, Recovered, open_place, steady
 from ckptkit.formats.table import BY_NAME, DCP_SHARD, FORMATS, NONE
 from ckptkit.loading import building
 from ckptkit.loading.comparing import seen_by
@@ -96,7 +88,7 @@ class Diagnosis:
     checkpoint: Checkpoint | None
     readable: bool
     lost: tuple[Loss, ...] = ()
-    options: tuple[str, ...] = ()  # what said model and key on the command line
+    words: tuple[str, ...] = ()  # what said model and key on the command line
 
     @property
     def fix(self) -> Fix | None:
@@ -111,41 +103,41 @@ class Diagnosis:
 
 def examine(
     path: PathLike,
+    options: Options = DEFAULT,
     *,
     model: nn.Module | None = None,
-    key: str | None = None,
-    options: tuple[str, ...] = (),
+    words: tuple[str, ...] = (),
 ) -> Diagnosis:
     """Return every cause that keeps `path` from loading: here, and into `model` if there is one.
 
-    `key` names the entry to take as the weights, `options` are what says model and key on the
-    command line. Reads headers, and small files to their end. Raises PathError, UsageError for a
-    `key` that names none, and what keeps a remote file from being read.
+    `options` say how to read it, `words` are what says model and key on the command line. Reads
+    headers, and small files to their end. Raises PathError, UsageError for a key that names no
+    entry, and what keeps a remote file from being read.
     """
     place = open_place(path)
     with steady(place, remote=True):
-        found = _examine(shown_url(os.fspath(path)), place, model, key, options)
-    return replace(found, options=options)
+        found = _examine(shown_url(os.fspath(path)), place, options, model, words)
+    return replace(found, words=words)
 
 
 def _examine(
     typed: str,
     place: ByteSource | Folder,
+    options: Options,
     model: nn.Module | None,
-    key: str | None,
-    options: tuple[str, ...],
+    words: tuple[str, ...],
 ) -> Diagnosis:
     try:
-        checkpoint = formats.read(place)
+        checkpoint = formats.read(place, options)
     except REFUSALS as error:
         return _examine_refused(typed, place, error)
-    damage = _damage(place)
+    damage = _damage(place, options)
     recovered = None if damage is None else _recovered(place)
     lost: tuple[Loss, ...] = ()
     if recovered is not None:
         checkpoint, lost = recovered.checkpoint, recovered.lost
-    checkpoint = checkpoint if key is None else checkpoint.with_key(key)
-    found = list(_causes(typed, checkpoint, model, place, options))
+    checkpoint = checkpoint if options.key is None else checkpoint.with_key(options.key)
+    found = list(_causes(typed, checkpoint, model, place, words))
     if damage is not None:
         first = _damaged(typed, damage, recovered is not None)
         found = [first, *_beside_damage(found, recovered)]
@@ -157,7 +149,7 @@ def _causes(
     checkpoint: Checkpoint,
     model: nn.Module | None,
     place: ByteSource | Folder,
-    options: tuple[str, ...],
+    words: tuple[str, ...],
 ) -> Iterator[Cause]:
     """Yield the causes in a checkpoint that can be read."""
     if checkpoint.part is not None:
@@ -166,7 +158,7 @@ def _causes(
     found = _content(path, checkpoint, model, place)
     yield from found
     if model is not None and not any(cause.code == "ambiguous" for cause in found):
-        yield from _fit(path, checkpoint, model, options)
+        yield from _fit(path, checkpoint, model, words)
 
 
 def cure(
@@ -186,10 +178,10 @@ def cure(
             found.checkpoint.whole()
         raise UsageError("none of the causes has a fix that ckptkit can apply", where=found.path)
     found.checkpoint.whole()
-    options = WriteOptions(objects="drop" if fix.drop_objects else "keep")
-    return convert(
-        found.checkpoint, destination, *_steps(fix), options=options, force=force, progress=progress
+    options = Options(
+        objects="drop" if fix.drop_objects else "keep", force=force, progress=progress
     )
+    return convert(found.checkpoint, destination, *_steps(fix), options=options)
 
 
 def _steps(fix: Fix) -> Iterator[Callable[[Checkpoint], Checkpoint]]:
@@ -300,12 +292,12 @@ def _latest(paths: Any) -> list[str]:
 # A file that can
 
 
-def _damage(place: ByteSource | Folder) -> Verdict | None:
+def _damage(place: ByteSource | Folder, options: Options) -> Verdict | None:
     """Return the verdict on a local file that can be read and is damaged, None on others."""
     if not isinstance(place, ByteSource) or place.remote or place.size > READ:
         return None
     try:
-        verdict = verify(place.name)
+        verdict = verify(place.name, options)
     except REFUSALS:
         return None
     return verdict if verdict.damaged else None
@@ -423,7 +415,7 @@ _NO_WEIGHTS = Cause(
 
 
 def _fit(
-    path: str, checkpoint: Checkpoint, model: nn.Module, options: tuple[str, ...]
+    path: str, checkpoint: Checkpoint, model: nn.Module, words: tuple[str, ...]
 ) -> list[Cause]:
     weights = checkpoint.selection
     if weights is None:
@@ -442,8 +434,8 @@ def _fit(
         ours[name] = Kind(ours[name].dtype, ())
     ties = [[name for name in same if name in wanted] for same in building.model_ties(model)]
     is_quantized = bool(quantized.find(checkpoint))
-    chosen = () if checkpoint.key is None else ("--key", checkpoint.key)
-    return fit.causes(fit.Fitting(path, ours, wanted, way, ties, options, is_quantized, chosen))
+    chosen = checkpoint.chosen
+    return fit.causes(fit.Fitting(path, ours, wanted, way, ties, words, is_quantized, chosen))
 
 
 def _old_scalars(ours: Mapping[str, Kind], wanted: Mapping[str, Kind], way: Way) -> list[str]:

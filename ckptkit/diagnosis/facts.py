@@ -14,9 +14,10 @@ from ckptkit.core import text
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.dtypes import NOT_IN_TORCH
 from ckptkit.core.errors import CkptkitError
+from ckptkit.core.options import Options
 from ckptkit.core.tree import Node, join
 from ckptkit.diagnosis.cause import Fix
-from ckptkit.formats.format import Format, WriteOptions
+from ckptkit.formats.format import Format
 from ckptkit.formats.table import BY_NAME, NONE, SAFETENSORS, TORCH_ZIP
 from ckptkit.quantized import Quantization
 from ckptkit.transforms.structure import bare
@@ -118,7 +119,7 @@ class Facts:
 def is_written(checkpoint: Checkpoint, format: Format, objects: str = "keep") -> bool:
     """Return whether a checkpoint can be written in a format; its file is planned to know."""
     try:
-        formats.layout(checkpoint, format, WriteOptions(objects=objects))
+        formats.layout(checkpoint, format, Options(objects=objects))
     except CkptkitError:
         return False
     return True
@@ -171,7 +172,7 @@ def alone(facts: Facts, mark: str) -> str | None:
     suffix = advice.suffix_for_torch(facts.path)
     if not facts.are_weights_for_torch:
         suffix = SAFETENSORS.suffixes[0]
-    words = ("--key", join(facts.summary.weights or ()))
+    words = ("--key", join(facts.summary.weights or ()), *facts.summary.words)
     return advice.edit("extract", facts.path, mark, *words, suffix=suffix)
 
 

@@ -9,6 +9,7 @@ from ckptkit.analysis.reports import file_of, listed
 from ckptkit.api import Conversion
 from ckptkit.core import arguments
 from ckptkit.core.checkpoint import Source
+from ckptkit.core.options import Options
 from ckptkit.diagnosis.cause import Cause
 from ckptkit.diagnosis.diagnose import Diagnosis, examine
 
@@ -26,9 +27,7 @@ def doctor(
     `model` is a torch.nn.Module that the weights are meant for, or names a class: then
     ``package.module:Class`` or ``path/to/file.py:Class`` is imported and built.
     """
-    path = file_of(source)
-    if key is not None:
-        arguments.text("key", key)
+    path, read = file_of(source), Options(key=key)
     name = model if isinstance(model, str) else type(model).__qualname__
     options = ("--model", model) if isinstance(model, str) else ()
     if model is not None:
@@ -37,7 +36,7 @@ def doctor(
         model = model_from(model) if isinstance(model, str) else model
         arguments.module("model", model)
     words = (*options, *(("--key", key) if key and options else ()))
-    found = examine(path, model=model, key=key, options=words)
+    found = examine(path, read, model=model, words=words)
     facts = report(found, None, found, None if model is None else name)
     return cast("DoctorReport", listed(facts))
 

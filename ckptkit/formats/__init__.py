@@ -21,18 +21,17 @@ from ckptkit.core.errors import (
     UnsupportedError,
     UsageError,
 )
+from ckptkit.core.options import DEFAULT, LAYOUT, Options
 from ckptkit.core.plan import Patch, Plan
 from ckptkit.core.text import argument, behind_page, shell_command, shown_url, typed
 from ckptkit.formats.format import (
     RECOVER,
     UNVERIFIED,
-    Asked,
     CheckedPart,
     Defect,
     Format,
     Probe,
     Recovered,
-    WriteOptions,
 )
 from ckptkit.formats.table import (
     BY_NAME,
@@ -53,12 +52,11 @@ def match(probe: Probe) -> Format | None:
     A table of parts is for a folder of parts. Raises what is wrong with a container that several
     formats share.
     """
-    asked = probe.asked
-    if asked.table is not None and probe.is_folder:
-        return PARALLEL
-    if asked.table is not None and not asked.files_too:
+    if probe.options.parts is not None:
+        if probe.is_folder:
+            return PARALLEL
         raise UsageError(
-            f"is a file, and {typed('--parts', 'table')} says how the files of a folder go "
+            f"is a file, and {typed('--parts', 'parts')} says how the files of a folder go "
             "together",
             where=probe.name,
         )
@@ -81,11 +79,12 @@ def identify(probe: Probe) -> Format:
     raise refusal
 
 
-def read(place: ByteSource | Folder, asked: Asked | None = None) -> Checkpoint:
+def read(place: ByteSource | Folder, options: Options = DEFAULT) -> Checkpoint:
     """The checkpoint in a file or folder: headers only. Every error says which file."""
-    probe = Probe(place, asked)
+    probe = Probe(place, options)
     try:
-        return _with_folder(identify(probe).read(probe), probe)
+        checkpoint = _with_folder(identify(probe).read(probe), probe)
+        return replace(checkpoint, words=options.words) if options.words else checkpoint
     except CkptkitError as error:
         if isinstance(error, (TruncatedError, CorruptError)) and (command := recoverable(probe)):
             error.hint = "; ".join(filter(None, (error.hint, _SAVES[command])))
@@ -140,7 +139,7 @@ def salvaged(place: ByteSource, unverified: bool = False) -> Recovered | None:
     try:
         found = recover(place, unverified=unverified)
         format = for_writing(place.name, keep=found.checkpoint.format)
-        layout(found.checkpoint, format, WriteOptions())
+        layout(found.checkpoint, format, DEFAULT)
     except CkptkitError:
         return None
     return found
@@ -282,13 +281,13 @@ def _writer(name: str, shards: bool = False) -> Format:
     return format
 
 
-def layout(checkpoint: Checkpoint, format: Format, options: WriteOptions) -> Plan:
+def layout(checkpoint: Checkpoint, format: Format, options: Options) -> Plan:
     """Plan a file of `checkpoint` in `format`. Every error says which checkpoint."""
     assert format.layout is not None
-    if options.everything and not options.record:
+    if options.everything and not options.extras:
         raise UsageError(
             f"{typed('--all', 'everything=True')} keeps the rest in ckptkit's own entry, which "
-            f"{typed('--no-extras', 'record=False')} leaves out"
+            f"{typed('--no-extras', 'extras=False')} leaves out"
         )
     if options.everything and format.everything not in WHOLE:
         able = ", ".join(each.name for each in writable() if each.everything in WHOLE)
@@ -322,7 +321,7 @@ def _is_module(checkpoint: Checkpoint) -> bool:
         return False
 
 
-def _without_pieces(checkpoint: Checkpoint, format: Format, options: WriteOptions) -> Checkpoint:
+def _without_pieces(checkpoint: Checkpoint, format: Format, options: Options) -> Checkpoint:
     """The checkpoint with plain tensors for those of several processes, where the output cannot
     keep such.
 
@@ -336,18 +335,15 @@ def _without_pieces(checkpoint: Checkpoint, format: Format, options: WriteOption
     return checkpoint if keeps and options.objects != "drop" else checkpoint.plain()
 
 
-def patch(
-    before: Checkpoint, after: Checkpoint, format: Format, options: WriteOptions
-) -> Patch | None:
+def patch(before: Checkpoint, after: Checkpoint, format: Format, options: Options) -> Patch | None:
     """Plan the edit in place that makes the file of `before` hold `after`; None if it is large.
 
     Every error says which checkpoint.
     """
     if format.patch is None:
         return None
-    unchanged = (
-        after.root is before.root and after.extras == before.extras and options == WriteOptions()
-    )
+    is_plain = all(getattr(options, name) == getattr(DEFAULT, name) for name in LAYOUT)
+    unchanged = after.root is before.root and after.extras == before.extras and is_plain
     if unchanged and isinstance(before.source, LocalFile):
         return Patch(before.source, None, (), None, before.source.size)
     try:
@@ -362,7 +358,7 @@ def holds_program(checkpoint: Checkpoint) -> bool:
     return kept is not None and kept.program
 
 
-def _layout_weights(checkpoint: Checkpoint, format: Format, options: WriteOptions) -> Plan:
+def _layout_weights(checkpoint: Checkpoint, format: Format, options: Options) -> Plan:
     from ckptkit.formats.whats_inside import notes, without_program
 
     assert format.layout is not None

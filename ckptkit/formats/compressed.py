@@ -53,7 +53,7 @@ def read(probe: Probe) -> Checkpoint:
     Raises LimitError for a file that grows too much, and what the format inside raises.
     """
     method = method_of(probe.head)
-    checkpoint = formats.read(_inside(probe), probe.asked)
+    checkpoint = formats.read(_inside(probe), probe.options)
     return replace(
         checkpoint, about=f"decompressed ({method}) to be read" if method else "in a tar file"
     )

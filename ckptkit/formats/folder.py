@@ -53,7 +53,7 @@ def read(probe: Probe) -> Checkpoint:
     revision.
     """
     inner = _meant(probe)
-    checkpoint = formats.read(inner)
+    checkpoint = formats.read(inner, probe.options)
     if isinstance(inner, Folder):
         return checkpoint
     name = os.path.basename(inner.name)

@@ -8,16 +8,15 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ckptkit.core import arguments
 from ckptkit.core.bytesource import ByteSource, Folder, LocalFile, Record, has_journal
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError, InputChangedError, InputError
+from ckptkit.core.options import DEFAULT, Options
 from ckptkit.core.plan import Patch, Plan
 from ckptkit.core.text import is_url
 from ckptkit.formats.zip_reader import MAGIC, ZipDirectory, read_directory
@@ -31,37 +30,13 @@ RECOVER = "recover"
 UNVERIFIED = "recover --unverified"
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """Options of a reader for files of many processes.
-
-    ``copies`` of one tensor are compared as far as checksums tell (``compare``), read and compared
-    (``check``), or those that differ are passed over (``first``); ``table`` is a file that says how
-    the parts were cut.
-    """
-
-    copies: str = "compare"
-    table: str | None = None
-    files_too: bool = False  # a file among the inputs is read as it is, without the table
-
-    @property
-    def words(self) -> tuple[str, ...]:
-        """The options of a command that reads the same folder alike."""
-        table = () if self.table is None else ("--parts", self.table)
-        return (*table, *(("--copies", "first") if self.copies == "first" else ()))
-
-
-_NOTHING = Asked()
-ASKED: ContextVar[Asked] = ContextVar("asked", default=_NOTHING)  # the options of a command
-
-
 class Probe:
     """A file or folder to be identified; the formats and the reader share what has been parsed."""
 
-    def __init__(self, place: ByteSource | Folder, asked: Asked | None = None) -> None:
+    def __init__(self, place: ByteSource | Folder, options: Options = DEFAULT) -> None:
         self.place = place
         self.name = place.name
-        self.asked = asked or ASKED.get()
+        self.options = options
         self.kept: dict[
             object, object
         ] = {}  # what a family of readers shares, by whatever they agree on
@@ -94,44 +69,6 @@ class Probe:
     def zip(self) -> ZipDirectory | None:
         """The directory of a zip file, None if it is not one. Raises what is wrong with it."""
         return read_directory(self.source) if self.head.startswith(MAGIC) else None
-
-
-@dataclass(frozen=True, slots=True)
-class WriteOptions:
-    """The choices of how to write, where a format has one.
-
-    ``objects``: ``keep``, ``drop`` or ``error`` for Python objects that are not tensors or plain
-    values. ``ties``: ``alias`` (store once and note) or ``duplicate`` for tensors with equal bytes
-    in a format without views. ``shard_size``: the most bytes in a file of a sharded format, a
-    single larger tensor aside; None: the default. ``ranks``: the parts that a format of
-    model-parallel parts cuts the weights into. ``everything``: write the whole tree, not only
-    what the format is made for; see `Format.everything`. ``record``: keep in safetensors' metadata
-    what their header cannot express (`_metadata`, values): not for readers that want none.
-    ``sidecars``: copy configuration and tokenizer files from the folder of a model into a folder
-    that is written. ``check``: compare tensors with the CRC-32 that their file holds, before new
-    bytes are made of them, and raise CorruptError for a damaged one.
-    """
-
-    objects: str = "keep"
-    ties: str = "alias"
-    everything: bool = False
-    shard_size: int | None = None
-    ranks: int | None = None
-    record: bool = True
-    sidecars: bool = True
-    check: bool = True
-
-    def __post_init__(self) -> None:
-        arguments.choice("objects", self.objects, ("keep", "drop", "error"))
-        arguments.choice("ties", self.ties, ("alias", "duplicate"))
-        arguments.flags(
-            everything=self.everything,
-            record=self.record,
-            sidecars=self.sidecars,
-            check=self.check,
-        )
-        arguments.count("shard_size", self.shard_size, 1 << 62)
-        arguments.count("ranks", self.ranks, 1 << 16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +167,7 @@ class Format:
     suffixes: tuple[str, ...] = ()
     is_folder: bool = False
     loaded_by_torch: bool = False  # torch.load or torch.jit.load reads it
-    layout: Callable[[Checkpoint, WriteOptions], Plan] | None = None
+    layout: Callable[[Checkpoint, Options], Plan] | None = None
     readable: bool = True
     # found by listing a folder's files, which a web server does not offer
     listed: bool = False
@@ -249,7 +186,7 @@ class Format:
     recover: Callable[[Probe, bool], Recovered | None] | None = None
     recoverable: Callable[[Probe], str] | None = None
     check: Callable[[Probe], Iterator[CheckedPart | Defect]] | None = None
-    patch: Callable[[Checkpoint, Checkpoint, WriteOptions], Patch | None] | None = None
+    patch: Callable[[Checkpoint, Checkpoint, Options], Patch | None] | None = None
     pickles: Callable[[Probe], Iterator[Found] | None] | None = None
 
 

@@ -47,12 +47,13 @@ from ckptkit.core.errors import (
     UnsupportedError,
 )
 from ckptkit.core.limits import LIMITS, check
+from ckptkit.core.options import Options
 from ckptkit.core.plan import OutputFile, Plan
 from ckptkit.core.tensor import Shape, Storage, Tensor, contiguous_stride
 from ckptkit.core.text import shown, some
 from ckptkit.core.tree import Global, Node, OrderedMapping
 from ckptkit.formats import table
-from ckptkit.formats.format import Probe, WriteOptions
+from ckptkit.formats.format import Probe
 from ckptkit.formats.record import leftovers, refuse_objects, refuse_pieces, shared_bytes
 from ckptkit.formats.strict_json import is_utf8
 from ckptkit.formats.zip_writer import ZipMember, lay_out
@@ -337,7 +338,7 @@ def read_npz(probe: Probe) -> Checkpoint:
     )
 
 
-def layout(checkpoint: Checkpoint, options: WriteOptions) -> Plan:
+def layout(checkpoint: Checkpoint, options: Options) -> Plan:
     """Plan the weights as arrays; the notes name what is left out.
 
     Raises TensorError for tensors without an equivalent array.

@@ -48,11 +48,12 @@ from ckptkit.core.errors import (
     UnsafeGlobalError,
 )
 from ckptkit.core.limits import LIMITS, check
+from ckptkit.core.options import Options
 from ckptkit.core.plan import Edit, OutputFile, Patch, Plan
 from ckptkit.core.tensor import Shape, Storage, Tensor, contiguous_stride
 from ckptkit.core.text import flatten, owners, shown, some, typed, typed_value, without
 from ckptkit.formats import strict_json, table
-from ckptkit.formats.format import Probe, WriteOptions
+from ckptkit.formats.format import Probe
 from ckptkit.formats.record import (
     FRAMEWORK,
     RESERVED,
@@ -349,7 +350,7 @@ _CODES = (
 _RANK = {code: rank for rank, code in enumerate(_CODES)}
 
 
-def layout(checkpoint: Checkpoint, options: WriteOptions) -> Plan:
+def layout(checkpoint: Checkpoint, options: Options) -> Plan:
     """Plan a file of the weights and of what `__metadata__` can hold; the notes name the rest.
 
     Raises TensorError for tensors that the format does not know, LimitError for a header that no
@@ -369,7 +370,7 @@ class HeaderEntries(NamedTuple):
     notes: Sequence[str]
 
 
-def contents(checkpoint: Checkpoint, options: WriteOptions) -> HeaderEntries:
+def contents(checkpoint: Checkpoint, options: Options) -> HeaderEntries:
     """Choose what is written of a checkpoint. Raises like `layout`."""
     if options.everything or checkpoint.origin is WHOLE:  # an edit keeps a whole checkpoint whole
         return _whole(checkpoint, options)
@@ -378,7 +379,7 @@ def contents(checkpoint: Checkpoint, options: WriteOptions) -> HeaderEntries:
     return prepared(checkpoint, options)
 
 
-def prepared(checkpoint: Checkpoint, options: WriteOptions) -> HeaderEntries:
+def prepared(checkpoint: Checkpoint, options: Options) -> HeaderEntries:
     """Choose the weights and the values that the metadata can hold. Raises like `layout`."""
     weights = checkpoint.required
     tensors = weights.tensors
@@ -392,14 +393,14 @@ def prepared(checkpoint: Checkpoint, options: WriteOptions) -> HeaderEntries:
         FRAMEWORK: "pt",
         **checkpoint.extras,
         **ties,
-        RESERVED: text if options.record else None,
+        RESERVED: text if options.extras else None,
     }
     notes += [f"left out: {name} of the state_dict" for name in lost_attributes(weights.node)]
     notes += shared_bytes(stored)
     return HeaderEntries(stored, metadata, notes)
 
 
-def _whole(checkpoint: Checkpoint, options: WriteOptions) -> HeaderEntries:
+def _whole(checkpoint: Checkpoint, options: Options) -> HeaderEntries:
     """Choose the whole tree: see :mod:`safetensors_tree`.
 
     Raises what the writer of .pth files raises: all of it must be restorable.
@@ -557,7 +558,7 @@ class _Buffer(NamedTuple):
     places: Mapping[str, int]
 
 
-def patch(before: Checkpoint, after: Checkpoint, options: WriteOptions) -> Patch | None:
+def patch(before: Checkpoint, after: Checkpoint, options: Options) -> Patch | None:
     """Plan the edit of `before` into `after`; None if tensors differ or too many would move.
 
     Raises what writing `after` raises.

@@ -54,6 +54,7 @@ from ckptkit.core.errors import (
     within,
 )
 from ckptkit.core.limits import LIMITS, check
+from ckptkit.core.options import Options
 from ckptkit.core.plan import OutputFile, Plan
 from ckptkit.core.tensor import Storage, Tensor, TypedStorage
 from ckptkit.core.text import flatten, merge_all, owners
@@ -61,7 +62,7 @@ from ckptkit.core.tree import Node, OrderedMapping, module_versions, nodes, rebu
 from ckptkit.core.weights import Weights, as_tensor
 from ckptkit.formats import safetensors, strict_json, table, torch_zip
 from ckptkit.formats.folder import BIN, INDEX, SAFE, Candidate, best, unread
-from ckptkit.formats.format import CheckedPart, Defect, Format, Probe, WriteOptions
+from ckptkit.formats.format import CheckedPart, Defect, Format, Probe
 from ckptkit.formats.record import (
     FRAMEWORK,
     Restored,
@@ -506,7 +507,7 @@ def _restored(root: dict[Node, Node], texts: Mapping[str, str]) -> Restored:
     return restore(root, texts, index=True) if plain else restore_ties(root, texts, index=True)
 
 
-def layout_safetensors(checkpoint: Checkpoint, options: WriteOptions) -> Plan:
+def layout_safetensors(checkpoint: Checkpoint, options: Options) -> Plan:
     """Plan a folder with the weights.
 
     Raises what safetensors' own layout raises, and LimitError for a huge index.
@@ -547,7 +548,7 @@ def read_torch(probe: Probe) -> Checkpoint:
     return read(probe, table.SHARDED_BIN.name, partial(restore_ties, index=True))
 
 
-def layout_torch(checkpoint: Checkpoint, options: WriteOptions) -> Plan:
+def layout_torch(checkpoint: Checkpoint, options: Options) -> Plan:
     """Plan a folder with the weights and the other entries among them.
 
     Raises what torch-zip's layout raises, and LimitError for a huge index.

@@ -71,12 +71,13 @@ from ckptkit.core.errors import (
     TensorError,
     UnsupportedError,
 )
+from ckptkit.core.options import Options
 from ckptkit.core.plan import Edit, OutputFile, Patch, Plan
 from ckptkit.core.tensor import Storage, TypedStorage
 from ckptkit.core.text import shown
 from ckptkit.core.tree import Node
 from ckptkit.formats import strict_json, table
-from ckptkit.formats.format import Probe, WriteOptions
+from ckptkit.formats.format import Probe
 from ckptkit.formats.strict_json import dump
 from ckptkit.formats.zip_reader import REPLACED, ZipDirectory, read_directory, read_rows
 from ckptkit.formats.zip_writer import END_BYTES, ZipMember, ends, lay_out, record
@@ -292,7 +293,7 @@ TOP = "archive"
 _UNTYPED = storage_class(None)
 
 
-def layout(checkpoint: Checkpoint, options: WriteOptions) -> Plan:
+def layout(checkpoint: Checkpoint, options: Options) -> Plan:
     """Plan one file with the whole tree and the storages that it refers to.
 
     Raises what the pickle writer raises, and TensorError for a storage that torch could not read
@@ -427,7 +428,7 @@ _LENGTHS = struct.Struct(
 _NAME, _LOCAL_NAME = 46, 30  # where the name is in a directory entry, and in a local header
 
 
-def patch(before: Checkpoint, after: Checkpoint, options: WriteOptions) -> Patch | None:
+def patch(before: Checkpoint, after: Checkpoint, options: Options) -> Patch | None:
     """Plan the edit of the file of `before` into `after`; None where a storage is not in that file.
 
     Raises what writing the pickle raises.

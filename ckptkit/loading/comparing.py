@@ -66,7 +66,9 @@ def against_model(
     """Compare weights with the state_dict of a model: quantized ones as the model has them."""
     shapes = building.model_shapes(model)
     ck = ck if stored else seen_by(ck, shapes)
-    return reports.against(ck.weights, shapes, building.model_ties(model), name=name, key=ck.key)
+    return reports.against(
+        ck.weights, shapes, building.model_ties(model), name=name, chosen=ck.chosen
+    )
 
 
 def seen_by(ck: Checkpoint, shapes: Mapping[str, tuple[str, Shape]]) -> Checkpoint:

@@ -26,11 +26,11 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
 from functools import partial
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ckptkit.core.bytesource import JOURNAL, LocalFile, file_of, identity_of, journal_path
 from ckptkit.core.errors import (
@@ -41,6 +41,7 @@ from ckptkit.core.errors import (
     OutputError,
     VerifyError,
 )
+from ckptkit.core.options import DEFAULT, Options
 from ckptkit.core.plan import Edit, Patch
 from ckptkit.core.text import shell_word
 from ckptkit.publish.copying import write_all
@@ -91,26 +92,19 @@ def can_patch(path: str) -> bool:
     )
 
 
-def apply(
-    patch: Patch,
-    *,
-    verify: bool = False,
-    progress: Callable[[int, int], None] | None = None,
-    dry_run: bool = False,
-) -> Published:
-    """Apply `patch` to its file.
+def apply(patch: Patch, options: Options = DEFAULT, **changes: Any) -> Published:
+    """Apply `patch` to its file, with `options` or others named in `changes`.
 
     ``verify`` reads back the written bytes. ``progress`` is called at the end. ``dry_run`` makes
-    the checks that come before writing, and writes nothing. Raises
-    InputChangedError if it is no longer the file that was read, OutputError, VerifyError with the
-    file as it was.
+    the checks that come before writing. Raises InputChangedError if it is no longer the file that
+    was read, OutputError, VerifyError with the file as it was.
     """
-    base = patch.base
+    base, options = patch.base, options.changed(changes)
     if patch.seal is not None:
         with reported(base.path, base.name, patch.written):
-            _apply(patch, verify, dry_run)
-    if progress is not None and not dry_run:
-        progress(patch.written, patch.written)
+            _apply(patch, options.verify, options.dry_run)
+    if options.progress is not None and not options.dry_run:
+        options.progress(patch.written, patch.written)
     return Published(base.path, patch.size, 1)
 
 

@@ -21,11 +21,11 @@ import re
 import stat
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import Any
 
 from ckptkit.core.bytesource import (
     JOURNAL,
@@ -44,6 +44,7 @@ from ckptkit.core.errors import (
     UsageError,
     VerifyError,
 )
+from ckptkit.core.options import DEFAULT, Options
 from ckptkit.core.plan import OutputFile, Plan
 from ckptkit.core.text import is_url, shown_url, typed
 from ckptkit.publish.copying import Summing, in_order
@@ -63,10 +64,6 @@ from ckptkit.publish.preflight import (
     identities,
     raise_damage,
 )
-
-if TYPE_CHECKING:
-    from concurrent.futures import Executor
-
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EXDEV)
@@ -89,111 +86,89 @@ class Published:
 def publish(
     plan: Plan,
     destination: str | os.PathLike[str],
+    options: Options = DEFAULT,
     *,
-    force: bool = False,
     replace_source: bool = False,
-    durable: bool = False,
-    verify: bool = False,
-    allow_expand: bool = False,
-    check: bool = True,
     origin: ByteSource | Folder | None = None,
-    executor: Executor | None = None,
-    fork: bool = False,
-    progress: Callable[[int, int], None] | None = None,
-    dry_run: bool = False,
+    **changes: Any,
 ) -> Published:
     """Write `plan` to `destination`: a file, or a folder of files.
 
-    ``force`` allows to replace a file, ``replace_source`` to replace one that the plan reads; a
-    symbolic link is replaced, never followed. ``durable`` means that the output survives a power
-    cut (always so where it replaces a file); ``verify`` that it is read back and compared;
-    ``allow_expand`` that it may be any size. ``check`` compares members that new bytes are made of
-    with the checksums that their source holds. ``origin`` is the source of the plan, which is not
-    replaced either, even if the plan reads nothing of it. ``executor`` spreads the work over
-    workers that see the same files; ``fork`` allows to fork this process where much is computed.
-    A `destination` that is a URL is one ordered stream, which
-    appears when it is complete; see :mod:`upload`. ``progress`` is called, in this process, with
-    the bytes written since the last call, and the total. ``dry_run`` makes the checks that come
-    before writing, with their errors, and writes nothing.
+    `options` say how, and `changes` other ones by name. ``force`` allows to replace a file,
+    `replace_source` to replace one that the plan reads; a symbolic link is replaced, never
+    followed. An output that replaces a file is flushed to the disk even without ``durable``.
+    `origin` is the source of the plan, which is not replaced either, even if the plan reads nothing
+    of it. A `destination` that is a URL is one ordered stream, which appears when it is complete;
+    see :mod:`upload`. ``progress`` is called in this process. ``dry_run`` makes the checks that
+    come before writing, with their errors.
 
     Raises OutputExistsError, UsageError, LimitError before anything is written; OutputError,
     InputChangedError, VerifyError, DamageError and the errors of reading the input with the
     destination as it was.
     """
-    given = os.fspath(destination)
+    given, options = os.fspath(destination), options.changed(changes)
     if is_url(given):
-        return _upload(plan, given, force, verify, allow_expand, check, progress, dry_run)
+        return _upload(plan, given, options)
     check_typed(given, plan.is_folder)
     path = given.rstrip(os.sep)
     path = path if os.path.isabs(path) else os.path.join(os.getcwd(), path)
     size, sources = plan.size, plan.sources()
+    force = options.force or replace_source
     read = [*sources, *files_of(origin)]
     with reported(path, given, size):
         if not replace_source:
             check_sources(path, read)
-        kept = _kept_mode(old := check_destination(plan, path, force or replace_source))
-        check_size(plan, size, allow_expand)
-        left, edit = [] if dry_run else sweep(path), _unfinished_edit(path)
+        kept = _kept_mode(old := check_destination(plan, path, force))
+        check_size(plan, size, options.allow_expand)
+        left, edit = [] if options.dry_run else sweep(path), _unfinished_edit(path)
         check_space(path, size)
-        if dry_run:
+        if options.dry_run:
             return Published(path, size, len(plan.files))
         temporary = temporary_name(path)
         try:
             mode = _narrowed(_create(plan, temporary), read)
-            report = progress or (lambda count, total: None)
-            damaged = _write(
-                plan, temporary, executor, fork, lambda count: report(count, size), verify, check
-            )
+            damaged = _write(plan, temporary, size, options)
             for source in sources:
                 source.check_unchanged()
             _keep_owner(temporary, old)
             _keep_attributes(temporary, path if replace_source else None)
             os.chmod(temporary, mode if kept is None else kept)
-            if durable or kept is not None:
+            if options.durable or kept is not None:
                 _to_disk(plan, temporary)
             if replace_source:
                 check_still_there(path, read)
-            left += _rename(temporary, path, plan.is_folder, force or replace_source)
+            left += _rename(temporary, path, plan.is_folder, force)
         except BaseException:
             _discard(temporary, plan)
             raise
         if kept is not None:
             _forget_edit(path, edit)
-        if durable or kept is not None:
+        if options.durable or kept is not None:
             _name_to_disk(path)
     return Published(path, size, len(plan.files), tuple(left), damaged)
 
 
-def _upload(
-    plan: Plan,
-    url: str,
-    force: bool,
-    verify: bool,
-    allow_expand: bool,
-    check: bool,
-    progress: Callable[[int, int], None] | None,
-    dry_run: bool,
-) -> Published:
+def _upload(plan: Plan, url: str, options: Options) -> Published:
     """Write `plan` to a URL, as `publish` does to a path."""
     from ckptkit.publish.upload import upload
 
     size = plan.size
-    check_size(plan, size, allow_expand)
-    if verify:
+    check_size(plan, size, options.allow_expand)
+    if options.verify:
         raise UsageError(
             "an output at a URL cannot be read back before it appears",
             where=shown_url(url),
             hint=f"leave out {typed('--verify', 'verify=True')}; `diff --values` compares them "
             "afterwards",
         )
-    report = progress or (lambda count, total: None)
+    report = options.progress or (lambda count, total: None)
     upload(
         plan,
         url,
-        force=force,
-        check=check,
+        force=options.force,
+        check=options.check,
         progress=lambda count: report(count, size),
-        dry_run=dry_run,
+        dry_run=options.dry_run,
     )
     return Published(shown_url(url), size, len(plan.files))
 
@@ -277,16 +252,8 @@ def _folders(plan: Plan, temporary: str) -> list[str]:
     return [os.path.join(temporary, *folder.split("/")) for folder in plan.folders]
 
 
-def _write(
-    plan: Plan,
-    temporary: str,
-    executor: Executor | None,
-    fork: bool,
-    progress: Callable[[int], None],
-    verify: bool,
-    check: bool,
-) -> tuple[Range, ...]:
-    """Write the files of a plan.
+def _write(plan: Plan, temporary: str, size: int, options: Options) -> tuple[Range, ...]:
+    """Write the files of a plan, of `size` bytes in all.
 
     Return what was found to be damaged of what is copied together with its checksum.
     """
@@ -296,11 +263,18 @@ def _write(
     for place in places if plan.is_folder else ():
         os.close(new_file(place))
     files = [(p, file.segments) for p, file in zip(places, plan.files, strict=True)]
-    checked = checks(plan.files) if check else []
+    report = options.progress or (lambda count, total: None)
+    checked = checks(plan.files) if options.check else []
     summing = Summing(identities(checked), tuple(file.keeps_sums for file in plan.files), [])
-    found = execute(files, executor, progress, fork=fork, summing=summing if check else None)
+    found = execute(
+        files,
+        options.executor,
+        lambda count: report(count, size),
+        fork=options.fork,
+        summing=summing if options.check else None,
+    )
     raise_damage(compare(checked, summing.runs))
-    kept = checks(plan.files, kept=True) if check and verify else []
+    kept = checks(plan.files, kept=True) if options.check and options.verify else []
     sums = ReadSums(identities(kept))
     for place, file, known in zip(places, plan.files, found, strict=True):
         written = os.lstat(place).st_size
@@ -308,7 +282,7 @@ def _write(
             raise OutputError(
                 f"{written:,} bytes were written instead of {file.size:,}", where=file.name or None
             )
-        if verify:
+        if options.verify:
             with reading(sums if kept else None):
                 _compare(place, file, known)
     return tuple(each.range for each, _ in compare(kept, sums.runs))

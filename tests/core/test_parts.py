@@ -12,9 +12,9 @@ import torch
 import ckptkit
 from ckptkit.api import convert
 from ckptkit.core.errors import CorruptError, UnsupportedError
+from ckptkit.core.options import Options
 from ckptkit.core.parts import part_of
 from ckptkit.core.tree import Node
-from ckptkit.formats.format import Asked, WriteOptions
 from ckptkit.transforms.combine import average, merge
 from tests.conftest import Run, in_process
 from tests.formats.parallel import making
@@ -117,7 +117,7 @@ def test_combinations_and_entries_refuse_parts(make: Any, tmp_path: Path) -> Non
         lambda: average([checkpoint, checkpoint]),
         lambda: merge([checkpoint, checkpoint], last_wins=True),
         lambda: ckptkit.save(checkpoint, tmp_path / "y.safetensors"),
-        lambda: ckptkit.save(checkpoint, tmp_path / "y.pth", options=WriteOptions(objects="drop")),
+        lambda: ckptkit.save(checkpoint, tmp_path / "y.pth", options=Options(objects="drop")),
     ):
         with pytest.raises(UnsupportedError, match="take it for the whole"):
             attempt()
@@ -260,7 +260,7 @@ def test_copies_without_checksums_are_read_where_they_are_asked_for(
     monkeypatch.setattr(copies, "READ", 0)
     assert any("1 copies" in each for each in ckptkit.open(folder).warnings)
     with pytest.raises(CorruptError, match="'b'"):
-        ckptkit.open(folder, asked=Asked("check"))
+        ckptkit.open(folder, copies="check")
 
 
 def test_names_of_accelerate(tmp_path: Path) -> None:

@@ -22,8 +22,9 @@ from ckptkit.core.bytesource import Folder, LocalFile, Range
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import CkptkitError
+from ckptkit.core.options import Options
 from ckptkit.core.tensor import Tensor
-from ckptkit.formats.format import Format, WriteOptions
+from ckptkit.formats.format import Format
 from ckptkit.formats.table import FORMATS
 from tests.torch_equality import storage_bits
 
@@ -38,7 +39,7 @@ class FormatConformance:
     views = True  # whether it keeps strides and shared storages
     inside: str | None = None  # the format of what is read, where the file is but around it
     dtypes: Iterable[str] = ()  # the rows of dtypes.TABLE that it can hold
-    options = WriteOptions()
+    options = Options()
     header_bytes = 2 << 20  # how much of a file of 16 MiB may be read to know what is in it
 
     def make(self, folder: Path, state: State) -> Path:

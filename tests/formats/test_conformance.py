@@ -20,7 +20,7 @@ import zstandard
 from safetensors.torch import load_file, save_file
 
 from ckptkit.core.dtypes import BY_NAME, BY_NUMPY, BY_STORAGE, TABLE
-from ckptkit.formats.format import WriteOptions
+from ckptkit.core.options import Options
 from tests.formats.conformance import FormatConformance, State
 from tests.formats.containers import tars
 from tests.formats.torchscript import scripts
@@ -152,7 +152,7 @@ class TestSafetensors(FormatConformance):
 class TestSharded(TestSafetensors):
     name = "sharded"
     suffix = ""
-    options = WriteOptions(shard_size=64)
+    options = Options(shard_size=64)
 
     def make(self, folder: Path, state: State) -> Path:
         return make_sharded(folder / "made", "model", "safetensors", state, save_file)
@@ -167,7 +167,7 @@ class TestSharded(TestSafetensors):
 class TestShardedBin(TestTorchZip):
     name = "sharded-bin"
     suffix = ""
-    options = WriteOptions(shard_size=64)
+    options = Options(shard_size=64)
 
     def make(self, folder: Path, state: State) -> Path:
         return make_sharded(folder / "made", "pytorch_model", "bin", state, torch.save)

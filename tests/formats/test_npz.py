@@ -27,8 +27,9 @@ from ckptkit.core.errors import (
     UnsafeGlobalError,
     UnsupportedError,
 )
+from ckptkit.core.options import Options
 from ckptkit.core.tree import Object
-from ckptkit.formats.format import Probe, WriteOptions
+from ckptkit.formats.format import Probe
 from ckptkit.formats.table import NPZ
 from tests.formats.test_npy import ARRAYS
 from tests.torch_equality import bits
@@ -45,7 +46,7 @@ savers = pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
 
 
 def write(path: Path, out: Path, **options: Any) -> Conversion:
-    return ckptkit.save(ckptkit.open(path), out, options=WriteOptions(**options), verify=True)
+    return ckptkit.save(ckptkit.open(path), out, options=Options(**options), verify=True)
 
 
 def saved(folder: Path, value: Any) -> Path:

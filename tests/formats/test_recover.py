@@ -22,7 +22,8 @@ from ckptkit.api import convert, recover
 from ckptkit.cli import main
 from ckptkit.core.bytesource import LocalFile, Memory
 from ckptkit.core.errors import CkptkitError, CorruptError, TruncatedError, UnsupportedError
-from ckptkit.formats.format import Probe, WriteOptions
+from ckptkit.core.options import Options
+from ckptkit.formats.format import Probe
 from ckptkit.formats.recovering import recover as safetensors_recover
 from ckptkit.formats.torch_zip_recover import recover as torch_zip_recover
 from tests.conftest import Run, in_process
@@ -573,7 +574,7 @@ def test_a_whole_tree_of_safetensors_survives_a_lost_tensor(tmp_path: Path) -> N
     tree: Any = {"model": state(), "epoch": 3, "opt": {"lr": 0.1, "m": moments, "z": torch.ones(9)}}
     torch.save(tree, tmp_path / "in.pth")
     path = tmp_path / "in.safetensors"
-    convert(tmp_path / "in.pth", path, options=WriteOptions(everything=True))
+    convert(tmp_path / "in.pth", path, options=Options(everything=True))
     path.write_bytes(path.read_bytes()[:-40])
     found = recover(path, unverified=True)
     assert [loss.path for loss in found.lost] == ["opt.m.1", "opt.z"]

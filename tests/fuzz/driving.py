@@ -16,10 +16,11 @@ from ckptkit.cli import inspect, render, scan_text
 from ckptkit.core.bytesource import ByteSource, Folder, Memory
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError
+from ckptkit.core.options import Options
 from ckptkit.core.plan import Plan
 from ckptkit.core.tensor import Tensor
 from ckptkit.core.tree import Path, join, walk
-from ckptkit.formats.format import CheckedPart, Probe, WriteOptions
+from ckptkit.formats.format import CheckedPart, Probe
 from ckptkit.publish.copying import checksums, in_order
 from ckptkit.scanning import find as hidden
 from ckptkit.scanning.verdict import Trusted, judge_file
@@ -126,7 +127,7 @@ def written(checkpoint: Checkpoint, name: str, everything: bool) -> bytes | None
     """The bytes of the file, None if it is large."""
     format = formats.by_name(name)
     assert format is not None
-    plan = formats.layout(checkpoint, format, WriteOptions(everything=everything))
+    plan = formats.layout(checkpoint, format, Options(everything=everything))
     return output(plan) if plan.size < LARGE else None
 
 

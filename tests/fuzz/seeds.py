@@ -20,8 +20,8 @@ import numpy as np
 import torch
 
 from ckptkit.api import open_checkpoint, save
+from ckptkit.core.options import Options
 from ckptkit.core.plan import Edit
-from ckptkit.formats.format import WriteOptions
 from ckptkit.publish.in_place import Journal, JournalSpan
 from tests.conftest import ROOT
 from tests.formats.containers import tars
@@ -135,7 +135,7 @@ def _whole() -> bytes:
     with tempfile.TemporaryDirectory() as folder:
         source, path = Path(folder) / "in.pth", Path(folder) / "out.safetensors"
         source.write_bytes(saved(state()))
-        save(open_checkpoint(source), path, options=WriteOptions(everything=True))
+        save(open_checkpoint(source), path, options=Options(everything=True))
         return path.read_bytes()
 
 

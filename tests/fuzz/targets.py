@@ -219,7 +219,7 @@ def _check_elements(tensor: Tensor, memory: bytes) -> None:
     checkpoint = _single(tensor)
     format = formats.by_name("safetensors")
     assert format is not None
-    data = quietly(lambda: output(formats.layout(checkpoint, format, formats.WriteOptions())))
+    data = quietly(lambda: output(formats.layout(checkpoint, format, formats.Options())))
     assert data is not None and data.endswith(elements(memory, tensor))
 
 

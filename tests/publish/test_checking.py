@@ -57,7 +57,7 @@ WAYS: dict[str, Callable[[Path, Path], object]] = {
     ),
     "an average": lambda src, out: ckptkit.save(ckptkit.average([src, src]), out / "o.pth"),
     "shards": lambda src, out: ckptkit.convert(
-        src, out / "o", options=ckptkit.WriteOptions(shard_size=10_000_000), format="sharded"
+        src, out / "o", options=ckptkit.Options(shard_size=10_000_000), format="sharded"
     ),
     "forks": lambda src, out: ckptkit.convert(
         src, out / "o.pth", lambda ck: ckptkit.cast(ck, "float16"), fork=True

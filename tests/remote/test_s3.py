@@ -30,7 +30,7 @@ from ckptkit.core.errors import (
     PathError,
     UsageError,
 )
-from ckptkit.formats.format import WriteOptions
+from ckptkit.core.options import Options
 from ckptkit.formats.parallel.llama import PARAMS
 from tests.conftest import Run
 
@@ -38,7 +38,7 @@ s3fs = pytest.importorskip("s3fs")
 server = pytest.importorskip("moto.server")
 
 BUCKET = "models"
-SHARDS = WriteOptions(shard_size=9_000_000)
+SHARDS = Options(shard_size=9_000_000)
 
 
 @pytest.fixture(scope="module")
@@ -301,7 +301,7 @@ class TestFolders:
         self, format: str, index: str, shards: Path, store: Any, tmp_path: Path
     ) -> None:
         ck = ckptkit.open(shards)
-        options = SHARDS if format == "sharded" else WriteOptions()
+        options = SHARDS if format == "sharded" else Options()
         told: list[int] = []
         url = f"s3://{BUCKET}/out"
         ckptkit.save(
@@ -395,8 +395,8 @@ class TestFolders:
         torch.save({**layers, "norm.weight": torch.ones(66)}, tmp_path / "in.pth")
         ck = ckptkit.open(tmp_path / "in.pth")
         ck = replace(ck, extras={**ck.extras, PARAMS: '{"dim": 66, "vocab_size": -1}'})
-        sharded = WriteOptions(shard_size=20_000)
-        options = {"dcp": WriteOptions(), "llama-parts": WriteOptions(ranks=3)}.get(format, sharded)
+        sharded = Options(shard_size=20_000)
+        options = {"dcp": Options(), "llama-parts": Options(ranks=3)}.get(format, sharded)
         self.kill(format, options, ck, 2 if format == "dcp" else 4, store, monkeypatch)
 
     def test_a_kill_during_uploads_of_several_parts(
@@ -407,7 +407,7 @@ class TestFolders:
     def kill(
         self,
         format: str,
-        options: WriteOptions,
+        options: Options,
         ck: ckptkit.Checkpoint,
         files: int,
         store: Any,

@@ -99,7 +99,7 @@ each_disk = pytest.mark.parametrize("disk", ["tmpfs", "ext4"], indirect=True)
 def test_DS_04_somebody_else_fills_the_disk_meanwhile(
     options: dict[str, int], disk: Disk, small: Path
 ) -> None:
-    from ckptkit.formats.format import WriteOptions
+    from ckptkit.core.options import Options
 
     out = disk.place / "out.pth"
     if not options:
@@ -116,7 +116,7 @@ def test_DS_04_somebody_else_fills_the_disk_meanwhile(
             out,
             force=True,
             progress=meanwhile,
-            options=WriteOptions(**options),
+            options=Options(**options),
             format="sharded-bin" * bool(options) or None,
         )
     assert leftovers(disk.place) == []

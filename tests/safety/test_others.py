@@ -22,7 +22,7 @@ from ckptkit.api import convert
 from ckptkit.cli import main
 from ckptkit.core.bytesource import LocalFile, journal_path
 from ckptkit.core.errors import CkptkitError, InputChangedError, UsageError, VerifyError
-from ckptkit.formats.format import WriteOptions
+from ckptkit.core.options import Options
 from ckptkit.publish import in_place
 from tests.conftest import COMMAND, Run
 from tests.safety.injection import ALIKE, held, leftovers, needs_strace, snapshot
@@ -244,7 +244,7 @@ def test_DS_13_the_output_among_the_inputs(small: Path, tmp_path: Path) -> None:
     """A shard is not replaced by what is read from it, nor a folder by what is made of it."""
     shards = tmp_path / "shards"
     with closing(ckptkit.open(small)) as checkpoint:
-        ckptkit.save(checkpoint, shards, format="sharded", options=WriteOptions(shard_size=60_000))
+        ckptkit.save(checkpoint, shards, format="sharded", options=Options(shard_size=60_000))
     before = snapshot(shards)
     inside = [name for name in before if name.endswith("-00003.safetensors")]
     assert len(inside) == 3

@@ -16,11 +16,11 @@ from ckptkit import formats
 from ckptkit.core.bytesource import Folder
 from ckptkit.core.checkpoint import Beside, Checkpoint
 from ckptkit.core.errors import CkptkitError, within
+from ckptkit.core.options import Options
 from ckptkit.core.plan import OutputFile, Plan
 from ckptkit.core.text import some, typed
 from ckptkit.core.tree import Node
 from ckptkit.formats.folder import is_state
-from ckptkit.formats.format import WriteOptions
 from ckptkit.formats.table import BY_NAME, TORCH_ZIP
 
 WEIGHTS = "model"  # the entry of the weights, where they get one
@@ -66,7 +66,7 @@ def _with_entries(checkpoint: Checkpoint, folder: Folder, names: Collection[str]
     )  # fmt: skip
 
 
-def as_files(checkpoint: Checkpoint, options: WriteOptions) -> tuple[Checkpoint, Plan]:
+def as_files(checkpoint: Checkpoint, options: Options) -> tuple[Checkpoint, Plan]:
     """Return the checkpoint without the entries that were files, and the plan of these files.
 
     For a folder of shards, which holds weights alone.

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from ckptkit.compute import arranged
 from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.options import Options
 from ckptkit.core.plan import Deferred, OutputFile, Plan, Segment, Summed
 from ckptkit.core.tensor import Shape, Storage, Tensor, contiguous_stride
 from ckptkit.core.tree import Global, Node, Object, Path, join
@@ -20,7 +21,6 @@ from ckptkit.core.weights import as_tensor
 from ckptkit.formats import torch_zip as zip_layout
 from ckptkit.formats.dcp.metadata import METADATA, NAME, STORAGE, Place
 from ckptkit.formats.dcp.nesting import Flat
-from ckptkit.formats.format import WriteOptions
 from ckptkit.formats.record import leftovers, refuse_pieces
 from ckptkit.pickles.objects import without_objects
 from ckptkit.pickles.writer import write_pickle
@@ -30,7 +30,7 @@ VERSION = "1.0.0"
 _SHOWN = 4  # names in a note
 
 
-def layout(checkpoint: Checkpoint, options: WriteOptions) -> Plan:
+def layout(checkpoint: Checkpoint, options: Options) -> Plan:
     """Plan a folder with the whole tree, nested as it is.
 
     Raises CollisionError for two entries whose keys, joined by dots, are one name; UsageError for a
@@ -86,7 +86,7 @@ def _tensor(node: Node) -> Tensor | None:
 class _Data:
     """The data file: its segments so far, and the place of each entry."""
 
-    def __init__(self, options: WriteOptions) -> None:
+    def __init__(self, options: Options) -> None:
         self.options = options
         self.segments: list[Segment] = []
         self.places: dict[str, Place] = {}

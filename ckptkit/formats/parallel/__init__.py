@@ -55,7 +55,7 @@ def _layouts() -> Iterator[ModuleType]:
 
 def _layout(probe: Probe) -> ModuleType | None:
     """The layout that claims the folder, or the table that was given for it."""
-    if probe.asked.table is not None:
+    if probe.options.parts is not None:
         from ckptkit.formats.parallel import own
 
         return own

@@ -9,6 +9,7 @@ from math import prod
 from ckptkit.compute.arranged import contiguous
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import TensorError, UsageError
+from ckptkit.core.options import Options
 from ckptkit.core.pieces import Box
 from ckptkit.core.plan import OutputFile
 from ckptkit.core.tensor import Shape, Storage, Tensor, contiguous_stride
@@ -16,12 +17,11 @@ from ckptkit.core.text import typed
 from ckptkit.core.tree import Node, OrderedMapping
 from ckptkit.formats import torch_zip
 from ckptkit.formats.common.assembly import Joined
-from ckptkit.formats.format import WriteOptions
 from ckptkit.formats.parallel.tables import Table
 from ckptkit.formats.parallel.verbs import Drop, Refuse, Same
 
 
-def ranks_of(options: WriteOptions, name: str) -> int:
+def ranks_of(options: Options, name: str) -> int:
     """Return the number of parts that the options ask for. Raises UsageError if they give none."""
     if options.ranks is None:
         raise UsageError(
@@ -58,7 +58,7 @@ def _part(boxes: list[Box]) -> Tensor:
     return Tensor(storage, first.dtype, shape, contiguous_stride(shape))
 
 
-def file(name: str, root: Node, options: WriteOptions) -> OutputFile:
+def file(name: str, root: Node, options: Options) -> OutputFile:
     """One file of a folder, as torch.save writes it."""
     plan = torch_zip.layout(Checkpoint(root), options)
     return replace(plan.files[0], name=name)

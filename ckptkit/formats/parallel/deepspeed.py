@@ -73,7 +73,7 @@ class _Reading:
         self.folder = folder
         self.names = folder.list()
         self.reader = Reader(folder)
-        self.joiner = Joiner(Copies(probe.asked.copies))
+        self.joiner = Joiner(Copies(probe.options.copies))
 
     def read(self, format: str) -> Checkpoint:
         layers = any(map(LAYER.fullmatch, self.names))

@@ -71,7 +71,7 @@ def matches(probe: Probe) -> bool:
 def read(probe: Probe, format: str) -> Checkpoint:
     """The state_dict of all parts and shards. Raises CorruptError for files that do not go
     together."""
-    reader, joiner = reader_of(probe), Joiner(Copies(probe.asked.copies))
+    reader, joiner = reader_of(probe), Joiner(Copies(probe.options.copies))
     grid: dict[tuple[int, int], tuple[str, Fields]] = {}
     stems = set()
     for name in filter(NAME.fullmatch, sorted(probe.names)):

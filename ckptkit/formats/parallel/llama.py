@@ -45,7 +45,7 @@ def read(probe: Probe, format: str) -> Checkpoint:
     folder, reader = probe.folder, reader_of(probe)
     text = params_text(folder)
     params = read_params(text)
-    joiner = Joiner(Copies(probe.asked.copies))
+    joiner = Joiner(Copies(probe.options.copies))
     parts = []
     for name in sorted(filter(NAME.fullmatch, probe.names)):
         root = reader.read(name).root

@@ -5,14 +5,15 @@ from __future__ import annotations
 
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import UsageError
+from ckptkit.core.options import Options
 from ckptkit.core.plan import OutputFile, Plan
-from ckptkit.formats.format import Probe, WriteOptions
+from ckptkit.formats.format import Probe
 from ckptkit.formats.parallel.cutting import cut, file, ranks_of
 from ckptkit.formats.parallel.llama import EMBEDDING, PARAMS, read_params, table
 from ckptkit.formats.table import LLAMA_PARTS
 
 
-def layout(checkpoint: Checkpoint, options: WriteOptions) -> Plan:
+def layout(checkpoint: Checkpoint, options: Options) -> Plan:
     """A folder of ``consolidated.<NN>.pth`` and ``params.json``.
 
     Raises UsageError for weights of other names, and where nothing says along which dimension the

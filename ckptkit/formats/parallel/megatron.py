@@ -120,7 +120,7 @@ def read(probe: Probe, format: str) -> Checkpoint:
     parts = list(flatten(_parts(name, root, sizes) for name, root in roots.items()))
     sizes[VP] = 1 + max(part.at[VP] for part in parts)
     check_grid(parts, sizes, AXES)
-    joiner = Joiner(Copies(probe.asked.copies))
+    joiner = Joiner(Copies(probe.options.copies))
     legacy = any(name.startswith(LEGACY) for name in parts[0].entries)
     merged = merge(parts, sizes, table(arguments, legacy=legacy), joiner)
     _check_vocabulary(merged.tensors, arguments, legacy)

@@ -10,10 +10,11 @@ from collections.abc import Mapping
 
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import UsageError
+from ckptkit.core.options import Options
 from ckptkit.core.plan import OutputFile, Plan
 from ckptkit.core.tree import Global, Node, Object, OrderedMapping
 from ckptkit.formats.folder import TRACKER
-from ckptkit.formats.format import Probe, WriteOptions
+from ckptkit.formats.format import Probe
 from ckptkit.formats.parallel.cutting import cut, file, ranks_of
 from ckptkit.formats.parallel.megatron import FILE, LEGACY, Arguments, arguments_of, table
 from ckptkit.formats.table import MEGATRON_PARTS
@@ -21,7 +22,7 @@ from ckptkit.formats.table import MEGATRON_PARTS
 _NAMESPACE = Global("argparse", "Namespace")
 
 
-def layout(checkpoint: Checkpoint, options: WriteOptions) -> Plan:
+def layout(checkpoint: Checkpoint, options: Options) -> Plan:
     """A folder of an iteration, with the tracker beside it. Raises UsageError where the arguments
     are missing."""
     count = ranks_of(options, MEGATRON_PARTS.name)

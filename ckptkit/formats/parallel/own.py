@@ -124,9 +124,9 @@ class OwnTable:
 
 def read(probe: Probe, format: str) -> Checkpoint:
     """The state_dict that the files make by the table that was asked for."""
-    assert probe.asked.table is not None
-    own = OwnTable(probe.asked.table)
-    reader, joiner = Reader(probe.folder), Joiner(Copies(probe.asked.copies))
+    assert probe.options.parts is not None
+    own = OwnTable(probe.options.parts)
+    reader, joiner = Reader(probe.folder), Joiner(Copies(probe.options.copies))
     parts = [
         RankFile(place, _at(found), _entries(reader, folder, name, own))
         for place, folder, name in _files(probe.folder)

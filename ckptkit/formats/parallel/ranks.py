@@ -90,7 +90,7 @@ class _Reading:
         self.names = probe.names
         self.format = format
         self.reader = reader_of(probe)
-        self.joiner = Joiner(Copies(probe.asked.copies))
+        self.joiner = Joiner(Copies(probe.options.copies))
         self.warnings: list[str] = []
         self.known: Known = {}
 

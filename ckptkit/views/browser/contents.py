@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckptkit.analysis import columns
-from ckptkit.analysis.advice import of_folder
 from ckptkit.analysis.shares import Branch, Share, grown, joined, shares
 from ckptkit.analysis.slices import Picks, parse, plane, select
 from ckptkit.analysis.summary import Summary, summarize
@@ -32,7 +31,6 @@ class Contents:
     checkpoint: Checkpoint
     path: str
     key: str | None = None
-    options: tuple[str, ...] = field(default_factory=of_folder)
     summary: Summary = field(init=False)
     shares: list[Share] = field(init=False)
     tree: Branch = field(init=False)
@@ -58,9 +56,8 @@ class Contents:
 
     def command(self, name: str, *words: str) -> str:
         """Return a command on this file, ready to paste."""
-        key = () if self.key is None else ("--key", self.key)
-        options = (*key, *self.options)
-        return shell_command(("ckptkit", name, *options, *argument(self.path), *words))
+        chosen = self.summary.chosen
+        return shell_command(("ckptkit", name, *chosen, *argument(self.path), *words))
 
     def shows(self, branch: Branch, index: str = "") -> str:
         """Return the command that shows a branch, or a part of a tensor."""

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import ckptkit
-from ckptkit.formats.format import WriteOptions
+from ckptkit.core.options import Options
 from tests.formats.dcp.making import alone
 
 
@@ -52,9 +52,7 @@ def test_pieces_that_are_whole_are_weights(
 
 def test_pieces_of_ranks_are_kept_where_everything_is(piece: Path, tmp_path: Path) -> None:
     ckptkit.save(ckptkit.open(piece), tmp_path / "x.pth")
-    ckptkit.save(
-        ckptkit.open(piece), tmp_path / "x.safetensors", options=WriteOptions(everything=True)
-    )
+    ckptkit.save(ckptkit.open(piece), tmp_path / "x.safetensors", options=Options(everything=True))
     ckptkit.save(ckptkit.open(tmp_path / "x.safetensors"), tmp_path / "back.pth")
     assert (tmp_path / "back.pth").read_bytes() == (tmp_path / "x.pth").read_bytes()
 

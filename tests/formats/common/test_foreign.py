@@ -22,7 +22,8 @@ from ckptkit import formats
 from ckptkit.core.bytesource import Memory
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError, UnsupportedError, UsageError
-from ckptkit.formats.format import Probe, WriteOptions
+from ckptkit.core.options import Options
+from ckptkit.formats.format import Probe
 from tests.formats.containers.zips import Member, build
 from tests.formats.torch_zip.archives import archive, pickle_of
 
@@ -265,7 +266,7 @@ def test_formats_that_are_none() -> None:
     with pytest.raises(UsageError, match="cannot hold a whole checkpoint"):
         npz = formats.by_name("npz")
         assert npz is not None
-        formats.layout(read(archive(pickle_of(b"N"))), npz, WriteOptions(everything=True))
+        formats.layout(read(archive(pickle_of(b"N"))), npz, Options(everything=True))
     assert formats.for_writing("a.odd", keep="torch-legacy").name == "torch-zip"
 
 

@@ -28,9 +28,10 @@ from ckptkit.core.errors import (
     UnsafeGlobalError,
     UsageError,
 )
+from ckptkit.core.options import Options
 from ckptkit.core.tree import Global, Object
 from ckptkit.formats.dcp.nesting import Flat
-from ckptkit.formats.format import Probe, WriteOptions
+from ckptkit.formats.format import Probe
 from tests.conftest import Run, in_process
 from tests.formats.conformance import elements, elements_of
 from tests.formats.dcp.making import Crafted, alone, archive, whole
@@ -47,7 +48,7 @@ def convert(state: Any, folder: Path, **options: Any) -> tuple[Path, tuple[str, 
         ckptkit.open(folder.with_suffix(".pth")),
         folder,
         format="dcp",
-        options=WriteOptions(**options),
+        options=Options(**options),
         verify=True,
     )
     return folder, done.plan.notes
@@ -327,9 +328,7 @@ def test_a_shard_that_holds_more_than_tensors(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(2), "epoch": 3}, tmp_path / "a.pth")
     (tmp_path / "x").mkdir()
     name = "shard-00001-model-00001-of-00001.safetensors"
-    ckptkit_convert(
-        tmp_path / "a.pth", tmp_path / "x" / name, options=WriteOptions(everything=True)
-    )
+    ckptkit_convert(tmp_path / "a.pth", tmp_path / "x" / name, options=Options(everything=True))
     with pytest.raises(FormatError, match="holds 'epoch', which is not a tensor") as caught:
         formats.by_name("dcp").read(Probe(Folder(tmp_path / "x")))  # type: ignore[union-attr]
     assert caught.value.where == str(tmp_path / "x" / name)

@@ -13,7 +13,7 @@ import torch
 
 import ckptkit
 from ckptkit.core.errors import CorruptError, LimitError, UnsupportedError, UsageError
-from ckptkit.formats.format import Asked, WriteOptions
+from ckptkit.core.options import Options
 from tests.formats.parallel import making
 from tests.formats.parallel.trees import assert_same
 from tests.formats.parallel.unfit import QKV, TABLE, change, edited, own
@@ -169,7 +169,7 @@ def test_parts_of_llama_make_the_whole_and_back(version: int, count: int, tmp_pa
     folder = making.release(tmp_path / "x", state, count, version=version)
     assert_same(ckptkit.load(folder), state)
     out = tmp_path / "again"
-    ckptkit.save(ckptkit.open(folder), out, format="llama-parts", options=WriteOptions(ranks=count))
+    ckptkit.save(ckptkit.open(folder), out, format="llama-parts", options=Options(ranks=count))
     for path in sorted(folder.iterdir()):
         if path.suffix == ".pth":
             assert_same(
@@ -445,14 +445,14 @@ def test_names_that_are_shared_count_from_the_root_too(tmp_path: Path) -> None:
 # A table of one's own
 
 
-def asked(path: Path, text: str) -> Asked:
+def asked(path: Path, text: str) -> Options:
     path.write_text(text)
-    return Asked(table=str(path))
+    return Options(parts=str(path))
 
 
 def test_a_table_of_ones_own(tmp_path: Path) -> None:
     folder, whole = own(tmp_path / "x")
-    checkpoint = ckptkit.open(folder, asked=asked(tmp_path / "t.yaml", TABLE))
+    checkpoint = ckptkit.open(folder, options=asked(tmp_path / "t.yaml", TABLE))
     ckptkit.save(checkpoint, tmp_path / "out.pth")
     assert_same(torch.load(tmp_path / "out.pth", weights_only=True), whole)
     assert any("not a weight" in each for each in checkpoint.warnings)
@@ -461,7 +461,7 @@ def test_a_table_of_ones_own(tmp_path: Path) -> None:
 def test_a_table_is_for_folders(tmp_path: Path) -> None:
     torch.save({"a": torch.ones(1)}, tmp_path / "a.pt")
     with pytest.raises(UsageError, match="is a file"):
-        ckptkit.open(tmp_path / "a.pt", asked=asked(tmp_path / "t.yaml", TABLE))
+        ckptkit.open(tmp_path / "a.pt", options=asked(tmp_path / "t.yaml", TABLE))
 
 
 def test_megatron_back_to_parts(tmp_path: Path) -> None:
@@ -469,7 +469,7 @@ def test_megatron_back_to_parts(tmp_path: Path) -> None:
     state = making.mcore(2)
     folder = making.megatron(tmp_path / "x", state, [[[0]], [[1]]], tp=1)
     ckptkit.save(
-        ckptkit.open(folder), tmp_path / "y", format="megatron-parts", options=WriteOptions(ranks=2)
+        ckptkit.open(folder), tmp_path / "y", format="megatron-parts", options=Options(ranks=2)
     )
     expected = making.megatron(tmp_path / "z", state, [[[0, 1]]], tp=2)
     for rank in range(2):
@@ -492,7 +492,7 @@ def test_parts_that_cannot_be_cut(ranks: int | None, says: str, tmp_path: Path) 
             ckptkit.open(folder),
             tmp_path / "y",
             format="llama-parts",
-            options=WriteOptions(ranks=ranks),
+            options=Options(ranks=ranks),
         )
     assert says in f"{caught.value} {caught.value.hint}"
 

@@ -29,9 +29,9 @@ from ckptkit.core.errors import (
     UnsupportedError,
     UsageError,
 )
+from ckptkit.core.options import Options
 from ckptkit.core.pieces import SHARD, Mesh, MeshPiece, Placement, ShardPiece
 from ckptkit.core.tensor import Tensor
-from ckptkit.formats.format import Asked, WriteOptions
 from ckptkit.formats.parallel.llama import EMBEDDING
 from ckptkit.formats.parallel.verbs import Mean
 from tests.formats.parallel import making
@@ -468,9 +468,7 @@ def legacy(
 def megatron_parts(folder: Path) -> Any:
     torch.save({"model": making.mcore(1)}, folder / "plain.pth")
     checkpoint = ckptkit.open(folder / "plain.pth")
-    return ckptkit.save(
-        checkpoint, folder / "y", format="megatron-parts", options=WriteOptions(ranks=2)
-    )
+    return ckptkit.save(checkpoint, folder / "y", format="megatron-parts", options=Options(ranks=2))
 
 
 MIXER = "decoder.layers.0.mixer.A_log"
@@ -481,7 +479,7 @@ def mamba_parts(folder: Path) -> Any:
     add = {MIXER: torch.ones(2)}
     checkpoint = megatron(lambda held: held["model"].update(add), tp=1)(folder)
     assert MIXER in checkpoint.weights
-    options = WriteOptions(ranks=2)
+    options = Options(ranks=2)
     return ckptkit.save(checkpoint, folder / "y", format="megatron-parts", options=options)
 
 
@@ -573,7 +571,7 @@ def llama_parts(
         if text:
             kept = {"params.json": (folder / "x/params.json").read_text(), EMBEDDING: "0"}
             checkpoint = replace(checkpoint, extras=kept)
-        options = WriteOptions(ranks=ranks)
+        options = Options(ranks=ranks)
         return ckptkit.save(checkpoint, folder / "y", format="llama-parts", options=options)
 
     return attempt
@@ -785,7 +783,7 @@ def by_table(
         own(folder / "x")
         edit(folder / "x")
         (folder / "t.yaml").write_text(text)
-        return ckptkit.open(folder / "x", asked=Asked(table=str(folder / "t.yaml")))
+        return ckptkit.open(folder / "x", options=Options(parts=str(folder / "t.yaml")))
 
     return attempt
 
@@ -804,7 +802,7 @@ def first_rule(pattern: str, verb: str) -> Callable[[Path], Checkpoint]:
 
 
 def no_table(folder: Path) -> Checkpoint:
-    return ckptkit.open(own(folder / "x")[0], asked=Asked(table=str(folder / "none.yaml")))
+    return ckptkit.open(own(folder / "x")[0], options=Options(parts=str(folder / "none.yaml")))
 
 
 OWN = {

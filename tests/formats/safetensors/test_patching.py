@@ -12,10 +12,11 @@ from safetensors.torch import save_file
 from ckptkit.core.bytesource import LocalFile, Memory
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.limits import LIMITS
+from ckptkit.core.options import Options
 from ckptkit.core.plan import Patch
 from ckptkit.formats import safetensors
 from ckptkit.formats import safetensors as ours
-from ckptkit.formats.format import Probe, WriteOptions
+from ckptkit.formats.format import Probe
 
 LONG = "a very long prefix that does not fit. " * 9
 
@@ -33,7 +34,7 @@ def renamed(checkpoint: Checkpoint, prefix: str = "", *names: str) -> Checkpoint
 
 
 def patch(before: Checkpoint, after: Checkpoint) -> Patch | None:
-    return safetensors.patch(before, after, WriteOptions())
+    return safetensors.patch(before, after, Options())
 
 
 def test_only_a_file_is_edited_in_place(tmp_path: Path) -> None:

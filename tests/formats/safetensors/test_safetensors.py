@@ -41,12 +41,13 @@ from ckptkit.core.errors import (
     UsageError,
 )
 from ckptkit.core.limits import Limits
+from ckptkit.core.options import Options
 from ckptkit.core.plan import Deferred, Plan, Summed
 from ckptkit.core.tensor import Storage, Tensor
 from ckptkit.core.text import on_command_line
 from ckptkit.formats import safetensors as ours
 from ckptkit.formats import strict_json
-from ckptkit.formats.format import Probe, WriteOptions
+from ckptkit.formats.format import Probe
 from ckptkit.formats.table import TORCH_ZIP
 
 State = dict[str, torch.Tensor]
@@ -126,7 +127,7 @@ def executed(plan: Plan) -> bytes:
 
 
 def written(checkpoint: Checkpoint, path: Path, **options: Any) -> Plan:
-    plan = ours.layout(checkpoint, WriteOptions(**options))
+    plan = ours.layout(checkpoint, Options(**options))
     path.write_bytes(executed(plan))
     return plan
 
@@ -774,7 +775,7 @@ def test_the_same_bytes_each_time(tmp_path: Path) -> None:
     checkpoint = saved(
         {"epoch": 3, "model": OrderedDict(b=shared, a=shared, c=torch.zeros(1))}, tmp_path
     )
-    options = WriteOptions()
+    options = Options()
     assert executed(ours.layout(checkpoint, options)) == executed(ours.layout(checkpoint, options))
 
 
@@ -785,7 +786,7 @@ def test_planning_reads_no_tensor(tmp_path: Path) -> None:
 
     storage = Storage(Range(Unread(bytes(8)), 0, 8))
     tensor = Tensor(storage, BY_NAME["float32"], (2,), (1,))
-    assert ours.layout(Checkpoint({"a": tensor, "b": tensor}), WriteOptions()).size > 8
+    assert ours.layout(Checkpoint({"a": tensor, "b": tensor}), Options()).size > 8
 
 
 @settings(max_examples=60, deadline=None)
@@ -865,11 +866,11 @@ def test_tensors_that_safetensors_does_not_know(
 ) -> None:
     checkpoint = saved({"fine": torch.ones(1), "odd.weight": tensor}, tmp_path)
     with pytest.raises(TensorError, match=rf"'odd\.weight' \({why}\)") as caught:
-        ours.layout(checkpoint, WriteOptions())
+        ours.layout(checkpoint, Options())
     way_out = {"complex128": "cast to complex64", "qint8": "dequantize"}.get(why, "select(drop=")
     assert way_out in str(caught.value.hint)
     with on_command_line(), pytest.raises(TensorError) as caught:
-        ours.layout(checkpoint, WriteOptions())
+        ours.layout(checkpoint, Options())
     option = {"complex128": "--cast complex64", "qint8": "--dequantize"}.get(why, "--drop")
     assert option in str(caught.value.hint)
 
@@ -877,20 +878,20 @@ def test_tensors_that_safetensors_does_not_know(
 def test_many_refused_tensors_are_counted(tmp_path: Path) -> None:
     checkpoint = saved({f"t{i}": torch.ones(1, dtype=torch.complex128) for i in range(5)}, tmp_path)
     with pytest.raises(TensorError, match=r"'t2' \(complex128\) and 2 more"):
-        ours.layout(checkpoint, WriteOptions())
+        ours.layout(checkpoint, Options())
 
 
 @pytest.mark.parametrize("name", ["__metadata__", "\ud800", "n" * (1 << 17)])
 def test_names_that_a_header_cannot_have(name: str) -> None:
     tensor = Tensor(Storage(Range(Memory(b"x"), 0, 1)), BY_NAME["uint8"], (1,), (1,))
     with pytest.raises(TensorError, match="name"):
-        ours.layout(Checkpoint({name: tensor}), WriteOptions())
+        ours.layout(Checkpoint({name: tensor}), Options())
 
 
 def test_a_pair_without_a_dimension() -> None:
     tensor = Tensor(Storage(Range(Memory(b"x"), 0, 1)), BY_NAME["float4_e2m1fn_x2"], (), ())
     with pytest.raises(TensorError, match="without dimensions"):
-        ours.layout(Checkpoint({"a": tensor}), WriteOptions())
+        ours.layout(Checkpoint({"a": tensor}), Options())
 
 
 def test_a_header_that_no_reader_accepts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -898,7 +899,7 @@ def test_a_header_that_no_reader_accepts(monkeypatch: pytest.MonkeyPatch, tmp_pa
     limits = Limits(safetensors_header_bytes=150_000)
     monkeypatch.setattr("ckptkit.core.limits.LIMITS", limits)
     with pytest.raises(LimitError, match="safetensors_header_bytes"):
-        ours.layout(checkpoint, WriteOptions())
+        ours.layout(checkpoint, Options())
 
 
 def test_objects_are_an_error_on_request(tmp_path: Path) -> None:
@@ -906,16 +907,14 @@ def test_objects_are_an_error_on_request(tmp_path: Path) -> None:
         {"model": {"a": torch.ones(1)}, "args": argparse.Namespace(lr=1)}, tmp_path / "x.pth"
     )
     with closing(open_checkpoint(tmp_path / "x.pth")) as checkpoint:
-        assert ours.layout(checkpoint, WriteOptions()).notes == (
-            "left out: args (argparse.Namespace)",
-        )
+        assert ours.layout(checkpoint, Options()).notes == ("left out: args (argparse.Namespace)",)
         with pytest.raises(UnsafeGlobalError, match=r"args is an object \(argparse.Namespace\)"):
-            ours.layout(checkpoint, WriteOptions(objects="error"))
+            ours.layout(checkpoint, Options(objects="error"))
 
 
 def test_no_weights(tmp_path: Path) -> None:
     with pytest.raises(UsageError):
-        ours.layout(saved({"epoch": 3}, tmp_path), WriteOptions())
+        ours.layout(saved({"epoch": 3}, tmp_path), Options())
 
 
 def test_arrays_are_written(tmp_path: Path) -> None:
@@ -1199,9 +1198,7 @@ def test_values_that_contain_themselves_are_named() -> None:
     for _ in range(30):
         bomb = [bomb, bomb]
     tensor = Tensor(Storage(Range(Memory(b"x"), 0, 1)), BY_NAME["uint8"], (1,), (1,))
-    plan = ours.layout(
-        Checkpoint({"knot": knot, "bomb": bomb, "model": {"a": tensor}}), WriteOptions()
-    )
+    plan = ours.layout(Checkpoint({"knot": knot, "bomb": bomb, "model": {"a": tensor}}), Options())
     assert plan.notes == ("left out: knot (list)", "left out: bomb (list)")
 
 
@@ -1298,7 +1295,7 @@ def test_a_checkpoint_of_torch_comes_back_through_safetensors(tmp_path: Path) ->
     state = Tied().state_dict()
     written(saved({"epoch": 3, "state_dict": state}, tmp_path), tmp_path / "x.safetensors")
     assert TORCH_ZIP.layout is not None
-    plan = TORCH_ZIP.layout(read_file(tmp_path / "x.safetensors"), WriteOptions())
+    plan = TORCH_ZIP.layout(read_file(tmp_path / "x.safetensors"), Options())
     (tmp_path / "y.pth").write_bytes(executed(plan))
     again = torch.load(tmp_path / "y.pth", weights_only=True)
     assert type(again) is OrderedDict and list(again) == list(state)

@@ -31,10 +31,10 @@ from ckptkit.core.errors import (
     UnsupportedError,
     UsageError,
 )
+from ckptkit.core.options import Options
 from ckptkit.core.tensor import Storage, Tensor
 from ckptkit.core.tree import Global, Object, walk
 from ckptkit.formats import safetensors_tree
-from ckptkit.formats.format import WriteOptions
 from ckptkit.formats.record import RESERVED
 from ckptkit.formats.safetensors_tree import Skeleton, Statement
 from ckptkit.formats.strict_json import dump
@@ -47,10 +47,10 @@ from tests.random_checkpoints import make
 from tests.torch_equality import same
 
 pytestmark = QUIET
-ALL = WriteOptions(everything=True)
+ALL = Options(everything=True)
 
 
-def detour(source: Path, folder: Path, options: WriteOptions = ALL) -> tuple[bytes, bytes, Path]:
+def detour(source: Path, folder: Path, options: Options = ALL) -> tuple[bytes, bytes, Path]:
     """The .pth that `source` becomes straight away and by way of safetensors, and that file."""
     straight, between, back = (
         folder / name for name in ("straight.pth", "all.safetensors", "back.pth")
@@ -233,7 +233,7 @@ def test_an_edit_of_a_file_that_holds_everything_keeps_everything(tmp_path: Path
 def test_objects_that_are_dropped_on_the_way(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(2), "args": argparse.Namespace(x=1)}, tmp_path / "in.pth")
     straight, back, _ = detour(
-        tmp_path / "in.pth", tmp_path, WriteOptions(objects="drop", everything=True)
+        tmp_path / "in.pth", tmp_path, Options(objects="drop", everything=True)
     )
     assert back == straight
     same({"w": torch.ones(2)}, torch.load(tmp_path / "back.pth", weights_only=True), True)
@@ -242,7 +242,7 @@ def test_objects_that_are_dropped_on_the_way(tmp_path: Path) -> None:
             tmp_path / "in.pth",
             tmp_path / "no",
             format="safetensors",
-            options=WriteOptions("error", everything=True),
+            options=Options(objects="error", everything=True),
         )
 
 
@@ -256,7 +256,7 @@ def test_a_tensor_of_a_class_of_its_own_is_an_object_too(tmp_path: Path) -> None
         convert(
             tmp_path / "in.pth",
             tmp_path / "no.safetensors",
-            options=WriteOptions("error", everything=True),
+            options=Options(objects="error", everything=True),
         )
     assert not (tmp_path / "no.safetensors").exists()
 
@@ -480,7 +480,7 @@ def test_names_of_ours_that_are_taken(tmp_path: Path) -> None:
     base = torch.arange(6.0)
     torch.save({"a": base[1:3], "b": base[2:5], "ckptkit.storage.1": torch.ones(1), "ckptkit.storage.0": base},
                tmp_path / "a.pth")  # fmt: skip
-    convert(tmp_path / "a.pth", tmp_path / "b.safetensors", options=WriteOptions(everything=True))
+    convert(tmp_path / "a.pth", tmp_path / "b.safetensors", options=Options(everything=True))
     convert(tmp_path / "b.safetensors", tmp_path / "c.pth")
     back = torch.load(tmp_path / "c.pth", weights_only=True)
     assert back["a"].tolist() == [1, 2] and back["ckptkit.storage.1"].tolist() == [1]
@@ -490,7 +490,7 @@ def test_a_repeated_key_is_in_no_output(tmp_path: Path) -> None:
     made = archive(b"\x80\x02}(" + text("a") + b"K\1" + text("a") + b"K\2u.", records={})
     for name in ("pth", "safetensors"):
         with pytest.raises(AmbiguousError):
-            convert(read(made), tmp_path / f"out.{name}", options=WriteOptions(everything=True))
+            convert(read(made), tmp_path / f"out.{name}", options=Options(everything=True))
 
 
 F32 = BY_NAME["float32"]
@@ -552,7 +552,7 @@ def test_a_name_that_we_would_have_given(tmp_path: Path) -> None:
     torch.save(
         {"view": torch.arange(8.0)[2:5], "ckptkit": {"storage": {"0": kept}}}, tmp_path / "in.pth"
     )
-    options = WriteOptions(everything=True)
+    options = Options(everything=True)
     convert(tmp_path / "in.pth", tmp_path / "out.safetensors", options=options)
     with safe_open(tmp_path / "out.safetensors", "pt") as file:
         assert torch.equal(file.get_tensor("ckptkit.storage.0"), kept)

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 import ckptkit
 from ckptkit.api import Conversion
 from ckptkit.core.errors import OutputError, TensorError, UnsafeGlobalError, UsageError
-from ckptkit.formats.format import WriteOptions
+from ckptkit.core.options import Options
 from tests.torch_equality import same
 
 State = dict[str, torch.Tensor]
@@ -42,7 +42,7 @@ def saved(folder: Path, value: Any) -> Path:
 
 def write(path: Path, out: Path, kind: str, size: int | None = None, **options: Any) -> Conversion:
     return ckptkit.save(
-        ckptkit.open(path), out, format=kind, options=WriteOptions(shard_size=size, **options)
+        ckptkit.open(path), out, format=kind, options=Options(shard_size=size, **options)
     )
 
 
@@ -313,7 +313,7 @@ def test_all_or_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_safetensors_unless_something_says_otherwise(tmp_path: Path) -> None:
     path = saved(tmp_path, sample())
-    small = WriteOptions(shard_size=800)
+    small = Options(shard_size=800)
     assert ckptkit.save(ckptkit.open(path), tmp_path / "a", options=small).format == "sharded"
     assert (
         ckptkit.save(ckptkit.open(path), tmp_path / "b", format="sharded-bin", options=small).format

@@ -11,8 +11,9 @@ import torch
 
 from ckptkit.core.bytesource import LocalFile, Memory
 from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.options import Options
 from ckptkit.core.plan import Plan
-from ckptkit.formats.format import Probe, WriteOptions
+from ckptkit.formats.format import Probe
 from ckptkit.formats.table import TORCH_ZIP as FORMAT
 from tests.formats.containers.zips import Member, build, execute
 
@@ -117,7 +118,7 @@ def write(checkpoint: Checkpoint, path: Path) -> Path:
 
 def laid_out(checkpoint: Checkpoint) -> Plan:
     assert FORMAT.layout is not None
-    plan = FORMAT.layout(checkpoint, WriteOptions())
+    plan = FORMAT.layout(checkpoint, Options())
     assert [file.name for file in plan.files] == [""]
     return plan
 

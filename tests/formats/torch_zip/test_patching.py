@@ -15,10 +15,11 @@ from ckptkit.core.bytesource import Derived, LocalFile, Memory, Range
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import FormatError
+from ckptkit.core.options import Options
 from ckptkit.core.plan import Patch
 from ckptkit.core.tensor import Storage, Tensor
 from ckptkit.formats import torch_zip as zip_patch
-from ckptkit.formats.format import Probe, WriteOptions
+from ckptkit.formats.format import Probe
 from ckptkit.formats.table import TORCH_LEGACY as LEGACY
 from ckptkit.formats.table import TORCH_ZIP as ZIP
 from ckptkit.formats.zip_reader import REPLACED
@@ -35,7 +36,7 @@ def held(path: Path, name: str = "a") -> Checkpoint:
 
 
 def patch(before: Checkpoint, after: Checkpoint) -> Patch | None:
-    return zip_patch.patch(before, after, WriteOptions())
+    return zip_patch.patch(before, after, Options())
 
 
 def test_only_a_file_is_edited_in_place(tmp_path: Path) -> None:
@@ -110,21 +111,21 @@ def test_a_format_without_edits(tmp_path: Path) -> None:
     path = tmp_path / "x.pt"
     torch.save({"a": torch.ones(4)}, path, _use_new_zipfile_serialization=False)
     before = LEGACY.read(Probe(LocalFile(path)))
-    assert formats.patch(before, before, LEGACY, WriteOptions()) is None
+    assert formats.patch(before, before, LEGACY, Options()) is None
 
 
 def test_an_edit_that_changes_nothing(tmp_path: Path) -> None:
     """Nothing is written; what is not a file is not edited, changed or not."""
     before = held(tmp_path / "x.pt")
-    made = formats.patch(before, before, ZIP, WriteOptions())
+    made = formats.patch(before, before, ZIP, Options())
     assert isinstance(before.source, LocalFile)
     assert made == Patch(before.source, None, (), None, before.source.size) and made.written == 0
     copy = ZIP.read(Probe(Memory((tmp_path / "x.pt").read_bytes())))
-    assert formats.patch(copy, copy, ZIP, WriteOptions()) is None
+    assert formats.patch(copy, copy, ZIP, Options()) is None
 
 
 def test_an_edit_that_cannot_be_written_names_the_file(tmp_path: Path) -> None:
     before = held(tmp_path / "x.pt")
     with pytest.raises(FormatError, match="has no place") as found:
-        formats.patch(before, replace(before, root={"a": object()}), ZIP, WriteOptions())
+        formats.patch(before, replace(before, root={"a": object()}), ZIP, Options())
     assert found.value.where == str(tmp_path / "x.pt")

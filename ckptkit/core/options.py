@@ -1,0 +1,117 @@
+"""Options: how to read, what to write and how, in one record that is made once at the edge."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any
+
+from ckptkit.core import arguments
+from ckptkit.core.errors import ArgumentError
+from ckptkit.core.text import guess, some
+
+if TYPE_CHECKING:
+    from concurrent.futures import Executor
+
+_WORDS = {
+    "copies": ("compare", "check", "first"),
+    "objects": ("keep", "drop", "error"),
+    "ties": ("alias", "duplicate"),
+}
+# What decides the bytes of an output, besides the checkpoint and the format.
+LAYOUT = ("objects", "ties", "everything", "shard_size", "ranks", "extras", "sidecars", "check")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """The options of `open`, `save` and `convert`; each has a default.
+
+    Reading. ``key``: the entry to take as the weights. ``part_only``: take a file of one rank as it
+    is. ``parts``: a file that describes how the parts in a folder were split. ``copies``: compare
+    the copies of a tensor as far as checksums tell (``compare``), read and compare them
+    (``check``), or take the first where they differ (``first``).
+
+    Output. ``format``: its name; None: that of the suffix. ``keep_format``: a destination without a
+    suffix, or with that of the source, gets the format of the source, and a file is changed in
+    place by the few bytes that differ, if they are few. ``in_place``: write the source itself.
+    ``objects``: ``keep``, ``drop`` or ``error`` for Python objects that are not tensors or plain
+    values. ``ties``: ``alias`` (store once and note) or ``duplicate`` for tensors with equal bytes
+    in a format without views. ``everything``: write the whole tree, not only what the format is
+    made for. ``shard_size``: the most bytes in a file of a sharded format, a single larger tensor
+    aside; None: the default. ``ranks``: the number of parts of a model-parallel format. ``extras``:
+    keep in safetensors' metadata what their header cannot express. ``sidecars``: copy configuration
+    and tokenizer files from folder to folder. ``strict``: raise UsageError for a step that changes
+    nothing.
+
+    Writing. ``force``: replace an existing destination. ``dry_run``: plan, and write nothing.
+    ``check``: compare tensors with the checksums in their file, and raise CorruptError for a
+    damaged one. ``verify``: read the output back and compare it before it appears. ``durable``:
+    flush it to the disk. ``allow_expand``: write an output that is many times larger than its
+    source. ``executor``: where the work is done; its workers must see the same files. ``fork``:
+    processes may be forked for what is computed. ``progress``: called with the bytes written since
+    the last call, and the total.
+    """
+
+    key: str | None = None
+    part_only: bool = False
+    parts: str | None = None
+    copies: str = "compare"
+    format: str | None = None
+    keep_format: bool = True
+    in_place: bool = False
+    objects: str = "keep"
+    ties: str = "alias"
+    everything: bool = False
+    shard_size: int | None = None
+    ranks: int | None = None
+    extras: bool = True
+    sidecars: bool = True
+    strict: bool = False
+    force: bool = False
+    dry_run: bool = False
+    check: bool = True
+    verify: bool = False
+    durable: bool = False
+    allow_expand: bool = False
+    executor: Executor | None = None
+    fork: bool = False
+    progress: Callable[[int, int], None] | None = None
+
+    def __post_init__(self) -> None:
+        for name, words in _WORDS.items():
+            arguments.choice(name, getattr(self, name), words)
+        arguments.flags(**{name: getattr(self, name) for name in _FLAGS})
+        arguments.count("shard_size", self.shard_size, 1 << 62)
+        arguments.count("ranks", self.ranks, 1 << 16)
+        for name in ("key", "parts", "format"):
+            if getattr(self, name) is not None:
+                arguments.text(name, getattr(self, name))
+        if self.executor is not None and not hasattr(self.executor, "submit"):
+            raise arguments.wrong("executor", "a concurrent.futures.Executor", self.executor)
+        if self.progress is not None:
+            arguments.function("progress", self.progress)
+
+    def changed(self, changes: dict[str, Any]) -> Options:
+        """Return these options with others in `changes`. Raises ArgumentError for unknown ones."""
+        for name in changes:
+            if name not in _NAMES:
+                hint = guess(name, _NAMES) or some(_NAMES, 9)
+                raise ArgumentError(f"there is no argument {name!r}", hint=hint)
+        return replace(self, **changes) if changes else self
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        """The options of a command that reads the same folder alike."""
+        parts = () if self.parts is None else ("--parts", self.parts)
+        return (*parts, *(("--copies", "first") if self.copies == "first" else ()))
+
+
+_NAMES = tuple(field.name for field in fields(Options))
+_FLAGS = tuple(field.name for field in fields(Options) if isinstance(field.default, bool))
+DEFAULT = Options()
+
+
+def made(options: Options | None, changes: dict[str, Any]) -> Options:
+    """Return the options that a caller gave, with the changes that were named beside them."""
+    arguments.instance("options", Options, options)
+    return (options or DEFAULT).changed(changes)
