@@ -37,14 +37,14 @@ def command(file: str, read: Options) -> int:
         look = shell_command(("ckptkit", "inspect", "--tree", *argument(file)))
         raise UsageError("browse needs a terminal", hint=f"`{look}` prints the same as text")
     try:
-        from ckptkit.views.browser.app import Browser
+        from ckptkit.views.browser import Browser
     except ImportError as error:
         raise UsageError("browse needs textual", hint="pip install textual") from error
     from ckptkit.api import open_checkpoint
-    from ckptkit.views.browser.contents import Contents
+    from ckptkit.views.browser import TreeContents
 
     with closing(open_checkpoint(file, read)) as checkpoint:
-        contents = Contents(checkpoint, shown_url(file), read.key)
+        contents = TreeContents(checkpoint, shown_url(file), read.key)
         gc.enable()  # which main() does without: this one may run for long
         left = Browser(contents, partial(_diagnose, file, read)).run()
     if left is not None:

@@ -150,7 +150,7 @@ def _compare(
         if values or everything or atol is not None or rtol is not None:
             raise click.UsageError("--values, --all, --atol and --rtol cannot be used with --model")
         from ckptkit.cli.model_class import built
-        from ckptkit.loading.comparing import against_model
+        from ckptkit.loading.model import against_model
 
         assert spec is not None
         return against_model(first, built(spec, args), shown_url(a), stored=stored)

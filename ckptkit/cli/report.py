@@ -14,7 +14,7 @@ from ckptkit.core.text import shown_url
 
 if TYPE_CHECKING:
     from ckptkit.core.checkpoint import Checkpoint
-    from ckptkit.views.page.seen import Seen
+    from ckptkit.views.page import Seen
 
 SCHEMA = "ckptkit.report/2"
 PAGES, PICTURES = (".html", ".htm"), (".svg", ".png", ".pdf")
@@ -166,7 +166,7 @@ def _have_weights(found: list[Checkpoint]) -> bool:
 
 def _page(found: list[Checkpoint], values: bool, everything: bool) -> tuple[bytes, int]:
     from ckptkit.analysis.diff import compare_checkpoints
-    from ckptkit.views.page import facts, report
+    from ckptkit.views.page import facts, page
 
     seen = _seen(found, values)
     diff = None
@@ -174,12 +174,12 @@ def _page(found: list[Checkpoint], values: bool, everything: bool) -> tuple[byte
         name = shown_url(found[0].name or "")
         diff = compare_checkpoints(*found, everything=everything, values=values, name=name)
     other = seen[1] if len(seen) > 1 else None
-    shown = facts.facts(seen[0], other, diff, everything=everything)
-    return report.page(shown), len(seen[0].shares)
+    shown = facts(seen[0], other, diff, everything=everything)
+    return page(shown), len(seen[0].shares)
 
 
 def _seen(found: list[Checkpoint], values: bool) -> list[Seen]:
-    from ckptkit.views.page.seen import look
+    from ckptkit.views.page import look
 
     if not values:
         return list(map(look, found))
@@ -193,12 +193,12 @@ def _seen(found: list[Checkpoint], values: bool) -> list[Seen]:
 def _picture(checkpoint: Checkpoint, kind: str, by: str, title: str | None) -> tuple[bytes, int]:
     from ckptkit.analysis.shares import grown, shares
     from ckptkit.analysis.summary import summarize
-    from ckptkit.views.page import drawing
+    from ckptkit.views.treemap import drawn
 
     summary = summarize(checkpoint)
     tree = grown(shares(summary, checkpoint.root))
     name = shown_url(summary.path).rstrip("/").rpartition("/")[2] if title is None else title
-    return drawing.treemap(tree, kind, by, name), len(summary.rows)
+    return drawn(tree, kind, by, name), len(summary.rows)
 
 
 def _publish(data: bytes, path: str, *, force: bool) -> None:

@@ -40,8 +40,7 @@ from ckptkit.formats.folder import INDEX
 from ckptkit.formats.format import Defect, Format, Loss, Probe, Recovered, open_place, steady
 from ckptkit.formats.table import BY_NAME, DCP_SHARD, FORMATS, NONE
 from ckptkit.loading import building
-from ckptkit.loading.comparing import seen_by
-from ckptkit.loading.model import is_implied
+from ckptkit.loading.model import is_implied, seen_by
 from ckptkit.quantized.group import configured
 from ckptkit.scanning.find import refused_by_weights_only
 from ckptkit.transforms import module_versions

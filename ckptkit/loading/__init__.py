@@ -5,9 +5,7 @@ model. Uses core, compute, quantized, transforms, formats, api and analysis. No 
 names is imported or called.
 """
 
-from ckptkit.loading.comparing import diff
-from ckptkit.loading.model import LoadReport, load_into
-from ckptkit.loading.tensors import MapLocation
-from ckptkit.loading.values import load
+from ckptkit.loading.model import LoadReport, diff, load_into
+from ckptkit.loading.tensors import MapLocation, load
 
 __all__ = ["LoadReport", "MapLocation", "diff", "load", "load_into"]

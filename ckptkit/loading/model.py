@@ -1,36 +1,168 @@
-"""Load weights into a model."""
+"""Load weights into a model, and compare a checkpoint with a model or another checkpoint."""
 
 from __future__ import annotations
 
+import os
+import re
 import sys
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckptkit import quantized
+from ckptkit.analysis import diff as reports
+from ckptkit.analysis.diff import compare_checkpoints, entire
 from ckptkit.analysis.matching import Shapes, Way, certain, fits, prefixes
-from ckptkit.api import open_checkpoint
+from ckptkit.api import open_checkpoint, reading
 from ckptkit.compute.arranged import contiguous
 from ckptkit.compute.torch_bridge import dtype_of, overflows
+from ckptkit.compute.torch_bridge import fill as fill_tensors
 from ckptkit.core import arguments
 from ckptkit.core.checkpoint import Checkpoint, Source
 from ckptkit.core.dtypes import DType
-from ckptkit.core.errors import CkptkitError, ModelError
+from ckptkit.core.errors import CkptkitError, ModelError, UsageError
 from ckptkit.core.tensor import Shape, Storage, Tensor, contiguous_stride
 from ckptkit.core.text import plural, shell_word, some
 from ckptkit.core.tree import Node, collector_paused
 from ckptkit.core.weights import as_tensor
 from ckptkit.formats.format import steady
-from ckptkit.loading import filling
-from ckptkit.loading.tensors import Tensors
-from ckptkit.loading.values import Values, entries
+from ckptkit.loading import building
+from ckptkit.loading.tensors import Tensors, Values, entries
+from ckptkit.quantized import look_through_both, look_through_for
 from ckptkit.transforms import groups, module_versions
 from ckptkit.transforms.keys import add_prefix, rename, strip_prefix
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
+
+
+_SPEC = re.compile(r"(?:[^\W\d][\w.]*|.*\.py):[^\W\d][\w.]*")
+
+
+def diff(
+    checkpoint: Source,
+    other: Source | nn.Module,
+    *,
+    key: str | None = None,
+    everything: bool = False,
+    values: bool = False,
+    atol: float | None = None,
+    rtol: float | None = None,
+) -> reports.Diff:
+    """Return how a checkpoint differs from another one, or from what a model expects.
+
+    `other` is a checkpoint, a ``torch.nn.Module``, or names a model class: ``package.module:Class``
+    or ``path/to/file.py:Class``, which is imported and built. `values`, `atol` and `rtol` also
+    compare the elements of two checkpoints (:func:`ckptkit.analysis.diff.compare`), `everything`
+    what is beside their weights.
+    """
+    arguments.flags(values=values, everything=everything)
+    arguments.tolerances(atol=atol, rtol=rtol)
+    with ExitStack() as stack:
+        ck = stack.enter_context(reading(checkpoint, key=key))
+        if isinstance(other, str) and _SPEC.fullmatch(other) and not os.path.exists(other):
+            other = building.model_from(other)
+        if not hasattr(other, "state_dict"):
+            second = stack.enter_context(reading(other, key=key))
+            sides = look_through_both(entire(ck), entire(second))
+            return compare_checkpoints(
+                *sides, everything=everything, values=values, atol=atol, rtol=rtol, name=ck.name
+            )
+        arguments.module("other", other)
+        if values or atol is not None or rtol is not None:
+            raise UsageError("the values of a model that is only built are not worth comparing")
+        module: Any = other
+        return against_model(ck, module, ck.name)
+
+
+def against_model(
+    ck: Checkpoint, model: nn.Module, name: str | None, *, stored: bool = False
+) -> reports.Diff:
+    """Compare weights with the state_dict of a model: quantized ones as the model has them."""
+    shapes = building.model_shapes(model)
+    ck = ck if stored else seen_by(ck, shapes)
+    return reports.against(
+        ck.weights, shapes, building.model_ties(model), name=name, chosen=ck.chosen
+    )
+
+
+def seen_by(ck: Checkpoint, shapes: Mapping[str, tuple[str, Shape]]) -> Checkpoint:
+    """The checkpoint with the weights that a model of these dtypes and shapes would be given."""
+    return look_through_for(ck, {name: dtype for name, (dtype, _) in shapes.items()})
+
+
+_NUMBERS = ("float", "int", "bool")  # kinds of elements that torch casts to each other
+
+
+def fill(model: nn.Module, nodes: Mapping[str, Node]) -> set[str]:
+    """Fill plain parameters and buffers of `model`, and return the names of those.
+
+    They are contiguous ones of modules without loading of their own. Of several names of one
+    parameter the last one counts, as for torch. Where parameters overlap in another way, their
+    order matters: none is filled.
+    """
+    filled: set[str] = set()
+    pairs: dict[tuple[int, int], tuple[Tensor, torch.Tensor]] = {}
+    for name, value in _held(model):
+        node = nodes.get(name)
+        if isinstance(node, Tensor) and _fits(node, value):
+            filled.add(name)
+            pairs[value.data_ptr(), value.data_ptr() + value.nbytes] = node, value
+    if any(end > start for (_, end), (start, _) in pairwise(sorted(pairs))):
+        return set()
+    fill_tensors(pairs.values())
+    return filled
+
+
+def _held(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the entries that `load_state_dict` fills by the code of `torch.nn.Module` itself."""
+    from torch.nn import Module
+
+    for path, module in model.named_modules(remove_duplicate=False):
+        loading = getattr(module._load_from_state_dict, "__func__", None)
+        if loading is not Module._load_from_state_dict:
+            continue
+        for name, value in (*module._parameters.items(), *module._buffers.items()):
+            if value is not None and name not in module._non_persistent_buffers_set:
+                yield f"{path}.{name}" if path else name, value
+
+
+def _fits(tensor: Tensor, value: torch.Tensor) -> bool:
+    """Return whether a plain contiguous parameter takes the elements of a tensor one by one."""
+    return (
+        tensor.storage is not None
+        and tensor.layout == "strided"
+        and tensor.kind != "ndarray"
+        and _is_plain(value)
+        and tensor.shape == tuple(value.shape)
+        and _casts(tensor, value)
+    )
+
+
+def _is_plain(value: torch.Tensor) -> bool:
+    import torch
+    from torch.nn import Parameter
+
+    return (
+        type(value) in (torch.Tensor, Parameter)
+        and value.layout is torch.strided
+        and not (value.is_quantized or value.is_conj() or value.is_neg() or value.is_inference())
+        and value.is_contiguous()
+    )
+
+
+def _casts(tensor: Tensor, value: torch.Tensor) -> bool:
+    """Return whether torch casts the elements, each of whole bytes, to the dtype of `value`."""
+    both = tensor.dtype, dtype_of(value)
+    if any(each.bits % 8 for each in both):
+        return False
+    plain = all(each.kind in _NUMBERS and each.packed == 1 for each in both)
+    return plain or both[0] == both[1]
+
 
 GROUP = 1 << 30  # bytes in memory at once, beside the model
 
@@ -381,7 +513,7 @@ def _copy(model: nn.Module, nodes: Mapping[str, Node], versions: Any) -> None:
     groups: Iterable[list[str]] = [list(nodes)]
     if not _has_own_loading(model):
         with _refusing(model):
-            filled = filling.fill(model, nodes)
+            filled = fill(model, nodes)
         groups = _groups({name: node for name, node in nodes.items() if name not in filled})
     for group in groups:
         values = Values(Tensors("cpu"))

@@ -28,7 +28,7 @@ def test_it_needs_textual(ckptkit: Ckptkit, run_pth: Path, monkeypatch: pytest.M
     for name in [
         name
         for name in sys.modules
-        if name.split(".")[0] == "textual" or name == "ckptkit.views.browser.app"
+        if name.split(".")[0] == "textual" or name == "ckptkit.views.browser"
     ]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "textual", None)

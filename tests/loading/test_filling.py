@@ -171,7 +171,7 @@ def test_garbage_is_collected_before_or_after(
         fill(pairs)
         seen.append(gc.isenabled())
 
-    monkeypatch.setattr("ckptkit.loading.filling.fill_tensors", noted)
+    monkeypatch.setattr("ckptkit.loading.model.fill_tensors", noted)
     assert gc.isenabled()
     assert ckptkit.load_into(Holder(torch.zeros(3)), tmp_path / "a.safetensors").complete
     assert seen == [False] and gc.isenabled()

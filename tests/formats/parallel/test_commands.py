@@ -116,7 +116,7 @@ def test_browse_with_a_table(tabled: Any, monkeypatch: pytest.MonkeyPatch) -> No
     pytest.importorskip("textual", reason="textual, which browse is made with, is not installed")
     from concurrent.futures import ThreadPoolExecutor
 
-    from ckptkit.views.browser.app import Browser
+    from ckptkit.views.browser import Browser
 
     folder, options, whole = tabled
     seen: list[Any] = []

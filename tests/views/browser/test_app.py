@@ -19,8 +19,7 @@ from tests.views.page import made
 
 pytest.importorskip("textual", reason="textual, which browse is made with, is not installed")
 
-from ckptkit.views.browser.app import AT_ONCE, Browser
-from ckptkit.views.browser.contents import Contents
+from ckptkit.views.browser import AT_ONCE, Browser, TreeContents
 
 __all__ = ["ckptkit"]
 
@@ -57,7 +56,7 @@ def pressed(
     """Keys, one after the other; text in quotes is typed."""
 
     async def run() -> Screen:
-        app = Browser(Contents(open_checkpoint(path, key=key), str(path), key), diagnose)
+        app = Browser(TreeContents(open_checkpoint(path, key=key), str(path), key), diagnose)
         async with app.run_test(size=size) as pilot:
             await pilot.pause()
             for each in keys:
@@ -94,7 +93,7 @@ def test_what_is_there_at_first(file: Path) -> None:
 def test_no_value_is_read_before_someone_asks(file: Path, lengths_read: list[int]) -> None:
     checkpoint = open_checkpoint(file)
     before = len(lengths_read)
-    Contents(checkpoint, str(file))
+    TreeContents(checkpoint, str(file))
     assert len(lengths_read) == before
 
 

@@ -16,9 +16,7 @@ import pytest
 
 from ckptkit.analysis.diff import compare
 from ckptkit.api import open_checkpoint
-from ckptkit.views.page.facts import facts
-from ckptkit.views.page.report import embedded, page
-from ckptkit.views.page.seen import look
+from ckptkit.views.page import embedded, facts, look, page
 from tests.views.page import made
 
 

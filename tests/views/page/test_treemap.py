@@ -16,14 +16,16 @@ from hypothesis import strategies as st
 from ckptkit.analysis.shares import Branch, grown, shares
 from ckptkit.analysis.summary import summarize
 from ckptkit.core.checkpoint import Checkpoint
-from ckptkit.views.page.columns import Columns, treemap
-from ckptkit.views.page.report import static
-from ckptkit.views.page.seen import look
-from ckptkit.views.page.treemap import DEEPEST, WINDOW, Box, Frame, Tile, squarified, tiles
+from ckptkit.views.page import PageColumns, look, static, treemap
+from ckptkit.views.treemap import DEEPEST, WINDOW, Frame, Tile, TileBox, strips, tiles
 from tests.analysis.made import checkpoint, tensor
 
 BARE = Frame(0, 0, 0, 0)
-SQUARE = Box(0, 0, 100, 100)
+SQUARE = TileBox(0, 0, 100, 100)
+
+
+def squarified(values: list[float], box: TileBox) -> list[TileBox]:
+    return [each for _, boxes in strips(values, box) for each in boxes]
 
 
 def tree(sizes: dict[str, int]) -> Branch:
@@ -35,7 +37,7 @@ def by_label(found: Iterable[Tile]) -> dict[str, Tile]:
     return {tile.label: tile for tile in found}
 
 
-def overlap(a: Box, b: Box) -> float:
+def overlap(a: TileBox, b: TileBox) -> float:
     width = min(a.x + a.width, b.x + b.width) - max(a.x, b.x)
     height = min(a.y + a.height, b.y + b.height) - max(a.y, b.y)
     return max(0.0, width) * max(0.0, height)
@@ -48,7 +50,7 @@ def test_areas_are_in_proportion_and_do_not_overlap(
     values: list[int], width: float, height: float
 ) -> None:
     values.sort(reverse=True)
-    boxes = squarified(values, Box(3, 5, width, height))
+    boxes = squarified(values, TileBox(3, 5, width, height))
     for value, box in zip(values, boxes, strict=True):
         assert box.width * box.height == pytest.approx(value / sum(values) * width * height)
         assert box.x >= 3 - 1e-6 and box.y >= 5 - 1e-6
@@ -61,7 +63,7 @@ def test_areas_are_in_proportion_and_do_not_overlap(
 
 def test_the_example_of_the_paper() -> None:
     """6, 6, 4, 3, 2, 2, 1 in 6 by 4: figure 5 of Bruls, Huizing and van Wijk."""
-    boxes = squarified([6, 6, 4, 3, 2, 2, 1], Box(0, 0, 6, 4))
+    boxes = squarified([6, 6, 4, 3, 2, 2, 1], TileBox(0, 0, 6, 4))
     assert [(round(box.width, 2), round(box.height, 2)) for box in boxes] == [
         (3, 2), (3, 2), (1.71, 2.33), (1.29, 2.33), (1.2, 1.67), (1.2, 1.67), (0.6, 1.67),
     ]  # fmt: skip
@@ -69,7 +71,7 @@ def test_the_example_of_the_paper() -> None:
 
 @given(st.floats(0, 1e-300))
 def test_no_room_is_no_failure(side: float) -> None:
-    assert len(squarified([3, 2, 1], Box(0, 0, side, 10))) == 3
+    assert len(squarified([3, 2, 1], TileBox(0, 0, side, 10))) == 3
 
 
 def test_inside_and_beside() -> None:
@@ -141,7 +143,7 @@ def on_a_page(made: Checkpoint, measure: str, zoomed: list[str]) -> list[list[li
     node = shutil.which("node")
     if node is None:
         pytest.skip("node is not installed")
-    columns = Columns(False)
+    columns = PageColumns(False)
     columns.add(look(made))
     unused = summarize(made).totals.unused_nbytes
     placed = treemap(columns.shares, unused)

@@ -1,0 +1,629 @@
+"""The terminal browser: a tree, panels beside it, and the command that shows the same.
+
+Headers only, until values are requested. Made with textual; strings of a file are escaped and never
+markup.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, ClassVar, NamedTuple
+
+from rich.text import Text
+from textual.app import App, ComposeResult
+from textual.binding import Binding, BindingType
+from textual.containers import Horizontal, Vertical, VerticalScroll
+from textual.widgets import Footer, Input, Static, Tree
+from textual.widgets.tree import TreeNode
+
+from ckptkit.analysis import columns
+from ckptkit.analysis.shares import OPTIMIZER, Branch, Share, grown, joined, shares
+from ckptkit.analysis.slices import Picks, parse, plane, select, show
+from ckptkit.analysis.summary import Summary, summarize
+from ckptkit.analysis.view_model import Listing, described, listings
+from ckptkit.compute import tallies
+from ckptkit.compute.tallies import Tally
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.errors import CkptkitError
+from ckptkit.core.text import argument, escape, plural, shell_command, size
+from ckptkit.diagnosis.cause import ERROR, WARNING, Cause
+from ckptkit.formats.format import steady
+from ckptkit.quantized import look_through
+
+ROWS = 16  # of a grid
+COUNTED = 1 << 20  # elements that are read for statistics
+SORTS = ("file", "size", "name")
+MEASURES = ("parameters", "nbytes")
+SPECIAL = "[]*?"
+
+
+@dataclass
+class TreeContents:
+    """An open checkpoint, with `path` and `key` as the user typed them."""
+
+    checkpoint: Checkpoint
+    path: str
+    key: str | None = None
+    summary: Summary = field(init=False)
+    shares: list[Share] = field(init=False)
+    tree: Branch = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.checkpoint = look_through(self.checkpoint)
+        self.summary = summarize(self.checkpoint)
+        self.shares = shares(self.summary, self.checkpoint.root)
+        self.tree = grown(self.shares)
+
+    def search(self, words: str) -> Branch:
+        """Return the tree of tensors whose path, shape, dtype or device has all these words."""
+        wanted = words.lower().split()
+        return (
+            self.tree
+            if not wanted
+            else grown(share for share in self.shares if _has(share, wanted))
+        )
+
+    def listed(self) -> list[Listing]:
+        """Return the entries that are not tensors."""
+        return list(listings(self.summary))
+
+    def command(self, name: str, *words: str) -> str:
+        """Return a command on this file, ready to paste."""
+        chosen = self.summary.chosen
+        return shell_command(("ckptkit", name, *chosen, *argument(self.path), *words))
+
+    def shows(self, branch: Branch, index: str = "") -> str:
+        """Return the command that shows a branch, or a part of a tensor."""
+        if branch is self.tree:
+            return self.command("inspect")
+        if branch.share is not None and not branch.children:
+            return self.command("show", branch.share.label, *([index] if index else []))
+        return self.command("inspect", "--tree", "--keys", f"{escaped(branch.path)}.*")
+
+    def finds(self, words: str) -> str:
+        """Return the command that lists the tensors of a search, as far as it concerns names."""
+        return self.command("inspect", "--keys", f"*{'*'.join(map(escaped, words.split()))}*")
+
+
+def escaped(name: str) -> str:
+    """Return a glob that matches only this name."""
+    return "".join(f"[{char}]" if char in SPECIAL and char != "]" else char for char in name)
+
+
+def _has(share: Share, words: Sequence[str]) -> bool:
+    facts = columns.brief(share.row)
+    del facts[columns.SIZE.name]  # its unit would match a letter
+    text = " ".join([share.place, *facts.values()]).lower()
+    return all(word in text for word in words)
+
+
+def below(branch: Branch, sort: str, measure: str) -> list[Branch]:
+    """Return the children of a branch, in order.
+
+    A branch with a single child is replaced by that child.
+    """
+    found = [joined(child) for child in branch.children.values()]
+    if sort == "size":
+        found.sort(key=lambda each: -getattr(each, measure))
+    elif sort == "name":
+        found.sort(key=lambda each: each.path)
+    return found
+
+
+@dataclass(frozen=True)
+class ValuePanel:
+    """A corner of the selected part, and statistics of all of it; None if it is too large."""
+
+    picks: Picks
+    corner: Picks
+    cells: list[list[Any]]
+    tally: Tally | None
+
+
+def values(share: Share, index: str = "", columns: int = 8) -> ValuePanel:
+    """Read a corner of at most so many columns, and the whole part for statistics if small.
+
+    Raises read errors, and UsageError for an `index` that does not fit the tensor.
+    """
+    tensor = share.row.tensor
+    picks = parse(index, tensor.shape)
+    corner = plane(picks, ROWS, columns)
+    cells = tallies.numbers(select(tensor, corner))
+    chosen = select(tensor, picks)
+    tally = None
+    if chosen.numel <= COUNTED:
+        tally = Tally()
+        for part in tallies.parts(chosen):
+            tally.add(tallies.tally(part))
+    rows = next((pick.size for pick in corner if not pick.single), 1) if cells.ndim > 1 else 1
+    return ValuePanel(picks, corner, cells.reshape(rows, -1).tolist() if cells.size else [], tally)
+
+
+LISTED = 200
+BINS, BAR = 16, 30
+CELL = 10  # characters of a number and the space before it
+EIGHTHS = " ▏▎▍▌▋▊▉█"
+STYLES = {ERROR: "bold red", WARNING: "bold yellow"}
+
+
+def bar(part: float, width: int) -> str:
+    """Return a bar of at most so many characters."""
+    whole, eighths = divmod(round(8 * width * min(1.0, part)), 8)
+    return "█" * whole + EIGHTHS[eighths].strip()
+
+
+def amount(branch: Branch, measure: str) -> str:
+    return f"{branch.parameters:,}" if measure == "parameters" else size(branch.nbytes)
+
+
+def node_label(branch: Branch, above: str, total: int, measure: str) -> Text:
+    """Return the label of a tree node: its name below `above`, and its share."""
+    name = branch.path[len(above) :].lstrip(".") or branch.label or "(empty)"
+    made = Text(escape(name), no_wrap=True)
+    if branch.share is not None and not branch.children:
+        facts = columns.brief(branch.share.row)
+        made.append(f"  {facts['dtype']} {facts['shape']}", "dim")
+    else:
+        made.append(f"  {plural(branch.tensors, 'tensor')}", "dim")
+    value = getattr(branch, measure)
+    if value and total:
+        made.append(f"  {amount(branch, measure)} ", "cyan")
+        made.append(bar(value / total, 10), "blue")
+    return made
+
+
+def heading(contents: TreeContents) -> Text:
+    made = Text(no_wrap=True).append(escape(contents.path), "bold")
+    return made.append(f"  {described(contents.summary)}", "dim")
+
+
+def overview(contents: TreeContents) -> Text:
+    """Return totals, and their parts."""
+    summary, totals = contents.summary, contents.summary.totals
+    optimizer = sum(share.nbytes for share in contents.shares if share.role == OPTIMIZER)
+    facts = [
+        ("format", summary.format),
+        ("on disk", size(summary.size)),
+        (
+            "weights at",
+            ""
+            if summary.weights is None
+            else escape(".".join(map(str, summary.weights))) or "the root",
+        ),
+        ("tensors", f"{totals.tensors:,}"),
+        ("parameters", f"{totals.parameters:,}"),
+        ("bytes of tensors", size(totals.nbytes)),
+        ("bytes of storages", size(totals.storage_nbytes)),
+        ("in no tensor", size(totals.unused_nbytes) if totals.unused_nbytes else ""),
+        ("optimizer", size(optimizer) if optimizer else ""),
+        (
+            "ties",
+            f"{n:,}" if (n := sum(share.same is not None for share in contents.shares)) else "",
+        ),
+    ]
+    made = _facts(facts)
+    for title in ("dtype", "device"):
+        sums: Counter[str] = Counter()
+        for share in contents.shares:
+            sums[columns.brief(share.row)[title]] += share.nbytes
+        _bars(made, title, sums, sum(sums.values()))
+    for line in summary.warnings:
+        made.append(f"\nwarning: {escape(line)}", "yellow")
+    return made
+
+
+def _bars(made: Text, title: str, sums: Counter[str], total: int) -> None:
+    made.append(f"\n{title}\n", "bold")
+    for name, value in sums.most_common(12):
+        made.append(f"  {escape(name):<12} {size(value):>9}  ")
+        made.append(f"{bar(value / total, BAR) if value else ''}\n", "blue")
+
+
+def _facts(pairs: Iterable[tuple[str, str]]) -> Text:
+    made = Text()
+    for name, value in pairs:
+        if value:
+            made.append(f"{name:<18}", "dim").append(f"{value}\n")
+    return made
+
+
+def group(branch: Branch, contents: TreeContents) -> Text:
+    """Return the panel of a branch."""
+    whole = contents.tree
+    made = Text().append(f"{escape(branch.path)}\n\n", "bold")
+    made.append_text(
+        _facts(
+            [
+                ("tensors", f"{branch.tensors:,}"),
+                ("parameters", f"{branch.parameters:,}{_of(branch.parameters, whole.parameters)}"),
+                ("bytes", f"{size(branch.nbytes)}{_of(branch.nbytes, whole.nbytes)}"),
+            ]
+        )
+    )
+    children = sorted(branch.children.values(), key=lambda child: -child.nbytes)[:12]
+    if len(children) > 1:
+        _bars(
+            made,
+            "bytes below",
+            Counter({child.label or "(empty)": child.nbytes for child in children}),
+            branch.nbytes,
+        )
+    return made
+
+
+def _of(part: int, whole: int) -> str:
+    share = part / whole if whole else 0.0
+    if not share:
+        return ""
+    return f"  ({share:.1%})" if share >= 0.0005 else "  (<0.1%)"
+
+
+def tensor(branch: Branch, contents: TreeContents, seen: ValuePanel | str | None) -> Text:
+    """Return the panel of a tensor, with its values.
+
+    `seen` is None if values were not requested, a text if they cannot be shown.
+    """
+    share = branch.share
+    assert share is not None
+    made = Text().append(f"{escape(share.label)}\n\n", "bold")
+    same = "" if share.same is None else escape(contents.shares[share.same].label)
+    facts = [
+        *columns.details(share.row),
+        ("the same as", same),
+        ("place", escape(share.place) if share.place != share.label else ""),
+    ]
+    if isinstance(seen, str):
+        made.append(f"{escape(seen)}\n\n", "yellow")
+    elif seen is not None:
+        made.append_text(_values(seen)).append("\n")
+    made.append_text(_facts(facts))
+    return (
+        made
+        if seen is not None
+        else made.append("\nv shows values, : a part of them", "dim italic")
+    )
+
+
+def _values(seen: ValuePanel) -> Text:
+    made = Text().append(f"{show(seen.corner)}\n", "bold")
+    many = [pick for pick in seen.corner if not pick.single]
+    if not seen.cells:
+        return made.append("no elements", "dim")
+    down, across = (many[0] if len(many) > 1 else None), (many[-1] if many else None)
+    side = len(str(down.start + down.size * down.step)) if down else 0
+    if across is not None:
+        heads = (f"{across.start + n * across.step:>{CELL}}" for n in range(across.size))
+        made.append(f"{'':{side}}{''.join(heads)}\n", "dim")
+    for number, row in enumerate(seen.cells):
+        made.append(f"{down.start + number * down.step:>{side}}" if down else "", "dim")
+        made.append(f"{''.join(f'{cell(value):>{CELL}}' for value in row)}\n")
+    if seen.tally is None:
+        return made.append(
+            f"\n{show(seen.picks)} is too large for statistics here; see `show --stats`",
+            "dim",
+        )
+    return made.append_text(_statistics(seen))
+
+
+def _statistics(seen: ValuePanel) -> Text:
+    tally = seen.tally
+    assert tally is not None
+    made = Text()
+    if tally.finite:
+        named = (
+            ("mean", tally.mean),
+            ("std", tally.std),
+            ("min", tally.low),
+            ("max", tally.high),
+            ("norm", tally.norm),
+        )
+        made.append(f"\n{show(seen.picks)}: {plural(tally.count, 'value')}\n", "bold")
+        shown = [f"{name} {cell(value)}" for name, value in named if value is not None]
+        made.append(f"{', '.join(shown[:2])}\n{', '.join(shown[2:])}\n")
+    odd = (("zeros", tally.zeros), ("NaN", tally.nan), ("infinite", tally.infinite))
+    if any(count for _, count in odd):
+        made.append(", ".join(f"{count:,} {name}" for name, count in odd if count) + "\n")
+    histogram = tally.histogram.at_most(BINS)
+    most = max(histogram.counts, default=0) or 1
+    for edge, count in zip(histogram.edges, histogram.counts, strict=False):
+        made.append(f"{cell(edge):>{CELL}} ", "dim").append(bar(count / most, BAR), "blue")
+        made.append(f" {count:,}\n" if count else "\n", "dim")
+    return made
+
+
+def cell(value: Any) -> str:
+    """Format a number with three digits."""
+    if isinstance(value, complex):
+        return f"{value.real:.2g}{value.imag:+.2g}j"
+    return str(value) if isinstance(value, (bool, int)) else f"{value:.3g}"
+
+
+def diagnosis(causes: Sequence[Cause]) -> Text:
+    """Return what keeps the file from loading, with the commands that fix it."""
+    if not causes:
+        return Text("nothing found that keeps it from loading\n", "green")
+    made = Text()
+    for cause in causes:
+        made.append(f"{cause.level}  ", STYLES.get(cause.level, "bold blue"))
+        made.append(f"{escape(cause.title)}\n", "bold").append(
+            f"{escape(cause.explanation)}\n", "dim"
+        )
+        if cause.command is not None:
+            made.append(f"  {escape(cause.command)}\n", "cyan")
+        made.append("\n")
+    return made
+
+
+def listed(found: Listing) -> Text:
+    made = Text().append(f"{found.title}\n\n", "bold")
+    for name, text in found.rows[:LISTED]:
+        made.append(f"{name}: ", "dim").append(f"{text}\n")
+    if len(found.rows) > LISTED:
+        made.append(f"and {len(found.rows) - LISTED:,} more, which `inspect --tree` lists", "dim")
+    return made
+
+
+OPENED = 200  # tensors found up to which all of them are in sight
+AT_ONCE = 500  # lines that are put below a node; the rest follows on request
+
+
+class More(NamedTuple):
+    """A node that stands for children not added yet."""
+
+    branches: list[Branch]
+
+
+Data = Branch | Listing | More
+
+
+class Browser(App[str]):
+    """The browser; its result is the command that shows the screen, if left with that key.
+
+    ``diagnose`` finds what keeps the file from loading; it runs in a thread, on request.
+    """
+
+    CSS_PATH = "static/browser.tcss"
+    TITLE = "ckptkit"
+    ENABLE_COMMAND_PALETTE = False
+    HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (100, "-wide")]
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("slash", "search", "Search"),
+        Binding("v", "values", "ValuePanel"),
+        Binding("colon", "slice", "Slice", key_display=":"),
+        Binding("d", "diagnosis", "Doctor"),
+        Binding("o", "overview", "Totals"),
+        Binding("s", "sort", "Sort"),
+        Binding("m", "measure", "Unit"),
+        Binding("c", "command", "Command"),
+        Binding("q", "quit", "Quit"),
+        Binding("escape", "leave", "Back", show=False),
+    ]
+
+    def __init__(self, contents: TreeContents, diagnose: Callable[[], tuple[Cause, ...]]) -> None:
+        super().__init__()
+        self.contents = contents
+        self.diagnose = diagnose
+        self.shown = contents.tree
+        self.words = ""
+        self.index = ""
+        self.sort, self.measure = SORTS[0], MEASURES[0]
+        if not contents.tree.parameters:
+            self.measure = MEASURES[1]
+        self.command = contents.command("inspect")
+
+    def compose(self) -> ComposeResult:
+        yield Static(heading(self.contents), id="heading")
+        with Horizontal(id="main"):
+            with Vertical(id="side"):
+                yield Input(id="entry")
+                yield Tree[Data]("", id="tree")
+            with VerticalScroll(id="beside"):
+                yield Static(id="panel")
+        yield Static(id="command")
+        footer = Footer()
+        footer.compact = True
+        yield footer
+
+    def on_mount(self) -> None:
+        self.entry.display = False
+        self.names.guide_depth = 2
+        self._plant(self.contents.tree)
+        self.names.focus()
+        self.action_overview()
+
+    @property
+    def names(self) -> Tree[Data]:
+        found: Tree[Data] = self.query_one("#tree", Tree)
+        return found
+
+    @property
+    def entry(self) -> Input:
+        return self.query_one("#entry", Input)
+
+    def _say(self, text: Text, command: str) -> None:
+        self.query_one("#panel", Static).update(text)
+        self.query_one("#beside", VerticalScroll).scroll_home(animate=False)
+        self.command = command
+        self.query_one("#command", Static).update(Text(f"$ {escape(command)}"))
+
+    # The tree, of which only what was opened is there
+
+    def _plant(self, branch: Branch) -> None:
+        self.shown = branch
+        found = f"{branch.tensors:,} found" if self.words else "everything"
+        label = Text(found, "bold").append(f"  {amount(branch, self.measure)}", "not bold cyan")
+        root = self.names.reset(label, branch).root
+        self._fill(root, branch)
+        if not self.words:
+            for listed in self.contents.listed():
+                if listed.rows:
+                    label = Text(listed.title).append(f"  {listed.things:,}", "dim")
+                    root.add_leaf(label, data=listed)
+        root.expand()
+        if self.words and branch.tensors <= OPENED:
+            self._open(root)
+
+    def _open(self, root: TreeNode[Data]) -> None:
+        """Expand all nodes below a node."""
+        waiting = [root]
+        while waiting:
+            node = waiting.pop()
+            if isinstance(node.data, Branch) and node.data.children:
+                if not node.children:
+                    self._fill(node, node.data)
+                node.expand()
+                waiting += node.children
+
+    def _fill(self, node: TreeNode[Data], branch: Branch) -> None:
+        self._add(node, below(branch, self.sort, self.measure))
+
+    def _add(self, node: TreeNode[Data], branches: list[Branch]) -> None:
+        above = node.data.path if isinstance(node.data, Branch) else ""
+        total = getattr(self.contents.tree, self.measure)
+        for branch in branches[:AT_ONCE]:
+            label = node_label(branch, above, total, self.measure)
+            node.add(label, data=branch, allow_expand=bool(branch.children))
+        if len(branches) > AT_ONCE:
+            rest = branches[AT_ONCE:]
+            node.add_leaf(
+                Text(f"{len(rest):,} more: enter shows {min(len(rest), AT_ONCE)}", "italic"),
+                data=More(rest),
+            )
+
+    def on_tree_node_expanded(self, event: Tree.NodeExpanded[Data]) -> None:
+        node = event.node
+        if isinstance(node.data, Branch) and not node.children:
+            self._fill(node, node.data)
+
+    def on_tree_node_selected(self, event: Tree.NodeSelected[Data]) -> None:
+        node = event.node
+        if isinstance(node.data, More) and node.parent is not None:
+            parent, rest = node.parent, node.data.branches
+            node.remove()
+            self._add(parent, rest)
+        elif isinstance(node.data, Branch) and not node.data.children:
+            self.action_values()
+
+    def on_tree_node_highlighted(self, event: Tree.NodeHighlighted[Data]) -> None:
+        self.index = ""
+        self._describe(event.node.data)
+
+    def _describe(self, data: Data | None) -> None:
+        if isinstance(data, Listing):
+            self._say(listed(data), self.contents.command("inspect", "--tree"))
+        elif isinstance(data, Branch) and data is not self.shown:
+            is_tensor = data.share is not None and not data.children
+            text = tensor(data, self.contents, None) if is_tensor else group(data, self.contents)
+            self._say(text, self.contents.shows(data))
+        elif isinstance(data, Branch):
+            self.action_overview()
+
+    # What the keys do
+
+    def action_overview(self) -> None:
+        command = (
+            self.contents.finds(self.words) if self.words else self.contents.command("inspect")
+        )
+        self._say(overview(self.contents), command)
+
+    def action_sort(self) -> None:
+        self.sort = SORTS[(SORTS.index(self.sort) + 1) % len(SORTS)]
+        self.notify(
+            f"sorted by {self.sort}" if self.sort != "file" else "in the order of the file",
+            timeout=2,
+        )
+        self._plant(self.shown)
+
+    def action_measure(self) -> None:
+        self.measure = MEASURES[1 - MEASURES.index(self.measure)]
+        self._plant(self.shown)
+
+    def action_diagnosis(self) -> None:
+        command = self.contents.command("doctor")
+        self._say(Text("looking...", "dim"), command)
+        self.run_worker(
+            partial(self._diagnosed, command), thread=True, exclusive=True, group="beside"
+        )
+
+    def _diagnosed(self, command: str) -> None:
+        try:
+            text = diagnosis(self.diagnose())
+        except CkptkitError as error:
+            text = Text(escape(str(error)), "yellow")
+        self.call_from_thread(self._late, command, text)
+
+    def _late(self, command: str, text: Text) -> None:
+        """Show a result that a thread found, if it is still wanted."""
+        if command == self.command:
+            self._say(text, command)
+
+    def action_values(self) -> None:
+        node = self.names.cursor_node
+        branch = node.data if node is not None else None
+        if not isinstance(branch, Branch) or branch.share is None:
+            self.notify("choose a tensor to see its values", timeout=2)
+            return
+        command = self.contents.shows(branch, self.index)
+        self._say(tensor(branch, self.contents, "reading..."), command)
+        self.run_worker(
+            partial(self._read, branch, self.index, command),
+            thread=True,
+            exclusive=True,
+            group="beside",
+        )
+
+    def _read(self, branch: Branch, index: str, command: str) -> None:
+        assert branch.share is not None
+        try:
+            with steady(self.contents.checkpoint.source, remote=True):
+                seen = values(branch.share, index, self._columns())
+            text = tensor(branch, self.contents, seen)
+        except CkptkitError as error:
+            text = tensor(branch, self.contents, error.message)
+        self.call_from_thread(self._late, command, text)
+
+    def _columns(self) -> int:
+        """Return the number of columns that fit."""
+        return max(1, (self.query_one("#panel").size.width - 8) // CELL)
+
+    def action_search(self) -> None:
+        self._ask("search: words of names, shapes, dtypes", self.words)
+
+    def action_slice(self) -> None:
+        self._ask("a part of the tensor: 0, :, 3:7", self.index, "slice")
+
+    def _ask(self, what: str, value: str, name: str = "search") -> None:
+        entry = self.entry
+        entry.set_classes(name)
+        entry.placeholder = what
+        entry.display = True
+        entry.value = value
+        entry.focus()
+
+    def on_input_submitted(self, event: Input.Submitted) -> None:
+        is_slice = event.input.has_class("slice")
+        event.input.display = bool(event.value) and not is_slice
+        if is_slice:
+            self.index = event.value
+            self.action_values()
+        else:
+            self.words = event.value.strip()
+            self._plant(self.contents.search(self.words))
+            self.action_overview()
+        self.names.focus()
+
+    def action_leave(self) -> None:
+        """Leave the input field or the search."""
+        if self.entry.has_focus and self.entry.has_class("slice"):
+            self.entry.display = False
+        elif self.entry.display or self.words:
+            self.words = self.entry.value = ""
+            self.entry.display = False
+            self._plant(self.contents.tree)
+        self.names.focus()
+
+    def action_command(self) -> None:
+        self.exit(self.command)

@@ -1,0 +1,358 @@
+"""The report: one self-contained HTML page of the facts as JSON, and the script that shows them.
+
+It loads nothing and works offline. The content security policy in its head allows only that script
+and that style, by their digests, so that no other code runs whatever a file calls its tensors. The
+script creates text nodes, never markup. All strings of a file are escaped as on a terminal: no
+invisible characters, no change of text direction.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from base64 import b64encode
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from html import escape as html
+from math import isfinite
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ckptkit import quantized
+from ckptkit.analysis import columns
+from ckptkit.analysis.diff import Diff
+from ckptkit.analysis.shares import OPTIMIZER, Share, grown, shares
+from ckptkit.analysis.summary import Summary, summarize
+from ckptkit.analysis.view_model import entries, listings
+from ckptkit.compute.compare import compare
+from ckptkit.compute.workers import ordered
+from ckptkit.core import __version__
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.errors import TensorError
+from ckptkit.core.text import escape, shape
+from ckptkit.core.tree import join
+from ckptkit.diagnosis import content
+from ckptkit.diagnosis.facts import Facts
+from ckptkit.views.treemap import arranged, numbered
+
+if TYPE_CHECKING:
+    from ckptkit.compute.tallies import Tally
+
+SCHEMA = "ckptkit.page/1"
+LISTED = 400  # values, objects or metadata entries
+BINS = 32
+LARGEST = 1e300  # what is above becomes none: a browser does arithmetic with it
+MOST = 1 << 53  # the largest whole number that every browser counts with
+# In this order, as one function: each sees what those before it define, and nothing else does.
+SCRIPTS = (
+    "treemap.js", "table.js", "facts.js", "map.js", "tensors.js", "differences.js", "report.js",
+)  # fmt: skip
+_MARK = re.compile(r"\{\{(\w+)\}\}")
+_UNSAFE = re.compile("[<>&\u2028\u2029]")
+
+
+def page(facts: dict[str, Any]) -> bytes:
+    """Return the page that shows `facts`, encoded as UTF-8."""
+
+    def digest(text: str) -> str:
+        return f"'sha256-{b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+    style, script = static("report.css"), "(() => {\n" + "\n".join(map(static, SCRIPTS)) + "})();\n"
+    names = " and ".join(file["name"] for file in facts["files"])
+    given = {
+        "title": html(names),
+        "policy": f"default-src 'none'; script-src {digest(script)}; "
+        f"style-src {digest(style)}; base-uri 'none'",
+        "style": style,
+        "script": script,
+        "data": embedded(facts),
+    }
+    return _MARK.sub(lambda mark: given[mark[1]], static("report.html")).encode()
+
+
+def embedded(value: Any) -> str:
+    """Return JSON for use inside ``<script>``, without characters that have a meaning in HTML."""
+    text = json.dumps(value, separators=(",", ":"), allow_nan=False)
+    return _UNSAFE.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
+def static(name: str) -> str:
+    """Return the text of a file in the folder ``static``."""
+    return (Path(__file__).parent / "static" / name).read_text(encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A checkpoint, its summary, and the statistics of its tensors by number, if computed."""
+
+    checkpoint: Checkpoint
+    summary: Summary
+    shares: list[Share]
+    tallies: dict[int, Tally] = field(default_factory=dict)
+
+
+def look(checkpoint: Checkpoint, progress: Callable[[int], None] | None = None) -> Seen:
+    """Read the headers; with `progress`, which gets byte counts, also read every tensor."""
+    summary = summarize(checkpoint)
+    tallies = {}
+    if progress is not None:
+        from ckptkit.analysis.stats import Statistics
+
+        numbers = {id(row): number for number, row in enumerate(summary.rows)}
+        rows = Statistics(summary.rows).rows(progress)
+        tallies = {numbers[id(row.source)]: row.tally for row in rows}
+    return Seen(checkpoint, summary, shares(summary, checkpoint.root), tallies)
+
+
+def facts(
+    a: Seen, b: Seen | None = None, diff: Diff | None = None, *, everything: bool = False
+) -> dict[str, Any]:
+    """Return all facts about one file, or about two and their differences.
+
+    `everything`: the differences are of all tensors and values, not of the weights alone.
+    """
+    made = PageColumns(bool(a.tallies))
+    made.add(a)
+    files = [_file(each) for each in (a, b) if each is not None]
+    found: dict[str, Any] = {"schema": SCHEMA, "ckptkit": __version__, "files": files}
+    if b is not None and diff is not None:
+        found["diff"] = _differences(made, a, b, diff, everything)
+        values = entries(diff)
+        found["diff"]["entries"] = {"count": values.things, "rows": values.rows[:LISTED]}
+    placed = treemap(made.shares, min(a.summary.totals.unused_nbytes, MOST))
+    return {**found, "tensors": made.facts(), "treemap": placed}
+
+
+def _file(seen: Seen) -> dict[str, Any]:
+    summary, whole = seen.summary, seen.checkpoint
+    found = quantized.find(whole)
+    # A page is read on other machines than this one.
+    what = Facts(summary.path, summary, whole.root, quantized=found, for_here=False)
+    return {
+        "name": escape(summary.path),
+        "format": summary.format,
+        "size": summary.size,
+        "weights": None if summary.weights is None else escape(join(summary.weights)),
+        "totals": {name: min(number, MOST) for name, number in summary.totals._asdict().items()},
+        "optimizer": sum(share.nbytes for share in seen.shares if share.role == OPTIMIZER),
+        "tied": sum(share.same is not None for share in seen.shares),
+        "causes": [
+            {
+                "level": cause.level,
+                "title": escape(cause.title),
+                "explanation": escape(cause.explanation),
+                "command": None if cause.command is None else escape(cause.command),
+            }
+            for cause in content.causes(what)
+        ],
+        "warnings": list(map(escape, summary.warnings)),
+        **{
+            listing.title: {"count": listing.things, "rows": listing.rows[:LISTED]}
+            for listing in listings(summary)
+        },
+    }
+
+
+# The tensors in columns: 100,000 of them take a few megabytes of JSON.
+
+# Facts that are columns, each with a table of its values, and facts that few tensors have.
+COLUMNS = tuple(fact for fact in columns.BRIEF if fact.title and fact is not columns.SIZE)
+MARKS = tuple(fact for fact in columns.BRIEF if not fact.title)
+AMOUNTS = ("parameters", "nbytes", "stored")
+
+
+class PageTable:
+    """Numbers for strings that occur often."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[str, int] = {}
+
+    def __call__(self, value: str) -> int:
+        return self.numbers.setdefault(value, len(self.numbers))
+
+
+class PageColumns:
+    """All tensors, column by column; rare properties are mappings from tensor number to value."""
+
+    def __init__(self, valued: bool) -> None:
+        self.valued = valued
+        self.labels: list[str] = []
+        self.shares: list[Share] = []
+        self.places: dict[int, str] = {}  # where they are not the labels
+        named = (*(fact.name for fact in COLUMNS), "role")
+        self.tables = {name: PageTable() for name in named}
+        self.cells: dict[str, list[int]] = {name: [] for name in (*named, *AMOUNTS)}
+        self.same: dict[int, int] = {}
+        self.marks: dict[str, dict[int, str]] = {fact.name: {} for fact in MARKS}
+        self.stats: dict[int, dict[str, Any]] = {}
+
+    def add(self, seen: Seen) -> None:
+        """Add all tensors of a file."""
+        for number, share in enumerate(seen.shares):
+            self.add_one(share, seen.tallies.get(number))
+
+    def add_one(self, share: Share, tally: Tally | None) -> None:
+        """Add one tensor."""
+        number, row, cells = len(self.labels), share.row, self.cells
+        self.labels.append(escape(share.label))
+        self.shares.append(share)
+        if share.place != share.label:
+            self.places[number] = escape(share.place)
+        for fact in COLUMNS:
+            cells[fact.name].append(self.tables[fact.name](fact.text(fact.value(row))))
+        cells["role"].append(self.tables["role"](share.role))
+        for name, amount in zip(AMOUNTS, (share.parameters, share.nbytes, row.nbytes), strict=True):
+            cells[name].append(min(amount, MOST))
+        if share.same is not None:
+            self.same[number] = share.same
+        for fact in MARKS:
+            if mark := fact.text(fact.value(row)):
+                self.marks[fact.name][number] = mark
+        if tally is not None:
+            self.stats[number] = _numbers(tally)
+
+    def facts(self) -> dict[str, Any]:
+        """Return all columns as JSON values."""
+        return {
+            "name": self.labels,
+            "place": self.places,
+            "facts": {fact.name: fact.title for fact in COLUMNS},
+            **self.cells,
+            **{f"{name}s": list(table.numbers) for name, table in self.tables.items()},
+            "same": self.same,
+            **self.marks,
+            "valued": self.valued,
+            "stats": self.stats,
+        }
+
+
+def _numbers(tally: Tally) -> dict[str, Any]:
+    """Return statistics with six digits, without infinities (no JSON) and complex numbers."""
+    histogram = tally.histogram.at_most(BINS)
+    found: dict[str, Any] = {
+        "count": tally.count,
+        "zeros": tally.zeros,
+        "nan": tally.nan,
+        "inf": tally.infinite,
+    }
+    if tally.finite:
+        found |= {"norm": tally.norm, "std": tally.std, "min": tally.low, "max": tally.high}
+        found["mean"] = None if isinstance(tally.mean, complex) else tally.mean
+    if histogram.counts:
+        edges = histogram.edges
+        found |= {"from": edges[0], "to": edges[-1], "bins": histogram.counts}
+    for name, value in found.items():
+        if isinstance(value, float):
+            found[name] = float(f"{value:.6g}") if abs(value) < LARGEST else None
+    return found
+
+
+def treemap(shares: Sequence[Share], unused: int) -> dict[str, Any]:
+    """Return the tree of names, and how its branches are placed on the page."""
+    root, labels = grown(shares), PageTable()
+    rows = {id(share): number for number, share in enumerate(shares)}
+    found, numbers = numbered(root, rows)
+    bytes_placed = arranged(root, numbers, "nbytes", unused)
+    placed = arranged(root, numbers, "parameters")
+    return {
+        "label": [labels(escape(label)) for label in found.label],
+        "labels": list(labels.numbers),
+        "parent": found.parent,
+        "row": found.row,
+        "nbytes": bytes_placed,
+        "parameters": None if placed == bytes_placed else placed,
+    }
+
+
+# Two files
+
+SAME, UNCOMPARED = "same", "not compared"
+STATES = (SAME, "missing", "unexpected", "mismatched", "renamed", "changed", UNCOMPARED)
+
+
+def _differences(
+    made: PageColumns, a: Seen, b: Seen, diff: Diff, everything: bool
+) -> dict[str, Any]:
+    """Return the states of the tensors in `made`, and the tensors of the other file.
+
+    `made` holds the tensors of `a`; tensors that only `b` has are added to it. With `everything`
+    the tensors beside the weights have been compared too, by their places.
+    """
+    pairs = (*diff.renamed, *diff.reshaped)
+    states = {
+        **dict.fromkeys(diff.unexpected, "unexpected"),
+        **{each.name: "mismatched" for each in diff.mismatched},
+        **{each.name: "changed" for each in diff.changed},
+        **{pair.old: "renamed" for pair in pairs},
+    }
+    paired = {pair.new for pair in pairs}
+    ours, theirs = (_compared(seen, everything) for seen in (a, b))
+    found = [UNCOMPARED] * len(a.shares)
+    for name, number in ours.items():
+        found[number] = states.get(name, SAME)
+    for name in diff.missing:
+        if name not in paired:
+            share = b.shares[theirs[name]]
+            made.add_one(share._replace(same=None), b.tallies.get(theirs[name]))
+            found.append("missing")
+    other = {ours[name]: facts for name, facts in _others(diff, a, b, ours, theirs)}
+    return {
+        "states": STATES,
+        "state": [STATES.index(each) for each in found],
+        "other": other,
+        "values": diff.values_compared,
+        "advice": list(map(escape, diff.advice)),
+        "uncompared": list(map(escape, diff.uncompared)),
+    }
+
+
+def _compared(seen: Seen, everything: bool) -> dict[str, int]:
+    """Return the numbers of the tensors that were compared, by name; with `everything`, of those
+    beside the weights by place, unless a weight has that name."""
+    rows = [share.row for share in seen.shares]
+    found = {row.name: number for number, row in enumerate(rows) if row.name is not None}
+    for number, row in enumerate(rows if everything else ()):
+        if row.name is None:
+            found.setdefault(row.place, number)
+    return found
+
+
+def _others(
+    diff: Diff, a: Seen, b: Seen, ours: dict[str, int], theirs: dict[str, int]
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the other file's counterpart of each tensor, by name."""
+    for name, _, kind, *_ in diff.mismatched:
+        yield name, {"dtype": kind.dtype, "shape": shape(kind.shape)}
+    for pair in (*diff.renamed, *diff.reshaped):
+        found: dict[str, Any] = {
+            "name": escape(pair.new),
+            "confidence": round(pair.confidence, 2),
+            "why": pair.why,
+        }
+        if pair.a != pair.b:
+            found |= {"dtype": pair.b.dtype, "shape": shape(pair.b.shape)}
+        yield pair.old, found
+
+    def largest(name: str) -> float | None:
+        """Return the largest difference of values; None where it is not a number."""
+        one, other = (a.shares[ours[name]].row.tensor, b.shares[theirs[name]].row.tensor)
+        try:
+            found = compare(one, other, atol=0.0)
+        except TensorError:
+            return None
+        by = None if found is None else found.largest
+        return by if by is not None and isfinite(by) else None
+
+    names = [each.name for each in diff.changed]
+    amounts = ordered(largest, names, lambda name: 2 * a.shares[ours[name]].row.nbytes)
+    for (name, change), by in zip(diff.changed, amounts, strict=True):
+        found = {
+            "changed": change.count,
+            "largest": by,
+            "relative": change.relative,
+            "cosine": change.cosine,
+        }
+        if (tally := b.tallies.get(theirs[name])) is not None:
+            found["norm"] = _numbers(tally).get("norm")
+        yield name, found
