@@ -27,7 +27,7 @@ from ckptkit.core.errors import (
 from ckptkit.core.tensor import Tensor
 from ckptkit.core.tree import Object
 from ckptkit.formats.npy import header, read_array
-from tests.formats.conformance import elements_of, storage_bytes
+from tests.formats.conformance import storage_bytes
 
 ARRAYS = {
     "matrix": np.arange(6, dtype="<f4").reshape(2, 3),
@@ -106,15 +106,6 @@ def test_an_array_alone_has_no_name(tmp_path: Path) -> None:
     with pytest.raises(CkptkitError) as caught:
         dict(checkpoint.weights)
     assert "wrap --key" in str(caught.value.hint)
-
-
-@pytest.mark.parametrize(
-    "dtype", ["?", "i1", "u1", "<u2", "<u4", "<u8", "<i4", "<f2", "<c8", "<c16"]
-)
-def test_every_kind_of_number(dtype: str) -> None:
-    array = np.arange(6).astype(dtype)
-    tensor = read(saved(array))
-    assert tensor.dtype.name == array.dtype.name and elements_of(tensor) == array.tobytes()
 
 
 def test_the_checksum_of_the_elements_follows() -> None:
@@ -290,11 +281,9 @@ def test_NP_07_a_size_beyond_64_bits() -> None:
         read(made("{'descr': '<f4', 'fortran_order': False, 'shape': (0," + "9" * 19 + ")}"))
 
 
-def test_truncated_anywhere() -> None:
-    data = saved(np.arange(10.0))
-    for cut in range(len(data)):
-        with pytest.raises(FormatError):
-            read(data[:cut])
+def test_an_array_that_is_cut() -> None:
+    with pytest.raises(TruncatedError, match="80 bytes, but only 79 are in the file"):
+        read(saved(np.arange(10.0))[:-1])
 
 
 def test_UTF_8_is_for_version_3() -> None:

@@ -32,7 +32,6 @@ from ckptkit.core.tree import Object
 from ckptkit.formats.format import Probe
 from ckptkit.formats.table import NPZ
 from tests.formats.test_npy import ARRAYS
-from tests.torch_equality import bits
 
 MANY = {
     **ARRAYS,
@@ -52,20 +51,6 @@ def write(path: Path, out: Path, **options: Any) -> Conversion:
 def saved(folder: Path, value: Any) -> Path:
     torch.save(value, folder / "x.pth")
     return folder / "x.pth"
-
-
-@savers
-def test_as_numpy_reads_it(tmp_path: Path, save: Any) -> None:
-    save(tmp_path / "x.npz", **MANY)
-    checkpoint = ckptkit.open(tmp_path / "x.npz")
-    assert checkpoint.format == "npz" and checkpoint.warnings == ()
-    got = ckptkit.load(tmp_path / "x.npz")
-    with np.load(tmp_path / "x.npz") as want:
-        assert list(got) == list(want) == list(MANY)
-        for name, array in want.items():
-            native = array.astype(array.dtype.newbyteorder("="))
-            assert got[name].numpy().dtype == native.dtype and tuple(got[name].shape) == array.shape
-            assert bits(got[name]) == native.tobytes(), name
 
 
 @savers

@@ -34,12 +34,10 @@ from ckptkit.formats import torch_legacy
 from ckptkit.formats.format import Probe
 from ckptkit.formats.table import TORCH_LEGACY as FORMAT
 from ckptkit.formats.torch_legacy import MAGIC_NUMBER
-from ckptkit.pickles.storages import storage_class
 from ckptkit.pickles.writer import write_pickle
 from tests.conftest import Corpus
 from tests.pickles.making import Written, saved
 from tests.pickles.test_writer import MULTIPLE, TENSORS, agree
-from tests.torch_equality import storage_bits
 
 Tagger = Callable[..., AbstractContextManager[None]]
 
@@ -68,7 +66,6 @@ def tensor_bytes(tensor: Tensor) -> bytes:
     return b"".join(stream(tensor.storage.record.locate()))
 
 
-LEGACY_DTYPES = [row.name for row in TABLE if row.storage and row.kind != "quantized"]
 UNTYPED = [
     row.name for row in TABLE if not row.storage and row.bits >= 8 and hasattr(torch, row.name)
 ]
@@ -88,22 +85,6 @@ def test_what_torch_saved_is_what_torch_loads(case: str, protocol: int, tmp_path
     checkpoint = read(path)
     assert checkpoint.warnings == ()
     assert agree(Written(checkpoint.root, tmp_path / "written.pt").load(), expected)
-
-
-@pytest.mark.parametrize("dtype", LEGACY_DTYPES)
-def test_every_dtype_it_can_hold(dtype: str, tmp_path: Path) -> None:
-    value = torch.arange(48, dtype=torch.uint8).view(getattr(torch, dtype))
-    path = legacy_saved([value, value[1:]], tmp_path)
-    root = read(path).root
-    expected = torch.load(path, weights_only=True)
-    for tensor, loaded in zip(root, expected, strict=True):
-        assert (f"torch.{tensor.dtype}", tensor.shape, tensor.offset) == (
-            str(loaded.dtype),
-            loaded.shape,
-            loaded.storage_offset(),
-        )
-        assert tensor_bytes(tensor) == storage_bits(loaded)
-    assert root[0].storage is root[1].storage
 
 
 @pytest.mark.parametrize("dtype", UNTYPED)
@@ -127,16 +108,6 @@ def test_tags_of_a_gpu(tmp_path: Path, simulated_cuda: Tagger) -> None:
     assert len({id(tensor.storage) for tensor in root.values()}) == 1
     expected = torch.load(path, weights_only=True, map_location="cpu")
     assert agree(Written(root, tmp_path / "written.pt").load(map_location="cpu"), expected)
-
-
-def test_nothing_of_the_storages_is_read(tmp_path: Path) -> None:
-    path = legacy_saved({"x": torch.zeros(1 << 20)}, tmp_path)
-    source = LocalFile(path)
-    ranges = []
-    original = source.read
-    source.read = lambda offset, length: ranges.append(length) or original(offset, length)  # type: ignore[method-assign,func-returns-value]
-    FORMAT.read(Probe(source))
-    assert sum(ranges) <= 5 << 20
 
 
 class Net(torch.nn.Module):
@@ -381,37 +352,9 @@ def test_LG_04_D_39_sizes_that_contradict(numel: int, tmp_path: Path) -> None:
         read_bytes(legacy(tensor(pid()), storages=[(numel, DATA)]), tmp_path)
 
 
-def test_LG_05_cut_anywhere(tmp_path: Path) -> None:
-    for length in range(len(MAGIC), len(GOOD)):
-        with pytest.raises((FormatError, UnsupportedError)) as caught:
-            read_bytes(GOOD[:length], tmp_path)
-        if length > len(GOOD) - 24:
-            assert isinstance(caught.value, TruncatedError)
-            assert "'7'" in str(caught.value)
-
-
-def test_LG_05_every_bit_flipped(tmp_path: Path) -> None:
-    path = tmp_path / "x.pt"
-    for position in range(len(MAGIC), len(GOOD) - 16):
-        for bit in range(8):
-            flipped = bytearray(GOOD)
-            flipped[position] ^= 1 << bit
-            path.write_bytes(flipped)
-            try:
-                root = FORMAT.read(Probe(LocalFile(path))).root
-                sum(1 for _ in walk(root))
-                write_pickle(
-                    root,
-                    lambda typed: (
-                        "storage",
-                        storage_class(typed.dtype),
-                        "0",
-                        typed.storage.device,
-                        1,
-                    ),
-                )
-            except CkptkitError:
-                pass
+def test_LG_05_a_storage_that_is_cut(tmp_path: Path) -> None:
+    with pytest.raises(TruncatedError, match="ends inside storage '7': 1 bytes are missing"):
+        read_bytes(GOOD[:-1], tmp_path)
 
 
 @pytest.mark.parametrize("numel", [2**40, 2**63, 10**300])

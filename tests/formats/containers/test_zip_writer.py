@@ -151,8 +151,3 @@ def test_members_alike_are_laid_out_as_each_alone(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(zip_writer._Headers, "of", alone)
     assert models == lay_out(members)
-
-
-def test_the_same_bytes_each_time(tmp_path: Path) -> None:
-    paths = [execute(lay_out(MEMBERS), tmp_path / name) for name in ("a", "b")]
-    assert paths[0].read_bytes() == paths[1].read_bytes()
