@@ -195,11 +195,9 @@ def candidates(names: Iterable[str]) -> list[Candidate]:
         each._replace(form="file") if each.form == "parallel" and len(each.files) == 1 else each
         for each in found
     ]
-    return [each for each in found if not _is_beside(each.files[0])] or found
-
-
-def _is_beside(name: str) -> bool:
-    return is_state(name) or _BESIDE.fullmatch(name) is not None
+    return [
+        each for each in found if not (is_state(each.files[0]) or _BESIDE.fullmatch(each.files[0]))
+    ] or found
 
 
 def is_state(name: str) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ckptkit.core.bytesource import ByteSource, Extent, Memory, Range, leaves
+from ckptkit.core.bytesource import ByteSource, Memory, Range, leaves
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import (
     NO_CHECKSUM,
@@ -238,12 +238,13 @@ def recover(probe: Probe, unverified: bool = False) -> Recovered | None:
         (*found.warnings, unsummed()), origin=WHOLE if found.is_whole else None,
     )  # fmt: skip
     hint = UNVERIFIED if shifted or zeros < source.size else AGAIN
-    result = recovered(checkpoint, lambda lost: reasons.get(_source(lost.record.locate())), hint)
+
+    def reason(lost: Storage) -> str | None:
+        extent = lost.record.locate()
+        return reasons.get(extent.source if isinstance(extent, Range) else None)
+
+    result = recovered(checkpoint, reason, hint)
     return replace(result, lost=(*invalid, *result.lost))
-
-
-def _source(extent: Extent) -> ByteSource | None:
-    return extent.source if isinstance(extent, Range) else None
 
 
 def recoverable(probe: Probe) -> str:

@@ -273,8 +273,10 @@ def read_entry(entry: Any, kinds: Kinds) -> tuple[DtypeAndShape, int]:
 def _kind(dtype: DType, shape: Shape, nbytes: int) -> DtypeAndShape:
     if _bits(dtype, shape) != nbytes * 8:
         raise _unfilled(dtype, shape, nbytes)
-    if dtype.packed > 1:
-        dtype, shape = _packed(dtype, shape)
+    if dtype.packed > 1 and shape[-1] % dtype.packed:  # not whole elements of torch
+        dtype = FLOAT4
+    elif dtype.packed > 1:
+        shape = (*shape[:-1], shape[-1] // dtype.packed)
     storage = Storage(Range(Memory(b""), 0, nbytes))
     return DtypeAndShape(Tensor(storage, dtype, shape, contiguous_stride(shape)), nbytes)
 
@@ -305,13 +307,6 @@ def _naturals(value: Any, what: str) -> tuple[int, ...]:
         if type(n) is not int or n < 0:
             raise FormatError(f"{what} is not a list of non-negative integers")
     return tuple(value)
-
-
-def _packed(dtype: DType, shape: Shape) -> tuple[DType, Shape]:
-    """Return dtype and shape of packed pairs in torch; of elements if the last dimension is odd."""
-    if shape[-1] % dtype.packed:
-        return FLOAT4, shape
-    return dtype, (*shape[:-1], shape[-1] // dtype.packed)
 
 
 def _check_tiles(begins: list[int], ends: list[int], names: Iterable[str], size: int) -> None:
@@ -532,15 +527,16 @@ def _joined(extents: Iterable[Extent]) -> list[Extent]:
     row: list[Extent] = []
     for extent in extents:
         last = row[-1] if row else None
-        if isinstance(last, Range) and isinstance(extent, Range) and _follows(last, extent):
+        if (
+            isinstance(last, Range)
+            and isinstance(extent, Range)
+            and last.source is extent.source
+            and last.offset + last.length == extent.offset
+        ):
             row[-1] = last._replace(length=last.length + extent.length)
         else:
             row.append(extent)
     return row
-
-
-def _follows(last: Range, extent: Range) -> bool:
-    return last.source is extent.source and last.offset + last.length == extent.offset
 
 
 _MOVED = (

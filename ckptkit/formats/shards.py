@@ -597,15 +597,14 @@ def _parts(weights: Weights, limit: int | None) -> tuple[list[dict[Node, Node]],
         owner.update(dict.fromkeys(new, lead))
         sizes[lead] = sizes.get(lead, 0) + sum(new.values())
     files = split(sizes, limit)
-    parts = [_empty(weights.node) for _ in files]
+    like = weights.node
+    parts: list[dict[Node, Node]] = [
+        OrderedMapping((), like.state) if isinstance(like, OrderedMapping) else {} for _ in files
+    ]
     number = owners(enumerate(files))
     for name, node in entries.items():
         parts[number[first[name]]][name] = node
     return parts, sum(sizes.values())
-
-
-def _empty(like: Node) -> dict[Node, Node]:
-    return OrderedMapping((), like.state) if isinstance(like, OrderedMapping) else {}
 
 
 def _storages(root: Node) -> list[Storage]:

@@ -58,8 +58,8 @@ def sidecars(folder: Folder, made: Collection[str] = ()) -> Sidecars:
         return Sidecars()
     files: list[tuple[str, bytes]] = []
     warnings: list[str] = []
-    for name in _known(names):
-        if name in made:
+    for name in names:
+        if name in made or not (name in _NAMES or _TEMPLATE.fullmatch(name)):
             continue
         try:
             source = folder.open(name)
@@ -70,10 +70,6 @@ def sidecars(folder: Folder, made: Collection[str] = ()) -> Sidecars:
         except CkptkitError as error:
             warnings.append(f"{name} is not copied: {error.message}")
     return Sidecars(tuple(files), tuple(warnings))
-
-
-def _known(names: Collection[str]) -> Iterator[str]:
-    return (name for name in names if name in _NAMES or _TEMPLATE.fullmatch(name))
 
 
 CONFIG = "config.json"

@@ -242,20 +242,24 @@ def recover(probe: Probe, unverified: bool = False) -> Recovered | None:
             f"the pickles before its tensors are damaged: {error.message}", hint=AGAIN
         ) from error
     checkpoint = replace(checkpoint, warnings=(*checkpoint.warnings, unsummed()))
-    if unverified:
-        return recovered(checkpoint, lambda storage: reasons.get(_storage_key(storage)))
-    zeros = zeros_from(probe.source)
-    return recovered(checkpoint, partial(_why_lost, reasons=reasons, zeros=zeros), UNVERIFIED)
+    zeros = None if unverified else zeros_from(probe.source)
+    why = partial(_why_lost, reasons=reasons, zeros=zeros)
+    return recovered(checkpoint, why, AGAIN if unverified else UNVERIFIED)
 
 
-def _why_lost(storage: Storage, *, reasons: dict[str, str], zeros: int) -> str | None:
-    """Return why a storage is lost, or may be; None if it is intact as far as can be known."""
+def _why_lost(storage: Storage, *, reasons: dict[str, str], zeros: int | None) -> str | None:
+    """Return why a storage is lost, or may be; None if it is intact as far as can be known.
+
+    `zeros` is where those at the end of the file begin; None: only its own count matters.
+    """
     record = storage.record
     if not isinstance(record, _LegacyRecord):
         return None
     place = record.places.get(record.key)
     if record.key in reasons or place is None:
         return reasons.get(record.key, "it is not there")
+    if zeros is None:
+        return None
     end = place.offset + place.length
     if place.length and end > zeros:
         return (
@@ -282,10 +286,6 @@ def recoverable(probe: Probe) -> str:
     except CkptkitError:
         return ""
     return RECOVER
-
-
-def _storage_key(storage: Storage) -> str:
-    return storage.record.key if isinstance(storage.record, _LegacyRecord) else ""
 
 
 def pickles(probe: Probe) -> Iterator[Found] | None:

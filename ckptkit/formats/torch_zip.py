@@ -114,16 +114,16 @@ def _read(archive: Archive) -> Checkpoint:
     warnings = archive.check()
     tree = archive.unpickle("data")
     warnings += [*archive.unverified(), *archive.unused(KNOWN)]
-    source, metadata = archive.directory.source, _metadata(archive)
+    directory, name = archive.directory, archive.folder + METADATA
+    metadata = parse_metadata(directory.read(name)) if name in directory else {}
     return Checkpoint(
-        tree.root, table.TORCH_ZIP.name, source, metadata, tree.globals, (*tree.warnings, *warnings)
+        tree.root,
+        table.TORCH_ZIP.name,
+        directory.source,
+        metadata,
+        tree.globals,
+        (*tree.warnings, *warnings),
     )
-
-
-def _metadata(archive: Archive) -> dict[str, str]:
-    """Return the metadata of another format and of ckptkit's own record."""
-    name = archive.folder + METADATA
-    return parse_metadata(archive.directory.read(name)) if name in archive.directory else {}
 
 
 class _Entry(Protocol):

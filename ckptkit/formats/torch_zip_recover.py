@@ -128,19 +128,17 @@ class _DamagedArchive:
             self._big_endian = True
             tree = self._unpickled(*self._pickle)
         self._warn(tree.root)
+        text = self.found.small(f"{self.top}/{torch_zip.METADATA}")
         checkpoint = Checkpoint(
             tree.root,
             "torch-zip",
             self.source,
-            self._metadata(),
+            {} if text is None else torch_zip.parse_metadata(text),
             tree.globals,
             (*tree.warnings, *dict.fromkeys(self.warnings)),
         )
-        return recovered(checkpoint, self._reason)
-
-    def _reason(self, storage: Storage) -> str | None:
-        """Return why a storage is lost; None if it is not, or if its bytes are in the pickle."""
-        return self.reasons.get(_member(storage))
+        # A storage that is in no member is in the pickle itself.
+        return recovered(checkpoint, lambda storage: self.reasons.get(_member(storage)))
 
     # The pickle
 
@@ -249,8 +247,11 @@ class _DamagedArchive:
         own = [first] if first is not None and first.name == name else []
         for header in own or self.found.headers.get(name, []):
             if header.method == 0:
-                size = self._length_of_pickle(header.start, header.stored)
-                if (place := self.found.place(header, None, size)) is not None:
+                stored = header.stored
+                if stored is None:  # it ends with its STOP
+                    found = self._unpickled(self.source, header.start, self.source.size)
+                    stored = found.stop - header.start
+                if (place := self.found.place(header, None, stored)) is not None:
                     yield place
 
     def _searched_pickles(self, name: str) -> Iterator[RecordPlace]:
@@ -258,21 +259,13 @@ class _DamagedArchive:
         self._refuse_program(self.found.headers)
         yield from self._pickle_places(name)
 
-    def _length_of_pickle(self, start: int, stored: int | None) -> int:
-        """Return the length of the pickle: from its header, else up to its STOP."""
-        if stored is not None:
-            return stored
-        return self._unpickled(self.source, start, self.source.size).stop - start
-
     def _is_pickle(self, place: RecordPlace) -> bool:
         """Return whether its checksum proves a pickle; in a file without any, its place."""
-        if place.crc == 0 and not self._has_sums():
+        listed = (each.entries.values() for each in self.found.directories)
+        entries = chain.from_iterable(chain.from_iterable(listed))
+        if place.crc == 0 and not any(entry.crc for entry in entries):
             return self.found.is_framed(place, place.extent.length, {})
         return place.crc is not None and self.found.crc32(place.extent) == place.crc
-
-    def _has_sums(self) -> bool:
-        entries = (each.entries.values() for each in self.found.directories)
-        return any(entry.crc for same in chain.from_iterable(entries) for entry in same)
 
     def _read_pickle(self, extent: Extent, *, proven: bool) -> Unpickled:
         if isinstance(extent, Derived):
@@ -446,10 +439,6 @@ class _DamagedArchive:
             self.found.window.read(header.start, 3) == b"big"
             for header in self.found.headers.get(name, ())
         )
-
-    def _metadata(self) -> dict[str, str]:
-        text = self.found.small(f"{self.top}/{torch_zip.METADATA}")
-        return {} if text is None else torch_zip.parse_metadata(text)
 
 
 def _offset(extent: Extent) -> int:

@@ -106,7 +106,7 @@ def read(probe: Probe) -> Checkpoint:
     if f"{archive.folder}data.pkl" in directory or f"{archive.folder}model.json" not in directory:
         root, names, found = _pickled(archive)
     else:
-        root, names, found = _read_json(archive)
+        root, names, found = _Model(archive).read()
     texts, lost = _extra(archive)
     warnings += [*found, *archive.unverified(), *lost]
     key, remarks = _weights_of_constants(root)
@@ -344,14 +344,6 @@ _QUANTIZED = {"uint8": "quint8", "int8": "qint8", "int32": "qint32"}
 Json = dict[str, Any]
 
 
-def _read_json(archive: Archive) -> tuple[Object, tuple[Global, ...], list[str]]:
-    """Read the main module, the globals that its attributes name, and warnings.
-
-    Raises FormatError, CorruptError, UnsupportedError, and what the pickle machine raises.
-    """
-    return _Model(archive).read()
-
-
 class _Model:
     def __init__(self, archive: Archive) -> None:
         self.archive = archive
@@ -517,16 +509,14 @@ def unpack(root: Node, *, of_modules: bool) -> dict[str, Object]:
     found: dict[str, Object] = {}
     done: set[int] = set()
     for path, node in [*walk(root)]:
-        if not isinstance(node, Object) or not (of_modules or _stands_alone(node)):
+        if not isinstance(node, Object) or not (
+            of_modules or not str(node.global_).endswith(_OF_MODULES)
+        ):
             continue
         if id(node) in done or _unpack(node):
             done.add(id(node))
             found[join(tuple([key for key in path if key != _STATE]))] = node
     return found
-
-
-def _stands_alone(node: Object) -> bool:
-    return not str(node.global_).endswith(_OF_MODULES)
 
 
 def _unpack(node: Object) -> bool:

@@ -261,7 +261,9 @@ def check_members(
         offset = row[0]
         if offset != end:
             if offset < end:
-                _refuse_overlap(names[previous], name, rows[previous][0] == offset)
+                how = "are one and the same" if rows[previous][0] == offset else "overlap"
+                both = f"{shown(names[previous])} and {shown(name)}"
+                raise AmbiguousError(f"the bytes of records {both} {how}")
             _check_gap(read, end, offset, known)
         at = place(offset, _LEAST + len(name))
         size, described = _check_header(window.data, at, read, name, row)
@@ -351,11 +353,6 @@ def _check_descriptor(data: bytes, at: int, name: bytes, row: Row) -> int:
         if data.startswith(expected, at):
             return len(expected)
     raise CorruptError(f"the data descriptor of record {shown(name)} contradicts the directory")
-
-
-def _refuse_overlap(first: bytes, second: bytes, same: bool) -> NoReturn:
-    how = "are one and the same" if same else "overlap"
-    raise AmbiguousError(f"the bytes of records {shown(first)} and {shown(second)} {how}")
 
 
 def _check_gap(read: Read, start: int, end: int, known: set[bytes]) -> None:
@@ -591,7 +588,11 @@ def read_directory(source: ByteSource) -> ZipDirectory:
         texts = check_names(names, rows)
         if source.remote:
             source.members = partial(_stored_members, start, size, count)
-            return _unlocated(source, dict(zip(texts, rows, strict=True)), start)
+            # Local headers are read when they are needed.
+            unread = {
+                text: _tuple(ZipEntry, (*row, -1)) for text, row in zip(texts, rows, strict=True)
+            }
+            return ZipDirectory(source, unread, start, LocalHeaders(source, unread))
         places = check_members(source, names, rows, start)
     except CkptkitError as error:
         error.at(source.name)
@@ -623,12 +624,6 @@ def _stored_members(start: int, size: int, count: int, source: ByteSource) -> It
                 offset = find_data(source.read, name, row)
                 stop = offset + length
             yield _tuple(Member, (name.decode(), offset, stop, length, crc))
-
-
-def _unlocated(source: ByteSource, rows: dict[str, Row], start: int) -> ZipDirectory:
-    """Return the directory of a remote file, whose local headers are read when they are needed."""
-    entries = {name: _tuple(ZipEntry, (*row, -1)) for name, row in rows.items()}
-    return ZipDirectory(source, entries, start, LocalHeaders(source, entries))
 
 
 # The end of the file

@@ -39,12 +39,8 @@ _DATE = 0x0021
 _JOINED = 1 << 16  # literal contents up to this length share a segment with the headers around them
 
 
-def _padding(size: int) -> bytes:
-    """Return the extra field ``FB`` with `size` bytes."""
-    return b"FB" + struct.pack("<H", size) + b"Z" * size
-
-
-_PADDING = tuple(map(_padding, range(ALIGNMENT)))
+# Extra fields ``FB``, by their size.
+_PADDING = tuple(b"FB" + struct.pack("<H", size) + b"Z" * size for size in range(ALIGNMENT))
 
 
 class ZipMember(NamedTuple):

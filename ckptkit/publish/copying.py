@@ -220,19 +220,15 @@ def _written(
         os.lseek(fd, task.start, os.SEEK_SET)
         writer = _SegmentWriter(fd, progress, () if task.keeps_sums else task.summed or ())
         if isinstance(first, TransposeTask):
-            _write_blocks(fd, task.start, first, progress)
+            for block in first.blocks:
+                for place, rows in _turner().pieces(block):
+                    _write_at(fd, rows, task.start + place)
+                progress(block.size)
         else:
             writer.write(task.segments)  # type: ignore[arg-type]  # no other is mixed with segments
     finally:
         os.close(fd)
     return writer.sums
-
-
-def _write_blocks(fd: int, start: int, turned: TransposeTask, progress: Progress) -> None:
-    for block in turned.blocks:
-        for place, rows in _turner().pieces(block):
-            _write_at(fd, rows, start + place)
-        progress(block.size)
 
 
 def _turner() -> Turner:

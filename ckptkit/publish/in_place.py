@@ -28,7 +28,6 @@ import os
 import stat
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
-from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -204,11 +203,10 @@ def _compare(fd: int, patch: Patch) -> None:
 def _read(fd: int, offset: int, length: int) -> bytes:
     """Return the bytes at `offset`, as many as the file has."""
     os.lseek(fd, offset, os.SEEK_SET)
-    return b"".join(iter(partial(_read_some, fd, offset + length), b""))
-
-
-def _read_some(fd: int, stop: int) -> bytes:
-    return os.read(fd, stop - os.lseek(fd, 0, os.SEEK_CUR))
+    found = b""
+    while more := os.read(fd, length - len(found)):
+        found += more
+    return found
 
 
 def _undo(fd: int, journal: Journal) -> None:
@@ -257,7 +255,8 @@ def _state(known: Journal, journal: str, file: str, fd: int) -> str:
     Raises InputError if another program has written to the file.
     """
     state = known.state(
-        os.fstat(fd).st_size, (_read(fd, s.offset, _longest(s)) for s in known.spans)
+        os.fstat(fd).st_size,
+        (_read(fd, s.offset, max(len(s.old), len(s.new))) for s in known.spans),
     )
     if state == "else":
         raise _foreign(journal, file, "another program has written to it since")
@@ -290,10 +289,6 @@ def _undo_interrupted(journal: str, file: str) -> None:
         if _state(known, journal, file, fd) == "between":
             _undo(fd, known)
         _remove(journal)
-
-
-def _longest(span: JournalSpan) -> int:
-    return max(len(span.old), len(span.new))
 
 
 def _trusted(journal: str, file: str, fd: int) -> Journal:
@@ -404,15 +399,11 @@ class Journal(NamedTuple):
                 data[at : at + _BLOCK] for data in (now, span.old, span.new, bytes(broken))
             )
             if block not in known and any(
-                byte and byte not in possible for byte, possible in _columns(block, known)
+                byte and byte not in [data[place] for data in known if place < len(data)]
+                for place, byte in enumerate(block)
             ):
                 return False
         return True
-
-
-def _columns(block: bytes, known: list[bytes]) -> Iterator[tuple[int, list[int]]]:
-    for place, byte in enumerate(block):
-        yield byte, [data[place] for data in known if place < len(data)]
 
 
 def journal_of(patch: Patch, inode: int) -> Journal:

@@ -65,17 +65,22 @@ def execute(
         done = _spread(files, marks, TASK, partial(_by_executor, executor), progress)
     elif fork and _can_fork(files):
         done = _spread(files, marks, THREAD_TASK, _by_forks, progress)
-    elif _work(files, marks) < 2 * THREAD_TASK:
-        done = [
-            [run(WriteTask(path, 0, tuple(segments), marks.sources, kept), progress)]
-            for (path, segments), kept in zip(files, marks.keeps_sums, strict=True)
-        ]
     else:
-        from concurrent.futures import ThreadPoolExecutor
+        work = sum(  # bytes that are written sooner by threads
+            _work_of(path, segments, () if kept else marks.sources or ())
+            for (path, segments), kept in zip(files, marks.keeps_sums, strict=True)
+        )
+        if work < 2 * THREAD_TASK:
+            done = [
+                [run(WriteTask(path, 0, tuple(segments), marks.sources, kept), progress)]
+                for (path, segments), kept in zip(files, marks.keeps_sums, strict=True)
+            ]
+        else:
+            from concurrent.futures import ThreadPoolExecutor
 
-        with ThreadPoolExecutor(_share()) as threads:
-            way = partial(_by_executor, threads)
-            done = _spread(files, marks, THREAD_TASK, way, progress)
+            with ThreadPoolExecutor(_share()) as threads:
+                way = partial(_by_executor, threads)
+                done = _spread(files, marks, THREAD_TASK, way, progress)
     if summing is not None:
         summing.runs.extend(run for parts in done for part in parts for run in part.read)
     found = [combined(chain.from_iterable(part.sums for part in parts)) for parts in done]
@@ -109,16 +114,10 @@ def _is_computed(segment: Segment) -> bool:
     )
 
 
-def _work(files: Sequence[tuple[str, Sequence[Segment]]], marks: Summing) -> int:
-    """Count the bytes of the outputs that are written sooner by threads."""
-    return sum(
-        _work_of(path, segments, () if kept else marks.sources or ())
-        for (path, segments), kept in zip(files, marks.keeps_sums, strict=True)
-    )
-
-
 def _work_of(path: str, segments: Sequence[Segment], summed: Sequence[Identity]) -> int:
-    """Count those of one output; ranges of the sources `summed` are read.
+    """Count the bytes of one output that are written sooner by threads.
+
+    Ranges of the sources `summed` are read.
 
     None are where whole tensors are held in memory: there is one at a time.
     """

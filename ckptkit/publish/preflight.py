@@ -307,7 +307,7 @@ def checks(files: Iterable[OutputFile], *, kept: bool = False) -> list[Check]:
     for file in files:
         for segment in file.segments:
             if kept is (file.keeps_sums and not isinstance(segment, Summed)):
-                for source, offset, length, share in _read(_extent(segment), 1):
+                for source, offset, length, share in _read(next(extents([segment]), None), 1):
                     if source.members is not None:
                         row = read.setdefault(id(source), (source, []))
                         row[1].append((offset, length, length * share))
@@ -322,12 +322,6 @@ def checks(files: Iterable[OutputFile], *, kept: bool = False) -> list[Check]:
 def identities(found: Iterable[Check]) -> tuple[Identity, ...]:
     """Return the sources to be summed up, in the order of their numbers."""
     return tuple(dict.fromkeys(check.source.identity for check in found))
-
-
-def _extent(segment: Segment) -> Extent | None:
-    if isinstance(segment, Summed):
-        return segment.extent
-    return segment if isinstance(segment, (Range, Derived)) else None
 
 
 def _read(extent: Extent | None, share: float) -> Iterator[tuple[ByteSource, int, int, float]]:

@@ -15,7 +15,7 @@ from contextlib import suppress
 from threading import Event, Lock
 from typing import Any
 
-from ckptkit.core.bytesource import ByteSource, ReadSums, reading
+from ckptkit.core.bytesource import ReadSums, reading
 from ckptkit.core.errors import OutputError, OutputExistsError, UsageError
 from ckptkit.core.plan import OutputFile, Plan
 from ckptkit.core.text import plural, shown_url, typed
@@ -54,7 +54,7 @@ def upload(
     if is_local(fs):
         raise UsageError("is on this machine", where=name, hint=f"name its path: {path}")
     sources = plan.sources()
-    if any(_is_at(source, path) for source in sources):
+    if any(isinstance(each, RemoteFile) and filesystem(each.url)[1] == path for each in sources):
         raise UsageError("is the file that is read", where=name, hint="name another one")
     try:
         fs.invalidate_cache(path)
@@ -68,10 +68,6 @@ def upload(
         _send(_Upload(fs, path, plan, check, progress), _in_order(plan.files))
     except Exception as error:
         raise not_written(error, url) from presentable(error, url)
-
-
-def _is_at(source: ByteSource, path: str) -> bool:
-    return isinstance(source, RemoteFile) and filesystem(source.url)[1] == path
 
 
 def _in_order(files: Sequence[OutputFile]) -> list[OutputFile]:

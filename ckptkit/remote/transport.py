@@ -352,8 +352,11 @@ def refused(error: Exception, url: str, *, opening: bool = True) -> CkptkitError
     status = next((found for each in _causes(error) if (found := _status(each)) is not None), None)
     missing = isinstance(error, FileNotFoundError) and status is None
     if missing or status in (404, 410):
+        if opening and any(_code(each) == "NoSuchBucket" for each in _causes(error)):
+            bucket = without_query(url).partition("://")[2].partition("/")[0]
+            return MissingError(f"there is no bucket {bucket}", where=name)
         if opening:
-            return _missing(error, url, name)
+            return MissingError("does not exist", where=name)
         return InputChangedError("was removed while it was read", where=name)
     if status in (401, 403) or isinstance(error, PermissionError):
         answer = f" (HTTP status {status})" if status else ""
@@ -458,13 +461,6 @@ def _code(error: BaseException) -> object:
     """Return the code of an error of S3, None for others."""
     answer = getattr(error, "response", None)
     return answer.get("Error", {}).get("Code") if isinstance(answer, dict) else None
-
-
-def _missing(error: Exception, url: str, name: str) -> CkptkitError:
-    if any(_code(each) == "NoSuchBucket" for each in _causes(error)):
-        bucket = without_query(url).partition("://")[2].partition("/")[0]
-        return MissingError(f"there is no bucket {bucket}", where=name)
-    return MissingError("does not exist", where=name)
 
 
 def _unreachable(error: Exception, url: str, name: str) -> CkptkitError:
