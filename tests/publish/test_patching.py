@@ -31,7 +31,7 @@ from ckptkit.core.errors import (
     OutputError,
     VerifyError,
 )
-from ckptkit.core.plan import Edit, Patch
+from ckptkit.core.plan import Patch
 from ckptkit.publish import in_place as editing
 from ckptkit.publish.in_place import journal_of, parse
 from tests.conftest import ENVIRONMENT, Run, in_process
@@ -651,7 +651,3 @@ def test_a_dry_run_writes_nothing(tmp_path: Path, run: Run) -> None:
     assert run("strip-module", "--in-place", path).stdout.startswith(
         f"changed {path}: 12 tensors, "
     )
-
-
-def test_edits_are_named_tuples() -> None:
-    assert Edit(3, b"abc").stop == 6

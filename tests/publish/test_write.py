@@ -7,9 +7,6 @@ import errno
 import os
 import re
 import stat
-import subprocess
-import sys
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +20,6 @@ from ckptkit.compute.operation import Inflate, Slice, Swap
 from ckptkit.core.bytesource import Derived, LocalFile, Memory, Range
 from ckptkit.core.errors import (
     CkptkitError,
-    InputChangedError,
     LimitError,
     OutputError,
     OutputExistsError,
@@ -337,23 +333,6 @@ def test_the_input_is_replaced_where_that_is_asked_for(source: LocalFile, tmp_pa
 # failures
 
 
-class Stop(Exception):
-    """A bug, as far as ckptkit can tell."""
-
-
-@pytest.mark.parametrize("failure", [KeyboardInterrupt, Stop])
-@pytest.mark.parametrize("plan", [copy_plan, folder_plan])
-def test_DS_18_an_interrupted_run_leaves_nothing(
-    failure: type[BaseException], plan: Callable[[LocalFile], Plan], source: LocalFile, folder: Path
-) -> None:
-    def interrupt(count: int, _: int) -> None:
-        raise failure
-
-    with pytest.raises(failure):
-        publish(plan(source), folder / "out", progress=interrupt)
-    assert os.listdir(folder) == []
-
-
 def failing(name: str, code: int, after: int = 0) -> Callable[..., Any]:
     """os.<name>, whose calls fail from number `after` on."""
     real, calls = getattr(os, name), [0]
@@ -365,39 +344,6 @@ def failing(name: str, code: int, after: int = 0) -> Callable[..., Any]:
         return real(*args, **kwargs)
 
     return call
-
-
-@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.EFBIG])
-@pytest.mark.parametrize(
-    ("name", "after"),
-    [
-        ("write", 0),
-        ("write", 1),
-        ("copy_file_range", 0),
-        ("fsync", 0),
-        ("replace", 0),
-        ("chmod", 1),
-        ("open", 1),
-    ],
-)
-def test_DS_06_a_call_that_fails_leaves_the_old_file(
-    name: str,
-    after: int,
-    code: int,
-    source: LocalFile,
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    if not hasattr(os, name):
-        pytest.skip(f"no os.{name} here")
-    (folder / "out.pt").write_bytes(OLD)
-    monkeypatch.setattr(os, name, failing(name, code, after))
-    with pytest.raises(OutputError, match=os.strerror(code)) as caught:
-        publish(copy_plan(source), folder / "out.pt", force=True)
-    monkeypatch.undo()
-    assert ("are free" in str(caught.value)) == (code in (errno.ENOSPC, errno.EDQUOT))
-    assert (folder / "out.pt").read_bytes() == OLD
-    assert os.listdir(folder) == ["out.pt"]
 
 
 def test_DS_22_a_folder_is_all_or_nothing(
@@ -427,56 +373,10 @@ def test_DS_04_no_space_is_known_before_anything_is_written(
         publish(copy_plan(source), folder / "out.pt")
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    place = tmp_path / "disk"
-    place.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(place)]
-    if (
-        sys.platform != "linux"
-        or os.geteuid()
-        or subprocess.run(mount, capture_output=True).returncode
-    ):
-        pytest.skip("a small tmpfs can be mounted by root on Linux only")
-    yield place
-    subprocess.run(["umount", str(place)], check=True)
-
-
-def test_DS_04_a_disk_that_is_full(
-    source: LocalFile, small_disk: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (small_disk / "out.pt").write_bytes(OLD)
-    with pytest.raises(OutputError, match="needs 102,414 bytes"):
-        publish(copy_plan(source), small_disk / "out.pt", force=True)
-    monkeypatch.setattr(preflight, "free", lambda path: 1 << 40)  # somebody else takes it meanwhile
-    with pytest.raises(OutputError, match=os.strerror(errno.ENOSPC)):
-        publish(copy_plan(source), small_disk / "out.pt", force=True)
-    assert (small_disk / "out.pt").read_bytes() == OLD
-    assert os.listdir(small_disk) == ["out.pt"]
-
-
 def test_DS_07_an_input_that_cannot_be_read(source: LocalFile, folder: Path) -> None:
     plan = file_plan(Range(Memory(DATA), 0, len(DATA)), Range(Memory(b"short"), 0, 10))
     with pytest.raises(TruncatedError):
         publish(plan, folder / "out.pt")
-    assert os.listdir(folder) == []
-
-
-@pytest.mark.parametrize("change", ["append", "rewrite", "truncate"])
-def test_DS_17_an_input_that_changes(change: str, source: LocalFile, folder: Path) -> None:
-    def meddle(count: int, _: int) -> None:
-        with open(source.path, "r+b") as file:
-            if change == "append":
-                file.seek(0, os.SEEK_END)
-                file.write(b"more")
-            elif change == "rewrite":
-                file.write(b"other bytes")
-            else:
-                file.truncate(50_000)
-        os.utime(source.path, ns=(1, 1))  # also where the clock is coarse
-
-    with pytest.raises(InputChangedError):
-        publish(copy_plan(source), folder / "out.pt", progress=meddle)
     assert os.listdir(folder) == []
 
 
@@ -625,29 +525,6 @@ def test_DS_14_somebody_else_makes_the_file_meanwhile(source: LocalFile, folder:
             progress=lambda count, total: (folder / "file").touch(),
         )
     assert (folder / "file").read_bytes() == b""
-
-
-@pytest.mark.parametrize("force", [False, True])
-def test_DS_20_many_writers_of_one_file(force: bool, source: LocalFile, folder: Path) -> None:
-    wins: list[int] = []
-
-    def write(number: int) -> None:
-        plan = file_plan(bytes([number]) * 1000, Range(source, 0, source.size))
-        try:
-            publish(plan, folder / "out.pt", force=force)
-            wins.append(number)
-        except OutputExistsError:
-            pass
-
-    threads = [threading.Thread(target=write, args=(number,)) for number in range(12)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    found = (folder / "out.pt").read_bytes()
-    assert len(wins) == (12 if force else 1)
-    assert found[0] in wins
-    assert found == found[:1] * 1000 + DATA
 
 
 def test_a_file_that_is_rewritten_keeps_the_attributes_of_its_user(
