@@ -122,10 +122,19 @@ class Diff:
             "values_compared": self.values_compared,
             "missing": list(self.missing),
             "unexpected": list(self.unexpected),
-            "mismatched": list(map(_mismatch, self.mismatched)),
+            "mismatched": [
+                {
+                    "name": each.name,
+                    "a": each.a._asdict(),
+                    "b": each.b._asdict(),
+                    "tolerance": each.tolerance,
+                    "difference": None if each.difference is None else _moved(each.difference),
+                }
+                for each in self.mismatched
+            ],
             "changed": [{"name": name, **_moved(each)} for name, each in self.changed],
-            "renamed": list(map(_pair, self.renamed)),
-            "reshaped": list(map(_pair, self.reshaped)),
+            "renamed": [_pair(each) for each in self.renamed],
+            "reshaped": [_pair(each) for each in self.reshaped],
             "strict_false": None if self.silent is None else self.silent._asdict(),
             "entries": [each._asdict() for each in self.entries],
             "uncompared": list(self.uncompared),
@@ -220,7 +229,7 @@ def common(
 ) -> dict[str, Any]:
     """Compare the tensors that both have: return the fields of the Diff about them."""
     compare_values = values or atol is not None or rtol is not None
-    tell = progress or _ignore
+    tell = progress or (lambda nbytes: None)
     mismatched, alike = [], []
     for key in _common(a, b):
         ours, theirs = _kind(a[key]), _kind(b[key])
@@ -236,10 +245,6 @@ def common(
         "changed": tuple(changed),
         "values_compared": compare_values,
     }
-
-
-def _ignore(nbytes: int) -> None:
-    pass
 
 
 # Relative precision and smallest step of the narrow floating-point types: torch.finfo.
@@ -400,21 +405,17 @@ def _prefix_advice(
     chosen: tuple[str, ...],
 ) -> Iterator[str]:
     """Return the command after which A lacks nothing, if only a prefix differs from B."""
-    for prefix in _prefixes(unexpected, set(missing)):
-        if b.keys() <= {key.removeprefix(prefix) for key in a}:
-            yield (
-                f"no key is missing after: {advice.strip_module(name, [prefix], *chosen)}"
-                if name
-                else f"no key is missing after `strip-module` of {prefix!r}"
-            )
-            return
-    for prefix in _prefixes(missing, set(unexpected)):
-        if b.keys() <= {prefix + key for key in a}:
-            yield (
-                f"no key is missing after: {advice.add_module(name, prefix, *chosen)}"
-                if name
-                else f"no key is missing after `add-module` of {prefix!r}"
-            )
+    for strips, longer, shorter in ((True, unexpected, missing), (False, missing, unexpected)):
+        for prefix in _prefixes(longer, set(shorter)):
+            changed = {key.removeprefix(prefix) if strips else prefix + key for key in a}
+            if not b.keys() <= changed:
+                continue
+            what = f" `{'strip' if strips else 'add'}-module` of {prefix!r}"
+            if name and strips:
+                what = f": {advice.strip_module(name, [prefix], *chosen)}"
+            elif name:
+                what = f": {advice.add_module(name, prefix, *chosen)}"
+            yield f"no key is missing after{what}"
             return
 
 
@@ -422,29 +423,13 @@ def _prefixes(names: Iterable[str], others: set[str]) -> Iterable[str]:
     """Return the prefixes (``module.``) without which one of the names is one of the others."""
     found: dict[str, None] = {}
     for name in names:
-        found.update((start, None) for start in _leading(name) if name[len(start) :] in others)
+        parts = name.split(".", LEVELS)
+        starts = (".".join(parts[:n]) + "." for n in range(1, len(parts)))
+        found.update((start, None) for start in starts if name[len(start) :] in others)
     return found
 
 
-def _leading(name: str) -> list[str]:
-    """The first few dotted beginnings of a name, shortest first: ``module.``,
-    ``module.encoder.``..."""
-    parts = name.split(".", LEVELS)
-    return [".".join(parts[:n]) + "." for n in range(1, len(parts))]
-
-
 # As JSON
-
-
-def _mismatch(found: Mismatch) -> dict[str, Any]:
-    difference = None if found.difference is None else _moved(found.difference)
-    return {
-        "name": found.name,
-        "a": {"dtype": found.a.dtype, "shape": found.a.shape},
-        "b": {"dtype": found.b.dtype, "shape": found.b.shape},
-        "tolerance": found.tolerance,
-        "difference": difference,
-    }
 
 
 def _moved(found: Difference) -> dict[str, Any]:
@@ -458,14 +443,9 @@ def _moved(found: Difference) -> dict[str, Any]:
 
 
 def _pair(pair: Renamed) -> dict[str, Any]:
-    sides = {side: kind._asdict() for side, kind in (("a", pair.a), ("b", pair.b))}
-    return {
-        "old": pair.old,
-        "new": pair.new,
-        **sides,
-        "confidence": pair.confidence,
-        "why": pair.why,
-    }
+    """Return a pair of names; their kinds come before the confidence."""
+    facts = pair._asdict() | {"a": pair.a._asdict(), "b": pair.b._asdict()}
+    return {name: facts[name] for name in ("old", "new", "a", "b", "confidence", "why")}
 
 
 SHOWN = 6  # entries of the root that are named as not compared

@@ -4,7 +4,7 @@ In this order, each on what is left by those before:
 
 ``suffix``   the longest common dotted suffix: what stands before it gives a rule
              (``encoder.layer`` -> ``blocks``), and the rules that explain most are used first,
-             and everywhere: :mod:`renaming`
+             and everywhere
 ``shape``    no other key on either side has that shape and dtype
 ``order``    as many keys of that shape and dtype on both sides, taken in order
 ``edit``     the nearest names of that shape
@@ -23,7 +23,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from heapq import heapify, heappop, heappush
-from itertools import chain, islice, product
+from itertools import islice, product
 from typing import NamedTuple, TypeVar
 
 from ckptkit.core.tensor import Shape
@@ -39,10 +39,20 @@ MOST = 64  # dots of a name that are looked at; one with more stands for itself
 
 Parts = tuple[str, ...]  # of a name, between dots
 Numbers = tuple[str, ...]
-Key = TypeVar("Key")
 
 
-class Family:
+T = TypeVar("T")
+K = TypeVar("K", bound=Hashable)
+
+
+def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
+    found: dict[K, list[T]] = {}
+    for item in items:
+        found.setdefault(key(item), []).append(item)
+    return found
+
+
+class KeyPattern:
     """Names with the same parts, their numbers aside.
 
     ``members`` are by these numbers, in order of the file.
@@ -71,31 +81,27 @@ class Family:
             for numbers, name in self.members.items()
         }
 
-    def meets(self, other: Family) -> Iterable[Mapping[str, str]]:
+    def meets(self, other: KeyPattern) -> Iterable[Mapping[str, str]]:
         """Yield ways to rename this family to the other: by equal numbers, by equal ranks."""
-        yield _joined(self.members, other.members)
-        if (
-            len(self.members) == len(other.members) == 1
-            and self.members.keys() == other.members.keys()
-        ):
+        same = {
+            name: other.members[key] for key, name in self.members.items() if key in other.members
+        }
+        yield same
+        if len(self.members) == len(other.members) == len(same) == 1:
             return
         if len(self.ranked) == len(other.ranked) and self.ranked.keys() == other.ranked.keys():
-            yield _joined(self.ranked, other.ranked)
+            yield {name: other.ranked[key] for key, name in self.ranked.items()}
 
 
-def _joined(ours: Mapping[Key, str], theirs: Mapping[Key, str]) -> dict[str, str]:
-    return {name: theirs[key] for key, name in ours.items() if key in theirs}
-
-
-def families(names: Iterable[str], numbers: re.Pattern[str] = INDICES) -> dict[Parts, Family]:
+def families(names: Iterable[str], numbers: re.Pattern[str] = INDICES) -> dict[Parts, KeyPattern]:
     """The families of `names`, by their parts; `numbers` finds what may differ."""
-    found: dict[Parts, Family] = {}
+    found: dict[Parts, KeyPattern] = {}
     for name in names:
         pieces = [name] if name.count(".") >= MOST else numbers.split(name)
         parts = tuple("{}".join(pieces[::2]).split(".", MOST))
         family = found.get(parts)
         if family is None:
-            family = found[parts] = Family(parts)
+            family = found[parts] = KeyPattern(parts)
         family.members[tuple(pieces[1::2])] = name
     return found
 
@@ -114,10 +120,8 @@ def similarity(ours: Sequence[str], theirs: Sequence[str]) -> float:
     for number, part in enumerate(ours, 1):
         before, row[0] = row[0], float(number)
         for n, other in enumerate(theirs, 1):
-            before, row[n] = (
-                row[n],
-                min(row[n] + 1, row[n - 1] + 1, before + 1 - _alike(part, other)),
-            )
+            changed = before + 1 - _alike(part, other)
+            before, row[n] = row[n], min(row[n] + 1, row[n - 1] + 1, changed)
     return 1 - row[-1] / max(len(ours), len(theirs), 1)
 
 
@@ -127,20 +131,13 @@ def _alike(one: str, other: str) -> float:
     if one == other:
         return 1.0
     one, other = one[:LONGEST], other[:LONGEST]
-    left = 1 - _distance(one, other) / max(len(one), len(other))
-    begun = max((_begun(a, b) for a, b in product(_words(one), _words(other))), default=0.0)
+    left, begun = 1 - _distance(one, other) / max(len(one), len(other)), 0.0
+    words = ([word.lower() for word in _WORD.findall(part)][:8] for part in (one, other))
+    for a, b in product(*words):  # the share of the shorter word that the longer one begins with
+        shorter = min(len(a), len(b))
+        same = next((n for n in range(shorter) if a[n] != b[n]), shorter)
+        begun = max(begun, same / shorter)
     return min(0.99, (left + begun) / 2)
-
-
-def _words(part: str) -> list[str]:
-    return [word.lower() for word in _WORD.findall(part)][:8]
-
-
-def _begun(one: str, other: str) -> float:
-    """Return the share of the shorter word that the longer one begins with."""
-    shorter = min(len(one), len(other))
-    same = next((n for n in range(shorter) if one[n] != other[n]), shorter)
-    return same / shorter
 
 
 def _distance(one: str, other: str) -> int:
@@ -161,30 +158,36 @@ DEEPEST = 24  # parts of a suffix
 MARGIN = 0.05  # of similarity, that makes a name clearly nearer
 
 
-class Rule(NamedTuple):
+class RenameRule(NamedTuple):
     """Names that begin with `old` begin with `new` instead; numbers are ``{}``."""
 
     old: Parts
     new: Parts
 
 
-Families = Mapping[Parts, Family]
-Join = Callable[[Family, Family], dict[str, str]]
+Families = Mapping[Parts, KeyPattern]
 
 
-class Rules:
+def _by_suffix(side: Families, length: int) -> dict[Parts, list[KeyPattern]]:
+    longer = (each for parts, each in side.items() if len(parts) >= length)
+    return grouped(longer, lambda each: each.parts[-length:])
+
+
+Join = Callable[[KeyPattern, KeyPattern], dict[str, str]]
+
+
+class RenameRules:
     """The rules between two sets of families; `join` gives the names of two families that may still
     be one."""
 
     def __init__(self, ours: Families, theirs: Families, join: Join) -> None:
         self.ours, self.theirs, self.join = ours, theirs, join
         self.work = WORK
-        self.votes: dict[Rule, int] = defaultdict(int)
-        self.claims: dict[tuple[bool, Parts], list[Rule]] = defaultdict(
-            list
-        )  # rules by the heads that they exchange
+        self.votes: dict[RenameRule, int] = defaultdict(int)
+        # rules by the heads that they exchange
+        self.claims: dict[tuple[bool, Parts], list[RenameRule]] = defaultdict(list)
         self._vote()
-        self.heads: dict[Parts, list[Family]] = defaultdict(list)
+        self.heads: dict[Parts, list[KeyPattern]] = defaultdict(list)
         known = {rule.old for rule in self.votes}
         for parts, family in ours.items():
             for n in range(len(parts)):
@@ -192,36 +195,31 @@ class Rules:
                     self.heads[parts[:n]].append(family)
 
     def _vote(self) -> None:
-        """Rules that pairs of families propose, the longest suffixes first."""
+        """RenameRules that pairs of families propose, the longest suffixes first."""
         done: set[tuple[Parts, Parts]] = set()
-        for length in range(min(DEEPEST, _longest(self.ours), _longest(self.theirs)), 0, -1):
+        longest = (max(map(len, side), default=0) for side in (self.ours, self.theirs))
+        for length in range(min(DEEPEST, *longest), 0, -1):
             ours, theirs = _by_suffix(self.ours, length), _by_suffix(self.theirs, length)
             for suffix in ours.keys() & theirs.keys():
                 if len(ours[suffix]) * len(theirs[suffix]) > PAIRS:
                     continue
-                for a in ours[suffix]:
-                    for b in theirs[suffix]:
-                        if (a.parts, b.parts) not in done and self.work > 0:
-                            done.add((a.parts, b.parts))
-                            self._propose(
-                                Rule(a.parts[:-length], b.parts[:-length]),
-                                length,
-                                self._names(a, b),
-                            )
+                for a, b in product(ours[suffix], theirs[suffix]):
+                    if (a.parts, b.parts) in done or self.work <= 0:
+                        continue
+                    done.add((a.parts, b.parts))
+                    names = self._names(a, b)
+                    if names:
+                        rule = RenameRule(a.parts[:-length], b.parts[:-length])
+                        if rule not in self.votes:
+                            self.claims[False, rule.old].append(rule)
+                            self.claims[True, rule.new].append(rule)
+                        self.votes[rule] += len(names) * length
 
-    def _propose(self, rule: Rule, length: int, names: Mapping[str, str]) -> None:
-        if not names:
-            return
-        if rule not in self.votes:
-            self.claims[False, rule.old].append(rule)
-            self.claims[True, rule.new].append(rule)
-        self.votes[rule] += len(names) * length
-
-    def _names(self, ours: Family, theirs: Family) -> dict[str, str]:
+    def _names(self, ours: KeyPattern, theirs: KeyPattern) -> dict[str, str]:
         self.work -= len(ours.members)
         return self.join(ours, theirs)
 
-    def found(self) -> Iterator[tuple[Rule, dict[str, str], bool]]:
+    def found(self) -> Iterator[tuple[RenameRule, dict[str, str], bool]]:
         """Yield rules in the order of use, the names that each gives, and whether it had no rival.
 
         The caller takes the names away before it asks for the next one.
@@ -239,15 +237,18 @@ class Rules:
                 if weight:
                     heappush(heap, (-weight, nearness, number, rule))
                 continue
+            claims = (*self.claims[False, rule.old], *self.claims[True, rule.new])
             rivals = [
                 near.get(each, 0)
-                for each in self._rivals(rule)
-                if self._contest(each, names, weight)
+                for each in claims
+                if each != rule
+                and self.votes[each] >= self.votes[rule]
+                and self._contest(each, names, weight)
             ]
             if not rivals or near.get(rule, 0) >= max(rivals) + MARGIN:
                 yield rule, names, not rivals
 
-    def _effect(self, rule: Rule) -> tuple[dict[str, str], int]:
+    def _effect(self, rule: RenameRule) -> tuple[dict[str, str], int]:
         """Return the names that a rule explains now, and their weight."""
         names: dict[str, str] = {}
         weight = 0
@@ -260,11 +261,7 @@ class Rules:
                 weight += len(found) * len(rest)
         return names, weight
 
-    def _rivals(self, rule: Rule) -> list[Rule]:
-        claims = (*self.claims[False, rule.old], *self.claims[True, rule.new])
-        return [each for each in claims if each != rule and self.votes[each] >= self.votes[rule]]
-
-    def _contest(self, rival: Rule, names: Mapping[str, str], weight: int) -> bool:
+    def _contest(self, rival: RenameRule, names: Mapping[str, str], weight: int) -> bool:
         """Return whether a rule explains as much as another one, and some of the same keys."""
         theirs, as_much = self._effect(rival)
         return as_much >= weight and (
@@ -272,21 +269,6 @@ class Rules:
             or not set(names.values()).isdisjoint(theirs.values())
         )
 
-
-def _longest(side: Families) -> int:
-    return max(map(len, side), default=0)
-
-
-def _by_suffix(side: Families, length: int) -> dict[Parts, list[Family]]:
-    found: dict[Parts, list[Family]] = defaultdict(list)
-    for parts, family in side.items():
-        if len(parts) >= length:
-            found[parts[-length:]].append(family)
-    return found
-
-
-T = TypeVar("T")
-K = TypeVar("K", bound=Hashable)
 
 COMPARISONS = 8_000  # of names, in all
 BUCKET = 2_048  # comparisons among names of one shape
@@ -332,10 +314,7 @@ def match(old: Mapping[str, Kind], new: Mapping[str, Kind]) -> Matching:
             matcher.by_order()
     matcher.by_edit()
     matcher.reshape()
-    place = {name: number for number, name in enumerate(old)}
-    matcher.renamed.sort(key=lambda pair: place[pair.old])
-    matcher.reshaped.sort(key=lambda pair: place[pair.old])
-    return Matching(tuple(matcher.renamed), tuple(matcher.reshaped), matcher.unsearched)
+    return _in_order(old, matcher.renamed, matcher.reshaped, matcher.unsearched)
 
 
 class _Matcher:
@@ -345,9 +324,9 @@ class _Matcher:
         self.old, self.new = dict(old), dict(new)
         self.renamed: list[Renamed] = []
         self.reshaped: list[Renamed] = []
-        self.rules: list[Rule] = []
-        self.ours: dict[Parts, Family] = {}
-        self.theirs: dict[Parts, Family] = {}
+        self.rules: list[RenameRule] = []
+        self.ours: dict[Parts, KeyPattern] = {}
+        self.theirs: dict[Parts, KeyPattern] = {}
         self.unsearched = 0
         self._comparisons = COMPARISONS
 
@@ -358,7 +337,7 @@ class _Matcher:
             a: b for a, b in names.items() if a in old and b in new and old[a].shape == new[b].shape
         }
 
-    def joined(self, ours: Family, theirs: Family) -> dict[str, str]:
+    def joined(self, ours: KeyPattern, theirs: KeyPattern) -> dict[str, str]:
         """Pair the names of two families in the way that pairs most of them."""
         return max(map(self.fitting, ours.meets(theirs)), key=len)
 
@@ -378,7 +357,7 @@ class _Matcher:
     # suffix
 
     def by_suffix(self) -> None:
-        for rule, names, alone in Rules(self.ours, self.theirs, self.joined).found():
+        for rule, names, alone in RenameRules(self.ours, self.theirs, self.joined).found():
             self.accept(names, sure(rule, len(names), alone), "suffix")
             self.rules.append(rule)
 
@@ -386,7 +365,7 @@ class _Matcher:
 
     def by_order(self) -> None:
         """Families of the same shapes and dtypes, those with the same last part first."""
-        self._parents = _grouped(self.ours.values(), lambda family: family.parts[:-1])
+        self._parents = grouped(self.ours.values(), lambda family: family.parts[:-1])
         for leaves, dtypes in ((True, True), (False, True), (False, False)):
             self._in_order(leaves, dtypes)
 
@@ -402,11 +381,15 @@ class _Matcher:
                 self._pair(a, b, confidence, why)
 
     def _alike(
-        self, side: Mapping[Parts, Family], kinds: Mapping[str, Kind], leaves: bool, dtypes: bool
-    ) -> dict[Hashable, list[Family]]:
+        self,
+        side: Mapping[Parts, KeyPattern],
+        kinds: Mapping[str, Kind],
+        leaves: bool,
+        dtypes: bool,
+    ) -> dict[Hashable, list[KeyPattern]]:
         """Return families by their unmatched members: ranks, shapes, dtypes, last part of the
         name."""
-        found: dict[Hashable, list[Family]] = {}
+        found: dict[Hashable, list[KeyPattern]] = {}
         for parts, family in side.items():
             left = tuple(
                 [
@@ -419,7 +402,7 @@ class _Matcher:
                 found.setdefault((parts[-1], left) if leaves else left, []).append(family)
         return found
 
-    def _pair(self, ours: Family, theirs: Family, confidence: float, why: str) -> None:
+    def _pair(self, ours: KeyPattern, theirs: KeyPattern, confidence: float, why: str) -> None:
         """Pair two families, then the rest of the same modules: a bias follows its weight."""
         names = self.joined(ours, theirs)
         if not names or (
@@ -427,7 +410,7 @@ class _Matcher:
         ):
             return
         self.accept(names, confidence, why)
-        rule = Rule(ours.parts[:-1], theirs.parts[:-1])
+        rule = RenameRule(ours.parts[:-1], theirs.parts[:-1])
         if ours.parts[-1] != theirs.parts[-1] or not rule.old or not rule.new:
             return
         self.rules.append(rule)
@@ -443,8 +426,8 @@ class _Matcher:
     # edit distance
 
     def by_edit(self) -> None:
-        ours = _grouped(self.old, lambda name: self.old[name].shape)
-        theirs = _grouped(self.new, lambda name: self.new[name].shape)
+        ours = grouped(self.old, lambda name: self.old[name].shape)
+        theirs = grouped(self.new, lambda name: self.new[name].shape)
         for shape in sorted(
             ours.keys() & theirs.keys(), key=lambda each: len(ours[each]) * len(theirs[each])
         ):
@@ -478,7 +461,7 @@ class _Matcher:
     def reshape(self) -> None:
         """Pair names that a rule makes equal, or that are near, of other shapes: guesses."""
         ours, theirs = families(self.old), families(self.new)
-        heads = _grouped(dict.fromkeys(self.rules), lambda rule: rule.old)
+        heads = grouped(dict.fromkeys(self.rules), lambda rule: rule.old)
         for family in ours.values():
             for rule in flatten(heads.get(family.parts[:n], ()) for n in range(len(family.parts))):
                 other = theirs.get((*rule.new, *family.parts[len(rule.old) :]))
@@ -496,7 +479,7 @@ class _Matcher:
                 )
 
 
-def sure(rule: Rule, hits: int, alone: bool) -> float:
+def sure(rule: RenameRule, hits: int, alone: bool) -> float:
     """Return the confidence in a rule, from the keys that it explains, alone or with a rival."""
     if not alone:
         return 0.7
@@ -507,13 +490,7 @@ def sure(rule: Rule, hits: int, alone: bool) -> float:
     return 0.85 if hits > 1 else 0.6
 
 
-def _grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
-    found: dict[K, list[T]] = {}
-    for item in items:
-        found.setdefault(key(item), []).append(item)
-    return found
-
-
+Kinds = Mapping[str, Kind]
 Shapes = Mapping[str, "Shape | None"]  # None: not a tensor, or one whose shape is not known yet
 
 SAMPLE = 500  # names that are looked at to find the prefixes
@@ -537,7 +514,7 @@ class Way(NamedTuple):
         return self.add + name.removeprefix(self.strip)
 
 
-def pair(ours: Mapping[str, Kind], theirs: Mapping[str, Kind], way: Way) -> Matching:
+def pair(ours: Kinds, theirs: Kinds, way: Way) -> Matching:
     """Pair the names that only one side has, after `way` has renamed ours.
 
     `ours` are as they are in the file, and so are the old names of the pairs.
@@ -546,49 +523,44 @@ def pair(ours: Mapping[str, Kind], theirs: Mapping[str, Kind], way: Way) -> Matc
     rest = {name: ours[old] for name, old in back.items() if name not in theirs}
     lacking = without(theirs, back)
     fixed = certain(shapes_of(rest), shapes_of(lacking))
-    taken = {*fixed.values()}
-    found = match(
-        without(rest, fixed),
-        without(lacking, taken),
-    )
+    found = match(without(rest, fixed), without(lacking, {*fixed.values()}))
     known = [Renamed(old, new, rest[old], lacking[new], 1.0, CERTAIN) for old, new in fixed.items()]
-    place = {name: number for number, name in enumerate(ours)}
-
-    def in_file(pairs: Iterable[Renamed]) -> tuple[Renamed, ...]:
-        named = [each._replace(old=back[each.old]) for each in pairs]
-        return tuple(sorted(named, key=lambda each: place[each.old]))
-
-    return Matching(in_file((*known, *found.renamed)), in_file(found.reshaped), found.unsearched)
+    renamed, reshaped = (
+        [each._replace(old=back[each.old]) for each in group]
+        for group in ((*known, *found.renamed), found.reshaped)
+    )
+    return _in_order(ours, renamed, reshaped, found.unsearched)
 
 
-def pairs(ours: Mapping[str, Kind], theirs: Mapping[str, Kind], common: Iterable[str]) -> Matching:
+def pairs(ours: Kinds, theirs: Kinds, common: Iterable[str]) -> Matching:
     """Pair the names that only one side has; those that both have are `common`."""
     way = prefixes(shapes_of(ours), shapes_of(theirs), common)
-    met = list(moved(ours, theirs, way))
     found = pair(ours, theirs, way)
-    place = {name: number for number, name in enumerate(ours)}
-
-    def in_order(*groups: Iterable[Renamed]) -> tuple[Renamed, ...]:
-        return tuple(sorted(chain(*groups), key=lambda each: place[each.old]))
-
-    same = [each for each in met if each.a.shape == each.b.shape]
-    other = [each for each in met if each.a.shape != each.b.shape]
-    renamed, reshaped = in_order(same, found.renamed), in_order(other, found.reshaped)
-    return Matching(renamed, reshaped, found.unsearched)
-
-
-def shapes_of(kinds: Mapping[str, Kind]) -> dict[str, Shape]:
-    """Return the shape of each name."""
-    return {name: kind.shape for name, kind in kinds.items()}
-
-
-def moved(ours: Mapping[str, Kind], theirs: Mapping[str, Kind], way: Way) -> Iterator[Renamed]:
-    """The pairs that `way` makes, of equal shapes or not."""
+    renamed, reshaped = [*found.renamed], [*found.reshaped]
     met = {name: new for name in ours if (new := way(name)) != name and new in theirs}
-    confidence = sure(Rule(*(tuple(each.split(".")[:-1]) for each in way)), len(met), True)
+    rule = RenameRule(*(tuple(each.split(".")[:-1]) for each in way))
+    confidence = sure(rule, len(met), True)
     for name, new in met.items():
         a, b = ours[name], theirs[new]
-        yield Renamed(name, new, a, b, confidence if a.shape == b.shape else 0.4, "suffix")
+        if a.shape == b.shape:
+            renamed.append(Renamed(name, new, a, b, confidence, "suffix"))
+        else:
+            reshaped.append(Renamed(name, new, a, b, 0.4, "suffix"))
+    return _in_order(ours, renamed, reshaped, found.unsearched)
+
+
+def _in_order(
+    ours: Kinds, renamed: list[Renamed], reshaped: list[Renamed], unsearched: int
+) -> Matching:
+    place = {name: number for number, name in enumerate(ours)}
+    renamed.sort(key=lambda each: place[each.old])
+    reshaped.sort(key=lambda each: place[each.old])
+    return Matching(tuple(renamed), tuple(reshaped), unsearched)
+
+
+def shapes_of(kinds: Kinds) -> dict[str, Shape]:
+    """Return the shape of each name."""
+    return {name: kind.shape for name, kind in kinds.items()}
 
 
 def is_taken_by_torch(pair: Renamed) -> bool:
@@ -599,17 +571,15 @@ def is_taken_by_torch(pair: Renamed) -> bool:
 
 def certain(ours: Shapes, theirs: Shapes) -> dict[str, str]:
     """Names on both sides that are one because torch changed them, in either direction."""
-    found = {old: new for new, old in _before(theirs, ours)}
-    return found | dict(_before(ours, theirs))
-
-
-def _before(new: Shapes, old: Shapes) -> Iterator[tuple[str, str]]:
-    for name, shape in new.items():
-        parts = _PARAMETRIZED.fullmatch(name)
-        if parts is not None:
-            other = f"{parts[1] or ''}{parts[2]}{_BEFORE[parts[3]]}"
-            if other in old and fits(shape, old[other]):
-                yield name, other
+    found: dict[str, str] = {}
+    for new, old, is_old in ((theirs, ours, True), (ours, theirs, False)):
+        for name, shape in new.items():
+            parts = _PARAMETRIZED.fullmatch(name)
+            if parts is not None:
+                other = f"{parts[1] or ''}{parts[2]}{_BEFORE[parts[3]]}"
+                if other in old and fits(shape, old[other]):
+                    found |= {other: name} if is_old else {name: other}
+    return found
 
 
 def fits(ours: Shape | None, theirs: Shape | None) -> bool:
@@ -635,7 +605,10 @@ def prefixes(ours: Shapes, theirs: Shapes, common: Iterable[str] = ()) -> Way:
     best, most, unique = Way(), 0, True
     images: list[str | None] = []
     for way in sorted(ways, key=lambda way: len(way.strip) + len(way.add)):
-        made = [_image(name, shape, way, theirs) for name, shape in sample.items()]
+        made = [
+            new if (new := way(name)) in theirs and fits(shape, theirs[new]) else None
+            for name, shape in sample.items()
+        ]
         hits = len(made) - made.count(None)
         worse = hits < max(most, 1) or (hits == most and made == images)
         if worse or not _is_harmless(way, ours, common):
@@ -663,9 +636,3 @@ def _leading(names: Iterable[str]) -> list[str]:
         parts = name.split(".")[:PREFIXES]
         counts.update(".".join(parts[:n]) + "." for n in range(1, len(parts)))
     return ["", *(prefix for prefix, _ in counts.most_common(PREFIXES))]
-
-
-def _image(name: str, shape: Shape | None, way: Way, theirs: Shapes) -> str | None:
-    """Return the changed name, if the other side has it."""
-    new = way(name)
-    return new if new in theirs and fits(shape, theirs[new]) else None

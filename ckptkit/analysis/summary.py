@@ -228,7 +228,7 @@ class Opaque(NamedTuple):
     global_: str
 
 
-class Inner(NamedTuple):
+class EmbeddedFile(NamedTuple):
     """A byte string that is a file of its own: a `kind` of so many bytes."""
 
     path: Path
@@ -278,7 +278,7 @@ class Summary:
     warnings: tuple[str, ...]
     totals: Totals
     others: tuple[Path, ...] = ()  # what could have been meant by the weights instead
-    inner: tuple[Inner, ...] = ()
+    inner: tuple[EmbeddedFile, ...] = ()
     is_module: bool = False  # whether the weights are those of a whole pickled module
     part: PartOf | None = None  # which part of a checkpoint of several processes it is
     about: str = ""  # what a folder was made of
@@ -361,7 +361,7 @@ class _Survey:
         self.rows: list[TensorRow] = []
         self.values: list[Value] = []
         self.objects: list[Opaque] = []
-        self.inner: list[Inner] = []
+        self.inner: list[EmbeddedFile] = []
         self.harmful: dict[str, list[Path]] = {}
         self.numbers: dict[Storage, int] = {}  # in the order of the file
 
@@ -487,7 +487,7 @@ class _Survey:
         if isinstance(node, TypedStorage):
             self._number(node.storage)
         elif kind == "bytes" and (inner := inner_file(node)) is not None:
-            self.inner.append(Inner(path, *inner))
+            self.inner.append(EmbeddedFile(path, *inner))
         self.values.append(Value(path, kind, value))
 
     def _opaque(self, path: Path, node: Object | Global) -> None:

@@ -30,7 +30,7 @@ from ckptkit.core.tree import Node, collector_paused
 from ckptkit.core.weights import as_tensor
 from ckptkit.formats.format import steady
 from ckptkit.loading import building
-from ckptkit.loading.tensors import Tensors, Values, entries
+from ckptkit.loading.tensors import PythonValues, TorchTensors, entries
 from ckptkit.quantized import look_through_both, look_through_for
 from ckptkit.transforms import groups, module_versions
 from ckptkit.transforms.keys import add_prefix, rename, strip_prefix
@@ -251,7 +251,7 @@ def load_into(
     way = prefixes({name: _shape(as_tensor(node)) for name, node in before.items()}, theirs)
     changed = _changed(ck, way, theirs)
     found = dict(entries(changed.required))
-    versions = Values(Tensors("cpu"))(module_versions.of(changed.required.node))
+    versions = PythonValues(TorchTensors("cpu"))(module_versions.of(changed.required.node))
     unchanged = dict(zip(found, before, strict=True))
     twins = _twins(model, found)
     needed = {name: shape for name, shape in theirs.items() if name not in twins}
@@ -316,7 +316,7 @@ def _rehearsed(model: nn.Module, nodes: Mapping[str, Node], versions: Any) -> _A
     for device, copied in (("meta", _shell), ("cpu", _twin_model)):
         if device == "cpu" and not _has_own_loading(model):
             continue
-        values = Values(Tensors(device))
+        values = PythonValues(TorchTensors(device))
         try:
             state: Any = OrderedDict((name, values(node)) for name, node in nodes.items())
             if versions is not None:
@@ -516,7 +516,7 @@ def _copy(model: nn.Module, nodes: Mapping[str, Node], versions: Any) -> None:
             filled = fill(model, nodes)
         groups = _groups({name: node for name, node in nodes.items() if name not in filled})
     for group in groups:
-        values = Values(Tensors("cpu"))
+        values = PythonValues(TorchTensors("cpu"))
         part: Any = OrderedDict((name, values(_alone(nodes[name]))) for name in group)
         _load(model, part, versions)
 
@@ -528,7 +528,7 @@ def _assign(
     from torch.nn import Parameter
 
     held = model.state_dict(keep_vars=True)
-    values = Values(Tensors("cpu"))
+    values = PythonValues(TorchTensors("cpu"))
     state: Any = OrderedDict((name, values(node)) for name, node in nodes.items())
     for new, old in twins.items():
         if isinstance(held[new], Parameter) and not isinstance(state[old], Parameter):

@@ -49,7 +49,7 @@ else:
     MapLocation = Any
 
 
-class Tensors:
+class TorchTensors:
     """Makes the tensors of one checkpoint, each once, so that shared memory is shared again.
 
     `map_location` is what ``torch.load`` takes: None (as saved), a device, a mapping from tags to
@@ -206,7 +206,7 @@ def _parameter(made: torch.Tensor, like: Tensor) -> torch.Tensor:
 # checked
 
 
-def _parameter_call(tensors: Tensors, node: Object) -> torch.Tensor:
+def _parameter_call(tensors: TorchTensors, node: Object) -> torch.Tensor:
     """(data, requires_grad, hooks[, state])"""
     assert node.tensor is not None
     return _parameter(tensors.tensor(node.args[0]).detach(), node.tensor)
@@ -225,13 +225,13 @@ def attributes(node: Node) -> Iterator[tuple[str, Node]]:
             yield from ((key, value) for key, value in held.items() if isinstance(key, str))
 
 
-def _from_type(tensors: Tensors, node: Object) -> torch.Tensor:
+def _from_type(tensors: TorchTensors, node: Object) -> torch.Tensor:
     """(function, class, arguments, state): the tensor without its class and attributes."""
     inner = Object(node.args[0], node.args[2], tensor=node.tensor)
     return tensors._called(inner)
 
 
-def _on_device(tensors: Tensors, node: Object) -> torch.Tensor:
+def _on_device(tensors: TorchTensors, node: Object) -> torch.Tensor:
     """(data, dtype, device, requires_grad)"""
     data, dtype, device, grad = node.args
     made = tensors.tensor(data).to(
@@ -240,7 +240,7 @@ def _on_device(tensors: Tensors, node: Object) -> torch.Tensor:
     return made.requires_grad_(bool(grad))
 
 
-def _sparse(tensors: Tensors, node: Object) -> torch.Tensor:
+def _sparse(tensors: TorchTensors, node: Object) -> torch.Tensor:
     """(layout, data): COO (indices, values, size[, is_coalesced]); others (compressed, plain,
     values, size)"""
     import torch
@@ -261,7 +261,7 @@ def _sparse(tensors: Tensors, node: Object) -> torch.Tensor:
     )
 
 
-def _quantized(tensors: Tensors, node: Object) -> torch.Tensor:
+def _quantized(tensors: TorchTensors, node: Object) -> torch.Tensor:
     """(storage, offset, size, stride, (scheme, scale, zero_point) or (scheme, scales, zero_points,
     axis), ..)"""
     import torch
@@ -296,13 +296,13 @@ def _quantized(tensors: Tensors, node: Object) -> torch.Tensor:
     return made.requires_grad_(like.requires_grad)
 
 
-def _numbers(tensors: Tensors, node: Node, dtype: torch.dtype) -> torch.Tensor:
+def _numbers(tensors: TorchTensors, node: Node, dtype: torch.dtype) -> torch.Tensor:
     import torch
 
     return tensors.tensor(node) if as_tensor(node) is not None else torch.tensor(node, dtype=dtype)
 
 
-def _nested(tensors: Tensors, node: Object) -> torch.Tensor:
+def _nested(tensors: TorchTensors, node: Object) -> torch.Tensor:
     """(buffer, sizes, strides, offsets): torch does not check that these are inside the buffer"""
     import torch
 
@@ -330,7 +330,7 @@ _CLASSES = (
     Global("torch.nn.parameter", "Parameter"),
     Global("torch.nn.parameter", "Buffer"),
 )
-_CALLS: dict[str, Callable[[Tensors, Object], torch.Tensor]] = {
+_CALLS: dict[str, Callable[[TorchTensors, Object], torch.Tensor]] = {
     "_rebuild_parameter": _parameter_call,
     "_rebuild_parameter_with_state": _parameter_call,
     "_rebuild_from_type": _from_type,
@@ -345,7 +345,7 @@ _CALLS: dict[str, Callable[[Tensors, Object], torch.Tensor]] = {
 }
 
 
-def typed_storage(tensors: Tensors, node: TypedStorage) -> torch.TypedStorage:
+def typed_storage(tensors: TorchTensors, node: TypedStorage) -> torch.TypedStorage:
     """A storage as `torch.load` gives it: one of bytes is of uint8."""
     import torch
 
@@ -389,7 +389,7 @@ def load(
     arguments.flags(whole=whole, mmap=mmap)
     ck = open_checkpoint(path, key=key)
     files = MappedFiles() if mmap else None
-    values = Values(Tensors(map_location, files), Tensors("cpu", files))
+    values = PythonValues(TorchTensors(map_location, files), TorchTensors("cpu", files))
     try:
         with steady(ck.source, remote=True):
             return values(ck.root) if whole else values.state_dict(ck.required)
@@ -414,14 +414,14 @@ def entries(weights: Weights) -> Iterator[tuple[str, Node]]:
             yield name, node
 
 
-class Values:
+class PythonValues:
     """Makes Python's values of nodes, each once: sharing and cycles stay, at any depth.
 
     `arrays` makes the tensors of numpy's arrays, which have no other device than the CPU.
     """
 
-    def __init__(self, tensors: Tensors, arrays: Tensors | None = None) -> None:
-        self.tensors, self.arrays = tensors, arrays or Tensors("cpu")
+    def __init__(self, tensors: TorchTensors, arrays: TorchTensors | None = None) -> None:
+        self.tensors, self.arrays = tensors, arrays or TorchTensors("cpu")
         self._made: dict[int, Any] = {}
         self._keep: list[Node] = []  # ids in _made stay taken
         self._queue: list[tuple[Node, Any]] = []

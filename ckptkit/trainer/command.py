@@ -13,7 +13,7 @@ import click
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.text import escape, message, on_command_line
-from ckptkit.trainer.config import CHANGEABLE, Config, Files
+from ckptkit.trainer.config import CHANGEABLE, Config, RunFiles
 
 INTERRUPTED = 130  # exit code
 FILE = click.Path(dir_okay=False, path_type=Path)
@@ -124,7 +124,7 @@ def command(
         return
     if out is None:
         raise click.UsageError("Missing argument 'OUT' (or --evaluate FILE)")
-    files = Files(resume, metrics, plot, memory_report)
+    files = RunFiles(resume, metrics, plot, memory_report)
     loop.check_output(out, files, config, force)
     log = loop.silent if quiet else log
     loop.train(config, out, files, trace_shapes=trace_shapes, log=log, bar=_bar)

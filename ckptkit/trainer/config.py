@@ -171,7 +171,7 @@ def typed(name: str, value: object) -> str:
 
 
 @dataclass(frozen=True)
-class Files:
+class RunFiles:
     """Files that a run reads and writes beside its checkpoint; None for none."""
 
     resume: Path | None = None

@@ -33,7 +33,7 @@ from torch.multiprocessing.spawn import spawn
 import ckptkit
 from ckptkit.core.text import plural
 from ckptkit.trainer import loop, parallel
-from ckptkit.trainer.config import FORMS, MODELS, Config, Files
+from ckptkit.trainer.config import FORMS, MODELS, Config, RunFiles
 from ckptkit.trainer.models import Cnn
 from ckptkit.trainer.run import prepare
 
@@ -90,7 +90,7 @@ def require(condition: bool, otherwise: str) -> None:
         raise Failed(otherwise)
 
 
-def train(on: Hardware, out: Path, files: Files | None = None, **options: Any) -> float:
+def train(on: Hardware, out: Path, files: RunFiles | None = None, **options: Any) -> float:
     """Train a small run on the first device; return the accuracy."""
     options = {"devices": (str(on.device),), **options}
     return loop.train(replace(SMALL, **options), out, files, log=loop.silent)
@@ -99,14 +99,14 @@ def train(on: Hardware, out: Path, files: Files | None = None, **options: Any) -
 def measured(on: Hardware, out: Path, **options: Any) -> Facts:
     """Train a small run; return the memory of its last step."""
     report = out.with_suffix(".jsonl")
-    train(on, out, Files(memory_report=report), **options)
+    train(on, out, RunFiles(memory_report=report), **options)
     last: Facts = json.loads(report.read_text().splitlines()[-1])
     require(last["activations"] > 0, "no activations")
     return last
 
 
 def train_in_processes(
-    processes: int, out: Path, files: Files | None = None, **options: Any
+    processes: int, out: Path, files: RunFiles | None = None, **options: Any
 ) -> None:
     """Train a small run in several processes, as torchrun would start them."""
     config = replace(SMALL, save_form="full", **options)
@@ -117,7 +117,7 @@ def train_in_processes(
 
 
 def _process(
-    rank: int, processes: int, port: int, config: Config, out: Path, files: Files | None
+    rank: int, processes: int, port: int, config: Config, out: Path, files: RunFiles | None
 ) -> None:
     os.environ |= dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
     os.environ |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(processes))
@@ -254,7 +254,7 @@ def resuming(on: Hardware, folder: Path) -> Facts:
     options: Facts = {"save_form": "full", "save_every": 1, "optimizer": "adam"}
     options["deterministic"] = True
     train(on, folder / "run.pth", **options)
-    train(on, folder / "more.pth", Files(resume=folder / "run.epoch1.pth"), **options)
+    train(on, folder / "more.pth", RunFiles(resume=folder / "run.epoch1.pth"), **options)
     return same_weights(folder / "run.pth", folder / "more.pth")
 
 
@@ -320,7 +320,7 @@ def fsdp(on: Hardware, folder: Path) -> Facts:
     options: Facts = {"parallel": "fsdp", "save_every": 1}
     options["devices"] = () if on.gpus else ("cpu",)
     train_in_processes(processes, folder / "run", **options)
-    files = Files(resume=folder / "run.epoch1")
+    files = RunFiles(resume=folder / "run.epoch1")
     train_in_processes(processes, folder / "more", files, **options)
     found = same_weights(folder / "run", folder / "more", 1e-5)
     config = replace(SMALL, devices=(str(on.device),))

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ckptkit.core.text import flatten
-from ckptkit.trainer.config import Files, RequestError
+from ckptkit.trainer.config import RequestError, RunFiles
 from ckptkit.trainer.parallel import Replicated
 from ckptkit.trainer.run import Run
 
@@ -64,7 +64,7 @@ class Log:
 
 
 @contextmanager
-def logged(run: Run, files: Files, print_line: Print) -> Iterator[Log]:
+def logged(run: Run, files: RunFiles, print_line: Print) -> Iterator[Log]:
     """Yield the log of a run, which draws its plot at the end."""
     figure = _figure() if files.plot else None  # now: matplotlib may be missing
     metrics: AbstractContextManager[IO[str] | None] = nullcontext()

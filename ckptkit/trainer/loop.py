@@ -15,7 +15,7 @@ from torch.nn.utils import clip_grad_norm_
 
 from ckptkit import CkptkitError
 from ckptkit.trainer import parallel, saving
-from ckptkit.trainer.config import SEGMENTED, Config, Files, RequestError
+from ckptkit.trainer.config import SEGMENTED, Config, RequestError, RunFiles
 from ckptkit.trainer.data import split
 from ckptkit.trainer.log import Measure, logged, memory_report, shapes_traced
 from ckptkit.trainer.run import Run, prepare
@@ -30,7 +30,7 @@ def silent(line: str) -> None:
 def train(
     config: Config,
     out: Path,
-    files: Files | None = None,
+    files: RunFiles | None = None,
     *,
     trace_shapes: bool = False,
     log: Callable[[str], None] = print,
@@ -41,7 +41,7 @@ def train(
     `log` prints a line; `bar` wraps an iterable and shows its progress. Raises CkptkitError if the
     config cannot be run.
     """
-    files = files or Files()
+    files = files or RunFiles()
     with _out_of_memory(config), parallel.group(config) as group:
         run = prepare(config, group)
         log = log if group.rank == 0 else silent
@@ -158,7 +158,7 @@ def _save_on_the_way(run: Run, out: Path, accuracy: float) -> None:
         saving.save(run, saving.numbered(out, run.epoch))
 
 
-def check_output(out: Path, files: Files, config: Config, force: bool) -> None:
+def check_output(out: Path, files: RunFiles, config: Config, force: bool) -> None:
     """Raise an error for an output that could not be written, before training starts."""
     for path in (out, *files.written):
         if not path.parent.is_dir():

@@ -145,7 +145,7 @@ def _save_shards(run: Run, path: Path, states: list[State]) -> None:
     from torch.distributed.checkpoint.state_dict import get_state_dict
     from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 
-    class Writer(FileSystemWriter):
+    class NamedWriter(FileSystemWriter):
         def storage_meta(self) -> StorageMeta | None:
             """Record the name that the folder will have."""
             meta = super().storage_meta()
@@ -154,7 +154,7 @@ def _save_shards(run: Run, path: Path, states: list[State]) -> None:
     weights, optimizer = get_state_dict(run.model, run.optimizer)
     part = _part(path)
     try:
-        save_shards(_contents(run, weights, optimizer, states), storage_writer=Writer(part))
+        save_shards(_contents(run, weights, optimizer, states), storage_writer=NamedWriter(part))
         if run.group.rank == 0:
             _remove(path)  # a folder that holds files cannot be replaced: only when `part` is whole
             os.replace(part, path)

@@ -19,7 +19,7 @@ from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError, DeviceError, TensorError, UnsupportedError, UsageError
 from ckptkit.core.tensor import Storage, Tensor, TypedStorage
 from ckptkit.core.tree import Global, Object
-from ckptkit.loading.tensors import Tensors
+from ckptkit.loading.tensors import TorchTensors
 from tests.torch_equality import storage_bits
 
 Cuda = Callable[..., AbstractContextManager[None]]
@@ -316,7 +316,7 @@ def test_big_endian() -> None:
     assert ckptkit.load(ck)["w"].tolist() == [1.5, -2.0]
 
 
-# Tensors that a file describes wrongly
+# TorchTensors that a file describes wrongly
 
 
 def tensor(*values: int, dtype: str = "int64") -> Tensor:
@@ -411,7 +411,7 @@ def test_each_storage_is_read_once() -> None:
 
     storage = Storage(Range(Counted(bytes(8)), 0, 8))
     leaf = Tensor(storage, dtypes.BY_NAME["float32"], (2,), (1,))
-    made = Tensors()
+    made = TorchTensors()
     made.tensor(leaf)
     made.tensor(Tensor(storage, leaf.dtype, (1,), (1,), 1))
     made.storage(TypedStorage(storage, None).storage)

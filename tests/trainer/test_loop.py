@@ -12,7 +12,7 @@ import torch
 
 import ckptkit
 from ckptkit.trainer import loop
-from ckptkit.trainer.config import Config, Files
+from ckptkit.trainer.config import Config, RunFiles
 
 from .conftest import Prepare, gradients
 
@@ -121,7 +121,7 @@ def test_S23_gradients_are_clipped_by_norm(prepared: Prepare) -> None:
 def test_S23_the_learning_rate_falls_in_steps(tmp_path: Path) -> None:
     config = replace(SMALL, epochs=5, lr=0.08, lr_step=2, lr_gamma=0.5, save_form="full")
     loop.train(
-        config, tmp_path / "run.pth", Files(metrics=tmp_path / "metrics.jsonl"), log=loop.silent
+        config, tmp_path / "run.pth", RunFiles(metrics=tmp_path / "metrics.jsonl"), log=loop.silent
     )
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row["lr"] for row in rows] == pytest.approx([0.08, 0.08, 0.04, 0.04, 0.02])
@@ -156,7 +156,7 @@ def test_a_loss_that_is_no_number_ends_the_run(tmp_path: Path) -> None:
 def test_metrics_and_picture(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     said: list[str] = []
-    files = Files(metrics=tmp_path / "metrics.jsonl", plot=tmp_path / "run.png")
+    files = RunFiles(metrics=tmp_path / "metrics.jsonl", plot=tmp_path / "run.png")
     accuracy = loop.train(SMALL, tmp_path / "run.pth", files, log=said.append)
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row["epoch"] for row in rows] == [1, 2]

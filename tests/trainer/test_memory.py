@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ckptkit.trainer import log, loop
-from ckptkit.trainer.config import Config, Files
+from ckptkit.trainer.config import Config, RunFiles
 
 from .conftest import Prepare
 
@@ -30,7 +30,7 @@ def test_saved_counts_each_storage_once_and_no_parameters() -> None:
 def test_S04_a_report_for_each_step(tmp_path: Path) -> None:
     report = tmp_path / "memory.jsonl"
     config = Config(data="random", width=0.5, devices=("cpu",), epochs=1, batch_size=128)
-    loop.train(config, tmp_path / "run.pth", Files(memory_report=report), log=loop.silent)
+    loop.train(config, tmp_path / "run.pth", RunFiles(memory_report=report), log=loop.silent)
     steps = [json.loads(line) for line in report.read_text().splitlines()]
     weights = torch.load(tmp_path / "run.pth", weights_only=True)["model"]
     size = sum(each.nbytes for each in weights.values())
@@ -47,7 +47,7 @@ def test_S05_the_report_does_not_change_the_weights(tmp_path: Path) -> None:
         model="mlp", data="random", width=0.05, devices=("cpu",), epochs=1, save_form="full"
     )
     loop.train(config, tmp_path / "without.pth", log=print)
-    files = Files(memory_report=tmp_path / "memory.jsonl")
+    files = RunFiles(memory_report=tmp_path / "memory.jsonl")
     loop.train(config, tmp_path / "with.pth", files, log=print)
     assert (tmp_path / "with.pth").read_bytes() == (tmp_path / "without.pth").read_bytes()
 

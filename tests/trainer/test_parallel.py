@@ -18,7 +18,7 @@ from torch import nn
 
 import ckptkit
 from ckptkit.trainer import log, loop, parallel
-from ckptkit.trainer.config import PREFIXED, Config, Files, SavingError
+from ckptkit.trainer.config import PREFIXED, Config, RunFiles, SavingError
 
 from ..conftest import ENVIRONMENT
 from .conftest import CPU, HALVES, Prepare, gradients, same
@@ -161,7 +161,7 @@ def test_fsdp_goes_on_from_its_folder_and_is_evaluated_from_it(tmp_path: Path) -
     accuracy = loop.train(config, tmp_path / "two", log=loop.silent)
     names = {"two", "two.epoch1", "two.best"}
     assert {path.name for path in tmp_path.iterdir()} == names
-    files = Files(resume=tmp_path / "two.epoch1")
+    files = RunFiles(resume=tmp_path / "two.epoch1")
     loop.train(config, tmp_path / "more", files, log=loop.silent)
     one, other = (ckptkit.load(tmp_path / name, whole=True) for name in ("two", "more"))
     assert same(one["model"], other["model"])
@@ -181,7 +181,7 @@ def test_a_run_goes_on_under_another_kind(tmp_path: Path, before: str, after: st
     start = replace(config, parallel=before)
     loop.train(start, tmp_path / "start", log=loop.silent)
     said: list[str] = []
-    files = Files(resume=tmp_path / "start.epoch1")
+    files = RunFiles(resume=tmp_path / "start.epoch1")
     loop.train(replace(config, parallel=after), tmp_path / "end", files, log=said.append)
     assert f"--parallel {after} instead of --parallel {before}" in said[0]
     one, other = (ckptkit.load(tmp_path / name, whole=True) for name in ("start", "end"))

@@ -13,7 +13,7 @@ import torch
 
 import ckptkit
 from ckptkit.trainer import loop, saving
-from ckptkit.trainer.config import RECORDED_IF_USED, Config, Files
+from ckptkit.trainer.config import RECORDED_IF_USED, Config, RunFiles
 from ckptkit.trainer.run import random_states, restore_random
 
 from .conftest import Prepare, same
@@ -134,7 +134,7 @@ def test_training_goes_on_bit_for_bit(tmp_path: Path, how: Callable[[Path], Path
     config = replace(FULL, parallel="dp", keep_module_prefix=True)
     loop.train(replace(config, epochs=4), tmp_path / "four.pth", log=loop.silent)
     loop.train(replace(config, epochs=2), tmp_path / "two.pth", log=loop.silent)
-    files = Files(resume=how(tmp_path / "two.pth"))
+    files = RunFiles(resume=how(tmp_path / "two.pth"))
     loop.train(replace(config, epochs=4), tmp_path / "more.pth", files, log=loop.silent)
     four, more = loaded(tmp_path / "four.pth"), loaded(tmp_path / "more.pth")
     assert same(more["model"], four["model"])
@@ -174,7 +174,7 @@ def test_files_on_the_way(tmp_path: Path) -> None:
 
 def refused(config: Config, out: Path, resume: Path) -> ckptkit.CkptkitError:
     with pytest.raises(ckptkit.CkptkitError) as caught:
-        loop.train(config, out, Files(resume=resume), log=loop.silent)
+        loop.train(config, out, RunFiles(resume=resume), log=loop.silent)
     assert not out.exists()
     return caught.value
 
@@ -259,7 +259,7 @@ def test_the_best_accuracy_is_resumed(tmp_path: Path) -> None:
 def test_adam_goes_on_bit_for_bit(tmp_path: Path, optimizer: str) -> None:
     config = replace(FULL, optimizer=optimizer, weight_decay=0.05, epochs=2, save_every=1)
     loop.train(config, tmp_path / "two.pth", log=loop.silent)
-    files = Files(resume=tmp_path / "two.epoch1.pth")
+    files = RunFiles(resume=tmp_path / "two.epoch1.pth")
     loop.train(config, tmp_path / "more.pth", files, log=loop.silent)
     two, more = loaded(tmp_path / "two.pth"), loaded(tmp_path / "more.pth")
     assert same(more["model"], two["model"])
@@ -270,7 +270,7 @@ def test_adam_goes_on_bit_for_bit(tmp_path: Path, optimizer: str) -> None:
 
 
 def test_what_is_not_used_is_not_recorded() -> None:
-    """Files of runs without the newer options are those of before, byte for byte."""
+    """RunFiles of runs without the newer options are those of before, byte for byte."""
     assert set(Config().as_dict()).isdisjoint(RECORDED_IF_USED)
     used = Config(optimizer="adam", weight_decay=0.0, eval_every=3).as_dict()
     assert (used["optimizer"], used["weight_decay"], used["eval_every"]) == ("adam", 0.0, 3)
