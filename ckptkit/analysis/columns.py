@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckptkit.analysis.summary import TensorRow, key_list, number
@@ -127,11 +128,19 @@ def _local_shapes(row: TensorRow) -> list[tuple[int, ...]] | None:
     return None if row.local is None else [each.shape for each in row.local.local()]
 
 
-def _optional(value: object) -> str:
-    return "" if value is None else str(value)
-
-
 SIZE = Fact("nbytes", "size", lambda row: row.nbytes, size, lambda row: number(row.nbytes))
+
+
+def _attribute(name: str, usual: object = None, text: Callable[[Any], str] = str) -> Fact:
+    """Return a fact in JSON, and where one tensor is described; not shown if it is `usual`."""
+
+    def value(row: TensorRow) -> Any:
+        found = getattr(row.tensor, name)
+        return "" if found == usual else found
+
+    title = "" if usual is None else name
+    return Fact(name, title, value, text, attrgetter(f"tensor.{name}"), brief=False)
+
 
 FACTS: tuple[Fact, ...] = (
     Fact("dtype", "dtype", lambda row: row.dtype, escape, lambda row: row.tensor.dtype.name, "{}"),
@@ -148,42 +157,18 @@ FACTS: tuple[Fact, ...] = (
         json=lambda row: row.tensor.stride,
         brief=False,
     ),
-    Fact(
-        "offset",
-        "offset",
-        lambda row: f"{row.tensor.offset:,}" if row.tensor.offset else "",
-        json=lambda row: row.tensor.offset,
-        brief=False,
-    ),
+    _attribute("offset", 0, lambda offset: f"{offset:,}" if offset else ""),
     Fact(
         "storage",
         "storage",
         lambda row: row.storage,
-        _optional,
+        lambda number: "" if number is None else str(number),
         lambda row: row.storage,
         brief=False,
     ),
-    Fact(
-        "requires_grad",
-        "",
-        lambda row: row.tensor.requires_grad,
-        json=lambda row: row.tensor.requires_grad,
-        brief=False,
-    ),
-    Fact(
-        "kind",
-        "kind",
-        lambda row: "" if row.tensor.kind == "tensor" else row.tensor.kind,
-        json=lambda row: row.tensor.kind,
-        brief=False,
-    ),
-    Fact(
-        "layout",
-        "layout",
-        lambda row: "" if row.tensor.layout == "strided" else row.tensor.layout,
-        json=lambda row: row.tensor.layout,
-        brief=False,
-    ),
+    _attribute("requires_grad"),
+    _attribute("kind", "tensor"),
+    _attribute("layout", "strided"),
     Fact("local_shapes", "", lambda row: None, json=_local_shapes, brief=False),
     Fact(
         "quantization",
@@ -242,21 +227,18 @@ def tables(
     if flat:
         folded = unfolded(items)
     else:
-        folded = fold(chain(items, _items(_others(parts, among), None)), _as_part)
+        # Dtype and number of dimensions tell parts of modules apart, also of tensors in no part.
+        others: Iterable[TensorRow] = ()
+        if sum(map(len, parts.values())) != len(among):
+            shown = set(map(id, flatten(parts.values())))
+            others = (row for row in among if id(row) not in shown)
+        folded = fold(
+            chain(items, _items(others, None)), lambda columns: (columns[0], len(columns[1]))
+        )
     for title, rows in parts.items():
         if rows:
             found = [row for row in folded if row.columns[-1] == title]
             yield _table(title, found, len(rows), sort)
-
-
-def _others(
-    parts: Mapping[str, Sequence[TensorRow]], among: Sequence[TensorRow]
-) -> Iterable[TensorRow]:
-    """Return the rows that are in no part."""
-    if sum(map(len, parts.values())) == len(among):
-        return ()
-    shown = set(map(id, flatten(parts.values())))
-    return (row for row in among if id(row) not in shown)
 
 
 def _items(
@@ -281,12 +263,6 @@ def _columns(title: str | None, row: TensorRow) -> tuple[Hashable, ...]:
     return (*[fact.value(row) for fact in _FOLDED], title)
 
 
-def _as_part(columns: tuple[Any, ...]) -> Hashable:
-    """Return what tells parts of modules apart."""
-    dtype, sizes, *_ = columns
-    return dtype, len(sizes)
-
-
 def _table(title: str, found: list[Folded], count: int, sort: str) -> ViewTable:
     if sort == "size":
         found.sort(key=lambda row: -row.nbytes)
@@ -295,19 +271,17 @@ def _table(title: str, found: list[Folded], count: int, sort: str) -> ViewTable:
     headers: list[str] = ["name"]
     for fact in BRIEF:
         headers += ["tensors", fact.title] if fact is SIZE else [fact.title]
-    cells = [_cells(row) for row in found]
-    return ViewTable(title, tuple(headers), cells, ("tensors", SIZE.title), count).without_empty()
-
-
-def _cells(row: Folded) -> tuple[str, ...]:
-    values = iter(row.columns)
-    cells = [escape(row.label) or "(root)"]
-    for fact in BRIEF:
-        if fact is SIZE:
-            cells += [f"{row.rows:,}" if row.rows > 1 else "", size(row.nbytes)]
-        else:
-            cells.append(fact.text(next(values)))
-    return tuple(cells)
+    rows = []
+    for row in found:
+        values = iter(row.columns)
+        cells = [escape(row.label) or "(root)"]
+        for fact in BRIEF:
+            if fact is SIZE:
+                cells += [f"{row.rows:,}" if row.rows > 1 else "", size(row.nbytes)]
+            else:
+                cells.append(fact.text(next(values)))
+        rows.append(tuple(cells))
+    return ViewTable(title, tuple(headers), rows, ("tensors", SIZE.title), count).without_empty()
 
 
 _INDEX = re.compile(r"(?<![^.])(0|[1-9][0-9]{0,17})(?![^.])")  # as in fold
@@ -349,23 +323,14 @@ def _other(label: str, other: str, columns: Hashable) -> _Other:
 
 def _label(label: str, other: _Other) -> str:
     """Return the second label, with the index ranges that folding gave the first."""
-    pieces = [other.texts[0]]
-    for ranges, step, text in zip(
-        _ranges(label, other.first), other.steps, other.texts[1:], strict=False
-    ):
-        pieces += [_moved(ranges, step), text]
-    return "".join(pieces)
-
-
-def _moved(ranges: str, step: int) -> str:
-    """Return index ranges with `step` added to each number."""
-    return re.sub("[0-9]+", lambda found: str(int(found[0]) + step), ranges)
-
-
-def _ranges(label: str, texts: tuple[str, ...]) -> Iterator[str]:
-    at = len(texts[0])
-    for text in texts[1:]:
+    at, made = len(other.first[0]), other.texts[0]
+    for step, ours, theirs in zip(other.steps, other.first[1:], other.texts[1:], strict=False):
         found = _RANGES.match(label, at)
         assert found is not None
-        yield found[0]
-        at = found.end() + len(text)
+        at = found.end() + len(ours)
+
+        def moved(number: re.Match[str], step: int = step) -> str:
+            return str(int(number[0]) + step)
+
+        made += re.sub("[0-9]+", moved, found[0]) + theirs
+    return made

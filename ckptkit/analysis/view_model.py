@@ -18,7 +18,7 @@ from ckptkit.core.text import Folded, Item, escape, family, flatten, fold, plura
 from ckptkit.core.tree import join
 
 if TYPE_CHECKING:
-    from ckptkit.analysis.diff import Changed, Diff, Kind, Mismatch, Renamed, Silent
+    from ckptkit.analysis.diff import Changed, Diff, Kind, Renamed
     from ckptkit.analysis.stats import Statistics, TensorStats
     from ckptkit.compute.tallies import Tally
 
@@ -95,15 +95,15 @@ def listings(summary: Summary) -> Iterator[Listing]:
     objects = [each for each in summary.objects if not summary.in_module(each.path)]
     named = fold(Item(join(each.path), each.global_, 0) for each in objects)
     metadata = [Folded(name, text, 0, 1) for name, text in summary.extras.items()]
-    yield _listing("values", _series(_values(values)), _value, len(values))
-    yield _listing("objects", named, _text, len(objects))
-    yield _listing("metadata", metadata, _text, len(metadata))
-
-
-def _listing(title: str, rows: list[Folded], text: Callable[[Any], str], count: int) -> Listing:
-    return Listing(
-        title, [(escape(row.label) or "(root)", text(row.columns)) for row in rows], count
-    )
+    for title, rows, count in (
+        ("values", _series(_values(values)), len(values)),
+        ("objects", named, len(objects)),
+        ("metadata", metadata, len(metadata)),
+    ):
+        text = _series_text if title == "values" else cut
+        labels = (escape(row.label) or "(root)" for row in rows)
+        texts = (text(row.columns) for row in rows)
+        yield Listing(title, list(zip(labels, texts, strict=True)), count)
 
 
 def _values(values: list[Value]) -> Iterator[tuple[str, Values]]:
@@ -134,25 +134,16 @@ def _series(rows: Iterable[tuple[str, Values]]) -> list[Folded]:
         same = [found[position] for position in positions]
         series = [values for _, values in same]
         together = fold(Item(label, (), 0) for label, _ in same)
-        if len(together) == 1 and _differ(series):
+        few_lists = len(series) <= LISTED and max(map(len, series)) > 1
+        if len(together) == 1 and not few_lists and len({*series}) > 1:
             gone.update(positions[1:])
             found[positions[0]] = (together[0].label, tuple(flatten(series)))
     return fold(Item(*row, 0) for position, row in enumerate(found) if position not in gone)
 
 
-def _differ(series: Sequence[Values]) -> bool:
-    """Return whether values are shown one after another: not all equal, and no few lists."""
-    short = len(series) <= LISTED and max(map(len, series)) > 1
-    return not short and len({*series}) > 1
-
-
-def _value(columns: Any) -> str:
+def _series_text(columns: Any) -> str:
     texts = [value_text(kind, value) for kind, value in columns[:LISTED]]
     return ", ".join(texts) + (f", ... ({len(columns):,})" if len(columns) > LISTED else "")
-
-
-def _text(columns: object) -> str:
-    return cut(str(columns))
 
 
 def value_text(kind: str, value: Plain) -> str:
@@ -185,8 +176,11 @@ def diff_tables(found: Diff) -> Iterator[ViewTable]:
 
 
 def _pairs(title: str, pairs: Sequence[Renamed]) -> ViewTable:
+    def shapes(a: Kind, b: Kind) -> str:
+        return shape(a.shape) if a.shape == b.shape else f"{shape(a.shape)} -> {shape(b.shape)}"
+
     rows = fold_pairs(
-        (p.old, p.new, (_shapes(p.a, p.b), f"{p.confidence:.0%}", p.why)) for p in pairs
+        (p.old, p.new, (shapes(p.a, p.b), f"{p.confidence:.0%}", p.why)) for p in pairs
     )
     cells = [(escape(row.label), escape(row.other), *row.columns) for row in rows]
     return ViewTable(title, PAIRED, cells, ("sure",), len(pairs))
@@ -207,84 +201,61 @@ def _names(found: Diff) -> Iterator[ViewTable]:
 
 
 def _mismatched(found: Diff) -> ViewTable:
-    rows = fold(
-        Item(
-            each.name,
-            (kind(each.a), kind(each.b), _closeness(each), _module(found, each.name)),
-            0,
-        )
-        for each in found.mismatched
-    )
-    cells = [(escape(row.label), *row.columns[:3]) for row in rows]
+    items = []
+    for name, a, b, tolerance, difference in found.mismatched:
+        closeness = ""  # how near values of different dtypes are, if they were compared
+        if difference is not None:
+            closeness = f"differ by up to {difference.largest:.3g}"
+        elif tolerance is not None:
+            closeness = f"equal within {tolerance:.2g}"
+        items.append(Item(name, (kind(a), kind(b), closeness, _module(found, name)), 0))
+    cells = [(escape(row.label), *row.columns[:3]) for row in fold(items)]
     headers = ("name", "A", "B", "values")
-    return ViewTable("mismatched", headers, cells, things=len(found.mismatched)).without_empty()
-
-
-def _closeness(found: Mismatch) -> str:
-    """Return how near the values of different dtypes are, if they were compared."""
-    if found.tolerance is None:
-        return ""
-    if found.difference is None:
-        return f"equal within {found.tolerance:.2g}"
-    return f"differ by up to {found.difference.largest:.3g}"
+    return ViewTable("mismatched", headers, cells, things=len(items)).without_empty()
 
 
 def _changed(found: Diff) -> ViewTable:
     """Return the tensors of other values, what moved most first; layers of a kind are one row."""
     headers = ("name", "tensors", "elements", "max |d|", "|d|/|a|", "cosine")
-    if not found.changed:
-        return ViewTable("changed", headers, [])
-
     groups: dict[Hashable, list[Changed]] = {}
     for each in found.changed:
-        key = (family(each.name), _module(found, each.name))
-        groups.setdefault(key, []).append(each)
-    rows = sorted(groups.values(), key=_movement, reverse=True)
-    cells = [_moved(family(row[0].name), row) for row in rows]
-    table = ViewTable("changed", headers, cells, headers[1:], len(found.changed))
-    return table.without_empty()
-
-
-def _movement(group: Sequence[Changed]) -> float:
-    """Return the largest relative distance; what has none comes last."""
-    known = [each.difference.relative for each in group]
-    return max((each for each in known if each is not None), default=-1.0)
-
-
-def _moved(label: str, group: Sequence[Changed]) -> tuple[str, ...]:
-    """Return the cells of tensors of one kind: those that moved most."""
-    found = [each.difference for each in group]
-    labels = [row.label for row in fold(Item(each.name, (), 0) for each in group)]
-    return (
-        escape(labels[0] if len(labels) == 1 else label),
-        f"{len(group):,}" if len(group) > 1 else "",
-        f"{sum(each.count for each in found):,}",
-        _extreme(max, (each.largest for each in found), ".3g"),
-        _extreme(max, (each.relative for each in found), ".3g"),
-        _extreme(min, (each.cosine for each in found), ".6f"),
-    )
-
-
-def _extreme(
-    choose: Callable[[list[float]], float], numbers: Iterable[float | None], form: str
-) -> str:
-    """Return the largest or smallest of the numbers that are known, as text; "" if none is."""
-    known = [each for each in numbers if each is not None]
-    return format(choose(known), form) if known else ""
+        groups.setdefault((family(each.name), _module(found, each.name)), []).append(each)
+    rows = []
+    for group in groups.values():
+        differences = [each.difference for each in group]
+        labels = [row.label for row in fold(Item(each.name, (), 0) for each in group)]
+        largest, relative, cosine = (
+            [each for each in numbers if each is not None]
+            for numbers in (
+                [each.largest for each in differences],
+                [each.relative for each in differences],
+                [each.cosine for each in differences],
+            )
+        )
+        cells = (
+            escape(labels[0] if len(labels) == 1 else family(group[0].name)),
+            f"{len(group):,}" if len(group) > 1 else "",
+            f"{sum(each.count for each in differences):,}",
+            f"{max(largest):.3g}" if largest else "",
+            f"{max(relative):.3g}" if relative else "",
+            f"{min(cosine):.6f}" if cosine else "",
+        )
+        rows.append((max(relative, default=-1.0), cells))  # what has no distance comes last
+    rows.sort(key=lambda row: row[0], reverse=True)
+    table = ViewTable("changed", headers, [cells for _, cells in rows], headers[1:])
+    return table._replace(things=len(found.changed)).without_empty() if rows else table
 
 
 def entries(found: Diff) -> ViewTable:
     """Return the values beside the tensors that differ."""
     cells = [
-        (escape(each.path) or "(root)", *(_side(text) for text in (each.a, each.b)))
+        (
+            escape(each.path) or "(root)",
+            *("(absent)" if text is None else cut(text) for text in (each.a, each.b)),
+        )
         for each in found.entries
     ]
     return ViewTable("values", ("path", "A", "B"), cells, things=len(cells))
-
-
-def _side(text: str | None) -> str:
-
-    return "(absent)" if text is None else cut(text)
 
 
 def _module(found: Diff, name: str) -> int | None:
@@ -297,14 +268,23 @@ def kind(side: Kind) -> str:
     return f"{side.dtype} {shape(side.shape)}"
 
 
-def _shapes(a: Kind, b: Kind) -> str:
-    return shape(a.shape) if a.shape == b.shape else f"{shape(a.shape)} -> {shape(b.shape)}"
-
-
 def diff_remarks(found: Diff) -> Iterator[str]:
     """Yield the lines below the tables, escaped: the summary first, advice last."""
     yield found.summary
-    yield from _silent(found.silent, len(found.mismatched))
+    silent = found.silent
+    if silent is not None and (silent.skipped or silent.kept):
+        skipped, kept = plural(silent.skipped, "tensor"), plural(silent.kept, "tensor")
+        left_out, all_of = (
+            plural(n, "parameter") for n in (silent.parameters, silent.all_parameters)
+        )
+        yield (
+            f"strict=False would not report this: {skipped} of the file ({left_out}) would be left "
+            f"out, {kept} of the model ({silent.kept_parameters:,} of {all_of}) would keep their "
+            "initial values"
+        )
+        if found.mismatched:
+            many = plural(len(found.mismatched), "key")
+            yield f"strict=False would still refuse {many} of another shape"
     if found.matching.unsearched:
         many = plural(found.matching.unsearched, "key")
         yield f"note: {many} of A not compared by name with all of B: too many"
@@ -316,21 +296,6 @@ def diff_remarks(found: Diff) -> Iterator[str]:
 def hints(advice: Iterable[str]) -> Iterator[str]:
     """Yield advice as hints."""
     return (f"hint: {escape(each)}" for each in advice)
-
-
-def _silent(silent: Silent | None, mismatched: int) -> Iterator[str]:
-    """Yield what load_state_dict(strict=False) would not report."""
-    if silent is None or not (silent.skipped or silent.kept):
-        return
-    skipped, kept = plural(silent.skipped, "tensor"), plural(silent.kept, "tensor")
-    left_out, untouched = plural(silent.parameters, "parameter"), f"{silent.kept_parameters:,}"
-    yield (
-        f"strict=False would not report this: {skipped} of the file ({left_out}) would be left "
-        f"out, {kept} of the model ({untouched} of {plural(silent.all_parameters, 'parameter')}) "
-        "would keep their initial values"
-    )
-    if mismatched:
-        yield f"strict=False would still refuse {plural(mismatched, 'key')} of another shape"
 
 
 WIDE = 16  # bins of a histogram in a table
