@@ -11,9 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ckptkit.compute import gather as tiles
-from ckptkit.compute import slabs
-from ckptkit.compute.gather import Chunks, Gather
+from ckptkit.compute import strided_read
 from ckptkit.compute.operation import stream
 from ckptkit.core.bytesource import Derived, LocalFile, Memory, Range
 from ckptkit.core.errors import InputChangedError
@@ -21,6 +19,7 @@ from ckptkit.core.plan import Deferred, OutputFile, Summed
 from ckptkit.publish import copying, parallel_write
 from ckptkit.publish.copying import cut
 from ckptkit.publish.publish import _compare
+from tests.compute.arranging import boxes, view
 
 DTYPES = {1: "u1", 2: "<u2", 4: "<u4", 8: "<u8", 16: "<c16"}
 
@@ -29,7 +28,7 @@ DTYPES = {1: "u1", 2: "<u2", 4: "<u4", 8: "<u8", 16: "<c16"}
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     small = {"LEAST": 1, "BLOCK": 6_000, "COLUMNS": 40, "PAGE": 32, "_AT_ONCE": 7, "_ROWS": 16}
     for name, value in small.items():
-        monkeypatch.setattr(slabs, name, value)
+        monkeypatch.setattr(strided_read, name, value)
     monkeypatch.setattr(parallel_write, "THREAD_TASK", 10_000)
 
 
@@ -64,7 +63,7 @@ def source(folder: Path, *shape: int, itemsize: int = 2) -> tuple[Range, np.ndar
 def gather(
     extent: Range, itemsize: int, shape: tuple[int, ...], stride: tuple[int, ...]
 ) -> Derived:
-    return Derived(Gather(itemsize, shape, stride, 0), (extent,), extent.length)
+    return Derived(view(itemsize, shape, stride), (extent,), extent.length)
 
 
 @pytest.mark.usefixtures("small_blocks")
@@ -77,7 +76,7 @@ def test_a_transpose_in_blocks(itemsize: int, rows: int, columns: int, tmp_path:
     extent, data = source(tmp_path, rows, columns, itemsize=itemsize)
     made = gather(extent, itemsize, (columns, rows), (1, columns))
     expected = data.transpose(1, 0, 2).tobytes()
-    assert len(slabs.blocks(made)) >= 1
+    assert len(strided_read.blocks(made)) >= 1
     assert written(tmp_path, [b"x" * 7, Summed(made, 1), Deferred(bytes(4), ((0, 1),))]) == (
         b"x" * 7 + expected + zlib.crc32(expected).to_bytes(4, "little")
     )
@@ -114,7 +113,7 @@ def test_a_system_that_writes_less_than_it_is_given(
 
     extent, data = source(tmp_path, 30, 20)
     monkeypatch.setattr(os, "pwritev", pwritev)
-    monkeypatch.setattr(slabs, "LEAST", 1)
+    monkeypatch.setattr(strided_read, "LEAST", 1)
     assert written(tmp_path, [b"xyz", gather(extent, 2, (20, 30), (1, 20))]) == (
         b"xyz" + data.transpose(1, 0, 2).tobytes()
     )
@@ -136,16 +135,19 @@ def test_the_shape_of_blocks() -> None:
     source = Range(Memory(b""), 0, 0)
 
     def shape(rows: int, columns: int, itemsize: int) -> tuple[int, int]:
-        matrix = slabs.Matrix(
+        matrix = strided_read.Matrix(
             source, 0, 0, rows, columns, columns * itemsize, rows * itemsize, itemsize
         )
-        return slabs._block_shape(matrix)
+        return strided_read._block_shape(matrix)
 
     assert shape(8_192, 65_536, 2) == (8_192, 3_072)
     assert shape(128_256, 1_024, 2) == (21_376, 1_024)
     for rows, columns, itemsize in [(128_256, 4_096, 2), (32_768, 32_768, 1), (9, 10**9, 4)]:
         height, width = shape(rows, columns, itemsize)
-        assert slabs.BLOCK // 2 < height * width * itemsize <= slabs.BLOCK or height == rows
+        assert (
+            strided_read.BLOCK // 2 < height * width * itemsize <= strided_read.BLOCK
+            or height == rows
+        )
 
 
 @pytest.mark.parametrize("at", [0, 120, 4095])
@@ -155,20 +157,22 @@ def test_blocks_end_where_pages_of_the_file_end(itemsize: int, at: int) -> None:
     extent = Range(Memory(b""), 0, rows * columns * itemsize)
     matrices = [
         matrix
-        for block in slabs.blocks(gather(extent, itemsize, (columns, rows), (1, columns)), at)
+        for block in strided_read.blocks(
+            gather(extent, itemsize, (columns, rows), (1, columns)), at
+        )
         for matrix in block.parts
     ]
     later = [matrix for matrix in matrices if matrix.place % (rows * itemsize)]
     assert later and len(later) < len(matrices)
-    assert {(at - at % itemsize + matrix.place) % slabs.PAGE for matrix in later} == {0}
+    assert {(at - at % itemsize + matrix.place) % strided_read.PAGE for matrix in later} == {0}
     assert sum(matrix.size for matrix in matrices) == extent.length
-    assert max(matrix.size for matrix in matrices) <= slabs.BLOCK
+    assert max(matrix.size for matrix in matrices) <= strided_read.BLOCK
 
 
 def test_columns_that_begin_anywhere_in_a_page_are_cut_evenly() -> None:
     rows, columns = 65_537, 8_192
     extent = Range(Memory(b""), 0, rows * columns)
-    made = slabs.blocks(gather(extent, 1, (columns, rows), (1, columns)), 120)
+    made = strided_read.blocks(gather(extent, 1, (columns, rows), (1, columns)), 120)
     heights = {block.parts[0].place % rows: block.rows for block in made}
     assert sum(heights.values()) == rows
     assert max(heights.values()) - min(heights.values()) < len(heights)
@@ -188,9 +192,9 @@ def written(folder: Path, segments: list[Any]) -> bytes:
 @pytest.mark.usefixtures("small_blocks")
 def test_three_transposes_side_by_side(tmp_path: Path) -> None:
     extent, data = source(tmp_path, 3, 50, 60)
-    boxes = tuple(((0, 50 * n), (60, 50), (1, 60), n * 6_000) for n in range(3))
-    made = Derived(Chunks(2, (60, 150), boxes), (extent,) * 3, extent.length)
-    assert len(slabs.blocks(made)) >= 3
+    places = tuple(((0, 50 * n), (60, 50), (1, 60), n * 3_000) for n in range(3))
+    made = Derived(boxes(2, (60, 150), places), (extent,) * 3, extent.length)
+    assert len(strided_read.blocks(made)) >= 3
     expected = np.concatenate(data.transpose(0, 2, 1, 3), axis=1).tobytes()
     assert written(tmp_path, [made]) == expected
 
@@ -206,9 +210,9 @@ def test_many_small_matrices_side_by_side(tmp_path: Path) -> None:
     """Each is small, and the rows of the target are long: in order, all would be read for each
     tile."""
     extent, data = source(tmp_path, 64, 96, 2_048)
-    boxes = tuple(((0, 96 * n), (2_048, 96), (1, 2_048), n * 2 * 96 * 2_048) for n in range(64))
-    made = Derived(Chunks(2, (2_048, 96 * 64), boxes), (extent,) * 64, extent.length)
-    (block,) = slabs.blocks(made)
+    places = tuple(((0, 96 * n), (2_048, 96), (1, 2_048), n * 96 * 2_048) for n in range(64))
+    made = Derived(boxes(2, (2_048, 96 * 64), places), (extent,) * 64, extent.length)
+    (block,) = strided_read.blocks(made)
     assert (block.rows, block.size) == (96 * 64, extent.length)  # rows of 12 kB in one call
     path = tmp_path / "out"
     path.write_bytes(b"")
@@ -220,10 +224,10 @@ def test_many_small_matrices_side_by_side(tmp_path: Path) -> None:
 
 def test_what_is_no_large_transpose(tmp_path: Path) -> None:
     extent, _ = source(tmp_path, 8, 8)
-    assert slabs.blocks(extent) == []
-    assert slabs.blocks(gather(extent, 2, (8, 8), (1, 8))) == []
-    large = Derived(Gather(2, (4096, 2, 4096), (8192, 4096, 1), 0), (extent,), 1 << 26)
-    assert slabs.blocks(large) == []
+    assert strided_read.blocks(extent) == []
+    assert strided_read.blocks(gather(extent, 2, (8, 8), (1, 8))) == []
+    large = Derived(view(2, (4096, 2, 4096), (8192, 4096, 1)), (extent,), 1 << 26)
+    assert strided_read.blocks(large) == []
 
 
 @pytest.mark.parametrize("rows", [40, 3_000])
@@ -231,8 +235,8 @@ def test_tiles_of_a_transpose_read_little_twice(
     rows: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In order, as a checksum or a pipe needs it."""
-    monkeypatch.setattr(tiles, "TILE", 100_000)
-    monkeypatch.setattr(tiles, "LARGE", 4_000_000)
+    monkeypatch.setattr(strided_read, "TILE", 100_000)
+    monkeypatch.setattr(strided_read, "LARGE", 4_000_000)
     extent, data = source(tmp_path, rows, 2_000)
     made = gather(extent, 2, (2_000, rows), (1, 2_000))
     assert b"".join(stream(made)) == data.transpose(1, 0, 2).tobytes()
@@ -241,7 +245,7 @@ def test_tiles_of_a_transpose_read_little_twice(
 
 @pytest.mark.usefixtures("small_blocks")
 def test_parts_of_a_gather_are_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiles, "TILE", 4_096)
+    monkeypatch.setattr(strided_read, "TILE", 4_096)
     extent, data = source(tmp_path, 40, 2, 300)
     made = gather(extent, 2, (2, 40, 300), (300, 600, 1))
     tasks = list(cut("x", [made], 8_192))

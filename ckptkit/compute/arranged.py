@@ -1,4 +1,8 @@
-"""The plain bytes of the elements of tensors: row-major, little-endian, without gaps.
+"""Records of arranged elements: tensors made of parts, rearranged tensors, views as plain bytes.
+
+Plain bytes are row-major, little-endian, and without gaps. They are lowered to the simplest form of
+extents: one range; ranges and strided views one after another; one strided view; boxes of an array.
+What the sources are made of is looked through, so that steps in a row compose.
 
 Tensors may have more elements than their storage holds: stride 0, and overlapping windows. A file
 of a kilobyte can describe a tensor of terabytes. What is computed from elements reads repeated ones
@@ -9,18 +13,44 @@ holds.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from math import prod
+from operator import itemgetter
 
-from ckptkit.compute.gather import Gather
 from ckptkit.compute.numbers import swapped
-from ckptkit.compute.operation import Flip, RecordSlice
-from ckptkit.core.bytesource import Pending, Record
-from ckptkit.core.errors import TensorError
+from ckptkit.compute.operation import HELD, Concat, Flip, RecordSlice, Slice, concat, part
+from ckptkit.compute.strided import (
+    ZEROS,
+    StridedCopy,
+    composed,
+    corners,
+    is_dense,
+    normal,
+    of_box,
+    on_axes,
+)
+from ckptkit.compute.strided_read import Arrange
+from ckptkit.core.bytesource import (
+    Derived,
+    Extent,
+    Memory,
+    Pending,
+    Range,
+    Record,
+    in_file,
+    starts_anywhere,
+)
+from ckptkit.core.dtypes import DType
+from ckptkit.core.errors import TensorError, UnsupportedError
 from ckptkit.core.limits import LIMITS
-from ckptkit.core.tensor import Tensor
+from ckptkit.core.tensor import Shape, Tensor, contiguous_stride
+from ckptkit.core.text import flatten
 
 SMALL = 1 << 20  # bytes of elements that are always read
+RUN = 128 << 10  # bytes of a run that is copied as a range of its own
+RUNS = 50_000  # runs that one target is cut into
+_ZERO_BYTES = Range(Memory(bytes(16), "zeros"), 0, 16)
 
 
 def contiguous(tensor: Tensor) -> Record:
@@ -47,8 +77,7 @@ def contiguous(tensor: Tensor) -> Record:
             f"elements of {dtype.bits} bits ({dtype}) are not one after another from a byte on"
         )
     else:
-        start = tensor.offset * dtype.itemsize
-        view = Gather(dtype.itemsize, tensor.shape, tensor.stride, start)
+        view = Arrange(dtype.itemsize, (_normal(of_view(tensor.shape, tensor)),))
         record = Pending(view, (record,), nbytes)
     if tensor.storage.big_endian:
         record = swapped(record, dtype)
@@ -57,6 +86,221 @@ def contiguous(tensor: Tensor) -> Record:
     if tensor.neg:
         record = Pending(Flip(dtype.name), (record,), nbytes)
     return record
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Arranged:
+    """A record: elements of others where copies put them; found out when its bytes are needed."""
+
+    records: tuple[Record, ...]
+    copies: tuple[StridedCopy, ...]
+    itemsize: int
+    length: int  # bytes
+
+    def locate(self) -> Extent:
+        sources: dict[int, Extent] = {ZEROS: _ZERO_BYTES}
+        pieces = []
+        for copy in self.copies:
+            if copy.source not in sources:
+                sources[copy.source] = _outside(self.records[copy.source].locate())
+            if copy.source == ZEROS:
+                copy = copy._replace(start=0, dims=tuple((n, 0, t) for n, _, t in copy.dims))
+            pieces.append((sources[copy.source], copy))
+        return lowered(pieces, self.itemsize, self.length // self.itemsize)
+
+
+def joined(dtype: DType, shape: Shape, parts: Sequence[tuple[Shape, Tensor]]) -> Record:
+    """Return the bytes of a tensor whose boxes parts cover: offsets of each, and its tensor."""
+    records: dict[int, Record] = {}
+    numbers: dict[int, int] = {}
+    copies = []
+    for offsets, tensor in parts:
+        storage = tensor.storage
+        if storage is None or tensor.conj or tensor.neg or storage.big_endian:
+            record: Record = contiguous(tensor)
+            stride, start = contiguous_stride(tensor.shape), 0
+        else:
+            record, stride, start = storage.record, tensor.stride, tensor.offset
+        number = numbers.setdefault(id(record), len(records))
+        records[number] = record
+        copies.append(of_box(shape, offsets, tensor.shape, stride, start, number))
+    made = tuple(records.values())
+    return Arranged(made, tuple(copies), dtype.itemsize, dtype.nbytes(prod(shape)))
+
+
+def of_view(shape: Shape, tensor: Tensor) -> StridedCopy:
+    """Return the copy that makes the row-major elements of a tensor from its storage."""
+    return of_box(shape, (0,) * len(shape), shape, tensor.stride, tensor.offset)
+
+
+def _outside(extent: Extent) -> Extent:
+    """Return the same bytes, ranges of items as ranges of their file: what the kernel can copy."""
+    if isinstance(extent, Derived):
+        return replace(extent, inputs=tuple(map(_outside, extent.inputs)))
+    return Range(*in_file(extent.source, extent.offset), extent.length)
+
+
+# From copies to extents
+
+Piece = tuple[Extent, StridedCopy]  # a copy, and what it reads in place of its source
+
+
+def how(copies: Sequence[StridedCopy], itemsize: int) -> str:
+    """``joined`` for runs of bytes, ``transposed`` if rows become columns, else ``gathered``."""
+    kinds = {_kind(normal(copy.dims), itemsize) for copy in copies}
+    return next((kind for kind in ("transposed", "gathered") if kind in kinds), "joined")
+
+
+def _kind(dims: Sequence[tuple[int, int, int]], itemsize: int) -> str:
+    if len(dims) < 2 and all(read == written == 1 for _, read, written in dims):
+        return "joined"
+    n, read, written = dims[-1]
+    if read == written == 1:
+        return "joined" if n * itemsize >= RUN else "gathered"
+    return "transposed" if any(dim[1] == 1 for dim in dims) else "gathered"
+
+
+def lowered(pieces: Sequence[Piece], itemsize: int, total: int) -> Extent:
+    """Return the bytes of `total` elements, put together from pieces.
+
+    Raises UnsupportedError for what takes too long to read.
+    """
+    if not total:
+        return Range(_ZERO_BYTES.source, 0, 0)
+    found: list[Piece] = []
+    for extent, copy in pieces:
+        found += [
+            (source, _normal(each)) for source, each in _looked_through(extent, copy, itemsize)
+        ]
+    for extent, copy in found:
+        _check_readable(extent, copy, itemsize)
+    counts = [_runs(copy, itemsize) for _, copy in found]
+    if sum(n or 0 for n in counts) <= RUNS and all(
+        n or is_dense(copy) for n, (_, copy) in zip(counts, found, strict=True)
+    ):
+        return _one_after_another(found, itemsize)
+    copies = tuple(copy._replace(source=n) for n, (_, copy) in enumerate(found))
+    if on_axes(copies, total) is None:
+        return _one_after_another(_unrolled(found), itemsize)
+    inputs = tuple(extent for extent, _ in found)
+    return Derived(Arrange(itemsize, copies), inputs, total * itemsize)
+
+
+def _normal(copy: StridedCopy) -> StridedCopy:
+    return copy._replace(dims=normal(copy.dims))
+
+
+def _runs(copy: StridedCopy, itemsize: int) -> int | None:
+    """Count the runs of bytes of a copy; None if there are several short ones."""
+    if not copy.dims:
+        return 1
+    n, read, written = copy.dims[-1]
+    if (read, written) != (1, 1):
+        return None
+    if len(copy.dims) > 1 and n * itemsize < RUN:
+        return None
+    return prod(n for n, _, _ in copy.dims[:-1])
+
+
+def _one_after_another(pieces: Sequence[Piece], itemsize: int) -> Extent:
+    """Return copies that each lie in a row of the target, one after another."""
+    parts: list[tuple[int, Extent]] = []
+    for extent, copy in pieces:
+        if _runs(copy, itemsize) is None:
+            view = Arrange(itemsize, (copy._replace(source=0, place=0),))
+            parts.append((copy.place, Derived(view, (extent,), copy.elements * itemsize)))
+            continue
+        run = copy.dims[-1][0] if copy.dims else 1
+        for start, place in corners(copy, copy.dims[:-1]):
+            parts.append((place, part(extent, start * itemsize, run * itemsize)))
+    parts.sort(key=itemgetter(0))
+    merged: list[Extent] = []
+    for _, extent in parts:
+        last = merged[-1] if merged else None
+        if isinstance(last, Range) and isinstance(extent, Range) and _follows(last, extent):
+            merged[-1] = last._replace(length=last.length + extent.length)
+        else:
+            merged.append(extent)
+    return concat(merged)
+
+
+def _follows(one: Range, other: Range) -> bool:
+    return one.source is other.source and one.offset + one.length == other.offset
+
+
+def _unrolled(pieces: Sequence[Piece]) -> list[Piece]:
+    """Cut copies along their outer dimensions until each is a row of the target."""
+    found: list[Piece] = []
+    for extent, copy in pieces:
+        outer = 0
+        while not is_dense(copy._replace(dims=copy.dims[outer:])):
+            outer += 1
+        if len(found) + prod(n for n, _, _ in copy.dims[:outer]) > RUNS:
+            raise UnsupportedError(
+                "a target is made of too many small pieces", hint="say it in two steps of rules"
+            )
+        inner = copy.dims[outer:]
+        for start, place in corners(copy, copy.dims[:outer]):
+            found.append((extent, copy._replace(start=start, place=place, dims=inner)))
+    return found
+
+
+def _check_readable(extent: Extent, copy: StridedCopy, itemsize: int) -> None:
+    """Raise UnsupportedError for a large source that can only be computed from its beginning."""
+    if starts_anywhere(extent) or extent.length <= HELD:
+        return
+    whole = len(copy.dims) < 2 and _runs(copy, itemsize) is not None
+    if not whole or copy.start:
+        raise UnsupportedError(
+            "a large compressed tensor cannot be read out of order",
+            hint="write it uncompressed first: `ckptkit convert {where} {new}`",
+        )
+
+
+# What extents are made of
+
+
+def _looked_through(extent: Extent, copy: StridedCopy, itemsize: int) -> list[Piece]:
+    """Return the copy as copies of what its source is put together from."""
+    inner = _parts(extent, itemsize)
+    if inner is None:
+        return [(extent, copy)]
+    sources = [source for source, _ in inner]
+    copies = [each._replace(source=number) for number, (_, each) in enumerate(inner)]
+    made = composed(copy, copies, extent.length // itemsize)
+    if made is None:
+        return [(extent, copy)]
+    return list(flatten(_looked_through(sources[each.source], each, itemsize) for each in made))
+
+
+def _parts(extent: Extent, itemsize: int) -> list[Piece] | None:
+    """Return the copies that an extent is put together from; None if it is one, or computed."""
+    if isinstance(extent, Range):
+        return None
+    operation = extent.operation
+    if isinstance(operation, Slice):
+        inner = extent.inputs[0]
+        looks = isinstance(inner, Range) or _parts(inner, itemsize) is not None
+        if operation.start % itemsize or extent.length % itemsize or not looks:
+            return None
+        return [(inner, _run(operation.start // itemsize, 0, extent.length // itemsize))]
+    if isinstance(operation, Concat):
+        ends = list(accumulate(each.length for each in extent.inputs))
+        if any(end % itemsize for end in ends):
+            return None
+        pairs = zip(extent.inputs, ends, strict=True)
+        return [
+            (each, _run(0, (end - each.length) // itemsize, each.length // itemsize))
+            for each, end in pairs
+            if each.length
+        ]
+    if isinstance(operation, Arrange) and operation.itemsize == itemsize:
+        return [(extent.inputs[copy.source], copy) for copy in operation.copies]
+    return None
+
+
+def _run(start: int, place: int, elements: int) -> StridedCopy:
+    return StridedCopy(0, start, place, ((elements, 1, 1),))
 
 
 # Repeated elements

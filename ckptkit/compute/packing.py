@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ckptkit.compute import transposing
 from ckptkit.compute.numbers import (
     INTERLEAVED,
     decode,
@@ -28,6 +27,7 @@ from ckptkit.compute.numbers import (
     untiled,
 )
 from ckptkit.compute.operation import Reader, Room
+from ckptkit.compute.strided_read import transposed_copy
 from ckptkit.core import dtypes
 
 if TYPE_CHECKING:
@@ -389,7 +389,7 @@ class TransposedCodes(_Banded):
         count, columns = -(-span.bottom // 8) - span.top // 8, values.shape[1]
         words = self._room.of(12 * count * columns)
         turned = np.frombuffer(words[: 4 * count * columns], "<u4").reshape(count, columns)
-        transposing.copy(turned, band[span.left : span.right, first : first + count].T)
+        transposed_copy(turned, band[span.left : span.right, first : first + count].T)
         halves = turned.view("<u2").reshape(count, columns, 2).transpose(0, 2, 1)  # four rows each
         fours = np.frombuffer(words[4 * count * columns :], "<u4").reshape(halves.shape)
         np.take(_bytes_of_codes(), halves, out=fours, mode="clip")

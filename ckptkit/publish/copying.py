@@ -38,7 +38,7 @@ from ckptkit.core.errors import InputChangedError, OutputError
 from ckptkit.core.plan import BLOCK, Deferred, Segment, Summed, length
 
 if TYPE_CHECKING:
-    from ckptkit.compute.slabs import Block, Turner
+    from ckptkit.compute.strided_read import Block, Turner
 
 
 class TransposeTask(NamedTuple):
@@ -126,7 +126,7 @@ def _turned(segment: Segment, at: int) -> list[Block]:
     extent = segment.extent if isinstance(segment, Summed) else segment
     if not isinstance(extent, Derived):
         return []
-    from ckptkit.compute.slabs import blocks
+    from ckptkit.compute.strided_read import blocks
 
     return blocks(extent, at)
 
@@ -233,7 +233,7 @@ def _written(
 
 def _turner() -> Turner:
     """Return the thread's own: its memory is used again, since new pages cost as much as copies."""
-    from ckptkit.compute.slabs import Turner
+    from ckptkit.compute.strided_read import Turner
 
     if not hasattr(_of_thread, "turner"):
         _of_thread.turner = Turner()

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
 
-from ckptkit.compute.arranged import contiguous
+from ckptkit.compute.arranged import Arranged, contiguous, how
+from ckptkit.compute.strided import ZEROS, in_bytes
 from ckptkit.core import arguments
 from ckptkit.core.checkpoint import Checkpoint, Source, opened
 from ckptkit.core.errors import CollisionError, TensorError, UsageError
@@ -18,7 +19,6 @@ from ckptkit.core.weights import as_tensor, is_optimizer
 from ckptkit.rules import config as configuration
 from ckptkit.rules import grouped
 from ckptkit.rules.errors import NotReversibleError, about
-from ckptkit.rules.lowering import Copied, how, in_bytes
 from ckptkit.rules.planner import Outcome, Rules, Taken, Target, unused_argument
 from ckptkit.rules.reversal import check_reversible
 from ckptkit.rules.sizes import Config
@@ -233,7 +233,7 @@ class _Making:
 
     def _node(self, name: str, made: Target) -> Node:
         done = self.done[made.rule]
-        used = sorted({copy.source for copy in made.copies if copy.source is not None})
+        used = sorted({copy.source for copy in made.copies if copy.source != ZEROS})
         sources = [made.sources[number] for number in used] or [made.sources[0]]
         self.pairs += [(key, name) for key in sources]
         done.forms.add(f"{shape_text(made.shape)} {self.tensors[sources[0]].dtype}")
@@ -304,7 +304,7 @@ class _Making:
                 message = f"{made.sources[0]} would be taken apart inside of a byte"
                 raise about(made.rule, TensorError(message, hint=hint))
             copies, itemsize = found, 1
-        return Storage(Copied(records, copies, itemsize, length), first.device)
+        return Storage(Arranged(records, copies, itemsize, length), first.device)
 
     def _rows_are_whole(self, made: Target) -> bool:
         last = {self.tensors[source].shape[-1:] for source in made.sources}

@@ -13,6 +13,7 @@ from itertools import product
 from math import prod
 from typing import NamedTuple
 
+from ckptkit.compute.strided import ZEROS, StridedCopy
 from ckptkit.core.limits import check
 from ckptkit.core.tensor import Shape
 from ckptkit.core.text import flatten, plural
@@ -26,21 +27,12 @@ Symbol = tuple[str, int | None]  # a word, and which of its values
 Indices = Mapping[str, int]
 
 
-class Copy(NamedTuple):
-    """Elements that go from one source to one target; `source` None: zeros."""
-
-    source: int | None  # which of the sources
-    start: int  # the first element in the source
-    place: int  # the first element in the target
-    dims: tuple[tuple[int, int, int], ...]  # elements, stride in the source, stride in the target
-
-
 class Made(NamedTuple):
     """One target of a group."""
 
     indices: dict[str, int]  # of the variables that only the right name has
     shape: Shape
-    copies: tuple[Copy, ...]
+    copies: tuple[StridedCopy, ...]
 
 
 class SourceTensor(NamedTuple):
@@ -302,7 +294,7 @@ class Solved:
                 dropped += prod(target.shape)
                 continue
             made.append(target)
-            zeros += sum(_volume(copy) for copy in target.copies if copy.source is None)
+            zeros += sum(copy.elements for copy in target.copies if copy.source == ZEROS)
         return Layout(tuple(made), self.sizes, dropped, zeros)
 
     def _size(self, word: str) -> int:
@@ -331,17 +323,17 @@ class Solved:
         copies = []
         for gathered in self._all(words.gathered):
             indices = {**outer, **gathered}
-            source: int | None = None
+            source = ZEROS
             if not self._is_absent(gathered, words.left_kinds):
                 source = self.sources[tuple(gathered.values())]
             copy = self._copy(indices, source, shape)
-            if _volume(copy):
+            if copy.elements:
                 copies.append(copy)
-        assert sum(map(_volume, copies)) == prod(shape)
+        assert sum(copy.elements for copy in copies) == prod(shape)
         return Made(scattered, shape, tuple(copies))
 
-    def _copy(self, indices: Indices, source: int | None, shape: Shape) -> Copy:
-        start, read = (0, {}) if source is None else self._strides(self.left, indices)
+    def _copy(self, indices: Indices, source: int, shape: Shape) -> StridedCopy:
+        start, read = (0, {}) if source == ZEROS else self._strides(self.left, indices)
         place, written = self._strides(self.right, indices)
         dims = []
         for axes in self.right:
@@ -349,7 +341,7 @@ class Solved:
                 if word not in indices:
                     size = self.sizes[self.rule.symbol(word, indices)]
                     dims.append((size, read.get(word, 0), written[word]))
-        return Copy(source, start, place, tuple(dims))
+        return StridedCopy(source, start, place, tuple(dims))
 
     def _strides(self, dimensions: list[Axes], indices: Indices) -> tuple[int, dict[str, int]]:
         """Return the offset of the element at these indices, and the strides of the other axes."""
@@ -379,7 +371,3 @@ class Solved:
             error = RuleError(f"nothing says the size of {words}", hint=hint)
             raise about(self.rule.number, error)
         return self.rule.extent(axes, indices, self.sizes)
-
-
-def _volume(copy: Copy) -> int:
-    return prod(n for n, _, _ in copy.dims)

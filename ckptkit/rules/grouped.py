@@ -10,10 +10,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from ckptkit import quantized
+from ckptkit.compute.strided import ZEROS, StridedCopy, normal
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.tensor import Shape
-from ckptkit.rules.copies import Copy
-from ckptkit.rules.grid import normal
 from ckptkit.rules.planner import Outcome, Target
 from ckptkit.transforms import groups
 
@@ -61,7 +60,7 @@ def _is_whole(target: Target, group: Group, shapes: Mapping[str, Shape]) -> bool
     """Return whether the target is made of runs of whole blocks of the group's tensors."""
     sources = [name for name in target.sources if name in group.members]
     for copy in target.copies:
-        source = None if copy.source is None else target.sources[copy.source]
+        source = None if copy.source == ZEROS else target.sources[copy.source]
         if source in sources and not _is_run(copy, shapes[source], target, _rows(group, source)):
             return False
     return True
@@ -80,7 +79,7 @@ def _rows(group: Group, source: str) -> int:
     return max(numbers.grid.height for numbers in layout.scales) if source == group.parts[0] else 1
 
 
-def _is_run(copy: Copy, shape: Shape, target: Target, rows: int) -> bool:
+def _is_run(copy: StridedCopy, shape: Shape, target: Target, rows: int) -> bool:
     """Return whether a copy is one run of matrices, or of blocks of `rows` rows."""
     dims = normal(copy.dims)
     if len(dims) > 1 or any(read != written for _, read, written in dims):

@@ -8,12 +8,13 @@ from dataclasses import dataclass, field
 from fnmatch import translate
 from math import prod
 
+from ckptkit.compute.strided import StridedCopy
 from ckptkit.core.errors import CollisionError
 from ckptkit.core.limits import LIMITS, check
 from ckptkit.core.tensor import Shape
 from ckptkit.core.text import nearest, some, typed
 from ckptkit.rules.checks import words_of
-from ckptkit.rules.copies import Copy, Solved, SourceTensor, Symbol
+from ckptkit.rules.copies import Solved, SourceTensor, Symbol
 from ckptkit.rules.errors import MisfitError, RuleError, UncoveredError, about
 from ckptkit.rules.names import Steps, Value, Values
 from ckptkit.rules.notation import Given, Rule
@@ -29,12 +30,12 @@ REST = "rest"  # of `keep`: whatever no rule takes
 class Target:
     """A tensor that is made: its shape, and the copies that it is put together from.
 
-    `Copy.source` is a position in `sources`; None stands for zeros.
+    The source of a copy is a position in `sources`, or ZEROS.
     """
 
     shape: Shape
     sources: tuple[str, ...]
-    copies: tuple[Copy, ...]
+    copies: tuple[StridedCopy, ...]
     rule: int  # its number, from 1
 
     @property

@@ -20,7 +20,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ckptkit.compute import workers
-from ckptkit.compute.gather import Gather
 from ckptkit.compute.operation import Swap
 from ckptkit.core.bytesource import (
     ByteSource,
@@ -35,6 +34,7 @@ from ckptkit.core.errors import CorruptError
 from ckptkit.core.plan import Segment, Summed
 from ckptkit.publish import parallel_write
 from ckptkit.publish.parallel_write import execute
+from tests.compute.arranging import view
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux alone"),
@@ -249,13 +249,11 @@ def test_they_compute(taken: list[int], file: LocalFile, tmp_path: Path) -> None
 def test_a_checksum_of_what_they_turned(
     taken: list[int], file: LocalFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from ckptkit.compute import slabs
+    from ckptkit.compute import strided_read
 
-    monkeypatch.setattr(slabs, "LEAST", 1 << 10)
-    monkeypatch.setattr(slabs, "BLOCK", 1 << 16)
-    turned = Derived(
-        Gather(1, (3 << 10, 1 << 10), (1, 3 << 10), 0), (Range(file, 0, 3 << 20),), 3 << 20
-    )
+    monkeypatch.setattr(strided_read, "LEAST", 1 << 10)
+    monkeypatch.setattr(strided_read, "BLOCK", 1 << 16)
+    turned = Derived(view(1, (3 << 10, 1 << 10), (1, 3 << 10)), (Range(file, 0, 3 << 20),), 3 << 20)
     data, sums = written(tmp_path, [Summed(turned, 4)])
     assert data == np.frombuffer(NOISE, "u1").reshape(1 << 10, -1).T.tobytes()
     assert sums == {4: zlib.crc32(data)}

@@ -20,10 +20,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptkit.compute import arranged, compare, operation, torch_bridge
-from ckptkit.compute import gather as gathering
+from ckptkit.compute import arranged, compare, operation, strided_read, torch_bridge
 from ckptkit.compute.compare import Difference
-from ckptkit.compute.gather import Chunks
 from ckptkit.compute.numbers import cast_record, torch_dtype
 from ckptkit.compute.operation import Concat, Flip, Inflate, Latin1, Slice, Swap, flow
 from ckptkit.compute.torch_bridge import rebuild, to_torch_storage
@@ -40,6 +38,7 @@ from ckptkit.core.errors import (
 from ckptkit.core.tensor import Storage, Tensor
 from ckptkit.core.text import on_command_line
 from ckptkit.loading import building
+from tests.compute.arranging import boxes as array_of
 from tests.torch_equality import storage_bits
 
 
@@ -79,10 +78,10 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces so small that a few bytes take many of them."""
     for module, name, size in (
         (operation, "PIECE", 32),
-        (gathering, "TILE", 96),
-        (gathering, "JOINED", 96),
-        (gathering, "BOX", 48),
-        (gathering, "CALL", 16),
+        (strided_read, "TILE", 96),
+        (strided_read, "JOINED", 96),
+        (strided_read, "BOX", 48),
+        (strided_read, "CALL", 16),
         (operation, "BUFFER", 32),
         (compare, "BUFFER", 32),
         (torch_bridge, "PIECE", 32),
@@ -401,7 +400,7 @@ def test_an_expanded_tensor_is_read_once_for_each_tile() -> None:
     assert extent.length == 2 << 40
     first = next(iter(operation.stream(extent)))
     assert bytes(first[:4]) == b"abab"
-    assert len(first) <= gathering.TILE
+    assert len(first) <= strided_read.TILE
     assert read(extent, (2 << 40) - 3) == b"bab"
 
 
@@ -460,16 +459,16 @@ def test_chunks_of_any_boxes(
         box = whole[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))]
         held = np.ascontiguousarray(box.transpose(axes))
         stride = held.transpose(np.argsort(axes)).strides
-        content = b"before" + held.tobytes()
+        content = bytes(3 * itemsize) + held.tobytes()
         deflate = data.draw(st.booleans())
         inputs.append(
             Derived(Inflate(), (record(deflated(content)),), len(content))
             if deflate
             else record(content)
         )
-        described.append((offsets, sizes, tuple(s // itemsize for s in stride), len(b"before")))
+        described.append((offsets, sizes, tuple(s // itemsize for s in stride), 3))
     want = whole.tobytes()
-    made = Derived(Chunks(itemsize, shape, tuple(described)), tuple(inputs), len(want))
+    made = Derived(array_of(itemsize, shape, described), tuple(inputs), len(want))
     assert read(made) == want
     start, stop = min(*cut, len(want)), min(max(cut), len(want))
     assert read(made, start, stop) == want[start:stop]
@@ -490,10 +489,10 @@ def test_chunks_are_read_in_few_and_bounded_pieces() -> None:
     ]
     described = tuple(((0, at), (4000, 500), (500, 1), 0) for at in range(0, 2000, 500))
     inputs = tuple(Range(source, 0, source.size) for source in sources)
-    made = Derived(Chunks(4, (4000, 2000), described), inputs, values.nbytes)
+    made = Derived(array_of(4, (4000, 2000), described), inputs, values.nbytes)
     pieces = [bytes(piece) for piece in operation.stream(made)]
     assert b"".join(pieces) == values.tobytes()
-    assert max(map(len, pieces)) <= gathering.TILE
+    assert max(map(len, pieces)) <= strided_read.TILE
     assert sum(source.calls for source in sources) < 100
 
 

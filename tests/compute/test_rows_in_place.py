@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ckptkit.compute.columns import BAND, WIDEST, Column
-from ckptkit.compute.columns import columns as columns_of
-from ckptkit.compute.gather import ROW, Chunks
 from ckptkit.compute.operation import stream
+from ckptkit.compute.strided_read import BAND, ROW, WIDEST, Arrange, Column
+from ckptkit.compute.strided_read import columns as columns_of
 from ckptkit.core.bytesource import Derived, LocalFile, Range
 from ckptkit.core.errors import TruncatedError
+from tests.compute.arranging import boxes as array_of
 from tests.conftest import ENVIRONMENT
 
 
@@ -30,14 +30,14 @@ def joined(parts: list[np.ndarray], folder: Path, axis: int) -> Derived:
         boxes.append((offsets, part.shape, strides, 0))
         at += part.shape[axis]
     whole = np.concatenate(parts, axis)
-    array = Chunks(whole.itemsize, whole.shape, tuple(boxes))
+    array = array_of(whole.itemsize, whole.shape, boxes)
     return Derived(array, tuple(inputs), whole.nbytes)
 
 
 def columns(derived: Derived) -> list[Column]:
     array = derived.operation
-    assert isinstance(array, Chunks)
-    return columns_of(array.itemsize, array.shape, array.boxes, derived.inputs)
+    assert isinstance(array, Arrange)
+    return columns_of(array, derived.inputs, derived.length // array.itemsize)
 
 
 @pytest.mark.parametrize("unit", ["u1", "u2", "u4", "c16"])
@@ -101,13 +101,15 @@ def test_columns_are_joined_without_numpy(tmp_path: Path) -> None:
     assert b"".join(stream(derived, 40, 40)) == b""
     program = (
         "import sys\n"
-        "from ckptkit.compute.gather import Chunks\n"
+        "from ckptkit.compute.strided import StridedCopy\n"
+        "from ckptkit.compute.strided_read import Arrange\n"
         "from ckptkit.compute.operation import stream\n"
         "from ckptkit.core.bytesource import Derived, LocalFile, Range\n"
         "files = [LocalFile(path) for path in sys.argv[1:]]\n"
-        f"places = tuple(((0, n * {2 * ROW}), (700, {2 * ROW}), ({2 * ROW}, 1), 0) for n in (0, 1))\n"
+        f"dims = ((700, {2 * ROW}, {4 * ROW}), ({2 * ROW}, 1, 1))\n"
+        f"copies = tuple(StridedCopy(n, 0, n * {2 * ROW}, dims) for n in (0, 1))\n"
         f"inputs = tuple(Range(file, 4, {700 * 8 * ROW}) for file in files)\n"
-        f"made = Derived(Chunks(4, (700, {4 * ROW}), places), inputs, {derived.length})\n"
+        f"made = Derived(Arrange(4, copies), inputs, {derived.length})\n"
         "assert sum(map(len, stream(made))) == made.length\n"
         "assert 'numpy' not in sys.modules\n"
     )

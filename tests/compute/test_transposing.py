@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ckptkit.compute import transposing
+from ckptkit.compute.strided_read import transposed_copy
 
 
 @pytest.mark.parametrize("unit", ["u1", "u2", "u4", "u8", "c16"])
@@ -32,7 +32,7 @@ def test_as_numpy_copies(unit: str, shape: tuple[int, ...], order: tuple[int, ..
     data = random.integers(0, 256, nbytes, np.uint8).view(unit).reshape(shape)
     view = data.transpose(order)
     target = np.zeros(view.shape, unit)
-    transposing.copy(target, view)
+    transposed_copy(target, view)
     assert target.tobytes() == view.tobytes()
 
 
@@ -40,7 +40,7 @@ def test_a_part_of_a_larger_array() -> None:
     whole = np.arange(400 * 600, dtype="u4").reshape(400, 600)
     view = whole[7:390:2, 5:570].T
     target = np.full((600, 400), 9, "u4")
-    transposing.copy(target[1:566, 3:195], view)
+    transposed_copy(target[1:566, 3:195], view)
     expected = np.full((600, 400), 9, "u4")
     expected[1:566, 3:195] = view
     assert np.array_equal(target, expected)
@@ -49,8 +49,8 @@ def test_a_part_of_a_larger_array() -> None:
 def test_an_expanded_view() -> None:
     view = np.broadcast_to(np.arange(50, dtype="u2"), (60, 50))
     target = np.zeros((60, 50), "u2")
-    transposing.copy(target, view)
+    transposed_copy(target, view)
     assert np.array_equal(target, view)
     turned = np.zeros((50, 60), "u2")
-    transposing.copy(turned, view.T)
+    transposed_copy(turned, view.T)
     assert np.array_equal(turned, view.T)

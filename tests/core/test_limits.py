@@ -19,11 +19,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from ckptkit.formats.common.boxes import check_cover
 from safetensors.torch import save_file
 
 from ckptkit import formats
 from ckptkit.analysis.summary import summarize
-from ckptkit.compute.gather import Gather
 from ckptkit.core.bytesource import Derived, Folder, LocalFile, Memory, Range
 from ckptkit.core.errors import LimitError, UsageError
 from ckptkit.core.limits import (
@@ -40,7 +40,6 @@ from ckptkit.core.limits import (
 from ckptkit.core.plan import OutputFile, Plan
 from ckptkit.core.tree import key_text
 from ckptkit.formats import strict_json
-from ckptkit.formats.common.boxes import check_cover
 from ckptkit.formats.dcp.nesting import Nest
 from ckptkit.formats.parallel.tables import RankFile, check_grid
 from ckptkit.formats.tar import read_members
@@ -50,6 +49,7 @@ from ckptkit.pickles.values import unpickle
 from ckptkit.publish.publish import publish
 from ckptkit.rules.parsing import parse_rule
 from ckptkit.rules.planner import Rules
+from tests.compute.arranging import view
 from tests.conftest import Run as Command
 from tests.formats.containers.tars import archive, header, member, record, records
 from tests.formats.deepspeed.making import Run
@@ -215,7 +215,7 @@ TAR_RECORD = record(b"comment", b"1" * 100)
 
 # name -> how much is needed, and what needs it.
 # Of one byte: four times as many are free.
-EXPANDED = Derived(Gather(1, (1_004,), (0,), 0), (Range(Memory(b"x"), 0, 1),), 1_004)
+EXPANDED = Derived(view(1, (1_004,), (0,)), (Range(Memory(b"x"), 0, 1),), 1_004)
 CASES: dict[str, tuple[int, Case]] = {
     "pickle_bytes": (1_002, machine(b"]" + b"Na" * 500 + b".")),
     "pickle_stack": (50, machine(b"(" + b"N" * 50 + FILLER + b"t.")),

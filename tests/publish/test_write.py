@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-from ckptkit.compute.gather import Gather
 from ckptkit.compute.numbers import Cast
 from ckptkit.compute.operation import Inflate, Slice, Swap
 from ckptkit.core.bytesource import Derived, LocalFile, Memory, Range
@@ -32,6 +31,7 @@ from ckptkit.core.plan import Deferred, OutputFile, Plan, Segment, Summed
 from ckptkit.publish import preflight
 from ckptkit.publish import publish as publishing
 from ckptkit.publish.publish import publish, temporary_name
+from tests.compute.arranging import view
 
 DATA = bytes(range(256)) * 400  # 100 KiB
 OLD = b"what was there before"
@@ -559,7 +559,7 @@ def test_a_temporary_that_cannot_be_removed_is_named(
 
 
 def test_TM_03_an_expand_bomb_writes_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    bomb = Derived(Gather(4, (1 << 40,), (0,), 0), (Range(Memory(bytes(16)), 0, 16),), 4 << 40)
+    bomb = Derived(view(4, (1 << 40,), (0,)), (Range(Memory(bytes(16)), 0, 16),), 4 << 40)
     monkeypatch.setattr(os, "open", failing("open", errno.EIO))
     with pytest.raises(LimitError) as caught:
         publish(file_plan(bomb), folder / "out.pt")

@@ -9,6 +9,7 @@ from math import prod
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
+from ckptkit.compute.strided import ZEROS
 from ckptkit.rules.planner import Target
 
 Arrays = Mapping[str, np.ndarray]
@@ -26,7 +27,7 @@ def _made(target: Target, arrays: Arrays) -> np.ndarray:
     for source, start, place, dims in target.copies:
         sizes = tuple(n for n, _, _ in dims)
         into = as_strided(flat[place:], sizes, tuple(t * size for _, _, t in dims))
-        if source is None:
+        if source == ZEROS:
             into[...] = 0
             continue
         data = np.ascontiguousarray(arrays[target.sources[source]]).reshape(-1)

@@ -15,18 +15,18 @@ import pytest
 import torch
 
 import ckptkit
+from ckptkit.compute.arranged import RUNS, Arranged
 from ckptkit.compute.conversions import Layouts, Moved
 from ckptkit.compute.operation import HELD, Inflate
+from ckptkit.compute.strided import StridedCopy
 from ckptkit.core.bytesource import Derived, Extent, Memory, Range
 from ckptkit.core.errors import CkptkitError, CollisionError, LimitError
 from ckptkit.core.text import flatten
 from ckptkit.rules import config, planner
-from ckptkit.rules.copies import Copy
 from ckptkit.rules.errors import MisfitError, RuleError
 from ckptkit.rules.expecting import Expectations
 from ckptkit.rules.generating import Unsayable, generated
 from ckptkit.rules.likeness import check_like
-from ckptkit.rules.lowering import RUNS, Copied
 from ckptkit.rules.planner import Rules
 from ckptkit.rules.reversal import check_reversible
 from tests.quantized.made import Row, ones
@@ -286,9 +286,9 @@ def configured(text: str) -> Callable[[Path], object]:
 
 def copied(*dims: tuple[int, int, int], of: Extent) -> Callable[[Path], object]:
     """Copies, one for each of `dims`, that cannot be lowered to ranges of bytes."""
-    copies = tuple(Copy(0, 0, 0, (each,)) for each in dims)
+    copies = tuple(StridedCopy(0, 0, 0, (each,)) for each in dims)
     length = 4 * sum(n for n, _, _ in dims)
-    return lambda _: Copied((Made(of),), copies, 4, length).locate()
+    return lambda _: Arranged((Made(of),), copies, 4, length).locate()
 
 
 def of_two_devices(_: Path) -> None:

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ckptkit.compute import arranged
+from ckptkit.compute.arranged import Arranged, how
 from ckptkit.compute.operation import Concat, Inflate, stream
+from ckptkit.compute.strided import StridedCopy, in_bytes
 from ckptkit.core.bytesource import Derived, Memory, Range
 from ckptkit.core.errors import UnsupportedError
-from ckptkit.rules import lowering
-from ckptkit.rules.copies import Copy
-from ckptkit.rules.lowering import Copied, how, in_bytes
 from ckptkit.rules.planner import Rules
 from tests.rules.arrays import carried_out, numbered, shapes
 from tests.rules.test_properties import Case, cases, uneven
@@ -29,7 +29,7 @@ def record(array: np.ndarray) -> Range:
     return Range(Memory(b"\xff" * 3 + data), 3, len(data))
 
 
-def computed(plan: Any, arrays: dict[str, Any]) -> dict[str, Copied]:
+def computed(plan: Any, arrays: dict[str, Any]) -> dict[str, Arranged]:
     """The targets of a plan as records over records, or over the extents of others."""
     found = {}
     for name, target in plan.items():
@@ -37,11 +37,11 @@ def computed(plan: Any, arrays: dict[str, Any]) -> dict[str, Copied]:
             each if hasattr(each := arrays[source], "locate") else record(each)
             for source in target.sources
         )
-        found[name] = Copied(sources, target.copies, 4, 4 * prod(target.shape))
+        found[name] = Arranged(sources, target.copies, 4, 4 * prod(target.shape))
     return found
 
 
-def values(found: dict[str, Copied], like: dict[str, np.ndarray]) -> bool:
+def values(found: dict[str, Arranged], like: dict[str, np.ndarray]) -> bool:
     for name, expected in like.items():
         data = b"".join(stream(found[name].locate()))
         if data != np.ascontiguousarray(expected, DTYPE).tobytes():
@@ -49,12 +49,12 @@ def values(found: dict[str, Copied], like: dict[str, np.ndarray]) -> bool:
     return found.keys() == like.keys()
 
 
-@pytest.mark.parametrize("run", [1, lowering.RUN])
+@pytest.mark.parametrize("run", [1, arranged.RUN])
 @given(case=cases())
 @settings(max_examples=100, deadline=None)
 def test_lowered_copies_are_the_copies(run: int, case: Case) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lowering, "RUN", run)
+        patch.setattr(arranged, "RUN", run)
         assert values(
             computed(Rules.parse([case.rule]).plan(shapes(case.left)), case.left), case.right
         )
@@ -109,7 +109,7 @@ def test_a_step_sees_through_shards_and_permutes(
         plan = Rules.parse([rule]).plan({"x": array.shape})
         array = carried_out(plan, {"x": array})["x"]
         target = plan["x"]
-        whole = Copied((whole,), target.copies, 4, 4 * array.size).locate()
+        whole = Arranged((whole,), target.copies, 4, 4 * array.size).locate()
     assert b"".join(stream(whole)) == array.astype(DTYPE).tobytes()
     assert _depth(whole) <= 2
 
@@ -142,7 +142,7 @@ def test_what_is_said_of_a_rule(rule: str, shape: tuple[int, ...], expected: str
 
 def test_elements_smaller_than_a_byte_move_in_whole_bytes() -> None:
     made = Rules.parse(["x [e o i] -> x.{e} [o i]"]).plan({"x": (2, 3, 4)})
-    assert in_bytes(made["x.1"].copies, 4) == (Copy(0, 6, 0, ((6, 1, 1),)),)
+    assert in_bytes(made["x.1"].copies, 4) == (StridedCopy(0, 6, 0, ((6, 1, 1),)),)
     turned = Rules.parse(["x [o i] -> x [i o]"]).plan({"x": (4, 4)})
     assert in_bytes(turned["x"].copies, 4) is None
     odd = Rules.parse(["x [e i] -> x.{e} [i]"]).plan({"x": (2, 3)})
@@ -154,7 +154,7 @@ def test_a_large_compressed_source_is_not_read_out_of_order(
 ) -> None:
     inflate = Derived(Inflate(), (Range(Memory(bytes(10)), 0, 10),), 4 * 64)
     copies = Rules.parse(["x [o i] -> y [i o]"]).plan({"x": (8, 8)})["y"].copies
-    Copied((inflate,), copies, 4, 256).locate()
-    monkeypatch.setattr(lowering, "HELD", 100)
+    Arranged((inflate,), copies, 4, 256).locate()
+    monkeypatch.setattr(arranged, "HELD", 100)
     with pytest.raises(UnsupportedError, match="compressed"):
-        Copied((inflate,), copies, 4, 256).locate()
+        Arranged((inflate,), copies, 4, 256).locate()

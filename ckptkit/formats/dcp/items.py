@@ -13,23 +13,24 @@ each of them and not their own, which its header has; the place of a chunk is in
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from math import prod
 from typing import NamedTuple
 
+from ckptkit.compute.arranged import Arranged, contiguous
+from ckptkit.compute.strided import StridedCopy, in_bytes, of_box
 from ckptkit.core.bytesource import ByteSource, Extent, Folder, Section
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.dtypes import DType
 from ckptkit.core.errors import CkptkitError, CorruptError, FormatError, UnsupportedError
-from ckptkit.core.pieces import Box
 from ckptkit.core.tensor import Shape, Tensor, contiguous_stride
 from ckptkit.core.text import shown
 from ckptkit.core.tree import Node
 from ckptkit.core.weights import as_tensor
 from ckptkit.formats import safetensors, strict_json
 from ckptkit.formats import torch_zip as zip_archive
-from ckptkit.formats.common.assembly import assembled
 from ckptkit.formats.dcp.metadata import Chunk, Place
 from ckptkit.formats.format import Probe
 from ckptkit.formats.table import is_torch_zip
@@ -156,37 +157,53 @@ def _offsets(entry: object) -> Shape:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Assembled:
-    """The bytes of a whole tensor; its chunks are located when the bytes are needed.
-
-    ``order`` lists the axes from the outermost in memory to the innermost.
-    """
+class ChunkRecord:
+    """The plain bytes of a chunk, whose file is opened when they are needed."""
 
     files: Files
     name: str
     dtype: DType
-    shape: Shape
-    chunks: tuple[Chunk, ...]
-    length: int  # bytes
-    order: Shape
+    chunk: Chunk
+
+    @property
+    def length(self) -> int:
+        return self.dtype.nbytes(prod(self.chunk.sizes))
 
     def locate(self) -> Extent:
-        """Copied from the files where the chunks follow each other in memory; else computed."""
-        boxes = [
-            Box(self._permuted(chunk.offsets), self._permuted(chunk.sizes), self._tensor(chunk))
-            for chunk in self.chunks
-        ]
-        return assembled(self.dtype, self._permuted(self.shape), boxes, self.length)
+        with self.files.reading(self.name, self.chunk.place):
+            found = self.files.chunk(self.name, self.dtype, self.chunk)
+        return contiguous(found).locate()
 
-    def _tensor(self, chunk: Chunk) -> Tensor:
-        with self.files.reading(self.name, chunk.place):
-            found = self.files.chunk(self.name, self.dtype, chunk)
-        return replace(
-            found, shape=self._permuted(found.shape), stride=self._permuted(found.stride)
+
+def assembled(
+    files: Files, name: str, dtype: DType, shape: Shape, chunks: Sequence[Chunk], order: Shape
+) -> Arranged:
+    """Return the bytes of a whole tensor made of chunks.
+
+    `order` lists the axes from the outermost in memory to the innermost.
+    """
+
+    def permuted(sizes: Shape) -> Shape:
+        return tuple(sizes[axis] for axis in order)
+
+    copies: Sequence[StridedCopy] = [
+        of_box(
+            permuted(shape),
+            permuted(chunk.offsets),
+            permuted(chunk.sizes),
+            permuted(contiguous_stride(chunk.sizes)),
+            source=number,
         )
-
-    def _permuted(self, sizes: Shape) -> Shape:
-        return tuple(sizes[axis] for axis in self.order)
+        for number, chunk in enumerate(chunks)
+    ]
+    itemsize = dtype.itemsize
+    if dtype.bits % 8:
+        found = in_bytes(copies, dtype.bits)
+        if found is None:
+            raise UnsupportedError(f"{shown(name)}: chunks of {dtype} begin inside a byte")
+        copies, itemsize = found, 1
+    records = tuple(ChunkRecord(files, name, dtype, chunk) for chunk in chunks)
+    return Arranged(records, tuple(copies), itemsize, dtype.nbytes(prod(shape)))
 
 
 def memory_order(shape: Shape, stride: Shape | None) -> tuple[Shape, Shape]:

@@ -24,6 +24,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from ckptkit.compute.strided import check_cover
 from ckptkit.core.bytesource import ByteSource
 from ckptkit.core.dtypes import UNKNOWN, DType
 from ckptkit.core.errors import (
@@ -38,7 +39,6 @@ from ckptkit.core.limits import check
 from ckptkit.core.tensor import Shape
 from ckptkit.core.text import flatten, merge_all, shown
 from ckptkit.core.tree import Global, Node, Object, Pairs, Path, key_text
-from ckptkit.formats.common.boxes import check_cover
 from ckptkit.pickles.globals import dtype_or_unknown
 from ckptkit.pickles.trust import is_foreign
 from ckptkit.pickles.values import unpickle

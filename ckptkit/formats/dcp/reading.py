@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from math import prod
 
 from ckptkit.core.bytesource import Folder
 from ckptkit.core.checkpoint import Checkpoint
@@ -12,7 +11,7 @@ from ckptkit.core.errors import AmbiguousError, CkptkitError, FormatError, withi
 from ckptkit.core.tensor import Storage, Tensor
 from ckptkit.core.tree import Global, Node
 from ckptkit.formats.dcp import hub
-from ckptkit.formats.dcp.items import Assembled, Files, memory_order
+from ckptkit.formats.dcp.items import Files, assembled, memory_order
 from ckptkit.formats.dcp.metadata import (
     NAME,
     DcpIndex,
@@ -107,9 +106,8 @@ class _Tree:
         if entry.odd:
             return Tensor(None, entry.dtype, entry.shape, (), layout=entry.odd)
         order, stride = memory_order(entry.shape, entry.stride)
-        length = entry.dtype.nbytes(prod(entry.shape))
         storage = Storage(
-            Assembled(self.files, name, entry.dtype, entry.shape, entry.chunks, length, order)
+            assembled(self.files, name, entry.dtype, entry.shape, entry.chunks, order)
         )
         known = self._storages.setdefault(entry, storage)
         if (

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from math import prod
 
-from ckptkit.compute.arranged import contiguous
+from ckptkit.compute.arranged import contiguous, joined
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import TensorError, UsageError
 from ckptkit.core.options import Options
@@ -16,7 +15,6 @@ from ckptkit.core.tensor import Shape, Storage, Tensor, contiguous_stride
 from ckptkit.core.text import typed
 from ckptkit.core.tree import Node, OrderedMapping
 from ckptkit.formats import torch_zip
-from ckptkit.formats.common.assembly import Joined
 from ckptkit.formats.parallel.tables import Table
 from ckptkit.formats.parallel.verbs import Drop, Refuse, Same
 
@@ -54,7 +52,7 @@ def _part(boxes: list[Box]) -> Tensor:
     if len(boxes) == 1:
         storage = Storage(contiguous(first))
     else:
-        storage = Storage(Joined(first.dtype, shape, tuple(boxes), first.dtype.nbytes(prod(shape))))
+        storage = Storage(joined(first.dtype, shape, [(box.offsets, box.tensor) for box in boxes]))
     return Tensor(storage, first.dtype, shape, contiguous_stride(shape))
 
 

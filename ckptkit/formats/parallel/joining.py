@@ -4,15 +4,14 @@ compared."""
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from math import prod
 from typing import NamedTuple
 
+from ckptkit.compute.arranged import joined
+from ckptkit.compute.strided import check_cover
 from ckptkit.core.dtypes import DType
 from ckptkit.core.errors import CkptkitError, CorruptError, UnsupportedError
 from ckptkit.core.pieces import Box
 from ckptkit.core.tensor import Shape, Storage, Tensor, contiguous_stride
-from ckptkit.formats.common.assembly import Joined
-from ckptkit.formats.common.boxes import check_cover
 from ckptkit.formats.parallel.copies import Copies, Copy
 
 _SHOWN = 80  # characters of a name in a message
@@ -58,8 +57,8 @@ class Joiner:
             raise UnsupportedError(f"{name[:_SHOWN]!r}: parts of {dtype} are not put together")
         key = dtype.name, shape, tuple(map(_place, boxes))
         if key not in self._made:
-            length = dtype.nbytes(prod(shape))
-            self._made[key] = Storage(Joined(dtype, shape, tuple(boxes), length))
+            parts = [(box.offsets, box.tensor) for box in boxes]
+            self._made[key] = Storage(joined(dtype, shape, parts))
         return Tensor(self._made[key], dtype, shape, contiguous_stride(shape))
 
     def plain(self, tensor: Tensor) -> Tensor:

@@ -9,8 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ckptkit.compute.strided import check_cover
 from ckptkit.core.errors import CorruptError, LimitError
-from ckptkit.formats.common.boxes import Box, check_cover
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 PINWHEEL: list[Box] = [((0, 0), (1, 2)), ((0, 2), (2, 1)), ((2, 1), (1, 2)), ((1, 0), (2, 1))]
 

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import TensorProperties
 import ckptkit
 from ckptkit import formats
 from ckptkit.analysis.verify import verify
-from ckptkit.compute.gather import Chunks
+from ckptkit.compute.strided_read import Arrange
 from ckptkit.core.bytesource import Derived, Folder, LocalFile, Range, runs
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.dtypes import TABLE
@@ -274,7 +274,7 @@ def test_rows_are_copied_and_columns_computed(ranks: Path) -> None:
     assert [each.length for each in ranges] == [96] * 4
     assert all(isinstance(each, Range) and isinstance(each.source, LocalFile) for each in ranges)
     computed = columns.record.locate()
-    assert isinstance(computed, Derived) and isinstance(computed.operation, Chunks)
+    assert isinstance(computed, Derived) and isinstance(computed.operation, Arrange)
 
 
 @pytest.mark.processes

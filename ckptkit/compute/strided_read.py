@@ -1,0 +1,567 @@
+"""Read arranged elements: the operation on bytes that strided copies describe.
+
+What a copy is like decides how it is read. Columns of files are joined row by row; large transposes
+are written in blocks; all else is made in tiles: some indices of one axis with all axes after it,
+below fixed indices of the axes before. A tile, or the region of it that is one copy's, is read in
+boxes: from the smallest stride up, a dimension is read whole, gaps included, as long as the gaps
+are small and the box is; the next is cut, the others are taken index by index.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise, product
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ckptkit.compute.operation import Pieces, Reader, Room
+from ckptkit.compute.strided import Box, StridedCopy, normal, on_axes, row_major
+from ckptkit.core.bytesource import Derived, Extent, LocalFile, Operation, Range, reading
+from ckptkit.core.tensor import Shape
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Array = np.ndarray[Any, Any]
+
+TILE = 16 << 20  # bytes of the output made at once
+JOINED = 4 << 20  # the same of an array that is put together from several inputs
+BOX = 1 << 20  # bytes of the input read at once: few enough to be put in order inside the cache
+# Bytes worth reading to save a box, which costs Python microseconds and the cache its lines.
+CALL = 64 << 10
+EXACT = 512  # bytes that are read by themselves where more than as much lies between them
+ROW = 1 << 10  # bytes of a row from which on it is read where it belongs, without a copy
+MANY = 128  # boxes, from which on larger tiles pay
+LARGE = 64 << 20  # bytes of a tile of a large transpose, of which each needs a little of every row
+
+BAND = 1 << 20  # bytes of rows made at once: they stay in a core's cache until they are written
+WIDEST = 8 << 20  # bytes of rows made at once where one alone is more than a band
+BAND_ROWS = 4  # so many of them: a read for each row of each file would cost more
+LEAST_COLUMN = 1 << 10  # bytes of a piece that are worth an entry in a call of the system
+
+LEAST = 16 << 20  # bytes that the columns of a matrix span in the target; less fits into a tile
+BLOCK = 48 << 20  # bytes of a block
+COLUMNS = 4096  # of a block at most: a strip of them stays in a core's cache
+PAGE = 4 << 10  # bytes that the system keeps together: it fills up those that are written in part
+_LINE = 1024  # bytes that a strip gives to each row of the target
+_ROWS = 512  # of a strip at most
+_LANES = 4  # bytes that are turned as one unit: numpy copies a unit as fast as a byte
+_PADDING = 64  # bytes after each row in memory: rows a power of two apart share lines of the cache
+_AT_ONCE = 1024  # rows that are written by one call where they follow each other
+
+STRIP_ROWS = 256  # of a strip that is transposed in the cache
+STRIP_WIDTH = 1024  # bytes of its rows
+SMALL_AXIS = 32  # elements of an axis, up to which strips cost more than they save
+_UNITS = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
+
+
+@dataclass(frozen=True, slots=True)
+class Arrange(Operation):
+    """Elements of the inputs where strided copies put them: each element of the output once.
+
+    Elements have 1, 2, 4, 8 or 16 bytes. The copies are in normal form, and fill boxes of one array
+    (:func:`on_axes`).
+    """
+
+    itemsize: int
+    copies: tuple[StridedCopy, ...]
+
+    def read(self, extent: Derived, start: int, stop: int) -> Pieces:
+        size = self.itemsize
+        if found := columns(self, extent.inputs, extent.length // size):
+            return _banded(found, start, stop)
+        shape, boxes = self._layout(extent)
+        room = Room()
+        reads = [Reader(extent.inputs[copy.source], room) for copy in self.copies]
+        parts = list(zip(reads, boxes, (copy.start for copy in self.copies), strict=True))
+        limit = _limit(shape, boxes, size)
+        return _tiles(
+            shape, parts, size, min(JOINED, limit) if len(parts) > 1 else limit, start, stop
+        )
+
+    def ends(self, extent: Derived, size: int) -> Iterable[int]:
+        """Yield where tiles end, `size` bytes or more apart: there nothing is read twice."""
+        if extent.length < 2 * size:
+            yield extent.length
+            return
+        shape, boxes = self._layout(extent)
+        axis, width = _tile(shape, self.itemsize, _limit(shape, boxes, self.itemsize))
+        row = prod(shape[axis + 1 :]) * self.itemsize
+        n, last = shape[axis], 0
+        for outer in range(0, extent.length, max(1, n * row)):
+            for first in range(0, n, width):
+                end = outer + min(first + width, n) * row
+                if end - last >= size or end == extent.length:
+                    yield end
+                    last = end
+
+    def needed(self, extent: Derived, number: int) -> int:
+        read = sum(copy.elements for copy in self.copies if copy.source == number)
+        return read * self.itemsize
+
+    def _layout(self, extent: Derived) -> tuple[Shape, list[Box]]:
+        found = on_axes(self.copies, extent.length // self.itemsize)
+        assert found is not None
+        return found
+
+
+# Tiles
+
+
+def _limit(shape: Shape, boxes: Sequence[Box], itemsize: int) -> int:
+    """Return the bytes of a tile.
+
+    There are more of a transpose whose tiles would take less than `EXACT` of a row, and where each
+    tile looks at many boxes.
+    """
+    if len(boxes) > 1:
+        return TILE if len(boxes) < MANY else LARGE // 2
+    n, step = shape[-1], boxes[0][-1].stride * itemsize
+    unturned = step <= itemsize or n * itemsize * (EXACT // itemsize) < TILE
+    return TILE if unturned else LARGE
+
+
+def _tile(shape: Shape, itemsize: int, limit: int) -> tuple[int, int]:
+    """Return the axis that tiles cut, and how many of its indices each has; the last has fewer."""
+    row = itemsize
+    for axis in range(len(shape) - 1, -1, -1):
+        n = shape[axis]
+        if row * n > limit or axis == 0:
+            most = max(1, min(n, limit // row))
+            return axis, -(-n // -(-n // most)) if n else 1
+        row *= n
+    raise AssertionError("there is at least one axis")
+
+
+def _tiles(
+    shape: Shape,
+    boxes: Sequence[tuple[Reader, Box, int]],
+    itemsize: int,
+    limit: int,
+    start: int,
+    stop: int,
+) -> Pieces:
+    """Yield bytes `start` to `stop` of an array; each box has a reader and its first element."""
+    import numpy as np
+
+    axis, width = _tile(shape, itemsize, limit)
+    row = prod(shape[axis + 1 :]) * itemsize  # bytes for one index of the axis
+    unit = np.dtype(_UNITS[itemsize])
+    # Tiles of several boxes are small and share one memory: new pages cost more than copies.
+    room = np.empty(min(width, shape[axis]) * row // itemsize if len(boxes) > 1 else 0, unit)
+    at = start
+    while at < stop:
+        outer, rest = divmod(at, shape[axis] * row)
+        first = rest // row // width * width
+        low = (*_index(shape[:axis], outer), first, *(0 for _ in shape[axis + 1 :]))
+        sizes = (*(1 for _ in shape[:axis]), min(width, shape[axis] - first), *shape[axis + 1 :])
+        tile = room[: prod(sizes)].reshape(sizes) if len(boxes) > 1 else np.empty(sizes, unit)
+        for read, box, origin in boxes:
+            _read_region(read, tile, low, box, origin)
+        made = tile.reshape(-1).view(np.uint8).data
+        lower = rest - first * row
+        upper = min(len(made), lower + stop - at)
+        yield made[lower:upper]
+        del tile, made  # before the next one is made
+        at += upper - lower
+
+
+def _index(shape: tuple[int, ...], number: int) -> tuple[int, ...]:
+    """The `number`-th combination of indices, in row-major order."""
+    index = []
+    for n in reversed(shape):
+        number, each = divmod(number, n)
+        index.append(each)
+    return tuple(reversed(index))
+
+
+def _read_region(read: Reader, tile: Array, low: tuple[int, ...], box: Box, start: int) -> None:
+    """Read the intersection of the box and the tile that begins at indices `low` of the array."""
+    ends = zip(low, tile.shape, strict=True)
+    spans = [
+        (max(a, b.offset), min(a + n, b.offset + b.size))
+        for (a, n), b in zip(ends, box, strict=True)
+    ]
+    if any(first >= last for first, last in spans):
+        return
+    part = tile[
+        tuple(slice(first - a, last - a) for (first, last), a in zip(spans, low, strict=True))
+    ]
+    first = start + sum((a - b.offset) * b.stride for (a, _), b in zip(spans, box, strict=True))
+    _fill(part, read, first * tile.itemsize, tuple(b.stride * tile.itemsize for b in box))
+
+
+def _fill(made: Array, read: Reader, offset: int, strides: tuple[int, ...]) -> None:
+    """Read into `made` the elements that are `strides` bytes apart from `offset` on."""
+    import numpy as np
+
+    unit, itemsize = made.dtype, made.itemsize
+    dims = list(zip(made.shape, strides, strict=True))
+    box = _box(dims, itemsize)
+    order = sorted(range(len(dims)), key=lambda axis: -dims[axis][1])  # so that offsets grow
+    at = [0] * len(dims)
+    for corner in product(*(range(0, dims[axis][0], box[axis]) for axis in order)):
+        for axis, index in zip(order, corner, strict=True):
+            at[axis] = index
+        shape = [min(b, n - i) for b, (n, _), i in zip(box, dims, at, strict=True)]
+        start = offset + sum(i * s for i, s in zip(at, strides, strict=True))
+        target = made[tuple(slice(i, i + n) for i, n in zip(at, shape, strict=True))]
+        if read.is_local and _are_rows(target, strides):
+            rows = list(_rows(target))
+            read.rows(start, len(rows[0]), rows)
+            continue
+        span = itemsize + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+        with reading(None):  # boxes have gaps, and there may be millions
+            data = read(start, span)
+        transposed_copy(target, np.ndarray(shape, unit, data, 0, strides))
+
+
+def _are_rows(target: Array, strides: tuple[int, ...]) -> bool:
+    """Return whether elements follow each other in the input, and fill long rows of `target`."""
+    whole = normal(zip(target.shape, strides, row_major(target.shape), strict=True))
+    is_one_range = whole == ((target.size, target.itemsize, 1),)
+    return is_one_range and target.shape[-1] * target.itemsize >= ROW
+
+
+def _rows(target: Array) -> Iterator[memoryview]:
+    """Yield the memory of each row, or of all of them where they follow each other."""
+    import numpy as np
+
+    data = target.view(np.uint8)
+    if data.flags.c_contiguous:
+        yield data.reshape(-1).data
+        return
+    for index in np.ndindex(data.shape[:-2]):
+        yield from (row.data for row in data[index])
+
+
+def _box(dims: list[tuple[int, int]], itemsize: int) -> list[int]:
+    """Return how many indices of each dimension are read at once."""
+    box = [1] * len(dims)
+    span = itemsize
+    whole = sum((n - 1) * s for n, s in dims)
+    for axis in sorted(range(len(dims)), key=lambda axis: dims[axis][1]):
+        n, s = dims[axis]
+        if s - span > CALL or (whole > TILE and s > 2 * span and span >= EXACT):
+            break
+        box[axis] = n if s == 0 else max(1, min(n, 1 + (BOX - span) // s))
+        span += (box[axis] - 1) * s
+        if box[axis] < n:
+            break
+    return box
+
+
+def transposed_copy(target: Array, view: Array) -> None:
+    """Copy `view` into `target`, a row-major array of the same shape and dtype.
+
+    Element by element, a transpose touches a new cache line for each element that it reads. A strip
+    of rows is copied first, in its own order, into rows that are a little longer: rows whose
+    distance is a power of two would share the same few lines of the cache. It is transposed from
+    there.
+    """
+    import numpy as np
+
+    last = view.ndim - 1
+    near = min(range(view.ndim), key=lambda axis: (view.shape[axis] == 1, view.strides[axis]))
+    if near == last or min(view.shape[near], view.shape[last]) <= SMALL_AXIS:
+        target[...] = view
+        return
+    order = [axis for axis in range(view.ndim) if axis not in (near, last)] + [last, near]
+    target, view = target.transpose(order), view.transpose(order)
+    size = view.itemsize
+    columns = STRIP_WIDTH // size
+    strip = np.empty((STRIP_ROWS, columns + _PADDING // size), view.dtype)
+    for index in np.ndindex(view.shape[:-2]):
+        _transpose(target[index], view[index], strip[:, :columns])
+
+
+def _transpose(target: Array, rows: Array, strip: Array) -> None:
+    """Copy a matrix whose rows are contiguous into one whose columns are."""
+    height, width = strip.shape
+    for column in range(0, rows.shape[1], width):
+        for row in range(0, rows.shape[0], height):
+            part = rows[row : row + height, column : column + width]
+            held = strip[: part.shape[0], : part.shape[1]]
+            held[...] = part
+            target[row : row + height, column : column + width] = held
+
+
+# Columns
+
+
+class Column(NamedTuple):
+    """The part of one file: `width` bytes of each row, one row after another from byte `start`."""
+
+    source: LocalFile
+    start: int
+    width: int
+
+
+def columns(arrange: Arrange, inputs: Sequence[Extent], elements: int) -> list[Column]:
+    """Return the columns that copies are, in order; none where an array is cut otherwise.
+
+    No element of them is looked at: numpy would cost more than the copies of a model of some GiB.
+    """
+    found: list[Column] = []
+    size = arrange.itemsize
+    for copy in sorted(arrange.copies, key=lambda copy: copy.place):
+        extent, dims = inputs[copy.source], normal(copy.dims)
+        if not isinstance(extent, Range) or not isinstance(extent.source, LocalFile):
+            return []
+        if len(dims) != 2 or dims[1][1:] != (1, 1) or dims[0][1] != dims[1][0]:
+            return []  # its rows do not follow each other in the file
+        (count, width, row), _ = dims
+        if count * row != elements or width * size < LEAST_COLUMN or row * size > WIDEST:
+            return []
+        found.append(Column(extent.source, extent.offset + copy.start * size, width * size))
+    return found
+
+
+def _banded(found: list[Column], start: int, stop: int) -> Iterator[memoryview]:
+    """Yield bytes `start` to `stop` of the rows that the columns make, band by band."""
+    row = sum(column.width for column in found)
+    first, last = start // row, -(-stop // row)
+    count = max(1, min(max(BAND // row, min(BAND_ROWS, WIDEST // row)), last - first))
+    band = memoryview(bytearray(count * row))
+    pieces = list(_places(found, band, row))
+    for top in range(first, last, count):
+        height = min(count, last - top)
+        for column, own in zip(found, pieces, strict=True):
+            column.source.read_into_all(column.start + top * column.width, own[:height])
+        yield band[max(start - top * row, 0) : min(stop - top * row, height * row)]
+
+
+def _places(found: list[Column], band: memoryview, row: int) -> Iterator[list[memoryview]]:
+    """Yield for each column its place in every row of a band."""
+    left = 0
+    for column in found:
+        yield [band[at : at + column.width] for at in range(left, len(band), row)]
+        left += column.width
+
+
+# Large transposes
+#
+# The output of a transpose has rows as long as the input has rows, so that a tile of whole rows
+# holds few columns: made in order, each tile needs a little of every row of the input. Where the
+# order of writing is free, a block of rows and columns is read once, in long pieces, turned in
+# memory, and written where it belongs, in long pieces.
+
+
+class Matrix(NamedTuple):
+    """A matrix whose rows lie in the source and whose columns lie in the target; all in bytes."""
+
+    source: Extent
+    start: int  # of the first element in the source
+    place: int  # and in the target
+    rows: int
+    columns: int
+    pitch: int  # from row to row in the source
+    step: int  # from column to column in the target
+    itemsize: int
+
+    @property
+    def size(self) -> int:
+        return self.rows * self.columns * self.itemsize
+
+
+class Block(NamedTuple):
+    """Matrices whose columns follow each other in the target: they are written together."""
+
+    parts: tuple[Matrix, ...]
+
+    @property
+    def rows(self) -> int:
+        return sum(each.rows for each in self.parts)
+
+    @property
+    def size(self) -> int:
+        return sum(each.size for each in self.parts)
+
+
+def blocks(extent: Extent, at: int = 0) -> list[Block]:
+    """The blocks that a large transpose falls into; nothing for an extent that is none.
+
+    They are cut for a target that begins at byte `at` of its file.
+    """
+    if not isinstance(extent, Derived) or not isinstance(extent.operation, Arrange):
+        return []
+    found: list[Matrix] = []
+    for copy in extent.operation.copies if extent.length >= LEAST else ():
+        matrices = list(_matrices(extent.inputs[copy.source], copy, extent.operation.itemsize))
+        if not matrices:
+            return []
+        for matrix in matrices:
+            found += _cut(matrix, at)
+    return list(_together(sorted(found, key=lambda matrix: matrix.place)))
+
+
+def _together(matrices: Iterable[Matrix]) -> Iterator[Block]:
+    """Yield blocks of matrices, of which one ends where the next begins."""
+    held: list[Matrix] = []
+    size = 0
+    for matrix in matrices:
+        size += matrix.size
+        if held and (size > BLOCK or not _follows(held[-1], matrix)):
+            yield Block(tuple(held))
+            held, size = [], matrix.size
+        held.append(matrix)
+    if held:
+        yield Block(tuple(held))
+
+
+def _follows(one: Matrix, other: Matrix) -> bool:
+    ends = one.place + one.rows * one.itemsize
+    return ends == other.place and (one.columns, one.step) == (other.columns, other.step)
+
+
+def _matrices(source: Extent, copy: StridedCopy, itemsize: int) -> Iterator[Matrix]:
+    """Yield the large matrices of a copy, if it is made of such."""
+    dims = normal(copy.dims)
+    rows = next((dim for dim in dims if dim[2] == 1 and dim[1] > 1), None)
+    columns = next((dim for dim in dims if dim[1] == 1 and dim[2] > 1), None)
+    if rows is None or columns is None or columns[0] * columns[2] * itemsize < LEAST:
+        return  # a tile holds all columns, and each row is read once
+    outer = [dim for dim in dims if dim not in (rows, columns)]
+    for index in product(*(range(n) for n, _, _ in outer)):
+        read = sum(i * dim[1] for i, dim in zip(index, outer, strict=True))
+        written = sum(i * dim[2] for i, dim in zip(index, outer, strict=True))
+        start, at = (copy.start + read) * itemsize, (copy.place + written) * itemsize
+        pitch, step = rows[1] * itemsize, columns[2] * itemsize
+        yield Matrix(source, start, at, rows[0], columns[0], pitch, step, itemsize)
+
+
+def _cut(matrix: Matrix, at: int) -> Iterator[Matrix]:
+    """Yield blocks of even size, as many as are needed, of a target that begins at byte `at`."""
+    height, width = _block_shape(matrix)
+    size = matrix.itemsize
+    for row, end in pairwise(_ends(matrix, height, at)):
+        for column in range(0, matrix.columns, width):
+            yield matrix._replace(
+                start=matrix.start + row * matrix.pitch + column * size,
+                place=matrix.place + column * matrix.step + row * size,
+                rows=end - row,
+                columns=min(width, matrix.columns - column),
+            )
+
+
+def _ends(matrix: Matrix, height: int, at: int) -> list[int]:
+    """Return the rows where blocks begin and end: where pages of the file do, if possible.
+
+    A page that is written in two parts has to be filled up first: an eighth more time (measured).
+    """
+    unit = _rows_of_page(matrix)
+    is_whole = height == matrix.rows or height % unit
+    over = 0 if is_whole else (at + matrix.place) // matrix.itemsize % unit
+    return [0, *range(height - over, matrix.rows, height), matrix.rows]
+
+
+def _rows_of_page(matrix: Matrix) -> int:
+    """Return the rows whose elements of a column fill a page, 1 if columns begin anywhere in it."""
+    return 1 if matrix.step % PAGE else PAGE // matrix.itemsize
+
+
+def _block_shape(matrix: Matrix) -> tuple[int, int]:
+    """Return the rows and columns of a block for which the fewest calls read and write it.
+
+    Whole rows follow each other in the source, and whole columns in the target: there one call
+    takes many. A piece that is written costs about twice as much as one that is read (measured).
+    """
+    elements = max(1, BLOCK // matrix.itemsize)
+    heights = (matrix.rows, elements // min(matrix.columns, COLUMNS), math.isqrt(2 * elements))
+    shapes = [_fitting(matrix, height, elements) for height in heights]
+    return min(shapes, key=lambda shape: _cost(matrix, *shape))
+
+
+def _fitting(matrix: Matrix, height: int, elements: int) -> tuple[int, int]:
+    """Return the shape of even blocks of at most `height` rows and as many columns as fit."""
+    height = max(1, min(matrix.rows, height, elements))
+    height = -(-matrix.rows // -(-matrix.rows // height))
+    # A little more of them where that gives whole pages.
+    height = min(matrix.rows, height + -height % _rows_of_page(matrix))
+    return height, max(1, min(matrix.columns, COLUMNS, elements // height))
+
+
+def _cost(matrix: Matrix, height: int, width: int) -> float:
+    """Estimate the calls for each element."""
+    is_whole = width == matrix.columns and matrix.pitch == width * matrix.itemsize
+    reads = 0 if is_whole else 1 / width
+    return reads + (0 if height == matrix.rows else 2 / height)
+
+
+class _PaddedRows:
+    """Rows of bytes in memory that is used again: new pages cost more than copies."""
+
+    def __init__(self) -> None:
+        self._memory: Array | None = None
+
+    def of(self, count: int, width: int, units: str) -> tuple[Array, list[memoryview]]:
+        """Return `count` rows of `width` bytes, as an array and one by one; the next call takes
+        them back."""
+        import numpy as np
+
+        pitch = -(-width // _PADDING) * _PADDING + _PADDING
+        if self._memory is None or self._memory.size < count * pitch:
+            self._memory = np.empty(count * pitch, np.uint8)
+        data = self._memory.data
+        rows = [data[at : at + width] for at in range(0, count * pitch, pitch)]
+        return self._memory[: count * pitch].view(units).reshape(count, -1), rows
+
+
+class Turner:
+    """Turns blocks, one after another, in the same memory.
+
+    Rows are read strip by strip; each strip is turned while it is in the cache.
+    """
+
+    def __init__(self) -> None:
+        self._strip, self._slab = _PaddedRows(), _PaddedRows()
+        self._lanes = Room()
+
+    def pieces(self, block: Block) -> Iterator[tuple[int, list[memoryview]]]:
+        """Yield the pieces of the target that a block gives, each with its first byte there.
+
+        A piece is a list of buffers. They are the caller's until the next block is turned.
+        """
+        first = block.parts[0]
+        width = block.rows * first.itemsize
+        slab, rows = self._slab.of(first.columns, width, _UNITS[first.itemsize])
+        at = 0
+        for matrix in block.parts:
+            self._turn(matrix, slab[:, at : at + matrix.rows])
+            at += matrix.rows
+        at_once = _AT_ONCE if first.step == width else 1
+        for column in range(0, first.columns, at_once):
+            yield first.place + column * first.step, rows[column : column + at_once]
+
+    def _turn(self, matrix: Matrix, columns: Array) -> None:
+        """Fill `columns` with those of a matrix."""
+        size, read = matrix.itemsize, Reader(matrix.source)
+        height = min(matrix.rows, _ROWS, max(1, _LINE // size))
+        strip, rows = self._strip.of(height, matrix.columns * size, _UNITS[size])
+        for row in range(0, matrix.rows, height):
+            count = min(height, matrix.rows - row)
+            at = matrix.start + row * matrix.pitch
+            read.rows(at, matrix.pitch, rows[:count])
+            self._turn_strip(strip[:count, : matrix.columns], columns[:, row : row + count])
+
+    def _turn_strip(self, strip: Array, columns: Array) -> None:
+        """Fill `columns` with those of a strip; single bytes four at a time.
+
+        Units of four columns are turned, and casts take one of their bytes after another: a third
+        faster (measured). Calls are few and large, since threads wait for each other between them.
+        """
+        import numpy as np
+
+        wide = strip.shape[1] // _LANES * _LANES if strip.itemsize == 1 else 0
+        columns[wide:] = strip[:, wide:].T
+        if not wide:
+            return
+        height = strip.shape[0]
+        units = np.frombuffer(self._lanes.of(wide * height), "<u4").reshape(-1, height)
+        units[...] = strip[:, :wide].view("<u4").T
+        columns[0:wide:_LANES] = units  # a cast keeps the lowest 8 bits: the first byte
+        for lane in range(1, _LANES):
+            np.right_shift(units, 8, out=units)
+            columns[lane:wide:_LANES] = units
