@@ -33,7 +33,7 @@ ARCHIVES = ("tarfile", "zipfile")
 # the user typed.
 IMPORTERS = {
     "__init__.py", "compute/__init__.py", "formats/format.py", "loading/building.py", "cli/__init__.py",
-    "quantized/finding.py", "pickles/allowlist/names.py",
+    "quantized/finding.py",
 }  # fmt: skip
 
 

@@ -30,12 +30,12 @@ _IDS = {
     CLASSES: "needs-classes",
     HARMLESS: "not-for-weights-only",
 }
-_LEVELS = {CODE: "error", UNKNOWN: "warning", CLASSES: "note", HARMLESS: "note"}
+_LEVELS = {CODE: "error", UNKNOWN: "warning", CLASSES: "warning", HARMLESS: "note"}
 _MEANING = {
     CODE: "Loading the file with pickle calls code with arguments that the file chooses.",
     UNKNOWN: "It is malformed, ambiguous, or contains a step that is not proven harmless.",
-    CLASSES: "torch.load(weights_only=True) refuses the file: it makes objects of unknown classes.",
-    HARMLESS: "The file makes plain values, but torch.load(weights_only=True) does not read it.",
+    CLASSES: "The file makes objects of classes that are not in the allowlist: their code decides.",
+    HARMLESS: "Everything is in the allowlist, but torch.load(weights_only=True) does not read it.",
 }
 
 

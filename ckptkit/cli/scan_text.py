@@ -15,6 +15,7 @@ from ckptkit.scanning.verdict import (
     UNKNOWN,
     FileVerdict,
     PickleVerdict,
+    needed,
     unique,
 )
 
@@ -61,9 +62,9 @@ def _pickle(pickle: PickleVerdict) -> Iterator[str]:
     if pickle.verdict in (CODE, UNKNOWN):
         yield from (f"{place}{reason}" for reason in pickle.reasons)
     if pickle.verdict == CLASSES:
-        yield f"{place}needs {', '.join(_some([str(name) for name in pickle.needs]))}"
+        yield from (f"{place}{line}" for line in needed(pickle))
     if pickle.verdict in (CLASSES, HARMLESS) and pickle.refused is not None:
-        yield f"weights_only cannot be used: {pickle.refused}"
+        yield f"{place}weights_only cannot be used: {pickle.refused}"
     yield from pickle.versions
 
 

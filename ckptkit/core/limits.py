@@ -24,6 +24,7 @@ class Limits:
     pickle_stack: int = 1_000_000  # values on the pickle machine's stack at once
     pickle_marks: int = 10_000  # MARKs open at once
     memo_entries: int = 5_000_000
+    value_bytes: int = 512 << 20  # memory for the values of one pickle, estimated
     memo_sparse: int = 10_000  # memo entries set out of order
     depth: int = 1_000  # nesting of values
     key_depth: int = 100  # nesting of tuples used as dict keys: CPython hashes them recursively

@@ -72,7 +72,7 @@ from ckptkit.pickles import globals as known
 from ckptkit.pickles.builders import built
 from ckptkit.pickles.dict_keys import KeyCheck
 from ckptkit.pickles.nested import check_no_calls
-from ckptkit.pickles.trust import check_fields, check_name, check_object
+from ckptkit.pickles.trust import Policy
 
 Statement = list[Any]
 _INT = 10**19  # more digits are not read alike everywhere
@@ -103,6 +103,7 @@ class TreeEncoder:
         self._numbers: dict[object, int] = {}  # by id, of a Global by its names
         self._keep: list[Node] = []  # ids in it stay taken
         self._making: set[int] = set()
+        self._policy = Policy()
 
     def write(self, root: Node) -> Skeleton:
         """Write the statements of a tree.
@@ -118,6 +119,7 @@ class TreeEncoder:
                     break
             else:
                 frames.pop()
+        self._policy.check_names(root)
         return Skeleton(self._statements, self._value(root))
 
     def _number(self, node: Node) -> int | None:
@@ -156,13 +158,14 @@ class TreeEncoder:
         return iter(())
 
     def _dict(self, node: dict[Node, Node]) -> Iterator[Node]:
+        self._policy.check_keys(node)
         number = self._emit(node, "ordered" if isinstance(node, OrderedMapping) else "dict")
         flat = list(_flat(node.items()))
         yield from flat
         if flat:
             self._fill(number, "set", self._values(flat))
         if isinstance(node, OrderedMapping) and node.state is not None:
-            check_fields(node.state)
+            self._policy.check_fields(node.state)
             yield node.state
             self._fill(number, "build", [self._value(node.state)])
 
@@ -185,7 +188,7 @@ class TreeEncoder:
         if id(node) in self._making:
             raise UnsupportedError("an object is an argument of its own construction")
         self._making.add(id(node))
-        check_object(node)
+        self._policy.check_object(node)
         if self._number(node.callable) is None:
             self._emit(node.callable, "global", node.callable.module, node.callable.name)
         yield node.args
@@ -211,7 +214,7 @@ class TreeEncoder:
             check_no_calls(node)
             self._emit(node, "blob", self._entry(node).name, node.kind)
         elif isinstance(node, Global):
-            check_name(node)
+            self._policy.hold(node)
             self._emit(node, "global", node.module, node.name)
         elif isinstance(node, Pairs):
             raise AmbiguousError(

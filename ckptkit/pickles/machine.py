@@ -25,7 +25,7 @@ from typing import Any, NoReturn, Protocol
 from ckptkit.core.bytesource import ByteSource, Range
 from ckptkit.core.errors import FormatError, TruncatedError, UnsupportedError
 from ckptkit.core.limits import check
-from ckptkit.core.tree import Global, Node, StoredBytes
+from ckptkit.core.tree import Node, StoredBytes
 
 WINDOW = 1 << 20  # bytes read at once, after smaller windows: most pickles are small
 FIRST_WINDOW = 1 << 14
@@ -53,7 +53,8 @@ _STRING = re.compile(
 class Builder(Protocol):
     """The interface that a machine calls for each value, name and call that it meets."""
 
-    counted: bool  # whether `pushed` is called for each Global that is put on the stack again
+    counted: frozenset[type]  # `pushed` is called when one of these is put on the stack again
+    weight: int  # bytes of memory that a value takes, beside its content
     watchful: bool  # whether `text` is called for each string: it may be a file of its own
 
     def new_list(self) -> Any: ...
@@ -65,7 +66,7 @@ class Builder(Protocol):
     def name(self, module: Node, name: Node) -> Any:
         """Return a class or function; the arguments are strings unless the pickle is malformed."""
 
-    def pushed(self, name: Global) -> None: ...
+    def pushed(self, value: Any) -> None: ...
 
     def text(self, text: str) -> None: ...
 
@@ -139,6 +140,7 @@ class Machine:
         self.far: dict[int, Any] = {}  # memo slots far beyond the others
         self.gaps = 0  # slots of `memo` that are UNSET
         self.rare: dict[int, int] = {}  # opcodes outside the loop, and where each was first
+        self.made = 0  # values that were made, containers and calls above all
         self.result: Any = UNSET
 
     @property
@@ -170,7 +172,7 @@ class Machine:
         marks, call, counted, watchful = self.marks, builder.call, builder.counted, builder.watchful
         new_dict = builder.new_dict
         push, remember = stack.append, memo.append
-        pos = start = op = need = 0
+        pos = start = op = need = made = 0
         try:
             while True:
                 start = pos
@@ -188,7 +190,7 @@ class Machine:
                     index = data[pos]
                     pos += 1
                     value = memo[index] if index < len(memo) else self._get(index)
-                    if value is UNSET or (counted and value.__class__ is Global):
+                    if value is UNSET or value.__class__ in counted:
                         self._again(value)
                     push(value)
                 elif op == 0x4B:  # BININT1
@@ -215,6 +217,7 @@ class Machine:
                     stack = []
                     push = stack.append
                 elif op == 0x74:  # TUPLE
+                    made += 1
                     value = tuple(stack)
                     stack = marks.pop()
                     push = stack.append
@@ -226,12 +229,15 @@ class Machine:
                             remember(value)
                             pos += 5
                 elif op == 0x52:  # REDUCE
+                    made += 1
                     value = stack.pop()
                     self.at = start
                     stack[-1] = call(stack[-1], value)
                 elif op == 0x85:  # TUPLE1
+                    made += 1
                     stack[-1] = (stack[-1],)
                 elif op == 0x86:  # TUPLE2
+                    made += 1
                     value = stack.pop()
                     value = stack[-1] = (stack[-1], value)
                     start = pos
@@ -262,6 +268,7 @@ class Machine:
                     push(I4(data, pos)[0])
                     pos += 4
                 elif op == 0x7D:  # EMPTY_DICT
+                    made += 1
                     push(new_dict())
                 elif op == 0x73:  # SETITEM
                     value = stack.pop()
@@ -284,10 +291,11 @@ class Machine:
                     index = U4(data, pos)[0]
                     pos += 4
                     value = memo[index] if index < len(memo) else self._get(index)
-                    if value is UNSET or (counted and value.__class__ is Global):
+                    if value is UNSET or value.__class__ in counted:
                         self._again(value)
                     push(value)
                 elif op == 0x87:  # TUPLE3
+                    made += 1
                     value = stack.pop()
                     key = stack.pop()
                     stack[-1] = (stack[-1], key, value)
@@ -303,6 +311,7 @@ class Machine:
                         raise FormatError(f"byte 0x{op:02x} is not a pickle opcode")
                     if op not in self.rare:
                         self.rare[op] = self.base + start
+                    made += 1
                     self.stack = stack
                     pos = rare(self, data, pos)
                     stack = self.stack
@@ -319,6 +328,7 @@ class Machine:
         finally:
             self.stack = stack
             self.at = start
+            self.made += made
         self._check_limits()
         if self.result is UNSET:
             self._read_on(start, need)
@@ -347,6 +357,8 @@ class Machine:
         check("pickle_marks", len(self.marks), "open marks of a pickle")
         check("memo_entries", len(self.memo), "stored values of a pickle")
         check(self.most, self.size, "bytes of a pickle")
+        memory = self.made * self.builder.weight
+        check("value_bytes", memory, "bytes of memory for the values of a pickle")
 
     # The memo
 
@@ -376,7 +388,7 @@ class Machine:
         """Check a value that is put on the stack again."""
         if value is UNSET:
             raise FormatError("pickle refers to a value that it has not stored")
-        if self.builder.counted and value.__class__ is Global:
+        if value.__class__ in self.builder.counted:
             self.builder.pushed(value)
 
     def op_memoize(self, data: bytes, pos: int) -> int:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from ckptkit.core.bytesource import ByteSource
 from ckptkit.core.tree import Global
-from ckptkit.pickles import trust
+from ckptkit.pickles import judge
 
 TORCH_LOAD = "torch.load"
 PICKLE = "pickle.load"
@@ -80,7 +80,7 @@ Found = PickleStream | Inner | Remark | Program
 class Call(NamedTuple):
     """A call that loading would make, the first of its `kind` for this callable.
 
-    Kinds are those of :mod:`ckptkit.pickles.trust`.
+    Kinds are those of :mod:`ckptkit.pickles.judge`.
     """
 
     name: str  # what is called
@@ -127,9 +127,9 @@ class Trace:
     @property
     def is_proved(self) -> bool:
         """Return whether every step is one that may be written back, files inside aside."""
-        steps = all(call.kind in (*trust.WRITTEN, trust.LOADS) for call in self.calls)
+        steps = all(call.kind in (*judge.WRITTEN, judge.LOADS) for call in self.calls)
         whole = self.error is None and not self.doubts
-        return steps and whole and all(trust.out_of_place(name) is None for name in self.values)
+        return steps and whole and all(judge.out_of_place(name) is None for name in self.values)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,15 +1,14 @@
-"""Judge what a tree calls and holds, and what may be written back: `ckptkit.pickles.allowlist`, for
-trees.
-"""
+"""Judge what a tree calls and holds, and what may be written back: `ckptkit.pickles.judge` for trees."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 from ckptkit.core.errors import UnsafeGlobalError
-from ckptkit.core.limits import LIMITS
+from ckptkit.core.text import flatten
 from ckptkit.core.tensor import Tensor, TypedStorage
-from ckptkit.core.text import flatten, typed_value
+from ckptkit.core.text import typed_value
 from ckptkit.core.tree import (
     ByteString,
     Global,
@@ -19,44 +18,22 @@ from ckptkit.core.tree import (
     Pairs,
     SetNode,
     StoredBytes,
+    held,
 )
-from ckptkit.pickles.allowlist import rows as table
-from ckptkit.pickles.allowlist.calls import (
-    Judged,
-    by_sorts,
-    fits_word,
-    is_unfinished,
-    judge_call,
-    judge_step,
-    target_of,
-)
-from ckptkit.pickles.allowlist.names import (
-    ACCEPTED,
-    ALLOCATES,
-    CLASS,
-    HARMFUL,
-    HARMLESS,
-    LEVELS,
-    LOADS,
-    UNKNOWN,
-    UNSURE,
-    WRITTEN,
-    is_foreign,
-    is_guarded,
-    is_known,
-    out_of_place,
-    refused_by_weights_only,
-)
-from ckptkit.pickles.allowlist.numpy_types import NumpyType, named
-from ckptkit.pickles.allowlist.rows import ROWS, WEIGHTS_ONLY
+from ckptkit.pickles import judge, shapes
+from ckptkit.pickles.judge import ALLOWLIST, Judged, is_foreign, refused_by_weights_only
+from ckptkit.pickles.numpy_types import NumpyType, named
 
-__all__ = [
-    "ACCEPTED", "ALLOCATES", "CLASS", "HARMFUL", "HARMLESS", "LEVELS", "LOADS", "UNKNOWN",
-    "UNSURE", "WEIGHTS_ONLY", "WRITTEN", "Judged", "by_sorts", "check_fields", "check_name",
-    "check_object", "describe", "is_foreign", "is_guarded", "is_harmful", "is_known",
-    "is_unfinished", "judge_call",
-    "judge_object", "judge_step", "out_of_place", "refused_by_weights_only", "target_of",
-]  # fmt: skip
+__all__ = ["Policy", "describe", "is_foreign", "is_harmful", "refused_by_weights_only"]
+
+_SORTS: dict[type, int] = {
+    type(None): shapes.NONE, bool: shapes.FLAG, int: shapes.INT, float: shapes.FLOAT,
+    complex: shapes.FLOAT, str: shapes.TEXT, bytes: shapes.BYTES, bytearray: shapes.BYTES,
+    ByteString: shapes.BYTES, StoredBytes: shapes.BYTES, list: shapes.LIST, tuple: shapes.TUPLE,
+    dict: shapes.DICT, OrderedMapping: shapes.MAPPING, Pairs: shapes.DICT, SetNode: shapes.SET,
+    Tensor: shapes.TENSOR, TypedStorage: shapes.STORAGE,
+}  # fmt: skip
+_DEEP = 32  # dtypes inside dtypes
 
 
 def describe(callable_: Node) -> str:
@@ -64,130 +41,92 @@ def describe(callable_: Node) -> str:
     return str(callable_) if isinstance(callable_, Global) else "the result of another call"
 
 
-class TreeView:
-    """The sorts of a tree's nodes. An Object has the sort that its call gives: it is judged where
-    it is met itself."""
+class _TreeView:
+    """The values of a tree; see `ckptkit.pickles.shapes.View`.
+
+    An Object has the sort that its row gives: it is judged where it is met itself.
+    """
+
+    def __init__(self) -> None:
+        self._open: list[Object] = []  # dtypes that are being looked into
 
     def sort(self, value: Node) -> int:
-        """Return the sort of a node."""
         if isinstance(value, Object):
-            return _judged(value).sort
+            return self._judged(value).sort
+        if isinstance(value, Global):
+            return judge.name_sort(value)
         for kind in type(value).__mro__:
             if kind in _SORTS:
                 return _SORTS[kind]
-        return table.UNKNOWN_SORT
+        return shapes.UNKNOWN
 
-    def inside(self, value: Node, every: bool) -> int:
-        """Return the sorts of what a container holds. What is too much to look at may be
-        anything."""
-        mask = 0
-        seen: set[int] = set()
-        waiting: list[Node] = [value]
-        while waiting:
-            node = waiting.pop()
-            if id(node) in seen:
-                continue
-            seen.add(id(node))
-            if isinstance(node, Object) or len(seen) > LIMITS.revisits:  # what a call has filled
-                return table.VALUES
-            for child in _held(node):
-                sort = self.sort(child)
-                mask |= sort
-                if every and sort & table.LITERALS:
-                    waiting.append(child)
-        return mask
+    def items(self, value: Node) -> Iterable[Any] | None:
+        if isinstance(value, dict):
+            return flatten(value.items())
+        if isinstance(value, Pairs):
+            return flatten(value.pairs)
+        if isinstance(value, SetNode):
+            return value.items
+        if not isinstance(value, Object):
+            return value if isinstance(value, (list, tuple)) else None
+        args = value.args if isinstance(value.args, tuple) else ()
+        found = judge.contents(self, self.sort(value), args)
+        for step, items in value.steps:
+            if found is not None and step != "build":
+                found += flatten(items) if step == "set" else items
+        return found
 
     def numpy(self, value: Node) -> NumpyType | None:
-        """Return the element type that a built dtype stands for."""
         if not isinstance(value, Object) or [step for step, _ in value.steps] != ["build"]:
             return None
-        return _judged(value).type
+        return self._judged(value).type
 
-    def pairs(self, value: Node) -> list[tuple[Node, Node]] | None:
-        """Return the items of a dict."""
-        return list(value.items()) if isinstance(value, dict) else None
+    def _judged(self, node: Object) -> Judged:
+        """Return the sort of an object, and its element type if it is a dtype.
 
-    def count(self, value: Node) -> int | None:
-        """Return the length of a list."""
-        return len(value) if isinstance(value, list) else None
-
-    def is_bytes(self, value: Node) -> bool:
-        """Return whether it is a byte string, or the text that Python 2 had for one."""
-        return bool(self.sort(value) & (table.BYTES | table.TEXT))
-
-
-_SORTS: dict[type, int] = {
-    type(None): table.NONE, bool: table.FLAG, int: table.INT, float: table.FLOAT,
-    complex: table.FLOAT,
-    str: table.TEXT, bytes: table.BYTES, bytearray: table.BYTES, ByteString: table.BYTES,
-    StoredBytes: table.BYTES,
-    list: table.LIST, tuple: table.TUPLE, dict: table.DICT, OrderedMapping: table.MAPPING,
-    Pairs: table.DICT,
-    SetNode: table.SET, Global: table.NAME, Tensor: table.TENSOR, TypedStorage: table.STORAGE,
-}  # fmt: skip
-_TREE = TreeView()
-
-
-def _judged(node: Object) -> Judged:
-    """Return the sort of an object, and its element type if it is a dtype. Its arguments are judged
-    elsewhere."""
-    made = node.callable
-    name = (made.module, made.name) if isinstance(made, Global) else None
-    row = ROWS.get(name) if name is not None else None
-    fills = row is not None and row.gives == table.INERT and bool(row.fill)
-    if row is not None and (row.state in _STATEFUL or row.gives == table.TENSOR or fills):
-        return _with_steps(node, row)
-    if row is not None:
-        return Judged(ACCEPTED, row.gives)
-    if name in table.ENUMS:
-        return Judged(CLASS, table.INERT)
-    return Judged(CLASS, table.DRESSED if name in table.FROM_TYPE else table.OBJECT)
+        Its arguments are judged elsewhere.
+        """
+        made = node.callable
+        name = judge.key_of(made) if isinstance(made, Global) else None
+        row = None if name is None else ALLOWLIST.rows.get(name)
+        if row is None:
+            enum = name in ALLOWLIST.enums
+            dressed = name in judge.FROM_TYPE
+            sort = shapes.OTHER if enum else shapes.DRESSED if dressed else shapes.OBJECT
+            return Judged(judge.CLASS, sort)
+        if row.state not in ("dtype_state", "array_state", "masked_state", "attributes"):
+            return Judged(judge.ACCEPTED, row.gives)
+        unknown = Judged(judge.UNSURE, shapes.OTHER)
+        if len(self._open) >= _DEEP or any(each is node for each in self._open):
+            return unknown
+        text = node.args[0] if isinstance(node.args, tuple) and node.args else None
+        type_ = named(text) if row.state == "dtype_state" else None
+        judged = Judged(judge.ACCEPTED, row.gives, type_)
+        self._open.append(node)
+        try:
+            for step, value in node.steps[:2]:
+                judged = judge.judge_step(self, made, step, value, judged)
+        finally:
+            self._open.pop()
+        return judged if len(node.steps) < 2 else unknown
 
 
-_STATEFUL = ("dtype_state", "array_state", "masked_state")
-_DEEP = 32  # dtypes inside dtypes
-_open: list[Object] = []  # dtypes that are being looked into
+_TREE = _TreeView()
 
 
-def _with_steps(node: Object, row: table.AllowedCall) -> Judged:
-    """Return what the steps make of an object whose sort they decide."""
-    unknown = Judged(UNSURE, table.BAG)
-    if len(_open) >= _DEEP or any(each is node for each in _open):
-        return unknown
-    text = node.args[0] if isinstance(node.args, tuple) and node.args else None
-    judged = Judged(ACCEPTED, row.gives, named(text) if row.state == "dtype_state" else None)
-    _open.append(node)
-    try:
-        for step, value in node.steps[:2]:
-            judged = judge_step(_TREE, node.callable, step, value, judged)
-    finally:
-        _open.pop()
-    return judged if len(node.steps) < 2 else unknown
-
-
-def _held(node: Node) -> Iterable[Node]:
-    if isinstance(node, dict):
-        return flatten(node.items())
-    if isinstance(node, Pairs):
-        return flatten(node.pairs)
-    if isinstance(node, SetNode):
-        return node.items
-    return node if isinstance(node, (list, tuple)) else ()
-
-
-def judge_object(node: Object) -> tuple[str, str]:
+def _judge_object(node: Object) -> tuple[str, str]:
     """Judge an object of a tree, without the values that it holds: the worst kind, and which step
     that is."""
-    judged = judge_call(_TREE, node.callable, node.args, new=node.new, kwargs=node.kwargs)
+    judged = judge.judge_call(_TREE, node.callable, node.args, new=node.new, kwargs=node.kwargs)
     worst, action = judged.kind, f"calls {describe(node.callable)}"
-    target, built = target_of(node.callable, node.args), False
-    if is_unfinished(target) and [step for step, _ in node.steps[:1]] != ["build"]:
-        return UNSURE, f"{action} without a state"
+    target, built = judge.target_of(node.callable, node.args), False
+    if judge.is_unfinished(target) and [step for step, _ in node.steps[:1]] != ["build"]:
+        return judge.UNSURE, f"{action} without a state"
     for step, value in node.steps:
-        after = judge_step(_TREE, target, step, value, judged)
-        kind = HARMFUL if built else after.kind
+        after = judge.judge_step(_TREE, target, step, value, judged)
+        kind = judge.HARMFUL if built else after.kind
         judged, built = after, built or step == "build"
-        if LEVELS.index(kind) > LEVELS.index(worst):
+        if judge.LEVELS.index(kind) > judge.LEVELS.index(worst):
             worst, action = kind, f"changes what {describe(node.callable)} made ({step})"
     return worst, action
 
@@ -195,34 +134,73 @@ def judge_object(node: Object) -> tuple[str, str]:
 def is_harmful(node: Object) -> bool:
     """Return whether loading this object would do what cannot be proved harmless: it is not written
     back."""
-    return judge_object(node)[0] not in WRITTEN
+    return _judge_object(node)[0] not in judge.WRITTEN
 
 
-def check_object(node: Object) -> None:
-    """Refuse to write an object that is not proved harmless. Raises UnsafeGlobalError."""
-    kind, action = judge_object(node)
-    if kind not in WRITTEN:
-        known = (
-            "which is not in the allowlist"
-            if kind != UNSURE
-            else "in a way that the allowlist does not know"
-        )
-        raise UnsafeGlobalError(f"the file {action}, {known}", hint=_hint())
-
-
-def check_fields(state: Node) -> None:
-    """Refuse to write what would be set as attributes, unless a literal says it. Raises
+class Policy:
+    """What one output holds: refuses what is not proved harmless. All methods raise
     UnsafeGlobalError."""
-    if not fits_word(_TREE, "fields", state):
-        raise UnsafeGlobalError("the file sets attributes by the result of a call", hint=_hint())
+
+    def __init__(self) -> None:
+        self._names: set[Global] = set()
+
+    def check_object(self, node: Object) -> None:
+        """Refuse an object that is not proved harmless."""
+        kind, action = _judge_object(node)
+        if kind not in judge.WRITTEN:
+            known = (
+                "which is not in the allowlist"
+                if kind != judge.UNSURE
+                else "in a way that the allowlist does not know"
+            )
+            raise UnsafeGlobalError(f"the file {action}, {known}", hint=_hint())
+
+    def check_fields(self, state: Node) -> None:
+        """Refuse a state of an OrderedDict that is no dict of ordinary attributes."""
+        if not ALLOWLIST.shapes["plain_fields"](_TREE, state):
+            raise UnsafeGlobalError(
+                "the file sets attributes by the result of a call", hint=_hint()
+            )
+
+    def check_keys(self, keys: Iterable[Node]) -> None:
+        """Refuse keys whose hash an object of the allowlist would compute of its state."""
+        for key in keys:
+            if isinstance(key, (Object, tuple)) and not judge.is_key(_TREE, key):
+                raise UnsafeGlobalError("the file has objects as the keys of a dict", hint=_hint())
+
+    def hold(self, name: Global) -> None:
+        """Note a class or function that is written, as a value or as an argument."""
+        self._names.add(name)
+
+    def check_names(self, root: Node) -> None:
+        """Refuse names that the tree holds as values and that no checkpoint may hold."""
+        if not any(map(judge.out_of_place, self._names)):
+            return
+        for name in _values(root):
+            reason = judge.out_of_place(name)
+            if reason is not None:
+                raise UnsafeGlobalError(f"the file holds {name}, which {reason}", hint=_hint())
 
 
-def check_name(name: Global) -> None:
-    """Refuse to write a class or function that a checkpoint may not hold. Raises
-    UnsafeGlobalError."""
-    reason = out_of_place(name)
-    if reason is not None:
-        raise UnsafeGlobalError(f"the file holds {name}, which {reason}", hint=_hint())
+def _values(root: Node) -> Iterator[Global]:
+    """Yield the names in a tree, but for those that the row of a call takes as its arguments."""
+    seen: set[int] = set()
+    waiting: list[Node] = [root]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, Global):
+            yield node
+        elif isinstance(node, Object) and isinstance(node.args, tuple) and id(node) not in seen:
+            seen.add(id(node))
+            given = [*node.args]
+            if isinstance(node.callable, Global) and judge.key_of(node.callable) in judge.FROM_TYPE:
+                given[2:3] = given[2] if len(given) > 2 and isinstance(given[2], tuple) else ()
+            for name in judge.consumed(node.callable, node.args):
+                given.remove(name)
+            waiting += [*given, node.kwargs, *(value for _, value in node.steps)]
+        elif id(node) not in seen:
+            seen.add(id(node))
+            waiting += held(node)
 
 
 def _hint() -> str:

@@ -74,7 +74,9 @@ def unpickle(
 class Values:
     """The builder of the tree (`ckptkit.pickles.machine.Builder`)."""
 
-    counted = watchful = False
+    counted: frozenset[type] = frozenset()
+    watchful = False
+    weight = 100
     new_list: Callable[[], list[Node]] = list
     new_dict: Callable[[], dict[Node, Node]] = dict
     machine: Machine
@@ -120,7 +122,7 @@ class Values:
     def new_set(self) -> Node:
         return SetNode([])
 
-    def pushed(self, name: Global) -> None: ...
+    def pushed(self, value: Node) -> None: ...
 
     def text(self, text: str) -> None: ...
 

@@ -32,7 +32,7 @@ from ckptkit.pickles.emitter import (
     no_other,
 )
 from ckptkit.pickles.objects import without_objects
-from ckptkit.pickles.trust import check_fields, check_name, check_object
+from ckptkit.pickles.trust import Policy
 
 BATCH = 1000  # items per SETITEMS or APPENDS, as CPython does
 
@@ -97,6 +97,7 @@ class _Writer(Emitter):
     def __init__(self, persistent_id: PersistentId, another: AnotherKey, protocol: int = 2) -> None:
         super().__init__(persistent_id, another, protocol)
         self.joined: list[bytes] = []
+        self.policy = Policy()
         self.making: set[int] = set()  # objects whose arguments are being written
         self.leaves |= {_Code: self.emit, _Put: self._put_node, _EndTuple: self._end_tuple}
 
@@ -117,6 +118,7 @@ class _Writer(Emitter):
                     break
             else:
                 frames.pop()
+        self.policy.check_names(root)
         # methods of this object: with the collector off, a cycle would keep the memo for good
         self.leaves.clear()
         if self.needed > self.protocol:  # in which names are spelled differently from the start
@@ -137,9 +139,8 @@ class _Writer(Emitter):
         return (f"kept values that torch.load(weights_only=True) refuses: {names}",)
 
     def _global_leaf(self, node: Global) -> None:
-        code = self._global(node)
-        check_name(node)
-        self.emit(code)
+        self.emit(self._global(node))
+        self.policy.hold(node)
 
     def _put_node(self, put: _Put) -> None:
         self.making.discard(id(put.node))
@@ -170,14 +171,16 @@ class _Writer(Emitter):
         raise FormatError(f"a value of type {type(node).__name__} has no place in a checkpoint")
 
     def _dict(self, node: dict[Node, Node]) -> Iterator[Node]:
+        self.policy.check_keys(node)
         self.emit(b"}" + self._put(node))
         return self._items(list(node.items()))
 
     def _ordered_dict(self, node: OrderedMapping) -> Iterator[Node]:
+        self.policy.check_keys(node)
         self.emit(self._global(ORDERED_DICT) + b")R" + self._put(node))
         yield from self._items(list(node.items()))
         if node.state is not None:
-            check_fields(node.state)
+            self.policy.check_fields(node.state)
             yield node.state
             yield _BUILD
 
@@ -248,6 +251,7 @@ class _Writer(Emitter):
 
     def _set(self, node: SetNode) -> Iterator[Node]:
         self._begin(node)
+        self.policy.check_keys(node.items)
         yield Global("builtins", "frozenset" if node.frozen else "set")
         yield _Code(b"]")
         yield from self._elements(node.items)
@@ -256,7 +260,7 @@ class _Writer(Emitter):
 
     def _object(self, node: Object) -> Iterator[Node]:
         self._begin(node)
-        check_object(node)
+        self.policy.check_object(node)
         self.emit(self._global(node.callable))
         yield node.args
         if node.kwargs is not None:

@@ -2,61 +2,154 @@
 
 The builder of the pickle machine (`ckptkit.pickles.machine.Builder`) that makes no values. It
 refuses nothing that CPython would run: whatever comes before the opcode that fails has been run by
-then. What machines read differently is a doubt. The stack holds symbols: text, numbers and byte
-strings for themselves (names are made of them), tuples of symbols, a Global for what was looked up,
-a Result for what a call gives, a Symbol for everything else.
+then. What machines read differently is a doubt. The stack holds text, numbers, byte strings and
+tuples for themselves (names are made of them), a Global for a name, and a Sign for everything else.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ckptkit.core.bytesource import ByteSource, Memory, Range, Section
 from ckptkit.core.errors import CkptkitError, FormatError
+from ckptkit.core.text import flatten
 from ckptkit.core.limits import check
 from ckptkit.core.tree import Global, StoredBytes, collector_paused
-from ckptkit.pickles import trust
-from ckptkit.pickles.allowlist.rows import SCALARS
+from ckptkit.pickles import judge
 from ckptkit.pickles.machine import NAMES, Machine
 from ckptkit.pickles.nested import looks_like_a_file
-from ckptkit.pickles.streams import Call, Nested, Trace
-from ckptkit.scanning.trace_symbols import (
-    WEIGHTS_ONLY_OPCODES,
-    Result,
-    SignView,
-    Symbol,
-    brief,
-    class_of,
+from ckptkit.pickles.numpy_types import NumpyType
+from ckptkit.pickles.shapes import (
+    BYTES,
+    CONTAINERS,
+    DICT,
+    FLAG,
+    FLOAT,
+    INT,
+    LIST,
+    LITERAL,
+    MAPPING,
+    NONE,
+    SCALAR,
+    SET,
+    STORAGE,
+    TEXT,
+    TUPLE,
+    UNKNOWN,
 )
+from ckptkit.pickles.streams import Call, Nested, Trace
 
 NESTED = 10_000  # byte strings that are handed on to be looked into
 DOUBTS = 20
 MEMO = 1000  # calls whose judgment is remembered
-_LATIN1 = ("latin1", "latin-1")
-_LITERAL_STEPS = {"list": "append", "dict": "set", "set": "add"}
-_MAPPINGS = (Global("collections", "OrderedDict"), Global("collections", "Counter"))
-_NOT_CHANGED = "changes what is not a list or dict"
+SHOWN = 120  # characters of the arguments of a call
+SOME = 8  # items that are shown
+DEEP = 4  # levels that are shown
+LOOKED_AT = 5_000_000  # values in containers that a trace looks at again, all in all
+# torch/_weights_only_unpickler.py, `Unpickler.load` of torch 2.13.
+WEIGHTS_ONLY_OPCODES = frozenset((
+    "APPEND", "APPENDS", "BINFLOAT", "BINGET", "BININT", "BININT1", "BININT2", "BINPERSID",
+    "BINPUT", "BINUNICODE", "BUILD", "EMPTY_DICT", "EMPTY_LIST", "EMPTY_SET", "EMPTY_TUPLE",
+    "GLOBAL", "LONG1", "LONG_BINGET", "LONG_BINPUT", "MARK", "NEWFALSE", "NEWOBJ", "NEWTRUE",
+    "NONE", "PROTO", "REDUCE", "SETITEM", "SETITEMS", "SHORT_BINSTRING", "STOP", "TUPLE", "TUPLE1",
+    "TUPLE2", "TUPLE3",
+))  # fmt: skip
 _REFUSED = {code for code, name in NAMES.items() if name not in WEIGHTS_ONLY_OPCODES}
+_STEPS = {LIST: "append", DICT: "set", SET: "add"}  # what may change a literal
+_NOT_CHANGED = "changes what is not a list or dict"
+
+
+class Sign:
+    """A value that is not made.
+
+    `made` is the class or function that it is the result of, None for a literal. `items` is what a
+    container holds, the keys and values of a dict in turns. `data` are the bytes of a large byte
+    string, `type` the element type of a numpy.dtype. After its state (`built`) nothing may change
+    an object; nothing may change a dict that is `fixed`.
+    """
+
+    __slots__ = ("built", "data", "fixed", "items", "made", "sort", "text", "type")
+
+    def __init__(
+        self,
+        sort: int,
+        items: list[Any] | None = None,
+        made: Any = None,
+        *,
+        text: str = "",
+        data: ByteSource | None = None,
+        type: NumpyType | None = None,
+    ) -> None:
+        self.sort, self.items, self.made = sort, items, made
+        self.text, self.data, self.type = text, data, type
+        self.built = self.fixed = False
+
+
+_SORTS: dict[type, int] = {
+    type(None): NONE, bool: FLAG, int: INT, float: FLOAT, str: TEXT, bytes: BYTES, tuple: TUPLE,
+}  # fmt: skip
+
+
+class _SignView:
+    """The values of a trace; see `ckptkit.pickles.shapes.View`."""
+
+    def __init__(self) -> None:
+        self.left = LOOKED_AT
+
+    def sort(self, value: Any) -> int:
+        sort = _SORTS.get(value.__class__)
+        if sort is not None:
+            return sort
+        return judge.name_sort(value) if value.__class__ is Global else value.sort
+
+    def items(self, value: Any) -> Sequence[Any] | None:
+        items: Sequence[Any] | None = value if value.__class__ is tuple else value.items
+        self.left -= 1 if items is None else 1 + len(items)
+        return items if self.left >= 0 else None
+
+    def numpy(self, value: Any) -> NumpyType | None:
+        return value.type if isinstance(value, Sign) and value.built else None
+
+    def flat(self, values: tuple[Any, ...]) -> tuple[Any, ...] | None:
+        """Return the sorts of values and of what tuples among them hold, None where that goes
+        deeper."""
+        found: list[Any] = []
+        for value in values:
+            if value.__class__ is tuple:
+                inner = [self.sort(each) for each in value]
+                if any(sort & LITERAL for sort in inner):
+                    return None
+                found.append((*inner,))
+            else:
+                sort = self.sort(value)
+                if sort & LITERAL:
+                    return None
+                found.append(sort)
+        return (*found,)
 
 
 class Tracer:
-    """The symbols of a pickle that is traced, and what is noted of it."""
+    """The signs of a pickle that is traced, and what is noted of it."""
 
-    counted = watchful = True
+    counted = frozenset((Global, tuple))
+    watchful = True
+    weight = 160
 
     def __init__(self, source: ByteSource, start: int, stop: int) -> None:
         self.machine = Machine(source, start, stop, self, "trace_bytes")
         self.globals: dict[Global, Global] = {}
-        self.called: dict[int, int] = {}  # id of a Global: how often it was taken as a callable
+        self.called: dict[int, int] = {}  # id of a Global: how often a call or a row took it
         self.times: dict[int, int] = {}  # id of a Global: how often it was put on the stack
         self.calls: dict[tuple[str, str, str], list[Any]] = {}
         self.nested: list[Nested] = []
         self.doubts: list[str] = []
         self.refused: tuple[int, str] | None = None  # where, and why
-        self.view = SignView()
-        self.unfinished: Result | None = None  # what nothing may touch before its state is set
-        self.judged: dict[tuple[Global, bool, tuple[int, ...]], trust.Judged] = {}
+        self.view = _SignView()
+        self.unfinished: Sign | None = None  # what nothing may touch before its state is set
+        # Of calls that are judged by the sorts of their arguments: the kind, the result, and
+        # whether that is final, so that all calls share it.
+        self.judged: dict[tuple[Any, ...], tuple[str, Sign, bool]] = {}
 
     def run(self) -> Trace:
         """Run until STOP or failure; a CkptkitError is a failure, whose reason is noted."""
@@ -65,13 +158,15 @@ class Tracer:
             self.machine.run()
         except CkptkitError as failure:
             error = self._here(failure.message.removeprefix("pickle "))
+        except RecursionError:
+            error = self._here("nests values too deeply")
         machine = self.machine
         if self.refused is not None or _REFUSED & machine.rare.keys():
             opcodes = (
                 (at, f"opcode {NAMES[op]}") for op, at in machine.rare.items() if op in _REFUSED
             )
             self.refused = min(filter(None, (self.refused, *opcodes)))
-        uncalled = (
+        held = (
             name for name in self.globals if self.times[id(name)] > self.called.get(id(name), 0)
         )
         return Trace(
@@ -79,7 +174,7 @@ class Tracer:
             size=machine.size,
             stop=machine.offset,
             globals=tuple(self.globals),
-            values=tuple(uncalled),
+            values=tuple(held),
             calls=tuple(
                 Call(*key, args, at, count) for key, (args, at, count) in self.calls.items()
             ),
@@ -104,24 +199,24 @@ class Tracer:
         if self.refused is None:
             self.refused = self.machine.offset, self._here(reason)
 
-    def new_list(self) -> Symbol:
-        return Symbol("list")
+    def new_list(self) -> Sign:
+        return Sign(LIST, [])
 
-    def new_dict(self) -> Symbol:
-        return Symbol("dict")
+    def new_dict(self) -> Sign:
+        return Sign(DICT, [])
 
-    def new_set(self) -> Symbol:
-        return Symbol("set")
+    def new_set(self) -> Sign:
+        return Sign(SET, [])
 
     # Names
 
     def name(self, module: Any, name: Any) -> Any:
         if isinstance(module, str) and isinstance(name, str):
             return self._named(Global(module, name))
-        if not isinstance(module, (Symbol, Result)) and not isinstance(name, (Symbol, Result)):
+        if not isinstance(module, Sign) and not isinstance(name, Sign):
             raise FormatError("names a global by something other than strings")
         self.doubt("names a global by something that only running it would tell")
-        return Symbol("a global of unknown name")
+        return Sign(UNKNOWN, text="a global of unknown name")
 
     def _named(self, name: Global) -> Global:
         """Return the Global of this name, always the same object, to push on the stack."""
@@ -129,8 +224,25 @@ class Tracer:
         self.pushed(known)
         return known
 
-    def pushed(self, name: Global) -> None:
-        self.times[id(name)] = self.times.get(id(name), 0) + 1
+    def pushed(self, value: Any) -> None:
+        """Count a name, and those in a tuple, that are put on the stack again."""
+        waiting, seen = [value], set()
+        while waiting:
+            each = waiting.pop()
+            if each.__class__ is tuple and id(each) not in seen:
+                seen.add(id(each))
+                self.view.left -= len(each)
+                if self.view.left < 0:
+                    raise FormatError("repeats large tuples")
+                waiting += each
+            elif each.__class__ is Global:
+                self.times[id(each)] = self.times.get(id(each), 0) + 1
+
+    def _take(self, *names: Any) -> None:
+        """Note that a call, or its row, takes a name: it is no value."""
+        for name in names:
+            if name.__class__ is Global:
+                self.called[id(name)] = self.called.get(id(name), 0) + 1
 
     # Byte strings that may be files
 
@@ -147,7 +259,7 @@ class Tracer:
             assert isinstance(value.extent, Range)
             source = Section(*value.extent)
             self._keep(source)
-            return Symbol(f"{source.size:,} bytes", source)
+            return Sign(BYTES, text=f"{source.size:,} bytes", data=source)
         self._keep(value)
         if kind != "python2":
             return value
@@ -166,34 +278,55 @@ class Tracer:
 
     def call(self, made: Any, args: Any, *, new: bool = False, kwargs: Any = None) -> Any:
         """Note a call and return the stand-in for its result."""
-        if isinstance(made, Global):
-            self.called[id(made)] = self.called.get(id(made), 0) + 1
+        self._take(made)
         self.finish(None)
-        judged = self._judged(made, args, new, kwargs)
+        key = None
+        if made.__class__ is Global and args.__class__ is tuple and not new:
+            if judge.by_sorts(made):
+                key = self.view.flat(args)
+            known = None if key is None else self.judged.get((made, key))
+            if known is not None:
+                kind, result, shared = known
+                self.note(str(made), kind, args)
+                return result if shared else Sign(result.sort, None if result.items is None else [], made)
+        judged = judge.judge_call(self.view, made, args, new=new, kwargs=kwargs)
+        self._take(*judge.consumed(made, args))
         shown = args if kwargs is None or not isinstance(args, tuple) else (*args, kwargs)
-        self.note(trust.describe(made), judged.kind, shown)
-        if judged.kind != trust.ACCEPTED and not isinstance(made, Global):
+        self.note(_described(made), judged.kind, shown)
+        if judged.kind != judge.ACCEPTED and not isinstance(made, Global):
             self.refuse("calls a value")
-        if judged.kind == trust.LOADS and not self._loads(args[0]):
+        if judged.kind == judge.LOADS and not self._loads(args[0]):
             self.doubt("loads a file that only running it would tell")
-        result = self._result(made, args, judged, new)
-        if isinstance(result, Result) and trust.is_unfinished(result.callable):
-            self.unfinished = result
+        result = self._result(made, args, judged)
+        if isinstance(result, Sign):
+            if judge.is_unfinished(result.made):
+                self.unfinished = result
+            if key is not None and len(self.judged) < MEMO and not result.items:
+                self.judged[made, key] = judged.kind, result, judge.is_final(made)
         return result
 
     def persistent(self, pid: Any) -> Any:
-        """Return the class that a persistent id of a legacy file holds, else a storage."""
-        if not isinstance(pid, int) and not (
-            isinstance(pid, tuple) and pid and pid[0] == "storage"
-        ):
+        """Return the class that a persistent id of a legacy file holds, else a storage.
+
+        Legacy files have ("module", class, file, source text), the oldest without "module". The
+        text is never run.
+        """
+        is_storage = isinstance(pid, tuple) and pid[:1] == ("storage",)
+        if not isinstance(pid, int) and not is_storage:
             self.refuse("a persistent id that is no storage")
-        made = class_of(pid)
-        if made is None:
-            if isinstance(pid, tuple) and pid[:1] == ("storage",) and not _is_storage(pid):
+        made = None
+        if isinstance(pid, tuple) and not is_storage:
+            made = next((each for each in pid[:2] if isinstance(each, Global)), None)
+        if made is not None and pid[0] in ("module", made):
+            if not all(self.view.sort(each) & (TEXT | BYTES | NONE) for each in pid[pid.index(made) + 1 :]):
+                self.doubt("names a class by something other than strings")
+            return made  # pushed once, when it was named
+        if is_storage:
+            if _is_storage(pid):
+                self._take(pid[1])
+            else:
                 self.doubt("names a storage by something other than class, key, device and size")
-            return Symbol("persistent")
-        self.pushed(made)
-        return made
+        return _STORAGE
 
     def outside(self, opcode: str, value: Any) -> Any:
         if opcode.startswith("EXT"):
@@ -201,39 +334,42 @@ class Tracer:
                 f"takes number {value:,} of copyreg's extensions, which the program that loads it "
                 "decides"
             )
-            return Symbol(f"extension {value}")
+            return Sign(UNKNOWN, text=f"extension {value}")
         self.doubt("takes a buffer or a value from outside")
-        return Symbol("persistent" if opcode == "PERSID" else "a buffer")
+        return _STORAGE if opcode == "PERSID" else Sign(UNKNOWN, text="a buffer")
 
     # Changes
 
     def build(self, target: Any, state: Any) -> None:
         """Note that attributes are set, or __setstate__ called, of the class or its substitute."""
         self.step("build", target, state)
-        if not (isinstance(target, Result) and isinstance(target.callable, Global)):
+        if not (isinstance(target, Sign) and isinstance(target.made, Global)):
             self.refuse("sets the state of what has none")
 
     def extend(self, target: Any, items: list[Any], how: str) -> None:
         self.step(how, target, items)
-        if isinstance(target, Symbol):
-            target.add(items)
-        kind = "list" if how == "append" else "set"
-        if not isinstance(target, Symbol) or target.kind != kind:
+        if how == "add":
+            self._check_keys(items)
+        if not isinstance(target, Sign) or target.sort != (LIST if how == "append" else SET):
             self.refuse(_NOT_CHANGED)
 
     def set(self, target: Any, items: Sequence[Any]) -> None:
         self.step("set", target, items)
-        if isinstance(target, Symbol):
-            target.add(items)
-        is_dict = target.kind == "dict" if isinstance(target, Symbol) else _is_mapping(target)
-        if not is_dict:
+        self._check_keys(items[0::2])
+        if not isinstance(target, Sign) or not target.sort & (DICT | MAPPING):
             self.refuse(_NOT_CHANGED)
 
-    def collected(self, kind: str, items: list[Any]) -> Symbol:
+    def collected(self, kind: str, items: list[Any]) -> Sign:
         self.fill(items)
-        made = Symbol("set" if kind == "frozenset" else kind)
-        made.add(items)
-        return made
+        if kind != "list":
+            self._check_keys(items[0::2] if kind == "dict" else items)
+        return Sign({"list": LIST, "dict": DICT, "frozenset": SET}[kind], items)
+
+    def _check_keys(self, keys: Sequence[Any]) -> None:
+        """Doubt keys that Python would ask for their hash in the file's words."""
+        for key in keys:
+            if key.__class__ is not str and not judge.is_key(self.view, key):
+                self.doubt(f"hashes {brief(key)}")
 
     def drop(self, values: list[Any]) -> None: ...
 
@@ -244,111 +380,85 @@ class Tracer:
     def finish(self, built: Any) -> None:
         """Note an object whose memory is not set up and which something else comes before."""
         if self.unfinished is not None and self.unfinished is not built:
-            made = trust.describe(self.unfinished.callable)
-            self.note(f"{made} (without its state)", trust.UNSURE, ())
+            self.note(f"{_described(self.unfinished.made)} (without its state)", judge.UNSURE, ())
         self.unfinished = None
 
     def fill(self, values: Any) -> None:
         """Note an unfinished object before a literal that holds more than numbers and text."""
-        if self.unfinished is not None and not all(
-            self.view.sort(each) & SCALARS for each in values
-        ):
-            self.finish(None)
-
-    def _is_literal_step(self, target: Any, step: str, value: Any) -> bool:
-        if (
-            not isinstance(target, Symbol)
-            or _LITERAL_STEPS.get(target.kind) != step
-            or target.fixed
-        ):
-            return False
-        self.fill(value)
-        return True
-
-    def _judged(self, made: Any, args: Any, new: bool, kwargs: Any) -> trust.Judged:
-        """Judge a call, once for all calls of a name with arguments of the same sorts."""
-        sorts = None
-        if (
-            made.__class__ is Global
-            and args.__class__ is tuple
-            and kwargs is None
-            and trust.by_sorts(made, len(args))
-        ):
-            sorts = self.view.flat(args)
-        known = None if sorts is None else self.judged.get((made, new, sorts))
-        if known is None:
-            known = trust.judge_call(self.view, made, args, new=new, kwargs=kwargs)
-            if sorts is not None and len(self.judged) < MEMO:
-                self.judged[made, new, sorts] = known
-        return known
+        if self.unfinished is not None:
+            if not all(self.view.sort(each) & SCALAR for each in values):
+                self.finish(None)
 
     def step(self, step: str, target: Any, value: Any) -> None:
         """Note what changes a value, unless what it is allows that."""
         if isinstance(target, Global):
-            self.note(f"{target} (changed)", trust.HARMFUL, value)
+            self.note(f"{target} (changed)", judge.HARMFUL, value)
             return
-        if not isinstance(target, Result):
-            if not self._is_literal_step(target, step, value):
-                self.note("(what is no object)", trust.UNSURE, value)
+        if not isinstance(target, Sign) or target.fixed:
+            self.note("(what is no object)", judge.UNSURE, value)
             return
-        self.finish(target if step == "build" else None)
-        if target.built:  # an attribute may stand in the place of the method that this calls
-            self.note(f"{trust.describe(target.callable)} (changed again)", trust.HARMFUL, value)
+        if target.made is None:
+            if _STEPS.get(target.sort) != step:
+                self.note("(what is no object)", judge.UNSURE, value)
+                return
+            self.fill(value)
+        elif target.built:  # an attribute may stand in the place of the method that this calls
+            self.finish(None)
+            self.note(f"{_described(target.made)} (changed again)", judge.HARMFUL, value)
+            return
         else:
-            judged = trust.judge_step(self.view, target.callable, step, value, target.judged)
-            if judged.kind not in trust.WRITTEN:
-                self.note(f"{trust.describe(target.callable)} (changed)", judged.kind, value)
-            target.judged, target.sort, target.built = judged, judged.sort, step == "build"
+            self.finish(target if step == "build" else None)
+            before = judge.Judged(judge.ACCEPTED, target.sort, target.type)
+            judged = judge.judge_step(self.view, target.made, step, value, before)
+            if judged.kind not in judge.WRITTEN:
+                self.note(f"{_described(target.made)} (changed)", judged.kind, value)
+            target.sort, target.type, target.built = judged.sort, judged.type, step == "build"
+            if judged.type is not None and isinstance(value, tuple):
+                for part in value:  # the dtype keeps its dict of fields
+                    if isinstance(part, Sign) and part.sort == DICT:
+                        part.fixed = True
+        if step != "build" and target.items is not None:
+            target.items += value
 
     def note(self, name: str, kind: str, args: Any) -> None:
         key = (name, self.machine.opcode, kind)
         known = self.calls.get(key)
         if known is None:
             check("scan_parts", len(self.calls), "different calls in a pickle")
-            self.calls[key] = [
-                brief(tuple(args) if isinstance(args, list) else args),
-                self.machine.offset,
-                1,
-            ]
+            shown = brief(tuple(args) if isinstance(args, list) else args)
+            self.calls[key] = [shown, self.machine.offset, 1]
         else:
             known[2] += 1
 
-    def _result(self, made: Any, args: Any, judged: trust.Judged, new: bool) -> Any:
-        """Return the kind of a result: encoded text, a nested class, else the call of it."""
+    def _result(self, made: Any, args: Any, judged: judge.Judged) -> Any:
+        """Return the stand-in for a result: encoded text, a nested class, else a Sign."""
         name = str(made)
         if not isinstance(args, tuple):
-            return Result(made, judged, new=new)
-        if (
-            name == "_codecs.encode"
-            and len(args) == 2
-            and isinstance(args[0], str)
-            and args[1] in _LATIN1
-        ):
+            return Sign(judged.sort, None, made)
+        first = args[0] if args else None
+        if name == "_codecs.encode" and judged.kind == judge.ACCEPTED:
             try:
-                data = args[0].encode("latin-1")
+                data = first.encode("latin-1")
             except UnicodeEncodeError as error:
                 raise FormatError("spells bytes with characters beyond 255") from error
             self._keep(data)
             return data
-        if (
-            name in ("builtins.bytes", "builtins.bytearray")
-            and len(args) == 1
-            and judged.sort == self.view.sort(args[0])
-        ):
-            return args[0]
-        if (
-            name == "builtins.getattr"
-            and len(args) == 2
-            and isinstance(args[0], Global)
-            and isinstance(args[1], str)
-        ):
-            return self._named(Global(args[0].module, f"{args[0].name}.{args[1]}"))
-        return Result(trust.target_of(made, args), judged, new=new)
+        if name in ("builtins.bytes", "builtins.bytearray") and len(args) == 1:
+            if self.view.sort(first) == BYTES:
+                return first
+        if name == "builtins.getattr" and judged.kind == judge.HARMLESS:
+            return self._named(Global(first.module, f"{first.name}.{args[1]}"))
+        items = None
+        if judged.sort & CONTAINERS and judged.kind in judge.WRITTEN:
+            items = judge.contents(self.view, judged.sort, args)
+            if items is not None and judged.sort != LIST and judged.sort != TUPLE:
+                self._check_keys(items if judged.sort == SET else items[0::2])
+        return Sign(judged.sort, items, judge.target_of(made, args), type=judged.type)
 
     def _loads(self, sign: Any) -> bool:
-        if not isinstance(sign, (Symbol, bytes)):
+        if not isinstance(sign, (Sign, bytes)):
             return False
-        data = sign.data if isinstance(sign, Symbol) else sign
+        data = sign.data if isinstance(sign, Sign) else sign
         if data is None or len(self.nested) >= NESTED:
             return False
         inert = [
@@ -364,6 +474,9 @@ class Tracer:
         return True
 
 
+_STORAGE = Sign(STORAGE, text="persistent")
+
+
 def _is_storage(pid: tuple[Any, ...]) -> bool:
     """Return whether it is (..., class, key, device, size), and perhaps a view, as torch writes."""
     if not 5 <= len(pid) <= 6:
@@ -376,8 +489,44 @@ def _is_storage(pid: tuple[Any, ...]) -> bool:
     return kinds == [Global, str, str, int] and plain
 
 
-def _is_mapping(target: Any) -> bool:
-    return isinstance(target, Result) and target.callable in _MAPPINGS
+def _described(made: Any) -> str:
+    return str(made) if isinstance(made, Global) else "the result of another call"
+
+
+def brief(args: Any) -> str:
+    """Return arguments, shortened.
+
+    Their values are the file's: escape them before printing.
+    """
+    text = "".join(_pieces(args, DEEP))
+    return text if len(text) <= SHOWN else text[: SHOWN - 3] + "..."
+
+
+def _pieces(value: Any, depth: int) -> Iterator[str]:
+    if isinstance(value, tuple) or (isinstance(value, Sign) and value.made is None and not value.text):
+        items = value if isinstance(value, tuple) else value.items or ()
+        left, right = "()" if isinstance(value, tuple) else "[]" if value.sort == LIST else "{}"
+        yield left
+        if depth == 0 and items:
+            yield "..."
+        else:
+            inside = (("", ", ")[n > 0] + "".join(_pieces(each, depth - 1))
+                      for n, each in enumerate(items[:SOME]))  # fmt: skip
+            yield from inside
+        yield right
+    elif isinstance(value, Sign):
+        if value.text:
+            yield f"<{value.text}>"
+        else:
+            yield f"{value.made}(...)" if isinstance(value.made, Global) else "<a result>"
+    elif isinstance(value, Global):
+        yield str(value)[:SHOWN]
+    elif isinstance(value, (str, bytes)):
+        yield repr(value[:SHOWN])
+    elif isinstance(value, int) and abs(value) >= 1 << 64:
+        yield "<a large integer>"
+    else:
+        yield repr(value)
 
 
 def trace(source: ByteSource, start: int = 0, stop: int | None = None) -> Trace:

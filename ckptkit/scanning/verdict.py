@@ -5,12 +5,10 @@ Pure: nothing is read, nothing run.
 Of a pickle, from harmless to not:
 
     safe for weights_only    `torch.load(weights_only=True)`, which is torch's default, loads it
-    harmless                 makes plain values; but weights_only does not read it (its
-                             container, its protocol)
-    needs these classes      makes objects of classes that weights_only does not know: loading
-                             imports their packages, and runs what those packages do to set up
-                             an object, with a state that is plain or inert. Nothing else is
-                             called
+    harmless                 every call and every name is in the allowlist, with arguments and
+                             states that its row takes; but weights_only does not read it
+    needs these classes      harmless but for objects of classes that are not in the allowlist:
+                             the code of these classes decides, and nobody looked at it
     cannot tell              it is malformed, two readers could differ, names are computed, a
                              step is not proved harmless by the allowlist, or it holds a name
                              that is not in it, though nothing calls that
@@ -29,8 +27,9 @@ from dataclasses import dataclass
 from fnmatch import translate
 from typing import NamedTuple
 
+from ckptkit.core.text import some
 from ckptkit.core.tree import Global
-from ckptkit.pickles import trust
+from ckptkit.pickles import judge
 from ckptkit.pickles.streams import TORCHSCRIPT, Call, Program, Remark, Traced
 from ckptkit.pickles.versions import differences
 
@@ -50,20 +49,22 @@ LABELS = {
     UNKNOWN: "cannot tell",
     CODE: "would run code",
 }
-FINDINGS = (UNKNOWN, CODE)
-_RUNS = (trust.UNKNOWN, trust.HARMFUL)
+SHOWN = 8  # names in a reason
+FINDINGS = (CLASSES, UNKNOWN, CODE)
+_RUNS = (judge.CALLED, judge.HARMFUL)
 
 
 @dataclass(frozen=True, slots=True)
 class PickleVerdict:
-    """One pickle. ``needs`` are the classes and functions that weights_only does not know, ``runs``
-    the calls of unknown code, ``reasons`` why it is uncertain, ``refused`` why
-    weights_only does not load it even with those classes allowed (None: it does), ``versions`` on
-    what versions of torch disagree about it."""
+    """One pickle. ``needs`` are the classes of its objects that are in no allowlist, ``held`` the
+    names of other code among its values, ``runs`` the calls of unknown code, ``reasons`` why it is
+    uncertain, ``refused`` why weights_only does not load it (None: it does), ``versions`` on what
+    versions of torch disagree about it."""
 
     found: Traced
     verdict: str
     needs: tuple[Global, ...]
+    held: tuple[Global, ...]
     runs: tuple[Call, ...]
     reasons: tuple[str, ...]
     refused: str | None
@@ -109,7 +110,7 @@ def judge_file(
     verdicts = [NONE]
     for each in seen:
         if isinstance(each, Traced):
-            pickles.append(judge(each, trusted))
+            pickles.append(judge_pickle(each, trusted))
             verdicts.append(pickles[-1].verdict)
         elif isinstance(each, Remark):
             remarks.append(each)
@@ -121,36 +122,37 @@ def judge_file(
     return FileVerdict(path, size, worst, tuple(pickles), tuple(remarks), tuple(programs))
 
 
-def judge(found: Traced, trusted: Trusted) -> PickleVerdict:
+def judge_pickle(found: Traced, trusted: Trusted) -> PickleVerdict:
     """The verdict on one pickle."""
     trace = found.trace
-    script = found.loader == TORCHSCRIPT
     runs = tuple(each for each in trace.calls if each.kind in _RUNS and each.name not in trusted)
-    runs += tuple(each for each in trace.calls if each.kind == trust.HARMFUL and each not in runs)
-    refused = found.no_weights_only or trace.refused
-    needs = tuple(name for name in trace.globals if _is_needed(name, found, script))
+    runs += tuple(each for each in trace.calls if each.kind == judge.HARMFUL and each not in runs)
+    unknown = [
+        name
+        for name in trace.globals
+        if not judge.is_known(name) and not _is_trusted(str(name), trusted)
+    ]
+    if found.loader == TORCHSCRIPT:  # it has its own classes in it
+        unknown = [name for name in unknown if not name.module.startswith("__torch__")]
+    held = tuple(name for name in unknown if name in trace.values and judge.is_own(name))
+    needs = tuple(name for name in unknown if name not in held and judge.is_own(name))
+    refused = found.no_weights_only or trace.refused or _refused_name(trace.globals)
     reasons = tuple(_reasons(found, trusted))
     if runs:
         verdict = CODE
     elif reasons:
         verdict = UNKNOWN
-    elif needs:
+    elif held or needs:
         verdict = CLASSES
     else:
         verdict = HARMLESS if refused is not None else SAFE
     disagree = () if refused is not None else tuple(differences(trace.globals))
-    return PickleVerdict(found, verdict, needs, runs, reasons, refused, disagree)
+    return PickleVerdict(found, verdict, needs, held, runs, reasons, refused, disagree)
 
 
-def _is_needed(name: Global, found: Traced, script: bool) -> bool:
-    """Return whether a name is a class that has to be allowed, or trusted.
-
-    Names in the allowlist need not be where weights_only is no option; a program of TorchScript
-    has its own classes in it.
-    """
-    if found.no_weights_only is None:
-        return trust.refused_by_weights_only(name)
-    return not (trust.is_known(name) or (script and name.module.startswith("__torch__")))
+def _refused_name(names: Iterable[Global]) -> str | None:
+    refused = [str(name) for name in names if judge.refused_by_weights_only(name)]
+    return f"torch.load(weights_only=True) refuses {some(refused, SHOWN)}" if refused else None
 
 
 def _reasons(found: Traced, trusted: Trusted) -> Iterator[str]:
@@ -159,13 +161,11 @@ def _reasons(found: Traced, trusted: Trusted) -> Iterator[str]:
         yield f"a machine would stop: {trace.error}"
     yield from trace.doubts
     for name in trace.values:
-        reason = trust.out_of_place(name)
-        if reason is not None and not _is_trusted(str(name), trusted):
+        reason = judge.out_of_place(name)
+        if reason is not None and not judge.is_own(name):
             yield f"holds {name}, which {reason}; code that gets it may call it"
     for call in trace.calls:
-        if call.kind == trust.ALLOCATES:
-            yield f"{call.name}{call.args} takes as much memory as the file says"
-        elif call.kind == trust.UNSURE and not _is_trusted(call.name, trusted):
+        if call.kind == judge.UNSURE and not _is_trusted(call.name, trusted):
             yield (
                 f"does not understand {call.opcode} of {call.name} with {call.args} (byte "
                 f"{call.offset:,})"
@@ -173,7 +173,7 @@ def _reasons(found: Traced, trusted: Trusted) -> Iterator[str]:
 
 
 def _is_trusted(name: str, trusted: Trusted) -> bool:
-    return name in trusted and not trust.is_guarded(name)
+    return name in trusted and not judge.is_guarded(name)
 
 
 class Finding(NamedTuple):
@@ -191,7 +191,7 @@ def counts(result: object, strict: bool) -> bool:
     `strict` leaves nothing but what weights_only loads.
     """
     return isinstance(result, FileVerdict) and result.verdict in (
-        (HARMLESS, CLASSES, *FINDINGS) if strict else FINDINGS
+        (HARMLESS, *FINDINGS) if strict else FINDINGS
     )
 
 
@@ -209,14 +209,24 @@ def findings(file: FileVerdict, strict: bool) -> Iterator[Finding]:
             )
         if pickle.verdict == UNKNOWN:
             yield from (Finding(UNKNOWN, where, reason, offset) for reason in pickle.reasons)
-        elif strict and pickle.verdict == CLASSES:
-            yield Finding(CLASSES, where, f"needs {', '.join(map(str, pickle.needs))}", offset)
+        elif pickle.verdict == CLASSES:
+            yield from (Finding(CLASSES, where, text, offset) for text in needed(pickle))
         elif strict and pickle.verdict == HARMLESS:
             yield Finding(HARMLESS, where, f"weights_only refuses it: {pickle.refused}", offset)
     yield from (Finding(UNKNOWN, each.where, each.reason) for each in file.remarks)
     for program in file.programs:
         if program.files:
             yield Finding(CODE, program.where, f"a program that uses {', '.join(program.files)}")
+
+
+def needed(pickle: PickleVerdict) -> Iterator[str]:
+    """Yield which classes of other code decide, and which callables that code may get."""
+    names = some(list(map(str, pickle.needs)), SHOWN)
+    if names:
+        only = "" if pickle.held else "; only their own code decides"
+        yield f"needs {names}{only}"
+    if pickle.held:
+        yield f"holds {some(list(map(str, pickle.held)), SHOWN)}, which code that gets it may call"
 
 
 def unique(texts: Iterable[str]) -> list[str]:

@@ -12,7 +12,7 @@ import torch
 from tests.cli.conftest import Ckptkit
 from tests.conftest import Run
 from tests.formats.containers.zips import Member
-from tests.scanning.hostile_pickles import EVIL, PLAIN, archive, call, pickle2, pickle4, text
+from tests.scanning.hostile_pickles import EVIL, PLAIN, archive, call, name, pickle2, pickle4, text
 
 NAMED = "\x1b]0;x\x07\u202e\n[OK] safe"
 
@@ -34,6 +34,13 @@ def fine(tmp_path: Path) -> Path:
 @pytest.fixture
 def classes(tmp_path: Path) -> Path:
     path = tmp_path / "classes.pth"
+    path.write_bytes(archive(pickle2(name("mine.nets.Net") + b")\x81")))
+    return path
+
+
+@pytest.fixture
+def harmless(tmp_path: Path) -> Path:
+    path = tmp_path / "harmless.pth"
     path.write_bytes(archive(pickle2(call("pathlib.PosixPath", text("a")))))
     return path
 
@@ -52,10 +59,28 @@ def test_a_file_that_is_safe(ckptkit: Ckptkit, fine: Path) -> None:
     assert (result.exit_code, result.stdout) == (0, f"{fine}: safe for weights_only\n")
 
 
-def test_classes_are_a_finding_if_asked_for(ckptkit: Ckptkit, classes: Path) -> None:
+def test_a_harmless_file_is_a_finding_if_asked_for(ckptkit: Ckptkit, harmless: Path) -> None:
+    result = ckptkit("scan", harmless)
+    assert result.exit_code == 0 and "refuses pathlib.PosixPath" in result.stdout
+    assert ckptkit("scan", "--strict", harmless).exit_code == 1
+
+
+def test_other_classes_are_a_finding_unless_all_are_trusted(
+    ckptkit: Ckptkit, classes: Path, tmp_path: Path
+) -> None:
     result = ckptkit("scan", classes)
-    assert result.exit_code == 0 and "needs pathlib.PosixPath" in result.stdout
-    assert ckptkit("scan", "--strict", classes).exit_code == 1
+    assert result.exit_code == 1
+    assert "needs mine.nets.Net; only their own code decides" in result.stdout
+    assert ckptkit("scan", classes, "--trust", "other").exit_code == 1
+    assert ckptkit("scan", classes, "--trust", "mine.nets").exit_code == 0
+    held = tmp_path / "held.pth"
+    state = b"}" + text("run") + name("theirs.run") + b"sb"
+    held.write_bytes(archive(pickle2(name("mine.nets.Net") + b")\x81" + state)))
+    result = ckptkit("scan", held, "--trust", "mine.nets")
+    assert result.exit_code == 1
+    assert "holds theirs.run, which code that gets it may call" in result.stdout
+    done = ckptkit("scan", held, "--trust", "mine.nets", "--trust", "theirs.run")
+    assert done.exit_code == 0
 
 
 def test_folders_are_summed_up_and_quiet_prints_findings_alone(
@@ -119,7 +144,7 @@ def test_sarif(ckptkit: Ckptkit, evil: Path, fine: Path, classes: Path) -> None:
     check_sarif(log)
     (run,) = log["runs"]
     assert [(each["ruleId"], each["level"]) for each in run["results"]] == [
-        ("would-run-code", "error"), ("needs-classes", "note"),
+        ("would-run-code", "error"), ("needs-classes", "warning"),
     ]  # fmt: skip
     place = run["results"][0]["locations"][0]
     assert place["physicalLocation"]["artifactLocation"]["uri"] == evil.as_uri()
@@ -221,7 +246,7 @@ def test_no_files_are_no_pass(run: Run, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("code", "said"),
     [
-        (b"ctorch._utils\n_rebuild_nested_tensor\n", "2.15 and later refuses"),
+        (b"ctorch._utils\n_rebuild_nested_tensor\n)R", "2.15 and later refuses"),
         (b"ctorch\nbcomplex32\n", "before 2.15 refuses"),
         (b"ctorch\nfloat32\n", ""),
     ],

@@ -168,7 +168,9 @@ def mapped(module: str, name: str) -> tuple[str, str]:
 class Ours:
     """A builder that makes the values that CPython makes, and stops where that is not certain."""
 
-    counted = watchful = False
+    counted: frozenset[type] = frozenset()
+    watchful = False
+    weight = 1
 
     def __init__(self, data: bytes) -> None:
         self.log = Log()

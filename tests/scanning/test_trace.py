@@ -19,8 +19,7 @@ from ckptkit.core.limits import LIMITS
 from ckptkit.core.tree import Global
 from ckptkit.pickles.machine import FIRST_WINDOW, LARGE, WINDOW
 from ckptkit.pickles.streams import Trace
-from ckptkit.scanning.trace import trace
-from ckptkit.scanning.trace_symbols import WEIGHTS_ONLY_OPCODES
+from ckptkit.scanning.trace import WEIGHTS_ONLY_OPCODES, trace
 from tests.formats.torch_zip.archives import text as text_of_archives
 from tests.scanning.hostile_pickles import (
     CALLS,
@@ -269,8 +268,8 @@ def test_harm_hidden_behind_a_thousand_harmless_calls_is_another_call() -> None:
         (call("pathlib.PosixPath", text("a")), "harmless"),
         (name("mine.Net") + b")\x81", "class"),
         (call("mine.Net"), "unknown"),
-        (call("transformers.trainer_utils.IntervalStrategy", text("no")), "class"),
-        (name("torch.nn.modules.linear.Linear") + b")\x81", "class"),
+        (call("transformers.trainer_utils.IntervalStrategy", text("no")), "harmless"),
+        (name("torch.nn.modules.linear.Linear") + b")\x81", "harmless"),
         (call("torch.nn.modules.linear.Linear", b"K\1", b"K\1"), "harmful"),
         (call("copyreg._reconstructor", name("mine.Net"), name("builtins.object"), b"N"), "class"),
         (
@@ -278,7 +277,7 @@ def test_harm_hidden_behind_a_thousand_harmless_calls_is_another_call() -> None:
             "harmful",
         ),
         (call("torch._tensor._rebuild_from_type_v2", name("mine.f"), b"N", b")", b"}"), "unknown"),
-        (call("builtins.list", call("builtins.range", b"J\0\0\0\x7f")), "allocates"),
+        (call("builtins.list", call("builtins.range", b"J\0\0\0\x7f")), "unsure"),
         (call("torch.storage._load_from_bytes", raw(b"x")), "loads"),
         (call("builtins.dict", call("types.SimpleNamespace")), "unsure"),
         (call("builtins.bytes", b"](K\x63K\x6fe"), "unsure"),
@@ -307,7 +306,7 @@ NAMESPACE = call("types.SimpleNamespace")
     ("body", "is_clean"),
     [
         (adam(b"]}a"), True),
-        (adam(b"]" + call("collections.defaultdict", name("builtins.dict")) + b"a"), True),
+        (adam(b"]" + call("collections.defaultdict", name("builtins.dict")) + b"a"), False),
         (adam(b"]" + call("collections.defaultdict", name("mine.f")) + b"a"), False),
         (call("collections.defaultdict", name("functools.partial")), False),
         (adam(call("collections.deque") + NAMESPACE + b"a"), False),

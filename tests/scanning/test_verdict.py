@@ -54,10 +54,11 @@ from tests.scanning.hostile_pickles import (
 )
 
 METHOD = FOLDER / "torch-zip/bound_method.pth"  # calls getattr
+MODULES = [FOLDER / "torch-zip/module.pth", FOLDER / "torch-zip/sync_batch_norm.pth"]
 FILES = sorted(
     path
     for path in FOLDER.rglob("*")
-    if path.is_file() and path.suffix not in (".py", ".pyc") and path != METHOD
+    if path.is_file() and path.suffix not in (".py", ".pyc") and path not in (METHOD, *MODULES)
 )
 
 # Scans all cases in a process that is watched: nothing of them may be imported, opened for writing,
@@ -142,6 +143,13 @@ def test_a_method_that_was_saved_is_a_finding() -> None:
     assert not loads(METHOD)
 
 
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: path.stem)
+def test_whole_modules_need_their_classes(path: Path) -> None:
+    found = scan(path)
+    assert found.verdict == CLASSES and counts(found, strict=False)
+    assert not counts(scan(path, trust=["ckptkit.trainer.models"]), strict=False)
+
+
 def loads(path: Path) -> bool:
     """Return whether torch.load takes a file with weights_only."""
     try:
@@ -157,7 +165,7 @@ class Own:
 
 SAVED: dict[str, tuple[Any, str]] = {
     "tensors": ({"a": torch.ones(2), "b": torch.arange(3).byte()}, SAFE),
-    "module": (torch.nn.Linear(2, 2), CLASSES),
+    "module": (torch.nn.Linear(2, 2), HARMLESS),
     "state": (
         torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2)).state_dict(),
         SAFE,
@@ -171,16 +179,16 @@ SAVED: dict[str, tuple[Any, str]] = {
     ),
     "dtype": ([torch.float16, torch.device("cpu"), torch.Size([1])], SAFE),
     "large": ([1 << 70, -(1 << 31), 0.5, None, True, "\u20ac"], SAFE),
-    "path": (pathlib.PurePosixPath("a/b"), CLASSES),
-    "datetime": (datetime.datetime(2026, 1, 1), CLASSES),
-    "decimal": (decimal.Decimal("1.5"), CLASSES),
-    "numpy": ({"a": np.float64(1.5), "b": np.ones(2)}, CLASSES),
+    "path": (pathlib.PurePosixPath("a/b"), HARMLESS),
+    "datetime": (datetime.datetime(2026, 1, 1), HARMLESS),
+    "decimal": (decimal.Decimal("1.5"), HARMLESS),
+    "numpy": ({"a": np.float64(1.5), "b": np.ones(2)}, HARMLESS),
     "own": (Own(), CLASSES),
-    "defaultdict": (defaultdict(list, a=[1]), CLASSES),
+    "defaultdict": (defaultdict(list, a=[1]), HARMLESS),
     "function": (torch.relu, UNKNOWN),
-    "type": (int, CLASSES),
+    "type": (int, HARMLESS),
 }
-SAVED["function"] = ({"activation": torch.nn.functional.relu}, CLASSES)
+SAVED["function"] = ({"activation": torch.nn.functional.relu}, HARMLESS)
 
 
 @pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])
@@ -226,7 +234,7 @@ def test_trust_lets_calls_of_packages_pass_and_no_others(tmp_path: Path) -> None
     assert scan(path, trust=["other.*"]).verdict == CODE
     assert scan(path, trust=["min"]).verdict == CODE
     for trust in ("mine.*", "mine", "mine.kinds"):
-        assert scan(path, trust=[trust]).verdict == CLASSES
+        assert scan(path, trust=[trust]).verdict == HARMLESS
     assert scan(put(tmp_path, EVIL), trust=["*"]).verdict == CODE
 
 
@@ -237,8 +245,11 @@ def test_nothing_of_python_or_torch_is_trusted(body: str, tmp_path: Path) -> Non
 
 
 def test_classes_of_packages_are_trusted_by_name(tmp_path: Path) -> None:
-    path = put(tmp_path, pickle4(name("sympy.core.symbol.Symbol") + b")\x81"), ".pkl")
-    assert scan(path).verdict == UNKNOWN and scan(path, trust=["sympy.*"]).verdict == CLASSES
+    symbol = name("sympy.core.symbol.Symbol")
+    for args, expected in ((b")", CLASSES), (text("x") + b"\x85", UNKNOWN)):
+        path = put(tmp_path, pickle4(symbol + args + b"\x81"), ".pkl")
+        assert scan(path).verdict == expected
+        assert scan(path, trust=["sympy.*"]).verdict == HARMLESS
 
 
 def test_ZP_04_a_reader_that_does_not_look_at_checksums_is_thought_of(tmp_path: Path) -> None:
@@ -390,7 +401,7 @@ def test_remote_files(tmp_path: Path) -> None:
 def test_findings_of_a_verdict(tmp_path: Path) -> None:
     found = scan(put(tmp_path, archive(pickle2(call("pathlib.PosixPath", text("a"))))))
     assert not counts(found, strict=False) and counts(found, strict=True)
-    assert [each.verdict for each in findings(found, strict=True)] == [CLASSES]
+    assert [each.verdict for each in findings(found, strict=True)] == [HARMLESS]
     assert list(findings(found, strict=False)) == []
     assert scan(put(tmp_path, b"hello", ".txt")).verdict == NONE
 

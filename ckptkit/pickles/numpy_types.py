@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import re
 from math import prod
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from ckptkit.core.tree import Node
+from ckptkit.pickles.shapes import BYTES, LIST, TEXT, View, pairs
 
 
 class NumpyType(NamedTuple):
@@ -20,22 +21,6 @@ class NumpyType(NamedTuple):
     kind: str
     size: int
     objects: bool = False
-
-
-class NumpyView(Protocol):
-    """Access to the values in a state, for a machine."""
-
-    def numpy(self, value: Node) -> NumpyType | None:
-        """Return the element type that a built dtype stands for."""
-
-    def pairs(self, value: Node) -> list[tuple[Node, Node]] | None:
-        """Return the items of a dict, None if these are too many or not known."""
-
-    def count(self, value: Node) -> int | None:
-        """Return the length of a list, None for anything else."""
-
-    def is_bytes(self, value: Node) -> bool:
-        """Return whether it is a byte string, or the text that Python 2 had for one."""
 
 
 _SIZES = {"b": (1,), "i": (1, 2, 4, 8), "u": (1, 2, 4, 8), "f": (2, 4, 8, 12, 16),
@@ -58,7 +43,7 @@ def named(text: Node) -> NumpyType | None:
     return NumpyType(kind, 4 * size if kind == "U" else size)
 
 
-def built(view: NumpyView, fresh: NumpyType | None, state: Node) -> NumpyType | None:
+def built(view: View, fresh: NumpyType | None, state: Node) -> NumpyType | None:
     """Return what the state makes of a new dtype, None for what numpy does not write."""
     if fresh is None or not isinstance(state, tuple) or not _is_state(state):
         return None
@@ -93,19 +78,19 @@ def _built_plain(fresh: NumpyType, state: tuple[Node, ...]) -> NumpyType | None:
     return fresh if (size, align, flags) == (-1, -1, 0) else None
 
 
-def _is_metadata(view: NumpyView, fresh: NumpyType, value: Node) -> bool:
+def _is_metadata(view: View, fresh: NumpyType, value: Node) -> bool:
     """Return whether it is the ninth item: a unit of time, or nothing."""
     if fresh.kind not in "Mm":
-        return value is None or view.pairs(value) is not None
+        return value is None or pairs(view, value) is not None
     if not isinstance(value, tuple) or len(value) != 2 or not isinstance(value[1], tuple):
         return False
     unit = value[1]
     counts = len(unit) in (4, 5) and all(type(each) is int for each in unit[1:4])
-    plain = value[0] is None or view.pairs(value[0]) == []
+    plain = value[0] is None or pairs(view, value[0]) == []
     return counts and plain and isinstance(unit[0], (bytes, str)) and unit[4:] in ((), (None,))
 
 
-def _built_void(view: NumpyView, fresh: NumpyType, state: tuple[Node, ...]) -> NumpyType | None:
+def _built_void(view: View, fresh: NumpyType, state: tuple[Node, ...]) -> NumpyType | None:
     """Return what raw bytes, a record or a subarray is."""
     _, _, subarray, names, fields, size, align, flags = state[:8]
     if size != fresh.size or not 1 <= align <= 64:
@@ -114,7 +99,7 @@ def _built_void(view: NumpyView, fresh: NumpyType, state: tuple[Node, ...]) -> N
         return _subarray(view, fresh, subarray, flags) if names is None and fields is None else None
     if names is None and fields is None:
         return fresh if flags == 0 else None
-    objects = _holds_objects(view, names, view.pairs(fields), size)
+    objects = _holds_objects(view, names, pairs(view, fields), size)
     return (
         None
         if objects is None or not _agree(objects, flags, size)
@@ -128,7 +113,7 @@ def _agree(objects: bool, flags: int, size: int) -> bool:
     return not flags & ~_HARMLESS
 
 
-def _subarray(view: NumpyView, fresh: NumpyType, subarray: Node, flags: int) -> NumpyType | None:
+def _subarray(view: View, fresh: NumpyType, subarray: Node, flags: int) -> NumpyType | None:
     if not isinstance(subarray, tuple) or len(subarray) != 2:
         return None
     base, shape = view.numpy(subarray[0]), subarray[1]
@@ -138,24 +123,24 @@ def _subarray(view: NumpyView, fresh: NumpyType, subarray: Node, flags: int) -> 
 
 
 def _holds_objects(
-    view: NumpyView, names: Node, pairs: list[tuple[Node, Node]] | None, size: int
+    view: View, names: Node, found: list[tuple[Node, Node]] | None, size: int
 ) -> bool | None:
     """Return whether fields hold objects, None if they are not what a record has."""
-    if pairs is None or not isinstance(names, tuple) or not names:
+    if found is None or not isinstance(names, tuple) or not names:
         return None
-    keys = [key for key, _ in pairs]
+    keys = [key for key, _ in found]
     if not all(isinstance(key, str) for key in (*keys, *names)) or sorted(keys) != sorted(names):
         return None
     objects = False
-    for _, field in pairs:
-        found = _field(view, field, size)
-        if found is None:
+    for _, field in found:
+        type_ = _field(view, field, size)
+        if type_ is None:
             return None
-        objects |= found.objects
+        objects |= type_.objects
     return objects
 
 
-def _field(view: NumpyView, field: Node, size: int) -> NumpyType | None:
+def _field(view: View, field: Node, size: int) -> NumpyType | None:
     if not isinstance(field, tuple) or len(field) != 2 or type(field[1]) is not int:
         return None
     found = view.numpy(field[0])
@@ -175,7 +160,7 @@ def is_shape(value: Node, size: int = 1) -> bool:
     return nbytes < 1 << 63
 
 
-def array(view: NumpyView, state: Node) -> NumpyType | None:
+def array(view: View, state: Node) -> NumpyType | None:
     """Return the element type of an array with this state: bytes, or a list where it has
     objects."""
     if not isinstance(state, tuple) or len(state) != 5 or type(state[0]) is not int:
@@ -185,6 +170,12 @@ def array(view: NumpyView, state: Node) -> NumpyType | None:
     if found is None or not is_shape(shape, found.size) or type(order) not in (bool, int):
         return None
     if not found.objects:
-        return found if view.is_bytes(data) else None
-    fits = found.kind == "O" and view.count(data) == prod(shape)
+        return found if is_bytes(view, data) else None
+    items = view.items(data) if view.sort(data) == LIST else None
+    fits = found.kind == "O" and items is not None and len(list(items)) == prod(shape)
     return found if fits else None
+
+
+def is_bytes(view: View, value: Node) -> bool:
+    """Return whether it is a byte string, or the text that Python 2 had for one."""
+    return bool(view.sort(value) & (BYTES | TEXT))
