@@ -299,6 +299,7 @@ class ScanPickle(TypedDict):
     versions: list[str]
     globals: list[str]
     needs: list[str]
+    held: list[str]
     calls: list[ScanCall]
     runs: list[ScanCall]
     reasons: list[str]

@@ -248,14 +248,13 @@ class Archive:
             raise CorruptError(
                 f"record {shown(name)} has {entry.size:,} bytes, its tensors expect {nbytes:,}"
             )
-        return self._storage(name, location)
+        record, crc = self.directory.record(name)
+        self._unsummed += crc is None
+        return Storage(record, location, crc, self.big_endian)
 
     def storage(self, name: str, location: str) -> Storage:
         """Return the bytes of the record `name`, which the caller knows to exist."""
         self._used.add(name)
-        return self._storage(name, location)
-
-    def _storage(self, name: str, location: str) -> Storage:
         record, crc = self.directory.record(name)
         self._unsummed += crc is None
         return Storage(record, location, crc, self.big_endian)

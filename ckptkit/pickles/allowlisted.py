@@ -34,10 +34,12 @@ class Row(NamedTuple):
     of_class: bool  # whether it makes an object of the class that is its first argument
 
 
-_TENSORS = "BFloat16 Bool Byte Char Double Float Half Int Long Short".split()
+_TENSORS = ["BFloat16", "Bool", "Byte", "Char", "Double", "Float", "Half", "Int", "Long", "Short"]
 _STORAGES = [row.storage for row in TABLE if row.storage]
-_NOT_ON_CUDA = "QInt8Storage QInt32Storage QUInt8Storage QUInt4x2Storage QUInt2x4Storage".split()
+_NOT_ON_CUDA = ("QInt8Storage", "QInt32Storage", "QUInt8Storage", "QUInt4x2Storage",
+                "QUInt2x4Storage")  # fmt: skip
 _DTYPES = [row.name for row in TABLE]
+_QSCHEMES = ("affine", "affine_float_qparams", "symmetric")
 _PLACEHOLDERS: dict[str, list[str]] = {
     "@storages": _STORAGES,
     "@cuda_storages": [each for each in _STORAGES if each not in _NOT_ON_CUDA],
@@ -45,10 +47,8 @@ _PLACEHOLDERS: dict[str, list[str]] = {
     "@sparse": [f"{kind}Tensor" for kind in _TENSORS if kind != "Bool"],
     "@dtypes": _DTYPES,
     "@weights_only_dtypes": [name for name in _DTYPES if not name.startswith("float6_")],
-    "@qschemes": (
-        "per_channel_affine per_channel_affine_float_qparams per_channel_symmetric "
-        "per_tensor_affine per_tensor_symmetric"
-    ).split(),
+    "@qschemes": [f"per_channel_{each}" for each in _QSCHEMES]
+    + ["per_tensor_affine", "per_tensor_symmetric"],
 }
 # Where torch had its quantized modules before 1.13.
 _OLDER = (("torch.ao.nn.", "torch.nn."), ("torch.ao.quantization", "torch.quantization"))
@@ -173,7 +173,9 @@ class Allowlist:
         gives = SORTS[found["gives"]] if found["gives"] else OTHER if called else LISTED
         fill = tuple((found["fill"] or "").split())
         spelled = (found["takes"] or "()").strip("()").split()
-        consumed = tuple(n for n, word in enumerate(spelled) if "%" in word or word == "tensor_class")
+        consumed = tuple(
+            n for n, word in enumerate(spelled) if "%" in word or word == "tensor_class"
+        )
         new = not called or bool(found["new"])
         is_by_sorts = all(map(by_sorts, takes))
         for name in names:
@@ -183,7 +185,6 @@ class Allowlist:
                 tuple(takes), gives, new, called, state, fill, is_by_sorts, consumed,
                 spelled[:1] == ["tensor_class"],
             )  # fmt: skip
-
 
 
 def load(tests: dict[str, Shape]) -> Allowlist:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from ckptkit.core.tree import Global, Node
 from ckptkit.pickles import numpy_types, shapes
-from ckptkit.pickles.allowlisted import Name, Row, load
+from ckptkit.pickles.allowlisted import Name, load
 from ckptkit.pickles.numpy_types import NumpyType
 from ckptkit.pickles.shapes import (
     ANY,
@@ -84,9 +84,8 @@ _GETATTR: Name = ("builtins", "getattr")  # how protocols below 4 name what is i
 _LOAD: Name = ("torch.storage", "_load_from_bytes")  # a storage that torch.save did not pickle
 _SPECIAL = FROM_TYPE | _NEW_CALLS | {_RECONSTRUCT, _GETATTR, _LOAD}
 # Classes of C++ whose memory is not set up before their state is: nothing may come between.
-_UNFINISHED = frozenset(
-    ("torch.distributed.tensor.placement_types", name) for name in ("Partial", "Shard", "_StridedShard")
-)  # fmt: skip
+_PLACEMENTS = "torch.distributed.tensor.placement_types"
+_UNFINISHED = frozenset((_PLACEMENTS, name) for name in ("Partial", "Shard", "_StridedShard"))
 
 
 class Judged(NamedTuple):
@@ -113,7 +112,9 @@ def name_sort(name: Global) -> int:
     """Return the sort of a class or function that is held as a value."""
     key = key_of(name)
     outer, _, last = name.name.rpartition(".")
-    if key in ALLOWLIST.constants or ((name.module, outer) in ALLOWLIST.enums and not _special(last)):
+    if key in ALLOWLIST.constants or (
+        (name.module, outer) in ALLOWLIST.enums and not _special(last)
+    ):
         return CONSTANT
     return FUNCTION if key in ALLOWLIST.functions else NAME
 
@@ -333,10 +334,9 @@ def is_unfinished(made: Node) -> bool:
 def target_of(made: Node, args: Node) -> Node:
     """Return the name that decides which steps may follow a call: of the class that it makes an
     object of."""
-    if isinstance(made, Global) and isinstance(args, tuple) and args:
-        if key_of(made) in _NEW_CALLS or key_of(made) == _RECONSTRUCT:
-            return args[0]
-    return made
+    name = key_of(made) if isinstance(made, Global) else None
+    is_maker = name in _NEW_CALLS or name == _RECONSTRUCT
+    return args[0] if is_maker and isinstance(args, tuple) and args else made
 
 
 # Steps after a call
@@ -376,7 +376,11 @@ def _array_sort(view: View, word: str, state: Node) -> int | None:
     """Return the sort of an array with this state; None if numpy would not write it."""
     masked = word == "masked_state"
     if masked:
-        if not isinstance(state, tuple) or len(state) != 7 or not numpy_types.is_bytes(view, state[5]):
+        if (
+            not isinstance(state, tuple)
+            or len(state) != 7
+            or not numpy_types.is_bytes(view, state[5])
+        ):
             return None
         if not view.sort(state[6]) & (SCALAR | ARRAY):
             return None
@@ -451,7 +455,9 @@ def _text(pattern: str) -> Shape:
 _TESTS: dict[str, Shape] = {
     "attributes": _attributes,
     "byte": lambda view, value: isinstance(value, (str, bytes)) and value in ("b", b"b"),
-    "decimal": _text(r"[+-]?[0-9.]{0,1000}([eE][+-]?[0-9]{1,19})?|[+-]?s?NaN[0-9]{0,99}|[+-]?Infinity"),
+    "decimal": _text(
+        r"[+-]?[0-9.]{0,1000}([eE][+-]?[0-9]{1,19})?|[+-]?s?NaN[0-9]{0,99}|[+-]?Infinity"
+    ),
     # False equals 0.
     "empty_shape": lambda view, value: value == (0,) and type(value[0]) is int,
     "fraction": _text(r"[+-]?[0-9]{1,1000}(/[0-9]{1,1000})?"),

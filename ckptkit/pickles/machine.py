@@ -24,7 +24,7 @@ from typing import Any, NoReturn, Protocol
 
 from ckptkit.core.bytesource import ByteSource, Range
 from ckptkit.core.errors import FormatError, TruncatedError, UnsupportedError
-from ckptkit.core.limits import check
+from ckptkit.core.limits import LIMITS, check
 from ckptkit.core.tree import Node, StoredBytes
 
 WINDOW = 1 << 20  # bytes read at once, after smaller windows: most pickles are small
@@ -45,6 +45,10 @@ F8 = Struct(">d").unpack_from
 _INT = re.compile(rb"0|-?[1-9][0-9]*")
 _INDEX = re.compile(rb"0|[1-9][0-9]*")
 _FLOAT = re.compile(rb"-?(?:[0-9]+(?:\.[0-9]*)?(?:e[+-]?[0-9]+)?|inf)|nan")
+# How numbers are spelled that CPython may read: int(), float(), and strtol up to a NUL.
+_READABLE = re.compile(
+    rb"\s*[+-]?(?:[0-9][0-9a-fxo_.+-]*l?|inf(?:inity)?|nan)\s*(?:\0.*)?", re.IGNORECASE | re.DOTALL
+)
 _STRING = re.compile(
     rb"""'(?:[^'\\]|\\(?:[\\'"nrt]|x[0-9a-f]{2}))*'|"(?:[^"\\]|\\(?:[\\'"nrt]|x[0-9a-f]{2}))*\""""
 )
@@ -99,6 +103,10 @@ class Builder(Protocol):
 
     def end(self, stack: list[Any], marks: list[list[Any]]) -> Any:
         """Return the value of the pickle at STOP."""
+
+
+class SpellingError(FormatError):
+    """A spelling that no pickler writes, and that an unpickler of CPython may read."""
 
 
 class Short(Exception):
@@ -178,14 +186,9 @@ class Machine:
                 start = pos
                 op = data[pos]
                 pos += 1
-                if op == 0x72:  # LONG_BINPUT
-                    index = U4(data, pos)[0]
-                    pos += 4
-                    if index == len(memo):
-                        remember(stack[-1])
-                    else:
-                        self.at = start
-                        self._put(index, stack[-1])
+                if op == 0x4B:  # BININT1
+                    push(data[pos])
+                    pos += 1
                 elif op == 0x68:  # BINGET
                     index = data[pos]
                     pos += 1
@@ -193,9 +196,6 @@ class Machine:
                     if value is UNSET or value.__class__ in counted:
                         self._again(value)
                     push(value)
-                elif op == 0x4B:  # BININT1
-                    push(data[pos])
-                    pos += 1
                 elif op == 0x58:  # BINUNICODE
                     end = pos + 4 + U4(data, pos)[0]
                     if end > len(data):
@@ -228,14 +228,6 @@ class Machine:
                         if U4(data, pos + 1)[0] == len(memo):
                             remember(value)
                             pos += 5
-                elif op == 0x52:  # REDUCE
-                    made += 1
-                    value = stack.pop()
-                    self.at = start
-                    stack[-1] = call(stack[-1], value)
-                elif op == 0x85:  # TUPLE1
-                    made += 1
-                    stack[-1] = (stack[-1],)
                 elif op == 0x86:  # TUPLE2
                     made += 1
                     value = stack.pop()
@@ -246,16 +238,45 @@ class Machine:
                         if U4(data, pos + 1)[0] == len(memo):
                             remember(value)
                             pos += 5
+                elif op == 0x52:  # REDUCE
+                    made += 1
+                    value = stack.pop()
+                    self.at = start
+                    value = stack[-1] = call(stack[-1], value)
+                    start = pos
+                    if data[pos] == 0x72:  # LONG_BINPUT, which follows nearly always
+                        op = 0x72
+                        if U4(data, pos + 1)[0] == len(memo):
+                            remember(value)
+                            pos += 5
                 elif op == 0x51:  # BINPERSID
                     self.at = start
                     stack[-1] = builder.persistent(stack[-1])
-                elif op == 0x4D:  # BININT2
-                    push(U2(data, pos)[0])
-                    pos += 2
                 elif op == 0x89:  # NEWFALSE
                     push(False)
                 elif op == 0x29:  # EMPTY_TUPLE
                     push(())
+                elif op == 0x72:  # LONG_BINPUT
+                    index = U4(data, pos)[0]
+                    pos += 4
+                    if index == len(memo):
+                        remember(stack[-1])
+                    else:
+                        self.at = start
+                        self._put(index, stack[-1])
+                elif op == 0x6A:  # LONG_BINGET
+                    index = U4(data, pos)[0]
+                    pos += 4
+                    value = memo[index] if index < len(memo) else self._get(index)
+                    if value is UNSET or value.__class__ in counted:
+                        self._again(value)
+                    push(value)
+                elif op == 0x4D:  # BININT2
+                    push(U2(data, pos)[0])
+                    pos += 2
+                elif op == 0x85:  # TUPLE1
+                    made += 1
+                    stack[-1] = (stack[-1],)
                 elif op == 0x71:  # BINPUT
                     index = data[pos]
                     pos += 1
@@ -287,13 +308,6 @@ class Machine:
                     if len(items) % 2:
                         raise FormatError("pickle sets a key without a value")
                     builder.set(stack[-1], items)
-                elif op == 0x6A:  # LONG_BINGET
-                    index = U4(data, pos)[0]
-                    pos += 4
-                    value = memo[index] if index < len(memo) else self._get(index)
-                    if value is UNSET or value.__class__ in counted:
-                        self._again(value)
-                    push(value)
                 elif op == 0x87:  # TUPLE3
                     made += 1
                     value = stack.pop()
@@ -339,15 +353,15 @@ class Machine:
         """Move the window to `start`, at least `need` bytes long; a window ends with its frame."""
         have = len(self.data) - start
         need = max(need, have + 1)
-        check("string_bytes", need, "bytes of one value in a pickle")
         at = self.base + start
+        if at + need > self.limit:
+            raise TruncatedError("pickle ends before it is complete", hint=CUT)
+        check("string_bytes", need, "bytes of one value in a pickle")
         if self.frame_end is not None and at + need > self.frame_end:
             if have:
                 self.builder.odd("pickle opcode reaches beyond its frame")
             self.frame_end = None
         end = self.limit if self.frame_end is None else self.frame_end
-        if at + need > end:
-            raise TruncatedError("pickle ends before it is complete", hint=CUT)
         length = min(max(need, have + min(WINDOW, max(FIRST_WINDOW, 4 * len(self.data)))), end - at)
         self.data = self.data[start:] + self.source.read(at + have, length - have)
         self.base, self.at = at, 0
@@ -490,10 +504,17 @@ class Machine:
                 )
         self.stack.append(self.builder.name(module, name))
 
-    def _line(self, data: bytes, pos: int, limit: str = "line_bytes") -> tuple[bytes, int]:
-        """Return the bytes up to the next newline, and the offset after it."""
+    def _line(self, data: bytes, pos: int, limit: str | None = None) -> tuple[bytes, int]:
+        """Return the bytes up to the next newline, and the offset after it.
+
+        `limit` is the name of the limit of its length, None for a name.
+        """
         end = data.find(b"\n", pos)
-        check(limit, (len(data) if end < 0 else end) - pos, "bytes of a line in a pickle")
+        length = (len(data) if end < 0 else end) - pos
+        if limit is not None:
+            check(limit, length, "bytes of a line in a pickle")
+        elif length > LIMITS.line_bytes:
+            raise FormatError(f"pickle holds a name of more than {LIMITS.line_bytes:,} bytes")
         if end < 0:
             raise Short(len(data) + 1)
         return data[pos:end], end + 1
@@ -603,7 +624,8 @@ class Machine:
     def _long(self, data: bytes, pos: int, size: int) -> int:
         if size < 0:
             raise FormatError("pickle holds an integer of negative length")
-        check("int_bytes", size, "bytes of an integer in a pickle")
+        if self.base + pos + size <= self.limit:  # else it is cut
+            check("int_bytes", size, "bytes of an integer in a pickle")
         if pos + size > len(data):
             raise Short(pos + size)
         self.stack.append(int.from_bytes(data[pos : pos + size], "little", signed=True))
@@ -611,7 +633,7 @@ class Machine:
 
     def _number(self, data: bytes, pos: int, form: re.Pattern[bytes]) -> tuple[int, int]:
         """Return the number in a line of this form, and the offset after the line."""
-        line, pos = self._line(data, pos)
+        line, pos = self._line(data, pos, "line_bytes")
         if form is _INT:
             line = line.removesuffix(b"L")
         if not form.fullmatch(line):
@@ -620,7 +642,8 @@ class Machine:
         return int(line), pos
 
     def _malformed(self, line: bytes) -> NoReturn:
-        raise FormatError(f"pickle holds {line[:40]!r} where no pickler writes it")
+        error = SpellingError if _READABLE.fullmatch(line) else FormatError
+        raise error(f"pickle holds {line[:40]!r} where no pickler writes it")
 
     def op_int(self, data: bytes, pos: int) -> int:
         if data[pos : pos + 3] in (b"00\n", b"01\n"):
@@ -634,7 +657,7 @@ class Machine:
         return pos
 
     def op_float(self, data: bytes, pos: int) -> int:
-        line, pos = self._line(data, pos)
+        line, pos = self._line(data, pos, "line_bytes")
         if not _FLOAT.fullmatch(line):
             self._malformed(line)
         self.stack.append(float(line))
@@ -673,7 +696,9 @@ class Machine:
         """Push a quoted literal of Python 2."""
         line, pos = self._line(data, pos, "string_bytes")
         if not _STRING.fullmatch(line):
-            raise FormatError("pickle holds a string that is not quoted as picklers do")
+            is_quoted = line[:1] in (b"'", b'"') and line.rstrip()[-1:] == line[:1]
+            error = SpellingError if is_quoted else FormatError
+            raise error("pickle holds a string that is not quoted as picklers do")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             value = escape_decode(line[1:-1])[0]

@@ -45,10 +45,19 @@ class StorageTable:
                 "a storage is named by something other than a class, a string and a number"
             )
         known = self._known.get(key)
-        if known is None:
-            typed = self._new(key, made, location, numel)
-        else:
+        if known is not None:
             typed = self._again(key, known, made, location, numel)
+        else:
+            dtype = dtype_of_storage(made)
+            if location.__class__ is not str or numel < 0:
+                raise FormatError(f"storage {key!r} has no device or no size")
+            if len(key) + len(location) > LIMITS.name_bytes:
+                check("name_bytes", len(key) + len(location), "characters of a storage's name")
+            if key in self._views:
+                raise _two_ways(key)
+            nbytes = numel if dtype is None else numel * dtype.itemsize
+            typed = TypedStorage(self._opener(key, nbytes, location), dtype)
+            self._known[key] = (typed,)
         return typed if not view or view[0] is None else self._view(typed, view[0])
 
     def __iter__(self) -> Iterator[str]:
@@ -61,18 +70,6 @@ class StorageTable:
             key: max(1 if typed.dtype is None else typed.dtype.itemsize for typed in known)
             for key, known in self._known.items()
         }
-
-    def _new(self, key: str, made: Global, location: Node, numel: int) -> TypedStorage:
-        dtype = dtype_of_storage(made)
-        if location.__class__ is not str or numel < 0:
-            raise FormatError(f"storage {key!r} has no device or no size")
-        _check_name(key, location)
-        if key in self._views:
-            raise _two_ways(key)
-        storage = self._opener(key, numel if dtype is None else numel * dtype.itemsize, location)
-        typed = TypedStorage(storage, dtype)
-        self._known[key] = (typed,)
-        return typed
 
     def _again(
         self, key: str, known: tuple[TypedStorage, ...], made: Global, location: Node, numel: int
@@ -115,11 +112,6 @@ class StorageTable:
         if seen[1:] != metadata[1:] or view.storage is not root.storage or key in self._known:
             raise _two_ways(key)
         return view
-
-
-def _check_name(key: str, location: str) -> None:
-    if len(key) + len(location) > LIMITS.name_bytes:
-        check("name_bytes", len(key) + len(location), "characters of a storage's name")
 
 
 def _two_ways(key: str) -> AmbiguousError:

@@ -106,7 +106,8 @@ class Nested(NamedTuple):
 class Trace:
     """The names and calls of one pickle, as far as a machine would run it.
 
-    ``error`` is where and why it stops before STOP; ``doubts`` are what different machines
+    ``error`` is where and why it stops before STOP, ``goes_on`` whether CPython's machines may run
+    what follows; ``doubts`` are what different machines
     understand differently. ``refused`` is what else than a name `torch.load(weights_only=True)`
     refuses, None if nothing.
     """
@@ -123,6 +124,7 @@ class Trace:
     doubts: tuple[str, ...]
     refused: str | None
     error: str | None
+    goes_on: bool
 
     @property
     def is_proved(self) -> bool:

@@ -1,4 +1,7 @@
-"""Judge what a tree calls and holds, and what may be written back: `ckptkit.pickles.judge` for trees."""
+"""Judge what a tree calls and holds, and what may be written back.
+
+The judge of traces, `ckptkit.pickles.judge`, for trees.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from ckptkit.core.errors import UnsafeGlobalError
-from ckptkit.core.text import flatten
 from ckptkit.core.tensor import Tensor, TypedStorage
-from ckptkit.core.text import typed_value
+from ckptkit.core.text import flatten, typed_value
 from ckptkit.core.tree import (
     ByteString,
     Global,

@@ -338,8 +338,11 @@ def _starting(heads: Mapping[bytes, str], head: bytes) -> str | None:
 def _convinces(found: Trace) -> bool:
     """Return whether tried bytes are a pickle that matters: it ends, or calls, with possible names.
 
-    Every few thousand random bytes something is called.
+    Every few thousand random bytes something is called. Where ckptkit stops and CPython may go on,
+    nobody knows what follows.
     """
+    if found.goes_on:
+        return True
     held = found.globals or (found.nested and found.protocol)
     return (
         bool(held)

@@ -12,12 +12,11 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ckptkit.core.bytesource import ByteSource, Memory, Range, Section
-from ckptkit.core.errors import CkptkitError, FormatError
-from ckptkit.core.text import flatten
+from ckptkit.core.errors import CkptkitError, FormatError, LimitError
 from ckptkit.core.limits import check
 from ckptkit.core.tree import Global, StoredBytes, collector_paused
 from ckptkit.pickles import judge
-from ckptkit.pickles.machine import NAMES, Machine
+from ckptkit.pickles.machine import NAMES, Machine, SpellingError
 from ckptkit.pickles.nested import looks_like_a_file
 from ckptkit.pickles.numpy_types import NumpyType
 from ckptkit.pickles.shapes import (
@@ -57,6 +56,7 @@ WEIGHTS_ONLY_OPCODES = frozenset((
 ))  # fmt: skip
 _REFUSED = {code for code, name in NAMES.items() if name not in WEIGHTS_ONLY_OPCODES}
 _STEPS = {LIST: "append", DICT: "set", SET: "add"}  # what may change a literal
+_BYTES = ("_codecs.encode", "builtins.bytes", "builtins.bytearray")
 _NOT_CHANGED = "changes what is not a list or dict"
 
 
@@ -153,13 +153,14 @@ class Tracer:
 
     def run(self) -> Trace:
         """Run until STOP or failure; a CkptkitError is a failure, whose reason is noted."""
-        error = None
+        error, goes_on = None, False
         try:
             self.machine.run()
         except CkptkitError as failure:
             error = self._here(failure.message.removeprefix("pickle "))
+            goes_on = isinstance(failure, (LimitError, SpellingError))
         except RecursionError:
-            error = self._here("nests values too deeply")
+            error, goes_on = self._here("nests values too deeply"), True
         machine = self.machine
         if self.refused is not None or _REFUSED & machine.rare.keys():
             opcodes = (
@@ -182,6 +183,7 @@ class Tracer:
             doubts=tuple(self.doubts),
             refused=None if self.refused is None else self.refused[1],
             error=error,
+            goes_on=goes_on,
         )
 
     def _here(self, reason: str) -> str:
@@ -233,7 +235,7 @@ class Tracer:
                 seen.add(id(each))
                 self.view.left -= len(each)
                 if self.view.left < 0:
-                    raise FormatError("repeats large tuples")
+                    raise SpellingError("repeats large tuples")
                 waiting += each
             elif each.__class__ is Global:
                 self.times[id(each)] = self.times.get(id(each), 0) + 1
@@ -288,7 +290,11 @@ class Tracer:
             if known is not None:
                 kind, result, shared = known
                 self.note(str(made), kind, args)
-                return result if shared else Sign(result.sort, None if result.items is None else [], made)
+                return (
+                    result
+                    if shared
+                    else Sign(result.sort, None if result.items is None else [], made)
+                )
         judged = judge.judge_call(self.view, made, args, new=new, kwargs=kwargs)
         self._take(*judge.consumed(made, args))
         shown = args if kwargs is None or not isinstance(args, tuple) else (*args, kwargs)
@@ -318,7 +324,9 @@ class Tracer:
         if isinstance(pid, tuple) and not is_storage:
             made = next((each for each in pid[:2] if isinstance(each, Global)), None)
         if made is not None and pid[0] in ("module", made):
-            if not all(self.view.sort(each) & (TEXT | BYTES | NONE) for each in pid[pid.index(made) + 1 :]):
+            if not all(
+                self.view.sort(each) & (TEXT | BYTES | NONE) for each in pid[pid.index(made) + 1 :]
+            ):
                 self.doubt("names a class by something other than strings")
             return made  # pushed once, when it was named
         if is_storage:
@@ -385,9 +393,8 @@ class Tracer:
 
     def fill(self, values: Any) -> None:
         """Note an unfinished object before a literal that holds more than numbers and text."""
-        if self.unfinished is not None:
-            if not all(self.view.sort(each) & SCALAR for each in values):
-                self.finish(None)
+        if self.unfinished and not all(self.view.sort(each) & SCALAR for each in values):
+            self.finish(None)
 
     def step(self, step: str, target: Any, value: Any) -> None:
         """Note what changes a value, unless what it is allows that."""
@@ -435,17 +442,16 @@ class Tracer:
         name = str(made)
         if not isinstance(args, tuple):
             return Sign(judged.sort, None, made)
-        first = args[0] if args else None
-        if name == "_codecs.encode" and judged.kind == judge.ACCEPTED:
+        first: Any = args[0] if args else None
+        if name in _BYTES and judged.kind in judge.WRITTEN:
+            if not isinstance(first, str):
+                return b"" if first is None else first
             try:
                 data = first.encode("latin-1")
             except UnicodeEncodeError as error:
                 raise FormatError("spells bytes with characters beyond 255") from error
             self._keep(data)
             return data
-        if name in ("builtins.bytes", "builtins.bytearray") and len(args) == 1:
-            if self.view.sort(first) == BYTES:
-                return first
         if name == "builtins.getattr" and judged.kind == judge.HARMLESS:
             return self._named(Global(first.module, f"{first.name}.{args[1]}"))
         items = None
@@ -503,7 +509,9 @@ def brief(args: Any) -> str:
 
 
 def _pieces(value: Any, depth: int) -> Iterator[str]:
-    if isinstance(value, tuple) or (isinstance(value, Sign) and value.made is None and not value.text):
+    if isinstance(value, tuple) or (
+        isinstance(value, Sign) and value.made is None and not value.text
+    ):
         items = value if isinstance(value, tuple) else value.items or ()
         left, right = "()" if isinstance(value, tuple) else "[]" if value.sort == LIST else "{}"
         yield left

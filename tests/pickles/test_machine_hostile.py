@@ -548,7 +548,7 @@ def test_PK_18_a_long_string_in_a_file_that_is_as_long(tmp_path: Path) -> None:
     path = tmp_path / "hole"
     with path.open("wb") as file:
         file.write(b"X\xff\xff\xff\xbf")
-        file.truncate(3 << 30)
+        file.truncate((3 << 30) + 64)
     done = subprocess.run(
         [sys.executable, "-c", CHILD, str(path)], capture_output=True, encoding="utf-8", timeout=20,
         env={**os.environ, "PYTHONPATH": str(ROOT)},

@@ -239,6 +239,16 @@ _PAIRS = {
 }
 _CODE = text("__import__('os').system('touch canary')")
 
+
+def _adam(groups: bytes) -> bytes:
+    """An Adam with these groups of parameters: its __setstate__ calls setdefault of each."""
+    return built(name("torch.optim.adam.Adam") + b")\x81", text("state"), b"}", text("defaults"), b"}",
+                 text("param_groups"), groups)  # fmt: skip
+
+
+_TOUCH = call("functools.partial", name("os.system"), text(TOUCH))
+_SETDEFAULT = built(_BAG, text("setdefault"), _TOUCH)
+
 # Values that run code by what harmless callables do with them. Each is the body of a pickle that
 # leaves one value.
 STANDARD = {
@@ -275,6 +285,24 @@ DISGUISED = {
     "spawn": call("setuptools._distutils.spawn.spawn", b"(" + text("touch") + text("canary") + b"l"),
     "re-exported": call("fsspec.utils.pathlib"),
     "load-from-bytes-kept": call("functools.partial", name("torch.storage._load_from_bytes"), raw(b"x")),
+    "adam-factory": _adam(b"]" + call("collections.defaultdict", _TOUCH) + b"a"),
+    "adam-namespace": _adam(b"]" + _SETDEFAULT + b"a"),
+    "adam-deque": _adam(call("collections.deque", b"]" + _SETDEFAULT + b"a")),
+    "adam-list": _adam(call("builtins.list", b"]" + _SETDEFAULT + b"a")),
+    "adam-own-list": _adam(b"]" + name("mine.Groups") + b")\x81a"),
+    "callable-of-own": built(name("mine.Net") + b")\x81", text("run"), name("theirs.tools.run")),
+    "callable-alone": name("mine.tools.run"),
+    "class-alone": name("mine.nets.Net"),
+    "class-of-torch": name("torch.optim.adam.Adam"),
+    "method": call("builtins.getattr", name("mine.nets.Net"), text("run")),
+    "partial-of-print": call("functools.partial", name("builtins.print"), text("x")),
+    "count": built(name("torch.nn.modules.linear.Identity") + b")\x81", text("_buffers"),
+                   call("itertools.count")),
+    "layers-of-an-lstm": built(name("torch.nn.modules.rnn.LSTM") + b")\x81", text("_all_weights"),
+                               b"]](K\0ea", text("num_layers"), b"\x8a\x06\0\0\0\0\0\1"),
+    "format-of-random": built(name("random.Random") + b")R", text("x"), b"K\1")
+                        + b"(K\2](" + text("%9000000000d") + b"eNtb",
+    "object-as-key": b"}" + name("torch.distributed.device_mesh.DeviceMesh") + b")\x81K\1s",
     "class-through-slots": name("mine.Net") + b")\x81N}" + text("__class__") + name("subprocess.Popen") + b"s\x86b",
 }  # fmt: skip
 

@@ -293,6 +293,34 @@ def test_what_is_not_looked_into_is_said(head: bytes, tmp_path: Path) -> None:
     assert found.verdict == UNKNOWN and "not looked into" in found.remarks[0].reason
 
 
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"cos\nsystem\n(S'touch canary'\np0001\ntR.", b"I010\n0" + EVIL[2:], b"L 7L\n0" + EVIL[2:],
+        b"F1_0.5\n0" + EVIL[2:], b"I7\0x\n0" + EVIL[2:], b"I" + b"7" * 3000 + b"\n0" + EVIL[2:],
+        b"S'\\q'\n0" + EVIL[2:],
+    ],
+)  # fmt: skip
+def test_what_cpython_may_read_is_never_passed_over(head: bytes, tmp_path: Path) -> None:
+    """A stop of ckptkit's own says nothing about what follows, under any name and inside files."""
+    for suffix in (".pth", ".txt", ".pkl"):
+        assert verdict(tmp_path, head, suffix) == UNKNOWN
+    assert verdict(tmp_path, archive(PLAIN, Member("archive/notes", head))) == UNKNOWN
+    assert verdict(tmp_path, pickle4(raw(head)), ".pkl") == UNKNOWN
+
+
+def test_texts_are_no_pickles(tmp_path: Path) -> None:
+    for line in (
+        b"I am\n",
+        b"Floats 1 2 3\n",
+        b"gone\n",
+        b"Sum: 'a'\n",
+        b"I 1st\n",
+        b"iVBOR" + b"A" * (2 << 20),
+    ):
+        assert verdict(tmp_path, line + b"and more text\n", ".txt") == NONE
+
+
 def test_random_tensors_are_no_pickles(tmp_path: Path) -> None:
     torch.manual_seed(0)
     path = tmp_path / "many.pt"
