@@ -78,58 +78,6 @@ def command(
              ckptkit scan --trust 'mynet.*' whole_module.pth
     """
     from ckptkit.cli.progress import Progress
-    from ckptkit.scanning.files import Failure
-    from ckptkit.scanning.verdict import FileVerdict
-
-
-SCHEMA = "ckptkit.scan/2"
-FOUND = 1
-
-
-@click.command("scan")
-@click.argument("files", metavar="FILE...", nargs=-1, required=True)
-@click.option(
-    "--trust",
-    metavar="GLOB",
-    multiple=True,
-    help="Trust classes and functions whose names match, such as 'mynet.*', or all of a module or "
-    "package (repeatable).",
-)
-@click.option(
-    "--strict",
-    is_flag=True,
-    help="Fail (exit code 1) for everything that torch.load(weights_only=True) refuses.",
-)
-@click.option(
-    "--workers",
-    metavar="N",
-    type=click.IntRange(1, 64),
-    help="Share the work among N processes. Default: one per core, if there are many files.",
-)
-@click.option("--json", "as_json", is_flag=True, help=f"Print one JSON object (schema {SCHEMA}).")
-@click.option("--sarif", "as_sarif", is_flag=True, help="Print the findings as SARIF 2.1.0.")
-@click.option("--quiet", "-q", is_flag=True, help="Print only findings.")
-def command(
-    files: tuple[str, ...],
-    trust: tuple[str, ...],
-    strict: bool,
-    workers: int | None,
-    as_json: bool,
-    as_sarif: bool,
-    quiet: bool,
-) -> int:
-    """Report what loading files would run, without running it.
-
-    Examines every pickle in files and folders, also in places that loaders ignore. Of a
-    folder, prints the findings and a summary. Exit code 1 if a pickle would run code or cannot be
-    judged; with --strict, also if weights_only=True refuses it.
-
-    \b
-    Example: ckptkit scan run.pth
-             ckptkit scan --quiet models/
-             ckptkit scan --trust 'transformers.*' training_args.bin
-    """
-    from ckptkit.cli.progress import Progress
     from ckptkit.scanning.files import scan_all
 
     if as_json and as_sarif:
