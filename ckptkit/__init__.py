@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from ckptkit import edits
 from ckptkit.core import __version__, above
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from ckptkit.analysis.reports import stats as stats
     from ckptkit.analysis.reports import verify as verify
     from ckptkit.api import convert as convert
-    from ckptkit.api import open_checkpoint as open
+    from ckptkit.api import open_checkpoint
     from ckptkit.api import recover as recover
     from ckptkit.api import save as save
     from ckptkit.core.checkpoint import Checkpoint as Checkpoint
@@ -45,6 +46,8 @@ if TYPE_CHECKING:
     from ckptkit.transforms.structure import extract as extract
     from ckptkit.transforms.structure import wrap as wrap
 
+    open = open_checkpoint
+
 # What methods of Checkpoint and Tensor call, and the check of byte strings that look like files.
 _ABOVE = {
     "html": ("views.notebook", "html"),
@@ -55,83 +58,26 @@ _ABOVE = {
     "torch": ("compute.torch_bridge", "torch_tensor"),
     "map": ("transforms.mapping", "map_weights"),
     "set": ("transforms.structure", "with_value"),
-    "drop": ("transforms.structure", "without"),
+    "drop": ("transforms.structure", "drop_entry"),
 }
 
-# Public name -> its module, and its name there.
+# Public names by the modules that have them; those of edits are in the list of edits.
 _PLACES = {
-    "Checkpoint": ("core.checkpoint", "Checkpoint"),
-    "CkptkitError": ("core.errors", "CkptkitError"),
-    "Options": ("core.options", "Options"),
-    "Storage": ("core.tensor", "Storage"),
-    "Tensor": ("core.tensor", "Tensor"),
-    "add_prefix": ("transforms.keys", "add_prefix"),
-    "apply_rules": ("rules.applying", "apply_rules"),
-    "average": ("transforms.combine", "average"),
-    "cast": ("transforms.elements", "cast"),
-    "compact": ("transforms.elements", "compact"),
-    "convert": ("api", "convert"),
-    "dequantize": ("transforms.quantized", "dequantize"),
-    "diff": ("loading", "diff"),
-    "digest": ("analysis.reports", "digest"),
-    "doctor": ("diagnosis.report", "doctor"),
-    "ema": ("transforms.combine", "ema"),
-    "extract": ("transforms.structure", "extract"),
-    "inspect": ("analysis.reports", "inspect"),
-    "key_optimizer": ("transforms.optimizer_keys", "key_optimizer"),
-    "load": ("loading", "load"),
-    "load_into": ("loading", "load_into"),
-    "merge": ("transforms.combine", "merge"),
-    "open": ("api", "open_checkpoint"),
-    "recover": ("api", "recover"),
-    "remap": ("transforms.devices", "remap"),
-    "rename": ("transforms.keys", "rename"),
-    "save": ("api", "save"),
-    "scan": ("analysis.reports", "scan"),
-    "select": ("transforms.keys", "select"),
-    "stats": ("analysis.reports", "stats"),
-    "strip_prefix": ("transforms.keys", "strip_prefix"),
-    "verify": ("analysis.reports", "verify"),
-    "wrap": ("transforms.structure", "wrap"),
+    "analysis.reports": ("digest", "inspect", "scan", "stats", "verify"),
+    "api": ("convert", "open", "recover", "save"),
+    "core.checkpoint": ("Checkpoint",),
+    "core.errors": ("CkptkitError",),
+    "core.options": ("Options",),
+    "core.tensor": ("Storage", "Tensor"),
+    "diagnosis.report": ("doctor",),
+    "loading": ("diff", "load", "load_into"),
 }
-
-# Spelled out: type checkers do not evaluate expressions.
-__all__ = [
-    "Checkpoint",
-    "CkptkitError",
-    "Options",
-    "Storage",
-    "Tensor",
-    "__version__",
-    "add_prefix",
-    "apply_rules",
-    "average",
-    "cast",
-    "compact",
-    "convert",
-    "dequantize",
-    "diff",
-    "digest",
-    "doctor",
-    "ema",
-    "extract",
-    "inspect",
-    "key_optimizer",
-    "load",
-    "load_into",
-    "merge",
-    "open",
-    "recover",
-    "remap",
-    "rename",
-    "save",
-    "scan",
-    "select",
-    "stats",
-    "strip_prefix",
-    "verify",
-    "wrap",
-]
+_PUBLIC = {
+    **{name: module for module, names in _PLACES.items() for name in names},
+    **edits.PUBLIC,
+}
+__all__ = ["__version__", *_PUBLIC]
+__all__.sort()
 
 
 def _above(name: str) -> Callable[..., Any]:
@@ -148,10 +94,10 @@ above.find = _above
 def __getattr__(name: str) -> object:
     from importlib import import_module
 
-    if name not in _PLACES:
+    if name not in _PUBLIC:
         raise AttributeError(f"module 'ckptkit' has no attribute {name!r}")
-    module, attribute = _PLACES[name]
-    return getattr(import_module(f"ckptkit.{module}"), attribute)
+    attribute = "open_checkpoint" if name == "open" else name
+    return getattr(import_module(f"ckptkit.{_PUBLIC[name]}"), attribute)
 
 
 def __dir__() -> list[str]:

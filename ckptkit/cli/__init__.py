@@ -68,8 +68,14 @@ class CommandLine(click.Group):
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
         if name not in COMMANDS:
             return None
-        module = ELSEWHERE.get(name, f"ckptkit.cli.{name.replace('-', '_')}")
-        command: click.Command = import_module(module).command
+        from ckptkit.edits import BY_COMMAND
+
+        if name == "convert" or name in BY_COMMAND:
+            from ckptkit.cli import edits
+
+            command = edits.command(name)
+        else:
+            command = import_module(ELSEWHERE.get(name, f"ckptkit.cli.{name}")).command
         command.epilog = f"Manual: ckptkit help {TOPICS[name]}"
         if ctx.resilient_parsing:
             from ckptkit.cli import completing

@@ -20,7 +20,6 @@ from ckptkit.core.text import and_more, on_command_line, shown_url
 if TYPE_CHECKING:
     from ckptkit.api import Conversion
     from ckptkit.formats.format import Loss
-    from ckptkit.rules.applying import Report
     from ckptkit.run.batch import Job, Outcome
 
 SCHEMA = "ckptkit.batch/2"
@@ -115,6 +114,7 @@ def _worded(parameter: click.Parameter) -> click.Parameter:
     """Return a copy of an option whose help is about many outputs."""
     found = copy(parameter)
     if isinstance(found, click.Option) and found.help:
+        found.hidden = found.hidden and found.name != "workers"
         found.help = found.help.replace("DST", "an output").replace(edit_report.SCHEMA, SCHEMA)
     return found
 
@@ -126,7 +126,7 @@ class _One(options.Request):
     alone: ClassVar[bool] = False
     reports: list[Conversion] = field(default_factory=list)
 
-    def report(self, done: Conversion, lost: Sequence[Loss], rules: Sequence[Report] = ()) -> None:
+    def report(self, done: Conversion, lost: Sequence[Loss]) -> None:
         warnings = (*done.warnings, *edit_report.what_was_lost(lost))
         self.reports.append(replace(done, checkpoint=replace(done.checkpoint, warnings=warnings)))
 

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from ckptkit.diagnosis.cause import Cause
 
 
+@options.reads
 @click.command("browse")
 @click.argument("file", metavar="FILE")
 @options.key
-@options.reads
 def command(file: str, read: Options) -> int:
     """Browse a checkpoint in the terminal.
 

@@ -24,6 +24,7 @@ DIFFERENT = 1
 UNSURE = 0.6  # confidence below which a pair is a guess
 
 
+@options.reads
 @click.command("diff")
 @click.argument("a", metavar="A")
 @click.argument("b", metavar="[B]", required=False)
@@ -65,7 +66,6 @@ UNSURE = 0.6  # confidence below which a pair is a guess
     metavar="PATH",
     help="Like --key, for B ('' selects the whole file). Default: as --key.",
 )
-@options.reads
 def command(as_json: bool, write_map: str | None, force: bool, **asked: Any) -> int:
     """Compare two checkpoints, or a checkpoint and a model.
 

@@ -21,7 +21,8 @@ SCHEMA = "ckptkit.digest/2"
 DIFFERENT = 1
 
 
-@click.command("digest", cls=options.WithDequantize)
+@options.reads
+@click.command("digest", cls=options.Dequantizing)
 @click.argument("files", metavar="FILE...", nargs=-1, required=True)
 @click.option(
     "--output", "-o", metavar="OUT", help="Output file: the manifest, instead of printing it."
@@ -45,7 +46,6 @@ DIFFERENT = 1
 @click.option("--quiet", "-q", is_flag=True, help="Print only what differs, with --check.")
 @options.dequantize
 @options.key
-@options.reads
 def command(
     files: tuple[str, ...],
     output: str | None,

@@ -21,6 +21,7 @@ FOUND = 1
 UNCHECKED = "note: names and shapes were not checked against a model: --model does that"
 
 
+@options.reads
 @click.command("doctor")
 @click.argument("file", metavar="FILE")
 @options.model
@@ -41,7 +42,6 @@ UNCHECKED = "note: names and shapes were not checked against a model: --model do
 )
 @options.as_json(SCHEMA)
 @options.key
-@options.reads
 def command(
     file: str,
     spec: str | None,

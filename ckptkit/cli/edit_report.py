@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from ckptkit.core.options import Options
     from ckptkit.core.plan import Patch, Plan
     from ckptkit.formats.format import Loss
-    from ckptkit.rules.applying import Report
 
 SCHEMA = "ckptkit.edit/3"
 SHOWN = 20  # lines of what was lost
@@ -26,7 +25,6 @@ def report(
     inputs: Iterable[str],
     options: Options,
     lost: Sequence[Loss] = (),
-    rules: Sequence[Report] = (),
     *,
     as_json: bool = False,
     quiet: bool = False,
@@ -39,13 +37,13 @@ def report(
         facts = _facts(inputs, options, done, count)
         if lost:
             facts["lost"] = list(map(asdict, lost))
-        if rules:
+        if done.checkpoint.reports:
             from ckptkit.cli.rules_report import facts_of
 
-            facts.update(facts_of(rules))
+            facts.update(facts_of(done.checkpoint.reports))
         render.emit_json(facts)
     elif not quiet:
-        _print(options.dry_run, done, count, rules)
+        _print(options.dry_run, done, count)
     if not quiet:
         print_messages(notes=done.plan.notes)
 
@@ -60,16 +58,16 @@ def print_messages(
         render.note(line)
 
 
-def _print(dry_run: bool, done: Conversion, count: int, rules: Sequence[Report]) -> None:
+def _print(dry_run: bool, done: Conversion, count: int) -> None:
     """Print the sentence; with --dry-run, the plan."""
     sentence = "; ".join(
         (f"{render.plural(count, 'tensor')}, {_sizes(done.plan)}", *done.notes, *_copied(done))
     )
     render.emit_text(f"{_verb(done.plan, dry_run)} {done.path}: {sentence}")
-    if dry_run and rules:
+    if dry_run and done.checkpoint.reports:
         from ckptkit.cli.rules_report import lines_of
 
-        for each in rules:
+        for each in done.checkpoint.reports:
             render.emit_text(*lines_of(each))
     if dry_run:
         render.emit_text(*str(done.plan).split("\n"))

@@ -33,6 +33,7 @@ class Wanted(NamedTuple):
     stored: bool
 
 
+@options.reads
 @click.command("inspect")
 @click.argument("files", metavar="FILE...", nargs=-1, required=True)
 @options.as_json(SCHEMA)
@@ -66,7 +67,6 @@ class Wanted(NamedTuple):
     help="Print one line per tensor and value, with digests, for git diff.",
 )
 @options.key
-@options.reads
 def command(
     files: tuple[str, ...],
     as_json: bool,

@@ -7,13 +7,13 @@ import click
 from ckptkit.cli import options
 
 
+@options.writes()
 @click.command("recover", cls=options.Writer)
 @click.option(
     "--unverified",
     is_flag=True,
     help="Also keep tensors that cannot be proven intact; they may be garbage.",
 )
-@options.edit
 def command(request: options.Request, unverified: bool) -> None:
     """Save the intact tensors of a cut or damaged file.
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import click
 
-from ckptkit.cli import options, render, rule_options
+from ckptkit.cli import options, render
 
 
 def _list(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
@@ -25,9 +28,9 @@ def _list(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
         ctx.exit()
 
 
+@options.writes("--all", "--shard-size", parts=True)
 @click.command("run", cls=options.Writer)
 @click.argument("recipe", metavar="RECIPE")
-@options.edit
 @click.option(
     "--list",
     is_flag=True,
@@ -37,15 +40,27 @@ def _list(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
     help="List the built-in recipes and exit.",
 )
 @click.option("--reverse", is_flag=True, help="Undo the recipe: SRC has the layout that it makes.")
-@rule_options.with_sizes
+@click.option(
+    "--config",
+    metavar="FILE",
+    callback=options.config,
+    help="Sizes of the model, for rules; without it, config.json beside SRC.",
+)
+@click.option(
+    "--arg",
+    "args",
+    metavar="NAME=INT",
+    multiple=True,
+    callback=options.sizes,
+    help="Argument NAME of the rules: a size (repeatable).",
+)
 @options.key
-@options.parts
 def command(
     recipe: str,
     request: options.Request,
     key: str | None,
     reverse: bool,
-    config: str | None,
+    config: Mapping[str, Any] | None,
     args: dict[str, int],
 ) -> None:
     """Carry out the steps of a recipe, as one plan.
@@ -58,9 +73,10 @@ def command(
              ckptkit run my-recipe.yaml run.pth out.safetensors --dry-run
              ckptkit run mixtral model out --reverse --arg h=32
     """
+    from ckptkit.rules.applying import RuleOptions
     from ckptkit.run import recipes
 
-    asked = rule_options.asked(request, config, args, reverse)
-    found = recipes.load(recipe, asked)
+    rules = RuleOptions(args, config, reverse, reports=request.options.dry_run)
+    found = recipes.load(recipe, rules)
     output = {} if reverse else found.output  # which is that of the other layout
-    request.with_defaults(output).run(*found.steps, key=key, keep_format=False, ruled=asked)
+    request.with_defaults(output).run(*found.steps, key=key, keep_format=False)

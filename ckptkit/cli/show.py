@@ -60,6 +60,7 @@ class Shown(NamedTuple):
         return grid.Corner(picks, cells.reshape(height, -1).tolist(), columns)
 
 
+@options.reads
 @click.command("show")
 @click.argument("file", metavar="FILE")
 @click.argument("name", metavar="NAME", required=False)
@@ -91,7 +92,6 @@ class Shown(NamedTuple):
 @options.as_json(SCHEMA)
 @options.stored
 @options.key
-@options.reads
 def command(
     file: str,
     name: str | None,

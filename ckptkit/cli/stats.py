@@ -34,6 +34,7 @@ NUMBERS = (
 )
 
 
+@options.reads
 @click.command("stats")
 @click.argument("file", metavar="FILE")
 @click.option(
@@ -65,7 +66,6 @@ NUMBERS = (
 @click.option("--csv", "as_csv", is_flag=True, help="Print comma-separated values, full precision.")
 @options.stored
 @options.key
-@options.reads
 def command(
     file: str,
     globs: tuple[str, ...],

@@ -23,6 +23,7 @@ SHOWN = 20  # findings about one file
 NAMED = 3  # tensors of a finding
 
 
+@options.reads
 @click.command("verify")
 @click.argument("files", metavar="FILE...", nargs=-1, required=True)
 @click.option(
@@ -43,7 +44,6 @@ NAMED = 3  # tensors of a finding
 @options.as_json(SCHEMA)
 @click.option("--quiet", "-q", is_flag=True, help="Print only what is wrong.")
 @options.key
-@options.reads
 def command(
     files: tuple[str, ...],
     values: bool,

@@ -1,10 +1,14 @@
-"""Checks of what callers pass: each raises an ArgumentError that says what is meant."""
+"""Checks of what callers pass: each raises an ArgumentError that says what is meant.
+
+`checked` makes them of the annotations of a function, as far as `KINDS` has them.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from functools import wraps
+from typing import Any, TypeVar
 
 from ckptkit.core.errors import ArgumentError, PathError, UsageError
 from ckptkit.core.text import shown
@@ -142,3 +146,53 @@ def wrong(name: str, meant: str, value: object) -> ArgumentError:
     if isinstance(value, type):
         given = f"the class {value.__name__}"
     return ArgumentError(f"{name} is {meant}, not {given}")
+
+
+def flag(name: str, value: object) -> object:
+    """Return an argument that is True or False."""
+    flags(**{name: value})
+    return value
+
+
+# How the value of a parameter is read, by its annotation.
+Kinds = Mapping[str, Callable[[str, Any], Any]]
+KINDS: Kinds = {
+    "bool": flag,
+    "str": text,
+    "str | None": lambda name, value: None if value is None else text(name, value),
+    "str | Sequence[str]": texts,
+    "str | Iterable[str]": texts,
+    "Mapping[str, str]": mapping,
+    "Mapping[str, str] | None": mapping,
+    "Mapping[str, int] | None": mapping,
+    "Mapping[str, object] | None": mapping,
+    "Mapping[str, str | int] | None": mapping,
+    "Sequence[tuple[str, str]]": text_pairs,
+    "Sequence[float] | None": lambda name, value: None if value is None else numbers(name, value),
+}
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def checked(function: F, more: Kinds | None = None) -> F:
+    """Make a function read its arguments by their annotations, and raise ArgumentError.
+
+    `more` are further kinds.
+    """
+    known = {**KINDS, **(more or {})}
+    code = function.__code__
+    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    kinds = {
+        name: known[kind] for name in names if (kind := function.__annotations__.get(name)) in known
+    }
+
+    @wraps(function)
+    def with_checks(*given: Any, **named: Any) -> Any:
+        read = [
+            kinds[name](name, value) if name in kinds else value
+            for name, value in zip(names, given, strict=False)
+        ]
+        for name in named.keys() & kinds.keys():
+            named[name] = kinds[name](name, named[name])
+        return function(*read, *given[len(read) :], **named)
+
+    return with_checks  # type: ignore[return-value]

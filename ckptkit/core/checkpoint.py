@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias
+from typing import TYPE_CHECKING, Any, BinaryIO, Concatenate, ParamSpec, TypeAlias
 
 from ckptkit.core import above, arguments
 from ckptkit.core.bytesource import ByteSource, Folder
@@ -67,6 +67,7 @@ class Checkpoint:
     (:mod:`ckptkit.quantized.logical`). ``folder`` is the folder that was named, where the source is
     one file of it; ``beside`` are the entries that were files of their own in that folder;
     ``words`` are the options of a command that reads the same folder alike.
+    ``reports`` are those of steps of rules.
     """
 
     root: Node
@@ -85,6 +86,7 @@ class Checkpoint:
     folder: Folder | None = None
     beside: Beside | None = None
     words: tuple[str, ...] = ()
+    reports: tuple[Any, ...] = ()
 
     @cached_property
     def selection(self) -> Weights | None:
@@ -271,7 +273,7 @@ class Checkpoint:
 
     def without(self, path: str) -> Checkpoint:
         """Return this checkpoint without the entry at the dotted `path`."""
-        made: Checkpoint = above.call("drop", self, path)
+        made: Checkpoint = above.call("drop", self, arguments.text("path", path))
         return made
 
     def map(self, function: Callable[[Any], Any], keys: str | Iterable[str] = "*") -> Checkpoint:
@@ -339,6 +341,17 @@ def opened(source: Source) -> Checkpoint:
         return source
     made: Checkpoint = above.call("open", source)
     return made
+
+
+P = ParamSpec("P")
+
+
+def edit(
+    function: Callable[Concatenate[Checkpoint, P], Checkpoint],
+) -> Callable[Concatenate[Source, P], Checkpoint]:
+    """Make a function from Checkpoint to Checkpoint take any Source, and check its arguments."""
+    made: Any = arguments.checked(function, {"Checkpoint": lambda _, source: opened(source)})
+    return made  # type: ignore[no-any-return]
 
 
 def several(sources: Iterable[Source]) -> list[Checkpoint]:

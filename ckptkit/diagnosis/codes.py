@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Container, Iterator, Sequence
 
 from ckptkit.core.text import plural
-from ckptkit.diagnosis.cause import ERROR, NOTE, WARNING, Cause, Fix
+from ckptkit.diagnosis.cause import ERROR, NOTE, WARNING, Cause
 from ckptkit.diagnosis.facts import Facts, convert, edit, some
 from ckptkit.quantized import families, logical
 from ckptkit.quantized.group import Group
@@ -61,7 +61,7 @@ def _readable(facts: Facts, groups: Sequence[Group]) -> Cause:
         + _read_as({group.family for group in groups})
         + (_RAGGED if any(map(_is_ragged, groups)) else ""),
         _command(facts, groups[0]) if all_are_read else None,
-        Fix(dequantize=True) if facts.needs_floats and all_are_read else None,
+        {"dequantize": {}} if facts.needs_floats and all_are_read else None,
     )
 
 

@@ -94,7 +94,7 @@ def _container(facts: Facts) -> Iterator[Cause]:
             "torch.load reads files, and a plain model has no use for the parts of several "
             "processes: they must be put together.",
             alone(facts, "whole"),
-            Fix(bare=is_wrapped(facts)),
+            _bare(facts),
         )
     elif format.loaded_by_torch and format.torch_error:
         yield Cause(
@@ -104,8 +104,13 @@ def _container(facts: Facts) -> Iterator[Cause]:
             "torch.load(weights_only=True), the default since 2.6, refuses such: "
             f"{format.torch_error}.",
             convert(facts, "new"),
-            Fix(),
+            {},
         )
+
+
+def _bare(facts: Facts) -> Fix:
+    """Return the fix that takes the weights out of the entry that they are in, if they are."""
+    return {"weights": {}} if is_wrapped(facts) else {}
 
 
 def _suffix(facts: Facts) -> Iterator[Cause]:
@@ -129,7 +134,7 @@ def _suffix(facts: Facts) -> Iterator[Cause]:
             f"Its name says safetensors, its content is {format.name}.",
             'safetensors cannot read that: "Error while deserializing header".',
             edit(facts, "convert", "safe"),
-            Fix(),
+            {},
         )
 
 
@@ -160,7 +165,7 @@ def _as_torch(facts: Facts) -> tuple[str | None, Fix | None]:
     """
     if any(row.tensor.kind == "ndarray" for row in facts.summary.rows):
         return edit(facts, "convert", "safe", suffix=".safetensors"), None
-    return convert(facts, "torch"), Fix()
+    return convert(facts, "torch"), {}
 
 
 def _program(facts: Facts) -> Iterator[Cause]:
@@ -174,7 +179,7 @@ def _program(facts: Facts) -> Iterator[Cause]:
             "torch.jit.load runs it; torch.load(weights_only=True) refuses it, and a model of "
             "your own needs its weights." + _PACKED * dequantize,
             convert(facts, "weights", *options),
-            Fix(bare=is_wrapped(facts), dequantize=dequantize),
+            {**_bare(facts), **({"dequantize": {}} if dequantize else {})},
         )
 
 
@@ -186,7 +191,7 @@ def _version(facts: Facts) -> Iterator[Cause]:
             "It has no version record.",
             'torch refuses archives without one: "Expected hasRecord("version") to be true".',
             convert(facts, "whole"),
-            Fix(),
+            {},
         )
 
 
@@ -224,7 +229,7 @@ def _index(facts: Facts) -> Iterator[Cause]:
             "transformers and others find the tensors of a sharded model through its .index.json "
             "alone.",
             edit(facts, "convert", "indexed", "--format", facts.summary.format),
-            Fix(),
+            {},
         )
 
 

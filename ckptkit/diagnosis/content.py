@@ -13,7 +13,7 @@ from ckptkit.core.text import argument, flatten, shell_command, without
 from ckptkit.core.tree import Node, join, walk
 from ckptkit.core.weights import as_tensor, is_optimizer
 from ckptkit.diagnosis import codes, container, names
-from ckptkit.diagnosis.cause import ERROR, NOTE, WARNING, Cause, Fix, together
+from ckptkit.diagnosis.cause import DROP_OBJECTS, ERROR, NOTE, WARNING, Cause, Fix, together
 from ckptkit.diagnosis.facts import (
     DROPPED,
     WEIGHTS,
@@ -67,7 +67,7 @@ def _module(facts: Facts) -> Iterator[Cause]:
             "and torch.load(weights_only=True), the default since 2.6, refuses it. The weights "
             "are all that a model needs.",
             edit(facts, "convert", "weights", suffix=".safetensors"),
-            Fix(bare=True),
+            {"weights": {}},
         )
 
 
@@ -90,7 +90,7 @@ def _wrapper(facts: Facts) -> Iterator[Cause]:
         "parameters: "
         '"Missing key(s) in state_dict ... Unexpected key(s)".',
         alone(facts, "weights"),
-        Fix(bare=True),
+        {"weights": {}},
     )
 
 
@@ -122,10 +122,10 @@ def _plain(facts: Facts) -> tuple[str | None, Fix | None]:
     if any(arrays):
         return edit(facts, "convert", "weights", suffix=".safetensors"), None
     if is_wrapped(facts):
-        return alone(facts, "weights"), Fix(bare=True, drop_objects=True)
+        return alone(facts, "weights"), {"weights": {}, **DROP_OBJECTS}
     if not facts.can_be_written(DROPPED):
         return convert(facts, "weights") if facts.form is WEIGHTS else None, None
-    return convert(facts, "plain", "--objects", "drop"), Fix(drop_objects=True)
+    return convert(facts, "plain", "--objects", "drop"), DROP_OBJECTS
 
 
 def _step(facts: Facts) -> Iterator[Cause]:
@@ -142,7 +142,7 @@ def _step(facts: Facts) -> Iterator[Cause]:
             'It is the default since torch 2.6: "Weights only load failed".'
             + why * facts.step.startswith("opcode "),
             convert(facts, "protocol2"),
-            Fix(),
+            {},
         )
 
 
@@ -159,7 +159,7 @@ def _devices(facts: Facts) -> Iterator[Cause]:
             'device". '
             "map_location='cpu' does the same as this command, at each load.",
             edit(facts, "remap", "cpu", "--to", "cpu"),
-            Fix(to_cpu=True),
+            {"remap": {"devices": "cpu"}},
         )
 
 
@@ -189,7 +189,7 @@ def _optimizer(facts: Facts) -> Iterator[Cause]:
             f"{optimizers:,} of {everything:,} bytes, which training needs to go on, and nothing "
             "else does.",
             alone(facts, "weights"),
-            Fix(bare=True),
+            {"weights": {}},
         )
 
 
@@ -222,7 +222,7 @@ def _slices(facts: Facts) -> Iterator[Cause]:
             "A slice of a larger tensor was saved, and torch.save keeps the whole storage of each "
             "tensor.",
             convert(facts, "compact", "--compact"),
-            Fix(compact=True),
+            {"compact": {}},
         )
 
 

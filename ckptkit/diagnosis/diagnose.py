@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from ckptkit import formats, quantized
+from ckptkit import edits, formats, quantized
 from ckptkit.analysis.matching import Kind, Way, prefixes, shapes_of
 from ckptkit.analysis.summary import Summary, summarize
 from ckptkit.analysis.verify import Verdict, verify
@@ -44,10 +44,6 @@ from ckptkit.loading.model import is_implied, seen_by
 from ckptkit.quantized.group import configured
 from ckptkit.scanning.find import refused_by_weights_only
 from ckptkit.transforms import module_versions
-from ckptkit.transforms.devices import remap
-from ckptkit.transforms.elements import compact
-from ckptkit.transforms.keys import add_prefix, rename, strip_prefix, tie
-from ckptkit.transforms.structure import bare
 
 if TYPE_CHECKING:
     from torch import nn
@@ -177,31 +173,11 @@ def cure(
             found.checkpoint.whole()
         raise UsageError("none of the causes has a fix that ckptkit can apply", where=found.path)
     found.checkpoint.whole()
-    options = Options(
-        objects="drop" if fix.drop_objects else "keep", force=force, progress=progress
-    )
-    return convert(found.checkpoint, destination, *_steps(fix), options=options)
-
-
-def _steps(fix: Fix) -> Iterator[Callable[[Checkpoint], Checkpoint]]:
-    if fix.dequantize:
-        from ckptkit.transforms.quantized import dequantize
-
-        yield dequantize
-    if fix.bare:
-        yield bare
-    if fix.strip:
-        yield lambda ck: strip_prefix(ck, *fix.strip)
-    if fix.add:
-        yield lambda ck: add_prefix(ck, fix.add)
-    if fix.names:
-        yield lambda ck: rename(ck, fix.names)
-    if fix.ties:
-        yield lambda ck: tie(ck, fix.ties)
-    if fix.to_cpu:
-        yield lambda ck: remap(ck, "cpu")
-    if fix.compact:
-        yield compact
+    steps = [
+        edits.step(word, **arguments) for word, arguments in fix.items() if word != edits.OPTIONS
+    ]
+    options = Options(**fix.get(edits.OPTIONS, {}), force=force, progress=progress)
+    return convert(found.checkpoint, destination, *steps, options=options)
 
 
 # A file that cannot be read

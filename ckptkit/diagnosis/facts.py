@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 from typing import NamedTuple
 
 from ckptkit import formats
@@ -16,7 +17,7 @@ from ckptkit.core.dtypes import NOT_IN_TORCH
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.options import Options
 from ckptkit.core.tree import Node, join
-from ckptkit.diagnosis.cause import Fix
+from ckptkit.diagnosis.cause import DROP_OBJECTS, Fix
 from ckptkit.formats.format import Format
 from ckptkit.formats.table import BY_NAME, NONE, SAFETENSORS, TORCH_ZIP
 from ckptkit.quantized import Quantization
@@ -33,12 +34,12 @@ class Form(NamedTuple):
 
     options: tuple[str, ...] = ()
     suffix: str | None = None
-    fix: Fix = Fix()
+    fix: Fix = MappingProxyType({})
 
 
 WHOLE = Form()
-DROPPED = Form(("--objects", "drop"), None, Fix(drop_objects=True))
-WEIGHTS = Form((), SAFETENSORS.suffixes[0], Fix(bare=True, drop_objects=True))
+DROPPED = Form(("--objects", "drop"), None, DROP_OBJECTS)
+WEIGHTS = Form((), SAFETENSORS.suffixes[0], {"weights": {}, **DROP_OBJECTS})
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from ckptkit.analysis.advice import add_module, convert, edit, strip_module
 from ckptkit.analysis.matching import Kind, Renamed, Way, is_taken_by_torch, pair
 from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.text import argument, flatten, output_name, plural, shell_command, some, without
-from ckptkit.diagnosis.cause import ERROR, NOTE, Cause, Fix
+from ckptkit.diagnosis.cause import ERROR, NOTE, Cause
 
 DROPPED = 8  # names that a command leaves out
 RULES = 4  # substitutions in a command
@@ -104,7 +104,10 @@ def _prefix(fitting: Fitting) -> Iterator[Cause]:
         title,
         'One of the two was wrapped when it was saved or is now: "Missing key(s) in state_dict".',
         command,
-        Fix(strip=(strip,) * bool(strip), add=add),
+        {
+            **({"strip": {"prefixes": (strip,)}} if strip else {}),
+            **({"add": {"prefix": add}} if add else {}),
+        },
     )
 
 
@@ -128,7 +131,7 @@ def _tied(fitting: Fitting, ties: Mapping[str, str]) -> Iterator[Cause]:
         "In the model both names stand for one parameter, in the file there is one of them: "
         '"Missing key(s)".',
         _doctor(fitting, "tied"),
-        Fix(ties=ties),
+        {"tie": {"names": ties}},
     )
 
 
@@ -145,7 +148,7 @@ def _renamed(fitting: Fitting, pairs: Sequence[Renamed]) -> Iterator[Cause]:
         f"{plural(len(names), 'key')} with another name in the model: {_some(texts)}.",
         f"Shapes and names say so, the least sure of them with {least:.0%}{look}",
         _substituted(fitting, names) or _doctor(fitting, "renamed"),
-        Fix(names={fitting.way(old): new for old, new in names.items()}),
+        {"rename": {"mapping": {fitting.way(old): new for old, new in names.items()}}},
     )
 
 

@@ -9,7 +9,7 @@ from glob import escape
 from ckptkit.analysis.advice import prefix_options, wrappers
 from ckptkit.core.text import flatten
 from ckptkit.core.weights import WRAPPERS
-from ckptkit.diagnosis.cause import ERROR, NOTE, Cause, Fix
+from ckptkit.diagnosis.cause import ERROR, NOTE, Cause
 from ckptkit.diagnosis.facts import Facts, edit, is_lightning, is_torch_file, names_of, some
 
 ATTRIBUTE = "model."  # what many modules call the network inside
@@ -53,7 +53,7 @@ def _wrappers(facts: Facts, names: list[str], found: list[str]) -> Cause:
         f'{why[:1].upper()}{why[1:]}; a plain model has no such names: "Missing key(s) in '
         'state_dict".',
         edit(facts, "strip-module", "stripped", *prefix_options(found)),
-        Fix(strip=tuple(found)),
+        {"strip": {"prefixes": tuple(found)}},
     )
 
 
@@ -74,7 +74,7 @@ def _network(facts: Facts, prefixes: tuple[str, ...]) -> Cause:
             "network",
             *flatten(("--prefix", each) for each in prefixes),
         ),
-        Fix(strip=(attribute,)),
+        {"strip": {"prefixes": (attribute,)}},
     )
 
 
@@ -137,7 +137,7 @@ def _inner(facts: Facts) -> Iterator[Cause]:
         "Submodules were wrapped, by torch.compile, FSDP or activation checkpointing; a plain "
         "model has no such names.",
         edit(facts, "rename", "renamed", "--sub", pattern),
-        Fix(names=new),
+        {"rename": {"mapping": new}},
     )
 
 

@@ -118,10 +118,11 @@ def _unfinished(refusal: Refusal, fault: str, hint: str) -> Cause:
 
 def _damaged(refusal: Refusal, fault: str) -> Cause:
     again = "Download or copy it again."
-    command = fix = None
+    command: str | None = None
+    fix: Fix | None = None
     if refusal.recoverable:
         again += " If you cannot, save its intact tensors:"
-        command, fix = recover(refusal.path), Fix()
+        command, fix = recover(refusal.path), {}
     elif refusal.unverified:
         again += " If you cannot, save what is left, which may have wrong values:"
         command = recover(refusal.path, unverified=True)

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
+from types import MappingProxyType
+from typing import NamedTuple
 
 from ckptkit.compute.arranged import Arranged, contiguous, how
 from ckptkit.compute.strided import ZEROS, in_bytes
-from ckptkit.core import arguments
-from ckptkit.core.checkpoint import Checkpoint, Source, opened
+from ckptkit.core.arguments import texts
+from ckptkit.core.checkpoint import Checkpoint, edit
 from ckptkit.core.errors import CollisionError, TensorError, UsageError
 from ckptkit.core.tensor import Storage, Tensor, contiguous_stride
 from ckptkit.core.text import plural, quoted, shell_word, typed
@@ -48,19 +50,21 @@ class Report:
     reversible: str | None  # why it is not; None: it is
 
 
-@dataclass
-class Asked:
-    """Settings for all steps of rules: sizes, the configuration, and where their reports go."""
+class RuleOptions(NamedTuple):
+    """What all steps of rules share: the sizes that the caller gives, and the direction.
 
-    args: Mapping[str, int] = field(default_factory=dict)
+    With ``reports``, each step leaves a `Report` on the checkpoint.
+    """
+
+    args: Mapping[str, int] = MappingProxyType({})
     config: Config = None
     reverse: bool = False
-    with_reports: bool = False
-    reports: list[Report] = field(default_factory=list)
+    reports: bool = False
 
 
+@edit
 def apply_rules(
-    checkpoint: Source,
+    checkpoint: Checkpoint,
     rules: Rules | str | Sequence[str],
     *,
     keep: str | Sequence[str] = (),
@@ -68,49 +72,45 @@ def apply_rules(
     config: Config = None,
     args: Mapping[str, int] | None = None,
     reverse: bool = False,
-    keys: Sequence[str] = (),
+    keys: str | Sequence[str] = (),
+    reports: bool = False,
 ) -> Checkpoint:
     """The weights in the layout that `rules` say: one line or several, ``LEFT -> RIGHT``.
 
     `keep` names the keys that no rule takes (globs, or ``"rest"`` for all). Sizes that neither
     rules nor shapes say come from `args`, `sizes`, and `config`: that of the model, by default
     config.json beside the checkpoint. `reverse` runs the rules backwards. `keys` names other
-    mappings by their paths. Raises UsageError where a rule is wrong, TensorError where the tensors
-    do not fit.
+    mappings by their paths. With `reports`, the `reports` of the result tell what the rules did.
+    Raises UsageError where a rule is wrong, TensorError where the tensors do not fit.
     """
-    checkpoint = opened(checkpoint)
-    keep, keys = arguments.texts("keep", keep), arguments.texts("keys", keys)
-    sizes = arguments.mapping("sizes", sizes)
-    args = arguments.mapping("args", args)
-    arguments.flags(reverse=reverse)
     if not isinstance(rules, Rules):
-        rules = arguments.texts("rules", rules)
+        rules = texts("rules", rules)
         if not any(map(str.strip, rules)):
             raise UsageError("there is no rule", hint="e.g. 'model.{x} -> {x}'")
-        rules = Rules.parse([rules] if isinstance(rules, str) else rules, sizes)
+        rules = Rules.parse(rules, sizes or {})
     unused = (args or {}).keys() - rules.words()
     if unused:
         raise unused_argument(min(unused), rules.words())
-    asked = Asked(args or {}, config, reverse)
-    return step(checkpoint, rules, keep, asked, keys)
+    return step(checkpoint, rules, keep, RuleOptions(args or {}, config, reverse, reports), keys)
 
 
 def step(
     checkpoint: Checkpoint,
     rules: Rules,
     keep: str | Sequence[str],
-    asked: Asked,
+    options: RuleOptions,
     keys: Sequence[str] = (),
     number: int = 1,
 ) -> Checkpoint:
     """Apply the rules of one step, which is `number` in a row of steps."""
-    given = asked.config
+    given = options.config
     if given is None:
         given = configuration.lazily(checkpoint)
-    work = _Step(
-        checkpoint, rules.reversed() if asked.reverse else rules, keep, asked, given, number
-    )
+    rules = rules.reversed() if options.reverse else rules
+    work = _Step(checkpoint, rules, keep, options, given, number)
     made = names.rewrite(checkpoint, work.rewritten, keys)
+    if work.reports:
+        made = replace(made, reports=(*made.reports, *work.reports))
     if work.extras != checkpoint.extras:
         made = replace(made, extras=work.extras)
     grouped.check_blocks(checkpoint, made, work.relaid)
@@ -129,14 +129,15 @@ class _Step:
         checkpoint: Checkpoint,
         rules: Rules,
         keep: str | Sequence[str],
-        asked: Asked,
+        options: RuleOptions,
         config: Config,
         number: int,
     ) -> None:
         self.checkpoint, self.extras = checkpoint, checkpoint.extras
-        self.rules, self.keep, self.asked, self.config = rules, keep, asked, config
+        self.rules, self.keep, self.options, self.config = rules, keep, options, config
         self.number = number
         self.is_relaid = False
+        self.reports: list[Report] = []
         self.relaid: dict[str, Target] = {}
 
     def rewritten(self, target: names.Target) -> names.Rewritten:
@@ -146,7 +147,7 @@ class _Step:
             if (tensor := as_tensor(target.entries[name])) is not None
         }
         shapes = {name: tensor.shape for name, tensor in tensors.items()}
-        args = self.asked.args
+        args = self.options.args
         outcome = self.rules.outcome(shapes, keep=self.keep, config=self.config, args=args)
         reversible = self._reversible(shapes, outcome)
         following, known = grouped.followers(self.checkpoint, outcome)
@@ -155,11 +156,11 @@ class _Step:
         making = _Making(target, tensors, outcome, following)
         entries = making.entries()
         self.is_relaid = self.is_relaid or making.is_relaid
-        if self.asked.with_reports:
+        if self.options.reports:
             made = len(outcome.targets) - len(outcome.kept)
             done = list(making.done.values())
             report = Report(self.number, len(shapes), len(outcome.kept), made, done, reversible)
-            self.asked.reports.append(report)
+            self.reports.append(report)
         lost: list[str] = []
         paths = module_versions.moved(module_versions.of(target.entries) or {}, making.pairs, lost)
         if lost:
@@ -170,15 +171,15 @@ class _Step:
 
     def _reversible(self, shapes: Mapping[str, tuple[int, ...]], outcome: Outcome) -> str | None:
         """Why the step cannot be run backwards, where that is asked. Raises where it is needed."""
-        if not self.asked.reverse and not self.asked.with_reports:
+        if not self.options.reverse and not self.options.reports:
             return None
         back = self.rules
         try:
             check_reversible(
-                back, shapes, outcome, keep=self.keep, config=self.config, args=self.asked.args
+                back, shapes, outcome, keep=self.keep, config=self.config, args=self.options.args
             )
         except NotReversibleError as error:
-            if self.asked.reverse and not any(taken.dropped for taken in outcome.taken):
+            if self.options.reverse and not any(taken.dropped for taken in outcome.taken):
                 raise NotReversibleError(f"not reversible: {error.message}") from error
             return error.message
         return None

@@ -6,8 +6,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from ckptkit.compute.arranged import contiguous
 from ckptkit.compute.mixing import has_mean, mean_record
-from ckptkit.core import arguments
-from ckptkit.core.checkpoint import Checkpoint, Source, opened, several
+from ckptkit.core.arguments import checked
+from ckptkit.core.checkpoint import Checkpoint, Source, edit, several
 from ckptkit.core.errors import CkptkitError, CollisionError, UsageError
 from ckptkit.core.tensor import Storage, Tensor, contiguous_stride
 from ckptkit.core.text import plural, quoted, shell_command, some, typed
@@ -35,6 +35,7 @@ AVERAGED = (
 )  # fmt: skip
 
 
+@checked
 def average(checkpoints: Sequence[Source], shares: Sequence[float] | None = None) -> Checkpoint:
     """Return weights whose floating-point elements are the means of all checkpoints, in float64.
 
@@ -44,11 +45,7 @@ def average(checkpoints: Sequence[Source], shares: Sequence[float] | None = None
     UsageError where names or shapes differ.
     """
     checkpoints = several(checkpoints)
-    shares = (
-        tuple(arguments.numbers("shares", shares))
-        if shares is not None
-        else (1.0,) * len(checkpoints)
-    )
+    shares = (1.0,) * len(checkpoints) if shares is None else tuple(shares)
     if (
         not checkpoints
         or len(shares) != len(checkpoints)
@@ -136,6 +133,7 @@ class _Means:
         )
 
 
+@checked
 def merge(checkpoints: Sequence[Source], *, last_wins: bool = False) -> Checkpoint:
     """The weights of all checkpoints in one state_dict, in order, with the ``_metadata`` of all.
 
@@ -143,7 +141,6 @@ def merge(checkpoints: Sequence[Source], *, last_wins: bool = False) -> Checkpoi
     weights that are quantized in different ways.
     """
     checkpoints = several(checkpoints)
-    arguments.flags(last_wins=last_wins)
     if not checkpoints:
         raise UsageError("there are no checkpoints to merge")
     for ck in checkpoints:
@@ -187,7 +184,8 @@ def _shared(
         yield f"{plural(len(names), 'name')} ({quoted(names)})", some(files), last
 
 
-def ema(ck: Source) -> Checkpoint:
+@edit
+def ema(ck: Checkpoint) -> Checkpoint:
     """Return the averaged weights that a training loop kept with the trained ones.
 
     Those of torch's ``AveragedModel`` lose its counter and the prefix ``module.``; others lose the
@@ -195,7 +193,6 @@ def ema(ck: Source) -> Checkpoint:
     A list of tensors (``shadow_params``) gets the names of the parameters beside it. Raises
     UsageError if there is no entry that training loops use for them.
     """
-    ck = opened(ck)
     ck.whole()
     groups.refuse(ck, None, _NOT_AVERAGED)
     for name in AVERAGED:

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
 from ckptkit.core import arguments
-from ckptkit.core.checkpoint import Checkpoint, NoEffect, Source, opened
+from ckptkit.core.checkpoint import Checkpoint, NoEffect, edit
 from ckptkit.core.errors import UsageError
 from ckptkit.core.tensor import Storage, Tensor, TypedStorage
 from ckptkit.core.text import plural, quoted, typed
@@ -53,15 +53,16 @@ Changed = TypeVar("Changed")
 Places: TypeAlias = list[tuple[T, str]]  # what names a device, and which
 
 
-def remap(ck: Source, devices: Device | Mapping[Any, Any], *, values: bool = False) -> Checkpoint:
+@edit
+def remap(
+    ck: Checkpoint, devices: Device | Mapping[Any, Any], *, values: bool = False
+) -> Checkpoint:
     """Change device tags: all to the device `devices`, or those that a mapping names, exactly.
 
     The same as ``map_location`` does when loading; ``meta`` stays unless a mapping names it.
     ``torch.device`` values in the tree are listed, and changed where `values` is true. Raises
     UsageError for what is no device.
     """
-    ck = opened(ck)
-    arguments.flags(values=values)
     if isinstance(devices, Mapping):
         devices = {_name(old): _name(new) for old, new in devices.items()}
     else:

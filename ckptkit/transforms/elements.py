@@ -17,7 +17,7 @@ from ckptkit.compute.numbers import cast_record
 from ckptkit.compute.operation import RecordSlice
 from ckptkit.core import arguments
 from ckptkit.core import dtypes as table
-from ckptkit.core.checkpoint import Checkpoint, NoEffect, Source, opened
+from ckptkit.core.checkpoint import Checkpoint, NoEffect, edit
 from ckptkit.core.dtypes import DType, DTypeLike
 from ckptkit.core.errors import FormatError, UsageError
 from ckptkit.core.tensor import Storage, Tensor, TypedStorage
@@ -35,7 +35,8 @@ _OF_TENSORS = ("_rebuild_sparse_tensor", "_rebuild_sparse_csr_tensor", "_rebuild
 DEFAULT = "*"  # the glob of the dtype that is for all other weights
 
 
-def cast(ck: Source, dtypes: DTypeLike | Mapping[str, DTypeLike]) -> Checkpoint:
+@edit
+def cast(ck: Checkpoint, dtypes: DTypeLike | Mapping[str, DTypeLike]) -> Checkpoint:
     """Cast floating-point weights: all of them, or those whose names match a glob.
 
     `dtypes` is one dtype, or glob -> dtype in any order; ``*`` is the default, which other globs
@@ -45,7 +46,6 @@ def cast(ck: Source, dtypes: DTypeLike | Mapping[str, DTypeLike]) -> Checkpoint:
     unknown dtype, for a glob that matches nothing, for two that want different dtypes of one name,
     and for one that matches codes or scales of quantized weights.
     """
-    ck = opened(ck)
     weights = ck.required
     rules = _rules(dtypes, weights)
     met = (name for name in weights.nodes if any(pattern.match(name) for pattern, _ in rules))
@@ -241,13 +241,13 @@ def _cast_storage(storage: Storage, source: DType, target: DType) -> Storage:
     )
 
 
-def compact(ck: Source) -> Checkpoint:
+@edit
+def compact(ck: Checkpoint) -> Checkpoint:
     """Cut every storage to the parts that tensors of the whole tree span.
 
     Tensors that overlap or touch stay on one storage, so views and ties are kept; a storage that is
     used from end to end is left alone, and so is one that the file refers to as a whole.
     """
-    ck = opened(ck)
     uses = _uses(ck.root)
     cuts = {key: cut for key, use in uses.items() if (cut := use.cut()) is not None}
     if not cuts:

@@ -11,11 +11,10 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from fnmatch import translate
+from fnmatch import fnmatchcase, translate
 
 from ckptkit import quantized
-from ckptkit.core import arguments
-from ckptkit.core.checkpoint import Checkpoint, NoEffect, Source, opened
+from ckptkit.core.checkpoint import Checkpoint, NoEffect, edit
 from ckptkit.core.errors import CollisionError, UsageError
 from ckptkit.core.tensor import Tensor
 from ckptkit.core.text import entries, guess, plural, quoted, shell_word, typed, without
@@ -71,20 +70,20 @@ class Target:
         return module_versions.like(self.entries, new, edit_metadata)
 
 
-def strip_prefix(ck: Source, *prefixes: str, keys: str | Sequence[str] = ()) -> Checkpoint:
-    """Remove leading prefixes (``module.`` if none is given) from the names of the weights.
+@edit
+def strip_prefix(
+    ck: Checkpoint, prefixes: str | Sequence[str] = ("module.",), keys: str | Sequence[str] = ()
+) -> Checkpoint:
+    """Remove leading prefixes from the names of the weights.
 
     Each prefix is taken once, whatever the order in which they nest. One that ends in a letter or
     digit is a whole part of a name: ``_orig_mod`` stands for ``_orig_mod.``. `keys` names the
     mappings to edit instead of the weights, by dotted path. Raises CollisionError, UsageError.
     """
-    ck, prefixes = opened(ck), tuple(arguments.text("a prefix", each) for each in prefixes)
     prefixes = tuple(map(_whole_part, prefixes)) or ("module.",)
     if "" in prefixes:
         raise UsageError("an empty prefix cannot be stripped")
-    edit = _Stripping(prefixes)
-    targets = list(_targets(ck, arguments.texts("keys", keys)))
-    return edit.result(ck, targets)
+    return _Stripping(prefixes).result(ck, list(_targets(ck, keys)))
 
 
 def _whole_part(prefix: str) -> str:
@@ -171,17 +170,20 @@ def _begins(mapping: dict[Node, Node], prefixes: tuple[str, ...]) -> bool:
     return any(isinstance(key, str) and key.startswith(prefixes) for key in mapping)
 
 
-def add_prefix(ck: Source, prefix: str = "module.", keys: str | Sequence[str] = ()) -> Checkpoint:
+@edit
+def add_prefix(
+    ck: Checkpoint, prefix: str = "module.", keys: str | Sequence[str] = ()
+) -> Checkpoint:
     """Put `prefix` before the names of the weights, or of the mappings at the dotted paths `keys`.
 
     As in `strip_prefix`, one that ends in a letter or digit is a whole part of a name.
     ``_metadata`` becomes what torch would give for the module that holds this one. Raises
     CollisionError, UsageError.
     """
-    ck, prefix = opened(ck), _whole_part(arguments.text("prefix", prefix))
+    prefix = _whole_part(prefix)
     if not prefix:
         raise UsageError("an empty prefix cannot be added")
-    edits = _Edits(list(_targets(ck, arguments.texts("keys", keys))))
+    edits = _Edits(list(_targets(ck, keys)))
     for target in edits.targets:
         names = {name: prefix + name for name in target.names}
         _, ck = groups.followed(ck, names)
@@ -191,8 +193,9 @@ def add_prefix(ck: Source, prefix: str = "module.", keys: str | Sequence[str] = 
     return edits.applied(ck)
 
 
+@edit
 def rename(
-    ck: Source,
+    ck: Checkpoint,
     mapping: Mapping[str, str] | None = None,
     substitutions: Sequence[tuple[str, str]] = (),
 ) -> Checkpoint:
@@ -201,11 +204,9 @@ def rename(
     A substitution is a regular expression and its replacement, applied with :func:`re.sub` in the
     order given. Raises UsageError (a name that is not there, a bad expression), CollisionError.
     """
-    ck, mapping = opened(ck), arguments.mapping("mapping", mapping)
-    substitutions = arguments.text_pairs("substitutions", substitutions)
     (target,) = _targets(ck, ())
     substituted = _Substitutions(substitutions)
-    names = _new_names(target, mapping, substituted)
+    names = _new_names(target, mapping or {}, substituted)
     if not names:
         return ck.with_root(ck.root, warnings=[NoEffect(f"nothing{target.place} is renamed")])
     names, ck = groups.followed(ck, names)
@@ -221,6 +222,7 @@ def rename(
     return edits.applied(ck)
 
 
+@edit
 def tie(ck: Checkpoint, names: Mapping[str, str]) -> Checkpoint:
     """Give weights further names: `names` maps each new name to the weight that it is tied to.
 
@@ -241,6 +243,7 @@ def tie(ck: Checkpoint, names: Mapping[str, str]) -> Checkpoint:
     return _replaced(ck, {id(target.node): node}, [*notes, *_as_plain(target)], ())
 
 
+@edit
 def untie(ck: Checkpoint, names: Mapping[str, str]) -> Checkpoint:
     """Take further names of weights away: each key of `names` must hold the same memory as its
     value.
@@ -381,18 +384,24 @@ class _Substitutions:
                 yield NoEffect(f"no key{place} is changed by the substitution {pattern!r}")
 
 
+@edit
 def select(
-    ck: Source, keep: str | Sequence[str] = (), drop: str | Sequence[str] = ()
+    ck: Checkpoint,
+    keep: str | Sequence[str] = (),
+    drop: str | Sequence[str] = (),
+    missing_ok: bool = False,
 ) -> Checkpoint:
     """Keep only the weights whose names match a glob of `keep` (or all) and no glob of `drop`.
 
     ``*`` matches dots too. What is not a weight stays, but optimizers lose the parameters that were
     dropped; one whose parameters cannot be told is dropped, with a warning. Raises UsageError for a
-    glob that matches nothing.
+    glob that matches nothing, unless it is of `drop` and `missing_ok` allows that.
     """
-    ck = opened(ck)
-    keep, drop = arguments.texts("keep", keep), arguments.texts("drop", drop)
     (target,) = _targets(ck, ())
+    if missing_ok:
+        drop = [glob for glob in drop if any(fnmatchcase(name, glob) for name in target.names)]
+        if not keep and not drop:
+            return ck
     found = quantized.find(ck)
     kept = _matching(target, keep, found) if keep else set(target.names)
     kept -= _matching(target, drop, found) if drop else set()
@@ -419,10 +428,9 @@ def select(
     warnings = [*groups.torn(found, kept), *cut.warnings]
     done = _replaced(ck, {id(target.node): new, **cut.swap}, [*notes, *cut.notes], warnings)
     if cut.dropped:
-        from ckptkit.transforms.structure import drop as drop_entry  # with more imports
+        from ckptkit.transforms.structure import drop_entry  # with more imports
 
-        for path in cut.dropped:
-            done = drop_entry(done, path)
+        done = drop_entry(done, cut.dropped)
     return done
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from ckptkit.compute.torch_bridge import applied
 from ckptkit.core import arguments
-from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.checkpoint import Checkpoint, edit
 from ckptkit.core.errors import CkptkitError, UsageError
 from ckptkit.core.tensor import Tensor
 from ckptkit.core.text import guess, plural, quoted
@@ -20,6 +20,7 @@ from ckptkit.transforms import groups
 Function = Callable[[Any], Any]
 
 
+@edit
 def map_weights(ck: Checkpoint, function: Function, keys: str | Iterable[str] = "*") -> Checkpoint:
     """Apply `function`, from tensor to tensor, to the weights that match a glob of `keys`.
 
@@ -28,7 +29,7 @@ def map_weights(ck: Checkpoint, function: Function, keys: str | Iterable[str] = 
     """
     arguments.function("function", function)
     weights = ck.required
-    names = list(_matching(weights, arguments.texts("keys", keys)))
+    names = list(_matching(weights, keys))
     groups.refuse(ck, names, "a function would take codes for numbers")
     swap: dict[int, Node] = {}
     views: dict[object, Tensor] = {}
@@ -57,9 +58,9 @@ def _applied(name: str, tensor: Tensor, function: Function) -> Tensor:
         raise
 
 
-def _matching(weights: Weights, globs: list[str]) -> Iterator[str]:
-    patterns = [re.compile(translate(glob)) for glob in globs]
-    for pattern, glob in zip(patterns, globs, strict=True):
+def _matching(weights: Weights, globs: Iterable[str]) -> Iterator[str]:
+    patterns = {glob: re.compile(translate(glob)) for glob in globs}
+    for glob, pattern in patterns.items():
         if not any(map(pattern.match, weights.nodes)):
             raise UsageError(f"no weight matches {glob!r}", hint=guess(glob, weights.nodes))
-    return (name for name in weights.nodes if any(each.match(name) for each in patterns))
+    return (name for name in weights.nodes if any(each.match(name) for each in patterns.values()))

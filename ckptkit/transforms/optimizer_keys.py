@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from ckptkit.core import arguments
-from ckptkit.core.checkpoint import Checkpoint, NoEffect, Source, opened
+from ckptkit.core.checkpoint import Checkpoint, NoEffect, edit
 from ckptkit.core.errors import UsageError
 from ckptkit.core.tensor import Shape, Tensor
 from ckptkit.core.text import nearest, plural, shell_word, some, typed, without
@@ -50,14 +49,14 @@ class Optimizer(NamedTuple):
         return [each for group in self.groups for each in listed(group, word)]
 
 
-def key_optimizer(ck: Source, by: str) -> Checkpoint:
+@edit
+def key_optimizer(ck: Checkpoint, by: str) -> Checkpoint:
     """Key the state of the one optimizer of a checkpoint by ``names`` or by ``numbers``.
 
     Numbers get the names that the optimizer has itself (``param_names``, torch 2.6 and later), else
     those of the weights, in their order: there must be exactly one way in which the shapes of the
     states fit. Raises UsageError where there is none, or more than one.
     """
-    ck, by = opened(ck), arguments.text("by", by)
     if by not in (NAMES, NUMBERS):
         near = nearest(by, (NAMES, NUMBERS)) or (NAMES, NUMBERS)
         raise UsageError(f"{by!r} is no key of an optimizer", hint=" or ".join(near))

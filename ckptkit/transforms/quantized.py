@@ -10,7 +10,7 @@ from typing import Any
 
 from ckptkit import quantized
 from ckptkit.core import dtypes
-from ckptkit.core.checkpoint import Checkpoint, Source, opened
+from ckptkit.core.checkpoint import Checkpoint, edit
 from ckptkit.core.dtypes import DType, DTypeLike
 from ckptkit.core.errors import CollisionError, FormatError, UnsupportedError, UsageError
 from ckptkit.core.text import plural, quoted, typed, without
@@ -23,7 +23,8 @@ _HEADERS = ("tensor_names", "_quantization_metadata")
 _CONFIG = ("quantization_config", "quantization", "compression_config")
 
 
-def dequantize(ck: Source, dtype: DTypeLike | None = None) -> Checkpoint:
+@edit
+def dequantize(ck: Checkpoint, dtype: DTypeLike | None = None) -> Checkpoint:
     """Every quantized weight as `dtype`, byte for byte as its own library computes it.
 
     Without a dtype: that of the model's configuration, else the one that the file names, else
@@ -31,7 +32,6 @@ def dequantize(ck: Source, dtype: DTypeLike | None = None) -> Checkpoint:
     made of goes, and what serves quantized inference alone. Raises UsageError if nothing is
     quantized, UnsupportedError for a weight that is not read.
     """
-    ck = opened(ck)
     wanted = None if dtype is None else target(dtype)
     own = torch_quantized.dequantized(ck, wanted or dtypes.BY_NAME["float32"])
     found = quantized.find(ck)

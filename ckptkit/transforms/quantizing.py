@@ -10,7 +10,7 @@ from typing import Any
 from ckptkit.compute.arranged import contiguous
 from ckptkit.compute.quantize import BLOCK, GROUP, quantized_records
 from ckptkit.core import dtypes
-from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.checkpoint import Checkpoint, edit
 from ckptkit.core.errors import UsageError
 from ckptkit.core.tensor import Shape, Storage, Tensor, contiguous_stride
 from ckptkit.core.text import plural, quoted
@@ -29,6 +29,7 @@ KEPT = frozenset({
 })  # fmt: skip
 
 
+@edit
 def quantize(ck: Checkpoint, kind: str) -> Checkpoint:
     """The weights with each matrix of a layer as codes and scales: ``fp8-block`` or ``mxfp4``.
 

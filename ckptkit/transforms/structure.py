@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from ckptkit.core import arguments
-from ckptkit.core.checkpoint import Checkpoint, NoEffect, Source, opened
+from ckptkit.core.checkpoint import Checkpoint, NoEffect, edit
 from ckptkit.core.errors import UnknownNameError, UsageError
 from ckptkit.core.tensor import Tensor
 from ckptkit.core.text import quoted, some, typed_value
@@ -28,13 +28,13 @@ from ckptkit.pickles import live
 OWN_RECORD = "ckptkit"  # in the metadata of safetensors: formats/record.py
 
 
-def extract(ck: Source, key: str) -> Checkpoint:
+@edit
+def extract(ck: Checkpoint, key: str | Sequence[str]) -> Checkpoint:
     """Return the entry at the dotted path `key` as a checkpoint of its own.
 
-    Raises UsageError if it is not there.
+    Of several paths, the first that exists is taken. Raises UsageError if none does.
     """
-    ck, key = opened(ck), arguments.text("key", key)
-    path, node = find(ck.whole().root, key)
+    key, (path, node) = _first(ck.whole(), key)
     if isinstance(node, LEAVES) and not isinstance(node, Tensor):
         raise UsageError(
             f"the entry {key!r} is a single {type_name(node)}, not a checkpoint",
@@ -45,6 +45,21 @@ def extract(ck: Source, key: str) -> Checkpoint:
     others = [each for each, _ in children(ck.root) if path and each is not path[0]]
     leaving = f", leaving {some(map(key_text, others))}" if others else ""
     return ck.with_key(inner).with_root(node, notes=[f"extracted {key!r}{leaving}"])
+
+
+def _first(ck: Checkpoint, keys: Sequence[str]) -> tuple[str, tuple[Path, Node]]:
+    """Return the first of several dotted paths that exists, and what is there."""
+    for key in keys:
+        try:
+            return key, find(ck.root, key)
+        except UsageError:
+            if len(keys) == 1:
+                raise
+    raise UsageError(
+        f"has no entry {' or '.join(keys)}",
+        where=ck.name,
+        hint="`ckptkit inspect --tree {where}` shows its entries",
+    )
 
 
 def _key_below(ck: Checkpoint, path: Path) -> str | None:
@@ -102,43 +117,44 @@ def _holder(root: Node, path: Path) -> Node:
     return root
 
 
-def without(ck: Checkpoint, path: str) -> Checkpoint:
-    """Return the checkpoint without the entry at the dotted `path`.
+@edit
+def drop_entry(ck: Checkpoint, paths: str | Sequence[str], missing_ok: bool = False) -> Checkpoint:
+    """Return the checkpoint without the entries at the dotted `paths`.
 
-    Raises UnknownNameError if there is none, UsageError for an entry of what is not a mapping.
+    Raises UnknownNameError if there is no such entry, unless `missing_ok` allows that; UsageError
+    for an entry of what is not a mapping.
     """
-    find(ck.root, arguments.text("path", path))
-    return drop(ck, path)
+    for key in paths:
+        try:
+            path, _ = find(ck.root, key)
+        except UsageError:
+            if not missing_ok:
+                raise
+            missing = NoEffect(f"there is no entry {key!r} to leave out")
+            ck = ck.with_root(ck.root, warnings=[missing])
+            continue
+        holder = _holder(ck.root, path)
+        if not path or not isinstance(holder, dict):
+            raise UsageError(f"the entry {key!r} is not in a mapping, and cannot be left out")
+        entries = {name: value for name, value in holder.items() if name != path[-1]}
+        swap = {id(holder): like(holder, entries)}
+        ck = ck.with_root(rebuild(ck.root, swap=swap), notes=[f"left out {key!r}"])
+    return ck
 
 
-def drop(ck: Checkpoint, key: str) -> Checkpoint:
-    """The checkpoint without the entry at the dotted path `key`; as it is if there is none.
-
-    Raises UsageError for an entry of what is not a mapping.
-    """
-    try:
-        path, _ = find(ck.root, key)
-    except UsageError:
-        return ck.with_root(ck.root, warnings=[NoEffect(f"there is no entry {key!r} to leave out")])
-    holder = _holder(ck.root, path)
-    if not path or not isinstance(holder, dict):
-        raise UsageError(f"the entry {key!r} is not in a mapping, and cannot be left out")
-    entries = {name: value for name, value in holder.items() if name != path[-1]}
-    swap = {id(holder): like(holder, entries)}
-    return ck.with_root(rebuild(ck.root, swap=swap), notes=[f"left out {key!r}"])
-
-
-def with_extras(ck: Checkpoint, extras: Mapping[str, str]) -> Checkpoint:
-    """Return the checkpoint with these strings in its `extras`, which safetensors keep.
+@edit
+def with_extras(ck: Checkpoint, metadata: Mapping[str, str]) -> Checkpoint:
+    """Return the checkpoint with the strings `metadata` in its `extras`, which safetensors keep.
 
     Raises UsageError for a name that ckptkit itself uses there.
     """
-    if OWN_RECORD in extras:
+    if OWN_RECORD in metadata:
         raise UsageError(f"the metadata entry {OWN_RECORD!r} is ckptkit's own record")
-    note = f"set the metadata of {quoted(extras)}"
-    return replace(ck, extras={**ck.extras, **extras}, notes=(*ck.notes, note))
+    note = f"set the metadata of {quoted(metadata)}"
+    return replace(ck, extras={**ck.extras, **metadata}, notes=(*ck.notes, note))
 
 
+@edit
 def bare(ck: Checkpoint) -> Checkpoint:
     """Return the weights as a checkpoint of their own; of a pickled module, its state_dict.
 
@@ -163,15 +179,15 @@ def bare(ck: Checkpoint) -> Checkpoint:
     return ck.with_key(None).with_root(node, notes=notes)
 
 
-def wrap(ck: Source, key: str, beside: Mapping[str, object] | None = None) -> Checkpoint:
+@edit
+def wrap(ck: Checkpoint, key: str, beside: Mapping[str, object] | None = None) -> Checkpoint:
     """Return ``{key: root, **beside}``: `key` is one plain key, dots and all.
 
     Raises UsageError if it is empty, or is one of `beside`.
     """
-    ck, key = opened(ck), arguments.text("key", key)
     if not key:
         raise UsageError("an entry needs a name", hint=f"e.g. {typed_value('key', 'state_dict')}")
-    others = {name: live.node(value) for name, value in arguments.mapping("beside", beside).items()}
+    others = {name: live.node(value) for name, value in (beside or {}).items()}
     if key in others:
         raise UsageError(f"{key!r} cannot be the checkpoint and a value beside it")
     inner = ck.key

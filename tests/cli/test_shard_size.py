@@ -73,7 +73,7 @@ def test_what_is_no_size(ckptkit: Ckptkit, model: Path, tmp_path: Path, text: st
 
 
 def test_units() -> None:
-    from ckptkit.cli.parsing import size
+    from ckptkit.cli.options import size
 
     sizes = {
         "5GB": 5 * 10**9,

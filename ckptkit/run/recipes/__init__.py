@@ -14,7 +14,8 @@ A recipe is a YAML or TOML file:
     args: {heads: 32}               # defaults of --arg
     output: {format: safetensors, shard_size: 5GB}      # unless the command line says otherwise
 
-`STEPS` lists the possible steps. Recipes in this folder are found by name (``lightning``).
+The steps are the edits in `ckptkit.edits`, and `config`, `rules` and `expect`. Recipes in this
+folder are found by name (``lightning``).
 """
 
 from __future__ import annotations
@@ -24,17 +25,16 @@ import reprlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from ckptkit import edits
 from ckptkit.api import Step, open_checkpoint
 from ckptkit.core.bytesource import LocalFile
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CollisionError, InputError, TensorError, UsageError
 from ckptkit.core.text import nearest
-from ckptkit.core.tree import find
-from ckptkit.rules.applying import Asked
+from ckptkit.rules.applying import RuleOptions
 from ckptkit.rules.applying import step as apply_step
 from ckptkit.rules.errors import RuleError, in_step
 from ckptkit.rules.expecting import Expectations
@@ -42,16 +42,6 @@ from ckptkit.rules.parsing import is_word
 from ckptkit.rules.planner import Rules, unused_argument
 from ckptkit.run.recipes import model_config
 from ckptkit.run.recipes.reversing import WrittenStep, backwards
-from ckptkit.transforms import (
-    combine,
-    devices,
-    elements,
-    keys,
-    optimizer_keys,
-    quantized,
-    quantizing,
-    structure,
-)
 
 FOLDER = Path(__file__).parent
 _SUFFIXES = (".yaml", ".yml", ".toml")
@@ -83,22 +73,22 @@ def names() -> list[str]:
     return sorted(path.stem for path in FOLDER.iterdir() if path.suffix in _SUFFIXES)
 
 
-def load(name: str, asked: Asked | None = None) -> Recipe:
+def load(name: str, options: RuleOptions | None = None) -> Recipe:
     """The recipe in the file `name`, or the one that comes with ckptkit under that name.
 
-    `asked` is what its rules are asked for: sizes, a configuration, the way back. Raises
+    `options` are those of its rules: sizes, a configuration, the way back. Raises
     UsageError.
     """
-    asked = asked or Asked()
+    options = options or RuleOptions()
     if name in names():
-        return _recipe(name, _parsed(FOLDER / f"{name}.yaml"), asked)
+        return _recipe(name, _parsed(FOLDER / f"{name}.yaml"), options)
     if not name.endswith(_SUFFIXES):
         close = nearest(name, names()) or names()
         raise UsageError(
             f"there is no recipe {name!r}",
             hint=f"did you mean {', '.join(close)}? or name a .yaml file",
         )
-    return _recipe(name, _parsed(Path(name)), asked)
+    return _recipe(name, _parsed(Path(name)), options)
 
 
 def _parsed(path: Path) -> Any:
@@ -150,7 +140,7 @@ def _shown(value: Any) -> str:
         return "a huge number"
 
 
-def _recipe(name: str, content: Any, asked: Asked) -> Recipe:
+def _recipe(name: str, content: Any, options: RuleOptions) -> Recipe:
     try:
         parts = _table(content, _PARTS)
         steps = parts.get("steps")
@@ -163,8 +153,8 @@ def _recipe(name: str, content: Any, asked: Asked) -> Recipe:
         about, facts, checked = (_optional(parts, word) for word in ("about", "source", "checked"))
         known = list(_written(steps))
         defaults = _sizes(parts.get("args", {}))
-        made = _made(known, asked, defaults)
-        _check_arguments(known, asked, defaults)
+        made = _made(known, options, defaults)
+        _check_arguments(known, options, defaults)
         return Recipe(name, about, tuple(made), output, tuple(known), facts, checked)
     except _WrongError as error:
         raise UsageError(str(error), where=name, hint=error.hint) from None
@@ -179,27 +169,29 @@ def _optional(parts: Mapping[str, Any], word: str) -> str:
     return text
 
 
-def _made(known: list[WrittenStep], asked: Asked, defaults: dict[str, str | int]) -> list[Step]:
+def _made(
+    known: list[WrittenStep], options: RuleOptions, defaults: dict[str, str | int]
+) -> list[Step]:
     """The steps as functions, each read before any is applied."""
-    forwards = [_step(number, each, asked, defaults) for number, each in enumerate(known, 1)]
-    if not asked.reverse:
+    forwards = [_step(number, each, options, defaults) for number, each in enumerate(known, 1)]
+    if not options.reverse:
         return forwards
     back, notes = backwards(known)
-    steps = [_step(number, each, asked, defaults) for number, each in enumerate(back, 1)]
+    steps = [_step(number, each, options, defaults) for number, each in enumerate(back, 1)]
     return [*steps, lambda ck: ck.with_root(ck.root, notes=notes)]
 
 
 def _check_arguments(
-    known: list[WrittenStep], asked: Asked, defaults: dict[str, str | int]
+    known: list[WrittenStep], options: RuleOptions, defaults: dict[str, str | int]
 ) -> None:
     """Raise RuleError for an argument that no rule of any step uses."""
-    if not asked.args:
+    if not options.args:
         return
     words: set[str] = set()
     for each in known:
         if each.word == "rules":
             words |= _parsed_rules(each, defaults).words()
-    for word in asked.args:
+    for word in options.args:
         if word not in words:
             raise unused_argument(word, words)
 
@@ -215,11 +207,11 @@ class _WrongError(ValueError):
 def _written(steps: list[Any]) -> Iterator[WrittenStep]:
     for number, each in enumerate(steps, 1):
         if isinstance(each, dict) and "rules" in each:
-            options = {word: given for word, given in each.items() if word != "rules"}
-            if options.keys() <= _RULE_OPTIONS:
-                yield WrittenStep("rules", each["rules"], options)
+            given = {word: value for word, value in each.items() if word != "rules"}
+            if given.keys() <= _RULE_OPTIONS:
+                yield WrittenStep("rules", each["rules"], given)
                 continue
-            odd = ", ".join(sorted(map(repr, options.keys() - _RULE_OPTIONS)))
+            odd = ", ".join(sorted(map(repr, given.keys() - _RULE_OPTIONS)))
             raise _WrongError(
                 f"step {number} (rules): {odd} is nothing that rules have", "keep, sizes, keys"
             )
@@ -232,9 +224,11 @@ def _written(steps: list[Any]) -> Iterator[WrittenStep]:
         yield WrittenStep(word, given, {})
 
 
-def _step(number: int, step: WrittenStep, asked: Asked, defaults: dict[str, str | int]) -> Step:
+def _step(
+    number: int, step: WrittenStep, options: RuleOptions, defaults: dict[str, str | int]
+) -> Step:
     word = step.word
-    if word not in (known := [*STEPS, "config", "rules", "expect"]):
+    if word not in (known := [*edits.BY_WORD, "config", "expect"]):
         close = nearest(_shown(word).strip("'"), known) or known
         raise _WrongError(
             f"step {number}: {_shown(word)} is not a step",
@@ -242,12 +236,12 @@ def _step(number: int, step: WrittenStep, asked: Asked, defaults: dict[str, str 
         )
     try:
         if word == "rules":
-            return _rules(number, step, asked, defaults)
+            return _rules(number, step, options, defaults)
         if word == "config":
-            return _config(step.given, asked)
+            return _config(step.given, options)
         if word == "expect":
-            return Expectations(_texts(step.given), asked.config).check
-        return STEPS[word](step.given)
+            return Expectations(_texts(step.given), options.config).check
+        return _edited(edits.BY_WORD[word], step.given)
     except _WrongError as error:
         raise _WrongError(f"step {number} ({word}): {error}", hint=error.hint) from None
     except RuleError as error:
@@ -257,14 +251,16 @@ def _step(number: int, step: WrittenStep, asked: Asked, defaults: dict[str, str 
 _RULE_OPTIONS = {"keep", "sizes", "keys"}
 
 
-def _rules(number: int, step: WrittenStep, asked: Asked, defaults: dict[str, str | int]) -> Step:
+def _rules(
+    number: int, step: WrittenStep, options: RuleOptions, defaults: dict[str, str | int]
+) -> Step:
     rules = _parsed_rules(step, defaults)
     keep = _texts(step.options.get("keep", []))
     paths = _texts(step.options.get("keys", []))
 
     def step_of_rules(checkpoint: Checkpoint) -> Checkpoint:
         try:
-            return apply_step(checkpoint, rules, keep, asked, paths, number)
+            return apply_step(checkpoint, rules, keep, options, paths, number)
         except (RuleError, TensorError, CollisionError) as error:
             raise in_step(number, error) from None
 
@@ -293,13 +289,13 @@ def _sizes(given: Any) -> dict[str, str | int]:
 # The arguments of a step
 
 
-def _config(given: Any, asked: Asked) -> Step:
+def _config(given: Any, options: RuleOptions) -> Step:
     if given not in model_config.TABLES:
         raise _WrongError(
             f"{_shown(given)} is not a table of arguments", hint=", ".join(model_config.TABLES)
         )
     table = model_config.TABLES[given]
-    return lambda ck: model_config.with_config(ck, table, asked)
+    return lambda ck: model_config.with_config(ck, table, options)
 
 
 def _text(given: Any) -> str:
@@ -330,150 +326,48 @@ def _mapping(given: Any) -> dict[str, str]:
     }
 
 
-def _plain(step: Step) -> Callable[[Any], Step]:
-    """Make the parser of a step whose only argument is ``true``."""
-
-    def made(given: Any) -> Step:
-        if given is not True:
-            raise _WrongError(f"{_shown(given)} is not true, the only possible value")
-        return step
-
-    return made
+def _true(given: Any) -> bool:
+    if given is not True:
+        raise _WrongError(f"{_shown(given)} is not true, the only possible value")
+    return True
 
 
-# The steps
+def _text_or_mapping(given: Any) -> str | dict[str, str]:
+    return _mapping(given) if isinstance(given, dict) else _text(given)
 
 
-def _extract(given: Any) -> Step:
-    wanted = _texts(given)
-
-    def step(ck: Checkpoint) -> Checkpoint:
-        for key in wanted:
-            try:
-                find(ck.root, key)
-            except UsageError:
-                continue
-            return structure.extract(ck, key)
-        raise UsageError(
-            f"has no entry {' or '.join(wanted)}",
-            hint="`ckptkit inspect --tree {where}` shows its entries",
-        )
-
-    return step
-
-
-def _select(given: Any) -> Step:
-    globs = _table(given, {"keep", "drop"})
-    keep, drop = _texts(globs.get("keep", [])), _texts(globs.get("drop", []))
-
-    def step(ck: Checkpoint) -> Checkpoint:
-        """Select the tensors.
-
-        A recipe's drop patterns need not match: not every checkpoint of a kind has them.
-        """
-        names = ck.required.nodes
-        matching = [glob for glob in drop if any(fnmatchcase(name, glob) for name in names)]
-        return keys.select(ck, keep, matching) if keep or matching else ck
-
-    return step
-
-
-def _strip(given: Any) -> Step:
-    prefixes = _texts(given)
-    return lambda ck: keys.strip_prefix(ck, *prefixes)
-
-
-def _add(given: Any) -> Step:
-    prefix = _text(given)
-    return lambda ck: keys.add_prefix(ck, prefix)
-
-
-def _rename(given: Any) -> Step:
-    tables = _table(given, {"map", "sub"})
-    mapping = _mapping(tables.get("map", {}))
-    substitutions = list(_mapping(tables.get("sub", {})).items())
-    return lambda ck: keys.rename(ck, mapping, substitutions)
-
-
-def _cast(given: Any) -> Step:
-    dtypes = _mapping(given) if isinstance(given, dict) else _text(given)
-    return lambda ck: elements.cast(ck, dtypes)
-
-
-def _dequantize(given: Any) -> Step:
-    dtype = None if given is True else _text(given)
-    return lambda ck: quantized.dequantize(ck, dtype)
-
-
-def _quantize(given: Any) -> Step:
-    kind = _text(given)
-    return lambda ck: quantizing.quantize(ck, kind)
-
-
-def _remap(given: Any) -> Step:
-    where = _mapping(given) if isinstance(given, dict) else _text(given)
-    return lambda ck: devices.remap(ck, where)
-
-
-def _wrap(given: Any) -> Step:
-    name = _text(given)
-    return lambda ck: structure.wrap(ck, name)
-
-
-def _merge(given: Any) -> Step:
-    others = _texts(given)
-    return lambda ck: combine.merge([ck, *map(open_checkpoint, others)])
-
-
-def _average(given: Any) -> Step:
-    others = _texts(given)
-    return lambda ck: combine.average([*map(open_checkpoint, others), ck])
-
-
-def _tie(given: Any) -> Step:
-    names_ = _mapping(given)
-    return lambda ck: keys.tie(ck, names_)
-
-
-def _untie(given: Any) -> Step:
-    names_ = _mapping(given)
-    return lambda ck: keys.untie(ck, names_)
-
-
-def _optimizer_keys(given: Any) -> Step:
-    by = _text(given)
-    return lambda ck: optimizer_keys.key_optimizer(ck, by)
-
-
-def _drop_entry(given: Any) -> Step:
-    paths = _texts(given)
-
-    def step(ck: Checkpoint) -> Checkpoint:
-        for path in paths:
-            ck = structure.drop(ck, path)
-        return ck
-
-    return step
-
-
-STEPS: dict[str, Callable[[Any], Step]] = {
-    "extract": _extract,  # a dotted path, or several: the first that exists
-    "weights": _plain(structure.bare),
-    "ema": _plain(combine.ema),
-    "select": _select,  # keep, drop: globs; those of drop need not match
-    "strip": _strip,  # prefixes
-    "add": _add,  # a prefix
-    "rename": _rename,  # map: old name to new one; sub: regular expression to replacement
-    "dequantize": _dequantize,  # true, or a dtype
-    "cast": _cast,  # a dtype, or glob to dtype
-    "quantize": _quantize,  # fp8-block or mxfp4
-    "remap": _remap,  # a device, or device to device
-    "compact": _plain(elements.compact),
-    "merge": _merge,  # files whose weights come after
-    "average": _average,  # files with the same names
-    "wrap": _wrap,  # the name of the entry
-    "tie": _tie,  # new name to the name that it stands for as well
-    "untie": _untie,  # the same, taken away again
-    "optimizer-keys": _optimizer_keys,  # names or numbers
-    "drop-entry": _drop_entry,  # dotted paths, such as optimizer; they need not be there
+# How the value of an argument of an edit is read, by `Option.kind`.
+KINDS: dict[str, Callable[[Any], Any]] = {
+    "text": _text,
+    "choice": _text,
+    "texts": _texts,
+    "dtype": lambda given: None if given is True else _text(given),
+    "casts": _text_or_mapping,
+    "pairs": _text_or_mapping,
+    "map": _mapping,
+    "named": _mapping,
+    "substitutions": lambda given: list(_mapping(given).items()),
+    "flag": _true,
 }
+
+
+def _edited(edit: edits.Edit, given: Any) -> Step:
+    """Return the step of an edit. Raises _WrongError for a value that is not of its kind."""
+    if edit.several:
+        others = _texts(given)
+
+        def step(ck: Checkpoint) -> Checkpoint:
+            found = [*map(open_checkpoint, others)]
+            found.insert(0 if edit.several == "first" else len(found), ck)
+            return edit.function(found)
+
+        return step
+    options = {each.recipe: each for each in edit.options if each.recipe is not None}
+    if not options or not edit.options[0].parameter:
+        _true(given)
+        return edits.step(edit.word)
+    values = {"": given} if "" in options else _table(given, {*options})
+    read = {
+        options[word].parameter: KINDS[options[word].kind](each) for word, each in values.items()
+    }
+    return edits.step(edit.word, **read, **(edit.fixed or {}))

@@ -14,7 +14,7 @@ from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import UnsupportedError, UsageError
 from ckptkit.core.text import shown, typed
 from ckptkit.core.tree import Global, children, find
-from ckptkit.rules.applying import Asked
+from ckptkit.rules.applying import RuleOptions
 from ckptkit.rules.config import NAME
 
 Arguments = Mapping[str, Any]
@@ -81,13 +81,13 @@ MEGATRON_LLAMA = Table(
 TABLES = {"megatron-llama": MEGATRON_LLAMA}
 
 
-def with_config(checkpoint: Checkpoint, table: Table, asked: Asked) -> Checkpoint:
+def with_config(checkpoint: Checkpoint, table: Table, options: RuleOptions) -> Checkpoint:
     """Return the checkpoint with a config.json, which is written beside it into a folder.
 
     That is the one that was named (`--config`), if there is one; without arguments there is none.
     Raises UnsupportedError for the arguments of another kind of model, or too few of them.
     """
-    given = asked.config() if callable(asked.config) else asked.config
+    given = options.config() if callable(options.config) else options.config
     if given is not None:
         return _with(checkpoint, given)
     try:
@@ -98,7 +98,7 @@ def with_config(checkpoint: Checkpoint, table: Table, asked: Asked) -> Checkpoin
     _check(said, table)
     missing = {name: value for name, value in table.defaults.items() if said.get(name) is None}
     args = {**said, **missing}
-    args["vocab_size"] = asked.args.get("vocab", args.get("vocab_size"))
+    args["vocab_size"] = options.args.get("vocab", args.get("vocab_size"))
     try:
         made = {
             **table.fixed,

@@ -1,0 +1,307 @@
+"""The list of edits: Checkpoint -> Checkpoint, each declared once.
+
+An edit is a function with typed parameters. Its row here makes the option of `convert`, the
+command, the step of a recipe, the fix of the doctor and the public name. Rows are in the order in
+which `convert` applies them, whatever the order of its options. To add an edit, write the function
+and its row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+if TYPE_CHECKING:
+    from ckptkit.core.checkpoint import Checkpoint
+
+Step: TypeAlias = "Callable[[Checkpoint], Checkpoint]"
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One argument of an edit.
+
+    ``kind`` says how the words of a command line and the value in a recipe are read: see
+    `cli.options.KINDS` and `run.recipes.KINDS`. ``convert`` and ``convert_help`` are the option of
+    `convert` and its help where they differ; "" means that `convert` has none. ``recipe`` is the
+    word in a step's table, "" for the value of the step itself, None where recipes lack it.
+    """
+
+    parameter: str
+    kind: str
+    flag: str = ""
+    metavar: str | None = None
+    help: str = ""
+    convert: str | None = None
+    convert_help: str = ""
+    recipe: str | None = ""
+    dest: str = ""  # the name of the value of a command, by default `parameter`
+    choices: tuple[str, ...] = ()
+    default: str | None = None  # shown in the help
+    required: bool = False
+    rare: bool = False  # hidden from --help
+
+
+@dataclass(frozen=True, slots=True)
+class Edit:
+    """One edit: its word in recipes, its function, and what the command line says of it."""
+
+    word: str
+    place: str  # of the function, "module:name"
+    options: tuple[Option, ...] = ()
+    about: str = ""  # for a page of the manual
+    in_convert: bool = False
+    command: str = ""
+    help: str = ""  # of the command, after its first line `about`
+    examples: tuple[str, ...] = ()  # arguments of the command
+    needs: str = ""  # the usage error of a command without any of the options that it needs
+    several: str = ""  # takes several checkpoints; this one is the "first" or the "last" of them
+    has_key: bool = False  # the command has --key, of the weights
+    reads_parts: bool = False  # the command has the options for folders of several processes
+    fixed: Mapping[str, Any] | None = None  # arguments that every recipe gives
+    public: bool = True
+
+    @property
+    def function(self) -> Callable[..., Checkpoint]:
+        module, _, name = self.place.partition(":")
+        function: Callable[..., Checkpoint] = getattr(import_module(f"ckptkit.{module}"), name)
+        return function
+
+
+_KEYS = Option(
+    "keys", "texts", "--key", "PATH", "Path of the weights, or of another mapping (repeatable).",
+    convert="", recipe=None,
+)  # fmt: skip
+
+EDITS = (
+    Edit(
+        "drop-entry", "transforms.structure:drop_entry",
+        (Option("paths", "texts", "--drop-entry", "PATH",
+                "Leave out an entry, e.g. optimizer (repeatable).", dest="entries"),),
+        "Leave out entries; a recipe may name some that are not there.",
+        in_convert=True, fixed={"missing_ok": True}, public=False,
+    ),
+    Edit(
+        "optimizer-keys", "transforms.optimizer_keys:key_optimizer",
+        (Option("by", "choice", "--optimizer-keys", "KEYS",
+                "Key optimizer state by names (FSDP, DCP) or by numbers (torch.optim).",
+                dest="optimizer_keys", choices=("names", "numbers")),),
+        "Key the state of the optimizer by names or by numbers.",
+        in_convert=True,
+    ),
+    Edit(
+        "set-metadata", "transforms.structure:with_extras",
+        (Option("metadata", "named", "--set-metadata", "NAME=TEXT",
+                "Set metadata of safetensors (repeatable)."),),
+        "Set entries of the metadata of safetensors.",
+        in_convert=True, public=False,
+    ),
+    Edit(
+        "dequantize", "transforms.quantized:dequantize",
+        (Option("dtype", "dtype", "--dequantize", "[DTYPE]",
+                "Convert quantized weights to floats: bfloat16, float16 or float32, by default "
+                "that of the model.", dest="dequantize"),),
+        "Convert quantized weights to floats.",
+        in_convert=True,
+    ),
+    Edit("weights", "transforms.structure:bare", about="Take the weights alone.", public=False),
+    Edit(
+        "ema", "transforms.combine:ema",
+        about="Extract the averaged (EMA) weights that training kept.",
+        command="ema",
+        help="""They are found under the names that training loops use (state_dict_ema, model_ema,
+        ema, shadow_params...). A list of tensors without names gets the names of the trained
+        weights in the same file.""",
+        examples=("last.pth ema.safetensors",),
+    ),
+    Edit(
+        "extract", "transforms.structure:extract",
+        (Option("key", "texts", "--key", "PATH",
+                "Path of the weights, or of another entry: its keys, joined by dots.",
+                required=True),),
+        "Write one entry as a checkpoint of its own.",
+        command="extract", reads_parts=True,
+        help="The reverse of wrap.",
+        examples=("run.pth model.pth --key model",),
+    ),
+    Edit(
+        "merge", "transforms.combine:merge",
+        (Option("checkpoints", "files"),
+         Option("last_wins", "flag", "--last-wins", None,
+                "On duplicate names, keep the last instead of failing.", recipe=None)),
+        "Merge the weights of several checkpoints into one.",
+        command="merge", several="first", has_key=True,
+        help="For models saved in parts: an encoder and a decoder, or the stages of a pipeline.",
+        examples=("stage0.pt stage1.pt model.safetensors",),
+    ),
+    Edit(
+        "average", "transforms.combine:average",
+        (Option("checkpoints", "files"),
+         Option("shares", "numbers", "--weight", "W",
+                "Weight of each SRC, in order (repeatable). Default: equal weights.", recipe=None)),
+        "Write the mean of the weights of several checkpoints.",
+        command="average", several="last", has_key=True,
+        help="""Elements are summed in float64 and rounded once. Integer and bool buffers (such as
+        num_batches_tracked), dtypes and order are those of the last SRC. Names and shapes must be
+        the same in all.""",
+        examples=("epoch8.pth epoch9.pth epoch10.pth mean.pth",
+                  "--weight 0.9 --weight 0.1 old.pth new.pth mixed.pth"),
+    ),
+    Edit(
+        "select", "transforms.keys:select",
+        (Option("keep", "texts", "--keep", "GLOB", "Keep only weights that match (repeatable).",
+                recipe="keep"),
+         Option("drop", "texts", "--drop", "GLOB", "Leave out weights that match (repeatable).",
+                recipe="drop")),
+        "Keep only some weights; in a recipe, the globs of `drop` need not match.",
+        in_convert=True, fixed={"missing_ok": True},
+    ),
+    Edit(
+        "strip", "transforms.keys:strip_prefix",
+        (Option("prefixes", "texts", "--prefix", "P",
+                "Prefix to remove instead of 'module.' (repeatable).", convert="--strip",
+                convert_help="Remove this prefix from the keys (repeatable)."), _KEYS),
+        "Remove the leading 'module.' from the keys.",
+        in_convert=True, command="strip-module",
+        help="""DataParallel and torch.compile add such prefixes. One is removed from each key,
+        once, and _metadata follows. Exit code 1, with nothing written, if there is none.""",
+        examples=("run.pth plain.pth",),
+    ),
+    Edit(
+        "add", "transforms.keys:add_prefix",
+        (Option("prefix", "text", "--prefix", "P", "Prefix to add to each key.", convert="--add",
+                convert_help="Add this prefix to each key.", default="module."), _KEYS),
+        "Add the prefix 'module.' to the keys.",
+        in_convert=True, command="add-module",
+        help="""DataParallel and DistributedDataParallel expect it.
+
+        The reverse of strip-module.""",
+        examples=("plain.pth run.pth",),
+    ),
+    Edit(
+        "rename", "transforms.keys:rename",
+        (Option("mapping", "map", "--map", "FILE", "JSON file that maps old names to new ones.",
+                recipe="map"),
+         Option("substitutions", "substitutions", "--sub", "REGEX=REPLACEMENT",
+                "Replace matches in names, as re.sub does (repeatable).", recipe="sub")),
+        "Rename keys, by a table or by regular expressions.",
+        in_convert=True, command="rename", has_key=True,
+        help="""A name in the table of --map gets exactly its new name; --sub expressions apply to
+        all other names, in the order given.""",
+        examples=("run.pth new.pth --map names.json",
+                  r"run.pth new.pth --sub '^encoder\.=backbone.'"),
+        needs="nothing to rename: give --map FILE (not empty) or --sub REGEX=REPLACEMENT",
+    ),
+    Edit(
+        "tie", "transforms.keys:tie", (Option("names", "map"),),
+        "Give weights further names: new name to the name that it stands for as well.",
+        public=False,
+    ),
+    Edit(
+        "untie", "transforms.keys:untie", (Option("names", "map"),),
+        "Take further names of weights away, which must hold the same memory.",
+        public=False,
+    ),
+    Edit(
+        "rules", "rules.applying:apply_rules",
+        (Option("rules", "rules", "--rule", "RULE",
+                "Rearrange tensors: LEFT -> RIGHT (repeatable; see `ckptkit help "
+                "rules`).", recipe=None),
+         Option("config", "config", "--config", "FILE",
+                "Sizes of the model, for rules; without it, config.json beside SRC.",
+                recipe=None, rare=True),
+         Option("args", "sizes", "--arg", "NAME=INT",
+                "Argument NAME of the rules: a size (repeatable).", recipe=None, rare=True)),
+        "Rearrange tensors by rules.",
+        in_convert=True,
+    ),
+    Edit(
+        "cast", "transforms.elements:cast",
+        (Option("dtypes", "casts", "--cast", "[GLOB=]DTYPE",
+                "Cast floating-point weights: those that match, or all others (repeatable).",
+                dest="cast"),),
+        "Cast floating-point weights: a dtype, or glob to dtype.",
+        in_convert=True,
+    ),
+    Edit(
+        "quantize", "transforms.quantizing:quantize",
+        (Option("kind", "text", "--quantize", "KIND",
+                "Quantize matrices: fp8-block or mxfp4.", dest="quantize"),),
+        "Quantize the matrices of layers: fp8-block or mxfp4.",
+        in_convert=True, public=False,
+    ),
+    Edit(
+        "remap", "transforms.devices:remap",
+        (Option("devices", "text", "--to", "DEVICE",
+                "Change all device tags to DEVICE, e.g. cpu.", dest="device"),
+         Option("devices", "pairs", "--device", "A=B",
+                "Change the device tag A to B (repeatable)."),
+         Option("values", "flag", "--device-values", None,
+                "Also change torch.device values that are not part of a tensor.",
+                convert="", recipe=None)),
+        "Change device tags (such as cuda:1 to cpu), without a GPU.",
+        in_convert=True, command="remap",
+        help="torch.load then puts the tensors on those devices, as with map_location.",
+        examples=("run.pth cpu.pth --to cpu", "run.pth moved.pth --device cuda:1=cuda:0"),
+        needs="give either --to DEVICE or --device A=B",
+    ),
+    Edit(
+        "compact", "transforms.elements:compact",
+        (Option("", "flag", "--compact", None, "Leave out bytes that no tensor uses.",
+                dest="compact"),),
+        "Cut storages to the parts that tensors use.",
+        in_convert=True,
+    ),
+    Edit(
+        "wrap", "transforms.structure:wrap",
+        (Option("key", "text", "--key", "NAME", "Path of the weights in DST: a new key.",
+                required=True),
+         Option("beside", "json", "--set", "NAME=JSON", "Add this entry beside it (repeatable).",
+                recipe=None)),
+        "Put a checkpoint under a key of a new mapping.",
+        command="wrap",
+        help="DST is {NAME: everything}, plus the values of --set. The reverse of extract.",
+        examples=("plain.pth run.pth --key state_dict",
+                  "net.pth run.ckpt --key state_dict --set 'pytorch-lightning_version=\"2.6\"'"),
+    ),
+)  # fmt: skip
+
+BY_WORD = {each.word: each for each in EDITS}
+BY_COMMAND = {each.command: each for each in EDITS if each.command}
+PUBLIC = {
+    name: module
+    for each in EDITS
+    if each.public
+    for module, _, name in (each.place.partition(":"),)
+}
+
+
+def step(word: str, **arguments: Any) -> Step:
+    """Return the edit called `word` with its arguments; its module is imported at the first use."""
+    edit = BY_WORD[word]
+    return lambda checkpoint: edit.function(checkpoint, **arguments)
+
+
+# A fix of the doctor: the arguments of each edit of one plan, by its word. Under `OPTIONS` are
+# changes of `Options`, such as {"objects": "drop"}.
+Fix = Mapping[str, Mapping[str, Any]]
+OPTIONS = "options"
+
+
+def together(fixes: list[Fix]) -> Fix:
+    """Return one fix that does what all of them do, in the order of the list."""
+    made: dict[str, dict[str, Any]] = {}
+    for fix in fixes:
+        for word, arguments in fix.items():
+            held = made.setdefault(word, {})
+            for name, value in arguments.items():
+                if isinstance(value, Mapping):
+                    held[name] = {**held.get(name, {}), **value}
+                elif isinstance(value, tuple):
+                    held[name] = (*held.get(name, ()), *value)
+                else:
+                    held.setdefault(name, value)
+    order = [OPTIONS, *BY_WORD]
+    return {word: made[word] for word in sorted(made, key=order.index)}
