@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ckptkit import edits
 from ckptkit.core import __version__, above
 
 if TYPE_CHECKING:
@@ -61,23 +60,65 @@ _ABOVE = {
     "drop": ("transforms.structure", "drop_entry"),
 }
 
-# Public names by the modules that have them; those of edits are in the list of edits.
+# The modules of the public names, but for edits, which are in the list of edits.
 _PLACES = {
-    "analysis.reports": ("digest", "inspect", "scan", "stats", "verify"),
-    "api": ("convert", "open", "recover", "save"),
-    "core.checkpoint": ("Checkpoint",),
-    "core.errors": ("CkptkitError",),
-    "core.options": ("Options",),
-    "core.tensor": ("Storage", "Tensor"),
-    "diagnosis.report": ("doctor",),
-    "loading": ("diff", "load", "load_into"),
+    "Checkpoint": "core.checkpoint",
+    "CkptkitError": "core.errors",
+    "Options": "core.options",
+    "Storage": "core.tensor",
+    "Tensor": "core.tensor",
+    "convert": "api",
+    "diff": "loading",
+    "digest": "analysis.reports",
+    "doctor": "diagnosis.report",
+    "inspect": "analysis.reports",
+    "load": "loading",
+    "load_into": "loading",
+    "open": "api",
+    "recover": "api",
+    "save": "api",
+    "scan": "analysis.reports",
+    "stats": "analysis.reports",
+    "verify": "analysis.reports",
 }
-_PUBLIC = {
-    **{name: module for module, names in _PLACES.items() for name in names},
-    **edits.PUBLIC,
-}
-__all__ = ["__version__", *_PUBLIC]
-__all__.sort()
+
+# Spelled out: type checkers do not evaluate expressions.
+__all__ = [
+    "Checkpoint",
+    "CkptkitError",
+    "Options",
+    "Storage",
+    "Tensor",
+    "__version__",
+    "add_prefix",
+    "apply_rules",
+    "average",
+    "cast",
+    "compact",
+    "convert",
+    "dequantize",
+    "diff",
+    "digest",
+    "doctor",
+    "ema",
+    "extract",
+    "inspect",
+    "key_optimizer",
+    "load",
+    "load_into",
+    "merge",
+    "open",
+    "recover",
+    "remap",
+    "rename",
+    "save",
+    "scan",
+    "select",
+    "stats",
+    "strip_prefix",
+    "verify",
+    "wrap",
+]
 
 
 def _above(name: str) -> Callable[..., Any]:
@@ -92,12 +133,15 @@ above.find = _above
 
 
 def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module 'ckptkit' has no attribute {name!r}")
     from importlib import import_module
 
-    if name not in _PUBLIC:
-        raise AttributeError(f"module 'ckptkit' has no attribute {name!r}")
+    from ckptkit import edits
+
+    module = _PLACES.get(name) or edits.PUBLIC[name]
     attribute = "open_checkpoint" if name == "open" else name
-    return getattr(import_module(f"ckptkit.{_PUBLIC[name]}"), attribute)
+    return getattr(import_module(f"ckptkit.{module}"), attribute)
 
 
 def __dir__() -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from inspect import cleandoc
 from typing import TYPE_CHECKING, Any
 
@@ -86,15 +86,18 @@ convert.params[:0] = [
 ]
 
 
-def _check_sizes(rules: Any = None, config: Any = None, args: dict[str, int] | None = None) -> None:
+def _check_sizes(
+    rules: Sequence[str] = (), config: Any = None, args: dict[str, int] | None = None
+) -> None:
     """Raise UsageError for sizes without rules, and for those that no rule uses."""
-    if rules is None:
+    if not rules:
         raise click.UsageError("--config and --arg are sizes for --rule")
-    from ckptkit.rules.planner import unused_argument
+    from ckptkit.rules.planner import Rules, unused_argument
 
+    known = Rules.parse(rules).words() if args else ()
     for word in args or ():
-        if word not in rules.words():
-            raise unused_argument(word, rules.words())
+        if word not in known:
+            raise unused_argument(word, known)
 
 
 # What the command says that the edit does not know

@@ -148,13 +148,13 @@ def substitutions(
     return found
 
 
-def rules(_: click.Context, __: click.Parameter, given: Sequence[str]) -> Any:
-    """Parse the lines of --rule, so that a wrong one is said before a file is opened."""
-    if not given:
-        return None
-    from ckptkit.rules.planner import Rules
+def rules(_: click.Context, __: click.Parameter, given: Sequence[str]) -> Sequence[str]:
+    """Return the lines of --rule. Raises what is wrong with them before a file is opened."""
+    if given:
+        from ckptkit.rules.planner import Rules
 
-    return Rules.parse(given)
+        Rules.parse(given)
+    return given
 
 
 def config(_: click.Context, __: click.Parameter, path: str | None) -> Any:
@@ -170,6 +170,7 @@ def config(_: click.Context, __: click.Parameter, path: str | None) -> Any:
 KINDS: dict[str, dict[str, Any]] = {
     "text": {},
     "texts": {"multiple": True},
+    "first": {},
     "flag": {"is_flag": True},
     "choice": {},
     "numbers": {"multiple": True, "type": float},

@@ -1,9 +1,7 @@
-"""The list of edits: Checkpoint -> Checkpoint, each declared once.
+"""The list of edits, Checkpoint -> Checkpoint, each declared once. Uses core.
 
-An edit is a function with typed parameters. Its row here makes the option of `convert`, the
-command, the step of a recipe, the fix of the doctor and the public name. Rows are in the order in
-which `convert` applies them, whatever the order of its options. To add an edit, write the function
-and its row.
+An edit is a typed function. Its row here makes the option of `convert`, the command, the step of a
+recipe, the fix of the doctor and the public name. `convert` applies edits in the order of the list.
 """
 
 from __future__ import annotations
@@ -118,7 +116,7 @@ EDITS = (
     ),
     Edit(
         "extract", "transforms.structure:extract",
-        (Option("key", "texts", "--key", "PATH",
+        (Option("key", "first", "--key", "PATH",
                 "Path of the weights, or of another entry: its keys, joined by dots.",
                 required=True),),
         "Write one entry as a checkpoint of its own.",

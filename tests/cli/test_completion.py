@@ -161,7 +161,7 @@ def test_of_too_many_where_they_part(tab: Tab, tmp_path: Path) -> None:
 # Texts of one's own: nothing can be offered.
 FREE = {
     "add-module: P", "convert: NAME", "SIZE", "URL", "NAME=JSON", "REGEX=REPLACEMENT", "[SLICE]", "TEXT", "A,B",
-    "NAME=INT", "NAME=TEXT", "'NAME CONDITION'", "'LEFT -> RIGHT'", "MODEL_TYPE",
+    "NAME=INT", "NAME=TEXT", "'NAME CONDITION'", "RULE", "MODEL_TYPE",
     "help: None", "help: NAME",
 }  # fmt: skip
 

@@ -21,7 +21,7 @@ from ckptkit.core.errors import (
 )
 from ckptkit.core.tree import Global, Node, Object
 from ckptkit.diagnosis import content, fit, refused
-from ckptkit.diagnosis.cause import Cause, Fix, together
+from ckptkit.diagnosis.cause import Cause, together
 from ckptkit.diagnosis.facts import Facts
 from ckptkit.formats.format import Format
 from ckptkit.formats.table import FORMATS
@@ -45,15 +45,20 @@ def fitted(
 
 def test_fixes_go_together() -> None:
     fixes = (
-        Fix(bare=True, names={"a": "b"}),
+        {"weights": {}, "rename": {"mapping": {"a": "b"}}},
         None,
-        Fix(strip=("m.",), to_cpu=True),
-        Fix(names={"c": "d"}),
+        {"remap": {"devices": "cpu"}, "strip": {"prefixes": ("m.",)}},
+        {"rename": {"mapping": {"c": "d"}}, "strip": {"prefixes": ("n.",)}},
     )
     causes = [Cause("", "", "", "", None, fix) for fix in fixes]
-    assert together(causes) == Fix(
-        bare=True, names={"a": "b", "c": "d"}, strip=("m.",), to_cpu=True
-    )
+    found = together(causes)
+    assert found == {
+        "weights": {},
+        "strip": {"prefixes": ("m.", "n.")},
+        "rename": {"mapping": {"a": "b", "c": "d"}},
+        "remap": {"devices": "cpu"},
+    }
+    assert list(found) == ["weights", "strip", "rename", "remap"]
     assert together(causes[1:2]) is None
 
 
@@ -87,7 +92,7 @@ def test_a_few_keys_with_a_prefix_are_parts_of_the_model() -> None:
 
 def test_wrappers_inside_one_another_are_taken_off_together() -> None:
     cause = found({f"module._orig_mod.{name}": tensor(1) for name in "abc"})["prefix"]
-    assert cause.fix == Fix(strip=("module.", "_orig_mod."))
+    assert cause.fix == {"strip": {"prefixes": ("module.", "_orig_mod.")}}
     assert shlex.split(cause.command or "")[2:6] == [
         "--prefix",
         "module.",
@@ -112,7 +117,7 @@ def test_tied_to_a_name_that_is_renamed() -> None:
     assert causes.keys() == {"renamed", "tied"}
     fix = together(causes.values())
     assert fix is not None
-    named, tied = fix.names["tokens.weight"], fix.ties
+    named, tied = fix["rename"]["mapping"]["tokens.weight"], fix["tie"]["names"]
     assert {named, *tied} == {"embed.weight", "head.weight"}
     assert tied == {({"embed.weight", "head.weight"} - {named}).pop(): named}
 

@@ -263,7 +263,7 @@ def test_names_that_are_none(tmp_path: Path) -> None:
 def test_an_entry_that_is_not_there(tmp_path: Path, run: Run) -> None:
     done = run("run", "lightning", source(tmp_path), tmp_path / "out.pth")
     assert done.code == 2
-    assert "has no entry state_dict" in done.stderr
+    assert "there is no entry 'state_dict'" in done.stderr
 
 
 def test_the_list(run: Run) -> None:

@@ -59,7 +59,7 @@ def test_strip_takes_two_prefixes_in_either_nesting(prefixes: tuple[str, str], o
         for path, value in model.state_dict()._metadata.items()
     }
     wrapped.state = {"_metadata": OrderedMapping({**versions, **inside})}
-    done = strip_prefix(Checkpoint(wrapped), *prefixes)
+    done = strip_prefix(Checkpoint(wrapped), prefixes)
     assert names(done) == list(model.state_dict())
     assert list(metadata(done).items()) == list(model.state_dict()._metadata.items())
     assert not done.warnings
@@ -93,7 +93,7 @@ def test_strip_points_out_another_wrapper() -> None:
 
 
 def test_strip_twice_when_given_twice() -> None:
-    assert names(strip_prefix(checkpoint("module.module.w"), "module.", "module.")) == ["w"]
+    assert names(strip_prefix(checkpoint("module.module.w"), ["module.", "module."])) == ["w"]
 
 
 def test_strip_reports_other_keys_and_keeps_their_place() -> None:
@@ -116,7 +116,7 @@ def test_strip_collision_names_both() -> None:
 
 def test_strip_collision_of_two_prefixes() -> None:
     with pytest.raises(CollisionError, match="would both be called 'w'"):
-        strip_prefix(checkpoint("a.w", "b.w"), "a.", "b.")
+        strip_prefix(checkpoint("a.w", "b.w"), ["a.", "b."])
 
 
 def test_strip_nothing() -> None:

@@ -341,6 +341,7 @@ KINDS: dict[str, Callable[[Any], Any]] = {
     "text": _text,
     "choice": _text,
     "texts": _texts,
+    "first": _texts,  # the first of several that exists
     "dtype": lambda given: None if given is True else _text(given),
     "casts": _text_or_mapping,
     "pairs": _text_or_mapping,
