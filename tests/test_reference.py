@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import ckptkit
-from tests import reference
+from tests import edits_pages, reference
 
 
 def test_it_is_current() -> None:
     """`python -m tests.reference` writes it anew."""
     assert reference.PAGE.read_text(encoding="utf-8") == reference.page()
+
+
+def test_pages_of_options_and_edits_are_current() -> None:
+    """`python -m tests.edits_pages` writes them anew."""
+    assert edits_pages.PAGE.read_text(encoding="utf-8") == edits_pages.page()
+    assert edits_pages.RECIPES.read_text(encoding="utf-8") == edits_pages.recipes()
 
 
 def test_every_public_name_is_in_a_group() -> None:

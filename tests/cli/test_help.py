@@ -11,6 +11,7 @@ import click
 import pytest
 
 from ckptkit.cli import COMMANDS, batch, help, main, render
+from tests.conftest import Run
 
 
 def commands() -> list[list[str]]:
@@ -63,6 +64,24 @@ def test_its_examples_parse(
         parent = click.Context(main, **main.context_settings)
         context = found(given[:named]).make_context("example", given[named:], parent)
         assert not context.args
+
+
+@pytest.mark.parametrize(("name", "most"), [("strip-module", 22), ("convert", 55)])
+def test_the_help_fits_a_screen(name: str, most: int, run: Run) -> None:
+    """Options that few need are hidden until --help-all, and work all the same."""
+    shown = run(name, "--help", env={"COLUMNS": "80"}).stdout.splitlines()
+    assert len(shown) <= most and any("--help-all" in line for line in shown)
+    text, everything = "".join(shown), run(name, "--help-all").stdout
+    command = found([name])
+    assert "--durable" not in text
+    assert all(
+        option in everything
+        for parameter in command.params
+        for option in parameter.opts
+        if option.startswith("--")
+    )
+    assert all(f"\n{section}:" in everything for section in ("Options", "Output", "How it runs"))
+    assert run(name, "--help", env={"COLUMNS": "80"}).stdout.splitlines() == shown
 
 
 PAGE = """# Rules
