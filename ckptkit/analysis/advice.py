@@ -18,18 +18,40 @@ WASTE = 1 << 20  # bytes that no tensor uses, from which on they are worth a lin
 
 def advise(summary: Summary) -> tuple[str, ...]:
     """Return sentences with a command, for what stops it from loading or makes it too large."""
-    path = summary.path
     if summary.part is not None:
         return (summary.part.hint,)
-    edits = (_prefixes, _devices, _waste, _packed)
-    can_be_written = not _dropping(summary) or summary.survives_dropping()
-    found = (*edits * can_be_written, _objects, _inner, _others)
-    return tuple(flatten(advice(summary, path) for advice in found))
+    # Some values run code: without dropping them no command writes the file.
+    drop = ("--objects", "drop") if coded(summary.warnings, RUNS_CODE) else ()
+    found: list[str] = []
+    if not drop or summary.survives_dropping():
+        found += _edits(summary, drop)
+    return (*found, *_objects(summary), *_others(summary))
 
 
-def _dropping(summary: Summary) -> tuple[str, ...]:
-    """Return the options without which no command writes it: some of its values run code."""
-    return ("--objects", "drop") if coded(summary.warnings, RUNS_CODE) else ()
+def _edits(summary: Summary, drop: tuple[str, ...]) -> Iterator[str]:
+    """Yield the edits that help: other keys, other devices, fewer bytes, weights of numbers."""
+    path, names = summary.path, [row.name for row in summary.rows if row.name is not None]
+    if found := wrappers(names):
+        having = sum(name.startswith(found[0]) for name in names)
+        how_many = "all" if having == len(names) else f"{having:,} of {len(names):,}"
+        command = strip_module(path, found, *summary.chosen, *drop)
+        yield f"{how_many} keys start with {''.join(found)!r}: {command}"
+    held = [row.tensor.storage for row in summary.rows]
+    devices = dict.fromkeys([each.device for each in held if each is not None])
+    away = [device for device in devices if device.partition(":")[0] not in ("cpu", "meta")]
+    if away:
+        command = edit("remap", path, "cpu", *drop, "--to", "cpu", *summary.words)
+        yield f"saved on {some(away)}; to load without: {command}"
+    unused = summary.totals.unused_nbytes
+    if unused > max(WASTE, summary.totals.nbytes // 10):
+        command = convert(path, "compact", *drop, "--compact", *summary.words)
+        yield f"{unused:,} bytes of its storages belong to no tensor; to leave them out: {command}"
+    if number := packed(summary):
+        command = convert(path, "float", *summary.chosen, *drop, "--dequantize")
+        yield (
+            f"{number:,} quantized tensors are not in the state_dict; to make weights of them: "
+            f"{command}"
+        )
 
 
 def strip_module(path: str, prefixes: Sequence[str] = ("module.",), *options: str) -> str:
@@ -100,97 +122,47 @@ def suffix_for_torch(path: str) -> str | None:
     return None if path.lower().endswith(TORCH_SUFFIXES) else ".pth"
 
 
-def _prefixes(summary: Summary, path: str) -> Iterator[str]:
-    names = [row.name for row in summary.rows if row.name is not None]
-    if found := wrappers(names):
-        having = sum(name.startswith(found[0]) for name in names)
-        how_many = "all" if having == len(names) else f"{having:,} of {len(names):,}"
-        command = strip_module(path, found, *summary.chosen, *_dropping(summary))
-        yield f"{how_many} keys start with {''.join(found)!r}: {command}"
-
-
-def _devices(summary: Summary, path: str) -> Iterator[str]:
-    held = [row.tensor.storage for row in summary.rows]
-    devices = dict.fromkeys([each.device for each in held if each is not None])
-    away = [device for device in devices if device.partition(":")[0] not in ("cpu", "meta")]
-    if away:
-        command = edit("remap", path, "cpu", *_dropping(summary), "--to", "cpu", *summary.words)
-        yield f"saved on {some(away)}; to load without: {command}"
-
-
-def _waste(summary: Summary, path: str) -> Iterator[str]:
-    unused = summary.totals.unused_nbytes
-    if unused > max(WASTE, summary.totals.nbytes // 10):
-        command = convert(path, "compact", *_dropping(summary), "--compact", *summary.words)
-        yield f"{unused:,} bytes of its storages belong to no tensor; to leave them out: {command}"
-
-
-def _packed(summary: Summary, path: str) -> Iterator[str]:
-    """Yield advice on weights that quantized layers keep out of the state_dict."""
-    number = packed(summary)
-    if number:
-        command = convert(path, "float", *summary.chosen, *_dropping(summary), "--dequantize")
-        yield (
-            f"{number:,} quantized tensors are not in the state_dict; to make weights of them: "
-            f"{command}"
-        )
-
-
 def packed(summary: Summary) -> int:
     """The number of quantized tensors that are not in the state_dict."""
     others = [row for row in summary.rows if row.name is None]
     return sum(row.tensor.dtype.kind == "quantized" for row in others)
 
 
-def _objects(summary: Summary, path: str) -> Iterator[str]:
+def _objects(summary: Summary) -> Iterator[str]:
     """Yield what torch.load refuses by default, and the command that leaves it out.
-
-    Nothing for files that torch.load does not read: safetensors, folders, plain pickles.
 
     Files that torch.load does not read (safetensors that hold everything, folders, plain pickles)
     get no such advice.
     """
-    format = BY_NAME.get(summary.format, NONE)
-    if not format.loaded_by_torch:
-        return
-    refused = summary.refused
+    format, path = BY_NAME.get(summary.format, NONE), summary.path
+    refused = summary.refused if format.loaded_by_torch else []
     if not refused:
         return
     what = "TorchScript" if format.program else some(refused)
     refusal = f"torch.load(weights_only=True) refuses {what}"
+    has_subclass = any(row.inside for row in summary.rows)
     if summary.weights is not None and summary.is_module:
         options = ["--dequantize"] * (packed(summary) > 0)
         words = ("convert", path, "weights", *summary.chosen, *options)
-        command = edit(*words, suffix=".safetensors")
-        yield f"{refusal}; for the weights alone: {command}"
-    elif (
-        summary.objects
-        and summary.survives_dropping()
-        and not any(row.inside for row in summary.rows)
-    ):
+        yield f"{refusal}; for the weights alone: {edit(*words, suffix='.safetensors')}"
+    elif summary.objects and summary.survives_dropping() and not has_subclass:
         command = convert(path, "plain", "--objects", "drop", *summary.words)
         yield f"{refusal}; to leave such values out: {command}"
     else:
         yield refusal
 
 
-def _inner(summary: Summary, path: str) -> Iterator[str]:
-    """Byte strings that are files: checkpoints that a library packed into its own."""
-    if summary.inner:
+def _others(summary: Summary) -> Iterator[str]:
+    """Yield how to look into byte strings that are files, and into other weights."""
+    path = argument(summary.path)
+    if summary.inner:  # checkpoints that a library packed into its own
         places = [
             f"{join(each.path)} ({each.kind}, {each.nbytes:,} bytes)" for each in summary.inner
         ]
-        look = shell_command(("ckptkit", "scan", *argument(path)))
         yield (
             f"byte strings that are files of their own, not looked into here: {some(places)}; "
-            f"{look} does"
+            f"{shell_command(('ckptkit', 'scan', *path))} does"
         )
-
-
-def _others(summary: Summary, path: str) -> Iterator[str]:
-    """Yield the commands that choose other entries that could be the weights."""
     for key in map(join, summary.others[:NAMES]):
-        yield (
-            f"{key} holds weights too: "
-            f"{shell_command(('ckptkit', 'inspect', '--key', key, *argument(path)))}"
-        )
+        command = shell_command(("ckptkit", "inspect", "--key", key, *path))
+        yield f"{key} holds weights too: {command}"

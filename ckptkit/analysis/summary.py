@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import islice, repeat
 from math import prod
 from operator import lt
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from ckptkit import quantized
 from ckptkit.core import dtypes
@@ -43,9 +43,8 @@ Plain = bool | int | float | str | None
 Key = str | int
 
 BYTES_SHOWN = 1_024  # byte strings up to this length are shown as text
-EXACT = (
-    1 << 8 * LIMITS.int_bytes
-)  # integers from here on are described: Python puts no more digits into text
+# Integers from here on are described: Python puts no more digits into text.
+EXACT = 1 << 8 * LIMITS.int_bytes
 _HEAD, _LEAST = 4, 64  # bytes that say what a file is, and that a file has at least
 _HEADS = {
     b"PK\3\4": "zip archive",
@@ -64,31 +63,26 @@ def plain(node: Node) -> tuple[str, Plain] | None:
     if kind is Object:
         return _object(node)
     if kind is Global:
-        return ("torch.dtype", str(node)) if is_dtype(node) else None
-    return _odd(node)
-
-
-def _odd(node: Node) -> tuple[str, Plain] | None:
-    if isinstance(node, (bytes, bytearray)):
-        return "bytes", bytes_text(node)
+        is_dtype = node.name in dtypes.BY_NAME or node.name in dtypes.ALIASES
+        return ("torch.dtype", str(node)) if node.module == "torch" and is_dtype else None
+    if isinstance(node, (bytes, bytearray)) and len(node) <= BYTES_SHOWN:
+        return "bytes", repr(bytes(node))[2:-1]  # as Python writes them between quotes
+    if isinstance(node, (bytes, bytearray, StoredBytes)):
+        size = node.extent.length if isinstance(node, StoredBytes) else len(node)
+        return "bytes", f"{size:,} bytes"
     if isinstance(node, ByteString):
         return "str", str(node)
-    if isinstance(node, StoredBytes):
-        return "bytes", f"{node.extent.length:,} bytes"
     if isinstance(node, TypedStorage):
         return "storage", f"{node.elements:,} x {node.dtype or 'byte'} on {node.storage.device}"
     return ("complex", str(node)) if isinstance(node, complex) else None
 
 
 def inner_file(node: Node) -> tuple[str, int] | None:
-    """The kind of file that a long byte string is, and its length; None for other bytes."""
+    """Return the kind of file that a long byte string is, and its length; None for other bytes."""
     if isinstance(node, StoredBytes):
-        size = node.extent.length
-        head = (
-            node.extent.source.read(node.extent.offset, min(size, _HEAD))
-            if isinstance(node.extent, Range)
-            else b""
-        )
+        size, head, extent = node.extent.length, b"", node.extent
+        if isinstance(extent, Range):
+            head = extent.source.read(extent.offset, min(size, _HEAD))
     elif isinstance(node, (bytes, bytearray)):
         size, head = len(node), bytes(node[:_HEAD])
     else:
@@ -98,38 +92,26 @@ def inner_file(node: Node) -> tuple[str, int] | None:
 
 
 def _object(node: Object) -> tuple[str, Plain] | None:
-    """A scalar of numpy, a torch.Size, torch.device or torch.layout; None for every other
-    Object."""
-    made = node.global_
+    """Return a scalar of numpy, a torch.Size, torch.device or torch.layout; None for all others."""
+    made, value = node.global_, cast("Plain | complex", node.value)
     if made is None:
         return None
-    if node.value is not None:
-        return str(made) if made.name != "scalar" else "numpy.scalar", _scalar(node.value)
+    if value is not None:
+        if type(value) is int:
+            value = number(value)
+        elif isinstance(value, complex):
+            value = str(value)
+        return "numpy.scalar" if made.name == "scalar" else str(made), value
     args = node.args if isinstance(node.args, tuple) else ()
-    if (made.module, made.name) == ("torch", "device") and args:
+    name = (made.module, made.name)
+    if name == ("torch", "device") and args:
         return "torch.device", ":".join(map(key_text, args))
-    if (made.module, made.name) == ("torch.serialization", "_get_layout") and len(args) == 1:
+    if name == ("torch.serialization", "_get_layout") and len(args) == 1:
         return "torch.layout", key_text(args[0])
-    if (made.module, made.name) == ("torch", "Size") and len(args) == 1:
-        return "torch.Size", key_text(
-            tuple(args[0]) if isinstance(args[0], (list, tuple)) else args[0]
-        )
+    if name == ("torch", "Size") and len(args) == 1:
+        sizes = tuple(args[0]) if isinstance(args[0], (list, tuple)) else args[0]
+        return "torch.Size", key_text(sizes)
     return None
-
-
-def _scalar(value: Node) -> Plain:
-    if value.__class__ is int:
-        return number(value)
-    return str(value) if isinstance(value, complex) else value
-
-
-def is_dtype(node: Global) -> bool:
-    return node.module == "torch" and (node.name in dtypes.BY_NAME or node.name in dtypes.ALIASES)
-
-
-def bytes_text(data: bytes | bytearray) -> str:
-    """Bytes as Python writes them between quotes; long ones as their number."""
-    return repr(bytes(data))[2:-1] if len(data) <= BYTES_SHOWN else f"{len(data):,} bytes"
 
 
 def number(value: int) -> int | str:
@@ -323,13 +305,16 @@ def summarize(checkpoint: Checkpoint) -> Summary:
             warnings = (*warnings, *weights.module.unread)
     except AmbiguousError as error:
         warnings = (*warnings, error.message)
+    source, size = checkpoint.source, 0  # bytes on disk: of the file, or of the files in the folder
+    if source is not None:
+        size = source.size if isinstance(source, ByteSource) else source.nbytes()
     survey = _Survey(weights, checkpoint)
     survey.run(checkpoint.root)
     survey.mark_shared()
     return Summary(
         path=checkpoint.name or "",
         format=checkpoint.format,
-        size=_size(checkpoint),
+        size=size,
         weights=None if weights is None else weights.path,
         rows=survey.rows,
         values=survey.values,
@@ -372,7 +357,7 @@ class _Survey:
         inside it.
         """
         target = self.weights.node if self.weights else self
-        name_of = _naming(self.weights) if self.weights else _nameless
+        name_of = _naming(self.weights) if self.weights else lambda path, base: None
         shown = _NO_DEPTH  # depth of a node that is shown whole, while the walk is inside it
         base: int | None = None  # depth of the weights, while the walk is inside them
 
@@ -395,10 +380,17 @@ class _Survey:
                 self._rebuilt(path, node, None if base is None else name_of(path, base))
                 shown = depth
             elif (value := plain(node)) is not None:
-                self._value(path, node, *value)
+                if isinstance(node, TypedStorage):
+                    self._number(node.storage)
+                elif value[0] == "bytes" and (inner := inner_file(node)) is not None:
+                    self.inner.append(EmbeddedFile(path, *inner))
+                self.values.append(Value(path, *value))
                 shown = depth
             elif kind is Object or kind is Global:
-                self._opaque(path, node)
+                made = describe(node if kind is Global else node.callable)
+                self.objects.append(Opaque(path, made))
+                if kind is Object and is_harmful(node):
+                    self.harmful.setdefault(made, []).append(path)
 
     def _mapping(self, path: Path, node: Node, base: int | None, name_of: Naming) -> bool:
         """Add the rows of a mapping of many tensors and nothing else; return False for other nodes.
@@ -432,11 +424,22 @@ class _Survey:
         self.rows += map(_new, repeat(TensorRow), rows)
 
     def _rebuilt(self, path: Path, node: Object, name: str | None) -> None:
-        """Add the row of an object that is a tensor: a subclass, or a rank's part of one."""
+        """Add the row of an object that is a tensor: a subclass, or a rank's part of one.
+
+        The tensors that a subclass is made of come after its own row, which has the sum of their
+        bytes.
+        """
         assert node.tensor is not None
-        if not self._piece(path, node, name):
-            self._tensor(path, node.tensor, name)
-            self._inside(path, node)
+        if self._piece(path, node, name):
+            return
+        self._tensor(path, node.tensor, name)
+        if node.tensor.layout == "subclass":
+            held = list(inner_tensors(node.args))
+            tensors = tuple(tensor for _, tensor in held)
+            nbytes = sum(tensor.nbytes for tensor in tensors)
+            self.rows[-1] = self.rows[-1]._replace(nbytes=nbytes, inside=tensors)
+            for below, tensor in held:
+                self._tensor((*path, *below), tensor, None)
 
     def _tensor(self, path: Path, tensor: Tensor, name: str | None) -> None:
         if self.logical and id(tensor) in self.logical:
@@ -468,34 +471,6 @@ class _Survey:
         )
         return True
 
-    def _inside(self, path: Path, node: Object) -> None:
-        """Add rows for the tensors that a tensor subclass is made of.
-
-        They come after its own row, which has the sum of their bytes.
-        """
-        if node.tensor is None or node.tensor.layout != "subclass":
-            return
-        held = list(inner_tensors(node.args))
-        nbytes = sum(tensor.nbytes for _, tensor in held)
-        self.rows[-1] = self.rows[-1]._replace(
-            nbytes=nbytes, inside=tuple(tensor for _, tensor in held)
-        )
-        for below, tensor in held:
-            self._tensor((*path, *below), tensor, None)
-
-    def _value(self, path: Path, node: Node, kind: str, value: Plain) -> None:
-        if isinstance(node, TypedStorage):
-            self._number(node.storage)
-        elif kind == "bytes" and (inner := inner_file(node)) is not None:
-            self.inner.append(EmbeddedFile(path, *inner))
-        self.values.append(Value(path, kind, value))
-
-    def _opaque(self, path: Path, node: Object | Global) -> None:
-        made = node if isinstance(node, Global) else node.callable
-        self.objects.append(Opaque(path, describe(made)))
-        if isinstance(node, Object) and is_harmful(node):
-            self.harmful.setdefault(describe(made), []).append(path)
-
     def warnings(self) -> Iterator[str]:
         for made, (first, *more) in self.harmful.items():
             also = and_more(len(more))
@@ -525,16 +500,7 @@ class _Survey:
                 free[storage] -= nbytes
             if not inside:
                 contiguous += nbytes
-        return Totals(
-            tensors=len(self.rows),
-            parameters=self._parameters(),
-            nbytes=contiguous,
-            storage_nbytes=stored,
-            unused_nbytes=sum([rest for rest in free if rest > 0]),
-        )
-
-    def _parameters(self) -> int:
-        """Return the elements of the weights, or of all tensors; those of one place once."""
+        # The elements of the weights, or of all tensors; those of one place once.
         counted = [row for row in self.rows if row.name is not None]
         if not counted:
             counted = [row for row in self.rows if not row.inside]
@@ -542,7 +508,14 @@ class _Survey:
         alone = [row for row in counted if not row.is_shared] if shared else counted
         shapes = Counter([row.tensor.shape for row in alone])
         different = {row.memory(0): row.tensor.numel for row in shared}
-        return sum([prod(shape) * n for shape, n in shapes.items()]) + sum(different.values())
+        parameters = sum([prod(shape) * n for shape, n in shapes.items()])
+        return Totals(
+            tensors=len(self.rows),
+            parameters=parameters + sum(different.values()),
+            nbytes=contiguous,
+            storage_nbytes=stored,
+            unused_nbytes=sum([rest for rest in free if rest > 0]),
+        )
 
 
 def _unread(parts: Mapping[str, Group]) -> Iterator[str]:
@@ -585,18 +558,6 @@ def _naming(weights: Weights) -> Naming:
         return places.get(below) if all(isinstance(key, (str, int)) for key in below) else None
 
     return by_place if weights.is_module else by_key
-
-
-def _nameless(path: Path, base: int) -> None:
-    """Return no name: there are no weights."""
-
-
-def _size(checkpoint: Checkpoint) -> int:
-    """Bytes on disk: of the file, or of the files in the folder."""
-    source = checkpoint.source
-    if source is None:
-        return 0
-    return source.size if isinstance(source, ByteSource) else source.nbytes()
 
 
 def selected(rows: Sequence[TensorRow]) -> Selected:

@@ -1,10 +1,9 @@
-"""Scales of quantized weights: how many are zero, and how many are no numbers."""
+"""Verification: structure, lengths and checksums; on request a manifest, and the elements."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from ckptkit import formats, quantized
 from ckptkit.analysis.digests import (
@@ -38,36 +37,6 @@ from ckptkit.formats.format import CheckedPart, Defect, Format, Probe, open_plac
 from ckptkit.formats.recovering import tensors
 
 _EXPONENTS = ("exponent", "ldexp")  # bytes, of which 255 is no exponent
-
-
-class Scales(NamedTuple):
-    """A tensor of scales; `divides`: weights are divided by it, so that a zero is no scale."""
-
-    name: str
-    total: int
-    zeros: int
-    nonfinite: int  # only those that are stored as bytes: the others are seen as they are
-    divides: bool
-
-
-def scales(ck: Checkpoint) -> Iterator[Scales]:
-    """Yield the scales of the quantized weights that are read. Reads all of them."""
-    found = quantized.find(ck)
-    names = {id(tensor): name for name, tensor in ck.weights.items()} if found else {}
-    for group in found.groups:
-        for numbers in group.layout.scales if group.layout is not None else ():
-            tensor = group.inputs[numbers.input]
-            if numbers.dtype != "map":  # the bytes of nested scales are positions in a table
-                yield _counted(names.get(id(tensor), group.name), tensor, numbers)
-
-
-def _counted(name: str, tensor: Tensor, numbers: Numbers) -> Scales:
-    is_bytes = tensor.dtype.name == "uint8"
-    if is_bytes:
-        dtype = "float8_e8m0fnu" if numbers.dtype in _EXPONENTS else numbers.dtype
-        tensor = replace(tensor, dtype=BY_NAME[dtype])
-    odd = sum(nonfinite(tensor)) if is_bytes else 0
-    return Scales(name, tensor.numel, zeros(tensor), odd, numbers.combine == "divide")
 
 
 COMPARED = 1_000  # findings among which repetitions are left out; more are kept as they are
@@ -151,77 +120,58 @@ class _Look:
 
     def at_bytes(self) -> Checkpoint | None:
         """Return the checkpoint, None if it cannot be read, or is damaged."""
-        self.format = self._identified()
-        if self.format is None:
-            return None
-        self.checkpoint = self._read(self.format)
-        parts = list(self._parts(self.format))
-        damaged = [(part, why) for part, why in self._summed(parts) if why is not None]
-        if self.checkpoint is not None:
-            self.tensors = list(tensors(self.checkpoint))
-        self.findings += with_tensors(damaged, self.tensors)
-        self.damaged = bool(self.findings)
-        return None if self.damaged else self.checkpoint
-
-    def _identified(self) -> Format | None:
-        """Return the format, None if it is too damaged to be of one."""
         try:
-            found = formats.match(self.probe)
+            self.format = formats.match(self.probe)
         except DAMAGE as error:
-            self.findings.append(Defect(error.message, hint=error.hint))
+            self._wrong(error)
             return None
         try:
-            return found or formats.identify(self.probe)  # which says what it is instead
+            self.format = self.format or formats.identify(self.probe)  # says what it is instead
         except TruncatedError as error:
-            self.findings.append(Defect(error.message, hint=error.hint))
+            self._wrong(error)
             return None
-
-    def _read(self, format: Format) -> Checkpoint | None:
         try:
-            return format.read(self.probe)
+            self.checkpoint = self.format.read(self.probe)
         except DAMAGE as error:
-            if format.chooses and isinstance(error, AmbiguousError):
+            if self.format.chooses and isinstance(error, AmbiguousError):
                 raise  # which of several checkpoints is meant is no damage
-            self.findings.append(Defect(error.message, self._within(error.where), hint=error.hint))
-            return None
-
-    def _parts(self, format: Format) -> Iterator[CheckedPart]:
-        if format.check is None:
-            return
+            self._wrong(error)
+        parts: list[CheckedPart] = []
         try:
-            for each in format.check(self.probe):
+            for each in self.format.check(self.probe) if self.format.check is not None else ():
                 if isinstance(each, CheckedPart):
-                    yield each
+                    parts.append(each)
                 else:
                     self.findings.append(each)
         except DAMAGE as error:
-            self.findings.append(Defect(error.message, self._within(error.where), hint=error.hint))
-
-    def _within(self, path: str | None) -> str:
-        """Return a path below the place, relative to it."""
-        return (
-            ""
-            if path in (None, self.place.name)
-            else str(path).removeprefix(self.place.name.rstrip("/") + "/")
-        )
-
-    def _summed(self, parts: list[CheckedPart]) -> Iterator[tuple[CheckedPart, str | None]]:
-        """Yield each part, and what is wrong with it."""
-        total = sum(part.record.length for part in parts if part.crc32 is not None)
+            self._wrong(error)
+        damaged, total = [], sum(part.record.length for part in parts if part.crc32 is not None)
         for part, why in summed(parts, lambda count: self.tell(count, total)):
             if part.crc32 is None:
                 self.unsummed += 1
             else:
                 self.records += 1
                 self.nbytes += part.record.length
-            yield part, why
+            if why is not None:
+                damaged.append((part, why))
+        if self.checkpoint is not None:
+            self.tensors = list(tensors(self.checkpoint))
+        self.findings += with_tensors(damaged, self.tensors)
+        self.damaged = bool(self.findings)
+        return None if self.damaged else self.checkpoint
+
+    def _wrong(self, error: CkptkitError) -> None:
+        """Add an error as a finding, in a file below the place."""
+        below = ""
+        if self.format is not None and error.where not in (None, self.place.name):
+            below = str(error.where).removeprefix(self.place.name.rstrip("/") + "/")
+        self.findings.append(Defect(error.message, below, hint=error.hint))
 
     def at_values(self) -> None:
         """Add a finding for every tensor that has NaN or infinite elements."""
         total = self.nbytes + sum(tensor.nbytes for _, tensor in self.tensors)
-        for name, tensor, nan, infinite in ordered(
-            _nonfinite, self.tensors, lambda row: row[1].nbytes
-        ):
+        rows = ordered(_nonfinite, self.tensors, lambda row: row[1].nbytes)
+        for name, tensor, nan, infinite in rows:
             if nan or infinite:
                 what = f"{nan:,} NaN and {infinite:,} infinite of {tensor.numel:,} elements"
                 self.findings.append(Defect(what, tensors=(name,)))
@@ -229,18 +179,24 @@ class _Look:
 
     def at_scales(self, checkpoint: Checkpoint) -> None:
         """Add findings for scales that are no numbers or divide by zero, a note for other zeros."""
-        zeros = []
-        for each in scales(checkpoint):
-            if each.nonfinite:
-                what = f"{each.nonfinite:,} of {each.total:,} scales are NaN or infinite"
-                self.findings.append(Defect(what, tensors=(each.name,)))
-            if each.zeros and each.divides:
-                what = f"{each.zeros:,} of {each.total:,} scales divide by zero"
-                self.findings.append(Defect(what, tensors=(each.name,)))
-            elif each.zeros:
-                zeros.append(f"{each.name} ({each.zeros:,} of {each.total:,})")
-        if zeros:
-            self.remarks.append(f"scales that are zero, as are the weights there: {some(zeros)}")
+        zero = []
+        for name, tensor, numbers in _scales(checkpoint):
+            odd, total = 0, tensor.numel
+            if tensor.dtype.name == "uint8":  # numbers that are not seen as such
+                dtype = "float8_e8m0fnu" if numbers.dtype in _EXPONENTS else numbers.dtype
+                tensor = replace(tensor, dtype=BY_NAME[dtype])
+                odd = sum(nonfinite(tensor))
+            if odd:
+                what = f"{odd:,} of {total:,} scales are NaN or infinite"
+                self.findings.append(Defect(what, tensors=(name,)))
+            count = zeros(tensor)
+            if count and numbers.combine == "divide":  # weights are divided by it
+                what = f"{count:,} of {total:,} scales divide by zero"
+                self.findings.append(Defect(what, tensors=(name,)))
+            elif count:
+                zero.append(f"{name} ({count:,} of {total:,})")
+        if zero:
+            self.remarks.append(f"scales that are zero, as are the weights there: {some(zero)}")
 
     def verdict(self) -> Verdict:
         known = self.format.name if self.format is not None else None
@@ -270,6 +226,17 @@ class _Look:
             yield (
                 f"{self.unsummed:,} of its records have no checksum: damage to them cannot be seen"
             )
+
+
+def _scales(ck: Checkpoint) -> Iterator[tuple[str, Tensor, Numbers]]:
+    """Yield the scales of the quantized weights that are read."""
+    found = quantized.find(ck)
+    names = {id(tensor): name for name, tensor in ck.weights.items()} if found else {}
+    for group in found.groups:
+        for numbers in group.layout.scales if group.layout is not None else ():
+            tensor = group.inputs[numbers.input]
+            if numbers.dtype != "map":  # the bytes of nested scales are positions in a table
+                yield names.get(id(tensor), group.name), tensor, numbers
 
 
 def _without_implied(findings: list[Defect]) -> Iterator[Defect]:
