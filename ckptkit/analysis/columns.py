@@ -17,7 +17,7 @@ from ckptkit.core.text import Item, escape, flatten, fold, plural, shape, size
 
 if TYPE_CHECKING:
     from ckptkit.core.text import Folded
-    from ckptkit.quantized import Group
+    from ckptkit.quantized import QuantizedWeight
 
 
 class ViewTable(NamedTuple):
@@ -74,7 +74,7 @@ def remark(row: TensorRow) -> str:
     return "" if _is_plain(row) else ", ".join(_remarks(row))
 
 
-def _part(group: Group) -> str:
+def _part(group: QuantizedWeight) -> str:
     """Return what a tensor is a part of."""
     return f"{group.label}, not read" if group.reason else f"part of {group.label}"
 
@@ -111,7 +111,7 @@ def _remarks(row: TensorRow) -> Iterable[str]:
         yield "conjugated" if tensor.conj else "negated"
 
 
-def quantization(group: Group) -> dict[str, Any]:
+def quantization(group: QuantizedWeight) -> dict[str, Any]:
     """Return how the weight is quantized that a tensor stands for, or is a part of."""
     return {
         "weight": group.name,

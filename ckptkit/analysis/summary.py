@@ -36,7 +36,7 @@ from ckptkit.pickles.trust import describe, is_harmful, refused_by_weights_only
 if TYPE_CHECKING:
     from ckptkit.core.parts import PartOf
     from ckptkit.core.pieces import Piece
-    from ckptkit.quantized import Group
+    from ckptkit.quantized import QuantizedWeight
 
 
 Plain = bool | int | float | str | None
@@ -154,7 +154,7 @@ class TensorRow(NamedTuple):
     local: Piece | None = None  # of which this file holds a piece: nbytes is that of the piece
     # Of a tensor subclass: the tensors that it is made of, which have rows of their own.
     inside: tuple[Tensor, ...] = ()
-    group: Group | None = None
+    group: QuantizedWeight | None = None
     is_shared: bool = False  # whether other tensors are in its storage
 
     @property
@@ -416,7 +416,7 @@ class _Survey:
         storages = [tensor.storage for tensor in tensors]
         held = [None if each is None else number(each, len(numbers)) for each in storages]
         sizes = [tensor.nbytes for tensor in tensors]
-        groups: Iterable[Group | None] = repeat(None)
+        groups: Iterable[QuantizedWeight | None] = repeat(None)
         if self.parts:
             groups = [None if name is None else self.parts.get(name) for name in names]
         rest = repeat(None), repeat(()), groups, repeat(False)
@@ -518,7 +518,7 @@ class _Survey:
         )
 
 
-def _unread(parts: Mapping[str, Group]) -> Iterator[str]:
+def _unread(parts: Mapping[str, QuantizedWeight]) -> Iterator[str]:
     """Yield the reasons why quantized weights are shown as codes and scales."""
     reasons: dict[tuple[str, str], dict[str, None]] = {}
     for group in parts.values():

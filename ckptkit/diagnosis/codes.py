@@ -10,7 +10,7 @@ from ckptkit.core.text import plural
 from ckptkit.diagnosis.cause import ERROR, NOTE, WARNING, Cause
 from ckptkit.diagnosis.facts import Facts, convert, edit, some
 from ckptkit.quantized import families, logical
-from ckptkit.quantized.group import Group
+from ckptkit.quantized.group import QuantizedWeight
 
 _RAGGED = (
     " Some have blocks that end short: transformers 5.23 derives the size of blocks from shapes, "
@@ -48,7 +48,7 @@ def causes(facts: Facts) -> Iterator[Cause]:
         )
 
 
-def _readable(facts: Facts, groups: Sequence[Group]) -> Cause:
+def _readable(facts: Facts, groups: Sequence[QuantizedWeight]) -> Cause:
     kinds = Counter(f"{group.label} ({group.family})" for group in groups)
     counts = ", ".join(f"{number:,} {kind}" for kind, number in kinds.items())
     all_are_read = facts.quantized is not None and not facts.quantized.unread
@@ -65,7 +65,7 @@ def _readable(facts: Facts, groups: Sequence[Group]) -> Cause:
     )
 
 
-def _command(facts: Facts, group: Group) -> str | None:
+def _command(facts: Facts, group: QuantizedWeight) -> str | None:
     """Return the command that makes floats, in the dtype of the model; of a folder, a folder."""
     assert facts.quantized is not None and facts.quantized.view is not None
     dtype = logical.default_dtype(facts.quantized.view, group).name
@@ -80,7 +80,7 @@ def _read_as(used: Container[str]) -> str:
     return f"Read as these do: {'; '.join(dict.fromkeys(oracles))}." if oracles else ""
 
 
-def _is_ragged(group: Group) -> bool:
+def _is_ragged(group: QuantizedWeight) -> bool:
     """Return whether the last blocks of 8-bit floats are smaller than the others."""
     if group.family != "fp8-block":
         return False

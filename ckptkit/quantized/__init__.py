@@ -11,20 +11,20 @@ from typing import TYPE_CHECKING
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import AmbiguousError
-from ckptkit.quantized import marks
+from ckptkit.quantized import quantization
 from ckptkit.quantized.quantization import Quantization
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from ckptkit.core.dtypes import DType
-    from ckptkit.quantized.group import Family as Family
-    from ckptkit.quantized.group import Group as Group
+    from ckptkit.quantized.group import QuantizationMethod as QuantizationMethod
+    from ckptkit.quantized.group import QuantizedWeight as QuantizedWeight
 
 __all__ = [
-    "Family",
-    "Group",
     "Quantization",
+    "QuantizationMethod",
+    "QuantizedWeight",
     "families",
     "find",
     "look_through",
@@ -41,14 +41,14 @@ def find(ck: Checkpoint) -> Quantization:
         weights = ck.selection
     except AmbiguousError:
         return Quantization()
-    if weights is None or not marks.concern(weights):
+    if weights is None or not quantization.concern(weights):
         return Quantization()
     from ckptkit.quantized import finding
 
     return finding.find(ck, weights)
 
 
-def families() -> tuple[Family, ...]:
+def families() -> tuple[QuantizationMethod, ...]:
     """All families, in the order in which they are asked."""
     from ckptkit.quantized import finding
 

@@ -1,4 +1,4 @@
-"""Find the groups of a checkpoint: by names and dtypes first, by the configuration second."""
+"""Find the quantized weights of a checkpoint: by names and dtypes, then by the configuration."""
 
 from __future__ import annotations
 
@@ -13,14 +13,19 @@ from ckptkit.core.tensor import Tensor
 from ckptkit.core.text import flatten
 from ckptkit.core.weights import Weights
 from ckptkit.quantized import group as g
-from ckptkit.quantized.group import Family, Group, View
-from ckptkit.quantized.marks import is_marked, is_subclass, last_component
-from ckptkit.quantized.quantization import Quantization
+from ckptkit.quantized.fp8 import METHODS, OTHERS
+from ckptkit.quantized.group import QuantizationMethod, QuantizedWeight, TensorView
+from ckptkit.quantized.quantization import Quantization, is_marked, is_subclass, last_component
+
+# Find the groups of a checkpoint: by names and dtypes first, by the configuration second.
+
 
 # In the order in which they are asked: those with marks of their own before those without.
-MODULES = (
-    "torchao", "comfy", "bitsandbytes", "hqq", "quanto", "others", "gptq", "awq", "mlx", "gpt_oss",
-    "compressed", "modelopt", "fp8_block",
+METHODS_OF = (
+    "torchao_quanto.TORCHAO", "fp8.COMFY", "int4.BITSANDBYTES", "int4.HQQ",
+    "torchao_quanto.QUANTO", "fp8.UNREAD", "int4.GPTQ", "int4.AWQ", "modelopt_mlx.MLX",
+    "int4.GPT_OSS", "compressed_tensors.COMPRESSED_TENSORS", "modelopt_mlx.MODELOPT",
+    "fp8.FP8_BLOCK",
 )  # fmt: skip
 # What serves quantized inference alone and belongs to no weight: last components of names.
 SERVING = frozenset(
@@ -33,12 +38,13 @@ _ELSEWHERE = "it may be in another shard: name the folder or the index"
 
 
 @cache
-def families() -> tuple[Family, ...]:
+def families() -> tuple[QuantizationMethod, ...]:
     """All families, in the order in which they are asked."""
-    found: list[Family] = []
-    for name in MODULES:
-        module = import_module(f"ckptkit.quantized.{name}")
-        found += getattr(module, "FAMILIES", None) or (module.FAMILY,)
+    found: list[QuantizationMethod] = []
+    for place in METHODS_OF:
+        module, _, name = place.partition(".")
+        each = getattr(import_module(f"ckptkit.quantized.{module}"), name)
+        found += each if isinstance(each, tuple) else (each,)
     return tuple(found)
 
 
@@ -47,7 +53,7 @@ def find(ck: Checkpoint, weights: Weights) -> Quantization:
     marked = [name for name, node in weights.nodes.items() if is_marked(name) or is_subclass(node)]
     tensors = weights.tensors
     float8 = [name for name, tensor in tensors.items() if tensor.dtype.name in g.FLOAT8]
-    view = View(ck, weights.nodes, tensors)
+    view = TensorView(ck, weights.nodes, tensors)
     groups = [_measured(group, tensors) for group in _groups(view, marked)]
     taken = set(flatten(group.members for group in groups))
     groups += _incomplete(view, [name for name in float8 if name not in taken], taken, marked)
@@ -56,7 +62,7 @@ def find(ck: Checkpoint, weights: Weights) -> Quantization:
     return Quantization(tuple(groups), tuple(_serving(view, groups, tensors)), view)
 
 
-def _measured(group: Group, tensors: Mapping[str, Tensor]) -> Group:
+def _measured(group: QuantizedWeight, tensors: Mapping[str, Tensor]) -> QuantizedWeight:
     stored = sum([tensors[name].nbytes for name in group.members])
     if len(group.parts) == 1:  # a pickled subclass, perhaps: what it holds has no name
         stored = max(stored, sum([each.nbytes for each in group.inputs]))
@@ -64,8 +70,8 @@ def _measured(group: Group, tensors: Mapping[str, Tensor]) -> Group:
     return group
 
 
-def _groups(view: View, marked: list[str]) -> Iterator[Group]:
-    from ckptkit.quantized.others import METHODS
+def _groups(view: TensorView, marked: list[str]) -> Iterator[QuantizedWeight]:
+    from ckptkit.quantized.fp8 import METHODS
 
     taken: set[str] = set()
     by_last: dict[str, list[str]] = defaultdict(list)
@@ -88,21 +94,23 @@ def _groups(view: View, marked: list[str]) -> Iterator[Group]:
             yield group
 
 
-def _of_family(family: Family, by_last: Mapping[str, list[str]]) -> Iterator[str]:
+def _of_family(family: QuantizationMethod, by_last: Mapping[str, list[str]]) -> Iterator[str]:
     for last, names in by_last.items():
         if last in family.marks or (family.endings and last.endswith(family.endings)):
             yield from names
 
 
 def _incomplete(
-    view: View, float8: list[str], taken: set[str], marked: list[str]
-) -> Iterator[Group]:
+    view: TensorView, float8: list[str], taken: set[str], marked: list[str]
+) -> Iterator[QuantizedWeight]:
     """Codes without the scales that the configuration promises, and scales without codes."""
     if view.method not in _CONFIGURED:
         float8 = []
     for name in float8:
         tensor = view.tensors[name]
-        group = Group(_family(view), "fp8", name, tensor.shape, (name,), nbytes=tensor.nbytes)
+        group = QuantizedWeight(
+            _family(view), "fp8", name, tensor.shape, (name,), nbytes=tensor.nbytes
+        )
         yield g.refused(
             group, "its scale is missing, though the configuration says that it has one", _ELSEWHERE
         )
@@ -116,17 +124,19 @@ def _incomplete(
                 and weight not in view.tensors
                 and certain
             ):
-                group = Group(
+                group = QuantizedWeight(
                     _family(view), "fp8", weight, (), (name,), nbytes=view.tensors[name].nbytes
                 )
                 yield g.refused(group, "its scale is here, and the weight is not", _ELSEWHERE)
 
 
-def _family(view: View) -> str:
+def _family(view: TensorView) -> str:
     return view.method if view.method not in ("", "fp8") else "fp8-block"
 
 
-def _serving(view: View, groups: list[Group], tensors: Mapping[str, Tensor]) -> Iterator[str]:
+def _serving(
+    view: TensorView, groups: list[QuantizedWeight], tensors: Mapping[str, Tensor]
+) -> Iterator[str]:
     if not any(group.family.startswith(_SERVING_FAMILIES) for group in groups):
         return
     taken = set(flatten(group.members for group in groups))
@@ -134,3 +144,39 @@ def _serving(view: View, groups: list[Group], tensors: Mapping[str, Tensor]) -> 
         last = last_component(name)
         if last in SERVING and name not in taken and tensor.numel <= _SMALL:
             yield name
+
+
+# The table of families for the manual, made of what the families say of themselves.
+
+
+_HEADER = ("family", "known by", "read", "written", "compared with")
+
+
+def markdown() -> str:
+    """The families that are read, and those that are named and refused, as Markdown."""
+    return "\n".join((*_read(), "", *_refused())) + "\n"
+
+
+def _read() -> Iterator[str]:
+    yield f"| {' | '.join(_HEADER)} |"
+    yield "|---|---|---|---|---|"
+    for family in families():
+        if family.read:
+            marks = (*family.marks, *(f"*{ending}" for ending in family.endings))
+            written = f"`--quantize {family.written}`" if family.written else ""
+            known = ", ".join(f"`{mark}`" for mark in marks)
+            yield f"| {family.title} | {known} | yes | {written} | {family.oracle} |"
+
+
+def _refused() -> Iterator[str]:
+    yield "| named and refused | known by | read by |"
+    yield "|---|---|---|"
+    seen: dict[str, None] = {}
+    for other in OTHERS:
+        if other.name not in seen:
+            seen[other.name] = None
+            marks = ", ".join(f"`{mark}`" for mark in (other.codes, *other.companions))
+            yield f"| {other.name} | {marks} | {other.reader} |"
+    for name in dict.fromkeys(METHODS.values()):
+        if name not in seen:
+            yield f"| {name} | `quant_method` | its own library |"

@@ -28,7 +28,7 @@ FLOATS = ("float32", "bfloat16", "float16", "float64")
 
 
 @dataclass(slots=True, eq=False)
-class Group:
+class QuantizedWeight:
     """Tensors of a checkpoint that are one weight.
 
     ``parts`` are their names, the codes first; ``dropped`` the names of what serves nothing else.
@@ -68,7 +68,7 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class QuantizationMethod:
     """A way of quantizing, and who says what it means.
 
     `recognize` gets a view and the name of a mark that it has.
@@ -78,7 +78,7 @@ class Family:
 
     name: str
     title: str
-    recognize: Callable[[View, str], Group | None]
+    recognize: Callable[[TensorView, str], QuantizedWeight | None]
     marks: tuple[str, ...] = ()
     endings: tuple[str, ...] = ()
     subclasses: bool = False
@@ -87,7 +87,7 @@ class Family:
     written: str = ""
 
 
-class View:
+class TensorView:
     """The facts that a recognizer may read: names, dtypes, shapes, small tensors, files beside
     them.
     """
@@ -221,14 +221,14 @@ def read_bytes_of(source: ByteSource | Folder | None, name: str) -> bytes | None
 # What recognizers have in common
 
 
-def refused(group: Group, reason: str, hint: str | None = None) -> Group:
+def refused(group: QuantizedWeight, reason: str, hint: str | None = None) -> QuantizedWeight:
     """The group, which cannot be dequantized."""
     return replace(group, reason=reason, hint=hint, layout=None, inputs=())
 
 
 def ready(
-    group: Group, label: str, layout: Blocks, *inputs: Tensor, own: str | None = None
-) -> Group:
+    group: QuantizedWeight, label: str, layout: Blocks, *inputs: Tensor, own: str | None = None
+) -> QuantizedWeight:
     """The group, with what is needed to dequantize it."""
     name, shape, own = (
         group.name,
@@ -236,7 +236,9 @@ def ready(
         own or group.own,
     )  # `replace` takes five times as long
     parts, dropped = group.parts, group.dropped
-    return Group(group.family, label, name, shape, parts, dropped, layout, inputs, own=own)
+    return QuantizedWeight(
+        group.family, label, name, shape, parts, dropped, layout, inputs, own=own
+    )
 
 
 def scale_dtype(tensor: Tensor) -> str:

@@ -10,7 +10,7 @@ from ckptkit.core.dtypes import BY_NAME, DType
 from ckptkit.core.tensor import Tensor
 from ckptkit.core.tree import Node, OrderedMapping, rebuild
 from ckptkit.core.weights import Weights, as_tensor, plain_state_dict
-from ckptkit.quantized.group import Group, View
+from ckptkit.quantized.group import QuantizedWeight, TensorView
 from ckptkit.quantized.quantization import Quantization
 
 TARGETS = ("bfloat16", "float16", "float32")  # dtypes that weights are dequantized to
@@ -41,13 +41,13 @@ def float_types(ck: Checkpoint) -> dict[str, DType]:
 
 def exchanged(
     ck: Checkpoint, found: Quantization, types: Mapping[int, DType]
-) -> tuple[Node, dict[int, tuple[Tensor, Group]]]:
+) -> tuple[Node, dict[int, tuple[Tensor, QuantizedWeight]]]:
     """The tree with a tensor in the place of each group, and these tensors by their ids.
 
     `types` are dtypes by the id of the group. Names in ``serving`` are left out.
     """
     weights = ck.required
-    made: dict[int, tuple[Tensor, Group]] = {}
+    made: dict[int, tuple[Tensor, QuantizedWeight]] = {}
     entries = dict(_entries(weights, found, types, made))
     old = mapping_of(weights)
     node: Node = OrderedMapping(entries, old.state) if isinstance(old, OrderedMapping) else entries
@@ -66,7 +66,7 @@ def _entries(
     weights: Weights,
     found: Quantization,
     types: Mapping[int, DType],
-    made: dict[int, tuple[Tensor, Group]],
+    made: dict[int, tuple[Tensor, QuantizedWeight]],
 ) -> Iterator[tuple[Node, Node]]:
     serving, done = set(found.serving), set()
     for key, node in mapping_of(weights).items():
@@ -83,7 +83,7 @@ def _entries(
             yield group.name, tensor
 
 
-def default_dtype(view: View, group: Group) -> DType:
+def default_dtype(view: TensorView, group: QuantizedWeight) -> DType:
     """The dtype that a weight gets if none is asked for."""
     recorded = view.config.get("torch_dtype") or view.config.get("dtype")
     for name in (recorded, group.own, "float16" if group.family in _HALF else None):

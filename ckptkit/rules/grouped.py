@@ -17,7 +17,7 @@ from ckptkit.rules.planner import Outcome, Target
 from ckptkit.transforms import groups
 
 if TYPE_CHECKING:
-    from ckptkit.quantized import Group
+    from ckptkit.quantized import QuantizedWeight
 
 
 def followers(ck: Checkpoint, outcome: Outcome) -> tuple[dict[str, str], Checkpoint]:
@@ -49,14 +49,14 @@ def check_blocks(ck: Checkpoint, made: Checkpoint, relaid: Mapping[str, Target])
             groups.refuse(ck, group.parts, f"rule {target.rule} {problem}")
 
 
-def _is_known(new: Group | None, old: Group) -> bool:
+def _is_known(new: QuantizedWeight | None, old: QuantizedWeight) -> bool:
     """Return whether the weight that was made is read as the old one is."""
     if new is None or new.family != old.family:
         return False
     return new.layout is not None or old.layout is None
 
 
-def _is_whole(target: Target, group: Group, shapes: Mapping[str, Shape]) -> bool:
+def _is_whole(target: Target, group: QuantizedWeight, shapes: Mapping[str, Shape]) -> bool:
     """Return whether the target is made of runs of whole blocks of the group's tensors."""
     sources = [name for name in target.sources if name in group.members]
     for copy in target.copies:
@@ -66,7 +66,7 @@ def _is_whole(target: Target, group: Group, shapes: Mapping[str, Shape]) -> bool
     return True
 
 
-def _rows(group: Group, source: str) -> int:
+def _rows(group: QuantizedWeight, source: str) -> int:
     """The rows of a tensor that belong together; 0: all."""
     layout = group.layout
     if layout is None:

@@ -13,7 +13,7 @@ from ckptkit.core.text import plural, quoted
 from ckptkit.quantized import Quantization
 
 if TYPE_CHECKING:
-    from ckptkit.quantized import Group
+    from ckptkit.quantized import QuantizedWeight
 
 
 def refuse(ck: Checkpoint, names: Iterable[str] | None, what: str) -> None:
@@ -35,13 +35,13 @@ def instead(ck: Checkpoint) -> str:
 
 def refuse_mixture(checkpoints: Sequence[Checkpoint]) -> None:
     """Raise UsageError for weights quantized in different ways, or floats under their names."""
-    known: dict[str, tuple[Checkpoint, Group]] = {}
-    owners: dict[str, Group | None] = {}
+    known: dict[str, tuple[Checkpoint, QuantizedWeight]] = {}
+    owners: dict[str, QuantizedWeight | None] = {}
     for ck in checkpoints:
         found = quantized.find(ck)
         for group in found.groups:
             known.setdefault(group.family, (ck, group))
-        here: dict[str, Group | None] = {
+        here: dict[str, QuantizedWeight | None] = {
             **dict.fromkeys(ck.required.nodes),
             **found.by_member,
             **{each.name: each for each in found.groups},
@@ -83,7 +83,7 @@ def followed(ck: Checkpoint, names: Mapping[str, str]) -> tuple[dict[str, str], 
     return made, replace(ck, extras=_header(ck.extras, moved)) if moved else ck
 
 
-def _stem(group: Group, stem: str, names: Mapping[str, str]) -> str:
+def _stem(group: QuantizedWeight, stem: str, names: Mapping[str, str]) -> str:
     """Return the new stem if all new names agree on one."""
     stems = set()
     for member in group.members:

@@ -16,7 +16,7 @@ import ckptkit
 from ckptkit import quantized
 from ckptkit.core.errors import CollisionError, UnsupportedError, UsageError
 from ckptkit.quantized import group
-from ckptkit.quantized.others import METHODS, OTHERS
+from ckptkit.quantized.fp8 import METHODS, OTHERS
 from tests.conftest import Run, in_process
 from tests.formats.parallel.old_forms import Wrapped, save
 from tests.quantized.made import Refusal, Row, ones, row, text, write

@@ -16,7 +16,7 @@ from ckptkit import quantized
 from ckptkit.core.errors import ModelError
 from ckptkit.diagnosis.cause import ERROR
 from ckptkit.diagnosis.diagnose import examine
-from ckptkit.quantized import marks
+from ckptkit.quantized import quantization
 from tests.conftest import Run, in_process
 from tests.quantized.made import Row, ones, row, write
 from tests.quantized.test_refusals import BLOCKS, FP8, GPTQ, L, method
@@ -306,7 +306,7 @@ def test_an_index_that_leads_out_of_the_scales_is_damage(tmp_path: Path, run: Ru
 
 
 def test_the_manual_has_every_family() -> None:
-    from ckptkit.quantized.guide import markdown
+    from ckptkit.quantized.finding import markdown
     from ckptkit.transforms.quantizing import KINDS
 
     text = markdown()
@@ -321,8 +321,8 @@ def test_the_manual_has_every_family() -> None:
 
 def test_all_marks_are_in_the_list_that_is_looked_at_first() -> None:
     families = quantized.families()
-    assert frozenset(mark for family in families for mark in family.marks) == marks.MARKS
-    assert {ending for family in families for ending in family.endings} == set(marks.ENDINGS)
+    assert frozenset(mark for family in families for mark in family.marks) == quantization.MARKS
+    assert {ending for family in families for ending in family.endings} == set(quantization.ENDINGS)
     assert all(family.oracle for family in families if family.read)
 
 

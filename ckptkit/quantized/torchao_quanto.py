@@ -1,30 +1,36 @@
-"""torchao: a weight is several tensors, which the header of the file describes, type by type."""
+"""torchao and optimum-quanto: tensors whose class says how they are quantized."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from math import prod
 from typing import Any
 
-from ckptkit.compute.packing import TARGET, Numbers, ScaleGrid
+from ckptkit.compute.packing import TARGET, Blocks, Numbers, Packing, ScaleGrid
 from ckptkit.core.tensor import Shape, Tensor
 from ckptkit.core.tree import Global, Object
 from ckptkit.quantized import group as g
-from ckptkit.quantized.group import Family, Group, View
+from ckptkit.quantized.group import QuantizationMethod, QuantizedWeight, TensorView
+
+# torchao: a weight is several tensors, which the header of the file describes, type by type.
+
 
 Data = dict[str, Any]
 Inner = dict[str, Tensor]
 
 
-def recognize_any(view: View, mark: str) -> Group | None:
+def recognize_any(view: TensorView, mark: str) -> QuantizedWeight | None:
     """A weight in a file with a header, or a pickled one."""
     node = view.nodes[mark]
     return (
-        recognize_pickled(view, mark, node) if isinstance(node, Object) else recognize(view, mark)
+        recognize_pickled(view, mark, node)
+        if isinstance(node, Object)
+        else recognize_torchao(view, mark)
     )
 
 
-def recognize_pickled(view: View, name: str, node: Object) -> Group | None:
+def recognize_pickled(view: TensorView, name: str, node: Object) -> QuantizedWeight | None:
     """A subclass of torchao's: (rebuild, class, how it was made, attributes)."""
     args, tensor = node.args, node.tensor
     if (
@@ -45,7 +51,7 @@ def recognize_pickled(view: View, name: str, node: Object) -> Group | None:
     data = {
         key: each for key, each in attributes.items() if isinstance(key, str) and key not in inner
     }
-    group = Group(
+    group = QuantizedWeight(
         "torchao", "torchao", name, tensor.shape, (name,), own=g.dtype_named(tensor.dtype.name)
     )
     made = described(group, kind.name.rpartition(".")[2], data, inner)
@@ -56,7 +62,7 @@ def recognize_pickled(view: View, name: str, node: Object) -> Group | None:
     return made
 
 
-def recognize(view: View, mark: str) -> Group | None:
+def recognize_torchao(view: TensorView, mark: str) -> QuantizedWeight | None:
     """The weight whose codes are called `mark`: ``fc._weight_qdata`` for ``fc.weight``."""
     head, _, last = mark.rpartition("._")
     name = (
@@ -75,13 +81,13 @@ def recognize(view: View, mark: str) -> Group | None:
         if f"{prefix}{each}" in view.tensors
     }
     parts = (mark, *(f"{prefix}{each}" for each in inner if each != "qdata"))
-    group = Group("torchao", "torchao", name, view.tensors[mark].shape, parts)
+    group = QuantizedWeight("torchao", "torchao", name, view.tensors[mark].shape, parts)
     if len(inner) != len(names):
         return g.refused(group, "some of its tensors are missing", "they may be in another shard")
     return described(group, str(recorded.get("_type")), data, inner)
 
 
-def described(group: Group, kind: str, data: Data, inner: Inner) -> Group:
+def described(group: QuantizedWeight, kind: str, data: Data, inner: Inner) -> QuantizedWeight:
     """The group, from the type of torchao's tensor, its attributes and the tensors in it."""
     codes, scale = inner.get("qdata"), inner.get("scale")
     group = replace(group, label=f"torchao {kind}")
@@ -122,11 +128,13 @@ def _grid(shape: Shape, block: Any, scale: Tensor) -> ScaleGrid | None:
     return grid if scale.numel == grid.rows * grid.columns else None
 
 
-def _unfit(group: Group, scale: Tensor) -> Group:
+def _unfit(group: QuantizedWeight, scale: Tensor) -> QuantizedWeight:
     return g.refused(group, f"scales of {g.shown(scale.shape)} do not fit its blocks")
 
 
-def _float8(group: Group, data: Data, codes: Tensor, scale: Tensor, inner: Inner) -> Group:
+def _float8(
+    group: QuantizedWeight, data: Data, codes: Tensor, scale: Tensor, inner: Inner
+) -> QuantizedWeight:
     grid = _grid(codes.shape, data.get("block_size"), scale)
     if grid is None or codes.dtype.name not in g.FLOAT8 or not g.is_scale(scale):
         return _unfit(group, scale)
@@ -135,8 +143,8 @@ def _float8(group: Group, data: Data, codes: Tensor, scale: Tensor, inner: Inner
 
 
 def _integers(
-    group: Group, data: Data, codes: Tensor, scale: Tensor, inner: Inner, dtype: str
-) -> Group:
+    group: QuantizedWeight, data: Data, codes: Tensor, scale: Tensor, inner: Inner, dtype: str
+) -> QuantizedWeight:
     grid, zero = _grid(codes.shape, data.get("block_size"), scale), inner.get("zero_point")
     if grid is None or codes.dtype.name != "int8" or not g.is_scale(scale):
         return _unfit(group, scale)
@@ -161,15 +169,21 @@ def dtype_word(data: Data) -> str:
     return name if name.startswith(("int", "uint")) else "int8"
 
 
-def _int8(group: Group, data: Data, codes: Tensor, scale: Tensor, inner: Inner) -> Group:
+def _int8(
+    group: QuantizedWeight, data: Data, codes: Tensor, scale: Tensor, inner: Inner
+) -> QuantizedWeight:
     return _integers(group, data, codes, scale, inner, TARGET)
 
 
-def _intx(group: Group, data: Data, codes: Tensor, scale: Tensor, inner: Inner) -> Group:
+def _intx(
+    group: QuantizedWeight, data: Data, codes: Tensor, scale: Tensor, inner: Inner
+) -> QuantizedWeight:
     return _integers(group, data, codes, scale, inner, "scale")
 
 
-def _mx(group: Group, data: Data, codes: Tensor, scale: Tensor, inner: Inner) -> Group:
+def _mx(
+    group: QuantizedWeight, data: Data, codes: Tensor, scale: Tensor, inner: Inner
+) -> QuantizedWeight:
     is_fp4 = codes.dtype.name in ("uint8", "float4_e2m1fn_x2")
     shape = g.doubled(codes.shape) if is_fp4 else codes.shape
     numbers = _scales(data, shape, scale, "float8_e8m0fnu")
@@ -183,7 +197,9 @@ def _mx(group: Group, data: Data, codes: Tensor, scale: Tensor, inner: Inner) ->
     return g.ready(group, f"mxfp{4 if is_fp4 else 8} 1x{numbers.grid.width}", layout, codes, scale)
 
 
-def _nvfp4(group: Group, data: Data, codes: Tensor, scale: Tensor, inner: Inner) -> Group:
+def _nvfp4(
+    group: QuantizedWeight, data: Data, codes: Tensor, scale: Tensor, inner: Inner
+) -> QuantizedWeight:
     shape = g.doubled(codes.shape)
     group = replace(group, shape=shape)
     numbers, second = _scales(data, shape, scale, "float8_e4m3fn"), inner.get("per_tensor_scale")
@@ -225,14 +241,121 @@ def _size(grid: ScaleGrid) -> str:
     return f"{grid.height}x{grid.width}"
 
 
-_READERS: dict[str, Callable[[Group, Data, Tensor, Tensor, Inner], Group]] = {
+_READERS: dict[str, Callable[[QuantizedWeight, Data, Tensor, Tensor, Inner], QuantizedWeight]] = {
     "Float8Tensor": _float8,
     "Int8Tensor": _int8,
     "IntxUnpackedToInt8Tensor": _intx,
     "MXTensor": _mx,
     "NVFP4Tensor": _nvfp4,
 }
-FAMILY = Family(
+TORCHAO = QuantizationMethod(
     "torchao", "torchao Float8, Int8, Intx, MX, NVFP4; pickled ones too", recognize_any,
     endings=("_qdata",), subclasses=True, oracle="torchao 0.18.0",
 )  # fmt: skip
+
+
+# optimum-quanto: int8 and FP8 as they are, 4 and 2 bits in parts of bytes, in groups of 128.
+#
+# Of 4 and 2 bits the shape is not in the file: the rows are those of the bias.
+
+
+# What wrappers put into names, which the qmap does not have.
+_WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+_BITS = {"qint4": 4, "qint2": 2}
+
+
+def recognize_quanto(view: TensorView, mark: str) -> QuantizedWeight | None:
+    """The weight whose codes are called `mark`."""
+    packed = mark.endswith("._data._data")
+    name = mark.removesuffix("._data").removesuffix("._data")
+    stem = name.removesuffix(".weight")
+    codes, scale = view.tensors[mark], view.get(f"{name}._scale")
+    if (
+        scale is None
+        or not g.is_scale(scale)
+        or (f"{name}._data._data" in view.tensors and not packed)
+    ):
+        return None
+    parts = (mark, f"{name}._scale", *view.present(name, ("._shift",)))
+    group = QuantizedWeight(
+        "quanto",
+        "quanto",
+        name,
+        codes.shape,
+        parts,
+        view.present(stem, (".input_scale", ".output_scale")),
+    )
+    return _packed(group, view, stem, codes, scale) if packed else _plain(group, codes, scale)
+
+
+def _plain(group: QuantizedWeight, codes: Tensor, scale: Tensor) -> QuantizedWeight:
+    shape = codes.shape
+    if len(shape) != 2 or codes.dtype.name not in ("int8", *g.FLOAT8):
+        return g.refused(group, f"its codes are {codes.dtype} {g.shown(shape)}")
+    if scale.numel == 1:
+        grid = g.whole(shape)
+    elif scale.shape == (shape[0], 1):
+        grid = g.grid_of(shape, 1, shape[1])
+    elif scale.shape == (1, shape[1]):
+        grid = g.grid_of(shape, shape[0], 1)
+    else:
+        return g.refused(group, f"scales of {g.shown(scale.shape)} do not fit {g.shown(shape)}")
+    table = None if codes.dtype.name == "int8" else codes.dtype.name
+    dtype = scale.dtype.name
+    layout = g.flat(
+        shape, 8, (Numbers(1, dtype, grid),), table=table, signed=table is None, product_dtype=dtype
+    )
+    return g.ready(group, f"quanto {'int8' if table is None else 'fp8'}", layout, codes, scale)
+
+
+def _packed(
+    group: QuantizedWeight, view: TensorView, stem: str, codes: Tensor, scale: Tensor
+) -> QuantizedWeight:
+    bare = ".".join(part for part in stem.split(".") if part not in _WRAPPERS)
+    entry = view.qmap.get(stem, view.qmap.get(bare))
+    bits = _BITS.get(str(entry.get("weights"))) if isinstance(entry, dict) else None
+    shift, bias = view.get(f"{group.name}._shift"), view.get(f"{stem}.bias")
+    if bits is None:
+        return g.refused(
+            group, "its bits are not known", "put the quanto_qmap.json of the model beside the file"
+        )
+    if bias is None or len(bias.shape) != 1:
+        return g.refused(
+            group, "its shape is not in the file, and it has no bias that would tell the rows"
+        )
+    if (
+        shift is None
+        or shift.shape != scale.shape
+        or len(scale.shape) != 2
+        or len(codes.shape) != 2
+    ):
+        return g.refused(group, "its _shift is missing or does not fit")
+    (rows,) = bias.shape
+    size = codes.shape[1]
+    groups = scale.numel
+    if (
+        scale.shape != (groups, 1)
+        or not rows
+        or groups % rows
+        or -(-groups * bits // 8) != codes.shape[0]
+    ):
+        return g.refused(group, f"scales of {g.shown(scale.shape)} do not fit {rows} rows")
+    shape = (rows, groups // rows * size)
+    grid, dtype = ScaleGrid(1, size, groups, 1), scale.dtype.name
+    more = {"bias": Numbers(2, shift.dtype.name, grid), "subtract_bias": True}
+    if shift.dtype.kind == "int":
+        more = {"zero": Numbers(2, shift.dtype.name, grid)}
+    layout = Blocks(
+        1, groups, size, Packing("parts", bits), (Numbers(1, dtype, grid),), product_dtype=dtype,
+        **more,  # type: ignore[arg-type]
+    )  # fmt: skip
+    assert prod(shape) == groups * size
+    group = QuantizedWeight(
+        group.family, group.label, group.name, shape, group.parts, group.dropped
+    )
+    return g.ready(group, f"quanto int{bits} g{size}", layout, codes, scale, shift)
+
+
+QUANTO = QuantizationMethod(
+    "quanto", "optimum-quanto", recognize_quanto, marks=("_data",), oracle="optimum-quanto 0.2.7"
+)

@@ -1,23 +1,26 @@
-"""NVIDIA ModelOpt: FP8, NVFP4 and MXFP8; and FBGEMM's FP8, whose names are the same.
-
-ModelOpt rounds the scale of FP8 to the dtype that is asked for before it multiplies; the others
-multiply in float32.
-"""
+"""NVIDIA ModelOpt and MLX."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
-from ckptkit.compute.packing import TARGET, Numbers, ScaleGrid
+from ckptkit.compute.packing import TARGET, Blocks, Numbers, Packing, ScaleGrid
 from ckptkit.core.tensor import Shape, Tensor
 from ckptkit.quantized import group as g
-from ckptkit.quantized.group import Family, Group, View
+from ckptkit.quantized.group import QuantizationMethod, QuantizedWeight, TensorView
+
+# NVIDIA ModelOpt: FP8, NVFP4 and MXFP8; and FBGEMM's FP8, whose names are the same.
+#
+# ModelOpt rounds the scale of FP8 to the dtype that is asked for before it multiplies; the others
+# multiply in float32.
+
 
 DROPPED = (".input_scale", ".output_scale", ".input_scale_ub")
 _NEEDS_CONFIG = "put the config.json or hf_quant_config.json of the model beside the file"
 
 
-def recognize(view: View, mark: str) -> Group | None:
+def recognize_modelopt(view: TensorView, mark: str) -> QuantizedWeight | None:
     """The weight whose scale is called `mark`."""
     name = mark.removesuffix("_scale")
     scale, weight = view.tensors[mark], view.get(name, *g.FLOAT8, "uint8")
@@ -26,7 +29,9 @@ def recognize(view: View, mark: str) -> Group | None:
     stem = name.removesuffix(".weight")
     second = view.get(f"{name}_scale_2", "float32")
     parts = (name, mark, *((f"{name}_scale_2",) if second is not None else ()))
-    group = Group("modelopt", "fp8", name, weight.shape, parts, view.present(stem, DROPPED))
+    group = QuantizedWeight(
+        "modelopt", "fp8", name, weight.shape, parts, view.present(stem, DROPPED)
+    )
     extra = view.present(stem, (".pre_quant_scale", ".svdquant_lora_a", ".svdquant_lora_b"))
     if extra:
         return g.refused(
@@ -43,13 +48,13 @@ def recognize(view: View, mark: str) -> Group | None:
 
 
 def _nvfp4(
-    group: Group, view: View, weight: Tensor, scale: Tensor, second: Tensor | None
-) -> Group | None:
+    group: QuantizedWeight, view: TensorView, weight: Tensor, scale: Tensor, second: Tensor | None
+) -> QuantizedWeight | None:
     if second is None or scale.dtype.name != "float8_e4m3fn":
         return None
     shape = g.doubled(weight.shape)
     level = g.single(2, second, shape)
-    group = Group("modelopt", "nvfp4", group.name, shape, group.parts, group.dropped)
+    group = QuantizedWeight("modelopt", "nvfp4", group.name, shape, group.parts, group.dropped)
     if view.method not in ("modelopt", "modelopt_fp4"):
         return g.refused(
             group, "whether ModelOpt or another library has packed it is not known", _NEEDS_CONFIG
@@ -64,7 +69,9 @@ def _nvfp4(
     )
 
 
-def _mxfp8(group: Group, view: View, weight: Tensor, scale: Tensor) -> Group:
+def _mxfp8(
+    group: QuantizedWeight, view: TensorView, weight: Tensor, scale: Tensor
+) -> QuantizedWeight:
     if view.method != "modelopt":
         return g.refused(
             group, "whether ModelOpt or another library has made it is not known", _NEEDS_CONFIG
@@ -78,7 +85,9 @@ def _mxfp8(group: Group, view: View, weight: Tensor, scale: Tensor) -> Group:
     return g.ready(group, "mxfp8 1x32", layout, weight, scale)
 
 
-def _fp8(group: Group, view: View, weight: Tensor, scale: Tensor) -> Group | None:
+def _fp8(
+    group: QuantizedWeight, view: TensorView, weight: Tensor, scale: Tensor
+) -> QuantizedWeight | None:
     if not g.is_scale(scale):
         return None
     if view.method != "modelopt":
@@ -102,7 +111,7 @@ def _fp8(group: Group, view: View, weight: Tensor, scale: Tensor) -> Group | Non
     return g.ready(group, f"fp8 {label}", layout, weight, scale)
 
 
-def _fp8_grid(view: View, shape: Shape, scale: Tensor) -> tuple[Numbers, str] | None:
+def _fp8_grid(view: TensorView, shape: Shape, scale: Tensor) -> tuple[Numbers, str] | None:
     dtype, short = scale.dtype.name, g.plain(scale.shape)
     if scale.numel == 1:
         return Numbers(1, dtype, g.whole(shape), shared=True), "tensor"
@@ -116,7 +125,7 @@ def _fp8_grid(view: View, shape: Shape, scale: Tensor) -> tuple[Numbers, str] | 
     return None
 
 
-def _block_sizes(view: View) -> Iterator[tuple[int, int]]:
+def _block_sizes(view: TensorView) -> Iterator[tuple[int, int]]:
     """Height and width of blocks, if the configuration names them."""
     for key in ("group_size", "weight_block_size"):
         block = view.quantization.get(key)
@@ -129,9 +138,9 @@ def _block_sizes(view: View) -> Iterator[tuple[int, int]]:
             yield size[0], size[1]
 
 
-def _fbgemm(group: Group, weight: Tensor, scale: Tensor) -> Group:
+def _fbgemm(group: QuantizedWeight, weight: Tensor, scale: Tensor) -> QuantizedWeight:
     shape = weight.shape
-    group = Group("fbgemm-fp8", "fp8", group.name, shape, group.parts, group.dropped)
+    group = QuantizedWeight("fbgemm-fp8", "fp8", group.name, shape, group.parts, group.dropped)
     found: tuple[ScaleGrid, str] | None = None
     if scale.shape in ((*shape[:-1], 1), shape[:-1]):
         found = g.grid_of(shape, 1, shape[-1]), "channel"
@@ -145,23 +154,114 @@ def _fbgemm(group: Group, weight: Tensor, scale: Tensor) -> Group:
     return g.ready(group, f"fp8 {found[1]}", layout, weight, scale)
 
 
-def recognize_experts(view: View, mark: str) -> Group | None:
+def recognize_experts(view: TensorView, mark: str) -> QuantizedWeight | None:
     """The experts of Llama-4 as FBGEMM has them: ``gate_up_proj`` and ``gate_up_proj_scale``."""
     if view.method != "fbgemm_fp8":
         return None
     name = mark.removesuffix("_scale")
     weight = view.get(name, *g.FLOAT8)
-    group = Group("fbgemm-fp8", "fp8", name, weight.shape if weight else (), (name, mark))
+    group = QuantizedWeight("fbgemm-fp8", "fp8", name, weight.shape if weight else (), (name, mark))
     return None if weight is None else _fbgemm(group, weight, view.tensors[mark])
 
 
-FAMILIES = (
-    Family(
-        "modelopt", "ModelOpt FP8, NVFP4, MXFP8; FBGEMM FP8", recognize, marks=("weight_scale",),
+MODELOPT = (
+    QuantizationMethod(
+        "modelopt", "ModelOpt FP8, NVFP4, MXFP8; FBGEMM FP8", recognize_modelopt,
+        marks=("weight_scale",),
         oracle="nvidia-modelopt 0.47.0; of FBGEMM, the formula",
     ),
-    Family(
+    QuantizationMethod(
         "fbgemm-fp8", "FBGEMM FP8 experts of Llama-4", recognize_experts,
         marks=("gate_up_proj_scale", "down_proj_scale"), oracle="the formula",
     ),
 )  # fmt: skip
+
+
+# MLX: words of 32 bits, filled from the low bits up, with a scale and a bias for each group.
+#
+# Of its modes, ``affine`` has biases; ``mxfp4``, ``nvfp4`` and ``mxfp8`` have scales of one byte.
+# QuantizedWeight size and bits stand in ``config.json`` only, with exceptions for single layers.
+
+
+_MODES = {"mxfp4": (32, 4, "e2m1", "exponent"), "nvfp4": (16, 4, "e2m1", "float8_e4m3fn"),
+          "mxfp8": (32, 8, "float8_e4m3fn", "exponent")}  # fmt: skip
+
+
+def recognize_mlx(view: TensorView, mark: str) -> QuantizedWeight | None:
+    """The weight of words whose scales are called `mark`."""
+    stem = mark.removesuffix(".scales")
+    weight, scales = view.get(f"{stem}.weight", "uint32"), view.tensors[mark]
+    if weight is None or len(weight.shape) < 2:
+        return None
+    biases = next(iter(view.present(stem, (".biases", ".qbiases"))), None)
+    parts = (f"{stem}.weight", mark, *((biases,) if biases else ()))
+    group = QuantizedWeight("mlx", "mlx", f"{stem}.weight", weight.shape, parts)
+    settings = _settings(view, stem)
+    mode, size, bits = (
+        settings.get("mode", "affine"),
+        settings.get("group_size"),
+        settings.get("bits"),
+    )
+    if mode in _MODES:
+        size, bits = _MODES[mode][:2]
+    if type(size) is not int or type(bits) is not int or size <= 0 or not 1 <= bits <= 8:
+        return g.refused(
+            group, "its group_size and bits are not known: config.json names none", g.NEEDS_CONFIG
+        )
+    shape = (*weight.shape[:-1], weight.shape[-1] * 32 // bits)
+    group = QuantizedWeight("mlx", f"mlx {mode} int{bits}", group.name, shape, parts)
+    if scales.shape != g.blocks_of(shape, 1, size) or shape[-1] * bits != weight.shape[-1] * 32:
+        return g.refused(
+            group,
+            f"scales of {g.shown(scales.shape)} do not fit {g.shown(shape)} in groups of {size}",
+        )
+    if mode in _MODES:
+        return (
+            _coded(group, mode, shape, weight, scales)
+            if scales.dtype.name == "uint8"
+            else g.refused(group, f"its mode is {mode} and its scales are {scales.dtype}")
+        )
+    bias = view.get(biases or "")
+    if mode != "affine" or bias is None or bias.shape != scales.shape or not g.is_scale(scales):
+        return g.refused(group, f"its mode is {mode!r}, or its biases are missing or do not fit")
+    return _affine(group, bits, size, weight, scales, bias)
+
+
+def _settings(view: TensorView, stem: str) -> dict[str, Any]:
+    """Mode, group size and bits of a layer."""
+    config = view.config.get("quantization") or view.quantization
+    if not isinstance(config, dict):
+        return {}
+    own = config.get(stem)
+    return {**config, **own} if isinstance(own, dict) else config
+
+
+def _packing(weight: Tensor, bits: int) -> Packing:
+    return Packing("rows", bits, stride=4 * weight.shape[-1])
+
+
+def _affine(
+    group: QuantizedWeight, bits: int, size: int, weight: Tensor, scales: Tensor, bias: Tensor
+) -> QuantizedWeight:
+    batches, rows, columns = g.matrix(group.shape)
+    grid = g.grid_of(group.shape, 1, size)
+    layout = Blocks(
+        batches, rows, columns, _packing(weight, bits), (Numbers(1, scales.dtype.name, grid),),
+        bias=Numbers(2, bias.dtype.name, grid),
+    )  # fmt: skip
+    return g.ready(group, f"mlx int{bits} g{size}", layout, weight, scales, bias)
+
+
+def _coded(
+    group: QuantizedWeight, mode: str, shape: Shape, weight: Tensor, scales: Tensor
+) -> QuantizedWeight:
+    size, bits, table, dtype = _MODES[mode]
+    numbers = Numbers(1, dtype, g.grid_of(shape, 1, size))
+    return g.ready(
+        group, f"mlx {mode}", g.flat(shape, bits, (numbers,), table=table), weight, scales
+    )
+
+
+MLX = QuantizationMethod(
+    "mlx", "MLX: affine, mxfp4, nvfp4, mxfp8", recognize_mlx, marks=("scales",), oracle="mlx 0.32.4"
+)

@@ -13,7 +13,7 @@ from typing import Any
 from ckptkit.compute.packing import Blocks, Numbers, Packing, ScaleGrid, ZeroPoint
 from ckptkit.core.tensor import Shape, Tensor
 from ckptkit.quantized import group as g
-from ckptkit.quantized.group import Family, Group, View
+from ckptkit.quantized.group import QuantizationMethod, QuantizedWeight, TensorView
 
 DROPPED = (
     ".input_scale", ".output_scale", ".input_zero_point", ".output_zero_point",
@@ -22,12 +22,12 @@ DROPPED = (
 _DENSE_SINCE = (0, 18)  # before, codes of 3, 5, 6 and 7 bits did not go over the end of a word
 
 
-def is_said(view: View) -> bool:
+def is_said(view: TensorView) -> bool:
     """Return whether the configuration is one of compressed-tensors."""
     return view.method == "compressed-tensors"
 
 
-def schemes(view: View) -> list[dict[str, Any]]:
+def schemes(view: TensorView) -> list[dict[str, Any]]:
     """Return the quantization schemes of the groups in the configuration."""
     groups = view.quantization.get("config_groups")
     if not isinstance(groups, dict):
@@ -36,14 +36,16 @@ def schemes(view: View) -> list[dict[str, Any]]:
     return [each for each in found if isinstance(each, dict)]
 
 
-def transformed(view: View) -> str | None:
+def transformed(view: TensorView) -> str | None:
     """Why the dequantized weight would not be that of the model."""
     if view.quantization.get("transform_config"):
         return "its weights are rotated (transform_config): the weight alone is not the model's"
     return None
 
 
-def grid_for(view: View, shape: Shape, scale: Shape, kind: str) -> tuple[ScaleGrid, str] | None:
+def grid_for(
+    view: TensorView, shape: Shape, scale: Shape, kind: str
+) -> tuple[ScaleGrid, str] | None:
     """The grid of a scale and its name; None if no scheme of the configuration gives it."""
     if not scale or all(n == 1 for n in scale):
         return g.whole(shape), "tensor"
@@ -57,7 +59,7 @@ def grid_for(view: View, shape: Shape, scale: Shape, kind: str) -> tuple[ScaleGr
     return None
 
 
-def _sizes(view: View, kind: str) -> Iterator[tuple[int, int]]:
+def _sizes(view: TensorView, kind: str) -> Iterator[tuple[int, int]]:
     """Height and width of the blocks that the configuration names."""
     for scheme in schemes(view):
         block, size = scheme.get("block_structure"), scheme.get("group_size")
@@ -73,7 +75,7 @@ def _sizes(view: View, kind: str) -> Iterator[tuple[int, int]]:
             yield 1, size
 
 
-def recognize_dense(view: View, mark: str) -> Group | None:
+def recognize_dense(view: TensorView, mark: str) -> QuantizedWeight | None:
     """Codes that are elements of their own: ``weight`` of FP8 or int8 beside ``weight_scale``."""
     stem = mark.removesuffix("_scale")
     scale, weight = view.tensors[mark], view.get(stem, *g.FLOAT8, "int8")
@@ -83,7 +85,7 @@ def recognize_dense(view: View, mark: str) -> Group | None:
     parts = (stem, mark, *((f"{stem}_zero_point",) if zero is not None else ()))
     dropped = view.present(stem.removesuffix(".weight"), DROPPED)
     kind = "int" if weight.dtype.name == "int8" else "float"
-    group = Group(f"ct-{kind}", f"ct {kind}8", stem, weight.shape, parts, dropped)
+    group = QuantizedWeight(f"ct-{kind}", f"ct {kind}8", stem, weight.shape, parts, dropped)
     if (problem := transformed(view)) is not None:
         return g.refused(group, problem)
     if scale.dtype.name in ("uint8", "float8_e8m0fnu"):
@@ -120,8 +122,8 @@ def _word(kind: str) -> str:
 
 
 def _mx(
-    group: Group, codes: Tensor, scale: Tensor, shape: Shape, packing: Packing, table: str
-) -> Group:
+    group: QuantizedWeight, codes: Tensor, scale: Tensor, shape: Shape, packing: Packing, table: str
+) -> QuantizedWeight:
     """Blocks of 32 with an exponent each; the product is a bfloat16 whatever is asked for."""
     if scale.shape != g.blocks_of(shape, 1, 32):
         return g.refused(
@@ -136,14 +138,14 @@ def _mx(
     return g.ready(group, f"mxfp{packing.bits} 1x32", layout, codes, scale)
 
 
-def recognize_packed(view: View, mark: str) -> Group | None:
+def recognize_packed(view: TensorView, mark: str) -> QuantizedWeight | None:
     """Codes of a few bits: ``weight_packed``."""
     stem = mark.removesuffix("_packed")
     codes, scale = view.tensors[mark], view.get(f"{stem}_scale")
     names = ("_scale", "_shape", "_zero_point", "_global_scale", "_g_idx")
     parts = (mark, *view.present(stem, names))
     dropped = view.present(stem.removesuffix(".weight"), DROPPED)
-    group = Group("ct-pack", "ct packed", stem, codes.shape, parts, dropped)
+    group = QuantizedWeight("ct-pack", "ct packed", stem, codes.shape, parts, dropped)
     if codes.dtype.name not in ("int32", "uint8"):
         return None
     if scale is None:
@@ -159,7 +161,9 @@ def recognize_packed(view: View, mark: str) -> Group | None:
     return _integers(group, view, codes, scale)
 
 
-def _floats(group: Group, view: View, codes: Tensor, scale: Tensor) -> Group:
+def _floats(
+    group: QuantizedWeight, view: TensorView, codes: Tensor, scale: Tensor
+) -> QuantizedWeight:
     """FP4 with scales of FP8 and one for all, or FP4 and FP6 with exponents."""
     blocks = scale.shape[-1] if scale.shape else 0
     last = codes.shape[-1] if codes.shape else 0
@@ -167,7 +171,7 @@ def _floats(group: Group, view: View, codes: Tensor, scale: Tensor) -> Group:
         shape = g.doubled(codes.shape)
         level = view.get(f"{group.name}_global_scale", "float32")
         second = None if level is None else g.single(2, level, shape, combine="divide")
-        group = Group("nvfp4", "nvfp4", group.name, shape, group.parts, group.dropped)
+        group = QuantizedWeight("nvfp4", "nvfp4", group.name, shape, group.parts, group.dropped)
         if level is None or second is None or scale.shape != g.blocks_of(shape, 1, 16):
             return g.refused(
                 group,
@@ -183,17 +187,21 @@ def _floats(group: Group, view: View, codes: Tensor, scale: Tensor) -> Group:
             group,
             f"codes of {g.shown(codes.shape)} and scales of {g.shown(scale.shape)} do not fit",
         )
-    group = Group(f"mxfp{bits}", f"mxfp{bits}", group.name, shape, group.parts, group.dropped)
+    group = QuantizedWeight(
+        f"mxfp{bits}", f"mxfp{bits}", group.name, shape, group.parts, group.dropped
+    )
     packing = Packing("flat", 4) if bits == 4 else Packing("rows", 6, stride=last)
     return _mx(group, codes, scale, shape, packing, "e2m1" if bits == 4 else "e2m3")
 
 
-def _integers(group: Group, view: View, codes: Tensor, scale: Tensor) -> Group:
+def _integers(
+    group: QuantizedWeight, view: TensorView, codes: Tensor, scale: Tensor
+) -> QuantizedWeight:
     """Words of integers, each less by half of its range."""
     shape = view.integers(f"{group.name}_shape")
     if len(shape) != 2 or len(codes.shape) != 2 or min(shape) < 0 or shape[0] != codes.shape[0]:
         return g.refused(group, f"{group.name}_shape is missing or does not fit")
-    group = Group("ct-pack", "ct packed", group.name, shape, group.parts, group.dropped)
+    group = QuantizedWeight("ct-pack", "ct packed", group.name, shape, group.parts, group.dropped)
     if f"{group.name}_g_idx" in view.tensors:
         return g.refused(
             group,
@@ -212,13 +220,13 @@ def _integers(group: Group, view: View, codes: Tensor, scale: Tensor) -> Group:
 
 
 def _with_zeros(
-    group: Group,
-    view: View,
+    group: QuantizedWeight,
+    view: TensorView,
     codes: Tensor,
     scale: Tensor,
     packing: Packing,
     found: tuple[ScaleGrid, str],
-) -> Group:
+) -> QuantizedWeight:
     (grid, label), bits = found, packing.bits
     rows, columns = group.shape
     zero = view.get(f"{group.name}_zero_point")
@@ -241,7 +249,7 @@ def _with_zeros(
     return g.ready(group, f"int{bits} {label}", layout, *inputs)
 
 
-def _packing(view: View, columns: int, words: int) -> Packing | str:
+def _packing(view: TensorView, columns: int, words: int) -> Packing | str:
     """Return the layout of codes in words if the configuration and their number leave one, else the
     reason.
     """
@@ -268,7 +276,7 @@ def _packing(view: View, columns: int, words: int) -> Packing | str:
     return Packing(kind, bits, stride=4 * words)
 
 
-def _version(view: View) -> tuple[int, ...] | None:
+def _version(view: TensorView) -> tuple[int, ...] | None:
     parts = str(view.quantization.get("version") or "").split(".")[:2]
     return (
         tuple(map(int, parts))
@@ -278,12 +286,12 @@ def _version(view: View) -> tuple[int, ...] | None:
 
 
 _ORACLE = "compressed-tensors 0.20.0"
-FAMILIES = (
-    Family(
+COMPRESSED_TENSORS = (
+    QuantizationMethod(
         "ct-float", "compressed-tensors FP8, int8, MXFP8", recognize_dense,
         marks=("weight_scale",), oracle=_ORACLE,
     ),
-    Family(
+    QuantizationMethod(
         "ct-pack", "compressed-tensors packed integers, NVFP4, MXFP4, MXFP6", recognize_packed,
         marks=("weight_packed",), oracle=_ORACLE, written="mxfp4",
     ),
