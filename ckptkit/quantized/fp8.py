@@ -12,8 +12,7 @@ from ckptkit.quantized.group import QuantizationMethod, QuantizedWeight, TensorV
 # FP8 with a scale for each block or tensor: DeepSeek-V3, transformers' ``fp8``, and FP4 experts.
 #
 # ``X.weight_scale_inv`` multiplies, in spite of its name. The product is made in float32 and
-# rounded
-# once.
+# rounded once.
 
 
 NAME = "fp8-block"

@@ -13,8 +13,7 @@ from ckptkit.quantized.group import QuantizationMethod, QuantizedWeight, TensorV
 # GPTQ: integers of 2, 3, 4 or 8 bits packed down the columns of [in, out], groups in ``g_idx``.
 #
 # Zero points are stored less one, unless ``checkpoint_format`` is ``gptq_v2``. Files of AutoRound
-# are
-# the same.
+# are the same.
 
 
 _BITS = (2, 3, 4, 8)
@@ -249,8 +248,7 @@ HQQ = QuantizationMethod("hqq", "HQQ", recognize_hqq, marks=("W_q",), oracle="hq
 # bitsandbytes: 4 bits (nf4, fp4) in blocks over the ends of rows; int8 with a scale for each row.
 #
 # The shape of a weight of 4 bits stands in a small JSON text only. Scales may be quantized
-# themselves
-# (``nested``).
+# themselves (``nested``).
 
 
 _STATES = ("nf4", "fp4")
