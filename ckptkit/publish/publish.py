@@ -118,22 +118,33 @@ def publish(
     with reported(path, given, size):
         if not replace_source:
             check_sources(path, read)
-        kept = _kept_mode(old := check_destination(plan, path, force))
+        old = check_destination(plan, path, force)
+        replaces = old is not None and stat.S_ISREG(old.st_mode)
         check_size(plan, size, options.allow_expand)
-        left, edit = [] if options.dry_run else sweep(path), _unfinished_edit(path)
+        left = [] if options.dry_run else sweep(path)
+        journal = None  # of an edit of the old file in place that was interrupted
+        with suppress(OSError):
+            journal = os.lstat(journal_path(path))
         check_space(path, size)
         if options.dry_run:
             return Published(path, size, len(plan.files))
         temporary = temporary_name(path)
         try:
-            mode = _narrowed(_create(plan, temporary), read)
+            if plan.is_folder:
+                os.mkdir(temporary)
+            else:
+                os.close(new_file(temporary))
+            mode = _narrowed(stat.S_IMODE(os.lstat(temporary).st_mode), read)
+            os.chmod(temporary, 0o700 if plan.is_folder else 0o600)  # while it is written
             damaged = _write(plan, temporary, size, options)
             for source in sources:
                 source.check_unchanged()
             _keep_owner(temporary, old)
             _keep_attributes(temporary, path if replace_source else None)
-            os.chmod(temporary, mode if kept is None else kept)
-            if options.durable or kept is not None:
+            if old is not None and replaces:
+                mode = stat.S_IMODE(old.st_mode) & 0o777
+            os.chmod(temporary, mode)
+            if options.durable or replaces:
                 _to_disk(plan, temporary)
             if replace_source:
                 check_still_there(path, read)
@@ -141,10 +152,15 @@ def publish(
         except BaseException:
             _discard(temporary, plan)
             raise
-        if kept is not None:
-            _forget_edit(path, edit)
-        if options.durable or kept is not None:
-            _name_to_disk(path)
+        with suppress(OSError):  # a new file has nothing to undo
+            if replaces and journal and os.path.samestat(journal, os.lstat(journal_path(path))):
+                os.unlink(journal_path(path))
+        if options.durable or replaces:
+            try:
+                sync_folder(os.path.dirname(path))  # so that the rename survives a power cut
+            except OSError as error:
+                why = f"is written, but might not survive a power cut: {error.strerror}"
+                raise OutputError(why, where=path) from error
     return Published(path, size, len(plan.files), tuple(left), damaged)
 
 
@@ -190,13 +206,6 @@ def reported(path: str, typed: str, size: int) -> Iterator[None]:
         raise OutputError(f"cannot be written: {why}", where=typed, hint=hint) from error
 
 
-def _kept_mode(old: os.stat_result | None) -> int | None:
-    """Return the mode of the file that is replaced, None if there is none."""
-    if old is None or not stat.S_ISREG(old.st_mode):
-        return None
-    return stat.S_IMODE(old.st_mode) & 0o777
-
-
 def _keep_owner(temporary: str, old: os.stat_result | None) -> None:
     """Give a file the owner and the group of the one that it replaces, as far as allowed."""
     if old is None or not hasattr(os, "chown") or not stat.S_ISREG(old.st_mode):
@@ -229,17 +238,6 @@ def _narrowed(mode: int, sources: Iterable[ByteSource]) -> int:
             for shift in (3, 0):
                 if not allowed >> shift & 4:
                     mode &= ~(7 << shift)
-    return mode
-
-
-def _create(plan: Plan, temporary: str) -> int:
-    """Create the temporary with mode 0600 (a folder: 0700); return the mode by the umask."""
-    if plan.is_folder:
-        os.mkdir(temporary)
-    else:
-        os.close(new_file(temporary))
-    mode = stat.S_IMODE(os.lstat(temporary).st_mode)
-    os.chmod(temporary, 0o700 if plan.is_folder else 0o600)
     return mode
 
 
@@ -313,16 +311,6 @@ def _to_disk(plan: Plan, temporary: str) -> None:
         sync_folder(temporary)
 
 
-def _name_to_disk(path: str) -> None:
-    """fsync the folder of `path`, so that the rename survives a power cut."""
-    try:
-        sync_folder(os.path.dirname(path))
-    except OSError as error:
-        raise OutputError(
-            f"is written, but might not survive a power cut: {error.strerror}", where=path
-        ) from error
-
-
 def sync(path: str) -> None:
     """fsync a file or a folder; never retried, since a system forgets what it failed to write."""
     if os.name == "nt":  # cannot open folders, nor sync files that were opened for reading
@@ -344,20 +332,6 @@ def sync_folder(path: str) -> None:
     except OSError as error:
         if error.errno not in (errno.EACCES, errno.EINVAL, errno.EBADF):
             raise
-
-
-def _unfinished_edit(path: str) -> os.stat_result | None:
-    """Return the journal of an edit in place of the file at `path`, if there is one."""
-    with suppress(OSError):
-        return os.lstat(journal_path(path))
-    return None
-
-
-def _forget_edit(path: str, journal: os.stat_result | None) -> None:
-    """Remove the journal of a file that has been replaced: the new one has nothing to undo."""
-    with suppress(OSError):
-        if journal is not None and os.path.samestat(journal, os.lstat(journal_path(path))):
-            os.unlink(journal_path(path))
 
 
 def _rename(temporary: str, path: str, folder: bool, force: bool) -> list[str]:

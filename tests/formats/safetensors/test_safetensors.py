@@ -309,7 +309,7 @@ REFUSED = {f"{row[0]}-{number}": row[1:] for number, row in enumerate(refused())
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused(name: str) -> None:
+def test_ST_01_ST_03_ST_04_ST_05_ST_06_ST_07_ST_08_ST_09_refused(name: str) -> None:
     data, error, said = REFUSED[name]
     with pytest.raises(error, match=said or None):
         read(data)
