@@ -588,6 +588,9 @@ class Pending:
         return Derived(self.operation, tuple(r.locate() for r in self.records), self.length)
 
 
+# CRC-32
+
+
 LARGE = 64 << 10  # bytes, from which on another library than Python's own is looked for
 
 Data = bytes | bytearray | memoryview
@@ -670,6 +673,9 @@ def reading(sums: ReadSums | None) -> Iterator[None]:
         yield
     finally:
         READING.sums = before
+
+
+# Paths
 
 
 JOURNAL = ".ckptkit-journal"  # the suffix of its name
@@ -797,6 +803,9 @@ def has_journal(path: str | os.PathLike[str]) -> bool:
         return any(name.endswith(JOURNAL) for name in os.listdir(path))
     except OSError:  # not a folder
         return os.path.lexists(journal_path(path))
+
+
+# File objects
 
 
 class FileObject(ByteSource):

@@ -286,6 +286,9 @@ def foreseen(error: BaseException) -> BaseException:
     return error
 
 
+# Warnings
+
+
 # Codes: stable, one for each kind of warning that other code asks about.
 NO_CHECKSUM = "no-checksum"  # storages without one: damage to them cannot be seen
 NO_VERSION = "no-version"  # an archive without a version record, which torch refuses

@@ -227,6 +227,9 @@ def entries(word: str, known: Sequence[str], noun: str = "entries") -> str | Non
 _COMPARED = 200  # characters
 
 
+# URLs
+
+
 # scheme://..., perhaps behind others that fsspec chains: simplecache::s3://...
 _URL = re.compile(r"(?:[A-Za-z][A-Za-z0-9+.-]*::)*[A-Za-z][A-Za-z0-9+.-]+://")
 _WEB_USER = re.compile(r"(?i)(?<=http://)[^/?#]*@|(?<=https://)[^/?#]*@")
@@ -285,6 +288,9 @@ def _start(url: str) -> int:
     return found.end() if found else 0
 
 
+# Groups of items
+
+
 T = TypeVar("T")
 Key = TypeVar("Key", bound=Hashable)
 
@@ -313,6 +319,9 @@ def merge_all(mappings: Iterable[Mapping[Key, T]]) -> dict[Key, T]:
 def without(mapping: Mapping[Key, T], keys: Container[object]) -> dict[Key, T]:
     """Return the mapping without the entries of `keys`, in its order."""
     return {key: value for key, value in mapping.items() if key not in keys}
+
+
+# Folding
 
 
 _INDEX = r"(0|[1-9][0-9]{0,17})"

@@ -430,6 +430,9 @@ def find(root: Node, dotted: str) -> tuple[Path, Node]:
     raise UnknownNameError(f"there is no entry {dotted!r}", hint=hint)
 
 
+# Copies
+
+
 class Rebuild:
     """Copy a tree, leaf by leaf through a function, keeping all sharing and all cycles.
 

@@ -112,6 +112,9 @@ def _member(archive: ByteSource) -> ByteSource:
     raise UnsupportedError("is an archive without a checkpoint", hint="`tar -tf {where}` lists it")
 
 
+# Decompression
+
+
 _PIECE = 1 << 18
 IN_MEMORY = 16 << 20  # bytes of a decompressed file that are kept in memory
 

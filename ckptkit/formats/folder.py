@@ -161,6 +161,9 @@ def _main(probe: Probe) -> str | None:
         refs.close()
 
 
+# Names of files
+
+
 SAFE, BIN = ".safetensors", ".bin"
 INDEX = ".index.json"
 _NUMBERED = re.compile(r"(.+)-[0-9]{1,9}-of-([0-9]{1,9})", re.DOTALL)

@@ -190,6 +190,9 @@ class Format:
     pickles: Callable[[Probe], Iterator[Found] | None] | None = None
 
 
+# Opening
+
+
 PathLike = str | os.PathLike[str]
 
 

@@ -300,6 +300,9 @@ def pickles(probe: Probe) -> Iterator[Found] | None:
     )
 
 
+# Archives of arrays
+
+
 SUFFIX = ".npy"
 _NAME_BYTES = (1 << 16) - 1 - len(SUFFIX)
 _CONTROL = re.compile("[\x00-\x1f\x7f]")

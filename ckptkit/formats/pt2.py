@@ -211,6 +211,9 @@ def _read_parts(directory: ZipDirectory) -> Checkpoint:
     )
 
 
+# Models of Stable-Baselines3
+
+
 POLICY, VERSION = "policy.pth", "_stable_baselines3_version"
 
 

@@ -301,6 +301,9 @@ def _marks(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     }
 
 
+# What is left out
+
+
 _EXTRA_STATE = "_extra_state"
 _PLAIN = (Global("torch", "Tensor"), Global("torch.nn.parameter", "Parameter"))
 _NO_STATE: tuple[Node, ...] = (

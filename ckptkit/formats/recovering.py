@@ -165,6 +165,9 @@ def _what(node: Node) -> str:
     return type_name(node)
 
 
+# Damage that is found while a checkpoint is written
+
+
 _NAMED = 4  # tensors in a message
 
 
@@ -199,6 +202,9 @@ def damaged_in(checkpoint: Checkpoint, damaged: Sequence[Range]) -> str:
         if any(overlap(own, bad) for own in located(tensor) for bad in damaged)
     ]
     return some(names, _NAMED)
+
+
+# Safetensors
 
 
 def recover(probe: Probe, unverified: bool = False) -> Recovered | None:

@@ -335,6 +335,9 @@ def _check_sorted(spans: list[tuple[int, int, str]]) -> None:
         reached = end
 
 
+# Writing
+
+
 # High ranks first in a file (`Dtype` in safetensors/src/tensor.rs): larger types are aligned
 # without padding.
 _CODES = (
@@ -537,6 +540,9 @@ def _joined(extents: Iterable[Extent]) -> list[Extent]:
         else:
             row.append(extent)
     return row
+
+
+# Editing in place
 
 
 _MOVED = (

@@ -74,6 +74,10 @@ from ckptkit.pickles.dict_keys import KeyCheck
 from ckptkit.pickles.nested import check_no_calls
 from ckptkit.pickles.trust import Policy
 
+
+# Writing
+
+
 Statement = list[Any]
 _INT = 10**19  # more digits are not read alike everywhere
 FLAGS = ("requires_grad", "conj", "neg")
@@ -292,6 +296,9 @@ def _encoded(node: Node) -> tuple[str, str]:
 
 def _base64(data: bytes | bytearray) -> str:
     return base64.b64encode(data).decode()
+
+
+# Reading
 
 
 class Read(NamedTuple):
@@ -526,6 +533,9 @@ _MAKERS: dict[str, Callable[..., Node]] = {
     "typed": _TreeDecoder.typed,
     "blob": _TreeDecoder.blob,
 }
+
+
+# The whole checkpoint
 
 
 Obstacle = Callable[[str, Tensor], str | None]

@@ -442,6 +442,9 @@ def _wrong_total(metadata: Mapping[str, Any], root: Mapping[str, Node]) -> list[
     return [Notice(WRONG_TOTAL, text, nbytes=once)]
 
 
+# Choosing the file of each tensor
+
+
 DEFAULT_SIZE = 5 * 10**9  # bytes
 
 
@@ -489,6 +492,9 @@ def index_file(name: str, places: Mapping[str, str], metadata: Mapping[str, Any]
     return OutputFile(name + INDEX, (data,))
 
 
+# Shards of safetensors
+
+
 _STEM = "model"
 
 
@@ -534,6 +540,9 @@ def layout_safetensors(checkpoint: Checkpoint, options: Options) -> Plan:
     }
     index = index_file(_STEM + SAFE, {name: file_of[name] for name in tensors}, recorded)
     return Plan((*files, index), tuple(notes))
+
+
+# Shards of torch.save
 
 
 _TORCH_STEM = "pytorch_model"

@@ -72,6 +72,9 @@ def sidecars(folder: Folder, made: Collection[str] = ()) -> Sidecars:
     return Sidecars(tuple(files), tuple(warnings))
 
 
+# The dtype in config.json
+
+
 CONFIG = "config.json"
 _FIELDS = ("torch_dtype", "dtype")  # transformers before 5, and since
 _WEIGHTS = ("float64", "float32", "float16", "bfloat16")  # what models compute in

@@ -155,6 +155,9 @@ def _constant(text: str) -> float:
     raise FormatError(f"{text} is not JSON")
 
 
+# Plain values
+
+
 _SCALARS = frozenset({bool, int, float, str, type(None)})
 _DEPTH = 32
 _ROOM = 250_000

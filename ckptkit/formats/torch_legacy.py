@@ -295,6 +295,9 @@ def pickles(probe: Probe) -> Iterator[Found] | None:
     return iter((PickleStream("", probe.source, 0, probe.source.size, TORCH_LOAD, None, count=5),))
 
 
+# Tar files of torch 0.1.1 and before
+
+
 RECORDS = ("sys_info", "pickle", "tensors", "storages")
 _NOT_TRUSTED = "torch.load(weights_only=True) refuses tar files"
 _OPTIONAL = RECORDS[:1]  # torch does not look at it
@@ -542,6 +545,9 @@ def _tar_pickles(source: ByteSource, members: dict[str, TarMember]) -> Iterator[
             yield PickleStream(name, source, offset, length, TORCH_LOAD, _NOT_TRUSTED, count)
         elif length:
             yield Inner(name, Section(source, offset, length), name.endswith(PICKLES))
+
+
+# Plain pickles
 
 
 TEXT_LIMIT = 64 << 20  # bytes of a protocol 0 or 1 pickle that is tried

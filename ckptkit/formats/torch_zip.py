@@ -288,6 +288,9 @@ def unsummed(count: int) -> list[str]:
     return [Notice(NO_CHECKSUM, text, storages=count)] if count else []
 
 
+# Writing
+
+
 TOP = "archive"
 _UNTYPED = storage_class(None)
 
@@ -399,6 +402,9 @@ class Numbering:
             yield ZipMember(folder + key(number), extent, crc)
 
 
+# ckptkit's own record
+
+
 def metadata_record(metadata: Mapping[str, str]) -> bytes | None:
     """Return the record, None if there is nothing to record."""
     return _rendered_metadata(metadata) if metadata.keys() - {_FRAMEWORK} else None
@@ -419,6 +425,9 @@ def parse_metadata(data: bytes) -> dict[str, str]:
     if not isinstance(texts, dict) or not all(isinstance(text, str) for text in texts.values()):
         raise FormatError(f"record {METADATA} is not one that ckptkit wrote")
     return texts
+
+
+# Editing in place
 
 
 _LENGTHS = struct.Struct(
@@ -559,6 +568,9 @@ class _PatchedArchive:
         around = Edit(self.start, tail[:last]), Edit(self.start + last + 4, tail[last + 4 :])
         seal = Edit(self.start + last, tail[last : last + 4])
         return Patch(source, breaks, (*sorted(self.names), *around), seal, size, notes)
+
+
+# Unpacked archives
 
 
 _PICKLE, _DATA, _TOP = "data.pkl", "data", "archive"

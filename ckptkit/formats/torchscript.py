@@ -246,6 +246,9 @@ def _extra(archive: Archive) -> tuple[dict[str, str], list[str]]:
     ] if lost else []
 
 
+# Declarations in the code
+
+
 _CLASS = re.compile(r"class (\w+)(?:\((\w*)\))?:")
 _STRING = r'"(?:[^"\\]|\\.)*"'
 _LISTED = re.compile(rf"  __(parameters|buffers)__ = \[((?:{_STRING}, ?)*)\]")
@@ -333,6 +336,9 @@ def _unquoted(quoted: str) -> str:
         return str(literal_eval(quoted))
     except (SyntaxError, ValueError) as error:
         raise FormatError(f"its code spells a name as {quoted[:40]}") from error
+
+
+# torch 1.0 to 1.2
 
 
 _DTYPES = {
@@ -488,6 +494,9 @@ def _integer(parsed: Any) -> int:
     if not isinstance(parsed, str) or not re.fullmatch("-?[0-9]{1,19}", parsed):
         raise FormatError(f"model.json holds {str(parsed)[:40]!r} where an integer must be")
     return int(parsed)
+
+
+# Packed weights
 
 
 CUSTOM = "__torch__.torch.classes."  # classes of C++, with any state

@@ -273,6 +273,9 @@ def _folder(probe: Probe) -> InputError:
     )
 
 
+# Weights of a program
+
+
 def without_program(checkpoint: Checkpoint) -> Checkpoint:
     """Replace the outermost object that holds the weights by its state_dict.
 
@@ -320,6 +323,9 @@ def _holder(root: Node, path: Path) -> tuple[Path, Object | None]:
             return path[:depth], node
         node = next(child for other, child in children(node) if other == key)
     return path, node if isinstance(node, Object) else None
+
+
+# Members of zip archives
 
 
 PICKLES = (".pkl", ".pickle", ".p", ".joblib", ".dill")

@@ -370,6 +370,10 @@ def _check_gap(read: Read, start: int, end: int, known: set[bytes]) -> None:
 
 __all__ = ["MAGIC", "ZipDirectory", "ZipEntry", "read_directory"]
 
+
+# The directory
+
+
 _END_MAGIC, _END64_MAGIC, _LOCATOR_MAGIC = b"PK\x05\x06", b"PK\x06\x06", b"PK\x06\x07"
 _END = struct.Struct("<4s4H2LH")
 _END64 = struct.Struct("<4sQ2H2L4Q")

@@ -315,6 +315,9 @@ def _foreign(journal: str, file: str, why: str) -> InputError:
     )
 
 
+# The journal
+
+
 _MAGIC = b"ckptkit journal 1\n"
 _BLOCK = 4096  # bytes compared at once
 _LINE = 1 << 20  # bytes of the line of numbers, at most

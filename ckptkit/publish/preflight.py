@@ -272,6 +272,9 @@ def free(path: str) -> int:
     return shutil.disk_usage(folder).free
 
 
+# Checksums of what was read
+
+
 Run = Sequence[int]  # number of the source, offset, length, CRC-32
 
 _PIECE = 64 << 20  # bytes that one thread reads again

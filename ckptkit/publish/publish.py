@@ -382,6 +382,9 @@ def _discard(temporary: str, plan: Plan) -> None:
             os.rmdir(temporary)
 
 
+# Temporaries
+
+
 NAME_MAX = 255  # bytes of a file name
 SETTLED = 3600  # seconds without a write, after which a temporary seems to be stale
 

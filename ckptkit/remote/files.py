@@ -286,6 +286,9 @@ def is_local(fs: Any) -> bool:
     return "file" in fs.protocol
 
 
+# Listings
+
+
 Mark = tuple[int, int | str]  # size in bytes and version: differs between versions of a file
 
 

@@ -305,6 +305,9 @@ def moment(value: object) -> object:
     return value.timestamp() if isinstance(value, datetime) else value
 
 
+# Failures
+
+
 # The package to install for a scheme; for others, the message of fsspec names one.
 _PACKAGES = {
     "http": "aiohttp", "https": "aiohttp", "s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs",
