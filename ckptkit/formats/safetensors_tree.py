@@ -74,7 +74,6 @@ from ckptkit.pickles.dict_keys import KeyCheck
 from ckptkit.pickles.nested import check_no_calls
 from ckptkit.pickles.trust import Policy
 
-
 # Writing
 
 

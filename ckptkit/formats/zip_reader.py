@@ -368,9 +368,6 @@ def _check_gap(read: Read, start: int, end: int, known: set[bytes]) -> None:
         raise AmbiguousError(f"record {shown(name)} at byte {start:,} is not in the directory")
 
 
-__all__ = ["MAGIC", "ZipDirectory", "ZipEntry", "read_directory"]
-
-
 # The directory
 
 
