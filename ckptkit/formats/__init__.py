@@ -83,21 +83,17 @@ def read(place: ByteSource | Folder, options: Options = DEFAULT) -> Checkpoint:
     """The checkpoint in a file or folder: headers only. Every error says which file."""
     probe = Probe(place, options)
     try:
-        checkpoint = _with_folder(identify(probe).read(probe), probe)
+        checkpoint = identify(probe).read(probe)
+        source = checkpoint.source
+        if probe.is_folder and isinstance(source, ByteSource) and checkpoint.folder is None:
+            inside = source.folder_and_name()  # a file in the folder that was named
+            folder = None if inside is None else inside[0]
+            checkpoint = replace(checkpoint, folder=folder)
         return replace(checkpoint, words=options.words) if options.words else checkpoint
     except CkptkitError as error:
         if isinstance(error, (TruncatedError, CorruptError)) and (command := recoverable(probe)):
             error.hint = "; ".join(filter(None, (error.hint, _SAVES[command])))
         raise error.at(place.name) from error.__cause__
-
-
-def _with_folder(checkpoint: Checkpoint, probe: Probe) -> Checkpoint:
-    """Return the checkpoint with the folder that was named, if it was read from a file in it."""
-    source = checkpoint.source
-    if not probe.is_folder or not isinstance(source, ByteSource) or checkpoint.folder is not None:
-        return checkpoint
-    place = source.folder_and_name()
-    return checkpoint if place is None else replace(checkpoint, folder=place[0])
 
 
 def check(probe: Probe) -> Iterator[CheckedPart | Defect]:

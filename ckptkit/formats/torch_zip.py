@@ -105,16 +105,13 @@ def read(probe: Probe) -> Checkpoint:
     Raises CorruptError, AmbiguousError, FormatError, UnsupportedError, LimitError, and what the
     pickle machine raises.
     """
-    archive = probe.zip
-    assert archive is not None
-    return _read(Archive(archive))
-
-
-def _read(archive: Archive) -> Checkpoint:
+    directory = probe.zip
+    assert directory is not None
+    archive = Archive(directory)
     warnings = archive.check()
     tree = archive.unpickle("data")
     warnings += [*archive.unverified(), *archive.unused(KNOWN)]
-    directory, name = archive.directory, archive.folder + METADATA
+    name = archive.folder + METADATA
     metadata = parse_metadata(directory.read(name)) if name in directory else {}
     return Checkpoint(
         tree.root,
@@ -178,9 +175,6 @@ class Archive:
         if order not in (None, b"little", b"big"):
             raise FormatError(f"byteorder is {order!r}, neither little nor big")
         self.big_endian = order == b"big"
-        return self._check_version()
-
-    def _check_version(self) -> list[str]:
         versions = {self._number("version"), self._number(".data/version")} - {None}
         if not versions:
             text = "it has no version record: torch refuses it; a copy written by ckptkit has one"

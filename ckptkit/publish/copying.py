@@ -204,31 +204,23 @@ def run(task: WriteTask, progress: Progress = lambda count: None) -> TaskResult:
     first = task.segments[0] if task.segments else None
     if isinstance(first, ChecksumTask):
         return TaskResult([_reread(task.path, task.start, first)], [])
-    if task.summed is None:
-        return TaskResult(_written(task, first, progress), [])
     # A transpose is read in small pieces that do not follow each other.
-    sums = ReadSums(() if isinstance(first, TransposeTask) else task.summed)
-    with reading(sums):
-        return TaskResult(_written(task, first, progress), sums.runs)
-
-
-def _written(
-    task: WriteTask, first: Segment | TransposeTask | None, progress: Progress
-) -> list[Sum]:
+    sums = ReadSums(() if isinstance(first, TransposeTask) else task.summed or ())
     fd = os.open(task.path, os.O_WRONLY | _O_BINARY | getattr(os, "O_NOFOLLOW", 0))
     try:
         os.lseek(fd, task.start, os.SEEK_SET)
         writer = _SegmentWriter(fd, progress, () if task.keeps_sums else task.summed or ())
-        if isinstance(first, TransposeTask):
-            for block in first.blocks:
-                for place, rows in _turner().pieces(block):
-                    _write_at(fd, rows, task.start + place)
-                progress(block.size)
-        else:
-            writer.write(task.segments)  # type: ignore[arg-type]  # no other is mixed with segments
+        with reading(None if task.summed is None else sums):
+            if isinstance(first, TransposeTask):
+                for block in first.blocks:
+                    for place, rows in _turner().pieces(block):
+                        _write_at(fd, rows, task.start + place)
+                    progress(block.size)
+            else:
+                writer.write(task.segments)  # type: ignore[arg-type]  # all others are segments
     finally:
         os.close(fd)
-    return writer.sums
+    return TaskResult(writer.sums, sums.runs)
 
 
 def _turner() -> Turner:

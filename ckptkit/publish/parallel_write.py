@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from ckptkit.core.bytesource import Derived, Extent, Identity, Range, file_system
 from ckptkit.core.errors import OutputError
-from ckptkit.core.plan import Deferred, Segment, Summed, length, sources
+from ckptkit.core.plan import Deferred, Segment, Summed, extents, length, sources
 from ckptkit.core.text import flatten
 from ckptkit.publish.copying import (
     PIECE,
@@ -92,13 +92,14 @@ def execute(
 
 def _can_fork(files: Sequence[tuple[str, Sequence[Segment]]]) -> bool:
     """Return whether forked processes write the files sooner, and can read what they need."""
-    computed = [each for _, segments in files for each in segments if _is_computed(each)]
+    every = (each for _, segments in files for each in extents(segments))
+    computed = [each for each in every if isinstance(each, Derived)]
     if not computed or any(map(_is_whole, computed)):
         return False
     from ckptkit.compute.workers import is_sooner_forked
 
     needed = flatten(sources(segments) for _, segments in files)
-    return is_sooner_forked(sum(map(length, computed)), needed)
+    return is_sooner_forked(sum(each.length for each in computed), needed)
 
 
 def _share() -> int:
@@ -106,12 +107,6 @@ def _share() -> int:
     from ckptkit.compute.workers import processors
 
     return min(THREADS, processors())
-
-
-def _is_computed(segment: Segment) -> bool:
-    return isinstance(segment, Derived) or (
-        isinstance(segment, Summed) and isinstance(segment.extent, Derived)
-    )
 
 
 def _work_of(path: str, segments: Sequence[Segment], summed: Sequence[Identity]) -> int:

@@ -104,16 +104,13 @@ def _check_writable(folder: str) -> None:
     raise OSError(code, os.strerror(code), folder)
 
 
-def _is_inside(name: str) -> bool:
-    """Return whether a file's name is plain, or a path through folders of plain names."""
-    return name == "" or all(
-        part not in ("", ".", "..") and part == os.path.basename(part) for part in name.split("/")
-    )
-
-
 def check_names(names: list[str]) -> None:
     """Refuse a plan whose files share a name, or are outside their folder."""
-    if len(set(names)) < len(names) or not all(map(_is_inside, names)):
+    parts = [part for name in names if name for part in name.split("/")]
+    are_inside = all(
+        part not in ("", ".", "..") and part == os.path.basename(part) for part in parts
+    )
+    if len(set(names)) < len(names) or not are_inside:
         raise UsageError(
             f"the output would have files of one name, or outside their folder: {names[:8]}"
         )
@@ -367,12 +364,18 @@ def compare(found: Sequence[Check], runs: Iterable[Run]) -> list[tuple[Check, in
     `runs` are the sums of what was read. Gaps between them are read now, except in remote files.
     """
     numbers = {identity: number for number, identity in enumerate(identities(found))}
-    known = _by_place(runs)
+    # The length and CRC-32 of the longest run from each offset of each source.
+    longest: dict[int, dict[int, tuple[int, int]]] = {}
+    for source, offset, length, crc in runs:
+        row = longest.setdefault(source, {})
+        row[offset] = max(row.get(offset, (0, 0)), (length, crc))
+    starts = {source: sorted(row) for source, row in longest.items()}
     parts = []
     for number, check in enumerate(found):
-        starts, row = known.get(numbers[check.source.identity], _NOTHING)
+        source = numbers[check.source.identity]
+        row = longest.get(source, {})
         if row.get(check.offset) != (check.length, check.crc32):
-            parts += [(number, *part) for part in _parts(check, starts, row)]
+            parts += [(number, *part) for part in _parts(check, starts.get(source, []), row)]
     sums: dict[int, int] = {}
     for number, length, crc in _summed(parts):
         sums[number] = crc32_combine(sums[number], crc, length) if number in sums else crc
@@ -390,19 +393,6 @@ def _summed(parts: list[tuple[int, Range, int | None]]) -> Iterator[tuple[int, i
         parts,
         lambda part: part[1].length if part[2] is None else 0,
     )
-
-
-Known = tuple[list[int], dict[int, tuple[int, int]]]  # offsets; length and CRC-32 by offset
-_NOTHING: Known = ([], {})
-
-
-def _by_place(runs: Iterable[Run]) -> dict[int, Known]:
-    """Return the longest run from each offset of each source, and the offsets, sorted."""
-    longest: dict[int, dict[int, tuple[int, int]]] = {}
-    for number, offset, length, crc in runs:
-        row = longest.setdefault(number, {})
-        row[offset] = max(row.get(offset, (0, 0)), (length, crc))
-    return {number: (sorted(row), row) for number, row in longest.items()}
 
 
 def _parts(
