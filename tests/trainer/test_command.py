@@ -25,15 +25,8 @@ SMALL = ("--data", "random", "--width", "0.5", "--devices", "cpu", "--epochs", "
 
 
 def test_train_and_evaluate(run: Run, tmp_path: Path) -> None:
-    done = run(
-        "train",
-        "run.pth",
-        *SMALL,
-        "--parallel",
-        "dp",
-        "--keep-module-prefix",
-        cwd=tmp_path,
-    )
+    wrapped = ("--parallel", "dp", "--keep-module-prefix")
+    done = run("train", "run.pth", *SMALL, *wrapped, cwd=tmp_path)
     assert done.code == 0, done.stderr
     first, last = done.stdout.splitlines()
     assert first.startswith("epoch 1/1  loss 2.")
@@ -51,11 +44,15 @@ def test_train_and_evaluate(run: Run, tmp_path: Path) -> None:
     )
 
 
-def test_the_module_is_the_command(tmp_path: Path) -> None:
-    arguments = [sys.executable, "-m", "ckptkit.trainer", "run.pth", *SMALL, "--devices", "cuda:77"]
-    done = subprocess.run(
-        arguments, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, encoding="utf-8", timeout=60
+def as_module(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    words = [sys.executable, "-m", "ckptkit.trainer", *arguments]
+    return subprocess.run(
+        words, cwd=folder, env=ENVIRONMENT, capture_output=True, encoding="utf-8", timeout=60
     )
+
+
+def test_the_module_is_the_command(tmp_path: Path) -> None:
+    done = as_module(tmp_path, "run.pth", *SMALL, "--devices", "cuda:77")
     assert done.returncode == 2
     assert done.stderr.startswith("error: there is no device cuda:77 here\nhint: --devices cpu")
 
@@ -63,20 +60,6 @@ def test_the_module_is_the_command(tmp_path: Path) -> None:
 def invoked(*arguments: object) -> Done:
     done = CliRunner().invoke(main, ["train", *map(str, arguments)])
     return Done(done.exit_code, done.stdout, done.stderr)
-
-
-def test_S02_shapes_on_request(tmp_path: Path) -> None:
-    said = invoked(tmp_path / "run.pth", *SMALL, "--parallel", "dp", "--trace-shapes").stdout
-    assert "in the model: input [32, 3, 32, 32], output [32, 10] on cpu\n" in said
-    assert "outside: input [32, 3, 32, 32], output [32, 10] on cpu\n" in said
-
-
-def test_S02_the_split_is_simulated_on_request(tmp_path: Path) -> None:
-    options = ("--parallel", "dp", "--devices", "cpu,cpu", "--trace-shapes")
-    said = invoked(tmp_path / "run.pth", *SMALL, *options).stdout
-    assert said.startswith("simulated: 2 parts of each batch, one after the other on the CPU\n")
-    assert "in the model: input [16, 3, 32, 32], output [16, 10] on cpu\n" in said
-    assert "outside: input [32, 3, 32, 32], output [32, 10] on cpu\n" in said
 
 
 def test_resume_takes_the_options_of_the_checkpoint(tmp_path: Path) -> None:
@@ -93,14 +76,23 @@ def test_resume_takes_the_options_of_the_checkpoint(tmp_path: Path) -> None:
     assert (more["args"]["lr"], more["args"]["seed"], more["epoch"]) == (0.003, 5, 2)
 
 
+@pytest.fixture(scope="module")
+def full(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of one epoch that a run can go on from."""
+    path = tmp_path_factory.mktemp("full") / "one.pth"
+    invoked(path, *SMALL, "--save-form", "full")
+    return path
+
+
 @pytest.mark.parametrize(
     "option",
     ["--lr 0.5", "--momentum 0.5", "--lr-step 1", "--lr-gamma 0.5", "--seed 1", "--model mlp",
      "--width 0.75", "--optimizer adam", "--weight-decay 0.1", "--batch-size 8"],
 )  # fmt: skip
-def test_an_option_that_contradicts_the_checkpoint_is_an_error(tmp_path: Path, option: str) -> None:
-    invoked(tmp_path / "one.pth", *SMALL, "--save-form", "full")
-    resume = ("--devices", "cpu", "--epochs", "2", "--resume", tmp_path / "one.pth")
+def test_an_option_that_contradicts_the_checkpoint_is_an_error(
+    tmp_path: Path, full: Path, option: str
+) -> None:
+    resume = ("--devices", "cpu", "--epochs", "2", "--resume", full)
     done = invoked(tmp_path / "more.pth", *resume, *option.split())
     assert done.code == 2
     assert f"{option} contradicts the checkpoint" in done.stderr
@@ -219,14 +211,7 @@ def test_every_field_of_the_config_is_an_option() -> None:
 
 
 def test_the_module_prints_usage_errors_as_the_command_does(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "ckptkit.trainer", "--epochs", "none"],
-        cwd=tmp_path,
-        env=ENVIRONMENT,
-        capture_output=True,
-        encoding="utf-8",
-        timeout=60,
-    )
+    done = as_module(tmp_path, "--epochs", "none")
     assert done.returncode == 2
     first, hint = done.stderr.splitlines()
     assert first.startswith("error: Invalid value for '--epochs'")
