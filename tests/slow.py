@@ -62,11 +62,9 @@ KEPT: dict[str, tuple[str, ...]] = {
     "test_resources.py::test_FS_01_what_is_no_file_is_refused_at_once": ("inspect", "digest"),
     "test_resources.py::test_RS_01_RS_02_RS_05_bombs": ("inspect-*",),
     "test_resources.py::test_RS_06_names_that_are_hard_to_match": ("inspect-*", "diff-*"),
-    "test_resources_small.py::test_a_gigabyte_and_twenty_seconds": (
+    "test_resources.py::test_a_gigabyte_and_twenty_seconds": (
         "inspect", "scan", "convert", "diff",
     ),
-    "trainer/test_examples.py::test_each_example_runs": ("losses", "tensor_types"),
-    # the others: trainer/test_rows.py::test_an_example_runs
     "trainer/test_gpu.py::test_a_check_of_several_processes_passes_on_the_cpu": ("DDP*",),
     # of FSDP: trainer/test_parallel.py::test_S25_two_processes_of_fsdp_leave_a_folder_of_shards
     "trainer/test_parallel.py::test_S25_two_processes_of_ddp_give_what_one_gives": (),

@@ -1,8 +1,12 @@
-"""The cost of a file, in processes with little memory, little time, few files."""
+"""The cost of a file: commands in processes with little memory, little time, few files.
+
+The work for a small file is bounded by its size: elements, opcodes, inflated bytes, other files.
+"""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import pickle
 import shutil
@@ -10,22 +14,37 @@ import socket
 import struct
 import subprocess
 import sys
-import tempfile
 import threading
+import time
+import zipfile
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
+import torch
 
+import ckptkit
+import ckptkit.api
+import ckptkit.formats
+from ckptkit.analysis.digests import digest
 from ckptkit.api import convert, open_checkpoint
-from ckptkit.core.errors import CkptkitError, PathError
-from tests.conftest import COMMAND, ENVIRONMENT, ROOT
+from ckptkit.cli import COMMANDS
+from ckptkit.compute import tallies
+from ckptkit.compute.arranged import once, place, repeated
+from ckptkit.compute.compare import compare
+from ckptkit.compute.tallies import Tally, nonfinite, numbers, parts
+from ckptkit.core.errors import CkptkitError, LimitError, OutputError, PathError, TensorError
+from ckptkit.core.tensor import Tensor
+from ckptkit.run.batch import manifest
+from ckptkit.scanning.files import scan
+from tests.conftest import COMMAND, ENVIRONMENT, ROOT, Run
 from tests.formats.containers.zips import Member, build
 from tests.formats.torch_zip.archives import archive, pickle_of
+from tests.narrow import Child, deflated, narrow
 from tests.scanning.hostile_pickles import CASES
 
-resource = pytest.importorskip("resource", reason="this system limits no processes")
+pytest.importorskip("resource", reason="this system limits no processes")
 
 MEMORY = 300 << 20  # bytes in use at once, of any hostile file
 MORE = {  # but of these, whose limits allow as much
@@ -33,47 +52,6 @@ MORE = {  # but of these, whose limits allow as much
     << 20,  # a record is inflated as a whole: record_bytes, and once more while that grows
     "memo": 420 << 20,  # memo_entries, of 80 bytes each when they are traced
 }
-SECONDS = 60  # of a processor: far more than any takes
-
-
-class Child(NamedTuple):
-    """The result of a command with limited memory."""
-
-    code: int
-    stdout: str
-    stderr: str
-    memory: int  # bytes
-
-
-# Starts the command from a small process: one that is started by a large one counts as large as
-# that.
-LAUNCHER = """
-import json, os, resource, subprocess, sys
-for name, value in json.loads(sys.argv[1]).items():
-    kind = getattr(resource, f"RLIMIT_{name}")
-    resource.setrlimit(kind, (value, value))
-process = subprocess.Popen(sys.argv[3:])
-_, status, usage = os.wait4(process.pid, 0)
-open(sys.argv[2], "w").write(f"{os.waitstatus_to_exitcode(status)} {usage.ru_maxrss << 10}")
-"""
-
-
-def narrow(*arguments: object, **limits: int) -> Child:
-    """A command with limits; they are of `resource`, by their last words."""
-    everything = json.dumps({"CPU": SECONDS, "CORE": 0, **limits})
-    with tempfile.NamedTemporaryFile("r") as report:
-        command = [
-            sys.executable,
-            "-c",
-            LAUNCHER,
-            everything,
-            report.name,
-            *COMMAND,
-            *map(str, arguments),
-        ]
-        done = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT)
-        code, memory = map(int, report.read().split())
-    return Child(code, done.stdout, done.stderr, memory)
 
 
 def tidy(child: Child, memory: int = MEMORY) -> None:
@@ -303,3 +281,325 @@ def test_SH_08_more_shards_than_files_may_be_open(tmp_path: Path) -> None:
     assert child.code in (0, 3) and "Traceback" not in child.stderr
     if child.code:
         assert "ulimit -n" in child.stderr and len(child.stderr.splitlines()) == 2
+
+
+# Every command on small hostile files: one process imports the command line, and forks for each
+# case, within 1 GiB of addresses and 20 s of a processor. The files are those of `hostile_pickles`,
+# one of each kind of bomb, and what `CKPTKIT_REPRO` names (a folder), if it is set.
+
+LARGEST = 1 << 20
+SILENT = {
+    "browse",
+    "completion",
+    "train",
+    "formats",
+    "env",
+    "help",
+    "rules",
+}  # take no checkpoint, or a terminal
+OUT = ["F", "O.pth"]
+CALLS = {
+    "inspect": ["F"], "strip-module": OUT, "add-module": OUT, "remap": [*OUT, "--to", "cpu"],
+    "diff": ["F", "F", "--values"], "convert": ["F", "O.safetensors"], "rename": [*OUT, "--sub", "a=b"],
+    "extract": [*OUT, "--key", "a"], "wrap": [*OUT, "--key", "a"], "average": ["F", *OUT], "merge": ["F", *OUT],
+    "ema": OUT, "run": ["F", *OUT], "recover": OUT, "doctor": ["F"], "scan": ["F"], "stats": ["F"],
+    "show": ["F", "w", "--stats"], "report": ["F", "-o", "O.html", "--values"], "verify": ["F", "--values"],
+    "check": ["F", "--expect", "a exists"], "digest": ["F", "--all"], "batch": ["convert", "--format", "safetensors", "--into", "O", "F"],
+}  # fmt: skip
+
+DRIVER = """
+import json, os, resource, sys, time
+from ckptkit.cli import main
+import ckptkit.api, ckptkit.formats, click
+null = os.open(os.devnull, os.O_RDWR)
+for line in sys.stdin:
+    words = json.loads(line)
+    read, write = os.pipe()
+    child = os.fork()
+    if not child:
+        os.dup2(null, 0); os.dup2(null, 1); os.dup2(write, 2)
+        resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30))
+        resource.setrlimit(resource.RLIMIT_CPU, (20, 20))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 28, 1 << 28))
+        try:
+            main(words)
+        except SystemExit as done:
+            os._exit(done.code or 0)
+        os._exit(70)
+    os.close(write)
+    said = b""
+    while piece := os.read(read, 65536):
+        said = (said + piece)[-2000:]
+    os.close(read)
+    _, status, used = os.wait4(child, 0)
+    code, seconds = os.waitstatus_to_exitcode(status), used.ru_utime + used.ru_stime
+    print(json.dumps([code, seconds, said.decode("utf-8", "replace")]))
+    sys.stdout.flush()
+"""
+
+
+def bombs(folder: Path) -> None:
+    """One of each kind that took a machine's memory or time."""
+    torch.save({"w": torch.zeros(1).expand(1 << 40)}, folder / "expanded.pth")
+    torch.save(
+        {"w": torch.zeros(40_000).as_strided((1 << 14, 1 << 14), (1, 1))}, folder / "windows.pth"
+    )
+    torch.save({f"w{n}": torch.zeros(1).expand(1 << 30) for n in range(500)}, folder / "many.pth")
+    tied = torch.zeros(100_000)
+    torch.save({f"w{n}": tied[n:] for n in range(3_000)}, folder / "views.pth")
+    deflated(folder / "dicts.pth", b"\x80\x02]" + b"}a" * 30_000_000 + b".", version=b"3\n")
+    deflated(folder / "nops.pth", b"\x80\x02" + b"N0" * 30_000_000 + b"N.", version=b"3\n")
+    deflated(folder / "scans.zip", *[b"\x80\x02" + b"N0" * 9_000_000 + b"N."] * 10)
+    (folder / "deep.json.safetensors").write_bytes(
+        (900_000).to_bytes(8, "little") + b"{" + b'"a":{' * 180_000
+    )
+    laughs = "\n".join(f"a{n}: &a{n} [{','.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 20))
+    (folder / "laughs.yaml").write_text(
+        f"a0: &a0 [x]\n{laughs}\nabout: *a19\nsteps: [{{weights: true}}]\n"
+    )
+    (folder / "base60.yaml").write_text("about: 1" + ":59" * 60_000 + "\n")
+    (folder / "lists.yaml").write_text("steps: [" + "[a]," * 40_000 + "]\n")
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("hostile")
+    for name, case in CASES.items():
+        (folder / f"{name}{case.suffix}").write_bytes(case.data)
+    bombs(folder)
+    found = sorted(folder.iterdir())
+    if more := os.environ.get("CKPTKIT_REPRO"):
+        found += sorted(path for path in Path(more).rglob("*") if path.is_file())
+    return [path for path in found if path.stat().st_size < LARGEST]
+
+
+def test_every_command_is_tried() -> None:
+    assert {*COMMANDS} - SILENT == CALLS.keys()
+
+
+@pytest.mark.parametrize("command", CALLS)
+def test_a_gigabyte_and_twenty_seconds(command: str, files: list[Path], tmp_path: Path) -> None:
+    chosen = [path for path in files if command != "run" or path.suffix == ".yaml"]
+    program = subprocess.Popen(
+        [sys.executable, "-c", DRIVER],
+        env=ENVIRONMENT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert program.stdin is not None and program.stdout is not None
+    with program:
+        for number, path in enumerate(chosen):
+            out = str(tmp_path / f"out{number}")
+            words = [
+                command,
+                *(word.replace("O", out, 1) if word[0] == "O" else word for word in CALLS[command]),
+            ]
+            words = [str(path) if word == "F" else word for word in words]
+            program.stdin.write(json.dumps(words) + "\n")
+            program.stdin.flush()
+            code, seconds, said = json.loads(program.stdout.readline())
+            assert code in (0, 1, 2, 3, 4), (path.name, code, seconds, said)
+            assert seconds < 20, (path.name, seconds)
+        program.stdin.close()
+
+
+def opened(folder: Path, tensor: torch.Tensor, name: str = "in.pth") -> Tensor:
+    torch.save({"w": tensor}, folder / name)
+    return ckptkit.open(folder / name).weights["w"]
+
+
+# Elements
+
+
+EXPANDED = [
+    torch.tensor([1.0, math.nan, 0.0, 5.0]).reshape(1, 4).expand(3, 4),
+    torch.tensor([[1.0], [math.inf], [-2.5]]).expand(3, 5),
+    torch.tensor(2).expand(2, 3, 4),
+    torch.arange(6).reshape(2, 1, 3).expand(2, 7, 3),
+]
+
+
+@pytest.mark.parametrize("tensor", EXPANDED)
+def test_repeated_elements_count_as_often_as_they_are_there(
+    tensor: torch.Tensor, tmp_path: Path
+) -> None:
+    ours = opened(tmp_path, tensor)
+    assert once(ours, repeated(ours)).numel < ours.numel
+    tally = Tally()
+    for part in parts(ours):
+        tally.add(tallies.tally(part))
+    finite = tensor[torch.isfinite(tensor)].double()
+    assert tally.count == tensor.numel()
+    assert (tally.nan, tally.infinite) == (int(tensor.isnan().sum()), int(tensor.isinf().sum()))
+    assert tally.zeros == int((tensor == 0).sum())
+    assert tally.std == pytest.approx(finite.std().item())
+    assert tally.norm == pytest.approx(finite.norm().item())
+    assert sum(tally.histogram.counts) == len(finite)
+    assert torch.equal(torch.tensor(numbers(ours).copy()).nan_to_num(), tensor.nan_to_num())
+    if tensor.is_floating_point():
+        assert nonfinite(ours) == (tally.nan, tally.infinite)
+
+
+@pytest.mark.parametrize("tolerance", [None, 0.0])
+def test_differences_of_expanded_tensors(tolerance: float | None, tmp_path: Path) -> None:
+    a, b = torch.arange(6.0).reshape(2, 1, 3), torch.arange(6.0).reshape(2, 1, 3)
+    b[1, 0, 1] += 1
+    wide = [each.expand(2, 4, 3) for each in (a, b)]
+    ours = [opened(tmp_path, each, f"{n}.pth") for n, each in enumerate(wide)]
+    found = compare(*ours, atol=tolerance)
+    differing = (wide[0] != wide[1]).flatten()
+    assert found is not None
+    assert (found.count, found.first) == (int(differing.sum()), int(differing.nonzero()[0]))
+    plain = [opened(tmp_path, each.contiguous(), f"{n}.pth") for n, each in enumerate(wide)]
+    assert found == compare(*plain, atol=tolerance)
+
+
+def test_places_in_expanded_tensors() -> None:
+    full = torch.arange(2 * 3 * 4 * 5).reshape(2, 3, 4, 5)
+    corner = full[:, :1, :, :1].flatten().tolist()
+    assert [place(n, (2, 3, 4, 5), (1, 3)) for n in range(len(corner))] == corner
+
+
+def test_digests_are_of_every_element_or_none(tmp_path: Path) -> None:
+    wide, plain = (
+        torch.tensor([[1.0], [2.0]]).expand(2, 50),
+        torch.tensor([[1.0], [2.0]]).expand(2, 50).contiguous(),
+    )
+    torch.save({"w": wide}, tmp_path / "wide.pth")
+    torch.save({"w": plain}, tmp_path / "plain.pth")
+    assert digest(tmp_path / "wide.pth").ids == digest(tmp_path / "plain.pth").ids
+    torch.save(
+        {f"{n}": torch.zeros(1).expand(1 << 22) for n in range(9)}, tmp_path / "many.pth"
+    )  # 16 MiB each
+    found = digest(tmp_path / "many.pth")
+    assert len(found.ids) == 4
+    assert all("are not read" in why for why in found.without.values())
+
+
+def test_windows_that_overlap_are_not_read_without_end(tmp_path: Path) -> None:
+    ours = opened(tmp_path, torch.zeros(20_000).as_strided((10_000, 10_000), (1, 1)))
+    for read in (
+        lambda: list(parts(ours)),
+        lambda: nonfinite(ours),
+        lambda: compare(ours, ours),
+    ):
+        with pytest.raises(TensorError, match="expansion"):
+            read()
+
+
+# Inflated bytes, opcodes
+
+
+def test_a_pickle_that_is_inflated_to_millions_of_values(tmp_path: Path, run: Run) -> None:
+    path = deflated(tmp_path / "a.pth", b"\x80\x02]" + b"}a" * 20_000_000 + b".")
+    started = time.monotonic()
+    done = run("inspect", path)
+    assert done.code == 3
+    assert "inflated_free" in done.stderr
+    assert time.monotonic() - started < 20
+
+
+def test_the_pickles_of_a_file_share_a_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = deflated(tmp_path / "a.zip", *[b"\x80\x02" + b"N0" * 10_000 + b"N."] * 5)
+    assert scan(path).verdict == "harmless"
+    from tests.core.test_limits import limited
+
+    limited(monkeypatch, trace_bytes=50_000)
+    found = scan(path)
+    assert found.verdict == "unknown"
+    assert any(
+        "trace_bytes" in str((each.trace.error, found.remarks))
+        for each in (p.found for p in found.pickles)
+    )
+
+
+# Files beside
+
+
+@pytest.mark.parametrize("reading", [True, False])
+def test_a_manifest_that_is_none(reading: bool, tmp_path: Path) -> None:
+    path = tmp_path / manifest.NAME
+    with open(path, "wb") as file:
+        file.truncate(3 << 30)
+    with (
+        pytest.raises(OutputError, match="manifest"),
+        manifest.opened(str(tmp_path), reading=reading),
+    ):
+        pass
+    path.unlink()
+    os.mkfifo(path)
+    with (
+        pytest.raises(OutputError, match="not a regular file"),
+        manifest.opened(str(tmp_path), reading=reading),
+    ):
+        pass
+
+
+# Two at once
+
+EDITING = """
+import sys
+from ckptkit.api import convert
+from ckptkit.core.errors import CkptkitError
+from ckptkit.transforms.keys import add_prefix, strip_prefix
+steps = [lambda ck: add_prefix(ck, "b."), lambda ck: strip_prefix(ck, "b.")]
+edits = 0
+for number in range(int(sys.argv[2])):
+    try:
+        convert(sys.argv[1], None, steps[number % 2], in_place=True)
+        edits += 1
+    except CkptkitError as error:
+        assert error.exit_code in (2, 3, 4), error
+        assert "again" in str(error.hint) or "key" in str(error) or "prefix" in str(error), (str(error), error.hint)
+print(edits)
+"""
+
+
+@pytest.fixture
+def edited(tmp_path: Path) -> Path:
+    """A file of 300 tensors."""
+    path = tmp_path / "run.pth"
+    torch.save({f"layer.{n}.weight": torch.full((50,), float(n)) for n in range(300)}, path)
+    return path
+
+
+def test_two_edit_and_others_read(edited: Path) -> None:
+    """Whole answers, or that it is being changed: no bug, no advice to download it again."""
+    program = [sys.executable, "-c", EDITING, str(edited), "60"]
+    editors = [
+        subprocess.Popen(program, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        for _ in "ab"
+    ]
+    said = set()
+    while any(each.poll() is None for each in editors):
+        for words in (("scan",), ("inspect", "--json"), ("verify",), ("digest",), ("stats",)):
+            done = subprocess.run(
+                [*COMMAND, *words, str(edited)], env=ENVIRONMENT, capture_output=True, text=True
+            )
+            said.add(done.returncode)
+            if done.returncode:
+                assert done.returncode == 3, (words, done)
+                assert "chang" in done.stderr + done.stdout, (words, done)
+                assert "download" not in done.stderr + done.stdout
+    assert said <= {0, 3}
+    ended = [each.communicate(timeout=60) for each in editors]
+    assert [each.returncode for each in editors] == [0, 0], ended
+    assert sum(int(out) for out, _ in ended) > 2  # edits; the others were refused
+    with closing(ckptkit.open(edited)) as left:
+        assert len(left.weights) == 300
+
+
+def test_a_huge_pickle_is_refused_by_recover_too(tmp_path: Path) -> None:
+    path = deflated(tmp_path / "a.pth", b"\x80\x02]" + b"Na" * 10_000_000 + b".")
+    with pytest.raises(LimitError, match="inflated"):
+        ckptkit.recover(path)
+
+
+def test_a_pickle_that_deflates_well_is_read(tmp_path: Path) -> None:
+    path = deflated(tmp_path / "a.pth", pickle.dumps({"epochs": [0] * 100_000}, 2), b"")
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.writestr("a/version", "3\n")
+    assert len(ckptkit.open(path).root["epochs"]) == 100_000
