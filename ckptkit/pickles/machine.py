@@ -451,29 +451,18 @@ class Machine:
 
     # Containers
 
-    def op_empty_list(self, data: bytes, pos: int) -> int:
-        self.stack.append(self.builder.new_list())
+    def op_empty(self, data: bytes, pos: int) -> int:
+        builder = self.builder
+        self.stack.append(builder.new_list() if data[pos - 1] == 0x5D else builder.new_set())
         return pos
 
-    def op_empty_set(self, data: bytes, pos: int) -> int:
-        self.stack.append(self.builder.new_set())
-        return pos
-
-    def op_list(self, data: bytes, pos: int) -> int:
+    def op_collect(self, data: bytes, pos: int) -> int:
+        """Push the list, dict or frozenset of what is above a mark."""
         items = self._items()
-        self.stack.append(self.builder.collected("list", items))
-        return pos
-
-    def op_dict(self, data: bytes, pos: int) -> int:
-        items = self._items()
-        if len(items) % 2:
+        kind = {0x6C: "list", 0x64: "dict", 0x91: "frozenset"}[data[pos - 1]]
+        if kind == "dict" and len(items) % 2:
             raise FormatError("pickle sets a key without a value")
-        self.stack.append(self.builder.collected("dict", items))
-        return pos
-
-    def op_frozenset(self, data: bytes, pos: int) -> int:
-        items = self._items()
-        self.stack.append(self.builder.collected("frozenset", items))
+        self.stack.append(self.builder.collected(kind, items))
         return pos
 
     def op_append(self, data: bytes, pos: int) -> int:
@@ -481,14 +470,11 @@ class Machine:
         self.builder.extend(self.stack[-1], [value], "append")
         return pos
 
-    def op_appends(self, data: bytes, pos: int) -> int:
+    def op_add_all(self, data: bytes, pos: int) -> int:
+        """Add what is above a mark to a list (APPENDS) or a set (ADDITEMS)."""
         items = self._items()
-        self.builder.extend(self.stack[-1], items, "append")
-        return pos
-
-    def op_additems(self, data: bytes, pos: int) -> int:
-        items = self._items()
-        self.builder.extend(self.stack[-1], items, "add")
+        how = "append" if data[pos - 1] == 0x65 else "add"
+        self.builder.extend(self.stack[-1], items, how)
         return pos
 
     # Names and calls
@@ -603,33 +589,13 @@ class Machine:
 
     # Scalars
 
-    def op_none(self, data: bytes, pos: int) -> int:
-        self.stack.append(None)
-        return pos
-
-    def op_true(self, data: bytes, pos: int) -> int:
-        self.stack.append(True)
+    def op_constant(self, data: bytes, pos: int) -> int:
+        self.stack.append(None if data[pos - 1] == 0x4E else True)
         return pos
 
     def op_binfloat(self, data: bytes, pos: int) -> int:
         self.stack.append(F8(data, pos)[0])
         return pos + 8
-
-    def op_long1(self, data: bytes, pos: int) -> int:
-        return self._long(data, pos + 1, data[pos])
-
-    def op_long4(self, data: bytes, pos: int) -> int:
-        return self._long(data, pos + 4, I4(data, pos)[0])
-
-    def _long(self, data: bytes, pos: int, size: int) -> int:
-        if size < 0:
-            raise FormatError("pickle holds an integer of negative length")
-        if self.base + pos + size <= self.limit:  # else it is cut
-            check("int_bytes", size, "bytes of an integer in a pickle")
-        if pos + size > len(data):
-            raise Short(pos + size)
-        self.stack.append(int.from_bytes(data[pos : pos + size], "little", signed=True))
-        return pos + size
 
     def _number(self, data: bytes, pos: int, form: re.Pattern[bytes]) -> tuple[int, int]:
         """Return the number in a line of this form, and the offset after the line."""
@@ -679,19 +645,6 @@ class Machine:
         self._text(text)
         return pos
 
-    def op_short_binunicode(self, data: bytes, pos: int) -> int:
-        return self._unicode(data, pos + 1, data[pos])
-
-    def op_binunicode8(self, data: bytes, pos: int) -> int:
-        return self._unicode(data, pos + 8, U8(data, pos)[0])
-
-    def _unicode(self, data: bytes, pos: int, size: int) -> int:
-        end = pos + size
-        if end > len(data):
-            raise Short(end)
-        self._text(str(data[pos:end], "utf-8", "surrogatepass"))
-        return end
-
     def op_string(self, data: bytes, pos: int) -> int:
         """Push a quoted literal of Python 2."""
         line, pos = self._line(data, pos, "string_bytes")
@@ -705,26 +658,27 @@ class Machine:
         self.stack.append(self.builder.byte_string(value, "python2"))
         return pos
 
-    def op_binstring(self, data: bytes, pos: int) -> int:
-        size = I4(data, pos)[0]
+    def op_sized(self, data: bytes, pos: int) -> int:
+        """Push a value that its length comes before: an integer, a string or a byte string."""
+        width, signed, kind = SIZED[data[pos - 1]]
+        if pos + width > len(data):
+            raise Short(pos + width)
+        size = int.from_bytes(data[pos : pos + width], "little", signed=signed)
+        pos += width
         if size < 0:
-            raise FormatError("pickle holds a string of negative length")
-        return self._bytes(data, pos + 4, size, "python2")
-
-    def op_short_binstring(self, data: bytes, pos: int) -> int:
-        return self._bytes(data, pos + 1, data[pos], "python2")
-
-    def op_short_binbytes(self, data: bytes, pos: int) -> int:
-        return self._bytes(data, pos + 1, data[pos], "bytes")
-
-    def op_binbytes(self, data: bytes, pos: int) -> int:
-        return self._bytes(data, pos + 4, U4(data, pos)[0], "bytes")
-
-    def op_binbytes8(self, data: bytes, pos: int) -> int:
-        return self._bytes(data, pos + 8, U8(data, pos)[0], "bytes")
-
-    def op_bytearray8(self, data: bytes, pos: int) -> int:
-        return self._bytes(data, pos + 8, U8(data, pos)[0], "bytearray")
+            raise FormatError("pickle holds a value of negative length")
+        if kind not in ("int", "text"):
+            return self._bytes(data, pos, size, kind)
+        end = pos + size
+        if kind == "int" and self.base + end <= self.limit:  # else it is cut
+            check("int_bytes", size, "bytes of an integer in a pickle")
+        if end > len(data):
+            raise Short(end)
+        if kind == "int":
+            self.stack.append(int.from_bytes(data[pos:end], "little", signed=True))
+        else:
+            self._text(str(data[pos:end], "utf-8", "surrogatepass"))
+        return end
 
     def _bytes(self, data: bytes, pos: int, size: int, kind: str) -> int:
         end = pos + size
@@ -748,6 +702,14 @@ class Machine:
         return 0
 
 
+# Opcodes of values that their length comes before: the bytes of the length, whether it is signed,
+# and the kind of the value.
+SIZED = {
+    0x8A: (1, False, "int"), 0x8B: (4, True, "int"), 0x8C: (1, False, "text"),
+    0x8D: (8, False, "text"), 0x54: (4, True, "python2"), 0x55: (1, False, "python2"),
+    0x43: (1, False, "bytes"), 0x42: (4, False, "bytes"), 0x8E: (8, False, "bytes"),
+    0x96: (8, False, "bytearray"),
+}  # fmt: skip
 NAMES = {
     0x28: "MARK", 0x29: "EMPTY_TUPLE", 0x2E: "STOP", 0x4A: "BININT", 0x4B: "BININT1",
     0x4D: "BININT2", 0x51: "BINPERSID", 0x52: "REDUCE", 0x58: "BINUNICODE", 0x68: "BINGET",
@@ -758,23 +720,23 @@ NAMES = {
 """The names of the opcodes: those of the loop here, those of `RARE` below."""
 
 _RARE: dict[int, tuple[str, Callable[[Machine, bytes, int], int]]] = {
-    0x4E: ("NONE", Machine.op_none), 0x88: ("NEWTRUE", Machine.op_true),
-    0x47: ("BINFLOAT", Machine.op_binfloat), 0x5D: ("EMPTY_LIST", Machine.op_empty_list),
-    0x61: ("APPEND", Machine.op_append), 0x65: ("APPENDS", Machine.op_appends),
+    0x4E: ("NONE", Machine.op_constant), 0x88: ("NEWTRUE", Machine.op_constant),
+    0x47: ("BINFLOAT", Machine.op_binfloat), 0x5D: ("EMPTY_LIST", Machine.op_empty),
+    0x61: ("APPEND", Machine.op_append), 0x65: ("APPENDS", Machine.op_add_all),
     0x62: ("BUILD", Machine.op_build), 0x63: ("GLOBAL", Machine.op_global),
     0x93: ("STACK_GLOBAL", Machine.op_stack_global), 0x94: ("MEMOIZE", Machine.op_memoize),
-    0x8C: ("SHORT_BINUNICODE", Machine.op_short_binunicode), 0x81: ("NEWOBJ", Machine.op_newobj),
+    0x8C: ("SHORT_BINUNICODE", Machine.op_sized), 0x81: ("NEWOBJ", Machine.op_newobj),
     0x92: ("NEWOBJ_EX", Machine.op_newobj_ex), 0x80: ("PROTO", Machine.op_proto),
-    0x95: ("FRAME", Machine.op_frame), 0x8A: ("LONG1", Machine.op_long1),
-    0x8B: ("LONG4", Machine.op_long4), 0x55: ("SHORT_BINSTRING", Machine.op_short_binstring),
-    0x54: ("BINSTRING", Machine.op_binstring), 0x43: ("SHORT_BINBYTES", Machine.op_short_binbytes),
-    0x42: ("BINBYTES", Machine.op_binbytes), 0x8E: ("BINBYTES8", Machine.op_binbytes8),
-    0x96: ("BYTEARRAY8", Machine.op_bytearray8), 0x8D: ("BINUNICODE8", Machine.op_binunicode8),
+    0x95: ("FRAME", Machine.op_frame), 0x8A: ("LONG1", Machine.op_sized),
+    0x8B: ("LONG4", Machine.op_sized), 0x55: ("SHORT_BINSTRING", Machine.op_sized),
+    0x54: ("BINSTRING", Machine.op_sized), 0x43: ("SHORT_BINBYTES", Machine.op_sized),
+    0x42: ("BINBYTES", Machine.op_sized), 0x8E: ("BINBYTES8", Machine.op_sized),
+    0x96: ("BYTEARRAY8", Machine.op_sized), 0x8D: ("BINUNICODE8", Machine.op_sized),
     0x49: ("INT", Machine.op_int), 0x4C: ("LONG", Machine.op_long),
     0x46: ("FLOAT", Machine.op_float), 0x53: ("STRING", Machine.op_string),
-    0x56: ("UNICODE", Machine.op_unicode), 0x6C: ("LIST", Machine.op_list),
-    0x64: ("DICT", Machine.op_dict), 0x8F: ("EMPTY_SET", Machine.op_empty_set),
-    0x90: ("ADDITEMS", Machine.op_additems), 0x91: ("FROZENSET", Machine.op_frozenset),
+    0x56: ("UNICODE", Machine.op_unicode), 0x6C: ("LIST", Machine.op_collect),
+    0x64: ("DICT", Machine.op_collect), 0x8F: ("EMPTY_SET", Machine.op_empty),
+    0x90: ("ADDITEMS", Machine.op_add_all), 0x91: ("FROZENSET", Machine.op_collect),
     0x30: ("POP", Machine.op_pop), 0x31: ("POP_MARK", Machine.op_pop_mark),
     0x32: ("DUP", Machine.op_dup), 0x70: ("PUT", Machine.op_put), 0x67: ("GET", Machine.op_get),
     0x69: ("INST", Machine.op_inst), 0x6F: ("OBJ", Machine.op_obj),
