@@ -11,12 +11,16 @@ FOUND = Path("fuzz-findings")
 
 def main(arguments: list[str]) -> int:
     name, *rest = arguments or ["?"]
+    if name in ("hunt", "holes", "load"):
+        from tests.fuzz import hunt_commands
+
+        return getattr(hunt_commands, name)(rest)
     if rest and rest[0] not in ("--once", "--seeded"):
         return _guided(name, rest)
     from tests.fuzz.targets import TARGETS
 
     if name not in TARGETS:
-        print("targets:", *TARGETS)
+        print("hunts: hunt holes load\ntargets:", *TARGETS)
         return 2
     if not rest:
         return _guided(name, rest)

@@ -20,13 +20,16 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-from ckptkit.pickles.allowlist.classes import CLASSES
+from ckptkit.pickles.judge import ALLOWLIST
 
 HOOKS = (
     "__new__", "__setstate__", "__setattr__", "__getattr__", "__getattribute__", "__del__", "__hash__", "__eq__",
     "__len__", "__bool__", "__iter__", "__contains__", "__getitem__", "__setitem__", "__call__", "__reduce__",
     "__reduce_ex__", "append", "extend", "add", "update",
 )  # fmt: skip
+
+
+CLASSES = sorted(name for name, row in ALLOWLIST.rows.items() if not row.called)
 
 
 class Class(NamedTuple):
@@ -279,7 +282,7 @@ def table(folder: Path) -> Iterator[str]:
     yield f"torch {version and version[1]}"
     rows: dict[str, list[str]] = {}
     defined: dict[str, list[str]] = {}
-    for module, name in sorted(CLASSES):
+    for module, name in CLASSES:
         made = source.find(module, name) if module.startswith("torch.") else None
         if made is None or made != Class(module, name):
             continue

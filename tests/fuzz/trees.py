@@ -1,15 +1,18 @@
 """Pickles as trees, which can be composed, changed, made smaller, and written in many ways.
 
 A node is ``(kind, value, children)``. Every kind leaves one value on the pickle machine's stack, so
-that any node can take the place of any other.
+that any node can take the place of any other. `file` puts a pickle where torch.load looks for one.
 """
 
 from __future__ import annotations
 
+import io
+import pickle
 import pickletools
 import struct
+import zipfile
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from random import Random
 from typing import Any
 
@@ -64,6 +67,13 @@ def replaced(node: Node, path: tuple[int, ...], new: Node) -> Node:
     at = path[0]
     child = replaced(children[at], path[1:], new)
     return (kind, value, (*children[:at], child, *children[at + 1 :]))
+
+
+def mapped(node: Node, change: Callable[[Node], Node | None]) -> Node:
+    """Return the tree with each node changed, the inner ones first; None leaves a node as it is."""
+    kind, value, children = node
+    made = (kind, value, tuple(mapped(child, change) for child in children))
+    return change(made) or made
 
 
 class Writer:
@@ -149,6 +159,20 @@ class Writer:
         """PERSID."""
         return b"P" + value.encode("ascii", "replace") + b"\n"
 
+    def octal(self, value: int, depth: int) -> bytes:
+        """INT with a leading zero, which C reads otherwise than Python."""
+        return b"I0%d\n" % value
+
+    def disguised(self, value: tuple[tuple[str, str], tuple[str, str]], depth: int) -> bytes:
+        """STACK_GLOBAL of names in the memo; another name is there if indices are read badly."""
+        real, decoy = value
+        base = 900 + self.memo
+        self.memo += 2
+        stored = [(text, f"{base + at}") for at, text in enumerate(decoy)]
+        stored += [(text, f"{base + at:0>40}") for at, text in enumerate(real)]
+        puts = b"".join(self.text(text) + b"p" + index.encode() + b"\n0" for text, index in stored)
+        return puts + b"\x80\4g%d\ng%d\n\x93" % (base, base + 1)
+
     def again(self, value: int, depth: int) -> bytes:
         """BINGET of one of the values that were stored."""
         if not self.memo:
@@ -164,6 +188,12 @@ class Writer:
         if self.odd():
             return written[0] + f"p{at}\n".encode()
         return written[0] + b"r" + struct.pack("<I", at)
+
+    def late(self, value: Any, written: list[bytes]) -> bytes:
+        """A list that is stored, and gets its item when something else has been made."""
+        at, self.memo = self.memo, self.memo + 2
+        held, item = struct.pack("<I", at), struct.pack("<I", at + 1)
+        return b"]r" + held + b"0" + written[0] + b"r" + item + b"0j" + held + b"(j" + item + b"e"
 
     def items(self, opening: bytes, closing: bytes, written: list[bytes]) -> bytes:
         """Something between a mark and an opcode."""
@@ -192,11 +222,14 @@ _LEAVES: dict[str, _Leaf] = {
     "global": Writer.named,
     "ext": Writer.extension,
     "persid": Writer.persistent,
+    "octal": Writer.octal,
+    "disguised": Writer.disguised,
     "ref": Writer.again,
     "nested": lambda writer, node, depth: writer.const(Writer(writer.protocol).pickle(node), depth),
 }
 _BRANCHES: dict[str, _Branch] = {
     "put": Writer.store,
+    "late": Writer.late,
     "list": lambda writer, value, written: writer.items(b"](", b"e", written),
     "tuple": lambda writer, value, written: writer.tuple_of(written),
     "dict": lambda writer, value, written: writer.items(b"}(", b"u", written[len(written) % 2 :]),
@@ -312,3 +345,65 @@ _MARKED = {
     "TUPLE": "tuple", "LIST": "list", "DICT": "dict", "FROZENSET": "frozenset",
     "APPENDS": "appends", "ADDITEMS": "additems", "SETITEMS": "setitems", "OBJ": "reduce",
 }  # fmt: skip
+
+
+ITEMS = {
+    "Float": 4,
+    "Double": 8,
+    "Long": 8,
+    "Int": 4,
+    "Half": 2,
+    "BFloat16": 2,
+    "Short": 2,
+    "QInt32": 4,
+    "ComplexFloat": 8,
+}
+
+
+def archive(data: bytes, storages: Mapping[str, int] | None = None) -> bytes:
+    """Return what torch.save writes around a pickle, with storages of so many bytes."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w") as made:
+        made.writestr("archive/data.pkl", data)
+        for key, nbytes in (storages or {}).items():
+            made.writestr(f"archive/data/{key}", bytes(nbytes))
+        made.writestr("archive/version", b"3\n")
+    return buffer.getvalue()
+
+
+def storages(node: Node) -> dict[str, int]:
+    """Return the storages that a tree names, and the bytes of each."""
+    found = {}
+    for _, (kind, _, parts) in places(node):
+        if kind == "tuple" and len(parts) == 5 and parts[0] == const("storage"):
+            name, key, numel = parts[1][1], parts[2][1], parts[4][1]
+            if type(name) is tuple and type(numel) is int and type(key) is str and key.isalnum():
+                size = ITEMS.get(name[1].removesuffix("Storage"), 1)
+                found[key] = max(found.get(key, 0), min(max(numel, 0) * size, 1 << 16))
+    return found
+
+
+MAGIC = 0x1950A86A20F9469CFC6C
+LEGACY = 5  # pickles of a file that torch wrote before 1.6
+
+
+def legacy(data: bytes, place: int) -> bytes:
+    """Return such a file with a pickle in one of the places: 3 is that of the value."""
+    parts = [pickle.dumps(each, 2) for each in (MAGIC, 1001, {"little_endian": True}, 1, [])]
+    parts[place] = data
+    return b"".join(parts)
+
+
+def file(node: Node, protocol: int, spelling: int, container: str) -> bytes:
+    """The bytes of a tree in a container: "raw", "zip", or "legacy" and the place there."""
+    if container.startswith("legacy"):
+        return legacy(write(mapped(node, _with_view), protocol, spelling), int(container[6:]))
+    data = write(node, protocol, spelling)
+    return archive(data, storages(node)) if container == "zip" else data
+
+
+def _with_view(node: Node) -> Node | None:
+    """The id of a storage as files had it before torch 1.6."""
+    if node[0] == "tuple" and len(node[2]) == 5 and node[2][0] == const("storage"):
+        return ("tuple", None, (*node[2], NONE))
+    return None
