@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from ckptkit.loading import diff as diff
     from ckptkit.loading import load as load
     from ckptkit.loading import load_into as load_into
-    from ckptkit.rules.applying import apply_rules as apply_rules
     from ckptkit.transforms.combine import average as average
     from ckptkit.transforms.combine import ema as ema
     from ckptkit.transforms.combine import merge as merge
@@ -42,6 +41,7 @@ if TYPE_CHECKING:
     from ckptkit.transforms.keys import strip_prefix as strip_prefix
     from ckptkit.transforms.optimizer_keys import key_optimizer as key_optimizer
     from ckptkit.transforms.quantized import dequantize as dequantize
+    from ckptkit.transforms.rules import apply_rules
     from ckptkit.transforms.structure import extract as extract
     from ckptkit.transforms.structure import wrap as wrap
 

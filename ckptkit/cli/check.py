@@ -59,11 +59,11 @@ def command(
     """
     from ckptkit.analysis.config_check import compare
     from ckptkit.api import reading
-    from ckptkit.rules import config as configuration
+    from ckptkit.transforms import rules
 
     with reading(file, key=key) as checkpoint:
         place = checkpoint.source
-        sizes = configuration.find(place) if config is None else configuration.read(config)
+        sizes = rules.find(place) if config is None else rules.read(config)
         compared = [] if sizes is None else compare(sizes, checkpoint.weights)
         fields = list(dict.fromkeys(each.field for each in compared))
         if not (fields or lines or like):
@@ -108,8 +108,8 @@ def _findings(
     checkpoint: Checkpoint, lines: list[str], like: str | None, config: Any,
     compared: list[Compared],
 ) -> list[dict[str, str]]:  # fmt: skip
-    from ckptkit.rules.expecting import Expectations
-    from ckptkit.rules.likeness import UnlikeError, check_like
+    from ckptkit.transforms.expecting import Expectations
+    from ckptkit.transforms.rules import UnlikeError, check_like
 
     found = [
         {"code": "expectation", "text": text}

@@ -92,9 +92,9 @@ def _check_sizes(
     """Raise UsageError for sizes without rules, and for those that no rule uses."""
     if not rules:
         raise click.UsageError("--config and --arg are sizes for --rule")
-    from ckptkit.rules.planner import Rules, unused_argument
+    from ckptkit.rules.planner import RuleSet, unused_argument
 
-    known = Rules.parse(rules).words() if args else ()
+    known = RuleSet.parse(rules).words() if args else ()
     for word in args or ():
         if word not in known:
             raise unused_argument(word, known)

@@ -151,9 +151,9 @@ def substitutions(
 def rules(_: click.Context, __: click.Parameter, given: Sequence[str]) -> Sequence[str]:
     """Return the lines of --rule. Raises what is wrong with them before a file is opened."""
     if given:
-        from ckptkit.rules.planner import Rules
+        from ckptkit.rules.planner import RuleSet
 
-        Rules.parse(given)
+        RuleSet.parse(given)
     return given
 
 
@@ -161,9 +161,9 @@ def config(_: click.Context, __: click.Parameter, path: str | None) -> Any:
     """Read the config.json of --config."""
     if path is None:
         return None
-    from ckptkit.rules import config as configuration
+    from ckptkit.transforms import rules
 
-    return configuration.read(path)
+    return rules.read(path)
 
 
 # How the words of an option of an edit are read: the arguments of click.Option, by `Option.kind`.
@@ -340,7 +340,7 @@ class Request:
         if self.like is None:
             return
         from ckptkit.cli.like import expected
-        from ckptkit.rules.likeness import check_like
+        from ckptkit.transforms.rules import check_like
 
         name, shapes = self.like, expected(self.like)
         yield lambda checkpoint: check_like(checkpoint, shapes, name)

@@ -26,11 +26,10 @@ def command(source: str, model_type: str, config: str | None) -> int:
     \b
     Example: ckptkit rules from-transformers qwen3_moe > qwen3-moe.yaml
     """
-    from ckptkit.compute.conversions import layouts_of
-    from ckptkit.rules import config as configuration
-    from ckptkit.rules.generating import generated, recipe_text
+    from ckptkit.rules.from_transformers import generated, layouts_of, recipe_text
+    from ckptkit.transforms import rules
 
-    layouts = layouts_of(model_type, None if config is None else configuration.read(config))
+    layouts = layouts_of(model_type, None if config is None else rules.read(config))
     found = generated(layouts)
     if not found.steps:
         why = "has one layout: there is nothing to convert"

@@ -7,8 +7,8 @@ from typing import Any
 
 from ckptkit.cli import render
 from ckptkit.core.text import flatten
-from ckptkit.rules.applying import Done, Report
 from ckptkit.rules.notation import REST
+from ckptkit.transforms.rules import Done, Report
 
 
 def lines_of(report: Report) -> Iterator[str]:

@@ -203,7 +203,7 @@ EDITS = (
         public=False,
     ),
     Edit(
-        "rules", "rules.applying:apply_rules",
+        "rules", "transforms.rules:apply_rules",
         (Option("rules", "rules", "--rule", "RULE",
                 "Rearrange tensors: LEFT -> RIGHT (repeatable; see `ckptkit help "
                 "rules`).", recipe=None),

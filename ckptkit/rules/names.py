@@ -1,19 +1,243 @@
-"""Names: match a key against the name of a rule, and write the name that values give.
-
-A match gives one value for each index of the name: a number, the position of a label, or text. The
-search goes back where a choice does not fit; its steps are counted, since names and rules may come
-from people who want it to take long.
-"""
+"""The words of rules: names of tensors, sizes of axes, and what of them a rule lacks."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from ckptkit.core.limits import LIMITS, check
-from ckptkit.rules.errors import MisfitError
-from ckptkit.rules.notation import ABSENT, STAR, STARS, Kind, Name, Variable
+from ckptkit.core.text import flatten, typed
+from ckptkit.rules.notation import (
+    ABSENT,
+    REST,
+    STAR,
+    STARS,
+    Choice,
+    Dimension,
+    Given,
+    Kind,
+    MisfitError,
+    Name,
+    Rule,
+    RuleError,
+    Shift,
+    Side,
+    Term,
+    Variable,
+    dimension_text,
+)
+
+# The sizes that are said: on the command line, in the rule, in its step, in config.json.
+#
+# A size has one value, or one for each label of a variable ("ragged"). None stands for a value that
+# is not said: the shapes must give it.
+
+
+MOST = 1 << 62
+
+Config = Mapping[str, Any] | Callable[[], Mapping[str, Any] | None] | None
+Size = tuple[int | None, ...]
+
+
+class Settings:
+    """The sizes that are said beside the rules: arguments, step, defaults, config.json."""
+
+    def __init__(
+        self,
+        args: Mapping[str, int] | None = None,
+        sizes: Mapping[str, Given] | None = None,
+        defaults: Mapping[str, Given] | None = None,
+        config: Config = None,
+    ) -> None:
+        self.args = dict(args or {})
+        self.sizes = dict(sizes or {})
+        self.defaults = dict(defaults or {})
+        self._config = config
+        for word, value in self.args.items():
+            checked(word, value, least=0)
+
+    def given(self, word: str, rule: Rule) -> tuple[Given | int, str] | None:
+        """Return the value of a word, and its source; the first that applies."""
+        if word in self.args:
+            return self.args[word], typed(f"--arg {word}", f"args[{word!r}]")
+        for places, where in (
+            (dict(rule.sizes), "rule"),
+            (self.sizes, "step"),
+            (self.defaults, "recipe"),
+        ):
+            if word in places:
+                return places[word], where
+        return None
+
+    def configured(self, path: str) -> int | None:
+        """The number at a path of config.json; None if it is not there, or null."""
+        if callable(self._config):
+            self._config = self._config()
+        node: Any = self._config
+        for part in path.split("."):
+            if isinstance(node, Mapping):
+                node = node.get(part)
+            elif isinstance(node, list) and part.isdigit() and len(part) < 10:
+                node = node[int(part)] if int(part) < len(node) else None
+            else:
+                return None
+        if node is None:
+            return None
+        if type(node) is not int:
+            raise RuleError(f"config.{path} is {str(node)[:40]!r}, which is not a whole number")
+        return node
+
+
+@dataclass(frozen=True, slots=True)
+class KnownSizes:
+    """The known sizes of the words of one rule: by word, the size and its source."""
+
+    sizes: dict[str, Size]
+    origins: dict[str, str]
+
+
+def evaluate(rule: Rule, settings: Settings) -> KnownSizes:
+    """The sizes of a rule that are said. Raises RuleError for one that is not a size.
+
+    A size may be 0 here: `checks.check_none_empty` says where it may stay so.
+    """
+    machine = _Evaluation(rule, settings)
+    sizes: dict[str, Size] = {}
+    for word in sorted(words_of(rule)):
+        value = machine.size(word)
+        if value is not None:
+            sizes[word] = value
+    return KnownSizes(sizes, machine.origins)
+
+
+class _Evaluation:
+    def __init__(self, rule: Rule, settings: Settings) -> None:
+        self.rule, self.settings = rule, settings
+        self.origins: dict[str, str] = {}
+        self._done: dict[str, Size | None] = {}
+        self._open: set[str] = set()
+
+    def size(self, word: str) -> Size | None:
+        """The value of a word, or its values by label; None if nothing is said."""
+        if word in self._done:
+            return self._done[word]
+        if word in self._open:
+            raise RuleError(f"the size {word} is given by itself")
+        self._open.add(word)
+        found = self.settings.given(word, self.rule)
+        value: Size | None = None
+        if found is not None:
+            given, where = found
+            if isinstance(given, int):
+                value = (given,)
+            else:
+                value = tuple(self._choice(word, choice) for choice in given)
+            self.origins[word] = _origin(given, where)
+        self._open.discard(word)
+        self._done[word] = None if value == (None,) else value
+        return self._done[word]
+
+    def _choice(self, word: str, choice: Choice) -> int | None:
+        for term in choice or ():
+            value = self._value(term)
+            if value is not None:
+                return checked(word, value, least=0)
+        return None
+
+    def _value(self, term: Term) -> int | None:
+        first = term.values[0]
+        if term.operator == "number":
+            assert isinstance(first, int)
+            return first
+        if term.operator == "config":
+            return self.settings.configured(str(first))
+        if term.operator == "word":
+            size = self.size(str(first))
+            if size is not None and len(size) > 1:
+                raise RuleError(f"{first} has {len(size)} values, and one is needed")
+            return None if size is None else size[0]
+        return self._computed(term)
+
+    def _computed(self, term: Term) -> int | None:
+        left, right = (self._value(each) for each in term.values if isinstance(each, Term))
+        if left is None or right is None:
+            return None
+        if term.operator == "+":
+            value = left + right
+        elif term.operator == "-":
+            value = left - right
+        elif term.operator == "*":
+            value = left * right
+        elif right == 0 or left % right:
+            raise RuleError(f"{term}: {left} / {right} is not a whole number")
+        else:
+            value = left // right
+        if abs(value) > MOST:
+            raise RuleError(f"{term} is too large for a size")
+        return value
+
+
+def checked(word: str, value: int, least: int = 1) -> int:
+    """`value`, if it can be the size of `word`."""
+    if not least <= value <= MOST:
+        raise RuleError(f"the size {word} would be {value}", hint="a size is 1 or more")
+    return value
+
+
+def _origin(given: Given | int, where: str) -> str:
+    """Describe the source of a size, for the report."""
+    if isinstance(given, int) or where == "step":
+        return where
+    first = given[0]
+    if first is not None and first[0].operator == "config":
+        return str(first[0])
+    return where
+
+
+def words_of(rule: Rule) -> set[str]:
+    """All words of a rule: axes, indices, and those that its sizes are computed from."""
+    found: set[str] = set()
+    for side in (rule.left, rule.right):
+        found.update(side.axes, side.words)
+        found.update(shift_words(side.variables))
+    for word, given in rule.sizes:
+        found.add(word)
+        found |= _words_of_given(given)
+    return found
+
+
+def shift_words(variables: tuple[Variable, ...]) -> set[str]:
+    shifts = (variable.shift for variable in variables)
+    return {
+        shift.amount
+        for shift in shifts
+        if isinstance(shift, Shift) and isinstance(shift.amount, str)
+    }
+
+
+def _words_of_given(given: Given) -> set[str]:
+    found: set[str] = set()
+    waiting: list[int | str | Term] = list(flatten(choice for choice in given if choice))
+    while waiting:
+        term = waiting.pop()
+        if isinstance(term, Term):
+            if term.operator == "word":
+                found.add(str(term.values[0]))
+            waiting.extend(term.values)
+    return found
+
+
+# Names: match a key against the name of a rule, and write the name that values give.
+#
+# A match gives one value for each index of the name: a number, the position of a label, or text.
+# The
+# search goes back where a choice does not fit; its steps are counted, since names and rules may
+# come
+# from people who want it to take long.
+
 
 Value = int | str
 Values = dict[tuple[str, ...], Value]  # by the words of an index
@@ -185,3 +409,215 @@ def _text(index: Index, values: Mapping[str, Value], sizes: Mapping[str, int]) -
     if written < 0:
         raise MisfitError(f"a name would have the number {written}, from {value}")
     return str(written)
+
+
+# Check a rule by itself: the words of its sides, and the kinds of its indices.
+
+
+_STARS = 2  # of ** in one name
+
+
+@dataclass(frozen=True, slots=True)
+class Words:
+    """The words of a rule.
+
+    ``loops`` stand in both names; ``gathered`` in the left name and the right shape; ``scattered``
+    in the right name and the left shape.
+    """
+
+    loops: tuple[str, ...]
+    gathered: tuple[str, ...]
+    scattered: tuple[str, ...]
+    left_kinds: Mapping[str, Kind]
+    right_kinds: Mapping[str, Kind]
+
+    def labels(self, word: str) -> int | None:
+        """Return the number of labels of a variable, None if it has none."""
+        kind = self.left_kinds.get(word)
+        return len(kind) if isinstance(kind, tuple) else None
+
+
+def axis_words(rule: Rule) -> Words:
+    """The words of a rule. Raises RuleError where the two sides do not say the same elements."""
+    for side, where in ((rule.left, "left"), (rule.right, "right")):
+        _check_side(side, where)
+    left, right = (Counter([*side.words, *side.axes]) for side in (rule.left, rule.right))
+    for word in [*left, *right]:
+        if left[word] != right[word]:
+            noun = "axis" if word in (*rule.left.axes, *rule.right.axes) else "index"
+            hint = "an index of one name only is an axis of the other side's shape"
+            raise RuleError(f"{noun} {word} stands on one side only", hint=hint)
+    _check_rest(rule)
+    names = set(rule.left.words), set(rule.right.words)
+    left_kinds, right_kinds = _kinds(rule)
+    return Words(
+        tuple(word for word in rule.left.words if word in names[1]),
+        tuple(word for word in rule.left.words if word not in names[1]),
+        tuple(word for word in rule.right.words if word not in names[0]),
+        left_kinds,
+        right_kinds,
+    )
+
+
+def _check_side(side: Side, where: str) -> None:
+    if side.shape.count(REST) > 1:
+        raise RuleError(f"... stands twice on the {where}")
+    counts = Counter([*side.words, *side.axes])
+    for word, count in counts.items():
+        if count > 1:
+            hint = "a word is an index in the name or an axis of the shape, once"
+            raise RuleError(f"{word} stands twice on the {where}", hint=hint)
+    inside = Counter(variable.words for variable in set(side.variables))
+    parts = Counter(flatten(inside))
+    for word, count in parts.items():
+        if count > 1:
+            raise RuleError(f"{word} stands alone and in ( ) in the name on the {where}")
+    if sum(variable.kind == STARS for variable in side.variables) > _STARS:
+        raise RuleError(f"more than {_STARS} ** in the name on the {where}")
+
+
+def _check_rest(rule: Rule) -> None:
+    left, right = (REST in side.shape for side in (rule.left, rule.right))
+    if left != right:
+        raise RuleError("... stands on one side only", hint="a side without [ ] is [...]")
+
+
+def _kinds(rule: Rule) -> tuple[dict[str, Kind], dict[str, Kind]]:
+    """The kind of each index in the two names: as said there, or else as said on the other side."""
+    left, right = _own_kinds(rule.left), _own_kinds(rule.right)
+    for word in {**left, **right}:
+        kinds = left.get(word, right.get(word)), right.get(word, left.get(word))
+        _check_kinds(word, *kinds)
+        if kinds[0] in (STAR, STARS) and not (word in rule.left.words and word in rule.right.words):
+            raise RuleError(f"{word} is any text, and must stand in both names")
+        left[word], right[word] = kinds
+    for variable in (*rule.left.variables, *rule.right.variables):
+        _check_number(variable, left)
+    return left, right
+
+
+def _own_kinds(side: Side) -> dict[str, Kind]:
+    kinds: dict[str, Kind] = {}
+    for variable in side.variables:
+        word = variable.words[0]
+        if variable.kind is not None and kinds.setdefault(word, variable.kind) != variable.kind:
+            raise RuleError(f"{word} has two kinds in one name")
+    return kinds
+
+
+def _check_kinds(word: str, left: Kind, right: Kind) -> None:
+    if isinstance(left, tuple) and isinstance(right, tuple):
+        if len(left) != len(right):
+            raise RuleError(
+                f"{word} has {len(left)} labels on the left and {len(right)} on the right"
+            )
+    elif left != right:
+        raise RuleError(
+            f"{word} is {_kind_text(left)} on the left and {_kind_text(right)} on the right"
+        )
+
+
+def _kind_text(kind: Kind) -> str:
+    return "|".join(kind) if isinstance(kind, tuple) else str(kind)
+
+
+def _check_number(variable: Variable, kinds: Mapping[str, Kind]) -> None:
+    kind = kinds.get(variable.words[0])
+    if len(variable.words) == 1:
+        if variable.shift is not None and kind is not None:
+            raise RuleError(f"{variable}: only a number can be shifted")
+        return
+    odd = [word for word in variable.words if kinds.get(word) in (STAR, STARS)]
+    if odd:
+        raise RuleError(f"{variable}: {odd[0]} is any text, and no digit of a number")
+
+
+def ragged(rule: Rule, words: Words, known: KnownSizes) -> dict[str, str]:
+    """The variable with whose labels each uneven size differs. Raises RuleError if unclear."""
+    found = {}
+    for word, size in known.sizes.items():
+        if len(size) > 1:
+            found[word] = _differs_with(word, len(size), rule, words)
+    for word, variable in found.items():
+        for side in (rule.left, rule.right):
+            _check_order(word, variable, side)
+    return found
+
+
+def check_none_empty(
+    rule: Rule, words: Words, known: KnownSizes, uneven: Mapping[str, str]
+) -> None:
+    """Raise RuleError for a size of 0, but of the part of a label `-`: no padding."""
+    placed: set[str] = set()
+    for side in (rule.left, rule.right):
+        placed.update(side.axes, side.words, shift_words(side.variables))
+    for word in sorted(placed & known.sizes.keys()):
+        absent = _absent(words, uneven.get(word))
+        for part, size in enumerate(known.sizes[word]):
+            if size is not None and part not in absent:
+                checked(word, size)
+
+
+def _absent(words: Words, variable: str | None) -> set[int]:
+    """Return the positions of the labels `-` of a variable."""
+    if variable is None:
+        return set()
+    kinds = words.left_kinds[variable], words.right_kinds[variable]
+    named = (kind for kind in kinds if isinstance(kind, tuple))
+    return set(flatten(_positions(kind) for kind in named))
+
+
+def _positions(labels: tuple[str, ...]) -> list[int]:
+    return [number for number, label in enumerate(labels) if label == ABSENT]
+
+
+def _differs_with(word: str, parts: int, rule: Rule, words: Words) -> str:
+    axes = (*words.gathered, *words.scattered)
+    for candidates in (_before(word, rule), axes, words.loops):
+        fitting = [each for each in candidates if words.labels(each) == parts and each != word]
+        if len(fitting) == 1:
+            return fitting[0]
+        if fitting:
+            names = " and ".join(fitting)
+            raise RuleError(f"{word} has {parts} values, and so many labels have {names}")
+    raise RuleError(
+        f"{word} has {parts} values, and no variable has {parts} labels",
+        hint="one value for each label",
+    )
+
+
+def _before(word: str, rule: Rule) -> Iterator[str]:
+    """The words that stand before a word in its dimension, on either side."""
+    for side in (rule.left, rule.right):
+        for dimension in side.shape:
+            if word in dimension and not isinstance(dimension, str):
+                yield from dimension[: dimension.index(word)]
+
+
+def _check_order(word: str, variable: str, side: Side) -> None:
+    """On the side where the variable is an axis, the word must follow it in the same dimension."""
+    if variable not in side.axes or word not in side.axes:
+        return
+    for dimension in side.shape:
+        if word in dimension and variable in dimension[: dimension.index(word)]:
+            return
+    raise RuleError(
+        f"{word} differs with {variable}, and must follow it in one ( )",
+        hint=f"({variable} {word})",
+    )
+
+
+def expanded(dimensions: tuple[Dimension, ...], rest: int) -> list[tuple[str, ...]]:
+    """The dimensions, with so many in the place of ``...``."""
+    found: list[tuple[str, ...]] = []
+    for dimension in dimensions:
+        if isinstance(dimension, tuple):
+            found.append(dimension)
+        else:
+            found += [(f"{REST}{number}",) for number in range(rest)]
+    return found
+
+
+def shape_text(side: Side) -> str:
+    """``[(h d) i]``."""
+    return f"[{' '.join(map(dimension_text, side.shape))}]"

@@ -13,15 +13,22 @@ from ckptkit.core.errors import CollisionError
 from ckptkit.core.limits import LIMITS, check
 from ckptkit.core.tensor import Shape
 from ckptkit.core.text import nearest, some, typed
-from ckptkit.rules.checks import words_of
-from ckptkit.rules.copies import Solved, SourceTensor, Symbol
-from ckptkit.rules.errors import MisfitError, RuleError, UncoveredError, about
-from ckptkit.rules.names import Steps, Value, Values
-from ckptkit.rules.notation import Given, Rule
-from ckptkit.rules.parsing import parse_given, parse_rule
-from ckptkit.rules.ready import Digits, Ready, numbered
-from ckptkit.rules.sizes import Config, Settings
-from ckptkit.rules.sizes import words_of as all_words_of
+from ckptkit.rules.arrange import Digits, Ready, Solved, SourceTensor, Symbol, numbered
+from ckptkit.rules.names import Config, Settings, Steps, Value, Values, axis_words, words_of
+from ckptkit.rules.notation import (
+    Given,
+    MisfitError,
+    NotReversibleError,
+    Rule,
+    RuleError,
+    UncoveredError,
+    about,
+    parse_given,
+    parse_rule,
+)
+
+# Plan rules: names and shapes in, targets out. Pure; nothing is read and no file is needed.
+
 
 REST = "rest"  # of `keep`: whatever no rule takes
 
@@ -64,7 +71,7 @@ class Taken:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class RulesOutcome:
     """The result of a step of rules: each output name with its target, None for a kept key."""
 
     targets: dict[str, Target | None]
@@ -80,7 +87,7 @@ class Outcome:
         return [name for name, target in self.targets.items() if target is None]
 
 
-class Rules:
+class RuleSet:
     """The rules of one step."""
 
     def __init__(
@@ -93,7 +100,7 @@ class Rules:
         self.rules = tuple(rules)
         self.sizes = dict(sizes or {})
         self.defaults = dict(defaults or {})
-        self._words = [numbered(n, words_of, rule) for n, rule in enumerate(self.rules, 1)]
+        self._words = [numbered(n, axis_words, rule) for n, rule in enumerate(self.rules, 1)]
 
     @classmethod
     def parse(
@@ -101,7 +108,7 @@ class Rules:
         lines: Iterable[str],
         sizes: Mapping[str, str | int] | None = None,
         defaults: Mapping[str, str | int] | None = None,
-    ) -> Rules:
+    ) -> RuleSet:
         """Read rules, one a line. Raises RuleError that names the rule."""
         rule_lines = [line for line in lines if line.strip() and not line.lstrip().startswith("#")]
         rules = [numbered(number, parse_rule, line) for number, line in enumerate(rule_lines, 1)]
@@ -112,17 +119,17 @@ class Rules:
     def __str__(self) -> str:
         return "\n".join(map(str, self.rules))
 
-    def reversed(self) -> Rules:
+    def reversed(self) -> RuleSet:
         """The rules with their sides exchanged, in the same order."""
-        return Rules([rule.reversed() for rule in self.rules], self.sizes, self.defaults)
+        return RuleSet([rule.reversed() for rule in self.rules], self.sizes, self.defaults)
 
     def words(self) -> set[str]:
         """Every word that an argument may give."""
         found: set[str] = set()
         for rule in self.rules:
-            found |= all_words_of(rule)
+            found |= words_of(rule)
         holder = Rule(self.rules[0].left, self.rules[0].right, sizes=tuple(self.sizes.items()))
-        return found | all_words_of(holder) | self.defaults.keys()
+        return found | words_of(holder) | self.defaults.keys()
 
     def plan(
         self,
@@ -145,7 +152,7 @@ class Rules:
         keep: str | Sequence[str] = (),
         config: Config = None,
         args: Mapping[str, int] | None = None,
-    ) -> Outcome:
+    ) -> RulesOutcome:
         """Targets, kept keys and what each rule did."""
         return self.planning(shapes, keep=keep, config=config, args=args).outcome()
 
@@ -189,7 +196,7 @@ class Planning:
             Taken(each.number, each.rule, origins=each.known.origins) for each in rules
         )
 
-    def outcome(self) -> Outcome:
+    def outcome(self) -> RulesOutcome:
         matches, left = self._matches()
         self._check_matched(matches)
         self._check_kept(left)
@@ -206,7 +213,7 @@ class Planning:
                 self._add(targets, name, target)
             if not made:
                 dropped += [member.key for member in groups[item]]
-        return Outcome(targets, self.taken, tuple(dropped))
+        return RulesOutcome(targets, self.taken, tuple(dropped))
 
     def _matches(self) -> tuple[dict[str, tuple[Ready, Values]], list[str]]:
         """The rule that takes each key, with its values; and the keys that none takes."""
@@ -361,3 +368,63 @@ _NUMBERS = re.compile("[0-9]+")
 
 def _single(raw: Values) -> dict[str, Value]:
     return {words[0]: value for words, value in raw.items()}
+
+
+# Test whether rules can be run backwards: plan the way back, and compare its result.
+
+
+def check_reversible(
+    rules: RuleSet,
+    shapes: Mapping[str, Shape],
+    outcome: RulesOutcome,
+    *,
+    keep: str | Sequence[str] = (),
+    config: Config = None,
+    args: Mapping[str, int] | None = None,
+) -> None:
+    """Raise NotReversibleError unless the reversed rules make `shapes` of the outcome again."""
+    for taken in outcome.taken:
+        if taken.dropped:
+            message = f"drops {taken.dropped:,} elements"
+            raise about(taken.number, NotReversibleError(message), " ")
+    made = {
+        name: shapes[name] if target is None else target.shape
+        for name, target in outcome.targets.items()
+    }
+    back = rules.reversed()
+    try:
+        found = back.outcome(made, keep=keep, config=config, args=args)
+    except (RuleError, MisfitError, CollisionError) as error:
+        caught = _caught(outcome, back, made, args, config)
+        raise caught or NotReversibleError(f"on the way back, {error.message}") from error
+    again = {name: made[name] if t is None else t.shape for name, t in found.targets.items()}
+    if again != dict(shapes) or _rules_of(found) != _rules_of(outcome):
+        caught = _caught(outcome, back, made, args, config)
+        odd = sorted(again.keys() ^ shapes.keys()) or [n for n in shapes if again[n] != shapes[n]]
+        lost = NotReversibleError(f"the way back would not give {', '.join(odd[:3])}")
+        raise caught or lost
+
+
+def _rules_of(outcome: RulesOutcome) -> list[tuple[int, int]]:
+    return [(taken.number, taken.matched + taken.made) for taken in outcome.taken]
+
+
+def _caught(
+    outcome: RulesOutcome,
+    back: RuleSet,
+    made: Mapping[str, Shape],
+    args: Mapping[str, int] | None,
+    config: Config,
+) -> NotReversibleError | None:
+    """The error for the first name that another rule would take on the way back."""
+    planning = back.planning(made, config=config, args=args)
+    for name, target in outcome.targets.items():
+        match = planning.first(name)
+        number = None if match is None else match[0].number
+        if target is None and number is not None:
+            kept = NotReversibleError(f"would take {name}, which was kept")
+            return about(number, kept, " ")
+        if target is not None and number is not None and number != target.rule:
+            other = NotReversibleError(f"would take {name}, which rule {target.rule} made")
+            return about(number, other, " ")
+    return None

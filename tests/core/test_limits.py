@@ -47,8 +47,8 @@ from ckptkit.formats.zip_reader import read_directory
 from ckptkit.pickles.machine import FIRST_WINDOW
 from ckptkit.pickles.values import unpickle
 from ckptkit.publish.publish import publish
-from ckptkit.rules.parsing import parse_rule
-from ckptkit.rules.planner import Rules
+from ckptkit.rules.notation import parse_rule
+from ckptkit.rules.planner import RuleSet
 from tests.compute.arranging import view
 from tests.conftest import Run as Command
 from tests.formats.containers.tars import archive, header, member, record, records
@@ -208,7 +208,7 @@ LARGE = zipped("a", data=bytes(1_000_000), deflated=True)
 
 
 def planned(line: str, shapes: dict[str, tuple[int, ...]], **given: str) -> Case:
-    return lambda folder: Rules.parse([line]).plan(shapes, **given)
+    return lambda folder: RuleSet.parse([line]).plan(shapes, **given)
 
 
 TAR_RECORD = record(b"comment", b"1" * 100)

@@ -257,8 +257,7 @@ def test_at_least_so_many_types() -> None:
 
 @pytest.mark.parametrize("model_type", PLAIN)
 def test_one_layout_needs_no_rules(model_type: str, tmp_path: Path) -> None:
-    from ckptkit.compute.conversions import layouts_of_model
-    from ckptkit.rules.generating import generated
+    from ckptkit.rules.from_transformers import generated, layouts_of_model
 
     model = tiny(model_type)
     assert_same(*(load_file(path / "model.safetensors") for path in both(model, tmp_path)))

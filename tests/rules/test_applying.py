@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import ckptkit
 from ckptkit.core.errors import CollisionError, TensorError, UsageError
-from ckptkit.rules.errors import NotReversibleError, RuleError
+from ckptkit.rules.notation import NotReversibleError, RuleError
 from tests.cli.conftest import Ckptkit
 from tests.cli.conftest import ckptkit as command  # noqa: F401
 from tests.rules.families import RULES, VECTORS

@@ -6,9 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from ckptkit.compute.conversions import Layouts, Moved
-from ckptkit.rules.generating import generated, recipe_text
-from ckptkit.rules.planner import Rules
+from ckptkit.rules.from_transformers import Layouts, Moved, generated, recipe_text
+from ckptkit.rules.planner import RuleSet
 from tests.rules.arrays import carried_out, numbered, same, shapes
 
 NAMES = ("attn.q", "attn.k", "attn.v")
@@ -29,7 +28,7 @@ def test_parts_that_are_permuted_alone_take_two_steps() -> None:
     operations = (("Chunk", {"dim": 0}), ("PermuteForRope", {**permute, "heads": "config.heads"}))
     found = generated(layouts(operations, {"qkv": fused}, new))
     assert found.left == []
-    first, second = map(Rules.parse, found.steps)
+    first, second = map(RuleSet.parse, found.steps)
     made = carried_out(first.plan({"qkv": (24, 5)}), {"qkv": fused})
     plan = second.plan(shapes(made), keep="rest", config={"heads": 2})
     assert same({**made, **carried_out(plan, made)}, new)
@@ -45,6 +44,6 @@ def test_parts_of_different_sizes_have_their_numbers() -> None:
         [],
         [["qkv [(m a) b] -> attn.{m:q|k|v} [a b] with a=8|2|2"]],
     )
-    rules = Rules.parse(found.steps[0])
+    rules = RuleSet.parse(found.steps[0])
     assert same(carried_out(rules.plan({"qkv": (12, 5)}), {"qkv": fused}), new)
     assert same(carried_out(rules.reversed().plan(shapes(new)), new), {"qkv": fused})

@@ -17,7 +17,7 @@ from ckptkit.compute.operation import Concat, Inflate, stream
 from ckptkit.compute.strided import StridedCopy, in_bytes
 from ckptkit.core.bytesource import Derived, Memory, Range
 from ckptkit.core.errors import UnsupportedError
-from ckptkit.rules.planner import Rules
+from ckptkit.rules.planner import RuleSet
 from tests.rules.arrays import carried_out, numbered, shapes
 from tests.rules.test_properties import Case, cases, uneven
 
@@ -56,7 +56,7 @@ def test_lowered_copies_are_the_copies(run: int, case: Case) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(arranged, "RUN", run)
         assert values(
-            computed(Rules.parse([case.rule]).plan(shapes(case.left)), case.left), case.right
+            computed(RuleSet.parse([case.rule]).plan(shapes(case.left)), case.left), case.right
         )
 
 
@@ -64,13 +64,13 @@ def test_lowered_copies_are_the_copies(run: int, case: Case) -> None:
 @settings(max_examples=40, deadline=None)
 def test_uneven_parts_are_lowered(case: Any) -> None:
     rule, apart, joined = case
-    assert values(computed(Rules.parse([rule]).plan(shapes(apart)), apart), joined)
+    assert values(computed(RuleSet.parse([rule]).plan(shapes(apart)), apart), joined)
 
 
 @given(case=cases())
 @settings(max_examples=100, deadline=None)
 def test_there_and_back_is_seen_through(case: Case) -> None:
-    rules = Rules.parse([case.rule])
+    rules = RuleSet.parse([case.rule])
     there = computed(rules.plan(shapes(case.left)), case.left)
     back = computed(rules.reversed().plan(shapes(case.right)), there)
     assert values(back, case.left)
@@ -106,7 +106,7 @@ def test_a_step_sees_through_shards_and_permutes(
         axes += [axis for axis in range(rank) if axis not in axes]
         words = "abcdefg"[:rank]
         rule = f"x [{' '.join(words)}] -> x [{' '.join(words[axis] for axis in axes)}]"
-        plan = Rules.parse([rule]).plan({"x": array.shape})
+        plan = RuleSet.parse([rule]).plan({"x": array.shape})
         array = carried_out(plan, {"x": array})["x"]
         target = plan["x"]
         whole = Arranged((whole,), target.copies, 4, 4 * array.size).locate()
@@ -117,9 +117,9 @@ def test_a_step_sees_through_shards_and_permutes(
 def test_stacks_are_ranges_and_neighbours_are_one() -> None:
     (array,) = numbered((4, 6))
     whole = record(array)
-    plan = Rules.parse(["x [(p o) i] -> {p:a|b} [o i]", "{p:a|b} [o i] -> x [(p o) i]"])
+    plan = RuleSet.parse(["x [(p o) i] -> {p:a|b} [o i]", "{p:a|b} [o i] -> x [(p o) i]"])
     del plan
-    apart = Rules.parse(["x [(p o) i] -> {p:a|b} [o i]"])
+    apart = RuleSet.parse(["x [(p o) i] -> {p:a|b} [o i]"])
     found = computed(apart.plan({"x": (4, 6)}), {"x": whole})
     assert [each.locate() for each in found.values()] == [whole.part(0, 48), whole.part(48, 48)]
     again = computed(apart.reversed().plan({"a": (2, 6), "b": (2, 6)}), found)
@@ -136,16 +136,16 @@ def test_stacks_are_ranges_and_neighbours_are_one() -> None:
     ],
 )
 def test_what_is_said_of_a_rule(rule: str, shape: tuple[int, ...], expected: str) -> None:
-    made = Rules.parse([rule]).plan({"x": shape})
+    made = RuleSet.parse([rule]).plan({"x": shape})
     assert {how(target.copies, 4) for target in made.values()} == {expected}
 
 
 def test_elements_smaller_than_a_byte_move_in_whole_bytes() -> None:
-    made = Rules.parse(["x [e o i] -> x.{e} [o i]"]).plan({"x": (2, 3, 4)})
+    made = RuleSet.parse(["x [e o i] -> x.{e} [o i]"]).plan({"x": (2, 3, 4)})
     assert in_bytes(made["x.1"].copies, 4) == (StridedCopy(0, 6, 0, ((6, 1, 1),)),)
-    turned = Rules.parse(["x [o i] -> x [i o]"]).plan({"x": (4, 4)})
+    turned = RuleSet.parse(["x [o i] -> x [i o]"]).plan({"x": (4, 4)})
     assert in_bytes(turned["x"].copies, 4) is None
-    odd = Rules.parse(["x [e i] -> x.{e} [i]"]).plan({"x": (2, 3)})
+    odd = RuleSet.parse(["x [e i] -> x.{e} [i]"]).plan({"x": (2, 3)})
     assert in_bytes(odd["x.1"].copies, 4) is None
 
 
@@ -153,7 +153,7 @@ def test_a_large_compressed_source_is_not_read_out_of_order(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     inflate = Derived(Inflate(), (Range(Memory(bytes(10)), 0, 10),), 4 * 64)
-    copies = Rules.parse(["x [o i] -> y [i o]"]).plan({"x": (8, 8)})["y"].copies
+    copies = RuleSet.parse(["x [o i] -> y [i o]"]).plan({"x": (8, 8)})["y"].copies
     Arranged((inflate,), copies, 4, 256).locate()
     monkeypatch.setattr(arranged, "HELD", 100)
     with pytest.raises(UnsupportedError, match="compressed"):

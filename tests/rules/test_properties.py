@@ -12,16 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ckptkit.rules.notation import (
-    Rule,
-    Shift,
-    Side,
-    Term,
-    Variable,
-)  # fmt: skip
-from ckptkit.rules.parsing import parse_rule
-from ckptkit.rules.planner import Rules
-from ckptkit.rules.reversal import check_reversible
+from ckptkit.rules.notation import Rule, Shift, Side, Term, Variable, parse_rule
+from ckptkit.rules.planner import RuleSet, check_reversible
 from tests.rules.arrays import carried_out, numbered, same, shapes
 
 AXES = ["a", "b", "c", "d", "e", "f"]
@@ -60,7 +52,7 @@ def test_one_tensor_is_what_einops_makes(data: st.DataObject) -> None:
     said = {group[n]: sizes[group[n]] for group in left for n in range(1, len(group))}
     given = " ".join(f"{word}={size}" for word, size in said.items())
     rule = f"x [{text(left)}] -> y [{text(right)}]{' with ' * bool(given)}{given}"
-    made = carried_out(Rules.parse([rule]).plan({"x": array.shape}), {"x": array})
+    made = carried_out(RuleSet.parse([rule]).plan({"x": array.shape}), {"x": array})
     expected = einops.rearrange(array, f"{text(left)} -> {text(right)}", **said)
     assert same(made, {"y": expected})
 
@@ -131,7 +123,7 @@ def _cut(
 @given(cases())
 @settings(max_examples=250, deadline=None)
 def test_several_tensors_are_what_one_index_says(case: Case) -> None:
-    rules = Rules.parse([case.rule])
+    rules = RuleSet.parse([case.rule])
     outcome = rules.outcome(shapes(case.left))
     assert same(carried_out(outcome.made, case.left), case.right)
     check_reversible(rules, shapes(case.left), outcome)
@@ -159,7 +151,7 @@ def uneven(draw: st.DrawFn) -> tuple[str, dict[str, np.ndarray], dict[str, np.nd
 @settings(max_examples=60, deadline=None)
 def test_uneven_parts(case: tuple[str, dict[str, np.ndarray], dict[str, np.ndarray]]) -> None:
     rule, apart, joined = case
-    rules = Rules.parse([rule])
+    rules = RuleSet.parse([rule])
     assert same(carried_out(rules.plan(shapes(apart)), apart), joined)
     assert same(carried_out(rules.reversed().plan(shapes(joined)), joined), apart)
 

@@ -9,10 +9,8 @@ import pytest
 
 from ckptkit.compute.strided import ZEROS
 from ckptkit.core.errors import CollisionError
-from ckptkit.rules.errors import NotReversibleError, RuleError, UncoveredError
-from ckptkit.rules.parsing import parse_rule
-from ckptkit.rules.planner import Rules
-from ckptkit.rules.reversal import check_reversible
+from ckptkit.rules.notation import NotReversibleError, RuleError, UncoveredError, parse_rule
+from ckptkit.rules.planner import RuleSet, check_reversible
 from tests.rules.arrays import carried_out, numbered, same, shapes
 
 Shapes = dict[str, tuple[int, ...]]
@@ -20,7 +18,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 def plan(*lines: str, of: Shapes, sizes: Any = None, **given: Any) -> Shapes:
     """The shapes that rules make, by name."""
-    made = Rules.parse(lines, sizes).plan(of, **given)
+    made = RuleSet.parse(lines, sizes).plan(of, **given)
     return {name: target.shape for name, target in made.items()}
 
 
@@ -34,7 +32,7 @@ def experts(count: int, *parts: str) -> Shapes:
 def test_experts_are_in_the_order_of_their_numbers() -> None:
     keys = [f"experts.{n}.w" for n in range(12)]
     arrays = dict(zip(keys, numbered(*[(2,)] * 12), strict=True))
-    made = Rules.parse(["experts.{e}.w [o] -> experts [e o]"]).plan(
+    made = RuleSet.parse(["experts.{e}.w [o] -> experts [e o]"]).plan(
         shapes(dict(sorted(arrays.items())))
     )
     assert carried_out(made, arrays)["experts"].tolist() == [arrays[key].tolist() for key in keys]
@@ -90,20 +88,20 @@ def test_numbers_have_no_leading_zero() -> None:
 
 
 def test_parts_that_are_dropped_come_back_as_zeros() -> None:
-    rules = Rules.parse(["emb [(x v) i] -> {x:e|-} [v i] with v=5|_"])
+    rules = RuleSet.parse(["emb [(x v) i] -> {x:e|-} [v i] with v=5|_"])
     outcome = rules.outcome({"emb": (8, 2)})
     assert outcome.made["e"].shape == (5, 2)
     assert outcome.taken[0].dropped == 6
     with pytest.raises(RuleError, match="nothing says the size of v"):
         rules.reversed().plan({"e": (5, 2)})
     (array,) = numbered((5, 2))
-    returned = Rules.parse(["{x:e|-} [v i] -> emb [(x v) i] with v=5|3"])
+    returned = RuleSet.parse(["{x:e|-} [v i] -> emb [(x v) i] with v=5|3"])
     made = carried_out(returned.plan({"e": (5, 2)}), {"e": array})
     assert made["emb"].tolist() == [*array.tolist(), [0, 0], [0, 0], [0, 0]]
 
 
 def test_a_bias_that_is_not_there_is_zeros() -> None:
-    rules = Rules.parse(["{p:q|-|v}_bias [o] -> qkv [(p o)]"])
+    rules = RuleSet.parse(["{p:q|-|v}_bias [o] -> qkv [(p o)]"])
     q, v = numbered((2,), (2,))
     outcome = rules.outcome({"q_bias": (2,), "v_bias": (2,)})
     assert outcome.taken[0].zeros == 2
@@ -134,7 +132,7 @@ def test_a_size_that_differs_with_a_loop() -> None:
 
 def test_keys_that_no_rule_takes() -> None:
     of = {"a.w": (2,), "norm": (1,), "x.y": (3,)}
-    rules = Rules.parse(["a.w -> b.w"])
+    rules = RuleSet.parse(["a.w -> b.w"])
     assert list(rules.outcome(of, keep="rest").targets) == ["b.w", "norm", "x.y"]
     assert rules.outcome(of, keep=["norm", "x.*"]).kept == ["norm", "x.y"]
     with pytest.raises(UncoveredError, match="1 key is in no rule: norm"):
@@ -146,7 +144,7 @@ def test_a_rule_that_may_match_nothing() -> None:
 
 
 def test_comments_and_empty_lines() -> None:
-    rules = Rules.parse(["# names", "", "a -> b  # the first", "c [i] -> d [i] # y"])
+    rules = RuleSet.parse(["# names", "", "a -> b  # the first", "c [i] -> d [i] # y"])
     assert [str(rule) for rule in rules.rules] == ["a -> b", "c [i] -> d [i]"]
 
 
@@ -156,12 +154,12 @@ def test_comments_and_empty_lines() -> None:
 def test_thirds_of_a_fused_matrix_need_a_word() -> None:
     """6144 rows of Llama-3-8B: 4096 + 1024 + 1024, of which thirds exist."""
     of = {"q": (4096, 8), "k": (1024, 8), "v": (1024, 8)}
-    rules = Rules.parse(["{p:q|k|v} [o i] -> qkv [(p o) i] with o=_|_|_"])
+    rules = RuleSet.parse(["{p:q|k|v} [o i] -> qkv [(p o) i] with o=_|_|_"])
     outcome = rules.outcome(of)
     assert outcome.made["qkv"].shape == (6144, 8)
     with pytest.raises(NotReversibleError, match="give o for all labels but one"):
         check_reversible(rules, of, outcome)
-    said = Rules.parse(["{p:q|k|v} [o i] -> qkv [(p o) i] with o=4096|1024|_"])
+    said = RuleSet.parse(["{p:q|k|v} [o i] -> qkv [(p o) i] with o=4096|1024|_"])
     check_reversible(said, of, said.outcome(of))
 
 
@@ -171,16 +169,16 @@ def test_a_kept_key_that_a_rule_writes() -> None:
 
 
 def test_names_that_another_rule_would_take_on_the_way_back() -> None:
-    rules = Rules.parse(["x.{w:*} -> y.{w}", "module.{r:**} -> {r}"])
+    rules = RuleSet.parse(["x.{w:*} -> y.{w}", "module.{r:**} -> {r}"])
     of = {"x.a": (), "module.y.b": ()}
     with pytest.raises(NotReversibleError, match=r"rule 1 would take y\.b, which rule 2 made"):
         check_reversible(rules, of, rules.outcome(of))
-    alone = Rules.parse(["module.{r:**} -> {r}"])
+    alone = RuleSet.parse(["module.{r:**} -> {r}"])
     check_reversible(alone, {"module.y.b": ()}, alone.outcome({"module.y.b": ()}))
 
 
 def test_a_kept_name_that_a_rule_would_take_on_the_way_back() -> None:
-    rules = Rules.parse(["a.{l} -> b.{l}"])
+    rules = RuleSet.parse(["a.{l} -> b.{l}"])
     of = {"a.0": (), "b.7": ()}
     with pytest.raises(NotReversibleError, match=r"rule 1 would take b\.7, which was kept"):
         check_reversible(rules, of, rules.outcome(of, keep="rest"), keep="rest")
@@ -212,7 +210,7 @@ PADDED = "w [(x v) i] -> {x:e|-} [v i] with v=vocab|pad"
 
 @pytest.mark.parametrize("pad", [0, 2])
 def test_padding_may_be_none_there_and_back(pad: int) -> None:
-    rules = Rules.parse([PADDED])
+    rules = RuleSet.parse([PADDED])
     args = {"vocab": 6, "pad": pad}
     (made,) = rules.plan({"w": (6 + pad, 2)}, args=args).values()
     assert made.shape == (6, 2)
@@ -232,7 +230,7 @@ def test_padding_may_be_none_there_and_back(pad: int) -> None:
 )
 def test_nothing_else_has_a_size_of_0(line: str, args: dict[str, int], word: str) -> None:
     with pytest.raises(RuleError, match=f"rule 1: the size {word} would be 0"):
-        Rules.parse([line]).plan({"w": (6, 2), "w.1": (2,)}, keep="rest", args=args)
+        RuleSet.parse([line]).plan({"w": (6, 2), "w.1": (2,)}, keep="rest", args=args)
 
 
 def test_many_keys_and_rules_are_planned_soon() -> None:

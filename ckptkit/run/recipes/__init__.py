@@ -34,14 +34,13 @@ from ckptkit.core.bytesource import LocalFile
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CollisionError, InputError, TensorError, UsageError
 from ckptkit.core.text import nearest
-from ckptkit.rules.applying import RuleOptions
-from ckptkit.rules.applying import step as apply_step
-from ckptkit.rules.errors import RuleError, in_step
-from ckptkit.rules.expecting import Expectations
-from ckptkit.rules.parsing import is_word
-from ckptkit.rules.planner import Rules, unused_argument
+from ckptkit.rules.notation import RuleError, in_step, is_word
+from ckptkit.rules.planner import RuleSet, unused_argument
 from ckptkit.run.recipes import model_config
 from ckptkit.run.recipes.reversing import WrittenStep, backwards
+from ckptkit.transforms.expecting import Expectations
+from ckptkit.transforms.rules import RuleOptions
+from ckptkit.transforms.rules import step as apply_step
 
 FOLDER = Path(__file__).parent
 _SUFFIXES = (".yaml", ".yml", ".toml")
@@ -267,11 +266,11 @@ def _rules(
     return step_of_rules
 
 
-def _parsed_rules(step: WrittenStep, defaults: dict[str, str | int]) -> Rules:
+def _parsed_rules(step: WrittenStep, defaults: dict[str, str | int]) -> RuleSet:
     lines = _texts(step.given)
     if not lines:
         raise _WrongError("there is no rule")
-    return Rules.parse(lines, _sizes(step.options.get("sizes", {})), defaults)
+    return RuleSet.parse(lines, _sizes(step.options.get("sizes", {})), defaults)
 
 
 def _sizes(given: Any) -> dict[str, str | int]:

@@ -14,8 +14,7 @@ from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import UnsupportedError, UsageError
 from ckptkit.core.text import shown, typed
 from ckptkit.core.tree import Global, children, find
-from ckptkit.rules.applying import RuleOptions
-from ckptkit.rules.config import NAME
+from ckptkit.transforms.rules import CONFIG_NAME, RuleOptions
 
 Arguments = Mapping[str, Any]
 
@@ -137,8 +136,8 @@ def _unfit(message: str) -> UnsupportedError:
 
 def _with(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Checkpoint:
     text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
-    others = (each for each in checkpoint.companions if each[0] != NAME)
-    return replace(checkpoint, companions=(*others, (NAME, text.encode())))
+    others = (each for each in checkpoint.companions if each[0] != CONFIG_NAME)
+    return replace(checkpoint, companions=(*others, (CONFIG_NAME, text.encode())))
 
 
 def _name(dtype: Any) -> str:

@@ -24,11 +24,9 @@ from ckptkit.core.errors import TensorError
 from ckptkit.core.tensor import Tensor
 from ckptkit.core.text import nearest, plural, typed
 from ckptkit.core.text import shape as shape_text
-from ckptkit.rules import config as configuration
-from ckptkit.rules.errors import RuleError
-from ckptkit.rules.notation import Given, Rule, Side, given_text
-from ckptkit.rules.parsing import parse_given
-from ckptkit.rules.sizes import Config, Settings, evaluate
+from ckptkit.rules.names import Config, Settings, evaluate
+from ckptkit.rules.notation import Given, Rule, RuleError, Side, given_text, parse_given
+from ckptkit.transforms import rules
 
 
 class ExpectationError(TensorError):
@@ -107,7 +105,7 @@ class Expectations:
         """Yield what is not as expected. Reads the tensors only for `equal` and `finite`."""
         config = self.config
         if config is None:
-            config = configuration.lazily(checkpoint)
+            config = rules.lazily(checkpoint)
         value = _values(config)
         tensors = checkpoint.weights
         for each in self.parsed:

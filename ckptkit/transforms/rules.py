@@ -2,30 +2,221 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import itemgetter
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ckptkit import quantized
 from ckptkit.compute.arranged import Arranged, contiguous, how
-from ckptkit.compute.strided import ZEROS, in_bytes
+from ckptkit.compute.strided import ZEROS, StridedCopy, in_bytes, normal
 from ckptkit.core.arguments import texts
+from ckptkit.core.bytesource import ByteSource, Folder, LocalFile
 from ckptkit.core.checkpoint import Checkpoint, edit
-from ckptkit.core.errors import CollisionError, TensorError, UsageError
-from ckptkit.core.tensor import Storage, Tensor, contiguous_stride
+from ckptkit.core.errors import CollisionError, PathError, TensorError, UsageError
+from ckptkit.core.tensor import Shape, Storage, Tensor, contiguous_stride
 from ckptkit.core.text import plural, quoted, shell_word, typed
 from ckptkit.core.text import shape as shape_text
 from ckptkit.core.tree import Node, join, walk
 from ckptkit.core.weights import as_tensor, is_optimizer
-from ckptkit.rules import config as configuration
-from ckptkit.rules import grouped
-from ckptkit.rules.errors import NotReversibleError, about
-from ckptkit.rules.planner import Outcome, Rules, Taken, Target, unused_argument
-from ckptkit.rules.reversal import check_reversible
-from ckptkit.rules.sizes import Config
+from ckptkit.rules.names import Config
+from ckptkit.rules.notation import NotReversibleError, about
+from ckptkit.rules.planner import (
+    RuleSet,
+    RulesOutcome,
+    Taken,
+    Target,
+    check_reversible,
+    unused_argument,
+)
+from ckptkit.transforms import groups, module_versions
 from ckptkit.transforms import keys as names
-from ckptkit.transforms import module_versions
+
+if TYPE_CHECKING:
+    from ckptkit.quantized import QuantizedWeight
+
+# The numbers of a model beside its checkpoint: config.json, never executed.
+
+
+CONFIG_NAME = "config.json"
+BYTES = 1 << 20
+
+
+def read(path: str) -> Mapping[str, Any]:
+    """The object in the JSON file at `path`. Raises PathError, UsageError."""
+    source = LocalFile(path)
+    try:
+        return _parsed(source)
+    finally:
+        source.close()
+
+
+def find(source: ByteSource | Folder | None) -> Mapping[str, Any] | None:
+    """The object in config.json beside a checkpoint; None if there is none. Raises UsageError."""
+    folder = _folder(source)
+    try:
+        if folder is None or CONFIG_NAME not in folder:
+            return None
+        return _parsed(folder.open(CONFIG_NAME))
+    except PathError:
+        return None
+
+
+def is_beside(source: ByteSource | Folder | None) -> bool:
+    """Return whether there is a config.json beside a checkpoint."""
+    folder = _folder(source)
+    return folder is not None and CONFIG_NAME in folder
+
+
+def lazily(checkpoint: Checkpoint) -> Callable[[], Mapping[str, Any] | None]:
+    """Return the configuration that a checkpoint brings along, else the one beside it, when asked
+    for.
+    """
+    own = dict(checkpoint.companions).get(CONFIG_NAME)
+    return lambda: find(checkpoint.source) if own is None else json.loads(own)
+
+
+def _folder(source: ByteSource | Folder | None) -> Folder | None:
+    if isinstance(source, Folder):
+        return source
+    place = None if source is None else source.folder_and_name()
+    return None if place is None else place[0]
+
+
+def _parsed(source: ByteSource) -> Mapping[str, Any]:
+    if source.size > BYTES:
+        raise UsageError(
+            f"is larger than {BYTES:,} bytes: it is not a configuration", where=source.name
+        )
+    try:
+        found = json.loads(source.read(0, source.size).decode(), object_hook=_number)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"is not JSON: {str(error)[:100]}", where=source.name) from error
+    if not isinstance(found, dict):
+        raise UsageError("is not a JSON object", where=source.name)
+    return found
+
+
+def _number(found: dict[str, Any]) -> Any:
+    """Infinity and NaN, which transformers writes as ``{"__float__": "Infinity"}``."""
+    if len(found) == 1 and found.get("__float__") in ("Infinity", "-Infinity", "NaN"):
+        return float(found["__float__"])
+    return found
+
+
+# The names and shapes that a checkpoint must have: those of another one.
+
+
+Shapes = Mapping[str, Shape | None]  # None: the shape is not known
+
+
+class UnlikeError(TensorError):
+    """The names or shapes are not those that were asked for."""
+
+
+def check_like(checkpoint: Checkpoint, expected: Shapes, name: str) -> Checkpoint:
+    """The checkpoint, if its weights have exactly these names and shapes. Raises UnlikeError."""
+    found = {key: tensor.shape for key, tensor in checkpoint.weights.items()}
+    faults = []
+    if missing := [key for key in expected if key not in found]:
+        faults.append(f"{plural(len(missing), 'key')} missing: {quoted(missing)}")
+    if more := [key for key in found if key not in expected]:
+        faults.append(f"{plural(len(more), 'key')} too many: {quoted(more)}")
+    shapes = [
+        f"{key} {shape_text(found[key])} instead of {shape_text(shape)}"
+        for key, shape in expected.items()
+        if shape is not None and key in found and found[key] != shape
+    ]
+    if shapes:
+        faults.append(f"of another shape: {', '.join(shapes[:4])}")
+    if faults:
+        raise UnlikeError(f"is not like {name}: {'; '.join(faults)}", hint="nothing was written")
+    return checkpoint
+
+
+# Keep the tensors of a quantized weight together under rules, and its blocks whole.
+#
+# A rename takes the codes and scales of a weight along. A layout may change where whole blocks
+# move,
+# and where the codes and scales that come out are known as one weight again.
+
+
+def followers(ck: Checkpoint, outcome: RulesOutcome) -> tuple[dict[str, str], Checkpoint]:
+    """New names of kept tensors that are one weight with renamed ones.
+
+    With the checkpoint that knows the new names. Raises UsageError as `groups.followed` does.
+    """
+    moved = {made.sources[0]: name for name, made in outcome.made.items() if made.is_moved}
+    names, known = groups.followed(ck, moved)
+    kept = set(outcome.kept)
+    return {old: new for old, new in names.items() if old in kept and old != new}, known
+
+
+def check_blocks(ck: Checkpoint, made: Checkpoint, relaid: Mapping[str, Target]) -> None:
+    """Raise UsageError where a rule cuts the blocks of a quantized weight, or loses its scales."""
+    found = quantized.find(ck)
+    if not found:
+        return
+    known = quantized.find(made).by_member
+    shapes = {name: tensor.shape for name, tensor in ck.required.tensors.items()}
+    for name, target in relaid.items():
+        for group in found.touching(target.sources):
+            if not _is_whole(target, group, shapes):
+                problem = "would cut its blocks"
+            elif _is_known(known.get(name), group):
+                continue
+            else:
+                problem = "makes tensors that are no such weight; its codes and scales need a rule"
+            groups.refuse(ck, group.parts, f"rule {target.rule} {problem}")
+
+
+def _is_known(new: QuantizedWeight | None, old: QuantizedWeight) -> bool:
+    """Return whether the weight that was made is read as the old one is."""
+    if new is None or new.family != old.family:
+        return False
+    return new.layout is not None or old.layout is None
+
+
+def _is_whole(target: Target, group: QuantizedWeight, shapes: Mapping[str, Shape]) -> bool:
+    """Return whether the target is made of runs of whole blocks of the group's tensors."""
+    sources = [name for name in target.sources if name in group.members]
+    for copy in target.copies:
+        source = None if copy.source == ZEROS else target.sources[copy.source]
+        if source in sources and not _is_run(copy, shapes[source], target, _rows(group, source)):
+            return False
+    return True
+
+
+def _rows(group: QuantizedWeight, source: str) -> int:
+    """The rows of a tensor that belong together; 0: all."""
+    layout = group.layout
+    if layout is None:
+        return 0
+    is_flat = layout.packing.kind == "flat" and all(
+        numbers.grid.order == "rows" for numbers in layout.scales
+    )
+    if not is_flat or len(group.parts) > 2:
+        return 0
+    return max(numbers.grid.height for numbers in layout.scales) if source == group.parts[0] else 1
+
+
+def _is_run(copy: StridedCopy, shape: Shape, target: Target, rows: int) -> bool:
+    """Return whether a copy is one run of matrices, or of blocks of `rows` rows."""
+    dims = normal(copy.dims)
+    if len(dims) > 1 or any(read != written for _, read, written in dims):
+        return False
+    if target.shape[-2:] == shape[-2:]:
+        return True
+    if not rows or target.shape[-1:] != shape[-1:]:
+        return False
+    step = rows * shape[-1]
+    count = dims[0][0] if dims else 1
+    return not (copy.start % step or copy.place % step or count % step)
+
+
+# Apply rules to a checkpoint: which tensors they are about, and what is to be said of it.
 
 
 @dataclass(slots=True)
@@ -65,7 +256,7 @@ class RuleOptions(NamedTuple):
 @edit
 def apply_rules(
     checkpoint: Checkpoint,
-    rules: Rules | str | Sequence[str],
+    rules: RuleSet | str | Sequence[str],
     *,
     keep: str | Sequence[str] = (),
     sizes: Mapping[str, str | int] | None = None,
@@ -83,11 +274,11 @@ def apply_rules(
     mappings by their paths. With `reports`, the `reports` of the result tell what the rules did.
     Raises UsageError where a rule is wrong, TensorError where the tensors do not fit.
     """
-    if not isinstance(rules, Rules):
+    if not isinstance(rules, RuleSet):
         rules = texts("rules", rules)
         if not any(map(str.strip, rules)):
             raise UsageError("there is no rule", hint="e.g. 'model.{x} -> {x}'")
-        rules = Rules.parse(rules, sizes or {})
+        rules = RuleSet.parse(rules, sizes or {})
     unused = (args or {}).keys() - rules.words()
     if unused:
         raise unused_argument(min(unused), rules.words())
@@ -96,7 +287,7 @@ def apply_rules(
 
 def step(
     checkpoint: Checkpoint,
-    rules: Rules,
+    rules: RuleSet,
     keep: str | Sequence[str],
     options: RuleOptions,
     keys: Sequence[str] = (),
@@ -105,7 +296,7 @@ def step(
     """Apply the rules of one step, which is `number` in a row of steps."""
     given = options.config
     if given is None:
-        given = configuration.lazily(checkpoint)
+        given = lazily(checkpoint)
     rules = rules.reversed() if options.reverse else rules
     work = _Step(checkpoint, rules, keep, options, given, number)
     made = names.rewrite(checkpoint, work.rewritten, keys)
@@ -113,11 +304,11 @@ def step(
         made = replace(made, reports=(*made.reports, *work.reports))
     if work.extras != checkpoint.extras:
         made = replace(made, extras=work.extras)
-    grouped.check_blocks(checkpoint, made, work.relaid)
+    check_blocks(checkpoint, made, work.relaid)
     if work.is_relaid:
         _check_optimizers(checkpoint)
-        if configuration.is_beside(checkpoint.source):
-            note = f"{configuration.NAME} beside it describes the old layout"
+        if is_beside(checkpoint.source):
+            note = f"{CONFIG_NAME} beside it describes the old layout"
             if note not in made.notes:
                 made = made.with_root(made.root, notes=[note])
     return made
@@ -127,7 +318,7 @@ class _Step:
     def __init__(
         self,
         checkpoint: Checkpoint,
-        rules: Rules,
+        rules: RuleSet,
         keep: str | Sequence[str],
         options: RuleOptions,
         config: Config,
@@ -150,7 +341,7 @@ class _Step:
         args = self.options.args
         outcome = self.rules.outcome(shapes, keep=self.keep, config=self.config, args=args)
         reversible = self._reversible(shapes, outcome)
-        following, known = grouped.followers(self.checkpoint, outcome)
+        following, known = followers(self.checkpoint, outcome)
         self.extras = known.extras
         self.relaid |= {name: made for name, made in outcome.made.items() if not made.is_moved}
         making = _Making(target, tensors, outcome, following)
@@ -169,7 +360,9 @@ class _Step:
         moved = {} if making.is_relaid else {old: new for old, new in making.pairs if old != new}
         return names.Rewritten(entries, lambda _: paths, [*making.notes()], making.warnings, moved)
 
-    def _reversible(self, shapes: Mapping[str, tuple[int, ...]], outcome: Outcome) -> str | None:
+    def _reversible(
+        self, shapes: Mapping[str, tuple[int, ...]], outcome: RulesOutcome
+    ) -> str | None:
         """Why the step cannot be run backwards, where that is asked. Raises where it is needed."""
         if not self.options.reverse and not self.options.reports:
             return None
@@ -192,7 +385,7 @@ class _Making:
         self,
         target: names.Target,
         tensors: dict[str, Tensor],
-        outcome: Outcome,
+        outcome: RulesOutcome,
         following: Mapping[str, str],
     ) -> None:
         self.target, self.tensors, self.outcome = target, tensors, outcome
