@@ -147,35 +147,6 @@ def record_of(path: Path) -> dict[str, Any]:
 # Reading: what the library writes
 
 
-def test_reads_what_the_library_writes(tmp_path: Path) -> None:
-    state = {
-        "b": torch.randn(3, 4),
-        "scalar": torch.tensor(7),
-        "empty": torch.empty(0, 5),
-        "ключ\n\x1b": torch.tensor([True, False]),
-        "": torch.tensor([1.0, -0.0, math.nan], dtype=torch.bfloat16),
-    }
-    save_file(state, tmp_path / "x.safetensors", metadata={"format": "pt", "author": "weight"})
-    checkpoint = read_file(tmp_path / "x.safetensors")
-    assert checkpoint.format == "safetensors"
-    assert checkpoint.extras == {"format": "pt", "author": "weight"}
-    assert checkpoint.warnings == ()
-    assert list(checkpoint.root) == [
-        name for name in header_of(tmp_path / "x.safetensors") if name != "__metadata__"
-    ]
-    for name, tensor in state.items():
-        ours_ = checkpoint.weights[name]
-        assert (ours_.dtype.name, ours_.shape) == (str(tensor.dtype)[6:], tuple(tensor.shape))
-        assert stored(ours_) == raw(tensor)
-        assert ours_.storage is not None
-        assert (ours_.device, ours_.storage.crc32, ours_.kind, ours_.requires_grad) == (
-            "cpu",
-            None,
-            "tensor",
-            False,
-        )
-
-
 def test_order_is_that_of_the_header() -> None:
     checkpoint = read(file_of({"z": entry(2, 3), "a": entry(0, 2), "m": entry(3, 3)}, b"abc"))
     assert list(checkpoint.weights) == ["z", "a", "m"]
@@ -592,29 +563,6 @@ def test_damaged_headers_are_refused_or_equal_the_library(data: st.DataObject) -
 
 
 # Writing
-
-
-def test_the_library_reads_what_is_written(tmp_path: Path) -> None:
-    base = torch.randn(6, 4)
-    state = {
-        "z": base,
-        "column": base[:, 1],
-        "transposed": base.t(),
-        "expanded": base[:1, :1].expand(3, 2),
-        "half": torch.tensor([math.nan, -0.0], dtype=torch.float16),
-        "scalar": torch.tensor(3),
-        "empty": torch.empty(2, 0),
-        "conjugated": torch.randn(2, dtype=torch.complex64).conj(),
-        "negated": torch.randn(2, dtype=torch.complex64).conj().imag,
-        "имя\n": torch.tensor([True]),
-    }
-    written(saved(state, tmp_path), tmp_path / "x.safetensors")
-    with safetensors.safe_open(tmp_path / "x.safetensors", "pt") as file:
-        assert set(file.keys()) == set(state)
-        assert file.metadata()["format"] == "pt"
-    for name, tensor in load_file(tmp_path / "x.safetensors").items():
-        assert (tensor.dtype, tensor.shape) == (state[name].dtype, state[name].shape)
-        assert raw(tensor) == raw(state[name].resolve_conj().resolve_neg())
 
 
 def test_a_file_of_the_library_is_written_back_byte_for_byte(tmp_path: Path) -> None:
