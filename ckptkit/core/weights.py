@@ -8,7 +8,7 @@ give, read without its class. numpy arrays count where there is nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
@@ -162,7 +162,8 @@ def locate(root: Node, key: str | None = None) -> Weights | None:
         known = list(_well_known(root, found))
         if qualifies is _is_pure and not known:
             known = _mostly(root)
-            found = found if known else [*_itself(root, found), *found]
+            if not known and found and (nodes := _read_most(root)) is not None:
+                found = [((), root, nodes), *found]  # the root may be meant as well
         if not known and len(found) > 1:
             raise _ambiguous([path for path, _, _ in found])
         if known or found:
@@ -183,13 +184,6 @@ def state_dicts(root: Node) -> Iterator[tuple[Node, dict[str, Node]]]:
         return
     for _, node, nodes in _without_graphs(_search(root, _is_pure)):
         yield node, nodes
-
-
-def _itself(root: Node, found: Sequence[Found]) -> Iterator[Found]:
-    """Yield the root, if it may be meant as well as the entries that were found in it."""
-    nodes = _read_most(root) if found else None
-    if nodes is not None:
-        yield (), root, nodes
 
 
 def _ambiguous(paths: list[Path]) -> AmbiguousError:
@@ -342,6 +336,7 @@ def _read_most(node: Node) -> dict[str, Node] | None:
 
 
 _OPEN = (dict, list, tuple, Object)  # the nodes that are searched
+_ARRAYS = tuple(Global(f"numpy.{core}.multiarray", "_reconstruct") for core in ("core", "_core"))
 
 
 def _search(root: Node, qualifies: Rule) -> Iterator[Found]:
@@ -356,21 +351,13 @@ def _search(root: Node, qualifies: Rule) -> Iterator[Found]:
         nodes = _read(node, qualifies) if path else None
         if nodes:
             yield path, node, nodes
-        elif qualifies is _is_mixed and _is_object_array(node):
+        elif qualifies is _is_mixed and isinstance(node, Object) and node.global_ in _ARRAYS:
             continue  # such as metrics: weights in an array of objects are arrays alone
         elif not is_optimizer(node) and as_tensor(node) is None:
             below = [
                 ((*path, key), child) for key, child in children(node) if isinstance(child, _OPEN)
             ]
             waiting.extend(reversed(below))
-
-
-def _is_object_array(node: Node) -> bool:
-    made = node.global_ if isinstance(node, Object) else None
-    return made is not None and made.module in _NUMPY and made.name == "_reconstruct"
-
-
-_NUMPY = ("numpy.core.multiarray", "numpy._core.multiarray")
 
 
 def is_optimizer(node: Node) -> bool:
