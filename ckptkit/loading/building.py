@@ -33,7 +33,7 @@ def model_from(spec: str, args: Mapping[str, object] | None = None) -> nn.Module
         raise ModelError(
             f"{spec!r} names no model", hint="write package.module:Class or path/to/file.py:Class"
         )
-    folder = os.path.dirname(os.path.abspath(place)) if _is_file(place) else os.getcwd()
+    folder = os.path.dirname(os.path.abspath(place)) if place.endswith(".py") else os.getcwd()
     with _importable(folder), _users_code(f"{spec} cannot be imported"):
         make = _member(_module(place), name, place)
         _check_arguments(make, name, args or {})
@@ -54,7 +54,9 @@ def _users_code(what: str, hint: str | None = None) -> Iterator[None]:
     except (KeyboardInterrupt, CkptkitError):
         raise
     except BaseException as error:
-        raise ModelError(f"{what}: {_one_line(error)}", hint=hint) from error
+        kind = type(error).__name__
+        line = f"{kind}: {error}" if str(error) else kind
+        raise ModelError(f"{what}: {line}", hint=hint) from error
 
 
 def _built(make: Callable[..., object], name: str, args: Mapping[str, object]) -> object:
@@ -69,24 +71,19 @@ def _built(make: Callable[..., object], name: str, args: Mapping[str, object]) -
         return make(**args)
 
 
-def _is_file(place: str) -> bool:
-    return place.endswith(".py")
-
-
 def _module(place: str) -> ModuleType:
-    hint = None if _is_file(place) else "a file is named by its path: path/to/file.py:Class"
-    with _users_code(f"{place} cannot be imported", hint):
-        return _load_file(place) if _is_file(place) else importlib.import_module(place)
-
-
-def _load_file(path: str) -> ModuleType:
-    name = os.path.splitext(os.path.basename(path))[0]
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules.setdefault(name, module)  # where dataclasses and pickle look for it
-    spec.loader.exec_module(module)
-    return module
+    if not place.endswith(".py"):
+        hint = "a file is named by its path: path/to/file.py:Class"
+        with _users_code(f"{place} cannot be imported", hint):
+            return importlib.import_module(place)
+    with _users_code(f"{place} cannot be imported"):
+        name = os.path.splitext(os.path.basename(place))[0]
+        spec = importlib.util.spec_from_file_location(name, place)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules.setdefault(name, module)  # where dataclasses and pickle look for it
+        spec.loader.exec_module(module)
+        return module
 
 
 @contextmanager
@@ -105,18 +102,18 @@ def _member(module: ModuleType, name: str, place: str) -> Callable[..., object]:
     for part in name.split("."):
         found = getattr(found, part, None)
     if not callable(found):
-        known = [key for key, value in vars(module).items() if _is_model_class(value)]
+        from torch.nn import Module
+
+        known = [
+            key
+            for key, value in vars(module).items()
+            if isinstance(value, type) and issubclass(value, Module)
+        ]
         raise ModelError(
             f"{place} has no class {name!r}",
             hint=f"its models are: {', '.join(known[:12])}" if known else None,
         )
     return found
-
-
-def _is_model_class(value: object) -> bool:
-    import torch
-
-    return isinstance(value, type) and issubclass(value, torch.nn.Module)
 
 
 def _check_arguments(make: Callable[..., object], name: str, args: Mapping[str, object]) -> None:
@@ -138,10 +135,6 @@ def _signature(make: Callable[..., object]) -> str:
         "give a model made with its arguments",
     )
     return f"{asked}{known}"
-
-
-def _one_line(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
 def model_shapes(module: nn.Module) -> dict[str, tuple[str, tuple[int, ...]]]:

@@ -8,6 +8,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -133,33 +134,27 @@ def _held(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _fits(tensor: Tensor, value: torch.Tensor) -> bool:
     """Return whether a plain contiguous parameter takes the elements of a tensor one by one."""
-    return (
-        tensor.storage is not None
-        and tensor.layout == "strided"
-        and tensor.kind != "ndarray"
-        and _is_plain(value)
-        and tensor.shape == tuple(value.shape)
-        and _casts(tensor, value)
-    )
-
-
-def _is_plain(value: torch.Tensor) -> bool:
     import torch
     from torch.nn import Parameter
 
-    return (
-        type(value) in (torch.Tensor, Parameter)
-        and value.layout is torch.strided
-        and not (value.is_quantized or value.is_conj() or value.is_neg() or value.is_inference())
-        and value.is_contiguous()
-    )
-
-
-def _casts(tensor: Tensor, value: torch.Tensor) -> bool:
-    """Return whether torch casts the elements, each of whole bytes, to the dtype of `value`."""
+    if (
+        tensor.storage is None
+        or tensor.layout != "strided"
+        or tensor.kind == "ndarray"
+        or tensor.shape != tuple(value.shape)
+        or type(value) not in (torch.Tensor, Parameter)
+        or value.layout is not torch.strided
+        or value.is_quantized
+        or value.is_conj()
+        or value.is_neg()
+        or value.is_inference()
+        or not value.is_contiguous()
+    ):
+        return False
     both = tensor.dtype, dtype_of(value)
     if any(each.bits % 8 for each in both):
         return False
+    # torch casts these elements, each of whole bytes, to each other
     plain = all(each.kind in _NUMBERS and each.packed == 1 for each in both)
     return plain or both[0] == both[1]
 
@@ -193,15 +188,12 @@ class LoadReport:
         return f"<LoadReport {'; '.join(str(self).splitlines())}>"
 
     def __str__(self) -> str:
-        changes = [f"stripped {self.stripped!r}"] * bool(self.stripped) + [
-            f"added {self.added!r}"
-        ] * bool(self.added)
-        return "\n".join(
-            [
-                "; ".join([f"loaded {plural(len(self.loaded), 'entry')}", *changes]),
-                *self.faults(),
-            ]
-        )
+        changes = [f"loaded {plural(len(self.loaded), 'entry')}"]
+        if self.stripped:
+            changes.append(f"stripped {self.stripped!r}")
+        if self.added:
+            changes.append(f"added {self.added!r}")
+        return "\n".join(["; ".join(changes), *self.faults()])
 
     def faults(self) -> Iterator[str]:
         """Return a line for each way in which file and model differ."""
@@ -313,7 +305,7 @@ def _rehearsed(model: nn.Module, nodes: Mapping[str, Node], versions: Any) -> _A
     hooks look at values, a copy on the CPU takes the tensors. None where torch refuses them, or
     the model cannot be copied.
     """
-    for device, copied in (("meta", _shell), ("cpu", _twin_model)):
+    for device, copied in (("meta", _shell), ("cpu", lambda model: deepcopy(model).cpu())):
         if device == "cpu" and not _has_own_loading(model):
             continue
         values = PythonValues(TorchTensors(device))
@@ -340,16 +332,8 @@ def _has_own_loading(model: nn.Module) -> bool:
     )
 
 
-def _twin_model(model: nn.Module) -> nn.Module:
-    from copy import deepcopy
-
-    return deepcopy(model).cpu()
-
-
 def _shell(model: nn.Module) -> nn.Module:
     """Return a copy of a model whose parameters and buffers are on the meta device."""
-    from copy import deepcopy
-
     from torch.nn import Parameter
     from torch.nn.parameter import is_lazy
 

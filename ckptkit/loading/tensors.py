@@ -462,7 +462,7 @@ class PythonValues:
             return node
         if id(node) in self._made:
             return self._made[id(node)]
-        if isinstance(node, tuple) or (isinstance(node, SetNode) and node.frozen):
+        if _is_frozen(node):
             return self._frozen(node)
         self._keep.append(node)
         self._made[id(node)] = made = (
@@ -494,8 +494,7 @@ class PythonValues:
             return self._tensor(node, node.tensor)
         if node.value is not None:
             return node.value
-        name = (node.global_.module, node.global_.name) if node.global_ else ("", "")
-        made = _OBJECTS[name](node) if name in _OBJECTS else None
+        made = _plain_object(node)
         return Object(None, new=node.new) if made is None else made
 
     def _tensor(self, node: Tensor | Object, like: Tensor) -> Any:
@@ -516,26 +515,18 @@ class PythonValues:
         while waiting:
             node = waiting[-1]
             parts = node if isinstance(node, tuple) else node.items
-            missing = (
-                []
-                if id(node) in self._made
-                else [part for part in parts if self._is_waited_for(part)]
-            )
-            if missing:
+            is_made = id(node) in self._made
+            inner = (part for part in parts if _is_frozen(part) and id(part) not in self._made)
+            if not is_made and (missing := list(inner)):
                 waiting.extend(missing)
                 continue
             waiting.pop()
-            if id(node) not in self._made:
+            if not is_made:
                 values = [self._value(part) for part in parts]
                 self._keep.append(node)
-                self._made[id(node)] = (
-                    tuple(values) if isinstance(node, tuple) else frozenset(_hashable(values))
-                )
+                made = tuple(values) if isinstance(node, tuple) else frozenset(_hashable(values))
+                self._made[id(node)] = made
         return self._made[id(root)]
-
-    def _is_waited_for(self, part: Node) -> bool:
-        frozen = isinstance(part, tuple) or (isinstance(part, SetNode) and part.frozen)
-        return frozen and id(part) not in self._made
 
     def _fill(self, old: Node, new: Any) -> None:
         if isinstance(new, Object):
@@ -586,6 +577,10 @@ _SHELLS: dict[type, Callable[[], Any]] = {
 }  # fmt: skip
 
 
+def _is_frozen(node: Node) -> bool:
+    return isinstance(node, tuple) or (isinstance(node, SetNode) and node.frozen)
+
+
 def _items(node: Node) -> Iterable[tuple[Node, Node]]:
     """The items of a mapping, of a Counter's argument, or of the steps that fill a defaultdict."""
     if isinstance(node, dict):
@@ -606,56 +601,38 @@ def _hashable(values: Iterable[Any]) -> Iterator[Any]:
         yield value
 
 
-# Objects that are plain values; None where the arguments are not what they should be
-
-
-def _size(node: Object) -> Any:
-    import torch
-
-    plain = len(node.args) == 1 and _are(node.args[0], int)
-    return torch.Size(node.args[0]) if plain else None
-
-
-def _device(node: Object) -> Any:
-    import torch
-
-    if not _are(node.args, (str, int)):
-        return None
-    try:
-        return torch.device(*node.args)
-    except (RuntimeError, TypeError):  # a device that this torch has no name for
-        return None
-
-
-def _counter(node: Object) -> Any:
-    plain = not node.steps and (
-        not node.args or (len(node.args) == 1 and isinstance(node.args[0], dict))
-    )
-    return collections.Counter() if plain else None
-
-
 _FACTORIES = {each.__name__: each for each in (list, dict, set, int, float, str)}
 
 
-def _defaultdict(node: Object) -> Any:
-    factory = node.args[0] if len(node.args) == 1 else None
-    if any(step != "set" for step, _ in node.steps) or not (
-        factory is None or isinstance(factory, Global)
-    ):
+def _plain_object(node: Object) -> Any:
+    """Return the plain value that an Object is, None if it is none or has other arguments."""
+    if node.global_ is None:
         return None
-    if factory is None:
-        return collections.defaultdict(None)
-    made = _FACTORIES.get(factory.name) if factory.module == "builtins" else None
-    return collections.defaultdict(made) if made else None
+    name, args = (node.global_.module, node.global_.name), node.args
+    first: Any = None
+    if isinstance(args, (tuple, list)) and len(args) == 1:
+        first = args[0]
 
+    def are(values: Node, *kinds: type) -> bool:
+        return isinstance(values, (tuple, list)) and all(isinstance(each, kinds) for each in values)
 
-def _are(values: Node, kind: type | tuple[type, ...]) -> bool:
-    return isinstance(values, (tuple, list)) and all(isinstance(each, kind) for each in values)
+    if name == ("torch", "Size") and are(first, int):
+        import torch
 
+        return torch.Size(first)
+    if name == ("torch", "device") and are(args, str, int):
+        import torch
 
-_OBJECTS: dict[tuple[str, str], Callable[[Object], Any]] = {
-    ("torch", "Size"): _size,
-    ("torch", "device"): _device,
-    ("collections", "Counter"): _counter,
-    ("collections", "defaultdict"): _defaultdict,
-}
+        try:
+            return torch.device(*args)
+        except (RuntimeError, TypeError):  # a device that this torch has no name for
+            return None
+    if name == ("collections", "Counter") and not node.steps:
+        return collections.Counter() if not args or isinstance(first, dict) else None
+    if name == ("collections", "defaultdict") and all(step == "set" for step, _ in node.steps):
+        if first is None:
+            return collections.defaultdict(None)
+        if isinstance(first, Global) and first.module == "builtins":
+            made = _FACTORIES.get(first.name)
+            return collections.defaultdict(made) if made else None
+    return None
