@@ -296,7 +296,7 @@ def layout(checkpoint: Checkpoint, options: Options) -> Plan:
     back.
     """
     numbering = Numbering()
-    pickled = write_pickle(checkpoint.root, numbering, numbering.another, objects=options.objects)
+    pickled = write_pickle(checkpoint.root, numbering, objects=options.objects)
     big_endian = numbering.all_big_endian()
     first = [
         ZipMember(f"{TOP}/data.pkl", pickled.data),
@@ -339,19 +339,6 @@ class Numbering:
                 "a part of a storage is a value of its own, which torch cannot save since 0.4"
             )
         return "storage", made, self.key(number), storage.device, numel
-
-    def another(self, storage: Storage, dtype: DType | None) -> str | None:
-        """Return the key of a storage as one before, of as many bytes; None if it was met before.
-
-        `dtype` is that of its elements as its persistent id says.
-        """
-        number = len(self.storages)
-        if self._numbers.setdefault(storage, number) != number:
-            return None
-        self.tensors += 1
-        self.storages.append(storage)
-        self.dtypes.append(dtype)
-        return self.key(number)
 
     def key(self, number: int) -> str:
         """Return the name of a storage's record in its folder."""
@@ -445,7 +432,7 @@ def patch(before: Checkpoint, after: Checkpoint, options: Options) -> Patch | No
         return None  # without one, torch would refuse the file
     numbering = _Keys(directory)
     try:
-        pickled = write_pickle(after.root, numbering, numbering.another, objects=options.objects)
+        pickled = write_pickle(after.root, numbering, objects=options.objects)
     except _ElsewhereError:
         return None
     new = {f"{directory.top}/data.pkl": pickled.data}

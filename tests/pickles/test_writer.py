@@ -679,21 +679,3 @@ def test_pieces_are_joined_in_between(monkeypatch: pytest.MonkeyPatch) -> None:
 SHARED: dict[str, Node] = {"version": 1}
 CYCLE: dict[str, Node] = {}
 CYCLE["self"] = CYCLE
-
-
-@pytest.mark.parametrize(
-    "tree",
-    [
-        {"a": SHARED, "b": SHARED, "c": {"version": 1}},
-        {"a": {"b": {"c": {"version": 1}}}, "d": {}, "e": {"f": []}, "g": {"h": (1,)}},
-        {"a": CYCLE, "b": OrderedMapping({"version": 1}), "c": OrderedMapping({}, {"version": 1})},
-        [{"version": 1}, {1: 2, 3: 4}, {(1, 2): 3}, {None: "version"}],
-    ],
-)
-def test_dicts_of_one_leaf_are_written_as_all_dicts_are(
-    tree: Node, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    data = emit(tree).data
-    assert isomorphic(machine(data), tree)
-    monkeypatch.setattr("ckptkit.pickles.writer._Writer._single", lambda *_: False)
-    assert emit(tree).data == data

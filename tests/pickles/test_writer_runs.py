@@ -1,5 +1,4 @@
-"""Names with tensors that are written at once, against the same trees written value by
-value."""
+"""Tensors whose code is remembered by their kind, against the same trees without."""
 
 from __future__ import annotations
 
@@ -16,8 +15,7 @@ from ckptkit.core.errors import TensorError, UnsafeGlobalError, UnsupportedError
 from ckptkit.core.tensor import Storage, Tensor
 from ckptkit.core.tree import Node, OrderedMapping
 from ckptkit.formats.torch_zip import Numbering
-from ckptkit.pickles import emitter
-from ckptkit.pickles.emitter import Emitter, no_other
+from ckptkit.pickles import writer
 from ckptkit.pickles.writer import write_pickle
 from tests.random_checkpoints import make
 
@@ -33,32 +31,16 @@ def matrix(of: Storage | None = None, dtype: DType = FLOAT, **more: Any) -> Tens
     return Tensor(of or storage(), dtype, (2, 2), (2, 1), **more)
 
 
-@pytest.fixture
-def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many values were written at once, each time."""
-    counts: list[int] = []
-    emit_named = Emitter.emit_named
-
-    def counted(self: Emitter, pairs: list[tuple[Node, Node]], place: int) -> int:
-        end = emit_named(self, pairs, place)
-        counts.append(end - place)
-        return end
-
-    monkeypatch.setattr(Emitter, "emit_named", counted)
-    return counts
-
-
-def written(root: Node, another: bool = True) -> tuple[bytes, list[str], int]:
+def written(root: Node) -> tuple[bytes, list[str], int]:
     """The pickle, the devices of its storages in order, and how many tensors are views of them."""
     numbering = Numbering()
-    data = write_pickle(root, numbering, numbering.another if another else no_other).data
+    data = write_pickle(root, numbering).data
     return data, [each.device for each in numbering.storages], numbering.tensors
 
 
 def one_by_one(root: Node, monkeypatch: pytest.MonkeyPatch) -> tuple[bytes, list[str], int]:
     with monkeypatch.context() as patch:
-        patch.setattr(Emitter, "emit_named", lambda self, pairs, place: place)
-        patch.setattr(Emitter, "_alike", lambda self, tensor: b"")
+        patch.setattr(writer._Writer, "_alike", lambda self, tensor: b"")
         return written(root)
 
 
@@ -68,49 +50,28 @@ def state(entries: dict[Any, Node]) -> OrderedMapping:
 
 SAME, SHARED = matrix(), storage()
 
-TREES: dict[str, tuple[Node, int]] = {  # and how many values are written at once
-    "alike": (state({f"{n}": matrix() for n in range(1000, 3500)}), 2498),
-    "kinds in turns": (
-        state({f"{n}": matrix(storage(16 + 4 * (n % 3))) for n in range(1000, 1030)}), 26,
+TREES: dict[str, Node] = {
+    "alike": state({f"{n}": matrix() for n in range(1000, 3500)}),
+    "kinds in turns": state({f"{n}": matrix(storage(16 + 4 * (n % 3))) for n in range(1000, 1030)}),
+    "devices": state({f"{n}": matrix(storage(16, f"cuda:{n % 2}")) for n in range(1000, 1020)}),
+    "parameters": state(
+        {f"{n}": matrix(kind="parameter", requires_grad=n % 2 > 0) for n in range(1000, 1020)}
     ),
-    "devices": (state({f"{n}": matrix(storage(16, f"cuda:{n % 2}")) for n in range(1000, 1020)}), 16),
-    "parameters": (
-        state({f"{n}": matrix(kind="parameter", requires_grad=n % 2 > 0) for n in range(1000, 1020)}),
-        17,
-    ),
-    "flags": (
-        state({
-            f"{n}.{conj}": matrix(storage(32), BY_NAME["complex64"], conj=conj, neg=n % 2 > 0)
-            for n in range(1000, 1010) for conj in (False, True)
-        }), 13,
-    ),
-    "no class of storages": (state({f"{n}": matrix(dtype=SHORT) for n in range(1000, 1010)}), 8),
-    "the same tensor": (state({f"{n}": SAME for n in range(1000, 1010)}), 0),
-    "one storage": (state({f"{n}": matrix(SHARED) for n in range(1000, 1010)}), 8),
-    "no storage": (
-        state({f"{n}": Tensor(None, FLOAT, (2,), (1,)) for n in range(1000, 1010)}), 0,
-    ),
-    "text": (
-        state({f"{'é' * n}\ud800": matrix() for n in range(1, 300)} | {"x" * 70000: matrix()}), 298,
-    ),
-    "names that are values": (
-        state({f"{n}": f"{n + 1}" if n % 2 else matrix() for n in range(1000, 1010)}), 0,
-    ),
-    "other names": (
-        state({key: matrix() for key in (1, 2.5, None, True, ("a", 1), "a", "b", "c")}), 2,
-    ),
+    "flags": state({
+        f"{n}.{conj}": matrix(storage(32), BY_NAME["complex64"], conj=conj, neg=n % 2 > 0)
+        for n in range(1000, 1010) for conj in (False, True)
+    }),
+    "no class of storages": state({f"{n}": matrix(dtype=SHORT) for n in range(1000, 1010)}),
+    "the same tensor": state({f"{n}": SAME for n in range(1000, 1010)}),
+    "one storage": state({f"{n}": matrix(SHARED) for n in range(1000, 1010)}),
+    "no storage": state({f"{n}": Tensor(None, FLOAT, (2,), (1,)) for n in range(1000, 1010)}),
+    "other names": state({key: matrix() for key in (1, 2.5, None, True, ("a", 1), "a", "b", "c")}),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", TREES)
-@pytest.mark.parametrize("another", [True, False])
-def test_the_bytes_are_the_same(
-    name: str, another: bool, runs: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    root, count = TREES[name]
-    found = written(root, another)
-    assert sum(runs) == count
-    assert found == one_by_one(root, monkeypatch)
+def test_the_bytes_are_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert written(TREES[name]) == one_by_one(TREES[name], monkeypatch)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -120,12 +81,11 @@ def test_generated_trees(seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert written(root) == one_by_one(root, monkeypatch)
 
 
-def test_kinds_are_limited(runs: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(emitter, "_MOST_KINDS", 3)
+def test_kinds_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
     root = state({f"{n}": matrix(storage(16 + 4 * (n % 5))) for n in range(1000, 1050)})
-    found = written(root)
-    assert 0 < sum(runs) < 30
-    assert found == one_by_one(root, monkeypatch)
+    expected = one_by_one(root, monkeypatch)
+    monkeypatch.setattr(writer, "_MOST_KINDS", 3)
+    assert written(root) == expected
 
 
 @pytest.mark.parametrize(
