@@ -59,6 +59,7 @@ OTHERS = {
     "distributed": ("run",),
     "zstandard": ("formats",),
     "isal": ("core",),
+    "regex": ("transforms",),
     "yaml": ("run", "formats"),
 }
 LAZY = (
@@ -71,6 +72,7 @@ LAZY = (
     "distributed",
     "isal",
     "ml_dtypes",
+    "regex",
 )
 
 

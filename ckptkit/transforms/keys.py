@@ -12,6 +12,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase, translate
+from time import monotonic
+from typing import Any
 
 from ckptkit import quantized
 from ckptkit.core.checkpoint import Checkpoint, NoEffect, edit
@@ -346,16 +348,22 @@ def _new_names(
     return names
 
 
-def _regex(pattern: str, replacement: str) -> re.Pattern[str]:
+SECONDS = (
+    20  # for all matches of one list of substitutions: an expression may take exponential time
+)
+
+
+def _regex(pattern: str, replacement: str) -> Any:
+    import regex  # the engine of `re`, with a limit of time
+
     try:
-        regex = re.compile(pattern)
-        regex.sub(replacement, "")  # reads the replacement, whether or not anything matches
-    except (re.error, IndexError, RecursionError, OverflowError) as error:
+        re.compile(pattern).sub(replacement, "")  # reads the replacement without a match, too
+        return regex.compile(pattern)
+    except (re.error, regex.error, IndexError, RecursionError, OverflowError) as error:
         raise UsageError(
             f"bad substitution {pattern!r} = {replacement!r}: {error}",
             hint=r"a backslash before ( ) [ ] { } . * + ? | makes it plain: \( or \.",
         ) from error
-    return regex
 
 
 class _Substitutions:
@@ -366,11 +374,20 @@ class _Substitutions:
             (_regex(pattern, replacement), pattern, replacement) for pattern, replacement in pairs
         ]
         self.used: set[str] = set()
+        self.deadline = monotonic() + SECONDS
 
     def __call__(self, old: str) -> str:
         name = old
         for regex, pattern, replacement in self.pairs:
-            before, name = name, regex.sub(replacement, name)
+            before = name
+            try:
+                left = max(self.deadline - monotonic(), 0.001)
+                name = regex.sub(replacement, name, timeout=left)
+            except TimeoutError as error:
+                raise UsageError(
+                    f"the substitution {pattern!r} takes more than {SECONDS} seconds at {before!r}",
+                    hint="a repetition inside a repetition, as in (a+)+, takes exponential time",
+                ) from error
             if name != before:
                 self.used.add(pattern)
         if not name:

@@ -324,6 +324,15 @@ def test_rename_bad_substitution(substitution: tuple[str, str]) -> None:
         rename(checkpoint("no match"), substitutions=[substitution])
 
 
+def test_rename_takes_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`re` would never end here."""
+    ck = checkpoint("a" * 40 + "!")
+    assert names(rename(ck, substitutions=[(r"^(\w+\w+)+$", "x")])) == ["a" * 40 + "!"]
+    monkeypatch.setattr("ckptkit.transforms.keys.SECONDS", 0)
+    with pytest.raises(UsageError, match="takes more than 0 seconds"):
+        rename(checkpoint("a" * 200_000), substitutions=[(r"(a|b|ab)*c", "x")])
+
+
 def test_rename_flags_in_the_expression() -> None:
     assert names(rename(checkpoint("A.w"), substitutions=[("(?i)^a", "b")])) == ["b.w"]
 
