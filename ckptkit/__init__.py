@@ -26,24 +26,24 @@ if TYPE_CHECKING:
     from ckptkit.core.tensor import Storage as Storage
     from ckptkit.core.tensor import Tensor as Tensor
     from ckptkit.diagnosis.report import doctor as doctor
+    from ckptkit.edits.combine import average as average
+    from ckptkit.edits.combine import ema as ema
+    from ckptkit.edits.combine import merge as merge
+    from ckptkit.edits.devices import remap as remap
+    from ckptkit.edits.elements import cast as cast
+    from ckptkit.edits.elements import compact as compact
+    from ckptkit.edits.keys import add_prefix as add_prefix
+    from ckptkit.edits.keys import rename as rename
+    from ckptkit.edits.keys import select as select
+    from ckptkit.edits.keys import strip_prefix as strip_prefix
+    from ckptkit.edits.optimizers import key_optimizer as key_optimizer
+    from ckptkit.edits.quantized import dequantize as dequantize
+    from ckptkit.edits.rules import apply_rules
+    from ckptkit.edits.structure import extract as extract
+    from ckptkit.edits.structure import wrap as wrap
     from ckptkit.loading import diff as diff
     from ckptkit.loading import load as load
     from ckptkit.loading import load_into as load_into
-    from ckptkit.transforms.combine import average as average
-    from ckptkit.transforms.combine import ema as ema
-    from ckptkit.transforms.combine import merge as merge
-    from ckptkit.transforms.devices import remap as remap
-    from ckptkit.transforms.elements import cast as cast
-    from ckptkit.transforms.elements import compact as compact
-    from ckptkit.transforms.keys import add_prefix as add_prefix
-    from ckptkit.transforms.keys import rename as rename
-    from ckptkit.transforms.keys import select as select
-    from ckptkit.transforms.keys import strip_prefix as strip_prefix
-    from ckptkit.transforms.optimizer_keys import key_optimizer as key_optimizer
-    from ckptkit.transforms.quantized import dequantize as dequantize
-    from ckptkit.transforms.rules import apply_rules
-    from ckptkit.transforms.structure import extract as extract
-    from ckptkit.transforms.structure import wrap as wrap
 
     open = open_checkpoint
 
@@ -55,9 +55,9 @@ _ABOVE = {
     "numpy": ("compute.torch_bridge", "numpy"),
     "elements": ("compute.torch_bridge", "elements"),
     "torch": ("compute.torch_bridge", "torch_tensor"),
-    "map": ("transforms.mapping", "map_weights"),
-    "set": ("transforms.structure", "with_value"),
-    "drop": ("transforms.structure", "drop_entry"),
+    "map": ("edits.elements", "map_weights"),
+    "set": ("edits.structure", "with_value"),
+    "drop": ("edits.structure", "drop_entry"),
 }
 
 # The modules of the public names, but for edits, which are in the list of edits.

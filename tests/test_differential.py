@@ -21,10 +21,10 @@ from ckptkit.api import convert, open_checkpoint
 from ckptkit.cli import main
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import TensorError
-from ckptkit.transforms.devices import remap
-from ckptkit.transforms.elements import cast, compact
-from ckptkit.transforms.keys import add_prefix, rename, select, strip_prefix
-from ckptkit.transforms.structure import extract, wrap
+from ckptkit.edits.devices import remap
+from ckptkit.edits.elements import cast, compact
+from ckptkit.edits.keys import add_prefix, rename, select, strip_prefix
+from ckptkit.edits.structure import extract, wrap
 from tests.random_checkpoints import make
 from tests.torch_equality import bits, has_memory, leaves, same, sha256, tensors, ties
 
@@ -228,7 +228,7 @@ def test_select(weighted: Case) -> None:
         return new
 
     def bare(ck: Checkpoint) -> Checkpoint:
-        """The optimizer is of another net: such are cut in tests/transforms."""
+        """The optimizer is of another net: such are cut in tests/edits."""
         root = ck.root
         return ck.without("optimizer") if isinstance(root, dict) and "optimizer" in root else ck
 

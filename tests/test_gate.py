@@ -139,7 +139,7 @@ def test_PK_30_the_gate_sees(source: str) -> None:
     "source",
     [
         "import re\nre.compile('a')",
-        "from ckptkit.transforms.structure import extract\nextract(ck)",
+        "from ckptkit.edits.structure import extract\nextract(ck)",
         "from ckptkit.loading import load\nload(path)",
         "import pickletools\npickletools.opcodes",
         "import os\nos.path.join('a', 'b')",

@@ -29,9 +29,9 @@ ROOMS = (
     ("core",),
     ("compute", "remote"),
     ("pickles", "publish", "quantized", "rules"),
-    ("transforms", "formats"),
+    ("edits", "formats"),
     ("scanning", "api"),
-    ("analysis", "edits"),
+    ("analysis",),
     ("loading",),
     ("diagnosis", "__init__"),  # __init__: the public names
     ("views", "run", "trainer"),
@@ -59,7 +59,7 @@ OTHERS = {
     "distributed": ("run",),
     "zstandard": ("formats",),
     "isal": ("core",),
-    "regex": ("transforms",),
+    "regex": ("edits",),
     "yaml": ("run", "formats"),
 }
 LAZY = (

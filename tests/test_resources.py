@@ -544,7 +544,7 @@ EDITING = """
 import sys
 from ckptkit.api import convert
 from ckptkit.core.errors import CkptkitError
-from ckptkit.transforms.keys import add_prefix, strip_prefix
+from ckptkit.edits.keys import add_prefix, strip_prefix
 steps = [lambda ck: add_prefix(ck, "b."), lambda ck: strip_prefix(ck, "b.")]
 edits = 0
 for number in range(int(sys.argv[2])):

@@ -59,7 +59,7 @@ def command(
     """
     from ckptkit.analysis.config_check import compare
     from ckptkit.api import reading
-    from ckptkit.transforms import rules
+    from ckptkit.edits import rules
 
     with reading(file, key=key) as checkpoint:
         place = checkpoint.source
@@ -108,8 +108,8 @@ def _findings(
     checkpoint: Checkpoint, lines: list[str], like: str | None, config: Any,
     compared: list[Compared],
 ) -> list[dict[str, str]]:  # fmt: skip
-    from ckptkit.transforms.expecting import Expectations
-    from ckptkit.transforms.rules import UnlikeError, check_like
+    from ckptkit.edits.expect import Expectations
+    from ckptkit.edits.rules import UnlikeError, check_like
 
     found = [
         {"code": "expectation", "text": text}

@@ -101,7 +101,7 @@ def _targets(_: click.Context, __: click.Parameter, incomplete: str) -> list[Com
 
 
 def _kinds(_: click.Context, __: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    from ckptkit.transforms.quantizing import KINDS
+    from ckptkit.edits.quantized import KINDS
 
     return _matching(((name, None) for name in KINDS), incomplete)
 

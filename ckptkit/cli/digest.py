@@ -147,7 +147,7 @@ def _readable(
 def _seen(checkpoint: Checkpoint, dtype: str | None, file: str) -> Checkpoint:
     """Return the checkpoint with quantized weights as floats, if --dequantize is given."""
     if dtype is not None:
-        from ckptkit.transforms.quantized import dequantize
+        from ckptkit.edits.quantized import dequantize
 
         return dequantize(checkpoint, dtype or None)
     from ckptkit import quantized

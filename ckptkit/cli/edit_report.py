@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -60,41 +60,24 @@ def print_messages(
 
 def _print(dry_run: bool, done: Conversion, count: int) -> None:
     """Print the sentence; with --dry-run, the plan."""
-    sentence = "; ".join(
-        (f"{render.plural(count, 'tensor')}, {_sizes(done.plan)}", *done.notes, *_copied(done))
-    )
-    render.emit_text(f"{_verb(done.plan, dry_run)} {done.path}: {sentence}")
+    from ckptkit.core.plan import Patch
+
+    plan = done.plan
+    if isinstance(plan, Patch):
+        verb = "would change" if dry_run else "kept" if plan.seal is None else "changed"
+        size = f"{render.size(plan.written)} of {render.size(plan.size)} rewritten"
+    else:
+        verb, size = "would write" if dry_run else "wrote", render.size(plan.size)
+    copied = [f"with {', '.join(done.copied)}"] if done.copied else []
+    sentence = "; ".join((f"{render.plural(count, 'tensor')}, {size}", *done.notes, *copied))
+    render.emit_text(f"{verb} {done.path}: {sentence}")
     if dry_run and done.checkpoint.reports:
         from ckptkit.cli.rules_report import lines_of
 
         for each in done.checkpoint.reports:
             render.emit_text(*lines_of(each))
     if dry_run:
-        render.emit_text(*str(done.plan).split("\n"))
-
-
-def _copied(done: Conversion) -> Iterator[str]:
-    """Yield the files that are copied beside the weights."""
-    if done.copied:
-        yield f"with {', '.join(done.copied)}"
-
-
-def _verb(plan: Plan | Patch, dry_run: bool) -> str:
-    from ckptkit.core.plan import Patch
-
-    if not isinstance(plan, Patch):
-        return "would write" if dry_run else "wrote"
-    if dry_run:
-        return "would change"
-    return "kept" if plan.seal is None else "changed"
-
-
-def _sizes(plan: Plan | Patch) -> str:
-    from ckptkit.core.plan import Plan
-
-    if isinstance(plan, Plan):
-        return render.size(plan.size)
-    return f"{render.size(plan.written)} of {render.size(plan.size)} rewritten"
+        render.emit_text(*str(plan).split("\n"))
 
 
 def what_was_lost(lost: Sequence[Loss]) -> list[str]:

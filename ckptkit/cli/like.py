@@ -8,7 +8,7 @@ import re
 from typing import Any
 
 from ckptkit.core.errors import UsageError
-from ckptkit.transforms.rules import Shapes
+from ckptkit.edits.rules import Shapes
 
 _MODEL = re.compile(r"(.+\.py|[A-Za-z_][\w.]*):[A-Za-z_]\w*")
 _INDEX = ".index.json"

@@ -161,7 +161,7 @@ def config(_: click.Context, __: click.Parameter, path: str | None) -> Any:
     """Read the config.json of --config."""
     if path is None:
         return None
-    from ckptkit.transforms import rules
+    from ckptkit.edits import rules
 
     return rules.read(path)
 
@@ -340,7 +340,7 @@ class Request:
         if self.like is None:
             return
         from ckptkit.cli.like import expected
-        from ckptkit.transforms.rules import check_like
+        from ckptkit.edits.rules import check_like
 
         name, shapes = self.like, expected(self.like)
         yield lambda checkpoint: check_like(checkpoint, shapes, name)

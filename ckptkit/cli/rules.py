@@ -26,8 +26,8 @@ def command(source: str, model_type: str, config: str | None) -> int:
     \b
     Example: ckptkit rules from-transformers qwen3_moe > qwen3-moe.yaml
     """
+    from ckptkit.edits import rules
     from ckptkit.rules.from_transformers import generated, layouts_of, recipe_text
-    from ckptkit.transforms import rules
 
     layouts = layouts_of(model_type, None if config is None else rules.read(config))
     found = generated(layouts)

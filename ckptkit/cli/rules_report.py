@@ -7,8 +7,8 @@ from typing import Any
 
 from ckptkit.cli import render
 from ckptkit.core.text import flatten
+from ckptkit.edits.rules import Done, Report
 from ckptkit.rules.notation import REST
-from ckptkit.transforms.rules import Done, Report
 
 
 def lines_of(report: Report) -> Iterator[str]:

@@ -73,8 +73,8 @@ def command(
              ckptkit run my-recipe.yaml run.pth out.safetensors --dry-run
              ckptkit run mixtral model out --reverse --arg h=32
     """
+    from ckptkit.edits.rules import RuleOptions
     from ckptkit.run import recipes
-    from ckptkit.transforms.rules import RuleOptions
 
     rules = RuleOptions(args, config, reverse, reports=request.options.dry_run)
     found = recipes.load(recipe, rules)

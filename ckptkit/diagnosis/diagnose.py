@@ -35,6 +35,7 @@ from ckptkit.core.weights import locate
 from ckptkit.diagnosis import container, content, fit, refused
 from ckptkit.diagnosis.cause import ERROR, Cause, Fix, together
 from ckptkit.diagnosis.facts import Facts, some
+from ckptkit.edits import keys
 from ckptkit.formats.dcp.shards import part_of
 from ckptkit.formats.folder import INDEX
 from ckptkit.formats.format import Defect, Format, Loss, Probe, Recovered, open_place, steady
@@ -43,7 +44,6 @@ from ckptkit.loading import building
 from ckptkit.loading.model import is_implied, seen_by
 from ckptkit.quantized.group import configured
 from ckptkit.scanning.find import refused_by_weights_only
-from ckptkit.transforms import module_versions
 
 if TYPE_CHECKING:
     from torch import nn
@@ -400,7 +400,7 @@ def _fit(
     seen = seen_by(checkpoint, shapes).weights
     ours = {name: Kind(tensor.dtype.name, tensor.shape) for name, tensor in seen.items()}
     way = prefixes(*map(shapes_of, (ours, theirs)))
-    versions: Mapping[str, Any] = module_versions.of(weights.node) or {}
+    versions: Mapping[str, Any] = keys.paths_of(weights.node) or {}
     implied = {
         name for name in theirs if is_implied(way.strip + name.removeprefix(way.add), versions)
     }

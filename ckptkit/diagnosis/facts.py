@@ -18,10 +18,10 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.core.options import Options
 from ckptkit.core.tree import Node, join
 from ckptkit.diagnosis.cause import DROP_OBJECTS, Fix
+from ckptkit.edits.structure import bare
 from ckptkit.formats.format import Format
 from ckptkit.formats.table import BY_NAME, NONE, SAFETENSORS, TORCH_ZIP
 from ckptkit.quantized import Quantization
-from ckptkit.transforms.structure import bare
 
 SHOWN = 4  # names in a sentence
 
@@ -96,7 +96,7 @@ class Facts:
         assert self.checkpoint is not None
         if not (is_script(self) and advice.packed(self.summary)):
             return self.checkpoint
-        from ckptkit.transforms.quantized import dequantize
+        from ckptkit.edits.quantized import dequantize
 
         try:
             return dequantize(self.checkpoint)

@@ -1,7 +1,8 @@
-"""The list of edits, Checkpoint -> Checkpoint, each declared once. Uses core.
+"""The list of edits, Checkpoint -> Checkpoint, each declared once.
 
 An edit is a typed function. Its row here makes the option of `convert`, the command, the step of a
 recipe, the fix of the doctor and the public name. `convert` applies edits in the order of the list.
+Uses core, compute, pickles, quantized and rules.
 """
 
 from __future__ import annotations
@@ -75,14 +76,14 @@ _KEYS = Option(
 
 EDITS = (
     Edit(
-        "drop-entry", "transforms.structure:drop_entry",
+        "drop-entry", "edits.structure:drop_entry",
         (Option("paths", "texts", "--drop-entry", "PATH",
                 "Leave out an entry, e.g. optimizer (repeatable).", dest="entries"),),
         "Leave out entries; a recipe may name some that are not there.",
         in_convert=True, fixed={"missing_ok": True}, public=False,
     ),
     Edit(
-        "optimizer-keys", "transforms.optimizer_keys:key_optimizer",
+        "optimizer-keys", "edits.optimizers:key_optimizer",
         (Option("by", "choice", "--optimizer-keys", "KEYS",
                 "Key optimizer state by names (FSDP, DCP) or by numbers (torch.optim).",
                 dest="optimizer_keys", choices=("names", "numbers")),),
@@ -90,23 +91,23 @@ EDITS = (
         in_convert=True,
     ),
     Edit(
-        "set-metadata", "transforms.structure:with_extras",
+        "set-metadata", "edits.structure:with_extras",
         (Option("metadata", "named", "--set-metadata", "NAME=TEXT",
                 "Set metadata of safetensors (repeatable)."),),
         "Set entries of the metadata of safetensors.",
         in_convert=True, public=False,
     ),
     Edit(
-        "dequantize", "transforms.quantized:dequantize",
+        "dequantize", "edits.quantized:dequantize",
         (Option("dtype", "dtype", "--dequantize", "[DTYPE]",
                 "Convert quantized weights to floats: bfloat16, float16 or float32, by default "
                 "that of the model.", dest="dequantize"),),
         "Convert quantized weights to floats.",
         in_convert=True,
     ),
-    Edit("weights", "transforms.structure:bare", about="Take the weights alone.", public=False),
+    Edit("weights", "edits.structure:bare", about="Take the weights alone.", public=False),
     Edit(
-        "ema", "transforms.combine:ema",
+        "ema", "edits.combine:ema",
         about="Extract the averaged (EMA) weights that training kept.",
         command="ema",
         help="""They are found under the names that training loops use (state_dict_ema, model_ema,
@@ -115,7 +116,7 @@ EDITS = (
         examples=("last.pth ema.safetensors",),
     ),
     Edit(
-        "extract", "transforms.structure:extract",
+        "extract", "edits.structure:extract",
         (Option("key", "first", "--key", "PATH",
                 "Path of the weights, or of another entry: its keys, joined by dots.",
                 required=True),),
@@ -125,7 +126,7 @@ EDITS = (
         examples=("run.pth model.pth --key model",),
     ),
     Edit(
-        "merge", "transforms.combine:merge",
+        "merge", "edits.combine:merge",
         (Option("checkpoints", "files"),
          Option("last_wins", "flag", "--last-wins", None,
                 "On duplicate names, keep the last instead of failing.", recipe=None)),
@@ -135,7 +136,7 @@ EDITS = (
         examples=("stage0.pt stage1.pt model.safetensors",),
     ),
     Edit(
-        "average", "transforms.combine:average",
+        "average", "edits.combine:average",
         (Option("checkpoints", "files"),
          Option("shares", "numbers", "--weight", "W",
                 "Weight of each SRC, in order (repeatable). Default: equal weights.", recipe=None)),
@@ -148,7 +149,7 @@ EDITS = (
                   "--weight 0.9 --weight 0.1 old.pth new.pth mixed.pth"),
     ),
     Edit(
-        "select", "transforms.keys:select",
+        "select", "edits.keys:select",
         (Option("keep", "texts", "--keep", "GLOB", "Keep only weights that match (repeatable).",
                 recipe="keep"),
          Option("drop", "texts", "--drop", "GLOB", "Leave out weights that match (repeatable).",
@@ -157,7 +158,7 @@ EDITS = (
         in_convert=True, fixed={"missing_ok": True},
     ),
     Edit(
-        "strip", "transforms.keys:strip_prefix",
+        "strip", "edits.keys:strip_prefix",
         (Option("prefixes", "texts", "--prefix", "P",
                 "Prefix to remove instead of 'module.' (repeatable).", convert="--strip",
                 convert_help="Remove this prefix from the keys (repeatable)."), _KEYS),
@@ -168,7 +169,7 @@ EDITS = (
         examples=("run.pth plain.pth",),
     ),
     Edit(
-        "add", "transforms.keys:add_prefix",
+        "add", "edits.keys:add_prefix",
         (Option("prefix", "text", "--prefix", "P", "Prefix to add to each key.", convert="--add",
                 convert_help="Add this prefix to each key.", default="module."), _KEYS),
         "Add the prefix 'module.' to the keys.",
@@ -179,7 +180,7 @@ EDITS = (
         examples=("plain.pth run.pth",),
     ),
     Edit(
-        "rename", "transforms.keys:rename",
+        "rename", "edits.keys:rename",
         (Option("mapping", "map", "--map", "FILE", "JSON file that maps old names to new ones.",
                 recipe="map"),
          Option("substitutions", "substitutions", "--sub", "REGEX=REPLACEMENT",
@@ -193,17 +194,17 @@ EDITS = (
         needs="nothing to rename: give --map FILE (not empty) or --sub REGEX=REPLACEMENT",
     ),
     Edit(
-        "tie", "transforms.keys:tie", (Option("names", "map"),),
+        "tie", "edits.keys:tie", (Option("names", "map"),),
         "Give weights further names: new name to the name that it stands for as well.",
         public=False,
     ),
     Edit(
-        "untie", "transforms.keys:untie", (Option("names", "map"),),
+        "untie", "edits.keys:untie", (Option("names", "map"),),
         "Take further names of weights away, which must hold the same memory.",
         public=False,
     ),
     Edit(
-        "rules", "transforms.rules:apply_rules",
+        "rules", "edits.rules:apply_rules",
         (Option("rules", "rules", "--rule", "RULE",
                 "Rearrange tensors: LEFT -> RIGHT (repeatable; see `ckptkit help "
                 "rules`).", recipe=None),
@@ -216,7 +217,7 @@ EDITS = (
         in_convert=True,
     ),
     Edit(
-        "cast", "transforms.elements:cast",
+        "cast", "edits.elements:cast",
         (Option("dtypes", "casts", "--cast", "[GLOB=]DTYPE",
                 "Cast floating-point weights: those that match, or all others (repeatable).",
                 dest="cast"),),
@@ -224,14 +225,14 @@ EDITS = (
         in_convert=True,
     ),
     Edit(
-        "quantize", "transforms.quantizing:quantize",
+        "quantize", "edits.quantized:quantize",
         (Option("kind", "text", "--quantize", "KIND",
                 "Quantize matrices: fp8-block or mxfp4.", dest="quantize"),),
         "Quantize the matrices of layers: fp8-block or mxfp4.",
         in_convert=True, public=False,
     ),
     Edit(
-        "remap", "transforms.devices:remap",
+        "remap", "edits.devices:remap",
         (Option("devices", "text", "--to", "DEVICE",
                 "Change all device tags to DEVICE, e.g. cpu.", dest="device"),
          Option("devices", "pairs", "--device", "A=B",
@@ -246,14 +247,14 @@ EDITS = (
         needs="give either --to DEVICE or --device A=B",
     ),
     Edit(
-        "compact", "transforms.elements:compact",
+        "compact", "edits.elements:compact",
         (Option("", "flag", "--compact", None, "Leave out bytes that no tensor uses.",
                 dest="compact"),),
         "Cut storages to the parts that tensors use.",
         in_convert=True,
     ),
     Edit(
-        "wrap", "transforms.structure:wrap",
+        "wrap", "edits.structure:wrap",
         (Option("key", "text", "--key", "NAME", "Path of the weights in DST: a new key.",
                 required=True),
          Option("beside", "json", "--set", "NAME=JSON", "Add this entry beside it (repeatable).",

@@ -1,7 +1,7 @@
 """Checkpoint -> torch: ``load``, ``load_into``, and models to compare with.
 
 In: a checkpoint and a map_location or a model. Out: torch tensors; a filled model; a diff against a
-model. Uses core, compute, quantized, transforms, formats, api and analysis. No class that a file
+model. Uses core, compute, quantized, edits, formats, api and analysis. No class that a file
 names is imported or called.
 """
 

@@ -29,12 +29,12 @@ from ckptkit.core.tensor import Shape, Storage, Tensor, contiguous_stride
 from ckptkit.core.text import plural, shell_word, some
 from ckptkit.core.tree import Node, collector_paused
 from ckptkit.core.weights import as_tensor
+from ckptkit.edits import groups, keys
+from ckptkit.edits.keys import add_prefix, rename, strip_prefix
 from ckptkit.formats.format import steady
 from ckptkit.loading import building
 from ckptkit.loading.tensors import PythonValues, TorchTensors, entries
 from ckptkit.quantized import look_through_both, look_through_for
-from ckptkit.transforms import groups, module_versions
-from ckptkit.transforms.keys import add_prefix, rename, strip_prefix
 
 if TYPE_CHECKING:
     import torch
@@ -243,7 +243,7 @@ def load_into(
     way = prefixes({name: _shape(as_tensor(node)) for name, node in before.items()}, theirs)
     changed = _changed(ck, way, theirs)
     found = dict(entries(changed.required))
-    versions = PythonValues(TorchTensors("cpu"))(module_versions.of(changed.required.node))
+    versions = PythonValues(TorchTensors("cpu"))(keys.paths_of(changed.required.node))
     unchanged = dict(zip(found, before, strict=True))
     twins = _twins(model, found)
     needed = {name: shape for name, shape in theirs.items() if name not in twins}

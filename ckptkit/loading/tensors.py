@@ -37,8 +37,8 @@ from ckptkit.core.tree import (
     join,
 )
 from ckptkit.core.weights import Weights, as_tensor
+from ckptkit.edits import keys
 from ckptkit.formats.format import steady
-from ckptkit.transforms import module_versions
 
 if TYPE_CHECKING:
     import torch
@@ -406,7 +406,7 @@ def entries(weights: Weights) -> Iterator[tuple[str, Node]]:
     if weights.is_module:
         yield from weights.nodes.items()
         return
-    complete = module_versions.of(weights.node) is not None
+    complete = keys.paths_of(weights.node) is not None
     for name, node in weights.node.items():
         if isinstance(name, str) and (
             complete or name in weights.nodes or name.endswith("_extra_state")

@@ -15,7 +15,7 @@ from ckptkit.core.errors import CorruptError, UnsupportedError
 from ckptkit.core.options import Options
 from ckptkit.core.parts import part_of
 from ckptkit.core.tree import Node
-from ckptkit.transforms.combine import average, merge
+from ckptkit.edits.combine import average, merge
 from tests.conftest import Run, in_process
 from tests.formats.parallel import making
 from tests.formats.parallel.old_forms import dtensor, mesh_of_tensor, save, shard

@@ -29,11 +29,11 @@ from ckptkit.core.errors import CkptkitError, InputError
 from ckptkit.core.plan import Segment
 from ckptkit.core.tensor import Storage, Tensor
 from ckptkit.core.tree import Node
+from ckptkit.edits.devices import remap
+from ckptkit.edits.keys import strip_prefix
 from ckptkit.pickles.values import unpickle
 from ckptkit.pickles.writer import write_pickle
 from ckptkit.publish import in_place
-from ckptkit.transforms.devices import remap
-from ckptkit.transforms.keys import strip_prefix
 from tests.formats.containers import tars
 from tests.formats.containers.zips import Member, build
 from tests.fuzz import seeds

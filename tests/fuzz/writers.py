@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ckptkit.api import convert
 from ckptkit.core.errors import CkptkitError
-from ckptkit.transforms.keys import strip_prefix
+from ckptkit.edits.keys import strip_prefix
 from tests.fuzz.hunting import Composition, Finding, Hunt
 from tests.fuzz.material import TENSOR
 from tests.fuzz.trees import const, mapping

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import ckptkit
 from ckptkit.core.errors import TensorError, UsageError
-from ckptkit.transforms.quantizing import quantize
+from ckptkit.edits.quantized import quantize
 from tests.conftest import Run, in_process
 
 run = in_process

@@ -306,8 +306,8 @@ def test_an_index_that_leads_out_of_the_scales_is_damage(tmp_path: Path, run: Ru
 
 
 def test_the_manual_has_every_family() -> None:
+    from ckptkit.edits.quantized import KINDS
     from ckptkit.quantized.finding import markdown
-    from ckptkit.transforms.quantizing import KINDS
 
     text = markdown()
     page = (Path(ckptkit.__file__).parent / "help" / "quantized.md").read_text()

@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import save_file
 
 import ckptkit
+from ckptkit.edits.expect import ExpectationError, Expectations, parse_expectation
 from ckptkit.rules.notation import RuleError
-from ckptkit.transforms.expecting import ExpectationError, Expectations, parse_expectation
 from tests.cli.conftest import Ckptkit
 from tests.cli.conftest import ckptkit as command  # noqa: F401
 from tests.hints import commands_in

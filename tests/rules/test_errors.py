@@ -21,13 +21,14 @@ from ckptkit.compute.strided import StridedCopy
 from ckptkit.core.bytesource import Derived, Extent, Memory, Range
 from ckptkit.core.errors import CkptkitError, CollisionError, LimitError
 from ckptkit.core.text import flatten
+from ckptkit.edits import expect as expectations
+from ckptkit.edits import rules
+from ckptkit.edits.expect import Expectations
+from ckptkit.edits.rules import check_like
 from ckptkit.rules import planner
 from ckptkit.rules.from_transformers import Layouts, Moved, Unsayable, generated
 from ckptkit.rules.notation import MisfitError, RuleError
 from ckptkit.rules.planner import RuleSet, check_reversible
-from ckptkit.transforms import expecting, rules
-from ckptkit.transforms.expecting import Expectations
-from ckptkit.transforms.rules import check_like
 from tests.quantized.made import Row, ones
 from tests.quantized.test_refusals import FP8, L
 from tests.rules import test_grouped
@@ -507,7 +508,7 @@ MAKERS = ("check", "refuse", "Unsayable")  # functions that raise an error, besi
 
 def sites() -> Iterator[tuple[str, range]]:
     """Yield the places where the modules of rules make an error: file, lines."""
-    applied = (rules.__file__, expecting.__file__)
+    applied = (rules.__file__, expectations.__file__)
     for path in sorted((*Path(planner.__file__).parent.glob("*.py"), *map(Path, applied))):
         for node in ast.walk(ast.parse(path.read_text())):
             if not isinstance(node, ast.Call):

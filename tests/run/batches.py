@@ -14,9 +14,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ckptkit.api import Conversion, convert
+from ckptkit.edits.keys import strip_prefix
 from ckptkit.publish.publish import temporary_name
 from ckptkit.run.batch import manifest
-from ckptkit.transforms.keys import strip_prefix
 from tests.conftest import ENVIRONMENT
 
 

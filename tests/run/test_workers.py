@@ -24,10 +24,10 @@ from safetensors.torch import save_file
 
 from ckptkit.api import Step, convert
 from ckptkit.core.errors import OutputError, UsageError
+from ckptkit.edits.elements import cast
+from ckptkit.edits.keys import strip_prefix
 from ckptkit.publish import parallel_write
 from ckptkit.run import batch, workers
-from ckptkit.transforms.elements import cast
-from ckptkit.transforms.keys import strip_prefix
 from tests.conftest import COMMAND, ENVIRONMENT, Run
 from tests.run.batches import Dask, dask, deadly, make, noted, slow, strip
 

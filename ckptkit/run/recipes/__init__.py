@@ -34,13 +34,13 @@ from ckptkit.core.bytesource import LocalFile
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CollisionError, InputError, TensorError, UsageError
 from ckptkit.core.text import nearest
+from ckptkit.edits.expect import Expectations
+from ckptkit.edits.rules import RuleOptions
+from ckptkit.edits.rules import step as apply_step
 from ckptkit.rules.notation import RuleError, in_step, is_word
 from ckptkit.rules.planner import RuleSet, unused_argument
 from ckptkit.run.recipes import model_config
 from ckptkit.run.recipes.reversing import WrittenStep, backwards
-from ckptkit.transforms.expecting import Expectations
-from ckptkit.transforms.rules import RuleOptions
-from ckptkit.transforms.rules import step as apply_step
 
 FOLDER = Path(__file__).parent
 _SUFFIXES = (".yaml", ".yml", ".toml")

@@ -14,7 +14,7 @@ from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import UnsupportedError, UsageError
 from ckptkit.core.text import shown, typed
 from ckptkit.core.tree import Global, children, find
-from ckptkit.transforms.rules import CONFIG_NAME, RuleOptions
+from ckptkit.edits.rules import CONFIG_NAME, RuleOptions
 
 Arguments = Mapping[str, Any]
 

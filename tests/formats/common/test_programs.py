@@ -15,7 +15,7 @@ from torch import nn
 import ckptkit
 from ckptkit.api import convert
 from ckptkit.core.errors import UsageError
-from ckptkit.transforms.structure import extract
+from ckptkit.edits.structure import extract
 from tests.conftest import Run, in_process
 from tests.formats.torchscript.scripts import (
     QUIET,

@@ -22,9 +22,9 @@ from ckptkit.core.errors import (
     TensorError,
     UnsupportedError,
 )
+from ckptkit.edits.quantized import dequantize
 from ckptkit.formats.format import Probe
 from ckptkit.formats.table import TORCHSCRIPT
-from ckptkit.transforms.quantized import dequantize
 from tests.formats.containers.zips import Member, build
 
 FLOATS = struct.pack("<6f", *range(6))

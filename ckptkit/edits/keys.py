@@ -1,17 +1,20 @@
-"""Names: strip and add prefixes, rename, select.
+"""Names: strip and add prefixes, rename, select; and the ``_metadata`` that follows them.
 
 All four edit the mapping that holds the weights and, with it, the ``_metadata`` that torch sets on
-a state_dict (:mod:`ckptkit.transforms.module_versions`). A whole pickled module is replaced by its
-plain state_dict: the names in it are attributes of the user's classes.
+a state_dict: the path of each module (``""``, ``layer1``, ``layer1.0``) and the version of its
+layout.
+A whole pickled module is replaced by its plain state_dict: the names in it are attributes of the
+user's classes.
 """
 
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase, translate
+from functools import partial
 from time import monotonic
 from typing import Any
 
@@ -19,8 +22,19 @@ from ckptkit import quantized
 from ckptkit.core.checkpoint import Checkpoint, NoEffect, edit
 from ckptkit.core.errors import CollisionError, UsageError
 from ckptkit.core.tensor import Tensor
-from ckptkit.core.text import entries, guess, plural, quoted, shell_word, typed, without
-from ckptkit.core.tree import Node, Object, OrderedMapping, Path, find, join, rebuild, walk
+from ckptkit.core.text import entries, flatten, guess, plural, quoted, shell_word, typed, without
+from ckptkit.core.tree import (
+    MODULE_VERSIONS,
+    Node,
+    Object,
+    OrderedMapping,
+    Path,
+    find,
+    join,
+    module_versions,
+    rebuild,
+    walk,
+)
 from ckptkit.core.weights import (
     WRAPPERS,
     Weights,
@@ -29,10 +43,179 @@ from ckptkit.core.weights import (
     plain_state_dict,
     read_module,
 )
+from ckptkit.edits import groups, optimizers
 from ckptkit.quantized import Quantization
-from ckptkit.transforms import groups, module_versions, optimizers
 
 Paths = dict[str, Node]
+
+
+def paths_of(mapping: Node) -> Paths | None:
+    """The ``_metadata`` of a state_dict, None if it has none that is a mapping from strings."""
+    paths = module_versions(mapping)
+    if paths is None or not all(isinstance(path, str) for path in paths):
+        return None
+    return paths
+
+
+def with_paths(old: Node, entries: Mapping[Node, Node], edit: Callable[[Paths], Paths]) -> Node:
+    """`entries` as a mapping of the type of `old`, with the edited ``_metadata`` of `old`."""
+    if not isinstance(old, OrderedMapping):
+        return dict(entries)
+    paths = paths_of(old)
+    if paths is None:
+        return OrderedMapping(entries, old.state)
+    new = edit(paths)
+    kept = OrderedMapping(new, paths.state) if isinstance(paths, OrderedMapping) else new
+    return OrderedMapping(entries, {**old.state, MODULE_VERSIONS: kept})
+
+
+def _parents(path: str) -> Iterator[str]:
+    return (path[:n] for n in range(1, len(path) - 1) if path[n] == ".")
+
+
+def stripped_paths(
+    paths: Paths, strip: Callable[[str], str], prefixes: Iterable[str], kept: Iterable[str]
+) -> Paths:
+    """Return paths without the prefixes.
+
+    Where two meet (``""`` and ``module``), the inner one stays.
+
+    A path on the way to a prefix (``a`` of ``a.b.``) goes, unless a name in `kept` is still below
+    it.
+    """
+    on_the_way = set(flatten(map(_parents, prefixes)))
+    depth: dict[str, int] = {}
+    found: Paths = {}
+    for path, value in paths.items():
+        below = path + "."
+        if path in on_the_way and not any(name.startswith(below) for name in kept):
+            continue
+        short = strip(below)
+        new, gone = short[:-1], len(below) - len(short)
+        if gone >= depth.get(new, 0):
+            found[new], depth[new] = value, gone
+    return found
+
+
+def prefixed_paths(paths: Paths, prefix: str) -> Paths:
+    """Return paths below `prefix`, with entries of the modules around them, as in torch."""
+    inside = prefix.rpartition(".")[0]
+    parts = inside.split(".") if inside else []
+    found: Paths = {".".join(parts[:n]): {"version": 1} for n in range(len(parts))}
+    for path, value in paths.items():
+        found[prefix + path if path else inside] = value
+    return found
+
+
+def pruned_paths(paths: Paths, names: Iterable[str]) -> Paths:
+    """The paths that still have a name below them, and the root."""
+    live = {""}
+    for name in names:
+        path = name.rpartition(".")[0]
+        while path not in live:
+            live.add(path)
+            path = path.rpartition(".")[0]
+    return {path: value for path, value in paths.items() if path in live}
+
+
+def renamed_paths(paths: Paths, names: Mapping[str, str], lost: list[str]) -> Paths:
+    """Return paths renamed like their keys; what cannot be derived is left out and added to `lost`.
+
+    A module is where its own parameters are. One that has none is where its submodules are, if
+    these kept their last component; one without either moves with the module around it.
+    """
+    new = _derived(paths, names)
+    found: Paths = {}
+    for path, value in paths.items():
+        target = new[path]
+        if target is None:
+            lost.append(path)
+        elif target not in found or path:
+            found[target] = value
+    return found
+
+
+def moved_paths(paths: Paths, pairs: Iterable[tuple[str, str]], lost: list[str]) -> Paths:
+    """Paths as their keys went, (old name, new name) for each source of each new key.
+
+    A module that is made of several has their entry if they agree; else it is left out, and added
+    to `lost`. A module that is new around others has what torch gives it; one that has no keys
+    stays.
+    """
+    sources: dict[str, set[str]] = defaultdict(set)
+    held, live = {""}, {""}
+    for old, new in pairs:
+        sources[_parent(new)].add(_parent(old))
+        _add_parents(old, held)
+        _add_parents(new, live)
+    found: Paths = {path: value for path, value in paths.items() if path not in held or path == ""}
+    for path in sorted(live - {""}) if paths else ():
+        own = [paths[old] for old in sorted(sources[path]) if old in paths]
+        if not own:
+            found[path] = paths.get(path, {"version": 1})
+        elif all(same_versions(each, own[0]) for each in own):
+            found[path] = own[0]
+        else:
+            lost.append(path)
+    return found
+
+
+def _add_parents(name: str, found: set[str]) -> None:
+    """Add the modules around a key, up to one that is there already."""
+    path = _parent(name)
+    while path not in found:
+        found.add(path)
+        path = _parent(path)
+
+
+def same_versions(one: Node, other: Node) -> bool:
+    """Return whether two entries of ``_metadata`` are equal: dicts of a few plain values."""
+    if one is other:
+        return True
+    if not isinstance(one, dict) or not isinstance(other, dict) or one.keys() != other.keys():
+        return False
+    plain = (int, str, bool, float, type(None))
+    return all(
+        isinstance(v, plain) and isinstance(other[k], plain) and v == other[k]
+        for k, v in one.items()
+    )
+
+
+def _derived(paths: Paths, names: Mapping[str, str]) -> dict[str, str | None]:
+    own: dict[str, set[str]] = defaultdict(set)
+    for old, new in names.items():
+        own[_parent(old)].add(_parent(new))
+    below: dict[str, set[str]] = defaultdict(set)
+    by_depth = sorted(paths, key=lambda path: path.count("."))
+    for path in reversed(by_depth):
+        votes = own.get(path) or below[path]
+        if path and len(votes) == 1:
+            (vote,) = votes
+            if _last(vote) == _last(path):
+                below[_parent(path)].add(_parent(vote))
+    result: dict[str, str | None] = {"": ""}
+    for path in by_depth:
+        votes = own.get(path) or below[path]
+        if not path:
+            continue
+        if votes:
+            result[path] = next(iter(votes)) if len(votes) == 1 else None
+        else:
+            result[path] = _inherited(path, result)
+    return result
+
+
+def _inherited(path: str, result: Mapping[str, str | None]) -> str | None:
+    around = result.get(_parent(path), _parent(path))
+    return None if around is None else f"{around}.{_last(path)}".removeprefix(".")
+
+
+def _parent(path: str) -> str:
+    return path.rpartition(".")[0]
+
+
+def _last(path: str) -> str:
+    return path.rpartition(".")[2]
 
 
 @dataclass(frozen=True)
@@ -69,7 +252,7 @@ class Target:
                     f"{shell_word(escape(str(other)))}`",
                 )
             new[name] = value
-        return module_versions.like(self.entries, new, edit_metadata)
+        return with_paths(self.entries, new, edit_metadata)
 
 
 @edit
@@ -82,10 +265,46 @@ def strip_prefix(
     digit is a whole part of a name: ``_orig_mod`` stands for ``_orig_mod.``. `keys` names the
     mappings to edit instead of the weights, by dotted path. Raises CollisionError, UsageError.
     """
-    prefixes = tuple(map(_whole_part, prefixes)) or ("module.",)
-    if "" in prefixes:
+    given = tuple(map(_whole_part, prefixes)) or ("module.",)
+    if "" in given:
         raise UsageError("an empty prefix cannot be stripped")
-    return _Stripping(prefixes).result(ck, list(_targets(ck, keys)))
+    found = tuple(sorted(given, key=len, reverse=True))
+    edits = _Edits(list(_targets(ck, keys)))
+    for target in edits.targets:
+        names = {
+            name: short
+            for name in _strings(target.entries)
+            if name.startswith(found) and (short := _without_prefixes(name, found))
+        }
+        if not names:
+            listed = " or ".join(map(repr, found))
+            edits.warnings.append(NoEffect(f"no key{target.place} begins with {listed}"))
+            continue
+        names, ck = groups.followed(ck, names)
+        kept = [name for name in target.names if name not in names]
+        strip = partial(_without_prefixes, prefixes=found)
+        follow = partial(stripped_paths, strip=strip, prefixes=found, kept=kept)
+        new = target.renamed(names, follow)
+        gone = Counter(name[: len(name) - len(short)] for name, short in names.items())
+        notes = [
+            f"stripped {prefix!r} from {plural(number, 'key')}{target.place}"
+            for prefix, number in gone.items()
+        ]
+        edits.put(target, new, names, notes)
+        if kept:
+            left = f"{plural(len(kept), 'key')}{target.place} left without a change"
+            edits.warnings.append(f"{left}: {quoted(kept)}")
+        outer = (*found, *WRAPPERS)
+        again = [short for short in names.values() if short.startswith(outer)]
+        if again:
+            verb = "begins" if len(again) == 1 else "begin"
+            prefix = next(each for each in outer if again[0].startswith(each))
+            edits.warnings.append(
+                f"{plural(len(again), 'key')}{target.place} still {verb} with {prefix!r}, "
+                f"a second level: strip {prefix!r} from the result too"
+            )
+    done = edits.applied(ck)
+    return done.with_root(done.root, warnings=_elsewhere(ck, edits, found))
 
 
 def _whole_part(prefix: str) -> str:
@@ -93,83 +312,34 @@ def _whole_part(prefix: str) -> str:
     return f"{prefix}." if prefix[-1:].isalnum() else prefix
 
 
-class _Stripping:
-    def __init__(self, prefixes: tuple[str, ...]) -> None:
-        self.prefixes = tuple(sorted(prefixes, key=len, reverse=True))
-
-    def __call__(self, name: str) -> str:
-        """`name` without each of the prefixes that it begins with, once each."""
-        left = self.prefixes
-        while name.startswith(left):
-            hit = next(each for each in left if name.startswith(each))
-            at = left.index(hit)
-            left = left[:at] + left[at + 1 :]
-            name = name[len(hit) :]
-        return name
-
-    def result(self, ck: Checkpoint, targets: list[Target]) -> Checkpoint:
-        edits = _Edits(targets)
-        for target in targets:
-            names = {
-                name: short
-                for name in _strings(target.entries)
-                if (short := self(name)) not in ("", name)
-            }
-            if not names:
-                prefixes = " or ".join(map(repr, self.prefixes))
-                edits.warnings.append(NoEffect(f"no key{target.place} begins with {prefixes}"))
-                continue
-            names, ck = groups.followed(ck, names)
-            edits.put(target, self._edited(target, names), names, self._notes(target, names))
-            edits.warnings += self._warnings(target, names)
-        done = edits.applied(ck)
-        return done.with_root(done.root, warnings=self._elsewhere(ck, edits))
-
-    def _edited(self, target: Target, names: dict[str, str]) -> Node:
-        kept = [name for name in target.names if name not in names]
-        return target.renamed(
-            names, lambda paths: module_versions.stripped(paths, self, self.prefixes, kept)
-        )
-
-    def _notes(self, target: Target, names: dict[str, str]) -> list[str]:
-        gone = Counter(name[: len(name) - len(short)] for name, short in names.items())
-        return [
-            f"stripped {prefix!r} from {plural(number, 'key')}{target.place}"
-            for prefix, number in gone.items()
-        ]
-
-    def _warnings(self, target: Target, names: dict[str, str]) -> Iterator[str]:
-        if kept := [name for name in target.names if name not in names]:
-            yield f"{plural(len(kept), 'key')}{target.place} left without a change: {quoted(kept)}"
-        outer = (*self.prefixes, *WRAPPERS)
-        again = [short for short in names.values() if short.startswith(outer)]
-        if again:
-            verb = "begins" if len(again) == 1 else "begin"
-            prefix = next(each for each in outer if again[0].startswith(each))
-            yield (
-                f"{plural(len(again), 'key')}{target.place} still {verb} with {prefix!r}, "
-                f"a second level: strip {prefix!r} from the result too"
-            )
-
-    def _elsewhere(self, ck: Checkpoint, edits: _Edits) -> Iterator[str]:
-        """Yield warnings on other mappings that have the prefix, and how to edit them."""
-        targets = edits.targets
-        edited = {id(each.node) for each in targets} | {id(each.entries) for each in targets}
-        edited.update(edits.swap)
-        found = {
-            join(path): None
-            for path, node in walk(ck.root)
-            if isinstance(node, dict) and id(node) not in edited and _begins(node, self.prefixes)
-        }
-        if found:
-            keys = [join(target.path) for target in targets] + [*found]
-            options = " ".join(f"--key {shell_word(key)}" for key in keys)
-            every = typed(options, f"keys={keys}")
-            yield f"the prefix also occurs in {quoted(list(found))}; to edit all: {every}"
+def _without_prefixes(name: str, prefixes: tuple[str, ...]) -> str:
+    """Return `name` without each of the prefixes that it begins with, once each."""
+    while name.startswith(prefixes):
+        hit = next(each for each in prefixes if name.startswith(each))
+        at = prefixes.index(hit)
+        prefixes = prefixes[:at] + prefixes[at + 1 :]
+        name = name[len(hit) :]
+    return name
 
 
-def _begins(mapping: dict[Node, Node], prefixes: tuple[str, ...]) -> bool:
-    return any(isinstance(key, str) and key.startswith(prefixes) for key in mapping)
+def _elsewhere(ck: Checkpoint, edits: _Edits, prefixes: tuple[str, ...]) -> Iterator[str]:
+    """Yield a warning on other mappings that have one of the prefixes, and how to edit them."""
+    targets = edits.targets
+    edited = {id(each.node) for each in targets} | {id(each.entries) for each in targets}
+    edited.update(edits.swap)
+    found = [
+        join(path)
+        for path, node in walk(ck.root)
+        if isinstance(node, dict)
+        and id(node) not in edited
+        and any(isinstance(key, str) and key.startswith(prefixes) for key in node)
+    ]
+    if found:
+        keys = [*(join(target.path) for target in targets), *dict.fromkeys(found)]
+        options = " ".join(f"--key {shell_word(key)}" for key in keys)
+        every = typed(options, f"keys={keys}")
+        listed = quoted(list(dict.fromkeys(found)))
+        yield f"the prefix also occurs in {listed}; to edit all: {every}"
 
 
 @edit
@@ -189,7 +359,7 @@ def add_prefix(
     for target in edits.targets:
         names = {name: prefix + name for name in target.names}
         _, ck = groups.followed(ck, names)
-        new = target.renamed(names, lambda paths: module_versions.prefixed(paths, prefix))
+        new = target.renamed(names, lambda paths: prefixed_paths(paths, prefix))
         note = f"added {prefix!r} to {plural(len(names), 'key')}{target.place}"
         edits.put(target, new, names, [note])
     return edits.applied(ck)
@@ -214,7 +384,7 @@ def rename(
     names, ck = groups.followed(ck, names)
     lost: list[str] = []
     whole = {name: names.get(name, name) for name in target.names}
-    new = target.renamed(names, lambda paths: module_versions.renamed(paths, whole, lost))
+    new = target.renamed(names, lambda paths: renamed_paths(paths, whole, lost))
     edits = _Edits([target])
     edits.put(target, new, names, [f"renamed {plural(len(names), 'key')}{target.place}"])
     edits.warnings += substituted.without_effect(target.place)
@@ -240,7 +410,7 @@ def tie(ck: Checkpoint, names: Mapping[str, str]) -> Checkpoint:
         if new in entries:
             raise CollisionError(f"{new!r} is there already{target.place}")
         entries[new] = entries[old]
-    node = module_versions.like(target.entries, entries, lambda paths: paths)
+    node = with_paths(target.entries, entries, lambda paths: paths)
     notes = [f"tied {new} to {old}" for new, old in names.items()]
     return _replaced(ck, {id(target.node): node}, [*notes, *_as_plain(target)], ())
 
@@ -262,9 +432,7 @@ def untie(ck: Checkpoint, names: Mapping[str, str]) -> Checkpoint:
             )
     entries = without(target.entries, gone)
     left = [name for name in target.names if name not in gone]
-    node = module_versions.like(
-        target.entries, entries, lambda paths: module_versions.pruned(paths, left)
-    )
+    node = with_paths(target.entries, entries, lambda paths: pruned_paths(paths, left))
     notes = [f"left out {new}, which is {names[new]}" for new in sorted(gone)]
     return _replaced(ck, {id(target.node): node}, [*notes, *_as_plain(target)], ())
 
@@ -294,7 +462,7 @@ def rewrite(
     edits = _Edits(list(_targets(ck, keys)))
     for target in edits.targets:
         new = edit(target)
-        node = module_versions.like(target.entries, new.entries, new.edit_metadata)
+        node = with_paths(target.entries, new.entries, new.edit_metadata)
         edits.put(target, node, new.renamed, new.notes)
         edits.warnings += new.warnings
     return edits.applied(ck)
@@ -432,20 +600,18 @@ def select(
         return ck.with_root(ck.root, warnings=[nothing])
     dropped = set(target.names) - kept
     entries = without(target.entries, dropped)
-    new = module_versions.like(
-        target.entries, entries, lambda paths: module_versions.pruned(paths, kept)
-    )
+    new = with_paths(target.entries, entries, lambda paths: pruned_paths(paths, kept))
     notes = [
         f"left out {plural(gone, 'key')}{target.place}, kept {len(kept):,}",
         *_as_plain(target),
     ]
-    from ckptkit.transforms import optimizer_cuts  # not of each command that gives names
+    from ckptkit.edits import optimizers
 
-    cut = optimizer_cuts.cut(ck, kept)
+    cut = optimizers.cut(ck, kept)
     warnings = [*groups.torn(found, kept), *cut.warnings]
     done = _replaced(ck, {id(target.node): new, **cut.swap}, [*notes, *cut.notes], warnings)
     if cut.dropped:
-        from ckptkit.transforms.structure import drop_entry  # with more imports
+        from ckptkit.edits.structure import drop_entry  # with more imports
 
         done = drop_entry(done, cut.dropped)
     return done
@@ -487,7 +653,7 @@ def _target(weights: Weights) -> Target:
     node = weights.node
     if weights.is_module:
         return Target(weights.path, node, plain_state_dict(weights.nodes), list(weights.nodes))
-    is_state_dict = module_versions.of(node) is not None
+    is_state_dict = paths_of(node) is not None
     names = [
         key
         for key in _strings(node)

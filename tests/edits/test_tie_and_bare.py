@@ -7,10 +7,10 @@ import torch
 
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CollisionError, UsageError
-from ckptkit.transforms import module_versions
-from ckptkit.transforms.keys import tie
-from ckptkit.transforms.structure import bare
-from tests.transforms.trees import from_torch, named
+from ckptkit.edits import keys
+from ckptkit.edits.keys import tie
+from ckptkit.edits.structure import bare
+from tests.edits.trees import from_torch, named
 
 
 def test_tie_shares_the_tensor_and_keeps_the_rest() -> None:
@@ -19,7 +19,7 @@ def test_tie_shares_the_tensor_and_keeps_the_rest() -> None:
     assert done.weights["head.weight"].storage is done.weights["weight"].storage
     assert list(done.weights) == ["weight", "bias", "head.weight"]
     assert done.root["epoch"] == 3
-    assert module_versions.of(done.required.node) == module_versions.of(state)
+    assert keys.paths_of(done.required.node) == keys.paths_of(state)
     assert "head.weight" not in state
     assert done.notes == ("tied head.weight to weight",)
 

@@ -1,14 +1,21 @@
-"""Several checkpoints as one: their mean, or all of their tensors; and averaged (EMA) weights."""
+"""Several checkpoints as one: their mean, or all of their tensors; and averaged (EMA) weights.
+
+Adapters are refused where whole models are combined. An adapter (LoRA, LoHa, LoKr...) holds factors
+of changes to a base model. Beside the tensors of a model they mean nothing, and the mean of factors
+is not the mean of the changes that they make.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from ckptkit.compute.arranged import contiguous
 from ckptkit.compute.mixing import has_mean, mean_record
 from ckptkit.core.arguments import checked
+from ckptkit.core.bytesource import ByteSource
 from ckptkit.core.checkpoint import Checkpoint, Source, edit, several
-from ckptkit.core.errors import CkptkitError, CollisionError, UsageError
+from ckptkit.core.errors import CkptkitError, CollisionError, UnsupportedError, UsageError
 from ckptkit.core.tensor import Storage, Tensor, contiguous_stride
 from ckptkit.core.text import plural, quoted, shell_command, some, typed
 from ckptkit.core.tree import (
@@ -21,10 +28,54 @@ from ckptkit.core.tree import (
     versions_state,
 )
 from ckptkit.core.weights import WRAPPERS, as_tensor, locate
-from ckptkit.transforms import adapters, groups
-from ckptkit.transforms.groups import refuse_mixture
-from ckptkit.transforms.keys import select, strip_prefix
-from ckptkit.transforms.structure import bare, extract
+from ckptkit.edits import groups
+from ckptkit.edits.groups import refuse_mixture
+from ckptkit.edits.keys import select, strip_prefix
+from ckptkit.edits.structure import bare, extract
+
+CONFIG = "adapter_config.json"  # of peft
+# The factors, as peft, diffusers, kohya and LyCORIS name them: matched from the end.
+_FACTOR = re.compile(
+    r"(.*?)[._](lora_(A|B|down|up|mid|embedding_A|embedding_B|magnitude_vector)"
+    r"|lora(_linear_layer)?\.(down|up)|hada_[wt][12](_[ab])?|lokr_[wt][12](_[ab])?)"
+    r"(\.[^.]+)?(\.weight|\.bias)?"
+)
+
+
+def refuse_adapter(ck: Checkpoint, why: str) -> None:
+    """Raise UnsupportedError for an adapter: `why` ends the sentence."""
+    found = next(_factors(ck), None)
+    if found is None and not _is_configured(ck):
+        return
+    seen = f"{CONFIG} is beside it" if found is None else f"it has {found!r}"
+    raise UnsupportedError(
+        f"is an adapter of a model, such as LoRA ({seen}): {why}",
+        where=ck.name,
+        hint="peft adds an adapter to its base model: "
+        "PeftModel.from_pretrained(base, folder).merge_and_unload()",
+    )
+
+
+def _factors(ck: Checkpoint) -> Iterator[str]:
+    """Yield the factors whose base weight is not in the checkpoint."""
+    names = ck.required.nodes
+    for name in names:
+        found = _FACTOR.fullmatch(name)
+        if found is not None:
+            bases = (f"{found[1]}.base_layer.weight", f"{found[1]}.weight")
+            if not any(base in names for base in bases):
+                yield name
+
+
+def _is_configured(ck: Checkpoint) -> bool:
+    """Return whether peft wrote it: by its name, and the configuration beside it."""
+    source = ck.source
+    place = source.folder_and_name() if isinstance(source, ByteSource) else None
+    try:
+        return place is not None and place[1].startswith("adapter_") and CONFIG in place[0]
+    except CkptkitError:  # a web server does not list files
+        return False
+
 
 # Entries under which training loops keep an averaged copy of the weights (timm, ultralytics,
 # diffusers, Lightning...).
@@ -56,7 +107,7 @@ def average(checkpoints: Sequence[Source], shares: Sequence[float] | None = None
             f"{len(checkpoints)} checkpoints need as many weights, none negative, not all 0"
         )
     for each in checkpoints:
-        adapters.refuse(each, "the mean of its factors is not the mean of the changes they make")
+        refuse_adapter(each, "the mean of its factors is not the mean of the changes they make")
         groups.refuse(each, None, "codes and scales have no mean")
     last = bare(checkpoints[-1])
     rows = _rows([*checkpoints[:-1], last])
@@ -144,7 +195,7 @@ def merge(checkpoints: Sequence[Source], *, last_wins: bool = False) -> Checkpoi
     if not checkpoints:
         raise UsageError("there are no checkpoints to merge")
     for ck in checkpoints:
-        adapters.refuse(ck, "`merge` unites the tensors of models, and does not apply adapters")
+        refuse_adapter(ck, "`merge` unites the tensors of models, and does not apply adapters")
     refuse_mixture(checkpoints)
     parts = [bare(ck) for ck in checkpoints]
     merged: dict[Node, Node] = {}
@@ -202,11 +253,11 @@ def ema(ck: Checkpoint) -> Checkpoint:
             except UsageError:
                 continue
             if isinstance(node, list) and all(as_tensor(each) is not None for each in node):
-                adapters.refuse(ck, _NO_MODEL)
+                refuse_adapter(ck, _NO_MODEL)
                 return _named(ck, path, node)
             if locate(node) is not None:
                 found = bare(extract(ck.with_key(None), path))
-                adapters.refuse(found, _NO_MODEL)
+                refuse_adapter(found, _NO_MODEL)
                 groups.refuse(found, None, _NOT_AVERAGED)
                 return _unwrapped(found, ck)
     raise UsageError(

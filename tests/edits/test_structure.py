@@ -5,8 +5,8 @@ import pytest
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import UsageError
 from ckptkit.core.tree import Global, Object
-from ckptkit.transforms.structure import extract, wrap
-from tests.transforms.trees import checkpoint, named, tensor
+from ckptkit.edits.structure import extract, wrap
+from tests.edits.trees import checkpoint, named, tensor
 
 
 def test_extract_and_wrap_are_inverse() -> None:

@@ -24,9 +24,9 @@ from ckptkit.core.errors import TensorError
 from ckptkit.core.tensor import Tensor
 from ckptkit.core.text import nearest, plural, typed
 from ckptkit.core.text import shape as shape_text
+from ckptkit.edits import rules
 from ckptkit.rules.names import Config, Settings, evaluate
 from ckptkit.rules.notation import Given, Rule, RuleError, Side, given_text, parse_given
-from ckptkit.transforms import rules
 
 
 class ExpectationError(TensorError):

@@ -5,8 +5,8 @@ import pytest
 from ckptkit.core.errors import TensorError
 from ckptkit.core.text import guess, plural, quoted
 from ckptkit.core.tree import Global, Node, Object, OrderedMapping, Pairs, SetNode, nodes
-from ckptkit.transforms.nodes import moved
-from tests.transforms.trees import storage, tensor
+from ckptkit.edits.nodes import moved
+from tests.edits.trees import storage, tensor
 
 
 def built(leaf: Node) -> Object:

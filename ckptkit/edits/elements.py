@@ -1,7 +1,7 @@
-"""Elements of tensors: cast to another floating-point type; storages cut to what is used of them.
+"""Elements of tensors: cast, cut to what is used, and changed by a function of the caller.
 
-Both replace storages as wholes, so that views stay views and ties stay ties. Nothing is computed or
-read here: a new storage only says from what it will be made (:mod:`ckptkit.compute`).
+Casts and cuts replace storages as wholes, so that views stay views and ties stay ties. Nothing is
+computed or read here: a new storage only says from what it will be made (:mod:`ckptkit.compute`).
 """
 
 from __future__ import annotations
@@ -9,23 +9,25 @@ from __future__ import annotations
 import re
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import translate
+from typing import Any
 
 from ckptkit.compute.numbers import cast_record
 from ckptkit.compute.operation import RecordSlice
+from ckptkit.compute.torch_bridge import applied
 from ckptkit.core import arguments
 from ckptkit.core import dtypes as table
 from ckptkit.core.checkpoint import Checkpoint, NoEffect, edit
 from ckptkit.core.dtypes import DType, DTypeLike
-from ckptkit.core.errors import FormatError, UsageError
+from ckptkit.core.errors import CkptkitError, FormatError, UsageError
 from ckptkit.core.tensor import Storage, Tensor, TypedStorage
 from ckptkit.core.text import guess, plural, quoted
 from ckptkit.core.tree import Node, Object, nodes, rebuild
 from ckptkit.core.weights import Weights, as_tensor
-from ckptkit.transforms import groups
-from ckptkit.transforms.nodes import on
+from ckptkit.edits import groups
+from ckptkit.edits.nodes import on
 
 # Calls whose result has the dtype of the tensors among their arguments; others name it themselves.
 _OF_TENSORS = ("_rebuild_sparse_tensor", "_rebuild_sparse_csr_tensor", "_rebuild_nested_tensor",
@@ -348,3 +350,52 @@ def _merged(spans: Iterable[tuple[int, int]]) -> Iterator[tuple[int, int]]:
             held = (start, end)
     if held is not None:
         yield held
+
+
+Function = Callable[[Any], Any]
+
+
+@edit
+def map_weights(ck: Checkpoint, function: Function, keys: str | Iterable[str] = "*") -> Checkpoint:
+    """Apply `function`, from tensor to tensor, to the weights that match a glob of `keys`.
+
+    It is applied when the result is read or written. Tied weights stay tied. Raises UsageError for
+    a glob that matches nothing or codes of quantized weights.
+    """
+    arguments.function("function", function)
+    weights = ck.required
+    names = list(_matching(weights, keys))
+    groups.refuse(ck, names, "a function would take codes for numbers")
+    swap: dict[int, Node] = {}
+    views: dict[object, Tensor] = {}
+    left = []
+    for name in names:
+        node = weights.nodes[name]
+        tensor = as_tensor(node)
+        if tensor is None or tensor.layout != "strided" or tensor.dtype.kind == "quantized":
+            left.append(name)
+            continue
+        view = (id(tensor.storage), tensor.dtype, tensor.offset, tensor.shape, tensor.stride)
+        if view not in views:
+            views[view] = _applied(name, tensor, function)
+        swap[id(node)] = views[view]
+    warnings = [f"not mapped, as they are made of other tensors: {quoted(left)}"] if left else []
+    root = rebuild(ck.root, swap=swap)
+    notes = [f"mapped {plural(len(names) - len(left), 'weight')}"]
+    return ck.with_root(root, notes=notes, warnings=warnings)
+
+
+def _applied(name: str, tensor: Tensor, function: Function) -> Tensor:
+    try:
+        return applied(tensor, function)
+    except CkptkitError as error:
+        error.message = f"{name}: {error.message}"
+        raise
+
+
+def _matching(weights: Weights, globs: Iterable[str]) -> Iterator[str]:
+    patterns = {glob: re.compile(translate(glob)) for glob in globs}
+    for glob, pattern in patterns.items():
+        if not any(map(pattern.match, weights.nodes)):
+            raise UsageError(f"no weight matches {glob!r}", hint=guess(glob, weights.nodes))
+    return (name for name in weights.nodes if any(each.match(name) for each in patterns.values()))

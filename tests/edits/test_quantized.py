@@ -15,11 +15,11 @@ import ckptkit
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CollisionError, TensorError, UsageError
 from ckptkit.core.tree import Global, Object
-from ckptkit.transforms.quantized import dequantize
+from ckptkit.edits.quantized import dequantize
 from tests.conftest import Corpus
+from tests.edits.trees import lines, storage, tensor
 from tests.formats.conformance import elements, elements_of
 from tests.formats.torchscript.scripts import QUIET, Layers, by_torch, quantized, script
-from tests.transforms.trees import lines, storage, tensor
 
 pytestmark = QUIET
 QTENSOR = Global("torch._utils", "_rebuild_qtensor")

@@ -9,8 +9,8 @@ from torch import nn
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CollisionError, UsageError
 from ckptkit.core.tree import Global, OrderedMapping
-from ckptkit.transforms.keys import add_prefix, rename, select, strip_prefix
-from tests.transforms.trees import checkpoint, from_torch, lines, metadata, module, named, tensor
+from ckptkit.edits.keys import add_prefix, rename, select, strip_prefix
+from tests.edits.trees import checkpoint, from_torch, lines, metadata, module, named, tensor
 
 
 def net() -> nn.Module:
@@ -328,7 +328,7 @@ def test_rename_takes_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """`re` would never end here."""
     ck = checkpoint("a" * 40 + "!")
     assert names(rename(ck, substitutions=[(r"^(\w+\w+)+$", "x")])) == ["a" * 40 + "!"]
-    monkeypatch.setattr("ckptkit.transforms.keys.SECONDS", 0)
+    monkeypatch.setattr("ckptkit.edits.keys.SECONDS", 0)
     with pytest.raises(UsageError, match="takes more than 0 seconds"):
         rename(checkpoint("a" * 60 + "b"), substitutions=[(r"(a|aa)+$", "x")])
 

@@ -16,8 +16,8 @@ from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import UsageError
 from ckptkit.core.tensor import Storage, Tensor, TypedStorage, contiguous_stride
 from ckptkit.core.tree import Global, Node, Object, OrderedMapping
-from ckptkit.transforms.elements import cast, compact
-from tests.transforms.trees import from_torch, lines, storage, tensor
+from ckptkit.edits.elements import cast, compact
+from tests.edits.trees import from_torch, lines, storage, tensor
 
 FLOAT32 = dtypes.BY_NAME["float32"]
 FLOATS = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")

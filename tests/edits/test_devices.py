@@ -7,8 +7,8 @@ from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import UsageError
 from ckptkit.core.tensor import Tensor, TypedStorage
 from ckptkit.core.tree import Global, Node, Object, OrderedMapping, SetNode
-from ckptkit.transforms.devices import DEVICES, remap
-from tests.transforms.trees import from_torch, lines, storage, tensor
+from ckptkit.edits.devices import DEVICES, remap
+from tests.edits.trees import from_torch, lines, storage, tensor
 
 FLOAT32 = dtypes.BY_NAME["float32"]
 

@@ -21,7 +21,7 @@ from ckptkit.core.errors import UsageError
 from ckptkit.core.tensor import Storage, Tensor, TypedStorage
 from ckptkit.core.text import plural, quoted, typed
 from ckptkit.core.tree import Global, Node, Object, join, nodes, rebuild, walk
-from ckptkit.transforms.nodes import moved
+from ckptkit.edits.nodes import moved
 
 # What torch can restore to, and the names that vendors give to `privateuseone`.
 DEVICES = (

@@ -21,6 +21,8 @@ from ckptkit.core.text import plural, quoted, shell_word, typed
 from ckptkit.core.text import shape as shape_text
 from ckptkit.core.tree import Node, join, walk
 from ckptkit.core.weights import as_tensor, is_optimizer
+from ckptkit.edits import groups
+from ckptkit.edits import keys as names
 from ckptkit.rules.names import Config
 from ckptkit.rules.notation import NotReversibleError, about
 from ckptkit.rules.planner import (
@@ -31,8 +33,6 @@ from ckptkit.rules.planner import (
     check_reversible,
     unused_argument,
 )
-from ckptkit.transforms import groups, module_versions
-from ckptkit.transforms import keys as names
 
 if TYPE_CHECKING:
     from ckptkit.quantized import QuantizedWeight
@@ -353,7 +353,7 @@ class _Step:
             report = Report(self.number, len(shapes), len(outcome.kept), made, done, reversible)
             self.reports.append(report)
         lost: list[str] = []
-        paths = module_versions.moved(module_versions.of(target.entries) or {}, making.pairs, lost)
+        paths = names.moved_paths(names.paths_of(target.entries) or {}, making.pairs, lost)
         if lost:
             entry = plural(len(lost), "_metadata entry")
             making.warnings.append(f"dropped {entry}: made of several that differ: {quoted(lost)}")

@@ -1,0 +1,461 @@
+"""Optimizers: their state follows names, is keyed by names or numbers, and loses parameters.
+
+torch's own optimizers number their parameters, in the order of the groups; see
+torch/optim/optimizer.py. FSDP and ``torch.distributed.checkpoint.state_dict`` save names instead,
+and resume from names. ``load_state_dict`` of torch goes by the order of the parameters: an
+optimizer that kept the state of dropped ones would give their moments to others. So parameters
+whose weights are dropped go, and the others are numbered anew; where it is not certain which
+parameter is which weight (`names_of`), the optimizer is dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from ckptkit.core.checkpoint import Checkpoint, NoEffect, edit
+from ckptkit.core.errors import AmbiguousError, CollisionError, UsageError
+from ckptkit.core.tensor import Shape, Tensor
+from ckptkit.core.text import flatten, nearest, plural, shell_word, some, typed, without
+from ckptkit.core.tree import Node, OrderedMapping, Path, children, join, like, rebuild, walk
+from ckptkit.core.weights import as_tensor, is_optimizer, locate, state_dicts
+
+_LISTS = ("params", "param_names")  # of a group
+
+Names = Mapping[str, str]
+
+
+def followed(root: Node, names: Names, edited: Iterable[Node]) -> tuple[dict[int, Node], list[str]]:
+    """Return what replaces the nodes that name parameters, by their ids, and notes about it.
+
+    `names` maps the old names of weights to the new ones, `edited` are the mappings that had them.
+    Of several optimizers with these names, none is touched where another mapping has them as well:
+    nothing tells which one trains what. Raises CollisionError.
+    """
+    found = [(path, node) for path, node in walk(root) if _names_any(node, names)]
+    if len(found) > 1 and _is_elsewhere(root, names, found, edited):
+        return {}, []
+    swap: dict[int, Node] = {}
+    for path, node in found:
+        for old, new in _changes(node, names, path):
+            swap[id(old)] = new
+    return swap, [
+        f"{plural(_count(node, names), 'name')} of {join(path)} follow" for path, node in found
+    ]
+
+
+def _names_any(node: Node, names: Names) -> bool:
+    return isinstance(node, dict) and is_optimizer(node) and _count(node, names) > 0
+
+
+def _count(node: dict[Node, Node], names: Names) -> int:
+    """Return how many parameters of an optimizer are named by `names`."""
+    lists = flatten(_lists(node))
+    return len({text for text in (*_keys(node), *lists) if text in names})
+
+
+def _keys(node: dict[Node, Node]) -> list[str]:
+    state = node["state"]
+    return [key for key in state if isinstance(key, str)] if isinstance(state, dict) else []
+
+
+def _lists(node: dict[Node, Node]) -> Iterator[list[Node]]:
+    """Yield the lists of names in the groups."""
+    groups = node["param_groups"]
+    for group in groups if isinstance(groups, list) else ():
+        lists = (group.get(word) for word in _LISTS) if isinstance(group, dict) else ()
+        for each in lists:
+            if isinstance(each, list) and any(isinstance(text, str) for text in each):
+                yield each
+
+
+def _changes(node: dict[Node, Node], names: Names, path: Path) -> Iterator[tuple[Node, Node]]:
+    """Yield each node that names parameters, and what replaces it."""
+    for each in _lists(node):
+        yield each, [_renamed(text, names) for text in each]
+    if not any(key in names for key in _keys(node)):
+        return
+    state = node["state"]
+    new = {_renamed(key, names): state[key] for key in state}
+    if len(new) < len(state):
+        raise CollisionError(f"two parameters of {join(path)}.state would have the same name")
+    yield state, OrderedMapping(new, state.state) if isinstance(state, OrderedMapping) else new
+
+
+def _renamed(key: Node, names: Names) -> Node:
+    return names.get(key, key) if isinstance(key, str) else key
+
+
+def _is_elsewhere(
+    root: Node, names: Names, optimizers: list[tuple[Path, Node]], edited: Iterable[Node]
+) -> bool:
+    """Return whether a mapping that was not edited has one of the names, too."""
+    known = {id(node) for node in edited} | {id(node["state"]) for _, node in optimizers}
+    return any(
+        isinstance(node, dict)
+        and id(node) not in known
+        and any(isinstance(key, str) and key in names for key in node)
+        for _, node in walk(root)
+    )
+
+
+NAMES, NUMBERS = "names", "numbers"
+BUFFERS = ("running_mean", "running_var", "num_batches_tracked")  # that no optimizer has
+_NO_SHAPE = "step"  # of a state: says nothing of the shape of its parameter
+_MOST_PAIRS = 5_000_000  # of a state and a weight, that are looked at
+_HINT = "save it from an optimizer made of named_parameters(), or take the weights alone"
+
+
+class Optimizer(NamedTuple):
+    """The state_dict of an optimizer, with its dotted path."""
+
+    path: str
+    node: dict[Node, Node]
+    groups: list[dict[Node, Node]]
+    state: dict[Node, Node]
+
+    @property
+    def params(self) -> list[Node]:
+        return self._all("params")
+
+    @property
+    def own_names(self) -> list[Node]:
+        """The names that the groups give to the parameters, if they name all of them."""
+        names = self._all("params")
+        if not all(isinstance(each, str) for each in names):
+            names = self._all("param_names")
+        known = len(names) == len(self.params) and all(isinstance(each, str) for each in names)
+        return names if known else []
+
+    def _all(self, word: str) -> list[Node]:
+        return [each for group in self.groups for each in listed(group, word)]
+
+
+@edit
+def key_optimizer(ck: Checkpoint, by: str) -> Checkpoint:
+    """Key the state of the one optimizer of a checkpoint by ``names`` or by ``numbers``.
+
+    Numbers get the names that the optimizer has itself (``param_names``, torch 2.6 and later), else
+    those of the weights, in their order: there must be exactly one way in which the shapes of the
+    states fit. Raises UsageError where there is none, or more than one.
+    """
+    if by not in (NAMES, NUMBERS):
+        near = nearest(by, (NAMES, NUMBERS)) or (NAMES, NUMBERS)
+        raise UsageError(f"{by!r} is no key of an optimizer", hint=" or ".join(near))
+    found = _only(ck)
+    keys = (
+        names_of(found, ck.required.nodes, unordered=ck.unordered)
+        if by == NAMES
+        else _numbers(found)
+    )
+    if all(old == new and type(old) is type(new) for old, new in keys.items()):
+        return ck.with_root(ck.root, warnings=[NoEffect(f"{found.path} is keyed by {by} already")])
+    groups = [
+        {**each, "params": [keys[key] for key in listed(each, "params")]} for each in found.groups
+    ]
+    state = {keys.get(old, old): value for old, value in found.state.items()}
+    attributes = found.state.state if isinstance(found.state, OrderedMapping) else None
+    swap: dict[int, Node] = {
+        id(found.node["param_groups"]): groups,
+        id(found.state): OrderedMapping(state, attributes) if attributes is not None else state,
+    }
+    note = f"{plural(len(keys), 'parameter')} of {found.path} are keyed by {by}"
+    return ck.with_root(rebuild(ck.root, swap=swap), notes=[note])
+
+
+def _only(ck: Checkpoint) -> Optimizer:
+    found = [(join(path), node) for path, node in walk(ck.root) if _is_plain(node)]
+    if not found:
+        raise UsageError("has no state_dict of an optimizer", where=ck.name)
+    if len(found) > 1:
+        raise UsageError(
+            f"has several optimizers: {some([path for path, _ in found])}", where=ck.name,
+            hint="choose one: drop the others with " + " ".join(
+                typed(f"--drop-entry {shell_word(path)}", f"ck.without({path!r})")
+                for path, _ in found[1:]
+            ),
+        )  # fmt: skip
+    ((path, node),) = found
+    try:
+        return read(path, node)
+    except UsageError as error:
+        raise error.at(ck.name or "") from None
+
+
+def read(path: str, node: Node) -> Optimizer:
+    """Return the optimizer that a node is. Raises UsageError for a malformed one."""
+    if not _is_plain(node):
+        raise UsageError(f"{path} is a pickled object, not a state_dict")
+    groups, state = node["param_groups"], node["state"]
+    if not isinstance(groups, list) or not all(isinstance(each, dict) for each in groups):
+        raise UsageError(f"{path}.param_groups is no list of groups")
+    if not isinstance(state, dict):
+        raise UsageError(f"{path}.state is no mapping")
+    optimizer = Optimizer(path, node, groups, state)
+    if not all(isinstance(each, (int, str)) for each in optimizer.params):
+        raise UsageError(f"{path} has parameters that are neither numbers nor names")
+    if unknown := without(state, set(optimizer.params)):
+        raise UsageError(f"{path}.state has {some(map(str, unknown))}, which no group has")
+    return optimizer
+
+
+def _is_plain(node: Node) -> bool:
+    return isinstance(node, dict) and is_optimizer(node)
+
+
+def listed(group: Mapping[Node, Node], word: str) -> list[Node]:
+    """Return a list that a group has, an empty one where it has none."""
+    found = group.get(word)
+    return found if isinstance(found, list) else []
+
+
+def _numbers(optimizer: Optimizer) -> dict[Node, Node]:
+    return {each: number for number, each in enumerate(optimizer.params)}
+
+
+def names_of(
+    optimizer: Optimizer, weights: Mapping[str, Node], *, unordered: bool
+) -> dict[Node, str]:
+    """Return the name of each parameter. Raises UsageError where the weights leave a doubt.
+
+    That of `unordered` weights does, unless the optimizer itself has the names.
+    """
+    params, own = optimizer.params, optimizer.own_names
+    if own or not params:
+        return dict(zip(params, own, strict=True))
+    if unordered:
+        raise UsageError(
+            f"{optimizer.path} numbers the parameters in the order of the model, which the file of "
+            "the weights does not keep",
+            hint=_HINT,
+        )
+    if len(optimizer.groups) > 1:
+        raise UsageError(
+            f"{optimizer.path} has several groups, so that the order of the weights does not say "
+            "which number is which parameter",
+            hint=_HINT,
+        )
+    known = list(_parameters(weights))
+    states = [_shapes(optimizer.state.get(each)) for each in params]
+    places = _places(states, [shape for _, shape in known])
+    if isinstance(places, str):
+        raise UsageError(
+            f"the {plural(len(params), 'parameter')} of {optimizer.path} are not the "
+            f"{plural(len(known), 'weight')} that may be parameters: {places}",
+            hint=_HINT,
+        )
+    return {each: known[place][0] for each, place in zip(params, places, strict=True)}
+
+
+def _parameters(weights: Mapping[str, Node]) -> Iterator[tuple[str, Shape]]:
+    """Yield names and shapes of the weights that may be parameters, tied ones once."""
+    seen: set[object] = set()
+    for name, node in weights.items():
+        tensor = as_tensor(node)
+        if tensor is None or not may_be_parameter(name, tensor) or memory_of(tensor) in seen:
+            continue
+        seen.add(memory_of(tensor))
+        yield name, tensor.shape
+
+
+def may_be_parameter(name: str, tensor: Tensor) -> bool:
+    """Return whether an optimizer may train this weight."""
+    return tensor.dtype.kind in ("float", "complex") and name.rpartition(".")[2] not in BUFFERS
+
+
+def memory_of(tensor: Tensor) -> object:
+    """Return what tied tensors have in common."""
+    if tensor.storage is None:
+        return id(tensor)
+    return id(tensor.storage), tensor.offset, tensor.shape
+
+
+def _shapes(state: Node) -> set[Shape]:
+    """Return the shapes of the tensors that an optimizer keeps for a parameter."""
+    entries = state.items() if isinstance(state, dict) else ()
+    return {
+        value.shape for word, value in entries if isinstance(value, Tensor) and word != _NO_SHAPE
+    }
+
+
+def _places(states: Sequence[set[Shape]], shapes: Sequence[Shape]) -> list[int] | str:
+    """Return which shape, in order, belongs to each state; or why that is not certain.
+
+    A state without tensors may belong to any.
+    """
+    spare = len(shapes) - len(states)
+    if spare < 0:
+        return "there are fewer"
+    if (spare + 1) * len(states) > _MOST_PAIRS:
+        return f"{spare:,} of them are too many to tell apart"
+
+    def fits(i: int, skipped: int) -> bool:
+        return not states[i] or shapes[i + skipped] in states[i]
+
+    # ways[i][skipped]: to place the states from i on, when so many shapes were passed over; 2: more
+    ways = [[1] * (spare + 1)]
+    for i in reversed(range(len(states))):
+        row, later = [0] * (spare + 1), ways[-1]
+        for skipped in reversed(range(spare + 1)):
+            further = row[skipped + 1] if skipped < spare else 0
+            row[skipped] = min(2, further + (later[skipped] if fits(i, skipped) else 0))
+        ways.append(row)
+    ways.reverse()
+    if ways[0][0] != 1:
+        return "their shapes are others" if not ways[0][0] else "their shapes fit in several ways"
+    places, skipped = [], 0
+    for i in range(len(states)):
+        skipped = next(k for k in range(skipped, spare + 1) if fits(i, k) and ways[i + 1][k])
+        places.append(i + skipped)
+    return places
+
+
+Parameters = Mapping[Node, str]  # of the parameters, by their keys
+
+
+@dataclass
+class Cut:
+    """What replaces nodes of optimizers, by their ids; the entries to drop; and what to say."""
+
+    swap: dict[int, Node] = field(default_factory=dict)
+    dropped: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+
+def cut(ck: Checkpoint, kept: Collection[str]) -> Cut:
+    """Return what becomes of the optimizers where only the weights `kept` stay.
+
+    Optimizers of other weights stay as they are. Raises UsageError for one that has to be dropped
+    and is in no dict.
+    """
+    made = Cut()
+    if all(name in kept for name in _parameter_names(ck)):
+        return made
+    found = {id(node): (path, node) for path, node in walk(ck.root, _is_met) if _is_met(path, node)}
+    owned: list[tuple[Path, Optimizer, Parameters]] = []
+    for path, node in found.values():
+        try:
+            optimizer = read(join(path), node)
+            names = _of_the_weights(ck, optimizer)
+        except UsageError as error:
+            _drop(made, ck, path, error.message)
+        else:
+            owned += [] if names is None else [(path, optimizer, names)]
+    several = sum(not each.own_names for _, each, _ in owned) > 1
+    for path, optimizer, names in owned:
+        try:
+            if several and not optimizer.own_names:
+                raise UsageError("several optimizers fit the weights")
+            _cut(made, optimizer, _left(ck, names, kept))
+        except UsageError as error:
+            _drop(made, ck, path, error.message)
+    return made
+
+
+def _is_met(path: Path, node: Node) -> bool:
+    return bool(path) and is_optimizer(node)
+
+
+def _parameter_names(ck: Checkpoint) -> Iterator[str]:
+    for name, node in ck.required.nodes.items():
+        tensor = as_tensor(node)
+        if tensor is not None and may_be_parameter(name, tensor):
+            yield name
+
+
+def _of_the_weights(ck: Checkpoint, optimizer: Optimizer) -> Parameters | None:
+    """Return the names of the parameters, None for an optimizer of another entry.
+
+    Raises UsageError where it is not certain.
+    """
+    weights = ck.required
+    fitting: dict[int, Parameters] = {}
+    doubts: list[UsageError] = []
+    for node, nodes in ((weights.node, weights.nodes), *state_dicts(ck.root)):
+        try:
+            names = names_of(optimizer, nodes, unordered=ck.unordered)
+            if unknown := [name for name in names.values() if name not in nodes]:
+                raise UsageError(f"there is no weight {unknown[0]!r}")
+            fitting[id(node)] = names
+        except UsageError as error:
+            doubts.append(error)
+    if not fitting:
+        raise doubts[0]
+    default = _default(ck.root)
+    if id(weights.node) not in fitting or (default in fitting and default != id(weights.node)):
+        return None
+    if len(fitting) > 1 and default not in fitting:
+        raise UsageError("it fits several entries")
+    return fitting[id(weights.node)]
+
+
+def _default(root: Node) -> int | None:
+    """Return the id of the weights that are taken where no key is given."""
+    try:
+        found = locate(root)
+    except AmbiguousError:
+        return None
+    return None if found is None else id(found.node)
+
+
+def _left(ck: Checkpoint, names: Parameters, kept: Collection[str]) -> Parameters:
+    """Return the parameters that stay.
+
+    Raises UsageError for one that stays under the name of a tied weight: it may have another place.
+    """
+    memories = {
+        name: memory_of(tensor)
+        for name, node in ck.required.nodes.items()
+        if (tensor := as_tensor(node)) is not None
+    }
+    stay = {memory for name, memory in memories.items() if name in kept}
+    for name in names.values():
+        if name not in kept and memories[name] in stay:
+            raise UsageError(f"{name!r} is tied to a weight that stays")
+    return {key: name for key, name in names.items() if name in kept}
+
+
+def _cut(made: Cut, optimizer: Optimizer, left: Parameters) -> None:
+    """Leave out the parameters that are not `left`. Raises UsageError if none is."""
+    if not left:
+        raise UsageError("none of its parameters is left")
+    keys: dict[Node, Node] = {}  # old -> new
+    groups: list[dict[Node, Node]] = []
+    for group in optimizer.groups:
+        params = [each for each in listed(group, "params") if each in left]
+        for each in params:
+            keys[each] = each if isinstance(each, str) else len(keys)
+        lists = {"params": [keys[each] for each in params], "param_names": [*map(left.get, params)]}
+        if params or not listed(group, "params"):
+            groups.append({word: lists.get(str(word), value) for word, value in group.items()})
+    state = {keys[each]: value for each, value in optimizer.state.items() if each in keys}
+    made.swap[id(optimizer.node["param_groups"])] = groups
+    made.swap[id(optimizer.state)] = like(optimizer.state, state)
+    note = f"kept {len(keys):,} of {plural(len(optimizer.params), 'parameter')} of {optimizer.path}"
+    if gone := len(optimizer.groups) - len(groups):
+        note += f", and dropped {plural(gone, 'group')} without any"
+    made.notes.append(note)
+
+
+def _drop(made: Cut, ck: Checkpoint, path: Path, why: str) -> None:
+    """Drop an optimizer; of several in a list, the list: their places tell which is which."""
+    node, entry = ck.root, path[:0]
+    for depth, key in enumerate(path):
+        if isinstance(node, dict):
+            entry = path[: depth + 1]
+        node = dict(children(node))[key]
+    weights = ck.required.path
+    if not entry or weights[: len(entry)] == entry:
+        raise UsageError(
+            f"{join(path)} cannot follow the selected weights ({why}), and has no entry of its own",
+            where=ck.name,
+            hint="take the weights alone first: "
+            f"`ckptkit extract --key {shell_word(join(weights))} {{where}} {{new}}`",
+        )
+    if join(entry) not in made.dropped:
+        made.dropped.append(join(entry))
+        made.warnings.append(
+            f"dropped {join(entry)}, which cannot follow the selected weights: {why}"
+        )

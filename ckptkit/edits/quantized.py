@@ -1,0 +1,472 @@
+"""Quantized weights as floating-point ones, and the reverse.
+
+Weights are quantized without data, by rounding to nearest: FP8 in blocks, and MXFP4. torch's own
+quantized tensors are the scale times the difference to the zero point, per tensor or per channel.
+Its quantized layers pack weight and bias into one value: ``fc._packed_params._packed_params =
+(weight, bias)``. Dequantized they are ``fc.weight`` and ``fc.bias``, as the layer had them before.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from ckptkit import quantized
+from ckptkit.compute.arranged import contiguous
+from ckptkit.compute.dequantize import dequantized_record
+from ckptkit.compute.numbers import cast_record
+from ckptkit.compute.quantize import BLOCK, GROUP, quantized_records
+from ckptkit.core import dtypes
+from ckptkit.core.checkpoint import Checkpoint, edit
+from ckptkit.core.dtypes import BY_NAME, DType, DTypeLike
+from ckptkit.core.errors import (
+    CollisionError,
+    FormatError,
+    TensorError,
+    UnsupportedError,
+    UsageError,
+)
+from ckptkit.core.tensor import Shape, Storage, Tensor, contiguous_stride
+from ckptkit.core.text import flatten, plural, quoted, typed, without
+from ckptkit.core.tree import Global, Node, Object, Path, key_text, nodes, rebuild, walk
+from ckptkit.core.weights import Weights, as_tensor, plain_state_dict
+from ckptkit.edits import groups, keys
+from ckptkit.quantized import Quantization
+from ckptkit.quantized.group import quantization_of, read_json_of
+from ckptkit.quantized.logical import TARGETS, default_dtype, exchanged, mapping_of
+
+_HEADERS = ("tensor_names", "_quantization_metadata")
+_CONFIG = ("quantization_config", "quantization", "compression_config")
+
+
+@edit
+def dequantize(ck: Checkpoint, dtype: DTypeLike | None = None) -> Checkpoint:
+    """Every quantized weight as `dtype`, byte for byte as its own library computes it.
+
+    Without a dtype: that of the model's configuration, else the one that the file names, else
+    float16 (GPTQ, AWQ) or bfloat16; torch's own quantized tensors become float32. What a weight was
+    made of goes, and what serves quantized inference alone. Raises UsageError if nothing is
+    quantized, UnsupportedError for a weight that is not read.
+    """
+    wanted = None if dtype is None else target(dtype)
+    own = dequantized(ck, wanted or dtypes.BY_NAME["float32"])
+    found = quantized.find(ck)
+    if own is None and not found:
+        raise UsageError(
+            "nothing in it is quantized in a way that is known",
+            where=ck.name,
+            hint=f"`ckptkit inspect {{where}}` shows it; {typed('--cast float16', 'cast')} casts "
+            "floats",
+        )
+    ck = ck if own is None else own
+    return _without_groups(ck, quantized.find(ck) if own is not None else found, wanted)
+
+
+def target(name: DTypeLike) -> DType:
+    """The dtype to make. Raises UsageError for one that weights are not dequantized to."""
+    try:
+        dtype = dtypes.parse(name)
+    except FormatError as error:
+        raise UsageError(error.message, hint=error.hint) from error
+    if dtype.name not in TARGETS:
+        raise UsageError(
+            f"weights are not dequantized to {name!r}",
+            hint=f"choose one of {', '.join(TARGETS)}; {typed('--cast', 'cast')} casts the result "
+            "to another",
+        )
+    return dtype
+
+
+def _without_groups(ck: Checkpoint, found: Quantization, wanted: DType | None) -> Checkpoint:
+    if not found:
+        return ck
+    refuse_unread(ck, found)
+    weights, view = ck.required, found.view
+    assert view is not None
+    types = {id(group): wanted or default_dtype(view, group) for group in found.groups}
+    names = [
+        name for name in weights.nodes if name not in found.by_member and name not in found.serving
+    ]
+    twice = [group.name for group in found.groups if group.name in names]
+    if twice:
+        raise CollisionError(
+            f"a dequantized weight and another would both be called {twice[0]!r}", where=ck.name
+        )
+    root, _ = exchanged(ck, found, types)
+    notes = [*_notes(found, types), *_dropped(found)]
+    companions, warnings = _without_quantization(ck)
+    ck = ck.with_root(root, notes=notes, warnings=warnings)
+    return replace(ck, extras=_header(ck.extras, found), companions=(*ck.companions, *companions))
+
+
+def refuse_unread(ck: Checkpoint, found: Quantization) -> None:
+    """Raise UnsupportedError if a weight is not read, naming the first."""
+    if not found.unread:
+        return
+    first = found.unread[0]
+    more = f" ({len(found.unread):,} weights in all)" if len(found.unread) > 1 else ""
+    raise UnsupportedError(
+        f"{first.name!r} is quantized as {first.family} and cannot be dequantized: "
+        f"{first.reason}{more}",
+        where=ck.name, hint=first.hint,
+    )  # fmt: skip
+
+
+def _notes(found: Quantization, types: Mapping[int, DType]) -> Iterator[str]:
+    kinds = Counter((group.label, types[id(group)].name) for group in found.groups)
+    for (label, dtype), number in kinds.items():
+        yield f"dequantized {plural(number, 'weight')}: {label} -> {dtype}"
+
+
+def _dropped(found: Quantization) -> Iterator[str]:
+    names = [name for name, group in found.by_member.items() if name != group.name]
+    if names:
+        yield f"left out {plural(len(names), 'tensor')} that they were made of: {quoted(names)}"
+    if found.serving:
+        yield f"left out what only quantized inference uses: {quoted(found.serving)}"
+
+
+def _header(metadata: Mapping[str, str], found: Quantization) -> dict[str, str]:
+    """The strings of the container without those that describe quantized tensors."""
+    gone = {*_HEADERS, *(group.name for group in found.groups)} if found else set()
+    kept = without(metadata, gone)
+    if "tensor_names" in metadata:
+        kept = {key: text for key, text in kept.items() if '"_type"' not in text}
+    if kept.get("format") == "mlx":
+        kept["format"] = "pt"
+    return kept
+
+
+def _without_quantization(ck: Checkpoint) -> tuple[list[tuple[str, bytes]], list[str]]:
+    """``config.json`` without its quantization, and what to say about it."""
+    config: dict[str, Any] = read_json_of(ck.source, "config.json")
+    if not quantization_of(config) and not any(key in config for key in _CONFIG):
+        return [], []
+    inner = config.get("text_config")
+    if isinstance(inner, dict):
+        config["text_config"] = without(inner, _CONFIG)
+    kept = without(config, _CONFIG)
+    warning = (
+        "config.json says how the weights were quantized: its quantization_config is left out of a "
+        "folder that is written, and must go from a copy beside a single file"
+    )
+    text = json.dumps(kept, indent=2, ensure_ascii=False) + "\n"
+    return [("config.json", text.encode())], [warning]
+
+
+KINDS = ("fp8-block", "mxfp4")
+SOURCES = ("float32", "bfloat16", "float16", "float64")
+# Modules that the libraries leave as they are: their matrices are looked up, or decide.
+KEPT = frozenset({
+    "embed", "embed_tokens", "embeddings", "word_embeddings", "tok_embeddings", "wte", "wpe",
+    "shared", "lm_head", "head", "output", "gate", "router", "classifier", "score",
+})  # fmt: skip
+
+
+@edit
+def quantize(ck: Checkpoint, kind: str) -> Checkpoint:
+    """The weights with each matrix of a layer as codes and scales: ``fp8-block`` or ``mxfp4``.
+
+    ``X.weight`` becomes ``X.weight`` and ``X.weight_scale_inv`` (DeepSeek, transformers), or
+    ``X.weight_packed`` and ``X.weight_scale`` (compressed-tensors). Embeddings, the head, routers
+    and what does not divide into blocks stay. Raises UsageError for codes, and if nothing is left.
+    """
+    if kind not in KINDS:
+        raise UsageError(f"{kind!r} is not a way to quantize", hint=f"one of {', '.join(KINDS)}")
+    groups.refuse(ck, None, "codes are not quantized again")
+    weights = ck.required
+    done: list[str] = []
+    left: list[str] = []
+    new = dict(_entries(mapping_of(weights), kind, done, left))
+    if not done:
+        raise UsageError(f"no weight is a matrix of blocks that {kind} has", where=ck.name)
+    node = keys.with_paths(mapping_of(weights), new, lambda paths: paths)
+    notes = [f"quantized {plural(len(done), 'weight')}: {kind}"]
+    if left:
+        notes.append(f"left as they are: {quoted(left)}")
+    config = read_json_of(ck.source, "config.json")
+    companion = _with_quantization(config, kind, left) if config else []
+    ck = ck.with_root(rebuild(ck.root, swap={id(weights.node): node}), notes=notes)
+    return replace(ck, companions=(*ck.companions, *companion))
+
+
+def _entries(
+    entries: Mapping[Node, Node], kind: str, done: list[str], left: list[str]
+) -> Iterator[tuple[Node, Node]]:
+    for key, node in entries.items():
+        tensor = as_tensor(node)
+        is_matrix = isinstance(key, str) and key.endswith(".weight") and tensor is not None
+        if not is_matrix or tensor is None or len(tensor.shape) != 2:
+            yield key, node
+        elif not _is_layer(key, tensor, kind):
+            left.append(key)
+            yield key, node
+        else:
+            done.append(key)
+            yield from _quantized(key, tensor, kind)
+
+
+def _is_layer(name: str, tensor: Tensor, kind: str) -> bool:
+    rows, columns = tensor.shape
+    fits = rows % BLOCK == columns % BLOCK == 0 if kind == "fp8-block" else columns % GROUP == 0
+    kept = KEPT.intersection(name.split(".")) or "norm" in name
+    is_float = tensor.dtype.name in SOURCES and tensor.storage is not None
+    return bool(fits and tensor.numel and is_float and not kept)
+
+
+def _quantized(name: str, tensor: Tensor, kind: str) -> Iterator[tuple[str, Tensor]]:
+    rows, columns = tensor.shape
+    made = quantized_records(contiguous(tensor), kind, tensor.dtype, rows, columns, name)
+    names, types, shapes = _PARTS[kind](name, rows, columns)
+    for part, record, dtype, shape in zip(names, made, types, shapes, strict=True):
+        storage = Storage(record, tensor.device)
+        yield part, Tensor(storage, dtypes.BY_NAME[dtype], shape, contiguous_stride(shape))
+
+
+Parts = tuple[tuple[str, str], tuple[str, str], tuple[Shape, Shape]]
+
+
+def _fp8_parts(name: str, rows: int, columns: int) -> Parts:
+    shapes = (rows, columns), (rows // BLOCK, columns // BLOCK)
+    return (name, f"{name}_scale_inv"), ("float8_e4m3fn", "float32"), shapes
+
+
+def _mx_parts(name: str, rows: int, columns: int) -> Parts:
+    shapes = (rows, columns // 2), (rows, columns // GROUP)
+    return (f"{name}_packed", f"{name}_scale"), ("uint8", "uint8"), shapes
+
+
+_PARTS = {"fp8-block": _fp8_parts, "mxfp4": _mx_parts}
+
+
+def _with_quantization(
+    config: dict[str, Any], kind: str, left: list[str]
+) -> list[tuple[str, bytes]]:
+    """``config.json`` that says how the weights are quantized, and which are not."""
+    modules = [name.removesuffix(".weight") for name in left]
+    if kind == "fp8-block":
+        settings: dict[str, Any] = {
+            "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
+            "weight_block_size": [BLOCK, BLOCK], "modules_to_not_convert": modules,
+        }  # fmt: skip
+    else:
+        scheme = {
+            "num_bits": 4, "type": "float", "symmetric": True, "strategy": "group",
+            "group_size": GROUP, "dynamic": False, "scale_dtype": "torch.uint8",
+        }  # fmt: skip
+        settings = {
+            "quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized",
+            "quantization_status": "compressed", "ignore": modules,
+            "config_groups": {"group_0": {"targets": ["Linear"], "weights": scheme}},
+        }  # fmt: skip
+    text = (
+        json.dumps({**config, "quantization_config": settings}, indent=2, ensure_ascii=False) + "\n"
+    )
+    return [("config.json", text.encode())]
+
+
+_MADE_BY = Global("torch._utils", "_rebuild_qtensor")
+_AFFINE = {"per_tensor_affine": 3, "per_channel_affine": 4, "per_channel_affine_float_qparams": 4}
+_STATE = "state"  # of an object
+_PACKING = ("_packed_params", "_packed_weight", _STATE)  # from there on a path says how, not where
+_PACKER = "PackedParamsBase"
+
+
+def dequantized(ck: Checkpoint, dtype: DType) -> Checkpoint | None:
+    """Every quantized tensor of torch as `dtype`, bit for bit as ``dequantize()`` computes it, then
+    rounded; those that are packed with a bias join the weights, named after their layer. None if
+    there is none.
+
+    What has no affine scheme stays as it is, which a warning says. Raises TensorError for a scale
+    or zero point that torch could not have, CollisionError.
+    """
+    new, left = _dequantized(ck.root, dtype)
+    weights = ck.selection
+    layers = list(_layers(weights)) if weights is not None else []
+    swap: dict[int, Node] = {key: tensor for key, (_, tensor) in new.items()}
+    if weights is not None and layers:
+        swap[id(weights.node)] = _with_layers(weights, layers)
+    warnings = (
+        [f"left as they are, with no affine scheme: {plural(left, 'quantized tensor')}"]
+        if left
+        else []
+    )
+    if not swap:
+        return ck.with_root(ck.root, warnings=warnings) if left else None
+    notes = _own_notes(new.values(), weights, layers, dtype)
+    return ck.with_root(rebuild(ck.root, swap=swap), notes=notes, warnings=warnings)
+
+
+def _own_notes(
+    new: Iterable[tuple[str, Tensor]], weights: Weights | None, layers: list[_Layer], target: DType
+) -> Iterator[str]:
+    for dtype, number in Counter(dtype for dtype, _ in new).items():
+        yield f"dequantized {plural(number, 'tensor')}: {dtype} -> {target}"
+    if layers:
+        yield (
+            f"unpacked {plural(len(layers), 'layer')}: "
+            f"{quoted([layer.name or '(root)' for layer in layers])}"
+        )
+        if weights is not None and weights.is_module:
+            yield f"the module ({weights.node.global_}) is now its plain state_dict"
+
+
+def _dequantized(root: Node, dtype: DType) -> tuple[dict[int, tuple[str, Tensor]], int]:
+    """Return the replacement of each quantized tensor, by id, with its former dtype; and the number
+    of tensors that cannot be converted.
+    """
+    new: dict[int, tuple[str, Tensor]] = {}
+    left = 0
+    for node in nodes(root):
+        if not isinstance(node, Object) or node.tensor is None or node.callable != _MADE_BY:
+            continue
+        scheme = _affine(node.args)
+        if scheme is None:
+            left += 1
+        else:
+            new[id(node)] = node.tensor.dtype.name, _float(dtype, node.tensor, *scheme)
+    return new, left
+
+
+def _affine(args: Node) -> tuple[Node, ...] | None:
+    """Scale and zero point, per channel also their axis; None for another scheme."""
+    scheme = args[4] if len(args) == 7 else ()
+    if not isinstance(scheme, tuple) or not scheme or not isinstance(scheme[0], Global):
+        return None
+    return scheme[1:] if len(scheme) == _AFFINE.get(scheme[0].name) else None
+
+
+def _float(dtype: DType, tensor: Tensor, scale: Node, zero_point: Node, axis: Node = 0) -> Tensor:
+    if type(axis) is not int or tensor.storage is None:
+        raise TensorError("a quantized tensor whose channels have no axis, or without its bytes")
+    scale, zero_point = (
+        each if as_tensor(each) is None else as_tensor(each) for each in (scale, zero_point)
+    )
+    record = dequantized_record(tensor, scale, zero_point, axis)
+    record = cast_record(record, BY_NAME["float32"], dtype, big_endian=False)
+    storage = Storage(record, tensor.storage.device)
+    return Tensor(storage, dtype, tensor.shape, contiguous_stride(tensor.shape))
+
+
+class _Layer(NamedTuple):
+    """A packed layer: where its tuple lies below the weights, what it is called, and its tensors by
+    name."""
+
+    path: Path
+    name: str
+    tensors: dict[str, Node]
+
+    def named(self) -> Iterator[tuple[str, Node]]:
+        return (
+            (f"{self.name}.{each}".removeprefix("."), node) for each, node in self.tensors.items()
+        )
+
+
+def _layers(weights: Weights) -> Iterator[_Layer]:
+    """The packed layers, with names that no other layer or weight has."""
+    found = [(path, *_names(path), tensors) for path, tensors in _packed(weights.node)]
+    short_names = Counter(short for _, short, _, _ in found)
+    for path, short, long, tensors in found:
+        layer = _Layer(path, short, tensors)
+        free = short_names[short] == 1 and not any(
+            name in weights.nodes for name, _ in layer.named()
+        )
+        yield layer if free else layer._replace(name=long)
+
+
+def _names(path: Path) -> tuple[str, str]:
+    """Name a layer by the place where it is packed: with the short name that it had before, and
+    with one that is unique.
+    """
+    parts = [part for part in _parts(path) if part != "_modules"]
+    short = parts[: next((i for i, part in enumerate(parts) if part in _PACKING), len(parts))]
+    return ".".join(short), ".".join(part for part in parts if part != _STATE)
+
+
+def _packed(root: Node) -> Iterator[tuple[Path, dict[str, Node]]]:
+    """The outermost tuples that pack one weight, perhaps with its bias, and these two. A tied layer
+    is met again."""
+    inside: set[int] = set()
+    holder: Object | None = None
+    for path, node in walk(root):
+        holder = node if isinstance(node, Object) else holder
+        if not isinstance(node, tuple) or id(node) in inside or not _is_packing(path):
+            continue
+        parts, nested = _flat(node)
+        inside |= nested
+        tensors = [part for part in parts if as_tensor(part) is not None]
+        chosen = [part for part in tensors if _kind(part) == "quantized"]
+        if not chosen and _is_packer(holder, node):
+            chosen = tensors[:1]
+        if len(chosen) == 1:
+            after = tensors[tensors.index(chosen[0]) + 1 :]
+            biases = [part for part in after if _kind(part) == "float"]
+            yield path, dict(zip(("weight", "bias"), (*chosen, *biases), strict=False))
+
+
+def _is_packer(holder: Object | None, node: Node) -> bool:
+    """Return whether a node is the state of an object that packs the parameters of a layer."""
+    return holder is not None and holder.state is node and str(holder.global_).endswith(_PACKER)
+
+
+def _parts(path: Path) -> Iterator[str]:
+    """Yield the parts of the dotted names in a path."""
+    return flatten(key_text(key).split(".") for key in path)
+
+
+def _is_packing(path: Path) -> bool:
+    return any(part in _PACKING for part in _parts(path))
+
+
+def _kind(node: Node) -> str | None:
+    tensor = as_tensor(node)
+    return None if tensor is None else tensor.dtype.kind
+
+
+def _flat(root: tuple[Node, ...]) -> tuple[list[Node], set[int]]:
+    """Flatten nested lists and tuples: the items, in order, and the ids of the containers."""
+    found: list[Node] = []
+    nested: set[int] = set()
+    waiting = list(reversed(root))
+    while waiting:
+        node = waiting.pop()
+        if not isinstance(node, (tuple, list)):
+            found.append(node)
+        elif node is not root and id(node) not in nested:
+            nested.add(id(node))
+            waiting.extend(reversed(node))
+    return found, nested
+
+
+def _with_layers(weights: Weights, layers: list[_Layer]) -> Node:
+    """The weights with the tensors of the layers: in their place in a mapping, after all others of
+    a module."""
+    if weights.is_module:
+        packed = flatten(layer.named() for layer in layers)
+        return plain_state_dict(_unique([*plain_state_dict(weights.nodes).items(), *packed]))
+    by_key: dict[Node, list[_Layer]] = defaultdict(list)
+    for layer in layers:
+        by_key[layer.path[0]].append(layer)
+    dtypes = {
+        f"{key.rpartition('.')[0]}.dtype" for key in by_key
+    }  # fc._packed_params.dtype = torch.qint8
+    pairs: list[tuple[str, Node]] = []
+    for key, node in weights.node.items():
+        if key in by_key:
+            pairs += flatten(layer.named() for layer in by_key[key])
+        elif key not in dtypes or not isinstance(node, Global):
+            pairs.append((key, node))
+    return keys.with_paths(weights.node, _unique(pairs), lambda paths: paths)
+
+
+def _unique(pairs: list[tuple[str, Node]]) -> dict[str, Node]:
+    new = dict(pairs)
+    if len(new) < len(pairs):
+        twice = next(
+            name for name, number in Counter(name for name, _ in pairs).items() if number > 1
+        )
+        raise CollisionError(f"a packed layer and another weight would both be called {twice!r}")
+    return new
