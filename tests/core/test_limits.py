@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ckptkit.formats.common.boxes import check_cover
+from ckptkit.compute.strided import check_cover
 from safetensors.torch import save_file
 
 from ckptkit import formats
