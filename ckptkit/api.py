@@ -235,7 +235,7 @@ def _write_copy(
     path = arguments.path("destination", destination)
     folder = checkpoint.source if isinstance(checkpoint.source, Folder) else checkpoint.folder
     if folder is not None:
-        from ckptkit.formats.common.training_state import beside  # few inputs are folders
+        from ckptkit.formats.distributed.training_state import beside
 
         checkpoint = beside(checkpoint, folder, take=options.everything)
     chosen = _format(path, _kept_format(checkpoint, folder, options.keep_format), options)
@@ -245,7 +245,7 @@ def _write_copy(
     copied: tuple[str, ...] = ()
     others = Plan(())
     if checkpoint.beside is not None and chosen.shards:
-        from ckptkit.formats.common.training_state import as_files
+        from ckptkit.formats.distributed.training_state import as_files
 
         options = replace(options, everything=False)
         checkpoint, others = as_files(checkpoint, options)

@@ -156,26 +156,26 @@ DCP_SHARD = Format(
 PARALLEL = Format(
     "parallel",
     "the files of many processes: FSDP ranks, Megatron-LM, DeepSpeed, Llama and fairscale parts",
-    matches=Lazy("parallel:matches"),
-    read=Lazy("parallel:read"),
+    matches=Lazy("distributed:matches"),
+    read=Lazy("distributed:read"),
     noun="a folder of the parts that many processes wrote",
     distributed=True,
     is_folder=True,
     listed=True,
     rewrite_as="torch-zip",
-    check=Lazy("parallel:check"),
+    check=Lazy("distributed:check"),
 )
 DEEPSPEED = Format(
     "deepspeed",
     "DeepSpeed: ZeRO and universal checkpoints",
-    matches=Lazy("deepspeed.reader:matches"),
-    read=Lazy("deepspeed.reader:read"),
+    matches=Lazy("distributed.deepspeed:matches"),
+    read=Lazy("distributed.deepspeed:read"),
     is_folder=True,
     distributed=True,
     noun="a folder of DeepSpeed (ZeRO)",
     listed=True,
     rewrite_as="torch-zip",
-    check=Lazy("deepspeed.reader:check"),
+    check=Lazy("distributed.deepspeed:check"),
 )
 SHARDED = Format(
     "sharded",
@@ -265,19 +265,19 @@ FOLDER = Format(
 LLAMA_PARTS = Format(
     "llama-parts",
     "the parts of a Llama release of Meta (consolidated.NN.pth), to write alone",
-    matches=Lazy("parallel.llama_parts:matches"),
-    read=Lazy("parallel:read"),
+    matches=Lazy("distributed.llama:never"),
+    read=Lazy("distributed:read"),
     is_folder=True,
-    layout=Lazy("parallel.llama_parts:layout"),
+    layout=Lazy("distributed.llama:layout"),
     readable=False,
 )
 MEGATRON_PARTS = Format(
     "megatron-parts",
     "Megatron-LM, cut for tensor parallelism (mp_rank_NN), to write alone",
-    matches=Lazy("parallel.megatron_parts:matches"),
-    read=Lazy("parallel:read"),
+    matches=Lazy("distributed.megatron:never"),
+    read=Lazy("distributed:read"),
     is_folder=True,
-    layout=Lazy("parallel.megatron_parts:layout"),
+    layout=Lazy("distributed.megatron:layout"),
     readable=False,
 )
 

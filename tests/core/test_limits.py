@@ -19,11 +19,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from ckptkit.compute.strided import check_cover
 from safetensors.torch import save_file
 
 from ckptkit import formats
 from ckptkit.analysis.summary import summarize
+from ckptkit.compute.strided import check_cover
 from ckptkit.core.bytesource import Derived, Folder, LocalFile, Memory, Range
 from ckptkit.core.errors import LimitError, UsageError
 from ckptkit.core.limits import (
@@ -41,7 +41,7 @@ from ckptkit.core.plan import OutputFile, Plan
 from ckptkit.core.tree import key_text
 from ckptkit.formats import strict_json
 from ckptkit.formats.dcp.nesting import Nest
-from ckptkit.formats.parallel.tables import RankFile, check_grid
+from ckptkit.formats.distributed.table import RankFile, check_grid
 from ckptkit.formats.tar import read_members
 from ckptkit.formats.zip_reader import read_directory
 from ckptkit.pickles.machine import FIRST_WINDOW

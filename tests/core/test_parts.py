@@ -250,14 +250,14 @@ def test_copies_without_checksums_are_read_where_they_are_asked_for(
     tmp_path: Path, monkeypatch: Any
 ) -> None:
     """Large ones are passed over by default, and said; --check-copies reads them."""
-    from ckptkit.formats.parallel import copies
+    from ckptkit.formats.distributed import joining
 
     torch.serialization.set_crc32_options(False)
     try:
         folder = ranks(tmp_path / "x", buffers=(1.0, 2.0))
     finally:
         torch.serialization.set_crc32_options(True)
-    monkeypatch.setattr(copies, "READ", 0)
+    monkeypatch.setattr(joining, "READ", 0)
     assert any("1 copies" in each for each in ckptkit.open(folder).warnings)
     with pytest.raises(CorruptError, match="'b'"):
         ckptkit.open(folder, copies="check")

@@ -31,7 +31,7 @@ from ckptkit.core.errors import (
     UsageError,
 )
 from ckptkit.core.options import Options
-from ckptkit.formats.parallel.llama import PARAMS
+from ckptkit.formats.distributed.llama import PARAMS
 from tests.conftest import Run
 
 s3fs = pytest.importorskip("s3fs")

@@ -32,8 +32,8 @@ from ckptkit.core.errors import (
 from ckptkit.core.options import Options
 from ckptkit.core.pieces import SHARD, Mesh, MeshPiece, Placement, ShardPiece
 from ckptkit.core.tensor import Tensor
-from ckptkit.formats.parallel.llama import EMBEDDING
-from ckptkit.formats.parallel.verbs import Mean
+from ckptkit.formats.distributed.llama import EMBEDDING
+from ckptkit.formats.distributed.table import Mean
 from tests.formats.parallel import making
 from tests.formats.parallel.old_forms import (
     Plain,

@@ -1,11 +1,8 @@
-"""Folders of what many processes wrote, each its part of every tensor: put together as one
-checkpoint.
+"""Folders of what many processes wrote, each its part of every tensor, as one checkpoint.
 
-:mod:`ranks` are the rank files of FSDP and tensor parallelism, whose pickles say which box each
-holds; the others are tables (:mod:`tables`): which file holds which part, and how each tensor was
-cut.
-
-A part alone is not a checkpoint; see :mod:`ckptkit.parts`.
+:mod:`rank_files` are the rank files of FSDP and tensor parallelism, whose pickles say which box
+each holds. The others are tables (:mod:`table`): which file holds which part, and how each tensor
+was cut. A part alone is not a checkpoint.
 """
 
 from __future__ import annotations
@@ -33,32 +30,32 @@ def matches(probe: Probe) -> bool:
 
 def _layouts() -> Iterator[ModuleType]:
     """The layouts in the order in which they are tried, each imported when it is reached."""
-    from ckptkit.formats.parallel import refused
+    from ckptkit.formats.distributed import refused
 
     yield refused
-    from ckptkit.formats.parallel import megatron
+    from ckptkit.formats.distributed import megatron
 
     yield megatron
-    from ckptkit.formats.parallel import llama
+    from ckptkit.formats.distributed import llama
 
     yield llama
-    from ckptkit.formats.parallel import deepspeed
+    from ckptkit.formats.distributed import pipeline
 
-    yield deepspeed
-    from ckptkit.formats.parallel import fairscale
+    yield pipeline
+    from ckptkit.formats.distributed import fairscale
 
     yield fairscale
-    from ckptkit.formats.parallel import ranks
+    from ckptkit.formats.distributed import rank_files
 
-    yield ranks
+    yield rank_files
 
 
 def _layout(probe: Probe) -> ModuleType | None:
     """The layout that claims the folder, or the table that was given for it."""
     if probe.options.parts is not None:
-        from ckptkit.formats.parallel import own
+        from ckptkit.formats.distributed import table
 
-        return own
+        return table
     if PARALLEL not in probe.kept:
         probe.kept[PARALLEL] = next((each for each in _layouts() if each.matches(probe)), None)
     found = probe.kept[PARALLEL]

@@ -22,15 +22,27 @@ from ckptkit.core.errors import CkptkitError, CorruptError, FormatError, Unsuppo
 from ckptkit.core.piece_forms import attributes
 from ckptkit.core.text import flatten
 from ckptkit.core.tree import Node
-from ckptkit.formats.common.rank_files import Reader
-from ckptkit.formats.deepspeed import places
+from ckptkit.formats.distributed import table, zero_ranks
+from ckptkit.formats.distributed.joining import Copies, Joiner
+from ckptkit.formats.distributed.rank_files import listed
+from ckptkit.formats.distributed.reading import Reader
+from ckptkit.formats.distributed.table import (
+    TP,
+    Cut,
+    LayoutRow,
+    Mean,
+    ParallelLayout,
+    RankFile,
+    Refuse,
+    Same,
+    Sum,
+    Verb,
+    Widths,
+    check_grid,
+    merge,
+    rule,
+)
 from ckptkit.formats.format import Probe
-from ckptkit.formats.parallel import yaml_text
-from ckptkit.formats.parallel.copies import Copies
-from ckptkit.formats.parallel.joining import Joiner
-from ckptkit.formats.parallel.ranks import listed
-from ckptkit.formats.parallel.tables import TP, RankFile, Rule, Table, check_grid, merge, rule
-from ckptkit.formats.parallel.verbs import Cut, Mean, Refuse, Same, Sum, Verb, Widths
 
 INFO = "universal_checkpoint_info"
 LAYER = re.compile(r"layer_([0-9]{2,9})(?:-model_([0-9]{2,9}))?-model_states\.pt")
@@ -45,14 +57,14 @@ _LAYER, _TENSOR = "layer", "tensor rank"
 
 def matches(probe: Probe) -> bool:
     """A folder of several tensor ranks or of layers, or the folder above whose tag is one."""
-    if not (places.is_tag(probe.names) or places.POINTERS[0] in probe.names):
+    if not (zero_ranks.is_tag(probe.names) or zero_ranks.POINTERS[0] in probe.names):
         return False
     try:
-        folder = places.find(probe.folder, probe.names)
+        folder = zero_ranks.find(probe.folder, probe.names)
     except CkptkitError:
         return False
     names = folder.list()
-    if places.UNIVERSAL in names or any(map(_EXPERT.fullmatch, names)):
+    if zero_ranks.UNIVERSAL in names or any(map(_EXPERT.fullmatch, names)):
         return False
     return any(map(LAYER.fullmatch, names)) or len(list(filter(MODEL.fullmatch, names))) > 1
 
@@ -60,7 +72,7 @@ def matches(probe: Probe) -> bool:
 def read(probe: Probe, format: str) -> Checkpoint:
     """The weights of all ranks, and what else the first saved. Raises UnsupportedError where
     nothing says how it was cut, CorruptError for files that do not go together."""
-    folder = places.find(probe.folder, probe.names)
+    folder = zero_ranks.find(probe.folder, probe.names)
     try:
         return _Reading(probe, folder).read(format)
     except CkptkitError as error:
@@ -146,13 +158,15 @@ class _Reading:
                 hint="fetch what is missing from where the rest came from",
             )
 
-    def _table(self, first: Mapping[Node, Node], count: int) -> Table:
+    def _table(self, first: Mapping[Node, Node], count: int) -> ParallelLayout:
         info = first.get(INFO)
         if isinstance(info, dict):
-            return Table(tuple(_universal_rules(info)))
+            return ParallelLayout(tuple(_universal_rules(info)))
         configs = self._configs()
         known = {"gpt_j_residual": False} if configs else {}
-        return Table(tuple(_neox_rules({**known, **_underscored(_arguments(first)), **configs})))
+        return ParallelLayout(
+            tuple(_neox_rules({**known, **_underscored(_arguments(first)), **configs}))
+        )
 
     def _configs(self) -> dict[str, Any]:
         """The settings of gpt-neox, from the files that it keeps beside the weights."""
@@ -164,9 +178,7 @@ class _Reading:
             for name in inner.list():
                 if name.endswith((".yml", ".yaml", ".json")):
                     source = inner.open(name)
-                    content = yaml_text.parse(
-                        source.read(0, min(source.size, 2 << 20)), source.name
-                    )
+                    content = table.parse(source.read(0, min(source.size, 2 << 20)), source.name)
                     found |= content if isinstance(content, dict) else {}
         return _underscored(found)
 
@@ -181,7 +193,7 @@ def _arguments(first: Mapping[Node, Node]) -> dict[str, Any]:
     return {key: value for key, value in values.items() if isinstance(key, str)}
 
 
-def _neox_rules(config: Mapping[str, Any]) -> Iterator[Rule]:
+def _neox_rules(config: Mapping[str, Any]) -> Iterator[LayoutRow]:
     """Of gpt-neox: norms are averaged; biases after a row-parallel product are added up where each
     rank adds its own before the reduction (gpt_j_residual), else they are copies."""
     at = r"(?:sequential\.)?[0-9]+\."
@@ -204,29 +216,29 @@ def _neox_rules(config: Mapping[str, Any]) -> Iterator[Rule]:
         yield rule(biases, Sum() if parallel is True else Same())
 
 
-def _universal_rules(info: Mapping[Node, Node]) -> Iterator[Rule]:
+def _universal_rules(info: Mapping[Node, Node]) -> Iterator[LayoutRow]:
     """Yield the rules of DeepSpeed's own merger: the first list with a pattern that matches the
     beginning of a name.
     """
     unknown = info.get("autotp_unsupported_parameter_patterns")
     for text, reason in (unknown if isinstance(unknown, dict) else {}).items():
         for pattern in _patterns([text]):
-            yield Rule(pattern, Refuse(str(reason)[:200]))
+            yield LayoutRow(pattern, Refuse(str(reason)[:200]))
     for key, verb in (
         ("tp_replicated_parameter_patterns", Same()),
         ("parameter_to_average_patterns", Mean()),
         ("parameter_with_2_sub_params_cat_dim_0", Cut(0, 2)),
     ):
         for pattern in _patterns(info.get(key)):
-            yield Rule(pattern, verb)
+            yield LayoutRow(pattern, verb)
     for each in info.get("parameter_with_sub_params") or ():
         yield from _sub_params(each, info)
     for pattern in _patterns(info.get("parameter_with_row_parallelism_patterns")):
-        yield Rule(pattern, Cut(1))
+        yield LayoutRow(pattern, Cut(1))
     yield rule(".*", Cut(0))
 
 
-def _sub_params(node: Node, info: Mapping[Node, Node]) -> Iterator[Rule]:
+def _sub_params(node: Node, info: Mapping[Node, Node]) -> Iterator[LayoutRow]:
     """The rules of a SubparamShape: patterns, a shape, and the dimension that is cut.
 
     The shape has the sizes of the parameters there, or their number, all being equal (before
@@ -240,7 +252,7 @@ def _sub_params(node: Node, info: Mapping[Node, Node]) -> Iterator[Rule]:
     texts = state.get("patterns")
     for pattern, text in zip(_patterns(texts), texts or (), strict=False):
         given = widths.get(text) if isinstance(widths, dict) else None
-        yield Rule(pattern, _blocks(shape[dim], dim) if given is None else _widths(given, dim))
+        yield LayoutRow(pattern, _blocks(shape[dim], dim) if given is None else _widths(given, dim))
 
 
 def _blocks(sizes: Node, dim: int) -> Verb:

@@ -16,16 +16,42 @@ from typing import Any
 
 from ckptkit.core.bytesource import Folder
 from ckptkit.core.checkpoint import Checkpoint
-from ckptkit.core.errors import CorruptError, FormatError, UnsupportedError
+from ckptkit.core.errors import CorruptError, FormatError, UnsupportedError, UsageError
+from ckptkit.core.options import Options
+from ckptkit.core.plan import OutputFile, Plan
 from ckptkit.core.tree import Node
 from ckptkit.core.weights import as_tensor
 from ckptkit.formats import strict_json
-from ckptkit.formats.common.rank_files import reader_of
+from ckptkit.formats.distributed.joining import Copies, Joiner
+from ckptkit.formats.distributed.reading import reader_of
+from ckptkit.formats.distributed.table import (
+    TP,
+    Cut,
+    Drop,
+    LayoutRow,
+    ParallelLayout,
+    RankFile,
+    Same,
+    check_grid,
+    cut,
+    file,
+    merge,
+    ranks_of,
+    rule,
+)
 from ckptkit.formats.format import Probe
-from ckptkit.formats.parallel.copies import Copies
-from ckptkit.formats.parallel.joining import Joiner
-from ckptkit.formats.parallel.tables import TP, RankFile, Rule, Table, check_grid, merge, rule
-from ckptkit.formats.parallel.verbs import Cut, Drop, Same
+from ckptkit.formats.table import LLAMA_PARTS
+
+# The parts of a Llama release of Meta: ``consolidated.<NN>.pth`` and ``params.json``.
+#
+# Which dimension of the embedding is cut changed with version 3: the one that is not ``dim`` wide
+# was. Version 4 has fused projections, experts in one tensor, and an encoder of images. The
+# number of
+# parts is the number of files: ``wq`` has ``dim`` rows in all.
+#
+# Sources: fairscale's parallel layers in Meta's code; for version 4 transformers'
+# convert_llama4_weights_to_hf.py and torchtitan's convert_meta_to_dcp.py, which join such parts.
+
 
 NAME = re.compile(r"consolidated\.([0-9]{2})\.pth")
 PARAMS = "params.json"
@@ -130,10 +156,10 @@ def is_by_rows(entries: Mapping[str, Node], params: Mapping[str, Any]) -> bool:
     return embedding is None or dim is None or embedding.shape[-1] == dim
 
 
-def table(params: Mapping[str, Any], *, by_rows: bool) -> Table:
+def table(params: Mapping[str, Any], *, by_rows: bool) -> ParallelLayout:
     """The rules of the versions; the embedding is cut `by_rows` from version 3 on."""
     experts = _experts(params)
-    return Table(
+    return ParallelLayout(
         rules=(
             rule(r".*_extra_state", Drop("state of one process")),
             rule(r".*norm\.weight|.*layer_norm_(weight|bias)|norm\.weight|rope\.freqs", Same()),
@@ -157,7 +183,7 @@ def table(params: Mapping[str, Any], *, by_rows: bool) -> Table:
     )  # fmt: skip
 
 
-def _vision_rules() -> Iterator[Rule]:
+def _vision_rules() -> Iterator[LayoutRow]:
     """Of the encoder of images in version 4."""
     encoder = r"vision_embeddings\.vision_encoder"
     yield rule(rf"{encoder}\.(class_embedding|positional_embedding_vlm)", Same())
@@ -202,3 +228,48 @@ def _check_totals(tensors: Mapping[str, Node], params: Mapping[str, Any]) -> Non
         raise CorruptError(
             f"its keys have {key.shape[0]:,} rows, {PARAMS} says {expected:,}: a part is missing"
         )
+
+
+# Writes the weights of a Llama model, under Meta's names, as the parts of a release: the inverse
+# of :mod:`llama`.
+
+
+def layout(checkpoint: Checkpoint, options: Options) -> Plan:
+    """A folder of ``consolidated.<NN>.pth`` and ``params.json``.
+
+    Raises UsageError for weights of other names, and where nothing says along which dimension the
+    embedding is cut.
+    """
+    count = ranks_of(options, LLAMA_PARTS.name)
+    tensors = dict(checkpoint.required.tensors)
+    text = checkpoint.extras.get(PARAMS, "")
+    params = read_params(text.encode())
+    parts = cut(tensors, table(params, by_rows=_is_by_rows(checkpoint, count)), count)
+    files = [file(f"consolidated.{rank:02d}.pth", part, options) for rank, part in enumerate(parts)]
+    if text:
+        return Plan((*files, OutputFile(PARAMS, (text.encode(),))), (), len(tensors))
+    note = f"there is no {PARAMS} to write: the loaders of Meta's code need it"
+    return Plan(tuple(files), (note,), len(tensors))
+
+
+def _is_by_rows(checkpoint: Checkpoint, count: int) -> bool:
+    """Return whether to split the embedding into rows: as its parts were, or from version 3 on as
+    its parameters tell.
+    """
+    recorded = checkpoint.extras.get(EMBEDDING)
+    if recorded in ("0", "1"):
+        return recorded == "0"
+    vocabulary = read_params(checkpoint.extras.get(PARAMS, "").encode()).get("vocab_size")
+    if type(vocabulary) is int and (vocabulary == -1 or vocabulary >= 100_000):
+        return vocabulary != -1
+    if count > 1:
+        raise UsageError(
+            "nothing says along which dimension the embedding is cut: 1 in Llama 1 and 2, 0 since",
+            hint="convert from the folder of the release, or from what ckptkit made of it",
+        )
+    return True
+
+
+def never(probe: Probe) -> bool:
+    """Never: the format is written, and its folders are read as `parallel`."""
+    return False

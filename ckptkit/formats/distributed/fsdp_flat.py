@@ -23,11 +23,9 @@ from ckptkit.core.tensor import Shape, Tensor
 from ckptkit.core.text import flatten, merge_all
 from ckptkit.core.tree import Node
 from ckptkit.core.weights import as_tensor, locate
-from ckptkit.formats.common.partitions import PartitionRow, Slot
-from ckptkit.formats.common.rank_files import is_flat, own
-from ckptkit.formats.parallel.copies import Copy
-from ckptkit.formats.parallel.joining import Joiner
-from ckptkit.formats.parallel.trees import Merger, Ranked
+from ckptkit.formats.distributed.joining import Joiner, Merger, Ranked, Replica
+from ckptkit.formats.distributed.partitions import PartitionRow, Slot
+from ckptkit.formats.distributed.reading import is_flat, own
 
 _STATE, _GROUPS, _PARAMS = "state", "param_groups", "params"
 _LISTED = re.compile(r"(.*?\.[0-9]+)\.")  # a module of a list of modules
@@ -214,7 +212,7 @@ def _compare(joiner: Joiner, name: str, ours: Sequence[Node], theirs: Sequence[N
     for a, b in zip(ours, theirs, strict=True):
         first, other = as_tensor(a), as_tensor(b)
         if isinstance(first, Tensor) and isinstance(other, Tensor) and first.shape == other.shape:
-            joiner.copies.add(Copy(name, first, other, ("one replica", "another")))
+            joiner.copies.add(Replica(name, first, other, ("one replica", "another")))
 
 
 def _groups(node: Node, units: list[Unit], shapes: dict[str, Shape]) -> Node:

@@ -30,13 +30,21 @@ from ckptkit.core.pieces import part
 from ckptkit.core.tensor import Shape, Tensor
 from ckptkit.core.tree import Node
 from ckptkit.core.weights import as_tensor
-from ckptkit.formats.common.partitions import PartitionRow, Slot
-from ckptkit.formats.common.rank_files import Fields, is_flat, reader_of
+from ckptkit.formats.distributed.joining import Copies, Joiner
+from ckptkit.formats.distributed.partitions import PartitionRow, Slot
+from ckptkit.formats.distributed.reading import Fields, is_flat, reader_of
+from ckptkit.formats.distributed.table import (
+    TP,
+    Cut,
+    Mean,
+    ParallelLayout,
+    RankFile,
+    Same,
+    check_grid,
+    merge,
+    rule,
+)
 from ckptkit.formats.format import Probe
-from ckptkit.formats.parallel.copies import Copies
-from ckptkit.formats.parallel.joining import Joiner
-from ckptkit.formats.parallel.tables import TP, RankFile, Table, check_grid, merge, rule
-from ckptkit.formats.parallel.verbs import Cut, Mean, Same
 
 NAME = re.compile(
     r"(?P<stem>.+?)(?:-model_part-(?P<part>[0-9]{1,4}))?-shard(?P<shard>[0-9]{1,6})\.pt"
@@ -45,7 +53,7 @@ METADATA, PARAMETERS = "shard_metadata", "param_metadata"
 SHARD = "shard"
 _OLD_NAMES = ("flat_param_0", "flat_param")  # of the flat parameter of a module, until 0.4.0
 _FLAT = re.compile(r"(?:.*\.)?_?flat_param(?:_[0-9]+)?")
-TABLE = Table(
+TABLE = ParallelLayout(
     rules=(
         rule(r".*\.version|.*_float_tensor|.*embed_positions\..*", Same()),
         rule(r".*(embed_tokens|ffn_layernorm|fc1|[kqv]_proj)\.(weight|bias)", Cut(0)),

@@ -20,28 +20,55 @@ from dataclasses import dataclass
 
 from ckptkit.core.bytesource import Folder
 from ckptkit.core.checkpoint import Checkpoint
-from ckptkit.core.errors import CorruptError, FormatError, UnsupportedError
+from ckptkit.core.errors import CorruptError, FormatError, UnsupportedError, UsageError
+from ckptkit.core.options import Options
 from ckptkit.core.piece_forms import attributes
+from ckptkit.core.plan import OutputFile, Plan
 from ckptkit.core.tensor import Tensor, TypedStorage
 from ckptkit.core.text import flatten
-from ckptkit.core.tree import Global, Node, Object
+from ckptkit.core.tree import Global, Node, Object, OrderedMapping
 from ckptkit.core.weights import as_tensor
-from ckptkit.formats.common.rank_files import Reader
-from ckptkit.formats.format import Probe
-from ckptkit.formats.parallel.copies import Copies
-from ckptkit.formats.parallel.joining import Joiner
-from ckptkit.formats.parallel.tables import (
+from ckptkit.formats.distributed.joining import Copies, Joiner
+from ckptkit.formats.distributed.reading import Reader
+from ckptkit.formats.distributed.table import (
     TP,
+    Cut,
+    Drop,
+    Heads,
+    LayoutRow,
     Offset,
+    ParallelLayout,
     RankFile,
-    Rule,
-    Table,
+    Refuse,
+    Same,
+    Verb,
     check_grid,
+    cut,
+    file,
     flattened,
     merge,
+    ranks_of,
     rule,
 )
-from ckptkit.formats.parallel.verbs import Cut, Drop, Heads, Refuse, Same, Verb
+from ckptkit.formats.folder import TRACKER
+from ckptkit.formats.format import Probe
+from ckptkit.formats.table import MEGATRON_PARTS
+
+# Megatron-LM, ``--ckpt-format torch``: a folder for each tensor, pipeline and expert rank.
+#
+#     latest_checkpointed_iteration.txt                         a number, or "release"
+#     iter_<NNNNNNN>/mp_rank_<TT>[_<PPP>][_<EEE>]/model_optim_rng.pt
+#
+# PPP is there with several pipeline stages, EEE with several expert ranks: only the arguments in
+# the
+# files tell. A file has ``args`` (argparse.Namespace), ``checkpoint_version``, ``iteration`` and
+# ``model``, or ``model0`` and so on for virtual stages. Layers, and experts, are numbered from 0 in
+# each part.
+#
+# The whole has Megatron's own names, flat, padded rows of the vocabulary kept, and the order of
+# rows
+# inside query_key_value that checkpoint_version 2 and later have: head by head.
+
 
 FILE = "model_optim_rng.pt"
 PP, EP, VP = "pp", "ep", "vp"
@@ -193,7 +220,7 @@ def _parts(name: str, root: Mapping[Node, Node], sizes: Mapping[str, int]) -> It
             yield RankFile(f"{name}/{FILE}", {**at, VP: int(number[1] or 0)}, entries)
 
 
-def table(arguments: Arguments, *, legacy: bool) -> Table:
+def table(arguments: Arguments, *, legacy: bool) -> ParallelLayout:
     """The rules for what the arguments say."""
     gated = 2 if arguments.flag("swiglu") or arguments.flag("gated_linear_unit") else 1
     experts = arguments.number("num_experts")
@@ -205,7 +232,7 @@ def table(arguments: Arguments, *, legacy: bool) -> Table:
         )
     layers = Offset(_LAYERS, (VP, PP), arguments.number("num_layers"))
     if legacy:
-        return Table(
+        return ParallelLayout(
             tuple(_legacy_rules(arguments, gated)),
             (layers,),
             (
@@ -214,14 +241,14 @@ def table(arguments: Arguments, *, legacy: bool) -> Table:
             ),
         )
     tied = not arguments.flag("untie_embeddings_and_output_weights")
-    return Table(
+    return ParallelLayout(
         tuple(_rules(gated)),
         (layers, Offset(_EXPERTS, (EP,), experts, "experts")),
         (("output_layer.weight", WORD),) if tied else (),
     )
 
 
-def _rules(gated: int) -> Iterator[Rule]:
+def _rules(gated: int) -> Iterator[LayoutRow]:
     """Of mcore, with its own layers and with those of Transformer Engine."""
     yield rule(r".*\._extra_state.*", Drop("state of Transformer Engine, of one process"))
     yield rule(r".*layer_norm_(weight|bias)|.*(layernorm|_norm|\.norm)\.(weight|bias)", Same())
@@ -248,7 +275,7 @@ def _rules(gated: int) -> Iterator[Rule]:
     yield rule(r"embedding\.word_embeddings\.weight|output_layer\.(weight|bias)", Cut(0))
 
 
-def _legacy_rules(arguments: Arguments, gated: int) -> Iterator[Rule]:
+def _legacy_rules(arguments: Arguments, gated: int) -> Iterator[LayoutRow]:
     """Of the model classes before mcore."""
     fused = _fused(arguments)
     yield rule(r".*\._extra_state.*", Drop("state of one process"))
@@ -327,3 +354,78 @@ def _is_plain(node: Node) -> bool:
 
 def _text(node: Node) -> str:
     return str(node) if isinstance(node, (int, float, str)) else "not there"
+
+
+# Writes a Megatron-LM checkpoint cut for tensor parallelism: the inverse of :mod:`megatron`.
+#
+# What is written has the names and arguments of a checkpoint that was read from Megatron's own
+# folders.
+
+
+_NAMESPACE = Global("argparse", "Namespace")
+
+
+def layout(checkpoint: Checkpoint, options: Options) -> Plan:
+    """A folder of an iteration, with the tracker beside it. Raises UsageError where the arguments
+    are missing."""
+    count = ranks_of(options, MEGATRON_PARTS.name)
+    root = checkpoint.root
+    if not isinstance(root, dict) or not isinstance(root.get("args"), dict):
+        raise UsageError(
+            "has no arguments of Megatron-LM, which say how its tensors are cut",
+            hint="convert from the folder of the training, or from a .pth that ckptkit made of it",
+        )
+    tensors = checkpoint.required.tensors
+    trained = arguments_of(root)
+    arguments = Arguments(
+        {**trained.values, "tensor_model_parallel_size": count}, max(trained.version, 3.0)
+    )
+    legacy = any(name.startswith(LEGACY) for name in tensors)
+    parts = cut(tensors, table(arguments, legacy=legacy), count)
+    iteration = root.get("iteration")
+    number = iteration if type(iteration) is int and 0 <= iteration < 10**7 else 0
+    names = [f"iter_{number:07d}/mp_rank_{rank:02d}/{FILE}" for rank in range(count)]
+    others = {key: node for key, node in root.items() if key not in ("args", "model")}
+    files = [
+        file(
+            name,
+            {
+                "args": _namespace(arguments.values),
+                **others,
+                "model": _nested(part) if legacy else part,
+            },
+            options,
+        )
+        for name, part in zip(names, parts, strict=True)
+    ]
+    tracker = OutputFile(TRACKER, (str(number).encode(),))
+    return Plan((*files, tracker), (), len(tensors))
+
+
+def _namespace(values: Mapping[str, Node]) -> Object:
+    made = Object(_NAMESPACE, (), new=True)
+    made.steps.append(("build", dict(values)))
+    return made
+
+
+def _nested(part: OrderedMapping) -> dict[str, Node]:
+    """The nested dicts of the legacy classes: names of layers stay as they are."""
+    made: dict[str, Node] = {}
+    for name, tensor in part.items():
+        place = made
+        head, dot, rest = name.partition("layers.")
+        steps = [*head.strip(".").split("."), *([dot + rest] if dot else [])]
+        if not dot:
+            whole = next((n for n in ("final_layernorm", "final_norm") if f".{n}." in name), None)
+            if whole is not None:
+                before, _, after = name.partition(f".{whole}.")
+                steps = [*before.split("."), f"{whole}.{after}"]
+        for step in steps[:-1]:
+            place = place.setdefault(step, {})
+        place[steps[-1]] = tensor
+    return made
+
+
+def never(probe: Probe) -> bool:
+    """Never: the format is written, and its folders are read as `parallel`."""
+    return False

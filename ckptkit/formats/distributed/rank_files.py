@@ -31,14 +31,11 @@ from ckptkit.core.pieces import Mesh, MeshPiece, Piece, ShardPiece
 from ckptkit.core.text import flatten
 from ckptkit.core.tree import Node, join
 from ckptkit.core.weights import is_optimizer
-from ckptkit.formats.common.rank_files import Reader, reader_of
+from ckptkit.formats.distributed import fsdp_flat
+from ckptkit.formats.distributed.joining import Copies, Joiner, Merger, Ranked
+from ckptkit.formats.distributed.reading import RankGroup, Reader, groups, reader_of
 from ckptkit.formats.folder import unread
 from ckptkit.formats.format import Probe
-from ckptkit.formats.parallel import flat
-from ckptkit.formats.parallel.copies import Copies
-from ckptkit.formats.parallel.files import Group, groups
-from ckptkit.formats.parallel.joining import Joiner
-from ckptkit.formats.parallel.trees import Merger, Ranked
 
 MODEL, OPTIMIZER, REST = "model", "optimizer", "extra_state"
 _TRIED = 16  # groups that are opened to see what they are
@@ -53,7 +50,7 @@ class Kind(NamedTuple):
     none of them.
     """
 
-    group: Group
+    group: RankGroup
     role: str
     pieces: bool  # whether it holds any
 
@@ -67,7 +64,7 @@ def matches(probe: Probe) -> bool:
     return any(_matches(reader, group) for group in islice(found, _TRIED))
 
 
-def _matches(reader: Reader, group: Group) -> bool:
+def _matches(reader: Reader, group: RankGroup) -> bool:
     try:
         checkpoint = reader.read(group.first)
     except CkptkitError:
@@ -116,7 +113,7 @@ class _Reading:
             about=_title(ranked, world, self.known),
         )  # fmt: skip
 
-    def _kind(self, group: Group) -> Kind:
+    def _kind(self, group: RankGroup) -> Kind:
         root = self.reader.read(group.first).root
         pieces = next(pieces_in(root), None) is not None
         if is_optimizer(root):
@@ -136,7 +133,7 @@ class _Reading:
             )
         return found[0] if found else None
 
-    def _ranked(self, group: Group) -> list[Ranked]:
+    def _ranked(self, group: RankGroup) -> list[Ranked]:
         """The files in order of the ranks that wrote them, which are those that their names say."""
         found = []
         for number, name in group.files.items():
@@ -157,7 +154,7 @@ class _Reading:
             found.append(Ranked(rank, name, root))
         return sorted(found, key=lambda each: each.rank)
 
-    def _merged(self, group: Group, ranked: list[Ranked], world: World) -> Node:
+    def _merged(self, group: RankGroup, ranked: list[Ranked], world: World) -> Node:
         missing = [rank for rank in world.ranks if rank not in {each.rank for each in ranked}]
         if not missing:
             return Merger(ranked, self.joiner, self.known).merged()
@@ -183,8 +180,8 @@ class _Reading:
                 f"{listed(list(kind.group.files.values()))} are not of the ranks of the model"
             )
         try:
-            return {OPTIMIZER: flat.merged(ranked, model, self.joiner)}
-        except flat.UnknownError as error:
+            return {OPTIMIZER: fsdp_flat.merged(ranked, model, self.joiner)}
+        except fsdp_flat.UnknownError as error:
             self.warnings.append(f"the optimizer is left out: {error}")
             return {}
 
@@ -230,7 +227,7 @@ def _pieces(root: Node, known: Known) -> Iterator[Piece]:
             yield piece
 
 
-def _check_ranks(group: Group, ranked: Sequence[Ranked], known: Known) -> World:
+def _check_ranks(group: RankGroup, ranked: Sequence[Ranked], known: Known) -> World:
     """The ranks that the pieces name. Raises CorruptError for files of other ranks."""
     every: set[int] = set()
     count = 0

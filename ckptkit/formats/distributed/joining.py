@@ -1,0 +1,369 @@
+"""Tensors put together from boxes that several files hold: covered exactly once, copies
+compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from ckptkit.compute.arranged import joined
+from ckptkit.compute.compare import compare
+from ckptkit.compute.strided import check_cover
+from ckptkit.core.dtypes import DType
+from ckptkit.core.errors import CkptkitError, CorruptError, UnsupportedError
+from ckptkit.core.limits import check
+from ckptkit.core.piece_forms import piece_of
+from ckptkit.core.pieces import Box, Mesh, Piece
+from ckptkit.core.tensor import Shape, Storage, Tensor, contiguous_stride
+from ckptkit.core.text import size, some, typed, typed_value
+from ckptkit.core.tree import Node, OrderedMapping, Path, join, key_text, type_name
+from ckptkit.core.weights import as_tensor
+
+# Copies of one tensor in the files of several processes: equal, or the files are not of one
+# save.
+
+
+COMPARE, CHECK, FIRST = "compare", "check", "first"  # what is done about copies
+CHOICES = (COMPARE, CHECK, FIRST)
+READ = 16 << 20  # bytes of each side that are read where checksums do not decide
+SHOWN = 80  # characters of a name in a message
+
+
+class Replica(NamedTuple):
+    """A tensor that two files hold alike."""
+
+    name: str
+    first: Tensor
+    other: Tensor
+    files: tuple[str, str]
+
+
+class Copies:
+    """The copies met while files are put together, and what became of them.
+
+    ``compare``: checksums decide, small ones are read; ``check``: what checksums do not decide is
+    read; ``first``: those that differ are passed over, the first is taken.
+    """
+
+    def __init__(self, policy: str = COMPARE) -> None:
+        self.policy = policy
+        self.left: list[Replica] = []  # not compared
+        self.equal = 0
+        self.passed: list[str] = []  # differ, and the first was taken
+        self._read = 0
+
+    def same(self, copy: Replica, *, always: bool = True) -> bool | None:
+        """Return whether a copy equals the first, None if that is unknown. Bytes are read if
+        `always`.
+        """
+        same = _by_checksum(copy.first, copy.other)
+        if same is None and (always or self._may_read(copy.first.nbytes)):
+            same = compare(copy.first, copy.other) is None
+        return same
+
+    def add(self, copy: Replica) -> None:
+        """Raise CorruptError if it differs from the first."""
+        same = self.same(copy, always=False)
+        if same is None:
+            self.left.append(copy)
+        elif same:
+            self.equal += 1
+        else:
+            self._differs(copy)
+
+    def _may_read(self, nbytes: int) -> bool:
+        self._read += nbytes
+        return self.policy == CHECK or self._read <= READ
+
+    def _differs(self, copy: Replica) -> None:
+        if self.policy == FIRST:
+            self.passed.append(copy.name)
+            return
+        raise CorruptError(
+            f"{copy.name[:SHOWN]!r} should be the same in {copy.files[0]} and "
+            f"{copy.files[1]}, and {_how(copy)}",
+            hint="the files are of two saves, or the processes drifted apart; "
+            f"{typed_value('copies', 'first')} takes the first of each",
+        )
+
+    def warnings(self) -> Iterator[str]:
+        """Yield the warnings."""
+        if self.policy == CHECK and not (self.equal or self.passed):
+            yield (
+                "no two processes hold the same tensor: nothing says that the files are of one save"
+            )
+        if self.left:
+            nbytes = sum(copy.first.nbytes for copy in self.left)
+            check = typed("--check-copies", "copies='check'")
+            yield (
+                f"{len(self.left):,} copies ({size(nbytes)}) were not compared, the first of each "
+                f"is taken: {check} reads them"
+            )
+        if self.passed:
+            names = list(dict.fromkeys(self.passed))
+            yield f"copies differ, the first of each was taken: {some(names)}"
+
+
+def _by_checksum(a: Tensor, b: Tensor) -> bool | None:
+    """Return whether the checksums of two tensors of one shape and dtype are equal, None if they
+    cannot tell.
+    """
+    one, other = a.storage, b.storage
+    if one is None or other is None or one is other:
+        return one is other
+    if not a.nbytes:
+        return True
+    if one.crc32 is None or other.crc32 is None or one.nbytes != other.nbytes:
+        return None
+    if one.big_endian != other.big_endian or (a.offset, a.stride) != (b.offset, b.stride):
+        return None
+    if one.crc32 == other.crc32:
+        return True
+    whole = a.is_contiguous and one.nbytes == a.nbytes
+    return False if whole else None
+
+
+def _how(copy: Replica) -> str:
+    if copy.first.nbytes > READ:
+        return "its checksums differ"
+    found = compare(copy.first, copy.other)
+    if found is None:
+        return "its checksums differ, though its bytes do not: one of the files is damaged"
+    return f"{found.count:,} of {copy.first.numel:,} elements differ"
+
+
+# Tensors put together from boxes that several files hold: covered exactly once, copies
+# compared.
+
+
+class Held(NamedTuple):
+    """A box and the file that holds it."""
+
+    box: Box
+    file: str
+
+
+class Joiner:
+    """Makes whole tensors. Those that are made of the same bytes share a storage, as they did in
+    the files."""
+
+    def __init__(self, copies: Copies) -> None:
+        self.copies = copies
+        self._made: dict[object, Storage] = {}
+        self._cpu: dict[int, tuple[Storage, Storage]] = {}
+
+    def tensor(self, name: str, dtype: DType, shape: Shape, held: Iterable[Held]) -> Tensor:
+        """The tensor whose boxes are `held`. Raises CorruptError for a hole, an overlap, or copies
+        that differ."""
+        boxes: dict[tuple[Shape, Shape], Held] = {}
+        for each in held:
+            known = boxes.setdefault((each.box.offsets, each.box.sizes), each)
+            if known is not each:
+                self.copies.add(
+                    Replica(name, known.box.tensor, each.box.tensor, (known.file, each.file))
+                )
+        try:
+            check_cover(shape, list(boxes))
+        except CkptkitError as error:
+            error.message = f"{name[:SHOWN]!r}: {error.message}"
+            raise
+        return self._whole(name, dtype, shape, [boxes[place].box for place in sorted(boxes)])
+
+    def _whole(self, name: str, dtype: DType, shape: Shape, boxes: Sequence[Box]) -> Tensor:
+        if len(boxes) == 1:
+            return self.plain(boxes[0].tensor)
+        if dtype.kind == "quantized" or dtype.bits % 8:
+            raise UnsupportedError(f"{name[:SHOWN]!r}: parts of {dtype} are not put together")
+        key = dtype.name, shape, tuple(map(_place, boxes))
+        if key not in self._made:
+            parts = [(box.offsets, box.tensor) for box in boxes]
+            self._made[key] = Storage(joined(dtype, shape, parts))
+        return Tensor(self._made[key], dtype, shape, contiguous_stride(shape))
+
+    def plain(self, tensor: Tensor) -> Tensor:
+        """A tensor of one file, tagged like those that were put together: they have been on no
+        device."""
+        storage = tensor.storage
+        if storage is None or tensor.layout != "strided":
+            return tensor
+        if id(storage) not in self._cpu:
+            on_cpu = Storage(storage.record, "cpu", storage.crc32, storage.big_endian)
+            self._cpu[id(storage)] = storage, storage if storage.device == "cpu" else on_cpu
+        return Tensor(
+            self._cpu[id(storage)][1], tensor.dtype, tensor.shape, tensor.stride, tensor.offset,
+            conj=tensor.conj, neg=tensor.neg,
+        )  # fmt: skip
+
+    def same(self, name: str, held: Sequence[tuple[Tensor, str]]) -> Tensor:
+        """The first of tensors that must be equal. Raises CorruptError where they are not."""
+        first, file = held[0]
+        for other, place in held[1:]:
+            if (other.dtype, other.shape) != (first.dtype, first.shape):
+                one, two = (f"{each.dtype} {each.shape}" for each in (first, other))
+                raise CorruptError(
+                    f"{name[:SHOWN]!r} is {one} in {file}, {two} in {place}",
+                    hint="the files are not of one save",
+                )
+            self.copies.add(Replica(name, first, other, (file, place)))
+        return self.plain(first)
+
+
+def _place(box: Box) -> tuple[object, ...]:
+    """Equal for boxes that are the same elements of the same files."""
+    tensor = box.tensor
+    return box.offsets, box.sizes, id(tensor.storage), tensor.offset, tensor.stride
+
+
+# One tree of the trees that ranks saved: pieces joined, what all hold alike kept once, anything
+# else refused.
+
+
+FLAT = "_flat_param"
+_MIXED = "the files are not of one save"
+
+
+class Ranked(NamedTuple):
+    """The tree that one rank saved, and its file."""
+
+    rank: int
+    file: str
+    root: Node
+
+
+class Merger:
+    """Goes through the trees of all ranks at once. Errors name the entry and the files."""
+
+    def __init__(self, ranks: Sequence[Ranked], joiner: Joiner, known: Mapping[int, Piece]) -> None:
+        self.ranks = ranks
+        self.joiner = joiner
+        self.known = known  # pieces by the id of their nodes, as far as they were read
+        self._made: dict[tuple[int, ...], Node] = {}
+        self._meshes: dict[int, Mesh] = {}
+
+    def merged(self) -> Node:
+        return self._node((), [each.root for each in self.ranks])
+
+    def _node(self, path: Path, nodes: Sequence[Node]) -> Node:
+        key = tuple(map(id, nodes))
+        if key not in self._made:
+            check("depth", len(path), "levels of values")
+            self._made[key] = self._merge(path, nodes)
+        return self._made[key]
+
+    def _merge(self, path: Path, nodes: Sequence[Node]) -> Node:
+        first = nodes[0]
+        pieces = [self._piece(path, node) for node in nodes]
+        if pieces[0] is not None:
+            return self._pieces(path, pieces)
+        tensors = [as_tensor(node) for node in nodes]
+        if tensors[0] is not None and first is not None:
+            return self._same(path, nodes)
+        if isinstance(first, dict):
+            return self._mapping(path, nodes)
+        if isinstance(first, (list, tuple)):
+            return self._sequence(path, nodes)
+        self._check_equal(path, nodes)
+        return first
+
+    def _piece(self, path: Path, node: Node) -> Piece | None:
+        if id(node) in self.known:
+            return self.known[id(node)]
+        try:
+            return piece_of(node, self._meshes)
+        except CkptkitError as error:
+            error.message = f"{_name(path)}: {error.message}"
+            raise
+
+    def _pieces(self, path: Path, pieces: Sequence[Piece | None]) -> Node:
+        """The whole tensor. Raises CorruptError where the files contradict each other."""
+        name = join(path)
+        first = pieces[0]
+        assert first is not None
+        held: list[Held] = []
+        for ranked, piece in zip(self.ranks, pieces, strict=True):
+            if piece is None:
+                raise self._differ(path, ranked, "a piece of a tensor", "none")
+            if (piece.dtype, piece.shape) != (first.dtype, first.shape):
+                whole, other = (f"{each.dtype} {each.shape}" for each in (first, piece))
+                raise self._differ(path, ranked, f"of {whole}", f"of {other}")
+            try:
+                held += [Held(box, ranked.file) for box in piece.boxes(ranked.rank)]
+            except CkptkitError as error:
+                error.message = f"{_name(path)} in {ranked.file}: {error.message}"
+                raise
+        if name.rpartition(".")[2] == FLAT:
+            raise flat_parameters(path)
+        return self.joiner.tensor(name, first.dtype, first.shape, held)
+
+    def _same(self, path: Path, nodes: Sequence[Node]) -> Node:
+        held = []
+        for ranked, node in zip(self.ranks, nodes, strict=True):
+            tensor = as_tensor(node)
+            if tensor is None:
+                raise self._differ(path, ranked, "a tensor", "none")
+            held.append((tensor, ranked.file))
+        return self.joiner.same(join(path), held)
+
+    def _mapping(self, path: Path, nodes: Sequence[Node]) -> Node:
+        first = nodes[0]
+        keys = list(first)
+        for ranked, node in zip(self.ranks, nodes, strict=True):
+            if not isinstance(node, dict):
+                raise self._differ(path, ranked, "a dict", "none")
+            odd = [key for key in (*first, *node) if key not in first or key not in node]
+            if odd:
+                where = (self.ranks[0].file, ranked.file)
+                has, lacks = where if odd[0] in first else where[::-1]
+                raise CorruptError(
+                    f"{_name((*path, odd[0]))} is in {has} and not in {lacks}", hint=_MIXED
+                )
+        made = {key: self._node((*path, key), [node[key] for node in nodes]) for key in keys}
+        return OrderedMapping(made, first.state) if isinstance(first, OrderedMapping) else made
+
+    def _sequence(self, path: Path, nodes: Sequence[Node]) -> Node:
+        first = nodes[0]
+        for ranked, node in zip(self.ranks, nodes, strict=True):
+            if not isinstance(node, (list, tuple)) or len(node) != len(first):
+                raise self._differ(path, ranked, f"{len(first):,} values", "not as many")
+        made = [
+            self._node((*path, number), [node[number] for node in nodes])
+            for number in range(len(first))
+        ]
+        return tuple(made) if isinstance(first, tuple) else made
+
+    def _check_equal(self, path: Path, nodes: Sequence[Node]) -> None:
+        """Raise CorruptError unless plain values are equal; of objects the first counts."""
+        if self.joiner.copies.policy == FIRST:
+            return
+        first = nodes[0]
+        plain = isinstance(first, (str, bytes, int, float, complex, type(None)))
+        for ranked, node in zip(self.ranks, nodes, strict=True):
+            if type(node) is not type(first) or (plain and repr(node) != repr(first)):
+                raise self._differ(path, ranked, _value(first), _value(node))
+
+    def _differ(self, path: Path, ranked: Ranked, first: str, other: str) -> CorruptError:
+        return CorruptError(
+            f"{_name(path)} is {first} in {self.ranks[0].file} and {other} in {ranked.file}",
+            hint=_MIXED,
+        )
+
+
+def _name(path: Path) -> str:
+    return repr(join(path)[:SHOWN])
+
+
+def _value(node: Node) -> str:
+    if isinstance(node, (str, bytes, int, float, complex, type(None))):
+        return key_text(node)[:SHOWN] if not isinstance(node, (str, bytes)) else repr(node[:SHOWN])
+    return f"a {type_name(node)}"
+
+
+def flat_parameters(path: Path) -> UnsupportedError:
+    """The refusal of what FSDP saves with LOCAL_STATE_DICT."""
+    return UnsupportedError(
+        f"holds flat parameters of FSDP (LOCAL_STATE_DICT), e.g. {_name(path)}: the names and "
+        "shapes of what is in "
+        "them are not in the files",
+        hint="load it in the training script, and save with SHARDED_STATE_DICT or FULL_STATE_DICT",
+    )
