@@ -1,6 +1,7 @@
 """The models. All are batch first and take images [batch, channels, height, width].
 
-:mod:`recomputing` has those that can compute activations again instead of keeping them.
+:mod:`recomputing` has those that can compute activations again instead of keeping them. Fixtures
+hold pickled models of :mod:`cnn` and :mod:`crnn`, so these modules keep their names.
 """
 
 from __future__ import annotations
