@@ -36,7 +36,7 @@ from ckptkit.diagnosis import container, content, fit, refused
 from ckptkit.diagnosis.cause import ERROR, Cause, Fix, together
 from ckptkit.diagnosis.facts import Facts, some
 from ckptkit.edits import keys
-from ckptkit.formats.dcp.shards import part_of
+from ckptkit.formats.dcp import part_of
 from ckptkit.formats.folder import INDEX
 from ckptkit.formats.format import Defect, Format, Loss, Probe, Recovered, open_place, steady
 from ckptkit.formats.table import BY_NAME, DCP_SHARD, FORMATS, NONE

@@ -136,21 +136,21 @@ DCP = Format(
     "dcp",
     "a folder of torch.distributed.checkpoint",
     matches=Lazy("dcp:matches"),
-    read=Lazy("dcp.reading:read"),
+    read=Lazy("dcp:read"),
     is_folder=True,
     distributed=True,
     noun="a folder of torch.distributed.checkpoint (FSDP and others)",
-    layout=Lazy("dcp.writing:layout"),
+    layout=Lazy("dcp:layout"),
     everything="nested",
     listed=True,
-    check=Lazy("dcp.checking:check"),
-    pickles=LazyByName("dcp.hidden_items:pickles", (".metadata", ".distcp")),
+    check=Lazy("dcp:check"),
+    pickles=LazyByName("dcp:pickles", (".metadata", ".distcp")),
 )
 DCP_SHARD = Format(
     "dcp-shard",
     "a data file of a folder of torch.distributed.checkpoint",
-    matches=LazyByName("dcp.shards:matches", (".distcp",)),
-    read=Lazy("dcp.shards:read"),
+    matches=LazyByName("dcp:matches_shard", (".distcp",)),
+    read=Lazy("dcp:read_shard"),
     readable=False,
 )
 PARALLEL = Format(

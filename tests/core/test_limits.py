@@ -40,7 +40,7 @@ from ckptkit.core.limits import (
 from ckptkit.core.plan import OutputFile, Plan
 from ckptkit.core.tree import key_text
 from ckptkit.formats import strict_json
-from ckptkit.formats.dcp.nesting import Nest
+from ckptkit.formats.dcp_metadata import Nest
 from ckptkit.formats.distributed.table import RankFile, check_grid
 from ckptkit.formats.tar import read_members
 from ckptkit.formats.zip_reader import read_directory

@@ -28,7 +28,7 @@ from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.dtypes import TABLE
 from ckptkit.core.errors import CorruptError, FormatError, UnsupportedError
 from ckptkit.diagnosis.diagnose import examine
-from ckptkit.formats.dcp import hidden_items
+from ckptkit.formats.dcp import pickles
 from ckptkit.formats.format import Probe
 from ckptkit.pickles.streams import Traced
 from ckptkit.scanning import find as hidden
@@ -369,7 +369,7 @@ def test_a_data_file_beside_damaged_metadata_is_searched_all_the_same(tmp_path: 
         each.where for each in hidden.pickles(LocalFile(folder / DATA)) if isinstance(each, Traced)
     ]
     assert found and not any(where.startswith("item at byte") for where in found)
-    assert hidden_items.pickles(Probe(Folder(folder))) is None
+    assert pickles(Probe(Folder(folder))) is None
 
 
 @pytest.mark.parametrize("has_metadata", [True, False])

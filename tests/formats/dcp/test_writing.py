@@ -30,7 +30,7 @@ from ckptkit.core.errors import (
 )
 from ckptkit.core.options import Options
 from ckptkit.core.tree import Global, Object
-from ckptkit.formats.dcp.nesting import Flat
+from ckptkit.formats.dcp_metadata import Flat
 from ckptkit.formats.format import Probe
 from tests.conftest import Run, in_process
 from tests.formats.conformance import elements, elements_of
