@@ -27,7 +27,19 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.scanning.files import scan
 from tests.fuzz.material import DECOYS, FIRE, PROBE, Material, group, made, seeds
 from tests.fuzz.sandbox import Outcome, Sandbox, loaded
-from tests.fuzz.trees import NONE, Node, const, file, mapped, mapping, places, replaced, size
+from tests.fuzz.trees import (
+    LEGACY,
+    MAGICS,
+    NONE,
+    Node,
+    const,
+    file,
+    mapped,
+    mapping,
+    places,
+    replaced,
+    size,
+)
 
 BATCH = 128
 DEEP = 3  # questions inside answers
@@ -116,7 +128,7 @@ class Hunt:
         self.sandbox = Sandbox()
         self.tried = self.harmless = self.loaded = 0
         self.kinds: Counter[str] = Counter()
-        self.spots: list[Spot] = []  # where something is asked
+        self.spots: dict[tuple[str, ...], list[Spot]] = {}  # where something is asked, by what
         self.others: list[Spot] = []
         self.unasked = self._first(about)
         self.waiting: list[tuple[Composition, bytes]] = []
@@ -182,7 +194,7 @@ class Hunt:
             if not asked:
                 self.others.append(spot)
                 continue
-            self.spots.append(spot._replace(asked=asked))
+            self.spots.setdefault(asked, []).append(spot._replace(asked=asked))
             if spot.depth < DEEP and self.random.random() < 0.5:
                 self._look_inside(spot, asked)
 
@@ -216,12 +228,10 @@ class Hunt:
         """A seed with something in a place, or something from nothing."""
         kind = self.random.random()
         if kind < 0.55 and self.spots:
-            spot = self.random.choice(self.spots)
+            spot = self._asked()
             new = self.material.answer(self.random.choice(spot.asked))
-        elif kind < 0.8 and self.others:
-            spot = self.random.choice(
-                (self.random.choice(self.others), self.random.choice(self.spots or self.others))
-            )
+        elif kind < 0.8 and self.others and self.spots:
+            spot = self._asked() if self.random.random() < 0.5 else self.random.choice(self.others)
             new = self.material.plain() if self.random.random() < 0.4 else self.material.odd(2)
         elif kind < 0.82:
             name: Node = ("disguised", (FIRE[1], self.random.choice(DECOYS)), ())
@@ -235,6 +245,10 @@ class Hunt:
             path, _ = self.random.choice(list(places(node)))
             node = replaced(node, path, self.material.odd(2))
         return spot.seed._replace(node=node)
+
+    def _asked(self) -> Spot:
+        """A place where something is asked: many ask the same, as all modules of torch do."""
+        return self.random.choice(self.spots[self.random.choice(list(self.spots))])
 
     def disguised(self, made_: Composition) -> Composition:
         """The same, perhaps written in another way, in another place, or behind something."""
@@ -260,12 +274,14 @@ class Hunt:
         spelling = self.random.getrandbits(32) if chance() < 0.1 else 0
         container = made_.container
         if chance() < 0.15:
-            container = self.random.choice(
-                ("raw", "zip", "legacy3", "legacy3", f"legacy{self.random.randrange(5)}")
-            )
+            container = self.random.choice(("raw", "zip", "legacy30", self.legacy()))
         elif "binpersid" in {each[0] for _, each in places(node)} and chance() < 0.7:
-            container = "legacy3"
+            container = "legacy30"
         return Composition(node, self.random.choice((2, 2, 3, 4, 4, 5, 0)), spelling, container)
+
+    def legacy(self) -> str:
+        """Any place of a legacy file, and any spelling of its magic number."""
+        return f"legacy{self.random.randrange(LEGACY)}{self.random.randrange(len(MAGICS))}"
 
     def _reconstructed(self, node: Node) -> Node | None:
         """As copyreg writes objects."""
@@ -324,7 +340,7 @@ class Hunt:
         """The counts."""
         return (
             f"{self.tried:,} files, {self.harmless:,} harmless, {self.loaded:,} of them loaded to the end; "
-            f"{self.kinds.total():,} did something; {len(self.spots):,} places where something is asked, "
+            f"{self.kinds.total():,} did something; {len(self.spots):,} questions, "
             f"{len(self.others):,} others, {len(self.unasked):,} not tried"
         )
 

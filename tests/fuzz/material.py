@@ -273,31 +273,26 @@ class Material:
     def container(self, item: Node) -> Node:
         """Something that gives an item when it is gone through, or unpacked."""
         items = group("list", *[item] * self.one(1, 1, 1, 2, 2, 3, 5))
-        kind = self.random.randrange(14)
-        if kind < 4:
+        called = ("list", "tuple", "set", "iter", "reversed")
+        kind = self.random.randrange(16)
+        if kind < 3:
             return items
-        if kind < 7:
+        if kind < 5:
             return group("tuple", *items[2])
-        if kind == 7:
+        if kind < 8:
+            return call(named("collections", self.one("deque", "deque", "OrderedDict")), items)
+        if kind < 10:
+            made_ = call(named(*self.one(("builtins", "list"), ("collections", "deque"))))
+            return changed(made_, "appends", item)
+        if kind < 13:
+            return call(named("builtins", self.one(*called)), items)
+        if kind == 13:
+            return self.one(self.pairs(const(1), item), group("set", item))  # type: ignore[no-any-return]
+        if kind == 14:
             return ("late", None, (item,))
-        if kind == 8:
-            return changed(
-                call(named(*self.one(("builtins", "list"), ("collections", "deque")))),
-                "appends",
-                item,
-            )
-        if kind == 9:
-            return self.pairs(const(1), item)
-        if kind == 10:
-            return group("set", item)
-        if kind == 11:
-            subset = ("torch.utils.data.dataset", "Subset")
-            return made(
-                subset, mapping(const("dataset"), items, const("indices"), group("list", const(0)))
-            )
-        called = (("builtins", "list"), ("builtins", "tuple"), ("collections", "deque"), ("builtins", "iter"), ("builtins", "reversed"),
-                  ("collections", "OrderedDict"), ("builtins", "set"))  # fmt: skip
-        return call(named(*self.one(*called)), items)
+        subset = ("torch.utils.data.dataset", "Subset")
+        parts = (const("dataset"), items, const("indices"), group("list", const(0)))
+        return made(subset, mapping(*parts))
 
     def pairs(self, key: Node, value: Node) -> Node:
         """Something that gives a value for a key."""

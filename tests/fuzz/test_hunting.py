@@ -193,7 +193,7 @@ def tried(cases: dict[str, Node], folder: Path) -> dict[str, dict[str, Any]]:
     """Return what each file did in the sandbox, and the verdict of scan."""
     for name, node in cases.items():
         (folder / f"{name}.pkl").write_bytes(
-            file(node, 4, 0, "legacy3" if name in LEGACY else "raw")
+            file(node, 4, 0, "legacy30" if name in LEGACY else "raw")
         )
     done = command("load", *map(str, sorted(folder.iterdir())))
     assert not (folder / "canary").exists()

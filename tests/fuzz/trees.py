@@ -377,27 +377,35 @@ def storages(node: Node) -> dict[str, int]:
     for _, (kind, _, parts) in places(node):
         if kind == "tuple" and len(parts) == 5 and parts[0] == const("storage"):
             name, key, numel = parts[1][1], parts[2][1], parts[4][1]
-            if type(name) is tuple and type(numel) is int and type(key) is str and key.isalnum():
+            if (
+                parts[1][0] == "global"
+                and type(numel) is int
+                and type(key) is str
+                and key.isalnum()
+            ):
                 size = ITEMS.get(name[1].removesuffix("Storage"), 1)
                 found[key] = max(found.get(key, 0), min(max(numel, 0) * size, 1 << 16))
     return found
 
 
 MAGIC = 0x1950A86A20F9469CFC6C
-LEGACY = 5  # pickles of a file that torch wrote before 1.6
+LEGACY = 5  # pickles of a file that torch wrote before 1.6; the first is this number
+MAGICS = (pickle.dumps(MAGIC, 2),)
 
 
-def legacy(data: bytes, place: int) -> bytes:
+def legacy(data: bytes, place: int, magic: int = 0) -> bytes:
     """Return such a file with a pickle in one of the places: 3 is that of the value."""
     parts = [pickle.dumps(each, 2) for each in (MAGIC, 1001, {"little_endian": True}, 1, [])]
+    parts[0] = MAGICS[magic]
     parts[place] = data
     return b"".join(parts)
 
 
 def file(node: Node, protocol: int, spelling: int, container: str) -> bytes:
-    """The bytes of a tree in a container: "raw", "zip", or "legacy" and the place there."""
+    """The bytes of a tree in a container: "raw", "zip", or "legacy", the place and the magic."""
     if container.startswith("legacy"):
-        return legacy(write(mapped(node, _with_view), protocol, spelling), int(container[6:]))
+        place, magic = map(int, container[6:])
+        return legacy(write(mapped(node, _with_view), protocol, spelling), place, magic)
     data = write(node, protocol, spelling)
     return archive(data, storages(node)) if container == "zip" else data
 
