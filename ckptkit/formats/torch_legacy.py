@@ -75,10 +75,9 @@ from ckptkit.pickles.builders import check_class
 from ckptkit.pickles.globals import REDUCERS, strided
 from ckptkit.pickles.module_sources import ModuleSources, endian_warning
 from ckptkit.pickles.storages import StorageTable, dtype_of_storage
-from ckptkit.pickles.streams import TORCH_LOAD, Found, Inner, PickleStream
+from ckptkit.pickles.streams import MAGIC_NUMBER, TORCH_LOAD, Found, Inner, PickleStream
 from ckptkit.pickles.values import Unpickled, unpickle
 
-MAGIC_NUMBER = 0x1950A86A20F9469CFC6C
 PROTOCOL_VERSION = 1001
 
 # The magic number as protocols 0 to 5 spell it: LONG1, or the decimal LONG of protocols 0 and 1;

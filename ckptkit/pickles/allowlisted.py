@@ -134,6 +134,7 @@ class Allowlist:
         self.enums = frozenset(_listed(sections["enums"]))
         self.constants = frozenset(_listed(sections["constants"]))
         self.functions = frozenset(_listed(sections["functions"], classes))
+        self.tensor_attributes = {name for _, name in _listed(sections["tensor_attributes"])}
         self.weights_only = frozenset(_listed(sections["weights_only"]))
 
     def _add_call(self, line: str) -> None:

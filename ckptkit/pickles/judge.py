@@ -432,12 +432,11 @@ def _plain_fields(view: View, state: Node) -> bool:
 
 
 def _attributes(view: View, state: Node) -> bool:
-    """Return whether it sets attributes of a tensor that its rebuilding does not call."""
+    """Return whether it sets attributes of a tensor that are no methods of torch.Tensor."""
     keys = _keys(view, state)
-    return keys is not None and not any(_special(key) or key in _CALLED_OF_TENSORS for key in keys)
-
-
-_CALLED_OF_TENSORS = ("as_subclass", "clone", "data", "detach", "requires_grad_", "to")
+    if keys is None:
+        return False
+    return not any(_special(key) or key in ALLOWLIST.tensor_attributes for key in keys)
 
 
 def _quantizer(view: View, value: Node) -> bool:

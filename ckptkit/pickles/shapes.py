@@ -38,7 +38,8 @@ SORTS: dict[str, int] = {
     "mapping": MAPPING,  # an OrderedDict or a Counter
     "defaults": DEFAULTS,  # a defaultdict whose factory makes an empty value
     "storage": STORAGE, "bare": TENSOR,
-    "tensor": TENSOR | DRESSED,  # with attributes that the file chooses
+    "dressed": DRESSED,  # a tensor with attributes that the file chooses
+    "tensor": TENSOR | DRESSED,
     "array": ARRAY, "npdtype": NPDTYPE, "size": SIZE, "time": TIME, "device": DEVICE,
     "layout": LAYOUT, "generator": GENERATOR, "offset": OFFSET,
     "other": OTHER,  # made by a row, and taken by no other

@@ -13,6 +13,7 @@ from ckptkit.core.bytesource import ByteSource
 from ckptkit.core.tree import Global
 from ckptkit.pickles import judge
 
+MAGIC_NUMBER = 0x1950A86A20F9469CFC6C  # the first pickle of a legacy stream
 TORCH_LOAD = "torch.load"
 PICKLE = "pickle.load"
 TORCHSCRIPT = "torch.jit.load"
@@ -107,7 +108,8 @@ class Trace:
     """The names and calls of one pickle, as far as a machine would run it.
 
     ``error`` is where and why it stops before STOP, ``goes_on`` whether CPython's machines may run
-    what follows; ``doubts`` are what different machines
+    what follows; ``may_be_legacy`` whether its value may be the magic number, so that torch.load
+    loads the four pickles that follow; ``doubts`` are what different machines
     understand differently. ``refused`` is what else than a name `torch.load(weights_only=True)`
     refuses, None if nothing.
     """
@@ -125,6 +127,7 @@ class Trace:
     refused: str | None
     error: str | None
     goes_on: bool
+    may_be_legacy: bool
 
     @property
     def is_proved(self) -> bool:

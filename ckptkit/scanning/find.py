@@ -13,7 +13,6 @@ from dataclasses import replace
 from ckptkit.core.bytesource import ByteSource, Memory, Section
 from ckptkit.core.errors import CkptkitError, CorruptError, LimitError
 from ckptkit.core.limits import LIMITS, UNPACKED, check
-from ckptkit.core.tree import Global
 from ckptkit.formats.compressed import CLOSED, WEAK_HEADS, Spool, method_of, spool, unpack
 from ckptkit.formats.format import Probe
 from ckptkit.formats.table import FORMATS
@@ -134,25 +133,28 @@ class _Search:
         if packed := _packed(head, weak=sure):
             yield from self._unpacked(Inner(packed, source, sure, packed), where, depth)
         elif not claimed and not is_zip:
-            yield from self._bare(source, head, where, depth)
+            yield from self._bare(source, head, where, depth, sure)
         if closed := _starting(CLOSED, head):
             yield Remark(where, f"is compressed ({closed}), which is not looked into")
 
-    def _bare(self, source: ByteSource, head: bytes, where: str, depth: int) -> Iterator[Seen]:
+    def _bare(
+        self, source: ByteSource, head: bytes, where: str, depth: int, sure: bool
+    ) -> Iterator[Seen]:
         """Yield the pickle that a file is by its name, or may be by its beginning."""
         if head.startswith(_POINTER):
             return
         named = depth == 0 and source.name.lower().endswith(PICKLES)
         if head and (named or looks_like_a_pickle(head)):
             stream = PickleStream("", source, 0, source.size)
-            yield from self._stream(stream, where, depth, maybe=not named)
+            yield from self._stream(stream, where, depth, maybe=not named, alone=sure)
 
     def _all(self, found: Iterator[Found], where: str, depth: int, sure: bool) -> Iterator[Seen]:
         """Yield what a container holds, up to where it is damaged."""
         try:
             for each in found:
                 if isinstance(each, PickleStream):
-                    yield from self._stream(each, where, depth, maybe=each.weak and not sure)
+                    alone = sure and not each.where
+                    yield from self._stream(each, where, depth, each.weak and not sure, alone)
                 elif isinstance(each, Inner):
                     yield from self._part(each, where, depth)
                 else:
@@ -198,11 +200,17 @@ class _Search:
         return unpacked, failure
 
     def _stream(
-        self, stream: PickleStream, where: str, depth: int, maybe: bool = False
+        self,
+        stream: PickleStream,
+        where: str,
+        depth: int,
+        maybe: bool = False,
+        alone: bool = False,
     ) -> Iterator[Seen]:
         """The pickles of a stream, and what they hold in turn.
 
-        With `maybe`, bytes that only happen to begin like a pickle are passed over.
+        With `maybe`, bytes that only happen to begin like a pickle are passed over. `alone`: the
+        stream is a file, which torch.load may take for a legacy stream.
         """
         if stream.packed is not None:
             source, failure = self._unpack(stream)
@@ -212,17 +220,20 @@ class _Search:
         if stream.count is None:
             yield from self._scattered(stream, where, depth)
         else:
-            yield from self._in_a_row(stream, where, depth, maybe)
+            yield from self._in_a_row(stream, where, depth, maybe, alone)
 
     def _in_a_row(
-        self, stream: PickleStream, where: str, depth: int, maybe: bool
+        self, stream: PickleStream, where: str, depth: int, maybe: bool, alone: bool
     ) -> Iterator[Seen]:
         """Yield one pickle, or several; after one, also those that no reader should load."""
         assert stream.count is not None
         inside, at, end = joined(where, stream.where), stream.offset, stream.offset + stream.length
+        least = stream.count  # pickles that some reader loads
         for number in range(1, LIMITS.scan_parts):
             found = self._trace(stream.source, at, end)
-            follows = number > stream.count
+            if number == 1 and alone and found.may_be_legacy and found.error is None:
+                least, maybe = max(least, 5), False
+            follows = number > least
             if (maybe or follows) and not (_convinces(found) or (follows and _is_whole(found))):
                 if number > 1 and not maybe:
                     yield Remark(
@@ -341,14 +352,11 @@ def _convinces(found: Trace) -> bool:
     Every few thousand random bytes something is called. Where ckptkit stops and CPython may go on,
     nobody knows what follows.
     """
-    if found.goes_on:
+    if found.goes_on or any(_could_be(call.name) for call in found.calls):
         return True
     held = found.globals or (found.nested and found.protocol)
-    return (
-        bool(held)
-        and bool(found.calls or found.error is None)
-        and all(map(_could_be, found.globals))
-    )
+    whole = found.error is None and all(_could_be(str(name)) for name in found.globals)
+    return bool(held) and whole
 
 
 def _is_whole(found: Trace) -> bool:
@@ -356,8 +364,8 @@ def _is_whole(found: Trace) -> bool:
     return found.error is None and found.protocol >= 2
 
 
-def _could_be(name: Global) -> bool:
-    return all(part.isidentifier() for part in (*name.module.split("."), *name.name.split(".")))
+def _could_be(name: str) -> bool:
+    return all(part.isidentifier() for part in name.split("."))
 
 
 def _next(source: ByteSource, at: int, end: int) -> int:

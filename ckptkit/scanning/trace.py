@@ -37,7 +37,7 @@ from ckptkit.pickles.shapes import (
     TUPLE,
     UNKNOWN,
 )
-from ckptkit.pickles.streams import Call, Nested, Trace
+from ckptkit.pickles.streams import MAGIC_NUMBER, Call, Nested, Trace
 
 NESTED = 10_000  # byte strings that are handed on to be looked into
 DOUBTS = 20
@@ -153,9 +153,9 @@ class Tracer:
 
     def run(self) -> Trace:
         """Run until STOP or failure; a CkptkitError is a failure, whose reason is noted."""
-        error, goes_on = None, False
+        error, goes_on, result = None, False, None
         try:
-            self.machine.run()
+            result = self.machine.run()
         except CkptkitError as failure:
             error = self._here(failure.message.removeprefix("pickle "))
             goes_on = isinstance(failure, (LimitError, SpellingError))
@@ -184,6 +184,10 @@ class Tracer:
             refused=None if self.refused is None else self.refused[1],
             error=error,
             goes_on=goes_on,
+            # torch.load compares the value with this number, however it is spelled: also a Decimal,
+            # or a tensor of one element.
+            may_be_legacy=result == MAGIC_NUMBER
+            or (isinstance(result, Sign) and (result.made is not None or bool(result.text))),
         )
 
     def _here(self, reason: str) -> str:

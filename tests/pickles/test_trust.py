@@ -103,6 +103,12 @@ def test_calls_that_have_no_business_in_a_checkpoint(name: str) -> None:
     assert refused_by_weights_only(Global(*name.rpartition(".")[::2]))
 
 
+def test_the_attributes_of_tensors_are_torchs_own() -> None:
+    """A name that this torch has and the list does not would be found by torch's code."""
+    own = {name for name in dir(torch.Tensor) if not name.startswith("_")}
+    assert own - ALLOWLIST.tensor_attributes == set()
+
+
 class Thing:
     """An object of a user's class."""
 

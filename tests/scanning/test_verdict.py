@@ -309,6 +309,33 @@ def test_what_cpython_may_read_is_never_passed_over(head: bytes, tmp_path: Path)
     assert verdict(tmp_path, pickle4(raw(head)), ".pkl") == UNKNOWN
 
 
+_MAGIC = 0x1950A86A20F9469CFC6C
+
+
+@pytest.mark.parametrize(
+    "magic",
+    [
+        f"I{_MAGIC}\n.".encode(), f"L{_MAGIC}L\n.".encode(),
+        b"NN00\x8a\x0a" + _MAGIC.to_bytes(10, "little") + b".",
+        b"\x80\x04K\1\x85\x8b\x0a\0\0\0" + _MAGIC.to_bytes(10, "little") + b".",
+        call("decimal.Decimal", text(str(_MAGIC))) + b".",
+        call("fractions.Fraction", text(str(_MAGIC))) + b".",
+    ],
+)  # fmt: skip
+def test_the_magic_number_of_legacy_files_is_a_value(magic: bytes, tmp_path: Path) -> None:
+    """However it is spelled, torch.load reads four more pickles."""
+    for more in (EVIL, b"I1001\n.}." + EVIL, b"I1001\n.(d." + PLAIN + EVIL[2:]):
+        for suffix in (".pth", ".txt"):
+            assert verdict(tmp_path, magic + more, suffix) == CODE
+
+
+@pytest.mark.parametrize("name", ["a b", "a-b", "", "1", "os..path"])
+def test_a_call_convinces_whatever_is_named_after_it(name: str, tmp_path: Path) -> None:
+    data = EVIL[2:-1] + f"0c{name}\nc\n.".encode()
+    for each in (data, archive(PLAIN, Member("archive/notes", data)), pickle4(raw(data))):
+        assert verdict(tmp_path, each, ".txt") == CODE
+
+
 def test_texts_are_no_pickles(tmp_path: Path) -> None:
     for line in (
         b"I am\n",
