@@ -32,7 +32,7 @@ from ckptkit.core.options import DEFAULT, Options
 from ckptkit.core.text import is_url, shown_url, without
 from ckptkit.core.tree import Global, children, key_text
 from ckptkit.core.weights import locate
-from ckptkit.diagnosis import container, content, fit, refused
+from ckptkit.diagnosis import container, content, fit
 from ckptkit.diagnosis.cause import ERROR, Cause, Fix, together
 from ckptkit.diagnosis.facts import Facts, some
 from ckptkit.edits import keys
@@ -200,7 +200,7 @@ def _examine_refused(path: str, place: ByteSource | Folder, error: CkptkitError)
         else None
     )
     head = b"" if isinstance(place, Folder) else probe.head
-    refusal = refused.Refusal(
+    refusal = container.Refusal(
         path,
         error,
         head,
@@ -210,7 +210,7 @@ def _examine_refused(path: str, place: ByteSource | Folder, error: CkptkitError)
         unverified,
         whole=whole,
     )
-    found = [refused.cause(refusal)]
+    found = [container.refused(refusal)]
     if recovered is None:
         return Diagnosis(path, tuple(found), None, readable=False)
     found += _beside_damage(_content(path, recovered.checkpoint, None, place), recovered)
@@ -282,8 +282,8 @@ def _damaged(path: str, verdict: Verdict, recoverable: bool) -> Cause:
     """Return the cause of a file that can be read and is damaged."""
     error = CorruptError("; ".join(map(_named, verdict.findings[:3])))
     opens = BY_NAME.get(verdict.format or "", NONE).loaded_by_torch
-    return refused.cause(
-        refused.Refusal(path, error, known=True, recoverable=recoverable, opens=opens)
+    return container.refused(
+        container.Refusal(path, error, known=True, recoverable=recoverable, opens=opens)
     )
 
 

@@ -20,7 +20,7 @@ from ckptkit.core.errors import (
     UnsupportedError,
 )
 from ckptkit.core.tree import Global, Node, Object
-from ckptkit.diagnosis import content, fit, refused
+from ckptkit.diagnosis import container, content, fit
 from ckptkit.diagnosis.cause import Cause, together
 from ckptkit.diagnosis.facts import Facts
 from ckptkit.formats.format import Format
@@ -138,7 +138,7 @@ def test_a_model_that_fits() -> None:
 
 def test_refusals() -> None:
     def id_of(error: CkptkitError, **more: object) -> str:
-        return refused.cause(refused.Refusal("run.pth", error, **more)).code  # type: ignore[arg-type]
+        return container.refused(container.Refusal("run.pth", error, **more)).code  # type: ignore[arg-type]
 
     assert id_of(FormatError("is an HTML page"), head=b"  <HTML>") == "html"
     assert id_of(FormatError("is a gzip file")) == "foreign"

@@ -20,27 +20,33 @@ folder are found by name (``lightning``).
 
 from __future__ import annotations
 
+import json
 import os
 import reprlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckptkit import edits
 from ckptkit.api import Step, open_checkpoint
 from ckptkit.core.bytesource import LocalFile
 from ckptkit.core.checkpoint import Checkpoint
-from ckptkit.core.errors import CollisionError, InputError, TensorError, UsageError
-from ckptkit.core.text import nearest
+from ckptkit.core.errors import (
+    CollisionError,
+    InputError,
+    TensorError,
+    UnsupportedError,
+    UsageError,
+)
+from ckptkit.core.text import nearest, shown, typed
+from ckptkit.core.tree import Global, children, find
 from ckptkit.edits.expect import Expectations
-from ckptkit.edits.rules import RuleOptions
+from ckptkit.edits.rules import CONFIG_NAME, RuleOptions
 from ckptkit.edits.rules import step as apply_step
 from ckptkit.rules.notation import RuleError, in_step, is_word
 from ckptkit.rules.planner import RuleSet, unused_argument
-from ckptkit.run.recipes import model_config
-from ckptkit.run.recipes.reversing import WrittenStep, backwards
 
 FOLDER = Path(__file__).parent
 _SUFFIXES = (".yaml", ".yml", ".toml")
@@ -289,12 +295,10 @@ def _sizes(given: Any) -> dict[str, str | int]:
 
 
 def _config(given: Any, options: RuleOptions) -> Step:
-    if given not in model_config.TABLES:
-        raise _WrongError(
-            f"{_shown(given)} is not a table of arguments", hint=", ".join(model_config.TABLES)
-        )
-    table = model_config.TABLES[given]
-    return lambda ck: model_config.with_config(ck, table, options)
+    if given not in TABLES:
+        raise _WrongError(f"{_shown(given)} is not a table of arguments", hint=", ".join(TABLES))
+    table = TABLES[given]
+    return lambda ck: with_config(ck, table, options)
 
 
 def _text(given: Any) -> str:
@@ -371,3 +375,220 @@ def _edited(edit: edits.Edit, given: Any) -> Step:
         options[word].parameter: KINDS[options[word].kind](each) for word, each in values.items()
     }
     return edits.step(edit.word, **read, **(edit.fixed or {}))
+
+
+Arguments = Mapping[str, Any]
+
+_LONGEST = 40  # characters of a value
+
+
+class Table(NamedTuple):
+    """Rules that derive the fields of a config.json from the arguments of a training.
+
+    ``entry`` is the path of the arguments in the checkpoint. ``required`` lists, for an argument,
+    the values with which a model is one of this kind; an argument that is missing does not count.
+    ``defaults`` are those of the framework, for versions that did not save the argument.
+    """
+
+    entry: str
+    fixed: Mapping[str, Any]
+    copied: Mapping[str, str]
+    derived: Mapping[str, Callable[[Arguments], Any]]
+    required: Mapping[str, tuple[Any, ...]]
+    defaults: Mapping[str, Any]
+
+
+_NOT_SET = (None, False, 0)
+
+MEGATRON_LLAMA = Table(
+    entry="args",
+    fixed={"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu"},
+    copied={
+        "hidden_size": "hidden_size",
+        "intermediate_size": "ffn_hidden_size",
+        "num_hidden_layers": "num_layers",
+        "num_attention_heads": "num_attention_heads",
+        "head_dim": "kv_channels",
+        "max_position_embeddings": "max_position_embeddings",
+        "rms_norm_eps": "norm_epsilon",
+        "rope_theta": "rotary_base",
+    },
+    derived={
+        "num_key_value_heads": lambda args: args[
+            "num_query_groups" if args["group_query_attention"] else "num_attention_heads"
+        ],
+        "vocab_size": lambda args: args.get("vocab_size") or args["padded_vocab_size"],
+        "tie_word_embeddings": lambda args: not args["untie_embeddings_and_output_weights"],
+        "torch_dtype": lambda args: _dtype_name(args["params_dtype"]),
+    },
+    required={
+        "swiglu": (True,),
+        "normalization": ("RMSNorm",),
+        "position_embedding_type": ("rope",),
+        "rotary_percent": (1, None),
+        "rotary_interleaved": _NOT_SET,
+        "use_rope_scaling": _NOT_SET,
+        "apply_layernorm_1p": _NOT_SET,
+        "qk_layernorm": _NOT_SET,
+        "add_bias_linear": _NOT_SET,
+        "add_qkv_bias": _NOT_SET,
+        "num_experts": _NOT_SET,
+        "multi_latent_attention": _NOT_SET,
+    },
+    defaults={"norm_epsilon": 1e-5, "rotary_base": 10000},
+)
+
+TABLES = {"megatron-llama": MEGATRON_LLAMA}
+
+
+def with_config(checkpoint: Checkpoint, table: Table, options: RuleOptions) -> Checkpoint:
+    """Return the checkpoint with a config.json, which is written beside it into a folder.
+
+    That is the one that was named (`--config`), if there is one; without arguments there is none.
+    Raises UnsupportedError for the arguments of another kind of model, or too few of them.
+    """
+    given = options.config() if callable(options.config) else options.config
+    if given is not None:
+        return _with_config_file(checkpoint, given)
+    try:
+        _, entry = find(checkpoint.root, table.entry)
+    except UsageError:
+        return checkpoint
+    said = {str(key): value for key, value in children(entry)}
+    _check_kind(said, table)
+    missing = {name: value for name, value in table.defaults.items() if said.get(name) is None}
+    args = {**said, **missing}
+    args["vocab_size"] = options.args.get("vocab", args.get("vocab_size"))
+    try:
+        made = {
+            **table.fixed,
+            **{field: _plain_value(args[name], name) for field, name in table.copied.items()},
+            **{field: _plain_value(derive(args), field) for field, derive in table.derived.items()},
+        }
+    except KeyError as error:
+        raise _unfit(f"{table.entry} has no {error.args[0]}") from None
+    notes = [
+        f"{table.entry} has no {name}: config.json says {value}, the default of Megatron-LM"
+        for name, value in missing.items()
+    ]
+    return _with_config_file(checkpoint, made).with_root(checkpoint.root, notes=notes)
+
+
+def _check_kind(args: Arguments, table: Table) -> None:
+    for name, allowed in table.required.items():
+        if name in args and not any(args[name] == each for each in allowed):
+            raise _unfit(f"{table.entry}.{name} is {shown(args[name])}")
+
+
+def _plain_value(value: Any, name: str) -> bool | int | float | str:
+    """Return a value that JSON holds in a few characters."""
+    if type(value) not in (bool, int, float, str) or len(repr(value)) > _LONGEST:
+        raise _unfit(f"{name} is {shown(value)}")
+    plain: bool | int | float | str = value
+    return plain
+
+
+def _unfit(message: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"config.json cannot be made: {message}",
+        hint=f"name one: {typed('--config config.json', 'config')}",
+    )
+
+
+def _with_config_file(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Checkpoint:
+    text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
+    others = (each for each in checkpoint.companions if each[0] != CONFIG_NAME)
+    return replace(checkpoint, companions=(*others, (CONFIG_NAME, text.encode())))
+
+
+def _dtype_name(dtype: Any) -> str:
+    """Return "bfloat16" for torch.bfloat16, which is a name in the file."""
+    if not isinstance(dtype, Global):
+        raise KeyError("params_dtype")
+    return dtype.name
+
+
+class WrittenStep(NamedTuple):
+    """A step as a recipe says it: its word, what it is given, and the words beside it."""
+
+    word: str
+    given: Any
+    options: dict[str, Any]
+
+
+# Steps whose effect is left as it is: they lose nothing that the layout needs.
+PASSED_OVER = frozenset({"config", "weights", "select", "cast", "remap", "compact", "drop-entry"})
+CHECKS = frozenset({"expect"})  # of the other layout
+
+
+def backwards(steps: Sequence[WrittenStep]) -> tuple[list[WrittenStep], list[str]]:
+    """The steps that undo the given ones, and what to say of those that are not undone.
+
+    Raises UsageError for a step that cannot be undone.
+    """
+    found: list[WrittenStep] = []
+    left: list[str] = []
+    for number, step in reversed(list(enumerate(steps, 1))):
+        undone = list(_undone(number, step))
+        found += undone
+        if not undone and step.word not in CHECKS:
+            left.append(step.word)
+    return found, [f"not undone: {', '.join(left)}"] if left else []
+
+
+def _undone(number: int, step: WrittenStep) -> Iterator[WrittenStep]:
+    if step.word == "rules":
+        yield step
+    elif step.word in _UNDO:
+        given = _UNDO[step.word](step.given)
+        if given is None:
+            raise _irreversible(number, step)
+        yield given
+    elif step.word == "strip":  # which of several prefixes were there is not known
+        if isinstance(step.given, str):
+            yield WrittenStep("add", step.given, {})
+    elif step.word not in PASSED_OVER and step.word not in CHECKS:
+        raise _irreversible(number, step)
+
+
+def _irreversible(number: int, step: WrittenStep) -> UsageError:
+    hint = "write a recipe for the way back, or take the step out"
+    return UsageError(f"not reversible: step {number} ({step.word})", hint=hint)
+
+
+def _added(given: Any) -> WrittenStep | None:
+    return WrittenStep("strip", given, {})
+
+
+def _renamed(given: Any) -> WrittenStep | None:
+    mapping = given.get("map", {}) if isinstance(given, dict) else {}
+    if not mapping or given.get("sub") or len(set(mapping.values())) < len(mapping):
+        return None
+    return WrittenStep("rename", {"map": {new: old for old, new in mapping.items()}}, {})
+
+
+def _wrapped(given: Any) -> WrittenStep | None:
+    return WrittenStep("extract", given, {})
+
+
+def _extracted(given: Any) -> WrittenStep | None:
+    path = given[0] if isinstance(given, list) and len(given) == 1 else given
+    return WrittenStep("wrap", path, {}) if isinstance(path, str) and "." not in path else None
+
+
+def _tied(given: Any) -> WrittenStep | None:
+    return WrittenStep("untie", given, {})
+
+
+def _untied(given: Any) -> WrittenStep | None:
+    return WrittenStep("tie", given, {})
+
+
+_UNDO: dict[str, Callable[[Any], WrittenStep | None]] = {
+    "add": _added,
+    "rename": _renamed,
+    "wrap": _wrapped,
+    "extract": _extracted,
+    "tie": _tied,
+    "untie": _untied,
+}
