@@ -222,7 +222,7 @@ def test_CL_06_modules_in_the_working_directory_are_not_imported(run: Run, small
         ),
         (
             ["inspect", "FILE"],
-            {"ckptkit.analysis.digests", "ckptkit.analysis.diff", "ckptkit.edits"},
+            {"ckptkit.analysis.digests", "ckptkit.analysis.diff", "ckptkit.edits.keys"},
         ),
         (["inspect", "--json", "--digest", "FILE"], {"tabulate"}),
     ],
