@@ -156,7 +156,7 @@ class Hunt:
         """Try for so long, or so many; the first findings of each kind as they are met."""
         stop, last = time.monotonic() + seconds, self.tried + count
         while self.tried < last and time.monotonic() < stop:
-            if self.unasked and self.random.random() < 0.02:
+            if self.unasked and (not self.spots or self.random.random() < 0.02):
                 self._ask()
             self.tried += 1
             composed = self.disguised(self.composed())
@@ -271,6 +271,13 @@ class Hunt:
             )
         if chance() < 0.03:
             node = mapped(node, self._reconstructed)
+        if chance() < 0.05:  # what comes after it cannot be
+            odd: Node = (
+                "global",
+                self.random.choice((("a b", "c"), ("os", "1"), ("os..path", "x"))),
+                (),
+            )
+            node = ("pop", None, (node, odd))
         spelling = self.random.getrandbits(32) if chance() < 0.1 else 0
         container = made_.container
         if chance() < 0.15:

@@ -389,8 +389,13 @@ def storages(node: Node) -> dict[str, int]:
 
 
 MAGIC = 0x1950A86A20F9469CFC6C
-LEGACY = 5  # pickles of a file that torch wrote before 1.6; the first is this number
-MAGICS = (pickle.dumps(MAGIC, 2),)
+LEGACY = (
+    5  # pickles of a file that torch wrote before 1.6; the first is this number, in any spelling
+)
+MAGICS = (
+    pickle.dumps(MAGIC, 2), b"I%d\n." % MAGIC, b"L%dL\n." % MAGIC, b"NN00" + pickle.dumps(MAGIC, 2),
+    pickle.dumps(MAGIC, 4), pickle.dumps(MAGIC, 2)[:-1] + b"20.",
+)  # fmt: skip
 
 
 def legacy(data: bytes, place: int, magic: int = 0) -> bytes:
