@@ -98,7 +98,7 @@ class Packing:
 
 @dataclass(frozen=True, slots=True)
 class ZeroPoint:
-    """ZeroPoint points that are packed: ``(code + add) % 2**bits - offset``, one for each block.
+    """Zero points that are packed: ``(code + add) % 2**bits - offset``, one for each block.
 
     `across` if words hold neighboring rows of the grid's blocks ([columns, words] of GPTQ), else
     they hold codes down a column ([words, columns] of compressed-tensors).
@@ -152,7 +152,7 @@ LINES = 512  # bytes of a row of which a multiple is too near to a power of two
 
 
 class Span(NamedTuple):
-    """RowCodes and columns of one batch."""
+    """Rows and columns of one batch."""
 
     batch: int
     top: int
@@ -542,7 +542,7 @@ class Scale:
 
 
 class PackedZero:
-    """ZeroPoint points of a few bits, all of which are held as bytes."""
+    """Zero points of a few bits, all of which are held as bytes."""
 
     def __init__(self, zero: ZeroPoint, read: Reader, size: int, whole: bool) -> None:
         import numpy as np

@@ -813,7 +813,7 @@ def read_shard(probe: Probe) -> Checkpoint:
     """Raise UnsupportedError with the command for the folder."""
     part = part_of(probe)
     missing = "" if part.folder else ", and no .metadata, which locates them, is beside it"
-    raise part.refusal(f"its tensors cannot be read_shard alone{missing}")
+    raise part.refusal(f"its tensors cannot be read alone{missing}")
 
 
 def part_of(probe: Probe) -> PartOf:
