@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from functools import cache
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
@@ -112,8 +113,7 @@ def _also_older(names: Iterator[Name] | product[Name]) -> Iterator[Name]:
 class Allowlist:
     """The tables of the file."""
 
-    def __init__(self, text: str, tests: dict[str, Shape]) -> None:
-        sections = _sections(text)
+    def __init__(self, sections: dict[str, list[str]], tests: dict[str, Shape]) -> None:
         self.sets = {
             name: frozenset(map(_split, names.split()))
             for name, _, names in (line.partition(": ") for line in sections["sets"])
@@ -135,7 +135,6 @@ class Allowlist:
         self.constants = frozenset(_listed(sections["constants"]))
         self.functions = frozenset(_listed(sections["functions"], classes))
         self.tensor_attributes = {name for _, name in _listed(sections["tensor_attributes"])}
-        self.weights_only = frozenset(_listed(sections["weights_only"]))
 
     def _add_call(self, line: str) -> None:
         found = _ROW.fullmatch(line)
@@ -188,6 +187,17 @@ class Allowlist:
             )  # fmt: skip
 
 
+@cache
+def _text() -> dict[str, list[str]]:
+    return _sections(Path(__file__).with_name("allowlist.txt").read_text("utf-8"))
+
+
 def load(tests: dict[str, Shape]) -> Allowlist:
     """Return the allowlist; `tests` are the shapes that are functions, by name."""
-    return Allowlist(Path(__file__).with_name("allowlist.txt").read_text("utf-8"), tests)
+    return Allowlist(_text(), tests)
+
+
+@cache
+def weights_only() -> frozenset[Name]:
+    """Return the names that `torch.load(weights_only=True)` accepts, without the other tables."""
+    return frozenset(_listed(_text()["weights_only"]))

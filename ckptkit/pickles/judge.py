@@ -11,12 +11,12 @@ from __future__ import annotations
 import re
 import sys
 from _compat_pickle import IMPORT_MAPPING
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 from ckptkit.core.tree import Global, Node
 from ckptkit.pickles import numpy_types, shapes
-from ckptkit.pickles.allowlisted import Name, load
+from ckptkit.pickles.allowlisted import Allowlist, Name, load, weights_only
 from ckptkit.pickles.numpy_types import NumpyType
 from ckptkit.pickles.shapes import (
     ANY,
@@ -112,25 +112,25 @@ def name_sort(name: Global) -> int:
     """Return the sort of a class or function that is held as a value."""
     key = key_of(name)
     outer, _, last = name.name.rpartition(".")
-    if key in ALLOWLIST.constants or (
-        (name.module, outer) in ALLOWLIST.enums and not _special(last)
+    if key in allowlist().constants or (
+        (name.module, outer) in allowlist().enums and not _special(last)
     ):
         return CONSTANT
-    return FUNCTION if key in ALLOWLIST.functions else NAME
+    return FUNCTION if key in allowlist().functions else NAME
 
 
 def refused_by_weights_only(name: Global) -> bool:
     """Return whether `torch.load(weights_only=True)` refuses a file that names this."""
-    return key_of(name) not in ALLOWLIST.weights_only
+    return key_of(name) not in weights_only()
 
 
 def is_known(name: Global) -> bool:
     """Return whether the allowlist has this name, to be called or held."""
     key = key_of(name)
-    row = ALLOWLIST.rows.get(key)
+    row = allowlist().rows.get(key)
     return (
-        row is not None or key in _SPECIAL or key in ALLOWLIST.enums or name_sort(name) != NAME
-    ) or any(key in names for names in ALLOWLIST.sets.values())
+        row is not None or key in _SPECIAL or key in allowlist().enums or name_sort(name) != NAME
+    ) or any(key in names for names in allowlist().sets.values())
 
 
 def out_of_place(name: Global) -> str | None:
@@ -189,12 +189,12 @@ def judge_call(
     name = key_of(made)
     if name in _SPECIAL and not new:
         return _special_call(view, name, args)
-    row = ALLOWLIST.rows.get(name)
+    row = allowlist().rows.get(name)
     if row is None or not (row.new if new else row.called):
         return _outside(view, made, args, new, kwargs)
     if not any(fits(view, args) for fits in row.takes) or not _is_empty(view, kwargs):
         return Judged(UNSURE, row.gives)
-    kind = ACCEPTED if name in ALLOWLIST.weights_only else HARMLESS
+    kind = ACCEPTED if name in weights_only() else HARMLESS
     if row.of_class and not _is_listed_class(args[0]):
         kind = CLASS  # an object of the class that is its first argument
     return Judged(kind, row.gives, numpy_types.named(args[0]) if row.gives == NPDTYPE else None)
@@ -203,13 +203,13 @@ def judge_call(
 def by_sorts(made: Global) -> bool:
     """Return whether the sorts of its arguments, and of the items of tuples among them, decide how
     a call is judged."""
-    row = ALLOWLIST.rows.get(key_of(made))
+    row = allowlist().rows.get(key_of(made))
     return row is not None and row.called and row.by_sorts and key_of(made) not in _SPECIAL
 
 
 def is_final(made: Global) -> bool:
     """Return whether nothing may change what a call of this name has made."""
-    row = ALLOWLIST.rows[key_of(made)]
+    row = allowlist().rows[key_of(made)]
     return row.state is None and not row.fill
 
 
@@ -224,7 +224,7 @@ def consumed(made: Node, args: Node) -> tuple[Global, ...]:
         if name in FROM_TYPE and len(args) > 2:
             inner = consumed(args[0], args[2])
     else:
-        row = ALLOWLIST.rows.get(name)
+        row = allowlist().rows.get(name)
         places = () if row is None else row.consumed
     found = (args[n] for n in places if n < len(args) and isinstance(args[n], Global))
     return (*found, *inner)
@@ -256,7 +256,7 @@ def _is_empty(view: View, kwargs: Node) -> bool:
 def _outside(view: View, made: Global, args: tuple[Node, ...], new: bool, kwargs: Node) -> Judged:
     """Judge a call of what has no row: a class through ``__new__``, an enumeration, anything
     else."""
-    if key_of(made) in ALLOWLIST.enums and not new:
+    if key_of(made) in allowlist().enums and not new:
         plain = len(args) == 1 and view.sort(args[0]) & SCALAR
         return Judged(HARMLESS if plain else UNSURE, OTHER)
     if not new:
@@ -310,8 +310,8 @@ def _from_type(view: View, name: Name, args: tuple[Node, ...]) -> Judged:
     inner = judge_call(view, called, args[2])
     state = args[3] if len(args) > 3 else None
     known = _is_tensor_class(view, args[1]) and inner.sort & (TENSOR | DRESSED)
-    known = known and ALLOWLIST.shapes["attributes"](view, state)
-    own = ACCEPTED if name in ALLOWLIST.weights_only else HARMLESS
+    known = known and allowlist().shapes["attributes"](view, state)
+    own = ACCEPTED if name in weights_only() else HARMLESS
     kinds = (own, inner.kind, CLASS if not _is_listed_class(args[1]) else own,
              own if known else UNSURE)  # fmt: skip
     return Judged(max(kinds, key=LEVELS.index), DRESSED)
@@ -322,7 +322,7 @@ def _is_tensor_class(view: View, value: Any) -> bool:
 
 
 def _is_listed_class(value: Node) -> bool:
-    row = ALLOWLIST.rows.get(key_of(value)) if isinstance(value, Global) else None
+    row = allowlist().rows.get(key_of(value)) if isinstance(value, Global) else None
     return row is not None and (not row.called or bool(row.gives & TENSOR))
 
 
@@ -347,13 +347,13 @@ def judge_step(view: View, made: Node, step: str, value: Node, before: Judged) -
     unsure = before._replace(kind=UNSURE)
     if not isinstance(made, Global) or before.sort == UNKNOWN:
         return unsure
-    row = ALLOWLIST.rows.get(key_of(made))
+    row = allowlist().rows.get(key_of(made))
     if row is None:
         if key_of(made) in FROM_TYPE and step == "build":
-            known = ALLOWLIST.shapes["attributes"](view, value)
+            known = allowlist().shapes["attributes"](view, value)
         else:  # of a class outside: its own code takes items and what fits `own_state`
             known = before.sort == OBJECT and (
-                step != "build" or ALLOWLIST.shapes["own_state"](view, value)
+                step != "build" or allowlist().shapes["own_state"](view, value)
             )
         return before._replace(kind=CLASS) if known else unsure
     if step != "build":
@@ -366,7 +366,7 @@ def judge_step(view: View, made: Node, step: str, value: Node, before: Judged) -
     if row.state in ("array_state", "masked_state"):
         sort = _array_sort(view, row.state, value)
         return Judged(UNSURE, OTHER) if sort is None else Judged(ACCEPTED, sort)
-    if row.state is None or not ALLOWLIST.shapes[row.state](view, value):
+    if row.state is None or not allowlist().shapes[row.state](view, value):
         return unsure
     dressed = row.gives == TENSOR and row.state == "attributes" and value is not None
     return before._replace(kind=ACCEPTED, sort=DRESSED if dressed else before.sort)
@@ -425,7 +425,7 @@ def _own_state(view: View, state: Node) -> bool:
     return keys is None or not any(map(_special, keys))
 
 
-def _plain_fields(view: View, state: Node) -> bool:
+def is_plain_fields(view: View, state: Node) -> bool:
     """Return whether it is a dict of attributes with ordinary names, and nothing in slots."""
     keys = None if isinstance(state, tuple) and state[1:] != (None,) else _keys(view, state)
     return keys is not None and not any(map(_special, keys))
@@ -436,7 +436,7 @@ def _attributes(view: View, state: Node) -> bool:
     keys = _keys(view, state)
     if keys is None:
         return False
-    return not any(_special(key) or key in ALLOWLIST.tensor_attributes for key in keys)
+    return not any(_special(key) or key in allowlist().tensor_attributes for key in keys)
 
 
 def _quantizer(view: View, value: Node) -> bool:
@@ -462,11 +462,16 @@ _TESTS: dict[str, Shape] = {
     "fraction": _text(r"[+-]?[0-9]{1,1000}(/[0-9]{1,1000})?"),
     "latin1": _text("latin-?1"),
     "own_state": _own_state,
-    "plain_fields": _plain_fields,
+    "plain_fields": is_plain_fields,
     "quantizer": _quantizer,
     "tensor_class": _is_tensor_class,
     "type_text": lambda view, value: numpy_types.named(value) is not None,
     "zone": _text(r"[A-Za-z][\w+-]{0,99}(/[A-Za-z][\w+-]{0,99}){0,3}"),  # Asia/Tokyo
     **dict.fromkeys(("dtype_state", "array_state", "masked_state"), lambda view, value: False),
 }  # fmt: skip
-ALLOWLIST = load(_TESTS)
+
+
+@cache
+def allowlist() -> Allowlist:
+    """Return the allowlist, read when the first name or call is judged."""
+    return load(_TESTS)

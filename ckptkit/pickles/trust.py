@@ -23,7 +23,7 @@ from ckptkit.core.tree import (
     held,
 )
 from ckptkit.pickles import judge, shapes
-from ckptkit.pickles.judge import ALLOWLIST, Judged, is_foreign, refused_by_weights_only
+from ckptkit.pickles.judge import Judged, allowlist, is_foreign, refused_by_weights_only
 from ckptkit.pickles.numpy_types import NumpyType, named
 
 __all__ = ["Policy", "describe", "is_foreign", "is_harmful", "refused_by_weights_only"]
@@ -90,9 +90,9 @@ class _TreeView:
         """
         made = node.callable
         name = judge.key_of(made) if isinstance(made, Global) else None
-        row = None if name is None else ALLOWLIST.rows.get(name)
+        row = None if name is None else allowlist().rows.get(name)
         if row is None:
-            enum = name in ALLOWLIST.enums
+            enum = name in allowlist().enums
             dressed = name in judge.FROM_TYPE
             sort = shapes.OTHER if enum else shapes.DRESSED if dressed else shapes.OBJECT
             return Judged(judge.CLASS, sort)
@@ -159,7 +159,7 @@ class Policy:
 
     def check_fields(self, state: Node) -> None:
         """Refuse a state of an OrderedDict that is no dict of ordinary attributes."""
-        if not ALLOWLIST.shapes["plain_fields"](_TREE, state):
+        if not judge.is_plain_fields(_TREE, state):
             raise UnsafeGlobalError(
                 "the file sets attributes by the result of a call", hint=_hint()
             )

@@ -222,6 +222,7 @@ CASES: dict[str, tuple[int, Case]] = {
     "pickle_marks": (50, machine(b"(" * 50 + b"N" + FILLER + b"t" * 50 + b".")),
     "memo_entries": (50, machine(b"\x80\x04]" + b"N\x94a" * 50 + b".")),
     "memo_sparse": (50, machine(far(50))),
+    "value_bytes": (1100, machine(b"]" + b"}a" * 5 + b".")),  # 11 values of 100 bytes
     "depth": (50, saved(nested(50))),
     "key_depth": (20, machine(pickle.dumps({tuples(19): 1}, 2))),
     "odd_keys": (50, machine(pickle.dumps({n + 0.5: n for n in range(50)}, 2))),

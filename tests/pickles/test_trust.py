@@ -21,7 +21,7 @@ from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import UnsafeGlobalError
 from ckptkit.core.tensor import Storage, Tensor, TypedStorage
 from ckptkit.core.tree import Global, Node, Object, OrderedMapping
-from ckptkit.pickles.judge import ALLOWLIST, out_of_place
+from ckptkit.pickles.judge import allowlist, out_of_place, weights_only
 from ckptkit.pickles.trust import describe, is_harmful, refused_by_weights_only
 from ckptkit.pickles.versions import SINCE
 from ckptkit.scanning.files import scan
@@ -35,7 +35,7 @@ def call(name: str, *args: Node, new: bool = False) -> Object:
 
 
 def test_the_names_of_weights_only_are_torchs_own() -> None:
-    ours = {f"{module}.{name}" for module, name in ALLOWLIST.weights_only}
+    ours = {f"{module}.{name}" for module, name in weights_only()}
     assert ours - {f"{module}.{name}" for module, name in SINCE} == set(_get_allowed_globals())
 
 
@@ -106,7 +106,7 @@ def test_calls_that_have_no_business_in_a_checkpoint(name: str) -> None:
 def test_the_attributes_of_tensors_are_torchs_own() -> None:
     """A name that this torch has and the list does not would be found by torch's code."""
     own = {name for name in dir(torch.Tensor) if not name.startswith("_")}
-    assert own - ALLOWLIST.tensor_attributes == set()
+    assert own - allowlist().tensor_attributes == set()
 
 
 class Thing:

@@ -20,7 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
-from ckptkit.pickles.judge import ALLOWLIST
+from ckptkit.pickles.judge import allowlist
 
 HOOKS = (
     "__new__", "__setstate__", "__setattr__", "__getattr__", "__getattribute__", "__del__", "__hash__", "__eq__",
@@ -29,7 +29,7 @@ HOOKS = (
 )  # fmt: skip
 
 
-CLASSES = sorted(name for name, row in ALLOWLIST.rows.items() if not row.called)
+CLASSES = sorted(name for name, row in allowlist().rows.items() if not row.called)
 
 
 class Class(NamedTuple):

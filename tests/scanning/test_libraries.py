@@ -29,7 +29,7 @@ import torch
 
 from ckptkit import api as convert
 from ckptkit.core.errors import UnsafeGlobalError
-from ckptkit.pickles.judge import ALLOWLIST
+from ckptkit.pickles.judge import allowlist
 from ckptkit.scanning.files import scan
 from ckptkit.scanning.verdict import counts, findings
 from tests.scanning.hostile_pickles import beside_a_tensor, built, call, name, text
@@ -231,7 +231,7 @@ def test_callables_are_findings_and_are_not_written(case: str, tmp_path: Path) -
 
 def test_all_enumerations_are_enumerations() -> None:
     """As far as their packages are installed: a class that is called runs its __init__."""
-    found = [made for made in map(resolved, sorted(ALLOWLIST.enums)) if made is not None]
+    found = [made for made in map(resolved, sorted(allowlist().enums)) if made is not None]
     assert found
     assert [made for made in found if not issubclass(made, enum_.Enum)] == []
 
