@@ -19,6 +19,7 @@ from ckptkit.formats.table import FORMATS
 from ckptkit.formats.tar import is_tar
 from ckptkit.formats.whats_inside import PICKLES
 from ckptkit.formats.zip_reader import MAGIC
+from ckptkit.pickles.judge import is_guarded
 from ckptkit.pickles.nested import looks_like_a_file, looks_like_a_pickle
 from ckptkit.pickles.streams import (
     TORCH_LOAD,
@@ -354,6 +355,8 @@ def _convinces(found: Trace) -> bool:
     """
     if found.goes_on or any(_could_be(call.name) for call in found.calls):
         return True
+    if any(is_guarded(str(name)) and _could_be(str(name)) for name in found.globals):
+        return True  # a module of Python or torch is imported, whatever follows
     held = found.globals or (found.nested and found.protocol)
     whole = found.error is None and all(_could_be(str(name)) for name in found.globals)
     return bool(held) and whole

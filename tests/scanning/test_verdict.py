@@ -336,6 +336,10 @@ def test_a_call_convinces_whatever_is_named_after_it(name: str, tmp_path: Path) 
         assert verdict(tmp_path, each, ".txt") == CODE
 
 
+def test_a_module_that_is_imported_is_told(tmp_path: Path) -> None:
+    assert verdict(tmp_path, b"cantigravity\nx\n\xff", ".pth") == UNKNOWN
+
+
 def test_texts_are_no_pickles(tmp_path: Path) -> None:
     for line in (
         b"I am\n",
