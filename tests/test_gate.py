@@ -32,7 +32,7 @@ ARCHIVES = ("tarfile", "zipfile")
 # Modules named at run time: ckptkit's own, imported when they are used, and the model class that
 # the user typed.
 IMPORTERS = {
-    "__init__.py", "compute/__init__.py", "formats/format.py", "loading/building.py", "cli/__init__.py",
+    "__init__.py", "edits/__init__.py", "formats/format.py", "loading/building.py", "cli/__init__.py",
     "quantized/finding.py",
 }  # fmt: skip
 

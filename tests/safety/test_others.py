@@ -127,7 +127,6 @@ LOOKS: dict[str, list[str] | Callable[[str], object]] = {
     "show": ["show", "x.pth", "w"],
     "show --json": ["show", "--json", "x.pth", "w"],
     "show --nan": ["show", "--nan", "x.pth"],
-    "show --png": ["show", "--png", "out", "x.pth", "w"],
     "report": ["report", "--values", "x.pth", "-o", "out.html"],
     "check": ["check", "x.pth", "--expect", "* finite"],
     "inspect": ["inspect", "--json", "--digest", "x.pth"],
