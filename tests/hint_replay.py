@@ -65,7 +65,7 @@ def keep(text: str, typed: tuple[object, ...], cwd: Path | None) -> None:
 
 def _is_page(typed: tuple[object, ...]) -> bool:
     """Return whether the output is a page of help, whose examples are tested elsewhere, or JSON."""
-    return {"--help", "-h", "--json"} & {*typed} != set() or typed[:1] in [
+    return {"--help", "--help-all", "-h", "--json"} & {*typed} != set() or typed[:1] in [
         (),
         ("env",),
         ("help",),

@@ -22,7 +22,7 @@ import stat
 import time
 import zlib
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -146,9 +146,10 @@ def publish(
             os.chmod(temporary, mode)
             if options.durable or replaces:
                 _to_disk(plan, temporary)
-            if replace_source:
-                check_still_there(path, read)
-            left += _rename(temporary, path, plan.is_folder, force)
+            with _locked(path) if replace_source else nullcontext():
+                if replace_source:
+                    check_still_there(path, read)
+                left += _rename(temporary, path, plan.is_folder, force)
         except BaseException:
             _discard(temporary, plan)
             raise
@@ -351,6 +352,22 @@ def _rename(temporary: str, path: str, folder: bool, force: bool) -> list[str]:
             raise OutputExistsError("appeared in the meantime", where=path) from error
         raise
     return []
+
+
+@contextmanager
+def _locked(path: str) -> Iterator[None]:
+    """Hold the lock of the file that is replaced, if its file system has locks.
+
+    Two processes may edit one file. The second waits here, and then sees that its source is gone.
+    """
+    with ExitStack() as held:
+        with suppress(ImportError, OSError):
+            from fcntl import LOCK_EX, flock
+
+            handle = os.open(path, os.O_RDONLY)
+            held.callback(os.close, handle)
+            flock(handle, LOCK_EX)
+        yield
 
 
 def _link(temporary: str, path: str) -> list[str]:

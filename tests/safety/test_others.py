@@ -11,7 +11,9 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +25,8 @@ from ckptkit.cli import main
 from ckptkit.core.bytesource import LocalFile, journal_path
 from ckptkit.core.errors import CkptkitError, InputChangedError, UsageError, VerifyError
 from ckptkit.core.options import Options
-from ckptkit.publish import in_place
+from ckptkit.edits.keys import rename
+from ckptkit.publish import in_place, publish
 from tests.conftest import COMMAND, Run
 from tests.safety.injection import ALIKE, held, leftovers, needs_strace, snapshot
 from tests.safety.works import OLD, WORKS, make_source, outcomes
@@ -321,6 +324,40 @@ def test_DS_20_processes_that_edit_one_file_in_place(kind: str, tmp_path: Path) 
         assert [i for i in range(6) if f"edited.{i}" in checkpoint.weights] == done
     assert torch.load(path, weights_only=True)["model"].keys() >= {f"edited.{i}" for i in done}
     assert os.listdir(tmp_path) == ["run.pth"]
+
+
+def test_DS_20_nothing_replaces_a_file_between_the_check_and_the_rename(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two threads rewrite one file, and both have read it before one of them replaces it."""
+    path = make_source(tmp_path / "run.pth", 1 << 14, 2)
+    together, check = threading.Barrier(2), publish.check_still_there
+
+    def slow(*args: Any) -> None:
+        check(*args)
+        time.sleep(0.2)
+
+    monkeypatch.setattr(publish, "check_still_there", slow)
+    monkeypatch.setattr(publish, "check_space", lambda *_: together.wait(20))
+    failures: list[InputChangedError] = []
+
+    def edit(number: int) -> None:
+        try:
+            step = partial(
+                rename, substitutions=[(f"^module.{number}.weight$", f"edited.{number}")]
+            )
+            convert(path, None, step, in_place=True, keep_format=False)
+        except InputChangedError as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=edit, args=(number,)) for number in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    with closing(ckptkit.open(path)) as checkpoint:
+        edited = [name for name in checkpoint.weights if name.startswith("edited.")]
+    assert len(edited) == 1 and len(failures) == 1
 
 
 def test_DS_21_readers_see_one_file_or_the_other(tmp_path: Path) -> None:
