@@ -170,7 +170,9 @@ class Allowlist:
         state: str | None,
         called: bool,
     ) -> None:
-        gives = SORTS[found["gives"]] if found["gives"] else OTHER if called else LISTED
+        gives = OTHER if called else LISTED
+        if found["gives"]:
+            gives = SORTS[found["gives"]]
         fill = tuple((found["fill"] or "").split())
         spelled = (found["takes"] or "()").strip("()").split()
         consumed = tuple(

@@ -99,7 +99,8 @@ class Tuple:
         if len(value) > len(self.shapes) and self.rest is None:
             return False
         more = () if self.rest is None else repeat(self.rest, len(value) - len(self.shapes))
-        return all(fits(view, each) for fits, each in zip((*self.shapes, *more), value))  # noqa: B905
+        matched = zip((*self.shapes, *more), value, strict=False)
+        return all(fits(view, each) for fits, each in matched)
 
 
 class AnyOf:

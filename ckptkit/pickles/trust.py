@@ -140,8 +140,10 @@ def is_harmful(node: Object) -> bool:
 
 
 class Policy:
-    """What one output holds: refuses what is not proved harmless. All methods raise
-    UnsafeGlobalError."""
+    """Refuse to write what is not proved harmless into one output.
+
+    All methods raise UnsafeGlobalError.
+    """
 
     def __init__(self) -> None:
         self._names: set[Global] = set()
