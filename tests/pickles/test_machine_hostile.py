@@ -828,7 +828,9 @@ def test_PK_27_text_that_is_odd_and_kept() -> None:
 
 @pytest.mark.parametrize("code", [b"V", b"c", b"S'", b"I", b"p"])
 def test_PK_27_lines_without_end(code: bytes, tmp_path: Path) -> None:
-    assert outcome(b"N" + code + b"1" * 100_000_000, tmp_path).read == "LimitError"
+    # No name of a class is so long: CPython would not go on either, and a limit helps nobody.
+    expected = "FormatError" if code == b"c" else "LimitError"
+    assert outcome(b"N" + code + b"1" * 100_000_000, tmp_path).read == expected
 
 
 def test_PK_27_a_line_is_as_long_as_it_may_be_at_any_window(
