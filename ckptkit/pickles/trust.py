@@ -92,9 +92,11 @@ class _TreeView:
         name = judge.key_of(made) if isinstance(made, Global) else None
         row = None if name is None else allowlist().rows.get(name)
         if row is None:
-            enum = name in allowlist().enums
-            dressed = name in judge.FROM_TYPE
-            sort = shapes.OTHER if enum else shapes.DRESSED if dressed else shapes.OBJECT
+            sort = shapes.OBJECT
+            if name in allowlist().enums:
+                sort = shapes.OTHER
+            elif name in judge.FROM_TYPE:
+                sort = shapes.DRESSED
             return Judged(judge.CLASS, sort)
         if row.state not in ("dtype_state", "array_state", "masked_state", "attributes"):
             return Judged(judge.ACCEPTED, row.gives)

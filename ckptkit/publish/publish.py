@@ -22,7 +22,7 @@ import stat
 import time
 import zlib
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -146,9 +146,11 @@ def publish(
             os.chmod(temporary, mode)
             if options.durable or replaces:
                 _to_disk(plan, temporary)
-            with _locked(path) if replace_source else nullcontext():
-                if replace_source:
+            if replace_source:
+                with _locked(path):
                     check_still_there(path, read)
+                    left += _rename(temporary, path, plan.is_folder, force)
+            else:
                 left += _rename(temporary, path, plan.is_folder, force)
         except BaseException:
             _discard(temporary, plan)

@@ -51,7 +51,6 @@ LABELS = {
 }
 SHOWN = 8  # names in a reason
 FINDINGS = (CLASSES, UNKNOWN, CODE)
-_RUNS = (judge.CALLED, judge.HARMFUL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,15 +124,18 @@ def judge_file(
 def judge_pickle(found: Traced, trusted: Trusted) -> PickleVerdict:
     """The verdict on one pickle."""
     trace = found.trace
-    runs = tuple(each for each in trace.calls if each.kind in _RUNS and each.name not in trusted)
-    runs += tuple(each for each in trace.calls if each.kind == judge.HARMFUL and each not in runs)
+    runs = tuple(
+        each
+        for each in trace.calls
+        if each.kind == judge.HARMFUL or (each.kind == judge.CALLED and each.name not in trusted)
+    )
     unknown = [
         name
         for name in trace.globals
         if not judge.is_known(name) and not _is_trusted(str(name), trusted)
     ]
     if found.loader == TORCHSCRIPT:  # it has its own classes in it
-        unknown = [name for name in unknown if not name.module.startswith("__torch__")]
+        unknown = [name for name in unknown if judge.top_of(name) != "__torch__"]
     held = tuple(name for name in unknown if name in trace.values and judge.is_own(name))
     needs = tuple(name for name in unknown if name not in held and judge.is_own(name))
     refused = found.no_weights_only or trace.refused or _refused_name(trace.globals)
