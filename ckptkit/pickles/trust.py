@@ -211,4 +211,4 @@ def _values(root: Node) -> Iterator[Global]:
 
 def _hint() -> str:
     drop = typed_value("objects", "drop")
-    return f"`ckptkit inspect {{where}}` lists such values; {drop} leaves them out"
+    return f"{drop} leaves such values out"

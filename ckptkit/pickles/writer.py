@@ -447,9 +447,7 @@ class _Writer:
         if isinstance(node, Pairs):
             raise AmbiguousError(
                 "a mapping has repeated or unhashable keys, which no output can keep",
-                hint=(
-                    "`ckptkit inspect {where}` shows them; `extract` takes another part of the file"
-                ),
+                hint="`extract` takes another part of the file",
             )
         raise FormatError(f"a value of type {type(node).__name__} has no place in a checkpoint")
 
