@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from tests.conftest import COMMAND, ENVIRONMENT, ROOT, Done, Run
+from tests.hints import commands_in
 
 FIXTURES = ROOT / "fixtures"
 GOOD = (FIXTURES / "torch-zip/dp_wrapped_cuda1.pth").read_bytes()
@@ -319,3 +320,20 @@ def test_the_working_directory_was_removed(path: str | None, folder: Path) -> No
         check_said(
             Done(done.returncode, done.stdout, done.stderr), 3, "working directory was removed"
         )
+
+
+class _Called:
+    """An object that no output holds."""
+
+    def __reduce__(self) -> object:
+        return os.getcwd, ()
+
+
+def test_recover_names_no_command_that_a_cut_file_fails(tmp_path: Path, run: Run) -> None:
+    torch.save({"w": torch.ones(5000), "own": _Called()}, tmp_path / "whole.pth")
+    path = tmp_path / "cut.pth"
+    path.write_bytes((tmp_path / "whole.pth").read_bytes()[:-300])
+    done = run("recover", path, tmp_path / "out.pth")
+    check_said(done, 3, "getcwd", "hint: --objects drop leaves such values out")
+    assert [run(*words[1:]).code for words in commands_in(done.stderr)] == []
+    assert run("recover", path, tmp_path / "out.pth", "--objects", "drop").code == 0
