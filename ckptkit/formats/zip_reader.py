@@ -218,7 +218,7 @@ def _check_folders(names: list[bytes], rows: list[Row], folded: set[bytes]) -> N
             )
 
 
-class _HeaderWindow:
+class HeaderWindow:
     """Forward reads of a source, in steps that grow while they are close to each other."""
 
     def __init__(self, source: ByteSource) -> None:
@@ -228,6 +228,9 @@ class _HeaderWindow:
         self.step = _STEP
 
     def read(self, offset: int, length: int) -> bytes:
+        """Return up to `length` bytes from `offset`, fewer at the end of the source."""
+        if not 0 <= offset < self.source.size:
+            return b""
         at = self.place(offset, length)
         return self.data[at : at + length]
 
@@ -251,7 +254,7 @@ def check_members(
 
     Raises if they differ, or if two members overlap.
     """
-    window = _HeaderWindow(source)
+    window = HeaderWindow(source)
     read, place = window.read, window.place
     known = set(names)
     places = [0] * len(rows)
