@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from ckptkit.compute.operation import Rows, Swap, as_bytes
 from ckptkit.core.bytesource import Pending, Piece, Record
@@ -30,26 +30,16 @@ if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
 
 
-class _Small(NamedTuple):
-    """Codes of a floating-point type of 8 bits: its largest number, what is larger, NaN."""
-
-    largest: int
-    overflow: int
-    nan: int
-
-
+# Types of 8 bits that are cast without torch, and the code that a NaN becomes.
 _SMALL = {
-    "float8_e4m3fn": _Small(0x7E, 0x7E, 0x7F),  # older versions of torch make NaN of larger numbers
-    "float8_e5m2": _Small(0x7B, 0x7C, 0x7F),
-    "float8_e4m3fnuz": _Small(0x7F, 0x80, 0x80),
-    "float8_e5m2fnuz": _Small(0x7F, 0x80, 0x80),
-}
+    "float8_e4m3fn": 0x7F, "float8_e5m2": 0x7F, "float8_e4m3fnuz": 0x80, "float8_e5m2fnuz": 0x80,
+}  # fmt: skip
 # Bits of float32: the least normal number of float16, the largest that is not rounded up to
 # infinity, and the difference of the biases of the exponents.
 _LEAST, _MOST, _REBIASED = 0x38800000, 0x477FEFFF, 112 << 23
 _OTHERS = ("bfloat16", "complex32", "bcomplex32", "float8_e8m0fnu")  # that `decode` knows
-FLOATS = frozenset({"float64", "float32", "float16", "bfloat16", *_SMALL})  # cast without torch
-_NUMBERS = ("float", "int", "bool", "complex")
+FLOATS = frozenset({"float64", "float32", "float16", "bfloat16", *_SMALL})  # `encode` knows them
+NUMBERS = ("float", "int", "bool", "complex")  # kinds of dtypes whose elements are numbers
 
 
 def decode(data: Piece, dtype: DType) -> Array:
@@ -62,21 +52,21 @@ def decode(data: Piece, dtype: DType) -> Array:
     """
     import numpy as np
 
-    if dtype.name in ("float16", "complex32"):
+    name = dtype.name
+    if name in ("float16", "complex32"):
         single = _halves(np.frombuffer(data, "<u2"))
-        return single if dtype.name == "float16" else single.view("<c8")
-    if dtype.kind == "bool":  # any other byte than 0 is true
+    elif dtype.kind == "bool":  # any other byte than 0 is true
         truth: Array = (np.frombuffer(data, "u1") != 0).view("u1")
         return truth
-    if dtype.numpy is not None:
+    elif dtype.numpy is not None:
         return np.frombuffer(data, np.dtype(dtype.numpy).newbyteorder("<"))
-    if dtype.name in ("bfloat16", "bcomplex32"):
+    elif name in ("bfloat16", "bcomplex32"):
         single = np.frombuffer(data, own_dtype("bfloat16")).astype("<f4")
-        return single if dtype.name == "bfloat16" else single.view("<c8")
-    if dtype.name in _SMALL or dtype.name == "float8_e8m0fnu":
-        values: Array = np.take(_values(dtype.name), np.frombuffer(data, "u1"))
-        return values
-    raise UnsupportedError(f"elements of {dtype} are not numbers by themselves")
+    elif name in _SMALL or name == "float8_e8m0fnu":
+        single = np.take(_values(name), np.frombuffer(data, "u1"))
+    else:
+        raise UnsupportedError(f"elements of {dtype} are not numbers by themselves")
+    return single if dtype.kind == "float" else single.view("<c8")
 
 
 def is_decoded(dtype: DType) -> bool:
@@ -85,7 +75,7 @@ def is_decoded(dtype: DType) -> bool:
 
 
 def encode(values: Array, dtype: DType) -> memoryview:
-    """Return the bytes of floating-point numbers as elements of `dtype`, one of `FLOATS`."""
+    """Return the bytes of numbers as elements of `dtype`, one of `FLOATS`."""
     import numpy as np
 
     # What is too large becomes infinite, or what its type has for that.
@@ -97,7 +87,12 @@ def encode(values: Array, dtype: DType) -> memoryview:
             return as_bytes(_float16(single))
         if dtype.name == "bfloat16":
             return as_bytes(single.astype(own_dtype("bfloat16")))
-        return as_bytes(_small(single, dtype.name))
+        # By the upper half of each number: 8 bits have at most 3 of mantissa, a half has 7. So its
+        # last bit can say that something follows: no code ends there.
+        bits = single.view("<u4")
+        halves = (bits >> 16).astype(np.uint16)
+        halves |= (bits & 0xFFFF) != 0
+        return as_bytes(np.take(_codes(dtype.name), halves))
 
 
 def own_dtype(name: str) -> np.dtype[Any]:
@@ -170,22 +165,6 @@ def _half_values() -> Array:
         return np.arange(1 << 16, dtype="<u2").view("<f2").astype("<f4")
 
 
-def _small(values: Array, name: str) -> Array:
-    """Through a table of what the upper halves become; bit 0 of such a half says that something
-    follows.
-
-    8 bits have at most 3 of mantissa, an upper half has 7: where one code ends and the next begins,
-    bit 0 is not set.
-    """
-    import numpy as np
-
-    bits = values.view("<u4")
-    halves = (bits >> 16).astype(np.uint16)
-    halves |= (bits & 0xFFFF) != 0
-    codes: Array = np.take(_codes(name), halves)
-    return codes
-
-
 @lru_cache
 def _values(name: str) -> Array:
     """Return the float32 value of each of the 256 codes."""
@@ -202,19 +181,14 @@ def _codes(name: str) -> Array:
     """Return the code for the upper half of each float32: the nearest value, ties to even."""
     import numpy as np
 
-    kind = _SMALL[name]
-    values = _values(name)[: kind.largest + 1].astype("f8")  # rising
-    beyond = 2 * values[-1] - values[-2]  # where the next number would be
-    middles = (values + np.append(values[1:], beyond)) / 2
-    half = np.arange(1 << 16, dtype="<u4")
-    size = (half << 17 >> 1).view("<f4").astype("f8")
-    code = np.searchsorted(middles, size)  # the lower of two as near
-    code += (code % 2 == 1) & np.isin(size, middles)
-    code[code > kind.largest] = kind.overflow
-    code[np.isnan(size)] = kind.nan
-    signed = (code > 0) | (kind.nan != 0x80)
-    codes: Array = (code | np.where(signed & (half > 0x7FFF), 0x80, 0)).astype("u1")
-    return codes
+    values = (np.arange(1 << 16, dtype="<u4") << 16).view("<f4")
+    with np.errstate(all="ignore"):
+        codes = values.astype(own_dtype(name)).view("u1")
+    if name == "float8_e4m3fn":  # older versions of torch make NaN of larger numbers, as ml_dtypes
+        codes[codes & 0x7F == 0x7F] -= 1
+    sign = codes & 0x80 if _SMALL[name] == 0x7F else 0
+    found: Array = np.where(np.isnan(values), _SMALL[name] | sign, codes)
+    return found
 
 
 # The operation
@@ -224,7 +198,7 @@ def _codes(name: str) -> Array:
 class Cast(Rows):
     """Elements of dtype `source` converted to dtype `target`, as torch does it.
 
-    torch itself does it unless both are floating-point types.
+    torch itself does it unless both are floating-point types, or integers become those.
     """
 
     source: str
@@ -243,11 +217,11 @@ class Cast(Rows):
 
         (data,) = pieces
         source, target = BY_NAME[self.source], BY_NAME[self.target]
-        if not {self.source, self.target} <= FLOATS:
-            import torch
-
-            return as_bytes(as_torch(data, source, torch_dtype(target)).view(torch.uint8).numpy())
-        if target.itemsize <= {1: 4, 2: 2}.get(source.itemsize, 0) and len(data) % 2 == 0:
+        is_plain = source.kind in ("int", "bool") and source.numpy is not None
+        if target.name not in FLOATS or not (is_plain or source.name in FLOATS):
+            return _by_torch(data, source, target)
+        is_small = target.itemsize <= {1: 4, 2: 2}.get(source.itemsize, 0)
+        if is_small and source.kind == "float" and len(data) % 2 == 0:
             codes = np.frombuffer(data, "<u2")
             return as_bytes(np.take(_table(source, target), codes, mode="clip"))
         return encode(decode(data, source), target)
@@ -264,17 +238,16 @@ def _table(source: DType, target: DType) -> Array:
     return found
 
 
-def as_torch(data: Piece, source: DType, target: torch.dtype) -> torch.Tensor:
-    """Elements of dtype `source`, converted. Raises UnsupportedError where the installed torch
-    cannot."""
+def _by_torch(data: Piece, source: DType, target: DType) -> memoryview:
+    """Convert elements. Raises UnsupportedError where the installed torch cannot."""
     import torch
 
     values = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(torch_dtype(source))
     try:
-        return values.to(target)
+        return as_bytes(values.to(torch_dtype(target)).view(torch.uint8).numpy())
     except (RuntimeError, NotImplementedError) as error:
         raise UnsupportedError(
-            f"torch {torch.__version__} cannot convert {source} to {target}"
+            f"torch {torch.__version__} cannot convert {source} to {torch_dtype(target)}"
         ) from error
 
 
@@ -295,12 +268,7 @@ def cast_record(record: Record, source: DType, target: DType, *, big_endian: boo
     Raises TensorError for a conversion that has no plain meaning (quantized types, complex to
     anything else) and for a record that is not a whole number of elements.
     """
-    if (
-        source.kind not in _NUMBERS
-        or target.kind not in _NUMBERS
-        or source.bits % 8
-        or target.bits % 8
-    ):
+    if not {source.kind, target.kind} <= set(NUMBERS) or source.bits % 8 or target.bits % 8:
         raise TensorError(f"{source} cannot be cast to {target}")
     if source.kind == "complex" and target.kind != "complex":
         raise TensorError(f"{source} cannot be cast to {target}: the imaginary part would be lost")
@@ -319,98 +287,3 @@ def swapped(record: Record, dtype: DType) -> Record:
     if dtype.component == 1:
         return record
     return Pending(Swap(dtype.component), (record,), record.length)
-
-
-# Codes of less than a byte
-
-E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-# bitsandbytes: functional.py, create_normal_map and the table of its CPU kernel
-INTERLEAVED = (0, 2, 4, 6, 1, 3, 5, 7)  # AutoAWQ: column of each nibble, from the low end
-
-
-@lru_cache
-def numbers(table: str) -> Array:
-    """The float32 number of each code of a table. Shared: not to be written to."""
-    import numpy as np
-
-    if table in ("e2m1", "e2m1+0"):
-        values = np.array((*E2M1, *(-each for each in E2M1)), "<f4")
-        values[8] = 0.0 if table == "e2m1+0" else -0.0
-    elif table in ("e2m3", "e3m2"):
-        values = _six_bits(*((1, 3) if table == "e2m3" else (3, 2)))
-    elif table == "exponent":  # 2**128 is infinite
-        with np.errstate(over="ignore"):
-            values = np.ldexp(np.ones(256, "<f4"), np.arange(256) - 127).astype("<f4")
-    else:
-        values = decode(bytes(range(256)), BY_NAME[table])
-    values.setflags(write=False)
-    made: Array = values
-    return made
-
-
-def _six_bits(bias: int, mantissa: int) -> Array:
-    """The numbers of a format of 6 bits without infinities."""
-    import numpy as np
-
-    code = np.arange(32)
-    exponent, fraction = code >> mantissa, code % (1 << mantissa)
-    significand = np.where(exponent > 0, fraction + (1 << mantissa), fraction)
-    positive = np.ldexp(significand.astype("<f4"), np.maximum(exponent, 1) - bias - mantissa)
-    return np.concatenate([positive, -positive]).astype("<f4")
-
-
-def unpack(data: Array, bits: int, count: int, *, high_first: bool = False) -> Array:
-    """The first `count` codes of each row of bytes, as bytes; dense, from the low bits up."""
-    import numpy as np
-
-    if bits == 8:
-        return data[:, :count]
-    if bits == 4:
-        return _nibbles(data, high_first)[:, :count]
-    groups = -(-count // 8)
-    if data.shape[1] < groups * bits:
-        data = np.pad(data, ((0, 0), (0, groups * bits - data.shape[1])))
-    source = data[:, : groups * bits].reshape(len(data), groups, bits)
-    made = np.empty((len(data), groups, 8), "u1")
-    for number in range(8):
-        first, shift = divmod(number * bits, 8)
-        np.right_shift(source[..., first], shift, out=made[..., number])
-        if shift + bits > 8:
-            made[..., number] |= source[..., first + 1] << (8 - shift)
-    made &= (1 << bits) - 1
-    return made.reshape(len(data), -1)[:, :count]
-
-
-def _nibbles(data: Array, high_first: bool) -> Array:
-    """Two codes of each byte, which numpy moves as one number of 16 bits."""
-    import numpy as np
-
-    pairs = data.astype("<u2")
-    if high_first:
-        high = pairs >> 4
-        pairs <<= 8
-        pairs |= high
-    else:
-        pairs |= pairs << 4
-    pairs &= np.uint16(0x0F0F)
-    return pairs.view("u1").reshape(len(data), -1)
-
-
-def unpack_words(data: Array, bits: int, count: int) -> Array:
-    """The first `count` codes of each row of bytes, 32 // bits of them in a word."""
-    import numpy as np
-
-    words = np.ascontiguousarray(data).view("<u4")
-    each = 32 // bits
-    made = np.empty((*words.shape, each), "u1")
-    for number in range(each):
-        made[..., number] = (words >> (number * bits)) & ((1 << bits) - 1)
-    return made.reshape(len(data), -1)[:, :count]
-
-
-def untiled(data: Array, rows: int, columns: int) -> Array:
-    """Scales that lie in tiles of 128 x 4, as [rows, columns]."""
-    tall, wide = -(-rows // 128), -(-columns // 4)
-    tiles = data.reshape(tall, wide, 32, 4, 4)
-    made: Array = tiles.transpose(0, 3, 2, 1, 4).reshape(tall * 128, wide * 4)
-    return made[:rows, :columns]

@@ -12,23 +12,14 @@ number for a block of `height` x `width` elements.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ckptkit.compute.numbers import (
-    INTERLEAVED,
-    decode,
-    encode,
-    numbers,
-    unpack,
-    unpack_words,
-    untiled,
-)
+from ckptkit.compute.numbers import decode, encode, own_dtype
 from ckptkit.compute.operation import Reader, Room
-from ckptkit.compute.strided_read import transposed_copy
-from ckptkit.core import dtypes
+from ckptkit.core.dtypes import BY_NAME
 
 if TYPE_CHECKING:
     import numpy as np
@@ -146,9 +137,8 @@ class Blocks:
 # Codes
 
 BAND = 8 << 20  # bytes of packed columns that are held
-SHORT = 8 << 10  # bytes of a row below which a band is read whole, and then taken apart
 PADDING = 64  # bytes between their rows: at a power of two, all would share the same cache lines
-LINES = 512  # bytes of a row of which a multiple is too near to a power of two
+INTERLEAVED = (0, 2, 4, 6, 1, 3, 5, 7)  # AutoAWQ: row of each nibble, from the low end
 
 
 class Span(NamedTuple):
@@ -164,264 +154,183 @@ class Span(NamedTuple):
     def shape(self) -> tuple[int, int]:
         return self.bottom - self.top, self.right - self.left
 
-
-Codes = Callable[[Span], "Array"]
-
-
-def codes_of(blocks: Blocks, read: Reader, size: int, last: int) -> Codes | TransposedCodes:
-    """The reader of codes: `size` bytes, of which those up to element `last` are asked for."""
-    kind = blocks.packing.kind
-    if kind == "flat":
-        return FlatCodes(blocks, read)
-    if kind in ("rows", "words"):
-        return RowCodes(blocks, read)
-    if kind == "parts":
-        return FieldCodes(blocks, read, size)
-    if kind == "turned":
-        return TransposedCodes(blocks, read, last)
-    return (WordColumns if kind == "columns" else InterleavedCodes)(blocks, read, last)
+    def blocks_of(self, grid: ScaleGrid) -> tuple[int, int, int, int]:
+        """Return top, bottom, left and right of the blocks of a grid that the span touches."""
+        return (
+            self.top // grid.height, -(-self.bottom // grid.height),
+            self.left // grid.width, -(-self.right // grid.width),
+        )  # fmt: skip
 
 
-class ReusedBuffer:
-    """Bytes that are read into the same place each time: fresh memory costs more than reading."""
+def unpack(data: Array, bits: int, count: int, *, high_first: bool = False) -> Array:
+    """The first `count` codes of each row of bytes, as bytes; dense, from the low bits up."""
+    import numpy as np
 
-    def __init__(self) -> None:
-        self._array: Array | None = None
+    if bits == 8:
+        return data[:, :count]
+    if bits == 4:  # two codes of each byte, which numpy moves as one number of 16 bits
+        pairs = data.astype("<u2")
+        if high_first:
+            pairs = pairs << 8 | pairs >> 4
+        else:
+            pairs |= pairs << 4
+        pairs &= np.uint16(0x0F0F)
+        return pairs.view("u1").reshape(len(data), -1)[:, :count]
+    groups = -(-count // 8)  # of codes, which begin with a byte of their own
+    if data.shape[1] < groups * bits:
+        data = np.pad(data, ((0, 0), (0, groups * bits - data.shape[1])))
+    source = data[:, : groups * bits].reshape(len(data), groups, bits)
+    made = np.empty((len(data), groups, 8), "u1")
+    for number in range(8):
+        first, shift = divmod(number * bits, 8)
+        np.right_shift(source[..., first], shift, out=made[..., number])
+        if shift + bits > 8:
+            made[..., number] |= source[..., first + 1] << (8 - shift)
+    made &= (1 << bits) - 1
+    return made.reshape(len(data), -1)[:, :count]
 
-    def __call__(self, read: Reader, start: int, length: int) -> Array:
-        import numpy as np
 
-        if self._array is None or len(self._array) < length:
-            self._array = np.empty(length, "u1")
-        found: Array = self._array[:length]
-        read.into(start, found.data)
-        return found
+class Codes:
+    """Reads the codes of spans, which come in rising order up to element `last`."""
 
-
-class FlatCodes:
-    """Codes in the order of the elements."""
-
-    def __init__(self, blocks: Blocks, read: Reader) -> None:
-        self.blocks, self.read, self.memory = blocks, read, ReusedBuffer()
-        self.bits, self.high_first = blocks.packing.bits, blocks.packing.high_first
-
-    def bytes(self, span: Span) -> tuple[Array, int]:
-        """The bytes that hold the codes of a span, and the codes in them before it."""
-        blocks = self.blocks
-        first = (span.batch * blocks.rows + span.top) * blocks.columns + span.left
-        last = (span.batch * blocks.rows + span.bottom - 1) * blocks.columns + span.right
-        start, stop = first * self.bits // 8, -(-last * self.bits // 8)
-        data = self.memory(self.read, start, stop - start)
-        return data, first * self.bits % 8 // self.bits
+    def __init__(self, blocks: Blocks, read: Reader, size: int, last: int) -> None:
+        self.blocks, self.packing, self.size = blocks, blocks.packing, size
+        self._read, self._room = read, Room()
+        stop = -(-last // max(1, blocks.columns))  # the row after the last, of all batches
+        kind, stride, rows, columns = (
+            self.packing.kind,
+            self.packing.stride,
+            blocks.rows,
+            blocks.columns,
+        )
+        if kind == "columns":
+            self.band = Band(read, stride, rows, 4, stop)
+        elif kind == "interleaved":
+            self.band = Band(read, columns, -(-rows // 8), 4, -(-stop // 8))
+        elif kind == "turned":
+            self.band = Band(read, columns, rows // 2, 1, -(-stop // 2))
 
     def __call__(self, span: Span) -> Array:
-        data, skip = self.bytes(span)
+        """Return the codes of a span, each a byte."""
         rows, columns = span.shape
-        found = unpack(data[None], self.bits, skip + rows * columns, high_first=self.high_first)
-        return found[0, skip:].reshape(span.shape)
-
-
-class RowCodes:
-    """Codes of which each row begins with a byte of its own."""
-
-    def __init__(self, blocks: Blocks, read: Reader) -> None:
-        self.blocks, self.read, self.packing = blocks, read, blocks.packing
-        self.memory = ReusedBuffer()
-
-    def __call__(self, span: Span) -> Array:
+        kind, bits = self.packing.kind, self.packing.bits
+        if kind == "flat":
+            data, skip = self.flat(span)
+            high = self.packing.high_first
+            found = unpack(data[None], bits, skip + rows * columns, high_first=high)
+            return found[0, skip:].reshape(span.shape)
+        if kind == "parts":
+            return self._parts(span)
+        if kind == "columns":
+            return self._columns(span)
+        if kind == "interleaved":
+            return self._interleaved(span)
         stride = self.packing.stride
         first = (span.batch * self.blocks.rows + span.top) * stride
-        count = (span.bottom - span.top) * stride
-        data = self.memory(self.read, first, count).reshape(-1, stride)
-        take = unpack_words if self.packing.kind == "words" else unpack
-        return take(data, self.packing.bits, span.right)[:, span.left :]
+        data = self._bytes(first, rows * stride).reshape(rows, stride)
+        if kind == "rows":
+            return unpack(data, bits, span.right)[:, span.left :]
+        return _fields(data.view("<u4"), bits).reshape(rows, -1)[:, span.left : span.right]
 
+    def flat(self, span: Span) -> tuple[Array, int]:
+        """The bytes that hold the codes of a span, and the codes in them before it."""
+        blocks, bits = self.blocks, self.packing.bits
+        first = (span.batch * blocks.rows + span.top) * blocks.columns + span.left
+        last = (span.batch * blocks.rows + span.bottom - 1) * blocks.columns + span.right
+        start = first * bits // 8
+        return self._bytes(start, -(-last * bits // 8) - start), first * bits % 8 // bits
 
-class FieldCodes:
-    """Codes of which the first half lies in one half of each byte, the second in the other."""
-
-    def __init__(self, blocks: Blocks, read: Reader, size: int) -> None:
-        self.blocks, self.read, self.packing = blocks, read, blocks.packing
-        self.itemsize = 4 if self.packing.bits == 3 else 1  # ten codes of three bits in a word
-        self.size = size // self.itemsize
-
-    def __call__(self, span: Span) -> Array:
+    def _bytes(self, start: int, length: int) -> Array:
         import numpy as np
 
-        blocks, bits = self.blocks, self.packing.bits
-        at = span.top * blocks.columns + span.left
-        last = (span.bottom - 1) * blocks.columns + span.right
+        memory = self._room.of(length)
+        self._read.into(start, memory)
+        return np.frombuffer(memory, "u1")
+
+    def _parts(self, span: Span) -> Array:
+        """Codes of which the first part lies in one field of each unit, the next in another."""
+        import numpy as np
+
+        bits, itemsize, top = self.packing.bits, 1, 8
+        if bits == 3:  # ten codes in a word
+            itemsize, top = 4, 30
+        count = self.size // itemsize  # codes of a part
+        at = span.top * self.blocks.columns + span.left
+        last = (span.bottom - 1) * self.blocks.columns + span.right
         found = []
         while at < last:
-            part, start = divmod(at, self.size)
-            stop = min(self.size, start + last - at)
-            top = 30 if bits == 3 else 8
+            part, start = divmod(at, count)
+            stop = min(count, start + last - at)
             shift = top - bits * (part + 1) if self.packing.high_first else bits * part
-            data = self.read(start * self.itemsize, (stop - start) * self.itemsize)
-            units = np.frombuffer(data, f"<u{self.itemsize}")
-            found.append(((units >> shift) & ((1 << bits) - 1)).astype("u1"))
+            data = self._bytes(start * itemsize, (stop - start) * itemsize)
+            found.append((data.view(f"<u{itemsize}") >> shift & (1 << bits) - 1).astype("u1"))
             at += stop - start
         return np.concatenate(found).reshape(span.shape)
 
-
-class _Banded:
-    """Codes that lie transposed: what many rows need is read at once and held."""
-
-    unit = 1  # rows in one element of the input
-    itemsize = 4
-
-    def __init__(self, blocks: Blocks, read: Reader, last: int) -> None:
-        self.blocks, self.read, self.last = blocks, read, last
-        self.height = self._height()
-        self._held: tuple[int, int, int] = (-1, 0, 0)  # batch, first row, end
-        self._band: Array
-        self._memory: Array | None = None
-        self._room = Room()
-        self.memory = ReusedBuffer()
-
-    def _height(self) -> int:
-        """Elements of the input for each row of the result (or for several)."""
-        return self.blocks.packing.stride
-
-    def _place(self, wide: int) -> Array:
-        """Memory for a band of so many elements of the input, the rows apart from each other."""
+    def _columns(self, span: Span) -> Array:
+        """GPTQ: words down a column are those of one row."""
         import numpy as np
 
-        pitch = wide + PADDING // self.itemsize
-        if self._memory is None or len(self._memory) < self.height * pitch:
-            self._memory = np.empty(self.height * pitch, f"<u{self.itemsize}")
-        made: Array = self._memory[: self.height * pitch].reshape(self.height, pitch)[:, :wide]
-        return made
+        bits = self.packing.bits
+        words = self.band(span.batch, span.top, span.bottom)
+        skip = 0
+        if 32 % bits == 0:  # only the words that are needed
+            each = 32 // bits
+            skip = span.left // each * each
+            words = words[span.left // each : -(-span.right // each)]
+        turned = np.ascontiguousarray(words.T).view("u1")
+        return unpack(turned, bits, span.right - skip)[:, span.left - skip :]
 
-    def band(self, span: Span) -> tuple[Array, int]:
-        """Elements [height, some], and the number of the first of them that the span needs."""
-        batch, start, stop = self._held
-        first, end = span.top // self.unit, -(-span.bottom // self.unit)
-        if batch != span.batch or first < start or end > stop:
-            self._hold(span.batch, first, end)
-        return self._band, first - self._held[1]
-
-    def _hold(self, batch: int, first: int, end: int) -> None:
-
-        rows = self.blocks.rows
-        left = -(-(self.last // self.blocks.columns + 1 - batch * rows) // self.unit)
-        wide = max(end - first, BAND // (self.height * self.itemsize))
-        end = min(first + wide, max(left, end), -(-rows // self.unit))
-        whole = -(-rows // self.unit) * self.itemsize  # bytes of a row of the input
-        start = batch * self.height * whole
-        if end - first == whole // self.itemsize and whole < SHORT:
-            data = self.memory(self.read, start, self.height * whole)
-            padded = data.view(f"<u{self.itemsize}").reshape(self.height, -1)
-            if not whole % LINES:
-                held = padded
-                padded = self._place(end - first)
-                padded[:] = held
-        else:
-            padded = self._place(end - first)
-            pitch, length = padded.strides[0], (end - first) * self.itemsize
-            assert self._memory is not None
-            rows_of_band = self._memory.data.cast("B")  # its slices cost less than numpy's rows
-            places = range(0, self.height * pitch, pitch)
-            parts = [rows_of_band[place : place + length] for place in places]
-            self.read.rows(start + first * self.itemsize, whole, parts)
-        self._band = padded
-        self._held = (batch, first, end)
-
-
-class WordColumns(_Banded):
-    """GPTQ: words down a column are those of one row."""
-
-    def __call__(self, span: Span) -> Array:
+    def _interleaved(self, span: Span) -> Array:
+        """AWQ: eight rows in the fields of a word, in an order of their own."""
         import numpy as np
 
-        band, first = self.band(span)
-        bits = self.blocks.packing.bits
-        per_word = 32 // bits if 32 % bits == 0 else 0
-        top, bottom = (
-            (span.left // per_word, -(-span.right // per_word)) if per_word else (0, len(band))
-        )
-        skip = top * per_word
-        turned = np.ascontiguousarray(band[top:bottom, first : first + span.bottom - span.top].T)
-        return unpack(turned.view("u1"), bits, span.right - skip)[:, span.left - skip :]
-
-
-class InterleavedCodes(_Banded):
-    """AWQ: eight rows in the fields of a word, in an order of their own."""
-
-    unit = 8
-
-    def _height(self) -> int:
-        return self.blocks.columns
-
-    def __call__(self, span: Span) -> Array:
-        import numpy as np
-
-        band, first = self.band(span)
-        count = -(-span.bottom // 8) - span.top // 8
-        words = np.ascontiguousarray(band[span.left : span.right, first : first + count].T)
-        made = np.empty((count, 8, span.right - span.left), "u1")
+        words = self.band(span.batch, span.top // 8, -(-span.bottom // 8))
+        turned = np.ascontiguousarray(words[span.left : span.right].T)
+        made = np.empty((len(turned), 8, turned.shape[1]), "u1")
         for number, row in enumerate(INTERLEAVED):
-            made[:, row] = (words >> (4 * number)) & 15
+            made[:, row] = turned >> 4 * number & 15
         skip = span.top % 8
-        return made.reshape(-1, span.right - span.left)[skip : skip + span.bottom - span.top]
+        return made.reshape(-1, turned.shape[1])[skip : skip + span.bottom - span.top]
 
 
-class TransposedCodes(_Banded):
-    """gpt-oss as transformers has it: rows of the file are columns of the weight.
+class Band:
+    """Columns of matrices of `height` rows, `wide` elements each: many are read at once and held.
 
-    Four bytes down a column are eight rows of it: bits of FP4, the lowest first.
+    None is read from column `stop` on, of all matrices, unless it is asked for.
     """
 
-    unit = 8
-    lack = 66  # powers of two by which its numbers are too small
+    def __init__(self, read: Reader, height: int, wide: int, itemsize: int, stop: int) -> None:
+        self._read, self._height, self._wide, self._stop = read, height, wide, stop
+        self._itemsize, self._room = itemsize, Room()
+        self._held = (-1, 0, 0)  # matrix, first column, end
+        self._band: Array
 
-    def _height(self) -> int:
-        return self.blocks.columns
-
-    def numbers(self, span: Span, values: Array) -> None:
-        """Fill float32 `values` with those of the codes, 2**66 times too small.
-
-        Sign, exponent and mantissa of a code become a byte, whose bits are moved into a float32.
-        """
+    def __call__(self, matrix: int, first: int, end: int) -> Array:
+        """Return columns of a matrix."""
         import numpy as np
 
-        band, first = self.band(span)
-        count, columns = -(-span.bottom // 8) - span.top // 8, values.shape[1]
-        words = self._room.of(12 * count * columns)
-        turned = np.frombuffer(words[: 4 * count * columns], "<u4").reshape(count, columns)
-        transposed_copy(turned, band[span.left : span.right, first : first + count].T)
-        halves = turned.view("<u2").reshape(count, columns, 2).transpose(0, 2, 1)  # four rows each
-        fours = np.frombuffer(words[4 * count * columns :], "<u4").reshape(halves.shape)
-        np.take(_bytes_of_codes(), halves, out=fours, mode="clip")
-        skip = span.top % 8
-        is_whole = len(values) == 8 * count
-        bits = values.view("<u4") if is_whole else np.empty((8 * count, columns), "<u4")
-        shifts = np.arange(24, -8, -8, dtype="<u4")  # to the upper end of a word
-        made = bits.reshape(count, 2, 4, columns)
-        np.left_shift(fours[:, :, None], shifts[:, None], out=made)
-        if not is_whole:
-            values.view("<u4")[:] = bits[skip : skip + len(values)]
-        signed = values.view("<i4")
-        signed >>= np.int32(2)  # which repeats the sign
-        bits = values.view("<u4")
-        bits &= np.uint32(0x9FC00000)
+        held, start, stop = self._held
+        if held != matrix or first < start or end > stop:
+            size, height = self._itemsize, self._height
+            most = first + BAND // (height * size)
+            stop = min(max(end, min(most, self._stop - matrix * self._wide)), self._wide)
+            length = (stop - first) * size
+            pitch = length + PADDING
+            memory = self._room.of(height * pitch)
+            rows = [memory[at : at + length] for at in range(0, height * pitch, pitch)]
+            self._read.rows((matrix * height * self._wide + first) * size, self._wide * size, rows)
+            band = np.frombuffer(memory, f"<u{size}").reshape(height, -1)
+            self._band, self._held, start = band, (matrix, first, stop), first
+        return self._band[:, first - start : end - start]
 
 
-@lru_cache
-def _bytes_of_codes() -> Array:
-    """Return four bytes for each four codes of FP4: sign, the lower end of an exponent, mantissa.
-
-    The exponents, 60 to 63, leave all but zeros normal numbers of float32: others take many
-    processors a hundred times as long.
-    """
+def _fields(words: Array, bits: int) -> Array:
+    """The codes of words, 32 // bits of each, as another dimension."""
     import numpy as np
 
-    byte = np.array([0, 120, *range(122, 128)], "u1")
-    byte = np.concatenate([byte, byte | 0x80])
-    words = np.arange(1 << 16)
-    made = np.stack([byte[words >> shift & 15] for shift in (0, 4, 8, 12)], axis=-1)
-    found: Array = made.reshape(-1).view("<u4")
-    return found
+    shifts = np.arange(0, 32 - bits + 1, bits, dtype="<u4")
+    return (words[..., None] >> shifts & np.uint32((1 << bits) - 1)).astype("u1")
 
 
 # Scales and zero points
@@ -431,7 +340,28 @@ EXPONENTS = ("exponent", "ldexp")
 
 def is_byte(dtype: str) -> bool:
     """Return whether a scale of this dtype is a number of one byte."""
-    return dtype in EXPONENTS or (dtype != "map" and dtypes.BY_NAME[dtype].bits == 8)
+    return dtype in EXPONENTS or (dtype != "map" and BY_NAME[dtype].bits == 8)
+
+
+@lru_cache
+def table_of(name: str) -> Array:
+    """The float32 number of each code of a table. Shared: not to be written to."""
+    import numpy as np
+
+    if name in ("e2m1", "e2m1+0"):
+        positive = np.array((0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0), "<f4")
+        values = np.concatenate([positive, -positive])
+        values[8] = 0.0 if name == "e2m1+0" else -0.0
+    elif name == "e2m3":
+        values = np.arange(64, dtype="u1").view(own_dtype("float6_e2m3fn")).astype("<f4")
+    elif name in EXPONENTS:  # 2**128 is infinite
+        with np.errstate(over="ignore"):
+            values = np.ldexp(np.ones(256, "<f4"), np.arange(256) - 127).astype("<f4")
+    else:
+        values = decode(bytes(range(256)), BY_NAME[name])
+    values.setflags(write=False)
+    found: Array = values
+    return found
 
 
 class Scale:
@@ -440,114 +370,91 @@ class Scale:
     def __init__(
         self, numbers: Numbers, reads: Sequence[Reader], sizes: Sequence[int], whole: bool
     ) -> None:
-        self.numbers, self.grid, self.whole = numbers, numbers.grid, whole
+        import numpy as np
+
+        self.numbers, self.grid, self._whole = numbers, numbers.grid, whole
         self._read, self._size = reads[numbers.input], sizes[numbers.input]
-        self._map = (
-            reads[numbers.map].copy(0, sizes[numbers.map]) if numbers.dtype == "map" else b""
-        )
-        is_byte = numbers.dtype in (*EXPONENTS, "map")
-        self.itemsize = 1 if is_byte else dtypes.BY_NAME[numbers.dtype].itemsize
-        self._key: tuple[int, ...] | None = None  # of what is held
-        self._raw: Array
-        self._made: Array | None = None
-        self._batch: tuple[int, Array] | None = None
-        self._decoded: tuple[int, Array] | None = None  # of a whole batch
+        self._table: Array | None = None
+        if numbers.dtype == "map":
+            self._table = np.frombuffer(reads[numbers.map].copy(0, sizes[numbers.map]), "<f4")
+        elif numbers.dtype in EXPONENTS:
+            self._table = table_of(numbers.dtype)
+        self._itemsize = 1 if self._table is not None else BY_NAME[numbers.dtype].itemsize
+        self._of: tuple[int, ...] | None = None  # what is held: of a span
+        self._part: Array
+        self._batch = -1, np.empty(0)  # of numbers that do not lie row by row
 
     def part(self, span: Span) -> Array:
         """The numbers of the blocks that a span touches, as float32.
 
         They are [rows of blocks, columns of blocks].
         """
-        if self.grid.order == "columns":
-            batch, top, bottom, left, right = self._place(span)
-            if self._decoded is None or self._decoded[0] != batch:
-                self._decoded = batch, self.decoded(self._all(batch))
-            return self._decoded[1][top:bottom, left:right]
-        raw = self.raw(span)
-        if self._made is None:
-            self._made = self.decoded(raw)
-        return self._made
+        key = self._blocks(span)
+        if self._of != key:
+            self._of, self._part = key, self.decoded(self.raw(span))
+        return self._part
 
     def decoded(self, raw: Array) -> Array:
         """Stored elements as float32."""
         import numpy as np
 
         data = np.ascontiguousarray(raw).reshape(-1).view("u1")
-        if self.numbers.dtype == "map":
-            made = np.take(np.frombuffer(self._map, "<f4"), data, mode="clip")
-        elif self.numbers.dtype in EXPONENTS:
-            made = numbers("exponent")[data]
+        if self._table is not None:
+            made = np.take(self._table, data, mode="clip")
         else:
-            made = decode(data.data, dtypes.BY_NAME[self.numbers.dtype]).astype("<f4")
-        wrong = np.isnan(made)
-        if wrong.any():  # without the bits that rounding could carry upwards
-            made = np.where(wrong, np.float32("nan"), made)
+            made = decode(data.data, BY_NAME[self.numbers.dtype]).astype("<f4")
+        made[np.isnan(made)] = np.nan  # without the bits that rounding could carry upwards
         found: Array = made.reshape(raw.shape)
         return found
 
-    def _place(self, span: Span) -> tuple[int, int, int, int, int]:
-        """Batch, rows and columns of the blocks that a span touches."""
-        left, right = span.left // self.grid.width, -(-span.right // self.grid.width)
-        if self.whole:
+    def _blocks(self, span: Span) -> tuple[int, int, int, int, int]:
+        top, bottom, left, right = span.blocks_of(self.grid)
+        if self._whole:
             left, right = 0, self.grid.columns
-        batch = 0 if self.numbers.shared else span.batch
-        height = self.grid.height
-        return batch, span.top // height, -(-span.bottom // height), left, right
+        return 0 if self.numbers.shared else span.batch, top, bottom, left, right
 
     def raw(self, span: Span) -> Array:
         """The same as they are stored."""
-        key = self._place(span)
-        if self._key != key:
-            self._key, self._raw, self._made = key, self._fetch(*key), None
-        return self._raw
-
-    def _fetch(self, batch: int, top: int, bottom: int, left: int, right: int) -> Array:
         import numpy as np
 
-        grid, size = self.grid, self.itemsize
+        grid, size = self.grid, self._itemsize
+        batch, top, bottom, left, right = self._blocks(span)
         if grid.order != "rows":
-            return self._all(batch)[top:bottom, left:right]
-        first = batch * grid.rows + top
-        if right - left == grid.columns or bottom - top == 1:
-            start = first * grid.columns + left
+            if self._batch[0] != batch:
+                self._batch = batch, self._all(batch)
+            return self._batch[1][top:bottom, left:right]
+        first, wide = batch * grid.rows + top, right - left
+        if wide == grid.columns or bottom - top == 1:
             data = self._read.copy(
-                start * size, ((bottom - top - 1) * grid.columns + right - left) * size
+                (first * grid.columns + left) * size, (bottom - top) * wide * size
             )
         else:
             starts = ((first + row) * grid.columns + left for row in range(bottom - top))
-            data = b"".join(
-                [self._read.copy(each * size, (right - left) * size) for each in starts]
-            )
-        return np.frombuffer(data, f"<u{size}").reshape(bottom - top, right - left)
+            data = b"".join([self._read.copy(each * size, wide * size) for each in starts])
+        return np.frombuffer(data, f"<u{size}").reshape(bottom - top, wide)
 
     def _all(self, batch: int) -> Array:
-        """The numbers of a batch that do not lie row by row."""
+        """The numbers of a batch in columns, or of all in tiles of 128 x 4."""
         import numpy as np
 
-        if self._batch is None or self._batch[0] != batch:
-            grid = self.grid
-            tiled = grid.order == "tiles"
-            count = self._size // self.itemsize if tiled else grid.rows * grid.columns
-            start = 0 if tiled else batch * count * self.itemsize
-            found = np.frombuffer(
-                self._read.copy(start, count * self.itemsize), f"<u{self.itemsize}"
-            )
-            made = (
-                untiled(found, grid.rows, grid.columns)
-                if tiled
-                else found.reshape(grid.columns, grid.rows).T
-            )
-            self._batch = batch, made
-        return self._batch[1]
+        rows, columns, size = self.grid.rows, self.grid.columns, self._itemsize
+        if self.grid.order == "columns":
+            length = rows * columns * size
+            data = self._read.copy(batch * length, length)
+            return np.frombuffer(data, f"<u{size}").reshape(columns, rows).T
+        tiles = np.frombuffer(self._read.copy(0, self._size), f"<u{size}")
+        tiles = tiles.reshape(-(-rows // 128), -(-columns // 4), 32, 4, 4).transpose(0, 3, 2, 1, 4)
+        made: Array = tiles.reshape(-(-rows // 128) * 128, -1)[:rows, :columns]
+        return made
 
 
 class PackedZero:
-    """Zero points of a few bits, all of which are held as bytes."""
+    """Zero points of a few bits, all of which are held as float32."""
 
     def __init__(self, zero: ZeroPoint, read: Reader, size: int, whole: bool) -> None:
         import numpy as np
 
-        self.grid, self.whole = zero.grid, whole
+        self.grid, self._whole = zero.grid, whole
         data = np.frombuffer(read.copy(0, size), "u1")
         rows, columns = zero.grid.rows, zero.grid.columns
         if zero.kind == "down":
@@ -563,44 +470,32 @@ class PackedZero:
         self.same = int(first[0]) if (shifted == first).all() else None  # if all are the same
 
     def part(self, span: Span) -> Array:
-        grid = self.grid
-        top, bottom = span.top // grid.height, -(-span.bottom // grid.height)
-        left, right = span.left // grid.width, -(-span.right // grid.width)
-        if self.whole:
-            left, right = 0, grid.columns
+        top, bottom, left, right = span.blocks_of(self.grid)
+        if self._whole:
+            left, right = 0, self.grid.columns
         return self._numbers[top:bottom, left:right]
-
-
-def zero_points(
-    zero: ZeroPoint | Numbers | None, reads: Sequence[Reader], sizes: Sequence[int], whole: bool
-) -> Scale | PackedZero | None:
-    """Return the source of the zero points of spans, None if there are none."""
-    if isinstance(zero, ZeroPoint):
-        return PackedZero(zero, reads[zero.input], sizes[zero.input], whole)
-    return None if zero is None else Scale(zero, reads, sizes, whole)
 
 
 def rounded(values: Array, dtype: str) -> Array:
     """float32 numbers rounded to a narrower type, still as float32."""
     if dtype == "float32":
         return values
-    kind = dtypes.BY_NAME[dtype]
+    kind = BY_NAME[dtype]
     made: Array = decode(encode(values.reshape(-1), kind), kind).reshape(values.shape)
     return made
 
 
 def combined(scales: Sequence[Scale], span: Span, dtype: str) -> Array:
     """The scale of each block that a span touches, each step rounded to `dtype`."""
-
     first, *others = scales
     made = rounded(first.part(span), dtype)
     for each in others:
-        made = joined(
-            made,
-            _finer(rounded(each.part(span), dtype), each.grid, first.grid, span),
-            each.numbers,
-            dtype,
-        )
+        part = each.part(span)
+        if part.size > 1:  # of coarser blocks: for each of the first grid
+            rows = places(span.top, span.bottom, first.grid.height, each.grid.height)
+            columns = places(span.left, span.right, first.grid.width, each.grid.width)
+            part = part[rows[:, None], columns]
+        made = joined(made, rounded(part, dtype), each.numbers, dtype)
     return made
 
 
@@ -614,16 +509,6 @@ def joined(scale: Array, part: Array, how: Numbers, dtype: str) -> Array:
     return rounded(made, dtype)
 
 
-def _finer(part: Array, coarse: ScaleGrid, fine: ScaleGrid, span: Span) -> Array:
-    """The numbers of the blocks of a coarse grid for each block of a finer one."""
-    if part.size == 1:
-        return part
-    rows = places(span.top, span.bottom, fine.height, coarse.height)
-    columns = places(span.left, span.right, fine.width, coarse.width)
-    made: Array = part[rows[:, None], columns]
-    return made
-
-
 def places(start: int, stop: int, fine: int, coarse: int) -> Array:
     """The coarse block of each fine block of a range of elements, counted from the first."""
     import numpy as np
@@ -633,58 +518,26 @@ def places(start: int, stop: int, fine: int, coarse: int) -> Array:
     return made
 
 
-class Spread:
-    """Applies the numbers of blocks to the elements of spans.
+def apply(how: Any, values: Array, part: Array, grid: ScaleGrid, span: Span, index: Any) -> None:
+    """Apply `how` in place to the elements of a span and the number of the block of each.
 
-    Neighboring spans mostly need the same row of numbers, so the last one is kept. An `index` has
-    the block of each column, where they are not in order.
+    `part` holds the numbers of the blocks that the span touches. With an `index`, which has the
+    block of each column where these are not in order, those of all columns of blocks.
     """
+    import numpy as np
 
-    def __init__(self, grid: ScaleGrid, index: Array | None) -> None:
-        self._grid, self._index = grid, index
-        self._of: tuple[Array, int, int] | None = None  # numbers and columns that are kept
-        self._kept: Array
-
-    def apply(self, how: Any, values: Array, part: Array, span: Span) -> None:
-        """Apply `how` in place to the elements of a span and the number of the block of each.
-
-        `part` holds the numbers of the blocks that the span touches; with an index, those of all
-        columns of blocks.
-        """
-        grid, (rows, columns) = self._grid, span.shape
-        whole = not span.left % grid.width and not columns % grid.width
-        if part.size == 1:
-            how(values, part[0, 0], out=values)
-        elif len(part) == rows and whole and self._index is None:
-            cube = values.reshape(rows, -1, grid.width)
-            how(cube, part[..., None], out=cube)
-        else:
-            self._apply_rows(how, values, self._rows(part, span), span)
-
-    def _apply_rows(self, how: Any, values: Array, wide: Array, span: Span) -> None:
-        """Apply `how` to the elements and one number for each column and row of blocks."""
-        height = self._grid.height
-        if len(wide) in (1, len(values)):
-            how(values, wide, out=values)
-        elif span.top % height or len(values) % height:
-            how(values, wide[places(span.top, span.bottom, 1, height)], out=values)
-        else:
-            cube = values.reshape(len(wide), height, -1)
-            how(cube, wide[:, None], out=cube)
-
-    def _rows(self, part: Array, span: Span) -> Array:
-        """Return the number of each column, for each row of blocks."""
-        import numpy as np
-
-        if self._index is not None:
-            chosen: Array = part[:, self._index[span.left : span.right]]
-            return chosen
-        if part.shape[1] == 1 or self._grid.width == 1:
-            return part
-        left, right = span.left, span.right
-        if self._of is None or self._of[0] is not part or self._of[1:] != (left, right):
-            skip = left % self._grid.width
-            wide = np.repeat(part, self._grid.width, axis=1)
-            self._kept = wide[:, skip : skip + right - left]
-            self._of = part, left, right
-        return self._kept
+    (rows, columns), left, width, height = span.shape, span.left, grid.width, grid.height
+    if part.size == 1:
+        how(values, part[0, 0], out=values)
+        return
+    if index is not None:
+        part = part[:, index[left : span.right]]
+    elif part.shape[1] > 1 and width > 1:
+        part = np.repeat(part, width, axis=1)[:, left % width : left % width + columns]
+    if len(part) in (1, rows):
+        how(values, part, out=values)
+        return
+    first = span.top // height  # of the rows of blocks
+    for number, numbers in enumerate(part, first):
+        own = values[max(number * height - span.top, 0) : (number + 1) * height - span.top]
+        how(own, numbers, out=own)
