@@ -6,7 +6,7 @@ Tables of tensors fold rows whose names differ only in an index. To add a fact, 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from itertools import chain
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ckptkit.quantized import QuantizedWeight
 
 
-class ViewTable(NamedTuple):
+class Table(NamedTuple):
     """Rows of escaped text below headings; the columns named in `right` are right-aligned.
 
     `things` is the number of things in it, which may be more than the folded rows.
@@ -32,7 +32,7 @@ class ViewTable(NamedTuple):
     right: tuple[str, ...] = ()
     things: int = 0
 
-    def without_empty(self) -> ViewTable:
+    def without_empty(self) -> Table:
         """Return the table without the columns that are empty in every row."""
         used = [n for n in range(len(self.headers)) if any(row[n] for row in self.rows)]
         if len(used) == len(self.headers):
@@ -63,20 +63,31 @@ class Fact(NamedTuple):
 
 def remark(row: TensorRow) -> str:
     """Return a remark on a tensor that is not plain, strided and alone in its storage."""
+    tensor, group = row.tensor, row.group
     if row.local is not None:
         from ckptkit.core.parts import extent
 
         local = " and ".join(shape(each.shape) for each in row.local.local()) or "nothing"
         place = extent(row.local)
         return f"here {local}" + (f": {place}" if place else "")
-    if row.group is not None:
-        return "" if row.is_logical else _part(row.group)
-    return "" if _is_plain(row) else ", ".join(_remarks(row))
-
-
-def _part(group: QuantizedWeight) -> str:
-    """Return what a tensor is a part of."""
-    return f"{group.label}, not read" if group.reason else f"part of {group.label}"
+    if group is not None and not row.is_logical:
+        return f"{group.label}, not read" if group.reason else f"part of {group.label}"
+    if group is not None or _is_plain(row):
+        return ""
+    found = []
+    if tensor.layout != "strided":
+        below = f" of {plural(len(row.inside), 'tensor')} below" if row.inside else ""
+        found.append(tensor.layout + below)
+    if tensor.kind == "ndarray":
+        found.append("numpy")
+    if row.is_shared:
+        found.append(f"shares storage {row.storage}")
+    whole = 0 if tensor.storage is None else tensor.storage.nbytes
+    if tensor.layout == "strided" and whole > row.nbytes:
+        found.append(f"view of {size(whole)}")
+    if tensor.conj or tensor.neg:
+        found.append("conjugated" if tensor.conj else "negated")
+    return ", ".join(found)
 
 
 def _is_plain(row: TensorRow) -> bool:
@@ -93,22 +104,6 @@ def _is_plain(row: TensorRow) -> bool:
         and tensor.layout == "strided"
         and not (tensor.conj or tensor.neg)
     )
-
-
-def _remarks(row: TensorRow) -> Iterable[str]:
-    tensor = row.tensor
-    if tensor.layout != "strided":
-        below = f" of {plural(len(row.inside), 'tensor')} below" if row.inside else ""
-        yield tensor.layout + below
-    if tensor.kind == "ndarray":
-        yield "numpy"
-    if tensor.storage is not None:
-        if row.is_shared:
-            yield f"shares storage {row.storage}"
-        if tensor.layout == "strided" and tensor.storage.nbytes > row.nbytes:
-            yield f"view of {size(tensor.storage.nbytes)}"
-    if tensor.conj or tensor.neg:
-        yield "conjugated" if tensor.conj else "negated"
 
 
 def quantization(group: QuantizedWeight) -> dict[str, Any]:
@@ -210,35 +205,37 @@ def brief(row: TensorRow) -> dict[str, str]:
 
 
 def tables(
-    parts: Mapping[str, Sequence[TensorRow]],
+    rows: Iterable[TensorRow],
     *,
     flat: bool = False,
     sort: str = "file",
     among: Sequence[TensorRow] = (),
-) -> Iterator[ViewTable]:
-    """Yield the table of each of the parts that has rows; its key is the title.
+) -> Iterator[Table]:
+    """Yield the table of the weights, and that of the other tensors, as far as there are any.
 
     Tensors that differ only in an index are one row unless `flat`, if their modules are of one
-    kind. `among` are all tensors, where the parts are selected ones.
+    kind. `among` are all tensors, where the rows are selected ones.
     """
     from ckptkit.core.text import fold, unfolded
 
-    items = flatten(_items(rows, title) for title, rows in parts.items())
+    rows = list(rows)
+    weights = [row for row in rows if row.name is not None]
+    others = [row for row in rows if row.name is None] if len(weights) < len(rows) else []
+    parts = {"": weights, "other tensors": others} if weights else {"": others}
+    items = flatten(_items(part, title) for title, part in parts.items())
     if flat:
         folded = unfolded(items)
     else:
         # Dtype and number of dimensions tell parts of modules apart, also of tensors in no part.
-        others: Iterable[TensorRow] = ()
-        if sum(map(len, parts.values())) != len(among):
-            shown = set(map(id, flatten(parts.values())))
-            others = (row for row in among if id(row) not in shown)
+        shown = set(map(id, rows)) if len(rows) != len(among) else set()
+        hidden = [row for row in among if id(row) not in shown] if shown else []
         folded = fold(
-            chain(items, _items(others, None)), lambda columns: (columns[0], len(columns[1]))
+            chain(items, _items(hidden, None)), lambda columns: (columns[0], len(columns[1]))
         )
-    for title, rows in parts.items():
-        if rows:
+    for title, part in parts.items():
+        if part:
             found = [row for row in folded if row.columns[-1] == title]
-            yield _table(title, found, len(rows), sort)
+            yield _table(title, found, len(part), sort)
 
 
 def _items(
@@ -247,23 +244,18 @@ def _items(
     """Yield the name of each tensor, what must be equal where rows fold, and its bytes."""
     known: dict[tuple[str, Shape, str], tuple[Hashable, ...]] = {}
     for row in rows:
-        if not _is_plain(row):
-            yield row.label, _columns(title, row), row.nbytes
-            continue
         name, _, tensor, _, nbytes, *_ = row
         # Nothing else is shown of a plain one: of many, few differ in that.
-        kind = tensor.dtype.name, tensor.shape, tensor.device
-        columns = known.get(kind)
+        kind = (tensor.dtype.name, tensor.shape, tensor.device) if _is_plain(row) else None
+        columns = None if kind is None else known.get(kind)
         if columns is None:
-            columns = known[kind] = _columns(title, row)
+            columns = (*[fact.value(row) for fact in _FOLDED], title)
+            if kind is not None:
+                known[kind] = columns
         yield row.place if name is None else name, columns, nbytes
 
 
-def _columns(title: str | None, row: TensorRow) -> tuple[Hashable, ...]:
-    return (*[fact.value(row) for fact in _FOLDED], title)
-
-
-def _table(title: str, found: list[Folded], count: int, sort: str) -> ViewTable:
+def _table(title: str, found: list[Folded], count: int, sort: str) -> Table:
     if sort == "size":
         found.sort(key=lambda row: -row.nbytes)
     elif sort == "name":
@@ -281,56 +273,24 @@ def _table(title: str, found: list[Folded], count: int, sort: str) -> ViewTable:
             else:
                 cells.append(fact.text(next(values)))
         rows.append(tuple(cells))
-    return ViewTable(title, tuple(headers), rows, ("tensors", SIZE.title), count).without_empty()
+    return Table(title, tuple(headers), rows, ("tensors", SIZE.title), count).without_empty()
 
 
 _INDEX = re.compile(r"(?<![^.])(0|[1-9][0-9]{0,17})(?![^.])")  # as in fold
-_RANGES = re.compile(r"\{[^}]*\}|[0-9]+")
 
 
-class FoldedPair(NamedTuple):
-    label: str
-    other: str
-    columns: Any  # Hashable
-    rows: int
+def fold_pairs(pairs: Iterable[tuple[str, str, Hashable]]) -> list[tuple[Folded, Folded]]:
+    """Fold pairs (name, other name, value) whose values are equal and whose indices run in step.
 
-
-class _Other(NamedTuple):
-    """The second name of a pair: texts between indices, and index differences to the first."""
-
-    texts: tuple[str, ...]
-    steps: tuple[int, ...]
-    columns: Hashable
-    first: tuple[str, ...]  # texts of the first name
-
-
-def fold_pairs(pairs: Iterable[tuple[str, str, Hashable]]) -> list[FoldedPair]:
-    """Fold pairs (name, other name, value) whose values are equal and whose indices run in step."""
-    items = (Item(label, _other(label, other, columns), 0) for label, other, columns in pairs)
-    return [
-        FoldedPair(row.label, _label(row.label, row.columns), row.columns.columns, row.rows)
-        for row in fold(items)
-    ]
-
-
-def _other(label: str, other: str, columns: Hashable) -> _Other:
-    parts, others = _INDEX.split(label), _INDEX.split(other)
-    if len(parts) != len(others):
-        others = [other]  # nothing goes along: such pairs stand alone
-    steps = tuple([int(b) - int(a) for a, b in zip(parts[1::2], others[1::2], strict=False)])
-    return _Other(tuple(others[::2]), steps, columns, tuple(parts[::2]))
-
-
-def _label(label: str, other: _Other) -> str:
-    """Return the second label, with the index ranges that folding gave the first."""
-    at, made = len(other.first[0]), other.texts[0]
-    for step, ours, theirs in zip(other.steps, other.first[1:], other.texts[1:], strict=False):
-        found = _RANGES.match(label, at)
-        assert found is not None
-        at = found.end() + len(ours)
-
-        def moved(number: re.Match[str], step: int = step) -> str:
-            return str(int(number[0]) + step)
-
-        made += re.sub("[0-9]+", moved, found[0]) + theirs
-    return made
+    The two sides fold alike, since their names differ by the same steps wherever rows join.
+    """
+    sides: tuple[list[Item], list[Item]] = [], []
+    for name, other, value in pairs:
+        ours, theirs = _INDEX.split(name), _INDEX.split(other)
+        if len(ours) != len(theirs):
+            theirs = [other]  # nothing goes along: such a pair stands alone
+        steps = tuple([int(b) - int(a) for a, b in zip(ours[1::2], theirs[1::2], strict=False)])
+        columns = tuple(ours[::2]), tuple(theirs[::2]), steps, value
+        sides[0].append(Item(name, columns, 0))
+        sides[1].append(Item(other, columns, 0))
+    return list(zip(*map(fold, sides), strict=True))

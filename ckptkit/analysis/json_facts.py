@@ -61,13 +61,8 @@ def file(
         "globals": list(map(str, summary.globals)),
         "metadata": dict(summary.extras),
         "warnings": list(summary.warnings),
-        "totals": _totals(
-            totals.tensors,
-            parameters=totals.parameters,
-            nbytes=totals.nbytes,
-            storage_nbytes=totals.storage_nbytes,
-        ),
-        "selected": _totals(**selected(rows)._asdict()) if is_selection else None,
+        "totals": _totals(*totals[:4]),
+        "selected": _totals(*selected(rows)) if is_selection else None,
         "about": summary.about or None,
         "part": None
         if part is None
@@ -75,8 +70,9 @@ def file(
     }
 
 
-def _totals(tensors: int, **sizes: int) -> Json:
-    return {"tensor_count": tensors, **{name: number(size) for name, size in sizes.items()}}
+def _totals(tensors: int, *sizes: int) -> Json:
+    names = ("parameters", "nbytes", "storage_nbytes")
+    return {"tensor_count": tensors, **dict(zip(names, map(number, sizes), strict=False))}
 
 
 def failure(error: CkptkitError, file: str | None = None) -> Json:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice, repeat
 from math import prod
@@ -65,16 +66,17 @@ def plain(node: Node) -> tuple[str, Plain] | None:
     if kind is Global:
         is_dtype = node.name in dtypes.BY_NAME or node.name in dtypes.ALIASES
         return ("torch.dtype", str(node)) if node.module == "torch" and is_dtype else None
-    if isinstance(node, (bytes, bytearray)) and len(node) <= BYTES_SHOWN:
-        return "bytes", repr(bytes(node))[2:-1]  # as Python writes them between quotes
-    if isinstance(node, (bytes, bytearray, StoredBytes)):
-        size = node.extent.length if isinstance(node, StoredBytes) else len(node)
-        return "bytes", f"{size:,} bytes"
-    if isinstance(node, ByteString):
-        return "str", str(node)
+    if isinstance(node, StoredBytes):
+        return "bytes", f"{node.extent.length:,} bytes"
+    if isinstance(node, (bytes, bytearray)):
+        # Short ones as Python writes them between quotes.
+        text = f"{len(node):,} bytes" if len(node) > BYTES_SHOWN else repr(bytes(node))[2:-1]
+        return "bytes", text
     if isinstance(node, TypedStorage):
         return "storage", f"{node.elements:,} x {node.dtype or 'byte'} on {node.storage.device}"
-    return ("complex", str(node)) if isinstance(node, complex) else None
+    if isinstance(node, (ByteString, complex)):
+        return "str" if isinstance(node, ByteString) else "complex", str(node)
+    return None
 
 
 def inner_file(node: Node) -> tuple[str, int] | None:
@@ -97,20 +99,19 @@ def _object(node: Object) -> tuple[str, Plain] | None:
     if made is None:
         return None
     if value is not None:
-        if type(value) is int:
-            value = number(value)
-        elif isinstance(value, complex):
+        if isinstance(value, complex):
             value = str(value)
-        return "numpy.scalar" if made.name == "scalar" else str(made), value
+        return (
+            "numpy.scalar" if made.name == "scalar" else str(made),
+            number(value) if type(value) is int else value,
+        )
     args = node.args if isinstance(node.args, tuple) else ()
-    name = (made.module, made.name)
-    if name == ("torch", "device") and args:
-        return "torch.device", ":".join(map(key_text, args))
-    if name == ("torch.serialization", "_get_layout") and len(args) == 1:
-        return "torch.layout", key_text(args[0])
-    if name == ("torch", "Size") and len(args) == 1:
-        sizes = tuple(args[0]) if isinstance(args[0], (list, tuple)) else args[0]
-        return "torch.Size", key_text(sizes)
+    kind = str(made).replace("torch.serialization._get_layout", "torch.layout")
+    if kind == "torch.device" and args:
+        return kind, ":".join(map(key_text, args))
+    if kind in ("torch.layout", "torch.Size") and len(args) == 1:
+        is_list = kind == "torch.Size" and isinstance(args[0], list)
+        return kind, key_text(tuple(args[0]) if is_list else args[0])
     return None
 
 
@@ -218,14 +219,6 @@ class EmbeddedFile(NamedTuple):
     nbytes: int
 
 
-class Selected(NamedTuple):
-    """The totals of the tensors that ``--keys`` selects."""
-
-    tensors: int
-    parameters: int
-    nbytes: int
-
-
 class Totals(NamedTuple):
     """`parameters` are the elements of the weights (of all tensors, if there are none), shared ones
     counted once.
@@ -297,20 +290,19 @@ def summarize(checkpoint: Checkpoint) -> Summary:
     Raises LimitError for a tree that is nested too deep, and UsageError if the checkpoint's
     `key` names no mapping of tensors.
     """
-    warnings = checkpoint.warnings
+    warnings = [*checkpoint.warnings]
     weights = None
     try:
         weights = checkpoint.selection
         if weights is not None and weights.module is not None:
-            warnings = (*warnings, *weights.module.unread)
+            warnings += weights.module.unread
     except AmbiguousError as error:
-        warnings = (*warnings, error.message)
+        warnings.append(error.message)
     source, size = checkpoint.source, 0  # bytes on disk: of the file, or of the files in the folder
     if source is not None:
         size = source.size if isinstance(source, ByteSource) else source.nbytes()
     survey = _Survey(weights, checkpoint)
     survey.run(checkpoint.root)
-    survey.mark_shared()
     return Summary(
         path=checkpoint.name or "",
         format=checkpoint.format,
@@ -321,8 +313,8 @@ def summarize(checkpoint: Checkpoint) -> Summary:
         objects=survey.objects,
         globals=checkpoint.globals,
         extras=checkpoint.extras,
-        warnings=(*warnings, *survey.warnings(), *_unread(survey.parts)),
-        totals=survey.totals(),
+        warnings=(*warnings, *survey.warnings()),
+        totals=_totals(survey.rows, [each.record.length for each in survey.numbers]),
         others=() if weights is None else weights.others,
         is_module=weights is not None and weights.is_module,
         part=checkpoint.part,
@@ -339,6 +331,8 @@ MANY = 16  # tensors of a mapping from which on their rows are made together
 
 
 class _Survey:
+    """The visit of a tree, and what it found."""
+
     def __init__(self, weights: Weights | None, checkpoint: Checkpoint) -> None:
         self.weights = weights
         self.parts = {} if weights is None else quantized.find(checkpoint).by_member
@@ -362,7 +356,7 @@ class _Survey:
         base: int | None = None  # depth of the weights, while the walk is inside them
 
         def is_done(path: Path, node: Node) -> bool:
-            return shown == _NO_DEPTH and self._mapping(path, node, base, name_of)
+            return shown == _NO_DEPTH and self._together(path, node, base, name_of)
 
         for path, node in walk(root, is_done):
             depth = len(path)
@@ -374,11 +368,13 @@ class _Survey:
             if node is target and self.weights and _same(path, self.weights.path):
                 base = depth
             kind = node.__class__
-            if kind is Tensor:
-                self._tensor(path, node, None if base is None else name_of(path, base))
-            elif kind is Object and node.tensor is not None:
-                self._rebuilt(path, node, None if base is None else name_of(path, base))
-                shown = depth
+            if kind is Tensor or (kind is Object and node.tensor is not None):
+                name = None if base is None else name_of(path, base)
+                if kind is Tensor:
+                    self._tensor(path, node, name)
+                else:
+                    self._rebuilt(path, node, name)
+                    shown = depth
             elif (value := plain(node)) is not None:
                 if isinstance(node, TypedStorage):
                     self._number(node.storage)
@@ -391,8 +387,9 @@ class _Survey:
                 self.objects.append(Opaque(path, made))
                 if kind is Object and is_harmful(node):
                     self.harmful.setdefault(made, []).append(path)
+        self._mark_shared()
 
-    def _mapping(self, path: Path, node: Node, base: int | None, name_of: Naming) -> bool:
+    def _together(self, path: Path, node: Node, base: int | None, name_of: Naming) -> bool:
         """Add the rows of a mapping of many tensors and nothing else; return False for other nodes.
 
         They are those that `_tensor` would add, in half the time.
@@ -408,10 +405,6 @@ class _Survey:
             names = list(node)
         elif base is not None:
             names = [name_of(each, base) for each in paths]
-        self._tensors(names, paths, tensors)
-        return True
-
-    def _tensors(self, names: list[str | None], paths: list[Path], tensors: list[Tensor]) -> None:
         number, numbers = self.numbers.setdefault, self.numbers
         storages = [tensor.storage for tensor in tensors]
         held = [None if each is None else number(each, len(numbers)) for each in storages]
@@ -422,6 +415,7 @@ class _Survey:
         rest = repeat(None), repeat(()), groups, repeat(False)
         rows = zip(names, paths, tensors, held, sizes, *rest, strict=False)
         self.rows += map(_new, repeat(TensorRow), rows)
+        return True
 
     def _rebuilt(self, path: Path, node: Object, name: str | None) -> None:
         """Add the row of an object that is a tensor: a subclass, or a rank's part of one.
@@ -430,16 +424,27 @@ class _Survey:
         bytes.
         """
         assert node.tensor is not None
-        if self._piece(path, node, name):
+        piece = None
+        if node.global_ is not None and node.global_.name == "_rebuild_from_type_v2":
+            from ckptkit.core.piece_forms import piece_of  # few files have any
+
+            with suppress(CkptkitError):
+                piece = piece_of(node)
+        if piece is not None:
+            held = piece.local()
+            numbers = [self._number(each.storage) for each in held if each.storage is not None]
+            nbytes = sum(each.nbytes for each in held)
+            number = numbers[0] if numbers else None
+            self.rows.append(TensorRow(name, path, node.tensor, number, nbytes, piece))
             return
         self._tensor(path, node.tensor, name)
         if node.tensor.layout == "subclass":
-            held = list(inner_tensors(node.args))
-            tensors = tuple(tensor for _, tensor in held)
+            below = list(inner_tensors(node.args))
+            tensors = tuple(tensor for _, tensor in below)
             nbytes = sum(tensor.nbytes for tensor in tensors)
             self.rows[-1] = self.rows[-1]._replace(nbytes=nbytes, inside=tensors)
-            for below, tensor in held:
-                self._tensor((*path, *below), tensor, None)
+            for keys, tensor in below:
+                self._tensor((*path, *keys), tensor, None)
 
     def _tensor(self, path: Path, tensor: Tensor, name: str | None) -> None:
         if self.logical and id(tensor) in self.logical:
@@ -451,37 +456,10 @@ class _Survey:
         row = name, path, tensor, number, tensor.nbytes, None, (), group, False
         self.rows.append(_new(TensorRow, row))  # in half the time of TensorRow(...)
 
-    def _piece(self, path: Path, node: Object, name: str | None) -> bool:
-        """Note what a file holds of a tensor of several ranks; whether it is one."""
-        if node.global_ is None or node.global_.name != "_rebuild_from_type_v2":
-            return False
-        from ckptkit.core.piece_forms import piece_of  # few files have any
-
-        try:
-            piece = piece_of(node)
-        except CkptkitError:
-            return False
-        if piece is None or node.tensor is None:
-            return False
-        storages = [each.storage for each in piece.local() if each.storage is not None]
-        numbers = [self._number(storage) for storage in storages]
-        nbytes = sum(each.nbytes for each in piece.local())
-        self.rows.append(
-            TensorRow(name, path, node.tensor, numbers[0] if numbers else None, nbytes, piece)
-        )
-        return True
-
-    def warnings(self) -> Iterator[str]:
-        for made, (first, *more) in self.harmful.items():
-            also = and_more(len(more))
-            place = join(first) or "the root"
-            text = f"loading it with pickle would call {made}, for the value at {place}{also}"
-            yield Notice(RUNS_CODE, text, call=made, values=1 + len(more))
-
     def _number(self, storage: Storage) -> int:
         return self.numbers.setdefault(storage, len(self.numbers))
 
-    def mark_shared(self) -> None:
+    def _mark_shared(self) -> None:
         """Mark the tensors whose storage others use too."""
         held = [row.storage for row in self.rows if row.storage is not None]
         if all(map(lt, held, islice(held, 1, None))):
@@ -491,41 +469,45 @@ class _Survey:
             if row.storage in shared:
                 self.rows[number] = row._replace(is_shared=True)
 
-    def totals(self) -> Totals:
-        free = [storage.record.length for storage in self.numbers]
-        logical = sum([row.nbytes for row in self.rows if row.is_logical]) if self.logical else 0
-        stored, contiguous = sum(free) + logical, 0
-        for _, _, _, storage, nbytes, _, inside, _, _ in self.rows:
-            if storage is not None:
-                free[storage] -= nbytes
-            if not inside:
-                contiguous += nbytes
-        # The elements of the weights, or of all tensors; those of one place once.
-        counted = [row for row in self.rows if row.name is not None]
-        if not counted:
-            counted = [row for row in self.rows if not row.inside]
-        shared = [row for row in counted if row.is_shared]
-        alone = [row for row in counted if not row.is_shared] if shared else counted
-        shapes = Counter([row.tensor.shape for row in alone])
-        different = {row.memory(0): row.tensor.numel for row in shared}
-        parameters = sum([prod(shape) * n for shape, n in shapes.items()])
-        return Totals(
-            tensors=len(self.rows),
-            parameters=parameters + sum(different.values()),
-            nbytes=contiguous,
-            storage_nbytes=stored,
-            unused_nbytes=sum([rest for rest in free if rest > 0]),
-        )
+    def warnings(self) -> Iterator[str]:
+        """Yield what unpickling would call, and why quantized weights are codes and scales."""
+        for made, (first, *more) in self.harmful.items():
+            place = join(first) or "the root"
+            text = f"loading it with pickle would call {made}, for the value at {place}"
+            text += and_more(len(more))
+            yield Notice(RUNS_CODE, text, call=made, values=1 + len(more))
+        reasons: dict[tuple[str, str], set[str]] = {}
+        for group in self.parts.values():
+            if group.reason:
+                reasons.setdefault((group.family, group.reason), set()).add(group.name)
+        for (family, reason), names in reasons.items():
+            many = plural(len(names), "quantized weight")
+            yield f"{many} ({family}) not looked through: {reason}"
 
 
-def _unread(parts: Mapping[str, QuantizedWeight]) -> Iterator[str]:
-    """Yield the reasons why quantized weights are shown as codes and scales."""
-    reasons: dict[tuple[str, str], dict[str, None]] = {}
-    for group in parts.values():
-        if group.reason:
-            reasons.setdefault((group.family, group.reason), {})[group.name] = None
-    for (family, reason), names in reasons.items():
-        yield f"{plural(len(names), 'quantized weight')} ({family}) not looked through: {reason}"
+def _totals(rows: Sequence[TensorRow], free: list[int]) -> Totals:
+    """Return the totals of all tensors; `free` are the bytes of the storages, by number."""
+    stored = sum(free) + sum([row.nbytes for row in rows if row.group and row.is_logical])
+    contiguous = 0
+    for _, _, _, storage, nbytes, _, inside, _, _ in rows:
+        if storage is not None:
+            free[storage] -= nbytes
+        if not inside:
+            contiguous += nbytes
+    # The elements of the weights, or of all tensors; those of one place once.
+    counted = [row for row in rows if row.name is not None]
+    counted = counted or [row for row in rows if not row.inside]
+    shared = [row for row in counted if row.is_shared]
+    alone = [row for row in counted if not row.is_shared] if shared else counted
+    shapes = Counter([row.tensor.shape for row in alone])
+    different = {row.memory(0): row.tensor.numel for row in shared}
+    return Totals(
+        tensors=len(rows),
+        parameters=sum([prod(shape) * n for shape, n in shapes.items()]) + sum(different.values()),
+        nbytes=contiguous,
+        storage_nbytes=stored,
+        unused_nbytes=sum([rest for rest in free if rest > 0]),
+    )
 
 
 def _same(path: Path, other: Path) -> bool:
@@ -560,14 +542,11 @@ def _naming(weights: Weights) -> Naming:
     return by_place if weights.is_module else by_key
 
 
-def selected(rows: Sequence[TensorRow]) -> Selected:
-    """Return the totals of some tensors; tied ones count once in parameters and bytes."""
+def selected(rows: Sequence[TensorRow]) -> tuple[int, int, int]:
+    """Return number, parameters and bytes of some tensors; tied ones count once in the latter."""
     different = {row.tensor.elements_key: row for row in rows}.values()
-    return Selected(
-        tensors=len(rows),
-        parameters=sum(row.tensor.numel for row in different),
-        nbytes=sum(row.nbytes for row in different),
-    )
+    parameters = sum(row.tensor.numel for row in different)
+    return len(rows), parameters, sum(row.nbytes for row in different)
 
 
 def matching(rows: list[TensorRow], globs: Sequence[str]) -> list[TensorRow]:

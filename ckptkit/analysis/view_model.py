@@ -1,7 +1,7 @@
-"""The view model of inspect, diff and stats: headings, tables, lists and remarks, decided once.
+"""What inspect, diff and stats show: a title, tables and remarks, decided once for every view.
 
-In: the facts of `analysis`. Out: texts and tables, which the terminal, the notebook, the page and
-the browser print.
+In: the facts of `analysis`. Out: reports of escaped text, which the terminal, the notebook, the
+page and the browser print.
 """
 
 from __future__ import annotations
@@ -12,38 +12,45 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckptkit.analysis import columns
-from ckptkit.analysis.columns import ViewTable, fold_pairs
+from ckptkit.analysis.columns import Table, fold_pairs
 from ckptkit.analysis.summary import Plain, Summary, TensorRow, Value
 from ckptkit.core.text import Folded, Item, escape, family, flatten, fold, plural, shape, size
 from ckptkit.core.tree import join
 
 if TYPE_CHECKING:
-    from ckptkit.analysis.diff import Changed, Diff, Kind, Renamed
+    from ckptkit.analysis.diff import Changed, Diff, Kind
     from ckptkit.analysis.stats import Statistics, TensorStats
     from ckptkit.compute.tallies import Tally
 
 
 LISTED = 8  # values of a list; JSON and the tree show all
 LONG = 200  # characters of a value; likewise
-
+ENTRIES = ("name", "value")  # headings of what is not a tensor
+PAIRED = ("in A", "in B", "shape", "sure", "by")
+NAMES = ("name",)
 
 Values = tuple[tuple[str, Plain], ...]  # of a row: type and value of each
 
 
-class Listing(NamedTuple):
-    """Entries that are not tensors, by name, escaped: values, objects or metadata.
-
-    `things` is their number before folding.
-    """
+class Report(NamedTuple):
+    """A title, remarks, the tables below them, and what is said at the end."""
 
     title: str
-    rows: list[tuple[str, str]]
-    things: int
+    remarks: list[str]
+    tables: Iterable[Table]
+    notes: Iterable[str] = ()
 
 
-def heading(summary: Summary) -> str:
-    """Return one line about the file: its path, and `described`."""
-    return f"{escape(summary.path)}: {described(summary)}"
+def of_checkpoint(
+    summary: Summary, rows: Sequence[TensorRow], *, flat: bool = False, sort: str = "file"
+) -> Report:
+    """Return what `inspect` shows, but for warnings and advice; `rows` are the tensors to show."""
+    tables = columns.tables(rows, flat=flat, sort=sort, among=summary.rows)
+    return Report(
+        f"{escape(summary.path)}: {described(summary)}",
+        list(_remarks(summary, rows)),
+        flatten((tables, listings(summary))),
+    )
 
 
 def described(summary: Summary) -> str:
@@ -52,24 +59,22 @@ def described(summary: Summary) -> str:
     about = f"{escape(summary.format)}, {size(summary.size)}"
     if not totals.tensors:
         return f"{about}: no tensors"
-    stored = totals.storage_nbytes != totals.nbytes
-    nbytes = size(totals.nbytes) + (
-        f" in {size(totals.storage_nbytes)} of storage" if stored else ""
-    )
+    nbytes = size(totals.nbytes)
+    if totals.storage_nbytes != totals.nbytes:
+        nbytes += f" in {size(totals.storage_nbytes)} of storage"
     counts = f"{plural(totals.tensors, 'tensor')}, {plural(totals.parameters, 'parameter')}"
     return f"{about}: {counts}, {nbytes}"
 
 
-def checkpoint_remarks(summary: Summary, rows: Sequence[TensorRow]) -> Iterator[str]:
-    """Yield lines about the whole checkpoint, escaped; `rows` are those that are shown."""
+def _remarks(summary: Summary, rows: Sequence[TensorRow]) -> Iterator[str]:
     if summary.about:
         yield escape(summary.about)
     if summary.part is not None:
         yield escape(f"this is {summary.part}")
     if summary.weights is not None and rows:
         yield f"weights: {escape(join(summary.weights)) or 'the whole file'}"
-    grouped = [row for row in rows if row.group is not None]
-    if kinds := Counter(row.dtype for row in grouped if row.is_logical):
+    kinds = Counter(row.dtype for row in rows if row.group is not None and row.is_logical)
+    if kinds:
         total = sum(row.name is not None for row in rows)
         each = ", ".join(f"{number:,} {kind}" for kind, number in kinds.items())
         yield escape(
@@ -78,32 +83,19 @@ def checkpoint_remarks(summary: Summary, rows: Sequence[TensorRow]) -> Iterator[
         )
 
 
-def checkpoint_tables(
-    summary: Summary, rows: Iterable[TensorRow], *, flat: bool = False, sort: str = "file"
-) -> Iterator[ViewTable]:
-    """Yield the table of the weights, and that of the other tensors; `rows` are those shown."""
-    rows = list(rows)
-    weights = [row for row in rows if row.name is not None]
-    others = [row for row in rows if row.name is None] if len(weights) < len(rows) else []
-    parts = {"": weights, "other tensors": others} if weights else {"": others}
-    yield from columns.tables(parts, flat=flat, sort=sort, among=summary.rows)
-
-
-def listings(summary: Summary) -> Iterator[Listing]:
+def listings(summary: Summary) -> Iterator[Table]:
     """Yield what is not a tensor; of a pickled module, without the attributes inside it."""
     values = [value for value in summary.values if not summary.in_module(value.path)]
     objects = [each for each in summary.objects if not summary.in_module(each.path)]
     named = fold(Item(join(each.path), each.global_, 0) for each in objects)
     metadata = [Folded(name, text, 0, 1) for name, text in summary.extras.items()]
-    for title, rows, count in (
-        ("values", _series(_values(values)), len(values)),
-        ("objects", named, len(objects)),
-        ("metadata", metadata, len(metadata)),
+    for title, rows, count, text in (
+        ("values", _series(_values(values)), len(values), _series_text),
+        ("objects", named, len(objects), cut),
+        ("metadata", metadata, len(metadata), cut),
     ):
-        text = _series_text if title == "values" else cut
-        labels = (escape(row.label) or "(root)" for row in rows)
-        texts = (text(row.columns) for row in rows)
-        yield Listing(title, list(zip(labels, texts, strict=True)), count)
+        cells = [(escape(row.label) or "(root)", text(row.columns)) for row in rows]
+        yield Table(title, ENTRIES, cells, things=count)
 
 
 def _values(values: list[Value]) -> Iterator[tuple[str, Values]]:
@@ -111,7 +103,7 @@ def _values(values: list[Value]) -> Iterator[tuple[str, Values]]:
     nearest = sorted(values, key=lambda value: len(value.path))
     for parent, group in groupby(nearest, key=lambda value: join(value.path[:-1])):
         same = list(group)
-        keys = [value.path[-1] if value.path else None for value in same]
+        keys = [each.path[-1] if each.path else None for each in same]
         positions = [key if isinstance(key, int) else None for key in keys]
         if len(same) > 1 and positions == list(range(len(same))):
             label = f"{parent}{'.' * bool(parent)}{{0..{len(same) - 1}}}"
@@ -131,9 +123,8 @@ def _series(rows: Iterable[tuple[str, Values]]) -> list[Folded]:
     for position, (label, values) in enumerate(found):
         groups[family(label), tuple(kind for kind, _ in values)].append(position)
     for positions in groups.values():
-        same = [found[position] for position in positions]
-        series = [values for _, values in same]
-        together = fold(Item(label, (), 0) for label, _ in same)
+        series = [found[position][1] for position in positions]
+        together = fold(Item(found[position][0], (), 0) for position in positions)
         few_lists = len(series) <= LISTED and max(map(len, series)) > 1
         if len(together) == 1 and not few_lists and len({*series}) > 1:
             gone.update(positions[1:])
@@ -159,48 +150,29 @@ def cut(text: str) -> str:
     return f"{escape(text[:LONG])}... ({len(text):,} characters)"
 
 
-PAIRED = ("in A", "in B", "shape", "sure", "by")
-
-
-def diff_tables(found: Diff) -> Iterator[ViewTable]:
-    """Yield the tables that have rows."""
-    made = (
-        _pairs("renamed:", found.renamed),
-        _pairs("renamed and reshaped?", found.reshaped),
-        *_names(found),
-        _mismatched(found),
-        _changed(found),
-        entries(found),
-    )
-    return (table for table in made if table.rows)
-
-
-def _pairs(title: str, pairs: Sequence[Renamed]) -> ViewTable:
-    def shapes(a: Kind, b: Kind) -> str:
-        return shape(a.shape) if a.shape == b.shape else f"{shape(a.shape)} -> {shape(b.shape)}"
-
-    rows = fold_pairs(
-        (p.old, p.new, (shapes(p.a, p.b), f"{p.confidence:.0%}", p.why)) for p in pairs
-    )
-    cells = [(escape(row.label), escape(row.other), *row.columns) for row in rows]
-    return ViewTable(title, PAIRED, cells, ("sure",), len(pairs))
-
-
-def _names(found: Diff) -> Iterator[ViewTable]:
-    """Yield the names of one side alone, without those that look renamed."""
+def of_diff(found: Diff) -> Report:
+    """Return what `diff` shows: the tables that have rows, and the summary and advice below."""
     paired = (*found.renamed, *found.reshaped)
-    old, new = {pair.old for pair in paired}, {pair.new for pair in paired}
-    for title, names, gone in (
-        ("missing (not in A)", found.missing, new),
-        ("unexpected (only in A)", found.unexpected, old),
+    partners = {pair.old for pair in paired} | {pair.new for pair in paired}
+
+    def module(name: str) -> int | None:
+        """Return the kind of the module that a tensor is in."""
+        return None if found.modules is None else found.modules(name)
+
+    made = []
+    for title, pairs in (("renamed:", found.renamed), ("renamed and reshaped?", found.reshaped)):
+        rows = fold_pairs(
+            (p.old, p.new, (_shapes(p.a, p.b), f"{p.confidence:.0%}", p.why)) for p in pairs
+        )
+        cells = [(escape(a.label), escape(b.label), *a.columns[-1]) for a, b in rows]
+        made.append(Table(title, PAIRED, cells, ("sure",), len(pairs)))
+    for title, names in (
+        ("missing (not in A)", found.missing),
+        ("unexpected (only in A)", found.unexpected),
     ):
-        left = [name for name in names if name not in gone]
-        rows = fold(Item(name, _module(found, name), 0) for name in left)
-        cells = [(escape(row.label),) for row in rows]
-        yield ViewTable(title, ("name",), cells, things=len(left))
-
-
-def _mismatched(found: Diff) -> ViewTable:
+        left = [name for name in names if name not in partners]
+        folded = fold(Item(name, module(name), 0) for name in left)
+        made.append(Table(title, NAMES, [(escape(row.label),) for row in folded], (), len(left)))
     items = []
     for name, a, b, tolerance, difference in found.mismatched:
         closeness = ""  # how near values of different dtypes are, if they were compared
@@ -208,69 +180,56 @@ def _mismatched(found: Diff) -> ViewTable:
             closeness = f"differ by up to {difference.largest:.3g}"
         elif tolerance is not None:
             closeness = f"equal within {tolerance:.2g}"
-        items.append(Item(name, (kind(a), kind(b), closeness, _module(found, name)), 0))
+        kinds = [f"{each.dtype} {shape(each.shape)}" for each in (a, b)]
+        items.append(Item(name, (*kinds, closeness, module(name)), 0))
     cells = [(escape(row.label), *row.columns[:3]) for row in fold(items)]
     headers = ("name", "A", "B", "values")
-    return ViewTable("mismatched", headers, cells, things=len(items)).without_empty()
-
-
-def _changed(found: Diff) -> ViewTable:
-    """Return the tensors of other values, what moved most first; layers of a kind are one row."""
-    headers = ("name", "tensors", "elements", "max |d|", "|d|/|a|", "cosine")
+    made.append(Table("mismatched", headers, cells, (), len(items)).without_empty())
     groups: dict[Hashable, list[Changed]] = {}
     for each in found.changed:
-        groups.setdefault((family(each.name), _module(found, each.name)), []).append(each)
+        groups.setdefault((family(each.name), module(each.name)), []).append(each)
+    made += [_changed(list(groups.values()), len(found.changed)), entries(found)]
+    return Report(found.summary, [], [table for table in made if table.rows], list(_notes(found)))
+
+
+def _shapes(a: Kind, b: Kind) -> str:
+    return shape(a.shape) if a.shape == b.shape else f"{shape(a.shape)} -> {shape(b.shape)}"
+
+
+def _changed(groups: list[list[Changed]], count: int) -> Table:
+    """Return the tensors of other values, what moved most first; layers of a kind are one row."""
+    headers = ("name", "tensors", "elements", "max |d|", "|d|/|a|", "cosine")
     rows = []
-    for group in groups.values():
-        differences = [each.difference for each in group]
-        labels = [row.label for row in fold(Item(each.name, (), 0) for each in group)]
+    for group in groups:
         largest, relative, cosine = (
-            [each for each in numbers if each is not None]
-            for numbers in (
-                [each.largest for each in differences],
-                [each.relative for each in differences],
-                [each.cosine for each in differences],
-            )
+            [number for number in numbers if number is not None]
+            for numbers in zip(*((d.largest, d.relative, d.cosine) for _, d in group), strict=True)
         )
+        labels = [row.label for row in fold(Item(each.name, (), 0) for each in group)]
         cells = (
             escape(labels[0] if len(labels) == 1 else family(group[0].name)),
             f"{len(group):,}" if len(group) > 1 else "",
-            f"{sum(each.count for each in differences):,}",
+            f"{sum(each.difference.count for each in group):,}",
             f"{max(largest):.3g}" if largest else "",
             f"{max(relative):.3g}" if relative else "",
             f"{min(cosine):.6f}" if cosine else "",
         )
         rows.append((max(relative, default=-1.0), cells))  # what has no distance comes last
     rows.sort(key=lambda row: row[0], reverse=True)
-    table = ViewTable("changed", headers, [cells for _, cells in rows], headers[1:])
-    return table._replace(things=len(found.changed)).without_empty() if rows else table
+    table = Table("changed", headers, [cells for _, cells in rows], headers[1:], count)
+    return table.without_empty() if rows else table
 
 
-def entries(found: Diff) -> ViewTable:
+def entries(found: Diff) -> Table:
     """Return the values beside the tensors that differ."""
-    cells = [
-        (
-            escape(each.path) or "(root)",
-            *("(absent)" if text is None else cut(text) for text in (each.a, each.b)),
-        )
-        for each in found.entries
-    ]
-    return ViewTable("values", ("path", "A", "B"), cells, things=len(cells))
+    cells = []
+    for path, a, b in found.entries:
+        texts = ["(absent)" if text is None else cut(text) for text in (a, b)]
+        cells.append((escape(path) or "(root)", *texts))
+    return Table("values", ("path", "A", "B"), cells, (), len(cells))
 
 
-def _module(found: Diff, name: str) -> int | None:
-    """Return the kind of the module that a tensor is in."""
-    return None if found.modules is None else found.modules(name)
-
-
-def kind(side: Kind) -> str:
-    """Return dtype and shape in one: ``float32 [2, 3]``."""
-    return f"{side.dtype} {shape(side.shape)}"
-
-
-def diff_remarks(found: Diff) -> Iterator[str]:
-    """Yield the lines below the tables, escaped: the summary first, advice last."""
-    yield found.summary
+def _notes(found: Diff) -> Iterator[str]:
     silent = found.silent
     if silent is not None and (silent.skipped or silent.kept):
         skipped, kept = plural(silent.skipped, "tensor"), plural(silent.kept, "tensor")
@@ -288,14 +247,9 @@ def diff_remarks(found: Diff) -> Iterator[str]:
     if found.matching.unsearched:
         many = plural(found.matching.unsearched, "key")
         yield f"note: {many} of A not compared by name with all of B: too many"
-    yield from hints(found.advice)
+    yield from (f"hint: {escape(each)}" for each in found.advice)
     if found.uncompared:
         yield f"not compared: {escape('; '.join(found.uncompared))}"
-
-
-def hints(advice: Iterable[str]) -> Iterator[str]:
-    """Yield advice as hints."""
-    return (f"hint: {escape(each)}" for each in advice)
 
 
 WIDE = 16  # bins of a histogram in a table
@@ -327,27 +281,26 @@ def numbers(tally: Tally, kind: str) -> dict[str, Any]:
 
 def statistics_table(
     rows: Iterable[TensorStats], found: Statistics, bars: Callable[[Sequence[int]], str]
-) -> ViewTable:
+) -> Table:
     """Return the table of the rows and the totals; `bars` draws the counts of a histogram."""
-    cells = [_cells(row, escape(row.label) or "(root)", bars) for row in rows]
-    if len(cells) > 1:
+
+    def cells(row: TensorStats, label: str) -> tuple[str, ...]:
+        found = numbers(row.tally, row.kind)
+        return (
+            label,
+            f"{row.tensors:,}" if row.tensors > 1 else "",
+            f"{found['count']:,}",
+            *(short(found[name]) for name in MEASURED),
+            f"{found['sparsity']:.1%}" if found["zeros"] else "",
+            *(f"{found[name]:,}" if found[name] else "" for name in ODD),
+            bars(row.tally.histogram.at_most(WIDE).counts),
+        )
+
+    made = [cells(row, escape(row.label) or "(root)") for row in rows]
+    if len(made) > 1:
         several = len(found.totals) > 1
-        cells += [_cells(row, f"all {row.kind}" * several or "all", bars) for row in found.totals]
-    right = tuple(each for each in COLUMNS if each not in ("name", "histogram"))
-    return ViewTable("", COLUMNS, cells, right, len(cells)).without_empty()
-
-
-def _cells(row: TensorStats, label: str, bars: Callable[[Sequence[int]], str]) -> tuple[str, ...]:
-    found = numbers(row.tally, row.kind)
-    return (
-        label,
-        f"{row.tensors:,}" if row.tensors > 1 else "",
-        f"{found['count']:,}",
-        *(short(found[name]) for name in MEASURED),
-        f"{found['sparsity']:.1%}" if found["zeros"] else "",
-        *(f"{found[name]:,}" if found[name] else "" for name in ODD),
-        bars(row.tally.histogram.at_most(WIDE).counts),
-    )
+        made += [cells(row, f"all {row.kind}" * several or "all") for row in found.totals]
+    return Table("", COLUMNS, made, COLUMNS[1:-1], len(made)).without_empty()
 
 
 def measured(found: dict[str, Any]) -> list[str]:

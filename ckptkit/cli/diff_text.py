@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ckptkit.analysis import view_model
-from ckptkit.analysis.columns import ViewTable
+from ckptkit.analysis.columns import Table
 from ckptkit.analysis.diff import Diff
 from ckptkit.cli.render import labelled, listed, plural, table, terminal_width, wrapped
 from ckptkit.core.text import flatten
@@ -14,10 +14,11 @@ from ckptkit.core.text import flatten
 def lines(found: Diff) -> Iterator[str]:
     """Yield a block for each kind of difference, and the lines below them."""
     paired = bool(found.renamed or found.reshaped)
-    for each in view_model.diff_tables(found):
+    report = view_model.of_diff(found)
+    for each in report.tables:
         yield from _block(each, paired)
         yield ""
-    yield from flatten(map(_remark, view_model.diff_remarks(found)))
+    yield from flatten(map(_remark, (report.title, *report.notes)))
 
 
 def _remark(line: str) -> list[str]:
@@ -25,7 +26,7 @@ def _remark(line: str) -> list[str]:
     return [labelled(first), *rest]
 
 
-def _block(found: ViewTable, paired: bool) -> Iterator[str]:
+def _block(found: Table, paired: bool) -> Iterator[str]:
     """Yield a table whose first heading is its title; names alone are a list."""
     if len(found.headers) == 1:
         more = " more" if paired else ""

@@ -209,11 +209,11 @@ def _selected(rows: list[TensorRow], want: Wanted) -> Iterator[str]:
         return
     from ckptkit.analysis.summary import selected
 
-    found = selected(rows)
+    tensors, parameters, nbytes = selected(rows)
     yield ""
     yield (
-        f"selected: {render.plural(found.tensors, 'tensor')}, {found.parameters:,} parameters, "
-        f"{render.size(found.nbytes)}"
+        f"selected: {render.plural(tensors, 'tensor')}, {parameters:,} parameters, "
+        f"{render.size(nbytes)}"
     )
 
 

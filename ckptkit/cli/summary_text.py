@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ckptkit.analysis import view_model
-from ckptkit.analysis.columns import ViewTable
+from ckptkit.analysis.columns import Table
 from ckptkit.analysis.summary import Summary, TensorRow
 from ckptkit.cli.render import table, wrapped
 from ckptkit.core.text import flatten
@@ -15,24 +15,23 @@ SHOWN = 40  # values, objects or metadata entries; --json and --tree show all
 
 def lines(summary: Summary, rows: list[TensorRow], *, flat: bool, sort: str) -> Iterator[str]:
     """Yield everything except warnings and hints; of a pickled module, its weights only."""
-    yield from wrapped(view_model.heading(summary), whole=True)
-    yield from flatten(map(wrapped, view_model.checkpoint_remarks(summary, rows)))
-    for found in view_model.checkpoint_tables(summary, rows, flat=flat, sort=sort):
-        yield from tabled(found)
-    for listing in view_model.listings(summary):
-        yield from _listed(listing)
+    report = view_model.of_checkpoint(summary, rows, flat=flat, sort=sort)
+    yield from wrapped(report.title, whole=True)
+    yield from flatten(map(wrapped, report.remarks))
+    for found in report.tables:
+        yield from _listed(found) if found.headers == view_model.ENTRIES else tabled(found)
 
 
-def tabled(found: ViewTable) -> Iterator[str]:
+def tabled(found: Table) -> Iterator[str]:
     """Yield a table below its title."""
     yield f"\n{found.title}\n" if found.title else ""
     yield from table(found.headers, found.rows, right=found.right)
 
 
-def _listed(listing: view_model.Listing) -> Iterator[str]:
-    if not listing.rows:
+def _listed(found: Table) -> Iterator[str]:
+    if not found.rows:
         return
-    yield f"\n{listing.title}"
-    yield from flatten(wrapped(f"  {name}: {text}") for name, text in listing.rows[:SHOWN])
-    if len(listing.rows) > SHOWN:
-        yield f"  and {len(listing.rows) - SHOWN:,} more: --tree shows all"
+    yield f"\n{found.title}"
+    yield from flatten(wrapped(f"  {name}: {text}") for name, text in found.rows[:SHOWN])
+    if len(found.rows) > SHOWN:
+        yield f"  and {len(found.rows) - SHOWN:,} more: --tree shows all"

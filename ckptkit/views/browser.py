@@ -20,10 +20,11 @@ from textual.widgets import Footer, Input, Static, Tree
 from textual.widgets.tree import TreeNode
 
 from ckptkit.analysis import columns
+from ckptkit.analysis.columns import Table
 from ckptkit.analysis.shares import OPTIMIZER, Branch, Share, grown, joined, shares
 from ckptkit.analysis.slices import Picks, parse, plane, select, show
 from ckptkit.analysis.summary import Summary, summarize
-from ckptkit.analysis.view_model import Listing, described, listings
+from ckptkit.analysis.view_model import described, listings
 from ckptkit.compute import tallies
 from ckptkit.compute.tallies import Tally
 from ckptkit.core.checkpoint import Checkpoint
@@ -66,7 +67,7 @@ class TreeContents:
             else grown(share for share in self.shares if _has(share, wanted))
         )
 
-    def listed(self) -> list[Listing]:
+    def listed(self) -> list[Table]:
         """Return the entries that are not tensors."""
         return list(listings(self.summary))
 
@@ -357,7 +358,7 @@ def diagnosis(causes: Sequence[Cause]) -> Text:
     return made
 
 
-def listed(found: Listing) -> Text:
+def listed(found: Table) -> Text:
     made = Text().append(f"{found.title}\n\n", "bold")
     for name, text in found.rows[:LISTED]:
         made.append(f"{name}: ", "dim").append(f"{text}\n")
@@ -376,7 +377,7 @@ class More(NamedTuple):
     branches: list[Branch]
 
 
-Data = Branch | Listing | More
+Data = Branch | Table | More
 
 
 class Browser(App[str]):
@@ -512,7 +513,7 @@ class Browser(App[str]):
         self._describe(event.node.data)
 
     def _describe(self, data: Data | None) -> None:
-        if isinstance(data, Listing):
+        if isinstance(data, Table):
             self._say(listed(data), self.contents.command("inspect", "--tree"))
         elif isinstance(data, Branch) and data is not self.shown:
             is_tensor = data.share is not None and not data.children

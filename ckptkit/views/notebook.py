@@ -12,7 +12,7 @@ from itertools import islice
 from typing import cast
 
 from ckptkit.analysis import columns, view_model
-from ckptkit.analysis.columns import ViewTable
+from ckptkit.analysis.columns import Table
 from ckptkit.analysis.diff import Diff
 from ckptkit.analysis.summary import TensorRow, summarize
 from ckptkit.core.checkpoint import Checkpoint
@@ -63,7 +63,7 @@ def html(value: object) -> str:
 
 def checkpoint(ck: Checkpoint) -> str:
     """Return the weights, folded as on the terminal, and the other entries of the root."""
-    weights = columns.tables({"": _weights(ck)})
+    weights = columns.tables(_weights(ck))
     parts = [_table(found, plural(found.things, "tensor")) for found in weights]
     if others := _others(ck):
         parts.append(table("other entries" if parts else "entries", ("entry", "value"), others))
@@ -72,12 +72,9 @@ def checkpoint(ck: Checkpoint) -> str:
 
 def diff(found: Diff) -> str:
     """Return the tables of differences, the summary and hints."""
-    shown = [
-        _table(each, f"{each.title.rstrip(':')}: {each.things:,}")
-        for each in view_model.diff_tables(found)
-    ]
-    summary, *remarks = view_model.diff_remarks(found)
-    return page(summary, (*shown, *map(line, remarks)))
+    report = view_model.of_diff(found)
+    shown = [_table(each, f"{each.title.rstrip(':')}: {each.things:,}") for each in report.tables]
+    return page(report.title, (*shown, *map(line, report.notes)))
 
 
 def _weights(ck: Checkpoint) -> list[TensorRow]:
@@ -101,7 +98,7 @@ def _others(ck: Checkpoint) -> list[tuple[str, str]]:
     return [(name, _short(node)) for name, node in named if name != inside]
 
 
-def _table(found: ViewTable, title: str) -> str:
+def _table(found: Table, title: str) -> str:
     return table(title, found.headers, found.rows)
 
 

@@ -29,7 +29,7 @@ def odd_ones() -> list[Tensor]:
 def test_rows_that_show_something_else_are_rows_of_their_own() -> None:
     made = [tensor(1, 2), *odd_ones(), tensor(1, 2)]
     found = summarize(checkpoint({f"l.{i}": each for i, each in enumerate(made)}))
-    (shown,) = view_model.checkpoint_tables(found, found.rows)
+    shown, *_ = view_model.of_checkpoint(found, found.rows).tables
     assert [name for name, *_ in shown.rows] == [
         "l.{0,10}",
         *[f"l.{i}" for i in range(1, 8)],
@@ -42,7 +42,7 @@ def test_what_is_found_once_for_many_is_that_of_each() -> None:
     made = [tensor(1, 2), replace(tensor(3, 4), requires_grad=True, kind="parameter")]
     made += [*odd_ones(), tensor(5, 6), replace(tensor(7, 8), offset=0, stride=(1,))]
     rows = summarize(checkpoint({f"l.{i}": each for i, each in enumerate(made)})).rows
-    (flat,) = columns.tables({"": rows}, flat=True)
+    (flat,) = columns.tables(rows, flat=True)
     titles = [fact.title for fact in columns.BRIEF]
     shown = [dict(zip(flat.headers, row, strict=True)) for row in flat.rows]
     each = [dict(zip(titles, columns.brief(row).values(), strict=True)) for row in rows]
@@ -54,12 +54,12 @@ def test_selected_tensors_fold_by_the_kinds_of_all_modules() -> None:
     root = {"model": {name: tensor(1) for name in names}, "moments": {"0.bias": tensor(1)}}
     found = summarize(checkpoint(root))
     selected = [row for row in found.rows if row.label.endswith("weight")]
-    (shown,) = view_model.checkpoint_tables(found, selected)
+    shown, *_ = view_model.of_checkpoint(found, selected).tables
     assert [name for name, *_ in shown.rows] == ["{0,2}.weight", "1.weight"]
 
 
 def test_weights_and_others_are_not_one_row() -> None:
     found = summarize(checkpoint({"model": {"x.0": tensor(1)}, "x": {"1": tensor(1)}}))
-    weights, others = view_model.checkpoint_tables(found, found.rows)
+    weights, others, *_ = view_model.of_checkpoint(found, found.rows).tables
     assert (weights.title, weights.things, weights.rows[0][0]) == ("", 1, "x.0")
     assert (others.title, others.things, others.rows[0][0]) == ("other tensors", 1, "x.1")

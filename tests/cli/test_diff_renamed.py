@@ -136,7 +136,7 @@ def test_names_are_escaped(ckptkit: Ckptkit, tmp_path: Path) -> None:
 
 def test_pairs_fold_along() -> None:
     def folded(*pairs: tuple[str, str]) -> list[tuple[str, str]]:
-        return [(row.label, row.other) for row in fold_pairs((a, b, ()) for a, b in pairs)]
+        return [(one.label, other.label) for one, other in fold_pairs((a, b, ()) for a, b in pairs)]
 
     assert folded(*((f"l.{n}.w", f"m.{n + 1}.v") for n in range(10))) == [
         ("l.{0..9}.w", "m.{1..10}.v")
