@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -20,14 +19,15 @@ from ckptkit.core import above
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.tensor import Shape, Tensor
-from ckptkit.core.text import escape, plural, some
+from ckptkit.core.text import Modules, escape, plural, some
 from ckptkit.core.tree import join, key_text
 from ckptkit.core.weights import locate
 
 if TYPE_CHECKING:
     from ckptkit.analysis.json_types import DiffFacts
-    from ckptkit.core.text import Modules
 
+Tensors = Mapping[str, Tensor]
+Progress = Callable[[int], None]
 
 LEVELS = 4  # dotted parts that a prefix may have
 
@@ -117,6 +117,15 @@ class Diff:
 
     def as_json(self) -> DiffFacts:
         """Return what ``ckptkit diff --json`` prints, without the names of the two sides."""
+
+        def moved(found: Difference) -> dict[str, Any]:
+            return {name: json_number(value) for name, value in asdict(found).items()}
+
+        def paired(found: Sequence[Renamed]) -> list[dict[str, Any]]:
+            return [
+                each._asdict() | {"a": each.a._asdict(), "b": each.b._asdict()} for each in found
+            ]
+
         facts = {
             "equal": self.equal,
             "values_compared": self.values_compared,
@@ -124,17 +133,17 @@ class Diff:
             "unexpected": list(self.unexpected),
             "mismatched": [
                 {
-                    "name": each.name,
-                    "a": each.a._asdict(),
-                    "b": each.b._asdict(),
-                    "tolerance": each.tolerance,
-                    "difference": None if each.difference is None else _moved(each.difference),
+                    "name": name,
+                    "a": a._asdict(),
+                    "b": b._asdict(),
+                    "tolerance": tolerance,
+                    "difference": None if difference is None else moved(difference),
                 }
-                for each in self.mismatched
+                for name, a, b, tolerance, difference in self.mismatched
             ],
-            "changed": [{"name": name, **_moved(each)} for name, each in self.changed],
-            "renamed": [_pair(each) for each in self.renamed],
-            "reshaped": [_pair(each) for each in self.reshaped],
+            "changed": [{"name": name, **moved(each)} for name, each in self.changed],
+            "renamed": paired(self.renamed),
+            "reshaped": paired(self.reshaped),
             "strict_false": None if self.silent is None else self.silent._asdict(),
             "entries": [each._asdict() for each in self.entries],
             "uncompared": list(self.uncompared),
@@ -158,13 +167,11 @@ class Diff:
             counts.append(f"{len(self.changed):,} changed")
         if self.entries:
             counts.append(f"{plural(len(self.entries), 'other value')}")
-        counted = ((self.renamed, "renamed"), (self.reshaped, "renamed and reshaped"))
-        looks = [
-            f"; {len(pairs):,} look{'s' * (len(pairs) == 1)} {what}"
-            for pairs, what in counted
-            if pairs
-        ]
-        return f"different: {', '.join(counts)}, of {keys} on both sides{''.join(looks)}"
+        text = f"different: {', '.join(counts)}, of {keys} on both sides"
+        for found, what in ((self.renamed, "renamed"), (self.reshaped, "renamed and reshaped")):
+            if found:
+                text += f"; {len(found):,} look{'s' * (len(found) == 1)} {what}"
+        return text
 
     def __bool__(self) -> bool:
         """Return whether there are differences."""
@@ -180,28 +187,27 @@ class Diff:
 
     def __str__(self) -> str:
         """The summary, the first names of each kind, and what to type."""
-        kinds = {
-            "missing": self.missing,
-            "unexpected": self.unexpected,
-            "mismatched": [each.name for each in self.mismatched],
-            "changed": [each.name for each in self.changed],
-        }
-        named = [f"{kind}: {some(names, 8)}" for kind, names in kinds.items() if names]
-        hints = [f"hint: {each}" for each in self.advice]
-        left = [f"not compared: {'; '.join(self.uncompared)}"] if self.uncompared else []
-        return "\n".join(map(escape, (self.summary, *named, *hints, *left)))
+        lines = [self.summary]
+        for kind in ("missing", "unexpected", "mismatched", "changed"):
+            names = [name if isinstance(name, str) else name[0] for name in getattr(self, kind)]
+            if names:
+                lines.append(f"{kind}: {some(names, 8)}")
+        lines += [f"hint: {each}" for each in self.advice]
+        if self.uncompared:
+            lines.append(f"not compared: {'; '.join(self.uncompared)}")
+        return "\n".join(map(escape, lines))
 
 
 def compare(
-    a: Mapping[str, Tensor],
-    b: Mapping[str, Tensor],
+    a: Tensors,
+    b: Tensors,
     *,
     values: bool = False,
     atol: float | None = None,
     rtol: float | None = None,
     name: str | None = None,
     chosen: tuple[str, ...] = (),
-    progress: Callable[[int], None] | None = None,
+    progress: Progress | None = None,
 ) -> Diff:
     """Compare two mappings of tensors: names, dtypes and shapes; with `values` also the elements,
     by bytes unless a tolerance is given (then |a - b| <= atol + rtol * |b|). `name` is A's file and
@@ -210,41 +216,8 @@ def compare(
     Tensors of different dtypes are compared in float64, with the precision of the narrower dtype
     as the tolerance unless one is given. Raises TensorError for values that cannot be compared.
     """
-    found = common(a, b, values=values, atol=atol, rtol=rtol, progress=progress)
-    kinds = (
-        {key: _kind(side[key]) for key in side if key not in other}
-        for side, other in ((a, b), (b, a))
-    )
-    return _names(a, b, (name, chosen), *kinds, **found)
-
-
-def common(
-    a: Mapping[str, Tensor],
-    b: Mapping[str, Tensor],
-    *,
-    values: bool = False,
-    atol: float | None = None,
-    rtol: float | None = None,
-    progress: Callable[[int], None] | None = None,
-) -> dict[str, Any]:
-    """Compare the tensors that both have: return the fields of the Diff about them."""
-    compare_values = values or atol is not None or rtol is not None
-    tell = progress or (lambda nbytes: None)
-    mismatched, alike = [], []
-    for key in _common(a, b):
-        ours, theirs = _kind(a[key]), _kind(b[key])
-        if ours == theirs:
-            alike.append(key)
-        else:
-            mismatched.append(Mismatch(key, ours, theirs))
-    if compare_values:
-        mismatched = [_compared(each, a, b, atol, rtol, tell) for each in mismatched]
-    changed = _changed(a, b, alike, atol, rtol, tell) if compare_values else ()
-    return {
-        "mismatched": tuple(mismatched),
-        "changed": tuple(changed),
-        "values_compared": compare_values,
-    }
+    found = _common(a, b, values, atol, rtol, progress)
+    return _named(found, _kinds(a), _kinds(b), name, chosen)
 
 
 # Relative precision and smallest step of the narrow floating-point types: torch.finfo.
@@ -254,81 +227,46 @@ PRECISION = {
 }  # fmt: skip
 
 
-def _compared(
-    found: Mismatch,
-    a: Mapping[str, Tensor],
-    b: Mapping[str, Tensor],
+def _common(
+    a: Tensors,
+    b: Tensors,
+    values: bool,
     atol: float | None,
     rtol: float | None,
-    progress: Callable[[int], None],
-) -> Mismatch:
-    """Compare the values of two tensors of one shape and different floating-point dtypes."""
-    known = [PRECISION.get(kind.dtype) for kind in (found.a, found.b)]
-    if found.a.shape != found.b.shape or None in known:
-        return found
-    if atol is None and rtol is None:
-        rtol, atol = max(each for each in known if each is not None)
-    ours, theirs = a[found.name], b[found.name]
-    difference = _difference(found.name, ours, theirs, atol, rtol)
-    progress(ours.nbytes + theirs.nbytes)
-    return found._replace(tolerance=rtol or 0.0, difference=difference)
-
-
-def against(
-    a: Mapping[str, Tensor],
-    shapes: Mapping[str, tuple[str, Shape]],
-    ties: Iterable[Sequence[str]] = (),
-    *,
-    name: str | None = None,
-    chosen: tuple[str, ...] = (),
+    progress: Progress | None,
 ) -> Diff:
-    """Compare A with the state_dict of a model, given as name -> (dtype, shape).
-
-    Only shapes count: `load_state_dict` casts to the dtypes of the model. `ties` are the names that
-    are one tensor of the model: a value for one of them is the value of all.
-    """
-    pairs = ((key, _kind(a[key]), Kind(*shapes[key])) for key in _common(a, shapes))
-    mismatched = tuple(
-        Mismatch(key, ours, theirs) for key, ours, theirs in pairs if ours.shape != theirs.shape
-    )
-    ours = {key: _kind(tensor) for key, tensor in a.items() if key not in shapes}
-    theirs = {key: Kind(*kind) for key, kind in shapes.items() if key not in a}
-    found = _names(a, shapes, (name, chosen), ours, theirs, mismatched=mismatched)
-    placed = [each for each in found.renamed if is_taken_by_torch(each)]
-    for each in placed:
-        del ours[each.old], theirs[each.new]
-    tied = {name: same[0] for same in ties for name in same}
-    filled = {tied.get(name, name) for name in shapes if name not in theirs}
-    theirs = {
-        tied.get(name, name): kind
-        for name, kind in theirs.items()
-        if tied.get(name, name) not in filled
-    }
-    once = {tied.get(name, name): shape for name, (_, shape) in shapes.items()}
-    everything = sum(map(prod, once.values()))
-    silent = Silent(len(ours), _parameters(ours), len(theirs), _parameters(theirs), everything)
-    return replace(found, silent=silent)
-
-
-def _parameters(kinds: Mapping[str, Kind]) -> int:
-    return sum(prod(kind.shape) for kind in kinds.values())
-
-
-def _changed(
-    a: Mapping[str, Tensor],
-    b: Mapping[str, Tensor],
-    keys: list[str],
-    atol: float | None,
-    rtol: float | None,
-    progress: Callable[[int], None],
-) -> Iterator[Changed]:
-    """Yield the keys whose values differ; several are compared at a time."""
-    compare = partial(_difference, atol=atol, rtol=rtol)
-    found = ordered(lambda key: compare(key, a[key], b[key]), keys, lambda key: 2 * a[key].nbytes)
-    for key, difference in zip(keys, found, strict=True):
-        progress(2 * a[key].nbytes)
-        if difference is not None:
-            yield Changed(key, difference)
+    """Compare the tensors that both sides have; several are read at a time."""
+    values = values or atol is not None or rtol is not None
+    tell = progress or (lambda nbytes: None)
+    mismatched, changed, alike = [], [], []
+    for key in a:
+        if key not in b:
+            continue
+        ours, theirs = _kind(a[key]), _kind(b[key])
+        if ours == theirs:
+            alike.append(key)
+            continue
+        found = Mismatch(key, ours, theirs)
+        known = [PRECISION[each.dtype] for each in (ours, theirs) if each.dtype in PRECISION]
+        if values and ours.shape == theirs.shape and len(known) == 2:
+            relative, absolute = rtol, atol
+            if atol is None and rtol is None:
+                relative, absolute = max(known)
+            difference = _difference(key, a[key], b[key], absolute, relative)
+            found = found._replace(tolerance=relative or 0.0, difference=difference)
+            tell(a[key].nbytes + b[key].nbytes)
+        mismatched.append(found)
+    if values:
+        differences = ordered(
+            lambda key: _difference(key, a[key], b[key], atol, rtol),
+            alike,
+            lambda key: 2 * a[key].nbytes,
+        )
+        for key, difference in zip(alike, differences, strict=True):
+            tell(2 * a[key].nbytes)
+            if difference is not None:
+                changed.append(Changed(key, difference))
+    return Diff(mismatched=tuple(mismatched), changed=tuple(changed), values_compared=values)
 
 
 def _difference(
@@ -348,104 +286,114 @@ def _difference(
         raise
 
 
+def against(
+    a: Tensors,
+    shapes: Mapping[str, tuple[str, Shape]],
+    ties: Iterable[Sequence[str]] = (),
+    *,
+    name: str | None = None,
+    chosen: tuple[str, ...] = (),
+) -> Diff:
+    """Compare A with the state_dict of a model, given as name -> (dtype, shape).
+
+    Only shapes count: `load_state_dict` casts to the dtypes of the model. `ties` are the names that
+    are one tensor of the model: a value for one of them is the value of all.
+    """
+    ours, theirs = _kinds(a), {key: Kind(*kind) for key, kind in shapes.items()}
+    mismatched = tuple(
+        Mismatch(key, kind, theirs[key])
+        for key, kind in ours.items()
+        if key in theirs and kind.shape != theirs[key].shape
+    )
+    found = _named(Diff(mismatched=mismatched), ours, theirs, name, chosen)
+    taken = [each for each in found.renamed if is_taken_by_torch(each)]
+    skipped = {*found.unexpected} - {each.old for each in taken}
+    lacking = {*found.missing} - {each.new for each in taken}
+    # Each tied tensor counts once, and is filled if one of its names is.
+    first = {name: same[0] for same in ties for name in same}
+    once = {first.get(key, key): kind for key, kind in theirs.items()}
+    filled = {first.get(key, key) for key in theirs if key not in lacking}
+    kept = {first.get(key, key) for key in theirs if key in lacking} - filled
+    sizes = {key: prod(kind.shape) for key, kind in once.items()}
+    silent = Silent(
+        skipped=len(skipped),
+        parameters=sum(prod(ours[key].shape) for key in skipped),
+        kept=len(kept),
+        kept_parameters=sum(sizes[key] for key in kept),
+        all_parameters=sum(sizes.values()),
+    )
+    return replace(found, silent=silent)
+
+
 def _kind(tensor: Tensor) -> Kind:
     return Kind(tensor.dtype.name, tensor.shape)
 
 
-def _common(a: Mapping[str, object], b: Mapping[str, object]) -> Iterator[str]:
-    return (key for key in a if key in b)
+def _kinds(tensors: Tensors) -> dict[str, Kind]:
+    return {name: _kind(tensor) for name, tensor in tensors.items()}
 
 
-def _names(
-    a: Mapping[str, Tensor],
-    b: Mapping[str, Tensor] | Mapping[str, tuple[str, Shape]],
-    place: tuple[str | None, tuple[str, ...]],
-    unexpected: Mapping[str, Kind],
-    missing: Mapping[str, Kind],
-    **found: Any,
+def _named(
+    found: Diff,
+    a: Mapping[str, Kind],
+    b: Mapping[str, Kind],
+    name: str | None,
+    chosen: tuple[str, ...],
 ) -> Diff:
-    """Return the difference of the names, added to what is `found` already."""
+    """Return what is found, with the differences of the names and what helps."""
+    unexpected = {key: kind for key, kind in a.items() if key not in b}
+    missing = {key: kind for key, kind in b.items() if key not in a}
     matching = pairs(unexpected, missing, a.keys() & b.keys())
-    name, chosen = place
-    helpful = list(_prefix_advice(a, b, missing, unexpected, name, chosen))
-    if matching.renamed and not helpful:
-        helpful.append(
+    helpful = _prefix_advice(a, b, missing, unexpected, name, chosen)
+    if matching.renamed and helpful is None:
+        helpful = (
             "if these are the same, --write-map map.json writes their names to a file, and prints "
             "the command that renames them"
         )
-    common = len(a) - len(unexpected)
-    made = Diff(
-        tuple(missing),
-        tuple(unexpected),
-        common=common,
-        advice=tuple(helpful),
+    made = replace(
+        found,
+        missing=tuple(missing),
+        unexpected=tuple(unexpected),
+        common=len(a) - len(unexpected),
+        advice=() if helpful is None else (helpful,),
         matching=matching,
-        **found,
     )
-    return made if made.equal else replace(made, modules=_modules(a, b))
-
-
-def _modules(*sides: Mapping[str, Tensor] | Mapping[str, tuple[str, Shape]]) -> Modules:
-    """Return the kinds of the modules of both sides; dtypes, which may differ, do not count."""
-    from ckptkit.core.text import Modules
-
-    shapes: dict[tuple[str, str, int], None] = {}
-    for side in sides:
-        for name, each in side.items():
-            shapes[name, "", len(each.shape if isinstance(each, Tensor) else each[1])] = None
-    return Modules(shapes)
+    if made.equal:
+        return made
+    # The kinds of the modules of both sides; dtypes, which may differ, do not count.
+    parts = {(key, "", len(kind.shape)): None for side in (a, b) for key, kind in side.items()}
+    return replace(made, modules=Modules(parts))
 
 
 def _prefix_advice(
-    a: Mapping[str, object],
-    b: Mapping[str, object],
+    a: Iterable[str],
+    b: Mapping[str, Kind],
     missing: Iterable[str],
     unexpected: Iterable[str],
     name: str | None,
     chosen: tuple[str, ...],
-) -> Iterator[str]:
+) -> str | None:
     """Return the command after which A lacks nothing, if only a prefix differs from B."""
     for strips, longer, shorter in ((True, unexpected, missing), (False, missing, unexpected)):
-        for prefix in _prefixes(longer, set(shorter)):
+        # The prefixes (``module.``) without which one of the names is one of the others.
+        others, prefixes = set(shorter), dict[str, None]()
+        for key in longer:
+            parts = key.split(".", LEVELS)
+            starts = (".".join(parts[:n]) + "." for n in range(1, len(parts)))
+            prefixes |= {start: None for start in starts if key[len(start) :] in others}
+        for prefix in prefixes:
             changed = {key.removeprefix(prefix) if strips else prefix + key for key in a}
             if not b.keys() <= changed:
                 continue
-            what = f" `{'strip' if strips else 'add'}-module` of {prefix!r}"
-            if name and strips:
-                what = f": {advice.strip_module(name, [prefix], *chosen)}"
-            elif name:
-                what = f": {advice.add_module(name, prefix, *chosen)}"
-            yield f"no key is missing after{what}"
-            return
-
-
-def _prefixes(names: Iterable[str], others: set[str]) -> Iterable[str]:
-    """Return the prefixes (``module.``) without which one of the names is one of the others."""
-    found: dict[str, None] = {}
-    for name in names:
-        parts = name.split(".", LEVELS)
-        starts = (".".join(parts[:n]) + "." for n in range(1, len(parts)))
-        found.update((start, None) for start in starts if name[len(start) :] in others)
-    return found
-
-
-# As JSON
-
-
-def _moved(found: Difference) -> dict[str, Any]:
-    return {
-        "count": found.count,
-        "first": found.first,
-        "largest": json_number(found.largest),
-        "relative": json_number(found.relative),
-        "cosine": json_number(found.cosine),
-    }
-
-
-def _pair(pair: Renamed) -> dict[str, Any]:
-    """Return a pair of names; their kinds come before the confidence."""
-    facts = pair._asdict() | {"a": pair.a._asdict(), "b": pair.b._asdict()}
-    return {name: facts[name] for name in ("old", "new", "a", "b", "confidence", "why")}
+            if not name:
+                command = f"`{'strip' if strips else 'add'}-module` of {prefix!r}"
+                return f"no key is missing after {command}"
+            if strips:
+                command = advice.strip_module(name, [prefix], *chosen)
+            else:
+                command = advice.add_module(name, prefix, *chosen)
+            return f"no key is missing after: {command}"
+    return None
 
 
 SHOWN = 6  # entries of the root that are named as not compared
@@ -468,7 +416,7 @@ def compare_checkpoints(
     atol: float | None = None,
     rtol: float | None = None,
     name: str | None = None,
-    progress: Callable[[int], None] | None = None,
+    progress: Progress | None = None,
 ) -> Diff:
     """Compare the weights of two checkpoints, and with `everything` what is beside them.
 
@@ -476,29 +424,40 @@ def compare_checkpoints(
     without weights. See :func:`compare` for the other arguments. What is not compared is named in
     ``uncompared``.
     """
-    how = {"values": values, "atol": atol, "rtol": rtol, "progress": progress}
-    everything = everything or not has_weights(a, b)
-    weights = (a.weights, b.weights) if has_weights(a, b) else ({}, {})
-    found = compare(*weights, name=name, chosen=a.chosen, **how)  # type: ignore[arg-type]
+    weights: tuple[Tensors, Tensors] = ({}, {})
+    if has_weights(a, b):
+        weights = a.weights, b.weights
+    else:
+        everything = True
+    found = _common(*weights, values, atol, rtol, progress)
+    found = _named(found, _kinds(weights[0]), _kinds(weights[1]), name, a.chosen)
     ours, theirs = rest_of(a), rest_of(b)
     if everything and not any((*weights, ours.tensors, theirs.tensors)):
         found = replace(found, values_compared=True)  # of no tensor
     left = [] if found.values_compared else ["the values of tensors (--values)"]
     if not everything:
-        if beside := _named(ours, theirs):
+        if beside := _beside(ours, theirs):
             left.append(f"{beside} (--all)")
         return replace(found, uncompared=tuple(left))
-    both = common(ours.tensors, theirs.tensors, **how)  # type: ignore[arg-type]
+    both = _common(ours.tensors, theirs.tensors, values, atol, rtol, progress)
     if objects := ours.objects.keys() | theirs.objects.keys():
         left.append(f"the inside of {plural(len(objects), 'Python object')}")
+    # Values and classes of objects, in the order of A, then of B.
+    entries = []
+    for one, other in ((ours.values, theirs.values), (ours.objects, theirs.objects)):
+        for path in dict.fromkeys((*one, *other)):
+            texts = one.get(path), other.get(path)
+            entries += [Entry(path, *texts)] if texts[0] != texts[1] else []
+    lacking = (key for key in theirs.tensors if key not in ours.tensors)
+    beyond = (key for key in ours.tensors if key not in theirs.tensors)
     return replace(
         found,
-        missing=(*found.missing, *_only(theirs.tensors, ours.tensors)),
-        unexpected=(*found.unexpected, *_only(ours.tensors, theirs.tensors)),
-        mismatched=(*found.mismatched, *both["mismatched"]),
-        changed=(*found.changed, *both["changed"]),
+        missing=(*found.missing, *lacking),
+        unexpected=(*found.unexpected, *beyond),
+        mismatched=(*found.mismatched, *both.mismatched),
+        changed=(*found.changed, *both.changed),
         common=found.common + len(ours.tensors.keys() & theirs.tensors.keys()),
-        entries=tuple(_entries(ours, theirs)),
+        entries=tuple(entries),
         uncompared=tuple(left),
     )
 
@@ -532,19 +491,7 @@ def rest_of(checkpoint: Checkpoint) -> Rest:
     return Rest(tensors, values, objects)
 
 
-def _only(one: Mapping[str, object], other: Mapping[str, object]) -> Iterator[str]:
-    return (name for name in one if name not in other)
-
-
-def _entries(ours: Rest, theirs: Rest) -> Iterator[Entry]:
-    """Yield the values and classes of objects that differ, in the order of A, then of B."""
-    for one, other in ((ours.values, theirs.values), (ours.objects, theirs.objects)):
-        for path in dict.fromkeys((*one, *other)):
-            if one.get(path) != other.get(path):
-                yield Entry(path, one.get(path), other.get(path))
-
-
-def _named(ours: Rest, theirs: Rest) -> str:
+def _beside(ours: Rest, theirs: Rest) -> str:
     """Return the entries beside the weights, with what is in them: ``optimizer (24 tensors)``."""
     counts: dict[str, list[set[str]]] = {}
     for side in (ours, theirs):
