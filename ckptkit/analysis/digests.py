@@ -31,6 +31,7 @@ import hashlib
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import NamedTuple
 
 from ckptkit.api import PathLike, open_checkpoint
@@ -94,7 +95,7 @@ def _hashed(
     ) -> tuple[str, Tensor, str | TensorError]:
         name, tensor, refusal = row
         if refusal is not None:
-            return row[0], tensor, refusal
+            return name, tensor, refusal
         try:
             digest = hashlib.sha256(head(tensor))
             for chunk in flow(contiguous(tensor).locate()):
@@ -140,10 +141,24 @@ def digest(
     damaged, CollisionError where two paths are spelled alike.
     """
     checkpoint = open_checkpoint(source, key=key)
-    tensors = _by_path(checkpoint) if everything else checkpoint.weights
+    tensors: dict[str, Tensor] = {} if everything else {**checkpoint.weights}
+    for path, node in walk(checkpoint.root) if everything else ():
+        tensor = as_tensor(node)
+        if tensor is not None and tensors.setdefault(join(path), tensor) is not tensor:
+            raise CollisionError(f"two tensors are called {join(path)!r}", where=checkpoint.name)
     rows = [(name, tensor) for name, tensor in tensors.items() if matches is None or matches(name)]
-    if sums:
-        _check_sums(rows)
+    # Each storage once, by the first of its names.
+    storages = {id(each.storage): (name, each.storage) for name, each in reversed(rows)}
+    parts = [
+        CheckedPart(f"{name}: its storage", storage.record, storage.crc32)
+        for name, storage in storages.values()
+        if storage is not None and storage.crc32 is not None
+    ]
+    for _, why in summed(parts if sums else [], lambda count: None):
+        if why is not None:
+            raise CorruptError(
+                why, hint="`ckptkit verify {where}` lists everything that is damaged"
+            )
     total = sum(tensor.nbytes for _, tensor in rows)
     ids: dict[str, str] = {}
     without: dict[str, str] = {}
@@ -155,30 +170,6 @@ def digest(
         if progress is not None:
             progress(tensor.nbytes, total)
     return Digests(ids, dict(rows), without)
-
-
-def _by_path(checkpoint: Checkpoint) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = {}
-    for path, node in walk(checkpoint.root):
-        tensor = as_tensor(node)
-        if tensor is not None and found.setdefault(join(path), tensor) is not tensor:
-            raise CollisionError(f"two tensors are called {join(path)!r}", where=checkpoint.name)
-    return found
-
-
-def _check_sums(rows: list[Named]) -> None:
-    """Raise CorruptError unless every storage has its CRC-32, where that is known."""
-    storages = {id(tensor.storage): (name, tensor.storage) for name, tensor in reversed(rows)}
-    parts = [
-        CheckedPart(f"{name}: its storage", storage.record, storage.crc32)
-        for name, storage in storages.values()
-        if storage is not None and storage.crc32 is not None
-    ]
-    for _, why in summed(parts, lambda count: None):
-        if why is not None:
-            raise CorruptError(
-                why, hint="`ckptkit verify {where}` lists everything that is damaged"
-            )
 
 
 # The manifest
@@ -208,14 +199,12 @@ def manifest_lines(ids: Mapping[str, str], printable: Callable[[str], str]) -> l
 
     `printable` escapes what must not reach a terminal.
     """
+
+    def escape(name: str) -> str:
+        return printable(name.replace("\\", "\\\\"))
+
     first = f"# {SCHEMA} tensors={len(ids)} sha256={whole_digest(ids)}"
-    return [
-        first,
-        *(
-            _line(name, ids[name], lambda name: printable(name.replace("\\", "\\\\")))
-            for name in sorted(ids)
-        ),
-    ]
+    return [first, *(_line(name, ids[name], escape) for name in sorted(ids))]
 
 
 def _line(name: str, id: str, escape: Callable[[str], str]) -> str:
@@ -336,25 +325,18 @@ def summed(
     parts: list[CheckedPart], tell: Callable[[int], None]
 ) -> Iterator[tuple[CheckedPart, str | None]]:
     """Yield each part, and what is wrong with it."""
-
-    def result() -> tuple[CheckedPart, str | None]:
-        part = parts[number]
-        if wrong is not None or part.crc32 is None or total == part.crc32:
-            return part, wrong
-        return part, mismatch(part.what, total, part.crc32)
-
-    number, total, wrong = 0, 0, None
-    for piece, sum in ordered(_sum, _pieces(parts), lambda piece: piece.nbytes):
-        if piece.number != number:
-            yield result()
-            number, wrong = piece.number, None
-        if isinstance(sum, InputError):
-            wrong = wrong or f"{parts[number].what}: {sum.message}"
-        else:
-            total = crc32_combine(total, sum, piece.nbytes) if piece.start else sum
-        tell(piece.nbytes)
-    if parts:
-        yield result()
+    found = ordered(_sum, _pieces(parts), lambda piece: piece.nbytes)
+    for number, pieces in groupby(found, key=lambda result: result[0].number):
+        part, total, wrong = parts[number], 0, None
+        for piece, sum in pieces:
+            if isinstance(sum, InputError):
+                wrong = wrong or f"{part.what}: {sum.message}"
+            else:
+                total = crc32_combine(total, sum, piece.nbytes) if piece.start else sum
+            tell(piece.nbytes)
+        if wrong is None and part.crc32 is not None and total != part.crc32:
+            wrong = mismatch(part.what, total, part.crc32)
+        yield part, wrong
 
 
 def _pieces(parts: Iterable[CheckedPart]) -> Iterator[PartPiece]:

@@ -22,7 +22,7 @@ from ckptkit.compute.tallies import ElementRange, Tally
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError, TensorError
 from ckptkit.core.plan import sources
-from ckptkit.core.tensor import Shape, Tensor
+from ckptkit.core.tensor import Shape
 from ckptkit.core.text import Modules, flatten, ranges
 
 Key = tuple[object, ...]
@@ -82,9 +82,7 @@ class Statistics:
     ) -> None:
         self.skipped: list[Skipped] = []
         self.odd: list[TensorStats] = []
-        self._sources = rows
-        self._label = label
-        self._modules = modules
+        self._sources, self._label, self._modules = rows, label, modules
         self._groups: dict[Key, TensorStats] = {}
         self._members: defaultdict[Key, list[str]] = defaultdict(list)
         self._totals: dict[str, TensorStats] = {}
@@ -102,12 +100,12 @@ class Statistics:
         Where modules of several kinds have one label, it spells out the indices of each.
         """
         times = Counter((each.label, each.kind) for each in self._groups.values())
-        return [
-            replace(each, label=ranges(self._members[key]))
-            if times[each.label, each.kind] > 1
-            else each
-            for key, each in self._groups.items()
-        ]
+        found = []
+        for key, each in self._groups.items():
+            if times[each.label, each.kind] > 1:
+                each = replace(each, label=ranges(self._members[key]))
+            found.append(each)
+        return found
 
     @property
     def totals(self) -> list[TensorStats]:
@@ -122,7 +120,11 @@ class Statistics:
         `progress` gets bytes; with `fork`, forked processes may share the work. Raises what reading
         raises.
         """
-        keys = [_place(number, row.tensor) for number, row in enumerate(self._sources)]
+        # Tensors that are the same numbers have the same key.
+        keys: list[Key] = [
+            (number,) if row.tensor.storage is None else row.tensor.elements_key
+            for number, row in enumerate(self._sources)
+        ]
         times = Counter(keys)
         first = {key: number for number, key in reversed(list(enumerate(keys)))}
         found = _tallies(
@@ -143,24 +145,21 @@ class Statistics:
         row = TensorStats(name, dtype.kind, (dtype.name,), source.tensor.shape, 1, tally, source)
         if tally.nan or tally.infinite:
             self.odd.append(row)
-        if self._label is not None and self._is_new(label := self._label(name), key):
+        label = None if self._label is None else self._label(name)
+        if label is not None and (label, key) not in self._seen:
+            self._seen.add((label, key))
             module = None if self._modules is None else self._modules(name)
             group = (label, dtype.kind, module)
             self._members[group].append(name)
             self._groups.setdefault(group, TensorStats(label, dtype.kind, (), None, 0)).add(row)
-        if self._is_new(None, key):
+        if (None, key) not in self._seen:
+            self._seen.add((None, key))
             self._totals.setdefault(dtype.kind, TensorStats("", dtype.kind, (), None, 0)).add(row)
         return row
 
-    def _is_new(self, label: str | None, key: Key) -> bool:
-        before = len(self._seen)
-        self._seen.add((label, key))
-        return len(self._seen) > before
 
-
-def _place(number: int, tensor: Tensor) -> Key:
-    """Return a key that is equal for tensors that are the same numbers."""
-    return (number,) if tensor.storage is None else tensor.elements_key
+Task = tuple[int, summary.TensorRow, ElementRange | str | None]
+Result = tuple[int, Tally | str, int]
 
 
 def _tallies(
@@ -168,24 +167,20 @@ def _tallies(
 ) -> Iterator[Tally | str]:
     """Yield the statistics of each tensor, or why it has none."""
     tasks = list(_tasks(rows)) if fork else []
-    if _can_fork(tasks):
+    places = [part.extent for _, _, part in tasks if isinstance(part, ElementRange)]
+    if workers.is_sooner_forked(sum(map(_nbytes, tasks)), sources(places)):
         found = _by_forks(tasks)
     else:
         found = workers.ordered(_work, tasks or _tasks(rows), _nbytes)
     for _, same in groupby(found, key=lambda result: result[0]):
-        whole = Tally()
+        whole: Tally | str = Tally()
         for _, tally, nbytes in same:
-            if isinstance(tally, str):
-                yield tally
-                break
-            whole.add(tally)
-            progress(nbytes)
-        else:
-            yield whole
-
-
-Task = tuple[int, summary.TensorRow, ElementRange | str | None]
-Result = tuple[int, Tally | str, int]
+            if isinstance(tally, str) or isinstance(whole, str):
+                whole = tally
+            else:
+                whole.add(tally)
+                progress(nbytes)
+        yield whole
 
 
 def _nbytes(task: Task) -> int:
@@ -213,11 +208,6 @@ def _work(task: Task) -> Result:
     except CkptkitError as error:
         error.message = f"{row.label}: {error.message}"
         raise
-
-
-def _can_fork(tasks: Sequence[Task]) -> bool:
-    places = [part.extent for _, _, part in tasks if isinstance(part, ElementRange)]
-    return workers.is_sooner_forked(sum(map(_nbytes, tasks)), sources(places))
 
 
 def _by_forks(tasks: Sequence[Task]) -> Iterator[Result]:
