@@ -759,32 +759,6 @@ def plain_name(name: str, folder: str) -> str:
     return name
 
 
-def file_system(fd: int) -> str:
-    """Return the kind of file system that an open file is on (Linux), "" where it is not known.
-
-    The file's mount tells it: files on btrfs have devices (``st_dev``) that no mount has. Source:
-    proc_pid_fdinfo(5).
-    """
-    try:
-        with open(f"/proc/self/fdinfo/{fd}", encoding="ascii", errors="replace") as file:
-            fields = dict(line.split(":", 1) for line in file)
-    except (OSError, ValueError):
-        return ""
-    return _kind_of_mount(fields.get("mnt_id", "").strip())
-
-
-@lru_cache
-def _kind_of_mount(number: str) -> str:
-    """Return the kind of file system of a mount. Source: proc_pid_mountinfo(5)."""
-    try:
-        with open("/proc/self/mountinfo", encoding="utf-8", errors="surrogateescape") as file:
-            mounts = [line.split() for line in file]
-    except OSError:
-        return ""
-    kinds = (mount[mount.index("-") + 1] for mount in mounts if mount[0] == number)
-    return next(kinds, "")
-
-
 def journal_path(path: str | os.PathLike[str]) -> str:
     """Return the path of the journal of the file `path`, if any; links are followed."""
     folder, name = os.path.split(os.path.realpath(path))

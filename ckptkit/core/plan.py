@@ -21,8 +21,6 @@ from typing import NamedTuple
 from ckptkit.core.bytesource import ByteSource, Derived, Extent, LocalFile, Range, runs
 from ckptkit.core.text import plural
 
-BLOCK = 4 << 10  # bytes of a block of a file system, which two files may share
-
 
 class Summed(NamedTuple):
     """`extent`, counted into checksum `number`.

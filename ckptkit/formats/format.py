@@ -205,7 +205,7 @@ def open_place(path: PathLike, *, undo: bool = False) -> ByteSource | Folder:
     if not is_url(path) and has_journal(path):
         from ckptkit.publish import in_place
 
-        (in_place.undo_interrupted if undo else in_place.look)(os.fspath(path))
+        in_place.check_journals(os.fspath(path), undo)
     return open_unchecked(path)
 
 
@@ -251,7 +251,7 @@ def _changing(place: ByteSource | Folder, remote: bool) -> CkptkitError | None:
             if isinstance(each, LocalFile) and has_journal(each.path):
                 from ckptkit.publish import in_place
 
-                in_place.look(each.path)
+                in_place.check_journals(each.path)
         except InputChangedError:
             hint = "run the command again when it is no longer written to"
             return InputChangedError("was changed while it was read", where=each.name, hint=hint)

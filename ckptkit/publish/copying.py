@@ -1,11 +1,10 @@
 """Write the segments of one output file, at the speed of ``cp`` and in a few MiB of memory.
 
-The work on a file is cut into independent tasks: which segments, and where they begin. Long ranges
-of a local file are copied inside the kernel where it can (``copy_file_range``, ``sendfile``), which
-shares the bytes instead where the file system can do that, and read and written in pieces where it
-cannot (a remote source, macOS, Windows) or would be slower. So are those of which a checksum is
-needed, each piece while it is in a core's cache. Short ranges are cut out of bytes that were read
-ahead, and written together with the literals between them.
+The work on a file is cut into independent tasks: which segments, and where they begin. A long range
+that keeps its place in a block is copied inside the kernel, which shares the bytes instead where
+the file system can do that. All others are read and written in pieces that fit into a core's cache:
+the kernel would copy them no faster, and a checksum of them costs no second pass. Short ranges are
+cut out of bytes that were read ahead, and written together with the literals between them.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 from ckptkit.compute.operation import part as part_of
@@ -29,146 +28,15 @@ from ckptkit.core.bytesource import (
     ReadSums,
     crc32,
     crc32_combine,
-    file_system,
     in_file,
     reading,
     runs,
 )
 from ckptkit.core.errors import InputChangedError, OutputError
-from ckptkit.core.plan import BLOCK, Deferred, Segment, Summed, length
+from ckptkit.core.plan import Deferred, Segment, Summed, length
 
 if TYPE_CHECKING:
-    from ckptkit.compute.strided_read import Block, Turner
-
-
-class TransposeTask(NamedTuple):
-    """Some blocks of a large transpose, written where they belong from byte `start` on."""
-
-    blocks: tuple[Block, ...]
-
-    @property
-    def length(self) -> int:
-        return sum(block.size for block in self.blocks)
-
-
-class ChecksumTask(NamedTuple):
-    """Bytes of the output, of which checksum `number` is taken once they are there."""
-
-    length: int
-    number: int
-
-
-class WriteTask(NamedTuple):
-    """Segments to be written one after another from byte `start` of the file `path`; picklable.
-
-    The sources `summed` are summed up while they are read (None: no checksum is compared). With
-    `keeps_sums`, ranges need not be: the kernel may copy them.
-    """
-
-    path: str
-    start: int
-    segments: tuple[Segment | TransposeTask | ChecksumTask, ...]
-    summed: tuple[Identity, ...] | None = None
-    keeps_sums: bool = False
-
-    @property
-    def size(self) -> int:
-        """Bytes that it writes."""
-        return sum(_size(each) for each in self.segments)
-
-    @property
-    def is_late(self) -> bool:
-        """True if it reads what other tasks write."""
-        return isinstance(self.segments[0], ChecksumTask)
-
-
-class Summing(NamedTuple):
-    """What tasks sum up while they read, as in `WriteTask`, and the runs that were.
-
-    `keeps_sums` has a flag for each file.
-    """
-
-    sources: tuple[Identity, ...] | None
-    keeps_sums: tuple[bool, ...]
-    runs: list[list[int]]
-
-
-def _size(segment: Segment | TransposeTask | ChecksumTask) -> int:
-    if isinstance(segment, ChecksumTask):
-        return 0
-    return segment.length if isinstance(segment, TransposeTask) else length(segment)
-
-
-def cut(path: str, segments: Iterable[Segment], size: int) -> Iterator[WriteTask]:
-    """Cut the work on a file into independent tasks of about `size` bytes; holes stay unfilled."""
-    batch: list[Segment] = []
-    start = at = 0
-    for segment in segments:
-        if turned := _turned(segment, at):
-            if batch:
-                yield WriteTask(path, start, tuple(batch))
-            yield from _turning(path, at, segment, turned, size)
-            at += length(segment)
-            batch, start = [], at
-            continue
-        for part in _parts(segment, size):
-            batch.append(part)
-            at += length(part)
-            if at - start >= size:
-                yield WriteTask(path, start, tuple(batch))
-                batch, start = [], at
-    if batch:
-        yield WriteTask(path, start, tuple(batch))
-
-
-def _turned(segment: Segment, at: int) -> list[Block]:
-    """The blocks of a segment at byte `at` that is a large transpose; else none."""
-    extent = segment.extent if isinstance(segment, Summed) else segment
-    if not isinstance(extent, Derived):
-        return []
-    from ckptkit.compute.strided_read import blocks
-
-    return blocks(extent, at)
-
-
-def _turning(
-    path: str, start: int, segment: Segment, blocks: list[Block], size: int
-) -> Iterator[WriteTask]:
-    """Yield tasks for the blocks of a segment, and one for its checksum if that is needed."""
-    batch: list[Block] = []
-    held = 0
-    for block in blocks:
-        batch.append(block)
-        held += block.size
-        if held >= size:
-            yield WriteTask(path, start, (TransposeTask(tuple(batch)),))
-            batch, held = [], 0
-    if batch:
-        yield WriteTask(path, start, (TransposeTask(tuple(batch)),))
-    if isinstance(segment, Summed):
-        yield WriteTask(path, start, (ChecksumTask(length(segment), segment.number),))
-
-
-def _parts(segment: Segment, size: int) -> Iterable[Segment]:
-    if isinstance(segment, (bytes, Deferred)) or length(segment) <= size:
-        return (segment,)
-    if isinstance(segment, Summed):
-        return (Summed(part, segment.number) for part in _split(segment.extent, size))
-    return _split(segment, size)
-
-
-def _split(extent: Extent, size: int) -> Iterator[Extent]:
-    for each in runs(extent):
-        start = 0
-        ends = each.operation.ends(each, size) if isinstance(each, Derived) else _ends(each, size)
-        for end in ends:
-            yield part_of(each, start, end - start)
-            start = end
-
-
-def _ends(extent: Range, size: int) -> Iterable[int]:
-    return (*range(size, extent.length, size), extent.length)
-
+    from ckptkit.compute.strided_read import Block
 
 WINDOW = 1 << 20  # bytes read ahead, and joined into one write
 PIECE = 256 << 10  # bytes read and written at a time, so that they stay in a core's cache
@@ -176,11 +44,9 @@ NEARBY = 4 << 10  # bytes read ahead at first; the window grows while ranges fol
 # Bytes; below, reading ahead is cheaper than a system call for each range (measured).
 SHORT = 32 << 10
 CHUNK = 64 << 20  # bytes of one kernel copy, so that progress and interrupts get through
-# File systems where the kernel copies a page at a time, so that bytes at another place in a page of
-# the output take two writes for each: reading and writing pieces is a third faster (measured).
-BY_PAGES = ("btrfs", "ext4", "overlay", "xfs")
+BLOCK = 4 << 10  # bytes of a block of a file system, which two files may share
 
-_O_BINARY = getattr(os, "O_BINARY", 0)
+# What the kernel answers where it does not copy between these two files.
 _NOT_HERE = {
     *(errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP),
     *(errno.ENOTSUP, errno.ENOTSOCK, errno.EPERM),
@@ -192,6 +58,41 @@ Progress = Callable[[int], None]
 Sum = tuple[int, int, int]  # number, CRC-32, bytes that it covers
 
 
+class WriteTask(NamedTuple):
+    """A part of the work on the file `path`, from its byte `start` on; picklable.
+
+    It writes `segments` one after another; or the `block` of a large transpose where its parts
+    belong; or sums up what other tasks have written there, as `checksum` (number, bytes). Bytes of
+    the sources `summed` are summed up while they are read (None: no checksum is compared, not even
+    that of what is inflated). With `keeps_sums`, the ranges among the segments need not be: the
+    kernel may copy them.
+    """
+
+    path: str
+    start: int
+    segments: tuple[Segment, ...] = ()
+    block: Block | None = None
+    checksum: tuple[int, int] | None = None
+    summed: tuple[Identity, ...] | None = None
+    keeps_sums: bool = False
+
+    @property
+    def size(self) -> int:
+        """Bytes that it writes."""
+        return sum(map(length, self.segments)) if self.block is None else self.block.size
+
+    def is_copied(self, segment: Segment, place: int) -> bool:
+        """Return whether the kernel is to copy a segment to byte `place` of the file.
+
+        Elsewhere in a block it copies a page at a time, with two writes for each.
+        """
+        if not isinstance(segment, Range) or segment.length < SHORT:
+            return False
+        source = segment.source
+        is_free = self.keeps_sums or source.identity not in (self.summed or ())
+        return isinstance(source, LocalFile) and is_free and not (segment.offset - place) % BLOCK
+
+
 class TaskResult(NamedTuple):
     """The checksums of the parts of a task, in order, and those of what it has read."""
 
@@ -199,61 +100,92 @@ class TaskResult(NamedTuple):
     read: list[list[int]]  # runs of `ReadSums`
 
 
+def cut(task: WriteTask, size: int) -> Iterator[WriteTask]:
+    """Cut the work on a file into independent tasks of about `size` bytes; holes stay unfilled."""
+    from ckptkit.compute.strided_read import blocks
+
+    batch: list[Segment] = []
+    start = at = task.start
+    for segment in task.segments:
+        extent = segment.extent if isinstance(segment, Summed) else segment
+        turned = blocks(extent, at) if isinstance(extent, Derived) else []
+        parts = () if turned else _parts(segment, size)
+        for part in parts:
+            batch.append(part)
+            at += length(part)
+            if at - start >= size:
+                yield task._replace(start=start, segments=tuple(batch))
+                batch, start = [], at
+        if not turned:
+            continue
+        if batch:
+            yield task._replace(start=start, segments=tuple(batch))
+        for block in turned:
+            yield task._replace(start=at, segments=(), block=block)
+        if isinstance(segment, Summed):
+            yield task._replace(start=at, segments=(), checksum=(segment.number, length(segment)))
+        at += length(segment)
+        batch, start = [], at
+    if batch:
+        yield task._replace(start=start, segments=tuple(batch))
+
+
+def _parts(segment: Segment, size: int) -> Iterator[Segment]:
+    if isinstance(segment, (bytes, Deferred)) or length(segment) <= size:
+        yield segment
+        return
+    for each in runs(segment.extent if isinstance(segment, Summed) else segment):
+        if isinstance(each, Derived):
+            ends = each.operation.ends(each, size)
+        else:
+            ends = (*range(size, each.length, size), each.length)
+        start = 0
+        for end in ends:
+            part = part_of(each, start, end - start)
+            yield Summed(part, segment.number) if isinstance(segment, Summed) else part
+            start = end
+
+
 def run(task: WriteTask, progress: Progress = lambda count: None) -> TaskResult:
-    """Write one task. Raises OSError, InputError, InputChangedError."""
-    first = task.segments[0] if task.segments else None
-    if isinstance(first, ChecksumTask):
-        return TaskResult([_reread(task.path, task.start, first)], [])
-    # A transpose is read in small pieces that do not follow each other.
-    sums = ReadSums(() if isinstance(first, TransposeTask) else task.summed or ())
-    fd = os.open(task.path, os.O_WRONLY | _O_BINARY | getattr(os, "O_NOFOLLOW", 0))
+    """Carry out one task. Raises OSError, InputError, InputChangedError."""
+    if task.checksum is not None:
+        return TaskResult([_reread(task.path, task.start, *task.checksum)], [])
+    # A transpose is read in pieces that do not follow each other.
+    sums = ReadSums(() if task.block is not None else task.summed or ())
+    flags = os.O_WRONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_NOFOLLOW", 0)
+    fd = os.open(task.path, flags)
     try:
         os.lseek(fd, task.start, os.SEEK_SET)
-        writer = _SegmentWriter(fd, progress, () if task.keeps_sums else task.summed or ())
+        writer = _SegmentWriter(fd, task, progress)
         with reading(None if task.summed is None else sums):
-            if isinstance(first, TransposeTask):
-                for block in first.blocks:
-                    for place, rows in _turner().pieces(block):
-                        _write_at(fd, rows, task.start + place)
-                    progress(block.size)
+            if task.block is None:
+                writer.write()
             else:
-                writer.write(task.segments)  # type: ignore[arg-type]  # all others are segments
+                _write_block(fd, task.block, task.start)
     finally:
         os.close(fd)
     return TaskResult(writer.sums, sums.runs)
 
 
-def _turner() -> Turner:
-    """Return the thread's own: its memory is used again, since new pages cost as much as copies."""
+def _write_block(fd: int, block: Block, start: int) -> None:
+    """Write the rows of a transpose. Its memory is used again: new pages cost as much as copies."""
     from ckptkit.compute.strided_read import Turner
 
     if not hasattr(_of_thread, "turner"):
         _of_thread.turner = Turner()
-    found: Turner = _of_thread.turner
-    return found
+    for offset, rows in _of_thread.turner.pieces(block):
+        place = start + offset
+        done = os.pwritev(fd, rows, place) if hasattr(os, "pwritev") else 0
+        for data in rows:
+            if done < len(data):
+                os.lseek(fd, place + done, os.SEEK_SET)  # each task has a descriptor of its own
+                write_all(fd, data[done:])
+            place += len(data)
+            done = max(0, done - len(data))
 
 
-def _buffer() -> memoryview:
-    """Return the thread's own memory for pieces, used again by its next task."""
-    if not hasattr(_of_thread, "buffer"):
-        _of_thread.buffer = memoryview(bytearray(PIECE))
-    found: memoryview = _of_thread.buffer
-    return found
-
-
-def _write_at(fd: int, rows: list[memoryview], place: int) -> None:
-    """Write the rows one after another from byte `place` on."""
-    done = os.pwritev(fd, rows, place) if hasattr(os, "pwritev") else 0
-    for data in rows:
-        if done < len(data):
-            os.lseek(fd, place + done, os.SEEK_SET)  # each task has a descriptor of its own
-            write_all(fd, data[done:])
-        place += len(data)
-        done = max(0, done - len(data))
-
-
-def _reread(path: str, start: int, part: ChecksumTask) -> Sum:
-    total, left = 0, part.length
+def _reread(path: str, start: int, number: int, size: int) -> Sum:
+    total, left = 0, size
     with open(path, "rb", buffering=0) as file:
         file.seek(start)
         while left:
@@ -262,29 +194,28 @@ def _reread(path: str, start: int, part: ChecksumTask) -> Sum:
                 raise OutputError("became shorter while it was written", where=path)
             total = crc32(data, total)
             left -= len(data)
-    return part.number, total, part.length
+    return number, total, size
 
 
 class _SegmentWriter:
-    """Writer of segments one after another, from the current position of `fd`."""
+    """Writer of the segments of a task one after another, from the current position of `fd`."""
 
-    def __init__(self, fd: int, progress: Progress, summed: Sequence[Identity] = ()) -> None:
+    def __init__(self, fd: int, task: WriteTask, progress: Progress) -> None:
         self.sums: list[Sum] = []
-        self._summed = summed  # sources whose ranges are read, not copied by the kernel
         self._fd = fd
+        self._task = task
         self._progress = progress
-        self._ahead = ReadAhead()
         self._pending: list[bytes] = []
-        self._copiers = [_copy_file_range, _sendfile]  # those that work here, the best first
-        self._kind = file_system(fd)
+        self._buffer: memoryview | None = None  # for pieces, used again by each long range
+        self._can_copy = hasattr(os, "copy_file_range")
 
-    def write(self, segments: Iterable[Segment]) -> None:
+    def write(self) -> None:
         """Write the segments.
 
         Short ones are handled in one loop without calls: there may be hundreds of thousands.
         """
-        read, pending, size = self._ahead.read, self._pending, 0
-        for segment in segments:
+        read, pending, size = ReadAhead().read, self._pending, 0
+        for segment in self._task.segments:
             extent, number = segment if isinstance(segment, Summed) else (segment, None)
             if isinstance(extent, bytes):
                 data = extent
@@ -295,8 +226,10 @@ class _SegmentWriter:
             elif isinstance(extent, Derived) and extent.length < SHORT:
                 data = b"".join(stream(extent))
             else:
+                self._flush()
+                size = 0
                 for each in runs(extent):
-                    size = self._long(each, number, size)
+                    self._long(each, number)
                 continue
             if number is not None:
                 self._count(number, data)
@@ -307,46 +240,42 @@ class _SegmentWriter:
                 size = 0
         self._flush()
 
-    def _long(self, extent: Extent, number: int | None, waiting: int) -> int:
-        """Write a long extent after `waiting` pending bytes; count those of it that are pending."""
-        source = extent.source if number is None and isinstance(extent, Range) else None
-        if isinstance(source, LocalFile) and source.identity not in self._summed:
-            assert isinstance(extent, Range)
-            return self._long_range(extent, source, waiting)
-        self._flush()
-        self._in_pieces(extent, number)
-        return 0
-
-    def _long_range(self, extent: Range, source: LocalFile, waiting: int) -> int:
-        """Let the kernel copy a long range, as far as it can; count the bytes that are pending.
-
-        Those are before and after blocks that files can share: written with their neighbors, since
-        the kernel takes several times as long for a part of a block.
-        """
-        place = os.lseek(self._fd, 0, os.SEEK_CUR) + waiting
-        head, tail = _edges(extent.offset, place, extent.length)
-        if head:
-            self._pending.append(self._ahead.read(source, extent.offset, head))
-        self._flush()
-        whole = extent.part(head, extent.length - head - tail)
-        copied = 0 if is_sooner_read(self._kind, whole, place + head) else self._copy(source, whole)
-        if copied < whole.length:
-            self._in_pieces(whole.part(copied, whole.length - copied), None)
-        if tail:
-            end = extent.offset + extent.length
-            self._pending.append(self._ahead.read(source, end - tail, tail))
-        return tail
-
-    def _in_pieces(self, extent: Extent, number: int | None) -> None:
-        """Read or compute, and write, piece by piece."""
+    def _long(self, extent: Extent, number: int | None) -> None:
+        """Write a long extent: let the kernel copy it, or read or compute it piece by piece."""
         place = os.lseek(self._fd, 0, os.SEEK_CUR)
-        buffer = _buffer() if isinstance(extent, Range) else None
-        for piece in pieces(extent, place, buffer):
+        if isinstance(extent, Range):
+            if number is None and self._can_copy and self._task.is_copied(extent, place):
+                done = self._copy(extent)
+                extent, place = extent.part(done, extent.length - done), place + done
+            if self._buffer is None:
+                self._buffer = memoryview(bytearray(PIECE))
+        for piece in pieces(extent, place, self._buffer):
             if number is not None:
                 self._count(number, piece)
             write_all(self._fd, piece)
             self._progress(len(piece))
             del piece  # it may be large, and the next one is made before this name is used again
+
+    def _copy(self, extent: Range) -> int:
+        """Let the kernel copy; return how many bytes it did: all of them, if it can do so here."""
+        assert isinstance(extent.source, LocalFile)
+        done = 0
+        while done < extent.length:
+            wanted = min(extent.length - done, CHUNK)
+            try:
+                count = os.copy_file_range(extent.source.fd, self._fd, wanted, extent.offset + done)
+            except OSError as error:
+                if error.errno not in _NOT_HERE:
+                    raise
+                self._can_copy = False
+                break
+            if not count:
+                raise InputChangedError(
+                    "became shorter while it was read", where=extent.source.name
+                )
+            done += count
+            self._progress(count)
+        return done
 
     def _count(self, number: int, data: bytes | memoryview) -> None:
         known, crc, size = self.sums[-1] if self.sums else (None, 0, 0)
@@ -361,54 +290,6 @@ class _SegmentWriter:
             self._pending.clear()
             write_all(self._fd, data)
             self._progress(len(data))
-
-    def _copy(self, source: LocalFile, extent: Range) -> int:
-        """Let the kernel copy; return how many bytes it did: all of them, if it can do so here."""
-        done = 0
-        while done < extent.length and self._copiers:
-            wanted = min(extent.length - done, CHUNK)
-            try:
-                count = self._copiers[0](self._fd, source, extent.offset + done, wanted)
-            except OSError as error:
-                if error.errno not in _NOT_HERE:
-                    raise
-                del self._copiers[0]
-                continue
-            if not count:
-                raise InputChangedError("became shorter while it was read", where=source.name)
-            done += count
-            self._progress(count)
-        return done
-
-
-def is_sooner_read(kind: str, extent: Range, place: int) -> bool:
-    """Return whether a range of a local file is sooner read and written than copied by the kernel.
-
-    `kind` is that of the file system of the output, and `place` where the range begins there.
-    """
-    return kind in BY_PAGES and extent.length >= PIECE and (extent.offset - place) % BLOCK != 0
-
-
-def _edges(offset: int, place: int, length: int) -> tuple[int, int]:
-    """Return how many bytes come before and after those that two files can share, if there are any.
-
-    Those are whole blocks of both: the bytes have to be at the same place in a block.
-    """
-    head = -offset % BLOCK
-    can_share = (offset - place) % BLOCK == 0 and length >= head + BLOCK
-    return (head, (offset + length) % BLOCK) if can_share else (0, 0)
-
-
-def _copy_file_range(fd: int, source: LocalFile, offset: int, count: int) -> int:
-    if not hasattr(os, "copy_file_range"):
-        raise OSError(errno.ENOSYS, "")
-    return os.copy_file_range(source.fd, fd, count, offset)
-
-
-def _sendfile(fd: int, source: LocalFile, offset: int, count: int) -> int:
-    if not hasattr(os, "sendfile"):
-        raise OSError(errno.ENOSYS, "")
-    return os.sendfile(fd, source.fd, offset, count)
 
 
 def pieces(
@@ -445,7 +326,7 @@ def in_order(segments: Iterable[Segment], sums: dict[int, int]) -> Iterator[byte
             yield extent.render(sums)
         elif isinstance(extent, Range) and extent.length < SHORT:
             yield ahead.read(*extent)
-        elif isinstance(extent, (Range, Derived)):
+        else:
             yield from pieces(extent)
 
 
@@ -479,23 +360,17 @@ class ReadAhead:
         """Return `length` bytes of `source` from `offset`: they count as read, others do not."""
         at = offset - self._start
         if source is not self._source or at < 0 or at + length > len(self._data):
+            follows = source is self._source and 0 <= at <= len(self._data) + self._size
+            self._size = min(4 * self._size, WINDOW) if follows else NEARBY
             with reading(None):
-                self._move(source, offset, length)
-            at = 0
+                wanted = max(length, min(self._size, source.size - offset))
+                self._data = source.read(offset, wanted)
+            self._source, self._start, at = source, offset, 0
         data = self._data[at : at + length]
         if READING.sums is not None:
             file, place = in_file(source, offset)
             READING.sums.add(file.identity, place, data)
         return data
-
-    def _move(self, source: ByteSource, offset: int, length: int) -> None:
-        follows = (
-            source is self._source and 0 <= offset - self._start <= len(self._data) + self._size
-        )
-        self._size = min(4 * self._size, WINDOW) if follows else NEARBY
-        wanted = max(length, min(self._size, source.size - offset))
-        self._data = source.read(offset, wanted)
-        self._source, self._start = source, offset
 
 
 def combined(sums: Iterable[Sum]) -> dict[int, int]:

@@ -28,6 +28,7 @@ import os
 import stat
 from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager, suppress
+from io import BytesIO
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -77,17 +78,14 @@ def can_patch(path: str) -> bool:
     It must be a writable regular file, not a symbolic link, with one hard link.
     """
     info = os.lstat(path)
-    journal = journal_path(path)
-    own = (
-        stat.S_ISREG(info.st_mode)
-        and info.st_nlink == 1
-        and len(os.fsencode(os.path.basename(journal))) <= NAME_MAX
-    )
+    folder, journal = os.path.split(journal_path(path))
+    is_own = stat.S_ISREG(info.st_mode) and info.st_nlink == 1
     return (
         fcntl is not None
-        and own
+        and is_own
+        and len(os.fsencode(journal)) <= NAME_MAX
         and os.access(path, os.W_OK)
-        and os.access(os.path.dirname(journal), os.W_OK)
+        and os.access(folder, os.W_OK)
     )
 
 
@@ -99,38 +97,32 @@ def apply(patch: Patch, options: Options = DEFAULT, **changes: Any) -> Published
     was read, OutputError, VerifyError with the file as it was.
     """
     base, options = patch.base, options.changed(changes)
-    if patch.seal is not None:
-        with reported(base.path, base.name, patch.written):
-            _apply(patch, options.verify, options.dry_run)
+    if patch.breaks is not None and patch.seal is not None:
+        with reported(base.path, base.name, patch.written), _locked(base.path, base.name) as fd:
+            journal = journal_path(base.path)
+            if identity_of(os.fstat(fd)) != base.identity or os.path.lexists(journal):
+                hint = "run the command again"
+                raise InputChangedError("changed since it was read", where=base.name, hint=hint)
+            known = journal_of(patch, os.fstat(fd).st_ino)
+            data = known.dump()
+            check_space(base.path, len(data) + max(0, patch.size - base.size))
+            if not options.dry_run:
+                sweep(base.path)
+                _keep(data, journal)
+                try:
+                    _rewrite(fd, patch.breaks, patch.edits, patch.size, (patch.seal,))
+                    for edit in (*patch.edits, patch.seal) if options.verify else ():
+                        if _read(fd, edit.offset, len(edit.data)) != edit.data:
+                            why = f"was not written as planned, at byte {edit.offset:,} or after"
+                            raise VerifyError(why, where=base.name)
+                except BaseException:
+                    _undo(fd, known)
+                    _remove(journal)
+                    raise
+                _remove(journal)
     if options.progress is not None and not options.dry_run:
         options.progress(patch.written, patch.written)
     return Published(base.path, patch.size, 1)
-
-
-def _apply(patch: Patch, verify: bool, dry_run: bool) -> None:
-    path = patch.base.path
-    with _locked(path, patch.base.name) as fd:
-        if identity_of(os.fstat(fd)) != patch.base.identity or os.path.lexists(journal_path(path)):
-            raise InputChangedError(
-                "changed since it was read", where=patch.base.name, hint="run the command again"
-            )
-        journal = journal_of(patch, os.fstat(fd).st_ino)
-        data = journal.dump()
-        check_space(path, len(data) + max(0, patch.size - patch.base.size))
-        if dry_run:
-            return
-        sweep(path)
-        _keep(data, journal_path(path))
-        try:
-            assert patch.breaks is not None and patch.seal is not None
-            _rewrite(fd, patch.breaks, patch.edits, patch.size, (patch.seal,))
-            if verify:
-                _compare(fd, patch)
-        except BaseException:
-            _undo(fd, journal)
-            _remove(journal_path(path))
-            raise
-        _remove(journal_path(path))
 
 
 @contextmanager
@@ -190,16 +182,6 @@ def _write(fd: int, edits: Iterable[Edit], size: int | None = None) -> None:
     os.fsync(fd)
 
 
-def _compare(fd: int, patch: Patch) -> None:
-    assert patch.seal is not None
-    for edit in (*patch.edits, patch.seal):
-        if _read(fd, edit.offset, len(edit.data)) != edit.data:
-            raise VerifyError(
-                f"was not written as planned, at byte {edit.offset:,} or after",
-                where=patch.base.name,
-            )
-
-
 def _read(fd: int, offset: int, length: int) -> bytes:
     """Return the bytes at `offset`, as many as the file has."""
     os.lseek(fd, offset, os.SEEK_SET)
@@ -226,69 +208,38 @@ def journals_of(path: str) -> Iterator[tuple[str, str]]:
             yield journal, file
 
 
-def look(path: str) -> None:
-    """Raise InputError if a file at `path`, a file or a folder of files, is left half-edited.
+def check_journals(path: str, undo: bool = False) -> None:
+    """Look at the interrupted edits in place at `path`, a file or a folder of files.
 
-    Changes nothing, so that commands that only read do not write.
+    Raises InputError for a file that is left half-edited, and changes nothing: commands that only
+    read do not write. With `undo`, restores each file to what it was, unless only the removal of
+    the journal was missing; raises OutputError where that cannot be written. Raises InputError
+    where an edit is still under way, or the journal does not match the file.
     """
     for journal, file in journals_of(path):
         try:
-            _look(journal, file)
+            with _locked(file, file, os.O_RDWR if undo else os.O_RDONLY) as fd:
+                if not os.path.lexists(journal):
+                    continue  # the edit was finished in the meantime
+                known = _trusted(journal, file, fd)
+                found = (_read(fd, s.offset, max(len(s.old), len(s.new))) for s in known.spans)
+                state = known.state(os.fstat(fd).st_size, found)
+                if state == "else":
+                    raise _foreign(journal, file, "another program has written to it since")
+                if state == "between" and not undo:
+                    hint = f"`ckptkit recover --in-place {shell_word(file)}` puts it back as it was"
+                    raise InputError(_INTERRUPTED, where=file, hint=hint)
+                if state == "between":
+                    _undo(fd, known)
+                if undo:
+                    _remove(journal)
         except CkptkitError:
             raise
         except OSError as error:
+            if undo:
+                why = f"{_INTERRUPTED}, and cannot be undone: {error.strerror}"
+                raise OutputError(why, where=file) from error
             raise InputError(f"{_INTERRUPTED}: {error.strerror}", where=file) from error
-
-
-def _look(journal: str, file: str) -> None:
-    with _locked(file, file, os.O_RDONLY) as fd:
-        if not os.path.lexists(journal):
-            return
-        if _state(_trusted(journal, file, fd), journal, file, fd) == "between":
-            hint = f"`ckptkit recover --in-place {shell_word(file)}` puts it back as it was"
-            raise InputError(_INTERRUPTED, where=file, hint=hint)
-
-
-def _state(known: Journal, journal: str, file: str, fd: int) -> str:
-    """Return the state of the file by its journal.
-
-    Raises InputError if another program has written to the file.
-    """
-    state = known.state(
-        os.fstat(fd).st_size,
-        (_read(fd, s.offset, max(len(s.old), len(s.new))) for s in known.spans),
-    )
-    if state == "else":
-        raise _foreign(journal, file, "another program has written to it since")
-    return state
-
-
-def undo_interrupted(path: str) -> None:
-    """Recover the files of interrupted edits in place at `path`, a file or a folder of files.
-
-    Each file is restored to what it was, unless only the removal of the journal was missing. Raises
-    InputError if the edit is still under way, or if the journal does not match the file;
-    OutputError where the file cannot be written.
-    """
-    for journal, file in journals_of(path):
-        try:
-            _undo_interrupted(journal, file)
-        except CkptkitError:
-            raise
-        except OSError as error:
-            raise OutputError(
-                f"{_INTERRUPTED}, and cannot be undone: {error.strerror}", where=file
-            ) from error
-
-
-def _undo_interrupted(journal: str, file: str) -> None:
-    with _locked(file, file) as fd:
-        if not os.path.lexists(journal):
-            return  # the edit was finished in the meantime
-        known = _trusted(journal, file, fd)
-        if _state(known, journal, file, fd) == "between":
-            _undo(fd, known)
-        _remove(journal)
 
 
 def _trusted(journal: str, file: str, fd: int) -> Journal:
@@ -298,7 +249,7 @@ def _trusted(journal: str, file: str, fd: int) -> Journal:
         if hasattr(os, "geteuid") and os.fstat(source.fd).st_uid not in (os.geteuid(), info.st_uid):
             raise _foreign(journal, file, "it is neither yours nor of the file's owner")
         try:
-            check_head(source.read(0, min(HEAD, source.size)), source.size)
+            _header(source.read(0, min(HEAD, source.size)), source.size)
             known = parse(source.read(0, source.size))
         except CkptkitError as error:
             raise _foreign(journal, file, error.message) from error
@@ -426,11 +377,29 @@ def _old(patch: Patch, start: int, stop: int) -> bytes:
     return patch.base.read(start, stop - start)
 
 
-def check_head(data: bytes, size: int) -> None:
-    """Raise FormatError unless a file of `size` bytes that begins with `data` can be a journal.
+def parse(data: bytes) -> Journal:
+    """Parse the bytes of a journal file. Raises FormatError if it is not one, or incomplete."""
+    import hashlib
 
-    The sizes in its header must add up to exactly that size: this is checked before all of it is
-    read.
+    inode, before, after, (place, length), rows, start = _header(data, len(data))
+    if hashlib.sha256(data[:-_DIGEST]).digest() != data[-_DIGEST:]:
+        raise FormatError(_NOT_WHOLE)
+    body = BytesIO(data[start:-_DIGEST])
+    breaks = Edit(place, body.read(length))
+    spans = tuple(JournalSpan(offset, body.read(old), body.read(new)) for offset, old, new in rows)
+    old = max((span.offset + len(span.old) for span in spans if span.old), default=0)
+    new = max((span.offset + len(span.new) for span in spans if span.new), default=0)
+    # Otherwise some of the old bytes would be unknown.
+    if old > before or new > after or before > max(after, old):
+        raise FormatError(_NOT_WHOLE)
+    return Journal(inode, before, after, breaks, spans)
+
+
+def _header(data: bytes, size: int) -> tuple[Any, int, int, list[int], list[list[int]], int]:
+    """Return the numbers in the line of a journal of `size` bytes, and where that line ends.
+
+    Raises FormatError unless they are offsets and lengths that add up to exactly that size: this
+    is checked before all of it is read.
     """
     import json
 
@@ -439,65 +408,21 @@ def check_head(data: bytes, size: int) -> None:
         raise FormatError(_NOT_WHOLE)
     try:
         numbers = json.loads(data[len(_MAGIC) : end])
-        lengths = [_counts(numbers["breaks"])[1]]
-        for row in numbers["spans"]:
-            _, old, new = _counts(row)
-            lengths += [old, new]
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
-        raise FormatError(_NOT_WHOLE) from error
-    if end + 1 + sum(lengths) + _DIGEST != size or size > LARGEST:
-        raise FormatError(_NOT_WHOLE)
-
-
-def parse(data: bytes) -> Journal:
-    """Parse the bytes of a journal file. Raises FormatError if it is not one, or incomplete."""
-    import hashlib
-    import json
-
-    end = data.find(b"\n", len(_MAGIC), len(_MAGIC) + _LINE)
-    if not data.startswith(_MAGIC) or end < 0 or hashlib.sha256(data[:-32]).digest() != data[-32:]:
-        raise FormatError(_NOT_WHOLE)
-    pieces = _Pieces(data[end + 1 : -32])
-    try:
-        numbers = json.loads(data[len(_MAGIC) : end])
-        place, length = _counts(numbers["breaks"])
-        breaks = Edit(place, pieces.take(length))
-        rows = map(_counts, numbers["spans"])
-        spans = tuple(
-            JournalSpan(offset, pieces.take(old), pieces.take(new)) for offset, old, new in rows
-        )
-        before, after = _counts([numbers["before"], numbers["after"]])
+        before, after = _counts([numbers["before"], numbers["after"]], 2)
+        breaks = _counts(numbers["breaks"], 2)
+        rows = [_counts(row, 3) for row in numbers["spans"]]
         inode = numbers["inode"]
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise FormatError(_NOT_WHOLE) from error
-    old = max((span.offset + len(span.old) for span in spans if span.old), default=0)
-    new = max((span.offset + len(span.new) for span in spans if span.new), default=0)
-    # Otherwise some of the old bytes would be unknown.
-    if pieces.left or old > before or new > after or before > max(after, old):
+    held = breaks[1] + sum(old + new for _, old, new in rows)
+    if end + 1 + held + _DIGEST != size or size > LARGEST:
         raise FormatError(_NOT_WHOLE)
-    return Journal(inode, before, after, breaks, spans)
+    return inode, before, after, breaks, rows, end + 1
 
 
-def _counts(values: list[object]) -> list[int]:
+def _counts(values: list[object], count: int) -> list[int]:
     """Return numbers that can be offsets and lengths in a file. Raises ValueError for others."""
     found = [value for value in values if type(value) is int and 0 <= value < 1 << 63]
-    if len(found) != len(values):
+    if len(found) != len(values) or len(found) != count:
         raise ValueError("not an offset or length in a file")
     return found
-
-
-class _Pieces:
-    """Bytes consumed from the front."""
-
-    def __init__(self, data: bytes) -> None:
-        self._data = data
-        self._at = 0
-
-    @property
-    def left(self) -> int:
-        """Bytes not consumed; negative where too many were."""
-        return len(self._data) - self._at
-
-    def take(self, length: int) -> bytes:
-        self._at += length
-        return self._data[self._at - length : self._at]

@@ -13,20 +13,20 @@ import os
 import stat
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain
+from contextlib import suppress
 from typing import NamedTuple
 
 from ckptkit.core.bytesource import (
     ByteSource,
     Derived,
     Extent,
-    Folder,
     Identity,
     LocalFile,
     Range,
     check_is_name,
     crc32,
     crc32_combine,
+    identity_of,
     in_file,
 )
 from ckptkit.core.errors import (
@@ -39,48 +39,104 @@ from ckptkit.core.errors import (
     UsageError,
 )
 from ckptkit.core.limits import LIMITS
-from ckptkit.core.plan import OutputFile, Plan, Segment, Summed, extents
+from ckptkit.core.plan import OutputFile, Plan, Summed, extents
 from ckptkit.core.text import mismatch, shell_word, shown, typed
 from ckptkit.publish.copying import pieces
 
 NO_ROOM = "make room, or write to another disk: `df -h` lists them"
 
 
-def check_typed(name: str, is_folder: bool) -> None:
-    """Refuse the name of an output, as typed, that is that of a stream, or of a folder for a file.
+def check_destination(
+    plan: Plan, given: str, path: str, force: bool, read: Iterable[ByteSource]
+) -> os.stat_result | None:
+    """Return what is at the destination `path` now, if the output may replace it; None if nothing.
 
-    Whether the folder exists makes no difference.
+    `given` is the path as it was typed: "-" is a stream, and a name that ends in a slash one of a
+    folder, whether it exists or not. None of the sources `read` may be there, by any name or link.
     """
-    check_is_name(name)
-    if name.endswith(os.sep) and not is_folder:
+    check_is_name(given)
+    if given.endswith(os.sep) and not plan.is_folder:
+        hint = "name the file in it"
         raise UsageError(
-            "is the name of a folder, and the output is a file",
-            where=name,
-            hint="name the file in it",
+            "is the name of a folder, and the output is a file", where=given, hint=hint
         )
-
-
-def check_destination(plan: Plan, path: str, force: bool) -> os.stat_result | None:
-    """Return what is at the destination now, if the output may replace it; None if nothing."""
+    there = set()
+    for look in (os.lstat, os.stat):
+        with suppress(OSError):
+            there.add(identity_of(look(path))[:2])
+    for source in (each.whole or each for each in read):
+        if isinstance(source, LocalFile) and source.identity[:2] in there:
+            hint = f"{typed('--in-place', 'in_place=True')} replaces it"
+            raise UsageError("is the file that is read", where=path, hint=hint)
     check_names([file.name for file in plan.files])
     folder, name = os.path.split(path)
     if name in ("", ".", ".."):
         raise UsageError("cannot be the name of an output", where=path)
     if not os.path.isdir(folder):
-        raise OutputError(
-            f"the folder {folder} does not exist", where=path, hint=f"mkdir -p {shell_word(folder)}"
-        )
-    try:
+        hint = f"mkdir -p {shell_word(folder)}"
+        raise OutputError(f"the folder {folder} does not exist", where=path, hint=hint)
+    old = None
+    with suppress(FileNotFoundError):
         old = os.lstat(path)
-    except FileNotFoundError:
-        _check_writable(folder)
-        return None
-    if stat.S_ISDIR(old.st_mode):
-        _check_old_folder(path, plan.is_folder)
-    else:
-        _check_old_file(path, old.st_mode, plan.is_folder, force)
+    if old is not None:
+        _check_old(path, old.st_mode, plan.is_folder, force)
     _check_writable(folder)
     return old
+
+
+def _check_old(path: str, mode: int, folder_wanted: bool, force: bool) -> None:
+    """Refuse to replace what is there, unless that is allowed.
+
+    An empty folder may be replaced by a folder; a regular file or a link by a file, with `force`.
+    """
+    if stat.S_ISDIR(mode):
+        if not folder_wanted:
+            hint = "name the file in it"
+            raise UsageError("is a folder, and the output is a file", where=path, hint=hint)
+        if os.listdir(path):
+            hint = "name a folder that does not exist"
+            raise OutputExistsError("is a folder that is not empty", where=path, hint=hint)
+        return
+    if not (stat.S_ISREG(mode) or stat.S_ISLNK(mode)):
+        raise UsageError("is neither a file nor a folder", where=path)
+    if stat.S_ISLNK(mode) and _is_special(path):
+        raise UsageError(
+            f"is a link to {os.readlink(path)}, which is neither a file nor a folder",
+            where=path,
+            hint="name a file that does not exist",
+        )
+    if folder_wanted:
+        raise UsageError("is a file, and the output is a folder", where=path, hint="name a folder")
+    if not force:
+        hint = f"{typed('--force', 'force=True')} replaces it"
+        raise OutputExistsError("exists already", where=path, hint=hint)
+
+
+def _is_special(link: str) -> bool:
+    """Return whether a link leads to a device, a pipe or a socket, or to a descriptor in ``/proc``.
+
+    A descriptor may be one of a regular file, as ``/dev/stdout`` is where output goes to a file.
+    """
+    target = os.path.join(os.path.dirname(link), os.readlink(link))
+    if os.path.realpath(os.path.dirname(target)).startswith("/proc/"):
+        return True
+    try:
+        mode = os.stat(link).st_mode
+    except OSError:  # it leads nowhere
+        return False
+    return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
+
+
+def check_names(names: list[str]) -> None:
+    """Refuse a plan whose files share a name, or are outside their folder."""
+    parts = [part for name in names if name for part in name.split("/")]
+    are_inside = all(
+        part not in ("", ".", "..") and part == os.path.basename(part) for part in parts
+    )
+    if len(set(names)) < len(names) or not are_inside:
+        raise UsageError(
+            f"the output would have files of one name, or outside their folder: {names[:8]}"
+        )
 
 
 def check_folder(path: str) -> None:
@@ -104,100 +160,12 @@ def _check_writable(folder: str) -> None:
     raise OSError(code, os.strerror(code), folder)
 
 
-def check_names(names: list[str]) -> None:
-    """Refuse a plan whose files share a name, or are outside their folder."""
-    parts = [part for name in names if name for part in name.split("/")]
-    are_inside = all(
-        part not in ("", ".", "..") and part == os.path.basename(part) for part in parts
-    )
-    if len(set(names)) < len(names) or not are_inside:
-        raise UsageError(
-            f"the output would have files of one name, or outside their folder: {names[:8]}"
-        )
-
-
-def _check_old_folder(path: str, wanted: bool) -> None:
-    """Refuse to replace a folder, unless it is empty and a folder is `wanted`."""
-    if not wanted:
-        raise UsageError(
-            "is a folder, and the output is a file", where=path, hint="name the file in it"
-        )
-    if os.listdir(path):
-        raise OutputExistsError(
-            "is a folder that is not empty", where=path, hint="name a folder that does not exist"
-        )
-
-
-def _check_old_file(path: str, mode: int, folder_wanted: bool, force: bool) -> None:
-    """Refuse to replace a file, unless it is a regular one or a link, and `force` is given."""
-    if not (stat.S_ISREG(mode) or stat.S_ISLNK(mode)):
-        raise UsageError("is neither a file nor a folder", where=path)
-    if stat.S_ISLNK(mode) and _is_special(path):
-        raise UsageError(
-            f"is a link to {os.readlink(path)}, which is neither a file nor a folder",
-            where=path,
-            hint="name a file that does not exist",
-        )
-    if folder_wanted:
-        raise UsageError(
-            "is a file, and the output is a folder",
-            where=path,
-            hint="name a folder",
-        )
-    if not force:
-        raise OutputExistsError(
-            "exists already", where=path, hint=f"{typed('--force', 'force=True')} replaces it"
-        )
-
-
-def _is_special(link: str) -> bool:
-    """Return whether a link leads to a device, a pipe or a socket, or to a descriptor in ``/proc``.
-
-    A descriptor may be one of a regular file, as ``/dev/stdout`` is where output goes to a file.
-    """
-    target = os.path.join(os.path.dirname(link), os.readlink(link))
-    if os.path.realpath(os.path.dirname(target)).startswith("/proc/"):
-        return True
-    try:
-        mode = os.stat(link).st_mode
-    except OSError:  # it leads nowhere
-        return False
-    return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
-
-
-def files_of(origin: ByteSource | Folder | None) -> list[ByteSource]:
-    """Return the sources that were opened at a place."""
-    if isinstance(origin, Folder):
-        return list(origin.opened())
-    return [] if origin is None else [origin]
-
-
-def check_sources(path: str, sources: list[ByteSource]) -> None:
-    """Refuse a destination that is one of the files read, by any name or link."""
-    there = set()
-    for look in (os.lstat, os.stat):
-        try:
-            info = look(path)
-        except OSError:
-            continue
-        there.add((info.st_dev, info.st_ino))
-    for source in (each.whole or each for each in sources):
-        if isinstance(source, LocalFile) and source.identity[:2] in there:
-            raise UsageError(
-                "is the file that is read",
-                where=path,
-                hint=f"{typed('--in-place', 'in_place=True')} replaces it",
-            )
-
-
-def check_still_there(path: str, sources: list[ByteSource]) -> None:
+def check_still_there(path: str, sources: Iterable[ByteSource]) -> None:
     """Raise InputChangedError if the file to be replaced is no longer the one that was read."""
-    info = os.stat(path)
     known = {source.identity[:2] for source in sources if isinstance(source, LocalFile)}
-    if known and (info.st_dev, info.st_ino) not in known:
-        raise InputChangedError(
-            "was replaced while it was read", where=path, hint="run the command again"
-        )
+    if known and identity_of(os.stat(path))[:2] not in known:
+        hint = "run the command again"
+        raise InputChangedError("was replaced while it was read", where=path, hint=hint)
 
 
 def check_size(plan: Plan, size: int, allow_expand: bool) -> None:
@@ -218,32 +186,24 @@ def check_size(plan: Plan, size: int, allow_expand: bool) -> None:
 
 
 def referenced(plan: Plan) -> int:
-    """Bytes of the storages that the plan reads, each counted once.
+    """Count the bytes of the storages that the plan reads, each once.
 
     What is inflated counts as inflated, and codes of quantized weights count as the weights: of
     these, there are never more than the bits of the codes.
     """
-    runs: list[tuple[int, int, int]] = []
+    ranges: list[tuple[int, int, int]] = []
     inflated: dict[tuple[int, int], int] = {}
-    waiting: list[Segment | Extent] = [
-        *chain.from_iterable(file.segments for file in plan.files),
-    ]
+    waiting = [each for file in plan.files for each in extents(file.segments)]
     while waiting:
         each = waiting.pop()
-        if isinstance(each, Summed):
-            waiting.append(each.extent)
-        elif isinstance(each, Range):
-            runs.append((id(each.source), each.offset, each.offset + each.length))
-        elif (
-            isinstance(each, Derived)
-            and each.operation.expands
-            and isinstance(each.inputs[0], Range)
-        ):
+        if isinstance(each, Range):
+            ranges.append((id(each.source), each.offset, each.offset + each.length))
+        elif each.operation.expands and isinstance(each.inputs[0], Range):
             inflated[id(each.inputs[0].source), each.inputs[0].offset] = each.length
-        elif isinstance(each, Derived):
+        else:
             waiting.extend(each.inputs)
     total, last, end = sum(inflated.values()), 0, 0
-    for source, start, stop in sorted(runs):
+    for source, start, stop in sorted(ranges):
         if source != last:
             last, end = source, 0
         total += max(0, stop - max(start, end))
@@ -365,34 +325,30 @@ def compare(found: Sequence[Check], runs: Iterable[Run]) -> list[tuple[Check, in
     """
     numbers = {identity: number for number, identity in enumerate(identities(found))}
     # The length and CRC-32 of the longest run from each offset of each source.
-    longest: dict[int, dict[int, tuple[int, int]]] = {}
+    longest: dict[int, dict[int, tuple[int, int]]] = {number: {} for number in numbers.values()}
     for source, offset, length, crc in runs:
-        row = longest.setdefault(source, {})
+        row = longest[source]
         row[offset] = max(row.get(offset, (0, 0)), (length, crc))
     starts = {source: sorted(row) for source, row in longest.items()}
-    parts = []
+    parts: list[tuple[int, Range, int | None]] = []
     for number, check in enumerate(found):
         source = numbers[check.source.identity]
-        row = longest.get(source, {})
+        row = longest[source]
         if row.get(check.offset) != (check.length, check.crc32):
-            parts += [(number, *part) for part in _parts(check, starts.get(source, []), row)]
-    sums: dict[int, int] = {}
-    for number, length, crc in _summed(parts):
-        sums[number] = crc32_combine(sums[number], crc, length) if number in sums else crc
-    return [(found[n], crc) for n, crc in sums.items() if crc != found[n].crc32]
-
-
-def _summed(parts: list[tuple[int, Range, int | None]]) -> Iterator[tuple[int, int, int]]:
-    """Yield number, length and CRC-32 of each part, of which some have to be read."""
+            parts += [(number, *part) for part in _parts(check, starts[source], row)]
     if not parts:
-        return
+        return []
     from ckptkit.compute.workers import ordered
 
-    yield from ordered(
-        lambda part: (part[0], part[1].length, _sum(part[1]) if part[2] is None else part[2]),
+    summed = ordered(
+        lambda part: _sum(part[1]) if part[2] is None else part[2],
         parts,
         lambda part: part[1].length if part[2] is None else 0,
     )
+    sums: dict[int, int] = {}
+    for (number, part, _), crc in zip(parts, summed, strict=True):
+        sums[number] = crc32_combine(sums[number], crc, part.length) if number in sums else crc
+    return [(found[n], crc) for n, crc in sums.items() if crc != found[n].crc32]
 
 
 def _parts(
@@ -400,21 +356,18 @@ def _parts(
 ) -> list[tuple[Range, int | None]]:
     """Return consecutive parts of a member, each with its CRC-32, None for one to be read.
 
-    None at all where much of a remote file would be read again.
+    Return nothing where much of a remote file would be read again.
     """
     found: list[tuple[Range, int | None]] = []
     again = 0
     at, stop = check.offset, check.offset + check.length
     while at < stop:
-        length, crc = known.get(at, (0, 0))
-        if 0 < length <= stop - at:
-            found.append((Range(check.source, at, length), crc))
-        else:
+        length, crc = known.get(at, (0, None))
+        if not 0 < length <= stop - at:
             number = bisect_left(starts, at + 1)
-            end = min(stop, at + _PIECE, *starts[number : number + 1])
-            length = end - at
-            found.append((Range(check.source, at, length), None))
+            length, crc = min(stop, at + _PIECE, *starts[number : number + 1]) - at, None
             again += length
+        found.append((Range(check.source, at, length), crc))
         at += length
     return [] if check.source.remote and again > _PIECE >> 6 else found
 

@@ -21,8 +21,8 @@ import re
 import stat
 import time
 import zlib
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -37,29 +37,20 @@ from ckptkit.core.bytesource import (
     journal_path,
     reading,
 )
-from ckptkit.core.errors import (
-    CkptkitError,
-    OutputError,
-    OutputExistsError,
-    UsageError,
-    VerifyError,
-)
+from ckptkit.core.errors import CkptkitError, OutputError, OutputExistsError, VerifyError
 from ckptkit.core.options import DEFAULT, Options
 from ckptkit.core.plan import OutputFile, Plan
-from ckptkit.core.text import is_url, shown_url, typed
-from ckptkit.publish.copying import Summing, in_order
+from ckptkit.core.text import is_url, shown_url
+from ckptkit.publish.copying import WriteTask, in_order
 from ckptkit.publish.parallel_write import execute
 from ckptkit.publish.preflight import (
     NO_ROOM,
     check_destination,
     check_size,
-    check_sources,
     check_space,
     check_still_there,
-    check_typed,
     checks,
     compare,
-    files_of,
     free,
     identities,
     raise_damage,
@@ -107,19 +98,21 @@ def publish(
     destination as it was.
     """
     given, options = os.fspath(destination), options.changed(changes)
+    size, sources = plan.size, plan.sources()
     if is_url(given):
-        return _upload(plan, given, options)
-    check_typed(given, plan.is_folder)
+        from ckptkit.publish.upload import upload
+
+        check_size(plan, size, options.allow_expand)
+        upload(plan, given, options)
+        return Published(shown_url(given), size, len(plan.files))
     path = given.rstrip(os.sep)
     path = path if os.path.isabs(path) else os.path.join(os.getcwd(), path)
-    size, sources = plan.size, plan.sources()
     force = options.force or replace_source
-    read = [*sources, *files_of(origin)]
+    read = sources
+    if origin is not None:
+        read = [*sources, *(origin.opened() if isinstance(origin, Folder) else (origin,))]
     with reported(path, given, size):
-        if not replace_source:
-            check_sources(path, read)
-        old = check_destination(plan, path, force)
-        replaces = old is not None and stat.S_ISREG(old.st_mode)
+        old = check_destination(plan, given, path, force, () if replace_source else read)
         check_size(plan, size, options.allow_expand)
         left = [] if options.dry_run else sweep(path)
         journal = None  # of an edit of the old file in place that was interrupted
@@ -128,37 +121,30 @@ def publish(
         check_space(path, size)
         if options.dry_run:
             return Published(path, size, len(plan.files))
-        temporary = temporary_name(path)
+        replaced = old if old is not None and stat.S_ISREG(old.st_mode) else None
+        is_durable = options.durable or replaced is not None
+        new = _Temporary(plan, path)
         try:
-            if plan.is_folder:
-                os.mkdir(temporary)
-            else:
-                os.close(new_file(temporary))
-            mode = _narrowed(stat.S_IMODE(os.lstat(temporary).st_mode), read)
-            os.chmod(temporary, 0o700 if plan.is_folder else 0o600)  # while it is written
-            damaged = _write(plan, temporary, size, options)
+            mode = new.make(read)
+            damaged = _write(plan, new.places, size, options)
             for source in sources:
                 source.check_unchanged()
-            _keep_owner(temporary, old)
-            _keep_attributes(temporary, path if replace_source else None)
-            if old is not None and replaces:
-                mode = stat.S_IMODE(old.st_mode) & 0o777
-            os.chmod(temporary, mode)
-            if options.durable or replaces:
-                _to_disk(plan, temporary)
-            if replace_source:
-                with _locked(path):
+            if replaced is not None:
+                mode = _inherit(new.path, replaced, path if replace_source else None)
+            os.chmod(new.path, mode)
+            if is_durable:
+                new.sync()
+            with _locked(path) if replace_source else nullcontext():
+                if replace_source:
                     check_still_there(path, read)
-                    left += _rename(temporary, path, plan.is_folder, force)
-            else:
-                left += _rename(temporary, path, plan.is_folder, force)
+                left += _rename(new.path, path, plan.is_folder, force)
         except BaseException:
-            _discard(temporary, plan)
+            new.discard()
             raise
         with suppress(OSError):  # a new file has nothing to undo
-            if replaces and journal and os.path.samestat(journal, os.lstat(journal_path(path))):
+            if replaced and journal and os.path.samestat(journal, os.lstat(journal_path(path))):
                 os.unlink(journal_path(path))
-        if options.durable or replaces:
+        if is_durable:
             try:
                 sync_folder(os.path.dirname(path))  # so that the rename survives a power cut
             except OSError as error:
@@ -167,29 +153,55 @@ def publish(
     return Published(path, size, len(plan.files), tuple(left), damaged)
 
 
-def _upload(plan: Plan, url: str, options: Options) -> Published:
-    """Write `plan` to a URL, as `publish` does to a path."""
-    from ckptkit.publish.upload import upload
+class _Temporary:
+    """The output beside the destination, where it is written: `places` are its files."""
 
-    size = plan.size
-    check_size(plan, size, options.allow_expand)
-    if options.verify:
-        raise UsageError(
-            "an output at a URL cannot be read back before it appears",
-            where=shown_url(url),
-            hint=f"leave out {typed('--verify', 'verify=True')}; `diff --values` compares them "
-            "afterwards",
-        )
-    report = options.progress or (lambda count, total: None)
-    upload(
-        plan,
-        url,
-        force=options.force,
-        check=options.check,
-        progress=lambda count: report(count, size),
-        dry_run=options.dry_run,
-    )
-    return Published(shown_url(url), size, len(plan.files))
+    def __init__(self, plan: Plan, path: str) -> None:
+        self.path = temporary_name(path)
+        self.is_folder = plan.is_folder
+        self.folders = [os.path.join(self.path, *name.split("/")) for name in plan.folders]
+        names = [file.name for file in plan.files]
+        self.places = [os.path.join(self.path, name) if name else self.path for name in names]
+
+    def make(self, sources: Iterable[ByteSource]) -> int:
+        """Make the files, empty and the user's own; return the mode that the output will have.
+
+        It has no access for group or others where they cannot read a local input.
+        """
+        if self.is_folder:
+            os.mkdir(self.path)
+        else:
+            os.close(new_file(self.path))
+        mode = stat.S_IMODE(os.lstat(self.path).st_mode)
+        for source in sources:
+            if isinstance(source, LocalFile) and source.fd >= 0:
+                allowed = os.fstat(source.fd).st_mode
+                for shift in (3, 0):
+                    if not allowed >> shift & 4:
+                        mode &= ~(7 << shift)
+        os.chmod(self.path, 0o700 if self.is_folder else 0o600)
+        for folder in self.folders:
+            os.mkdir(folder)
+        for place in self.places if self.is_folder else ():
+            os.close(new_file(place))
+        return mode
+
+    def sync(self) -> None:
+        """Bring it to the disk."""
+        for place in self.places:
+            sync(place)
+        for folder in [*self.folders, self.path] if self.is_folder else ():
+            sync_folder(folder)
+
+    def discard(self) -> None:
+        """Remove it, as far as it is there."""
+        with suppress(OSError):  # the failure before this one is reported
+            for place in filter(os.path.lexists, self.places):
+                os.unlink(place)
+            for folder in filter(os.path.lexists, reversed(self.folders)):
+                os.rmdir(folder)
+            if self.is_folder:
+                os.rmdir(self.path)
 
 
 @contextmanager
@@ -209,72 +221,49 @@ def reported(path: str, typed: str, size: int) -> Iterator[None]:
         raise OutputError(f"cannot be written: {why}", where=typed, hint=hint) from error
 
 
-def _keep_owner(temporary: str, old: os.stat_result | None) -> None:
-    """Give a file the owner and the group of the one that it replaces, as far as allowed."""
-    if old is None or not hasattr(os, "chown") or not stat.S_ISREG(old.st_mode):
-        return
+def _inherit(temporary: str, old: os.stat_result, path: str | None) -> int:
+    """Give a file the owner and group of the one that it replaces, as far as allowed.
+
+    A file that is rewritten keeps the user's extended attributes of its source at `path`. Return
+    the mode of the old file.
+    """
     now = os.lstat(temporary)
-    for owner, group in ((old.st_uid, old.st_gid), (-1, old.st_gid)):
-        if owner in (-1, now.st_uid) and group == now.st_gid:
-            return
+    owner = -1 if old.st_uid == now.st_uid else old.st_uid
+    if hasattr(os, "chown") and (owner, old.st_gid) != (-1, now.st_gid):
+        try:
+            os.chown(temporary, owner, old.st_gid)
+        except OSError:  # a file is given away by root alone
+            with suppress(OSError):
+                os.chown(temporary, -1, old.st_gid)
+    if path is not None and hasattr(os, "listxattr"):
         with suppress(OSError):
-            os.chown(temporary, owner, group)
-            return
+            for name in os.listxattr(path, follow_symlinks=False):
+                if name.startswith("user."):
+                    with suppress(OSError):
+                        value = os.getxattr(path, name, follow_symlinks=False)
+                        os.setxattr(temporary, name, value)
+    return stat.S_IMODE(old.st_mode) & 0o777
 
 
-def _keep_attributes(temporary: str, path: str | None) -> None:
-    """Give a file the user's extended attributes of its source at `path`, which it replaces."""
-    if path is None or not hasattr(os, "listxattr"):
-        return
-    with suppress(OSError):
-        for name in os.listxattr(path, follow_symlinks=False):
-            if name.startswith("user."):
-                with suppress(OSError):
-                    os.setxattr(temporary, name, os.getxattr(path, name, follow_symlinks=False))
-
-
-def _narrowed(mode: int, sources: Iterable[ByteSource]) -> int:
-    """Return `mode` without access for group or others where they cannot read a local input."""
-    for source in sources:
-        if isinstance(source, LocalFile) and source.fd >= 0:
-            allowed = os.fstat(source.fd).st_mode
-            for shift in (3, 0):
-                if not allowed >> shift & 4:
-                    mode &= ~(7 << shift)
-    return mode
-
-
-def _places(plan: Plan, temporary: str) -> list[str]:
-    return [os.path.join(temporary, file.name) if file.name else temporary for file in plan.files]
-
-
-def _folders(plan: Plan, temporary: str) -> list[str]:
-    """The folders inside the output, outer ones first."""
-    return [os.path.join(temporary, *folder.split("/")) for folder in plan.folders]
-
-
-def _write(plan: Plan, temporary: str, size: int, options: Options) -> tuple[Range, ...]:
+def _write(plan: Plan, places: Sequence[str], size: int, options: Options) -> tuple[Range, ...]:
     """Write the files of a plan, of `size` bytes in all.
 
     Return what was found to be damaged of what is copied together with its checksum.
     """
-    places = _places(plan, temporary)
-    for folder in _folders(plan, temporary):
-        os.mkdir(folder)
-    for place in places if plan.is_folder else ():
-        os.close(new_file(place))
-    files = [(p, file.segments) for p, file in zip(places, plan.files, strict=True)]
     report = options.progress or (lambda count, total: None)
     checked = checks(plan.files) if options.check else []
-    summing = Summing(identities(checked), tuple(file.keeps_sums for file in plan.files), [])
-    found = execute(
-        files,
+    summed = identities(checked) if options.check else None
+    found, runs = execute(
+        [
+            WriteTask(place, 0, file.segments, summed=summed, keeps_sums=file.keeps_sums)
+            for place, file in zip(places, plan.files, strict=True)
+        ],
         options.executor,
         lambda count: report(count, size),
         fork=options.fork,
-        summing=summing if options.check else None,
     )
-    raise_damage(compare(checked, summing.runs))
+    if checked:
+        raise_damage(compare(checked, runs))
     kept = checks(plan.files, kept=True) if options.check and options.verify else []
     sums = ReadSums(identities(kept))
     for place, file, known in zip(places, plan.files, found, strict=True):
@@ -303,15 +292,6 @@ def _compare(place: str, file: OutputFile, sums: dict[int, int]) -> None:
                 name = file.name or "the output"
                 raise VerifyError(f"{name} was not written as planned, at byte {at:,} or after")
             at += len(piece)
-
-
-def _to_disk(plan: Plan, temporary: str) -> None:
-    for place in _places(plan, temporary):
-        sync(place)
-    for folder in _folders(plan, temporary):
-        sync_folder(folder)
-    if plan.is_folder:
-        sync_folder(temporary)
 
 
 def sync(path: str) -> None:
@@ -345,14 +325,27 @@ def _rename(temporary: str, path: str, folder: bool, force: bool) -> list[str]:
     try:
         if folder:
             os.rename(temporary, path)
-        elif force:
+            return []
+        if force:
             os.replace(temporary, path)
-        else:
-            return _link(temporary, path)
+            return []
+        try:
+            os.link(temporary, path)
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            if os.path.lexists(path):  # not atomic, but there are no hard links here
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST)) from error
+            os.rename(temporary, path)
+            return []
     except OSError as error:
         if error.errno in (errno.EEXIST, errno.ENOTEMPTY):
             raise OutputExistsError("appeared in the meantime", where=path) from error
         raise
+    try:
+        os.unlink(temporary)
+    except OSError:  # the output is in place
+        return [os.path.basename(temporary)]
     return []
 
 
@@ -370,35 +363,6 @@ def _locked(path: str) -> Iterator[None]:
             held.callback(os.close, handle)
             flock(handle, LOCK_EX)
         yield
-
-
-def _link(temporary: str, path: str) -> list[str]:
-    try:
-        os.link(temporary, path)
-    except OSError as error:
-        if error.errno not in _NO_LINKS:
-            raise
-        if os.path.lexists(path):  # not atomic, but there are no hard links here
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST)) from error
-        os.rename(temporary, path)
-    else:
-        try:
-            os.unlink(temporary)
-        except OSError:  # the output is in place
-            return [os.path.basename(temporary)]
-    return []
-
-
-def _discard(temporary: str, plan: Plan) -> None:
-    with suppress(OSError):  # the failure before this one is reported
-        for place in _places(plan, temporary):
-            if os.path.lexists(place):
-                os.unlink(place)
-        for folder in reversed(_folders(plan, temporary)):
-            if os.path.lexists(folder):
-                os.rmdir(folder)
-        if plan.is_folder:
-            os.rmdir(temporary)
 
 
 # Temporaries
@@ -457,8 +421,14 @@ def sweep(path: str) -> list[str]:
         with suppress(OSError):
             info = os.lstat(os.path.join(folder, entry))
             if found[3] == _where():
-                if not _is_alive(int(found[2])) and info.st_uid == os.geteuid():
-                    _remove(os.path.join(folder, entry), info)
+                if _is_alive(int(found[2])) or info.st_uid != os.geteuid():
+                    continue
+                if stat.S_ISDIR(info.st_mode):
+                    from shutil import rmtree
+
+                    rmtree(os.path.join(folder, entry))  # follows no link, even one swapped in
+                else:
+                    os.unlink(os.path.join(folder, entry))
             elif info.st_mtime < time.time() - SETTLED:
                 unknown.append(entry)
     return unknown
@@ -467,15 +437,11 @@ def sweep(path: str) -> list[str]:
 @lru_cache(maxsize=64)
 def _temporaries(folder: str) -> tuple[str, ...]:
     """Return the temporaries in `folder`, cached so that a batch lists each folder once."""
-    with suppress(OSError):
-        return tuple(
-            sorted(
-                name
-                for name in os.listdir(folder)
-                if name.endswith(".tmp") and _NAME.fullmatch(name)
-            )
-        )
-    return ()
+    try:
+        names = os.listdir(folder)
+    except OSError:
+        return ()
+    return tuple(sorted(each for each in names if each.endswith(".tmp") and _NAME.fullmatch(each)))
 
 
 def _is_alive(process: int) -> bool:
@@ -486,12 +452,3 @@ def _is_alive(process: int) -> bool:
     except PermissionError:
         pass
     return True
-
-
-def _remove(place: str, info: os.stat_result) -> None:
-    if stat.S_ISDIR(info.st_mode):
-        from shutil import rmtree
-
-        rmtree(place)  # follows no link, even if one is swapped in
-    else:
-        os.unlink(place)

@@ -17,9 +17,10 @@ from typing import Any
 
 from ckptkit.core.bytesource import ReadSums, reading
 from ckptkit.core.errors import OutputError, OutputExistsError, UsageError
+from ckptkit.core.options import Options
 from ckptkit.core.plan import OutputFile, Plan
 from ckptkit.core.text import plural, shown_url, typed
-from ckptkit.publish.copying import Progress, checksums, in_order
+from ckptkit.publish.copying import checksums, in_order
 from ckptkit.publish.preflight import check_names, checks, compare, identities, raise_damage
 from ckptkit.remote.files import RemoteFile, filesystem, is_local, is_web
 from ckptkit.remote.transport import not_written, presentable
@@ -28,73 +29,69 @@ PART = 16 << 20  # bytes of a part of an upload
 SHARED = 8 << 20  # of one that shares the memory with others
 PARTS = 9_000  # of one upload; stores allow 10,000
 UPLOADS = 3  # files of a folder at a time
-_COPY = "write it to a local path, and copy it there"
 
 
-def upload(
-    plan: Plan,
-    url: str,
-    *,
-    force: bool,
-    check: bool,
-    progress: Callable[[int], None],
-    dry_run: bool = False,
-) -> None:
+def upload(plan: Plan, url: str, options: Options) -> None:
     """Write the files of `plan` to `url`, or below it; in a dry run, only check that they may be.
 
-    `progress` is called with the number of bytes sent since the last call; `check` is as for
-    `publish`. Raises UsageError and OutputExistsError before anything is sent; OutputError,
-    InputChangedError, DamageError and the errors of reading the input with nothing changed at
-    `url`, as far as the file system there keeps that promise.
+    Raises UsageError and OutputExistsError before anything is sent; OutputError, InputChangedError,
+    DamageError and the errors of reading the input with nothing changed at `url`, as far as the
+    file system there keeps that promise.
     """
     name = shown_url(url)
+    if options.verify:
+        raise UsageError(
+            "an output at a URL cannot be read back before it appears",
+            where=name,
+            hint=f"leave out {typed('--verify', 'verify=True')}; `diff --values` compares them "
+            "afterwards",
+        )
     fs, path = filesystem(url)  # an instance for each thread, as a transaction needs
     if is_web(fs):
-        raise UsageError("a web server takes no files", where=name, hint=_COPY)
+        hint = "write it to a local path, and copy it there"
+        raise UsageError("a web server takes no files", where=name, hint=hint)
     if is_local(fs):
         raise UsageError("is on this machine", where=name, hint=f"name its path: {path}")
     sources = plan.sources()
     if any(isinstance(each, RemoteFile) and filesystem(each.url)[1] == path for each in sources):
         raise UsageError("is the file that is read", where=name, hint="name another one")
+    # Files that name others are finished last, before them the first of the others: numbers of
+    # parts begin with it, and without it the rest is no checkpoint.
+    literal = [file for file in plan.files if _is_literal(file)]
+    others = [file for file in plan.files if not _is_literal(file)]
+    files = [*others[1:], *others[:1], *literal]
     try:
         fs.invalidate_cache(path)
-        old = _old_files(plan, fs, path, name, force)
-        if dry_run:
+        old = _old_files(files, fs, path, name, options.force)
+        if options.dry_run:
             return
         for each in old:
             fs.rm_file(each)
         if plan.is_folder:
-            _make_folders(plan, fs, path, replaced=bool(old))
-        _send(_Upload(fs, path, plan, check, progress), _in_order(plan.files))
+            check_names([file.name for file in files])
+            for folder in ("", *plan.folders):
+                place = f"{path}/{folder}".rstrip("/")
+                if not (old and fs.exists(place)):
+                    fs.mkdir(place, create_parents=False)
+        _Upload(fs, path, plan, options).send(files)
     except Exception as error:
         raise not_written(error, url) from presentable(error, url)
 
 
-def _in_order(files: Sequence[OutputFile]) -> list[OutputFile]:
-    """Return the files in the order in which they are finished.
-
-    Those that name others come last, before them the first of the others: numbers of parts begin
-    with it, and without it the rest is no checkpoint.
-    """
-    literal = [file for file in files if _is_literal(file)]
-    others = [file for file in files if not _is_literal(file)]
-    return [*others[1:], *others[:1], *literal]
-
-
-def _old_files(plan: Plan, fs: Any, path: str, name: str, force: bool) -> list[str]:
+def _old_files(files: list[OutputFile], fs: Any, path: str, name: str, force: bool) -> list[str]:
     """Return the files to remove for a folder: of the same output, when it was cut off before.
 
     A mixture of both would pass for a whole one. Raises OutputExistsError for all else that is at
     `path`, and for these too without `force`; that replaces a single file by itself.
     """
-    if (force and not plan.is_folder) or not fs.exists(path):
+    is_folder = bool(files[0].name)
+    if (force and not is_folder) or not fs.exists(path):
         return []
-    if not plan.is_folder:
-        raise OutputExistsError(
-            "exists already", where=name, hint=f"{typed('--force', 'force=True')} replaces it"
-        )
+    if not is_folder:
+        hint = f"{typed('--force', 'force=True')} replaces it"
+        raise OutputExistsError("exists already", where=name, hint=hint)
     base = path.rstrip("/") + "/"
-    names = [file.name for file in _in_order(plan.files)]
+    names = [file.name for file in files]
     found = [each.removeprefix(base) for each in fs.find(path)]
     if not found or names[-1] in found or not {*found} <= {*names}:
         raise OutputExistsError("exists already", where=name, hint="name another one")
@@ -107,93 +104,93 @@ def _old_files(plan: Plan, fs: Any, path: str, name: str, force: bool) -> list[s
     return [base + each for each in found]
 
 
-def _make_folders(plan: Plan, fs: Any, path: str, replaced: bool) -> None:
-    """Make the folders of the output, where there are such; outer ones first."""
-    check_names([file.name for file in plan.files])
-    for folder in ("", *plan.folders):
-        place = f"{path}/{folder}".rstrip("/")
-        if not (replaced and fs.exists(place)):
-            fs.mkdir(place, create_parents=False)
-
-
-def _send(new: _Upload, files: Sequence[OutputFile]) -> None:
-    """Send the files, and finish them; if one of them cannot be finished, remove the others."""
-    is_sent = False
-    try:
-        with new.fs.transaction:
-            new.send(files)
-            is_sent = True
-    except BaseException:
-        for file in reversed(files) if is_sent and files[0].name else ():
-            with suppress(Exception):  # the failure before this one is reported
-                new.fs.rm_file(new.place(file))
-        raise
+def _is_literal(file: OutputFile) -> bool:
+    return all(isinstance(segment, bytes) for segment in file.segments)
 
 
 class _Upload:
-    """Files on their way to one place, in a transaction that is open."""
+    """Files on their way to one place."""
 
-    def __init__(self, fs: Any, path: str, plan: Plan, check: bool, progress: Progress) -> None:
-        self.fs = fs
+    def __init__(self, fs: Any, path: str, plan: Plan, options: Options) -> None:
+        self._fs = fs
         self._path = path
+        self._plan = plan
         self._streams: list[Any] = []
-        self._sources = plan.sources()
-        self._checks = checks(plan.files) if check else None
+        self._is_checked = options.check
+        self._checks = checks(plan.files) if options.check else []
         self._runs: list[list[int]] = []
-        self._progress = progress
+        self._progress = options.progress or (lambda count, total: None)
         self._telling = Lock()
         self._failed = Event()
 
     def send(self, files: Sequence[OutputFile]) -> None:
-        """Send the files: those with bytes of tensors at once, then those that only name them.
+        """Send the files, and finish them; if one of them cannot be finished, remove the others.
 
-        They are finished in this order, in which their streams are opened, not that in which they
-        have been sent.
+        Those with bytes of tensors are sent at once, then those that only name them. They are
+        finished in this order, in which their streams are opened, not that in which they have been
+        sent.
         """
-        if len(files) == 1:
-            self._send(files[0], self._open(files[0], PART), self._check_sources)
-            return
+        is_sent = False
         try:
-            self._send_all(files)
+            with self._fs.transaction:
+                self._send_all(files)
+                is_sent = True
         except BaseException:
-            for each in self._streams:
-                _drop(each)
+            for file in reversed(files) if is_sent and files[0].name else ():
+                with suppress(Exception):  # the failure before this one is reported
+                    self._fs.rm_file(self._place(file))
             raise
 
     def _send_all(self, files: Sequence[OutputFile]) -> None:
         from concurrent.futures import ThreadPoolExecutor
 
-        streams = [(file, self._open(file)) for file in files if not _is_literal(file)]
-        with ThreadPoolExecutor(UPLOADS) as threads:
-            sent = [threads.submit(self._send, *each) for each in streams]
-        for each in sent:
-            each.result()
-        self._check_sources()
-        for file in filter(_is_literal, files):
-            self._send(file, self._open(file))
+        if len(files) == 1:
+            self._send(files[0], self._open(files[0], PART), check=self._check_sources)
+            return
+        try:
+            streams = [(file, self._open(file, SHARED)) for file in files if not _is_literal(file)]
+            with ThreadPoolExecutor(UPLOADS) as threads:
+                sent = [threads.submit(self._send, *each) for each in streams]
+            for each in sent:
+                each.result()
+            self._check_sources()
+            for file in filter(_is_literal, files):
+                self._send(file, self._open(file, SHARED))
+        except BaseException:
+            for stream in self._streams:
+                _drop(stream)
+            raise
 
-    def _open(self, file: OutputFile, part: int = SHARED) -> Any:
+    def _open(self, file: OutputFile, part: int) -> Any:
         size = max(part, -(-file.size // PARTS))
-        self._streams.append(self.fs.open(self.place(file), "wb", block_size=size))
+        self._streams.append(self._fs.open(self._place(file), "wb", block_size=size))
         return self._streams[-1]
 
-    def place(self, file: OutputFile) -> str:
-        """Return the path of a file in the file system."""
+    def _place(self, file: OutputFile) -> str:
         return f"{self._path}/{file.name}" if file.name else self._path
 
     def _check_sources(self) -> None:
-        for source in self._sources:
+        for source in self._plan.sources():
             source.check_unchanged()
-        raise_damage(compare(self._checks or [], self._runs))
+        raise_damage(compare(self._checks, self._runs))
 
     def _send(
         self, file: OutputFile, stream: Any, check: Callable[[], None] = lambda: None
     ) -> None:
-        sums = None if self._checks is None else ReadSums(identities(self._checks))
+        sums = ReadSums(identities(self._checks))
         try:
-            with reading(sums):
-                self._write(file, stream)
-            self._runs += [] if sums is None else sums.runs
+            with reading(sums if self._is_checked else None):
+                for piece in in_order(file.segments, checksums(file.segments)):
+                    if self._failed.is_set():
+                        break
+                    stream.write(piece)
+                    with self._telling:
+                        self._progress(len(piece), self._plan.size)
+                else:
+                    if stream.tell() != file.size:
+                        why = f"{stream.tell():,} bytes were written instead of {file.size:,}"
+                        raise OutputError(why)
+            self._runs += sums.runs
             check()
             if not self._failed.is_set():  # else another one raises its error
                 stream.close()
@@ -203,20 +200,6 @@ class _Upload:
         finally:
             if self._failed.is_set():
                 _drop(stream)
-
-    def _write(self, file: OutputFile, stream: Any) -> None:
-        for piece in in_order(file.segments, checksums(file.segments)):
-            if self._failed.is_set():
-                return
-            stream.write(piece)
-            with self._telling:
-                self._progress(len(piece))
-        if stream.tell() != file.size:
-            raise OutputError(f"{stream.tell():,} bytes were written instead of {file.size:,}")
-
-
-def _is_literal(file: OutputFile) -> bool:
-    return all(isinstance(segment, bytes) for segment in file.segments)
 
 
 def _drop(stream: Any) -> None:

@@ -281,7 +281,7 @@ def _settled(path: Path, data: bytes) -> None:
     beside.write_bytes(data)
     known = quietly(in_place.parse, data)
     try:
-        in_place.undo_interrupted(str(path))
+        in_place.check_journals(str(path), undo=True)
     except CkptkitError as error:
         assert isinstance(error, InputError) and beside.exists(), error
         assert path.read_bytes() == seeds.EDITED

@@ -117,7 +117,7 @@ def test_numbers_of_a_journal_that_are_no_places(
     path.write_bytes(seeds.EDITED)
     Path(journal_path(path)).write_bytes(journal_with(change, path.stat().st_ino))
     with pytest.raises(CkptkitError, match="not whole"):
-        in_place.undo_interrupted(str(path))
+        in_place.check_journals(str(path), undo=True)
     assert path.read_bytes() == seeds.EDITED
 
 
@@ -126,5 +126,5 @@ def test_a_journal_with_its_own_numbers_is_followed(tmp_path: Path) -> None:
     path.write_bytes(seeds.EDITED)
     beside = Path(journal_path(path))
     beside.write_bytes(journal_with(lambda numbers: None, path.stat().st_ino))
-    in_place.undo_interrupted(str(path))
+    in_place.check_journals(str(path), undo=True)
     assert path.read_bytes() == seeds.EDITED and not beside.exists()

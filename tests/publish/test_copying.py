@@ -8,7 +8,6 @@ import itertools
 import multiprocessing
 import os
 import pickle
-import threading
 import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
@@ -23,17 +22,10 @@ from hypothesis import strategies as st
 from ckptkit.compute.operation import Concat, Inflate, Swap
 from ckptkit.core.bytesource import Derived, LocalFile, Memory, Range, crc32_combine
 from ckptkit.core.errors import CorruptError, InputChangedError, OutputError
-from ckptkit.core.plan import BLOCK, Deferred, Segment, Summed, length
+from ckptkit.core.plan import Deferred, Segment, Summed, length
 from ckptkit.publish import copying, parallel_write
-from ckptkit.publish.copying import ReadAhead, WriteTask, cut, run
+from ckptkit.publish.copying import BLOCK, SHORT, ReadAhead, WriteTask, cut, run
 from ckptkit.publish.parallel_write import execute
-
-
-@pytest.fixture(autouse=True)
-def on_disk(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel copies, wherever the tests' files lie."""
-    monkeypatch.setattr(copying, "file_system", lambda fd: "")
-
 
 NOISE = np.random.default_rng(7).integers(0, 256, 3 << 20, np.uint8).tobytes()
 
@@ -96,7 +88,7 @@ def written(
 ) -> bytes:
     path = tmp_path / "output"
     path.write_bytes(b"")
-    execute([(str(path), segments)], executor, progress)
+    execute([WriteTask(str(path), 0, tuple(segments))], executor, progress)
     return path.read_bytes()
 
 
@@ -105,58 +97,39 @@ def test_every_kind_of_segment(source: LocalFile, tmp_path: Path) -> None:
     assert written(segments, tmp_path) == want
 
 
-@pytest.mark.parametrize("length", [BLOCK + 95, BLOCK + 96, 40_000, 10 * BLOCK + 96, 1 << 20])
-def test_the_kernel_copies_whole_blocks_and_what_is_around_them_is_written_together(
-    length: int, source: LocalFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where a range is at the same place in a block of both files: 96 bytes before the second."""
-    calls: list[tuple[int, int]] = []
-    copy = copying._copy_file_range
-
-    def noted(fd: int, source: LocalFile, offset: int, count: int) -> int:
-        calls.append((offset, count))
-        return copy(fd, source, offset, count)
-
-    monkeypatch.setattr(copying, "_copy_file_range", noted)
-    monkeypatch.setattr(copying, "SHORT", 100)
-    first, second = 3 * BLOCK - 96, 100 * BLOCK - 96
-    gap = (second - first - length) % BLOCK
-    progress: list[int] = []
-    segments = [
-        b"x" * first,
-        Range(source, first, length),
-        b"y" * gap,
-        Range(source, second, length),
-    ]
-    assert written(segments, tmp_path, progress=progress.append) == (
-        b"x" * first + NOISE[first : first + length]
-        + b"y" * gap + NOISE[second : second + length]
-    )  # fmt: skip
-    assert sum(progress) == first + gap + 2 * length
-    whole = (length - 96) // BLOCK * BLOCK
-    wanted = (
-        [(first + 96, whole), (second + 96, whole)]
-        if whole
-        else [(first, length), (second, length)]
-    )
-    assert calls == wanted
-
-
-@pytest.mark.parametrize("apart", [1, 64, BLOCK - 1])
-def test_a_range_at_another_place_in_a_block_is_copied_by_one_call(
-    apart: int, source: LocalFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("place", "offset", "length", "is_copied"),
+    [
+        (0, 0, 1 << 20, True),
+        (96, BLOCK + 96, 1 << 20, True),
+        (96, 97, 1 << 20, False),
+        (96, BLOCK, 1 << 20, False),
+        (0, 0, SHORT - 1, False),
+    ],
+)
+def test_the_kernel_copies_what_keeps_its_place_in_a_block(
+    place: int,
+    offset: int,
+    length: int,
+    is_copied: bool,
+    source: LocalFile,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     calls: list[int] = []
-    copy = copying._copy_file_range
+    copy = os.copy_file_range
 
-    def noted(fd: int, source: LocalFile, offset: int, count: int) -> int:
+    def noted(src: int, dst: int, count: int, offset: int) -> int:
         calls.append(count)
-        return copy(fd, source, offset, count)
+        return copy(src, dst, count, offset)
 
-    monkeypatch.setattr(copying, "_copy_file_range", noted)
-    segments = [b"x" * 96, Range(source, 96 + apart, 1 << 20)]
-    assert written(segments, tmp_path) == b"x" * 96 + NOISE[96 + apart :][: 1 << 20]
-    assert calls == [1 << 20]
+    monkeypatch.setattr(os, "copy_file_range", noted)
+    progress: list[int] = []
+    segments = [b"x" * place, Range(source, offset, length)]
+    wanted = b"x" * place + NOISE[offset : offset + length]
+    assert written(segments, tmp_path, progress=progress.append) == wanted
+    assert sum(progress) == place + length
+    assert calls == [length] * is_copied
 
 
 def test_progress_counts_every_byte_once(source: LocalFile, tmp_path: Path) -> None:
@@ -171,17 +144,16 @@ def test_progress_counts_every_byte_once(source: LocalFile, tmp_path: Path) -> N
 
 
 def test_several_files_have_checksums_of_their_own(source: LocalFile, tmp_path: Path) -> None:
-    files: list[tuple[str, Sequence[Segment]]] = []
+    files = []
     for number in range(3):
         path = tmp_path / str(number)
         path.touch()
-        files.append(
-            (str(path), (Deferred(bytes(4), ((0, 0),)), Summed(Range(source, number, 1000), 0)))
-        )
-    sums = execute(files, None, lambda count: None)
-    for number, (path_, _) in enumerate(files):
+        segments = (Deferred(bytes(4), ((0, 0),)), Summed(Range(source, number, 1000), 0))
+        files.append(WriteTask(str(path), 0, segments))
+    sums, _ = execute(files, None, lambda count: None)
+    for number, file in enumerate(files):
         data = NOISE[number : number + 1000]
-        assert Path(path_).read_bytes() == zlib.crc32(data).to_bytes(4, "little") + data
+        assert Path(file.path).read_bytes() == zlib.crc32(data).to_bytes(4, "little") + data
         assert sums[number] == {0: zlib.crc32(data)}
 
 
@@ -193,16 +165,10 @@ def refuse(code: int) -> Callable[..., int]:
 
 
 @pytest.mark.parametrize("code", [errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP])
-@pytest.mark.parametrize("without", [["copy_file_range"], ["copy_file_range", "sendfile"]])
 def test_where_the_kernel_does_not_copy(
-    code: int,
-    without: list[str],
-    source: LocalFile,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    code: int, source: LocalFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in without:
-        monkeypatch.setattr(os, name, refuse(code), raising=False)
+    monkeypatch.setattr(os, "copy_file_range", refuse(code), raising=False)
     segments, want = every_kind(source)
     assert written(segments, tmp_path) == want
 
@@ -210,7 +176,7 @@ def test_where_the_kernel_does_not_copy(
 def test_where_the_system_has_no_such_calls(
     source: LocalFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("copy_file_range", "sendfile", "preadv"):
+    for name in ("copy_file_range", "preadv"):
         monkeypatch.delattr(os, name, raising=False)
     segments, want = every_kind(source)
     assert written(segments, tmp_path) == want
@@ -224,37 +190,32 @@ def test_another_failure_is_not_worked_around(
         written([Range(source, 0, 1 << 20)], tmp_path)
 
 
-@pytest.mark.parametrize("name", ["copy_file_range", "sendfile", "preadv", "write"])
+@pytest.mark.parametrize("name", ["copy_file_range", "preadv", "write"])
 def test_DS_08_short_counts(
     name: str, source: LocalFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not hasattr(os, name):
         pytest.skip(f"no os.{name} here")
     real: Callable[..., int] = getattr(os, name)
-    position = {"copy_file_range": 2, "sendfile": 3}.get(name)
 
     def short(*args: Any) -> int:
-        if position is not None:
-            return real(
-                *(min(each, 70_001) if at == position else each for at, each in enumerate(args))
-            )
+        if name == "copy_file_range":
+            return real(args[0], args[1], min(args[2], 70_001), args[3])
         if name == "preadv":
             return real(args[0], [args[1][0][:70_001]], args[2])
         return real(args[0], memoryview(args[1])[:70_001])
 
-    if name == "sendfile":
-        monkeypatch.setattr(os, "copy_file_range", refuse(errno.EXDEV), raising=False)
     monkeypatch.setattr(os, name, short)
     segments, want = every_kind(source)
     assert written(segments, tmp_path) == want
 
 
-@pytest.mark.parametrize("without", [[], ["copy_file_range"], ["copy_file_range", "sendfile"]])
+@pytest.mark.parametrize("is_copied", [True, False])
 def test_DS_17_a_source_that_became_shorter(
-    without: list[str], source: LocalFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    is_copied: bool, source: LocalFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in without:
-        monkeypatch.setattr(os, name, refuse(errno.EXDEV), raising=False)
+    if not is_copied:
+        monkeypatch.setattr(os, "copy_file_range", refuse(errno.EXDEV), raising=False)
     os.truncate(source.path, 1 << 20)
     with pytest.raises(InputChangedError):
         written([Range(source, 0, 2 << 20)], tmp_path)
@@ -270,13 +231,14 @@ def test_tasks_are_independent(size: int, source: LocalFile, tmp_path: Path) -> 
         segments, want = (b"ab", Range(source, 0, 100), b"c"), b"ab" + NOISE[:100] + b"c"
     path = tmp_path / "output"
     path.touch()
-    tasks = list(cut(str(path), segments, size))
+    whole = WriteTask(str(path), 0, segments)
+    tasks = list(cut(whole, size))
     assert sum(task.size for task in tasks) == len(want)
     sums = {}
     for task in reversed(tasks):
         sums[task.start] = run(pickle.loads(pickle.dumps(task))).sums
     known = copying.combined(each for start in sorted(sums) for each in sums[start])
-    parallel_write._fill(str(path), segments, known)
+    parallel_write._fill(whole, known)
     assert path.read_bytes() == want
 
 
@@ -288,20 +250,8 @@ def test_threads_share_checksums(
     assert written(segments, tmp_path) == want
 
 
-@pytest.mark.parametrize(
-    ("kind", "offset", "files", "tasks"),
-    [
-        ("tmpfs", 5, 1, 1),
-        ("tmpfs", 5, 2, 2),
-        ("ext4", 5, 1, 60),
-        ("ext4", 5, 2, 120),
-        ("ext4", BLOCK, 2, 2),
-        ("btrfs", 5, 1, 60),
-        ("nfs4", 5, 2, 2),
-    ],
-)
-def test_threads_share_what_is_read(
-    kind: str,
+@pytest.mark.parametrize(("offset", "files", "tasks"), [(BLOCK, 2, 2), (5, 1, 60), (5, 2, 120)])
+def test_threads_share_what_the_kernel_does_not_copy(
     offset: int,
     files: int,
     tasks: int,
@@ -309,15 +259,12 @@ def test_threads_share_what_is_read(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Writes to one file wait for each other: there the kernel's copy is as fast as any."""
     taken: list[WriteTask] = []
     monkeypatch.setattr(parallel_write, "THREAD_TASK", 50_000)
-    monkeypatch.setattr(parallel_write, "file_system", lambda fd: kind)
-    monkeypatch.setattr(copying, "file_system", lambda fd: kind)
 
     def noted(
         task: WriteTask, progress: copying.Progress = lambda count: None
-    ) -> list[copying.Sum]:
+    ) -> copying.TaskResult:
         taken.append(task)
         return run(task, progress)
 
@@ -325,52 +272,26 @@ def test_threads_share_what_is_read(
     paths = [tmp_path / str(number) for number in range(files)]
     for path in paths:
         path.touch()
-    segments = [Range(source, offset, 3_000_000)]
-    execute([(str(path), segments) for path in paths], None, lambda count: None)
+    segments = (Range(source, offset, 3_000_000),)
+    execute([WriteTask(str(path), 0, segments) for path in paths], None, lambda count: None)
     assert all(path.read_bytes() == NOISE[offset : offset + 3_000_000] for path in paths)
     assert len(taken) == tasks
 
 
-@pytest.mark.parametrize(
-    ("kind", "offset", "by_kernel"),
-    [
-        ("ext4", BLOCK, True),
-        ("ext4", 64, False),
-        ("btrfs", 64, False),
-        ("tmpfs", 64, True),
-        ("nfs4", 64, True),
-    ],
-)
-def test_bytes_that_move_within_a_page_are_read_and_written_where_that_is_faster(
-    kind: str,
-    offset: int,
-    by_kernel: bool,
-    source: LocalFile,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+def test_pieces_end_where_they_do_in_the_output(
+    source: LocalFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(copying, "file_system", lambda fd: kind)
     monkeypatch.setattr(copying, "PIECE", 100_000)
-    monkeypatch.setattr(copying, "_of_thread", threading.local())  # its memory is a piece
-    called: list[int] = []
-    write, copy = os.write, copying._copy_file_range
-
-    def noted(fd: int, source: LocalFile, offset: int, count: int) -> int:
-        called.append(count)
-        return copy(fd, source, offset, count)
-
     written_bytes: list[int] = []
-    monkeypatch.setattr(copying, "_copy_file_range", noted)
+    write = os.write
     monkeypatch.setattr(
         os, "write", lambda fd, data: written_bytes.append(write(fd, data)) or written_bytes[-1]
     )
     path = tmp_path / "out"
     path.touch()
-    run(WriteTask(str(path), BLOCK, (Range(source, offset, 300_000),)))
-    assert path.read_bytes()[BLOCK:] == NOISE[offset : offset + 300_000]
-    assert bool(called) is by_kernel
-    if not by_kernel:
-        assert written_bytes == [100_000 - BLOCK, 100_000, 100_000, BLOCK]
+    run(WriteTask(str(path), BLOCK, (Range(source, 64, 300_000),)))
+    assert path.read_bytes()[BLOCK:] == NOISE[64:300_064]
+    assert written_bytes == [100_000 - BLOCK, 100_000, 100_000, BLOCK]
 
 
 def test_a_failing_task_ends_the_others(
@@ -395,12 +316,8 @@ def test_processes_carry_out_a_plan(
 
 
 def test_a_task_is_no_larger_than_it_needs_to_be(source: LocalFile) -> None:
-    sizes = [
-        task.size
-        for task in cut(
-            "x", [Range(source, 0, 3 << 20), Summed(Range(source, 0, 3 << 20), 0)], 1 << 20
-        )
-    ]
+    segments = (Range(source, 0, 3 << 20), Summed(Range(source, 0, 3 << 20), 0))
+    sizes = [task.size for task in cut(WriteTask("x", 0, segments), 1 << 20)]
     assert sizes == [1 << 20] * 6
     assert [WriteTask("x", 0, (b"abc",)).size, length(b"abc")] == [3, 3]
 

@@ -443,7 +443,7 @@ def test_DS_03_power_cut_at_every_step(
         path.write_bytes(state)
         Path(journal_path(path)).write_bytes(journal.dump())
         left = torn(path, change, scratch)
-        editing.undo_interrupted(str(path))
+        editing.check_journals(str(path), undo=True)
         now = meaning(path, load, change)
         assert now is not None and left.others in (None, now) and left.ours in (None, now)
         assert now == "new" or path.read_bytes() == made.read_bytes()

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import ckptkit
-from ckptkit.publish.copying import cut
+from ckptkit.publish.copying import WriteTask, cut
 from tests.conftest import ENVIRONMENT
 from tests.quantized.made import row, write
 
@@ -56,6 +56,6 @@ def test_the_matrices_of_a_tensor_are_not_cut_between_threads(tmp_path: Path) ->
     extent = tensor.storage.record.locate()
     matrix = 64 * 96 * 2
     for size, step in ((matrix - 100, matrix), (2 * matrix - 100, 2 * matrix), (1000, 1000)):
-        sizes = [task.size for task in cut("out", [extent], size)]
+        sizes = [task.size for task in cut(WriteTask("out", 0, (extent,)), size)]
         assert sum(sizes) == 5 * matrix
         assert set(sizes[:-1]) == {step}

@@ -106,7 +106,7 @@ class Outcomes:
         journals = [path for path in folder.iterdir() if path.name.endswith(".ckptkit-journal")]
         assert len(left) + len(journals) <= killed, (left, journals)
         if journals:
-            in_place.undo_interrupted(str(folder / "run.pth"))
+            in_place.check_journals(str(folder / "run.pth"), undo=True)
             assert not journals[0].exists()
         found = {
             name: data for name, data in snapshot(folder).items() if name.split("/")[0] not in left
