@@ -25,7 +25,7 @@ shutil.disk_usage = lambda path: SimpleNamespace(free=1 << 40)  # has a call of 
 for name in ("fcntl", "resource", "pwd", "grp", "termios"):
     sys.modules[name] = None
 GONE = [
-    "pread", "preadv", "pwrite", "pwritev", "copy_file_range", "sendfile", "sched_getaffinity",
+    "pread", "preadv", "pwrite", "pwritev", "copy_file_range", "sched_getaffinity",
     "statvfs", "fstatvfs", "geteuid", "getuid", "getgid", "getegid", "major", "minor", "fchmod",
     "fchown", "chown", "posix_fadvise", "posix_fallocate",
     "O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC", "O_DIRECTORY",

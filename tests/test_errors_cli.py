@@ -247,20 +247,18 @@ def test_a_closed_pipe_ends_quietly(folder: Path) -> None:
 # Sends the process a signal when a copy of tensor bytes begins, then goes on with it.
 INTERRUPT = """
 import os, signal, sys
-copy = os.copy_file_range
+copy = os.preadv
 def interrupted(*args, **kwargs):
     os.kill(os.getpid(), getattr(signal, sent))
     return copy(*args, **kwargs)
-os.copy_file_range = interrupted
+os.preadv = interrupted
 sent = sys.argv.pop()
 from ckptkit.cli import main
 main()
 """
 
 
-@pytest.mark.skipif(
-    not hasattr(os, "copy_file_range"), reason="needs os.copy_file_range, to interrupt a copy"
-)
+@pytest.mark.skipif(not hasattr(os, "preadv"), reason="needs os.preadv, to interrupt a copy")
 @pytest.mark.parametrize("sent", ["SIGINT", "SIGTERM", "SIGHUP"])
 @pytest.mark.parametrize("old", [b"", b"what was there"], ids=["new", "replaced"])
 def test_an_interrupt_leaves_the_old_file(old: bytes, sent: str, folder: Path) -> None:
