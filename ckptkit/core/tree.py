@@ -312,6 +312,9 @@ def collector_paused() -> Iterator[None]:
         yield
     finally:
         if enabled:
+            if not gc.get_freeze_count():  # all are old now: no first look at a tree that stays
+                gc.freeze()
+                gc.unfreeze()
             gc.enable()
 
 

@@ -8,7 +8,8 @@ checkpoint, `ckptkit.scanning.trace` notes what would happen. What pickle machin
 or what no pickler writes, is "odd", and the builder decides: an error, or a doubt.
 
 The stream is read through a window. Byte strings of 64 KiB and more stay in the source. The loop
-has the frequent opcodes inline, since it runs 40 opcodes for each tensor; the others are methods.
+has the frequent opcodes inline, the others are methods. A file may have 100,000 tensors of 24
+opcodes each: where torch.save spells one as it always does, they are run in one step.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import warnings
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from codecs import escape_decode
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from struct import Struct
 from struct import error as StructError  # noqa: N812
 from typing import Any, NoReturn, Protocol
@@ -36,8 +38,7 @@ UNSET: Any = object()  # a memo slot that nothing was put into
 U4 = Struct("<I").unpack_from
 I4 = Struct("<i").unpack_from
 U2 = Struct("<H").unpack_from
-U8 = Struct("<Q").unpack_from
-F8 = Struct(">d").unpack_from
+F8 = Struct(">d").unpack
 
 # How picklers write the arguments of text opcodes. CPython 2 and 3, in C and in Python
 # (save_bool, save_int, save_long, save_float, memoize, save_string of pickle.py and _pickle.c).
@@ -52,6 +53,15 @@ _READABLE = re.compile(
 _STRING = re.compile(
     rb"""'(?:[^'\\]|\\(?:[\\'"nrt]|x[0-9a-f]{2}))*'|"(?:[^"\\]|\\(?:[\\'"nrt]|x[0-9a-f]{2}))*\""""
 )
+_NUMBER = rb"(?:K.|M..|J....)"  # BININT1, BININT2, BININT
+# The arguments of _rebuild_tensor_v2 after its MARK, up to the PUT of the tensor:
+# (("storage", class, key, device, elements), offset, size, stride, False, OrderedDict()).
+_TENSOR = re.compile(
+    rb"\(h(.)h(.)X(.)\0\0\0([0-9]+)r(....)h(.)(@)tr(....)Q(@)(@{1,3}[\x85-\x87])r(....)"
+    rb"(@{1,3}[\x85-\x87])r(....)\x89h(.)\)Rr(....)tr(....)Rr(....)".replace(b"@", _NUMBER),
+    re.DOTALL,
+).match
+_PUTS = Struct("<7I").unpack
 
 
 class Builder(Protocol):
@@ -116,6 +126,17 @@ class Short(Exception):
         self.end = end
 
 
+@lru_cache(maxsize=4096)
+def _numbers(code: bytes) -> tuple[int, ...]:
+    """Return the tuple of numbers, then TUPLE1 to TUPLE3; () if that takes another number."""
+    found, at = [], 0
+    while at < len(code) - 1:
+        size = {0x4B: 1, 0x4D: 2, 0x4A: 4}[code[at]]
+        found.append(int.from_bytes(code[at + 1 : at + 1 + size], "little", signed=size == 4))
+        at += 1 + size
+    return tuple(found) if len(found) == code[-1] - 0x84 else ()
+
+
 class Machine:
     """A pickle that is being run.
 
@@ -124,13 +145,9 @@ class Machine:
     """
 
     def __init__(
-        self,
-        source: ByteSource,
-        start: int,
-        stop: int,
-        builder: Builder,
+        self, source: ByteSource, start: int, stop: int, builder: Builder,
         most: str = "pickle_bytes",
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.source = source
         self.start = start
         self.limit = stop
@@ -139,6 +156,7 @@ class Machine:
         self.data = b""  # the window
         self.base = start  # offset in the source of data[0]
         self.at = 0  # of the running opcode, in the window
+        self.pos = 0  # of what follows, while a method runs
         self.frame_end: int | None = None
         self.skipped = 0  # bytes of large byte strings
         self.protocol = 0
@@ -177,19 +195,15 @@ class Machine:
     def _loop(self) -> None:  # noqa: C901  a call for each opcode would take twice as long
         """Run opcodes until STOP, or until the window is used up."""
         data, stack, memo, builder = self.data, self.stack, self.memo, self.builder
-        marks, call, counted, watchful = self.marks, builder.call, builder.counted, builder.watchful
-        new_dict = builder.new_dict
-        push, remember = stack.append, memo.append
+        marks, counted = self.marks, builder.counted
+        push = stack.append
         pos = start = op = need = made = 0
         try:
             while True:
                 start = pos
                 op = data[pos]
                 pos += 1
-                if op == 0x4B:  # BININT1
-                    push(data[pos])
-                    pos += 1
-                elif op == 0x68:  # BINGET
+                if op == 0x68:  # BINGET
                     index = data[pos]
                     pos += 1
                     value = memo[index] if index < len(memo) else self._get(index)
@@ -201,54 +215,48 @@ class Machine:
                     if end > len(data):
                         raise Short(end)
                     value = str(data[pos + 4 : end], "utf-8", "surrogatepass")
-                    if watchful:
+                    if builder.watchful:
                         self.at = start
                         builder.text(value)
                     push(value)
                     pos = end
-                    start = pos
-                    if data[pos] == 0x72:  # LONG_BINPUT, which follows nearly always
-                        op = 0x72
-                        if U4(data, pos + 1)[0] == len(memo):
-                            remember(value)
-                            pos += 5
+                elif op == 0x72:  # LONG_BINPUT
+                    index = U4(data, pos)[0]
+                    pos += 4
+                    if index == len(memo):
+                        memo.append(stack[-1])
+                    else:
+                        self.at = start
+                        self._put(index, stack[-1])
                 elif op == 0x28:  # MARK
-                    marks.append(stack)
-                    stack = []
-                    push = stack.append
+                    # Any BINGET in it finds one of the first 256 slots.
+                    usual = stack and len(memo) > 255 and not self.gaps
+                    found = _TENSOR(data, pos) if usual else None
+                    if found is not None and self._tensor(found, stack):
+                        made += 6
+                        pos = found.end()
+                    else:
+                        marks.append(stack)
+                        stack = []
+                        push = stack.append
+                elif op == 0x4B:  # BININT1
+                    push(data[pos])
+                    pos += 1
                 elif op == 0x74:  # TUPLE
                     made += 1
                     value = tuple(stack)
                     stack = marks.pop()
                     push = stack.append
                     push(value)
-                    start = pos
-                    if data[pos] == 0x72:  # LONG_BINPUT, which follows nearly always
-                        op = 0x72
-                        if U4(data, pos + 1)[0] == len(memo):
-                            remember(value)
-                            pos += 5
                 elif op == 0x86:  # TUPLE2
                     made += 1
                     value = stack.pop()
-                    value = stack[-1] = (stack[-1], value)
-                    start = pos
-                    if data[pos] == 0x72:  # LONG_BINPUT, which follows nearly always
-                        op = 0x72
-                        if U4(data, pos + 1)[0] == len(memo):
-                            remember(value)
-                            pos += 5
+                    stack[-1] = (stack[-1], value)
                 elif op == 0x52:  # REDUCE
                     made += 1
                     value = stack.pop()
                     self.at = start
-                    value = stack[-1] = call(stack[-1], value)
-                    start = pos
-                    if data[pos] == 0x72:  # LONG_BINPUT, which follows nearly always
-                        op = 0x72
-                        if U4(data, pos + 1)[0] == len(memo):
-                            remember(value)
-                            pos += 5
+                    stack[-1] = builder.call(stack[-1], value)
                 elif op == 0x51:  # BINPERSID
                     self.at = start
                     stack[-1] = builder.persistent(stack[-1])
@@ -256,14 +264,6 @@ class Machine:
                     push(False)
                 elif op == 0x29:  # EMPTY_TUPLE
                     push(())
-                elif op == 0x72:  # LONG_BINPUT
-                    index = U4(data, pos)[0]
-                    pos += 4
-                    if index == len(memo):
-                        remember(stack[-1])
-                    else:
-                        self.at = start
-                        self._put(index, stack[-1])
                 elif op == 0x6A:  # LONG_BINGET
                     index = U4(data, pos)[0]
                     pos += 4
@@ -281,7 +281,7 @@ class Machine:
                     index = data[pos]
                     pos += 1
                     if index == len(memo):
-                        remember(stack[-1])
+                        memo.append(stack[-1])
                     else:
                         self.at = start
                         self._put(index, stack[-1])
@@ -290,7 +290,7 @@ class Machine:
                     pos += 4
                 elif op == 0x7D:  # EMPTY_DICT
                     made += 1
-                    push(new_dict())
+                    push(builder.new_dict())
                 elif op == 0x73:  # SETITEM
                     value = stack.pop()
                     key = stack.pop()
@@ -326,11 +326,10 @@ class Machine:
                     if op not in self.rare:
                         self.rare[op] = self.base + start
                     made += 1
-                    self.stack = stack
-                    pos = rare(self, data, pos)
-                    stack = self.stack
+                    self.stack, self.pos = stack, pos
+                    rare(self)
+                    data, stack, pos = self.data, self.stack, self.pos
                     push = stack.append
-                    data = self.data
         except Short as short:
             need = short.end - start
         except (IndexError, StructError) as error:
@@ -341,13 +340,50 @@ class Machine:
             raise FormatError("pickle holds text that is not UTF-8") from error
         finally:
             self.stack = stack
-            self.at = start
+            self.at = max(start, self.at)  # a tensor has several opcodes
             self.made += made
         self._check_limits()
         if self.result is UNSET:
             self._read_on(start, need)
         elif self.frame_end is not None and self.frame_end != self.offset:
             builder.odd("pickle ends inside a frame")
+
+    def _tensor(self, found: re.Match[bytes], stack: list[Any]) -> bool:
+        """Run the opcodes that make the arguments of the call on the stack, and the call.
+
+        Return False, before anything is run, where they are not as torch.save spells them.
+        """
+        (
+            tag, made, length, key, put_key, device, elements, put_id, offset, size, put_size,
+            stride, put_stride, hooks, put_hooks, put_args, put_tensor,
+        ) = found.groups()  # fmt: skip
+        memo, builder = self.memo, self.builder
+        at, end = len(memo), found.end()
+        sizes, strides = (*_numbers(size),), (*_numbers(stride),)  # a tuple for each TUPLE
+        puts = put_key + put_id + put_size + put_stride + put_hooks + put_args + put_tensor
+        if (
+            length[0] != len(key) or not sizes or not strides
+            or _PUTS(puts) != (at, at + 1, at + 2, at + 3, at + 4, at + 5, at + 6)
+        ):  # fmt: skip
+            return False
+        text = key.decode()
+        values = memo[tag[0]], memo[made[0]], memo[device[0]], memo[hooks[0]]
+        for value in values if builder.counted else ():
+            if value.__class__ in builder.counted:
+                builder.pushed(value)
+        if builder.watchful:
+            self.at = found.start(3) - 1
+            builder.text(text)
+        id_ = (values[0], values[1], text, values[2], _numbers(elements + b"\x85")[0])
+        self.at = found.start(9) - 1
+        storage = builder.persistent(id_)
+        self.at = end - 18
+        empty = builder.call(values[3], ())
+        args = (storage, _numbers(offset + b"\x85")[0], sizes, strides, False, empty)
+        self.at = end - 6
+        stack[-1] = tensor = builder.call(stack[-1], args)
+        memo += (text, id_, sizes, strides, empty, args, tensor)
+        return True
 
     def _read_on(self, start: int, need: int) -> None:
         """Move the window to `start`, at least `need` bytes long; a window ends with its frame."""
@@ -373,6 +409,15 @@ class Machine:
         check(self.most, self.size, "bytes of a pickle")
         memory = self.made * self.builder.weight
         check("value_bytes", memory, "bytes of memory for the values of a pickle")
+
+    def _take(self, size: int) -> bytes:
+        """Return the next bytes of the opcode."""
+        end = self.pos + size
+        if end > len(self.data):
+            raise Short(end)
+        found = self.data[self.pos : end]
+        self.pos = end
+        return found
 
     # The memo
 
@@ -405,25 +450,20 @@ class Machine:
         if value.__class__ in self.builder.counted:
             self.builder.pushed(value)
 
-    def op_memoize(self, data: bytes, pos: int) -> int:
+    def op_memoize(self) -> None:
         value = self.stack[-1]
         if self.gaps or self.far:  # CPython counts the slots that are set
             self._put(len(self.memo) - self.gaps + len(self.far), value)
         else:
             self.memo.append(value)
-        return pos
 
-    def op_put(self, data: bytes, pos: int) -> int:
-        index, pos = self._number(data, pos, _INDEX)
-        self._put(index, self.stack[-1])
-        return pos
+    def op_put(self) -> None:
+        self._put(self._number(_INDEX), self.stack[-1])
 
-    def op_get(self, data: bytes, pos: int) -> int:
-        index, pos = self._number(data, pos, _INDEX)
-        value = self._get(index)
+    def op_get(self) -> None:
+        value = self._get(self._number(_INDEX))
         self._again(value)
         self.stack.append(value)
-        return pos
 
     # The stack
 
@@ -432,55 +472,51 @@ class Machine:
         self.stack = self.marks.pop()
         return items
 
-    def op_pop(self, data: bytes, pos: int) -> int:
+    def op_pop(self) -> None:
         """Drop the value on top; where nothing is above a mark, the mark."""
         if self.stack:
             self.builder.drop([self.stack.pop()])
         else:
             self._items()
-        return pos
 
-    def op_pop_mark(self, data: bytes, pos: int) -> int:
+    def op_pop_mark(self) -> None:
         self.builder.drop(self._items())
-        return pos
 
-    def op_dup(self, data: bytes, pos: int) -> int:
+    def op_dup(self) -> None:
         self._again(self.stack[-1])
         self.stack.append(self.stack[-1])
-        return pos
 
     # Containers
 
-    def op_empty(self, data: bytes, pos: int) -> int:
-        builder = self.builder
-        self.stack.append(builder.new_list() if data[pos - 1] == 0x5D else builder.new_set())
-        return pos
+    def op_empty_list(self) -> None:
+        self.stack.append(self.builder.new_list())
 
-    def op_collect(self, data: bytes, pos: int) -> int:
+    def op_empty_set(self) -> None:
+        self.stack.append(self.builder.new_set())
+
+    def op_collect(self) -> None:
         """Push the list, dict or frozenset of what is above a mark."""
-        items = self._items()
-        kind = {0x6C: "list", 0x64: "dict", 0x91: "frozenset"}[data[pos - 1]]
+        items, kind = self._items(), self.opcode.lower()
         if kind == "dict" and len(items) % 2:
             raise FormatError("pickle sets a key without a value")
         self.stack.append(self.builder.collected(kind, items))
-        return pos
 
-    def op_append(self, data: bytes, pos: int) -> int:
+    def op_append(self) -> None:
         value = self.stack.pop()
         self.builder.extend(self.stack[-1], [value], "append")
-        return pos
 
-    def op_add_all(self, data: bytes, pos: int) -> int:
-        """Add what is above a mark to a list (APPENDS) or a set (ADDITEMS)."""
+    def op_appends(self) -> None:
         items = self._items()
-        how = "append" if data[pos - 1] == 0x65 else "add"
-        self.builder.extend(self.stack[-1], items, how)
-        return pos
+        self.builder.extend(self.stack[-1], items, "append")
+
+    def op_additems(self) -> None:
+        items = self._items()
+        self.builder.extend(self.stack[-1], items, "add")
 
     # Names and calls
 
-    def _name(self, module: Any, name: Any) -> None:
-        """Push a class or function; below protocol 3, names of Python 2 become those of Python
+    def _name(self, module: Any, name: Any) -> Any:
+        """Return a class or function; below protocol 3, names of Python 2 become those of Python
         3."""
         if module.__class__ is str and name.__class__ is str:
             check("name_bytes", len(module) + len(name), "characters of a global's name")
@@ -488,146 +524,129 @@ class Machine:
                 module, name = NAME_MAPPING.get(
                     (module, name), (IMPORT_MAPPING.get(module, module), name)
                 )
-        self.stack.append(self.builder.name(module, name))
+        return self.builder.name(module, name)
 
-    def _line(self, data: bytes, pos: int, limit: str | None = None) -> tuple[bytes, int]:
-        """Return the bytes up to the next newline, and the offset after it.
+    def _line(self, limit: str | None = None) -> bytes:
+        """Return the bytes up to the next newline, and go behind it.
 
         `limit` is the name of the limit of its length, None for a name.
         """
-        end = data.find(b"\n", pos)
-        length = (len(data) if end < 0 else end) - pos
+        end = self.data.find(b"\n", self.pos)
+        length = (len(self.data) if end < 0 else end) - self.pos
         if limit is not None:
             check(limit, length, "bytes of a line in a pickle")
         elif length > LIMITS.line_bytes:
             raise FormatError(f"pickle holds a name of more than {LIMITS.line_bytes:,} bytes")
         if end < 0:
-            raise Short(len(data) + 1)
-        return data[pos:end], end + 1
+            raise Short(len(self.data) + 1)
+        return self._take(length + 1)[:-1]
 
-    def op_global(self, data: bytes, pos: int) -> int:
-        module, pos = self._line(data, pos)
-        name, pos = self._line(data, pos)
-        self._name(module.decode(), name.decode())
-        return pos
+    def op_global(self) -> None:
+        module, name = self._line(), self._line()
+        self.stack.append(self._name(module.decode(), name.decode()))
 
-    def op_stack_global(self, data: bytes, pos: int) -> int:
+    def op_stack_global(self) -> None:
         name, module = self.stack.pop(), self.stack.pop()
-        self._name(module, name)
-        return pos
+        self.stack.append(self._name(module, name))
 
-    def op_inst(self, data: bytes, pos: int) -> int:
-        pos = self.op_global(data, pos)
-        made = self.stack.pop()
+    def op_inst(self) -> None:
+        module, name = self._line(), self._line()
+        made = self._name(module.decode(), name.decode())
         args = tuple(self._items())
         self.stack.append(self.builder.call(made, args))
-        return pos
 
-    def op_obj(self, data: bytes, pos: int) -> int:
+    def op_obj(self) -> None:
         items = self._items()
         self.stack.append(self.builder.call(items[0], tuple(items[1:])))
-        return pos
 
-    def op_newobj(self, data: bytes, pos: int) -> int:
+    def op_newobj(self) -> None:
         args = self.stack.pop()
         self.stack[-1] = self.builder.call(self.stack[-1], args, new=True)
-        return pos
 
-    def op_newobj_ex(self, data: bytes, pos: int) -> int:
+    def op_newobj_ex(self) -> None:
         kwargs, args = self.stack.pop(), self.stack.pop()
         if kwargs is None:
             raise FormatError("pickle makes a call with keywords that are not a dict")
         self.stack[-1] = self.builder.call(self.stack[-1], args, new=True, kwargs=kwargs)
-        return pos
 
-    def op_build(self, data: bytes, pos: int) -> int:
+    def op_build(self) -> None:
         state = self.stack.pop()
         self.builder.build(self.stack[-1], state)
-        return pos
 
     # What is outside the pickle
 
-    def op_persid(self, data: bytes, pos: int) -> int:
-        line, pos = self._line(data, pos)
-        self.stack.append(self.builder.outside("PERSID", line))
-        return pos
+    def op_persid(self) -> None:
+        self.stack.append(self.builder.outside("PERSID", self._line()))
 
-    def op_extension(self, data: bytes, pos: int) -> int:
-        size = {0x82: 1, 0x83: 2, 0x84: 4}[data[pos - 1]]
-        if pos + size > len(data):
-            raise Short(pos + size)
-        code = int.from_bytes(data[pos : pos + size], "little", signed=size == 4)
+    def op_extension(self) -> None:
+        size = int(self.opcode.removeprefix("EXT"))
+        code = int.from_bytes(self._take(size), "little", signed=size == 4)
         self.stack.append(self.builder.outside(f"EXT{size}", code))
-        return pos + size
 
-    def op_next_buffer(self, data: bytes, pos: int) -> int:
+    def op_next_buffer(self) -> None:
         self.stack.append(self.builder.outside("NEXT_BUFFER", None))
-        return pos
 
-    def op_readonly_buffer(self, data: bytes, pos: int) -> int:
+    def op_readonly_buffer(self) -> None:
         self.stack[-1] = self.builder.outside("READONLY_BUFFER", self.stack[-1])
-        return pos
 
     # Framing
 
-    def op_proto(self, data: bytes, pos: int) -> int:
-        if data[pos] > 5:
-            raise UnsupportedError(f"pickle protocol {data[pos]}; ckptkit reads 0 to 5")
-        self.protocol = data[pos]
-        return pos + 1
+    def op_proto(self) -> None:
+        protocol = self._take(1)[0]
+        if protocol > 5:
+            raise UnsupportedError(f"pickle protocol {protocol}; ckptkit reads 0 to 5")
+        self.protocol = protocol
 
-    def op_frame(self, data: bytes, pos: int) -> int:
-        end = self.base + pos + 8 + U8(data, pos)[0]
+    def op_frame(self) -> None:
+        length = int.from_bytes(self._take(8), "little")
+        end = self.base + self.pos + length
         if self.frame_end is not None:
             self.builder.odd("pickle opens a frame inside a frame")
         if end > self.limit:
             self.builder.odd("pickle frame reaches beyond the end")
             end = self.limit
         self.frame_end = end
-        self.data = data[: end - self.base]  # what is beyond is not in the window meanwhile
-        return pos + 8
+        self.data = self.data[: end - self.base]  # what is beyond is not in the window meanwhile
 
     # Scalars
 
-    def op_constant(self, data: bytes, pos: int) -> int:
-        self.stack.append(None if data[pos - 1] == 0x4E else True)
-        return pos
+    def op_none(self) -> None:
+        self.stack.append(None)
 
-    def op_binfloat(self, data: bytes, pos: int) -> int:
-        self.stack.append(F8(data, pos)[0])
-        return pos + 8
+    def op_newtrue(self) -> None:
+        self.stack.append(True)
 
-    def _number(self, data: bytes, pos: int, form: re.Pattern[bytes]) -> tuple[int, int]:
-        """Return the number in a line of this form, and the offset after the line."""
-        line, pos = self._line(data, pos, "line_bytes")
+    def op_binfloat(self) -> None:
+        self.stack.append(F8(self._take(8))[0])
+
+    def _number(self, form: re.Pattern[bytes]) -> int:
+        """Return the number in a line of this form."""
+        line = self._line("line_bytes")
         if form is _INT:
             line = line.removesuffix(b"L")
         if not form.fullmatch(line):
             self._malformed(line)
         check("int_bytes", len(line) // 2, "digits of an integer in a pickle, two to a byte")
-        return int(line), pos
+        return int(line)
 
     def _malformed(self, line: bytes) -> NoReturn:
         error = SpellingError if _READABLE.fullmatch(line) else FormatError
         raise error(f"pickle holds {line[:40]!r} where no pickler writes it")
 
-    def op_int(self, data: bytes, pos: int) -> int:
-        if data[pos : pos + 3] in (b"00\n", b"01\n"):
-            self.stack.append(data[pos + 1] == 0x31)
-            return pos + 3
-        return self.op_long(data, pos)
+    def op_int(self) -> None:
+        if self.data[self.pos : self.pos + 3] in (b"00\n", b"01\n"):
+            self.stack.append(self._take(3) == b"01\n")
+        else:
+            self.op_long()
 
-    def op_long(self, data: bytes, pos: int) -> int:
-        value, pos = self._number(data, pos, _INT)
-        self.stack.append(value)
-        return pos
+    def op_long(self) -> None:
+        self.stack.append(self._number(_INT))
 
-    def op_float(self, data: bytes, pos: int) -> int:
-        line, pos = self._line(data, pos, "line_bytes")
+    def op_float(self) -> None:
+        line = self._line("line_bytes")
         if not _FLOAT.fullmatch(line):
             self._malformed(line)
         self.stack.append(float(line))
-        return pos
 
     # Strings
 
@@ -636,18 +655,17 @@ class Machine:
             self.builder.text(text)
         self.stack.append(text)
 
-    def op_unicode(self, data: bytes, pos: int) -> int:
-        line, pos = self._line(data, pos, "string_bytes")
+    def op_unicode(self) -> None:
+        line = self._line("string_bytes")
         try:
             text = line.decode("raw-unicode-escape")
         except UnicodeDecodeError as error:
             raise FormatError("pickle holds text with a malformed escape") from error
         self._text(text)
-        return pos
 
-    def op_string(self, data: bytes, pos: int) -> int:
+    def op_string(self) -> None:
         """Push a quoted literal of Python 2."""
-        line, pos = self._line(data, pos, "string_bytes")
+        line = self._line("string_bytes")
         if not _STRING.fullmatch(line):
             is_quoted = line[:1] in (b"'", b'"') and line.rstrip()[-1:] == line[:1]
             error = SpellingError if is_quoted else FormatError
@@ -656,38 +674,27 @@ class Machine:
             warnings.simplefilter("ignore")
             value = escape_decode(line[1:-1])[0]
         self.stack.append(self.builder.byte_string(value, "python2"))
-        return pos
 
-    def op_sized(self, data: bytes, pos: int) -> int:
+    def op_sized(self) -> None:
         """Push a value that its length comes before: an integer, a string or a byte string."""
-        width, signed, kind = SIZED[data[pos - 1]]
-        if pos + width > len(data):
-            raise Short(pos + width)
-        size = int.from_bytes(data[pos : pos + width], "little", signed=signed)
-        pos += width
+        width, signed, kind = SIZED[self.data[self.at]]
+        size = int.from_bytes(self._take(width), "little", signed=signed)
         if size < 0:
             raise FormatError("pickle holds a value of negative length")
-        if kind not in ("int", "text"):
-            return self._bytes(data, pos, size, kind)
-        end = pos + size
-        if kind == "int" and self.base + end <= self.limit:  # else it is cut
-            check("int_bytes", size, "bytes of an integer in a pickle")
-        if end > len(data):
-            raise Short(end)
         if kind == "int":
-            self.stack.append(int.from_bytes(data[pos:end], "little", signed=True))
+            if self.base + self.pos + size <= self.limit:  # else it is cut
+                check("int_bytes", size, "bytes of an integer in a pickle")
+            self.stack.append(int.from_bytes(self._take(size), "little", signed=True))
+        elif kind == "text":
+            self._text(str(self._take(size), "utf-8", "surrogatepass"))
+        elif size < LARGE:
+            self.stack.append(self.builder.byte_string(self._take(size), kind))
         else:
-            self._text(str(data[pos:end], "utf-8", "surrogatepass"))
-        return end
+            self._stored(size, kind)
 
-    def _bytes(self, data: bytes, pos: int, size: int, kind: str) -> int:
-        end = pos + size
-        if size < LARGE:
-            if end > len(data):
-                raise Short(end)
-            self.stack.append(self.builder.byte_string(data[pos:end], kind))
-            return end
-        at = self.base + pos
+    def _stored(self, size: int, kind: str) -> None:
+        """Push a byte string that stays in the source, and go behind it."""
+        at = self.base + self.pos
         if self.frame_end is not None and at + size > self.frame_end:
             self.builder.odd("pickle opcode reaches beyond its frame")
             self.frame_end = None
@@ -696,10 +703,9 @@ class Machine:
         value = StoredBytes(Range(self.source, at, size), kind)
         self.stack.append(self.builder.byte_string(value, kind))
         self.skipped += size
-        if end <= len(data):
-            return end
-        self.data, self.base = b"", at + size
-        return 0
+        self.pos += size
+        if self.pos > len(self.data):
+            self.data, self.base, self.at, self.pos = b"", at + size, 0, 0
 
 
 # Opcodes of values that their length comes before: the bytes of the length, whether it is signed,
@@ -710,19 +716,17 @@ SIZED = {
     0x43: (1, False, "bytes"), 0x42: (4, False, "bytes"), 0x8E: (8, False, "bytes"),
     0x96: (8, False, "bytearray"),
 }  # fmt: skip
-NAMES = {
+_LOOP = {
     0x28: "MARK", 0x29: "EMPTY_TUPLE", 0x2E: "STOP", 0x4A: "BININT", 0x4B: "BININT1",
     0x4D: "BININT2", 0x51: "BINPERSID", 0x52: "REDUCE", 0x58: "BINUNICODE", 0x68: "BINGET",
     0x6A: "LONG_BINGET", 0x71: "BINPUT", 0x72: "LONG_BINPUT", 0x73: "SETITEM", 0x74: "TUPLE",
     0x75: "SETITEMS", 0x7D: "EMPTY_DICT", 0x85: "TUPLE1", 0x86: "TUPLE2", 0x87: "TUPLE3",
     0x89: "NEWFALSE",
 }  # fmt: skip
-"""The names of the opcodes: those of the loop here, those of `RARE` below."""
-
-_RARE: dict[int, tuple[str, Callable[[Machine, bytes, int], int]]] = {
-    0x4E: ("NONE", Machine.op_constant), 0x88: ("NEWTRUE", Machine.op_constant),
-    0x47: ("BINFLOAT", Machine.op_binfloat), 0x5D: ("EMPTY_LIST", Machine.op_empty),
-    0x61: ("APPEND", Machine.op_append), 0x65: ("APPENDS", Machine.op_add_all),
+_RARE: dict[int, tuple[str, Callable[[Machine], None]]] = {
+    0x4E: ("NONE", Machine.op_none), 0x88: ("NEWTRUE", Machine.op_newtrue),
+    0x47: ("BINFLOAT", Machine.op_binfloat), 0x5D: ("EMPTY_LIST", Machine.op_empty_list),
+    0x61: ("APPEND", Machine.op_append), 0x65: ("APPENDS", Machine.op_appends),
     0x62: ("BUILD", Machine.op_build), 0x63: ("GLOBAL", Machine.op_global),
     0x93: ("STACK_GLOBAL", Machine.op_stack_global), 0x94: ("MEMOIZE", Machine.op_memoize),
     0x8C: ("SHORT_BINUNICODE", Machine.op_sized), 0x81: ("NEWOBJ", Machine.op_newobj),
@@ -735,8 +739,8 @@ _RARE: dict[int, tuple[str, Callable[[Machine, bytes, int], int]]] = {
     0x49: ("INT", Machine.op_int), 0x4C: ("LONG", Machine.op_long),
     0x46: ("FLOAT", Machine.op_float), 0x53: ("STRING", Machine.op_string),
     0x56: ("UNICODE", Machine.op_unicode), 0x6C: ("LIST", Machine.op_collect),
-    0x64: ("DICT", Machine.op_collect), 0x8F: ("EMPTY_SET", Machine.op_empty),
-    0x90: ("ADDITEMS", Machine.op_add_all), 0x91: ("FROZENSET", Machine.op_collect),
+    0x64: ("DICT", Machine.op_collect), 0x8F: ("EMPTY_SET", Machine.op_empty_set),
+    0x90: ("ADDITEMS", Machine.op_additems), 0x91: ("FROZENSET", Machine.op_collect),
     0x30: ("POP", Machine.op_pop), 0x31: ("POP_MARK", Machine.op_pop_mark),
     0x32: ("DUP", Machine.op_dup), 0x70: ("PUT", Machine.op_put), 0x67: ("GET", Machine.op_get),
     0x69: ("INST", Machine.op_inst), 0x6F: ("OBJ", Machine.op_obj),
@@ -746,10 +750,7 @@ _RARE: dict[int, tuple[str, Callable[[Machine, bytes, int], int]]] = {
     0x98: ("READONLY_BUFFER", Machine.op_readonly_buffer),
 }  # fmt: skip
 RARE = {code: method for code, (_, method) in _RARE.items()}
-NAMES.update((code, name) for code, (name, _) in _RARE.items())
-
-# Bytes of the operand that follows the opcode, where its length is fixed or leads a longer one.
-OPERANDS = {
-    **dict.fromkeys(b"KhqU\x8cC\x80\x8a", 1), **dict.fromkeys(b"M", 2),
-    **dict.fromkeys(b"rjJXTB\x8b", 4), **dict.fromkeys(b"G\x8d\x8e\x95\x96", 8),
-}  # fmt: skip
+NAMES = _LOOP | {code: name for code, (name, _) in _RARE.items()}
+"""The names of the opcodes: those of the loop, and the others."""
+# Bytes of the operand that follows an opcode of the loop.
+OPERANDS = {**dict.fromkeys(b"Khq", 1), **dict.fromkeys(b"M", 2), **dict.fromkeys(b"rjJX", 4)}

@@ -134,11 +134,14 @@ class Values:
         return value if kind == "bytes" else bytearray(value)
 
     def call(self, made: Node, args: Node, *, new: bool = False, kwargs: Node = None) -> Node:
-        if args.__class__ is not tuple or kwargs.__class__ not in (dict, None.__class__):
+        if args.__class__ is not tuple:
             raise FormatError(_NO_TUPLE)
-        reducer = None if new else self.reducers.get(id(made))
-        if reducer is not None:
-            return reducer(made, args)
+        if not new:
+            reducer = self.reducers.get(id(made))
+            if reducer is not None:
+                return reducer(made, args)
+        elif kwargs is not None and kwargs.__class__ is not dict:
+            raise FormatError(_NO_TUPLE)
         return Object(made, args, new=new, kwargs=kwargs)
 
     def build(self, target: Node, state: Node) -> None:

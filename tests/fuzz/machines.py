@@ -333,7 +333,29 @@ def seeds() -> list[list[bytes]]:
     made += [pickle._dumps(value, protocol) for value in VALUES for protocol in range(6)]
     made += [pickletools.optimize(each) for each in made]
     made += [*CALLS.values(), *UNCLEAR.values()]
-    return [split for each in made if len(split := opcodes(each)) > 1]
+    split = [split for each in made if len(split := opcodes(each)) > 1]
+    return [*split, *[tensors()] * (len(split) // 8)]
+
+
+def tensors() -> list[bytes]:
+    """Return a pickle of tensors as torch.save spells them, which our machine runs in one step.
+
+    It does so from the place in the memo on where PUT has four bytes.
+    """
+    names = (
+        b"ctorch\n_rebuild_tensor_v2\nq\0ctorch\nFloatStorage\nq\1ccollections\nOrderedDict\nq\2"
+    )
+    texts = b"X\7\0\0\0storageq\3X\3\0\0\0cpuq\4"
+    parts = [b"\x80\2", b"}(", names + texts + b"\x94" * 251 + b"N"]
+    at = 256
+    for number, sizes in enumerate((b"K\6\x85", b"M\0\1K\2\x86", b"J\0\0\1\0K\2K\3\x87")):
+        key = b"%d" % (number + 9)
+        spelled = b"h\0((h\3h\1X%c\0\0\0%br@h\4K\6tr@QK\0%br@%br@\x89h\2)Rr@tr@Rr@"
+        pieces = (spelled % (len(key), key, sizes, sizes)).split(b"@")
+        pieces = [each + struct.pack("<I", at + n) for n, each in enumerate(pieces[:-1])]
+        at += len(pieces)
+        parts += [b"K%c" % number, *opcodes(b"".join(pieces))]
+    return [*parts, b"u"]
 
 
 def opcodes(data: bytes) -> list[bytes]:
