@@ -338,24 +338,21 @@ def seeds() -> list[list[bytes]]:
 
 
 def tensors() -> list[bytes]:
-    """Return a pickle of tensors as torch.save spells them, which our machine runs in one step.
+    """Return a pickle of tensors as torch.save spells them, and of some that they store in the memo.
 
-    It does so from the place in the memo on where PUT has four bytes.
+    Our machine runs each in one step, from the place in the memo on where PUT has four bytes.
     """
-    names = (
-        b"ctorch\n_rebuild_tensor_v2\nq\0ctorch\nFloatStorage\nq\1ccollections\nOrderedDict\nq\2"
-    )
+    names = b"ctorch\nrebuild\nq\0ctorch\nFloatStorage\nq\1ccollections\nOrderedDict\nq\2"
     texts = b"X\7\0\0\0storageq\3X\3\0\0\0cpuq\4"
-    parts = [b"\x80\2", b"}(", names + texts + b"\x94" * 251 + b"N"]
-    at = 256
+    parts = [b"\x80\2", b"](", names + texts + b"\x94" * 251]
     for number, sizes in enumerate((b"K\6\x85", b"M\0\1K\2\x86", b"J\0\0\1\0K\2K\3\x87")):
+        puts = [struct.pack("<I", 256 + 7 * number + n) for n in range(7)]
         key = b"%d" % (number + 9)
         spelled = b"h\0((h\3h\1X%c\0\0\0%br@h\4K\6tr@QK\0%br@%br@\x89h\2)Rr@tr@Rr@"
         pieces = (spelled % (len(key), key, sizes, sizes)).split(b"@")
-        pieces = [each + struct.pack("<I", at + n) for n, each in enumerate(pieces[:-1])]
-        at += len(pieces)
-        parts += [b"K%c" % number, *opcodes(b"".join(pieces))]
-    return [*parts, b"u"]
+        parts += opcodes(b"".join(map(bytes.__add__, pieces, puts)))
+        parts += [b"j" + puts[2 * number]]
+    return [*parts, b"e"]
 
 
 def opcodes(data: bytes) -> list[bytes]:
@@ -399,6 +396,9 @@ def respelled(rng: random.Random, opcode: bytes) -> bytes:
         return opcode[:1] + rng.choice(_ODD_NUMBERS).format(number).encode("latin-1") + b"\n"
     if opcode[:1] in b"qh" and len(opcode) == 2:
         return rng.choice([b"%b%c", b"%b%c"]) % (rng.choice([b"q", b"h"]), rng.randrange(4))
+    if opcode[:1] in b"rj" and len(opcode) == 5:
+        index = struct.unpack("<I", opcode[1:])[0] + rng.randint(-3, 3)
+        return opcode[:1] + struct.pack("<I", max(0, index))
     if opcode[:1] in b"SV" and opcode.endswith(b"\n"):
         return opcode[:-1] + rng.choice([b" \n", b"\\\n", b"'\n", b"\r\n", b"\\x4\n", b"\\101'\n"])
     return opcode * 2
