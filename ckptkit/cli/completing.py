@@ -95,7 +95,7 @@ def _dtypes(_: click.Context, __: click.Parameter, incomplete: str) -> list[Comp
 
 
 def _targets(_: click.Context, __: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    from ckptkit.quantized.logical import TARGETS
+    from ckptkit.quantized.quantization import TARGETS
 
     return _matching(((name, None) for name in TARGETS), incomplete)
 

@@ -64,8 +64,8 @@ class Checkpoint:
     is meant as it is; ``about`` is a phrase on what a folder was made of; ``companions`` are files
     (name and bytes) that belong beside the weights where these are written as a folder; ``logical``
     are the tensors that stand for quantized weights, where somebody looks through these
-    (:mod:`ckptkit.quantized.logical`). ``folder`` is the folder that was named, where the source is
-    one file of it; ``beside`` are the entries that were files of their own in that folder;
+    (:mod:`ckptkit.quantized`). ``folder`` is the folder that was named, where the source is one
+    file of it; ``beside`` are the entries that were files of their own in that folder;
     ``words`` are the options of a command that reads the same folder alike.
     ``reports`` are those of steps of rules.
     """

@@ -9,8 +9,9 @@ from collections.abc import Container, Iterator, Sequence
 from ckptkit.core.text import plural
 from ckptkit.diagnosis.cause import ERROR, NOTE, WARNING, Cause
 from ckptkit.diagnosis.facts import Facts, convert, edit, some
-from ckptkit.quantized import families, logical
+from ckptkit.quantized import families
 from ckptkit.quantized.group import QuantizedWeight
+from ckptkit.quantized.quantization import default_dtype
 
 _RAGGED = (
     " Some have blocks that end short: transformers 5.23 derives the size of blocks from shapes, "
@@ -68,7 +69,7 @@ def _readable(facts: Facts, groups: Sequence[QuantizedWeight]) -> Cause:
 def _command(facts: Facts, group: QuantizedWeight) -> str | None:
     """Return the command that makes floats, in the dtype of the model; of a folder, a folder."""
     assert facts.quantized is not None and facts.quantized.view is not None
-    dtype = logical.default_dtype(facts.quantized.view, group).name
+    dtype = default_dtype(facts.quantized.view, group).name
     if os.path.isdir(facts.path):
         return edit(facts, "convert", "float", "--dequantize", dtype, suffix="")
     return convert(facts, "float", "--dequantize", dtype)

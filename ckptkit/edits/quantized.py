@@ -36,7 +36,7 @@ from ckptkit.core.weights import Weights, as_tensor, plain_state_dict
 from ckptkit.edits import groups, keys
 from ckptkit.quantized import Quantization
 from ckptkit.quantized.group import quantization_of, read_json_of
-from ckptkit.quantized.logical import TARGETS, default_dtype, exchanged, mapping_of
+from ckptkit.quantized.quantization import TARGETS, default_dtype, exchanged, mapping_of
 
 _HEADERS = ("tensor_names", "_quantization_metadata")
 _CONFIG = ("quantization_config", "quantization", "compression_config")

@@ -60,19 +60,15 @@ def look_through(ck: Checkpoint, types: Mapping[str, DType] | None = None) -> Ch
     found = find(ck)
     if not found:
         return ck
-    from ckptkit.quantized import logical
-
-    return logical.look_through(ck, found, types or {})
+    return quantization.look_through(ck, found, types or {})
 
 
 def look_through_both(a: Checkpoint, b: Checkpoint) -> tuple[Checkpoint, Checkpoint]:
     """Both, with quantized weights in the dtype that the other has under their names."""
     if not find(a) and not find(b):
         return a, b
-    from ckptkit.quantized import logical
-
-    ours = look_through(a, logical.float_types(b))
-    return ours, look_through(b, logical.float_types(ours))
+    ours = look_through(a, quantization.float_types(b))
+    return ours, look_through(b, quantization.float_types(ours))
 
 
 def look_through_for(ck: Checkpoint, expected: Mapping[str, str]) -> Checkpoint:
@@ -84,7 +80,7 @@ def look_through_for(ck: Checkpoint, expected: Mapping[str, str]) -> Checkpoint:
     found = find(ck)
     if not found:
         return ck
-    from ckptkit.quantized import logical
-
-    types = {name: BY_NAME[dtype] for name, dtype in expected.items() if dtype in logical.TARGETS}
-    return logical.look_through(ck, found.foreign_to(expected), types)
+    types = {
+        name: BY_NAME[dtype] for name, dtype in expected.items() if dtype in quantization.TARGETS
+    }
+    return quantization.look_through(ck, found.foreign_to(expected), types)

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 from ckptkit.compute.arranged import contiguous
 from ckptkit.compute.dequantize import Dequantize
 from ckptkit.compute.operation import stream
-from ckptkit.compute.packing import Blocks, Numbers, Packing, ScaleGrid
+from ckptkit.compute.packing import TARGET, Blocks, Numbers, Packing, ScaleGrid
 from ckptkit.core.bytesource import ByteSource, Folder, Pending
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.dtypes import BY_NAME, DType
@@ -22,9 +22,36 @@ from ckptkit.core.tree import Node
 
 SMALL = 64 << 10  # bytes of a tensor that a recognizer may read
 CONFIG_BYTES = 4 << 20
-NEEDS_CONFIG = "put the config.json of the model beside the file"  # a hint
+NEEDS_CONFIG = "put the config.json of the model beside the file"  # hints
+ELSEWHERE = "it may be in another shard: name the folder or the index"
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
 FLOATS = ("float32", "bfloat16", "float16", "float64")
+EXPONENTS = ("uint8", "float8_e8m0fnu")  # dtypes of scales that are powers of two
+# What scales and products are rounded to: the dtype that is asked for.
+IN_TARGET: dict[str, Any] = {"scale_dtype": TARGET, "product_dtype": TARGET}
+
+
+class BlockForm(NamedTuple):
+    """A way to store codes with one byte of scale for each `width` columns.
+
+    `stored` are dtypes that the scales may have, `dtype` is what their bytes are, "" if that;
+    `second` says how a second scale is combined, "" if there is none. See `Blocks` for the others.
+    """
+
+    label: str
+    width: int
+    stored: tuple[str, ...] = EXPONENTS
+    dtype: str = ""
+    second: str = ""
+    tiled: bool = False
+    high_first: bool = False
+    table: str = ""  # of codes of 8 bits, "" for their dtype; of others "" for FP4
+    scale_dtype: str = "float32"
+    product_dtype: str = "float32"
+
+
+MX = BlockForm("mxfp{bits} 1x{width}", 32)
+NVFP4 = BlockForm("nvfp4 1x16", 16, ("float8_e4m3fn",), second="multiply")
 
 
 @dataclass(slots=True, eq=False)
@@ -65,6 +92,70 @@ class QuantizedWeight:
         layout = replace(self.layout, target=dtype.name)
         record = Pending(Dequantize(layout), records, dtype.nbytes(self.numel))
         return Tensor(Storage(record, device), dtype, self.shape, contiguous_stride(self.shape))
+
+    # A recognizer makes a weight, and says by one of these what it found.
+
+    def refused(self, reason: str, hint: str | None = None) -> QuantizedWeight:
+        """It cannot be dequantized."""
+        self.reason, self.hint, self.layout, self.inputs = reason, hint, None, ()
+        return self
+
+    def ready(self, label: str, layout: Blocks, *inputs: Tensor) -> QuantizedWeight:
+        """It can, by this layout."""
+        self.label, self.layout, self.inputs = label, layout, inputs
+        return self
+
+    def flat(self, label: str, grid: ScaleGrid, codes: Tensor, scale: Tensor, *inputs: Tensor,
+             **more: Any) -> QuantizedWeight:  # fmt: skip
+        """It can: codes of 8 bits lie in the order of the elements, with scales on a grid."""
+        is_integer = codes.dtype.name == "int8"
+        batches, rows, columns = matrix(self.shape)
+        layout = Blocks(
+            batches, rows, columns, Packing("flat", 8), (numbers(1, scale, grid),),
+            table=None if is_integer else codes.dtype.name, signed=is_integer, **more,
+        )  # fmt: skip
+        return self.ready(label, layout, codes, scale, *inputs)
+
+    def in_blocks(
+        self, form: BlockForm, codes: Tensor, scale: Tensor, second: Tensor | None = None, *,
+        packing: Packing | None = None,
+    ) -> QuantizedWeight:  # fmt: skip
+        """It can if its scales fit its shape; codes of 4 bits lie flat unless `packing` says how.
+
+        The shape of the weight is that of its codes so far, two of 4 bits in a byte.
+        """
+        if packing is None:
+            packing = Packing("flat", 8 if codes.dtype.name in FLOAT8 else 4, form.high_first)
+            if packing.bits == 4:
+                self.shape = doubled(codes.shape)
+        bits, width, shape = packing.bits, form.width, self.shape
+        self.label = form.label.format(bits=bits, width=width)
+        order = "tiles" if form.tiled else "rows"
+        grid, (batches, rows, columns) = grid_of(shape, 1, width, order), matrix(shape)
+        fits = len(shape) > 1 and scale.dtype.name in form.stored
+        if form.tiled:  # of 128 x 4, padded
+            padded = -(-rows // 128) * 128 * (-(-columns // width // 4) * 4)
+            fits = fits and batches == 1 and columns % width == 0 and scale.numel == padded
+        else:
+            fits = fits and scale.shape == blocks_of(shape, 1, width)
+        scales, inputs = [numbers(1, scale, grid, dtype=form.dtype)], [codes, scale]
+        if form.second:
+            fits = fits and second is not None and second.numel in (1, batches)
+        if not fits:
+            where = " in tiles of 128x4" if form.tiled else ""
+            return self.refused(
+                f"scales of {scale.dtype} {shown(scale.shape)} do not fit {shown(shape)} in blocks "
+                f"of {width}{where}" + (", or its second scale is missing" if form.second else "")
+            )
+        if form.second and second is not None:
+            scales.append(numbers(2, second, whole(shape), combine=form.second))
+            inputs.append(second)
+        layout = Blocks(
+            batches, rows, columns, packing, tuple(scales),
+            table=form.table or (codes.dtype.name if bits == 8 else "e2m1"),
+            scale_dtype=form.scale_dtype, product_dtype=form.product_dtype,
+        )  # fmt: skip
+        return self.ready(self.label, layout, *inputs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,20 +209,13 @@ class TensorView:
 
     def number(self, name: str) -> int | None:
         """The only element of a tensor of integers."""
-        tensor, data = self.tensors.get(name), self.read(name)
-        if (
-            tensor is None
-            or data is None
-            or tensor.numel != 1
-            or tensor.dtype.kind not in ("int", "bool")
-        ):
-            return None
-        return int.from_bytes(data, "little", signed=tensor.dtype.name.startswith("int"))
+        found = self.integers(name)
+        return found[0] if len(found) == 1 else None
 
     def integers(self, name: str) -> tuple[int, ...]:
         """All elements of a small tensor of integers."""
         tensor, data = self.tensors.get(name), self.read(name)
-        if tensor is None or data is None or tensor.dtype.kind != "int":
+        if tensor is None or data is None or tensor.dtype.kind not in ("int", "bool"):
             return ()
         size, signed = tensor.dtype.itemsize, tensor.dtype.name.startswith("int")
         starts = range(0, len(data), size)
@@ -221,24 +305,12 @@ def read_bytes_of(source: ByteSource | Folder | None, name: str) -> bytes | None
 # What recognizers have in common
 
 
-def refused(group: QuantizedWeight, reason: str, hint: str | None = None) -> QuantizedWeight:
-    """The group, which cannot be dequantized."""
-    return replace(group, reason=reason, hint=hint, layout=None, inputs=())
-
-
-def ready(
-    group: QuantizedWeight, label: str, layout: Blocks, *inputs: Tensor, own: str | None = None
-) -> QuantizedWeight:
-    """The group, with what is needed to dequantize it."""
-    name, shape, own = (
-        group.name,
-        group.shape,
-        own or group.own,
-    )  # `replace` takes five times as long
-    parts, dropped = group.parts, group.dropped
-    return QuantizedWeight(
-        group.family, label, name, shape, parts, dropped, layout, inputs, own=own
-    )
+def numbers(
+    input: int, tensor: Tensor, grid: ScaleGrid, *, dtype: str = "", combine: str = "multiply"
+) -> Numbers:
+    """Numbers on a grid, for each batch or for all; of `dtype`, if it is not that of scales."""
+    is_shared = tensor.numel == grid.rows * grid.columns
+    return Numbers(input, dtype or scale_dtype(tensor), grid, combine, shared=is_shared)
 
 
 def scale_dtype(tensor: Tensor) -> str:
@@ -261,11 +333,6 @@ def matrix(shape: Shape) -> tuple[int, int, int]:
     return prod(shape[:-2]), shape[-2], shape[-1]
 
 
-def plain(shape: Shape) -> Shape:
-    """A shape without dimensions of one element."""
-    return tuple(n for n in shape if n != 1)
-
-
 def grid_of(shape: Shape, height: int, width: int, order: str = "rows") -> ScaleGrid:
     """The grid of blocks of `height` x `width` over the last two dimensions of a shape."""
     _, rows, columns = matrix(shape)
@@ -278,22 +345,28 @@ def whole(shape: Shape) -> ScaleGrid:
     return ScaleGrid(max(1, rows), max(1, columns), 1, 1)
 
 
-def single(
-    input: int, tensor: Tensor, shape: Shape, *, combine: str = "multiply"
-) -> Numbers | None:
-    """A scale for the whole tensor, or one for each batch; None if it is neither."""
-    batches, _, _ = matrix(shape)
-    if tensor.numel not in (1, batches):
-        return None
-    return Numbers(input, tensor.dtype.name, whole(shape), combine, shared=tensor.numel == 1)
+def grid_for(
+    shape: Shape, scale: Shape, sizes: Iterable[tuple[int, int]] = ()
+) -> tuple[ScaleGrid, str] | None:
+    """The grid of scales of a shape and its name: one, one for each row, or blocks of a size."""
+    if all(n == 1 for n in scale):
+        return whole(shape), "tensor"
+    if scale in ((*shape[:-1], 1), shape[:-1]):
+        return grid_of(shape, 1, shape[-1]), "channel"
+    for height, width in sizes:
+        if scale == blocks_of(shape, height, width):
+            label = f"{height}x{width}" if height > 1 else f"g{width}"
+            return grid_of(shape, height, width), label
+    return None
 
 
-def flat(
-    shape: Shape, bits: int, scales: tuple[Numbers, ...], *, high_first: bool = False, **more: Any
-) -> Blocks:
-    """A layout whose codes lie in the order of the elements."""
-    batches, rows, columns = matrix(shape)
-    return Blocks(batches, rows, columns, Packing("flat", bits, high_first), scales, **more)
+def block_size(given: object) -> tuple[int, int] | None:
+    """Height and width of blocks, as a configuration names them."""
+    if isinstance(given, (list, tuple)) and len(given) == 2:
+        height, width = given
+        if type(height) is int and type(width) is int and height > 0 and width > 0:
+            return height, width
+    return None
 
 
 def doubled(shape: Shape) -> Shape:
@@ -301,9 +374,9 @@ def doubled(shape: Shape) -> Shape:
     return (*shape[:-1], 2 * shape[-1]) if shape else shape
 
 
-def is_scale(tensor: Tensor) -> bool:
+def is_scale(tensor: Tensor | None) -> bool:
     """Return whether a tensor can hold floating-point scales."""
-    return tensor.dtype.name in FLOATS
+    return tensor is not None and tensor.dtype.name in FLOATS
 
 
 def dtype_named(text: object) -> str | None:
@@ -315,8 +388,3 @@ def dtype_named(text: object) -> str | None:
 def shown(shape: Shape) -> str:
     """``[4, 8]``."""
     return str(list(shape))
-
-
-def block_label(kind: str, height: int, width: int) -> str:
-    """``fp8 128x128``."""
-    return f"{kind} {height}x{width}"

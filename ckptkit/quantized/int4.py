@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from math import prod
-from typing import Any
 
 from ckptkit.compute.packing import Blocks, Numbers, Packing, ScaleGrid, ZeroPoint
-from ckptkit.core.tensor import Tensor
 from ckptkit.quantized import group as g
 from ckptkit.quantized.group import QuantizationMethod, QuantizedWeight, TensorView
 
@@ -29,60 +27,55 @@ def recognize_gptq(view: TensorView, mark: str) -> QuantizedWeight | None:
     codes, scales = view.get(mark), view.get(f"{stem}.scales", *g.FLOATS)
     if codes is None or scales is None or len(codes.shape) != 2 or len(scales.shape) != 2:
         return None
-    if scales.shape[1] != codes.shape[1]:
+    (words, rows), groups = codes.shape, scales.shape[0]
+    if scales.shape[1] != rows:
         return None
     zeros, index = view.get(f"{stem}.qzeros"), view.get(f"{stem}.g_idx", "int32")
     parts = (mark, *view.present(stem, (".scales", ".qzeros", ".g_idx")))
     group = QuantizedWeight("gptq", "gptq", f"{stem}.weight", (), parts)
     if codes.dtype.name != "int32" or zeros is None or zeros.dtype.name != "int32":
-        return g.refused(group, "its words are not of 32 bits, or it has no qzeros")
-    return _with_bits(group, view, codes, scales, zeros, index)
-
-
-def _with_bits(
-    group: QuantizedWeight,
-    view: TensorView,
-    codes: Tensor,
-    scales: Tensor,
-    zeros: Tensor,
-    index: Tensor | None,
-) -> QuantizedWeight:
-    words, rows = codes.shape
+        return group.refused("its words are not of 32 bits, or it has no qzeros")
     bits, odd = divmod(zeros.shape[-1] * 32, rows)
-    if odd or bits not in _BITS or zeros.shape != (scales.shape[0], rows * bits // 32):
-        return g.refused(
-            group, f"qzeros of {g.shown(zeros.shape)} fit no packing of 2, 3, 4 or 8 bits"
+    if odd or bits not in _BITS or zeros.shape != (groups, rows * bits // 32):
+        return group.refused(
+            f"qzeros of {g.shown(zeros.shape)} fit no packing of 2, 3, 4 or 8 bits"
         )
     columns = words * 32 // bits
-    group = QuantizedWeight(
-        group.family, f"gptq int{bits}", group.name, (rows, columns), group.parts
-    )
+    group.label, group.shape = f"gptq int{bits}", (rows, columns)
     if (problem := _packing(view)) is not None:
-        return g.refused(group, problem)
-    add = _version(view, group, bits)
+        return group.refused(problem)
+    config, add = view.quantization, None  # what is added to stored zero points
+    if view.method in _METHODS or (not view.method and "bits" in config):
+        add = 0 if config.get("checkpoint_format") == "gptq_v2" else 1
+    elif bits == 4 and (data := view.read(f"{stem}.qzeros", _SMALL)):
+        add = _SYMMETRIC.get(bytes(set(data)))
     if add is None:
-        return g.refused(
-            group,
+        return group.refused(
             "whether its zero points are stored less one (gptq) or not (gptq_v2) is not known",
             g.NEEDS_CONFIG,
         )
-    width = _group_size(view, columns, scales.shape[0], index)
+    width = _group_size(view, columns, groups)
+    if index is not None:  # which says it for each column
+        width = (width or columns) if index.numel == columns else None
     if width is None:
-        return g.refused(
-            group,
-            f"its group_size is not known, or does not give {scales.shape[0]} groups",
-            g.NEEDS_CONFIG,
+        return group.refused(
+            f"its group_size is not known, or does not give {groups} groups", g.NEEDS_CONFIG
         )
-    grid = ScaleGrid(1, width, rows, scales.shape[0], "columns")
-    zero = ZeroPoint(2, bits, grid, add=add)
+    grid = ScaleGrid(1, width, rows, groups, "columns")
     inputs = (codes, scales, zeros) if index is None else (codes, scales, zeros, index)
     layout = Blocks(
-        1, rows, columns, Packing("columns", bits, stride=words),
-        (Numbers(1, scales.dtype.name, grid),),
-        zero=zero, index=0 if index is None else 3,
+        1, rows, columns, Packing("columns", bits, stride=words), (g.numbers(1, scales, grid),),
+        zero=ZeroPoint(2, bits, grid, add=add), index=0 if index is None else 3,
     )  # fmt: skip
-    label = f"gptq int{bits}" + ("" if index is not None and width == columns else f" g{width}")
-    return g.ready(group, label, layout, *inputs)
+    label = group.label + ("" if index is not None and width == columns else f" g{width}")
+    return group.ready(label, layout, *inputs)
+
+
+def _group_size(view: TensorView, columns: int, groups: int) -> int | None:
+    """Columns of a group, if the configuration names as many as give the groups."""
+    size = view.quantization.get("group_size")
+    width = columns if size == -1 or (size is None and groups == 1) else size
+    return width if type(width) is int and width > 0 and -(-columns // width) == groups else None
 
 
 def _packing(view: TensorView) -> str | None:
@@ -96,28 +89,6 @@ def _packing(view: TensorView) -> str | None:
         return f"its pack_dtype is {config['pack_dtype']}"
     packing = str(config.get("packing_format") or _PACKING[0])
     return None if packing in _PACKING else f"its packing_format is {packing}"
-
-
-def _version(view: TensorView, group: QuantizedWeight, bits: int) -> int | None:
-    """Return the number to add to stored zero points, None if nothing tells."""
-    if view.method in _METHODS or (not view.method and "bits" in view.quantization):
-        return 0 if view.quantization.get("checkpoint_format") == "gptq_v2" else 1
-    zeros = group.name.removesuffix(".weight") + ".qzeros"
-    data = view.read(zeros, _SMALL) if bits == 4 else None
-    return _SYMMETRIC.get(bytes(set(data))) if data else None
-
-
-def _group_size(view: TensorView, columns: int, groups: int, index: Tensor | None) -> int | None:
-    """Columns of a group."""
-    if index is not None and index.numel != columns:
-        return None
-    size = view.quantization.get("group_size")
-    if type(size) is int and (size == -1 or size > 0):
-        width = columns if size == -1 else size
-        if -(-columns // width) == groups:
-            return width
-        return columns if index is not None else None
-    return columns if index is not None or groups == 1 else None
 
 
 GPTQ = QuantizationMethod(
@@ -136,7 +107,7 @@ def recognize_awq(view: TensorView, mark: str) -> QuantizedWeight | None:
     """The module whose codes are called `mark`, if its scales say that words hold eight columns."""
     stem = mark.removesuffix(".qweight")
     codes, scales = view.get(mark), view.get(f"{stem}.scales", *g.FLOATS)
-    zeros = view.get(f"{stem}.qzeros")
+    zeros = view.get(f"{stem}.qzeros", "int32")
     if codes is None or scales is None or len(codes.shape) != 2 or f"{stem}.g_idx" in view.tensors:
         return None
     columns, words = codes.shape
@@ -145,31 +116,25 @@ def recognize_awq(view: TensorView, mark: str) -> QuantizedWeight | None:
     group = QuantizedWeight("awq", "awq int4", f"{stem}.weight", (rows, columns), parts)
     version = str(view.quantization.get("version") or "gemm").lower()
     if view.method == "awq" and version != "gemm":
-        return g.refused(
-            group, f"its version is {version}: only gemm has a layout that is not of a kernel"
+        return group.refused(
+            f"its version is {version}: only gemm has a layout that is not of a kernel"
         )
     if scales.shape[1:] != (rows,):
         return None
     groups = scales.shape[0]
-    if (
-        codes.dtype.name != "int32"
-        or zeros is None
-        or zeros.shape != (groups, words)
-        or zeros.dtype.name != "int32"
-    ):
-        return g.refused(group, "its qzeros are missing or do not fit")
-    size = view.quantization.get("group_size")
-    width = columns if size == -1 or (size is None and groups == 1) else size
-    if type(width) is not int or width <= 0 or -(-columns // width) != groups:
-        return g.refused(
-            group, f"its group_size is not known, or does not give {groups} groups", g.NEEDS_CONFIG
+    if codes.dtype.name != "int32" or zeros is None or zeros.shape != (groups, words):
+        return group.refused("its qzeros are missing or do not fit")
+    width = _group_size(view, columns, groups)
+    if width is None:
+        return group.refused(
+            f"its group_size is not known, or does not give {groups} groups", g.NEEDS_CONFIG
         )
     grid = ScaleGrid(1, width, rows, groups, "columns")
     layout = Blocks(
-        1, rows, columns, Packing("interleaved", 4), (Numbers(1, scales.dtype.name, grid),),
+        1, rows, columns, Packing("interleaved", 4), (g.numbers(1, scales, grid),),
         zero=ZeroPoint(2, 4, grid, "interleaved"),
     )  # fmt: skip
-    return g.ready(group, f"awq int4 g{width}", layout, codes, scales, zeros)
+    return group.ready(f"awq int4 g{width}", layout, codes, scales, zeros)
 
 
 AWQ = QuantizationMethod(
@@ -194,52 +159,33 @@ def recognize_hqq(view: TensorView, mark: str) -> QuantizedWeight | None:
     stem = mark.removesuffix(".W_q")
     codes, scale, zero = view.tensors[mark], view.get(f"{stem}.scale"), view.get(f"{stem}.zero")
     parts = (mark, *view.present(stem, (".scale", ".zero")))
-    shape = view.integers(f"{stem}.shape")
-    group = QuantizedWeight(
-        "hqq", "hqq", f"{stem}.weight", shape or codes.shape, parts, view.present(stem, _SETTINGS)
-    )
+    shape, dropped = view.integers(f"{stem}.shape"), view.present(stem, _SETTINGS)
+    group = QuantizedWeight("hqq", "hqq", f"{stem}.weight", shape or codes.shape, parts, dropped)
     if view.number(f"{stem}.quant_scale") or view.number(f"{stem}.quant_zero"):
-        return g.refused(group, "its scales or zero points are quantized themselves")
+        return group.refused("its scales or zero points are quantized themselves")
     bits, axis, size = (view.number(f"{stem}.{each}") for each in ("nbits", "axis", "group_size"))
-    if (
-        bits not in _PACKED
-        or view.text(f"{stem}.packing") != _PACKED[bits]
-        or view.number(f"{stem}.view_as_float")
-    ):
-        return g.refused(group, f"its packing is {view.text(f'{stem}.packing')!r}, {bits} bits")
+    packing = view.text(f"{stem}.packing")
+    if packing != _PACKED.get(bits or 0, "?") or view.number(f"{stem}.view_as_float"):
+        return group.refused(f"its packing is {packing!r}, {bits} bits")
+    assert bits is not None
     if len(shape) != 2 or min(shape) <= 0 or axis not in (0, 1) or scale is None or zero is None:
-        return g.refused(group, "its shape, axis, scale or zero is missing")
-    return _with_groups(group, bits, axis, size or shape[1 - axis], (codes, scale, zero))
-
-
-def _with_groups(
-    group: QuantizedWeight, bits: int, axis: int, size: int, inputs: tuple[Tensor, Tensor, Tensor]
-) -> QuantizedWeight:
-    codes, scale, zero = inputs
-    count = prod(group.shape)
-    groups = count // size
+        return group.refused("its shape, axis, scale or zero is missing")
+    size = size or shape[1 - axis]
+    groups = prod(shape) // size
     rows, columns = (groups, size) if axis else (size, groups)
-    fits = scale.numel == zero.numel == groups and groups * size == count
-    word = ("int32", 10) if bits == 3 else ("uint8", 8 // bits)  # dtype, codes in an element
-    stored = -(-rows // word[1]) * columns
-    whole = codes.dtype.name == word[0] and codes.numel == stored
-    if not (fits and whole and g.is_scale(scale) and scale.dtype == zero.dtype):
-        return g.refused(
-            group, f"its scales or codes do not fit {g.shown(group.shape)} in groups of {size}"
-        )
+    dtype, each = ("int32", 10) if bits == 3 else ("uint8", 8 // bits)  # codes in an element
+    fits = scale.numel == zero.numel == groups and groups * size == prod(shape)
+    is_whole = codes.dtype.name == dtype and codes.numel == -(-rows // each) * columns
+    if not (fits and is_whole and g.is_scale(scale) and scale.dtype == zero.dtype):
+        return group.refused(f"its scales or codes do not fit {g.shown(shape)} in groups of {size}")
     grid = ScaleGrid(1, size, groups, 1) if axis else ScaleGrid(size, 1, 1, groups)
-    dtype = scale.dtype.name
-    packing = Packing("parts", bits, high_first=True) if bits < 8 else Packing("flat", 8)
     layout = Blocks(
-        1,
-        rows,
-        columns,
-        packing,
-        (Numbers(1, dtype, grid),),
-        zero=Numbers(2, dtype, grid),
-        product_dtype=dtype,
-    )
-    return g.ready(group, f"hqq int{bits} g{size}", layout, *inputs)
+        1, rows, columns,
+        Packing("parts", bits, high_first=True) if bits < 8 else Packing("flat", 8),
+        (g.numbers(1, scale, grid),), zero=g.numbers(2, zero, grid),
+        product_dtype=scale.dtype.name,
+    )  # fmt: skip
+    return group.ready(f"hqq int{bits} g{size}", layout, codes, scale, zero)
 
 
 HQQ = QuantizationMethod("hqq", "HQQ", recognize_hqq, marks=("W_q",), oracle="hqq 0.2.8.post1")
@@ -251,7 +197,6 @@ HQQ = QuantizationMethod("hqq", "HQQ", recognize_hqq, marks=("W_q",), oracle="hq
 # themselves (``nested``).
 
 
-_STATES = ("nf4", "fp4")
 _INT8_FACTOR = 7.874015718698502e-3  # 1 / 127, as the library writes it
 
 
@@ -262,90 +207,68 @@ def recognize4(view: TensorView, mark: str) -> QuantizedWeight | None:
     if weight is None or name == mark:
         return None
     others = (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map")
-    group = QuantizedWeight(
-        "bnb-4bit", "bnb 4bit", name, weight.shape, (name, mark, *view.present(name, others))
-    )
+    parts = (name, mark, *view.present(name, others))
+    group = QuantizedWeight("bnb-4bit", "bnb 4bit", name, weight.shape, parts)
     state = view.json(mark)
-    shape, size = state.get("shape"), state.get("blocksize")
-    if (
-        not isinstance(shape, list)
-        or not all(type(n) is int and n >= 0 for n in shape)
-        or type(size) is not int
-    ):
-        return g.refused(group, "its quant_state is not JSON text with a shape and a blocksize")
-    group = QuantizedWeight(
-        group.family, f"{state.get('quant_type')} {size}", name, tuple(shape), group.parts
-    )
-    return _four_bits(group, view, state, weight)
-
-
-def _four_bits(
-    group: QuantizedWeight, view: TensorView, state: dict[str, Any], weight: Tensor
-) -> QuantizedWeight:
-    name, count, size = group.name, prod(group.shape), int(state["blocksize"])
-    kind = state.get("quant_type")
-    absmax, table = (
-        view.get(f"{name}.absmax", "float32", "uint8"),
-        view.get(f"{name}.quant_map", "float32"),
-    )
-    if kind not in _STATES or absmax is None or table is None or table.numel != 16:
-        return g.refused(group, f"it is {kind!r}, or its absmax or quant_map is missing")
+    shape, size, kind = (state.get(each) for each in ("shape", "blocksize", "quant_type"))
+    is_shape = isinstance(shape, list) and all(type(n) is int and n >= 0 for n in shape)
+    if not is_shape or type(size) is not int:
+        return group.refused("its quant_state is not JSON text with a shape and a blocksize")
+    assert isinstance(shape, list)
+    group.label, group.shape, count = f"{kind} {size}", tuple(shape), prod(shape)
+    absmax = view.get(f"{name}.absmax", "float32", "uint8")
+    table = view.get(f"{name}.quant_map", "float32")
+    if kind not in ("nf4", "fp4") or absmax is None or table is None or table.numel != 16:
+        return group.refused(f"it is {kind!r}, or its absmax or quant_map is missing")
     room = weight.nbytes - -(-count // 2)
     if size <= 0 or not 0 <= room < weight.dtype.itemsize or absmax.numel != -(-count // size):
-        return g.refused(
-            group,
-            f"its quant_state says {g.shown(group.shape)} in blocks of {size}, which does not fit",
+        return group.refused(
+            f"its quant_state says {g.shown(group.shape)} in blocks of {size}, which does not fit"
         )
     inputs = [weight, absmax, table]
     scales = [Numbers(1, "float32", ScaleGrid(1, size, 1, absmax.numel))]
     if absmax.dtype.name == "uint8":
         nested = view.get(f"{name}.nested_absmax", "float32")
-        nested_map = view.get(f"{name}.nested_quant_map", "float32")
+        codes = view.get(f"{name}.nested_quant_map", "float32")
         wide, offset = state.get("nested_blocksize"), state.get("nested_offset")
-        if (
-            nested is None
-            or nested_map is None
-            or type(wide) is not int
-            or wide <= 0
-            or not isinstance(offset, float)
-        ):
-            return g.refused(group, "its absmax is quantized, and what that needs is missing")
-        if nested.numel != -(-absmax.numel // wide) or nested_map.numel != 256:
-            return g.refused(group, "its nested_absmax does not fit")
-        inputs += [nested, nested_map]
+        is_given = type(wide) is int and wide > 0 and type(offset) is float
+        if nested is None or codes is None or not is_given:
+            return group.refused("its absmax is quantized, and what that needs is missing")
+        assert type(wide) is int and type(offset) is float
+        if nested.numel != -(-absmax.numel // wide) or codes.numel != 256:
+            return group.refused("its nested_absmax does not fit")
+        inputs += [nested, codes]
+        grid = ScaleGrid(1, size * wide, 1, nested.numel)
         scales = [
             Numbers(1, "map", scales[0].grid, map=4),
-            Numbers(3, "float32", ScaleGrid(1, size * wide, 1, nested.numel), add=offset),
+            Numbers(3, "float32", grid, add=offset),
         ]
-    table_name = "map-signed" if kind == "fp4" else "map"
     layout = Blocks(
-        1, 1, count, Packing("flat", 4, high_first=True), tuple(scales), table=table_name, map=2
-    )
-    return g.ready(group, group.label, layout, *inputs, own=g.dtype_named(state.get("dtype")))
+        1, 1, count, Packing("flat", 4, high_first=True), tuple(scales),
+        table="map-signed" if kind == "fp4" else "map", map=2,
+    )  # fmt: skip
+    group.own = g.dtype_named(state.get("dtype"))
+    return group.ready(group.label, layout, *inputs)
 
 
 def recognize8(view: TensorView, mark: str) -> QuantizedWeight | None:
     """The weight of int8 whose scales are called `mark`."""
     stem = mark.removesuffix(".SCB")
-    weight, scale = view.get(f"{stem}.weight", "int8"), view.get(mark, "float32")
+    name = f"{stem}.weight"
+    weight, scale = view.get(name, "int8"), view.get(mark, "float32")
     if weight is None or scale is None:
         return None
-    dropped = view.present(stem, (".weight_format",))
-    group = QuantizedWeight(
-        "bnb-int8", "bnb int8", f"{stem}.weight", weight.shape, (f"{stem}.weight", mark), dropped
-    )
+    dropped, shape = view.present(stem, (".weight_format",)), weight.shape
+    group = QuantizedWeight("bnb-int8", "bnb int8", name, shape, (name, mark), dropped)
     form = view.number(f"{stem}.weight_format") if dropped else 0
     if form != 0:
-        return g.refused(
-            group, f"its weight_format is {form}: only rows (0) have one meaning in all versions"
+        return group.refused(
+            f"its weight_format is {form}: only rows (0) have one meaning in all versions"
         )
-    if len(weight.shape) != 2 or scale.shape != weight.shape[:1]:
-        return g.refused(
-            group, f"SCB of {g.shown(scale.shape)} does not fit {g.shown(weight.shape)}"
-        )
-    numbers = Numbers(1, "float32", g.grid_of(weight.shape, 1, weight.shape[1]))
-    layout = g.flat(weight.shape, 8, (numbers,), signed=True, factor=_INT8_FACTOR)
-    return g.ready(group, "int8 row", layout, weight, scale)
+    if len(shape) != 2 or scale.shape != shape[:1]:
+        return group.refused(f"SCB of {g.shown(scale.shape)} does not fit {g.shown(shape)}")
+    grid = g.grid_of(shape, 1, shape[1])
+    return group.flat("int8 row", grid, weight, scale, factor=_INT8_FACTOR)
 
 
 BITSANDBYTES = (
@@ -365,6 +288,9 @@ BITSANDBYTES = (
 # [experts, in, out].
 
 
+_MXFP4 = g.BlockForm("mxfp4 1x32", 32, ("uint8",), "ldexp")
+
+
 def recognize_gpt_oss(view: TensorView, mark: str) -> QuantizedWeight | None:
     """The weight whose codes are called `mark`."""
     ending = "_blocks" if mark.endswith("_blocks") else ".blocks"
@@ -374,23 +300,19 @@ def recognize_gpt_oss(view: TensorView, mark: str) -> QuantizedWeight | None:
     if codes is None or len(codes.shape) < 3 or codes.shape[-1] != 16:
         return None
     *batch, rows, groups, _ = codes.shape
-    is_turned = ending == "_blocks"
     columns = 32 * groups
-    shape = (*batch, columns, rows) if is_turned else (*batch, rows, columns)
+    shape = (*batch, rows, columns)
     group = QuantizedWeight("mxfp4", "mxfp4", name, shape, (mark, *view.present("", (other,))))
     if scales is None or scales.shape != codes.shape[:-1]:
-        return g.refused(
-            group, f"its scales ({other}) are missing or do not fit", "they may be in another shard"
+        return group.refused(
+            f"its scales ({other}) are missing or do not fit", "they may be in another shard"
         )
-    batches, _, _ = g.matrix(shape)
-    if is_turned:
-        grid = ScaleGrid(32, 1, groups, rows, "columns")
-        layout = Blocks(
-            batches, columns, rows, Packing("turned", 4), (Numbers(1, "ldexp", grid),), table="e2m1"
-        )
-    else:
-        layout = g.flat(shape, 4, (Numbers(1, "ldexp", g.grid_of(shape, 1, 32)),), table="e2m1")
-    return g.ready(group, "mxfp4 1x32", layout, codes, scales)
+    if ending == ".blocks":
+        return group.in_blocks(_MXFP4, codes, scales, packing=Packing("flat", 4))
+    group.shape = (*batch, columns, rows)
+    scale = Numbers(1, "ldexp", ScaleGrid(32, 1, groups, rows, "columns"))
+    layout = Blocks(prod(batch), columns, rows, Packing("turned", 4), (scale,), table="e2m1")
+    return group.ready("mxfp4 1x32", layout, codes, scales)
 
 
 GPT_OSS = QuantizationMethod(

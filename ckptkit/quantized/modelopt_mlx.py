@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
-from ckptkit.compute.packing import TARGET, Blocks, Numbers, Packing, ScaleGrid
+from ckptkit.compute.packing import Blocks, Packing, ScaleGrid
 from ckptkit.core.tensor import Shape, Tensor
 from ckptkit.quantized import group as g
 from ckptkit.quantized.group import QuantizationMethod, QuantizedWeight, TensorView
@@ -18,6 +17,7 @@ from ckptkit.quantized.group import QuantizationMethod, QuantizedWeight, TensorV
 
 DROPPED = (".input_scale", ".output_scale", ".input_scale_ub")
 _NEEDS_CONFIG = "put the config.json or hf_quant_config.json of the model beside the file"
+_NVFP4 = g.NVFP4._replace(table="e2m1+0")
 
 
 def recognize_modelopt(view: TensorView, mark: str) -> QuantizedWeight | None:
@@ -26,142 +26,84 @@ def recognize_modelopt(view: TensorView, mark: str) -> QuantizedWeight | None:
     scale, weight = view.tensors[mark], view.get(name, *g.FLOAT8, "uint8")
     if weight is None or f"{name}_scale_inv" in view.tensors:
         return None
-    stem = name.removesuffix(".weight")
+    stem, shape, method = name.removesuffix(".weight"), weight.shape, view.method
     second = view.get(f"{name}_scale_2", "float32")
     parts = (name, mark, *((f"{name}_scale_2",) if second is not None else ()))
-    group = QuantizedWeight(
-        "modelopt", "fp8", name, weight.shape, parts, view.present(stem, DROPPED)
-    )
+    dropped = view.present(stem, DROPPED)
+    group = QuantizedWeight("modelopt", "fp8", name, shape, parts, dropped)
     extra = view.present(stem, (".pre_quant_scale", ".svdquant_lora_a", ".svdquant_lora_b"))
     if extra:
-        return g.refused(
-            group,
-            f"{extra[0]} changes what goes into the layer: the weight alone is not the model's",
+        return group.refused(
+            f"{extra[0]} changes what goes into the layer: the weight alone is not the model's"
         )
     if weight.dtype.name == "uint8":
-        return _nvfp4(group, view, weight, scale, second)
-    if view.method == "fbgemm_fp8":
+        if second is None or scale.dtype.name != "float8_e4m3fn":
+            return None
+        if method not in ("modelopt", "modelopt_fp4"):
+            group.label, group.shape = "nvfp4", g.doubled(shape)
+            return group.refused(
+                "whether ModelOpt or another library has packed it is not known", _NEEDS_CONFIG
+            )
+        return group.in_blocks(_NVFP4, weight, scale, second)
+    if method == "fbgemm_fp8":
         return _fbgemm(group, weight, scale)
-    if scale.dtype.name in ("uint8", "float8_e8m0fnu"):
-        return _mxfp8(group, view, weight, scale)
-    return _fp8(group, view, weight, scale)
-
-
-def _nvfp4(
-    group: QuantizedWeight, view: TensorView, weight: Tensor, scale: Tensor, second: Tensor | None
-) -> QuantizedWeight | None:
-    if second is None or scale.dtype.name != "float8_e4m3fn":
-        return None
-    shape = g.doubled(weight.shape)
-    level = g.single(2, second, shape)
-    group = QuantizedWeight("modelopt", "nvfp4", group.name, shape, group.parts, group.dropped)
-    if view.method not in ("modelopt", "modelopt_fp4"):
-        return g.refused(
-            group, "whether ModelOpt or another library has packed it is not known", _NEEDS_CONFIG
-        )
-    if level is None or scale.shape != g.blocks_of(shape, 1, 16):
-        return g.refused(
-            group, f"scales of {g.shown(scale.shape)} do not fit {g.shown(shape)} in blocks of 16"
-        )
-    scales = (Numbers(1, "float8_e4m3fn", g.grid_of(shape, 1, 16)), level)
-    return g.ready(
-        group, "nvfp4 1x16", g.flat(shape, 4, scales, table="e2m1+0"), weight, scale, second
-    )
-
-
-def _mxfp8(
-    group: QuantizedWeight, view: TensorView, weight: Tensor, scale: Tensor
-) -> QuantizedWeight:
-    if view.method != "modelopt":
-        return g.refused(
-            group, "whether ModelOpt or another library has made it is not known", _NEEDS_CONFIG
-        )
-    if scale.shape != g.blocks_of(weight.shape, 1, 32):
-        return g.refused(
-            group, f"exponents of {g.shown(scale.shape)} do not fit {g.shown(weight.shape)}"
-        )
-    numbers = Numbers(1, g.scale_dtype(scale), g.grid_of(weight.shape, 1, 32))
-    layout = g.flat(weight.shape, 8, (numbers,), table=weight.dtype.name)
-    return g.ready(group, "mxfp8 1x32", layout, weight, scale)
-
-
-def _fp8(
-    group: QuantizedWeight, view: TensorView, weight: Tensor, scale: Tensor
-) -> QuantizedWeight | None:
+    if scale.dtype.name in g.EXPONENTS:
+        if method != "modelopt":
+            return group.refused(
+                "whether ModelOpt or another library has made it is not known", _NEEDS_CONFIG
+            )
+        return group.in_blocks(g.MX, weight, scale)
     if not g.is_scale(scale):
         return None
-    if view.method != "modelopt":
-        return g.refused(
-            group, "in which dtype codes and scales are multiplied is not known", _NEEDS_CONFIG
+    if method != "modelopt":
+        return group.refused(
+            "in which dtype codes and scales are multiplied is not known", _NEEDS_CONFIG
         )
-    found = _fp8_grid(view, weight.shape, scale)
+    found = _fp8_grid(view, shape, scale.shape)
     if found is None:
-        return g.refused(
-            group, f"scales of {g.shown(scale.shape)} fit no layout of ModelOpt that is known"
+        return group.refused(
+            f"scales of {g.shown(scale.shape)} fit no layout of ModelOpt that is known"
         )
-    numbers, label = found
-    layout = g.flat(
-        weight.shape,
-        8,
-        (numbers,),
-        table=weight.dtype.name,
-        scale_dtype=TARGET,
-        product_dtype=TARGET,
-    )
-    return g.ready(group, f"fp8 {label}", layout, weight, scale)
+    return group.flat(f"fp8 {found[1]}", found[0], weight, scale, **g.IN_TARGET)
 
 
-def _fp8_grid(view: TensorView, shape: Shape, scale: Tensor) -> tuple[Numbers, str] | None:
-    dtype, short = scale.dtype.name, g.plain(scale.shape)
-    if scale.numel == 1:
-        return Numbers(1, dtype, g.whole(shape), shared=True), "tensor"
-    if len(shape) == 2 and short == shape[:1]:
-        return Numbers(1, dtype, g.grid_of(shape, 1, shape[-1])), "channel"
-    if len(shape) == 3 and short == shape[:1] and shape[0] != shape[1]:
-        return Numbers(1, dtype, g.whole(shape)), "tensor"
-    for height, width in _block_sizes(view):
-        if len(shape) == 2 and short == g.plain(g.blocks_of(shape, height, width)):
-            return Numbers(1, dtype, g.grid_of(shape, height, width)), f"{height}x{width}"
+def _fp8_grid(view: TensorView, shape: Shape, scale: Shape) -> tuple[ScaleGrid, str] | None:
+    """The grid of scales, which may have dimensions of 1 anywhere."""
+    short = tuple(n for n in scale if n != 1)
+    if not short or (len(shape) == 3 and short == shape[:1] and shape[0] != shape[1]):
+        return g.whole(shape), "tensor"  # or one for each expert
+    if len(shape) != 2:
+        return None
+    if short == shape[:1]:
+        return g.grid_of(shape, 1, shape[-1]), "channel"
+    for key in ("group_size", "weight_block_size"):
+        block = view.quantization.get(key)
+        size = g.block_size([block, block] if type(block) is int else block)
+        if size and short == tuple(n for n in g.blocks_of(shape, *size) if n != 1):
+            return g.grid_of(shape, *size), f"{size[0]}x{size[1]}"
     return None
 
 
-def _block_sizes(view: TensorView) -> Iterator[tuple[int, int]]:
-    """Height and width of blocks, if the configuration names them."""
-    for key in ("group_size", "weight_block_size"):
-        block = view.quantization.get(key)
-        size = [block, block] if type(block) is int else block
-        if (
-            isinstance(size, list)
-            and len(size) == 2
-            and all(type(n) is int and n > 0 for n in size)
-        ):
-            yield size[0], size[1]
-
-
 def _fbgemm(group: QuantizedWeight, weight: Tensor, scale: Tensor) -> QuantizedWeight:
-    shape = weight.shape
-    group = QuantizedWeight("fbgemm-fp8", "fp8", group.name, shape, group.parts, group.dropped)
-    found: tuple[ScaleGrid, str] | None = None
-    if scale.shape in ((*shape[:-1], 1), shape[:-1]):
-        found = g.grid_of(shape, 1, shape[-1]), "channel"
-    elif len(shape) == 3 and scale.shape == (shape[0], 1, shape[2]):
-        found = g.grid_of(shape, shape[1], 1), "column"
-    if found is None or scale.dtype.name != "float32":
-        return g.refused(
-            group, f"scales of {scale.dtype} {g.shown(scale.shape)} do not fit {g.shown(shape)}"
-        )
-    layout = g.flat(shape, 8, (Numbers(1, "float32", found[0]),), table=weight.dtype.name)
-    return g.ready(group, f"fp8 {found[1]}", layout, weight, scale)
+    shape = group.shape
+    group.family = "fbgemm-fp8"
+    if scale.dtype.name == "float32" and scale.shape in ((*shape[:-1], 1), shape[:-1]):
+        return group.flat("fp8 channel", g.grid_of(shape, 1, shape[-1]), weight, scale)
+    if scale.dtype.name == "float32" and len(shape) == 3 and scale.shape == (shape[0], 1, shape[2]):
+        return group.flat("fp8 column", g.grid_of(shape, shape[1], 1), weight, scale)
+    return group.refused(
+        f"scales of {scale.dtype} {g.shown(scale.shape)} do not fit {g.shown(shape)}"
+    )
 
 
 def recognize_experts(view: TensorView, mark: str) -> QuantizedWeight | None:
     """The experts of Llama-4 as FBGEMM has them: ``gate_up_proj`` and ``gate_up_proj_scale``."""
-    if view.method != "fbgemm_fp8":
-        return None
     name = mark.removesuffix("_scale")
     weight = view.get(name, *g.FLOAT8)
-    group = QuantizedWeight("fbgemm-fp8", "fp8", name, weight.shape if weight else (), (name, mark))
-    return None if weight is None else _fbgemm(group, weight, view.tensors[mark])
+    if weight is None or view.method != "fbgemm_fp8":
+        return None
+    group = QuantizedWeight("fbgemm-fp8", "fp8", name, weight.shape, (name, mark))
+    return _fbgemm(group, weight, view.tensors[mark])
 
 
 MODELOPT = (
@@ -183,8 +125,11 @@ MODELOPT = (
 # QuantizedWeight size and bits stand in ``config.json`` only, with exceptions for single layers.
 
 
-_MODES = {"mxfp4": (32, 4, "e2m1", "exponent"), "nvfp4": (16, 4, "e2m1", "float8_e4m3fn"),
-          "mxfp8": (32, 8, "float8_e4m3fn", "exponent")}  # fmt: skip
+_MODES = {  # with their bits
+    "mxfp4": (4, g.MX._replace(label="mlx mxfp4", dtype="exponent", stored=("uint8",))),
+    "nvfp4": (4, g.BlockForm("mlx nvfp4", 16, ("uint8",), "float8_e4m3fn")),
+    "mxfp8": (8, g.BlockForm("mlx mxfp8", 32, ("uint8",), "exponent", table="float8_e4m3fn")),
+}
 
 
 def recognize_mlx(view: TensorView, mark: str) -> QuantizedWeight | None:
@@ -193,7 +138,7 @@ def recognize_mlx(view: TensorView, mark: str) -> QuantizedWeight | None:
     weight, scales = view.get(f"{stem}.weight", "uint32"), view.tensors[mark]
     if weight is None or len(weight.shape) < 2:
         return None
-    biases = next(iter(view.present(stem, (".biases", ".qbiases"))), None)
+    biases = next(iter(view.present(stem, (".biases", ".qbiases"))), "")
     parts = (f"{stem}.weight", mark, *((biases,) if biases else ()))
     group = QuantizedWeight("mlx", "mlx", f"{stem}.weight", weight.shape, parts)
     settings = _settings(view, stem)
@@ -203,28 +148,32 @@ def recognize_mlx(view: TensorView, mark: str) -> QuantizedWeight | None:
         settings.get("bits"),
     )
     if mode in _MODES:
-        size, bits = _MODES[mode][:2]
+        bits, form = _MODES[mode]
+        size = form.width
     if type(size) is not int or type(bits) is not int or size <= 0 or not 1 <= bits <= 8:
-        return g.refused(
-            group, "its group_size and bits are not known: config.json names none", g.NEEDS_CONFIG
+        return group.refused(
+            "its group_size and bits are not known: config.json names none", g.NEEDS_CONFIG
         )
-    shape = (*weight.shape[:-1], weight.shape[-1] * 32 // bits)
-    group = QuantizedWeight("mlx", f"mlx {mode} int{bits}", group.name, shape, parts)
-    if scales.shape != g.blocks_of(shape, 1, size) or shape[-1] * bits != weight.shape[-1] * 32:
-        return g.refused(
-            group,
-            f"scales of {g.shown(scales.shape)} do not fit {g.shown(shape)} in groups of {size}",
+    words = weight.shape[-1]
+    shape = (*weight.shape[:-1], words * 32 // bits)
+    group.label, group.shape = f"mlx {mode} int{bits}", shape
+    if scales.shape != g.blocks_of(shape, 1, size) or shape[-1] * bits != words * 32:
+        return group.refused(
+            f"scales of {g.shown(scales.shape)} do not fit {g.shown(shape)} in groups of {size}"
         )
     if mode in _MODES:
-        return (
-            _coded(group, mode, shape, weight, scales)
-            if scales.dtype.name == "uint8"
-            else g.refused(group, f"its mode is {mode} and its scales are {scales.dtype}")
-        )
-    bias = view.get(biases or "")
+        if scales.dtype.name != "uint8":
+            return group.refused(f"its mode is {mode} and its scales are {scales.dtype}")
+        return group.in_blocks(form, weight, scales, packing=Packing("flat", bits))
+    bias = view.get(biases)
     if mode != "affine" or bias is None or bias.shape != scales.shape or not g.is_scale(scales):
-        return g.refused(group, f"its mode is {mode!r}, or its biases are missing or do not fit")
-    return _affine(group, bits, size, weight, scales, bias)
+        return group.refused(f"its mode is {mode!r}, or its biases are missing or do not fit")
+    grid = g.grid_of(shape, 1, size)
+    layout = Blocks(
+        *g.matrix(shape), Packing("rows", bits, stride=4 * words), (g.numbers(1, scales, grid),),
+        bias=g.numbers(2, bias, grid),
+    )  # fmt: skip
+    return group.ready(f"mlx int{bits} g{size}", layout, weight, scales, bias)
 
 
 def _settings(view: TensorView, stem: str) -> dict[str, Any]:
@@ -234,32 +183,6 @@ def _settings(view: TensorView, stem: str) -> dict[str, Any]:
         return {}
     own = config.get(stem)
     return {**config, **own} if isinstance(own, dict) else config
-
-
-def _packing(weight: Tensor, bits: int) -> Packing:
-    return Packing("rows", bits, stride=4 * weight.shape[-1])
-
-
-def _affine(
-    group: QuantizedWeight, bits: int, size: int, weight: Tensor, scales: Tensor, bias: Tensor
-) -> QuantizedWeight:
-    batches, rows, columns = g.matrix(group.shape)
-    grid = g.grid_of(group.shape, 1, size)
-    layout = Blocks(
-        batches, rows, columns, _packing(weight, bits), (Numbers(1, scales.dtype.name, grid),),
-        bias=Numbers(2, bias.dtype.name, grid),
-    )  # fmt: skip
-    return g.ready(group, f"mlx int{bits} g{size}", layout, weight, scales, bias)
-
-
-def _coded(
-    group: QuantizedWeight, mode: str, shape: Shape, weight: Tensor, scales: Tensor
-) -> QuantizedWeight:
-    size, bits, table, dtype = _MODES[mode]
-    numbers = Numbers(1, dtype, g.grid_of(shape, 1, size))
-    return g.ready(
-        group, f"mlx {mode}", g.flat(shape, bits, (numbers,), table=table), weight, scales
-    )
 
 
 MLX = QuantizationMethod(

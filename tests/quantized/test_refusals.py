@@ -15,8 +15,8 @@ import torch
 import ckptkit
 from ckptkit import quantized
 from ckptkit.core.errors import CollisionError, UnsupportedError, UsageError
-from ckptkit.quantized import group
 from ckptkit.quantized.fp8 import METHODS, OTHERS
+from ckptkit.quantized.group import QuantizedWeight
 from tests.conftest import Run, in_process
 from tests.formats.parallel.old_forms import Wrapped, save
 from tests.quantized.made import Refusal, Row, ones, row, text, write
@@ -181,7 +181,7 @@ REFUSALS = {
     "ComfyUI without a scale": Refusal(without(comfy(format="float8_e4m3fn"), "_scale"), "missing"),
     "nvfp4 without its global scale": Refusal(
         {f"{L}.weight_packed": row("U8", [8, 16]), f"{L}.weight_scale": row("F8_E4M3", [8, 2])},
-        "global_scale", method("compressed-tensors"),
+        "second scale", method("compressed-tensors"),
     ),
     "the group size of gptq": Refusal(without(GPTQ, ".g_idx"), "group_size", method("gptq", bits=4)),
     "who made mxfp8": Refusal(
@@ -227,7 +227,7 @@ def test_each_reason_has_a_file() -> None:
 def test_each_refusal_of_the_package_has_a_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = watch(monkeypatch, (group, "refused"))
+    found = watch(monkeypatch, (QuantizedWeight, "refused"))
     quantized.find(ckptkit.open(pickled(tmp_path)))
     for number, refusal in enumerate(REFUSALS.values()):
         (tmp_path / str(number)).mkdir()

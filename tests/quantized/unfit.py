@@ -96,7 +96,8 @@ UNFIT = {
     ),
     "nested scales": Refusal(nested(nested_absmax=ones([3])), "nested_absmax does not fit"),
     "scales of int8": Refusal({W: I8, f"{L}.SCB": ones([4])}, "SCB of"),
-    "a scale of ComfyUI": Refusal(comfy("float8_e4m3fn", FP8, ones([2])), "not one number"),
+    "a scale of ComfyUI": Refusal(comfy("float8_e4m3fn", FP8, ones([2])), "do not fit"),
+    "old scales of ComfyUI": Refusal({W: FP8, f"{L}.scale_weight": ones([2])}, "not one number"),
     "int8 scales of ComfyUI": Refusal(comfy("int8_tensorwise", I8, ones([3])), "do not fit"),
     "int8 codes of ComfyUI": Refusal(comfy("int8_tensorwise", FP8, ones([])), "its codes are"),
     "nvfp4 of ComfyUI": Refusal(
@@ -140,7 +141,7 @@ UNFIT = {
     "nvfp4 of ModelOpt": Refusal(
         {W: U8, S: row("F8_E4M3", [8, 3]), f"{W}_scale_2": ones([])}, "blocks of 16", MODELOPT
     ),
-    "exponents of ModelOpt": Refusal({W: FP8, S: row("U8", [8, 2])}, "exponents of", MODELOPT),
+    "exponents of ModelOpt": Refusal({W: FP8, S: row("U8", [8, 2])}, "blocks of 32", MODELOPT),
     "stacked experts of ModelOpt, as many as rows": Refusal(
         {W: row("F8_E4M3", [4, 4, 32]), S: ones([4])}, "no layout", MODELOPT
     ),
@@ -155,6 +156,10 @@ UNFIT = {
     "blocks of torchao": Refusal(
         inner(qdata=FP8, scale=ones([8, 1])), "do not fit", None,
         torchao("Float8Tensor", ["qdata", "scale"], block_size=[8, 32]),
+    ),
+    "the size of blocks of torchao": Refusal(
+        inner(qdata=U8, scale=row("U8", [8, 1])), "blocks are of None", None,
+        torchao("MXTensor", ["qdata", "scale"]),
     ),
     "zero points of torchao": Refusal(
         inner(qdata=I8, scale=ones([8, 1]), zero_point=ones([8, 1])), "zero points", None,
