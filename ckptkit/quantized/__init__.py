@@ -80,7 +80,6 @@ def look_through_for(ck: Checkpoint, expected: Mapping[str, str]) -> Checkpoint:
     found = find(ck)
     if not found:
         return ck
-    types = {
-        name: BY_NAME[dtype] for name, dtype in expected.items() if dtype in quantization.TARGETS
-    }
+    targets = quantization.TARGETS
+    types = {name: BY_NAME[dtype] for name, dtype in expected.items() if dtype in targets}
     return quantization.look_through(ck, found.foreign_to(expected), types)
