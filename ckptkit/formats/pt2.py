@@ -51,6 +51,7 @@ from ckptkit.core.tree import Node, OrderedMapping
 from ckptkit.formats import strict_json, table
 from ckptkit.formats import torch_zip as zip_archive
 from ckptkit.formats.format import Probe
+from ckptkit.formats.strict_json import field
 from ckptkit.formats.table import is_torch_zip
 from ckptkit.formats.torch_zip import Archive
 from ckptkit.formats.zip_reader import ZipDirectory
@@ -64,6 +65,7 @@ _DTYPES = dict(enumerate((
     "float8_e8m0fnu", "uint32", "uint64",
 ), 28))  # fmt: skip
 _STRIDED = 7
+_CONFIG = "a configuration of tensors"
 Json = dict[str, Any]
 
 
@@ -133,29 +135,31 @@ class _ExportedArchive(Archive):
             return None
         check("index_bytes", self.directory.entries[name].size, f"bytes of {config}")
         parsed = strict_json.parse(self.directory.read(name), config)
-        entries = _field(parsed, "config", dict)
+        entries = field(parsed, "config", dict, _CONFIG)
         made = OrderedMapping()
         for tensor, entry in entries.items():
-            place = f"{self.folder}{folder}{_field(entry, 'path_name', str)}"
+            place = f"{self.folder}{folder}{field(entry, 'path_name', str, _CONFIG)}"
             if entry.get("use_pickle"):
                 self.pickled.append(tensor)
             else:
                 made[tensor] = self._tensor(
-                    place, _field(entry, "tensor_meta", dict), entry.get("is_param") is True
+                    place, field(entry, "tensor_meta", dict, _CONFIG), entry.get("is_param") is True
                 )
         return made
 
     def _tensor(self, place: str, meta: Json, is_parameter: bool) -> Tensor:
-        number = _field(meta, "dtype", int)
+        number = field(meta, "dtype", int, _CONFIG)
         dtype = BY_NAME[_DTYPES[number]] if number in _DTYPES else unknown(f"number {number}")
         if place not in self.directory:
             raise CorruptError(
                 f"there is no record {shown(place)}, although a tensor is stored in it"
             )
         if place not in self.storages:
-            self.storages[place] = self.storage(place, _device(_field(meta, "device", dict)))
+            self.storages[place] = self.storage(
+                place, _device(field(meta, "device", dict, _CONFIG))
+            )
         shape, stride = (
-            tuple(map(_integer, _field(meta, key, list))) for key in ("sizes", "strides")
+            tuple(map(_integer, field(meta, key, list, _CONFIG))) for key in ("sizes", "strides")
         )
         grad, kind = meta.get("requires_grad") is True, "parameter" if is_parameter else "tensor"
         offset = _integer(meta.get("storage_offset"))
@@ -165,25 +169,17 @@ class _ExportedArchive(Archive):
         return Tensor(self.storages[place], dtype, shape, stride, offset, grad, kind)
 
 
-def _field(parsed: Any, key: str, kind: type) -> Any:
-    found = parsed.get(key) if isinstance(parsed, dict) else None
-    if type(found) is not kind:
-        raise FormatError(f"a configuration of tensors has no {key!r} where one must be")
-    return found
-
-
 def _integer(parsed: Any) -> int:
     """Return n of ``{"as_int": n}``.
 
     Sizes that the graph computes cannot occur in a stored tensor.
     """
-    found: int = _field(parsed, "as_int", int)
-    return found
+    return field(parsed, "as_int", int, _CONFIG)
 
 
 def _device(parsed: Json) -> str:
-    kind, index = _field(parsed, "type", str), parsed.get("index")
-    return kind if index is None else f"{kind}:{_field(parsed, 'index', int)}"
+    kind, index = field(parsed, "type", str, _CONFIG), parsed.get("index")
+    return kind if index is None else f"{kind}:{field(parsed, 'index', int, _CONFIG)}"
 
 
 def _read_parts(directory: ZipDirectory) -> Checkpoint:

@@ -18,7 +18,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 from ckptkit.core import limits
 from ckptkit.core.errors import AmbiguousError, FormatError
@@ -33,6 +33,7 @@ _NO_BRACKETS = bytes(set(range(256)) - set(b'{}[]"'))
 _PART = 1 << 18  # bytes, at least: some thousand entries
 _BETWEEN = re.compile(rb'\}, ?"')  # an object that ends and a name that begins, outside of strings
 
+Found = TypeVar("Found")
 Hook = Callable[[list[tuple[str, Any]]], dict[str, Any]]
 
 
@@ -44,6 +45,14 @@ def parse(data: bytes, what: str) -> Any:
     _check_size(data, what)
     _check_nesting(data, what)
     return _loads(data, what, _object)
+
+
+def field(parsed: Any, key: str, kind: type[Found], what: str, default: Any = None) -> Found:
+    """Return a field of an object, which must be of exactly this type. Raises FormatError."""
+    found = parsed.get(key, default) if isinstance(parsed, dict) else None
+    if type(found) is not kind:
+        raise FormatError(f"{what} has no {key!r} where one must be")
+    return found
 
 
 def parse_parts(data: bytes, what: str) -> Iterator[tuple[dict[str, Any], int]]:

@@ -8,6 +8,8 @@ comes after all other folders.
 
 from __future__ import annotations
 
+from typing import Any
+
 from ckptkit.core.text import owners
 from ckptkit.formats.format import Format, Lazy, LazyByName, Probe
 
@@ -36,250 +38,140 @@ def _there(probe: Probe) -> frozenset[str]:
     return frozenset(name for name in telling if f"{archive.top}/{name}" in archive)
 
 
-ZIP_CHECK, ZIP_PICKLES = Lazy("whats_inside:check"), Lazy("whats_inside:pickles")
+def never(probe: Probe) -> bool:
+    """Claim no file: of formats that are written and read as another one."""
+    return False
 
-TORCHSCRIPT = Format(
-    "torchscript",
-    "TorchScript: torch.jit.save",
-    matches=is_torchscript,
-    read=Lazy("torchscript:read"),
-    loaded_by_torch=True,
-    program=True,
-    rewrite_as="torch-zip",
-    check=ZIP_CHECK,
-    pickles=ZIP_PICKLES,
-)
-TORCH_ZIP = Format(
-    "torch-zip",
-    "torch.save since 1.6: a zip archive",
-    matches=is_torch_zip,
-    read=Lazy("torch_zip:read"),
-    suffixes=(".pth", ".pt", ".bin", ".ckpt", ".pth.tar", ".pt.tar", ".th"),
-    loaded_by_torch=True,
-    layout=Lazy("torch_zip:layout"),
-    everything="always",
-    recover=Lazy("torch_zip_recover:recover"),
-    recoverable=Lazy("torch_zip_recover:recoverable"),
-    check=ZIP_CHECK,
-    patch=Lazy("torch_zip:patch"),
-    pickles=ZIP_PICKLES,
-)
-TAR = Format(
-    "tar",
-    "a checkpoint alone in a tar file (.nemo)",
-    matches=Lazy("torch_legacy:is_archive"),
-    read=Lazy("compressed:read"),
-    chooses=True,
-    noun="a tar file of other files",
+
+def _format(name: str, title: str, code: str, **facts: Any) -> Format:
+    """Return a record; `code` names a module and its functions, where they are called otherwise
+    than their field (``npy: matches=matches_npz layout``)."""
+    module, _, functions = code.partition(": ")
+    for each in functions.split():
+        field, _, function = each.partition("=")
+        facts.setdefault(field, Lazy(f"{module}:{function or field}"))
+    return Format(name, title, **facts)
+
+
+_ZIP = {"check": Lazy("whats_inside:check"), "pickles": Lazy("whats_inside:pickles")}
+
+TORCHSCRIPT = _format(
+    "torchscript", "TorchScript: torch.jit.save", "torchscript: read",
+    matches=is_torchscript, loaded_by_torch=True, program=True, rewrite_as="torch-zip", **_ZIP,
+)  # fmt: skip
+TORCH_ZIP = _format(
+    "torch-zip", "torch.save since 1.6: a zip archive", "torch_zip: read layout patch",
+    matches=is_torch_zip, suffixes=(".pth", ".pt", ".bin", ".ckpt", ".pth.tar", ".pt.tar", ".th"),
+    loaded_by_torch=True, everything="always", recover=Lazy("torch_zip_recover:recover"),
+    recoverable=Lazy("torch_zip_recover:recoverable"), **_ZIP,
+)  # fmt: skip
+TAR = _format(
+    "tar", "a checkpoint alone in a tar file (.nemo)", "compressed: read check",
+    matches=Lazy("torch_legacy:is_archive"), chooses=True, noun="a tar file of other files",
     torch_error='"Weights only load failed"',
-    check=Lazy("compressed:check"),
-)
-TORCH_TAR = Format(
-    "torch-tar",
-    "torch.save of torch 0.1.1 and before: a tar file",
-    matches=Lazy("torch_legacy:matches_tar"),
-    read=Lazy("torch_legacy:read_tar"),
-    loaded_by_torch=True,
-    noun="a tar file, as torch.save made until 0.1.1",
+)  # fmt: skip
+TORCH_TAR = _format(
+    "torch-tar", "torch.save of torch 0.1.1 and before: a tar file",
+    "torch_legacy: matches=matches_tar read=read_tar pickles=pickles_of_tar",
+    loaded_by_torch=True, noun="a tar file, as torch.save made until 0.1.1",
     torch_error='"Cannot use weights_only=True with files saved in the legacy .tar format"',
     rewrite_as="torch-zip",
-    pickles=Lazy("torch_legacy:pickles_of_tar"),
-)
-PT2 = Format(
-    "pt2",
-    "torch.export.save: the weights of an exported program (.pt2)",
-    matches=Lazy("pt2:matches"),
-    read=Lazy("pt2:read"),
-    program=True,
-    noun="an exported program (torch.export.load reads it)",
-    torch_error='"PytorchStreamReader failed locating file data.pkl"',
-    rewrite_as="torch-zip",
-    check=ZIP_CHECK,
-    pickles=ZIP_PICKLES,
-)
-STABLE_BASELINES = Format(
-    "stable-baselines3",
-    "a model of Stable-Baselines3: policy.pth in a zip archive",
-    matches=Lazy("pt2:matches_baselines"),
-    read=Lazy("pt2:read_baselines"),
-    noun="a model of Stable-Baselines3",
-    torch_error='"file in archive is not in a subdirectory"',
-    rewrite_as="torch-zip",
-    check=ZIP_CHECK,
-    pickles=ZIP_PICKLES,
-)
-TORCH_LEGACY = Format(
-    "torch-legacy",
-    "torch.save before 1.6: a stream of pickles and storages",
-    matches=Lazy("torch_legacy:matches"),
-    read=Lazy("torch_legacy:read"),
-    loaded_by_torch=True,
-    rewrite_as="torch-zip",
-    recover=Lazy("torch_legacy:recover"),
-    recoverable=Lazy("torch_legacy:recoverable"),
-    pickles=Lazy("torch_legacy:pickles"),
-)
-SAFETENSORS = Format(
-    "safetensors",
-    "safetensors",
-    matches=Lazy("safetensors:matches"),
-    read=Lazy("safetensors:read"),
-    suffixes=(".safetensors",),
-    layout=Lazy("safetensors:layout"),
-    everything="asked",
-    recover=Lazy("recovering:recover"),
-    recoverable=Lazy("recovering:recoverable"),
-    patch=Lazy("safetensors:patch"),
-    folder_as="sharded",
-)
-DCP = Format(
-    "dcp",
-    "a folder of torch.distributed.checkpoint",
-    matches=Lazy("dcp:matches"),
-    read=Lazy("dcp:read"),
-    is_folder=True,
-    distributed=True,
+)  # fmt: skip
+PT2 = _format(
+    "pt2", "torch.export.save: the weights of an exported program (.pt2)", "pt2: matches read",
+    program=True, noun="an exported program (torch.export.load reads it)",
+    torch_error='"PytorchStreamReader failed locating file data.pkl"', rewrite_as="torch-zip",
+    **_ZIP,
+)  # fmt: skip
+STABLE_BASELINES = _format(
+    "stable-baselines3", "a model of Stable-Baselines3: policy.pth in a zip archive",
+    "pt2: matches=matches_baselines read=read_baselines", noun="a model of Stable-Baselines3",
+    torch_error='"file in archive is not in a subdirectory"', rewrite_as="torch-zip", **_ZIP,
+)  # fmt: skip
+TORCH_LEGACY = _format(
+    "torch-legacy", "torch.save before 1.6: a stream of pickles and storages",
+    "torch_legacy: matches read recover recoverable pickles",
+    loaded_by_torch=True, rewrite_as="torch-zip",
+)  # fmt: skip
+SAFETENSORS = _format(
+    "safetensors", "safetensors", "safetensors: matches read layout patch",
+    suffixes=(".safetensors",), everything="asked", recover=Lazy("recovering:recover"),
+    recoverable=Lazy("recovering:recoverable"), folder_as="sharded",
+)  # fmt: skip
+DCP = _format(
+    "dcp", "a folder of torch.distributed.checkpoint", "dcp: matches read layout check",
+    is_folder=True, distributed=True, everything="nested", listed=True,
     noun="a folder of torch.distributed.checkpoint (FSDP and others)",
-    layout=Lazy("dcp:layout"),
-    everything="nested",
-    listed=True,
-    check=Lazy("dcp:check"),
     pickles=LazyByName("dcp:pickles", (".metadata", ".distcp")),
-)
-DCP_SHARD = Format(
-    "dcp-shard",
-    "a data file of a folder of torch.distributed.checkpoint",
-    matches=LazyByName("dcp:matches_shard", (".distcp",)),
-    read=Lazy("dcp:read_shard"),
-    readable=False,
-)
-PARALLEL = Format(
+)  # fmt: skip
+DCP_SHARD = _format(
+    "dcp-shard", "a data file of a folder of torch.distributed.checkpoint", "dcp: read=read_shard",
+    matches=LazyByName("dcp:matches_shard", (".distcp",)), readable=False,
+)  # fmt: skip
+PARALLEL = _format(
     "parallel",
     "the files of many processes: FSDP ranks, Megatron-LM, DeepSpeed, Llama and fairscale parts",
-    matches=Lazy("distributed:matches"),
-    read=Lazy("distributed:read"),
-    noun="a folder of the parts that many processes wrote",
-    distributed=True,
-    is_folder=True,
-    listed=True,
-    rewrite_as="torch-zip",
-    check=Lazy("distributed:check"),
-)
-DEEPSPEED = Format(
-    "deepspeed",
-    "DeepSpeed: ZeRO and universal checkpoints",
-    matches=Lazy("distributed.deepspeed:matches"),
-    read=Lazy("distributed.deepspeed:read"),
-    is_folder=True,
-    distributed=True,
-    noun="a folder of DeepSpeed (ZeRO)",
-    listed=True,
-    rewrite_as="torch-zip",
-    check=Lazy("distributed.deepspeed:check"),
-)
-SHARDED = Format(
-    "sharded",
-    "a folder of safetensors shards, as on the Hugging Face hub",
-    matches=Lazy("shards:matches_safetensors"),
-    read=Lazy("shards:read_safetensors"),
-    is_folder=True,
-    layout=Lazy("shards:layout_safetensors"),
-    shards=True,
-    check=Lazy("shards:findings"),
-)
-SHARDED_BIN = Format(
-    "sharded-bin",
-    "a folder of torch.save shards, as on the Hugging Face hub",
-    matches=Lazy("shards:matches_torch"),
-    read=Lazy("shards:read_torch"),
-    is_folder=True,
-    layout=Lazy("shards:layout_torch"),
-    shards=True,
-    check=Lazy("shards:findings"),
-)
-NPZ = Format(
-    "npz",
-    "an archive of numpy arrays",
-    matches=Lazy("npy:matches_npz"),
-    read=Lazy("npy:read_npz"),
-    suffixes=(".npz",),
-    noun="a file of numpy.savez",
-    torch_error='"file in archive is not in a subdirectory"',
-    layout=Lazy("npy:layout"),
-    check=ZIP_CHECK,
-    pickles=ZIP_PICKLES,
-)
-NPY = Format(
-    "npy",
-    "one array of numpy",
-    matches=Lazy("npy:matches"),
-    read=Lazy("npy:read"),
-    rewrite_as="npz",
-    noun="a file of numpy.save",
-    torch_error='"Weights only load failed"',
-    pickles=Lazy("npy:pickles"),
-)
-TORCH_UNPACKED = Format(
-    "torch-unpacked",
-    "an unpacked archive of torch.save: a folder with data.pkl",
-    matches=Lazy("torch_zip:matches_unpacked"),
-    read=Lazy("torch_zip:read_unpacked"),
+    "distributed: matches read check", noun="a folder of the parts that many processes wrote",
+    distributed=True, is_folder=True, listed=True, rewrite_as="torch-zip",
+)  # fmt: skip
+DEEPSPEED = _format(
+    "deepspeed", "DeepSpeed: ZeRO and universal checkpoints",
+    "distributed.deepspeed: matches read check", noun="a folder of DeepSpeed (ZeRO)",
+    is_folder=True, distributed=True, listed=True, rewrite_as="torch-zip",
+)  # fmt: skip
+SHARDED = _format(
+    "sharded", "a folder of safetensors shards, as on the Hugging Face hub",
+    "shards: matches=matches_safetensors read=read_safetensors layout=layout_safetensors "
+    "check=findings", is_folder=True, shards=True,
+)  # fmt: skip
+SHARDED_BIN = _format(
+    "sharded-bin", "a folder of torch.save shards, as on the Hugging Face hub",
+    "shards: matches=matches_torch read=read_torch layout=layout_torch check=findings",
+    is_folder=True, shards=True,
+)  # fmt: skip
+NPZ = _format(
+    "npz", "an archive of numpy arrays", "npy: matches=matches_npz read=read_npz layout",
+    suffixes=(".npz",), noun="a file of numpy.savez",
+    torch_error='"file in archive is not in a subdirectory"', **_ZIP,
+)  # fmt: skip
+NPY = _format(
+    "npy", "one array of numpy", "npy: matches read pickles", rewrite_as="npz",
+    noun="a file of numpy.save", torch_error='"Weights only load failed"',
+)  # fmt: skip
+TORCH_UNPACKED = _format(
+    "torch-unpacked", "an unpacked archive of torch.save: a folder with data.pkl",
+    "torch_zip: matches=matches_unpacked read=read_unpacked",
     noun="an unpacked archive (a folder with data.pkl)",
     torch_error='"Is a directory"; "unsupported persistent id" for its data.pkl alone',
-    is_folder=True,
-    listed=True,
-    rewrite_as="torch-zip",
-)
-PICKLE = Format(
-    "pickle",
-    "a plain pickle, such as a dict of numpy arrays",
-    matches=Lazy("torch_legacy:matches_pickle"),
-    read=Lazy("torch_legacy:read_pickle"),
-    noun="a pickle made without torch.save",
+    is_folder=True, listed=True, rewrite_as="torch-zip",
+)  # fmt: skip
+PICKLE = _format(
+    "pickle", "a plain pickle, such as a dict of numpy arrays",
+    "torch_legacy: matches=matches_pickle read=read_pickle pickles=plain_pickles",
+    noun="a pickle made without torch.save", rewrite_as="torch-zip",
     torch_error='"Weights only load failed", or "Invalid magic number"',
-    rewrite_as="torch-zip",
-    pickles=Lazy("torch_legacy:plain_pickles"),
-)
-COMPRESSED = Format(
+)  # fmt: skip
+COMPRESSED = _format(
     "compressed",
     "a checkpoint compressed with gzip, bzip2, xz or zstd, or alone in such a .tar.gz",
-    matches=Lazy("compressed:matches"),
-    read=Lazy("compressed:read"),
-    suffixes=(".gz", ".bz2", ".xz", ".zst"),
-    chooses=True,
+    "compressed: matches read check", suffixes=(".gz", ".bz2", ".xz", ".zst"), chooses=True,
     noun="a compressed file",
     torch_error='"Weights only load failed", before torch 2.6 "invalid load key"',
-    check=Lazy("compressed:check"),
-)
-FOLDER = Format(
-    "folder",
-    "a folder with one checkpoint in it; the Hugging Face cache of a model",
-    matches=Lazy("folder:matches"),
-    read=Lazy("folder:read"),
-    is_folder=True,
-    chooses=True,
-    listed=True,
-    check=Lazy("folder:check"),
-)
-# Written and never found: their folders are read as `parallel`.
-LLAMA_PARTS = Format(
-    "llama-parts",
-    "the parts of a Llama release of Meta (consolidated.NN.pth), to write alone",
-    matches=Lazy("distributed.llama:never"),
-    read=Lazy("distributed:read"),
-    is_folder=True,
-    layout=Lazy("distributed.llama:layout"),
+)  # fmt: skip
+FOLDER = _format(
+    "folder", "a folder with one checkpoint in it; the Hugging Face cache of a model",
+    "folder: matches read check", is_folder=True, chooses=True, listed=True,
+)  # fmt: skip
+LLAMA_PARTS = _format(
+    "llama-parts", "the parts of a Llama release of Meta (consolidated.NN.pth), to write alone",
+    "distributed: read", matches=never, layout=Lazy("distributed.llama:layout"), is_folder=True,
     readable=False,
-)
-MEGATRON_PARTS = Format(
-    "megatron-parts",
-    "Megatron-LM, cut for tensor parallelism (mp_rank_NN), to write alone",
-    matches=Lazy("distributed.megatron:never"),
-    read=Lazy("distributed:read"),
-    is_folder=True,
-    layout=Lazy("distributed.megatron:layout"),
+)  # fmt: skip
+MEGATRON_PARTS = _format(
+    "megatron-parts", "Megatron-LM, cut for tensor parallelism (mp_rank_NN), to write alone",
+    "distributed: read", matches=never, layout=Lazy("distributed.megatron:layout"), is_folder=True,
     readable=False,
-)
+)  # fmt: skip
 
 # What no file is in: of a Checkpoint that was made in memory.
 NONE = Format("", "made here", matches=Lazy(""), read=Lazy(""))

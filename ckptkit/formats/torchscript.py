@@ -72,7 +72,8 @@ from __future__ import annotations
 import re
 from ast import literal_eval
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from dataclasses import field as field_of
 from typing import Any
 
 from ckptkit.core.checkpoint import Checkpoint
@@ -85,6 +86,7 @@ from ckptkit.core.tree import Global, Node, Object, OrderedMapping, Path, join, 
 from ckptkit.core.weights import as_tensor, module_state
 from ckptkit.formats import strict_json
 from ckptkit.formats.format import Probe
+from ckptkit.formats.strict_json import field
 from ckptkit.formats.table import TORCHSCRIPT
 from ckptkit.formats.torch_zip import Archive, Directory
 
@@ -263,7 +265,7 @@ class Declared:
     base: str | None = None
     parameters: frozenset[str] = frozenset()
     buffers: frozenset[str] | None = None
-    tensors: set[str] = field(default_factory=set)  # attributes of type Tensor
+    tensors: set[str] = field_of(default_factory=set)  # attributes of type Tensor
     has_setstate: bool = False
 
     @property
@@ -346,6 +348,7 @@ _DTYPES = {
     "INT64": "int64", "INT16": "int16", "INT8": "int8", "UINT8": "uint8",
     "BYTE": "uint8", "BOOL": "bool",
 }  # fmt: skip
+_MODEL = "model.json"
 _QUANTIZED = {"uint8": "quint8", "int8": "qint8", "int32": "qint32"}
 Json = dict[str, Any]
 
@@ -372,7 +375,7 @@ class _Model:
             if not isinstance(pickled.root, (list, tuple)):
                 raise FormatError("attributes.pkl does not hold a tuple")
             self.values = list(pickled.root)
-        root = self._module(_object(model, "mainModule"))
+        root = self._module(field(model, "mainModule", dict, _MODEL))
         if self.constants:
             root.state["CONSTANTS"] = self.constants
         return root, names, warnings
@@ -386,7 +389,10 @@ class _Model:
                 f"a tensor of type {str(parsed.get('dataType'))[:40]} in model.json"
             )
         storage = self._storage(parsed)
-        shape, stride = (tuple(map(_integer, _list(parsed, key))) for key in ("dims", "strides"))
+        shape, stride = (
+            tuple(map(_integer, field(parsed, key, list, _MODEL, [])))
+            for key in ("dims", "strides")
+        )
         offset, grad = _integer(parsed.get("offset", 0)), parsed.get("requiresGrad") is True
         tensor = Tensor(storage, dtype, shape, stride, offset, grad)
         if not is_quantized:
@@ -403,10 +409,12 @@ class _Model:
         return Object(Global("torch._utils", "_rebuild_qtensor"), args, tensor=tensor)
 
     def _storage(self, parsed: Json) -> Storage:
-        name = f"{self.archive.folder}{_text(_object(parsed, 'data'), 'key')}"
+        name = (
+            f"{self.archive.folder}{field(field(parsed, 'data', dict, _MODEL), 'key', str, _MODEL)}"
+        )
         if name not in self.archive.directory:
             raise CorruptError(f"model.json has a tensor in {shown(name)}, which is missing")
-        device = _text(parsed, "device", "cpu")
+        device = field(parsed, "device", str, _MODEL, "cpu")
         if name not in self.storages:
             self.storages[name] = self.archive.storage(name, device)
         if self.storages[name].device != device:
@@ -423,13 +431,15 @@ class _Model:
         for each in _objects(parsed, "parameters"):
             number = _integer(each.get("tensorId", 0))
             part = buffers if each.get("isBuffer") is True else parameters
-            part[_text(each, "name")] = self._at(self.tensors, number)
+            part[field(each, "name", str, _MODEL)] = self._at(self.tensors, number)
             self.constants.pop(f"c{number}", None)
         attributes = {
-            _text(each, "name"): self._value(each) for each in _objects(parsed, "attributes")
+            field(each, "name", str, _MODEL): self._value(each)
+            for each in _objects(parsed, "attributes")
         }
         modules = {
-            _text(each, "name"): self._module(each) for each in _objects(parsed, "submodules")
+            field(each, "name", str, _MODEL): self._module(each)
+            for each in _objects(parsed, "submodules")
         }
         parts = {"_parameters": parameters, "_buffers": buffers, "_modules": modules}
         rest = {
@@ -437,7 +447,9 @@ class _Model:
             for name, value in attributes.items()
             if name not in buffers and name not in parts
         }
-        made = Object(Global("__torch__", _text(parsed, "name", "") or "Module"), (), new=True)
+        made = Object(
+            Global("__torch__", field(parsed, "name", str, _MODEL, "") or "Module"), (), new=True
+        )
         made.steps.append(("build", rest | parts))
         return made
 
@@ -459,32 +471,11 @@ class _Model:
         return table[number]
 
 
-def _object(parsed: Any, key: str) -> Json:
-    found = parsed.get(key) if isinstance(parsed, dict) else None
-    if not isinstance(found, dict):
-        raise FormatError(f"model.json has no object {key!r} where one must be")
-    return found
-
-
-def _list(parsed: Any, key: str) -> list[Any]:
-    found = parsed.get(key, []) if isinstance(parsed, dict) else None
-    if not isinstance(found, list):
-        raise FormatError(f"model.json has no list {key!r} where one must be")
-    return found
-
-
 def _objects(parsed: Any, key: str) -> Iterator[Json]:
-    for each in _list(parsed, key):
+    for each in field(parsed, key, list, _MODEL, []):
         if not isinstance(each, dict):
             raise FormatError(f"the list {key!r} of model.json holds something other than objects")
         yield each
-
-
-def _text(parsed: Json, key: str, default: str | None = None) -> str:
-    found = parsed.get(key, default)
-    if not isinstance(found, str):
-        raise FormatError(f"model.json has no text {key!r} where one must be")
-    return found
 
 
 def _integer(parsed: Any) -> int:

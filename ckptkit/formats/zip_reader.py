@@ -37,8 +37,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple, NoReturn
 
-from ckptkit.compute.operation import Inflate
-from ckptkit.core.bytesource import ByteSource, Derived, Extent, Member, Range, Record
+from ckptkit.compute.operation import Inflate, stream
+from ckptkit.core.bytesource import ByteSource, Derived, Extent, Member, Range, Record, crc32
 from ckptkit.core.errors import (
     AmbiguousError,
     CkptkitError,
@@ -128,7 +128,7 @@ def _refuse_entry(
             f"record {shown(name)} has flags that ckptkit does not know: {flags:#06x}"
         )
     if disk:
-        raise UnsupportedError("is one part of a zip file in several parts")
+        raise UnsupportedError(_IN_PARTS)
     if method not in (0, DEFLATED):
         raise UnsupportedError(
             f"record {shown(name)} is compressed by method {method}, neither stored nor deflated"
@@ -488,40 +488,23 @@ class ZipDirectory:
         if entry.method == DEFLATED:
             self.inflated[0] += entry.size
             check_inflated(self.inflated[0], self.source.size)
-        extent = self.locate(name)
-        data = extent.read() if isinstance(extent, Range) else self._inflate(name, entry)
+        try:
+            data = b"".join(stream(self.locate(name)))
+        except CorruptError as error:
+            error.message = f"record {shown(name)}: {error.message}"
+            raise
         self._compare(name, zlib.crc32(data))
         return data
 
     def verify(self, name: str) -> None:
-        """Raise CorruptError unless a stored member's bytes have their CRC, if known. Any size."""
-        from ckptkit.core.bytesource import crc32
-
-        entry = self.entries[name]
-        start, total, piece = self._data(name, entry), 0, 1 << 20
-        for at in range(start, start + entry.stored, piece):
-            total = crc32(self.source.read(at, min(piece, start + entry.stored - at)), total)
+        """Raise CorruptError unless a member's bytes have their CRC, if known. Any size."""
+        total = 0
+        for piece in stream(self.locate(name)):
+            total = crc32(piece, total)
         self._compare(name, total)
 
     def _data(self, name: str, entry: Entry) -> int:
         return entry.data if self.headers is None else self.headers.place(name)
-
-    def _inflate(self, name: str, entry: Entry) -> bytes:
-        machine = zlib.decompressobj(-zlib.MAX_WBITS)
-        try:
-            data = machine.decompress(
-                self.source.read(self._data(name, entry), entry.stored), entry.size + 1
-            )
-        except zlib.error as error:
-            raise CorruptError(
-                f"record {shown(name)} cannot be inflated: {error}", where=self.source.name
-            ) from error
-        if len(data) != entry.size or not machine.eof or machine.unused_data:
-            raise CorruptError(
-                f"record {shown(name)} does not inflate to {entry.size:,} bytes",
-                where=self.source.name,
-            )
-        return data
 
     def _compare(self, name: str, crc: int) -> None:
         expected = self.crc(name)
@@ -546,7 +529,8 @@ class LocalHeaders:
         """Return the offset of the bytes of the member `name`. Raises if its header is invalid."""
         if name in self._places:
             return self._places[name]
-        return self._find(*self._entries[self._numbers[name]])
+        entry = self._entries[self._numbers[name]][1]
+        return find_data(self._source.read, name.encode(), entry)
 
     def prefetch(self, name: str) -> None:
         """Fetch the header of a member that is about to be read, together with its neighbors'."""
@@ -561,10 +545,7 @@ class LocalHeaders:
         )
         for name, entry in members:
             with suppress(CkptkitError):  # raised again when this member itself is read
-                self._places[name] = self._find(name, entry)
-
-    def _find(self, name: str, entry: ZipEntry) -> int:
-        return find_data(self._source.read, name.encode(), entry)
+                self._places[name] = find_data(self._source.read, name.encode(), entry)
 
 
 class Unlocated(NamedTuple):

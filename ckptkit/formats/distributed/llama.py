@@ -268,8 +268,3 @@ def _is_by_rows(checkpoint: Checkpoint, count: int) -> bool:
             hint="convert from the folder of the release, or from what ckptkit made of it",
         )
     return True
-
-
-def never(probe: Probe) -> bool:
-    """Never: the format is written, and its folders are read as `parallel`."""
-    return False

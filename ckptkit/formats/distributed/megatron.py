@@ -424,8 +424,3 @@ def _nested(part: OrderedMapping) -> dict[str, Node]:
             place = place.setdefault(step, {})
         place[steps[-1]] = tensor
     return made
-
-
-def never(probe: Probe) -> bool:
-    """Never: the format is written, and its folders are read as `parallel`."""
-    return False

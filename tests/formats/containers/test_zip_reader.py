@@ -369,7 +369,7 @@ def test_ZP_07_sizes_of_deflated_members(size: int) -> None:
 def test_ZP_07_deflated_junk(stored: bytes) -> None:
     member = Member("a/0", DATA, deflated=True)
     member.stored, member.facts["stored"] = stored, len(stored)
-    with pytest.raises(CorruptError, match="inflate"):
+    with pytest.raises(CorruptError, match="compressed data"):
         directory(build(member)).read("a/0")
 
 
