@@ -45,7 +45,6 @@ import math
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import chain
 from typing import Any, NamedTuple
 
 from ckptkit.core import dtypes
@@ -54,6 +53,7 @@ from ckptkit.core.dtypes import UINT8, DType
 from ckptkit.core.errors import AmbiguousError, CkptkitError, FormatError, UnsupportedError
 from ckptkit.core.limits import check
 from ckptkit.core.tensor import Storage, Tensor, TypedStorage, contiguous_stride
+from ckptkit.core.text import flatten
 from ckptkit.core.tree import (
     ByteString,
     Global,
@@ -64,6 +64,7 @@ from ckptkit.core.tree import (
     SetNode,
     StoredBytes,
     join,
+    type_name,
     walk,
 )
 from ckptkit.core.weights import as_tensor
@@ -116,7 +117,7 @@ class TreeEncoder:
         frames: list[Iterator[Node]] = [iter((root,))]
         while frames:
             for node in frames[-1]:
-                if not _is_inline(node) and self._number(node) is None:
+                if not _is_inline(node) and self._numbers.get(_key(node)) is None:
                     frames.append(self._make(node))
                     check("depth", len(frames), "levels of values to write")
                     break
@@ -125,87 +126,65 @@ class TreeEncoder:
         self._policy.check_names(root)
         return Skeleton(self._statements, self._value(root))
 
-    def _number(self, node: Node) -> int | None:
-        return self._numbers.get((node.module, node.name) if isinstance(node, Global) else id(node))
-
     def _value(self, node: Node) -> Any:
         if node.__class__ is str:
             check_no_calls(node)
-        return node if _is_inline(node) else [self._number(node)]
-
-    def _values(self, nodes: Iterable[Node]) -> list[Any]:
-        return [self._value(node) for node in nodes]
+        return node if _is_inline(node) else [self._numbers.get(_key(node))]
 
     def _emit(self, node: Node, *statement: Any) -> int:
-        self._numbers[(node.module, node.name) if isinstance(node, Global) else id(node)] = (
-            number
-        ) = self._count
+        number = self._numbers[_key(node)] = self._count
         self._keep.append(node)
         self._count += 1
         self._statements.append(list(statement))
         return number
 
-    def _fill(self, number: int, step: str, values: list[Any]) -> None:
-        self._statements.append(["fill", number, step, *values])
+    def _fill(self, number: int, step: str, items: Iterable[Node]) -> Iterator[Node]:
+        """Yield the values that node `number` is filled with, then emit the statement."""
+        items = list(items)
+        yield from items
+        self._statements.append(["fill", number, step, *map(self._value, items)])
 
     def _make(self, node: Node) -> Iterator[Node]:
+        """Emit the statements of a node; yield what must be made before each."""
         if isinstance(node, dict):
-            return self._dict(node)
-        if isinstance(node, list):
-            return self._list(node)
-        if isinstance(node, (tuple, SetNode)):
-            return self._fixed(node)
-        if isinstance(node, Object):
-            return self._object(node)
-        self._leaf(node)
-        return iter(())
-
-    def _dict(self, node: dict[Node, Node]) -> Iterator[Node]:
-        self._policy.check_keys(node)
-        number = self._emit(node, "ordered" if isinstance(node, OrderedMapping) else "dict")
-        flat = list(_flat(node.items()))
-        yield from flat
-        if flat:
-            self._fill(number, "set", self._values(flat))
-        if isinstance(node, OrderedMapping) and node.state is not None:
-            self._policy.check_fields(node.state)
-            yield node.state
-            self._fill(number, "build", [self._value(node.state)])
-
-    def _list(self, node: list[Node]) -> Iterator[Node]:
-        number = self._emit(node, "list")
-        yield from node
-        if node:
-            self._fill(number, "append", self._values(node))
-
-    def _fixed(self, node: tuple[Node, ...] | SetNode) -> Iterator[Node]:
-        items = node.items if isinstance(node, SetNode) else node
-        yield from items
-        if self._number(node) is None:  # else it contains itself, and was made meanwhile
-            kind = "tuple"
-            if isinstance(node, SetNode):
-                kind = "frozenset" if node.frozen else "set"
-            self._emit(node, kind, *self._values(items))
+            self._policy.check_keys(node)
+            number = self._emit(node, "ordered" if isinstance(node, OrderedMapping) else "dict")
+            if node:
+                yield from self._fill(number, "set", flatten(node.items()))
+            if isinstance(node, OrderedMapping) and node.state is not None:
+                self._policy.check_fields(node.state)
+                yield from self._fill(number, "build", [node.state])
+        elif isinstance(node, list):
+            number = self._emit(node, "list")
+            if node:
+                yield from self._fill(number, "append", node)
+        elif isinstance(node, (tuple, SetNode)):
+            items = node.items if isinstance(node, SetNode) else node
+            yield from items
+            if self._numbers.get(_key(node)) is None:  # else it contains itself, and is made now
+                kind = "tuple"
+                if isinstance(node, SetNode):
+                    kind = "frozenset" if node.frozen else "set"
+                self._emit(node, kind, *map(self._value, items))
+        elif isinstance(node, Object):
+            yield from self._object(node)
+        else:
+            self._leaf(node)
 
     def _object(self, node: Object) -> Iterator[Node]:
         if id(node) in self._making:
             raise UnsupportedError("an object is an argument of its own construction")
         self._making.add(id(node))
         self._policy.check_object(node)
-        if self._number(node.callable) is None:
-            self._emit(node.callable, "global", node.callable.module, node.callable.name)
-        yield node.args
-        yield node.kwargs
-        made = self._values((node.callable, node.args, node.kwargs))
-        number = self._emit(node, "object", *made, node.new)
+        made = node.callable
+        if self._numbers.get(_key(made)) is None:
+            self._emit(made, "global", made.module, made.name)
+        yield from (node.args, node.kwargs)
+        parts = map(self._value, (made, node.args, node.kwargs))
+        number = self._emit(node, "object", *parts, node.new)
         for step, value in node.steps:
-            items = value
-            if step == "build":
-                items = [value]
-            elif step == "set":
-                items = _flat(value)
-            yield from items
-            self._fill(number, step, self._values(items))
+            items = flatten(value) if step == "set" else value
+            yield from self._fill(number, step, [value] if step == "build" else items)
 
     def _leaf(self, node: Node) -> None:
         if isinstance(node, Tensor):
@@ -233,17 +212,11 @@ class TreeEncoder:
                     "the name of a device is not UTF-8, which cannot be written as text"
                 )
             entry = self._entry(storage)
-            self._emit(
-                storage,
-                "storage",
-                entry.name,
-                storage.device,
-                *([True] if entry.big_endian else []),
-            )
+            more = [True] if entry.big_endian else []
+            self._emit(storage, "storage", entry.name, storage.device, *more)
         return [self._numbers[id(storage)]]
 
     def _tensor(self, tensor: Tensor) -> None:
-        flags = {flag: True for flag in FLAGS if getattr(tensor, flag)}
         fields: dict[str, Any] = {"dtype": tensor.dtype.name, "shape": list(tensor.shape)}
         storage = None
         if tensor.storage is not None:
@@ -259,11 +232,12 @@ class TreeEncoder:
             fields["offset"] = tensor.offset
         if tensor.kind != "tensor":
             fields["kind"] = tensor.kind
-        self._emit(tensor, "tensor", storage, {**fields, **flags})
+        fields |= {flag: True for flag in FLAGS if getattr(tensor, flag)}
+        self._emit(tensor, "tensor", storage, fields)
 
 
-def _flat(pairs: Iterable[tuple[Node, Node]]) -> list[Node]:
-    return list(chain.from_iterable(pairs))
+def _key(node: Node) -> object:
+    return (node.module, node.name) if isinstance(node, Global) else id(node)
 
 
 def _is_inline(node: Node) -> bool:
@@ -341,11 +315,14 @@ class _TreeDecoder:
         self._keys = KeyCheck()
 
     def carry_out(self, statement: Statement) -> None:
-        what, *rest = statement
-        if what == "fill":
-            self._fill(*rest)
-        else:
-            self.nodes.append(_MAKERS[what](self, *rest))
+        match statement:
+            case ["fill", number, step, *operands]:
+                target = self.nodes[_natural(number)]
+                self._fill(target, step, [self.value(each) for each in operands])
+            case [str(kind), str(text)] if kind in _SCALARS:
+                self.nodes.append(_SCALARS[kind](text))
+            case _:
+                self.nodes.append(self._made(statement))
 
     def value(self, operand: Any) -> Node:
         """Return the value of an operand. Nodes that are not made yet are refused."""
@@ -359,104 +336,89 @@ class _TreeDecoder:
             raise FormatError("a JSON object is not a value")
         return operand
 
-    def _fill(self, number: int, step: str, *operands: Any) -> None:
-        target = self.nodes[_natural(number)]
-        values = [self.value(each) for each in operands]
-        if isinstance(target, Object):
-            self._step(target, step, values)
+    def _fill(self, target: Node, step: str, values: list[Node]) -> None:
+        if isinstance(target, Object) and step == "build":
+            (state,) = values
+            target.steps.append((step, state))
+            built(target, state)
+        elif isinstance(target, Object) and step == "set":
+            target.steps.append((step, list(zip(values[0::2], values[1::2], strict=True))))
+        elif isinstance(target, Object) and step in ("append", "add"):
+            target.steps.append((step, values))
         elif step == "set" and isinstance(target, dict):
-            self._items(target, values)
+            for key, value in zip(values[0::2], values[1::2], strict=True):
+                if not self._keys.hashable(key) or key in target:
+                    raise AmbiguousError("a key is repeated or not hashable")
+                target[key] = value
         elif step == "append" and target.__class__ is list:
             target.extend(values)
         elif step == "build" and isinstance(target, OrderedMapping) and target.state is None:
             (target.state,) = values
         else:
-            raise FormatError(f"a {type(target).__name__} cannot be filled this way")
+            raise FormatError(f"a {type_name(target)} cannot be filled this way")
 
-    def _items(self, target: dict[Node, Node], values: list[Node]) -> None:
-        for key, value in zip(values[0::2], values[1::2], strict=True):
-            if not self._keys.hashable(key) or key in target:
-                raise AmbiguousError("a key is repeated or not hashable")
-            target[key] = value
+    def _made(self, statement: Statement) -> Node:
+        """Return what a statement makes. Raises ValueError for one that there is not."""
+        match statement:
+            case ["dict"]:
+                return {}
+            case ["ordered"]:
+                return OrderedMapping()
+            case ["list"]:
+                return []
+            case ["tuple", *items]:
+                return tuple(self.value(each) for each in items)
+            case ["set" | "frozenset" as kind, *items]:
+                return SetNode([self.value(each) for each in items], frozen=kind == "frozenset")
+            case ["global", str(module), str(name)]:
+                check("name_bytes", max(len(module), len(name)), "characters of a name")
+                self.globals.append(Global(module, name))
+                return self.globals[-1]
+            case ["object", made, args, kwargs, bool(new)]:
+                return _object(self.value(made), self.value(args), self.value(kwargs), new)
+            case ["storage", str(entry), str(device)]:
+                return _Named(Storage(self._take(entry).record, device), entry)
+            case ["storage", str(entry), str(device), bool(big_endian)]:
+                return _Named(Storage(self._take(entry).record, device, None, big_endian), entry)
+            case ["tensor", storage, dict(fields)]:
+                return self._tensor(None if storage is None else self._named(storage), dict(fields))
+            case ["typed", storage, dtype, start, stop]:
+                held = self._named(storage).storage
+                element = None if dtype is None else dtypes.BY_NAME[dtype]
+                room = held.nbytes // (1 if element is None else element.itemsize)
+                if not 0 <= _natural(start) <= (room if stop is None else _natural(stop)) <= room:
+                    raise FormatError("a view leaves its storage")
+                return TypedStorage(held, element, start, stop)
+            case ["blob", str(entry), "bytes" | "bytearray" | "python2" as kind]:
+                return StoredBytes(self._take(entry).record.locate(), kind)
+        raise ValueError
 
-    def _step(self, target: Object, step: str, values: list[Node]) -> None:
-        if step == "build":
-            (state,) = values
-            target.steps.append((step, state))
-            built(target, state)
-        elif step == "set":
-            target.steps.append((step, list(zip(values[0::2], values[1::2], strict=True))))
-        elif step in ("append", "add"):
-            target.steps.append((step, values))
-        else:
-            raise FormatError("an object cannot be filled this way")
-
-    def tuple_(self, *operands: Any) -> Node:
-        return tuple(self.value(each) for each in operands)
-
-    def set_(self, *operands: Any) -> Node:
-        return SetNode([self.value(each) for each in operands])
-
-    def frozenset_(self, *operands: Any) -> Node:
-        return SetNode([self.value(each) for each in operands], frozen=True)
-
-    def global_(self, module: str, name: str) -> Node:
-        if not isinstance(module, str) or not isinstance(name, str):
-            raise FormatError("a global is named by two texts")
-        check("name_bytes", max(len(module), len(name)), "characters of a name")
-        found = Global(module, name)
-        self.globals.append(found)
-        return found
-
-    def object_(self, callable_: Any, arguments: Any, keywords: Any, new: bool) -> Node:
-        made, args, kwargs = self.value(callable_), self.value(arguments), self.value(keywords)
-        if (
-            not isinstance(args, tuple)
-            or not (kwargs is None or isinstance(kwargs, dict))
-            or new.__class__ is not bool
-        ):
-            raise FormatError("an object is not made this way")
-        reducer = (
-            known.REDUCERS.get((made.module, made.name))
-            if isinstance(made, Global) and not new
-            else None
-        )
-        return (
-            Object(made, args, new=new, kwargs=kwargs) if reducer is None else reducer(made, args)
-        )
-
-    def storage(self, entry: str, device: str, big_endian: bool = False) -> Node:
-        if not isinstance(device, str) or big_endian.__class__ is not bool:
-            raise FormatError("a storage is not described this way")
-        held = self._take(entry).storage
-        assert held is not None
-        return _Named(Storage(held.record, device, None, big_endian), entry)
-
-    def _take(self, entry: str) -> Tensor:
+    def _take(self, entry: str) -> Storage:
         if entry in self.used:
             raise AmbiguousError(f"the bytes of {entry[:80]!r} are described twice")
         self.used.add(entry)
-        return self._entries[entry]
+        held = self._entries[entry].storage
+        assert held is not None
+        return held
 
-    def tensor(self, storage: Any, fields: dict[str, Any]) -> Node:
-        named = self._named(storage) if storage is not None else None
+    def _tensor(self, named: _Named | None, fields: dict[str, Any]) -> Node:
         entry = self._entries[named.entry] if named is not None else None
-        left = dict(fields)
-        dtype = (
-            dtypes.BY_NAME[left.pop("dtype")] if "dtype" in left or entry is None else entry.dtype
-        )
-        shape = tuple(left.pop("shape")) if "shape" in left or entry is None else entry.shape
-        layout = left.pop("layout", "strided")
-        stride = tuple(left.pop("stride")) if "stride" in left else contiguous_stride(shape)
-        if layout != "strided":
-            stride = ()
-        kind, offset = left.pop("kind", "tensor"), left.pop("offset", 0)
+        if entry is not None:
+            dtype, shape = entry.dtype, entry.shape
+        if entry is None or "dtype" in fields:
+            dtype = dtypes.BY_NAME[fields.pop("dtype")]
+        if entry is None or "shape" in fields:
+            shape = tuple(fields.pop("shape"))
+        layout = fields.pop("layout", "strided")
+        stride = tuple(fields.pop("stride")) if "stride" in fields else contiguous_stride(shape)
+        kind, offset = fields.pop("kind", "tensor"), fields.pop("offset", 0)
         if kind not in ("tensor", "parameter", "ndarray") or not isinstance(layout, str):
             raise FormatError("there is no such kind of tensor")
-        if any(flag not in FLAGS or value is not True for flag, value in left.items()):
+        if any(flag not in FLAGS or value is not True for flag, value in fields.items()):
             raise FormatError("a tensor has no such fields")
         held = named.storage if named is not None else None
-        return Tensor(held, dtype, shape, stride, offset, kind=kind, layout=layout, **left)
+        stride = stride if layout == "strided" else ()
+        return Tensor(held, dtype, shape, stride, offset, kind=kind, layout=layout, **fields)
 
     def _named(self, operand: Any) -> _Named:
         (number,) = operand
@@ -465,27 +427,20 @@ class _TreeDecoder:
             raise FormatError("a tensor is made of something that is not a storage")
         return named
 
-    def typed(self, storage: Any, dtype: str | None, start: int, stop: int | None) -> Node:
-        held = self._named(storage).storage
-        element = None if dtype is None else dtypes.BY_NAME[dtype]
-        room = held.nbytes // (1 if element is None else element.itemsize)
-        if not 0 <= _natural(start) <= (room if stop is None else _natural(stop)) <= room:
-            raise FormatError("a view leaves its storage")
-        return TypedStorage(held, element, start, stop)
-
-    def blob(self, entry: str, kind: str) -> Node:
-        if kind not in ("bytes", "bytearray", "python2"):
-            raise FormatError("there is no such kind of byte string")
-        held = self._take(entry).storage
-        assert held is not None
-        return StoredBytes(held.record.locate(), kind)
-
 
 class _Named(NamedTuple):
     """A storage, and the entry that its bytes are in. Not a value by itself."""
 
     storage: Storage
     entry: str
+
+
+def _object(made: Node, args: Node, kwargs: Node, new: bool) -> Node:
+    if not isinstance(args, tuple) or not (kwargs is None or isinstance(kwargs, dict)):
+        raise FormatError("an object is not made this way")
+    is_known = isinstance(made, Global) and not new
+    reducer = known.REDUCERS.get((made.module, made.name)) if is_known else None
+    return Object(made, args, new=new, kwargs=kwargs) if reducer is None else reducer(made, args)
 
 
 def _natural(number: Any) -> int:
@@ -506,31 +461,14 @@ def _int(text: str) -> int:
     return int.from_bytes(bytes.fromhex(text), "big", signed=True)
 
 
-def _float(text: str) -> float:
-    value: float = struct.unpack(">d", bytes.fromhex(text))[0]
-    return value
-
-
-_MAKERS: dict[str, Callable[..., Node]] = {
-    "dict": lambda reader: {},
-    "ordered": lambda reader: OrderedMapping(),
-    "list": lambda reader: [],
-    "tuple": _TreeDecoder.tuple_,
-    "set": _TreeDecoder.set_,
-    "frozenset": _TreeDecoder.frozenset_,
-    "text": lambda reader, text: _decoded(text).decode("utf-8", "surrogatepass"),
-    "bytes": lambda reader, text: _decoded(text),
-    "bytearray": lambda reader, text: bytearray(_decoded(text)),
-    "python2": lambda reader, text: ByteString(_decoded(text)),
-    "int": lambda reader, text: _int(text),
-    "float": lambda reader, text: _float(text),
-    "complex": lambda reader, text: complex(*struct.unpack(">dd", bytes.fromhex(text))),
-    "global": _TreeDecoder.global_,
-    "object": _TreeDecoder.object_,
-    "storage": _TreeDecoder.storage,
-    "tensor": _TreeDecoder.tensor,
-    "typed": _TreeDecoder.typed,
-    "blob": _TreeDecoder.blob,
+_SCALARS: dict[str, Callable[[str], Node]] = {
+    "text": lambda text: _decoded(text).decode("utf-8", "surrogatepass"),
+    "bytes": _decoded,
+    "bytearray": lambda text: bytearray(_decoded(text)),
+    "python2": lambda text: ByteString(_decoded(text)),
+    "int": _int,
+    "float": lambda text: struct.unpack(">d", bytes.fromhex(text))[0],
+    "complex": lambda text: complex(*struct.unpack(">dd", bytes.fromhex(text))),
 }
 
 

@@ -58,7 +58,7 @@ from ckptkit.core.options import Options
 from ckptkit.core.plan import OutputFile, Plan
 from ckptkit.core.tensor import Storage, Tensor, TypedStorage
 from ckptkit.core.text import flatten, merge_all, owners
-from ckptkit.core.tree import Node, OrderedMapping, module_versions, nodes, rebuild, versions_state
+from ckptkit.core.tree import Node, OrderedMapping, module_versions, nodes, versions_state
 from ckptkit.core.weights import Weights, as_tensor
 from ckptkit.formats import safetensors, strict_json, table, torch_zip
 from ckptkit.formats.folder import BIN, INDEX, SAFE, Candidate, best, unread
@@ -81,6 +81,7 @@ TOTAL = "total_size"
 _NUMBERED = re.compile(r"-([0-9]{1,9})-of-([0-9]{1,9})\.")
 _ABSENT = object()
 _FETCH = "fetch the index and the shards again, into an empty folder"
+_FETCH_THEM = "fetch them from where the others came from"
 
 Entries = dict[Node, Node]  # of a shard, by name
 Restore = Callable[[dict[Node, Node], Mapping[str, str]], Restored]
@@ -156,6 +157,9 @@ class _Shards:
         self.shards: dict[str, Checkpoint] = {}
         self.left: dict[str, Entries] = {}  # file name -> entries that no place names
 
+    def _refuse(self, kind: type[CkptkitError], what: str, hint: str = _FETCH) -> None:
+        self.refuse(kind(what, hint=hint))
+
     def with_index(
         self, name: str, restore: Restore, names: frozenset[str] = frozenset()
     ) -> Checkpoint:
@@ -169,11 +173,9 @@ class _Shards:
             files = set(places.values())
             self._check_names(files)
             if name.removesuffix(INDEX) in names - files:
-                self.refuse(
-                    AmbiguousError(
-                        f"does not name {name.removesuffix(INDEX)}, which is in the same folder",
-                        hint=_FETCH,
-                    )
+                self._refuse(
+                    AmbiguousError,
+                    f"does not name {name.removesuffix(INDEX)}, which is in the same folder",
                 )
             root = self._merged(places, self._read(files))
             metadata = index.get("metadata") or {}
@@ -190,11 +192,8 @@ class _Shards:
         for file in chosen.files:
             for name in held.get(file, ()):
                 if name in places:
-                    self.refuse(
-                        AmbiguousError(
-                            f"{name[:80]!r} is in {places[name]} and in {file}", hint=_FETCH
-                        )
-                    )
+                    what = f"{name[:80]!r} is in {places[name]} and in {file}"
+                    self._refuse(AmbiguousError, what)
                 places[name] = file
         root = self._merged(places, held.items())
         warning = "there is no index: the shards are read in the order of their numbers"
@@ -263,11 +262,8 @@ class _Shards:
             del root[name]
             file = places[name]
             if file in self.shards:
-                self.refuse(
-                    CorruptError(
-                        f"puts {name[:80]!r} into {file}, which does not hold it", hint=_FETCH
-                    )
-                )
+                what = f"puts {name[:80]!r} into {file}, which does not hold it"
+                self._refuse(CorruptError, what)
 
     def _assembled(
         self,
@@ -303,21 +299,13 @@ class _Shards:
         """Check that shards exist and their numbers fit: two downloads are no checkpoint."""
         missing = sorted(name for name in names if name not in self.folder)
         if missing:
-            shown = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
-            self.refuse(
-                CorruptError(
-                    f"{len(missing):,} of {len(names):,} shards are missing: {shown}",
-                    hint="fetch them from where the others came from",
-                )
-            )
+            what = f"{len(missing):,} of {len(names):,} shards are missing: {_some(missing)}"
+            self._refuse(CorruptError, what, _FETCH_THEM)
         totals = {int(found[2]) for name in names if (found := _NUMBERED.search(name))}
         if totals and totals != {len(names)}:
             counts = " and ".join(map(str, sorted(totals)))
-            self.refuse(
-                CorruptError(
-                    f"names {len(names):,} shards, which are numbered as {counts}", hint=_FETCH
-                )
-            )
+            what = f"names {len(names):,} shards, which are numbered as {counts}"
+            self._refuse(CorruptError, what)
         names.difference_update(missing)
 
     def _check_numbers(self, chosen: Candidate) -> None:
@@ -329,17 +317,12 @@ class _Shards:
         known = set(numbers)
         missing = list(islice((n for n in range(first, first + total) if n not in known), 4))
         if missing:
-            shown = ", ".join(map(str, missing[:3])) + (", ..." if len(missing) > 3 else "")
-            self.refuse(
-                CorruptError(
-                    f"{total - len(known):,} of {total:,} shards are missing: number {shown}",
-                    hint="fetch them from where the others came from",
-                )
-            )
+            count = f"{total - len(known):,} of {total:,}"
+            what = f"{count} shards are missing: number {_some(map(str, missing))}"
+            self._refuse(CorruptError, what, _FETCH_THEM)
         elif len(numbers) != total:
-            self.refuse(
-                AmbiguousError(f"{len(numbers):,} shards are numbered as {total:,}", hint=_FETCH)
-            )
+            what = f"{len(numbers):,} shards are numbered as {total:,}"
+            self._refuse(AmbiguousError, what)
 
     def _ties(self, file: str, own: Iterable[Node], places: Mapping[str, str]) -> dict[Node, Node]:
         """Return names that the index omits because they share memory with one that it lists.
@@ -350,18 +333,19 @@ class _Shards:
         known = {*map(_storage, own)}
         for name, node in self.left[file].items():
             if name in places:
-                self.refuse(
-                    AmbiguousError(f"{name[:80]!r} is in {file} and in {places[name]}", hint=_FETCH)
-                )
+                what = f"{name[:80]!r} is in {file} and in {places[name]}"
+                self._refuse(AmbiguousError, what)
             elif _storage(node) not in known:
-                self.refuse(
-                    CorruptError(
-                        f"{file} holds {name[:80]!r}, which the index does not have", hint=_FETCH
-                    )
-                )
+                what = f"{file} holds {name[:80]!r}, which the index does not have"
+                self._refuse(CorruptError, what)
             else:
                 ties[name] = node
         return ties
+
+
+def _some(names: Iterable[str]) -> str:
+    three = [*islice(names, 4)]
+    return ", ".join(three[:3]) + (", ..." if len(three) > 3 else "")
 
 
 def _entries(shard: Checkpoint) -> Entries:
@@ -413,17 +397,6 @@ def _ordered(root: Node, shards: list[Entries]) -> Node:
     return OrderedMapping(root, versions_state(metadata) if metadata else None)
 
 
-def _nbytes_with_objects(root: Node) -> int:
-    """Bytes of all storages, those inside objects included (packed parameters of quantized
-    modules)."""
-    leaves = (node for node in nodes(root) if isinstance(node, (Tensor, TypedStorage)))
-    return sum(
-        {
-            id(leaf.storage): leaf.storage.nbytes for leaf in leaves if leaf.storage is not None
-        }.values()
-    )
-
-
 def _wrong_total(metadata: Mapping[str, Any], root: Mapping[str, Node]) -> list[str]:
     tensors = [tensor for node in root.values() if (tensor := as_tensor(node)) is not None]
     every = sum([tensor.nbytes for tensor in tensors])
@@ -431,12 +404,11 @@ def _wrong_total(metadata: Mapping[str, Any], root: Mapping[str, Node]) -> list[
     if type(total) is int and total == every:
         return []
     once = sum({id(tensor.storage): tensor.nbytes for tensor in tensors}.values())
-    stored = sum(
-        {
-            id(each.storage): each.storage.nbytes for each in tensors if each.storage is not None
-        }.values()
-    )
-    if type(total) is int and total in (once, stored, _nbytes_with_objects(root)):
+    # Those inside objects, too: packed parameters of quantized modules.
+    leaves = (node for node in nodes(root) if isinstance(node, (Tensor, TypedStorage)))
+    storages = {id(each.storage): each.storage for each in leaves if each.storage is not None}
+    stored = sum(storage.nbytes for storage in storages.values())
+    if type(total) is int and total in (once, stored):
         return []
     text = f"the index says {str(total)[:40]} bytes in all, the tensors have {once:,}"
     return [Notice(WRONG_TOTAL, text, nbytes=once)]
@@ -498,19 +470,16 @@ def index_file(name: str, places: Mapping[str, str], metadata: Mapping[str, Any]
 _STEM = "model"
 
 
-def matches_safetensors(probe: Probe) -> bool:
-    return matches(probe, SAFE)
-
-
-def read_safetensors(probe: Probe) -> Checkpoint:
-    """Read the tensors of all shards."""
-    return read(probe, table.SHARDED.name, _restored)
+matches_safetensors = partial(matches, suffix=SAFE)
 
 
 def _restored(root: dict[Node, Node], texts: Mapping[str, str]) -> Restored:
     """Restore the state_dict of shards that are safetensors files; the index may name others."""
     plain = all(isinstance(node, Tensor) for node in root.values())
     return restore(root, texts, index=True) if plain else restore_ties(root, texts, index=True)
+
+
+read_safetensors = partial(read, format=table.SHARDED.name, restore=_restored)
 
 
 def layout_safetensors(checkpoint: Checkpoint, options: Options) -> Plan:
@@ -548,13 +517,8 @@ def layout_safetensors(checkpoint: Checkpoint, options: Options) -> Plan:
 _TORCH_STEM = "pytorch_model"
 
 
-def matches_torch(probe: Probe) -> bool:
-    return matches(probe, BIN)
-
-
-def read_torch(probe: Probe) -> Checkpoint:
-    """Read the entries of all shards."""
-    return read(probe, table.SHARDED_BIN.name, partial(restore_ties, index=True))
+matches_torch = partial(matches, suffix=BIN)
+read_torch = partial(read, format=table.SHARDED_BIN.name, restore=partial(restore_ties, index=True))
 
 
 def layout_torch(checkpoint: Checkpoint, options: Options) -> Plan:
@@ -618,15 +582,5 @@ def _parts(weights: Weights, limit: int | None) -> tuple[list[dict[Node, Node]],
 
 def _storages(root: Node) -> list[Storage]:
     """Return every storage in an entry, those in the arguments of objects included."""
-    found: list[Storage] = []
-
-    def see(node: Node) -> Node:
-        if isinstance(node, (Tensor, TypedStorage)) and node.storage is not None:
-            found.append(node.storage)
-        return node
-
-    if isinstance(root, Tensor):
-        see(root)
-    else:
-        rebuild(root, see)
-    return found
+    leaves = (node for node in nodes(root) if isinstance(node, (Tensor, TypedStorage)))
+    return [each.storage for each in leaves if each.storage is not None]

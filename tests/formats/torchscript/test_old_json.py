@@ -195,8 +195,8 @@ for _ in range(200):
 @pytest.mark.parametrize(
     ("edit", "error", "said"),
     [
-        (change("mainModule", to=[]), FormatError, "no object 'mainModule'"),
-        (change("tensors", to={}), FormatError, "no list 'tensors'"),
+        (change("mainModule", to=[]), FormatError, "no 'mainModule'"),
+        (change("tensors", to={}), FormatError, "no 'tensors'"),
         (change("tensors", to=[3]), FormatError, "something other than objects"),
         (change("tensors", 0, "dims", to=["x"]), FormatError, "where an integer must be"),
         (change("tensors", 0, "dims", to=[2.0, 3]), FormatError, "where an integer must be"),
@@ -214,7 +214,7 @@ for _ in range(200):
             "entry 4 of a table of 4",
         ),
         (change("mainModule", "parameters", 0, "tensorId", to="-1"), CorruptError, "entry -1"),
-        (change("mainModule", "parameters", 0, "name", to=3), FormatError, "no text 'name'"),
+        (change("mainModule", "parameters", 0, "name", to=3), FormatError, "no 'name'"),
         (
             change("mainModule", "attributes", 0, "id", to="2"),
             CorruptError,
