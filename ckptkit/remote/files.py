@@ -83,9 +83,8 @@ class RemoteFile(ByteSource):
     def will_read(self, ranges: Sequence[tuple[int, int]]) -> None:
         runs: list[tuple[int, int]] = []
         for offset, length in ranges:
-            start, stop = runs[-1] if runs else (offset, offset)
-            near = runs and offset <= stop + GAP and offset + length <= start + PIECE
-            if near:
+            start, stop = runs[-1] if runs else (offset, -GAP - 1)
+            if offset <= stop + GAP and offset + length <= start + PIECE:
                 runs[-1] = (start, offset + length)
             else:
                 runs.append((offset, offset + length))
@@ -95,10 +94,9 @@ class RemoteFile(ByteSource):
         from concurrent.futures import ThreadPoolExecutor
 
         with ThreadPoolExecutor(min(REQUESTS, len(runs))) as threads:
-            for window in threads.map(
-                lambda run: _FetchedRange(run[0], self._transport.fetch(*run)), runs
-            ):
-                self._keep(window)
+            fetched = threads.map(self._transport.fetch, *zip(*runs, strict=True))
+            for (start, _), data in zip(runs, fetched, strict=True):
+                self._keep(_FetchedRange(start, data))
 
     def _kept(self, at: int, stop: int) -> bytes:
         """Return the bytes from `at`, up to `stop`, of a window that has them; mark it as used."""
@@ -115,14 +113,10 @@ class RemoteFile(ByteSource):
         More are read and kept.
         """
         with self._lock:
-            ahead = 2 * max(
-                (len(each.data) for each in self._windows if each.end <= at <= each.end + GAP),
-                default=0,
-            )
-            stop = min(
-                (each.start for each in self._windows if at < each.start < stop <= each.end),
-                default=stop,
-            )
+            before = [each for each in self._windows if each.end <= at <= each.end + GAP]
+            ahead = 2 * max((len(each.data) for each in before), default=0)
+            after = [each for each in self._windows if at < each.start < stop <= each.end]
+            stop = min((each.start for each in after), default=stop)
         end = min(max(stop, at + min(max(ahead, FIRST), PIECE)), at + PIECE, self.size)
         data = self._transport.fetch(at, end)
         if stop - at < PIECE:
@@ -132,11 +126,10 @@ class RemoteFile(ByteSource):
     def _keep(self, window: _FetchedRange) -> None:
         """Keep a window, and drop the least recently used ones."""
         with self._lock:
-            self._windows.append(window)
-            while (
-                len(self._windows) > WINDOWS or sum(len(each.data) for each in self._windows) > KEPT
-            ):
-                del self._windows[0]
+            kept = self._windows
+            kept.append(window)
+            while len(kept) > WINDOWS or sum(len(each.data) for each in kept) > KEPT:
+                del kept[0]
 
     def check_unchanged(self) -> None:
         try:
@@ -215,9 +208,19 @@ class RemoteFolder(Folder):
 
     def open(self, name: str) -> ByteSource:
         key = self._within + plain_name(name, self.name)
-        if key not in self._open:
-            url = in_folder(self.path, quote(name) if is_web(self._fs) else name)
-            self._open[key] = RemoteFile(url, self._transport(url, name))
+        if key in self._open:
+            return self._open[key]
+        url = in_folder(self.path, quote(name) if is_web(self._fs) else name)
+        if is_web(self._fs):
+            transport: Transport = Http(self._fs, url)
+        elif name not in self._entries():
+            raise MissingError("does not exist", where=shown_url(url))
+        else:
+            info = self._entries()[name]
+            if info["type"] != "file":
+                raise PathError("is not a file", where=shown_url(url))
+            transport = Stored(self._fs, info["name"], url, info)
+        self._open[key] = RemoteFile(url, transport)
         return self._open[key]
 
     def folders(self) -> tuple[str, ...]:
@@ -235,23 +238,11 @@ class RemoteFolder(Folder):
         inner._within, inner._open = f"{self._within}{name}/", self._open
         return inner
 
-    def _transport(self, url: str, name: str) -> Transport:
-        if is_web(self._fs):
-            return Http(self._fs, url)
-        if name not in self._entries():
-            raise MissingError("does not exist", where=shown_url(url))
-        info = self._entries()[name]
-        if info["type"] != "file":
-            raise PathError("is not a file", where=shown_url(url))
-        return Stored(self._fs, info["name"], url, info)
-
     def nbytes(self) -> int:
         if is_web(self._fs):
             return sum(source.size for source in self._open.values())
-        return (
-            sum(each["size"] or 0 for each in self._entries().values() if each["type"] == "file")
-            + self._deeper()
-        )
+        files = (each for each in self._entries().values() if each["type"] == "file")
+        return sum(each["size"] or 0 for each in files) + self._deeper()
 
 
 def open_url(url: str) -> ByteSource | Folder:

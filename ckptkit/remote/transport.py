@@ -318,6 +318,9 @@ _PACKAGES = {
 _PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})
 _CREDENTIALS = ("NoCredentialsError", "DefaultCredentialsError", "PartialCredentialsError")
 _TYPED = "check the URL and the network"
+_SET_CREDENTIALS = (
+    "set them as for the service's own tools; FSSPEC_S3_ANON=true reads public buckets of S3"
+)
 
 
 class Status(Exception):
@@ -349,33 +352,46 @@ def refused(error: Exception, url: str, *, opening: bool = True) -> CkptkitError
     """Translate an error of a library about `url`, raised on opening or later."""
     if isinstance(error, CkptkitError):
         return error
-    name = shown_url(url)
-    if misled := next(filter(None, map(_misled, _causes(error))), None):
-        return InputError(misled, where=name, hint=_TYPED)
-    status = next((found for each in _causes(error) if (found := _status(each)) is not None), None)
-    missing = isinstance(error, FileNotFoundError) and status is None
-    if missing or status in (404, 410):
-        if opening and any(_code(each) == "NoSuchBucket" for each in _causes(error)):
-            bucket = without_query(url).partition("://")[2].partition("/")[0]
-            return MissingError(f"there is no bucket {bucket}", where=name)
-        if opening:
-            return MissingError("does not exist", where=name)
-        return InputChangedError("was removed while it was read", where=name)
+    kind, message, hint = _meaning(error, url, opening)
+    return kind(message, where=shown_url(url), hint=hint)
+
+
+def _meaning(
+    error: Exception, url: str, opening: bool
+) -> tuple[type[CkptkitError], str, str | None]:
+    """Return the class, message and hint of the error that a library's error stands for."""
+    causes = [*_causes(error)]
+    status = next((found for each in causes if (found := _status(each)) is not None), None)
+    if misled := next(filter(None, map(_misled, causes)), None):
+        return InputError, misled, _TYPED
+    if status in (404, 410) or (status is None and isinstance(error, FileNotFoundError)):
+        if not opening:
+            return InputChangedError, "was removed while it was read", None
+        answers = [getattr(each, "response", None) for each in causes]
+        codes = [each.get("Error", {}).get("Code") for each in answers if isinstance(each, dict)]
+        bucket = without_query(url).partition("://")[2].partition("/")[0]
+        said = f"there is no bucket {bucket}" if "NoSuchBucket" in codes else "does not exist"
+        return MissingError, said, None
     if status in (401, 403) or isinstance(error, PermissionError):
         answer = f" (HTTP status {status})" if status else ""
-        return PathError(
-            f"access is denied{answer}",
-            where=name,
-            hint="check your credentials, and whether the URL has expired",
-        )
+        hint = "check your credentials, and whether the URL has expired"
+        return PathError, f"access is denied{answer}", hint
     if status in (412, 416):
-        return InputChangedError(
-            "changed while it was read", where=name, hint="run the command again"
-        )
+        return InputChangedError, "changed while it was read", "run the command again"
     if status is not None:
-        hint = "the server is busy or broken: try again later" if status in _PASSING else None
-        return InputError(f"the server answers with HTTP status {status}", where=name, hint=hint)
-    return _unreachable(error, url, name)
+        busy = "the server is busy or broken: try again later" if status in _PASSING else None
+        return InputError, f"the server answers with HTTP status {status}", busy
+    for each in causes:
+        reason = getattr(each, "os_error", each)
+        if type(each).__name__ in _CREDENTIALS:
+            return PathError, "needs credentials, and there are none", _SET_CREDENTIALS
+        if isinstance(reason, socket.gaierror):
+            return PathError, f"its host is not known: {reason.strerror or 'no address'}", _TYPED
+        if isinstance(reason, ConnectionRefusedError):
+            return PathError, "its host refuses the connection", _TYPED
+    if passing(error):
+        return InputError, f"the connection broke: {_text(error, url)}", "try again later"
+    return InputError, f"cannot be read: {_text(error, url)}", None
 
 
 @contextmanager
@@ -458,37 +474,6 @@ def _status(error: BaseException) -> int | None:
 def _is_malformed(error: BaseException) -> bool:
     """Return whether aiohttp could not parse an answer; the status 400 of its error is its own."""
     return "HttpProcessingError" in (each.__name__ for each in type(error.__cause__).__mro__)
-
-
-def _code(error: BaseException) -> object:
-    """Return the code of an error of S3, None for others."""
-    answer = getattr(error, "response", None)
-    return answer.get("Error", {}).get("Code") if isinstance(answer, dict) else None
-
-
-def _unreachable(error: Exception, url: str, name: str) -> CkptkitError:
-    for each in _causes(error):
-        if type(each).__name__ in _CREDENTIALS:
-            return PathError(
-                "needs credentials, and there are none",
-                where=name,
-                hint="set them as for the service's own tools; "
-                "FSSPEC_S3_ANON=true reads public buckets of S3",
-            )
-        reason = getattr(each, "os_error", each)
-        if isinstance(reason, socket.gaierror):
-            return PathError(
-                "its host is not known: " + (reason.strerror or "no address"),
-                where=name,
-                hint=_TYPED,
-            )
-        if isinstance(reason, ConnectionRefusedError):
-            return PathError("its host refuses the connection", where=name, hint=_TYPED)
-    if passing(error):
-        return InputError(
-            f"the connection broke: {_text(error, url)}", where=name, hint="try again later"
-        )
-    return InputError(f"cannot be read: {_text(error, url)}", where=name)
 
 
 def _text(error: Exception, url: str) -> str:
