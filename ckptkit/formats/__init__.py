@@ -38,6 +38,7 @@ from ckptkit.formats.table import (
     BY_SUFFIX,
     COMPRESSED,
     FORMATS,
+    NONE,
     PARALLEL,
     SHARDED,
     TORCH_ZIP,
@@ -203,7 +204,7 @@ def for_writing(
     only_read = next((each for each in FORMATS if lower.endswith(each.suffixes)), None)
     if only_read is not None and only_read.layout is None:
         return _writer(only_read.name)
-    kept = by_name(keep)
+    kept = BY_NAME.get(keep or "")
     if shards:
         return _sharding(path, by_suffix, kept)
     if by_suffix is not None:
@@ -292,7 +293,13 @@ def layout(checkpoint: Checkpoint, format: Format, options: Options) -> Plan:
             hint=f"these can: {able}",
         )
     try:
-        checkpoint = _without_pieces(checkpoint, format, options)
+        # Plain tensors for those of several processes, where the output cannot keep such.
+        keeps = options.everything or format.everything == "always"
+        keeps = keeps and options.objects != "drop"
+        if not keeps or format.name != checkpoint.format:
+            if not options.everything:
+                checkpoint.whole()
+            checkpoint = checkpoint if keeps else checkpoint.plain()
         if holds_program(checkpoint):
             return _layout_weights(checkpoint, format, options)
         return format.layout(checkpoint, options)
@@ -317,20 +324,6 @@ def _is_module(checkpoint: Checkpoint) -> bool:
         return False
 
 
-def _without_pieces(checkpoint: Checkpoint, format: Format, options: Options) -> Checkpoint:
-    """The checkpoint with plain tensors for those of several processes, where the output cannot
-    keep such.
-
-    Raises UnsupportedError if it has but a part of them.
-    """
-    keeps = options.everything or format.everything == "always"
-    if keeps and options.objects != "drop" and format.name == checkpoint.format:
-        return checkpoint
-    if not options.everything:
-        checkpoint.whole()
-    return checkpoint if keeps and options.objects != "drop" else checkpoint.plain()
-
-
 def patch(before: Checkpoint, after: Checkpoint, format: Format, options: Options) -> Patch | None:
     """Plan the edit in place that makes the file of `before` hold `after`; None if it is large.
 
@@ -350,8 +343,7 @@ def patch(before: Checkpoint, after: Checkpoint, format: Format, options: Option
 
 def holds_program(checkpoint: Checkpoint) -> bool:
     """Return whether the checkpoint is a program, of which only the weights can be written."""
-    kept = by_name(checkpoint.format)
-    return kept is not None and kept.program
+    return BY_NAME.get(checkpoint.format, NONE).program
 
 
 def _layout_weights(checkpoint: Checkpoint, format: Format, options: Options) -> Plan:

@@ -37,13 +37,10 @@ class Probe:
         self.place = place
         self.name = place.name
         self.options = options
+        self.is_folder = isinstance(place, Folder)
         self.kept: dict[
             object, object
         ] = {}  # what a family of readers shares, by whatever they agree on
-
-    @property
-    def is_folder(self) -> bool:
-        return isinstance(self.place, Folder)
 
     @property
     def source(self) -> ByteSource:
@@ -121,13 +118,8 @@ class Lazy:
     place: str
 
     def __call__(self, *args: Any) -> Any:
-        return self._function(*args)
-
-    @cached_property
-    def _function(self) -> Callable[..., Any]:
         module, _, name = self.place.partition(":")
-        function: Callable[..., Any] = getattr(import_module(f"ckptkit.formats.{module}"), name)
-        return function
+        return getattr(import_module(f"ckptkit.formats.{module}"), name)(*args)
 
 
 @dataclass(frozen=True)
@@ -137,7 +129,7 @@ class LazyByName(Lazy):
     endings: tuple[str, ...]
 
     def __call__(self, probe: Probe) -> Any:
-        return self._function(probe) if probe.name.endswith(self.endings) else None
+        return super().__call__(probe) if probe.name.endswith(self.endings) else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,7 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from itertools import chain
 from os.path import basename
@@ -93,8 +93,9 @@ _CONTROL_BYTES = 64  # what version and its like may have
 _READ_ONCE = (
     32 << 20
 )  # bytes of a remote pickle that are kept, rather than read for its checksum and again
+_VERSION_RECORDS = ("version", ".data/version")
 KNOWN = (
-    "data.pkl", "version", ".data/version", "byteorder", ".format_version", ".storage_alignment",
+    "data.pkl", *_VERSION_RECORDS, "byteorder", ".format_version", ".storage_alignment",
     ".data/serialization_id", METADATA,
 )  # fmt: skip
 
@@ -165,20 +166,33 @@ class Archive:
                 raise AmbiguousError(
                     f"record {shown(name)} is outside the folder {shown(self.folder)}"
                 )
-        self._number(".format_version")
-        alignment = self._number(".storage_alignment")
-        if alignment is not None and alignment not in ALIGNMENTS:
+        numbers: dict[str, int] = {}
+        for name in (".format_version", ".storage_alignment", *_VERSION_RECORDS, "byteorder"):
+            entry = self.directory.entries.get(self.folder + name)
+            if entry is None:
+                continue
+            if entry.size > _CONTROL_BYTES:
+                raise FormatError(
+                    f"record {name} has {entry.size:,} bytes, it should hold a word or a number"
+                )
+            text = self.directory.read(self.folder + name)
+            if name == "byteorder":
+                if text not in (b"little", b"big"):
+                    raise FormatError(f"byteorder is {text!r}, neither little nor big")
+                self.big_endian = text == b"big"
+            elif re.fullmatch(rb"[0-9]{1,9}\n?", text):
+                numbers[name] = int(text)
+            else:
+                raise FormatError(f"record {name} is {text!r}, not a number")
+        alignment = numbers.get(".storage_alignment", 1)
+        if alignment not in ALIGNMENTS:
             raise FormatError(
                 f"storages are aligned to {alignment:,} bytes, not 1 to {ALIGNMENTS[-1]:,}"
             )
-        order = self._control("byteorder")
-        if order not in (None, b"little", b"big"):
-            raise FormatError(f"byteorder is {order!r}, neither little nor big")
-        self.big_endian = order == b"big"
-        versions = {self._number("version"), self._number(".data/version")} - {None}
+        versions = {numbers[name] for name in _VERSION_RECORDS if name in numbers}
         if not versions:
-            text = "it has no version record: torch refuses it; a copy written by ckptkit has one"
-            return [Notice(NO_VERSION, text)]
+            what = "it has no version record: torch refuses it; a copy written by ckptkit has one"
+            return [Notice(NO_VERSION, what)]
         if len(versions) > 1:
             raise AmbiguousError("the records version and .data/version contradict each other")
         if not versions <= set(VERSIONS):
@@ -187,23 +201,6 @@ class Archive:
                 code=NEWER_TORCH,
             )
         return []
-
-    def _control(self, name: str) -> bytes | None:
-        """Return the bytes of a small record, None if it is missing."""
-        entry = self.directory.entries.get(self.folder + name)
-        if entry is None:
-            return None
-        if entry.size > _CONTROL_BYTES:
-            raise FormatError(
-                f"record {name} has {entry.size:,} bytes, it should hold a word or a number"
-            )
-        return self.directory.read(self.folder + name)
-
-    def _number(self, name: str) -> int | None:
-        text = self._control(name)
-        if text is not None and not re.fullmatch(rb"[0-9]{1,9}\n?", text):
-            raise FormatError(f"record {name} is {text!r}, not a number")
-        return None if text is None else int(text)
 
     def unpickle(self, name: str) -> Unpickled:
         """Read the pickle ``<name>.pkl``, whose storages are in the folder ``<name>``.
@@ -255,7 +252,9 @@ class Archive:
 
     def unverified(self) -> list[str]:
         """A warning, if some of the storages that were opened have no checksum."""
-        return unsummed(self._unsummed)
+        count = self._unsummed
+        what = f"{count:,} of its storages have no checksum: damage to them cannot be seen"
+        return [Notice(NO_CHECKSUM, what, storages=count)] if count else []
 
     def unused(self, known: Iterable[str]) -> list[str]:
         """Return a warning on records besides the opened storages and the `known` ones."""
@@ -276,12 +275,6 @@ class Archive:
         ]
 
 
-def unsummed(count: int) -> list[str]:
-    """Return the warning about `count` storages without a checksum, none for 0."""
-    text = f"{count:,} of its storages have no checksum: damage to them cannot be seen"
-    return [Notice(NO_CHECKSUM, text, storages=count)] if count else []
-
-
 # Writing
 
 
@@ -297,15 +290,15 @@ def layout(checkpoint: Checkpoint, options: Options) -> Plan:
     """
     numbering = Numbering()
     pickled = write_pickle(checkpoint.root, numbering, objects=options.objects)
-    big_endian = numbering.all_big_endian()
+    big_endian, storages = numbering.members()
     first = [
         ZipMember(f"{TOP}/data.pkl", pickled.data),
         ZipMember(f"{TOP}/byteorder", b"big" if big_endian else b"little"),
     ]
     last = [ZipMember(f"{TOP}/version", b"3\n")]
-    if (record := metadata_record(checkpoint.extras)) is not None:
-        last.append(ZipMember(f"{TOP}/{METADATA}", record))
-    segments = lay_out(chain(first, numbering.members(big_endian), last))
+    if checkpoint.extras.keys() - {_FRAMEWORK}:
+        last.append(ZipMember(f"{TOP}/{METADATA}", _metadata_record(checkpoint.extras)))
+    segments = lay_out(chain(first, storages, last))
     return Plan(
         (OutputFile("", tuple(segments), keeps_sums=True),), pickled.notes, numbering.tensors
     )
@@ -328,7 +321,16 @@ class Numbering:
         made = storage_class(dtype)
         if made is _UNTYPED:
             dtype = None
-        number = self._number(storage, dtype)
+        number = self._numbers.setdefault(storage, len(self.storages))
+        if number == len(self.storages):
+            self.storages.append(storage)
+            self.dtypes.append(dtype)
+        elif self.dtypes[number] is not dtype and storage.nbytes:
+            if {self.dtypes[number], dtype} != {UINT8, None}:
+                raise TensorError(
+                    f"torch cannot read one storage as {self.dtypes[number]} and as {dtype}"
+                )
+            self.dtypes[number] = None
         numel, rest = divmod(storage.nbytes, 1 if dtype is None else dtype.itemsize)
         if rest:
             raise TensorError(
@@ -344,34 +346,18 @@ class Numbering:
         """Return the name of a storage's record in its folder."""
         return str(number)
 
-    def _number(self, storage: Storage, dtype: DType | None) -> int:
-        number = self._numbers.setdefault(storage, len(self.storages))
-        if number == len(self.storages):
-            self.storages.append(storage)
-            self.dtypes.append(dtype)
-        elif self.dtypes[number] is not dtype and storage.nbytes:
-            if {self.dtypes[number], dtype} != {UINT8, None}:
-                raise TensorError(
-                    f"torch cannot read one storage as {self.dtypes[number]} and as {dtype}"
-                )
-            self.dtypes[number] = None
-        return number
+    def members(self) -> tuple[bool, list[ZipMember]]:
+        """Return the records of the storages, and whether they are big-endian.
 
-    def _units(self) -> Iterator[tuple[Storage, int]]:
-        """Yield each storage with its byte order's unit: 1 for none, 0 for unknown."""
-        for storage, dtype in zip(self.storages, self.dtypes, strict=True):
-            if not storage.nbytes:
-                yield storage, 1
-            else:
-                yield storage, 0 if dtype is None else dtype.component
-
-    def all_big_endian(self) -> bool:
-        """Return whether all storages with a byte order are big-endian: then they stay so."""
-        return {storage.big_endian for storage, unit in self._units() if unit != 1} == {True}
-
-    def members(self, big_endian: bool) -> Iterator[ZipMember]:
-        folder, key = f"{TOP}/data/", self.key
-        for number, (storage, unit) in enumerate(self._units()):
+        They stay so if all with a byte order are.
+        """
+        # What is swapped as one: 1 byte where there is no order, 0 bytes where it is unknown.
+        kinds = zip(self.storages, self.dtypes, strict=True)
+        units = [(dtype.component if dtype else 0) if each.nbytes else 1 for each, dtype in kinds]
+        ordered = zip(self.storages, units, strict=True)
+        big_endian = {storage.big_endian for storage, unit in ordered if unit != 1} == {True}
+        made = []
+        for number, (storage, unit) in enumerate(zip(self.storages, units, strict=True)):
             extent = storage.record.locate()
             crc = storage.crc32 if isinstance(extent, Range) else None
             if storage.big_endian and not big_endian and unit != 1:
@@ -380,18 +366,14 @@ class Numbering:
                         "big-endian bytes of an unknown element type, among little-endian ones"
                     )
                 extent, crc = Derived(Swap(unit), (extent,), storage.nbytes), None
-            yield ZipMember(folder + key(number), extent, crc)
+            made.append(ZipMember(f"{TOP}/data/{self.key(number)}", extent, crc))
+        return big_endian, made
 
 
 # ckptkit's own record
 
 
-def metadata_record(metadata: Mapping[str, str]) -> bytes | None:
-    """Return the record, None if there is nothing to record."""
-    return _rendered_metadata(metadata) if metadata.keys() - {_FRAMEWORK} else None
-
-
-def _rendered_metadata(metadata: Mapping[str, str]) -> bytes:
+def _metadata_record(metadata: Mapping[str, str]) -> bytes:
     """Return the record, even an empty one."""
     texts = {key: text for key, text in metadata.items() if key != _FRAMEWORK}
     return dump({"version": 1, "metadata": texts}).encode("utf-8", "replace")
@@ -437,7 +419,7 @@ def patch(before: Checkpoint, after: Checkpoint, options: Options) -> Patch | No
         return None
     new = {f"{directory.top}/data.pkl": pickled.data}
     if after.extras != before.extras:
-        new[f"{directory.top}/{METADATA}"] = _rendered_metadata(after.extras)
+        new[f"{directory.top}/{METADATA}"] = _metadata_record(after.extras)
     archive = _PatchedArchive(directory)
     if not archive.replace(new):
         return None

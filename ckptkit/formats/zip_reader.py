@@ -27,6 +27,7 @@ made in a tenth of the time of a named one.
 
 from __future__ import annotations
 
+import re
 import struct
 import zlib
 from bisect import bisect_right
@@ -274,7 +275,9 @@ def check_members(
         end = start + row[1]
         if described and end <= directory:
             at = place(end, 24)  # at least as many follow in any zip file
-            end += _check_descriptor(window.data, at, name, row)
+            mostly = (_DESCRIPTOR_MAGIC, row[3], row[1], row[2])
+            is_short = _DESCRIPTOR.unpack_from(window.data, at) == mostly
+            end += 16 if is_short else _check_descriptor(window.data, at, name, row)
         if end > directory:
             raise CorruptError(f"record {shown(name)} reaches into the zip directory")
         previous = i
@@ -348,8 +351,6 @@ def _check_descriptor(data: bytes, at: int, name: bytes, row: Row) -> int:
     It holds the CRC and both sizes, of 32 or 64 bits, mostly after a signature.
     """
     _, stored, size, crc, _, _ = row
-    if _DESCRIPTOR.unpack_from(data, at) == (_DESCRIPTOR_MAGIC, crc, stored, size):
-        return 16
     wide = struct.pack("<LQQ", crc, stored, size)
     narrow = struct.pack("<LLL", crc, stored & _U32, size & _U32) if size <= _U32 else wide
     for expected in (_DESCRIPTOR_MAGIC + wide, wide, narrow):
@@ -436,6 +437,7 @@ class ZipDirectory:
     source: ByteSource
     entries: Mapping[str, Entry] = field(repr=False)
     start: int  # offset of the directory, the end of the members
+    top: str  # the first folder of the first member: torch uses it as the name of the archive
     headers: LocalHeaders | None = field(repr=False, default=None)  # of a remote file
     inflated: list[int] = field(repr=False, default_factory=lambda: [0])  # bytes, in all, when read
 
@@ -445,11 +447,6 @@ class ZipDirectory:
     @property
     def names(self) -> list[str]:
         return list(self.entries)
-
-    @property
-    def top(self) -> str:
-        """The first folder of the first member: torch uses it as the name of the archive."""
-        return next(iter(self.entries), "").partition("/")[0]
 
     def crc(self, name: str) -> int | None:
         """Return the CRC-32 of a member's bytes, None if the file does not have it."""
@@ -472,7 +469,10 @@ class ZipDirectory:
     def locate(self, name: str) -> Extent:
         """Return the extent of a member's bytes in the file, or the inflation of it if deflated."""
         entry = self.entries[name]
-        stored = Range(self.source, self._data(name, entry), entry.stored)
+        if isinstance(entry, StoredMember):
+            return entry.locate()
+        start = entry.data if self.headers is None else self.headers.place(name)
+        stored = Range(self.source, start, entry.stored)
         if entry.method != DEFLATED:
             return stored
         check("inflate_ratio", entry.size // max(1, entry.stored), f"compression of {shown(name)}")
@@ -502,9 +502,6 @@ class ZipDirectory:
         for piece in stream(self.locate(name)):
             total = crc32(piece, total)
         self._compare(name, total)
-
-    def _data(self, name: str, entry: Entry) -> int:
-        return entry.data if self.headers is None else self.headers.place(name)
 
     def _compare(self, name: str, crc: int) -> None:
         expected = self.crc(name)
@@ -571,13 +568,14 @@ def read_directory(source: ByteSource) -> ZipDirectory:
         start, size, count = _find_end(source)
         names, rows = read_rows(source.read(start, size), count, start)
         texts = check_names(names, rows)
+        top = texts[0].partition("/")[0] if texts else ""
         if source.remote:
             source.members = partial(_stored_members, start, size, count)
             # Local headers are read when they are needed.
             unread = {
                 text: _tuple(ZipEntry, (*row, -1)) for text, row in zip(texts, rows, strict=True)
             }
-            return ZipDirectory(source, unread, start, LocalHeaders(source, unread))
+            return ZipDirectory(source, unread, start, top, LocalHeaders(source, unread))
         places = check_members(source, names, rows, start)
     except CkptkitError as error:
         error.at(source.name)
@@ -590,7 +588,7 @@ def read_directory(source: ByteSource) -> ZipDirectory:
         else _tuple(StoredMember, (source, place, row[1], row[3]))
         for text, row, place in zip(texts, rows, places, strict=True)
     }
-    return ZipDirectory(source, entries, start)
+    return ZipDirectory(source, entries, start, top)
 
 
 def _stored_members(start: int, size: int, count: int, source: ByteSource) -> Iterator[Member]:
@@ -622,16 +620,28 @@ def _find_end(source: ByteSource) -> tuple[int, int, int]:
     tail = source.read(max(0, source.size - longest), min(longest, source.size))
     at = _find_end_record(source, tail)
     _, disk, first_disk, here, count, size, start, _ = _END.unpack_from(tail, at)
-    if disk or first_disk or here != count:
-        raise UnsupportedError(_IN_PARTS)
-    stop = source.size - len(tail) + at
-    if tail[max(0, at - _LOCATOR.size) : at].startswith(_LOCATOR_MAGIC):
+    stop = source.size - len(tail) + at  # of the directory
+    locator = max(0, at - _LOCATOR.size)
+    if tail[locator:at].startswith(_LOCATOR_MAGIC):
         stop -= _LOCATOR.size + _END64.size
-        start, size, count = _read_end64(
-            tail[: at - _LOCATOR.size], tail[at - _LOCATOR.size :], stop, (start, size, count)
+        _, other_disk, place, disks = _LOCATOR.unpack_from(tail, locator)
+        if disk or first_disk or here != count or other_disk or disks > 1:
+            raise UnsupportedError(_IN_PARTS)
+        if place != stop or locator < _END64.size:
+            raise FormatError("zip64 locator does not point at the record before it")
+        short = (start, size, count)
+        magic, length, _, _, disk, first_disk, here, count, size, start = _END64.unpack_from(
+            tail, locator - _END64.size
         )
+        if magic != _END64_MAGIC or length != _END64.size - 12:
+            raise FormatError("zip64 end record is malformed")
+        wide = zip(short, (start, size, count), (_U32, _U32, _U16), strict=True)
+        if any(value not in (true, capped) for value, true, capped in wide):
+            raise FormatError("zip64 end record and end record contradict each other")
     elif _U32 in (size, start):
         raise FormatError("zip64 end record is missing")
+    if disk or first_disk or here != count:
+        raise UnsupportedError(_IN_PARTS)
     if start + size != stop:
         raise AmbiguousError(
             f"zip directory ends at byte {start + size:,}, but its end record is at {stop:,}"
@@ -643,66 +653,32 @@ def _find_end(source: ByteSource) -> tuple[int, int, int]:
 
 def _find_end_record(source: ByteSource, tail: bytes) -> int:
     """Return the offset in `tail` of the only end record that, with its comment, ends the file."""
-    found = []
-    at = tail.find(_END_MAGIC, max(0, len(tail) - _END.size - _U16))
-    while at >= 0:
-        found.append(at)
-        at = tail.find(_END_MAGIC, at + 1)
-    whole = [at for at in found if at + _END.size <= len(tail)]
-    exact = [
-        at
-        for at in whole
-        if at + _END.size + int.from_bytes(tail[at + 20 : at + 22], "little") == len(tail)
-    ]
-    if all(_is_inside(source, tail, at) for at in whole):
+    first = max(0, len(tail) - _END.size - _U16)
+    found = [first + match.start() for match in re.finditer(_END_MAGIC, tail[first:])]
+    exact: list[int] = []
+    own = 0  # end records that are not of an archive inside the file
+    for at in found:
+        if at + _END.size > len(tail):
+            continue
+        *_, size, start, comment = _END.unpack_from(tail, at)
+        exact += [at] if at + _END.size + comment == len(tail) else []
+        end, locator = at, max(0, at - _LOCATOR.size)
+        if tail[locator:at].startswith(_LOCATOR_MAGIC):
+            end = locator - _END64.size
+            if end < 0 or not tail.startswith(_END64_MAGIC, end):
+                own += 1  # reported where it is read
+                continue
+            size, start = _END64.unpack_from(tail, end)[8:10]
+        # Its offsets count from where its archive begins.
+        begin = source.size - len(tail) + end - size - start
+        is_inside = 0 < begin <= source.size - len(MAGIC)
+        own += not (is_inside and source.read(begin, len(MAGIC)) == MAGIC)
+    if not own:
         raise TruncatedError("no end record: the download or save is incomplete", hint=_AGAIN)
     if not exact:
+        whole = [at for at in found if at + _END.size <= len(tail)]
         after = len(tail) - whole[-1] - _END.size
         raise AmbiguousError(f"{after:,} bytes after the zip end record do not belong to it")
     if len(exact) > 1 or found[-1] != exact[0]:
         raise AmbiguousError("has more than one zip end record")
     return exact[0]
-
-
-def _is_inside(source: ByteSource, tail: bytes, at: int) -> bool:
-    """Return whether an end record is that of an archive inside the file.
-
-    Its offsets count from where that archive begins.
-    """
-    size, start = _END.unpack_from(tail, at)[5:7]
-    end = at
-    if tail[max(0, at - _LOCATOR.size) : at].startswith(_LOCATOR_MAGIC):
-        end = at - _LOCATOR.size - _END64.size
-        if end < 0 or not tail.startswith(_END64_MAGIC, end):
-            return False  # reported where it is read
-        size, start = _END64.unpack_from(tail, end)[8:10]
-    begin = source.size - len(tail) + end - size - start
-    return 0 < begin <= source.size - len(MAGIC) and source.read(begin, len(MAGIC)) == MAGIC
-
-
-def _read_end64(
-    before: bytes, locator: bytes, place: int, short: tuple[int, int, int]
-) -> tuple[int, int, int]:
-    """Return start, size and count from the zip64 end record at `place`.
-
-    The `short` ones must not contradict them.
-    """
-    _, disk, offset, disks = _LOCATOR.unpack_from(locator)
-    if disk or disks > 1:
-        raise UnsupportedError(_IN_PARTS)
-    if offset != place or len(before) < _END64.size:
-        raise FormatError("zip64 locator does not point at the record before it")
-    magic, length, _, _, disk, first_disk, here, count, size, start = _END64.unpack_from(
-        before[-_END64.size :]
-    )
-    if magic != _END64_MAGIC or length != _END64.size - 12:
-        raise FormatError("zip64 end record is malformed")
-    if disk or first_disk or here != count:
-        raise UnsupportedError(_IN_PARTS)
-    if (
-        short[0] not in (start, _U32)
-        or short[1] not in (size, _U32)
-        or short[2] not in (count, _U16)
-    ):
-        raise FormatError("zip64 end record and end record contradict each other")
-    return start, size, count

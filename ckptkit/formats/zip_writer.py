@@ -31,7 +31,6 @@ _CENTRAL = struct.Struct("<4s6H3L5H2L").pack
 _END64 = struct.Struct("<4sQ2H2L4Q").pack
 _LOCATOR = struct.Struct("<4sLQL").pack
 _END = struct.Struct("<4s4H2LH").pack
-_NUMBER = struct.Struct("<L").pack
 END_BYTES = 22  # of the end record, without which no reader finds the directory
 _LOCAL_CRC, _CENTRAL_CRC = 14, 16  # where the CRC is in a header
 _UTF8_FLAG = 0x0800
@@ -71,44 +70,13 @@ class _Text:
         return Deferred(data, tuple(holes))
 
 
-class _Headers:
-    """Headers of members and entries in the directory.
-
-    Those of a length of name, a size and a place in a line of ALIGNMENT bytes differ in the CRC,
-    the name and the offset alone: the first of them is the model of the others.
-    """
-
-    def __init__(self) -> None:
-        self._models: dict[tuple[int, int, int], tuple[bytes, ...]] = {}
-
-    def of(self, name: bytes, offset: int, size: int, crc: int) -> tuple[bytes, bytes]:
-        """Return the local header and the entry of a member; see `_local_header`."""
-        if size >= _U32 or offset >= _U32:
-            header = _local_header(name, offset, size, crc)
-            return header, _central_entry(name, offset, size, crc)
-        key = len(name), size, offset % ALIGNMENT
-        model = self._models.get(key)
-        if model is None:
-            header, entry = _local_header(name, offset, size, 0), _central_entry(name, 0, size, 0)
-            end = 30 + len(name)
-            model = header[:_LOCAL_CRC], header[_LOCAL_CRC + 4 : 30], header[end:]
-            model += entry[:_CENTRAL_CRC], entry[_CENTRAL_CRC + 4 : 42]
-            self._models[key] = model
-        head, sizes, padding, entry_head, entry_sizes = model
-        crc_code = _NUMBER(crc)
-        return (
-            b"".join((head, crc_code, sizes, name, padding)),
-            b"".join((entry_head, crc_code, entry_sizes, _NUMBER(offset), name)),
-        )
-
-
 def lay_out(members: Iterable[ZipMember]) -> list[Segment]:
     """Lay out a whole zip file of `members`, in order.
 
     The checksum of a member without a CRC has its position as number.
     """
     segments: list[Segment] = []
-    text, directory, headers = _Text(), _Text(), _Headers()
+    text, directory = _Text(), _Text()
     offset = count = 0
     for name, content, crc in members:
         if isinstance(content, bytes):
@@ -120,8 +88,9 @@ def lay_out(members: Iterable[ZipMember]) -> list[Segment]:
         if crc is None:
             text.holes.append((len(text.data) + _LOCAL_CRC, count))
             directory.holes.append((len(directory.data) + _CENTRAL_CRC, count))
-        header, entry = headers.of(name.encode(), offset, size, crc or 0)
-        directory.data += entry
+        raw = name.encode()
+        header = _local_header(raw, offset, size, crc or 0)
+        directory.data += _central_entry(raw, offset, size, crc or 0)
         if isinstance(content, bytes) and size <= _JOINED:
             text.data += header + content
         elif size == 0:

@@ -12,7 +12,6 @@ import pytest
 from ckptkit.compute.operation import Slice
 from ckptkit.core.bytesource import Derived, LocalFile, Memory, Range
 from ckptkit.core.plan import Deferred, Segment, Summed, length
-from ckptkit.formats import zip_writer
 from ckptkit.formats.zip_reader import read_directory
 from ckptkit.formats.zip_writer import ALIGNMENT, ZipMember, lay_out
 from tests.formats.containers.zips import execute
@@ -129,25 +128,3 @@ def test_ZP_24_large_members(tmp_path: Path, size: int) -> None:
         ]
         assert made.read("a/1") == b"after" and made.read("a/2") == of(0, 9).read()
         made.open("a/0").close()  # its local header agrees
-
-
-def test_members_alike_are_laid_out_as_each_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of several sizes, lengths of names and places, without a checksum, beyond 4 GiB, empty."""
-    sparse = Range(SOURCE, 0, (1 << 32) + 5)  # nothing is read
-    members = [
-        ZipMember(f"a/{'é' * (n % 3)}{n}", of(n, n % 4), None if n % 5 == 0 else n)
-        for n in range(300)
-    ]
-    members += [
-        ZipMember("a/long", sparse, 7),
-        *(ZipMember(f"b/{n}", of(n, 4), n) for n in range(50)),
-    ]
-    members.insert(150, ZipMember("a/text", b"text"))
-    models = lay_out(members)
-
-    def alone(_: object, name: bytes, offset: int, size: int, crc: int) -> tuple[bytes, bytes]:
-        header = zip_writer._local_header(name, offset, size, crc)
-        return header, zip_writer._central_entry(name, offset, size, crc)
-
-    monkeypatch.setattr(zip_writer._Headers, "of", alone)
-    assert models == lay_out(members)
