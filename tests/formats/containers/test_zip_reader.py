@@ -8,8 +8,9 @@ import random
 import struct
 import zipfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,6 @@ from ckptkit.core.errors import (
     CkptkitError,
     CorruptError,
     FormatError,
-    InputError,
     LimitError,
     PathError,
     TruncatedError,
@@ -59,6 +59,164 @@ def described(
     member.facts["flags"] = 0x0800 | DESCRIPTOR
     member.after = descriptor(zlib.crc32(data), len(data), len(data)) if after is None else after
     return member
+
+
+def field(kind: int, data: bytes) -> bytes:
+    return struct.pack("<HH", kind, len(data)) + data
+
+
+def odd(**facts: int) -> Member:
+    """A member with other facts in both of its headers."""
+    member = Member("a/0", DATA)
+    member.facts |= facts
+    return member
+
+
+GOOD = build(Member("a/0", DATA))
+END_RECORD = GOOD[-22:]
+WIDE = {"count": 0xFFFF, "here": 0xFFFF, "size": 0xFFFFFFFF, "start": 0xFFFFFFFF}
+CRC = zlib.crc32(DATA)
+
+
+# What is refused
+
+
+def refused() -> Iterator[tuple[str, bytes, Any, str]]:
+    """Yield the row of threats.md, a file, the error when it is read, and what it says."""
+    one, other = Member("a/0", DATA), Member("a/1", DATA)
+    for second in ("a/data.pkl", "a/DATA.PKL", "A/data.pkl"):
+        made = build(Member("a/data.pkl", DATA), Member("a/0", b""), Member(second, DATA))
+        yield "ZP_01", made, AmbiguousError, "same name"
+    for members in ([Member("a/x", DATA), Member("a/x/", b"")], [Member("a/x/", DATA)]):
+        yield "ZP_01", build(*members), AmbiguousError, "folder"
+    unclear = (
+        b"",
+        b"a/\0",
+        b"a/x\0.pkl",
+        b"a/\x1b[2J",
+        b"a/\n",
+        b"a/\x7f",
+        b"a/\xff",
+        b"a/\xc0\xaf",
+    )
+    leading_out = (b"/a", b"../a", b"a/../b", b"a/..", b"..", b"a\\b")
+    for name, place in product((*unclear, *leading_out), range(3)):
+        members = [one, other]
+        members.insert(place, Member(name, DATA))
+        yield "ZP_14", build(*members), PathError if name in leading_out else FormatError, ""
+    for local in (
+        {"name": b"a/1"}, {"n": 2}, {"flags": 1}, {"flags": 0x40}, {"flags": 0x0800}, {"method": 8},
+        {"crc": 1}, {"crc": 0}, {"stored": 15}, {"size": 17}, {"stored": 0, "size": 0},
+        {"stored": 0, "size": 0, "crc": 0}, {"stored": 0xFFFFFFFF},
+    ):  # fmt: skip
+        made = build(Member("a/0", DATA, local=local), other)
+        yield "ZP_02", made, AmbiguousError, "differ|overlap"
+    made = build(one, Member("a/1", DATA, local={"magic": b"PK\3\5"}))
+    yield "ZP_02", made, CorruptError, "no record"
+    for flag in (0, 6, 13):
+        yield "ZP_03", build(odd(flags=1 << flag)), UnsupportedError, "encrypted"
+    for flag in (4, 5, 7, 8, 9, 10, 12, 14, 15):
+        made = build(Member("a/0", DATA, central={"flags": 1 << flag}))
+        yield "ZP_03", made, UnsupportedError, "flags"
+    twice = bytearray(build(one, other))
+    struct.pack_into("<L", twice, twice.rindex(b"PK\1\2") + 42, 0)
+    yield "ZP_06", bytes(twice), AmbiguousError, "one and the same"
+    yield "ZP_06", quoted_overlap(), AmbiguousError, "overlap"
+    for stored, size in ((24, 24), (16, 24), (24, 16), (15, 15), (0, 0), (1 << 31, 1 << 31)):
+        made = build(described(central={"stored": stored, "size": size}), described("a/1"))
+        yield "ZP_07", made, (CorruptError, AmbiguousError), ""
+    for size in (0, 143, 145, 1 << 14):
+        member = Member("a/0", DATA * 9, deflated=True)
+        member.facts["size"] = size
+        yield "ZP_07", build(member), CorruptError, "inflate"
+    for junk in (b"", b"\xff" * 9, deflate(DATA)[:-1], deflate(DATA) + b"more"):
+        member = Member("a/0", DATA, deflated=True)
+        member.stored, member.facts["stored"] = junk, len(junk)
+        yield "ZP_07", build(member), CorruptError, "compressed data"
+    for method in (1, 9, 12, 14, 93, 99):
+        yield "ZP_09", build(odd(method=method)), UnsupportedError, f"method {method}"
+    for made in (
+        GOOD + END_RECORD, GOOD[:-22] + END_RECORD[:-2] + b"\x16\0" + END_RECORD,
+        build(one, comment=b"x" + END_RECORD), build(one, comment=b"PK\5\6"), GOOD + b"\0",
+        GOOD + bytes(256), GOOD + GOOD, build(one, end={"comment": 3}),
+        build(one, comment=b"hello")[:-1],
+    ):  # fmt: skip
+        yield "ZP_10_ZP_23", made, AmbiguousError, "end record"
+    for prefix in (b"\0", bytes(256), b"PK\7\x08", b"PK00"):
+        yield "ZP_10", prefix + GOOD, FormatError, "begin"
+    truth = {"start": len(GOOD) - 22 - 49, "size": 49}
+    for fact, shift in product(truth, (-1, 1, 100_000)):
+        made = build(one, end={fact: truth[fact] + shift})
+        yield "ZP_10", made, AmbiguousError, "directory ends"
+    for count in (0, 2, 0xFFFF):
+        yield "ZP_10", build(one, end={"count": count, "here": count}), CorruptError, "entries"
+    lies: list[tuple[Any, Any]] = [
+        ({"locator_offset": 0}, WIDE), ({"locator_offset": 1 << 63}, WIDE), ({"magic": b"PK\6\5"}, WIDE),
+        ({"length": 45}, WIDE), ({"more": b"12345678"}, WIDE), ({"length": 52, "more": b"12345678"}, WIDE),
+        ({"count": 2, "here": 2}, {}), ({"size": 48}, {}), ({"start": 1}, {}), (None, WIDE),
+        (None, {"start": 0xFFFFFFFF}),
+    ]  # fmt: skip
+    for zip64, end in lies:
+        yield "ZP_11", build(one, zip64=zip64, end=end), FormatError, "zip64"
+    for start in (0, 1 << 63, (1 << 64) - 1):
+        made = build(one, zip64={"start": start}, end=WIDE)
+        yield "ZP_11", made, AmbiguousError, "directory ends"
+    extras = (
+        b"   ", b"\0", field(0x7075, b"\1abcdname"), field(1, bytes(8)) * 2, field(1, bytes(7)),
+        field(1, struct.pack("<Q", 17)), struct.pack("<HH", 0x9999, 5) + b"1234", b"FB\x05\0ZZZZ",
+    )  # fmt: skip
+    for where, extra in product(("local_extra", "central_extra"), extras):
+        made = build(Member("a/0", DATA, **{where: extra}))
+        yield "ZP_12", made, (FormatError, AmbiguousError), "a/0"
+    for after in (
+        b"", bytes(16), descriptor(CRC ^ 1, 16, 16), descriptor(0, 16, 16), descriptor(CRC, 15, 16),
+        descriptor(CRC, 16, 17), descriptor(CRC, 16, 16)[:-1], b"\1" + descriptor(CRC, 16, 16),
+        descriptor(CRC, 16, 1 << 40, wide=True), descriptor(CRC, 17, 16, signed=False),
+    ):  # fmt: skip
+        made = build(described(after=after), described("a/1"))
+        yield "ZP_13", made, (CorruptError, AmbiguousError), ""
+    yield "ZP_13", build(described(local={"flags": 0x0800})), AmbiguousError, "flags"
+    huge = {"count": 1 << 60, "here": 1 << 60}
+    yield "ZP_16", build(one, zip64=huge, end=WIDE), LimitError, "zip_entries"
+    both = {"disk": 0xFFFF, "first_disk": 0xFFFF}
+    for parts in ({"disk": 1}, {"first_disk": 1}, {"here": 0}, {"here": 2}, both):
+        yield "ZP_22", build(one, end=parts), UnsupportedError, "parts"
+        yield "ZP_22", build(one, zip64=parts), UnsupportedError, "parts"
+    elsewhere = build(Member("a/0", DATA, central={"disk": 1}))
+    for made in (elsewhere, build(one, zip64={"locator_disks": 2})):
+        yield "ZP_22", made, UnsupportedError, "parts"
+    hidden = Member("a/hidden", b"hidden!!").head() + b"hidden!!"
+    behind, before = Member("a/1", DATA, before=hidden), Member("a/0", DATA, before=hidden)
+    for made in (build(one, gap=hidden), build(one, behind), build(before)):
+        yield "a record that is not listed", made, AmbiguousError, "not in the directory"
+
+
+def quoted_overlap() -> bytes:
+    """Each member's data begins with the next member's local header, and all end with the same
+    kernel."""
+    kernel, members = b"kernel", [Member("a/9", b"kernel")]
+    for number in range(8, -1, -1):
+        kernel = members[0].head() + kernel
+        members.insert(0, Member(f"a/{number}", kernel))
+    body = members[0].head() + kernel
+    entries = b"".join(member.entry(body.index(member.head())) for member in members)
+    end = struct.pack("<4s4H2LH", b"PK\5\6", 0, 0, 10, 10, len(entries), len(body), 0)
+    return body + entries + end
+
+
+REFUSED = {f"{row[0]}-{number}": row[1:] for number, row in enumerate(refused())}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_ZP_01_ZP_02_ZP_03_ZP_06_ZP_07_ZP_09_ZP_10_ZP_11_ZP_12_ZP_13_ZP_14_ZP_16_ZP_22_ZP_23(
+    name: str,
+) -> None:
+    data, error, said = REFUSED[name]
+    with pytest.raises(error, match=said or None) as caught:
+        found = directory(data)
+        for member in found.names:
+            found.read(member)
+    assert str(caught.value).isprintable()
 
 
 def test_a_plain_zip() -> None:
@@ -197,17 +355,7 @@ def test_corpus_iffy(corpus: Corpus) -> None:
 # Names
 
 
-@pytest.mark.parametrize("second", ["a/data.pkl", "a/DATA.PKL", "A/data.pkl"])
-def test_ZP_01_duplicate_names(second: str) -> None:
-    with pytest.raises(AmbiguousError, match="same name"):
-        directory(build(Member("a/data.pkl", DATA), Member("a/0", b""), Member(second, DATA)))
-
-
 def test_ZP_01_a_file_and_a_folder_of_one_name() -> None:
-    with pytest.raises(AmbiguousError, match="folder"):
-        directory(build(Member("a/x", DATA), Member("a/x/", b"")))
-    with pytest.raises(AmbiguousError, match="folder"):
-        directory(build(Member("a/x/", DATA)))
     assert directory(build(Member("a/x/", b""), Member("a/x/y", DATA))).names == ["a/x/", "a/x/y"]
 
 
@@ -220,64 +368,10 @@ def test_ZP_01_names_are_bytes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "error"),
-    [
-        (b"", FormatError), (b"a/\0", FormatError), (b"a/x\0.pkl", FormatError), (b"a/\x1b[2J", FormatError),
-        (b"a/\n", FormatError), (b"a/\x7f", FormatError), (b"a/\xff", FormatError), (b"a/\xc0\xaf", FormatError),
-        (b"/a", PathError), (b"../a", PathError), (b"a/../b", PathError), (b"a/..", PathError), (b"..", PathError),
-        (b"a\\b", PathError),
-    ],
-)  # fmt: skip
-@pytest.mark.parametrize("place", [0, 1, 2])
-def test_ZP_14_names(name: bytes, error: type[InputError], place: int) -> None:
-    members = [Member("a/0", DATA), Member("a/1", DATA)]
-    members.insert(place, Member(name, DATA))
-    with pytest.raises(error) as refused:
-        directory(build(*members))
-    assert str(refused.value).isprintable()
-
-
-@pytest.mark.parametrize(
     "name", ["a/..b", "a/b..", "a/...", "ü b/ö", "lstm.save/x", "a/" + "n" * 60_000]
 )
 def test_ZP_14_names_that_are_fine(name: str) -> None:
     assert directory(build(Member("a/0", DATA), Member(name, b"other"))).read(name) == b"other"
-
-
-# Local headers against the directory
-
-
-@pytest.mark.parametrize(
-    "local",
-    [
-        {"name": b"a/1"}, {"n": 2}, {"flags": 1}, {"flags": 0x40}, {"flags": 0x0800}, {"method": 8}, {"crc": 1},
-        {"crc": 0}, {"stored": 15}, {"size": 17}, {"stored": 0, "size": 0}, {"stored": 0, "size": 0, "crc": 0},
-        {"stored": 0xFFFFFFFF},
-    ],
-    ids=str,
-)  # fmt: skip
-def test_ZP_02_local_header_differs(local: dict[str, Any]) -> None:
-    with pytest.raises(AmbiguousError, match=r"differ|overlap"):
-        directory(build(Member("a/0", DATA, local=local), Member("a/1", DATA)))
-
-
-def test_ZP_02_no_local_header() -> None:
-    with pytest.raises(CorruptError, match="no record"):
-        directory(build(Member("a/0", DATA), Member("a/1", DATA, local={"magic": b"PK\3\5"})))
-
-
-@pytest.mark.parametrize("flag", [0, 6, 13])
-def test_ZP_03_encrypted(flag: int) -> None:
-    member = Member("a/0", DATA)
-    member.facts["flags"] = 1 << flag
-    with pytest.raises(UnsupportedError, match="encrypted"):
-        directory(build(member))
-
-
-@pytest.mark.parametrize("flag", [4, 5, 7, 8, 9, 10, 12, 14, 15])
-def test_ZP_03_flags_that_nobody_sets(flag: int) -> None:
-    with pytest.raises(UnsupportedError, match="flags"):
-        directory(build(Member("a/0", DATA, central={"flags": 1 << flag})))
 
 
 @pytest.mark.parametrize("deflated", [True, False])
@@ -309,39 +403,6 @@ def test_ZP_05_crc_zero_means_unknown() -> None:
     found.verify("a/0")
 
 
-def test_ZP_06_two_entries_one_member() -> None:
-    shared = Member("a/0", DATA)
-    data = bytearray(build(shared, Member("a/1", DATA)))
-    second = data.index(b"PK\1\2", data.index(b"PK\1\2") + 1)
-    struct.pack_into("<L", data, second + 42, 0)
-    with pytest.raises(AmbiguousError, match="one and the same"):
-        directory(bytes(data))
-
-
-def test_ZP_06_quoted_overlap() -> None:
-    """Each member's data begins with the next member's local header, and all end with the same
-    kernel."""
-    kernel, members = b"kernel", [Member("a/9", b"kernel")]
-    for number in range(8, -1, -1):
-        kernel = members[0].head() + kernel
-        members.insert(0, Member(f"a/{number}", kernel))
-    body = members[0].head() + kernel
-    entries = b""
-    for member in members:
-        entries += member.entry(body.index(member.head()))
-    end = struct.pack("<4s4H2LH", b"PK\5\6", 0, 0, 10, 10, len(entries), len(body), 0)
-    with pytest.raises(AmbiguousError, match="overlap"):
-        directory(body + entries + end)
-
-
-@pytest.mark.parametrize(
-    ("stored", "size"), [(24, 24), (16, 24), (24, 16), (15, 15), (0, 0), (1 << 31, 1 << 31)]
-)
-def test_ZP_07_sizes_of_stored_members(stored: int, size: int) -> None:
-    with pytest.raises((CorruptError, AmbiguousError)):
-        directory(build(described(central={"stored": stored, "size": size}), described("a/1")))
-
-
 def test_ZP_07_a_member_that_reaches_beyond_the_last() -> None:
     """By the directory's sizes alone; or only once its local header is known."""
     for over, extra in ((1, b""), (1 << 40, b""), (1, b"FB\5\0ZZZZZ")):
@@ -357,22 +418,6 @@ def test_ZP_07_a_member_that_reaches_beyond_the_last() -> None:
                 read_directory(Remote(build(member)))
 
 
-@pytest.mark.parametrize("size", [0, 143, 145, 1 << 14])
-def test_ZP_07_sizes_of_deflated_members(size: int) -> None:
-    member = Member("a/0", DATA * 9, deflated=True)
-    member.facts["size"] = size
-    with pytest.raises(CorruptError, match="inflate"):
-        directory(build(member)).read("a/0")
-
-
-@pytest.mark.parametrize("stored", [b"", b"\xff" * 9, deflate(DATA)[:-1], deflate(DATA) + b"more"])
-def test_ZP_07_deflated_junk(stored: bytes) -> None:
-    member = Member("a/0", DATA, deflated=True)
-    member.stored, member.facts["stored"] = stored, len(stored)
-    with pytest.raises(CorruptError, match="compressed data"):
-        directory(build(member)).read("a/0")
-
-
 def test_ZP_08_bombs(monkeypatch: pytest.MonkeyPatch) -> None:
     member = Member("a/0", bytes(1 << 20), deflated=True)
     found = directory(build(member))
@@ -385,102 +430,14 @@ def test_ZP_08_bombs(monkeypatch: pytest.MonkeyPatch) -> None:
         directory(build(member)).locate("a/0")
 
 
-@pytest.mark.parametrize("method", [1, 9, 12, 14, 93, 99])
-def test_ZP_09_methods(method: int) -> None:
-    member = Member("a/0", DATA)
-    member.facts["method"] = method
-    with pytest.raises(UnsupportedError, match=f"method {method}"):
-        directory(build(member))
-
-
-# The end of the file
-
-GOOD = build(Member("a/0", DATA))
-END_RECORD = GOOD[-22:]
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        GOOD + END_RECORD, GOOD[:-22] + END_RECORD[:-2] + b"\x16\0" + END_RECORD,
-        build(Member("a/0", DATA), comment=b"x" + END_RECORD), build(Member("a/0", DATA), comment=b"PK\5\6"),
-        GOOD + b"\0", GOOD + bytes(256), GOOD + GOOD, build(Member("a/0", DATA), end={"comment": 3}),
-    ],
-)  # fmt: skip
-def test_ZP_10_end_records(data: bytes) -> None:
-    with pytest.raises(AmbiguousError, match=r"end record"):
-        directory(data)
-
-
 @pytest.mark.parametrize("comment", [b"", b"hello", b"x" * 0xFFFF])
 def test_ZP_10_comments(comment: bytes) -> None:
     assert directory(build(Member("a/0", DATA), comment=comment)).read("a/0") == DATA
 
 
-@pytest.mark.parametrize("prefix", [b"\0", bytes(256), b"PK\7\x08", b"PK00"])
-def test_ZP_10_prefix(prefix: bytes) -> None:
-    with pytest.raises(FormatError, match="begin"):
-        directory(prefix + GOOD)
-
-
-@pytest.mark.parametrize("shift", [-1, 1, 100_000])
-@pytest.mark.parametrize("fact", ["start", "size"])
-def test_ZP_10_a_directory_elsewhere(fact: str, shift: int) -> None:
-    truth = {"start": len(GOOD) - 22 - 49, "size": 49}
-    with pytest.raises(AmbiguousError, match="directory ends"):
-        directory(build(Member("a/0", DATA), end={fact: truth[fact] + shift}))
-
-
-@pytest.mark.parametrize("count", [0, 2, 0xFFFF])
-def test_ZP_10_counts(count: int) -> None:
-    with pytest.raises(CorruptError, match="entries"):
-        directory(build(Member("a/0", DATA), end={"count": count, "here": count}))
-
-
-WIDE = {"count": 0xFFFF, "here": 0xFFFF, "size": 0xFFFFFFFF, "start": 0xFFFFFFFF}
-
-
 @pytest.mark.parametrize("end", [{}, WIDE, {"start": 0xFFFFFFFF}])
 def test_ZP_11_zip64_end(end: dict[str, int]) -> None:
     assert directory(build(Member("a/0", DATA), zip64={}, end=end)).read("a/0") == DATA
-
-
-@pytest.mark.parametrize(
-    ("zip64", "end"),
-    [
-        ({"locator_offset": 0}, WIDE), ({"locator_offset": 1 << 63}, WIDE), ({"magic": b"PK\6\5"}, WIDE),
-        ({"length": 45}, WIDE), ({"more": b"12345678"}, WIDE), ({"length": 52, "more": b"12345678"}, WIDE),
-        ({"count": 2, "here": 2}, {}), ({"size": 48}, {}), ({"start": 1}, {}), (None, WIDE),
-        (None, {"start": 0xFFFFFFFF}),
-    ],
-    ids=str,
-)  # fmt: skip
-def test_ZP_11_zip64_lies(zip64: dict[str, Any] | None, end: dict[str, int]) -> None:
-    with pytest.raises(FormatError, match="zip64"):
-        directory(build(Member("a/0", DATA), zip64=zip64, end=end))
-
-
-@pytest.mark.parametrize("start", [0, 1 << 63, (1 << 64) - 1])
-def test_ZP_11_zip64_points_elsewhere(start: int) -> None:
-    with pytest.raises(AmbiguousError, match="directory ends"):
-        directory(build(Member("a/0", DATA), zip64={"start": start}, end=WIDE))
-
-
-def field(kind: int, data: bytes) -> bytes:
-    return struct.pack("<HH", kind, len(data)) + data
-
-
-@pytest.mark.parametrize(
-    "extra",
-    [
-        b"   ", b"\0", field(0x7075, b"\1abcdname"), field(1, bytes(8)) * 2, field(1, bytes(7)),
-        field(1, struct.pack("<Q", 17)), struct.pack("<HH", 0x9999, 5) + b"1234", b"FB\x05\0ZZZZ",
-    ],
-)  # fmt: skip
-@pytest.mark.parametrize("where", ["local", "central"])
-def test_ZP_12_extra_fields(extra: bytes, where: str) -> None:
-    with pytest.raises((FormatError, AmbiguousError), match="a/0"):
-        directory(build(Member("a/0", DATA, **{f"{where}_extra": extra})))
 
 
 @pytest.mark.parametrize(
@@ -523,9 +480,6 @@ def test_ZP_12_torch_zip64_fields(numbers: tuple[int, ...]) -> None:
         assert directory(build(described(local_extra=extra, after=after))).read("a/0") == DATA
 
 
-CRC = zlib.crc32(DATA)
-
-
 @pytest.mark.parametrize("signed", [True, False])
 @pytest.mark.parametrize("wide", [True, False])
 def test_ZP_13_descriptors(signed: bool, wide: bool) -> None:
@@ -536,21 +490,6 @@ def test_ZP_13_descriptors(signed: bool, wide: bool) -> None:
 
 def test_ZP_13_the_flag_may_stand_in_the_local_header_alone() -> None:
     assert directory(build(described(central={"flags": 0x0800}))).read("a/0") == DATA
-    with pytest.raises(AmbiguousError, match="flags"):
-        directory(build(described(local={"flags": 0x0800})))
-
-
-@pytest.mark.parametrize(
-    "after",
-    [
-        b"", bytes(16), descriptor(CRC ^ 1, 16, 16), descriptor(0, 16, 16), descriptor(CRC, 15, 16),
-        descriptor(CRC, 16, 17), descriptor(CRC, 16, 16)[:-1], b"\1" + descriptor(CRC, 16, 16),
-        descriptor(CRC, 16, 1 << 40, wide=True), descriptor(CRC, 17, 16, signed=False),
-    ],
-)  # fmt: skip
-def test_ZP_13_descriptor_lies(after: bytes) -> None:
-    with pytest.raises((CorruptError, AmbiguousError)):
-        directory(build(described(after=after), described("a/1")))
 
 
 @pytest.mark.parametrize("external", [0o120777 << 16, 0o40755 << 16, 0x21, 0xFFFFFFEF])
@@ -578,51 +517,6 @@ def test_ZP_16_limits(monkeypatch: pytest.MonkeyPatch) -> None:
             patch.setattr(limits, "LIMITS", replace(limits.LIMITS, **{name: least - 1}))
             with pytest.raises(LimitError, match=name):
                 directory(made)
-
-
-def test_ZP_16_a_count_costs_nothing() -> None:
-    with pytest.raises(LimitError, match="zip_entries"):
-        directory(build(Member("a/0", DATA), zip64={"count": 1 << 60, "here": 1 << 60}, end=WIDE))
-
-
-@pytest.mark.parametrize(
-    "end",
-    [
-        {"disk": 1},
-        {"first_disk": 1},
-        {"here": 0},
-        {"here": 2},
-        {"disk": 0xFFFF, "first_disk": 0xFFFF},
-    ],
-)
-def test_ZP_22_several_parts(end: dict[str, int]) -> None:
-    with pytest.raises(UnsupportedError, match="parts"):
-        directory(build(Member("a/0", DATA), end=end))
-    with pytest.raises(UnsupportedError, match="parts"):
-        directory(build(Member("a/0", DATA), zip64=end))
-
-
-def test_ZP_22_members_elsewhere() -> None:
-    with pytest.raises(UnsupportedError, match="parts"):
-        directory(build(Member("a/0", DATA, central={"disk": 1})))
-    with pytest.raises(UnsupportedError, match="parts"):
-        directory(build(Member("a/0", DATA), zip64={"locator_disks": 2}))
-
-
-def test_ZP_23_a_cut_comment() -> None:
-    with pytest.raises(AmbiguousError, match="end record"):
-        directory(build(Member("a/0", DATA), comment=b"hello")[:-1])
-
-
-def test_a_record_that_is_not_listed() -> None:
-    hidden = Member("a/hidden", b"hidden!!").head() + b"hidden!!"
-    for made in (
-        build(Member("a/0", DATA), gap=hidden),
-        build(Member("a/0", DATA), Member("a/1", DATA, before=hidden)),
-        build(Member("a/0", DATA, before=hidden)),
-    ):
-        with pytest.raises(AmbiguousError, match="not in the directory"):
-            directory(made)
 
 
 def test_what_an_edit_in_place_leaves_is_no_member() -> None:
