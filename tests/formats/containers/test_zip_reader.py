@@ -31,6 +31,7 @@ from ckptkit.core.errors import (
 )
 from ckptkit.formats.zip_reader import ZipDirectory, read_directory
 from tests.conftest import Corpus
+from tests.formats.catalogue import Row, catalogue, refuses
 from tests.formats.containers.zips import LOCAL, Member, build, deflate
 
 DATA = b"0123456789abcdef"
@@ -81,7 +82,7 @@ CRC = zlib.crc32(DATA)
 # What is refused
 
 
-def refused() -> Iterator[tuple[str, bytes, Any, str]]:
+def refused() -> Iterator[Row]:
     """Yield the row of threats.md, a file, the error when it is read, and what it says."""
     one, other = Member("a/0", DATA), Member("a/1", DATA)
     for second in ("a/data.pkl", "a/DATA.PKL", "A/data.pkl"):
@@ -204,19 +205,17 @@ def quoted_overlap() -> bytes:
     return body + entries + end
 
 
-REFUSED = {f"{row[0]}-{number}": row[1:] for number, row in enumerate(refused())}
+def read_all(data: bytes) -> None:
+    found = directory(data)
+    for name in found.names:
+        found.read(name)
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@catalogue(refused())
 def test_ZP_01_ZP_02_ZP_03_ZP_06_ZP_07_ZP_09_ZP_10_ZP_11_ZP_12_ZP_13_ZP_14_ZP_16_ZP_22_ZP_23(
-    name: str,
+    row: Row,
 ) -> None:
-    data, error, said = REFUSED[name]
-    with pytest.raises(error, match=said or None) as caught:
-        found = directory(data)
-        for member in found.names:
-            found.read(member)
-    assert str(caught.value).isprintable()
+    refuses(read_all, row)
 
 
 def test_a_plain_zip() -> None:

@@ -50,6 +50,7 @@ from ckptkit.formats import safetensors as ours
 from ckptkit.formats import strict_json
 from ckptkit.formats.format import Probe
 from ckptkit.formats.table import TORCH_ZIP
+from tests.formats.catalogue import Row, catalogue, refuses
 
 State = dict[str, torch.Tensor]
 SHARED = [row.name for row in TABLE if row.safetensors and hasattr(torch, row.name)]
@@ -197,7 +198,7 @@ def one(**fields: object) -> dict[str, object]:
     return {"a": {**entry(0, 1), **fields}}
 
 
-def refused() -> Iterator[tuple[str, bytes, type[CkptkitError], str]]:
+def refused() -> Iterator[Row]:
     """Yield the row of threats.md, a file, the error, and what it says."""
     for size in (0, 7, 8, 9, 12):
         yield "ST_01", file_of(one(), b"x")[:size], TruncatedError, ""
@@ -271,19 +272,25 @@ def refused() -> Iterator[tuple[str, bytes, type[CkptkitError], str]]:
     ):  # fmt: skip
         data = file_of({"a": entry(0, nbytes, "F32", shape)}, bytes(nbytes))
         yield "ST_09", data, FormatError, "does not fill"
+    for shape, nbytes in (([3], 1), ([3], 2), ([], 0), ([], 1)):
+        yield "ST_10", file_of({"a": entry(0, nbytes, "F4", shape)}, bytes(nbytes)), FormatError, ""
+    yield "ST_10", file_of({"a": entry(0, 1, "F6_E2M3", [1])}, b"x"), FormatError, ""
+    for header, data in ((one(), b"xy"), ({}, b"x"), (one(), b"xPK\x05\x06" + bytes(18))):
+        yield "ST_11_ST_12", file_of(header, data), CorruptError, "follow the last tensor"
+    cut = file_of({"a": entry(0, 1), "b": entry(1, 3)}, b"xy")
+    yield "ST_11", cut, TruncatedError, "1 bytes too early"
+    yield "ST_12", b"PK\x03\x04" + file_of({}), CkptkitError, ""
+    no_text = '{"\\ud800":' + json.dumps(entry(0, 1)) + "}"
+    yield "ST_13", file_of(no_text, b"x"), FormatError, ""
+    yield "ST_13", file_of({"n" * (1 << 20): entry(0, 1)}, b"x"), LimitError, "name_bytes"
     for rank, size in ((65, 1), (100_000, 2**63)):
         said = f"tensor 'a': dimensions of a tensor: {rank:,} .*rank"
         yield "ST_09", file_of(one(shape=[size] * rank), b"x"), LimitError, said
 
 
-REFUSED = {f"{row[0]}-{number}": row[1:] for number, row in enumerate(refused())}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_ST_01_ST_03_ST_04_ST_05_ST_06_ST_07_ST_08_ST_09_refused(name: str) -> None:
-    data, error, said = REFUSED[name]
-    with pytest.raises(error, match=said or None):
-        read(data)
+@catalogue(refused())
+def test_ST_01_ST_03_ST_04_ST_05_ST_06_ST_07_ST_08_ST_09_ST_10_ST_11_ST_12_ST_13(row: Row) -> None:
+    refuses(read, row)
 
 
 def test_ST_02_header_of_spaces() -> None:
@@ -332,23 +339,6 @@ def test_ST_10_small_elements(
     assert (found.shape, found.nbytes, stored(found)) == (expected, nbytes, bytes(range(nbytes)))
 
 
-@pytest.mark.parametrize(
-    ("dtype", "shape", "nbytes"),
-    [
-        ("F4", [3], 1),
-        ("F4", [3], 2),
-        ("F4", [], 0),
-        ("F4", [], 1),
-        ("F6_E2M3", [1], 1),
-    ],
-)
-def test_ST_10_small_elements_that_do_not_fill_bytes(
-    dtype: str, shape: list[int], nbytes: int
-) -> None:
-    with pytest.raises(FormatError):
-        read(file_of({"a": entry(0, nbytes, dtype, shape)}, bytes(nbytes)))
-
-
 @pytest.mark.parametrize(("shape", "nbytes"), [([2, 3], 3), ([8, 1], 4), ([0, 3], 0)])
 def test_elements_of_four_bits_with_an_odd_last_dimension(
     tmp_path: Path, shape: list[int], nbytes: int
@@ -380,37 +370,11 @@ def test_types_that_torch_does_not_have_are_not_written_for_it(tmp_path: Path) -
         ckptkit.save(found, tmp_path / "dcp", format="dcp")
 
 
-def test_ST_11_trailing_data() -> None:
-    for text, data in (({"a": entry(0, 1)}, b"xy"), ({}, b"x")):
-        with pytest.raises(CorruptError, match="follow the last tensor"):
-            read(file_of(text, data))
-
-
-def test_ST_11_missing_data() -> None:
-    with pytest.raises(TruncatedError) as caught:
-        read(file_of({"a": entry(0, 1), "b": entry(1, 3)}, b"xy"))
-    assert "1 bytes too early" in str(caught.value) and "download" in str(caught.value.hint)
-
-
-def test_ST_12_polyglots() -> None:
-    with pytest.raises(CorruptError):
-        read(file_of({"a": entry(0, 1)}, b"x") + b"PK\x05\x06" + bytes(18))
-    with pytest.raises(CkptkitError):
-        read(b"PK\x03\x04" + file_of({}))
-
-
 @pytest.mark.parametrize(
     "name", ["", "\0", "\x1b[2J", "../../etc/passwd", "\u202eabc", "n" * 60_000, "a.b\n[OK]"]
 )
 def test_ST_13_names_are_data(name: str) -> None:
     assert list(read(file_of({name: entry(0, 1)}, b"x")).weights) == [name]
-
-
-def test_ST_13_names_that_are_no_text() -> None:
-    with pytest.raises(FormatError):
-        read(file_of('{"\\ud800":' + json.dumps(entry(0, 1)) + "}", b"x"))
-    with pytest.raises(LimitError, match="name_bytes"):
-        read(file_of({"n" * (1 << 20): entry(0, 1)}, b"x"))
 
 
 def test_ST_14_metadata_are_inert() -> None:
