@@ -6,6 +6,7 @@ from __future__ import annotations
 import io
 import os
 import tarfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,25 +23,20 @@ from ckptkit.core.errors import (
     UnsupportedError,
 )
 from ckptkit.core.limits import LIMITS
-from ckptkit.formats.tar import first_name, is_tar, read_members
+from ckptkit.formats.tar import TarMember, first_name, is_tar, read_members
 from tests.conftest import Corpus
+from tests.formats.catalogue import Row, catalogue, refuses
 from tests.formats.containers.tars import BLOCK, archive, header, member, padded, record, records
 
 DATA = b"hello"
 
 
+def read_members_of(data: bytes) -> dict[str, TarMember]:
+    return read_members(Memory(data))
+
+
 def contents(data: bytes) -> dict[str, bytes]:
-    return {name: each.data.read() for name, each in read_members(Memory(data)).items()}
-
-
-def refused(
-    error: type[CkptkitError] | tuple[type[CkptkitError], ...],
-    data: bytes,
-    match: str | None = None,
-) -> None:
-    with pytest.raises(error, match=match) as caught:
-        read_members(Memory(data))
-    assert str(caught.value).isprintable()
+    return {name: each.data.read() for name, each in read_members_of(data).items()}
 
 
 def by_tarfile(format: int, mtime: float = 0) -> bytes:
@@ -76,10 +72,13 @@ def test_long_names_of_gnu() -> None:
     members = read_members(Memory(data))
     assert {each.name: each.kind for each in members.values()} == {name: "file", "l" * 101: "link"}
     assert members[name].data.read() == DATA and first_name(Memory(data)) == name[:100].encode()
-    refused(AmbiguousError, data.replace(b"e" * 60 + b"\0", b"f" * 60 + b"\0"), "two names")
-    refused(AmbiguousError, data[:1024] + data, "two long names")
-    refused(FormatError, data[:1024] + bytes(1024), "missing")
-    refused(FormatError, data.replace(b"e\0", b"ee", 1), "malformed")
+    for row in (
+        ("", data.replace(b"e" * 60 + b"\0", b"f" * 60 + b"\0"), AmbiguousError, "two names"),
+        ("", data[:1024] + data, AmbiguousError, "two long names"),
+        ("", data[:1024] + bytes(1024), FormatError, "missing"),
+        ("", data.replace(b"e\0", b"ee", 1), FormatError, "malformed"),
+    ):
+        refuses(read_members_of, row)
 
 
 def test_by_hand() -> None:
@@ -165,40 +164,121 @@ def test_corpus_iffy(corpus: Corpus) -> None:
 # Members
 
 
-@pytest.mark.parametrize(
-    "type", [b"1", b"3", b"4", b"6", b"7", b"D", b"K", b"L", b"M", b"N", b"S", b"V", b"X", b"A"]
-)
-def test_TR_01_member_types(type: bytes) -> None:
-    refused(UnsupportedError, archive(member("storages", b"", type, link=b"x")), "its type is")
+def about(text: bytes, type: bytes = b"x") -> bytes:
+    """An archive of a member `a`, and a member of text about it before it."""
+    return archive(member("x", text, type), member("a", DATA))
 
 
-@pytest.mark.parametrize("type", [b"2", b"5"])
-def test_TR_01_links_and_folders_have_no_data(type: bytes) -> None:
-    refused(AmbiguousError, archive(member("x", DATA, type)), "with data")
-
-
-def test_TR_01_a_link_to_a_member() -> None:
-    refused(
-        AmbiguousError, archive(member("a", DATA), member("b", b"", b"2", link=b"a")), "second name"
+def refused() -> Iterator[Row]:
+    """Yield the row of threats.md, a file, the error when it is read, and what it says."""
+    a, link = member("a", DATA), member("b", b"", b"2", link=b"a")
+    for type in (
+        b"1", b"3", b"4", b"6", b"7", b"D", b"K", b"L", b"M", b"N", b"S", b"V", b"X", b"A",
+    ):  # fmt: skip
+        odd = archive(member("storages", b"", type, link=b"x"))
+        yield "TR_01", odd, UnsupportedError, "its type is"
+    for type in (b"2", b"5"):
+        yield "TR_01", archive(member("x", DATA, type)), AmbiguousError, "with data"
+    for data in (archive(a, link), archive(link, a)):
+        yield "TR_01", data, AmbiguousError, "second name"
+    for field in (
+        b"-0000000005\0", b"0000000000x\0", b"fghijk00005\0", b"00000000008\0", b"0x000000005\0",
+        b"0o000000005\0", b"+0000000005\0", b"0_000000005\0", b"\0" * 12, b" " * 12,
+        b"5\0000000000000"[:12], b"0000005\0\0\0\x005", b"\xff" * 12,
+    ):  # fmt: skip
+        odd = archive(header("a", size_field=field), padded(DATA))
+        yield "TR_02", odd, FormatError, "octal"
+    for size in (2 * BLOCK + 1, 1 << 20, 8**11 - 1):
+        yield "TR_02", archive(header("a", size)), TruncatedError, "ends inside the member 'a'"
+    for wide in (1 << 60, (1 << 88) - 1):
+        odd = archive(header("a", size_field=b"\x80" + wide.to_bytes(11, "big")))
+        yield "TR_02", odd, TruncatedError, "ends inside"
+    for size in (b"3", b"5", b"-1", b"0", b"05", b"x", b"1e3", str(8**11 - 1).encode()):
+        for each in (a, header("a", 0)):
+            odd = archive(records((b"size", size)), each)
+            yield "TR_02", odd, AmbiguousError, "two sizes"
+    odd = archive(records((b"size", str(2**60).encode())), header("a", 0))
+    yield "TR_02", odd, TruncatedError, "ends inside"
+    mtime = (b"mtime", b"1.5")
+    for more in ([records(mtime)] * 2_000, [records(mtime), records(mtime, type=b"g")]):
+        yield "TR_03", archive(*more, a), AmbiguousError, "records about records"
+    yield "TR_03", archive(records(mtime)), FormatError, "missing"
+    yield "TR_03", about(bytes(1 << 20)), LimitError, "tar_records_bytes"
+    longer = b"1" * (FITS + 1)
+    yield "TR_03", archive(records((b"comment", longer)), a), LimitError, "tar_records_bytes"
+    for field in (b"\x80" + (1 << 40).to_bytes(11, "big"), b"77777777777\0"):
+        yield "TR_03", archive(header("x", type=b"x", size_field=field)), CkptkitError, ""
+    field = b"\x80" + (1 << 33).to_bytes(11, "big")
+    odd = archive(header("././@LongLink", type=b"L", size_field=field), a)
+    yield "TR_03", odd, CkptkitError, ""
+    many = archive(*map(header, MANY), header("one more"))
+    yield "TR_03", many, LimitError, "tar_members"
+    for text in (
+        b"7 path\n", b"22 path=nonewline.txt", b"011 path=h\n", b"0 \n", b"9 size=3", b"99 path=x\n",
+        b"9 mtime=\n\n", b"8 path=x\n", b"\xff", b"-9 path=x\n", b"9 pa\0h=x\n", b"9 =path x\n",
+        b"9  path=x\n", b"12345 a=b\n",
+    ):  # fmt: skip
+        yield "TR_03", about(text), FormatError, "malformed"
+    unknown = (
+        b"linkpath",
+        b"hdrcharset",
+        b"charset",
+        b"GNU.sparse.major",
+        b"SCHILY.xattr.x",
+        b"Path",
     )
-    refused(
-        AmbiguousError, archive(member("b", b"", b"2", link=b"a"), member("a", DATA)), "second name"
-    )
+    for key in unknown:
+        yield "TR_04", archive(records((key, b"1")), a), UnsupportedError, "does not know"
+    for key in (b"path", b"size"):
+        odd = archive(records((key, b"9"), type=b"g"), a)
+        yield "TR_04", odd, UnsupportedError, "does not know"
+    odd = archive(records((b"path", b"a"), (b"path", b"b")), member("c", DATA))
+    yield "TR_04", odd, AmbiguousError, "two ways"
+    for second in ("a", "A"):
+        renamed = records((b"path", second.encode())), member("c", DATA)
+        for last in ([member("b", b""), member(second, DATA)], renamed):
+            yield "TR_04", archive(a, *last), AmbiguousError, "two members"
+    for name in (
+        b"", b"\x1b[2J", b"\n", b"\x7f", b"\xff", "é".encode(), b"/a", b"../a", b"a/../b", b"..", b".",
+        b"./a", b"a//b", b"a\\b", b"a/",
+    ):  # fmt: skip
+        yield "TR_04", archive(member(name, DATA)), (PathError, FormatError), ""
+        yield "TR_04", archive(records((b"path", name)), a), (PathError, FormatError), ""
+        if name:
+            odd = archive(records((b"path", b"a")), member(name, DATA))
+            yield "TR_04", odd, (PathError, FormatError), ""
+    for prefix in (b"..", b".", b"/", b"a/../b", b"\xc3"):
+        yield "TR_04", archive(member("a", DATA, prefix=prefix)), (PathError, FormatError), ""
+    yield "TR_04", archive(member("", DATA, prefix=b"x")), FormatError, ""
+    yield "TR_04", archive(member(b"a\0b", DATA)), AmbiguousError, "has bytes after"
+    odd = archive(member("a", DATA, magic=b"ustar  \0", prefix=b"12345670123\0"))
+    yield "TR_04", odd, AmbiguousError, "GNU"
+    for data in (archive(archive(a), link), archive(a, end=4 << 20), archive(a) + padded(b"1")):
+        yield "TR_04", data, AmbiguousError, "follow the end"
+    for shift in (1, -1, 256):
+        yield "TR_06", archive(header("a", shift=shift)), CorruptError, "checksum"
+        yield "TR_06", archive(a, header("b", shift=shift)), CorruptError, "byte 1,024"
 
 
-@pytest.mark.parametrize(
-    "field",
-    [
-        b"-0000000005\0", b"0000000000x\0", b"fghijk00005\0", b"00000000008\0", b"0x000000005\0", b"0o000000005\0",
-        b"+0000000005\0", b"0_000000005\0", b"\0" * 12, b" " * 12, b"5\0000000000000"[:12], b"0000005\0\0\0\x005",
-    ],
-)  # fmt: skip
-def test_TR_02_sizes_that_are_no_octal_numbers(field: bytes) -> None:
-    refused(FormatError, archive(header("a", size_field=field), padded(DATA)), "octal")
+FITS = LIMITS.tar_records_bytes - len(record(b"comment", b"1" * 100)) + 100
+MANY = [f"{number}" for number in range(LIMITS.tar_members)]
 
 
-def test_TR_02_negative_in_base_256() -> None:
-    refused(FormatError, archive(header("a", size_field=b"\xff" * 12), padded(DATA)), "octal")
+@catalogue(refused())
+def test_TR_01_TR_02_TR_03_TR_04_TR_06(row: Row) -> None:
+    refuses(read_members_of, row)
+
+
+def test_TR_03_TR_04_what_is_just_within() -> None:
+    mtime = (b"mtime", b"1.5")
+    a = member("a", DATA)
+    for data in (
+        archive(*[records(mtime, type=b"g")] * 3, records(mtime), a),
+        archive(records((b"comment", b"1" * FITS)), a),
+    ):
+        assert contents(data) == {"a": DATA}
+    assert contents(archive(member("a", DATA, prefix=b"x/y"))) == {"x/y/a": DATA}
+    assert len(read_members(Memory(archive(*map(header, MANY))))) == LIMITS.tar_members
 
 
 @pytest.mark.parametrize(
@@ -215,14 +295,6 @@ def test_TR_02_spellings_of_a_size(field: bytes) -> None:
     assert contents(archive(header("a", size_field=field), padded(DATA))) == {"a": DATA}
 
 
-def test_TR_02_sizes_beyond_the_end() -> None:
-    for size in (2 * BLOCK + 1, 1 << 20, 8**11 - 1):
-        refused(TruncatedError, archive(header("a", size)), "ends inside the member 'a'")
-    wide = b"\x80" + (1 << 60).to_bytes(11, "big")
-    refused(TruncatedError, archive(header("a", size_field=wide)), "ends inside")
-    refused(TruncatedError, archive(header("a", size_field=b"\x80" + b"\xff" * 11)), "ends inside")
-
-
 def test_TR_02_size_in_base_256() -> None:
     field = b"\x80" + (5).to_bytes(11, "big")
     assert contents(archive(header("a", size_field=field), padded(DATA))) == {"a": DATA}
@@ -230,14 +302,6 @@ def test_TR_02_size_in_base_256() -> None:
 
 def test_TR_02_size_in_a_record(tmp_path: Path) -> None:
     """Only as tarfile writes it: where 11 octal digits are too few."""
-    for size in (b"3", b"5", b"-1", b"0", b"05", b"x", b"1e3", str(8**11 - 1).encode()):
-        refused(AmbiguousError, archive(records((b"size", size)), member("a", DATA)), "two sizes")
-        refused(AmbiguousError, archive(records((b"size", size)), header("a", 0)), "two sizes")
-    refused(
-        TruncatedError,
-        archive(records((b"size", str(2**60).encode())), header("a", 0)),
-        "ends inside",
-    )
     large = 8**11 + 5
     path = tmp_path / "large.tar"
     with path.open("wb") as file:  # sparse
@@ -250,140 +314,6 @@ def test_TR_02_size_in_a_record(tmp_path: Path) -> None:
         assert [each.size for each in other] == [large, len(DATA)]
 
 
-def test_TR_03_records_about_records() -> None:
-    mtime = (b"mtime", b"1.5")
-    refused(
-        AmbiguousError,
-        archive(*[records(mtime)] * 2_000, member("a", DATA)),
-        "records about records",
-    )
-    refused(
-        AmbiguousError,
-        archive(records(mtime), records(mtime, type=b"g"), member("a", DATA)),
-        "records about",
-    )
-    refused(FormatError, archive(records(mtime)), "missing")
-    assert contents(
-        archive(*[records(mtime, type=b"g")] * 3, records(mtime), member("a", DATA))
-    ) == {"a": DATA}
-
-
-def test_TR_03_records_of_any_length() -> None:
-    fits = LIMITS.tar_records_bytes - len(record(b"comment", b"1" * 100)) + 100
-    for length, fine in ((fits, True), (fits + 1, False)):
-        data = archive(records((b"comment", b"1" * length)), member("a", DATA))
-        if fine:
-            assert contents(data) == {"a": DATA}
-        else:
-            refused(LimitError, data, "tar_records_bytes")
-    refused(
-        LimitError,
-        archive(member("x", bytes(1 << 20), b"x"), member("a", DATA)),
-        "tar_records_bytes",
-    )
-    for field in (b"\x80" + (1 << 40).to_bytes(11, "big"), b"77777777777\0"):
-        refused(CkptkitError, archive(header("x", type=b"x", size_field=field)))
-    long_link = header(
-        "././@LongLink", type=b"L", size_field=b"\x80" + (1 << 33).to_bytes(11, "big")
-    )
-    refused(CkptkitError, archive(long_link, member("a", DATA)))
-
-
-def test_TR_03_many_members() -> None:
-    names = [f"{number}" for number in range(LIMITS.tar_members + 1)]
-    assert len(read_members(Memory(archive(*map(header, names[:-1]))))) == LIMITS.tar_members
-    refused(LimitError, archive(*map(header, names)), "tar_members")
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        b"7 path\n", b"22 path=nonewline.txt", b"011 path=h\n", b"0 \n", b"9 size=3", b"99 path=x\n", b"9 mtime=\n\n",
-        b"8 path=x\n", b"\xff", b"-9 path=x\n", b"9 pa\0h=x\n", b"9 =path x\n", b"9  path=x\n", b"12345 a=b\n",
-    ],
-)  # fmt: skip
-def test_TR_03_records_that_do_not_parse(text: bytes) -> None:
-    refused(FormatError, archive(member("x", text, b"x"), member("a", DATA)), "malformed")
-
-
-@pytest.mark.parametrize(
-    "key", [b"linkpath", b"hdrcharset", b"charset", b"GNU.sparse.major", b"SCHILY.xattr.x", b"Path"]
-)
-def test_TR_04_records_that_ckptkit_does_not_know(key: bytes) -> None:
-    refused(UnsupportedError, archive(records((key, b"1")), member("a", DATA)), "does not know")
-
-
-@pytest.mark.parametrize("key", [b"path", b"size"])
-def test_TR_04_records_about_all_members_change_none(key: bytes) -> None:
-    refused(
-        UnsupportedError,
-        archive(records((key, b"9"), type=b"g"), member("a", DATA)),
-        "does not know",
-    )
-
-
-def test_TR_04_a_record_twice() -> None:
-    refused(
-        AmbiguousError,
-        archive(records((b"path", b"a"), (b"path", b"b")), member("c", DATA)),
-        "two ways",
-    )
-
-
-@pytest.mark.parametrize("second", ["a", "A"])
-def test_TR_04_duplicate_names(second: str) -> None:
-    refused(
-        AmbiguousError,
-        archive(member("a", DATA), member("b", b""), member(second, DATA)),
-        "two members",
-    )
-    renamed = records((b"path", second.encode())), member("c", DATA)
-    refused(AmbiguousError, archive(member("a", DATA), *renamed), "two members")
-
-
-@pytest.mark.parametrize(
-    "name",
-    [b"", b"\x1b[2J", b"\n", b"\x7f", b"\xff", "é".encode(), b"/a", b"../a", b"a/../b", b"..", b".", b"./a", b"a//b",
-     b"a\\b", b"a/"],
-)  # fmt: skip
-def test_TR_04_names(name: bytes) -> None:
-    refused((PathError, FormatError), archive(member(name, DATA)))
-    refused((PathError, FormatError), archive(records((b"path", name)), member("a", DATA)))
-    if name:
-        refused((PathError, FormatError), archive(records((b"path", b"a")), member(name, DATA)))
-
-
-@pytest.mark.parametrize("prefix", [b"..", b".", b"/", b"a/../b", b"\xc3"])
-def test_TR_04_prefixes(prefix: bytes) -> None:
-    refused((PathError, FormatError), archive(member("a", DATA, prefix=prefix)))
-    assert contents(archive(member("a", DATA, prefix=b"x/y"))) == {"x/y/a": DATA}
-    refused(FormatError, archive(member("", DATA, prefix=b"x")))
-
-
-def test_TR_04_more_after_the_name() -> None:
-    refused(AmbiguousError, archive(member(b"a\0b", DATA)), "has bytes after")
-    refused(
-        AmbiguousError,
-        archive(member("a", DATA, magic=b"ustar  \0", prefix=b"12345670123\0")),
-        "GNU",
-    )
-
-
-def test_TR_04_after_the_end() -> None:
-    refused(
-        AmbiguousError, archive(archive(member("a", DATA)), member("b", DATA)), "follow the end"
-    )
-    refused(AmbiguousError, archive(member("a", DATA), end=4 << 20), "follow the end")
-    refused(AmbiguousError, archive(member("a", DATA)) + padded(b"1"), "follow the end")
-
-
-@pytest.mark.parametrize("shift", [1, -1, 256])
-def test_TR_06_checksum(shift: int) -> None:
-    refused(CorruptError, archive(header("a", shift=shift)), "checksum")
-    refused(CorruptError, archive(member("a", DATA), header("b", shift=shift)), "byte 1,024")
-    assert not is_tar(header("a", shift=shift))
-
-
 def test_TR_06_every_byte_of_a_header() -> None:
     """A header that is damaged anywhere is none; what ends the checksum does not count."""
     block = bytearray(header("storages", 5))
@@ -391,7 +321,8 @@ def test_TR_06_every_byte_of_a_header() -> None:
         if 154 <= at < 156:
             continue
         block[at] ^= 1
-        refused(CkptkitError, archive(bytes(block), padded(DATA)))
+        with pytest.raises(CkptkitError):
+            read_members_of(archive(bytes(block), padded(DATA)))
         block[at] ^= 1
 
 
