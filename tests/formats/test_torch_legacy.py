@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import pickletools
 import struct
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -28,14 +27,13 @@ from ckptkit.core.errors import (
     UnsupportedError,
 )
 from ckptkit.core.tensor import Tensor
-from ckptkit.core.tree import Global, Object, OrderedMapping, walk
+from ckptkit.core.tree import Global, Object, OrderedMapping
 from ckptkit.core.weights import as_tensor
 from ckptkit.formats import torch_legacy
 from ckptkit.formats.format import Probe
 from ckptkit.formats.table import TORCH_LEGACY as FORMAT
 from ckptkit.formats.torch_legacy import MAGIC_NUMBER
 from ckptkit.pickles.writer import write_pickle
-from tests.conftest import Corpus
 from tests.formats.catalogue import Row, catalogue, refuses
 from tests.pickles.making import Written, saved
 from tests.pickles.test_writer import MULTIPLE, TENSORS, agree
@@ -411,42 +409,3 @@ def test_LG_10_other_files_are_not_mine(head: bytes, tmp_path: Path) -> None:
 
 
 # Real files
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "PerceptualSimilarity__v0.1_alex.pth", "pytorch_resnet_cifar10__resnet20.th", "facenet-pytorch__pnet.pt",
-        "allennlp__2017-08_srl_best_gpu.th", "allennlp__2018-10_training_state_epoch_39.th",
-        "cgcnn__formation-energy-per-atom.pth.tar",
-    ],
-)  # fmt: skip
-def test_real_files_are_read_as_torch_reads_them(name: str, corpus: Corpus, tmp_path: Path) -> None:
-    path = corpus / name
-    expected = torch.load(path, weights_only=True, map_location="cpu")
-    checkpoint = read(path)
-    loaded = Written(checkpoint.root, tmp_path / "new.pt").load(map_location="cpu")
-    assert agree(loaded, expected)
-    tensors = [node for _, node in walk(checkpoint.root) if isinstance(node, Tensor)]
-    assert tensors
-
-
-def test_a_real_module_by_walking_its_bytes(corpus: Corpus) -> None:
-    """The storages of the file, found by the standard library's disassembler and a walk over what
-    follows."""
-    path = corpus / "pytorch-vdsr__2018-03_model_epoch_50.pth"
-    checkpoint = read(path)
-    assert len(checkpoint.weights) == 20
-    data = path.read_bytes()
-    with path.open("rb") as file:
-        pickles = [list(pickletools.genops(file)) for _ in range(5)]
-        at = file.tell()
-    keys = [argument for opcode, argument, _ in pickles[4] if opcode.name == "SHORT_BINSTRING"]
-    payloads = []
-    for _ in keys:
-        (numel,) = struct.unpack_from("<q", data, at)
-        payloads.append(data[at + 8 : at + 8 + 4 * numel])
-        at += 8 + 4 * numel
-    assert at == len(data)
-    assert sorted(map(tensor_bytes, checkpoint.weights.values())) == sorted(payloads)
-    assert any("source code" in warning for warning in checkpoint.warnings)

@@ -151,37 +151,6 @@ def test_a_legacy_stream_is_not_searched(served: Nginx) -> None:
         ckptkit.load(f"{served.url}/legacy.pth")
 
 
-@pytest.mark.parametrize("kind", ["pth", "legacy.pth", "safetensors"])
-def test_loading(kind: str, served: Nginx) -> None:
-    state = small() if kind != "safetensors" else {name: t.clone() for name, t in small().items()}
-    path = served.files / f"small.{kind}"
-    if kind == "safetensors":
-        save_file(state, path)
-    else:
-        torch.save(state, path, _use_new_zipfile_serialization=kind == "pth")
-    loaded = ckptkit.load(f"{served.url}/small.{kind}")
-    expected = torch.load(path) if kind != "safetensors" else load_file(path)
-    assert {name: t.tolist() for name, t in loaded.items()} == {
-        name: t.tolist() for name, t in expected.items()
-    }
-    if kind != "safetensors":
-        assert loaded["module.tied"].data_ptr() == loaded["module.a.weight"].data_ptr()
-
-
-def test_load_into_and_diff(served: Nginx) -> None:
-    model = torch.nn.Linear(8, 4)
-    torch.save(
-        {f"module.{name}": value + 1 for name, value in model.state_dict().items()},
-        served.files / "model.pth",
-    )
-    expected = model.weight.detach() + 1
-    url = f"{served.url}/model.pth"
-    ckptkit.load_into(model, url)
-    assert torch.equal(model.weight, expected)
-    assert not ckptkit.diff(url, model).equal  # the prefix
-    assert ckptkit.diff(url, url, values=True).equal
-
-
 @pytest.mark.parametrize(
     "command", [["convert", "out.safetensors"], ["convert", "out.pth"], ["remap", "out.pth"]]
 )

@@ -105,11 +105,6 @@ def test_commands(url: str, s3_run: Run, tmp_path: Path) -> None:
     assert torch.equal(load_file(tmp_path / "out.safetensors")["weight"], state()["module.weight"])
 
 
-def test_loading(url: str) -> None:
-    loaded = ckptkit.load(url)
-    assert all(torch.equal(loaded[name], tensor) for name, tensor in state().items())
-
-
 def test_few_bytes_are_fetched(store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.save({f"layer.{i}": torch.zeros(1 << 18) for i in range(20)}, tmp_path / "run.pth")
     url = put(store, tmp_path / "run.pth")

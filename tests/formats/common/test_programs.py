@@ -78,18 +78,6 @@ def test_safetensors(program: Path, tmp_path: Path) -> None:
     assert BEHIND in done.plan.notes
 
 
-def test_remap_and_add_module(program: Path, tmp_path: Path) -> None:
-    ckptkit.save(ckptkit.remap(ckptkit.open(program), "cuda:1"), tmp_path / "away.pth")
-    assert {each.device for each in ckptkit.open(tmp_path / "away.pth").weights.values()} == {
-        "cuda:1"
-    }
-    ckptkit.save(ckptkit.add_prefix(ckptkit.open(program)), tmp_path / "added.pth")
-    check(
-        load(tmp_path / "added.pth"),
-        {f"module.{name}": each for name, each in by_torch(program).items()},
-    )
-
-
 def test_frozen(frozen: Path, tmp_path: Path) -> None:
     want = constants_by_torch(frozen)
     convert(frozen, tmp_path / "out.pth")

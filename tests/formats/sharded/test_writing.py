@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 import ckptkit
 from ckptkit.api import Conversion
-from ckptkit.core.errors import OutputError, TensorError, UnsafeGlobalError, UsageError
+from ckptkit.core.errors import OutputError, UnsafeGlobalError, UsageError
 from ckptkit.core.options import Options
 from tests.torch_equality import same
 
@@ -174,42 +174,6 @@ def test_what_shares_memory_stays_in_one_file(tmp_path: Path) -> None:
     assert ckptkit.open(tmp_path / "out").warnings == ()
 
 
-def test_grouped_as_the_hub_groups(tmp_path: Path) -> None:
-    hub = pytest.importorskip("huggingface_hub")
-    base = torch.arange(16.0)
-    state = {
-        "base": base,
-        "big": torch.ones(40),
-        "row": base[:4],
-        "w": torch.ones(4),
-        "v": torch.ones(9),
-        "tied": base,
-    }
-    theirs = hub.split_torch_state_dict_into_shards(
-        state, max_shard_size=80, filename_pattern="pytorch_model{suffix}.bin"
-    )
-    write(saved(tmp_path, state), tmp_path / "out", "sharded-bin", 80)
-    index = index_of(tmp_path / "out")
-    assert index["weight_map"] == theirs.tensor_to_filename
-    assert index["metadata"]["total_size"] == theirs.metadata["total_size"]
-
-
-def test_a_folder_of_the_hub_is_read(tmp_path: Path) -> None:
-    hub = pytest.importorskip("huggingface_hub")
-    state = dict(sample())
-    state["tied"] = state["l2.w"].detach()
-    for safe, kind in ((True, "sharded"), (False, "sharded-bin")):
-        (tmp_path / kind).mkdir()
-        hub.save_torch_state_dict(
-            dict(state), tmp_path / kind, max_shard_size=800, safe_serialization=safe
-        )
-        got = ckptkit.load(tmp_path / kind)
-        assert ckptkit.open(tmp_path / kind).format == kind
-        same(
-            {name: state[name] for name in sorted(state)}, {name: got[name] for name in sorted(got)}
-        )
-
-
 @both
 def test_one_shard_is_a_file_without_a_number(tmp_path: Path, kind: str) -> None:
     """And without an index, as the hub has it; the folder is read again."""
@@ -271,13 +235,6 @@ def test_objects(tmp_path: Path, kind: str) -> None:
     with pytest.raises(UnsafeGlobalError):
         write(path, tmp_path / "out", kind, 800, objects="error")
     assert not (tmp_path / "out").exists()
-
-
-def test_what_safetensors_cannot_hold(tmp_path: Path) -> None:
-    path = saved(tmp_path, {"a": torch.ones(8), "z": torch.ones(8, dtype=torch.complex128)})
-    with pytest.raises(TensorError, match="'z'"):
-        write(path, tmp_path / "out", "sharded", 32)
-    write(path, tmp_path / "out", "sharded-bin", 32)
 
 
 def test_SH_10_names_are_our_own(tmp_path: Path) -> None:

