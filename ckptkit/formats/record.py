@@ -57,17 +57,6 @@ VERSION = 1
 WHOLE = object()  # the origin of a checkpoint that a file held whole
 
 
-class SavedRecord(NamedTuple):
-    """A record as read, checked against the tensors of the file."""
-
-    ordered: bool
-    metadata: dict[Node, Node] | None
-    ties: dict[str, int]
-    parameters: frozenset[str]
-    requires_grad: frozenset[str]
-    values: dict[str, Any]
-
-
 # Reading
 
 
@@ -95,10 +84,9 @@ def restore(
             return restore_ties(tensors, metadata, index=index)
         if "tree" in fields:
             return _whole(fields, tensors, metadata)
-        known = _read(fields, tensors, metadata)
-        return Restored(
-            _restored(known, tensors, metadata), _rest(known.values, known.ties, metadata)
-        )
+        known = _typed(fields, "values", dict)
+        root, ties = _state_dict(fields, tensors, metadata)
+        return Restored(root, _rest(known, ties, metadata))
     except CkptkitError as error:
         plain = restore_ties(tensors, metadata, index=index)
         why = f"the metadata entry {RESERVED!r} is not understood: {error.message}"
@@ -172,36 +160,38 @@ def _parse(metadata: Mapping[str, str]) -> dict[str, Any] | None:
     return fields
 
 
-def _read(
-    fields: dict[str, Any], tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
-) -> SavedRecord:
-    paths = decode(fields.get("state_dict_metadata"))
-    if not isinstance(paths, (dict, type(None))):
+def _state_dict(
+    fields: dict[str, Any], tensors: dict[str, Tensor], metadata: Mapping[str, str]
+) -> tuple[dict[Node, Node], dict[str, int]]:
+    """Return the state_dict that a record describes, and its ties. Raises FormatError."""
+    versions = decode(fields.get("state_dict_metadata"))
+    if not isinstance(versions, (dict, type(None))):
         raise FormatError("its state_dict_metadata are not a dict")
     ties = _typed(fields, "ties", dict)
-    _check_ties(ties, tensors, metadata)
-    names = tensors.keys() | ties.keys()
-    return SavedRecord(
-        bool(fields.get("ordered")),
-        paths,
-        ties,
-        _names(fields, "parameters", names),
-        _names(fields, "requires_grad", names),
-        _typed(fields, "values", dict),
-    )
-
-
-def _check_ties(
-    ties: dict[str, Any], tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
-) -> None:
-    places = range(len(tensors) + len(ties))
+    count = len(tensors) + len(ties)
     for name, place in ties.items():
-        if type(place) is not int or place not in places:
+        if type(place) is not int or place not in range(count):
             raise FormatError("its ties have invalid positions among the tensors")
         if name not in metadata or not _is_tie(name, metadata[name], tensors):
             raise FormatError(f"it ties {name[:80]!r} to nothing")
-    if len(set(ties.values())) < len(ties):
+    at = {place: name for name, place in ties.items()}
+    if len(at) < len(ties):
         raise FormatError("two of its ties have the same position")
+    names = tensors.keys() | ties.keys()
+    parameters, requiring = (_names(fields, key, names) for key in ("parameters", "requires_grad"))
+    rest = iter(tensors)
+    root: dict[Node, Node] = OrderedMapping() if fields.get("ordered") else {}
+    for place in range(count):
+        name = at[place] if place in at else next(rest)
+        tensor = tensors[name] if name in tensors else tensors[metadata[name]]
+        kind = "parameter" if name in parameters else "tensor"
+        requires_grad = name in requiring
+        if name in ties or kind != tensor.kind or requires_grad:
+            tensor = replace(tensor, kind=kind, requires_grad=requires_grad)
+        root[name] = tensor
+    if isinstance(root, OrderedMapping) and versions is not None:
+        root.state = versions_state(versions)
+    return root, ties
 
 
 def _typed(fields: dict[str, Any], key: str, kind: type) -> Any:
@@ -220,31 +210,10 @@ def _names(fields: dict[str, Any], key: str, known: Iterable[str]) -> frozenset[
     return frozenset(named)
 
 
-def _restored(
-    known: SavedRecord, tensors: dict[str, Tensor], metadata: Mapping[str, str]
-) -> dict[Node, Node]:
-    at = {place: name for name, place in known.ties.items()}
-    rest = iter(tensors)
-    root: dict[Node, Node] = OrderedMapping() if known.ordered else {}
-    for place in range(len(tensors) + len(at)):
-        name = at[place] if place in at else next(rest)
-        tensor = tensors[name] if name in tensors else tensors[metadata[name]]
-        kind = "parameter" if name in known.parameters else "tensor"
-        requires_grad = name in known.requires_grad
-        if name in known.ties or kind != tensor.kind or requires_grad:
-            tensor = replace(tensor, kind=kind, requires_grad=requires_grad)
-        root[name] = tensor
-    if isinstance(root, OrderedMapping) and known.metadata is not None:
-        root.state = versions_state(known.metadata)
-    return root
-
-
 def _rest(
     values: Mapping[str, Any], ties: Iterable[str], metadata: Mapping[str, str]
 ) -> dict[str, str]:
-    known = {RESERVED, *ties}
-    rest = without(metadata, known)
-    return {**rest, **of_values(values)}
+    return {**without(metadata, {RESERVED, *ties}), **of_values(values)}
 
 
 # Writing
@@ -291,13 +260,12 @@ def _metadata(node: Node) -> dict[Node, Node] | None:
 
 
 def _marks(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    parameters = [name for name, tensor in tensors.items() if tensor.kind == "parameter"]
-    requires_grad = [name for name, tensor in tensors.items() if tensor.requires_grad]
+    marks = {
+        "parameters": [name for name, each in tensors.items() if each.kind == "parameter"],
+        "requires_grad": [name for name, each in tensors.items() if each.requires_grad],
+    }
     return {
-        "parameters": parameters if len(parameters) < len(tensors) else bool(parameters),
-        "requires_grad": requires_grad
-        if len(requires_grad) < len(tensors)
-        else bool(requires_grad),
+        key: names if len(names) < len(tensors) else bool(names) for key, names in marks.items()
     }
 
 
@@ -406,16 +374,12 @@ def shared_bytes(tensors: Mapping[str, Tensor]) -> list[str]:
     count = 0
     for sharing in by_storage.values():
         reached = 0
-        for start, length in (
-            sorted(tensor.extent for tensor in sharing) if len(sharing) > 1 else ()
-        ):
+        extents = sorted(tensor.extent for tensor in sharing) if len(sharing) > 1 else []
+        for start, length in extents:
             count += start < reached
             reached = max(reached, start + length)
-    return (
-        [f"tensors that share memory with others: {count:,}; their bytes are written for each"]
-        if count
-        else []
-    )
+    note = f"tensors that share memory with others: {count:,}; their bytes are written for each"
+    return [note] if count else []
 
 
 def _outside_weights(root: Node, weights: Weights, inside: bool) -> Iterator[tuple[Path, Node]]:

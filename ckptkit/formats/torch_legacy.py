@@ -44,7 +44,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, pairwise
 from struct import Struct, unpack
@@ -112,18 +112,28 @@ def parse(source: ByteSource, lost: dict[str, str] | None = None) -> Checkpoint:
     system = unpickle(source, version.stop)
     if not isinstance(system.root, dict):
         raise FormatError("the third pickle of a legacy stream does not describe a system")
-    stream = _LegacyStream(source, lost)
-    table = StorageTable(stream.open)
-    sources = ModuleSources()
+    places, sources = _Places(), ModuleSources()
+
+    def opened(key: str, nbytes: int, location: str) -> Storage:
+        if nbytes > source.size and lost is None:
+            raise TruncatedError(
+                f"storage {key!r} has {nbytes:,} bytes, the whole file {source.size:,}",
+                hint="download or copy it again",
+            )
+        places.lengths[key] = nbytes
+        return Storage(_LegacyRecord(places, key, nbytes), location)
+
+    storages = StorageTable(opened)
 
     def persistent_load(pid: Node) -> Node:
         if pid.__class__ is tuple and len(pid) == 4 and pid[0] == "module":
             return sources.load(pid[1], pid[3])
-        return table.load(pid)
+        return storages.load(pid)
 
     tree = unpickle(source, system.stop, persistent_load=persistent_load)
     keys = unpickle(source, tree.stop)
-    end = stream.bind(keys, table.itemsizes())
+    places.itemsizes = storages.itemsizes()
+    end = _bind(source, places, keys, lost)
     left = max(0, source.size - end)
     return Checkpoint(
         tree.root, TORCH_LEGACY.name, source, sources.metadata,
@@ -135,82 +145,62 @@ def parse(source: ByteSource, lost: dict[str, str] | None = None) -> Checkpoint:
     )  # fmt: skip
 
 
+@dataclass(slots=True)
+class _Places:
+    """What is known of the storages of a stream, by key."""
+
+    lengths: dict[str, int] = field(default_factory=dict)
+    itemsizes: dict[str, int] = field(default_factory=dict)
+    ranges: dict[str, Range] = field(default_factory=dict)
+    following: dict[str, str] = field(default_factory=dict)  # the key of the next storage
+
+
 @dataclass(frozen=True, slots=True)
 class _LegacyRecord:
     """The bytes of a storage, whose place is known once the whole stream has been read."""
 
-    places: dict[str, Range]
-    itemsizes: dict[str, int]
-    following: dict[str, str]  # the key of the next storage
+    places: _Places
     key: str
     length: int
 
     def locate(self) -> Range:
-        place = self.places[self.key]
+        place = self.places.ranges[self.key]
         if place.source.remote:
-            _check_count(place, self.key, self.itemsizes[self.key])
+            _check_count(place, self.key, self.places.itemsizes[self.key])
         return place
 
 
-class _LegacyStream:
-    """The storages after the pickles."""
-
-    def __init__(self, source: ByteSource, lost: dict[str, str] | None) -> None:
-        self.source = source
-        self.lost = lost
-        self.places: dict[str, Range] = {}
-        self.lengths: dict[str, int] = {}
-        self.itemsizes: dict[str, int] = {}
-        self.following: dict[str, str] = {}
-
-    def open(self, key: str, nbytes: int, location: str) -> Storage:
-        if nbytes > self.source.size and self.lost is None:
-            raise TruncatedError(
-                f"storage {key!r} has {nbytes:,} bytes, the whole file {self.source.size:,}",
-                hint="download or copy it again",
-            )
-        self.lengths[key] = nbytes
-        return Storage(
-            _LegacyRecord(self.places, self.itemsizes, self.following, key, nbytes), location
-        )
-
-    def bind(self, keys: Unpickled, itemsizes: dict[str, int]) -> int:
-        """Locate every storage; return the offset of the end."""
-        if not isinstance(keys.root, list) or not all(type(key) is str for key in keys.root):
-            raise FormatError("the list of storage keys is not a list of strings")
-        if len(set(keys.root)) != len(keys.root):
-            raise AmbiguousError("a storage is listed twice")
-        if set(keys.root) != set(self.lengths):
-            odd = min(set(keys.root) ^ set(self.lengths))
-            listed = "not listed, but used" if odd in self.lengths else "listed, but not used"
-            raise CorruptError(f"storage {odd!r} is {listed}")
-        self.itemsizes.update(itemsizes)
-        if self.lost is not None:
-            self.following.update(pairwise(keys.root))
-        at = keys.stop
-        for key in keys.root:
-            try:
-                self._place(key, at)
-            except FormatError as error:
-                if self.lost is None:
-                    raise
-                self.lost[key] = error.message
-            at += 8 + self.lengths[key]
-        return at
-
-    def _place(self, key: str, at: int) -> None:
-        length = self.lengths[key]
-        if at + 8 + length > self.source.size:
-            raise TruncatedError(
-                f"ends inside storage {key!r}: "
-                f"{at + 8 + length - self.source.size:,} bytes are missing",
-                hint="download or copy it again",
-            )
-        self.places[key] = Range(self.source, at + 8, length)
-        if (
-            not self.source.remote
-        ):  # where that would be a request for each, it is done when the bytes are needed
-            _check_count(self.places[key], key, self.itemsizes[key])
+def _bind(source: ByteSource, places: _Places, keys: Unpickled, lost: dict[str, str] | None) -> int:
+    """Locate every storage after the list of keys; return the offset of the end."""
+    if not isinstance(keys.root, list) or not all(type(key) is str for key in keys.root):
+        raise FormatError("the list of storage keys is not a list of strings")
+    if len(set(keys.root)) != len(keys.root):
+        raise AmbiguousError("a storage is listed twice")
+    if odd := set(keys.root) ^ places.lengths.keys():
+        first = min(odd)
+        listed = "not listed, but used" if first in places.lengths else "listed, but not used"
+        raise CorruptError(f"storage {first!r} is {listed}")
+    if lost is not None:
+        places.following.update(pairwise(keys.root))
+    at = keys.stop
+    for key in keys.root:
+        length = places.lengths[key]
+        end = at + 8 + length
+        try:
+            if end > source.size:
+                raise TruncatedError(
+                    f"ends inside storage {key!r}: {end - source.size:,} bytes are missing",
+                    hint="download or copy it again",
+                )
+            place = places.ranges[key] = Range(source, at + 8, length)
+            if not source.remote:  # where that would be a request for each, it is done later
+                _check_count(place, key, places.itemsizes[key])
+        except FormatError as error:
+            if lost is None:
+                raise
+            lost[key] = error.message
+        at = end
+    return at
 
 
 def _check_count(place: Range, key: str, itemsize: int) -> None:
@@ -254,7 +244,7 @@ def _why_lost(storage: Storage, *, reasons: dict[str, str], zeros: int | None) -
     record = storage.record
     if not isinstance(record, _LegacyRecord):
         return None
-    place = record.places.get(record.key)
+    place = record.places.ranges.get(record.key)
     if record.key in reasons or place is None:
         return reasons.get(record.key, "it is not there")
     if zeros is None:
@@ -264,7 +254,7 @@ def _why_lost(storage: Storage, *, reasons: dict[str, str], zeros: int | None) -
         return (
             f"the file ends in {place.source.size - zeros:,} zeros: it was not written to its end"
         )
-    following = record.following.get(record.key)
+    following = record.places.following.get(record.key)
     if following is None:
         return (
             None
