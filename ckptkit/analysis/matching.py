@@ -165,111 +165,6 @@ class RenameRule(NamedTuple):
     new: Parts
 
 
-Families = Mapping[Parts, KeyPattern]
-
-
-def _by_suffix(side: Families, length: int) -> dict[Parts, list[KeyPattern]]:
-    longer = (each for parts, each in side.items() if len(parts) >= length)
-    return grouped(longer, lambda each: each.parts[-length:])
-
-
-Join = Callable[[KeyPattern, KeyPattern], dict[str, str]]
-
-
-class RenameRules:
-    """The rules between two sets of families; `join` gives the names of two families that may still
-    be one."""
-
-    def __init__(self, ours: Families, theirs: Families, join: Join) -> None:
-        self.ours, self.theirs, self.join = ours, theirs, join
-        self.work = WORK
-        self.votes: dict[RenameRule, int] = defaultdict(int)
-        # rules by the heads that they exchange
-        self.claims: dict[tuple[bool, Parts], list[RenameRule]] = defaultdict(list)
-        self._vote()
-        self.heads: dict[Parts, list[KeyPattern]] = defaultdict(list)
-        known = {rule.old for rule in self.votes}
-        for parts, family in ours.items():
-            for n in range(len(parts)):
-                if parts[:n] in known:
-                    self.heads[parts[:n]].append(family)
-
-    def _vote(self) -> None:
-        """RenameRules that pairs of families propose, the longest suffixes first."""
-        done: set[tuple[Parts, Parts]] = set()
-        longest = (max(map(len, side), default=0) for side in (self.ours, self.theirs))
-        for length in range(min(DEEPEST, *longest), 0, -1):
-            ours, theirs = _by_suffix(self.ours, length), _by_suffix(self.theirs, length)
-            for suffix in ours.keys() & theirs.keys():
-                if len(ours[suffix]) * len(theirs[suffix]) > PAIRS:
-                    continue
-                for a, b in product(ours[suffix], theirs[suffix]):
-                    if (a.parts, b.parts) in done or self.work <= 0:
-                        continue
-                    done.add((a.parts, b.parts))
-                    names = self._names(a, b)
-                    if names:
-                        rule = RenameRule(a.parts[:-length], b.parts[:-length])
-                        if rule not in self.votes:
-                            self.claims[False, rule.old].append(rule)
-                            self.claims[True, rule.new].append(rule)
-                        self.votes[rule] += len(names) * length
-
-    def _names(self, ours: KeyPattern, theirs: KeyPattern) -> dict[str, str]:
-        self.work -= len(ours.members)
-        return self.join(ours, theirs)
-
-    def found(self) -> Iterator[tuple[RenameRule, dict[str, str], bool]]:
-        """Yield rules in the order of use, the names that each gives, and whether it had no rival.
-
-        The caller takes the names away before it asks for the next one.
-        """
-        near = {rule: similarity(rule.old, rule.new) for rule in islice(self.votes, COMPARED)}
-        heap = [
-            (-votes, -near.get(rule, 0), n, rule)
-            for n, (rule, votes) in enumerate(self.votes.items())
-        ]
-        heapify(heap)
-        while heap and self.work > 0:
-            votes, nearness, number, rule = heappop(heap)
-            names, weight = self._effect(rule)
-            if weight < -votes:
-                if weight:
-                    heappush(heap, (-weight, nearness, number, rule))
-                continue
-            claims = (*self.claims[False, rule.old], *self.claims[True, rule.new])
-            rivals = [
-                near.get(each, 0)
-                for each in claims
-                if each != rule
-                and self.votes[each] >= self.votes[rule]
-                and self._contest(each, names, weight)
-            ]
-            if not rivals or near.get(rule, 0) >= max(rivals) + MARGIN:
-                yield rule, names, not rivals
-
-    def _effect(self, rule: RenameRule) -> tuple[dict[str, str], int]:
-        """Return the names that a rule explains now, and their weight."""
-        names: dict[str, str] = {}
-        weight = 0
-        for family in self.heads[rule.old]:
-            rest = family.parts[len(rule.old) :]
-            other = self.theirs.get((*rule.new, *rest))
-            if other is not None:
-                found = self._names(family, other)
-                names |= found
-                weight += len(found) * len(rest)
-        return names, weight
-
-    def _contest(self, rival: RenameRule, names: Mapping[str, str], weight: int) -> bool:
-        """Return whether a rule explains as much as another one, and some of the same keys."""
-        theirs, as_much = self._effect(rival)
-        return as_much >= weight and (
-            not names.keys().isdisjoint(theirs)
-            or not set(names.values()).isdisjoint(theirs.values())
-        )
-
-
 COMPARISONS = 8_000  # of names, in all
 BUCKET = 2_048  # comparisons among names of one shape
 NEAR, NEAR_RESHAPED, NEAR_VAGUE = 0.5, 0.6, 0.4  # similarity from which on names may be one
@@ -307,18 +202,23 @@ class Matching:
 
 def match(old: Mapping[str, Kind], new: Mapping[str, Kind]) -> Matching:
     """Pair the keys that only A has (`old`) with those that only B has (`new`)."""
-    matcher = _Matcher(old, new)
+    found = _Matcher(old, new)
     for numbers in (INDICES, NUMBERS, NONE):
-        if matcher.group(numbers):
-            matcher.by_suffix()
-            matcher.by_order()
-    matcher.by_edit()
-    matcher.reshape()
-    return _in_order(old, matcher.renamed, matcher.reshaped, matcher.unsearched)
+        ours, theirs = families(found.old, numbers), families(found.new, numbers)
+        if not (found.ours.keys() >= ours.keys() and found.theirs.keys() >= theirs.keys()):
+            found.ours, found.theirs = ours, theirs
+            found.by_suffix()
+            found.by_order()
+    found.by_edit()
+    found.reshape()
+    return _in_order(old, found.renamed, found.reshaped, found.unsearched)
 
 
 class _Matcher:
-    """The matching in progress: ``old`` and ``new`` are the keys without a partner yet."""
+    """The matching in progress: ``old`` and ``new`` are the keys without a partner yet.
+
+    ``ours`` and ``theirs`` are their families, which may have members that have one by now.
+    """
 
     def __init__(self, old: Mapping[str, Kind], new: Mapping[str, Kind]) -> None:
         self.old, self.new = dict(old), dict(new)
@@ -330,36 +230,105 @@ class _Matcher:
         self.unsearched = 0
         self._comparisons = COMPARISONS
 
-    def fitting(self, names: Mapping[str, str]) -> dict[str, str]:
-        """Return the pairs that are both still unmatched and of one shape."""
-        old, new = self.old, self.new
-        return {
-            a: b for a, b in names.items() if a in old and b in new and old[a].shape == new[b].shape
-        }
-
     def joined(self, ours: KeyPattern, theirs: KeyPattern) -> dict[str, str]:
-        """Pair the names of two families in the way that pairs most of them."""
-        return max(map(self.fitting, ours.meets(theirs)), key=len)
+        """Pair the unmatched names of two families in the way that pairs most of them."""
+        old, new = self.old, self.new
+        ways = [
+            {
+                a: b
+                for a, b in names.items()
+                if a in old and b in new and old[a].shape == new[b].shape
+            }
+            for names in ours.meets(theirs)
+        ]
+        return max(ways, key=len)
 
     def accept(self, names: Mapping[str, str], confidence: float, why: str) -> None:
         for a, b in names.items():
             self.renamed.append(Renamed(a, b, self.old.pop(a), self.new.pop(b), confidence, why))
 
-    def group(self, numbers: re.Pattern[str]) -> bool:
-        """Put the unmatched keys into families; return whether any of these is new.
-
-        Returns whether they differ from the last ones.
-        """
-        before = self.ours.keys(), self.theirs.keys()
-        self.ours, self.theirs = families(self.old, numbers), families(self.new, numbers)
-        return not (before[0] >= self.ours.keys() and before[1] >= self.theirs.keys())
-
     # suffix
 
     def by_suffix(self) -> None:
-        for rule, names, alone in RenameRules(self.ours, self.theirs, self.joined).found():
-            self.accept(names, sure(rule, len(names), alone), "suffix")
-            self.rules.append(rule)
+        """Use the rules that pairs of families propose, those that explain most first."""
+        self._work = WORK
+        self._vote()
+        near = {rule: similarity(rule.old, rule.new) for rule in islice(self._votes, COMPARED)}
+        heap = [
+            (-votes, -near.get(rule, 0), n, rule)
+            for n, (rule, votes) in enumerate(self._votes.items())
+        ]
+        heapify(heap)
+        while heap and self._work > 0:
+            votes, nearness, number, rule = heappop(heap)
+            names, weight = self._effect(rule)
+            if weight < -votes:
+                if weight:
+                    heappush(heap, (-weight, nearness, number, rule))
+                continue
+            # Rivals explain as much, and some of the same keys.
+            claims = (*self._claims[False, rule.old], *self._claims[True, rule.new])
+            rivals = []
+            for each in claims:
+                if each != rule and self._votes[each] >= self._votes[rule]:
+                    theirs, as_much = self._effect(each)
+                    if as_much >= weight and (
+                        not names.keys().isdisjoint(theirs)
+                        or not set(names.values()).isdisjoint(theirs.values())
+                    ):
+                        rivals.append(near.get(each, 0))
+            if not rivals or near.get(rule, 0) >= max(rivals) + MARGIN:
+                self.accept(names, sure(rule, len(names), not rivals), "suffix")
+                self.rules.append(rule)
+
+    def _vote(self) -> None:
+        """Collect the rules, the longest suffixes first, and what they are looked up by."""
+        self._votes: dict[RenameRule, int] = defaultdict(int)
+        # rules by the heads that they exchange
+        self._claims: dict[tuple[bool, Parts], list[RenameRule]] = defaultdict(list)
+
+        def by_suffix(side: Mapping[Parts, KeyPattern]) -> dict[Parts, list[KeyPattern]]:
+            longer = (each for parts, each in side.items() if len(parts) >= length)
+            return grouped(longer, lambda each: each.parts[-length:])
+
+        done: set[tuple[Parts, Parts]] = set()
+        longest = (max(map(len, side), default=0) for side in (self.ours, self.theirs))
+        for length in range(min(DEEPEST, *longest), 0, -1):
+            ours, theirs = by_suffix(self.ours), by_suffix(self.theirs)
+            for suffix in ours.keys() & theirs.keys():
+                if len(ours[suffix]) * len(theirs[suffix]) > PAIRS:
+                    continue
+                for a, b in product(ours[suffix], theirs[suffix]):
+                    if (a.parts, b.parts) in done or self._work <= 0:
+                        continue
+                    done.add((a.parts, b.parts))
+                    self._work -= len(a.members)
+                    if names := self.joined(a, b):
+                        rule = RenameRule(a.parts[:-length], b.parts[:-length])
+                        if rule not in self._votes:
+                            self._claims[False, rule.old].append(rule)
+                            self._claims[True, rule.new].append(rule)
+                        self._votes[rule] += len(names) * length
+        self._heads: dict[Parts, list[KeyPattern]] = defaultdict(list)
+        known = {rule.old for rule in self._votes}
+        for parts, family in self.ours.items():
+            for n in range(len(parts)):
+                if parts[:n] in known:
+                    self._heads[parts[:n]].append(family)
+
+    def _effect(self, rule: RenameRule) -> tuple[dict[str, str], int]:
+        """Return the names that a rule explains now, and their weight."""
+        names: dict[str, str] = {}
+        weight = 0
+        for family in self._heads[rule.old]:
+            rest = family.parts[len(rule.old) :]
+            other = self.theirs.get((*rule.new, *rest))
+            if other is not None:
+                self._work -= len(family.members)
+                found = self.joined(family, other)
+                names |= found
+                weight += len(found) * len(rest)
+        return names, weight
 
     # shape and order
 
@@ -367,18 +336,15 @@ class _Matcher:
         """Families of the same shapes and dtypes, those with the same last part first."""
         self._parents = grouped(self.ours.values(), lambda family: family.parts[:-1])
         for leaves, dtypes in ((True, True), (False, True), (False, False)):
-            self._in_order(leaves, dtypes)
-
-    def _in_order(self, leaves: bool, dtypes: bool) -> None:
-        ours, theirs = (
-            self._alike(self.ours, self.old, leaves, dtypes),
-            self._alike(self.theirs, self.new, leaves, dtypes),
-        )
-        common = [each for each in ours if each in theirs and len(ours[each]) == len(theirs[each])]
-        for each in sorted(common, key=lambda each: len(ours[each])):
-            why, confidence = ("shape", 0.65) if len(ours[each]) == 1 else ("order", 0.5)
-            for a, b in zip(ours[each], theirs[each], strict=True):
-                self._pair(a, b, confidence, why)
+            ours = self._alike(self.ours, self.old, leaves, dtypes)
+            theirs = self._alike(self.theirs, self.new, leaves, dtypes)
+            common = [
+                each for each in ours if each in theirs and len(ours[each]) == len(theirs[each])
+            ]
+            for each in sorted(common, key=lambda each: len(ours[each])):
+                why, confidence = ("shape", 0.65) if len(ours[each]) == 1 else ("order", 0.5)
+                for a, b in zip(ours[each], theirs[each], strict=True):
+                    self._pair(a, b, confidence, why)
 
     def _alike(
         self,
@@ -405,9 +371,9 @@ class _Matcher:
     def _pair(self, ours: KeyPattern, theirs: KeyPattern, confidence: float, why: str) -> None:
         """Pair two families, then the rest of the same modules: a bias follows its weight."""
         names = self.joined(ours, theirs)
-        if not names or (
-            self._is_vague(names) and similarity(ours.parts, theirs.parts) < NEAR_VAGUE
-        ):
+        # The shape says little of one vector or number alone.
+        vague = len(names) == 1 and all(len(self.old[name].shape) < 2 for name in names)
+        if not names or (vague and similarity(ours.parts, theirs.parts) < NEAR_VAGUE):
             return
         self.accept(names, confidence, why)
         rule = RenameRule(ours.parts[:-1], theirs.parts[:-1])
@@ -418,10 +384,6 @@ class _Matcher:
             other = self.theirs.get((*rule.new, sibling.parts[-1]))
             if other is not None:
                 self.accept(self.joined(sibling, other), confidence + 0.1, why)
-
-    def _is_vague(self, names: Mapping[str, str]) -> bool:
-        """Return whether the shape says little: of one vector or number alone."""
-        return len(names) == 1 and all(len(self.old[name].shape) < 2 for name in names)
 
     # edit distance
 
@@ -448,13 +410,13 @@ class _Matcher:
         for i, a in enumerate(ours):
             for j, b in enumerate(theirs):
                 near = similarity(split[a], split[b])
-                found.append((-near, abs(i - j), near, i, j))
+                found.append((-near, abs(i - j), near, a, b))
         found.sort(key=lambda each: each[:2])
-        seen: set[tuple[str, int]] = set()
-        for _, _, near, i, j in found:
-            if near >= least and ("a", i) not in seen and ("b", j) not in seen:
-                seen |= {("a", i), ("b", j)}
-                yield near, ours[i], theirs[j]
+        seen: set[tuple[str, str]] = set()
+        for _, _, near, a, b in found:
+            if near >= least and ("a", a) not in seen and ("b", b) not in seen:
+                seen |= {("a", a), ("b", b)}
+                yield near, a, b
 
     # other shapes
 
