@@ -43,18 +43,6 @@ def test_one_file(theirs: str, ours: str, model: Any, ckptkit: Ckptkit, tmp_path
     assert_same(found.state_dict(), model.state_dict())
 
 
-def test_shards_become_one_file(model: Any, ckptkit: Ckptkit, tmp_path: Path) -> None:
-    model.save_pretrained(tmp_path / "theirs", max_shard_size="10kB")
-    assert len(list((tmp_path / "theirs").glob("*-of-*"))) > 1
-    (tmp_path / "ours").mkdir()
-    shutil.copy(tmp_path / "theirs/config.json", tmp_path / "ours")
-    ckptkit("convert", tmp_path / "theirs", tmp_path / "ours" / NAMES[0], "--cast", "bfloat16")
-    found = diffusers.UNet2DModel.from_pretrained(tmp_path / "ours", torch_dtype=torch.bfloat16)
-    assert_same(
-        found.state_dict(), {name: tensor.bfloat16() for name, tensor in model.state_dict().items()}
-    )
-
-
 def test_pipeline(model: Any, ckptkit: Ckptkit, tmp_path: Path) -> None:
     """One part of a pipeline is replaced by what we wrote."""
     pipeline = diffusers.DDPMPipeline(

@@ -101,51 +101,6 @@ def quantized_file(
     return folder
 
 
-@pytest.mark.parametrize(("kind", "nested"), [("nf4", False), ("nf4", True), ("fp4", False)])
-def test_bitsandbytes(kind: str, nested: bool, tmp_path: Path, run: Run) -> None:
-    functional = pytest.importorskip(
-        "bitsandbytes.functional", reason="bitsandbytes is not installed"
-    )
-    theirs: dict[str, torch.Tensor] = tiny().state_dict()
-
-    def change(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-        codes, state = functional.quantize_4bit(
-            weight, blocksize=64, quant_type=kind, compress_statistics=nested
-        )
-        theirs[f"{name}.weight"] = functional.dequantize_4bit(codes, state)
-        parts = {f"{name}.weight.{key}": each for key, each in state.as_dict(packed=True).items()}
-        return {f"{name}.weight": codes, **parts}
-
-    folder = quantized_file(
-        tmp_path / "codes", change, {"quant_method": "bitsandbytes", "load_in_4bit": True}
-    )
-    state = dequantized(run, folder, tmp_path)
-    for name, tensor in state.items():
-        assert torch.equal(tensor, theirs[name]), name
-    assert_same_model(state, theirs)
-
-
-def test_bitsandbytes_int8(tmp_path: Path, run: Run) -> None:
-    functional = pytest.importorskip(
-        "bitsandbytes.functional", reason="bitsandbytes is not installed"
-    )
-    theirs: dict[str, torch.Tensor] = tiny().state_dict()
-
-    def change(name: str, weight: torch.Tensor) -> dict[str, torch.Tensor]:
-        codes, scale, _ = functional.int8_vectorwise_quant(weight.half())
-        theirs[f"{name}.weight"] = functional.int8_vectorwise_dequant(codes, scale).bfloat16()
-        by_rows = torch.tensor(0, dtype=torch.uint8)
-        return {f"{name}.weight": codes, f"{name}.SCB": scale, f"{name}.weight_format": by_rows}
-
-    folder = quantized_file(
-        tmp_path / "codes", change, {"quant_method": "bitsandbytes", "load_in_8bit": True}
-    )
-    state = dequantized(run, folder, tmp_path)
-    for name, tensor in state.items():
-        assert torch.equal(tensor, theirs[name]), name
-    assert_same_model(state, theirs)
-
-
 @pytest.mark.parametrize(("bits", "group"), [(4, 32), (8, 64), (3, 32)])
 def test_compressed_tensors(bits: int, group: int, tmp_path: Path, run: Run) -> None:
     pytest.importorskip("compressed_tensors", reason="compressed-tensors is not installed")

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import shutil
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import ckptkit as library
 from tests.interop.conftest import Ckptkit, assert_same
 
 timm = pytest.importorskip("timm", reason="timm is not installed (extra: interop)")
@@ -74,28 +72,4 @@ def test_resume(trained: tuple[Path, Any, Any], ckptkit: Ckptkit, tmp_path: Path
     optimizer = torch.optim.SGD(found.parameters(), lr=0.5, momentum=0.9)
     epoch = timm.models.resume_checkpoint(found, str(tmp_path / "ours.pth.tar"), optimizer)
     assert epoch == 4 and optimizer.param_groups[0]["lr"] == 0.1
-    assert_same(found.state_dict(), model.state_dict())
-
-
-def test_folder_for_the_hub(ckptkit: Ckptkit, tmp_path: Path) -> None:
-    model = made()
-    timm.models.save_for_hf(model, tmp_path / "theirs", safe_serialization="both")
-    theirs, ours = tmp_path / "theirs", tmp_path / "ours"
-    files = [theirs / "model.safetensors", theirs / "pytorch_model.bin"]
-    assert "equal" in ckptkit("diff", *files, "--values")
-    ours.mkdir()
-    shutil.copy(theirs / "config.json", ours)
-    ckptkit("convert", theirs / "pytorch_model.bin", ours / "model.safetensors")
-    assert_same(
-        timm.create_model(f"local-dir:{ours}", pretrained=True).state_dict(), model.state_dict()
-    )
-
-
-def test_diff_and_load_into(trained: tuple[Path, Any, Any]) -> None:
-    """Diff names what does not fit; it loads if only a prefix is in the way."""
-    path, model, _ = trained
-    checkpoint = library.open(path, key="state_dict")
-    assert any("strip-module" in hint for hint in library.diff(checkpoint, model).advice)
-    found = made(2)
-    assert library.load_into(found, checkpoint).stripped == "module."
     assert_same(found.state_dict(), model.state_dict())

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-import ckptkit as library
 from tests.interop.conftest import Ckptkit, assert_same
 
 torchvision = pytest.importorskip(
@@ -77,36 +76,3 @@ def test_weights_of_torchvision(
     torch.hub.set_dir(tmp_path / "hub")
     found = torch.hub.load_state_dict_from_url(weights.url, check_hash=True, weights_only=True)
     assert_same(found, model.state_dict())
-
-
-def test_diff_and_load_into(trained: tuple[Path, Any]) -> None:
-    """Another number of classes, as everybody has who starts from published weights."""
-    path, _ = trained
-    checkpoint = library.strip_prefix(library.open(path, key="model"), "module.")
-    model = torchvision.models.shufflenet_v2_x0_5(num_classes=5)
-    found = library.diff(checkpoint, model)
-    assert [name for name, *_ in found.mismatched] == ["fc.weight", "fc.bias"] and not found.missing
-    report = library.load_into(model, checkpoint, strict=False)
-    assert report.mismatched.keys() == {"fc.weight", "fc.bias"}
-
-
-def test_names_of_old_densenets(ckptkit: Ckptkit, tmp_path: Path) -> None:
-    """Published files have norm.1 where the module has norm1; torchvision's loader renames them as
-    --sub does."""
-    torch.manual_seed(0)
-    net = torchvision.models.DenseNet(
-        growth_rate=2, block_config=(1, 1), num_init_features=4, bn_size=1, num_classes=2
-    )
-    old = {_old(name): tensor for name, tensor in net.state_dict().items()}
-    assert old.keys() != net.state_dict().keys()
-    torch.save(old, tmp_path / "old.pth")
-    pattern = r"(denselayer\d+\.(?:norm|relu|conv))\.([12])\.=\1\2."
-    ckptkit("rename", tmp_path / "old.pth", tmp_path / "ours.pth", "--sub", pattern)
-    found = torch.load(tmp_path / "ours.pth", weights_only=True)
-    assert_same(found, net.state_dict())
-
-
-def _old(name: str) -> str:
-    for part in ("norm", "conv"):
-        name = name.replace(f".{part}1.", f".{part}.1.").replace(f".{part}2.", f".{part}.2.")
-    return name

@@ -92,14 +92,6 @@ def test_shards_of_save_pretrained_become_one_file(
     assert_same_model(loaded(ours), model)
 
 
-def test_there_and_back(saved: Path, ckptkit: Ckptkit, tmp_path: Path) -> None:
-    ckptkit("convert", saved / "model.safetensors", tmp_path / "run.pth")
-    ckptkit("convert", tmp_path / "run.pth", tmp_path / "back.safetensors")
-    assert "equal" in ckptkit(
-        "diff", saved / "model.safetensors", tmp_path / "back.safetensors", "--values"
-    )
-
-
 def test_cast(model: Any, saved: Path, ckptkit: Ckptkit, tmp_path: Path) -> None:
     """With dtype="auto", from_pretrained takes the file's, where the configuration names none."""
     ours = beside_configs(saved, tmp_path / "ours")

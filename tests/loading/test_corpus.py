@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import ckptkit
+from tests.torch_equality import same
 
 FILES = [
     "DeepLog__Adam_batch_size=2048_epoch=10.pt", "PerceptualSimilarity__v0.1_alex.pth",
@@ -17,30 +18,8 @@ FILES = [
 ]  # fmt: skip
 
 
-def same(ours: Any, theirs: Any, path: str = "") -> None:
-    assert type(ours) is type(theirs), path
-    if isinstance(theirs, torch.Tensor):
-        facts = [
-            (each.dtype, each.shape, each.stride(), each.requires_grad) for each in (ours, theirs)
-        ]
-        assert facts[0] == facts[1], path
-        assert torch.equal(
-            *(each.detach().contiguous().view(-1).view(torch.uint8) for each in (ours, theirs))
-        ), path
-    elif isinstance(theirs, dict):
-        assert list(ours) == list(theirs), path
-        for key in theirs:
-            same(ours[key], theirs[key], f"{path}.{key}")
-    elif isinstance(theirs, (list, tuple)):
-        assert len(ours) == len(theirs), path
-        for n, (mine, yours) in enumerate(zip(ours, theirs, strict=True)):
-            same(mine, yours, f"{path}.{n}")
-    else:
-        assert ours == theirs, path
-
-
 @pytest.mark.parametrize("name", FILES)
 def test_whole_tree(corpus: Any, name: str) -> None:
     path = corpus / name
     theirs = torch.load(path, map_location="cpu", weights_only=True)
-    same(ckptkit.load(path, map_location="cpu", whole=True), theirs)
+    same(theirs, ckptkit.load(path, map_location="cpu", whole=True))

@@ -239,7 +239,7 @@ def test_meta_models_by_assign(make: Make, tmp_path: Path) -> None:
         ours, theirs = make(), make()
     with pytest.raises(ModelError) as caught:
         ckptkit.load_into(ours, tmp_path / "a.pth")
-    assert "assign=True" in str(caught.value.hint)
+    assert "assign=True" in str(caught.value.hint) and "to_empty" in str(caught.value.hint)
     assert ckptkit.load_into(ours, tmp_path / "a.pth", assign=True).complete
     theirs.load_state_dict(torch.load(tmp_path / "a.pth"), assign=True)
     same(ours.state_dict(), theirs.state_dict())

@@ -13,7 +13,6 @@ from torch import nn
 
 import ckptkit
 from ckptkit.analysis.matching import prefixes
-from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import AmbiguousError, ModelError, UsageError
 from ckptkit.loading import model as loading
 
@@ -157,15 +156,6 @@ def test_in_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert equal(model, filled(deepcopy(model)))
 
 
-def test_views_of_one_buffer(tmp_path: Path) -> None:
-    buffer = torch.arange(100.0)
-    source = {"weight": buffer[10:14].view(2, 2).t(), "bias": buffer[50:54:2]}
-    model = nn.Linear(2, 2)
-    ckptkit.load_into(model, saved(source, tmp_path))
-    assert torch.equal(model.weight, source["weight"])
-    assert torch.equal(model.bias, source["bias"])
-
-
 def test_of_tied_weights_one_name_is_enough(tmp_path: Path) -> None:
     """As transformers leaves them; equal bytes elsewhere are no tie, and neither is a part of the
     same memory."""
@@ -207,22 +197,6 @@ def test_a_checkpoint_as_source_and_a_key(tmp_path: Path) -> None:
     assert equal(model, filled(Net()))
 
 
-def test_a_model_on_meta() -> None:
-    with torch.device("meta"):
-        model = Net()
-    with pytest.raises(ModelError) as caught:
-        ckptkit.load_into(model, Checkpoint({}))
-    assert caught.value.hint is not None
-    assert "to_empty" in caught.value.hint
-
-
-def test_lazy_modules_take_the_shape_of_the_file(tmp_path: Path) -> None:
-    source = nn.Linear(3, 2)
-    model = nn.LazyLinear(2)
-    assert ckptkit.load_into(model, saved(source.state_dict(), tmp_path)).complete
-    assert torch.equal(model.weight, source.weight)
-
-
 def test_old_batch_norm_has_no_counter(tmp_path: Path) -> None:
     """Files from before version 2 of batch norm: torch makes the counter up, and so does this."""
     source = filled(Net()).state_dict()
@@ -232,17 +206,6 @@ def test_old_batch_norm_has_no_counter(tmp_path: Path) -> None:
     source._metadata["body.1"]["version"] = 1
     assert ckptkit.load_into(Net(), saved(source, tmp_path)).complete
     assert ckptkit.load_into(Net(), saved(dict(source), tmp_path)).complete
-
-
-def test_scalars_of_old_torch(tmp_path: Path) -> None:
-    class Scaled(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = nn.Parameter(torch.zeros(()))
-
-    model = Scaled()
-    assert ckptkit.load_into(model, saved({"scale": torch.ones(1)}, tmp_path)).complete
-    assert model.scale.item() == 1
 
 
 def test_extra_state(tmp_path: Path) -> None:
@@ -400,18 +363,6 @@ class Moved(nn.Linear):
         if prefix + "kernel" in state:
             state[prefix + "weight"] = state.pop(prefix + "kernel")
         super()._load_from_state_dict(state, prefix, *args, **more)
-
-
-@pytest.mark.parametrize("strict", [True, False])
-def test_what_the_hooks_of_a_module_take_is_theirs(tmp_path: Path, strict: bool) -> None:
-    source = {"0.kernel": torch.ones(2, 2), "0.bias": torch.ones(2), "1.weight": torch.ones(1, 2)}
-    model = nn.Sequential(Moved(2, 2), nn.Linear(2, 1, bias=False))
-    said = model.load_state_dict(source, strict=False)
-    assert (said.missing_keys, said.unexpected_keys) == ([], [])
-    model = nn.Sequential(Moved(2, 2), nn.Linear(2, 1, bias=False))
-    report = ckptkit.load_into(model, saved(source, tmp_path), strict=strict)
-    assert report.complete and {*report.loaded} == {*model.state_dict()}
-    assert torch.equal(model[0].weight, source["0.kernel"])
 
 
 def test_what_no_hook_takes_is_not_copied(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -14,8 +15,11 @@ from torch import Tensor
 from ckptkit.trainer import parallel
 from ckptkit.trainer.config import Config
 from ckptkit.trainer.run import Run, prepare
+from tests.conftest import ROOT
 
 Prepare = Callable[..., Run]
+TEXT = (ROOT / "ckptkit/help/trainer.md").read_text(encoding="utf-8")
+ROWS = dict(re.findall(r"^\| (S\d\d) \| .* \| `(.*)` \|$", TEXT, re.MULTILINE))  # of its table
 
 
 @pytest.fixture(autouse=True)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,9 +12,10 @@ from click.testing import CliRunner
 from ckptkit.cli import main
 from ckptkit.trainer import loop
 from ckptkit.trainer.command import command
+from ckptkit.trainer.command import main as main_of_module
 from ckptkit.trainer.config import Config
 
-from ..conftest import ENVIRONMENT, Done, Run, in_process
+from ..conftest import Done, Run, in_process
 from .conftest import same
 
 run = in_process
@@ -44,17 +43,24 @@ def test_train_and_evaluate(run: Run, tmp_path: Path) -> None:
     )
 
 
-def as_module(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    words = [sys.executable, "-m", "ckptkit.trainer", *arguments]
-    return subprocess.run(
-        words, cwd=folder, env=ENVIRONMENT, capture_output=True, encoding="utf-8", timeout=60
-    )
-
-
-def test_the_module_is_the_command(tmp_path: Path) -> None:
-    done = as_module(tmp_path, "run.pth", *SMALL, "--devices", "cuda:77")
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: there is no device cuda:77 here\nhint: --devices cpu")
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["run.pth", *SMALL, "--devices", "cuda:77"],
+         "error: there is no device cuda:77 here\nhint: --devices cpu"),
+        (["--epochs", "none"],
+         "error: Invalid value for '--epochs': 'none' is not a valid integer range.\n"
+         "hint: see `python -m ckptkit.trainer --help`"),
+    ],
+)  # fmt: skip
+def test_the_module_is_the_command(
+    words: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["python -m ckptkit.trainer", *words])
+    with pytest.raises(SystemExit) as ended:
+        main_of_module()
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.startswith(said)
 
 
 def invoked(*arguments: object) -> Done:
@@ -208,11 +214,3 @@ def test_there_must_be_something_to_do() -> None:
 def test_every_field_of_the_config_is_an_option() -> None:
     names = {each.name for each in command.params}
     assert set(Config.__dataclass_fields__) <= names
-
-
-def test_the_module_prints_usage_errors_as_the_command_does(tmp_path: Path) -> None:
-    done = as_module(tmp_path, "--epochs", "none")
-    assert done.returncode == 2
-    first, hint = done.stderr.splitlines()
-    assert first.startswith("error: Invalid value for '--epochs'")
-    assert hint == "hint: see `python -m ckptkit.trainer --help`"

@@ -41,6 +41,7 @@ def test_a_check_passes_on_the_cpu(name: str, tmp_path: Path) -> None:
     assert (result.status, result.why) == ("passed", "")
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize("name", PROCESSES)
 def test_a_check_of_several_processes_passes_on_the_cpu(name: str, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from ckptkit.trainer import log, loop, parallel
 from ckptkit.trainer.config import PREFIXED, Config, RunFiles, SavingError
 
 from ..conftest import ENVIRONMENT
-from .conftest import CPU, HALVES, Prepare, gradients, same
+from .conftest import CPU, HALVES, ROWS, Prepare, gradients, same
 
 
 @pytest.mark.parametrize("kind", PREFIXED)
@@ -201,17 +202,9 @@ def test_shards_that_cannot_be_written_are_an_error(
     assert not list(tmp_path.iterdir())
 
 
-def torchrun(folder: Path, out: str, *options: str) -> str:
-    """Two processes train together; what they print."""
-    start = [
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        "-m",
-        "ckptkit.trainer",
-    ]
+def torchrun(folder: Path, out: str, kind: str, *options: str) -> str:
+    """Two processes train together, by the command of the manual; what they print."""
+    _, *words = shlex.split(ROWS["S25"].replace("run.pth", out).replace("ddp", kind))
     small = [
         "--data",
         "random",
@@ -224,17 +217,18 @@ def torchrun(folder: Path, out: str, *options: str) -> str:
         "--epochs",
         "2",
     ]
-    command = [sys.executable, *start, out, *small, *options]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *words]
     done = subprocess.run(
-        command, cwd=folder, env=ENVIRONMENT, capture_output=True, encoding="utf-8", timeout=120
-    )
+        [*command, *small, *options], cwd=folder, env=ENVIRONMENT, capture_output=True,
+        encoding="utf-8", timeout=120,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
 @pytest.mark.processes
 def test_S25_two_processes_of_ddp_give_what_one_gives(tmp_path: Path) -> None:
-    said = torchrun(tmp_path, "two.pth", "--parallel", "ddp", "--keep-module-prefix")
+    said = torchrun(tmp_path, "two.pth", "ddp", "--keep-module-prefix")
     assert said.count("wrote two.pth") == 1
     assert sorted(os.listdir(tmp_path)) == ["two.pth"]
     config = Config(data="random", width=0.5, devices=("cpu",), batch_size=40, epochs=2)
@@ -248,7 +242,7 @@ def test_S25_two_processes_of_ddp_give_what_one_gives(tmp_path: Path) -> None:
 def test_S25_two_processes_of_fsdp_leave_a_folder_of_shards(tmp_path: Path) -> None:
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-    said = torchrun(tmp_path, "shards", "--parallel", "fsdp", "--save-form", "full")
+    said = torchrun(tmp_path, "shards", "fsdp", "--save-form", "full")
     assert said.count("wrote shards") == 1
     assert {path.name for path in (tmp_path / "shards").iterdir()} == {
         ".metadata",

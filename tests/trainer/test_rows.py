@@ -6,8 +6,6 @@ from __future__ import annotations
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -21,10 +19,9 @@ from ckptkit.trainer.config import Config
 from ckptkit.trainer.gpu import ARTICLE
 from ckptkit.trainer.models import Cnn
 from ckptkit.trainer.models.recomputing import LAYERS, UNITS
-from tests.conftest import ENVIRONMENT, ROOT
+from tests.conftest import ROOT
+from tests.trainer.conftest import ROWS, TEXT
 
-TEXT = (ROOT / "ckptkit/help/trainer.md").read_text(encoding="utf-8")
-ROWS = dict(re.findall(r"^\| (S\d\d) \| .* \| `(.*)` \|$", TEXT, re.MULTILINE))
 SMALL = ("--data", "random", "--width", "0.25", "--epochs", "1", "--force")
 NET = """
 from torch.nn import DataParallel
@@ -151,22 +148,6 @@ def test_the_functions_run(folder: Path) -> None:
     loaded = eval(ROWS["S12"], names)  # noqa: S307  # a line of our manual
     assert set(loaded) == {f"module.{name}" for name in model.state_dict()}
     assert eval(ROWS["S14"], names).complete  # noqa: S307
-
-
-@pytest.mark.processes
-@pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_S25_the_command_of_several_processes_runs(folder: Path, kind: str) -> None:
-    words = shlex.split(ROWS["S25"].replace("run.pth", "several").replace("ddp", kind))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", *words[1:]]
-    done = subprocess.run(
-        [*command, *SMALL, "--devices", "cpu"],
-        env=ENVIRONMENT,
-        capture_output=True,
-        encoding="utf-8",
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "wrote several" in done.stdout
 
 
 def test_every_row_is_run() -> None:
