@@ -126,15 +126,14 @@ def _check_arguments(make: Callable[..., object], name: str, args: Mapping[str, 
 
 
 def _signature(make: Callable[..., object]) -> str:
-    try:
-        known = f"; it takes {inspect.signature(make)}"
-    except (TypeError, ValueError):
-        known = ""
     asked = typed(
         "give its arguments, as in --arg width=64 or --arg name='\"resnet18\"'",
         "give a model made with its arguments",
     )
-    return f"{asked}{known}"
+    try:
+        return f"{asked}; it takes {inspect.signature(make)}"
+    except (TypeError, ValueError):
+        return asked
 
 
 def model_shapes(module: nn.Module) -> dict[str, tuple[str, tuple[int, ...]]]:

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from itertools import groupby, pairwise
+from typing import TYPE_CHECKING, Any
 
 from ckptkit import quantized
 from ckptkit.analysis import diff as reports
@@ -26,7 +26,7 @@ from ckptkit.core.checkpoint import Checkpoint, Source
 from ckptkit.core.dtypes import DType
 from ckptkit.core.errors import CkptkitError, ModelError, UsageError
 from ckptkit.core.tensor import Shape, Storage, Tensor, contiguous_stride
-from ckptkit.core.text import plural, shell_word, some
+from ckptkit.core.text import plural, shell_word, some, without
 from ckptkit.core.tree import Node, collector_paused
 from ckptkit.core.weights import as_tensor
 from ckptkit.edits import groups, keys
@@ -234,7 +234,13 @@ def load_into(
     weights where the model has numbers.
     """
     arguments.flags(strict=strict, assign=assign)
-    _check_model(model, assign)
+    arguments.module("model", model)
+    if not assign and any(value.is_meta for value in (*model.parameters(), *model.buffers())):
+        raise ModelError(
+            "the model is on the meta device",
+            hint="assign=True puts the tensors of the file into it; "
+            "model.to_empty(device='cpu') gives it memory",
+        )
     ck = open_checkpoint(source, key=key)
     own: dict[str, Any] = model.state_dict()
     _refuse_codes(ck, own, model)
@@ -267,16 +273,6 @@ def load_into(
     return report
 
 
-def _check_model(model: nn.Module, assign: bool) -> None:
-    arguments.module("model", model)
-    if not assign and any(value.is_meta for value in (*model.parameters(), *model.buffers())):
-        raise ModelError(
-            "the model is on the meta device",
-            hint="assign=True puts the tensors of the file into it; "
-            "model.to_empty(device='cpu') gives it memory",
-        )
-
-
 def _refuse_codes(ck: Checkpoint, own: Mapping[str, Any], model: nn.Module) -> None:
     """Raise ModelError for codes and scales where the model has numbers."""
     foreign = quantized.find(ck).foreign_to(own)
@@ -291,19 +287,14 @@ def _refuse_codes(ck: Checkpoint, own: Mapping[str, Any], model: nn.Module) -> N
     )
 
 
-class _Answer(NamedTuple):
-    """The answer of torch to a state_dict: names that it lacks, and those that no module takes."""
+def _rehearsed(
+    model: nn.Module, nodes: Mapping[str, Node], versions: Any
+) -> tuple[set[str], set[str]] | None:
+    """Return torch's answer to all of `nodes`: names that it lacks, and those that no module takes.
 
-    missing: frozenset[str]
-    unexpected: frozenset[str]
-
-
-def _rehearsed(model: nn.Module, nodes: Mapping[str, Node], versions: Any) -> _Answer | None:
-    """Return torch's answer to all of `nodes`: hooks of modules take names that are not their own.
-
-    Nothing is loaded: a copy of the model on the meta device takes tensors without bytes; where
-    hooks look at values, a copy on the CPU takes the tensors. None where torch refuses them, or
-    the model cannot be copied.
+    Hooks of modules take names that are not their own. Nothing is loaded: a copy of the model on
+    the meta device takes tensors without bytes; where hooks look at values, a copy on the CPU takes
+    the tensors. None where torch refuses them, or the model cannot be copied.
     """
     for device, copied in (("meta", _shell), ("cpu", lambda model: deepcopy(model).cpu())):
         if device == "cpu" and not _has_own_loading(model):
@@ -316,7 +307,7 @@ def _rehearsed(model: nn.Module, nodes: Mapping[str, Node], versions: Any) -> _A
             said = copied(model).load_state_dict(state, strict=False)
         except Exception:  # whatever the code of a model raises; our own count stands then
             continue
-        return _Answer(frozenset(said.missing_keys), frozenset(said.unexpected_keys))
+        return {*said.missing_keys}, {*said.unexpected_keys}
     return None
 
 
@@ -362,18 +353,18 @@ def _as_torch_counts(
         answer = _rehearsed(model, nodes, versions)
         if answer is None:
             continue
-        taken = [name for name in nodes if name not in answer.unexpected]
+        missing, unexpected = answer
         mismatched = report.mismatched if nodes is left else {}
-        gained = [name for name in report.missing if name not in answer.missing]
+        gained = [name for name in report.missing if name not in missing]
         gained += [name for name in report.mismatched if name not in mismatched]
         made = replace(
             report,
             loaded=tuple(dict.fromkeys((*report.loaded, *gained))),
-            missing=tuple(name for name in report.missing if name in answer.missing),
-            unexpected=tuple(old for name, old in unchanged.items() if name in answer.unexpected),
+            missing=tuple(name for name in report.missing if name in missing),
+            unexpected=tuple(old for name, old in unchanged.items() if name in unexpected),
             mismatched=mismatched,
         )
-        return made, set(taken)
+        return made, nodes.keys() - unexpected
     return report, set(report.loaded)
 
 
@@ -409,8 +400,7 @@ def _changed(ck: Checkpoint, way: Way, theirs: Shapes) -> Checkpoint:
     ck = strip_prefix(ck, way.strip) if way.strip else ck
     ck = add_prefix(ck, way.add) if way.add else ck
     found = {name: _shape(as_tensor(node)) for name, node in entries(ck.required)}
-    rest = {name: shape for name, shape in found.items() if name not in theirs}
-    names = certain(rest, {name: shape for name, shape in theirs.items() if name not in found})
+    names = certain(without(found, theirs), without(theirs, found))
     return rename(ck, names) if names else ck
 
 
@@ -432,11 +422,8 @@ def _report(
     versions: Mapping[str, Any],
     way: Way,
 ) -> LoadReport:
-    shapes = {
-        name: (_shape(as_tensor(node)), theirs[name])
-        for name, node in found.items()
-        if name in theirs
-    }
+    both = [(name, node) for name, node in found.items() if name in theirs]
+    shapes = {name: (_shape(as_tensor(node)), theirs[name]) for name, node in both}
     mismatched = {name: pair for name, pair in shapes.items() if not fits(*pair)}
     return LoadReport(
         loaded=tuple(name for name in shapes if name not in mismatched),
@@ -498,7 +485,7 @@ def _copy(model: nn.Module, nodes: Mapping[str, Node], versions: Any) -> None:
     if not _has_own_loading(model):
         with _refusing(model):
             filled = fill(model, nodes)
-        groups = _groups({name: node for name, node in nodes.items() if name not in filled})
+        groups = _groups(without(nodes, filled))
     for group in groups:
         values = PythonValues(TorchTensors("cpu"))
         part: Any = OrderedDict((name, values(_alone(nodes[name]))) for name in group)
@@ -543,15 +530,15 @@ def _groups(nodes: Mapping[str, Node]) -> Iterator[list[str]]:
     Those of one module stay together: it may need them all.
     """
     group: list[str] = []
-    size, module = 0, ""
-    for name, node in nodes.items():
-        if size >= GROUP and name.rpartition(".")[0] != module:
+    size = 0
+    for _, names in groupby(nodes, key=lambda name: name.rpartition(".")[0]):
+        if size >= GROUP:
             yield group
             group, size = [], 0
-        tensor = as_tensor(node)
-        size += tensor.nbytes if tensor is not None else 0
-        module = name.rpartition(".")[0]
-        group.append(name)
+        for name in names:
+            tensor = as_tensor(nodes[name])
+            size += tensor.nbytes if tensor is not None else 0
+            group.append(name)
     if group:
         yield group
 

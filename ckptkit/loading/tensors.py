@@ -75,30 +75,28 @@ class TorchTensors:
 
         `dtype` is that of the tensors on it.
         """
-        if id(storage) not in self._storages:
-            self._keep.append(storage)
-            self._storages[id(storage)] = self._load(storage, dtype.component if dtype else 1)
-        return self._storages[id(storage)]
-
-    def _load(self, storage: Storage, component: int) -> torch.UntypedStorage:
         import torch
 
-        where = self._map_location
-        if not callable(where):
-            return self._memory(storage, self.device(storage.device), component)
-        memory = self._memory(storage, torch.device("cpu"), component)
-        given = where(memory, storage.device)
-        if given is None:
-            return _restored(memory, storage.device)
-        return given._untyped_storage if isinstance(given, torch.storage.TypedStorage) else given
-
-    def _memory(
-        self, storage: Storage, device: torch.device, component: int
-    ) -> torch.UntypedStorage:
-        mapped = None
+        if id(storage) in self._storages:
+            return self._storages[id(storage)]
+        self._keep.append(storage)
+        where, component = self._map_location, dtype.component if dtype else 1
+        device = torch.device("cpu") if callable(where) else self.device(storage.device)
+        memory = None
         if self._files is not None and device.type == "cpu":
-            mapped = self._files.torch_storage(storage, component)
-        return to_torch_storage(storage, device, component) if mapped is None else mapped
+            memory = self._files.torch_storage(storage, component)
+        if memory is None:
+            memory = to_torch_storage(storage, device, component)
+        if callable(where):
+            given = where(memory, storage.device)
+            if given is None:
+                memory = _restored(memory, storage.device)
+            elif isinstance(given, torch.storage.TypedStorage):
+                memory = given._untyped_storage
+            else:
+                memory = given
+        self._storages[id(storage)] = memory
+        return memory
 
     def device(self, tag: str) -> torch.device:
         """Return where torch puts what is tagged `tag`.
@@ -116,7 +114,10 @@ class TorchTensors:
         elif where is not None:
             location = str(where)
         if location not in self._devices:
-            self._devices[location] = _restored(_empty(), location).device
+            import torch
+
+            empty = torch.UntypedStorage(0)  # type: ignore[no-untyped-call]
+            self._devices[location] = _restored(empty, location).device
         return self._devices[location]
 
     def tensor(self, node: Tensor | Object) -> torch.Tensor:
@@ -125,12 +126,12 @@ class TorchTensors:
         Classes of tensors are not restored, `attributes` are the caller's. Raises
         UnsupportedError for what only its own class can make.
         """
-        if id(node) not in self._tensors:
+        made = self._tensors.get(id(node))
+        if made is None:
             self._keep.append(node)
-            self._tensors[id(node)] = (
-                self._strided(node) if isinstance(node, Tensor) else self._called(node)
-            )
-        return self._tensors[id(node)]
+            made = self._strided(node) if isinstance(node, Tensor) else self._called(node)
+            self._tensors[id(node)] = made
+        return made
 
     def _strided(self, tensor: Tensor) -> torch.Tensor:
         import torch
@@ -139,11 +140,9 @@ class TorchTensors:
             return rebuild(tensor, self.storage(tensor.storage, tensor.dtype))
         dtype = torch_dtype(tensor.dtype)
         made = torch.empty_strided(tensor.shape, tensor.stride, dtype=dtype, device="meta")
-        return (
-            _parameter(made, tensor)
-            if tensor.kind == "parameter"
-            else made.requires_grad_(tensor.requires_grad)
-        )
+        if tensor.kind == "parameter":
+            return torch.nn.Parameter(made, tensor.requires_grad)
+        return made.requires_grad_(tensor.requires_grad)
 
     def _called(self, node: Object) -> torch.Tensor:
         name = node.global_.name if node.global_ and node.global_.module in _MODULES else ""
@@ -155,14 +154,7 @@ class TorchTensors:
                 return self._strided(node.tensor)
         except CkptkitError:
             raise
-        except (
-            RuntimeError,
-            ValueError,
-            TypeError,
-            AttributeError,
-            LookupError,
-            OverflowError,
-        ) as error:
+        except _FAILURES as error:
             why = str(error).strip().split("\n")[0]
             raise TensorError(
                 f"the tensor that {node.global_} makes does not hold together: {why}"
@@ -172,12 +164,6 @@ class TorchTensors:
             "class",
             hint="ckptkit.load(..., whole=True) gives the tree with such values left as they are",
         )
-
-
-def _empty() -> torch.UntypedStorage:
-    import torch
-
-    return torch.UntypedStorage(0)  # type: ignore[no-untyped-call]
 
 
 def _restored(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage:
@@ -196,20 +182,17 @@ def _restored(storage: torch.UntypedStorage, location: str) -> torch.UntypedStor
         ) from error
 
 
-def _parameter(made: torch.Tensor, like: Tensor) -> torch.Tensor:
-    import torch
-
-    return torch.nn.Parameter(made, like.requires_grad)
-
-
 # What the calls of torch/_utils.py do, each with the arguments of a node that the reader has
 # checked
 
 
 def _parameter_call(tensors: TorchTensors, node: Object) -> torch.Tensor:
     """(data, requires_grad, hooks[, state])"""
+    import torch
+
     assert node.tensor is not None
-    return _parameter(tensors.tensor(node.args[0]).detach(), node.tensor)
+    data = tensors.tensor(node.args[0]).detach()
+    return torch.nn.Parameter(data, node.tensor.requires_grad)
 
 
 def attributes(node: Node) -> Iterator[tuple[str, Node]]:
@@ -275,31 +258,23 @@ def _quantized(tensors: TorchTensors, node: Object) -> torch.Tensor:
             (0,), scale=scheme[1], zero_point=scheme[2], dtype=dtype, device=memory.device
         )
     else:
-        wide = {"per_channel_affine": (torch.double, torch.long)}.get(
-            scheme[0].name, (torch.float, torch.float)
-        )
+        is_wide = scheme[0].name == "per_channel_affine"
+        wide = (torch.double, torch.long) if is_wide else (torch.float, torch.float)
         scales, zeros = (
-            _numbers(tensors, part, kind) for part, kind in zip(scheme[1:3], wide, strict=True)
+            tensors.tensor(part) if as_tensor(part) is not None else torch.tensor(part, dtype=kind)
+            for part, kind in zip(scheme[1:3], wide, strict=True)
         )
-        if (
-            not 0 <= scheme[3] < len(like.shape)
-            or not len(scales) == len(zeros) == like.shape[scheme[3]]
-        ):
+        axis, rank = scheme[3], len(like.shape)
+        if not 0 <= axis < rank or not len(scales) == len(zeros) == like.shape[axis]:
             raise TensorError(
-                f"quantized per channel of axis {scheme[3]}, which does not fit shape {like.shape}"
+                f"quantized per channel of axis {axis}, which does not fit shape {like.shape}"
             )
         made = torch._empty_per_channel_affine_quantized(
-            like.shape, scales=scales, zero_points=zeros, axis=scheme[3],
+            like.shape, scales=scales, zero_points=zeros, axis=axis,
             dtype=dtype, device=memory.device,
         )  # fmt: skip
     made.set_(memory, like.offset, like.shape, like.stride)
     return made.requires_grad_(like.requires_grad)
-
-
-def _numbers(tensors: TorchTensors, node: Node, dtype: torch.dtype) -> torch.Tensor:
-    import torch
-
-    return tensors.tensor(node) if as_tensor(node) is not None else torch.tensor(node, dtype=dtype)
 
 
 def _nested(tensors: TorchTensors, node: Object) -> torch.Tensor:
@@ -313,10 +288,8 @@ def _nested(tensors: TorchTensors, node: Object) -> torch.Tensor:
         sizes.tolist(), strides.tolist(), offsets.tolist(), strict=True
     ):
         check_geometry(None, whole.dtype, tuple(shape), tuple(stride), offset)
-        if (
-            0 not in shape
-            and offset + sum((n - 1) * s for n, s in zip(shape, stride, strict=True)) >= whole.numel
-        ):
+        last = offset + sum((n - 1) * s for n, s in zip(shape, stride, strict=True))
+        if 0 not in shape and last >= whole.numel:
             raise TensorError(
                 f"a nested tensor of {shape} at {offset} is outside its buffer of {whole.numel:,}"
             )
@@ -324,6 +297,8 @@ def _nested(tensors: TorchTensors, node: Object) -> torch.Tensor:
     return made
 
 
+# What torch raises for parts that do not hold together.
+_FAILURES = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, OverflowError)
 _MODULES = ("torch._utils", "torch._tensor", "torch.tensor")
 _CLASSES = (
     Global("torch", "Tensor"),
@@ -343,23 +318,6 @@ _CALLS: dict[str, Callable[[TorchTensors, Object], torch.Tensor]] = {
     "_rebuild_qtensor": _quantized,
     "_rebuild_nested_tensor": _nested,
 }
-
-
-def typed_storage(tensors: TorchTensors, node: TypedStorage) -> torch.TypedStorage:
-    """A storage as `torch.load` gives it: one of bytes is of uint8."""
-    import torch
-
-    memory = tensors.storage(node.storage, node.dtype)
-    dtype = torch_dtype(node.dtype or UINT8)
-    make: Any = torch.storage.TypedStorage  # without types
-    typed: torch.TypedStorage = make(wrap_storage=memory, dtype=dtype, _internal=True)
-    return typed
-
-
-def dtype_of(node: Global) -> object:
-    """``torch.float16`` for a Global of that name, the Global itself for any other."""
-    known = node.module == "torch" and node.name in BY_NAME
-    return torch_dtype(BY_NAME[node.name]) if known else node
 
 
 def load(
@@ -428,13 +386,9 @@ class PythonValues:
 
     def __call__(self, root: Node) -> Any:
         made = self._value(root)
-        self._finish()
-        return made
-
-    def _finish(self) -> None:
         while self._queue:
-            old, new = self._queue.pop()
-            self._fill(old, new)
+            self._fill(*self._queue.pop())
+        return made
 
     def state_dict(self, weights: Weights) -> dict[str, Any]:
         """Return name -> tensor.
@@ -453,7 +407,7 @@ class PythonValues:
                 found[name] = found[name].detach()
         if isinstance(weights.node, OrderedMapping):
             self._attributes(weights.node, found)
-        self._finish()
+        self(None)  # which fills all that is not filled yet
         return found
 
     def _value(self, node: Node) -> Any:
@@ -465,37 +419,40 @@ class PythonValues:
         if _is_frozen(node):
             return self._frozen(node)
         self._keep.append(node)
-        self._made[id(node)] = made = (
-            self._leaf(node) if isinstance(node, _LEAVES) else self._shell(node)
-        )
+        self._made[id(node)] = made = self._new(node)
+        if isinstance(made, (dict, list, set, Pairs, Object)) and made is not node:
+            self._queue.append((node, made))
         return made
 
-    def _leaf(self, node: Node) -> Any:
+    def _new(self, node: Node) -> Any:
+        """Return the value of a node; a container, or an Object of what it holds, still empty."""
+        kind = type(node)
+        if kind in _SHELLS:
+            return _SHELLS[kind]()
+        if isinstance(node, Object):
+            if node.tensor is not None and node.tensor.layout != "subclass":
+                return self._tensor(node, node.tensor)
+            if node.value is not None:
+                return node.value
+            made = _plain_object(node)
+            return Object(None, new=node.new) if made is None else made
         if isinstance(node, Tensor):
             return self._tensor(node, node)
         if isinstance(node, TypedStorage):
-            return typed_storage(self.tensors, node)
+            # As `torch.load` gives it: one of bytes is of uint8.
+            import torch
+
+            make: Any = torch.storage.TypedStorage  # without types
+            memory = self.tensors.storage(node.storage, node.dtype)
+            dtype = torch_dtype(node.dtype or UINT8)
+            return make(wrap_storage=memory, dtype=dtype, _internal=True)
         if isinstance(node, Global):
-            return dtype_of(node)
+            is_dtype = node.module == "torch" and node.name in BY_NAME
+            return torch_dtype(BY_NAME[node.name]) if is_dtype else node
         if isinstance(node, StoredBytes):
             data = b"".join(stream(node.extent))
             return bytearray(data) if node.kind == "bytearray" else data
         return node.data if isinstance(node, ByteString) else node
-
-    def _shell(self, node: Node) -> Any:
-        made = self._object(node) if isinstance(node, Object) else _SHELLS[type(node)]()
-        if isinstance(made, (dict, list, set, Pairs, Object)):
-            self._queue.append((node, made))
-        return made
-
-    def _object(self, node: Object) -> Any:
-        """Return the tensor or plain value of an Object, else an Object of what it holds."""
-        if node.tensor is not None and node.tensor.layout != "subclass":
-            return self._tensor(node, node.tensor)
-        if node.value is not None:
-            return node.value
-        made = _plain_object(node)
-        return Object(None, new=node.new) if made is None else made
 
     def _tensor(self, node: Tensor | Object, like: Tensor) -> Any:
         if like.kind == "ndarray":  # numpy has one device: map_location is for tensors
@@ -533,7 +490,12 @@ class PythonValues:
             self._fill_object(old, new)
         elif isinstance(new, dict):
             for key, value in _items(old):
-                self._put(new, key, self._value(value))
+                # A key that equals another or cannot be hashed stays the node that it is.
+                item, made = self._value(value), self._value(key)
+                try:
+                    new[key if made in new else made] = item
+                except TypeError:
+                    new[key] = item
             if isinstance(old, OrderedMapping):
                 self._attributes(old, new)
         elif isinstance(new, list):
@@ -542,14 +504,6 @@ class PythonValues:
             new.update(_hashable(map(self._value, old.items)))
         else:
             new.pairs.extend((self._value(key), self._value(value)) for key, value in old.pairs)
-
-    def _put(self, new: dict[Any, Any], key: Node, value: Any) -> None:
-        """Set an item; a key that equals another or cannot be hashed stays the node that it is."""
-        made = self._value(key)
-        try:
-            new[key if made in new else made] = value
-        except TypeError:
-            new[key] = value
 
     def _attributes(self, old: OrderedMapping, new: Any) -> None:
         """Set ``_metadata``, the one attribute that torch sets; others are not restored."""
@@ -570,7 +524,6 @@ class PythonValues:
 
 
 _PLAIN = frozenset({str, int, float, bool, complex, bytes, type(None)})
-_LEAVES = (Tensor, TypedStorage, Global, StoredBytes, ByteString, bytearray)
 _SHELLS: dict[type, Callable[[], Any]] = {
     dict: dict, list: list, OrderedMapping: collections.OrderedDict, SetNode: set,
     Pairs: lambda: Pairs([]),
