@@ -348,15 +348,18 @@ class Solved:
         words = self.rule.words
         outer = {**self.loops, **scattered}
         shape = tuple(self._extent(axes, outer) for axes in self.right)
+        # Axes of both shapes with which others differ: each of their values is a copy of its own.
+        named = {*words.loops, *words.gathered, *words.scattered}
+        uneven = tuple(word for word in self.rule.rule.left.axes if word in self.rule.bases - named)
         copies = []
         for gathered in self._all(words.gathered):
-            indices = {**outer, **gathered}
             source = ZEROS
             if not self._is_absent(gathered, words.left_kinds):
                 source = self.sources[tuple(gathered.values())]
-            copy = self._copy(indices, source, shape)
-            if copy.elements:
-                copies.append(copy)
+            for inner in self._all(uneven):
+                copy = self._copy({**outer, **gathered, **inner}, source, shape)
+                if copy.elements:
+                    copies.append(copy)
         assert sum(copy.elements for copy in copies) == prod(shape)
         return Made(scattered, shape, tuple(copies))
 

@@ -34,15 +34,17 @@ from ckptkit.formats.distributed.joining import Copies, Joiner
 from ckptkit.formats.distributed.partitions import PartitionRow, Slot
 from ckptkit.formats.distributed.reading import Fields, is_flat, reader_of
 from ckptkit.formats.distributed.table import (
+    COLUMNS,
+    MEAN,
+    ROWS,
+    SAME,
     TP,
-    Cut,
-    Mean,
     ParallelLayout,
     RankFile,
-    Same,
     check_grid,
+    cut,
     merge,
-    rule,
+    rows,
 )
 from ckptkit.formats.format import Probe
 
@@ -53,15 +55,13 @@ METADATA, PARAMETERS = "shard_metadata", "param_metadata"
 SHARD = "shard"
 _OLD_NAMES = ("flat_param_0", "flat_param")  # of the flat parameter of a module, until 0.4.0
 _FLAT = re.compile(r"(?:.*\.)?_?flat_param(?:_[0-9]+)?")
-TABLE = ParallelLayout(
-    rules=(
-        rule(r".*\.version|.*_float_tensor|.*embed_positions\..*", Same()),
-        rule(r".*(embed_tokens|ffn_layernorm|fc1|[kqv]_proj)\.(weight|bias)", Cut(0)),
-        rule(r".*(fc2|out_proj)\.weight", Cut(1)),
-        rule(r".*\.qkv_proj\.(weight|bias)|.*\.qkv\.(weight|bias)", Cut(0, 3)),
-        rule(r".*(fc2|out_proj)\.bias|.*layer_?norm.*\.(weight|bias)", Mean()),
-    )
-)  # fmt: skip
+TABLE = ParallelLayout(rows(
+    (r".*\.version|.*_float_tensor|.*embed_positions\..*", SAME),
+    (r".*(embed_tokens|ffn_layernorm|fc1|[kqv]_proj)\.(weight|bias)", ROWS),
+    (r".*(fc2|out_proj)\.weight", COLUMNS),
+    (r".*\.(qkv_proj|qkv)\.(weight|bias)", cut(0, 3)),
+    (r".*(fc2|out_proj)\.bias|.*layer_?norm.*\.(weight|bias)", MEAN),
+))  # fmt: skip
 
 
 def matches(probe: Probe) -> bool:

@@ -5,11 +5,12 @@ compared.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from math import prod
 from typing import NamedTuple
 
-from ckptkit.compute.arranged import joined
+from ckptkit.compute.arranged import Arranged, contiguous
 from ckptkit.compute.compare import compare
-from ckptkit.compute.strided import check_cover
+from ckptkit.compute.strided import StridedCopy, check_cover, normal, of_box
 from ckptkit.core.dtypes import DType
 from ckptkit.core.errors import CkptkitError, CorruptError, UnsupportedError
 from ckptkit.core.limits import check
@@ -20,8 +21,8 @@ from ckptkit.core.text import size, some, typed, typed_value
 from ckptkit.core.tree import Node, OrderedMapping, Path, join, key_text, type_name
 from ckptkit.core.weights import as_tensor
 
-# Copies of one tensor in the files of several processes: equal, or the files are not of one
-# save.
+# Copies of one tensor in the files of several processes must be equal: else the files are of
+# different saves.
 
 
 COMPARE, CHECK, FIRST = "compare", "check", "first"  # what is done about copies
@@ -133,8 +134,7 @@ def _how(copy: Replica) -> str:
     return f"{found.count:,} of {copy.first.numel:,} elements differ"
 
 
-# Tensors put together from boxes that several files hold: covered exactly once, copies
-# compared.
+# Whole tensors of boxes that several files hold.
 
 
 class Held(NamedTuple):
@@ -168,17 +168,38 @@ class Joiner:
         except CkptkitError as error:
             error.message = f"{name[:SHOWN]!r}: {error.message}"
             raise
-        return self._whole(name, dtype, shape, [boxes[place].box for place in sorted(boxes)])
+        held_boxes = [boxes[place].box for place in sorted(boxes)]
+        copies = tuple(
+            of_box(shape, box.offsets, box.sizes, contiguous_stride(box.sizes), source=number)
+            for number, box in enumerate(held_boxes)
+        )
+        return self.arranged(name, dtype, shape, [box.tensor for box in held_boxes], copies)
 
-    def _whole(self, name: str, dtype: DType, shape: Shape, boxes: Sequence[Box]) -> Tensor:
-        if len(boxes) == 1:
-            return self.plain(boxes[0].tensor)
+    def arranged(
+        self,
+        name: str,
+        dtype: DType,
+        shape: Shape,
+        tensors: Sequence[Tensor],
+        copies: tuple[StridedCopy, ...],
+    ) -> Tensor:
+        """The tensor that copies of others make; one of them, where that is all of it."""
+        if len(copies) == 1:
+            (copy,) = copies
+            tensor = tensors[copy.source]
+            dims = normal(copy.dims)
+            if tensor.shape == shape and len(dims) < 2 and all(dim[1:] == (1, 1) for dim in dims):
+                return self.plain(tensor)
         if dtype.kind == "quantized" or dtype.bits % 8:
             raise UnsupportedError(f"{name[:SHOWN]!r}: parts of {dtype} are not put together")
-        key = dtype.name, shape, tuple(map(_place, boxes))
+        sources = tuple(
+            (id(each.storage), each.offset, each.shape, each.stride) for each in tensors
+        )
+        key = dtype.name, shape, copies, sources
         if key not in self._made:
-            parts = [(box.offsets, box.tensor) for box in boxes]
-            self._made[key] = Storage(joined(dtype, shape, parts))
+            records = tuple(map(contiguous, tensors))
+            nbytes = dtype.nbytes(prod(shape))
+            self._made[key] = Storage(Arranged(records, copies, dtype.itemsize, nbytes))
         return Tensor(self._made[key], dtype, shape, contiguous_stride(shape))
 
     def plain(self, tensor: Tensor) -> Tensor:
@@ -207,12 +228,6 @@ class Joiner:
                 )
             self.copies.add(Replica(name, first, other, (file, place)))
         return self.plain(first)
-
-
-def _place(box: Box) -> tuple[object, ...]:
-    """Equal for boxes that are the same elements of the same files."""
-    tensor = box.tensor
-    return box.offsets, box.sizes, id(tensor.storage), tensor.offset, tensor.stride
 
 
 # One tree of the trees that ranks saved: pieces joined, what all hold alike kept once, anything

@@ -2,7 +2,8 @@
 
 Which dimension of the embedding is cut changed with version 3: the one that is not ``dim`` wide
 was. Version 4 has fused projections, experts in one tensor, and an encoder of images. The number of
-parts is the number of files: ``wq`` has ``dim`` rows in all.
+parts is the number of files: ``wq`` has ``dim`` rows in all. :func:`layout` cuts a model under
+Meta's names into such parts again.
 
 Sources: fairscale's parallel layers in Meta's code; for version 4 transformers'
 convert_llama4_weights_to_hf.py and torchtitan's convert_meta_to_dcp.py, which join such parts.
@@ -11,7 +12,7 @@ convert_llama4_weights_to_hf.py and torchtitan's convert_meta_to_dcp.py, which j
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from ckptkit.core.bytesource import Folder
@@ -25,39 +26,59 @@ from ckptkit.formats import strict_json
 from ckptkit.formats.distributed.joining import Copies, Joiner
 from ckptkit.formats.distributed.reading import reader_of
 from ckptkit.formats.distributed.table import (
+    COLUMNS,
+    ROWS,
+    SAME,
     TP,
-    Cut,
-    Drop,
-    LayoutRow,
     ParallelLayout,
     RankFile,
-    Same,
     check_grid,
     cut,
+    cut_all,
+    cut_in_ratio,
     file,
     merge,
     ranks_of,
-    rule,
+    rows,
 )
 from ckptkit.formats.format import Probe
 from ckptkit.formats.table import LLAMA_PARTS
-
-# The parts of a Llama release of Meta: ``consolidated.<NN>.pth`` and ``params.json``.
-#
-# Which dimension of the embedding is cut changed with version 3: the one that is not ``dim`` wide
-# was. Version 4 has fused projections, experts in one tensor, and an encoder of images. The
-# number of
-# parts is the number of files: ``wq`` has ``dim`` rows in all.
-#
-# Sources: fairscale's parallel layers in Meta's code; for version 4 transformers'
-# convert_llama4_weights_to_hf.py and torchtitan's convert_meta_to_dcp.py, which join such parts.
-
 
 NAME = re.compile(r"consolidated\.([0-9]{2})\.pth")
 PARAMS = "params.json"
 EMBEDDING = "llama.embedding_cut"  # in the metadata: the dimension along which the parts had cut it
 _BYTES = 1 << 20  # of params.json
-_COUNTS = "counts of one process"
+_VISION, _ENCODER = r"vision_embeddings\.", r"vision_embeddings\.vision_encoder\."
+
+
+def table(params: Mapping[str, Any], *, by_rows: bool) -> ParallelLayout:
+    """The rows of all versions; the embedding is cut `by_rows` from version 3 on."""
+    heads, groups = integer(params, "n_heads"), integer(params, "n_kv_heads")
+    inner = params.get("moe_args")
+    experts = integer(inner if isinstance(inner, dict) else params, "num_experts") or 1
+    fused = cut_in_ratio(heads, groups, groups) if heads and groups else cut(0, 3)
+    return ParallelLayout(rows(
+        (r".*_extra_state", "drop: state of one process"),
+        (r".*norm\.weight|.*layer_norm_(weight|bias)|norm\.weight|rope\.freqs", SAME),
+        (r".*\.(router_DE|global_gate_stats_3E)", SAME),
+        (r".*\.(running_gate_stats_3E|expert_activation_DE)", "drop: counts of one process"),
+        (r"tok_embeddings\.weight", ROWS if by_rows else COLUMNS),
+        (r"output\.weight|layers\.[0-9]+\.attention\.w[qkv]\.weight", ROWS),
+        (r"layers\.[0-9]+\.attention\.wqkv\.weight", fused),
+        (r"layers\.[0-9]+\.attention\.wo\.weight", COLUMNS),
+        (r"layers\.[0-9]+\.feed_forward\.w[13]\.weight", ROWS),
+        (r"layers\.[0-9]+\.feed_forward\.w2\.weight", COLUMNS),
+        (r".*\.mlp\.fc1_weight", cut(0, 2)),
+        (r".*\.mlp\.fc2_weight|.*\.experts\.moe_w_(in|swiglu)_eD_F", COLUMNS),
+        (r".*\.experts\.moe_w_out_eF_D", cut(0, experts)),
+        (r".*\.w_(in_shared|swiglu)_FD\.weight", ROWS),
+        (r".*\.w_out_shared_DF\.weight", COLUMNS),
+        (rf"{_ENCODER}(class_embedding|positional_embedding_vlm)", SAME),
+        (rf"{_ENCODER}(.*\.)?ln_(1|2|pre|post)\.(weight|bias)", SAME),
+        (rf"{_VISION}.*\.(wo|c_proj)\.bias", SAME),
+        (rf"{_VISION}.*\.(wo|c_proj)\.weight", COLUMNS),
+        (rf"{_VISION}.*\.(w[qkv]|c_fc|_linear)\.(weight|bias)|vision_projection\.weight", ROWS),
+    ))  # fmt: skip
 
 
 def matches(probe: Probe) -> bool:
@@ -73,21 +94,24 @@ def read(probe: Probe, format: str) -> Checkpoint:
     params = read_params(text)
     joiner = Joiner(Copies(probe.options.copies))
     parts = []
-    for name in sorted(filter(NAME.fullmatch, probe.names)):
+    for name in sorted(probe.names):
+        if not (found := NAME.fullmatch(name)):
+            continue
         root = reader.read(name).root
         if not isinstance(root, dict):
             raise FormatError("holds no dict", where=name)
-        found = NAME.fullmatch(name)
-        assert found is not None
         parts.append(RankFile(name, {TP: int(found[1])}, root))
-    count = _count(parts, params)
+    first = parts[0].entries
+    dim = _width(first, params)
+    count = max(1 + max(part.at[TP] for part in parts), _count_of(first, dim))
     check_grid(parts, {TP: count}, {TP: "consolidated"})
-    rules = table(params, by_rows=is_by_rows(parts[0].entries, params))
-    merged = merge(parts, {TP: count}, rules, joiner)
+    embedding = as_tensor(first.get("tok_embeddings.weight"))
+    # A part has rows of the embedding, not columns, where it is as wide as the model.
+    by_rows = embedding is None or dim is None or embedding.shape[-1] == dim
+    merged = merge(parts, {TP: count}, table(params, by_rows=by_rows), joiner)
     _check_totals(merged.tensors, params)
     kept = {PARAMS: text.decode()} if text else {}
-    cut = rules.verb("tok_embeddings.weight")
-    kept |= {EMBEDDING: str(cut.dim)} if text and isinstance(cut, Cut) and count > 1 else {}
+    kept |= {EMBEDDING: "0" if by_rows else "1"} if text and count > 1 else {}
     return Checkpoint(
         merged.tensors, format, folder, extras=kept, globals=tuple(reader.globals),
         warnings=(*merged.warnings, *joiner.copies.warnings(), *reader.warnings),
@@ -120,7 +144,7 @@ def integer(params: Mapping[str, Any], key: str) -> int | None:
     return found if type(found) is int and found > 0 else None
 
 
-def width(entries: Mapping[str, Node], params: Mapping[str, Any]) -> int | None:
+def _width(entries: Mapping[str, Node], params: Mapping[str, Any]) -> int | None:
     """The model's ``dim``: said, or that of the last norm, which is whole in each part."""
     norm = as_tensor(entries.get("norm.weight"))
     dim = integer(params, "dim")
@@ -130,81 +154,14 @@ def width(entries: Mapping[str, Node], params: Mapping[str, Any]) -> int | None:
     return dim or held
 
 
-def count_of(entries: Mapping[str, Node], params: Mapping[str, Any]) -> int | None:
-    """Derive the number of parts from the rows of a query projection; None if nothing tells."""
-    dim = width(entries, params)
+def _count_of(entries: Mapping[str, Node], dim: int | None) -> int:
+    """Derive the number of parts from the rows of a query projection; 0 if nothing tells."""
     query = as_tensor(entries.get("layers.0.attention.wq.weight"))
     output = as_tensor(entries.get("layers.0.attention.wo.weight"))
     if dim is None or output is None or len(output.shape) != 2:
-        return None
-    rows = query.shape[0] if query is not None else output.shape[1]
-    return dim // rows if rows and dim % rows == 0 else None
-
-
-def _count(parts: list[RankFile], params: Mapping[str, Any]) -> int:
-    count = count_of(parts[0].entries, params)
-    highest = max(part.at[TP] for part in parts) + 1
-    return max(count, highest) if count else highest
-
-
-def is_by_rows(entries: Mapping[str, Node], params: Mapping[str, Any]) -> bool:
-    """Return whether a part has rows of the embedding, not columns: then it is as wide as the
-    model.
-    """
-    embedding = as_tensor(entries.get("tok_embeddings.weight"))
-    dim = width(entries, params)
-    return embedding is None or dim is None or embedding.shape[-1] == dim
-
-
-def table(params: Mapping[str, Any], *, by_rows: bool) -> ParallelLayout:
-    """The rules of the versions; the embedding is cut `by_rows` from version 3 on."""
-    experts = _experts(params)
-    return ParallelLayout(
-        rules=(
-            rule(r".*_extra_state", Drop("state of one process")),
-            rule(r".*norm\.weight|.*layer_norm_(weight|bias)|norm\.weight|rope\.freqs", Same()),
-            rule(r".*\.(router_DE|global_gate_stats_3E)", Same()),
-            rule(r".*\.(running_gate_stats_3E|expert_activation_DE)", Drop(_COUNTS)),
-            rule(r"tok_embeddings\.weight", Cut(0 if by_rows else 1)),
-            rule(r"output\.weight", Cut(0)),
-            rule(r"layers\.[0-9]+\.attention\.w[qkv]\.weight", Cut(0)),
-            rule(r"layers\.[0-9]+\.attention\.wqkv\.weight", Cut(0, _heads(params))),
-            rule(r"layers\.[0-9]+\.attention\.wo\.weight", Cut(1)),
-            rule(r"layers\.[0-9]+\.feed_forward\.w[13]\.weight", Cut(0)),
-            rule(r"layers\.[0-9]+\.feed_forward\.w2\.weight", Cut(1)),
-            rule(r".*\.mlp\.fc1_weight", Cut(0, 2)),
-            rule(r".*\.mlp\.fc2_weight", Cut(1)),
-            rule(r".*\.experts\.moe_w_(in|swiglu)_eD_F", Cut(1)),
-            rule(r".*\.experts\.moe_w_out_eF_D", Cut(0, experts)),
-            rule(r".*\.w_(in_shared|swiglu)_FD\.weight", Cut(0)),
-            rule(r".*\.w_out_shared_DF\.weight", Cut(1)),
-            *_vision_rules(),
-        )
-    )  # fmt: skip
-
-
-def _vision_rules() -> Iterator[LayoutRow]:
-    """Of the encoder of images in version 4."""
-    encoder = r"vision_embeddings\.vision_encoder"
-    yield rule(rf"{encoder}\.(class_embedding|positional_embedding_vlm)", Same())
-    yield rule(rf"{encoder}\.(.*\.)?ln_(1|2|pre|post)\.(weight|bias)", Same())
-    yield rule(r"vision_embeddings\..*\.(wo|c_proj)\.bias", Same())
-    yield rule(r"vision_embeddings\..*\.(wo|c_proj)\.weight", Cut(1))
-    yield rule(r"vision_embeddings\..*\.(w[qkv]|c_fc|_linear)\.(weight|bias)", Cut(0))
-    yield rule(r"vision_projection\.weight", Cut(0))
-
-
-def _heads(params: Mapping[str, Any]) -> int | tuple[int, ...]:
-    heads, groups = integer(params, "n_heads"), integer(params, "n_kv_heads")
-    return (heads, groups, groups) if heads and groups else 3
-
-
-def _experts(params: Mapping[str, Any]) -> int:
-    inner = params.get("moe_args")
-    found = (
-        integer(inner, "num_experts") if isinstance(inner, dict) else integer(params, "num_experts")
-    )
-    return found or 1
+        return 0
+    held = query.shape[0] if query is not None else output.shape[1]
+    return dim // held if held and dim % held == 0 else 0
 
 
 def _check_totals(tensors: Mapping[str, Node], params: Mapping[str, Any]) -> None:
@@ -230,10 +187,6 @@ def _check_totals(tensors: Mapping[str, Node], params: Mapping[str, Any]) -> Non
         )
 
 
-# Writes the weights of a Llama model, under Meta's names, as the parts of a release: the inverse
-# of :mod:`llama`.
-
-
 def layout(checkpoint: Checkpoint, options: Options) -> Plan:
     """A folder of ``consolidated.<NN>.pth`` and ``params.json``.
 
@@ -244,27 +197,21 @@ def layout(checkpoint: Checkpoint, options: Options) -> Plan:
     tensors = dict(checkpoint.required.tensors)
     text = checkpoint.extras.get(PARAMS, "")
     params = read_params(text.encode())
-    parts = cut(tensors, table(params, by_rows=_is_by_rows(checkpoint, count)), count)
+    # As its parts were cut; from version 3 on the vocabulary is large, and said.
+    recorded, vocabulary = checkpoint.extras.get(EMBEDDING), params.get("vocab_size")
+    by_rows = recorded != "1"
+    if recorded not in ("0", "1"):
+        if type(vocabulary) is int and (vocabulary == -1 or vocabulary >= 100_000):
+            by_rows = vocabulary != -1
+        elif count > 1:
+            raise UsageError(
+                "nothing says along which dimension the embedding is cut: 1 in Llama 1 and 2, 0 "
+                "since",
+                hint="convert from the folder of the release, or from what ckptkit made of it",
+            )
+    parts = cut_all(tensors, table(params, by_rows=by_rows), count)
     files = [file(f"consolidated.{rank:02d}.pth", part, options) for rank, part in enumerate(parts)]
     if text:
         return Plan((*files, OutputFile(PARAMS, (text.encode(),))), (), len(tensors))
     note = f"there is no {PARAMS} to write: the loaders of Meta's code need it"
     return Plan(tuple(files), (note,), len(tensors))
-
-
-def _is_by_rows(checkpoint: Checkpoint, count: int) -> bool:
-    """Return whether to split the embedding into rows: as its parts were, or from version 3 on as
-    its parameters tell.
-    """
-    recorded = checkpoint.extras.get(EMBEDDING)
-    if recorded in ("0", "1"):
-        return recorded == "0"
-    vocabulary = read_params(checkpoint.extras.get(PARAMS, "").encode()).get("vocab_size")
-    if type(vocabulary) is int and (vocabulary == -1 or vocabulary >= 100_000):
-        return vocabulary != -1
-    if count > 1:
-        raise UsageError(
-            "nothing says along which dimension the embedding is cut: 1 in Llama 1 and 2, 0 since",
-            hint="convert from the folder of the release, or from what ckptkit made of it",
-        )
-    return True

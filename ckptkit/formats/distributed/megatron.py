@@ -9,13 +9,14 @@ files tell. A file has ``args`` (argparse.Namespace), ``checkpoint_version``, ``
 each part.
 
 The whole has Megatron's own names, flat, padded rows of the vocabulary kept, and the order of rows
-inside query_key_value that checkpoint_version 2 and later have: head by head.
+inside query_key_value that checkpoint_version 2 and later have: head by head. :func:`layout` cuts
+it for tensor parallelism again.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ckptkit.core.bytesource import Folder
@@ -25,50 +26,31 @@ from ckptkit.core.options import Options
 from ckptkit.core.piece_forms import attributes
 from ckptkit.core.plan import OutputFile, Plan
 from ckptkit.core.tensor import Tensor, TypedStorage
-from ckptkit.core.text import flatten
 from ckptkit.core.tree import Global, Node, Object, OrderedMapping
 from ckptkit.core.weights import as_tensor
 from ckptkit.formats.distributed.joining import Copies, Joiner
 from ckptkit.formats.distributed.reading import Reader
 from ckptkit.formats.distributed.table import (
+    COLUMNS,
+    ROWS,
+    SAME,
     TP,
-    Cut,
-    Drop,
-    Heads,
     LayoutRow,
     Offset,
     ParallelLayout,
     RankFile,
-    Refuse,
-    Same,
-    Verb,
     check_grid,
     cut,
+    cut_all,
     file,
     flattened,
     merge,
     ranks_of,
-    rule,
+    rows,
 )
 from ckptkit.formats.folder import TRACKER
 from ckptkit.formats.format import Probe
 from ckptkit.formats.table import MEGATRON_PARTS
-
-# Megatron-LM, ``--ckpt-format torch``: a folder for each tensor, pipeline and expert rank.
-#
-#     latest_checkpointed_iteration.txt                         a number, or "release"
-#     iter_<NNNNNNN>/mp_rank_<TT>[_<PPP>][_<EEE>]/model_optim_rng.pt
-#
-# PPP is there with several pipeline stages, EEE with several expert ranks: only the arguments in
-# the
-# files tell. A file has ``args`` (argparse.Namespace), ``checkpoint_version``, ``iteration`` and
-# ``model``, or ``model0`` and so on for virtual stages. Layers, and experts, are numbered from 0 in
-# each part.
-#
-# The whole has Megatron's own names, flat, padded rows of the vocabulary kept, and the order of
-# rows
-# inside query_key_value that checkpoint_version 2 and later have: head by head.
-
 
 FILE = "model_optim_rng.pt"
 PP, EP, VP = "pp", "ep", "vp"
@@ -79,8 +61,48 @@ _LAYERS = re.compile(r"(?:^|\.)(?:decoder|encoder|transformer)\.layers\.([0-9]{1
 _EXPERTS = re.compile(r"\.(?:local_experts\.|linear_fc[12]\.(?:weight|bias))([0-9]{1,9})(?:\.|$)")
 _SPLIT = "distrib_optim.pt"  # beside the model: the optimizer, in buckets of the data ranks
 _OF_PROCESS = ("optimizer", "rng_state", "num_floating_point_operations_so_far")
-WORD, POSITION = "embedding.word_embeddings.weight", "embedding.position_embeddings.weight"
+_SIZES = tuple(f"{kind}_model_parallel_size" for kind in ("expert", "pipeline", "tensor"))
+WORD = "embedding.word_embeddings.weight"
 LEGACY = "language_model."
+
+
+def _rows(gated: int) -> tuple[LayoutRow, ...]:
+    """Of mcore, with its own layers and with those of Transformer Engine."""
+    return rows(
+        (r".*\._extra_state.*", "drop: state of Transformer Engine, of one process"),
+        (r".*layer_norm_(weight|bias)|.*(layernorm|_norm|\.norm)\.(weight|bias)", SAME),
+        (r".*\.router\.(weight|bias|expert_bias)|.*\.shared_experts\.gate_weight", SAME),
+        (r"mtp\..*\.[eh]norm\.(weight|bias)", SAME),
+        (r"mtp\..*\.(eh|e|h)_proj\.weight", ROWS),
+        (r"embedding\.(position|tokentype)_embeddings\.weight|rotary_pos_emb\.inv_freq", SAME),
+        (
+            r".*\.experts\.weight[12]",
+            "refuse: experts in one tensor (GroupedMLP without Transformer Engine) are not put "
+            "together",
+        ),
+        (r".*\.mixer\..*", "refuse: layers of Mamba are not put together"),
+        (r".*\.(linear_proj|linear_fc2)\.bias[0-9]*", SAME),
+        (r".*\.(linear_proj|linear_fc2)\.weight[0-9]*", COLUMNS),
+        (r".*\.linear_fc1\.(weight|bias)[0-9]*", cut(0, gated)),
+        (r".*\.(linear_qkv|linear_q_proj|linear_q_up_proj|linear_kv_up_proj)\.(weight|bias)", ROWS),
+        (r".*\.(linear_q_down_proj|linear_kv_down_proj)\.(weight|bias)", SAME),
+        (r"embedding\.word_embeddings\.weight|output_layer\.(weight|bias)", ROWS),
+    )
+
+
+def _legacy_rows(gated: int, fused: str) -> tuple[LayoutRow, ...]:
+    """Of the model classes before mcore."""
+    return rows(
+        (r".*\._extra_state.*", "drop: state of one process"),
+        (r".*(layernorm|norm)\.(weight|bias)", SAME),
+        (r".*\.(position|tokentype)_embeddings\.weight|.*\.inv_freq", SAME),
+        (r".*attention\.query_key_value\.(weight|bias)", fused),
+        (r".*attention\.(query|key_value)\.(weight|bias)", ROWS),
+        (r".*attention\.dense\.weight|.*\.mlp\.dense_4h_to_h\.weight", COLUMNS),
+        (r".*attention\.dense\.bias|.*\.mlp\.dense_4h_to_h\.bias", SAME),
+        (r".*\.mlp\.dense_h_to_4h\.(weight|bias)", cut(0, gated)),
+        (r".*word_embeddings(_for_head)?\.weight|.*output_layer\.weight", ROWS),
+    )
 
 
 @dataclass(frozen=True)
@@ -111,69 +133,19 @@ class Arguments:
         }
 
     @property
-    def head(self) -> int | None:
-        """Rows of one head."""
-        own = self.number("kv_channels")
+    def fused(self) -> str:
+        """How rows of fused query, key and value are ordered, by the version of the file."""
+        if self.version >= 2:
+            return ROWS
         hidden, heads = self.number("hidden_size"), self.number("num_attention_heads")
-        return own or (hidden // heads if hidden and heads else None)
-
-
-def matches(probe: Probe) -> bool:
-    """The folder of an iteration."""
-    names = [name for name in probe.names if _FOLDER.fullmatch(name)]
-    return bool(names) and any(
-        FILE in probe.folder.sub(name) for name in _folders(probe.folder, names)
-    )
-
-
-def _folders(folder: Folder, names: list[str]) -> list[str]:
-    there = set(folder.folders())
-    return sorted(name for name in names if name in there)
-
-
-def read(probe: Probe, format: str) -> Checkpoint:
-    """The model of all ranks, and what else the first rank saved, its optimizer aside.
-
-    Raises CorruptError for a part that is missing or of another save, UnsupportedError for what has
-    no rule.
-    """
-    folder, reader = probe.folder, Reader(probe.folder)
-    names = _folders(folder, [name for name in probe.names if _FOLDER.fullmatch(name)])
-    roots = {name: _root(reader, folder, name) for name in names}
-    first = next(iter(roots.values()))
-    arguments = arguments_of(first)
-    sizes = arguments.sizes
-    _check_arguments(roots, sizes)
-    parts = list(flatten(_parts(name, root, sizes) for name, root in roots.items()))
-    sizes[VP] = 1 + max(part.at[VP] for part in parts)
-    check_grid(parts, sizes, AXES)
-    joiner = Joiner(Copies(probe.options.copies))
-    legacy = any(name.startswith(LEGACY) for name in parts[0].entries)
-    merged = merge(parts, sizes, table(arguments, legacy=legacy), joiner)
-    _check_vocabulary(merged.tensors, arguments, legacy)
-    left = [key for key in _OF_PROCESS if key in first]
-    left += [_SPLIT] if any(_SPLIT in folder.sub(name) for name in names) else []
-    warnings = [f"left out {', '.join(left)}: each process has its own"] if left else []
-    root = {"model": merged.tensors, **_other_entries(first, arguments)}
-    grid = " x ".join(f"{AXES[axis]} {n}" for axis, n in sizes.items() if n > 1 or axis in (TP, PP))
-    iteration = _text(first.get("iteration"))
-    names_of = "legacy names" if legacy else "mcore names"
-    return Checkpoint(
-        root, format, folder, globals=tuple(reader.globals),
-        warnings=(*merged.warnings, *warnings, *joiner.copies.warnings(), *reader.warnings),
-        about=f"Megatron-LM: {grid}, iteration {iteration}, {names_of}",
-        key="model",
-    )  # fmt: skip
-
-
-def _root(reader: Reader, folder: Folder, name: str) -> dict[Node, Node]:
-    inner = folder.sub(name)
-    if FILE not in inner:
-        raise CorruptError(f"{name} has no {FILE}", hint="fetch it from where the rest came from")
-    root = reader.read(FILE, inner).root
-    if not isinstance(root, dict) or not any(_MODEL.fullmatch(str(key)) for key in root):
-        raise FormatError("holds no model of Megatron-LM", where=f"{inner.name}/{FILE}")
-    return root
+        rows_of_head = self.number("kv_channels") or (hidden // heads if hidden and heads else None)
+        if rows_of_head is None:
+            raise UnsupportedError(
+                f"is of checkpoint_version {self.version:g}, and its arguments do not say how wide "
+                "a head is"
+            )
+        part = "h d t" if self.version >= 1 else "t h d"
+        return f"[({part}) ...] -> [(tp h t d) ...] with t=3 d={rows_of_head}"
 
 
 def arguments_of(root: Mapping[Node, Node]) -> Arguments:
@@ -181,43 +153,6 @@ def arguments_of(root: Mapping[Node, Node]) -> Arguments:
     version = root.get("checkpoint_version")
     number = float(version) if isinstance(version, (int, float)) else 0.0
     return Arguments(attributes(root.get("args")), number)
-
-
-def _check_arguments(roots: Mapping[str, Mapping[Node, Node]], sizes: Mapping[str, int]) -> None:
-    """Raise CorruptError where two files are of different grids or iterations."""
-    name, first = next(iter(roots.items()))
-    for other, root in roots.items():
-        if arguments_of(root).sizes != sizes:
-            raise CorruptError(
-                f"{other} is of {arguments_of(root).sizes}, {name} of {dict(sizes)}",
-                hint="the files are of two runs: move those of one away",
-            )
-        for key in ("iteration", "checkpoint_version"):
-            if repr(root.get(key)) != repr(first.get(key)):
-                raise CorruptError(
-                    f"{key} is {_text(root.get(key))} in {other}, {_text(first.get(key))} in "
-                    f"{name}",
-                    hint="the files are of two saves",
-                )
-
-
-def _parts(name: str, root: Mapping[Node, Node], sizes: Mapping[str, int]) -> Iterator[RankFile]:
-    """The parts in one file: one for each virtual stage."""
-    found = _FOLDER.fullmatch(name)
-    assert found is not None
-    numbers = [int(number) for number in found.groups() if number is not None]
-    axes = [TP, *(axis for axis in (PP, EP) if sizes[axis] > 1)]
-    if len(numbers) != len(axes):
-        sizes_text = " x ".join(f"{AXES[axis]} {n}" for axis, n in sizes.items())
-        raise CorruptError(
-            f"{name} does not name a part of {sizes_text}", hint="the folder was renamed"
-        )
-    at = {PP: 0, EP: 0, **dict(zip(axes, numbers, strict=True))}
-    for key, node in root.items():
-        number = _MODEL.fullmatch(str(key))
-        if number and isinstance(node, dict):
-            entries = dict(flattened(node))
-            yield RankFile(f"{name}/{FILE}", {**at, VP: int(number[1] or 0)}, entries)
 
 
 def table(arguments: Arguments, *, legacy: bool) -> ParallelLayout:
@@ -232,85 +167,102 @@ def table(arguments: Arguments, *, legacy: bool) -> ParallelLayout:
         )
     layers = Offset(_LAYERS, (VP, PP), arguments.number("num_layers"))
     if legacy:
-        return ParallelLayout(
-            tuple(_legacy_rules(arguments, gated)),
-            (layers,),
-            (
-                ("word_embeddings_for_head.weight", LEGACY + WORD),
-                ("word_embeddings.weight", LEGACY + WORD),
-            ),
-        )
+        twice = ("word_embeddings_for_head.weight", "word_embeddings.weight")
+        copies = tuple((name, LEGACY + WORD) for name in twice)
+        return ParallelLayout(_legacy_rows(gated, arguments.fused), (layers,), copies)
     tied = not arguments.flag("untie_embeddings_and_output_weights")
-    return ParallelLayout(
-        tuple(_rules(gated)),
-        (layers, Offset(_EXPERTS, (EP,), experts, "experts")),
-        (("output_layer.weight", WORD),) if tied else (),
-    )
+    numbers = layers, Offset(_EXPERTS, (EP,), experts, "experts")
+    return ParallelLayout(_rows(gated), numbers, (("output_layer.weight", WORD),) if tied else ())
 
 
-def _rules(gated: int) -> Iterator[LayoutRow]:
-    """Of mcore, with its own layers and with those of Transformer Engine."""
-    yield rule(r".*\._extra_state.*", Drop("state of Transformer Engine, of one process"))
-    yield rule(r".*layer_norm_(weight|bias)|.*(layernorm|_norm|\.norm)\.(weight|bias)", Same())
-    yield rule(r".*\.router\.(weight|bias|expert_bias)|.*\.shared_experts\.gate_weight", Same())
-    yield rule(r"mtp\..*\.[eh]norm\.(weight|bias)", Same())
-    yield rule(r"mtp\..*\.(eh|e|h)_proj\.weight", Cut(0))
-    yield rule(
-        r"embedding\.(position|tokentype)_embeddings\.weight|rotary_pos_emb\.inv_freq", Same()
-    )
-    yield rule(
-        r".*\.experts\.weight[12]",
-        Refuse(
-            "experts in one tensor (GroupedMLP without Transformer Engine) are not put together"
-        ),
-    )
-    yield rule(r".*\.mixer\..*", Refuse("layers of Mamba are not put together"))
-    yield rule(r".*\.(linear_proj|linear_fc2)\.bias[0-9]*", Same())
-    yield rule(r".*\.(linear_proj|linear_fc2)\.weight[0-9]*", Cut(1))
-    yield rule(r".*\.linear_fc1\.(weight|bias)[0-9]*", Cut(0, gated))
-    yield rule(
-        r".*\.(linear_qkv|linear_q_proj|linear_q_up_proj|linear_kv_up_proj)\.(weight|bias)", Cut(0)
-    )
-    yield rule(r".*\.(linear_q_down_proj|linear_kv_down_proj)\.(weight|bias)", Same())
-    yield rule(r"embedding\.word_embeddings\.weight|output_layer\.(weight|bias)", Cut(0))
+def matches(probe: Probe) -> bool:
+    """The folder of an iteration."""
+    return any(FILE in probe.folder.sub(name) for name in _folders(probe))
 
 
-def _legacy_rules(arguments: Arguments, gated: int) -> Iterator[LayoutRow]:
-    """Of the model classes before mcore."""
-    fused = _fused(arguments)
-    yield rule(r".*\._extra_state.*", Drop("state of one process"))
-    yield rule(r".*(layernorm|norm)\.(weight|bias)", Same())
-    yield rule(r".*\.(position|tokentype)_embeddings\.weight|.*\.inv_freq", Same())
-    yield rule(r".*attention\.query_key_value\.(weight|bias)", fused)
-    yield rule(r".*attention\.(query|key_value)\.(weight|bias)", Cut(0))
-    yield rule(r".*attention\.dense\.weight|.*\.mlp\.dense_4h_to_h\.weight", Cut(1))
-    yield rule(r".*attention\.dense\.bias|.*\.mlp\.dense_4h_to_h\.bias", Same())
-    yield rule(r".*\.mlp\.dense_h_to_4h\.(weight|bias)", Cut(0, gated))
-    yield rule(
-        r".*word_embeddings\.weight|.*word_embeddings_for_head\.weight|.*output_layer\.weight",
-        Cut(0),
-    )
+def _folders(probe: Probe) -> list[str]:
+    names = [name for name in probe.names if _FOLDER.fullmatch(name)]
+    return sorted(set(names) & set(probe.folder.folders())) if names else []
 
 
-def _fused(arguments: Arguments) -> Verb:
-    """Choose the verb for fused query, key and value by the version of the file."""
-    if arguments.version >= 2:
-        return Cut(0)
-    head = arguments.head
-    if head is None:
-        raise UnsupportedError(
-            f"is of checkpoint_version {arguments.version:g}, and its arguments do not say how "
-            "wide a head is"
+def read(probe: Probe, format: str) -> Checkpoint:
+    """The model of all ranks, and what else the first rank saved, its optimizer aside.
+
+    Raises CorruptError for a part that is missing or of another save, UnsupportedError for what has
+    no rule.
+    """
+    folder, reader, names = probe.folder, Reader(probe.folder), _folders(probe)
+    roots = {name: _root(reader, folder, name) for name in names}
+    first = roots[names[0]]
+    arguments = arguments_of(first)
+    sizes = arguments.sizes
+    parts: list[RankFile] = []
+    for name, root in roots.items():
+        if arguments_of(root).sizes != sizes:
+            raise CorruptError(
+                f"{name} is of {arguments_of(root).sizes}, {names[0]} of {sizes}",
+                hint="the files are of two runs: move those of one away",
+            )
+        for key in ("iteration", "checkpoint_version"):
+            if repr(root.get(key)) != repr(first.get(key)):
+                raise CorruptError(
+                    f"{key} is {_text(root.get(key))} in {name}, {_text(first.get(key))} in "
+                    f"{names[0]}",
+                    hint="the files are of two saves",
+                )
+        parts += _parts(name, root, sizes)
+    sizes[VP] = 1 + max(part.at[VP] for part in parts)
+    check_grid(parts, sizes, AXES)
+    joiner = Joiner(Copies(probe.options.copies))
+    legacy = any(name.startswith(LEGACY) for name in parts[0].entries)
+    merged = merge(parts, sizes, table(arguments, legacy=legacy), joiner)
+    words = as_tensor(merged.tensors.get(LEGACY + WORD if legacy else WORD))
+    padded = arguments.number("padded_vocab_size")
+    if words is not None and padded and words.shape[0] != padded:
+        raise CorruptError(
+            f"its embedding has {words.shape[0]:,} rows, its arguments say {padded:,}"
         )
-    return Heads("hd3" if arguments.version >= 1 else "3hd", head)
+    left = [key for key in _OF_PROCESS if key in first]
+    left += [_SPLIT] if any(_SPLIT in folder.sub(name) for name in names) else []
+    warnings = [f"left out {', '.join(left)}: each process has its own"] if left else []
+    grid = " x ".join(f"{AXES[axis]} {n}" for axis, n in sizes.items() if n > 1 or axis in (TP, PP))
+    names_of = "legacy names" if legacy else "mcore names"
+    return Checkpoint(
+        {"model": merged.tensors, **_other_entries(first, arguments)}, format, folder,
+        globals=tuple(reader.globals),
+        warnings=(*merged.warnings, *warnings, *joiner.copies.warnings(), *reader.warnings),
+        about=f"Megatron-LM: {grid}, iteration {_text(first.get('iteration'))}, {names_of}",
+        key="model",
+    )  # fmt: skip
 
 
-def _check_vocabulary(tensors: Mapping[Node, Node], arguments: Arguments, legacy: bool) -> None:
-    """Raise CorruptError where the embedding has other rows than the arguments say."""
-    held = as_tensor(tensors.get(LEGACY + WORD if legacy else WORD))
-    rows = arguments.number("padded_vocab_size")
-    if held is not None and rows and held.shape[0] != rows:
-        raise CorruptError(f"its embedding has {held.shape[0]:,} rows, its arguments say {rows:,}")
+def _root(reader: Reader, folder: Folder, name: str) -> dict[Node, Node]:
+    inner = folder.sub(name)
+    if FILE not in inner:
+        raise CorruptError(f"{name} has no {FILE}", hint="fetch it from where the rest came from")
+    root = reader.read(FILE, inner).root
+    if not isinstance(root, dict) or not any(_MODEL.fullmatch(str(key)) for key in root):
+        raise FormatError("holds no model of Megatron-LM", where=f"{inner.name}/{FILE}")
+    return root
+
+
+def _parts(name: str, root: Mapping[Node, Node], sizes: Mapping[str, int]) -> list[RankFile]:
+    """The parts in one file: one for each virtual stage."""
+    found = _FOLDER.fullmatch(name)
+    assert found is not None
+    numbers = [int(number) for number in found.groups() if number is not None]
+    axes = [TP, *(axis for axis in (PP, EP) if sizes[axis] > 1)]
+    if len(numbers) != len(axes):
+        sizes_text = " x ".join(f"{AXES[axis]} {n}" for axis, n in sizes.items())
+        raise CorruptError(
+            f"{name} does not name a part of {sizes_text}", hint="the folder was renamed"
+        )
+    at = {PP: 0, EP: 0, **dict(zip(axes, numbers, strict=True))}
+    return [
+        RankFile(f"{name}/{FILE}", {**at, VP: int(number[1] or 0)}, dict(flattened(node)))
+        for key, node in root.items()
+        if (number := _MODEL.fullmatch(str(key))) and isinstance(node, dict)
+    ]
 
 
 def _other_entries(root: Mapping[Node, Node], arguments: Arguments) -> dict[str, Node]:
@@ -322,25 +274,13 @@ def _other_entries(root: Mapping[Node, Node], arguments: Arguments) -> dict[str,
         for key, node in root.items()
         if key not in (*_OF_PROCESS, "args") and not _MODEL.fullmatch(str(key))
     }
-    whole = {
-        "tensor_model_parallel_size",
-        "pipeline_model_parallel_size",
-        "expert_model_parallel_size",
-    }
-    values = {key: value for key, value in arguments.values.items() if _is_plain(value)}
-    values = {
-        key: 1 if key in whole else value
-        for key, value in values.items()
-        if key != "model_parallel_size"
-    }
-    for key in ("virtual_pipeline_model_parallel_size", "expert_tensor_parallel_size"):
-        values.update({key: None} if key in values else {})
-    version = max(arguments.version, 3.0)
-    return {
-        **kept,
-        "args": {**dict.fromkeys(sorted(whole), 1), **values},
-        "checkpoint_version": version,
-    }
+    values: dict[str, Node] = dict.fromkeys(_SIZES, 1)
+    for key, value in arguments.values.items():
+        if key in ("virtual_pipeline_model_parallel_size", "expert_tensor_parallel_size"):
+            values[key] = None
+        elif key not in (*_SIZES, "model_parallel_size") and _is_plain(value):
+            values[key] = value
+    return {**kept, "args": values, "checkpoint_version": max(arguments.version, 3.0)}
 
 
 def _is_plain(node: Node) -> bool:
@@ -356,13 +296,7 @@ def _text(node: Node) -> str:
     return str(node) if isinstance(node, (int, float, str)) else "not there"
 
 
-# Writes a Megatron-LM checkpoint cut for tensor parallelism: the inverse of :mod:`megatron`.
-#
-# What is written has the names and arguments of a checkpoint that was read from Megatron's own
-# folders.
-
-
-_NAMESPACE = Global("argparse", "Namespace")
+# Cut for tensor parallelism, under the names and arguments that Megatron's own folders have.
 
 
 def layout(checkpoint: Checkpoint, options: Options) -> Plan:
@@ -377,42 +311,27 @@ def layout(checkpoint: Checkpoint, options: Options) -> Plan:
         )
     tensors = checkpoint.required.tensors
     trained = arguments_of(root)
-    arguments = Arguments(
-        {**trained.values, "tensor_model_parallel_size": count}, max(trained.version, 3.0)
-    )
+    values = {**trained.values, "tensor_model_parallel_size": count}
     legacy = any(name.startswith(LEGACY) for name in tensors)
-    parts = cut(tensors, table(arguments, legacy=legacy), count)
+    layout = table(Arguments(values, max(trained.version, 3.0)), legacy=legacy)
+    others = {key: node for key, node in root.items() if key not in ("args", "model")}
     iteration = root.get("iteration")
     number = iteration if type(iteration) is int and 0 <= iteration < 10**7 else 0
-    names = [f"iter_{number:07d}/mp_rank_{rank:02d}/{FILE}" for rank in range(count)]
-    others = {key: node for key, node in root.items() if key not in ("args", "model")}
-    files = [
-        file(
-            name,
-            {
-                "args": _namespace(arguments.values),
-                **others,
-                "model": _nested(part) if legacy else part,
-            },
-            options,
-        )
-        for name, part in zip(names, parts, strict=True)
-    ]
+    files = []
+    for rank, part in enumerate(cut_all(tensors, layout, count)):
+        namespace = Object(Global("argparse", "Namespace"), (), new=True)
+        namespace.steps.append(("build", dict(values)))
+        model = _nested(part) if legacy else part
+        name = f"iter_{number:07d}/mp_rank_{rank:02d}/{FILE}"
+        files.append(file(name, {"args": namespace, **others, "model": model}, options))
     tracker = OutputFile(TRACKER, (str(number).encode(),))
     return Plan((*files, tracker), (), len(tensors))
-
-
-def _namespace(values: Mapping[str, Node]) -> Object:
-    made = Object(_NAMESPACE, (), new=True)
-    made.steps.append(("build", dict(values)))
-    return made
 
 
 def _nested(part: OrderedMapping) -> dict[str, Node]:
     """The nested dicts of the legacy classes: names of layers stay as they are."""
     made: dict[str, Node] = {}
     for name, tensor in part.items():
-        place = made
         head, dot, rest = name.partition("layers.")
         steps = [*head.strip(".").split("."), *([dot + rest] if dot else [])]
         if not dot:
@@ -420,6 +339,7 @@ def _nested(part: OrderedMapping) -> dict[str, Node]:
             if whole is not None:
                 before, _, after = name.partition(f".{whole}.")
                 steps = [*before.split("."), f"{whole}.{after}"]
+        place = made
         for step in steps[:-1]:
             place = place.setdefault(step, {})
         place[steps[-1]] = tensor

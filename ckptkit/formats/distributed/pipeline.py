@@ -27,20 +27,19 @@ from ckptkit.formats.distributed.joining import Copies, Joiner
 from ckptkit.formats.distributed.rank_files import listed
 from ckptkit.formats.distributed.reading import Reader
 from ckptkit.formats.distributed.table import (
+    COLUMNS,
+    MEAN,
+    ROWS,
+    SAME,
+    SUM,
     TP,
-    Cut,
     LayoutRow,
-    Mean,
     ParallelLayout,
     RankFile,
-    Refuse,
-    Same,
-    Sum,
-    Verb,
-    Widths,
     check_grid,
+    cut,
     merge,
-    rule,
+    rows,
 )
 from ckptkit.formats.format import Probe
 
@@ -161,12 +160,10 @@ class _Reading:
     def _table(self, first: Mapping[Node, Node], count: int) -> ParallelLayout:
         info = first.get(INFO)
         if isinstance(info, dict):
-            return ParallelLayout(tuple(_universal_rules(info)))
+            return ParallelLayout(tuple(_universal_rows(info)))
         configs = self._configs()
         known = {"gpt_j_residual": False} if configs else {}
-        return ParallelLayout(
-            tuple(_neox_rules({**known, **_underscored(_arguments(first)), **configs}))
-        )
+        return ParallelLayout(_neox_rows({**known, **_underscored(_arguments(first)), **configs}))
 
     def _configs(self) -> dict[str, Any]:
         """The settings of gpt-neox, from the files that it keeps beside the weights."""
@@ -193,83 +190,85 @@ def _arguments(first: Mapping[Node, Node]) -> dict[str, Any]:
     return {key: value for key, value in values.items() if isinstance(key, str)}
 
 
-def _neox_rules(config: Mapping[str, Any]) -> Iterator[LayoutRow]:
+def _neox_rows(config: Mapping[str, Any]) -> tuple[LayoutRow, ...]:
     """Of gpt-neox: norms are averaged; biases after a row-parallel product are added up where each
     rank adds its own before the reduction (gpt_j_residual), else they are copies."""
     at = r"(?:sequential\.)?[0-9]+\."
     parallel = config.get("gpt_j_residual")
     is_gated = config.get("activation") in ("swiglu", "geglu") or config.get("mlp_type") == "llama"
-    yield rule(rf"{at}(word_embeddings|final_linear)\.weight", Cut(0))
-    yield rule(rf"{at}(.*norm|norm)\.(weight|bias|scale)", Mean())
-    yield rule(rf"{at}attention\.rotary_emb\.inv_freq|{at}position_embeddings\.weight", Same())
-    yield rule(rf"{at}attention\.query_key_value\.(weight|bias)", Cut(0))
-    yield rule(rf"{at}mlp\.dense_h_to_4h\.(weight|bias)|{at}mlp\.(w1|w3)\.(weight|bias)", Cut(0))
-    yield rule(rf"{at}mlp\.linear1\.(weight|bias)", Cut(0, 2 if is_gated else 1))
-    yield rule(rf"{at}(attention\.dense|mlp\.dense_4h_to_h|mlp\.linear2|mlp\.w2)\.weight", Cut(1))
-    biases = rf"{at}(attention\.dense|mlp\.dense_4h_to_h|mlp\.linear2|mlp\.w2)\.bias"
+    down = rf"{at}(attention\.dense|mlp\.dense_4h_to_h|mlp\.linear2|mlp\.w2)"
+    biases = SUM if parallel is True else SAME
     if parallel is None:
-        yield rule(
-            biases,
-            Refuse("whether it is added up over ranks stands in configs/*.yml (gpt_j_residual)"),
+        biases = (
+            "refuse: whether it is added up over ranks stands in configs/*.yml (gpt_j_residual)"
         )
-    else:
-        yield rule(biases, Sum() if parallel is True else Same())
+    return rows(
+        (rf"{at}(word_embeddings|final_linear)\.weight", ROWS),
+        (rf"{at}(.*norm|norm)\.(weight|bias|scale)", MEAN),
+        (rf"{at}attention\.rotary_emb\.inv_freq|{at}position_embeddings\.weight", SAME),
+        (rf"{at}attention\.query_key_value\.(weight|bias)", ROWS),
+        (rf"{at}mlp\.(dense_h_to_4h|w1|w3)\.(weight|bias)", ROWS),
+        (rf"{at}mlp\.linear1\.(weight|bias)", cut(0, 2 if is_gated else 1)),
+        (rf"{down}\.weight", COLUMNS),
+        (rf"{down}\.bias", biases),
+    )
 
 
-def _universal_rules(info: Mapping[Node, Node]) -> Iterator[LayoutRow]:
-    """Yield the rules of DeepSpeed's own merger: the first list with a pattern that matches the
+def _universal_rows(info: Mapping[Node, Node]) -> Iterator[LayoutRow]:
+    """Yield the rows of DeepSpeed's own merger: the first list with a pattern that matches the
     beginning of a name.
+
+    A SubparamShape has patterns, a shape, and the dimension that is cut. The shape has the sizes of
+    the parameters there, or their number, all being equal (before version 0.4);
+    ``sub_param_shard_widths`` has the widths of each in each rank.
     """
     unknown = info.get("autotp_unsupported_parameter_patterns")
     for text, reason in (unknown if isinstance(unknown, dict) else {}).items():
-        for pattern in _patterns([text]):
-            yield LayoutRow(pattern, Refuse(str(reason)[:200]))
-    for key, verb in (
-        ("tp_replicated_parameter_patterns", Same()),
-        ("parameter_to_average_patterns", Mean()),
-        ("parameter_with_2_sub_params_cat_dim_0", Cut(0, 2)),
+        yield from (LayoutRow(each, f"refuse: {str(reason)[:200]}") for each in _patterns([text]))
+    for key, how in (
+        ("tp_replicated_parameter_patterns", SAME),
+        ("parameter_to_average_patterns", MEAN),
+        ("parameter_with_2_sub_params_cat_dim_0", cut(0, 2)),
     ):
-        for pattern in _patterns(info.get(key)):
-            yield LayoutRow(pattern, verb)
-    for each in info.get("parameter_with_sub_params") or ():
-        yield from _sub_params(each, info)
-    for pattern in _patterns(info.get("parameter_with_row_parallelism_patterns")):
-        yield LayoutRow(pattern, Cut(1))
-    yield rule(".*", Cut(0))
-
-
-def _sub_params(node: Node, info: Mapping[Node, Node]) -> Iterator[LayoutRow]:
-    """The rules of a SubparamShape: patterns, a shape, and the dimension that is cut.
-
-    The shape has the sizes of the parameters there, or their number, all being equal (before
-    version 0.4); ``sub_param_shard_widths`` has the widths of each in each rank.
-    """
-    state = attributes(node)
-    shape, dim = state.get("shape"), state.get("partition_dim")
-    if not isinstance(shape, (tuple, list)) or type(dim) is not int or not 0 <= dim < len(shape):
-        raise FormatError(f"its {INFO} describes a parameter of several in a way that is not known")
+        yield from (LayoutRow(each, how) for each in _patterns(info.get(key)))
     widths = info.get("sub_param_shard_widths")
-    texts = state.get("patterns")
-    for pattern, text in zip(_patterns(texts), texts or (), strict=False):
-        given = widths.get(text) if isinstance(widths, dict) else None
-        yield LayoutRow(pattern, _blocks(shape[dim], dim) if given is None else _widths(given, dim))
+    for node in info.get("parameter_with_sub_params") or ():
+        state = attributes(node)
+        shape, dim, texts = (state.get(key) for key in ("shape", "partition_dim", "patterns"))
+        if (
+            not isinstance(shape, (tuple, list))
+            or type(dim) is not int
+            or dim not in range(len(shape))
+        ):
+            raise FormatError(
+                f"its {INFO} describes a parameter of several in a way that is not known"
+            )
+        for pattern, text in zip(_patterns(texts), texts or (), strict=False):
+            given = widths.get(text) if isinstance(widths, dict) else None
+            if given is not None:
+                yield LayoutRow(pattern, cut(dim), _widths(given))
+                continue
+            sizes = shape[dim]
+            number, several = (sizes, [sizes]) if type(sizes) is int else (1, sizes)
+            if not isinstance(several, (tuple, list)) or not all(
+                type(n) is int and n > 0 for n in several
+            ):
+                raise FormatError(f"its {INFO} describes a parameter of several without sizes")
+            yield LayoutRow(pattern, cut(dim, number, () if several == [number] else several))
+    yield from (
+        LayoutRow(each, COLUMNS)
+        for each in _patterns(info.get("parameter_with_row_parallelism_patterns"))
+    )
+    yield from rows((".*", ROWS))
 
 
-def _blocks(sizes: Node, dim: int) -> Verb:
-    if type(sizes) is int and sizes > 0:
-        return Cut(dim, sizes)
-    if isinstance(sizes, (tuple, list)) and all(type(n) is int and n > 0 for n in sizes):
-        return Cut(dim, tuple(sizes), exact=True)
-    raise FormatError(f"its {INFO} describes a parameter of several without sizes")
-
-
-def _widths(given: Node, dim: int) -> Verb:
-    rows = given if isinstance(given, (tuple, list)) else ()
-    if not rows or not all(isinstance(row, (tuple, list)) for row in rows):
+def _widths(given: Node) -> tuple[tuple[int, ...], ...]:
+    listed_here = given if isinstance(given, (tuple, list)) else ()
+    if not listed_here or not all(isinstance(row, (tuple, list)) for row in listed_here):
         raise FormatError(f"its {INFO} has widths that are no lists")
-    if not all(type(n) is int and n >= 0 for n in flatten(rows)):
+    if not all(type(n) is int and n >= 0 for n in flatten(listed_here)):
         raise FormatError(f"its {INFO} has widths that are no counts")
-    return Widths(dim, tuple(map(tuple, rows)))
+    return tuple(map(tuple, listed_here))
 
 
 def _patterns(node: Node) -> Iterator[re.Pattern[str]]:

@@ -1,31 +1,30 @@
-"""A layout as a table: which file holds which part, and how each tensor was cut. No name goes by a
-default.
+"""A layout of ranks as a table: rows of names, and how the parts of what they match were cut.
 
-    Table(rules=((".*layernorm.*", Same()), (".*dense.weight", Cut(1)), ...),
-          offsets=(Offset(r"layers\\.([0-9]+)\\.", by=("vp", "pp"), total=24),),
-          copies=(("output_layer.weight", "embedding.weight"),))
+    same, sum, mean           equal in all parts; added up; averaged, or copied where all are equal
+    drop: why, refuse: why    not written; known, and not put together
+    [o i] -> [o (tp i)]       how the elements of a part lie in the whole: a line of the notation of
+                              rules, in which `tp` counts the parts
 
-The first rule that matches a name counts; offsets are numbers that begin anew in each part; copies
-are stored twice.
+The axis after ``tp`` may differ from part to part. Read from right to left, the same line cuts a
+whole tensor. The first row that matches a name counts, and there is no default.
 
-Every layout gives `merge` its parts: where each stands on the grid, and what it holds by name. What
-is checked, in this order: the grid is complete, names are the same along the axis that cuts, types
-and shapes agree, each name has a rule, boxes cover, copies are equal, counts are those that were
-said. A tensor that is listed as cut and whose parts are all equal is refused too: its table would
-be wrong.
+:func:`merge` checks, in this order: numbers that begin anew in each part, names along the axis that
+cuts, copies, dtypes and shapes. Parts that are all equal though a line cuts them are refused, too:
+the table would be wrong.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import product
-from math import prod
+from functools import lru_cache
+from itertools import pairwise, product
+from math import gcd, prod
 from typing import Any, NamedTuple
 
-from ckptkit.compute.arranged import contiguous, joined
+from ckptkit.compute.arranged import Arranged, contiguous
 from ckptkit.compute.mixing import has_mean, mean_record, sum_record
 from ckptkit.compute.operation import stream
 from ckptkit.core.bytesource import Folder
@@ -41,339 +40,68 @@ from ckptkit.core.errors import (
 )
 from ckptkit.core.limits import check
 from ckptkit.core.options import Options
-from ckptkit.core.pieces import Box
-from ckptkit.core.pieces import part as part_of
 from ckptkit.core.plan import OutputFile
 from ckptkit.core.tensor import Shape, Storage, Tensor, contiguous_stride
 from ckptkit.core.text import NAMES, some, typed
 from ckptkit.core.tree import Node, OrderedMapping, find
 from ckptkit.core.weights import as_tensor
 from ckptkit.formats import torch_zip
-from ckptkit.formats.distributed.joining import Copies, Held, Joiner, Replica
+from ckptkit.formats.distributed.joining import Copies, Joiner, Replica
 from ckptkit.formats.distributed.reading import Reader
 from ckptkit.formats.format import Probe
-
-# YAML from a file: plain values, without the anchors and tags that make little text a lot.
-
-
-_BYTES = 1 << 20
-
-
-def parse(data: bytes, where: str) -> Any:
-    """The values in a text of YAML or JSON. Raises UsageError."""
-    import yaml
-
-    if len(data) > _BYTES:
-        raise UsageError(f"is larger than {_BYTES:,} bytes", where=where)
-    try:
-        events = list(yaml.parse(data, Loader=yaml.SafeLoader))
-        if any(isinstance(event, yaml.events.AliasEvent) for event in events):
-            raise UsageError("uses anchors, which ckptkit does not follow", where=where)
-        return yaml.safe_load(data)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise UsageError(f"is not YAML: {str(error).splitlines()[0]}", where=where) from error
-
-
-# The verbs of a table: how the parts of a tensor that several ranks hold are its whole, and back.
-#
-#     Cut(dim)                 joined along a dimension
-#     Cut(dim, blocks=2)       the same for each of so many blocks that every part has ([gate; up])
-#     Cut(dim, blocks=(8, 4))  blocks of sizes in this ratio ([q; k]), `exact`: of these sizes in
-# all
-#     Widths(dim, ((4, 4), (2, 2)))  blocks of these widths in each part
-#     Heads(from_, heads)      joined along dimension 0, and the rows of heads put in another order
-#     Same()                   equal in all parts
-#     Sum(), Mean()            added up, averaged; Mean of equal parts is one of them
-#     Drop(reason)             left out
-#     Refuse(reason)           known, and not put together
-#
-# Widths of parts are those of the files: they need not be equal.
-
-
-Parts = Sequence[
-    tuple[Tensor, str]
-]  # those of one tensor in the order of the ranks, and the files that hold them
-
-
-@dataclass(frozen=True, slots=True)
-class Verb:
-    """A way to merge the parts of a tensor."""
-
-    def join(self, name: str, parts: Parts, joiner: Joiner) -> Tensor:
-        """The whole. Raises CorruptError where the parts do not go together in this way."""
-        raise NotImplementedError
-
-    def cut(self, name: str, whole: Tensor, count: int) -> list[list[Box]]:
-        """The boxes that each of `count` parts is made of. Raises UsageError where they do not come
-        out even."""
-        raise UsageError(
-            f"{name!r} cannot be cut: its parts would not be the ones that were put together"
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Cut(Verb):
-    """Joined along a dimension, block by block."""
-
-    dim: int
-    blocks: int | tuple[int, ...] = 1
-    exact: bool = False
-
-    def join(self, name: str, parts: Parts, joiner: Joiner) -> Tensor:
-        _alike(name, parts, self.dim)
-        widths = [self._widths(name, tensor.shape[self.dim], file) for tensor, file in parts]
-        made = _by_blocks(name, parts, self.dim, widths, joiner)
-        expected = sum(self.blocks) if isinstance(self.blocks, tuple) else 0
-        if self.exact and made.shape[self.dim] != expected:
-            raise CorruptError(
-                f"{name!r} has {made.shape[self.dim]:,} rows in all, and blocks of {expected:,}"
-            )
-        return made
-
-    def _widths(self, name: str, size: int, file: str) -> list[int]:
-        """The sizes of the blocks of a part."""
-        if isinstance(self.blocks, int):
-            if size % self.blocks:
-                raise CorruptError(f"{name!r}: {size:,} rows in {file} are no {self.blocks} blocks")
-            return [size // self.blocks] * self.blocks
-        total = sum(self.blocks)
-        widths = [size * block // total for block in self.blocks]
-        if any(size * block % total for block in self.blocks):
-            raise CorruptError(f"{name!r}: {size:,} rows in {file} are not cut like {self.blocks}")
-        return widths
-
-    def cut(self, name: str, whole: Tensor, count: int) -> list[list[Box]]:
-        if self.dim >= len(whole.shape):
-            raise UsageError(f"{name!r} has no dimension {self.dim} to be cut along")
-        widths = self._widths(name, whole.shape[self.dim], "it")
-        if any(width % count for width in widths):
-            raise UsageError(f"{name!r}: {whole.shape} does not come out even in {count} parts")
-        made: list[list[Box]] = []
-        for rank in range(count):
-            boxes, at, start = [], 0, 0
-            for width in widths:
-                own = width // count
-                boxes.append(_slab(whole, self.dim, start + rank * own, own, at))
-                at, start = at + own, start + width
-            made.append(boxes)
-        return made
-
-
-@dataclass(frozen=True, slots=True)
-class Widths(Verb):
-    """Joined along a dimension, block by block, whose widths in each part are given."""
-
-    dim: int
-    blocks: tuple[tuple[int, ...], ...]  # of each block, by part
-
-    def join(self, name: str, parts: Parts, joiner: Joiner) -> Tensor:
-        _alike(name, parts, self.dim)
-        widths = [[block[rank] for block in self.blocks if rank < len(block)]
-                  for rank in range(len(parts))]  # fmt: skip
-        for (tensor, file), own in zip(parts, widths, strict=True):
-            size = tensor.shape[self.dim]
-            if len(own) != len(self.blocks) or sum(own) != size:
-                raise CorruptError(f"{name!r}: {size:,} rows in {file} are no blocks of {own}")
-        return _by_blocks(name, parts, self.dim, widths, joiner)
-
-
-@dataclass(frozen=True, slots=True)
-class Heads(Verb):
-    """Rows of heads, of ``h`` heads, ``3`` kinds and ``d`` rows, from the order `order` to head by
-    head (h3d).
-
-    Megatron-LM wrote ``3hd`` at first (checkpoint_version 0), ``hd3`` then (1), and ``h3d`` since.
-    """
-
-    order: str
-    rows: int  # of one head
-
-    def join(self, name: str, parts: Parts, joiner: Joiner) -> Tensor:
-        first = _alike(name, parts, 0)
-        held: list[Held] = []
-        at = 0
-        for tensor, file in parts:
-            heads, rest = divmod(tensor.shape[0], 3 * self.rows)
-            if rest:
-                raise CorruptError(
-                    f"{name!r}: {tensor.shape[0]:,} rows in {file} are no heads of {self.rows}"
-                )
-            sizes = {"3": 3, "h": heads, "d": self.rows}
-            steps = {axis: _after(self.order, axis, sizes) for axis in self.order}
-            for head, kind in product(range(heads), range(3)):
-                start = head * steps["h"] + kind * steps["3"]
-                box = self._box(tensor, start, steps["d"], at)
-                held.append(Held(box, file))
-                at += self.rows
-        return joiner.tensor(name, first.dtype, _with(first.shape, 0, at), held)
-
-    def _box(self, tensor: Tensor, start: int, step: int, at: int) -> Box:
-        sizes = _with(tensor.shape, 0, self.rows)
-        stride = (tensor.stride[0] * step, *tensor.stride[1:])
-        offset = tensor.offset + start * tensor.stride[0]
-        rows = Tensor(tensor.storage, tensor.dtype, sizes, stride, offset)
-        return Box(_with((0,) * len(sizes), 0, at), sizes, rows)
-
-
-def _after(order: str, axis: str, sizes: dict[str, int]) -> int:
-    step = 1
-    for each in order[order.index(axis) + 1 :]:
-        step *= sizes[each]
-    return step
-
-
-@dataclass(frozen=True, slots=True)
-class Same(Verb):
-    """Equal in all parts."""
-
-    def join(self, name: str, parts: Parts, joiner: Joiner) -> Tensor:
-        return joiner.same(name, parts)
-
-    def cut(self, name: str, whole: Tensor, count: int) -> list[list[Box]]:
-        return [[Box((0,) * len(whole.shape), whole.shape, whole)] for _ in range(count)]
-
-
-@dataclass(frozen=True, slots=True)
-class Sum(Verb):
-    """Added up."""
-
-    def join(self, name: str, parts: Parts, joiner: Joiner) -> Tensor:
-        first = _numbers(name, parts)
-        records = tuple(contiguous(tensor) for tensor, _ in parts)
-        return _computed(first, Storage(sum_record(records, first.dtype)))
-
-
-@dataclass(frozen=True, slots=True)
-class Mean(Verb):
-    """Averaged; equal parts are copied."""
-
-    def join(self, name: str, parts: Parts, joiner: Joiner) -> Tensor:
-        first = _numbers(name, parts)
-        (tensor, file), *others = parts
-        if all(
-            joiner.copies.same(Replica(name, tensor, each, (file, place))) for each, place in others
-        ):
-            joiner.copies.equal += len(others)
-            return joiner.plain(tensor)
-        records = tuple(contiguous(each) for each, _ in parts)
-        shares = (1.0,) * len(parts)
-        return _computed(first, Storage(mean_record(records, (first.dtype,) * len(parts), shares)))
-
-
-@dataclass(frozen=True, slots=True)
-class Drop(Verb):
-    """Left out."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Refuse(Verb):
-    """Known, and not put together."""
-
-    reason: str
-
-
-def _by_blocks(
-    name: str, parts: Parts, dim: int, widths: Sequence[Sequence[int]], joiner: Joiner
-) -> Tensor:
-    """The first blocks of all parts, then the second ones, and so on; `widths` are by part."""
-    held: list[Held] = []
-    at = 0
-    for block in range(len(widths[0])):
-        for (tensor, file), own in zip(parts, widths, strict=True):
-            box = _slab(tensor, dim, sum(own[:block]), own[block], at)
-            held += [Held(box, file)] if box.tensor.numel else []
-            at += own[block]
-    first = parts[0][0]
-    return joiner.tensor(name, first.dtype, _with(first.shape, dim, at), held)
-
-
-def _alike(name: str, parts: Parts, dim: int) -> Tensor:
-    """The first of the parts, which agree in everything but one dimension."""
-    (first, file), *_ = parts
-    if dim >= len(first.shape):
-        raise CorruptError(
-            f"{name!r} is of shape {first.shape} in {file}: it has no dimension {dim}"
-        )
-    for tensor, place in parts:
-        same = tensor.dtype == first.dtype and len(tensor.shape) == len(first.shape)
-        if not same or _with(tensor.shape, dim, 0) != _with(first.shape, dim, 0):
-            raise CorruptError(
-                f"{name!r} is {first.dtype} {first.shape} in {file}, {tensor.dtype} "
-                f"{tensor.shape} in {place}",
-                hint="the files are not of one save",
-            )
-    return first
-
-
-def _numbers(name: str, parts: Parts) -> Tensor:
-    """The first of the parts, which are of one shape and type, and have a mean."""
-    (first, file), *_ = parts
-    for tensor, place in parts:
-        if (tensor.dtype, tensor.shape) != (first.dtype, first.shape) or not has_mean(tensor.dtype):
-            raise CorruptError(
-                f"{name!r} is {first.dtype} {first.shape} in {file} and {tensor.dtype} "
-                f"{tensor.shape} in {place}: "
-                "they cannot be added up"
-            )
-    return first
-
-
-def _computed(like: Tensor, storage: Storage) -> Tensor:
-    return Tensor(storage, like.dtype, like.shape, contiguous_stride(like.shape))
-
-
-def _slab(tensor: Tensor, dim: int, start: int, width: int, at: int) -> Box:
-    """`width` indices of a dimension from `start`, which stand at index `at` of the result."""
-    zeros = (0,) * len(tensor.shape)
-    sizes = _with(tensor.shape, dim, width)
-    return Box(_with(zeros, dim, at), sizes, part_of(tensor, _with(zeros, dim, start), sizes))
-
-
-def _with(shape: Shape, dim: int, size: int) -> Shape:
-    return (*shape[:dim], size, *shape[dim + 1 :])
-
-
-# A layout as a table: which file holds which part, and how each tensor was cut. No name goes by a
-# default.
-#
-#     Table(rules=((".*layernorm.*", Same()), (".*dense.weight", Cut(1)), ...),
-#           offsets=(Offset(r"layers\.([0-9]+)\.", by=("vp", "pp"), total=24),),
-#           copies=(("output_layer.weight", "embedding.weight"),))
-#
-# The first rule that matches a name counts; offsets are numbers that begin anew in each part;
-# copies
-# are stored twice.
-#
-# Every layout gives `merge` its parts: where each stands on the grid, and what it holds by name.
-# What
-# is checked, in this order: the grid is complete, names are the same along the axis that cuts,
-# types
-# and shapes agree, each name has a rule, boxes cover, copies are equal, counts are those that were
-# said. A tensor that is listed as cut and whose parts are all equal is refused too: its table would
-# be wrong.
-
+from ckptkit.rules.arrange import Arrangement, Made, SourceTensor
+from ckptkit.rules.names import Settings, axis_words, evaluate
+from ckptkit.rules.notation import MisfitError, Rule, RuleError, parse_rule
 
 TP = "tp"  # the axis that cuts
+SAME, SUM, MEAN, DROP, REFUSE = "same", "sum", "mean", "drop", "refuse"
 _PEEK = 1 << 20  # bytes of a part that are read to see whether it is constant
 
-At = Mapping[str, int]
+Parts = Sequence[tuple[Tensor, str]]  # of one tensor in the order of the ranks, each with its file
+
+
+def cut(dim: int, blocks: int = 1, sizes: Sequence[int] = ()) -> str:
+    """Return the line for parts that are joined along a dimension, block by block.
+
+    Each part has as many blocks ([gate; up]) of one size, or blocks whose `sizes` in the whole are
+    these.
+    """
+    before = "".join(f"a{n} " for n in range(dim))
+    block, given = ("g ", f" with g={blocks}") if blocks > 1 else ("", "")
+    if sizes:
+        block, given = "p ", f" with p={len(sizes)} o={'|'.join(f'{n}/tp' for n in sizes)}"
+    return f"[{before}({block}o) ...] -> [{before}({block}tp o) ...]{given}"
+
+
+def cut_in_ratio(*sizes: int) -> str:
+    """Return the line for rows in blocks of sizes in this ratio ([q; k; v]), in each part."""
+    unit = gcd(*sizes)
+    ratio = "|".join(str(n // unit) for n in sizes)
+    return f"[(p n o) ...] -> [(p tp n o) ...] with p={len(sizes)} n={ratio}"
 
 
 class LayoutRow(NamedTuple):
-    """A regular expression for whole names, and what is done with what it matches."""
+    """A regular expression for whole names, and how what it matches was cut.
+
+    ``widths`` are those of each block in each part, where a file lists them; the line is for a part
+    of one block then.
+    """
 
     pattern: re.Pattern[str]
-    verb: Verb
+    how: str
+    widths: tuple[tuple[int, ...], ...] = ()
 
-    def matches(self, name: str) -> bool:
-        return self.pattern.fullmatch(name) is not None
+    @property
+    def word(self) -> str:
+        return self.how.partition(":")[0]
 
 
-def rule(pattern: str, verb: Verb) -> LayoutRow:
-    """A row of a table."""
-    return LayoutRow(re.compile(pattern), verb)
+ROWS, COLUMNS = cut(0), cut(1)
+
+
+def rows(*pairs: tuple[str, str]) -> tuple[LayoutRow, ...]:
+    """The rows of a table: expressions for names, and how what they match was cut."""
+    return tuple(LayoutRow(re.compile(pattern), how) for pattern, how in pairs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -392,18 +120,18 @@ class Offset:
 
 @dataclass(frozen=True, slots=True)
 class ParallelLayout:
-    """The rules that merge the parts of a layout."""
+    """The rows of a layout, the numbers that begin anew in each part, and tensors stored twice."""
 
     rules: tuple[LayoutRow, ...]
     offsets: tuple[Offset, ...] = ()
     copies: tuple[tuple[str, str], ...] = ()
     hint: str = "--parts names your own table of how it was cut: `ckptkit help parallel`"
 
-    def verb(self, name: str) -> Verb:
-        """Return the verb for a tensor. Raises UnsupportedError if no rule matches it."""
+    def row(self, name: str) -> LayoutRow:
+        """Return the row of a tensor. Raises UnsupportedError if none matches it."""
         for each in self.rules:
-            if each.matches(name):
-                return each.verb
+            if each.pattern.fullmatch(name):
+                return each
         raise UnsupportedError(f"nothing says how {name[:80]!r} was cut", hint=self.hint)
 
 
@@ -412,7 +140,7 @@ class RankFile:
     """One file: its coordinates on the grid, and its entries by name."""
 
     file: str
-    at: At
+    at: Mapping[str, int]
     entries: Mapping[str, Node] = field(repr=False)
 
 
@@ -426,37 +154,91 @@ class Merged(NamedTuple):
 def check_grid(parts: Sequence[RankFile], axes: Mapping[str, int], name: Mapping[str, str]) -> None:
     """Raise CorruptError unless there is one part at each point. `name` gives a file's name by
     axis."""
-    check("ranks", prod(axes.values()), f"parts ({_sizes(axes)})")
-    there = {_point(part.at, axes): part.file for part in parts}
-    if len(there) < len(parts):
-        twice = [part.file for part in parts if there[_point(part.at, axes)] != part.file]
-        raise CorruptError(f"{twice[0]} has the same rank as another file")
+    sizes = " x ".join(f"{axis.upper()} {n}" for axis, n in axes.items())
+    check("ranks", prod(axes.values()), f"parts ({sizes})")
+    there: dict[tuple[int, ...], str] = {}
+    for part in parts:
+        point = tuple(part.at[axis] for axis in axes)
+        if there.setdefault(point, part.file) != part.file:
+            raise CorruptError(f"{part.file} has the same rank as another file")
     missing = [point for point in product(*map(range, axes.values())) if point not in there]
     if missing:
-        places = [_place(point, axes, name) for point in missing[:NAMES]]
-        total = len(there) + len(missing)
+        shown = (
+            " ".join(
+                f"{name.get(axis, axis.upper())} {number}"
+                for axis, number in zip(axes, point, strict=True)
+                if axes[axis] > 1
+            )
+            for point in missing[:NAMES]
+        )
         raise CorruptError(
-            f"{len(missing):,} of {total:,} parts are missing: {', '.join(places)}",
+            f"{len(missing):,} of {len(there) + len(missing):,} parts are missing: "
+            f"{', '.join(text or 'the only one' for text in shown)}",
             hint="every process wrote its own file: fetch what is missing from where the rest came "
             "from",
         )
     stale = [part.file for part in parts if any(part.at[axis] >= n for axis, n in axes.items())]
     if stale:
-        raise CorruptError(f"is of {_sizes(axes)}, but there are files of others: {stale[0]}")
+        raise CorruptError(f"is of {sizes}, but there are files of others: {stale[0]}")
 
 
-def _point(at: At, axes: Mapping[str, int]) -> tuple[int, ...]:
-    return tuple(at[axis] for axis in axes)
+# Lines of the notation
 
 
-def _place(point: tuple[int, ...], axes: Mapping[str, int], names: Mapping[str, str]) -> str:
-    of = zip(axes, point, strict=True)
-    text = " ".join(f"{names.get(axis, axis.upper())} {n}" for axis, n in of if axes[axis] > 1)
-    return text or "the only one"
+@lru_cache(256)
+def _line(how: str, count: int) -> tuple[Rule, Arrangement]:
+    """A line as a rule for `count` named parts, with the axes that differ: with the part, or with
+    the axis before them."""
+    left, _, right = how.partition(" -> ")
+    labels = "|".join(map(str, range(count)))
+    found = parse_rule(f"{{{TP}:{labels}}} {left} -> whole {right}")
+    words = axis_words(found)
+    known = evaluate(found, Settings({TP: count}))
+    uneven = {
+        word: before
+        for axes in found.left.shape
+        for before, word in pairwise(axes)
+        if len(known.sizes.get(word, ())) > 1
+    }
+    for axes in found.right.shape:
+        free = [word for word in axes if word != TP and word not in known.sizes]
+        if TP in axes and free:
+            uneven[free[0]] = TP
+    return found, Arrangement(1, found, words, known, uneven)
 
 
-def _sizes(axes: Mapping[str, int]) -> str:
-    return " x ".join(f"{axis.upper()} {n}" for axis, n in axes.items())
+@lru_cache(512)  # layers of a model have the same shapes, cut in the same way
+def _joined(how: str, shapes: tuple[Shape, ...], names: tuple[str, ...] = ()) -> Made:
+    """The whole that parts of these shapes make. Raises MisfitError, RuleError."""
+    _, arrangement = _line(how, len(shapes))
+    members = [
+        SourceTensor(names[n] if names else str(n), (n,), shape) for n, shape in enumerate(shapes)
+    ]
+    (made,) = arrangement.solve({}, arrangement.known_sizes, members).layout.made
+    return made
+
+
+@lru_cache(512)
+def _cut(how: str, shape: Shape, count: int) -> tuple[Made, ...]:
+    """The parts of a tensor of this shape, all of one size. Raises MisfitError, RuleError."""
+    found, arrangement = _line(how, count)
+    known = evaluate(found, Settings({TP: count}))
+    uneven = {word: by for word, by in arrangement.ragged.items() if by != TP}
+    back = Arrangement(1, found.reversed(), axis_words(found.reversed()), known, uneven)
+    return back.solve({}, back.known_sizes, [SourceTensor("it", (), shape)]).layout.made
+
+
+def _is_whole(how: str) -> bool:
+    """Return whether one part alone, cut by this line, is the whole as it is."""
+    found, _ = _line(how, 1)
+    right = [
+        axes if isinstance(axes, str) else tuple(word for word in axes if word != TP)
+        for axes in found.right.shape
+    ]
+    return list(found.left.shape) == right
+
+
+# The whole
 
 
 def merge(
@@ -467,209 +249,205 @@ def merge(
     `axes` are the axes of the grid and their sizes, the one that cuts (``tp``) among them. Raises
     CorruptError for parts that do not go together, UnsupportedError for a name without a rule.
     """
-    return _Merge(parts, axes, table, joiner).run()
-
-
-class _Merge:
-    def __init__(
-        self,
-        parts: Sequence[RankFile],
-        axes: Mapping[str, int],
-        table: ParallelLayout,
-        joiner: Joiner,
-    ) -> None:
-        self.parts = parts
-        self.axes = axes
-        self.table = table
-        self.joiner = joiner
-        self.dropped: dict[str, list[str]] = {}
-        self.constant: list[str] = []
-
-    def run(self) -> Merged:
-        named = {id(part): dict(part.entries) for part in self.parts}
-        for offset in self.table.offsets:
-            named = self._renumbered(offset, named)
-        rows = self._rows(named)
-        self._drop_copies(rows)
-        made = OrderedMapping()
-        for name, by_rank in rows.items():
-            tensor = self._tensor(name, by_rank)
-            if tensor is not None:
-                made[name] = tensor
-        return Merged(made, list(self._warnings()))
-
-    # Names
-
-    def _renumbered(
-        self, offset: Offset, named: dict[int, dict[str, Node]]
-    ) -> dict[int, dict[str, Node]]:
-        """The names of all parts with their numbers counted up along the axes."""
-        counts: dict[tuple[int, ...], int] = {}
-        for part in self.parts:
-            point = self._along(offset, part)
-            numbers = {
-                int(found[1]) for name in named[id(part)] if (found := offset.pattern.search(name))
-            }
-            count = len(numbers)
-            if numbers != set(range(count)):
-                raise CorruptError(
-                    f"its {offset.what} in {part.file} are not numbered from 0: "
-                    f"{sorted(numbers)[:8]}"
-                )
-            if counts.setdefault(point, count) != count:
-                raise CorruptError(
-                    f"{part.file} has {count:,} {offset.what}, another file of the same stage "
-                    f"{counts[point]:,}"
-                )
-        starts: dict[tuple[int, ...], int] = {}
-        total = 0
-        for point in product(*(range(self.axes.get(axis, 1)) for axis in offset.by)):
-            starts[point] = total
-            total += counts.get(point, 0)
-        if offset.total is not None and total not in (0, offset.total):
+    named = [dict(part.entries) for part in parts]
+    for offset in table.offsets:
+        named = _renumbered(offset, parts, named, axes)
+    count = axes.get(TP, 1)
+    # What the files hold by name and rank: more than one where they are copies.
+    rows: dict[str, dict[int, list[tuple[Node, str]]]] = {}
+    for part, entries in zip(parts, named, strict=True):
+        for name, node in entries.items():
+            rows.setdefault(name, {}).setdefault(part.at.get(TP, 0), []).append((node, part.file))
+    for name, by_rank in rows.items():
+        lacking = next((rank for rank in range(count) if rank not in by_rank), None)
+        if lacking is not None:
             raise CorruptError(
-                f"its parts have {total:,} {offset.what} in all, its arguments say {offset.total:,}"
+                f"{name[:80]!r} is in {next(iter(by_rank.values()))[0][1]}, but rank {lacking} of "
+                f"{count} has no part of it",
+                hint="the files are not of one save",
             )
-        return {
-            id(part): _shifted(offset, named[id(part)], starts[self._along(offset, part)])
-            for part in self.parts
-        }
-
-    def _along(self, offset: Offset, part: RankFile) -> tuple[int, ...]:
-        return tuple(part.at.get(axis, 0) for axis in offset.by)
-
-    def _rows(
-        self, named: dict[int, dict[str, Node]]
-    ) -> dict[str, dict[int, list[tuple[Node, str]]]]:
-        """By name and rank of the axis that cuts: what the files hold, more than one where they are
-        copies."""
-        rows: dict[str, dict[int, list[tuple[Node, str]]]] = {}
-        for part in self.parts:
-            for name, node in named[id(part)].items():
-                rows.setdefault(name, {}).setdefault(part.at.get(TP, 0), []).append(
-                    (node, part.file)
-                )
-        for name, by_rank in rows.items():
-            lacking = [rank for rank in range(self.axes.get(TP, 1)) if rank not in by_rank]
-            if lacking:
-                has = next(iter(by_rank.values()))[0][1]
-                raise CorruptError(
-                    f"{name[:80]!r} is in {has}, but rank {lacking[0]} of {self.axes.get(TP, 1)} "
-                    "has no part of it",
-                    hint="the files are not of one save",
-                )
-        return rows
-
-    def _drop_copies(self, rows: dict[str, dict[int, list[tuple[Node, str]]]]) -> None:
-        """Take out what stands twice, once it is known to be equal."""
-        for name, of in self.table.copies:
-            if name not in rows or of not in rows:
-                continue
+    dropped: dict[str, list[str]] = {}
+    for name, of in table.copies:
+        if name in rows and of in rows:
             for rank, held in rows.pop(name).items():
-                for node, file in held:
-                    first, place = rows[of][rank][0]
-                    tensor, other = as_tensor(first), as_tensor(node)
-                    if tensor is None or other is None:
-                        raise CorruptError(f"{name!r} or {of!r} is not a tensor")
-                    self.joiner.same(f"{of} ({name})", [(tensor, place), (other, file)])
-            self.dropped.setdefault(f"a copy of {of}", []).append(name)
-
-    # Tensors
-
-    def _tensor(self, name: str, by_rank: dict[int, list[tuple[Node, str]]]) -> Tensor | None:
-        count = self.axes.get(TP, 1)
-        verb = self._verb(name, count, held=len(by_rank[0]))
-        if isinstance(verb, Drop):
-            self.dropped.setdefault(verb.reason, []).append(name)
-            return None
-        parts = []
+                joiner.same(f"{of} ({name})", _plain(of, [rows[of][rank][0], *held]))
+            dropped.setdefault(f"a copy of {of}", []).append(name)
+    made = OrderedMapping()
+    constant: list[str] = []
+    for name, by_rank in rows.items():
+        row = _row(table, name, count, held=len(by_rank[0]))
+        if row is not None and row.word == DROP:
+            dropped.setdefault(row.how.partition(": ")[2], []).append(name)
+            continue
+        cut_parts = []
         for rank in range(count):
-            held = [(_as_tensor(name, node, file), file) for node, file in by_rank[rank]]
-            parts.append((held[0][0], held[0][1]))
-            if len(held) > 1:
-                self.joiner.same(name, held)
-        if count == 1:
-            return (
-                self.joiner.plain(parts[0][0])
-                if isinstance(verb, Cut)
-                else verb.join(name, parts, self.joiner)
-            )
+            held_here = _plain(name, by_rank[rank])
+            joiner.same(name, held_here)
+            cut_parts.append(held_here[0])
         try:
-            self._check_verb(name, verb, parts)
-            return verb.join(name, parts, self.joiner)
+            made[name] = _whole(name, row, cut_parts, joiner, constant)
         except CkptkitError as error:
-            if error.hint is None:
-                error.hint = self.table.hint
+            error.hint = error.hint or table.hint
             raise
+    warnings = [f"left out {some(names)}: {reason}" for reason, names in dropped.items()]
+    if constant:
+        warnings.append(f"of one value in all parts, taken as cut all the same: {some(constant)}")
+    return Merged(made, warnings)
 
-    def _verb(self, name: str, count: int, *, held: int) -> Verb:
-        """The verb for a tensor that `held` files of the first rank have; Cut where it is whole."""
-        try:
-            verb = self.table.verb(name)
-        except UnsupportedError:
-            if count > 1:
-                raise
-            return Cut(0)  # nothing was cut
-        if not isinstance(verb, Refuse):
-            return verb
-        if count == held == 1:
-            return Cut(0)
-        raise UnsupportedError(f"{name[:80]!r}: {verb.reason}", hint=self.table.hint)
 
-    def _check_verb(self, name: str, verb: Verb, parts: Parts) -> None:
-        """Raise CorruptError for parts that are all equal though they should be cut; constant ones
-        may be."""
-        (first, file), *others = parts
-        if not isinstance(verb, Cut) or not first.numel:
-            return
-        copies = [Replica(name, first, each, (file, place)) for each, place in others]
-        if any(
-            (copy.other.dtype, copy.other.shape) != (first.dtype, first.shape) for copy in copies
-        ):
-            return
-        if not all(
-            self.joiner.copies.same(copy, always=copy.first.nbytes <= _PEEK) for copy in copies
-        ):
-            return
-        if _is_constant(first):
-            self.constant.append(name)
-            return
+def _renumbered(
+    offset: Offset,
+    parts: Sequence[RankFile],
+    named: Sequence[Mapping[str, Node]],
+    axes: Mapping[str, int],
+) -> list[dict[str, Node]]:
+    """The names of all parts with their numbers counted up along the axes."""
+    counts: dict[tuple[int, ...], int] = {}
+    points = [tuple(part.at.get(axis, 0) for axis in offset.by) for part in parts]
+    for part, point, entries in zip(parts, points, named, strict=True):
+        numbers = {int(found[1]) for name in entries if (found := offset.pattern.search(name))}
+        if numbers != set(range(len(numbers))):
+            raise CorruptError(
+                f"its {offset.what} in {part.file} are not numbered from 0: {sorted(numbers)[:8]}"
+            )
+        if counts.setdefault(point, len(numbers)) != len(numbers):
+            raise CorruptError(
+                f"{part.file} has {len(numbers):,} {offset.what}, another file of the same stage "
+                f"{counts[point]:,}"
+            )
+    starts, total = {}, 0
+    for point in product(*(range(axes.get(axis, 1)) for axis in offset.by)):
+        starts[point] = total
+        total += counts.get(point, 0)
+    if offset.total is not None and total not in (0, offset.total):
         raise CorruptError(
-            f"{name!r} is equal in all {len(parts)} parts, and should be cut along dimension "
-            f"{verb.dim}",
-            hint="the layout is another than it is taken for: --parts names a table of your own, "
-            "which says `same` for it",
+            f"its parts have {total:,} {offset.what} in all, its arguments say {offset.total:,}"
         )
-
-    def _warnings(self) -> Iterator[str]:
-        for reason, names in self.dropped.items():
-            yield f"left out {some(names)}: {reason}"
-        if self.constant:
-            yield f"of one value in all parts, taken as cut all the same: {some(self.constant)}"
-
-
-def _as_tensor(name: str, node: Node, file: str) -> Tensor:
-    tensor = as_tensor(node)
-    if tensor is None or tensor.storage is None or tensor.layout != "strided":
-        raise UnsupportedError(f"{name[:80]!r} in {file} is not a plain tensor")
-    return tensor
-
-
-def _shifted(offset: Offset, entries: Mapping[str, Node], start: int) -> dict[str, Node]:
-    made = {}
-    for name, node in entries.items():
-        found = offset.pattern.search(name)
-        if found:
-            name = f"{name[: found.start(1)]}{int(found[1]) + start}{name[found.end(1) :]}"
-        made[name] = node
+    made: list[dict[str, Node]] = []
+    for point, entries in zip(points, named, strict=True):
+        made.append({})
+        for name, node in entries.items():
+            if found := offset.pattern.search(name):
+                number = int(found[1]) + starts[point]
+                name = f"{name[: found.start(1)]}{number}{name[found.end(1) :]}"
+            made[-1][name] = node
     return made
+
+
+def _row(table: ParallelLayout, name: str, count: int, *, held: int) -> LayoutRow | None:
+    """The row of a tensor that `held` files of the first rank have; None where it is whole."""
+    try:
+        row = table.row(name)
+    except UnsupportedError:
+        if count > 1:
+            raise
+        return None
+    if row.word != REFUSE:
+        return row
+    if count == held == 1:
+        return None
+    raise UnsupportedError(f"{name[:80]!r}: {row.how.partition(': ')[2]}", hint=table.hint)
+
+
+def _plain(name: str, held: Iterable[tuple[Node, str]]) -> list[tuple[Tensor, str]]:
+    found = []
+    for node, file in held:
+        tensor = as_tensor(node)
+        if tensor is None or tensor.storage is None or tensor.layout != "strided":
+            raise UnsupportedError(f"{name[:80]!r} in {file} is not a plain tensor")
+        found.append((tensor, file))
+    return found
+
+
+def _whole(
+    name: str, row: LayoutRow | None, parts: Parts, joiner: Joiner, constant: list[str]
+) -> Tensor:
+    """Put the parts of a tensor together. Adds the name to `constant` if they tell nothing."""
+    (first, file), *others = parts
+    if row is None or (not others and (row.word in (SAME, SUM, MEAN) or _is_whole(row.how))):
+        return joiner.plain(first)
+    if row.word == SAME:
+        return joiner.same(name, parts)
+    if row.word in (SUM, MEAN):
+        return _computed(name, row.word, parts, joiner)
+    dim = next(n for n, axes in enumerate(_line(row.how, 1)[0].right.shape) if TP in axes)
+    for tensor, place in others:
+        one, other = ((*t.shape[:dim], "", *t.shape[dim + 1 :]) for t in (first, tensor))
+        if tensor.dtype != first.dtype or one != other:
+            raise CorruptError(
+                f"{name!r} is {first.dtype} {first.shape} in {file}, {tensor.dtype} "
+                f"{tensor.shape} in {place}",
+                hint="the files are not of one save",
+            )
+    if row.widths:
+        parts = _blocks(name, row, dim, parts)
+    elif others and first.numel and all(tensor.shape == first.shape for tensor, _ in others):
+        always = first.nbytes <= _PEEK
+        copies = [Replica(name, first, tensor, (file, place)) for tensor, place in others]
+        if all(joiner.copies.same(copy, always=always) for copy in copies):
+            if not _is_constant(first):
+                raise CorruptError(
+                    f"{name!r} is equal in all {len(parts)} parts, and the table says {row.how!r}",
+                    hint="the layout is another than it is taken for: --parts names a table of "
+                    "your own, which says `same` for it",
+                )
+            constant.append(name)
+    tensors = [tensor for tensor, _ in parts]
+    shapes = tuple(tensor.shape for tensor in tensors)
+    try:
+        made = _joined(row.how, shapes)
+    except (MisfitError, RuleError):
+        try:
+            made = _joined(row.how, shapes, tuple(place for _, place in parts))
+        except (MisfitError, RuleError) as error:
+            message = error.message.removeprefix("rule 1: ")
+            raise CorruptError(
+                f"{name!r}: {message}", hint="the files are not of one save, or cut in another way"
+            ) from error
+    return joiner.arranged(name, first.dtype, made.shape, tensors, made.copies)
+
+
+def _blocks(name: str, row: LayoutRow, dim: int, parts: Parts) -> list[tuple[Tensor, str]]:
+    """The blocks of all parts, the first ones first, as parts of their own."""
+    starts = [0] * len(parts)
+    found = []
+    for rank, (tensor, file) in enumerate(parts):
+        widths = [block[rank] for block in row.widths if rank < len(block)]
+        size = tensor.shape[dim] if dim < len(tensor.shape) else 0
+        if len(widths) != len(row.widths) or sum(widths) != size:
+            raise CorruptError(f"{name!r}: {size:,} rows in {file} are no blocks of {widths}")
+    for block in row.widths:
+        for rank, (tensor, file) in enumerate(parts):
+            start = tensor.offset + starts[rank] * tensor.stride[dim] if block[rank] else 0
+            shape = (*tensor.shape[:dim], block[rank], *tensor.shape[dim + 1 :])
+            found.append((replace(tensor, shape=shape, offset=start), file))
+            starts[rank] += block[rank]
+    return found
+
+
+def _computed(name: str, word: str, parts: Parts, joiner: Joiner) -> Tensor:
+    """The sum of the parts, or their mean: a copy where they are equal."""
+    (first, file), *others = parts
+    for tensor, place in parts:
+        if (tensor.dtype, tensor.shape) != (first.dtype, first.shape) or not has_mean(tensor.dtype):
+            raise CorruptError(
+                f"{name!r} is {first.dtype} {first.shape} in {file} and {tensor.dtype} "
+                f"{tensor.shape} in {place}: they cannot be added up"
+            )
+    records = tuple(contiguous(tensor) for tensor, _ in parts)
+    if word == SUM:
+        record = sum_record(records, first.dtype)
+    elif all(joiner.copies.same(Replica(name, first, t, (file, place))) for t, place in others):
+        joiner.copies.equal += len(others)
+        return joiner.plain(first)
+    else:
+        record = mean_record(records, (first.dtype,) * len(parts), (1.0,) * len(parts))
+    return Tensor(Storage(record), first.dtype, first.shape, contiguous_stride(first.shape))
 
 
 def _is_constant(tensor: Tensor) -> bool:
     """Return whether all sampled elements have the same bytes."""
-    data = b""
-    for piece in stream(contiguous(tensor).locate(), 0, min(tensor.nbytes, _PEEK)):
-        data += piece
+    data = b"".join(stream(contiguous(tensor).locate(), 0, min(tensor.nbytes, _PEEK)))
     unit = data[: tensor.dtype.itemsize]
     return data == unit * (len(data) // len(unit))
 
@@ -686,20 +464,88 @@ def flattened(root: Node) -> Iterator[tuple[str, Node]]:
             yield name, node
 
 
-# A table of one's own, in YAML (``--parts FILE``).
+# Whole tensors cut into the parts of ranks by the table that puts them together.
+
+
+def ranks_of(options: Options, name: str) -> int:
+    """Return the number of parts that the options ask for. Raises UsageError if they give none."""
+    if options.ranks is None:
+        raise UsageError(
+            f"{name} is cut into parts, and nothing says how many",
+            hint=typed("--ranks 2", "ranks=2"),
+        )
+    return options.ranks
+
+
+def cut_all(
+    tensors: Mapping[str, Tensor], table: ParallelLayout, count: int
+) -> list[OrderedMapping]:
+    """The entries of each of `count` parts. Raises UsageError for what does not come out even."""
+    parts: list[dict[Node, Node]] = [{} for _ in range(count)]
+    for name, tensor in tensors.items():
+        if tensor.storage is None or tensor.layout != "strided":
+            raise TensorError(f"{name[:80]!r} is not a plain tensor, and cannot be cut")
+        row = table.row(name)
+        if row.word in (DROP, REFUSE):
+            raise UsageError(f"{name[:80]!r} has no place in parts: {row.how.partition(': ')[2]}")
+        if row.word in (SUM, MEAN) or row.widths:
+            raise UsageError(
+                f"{name!r} cannot be cut: its parts would not be the ones that were put together"
+            )
+        if row.word == SAME or count == 1:
+            for part in parts:
+                part[name] = tensor
+            continue
+        try:
+            made = _cut(row.how, tensor.shape, count)
+        except (MisfitError, RuleError) as error:
+            raise UsageError(
+                f"{name!r}: {tensor.shape} does not come out even in {count} parts: "
+                f"{error.message.removeprefix('rule 1: ')}"
+            ) from error
+        record, dtype = contiguous(tensor), tensor.dtype
+        for part, each in zip(parts, made, strict=True):
+            nbytes = dtype.nbytes(prod(each.shape))
+            storage = Storage(Arranged((record,), each.copies, dtype.itemsize, nbytes))
+            part[name] = Tensor(storage, dtype, each.shape, contiguous_stride(each.shape))
+    return [OrderedMapping(part) for part in parts]
+
+
+def file(name: str, root: Node, options: Options) -> OutputFile:
+    """One file of a folder, as torch.save writes it."""
+    plan = torch_zip.layout(Checkpoint(root), options)
+    return replace(plan.files[0], name=name)
+
+
+# A table of one's own, in YAML (``--parts FILE``): `ckptkit help parallel` shows one.
 #
 # ``files`` is an expression for names below the folder, whose groups are the axes: tp is the one
-# that
-# cuts. ``root`` is the entry that holds the state_dict. ``layers`` are numbers that begin anew
-# along
-# other axes. Of ``rules``, the first whose expression matches a whole name counts; there is no
-# other. `ckptkit help parallel` shows one.
+# that cuts. ``root`` is the entry that holds the state_dict. ``layers`` are numbers that begin anew
+# along other axes.
 
 
+_BYTES = 1 << 20
 _KEYS = {"files", "root", "layers", "rules"}
-_BLOCKS = re.compile(r"cut ([0-9])(?: blocks ([0-9]{1,4}))?")
-_SIZES = re.compile(r"cut ([0-9]) sizes ([0-9 ]{1,200})")
-_PLAIN: dict[str, Verb] = {"same": Same(), "sum": Sum(), "mean": Mean()}
+_VERB = re.compile(
+    r"(?P<word>same|sum|mean)|drop:?\s*(?P<why>.*)|(?P<line>\[.*\] -> \[.*)"
+    r"|cut (?P<dim>[0-9])(?: blocks (?P<blocks>[0-9]{1,4})| sizes (?P<sizes>[0-9 ]{1,200}))?"
+)
+
+
+def parse(data: bytes, where: str) -> Any:
+    """The values in a text of YAML or JSON: plain ones, without the anchors and tags that make
+    little text a lot. Raises UsageError."""
+    import yaml
+
+    if len(data) > _BYTES:
+        raise UsageError(f"is larger than {_BYTES:,} bytes", where=where)
+    try:
+        events = list(yaml.parse(data, Loader=yaml.SafeLoader))
+        if any(isinstance(event, yaml.events.AliasEvent) for event in events):
+            raise UsageError("uses anchors, which ckptkit does not follow", where=where)
+        return yaml.safe_load(data)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise UsageError(f"is not YAML: {str(error).splitlines()[0]}", where=where) from error
 
 
 class OwnTable:
@@ -707,7 +553,11 @@ class OwnTable:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        content = self._content()
+        try:
+            with open(path, "rb") as file:
+                content = parse(file.read(_BYTES + 1), path)
+        except OSError as error:
+            raise PathError(f"cannot be read: {error.strerror}", where=path) from error
         if (
             not isinstance(content, dict)
             or not set(content) <= _KEYS
@@ -722,18 +572,10 @@ class OwnTable:
             raise self._wrong(
                 "names no rank in files", r"write (?P<tp>[0-9]+) in place of its number"
             )
-        self.table = ParallelLayout(
-            tuple(map(self._rule, self._list(content["rules"]))),
-            self._offsets(content.get("layers")),
-        )
-
-    def _content(self) -> Any:
-        try:
-            with open(self.path, "rb") as file:
-                data = file.read((1 << 20) + 1)
-        except OSError as error:
-            raise PathError(f"cannot be read: {error.strerror}", where=self.path) from error
-        return parse(data, self.path)
+        if not isinstance(content["rules"], list):
+            raise self._wrong("rules are no list")
+        rows = tuple(map(self._rule, content["rules"]))
+        self.table = ParallelLayout(rows, self._offsets(content.get("layers")))
 
     def _wrong(self, message: str, hint: str | None = None) -> UsageError:
         return UsageError(
@@ -746,30 +588,31 @@ class OwnTable:
         except (re.error, TypeError) as error:
             raise self._wrong(f"{text!r} is not a regular expression: {error}") from error
 
-    def _list(self, node: Any) -> list[Any]:
-        if not isinstance(node, list):
-            raise self._wrong("rules are no list")
-        return node
-
-    def _rule(self, node: Any) -> Any:
+    def _rule(self, node: Any) -> LayoutRow:
         if not isinstance(node, dict) or len(node) != 1:
             raise self._wrong(f"{node!r} is not a rule", "a rule is `- 'expression': verb`")
-        ((pattern, word),) = node.items()
-        return rule(self._pattern(pattern).pattern, self._verb(str(word)))
-
-    def _verb(self, word: str) -> Verb:
-        if word in _PLAIN:
-            return _PLAIN[word]
-        if word.startswith("drop"):
-            return Drop(word.removeprefix("drop").strip() or "as the table says")
-        if found := _BLOCKS.fullmatch(word):
-            return Cut(int(found[1]), int(found[2] or 1) or 1)
-        if found := _SIZES.fullmatch(word):
-            return Cut(int(found[1]), tuple(map(int, found[2].split())), exact=True)
-        raise self._wrong(
-            f"{word!r} is no verb",
-            "cut DIM, cut DIM blocks N, cut DIM sizes A B C, same, sum, mean, drop REASON",
-        )
+        ((pattern, verb),) = node.items()
+        found = _VERB.fullmatch(str(verb))
+        if found is None:
+            raise self._wrong(
+                f"{verb!r} is no verb",
+                "cut DIM, cut DIM blocks N, cut DIM sizes A B C, same, sum, mean, drop REASON, or "
+                "a line as in `[o ...] -> [(tp o) ...]`",
+            )
+        if found["word"]:
+            how = found["word"]
+        elif found["why"] is not None:
+            how = f"{DROP}: {found['why'] or 'as the table says'}"
+        elif found["line"]:
+            how = found["line"]
+            try:
+                _line(how, 2)
+            except RuleError as error:
+                raise self._wrong(f"{how!r}: {error.message}", error.hint) from error
+        else:
+            sizes = [int(n) for n in (found["sizes"] or "").split()]
+            how = cut(int(found["dim"]), int(found["blocks"] or 1), sizes)
+        return LayoutRow(self._pattern(pattern), how)
 
     def _offsets(self, node: Any) -> tuple[Offset, ...]:
         if node is None:
@@ -790,11 +633,22 @@ def read(probe: Probe, format: str) -> Checkpoint:
     assert probe.options.parts is not None
     own = OwnTable(probe.options.parts)
     reader, joiner = Reader(probe.folder), Joiner(Copies(probe.options.copies))
-    parts = [
-        RankFile(place, _at(found), _entries(reader, folder, name, own))
-        for place, folder, name in _files(probe.folder)
-        if (found := own.files.fullmatch(place))
-    ]
+    parts = []
+    for place, folder, name in _files(probe.folder):
+        if not (found := own.files.fullmatch(place)):
+            continue
+        try:
+            at = {axis: int(number or 0) for axis, number in found.groupdict().items()}
+        except ValueError as error:
+            raise UsageError(
+                f"the groups of files match something else than numbers: {place!r}"
+            ) from error
+        root = reader.read(name, folder).root
+        if own.root:
+            _, root = find(root, str(own.root))
+        if not isinstance(root, dict):
+            raise FormatError("holds no state_dict", where=name)
+        parts.append(RankFile(place, at, dict(flattened(root))))
     if not parts:
         raise UsageError(
             f"no file in {probe.name} has a name like {own.files.pattern!r}", where=own.path
@@ -810,77 +664,12 @@ def read(probe: Probe, format: str) -> Checkpoint:
     )  # fmt: skip
 
 
-def _files(folder: Folder) -> list[tuple[str, Folder, str]]:
+def _files(folder: Folder) -> Iterator[tuple[str, Folder, str]]:
     """The files in the folder and in those below it: the path with slashes, the folder, and the
     name there."""
-    below = set(folder.folders())
-    found = [(name, folder, name) for name in folder.list() if name not in below]
-    for each in sorted(below):
+    below = sorted(folder.folders())
+    yield from ((name, folder, name) for name in folder.list() if name not in below)
+    for each in below:
         inner = folder.sub(each)
         deeper = set(inner.folders())
-        found += [(f"{each}/{name}", inner, name) for name in inner.list() if name not in deeper]
-    return found
-
-
-def _at(found: re.Match[str]) -> dict[str, int]:
-    try:
-        return {axis: int(number or 0) for axis, number in found.groupdict().items()}
-    except ValueError as error:
-        raise UsageError(
-            f"the groups of files match something else than numbers: {found[0]!r}"
-        ) from error
-
-
-def _entries(reader: Reader, folder: Folder, name: str, own: OwnTable) -> dict[str, Node]:
-    root = reader.read(name, folder).root
-    if own.root:
-        _, root = find(root, str(own.root))
-    if not isinstance(root, dict):
-        raise FormatError("holds no state_dict", where=name)
-    return dict(flattened(root))
-
-
-# Whole tensors cut into the parts of ranks by the table that puts them together.
-
-
-def ranks_of(options: Options, name: str) -> int:
-    """Return the number of parts that the options ask for. Raises UsageError if they give none."""
-    if options.ranks is None:
-        raise UsageError(
-            f"{name} is cut into parts, and nothing says how many",
-            hint=typed("--ranks 2", "ranks=2"),
-        )
-    return options.ranks
-
-
-def cut(tensors: Mapping[str, Tensor], table: ParallelLayout, count: int) -> list[OrderedMapping]:
-    """The entries of each of `count` parts. Raises UsageError for what does not come out even."""
-    parts: list[dict[Node, Node]] = [{} for _ in range(count)]
-    for name, tensor in tensors.items():
-        if tensor.storage is None or tensor.layout != "strided":
-            raise TensorError(f"{name[:80]!r} is not a plain tensor, and cannot be cut")
-        verb = table.verb(name)
-        if isinstance(verb, (Drop, Refuse)):
-            raise UsageError(f"{name[:80]!r} has no place in parts: {verb.reason}")
-        for part, boxes in zip(parts, verb.cut(name, tensor, count), strict=True):
-            part[name] = tensor if isinstance(verb, Same) or count == 1 else _part(boxes)
-    return [OrderedMapping(part) for part in parts]
-
-
-def _part(boxes: list[Box]) -> Tensor:
-    """A tensor of its own, made of the boxes at their offsets."""
-    first = boxes[0].tensor
-    shape: Shape = tuple(
-        max(box.offsets[dim] + box.sizes[dim] for box in boxes) for dim in range(len(first.shape))
-    )
-    if len(boxes) == 1:
-        storage = Storage(contiguous(first))
-    else:
-        storage = Storage(joined(first.dtype, shape, [(box.offsets, box.tensor) for box in boxes]))
-    return Tensor(storage, first.dtype, shape, contiguous_stride(shape))
-
-
-def file(name: str, root: Node, options: Options) -> OutputFile:
-    """One file of a folder, as torch.save writes it."""
-    plan = torch_zip.layout(Checkpoint(root), options)
-    return replace(plan.files[0], name=name)
+        yield from ((f"{each}/{name}", inner, name) for name in inner.list() if name not in deeper)

@@ -450,9 +450,11 @@ def asked(path: Path, text: str) -> Options:
     return Options(parts=str(path))
 
 
-def test_a_table_of_ones_own(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["cut 1", "'[o i] -> [o (tp i)]'"])
+def test_a_table_of_ones_own(how: str, tmp_path: Path) -> None:
     folder, whole = own(tmp_path / "x")
-    checkpoint = ckptkit.open(folder, options=asked(tmp_path / "t.yaml", TABLE))
+    text = TABLE.replace("cut 1", how)
+    checkpoint = ckptkit.open(folder, options=asked(tmp_path / "t.yaml", text))
     ckptkit.save(checkpoint, tmp_path / "out.pth")
     assert_same(torch.load(tmp_path / "out.pth", weights_only=True), whole)
     assert any("not a weight" in each for each in checkpoint.warnings)
