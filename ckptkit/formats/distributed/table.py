@@ -404,7 +404,8 @@ def _whole(
             raise CorruptError(
                 f"{name!r}: {message}", hint="the files are not of one save, or cut in another way"
             ) from error
-    return joiner.arranged(name, first.dtype, made.shape, tensors, made.copies)
+    shape = (*made.shape,)  # its own tuple: pickles tell whether two tensors have the same one
+    return joiner.arranged(name, first.dtype, shape, tensors, made.copies)
 
 
 def _blocks(name: str, row: LayoutRow, dim: int, parts: Parts) -> list[tuple[Tensor, str]]:
@@ -505,9 +506,10 @@ def cut_all(
             ) from error
         record, dtype = contiguous(tensor), tensor.dtype
         for part, each in zip(parts, made, strict=True):
-            nbytes = dtype.nbytes(prod(each.shape))
+            shape = (*each.shape,)
+            nbytes = dtype.nbytes(prod(shape))
             storage = Storage(Arranged((record,), each.copies, dtype.itemsize, nbytes))
-            part[name] = Tensor(storage, dtype, each.shape, contiguous_stride(each.shape))
+            part[name] = Tensor(storage, dtype, shape, contiguous_stride(shape))
     return [OrderedMapping(part) for part in parts]
 
 
