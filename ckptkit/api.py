@@ -198,7 +198,9 @@ def _opened_to_write(source: Source, options: Options) -> Checkpoint:
     """Read `source`: as the part that it is, or as a whole where the format may change."""
     checkpoint = open_checkpoint(source, options)
     if options.part_only:
-        return checkpoint.alone()
+        from ckptkit.formats.distributed.parts import alone
+
+        return alone(checkpoint)
     return checkpoint if options.keep_format else checkpoint.whole()
 
 

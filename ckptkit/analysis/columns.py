@@ -65,7 +65,7 @@ def remark(row: TensorRow) -> str:
     """Return a remark on a tensor that is not plain, strided and alone in its storage."""
     tensor, group = row.tensor, row.group
     if row.local is not None:
-        from ckptkit.core.parts import extent
+        from ckptkit.formats.distributed.parts import extent
 
         local = " and ".join(shape(each.shape) for each in row.local.local()) or "nothing"
         place = extent(row.local)

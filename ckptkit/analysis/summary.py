@@ -35,8 +35,8 @@ from ckptkit.core.weights import Weights, inner_tensors, place_of
 from ckptkit.pickles.trust import describe, is_harmful, refused_by_weights_only
 
 if TYPE_CHECKING:
-    from ckptkit.core.parts import PartOf
-    from ckptkit.core.pieces import Piece
+    from ckptkit.core.checkpoint import PartOf
+    from ckptkit.formats.distributed.meshes import Piece
     from ckptkit.quantized import QuantizedWeight
 
 
@@ -426,7 +426,7 @@ class _Survey:
         assert node.tensor is not None
         piece = None
         if node.global_ is not None and node.global_.name == "_rebuild_from_type_v2":
-            from ckptkit.core.piece_forms import piece_of  # few files have any
+            from ckptkit.formats.distributed.meshes import piece_of  # few files have any
 
             with suppress(CkptkitError):
                 piece = piece_of(node)

@@ -350,7 +350,11 @@ class Request:
         from ckptkit.api import open_checkpoint
 
         checkpoint = open_checkpoint(path, key=key)
-        return checkpoint.alone() if self.options.part_only else checkpoint.whole()
+        if not self.options.part_only:
+            return checkpoint.whole()
+        from ckptkit.formats.distributed.parts import alone
+
+        return alone(checkpoint)
 
     def with_defaults(self, defaults: Mapping[str, Any]) -> Request:
         """Return this request, with a recipe's output options where the user gave none.

@@ -3,37 +3,51 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, BinaryIO, Concatenate, ParamSpec, TypeAlias
+from typing import Any, BinaryIO, Concatenate, ParamSpec, TypeAlias
 
 from ckptkit.core import above, arguments
 from ckptkit.core.bytesource import ByteSource, Folder
-from ckptkit.core.errors import CkptkitError, UnknownNameError, UsageError
+from ckptkit.core.errors import CkptkitError, UnknownNameError, UnsupportedError, UsageError
 from ckptkit.core.tensor import Tensor
-from ckptkit.core.text import escape, plural, size
+from ckptkit.core.text import argument, escape, plural, shell_command, size
 from ckptkit.core.tree import Global, Node, Object, children, find, join
 from ckptkit.core.weights import Weights, as_tensor, has_tensors, is_optimizer, locate
 
-if TYPE_CHECKING:
-    from ckptkit.core.parts import PartOf
 
-# What a file has that is worth a look at whether it is a part: names of files, entries, and classes
-# in its pickle.
-_FILES = re.compile(
-    r"world_size_[0-9]+_rank_|layer_[0-9]+-model_|zero_pp_rank_|mp_rank_"
-    r"|consolidated\.[0-9]{2}\.pth|model-rank-[0-9]+-part-"
-)
-_ENTRIES = frozenset({"args", "mp_world_size", "shard_metadata"})
-_CLASSES = ("DTensor", "ShardedTensor")
+@dataclass(frozen=True, slots=True)
+class PartOf:
+    """A file that is one part of a checkpoint.
 
+    ``name`` is a phrase ("rank 0 of 2 of an FSDP checkpoint"), ``detail`` what of the tensors it
+    holds, ``folder`` where the whole is, None if nothing tells. ``alone``: it can be read alone.
+    """
 
-def _is_looked_at(root: Node, names: Iterable[Global], file: str) -> bool:
-    if _FILES.search(file) or any(each.name in _CLASSES for each in names):
-        return True
-    return isinstance(root, dict) and any(key in root for key in _ENTRIES)
+    kind: str
+    name: str
+    detail: str
+    folder: str | None
+    alone: bool = True
+
+    def __str__(self) -> str:
+        return f"{self.name}: {self.detail}" if self.detail else self.name
+
+    def refusal(self, what: str = "this would take it for the whole") -> UnsupportedError:
+        """The error of a command that is for whole checkpoints."""
+        return UnsupportedError(f"is {self}; {what}", hint=self.hint)
+
+    @property
+    def hint(self) -> str:
+        """The command to use instead."""
+        whole = "the whole is made of all parts, in one folder"
+        if self.folder:
+            command = shell_command(
+                ("ckptkit", "convert", *argument(self.folder), "out.safetensors")
+            )
+            whole = f"the whole is the folder: `{command}`"
+        return f"{whole}; --part-only takes this part alone" if self.alone else whole
 
 
 class NoEffect(str):
@@ -67,7 +81,8 @@ class Checkpoint:
     (:mod:`ckptkit.quantized`). ``folder`` is the folder that was named, where the source is one
     file of it; ``beside`` are the entries that were files of their own in that folder;
     ``words`` are the options of a command that reads the same folder alike.
-    ``reports`` are those of steps of rules.
+    ``reports`` are those of steps of rules. ``part`` is the part of a checkpoint of several
+    processes that the file is, None if the file is complete as far as it can be known.
     """
 
     root: Node
@@ -87,6 +102,7 @@ class Checkpoint:
     beside: Beside | None = None
     words: tuple[str, ...] = ()
     reports: tuple[Any, ...] = ()
+    part: PartOf | None = None
 
     @cached_property
     def selection(self) -> Weights | None:
@@ -99,46 +115,11 @@ class Checkpoint:
         except CkptkitError as error:
             raise error.at(self.name or "") from error.__cause__
 
-    @cached_property
-    def part(self) -> PartOf | None:
-        """The part of a sharded training checkpoint that this file is, None if the file is complete
-        as far as it can be known.
-        """
-        file = self.name if isinstance(self.source, ByteSource) else None
-        if file is None or not _is_looked_at(self.root, self.globals, os.path.basename(file)):
-            return None
-        from ckptkit.core import parts  # most files are whole
-
-        return parts.part_of(self.root, file, pieces=self._has_pieces)
-
-    @property
-    def _has_pieces(self) -> bool:
-        """Return whether its pickles name a class for tensors that are split over processes."""
-        return any(each.name in _CLASSES for each in self.globals)
-
     def whole(self) -> Checkpoint:
         """Return this checkpoint. Raises UnsupportedError for a part of one, unless `part_only`."""
         if self.part is not None and not self.part_only:
             raise self.part.refusal().at(self.name or "")
         return self
-
-    def alone(self) -> Checkpoint:
-        """The part of a checkpoint that this file is, taken as it is: pieces of tensors are tensors
-        of their own."""
-        if self.part is None:
-            return replace(self.plain(), part_only=True)
-        noticed = f"this is {self.part}: what is written is no whole checkpoint"
-        made = self.plain()
-        return replace(made, warnings=(*made.warnings, noticed), part_only=True)
-
-    def plain(self) -> Checkpoint:
-        """This checkpoint with a tensor of its own for each DTensor and ShardedTensor: what this
-        file holds of it."""
-        if not self._has_pieces:
-            return self
-        from ckptkit.core import parts
-
-        return replace(self, root=parts.local(self.root))
 
     @property
     def weights(self) -> Mapping[str, Tensor]:

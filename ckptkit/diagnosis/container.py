@@ -11,6 +11,7 @@ from ckptkit import formats
 from ckptkit.analysis import advice
 from ckptkit.analysis.advice import packed
 from ckptkit.core.bytesource import Folder
+from ckptkit.core.checkpoint import PartOf
 from ckptkit.core.dtypes import NOT_IN_TORCH
 from ckptkit.core.errors import (
     NEWER_TORCH,
@@ -21,7 +22,6 @@ from ckptkit.core.errors import (
     UnsafeGlobalError,
     UnsupportedError,
 )
-from ckptkit.core.parts import PartOf
 from ckptkit.core.text import argument, is_url, plural, shape, shell_command
 from ckptkit.diagnosis.cause import ERROR, WARNING, Cause, Fix
 from ckptkit.diagnosis.facts import (

@@ -2,12 +2,13 @@
 
 In: a file or a folder. Out: a Checkpoint from its headers; the plan of a new file. ``format.py`` is
 the contract. `table` lists the formats; there is no other list. Uses core, remote, compute,
-pickles, quantized and publish.
+rules, pickles, quantized and publish.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
@@ -90,11 +91,35 @@ def read(place: ByteSource | Folder, options: Options = DEFAULT) -> Checkpoint:
             inside = source.folder_and_name()  # a file in the folder that was named
             folder = None if inside is None else inside[0]
             checkpoint = replace(checkpoint, folder=folder)
+        checkpoint = _with_part(checkpoint)
         return replace(checkpoint, words=options.words) if options.words else checkpoint
     except CkptkitError as error:
         if isinstance(error, (TruncatedError, CorruptError)) and (command := recoverable(probe)):
             error.hint = "; ".join(filter(None, (error.hint, _SAVES[command])))
         raise error.at(place.name) from error.__cause__
+
+
+# What a file that may be a part has: names of files, entries, and classes in its pickle.
+_PART_NAMES = re.compile(
+    r"world_size_[0-9]+_rank_|layer_[0-9]+-model_|zero_pp_rank_|mp_rank_"
+    r"|consolidated\.[0-9]{2}\.pth|model-rank-[0-9]+-part-"
+)
+_PART_ENTRIES = frozenset({"args", "mp_world_size", "shard_metadata"})
+_PIECES = ("DTensor", "ShardedTensor")
+
+
+def _with_part(checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint with the part of another that its file is; most files are whole."""
+    root, source = checkpoint.root, checkpoint.source
+    if not isinstance(source, ByteSource) or not (
+        _PART_NAMES.search(os.path.basename(source.name))
+        or (isinstance(root, dict) and any(key in root for key in _PART_ENTRIES))
+        or any(each.name in _PIECES for each in checkpoint.globals)
+    ):
+        return checkpoint
+    from ckptkit.formats.distributed.parts import with_part
+
+    return with_part(checkpoint)
 
 
 def check(probe: Probe) -> Iterator[CheckedPart | Defect]:
@@ -156,7 +181,7 @@ def recover(place: ByteSource | Folder, *, unverified: bool = False) -> Recovere
                 format.recover is not None
                 and (found := format.recover(probe, unverified)) is not None
             ):
-                return found
+                return replace(found, checkpoint=_with_part(found.checkpoint))
     except CkptkitError as error:
         if UNVERIFIED in (error.hint or "") and isinstance(place, ByteSource):
             from ckptkit.formats.recovering import AGAIN
@@ -299,7 +324,10 @@ def layout(checkpoint: Checkpoint, format: Format, options: Options) -> Plan:
         if not keeps or format.name != checkpoint.format:
             if not options.everything:
                 checkpoint.whole()
-            checkpoint = checkpoint if keeps else checkpoint.plain()
+            if not keeps and any(each.name in _PIECES for each in checkpoint.globals):
+                from ckptkit.formats.distributed.parts import plain
+
+                checkpoint = plain(checkpoint)
         if holds_program(checkpoint):
             return _layout_weights(checkpoint, format, options)
         return format.layout(checkpoint, options)

@@ -28,7 +28,7 @@ from ckptkit.compute import arranged
 from ckptkit.compute.arranged import Arranged, contiguous
 from ckptkit.compute.strided import StridedCopy, in_bytes, of_box
 from ckptkit.core.bytesource import ByteSource, Extent, Folder, Section
-from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.checkpoint import Checkpoint, PartOf
 from ckptkit.core.dtypes import DType
 from ckptkit.core.errors import (
     AmbiguousError,
@@ -40,7 +40,6 @@ from ckptkit.core.errors import (
     within,
 )
 from ckptkit.core.options import Options
-from ckptkit.core.parts import PartOf, folder_beside
 from ckptkit.core.plan import Deferred, OutputFile, Plan, Segment, Summed
 from ckptkit.core.tensor import Shape, Storage, Tensor, contiguous_stride
 from ckptkit.core.text import shown
@@ -65,6 +64,7 @@ from ckptkit.formats.dcp_metadata import (
     merged,
     read_metadata,
 )
+from ckptkit.formats.distributed.parts import folder_beside
 from ckptkit.formats.format import CheckedPart, Defect, Probe
 from ckptkit.formats.record import leftovers, refuse_pieces
 from ckptkit.formats.table import DCP, TORCH_LEGACY, TORCH_ZIP, is_torch_zip

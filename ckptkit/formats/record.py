@@ -354,7 +354,7 @@ def refuse_pieces(nodes: Mapping[str, Node]) -> None:
     made = [(name, node) for name, node in nodes.items() if isinstance(node, Object)]
     if not made:
         return
-    from ckptkit.core.piece_forms import is_piece  # most files have none
+    from ckptkit.formats.distributed.meshes import is_piece  # most files have none
 
     names = [name for name, node in made if is_piece(node)]
     if names:

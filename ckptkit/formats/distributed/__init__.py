@@ -30,9 +30,9 @@ def matches(probe: Probe) -> bool:
 
 def _layouts() -> Iterator[ModuleType]:
     """The layouts in the order in which they are tried, each imported when it is reached."""
-    from ckptkit.formats.distributed import refused
+    from ckptkit.formats.distributed import parts
 
-    yield refused
+    yield parts
     from ckptkit.formats.distributed import megatron
 
     yield megatron

@@ -26,11 +26,11 @@ from typing import NamedTuple
 
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError, CorruptError, FormatError
-from ckptkit.core.pieces import part
 from ckptkit.core.tensor import Shape, Tensor
 from ckptkit.core.tree import Node
 from ckptkit.core.weights import as_tensor
 from ckptkit.formats.distributed.joining import Copies, Joiner
+from ckptkit.formats.distributed.meshes import view
 from ckptkit.formats.distributed.partitions import PartitionRow, Slot
 from ckptkit.formats.distributed.reading import Fields, is_flat, reader_of
 from ckptkit.formats.distributed.table import (
@@ -211,7 +211,7 @@ def _unflattened(shards: Shards, index: int, prefix: str, backing: str) -> dict[
         tensor = as_tensor(fields.names("model").get(prefix + backing))
         if layout is None or tensor is None or not is_flat(tensor) or layout.padding > tensor.numel:
             raise FormatError(f"has no flat parameter {prefix + backing!r}", where=name)
-        pieces.append(part(tensor, (0,), (tensor.numel - layout.padding,)))
+        pieces.append(view(tensor, (0,), (tensor.numel - layout.padding,)))
     row = PartitionRow(pieces)
     names, shapes, sizes, _ = _backings(_module_of(shards[0], index), prefix, shards[0][1])[backing]
     if not len(names) == len(shapes) == len(sizes) or sum(sizes) != row.numel:

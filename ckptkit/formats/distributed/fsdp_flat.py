@@ -17,13 +17,12 @@ from collections.abc import Iterator, Sequence
 from math import prod
 from typing import NamedTuple
 
-from ckptkit.core.piece_forms import piece_of
-from ckptkit.core.pieces import REPLICATE, MeshPiece, Piece, ShardPiece
 from ckptkit.core.tensor import Shape, Tensor
 from ckptkit.core.text import flatten, merge_all
 from ckptkit.core.tree import Node
 from ckptkit.core.weights import as_tensor, locate
 from ckptkit.formats.distributed.joining import Joiner, Merger, Ranked, Replica
+from ckptkit.formats.distributed.meshes import REPLICATE, MeshPiece, Piece, ShardPiece, piece_of
 from ckptkit.formats.distributed.partitions import PartitionRow, Slot
 from ckptkit.formats.distributed.reading import is_flat, own
 

@@ -14,12 +14,11 @@ from ckptkit.compute.strided import StridedCopy, check_cover, normal, of_box
 from ckptkit.core.dtypes import DType
 from ckptkit.core.errors import CkptkitError, CorruptError, UnsupportedError
 from ckptkit.core.limits import check
-from ckptkit.core.piece_forms import piece_of
-from ckptkit.core.pieces import Box, Mesh, Piece
 from ckptkit.core.tensor import Shape, Storage, Tensor, contiguous_stride
 from ckptkit.core.text import size, some, typed, typed_value
 from ckptkit.core.tree import Node, OrderedMapping, Path, join, key_text, type_name
 from ckptkit.core.weights import as_tensor
+from ckptkit.formats.distributed.meshes import LocalShard, Mesh, Piece, piece_of
 
 # Copies of one tensor in the files of several processes must be equal: else the files are of
 # different saves.
@@ -140,7 +139,7 @@ def _how(copy: Replica) -> str:
 class Held(NamedTuple):
     """A box and the file that holds it."""
 
-    box: Box
+    box: LocalShard
     file: str
 
 

@@ -23,12 +23,12 @@ from ckptkit.core.bytesource import Folder
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CorruptError, FormatError, UnsupportedError, UsageError
 from ckptkit.core.options import Options
-from ckptkit.core.piece_forms import attributes
 from ckptkit.core.plan import OutputFile, Plan
 from ckptkit.core.tensor import Tensor, TypedStorage
 from ckptkit.core.tree import Global, Node, Object, OrderedMapping
 from ckptkit.core.weights import as_tensor
 from ckptkit.formats.distributed.joining import Copies, Joiner
+from ckptkit.formats.distributed.meshes import attributes
 from ckptkit.formats.distributed.reading import Reader
 from ckptkit.formats.distributed.table import (
     COLUMNS,

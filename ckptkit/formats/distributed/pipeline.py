@@ -19,11 +19,11 @@ from typing import Any
 from ckptkit.core.bytesource import Folder
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError, CorruptError, FormatError, UnsupportedError
-from ckptkit.core.piece_forms import attributes
 from ckptkit.core.text import flatten
 from ckptkit.core.tree import Node
 from ckptkit.formats.distributed import table, zero_ranks
 from ckptkit.formats.distributed.joining import Copies, Joiner
+from ckptkit.formats.distributed.meshes import attributes
 from ckptkit.formats.distributed.rank_files import listed
 from ckptkit.formats.distributed.reading import Reader
 from ckptkit.formats.distributed.table import (

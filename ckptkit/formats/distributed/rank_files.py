@@ -21,18 +21,25 @@ from collections.abc import Collection, Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple
 
-from ckptkit.core import parallelism
 from ckptkit.core.bytesource import Folder
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import AmbiguousError, CkptkitError, CorruptError
 from ckptkit.core.limits import check
-from ckptkit.core.piece_forms import CLASSES, piece_of, pieces_in
-from ckptkit.core.pieces import Mesh, MeshPiece, Piece, ShardPiece
 from ckptkit.core.text import flatten
 from ckptkit.core.tree import Node, join
 from ckptkit.core.weights import is_optimizer
 from ckptkit.formats.distributed import fsdp_flat
 from ckptkit.formats.distributed.joining import Copies, Joiner, Merger, Ranked
+from ckptkit.formats.distributed.meshes import (
+    CLASSES,
+    Mesh,
+    MeshPiece,
+    Piece,
+    ShardPiece,
+    parallelism,
+    piece_of,
+    pieces_in,
+)
 from ckptkit.formats.distributed.reading import RankGroup, Reader, groups, reader_of
 from ckptkit.formats.folder import unread
 from ckptkit.formats.format import Probe
@@ -275,7 +282,7 @@ def _title(ranked: Sequence[Ranked], world: World, known: Known) -> str:
             forms.append(f"DTensor on a mesh of {' x '.join(map(str, piece.mesh.shape))}{names}")
     kinds = list(dict.fromkeys(forms))
     ranks = f"{len(ranked):,} of {world.size:,} ranks"
-    return f"rank files of {parallelism.named(pieces)}: {ranks}; {'; '.join(kinds[:3])}"
+    return f"rank files of {parallelism(pieces)}: {ranks}; {'; '.join(kinds[:3])}"
 
 
 def listed(names: Collection[str]) -> str:

@@ -17,8 +17,8 @@ from ckptkit.core.errors import (
     LimitError,
     UnsupportedError,
 )
-from ckptkit.core.pieces import SHARD, STRIDED, Mesh, MeshPiece, Placement, chunk
 from ckptkit.core.tensor import Tensor, contiguous_stride
+from ckptkit.formats.distributed.meshes import SHARD, STRIDED, Mesh, MeshPiece, Placement, chunk
 from tests.formats.parallel.old_forms import (
     OLD,
     Plain,

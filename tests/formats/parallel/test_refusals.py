@@ -15,11 +15,10 @@ import torch
 from safetensors.torch import save_file
 
 import ckptkit
-from ckptkit.core import piece_forms, pieces
 from ckptkit.core.errors import CkptkitError, UnsupportedError
 from ckptkit.formats import distributed
 from ckptkit.formats.distributed.fsdp_flat import UnknownError
-from ckptkit.formats.distributed.refused import KNOWN
+from ckptkit.formats.distributed.parts import REFUSED
 from tests.conftest import Run, in_process
 from tests.formats.parallel import making
 from tests.formats.parallel.unfit import TABLE, UNFIT, own, said
@@ -83,7 +82,7 @@ FOLDERS: dict[str, tuple[Callable[[Path], None], str, str]] = {
 
 
 def test_each_kind_has_a_folder_and_a_line_in_the_manual() -> None:
-    assert FOLDERS.keys() == KNOWN.keys()
+    assert FOLDERS.keys() == REFUSED.keys()
     manual = HELP.read_text()
     for _, name, _ in FOLDERS.values():
         assert name in manual
@@ -145,7 +144,6 @@ def test_each_refusal_of_the_package_has_a_row(
             ckptkit.open(tmp_path / kind)
     elsewhere = ("deepspeed", "zero_ranks", "partitions", "reading", "training_state")
     names = [each for each in modules(distributed) if not each.endswith(elsewhere)]
-    names += [pieces.__name__, piece_forms.__name__]
     assert unreached(names, found, is_raised) == []
 
 

@@ -30,9 +30,9 @@ from ckptkit.core.errors import (
     UsageError,
 )
 from ckptkit.core.options import Options
-from ckptkit.core.pieces import SHARD, Mesh, MeshPiece, Placement, ShardPiece
 from ckptkit.core.tensor import Tensor
 from ckptkit.formats.distributed.llama import EMBEDDING
+from ckptkit.formats.distributed.meshes import SHARD, Mesh, MeshPiece, Placement, ShardPiece
 from ckptkit.formats.distributed.table import MEAN, ParallelLayout, cut_all, rows
 from tests.formats.parallel import making
 from tests.formats.parallel.old_forms import (
@@ -357,7 +357,17 @@ def of_another_rank(folder: Path) -> Any:
     return ShardPiece(BY_NAME["float32"], (4,), 0, (0,), 1, (), ()).boxes(1)
 
 
+def two_shards_alone(folder: Path) -> Any:
+    held = by_rows(0)
+    held.state[0].append(held.state[0][0])
+    save({"w": held}, folder / "a.pt")
+    return ckptkit.convert(
+        folder / "a.pt", folder / "b.pth", part_only=True, keep_format=False
+    ).checkpoint
+
+
 PIECES = {
+    "two boxes of one tensor alone": Row(two_shards_alone, UnsupportedError, "several boxes"),
     "a form of no known torch": Row(pieces(on_mesh(), lambda held: held.state[1].pop("_spec")), FormatError, "no known torch"),
     "a local tensor of another type": Row(
         pieces(on_mesh(), lambda held: held.state[1].update(_local_tensor=torch.ones(3, 2, dtype=torch.int64))),

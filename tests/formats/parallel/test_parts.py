@@ -11,11 +11,13 @@ import torch
 
 import ckptkit
 from ckptkit.api import convert
+from ckptkit.core.bytesource import Memory
+from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CorruptError, UnsupportedError
 from ckptkit.core.options import Options
-from ckptkit.core.parts import part_of
 from ckptkit.core.tree import Node
 from ckptkit.edits.combine import average, merge
+from ckptkit.formats.distributed import parts
 from tests.conftest import Run, in_process
 from tests.formats.parallel import making
 from tests.formats.parallel.old_forms import dtensor, mesh_of_tensor, save, shard
@@ -292,4 +294,5 @@ def test_names_of_accelerate(tmp_path: Path) -> None:
 def test_parallel_ranks_in_the_arguments(path: str, more: dict[str, Node], is_part: bool) -> None:
     """Megatron-LM cuts its files; a complete file of another trainer may have such arguments."""
     root: Node = {"model": {}, "args": {"model_parallel_size": 8}, **more}
-    assert (part_of(root, path, pieces=False) is not None) == is_part
+    found = parts.with_part(Checkpoint(root, source=Memory(b"", path)))
+    assert (found.part is not None) == is_part

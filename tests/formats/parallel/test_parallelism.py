@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from ckptkit.core.dtypes import BY_NAME
-from ckptkit.core.parallelism import named
-from ckptkit.core.pieces import (
+from ckptkit.core.tensor import Tensor
+from ckptkit.formats.distributed.meshes import (
     REPLICATE,
     SHARD,
     STRIDED,
@@ -14,8 +14,8 @@ from ckptkit.core.pieces import (
     MeshPiece,
     Placement,
     ShardPiece,
+    parallelism,
 )
-from ckptkit.core.tensor import Tensor
 
 F32 = BY_NAME["float32"]
 ROWS, COLUMNS, WHOLE = Placement(SHARD, 0), Placement(SHARD, 1), Placement(REPLICATE)
@@ -42,7 +42,7 @@ NAMED = {
 
 @pytest.mark.parametrize("names", NAMED)
 def test_a_mesh_with_names(names: tuple[str, ...]) -> None:
-    assert named([laid(names, ROWS)]) == NAMED[names]
+    assert parallelism([laid(names, ROWS)]) == NAMED[names]
 
 
 UNNAMED: dict[str, list[tuple[Placement, ...]]] = {
@@ -55,20 +55,20 @@ UNNAMED: dict[str, list[tuple[Placement, ...]]] = {
 
 @pytest.mark.parametrize("what", UNNAMED)
 def test_a_mesh_without_names(what: str) -> None:
-    assert named(laid((), *placements) for placements in UNNAMED[what]) == what
+    assert parallelism(laid((), *placements) for placements in UNNAMED[what]) == what
 
 
 def test_replicas_are_not_a_cut() -> None:
-    assert named([laid(("ddp", "tp"), WHOLE, ROWS)]) == "tensor parallelism"
-    assert named([laid((), WHOLE, ROWS)]) == "FSDP"
-    assert named([laid(("dp",), WHOLE)]) == "DTensor"
+    assert parallelism([laid(("ddp", "tp"), WHOLE, ROWS)]) == "tensor parallelism"
+    assert parallelism([laid((), WHOLE, ROWS)]) == "FSDP"
+    assert parallelism([laid(("dp",), WHOLE)]) == "DTensor"
 
 
 def test_several_meshes() -> None:
     """Experts are on another mesh than the rest."""
     rest, experts = laid(("dp_shard",), ROWS), laid(("dp_shard_mod_ep", "ep"), ROWS, ROWS)
-    assert named([rest, experts]) == "FSDP and expert parallelism"
+    assert parallelism([rest, experts]) == "FSDP and expert parallelism"
 
 
 def test_a_sharded_tensor_is_of_fsdp() -> None:
-    assert named([ShardPiece(F32, (4,), 0, (0,), 1, (), ())]) == "FSDP"
+    assert parallelism([ShardPiece(F32, (4,), 0, (0,), 1, (), ())]) == "FSDP"

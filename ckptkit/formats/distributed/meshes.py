@@ -1,0 +1,524 @@
+"""Pieces of tensors: what one rank holds of a DTensor or ShardedTensor, as torch 2.1 to 2.15 pickle
+them.
+
+Both are made by ``_rebuild_wrapper_subclass`` with the dtype and shape of the whole as arguments;
+their state differs:
+
+    DTensor          {"_local_tensor": tensor,
+                      "_spec": DTensorSpec(mesh, placements, shard_order...)}
+    ShardedTensor    (local shards, ShardedTensorMetadata, ProcessGroupState, spec, flag)
+
+A mesh is a tensor of ranks (until torch 2.9), or a layout over a row of ranks (2.10 and later):
+these few integers are the only bytes that are read here. Attributes come as a dict, or as (dict,
+slots).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import pairwise, product
+from math import prod
+from typing import Literal, NamedTuple
+
+from ckptkit.core.bytesource import Range
+from ckptkit.core.dtypes import DType
+from ckptkit.core.errors import CkptkitError, CorruptError, FormatError, UnsupportedError
+from ckptkit.core.limits import check
+from ckptkit.core.tensor import Shape, Tensor, contiguous_stride
+from ckptkit.core.text import flatten
+from ckptkit.core.tree import Node, Object, Pairs, Path, children
+
+REPLICATE, SHARD, STRIDED, PARTIAL = "Replicate", "Shard", "_StridedShard", "Partial"
+CLASSES = ("DTensor", "ShardedTensor")
+_KINDS = {**{kind: kind for kind in (REPLICATE, SHARD, STRIDED, PARTIAL)}, "_Partial": PARTIAL}
+_RANK_BYTES = 1 << 20  # of the ranks of a mesh
+
+Runs = tuple[tuple[int, int], ...]  # begin and end of indices in one dimension, in order
+
+
+class LocalShard(NamedTuple):
+    """A box of the whole tensor, in elements, and the tensor that holds its elements."""
+
+    offsets: Shape
+    sizes: Shape
+    tensor: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Mesh:
+    """Ranks on a grid: its shape, and the ranks in row-major order."""
+
+    shape: Shape
+    ranks: tuple[int, ...]
+    names: tuple[str, ...] = ()
+
+    def coordinates(self, rank: int) -> Shape:
+        """Return the coordinates of a rank. Raises CorruptError if it is not on the mesh."""
+        if rank not in self.ranks:
+            raise CorruptError(f"rank {rank:,} is not on its mesh of {len(self.ranks):,} ranks")
+        place = self.ranks.index(rank)
+        steps = contiguous_stride(self.shape)
+        return tuple(place // step % n for n, step in zip(self.shape, steps, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Placement of a tensor on one dimension of a mesh; `dim` and `factor` if it is split."""
+
+    kind: str
+    dim: int = 0
+    factor: int = 1
+
+
+@dataclass(frozen=True)
+class _OfRank:
+    """The part of a tensor of `shape` that one rank holds.
+
+    ``rank`` is None where the pickle does not give it (DTensor until torch 2.9). ``ranks`` are
+    those that hold the tensor together, ``world`` is their number, or that of the whole job where
+    it is known.
+    """
+
+    dtype: DType
+    shape: Shape
+    rank: int | None
+    ranks: tuple[int, ...]
+    world: int
+
+
+@dataclass(frozen=True)
+class MeshPiece(_OfRank):
+    """The piece of a DTensor that a rank holds.
+
+    ``order`` gives the dimensions of the mesh that cut a dimension of the tensor, in their order;
+    ``ordered``: the torch that wrote it would have noted another order than left to right.
+    """
+
+    tensor: Tensor
+    mesh: Mesh
+    placements: tuple[Placement, ...]
+    order: Mapping[int, tuple[int, ...]] | None
+    ordered: bool
+
+    def local(self) -> list[Tensor]:
+        """The tensors of this rank as they were saved."""
+        return [self.tensor]
+
+    def boxes(self, rank: int | None = None) -> list[LocalShard]:
+        """The boxes of a rank (of the one that the pickle names), none where it has no elements.
+
+        Raises CorruptError where the local shape contradicts the placements, UnsupportedError for
+        Partial and for an order that nothing gives.
+        """
+        held = self.rank if rank is None else rank
+        if held is None:
+            raise CorruptError("nothing says which rank it is of")
+        if any(each.kind == PARTIAL for each in self.placements):
+            raise UnsupportedError(
+                "holds a Partial placement: the value is a sum over ranks that was not carried out",
+                hint="redistribute it in the training script before saving (parameters never "
+                "have it)",
+            )
+        coordinates = self.mesh.coordinates(held)
+        runs = [self._runs(dim, coordinates) for dim in range(len(self.shape))]
+        derived = tuple(sum(b - a for a, b in each) for each in runs)
+        if derived != self.tensor.shape:
+            raise CorruptError(
+                f"rank {held:,} holds {self.tensor.shape} of {self.shape}, its placements say "
+                f"{derived}"
+            )
+        if not self.tensor.numel:
+            return []
+        check("chunk_visits", prod(map(len, runs)), "boxes of one tensor")
+        boxes = []
+        for corner in product(*(zip(each, _starts(each), strict=True) for each in runs)):
+            sizes = tuple(end - begin for (begin, end), _ in corner)
+            local = view(self.tensor, tuple(at for _, at in corner), sizes)
+            boxes.append(LocalShard(tuple(begin for (begin, _), _ in corner), sizes, local))
+        return boxes
+
+    def _runs(self, dim: int, coordinates: Shape) -> Runs:
+        """The indices along a dimension of the tensor that belong to `coordinates` of the mesh.
+
+        FSDP over tensor parallelism cuts along the dimensions of the mesh from right to left, as
+        the ranks' own sizes prove. Where a split factor is not the number of pieces to its right,
+        the indices are split as torch documents it.
+        """
+        placed = enumerate(self.placements)
+        cuts = [d for d, each in placed if each.kind != REPLICATE and each.dim == dim]
+        sizes = self.mesh.shape
+        whole: Runs = ((0, self.shape[dim]),)
+        strided = [d for d in cuts if self.placements[d].kind == STRIDED]
+        if not strided:
+            if self.order is not None and dim in self.order:
+                cuts = list(self.order[dim])
+            elif len(cuts) > 1 and not self.ordered:
+                raise UnsupportedError(
+                    f"dimension {dim} is cut along {len(cuts)} dimensions of the mesh, in an order "
+                    "that the file does not say (FSDP with tensor parallelism of torch 2.4 and "
+                    "before)",
+                    hint="load it with the torch that wrote it, and save full_tensor() of each",
+                )
+        elif all(
+            self.placements[d].factor == prod(sizes[after] for after in cuts if after > d)
+            for d in strided
+        ):
+            cuts.reverse()
+        else:
+            factors = {d: self.placements[d].factor if d in strided else 1 for d in cuts}
+            check("ranks", max(factors.values()), "pieces of a strided shard")
+            for d, factor in factors.items():
+                split = [chunk(whole, factor, n) for n in range(factor)] if factor > 1 else [whole]
+                whole = _merged(chunk(part, sizes[d], coordinates[d]) for part in split)
+            return whole
+        for d in cuts:
+            whole = chunk(whole, sizes[d], coordinates[d])
+        return whole
+
+
+@dataclass(frozen=True)
+class ShardPiece(_OfRank):
+    """The pieces of a ShardedTensor. ``listed``: rank, offsets and sizes of every shard of the
+    group, which each file has."""
+
+    shards: tuple[LocalShard, ...]
+    listed: tuple[tuple[int, Shape, Shape], ...]
+
+    def local(self) -> list[Tensor]:
+        """The tensors of this rank as they were saved."""
+        return [each.tensor for each in self.shards]
+
+    def boxes(self, rank: int | None = None) -> list[LocalShard]:
+        """The boxes of this rank. Raises CorruptError for another rank, and for shards that are
+        not those that the tensor lists."""
+        if rank not in (None, self.rank):
+            raise CorruptError(f"it was written by rank {self.rank}, not by rank {rank}")
+        for each in self.shards:
+            if each.tensor.shape != each.sizes:
+                raise CorruptError(
+                    f"rank {self.rank} holds {each.tensor.shape}, its shard says {each.sizes}"
+                )
+            if (self.rank, each.offsets, each.sizes) not in self.listed:
+                raise CorruptError(
+                    f"the shard at {each.offsets} is not among those that the tensor lists"
+                )
+        return [each for each in self.shards if each.tensor.numel]
+
+
+Piece = MeshPiece | ShardPiece
+
+
+def chunk(runs: Runs, count: int, index: int) -> Runs:
+    """The `index`-th of `count` pieces as torch.chunk cuts them: the last ones shorter, or
+    empty."""
+    total = sum(b - a for a, b in runs)
+    width = -(-total // count)
+    start, stop = min(index * width, total), min((index + 1) * width, total)
+    found = []
+    for (begin, end), at in zip(runs, _starts(runs), strict=True):
+        low, high = max(start - at, 0), min(stop - at, end - begin)
+        if low < high:
+            found.append((begin + low, begin + high))
+    return tuple(found)
+
+
+def _starts(runs: Runs) -> list[int]:
+    """Where each run begins in the piece."""
+    starts, at = [], 0
+    for begin, end in runs:
+        starts.append(at)
+        at += end - begin
+    return starts
+
+
+def _merged(parts: Iterable[Runs]) -> Runs:
+    """The same indices in as few runs as possible."""
+    made: list[tuple[int, int]] = []
+    for begin, end in flatten(parts):
+        if made and made[-1][1] == begin:
+            made[-1] = made[-1][0], end
+        else:
+            made.append((begin, end))
+    return tuple(made)
+
+
+def view(tensor: Tensor, start: Shape, sizes: Shape) -> Tensor:
+    """The view of `sizes` elements from `start` on, which the caller knows to be there."""
+    steps = zip(start, tensor.stride, strict=True)
+    offset = tensor.offset + (sum(a * s for a, s in steps) if 0 not in sizes else 0)
+    return Tensor(
+        tensor.storage, tensor.dtype, sizes, tensor.stride, offset, conj=tensor.conj, neg=tensor.neg
+    )
+
+
+# From pickles
+
+
+def piece_of(node: Node, meshes: dict[int, Mesh] | None = None) -> Piece | None:
+    """The piece that a node is, None for anything else. Raises FormatError for one that is not as
+    torch writes it.
+
+    `meshes` keeps those that were read, by the id of their node, for as long as the nodes live.
+    """
+    name = _class_of(node)
+    if name is None:
+        return None
+    assert isinstance(node, Object) and node.tensor is not None
+    whole, state = node.tensor, node.args[3]
+    try:
+        if name == "DTensor":
+            return _mesh_piece(whole, state, {} if meshes is None else meshes)
+        return _shard_piece(whole, state)
+    except CkptkitError:
+        raise
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise FormatError(f"holds a {name} in a form that no known torch writes") from error
+
+
+def _class_of(node: Node) -> str | None:
+    """Return DTensor or ShardedTensor, None for any other node."""
+    if not isinstance(node, Object) or node.global_ is None or node.tensor is None:
+        return None
+    if node.global_.name != "_rebuild_from_type_v2" or len(node.args) != 4:
+        return None
+    name, module = (getattr(node.args[1], each, "") for each in ("name", "module"))
+    return name if name in CLASSES and module.startswith("torch.distributed.") else None
+
+
+def is_piece(node: Node) -> bool:
+    """Return whether a node is a DTensor or ShardedTensor."""
+    return _class_of(node) is not None
+
+
+def pieces_in(root: Node) -> Iterator[tuple[Path, Node]]:
+    """The nodes of a tree that are pieces, in order, at each of their places; what they are made of
+    is not entered."""
+    waiting: list[tuple[Path, Node]] = [((), root)]
+    seen: set[int] = set()
+    while waiting:
+        path, node = waiting.pop()
+        if is_piece(node):
+            yield path, node
+        elif isinstance(node, (dict, list, tuple, Object, Pairs)) and id(node) not in seen:
+            seen.add(id(node))
+            check("depth", len(path), "levels of values")
+            waiting.extend([((*path, key), child) for key, child in children(node)][::-1])
+
+
+def attributes(node: Node) -> dict[str, Node]:
+    """Return the attributes that ``__setstate__`` or the dict and slots of an object would set."""
+    state = node.state if isinstance(node, Object) else node
+    if isinstance(state, tuple) and len(state) == 2:
+        return {**attributes(state[0]), **attributes(state[1])}
+    return dict(state) if isinstance(state, dict) else {}
+
+
+def _mesh_piece(whole: Tensor, state: Node, meshes: dict[int, Mesh]) -> MeshPiece:
+    held = attributes(state)
+    spec = attributes(held["_spec"])
+    tensor = held["_local_tensor"]
+    if isinstance(tensor, Object):
+        tensor = tensor.tensor
+    if not isinstance(tensor, Tensor) or tensor.dtype != whole.dtype:
+        raise FormatError("holds a DTensor whose local tensor is none, or of another type")
+    mesh = meshes.get(id(spec["mesh"])) or _mesh(attributes(spec["mesh"]))
+    meshes[id(spec["mesh"])] = mesh
+    placements = tuple(_placement(each, len(whole.shape)) for each in spec["placements"])
+    if len(placements) != len(mesh.shape):
+        raise FormatError(
+            f"holds {len(placements)} placements for a mesh of {len(mesh.shape)} dimensions"
+        )
+    order: dict[int, tuple[int, ...]] | None = None
+    if spec.get("shard_order") is not None:
+        order = {}
+        for entry in spec["shard_order"]:  # dimension of the tensor, and those of the mesh
+            inner = attributes(entry)
+            args = entry.args if isinstance(entry, Object) else entry
+            dim, dims = (inner["tensor_dim"], inner["mesh_dims"]) if inner else args
+            order[_integer(dim)] = tuple(map(_integer, dims))
+    return MeshPiece(
+        whole.dtype, whole.shape, _rank(attributes(spec["mesh"]), mesh), mesh.ranks,
+        len(mesh.ranks), tensor, mesh, placements, order, "shard_order" in spec,
+    )  # fmt: skip
+
+
+def _mesh(held: Mapping[str, Node]) -> Mesh:
+    names = held.get("_mesh_dim_names", held.get("mesh_dim_names")) or ()
+    names = tuple(name for name in names if isinstance(name, str))
+    if isinstance(held.get("mesh"), Tensor):  # until torch 2.9
+        return Mesh(held["mesh"].shape, _integers(held["mesh"]), names)
+    ranks = _integers(held["_rank_map"])
+    # Sizes and strides of each dimension of the mesh: one pair, or several of a flattened one.
+    layout = attributes(held["_layout"])
+    if not layout and isinstance(held["_layout"], Object):
+        layout = dict(zip(("shape", "stride"), held["_layout"].args, strict=False))
+    if "axes" in layout:  # torch 2.13
+        inner = [attributes(axis) for axis in layout["axes"]]
+        pairs = [(each["shape"], each["stride"]) for each in inner]
+    elif isinstance(layout["shape"], (tuple, list)):
+        pairs = list(zip(layout["shape"], layout["stride"], strict=True))
+    else:
+        pairs = [(layout["shape"], layout["stride"])]
+    axes = [list(zip(_flat(shape), _flat(stride), strict=True)) for shape, stride in pairs]
+    shape = tuple(prod(n for n, _ in axis) for axis in axes)
+    steps = list(flatten(axes))
+    check("ranks", prod(max(n, 1) for n, _ in steps), "ranks of a mesh")
+    offsets = [sum(corner) for corner in product(*([i * s for i in range(n)] for n, s in steps))]
+    # There may be several sub-meshes of the same layout: the one with the rank that wrote it.
+    rank = held.get("_rank")
+    place = ranks.index(rank) if type(rank) is int else 0
+    base, taken = 0, set[int]()
+    for first in range(len(ranks)):
+        if first in taken:
+            continue
+        mine = [first + offset for offset in offsets]
+        if place in mine or type(rank) is not int:
+            base = first
+            break
+        taken.update(mine)
+    return Mesh(shape, tuple(ranks[base + offset] for offset in offsets), names)
+
+
+def _flat(value: Node) -> list[int]:
+    """The integers of a tuple of tuples, in order."""
+    waiting, found = [value], []
+    while waiting:
+        each = waiting.pop(0)
+        if isinstance(each, (tuple, list)):
+            waiting[:0] = each
+        else:
+            found.append(_integer(each))
+    return found
+
+
+def _placement(node: Node, rank: int) -> Placement:
+    made = node.global_ if isinstance(node, Object) else None
+    kind = _KINDS.get(made.name if made is not None else "")
+    if kind is None:
+        raise UnsupportedError(f"holds a tensor with the unsupported placement {made}")
+    if kind in (REPLICATE, PARTIAL):
+        return Placement(kind)
+    state = attributes(node)
+    dim = state["dim"] if "dim" in state else node.args[0]
+    factor = state.get("split_factor", 1)
+    if type(dim) is not int or not -rank <= dim < rank or type(factor) is not int or factor < 1:
+        raise FormatError("holds a tensor that is cut along a dimension that it does not have")
+    return Placement(kind, dim % rank, factor)
+
+
+def _rank(held: Mapping[str, Node], mesh: Mesh) -> int | None:
+    """The rank that wrote a mesh, None where it is not in the pickle (until torch 2.9)."""
+    rank = held.get("_rank")
+    if type(rank) is int:
+        return rank
+    place = held.get("_coordinate_on_dim")
+    if not isinstance(place, (list, tuple)) or len(place) != len(mesh.shape):
+        return None
+    if not all(type(i) is int and 0 <= i < n for i, n in zip(place, mesh.shape, strict=True)):
+        raise FormatError("holds a mesh whose coordinates are not on it")
+    steps = contiguous_stride(mesh.shape)
+    index: int = sum(i * step for i, step in zip(place, steps, strict=True))
+    return mesh.ranks[index]
+
+
+def _integers(tensor: Node) -> tuple[int, ...]:
+    """The elements of a small tensor of integers."""
+    if not isinstance(tensor, Tensor) or tensor.storage is None or tensor.dtype.kind != "int":
+        raise FormatError("holds a mesh whose ranks are not integers")
+    if not tensor.is_contiguous or tensor.nbytes > _RANK_BYTES:
+        raise FormatError(f"holds a mesh of {tensor.numel:,} ranks that are not in a row")
+    size = tensor.dtype.itemsize
+    order: Literal["big", "little"] = "big" if tensor.storage.big_endian else "little"
+    place = tensor.storage.record.locate()
+    if not isinstance(place, Range):
+        raise UnsupportedError("holds a mesh that is compressed")
+    data = place.part(tensor.offset * size, tensor.nbytes).read()
+    borders = pairwise(range(0, len(data) + 1, size))
+    return tuple(int.from_bytes(data[at:end], order, signed=True) for at, end in borders)
+
+
+def _shard_piece(whole: Tensor, state: Node) -> ShardPiece:
+    local, metadata, group, *_ = state
+    described, process = attributes(metadata), attributes(group)
+    listed = tuple(map(_listed, described["shards_metadata"]))
+    size = _sizes(described["size"])
+    if size != whole.shape:
+        raise FormatError(f"holds a ShardedTensor of {whole.shape} whose metadata say {size}")
+    shards = []
+    for each in local:
+        held = attributes(each)
+        _, offsets, sizes = _listed(held["metadata"])
+        tensor = held["tensor"]
+        if not isinstance(tensor, Tensor) or tensor.dtype != whole.dtype:
+            raise FormatError(
+                "holds a shard that is not a tensor, or of another type than the whole"
+            )
+        shards.append(LocalShard(offsets, sizes, tensor))
+    ranks = tuple(sorted({rank for rank, _, _ in listed}))
+    rank, world = _integer(process["global_rank"]), _integer(process["global_world_size"])
+    return ShardPiece(whole.dtype, whole.shape, rank, ranks, world, tuple(shards), listed)
+
+
+def _listed(node: Node) -> tuple[int, Shape, Shape]:
+    """Rank, offsets and sizes of a ShardMetadata."""
+    held = attributes(node)
+    rank = _integer(attributes(held["placement"])["_rank"])
+    return rank, _sizes(held["shard_offsets"]), _sizes(held["shard_sizes"])
+
+
+def _sizes(node: Node) -> Shape:
+    if isinstance(node, Object) and len(node.args) == 1:  # torch.Size
+        node = node.args[0]
+    check("rank", len(node), "dimensions of a tensor")
+    return tuple(map(_integer, node))
+
+
+def _integer(node: Node) -> int:
+    if type(node) is not int or node < 0 or node >> 63:
+        raise FormatError("holds a piece of a tensor whose sizes are not numbers from 0 to 2**63")
+    return node
+
+
+# The parallelism that split tensors into pieces: FSDP, tensor or expert parallelism.
+#
+# The names of a mesh give it ("fsdp", "tp"). Where it has none, the placements do: FSDP cuts every
+# tensor along the same dimension of the mesh, tensor parallelism leaves some of them whole.
+
+
+FSDP, TENSOR, EXPERT = "FSDP", "tensor parallelism", "expert parallelism"
+DTENSOR = "DTensor"  # pieces that were cut for an unknown reason
+# Names of dimensions of a mesh: those of torch's tutorials, torchtitan, verl, accelerate.
+_NAMES = {
+    TENSOR: re.compile(r"tp|mp|.*tensor.*|model|model_parallel"),
+    EXPERT: re.compile(r"ep|.*expert.*"),
+    FSDP: re.compile(r".*fsdp.*|.*shard.*|ddp|dp.*|data.*"),
+}
+
+
+def parallelism(pieces: Iterable[Piece]) -> str:
+    """Name what cut the pieces: one way or several ("FSDP and tensor parallelism")."""
+    # By the name of a dimension of a mesh, and its place counted from the end.
+    laid: dict[tuple[str, int], set[Placement]] = {}
+    found: dict[str, None] = {}
+    for piece in pieces:
+        if isinstance(piece, ShardPiece):
+            found[FSDP] = None
+            continue
+        count = len(piece.mesh.shape)
+        named = piece.mesh.names if len(piece.mesh.names) == count else ("",) * count
+        for number, (name, placement) in enumerate(zip(named, piece.placements, strict=True)):
+            laid.setdefault((name, number - count), set()).add(placement)
+    for (name, _), placements in sorted(laid.items(), key=lambda each: each[0][1]):
+        kinds = {each.kind for each in placements}
+        if kinds == {REPLICATE}:
+            continue
+        said = next((kind for kind, names in _NAMES.items() if names.fullmatch(name)), None)
+        if said is None and STRIDED in kinds:
+            said = FSDP
+        elif said is None and kinds == {SHARD}:
+            said = FSDP if {each.dim for each in placements} == {0} else DTENSOR
+        found[said or TENSOR] = None
+    *others, last = found or (DTENSOR,)
+    return f"{', '.join(others)} and {last}" if others else last

@@ -1,0 +1,337 @@
+"""Which part of a checkpoint a file is, and folders of parts that cannot be put together.
+
+A file is known as a part by its content: pieces of tensors (DTensor, ShardedTensor) that hold less
+than the whole, arguments or counters of a training that name several parallel ranks, the metadata
+of fairscale's shards, projections narrower than the model. Where the content tells nothing, its
+name does: layers of a DeepSpeed pipeline, partitions of ZeRO, optimizers of ranks.
+
+Sources of the layouts that are refused, all read there: vLLM,
+``ShardedStateLoader.DEFAULT_PATTERN``; Megatron-LM, ``--dist-ckpt-format zarr``; OLMo,
+``LocalShardedCheckpointer`` of olmo/checkpoint.py and scripts/unshard.py; ColossalAI,
+``get_dist_files_name`` of checkpoint_io/distributed_checkpoint_utils.py and ``Booster.save_model``;
+NeMo 1, ``inject_model_parallel_rank`` of nemo/utils/model_utils.py and
+megatron_change_num_partitions.py.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from math import prod
+from typing import NamedTuple
+
+from ckptkit.core.bytesource import ByteSource, Memory, Range
+from ckptkit.core.checkpoint import Checkpoint, PartOf
+from ckptkit.core.errors import CkptkitError, UnsupportedError
+from ckptkit.core.tensor import Storage, Tensor, contiguous_stride
+from ckptkit.core.text import flatten
+from ckptkit.core.tree import Node, join, rebuild
+from ckptkit.core.weights import as_tensor
+from ckptkit.formats.distributed.meshes import (
+    CLASSES,
+    FSDP,
+    Mesh,
+    Piece,
+    attributes,
+    parallelism,
+    piece_of,
+    pieces_in,
+)
+from ckptkit.formats.format import Probe
+
+_OF_FSDP = "an FSDP checkpoint"
+_WORLD = re.compile(r"world_size_([0-9]{1,9})_rank_([0-9]{1,9})\.")
+_LAYER = re.compile(r"layer_([0-9]{2,9})-model_([0-9]{2,9})-model_states\.pt")
+_ZERO = re.compile(
+    r"(?:bf16_|fp16_)?zero_pp_rank_([0-9]+)_mp_rank_([0-9]+)_(?:model|optim)_states\.pt"
+)
+_VLLM = re.compile(r"model-rank-([0-9]{1,6})-part-[0-9]{1,6}\.safetensors")
+_TENSOR_RANK = re.compile(r"mp_rank_([0-9]{2,9})_model_states\.pt")
+_MEGATRON = re.compile(r"mp_rank_([0-9]{2,3})(?:_[0-9]{3}){0,2}")
+_CONSOLIDATED = re.compile(r"consolidated\.([0-9]{2})\.pth")
+# Arguments that count parallel ranks, and what those are called.
+_SIZES = {
+    "tensor_model_parallel_size": "TP", "model_parallel_size": "TP",
+    "pipeline_model_parallel_size": "PP",
+    "pipe_parallel_size": "PP", "expert_model_parallel_size": "EP",
+}  # fmt: skip
+
+
+def with_part(checkpoint: Checkpoint) -> Checkpoint:
+    """Return the checkpoint of a file with the part that it is, None if it is complete as far as it
+    can be known."""
+    root, source = checkpoint.root, checkpoint.source
+    path = source.name if isinstance(source, ByteSource) else ""
+    has_pieces = any(each.name in CLASSES for each in checkpoint.globals)
+    looks = (_pieces, *_LOOKS) if has_pieces else _LOOKS
+    return replace(checkpoint, part=next(filter(None, (look(root, path) for look in looks)), None))
+
+
+def plain(checkpoint: Checkpoint) -> Checkpoint:
+    """Return the checkpoint with each DTensor and ShardedTensor exchanged for the tensor that the
+    file holds of it; one that holds nothing is an empty tensor."""
+    if not any(each.name in CLASSES for each in checkpoint.globals):
+        return checkpoint
+    swap: dict[int, Node] = {}
+    meshes: dict[int, Mesh] = {}
+    nodes = [node for _, node in pieces_in(checkpoint.root)]
+    for node in nodes:
+        piece = piece_of(node, meshes)
+        assert piece is not None
+        shape = (0, *piece.shape[1:])
+        empty = Storage(Range(Memory(b""), 0, 0))
+        tensors = piece.local() or [Tensor(empty, piece.dtype, shape, contiguous_stride(shape))]
+        if len(tensors) > 1:
+            raise UnsupportedError("holds a tensor of which one rank has several boxes")
+        swap[id(node)] = tensors[0]
+    return replace(checkpoint, root=rebuild(checkpoint.root, lambda leaf: leaf, swap))
+
+
+def alone(checkpoint: Checkpoint) -> Checkpoint:
+    """Return the part of a checkpoint that a file is, taken as it is: pieces of tensors are tensors
+    of their own."""
+    made = plain(checkpoint)
+    if checkpoint.part is None:
+        return replace(made, part_only=True)
+    noticed = f"this is {checkpoint.part}: what is written is no whole checkpoint"
+    made = replace(made, warnings=(*made.warnings, noticed), part_only=True)
+    return made if made.root is checkpoint.root else with_part(made)
+
+
+def folder_beside(path: str, up: int = 0) -> str | None:
+    """Return the folder of a file, or one above it; None for a URL."""
+    folder = os.path.normpath(os.path.join(os.path.dirname(path) or ".", *[".."] * up))
+    return folder if path and "://" not in path else None
+
+
+def _pieces(root: Node, path: str) -> PartOf | None:
+    """A rank file; None where the tensors that it holds are whole."""
+    meshes: dict[int, Mesh] = {}
+    found: list[tuple[str, Piece]] = []
+    for place, node in pieces_in(root):
+        try:
+            piece = piece_of(node, meshes)
+        except CkptkitError:  # one that no known torch wrote
+            continue
+        if piece is not None:
+            found.append((join(place), piece))
+    cut = [
+        (name, piece)
+        for name, piece in found
+        if sum(tensor.numel for tensor in piece.local()) < prod(piece.shape)
+    ]
+    if not cut:
+        return None
+    ranks = [piece.rank for _, piece in cut if piece.rank is not None]
+    worlds = [piece.world for _, piece in found]
+    if named := _WORLD.search(os.path.basename(path)):
+        ranks.append(int(named[2]))
+        worlds.append(int(named[1]))
+    rank = ranks[0] if ranks else None
+    who = f"rank {'?' if rank is None else f'{rank:,}'} of {max(worlds):,}"
+    what = parallelism(piece for _, piece in found)
+    whole = _OF_FSDP if what == FSDP else f"a checkpoint of {what}"
+    texts = {text for _, piece in cut if (text := extent(piece, rank))}
+    if len(texts) == 1:
+        detail = f"{texts.pop()} of each tensor"
+    else:
+        name, largest = max(cut, key=lambda each: prod(each[1].shape))
+        detail = f"a part of each of {len(cut):,} tensors, e.g. "
+        detail += f"{extent(largest, rank) or 'none'} of {name}"
+    kind = "fsdp" if FSDP in what else "dtensor"
+    return PartOf(kind, f"{who} of {whole}", detail, folder_beside(path))
+
+
+def extent(piece: Piece, rank: int | None = None) -> str:
+    """Describe the rows, or other indices, of a tensor in a piece; "" if they are unknown."""
+    try:
+        boxes = piece.boxes(piece.rank if piece.rank is not None else rank)
+    except CkptkitError:
+        return ""
+    if not boxes:
+        return "no rows"
+    if len(boxes) > 1:
+        return f"{len(boxes):,} runs of rows"
+    spans = []
+    for dim, (at, n, whole) in enumerate(
+        zip(boxes[0].offsets, boxes[0].sizes, piece.shape, strict=True)
+    ):
+        if n < whole:
+            what = ("rows", "columns")[dim] if dim < 2 else f"dimension {dim}: indexes"
+            span = f"{what} {at:,} to {at + n - 1:,}" if n > 1 else f"{what[:-1]} {at:,}"
+            spans.append(f"{span} of {whole:,}")
+    return " and ".join(spans) or "all rows"
+
+
+def _megatron(root: Node, path: str) -> PartOf | None:
+    values = attributes(root.get("args") if isinstance(root, dict) else None)
+    arguments = {key.replace("-", "_"): n for key, n in values.items() if isinstance(key, str)}
+    sizes = {name: arguments[key] for key, name in _SIZES.items() if key in arguments}
+    grid = {name: n for name, n in sizes.items() if type(n) is int and 1 < n < 1 << 31}
+    if not grid or not any(re.fullmatch(r"model[0-9]{0,4}", str(key)) for key in root):
+        return None
+    above = os.path.basename(os.path.dirname(os.path.abspath(path)))
+    named = _MEGATRON.fullmatch(above)
+    if not (named or "checkpoint_version" in root or "padded_vocab_size" in arguments):
+        return None  # other trainers have arguments of these names, and files that are complete
+    numbers = [int(n) for n in re.findall(r"[0-9]+", above)] if named else []
+    axes = ["TP", *(axis for axis in ("PP", "EP") if axis in grid)]
+    if len(numbers) == len(axes):
+        at = [f"{axis} {n} of {grid.get(axis, 1)}" for axis, n in zip(axes, numbers, strict=True)]
+    else:
+        at = [f"one of {axis} {n}" for axis, n in grid.items()]
+    what = f"part {', '.join(at)} of a Megatron-LM checkpoint"
+    return PartOf("megatron", what, "", folder_beside(path, 1 if named else 0))
+
+
+def _deepspeed(root: Node, path: str) -> PartOf | None:
+    if not isinstance(root, dict) or "mp_world_size" not in root:
+        return None
+    world = root["mp_world_size"]
+    named = _TENSOR_RANK.fullmatch(os.path.basename(path))
+    if not (type(world) is int and world > 1) and not (named and int(named[1])):
+        return None
+    rank = f"tensor rank {int(named[1])}" if named else "one tensor rank"
+    what = f"{rank} of {world} of a DeepSpeed checkpoint"
+    return PartOf("deepspeed", what, "", folder_beside(path))
+
+
+def _fairscale(root: Node, path: str) -> PartOf | None:
+    if not isinstance(root, dict) or not isinstance(root.get("shard_metadata"), dict):
+        return None
+    found = re.search(r"shard([0-9]+)\.pt", path)
+    which = f"shard {int(found[1])}" if found else "a shard"
+    return PartOf("fairscale", f"{which} of a fairscale checkpoint", "", folder_beside(path))
+
+
+def _llama(root: Node, path: str) -> PartOf | None:
+    """A part of a release of Meta's: its projections have fewer rows than the model is wide."""
+    named = _CONSOLIDATED.fullmatch(os.path.basename(path))
+    if not isinstance(root, dict) or not named:
+        return None
+    keys = ("norm.weight", "layers.0.attention.wo.weight")
+    norm, output = (as_tensor(root.get(key)) for key in keys)
+    if norm is None or output is None or len(norm.shape) != 1 or len(output.shape) != 2:
+        return None
+    count = norm.shape[0] // output.shape[1] if output.shape[1] else 1
+    what = f"part {int(named[1])} of {count} of a Llama release"
+    return PartOf("llama", what, "", folder_beside(path)) if count > 1 else None
+
+
+def _named(root: Node, path: str) -> PartOf | None:
+    """Recognize a part by the name of its file; the content does not show it."""
+    name = os.path.basename(path)
+    if found := _WORLD.search(name):
+        if int(found[1]) > 1 and not name.startswith("extra_state"):
+            what = f"rank {int(found[2])} of {int(found[1])} of {_OF_FSDP}"
+            return PartOf("fsdp", what, "", folder_beside(path))
+    elif found := _LAYER.fullmatch(name):
+        what = f"layer {int(found[1])}, tensor rank {int(found[2])}, of a DeepSpeed pipeline"
+        return PartOf("deepspeed", what, "", folder_beside(path))
+    elif found := _VLLM.fullmatch(name):
+        return PartOf("vllm", f"rank {int(found[1])} of a sharded state of vLLM", "", None)
+    elif (found := _ZERO.fullmatch(name)) and isinstance(root, dict):
+        # Ranks among which ZeRO has divided what is in the file.
+        inner = root.get("optimizer_state_dict")
+        cut = inner.get("partition_count") if isinstance(inner, dict) else None
+        counts = (root.get("dp_world_size"), cut)
+        numbers = flatten(n if isinstance(n, (list, tuple)) else (n,) for n in counts)
+        if max((n for n in numbers if type(n) is int), default=1) > 1:
+            what = f"the partition of rank {int(found[1])} of DeepSpeed's ZeRO"
+            return PartOf("deepspeed", what, "", folder_beside(path))
+    return None
+
+
+_LOOKS = (_fairscale, _megatron, _deepspeed, _llama, _named)
+
+
+# Folders of parts that are known and not put together: what they are, and what to do.
+
+
+_COLOSSAL = re.compile(r"(pytorch_)?model-(meta-)?dist-[0-9]{5}.*\.(bin|safetensors|json)")
+_NEMO = re.compile(
+    r"(mp_rank_[0-9]{2}_)?fsdp_shard_[0-9]{5}|mp_rank_[0-9]{2}|tp_rank_[0-9]{2}_pp_rank_[0-9]{3}"
+)
+_LOOKED_AT = 4  # folders
+
+
+class RefusedLayout(NamedTuple):
+    """A kind of folder: whether a folder is of it, what it is, and what to do."""
+
+    matches: Callable[[Probe], bool]
+    what: str
+    hint: str
+
+
+def _below(probe: Probe, name: str) -> list[str]:
+    """Names in a folder below, none if it cannot be looked into."""
+    try:
+        return list(probe.folder.sub(name).list()) if name in probe.folder.folders() else []
+    except CkptkitError:
+        return []
+
+
+def _is_zarr(probe: Probe) -> bool:
+    if "metadata.json" not in probe.names:
+        return False
+    inner = [name for name in probe.folder.folders() if not name.startswith(".")]
+    return any(".zarray" in _below(probe, name) for name in inner[:_LOOKED_AT])
+
+
+def _is_olmo(probe: Probe) -> bool:
+    ranks = re.compile(r"rank[0-9]{1,6}\.pt")
+    return "optim" in probe.names and any(map(ranks.fullmatch, _below(probe, "model")))
+
+
+def _is_nemo(probe: Probe) -> bool:
+    parts = [name for name in sorted(probe.names) if _NEMO.fullmatch(name)]
+    return any(name.endswith(".ckpt") for part in parts[:1] for name in _below(probe, part))
+
+
+REFUSED: Mapping[str, RefusedLayout] = {
+    "vllm": RefusedLayout(
+        lambda probe: any(map(_VLLM.fullmatch, probe.names)),
+        "is a sharded state of vLLM: its tensors are fused, and cut for its ranks in ways that no "
+        "file says",
+        "convert the model that it was made of; vLLM alone loads this "
+        "(load_format='sharded_state')",
+    ),
+    "zarr": RefusedLayout(
+        _is_zarr,
+        "is a checkpoint of Megatron-LM in zarr, a folder for each tensor, which was removed from "
+        "Megatron-LM",
+        "load it with the Megatron-LM that wrote it, and save it with --ckpt-format torch_dist",
+    ),
+    "olmo": RefusedLayout(
+        _is_olmo,
+        "is a local sharded checkpoint of OLMo: flat parameters of FSDP, described in a way of its "
+        "own",
+        "OLMo makes whole files of it: `python scripts/unshard.py {where} {new} --type local`",
+    ),
+    "colossalai": RefusedLayout(
+        lambda probe: any(map(_COLOSSAL.fullmatch, probe.names)),
+        "is a distributed checkpoint of ColossalAI: each process wrote the parts that it held",
+        "load it in ColossalAI, and save it with booster.save_model(model, folder, shard=True, "
+        "gather_dtensor=True)",
+    ),
+    "nemo": RefusedLayout(
+        _is_nemo,
+        "is a checkpoint of NeMo 1, of which each rank wrote a part",
+        "NeMo 1 makes one part of tensor and pipeline ranks: megatron_change_num_partitions.py "
+        "--target_tensor_model_parallel_size=1 --target_pipeline_model_parallel_size=1; FSDP "
+        "shards are loaded in its training, and saved whole",
+    ),
+}
+
+
+def matches(probe: Probe) -> bool:
+    """Return whether the folder is of a layout that is refused."""
+    return any(each.matches(probe) for each in REFUSED.values())
+
+
+def read(probe: Probe, format: str) -> Checkpoint:
+    """Raise UnsupportedError, always."""
+    kind = next(each for each in REFUSED.values() if each.matches(probe))
+    raise UnsupportedError(kind.what, hint=kind.hint)
