@@ -42,9 +42,9 @@ def _layouts() -> Iterator[ModuleType]:
     from ckptkit.formats.distributed import pipeline
 
     yield pipeline
-    from ckptkit.formats.distributed import fairscale
+    from ckptkit.formats.distributed import fsdp_flat
 
-    yield fairscale
+    yield fsdp_flat
     from ckptkit.formats.distributed import rank_files
 
     yield rank_files

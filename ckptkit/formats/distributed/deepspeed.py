@@ -42,14 +42,21 @@ The optimizer's tensors are laid out in the same way, padded or not.
 (deepspeed/utils/zero_to_fp32.py, runtime/zero/stage_1_and_2.py, stage3.py,
 checkpoint/ds_to_universal.py of 0.19.8)
 
-:mod:`places` finds the files, :mod:`states` reads them, :mod:`partitions` is the arithmetic above,
-:mod:`ranks` and :mod:`universal` apply it, :mod:`module` assembles the state_dict, :mod:`reader` is
-the format.
+A folder is read as rank 0's model_states, with
+
+    module             the state_dict, in full precision
+    module_<dtype>     that of the run, if it was in 16 bits and the folder has it (stages 1 and 2)
+    optimizer          {"state": {name: {"exp_avg", "exp_avg_sq", "step"}}, "param_groups",
+                       settings}
+
+The fields on how these were cut (param_shapes, paddings, slices) are left out. No bytes of a tensor
+are read. :mod:`zero_ranks` finds the files and assembles what the ranks hold.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from math import prod
 from typing import NamedTuple
 
@@ -58,30 +65,37 @@ from ckptkit.core import dtypes
 from ckptkit.core.bytesource import Folder
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import AmbiguousError, CkptkitError, CorruptError, FormatError, InputError
-from ckptkit.core.tensor import Shape, Storage, Tensor
+from ckptkit.core.tensor import Storage, Tensor
 from ckptkit.core.text import flatten, merge_all, without
 from ckptkit.core.tree import Node, OrderedMapping
 from ckptkit.core.weights import as_tensor
 from ckptkit.formats import table, whats_inside
 from ckptkit.formats.distributed import zero_ranks
-from ckptkit.formats.distributed.partitions import PartitionRow, Slot
-from ckptkit.formats.distributed.reading import Fields, Reader, is_flat
+from ckptkit.formats.distributed.reading import (
+    Fields,
+    FlatRow,
+    Reader,
+    is_flat,
+    listed,
+    shared_out,
+)
 from ckptkit.formats.distributed.zero_ranks import (
     CUT,
     SETTINGS,
+    UNIVERSAL,
     Named,
     RankFiles,
-    Universal,
     ZeroRank,
-    listed,
+    read_universal,
 )
 from ckptkit.formats.format import CheckedPart, Defect, Probe
 
-# The full-precision state_dict: the ranks' weights, buffers, frozen parameters and ties.
-
-
 MODULE, BUFFERS, SHAPES, SHARED = "module", "buffer_names", "param_shapes", "shared_params"
 FROZEN_SHAPES, FROZEN = "frozen_param_shapes", "frozen_param_fragments"
+OPTIMIZER = "optimizer"
+_SCRIPT = "zero_to_fp32.py"
+_GROUPS, _PARAMS, _RANKS = "param_groups", "params", "dp_world_size"
+_DROPPED = (SHAPES, FROZEN_SHAPES, FROZEN)  # how it was cut, and what is in the state_dict now
 
 
 class Model:
@@ -105,35 +119,53 @@ class Model:
 
         In stage 3 empty tensors are `placeholders`.
         """
-        self._check_shapes(parameters)
-        found: dict[str, Node] = {**self._buffers(), **frozen, **parameters}
+        module, found = self.module, dict[str, Node]()
+        for name, made in parameters.items():
+            held = as_tensor(module.get(name))
+            if held is not None and held.numel and held.shape != made.shape:
+                raise CorruptError(
+                    f"{name[:80]!r} is of shape {held.shape} in {self.states.place}, "
+                    f"but its parts make {made.shape}"
+                )
+        for name in self.buffer_names:
+            if name in module:
+                tensor = as_tensor(module[name])
+                found[name] = module[name] if tensor is None else self._wide(tensor)
+        found |= {**frozen, **parameters}
         for name, same in self.states.names(SHARED).items():
             if isinstance(same, str) and same in found:
                 found[name] = _alias(found[same])
-        self._add_others(found, placeholders)
-        order = dict.fromkeys([*self.module, *found])
+        # Entries that only the module has: aliases of a parameter, frozen ones of stage 1, values
+        # that are not tensors.
+        tensors = {name: as_tensor(node) for name, node in module.items()}
+        known = {_place(each): name for name in found if (each := tensors.get(name)) is not None}
+        taken, missing = [], []
+        for name in [name for name in module if name not in found]:
+            tensor = tensors[name]
+            if tensor is None:
+                found[name] = module[name]
+            elif placeholders and not tensor.numel:
+                missing.append(name)
+            elif _place(tensor) in known:
+                found[name] = _alias(found[known[_place(tensor)]])
+            else:
+                found[name] = self.on_cpu(tensor)
+                taken.append(name)
+        if taken:
+            self.warnings.append(
+                f"not among the fp32 weights, taken unchanged from {MODULE}: {listed(taken)}"
+            )
+        if missing:
+            self.warnings.append(
+                f"left out, as only their names are in {MODULE} (perhaps aliases of a weight): "
+                f"{listed(missing)}"
+            )
+        order = dict.fromkeys([*module, *found])
         state = getattr(self.states.node.get(MODULE), "state", None)
         return OrderedMapping(((name, found[name]) for name in order if name in found), state)
 
-    def _check_shapes(self, parameters: Mapping[str, Tensor]) -> None:
-        for name, tensor in parameters.items():
-            held = as_tensor(self.module.get(name))
-            if held is not None and held.numel and held.shape != tensor.shape:
-                raise CorruptError(
-                    f"{name[:80]!r} is of shape {held.shape} in {self.states.place}, "
-                    f"but its parts make {tensor.shape}"
-                )
-
-    def _buffers(self) -> dict[str, Node]:
-        """Return the buffers, 16-bit ones in 32 bits as DeepSpeed's own script does it."""
-        held = {name: self.module[name] for name in self.buffer_names if name in self.module}
-        tensors = {name: as_tensor(node) for name, node in held.items()}
-        return {
-            name: held[name] if tensor is None else self._wide(tensor)
-            for name, tensor in tensors.items()
-        }
-
     def _wide(self, tensor: Tensor) -> Tensor:
+        """Return a buffer, in 32 bits if it has 16, as DeepSpeed's own script does it."""
         storage, half = tensor.storage, tensor.dtype.kind == "float" and tensor.dtype.bits == 16
         if not half or storage is None or tensor.layout != "strided" or storage.nbytes % 2:
             return self.on_cpu(tensor)
@@ -154,71 +186,33 @@ class Model:
         if key not in self._cpu:
             self._cpu[key] = Storage(storage.record, "cpu", storage.crc32, storage.big_endian)
         return Tensor(
-            self._cpu[key],
-            tensor.dtype,
-            tensor.shape,
-            tensor.stride,
-            tensor.offset,
-            conj=tensor.conj,
-            neg=tensor.neg,
-        )
-
-    def _add_others(self, found: dict[str, Node], placeholders: bool) -> None:
-        """Add the entries that only `module` has.
-
-        They are aliases of a parameter, frozen ones of stage 1, values that are not tensors.
-        """
-        known = {
-            _place(tensor): name
-            for name in found
-            if (tensor := as_tensor(self.module.get(name))) is not None
-        }
-        taken, missing = [], []
-        for name in [name for name in self.module if name not in found]:
-            tensor = as_tensor(self.module[name])
-            if tensor is None:
-                found[name] = self.module[name]
-            elif placeholders and not tensor.numel:
-                missing.append(name)
-            elif _place(tensor) in known:
-                found[name] = _alias(found[known[_place(tensor)]])
-            else:
-                found[name] = self.on_cpu(tensor)
-                taken.append(name)
-        if taken:
-            self.warnings.append(
-                f"not among the fp32 weights, taken unchanged from {MODULE}: {listed(taken)}"
-            )
-        if missing:
-            self.warnings.append(
-                f"left out, as only their names are in {MODULE} (perhaps aliases of a weight): "
-                f"{listed(missing)}"
-            )
+            self._cpu[key], tensor.dtype, tensor.shape, tensor.stride, tensor.offset,
+            conj=tensor.conj, neg=tensor.neg,
+        )  # fmt: skip
 
     def frozen(self, fragments: Iterable[Mapping[str, Node]], ranks: int) -> dict[str, Tensor]:
         """Return the frozen parameters: whole in stage 2 (`ranks` 0), else a fragment per rank."""
         parts = list(fragments)
         made = {}
         for name, shape in self.frozen_shapes.items():
+            what = f"the frozen parameter {name[:80]!r}"
             held = [as_tensor(each.get(name)) for each in parts]
             tensors = [tensor for tensor in held if tensor is not None]
             if len(tensors) < len(held):
+                raise CorruptError(f"{what} is not in {FROZEN} of every rank")
+            if not ranks:
+                if tensors[0].shape != shape:
+                    raise CorruptError(f"{what} is of shape {tensors[0].shape}, not {shape}")
+                made[name] = self.on_cpu(tensors[0])
+                continue
+            share = -(-prod(shape) // ranks)
+            if not all(is_flat(tensor) and tensor.numel == share for tensor in tensors):
                 raise CorruptError(
-                    f"the frozen parameter {name[:80]!r} is not in {FROZEN} of every rank"
+                    f"{what} does not have {share:,} elements in each of {ranks:,} ranks"
                 )
-            made[name] = (
-                _joined(name, shape, tensors, ranks)
-                if ranks
-                else self._whole(name, shape, tensors[0])
-            )
+            rows = tuple(FlatRow([fragment]) for fragment in tensors)
+            made[name] = shared_out(rows, shape, 0, share)
         return made
-
-    def _whole(self, name: str, shape: Shape, tensor: Tensor) -> Tensor:
-        if tensor.shape != shape:
-            raise CorruptError(
-                f"the frozen parameter {name[:80]!r} is of shape {tensor.shape}, not {shape}"
-            )
-        return self.on_cpu(tensor)
 
     def half(self, parameters: Mapping[str, Tensor]) -> dict[str, Node]:
         """Return `module` under a name with its dtype, where its parameters differ from these."""
@@ -232,17 +226,6 @@ class Model:
         return {key: self.states.node[MODULE]} if other and key not in self.states.node else {}
 
 
-def _joined(name: str, shape: Shape, fragments: list[Tensor], ranks: int) -> Tensor:
-    share = -(-prod(shape) // ranks)
-    if not all(is_flat(tensor) and tensor.numel == share for tensor in fragments):
-        raise CorruptError(
-            f"the frozen parameter {name[:80]!r} does not have "
-            f"{share:,} elements in each of {ranks:,} ranks"
-        )
-    rows = tuple(PartitionRow([fragment]) for fragment in fragments)
-    return Slot(shape, 0, 0, share).tensor(rows)
-
-
 def _place(tensor: Tensor) -> tuple[object, ...]:
     """Return a key that is equal for tensors that are the same elements in memory."""
     return id(tensor.storage), tensor.offset, tensor.dtype.name, tensor.shape, tensor.stride
@@ -250,33 +233,7 @@ def _place(tensor: Tensor) -> tuple[object, ...]:
 
 def _alias(node: Node) -> Node:
     """Return another tensor of the same memory."""
-    if not isinstance(node, Tensor):
-        return node
-    return Tensor(
-        node.storage, node.dtype, node.shape, node.stride, node.offset,
-        node.requires_grad, node.kind, node.layout, node.conj, node.neg,
-    )  # fmt: skip
-
-
-# Read a folder of DeepSpeed as one tree.
-#
-# The root is rank 0's model_states, with
-#
-#     module             the state_dict, in full precision
-#     module_<dtype>     that of the run, if it was in 16 bits and the folder has it (stages 1 and
-# 2)
-#     optimizer          {"state": {name: {"exp_avg", "exp_avg_sq", "step"}}, "param_groups",
-#                        settings}
-#
-# The fields on how these were cut (param_shapes, paddings, slices) are left out. No bytes of a
-# tensor
-# are read.
-
-
-OPTIMIZER = "optimizer"
-_SCRIPT = "zero_to_fp32.py"
-_GROUPS, _PARAMS, _RANKS = "param_groups", "params", "dp_world_size"
-_DROPPED = (SHAPES, FROZEN_SHAPES, FROZEN)  # how it was cut, and what is in the state_dict now
+    return replace(node) if isinstance(node, Tensor) else node
 
 
 def matches(probe: Probe) -> bool:
@@ -297,90 +254,45 @@ def read(probe: Probe) -> Checkpoint:
     """
     folder = zero_ranks.find(probe.folder, probe.names)
     try:
-        return _Reading(probe.folder, folder).read()
+        return _read(probe.folder, folder)
     except CkptkitError as error:
         error.at(folder.name)
         raise
 
 
-class _Reading:
-    """One training state being read."""
-
-    def __init__(self, top: Folder, folder: Folder) -> None:
-        self.top = top
-        self.folder = folder
-        self.reader = Reader(folder)
-        self.universal = zero_ranks.UNIVERSAL in folder.folders()
-        self.files = RankFiles(folder.list(), merged=self.universal)
-        if self.universal and self.files.optims:
-            raise AmbiguousError(
-                f"holds a universal checkpoint ({zero_ranks.UNIVERSAL}) and files of ranks: "
-                f"{zero_ranks.listed(list(self.files.optims.values()))}",
-                hint="move one of them into a folder of its own",
-            )
-
-    def read(self) -> Checkpoint:
-        states = self.reader.fields(self.files.model)
-        if MODULE not in states and not self.universal:
-            raise FormatError(f"{states.place} has no {MODULE}")
-        root, warnings = states.node, []
-        if self.universal or SHAPES in states or self.files.optims:
-            model = Model(states)
-            parts = self._merged(model) if self.universal else self._ranks(model)
-            root, warnings = (
-                _root(model, parts, -1 not in self.files.models),
-                [*model.warnings, *parts.warnings],
-            )
-        return Checkpoint(
-            root, table.DEEPSPEED.name, self.top, globals=tuple(self.reader.globals),
-            warnings=(*warnings, *self.reader.warnings), key=MODULE,
-        )  # fmt: skip
-
-    def _ranks(self, model: Model) -> Parts:
-        """Read stages 1 to 3."""
-        if not self.files.optims:
-            self.files.check_complete(
-                max(1, *model.states.integers(_RANKS)) if _RANKS in model.states else 1
-            )
-        zero = ZeroRank(self.reader, self.files)
-        if zero.stage_3 != (-1 not in self.files.models):
-            raise CorruptError(f"{zero.first.place} and {model.states.place} are not of one stage")
-        layout = zero.layout(model.groups)
-        parameters = zero.parameters(layout)
-        state, warnings = zero.optimizer(layout)
-        settings = without(zero.first.node, CUT)
-        inner = zero.first.node.get(zero.state_key)
-        groups = inner.get(_GROUPS) if isinstance(inner, dict) else None
-        return Parts(
-            parameters,
-            self._frozen(model, zero.count),
-            state,
-            {_GROUPS: groups, **settings},
-            warnings,
+def _read(top: Folder, folder: Folder) -> Checkpoint:
+    reader = Reader(folder)
+    universal = UNIVERSAL in folder.folders()
+    files = RankFiles(folder.list(), merged=universal)
+    if universal and files.optims:
+        raise AmbiguousError(
+            f"holds a universal checkpoint ({UNIVERSAL}) and files of ranks: "
+            f"{listed(files.optims.values())}",
+            hint="move one of them into a folder of its own",
         )
-
-    def _merged(self, model: Model) -> Parts:
-        """Read a universal checkpoint, whose parameters are whole."""
-        shapes = {} if self.files.parallel else merge_all(model.groups)
-        zero = self.folder.sub(zero_ranks.UNIVERSAL)
-        universal = Universal(self.reader, zero, shapes)
-        universal.read(
-            skip={*model.buffer_names, *model.states.names(SHARED), *model.frozen_shapes}
-        )
-        settings = self.reader.read(SETTINGS, zero).root if SETTINGS in zero else {}
-        kept = without(Fields(settings, SETTINGS).node, CUT)
-        frozen = self._frozen(model, len(self.files.models))
-        return Parts(universal.parameters, frozen, universal.state, {_GROUPS: None, **kept}, [])
-
-    def _frozen(self, model: Model, ranks: int) -> dict[str, Tensor]:
-        """Return the frozen parameters, of which each rank of stage 3 has a fragment."""
-        if not model.frozen_shapes:
-            return {}
-        if -1 in self.files.models:
-            return model.frozen([model.states.names(FROZEN)], 0)
-        self.files.check_models(ranks)
-        others = (self.reader.fields(name) for rank, name in self.files.models.items() if rank)
-        return model.frozen([each.names(FROZEN) for each in (model.states, *others)], ranks)
+    states = reader.fields(files.model)
+    if MODULE not in states and not universal:
+        raise FormatError(f"{states.place} has no {MODULE}")
+    root, warnings = states.node, list[str]()
+    if universal or SHAPES in states or files.optims:
+        model = Model(states)
+        parts = _merged(model, reader, files, folder) if universal else _ranks(model, reader, files)
+        stage_3 = -1 not in files.models
+        new: dict[Node, Node] = {
+            MODULE: model.state_dict(parts.parameters, parts.frozen, placeholders=stage_3),
+            **({} if stage_3 else model.half(parts.parameters)),
+            OPTIMIZER: {
+                "state": parts.state,
+                **parts.settings,
+                _GROUPS: _groups(parts.settings[_GROUPS], model),
+            },
+        }
+        root = {**new, **without(states.node, (*new, *_DROPPED))}
+        warnings = [*model.warnings, *parts.warnings]
+    return Checkpoint(
+        root, table.DEEPSPEED.name, top, globals=tuple(reader.globals),
+        warnings=(*warnings, *reader.warnings), key=MODULE,
+    )  # fmt: skip
 
 
 class Parts(NamedTuple):
@@ -393,16 +305,44 @@ class Parts(NamedTuple):
     warnings: list[str]
 
 
-def _root(model: Model, parts: Parts, stage_3: bool) -> dict[Node, Node]:
-    """Return rank 0's model_states with the assembled weights and optimizer."""
-    settings = {**parts.settings, _GROUPS: _groups(parts.settings[_GROUPS], model)}
-    new: dict[Node, Node] = {
-        MODULE: model.state_dict(parts.parameters, parts.frozen, placeholders=stage_3),
-        **({} if stage_3 else model.half(parts.parameters)),
-        OPTIMIZER: {"state": parts.state, **settings},
-    }
-    kept = without(model.states.node, (*new, *_DROPPED))
-    return {**new, **kept}
+def _ranks(model: Model, reader: Reader, files: RankFiles) -> Parts:
+    """Read stages 1 to 3."""
+    if not files.optims:
+        counts = model.states.integers(_RANKS) if _RANKS in model.states else ()
+        files.check_complete(max(1, *counts))
+    zero = ZeroRank(reader, files)
+    if zero.stage_3 != (-1 not in files.models):
+        raise CorruptError(f"{zero.first.place} and {model.states.place} are not of one stage")
+    slots = zero.slots(model.groups)
+    state, warnings = zero.optimizer(slots)
+    inner = zero.first.node.get(zero.state_key)
+    groups = inner.get(_GROUPS) if isinstance(inner, dict) else None
+    settings = {_GROUPS: groups, **without(zero.first.node, CUT)}
+    frozen = _frozen(model, reader, files, zero.count)
+    return Parts(zero.parameters(slots), frozen, state, settings, warnings)
+
+
+def _merged(model: Model, reader: Reader, files: RankFiles, folder: Folder) -> Parts:
+    """Read a universal checkpoint, whose parameters are whole."""
+    shapes = {} if files.parallel else merge_all(model.groups)
+    zero = folder.sub(UNIVERSAL)
+    skip = {*model.buffer_names, *model.states.names(SHARED), *model.frozen_shapes}
+    parameters, state = read_universal(reader, zero, shapes, skip)
+    settings = reader.read(SETTINGS, zero).root if SETTINGS in zero else {}
+    kept = without(Fields(settings, SETTINGS).node, CUT)
+    frozen = _frozen(model, reader, files, len(files.models))
+    return Parts(parameters, frozen, state, {_GROUPS: None, **kept}, [])
+
+
+def _frozen(model: Model, reader: Reader, files: RankFiles, ranks: int) -> dict[str, Tensor]:
+    """Return the frozen parameters, of which each rank of stage 3 has a fragment."""
+    if not model.frozen_shapes:
+        return {}
+    if -1 in files.models:
+        return model.frozen([model.states.names(FROZEN)], 0)
+    files.check_models(ranks)
+    others = (reader.fields(name) for rank, name in files.models.items() if rank)
+    return model.frozen([each.names(FROZEN) for each in (model.states, *others)], ranks)
 
 
 def _groups(groups: Node, model: Model) -> list[Node]:
@@ -410,37 +350,33 @@ def _groups(groups: Node, model: Model) -> list[Node]:
     names = [list(shapes) for shapes in model.groups]
     if not isinstance(groups, list):
         return [{_PARAMS: each} for each in names]
-    return [_named(group, names) for group in groups]
-
-
-def _named(group: Node, names: list[list[str]]) -> Node:
-    numbers = group.get(_PARAMS) if isinstance(group, dict) else None
-    if not isinstance(numbers, list) or not all(
-        type(n) is int and 0 <= n < len(names) for n in numbers
-    ):
-        return group
-    return {**group, _PARAMS: list(flatten(names[number] for number in dict.fromkeys(numbers)))}
+    made = []
+    for group in groups:
+        numbers = group.get(_PARAMS) if isinstance(group, dict) else None
+        if isinstance(numbers, list) and all(
+            type(n) is int and 0 <= n < len(names) for n in numbers
+        ):
+            named = list(flatten(names[number] for number in dict.fromkeys(numbers)))
+            group = {**group, _PARAMS: named}
+        made.append(group)
+    return made
 
 
 def check(probe: Probe) -> Iterator[CheckedPart | Defect]:
     """Yield the records of every file of the training state. Raises like `zero_ranks.find`."""
     folder = zero_ranks.find(probe.folder, probe.names)
-    yield from _records(folder, "")
-    if zero_ranks.UNIVERSAL in folder.folders():
-        zero = folder.sub(zero_ranks.UNIVERSAL)
-        yield from _records(zero, f"{zero_ranks.UNIVERSAL}/")
-        for name in zero.folders():
-            yield from _records(zero.sub(name), f"{zero_ranks.UNIVERSAL}/{name}/")
-
-
-def _records(folder: Folder, path: str) -> Iterator[CheckedPart | Defect]:
-    """Yield the records of a folder's torch.save files; `path` is relative to the state's."""
-    for name in folder.list():
-        if not name.endswith(".pt"):
-            continue
-        try:
-            probe = Probe(folder.open(name))
-            if probe.zip is not None:
-                yield from whats_inside.members(probe.zip, path + name)
-        except InputError as error:
-            yield Defect(error.message, path + name)
+    places = [(folder, "")]
+    if UNIVERSAL in folder.folders():
+        zero = folder.sub(UNIVERSAL)
+        places.append((zero, f"{UNIVERSAL}/"))
+        places += [(zero.sub(name), f"{UNIVERSAL}/{name}/") for name in zero.folders()]
+    for inner, path in places:
+        for name in inner.list():
+            if not name.endswith(".pt"):
+                continue
+            try:
+                file = Probe(inner.open(name))
+                if file.zip is not None:
+                    yield from whats_inside.members(file.zip, path + name)
+            except InputError as error:
+                yield Defect(error.message, path + name)

@@ -1,5 +1,6 @@
-"""The optimizer of FSDP1 as ``optimizer.state_dict()`` gives it: pieces of flat parameters, without
-names or shapes.
+"""Flat parameters: the optimizer of FSDP1 as ``optimizer.state_dict()`` returns it, and fairscale.
+
+The optimizer has pieces of flat parameters, without names or shapes:
 
     use_orig_params=True    a 1-D piece of each parameter on each rank, empty where it holds none
     False                   one entry for each FSDP unit: the parameters of the unit one after
@@ -8,23 +9,56 @@ names or shapes.
 Names and shapes are those of the model's rank files, in their order. Where the units begin and end
 is not said: the root comes first, then the modules that were wrapped, whose sizes must fit in one
 way alone.
+
+fairscale and metaseq (OPT) write model parts, each in shards of fully sharded data parallelism:
+
+    <stem>-model_part-<M>-shard<S>.pt, <stem>-shard<S>.pt
+
+A file has ``model`` and ``shard_metadata``: {"param_metadata": [one for each wrapped module],
+"buffer_names"}. A module has its ``fsdp_path`` and
+
+    params                        flat name: {"names", "shapes", "numels", "padding"}
+    shared_param_info             pairs of names below the module: the first is the second, too
+    no_broadcast_optim_state      true: the first shard has all of it
+
+or, until fairscale 0.4.0, ``is_flat``, ``param_names``, ``param_shapes``, ``param_numels`` and
+``num_padded``. A flat parameter is its shards one after another, each less its padding; names and
+shapes say what is in it. Parts are joined by the rules of metaseq then.
+
+Source: ``local_metadata_dict`` and ``consolidate_shard_weights`` of fairscale's
+fully_sharded_data_parallel.py.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from typing import NamedTuple
 
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.errors import CkptkitError, CorruptError, FormatError
 from ckptkit.core.tensor import Shape, Tensor
 from ckptkit.core.text import flatten, merge_all
 from ckptkit.core.tree import Node
 from ckptkit.core.weights import as_tensor, locate
-from ckptkit.formats.distributed.joining import Joiner, Merger, Ranked, Replica
-from ckptkit.formats.distributed.meshes import REPLICATE, MeshPiece, Piece, ShardPiece, piece_of
-from ckptkit.formats.distributed.partitions import PartitionRow, Slot
-from ckptkit.formats.distributed.reading import is_flat, own
+from ckptkit.formats.distributed.joining import Copies, Joiner, Merger, Ranked, Replica
+from ckptkit.formats.distributed.meshes import REPLICATE, Piece, ShardPiece, piece_of, view
+from ckptkit.formats.distributed.reading import Fields, FlatRow, is_flat, own, reader_of, shared_out
+from ckptkit.formats.distributed.table import (
+    COLUMNS,
+    MEAN,
+    ROWS,
+    SAME,
+    TP,
+    ParallelLayout,
+    RankFile,
+    check_grid,
+    cut,
+    merge,
+    rows,
+)
+from ckptkit.formats.format import Probe
 
 _STATE, _GROUPS, _PARAMS = "state", "param_groups", "params"
 _LISTED = re.compile(r"(.*?\.[0-9]+)\.")  # a module of a list of modules
@@ -34,13 +68,8 @@ class UnknownError(Exception):
     """Nothing says how the state was cut: the sentence why."""
 
 
-class Unit(NamedTuple):
-    """The parameters of one entry of the state, in order."""
-
-    names: tuple[str, ...]
-
-
 State = dict[Node, Node]
+Unit = tuple[str, ...]  # the parameters of one entry of the state, in order
 
 
 def merged(ranks: Sequence[Ranked], model: Sequence[Ranked], joiner: Joiner) -> Node:
@@ -48,25 +77,28 @@ def merged(ranks: Sequence[Ranked], model: Sequence[Ranked], joiner: Joiner) -> 
     how it was cut."""
     shapes, replicas = _parameters(model)
     by_rank = {each.rank: each for each in ranks}
-    first = [by_rank[rank] for rank in replicas[0]]
+    first, *others = [[by_rank[rank] for rank in group] for group in replicas]
     held = [_states(each) for each in first]
-    copies = [[_states(by_rank[rank]) for rank in group] for group in replicas[1:]]
+    copies = [[_states(each) for each in group] for group in others]
     units = _units(shapes, held)
     state: dict[str, State] = {name: {} for name in shapes}
     for number, unit in enumerate(units):
         entries = [each.get(number, {}) for each in held]
         for key in merge_all(entries):
             path = f"optimizer.{_STATE}.{number}.{key}"
+            # The optimizer has no entry where a rank holds nothing of a parameter.
             values = [
                 each._replace(root=entry.get(key))
                 for each, entry in zip(first, entries, strict=True)
-                if entry  # the optimizer has none where a rank holds nothing of a parameter
+                if entry
             ]
             for name, value in _cut(unit, shapes, values, path, joiner):
                 state[name][key] = value
             for group in copies:
-                others = [each.get(number, {}).get(key) for each in group]
-                _compare(joiner, path, [entry.get(key) for entry in entries], others)
+                for entry, other in zip(entries, group, strict=True):
+                    a, b = as_tensor(entry.get(key)), as_tensor(other.get(number, {}).get(key))
+                    if a is not None and b is not None and a.shape == b.shape:
+                        joiner.copies.add(Replica(path, a, b, ("one replica", "another")))
     made: dict[Node, Node] = {_STATE: {name: each for name, each in state.items() if each}}
     if _GROUPS in first[0].root:
         groups = [each._replace(root=each.root.get(_GROUPS)) for each in ranks]
@@ -82,8 +114,8 @@ def _same(values: Sequence[Ranked], path: str, joiner: Joiner) -> Node:
 
 
 def _parameters(model: Sequence[Ranked]) -> tuple[dict[str, Shape], list[list[int]]]:
-    """The shapes of the parameters by name, tied ones once, and the groups of ranks that hold all
-    of them."""
+    """The shapes of the parameters by name, tied ones once; and the ranks of each replica of the
+    model, in the order of their pieces."""
     weights = locate(model[0].root)
     shapes: dict[str, Shape] = {}
     seen: set[object] = set()
@@ -99,28 +131,22 @@ def _parameters(model: Sequence[Ranked]) -> tuple[dict[str, Shape], list[list[in
             first = first or piece
     if first is None:
         raise UnknownError("there are no pieces of a model to take names and shapes from")
-    return shapes, _replicas(first, [each.rank for each in model], model)
-
-
-def _replicas(piece: Piece, ranks: list[int], model: Sequence[Ranked]) -> list[list[int]]:
-    """The ranks of each replica of the model, in the order of their pieces."""
-    if isinstance(piece, ShardPiece):
-        groups: dict[tuple[int, ...], list[int]] = {}
-        weights = [(each.rank, locate(each.root)) for each in model]
-        for rank, found in weights:
+    groups: dict[tuple[int, ...], list[int]] = {}
+    if isinstance(first, ShardPiece):
+        for each in model:
+            found = locate(each.root)
             nodes = found.nodes.values() if found is not None else ()
-            ranked = set(flatten(p.ranks for p in map(piece_of, nodes) if p is not None))
-            groups.setdefault(tuple(sorted(ranked)), []).append(rank)
-        return list(groups.values())
-    assert isinstance(piece, MeshPiece)
-    if sum(each.kind != REPLICATE for each in piece.placements) != 1:
+            listed = set(flatten(p.ranks for p in map(piece_of, nodes) if p is not None))
+            groups.setdefault(tuple(sorted(listed)), []).append(each.rank)
+        return shapes, list(groups.values())
+    replicated = [each.kind == REPLICATE for each in first.placements]
+    if replicated.count(False) != 1:
         raise UnknownError("its flat pieces are of a mesh that cuts in several dimensions")
-    apart: dict[tuple[int, ...], list[int]] = {}
-    for rank in piece.mesh.ranks:
-        place = piece.mesh.coordinates(rank)
-        kept = zip(place, piece.placements, strict=True)
-        apart.setdefault(tuple(i for i, each in kept if each.kind == REPLICATE), []).append(rank)
-    return list(apart.values())
+    for rank in first.mesh.ranks:
+        at = first.mesh.coordinates(rank)
+        apart = tuple(i for i, is_replica in zip(at, replicated, strict=True) if is_replica)
+        groups.setdefault(apart, []).append(rank)
+    return shapes, list(groups.values())
 
 
 def _states(ranked: Ranked) -> dict[int, State]:
@@ -130,18 +156,27 @@ def _states(ranked: Ranked) -> dict[int, State]:
     return {number: each if isinstance(each, dict) else {} for number, each in state.items()}
 
 
-def _units(shapes: dict[str, Shape], held: Sequence[dict[int, State]]) -> list[Unit]:
+def _units(shapes: Mapping[str, Shape], held: Sequence[dict[int, State]]) -> list[Unit]:
     """Return the unit of each entry of the optimizer's state."""
     count = 1 + max(flatten(held), default=-1)
     if count > len(shapes):
         raise UnknownError(f"its state has {count:,} entries, the model {len(shapes):,} parameters")
-    sizes = [[_elements(each.get(number, {})) for each in held] for number in range(count)]
-    each_own = [Unit((name,)) for name in shapes]
+    elements = {name: prod(shape) for name, shape in shapes.items()}
+    sizes = []  # of flat pieces, by entry and rank; scalars count as none
+    for number in range(count):
+        tensors = [[as_tensor(v) for v in each.get(number, {}).values()] for each in held]
+        sizes.append([max((t.numel for t in row if t and t.shape), default=0) for row in tensors])
     if count == len(shapes) and all(
-        sum(some) in (0, prod(shape)) for some, shape in zip(sizes, shapes.values(), strict=True)
+        sum(some) in (0, n) for some, n in zip(sizes, elements.values(), strict=True)
     ):
-        return each_own
-    found = [units for units in _ways(shapes) if _fits(units, shapes, sizes)]
+        return [(name,) for name in shapes]
+    found = []
+    for units in _ways(list(shapes)):
+        totals = [sum(elements[name] for name in unit) for unit in units]
+        if len(units) == count and all(
+            set(some) == {-(-total // len(some))} for total, some in zip(totals, sizes, strict=True)
+        ):
+            found.append(units)
     if len(found) != 1:
         why = "no way" if not found else "several ways"
         raise UnknownError(
@@ -151,43 +186,24 @@ def _units(shapes: dict[str, Shape], held: Sequence[dict[int, State]]) -> list[U
     return found[0]
 
 
-def _elements(state: State) -> int:
-    """Elements of a flat piece; of scalars none."""
-    return max(
-        (t.numel for each in state.values() if (t := as_tensor(each)) and t.shape), default=0
-    )
-
-
-def _ways(shapes: dict[str, Shape]) -> Iterator[list[Unit]]:
+def _ways(names: list[str]) -> Iterator[list[Unit]]:
     """One unit; or the root and the members of one or more lists of modules."""
-    names = list(shapes)
-    yield [Unit(tuple(names))]
+    yield [tuple(names)]
     lists: dict[str, dict[str, list[str]]] = {}
     for name in names:
-        found = _LISTED.match(name)
-        if found:
+        if found := _LISTED.match(name):
             stem = found[1].rpartition(".")[0]
             lists.setdefault(stem, {}).setdefault(found[1], []).append(name)
     chosen = [list(lists)] + [[stem] for stem in lists if len(lists) > 1]
     for stems in chosen if lists else ():
-        inner = [Unit(tuple(each)) for each in flatten(lists[stem].values() for stem in stems)]
-        wrapped = set(flatten(unit.names for unit in inner))
+        inner = [tuple(each) for each in flatten(lists[stem].values() for stem in stems)]
+        wrapped = set(flatten(inner))
         root = tuple(name for name in names if name not in wrapped)
-        yield [Unit(root), *inner] if root else inner
-
-
-def _fits(units: list[Unit], shapes: dict[str, Shape], sizes: list[list[int]]) -> bool:
-    if len(units) != len(sizes):
-        return False
-    for unit, some in zip(units, sizes, strict=True):
-        total = sum(prod(shapes[name]) for name in unit.names)
-        if set(some) != {-(-total // len(some))}:
-            return False
-    return True
+        yield [root, *inner] if root else inner
 
 
 def _cut(
-    unit: Unit, shapes: dict[str, Shape], values: Sequence[Ranked], path: str, joiner: Joiner
+    unit: Unit, shapes: Mapping[str, Shape], values: Sequence[Ranked], path: str, joiner: Joiner
 ) -> Iterator[tuple[str, Node]]:
     """The values of one entry by the names of its parameters."""
     tensors = [as_tensor(value.root) for value in values]
@@ -195,26 +211,18 @@ def _cut(
     if not flat:
         value = _same(values, path, joiner)
         scalar = as_tensor(value)
-        for name in unit.names:
+        for name in unit:
             yield name, value if scalar is None else own(scalar)
         return
     if len(flat) != len(values) or not all(map(is_flat, flat)):
-        raise UnknownError(f"not every rank holds a flat piece of {unit.names[0]!r}")
-    row, start = PartitionRow(flat), 0
-    for name in unit.names:
-        size = prod(shapes[name])
-        yield name, Slot(shapes[name], 0, start, size).tensor((row,))
-        start += size
+        raise UnknownError(f"not every rank holds a flat piece of {unit[0]!r}")
+    row, start = FlatRow(flat), 0
+    for name in unit:
+        yield name, shared_out((row,), shapes[name], start)
+        start += prod(shapes[name])
 
 
-def _compare(joiner: Joiner, name: str, ours: Sequence[Node], theirs: Sequence[Node]) -> None:
-    for a, b in zip(ours, theirs, strict=True):
-        first, other = as_tensor(a), as_tensor(b)
-        if isinstance(first, Tensor) and isinstance(other, Tensor) and first.shape == other.shape:
-            joiner.copies.add(Replica(name, first, other, ("one replica", "another")))
-
-
-def _groups(node: Node, units: list[Unit], shapes: dict[str, Shape]) -> Node:
+def _groups(node: Node, units: list[Unit], shapes: Mapping[str, Shape]) -> Node:
     """The groups with the names of their parameters, in the order of the model."""
     if not isinstance(node, list):
         return node
@@ -225,6 +233,182 @@ def _groups(node: Node, units: list[Unit], shapes: dict[str, Shape]) -> Node:
             type(n) is int and 0 <= n < len(units) for n in numbers
         ):
             raise UnknownError("its groups name parameters that are not there")
-        named = set(flatten(units[number].names for number in numbers))
+        named = set(flatten(units[number] for number in numbers))
         made.append({**group, _PARAMS: [name for name in shapes if name in named]})
+    return made
+
+
+# fairscale
+
+
+NAME = re.compile(
+    r"(?P<stem>.+?)(?:-model_part-(?P<part>[0-9]{1,4}))?-shard(?P<shard>[0-9]{1,6})\.pt"
+)
+METADATA, PARAMETERS = "shard_metadata", "param_metadata"
+SHARD = "shard"
+_OLD_NAMES = ("flat_param_0", "flat_param")  # of the flat parameter of a module, until 0.4.0
+_FLAT = re.compile(r"(?:.*\.)?_?flat_param(?:_[0-9]+)?")
+TABLE = ParallelLayout(rows(
+    (r".*\.version|.*_float_tensor|.*embed_positions\..*", SAME),
+    (r".*(embed_tokens|ffn_layernorm|fc1|[kqv]_proj)\.(weight|bias)", ROWS),
+    (r".*(fc2|out_proj)\.weight", COLUMNS),
+    (r".*\.(qkv_proj|qkv)\.(weight|bias)", cut(0, 3)),
+    (r".*(fc2|out_proj)\.bias|.*layer_?norm.*\.(weight|bias)", MEAN),
+))  # fmt: skip
+
+
+def matches(probe: Probe) -> bool:
+    """Files of shards, whose first has the metadata of fairscale."""
+    found = sorted(filter(NAME.fullmatch, probe.names))
+    if not found:
+        return False
+    try:
+        root = reader_of(probe).read(found[0]).root
+    except CkptkitError:
+        return False
+    return isinstance(root, dict) and METADATA in root
+
+
+def read(probe: Probe, format: str) -> Checkpoint:
+    """The state_dict of all parts and shards. Raises CorruptError for files that do not go
+    together."""
+    reader, joiner = reader_of(probe), Joiner(Copies(probe.options.copies))
+    grid: dict[tuple[int, int], tuple[str, Fields]] = {}
+    stems = set()
+    for name in sorted(probe.names):
+        if found := NAME.fullmatch(name):
+            stems.add(found["stem"])
+            grid[int(found["part"] or 0), int(found["shard"])] = name, reader.fields(name)
+    if len(stems) > 1:
+        raise CorruptError(
+            f"holds the shards of {len(stems)} saves: {', '.join(sorted(stems)[:4])}"
+        )
+    axes = {TP: 1 + max(at for at, _ in grid), SHARD: 1 + max(at for _, at in grid)}
+    files = [RankFile(name, {TP: m, SHARD: s}, {}) for (m, s), (name, _) in grid.items()]
+    check_grid(files, axes, {TP: "model part"})
+    parts = []
+    for m in range(axes[TP]):
+        shards = [grid[m, s] for s in range(axes[SHARD])]
+        parts.append(RankFile(shards[0][0], {TP: m}, _whole(shards)))
+    merged = merge(parts, {TP: axes[TP]}, TABLE, joiner)
+    detail = f"{axes[TP]} model parts in {axes[SHARD]} shards each"
+    return Checkpoint(
+        {"model": merged.tensors}, format, probe.folder, globals=tuple(reader.globals),
+        warnings=(*merged.warnings, "left out the optimizer and what else each process saved",
+                  *joiner.copies.warnings(), *reader.warnings),
+        about=f"fairscale: {detail}", key="model",
+    )  # fmt: skip
+
+
+class Backing(NamedTuple):
+    """The parameters in a flat one, one after another; `padding`: elements at the end of a
+    shard."""
+
+    names: list[str]
+    shapes: list[Shape]
+    numels: list[int]
+    padding: int
+
+
+def _whole(shards: Sequence[tuple[str, Fields]]) -> dict[str, Node]:
+    """The entries of one model part: what was flattened, what is shared, and the buffers of the
+    first shard."""
+    held = [fields.names("model") for _, fields in shards]
+    modules: list[list[Fields]] = []
+    for name, fields in shards:
+        listed = fields.fields(METADATA).items(PARAMETERS)
+        modules.append([Fields(each, f"{name}: {PARAMETERS}") for each in listed])
+        if len(listed) < len(modules[0]):
+            raise FormatError(f"describes {len(listed):,} modules, another shard more", where=name)
+    made: dict[str, Node] = {}
+    flat: set[str] = set()
+    for index, module in enumerate(modules[0]):
+        prefix = _prefix(module)
+        count = 1 if module.node.get("no_broadcast_optim_state") is True else len(shards)
+        layouts = [
+            _backings(modules[number][index], prefix, held[number]) for number in range(count)
+        ]
+        for name, backing in layouts[0].items():
+            flat.add(prefix + name)
+            pieces: list[Tensor] = []
+            for number, layout in enumerate(layouts):
+                tensor = as_tensor(held[number].get(prefix + name))
+                padding = layout[name].padding if name in layout else 0
+                if name not in layout or tensor is None or not is_flat(tensor):
+                    tensor = None
+                if tensor is None or padding > tensor.numel:
+                    raise FormatError(
+                        f"has no flat parameter {prefix + name!r}", where=shards[number][0]
+                    )
+                pieces.append(view(tensor, (0,), (tensor.numel - padding,)))
+            made |= _unflattened(prefix, name, backing, FlatRow(pieces))
+    for module in modules[0]:
+        _share(made, module)
+    for key, node in held[0].items():
+        if key in flat or key in made or as_tensor(node) is None:
+            continue
+        if _FLAT.fullmatch(key):
+            raise FormatError(f"does not say what is in {key!r}", where=shards[0][0])
+        made[key] = node
+    return made
+
+
+def _prefix(module: Fields) -> str:
+    path = str(module.node.get("fsdp_path") or "")
+    return f"{path}." if path else ""
+
+
+def _share(made: dict[str, Node], module: Fields) -> None:
+    """Give what is shared in a module its other names, if it is there; else CorruptError."""
+    prefix = _prefix(module)
+    for pair in module.node.get("shared_param_info") or ():
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2:
+            raise FormatError(f"{module.place}: shared_param_info is no list of pairs")
+        original, shared = map(str, pair)
+        if original not in made:
+            original, shared = prefix + original, prefix + shared
+        if original not in made:
+            raise CorruptError(
+                f"{module.place}: {shared!r} shares {original!r}, which is not there"
+            )
+        made[shared] = made[original]
+
+
+def _backings(module: Fields, prefix: str, held: Mapping[str, Node]) -> dict[str, Backing]:
+    """The flat parameters of a module, as one of its shards describes them."""
+    found: dict[str, Backing] = {}
+    if "params" in module:
+        params = module.fields("params")
+        for name in module.names("params"):
+            of = params.fields(name)
+            names = list(map(str, of.items("names")))
+            shapes = [of.shape(n, s) for n, s in zip(names, of.items("shapes"), strict=False)]
+            padding = sum(of.integers("padding")[:1])
+            found[name] = Backing(names, shapes, of.integers("numels"), padding)
+        return found
+    names = list(map(str, module.items("param_names")))
+    shapes = [module.shape(n, s) for n, s in zip(names, module.items("param_shapes"), strict=False)]
+    numels, padded = module.integers("param_numels"), module.integers("num_padded")
+    if module.node.get("is_flat") is True:
+        flat = next((name for name in _OLD_NAMES if prefix + name in held), _OLD_NAMES[0])
+        return {flat: Backing(names, shapes, numels, sum(padded[:1]))}
+    for name, shape, n, pad in zip(names, shapes, numels, padded, strict=False):
+        found[name] = Backing([name], [shape], [n], pad)
+    return found
+
+
+def _unflattened(prefix: str, name: str, backing: Backing, row: FlatRow) -> dict[str, Node]:
+    """The parameters in one flat parameter."""
+    names, shapes, sizes, _ = backing
+    if not len(names) == len(shapes) == len(sizes) or sum(sizes) != row.numel:
+        raise CorruptError(
+            f"{prefix + name!r} has {row.numel:,} elements, its metadata say {sum(sizes):,}"
+        )
+    made: dict[str, Node] = {}
+    start = 0
+    for each, shape, size in zip(names, shapes, sizes, strict=True):
+        if prod(shape) != size:
+            raise CorruptError(f"{each!r} is said to be {shape} and of {size:,} elements")
+        made[prefix + each] = shared_out((row,), shape, start)
+        start += size
     return made

@@ -19,13 +19,12 @@ from typing import Any
 from ckptkit.core.bytesource import Folder
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError, CorruptError, FormatError, UnsupportedError
-from ckptkit.core.text import flatten
+from ckptkit.core.text import flatten, without
 from ckptkit.core.tree import Node
 from ckptkit.formats.distributed import table, zero_ranks
 from ckptkit.formats.distributed.joining import Copies, Joiner
 from ckptkit.formats.distributed.meshes import attributes
-from ckptkit.formats.distributed.rank_files import listed
-from ckptkit.formats.distributed.reading import Reader
+from ckptkit.formats.distributed.reading import Reader, listed
 from ckptkit.formats.distributed.table import (
     COLUMNS,
     MEAN,
@@ -51,7 +50,7 @@ _EXPERT = re.compile(r"(layer_.*_)?expert_.*|expp_rank_.*")
 # What a pattern of a file may be made of: nothing that takes long to match.
 _PLAIN = re.compile(r"\^?(?:[A-Za-z0-9_\-]|\\[.\-dw]\+?|\.[*+]?|\[[A-Za-z0-9\-]{1,8}\]\+?)*\$?")
 _REPEATS = 4
-_LAYER, _TENSOR = "layer", "tensor rank"
+_LAYER = "layer"
 
 
 def matches(probe: Probe) -> bool:
@@ -73,121 +72,96 @@ def read(probe: Probe, format: str) -> Checkpoint:
     nothing says how it was cut, CorruptError for files that do not go together."""
     folder = zero_ranks.find(probe.folder, probe.names)
     try:
-        return _Reading(probe, folder).read(format)
+        return _read(probe, folder, format)
     except CkptkitError as error:
         raise error.at(folder.name) from error.__cause__
 
 
-class _Reading:
-    def __init__(self, probe: Probe, folder: Folder) -> None:
-        self.top = probe.folder
-        self.folder = folder
-        self.names = folder.list()
-        self.reader = Reader(folder)
-        self.joiner = Joiner(Copies(probe.options.copies))
-
-    def read(self, format: str) -> Checkpoint:
-        layers = any(map(LAYER.fullmatch, self.names))
-        models = {
-            name: self.reader.fields(name).node for name in filter(MODEL.fullmatch, self.names)
-        }
-        first: Mapping[Node, Node] = next(iter(models.values()), {})
-        parts = list(self._layers() if layers else self._models(models))
-        axes = {TP: 1 + max(part.at[TP] for part in parts)}
-        numbers = sorted({part.at.get(_LAYER, 0) for part in parts})
-        for number in numbers:
-            check_grid(
-                [part for part in parts if part.at.get(_LAYER, 0) == number], axes, {TP: _TENSOR}
-            )
-        self._check_ranks(first, axes[TP], layers)
-        merged = merge(parts, axes, self._table(first, axes[TP]), self.joiner)
-        left = [name for name in self.names if _ZERO.fullmatch(name)]
-        warnings = (
-            [f"the optimizer and its fp32 weights are left out: {listed(left)}"] if left else []
-        )
-        kept = {
-            key: node for key, node in first.items() if key not in ("module", INFO, "mp_world_size")
-        }
-        what = f"TP {axes[TP]}" + (f", {len(numbers)} pipeline layers" if layers else "")
-        return Checkpoint(
-            {"module": merged.tensors, **kept}, format, self.top,
-            globals=tuple(self.reader.globals),
-            warnings=(
-                *merged.warnings, *warnings, *self.joiner.copies.warnings(), *self.reader.warnings,
-            ),
-            about=f"DeepSpeed: {what}", key="module",
-        )  # fmt: skip
-
-    def _layers(self) -> Iterator[RankFile]:
-        for name in self.names:
-            found = LAYER.fullmatch(name)
-            if not found:
-                continue
-            node = self.reader.read(name).root
+def _read(probe: Probe, folder: Folder, format: str) -> Checkpoint:
+    names, reader = folder.list(), Reader(folder)
+    joiner = Joiner(Copies(probe.options.copies))
+    layers = any(map(LAYER.fullmatch, names))
+    models = {name: reader.fields(name).node for name in filter(MODEL.fullmatch, names)}
+    first: Mapping[Node, Node] = next(iter(models.values()), {})
+    parts = []
+    for name in names:
+        if layers and (found := LAYER.fullmatch(name)):
+            node = reader.read(name).root
             if not isinstance(node, dict):
                 raise FormatError("holds no state_dict", where=name)
-            number = int(found[1])
-            entries = {f"{number}.{key}": value for key, value in node.items()}
-            yield RankFile(name, {TP: int(found[2] or 0), _LAYER: number}, entries)
-
-    def _models(self, models: Mapping[str, Mapping[Node, Node]]) -> Iterator[RankFile]:
-        for name, node in models.items():
-            found = MODEL.fullmatch(name)
-            module = node.get("module")
-            if found is None or not isinstance(module, dict):
+            at = {TP: int(found[2] or 0), _LAYER: int(found[1])}
+            entries = {f"{at[_LAYER]}.{key}": value for key, value in node.items()}
+            parts.append(RankFile(name, at, entries))
+        elif not layers and (found := MODEL.fullmatch(name)):
+            module = models[name].get("module")
+            if not isinstance(module, dict):
                 raise FormatError("has no module", where=name)
             entries = {str(key): value for key, value in module.items()}
-            yield RankFile(name, {TP: int(found[1])}, entries)
-
-    def _check_ranks(self, first: Mapping[Node, Node], count: int, layers: bool) -> None:
-        """Raise where the files promise another number of ranks, or pipeline stages without files
-        of layers."""
-        args = _underscored(_arguments(first))
-        promised = args.get("model_parallel_size", args.get("tensor_model_parallel_size"))
-        world = first.get("mp_world_size")
-        stages = args.get("pipe_parallel_size", args.get("pipeline_model_parallel_size"))
-        if not layers and type(stages) is int and stages > 1:
-            raise UnsupportedError(
-                f"has {stages} pipeline stages in files of ranks, which are not put together"
-            )
-        expected = promised if type(promised) is int and promised > 0 else world
-        if type(expected) is int and expected != count and (not layers or promised is not None):
-            raise CorruptError(
-                f"has files of {count} tensor ranks, and they say that there are {expected}",
-                hint="fetch what is missing from where the rest came from",
-            )
-
-    def _table(self, first: Mapping[Node, Node], count: int) -> ParallelLayout:
-        info = first.get(INFO)
-        if isinstance(info, dict):
-            return ParallelLayout(tuple(_universal_rows(info)))
-        configs = self._configs()
+            parts.append(RankFile(name, {TP: int(found[1])}, entries))
+    axes = {TP: 1 + max(part.at[TP] for part in parts)}
+    numbers = sorted({part.at.get(_LAYER, 0) for part in parts})
+    for number in numbers:
+        held = [part for part in parts if part.at.get(_LAYER, 0) == number]
+        check_grid(held, axes, {TP: "tensor rank"})
+    values = first.get("args")
+    values = values if isinstance(values, dict) else attributes(values)
+    args = _underscored({key: value for key, value in values.items() if isinstance(key, str)})
+    _check_ranks(first, args, axes[TP], layers)
+    info = first.get(INFO)
+    if isinstance(info, dict):
+        rows_here = tuple(_universal_rows(info))
+    else:
+        configs = _configs(folder, probe.folder)
         known = {"gpt_j_residual": False} if configs else {}
-        return ParallelLayout(_neox_rows({**known, **_underscored(_arguments(first)), **configs}))
+        rows_here = _neox_rows({**known, **args, **configs})
+    merged = merge(parts, axes, ParallelLayout(rows_here), joiner)
+    left = [name for name in names if _ZERO.fullmatch(name)]
+    warning = f"the optimizer and its fp32 weights are left out: {listed(left)}"
+    kept = without(first, ("module", INFO, "mp_world_size"))
+    what = f"TP {axes[TP]}" + (f", {len(numbers)} pipeline layers" if layers else "")
+    return Checkpoint(
+        {"module": merged.tensors, **kept}, format, probe.folder, globals=tuple(reader.globals),
+        warnings=(*merged.warnings, *([warning] if left else ()), *joiner.copies.warnings(),
+                  *reader.warnings),
+        about=f"DeepSpeed: {what}", key="module",
+    )  # fmt: skip
 
-    def _configs(self) -> dict[str, Any]:
-        """The settings of gpt-neox, from the files that it keeps beside the weights."""
-        found: dict[str, Any] = {}
-        for place in (self.folder, self.top):
-            if "configs" not in place.folders():
-                continue
-            inner = place.sub("configs")
-            for name in inner.list():
-                if name.endswith((".yml", ".yaml", ".json")):
-                    source = inner.open(name)
-                    content = table.parse(source.read(0, min(source.size, 2 << 20)), source.name)
-                    found |= content if isinstance(content, dict) else {}
-        return _underscored(found)
+
+def _check_ranks(
+    first: Mapping[Node, Node], args: Mapping[str, Any], count: int, layers: bool
+) -> None:
+    """Raise where the files promise another number of ranks, or pipeline stages without files of
+    layers."""
+    promised = args.get("model_parallel_size", args.get("tensor_model_parallel_size"))
+    stages = args.get("pipe_parallel_size", args.get("pipeline_model_parallel_size"))
+    if not layers and type(stages) is int and stages > 1:
+        raise UnsupportedError(
+            f"has {stages} pipeline stages in files of ranks, which are not put together"
+        )
+    is_said = type(promised) is int and promised > 0
+    expected = promised if is_said else first.get("mp_world_size")
+    if type(expected) is int and expected != count and (not layers or promised is not None):
+        raise CorruptError(
+            f"has files of {count} tensor ranks, and they say that there are {expected}",
+            hint="fetch what is missing from where the rest came from",
+        )
+
+
+def _configs(*places: Folder) -> dict[str, Any]:
+    """The settings of gpt-neox, from the files that it keeps beside the weights."""
+    found: dict[str, Any] = {}
+    for place in places:
+        inner = place.sub("configs") if "configs" in place.folders() else None
+        for name in inner.list() if inner is not None else ():
+            if inner is not None and name.endswith((".yml", ".yaml", ".json")):
+                source = inner.open(name)
+                content = table.parse(source.read(0, min(source.size, 2 << 20)), source.name)
+                found |= content if isinstance(content, dict) else {}
+    return _underscored(found)
 
 
 def _underscored(values: Mapping[str, Any]) -> dict[str, Any]:
     return {str(key).replace("-", "_"): value for key, value in values.items()}
-
-
-def _arguments(first: Mapping[Node, Node]) -> dict[str, Any]:
-    args = first.get("args")
-    values = args if isinstance(args, dict) else attributes(args)
-    return {key: value for key, value in values.items() if isinstance(key, str)}
 
 
 def _neox_rows(config: Mapping[str, Any]) -> tuple[LayoutRow, ...]:
@@ -263,19 +237,19 @@ def _universal_rows(info: Mapping[Node, Node]) -> Iterator[LayoutRow]:
 
 
 def _widths(given: Node) -> tuple[tuple[int, ...], ...]:
-    listed_here = given if isinstance(given, (tuple, list)) else ()
-    if not listed_here or not all(isinstance(row, (tuple, list)) for row in listed_here):
+    values = given if isinstance(given, (tuple, list)) else ()
+    if not values or not all(isinstance(row, (tuple, list)) for row in values):
         raise FormatError(f"its {INFO} has widths that are no lists")
-    if not all(type(n) is int and n >= 0 for n in flatten(listed_here)):
+    if not all(type(n) is int and n >= 0 for n in flatten(values)):
         raise FormatError(f"its {INFO} has widths that are no counts")
-    return tuple(map(tuple, listed_here))
+    return tuple(map(tuple, values))
 
 
 def _patterns(node: Node) -> Iterator[re.Pattern[str]]:
     """The regular expressions in a list of a file, each matching what begins with it. Raises
     UnsupportedError for those that could run for long."""
-    listed_here: Sequence[Node] = node if isinstance(node, (list, tuple)) else ()
-    for text in listed_here:
+    values: Sequence[Node] = node if isinstance(node, (list, tuple)) else ()
+    for text in values:
         plain = isinstance(text, str) and len(text) < 400 and _PLAIN.fullmatch(text)
         if not plain or text.count("*") + text.count("+") > _REPEATS:
             raise UnsupportedError(

@@ -17,7 +17,7 @@ saved:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import NamedTuple
 
@@ -40,7 +40,7 @@ from ckptkit.formats.distributed.meshes import (
     piece_of,
     pieces_in,
 )
-from ckptkit.formats.distributed.reading import RankGroup, Reader, groups, reader_of
+from ckptkit.formats.distributed.reading import RankGroup, Reader, groups, listed, reader_of
 from ckptkit.formats.folder import unread
 from ckptkit.formats.format import Probe
 
@@ -283,8 +283,3 @@ def _title(ranked: Sequence[Ranked], world: World, known: Known) -> str:
     kinds = list(dict.fromkeys(forms))
     ranks = f"{len(ranked):,} of {world.size:,} ranks"
     return f"rank files of {parallelism(pieces)}: {ranks}; {'; '.join(kinds[:3])}"
-
-
-def listed(names: Collection[str]) -> str:
-    """Some of the names, in order."""
-    return ", ".join(islice(names, _SHOWN)) + (", ..." if len(names) > _SHOWN else "")

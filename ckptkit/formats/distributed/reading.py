@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Iterable, Mapping
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, islice
+from math import prod
 from typing import NamedTuple
 
-from ckptkit.core.bytesource import Folder
+from ckptkit.compute.arranged import contiguous
+from ckptkit.compute.operation import Concat, RecordSlice
+from ckptkit.core.bytesource import Derived, Folder, Pending, Range, Record
 from ckptkit.core.checkpoint import Checkpoint
-from ckptkit.core.errors import CkptkitError, FormatError, within
+from ckptkit.core.errors import CkptkitError, CorruptError, FormatError, within
 from ckptkit.core.limits import check
-from ckptkit.core.tensor import Shape, Storage, Tensor
-from ckptkit.core.text import some
+from ckptkit.core.tensor import Shape, Storage, Tensor, contiguous_stride
+from ckptkit.core.text import NAMES, some
 from ckptkit.core.tree import Global, Node, Object
 from ckptkit.core.weights import as_tensor
 from ckptkit.formats.format import Probe
 from ckptkit.formats.table import TORCH_LEGACY, TORCH_ZIP
-
-# Read the torch files of many processes, and the values that say how they belong together.
-
 
 FORMATS = (TORCH_ZIP, TORCH_LEGACY)
 _SIZE = Global("torch", "Size")
@@ -47,27 +49,23 @@ class Reader:
 
     def read(self, name: str, folder: Folder | None = None) -> Checkpoint:
         """Read one file. Every error names it."""
-        key = (folder or self.folder).name, name
-        found = self._read.get(key)
-        if found is None:
-            found = self._opened(name, folder)
-        if self.keep:
-            self._read[key] = found
-        return found
-
-    def _opened(self, name: str, folder: Folder | None) -> Checkpoint:
-        probe = Probe((folder or self.folder).open(name))
+        place = folder or self.folder
+        if (place.name, name) in self._read:
+            return self._read[place.name, name]
+        probe = Probe(place.open(name))
         try:
-            checkpoint = next((each for each in FORMATS if each.matches(probe)), None)
-            if checkpoint is None:
+            format = next((each for each in FORMATS if each.matches(probe)), None)
+            if format is None:
                 raise FormatError("is not a file of torch.save")
-            found = checkpoint.read(probe)
+            found = format.read(probe)
         except CkptkitError as error:
             error.at(probe.name)
             raise
         self.globals.update(dict.fromkeys(found.globals))
         for warning in found.warnings:
             self._warnings.setdefault(warning, []).append(name)
+        if self.keep:
+            self._read[place.name, name] = found
         return found
 
     def fields(self, name: str) -> Fields:
@@ -112,9 +110,7 @@ class Fields:
 
     def names(self, key: str) -> dict[str, Node]:
         """Return an entry that is a dict from names; empty if it is None or missing."""
-        if key not in self:
-            return {}
-        node = self.fields(key).node
+        node = self.fields(key).node if key in self else {}
         if not all(isinstance(name, str) for name in node):
             raise FormatError(f"{self.place}: a key of {key} is not a name")
         return node
@@ -125,57 +121,48 @@ class Fields:
 
     def shape(self, name: str, node: Node) -> Shape:
         """Return a torch.Size, or a list or tuple of integers, as a shape."""
-        if (
-            isinstance(node, Object)
-            and node.global_ == _SIZE
-            and isinstance(node.args, tuple)
-            and len(node.args) == 1
-        ):
-            node = node.args[0]
-        if not isinstance(node, (tuple, list)) or not all(
-            type(n) is int and 0 <= n < 1 << 63 for n in node
-        ):
+        if isinstance(node, Object) and node.global_ == _SIZE:
+            node = _argument(node)
+        if not isinstance(node, (tuple, list)) or not all(map(_is_count, node)):
             raise FormatError(f"{self.place}: the shape of {name[:80]!r} is not a list of sizes")
         check("rank", len(node), f"dimensions of {name[:80]!r}")
         return tuple(node)
 
     def tensors(self, key: str) -> list[Tensor]:
         """Return an entry that is a list of contiguous one-dimensional tensors."""
-        return [self._flat(key, node) for node in self.items(key)]
-
-    def _flat(self, key: str, node: Node) -> Tensor:
-        tensor = as_tensor(node)
-        if tensor is None or not is_flat(tensor):
-            raise FormatError(f"{self.place}: {key} holds something other than flat tensors")
-        return tensor
+        found = []
+        for node in self.items(key):
+            tensor = as_tensor(node)
+            if tensor is None or not is_flat(tensor):
+                raise FormatError(f"{self.place}: {key} holds something other than flat tensors")
+            found.append(tensor)
+        return found
 
     def integers(self, key: str) -> list[int]:
         """Return an entry that is a list of counts, or one count."""
         node = self.get(key)
-        return [
-            self._count(key, each)
-            for each in (node if isinstance(node, (list, tuple)) else (node,))
-        ]
-
-    def _count(self, key: str, node: Node) -> int:
-        if (
-            isinstance(node, Object) and isinstance(node.args, tuple) and len(node.args) == 1
-        ):  # an enum, ZeroStageEnum
-            node = node.args[0]
-        if type(node) is not int or not 0 <= node < 1 << 63:
+        nodes = node if isinstance(node, (list, tuple)) else (node,)
+        found = [_argument(each) for each in nodes]  # perhaps an enum, ZeroStageEnum
+        if not all(map(_is_count, found)):
             raise FormatError(f"{self.place}: {key} holds something other than counts")
-        return node
+        return found
+
+
+def _argument(node: Node) -> Node:
+    """Return the only argument of a call, any other node as it is."""
+    is_call = isinstance(node, Object) and isinstance(node.args, tuple) and len(node.args) == 1
+    return node.args[0] if is_call else node
+
+
+def _is_count(node: Node) -> bool:
+    return type(node) is int and 0 <= node < 1 << 63
 
 
 def is_flat(tensor: Tensor) -> bool:
     """Return whether a tensor is one-dimensional and contiguous."""
     plain = tensor.layout == "strided" and tensor.storage is not None and tensor.dtype.bits % 8 == 0
-    return (
-        plain
-        and len(tensor.shape) == 1
-        and tensor.is_contiguous
-        and not (tensor.conj or tensor.neg)
-    )
+    row = len(tensor.shape) == 1 and tensor.is_contiguous
+    return plain and row and not (tensor.conj or tensor.neg)
 
 
 def own(tensor: Tensor) -> Tensor:
@@ -185,6 +172,68 @@ def own(tensor: Tensor) -> Tensor:
         return tensor
     copy = Storage(storage.record, storage.device, storage.crc32, storage.big_endian)
     return Tensor(copy, tensor.dtype, tensor.shape, tensor.stride, tensor.offset)
+
+
+# Parameters that are cut into pieces of the ranks' flat tensors.
+
+
+class FlatRow:
+    """Flat tensors of one type, one after another, to be cut by element."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        dtypes = {tensor.dtype.name for tensor in tensors}
+        if len(dtypes) != 1:
+            raise CorruptError(
+                f"the parts of one flat tensor are of different types: {', '.join(sorted(dtypes))}"
+            )
+        held = [tensor for tensor in tensors if tensor.numel]
+        self.dtype = tensors[0].dtype
+        self.numel = sum(tensor.numel for tensor in held)
+        self.records = [contiguous(tensor) for tensor in held]
+        self.starts = list(accumulate((tensor.numel for tensor in held), initial=0))[:-1]
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """A record: `share` elements from `start` of each of the rows, joined and cut to `numel`.
+
+    The pieces are made on demand: there may be thousands of ranks.
+    """
+
+    rows: tuple[FlatRow, ...]
+    start: int
+    share: int
+    numel: int
+
+    @property
+    def length(self) -> int:
+        return self.rows[0].dtype.nbytes(self.numel)
+
+    def locate(self) -> Range | Derived:
+        pieces: list[Record] = []
+        left, size = self.numel, self.rows[0].dtype.itemsize
+        for row in self.rows:
+            at, here = self.start, min(left, self.share)
+            left -= here
+            while here:
+                index = bisect_right(row.starts, at) - 1
+                record, first = row.records[index], at - row.starts[index]
+                count = min(here, record.length // size - first)
+                pieces.append(RecordSlice(record, first * size, count * size))
+                at, here = at + count, here - count
+        if len(pieces) == 1:
+            return pieces[0].locate()
+        return Pending(Concat(), tuple(pieces), self.length).locate()
+
+
+def shared_out(
+    rows: tuple[FlatRow, ...], shape: Shape, start: int, share: int | None = None
+) -> Tensor:
+    """Return the parameter, on the CPU, of which each row has `share` elements from `start`: all of
+    them by default."""
+    numel = prod(shape)
+    storage = Storage(Shares(rows, start, numel if share is None else share, numel))
+    return Tensor(storage, rows[0].dtype, shape, contiguous_stride(shape))
 
 
 # The files of a folder that differ in the number of a rank alone.
@@ -217,66 +266,42 @@ class RankGroup(NamedTuple):
 
     def name(self, number: int) -> str:
         """Return the name of the file with another number, spelled like the others."""
-        width = min(len(self.spelled(name)) for name in self.files.values())
-        digits = str(number)
-        return self.pattern.replace(_HOLE, digits.zfill(width) if width > 1 else digits)
-
-    def spelled(self, name: str) -> str:
-        """The number in a name, as it is spelled."""
-        head, _, tail = self.pattern.partition(_HOLE)
-        return name[len(head) : len(name) - len(tail)]
+        around = len(self.pattern) - len(_HOLE)
+        width = min(len(name) - around for name in self.files.values())
+        return self.pattern.replace(_HOLE, str(number).zfill(width))
 
 
 def groups(names: Iterable[str]) -> list[RankGroup]:
-    """The groups of a folder, each name in one at most; those whose names speak of ranks first."""
-    found: dict[str, dict[int, str]] = {}
-    plain = []
+    """The groups of a folder, each name in one at most; those whose names speak of ranks first.
+
+    Where names do not say which of their numbers counts ranks, it is the one that varies most.
+    """
+    certain: dict[str, dict[int, str]] = {}
+    others: dict[str, dict[int, str]] = {}
     for name in sorted(names):
         if not name.endswith(SUFFIXES) or _SHARD.fullmatch(name):
             continue
-        ranks = list(_RANK.finditer(name))
-        if ranks:
-            _put(found, name, *ranks[-1].span(1))
-        else:
-            plain.append(name)
-    made = [_group(pattern, files, certain=True) for pattern, files in found.items()]
-    return made + _unnamed(plain)
-
-
-def _unnamed(names: list[str]) -> list[RankGroup]:
-    """Groups of names that do not say which of their numbers counts ranks: the number that varies
-    most."""
-    found: dict[str, dict[int, str]] = {}
-    for name in names:
-        for number in _NUMBER.finditer(name):
-            _put(found, name, *number.span())
+        spans = [found.span(1) for found in _RANK.finditer(name)][-1:]
+        kept = certain if spans else others
+        for start, stop in spans or [found.span() for found in _NUMBER.finditer(name)]:
+            pattern = name[:start] + _HOLE + name[stop:]
+            kept.setdefault(pattern, {})[int(name[start:stop])] = name
+    made = dict(certain)
     taken: set[str] = set()
-    made = []
-    for pattern in sorted(found, key=lambda pattern: -len(found[pattern])):
-        files = found[pattern]
+    for pattern in sorted(others, key=lambda pattern: -len(others[pattern])):
+        files = others[pattern]
         if len(files) > 1 and taken.isdisjoint(files.values()):
             taken.update(files.values())
-            made.append(_group(pattern, files, certain=False))
-    return made
+            made[pattern] = files
+    found = []
+    for pattern, files in made.items():
+        world = _WORLD.search(pattern)
+        promised = int(world[1]) if world else None
+        found.append(RankGroup(pattern, dict(sorted(files.items())), pattern in certain, promised))
+    return found
 
 
-def _put(found: dict[str, dict[int, str]], name: str, start: int, stop: int) -> None:
-    found.setdefault(name[:start] + _HOLE + name[stop:], {})[int(name[start:stop])] = name
-
-
-def _group(pattern: str, files: dict[int, str], *, certain: bool) -> RankGroup:
-    world = _WORLD.search(pattern)
-    return RankGroup(
-        pattern, dict(sorted(files.items())), certain, int(world[1]) if world else None
-    )
-
-
-def rank_in(path: str) -> tuple[int, int | None] | None:
-    """The rank that a file's name speaks of, and the number of ranks if it does; None if it speaks
-    of none."""
-    name = os.path.basename(path)
-    ranks = list(_RANK.finditer(name))
-    if not ranks:
-        return None
-    world = _WORLD.search(name)
-    return int(ranks[-1][1]), int(world[1]) if world else None
+def listed(names: Iterable[str]) -> str:
+    """Some of the names, in order."""
+    first = list(islice(names, NAMES + 1))
+    return ", ".join(first[:NAMES]) + (", ..." if len(first) > NAMES else "")

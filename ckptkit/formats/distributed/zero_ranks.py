@@ -1,4 +1,7 @@
-"""Assemble full-precision weights and the optimizer's state from the optim_states of all ranks."""
+"""ZeRO: find the files of a training state, and assemble what all ranks hold of it.
+
+:mod:`deepspeed` describes the files.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +22,20 @@ from ckptkit.core.errors import (
 )
 from ckptkit.core.limits import check
 from ckptkit.core.tensor import Shape, Tensor, contiguous_stride
-from ckptkit.core.text import flatten, shell_word
+from ckptkit.core.text import shell_word
 from ckptkit.core.tree import Node, key_text
 from ckptkit.core.weights import as_tensor
-from ckptkit.formats.distributed.partitions import Layout, PartitionRow, Shapes, by_group, by_rank
-from ckptkit.formats.distributed.reading import Fields, Reader, is_flat, own
+from ckptkit.formats.distributed.reading import (
+    Fields,
+    FlatRow,
+    Reader,
+    is_flat,
+    listed,
+    own,
+    shared_out,
+)
 
-# Find the folder and the files of a training state: tags, ranks, and unsupported parallelism.
+# The folder and the files: tags, ranks, and parallelism that is refused.
 
 
 POINTERS = ("latest", "latest_universal")
@@ -39,13 +49,10 @@ _OPTIM = re.compile(
     r"(?:bf16_|fp16_)?zero_pp_rank_(?P<rank>[0-9]{1,9})_mp_rank_(?P<mp>[0-9]{1,9})_optim_states\.pt"
 )
 _EXPERT = re.compile(r"(layer_.*_)?expert_.*|expp_rank_.*")
-_LAYER = re.compile(r"layer_.*")
-_MODEL_NAME, _OPTIM_NAME = (
-    f"zero_pp_rank_{{}}_mp_rank_00_{kind}_states.pt" for kind in ("model", "optim")
-)
+_NAMES = "zero_pp_rank_{}_mp_rank_00_model_states.pt", "zero_pp_rank_{}_mp_rank_00_optim_states.pt"
 _MODEL_FILE = re.compile(r"(.*\.index\.json|.*\.safetensors|(pytorch|adapter)_model.*\.bin)")
 _MERGE = "merge the ranks with DeepSpeed's ds_to_universal.py; ckptkit reads its output"
-_SHOWN = 4  # names in a message
+_SAVE_WHOLE = "load it with DeepSpeed and save engine.module_state_dict()"
 
 
 def is_tag(names: Iterable[str]) -> bool:
@@ -68,20 +75,15 @@ def _holds_states(folder: Folder, name: str) -> bool:
 def pointer(folder: Folder, names: Collection[str]) -> tuple[str, str] | None:
     """Return the file that names the current tag, and the tag; None where there is none."""
     for name in POINTERS:
-        if name in names and (tag := _word(folder, name)):
-            return name, tag
+        try:
+            source: ByteSource | None = folder.open(name) if name in names else None
+        except CkptkitError:
+            continue
+        if source is not None and source.size <= _POINTER_BYTES:
+            tag = source.read(0, source.size).decode("utf-8", "replace").strip()
+            if tag and tag.isprintable():
+                return name, tag
     return None
-
-
-def _word(folder: Folder, name: str) -> str:
-    """Return the single line of a file, "" if it is no such file."""
-    try:
-        source: ByteSource = folder.open(name)
-    except CkptkitError:
-        return ""
-    text = source.read(0, source.size) if source.size <= _POINTER_BYTES else b""
-    word = text.decode("utf-8", "replace").strip()
-    return word if word.isprintable() else ""
 
 
 def find(folder: Folder, names: Collection[str]) -> Folder:
@@ -100,32 +102,20 @@ def find(folder: Folder, names: Collection[str]) -> Folder:
         )
     if named and not _holds_states(folder, named[1]):
         others = tag_folders(folder)
-        hint = (
-            f"it holds {listed(others)}: name the folder to read"
-            if others
-            else "fetch the whole folder again"
-        )
+        hint = f"it holds {listed(others)}: name the folder to read"
         raise CorruptError(
             f"{named[0]} names {named[1][:80]!r}, which is not a folder of a training state",
-            hint=hint,
+            hint=hint if others else "fetch the whole folder again",
         )
-    _check_alone(folder, names, tags[0])
-    return folder.sub(tags[0])
-
-
-def _check_alone(folder: Folder, names: Collection[str], tag: str) -> None:
     model_files = sorted(filter(_MODEL_FILE.fullmatch, names))
     model_files = [name for name in model_files if name.endswith(".index.json")] or model_files
     if model_files:
-        paths = [os.path.join(folder.name, name) for name in (tag, model_files[0])]
+        paths = [os.path.join(folder.name, name) for name in (tags[0], model_files[0])]
         raise AmbiguousError(
-            f"holds the training state {tag} and a model of its own, {listed(model_files)}",
+            f"holds the training state {tags[0]} and a model of its own, {listed(model_files)}",
             hint=f"name one of them: {paths[0]} or {paths[1]}",
         )
-
-
-def listed(names: Collection[str]) -> str:
-    return ", ".join(islice(names, _SHOWN)) + (", ..." if len(names) > _SHOWN else "")
+    return folder.sub(tags[0])
 
 
 class RankFiles:
@@ -137,15 +127,35 @@ class RankFiles:
     """
 
     def __init__(self, names: Iterable[str], *, merged: bool) -> None:
-        states = sorted(filter(_STATES.fullmatch, names))
-        others = _others(states)
+        others: list[str] = []
+        models: dict[int, str] = {}
+        optims: dict[int, str] = {}
+        for name in sorted(filter(_STATES.fullmatch, names)):
+            if _EXPERT.fullmatch(name):
+                raise UnsupportedError(
+                    f"has files of single experts, e.g. {name}, which ckptkit cannot join",
+                    hint=_SAVE_WHOLE,
+                )
+            model, optim = _MODEL.fullmatch(name), _OPTIM.fullmatch(name)
+            match = model or optim
+            if match is None:
+                layer = name.startswith("layer_")
+                what = "single pipeline layers" if layer else "a kind that ckptkit does not know"
+                raise UnsupportedError(f"has files of {what}, e.g. {name}", hint=_MERGE)
+            if int(match["mp"]):
+                others.append(name)
+                continue
+            rank = -1 if match["rank"] is None else int(match["rank"])
+            held = models if model else optims
+            if rank in held:
+                raise AmbiguousError(f"has two files of rank {rank}: {held[rank]} and {name}")
+            held[rank] = name
         if others and not merged:
             raise UnsupportedError(
                 f"is of several model-parallel ranks ({listed(others)})", hint=_MERGE
             )
         self.parallel = bool(others)
-        left = [name for name in states if name not in set(others)]
-        self.models, self.optims = _by_rank(left, _MODEL), _by_rank(left, _OPTIM)
+        self.models, self.optims = dict(sorted(models.items())), dict(sorted(optims.items()))
         if -1 in self.models and len(self.models) > 1:
             raise AmbiguousError(
                 f"holds {self.models[-1]} and files of ZeRO stage 3: "
@@ -159,64 +169,25 @@ class RankFiles:
         found = self.models.get(-1) or self.models.get(0)
         if found is None:
             raise _incomplete(
-                [_MODEL_NAME.format(0)] if self.models else ["mp_rank_00_model_states.pt"]
+                [_NAMES[0].format(0) if self.models else "mp_rank_00_model_states.pt"]
             )
         return found
 
     def check_complete(self, ranks: int) -> None:
         """Raise CorruptError unless there is exactly one file of each kind for each rank."""
         prefix = "bf16_" if any(name.startswith("bf16_") for name in self.optims.values()) else ""
-        _check(self.optims, ranks, prefix + _OPTIM_NAME)
+        _check(self.optims, ranks, prefix + _NAMES[1])
         if -1 not in self.models:
             self.check_models(ranks)
 
     def check_models(self, ranks: int) -> None:
         """Raise CorruptError unless there is exactly one model file of stage 3 for each rank."""
-        _check(self.models, ranks, _MODEL_NAME)
-
-
-def _others(names: Iterable[str]) -> list[str]:
-    """Return the files of model-parallel ranks after the first.
-
-    Raises UnsupportedError for other parallelism.
-    """
-    others = []
-    for name in names:
-        if _EXPERT.fullmatch(name):
-            hint = "load it with DeepSpeed and save engine.module_state_dict()"
-            raise UnsupportedError(
-                f"has files of single experts, e.g. {name}, which ckptkit cannot join", hint=hint
-            )
-        match = _MODEL.fullmatch(name) or _OPTIM.fullmatch(name)
-        if match is None:
-            what = (
-                "single pipeline layers"
-                if _LAYER.fullmatch(name)
-                else "a kind that ckptkit does not know"
-            )
-            raise UnsupportedError(f"has files of {what}, e.g. {name}", hint=_MERGE)
-        if int(match["mp"]):
-            others.append(name)
-    return others
-
-
-def _by_rank(names: Iterable[str], pattern: re.Pattern[str]) -> dict[int, str]:
-    """Return names by rank, in the order of the ranks, -1 for a name without one."""
-    found: dict[int, str] = {}
-    for name in names:
-        match = pattern.fullmatch(name)
-        if match is None:
-            continue
-        rank = -1 if match["rank"] is None else int(match["rank"])
-        if rank in found:
-            raise AmbiguousError(f"has two files of rank {rank}: {found[rank]} and {name}")
-        found[rank] = name
-    return dict(sorted(found.items()))
+        _check(self.models, ranks, _NAMES[0])
 
 
 def _check(found: Mapping[int, str], ranks: int, name: str) -> None:
     absent = (rank for rank in count() if rank not in found)  # however many `ranks` claims to be
-    missing = [name.format(rank) for rank in islice(absent, _SHOWN + 1) if rank < ranks]
+    missing = [name.format(rank) for rank in islice(absent, 5) if rank < ranks]
     if missing:
         raise _incomplete(missing)
     stale = [name for rank, name in found.items() if rank >= ranks]
@@ -234,23 +205,18 @@ def _incomplete(missing: Collection[str]) -> CorruptError:
     )
 
 
-# Assemble full-precision weights and the optimizer's state from the optim_states of all ranks.
+# Full-precision weights and the optimizer's state, from the optim_states of all ranks.
 
 
 FLATS = "single_partition_of_fp32_groups"  # of stages 1 and 2
 FLATS_3 = "fp32_flat_groups"
 STATE, STATE_3 = "base_optimizer_state", "optimizer_state_dict"
-COUNT, STAGE, GAPS, TRIMMED = (
-    "partition_count",
-    "zero_stage",
-    "param_alignment_paddings",
-    "group_paddings",
-)
+COUNT, STAGE = "partition_count", "zero_stage"
+GAPS, TRIMMED = "param_alignment_paddings", "group_paddings"
 # Fields on how the state was cut, of no use once it is assembled.
 CUT = frozenset(
     {FLATS, FLATS_3, STATE, STATE_3, COUNT, STAGE, GAPS, TRIMMED, "param_slice_mappings"}
 )
-_PARTITIONS = "ds_zero_partition_groups"
 
 Named = dict[str, dict[Node, Node]]  # the state of the optimizer by name of the parameter
 
@@ -263,256 +229,256 @@ class Rank(NamedTuple):
     state: list[Mapping[Node, Node]]
 
 
+class Slot(NamedTuple):
+    """The place of a parameter: `share` elements from `start` of each flat row of its group."""
+
+    shape: Shape
+    group: int
+    start: int
+    share: int
+
+
 class ZeroRank:
     """The files of all ranks, read. Raises CorruptError where they contradict each other."""
 
     def __init__(self, reader: Reader, files: RankFiles) -> None:
-        names = list(files.optims.values())
-        self.first = _fields(reader, names[0])
+        first, *others = files.optims.values()
+        self.first = _fields(reader, first)
         self.stage_3 = FLATS_3 in self.first
+        self.key = FLATS_3 if self.stage_3 else FLATS
+        self.state_key = STATE_3 if self.stage_3 else STATE
         counts = set(self.first.integers(COUNT))
-        if len(counts) > 1 or _PARTITIONS in self.first:
+        if len(counts) > 1 or "ds_zero_partition_groups" in self.first:
             raise UnsupportedError(
                 "its groups are cut for different numbers of ranks (expert parallelism)",
-                hint="load it with DeepSpeed and save engine.module_state_dict()",
+                hint=_SAVE_WHOLE,
             )
         self.count = max(counts, default=0)
         files.check_complete(self.count)
-        self.ranks = [
-            self._rank(each)
-            for each in (self.first, *(_fields(reader, name) for name in names[1:]))
-        ]
+        self.ranks = [self._rank(self.first)]
+        self.ranks += [self._rank(_fields(reader, name)) for name in others]
         if not self.stage_3:
             for group in range(len(self.ranks[0].flats)):
-                _check_parts(self.ranks, group)
+                self._check_parts(group)
 
     def _rank(self, fields: Fields) -> Rank:
-        key = FLATS_3 if self.stage_3 else FLATS
-        self._check(fields, key)
-        flats = fields.tensors(key)
-        cut = fields.integers(TRIMMED) if TRIMMED in fields else [0] * len(flats)
-        first = len(self.first.items(key))
-        if not len(flats) == len(cut) == first:
-            raise CorruptError(
-                f"{fields.place} has {len(flats):,} {key} and {len(cut):,} {TRIMMED}, "
-                f"the first file has {first:,}"
-            )
-        return Rank(flats, cut, self._kept(fields, len(flats)))
-
-    def _check(self, fields: Fields, key: str) -> None:
-        if key not in fields:
+        place = fields.place
+        if self.key not in fields:
             raise FormatError(
-                f"{fields.place} has no {key}: "
-                "another stage than the first file, or an old DeepSpeed"
+                f"{place} has no {self.key}: another stage than the first file, or an old DeepSpeed"
             )
         if set(fields.integers(COUNT)) != {self.count}:
-            raise CorruptError(
-                f"{fields.place}: {COUNT} is not {self.count:,} as in the first file"
-            )
+            raise CorruptError(f"{place}: {COUNT} is not {self.count:,} as in the first file")
         stages = fields.integers(STAGE) if STAGE in fields else []  # bf16_optimizer.py writes none
         if any((stage == 3) != self.stage_3 for stage in stages):
-            raise CorruptError(f"{fields.place}: {STAGE} is {stages[0]}, but there are {key}")
-
-    @property
-    def state_key(self) -> str:
-        return STATE_3 if self.stage_3 else STATE
-
-    def _kept(self, fields: Fields, groups: int) -> list[Mapping[Node, Node]]:
-        """Return the optimizer's state of each group; empty before its first step or unsaved."""
-        key = self.state_key
-        place = f"{fields.place}: {key}"
-        if isinstance(fields.node.get(key), (list, tuple)):  # elastic_checkpoint
-            states = dict(enumerate(fields.items(key)))
-        else:
-            states = (
-                Fields(fields.fields(key).node.get("state", {}), place).node
-                if key in fields
-                else {}
-            )
-        found = [Fields(states.get(group, {}), place).node for group in range(groups)]
-        check(
-            "optimizer_values",
-            max(map(len, found), default=0),
-            f"values for a parameter in {place}",
-        )
-        return list(found)
-
-    def layout(self, groups: Sequence[Shapes]) -> Layout:
-        """Return the places of the parameters of `groups` in rows of flat tensors."""
-        if self.stage_3:
-            return by_rank(groups, self.count)
-        gaps = (
-            self.first.items(GAPS)
-            if GAPS in self.first
-            else [[0] * len(shapes) for shapes in groups]
-        )
-        flats = len(self.ranks[0].flats)
-        if not len(gaps) == len(groups) == flats:
+            raise CorruptError(f"{place}: {STAGE} is {stages[0]}, but there are {self.key}")
+        flats = fields.tensors(self.key)
+        cut = fields.integers(TRIMMED) if TRIMMED in fields else [0] * len(flats)
+        first = len(self.first.items(self.key))
+        if not len(flats) == len(cut) == first:
             raise CorruptError(
-                f"{len(groups):,} groups in param_shapes, {len(gaps):,} in {GAPS}, "
-                f"{flats:,} in {FLATS}"
+                f"{place} has {len(flats):,} {self.key} and {len(cut):,} {TRIMMED}, the first file "
+                f"has {first:,}"
             )
-        return by_group(
-            groups, [Fields({GAPS: each}, self.first.place).integers(GAPS) for each in gaps]
-        )
+        # The optimizer's state of each group: empty before its first step, or unsaved.
+        states: Mapping[Node, Node] = {}
+        inner = f"{place}: {self.state_key}"
+        if isinstance(fields.node.get(self.state_key), (list, tuple)):  # elastic_checkpoint
+            states = dict(enumerate(fields.items(self.state_key)))
+        elif self.state_key in fields:
+            states = Fields(fields.fields(self.state_key).node.get("state", {}), inner).node
+        found = [Fields(states.get(group, {}), inner).node for group in range(len(flats))]
+        most = max(map(len, found), default=0)
+        check("optimizer_values", most, f"values for a parameter in {inner}")
+        return Rank(flats, cut, list(found))
 
-    def parameters(self, layout: Layout) -> dict[str, Tensor]:
-        """Return the weights.
+    def _check_parts(self, group: int) -> None:
+        """Check that the parts of a group have one size, with or without the cut at its end."""
+        sizes = [rank.flats[group].numel for rank in self.ranks]
+        cut = [rank.cut[group] for rank in self.ranks]
+        whole = {size + less for size, less in zip(sizes, cut, strict=True)}
+        last = next((number for number, less in enumerate(cut) if less), len(cut))
+        if len(whole) == 1 and not any(sizes[last + 1 :]):
+            return
+        if len(set(sizes)) > 1:
+            raise CorruptError(
+                f"the ranks' parts of group {group} differ in size: {sizes[:8]}, cut by {cut[:8]}"
+            )
+        for rank in self.ranks:
+            rank.cut[group] = 0  # not carried out: bf16_optimizer.py
 
-        Raises CorruptError unless there are as many elements as `layout` says.
+    def slots(self, groups: Sequence[Mapping[str, Shape]]) -> dict[str, Slot]:
+        """Return the places of the parameters of `groups` in rows of flat tensors.
+
+        Stages 1 and 2: a row is a group, its parameters in order, with a gap after each. Stage 3: a
+        row is a rank, with equally many elements of each parameter. Raises CorruptError unless the
+        rows hold what is taken, rounded up at most.
         """
-        rows = self._rows([rank.flats for rank in self.ranks], layout)
-        every = {id(row): row for row in flatten(rows.values())}
-        layout.check(list(every.values()), 1 if self.stage_3 else 2 * self.count)
-        return {name: slot.tensor(rows[slot.group]) for name, slot in layout.slots.items()}
+        gaps = [[0] * len(shapes) for shapes in groups]
+        flats = len(self.ranks[0].flats)
+        if not self.stage_3:
+            if GAPS in self.first:
+                listed_gaps = self.first.items(GAPS)
+                gaps = [Fields({GAPS: n}, self.first.place).integers(GAPS) for n in listed_gaps]
+            if not len(gaps) == len(groups) == flats:
+                raise CorruptError(
+                    f"{len(groups):,} groups in param_shapes, {len(gaps):,} in {GAPS}, "
+                    f"{flats:,} in {FLATS}"
+                )
+        slots: dict[str, Slot] = {}
+        taken: list[int] = []
+        start = 0
+        for group, (shapes, behind) in enumerate(zip(groups, gaps, strict=True)):
+            if len(behind) != len(shapes):
+                raise CorruptError(
+                    f"group {group} has {len(shapes):,} parameters, but {len(behind):,} gaps after "
+                    "them"
+                )
+            start = end = start if self.stage_3 else 0
+            for (name, shape), gap in zip(shapes.items(), behind, strict=True):
+                if name in slots:
+                    raise AmbiguousError(
+                        f"{name[:80]!r} is in groups {slots[name].group} and {group}"
+                    )
+                share = -(-prod(shape) // self.count) if self.stage_3 else prod(shape)
+                slots[name] = Slot(shape, group, start, share)
+                end = start + share
+                start = end + gap
+            taken.append(end)
+        if self.stage_3:
+            taken = [start] * self.count
+        unit = 1 if self.stage_3 else 2 * self.count
+        held = [[flat.numel for flat in rank.flats] for rank in self.ranks]
+        sizes = [sum(row) for row in (held if self.stage_3 else zip(*held, strict=True))]
+        for number, (size, needed) in enumerate(zip(sizes, taken, strict=True)):
+            if not needed <= size <= -(-needed // unit) * unit:
+                raise CorruptError(
+                    f"the parameters take {needed:,} elements, but flat tensor {number} has "
+                    f"{size:,}"
+                )
+        return slots
+
+    def parameters(self, slots: Mapping[str, Slot]) -> dict[str, Tensor]:
+        """Return the weights."""
+        rows = self._rows([list(rank.flats) for rank in self.ranks], slots)
+        return {name: _shared_out(rows, slot) for name, slot in slots.items()}
 
     def _rows(
-        self, parts: Sequence[Sequence[Tensor | None]], layout: Layout
-    ) -> dict[int, tuple[PartitionRow, ...]]:
-        """Return the rows that groups are cut from, of tensors by rank and group.
-
-        Empty where one is missing.
-        """
+        self, parts: Sequence[Sequence[Tensor | None]], slots: Mapping[str, Slot]
+    ) -> dict[int, tuple[FlatRow, ...]]:
+        """Return the rows that each group is cut from, of tensors by rank and group; empty where
+        one is missing."""
         lines = parts if self.stage_3 else list(zip(*parts, strict=True))
-        whole = [[part for part in line if part is not None] for line in lines]
         rows = [
-            PartitionRow(some) if len(some) == len(line) else None
-            for some, line in zip(whole, lines, strict=True)
+            FlatRow([part for part in line if part is not None]) if None not in line else None
+            for line in lines
         ]
         if not self.stage_3:
             return {group: (row,) for group, row in enumerate(rows) if row is not None}
         every = tuple(row for row in rows if row is not None)
-        return dict.fromkeys(range(layout.groups), every) if len(every) == len(rows) else {}
+        groups = {slot.group for slot in slots.values()}
+        return dict.fromkeys(groups, every) if len(every) == len(rows) else {}
 
-    def optimizer(self, layout: Layout) -> tuple[Named, list[str]]:
+    def optimizer(self, slots: Mapping[str, Slot]) -> tuple[Named, list[str]]:
         """Return the optimizer's state, and warnings.
 
         State for each element is assembled as the weights are; a value for a whole group, such as
         the step, is that of rank 0.
         """
-        states = dict(enumerate(self.ranks[0].state))
+        states = self.ranks[0].state
+        keys = dict.fromkeys(chain(*states))
         rows = {
-            key: self._rows(self._state(key), layout)
-            for key in dict.fromkeys(chain(*states.values()))
+            key: self._rows(
+                [
+                    [_per_element(rank, group, key) for group in range(len(rank.flats))]
+                    for rank in self.ranks
+                ],
+                slots,
+            )
+            for key in keys
         }
-        made: Named = {name: {} for name in layout.slots}
+        made: Named = {name: {} for name in slots}
         left: dict[str, None] = {}
-        for name, slot in layout.slots.items():
-            kept = states.get(slot.group, {})
+        for name, slot in slots.items():
+            kept = states[slot.group] if slot.group < len(states) else {}
             for key, whole in rows.items():
                 tensor = as_tensor(kept.get(key))
                 if slot.group in whole:
-                    made[name][key] = slot.tensor(whole[slot.group])
+                    made[name][key] = _shared_out(whole, slot)
                 elif key in kept and (tensor is None or tensor.numel == 1):
                     made[name][key] = kept[key] if tensor is None else own(tensor)
                 elif key in kept:
                     left[key_text(key)[:80]] = None
-        return made, [
-            f"not one value per weight, so left out of the optimizer: {', '.join(left)}"
-        ] if left else []
-
-    def _state(self, key: Node) -> list[list[Tensor | None]]:
-        """Return an optimizer's value by rank and group, None if it is not one per element."""
-        return [
-            [_per_element(rank, group, key) for group in range(len(rank.flats))]
-            for rank in self.ranks
-        ]
+        warning = f"not one value per weight, so left out of the optimizer: {', '.join(left)}"
+        return made, [warning] if left else []
 
 
 def _fields(reader: Reader, name: str) -> Fields:
     return reader.fields(name).fields("optimizer_state_dict")
 
 
-def _check_parts(ranks: Sequence[Rank], group: int) -> None:
-    """Check that the parts of a group have one size, with or without the cut at its end."""
-    sizes = [rank.flats[group].numel for rank in ranks]
-    cut = [rank.cut[group] for rank in ranks]
-    whole = {size + less for size, less in zip(sizes, cut, strict=True)}
-    last = next((number for number, less in enumerate(cut) if less), len(ranks))
-    if len(whole) == 1 and not any(sizes[last + 1 :]):
-        return
-    if len(set(sizes)) > 1:
-        raise CorruptError(
-            f"the ranks' parts of group {group} differ in size: {sizes[:8]}, cut by {cut[:8]}"
-        )
-    for rank in ranks:
-        rank.cut[group] = 0  # not carried out: bf16_optimizer.py
-
-
 def _per_element(rank: Rank, group: int, key: Node) -> Tensor | None:
     tensor = as_tensor(rank.state[group].get(key))
     size, cut = rank.flats[group].numel, rank.cut[group]
-    return (
-        tensor
-        if tensor is not None and is_flat(tensor) and tensor.numel in (size, size + cut)
-        else None
-    )
+    fits = tensor is not None and is_flat(tensor) and tensor.numel in (size, size + cut)
+    return tensor if fits else None
+
+
+def _shared_out(rows: Mapping[int, tuple[FlatRow, ...]], slot: Slot) -> Tensor:
+    return shared_out(rows[slot.group], slot.shape, slot.start, slot.share)
 
 
 # A universal checkpoint: a folder for each parameter, independent of the ranks that wrote it.
 
 
 SETTINGS = "optimizer_state.pt"
-_WEIGHTS = "fp32.pt"
-_SUFFIX = ".pt"
+_WEIGHTS, _SUFFIX = "fp32.pt", ".pt"
 
 
-class Universal:
-    """The folder ``zero``.
+def read_universal(
+    reader: Reader, folder: Folder, shapes: Mapping[str, Shape], skip: Collection[str]
+) -> tuple[dict[str, Tensor], Named]:
+    """Read the folder ``zero``: every parameter but those in `skip`, in the order of `shapes`.
 
     `shapes` are those of the parameters where the ranks were not merged from several.
     """
-
-    def __init__(self, reader: Reader, folder: Folder, shapes: Mapping[str, Shape]) -> None:
-        self._reader = reader
-        self._folder = folder
-        self._shapes = shapes
-        self.parameters: dict[str, Tensor] = {}
-        self.state: Named = {}
-
-    def read(self, skip: set[str]) -> None:
-        """Read every parameter but those in `skip`, in the order of `shapes`."""
-        there = self._folder.folders()
-        missing = [name for name in self._shapes if name not in there]
-        if missing:
-            raise CorruptError(
-                f"has no folder for parameter {missing[0][:80]!r} ({len(missing):,} are missing)"
-            )
-        for name in dict.fromkeys([*self._shapes, *there]):
-            if name not in skip:
-                self._read(name, self._folder.sub(name))
-
-    def _read(self, name: str, folder: Folder) -> None:
-        files = [each for each in folder.list() if each.endswith(_SUFFIX)]
+    there = folder.folders()
+    missing = [name for name in shapes if name not in there]
+    if missing:
+        raise CorruptError(
+            f"has no folder for parameter {missing[0][:80]!r} ({len(missing):,} are missing)"
+        )
+    parameters: dict[str, Tensor] = {}
+    state: Named = {}
+    for name in dict.fromkeys([*shapes, *there]):
+        if name in skip:
+            continue
+        inner = folder.sub(name)
+        files = [each for each in inner.list() if each.endswith(_SUFFIX)]
         if _WEIGHTS not in files:
-            raise CorruptError(f"has no {_WEIGHTS}", where=folder.name)
-        values = {each: self._reader.read(each, folder).root for each in files}
-        weights = self._tensor(name, values.pop(_WEIGHTS), folder)
-        self.parameters[name] = weights
-        self.state[name] = {
-            each.removesuffix(_SUFFIX): self._of_element(_value(node), weights.shape)
-            for each, node in values.items()
-        }
-
-    def _tensor(self, name: str, node: Node, folder: Folder) -> Tensor:
+            raise CorruptError(f"has no {_WEIGHTS}", where=inner.name)
+        values = {each: reader.read(each, inner).root for each in files}
+        node = values.pop(_WEIGHTS)
         tensor = as_tensor(_value(node))
         if tensor is None:
-            raise FormatError(f"{_WEIGHTS} does not hold a tensor", where=folder.name)
-        cut = (
-            isinstance(node, dict) and node.get("vocab_tensor") is True
-        )  # rows that fill up the vocabulary
-        shape = tensor.shape if cut else self._shapes.get(name, tensor.shape)
+            raise FormatError(f"{_WEIGHTS} does not hold a tensor", where=inner.name)
+        # Of the vocabulary there are fewer rows: those that fill it up are left out.
+        is_cut = isinstance(node, dict) and node.get("vocab_tensor") is True
+        shape = tensor.shape if is_cut else shapes.get(name, tensor.shape)
         shaped = _shaped(tensor, shape)
         if shaped is None:
             raise CorruptError(
                 f"{_WEIGHTS} is of shape {tensor.shape}, the parameter of {shape}",
-                where=folder.name,
+                where=inner.name,
             )
-        return shaped
-
-    def _of_element(self, node: Node, shape: Shape) -> Node:
-        tensor = as_tensor(node)
-        return node if tensor is None else _shaped(tensor, shape) or own(tensor)
+        parameters[name], state[name] = shaped, {}
+        for each, node in values.items():
+            value = _value(node)
+            held = as_tensor(value)
+            if held is not None:
+                value = _shaped(held, shaped.shape) or own(held)
+            state[name][each.removesuffix(_SUFFIX)] = value
+    return parameters, state
 
 
 def _value(node: Node) -> Node:
