@@ -19,15 +19,13 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
-from os.path import basename
 from typing import NamedTuple
 
-from ckptkit.compute import arranged
 from ckptkit.compute.arranged import Arranged, contiguous
 from ckptkit.compute.strided import StridedCopy, in_bytes, of_box
-from ckptkit.core.bytesource import ByteSource, Extent, Folder, Section
+from ckptkit.core.bytesource import Extent, Folder, Section
 from ckptkit.core.checkpoint import Checkpoint, PartOf
 from ckptkit.core.dtypes import DType
 from ckptkit.core.errors import (
@@ -45,9 +43,7 @@ from ckptkit.core.tensor import Shape, Storage, Tensor, contiguous_stride
 from ckptkit.core.text import shown
 from ckptkit.core.tree import Global, Node, Object, Path, join
 from ckptkit.core.weights import as_tensor
-from ckptkit.formats import safetensors, strict_json, whats_inside
-from ckptkit.formats import torch_zip as zip_archive
-from ckptkit.formats import torch_zip as zip_layout
+from ckptkit.formats import safetensors, strict_json, torch_zip, whats_inside
 from ckptkit.formats.dcp_metadata import (
     METADATA,
     NAME,
@@ -65,34 +61,20 @@ from ckptkit.formats.dcp_metadata import (
     read_metadata,
 )
 from ckptkit.formats.distributed.parts import folder_beside
+from ckptkit.formats.distributed.reading import Reader, listed
 from ckptkit.formats.format import CheckedPart, Defect, Probe
 from ckptkit.formats.record import leftovers, refuse_pieces
-from ckptkit.formats.table import DCP, TORCH_LEGACY, TORCH_ZIP, is_torch_zip
+from ckptkit.formats.table import DCP, is_torch_zip
 from ckptkit.formats.zip_reader import MAGIC
 from ckptkit.pickles.objects import without_objects
 from ckptkit.pickles.streams import NOT_TORCH, Found, Inner, PickleStream
 from ckptkit.pickles.writer import write_pickle
 
-# torch.distributed.checkpoint (DCP): a folder where each process writes its part of the tensors.
-#
-#     .metadata                  the entries, their chunks and the place of each:
-# :mod:`dcp_metadata`
-#     __<rank>_<n>.distcp        the chunks and values
-#     meta.pt                    written by Lightning next to them: a torch file with all the rest
-#
-# Without collectives each rank writes a ``__<rank>.metadata`` of its own instead.
-# HuggingFaceStorageWriter writes nothing but ``shard-<rank>-model-<file>-of-<files>.safetensors``:
-# no metadata. A ``.metadata.tmp`` remains after an interrupted save.
-#
-# A state_dict is flattened to be saved: :mod:`dcp_metadata`. Read back, it is what torch's
-# `dcp_to_torch_save` gives: dicts and lists, and tensors on the CPU, assembled from their chunks.
-# Values that are not tensors are as they were saved.
-
-
-_OURS = re.compile(
-    r"(__[0-9]{1,9})?\.metadata(\.tmp)?|.*\.distcp"
-    r"|shard-[0-9]{5}-model-[0-9]{5}-of-[0-9]{5}\.safetensors"
-)
+SHARD = re.compile(r"shard-[0-9]{5}-model-[0-9]{5}-of-[0-9]{5}\.safetensors")
+EXTRA = "meta.pt"
+_OURS = re.compile(rf"(__[0-9]{{1,9}})?\.metadata(\.tmp)?|.*\.distcp|{SHARD.pattern}")
+_OF_RANK = re.compile(r"__([0-9]{1,9})\.metadata")
+_SHARDING, _SAVED = "DCP_SHARDING_INFO", "saved_offsets"
 
 
 def matches(probe: Probe) -> bool:
@@ -102,39 +84,89 @@ def matches(probe: Probe) -> bool:
     return os.path.basename(probe.name) == NAME and probe.source.folder_and_name() is not None
 
 
-# The files of a torch.distributed.checkpoint folder that hold the data.
+# The data files.
 #
 #     __<rank>_<n>.distcp        items one after another, values first; each item is a whole archive
 #                                of torch.save of one tensor (a chunk of one) or value, its offsets
 #                                relative to its own first byte
 #
 # With safetensors as the serialization, values are followed by one safetensors file with all
-# tensors
-# instead, each under its name in the state_dict. `.metadata` then gives the offset of that file for
-# each of them and not their own, which its header has; the place of a chunk is in
+# tensors instead, each under its name in the state_dict. `.metadata` then gives the offset of that
+# file for each of them and not their own, which its header has; the place of a chunk is in
 # ``__metadata__``, as JSON: {name: {"saved_offsets": [...]}}.
 # (torch/distributed/checkpoint/filesystem.py, `_write_item`)
+#
+# HuggingFaceStorageWriter writes such files alone, with flat names. The size of a tensor is not
+# stored: it reaches as far as its chunks do. (torch/distributed/checkpoint/hf_storage.py)
 
 
-_SHARDING = "DCP_SHARDING_INFO"
-_SAVED = "saved_offsets"
-
-
-class Header(NamedTuple):
+class ShardHeader(NamedTuple):
     """The tensors of a safetensors file, and their offsets in the whole where the file has them."""
 
     tensors: Mapping[str, Node]
     offsets: Mapping[str, Shape]
 
 
-@dataclass(eq=False)
-class Files:
+class ItemFiles:
     """The data files of a folder, opened on demand."""
 
-    folder: Folder
-    _headers: dict[tuple[str, int], Header] = field(
-        default_factory=dict
-    )  # of safetensors files, by place
+    def __init__(self, folder: Folder) -> None:
+        self.folder = folder
+        self._headers: dict[tuple[str, int], ShardHeader] = {}  # of safetensors files, by place
+
+    def index(self, names: frozenset[str]) -> DcpIndex:
+        """Return the index: of one `.metadata`, those of all ranks, or safetensors headers."""
+        ranks = sorted((int(n[1]), name) for name in names if (n := _OF_RANK.fullmatch(name)))
+        if NAME in names and ranks:
+            raise AmbiguousError(f"has a {NAME} and a {ranks[0][1]}: two saves in one folder")
+        if NAME in names or ranks:
+            found = []
+            for name in [NAME] if NAME in names else [name for _, name in ranks]:
+                source = self.folder.open(name)
+                try:
+                    found.append(read_metadata(source))
+                except CkptkitError as error:
+                    raise error.at(source.name) from error.__cause__
+            return merged(found)
+        shards = sorted(filter(SHARD.fullmatch, names))
+        if not shards:
+            raise FormatError(
+                f"has no {NAME}: the save did not finish, or the file was not copied",
+                hint="copy it if it exists: names that begin with a dot are easily missed",
+            )
+        tensors: dict[str, tuple[DType, list[Chunk]]] = {}
+        for name in shards:
+            try:
+                self._add_shard(tensors, name)
+            except CkptkitError as error:
+                raise error.at(self.folder.open(name).name) from error.__cause__
+        entries: dict[str, Entry] = {}
+        for name, (dtype, chunks) in tensors.items():
+            ends = ([o + n for o, n in zip(*each[:2], strict=True)] for each in chunks)
+            shape = tuple(map(max, zip(*ends, strict=True)))
+            entries[name] = Whole(dtype, shape, tuple(c for c in chunks if 0 not in c.sizes))
+        open_end = (
+            "the shards do not store the shapes of whole tensors: a missing last shard would not "
+            "be noticed"
+        )
+        return DcpIndex(entries, {}, (open_end,))
+
+    def _add_shard(self, found: dict[str, tuple[DType, list[Chunk]]], file: str) -> None:
+        shard = self.header(file)
+        for name, node in shard.tensors.items():
+            tensor = as_tensor(node)
+            if tensor is None:
+                raise FormatError(f"holds {shown(name)}, which is not a tensor")
+            rank = len(tensor.shape)
+            offsets = shard.offsets.get(name, (0,) * rank)
+            dtype, chunks = found.setdefault(name, (tensor.dtype, []))
+            if dtype != tensor.dtype or any(len(each.sizes) != rank for each in chunks):
+                raise CorruptError(
+                    f"holds {shown(name)} with another dtype or rank than earlier shards"
+                )
+            if len(offsets) != rank:
+                raise CorruptError(f"holds {shown(name)} of {rank} dimensions at {offsets}")
+            chunks.append(Chunk(offsets, tensor.shape, Place(file, 0, tensor.nbytes)))
 
     def check(self, places: Iterable[Place]) -> None:
         """Raise CorruptError unless every item is inside its file and overlaps no other."""
@@ -143,30 +175,29 @@ class Files:
             by_file.setdefault(place.file, set()).add(place)
         missing = sorted(name for name in by_file if name not in self.folder)
         if missing:
-            some = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
             raise CorruptError(
-                f"{len(missing):,} of {len(by_file):,} files are missing: {some}",
+                f"{len(missing):,} of {len(by_file):,} files are missing: {listed(missing)}",
                 hint="the save did not finish, or not every file was copied: copy the missing ones",
             )
         for name, held in by_file.items():
-            self._check_file(self.folder.open(name), sorted(held))
-
-    def _check_file(self, file: ByteSource, places: list[Place]) -> None:
-        end = start = -1
-        for place in places:
-            Section(file, place.offset, place.length)  # which must be there
-            shared = place.offset == start and not self.is_archive(
-                place
-            )  # the tensors of a safetensors file
-            if place.offset < end and not shared:
-                raise CorruptError(
-                    f"two of its items overlap at byte {place.offset:,}", where=file.name
-                )
-            start, end = place.offset, max(end, place.offset + place.length)
+            file = self.folder.open(name)
+            end = start = -1
+            for place in sorted(held):
+                Section(file, place.offset, place.length)  # which must be there
+                # The tensors of a safetensors file have one offset.
+                shared = place.offset == start and not self.is_archive(place)
+                if place.offset < end and not shared:
+                    raise CorruptError(
+                        f"two of its items overlap at byte {place.offset:,}", where=file.name
+                    )
+                start, end = place.offset, max(end, place.offset + place.length)
 
     def is_archive(self, place: Place) -> bool:
         """Return whether the item begins like an archive of torch.save."""
         return self.folder.open(place.file).read(place.offset, min(4, place.length)) == MAGIC
+
+    def probe(self, place: Place) -> Probe:
+        return Probe(Section(self.folder.open(place.file), place.offset, place.length))
 
     @contextmanager
     def reading(self, name: str, place: Place) -> Iterator[None]:
@@ -179,10 +210,10 @@ class Files:
 
     def value(self, place: Place) -> Checkpoint:
         """Return the value that torch.save wrote at a place."""
-        probe = Probe(Section(self.folder.open(place.file), place.offset, place.length))
+        probe = self.probe(place)
         if not is_torch_zip(probe):
             raise CorruptError("an archive of torch.save is missing there")
-        return zip_archive.read(probe)
+        return torch_zip.read(probe)
 
     def chunk(self, name: str, dtype: DType, chunk: Chunk) -> Tensor:
         """Return the tensor that holds a chunk.
@@ -190,10 +221,14 @@ class Files:
         Raises CorruptError where it contradicts the metadata.
         """
         place = chunk.place
-        archive = self.is_archive(place)
-        tensor = as_tensor(
-            self.value(place).root if archive else self._named(place, name, chunk.offsets)
-        )
+        if self.is_archive(place):
+            node = self.value(place).root
+        else:
+            held = self.header(place.file, place.offset)
+            if held.offsets.get(name, chunk.offsets) != chunk.offsets:
+                raise CorruptError("the file holds another chunk of it")
+            node = held.tensors.get(name)
+        tensor = as_tensor(node)
         if tensor is None:
             raise CorruptError("it is not there")
         if (tensor.dtype, tensor.shape) != (dtype, chunk.sizes):
@@ -204,43 +239,32 @@ class Files:
             raise UnsupportedError(f"it is a {tensor.layout} tensor without bytes of its own")
         return tensor
 
-    def _named(self, place: Place, name: str, offsets: Shape) -> Node:
-        """Return the named tensor of a safetensors file, which must be the chunk at `offsets`."""
-        held = self.header(place.file, place.offset)
-        if held.offsets.get(name, offsets) != offsets:
-            raise CorruptError("the file holds another chunk of it")
-        return held.tensors.get(name)
-
-    def header(self, file: str, offset: int = 0) -> Header:
+    def header(self, file: str, offset: int = 0) -> ShardHeader:
         """Return the header of the safetensors file from an offset to the end of a file."""
-        key = file, offset
-        if key not in self._headers:
+        if (file, offset) not in self._headers:
             source = self.folder.open(file)
             read = safetensors.read(Probe(Section(source, offset, source.size - offset)))
+            sharding = strict_json.parse(read.extras.get(_SHARDING, "{}").encode(), _SHARDING)
+            if not isinstance(sharding, dict):
+                raise FormatError(f"{_SHARDING} is not an object")
+            offsets: dict[str, Shape] = {}
+            for name, entry in sharding.items():
+                saved = entry.get(_SAVED) if isinstance(entry, dict) else None
+                if not isinstance(saved, list) or not all(
+                    type(n) is int and 0 <= n < 1 << 63 for n in saved
+                ):
+                    raise FormatError(f"{_SHARDING} has no {_SAVED}")
+                offsets[name] = tuple(saved)
             tensors = read.root if isinstance(read.root, dict) else {}
-            self._headers[key] = Header(tensors, _saved_offsets(read.extras.get(_SHARDING, "{}")))
-        return self._headers[key]
-
-
-def _saved_offsets(text: str) -> dict[str, Shape]:
-    sharding = strict_json.parse(text.encode(), _SHARDING)
-    if not isinstance(sharding, dict):
-        raise FormatError(f"{_SHARDING} is not an object")
-    return {name: _offsets(entry) for name, entry in sharding.items()}
-
-
-def _offsets(entry: object) -> Shape:
-    found = entry.get(_SAVED) if isinstance(entry, dict) else None
-    if not isinstance(found, list) or not all(type(n) is int and 0 <= n < 1 << 63 for n in found):
-        raise FormatError(f"{_SHARDING} has no {_SAVED}")
-    return tuple(found)
+            self._headers[file, offset] = ShardHeader(tensors, offsets)
+        return self._headers[file, offset]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChunkRecord:
     """The plain bytes of a chunk, whose file is opened when they are needed."""
 
-    files: Files
+    files: ItemFiles
     name: str
     dtype: DType
     chunk: Chunk
@@ -255,13 +279,21 @@ class ChunkRecord:
         return contiguous(found).locate()
 
 
-def assembled(
-    files: Files, name: str, dtype: DType, shape: Shape, chunks: Sequence[Chunk], order: Shape
-) -> Arranged:
-    """Return the bytes of a whole tensor made of chunks.
+def _assembled(files: ItemFiles, name: str, entry: Whole) -> tuple[Arranged, Shape]:
+    """Return the bytes of a whole tensor made of chunks, and its strides.
 
-    `order` lists the axes from the outermost in memory to the innermost.
+    These are those of the tensor that was saved, where it is dense in memory (channels_last,
+    transposed); row-major for anything else, such as an expanded tensor.
     """
+    shape, dtype, saved = entry.shape, entry.dtype, entry.stride
+    stride = contiguous_stride(shape)
+    order = tuple(range(len(shape)))  # of the axes in memory, outermost first
+    if saved is not None and 0 not in shape:
+        by_stride = tuple(sorted(order, key=lambda axis: -saved[axis]))
+        dense = contiguous_stride(tuple(shape[axis] for axis in by_stride))
+        steps = zip(by_stride, dense, strict=True)
+        if all(shape[axis] == 1 or saved[axis] == step for axis, step in steps):
+            order, stride = by_stride, saved
 
     def permuted(sizes: Shape) -> Shape:
         return tuple(sizes[axis] for axis in order)
@@ -274,7 +306,7 @@ def assembled(
             permuted(contiguous_stride(chunk.sizes)),
             source=number,
         )
-        for number, chunk in enumerate(chunks)
+        for number, chunk in enumerate(entry.chunks)
     ]
     itemsize = dtype.itemsize
     if dtype.bits % 8:
@@ -282,93 +314,11 @@ def assembled(
         if found is None:
             raise UnsupportedError(f"{shown(name)}: chunks of {dtype} begin inside a byte")
         copies, itemsize = found, 1
-    records = tuple(ChunkRecord(files, name, dtype, chunk) for chunk in chunks)
-    return Arranged(records, tuple(copies), itemsize, dtype.nbytes(prod(shape)))
+    records = tuple(ChunkRecord(files, name, dtype, chunk) for chunk in entry.chunks)
+    return Arranged(records, tuple(copies), itemsize, dtype.nbytes(prod(shape))), stride
 
 
-def memory_order(shape: Shape, stride: Shape | None) -> tuple[Shape, Shape]:
-    """Return the axes from the outermost in memory to the innermost, and their strides.
-
-    They are those of the tensor that was saved, where it is dense in memory (channels_last,
-    transposed); row-major for anything else, such as an expanded tensor.
-    """
-    axes = tuple(range(len(shape)))
-    if stride is not None and 0 not in shape:
-        order = tuple(sorted(axes, key=lambda axis: -stride[axis]))
-        dense = contiguous_stride(tuple(shape[axis] for axis in order))
-        if all(
-            shape[axis] == 1 or stride[axis] == step
-            for axis, step in zip(order, dense, strict=True)
-        ):
-            return order, stride
-    return axes, contiguous_stride(shape)
-
-
-# The folder that HuggingFaceStorageWriter of torch.distributed.checkpoint writes unconsolidated.
-#
-#     shard-<rank>-model-<file>-of-<files>.safetensors        five digits each, ranks from 1
-#
-# Each is a safetensors file whose ``__metadata__`` locate its chunks (:mod:`items`). Names are
-# flat.
-# The size of a tensor is not stored: it reaches as far as its chunks do.
-# (torch/distributed/checkpoint/hf_storage.py)
-
-
-SHARD = re.compile(r"shard-[0-9]{5}-model-[0-9]{5}-of-[0-9]{5}\.safetensors")
-_OPEN = (
-    "the shards do not store the shapes of whole tensors: a missing last shard would not be noticed"
-)
-
-
-def describe(files: Files, names: Iterable[str]) -> DcpIndex:
-    """Return the index that the headers of the shards give.
-
-    Raises CorruptError where they contradict each other.
-    """
-    found: dict[str, tuple[DType, list[Chunk]]] = {}
-    for file in names:
-        try:
-            _add_shard(found, files, file)
-        except CkptkitError as error:
-            raise error.at(files.folder.open(file).name) from error.__cause__
-    entries: dict[str, Entry] = {}
-    for name, (dtype, chunks) in found.items():
-        entries[name] = Whole(
-            dtype, _shape(chunks), tuple(chunk for chunk in chunks if 0 not in chunk.sizes)
-        )
-    return DcpIndex(entries, {}, (_OPEN,))
-
-
-def _add_shard(found: dict[str, tuple[DType, list[Chunk]]], files: Files, file: str) -> None:
-    shard = files.header(file)
-    for name, node in shard.tensors.items():
-        tensor = as_tensor(node)
-        if tensor is None:
-            raise FormatError(f"holds {shown(name)}, which is not a tensor")
-        offsets = shard.offsets.get(name, (0,) * len(tensor.shape))
-        dtype, chunks = found.setdefault(name, (tensor.dtype, []))
-        if dtype != tensor.dtype or any(len(each.sizes) != len(tensor.shape) for each in chunks):
-            raise CorruptError(
-                f"holds {shown(name)} with another dtype or rank than earlier shards"
-            )
-        if len(offsets) != len(tensor.shape):
-            raise CorruptError(
-                f"holds {shown(name)} of {len(tensor.shape)} dimensions at {offsets}"
-            )
-        chunks.append(Chunk(offsets, tensor.shape, Place(file, 0, tensor.nbytes)))
-
-
-def _shape(chunks: list[Chunk]) -> Shape:
-    """Return the shape of a tensor: as far as its chunks reach in each dimension."""
-    ends = [[o + n for o, n in zip(chunk.offsets, chunk.sizes, strict=True)] for chunk in chunks]
-    return tuple(map(max, zip(*ends, strict=True)))
-
-
-# Read a torch.distributed.checkpoint folder as the nested state_dict, tensors on demand.
-
-
-EXTRA = "meta.pt"
-_OF_RANK = re.compile(r"__([0-9]{1,9})\.metadata")
+# The folder as the nested state_dict, tensors on demand.
 
 
 def read(probe: Probe) -> Checkpoint:
@@ -376,20 +326,58 @@ def read(probe: Probe) -> Checkpoint:
 
     The header of a chunk is compared with the metadata when its bytes are located.
     """
-    folder = folder_of(probe)
+    folder = _folder_of(probe)
     names = frozenset(folder.list())
-    tree = _Tree(folder)
-    found = covered(described(tree.files, names))
-    tree.build(found)
-    if EXTRA in names:
-        tree.add(_read_extra(folder))
-    warnings = (*found.warnings, *tree.warnings, *_noticed(found, names))
+    files, nest = ItemFiles(folder), Nest()
+    index = covered(files.index(names))
+    globals_: dict[Global, None] = {}
+    warnings = list(index.warnings)
+    storages: dict[Whole, Storage] = {}
+    files.check(_places(index))
+    for name, entry in index.entries.items():
+        if isinstance(entry, Place):
+            with files.reading(name, entry):
+                item = files.value(entry)
+            globals_ |= dict.fromkeys(item.globals)
+            warnings += [within(name, warning) for warning in item.warnings]
+            node = item.root
+        elif entry.odd:
+            node = Tensor(None, entry.dtype, entry.shape, (), layout=entry.odd)
+        else:
+            record, stride = _assembled(files, name, entry)
+            storage = Storage(record)
+            known = storages.setdefault(entry, storage)
+            # Two tensors that are the same bytes of the files share a storage.
+            if entry.chunks and all(files.is_archive(each.place) for each in entry.chunks):
+                storage = known
+            node = Tensor(storage, entry.dtype, entry.shape, stride)
+        nest.put(index.paths.get(name, (name,)), node)
+    if EXTRA in names:  # Lightning adds its entries at the top level
+        reader = Reader(folder)
+        extra = reader.read(EXTRA)
+        globals_ |= reader.globals
+        warnings += [within(EXTRA, warning) for warning in extra.warnings]
+        if not isinstance(extra.root, dict):
+            raise FormatError("does not hold a dict", where=extra.name)
+        for key, node in extra.root.items():
+            if key in nest.root:
+                raise AmbiguousError(f"the entry {key!r} is in two files, {NAME} and {EXTRA}")
+            nest.root[key] = node
+    used = {place.file for place in _places(index)}
+    unused = sorted(name for name in names if name.endswith(".distcp") and name not in used)
+    if unused:
+        warnings.append(
+            f"nothing refers to {len(unused):,} of its data files, of other saves or empty: "
+            f"{listed(unused)}"
+        )
+    if any(name.endswith(".metadata.tmp") for name in names):
+        warnings.append("a later save was interrupted, and may have replaced some of the data")
     return Checkpoint(
-        tree.nest.finished(), DCP.name, folder, globals=tuple(tree.globals), warnings=warnings
+        nest.finished(), DCP.name, folder, globals=tuple(globals_), warnings=tuple(warnings)
     )
 
 
-def folder_of(probe: Probe) -> Folder:
+def _folder_of(probe: Probe) -> Folder:
     """Return the folder, or the folder of the `.metadata` that was named."""
     if probe.is_folder:
         return probe.folder
@@ -398,190 +386,61 @@ def folder_of(probe: Probe) -> Folder:
     return place[0]
 
 
-def described(files: Files, names: frozenset[str]) -> DcpIndex:
-    """Return the index: from the one `.metadata`, those of all ranks, or safetensors headers."""
-    ranks = sorted((int(found[1]), name) for name in names if (found := _OF_RANK.fullmatch(name)))
-    if NAME in names and ranks:
-        raise AmbiguousError(f"has a {NAME} and a {ranks[0][1]}: two saves in one folder")
-    if NAME in names or ranks:
-        sources = [NAME] if NAME in names else [name for _, name in ranks]
-        return merged([_read_one(files.folder, name) for name in sources])
-    if shards := sorted(filter(SHARD.fullmatch, names)):
-        return describe(files, shards)
-    raise FormatError(
-        f"has no {NAME}: the save did not finish, or the file was not copied",
-        hint="copy it if it exists: names that begin with a dot are easily missed",
-    )
-
-
-def _read_one(folder: Folder, name: str) -> DcpIndex:
-    source = folder.open(name)
-    try:
-        return read_metadata(source)
-    except CkptkitError as error:
-        raise error.at(source.name) from error.__cause__
-
-
-class _Tree:
-    """The tree under construction, with the warnings found on the way."""
-
-    def __init__(self, folder: Folder) -> None:
-        self.files = Files(folder)
-        self.nest = Nest()
-        self.globals: dict[Global, None] = {}
-        self.warnings: list[str] = []
-        self._storages: dict[Whole, Storage] = {}
-
-    def build(self, described: DcpIndex) -> None:
-        """Put every entry in its place.
-
-        Two tensors that are the same bytes of the files share a storage.
-        """
-        self.files.check(places(described))
-        for name, entry in described.entries.items():
-            node = (
-                self._tensor(name, entry) if isinstance(entry, Whole) else self._value(name, entry)
-            )
-            self.nest.put(described.paths.get(name, (name,)), node)
-
-    def _tensor(self, name: str, entry: Whole) -> Tensor:
-        if entry.odd:
-            return Tensor(None, entry.dtype, entry.shape, (), layout=entry.odd)
-        order, stride = memory_order(entry.shape, entry.stride)
-        storage = Storage(
-            assembled(self.files, name, entry.dtype, entry.shape, entry.chunks, order)
-        )
-        known = self._storages.setdefault(entry, storage)
-        if (
-            known is not storage
-            and entry.chunks
-            and all(self.files.is_archive(chunk.place) for chunk in entry.chunks)
-        ):
-            storage = known
-        return Tensor(storage, entry.dtype, entry.shape, stride)
-
-    def _value(self, name: str, place: Place) -> Node:
-        with self.files.reading(name, place):
-            return self._root(name, self.files.value(place))
-
-    def _root(self, name: str, item: Checkpoint) -> Node:
-        """Return the root of a file in the folder; keep its globals and warnings."""
-        self.globals |= dict.fromkeys(item.globals)
-        self.warnings += [within(name, warning) for warning in item.warnings]
-        return item.root
-
-    def add(self, extra: Checkpoint) -> None:
-        """Add the entries of Lightning's own file at the top level, as Lightning does."""
-        root = self._root(EXTRA, extra)
-        if not isinstance(root, dict):
-            raise FormatError("does not hold a dict", where=extra.name)
-        for key, node in root.items():
-            if key in self.nest.root:
-                raise AmbiguousError(f"the entry {key!r} is in two files, {NAME} and {EXTRA}")
-            self.nest.root[key] = node
-
-
-def _read_extra(folder: Folder) -> Checkpoint:
-    probe = Probe(folder.open(EXTRA))
-    try:
-        for each in (TORCH_ZIP, TORCH_LEGACY):
-            if each.matches(probe):
-                return each.read(probe)
-        raise FormatError("is not a file of torch.save")
-    except CkptkitError as error:
-        raise error.at(probe.name) from error.__cause__
-
-
-def places(described: DcpIndex) -> Iterator[Place]:
+def _places(index: DcpIndex) -> Iterator[Place]:
     """Yield the places of all items that the metadata describe."""
-    for entry in described.entries.values():
+    for entry in index.entries.values():
         if isinstance(entry, Place):
             yield entry
         else:
             yield from (chunk.place for chunk in entry.chunks)
 
 
-def _noticed(described: DcpIndex, names: frozenset[str]) -> Iterator[str]:
-    used = {place.file for place in places(described)}
-    unused = sorted(name for name in names if name.endswith(".distcp") and name not in used)
-    if unused:
-        some = ", ".join(unused[:3]) + (", ..." if len(unused) > 3 else "")
-        yield (
-            f"nothing refers to {len(unused):,} of its data files, of other saves or empty: {some}"
-        )
-    if any(name.endswith(".metadata.tmp") for name in names):
-        yield "a later save was interrupted, and may have replaced some of the data"
-
-
-# Check a torch.distributed.checkpoint folder: items against the metadata, and checksums.
-#
-# Items are archives of torch.save, with a CRC-32 for each record, or are in a safetensors file,
-# which
-# has none.
-
-
 def check(probe: Probe) -> Iterator[CheckedPart | Defect]:
-    """Yield every item whose file exists. Raises what is wrong with the metadata."""
-    folder = folder_of(probe)
-    files = Files(folder)
-    found = described(files, frozenset(folder.list()))
-    there = {place for place in places(found) if place.file in folder}
+    """Yield every item whose file exists. Raises what is wrong with the metadata.
+
+    Items are archives of torch.save, with a CRC-32 for each record, or are in a safetensors file,
+    which has none.
+    """
+    folder = _folder_of(probe)
+    files = ItemFiles(folder)
+    index = files.index(frozenset(folder.list()))
+    there = {place for place in _places(index) if place.file in folder}
     for place in sorted(there):
-        for each in _records(files, place):
-            yield each
-            if isinstance(each, Defect):
-                there.discard(place)
-    for name, entry in found.entries.items():
-        if isinstance(entry, Whole):
-            yield from _chunks(files, name, entry, there)
+        try:
+            inner = files.probe(place) if files.is_archive(place) else None
+            parts: Iterable[CheckedPart | Defect] = ()
+            if inner is not None and inner.zip is not None:
+                parts = whats_inside.members(inner.zip, place.file, f"at byte {place.offset:,}: ")
+            for part in parts:
+                yield part
+                if isinstance(part, Defect):
+                    there.discard(place)
+        except InputError as error:
+            there.discard(place)
+            yield Defect(f"at byte {place.offset:,}: {error.message}", place.file)
+    for name, entry in index.entries.items():
+        if isinstance(entry, Place):
+            continue
+        for chunk in entry.chunks:
+            if chunk.place not in there:
+                continue
+            try:
+                files.chunk(name, entry.dtype, chunk)
+            except InputError as error:
+                text = f"{shown(name)}, at byte {chunk.place.offset:,}: {error.message}"
+                file = os.path.basename(error.where) if error.where else chunk.place.file
+                yield Defect(text, file, (name,))
     if EXTRA in folder:
         extra = Probe(folder.open(EXTRA))
         if is_torch_zip(extra) and extra.zip is not None:
             yield from whats_inside.members(extra.zip, EXTRA)
 
 
-def _records(files: Files, place: Place) -> Iterator[CheckedPart | Defect]:
-    """Yield the records of the archive at a place; nothing for another kind of item."""
-    try:
-        if not files.is_archive(place):
-            return
-        inner = Probe(Section(files.folder.open(place.file), place.offset, place.length))
-        if inner.zip is not None:
-            yield from whats_inside.members(inner.zip, place.file, f"at byte {place.offset:,}: ")
-    except InputError as error:
-        yield Defect(f"at byte {place.offset:,}: {error.message}", place.file)
-
-
-def _chunks(files: Files, name: str, entry: Whole, there: set[Place]) -> Iterator[Defect]:
-    """Yield the findings on chunks whose own headers contradict the metadata."""
-    for chunk in entry.chunks:
-        if chunk.place in there and (why := _contradiction(files, name, entry, chunk)) is not None:
-            yield Defect(
-                f"{shown(name)}, at byte {chunk.place.offset:,}: {why.message}",
-                _file(why, chunk),
-                (name,),
-            )
-
-
-def _contradiction(files: Files, name: str, entry: Whole, chunk: Chunk) -> CkptkitError | None:
-    try:
-        files.chunk(name, entry.dtype, chunk)
-    except InputError as error:
-        return error
-    return None
-
-
-def _file(error: CkptkitError, chunk: Chunk) -> str:
-    return basename(error.where) if error.where else chunk.place.file
-
-
-# Find the pickles of a DCP folder: the metadata, and the archives that the metadata locate.
-#
-# A data file is one archive after another: without the metadata only the last one would be found.
-
-
 def pickles(probe: Probe) -> Iterator[Found] | None:
-    """Yield the pickles of a DCP file; None for files without metadata beside them."""
+    """Yield the pickles of a DCP file; None for files without metadata beside them.
+
+    A data file is one archive after another: without the metadata only the last one would be found.
+    """
     if probe.is_folder:
         return None
     name = os.path.basename(probe.name)
@@ -593,8 +452,8 @@ def pickles(probe: Probe) -> Iterator[Found] | None:
         return None
     try:
         folder, name = place
-        index = described(Files(folder), frozenset(folder.list()))
-        wanted = {(each.offset, each.length) for each in places(index) if each.file == name}
+        index = ItemFiles(folder).index(frozenset(folder.list()))
+        wanted = {(each.offset, each.length) for each in _places(index) if each.file == name}
         parts = [
             Inner(f"item at byte {at:,}", Section(probe.source, at, length))
             for at, length in sorted(wanted)
@@ -615,7 +474,6 @@ def pickles(probe: Probe) -> Iterator[Found] | None:
 
 DATA = "__0_0.distcp"
 VERSION = "1.0.0"
-_SHOWN = 4  # names in a note
 
 
 def layout(checkpoint: Checkpoint, options: Options) -> Plan:
@@ -625,7 +483,10 @@ def layout(checkpoint: Checkpoint, options: Options) -> Plan:
     root that is not a dict and holds no weights; UnsupportedError for pieces of ranks; and what the
     pickle writer raises.
     """
-    root, notes = _root(checkpoint)
+    root, notes = checkpoint.root, list[str]()
+    if not isinstance(root, dict):
+        values, left = leftovers(checkpoint)
+        root, notes = dict(checkpoint.weights), [*left, *(f"left out: {name}" for name in values)]
     if options.objects == "drop":
         root, dropped = without_objects(root)
         notes += dropped
@@ -634,80 +495,57 @@ def layout(checkpoint: Checkpoint, options: Options) -> Plan:
     tensors = {
         name: tensor
         for name, (_, node) in flat.entries.items()
-        if (tensor := _tensor(node)) is not None
+        if (tensor := as_tensor(node)) is not None and _is_saved_as_tensor(tensor)
     }
-    data = _Data(options)
-    for name, (_, node) in flat.entries.items():
-        if name not in tensors:
-            data.add(name, node)
-    for name, tensor in tensors.items():
-        data.add_tensor(name, tensor)
-    metadata = write_pickle(_metadata(flat, tensors, data.places), lambda typed: ()).data
-    files = OutputFile(NAME, (metadata,)), OutputFile(DATA, tuple(data.segments), keeps_sums=True)
-    return Plan(files, (*notes, *dict.fromkeys(data.notes), *_lost(checkpoint, flat)), len(tensors))
-
-
-def _root(checkpoint: Checkpoint) -> tuple[dict[Node, Node], list[str]]:
-    """Return the root if it is a dict, else the weights, and the notes on what is left out."""
-    if isinstance(checkpoint.root, dict):
-        return checkpoint.root, []
-    values, left = leftovers(checkpoint)
-    return dict(checkpoint.weights), [*left, *(f"left out: {name}" for name in values)]
-
-
-def _tensor(node: Node) -> Tensor | None:
-    """Return the node as a tensor if torch would save it as one.
-
-    Others, whose bytes are not the whole value, are values.
-    """
-    tensor = as_tensor(node)
-    if (
-        tensor is None
-        or tensor.storage is None
-        or tensor.layout != "strided"
-        or tensor.kind == "ndarray"
-    ):
-        return None
-    return None if tensor.dtype.kind == "quantized" or tensor.dtype.bits % 8 else tensor
-
-
-class _Data:
-    """The data file: its segments so far, and the place of each entry."""
-
-    def __init__(self, options: Options) -> None:
-        self.options = options
-        self.segments: list[Segment] = []
-        self.places: dict[str, Place] = {}
-        self.notes: list[str] = []
-        self._size = 0
-        self._sums = 0  # checksums with a number
-        self._stored: dict[object, Place] = {}
-
-    def add_tensor(self, name: str, tensor: Tensor) -> None:
-        """Add a tensor as torch writes it, unless its elements are there already."""
-        same = tensor.elements_key
-        if same in self._stored and self.options.ties == "alias":
-            self.places[name] = self._stored[same]
-            return
-        self.add(name, _plain(tensor))
-        self._stored[same] = self.places[name]
-
-    def add(self, name: str, node: Node) -> None:
-        """Add one archive."""
-        plan = zip_layout.layout(Checkpoint(node), self.options)
+    places: dict[str, Place] = {}
+    stored: dict[object, Place] = {}  # of tensors by their elements
+    segments: list[Segment] = []
+    noted: list[str] = []
+    size = sums = 0  # sums: checksums with a number
+    for name in (*(name for name in flat.entries if name not in tensors), *tensors):
+        node = flat.entries[name][1]
+        if name in tensors:
+            tensor = tensors[name]
+            same = tensor.elements_key
+            if same in stored and options.ties == "alias":
+                places[name] = stored[same]
+                continue
+            node = _plain(tensor)
+        plan = torch_zip.layout(Checkpoint(node), options)
         (file,) = plan.files
-        self.segments += _renumbered(file.segments, self._sums)
-        self._sums += 1 + max(
-            (each.number for each in file.segments if isinstance(each, Summed)), default=-1
-        )
-        self.places[name] = Place(DATA, self._size, file.size)
-        self._size += file.size
-        self.notes += plan.notes
+        segments += _renumbered(file.segments, sums)
+        sums += 1 + max((each.number for each in file.segments if isinstance(each, Summed)),
+                        default=-1)  # fmt: skip
+        places[name] = Place(DATA, size, file.size)
+        if name in tensors:
+            stored[same] = places[name]
+        size += file.size
+        noted += plan.notes
+    notes += dict.fromkeys(noted)
+    # What torch's flattening cannot represent.
+    if flat.empty:
+        notes.append(f"left out, as torch does: dicts without entries ({_some(flat.empty)})")
+    if flat.texts:
+        said = "keys that are not texts were written as texts, as torch does"
+        notes.append(f"{said}: {_some(flat.texts)}")
+    if flat.attributes:
+        notes.append(f"left out: attributes such as _metadata of {_some(flat.attributes)}")
+    if names := [(name,) for name in checkpoint.extras if name != "format"]:
+        notes.append(f"left out: the metadata of the container ({_some(names)})")
+    metadata = write_pickle(_metadata(flat, tensors, places), lambda typed: ()).data
+    files = OutputFile(NAME, (metadata,)), OutputFile(DATA, tuple(segments), keeps_sums=True)
+    return Plan(files, tuple(notes), len(tensors))
+
+
+def _is_saved_as_tensor(tensor: Tensor) -> bool:
+    """Return whether torch would save it as a tensor: its bytes are the whole value."""
+    plain = tensor.storage is not None and tensor.layout == "strided" and tensor.kind != "ndarray"
+    return plain and tensor.dtype.kind != "quantized" and tensor.dtype.bits % 8 == 0
 
 
 def _plain(tensor: Tensor) -> Tensor:
     """Copy the elements in row-major order into a storage of their own on the CPU."""
-    record, storage = arranged.contiguous(tensor), tensor.storage
+    record, storage = contiguous(tensor), tensor.storage
     crc = storage.crc32 if storage is not None and record is storage.record else None
     return Tensor(
         Storage(record, crc32=crc), tensor.dtype, tensor.shape, contiguous_stride(tensor.shape)
@@ -720,71 +558,48 @@ def _renumbered(segments: Iterable[Segment], by: int) -> Iterator[Segment]:
         if isinstance(segment, Summed):
             yield Summed(segment.extent, segment.number + by)
         elif isinstance(segment, Deferred):
-            yield Deferred(
-                segment.template,
-                tuple((position, number + by) for position, number in segment.holes),
-            )
+            holes = tuple((position, number + by) for position, number in segment.holes)
+            yield Deferred(segment.template, holes)
         else:
             yield segment
 
 
-def _lost(checkpoint: Checkpoint, flat: Flat) -> Iterator[str]:
-    """Describe everything that torch's flattening cannot represent, one line each."""
-    if flat.empty:
-        yield f"left out, as torch does: dicts without entries ({_some(flat.empty)})"
-    if flat.texts:
-        yield f"keys that are not texts were written as texts, as torch does: {_some(flat.texts)}"
-    if flat.attributes:
-        yield f"left out: attributes such as _metadata of {_some(flat.attributes)}"
-    if names := [(name,) for name in checkpoint.extras if name != "format"]:
-        yield f"left out: the metadata of the container ({_some(names)})"
-
-
 def _some(paths: list[Path]) -> str:
-    return ", ".join(join(path) or "the root" for path in paths[:_SHOWN]) + (
-        ", ..." if len(paths) > _SHOWN else ""
-    )
-
-
-# The .metadata
+    return listed(join(path) or "the root" for path in paths)
 
 
 def _metadata(flat: Flat, tensors: Mapping[str, Tensor], places: Mapping[str, Place]) -> Object:
     described: dict[Node, Node] = {}
     stored: dict[Node, Node] = {}
     for name in flat.entries:
-        tensor = tensors.get(name)
-        index = (
-            {"fqn": name} if tensor is None else {"fqn": name, "offset": _start(tensor), "index": 0}
-        )
+        index: dict[str, Node] = {"fqn": name}
+        if name in tensors:
+            tensor = tensors[name]
+            index |= {"offset": _size((0,) * len(tensor.shape)), "index": 0}
+            layout = Object(Global("torch.serialization", "_get_layout"), ("torch.strided",))
+            dtype = Global("torch", tensor.dtype.name)
+            memory = Object(Global(METADATA, "_MEM_FORMAT_ENCODING"), (0,))
+            state = (dtype, layout, tensor.requires_grad, memory, False)
+            size = _size(tensor.shape)
+            chunk = {"offsets": _size((0,) * len(tensor.shape)), "sizes": size}
+            fields = {
+                "properties": _object("TensorProperties", state),
+                "size": size,
+                "chunks": [_object("ChunkStorageMetadata", chunk)],
+            }
+            described[name] = _object("TensorStorageMetadata", fields)
+        else:
+            described[name] = _object("BytesStorageMetadata")
         info = dict(zip(("relative_path", "offset", "length"), places[name], strict=True))
-        described[name] = _object("BytesStorageMetadata") if tensor is None else _whole(tensor)
         stored[_object("MetadataIndex", index)] = _object("_StorageInfo", info, STORAGE)
-    fields = {
+    whole = {
         "state_dict_metadata": described,
         "planner_data": {name: path for name, (path, _) in flat.entries.items()},
         "storage_data": stored,
         "storage_meta": None,
         "version": VERSION,
     }
-    return _object("Metadata", fields)
-
-
-def _whole(tensor: Tensor) -> Object:
-    """Return the TensorStorageMetadata of a tensor in one chunk."""
-    layout = Object(Global("torch.serialization", "_get_layout"), ("torch.strided",))
-    contiguous = Object(Global(METADATA, "_MEM_FORMAT_ENCODING"), (0,))
-    state = (Global("torch", tensor.dtype.name), layout, tensor.requires_grad, contiguous, False)
-    size = _size(tensor.shape)
-    chunk = _object("ChunkStorageMetadata", {"offsets": _start(tensor), "sizes": size})
-    properties = _object("TensorProperties", state)
-    return _object(
-        "TensorStorageMetadata", {"properties": properties, "size": size, "chunks": [chunk]}
-    )
-
-
-def _start(tensor: Tensor) -> Object:
-    return _size((0,) * len(tensor.shape))
+    return _object("Metadata", whole)
 
 
 def _size(shape: Shape) -> Object:

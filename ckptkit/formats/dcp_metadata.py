@@ -46,25 +46,6 @@ from ckptkit.pickles.globals import dtype_or_unknown
 from ckptkit.pickles.trust import is_foreign
 from ckptkit.pickles.values import unpickle
 
-# The `.metadata` of a torch.distributed.checkpoint folder: pickled dataclasses, never executed.
-#
-#     Metadata.state_dict_metadata  {name: TensorStorageMetadata(properties, size, chunks)
-#                                          | BytesStorageMetadata()}
-#     Metadata.storage_data         {MetadataIndex(name, offset, index):
-#                                          _StorageInfo(relative_path, offset, length)}
-#     Metadata.planner_data         {name: path in the nested state_dict}, or None; other planners
-#                                   have other data
-#     Metadata.storage_meta, version                                   (2.5 and later; not used)
-#
-#     TensorProperties              state (dtype, layout, requires_grad, memory format, pin_memory);
-#                                   since torch 2.15 followed by strides, a tuple or None
-#     ChunkStorageMetadata          offsets and sizes in elements, each a torch.Size
-#
-# Objects are made by ``__new__`` and filled from a dict, from which attributes that are None may be
-# missing. The offset of a MetadataIndex is that of the chunk, None for a value.
-# (torch/distributed/checkpoint/metadata.py, filesystem.py)
-
-
 NAME = ".metadata"
 _NAMES = re.compile(r"(__[0-9]{1,9})?\.metadata")
 METADATA = "torch.distributed.checkpoint.metadata"
@@ -141,7 +122,7 @@ def read_metadata(source: ByteSource) -> DcpIndex:
         raise AmbiguousError(
             f"goes on for {source.size - pickled.stop:,} bytes after its pickle has ended"
         )
-    warnings = (*pickled.warnings, *_check_names(pickled.globals))
+    warnings = [*pickled.warnings, *_check_names(pickled.globals)]
     fields = _fields(pickled.root, None)
     described, stored = _mapping(fields, "state_dict_metadata"), _mapping(fields, "storage_data")
     places = _places(stored)
@@ -155,8 +136,21 @@ def read_metadata(source: ByteSource) -> DcpIndex:
         except CkptkitError as error:
             error.message = f"{shown(key_text(name))}: {error.message}"
             raise
-    paths, ignored = _paths(fields.get("planner_data"))
-    return DcpIndex(entries, paths, (*warnings, *ignored))
+    # Paths of names in the nested tree; a name without a path is its own path.
+    paths = fields.get("planner_data")
+    if paths is not None and not isinstance(paths, dict):
+        warnings.append(
+            "no planner data of torch: the nesting of the state_dict is unknown, names stay flat"
+        )
+    paths = paths if isinstance(paths, dict) else {}
+    for name, path in paths.items():
+        is_path = isinstance(path, tuple) and path
+        if not is_path or any(type(key) not in (str, int) for key in path):
+            raise FormatError(
+                f"the path of {shown(key_text(name))} has keys other than texts and numbers"
+            )
+        check("depth", len(path), "levels of values")
+    return DcpIndex(entries, paths, tuple(warnings))
 
 
 def _check_names(names: tuple[Global, ...]) -> list[str]:
@@ -172,12 +166,10 @@ def _check_names(names: tuple[Global, ...]) -> list[str]:
             )
         if name.module not in ("torch", "torch.serialization", "pathlib", "pathlib._local"):
             unknown.append(str(name))
+    if not unknown:
+        return []
     some = ", ".join(unknown[:4]) + (", ..." if len(unknown) > 4 else "")
-    return (
-        [f"the .metadata name classes of other packages, which are ignored: {some}"]
-        if unknown
-        else []
-    )
+    return [f"the .metadata name classes of other packages, which are ignored: {some}"]
 
 
 # Objects and their fields
@@ -190,7 +182,7 @@ def _fields(node: Node, name: str | None) -> Mapping[Node, Node]:
         name is not None and ((made.module, made.name) not in _CLASSES or made.name != name)
     ):
         raise FormatError(f"holds something other than {name or 'a Metadata object'}")
-    state = node.state
+    state = getattr(node, "state", None)
     if not isinstance(state, dict):
         raise FormatError(f"holds {made.name} without its fields")
     return state
@@ -228,10 +220,6 @@ def _size(node: Node, what: str) -> Shape:
 
 
 _SIZE = Global("torch", "Size")
-
-
-# Places of items
-
 Places = dict[tuple[str, Shape | None], Place]
 
 
@@ -240,9 +228,8 @@ def _places(stored: Mapping[Node, Node]) -> Places:
     for key, info in stored.items():
         index, fields = _fields(key, "MetadataIndex"), _fields(info, "_StorageInfo")
         name = _text(index.get("fqn"), "the name of an item")
-        offset = (
-            None if index.get("offset") is None else _size(index["offset"], "the offset of a chunk")
-        )
+        start = index.get("offset")
+        offset = None if start is None else _size(start, "the offset of a chunk")
         if (name, offset) in found:
             raise AmbiguousError(f"{shown(name)} is stored twice")
         if fields.get("transform_descriptors"):
@@ -263,16 +250,34 @@ def _entry(name: str, node: Node, places: Places) -> Entry:
     if made is not None and (made.module, made.name) == (METADATA, "BytesStorageMetadata"):
         return _place(places, name, None)
     fields = _fields(node, "TensorStorageMetadata")
-    dtype, stride, odd = _properties(fields.get("properties"))
+    properties = fields.get("properties")
+    made = properties.global_ if isinstance(properties, Object) and properties.new else None
+    state = properties.state if made is not None and made.name == "TensorProperties" else None
+    if not isinstance(state, tuple) or len(state) not in _PROPERTIES:
+        raise FormatError("its properties are not TensorProperties")
+    dtype, layout = dtype_or_unknown(state[0]), state[1]
+    strides = state[5] if len(state) > 5 else None
+    stride = None if strides is None else _size(strides, "the strides of a tensor")
+    odd = ""  # why the elements cannot be assembled
+    if not isinstance(layout, Object) or layout.args != ("torch.strided",):
+        odd = "not strided"
+    elif dtype.kind == "unknown":
+        odd = UNKNOWN
+    elif dtype.kind == "quantized" or dtype.bits % 8:
+        odd = "in chunks"
     shape = _size(fields.get("size"), "the size of a tensor")
     if stride is not None and len(stride) != len(shape):
         raise CorruptError(f"it has {len(shape)} sizes but {len(stride)} strides")
     listed = fields.get("chunks")
     if not isinstance(listed, list):
         raise FormatError("its chunks are not a list")
-    boxes = [box for box in map(_box, listed) if 0 not in box[1]]
-    chunks = tuple(Chunk(*box, _place(places, name, box[0])) for box in boxes)
-    return Whole(dtype, shape, chunks, stride, odd)
+    boxes = []
+    for each in listed:
+        chunk = _fields(each, "ChunkStorageMetadata")
+        offsets = _size(chunk.get("offsets"), "the offset of a chunk")
+        boxes.append((offsets, _size(chunk.get("sizes"), "the size of a chunk")))
+    chunks = [Chunk(*box, _place(places, name, box[0])) for box in boxes if 0 not in box[1]]
+    return Whole(dtype, shape, tuple(chunks), stride, odd)
 
 
 def _place(places: Places, name: str, offsets: Shape | None) -> Place:
@@ -281,56 +286,6 @@ def _place(places: Places, name: str, offsets: Shape | None) -> Place:
         which = f"the chunk at {offsets}" if offsets else "it"
         raise CorruptError(f"{which} has no entry in storage_data")
     return found
-
-
-def _box(node: Node) -> tuple[Shape, Shape]:
-    fields = _fields(node, "ChunkStorageMetadata")
-    return _size(fields.get("offsets"), "the offset of a chunk"), _size(
-        fields.get("sizes"), "the size of a chunk"
-    )
-
-
-def _properties(properties: Node) -> tuple[DType, Shape | None, str]:
-    """Return a tensor's element type, its strides if present, and what is unsupported about it."""
-    made = properties.global_ if isinstance(properties, Object) and properties.new else None
-    state = properties.state if made is not None and made.name == "TensorProperties" else None
-    if not isinstance(state, tuple) or len(state) not in _PROPERTIES:
-        raise FormatError("its properties are not TensorProperties")
-    dtype, layout, *_ = state
-    strides = state[5] if len(state) > 5 else None
-    stride = None if strides is None else _size(strides, "the strides of a tensor")
-    kind = dtype_or_unknown(dtype)
-    return kind, stride, _unsupported(kind, layout)
-
-
-def _unsupported(dtype: DType, layout: Node) -> str:
-    """Return what is unsupported about tensors of a dtype and layout, "" for others."""
-    if not isinstance(layout, Object) or layout.args != ("torch.strided",):
-        return "not strided"
-    if dtype.kind == "unknown":
-        return UNKNOWN
-    return "in chunks" if dtype.kind == "quantized" or dtype.bits % 8 else ""
-
-
-def _paths(planned: Node) -> tuple[dict[str, Path], list[str]]:
-    """Return the paths of names in the nested tree; a name without a path is its own path."""
-    if planned is None:
-        return {}, []
-    if not isinstance(planned, dict):
-        return {}, [
-            "no planner data of torch: the nesting of the state_dict is unknown, names stay flat"
-        ]
-    for name, path in planned.items():
-        if (
-            not isinstance(path, tuple)
-            or not path
-            or any(type(key) not in (str, int) for key in path)
-        ):
-            raise FormatError(
-                f"the path of {shown(key_text(name))} has keys other than texts and numbers"
-            )
-        check("depth", len(path), "levels of values")
-    return planned, []
 
 
 # The metadata of a whole folder
@@ -349,33 +304,25 @@ def merged(ranks: Sequence[DcpIndex]) -> DcpIndex:
     for rank in ranks:
         for name, entry in rank.entries.items():
             known = entries.setdefault(name, entry)
-            if isinstance(known, Place) and known is not entry:
+            if known is entry:
+                continue
+            if isinstance(known, Place) and isinstance(entry, Place):
                 own.add(name)
-            if isinstance(known, Whole) and known is not entry:
-                entries[name] = _joined(name, known, entry)
-            elif isinstance(known, Place) and isinstance(entry, Whole):
-                raise _contradicted(name)
+            elif (
+                isinstance(known, Whole)
+                and isinstance(entry, Whole)
+                and (entry.dtype, entry.shape) == (known.dtype, known.shape)
+            ):
+                chunks = {(each.offsets, each.sizes): each for each in entry.chunks + known.chunks}
+                entries[name] = replace(known, chunks=tuple(chunks.values()))
+            else:
+                raise AmbiguousError(f"{shown(name)} is described differently by several ranks")
     warnings = list(flatten(rank.warnings for rank in ranks))
     if own:
         warnings.append(
             f"each rank saved its own values: {len(own):,} are taken from the first rank"
         )
-    return DcpIndex(
-        entries,
-        merge_all(rank.paths for rank in ranks),
-        tuple(warnings),
-    )
-
-
-def _joined(name: str, known: Whole, entry: Entry) -> Whole:
-    if not isinstance(entry, Whole) or (entry.dtype, entry.shape) != (known.dtype, known.shape):
-        raise _contradicted(name)
-    chunks = {(each.offsets, each.sizes): each for each in (*entry.chunks, *known.chunks)}
-    return replace(known, chunks=tuple(chunks.values()))
-
-
-def _contradicted(name: str) -> AmbiguousError:
-    return AmbiguousError(f"{shown(name)} is described differently by several ranks")
+    return DcpIndex(entries, merge_all(rank.paths for rank in ranks), tuple(warnings))
 
 
 def covered(described: DcpIndex) -> DcpIndex:
