@@ -178,8 +178,10 @@ def _check_names(names: tuple[Global, ...]) -> list[str]:
 def _fields(node: Node, name: str | None) -> Mapping[Node, Node]:
     """Return the attributes of an object of the class called `name`; of any class for None."""
     made = node.global_ if isinstance(node, Object) and node.new else None
-    if made is None or (
-        name is not None and ((made.module, made.name) not in _CLASSES or made.name != name)
+    if (
+        made is None
+        or not isinstance(node, Object)
+        or (name is not None and ((made.module, made.name) not in _CLASSES or made.name != name))
     ):
         raise FormatError(f"holds something other than {name or 'a Metadata object'}")
     state = getattr(node, "state", None)
@@ -252,7 +254,8 @@ def _entry(name: str, node: Node, places: Places) -> Entry:
     fields = _fields(node, "TensorStorageMetadata")
     properties = fields.get("properties")
     made = properties.global_ if isinstance(properties, Object) and properties.new else None
-    state = properties.state if made is not None and made.name == "TensorProperties" else None
+    is_made = made is not None and made.name == "TensorProperties"
+    state = getattr(properties, "state", None) if is_made else None
     if not isinstance(state, tuple) or len(state) not in _PROPERTIES:
         raise FormatError("its properties are not TensorProperties")
     dtype, layout = dtype_or_unknown(state[0]), state[1]
