@@ -12,16 +12,15 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fnmatch import fnmatchcase, translate
 from functools import partial
 from time import monotonic
-from typing import Any
+from typing import NamedTuple
 
 from ckptkit import quantized
 from ckptkit.core.checkpoint import Checkpoint, NoEffect, edit
 from ckptkit.core.errors import CollisionError, UsageError
-from ckptkit.core.tensor import Tensor
 from ckptkit.core.text import entries, flatten, guess, plural, quoted, shell_word, typed, without
 from ckptkit.core.tree import (
     MODULE_VERSIONS,
@@ -37,7 +36,6 @@ from ckptkit.core.tree import (
 )
 from ckptkit.core.weights import (
     WRAPPERS,
-    Weights,
     as_tensor,
     module_state,
     plain_state_dict,
@@ -124,10 +122,28 @@ def renamed_paths(paths: Paths, names: Mapping[str, str], lost: list[str]) -> Pa
     A module is where its own parameters are. One that has none is where its submodules are, if
     these kept their last component; one without either moves with the module around it.
     """
-    new = _derived(paths, names)
+    votes: dict[str, set[str]] = defaultdict(set)  # where its parameters say that a module is
+    for old, new in names.items():
+        votes[_parent(old)].add(_parent(new))
+    below: dict[str, set[str]] = defaultdict(set)  # where its submodules say
+    by_depth = sorted(paths, key=lambda path: path.count("."))
+    for path in reversed(by_depth):
+        said = votes.get(path) or below[path]
+        if path and len(said) == 1:
+            (vote,) = said
+            if _last(vote) == _last(path):
+                below[_parent(path)].add(_parent(vote))
+    placed: dict[str, str | None] = {"": ""}
+    for path in filter(None, by_depth):
+        said = votes.get(path) or below[path]
+        if said:
+            placed[path] = next(iter(said)) if len(said) == 1 else None
+        else:
+            around = placed.get(_parent(path), _parent(path))
+            placed[path] = None if around is None else f"{around}.{_last(path)}".removeprefix(".")
     found: Paths = {}
     for path, value in paths.items():
-        target = new[path]
+        target = placed[path]
         if target is None:
             lost.append(path)
         elif target not in found or path:
@@ -146,8 +162,11 @@ def moved_paths(paths: Paths, pairs: Iterable[tuple[str, str]], lost: list[str])
     held, live = {""}, {""}
     for old, new in pairs:
         sources[_parent(new)].add(_parent(old))
-        _add_parents(old, held)
-        _add_parents(new, live)
+        for name, modules in ((old, held), (new, live)):
+            path = _parent(name)
+            while path not in modules:
+                modules.add(path)
+                path = _parent(path)
     found: Paths = {path: value for path, value in paths.items() if path not in held or path == ""}
     for path in sorted(live - {""}) if paths else ():
         own = [paths[old] for old in sorted(sources[path]) if old in paths]
@@ -158,14 +177,6 @@ def moved_paths(paths: Paths, pairs: Iterable[tuple[str, str]], lost: list[str])
         else:
             lost.append(path)
     return found
-
-
-def _add_parents(name: str, found: set[str]) -> None:
-    """Add the modules around a key, up to one that is there already."""
-    path = _parent(name)
-    while path not in found:
-        found.add(path)
-        path = _parent(path)
 
 
 def same_versions(one: Node, other: Node) -> bool:
@@ -179,35 +190,6 @@ def same_versions(one: Node, other: Node) -> bool:
         isinstance(v, plain) and isinstance(other[k], plain) and v == other[k]
         for k, v in one.items()
     )
-
-
-def _derived(paths: Paths, names: Mapping[str, str]) -> dict[str, str | None]:
-    own: dict[str, set[str]] = defaultdict(set)
-    for old, new in names.items():
-        own[_parent(old)].add(_parent(new))
-    below: dict[str, set[str]] = defaultdict(set)
-    by_depth = sorted(paths, key=lambda path: path.count("."))
-    for path in reversed(by_depth):
-        votes = own.get(path) or below[path]
-        if path and len(votes) == 1:
-            (vote,) = votes
-            if _last(vote) == _last(path):
-                below[_parent(path)].add(_parent(vote))
-    result: dict[str, str | None] = {"": ""}
-    for path in by_depth:
-        votes = own.get(path) or below[path]
-        if not path:
-            continue
-        if votes:
-            result[path] = next(iter(votes)) if len(votes) == 1 else None
-        else:
-            result[path] = _inherited(path, result)
-    return result
-
-
-def _inherited(path: str, result: Mapping[str, str | None]) -> str | None:
-    around = result.get(_parent(path), _parent(path))
-    return None if around is None else f"{around}.{_last(path)}".removeprefix(".")
 
 
 def _parent(path: str) -> str:
@@ -255,6 +237,17 @@ class Target:
         return with_paths(self.entries, new, edit_metadata)
 
 
+class Change(NamedTuple):
+    """A mapping after a change of names: the node in its place, the names that optimizers follow,
+    and notes for the user.
+    """
+
+    target: Target
+    node: Node
+    renamed: Mapping[str, str]
+    notes: Sequence[str]
+
+
 @edit
 def strip_prefix(
     ck: Checkpoint, prefixes: str | Sequence[str] = ("module.",), keys: str | Sequence[str] = ()
@@ -269,8 +262,9 @@ def strip_prefix(
     if "" in given:
         raise UsageError("an empty prefix cannot be stripped")
     found = tuple(sorted(given, key=len, reverse=True))
-    edits = _Edits(list(_targets(ck, keys)))
-    for target in edits.targets:
+    targets, changes = list(targets_of(ck, keys)), []
+    warnings: list[str] = []
+    for target in targets:
         names = {
             name: short
             for name in _strings(target.entries)
@@ -278,33 +272,45 @@ def strip_prefix(
         }
         if not names:
             listed = " or ".join(map(repr, found))
-            edits.warnings.append(NoEffect(f"no key{target.place} begins with {listed}"))
+            warnings.append(NoEffect(f"no key{target.place} begins with {listed}"))
             continue
         names, ck = groups.followed(ck, names)
         kept = [name for name in target.names if name not in names]
         strip = partial(_without_prefixes, prefixes=found)
         follow = partial(stripped_paths, strip=strip, prefixes=found, kept=kept)
-        new = target.renamed(names, follow)
         gone = Counter(name[: len(name) - len(short)] for name, short in names.items())
         notes = [
             f"stripped {prefix!r} from {plural(number, 'key')}{target.place}"
             for prefix, number in gone.items()
         ]
-        edits.put(target, new, names, notes)
+        changes.append(Change(target, target.renamed(names, follow), names, notes))
         if kept:
             left = f"{plural(len(kept), 'key')}{target.place} left without a change"
-            edits.warnings.append(f"{left}: {quoted(kept)}")
+            warnings.append(f"{left}: {quoted(kept)}")
         outer = (*found, *WRAPPERS)
         again = [short for short in names.values() if short.startswith(outer)]
         if again:
             verb = "begins" if len(again) == 1 else "begin"
             prefix = next(each for each in outer if again[0].startswith(each))
-            edits.warnings.append(
+            warnings.append(
                 f"{plural(len(again), 'key')}{target.place} still {verb} with {prefix!r}, "
                 f"a second level: strip {prefix!r} from the result too"
             )
-    done = edits.applied(ck)
-    return done.with_root(done.root, warnings=_elsewhere(ck, edits, found))
+    swap, notes = _swapped(ck, changes)
+    edited = {*swap, *(id(each.node) for each in targets), *(id(each.entries) for each in targets)}
+    elsewhere = [
+        join(path)
+        for path, node in walk(ck.root)
+        if isinstance(node, dict)
+        and id(node) not in edited
+        and any(isinstance(key, str) and key.startswith(found) for key in node)
+    ]
+    if elsewhere:
+        elsewhere = list(dict.fromkeys(elsewhere))
+        every = [*(join(target.path) for target in targets), *elsewhere]
+        options = typed(" ".join(f"--key {shell_word(key)}" for key in every), f"keys={every}")
+        warnings.append(f"the prefix also occurs in {quoted(elsewhere)}; to edit all: {options}")
+    return _replaced(ck, swap, notes, warnings)
 
 
 def _whole_part(prefix: str) -> str:
@@ -322,26 +328,6 @@ def _without_prefixes(name: str, prefixes: tuple[str, ...]) -> str:
     return name
 
 
-def _elsewhere(ck: Checkpoint, edits: _Edits, prefixes: tuple[str, ...]) -> Iterator[str]:
-    """Yield a warning on other mappings that have one of the prefixes, and how to edit them."""
-    targets = edits.targets
-    edited = {id(each.node) for each in targets} | {id(each.entries) for each in targets}
-    edited.update(edits.swap)
-    found = [
-        join(path)
-        for path, node in walk(ck.root)
-        if isinstance(node, dict)
-        and id(node) not in edited
-        and any(isinstance(key, str) and key.startswith(prefixes) for key in node)
-    ]
-    if found:
-        keys = [*(join(target.path) for target in targets), *dict.fromkeys(found)]
-        options = " ".join(f"--key {shell_word(key)}" for key in keys)
-        every = typed(options, f"keys={keys}")
-        listed = quoted(list(dict.fromkeys(found)))
-        yield f"the prefix also occurs in {listed}; to edit all: {every}"
-
-
 @edit
 def add_prefix(
     ck: Checkpoint, prefix: str = "module.", keys: str | Sequence[str] = ()
@@ -355,14 +341,14 @@ def add_prefix(
     prefix = _whole_part(prefix)
     if not prefix:
         raise UsageError("an empty prefix cannot be added")
-    edits = _Edits(list(_targets(ck, keys)))
-    for target in edits.targets:
+    changes = []
+    for target in targets_of(ck, keys):
         names = {name: prefix + name for name in target.names}
         _, ck = groups.followed(ck, names)
         new = target.renamed(names, lambda paths: prefixed_paths(paths, prefix))
         note = f"added {prefix!r} to {plural(len(names), 'key')}{target.place}"
-        edits.put(target, new, names, [note])
-    return edits.applied(ck)
+        changes.append(Change(target, new, names, [note]))
+    return applied(ck, changes)
 
 
 @edit
@@ -376,22 +362,79 @@ def rename(
     A substitution is a regular expression and its replacement, applied with :func:`re.sub` in the
     order given. Raises UsageError (a name that is not there, a bad expression), CollisionError.
     """
-    (target,) = _targets(ck, ())
-    substituted = _Substitutions(substitutions)
-    names = _new_names(target, mapping or {}, substituted)
+    (target,) = targets_of(ck, ())
+    mapping = mapping or {}
+    for old, new in mapping.items():
+        if old not in target.names:
+            raise UsageError(
+                f"there is no key {old!r}{target.place} to rename",
+                hint=entries(old, [*target.names], "keys"),
+            )
+        if not isinstance(new, str) or not new:
+            raise UsageError(
+                f"{old!r} cannot be renamed to {new!r}: a name is a string that is not empty"
+            )
+    others = [name for name in target.names if name not in mapping]
+    substituted, unused = _substituted(others, substitutions)
+    every = {**mapping, **substituted}
+    names = {old: every[old] for old in target.names if every[old] != old}
     if not names:
         return ck.with_root(ck.root, warnings=[NoEffect(f"nothing{target.place} is renamed")])
     names, ck = groups.followed(ck, names)
     lost: list[str] = []
     whole = {name: names.get(name, name) for name in target.names}
-    new = target.renamed(names, lambda paths: renamed_paths(paths, whole, lost))
-    edits = _Edits([target])
-    edits.put(target, new, names, [f"renamed {plural(len(names), 'key')}{target.place}"])
-    edits.warnings += substituted.without_effect(target.place)
+    new_node = target.renamed(names, lambda paths: renamed_paths(paths, whole, lost))
+    warnings: list[str] = [
+        NoEffect(f"no key{target.place} is changed by the substitution {pattern!r}")
+        for pattern in unused
+    ]
     if lost:
-        entries = plural(len(lost), "_metadata entry")
-        edits.warnings.append(f"dropped {entries}: no new name follows for {quoted(lost)}")
-    return edits.applied(ck)
+        count = plural(len(lost), "_metadata entry")
+        warnings.append(f"dropped {count}: no new name follows for {quoted(lost)}")
+    note = f"renamed {plural(len(names), 'key')}{target.place}"
+    return applied(ck, [Change(target, new_node, names, [note])], warnings)
+
+
+SECONDS = 20  # for all matches of one list: an expression may take exponential time
+
+
+def _substituted(
+    names: Iterable[str], pairs: Sequence[tuple[str, str]]
+) -> tuple[dict[str, str], list[str]]:
+    """Return what the substitutions make of names, and the patterns that have changed none."""
+    import regex  # the engine of `re`, with a limit of time
+
+    compiled = []
+    for pattern, replacement in pairs:
+        try:
+            re.compile(pattern).sub(replacement, "")  # reads the replacement without a match, too
+            compiled.append((regex.compile(pattern), pattern, replacement))
+        except (re.error, regex.error, IndexError, RecursionError, OverflowError) as error:
+            raise UsageError(
+                f"bad substitution {pattern!r} = {replacement!r}: {error}",
+                hint=r"a backslash before ( ) [ ] { } . * + ? | makes it plain: \( or \.",
+            ) from error
+    deadline = monotonic() + SECONDS
+    made: dict[str, str] = {}
+    used: set[str] = set()
+    for old in names:
+        name = old
+        for expression, pattern, replacement in compiled:
+            before = name
+            try:
+                left = max(deadline - monotonic(), 0.001)
+                name = expression.sub(replacement, name, timeout=left)
+            except TimeoutError as error:
+                raise UsageError(
+                    f"the substitution {pattern!r} takes more than {SECONDS} seconds at {before!r}",
+                    hint="a repetition inside a repetition, as in (a+)+, takes exponential time",
+                ) from error
+            if name != before:
+                used.add(pattern)
+        if not name:
+            raise UsageError(f"the substitutions leave nothing of the name {old!r}")
+        made[old] = name
+    return made, [pattern for _, pattern, _ in compiled if pattern not in used]
 
 
 @edit
@@ -400,7 +443,7 @@ def tie(ck: Checkpoint, names: Mapping[str, str]) -> Checkpoint:
 
     Raises UsageError (a name that is not there), CollisionError (one that is).
     """
-    (target,) = _targets(ck, ())
+    (target,) = targets_of(ck, ())
     entries = dict(target.entries)
     for new, old in names.items():
         if old not in entries:
@@ -412,7 +455,7 @@ def tie(ck: Checkpoint, names: Mapping[str, str]) -> Checkpoint:
         entries[new] = entries[old]
     node = with_paths(target.entries, entries, lambda paths: paths)
     notes = [f"tied {new} to {old}" for new, old in names.items()]
-    return _replaced(ck, {id(target.node): node}, [*notes, *_as_plain(target)], ())
+    return applied(ck, [Change(target, node, {}, notes)])
 
 
 @edit
@@ -422,11 +465,17 @@ def untie(ck: Checkpoint, names: Mapping[str, str]) -> Checkpoint:
 
     Names that are not there are passed over. Raises UsageError where the two differ.
     """
-    (target,) = _targets(ck, ())
+    (target,) = targets_of(ck, ())
     gone = {new for new in names if new in target.entries}
     for new in gone:
         one, other = as_tensor(target.entries[new]), as_tensor(target.entries.get(names[new]))
-        if one is None or other is None or not _same_memory(one, other):
+        if (
+            one is None
+            or other is None
+            or one.storage is None
+            or one.storage is not other.storage
+            or (one.offset, one.shape, one.stride) != (other.offset, other.shape, other.stride)
+        ):
             raise UsageError(
                 f"{new!r} is not tied to {names[new]!r}{target.place}: they may differ"
             )
@@ -434,139 +483,27 @@ def untie(ck: Checkpoint, names: Mapping[str, str]) -> Checkpoint:
     left = [name for name in target.names if name not in gone]
     node = with_paths(target.entries, entries, lambda paths: pruned_paths(paths, left))
     notes = [f"left out {new}, which is {names[new]}" for new in sorted(gone)]
-    return _replaced(ck, {id(target.node): node}, [*notes, *_as_plain(target)], ())
+    return applied(ck, [Change(target, node, {}, notes)])
 
 
-def _same_memory(one: Tensor, other: Tensor) -> bool:
-    same = one.storage is other.storage and one.storage is not None
-    return same and (one.offset, one.shape, one.stride) == (other.offset, other.shape, other.stride)
+def applied(ck: Checkpoint, changes: Sequence[Change], warnings: Iterable[str] = ()) -> Checkpoint:
+    """Return the checkpoint with the changes; its optimizers follow the new names."""
+    swap, notes = _swapped(ck, changes)
+    return _replaced(ck, swap, notes, warnings)
 
 
-@dataclass(frozen=True)
-class Rewritten:
-    """A mapping after a change of names: its entries, an edit of its ``_metadata``, and the notes
-    for the user. ``renamed`` are the names that optimizers follow.
-    """
-
-    entries: Mapping[Node, Node]
-    edit_metadata: Callable[[Paths], Paths]
-    notes: Sequence[str] = ()
-    warnings: Sequence[str] = ()
-    renamed: Mapping[str, str] = field(default_factory=dict)
-
-
-def rewrite(
-    ck: Checkpoint, edit: Callable[[Target], Rewritten], keys: Sequence[str] = ()
-) -> Checkpoint:
-    """Apply `edit` to the weights, or to the mappings at the paths in `keys`."""
-    edits = _Edits(list(_targets(ck, keys)))
-    for target in edits.targets:
-        new = edit(target)
-        node = with_paths(target.entries, new.entries, new.edit_metadata)
-        edits.put(target, node, new.renamed, new.notes)
-        edits.warnings += new.warnings
-    return edits.applied(ck)
-
-
-class _Edits:
-    """The mappings in place of the targets, their new names, and what to tell the user."""
-
-    def __init__(self, targets: list[Target]) -> None:
-        self.targets = targets
-        self.swap: dict[int, Node] = {}  # id of a node -> the node in its place
-        self.names: dict[str, str] = {}  # old -> new
-        self.notes: list[str] = []
-        self.warnings: list[str] = []
-
-    def put(
-        self, target: Target, new: Node, names: Mapping[str, str], notes: Iterable[str]
-    ) -> None:
-        """Replace the node of a target, whose weights are renamed by `names`."""
-        self.swap[id(target.node)] = new
-        self.names.update(names)
-        self.notes += [*notes, *_as_plain(target)]
-
-    def applied(self, ck: Checkpoint) -> Checkpoint:
-        """Return the checkpoint with all replacements; its optimizers follow the new names."""
-        nodes = [each.node for each in self.targets]
-        followers, notes = optimizers.followed(ck.root, self.names, nodes)
-        self.swap |= followers
-        return _replaced(ck, self.swap, [*self.notes, *notes], self.warnings)
-
-
-def _new_names(
-    target: Target, mapping: Mapping[str, str], substituted: Callable[[str], str]
-) -> dict[str, str]:
-    known = set(target.names)
-    for old, new in mapping.items():
-        if old not in known:
-            raise UsageError(
-                f"there is no key {old!r}{target.place} to rename",
-                hint=entries(old, [*target.names], "keys"),
-            )
-        if not isinstance(new, str) or not new:
-            raise UsageError(
-                f"{old!r} cannot be renamed to {new!r}: a name is a string that is not empty"
-            )
-    names = {}
-    for old in target.names:
-        new = mapping[old] if old in mapping else substituted(old)
-        if new != old:
-            names[old] = new
-    return names
-
-
-SECONDS = (
-    20  # for all matches of one list of substitutions: an expression may take exponential time
-)
-
-
-def _regex(pattern: str, replacement: str) -> Any:
-    import regex  # the engine of `re`, with a limit of time
-
-    try:
-        re.compile(pattern).sub(replacement, "")  # reads the replacement without a match, too
-        return regex.compile(pattern)
-    except (re.error, regex.error, IndexError, RecursionError, OverflowError) as error:
-        raise UsageError(
-            f"bad substitution {pattern!r} = {replacement!r}: {error}",
-            hint=r"a backslash before ( ) [ ] { } . * + ? | makes it plain: \( or \.",
-        ) from error
-
-
-class _Substitutions:
-    """Regular expressions and replacements, and which of them have changed a name."""
-
-    def __init__(self, pairs: Sequence[tuple[str, str]]) -> None:
-        self.pairs = [
-            (_regex(pattern, replacement), pattern, replacement) for pattern, replacement in pairs
-        ]
-        self.used: set[str] = set()
-        self.deadline = monotonic() + SECONDS
-
-    def __call__(self, old: str) -> str:
-        name = old
-        for regex, pattern, replacement in self.pairs:
-            before = name
-            try:
-                left = max(self.deadline - monotonic(), 0.001)
-                name = regex.sub(replacement, name, timeout=left)
-            except TimeoutError as error:
-                raise UsageError(
-                    f"the substitution {pattern!r} takes more than {SECONDS} seconds at {before!r}",
-                    hint="a repetition inside a repetition, as in (a+)+, takes exponential time",
-                ) from error
-            if name != before:
-                self.used.add(pattern)
-        if not name:
-            raise UsageError(f"the substitutions leave nothing of the name {old!r}")
-        return name
-
-    def without_effect(self, place: str) -> Iterator[NoEffect]:
-        """Yield a warning for each pattern that has changed no name."""
-        for _, pattern, _ in self.pairs:
-            if pattern not in self.used:
-                yield NoEffect(f"no key{place} is changed by the substitution {pattern!r}")
+def _swapped(ck: Checkpoint, changes: Sequence[Change]) -> tuple[dict[int, Node], list[str]]:
+    """Return the nodes that take the place of others, by their ids, and notes on that."""
+    swap: dict[int, Node] = {}
+    names: dict[str, str] = {}
+    notes: list[str] = []
+    for target, node, renamed, said in changes:
+        swap[id(target.node)] = node
+        names.update(renamed)
+        notes += [*said, *_as_plain(target)]
+    nodes = [each.target.node for each in changes]
+    followers, more = optimizers.followed(ck.root, names, nodes) if names else ({}, [])
+    return {**swap, **followers}, [*notes, *more]
 
 
 @edit
@@ -582,7 +519,7 @@ def select(
     dropped; one whose parameters cannot be told is dropped, with a warning. Raises UsageError for a
     glob that matches nothing, unless it is of `drop` and `missing_ok` allows that.
     """
-    (target,) = _targets(ck, ())
+    (target,) = targets_of(ck, ())
     if missing_ok:
         drop = [glob for glob in drop if any(fnmatchcase(name, glob) for name in target.names)]
         if not keep and not drop:
@@ -633,10 +570,22 @@ def _matching(target: Target, globs: Sequence[str], weights: Quantization) -> se
     return groups.completed(weights, found).intersection(target.names)
 
 
-def _targets(ck: Checkpoint, keys: Sequence[str]) -> Iterator[Target]:
-    """The weights, or the mappings that `keys` names."""
+def targets_of(ck: Checkpoint, keys: Sequence[str]) -> Iterator[Target]:
+    """Yield the weights, or the mappings that `keys` names."""
     if not keys:
-        yield _target(ck.required)
+        weights = ck.required
+        node = weights.node
+        if weights.is_module:
+            mapping = plain_state_dict(weights.nodes)
+            yield Target(weights.path, node, mapping, list(weights.nodes))
+            return
+        is_state_dict = paths_of(node) is not None
+        names = [
+            key
+            for key in _strings(node)
+            if is_state_dict or key in weights.nodes or "." in key or key == "_extra_state"
+        ]
+        yield Target(weights.path, node, node, names)
     seen: set[int] = set()
     for key in keys:
         path, node = find(ck.root, key)
@@ -647,19 +596,6 @@ def _targets(ck: Checkpoint, keys: Sequence[str]) -> Iterator[Target]:
             seen.add(id(node))
             mapping = plain_state_dict(entries) if entries is not node else entries
             yield Target(path, node, mapping, list(_strings(entries)))
-
-
-def _target(weights: Weights) -> Target:
-    node = weights.node
-    if weights.is_module:
-        return Target(weights.path, node, plain_state_dict(weights.nodes), list(weights.nodes))
-    is_state_dict = paths_of(node) is not None
-    names = [
-        key
-        for key in _strings(node)
-        if is_state_dict or key in weights.nodes or "." in key or key == "_extra_state"
-    ]
-    return Target(weights.path, node, node, names)
 
 
 def _strings(mapping: Mapping[Node, Node]) -> Iterator[str]:

@@ -299,7 +299,8 @@ def step(
         given = lazily(checkpoint)
     rules = rules.reversed() if options.reverse else rules
     work = _Step(checkpoint, rules, keep, options, given, number)
-    made = names.rewrite(checkpoint, work.rewritten, keys)
+    changes = [work.rewritten(target) for target in names.targets_of(checkpoint, keys)]
+    made = names.applied(checkpoint, changes, work.warnings)
     if work.reports:
         made = replace(made, reports=(*made.reports, *work.reports))
     if work.extras != checkpoint.extras:
@@ -329,9 +330,10 @@ class _Step:
         self.number = number
         self.is_relaid = False
         self.reports: list[Report] = []
+        self.warnings: list[str] = []
         self.relaid: dict[str, Target] = {}
 
-    def rewritten(self, target: names.Target) -> names.Rewritten:
+    def rewritten(self, target: names.Target) -> names.Change:
         tensors = {
             name: tensor
             for name in target.names
@@ -358,7 +360,9 @@ class _Step:
             entry = plural(len(lost), "_metadata entry")
             making.warnings.append(f"dropped {entry}: made of several that differ: {quoted(lost)}")
         moved = {} if making.is_relaid else {old: new for old, new in making.pairs if old != new}
-        return names.Rewritten(entries, lambda _: paths, [*making.notes()], making.warnings, moved)
+        self.warnings += making.warnings
+        node = names.with_paths(target.entries, entries, lambda _: paths)
+        return names.Change(target, node, moved, [*making.notes()])
 
     def _reversible(
         self, shapes: Mapping[str, tuple[int, ...]], outcome: RulesOutcome
