@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Container, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from copy import copy
+from dataclasses import replace
 from functools import partial
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 from ckptkit.core import arguments
 from ckptkit.core.checkpoint import Checkpoint, NoEffect, edit
@@ -21,7 +22,6 @@ from ckptkit.core.errors import UsageError
 from ckptkit.core.tensor import Storage, Tensor, TypedStorage
 from ckptkit.core.text import plural, quoted, typed
 from ckptkit.core.tree import Global, Node, Object, join, nodes, rebuild, walk
-from ckptkit.edits.nodes import moved
 
 # What torch can restore to, and the names that vendors give to `privateuseone`.
 DEVICES = (
@@ -29,9 +29,8 @@ DEVICES = (
     "privateuseone",
     "npu", "mlu", "musa", "gcu",
 )  # fmt: skip
-_VALID = re.compile(
-    rf"cpu|meta|(?:{'|'.join(DEVICES[1:])})(?::[0-9]{{1,4}})?"
-)  # torch cannot restore to `cpu:0`
+# torch cannot restore to `cpu:0`.
+_VALID = re.compile(rf"cpu|meta|(?:{'|'.join(DEVICES[1:])})(?::[0-9]{{1,4}})?")
 
 _DEVICE = Global("torch", "device")
 # Position of the device among the arguments of a call (torch/_utils.py).
@@ -41,16 +40,10 @@ _POSITIONS = {
     "_rebuild_device_tensor_from_cpu_tensor": 2,
     "_rebuild_xla_tensor": 2,
 }
-_FROM_TYPE = (
-    "_rebuild_from_type_v2",
-    "_rebuild_from_type",
-)  # called with function, class, arguments[, state]
+# Called with function, class, arguments[, state].
+_FROM_TYPE = ("_rebuild_from_type_v2", "_rebuild_from_type")
 
 Device: TypeAlias = Any  # a name, or a torch.device
-Remap = Callable[[str], str]
-T = TypeVar("T")
-Changed = TypeVar("Changed")
-Places: TypeAlias = list[tuple[T, str]]  # what names a device, and which
 
 
 @edit
@@ -63,87 +56,95 @@ def remap(
     ``torch.device`` values in the tree are listed, and changed where `values` is true. Raises
     UsageError for what is no device.
     """
+    places = _Places(ck.root)
     if isinstance(devices, Mapping):
-        devices = {_name(old): _name(new) for old, new in devices.items()}
+        named = {_name(old): _name(new) for old, new in devices.items()}
+        table = {
+            old if old in places.devices else check_device(old): check_device(new)
+            for old, new in named.items()
+        }
+        unused, asked = [old for old in named if old not in places.devices], list(named)
     else:
-        devices = _name(devices)
-    places = _Places.of(ck.root)
-    new = _mapping(devices, places.devices)
-    storages = _changed(places.storages, new, _tagged)
-    swap = _changed(places.calls, new, _with_device)
-    plain = _changed(places.values, new, _device_like)
-    notes = [
-        *_arrows("changed the device tag of", "storage", places.storages, new),
-        *_arrows("changed the argument of", "rebuild call", places.calls, new),
-    ]
+        target = check_device(_name(devices))
+        table = dict.fromkeys(places.devices - {"meta"}, target)
+        unused, asked = [], ["another device"]
+    table = {old: new for old, new in table.items() if new != old}
+    storages = {
+        key: replace(storage, device=table[storage.device])
+        for key, storage in places.storages.items()
+        if storage.device in table
+    }
+    swap = {
+        id(call): _with_device(call, table[device])
+        for call, device in places.calls
+        if device in table
+    }
+    plain = {
+        id(value): _device(table[device]) for value, device in places.values if device in table
+    }
+    notes = []
+    for verb, noun, found in (
+        ("changed the device tag of", "storage", [s.device for s in places.storages.values()]),
+        ("changed the argument of", "rebuild call", [device for _, device in places.calls]),
+        ("changed", "torch.device value", [device for _, device in places.values if values]),
+    ):
+        for device, number in sorted(Counter(found).items()):
+            if device in table:
+                notes.append(f"{verb} {plural(number, noun)}: {device} -> {table[device]}")
+    warnings: list[str] = []
+    there = ", ".join(sorted({storage.device for storage in places.storages.values()}))
+    if not there:
+        warnings.append(NoEffect("no device tags to change: there are no tensors"))
+    elif not notes or unused:
+        nothing = f"the storages are on {there}, none on {', '.join(unused or asked)}"
+        warnings.append(NoEffect(f"no device tags to change: {nothing}"))
     if values:
-        notes += _arrows("changed", "torch.device value", places.values, new)
         swap |= plain
-    warnings: list[str] = list(_without_effect(devices, places, bool(notes)))
-    if plain and not values:
-        warnings.append(_left(ck.root, plain.keys()))
+    elif plain:
+        paths = [
+            f"{join(path)} ({_text(node)})" for path, node in walk(ck.root) if id(node) in plain
+        ]
+        warnings.append(
+            f"left as they are: {plural(len(paths), 'torch.device value')}, {quoted(paths)}; "
+            f"{typed('--device-values', 'values=True')} changes them too"
+        )
     root = ck.root
     if storages or swap:
-        root = rebuild(root, partial(moved, storages=storages), swap)
+        root = rebuild(root, partial(_moved, storages=storages), swap)
     return ck.with_root(root, notes=notes, warnings=warnings)
 
 
-def _changed(
-    places: Places[T], new: Remap, make: Callable[[T, str], Changed]
-) -> dict[int, Changed]:
-    """Return what `make` gives for each place that moves, by its id."""
-    targets = {device: new(device) for device in {device for _, device in places}}
-    return {
-        id(each): make(each, targets[device])
-        for each, device in places
-        if targets[device] != device
-    }
+def _moved(leaf: Node, storages: Mapping[int, Storage]) -> Node:
+    """Return a leaf on the storage that replaces its own, by id; any other leaf as it is."""
+    if isinstance(leaf, Tensor) and id(leaf.storage) in storages:
+        return leaf.over(storages[id(leaf.storage)])
+    if isinstance(leaf, TypedStorage) and id(leaf.storage) in storages:
+        return replace(leaf, storage=storages[id(leaf.storage)])
+    return leaf
 
 
-@dataclass(frozen=True)
 class _Places:
     """Everything in a tree that names a device: storages, calls and ``torch.device`` values."""
 
-    storages: Places[Storage]
-    calls: Places[Object]
-    values: Places[Object]
-
-    @classmethod
-    def of(cls, root: Node) -> _Places:
-        storages: dict[int, Storage] = {}
-        calls: list[tuple[Object, str]] = []
-        values: list[Object] = []
+    def __init__(self, root: Node) -> None:
+        self.storages: dict[int, Storage] = {}
+        self.calls: list[tuple[Object, str]] = []  # with the device that each names
+        self.values: list[tuple[Object, str]] = []
         arguments: set[int] = set()
         for node in nodes(root):
             if isinstance(node, (Tensor, TypedStorage)):
                 if node.storage is not None:
-                    storages[id(node.storage)] = node.storage
+                    self.storages[id(node.storage)] = node.storage
             elif isinstance(node, Object):
-                if _is_device(node):
-                    values.append(node)
-                elif (argument := _argument(node)) is not None:
-                    calls.append((node, _text(argument)))
-                    arguments.add(id(argument))
-        return cls(
-            [(each, each.device) for each in storages.values()],
-            calls,
-            [(node, _text(node)) for node in values if id(node) not in arguments],
-        )
-
-    @property
-    def devices(self) -> set[str]:
-        return {device for _, device in (*self.storages, *self.calls, *self.values)}
-
-
-def _mapping(devices: str | Mapping[str, str], known: set[str]) -> Remap:
-    if isinstance(devices, str):
-        target = check_device(devices)
-        return lambda device: device if device == "meta" else target
-    table = {
-        old if old in known else check_device(old): check_device(new)
-        for old, new in devices.items()
-    }
-    return lambda device: table.get(device, device)
+                if node.global_ == _DEVICE:
+                    self.values.append((node, _text(node)))
+                elif (found := _call(node)) is not None:
+                    args, position = found
+                    self.calls.append((node, _text(args[position])))
+                    arguments.add(id(args[position]))
+        self.values = [each for each in self.values if id(each[0]) not in arguments]
+        self.devices = {device for _, device in (*self.calls, *self.values)}
+        self.devices |= {storage.device for storage in self.storages.values()}
 
 
 def _name(device: object) -> str:
@@ -163,56 +164,10 @@ def check_device(device: str) -> str:
     )
 
 
-def _tagged(storage: Storage, device: str) -> Storage:
-    return Storage(storage.record, device, storage.crc32, storage.big_endian)
-
-
-def _moves(device: str, new: Remap) -> bool:
-    return new(device) != device
-
-
-def _arrows(verb: str, noun: str, places: Places[Any], new: Remap) -> Iterator[str]:
-    for device, number in sorted(Counter(device for _, device in places).items()):
-        if _moves(device, new):
-            yield f"{verb} {plural(number, noun)}: {device} -> {new(device)}"
-
-
-def _without_effect(
-    devices: str | Mapping[str, str], places: _Places, changed: bool
-) -> Iterator[NoEffect]:
-    """Yield a warning if nothing is changed, or nothing on one of the devices of a mapping."""
-    there = ", ".join(sorted({device for _, device in places.storages}))
-    unused = (
-        [] if isinstance(devices, str) else [old for old in devices if old not in places.devices]
-    )
-    if not there:
-        yield NoEffect("no device tags to change: there are no tensors")
-    elif not changed or unused:
-        wanted = "another device" if isinstance(devices, str) else ", ".join(unused or devices)
-        yield NoEffect(f"no device tags to change: the storages are on {there}, none on {wanted}")
-
-
-def _left(root: Node, changing: Container[int]) -> str:
-    paths = [f"{join(path)} ({_text(node)})" for path, node in walk(root) if id(node) in changing]
-    return (
-        f"left as they are: {plural(len(paths), 'torch.device value')}, {quoted(paths)}; "
-        f"{typed('--device-values', 'values=True')} changes them too"
-    )
-
-
-def _is_device(node: Object) -> bool:
-    made = node.callable
-    return isinstance(made, Global) and made == _DEVICE
-
-
 def _text(node: Node) -> str:
-    """``cuda:1`` of that string, or of ``torch.device('cuda', 1)``."""
+    """Return ``cuda:1`` for that string, or for ``torch.device('cuda', 1)``."""
     args = node.args if isinstance(node, Object) and isinstance(node.args, tuple) else (node,)
     return ":".join(str(each) for each in args if isinstance(each, (str, int)))
-
-
-def _device_like(_: Object, device: str) -> Object:
-    return _device(device)
 
 
 def _device(device: str) -> Object:
@@ -220,31 +175,18 @@ def _device(device: str) -> Object:
     return Object(_DEVICE, (kind, int(index)) if index else (kind,))
 
 
-def _argument(node: Object) -> Node:
-    """Return the device argument of a call that rebuilds a tensor, None without one."""
-    found = _call(node)
-    if found is None:
-        return None
-    args, position = found
-    device = args[position]
-    says = isinstance(device, str) or (isinstance(device, Object) and _is_device(device))
-    return device if says else None
-
-
 def _call(node: Object) -> tuple[tuple[Node, ...], int] | None:
     """Return the arguments in which a rebuild call names its device, and where; None for others."""
     made, args = node.callable, node.args
-    if (
-        isinstance(made, Global)
-        and made.name in _FROM_TYPE
-        and isinstance(args, tuple)
-        and len(args) > 2
-    ):
+    is_nested = isinstance(made, Global) and made.name in _FROM_TYPE
+    if is_nested and isinstance(args, tuple) and len(args) > 2:
         made, args = args[0], args[2]
     position = _POSITIONS.get(made.name) if isinstance(made, Global) else None
     if position is None or not isinstance(args, tuple) or len(args) <= position:
         return None
-    return args, position
+    device = args[position]
+    is_named = isinstance(device, Object) and device.global_ == _DEVICE
+    return (args, position) if is_named or isinstance(device, str) else None
 
 
 def _with_device(node: Object, device: str) -> Object:
@@ -253,14 +195,6 @@ def _with_device(node: Object, device: str) -> Object:
     args, position = found
     value = device if isinstance(args[position], str) else _device(device)
     inner = (*args[:position], value, *args[position + 1 :])
-    new = Object(
-        node.callable, inner if args is node.args else (*node.args[:2], inner, *node.args[3:])
-    )
-    new.new, new.kwargs, new.steps, new.tensor, new.value = (
-        node.new,
-        node.kwargs,
-        node.steps,
-        node.tensor,
-        node.value,
-    )
+    new = copy(node)
+    new.args = inner if args is node.args else (*node.args[:2], inner, *node.args[3:])
     return new

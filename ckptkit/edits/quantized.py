@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import takewhile
 from typing import Any, NamedTuple
 
 from ckptkit import quantized
@@ -61,8 +62,10 @@ def dequantize(ck: Checkpoint, dtype: DTypeLike | None = None) -> Checkpoint:
             hint=f"`ckptkit inspect {{where}}` shows it; {typed('--cast float16', 'cast')} casts "
             "floats",
         )
-    ck = ck if own is None else own
-    return _without_groups(ck, quantized.find(ck) if own is not None else found, wanted)
+    if own is None:
+        return _without_groups(ck, found, wanted)
+    found = quantized.find(own)
+    return _without_groups(own, found, wanted) if found else own
 
 
 def target(name: DTypeLike) -> DType:
@@ -81,25 +84,37 @@ def target(name: DTypeLike) -> DType:
 
 
 def _without_groups(ck: Checkpoint, found: Quantization, wanted: DType | None) -> Checkpoint:
-    if not found:
-        return ck
     refuse_unread(ck, found)
     weights, view = ck.required, found.view
     assert view is not None
     types = {id(group): wanted or default_dtype(view, group) for group in found.groups}
-    names = [
-        name for name in weights.nodes if name not in found.by_member and name not in found.serving
-    ]
-    twice = [group.name for group in found.groups if group.name in names]
-    if twice:
-        raise CollisionError(
-            f"a dequantized weight and another would both be called {twice[0]!r}", where=ck.name
-        )
+    made_of = {*found.by_member, *found.serving}
+    names = {name for name in weights.nodes if name not in made_of}
+    twice = next((group.name for group in found.groups if group.name in names), None)
+    if twice is not None:
+        both = f"a dequantized weight and another would both be called {twice!r}"
+        raise CollisionError(both, where=ck.name)
     root, _ = exchanged(ck, found, types)
-    notes = [*_notes(found, types), *_dropped(found)]
+    kinds = Counter((group.label, types[id(group)].name) for group in found.groups)
+    notes = [
+        f"dequantized {plural(number, 'weight')}: {label} -> {dtype}"
+        for (label, dtype), number in kinds.items()
+    ]
+    parts = [name for name, group in found.by_member.items() if name != group.name]
+    if parts:
+        count = plural(len(parts), "tensor")
+        notes.append(f"left out {count} that they were made of: {quoted(parts)}")
+    if found.serving:
+        notes.append(f"left out what only quantized inference uses: {quoted(found.serving)}")
     companions, warnings = _without_quantization(ck)
+    # The strings of the container without those that describe quantized tensors.
+    extras = without(ck.extras, {*_HEADERS, *(group.name for group in found.groups)})
+    if "tensor_names" in ck.extras:
+        extras = {key: text for key, text in extras.items() if '"_type"' not in text}
+    if extras.get("format") == "mlx":
+        extras["format"] = "pt"
     ck = ck.with_root(root, notes=notes, warnings=warnings)
-    return replace(ck, extras=_header(ck.extras, found), companions=(*ck.companions, *companions))
+    return replace(ck, extras=extras, companions=(*ck.companions, *companions))
 
 
 def refuse_unread(ck: Checkpoint, found: Quantization) -> None:
@@ -115,31 +130,6 @@ def refuse_unread(ck: Checkpoint, found: Quantization) -> None:
     )  # fmt: skip
 
 
-def _notes(found: Quantization, types: Mapping[int, DType]) -> Iterator[str]:
-    kinds = Counter((group.label, types[id(group)].name) for group in found.groups)
-    for (label, dtype), number in kinds.items():
-        yield f"dequantized {plural(number, 'weight')}: {label} -> {dtype}"
-
-
-def _dropped(found: Quantization) -> Iterator[str]:
-    names = [name for name, group in found.by_member.items() if name != group.name]
-    if names:
-        yield f"left out {plural(len(names), 'tensor')} that they were made of: {quoted(names)}"
-    if found.serving:
-        yield f"left out what only quantized inference uses: {quoted(found.serving)}"
-
-
-def _header(metadata: Mapping[str, str], found: Quantization) -> dict[str, str]:
-    """The strings of the container without those that describe quantized tensors."""
-    gone = {*_HEADERS, *(group.name for group in found.groups)} if found else set()
-    kept = without(metadata, gone)
-    if "tensor_names" in metadata:
-        kept = {key: text for key, text in kept.items() if '"_type"' not in text}
-    if kept.get("format") == "mlx":
-        kept["format"] = "pt"
-    return kept
-
-
 def _without_quantization(ck: Checkpoint) -> tuple[list[tuple[str, bytes]], list[str]]:
     """``config.json`` without its quantization, and what to say about it."""
     config: dict[str, Any] = read_json_of(ck.source, "config.json")
@@ -153,8 +143,7 @@ def _without_quantization(ck: Checkpoint) -> tuple[list[tuple[str, bytes]], list
         "config.json says how the weights were quantized: its quantization_config is left out of a "
         "folder that is written, and must go from a copy beside a single file"
     )
-    text = json.dumps(kept, indent=2, ensure_ascii=False) + "\n"
-    return [("config.json", text.encode())], [warning]
+    return [_config_file(kept)], [warning]
 
 
 KINDS = ("fp8-block", "mxfp4")
@@ -180,7 +169,18 @@ def quantize(ck: Checkpoint, kind: str) -> Checkpoint:
     weights = ck.required
     done: list[str] = []
     left: list[str] = []
-    new = dict(_entries(mapping_of(weights), kind, done, left))
+    new: dict[Node, Node] = {}
+    for key, node in mapping_of(weights).items():
+        tensor = as_tensor(node)
+        is_weight = isinstance(key, str) and key.endswith(".weight")
+        if not is_weight or tensor is None or len(tensor.shape) != 2:
+            new[key] = node
+        elif _is_layer(key, tensor, kind):
+            done.append(key)
+            new.update(_quantized(key, tensor, kind))
+        else:
+            left.append(key)
+            new[key] = node
     if not done:
         raise UsageError(f"no weight is a matrix of blocks that {kind} has", where=ck.name)
     node = keys.with_paths(mapping_of(weights), new, lambda paths: paths)
@@ -188,25 +188,9 @@ def quantize(ck: Checkpoint, kind: str) -> Checkpoint:
     if left:
         notes.append(f"left as they are: {quoted(left)}")
     config = read_json_of(ck.source, "config.json")
-    companion = _with_quantization(config, kind, left) if config else []
+    companions = _with_quantization(config, kind, left) if config else []
     ck = ck.with_root(rebuild(ck.root, swap={id(weights.node): node}), notes=notes)
-    return replace(ck, companions=(*ck.companions, *companion))
-
-
-def _entries(
-    entries: Mapping[Node, Node], kind: str, done: list[str], left: list[str]
-) -> Iterator[tuple[Node, Node]]:
-    for key, node in entries.items():
-        tensor = as_tensor(node)
-        is_matrix = isinstance(key, str) and key.endswith(".weight") and tensor is not None
-        if not is_matrix or tensor is None or len(tensor.shape) != 2:
-            yield key, node
-        elif not _is_layer(key, tensor, kind):
-            left.append(key)
-            yield key, node
-        else:
-            done.append(key)
-            yield from _quantized(key, tensor, kind)
+    return replace(ck, companions=(*ck.companions, *companions))
 
 
 def _is_layer(name: str, tensor: Tensor, kind: str) -> bool:
@@ -218,28 +202,25 @@ def _is_layer(name: str, tensor: Tensor, kind: str) -> bool:
 
 
 def _quantized(name: str, tensor: Tensor, kind: str) -> Iterator[tuple[str, Tensor]]:
+    """Yield the codes and the scales of a matrix, with their names."""
     rows, columns = tensor.shape
+    if kind == "fp8-block":
+        parts = [
+            (name, "float8_e4m3fn", (rows, columns)),
+            (f"{name}_scale_inv", "float32", (rows // BLOCK, columns // BLOCK)),
+        ]
+    else:
+        parts = [
+            (f"{name}_packed", "uint8", (rows, columns // 2)),
+            (f"{name}_scale", "uint8", (rows, columns // GROUP)),
+        ]
     made = quantized_records(contiguous(tensor), kind, tensor.dtype, rows, columns, name)
-    names, types, shapes = _PARTS[kind](name, rows, columns)
-    for part, record, dtype, shape in zip(names, made, types, shapes, strict=True):
-        storage = Storage(record, tensor.device)
-        yield part, Tensor(storage, dtypes.BY_NAME[dtype], shape, contiguous_stride(shape))
+    for (part, dtype, shape), record in zip(parts, made, strict=True):
+        yield part, _contiguous(Storage(record, tensor.device), BY_NAME[dtype], shape)
 
 
-Parts = tuple[tuple[str, str], tuple[str, str], tuple[Shape, Shape]]
-
-
-def _fp8_parts(name: str, rows: int, columns: int) -> Parts:
-    shapes = (rows, columns), (rows // BLOCK, columns // BLOCK)
-    return (name, f"{name}_scale_inv"), ("float8_e4m3fn", "float32"), shapes
-
-
-def _mx_parts(name: str, rows: int, columns: int) -> Parts:
-    shapes = (rows, columns // 2), (rows, columns // GROUP)
-    return (f"{name}_packed", f"{name}_scale"), ("uint8", "uint8"), shapes
-
-
-_PARTS = {"fp8-block": _fp8_parts, "mxfp4": _mx_parts}
+def _contiguous(storage: Storage, dtype: DType, shape: Shape) -> Tensor:
+    return Tensor(storage, dtype, shape, contiguous_stride(shape))
 
 
 def _with_quantization(
@@ -262,10 +243,12 @@ def _with_quantization(
             "quantization_status": "compressed", "ignore": modules,
             "config_groups": {"group_0": {"targets": ["Linear"], "weights": scheme}},
         }  # fmt: skip
-    text = (
-        json.dumps({**config, "quantization_config": settings}, indent=2, ensure_ascii=False) + "\n"
-    )
-    return [("config.json", text.encode())]
+    return [_config_file({**config, "quantization_config": settings})]
+
+
+def _config_file(config: dict[str, Any]) -> tuple[str, bytes]:
+    text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
+    return "config.json", text.encode()
 
 
 _MADE_BY = Global("torch._utils", "_rebuild_qtensor")
@@ -283,60 +266,37 @@ def dequantized(ck: Checkpoint, dtype: DType) -> Checkpoint | None:
     What has no affine scheme stays as it is, which a warning says. Raises TensorError for a scale
     or zero point that torch could not have, CollisionError.
     """
-    new, left = _dequantized(ck.root, dtype)
-    weights = ck.selection
-    layers = list(_layers(weights)) if weights is not None else []
-    swap: dict[int, Node] = {key: tensor for key, (_, tensor) in new.items()}
-    if weights is not None and layers:
-        swap[id(weights.node)] = _with_layers(weights, layers)
-    warnings = (
-        [f"left as they are, with no affine scheme: {plural(left, 'quantized tensor')}"]
-        if left
-        else []
-    )
-    if not swap:
-        return ck.with_root(ck.root, warnings=warnings) if left else None
-    notes = _own_notes(new.values(), weights, layers, dtype)
-    return ck.with_root(rebuild(ck.root, swap=swap), notes=notes, warnings=warnings)
-
-
-def _own_notes(
-    new: Iterable[tuple[str, Tensor]], weights: Weights | None, layers: list[_Layer], target: DType
-) -> Iterator[str]:
-    for dtype, number in Counter(dtype for dtype, _ in new).items():
-        yield f"dequantized {plural(number, 'tensor')}: {dtype} -> {target}"
-    if layers:
-        yield (
-            f"unpacked {plural(len(layers), 'layer')}: "
-            f"{quoted([layer.name or '(root)' for layer in layers])}"
-        )
-        if weights is not None and weights.is_module:
-            yield f"the module ({weights.node.global_}) is now its plain state_dict"
-
-
-def _dequantized(root: Node, dtype: DType) -> tuple[dict[int, tuple[str, Tensor]], int]:
-    """Return the replacement of each quantized tensor, by id, with its former dtype; and the number
-    of tensors that cannot be converted.
-    """
-    new: dict[int, tuple[str, Tensor]] = {}
+    swap: dict[int, Node] = {}
+    olds: Counter[str] = Counter()  # the former dtypes
     left = 0
-    for node in nodes(root):
+    for node in nodes(ck.root):
         if not isinstance(node, Object) or node.tensor is None or node.callable != _MADE_BY:
             continue
-        scheme = _affine(node.args)
-        if scheme is None:
+        scheme = node.args[4] if len(node.args) == 7 else ()
+        is_named = isinstance(scheme, tuple) and scheme and isinstance(scheme[0], Global)
+        if not is_named or len(scheme) != _AFFINE.get(scheme[0].name):
             left += 1
-        else:
-            new[id(node)] = node.tensor.dtype.name, _float(dtype, node.tensor, *scheme)
-    return new, left
-
-
-def _affine(args: Node) -> tuple[Node, ...] | None:
-    """Scale and zero point, per channel also their axis; None for another scheme."""
-    scheme = args[4] if len(args) == 7 else ()
-    if not isinstance(scheme, tuple) or not scheme or not isinstance(scheme[0], Global):
-        return None
-    return scheme[1:] if len(scheme) == _AFFINE.get(scheme[0].name) else None
+            continue
+        olds[node.tensor.dtype.name] += 1
+        swap[id(node)] = _float(dtype, node.tensor, *scheme[1:])
+    notes = [
+        f"dequantized {plural(number, 'tensor')}: {old} -> {dtype}" for old, number in olds.items()
+    ]
+    weights = ck.selection
+    layers = [] if weights is None else list(_layers(weights))
+    if weights is not None and layers:
+        swap[id(weights.node)] = _with_layers(weights, layers)
+        names = quoted([layer.name or "(root)" for layer in layers])
+        notes.append(f"unpacked {plural(len(layers), 'layer')}: {names}")
+        if weights.is_module:
+            notes.append(f"the module ({weights.node.global_}) is now its plain state_dict")
+    warnings = []
+    if left:
+        count = plural(left, "quantized tensor")
+        warnings.append(f"left as they are, with no affine scheme: {count}")
+    if not swap:
+        return ck.with_root(ck.root, warnings=warnings) if left else None
+    return ck.with_root(rebuild(ck.root, swap=swap), notes=notes, warnings=warnings)
 
 
 def _float(dtype: DType, tensor: Tensor, scale: Node, zero_point: Node, axis: Node = 0) -> Tensor:
@@ -347,8 +307,7 @@ def _float(dtype: DType, tensor: Tensor, scale: Node, zero_point: Node, axis: No
     )
     record = dequantized_record(tensor, scale, zero_point, axis)
     record = cast_record(record, BY_NAME["float32"], dtype, big_endian=False)
-    storage = Storage(record, tensor.storage.device)
-    return Tensor(storage, dtype, tensor.shape, contiguous_stride(tensor.shape))
+    return _contiguous(Storage(record, tensor.storage.device), dtype, tensor.shape)
 
 
 class _Layer(NamedTuple):
@@ -367,7 +326,13 @@ class _Layer(NamedTuple):
 
 def _layers(weights: Weights) -> Iterator[_Layer]:
     """The packed layers, with names that no other layer or weight has."""
-    found = [(path, *_names(path), tensors) for path, tensors in _packed(weights.node)]
+    found: list[tuple[Path, str, str, dict[str, Node]]] = []
+    for path, tensors in _packed(weights.node):
+        parts = [part for part in _parts(path) if part != "_modules"]
+        # With the short name that it had before it was packed, and with one that is unique.
+        before = ".".join(takewhile(lambda part: part not in _PACKING, parts))
+        unique = ".".join(part for part in parts if part != _STATE)
+        found.append((path, before, unique, tensors))
     short_names = Counter(short for _, short, _, _ in found)
     for path, short, long, tensors in found:
         layer = _Layer(path, short, tensors)
@@ -377,15 +342,6 @@ def _layers(weights: Weights) -> Iterator[_Layer]:
         yield layer if free else layer._replace(name=long)
 
 
-def _names(path: Path) -> tuple[str, str]:
-    """Name a layer by the place where it is packed: with the short name that it had before, and
-    with one that is unique.
-    """
-    parts = [part for part in _parts(path) if part != "_modules"]
-    short = parts[: next((i for i, part in enumerate(parts) if part in _PACKING), len(parts))]
-    return ".".join(short), ".".join(part for part in parts if part != _STATE)
-
-
 def _packed(root: Node) -> Iterator[tuple[Path, dict[str, Node]]]:
     """The outermost tuples that pack one weight, perhaps with its bias, and these two. A tied layer
     is met again."""
@@ -393,32 +349,26 @@ def _packed(root: Node) -> Iterator[tuple[Path, dict[str, Node]]]:
     holder: Object | None = None
     for path, node in walk(root):
         holder = node if isinstance(node, Object) else holder
-        if not isinstance(node, tuple) or id(node) in inside or not _is_packing(path):
+        if not isinstance(node, tuple) or id(node) in inside:
+            continue
+        if not any(part in _PACKING for part in _parts(path)):
             continue
         parts, nested = _flat(node)
         inside |= nested
         tensors = [part for part in parts if as_tensor(part) is not None]
         chosen = [part for part in tensors if _kind(part) == "quantized"]
-        if not chosen and _is_packer(holder, node):
-            chosen = tensors[:1]
+        # The state of an object that packs the parameters of a layer.
+        if not chosen and holder is not None and holder.state is node:
+            chosen = tensors[:1] if str(holder.global_).endswith(_PACKER) else []
         if len(chosen) == 1:
             after = tensors[tensors.index(chosen[0]) + 1 :]
             biases = [part for part in after if _kind(part) == "float"]
             yield path, dict(zip(("weight", "bias"), (*chosen, *biases), strict=False))
 
 
-def _is_packer(holder: Object | None, node: Node) -> bool:
-    """Return whether a node is the state of an object that packs the parameters of a layer."""
-    return holder is not None and holder.state is node and str(holder.global_).endswith(_PACKER)
-
-
 def _parts(path: Path) -> Iterator[str]:
     """Yield the parts of the dotted names in a path."""
     return flatten(key_text(key).split(".") for key in path)
-
-
-def _is_packing(path: Path) -> bool:
-    return any(part in _PACKING for part in _parts(path))
 
 
 def _kind(node: Node) -> str | None:
@@ -450,9 +400,8 @@ def _with_layers(weights: Weights, layers: list[_Layer]) -> Node:
     by_key: dict[Node, list[_Layer]] = defaultdict(list)
     for layer in layers:
         by_key[layer.path[0]].append(layer)
-    dtypes = {
-        f"{key.rpartition('.')[0]}.dtype" for key in by_key
-    }  # fc._packed_params.dtype = torch.qint8
+    # fc._packed_params.dtype = torch.qint8
+    dtypes = {f"{key.rpartition('.')[0]}.dtype" for key in by_key}
     pairs: list[tuple[str, Node]] = []
     for key, node in weights.node.items():
         if key in by_key:
@@ -465,8 +414,6 @@ def _with_layers(weights: Weights, layers: list[_Layer]) -> Node:
 def _unique(pairs: list[tuple[str, Node]]) -> dict[str, Node]:
     new = dict(pairs)
     if len(new) < len(pairs):
-        twice = next(
-            name for name, number in Counter(name for name, _ in pairs).items() if number > 1
-        )
+        ((twice, _),) = Counter(name for name, _ in pairs).most_common(1)
         raise CollisionError(f"a packed layer and another weight would both be called {twice!r}")
     return new

@@ -2,11 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from ckptkit.core.errors import TensorError
 from ckptkit.core.text import guess, plural, quoted
 from ckptkit.core.tree import Global, Node, Object, OrderedMapping, Pairs, SetNode, nodes
-from ckptkit.edits.nodes import moved
-from tests.edits.trees import storage, tensor
+from tests.edits.trees import tensor
 
 
 def built(leaf: Node) -> Object:
@@ -45,22 +43,6 @@ def test_nodes_of_cycles_and_deep_trees() -> None:
     for _ in range(100_000):
         deep = [deep]
     assert sum(1 for _ in nodes(deep)) == 100_001
-
-
-def test_moved_leaves_what_is_on_other_storages() -> None:
-    leaf = tensor()
-    assert moved(leaf, {}) is leaf
-    assert moved(Global("a", "B"), {}) == Global("a", "B")
-
-
-def test_moved_checks_a_storage_of_another_size() -> None:
-    """One of as many bytes holds all elements; a larger one does too, a smaller one may not."""
-    leaf = tensor(2, kind="parameter")
-    for size in (8, 12):
-        new = moved(leaf, {id(leaf.storage): storage(bytes(size), "cuda:0")})
-        assert (new.device, new.storage.nbytes, new.kind) == ("cuda:0", size, "parameter")
-    with pytest.raises(TensorError, match="need 8 bytes of a storage of 4"):
-        moved(leaf, {id(leaf.storage): storage(bytes(4))})
 
 
 def test_words() -> None:
