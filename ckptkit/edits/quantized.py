@@ -272,7 +272,7 @@ def dequantized(ck: Checkpoint, dtype: DType) -> Checkpoint | None:
     for node in nodes(ck.root):
         if not isinstance(node, Object) or node.tensor is None or node.callable != _MADE_BY:
             continue
-        scheme = node.args[4] if len(node.args) == 7 else ()
+        scheme: Node = node.args[4] if len(node.args) == 7 else ()
         is_named = isinstance(scheme, tuple) and scheme and isinstance(scheme[0], Global)
         if not is_named or len(scheme) != _AFFINE.get(scheme[0].name):
             left += 1
