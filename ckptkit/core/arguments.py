@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
 from typing import Any, TypeVar
 
@@ -86,12 +86,6 @@ def tolerances(**values: object) -> None:
             raise wrong(name, "a number from 0 on", value)
 
 
-def instance(name: str, kind: type, value: object) -> None:
-    """Check an argument that is of a class, or None."""
-    if value is not None and not isinstance(value, kind):
-        raise wrong(name, f"of class {kind.__name__}", value)
-
-
 def path(name: str, value: object) -> str:
     """Return an argument that is a path or URL."""
     if not isinstance(value, (str, os.PathLike)):
@@ -110,20 +104,6 @@ _PATHS = {
     "source": "a path, a URL, bytes, a binary file object, a mapping or a Checkpoint",
     "destination": "a path or URL",
 }
-
-
-def choice(name: str, value: object, known: Sequence[str]) -> None:
-    """Check an argument that is one of a few words."""
-    if value not in known:
-        raise wrong(name, " or ".join(map(repr, known)), value)
-
-
-def count(name: str, value: object, most: int) -> None:
-    """Check an argument that is a whole number from 1 to `most`, or None."""
-    if value is None:
-        return
-    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
-        raise wrong(name, f"a whole number from 1 to {most:,}", value)
 
 
 def module(name: str, value: object) -> None:

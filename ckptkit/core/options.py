@@ -18,6 +18,7 @@ _WORDS = {
     "objects": ("keep", "drop", "error"),
     "ties": ("alias", "duplicate"),
 }
+_COUNTS = {"shard_size": 1 << 62, "ranks": 1 << 16}  # the most of each
 # What decides the bytes of an output, besides the checkpoint and the format.
 LAYOUT = ("objects", "ties", "everything", "shard_size", "ranks", "extras", "sidecars", "check")
 
@@ -79,17 +80,24 @@ class Options:
 
     def __post_init__(self) -> None:
         for name, words in _WORDS.items():
-            arguments.choice(name, getattr(self, name), words)
-        arguments.flags(**{name: getattr(self, name) for name in _FLAGS})
-        arguments.count("shard_size", self.shard_size, 1 << 62)
-        arguments.count("ranks", self.ranks, 1 << 16)
+            if getattr(self, name) not in words:
+                meant = " or ".join(map(repr, words))
+                raise arguments.wrong(name, meant, getattr(self, name))
+        for name in _FLAGS:
+            if not isinstance(getattr(self, name), (int, type(None))):
+                raise arguments.wrong(name, "True or False", getattr(self, name))
+        for name, most in _COUNTS.items():
+            value = getattr(self, name)
+            is_whole = isinstance(value, int) and not isinstance(value, bool)
+            if value is not None and not (is_whole and 1 <= value <= most):
+                raise arguments.wrong(name, f"a whole number from 1 to {most:,}", value)
         for name in ("key", "parts", "format"):
-            if getattr(self, name) is not None:
-                arguments.text(name, getattr(self, name))
+            if not isinstance(getattr(self, name), (str, type(None))):
+                raise arguments.wrong(name, "a string", getattr(self, name))
         if self.executor is not None and not hasattr(self.executor, "submit"):
             raise arguments.wrong("executor", "a concurrent.futures.Executor", self.executor)
-        if self.progress is not None:
-            arguments.function("progress", self.progress)
+        if self.progress is not None and not callable(self.progress):
+            raise arguments.wrong("progress", "a function", self.progress)
 
     def changed(self, changes: dict[str, Any]) -> Options:
         """Return these options with others in `changes`. Raises ArgumentError for unknown ones."""
@@ -113,5 +121,6 @@ DEFAULT = Options()
 
 def made(options: Options | None, changes: dict[str, Any]) -> Options:
     """Return the options that a caller gave, with the changes that were named beside them."""
-    arguments.instance("options", Options, options)
+    if not isinstance(options, (Options, type(None))):
+        raise arguments.wrong("options", "of class Options", options)
     return (options or DEFAULT).changed(changes)

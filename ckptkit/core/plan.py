@@ -108,16 +108,13 @@ class Plan:
     @property
     def folders(self) -> list[str]:
         """The names of the folders inside the output, outer ones first."""
-        names = {file.name.rpartition("/")[0] for file in self.files}
-        return sorted(set(chain.from_iterable(map(_and_above, names))))
+        parts = [file.name.split("/") for file in self.files]
+        return sorted({"/".join(each[:n]) for each in parts for n in range(1, len(each))})
 
     def sources(self) -> list[ByteSource]:
         """Return every source that bytes come from, once."""
-        found: dict[int, ByteSource] = {}
-        for file in self.files:
-            for source in sources(file.segments):
-                found.setdefault(id(source), source)
-        return list(found.values())
+        every = chain.from_iterable(sources(file.segments) for file in self.files)
+        return list({id(source): source for source in every}.values())
 
     def __repr__(self) -> str:
         return f"<Plan of {plural(len(self.files), 'file')}, {self.size:,} bytes>"
@@ -135,12 +132,6 @@ class Plan:
                 f"{computed:,} computed, {written:,} written in {len(file.segments):,} segments"
             )
         return "\n".join(lines)
-
-
-def _and_above(folder: str) -> Iterator[str]:
-    while folder:
-        yield folder
-        folder = folder.rpartition("/")[0]
 
 
 class Edit(NamedTuple):

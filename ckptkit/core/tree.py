@@ -436,56 +436,50 @@ def find(root: Node, dotted: str) -> tuple[Path, Node]:
 # Copies
 
 
-class Rebuild:
-    """Copy a tree, leaf by leaf through a function, keeping all sharing and all cycles.
+def rebuild(
+    root: Node,
+    leaf: Callable[[Node], Node] = lambda node: node,
+    swap: Mapping[int, Node] | None = None,
+) -> Node:
+    """Copy the tree with `leaf` applied to each leaf once, and nodes replaced as in `swap` (by id).
 
-    ``swap`` maps the id of a node to the node that replaces it wherever it occurs (and which is
-    copied in its turn, but not replaced again). Iterative: shells of mutable nodes are made at once
-    and filled from a queue; only tuples wait for what they hold, and a tuple can reach itself only
-    through a mutable node.
+    A node of `swap` is copied in its turn, but not replaced again. All sharing and all cycles are
+    kept. Numbers, strings, bytes and None are neither passed to `leaf` nor replaced.
+    """
+    work = _Rebuild(leaf, swap or {})
+    new_root = work.copy(root)
+    while work.queue:
+        new, old = work.queue.pop(), work.queue.pop()
+        work.fill(old, new)
+    return new_root
+
+
+class _Rebuild:
+    """Copies of nodes. Iterative: shells of mutable nodes are made at once and filled from a queue;
+    only tuples wait for what they hold, and a tuple can reach itself only through a mutable node.
     """
 
-    def __init__(
-        self, leaf: Callable[[Node], Node], swap: Mapping[int, Node] | None = None
-    ) -> None:
+    def __init__(self, leaf: Callable[[Node], Node], swap: Mapping[int, Node]) -> None:
+        self.queue: list[Node] = []  # old and new in turns: a tuple for each takes memory
         self._leaf = leaf
-        self._swap = swap or {}
+        self._swap = swap
         self._made: dict[int, Node] = {}
         self._keep: list[Node] = []  # ids in _made stay taken
-        self._queue: list[Node] = []  # old and new in turns: a tuple for each takes memory
 
-    def __call__(self, root: Node) -> Node:
-        new_root = self._copy(root)
-        while self._queue:
-            new, old = self._queue.pop(), self._queue.pop()
-            self._fill(old, new)
-        return new_root
-
-    def _copy(self, node: Node) -> Node:
-        if node.__class__ in PLAIN_TYPES:
-            return node
-        return self._place(self._swap.get(id(node), node))
-
-    def _place(self, node: Node) -> Node:
-        """Return the copy of a node that is not to be replaced (any more)."""
+    def copy(self, node: Node, is_replaced: bool = False) -> Node:
+        """Return the copy of a node, or its shell."""
+        if node.__class__ not in PLAIN_TYPES and not is_replaced:
+            node = self._swap.get(id(node), node)
         if id(node) in self._made:
             return self._made[id(node)]
         if node.__class__ in PLAIN_TYPES:
             return node
-        if node.__class__ is dict:
-            return self._shell(node)
-        if node.__class__ is not Tensor:  # most are
-            if isinstance(node, tuple):
-                return self._tuple(node)
-            if not isinstance(node, LEAVES):
-                return self._shell(node)
-        self._keep.append(node)
-        self._made[id(node)] = made = self._leaf(node)
-        return made
-
-    def _shell(self, node: Node) -> Node:
+        if isinstance(node, tuple):
+            return self._tuple(node)
         new: Node
-        if isinstance(node, OrderedMapping):
+        if isinstance(node, LEAVES):
+            new = self._leaf(node)
+        elif isinstance(node, OrderedMapping):
             new = OrderedMapping()
         elif isinstance(node, dict):
             new = {}
@@ -499,13 +493,27 @@ class Rebuild:
             new = Object(None, new=node.new)
         self._keep.append(node)
         self._made[id(node)] = new
-        self._queue += (node, new)
+        if not isinstance(node, LEAVES):
+            self.queue += (node, new)
         return new
 
-    def _fill(self, old: Node, new: Node) -> None:
-        copy = self._copy
+    def fill(self, old: Node, new: Node) -> None:
+        """Copy what a mutable node holds into its shell."""
+        copy, plain, made, swap = self.copy, PLAIN_TYPES, self._made, self._swap
         if isinstance(old, dict):
-            self._fill_dict(old, new)
+            leaf, keep = self._leaf, self._keep.append
+            for key, value in old.items():  # tensors without a call for each but that of the leaf
+                place = id(value)
+                if value.__class__ in plain:
+                    other = value
+                elif value.__class__ is not Tensor or place in made or place in swap:
+                    other = copy(value)
+                else:
+                    keep(value)
+                    other = made[place] = leaf(value)
+                new[key if key.__class__ in plain else copy(key)] = other
+            if isinstance(old, OrderedMapping):
+                new.state = copy(old.state)
         elif isinstance(old, list):
             new.extend(map(copy, old))
         elif isinstance(old, SetNode):
@@ -516,72 +524,37 @@ class Rebuild:
         else:
             self._fill_object(old, new)
 
-    def _fill_dict(self, old: dict[Node, Node], new: Node) -> None:
-        """Copy the items of a dict; its tensors without a call for each but that of the leaf."""
-        copy, plain, made, swap = self._copy, PLAIN_TYPES, self._made, self._swap
-        leaf, keep = self._leaf, self._keep.append
-        for key, value in old.items():
-            place = id(value)
-            if value.__class__ in plain:
-                other = value
-            elif value.__class__ is not Tensor or place in made or place in swap:
-                other = copy(value)
-            else:
-                keep(value)
-                other = made[place] = leaf(value)
-            new[key if key.__class__ in plain else copy(key)] = other
-        if isinstance(old, OrderedMapping):
-            new.state = copy(old.state)
-
     def _fill_object(self, old: Object, new: Object) -> None:
-        copy = self._copy
+        copy = self.copy
         new.callable, new.args, new.kwargs = copy(old.callable), copy(old.args), copy(old.kwargs)
         for step, value in old.steps:
             if step == "build":
-                new.steps.append((step, copy(value)))
+                items = copy(value)
             elif step == "set":
-                new.steps.append((step, [(copy(key), copy(item)) for key, item in value]))
+                items = [(copy(key), copy(item)) for key, item in value]
             else:
-                new.steps.append((step, [copy(item) for item in value]))
+                items = [copy(item) for item in value]
+            new.steps.append((step, items))
         new.tensor = None if old.tensor is None else copy(old.tensor)
         new.value = old.value
 
-    def _tuple(self, root: tuple[Node, ...]) -> tuple[Node, ...]:
+    def _tuple(self, root: tuple[Node, ...]) -> Node:
         """Copy nested tuples in post-order; all else in them has a copy or a shell at once."""
-        waiting = [root]
+        made, waiting = self._made, [root]
         while waiting:
             node = waiting[-1]
-            if id(node) in self._made:
-                waiting.pop()
-                continue
-            inner = [
-                each if each.__class__ in PLAIN_TYPES else self._swap.get(id(each), each)
-                for each in node
-            ]
-            missing = [
-                each for each in inner if isinstance(each, tuple) and id(each) not in self._made
-            ]
-            if missing:
-                waiting.extend(missing)
-                continue
-            items = [
-                self._made[id(each)] if isinstance(each, tuple) else self._place(each)
-                for each in inner
-            ]
-            self._keep.append(node)
-            self._made[id(node)] = tuple(items)
+            if id(node) not in made:
+                inner = [
+                    each if each.__class__ in PLAIN_TYPES else self._swap.get(id(each), each)
+                    for each in node
+                ]
+                missing = [
+                    each for each in inner if isinstance(each, tuple) and id(each) not in made
+                ]
+                if missing:
+                    waiting.extend(missing)
+                    continue
+                self._keep.append(node)
+                made[id(node)] = tuple(self.copy(each, is_replaced=True) for each in inner)
             waiting.pop()
-        made: tuple[Node, ...] = self._made[id(root)]
-        return made
-
-
-def rebuild(
-    root: Node,
-    leaf: Callable[[Node], Node] = lambda node: node,
-    swap: Mapping[int, Node] | None = None,
-) -> Node:
-    """Copy the tree with `leaf` applied to each leaf once, and nodes replaced as in `swap` (by id).
-
-    Numbers, strings, bytes and None are neither passed to `leaf` nor replaced.
-    """
-    return Rebuild(leaf, swap)(root)
+        return made[id(root)]

@@ -8,7 +8,7 @@ give, read without its class. numpy arrays count where there is nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
@@ -154,18 +154,43 @@ def locate(root: Node, key: str | None = None) -> Weights | None:
     mapping of tensors.
     """
     if key is not None:
-        return _named(root, key)
-    for qualifies in (_is_pure, _is_arrays, _is_mixed):
-        if (nodes := _read(root, qualifies)) is not None:
+        path, node = find(root, key)
+        for rule in _RULES:
+            if (nodes := _read(node, rule)) is not None:
+                return Weights(path, node, nodes)
+        raise UsageError(
+            f"the entry {key!r} is not a mapping of tensors",
+            hint="`ckptkit inspect --tree {where}` shows the entries",
+        )
+    for rule in _RULES:
+        if (nodes := _read(root, rule)) is not None:
             return Weights((), root, nodes)
-        found = _without_graphs(_search(root, qualifies))
-        known = list(_well_known(root, found))
-        if qualifies is _is_pure and not known:
-            known = _mostly(root)
+        found = _search(root, rule)
+        # Entries of the root under a well-known name; other names of the same node do not matter.
+        by_node = {id(node): (node, nodes) for _, node, nodes in found}
+        entries = {name: child for name, child in children(root) if name.__class__ is str}
+        known: list[Found] = [
+            ((name,), *by_node[id(entries[name])])
+            for name in WELL_KNOWN
+            if id(entries.get(name)) in by_node
+        ]
+        if rule == _PURE and not known:
+            # One whose values are mostly tensors: packed weights, the states of metrics and the
+            # like may be among them. Else the root may be meant as well.
+            known = [
+                ((name,), entries[name], nodes)
+                for name in WELL_KNOWN
+                if (nodes := _read_most(entries.get(name))) is not None
+            ]
             if not known and found and (nodes := _read_most(root)) is not None:
-                found = [((), root, nodes), *found]  # the root may be meant as well
+                found = [((), root, nodes), *found]
         if not known and len(found) > 1:
-            raise _ambiguous([path for path, _, _ in found])
+            names = [join(path) or "(root)" for path, _, _ in found]
+            more = "..." if len(names) > 8 else ""
+            raise AmbiguousError(
+                f"{len(names)} entries could be the weights: {', '.join(names[:8])}{more}",
+                hint=f"choose one, e.g. {typed_value('key', join(found[0][0]))}",
+            )
         if known or found:
             path, node, nodes = (known or found)[0]
             others = tuple(place for place, other, _ in found if other is not node)
@@ -178,55 +203,29 @@ def state_dicts(root: Node) -> Iterator[tuple[Node, dict[str, Node]]]:
 
     Of those inside one another only the outermost, and optimizers not.
     """
-    nodes = _read(root, _is_pure)
+    nodes = _read(root, _PURE)
     if nodes is not None:
         yield root, nodes
         return
-    for _, node, nodes in _without_graphs(_search(root, _is_pure)):
+    for _, node, nodes in _search(root, _PURE):
         yield node, nodes
 
 
-def _ambiguous(paths: list[Path]) -> AmbiguousError:
-    """Return the error for several entries that could be the weights."""
-    names = [join(path) or "(root)" for path in paths]
-    more = "..." if len(names) > 8 else ""
-    first = join(paths[0])
-    return AmbiguousError(
-        f"{len(names)} entries could be the weights: {', '.join(names[:8])}{more}",
-        hint=f"choose one, e.g. {typed_value('key', first)}",
-    )
+# A state_dict: a mapping whose values are tensors alone; or arrays of numpy too; or of which some
+# are.
+_PURE, _ARRAYS, _MIXED = _RULES = ("pure", "arrays", "mixed")
+# States of generators of random numbers: of torch on the CPU and on a GPU, and of numpy (MT19937).
+_GENERATORS = {
+    ("tensor", "uint8", (5056,)),
+    ("tensor", "uint8", (16,)),
+    ("ndarray", "uint32", (624,)),
+}
+_MOST = 64  # entries of a mapping of generator states
+
+Found = tuple[Path, Node, dict[str, Node]]
 
 
-def _named(root: Node, key: str) -> Weights:
-    path, node = find(root, key)
-    for qualifies in (_is_pure, _is_arrays, _is_mixed):
-        if (nodes := _read(node, qualifies)) is not None:
-            return Weights(path, node, nodes)
-    raise UsageError(
-        f"the entry {key!r} is not a mapping of tensors",
-        hint="`ckptkit inspect --tree {where}` shows the entries",
-    )
-
-
-Kinds = set["str | None"]  # of the values of a mapping; None stands for what is no tensor
-
-
-def _is_pure(kinds: Kinds) -> bool:
-    return kinds.isdisjoint((None, "ndarray"))
-
-
-def _is_arrays(kinds: Kinds) -> bool:
-    return bool(kinds) and None not in kinds
-
-
-def _is_mixed(kinds: Kinds) -> bool:
-    return not kinds <= {None}
-
-
-Rule = Callable[[Kinds], bool]
-
-
-def _read(node: Node, qualifies: Rule) -> dict[str, Node] | None:
+def _read(node: Node, rule: str) -> dict[str, Node] | None:
     """Return names and nodes if `node` is a state_dict by this rule, else None."""
     if isinstance(node, Object):
         return module_state(node)
@@ -237,8 +236,17 @@ def _read(node: Node, qualifies: Rule) -> dict[str, Node] | None:
         del named[key]
     tensors = [value if value.__class__ is Tensor else as_tensor(value) for value in named.values()]
     kinds = {None if each is None else each.kind for each in tensors}
-    if not qualifies(kinds) or _are_generators(tensors):
+    fits = {
+        _PURE: kinds.isdisjoint((None, "ndarray")),
+        _ARRAYS: bool(kinds) and None not in kinds,
+        _MIXED: not kinds <= {None},
+    }
+    if not fits[rule]:
         return None
+    if len(tensors) <= _MOST:  # rng_state.pth
+        found = {(t.kind, t.dtype.name, t.shape) for t in tensors if t is not None}
+        if found and found <= _GENERATORS:
+            return None
     if None not in kinds:
         return named
     return {
@@ -248,40 +256,59 @@ def _read(node: Node, qualifies: Rule) -> dict[str, Node] | None:
     }
 
 
-# States of generators of random numbers: of torch on the CPU and on a GPU, and of numpy (MT19937).
-_GENERATORS = (
-    ("tensor", "uint8", (5056,)),
-    ("tensor", "uint8", (16,)),
-    ("ndarray", "uint32", (624,)),
-)
+def _read_most(node: Node) -> dict[str, Node] | None:
+    """Return names and nodes if `node` is a mapping whose values are mostly tensors, else None."""
+    nodes = _read(node, _MIXED) if isinstance(node, dict) else None
+    return nodes if nodes and 2 * len(nodes) > len(node) else None
 
 
-def _are_generators(values: list[Tensor | None]) -> bool:
-    """Return whether all tensors are states of random number generators (``rng_state.pth``)."""
-    kinds = [
-        (each.kind, each.dtype.name, each.shape) for each in values[:_MOST] if each is not None
-    ]
-    return bool(kinds) and len(values) <= _MOST and all(kind in _GENERATORS for kind in kinds)
+def _search(root: Node, rule: str) -> list[Found]:
+    """Return the outermost state_dicts below the root, each once, leaving out optimizers.
+
+    Graph data of PyTorch Geometric are left out too.
+    """
+    waiting: list[tuple[Path, Node]] = [((), root)]
+    seen: set[int] = set()
+    found: list[Found] = []
+    while waiting:
+        path, node = waiting.pop()
+        if id(node) in seen or len(path) > LIMITS.depth:
+            continue
+        seen.add(id(node))
+        nodes = _read(node, rule) if path else None
+        if nodes:
+            found.append((path, node, nodes))
+        elif rule == _MIXED and isinstance(node, Object) and node.global_ in _NUMPY:
+            continue  # such as metrics: weights in an array of objects are arrays alone
+        elif not is_optimizer(node) and as_tensor(node) is None:
+            below = [
+                ((*path, key), child) for key, child in children(node) if isinstance(child, _OPEN)
+            ]
+            waiting.extend(reversed(below))
+    if any(path[-1].__class__ is int for path, _, _ in found):
+        return _without_graphs(found)
+    return found
 
 
-_MOST = 64  # entries of a mapping of generator states
+_OPEN = (dict, list, tuple, Object)  # the nodes that are searched
+_NUMPY = tuple(Global(f"numpy.{core}.multiarray", "_reconstruct") for core in ("core", "_core"))
 
-Found = tuple[Path, Node, dict[str, Node]]
 
-
-def _without_graphs(found: Iterable[Found]) -> list[Found]:
+def _without_graphs(found: list[Found]) -> list[Found]:
     """Leave out graph data, which PyTorch Geometric saves as (data, slices).
 
     Slices give where each graph begins in the tensors of the same names next to them.
     """
-    listed = list(found)
-    slices: dict[object, dict[str, Node]] = {
-        place_of(path[:-1]): nodes
-        for path, _, nodes in listed
-        if path[-1].__class__ is int and _are_places(nodes)
-    }
+    slices: dict[object, dict[str, Node]] = {}
+    for path, _, nodes in found:
+        tensors = list(map(as_tensor, nodes.values()))
+        if path[-1].__class__ is int and all(
+            each is not None and each.dtype.name == "int64" and len(each.shape) == 1
+            for each in tensors
+        ):
+            slices[place_of(path[:-1])] = nodes
     kept = []
-    for path, node, nodes in listed:
+    for path, node, nodes in found:
         sliced = slices.get(place_of(path[:-1]))
         if sliced is None or not sliced.keys() <= nodes.keys():
             kept.append((path, node, nodes))
@@ -294,70 +321,6 @@ def place_of(path: Path) -> tuple[object, ...]:
     Keys other than strings and integers go by identity: a file could make `==` run for long.
     """
     return tuple([key if key.__class__ in (str, int) else id(key) for key in path])
-
-
-def _are_places(nodes: Mapping[str, Node]) -> bool:
-    tensors = list(map(as_tensor, nodes.values()))
-    return all(
-        each is not None and each.dtype.name == "int64" and len(each.shape) == 1 for each in tensors
-    )
-
-
-def _well_known(root: Node, found: list[Found]) -> Iterator[Found]:
-    """Yield the entries of `found` that the root holds under a well-known name.
-
-    Other names of the same node do not matter.
-    """
-    by_node = {id(node): (node, nodes) for _, node, nodes in found}
-    entries = {key: child for key, child in children(root) if key.__class__ is str}
-    for name in WELL_KNOWN:
-        if id(entries.get(name)) in by_node:
-            yield (name,), *by_node[id(entries[name])]
-
-
-def _mostly(root: Node) -> list[Found]:
-    """Return the first well-known entry of the root whose values are mostly tensors.
-
-    Packed weights, the states of metrics and the like may be among them.
-    """
-    for name in WELL_KNOWN:
-        node = next(
-            (child for key, child in children(root) if key.__class__ is str and key == name), None
-        )
-        if (nodes := _read_most(node)) is not None:
-            return [((name,), node, nodes)]
-    return []
-
-
-def _read_most(node: Node) -> dict[str, Node] | None:
-    """Return names and nodes if `node` is a mapping whose values are mostly tensors, else None."""
-    nodes = _read(node, _is_mixed) if isinstance(node, dict) else None
-    return nodes if nodes and 2 * len(nodes) > len(node) else None
-
-
-_OPEN = (dict, list, tuple, Object)  # the nodes that are searched
-_ARRAYS = tuple(Global(f"numpy.{core}.multiarray", "_reconstruct") for core in ("core", "_core"))
-
-
-def _search(root: Node, qualifies: Rule) -> Iterator[Found]:
-    """Yield the outermost state_dicts below the root, each once, leaving out optimizers."""
-    waiting: list[tuple[Path, Node]] = [((), root)]
-    seen: set[int] = set()
-    while waiting:
-        path, node = waiting.pop()
-        if id(node) in seen or len(path) > LIMITS.depth:
-            continue
-        seen.add(id(node))
-        nodes = _read(node, qualifies) if path else None
-        if nodes:
-            yield path, node, nodes
-        elif qualifies is _is_mixed and isinstance(node, Object) and node.global_ in _ARRAYS:
-            continue  # such as metrics: weights in an array of objects are arrays alone
-        elif not is_optimizer(node) and as_tensor(node) is None:
-            below = [
-                ((*path, key), child) for key, child in children(node) if isinstance(child, _OPEN)
-            ]
-            waiting.extend(reversed(below))
 
 
 def is_optimizer(node: Node) -> bool:
