@@ -26,7 +26,7 @@ from ckptkit.core.text import (
     typed,
     without_query,
 )
-from ckptkit.core.tree import Node, collector_paused, walk
+from ckptkit.core.tree import collector_paused, walk
 from ckptkit.core.weights import has_tensors
 from ckptkit.formats.format import RECOVER, Format, Probe, Recovered, open_place, steady
 
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 PathLike = str | os.PathLike[str]
 T = TypeVar("T")
+_OTHERS = "unless another machine is writing there"
 Step = Callable[[Checkpoint], Checkpoint]
 
 
@@ -66,23 +67,20 @@ class Conversion:
         Losses of the format are in `plan.notes`.
         """
         left = () if self.published is None else self.published.left
-        stale = (
-            f"{name} is beside it: a killed run left it, unless another machine is writing there"
-            for name in left
-        )
-        return (*self.checkpoint.warnings, *stale, *self._copied_damage())
-
-    def _copied_damage(self) -> Iterator[str]:
-        """Yield a warning on damaged bytes that were copied together with their checksum."""
+        found = [
+            *self.checkpoint.warnings,
+            *(f"{name} is beside it: a killed run left it, {_OTHERS}" for name in left),
+        ]
         damaged = () if self.published is None else self.published.damaged
         if damaged:
             from ckptkit.formats.recovering import damaged_in
 
             names = damaged_in(self.checkpoint, damaged)
-            yield (
+            found.append(
                 f"damaged in the input, and copied as it is with the old checksum: {names}; "
                 f"{_way_out(damaged[0])}"
             )
+        return tuple(found)
 
 
 def open_checkpoint(source: Source, options: Options | None = None, **changes: Any) -> Checkpoint:
@@ -191,7 +189,35 @@ def convert(
     options = made(options, changes)
     if options.in_place:
         return _rewrite(source, steps, options)
-    return _write_copy(source, destination, steps, options)
+    checkpoint = _opened_to_write(source, options)
+    if destination is None:
+        raise UsageError("there is no destination", hint="in_place=True changes the source")
+    path = arguments.path("destination", destination)
+    folder = checkpoint.source if isinstance(checkpoint.source, Folder) else checkpoint.folder
+    own = checkpoint.format
+    # What was read from a folder stays a folder.
+    keep = own if options.keep_format or formats.is_folder(own) else None
+    if folder is not None:
+        from ckptkit.formats.distributed.training_state import beside
+
+        checkpoint = beside(checkpoint, folder, take=options.everything)
+        keep = formats.in_folder(own) or keep
+    chosen = _format(path, keep, options)
+    path = _in_folder(path, checkpoint, chosen)
+    dtype = _dtype_of(checkpoint) if folder is not None and steps else None
+    checkpoint = _changed(checkpoint, steps, options.strict)
+    copied: tuple[str, ...] = ()
+    others = Plan(())
+    if checkpoint.beside is not None and chosen.shards:
+        from ckptkit.formats.distributed.training_state import as_files
+
+        options = replace(options, everything=False)
+        checkpoint, others = as_files(checkpoint, options)
+    if folder is not None and chosen.is_folder and options.sidecars:
+        checkpoint, copied = _with_sidecars(checkpoint, folder)
+        checkpoint = _with_dtype(checkpoint, dtype)
+    copied = (*copied, *(file.name for file in others.files))
+    return replace(_publish(checkpoint, chosen, path, options, others=others), copied=copied)
 
 
 def _opened_to_write(source: Source, options: Options) -> Checkpoint:
@@ -227,49 +253,8 @@ def _rewrite(source: Source, steps: tuple[Step, ...], options: Options) -> Conve
     return _publish(checkpoint, chosen, path, options, replace_source=True)
 
 
-def _write_copy(
-    source: Source, destination: PathLike | None, steps: tuple[Step, ...], options: Options
-) -> Conversion:
-    """Write the changed checkpoint to `destination`, with the sidecars of its folder."""
-    checkpoint = _opened_to_write(source, options)
-    if destination is None:
-        raise UsageError("there is no destination", hint="in_place=True changes the source")
-    path = arguments.path("destination", destination)
-    folder = checkpoint.source if isinstance(checkpoint.source, Folder) else checkpoint.folder
-    if folder is not None:
-        from ckptkit.formats.distributed.training_state import beside
-
-        checkpoint = beside(checkpoint, folder, take=options.everything)
-    chosen = _format(path, _kept_format(checkpoint, folder, options.keep_format), options)
-    path = _in_folder(path, checkpoint, chosen)
-    dtype = _dtype_of(checkpoint) if folder is not None and steps else None
-    checkpoint = _changed(checkpoint, steps, options.strict)
-    copied: tuple[str, ...] = ()
-    others = Plan(())
-    if checkpoint.beside is not None and chosen.shards:
-        from ckptkit.formats.distributed.training_state import as_files
-
-        options = replace(options, everything=False)
-        checkpoint, others = as_files(checkpoint, options)
-    if folder is not None and chosen.is_folder and options.sidecars:
-        checkpoint, copied = _with_sidecars(checkpoint, folder)
-        checkpoint = _with_dtype(checkpoint, dtype)
-    copied = (*copied, *(file.name for file in others.files))
-    return replace(_publish(checkpoint, chosen, path, options, others=others), copied=copied)
-
-
 def _format(path: str, keep: str | None, options: Options) -> Format:
     return formats.for_writing(path, options.format, keep, shards=options.shard_size is not None)
-
-
-def _kept_format(checkpoint: Checkpoint, folder: Folder | None, keep_format: bool) -> str | None:
-    """Return the format to write where neither a name nor a suffix says one; None: there is none.
-
-    What was read from a folder stays a folder.
-    """
-    own = checkpoint.format
-    keep = own if keep_format or formats.is_folder(own) else None
-    return keep if folder is None else formats.in_folder(own) or keep
 
 
 def _in_folder(path: str, checkpoint: Checkpoint, format: Format) -> str:
@@ -332,31 +317,17 @@ def _own_place(checkpoint: Checkpoint, format: str | None) -> str:
     """Return the file that is to be changed in place. Raises UsageError if that is impossible."""
     name = checkpoint.name
     if name is None or not os.path.isfile(name):
-        raise UsageError(
-            "only a single file on this machine can be changed in place",
-            where=name,
-            hint=typed("name another output", "give a destination"),
-        )
-    if isinstance(checkpoint.source, ByteSource) and checkpoint.source.whole is not None:
-        raise UsageError(
-            "is compressed, and written as it is",
-            where=name,
-            hint=typed("name another output", "give a destination"),
-        )
-    if formats.holds_program(checkpoint):
-        raise UsageError(
-            "is a program, of which only the weights can be written",
-            where=name,
-            hint=typed("name another output", "give a destination"),
-        )
-    expected = formats.for_writing(name, None, checkpoint.format).name
-    if format is not None and format != expected:
-        raise UsageError(
-            f"has a name for {expected}, but would contain {format}",
-            where=name,
-            hint=typed("name another output", "give a destination"),
-        )
-    return name
+        why = "only a single file on this machine can be changed in place"
+    elif isinstance(checkpoint.source, ByteSource) and checkpoint.source.whole is not None:
+        why = "is compressed, and written as it is"
+    elif formats.holds_program(checkpoint):
+        why = "is a program, of which only the weights can be written"
+    else:
+        expected = formats.for_writing(name, None, checkpoint.format).name
+        if format in (None, expected):
+            return name
+        why = f"has a name for {expected}, but would contain {format}"
+    raise UsageError(why, where=name, hint=typed("name another output", "give a destination"))
 
 
 def _patch(before: Checkpoint, after: Checkpoint, format: Format, options: Options) -> Patch | None:
@@ -387,20 +358,15 @@ def _changed(checkpoint: Checkpoint, steps: tuple[Step, ...], strict: bool) -> C
                 hint = f"{typed('--strict', 'strict')}: a change that changes nothing is an error"
                 raise UsageError(nothing, hint=hint)
             checkpoint = changed
-        if _lost_tensors(root, checkpoint.root):
+        after = checkpoint.root
+        is_lost = after is not root and not has_tensors(after) and has_tensors(root)
+        if is_lost and all(node is not after for _, node in walk(root)):  # no entry of it
             raise UsageError(
                 "no tensor would be left", hint="`ckptkit inspect {where}` shows which there are"
             )
     except CkptkitError as error:
         raise error.at(name or "") from error.__cause__
     return checkpoint
-
-
-def _lost_tensors(before: Node, after: Node) -> bool:
-    """Return whether a tree has lost all its tensors, and is no entry that was asked for."""
-    if after is before or has_tensors(after) or not has_tensors(before):
-        return False
-    return all(node is not after for _, node in walk(before))
 
 
 def _publish(
@@ -428,13 +394,8 @@ def _publish(
         )
     except DamageError as error:
         raise _explained(error, checkpoint) from None
-    return Conversion(
-        checkpoint,
-        plan,
-        format.name,
-        shown_url(os.fspath(path)),
-        None if options.dry_run else published,
-    )
+    done = None if options.dry_run else published
+    return Conversion(checkpoint, plan, format.name, shown_url(os.fspath(path)), done)
 
 
 def _explained(error: DamageError, checkpoint: Checkpoint) -> DamageError:

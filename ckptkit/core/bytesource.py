@@ -649,11 +649,11 @@ class ReadSums:
 
     def __init__(self, identities: Sequence[object]) -> None:
         self.runs: list[list[int]] = []
-        self._numbers = {identity: number for number, identity in enumerate(identities)}
+        self.numbers = {identity: number for number, identity in enumerate(identities)}
         self._ends: dict[tuple[int, int], list[int]] = {}  # runs by source and end
 
     def add(self, identity: object, offset: int, data: Data) -> None:
-        number = self._numbers.get(identity)
+        number = self.numbers.get(identity)
         if number is None or not data:
             return
         run = self._ends.pop((number, offset), None)

@@ -8,7 +8,8 @@ is not the mean of the changes that they make.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 
 from ckptkit.compute.arranged import contiguous
 from ckptkit.compute.mixing import has_mean, mean_record
@@ -44,37 +45,27 @@ _FACTOR = re.compile(
 
 def refuse_adapter(ck: Checkpoint, why: str) -> None:
     """Raise UnsupportedError for an adapter: `why` ends the sentence."""
-    found = next(_factors(ck), None)
-    if found is None and not _is_configured(ck):
-        return
-    seen = f"{CONFIG} is beside it" if found is None else f"it has {found!r}"
-    raise UnsupportedError(
-        f"is an adapter of a model, such as LoRA ({seen}): {why}",
-        where=ck.name,
-        hint="peft adds an adapter to its base model: "
-        "PeftModel.from_pretrained(base, folder).merge_and_unload()",
-    )
-
-
-def _factors(ck: Checkpoint) -> Iterator[str]:
-    """Yield the factors whose base weight is not in the checkpoint."""
     names = ck.required.nodes
+    seen = None  # a factor whose base weight is not in the checkpoint
     for name in names:
         found = _FACTOR.fullmatch(name)
-        if found is not None:
-            bases = (f"{found[1]}.base_layer.weight", f"{found[1]}.weight")
-            if not any(base in names for base in bases):
-                yield name
-
-
-def _is_configured(ck: Checkpoint) -> bool:
-    """Return whether peft wrote it: by its name, and the configuration beside it."""
-    source = ck.source
-    place = source.folder_and_name() if isinstance(source, ByteSource) else None
-    try:
-        return place is not None and place[1].startswith("adapter_") and CONFIG in place[0]
-    except CkptkitError:  # a web server does not list files
-        return False
+        bases = (f"{found[1]}.base_layer.weight", f"{found[1]}.weight") if found else ()
+        if found and not any(base in names for base in bases):
+            seen = f"it has {name!r}"
+            break
+    else:
+        # Written by peft: by its name, and the configuration beside it.
+        place = ck.source.folder_and_name() if isinstance(ck.source, ByteSource) else None
+        with suppress(CkptkitError):  # a web server does not list files
+            if place is not None and place[1].startswith("adapter_") and CONFIG in place[0]:
+                seen = f"{CONFIG} is beside it"
+    if seen is not None:
+        raise UnsupportedError(
+            f"is an adapter of a model, such as LoRA ({seen}): {why}",
+            where=ck.name,
+            hint="peft adds an adapter to its base model: "
+            "PeftModel.from_pretrained(base, folder).merge_and_unload()",
+        )
 
 
 # Entries under which training loops keep an averaged copy of the weights (timm, ultralytics,
@@ -111,14 +102,31 @@ def average(checkpoints: Sequence[Source], shares: Sequence[float] | None = None
         groups.refuse(each, None, "codes and scales have no mean")
     last = bare(checkpoints[-1])
     rows = _rows([*checkpoints[:-1], last])
-    new = _Means(rows, shares)
-    notes = [
-        f"averaged {plural(new.averaged, 'tensor')} of {plural(len(checkpoints), 'checkpoint')}"
-    ]
-    if new.taken:
-        notes.append(f"took {quoted(new.taken)} from the last")
-    root = rebuild(last.root, lambda leaf: new.tensors.get(id(leaf), leaf))
-    return last.with_root(root, notes=notes)
+    taken: list[str] = []  # names of what has no mean
+    new: dict[int, Tensor] = {}  # by the id of the tensor of the last checkpoint
+    storages: dict[object, Storage] = {}  # weights that are tied in all of them stay tied
+    for name, row in rows.items():
+        if not all(has_mean(tensor.dtype) and tensor.storage is not None for tensor in row):
+            taken.append(name)
+            continue
+        old = row[-1]
+        view = tuple(
+            (id(each.storage), each.offset, each.shape, each.stride, each.conj, each.neg)
+            for each in row
+        )
+        if view not in storages:
+            types = tuple(each.dtype for each in row)
+            made = mean_record(tuple(map(contiguous, row)), types, shares)
+            storages[view] = Storage(made, old.device)
+        stride = contiguous_stride(old.shape)
+        new[id(old)] = Tensor(
+            storages[view], old.dtype, old.shape, stride, 0, old.requires_grad, old.kind
+        )
+    count = plural(len(rows) - len(taken), "tensor")
+    notes = [f"averaged {count} of {plural(len(checkpoints), 'checkpoint')}"]
+    if taken:
+        notes.append(f"took {quoted(taken)} from the last")
+    return last.with_root(rebuild(last.root, lambda leaf: new.get(id(leaf), leaf)), notes=notes)
 
 
 def _rows(checkpoints: Sequence[Checkpoint]) -> dict[str, list[Tensor]]:
@@ -150,40 +158,6 @@ def _title(checkpoints: Sequence[Checkpoint], number: int) -> str:
     return checkpoints[number].name or f"number {number + 1}"
 
 
-class _Means:
-    """New tensors for those of the last checkpoint, by id.
-
-    Weights that are tied in all of them stay tied.
-    """
-
-    def __init__(self, rows: Mapping[str, list[Tensor]], shares: tuple[float, ...]) -> None:
-        self.tensors: dict[int, Tensor] = {}
-        self.taken: list[str] = []  # names of what has no mean
-        self._storages: dict[object, Storage] = {}
-        for name, row in rows.items():
-            if all(has_mean(tensor.dtype) and tensor.storage is not None for tensor in row):
-                self.tensors[id(row[-1])] = self._mean(row, shares)
-            else:
-                self.taken.append(name)
-        self.averaged = len(rows) - len(self.taken)
-
-    def _mean(self, row: list[Tensor], shares: tuple[float, ...]) -> Tensor:
-        last = row[-1]
-        view = tuple(
-            (id(each.storage), each.offset, each.shape, each.stride, each.conj, each.neg)
-            for each in row
-        )
-        if view not in self._storages:
-            types = tuple(each.dtype for each in row)
-            self._storages[view] = Storage(
-                mean_record(tuple(map(contiguous, row)), types, shares), last.device
-            )
-        stride = contiguous_stride(last.shape)
-        return Tensor(
-            self._storages[view], last.dtype, last.shape, stride, 0, last.requires_grad, last.kind
-        )
-
-
 @checked
 def merge(checkpoints: Sequence[Source], *, last_wins: bool = False) -> Checkpoint:
     """The weights of all checkpoints in one state_dict, in order, with the ``_metadata`` of all.
@@ -208,31 +182,23 @@ def merge(checkpoints: Sequence[Source], *, last_wins: bool = False) -> Checkpoi
         modules.update(module_versions(node) or {})
         for name in map(str, node):
             owners.setdefault(name, []).append(number)
-    shared = list(_shared(checkpoints, owners))
-    if shared and not last_wins:
-        names, others, last = shared[0]
-        raise CollisionError(
-            f"{last} has {names} of {others} too",
-            hint=f"{typed('--last-wins', 'last_wins=True')} takes the last of each; `rename` gives "
-            "them other names",
-        )
-    notes = [f"merged {plural(len(parts), 'checkpoint')}"]
-    notes += [f"took {names} from {last}, not from {others}" for names, others, last in shared]
-    state = versions_state(modules) if modules else None
-    return parts[-1].with_root(OrderedMapping(merged, state), notes=notes)
-
-
-def _shared(
-    checkpoints: Sequence[Checkpoint], owners: Mapping[str, Sequence[int]]
-) -> Iterator[tuple[str, str, str]]:
-    """Yield the names that the same checkpoints have: the names, and the files, the last apart."""
-    alike: dict[tuple[int, ...], list[str]] = {}
+    alike: dict[tuple[int, ...], list[str]] = {}  # names by the checkpoints that have them
     for name, numbers in owners.items():
         if len(numbers) > 1:
             alike.setdefault(tuple(numbers), []).append(name)
-    for numbers, names in alike.items():
-        *files, last = (_title(checkpoints, each) for each in numbers)
-        yield f"{plural(len(names), 'name')} ({quoted(names)})", some(files), last
+    notes = [f"merged {plural(len(parts), 'checkpoint')}"]
+    for several_of, shared in alike.items():
+        *files, last = (_title(checkpoints, each) for each in several_of)
+        names, others = f"{plural(len(shared), 'name')} ({quoted(shared)})", some(files)
+        if not last_wins:
+            raise CollisionError(
+                f"{last} has {names} of {others} too",
+                hint=f"{typed('--last-wins', 'last_wins=True')} takes the last of each; `rename` "
+                "gives them other names",
+            )
+        notes.append(f"took {names} from {last}, not from {others}")
+    state = versions_state(modules) if modules else None
+    return parts[-1].with_root(OrderedMapping(merged, state), notes=notes)
 
 
 @edit
@@ -283,41 +249,36 @@ def _unwrapped(found: Checkpoint, ck: Checkpoint) -> Checkpoint:
         trained = set(ck.weights)
     except CkptkitError:
         trained = set()
-    while prefix := _wrapper(found.weights):
-        if not is_model and trained.isdisjoint(name.removeprefix(prefix) for name in found.weights):
-            break
+    while True:
+        names = found.weights
+        # The prefix of a wrapper that all names have.
+        prefix = next((p for p in WRAPPERS if all(name.startswith(p) for name in names)), None)
+        if prefix is None:
+            return found
+        if not is_model and trained.isdisjoint(name.removeprefix(prefix) for name in names):
+            return found
         found = strip_prefix(found, prefix)
-    return found
-
-
-def _wrapper(names: Collection[str]) -> str | None:
-    """Return the prefix of a wrapper that all names have."""
-    return next((each for each in WRAPPERS if all(name.startswith(each) for name in names)), None)
 
 
 def _named(ck: Checkpoint, path: str, tensors: list[Node]) -> Checkpoint:
     """The tensors of a list under the names of the weights that are trained."""
     weights = ck.required
+    shapes = {name: tensor.shape for name, tensor in weights.tensors.items()}
     trained = [
         name
         for name, tensor in weights.tensors.items()
         if tensor.requires_grad or tensor.kind == "parameter"
     ]
-    names = next(
-        (each for each in (trained, list(weights.nodes)) if len(each) == len(tensors)), None
-    )
+    fitting = (each for each in (trained, list(weights.nodes)) if len(each) == len(tensors))
+    names = next(fitting, None)
     if names is None:
         raise UsageError(
             f"{path} is a list of {plural(len(tensors), 'tensor')} without names, and the weights "
             f"at {join(weights.path) or 'the root'} have {len(weights.nodes):,}",
             where=ck.name,
         )
-    shapes = weights.tensors
-    odd = [
-        n
-        for n, node in zip(names, tensors, strict=True)
-        if (t := as_tensor(node)) and t.shape != shapes[n].shape
-    ]
+    pairs = [(name, as_tensor(node)) for name, node in zip(names, tensors, strict=True)]
+    odd = [name for name, tensor in pairs if tensor and tensor.shape != shapes[name]]
     if odd:
         raise UsageError(
             f"{path} is in another order than the weights: {quoted(odd)} would change shape",

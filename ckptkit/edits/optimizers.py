@@ -12,13 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import NamedTuple
 
 from ckptkit.core.checkpoint import Checkpoint, NoEffect, edit
 from ckptkit.core.errors import AmbiguousError, CollisionError, UsageError
 from ckptkit.core.tensor import Shape, Tensor
-from ckptkit.core.text import flatten, nearest, plural, shell_word, some, typed, without
-from ckptkit.core.tree import Node, OrderedMapping, Path, children, join, like, rebuild, walk
+from ckptkit.core.text import nearest, plural, shell_word, some, typed, without
+from ckptkit.core.tree import Node, Path, children, join, like, rebuild, walk
 from ckptkit.core.weights import as_tensor, is_optimizer, locate, state_dicts
 
 _LISTS = ("params", "param_names")  # of a group
@@ -33,29 +34,34 @@ def followed(root: Node, names: Names, edited: Iterable[Node]) -> tuple[dict[int
     Of several optimizers with these names, none is touched where another mapping has them as well:
     nothing tells which one trains what. Raises CollisionError.
     """
-    found = [(path, node) for path, node in walk(root) if _names_any(node, names)]
-    if len(found) > 1 and _is_elsewhere(root, names, found, edited):
-        return {}, []
+    found: list[tuple[Path, dict[Node, Node], int]] = []  # with how many parameters are named
+    for path, node in walk(root):
+        if isinstance(node, dict) and is_optimizer(node):
+            every = chain(_keys(node), chain.from_iterable(_lists(node)))
+            if count := len({text for text in every if isinstance(text, str) and text in names}):
+                found.append((path, node, count))
+    if len(found) > 1:
+        known = {*map(id, edited), *(id(node["state"]) for _, node, _ in found)}
+        for _, node in walk(root):
+            is_other = isinstance(node, dict) and id(node) not in known
+            if is_other and any(isinstance(key, str) and key in names for key in node):
+                return {}, []
     swap: dict[int, Node] = {}
-    for path, node in found:
-        for old, new in _changes(node, names, path):
-            swap[id(old)] = new
-    return swap, [
-        f"{plural(_count(node, names), 'name')} of {join(path)} follow" for path, node in found
-    ]
-
-
-def _names_any(node: Node, names: Names) -> bool:
-    return isinstance(node, dict) and is_optimizer(node) and _count(node, names) > 0
-
-
-def _count(node: dict[Node, Node], names: Names) -> int:
-    """Return how many parameters of an optimizer are named by `names`."""
-    lists = flatten(_lists(node))
-    return len({text for text in (*_keys(node), *lists) if text in names})
+    for path, node, _ in found:
+        for each in _lists(node):
+            swap[id(each)] = [_renamed(text, names) for text in each]
+        if any(key in names for key in _keys(node)):
+            state = node["state"]
+            new = {_renamed(key, names): value for key, value in state.items()}
+            if len(new) < len(state):
+                place = f"{join(path)}.state"
+                raise CollisionError(f"two parameters of {place} would have the same name")
+            swap[id(state)] = like(state, new)
+    return swap, [f"{plural(count, 'name')} of {join(path)} follow" for path, _, count in found]
 
 
 def _keys(node: dict[Node, Node]) -> list[str]:
+    """Return the names that are keys of the state."""
     state = node["state"]
     return [key for key in state if isinstance(key, str)] if isinstance(state, dict) else []
 
@@ -64,40 +70,14 @@ def _lists(node: dict[Node, Node]) -> Iterator[list[Node]]:
     """Yield the lists of names in the groups."""
     groups = node["param_groups"]
     for group in groups if isinstance(groups, list) else ():
-        lists = (group.get(word) for word in _LISTS) if isinstance(group, dict) else ()
-        for each in lists:
+        for word in _LISTS if isinstance(group, dict) else ():
+            each = group.get(word)
             if isinstance(each, list) and any(isinstance(text, str) for text in each):
                 yield each
 
 
-def _changes(node: dict[Node, Node], names: Names, path: Path) -> Iterator[tuple[Node, Node]]:
-    """Yield each node that names parameters, and what replaces it."""
-    for each in _lists(node):
-        yield each, [_renamed(text, names) for text in each]
-    if not any(key in names for key in _keys(node)):
-        return
-    state = node["state"]
-    new = {_renamed(key, names): state[key] for key in state}
-    if len(new) < len(state):
-        raise CollisionError(f"two parameters of {join(path)}.state would have the same name")
-    yield state, OrderedMapping(new, state.state) if isinstance(state, OrderedMapping) else new
-
-
 def _renamed(key: Node, names: Names) -> Node:
     return names.get(key, key) if isinstance(key, str) else key
-
-
-def _is_elsewhere(
-    root: Node, names: Names, optimizers: list[tuple[Path, Node]], edited: Iterable[Node]
-) -> bool:
-    """Return whether a mapping that was not edited has one of the names, too."""
-    known = {id(node) for node in edited} | {id(node["state"]) for _, node in optimizers}
-    return any(
-        isinstance(node, dict)
-        and id(node) not in known
-        and any(isinstance(key, str) and key in names for key in node)
-        for _, node in walk(root)
-    )
 
 
 NAMES, NUMBERS = "names", "numbers"
@@ -143,44 +123,38 @@ def key_optimizer(ck: Checkpoint, by: str) -> Checkpoint:
     if by not in (NAMES, NUMBERS):
         near = nearest(by, (NAMES, NUMBERS)) or (NAMES, NUMBERS)
         raise UsageError(f"{by!r} is no key of an optimizer", hint=" or ".join(near))
-    found = _only(ck)
-    keys = (
-        names_of(found, ck.required.nodes, unordered=ck.unordered)
-        if by == NAMES
-        else _numbers(found)
-    )
+    optimizers = [(join(path), node) for path, node in walk(ck.root) if _is_plain(node)]
+    if not optimizers:
+        raise UsageError("has no state_dict of an optimizer", where=ck.name)
+    if len(optimizers) > 1:
+        paths = [path for path, _ in optimizers]
+        raise UsageError(
+            f"has several optimizers: {some(paths)}", where=ck.name,
+            hint="choose one: drop the others with " + " ".join(
+                typed(f"--drop-entry {shell_word(path)}", f"ck.without({path!r})")
+                for path in paths[1:]
+            ),
+        )  # fmt: skip
+    try:
+        found = read(*optimizers[0])
+    except UsageError as error:
+        raise error.at(ck.name or "") from None
+    if by == NAMES:
+        keys: dict[Node, Node] = names_of(found, ck.required.nodes, unordered=ck.unordered)
+    else:
+        keys = {each: number for number, each in enumerate(found.params)}
     if all(old == new and type(old) is type(new) for old, new in keys.items()):
         return ck.with_root(ck.root, warnings=[NoEffect(f"{found.path} is keyed by {by} already")])
     groups = [
         {**each, "params": [keys[key] for key in listed(each, "params")]} for each in found.groups
     ]
     state = {keys.get(old, old): value for old, value in found.state.items()}
-    attributes = found.state.state if isinstance(found.state, OrderedMapping) else None
     swap: dict[int, Node] = {
         id(found.node["param_groups"]): groups,
-        id(found.state): OrderedMapping(state, attributes) if attributes is not None else state,
+        id(found.state): like(found.state, state),
     }
     note = f"{plural(len(keys), 'parameter')} of {found.path} are keyed by {by}"
     return ck.with_root(rebuild(ck.root, swap=swap), notes=[note])
-
-
-def _only(ck: Checkpoint) -> Optimizer:
-    found = [(join(path), node) for path, node in walk(ck.root) if _is_plain(node)]
-    if not found:
-        raise UsageError("has no state_dict of an optimizer", where=ck.name)
-    if len(found) > 1:
-        raise UsageError(
-            f"has several optimizers: {some([path for path, _ in found])}", where=ck.name,
-            hint="choose one: drop the others with " + " ".join(
-                typed(f"--drop-entry {shell_word(path)}", f"ck.without({path!r})")
-                for path, _ in found[1:]
-            ),
-        )  # fmt: skip
-    ((path, node),) = found
-    try:
-        return read(path, node)
-    except UsageError as error:
-        raise error.at(ck.name or "") from None
 
 
 def read(path: str, node: Node) -> Optimizer:
@@ -210,10 +184,6 @@ def listed(group: Mapping[Node, Node], word: str) -> list[Node]:
     return found if isinstance(found, list) else []
 
 
-def _numbers(optimizer: Optimizer) -> dict[Node, Node]:
-    return {each: number for number, each in enumerate(optimizer.params)}
-
-
 def names_of(
     optimizer: Optimizer, weights: Mapping[str, Node], *, unordered: bool
 ) -> dict[Node, str]:
@@ -236,8 +206,20 @@ def names_of(
             "which number is which parameter",
             hint=_HINT,
         )
-    known = list(_parameters(weights))
-    states = [_shapes(optimizer.state.get(each)) for each in params]
+    known: list[tuple[str, Shape]] = []  # the weights that may be parameters, tied ones once
+    seen: set[object] = set()
+    for name, node in weights.items():
+        tensor = as_tensor(node)
+        if tensor is None or not may_be_parameter(name, tensor) or memory_of(tensor) in seen:
+            continue
+        seen.add(memory_of(tensor))
+        known.append((name, tensor.shape))
+    states = []  # the shapes of the tensors that the optimizer keeps for each parameter
+    for param in params:
+        held = optimizer.state.get(param)
+        entries = held.items() if isinstance(held, dict) else ()
+        shapes = (v.shape for word, v in entries if isinstance(v, Tensor) and word != _NO_SHAPE)
+        states.append(set(shapes))
     places = _places(states, [shape for _, shape in known])
     if isinstance(places, str):
         raise UsageError(
@@ -246,17 +228,6 @@ def names_of(
             hint=_HINT,
         )
     return {each: known[place][0] for each, place in zip(params, places, strict=True)}
-
-
-def _parameters(weights: Mapping[str, Node]) -> Iterator[tuple[str, Shape]]:
-    """Yield names and shapes of the weights that may be parameters, tied ones once."""
-    seen: set[object] = set()
-    for name, node in weights.items():
-        tensor = as_tensor(node)
-        if tensor is None or not may_be_parameter(name, tensor) or memory_of(tensor) in seen:
-            continue
-        seen.add(memory_of(tensor))
-        yield name, tensor.shape
 
 
 def may_be_parameter(name: str, tensor: Tensor) -> bool:
@@ -269,14 +240,6 @@ def memory_of(tensor: Tensor) -> object:
     if tensor.storage is None:
         return id(tensor)
     return id(tensor.storage), tensor.offset, tensor.shape
-
-
-def _shapes(state: Node) -> set[Shape]:
-    """Return the shapes of the tensors that an optimizer keeps for a parameter."""
-    entries = state.items() if isinstance(state, dict) else ()
-    return {
-        value.shape for word, value in entries if isinstance(value, Tensor) and word != _NO_SHAPE
-    }
 
 
 def _places(states: Sequence[set[Shape]], shapes: Sequence[Shape]) -> list[int] | str:

@@ -367,7 +367,7 @@ class ReadAhead:
                 self._data = source.read(offset, wanted)
             self._source, self._start, at = source, offset, 0
         data = self._data[at : at + length]
-        if READING.sums is not None:
+        if READING.sums is not None and READING.sums.numbers:
             file, place = in_file(source, offset)
             READING.sums.add(file.identity, place, data)
         return data
