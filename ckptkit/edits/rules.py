@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 from operator import itemgetter
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -165,18 +166,15 @@ def check_blocks(ck: Checkpoint, made: Checkpoint, relaid: Mapping[str, Target])
         for group in found.touching(target.sources):
             if not _is_whole(target, group, shapes):
                 problem = "would cut its blocks"
-            elif _is_known(known.get(name), group):
-                continue
             else:
+                # The weight that was made has to be read as the old one is.
+                new = known.get(name)
+                is_same = new is not None and new.family == group.family
+                has_layout = new is not None and new.layout is not None
+                if is_same and (has_layout or group.layout is None):
+                    continue
                 problem = "makes tensors that are no such weight; its codes and scales need a rule"
             groups.refuse(ck, group.parts, f"rule {target.rule} {problem}")
-
-
-def _is_known(new: QuantizedWeight | None, old: QuantizedWeight) -> bool:
-    """Return whether the weight that was made is read as the old one is."""
-    if new is None or new.family != old.family:
-        return False
-    return new.layout is not None or old.layout is None
 
 
 def _is_whole(target: Target, group: QuantizedWeight, shapes: Mapping[str, Shape]) -> bool:
@@ -303,7 +301,7 @@ def step(
     made = names.applied(checkpoint, changes, work.warnings)
     if work.reports:
         made = replace(made, reports=(*made.reports, *work.reports))
-    if work.extras != checkpoint.extras:
+    if work.extras is not None:
         made = replace(made, extras=work.extras)
     check_blocks(checkpoint, made, work.relaid)
     if work.is_relaid:
@@ -315,23 +313,19 @@ def step(
     return made
 
 
+@dataclass
 class _Step:
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        rules: RuleSet,
-        keep: str | Sequence[str],
-        options: RuleOptions,
-        config: Config,
-        number: int,
-    ) -> None:
-        self.checkpoint, self.extras = checkpoint, checkpoint.extras
-        self.rules, self.keep, self.options, self.config = rules, keep, options, config
-        self.number = number
-        self.is_relaid = False
-        self.reports: list[Report] = []
-        self.warnings: list[str] = []
-        self.relaid: dict[str, Target] = {}
+    checkpoint: Checkpoint
+    rules: RuleSet
+    keep: str | Sequence[str]
+    options: RuleOptions
+    config: Config
+    number: int
+    is_relaid: bool = False
+    extras: Mapping[str, str] | None = None  # where they name other tensors now
+    reports: list[Report] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    relaid: dict[str, Target] = field(default_factory=dict)
 
     def rewritten(self, target: names.Target) -> names.Change:
         tensors = {
@@ -344,7 +338,8 @@ class _Step:
         outcome = self.rules.outcome(shapes, keep=self.keep, config=self.config, args=args)
         reversible = self._reversible(shapes, outcome)
         following, known = followers(self.checkpoint, outcome)
-        self.extras = known.extras
+        if known is not self.checkpoint:
+            self.extras = known.extras
         self.relaid |= {name: made for name, made in outcome.made.items() if not made.is_moved}
         making = _Making(target, tensors, outcome, following)
         entries = making.entries()
@@ -382,26 +377,24 @@ class _Step:
         return None
 
 
+@dataclass
 class _Making:
     """The new entries of a mapping."""
 
-    def __init__(
-        self,
-        target: names.Target,
-        tensors: dict[str, Tensor],
-        outcome: RulesOutcome,
-        following: Mapping[str, str],
-    ) -> None:
-        self.target, self.tensors, self.outcome = target, tensors, outcome
-        self.following = following  # kept tensors that are renamed with those of their weight
-        self.done = {taken.number: Done(taken) for taken in outcome.taken}
-        self.pairs: list[tuple[str, str]] = []  # (old name, new name)
-        self.is_relaid = False
-        self.warnings: list[str] = []
-        self._storages: dict[object, Storage] = {}
-        self._mixed: list[str] = []
-        self._arrays: list[str] = []
-        self._used: dict[object, set[int]] = {}  # where each view of memory went
+    target: names.Target
+    tensors: dict[str, Tensor]
+    outcome: RulesOutcome
+    following: Mapping[str, str]  # kept tensors that are renamed with those of their weight
+    pairs: list[tuple[str, str]] = field(default_factory=list)  # (old name, new name)
+    is_relaid: bool = False
+    warnings: list[str] = field(default_factory=list)
+    _storages: dict[object, Storage] = field(default_factory=dict)
+    _mixed: list[str] = field(default_factory=list)
+    _arrays: list[str] = field(default_factory=list)
+    _used: dict[object, set[int]] = field(default_factory=dict)  # where each view of memory went
+
+    def __post_init__(self) -> None:
+        self.done = {taken.number: Done(taken) for taken in self.outcome.taken}
 
     def entries(self) -> dict[Node, Node]:
         """The mapping, in the order of the keys that its tensors are made of."""
@@ -443,11 +436,15 @@ class _Making:
         tensors = [self.tensors[key] for key in sources]
         first = tensors[0]
         self._check_alike(made.rule, sources)
-        storage = self._storage(made, first)
+        # One for all that are made in the same way of the same memory.
+        key = (tuple(_view(self.tensors[source]) for source in made.sources), made.copies)
+        if key not in self._storages:
+            self._storages[key] = self._new(made, first)
+        storage = self._storages[key]
         self._note_use(sources, id(storage))
         if not made.is_moved:
             done.bytes += storage.nbytes
-            done.how = _slower(done.how, how(made.copies, first.dtype.itemsize))
+            done.how = max(done.how, how(made.copies, first.dtype.itemsize), key=_ORDER.index)
         if any(tensor.kind == "ndarray" for tensor in tensors):
             self._arrays.append(name)
         kinds = {"tensor" if tensor.kind == "ndarray" else tensor.kind for tensor in tensors}
@@ -480,33 +477,25 @@ class _Making:
                 hint = f"remap first: {typed('--to cpu', 'remap')}; in a recipe, `- remap: cpu`"
                 raise about(rule, TensorError(message, hint=hint))
 
-    def _storage(self, made: Target, first: Tensor) -> Storage:
-        """The storage of a target; one for all that are made in the same way of the same memory."""
-        key = (tuple(_view(self.tensors[source]) for source in made.sources), made.copies)
-        if key not in self._storages:
-            self._storages[key] = self._new(made, first)
-        return self._storages[key]
-
     def _new(self, made: Target, first: Tensor) -> Storage:
         dtype = first.dtype
-        length = dtype.nbytes(_product(made.shape))
+        length = dtype.nbytes(prod(made.shape))
         whole = first.storage
-        if made.is_moved and whole is not None and _is_plain(first) and whole.nbytes == length:
+        # Contiguous, and from the first byte of its storage on.
+        is_plain = first.is_contiguous and not (first.offset or first.conj or first.neg)
+        if made.is_moved and whole is not None and is_plain and whole.nbytes == length:
             return whole
         records = tuple(contiguous(self.tensors[source]) for source in made.sources)
         copies, itemsize = made.copies, dtype.itemsize
         if dtype.bits % 8 or dtype.packed > 1:
             found = in_bytes(copies, dtype.bits)
-            if found is None or not self._rows_are_whole(made):
+            last = {self.tensors[source].shape[-1:] for source in made.sources}
+            if found is None or last != {made.shape[-1:]}:
                 hint = f"elements of {dtype} are packed along the last dimension: keep it whole"
                 message = f"{made.sources[0]} would be taken apart inside of a byte"
                 raise about(made.rule, TensorError(message, hint=hint))
             copies, itemsize = found, 1
         return Storage(Arranged(records, copies, itemsize, length), first.device)
-
-    def _rows_are_whole(self, made: Target) -> bool:
-        last = {self.tensors[source].shape[-1:] for source in made.sources}
-        return last == {made.shape[-1:]}
 
     def _note_use(self, sources: Iterable[str], storage: int) -> None:
         for source in sources:
@@ -524,33 +513,20 @@ class _Making:
                 yield f"rule {each.number} dropped {each.dropped:,} elements"
             if each.zeros:
                 yield f"rule {each.number} wrote {each.zeros:,} zeros"
-        if apart := self._untied():
+        # Keys that held one view of memory, and whose targets do not.
+        by_view: dict[object, list[str]] = {}
+        for key, tensor in self.tensors.items():
+            by_view.setdefault(_view(tensor), []).append(key)
+        apart = [
+            key
+            for view, held in by_view.items()
+            if len(held) > 1 and len(self._used.get(view, ())) > 1
+            for key in held
+        ]
+        if apart:
             yield f"no longer tied: {quoted(apart)}"
         if self._arrays:
             yield f"made tensors of arrays of numpy: {quoted(self._arrays)}"
-
-    def _untied(self) -> list[str]:
-        """Keys that held one view of memory, and whose targets do not."""
-        names_of: dict[object, list[str]] = {}
-        for key, tensor in self.tensors.items():
-            names_of.setdefault(_view(tensor), []).append(key)
-        found = []
-        for view, keys in names_of.items():
-            if len(keys) > 1 and len(self._used.get(view, ())) > 1:
-                found += keys
-        return found
-
-
-def _product(shape: Sequence[int]) -> int:
-    total = 1
-    for n in shape:
-        total *= n
-    return total
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    """Return whether a tensor is contiguous and begins at the first byte of its storage."""
-    return tensor.is_contiguous and not (tensor.offset or tensor.conj or tensor.neg)
 
 
 def _view(tensor: Tensor) -> object:
@@ -560,10 +536,6 @@ def _view(tensor: Tensor) -> object:
 
 
 _ORDER = ("moved", "joined", "gathered", "transposed")
-
-
-def _slower(one: str, other: str) -> str:
-    return max(one, other, key=_ORDER.index)
 
 
 def _check_optimizers(ck: Checkpoint) -> None:
