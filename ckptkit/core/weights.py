@@ -368,7 +368,10 @@ def read_module(node: Object) -> ModuleState | None:
         return None
     nodes: dict[str, Node] = {}
     places: dict[Path, str] = {}
-    missed = _Missed()
+    # What only the code of a module's class could add or change.
+    classes: dict[str, None] = {}
+    hooked: list[str] = []
+    unread: list[str] = []
     waiting: list[tuple[str, Path, Object]] = [("", (), node)]
     visits = 0
     while waiting:
@@ -376,21 +379,46 @@ def read_module(node: Object) -> ModuleState | None:
         visits += 1
         check("revisits", visits, "submodules, or a module inside itself")
         check("depth", prefix.count("."), "levels of submodules, or a module inside itself")
+        here, made = prefix.removesuffix(".") or "the module itself", module.global_
+        if made is None or made.module.partition(".")[0] not in ("torch", "__torch__"):
+            classes[str(made or "of no name")] = None
+        elif ".nn.quantized." in f"{made.module}.":
+            unread.append(here)
+        hooks = _attributes(module)[1].get("_state_dict_hooks")
+        if not all(_is_of_torch(hook) for _, hook in children(hooks)):
+            hooked.append(here)
         own, below = _parts(module)
-        missed.look(prefix, module)
         for name, place, value in own:
             if as_tensor(value) is not None:
                 nodes[prefix + name] = value
                 places[path + place] = prefix + name
-            else:
-                missed.note(prefix + name, value)
+            elif isinstance(value, Object):
+                unread.append(prefix + name)
+        # Activation checkpointing leaves out the name of its submodule.
+        is_checkpointing = made is not None and made.module.endswith(".checkpoint_wrapper")
         for name, place, value in reversed(below):
             if _is_module(value):
-                inner = prefix if _is_dropped(name, module) else f"{prefix}{name}."
+                is_dropped = is_checkpointing and name == "_checkpoint_wrapped_module"
+                inner = prefix if is_dropped else f"{prefix}{name}."
                 waiting.append((inner, path + place, value))
-            else:
-                missed.note(prefix + name, value)
-    return ModuleState(nodes, places, missed.remarks())
+            elif isinstance(value, Object):
+                unread.append(prefix + name)
+    remarks = []
+    if classes:
+        remarks.append(
+            f"a module is read without the code of its classes ({some(list(classes))}): "
+            "entries that their own state_dict or get_extra_state would add are missing"
+        )
+    if hooked:
+        remarks.append(
+            f"hooks that would change the state_dict of a module did not run: {some(hooked)}"
+        )
+    if unread:
+        remarks.append(
+            "a module holds weights in a form that ckptkit does not read, which are missing: "
+            f"{some(unread)}"
+        )
+    return ModuleState(nodes, places, tuple(remarks))
 
 
 _Part = tuple[str, Path, Node]  # name, path below the module, value
@@ -442,65 +470,10 @@ def _is_module(node: Node) -> bool:
     return isinstance(node, Object) and bool(_attributes(node)[1])
 
 
-def _is_dropped(name: str, module: Object) -> bool:
-    """Return whether the module omits its submodule's name from the state_dict.
-
-    Activation checkpointing does.
-    """
-    made = module.global_
-    return (
-        name == "_checkpoint_wrapped_module"
-        and made is not None
-        and made.module.endswith(".checkpoint_wrapper")
-    )
-
-
-class _Missed:
-    """Parts of a state_dict that only the code of a module's class could add or change."""
-
-    def __init__(self) -> None:
-        self.classes: dict[str, None] = {}
-        self.hooks: list[str] = []
-        self.names: list[str] = []
-
-    def look(self, prefix: str, module: Object) -> None:
-        made = module.global_
-        if made is None or made.module.partition(".")[0] not in ("torch", "__torch__"):
-            self.classes[str(made or "of no name")] = None
-        elif ".nn.quantized." in f"{made.module}.":
-            self.names.append(prefix.removesuffix(".") or "the module itself")
-        hooks = _attributes(module)[1].get("_state_dict_hooks")
-        if any(not _is_of_torch(hook) for _, hook in children(hooks)):
-            self.hooks.append(prefix.removesuffix(".") or "the module itself")
-
-    def note(self, name: str, value: Node) -> None:
-        if isinstance(value, Object):
-            self.names.append(name)
-
-    def remarks(self) -> tuple[str, ...]:
-        found = []
-        if self.classes:
-            found.append(
-                f"a module is read without the code of its classes ({some(list(self.classes))}): "
-                "entries that their own state_dict or get_extra_state would add are missing"
-            )
-        if self.hooks:
-            found.append(
-                "hooks that would change the state_dict of a module did not run: "
-                f"{some(self.hooks)}"
-            )
-        if self.names:
-            found.append(
-                "a module holds weights in a form that ckptkit does not read, which are missing: "
-                f"{some(self.names)}"
-            )
-        return tuple(found)
-
-
 def _is_of_torch(hook: Node) -> bool:
     """Return whether a state_dict hook is one of torch's own.
 
-    None of those changes more than the names in `_is_dropped`.
+    None of those changes more than the names of checkpointed modules.
     """
     if isinstance(hook, Object) and hook.global_ == _WRAPPED_HOOK and isinstance(hook.state, dict):
         hook = hook.state.get("hook")

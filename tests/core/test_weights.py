@@ -64,18 +64,37 @@ def test_well_known_entries(key: str) -> None:
     assert found({"epoch": 3, key: {"a": W}, "something": {"a": W}}).path == (key,)
 
 
-def test_the_better_known_entry() -> None:
-    root = {"ema": {"a": W}, "model": {"a": W}, "state_dict": {"a": W}}
+SHARED: Node = {"a": W}
+ARRAY = tensor("ndarray")
+
+
+@pytest.mark.parametrize(
+    ("root", "path", "others"),
+    [
+        ({"a": 1, "run": [{"deep": {"a": W}}]}, ("run", 0, "deep"), ()),
+        ({"ema": {"a": W}, "model": {"a": W}, "state_dict": {"a": W}}, ("state_dict",), (("ema",), ("model",))),
+        # two names for one mapping
+        ({"mine": SHARED, "ema": SHARED, "model": SHARED, "other": {"a": W}}, ("model",), (("other",),)),
+        ({"x": SHARED, "y": SHARED}, ("x",), ()),
+        # torch.save((model.state_dict(), optimizer.state_dict()), path)
+        (({"a": W}, OPTIMIZER), (0,), ()),
+        ({"all": ({"a": W},)}, ("all", 0), ()),
+        ({"net1": {"a": W}, "optimizer": OPTIMIZER}, ("net1",), ()),
+        # beside the only mapping, and what is mixed or arrays if there is nothing better
+        ({"generator": {"a": W}, "accuracy": W}, ("generator",), ()),
+        ({"epoch": 3, "a": W}, (), ()),
+        ({"epoch": 3, "a": W, "net": {"b": W}}, ("net",), ()),
+        ({"a": ARRAY}, (), ()),
+        ({"a": ARRAY, "stats": {"m": ARRAY}, "net": {"b": W}}, ("net",), ()),
+    ],
+)  # fmt: skip
+def test_what_is_chosen(root: Node, path: tuple[Node, ...], others: tuple[Node, ...]) -> None:
     weights = found(root)
-    assert weights.path == ("state_dict",)
-    assert set(weights.others) == {("ema",), ("model",)}
+    assert weights.path == path and set(weights.others) == {*others}
 
 
-def test_the_better_known_of_two_names_for_one_mapping() -> None:
-    shared = {"a": W}
-    weights = found({"mine": shared, "ema": shared, "model": shared, "other": {"a": W}})
-    assert weights.path == ("model",)
-    assert weights.others == (("other",),)
+def test_names_of_a_mixed_root() -> None:
+    assert list(found({"epoch": 3, "a": W}).nodes) == ["a"]
 
 
 @pytest.mark.parametrize("state", [OPTIMIZER, {**OPTIMIZER, "defaults": {"lr": 0.1}}])
@@ -84,21 +103,6 @@ def test_a_pickled_optimizer_holds_no_weights(state: Node) -> None:
     optimizer.steps.append(("build", {**state, "state": {W: {"exp_avg": W}, 1: {"exp_avg": W}}}))
     assert found({"generator": {"a": W}, "optimizer": optimizer}).path == ("generator",)
     assert locate({"optimizer": optimizer}) is None
-
-
-def test_the_only_mapping() -> None:
-    assert found({"a": 1, "run": [{"deep": {"a": W}}]}).path == ("run", 0, "deep")
-
-
-def test_in_a_tuple() -> None:
-    """torch.save((model.state_dict(), optimizer.state_dict()), path)"""
-    assert found(({"a": W}, OPTIMIZER)).path == (0,)
-    assert found({"all": ({"a": W},)}).path == ("all", 0)
-
-
-def test_an_optimizer_does_not_count() -> None:
-    assert found({"net1": {"a": W}, "optimizer": OPTIMIZER}).path == ("net1",)
-    assert locate({"optimizer": OPTIMIZER}) is None
 
 
 def test_several_are_ambiguous() -> None:
@@ -120,35 +124,21 @@ def test_a_mapping_among_the_tensors_of_the_root_is_ambiguous() -> None:
     assert list(found(root, "config").tensors) == ["mean", "std"]
 
 
-def test_a_tensor_beside_the_only_mapping_is_none_of_the_weights() -> None:
-    assert found({"generator": {"a": W}, "accuracy": W}).path == ("generator",)
-
-
-def test_one_mapping_in_two_places_is_one() -> None:
-    shared = {"a": W}
-    assert found({"x": shared, "y": shared}).path == ("x",)
-
-
-def test_the_outermost_mapping() -> None:
-    """Tensors below, and a mapping of mappings above: the one with tensors counts."""
-    assert found({"x": {"a": W, "b": W}}).path == ("x",)
-
-
-def test_a_mixed_root_if_there_is_nothing_better() -> None:
-    weights = found({"epoch": 3, "a": W})
-    assert weights.path == ()
-    assert list(weights.nodes) == ["a"]
-    assert found({"epoch": 3, "a": W, "net": {"b": W}}).path == ("net",)
-
-
-def test_arrays_count_only_where_nothing_else_does() -> None:
-    array = tensor("ndarray")
-    assert found({"a": array}).path == ()
-    assert found({"a": array, "stats": {"m": array}, "net": {"b": W}}).path == ("net",)
-
-
 @pytest.mark.parametrize(
-    "root", [None, 3, "text", [], {"epoch": 3}, W, [W, W], {1: W}, Pairs([("a", W)]), SetNode([W])]
+    "root",
+    [
+        None,
+        3,
+        "text",
+        {"optimizer": OPTIMIZER},
+        [],
+        {"epoch": 3},
+        W,
+        [W, W],
+        {1: W},
+        Pairs([("a", W)]),
+        SetNode([W]),
+    ],
 )
 def test_no_weights(root: Node) -> None:
     assert locate(root) is None

@@ -4,7 +4,6 @@ import random
 from collections.abc import Callable
 
 import pytest
-import torch
 from torch import nn
 
 from ckptkit.core.checkpoint import Checkpoint
@@ -225,11 +224,6 @@ def test_strip_of_a_pickled_module_gives_its_plain_state_dict() -> None:
     )
 
 
-def test_strip_leaves_a_pickled_module_without_the_prefix() -> None:
-    ck = Checkpoint(module({"w": tensor()}))
-    assert strip_prefix(ck).root is ck.root
-
-
 # add_prefix
 
 
@@ -273,18 +267,7 @@ def test_add_to_all_keys_of_a_mapping_that_was_named() -> None:
     assert list(done.root) == ["m.w", "m.mw", 3]
 
 
-def test_add_to_a_pickled_module() -> None:
-    done = add_prefix(Checkpoint(module({"w": tensor()})))
-    assert list(done.root) == ["module.w"]
-
-
 # rename
-
-
-def test_rename_by_map_is_exact() -> None:
-    done = rename(checkpoint("a.w", "a.w2"), {"a.w": "b.w"})
-    assert names(done) == ["b.w", "a.w2"]
-    assert done.notes == ("renamed 1 key",)
 
 
 def test_rename_exchanges_two_names() -> None:
@@ -298,9 +281,9 @@ def test_rename_map_first_then_substitutions_in_order() -> None:
     done = rename(
         checkpoint("x.gamma", "x.beta"),
         {"x.beta": "x.gamma"},
-        [("gamma", "weight"), (r"^(\w+)\.w", r"\1.W")],
+        [("(?i)GAMMA", "weight"), (r"^(\w+)\.w", r"\1.W")],
     )
-    assert names(done) == ["x.Weight", "x.gamma"]
+    assert names(done) == ["x.Weight", "x.gamma"] and done.notes == ("renamed 2 keys",)
 
 
 def test_rename_absent_name_is_refused_with_the_nearest() -> None:
@@ -317,10 +300,6 @@ def test_rename_takes_bounded_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ckptkit.edits.keys.SECONDS", 0)
     with pytest.raises(UsageError, match="takes more than 0 seconds"):
         rename(checkpoint("a" * 60 + "b"), substitutions=[(r"(a|aa)+$", "x")])
-
-
-def test_rename_flags_in_the_expression() -> None:
-    assert names(rename(checkpoint("A.w"), substitutions=[("(?i)^a", "b")])) == ["b.w"]
 
 
 def test_rename_nothing() -> None:
@@ -422,11 +401,3 @@ def test_order_types_and_the_rest_of_the_tree_stay(seed: int) -> None:
     assert [id(each) for each in done.weights.values()] == [
         id(each) for each in done.root["moments"]
     ]
-
-
-def test_the_result_loads_into_the_module_inside() -> None:
-    """Through torch, with the names and metadata that came out."""
-    model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
-    done = strip_prefix(Checkpoint(from_torch(nn.DataParallel(model).state_dict())))
-    state_dict = {name: torch.zeros(each.shape) for name, each in done.weights.items()}
-    assert not any(model.load_state_dict(state_dict))
