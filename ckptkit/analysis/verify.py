@@ -200,32 +200,26 @@ class _Look:
 
     def verdict(self) -> Verdict:
         known = self.format.name if self.format is not None else None
+        notes: list[str] = []
+        if self.checkpoint is not None:
+            known, warnings = self.checkpoint.format, self.checkpoint.warnings
+            if not self.records:
+                notes.append(f"{known} has no checksums: only structure and lengths were checked")
+            notes += (*self.remarks, *warnings)
+            if self.records and self.unsummed and not coded(warnings, NO_CHECKSUM):
+                what = f"{self.unsummed:,} of its records have no checksum"
+                notes.append(f"{what}: damage to them cannot be seen")
         return Verdict(
             path=self.place.name,
-            format=known if self.checkpoint is None else self.checkpoint.format,
+            format=known,
             tensors=len(self.tensors),
             records=self.records,
             nbytes=self.nbytes,
             findings=tuple(_without_implied(self.findings)),
-            notes=tuple(self._notes()),
+            notes=tuple(notes),
             damaged=self.damaged,
             recoverable=formats.recoverable(self.probe) if self.damaged else "",
         )
-
-    def _notes(self) -> Iterator[str]:
-        if self.checkpoint is None:
-            return
-        if not self.records:
-            yield (
-                f"{self.checkpoint.format} has no checksums: only structure and lengths were "
-                "checked"
-            )
-        yield from self.remarks
-        yield from self.checkpoint.warnings
-        if self.records and self.unsummed and not coded(self.checkpoint.warnings, NO_CHECKSUM):
-            yield (
-                f"{self.unsummed:,} of its records have no checksum: damage to them cannot be seen"
-            )
 
 
 def _scales(ck: Checkpoint) -> Iterator[tuple[str, Tensor, Numbers]]:
@@ -244,21 +238,18 @@ def _without_implied(findings: list[Defect]) -> Iterator[Defect]:
 
     What stops a reader is often what a checksum shows as well.
     """
+
+    def implies(other: Defect, one: Defect, before: bool) -> bool:
+        if other.what not in one.what or (one.file and other.file and one.file != other.file):
+            return False
+        if other.what != one.what or len(other.tensors) > len(one.tensors):
+            return True
+        return before and other.tensors == one.tensors
+
+    others = list(enumerate(findings if len(findings) <= COMPARED else ()))
     for number, one in enumerate(findings):
-        others = enumerate(findings if len(findings) <= COMPARED else ())
-        if not any(
-            _implies(other, one, place < number) for place, other in others if place != number
-        ):
+        if not any(implies(each, one, n < number) for n, each in others if n != number):
             yield one
-
-
-def _implies(other: Defect, one: Defect, before: bool) -> bool:
-    """Return whether `other` implies `one`."""
-    if other.what not in one.what or (one.file and other.file and one.file != other.file):
-        return False
-    if other.what != one.what or len(other.tensors) > len(one.tensors):
-        return True
-    return before and other.tensors == one.tensors
 
 
 def _nonfinite(row: tuple[str, Tensor]) -> tuple[str, Tensor, int, int]:

@@ -7,10 +7,9 @@ markup.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from rich.text import Text
 from textual.app import App, ComposeResult
@@ -61,15 +60,16 @@ class TreeContents:
     def search(self, words: str) -> Branch:
         """Return the tree of tensors whose path, shape, dtype or device has all these words."""
         wanted = words.lower().split()
-        return (
-            self.tree
-            if not wanted
-            else grown(share for share in self.shares if _has(share, wanted))
-        )
-
-    def listed(self) -> list[Table]:
-        """Return the entries that are not tensors."""
-        return list(listings(self.summary))
+        if not wanted:
+            return self.tree
+        found = []
+        for share in self.shares:
+            facts = columns.brief(share.row)
+            del facts[columns.SIZE.name]  # its unit would match a letter
+            text = " ".join([share.place, *facts.values()]).lower()
+            if all(word in text for word in wanted):
+                found.append(share)
+        return grown(found)
 
     def command(self, name: str, *words: str) -> str:
         """Return a command on this file, ready to paste."""
@@ -92,13 +92,6 @@ class TreeContents:
 def escaped(name: str) -> str:
     """Return a glob that matches only this name."""
     return "".join(f"[{char}]" if char in SPECIAL and char != "]" else char for char in name)
-
-
-def _has(share: Share, words: Sequence[str]) -> bool:
-    facts = columns.brief(share.row)
-    del facts[columns.SIZE.name]  # its unit would match a letter
-    text = " ".join([share.place, *facts.values()]).lower()
-    return all(word in text for word in words)
 
 
 def below(branch: Branch, sort: str, measure: str) -> list[Branch]:
@@ -184,28 +177,23 @@ def heading(contents: TreeContents) -> Text:
 def overview(contents: TreeContents) -> Text:
     """Return totals, and their parts."""
     summary, totals = contents.summary, contents.summary.totals
+    weights = ""
+    if summary.weights is not None:
+        weights = escape(".".join(map(str, summary.weights))) or "the root"
     optimizer = sum(share.nbytes for share in contents.shares if share.role == OPTIMIZER)
-    facts = [
+    tied = sum(share.same is not None for share in contents.shares)
+    made = _facts(
         ("format", summary.format),
         ("on disk", size(summary.size)),
-        (
-            "weights at",
-            ""
-            if summary.weights is None
-            else escape(".".join(map(str, summary.weights))) or "the root",
-        ),
+        ("weights at", weights),
         ("tensors", f"{totals.tensors:,}"),
         ("parameters", f"{totals.parameters:,}"),
         ("bytes of tensors", size(totals.nbytes)),
         ("bytes of storages", size(totals.storage_nbytes)),
         ("in no tensor", size(totals.unused_nbytes) if totals.unused_nbytes else ""),
         ("optimizer", size(optimizer) if optimizer else ""),
-        (
-            "ties",
-            f"{n:,}" if (n := sum(share.same is not None for share in contents.shares)) else "",
-        ),
-    ]
-    made = _facts(facts)
+        ("ties", f"{tied:,}" if tied else ""),
+    )
     for title in ("dtype", "device"):
         sums: Counter[str] = Counter()
         for share in contents.shares:
@@ -223,7 +211,7 @@ def _bars(made: Text, title: str, sums: Counter[str], total: int) -> None:
         made.append(f"{bar(value / total, BAR) if value else ''}\n", "blue")
 
 
-def _facts(pairs: Iterable[tuple[str, str]]) -> Text:
+def _facts(*pairs: tuple[str, str]) -> Text:
     made = Text()
     for name, value in pairs:
         if value:
@@ -233,33 +221,26 @@ def _facts(pairs: Iterable[tuple[str, str]]) -> Text:
 
 def group(branch: Branch, contents: TreeContents) -> Text:
     """Return the panel of a branch."""
+
+    def share(part: int, whole: int) -> str:
+        if not part:
+            return ""
+        return f"  ({part / whole:.1%})" if part / whole >= 0.0005 else "  (<0.1%)"
+
     whole = contents.tree
     made = Text().append(f"{escape(branch.path)}\n\n", "bold")
     made.append_text(
         _facts(
-            [
-                ("tensors", f"{branch.tensors:,}"),
-                ("parameters", f"{branch.parameters:,}{_of(branch.parameters, whole.parameters)}"),
-                ("bytes", f"{size(branch.nbytes)}{_of(branch.nbytes, whole.nbytes)}"),
-            ]
+            ("tensors", f"{branch.tensors:,}"),
+            ("parameters", f"{branch.parameters:,}{share(branch.parameters, whole.parameters)}"),
+            ("bytes", f"{size(branch.nbytes)}{share(branch.nbytes, whole.nbytes)}"),
         )
     )
     children = sorted(branch.children.values(), key=lambda child: -child.nbytes)[:12]
     if len(children) > 1:
-        _bars(
-            made,
-            "bytes below",
-            Counter({child.label or "(empty)": child.nbytes for child in children}),
-            branch.nbytes,
-        )
+        sums = Counter({child.label or "(empty)": child.nbytes for child in children})
+        _bars(made, "bytes below", sums, branch.nbytes)
     return made
-
-
-def _of(part: int, whole: int) -> str:
-    share = part / whole if whole else 0.0
-    if not share:
-        return ""
-    return f"  ({share:.1%})" if share >= 0.0005 else "  (<0.1%)"
 
 
 def tensor(branch: Branch, contents: TreeContents, seen: ValuePanel | str | None) -> Text:
@@ -270,22 +251,17 @@ def tensor(branch: Branch, contents: TreeContents, seen: ValuePanel | str | None
     share = branch.share
     assert share is not None
     made = Text().append(f"{escape(share.label)}\n\n", "bold")
-    same = "" if share.same is None else escape(contents.shares[share.same].label)
-    facts = [
-        *columns.details(share.row),
-        ("the same as", same),
-        ("place", escape(share.place) if share.place != share.label else ""),
-    ]
     if isinstance(seen, str):
         made.append(f"{escape(seen)}\n\n", "yellow")
     elif seen is not None:
         made.append_text(_values(seen)).append("\n")
-    made.append_text(_facts(facts))
-    return (
-        made
-        if seen is not None
-        else made.append("\nv shows values, : a part of them", "dim italic")
-    )
+    same = "" if share.same is None else escape(contents.shares[share.same].label)
+    place = escape(share.place) if share.place != share.label else ""
+    facts = (*columns.details(share.row), ("the same as", same), ("place", place))
+    made.append_text(_facts(*facts))
+    if seen is None:
+        made.append("\nv shows values, : a part of them", "dim italic")
+    return made
 
 
 def _values(seen: ValuePanel) -> Text:
@@ -306,27 +282,20 @@ def _values(seen: ValuePanel) -> Text:
             f"\n{show(seen.picks)} is too large for statistics here; see `show --stats`",
             "dim",
         )
-    return made.append_text(_statistics(seen))
+    return made.append_text(_statistics(seen.picks, seen.tally))
 
 
-def _statistics(seen: ValuePanel) -> Text:
-    tally = seen.tally
-    assert tally is not None
+def _statistics(picks: Picks, tally: Tally) -> Text:
     made = Text()
     if tally.finite:
-        named = (
-            ("mean", tally.mean),
-            ("std", tally.std),
-            ("min", tally.low),
-            ("max", tally.high),
-            ("norm", tally.norm),
-        )
-        made.append(f"\n{show(seen.picks)}: {plural(tally.count, 'value')}\n", "bold")
-        shown = [f"{name} {cell(value)}" for name, value in named if value is not None]
+        named = {"mean": tally.mean, "std": tally.std, "min": tally.low, "max": tally.high}
+        named["norm"] = tally.norm
+        made.append(f"\n{show(picks)}: {plural(tally.count, 'value')}\n", "bold")
+        shown = [f"{name} {cell(value)}" for name, value in named.items() if value is not None]
         made.append(f"{', '.join(shown[:2])}\n{', '.join(shown[2:])}\n")
-    odd = (("zeros", tally.zeros), ("NaN", tally.nan), ("infinite", tally.infinite))
-    if any(count for _, count in odd):
-        made.append(", ".join(f"{count:,} {name}" for name, count in odd if count) + "\n")
+    odd = {"zeros": tally.zeros, "NaN": tally.nan, "infinite": tally.infinite}
+    if any(odd.values()):
+        made.append(", ".join(f"{count:,} {name}" for name, count in odd.items() if count) + "\n")
     histogram = tally.histogram.at_most(BINS)
     most = max(histogram.counts, default=0) or 1
     for edge, count in zip(histogram.edges, histogram.counts, strict=False):
@@ -371,13 +340,8 @@ OPENED = 200  # tensors found up to which all of them are in sight
 AT_ONCE = 500  # lines that are put below a node; the rest follows on request
 
 
-class More(NamedTuple):
-    """A node that stands for children not added yet."""
-
-    branches: list[Branch]
-
-
-Data = Branch | Table | More
+# A list stands for children not added yet.
+Data = Branch | Table | list[Branch]
 
 
 class Browser(App[str]):
@@ -457,9 +421,9 @@ class Browser(App[str]):
         found = f"{branch.tensors:,} found" if self.words else "everything"
         label = Text(found, "bold").append(f"  {amount(branch, self.measure)}", "not bold cyan")
         root = self.names.reset(label, branch).root
-        self._fill(root, branch)
+        self._add(root, below(branch, self.sort, self.measure))
         if not self.words:
-            for listed in self.contents.listed():
+            for listed in listings(self.contents.summary):
                 if listed.rows:
                     label = Text(listed.title).append(f"  {listed.things:,}", "dim")
                     root.add_leaf(label, data=listed)
@@ -474,12 +438,9 @@ class Browser(App[str]):
             node = waiting.pop()
             if isinstance(node.data, Branch) and node.data.children:
                 if not node.children:
-                    self._fill(node, node.data)
+                    self._add(node, below(node.data, self.sort, self.measure))
                 node.expand()
                 waiting += node.children
-
-    def _fill(self, node: TreeNode[Data], branch: Branch) -> None:
-        self._add(node, below(branch, self.sort, self.measure))
 
     def _add(self, node: TreeNode[Data], branches: list[Branch]) -> None:
         above = node.data.path if isinstance(node.data, Branch) else ""
@@ -489,20 +450,18 @@ class Browser(App[str]):
             node.add(label, data=branch, allow_expand=bool(branch.children))
         if len(branches) > AT_ONCE:
             rest = branches[AT_ONCE:]
-            node.add_leaf(
-                Text(f"{len(rest):,} more: enter shows {min(len(rest), AT_ONCE)}", "italic"),
-                data=More(rest),
-            )
+            text = f"{len(rest):,} more: enter shows {min(len(rest), AT_ONCE)}"
+            node.add_leaf(Text(text, "italic"), data=rest)
 
     def on_tree_node_expanded(self, event: Tree.NodeExpanded[Data]) -> None:
         node = event.node
         if isinstance(node.data, Branch) and not node.children:
-            self._fill(node, node.data)
+            self._add(node, below(node.data, self.sort, self.measure))
 
     def on_tree_node_selected(self, event: Tree.NodeSelected[Data]) -> None:
         node = event.node
-        if isinstance(node.data, More) and node.parent is not None:
-            parent, rest = node.parent, node.data.branches
+        if isinstance(node.data, list) and node.parent is not None:
+            parent, rest = node.parent, node.data
             node.remove()
             self._add(parent, rest)
         elif isinstance(node.data, Branch) and not node.data.children:
@@ -525,41 +484,40 @@ class Browser(App[str]):
     # What the keys do
 
     def action_overview(self) -> None:
-        command = (
-            self.contents.finds(self.words) if self.words else self.contents.command("inspect")
-        )
-        self._say(overview(self.contents), command)
+        found = self.contents.finds(self.words) if self.words else self.contents.command("inspect")
+        self._say(overview(self.contents), found)
 
     def action_sort(self) -> None:
         self.sort = SORTS[(SORTS.index(self.sort) + 1) % len(SORTS)]
-        self.notify(
-            f"sorted by {self.sort}" if self.sort != "file" else "in the order of the file",
-            timeout=2,
-        )
+        how = "in the order of the file" if self.sort == "file" else f"sorted by {self.sort}"
+        self.notify(how, timeout=2)
         self._plant(self.shown)
 
     def action_measure(self) -> None:
         self.measure = MEASURES[1 - MEASURES.index(self.measure)]
         self._plant(self.shown)
 
+    def _later(self, command: str, first: Text, find: Callable[[], Text]) -> None:
+        """Show `first`, then what a thread finds, if it is still wanted then."""
+
+        def work() -> None:
+            self.call_from_thread(late, find())
+
+        def late(text: Text) -> None:
+            if command == self.command:
+                self._say(text, command)
+
+        self._say(first, command)
+        self.run_worker(work, thread=True, exclusive=True, group="beside")
+
     def action_diagnosis(self) -> None:
-        command = self.contents.command("doctor")
-        self._say(Text("looking...", "dim"), command)
-        self.run_worker(
-            partial(self._diagnosed, command), thread=True, exclusive=True, group="beside"
-        )
+        def find() -> Text:
+            try:
+                return diagnosis(self.diagnose())
+            except CkptkitError as error:
+                return Text(escape(str(error)), "yellow")
 
-    def _diagnosed(self, command: str) -> None:
-        try:
-            text = diagnosis(self.diagnose())
-        except CkptkitError as error:
-            text = Text(escape(str(error)), "yellow")
-        self.call_from_thread(self._late, command, text)
-
-    def _late(self, command: str, text: Text) -> None:
-        """Show a result that a thread found, if it is still wanted."""
-        if command == self.command:
-            self._say(text, command)
+        self._later(self.contents.command("doctor"), Text("looking...", "dim"), find)
 
     def action_values(self) -> None:
         node = self.names.cursor_node
@@ -567,24 +525,18 @@ class Browser(App[str]):
         if not isinstance(branch, Branch) or branch.share is None:
             self.notify("choose a tensor to see its values", timeout=2)
             return
-        command = self.contents.shows(branch, self.index)
-        self._say(tensor(branch, self.contents, "reading..."), command)
-        self.run_worker(
-            partial(self._read, branch, self.index, command),
-            thread=True,
-            exclusive=True,
-            group="beside",
-        )
+        share, index, across = branch.share, self.index, self._columns()
 
-    def _read(self, branch: Branch, index: str, command: str) -> None:
-        assert branch.share is not None
-        try:
-            with steady(self.contents.checkpoint.source, remote=True):
-                seen = values(branch.share, index, self._columns())
-            text = tensor(branch, self.contents, seen)
-        except CkptkitError as error:
-            text = tensor(branch, self.contents, error.message)
-        self.call_from_thread(self._late, command, text)
+        def find() -> Text:
+            try:
+                with steady(self.contents.checkpoint.source, remote=True):
+                    seen = values(share, index, across)
+                return tensor(branch, self.contents, seen)
+            except CkptkitError as error:
+                return tensor(branch, self.contents, error.message)
+
+        first = tensor(branch, self.contents, "reading...")
+        self._later(self.contents.shows(branch, index), first, find)
 
     def _columns(self) -> int:
         """Return the number of columns that fit."""

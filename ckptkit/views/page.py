@@ -34,7 +34,7 @@ from ckptkit.core.text import escape, shape
 from ckptkit.core.tree import join
 from ckptkit.diagnosis import content
 from ckptkit.diagnosis.facts import Facts
-from ckptkit.views.treemap import arranged, numbered
+from ckptkit.views.treemap import arranged
 
 if TYPE_CHECKING:
     from ckptkit.compute.tallies import Tally
@@ -162,14 +162,9 @@ MARKS = tuple(fact for fact in columns.BRIEF if not fact.title)
 AMOUNTS = ("parameters", "nbytes", "stored")
 
 
-class PageTable:
-    """Numbers for strings that occur often."""
-
-    def __init__(self) -> None:
-        self.numbers: dict[str, int] = {}
-
-    def __call__(self, value: str) -> int:
-        return self.numbers.setdefault(value, len(self.numbers))
+def _number(table: dict[str, int], value: str) -> int:
+    """Return the number of a string that occurs often, a new one where it is new."""
+    return table.setdefault(value, len(table))
 
 
 class PageColumns:
@@ -181,7 +176,7 @@ class PageColumns:
         self.shares: list[Share] = []
         self.places: dict[int, str] = {}  # where they are not the labels
         named = (*(fact.name for fact in COLUMNS), "role")
-        self.tables = {name: PageTable() for name in named}
+        self.tables: dict[str, dict[str, int]] = {name: {} for name in named}
         self.cells: dict[str, list[int]] = {name: [] for name in (*named, *AMOUNTS)}
         self.same: dict[int, int] = {}
         self.marks: dict[str, dict[int, str]] = {fact.name: {} for fact in MARKS}
@@ -200,8 +195,9 @@ class PageColumns:
         if share.place != share.label:
             self.places[number] = escape(share.place)
         for fact in COLUMNS:
-            cells[fact.name].append(self.tables[fact.name](fact.text(fact.value(row))))
-        cells["role"].append(self.tables["role"](share.role))
+            text = fact.text(fact.value(row))
+            cells[fact.name].append(_number(self.tables[fact.name], text))
+        cells["role"].append(_number(self.tables["role"], share.role))
         for name, amount in zip(AMOUNTS, (share.parameters, share.nbytes, row.nbytes), strict=True):
             cells[name].append(min(amount, MOST))
         if share.same is not None:
@@ -219,7 +215,7 @@ class PageColumns:
             "place": self.places,
             "facts": {fact.name: fact.title for fact in COLUMNS},
             **self.cells,
-            **{f"{name}s": list(table.numbers) for name, table in self.tables.items()},
+            **{f"{name}s": list(table) for name, table in self.tables.items()},
             "same": self.same,
             **self.marks,
             "valued": self.valued,
@@ -250,16 +246,25 @@ def _numbers(tally: Tally) -> dict[str, Any]:
 
 def treemap(shares: Sequence[Share], unused: int) -> dict[str, Any]:
     """Return the tree of names, and how its branches are placed on the page."""
-    root, labels = grown(shares), PageTable()
+    root, labels = grown(shares), dict[str, int]()
     rows = {id(share): number for number, share in enumerate(shares)}
-    found, numbers = numbered(root, rows)
+    found: dict[str, list[int]] = {"label": [], "parent": [], "row": []}
+    numbers: dict[int, int] = {}  # of branches, parents first, by their id
+    waiting = [(root, -1)]  # -1 stands for no parent and no tensor
+    while waiting:
+        branch, parent = waiting.pop()
+        number = numbers[id(branch)] = len(numbers)
+        found["label"].append(_number(labels, escape(branch.label)))
+        found["parent"].append(parent)
+        found["row"].append(-1 if branch.share is None else rows[id(branch.share)])
+        waiting += [(child, number) for child in reversed(branch.children.values())]
     bytes_placed = arranged(root, numbers, "nbytes", unused)
     placed = arranged(root, numbers, "parameters")
     return {
-        "label": [labels(escape(label)) for label in found.label],
-        "labels": list(labels.numbers),
-        "parent": found.parent,
-        "row": found.row,
+        "label": found["label"],
+        "labels": list(labels),
+        "parent": found["parent"],
+        "row": found["row"],
         "nbytes": bytes_placed,
         "parameters": None if placed == bytes_placed else placed,
     }

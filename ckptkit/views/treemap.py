@@ -201,44 +201,13 @@ def arranged(
                 line.append(numbers[id(cell.branch)] if is_branch else -(cell.rest or 1))
                 if is_branch and not cell.own and cell.branch.children:
                     waiting.append((cell.branch, _inner(cell, part, FRAME) or WINDOW))
-                    _pass_through(branch, cell.branch, numbers, found)
+                    # Between the two, branches of one child: the page goes up one by one.
+                    for child in branch.children.values():
+                        while child is not cell.branch and joined(child) is cell.branch:
+                            found[numbers[id(child)]] = [[1, numbers[id(cell.branch)]]]
+                            (child,) = child.children.values()
             lines.append(line)
     return found
-
-
-def _pass_through(
-    above: Branch, below: Branch, numbers: Mapping[int, int], found: dict[int, Strips]
-) -> None:
-    """Add the branches between two that have one child each: the page goes up one by one."""
-    for child in above.children.values():
-        while child is not below and joined(child) is below:
-            found[numbers[id(child)]] = [[1, numbers[id(below)]]]
-            (child,) = child.children.values()
-
-
-class Numbered(NamedTuple):
-    """The branches of a tree in order, parents first: labels, numbers of parents, and tensors."""
-
-    label: list[str]
-    parent: list[int]
-    row: list[int]
-
-
-def numbered(root: Branch, rows: Mapping[int, int]) -> tuple[Numbered, dict[int, int]]:
-    """Return the branches and their numbers by id; `rows` numbers the tensors by id of the share.
-
-    -1 stands for no parent and no tensor.
-    """
-    found, numbers = Numbered([], [], []), {}
-    waiting = [(root, -1)]
-    while waiting:
-        branch, parent = waiting.pop()
-        number = numbers[id(branch)] = len(found.label)
-        found.label.append(branch.label)
-        found.parent.append(parent)
-        found.row.append(-1 if branch.share is None else rows[id(branch.share)])
-        waiting += [(child, number) for child in reversed(branch.children.values())]
-    return found, numbers
 
 
 WIDTH, HEIGHT = 800.0, 450.0  # points of the map: 1/100 inch

@@ -100,13 +100,6 @@ def test_what_has_no_bytes_is_left_out_and_named(tmp_path: Path) -> None:
     assert "meta" in found.without["ghost"]
 
 
-def test_only_the_names_that_match(tmp_path: Path) -> None:
-    torch.save(state(), tmp_path / "a.pth")
-    assert list(digest(tmp_path / "a.pth", matches=lambda name: name.startswith("e")).ids) == [
-        "empty"
-    ]
-
-
 @pytest.mark.parametrize("maker", [made.TestTorchZip, made.TestNpz, made.TestCompressedNpz])
 def test_damage_says_which_tensor(maker: type[FormatConformance], tmp_path: Path) -> None:
     """A digest of damaged bytes would be one of another tensor."""

@@ -55,12 +55,6 @@ def test_names_and_paths_of_a_wrapped_state_dict() -> None:
     assert values(found) == {("epoch",): ("int", 3)}
 
 
-def test_a_bare_state_dict_is_the_root() -> None:
-    found = summarize(checkpoint({"a": tensor(1), "b": tensor(2)}))
-    assert found.weights == ()
-    assert [row.name for row in found.rows] == ["a", "b"]
-
-
 def test_tensors_that_follow_the_weights_have_no_name() -> None:
     found = summarize(checkpoint({"model": {"a": tensor(1)}, "last": [tensor(2)], "a": tensor(3)}))
     assert [row.name for row in found.rows] == ["a", None, None]
@@ -81,12 +75,6 @@ def test_storages_are_numbered_and_shared_ones_are_equal() -> None:
     assert [row.storage for row in found.rows] == [0, 1, 0]
 
 
-def test_a_tensor_without_a_storage_has_no_number() -> None:
-    meta = Tensor(None, BY_NAME["float32"], (2, 3), (3, 1))
-    (row,) = summarize(checkpoint({"a": meta})).rows
-    assert (row.storage, row.nbytes) == (None, 24)
-
-
 def test_totals() -> None:
     base = tensor(1, 2, 3, 4)
     root = {
@@ -105,10 +93,6 @@ def test_unused_bytes_of_a_storage() -> None:
     assert (
         summarize(checkpoint({"a": view(tensor(*range(100)), (10,))})).totals.unused_nbytes == 360
     )
-
-
-def test_parameters_without_weights_are_all_elements() -> None:
-    assert summarize(checkpoint([tensor(1, 2), tensor(3)])).totals.parameters == 3
 
 
 @pytest.mark.parametrize(
