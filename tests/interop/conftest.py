@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import Run
+from tests.conftest import Run, in_process
 
 Ckptkit = Callable[..., str]
 
@@ -42,10 +42,12 @@ def _declare_operators_of_torchvision() -> None:
 _KEPT: list[Any] = []  # a Library takes back what it declared when it is collected
 
 
-@pytest.fixture(scope="session")
+run = in_process
+
+
+@pytest.fixture
 def ckptkit(run: Run) -> Ckptkit:
-    """``ckptkit("convert", a, b)``: what it prints; the command runs in a process of its own, and
-    must succeed."""
+    """``ckptkit("convert", a, b)``: what it prints; the command must succeed."""
 
     def command(*args: object, code: int = 0) -> str:
         done = run(*args)

@@ -256,7 +256,9 @@ print(memory("VmHWM") - before)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16], ids=str
+)
 def test_memory_beside_the_model(tmp_path: Path, dtype: torch.dtype) -> None:
     weight = torch.ones(4096, 1024, dtype=dtype)
     save_file({f"{n}.weight": weight.clone() for n in range(16)}, tmp_path / "a.safetensors")

@@ -201,10 +201,10 @@ def test_a_set_of_lists() -> None:
 
 def test_any_depth() -> None:
     node: Node = 1
-    for _ in range(100_000):
+    for _ in range(20_000):
         node = (OrderedMapping({"k": [node]}),)
     made = value_of(node)
-    for _ in range(100_000):
+    for _ in range(20_000):
         made = made[0]["k"][0]
     assert made == 1
 

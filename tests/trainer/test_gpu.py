@@ -22,29 +22,24 @@ QUICK = [
     "S02 S10 S17 DataParallel over two devices",
     "S03 a loss on each device",
     "S04 memory report",
+    "resuming is exact",
+    "amp computes in bfloat16, also in the threads of replicas",
+]
+# What these check is tested beside them, in a shorter run.
+LONG = [
     "S05 segments beside the article's figures",
     "S06 S24 recomputing with dropout",
     "S11 S12 S14 load and load_into onto the device",
     "S19 equal seeds give equal bytes",
-    "resuming is exact",
-    "amp computes in bfloat16, also in the threads of replicas",
-]
-PROCESSES = [
     "DDP with gloo, two processes on one device",
     "FSDP saves, resumes, and is evaluated from its folder",
 ]
 
 
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize(
+    "name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in LONG)]
+)
 def test_a_check_passes_on_the_cpu(name: str, tmp_path: Path) -> None:
-    result = gpu.run_check(CHECKS[name], name, CPU, tmp_path / "check")
-    assert (result.status, result.why) == ("passed", "")
-
-
-@pytest.mark.slow
-@pytest.mark.processes
-@pytest.mark.parametrize("name", PROCESSES)
-def test_a_check_of_several_processes_passes_on_the_cpu(name: str, tmp_path: Path) -> None:
     result = gpu.run_check(CHECKS[name], name, CPU, tmp_path / "check")
     assert (result.status, result.why) == ("passed", "")
 
@@ -52,7 +47,7 @@ def test_a_check_of_several_processes_passes_on_the_cpu(name: str, tmp_path: Pat
 def test_what_needs_a_gpu_is_skipped_without_one(tmp_path: Path) -> None:
     skipped = set()
     for number, (name, function) in enumerate(CHECKS.items()):
-        if name in (*QUICK, *PROCESSES) or name.startswith(("S01", "S07")):
+        if name in (*QUICK, *LONG) or name.startswith(("S01", "S07")):
             continue
         result = gpu.run_check(function, name, CPU, tmp_path / str(number))
         assert (result.status, result.why) == ("skipped", "needs 1 GPU, this machine has 0")

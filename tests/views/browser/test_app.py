@@ -133,8 +133,8 @@ def test_search(file: Path) -> None:
         "2.attn.weight",
     ]
     assert screen.command == f"ckptkit inspect {file} --keys '*attn*'"
-    assert pressed(file, "slash", "'attn'", "enter", "escape").lines == pressed(file).lines
-    assert pressed(file, "slash", "'nothing'", "enter").lines[0].startswith("0 found")
+    back = pressed(file, "slash", "'attn'", "enter", "slash", "'nothing'", "enter", "escape")
+    assert back.lines == pressed(file).lines
     assert "1 found" in pressed(file, "slash", "'[3]'", "enter").lines[0]  # shapes count as well
 
 
@@ -213,15 +213,9 @@ def test_other_entries(file: Path) -> None:
 
 
 def test_leaving(file: Path) -> None:
-    assert pressed(file, "down", "c").result == f"ckptkit inspect {file} --tree --keys 'model.*'"
+    command = f"ckptkit inspect --key model {file} --tree --keys 'model.*'"
+    assert pressed(file, "down", "c", key="model").result == command
     assert pressed(file, "q").result is None
-
-
-def test_the_key_goes_with_the_command(file: Path) -> None:
-    assert (
-        pressed(file, "down", key="model").command
-        == f"ckptkit inspect --key model {file} --tree --keys 'model.*'"
-    )
 
 
 def test_many_tensors_are_put_into_the_tree_bit_by_bit(tmp_path: Path) -> None:
@@ -250,7 +244,7 @@ def test_only_what_was_opened_is_in_the_tree(tmp_path: Path) -> None:
     assert "2,000 tensors" in str(blocks.label) and not blocks.children
 
 
-@pytest.mark.parametrize("size", [(30, 10), (80, 24), (200, 50)])
+@pytest.mark.parametrize("size", [(30, 10), (200, 50)])
 def test_BR_01_hostile_names(tmp_path: Path, size: tuple[int, int]) -> None:
     path = made.hostile(tmp_path / "[bold]x.pth")
     screen = pressed(path, *["down", "v"] * 6, size=size)
