@@ -50,7 +50,7 @@ else:
 
 
 class TorchTensors:
-    """Makes the tensors of one checkpoint, each once, so that shared memory is shared again.
+    """Makes the tensors of one checkpoint, each storage once: shared memory is shared again.
 
     `map_location` is what ``torch.load`` takes: None (as saved), a device, a mapping from tags to
     devices, or a function of a storage on the CPU and its tag. A device that is not there raises
@@ -67,8 +67,7 @@ class TorchTensors:
         self._files = files
         self._devices: dict[str, torch.device] = {}
         self._storages: dict[int, torch.UntypedStorage] = {}
-        self._tensors: dict[int, torch.Tensor] = {}
-        self._keep: list[object] = []  # ids in the two above stay taken
+        self._keep: list[Storage] = []  # ids in the one above stay taken
 
     def storage(self, storage: Storage, dtype: DType | None = None) -> torch.UntypedStorage:
         """Return the bytes of a storage, on the device that `map_location` chooses.
@@ -126,12 +125,7 @@ class TorchTensors:
         Classes of tensors are not restored, `attributes` are the caller's. Raises
         UnsupportedError for what only its own class can make.
         """
-        made = self._tensors.get(id(node))
-        if made is None:
-            self._keep.append(node)
-            made = self._strided(node) if isinstance(node, Tensor) else self._called(node)
-            self._tensors[id(node)] = made
-        return made
+        return self._strided(node) if isinstance(node, Tensor) else self._called(node)
 
     def _strided(self, tensor: Tensor) -> torch.Tensor:
         import torch

@@ -131,14 +131,6 @@ def test_dtype_and_storage_of_the_model_stay(tmp_path: Path) -> None:
     assert equal(model, filled(Net()).half())
 
 
-def test_weights_of_a_gpu_without_one(tmp_path: Path, simulated_cuda: Any) -> None:
-    with simulated_cuda(3):
-        path = saved(filled(Net()).state_dict(), tmp_path)
-    model = Net()
-    assert ckptkit.load_into(model, path).complete
-    assert equal(model, filled(Net()))
-
-
 def test_in_groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The entries of a module with its own loading come together, whatever their size."""
     groups: list[list[str]] = []

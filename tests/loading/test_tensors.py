@@ -132,12 +132,6 @@ def test_views_parameters_and_flags(tmp_path: Path) -> None:
     )
 
 
-def test_one_tensor_in_two_places_is_one(tmp_path: Path) -> None:
-    weight = torch.ones(2)
-    ours = ckptkit.load(saved({"a": weight, "b": weight}, tmp_path / "a.pth"))
-    assert ours["a"] is ours["b"]
-
-
 DENSE = torch.tensor([[0, 1.5, 0, 0], [2, 0, 0, 3], [0, 0, 0, 0], [0, 0, 4, 0]])
 SCALES, ZEROS = torch.tensor([0.1, 0.2, 0.3, 0.4]), torch.tensor([0, 1, 2, 3])
 SPECIAL: dict[str, Callable[[], torch.Tensor]] = {

@@ -101,20 +101,6 @@ def test_untyped_storage(tmp_path: Path) -> None:
     assert ours["s"].tolist() == [0, 1, 2]
 
 
-def test_optimizer(tmp_path: Path) -> None:
-    model = nn.Linear(2, 2)
-    optimizer = torch.optim.Adam(model.parameters())
-    model(torch.ones(1, 2)).sum().backward()
-    optimizer.step()
-    ours, _ = both({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path)
-    again = torch.optim.Adam(model.parameters())
-    again.load_state_dict(ours["optimizer"])
-    assert torch.equal(
-        again.state_dict()["state"][0]["exp_avg"], optimizer.state_dict()["state"][0]["exp_avg"]
-    )
-    model.load_state_dict(ours["model"])
-
-
 def test_sharing_and_cycles(tmp_path: Path) -> None:
     shared = [1]
     root: dict[str, Any] = {"a": shared, "b": (shared, {"c": shared})}
@@ -221,20 +207,6 @@ def test_metadata_inside_metadata_without_end() -> None:
     for _ in range(10_000):
         node = OrderedMapping({"a": 1}, {"_metadata": node})
     assert value_of(node)["a"] == 1
-
-
-def test_extra_state_is_a_value(tmp_path: Path) -> None:
-    class Stateful(nn.Linear):
-        def get_extra_state(self) -> Any:
-            return {"seen": torch.Size([3]), "set": {1}}
-
-        def set_extra_state(self, state: Any) -> None:
-            self.extra = state
-
-    model = Stateful(1, 1)
-    torch.save(model.state_dict(), tmp_path / "a.pth")
-    model.load_state_dict(ckptkit.load(tmp_path / "a.pth"))
-    assert model.extra == {"seen": torch.Size([3]), "set": {1}}
 
 
 def test_quantized_module(tmp_path: Path) -> None:

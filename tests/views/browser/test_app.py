@@ -254,11 +254,6 @@ def test_BR_01_hostile_names(tmp_path: Path, size: tuple[int, int]) -> None:
     assert all(line.isprintable() for line in screen.panel.splitlines())
 
 
-def test_an_optimizer_alone(tmp_path: Path) -> None:
-    torch.save({"state": {0: {"m": torch.ones(2)}}, "param_groups": []}, tmp_path / "o.pth")
-    assert "state.0.m" in pressed(tmp_path / "o.pth").lines[1]
-
-
 def test_no_tensors(tmp_path: Path) -> None:
     torch.save({"n": 1}, tmp_path / "n.pth")
     screen = pressed(tmp_path / "n.pth", "v")
