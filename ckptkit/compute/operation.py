@@ -187,7 +187,9 @@ class Reader:
 
     def __init__(self, extent: Extent, room: Room | None = None) -> None:
         self.extent = extent
-        self._room = room or Room()  # which readers may share
+        self.room = room or Room()  # which readers may share
+        self.place: object = None  # of memory that was filled row by row, and its rows
+        self.buffers: Sequence[memoryview] = ()
         self._held: bytes | None = None
         self._at = 0  # of the first byte of the window
         self._window = bytearray()
@@ -205,7 +207,7 @@ class Reader:
         source, origin, _ = self.extent
         if not isinstance(source, LocalFile):
             return source.read(origin + at, length)
-        view = self._room.of(length)
+        view = self.room.of(length)
         source.read_into(origin + at, view)
         return view
 

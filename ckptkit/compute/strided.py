@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
-from itertools import combinations
+from itertools import product
 from math import prod
+from operator import mul
 from typing import NamedTuple
 
 from ckptkit.core.errors import CorruptError
@@ -205,136 +206,105 @@ def composed(
 
     None where that takes too many.
     """
-    dims = normal(outer.dims)
-    plain = [piece._replace(dims=normal(piece.dims)) for piece in inner]
-    written = {stride for _, _, stride in flatten(piece.dims for piece in plain)}
-    strides = {read for _, read, _ in dims} | written
-    axes = Axes(strides, total)
+    outer = outer._replace(dims=normal(outer.dims))
+    turned = [_turned(piece._replace(dims=normal(piece.dims))) for piece in inner]
+    axes = Axes((read for piece in (outer, *turned) for _, read, _ in piece.dims), total)
     if not axes.sizes:
-        return _run_by_run(outer._replace(dims=dims), plain, total)
-    ours = _boxed(outer._replace(dims=dims), axes, _READ)
-    theirs = [_boxed(piece, axes, _WRITTEN) for piece in plain]
-    if ours is None or None in theirs:
+        return _run_by_run(outer, inner, total)
+    parts, others = _boxed(outer, axes), list[tuple[StridedCopy, Box]]()
+    if parts is None:
         return None
-    made = list(flatten(some or () for some in theirs))
-    found: list[StridedCopy] = []
-    for part in ours:
-        for piece in _touching(part, made):
-            found += _common(part, piece, axes)
+    for piece in turned:
+        boxed = _boxed(piece, axes)
+        if boxed is None:
+            return None
+        others += boxed
+    found = []
+    for copy, ours in parts:
+        last = copy.start + sum((n - 1) * read for n, read, _ in copy.dims)
+        for piece, theirs in others:
+            end = piece.start + sum((n - 1) * read for n, read, _ in piece.dims)
+            if piece.start > last or end < copy.start:
+                continue
+            start, place, dims = piece.place, copy.place, []  # of what both have
+            for a, b in zip(ours, theirs, strict=True):
+                low, high = max(a.offset, b.offset), min(a.offset + a.size, b.offset + b.size)
+                if low >= high:
+                    break
+                start += (low - b.offset) * b.stride
+                place += (low - a.offset) * a.stride
+                if high - low > 1:
+                    dims.append((high - low, b.stride, a.stride))
+            else:
+                found.append(StridedCopy(piece.source, start, place, tuple(dims)))
     return found
 
 
-def _touching(outer: StridedCopy, inner: Sequence[StridedCopy]) -> Iterator[StridedCopy]:
-    """Yield the inner copies that reach into what the outer one spans."""
-    last = outer.start + sum((n - 1) * read for n, read, _ in outer.dims)
-    for piece in inner:
-        end = piece.place + sum((n - 1) * written for n, _, written in piece.dims)
-        if piece.place <= last and end >= outer.start:
-            yield piece
+def _turned(copy: StridedCopy) -> StridedCopy:
+    """Return a copy with source and target exchanged."""
+    dims = tuple((n, written, read) for n, read, written in copy.dims)
+    return StridedCopy(copy.source, copy.place, copy.start, dims)
 
 
-_READ, _WRITTEN = 1, 2  # which stride of a dimension, and which position of a piece, a grid is of
-
-
-def _first(piece: StridedCopy, side: int) -> int:
-    return piece.start if side == _READ else piece.place
-
-
-def _box(piece: StridedCopy, axes: Axes, side: int) -> Box | None:
-    other = _WRITTEN if side == _READ else _READ
-    return axes.box(_first(piece, side), [(dim[0], dim[side], dim[other]) for dim in piece.dims])
-
-
-def _boxed(piece: StridedCopy, axes: Axes, side: int) -> list[StridedCopy] | None:
-    """Return a copy in parts that are boxes of the grid; None where there would be too many."""
-    waiting, found = [piece], []
+def _boxed(copy: StridedCopy, axes: Axes) -> list[tuple[StridedCopy, Box]] | None:
+    """Return a copy in parts whose sources are boxes of the axes; None if there are too many."""
+    waiting, found = [copy], []
     while waiting:
         part = waiting.pop()
-        if _box(part, axes, side) is not None:
-            found.append(part)
+        box = axes.box(part.start, part.dims)
+        if box is not None:
+            found.append((part, box))
             continue
-        number, head = _cut(part, axes, side)
-        waiting += _halves(part, number, head)
+        # It is cut along the dimension that goes over the end of an axis, else along the largest.
+        cut = max(range(len(part.dims)), key=lambda each: part.dims[each][1])
+        head = 1
+        for number, (n, read, _) in enumerate(part.dims):
+            size = axes.sizes[axes.strides.index(read)]
+            inside = part.start // read % size
+            most = size - inside if inside else n // size * size
+            if 0 < most < n:
+                cut, head = number, most
+                break
+        n, read, written = part.dims[cut]
+        for first, count in ((0, head), (head, n - head)):
+            own = ((count, read, written),) if count > 1 else ()
+            dims = (*part.dims[:cut], *own, *part.dims[cut + 1 :])
+            start, place = part.start + first * read, part.place + first * written
+            waiting.append(StridedCopy(part.source, start, place, dims))
         if len(waiting) + len(found) > CUTS:
             return None
     return found
 
 
-def _cut(piece: StridedCopy, axes: Axes, side: int) -> tuple[int, int]:
-    """Return the dimension that a copy is cut along, and after how many elements an axis ends."""
-    for number, dim in enumerate(piece.dims):
-        axis = axes.strides.index(dim[side])
-        offset, size = _first(piece, side) // dim[side], axes.sizes[axis]
-        inside = offset % size
-        head = size - inside if inside else dim[0] // size * size
-        if 0 < head < dim[0]:
-            return number, head
-    return max(range(len(piece.dims)), key=lambda n: piece.dims[n][side]), 1
-
-
-def _halves(piece: StridedCopy, number: int, head: int) -> list[StridedCopy]:
-    n, read, written = piece.dims[number]
-    before, after = piece.dims[:number], piece.dims[number + 1 :]
-    found = []
-    for first, count in ((0, head), (head, n - head)):
-        dims = (*before, *(((count, read, written),) if count > 1 else ()), *after)
-        start, place = piece.start + first * read, piece.place + first * written
-        found.append(StridedCopy(piece.source, start, place, dims))
-    return found
-
-
-def _common(outer: StridedCopy, inner: StridedCopy, axes: Axes) -> list[StridedCopy]:
-    """Return the elements that both have, as a copy of the inner's source."""
-    ours, theirs = _box(outer, axes, _READ), _box(inner, axes, _WRITTEN)
-    assert ours is not None and theirs is not None
-    start, place, dims = inner.start, outer.place, []
-    for a, b in zip(ours, theirs, strict=True):
-        low, high = max(a.offset, b.offset), min(a.offset + a.size, b.offset + b.size)
-        if low >= high:
-            return []
-        start += (low - b.offset) * b.stride
-        place += (low - a.offset) * a.stride
-        if high - low > 1:
-            dims.append((high - low, b.stride, a.stride))
-    return [StridedCopy(inner.source, start, place, tuple(dims))]
-
-
 def _run_by_run(
     outer: StridedCopy, inner: Sequence[StridedCopy], total: int
 ) -> list[StridedCopy] | None:
-    """Compose each run of the outer piece by itself, where strides do not divide each other."""
+    """Compose each run of the outer copy by itself, where strides do not divide each other."""
     runs = [dim for dim in outer.dims if dim[1] != 1]
-    if not outer.dims or not runs:
+    if not runs:
         return None
-    n, read, written = max(runs, key=lambda dim: dim[1])
-    if n > CUTS:
-        return None
-    rest = tuple(dim for dim in outer.dims if dim != (n, read, written))
+    n, read, written = longest = max(runs, key=lambda dim: dim[1])
+    rest = tuple(dim for dim in outer.dims if dim != longest)
     found: list[StridedCopy] = []
-    for index in range(n):
+    for index in range(n if n <= CUTS else 0):
         start, place = outer.start + index * read, outer.place + index * written
         made = composed(StridedCopy(outer.source, start, place, rest), inner, total)
         if made is None or len(found) > CUTS:
             return None
         found += made
-    return found
+    return found if n <= CUTS else None
 
 
 # Cover
 
 
-Region = tuple[tuple[int, int], ...]  # begin and end in each dimension
-
-
 def check_cover(shape: Shape, boxes: Sequence[tuple[Shape, Shape]]) -> None:
     """Raise CorruptError unless boxes (offsets, sizes) tile an array; empty ones are ignored.
 
-    The array is cut along planes that no box crosses, dimension by dimension, until each part has
-    one box: the chunks of a device mesh take a few steps. Raises LimitError where it takes too
-    many.
+    The array is cut where a box begins or ends, along each dimension: each part must be in one box.
+    Raises LimitError where there are too many parts.
     """
-    whole = tuple((0, n) for n in shape)
-    inside = []
+    regions = []
     for offsets, sizes in boxes:
         if len(offsets) != len(shape) or len(sizes) != len(shape):
             raise CorruptError(f"a chunk has {len(sizes)} dimensions, the tensor {len(shape)}")
@@ -342,74 +312,37 @@ def check_cover(shape: Shape, boxes: Sequence[tuple[Shape, Shape]]) -> None:
         if any(end > n for (_, end), n in zip(region, shape, strict=True)):
             raise CorruptError(f"the chunk {_region_text(region)} reaches out of shape {shape}")
         if 0 not in sizes:
-            inside.append(region)
-    waiting = [(whole, inside)] if 0 not in shape else []
-    visits = 0
-    while waiting:
-        region, held = waiting.pop()
-        visits += len(shape) * len(held)
+            regions.append(region)
+    if 0 in shape:
+        return
+    edges = [
+        sorted({0, n, *flatten(region[axis] for region in regions)}) for axis, n in enumerate(shape)
+    ]
+    numbers = [{edge: number for number, edge in enumerate(each)} for each in edges]
+    counts = [len(each) - 1 for each in edges]
+    steps, visits = row_major(counts), prod(counts)
+    check("chunk_visits", visits, "looks at the chunks of one tensor")
+    taken = bytearray(visits)
+
+    def text(part: Sequence[int]) -> str:
+        return _region_text([(edge[n], edge[n + 1]) for edge, n in zip(edges, part, strict=True)])
+
+    for region in regions:
+        spans = [
+            range(number[low], number[high])
+            for number, (low, high) in zip(numbers, region, strict=True)
+        ]
+        visits += prod(map(len, spans))
         check("chunk_visits", visits, "looks at the chunks of one tensor")
-        waiting.extend(_parts_of(region, held))
+        for part in product(*spans):
+            at = sum(map(mul, part, steps))
+            if taken[at]:
+                raise CorruptError(f"two of its chunks overlap in {text(part)}")
+            taken[at] = 1
+    if (hole := taken.find(0)) >= 0:
+        place = [hole // step % count for step, count in zip(steps, counts, strict=True)]
+        raise CorruptError(f"its chunks do not cover {text(place)}")
 
 
-def _parts_of(region: Region, held: list[Region]) -> list[tuple[Region, list[Region]]]:
-    """Return the parts of the region, with the boxes in each; empty if one box fills it."""
-    if held == [region]:
-        return []
-    for axis in range(len(region)):
-        parts = _cut_along(axis, region, held)
-        if len(parts) > 1:
-            return parts
-    _check_uncut(region, held)
-    return []
-
-
-def _cut_along(axis: int, region: Region, held: list[Region]) -> list[tuple[Region, list[Region]]]:
-    begin, stop = region[axis]
-    parts: list[tuple[Region, list[Region]]] = []
-    group: list[Region] = []
-    reached = begin
-    for box in sorted(held, key=lambda box: box[axis]):
-        low, high = box[axis]
-        if low > reached:
-            raise _hole(axis, region, reached, low)
-        if low == reached and group:
-            parts.append((_narrowed(axis, region, begin, low), group))
-            begin, group = low, []
-        group.append(box)
-        reached = max(reached, high)
-    if reached < stop:
-        raise _hole(axis, region, reached, stop)
-    return [*parts, (_narrowed(axis, region, begin, stop), group)]
-
-
-def _check_uncut(region: Region, held: list[Region]) -> None:
-    """Raise CorruptError for boxes that overlap or leave a hole, LimitError for a pinwheel layout.
-
-    No plane separates them.
-    """
-    check("chunk_visits", len(held) ** 2, "looks at the chunks of one tensor")
-    for one, other in combinations(held, 2):
-        common = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(one, other, strict=True))
-        if all(low < high for low, high in common):
-            raise CorruptError(f"two of its chunks overlap in {_region_text(common)}")
-    if sum(map(_region_volume, held)) != _region_volume(region):
-        raise CorruptError(f"its chunks leave a hole in {_region_text(region)}")
-
-
-def _region_volume(region: Region) -> int:
-    return prod(high - low for low, high in region)
-
-
-def _narrowed(axis: int, region: Region, low: int, high: int) -> Region:
-    return (*region[:axis], (low, high), *region[axis + 1 :])
-
-
-def _hole(axis: int, region: Region, low: int, high: int) -> CorruptError:
-    return CorruptError(
-        f"its chunks do not cover {_region_text(_narrowed(axis, region, low, high))}"
-    )
-
-
-def _region_text(region: Region) -> str:
+def _region_text(region: Iterable[tuple[int, int]]) -> str:
     return f"[{', '.join(f'{low}:{high}' for low, high in region)}]"

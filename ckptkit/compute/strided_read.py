@@ -1,10 +1,10 @@
 """Read arranged elements: the operation on bytes that strided copies describe.
 
-What a copy is like decides how it is read. Columns of files are joined row by row; large transposes
-are written in blocks; all else is made in tiles: some indices of one axis with all axes after it,
-below fixed indices of the axes before. A tile, or the region of it that is one copy's, is read in
-boxes: from the smallest stride up, a dimension is read whole, gaps included, as long as the gaps
-are small and the box is; the next is cut, the others are taken index by index.
+The output is made in tiles: some indices of one axis with all axes after it, below fixed indices of
+the axes before. Large transposes are written in blocks, where the order of writing is free. The
+region of a tile or block that is one copy's is read in boxes: from the smallest stride up, a
+dimension is read whole, gaps included, as long as the gaps are small and the box is; rows further
+apart are read into rows of memory; the next dimension is cut, others are taken index by index.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckptkit.compute.operation import Pieces, Reader, Room
 from ckptkit.compute.strided import Box, StridedCopy, normal, on_axes, row_major
-from ckptkit.core.bytesource import Derived, Extent, LocalFile, Operation, Range, reading
+from ckptkit.core.bytesource import Derived, Extent, Operation, reading
 from ckptkit.core.tensor import Shape
 
 if TYPE_CHECKING:
@@ -33,27 +33,22 @@ BOX = 1 << 20  # bytes of the input read at once: few enough to be put in order 
 CALL = 64 << 10
 EXACT = 512  # bytes that are read by themselves where more than as much lies between them
 ROW = 1 << 10  # bytes of a row from which on it is read where it belongs, without a copy
+LINE = 1024  # bytes that a box gives to each row of a transpose, if it can
 MANY = 128  # boxes, from which on larger tiles pay
 LARGE = 64 << 20  # bytes of a tile of a large transpose, of which each needs a little of every row
-
-BAND = 1 << 20  # bytes of rows made at once: they stay in a core's cache until they are written
-WIDEST = 8 << 20  # bytes of rows made at once where one alone is more than a band
-BAND_ROWS = 4  # so many of them: a read for each row of each file would cost more
-LEAST_COLUMN = 1 << 10  # bytes of a piece that are worth an entry in a call of the system
 
 LEAST = 16 << 20  # bytes that the columns of a matrix span in the target; less fits into a tile
 BLOCK = 48 << 20  # bytes of a block
 COLUMNS = 4096  # of a block at most: a strip of them stays in a core's cache
 PAGE = 4 << 10  # bytes that the system keeps together: it fills up those that are written in part
-_LINE = 1024  # bytes that a strip gives to each row of the target
-_ROWS = 512  # of a strip at most
-_LANES = 4  # bytes that are turned as one unit: numpy copies a unit as fast as a byte
-_PADDING = 64  # bytes after each row in memory: rows a power of two apart share lines of the cache
 _AT_ONCE = 1024  # rows that are written by one call where they follow each other
 
+_PADDING = 64  # bytes after each row in memory: rows a power of two apart share lines of the cache
+_NEAR = 512  # bytes of which a multiple is too near to a power of two
 STRIP_ROWS = 256  # of a strip that is transposed in the cache
 STRIP_WIDTH = 1024  # bytes of its rows
 SMALL_AXIS = 32  # elements of an axis, up to which strips cost more than they save
+_LANES = 4  # bytes that are turned as one unit: numpy copies a unit as fast as a byte
 _UNITS = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
 
 
@@ -69,17 +64,13 @@ class Arrange(Operation):
     copies: tuple[StridedCopy, ...]
 
     def read(self, extent: Derived, start: int, stop: int) -> Pieces:
-        size = self.itemsize
-        if found := columns(self, extent.inputs, extent.length // size):
-            return _banded(found, start, stop)
         shape, boxes = self._layout(extent)
         room = Room()
         reads = [Reader(extent.inputs[copy.source], room) for copy in self.copies]
         parts = list(zip(reads, boxes, (copy.start for copy in self.copies), strict=True))
-        limit = _limit(shape, boxes, size)
-        return _tiles(
-            shape, parts, size, min(JOINED, limit) if len(parts) > 1 else limit, start, stop
-        )
+        limit = _limit(shape, boxes, self.itemsize)
+        limit = min(JOINED, limit) if len(parts) > 1 else limit
+        return _tiles(shape, parts, self.itemsize, limit, start, stop)
 
     def ends(self, extent: Derived, size: int) -> Iterable[int]:
         """Yield where tiles end, `size` bytes or more apart: there nothing is read twice."""
@@ -155,7 +146,11 @@ def _tiles(
     while at < stop:
         outer, rest = divmod(at, shape[axis] * row)
         first = rest // row // width * width
-        low = (*_index(shape[:axis], outer), first, *(0 for _ in shape[axis + 1 :]))
+        low = (
+            *map(int, np.unravel_index(outer, shape[:axis])),
+            first,
+            *(0 for _ in shape[axis + 1 :]),
+        )
         sizes = (*(1 for _ in shape[:axis]), min(width, shape[axis] - first), *shape[axis + 1 :])
         tile = room[: prod(sizes)].reshape(sizes) if len(boxes) > 1 else np.empty(sizes, unit)
         for read, box, origin in boxes:
@@ -166,15 +161,6 @@ def _tiles(
         yield made[lower:upper]
         del tile, made  # before the next one is made
         at += upper - lower
-
-
-def _index(shape: tuple[int, ...], number: int) -> tuple[int, ...]:
-    """The `number`-th combination of indices, in row-major order."""
-    index = []
-    for n in reversed(shape):
-        number, each = divmod(number, n)
-        index.append(each)
-    return tuple(reversed(index))
 
 
 def _read_region(read: Reader, tile: Array, low: tuple[int, ...], box: Box, start: int) -> None:
@@ -190,46 +176,49 @@ def _read_region(read: Reader, tile: Array, low: tuple[int, ...], box: Box, star
         tuple(slice(first - a, last - a) for (first, last), a in zip(spans, low, strict=True))
     ]
     first = start + sum((a - b.offset) * b.stride for (a, _), b in zip(spans, box, strict=True))
-    _fill(part, read, first * tile.itemsize, tuple(b.stride * tile.itemsize for b in box))
+    fill(part, read, first * tile.itemsize, tuple(b.stride * tile.itemsize for b in box))
 
 
-def _fill(made: Array, read: Reader, offset: int, strides: tuple[int, ...]) -> None:
+def fill(made: Array, read: Reader, offset: int, strides: tuple[int, ...]) -> None:
     """Read into `made` the elements that are `strides` bytes apart from `offset` on."""
     import numpy as np
 
-    unit, itemsize = made.dtype, made.itemsize
+    itemsize = made.itemsize
     dims = list(zip(made.shape, strides, strict=True))
-    box = _box(dims, itemsize)
-    order = sorted(range(len(dims)), key=lambda axis: -dims[axis][1])  # so that offsets grow
+    order = normal(zip(made.shape, strides, row_major(made.shape), strict=True))
+    is_one_run = order == ((made.size, itemsize, 1),) and made.shape[-1] * itemsize >= ROW
+    if read.is_local and is_one_run:  # in order: read where they belong
+        place = (made.__array_interface__["data"], made.shape, made.strides)
+        if read.place != place:  # tiles have the same memory again, and views of rows cost time
+            read.place, read.buffers = place, list(_rows(made.view(np.uint8)))
+        read.rows(offset, len(read.buffers[0]), read.buffers)
+        return
+    box, span, apart = _box(dims, itemsize, read.is_local)
     at = [0] * len(dims)
-    for corner in product(*(range(0, dims[axis][0], box[axis]) for axis in order)):
-        for axis, index in zip(order, corner, strict=True):
+    rising = sorted(range(len(dims)), key=lambda axis: -dims[axis][1])  # so that offsets grow
+    for corner in product(*(range(0, dims[axis][0], box[axis]) for axis in rising)):
+        for axis, index in zip(rising, corner, strict=True):
             at[axis] = index
         shape = [min(b, n - i) for b, (n, _), i in zip(box, dims, at, strict=True)]
         start = offset + sum(i * s for i, s in zip(at, strides, strict=True))
-        target = made[tuple(slice(i, i + n) for i, n in zip(at, shape, strict=True))]
-        if read.is_local and _are_rows(target, strides):
-            rows = list(_rows(target))
-            read.rows(start, len(rows[0]), rows)
-            continue
-        span = itemsize + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+        apart_by = list(strides)
         with reading(None):  # boxes have gaps, and there may be millions
-            data = read(start, span)
-        transposed_copy(target, np.ndarray(shape, unit, data, 0, strides))
+            if apart is None:
+                span = itemsize + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
+                data = read(start, span)
+            else:
+                pitch = apart_by[apart] = -(-span // _PADDING) * _PADDING + _PADDING
+                data = read.room.of(shape[apart] * pitch)
+                ends = range(0, shape[apart] * pitch, pitch)
+                read.rows(start, strides[apart], [data[end : end + span] for end in ends])
+        target = made[tuple(slice(i, i + n) for i, n in zip(at, shape, strict=True))]
+        transposed_copy(target, np.ndarray(shape, made.dtype, data, 0, apart_by))
 
 
-def _are_rows(target: Array, strides: tuple[int, ...]) -> bool:
-    """Return whether elements follow each other in the input, and fill long rows of `target`."""
-    whole = normal(zip(target.shape, strides, row_major(target.shape), strict=True))
-    is_one_range = whole == ((target.size, target.itemsize, 1),)
-    return is_one_range and target.shape[-1] * target.itemsize >= ROW
-
-
-def _rows(target: Array) -> Iterator[memoryview]:
+def _rows(data: Array) -> Iterator[memoryview]:
     """Yield the memory of each row, or of all of them where they follow each other."""
     import numpy as np
 
-    data = target.view(np.uint8)
     if data.flags.c_contiguous:
         yield data.reshape(-1).data
         return
@@ -237,20 +226,28 @@ def _rows(target: Array) -> Iterator[memoryview]:
         yield from (row.data for row in data[index])
 
 
-def _box(dims: list[tuple[int, int]], itemsize: int) -> list[int]:
-    """Return how many indices of each dimension are read at once."""
+def _box(
+    dims: list[tuple[int, int]], itemsize: int, is_local: bool
+) -> tuple[list[int], int, int | None]:
+    """Return how many indices of each dimension are read at once, and what is read as rows.
+
+    That is the bytes of a row, and the dimension along which they are apart, if any.
+    """
     box = [1] * len(dims)
     span = itemsize
     whole = sum((n - 1) * s for n, s in dims)
     for axis in sorted(range(len(dims)), key=lambda axis: dims[axis][1]):
         n, s = dims[axis]
-        if s - span > CALL or (whole > TILE and s > 2 * span and span >= EXACT):
-            break
+        is_exact = span >= EXACT and (s >= span if is_local else whole > TILE and s > 2 * span)
+        if s - span > CALL or is_exact:
+            wanted = min(max(BOX // span, LINE // itemsize), 8 * BOX // span)
+            box[axis] = max(1, min(n, wanted))
+            return box, span, axis if n > 1 else None
         box[axis] = n if s == 0 else max(1, min(n, 1 + (BOX - span) // s))
         span += (box[axis] - 1) * s
         if box[axis] < n:
             break
-    return box
+    return box, span, None
 
 
 def transposed_copy(target: Array, view: Array) -> None:
@@ -271,74 +268,39 @@ def transposed_copy(target: Array, view: Array) -> None:
     order = [axis for axis in range(view.ndim) if axis not in (near, last)] + [last, near]
     target, view = target.transpose(order), view.transpose(order)
     size = view.itemsize
-    columns = STRIP_WIDTH // size
-    strip = np.empty((STRIP_ROWS, columns + _PADDING // size), view.dtype)
+    width = STRIP_WIDTH // size
+    strip = np.empty((STRIP_ROWS, width + _PADDING // size), view.dtype)
     for index in np.ndindex(view.shape[:-2]):
-        _transpose(target[index], view[index], strip[:, :columns])
+        rows, columns = view[index], target[index]
+        if rows.strides[0] % _NEAR:  # they are so already
+            _turned(columns, rows)
+            continue
+        for left in range(0, rows.shape[1], width):
+            for top in range(0, rows.shape[0], STRIP_ROWS):
+                part = rows[top : top + STRIP_ROWS, left : left + width]
+                held = strip[: part.shape[0], : part.shape[1]]
+                held[...] = part
+                _turned(columns[top : top + STRIP_ROWS, left : left + width], held)
 
 
-def _transpose(target: Array, rows: Array, strip: Array) -> None:
-    """Copy a matrix whose rows are contiguous into one whose columns are."""
-    height, width = strip.shape
-    for column in range(0, rows.shape[1], width):
-        for row in range(0, rows.shape[0], height):
-            part = rows[row : row + height, column : column + width]
-            held = strip[: part.shape[0], : part.shape[1]]
-            held[...] = part
-            target[row : row + height, column : column + width] = held
+def _turned(target: Array, rows: Array) -> None:
+    """Copy rows into an array whose columns are contiguous; single bytes four at a time.
 
-
-# Columns
-
-
-class Column(NamedTuple):
-    """The part of one file: `width` bytes of each row, one row after another from byte `start`."""
-
-    source: LocalFile
-    start: int
-    width: int
-
-
-def columns(arrange: Arrange, inputs: Sequence[Extent], elements: int) -> list[Column]:
-    """Return the columns that copies are, in order; none where an array is cut otherwise.
-
-    No element of them is looked at: numpy would cost more than the copies of a model of some GiB.
+    Units of four columns are turned, and casts take one of their bytes after another: a third
+    faster (measured). Calls are few and large, since threads wait for each other between them.
     """
-    found: list[Column] = []
-    size = arrange.itemsize
-    for copy in sorted(arrange.copies, key=lambda copy: copy.place):
-        extent, dims = inputs[copy.source], normal(copy.dims)
-        if not isinstance(extent, Range) or not isinstance(extent.source, LocalFile):
-            return []
-        if len(dims) != 2 or dims[1][1:] != (1, 1) or dims[0][1] != dims[1][0]:
-            return []  # its rows do not follow each other in the file
-        (count, width, row), _ = dims
-        if count * row != elements or width * size < LEAST_COLUMN or row * size > WIDEST:
-            return []
-        found.append(Column(extent.source, extent.offset + copy.start * size, width * size))
-    return found
+    import numpy as np
 
-
-def _banded(found: list[Column], start: int, stop: int) -> Iterator[memoryview]:
-    """Yield bytes `start` to `stop` of the rows that the columns make, band by band."""
-    row = sum(column.width for column in found)
-    first, last = start // row, -(-stop // row)
-    count = max(1, min(max(BAND // row, min(BAND_ROWS, WIDEST // row)), last - first))
-    band = memoryview(bytearray(count * row))
-    pieces = list(_places(found, band, row))
-    for top in range(first, last, count):
-        height = min(count, last - top)
-        for column, own in zip(found, pieces, strict=True):
-            column.source.read_into_all(column.start + top * column.width, own[:height])
-        yield band[max(start - top * row, 0) : min(stop - top * row, height * row)]
-
-
-def _places(found: list[Column], band: memoryview, row: int) -> Iterator[list[memoryview]]:
-    """Yield for each column its place in every row of a band."""
-    left = 0
-    for column in found:
-        yield [band[at : at + column.width] for at in range(left, len(band), row)]
-        left += column.width
+    height, width = rows.shape
+    wide = width // _LANES * _LANES if rows.itemsize == rows.strides[1] == 1 else 0
+    target[:, wide:] = rows[:, wide:]
+    if wide:
+        units = np.empty((wide // _LANES, height), "<u4")
+        units[...] = rows[:, :wide].view("<u4").T
+        target[:, 0:wide:_LANES] = units.T  # a cast keeps the lowest 8 bits: the first byte
+        for lane in range(1, _LANES):
+            np.right_shift(units, 8, out=units)
+            target[:, lane:wide:_LANES] = units.T
 
 
 # Large transposes
@@ -490,78 +452,36 @@ def _cost(matrix: Matrix, height: int, width: int) -> float:
     return reads + (0 if height == matrix.rows else 2 / height)
 
 
-class _PaddedRows:
-    """Rows of bytes in memory that is used again: new pages cost more than copies."""
+class Turner:
+    """Turns blocks, one after another, in the same memory: new pages cost more than copies."""
 
     def __init__(self) -> None:
-        self._memory: Array | None = None
-
-    def of(self, count: int, width: int, units: str) -> tuple[Array, list[memoryview]]:
-        """Return `count` rows of `width` bytes, as an array and one by one; the next call takes
-        them back."""
         import numpy as np
 
-        pitch = -(-width // _PADDING) * _PADDING + _PADDING
-        if self._memory is None or self._memory.size < count * pitch:
-            self._memory = np.empty(count * pitch, np.uint8)
-        data = self._memory.data
-        rows = [data[at : at + width] for at in range(0, count * pitch, pitch)]
-        return self._memory[: count * pitch].view(units).reshape(count, -1), rows
-
-
-class Turner:
-    """Turns blocks, one after another, in the same memory.
-
-    Rows are read strip by strip; each strip is turned while it is in the cache.
-    """
-
-    def __init__(self) -> None:
-        self._strip, self._slab = _PaddedRows(), _PaddedRows()
-        self._lanes = Room()
+        # numpy asks the system for large pages, which a transpose of many rows needs.
+        self._memory, self._strips = np.empty(0, np.uint8), Room()
 
     def pieces(self, block: Block) -> Iterator[tuple[int, list[memoryview]]]:
         """Yield the pieces of the target that a block gives, each with its first byte there.
 
         A piece is a list of buffers. They are the caller's until the next block is turned.
         """
+        import numpy as np
+
         first = block.parts[0]
-        width = block.rows * first.itemsize
-        slab, rows = self._slab.of(first.columns, width, _UNITS[first.itemsize])
+        size, width = first.itemsize, block.rows * first.itemsize
+        pitch = -(-width // _PADDING) * _PADDING + _PADDING
+        if len(self._memory) < first.columns * pitch:
+            self._memory = np.empty(first.columns * pitch, np.uint8)
+        memory = self._memory[: first.columns * pitch]
+        columns = memory.view(_UNITS[size]).reshape(first.columns, -1)
         at = 0
         for matrix in block.parts:
-            self._turn(matrix, slab[:, at : at + matrix.rows])
+            read = Reader(matrix.source, self._strips)
+            fill(columns[:, at : at + matrix.rows], read, matrix.start, (size, matrix.pitch))
             at += matrix.rows
+        data = memory.data
+        rows = [data[at : at + width] for at in range(0, first.columns * pitch, pitch)]
         at_once = _AT_ONCE if first.step == width else 1
         for column in range(0, first.columns, at_once):
             yield first.place + column * first.step, rows[column : column + at_once]
-
-    def _turn(self, matrix: Matrix, columns: Array) -> None:
-        """Fill `columns` with those of a matrix."""
-        size, read = matrix.itemsize, Reader(matrix.source)
-        height = min(matrix.rows, _ROWS, max(1, _LINE // size))
-        strip, rows = self._strip.of(height, matrix.columns * size, _UNITS[size])
-        for row in range(0, matrix.rows, height):
-            count = min(height, matrix.rows - row)
-            at = matrix.start + row * matrix.pitch
-            read.rows(at, matrix.pitch, rows[:count])
-            self._turn_strip(strip[:count, : matrix.columns], columns[:, row : row + count])
-
-    def _turn_strip(self, strip: Array, columns: Array) -> None:
-        """Fill `columns` with those of a strip; single bytes four at a time.
-
-        Units of four columns are turned, and casts take one of their bytes after another: a third
-        faster (measured). Calls are few and large, since threads wait for each other between them.
-        """
-        import numpy as np
-
-        wide = strip.shape[1] // _LANES * _LANES if strip.itemsize == 1 else 0
-        columns[wide:] = strip[:, wide:].T
-        if not wide:
-            return
-        height = strip.shape[0]
-        units = np.frombuffer(self._lanes.of(wide * height), "<u4").reshape(-1, height)
-        units[...] = strip[:, :wide].view("<u4").T
-        columns[0:wide:_LANES] = units  # a cast keeps the lowest 8 bits: the first byte
-        for lane in range(1, _LANES):
-            np.right_shift(units, 8, out=units)
-            columns[lane:wide:_LANES] = units
