@@ -228,27 +228,8 @@ class Input(NamedTuple):
         return ["-c", PROGRAMS[self.kind], self.path, *map(str, shape), str(self.tensors)]
 
     def lacks(self, folder: Path, copies: int) -> str:
-        """Why there is no room in `folder` for it and `copies` of it, "" if there is. A tmpfs is
-        memory too."""
+        """Why there is no room in `folder` for it and `copies` of it, "" if there is."""
         there = os.statvfs(folder)
-        free = min(there.f_bavail * there.f_frsize, _available() if _is_memory(folder) else 1 << 62)
+        free = there.f_bavail * there.f_frsize
         needs = int(((1 + copies) * self.gib + (0.5 if self.gib else 0)) * 2**30)
         return f"needs {needs / 2**30:.1f} GiB, {free / 2**30:.1f} are free" if needs > free else ""
-
-
-def _available() -> int:
-    """Bytes of memory that can still be had. Source: proc_meminfo(5)."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return 1 << 62
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
-
-
-def _is_memory(folder: Path) -> bool:
-    try:
-        mounts = [line.split() for line in Path("/proc/self/mounts").read_text().splitlines()]
-    except OSError:
-        return False
-    inside = [mount for mount in mounts if folder.resolve().is_relative_to(mount[1])]
-    return max(inside, key=lambda mount: len(mount[1]))[2] == "tmpfs"

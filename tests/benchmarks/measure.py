@@ -12,7 +12,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,7 +26,6 @@ class Cost(NamedTuple):
     seconds: float  # from start to end
     cpu: float  # seconds of processor, of all threads
     mib: float  # peak resident memory; the pages of files that are mapped count
-    disk: float = 0.0  # MiB that the file system has less room
 
 
 class Contestant(NamedTuple):
@@ -115,11 +113,9 @@ def ready(contestant: Contestant, folder: Path) -> None:
     os.sync()
 
 
-def take_turns(
-    contestants: Sequence[Contestant], folder: Path, rounds: int, memory: float = 0
-) -> dict[str, Taken]:
-    """Measure all contestants in turns, each with so many GiB of memory at hand. Every other round
-    runs in reverse order; one that fails runs no more.
+def take_turns(contestants: Sequence[Contestant], folder: Path, rounds: int) -> dict[str, Taken]:
+    """Measure all contestants in turns. Every other round runs in reverse order; one that fails
+    runs no more.
     """
     taken = {each.name: Taken([]) for each in contestants}
     for number in range(rounds):
@@ -127,33 +123,13 @@ def take_turns(
             costs, failed = taken[each.name]
             plays = not failed and number % each.every == 0
             try:
-                costs.append(_once(each, folder, memory) if plays else None)
+                costs.append(_once(each, folder) if plays else None)
             except FailedError as error:
                 taken[each.name] = Taken([*costs, None], str(error))
     return taken
 
 
-def _once(contestant: Contestant, folder: Path, memory: float) -> Cost:
+def _once(contestant: Contestant, folder: Path) -> Cost:
     ready(contestant, folder)
-    _take(memory)
-    before = _room(folder)
     cost = run(contestant.command, folder)
-    os.sync()
-    cost = cost._replace(disk=before - _room(folder))
     return Cost(*(round(each, DIGITS) for each in cost))  # shown and kept alike
-
-
-def _take(gib: float) -> None:
-    """Take memory and give it back.
-
-    What a virtual machine does not use goes back to its host after some seconds. It comes back a
-    page at a time: `cp` of 2 GiB to ext4 takes 0.6 s where memory is at hand, else up to 2.8 s.
-    """
-    if gib:
-        subprocess.run([sys.executable, "-c", f"b'x' * {int(gib * 2**30)}"], check=True)
-
-
-def _room(folder: Path) -> float:
-    """MiB that are free in the file system of a folder."""
-    there = os.statvfs(folder)
-    return there.f_bfree * there.f_frsize / 2**20

@@ -5,8 +5,8 @@ Pure.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from statistics import median
 from typing import Any, NamedTuple
@@ -24,7 +24,7 @@ PER_TENSOR_KIB = 2.0  # for each tensor more
 
 @dataclass(frozen=True)
 class Row:
-    """A work on an input, as measured in one run of the suite."""
+    """A work on an input, with the rounds of all runs of the suite."""
 
     work: str
     gib: float
@@ -33,20 +33,19 @@ class Row:
     budget: Budget
     taken: Mapping[str, Taken]
     skipped: Mapping[str, str]  # who did not take part, and why
-    place: str = ""  # the name of a `Place`
 
     @property
-    def key(self) -> tuple[str, float, int, str]:
+    def key(self) -> tuple[str, float, int]:
         """Return the identity of the row."""
-        return self.work, self.gib, self.tensors, self.place
+        return self.work, self.gib, self.tensors
 
     @property
     def label(self) -> str:
-        """The work, its input and its place, for people."""
+        """The work and its input, for people."""
         if self.tensors < PLAIN:
             return self.work
         many = size(self.gib) if self.tensors == PLAIN else f"{self.tensors:,} tensors"
-        return ", ".join(filter(None, (self.work, many, self.place)))
+        return f"{self.work}, {many}"
 
     @property
     def in_seconds(self) -> bool:
@@ -54,11 +53,7 @@ class Row:
         return self.budget.seconds is not None or self.tensors != PLAIN
 
     def costs(self, name: str) -> list[Cost]:
-        return (
-            [cost for cost in self.taken[name].costs if cost is not None]
-            if name in self.taken
-            else []
-        )
+        return [cost for cost in self.taken[name].costs if cost] if name in self.taken else []
 
     def seconds(self, name: str = OURS) -> float | None:
         """Median."""
@@ -68,26 +63,13 @@ class Row:
         """The largest peak."""
         return max(cost.mib for cost in found) if (found := self.costs(name)) else None
 
-    def disk(self, name: str = OURS) -> float | None:
-        """The most MiB of disk."""
-        return max(cost.disk for cost in found) if (found := self.costs(name)) else None
-
     def ratio(self, name: str = OURS, to: str = CP) -> float | None:
         """Median, over the rounds in which both ran, of the one's seconds to the other's."""
         if name not in self.taken or to not in self.taken:
             return None
-        both = zip(self.taken[name].costs, self.taken[to].costs, strict=True)
-        found = [
-            one.seconds / other.seconds
-            for one, other in both
-            if one is not None and other is not None
-        ]
+        both = zip(self.taken[name].costs, self.taken[to].costs, strict=False)
+        found = [one.seconds / other.seconds for one, other in both if one and other]
         return median(found) if found else None
-
-    def best(self, name: str = OURS, to: str = CP) -> float | None:
-        """Best against best."""
-        one, other = self.costs(name), self.costs(to)
-        return min(one).seconds / min(other).seconds if one and other else None
 
     @property
     def torch(self) -> str | None:
@@ -104,7 +86,6 @@ class Row:
         limits = [
             (self.seconds(), budget.seconds),
             (self.mib(), budget.mib),
-            (self.disk(), budget.disk),
             (self.ratio() if judged else None, budget.to_cp),
             (self.ratio(to=self.torch) if judged and self.torch else None, budget.to_torch),
         ]
@@ -112,6 +93,16 @@ class Row:
             value <= limit for value, limit in limits if value is not None and limit is not None
         ]
         return all(kept) if kept else None
+
+    def plus(self, other: Row) -> Row:
+        """The same work with the rounds of another run as well."""
+        taken = dict(self.taken)
+        rounds = max(len(each.costs) for each in taken.values())
+        for name, (costs, failed) in other.taken.items():
+            before = taken.get(name, Taken([]))
+            missing: list[Cost | None] = [None] * (rounds - len(before.costs))
+            taken[name] = Taken([*before.costs, *missing, *costs], failed or before.failed)
+        return replace(self, budget=other.budget, taken=taken, skipped=other.skipped)
 
 
 class Growth(NamedTuple):
@@ -132,42 +123,33 @@ def growths(rows: Iterable[Row]) -> Iterator[Growth]:
     """Time against bytes and against tensors, and memory against tensors, of all works that were
     measured at both."""
     measured = sorted(
-        (row for row in rows if row.costs(OURS) and not row.place),
-        key=lambda row: (row.gib, row.tensors),
+        (row for row in rows if row.costs(OURS)), key=lambda row: (row.gib, row.tensors)
     )
     for work in dict.fromkeys(row.work for row in measured):
         own = [row for row in measured if row.work == work]
         plain = [row for row in own if row.tensors == PLAIN and row.gib >= JUDGED]
         many = [row for row in own if row.tensors >= 10_000]
         for small, large in pairwise(plain):
-            yield _steeper(
-                small, large, large.gib / small.gib, f"{size(large.gib)} to {size(small.gib)}"
-            )
+            what = f"{size(large.gib)} to {size(small.gib)}"
+            yield _steeper(small, large, large.gib / small.gib, what)
         for small, large in pairwise(many):
             times = large.tensors / small.tensors
             yield _steeper(small, large, times, f"{large.tensors:,} to {small.tensors:,} tensors")
-        if own[0].moves:
-            yield from _memory(plain or [row for row in own if row.tensors == PLAIN], many)
+        if not own[0].moves:
+            continue
+        plain = plain or [row for row in own if row.tensors == PLAIN]
+        for row in plain[-1:]:
+            yield Growth(f"peak memory of {row.label}", row.mib() or 0, BASE_MIB, "MiB")
+        for row in many if plain else ():
+            more = ((row.mib() or 0) - (plain[0].mib() or 0)) * 1024 / (row.tensors - PLAIN)
+            yield Growth(f"memory per tensor of {row.label}", more, PER_TENSOR_KIB, "KiB")
 
 
 def _steeper(small: Row, large: Row, times: float, what: str) -> Growth:
     before, after = small.seconds(CP), large.seconds(CP)
+    ours = (large.seconds() or 0) / (small.seconds() or 1)
     cp = after / before if before and after else None
-    return Growth(f"time of {small.work}, {what}", _known(large.seconds()) / _known(small.seconds()), LINEAR * times,
-                  "times", cp)  # fmt: skip
-
-
-def _memory(plain: Sequence[Row], many: Sequence[Row]) -> Iterator[Growth]:
-    for row in plain[-1:]:
-        yield Growth(f"peak memory of {row.label}", _known(row.mib()), BASE_MIB, "MiB")
-    for row in many if plain else ():
-        more = (_known(row.mib()) - _known(plain[0].mib())) * 1024 / (row.tensors - PLAIN)
-        yield Growth(f"memory per tensor of {row.label}", more, PER_TENSOR_KIB, "KiB")
-
-
-def _known(value: float | None) -> float:
-    assert value is not None
-    return value
+    return Growth(f"time of {small.work}, {what}", ours, LINEAR * times, "times", cp)
 
 
 def size(gib: float) -> str:
@@ -177,39 +159,16 @@ def size(gib: float) -> str:
 
 def to_json(row: Row) -> dict[str, Any]:
     """All figures, as they were taken."""
-    return {
-        "work": row.work,
-        "gib": row.gib,
-        "tensors": row.tensors,
-        "moves": row.moves,
-        "budget": {
-            name: value for name, value in row.budget._asdict().items() if value is not None
-        },
-        "within": row.within,
-        "taken": {
-            name: {
-                "costs": [cost and list(cost) for cost in taken.costs],
-                "failed": taken.failed,
-            }
-            for name, taken in row.taken.items()
-        },
-        "skipped": dict(row.skipped),
-        "place": row.place,
-    }
+    budget = {name: value for name, value in row.budget._asdict().items() if value is not None}
+    taken = {name: each._asdict() for name, each in row.taken.items()}
+    return {**asdict(row), "budget": budget, "within": row.within, "taken": taken}
 
 
 def from_json(facts: Mapping[str, Any]) -> Row:
+    """Return what `to_json` was called for."""
     taken = {
         name: Taken([cost and Cost(*cost) for cost in each["costs"]], each["failed"])
         for name, each in facts["taken"].items()
     }
-    return Row(
-        work=facts["work"],
-        gib=facts["gib"],
-        tensors=facts["tensors"],
-        moves=facts["moves"],
-        budget=Budget(**facts["budget"]),
-        taken=taken,
-        skipped=facts["skipped"],
-        place=facts.get("place", ""),
-    )
+    given = {name: value for name, value in facts.items() if name != "within"}
+    return Row(**{**given, "budget": Budget(**facts["budget"]), "taken": taken})

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from tests.benchmarks.inputs import SMALL, Input
-from tests.benchmarks.places import AT_HAND, Place
 
 PLAIN = 400  # tensors of an input that is measured by its bytes
 JUDGED = 1.0  # GiB from which on a ratio to cp is held against its budget: below, starting Python is all there is
@@ -17,11 +16,9 @@ class Budget(NamedTuple):
     """The limits of a work; None: there is no such limit."""
 
     seconds: float | None = None
-    stretch: float | None = None  # seconds that would be better still
     to_cp: float | None = None  # times the seconds of `cp`
     to_torch: float | None = None  # times those of the best plain way with torch
     mib: int | None = None
-    disk: int | None = None  # MiB of disk
 
 
 class Work(NamedTuple):
@@ -37,7 +34,6 @@ class Work(NamedTuple):
     budgets: Mapping[int, Budget]
     sizes: str = "all"  # of the plain inputs: all, or the largest up to TOP ("one")
     moves: bool = False  # whether it moves bytes of tensors and keeps none: its memory does not depend on them
-    everywhere: bool = False  # whether it is measured at other places, too
 
     @property
     def copies(self) -> int:
@@ -51,16 +47,10 @@ class Case(NamedTuple):
     work: Work
     input: Input
     peers: bool  # whether there is room and time for them
-    place: Place = AT_HAND
 
     @property
     def budget(self) -> Budget:
-        if self.place == AT_HAND:
-            return self.work.budgets[self.input.tensors]
-        return ANYWHERE
-
-
-ANYWHERE = Budget(to_cp=1.15)  # the budgets of other places
+        return self.work.budgets[self.input.tensors]
 
 
 def _moved(to_cp: float, mib: int, many: Mapping[int, Budget] | None = None) -> dict[int, Budget]:
@@ -71,7 +61,7 @@ _READ = {
     PLAIN: Budget(seconds=0.12, mib=30), 1_000: Budget(seconds=0.2), 10_000: Budget(),
     100_000: Budget(seconds=1.8, mib=250),
 }  # fmt: skip
-_PRINTED = {10_000: Budget(), 100_000: Budget(seconds=2.5, stretch=1.8, mib=250)}
+_PRINTED = {10_000: Budget(), 100_000: Budget(seconds=2.5, mib=250)}
 _REWRITTEN = {10_000: Budget(), 100_000: Budget(seconds=3, mib=400)}
 _IN_PLACE = {PLAIN: Budget(seconds=0.2, mib=60)}
 _COMPUTED = {PLAIN: Budget(mib=200)}
@@ -89,15 +79,14 @@ WORKS = (
     Work("inspect, experts", "names", "inspect {src}", "list safetensors", {69_120: Budget(seconds=0.9, mib=110)}),
     Work("inspect, 96 shards", "shards", "inspect {src}", "list shards", {500_000: Budget(seconds=6, mib=500)}),
     Work("inspect --json", "pth", "inspect --json {src}", "list", _PRINTED),
-    Work("strip-module", "pth", "strip-module {src} out.pth", "strip", _moved(1.25, 40), moves=True, everywhere=True),
+    Work("strip-module", "pth", "strip-module {src} out.pth", "strip", _moved(1.25, 40), moves=True),
     Work(
         "remap", "pth", "remap {src} out.pth --to cpu", "rewrite", _moved(1.25, 40, _REWRITTEN), moves=True,
-        everywhere=True,
     ),
-    Work("extract", "wrapped", "extract {src} out.pth --key model", "extract", _moved(1.25, 40), "one", everywhere=True),
+    Work("extract", "wrapped", "extract {src} out.pth --key model", "extract", _moved(1.25, 40), "one"),
     Work(
         ".pth to safetensors", "pth", "convert {src} out.safetensors", "to safetensors",
-        _moved(1.25, 60, {10_000: Budget(), 100_000: Budget()}), moves=True, everywhere=True,
+        _moved(1.25, 60, {10_000: Budget(), 100_000: Budget()}), moves=True,
     ),
     Work(
         "cast to bfloat16", "pth", "convert {src} out.pth --cast bfloat16", "cast",
@@ -112,7 +101,6 @@ WORKS = (
     ),
     Work(
         "legacy to zip", "legacy", "convert {src} out.pth", "from legacy", _moved(1.25, 60), sizes="one", moves=True,
-        everywhere=True,
     ),
     Work("digest", "pth", "inspect --json --digest {src}", "digest", _COMPUTED, sizes="one"),
     Work("diff --values", "pth", "diff --values {src} {twin}", "equal", _COMPUTED, sizes="one"),
@@ -125,7 +113,6 @@ WORKS = (
     Work("extract --in-place", "wrapped", "extract --in-place {fresh} --key model", "extract", _IN_PLACE, sizes="one"),
     Work(
         "safetensors to .pth", "safetensors", "convert {src} out.pth", "from safetensors", _moved(1.25, 60), moves=True,
-        everywhere=True,
     ),
     Work(
         "strip-module, safetensors", "safetensors", "strip-module {src} out.safetensors", "strip safetensors",
@@ -177,30 +164,18 @@ WORKS = (
 )  # fmt: skip
 
 
-def cases(
-    sizes: Iterable[float], tensors: Iterable[int], only: str, place: Place = AT_HAND
-) -> Iterator[Case]:
-    """Every work whose name has `only` in it, on every input that it is for at a place; those on
-    one input follow each other."""
-    found = [
-        case
-        for work in WORKS
-        if only in work.name
-        for case in _cases(work, sorted(sizes), set(tensors), place)
-    ]
+def cases(sizes: Iterable[float], tensors: Iterable[int], only: str) -> Iterator[Case]:
+    """Every work whose name has `only` in it, on every input that it is for; those on one input
+    follow each other."""
+    sizes, tensors = sorted(sizes), set(tensors)
+    top = max((size for size in sizes if size <= TOP), default=sizes[0])
+    found = []
+    for work in WORKS:
+        for count in work.budgets if only in work.name else ():
+            if count == PLAIN:
+                wanted = [size for size in sizes if work.sizes == "all" or size == top]
+                found += [Case(work, Input(work.kind, size, count), size <= top) for size in wanted]
+            elif count in tensors or count < PLAIN:
+                found.append(Case(work, Input(work.kind, SMALL, count), True))
     inputs = dict.fromkeys(case.input for case in found)
     return (case for each in inputs for case in found if case.input == each)
-
-
-def _cases(work: Work, sizes: list[float], tensors: set[int], place: Place) -> Iterator[Case]:
-    top = max((size for size in sizes if size <= TOP), default=sizes[0])
-    if place != AT_HAND:
-        if work.everywhere:
-            yield Case(work, Input(work.kind, top, PLAIN), False, place)
-        return
-    for count in work.budgets:
-        if count == PLAIN:
-            wanted = [size for size in sizes if work.sizes == "all" or size == top]
-            yield from (Case(work, Input(work.kind, size, count), size <= top) for size in wanted)
-        elif count in tensors or count < PLAIN:
-            yield Case(work, Input(work.kind, SMALL, count), True)
