@@ -17,7 +17,7 @@ from ckptkit.core.bytesource import Derived, LocalFile, Memory, Range
 from ckptkit.core.errors import InputChangedError
 from ckptkit.core.plan import Deferred, OutputFile, Summed
 from ckptkit.publish import copying, parallel_write
-from ckptkit.publish.copying import cut
+from ckptkit.publish.copying import WriteTask, cut
 from ckptkit.publish.publish import _compare
 from tests.compute.arranging import boxes, view
 
@@ -37,7 +37,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     for name, value in small.items():
         monkeypatch.setattr(strided_read, name, value)
-    monkeypatch.setattr(parallel_write, "THREAD_TASK", 10_000)
+    monkeypatch.setattr(parallel_write, "TASK", 10_000)
 
 
 class Counting(LocalFile):
@@ -96,7 +96,7 @@ def test_each_byte_is_read_once(tmp_path: Path) -> None:
     extent, data = source(tmp_path, 70, 33)
     path = tmp_path / "out"
     path.write_bytes(b"")
-    for task in cut(str(path), [gather(extent, 2, (33, 70), (1, 33))], 1_000):
+    for task in cut(WriteTask(str(path), 0, (gather(extent, 2, (33, 70), (1, 33)),)), 1_000):
         copying.run(task)
     assert path.read_bytes() == data.transpose(1, 0, 2).tobytes()
     assert Counting.count == extent.length
@@ -192,7 +192,8 @@ def written(folder: Path, segments: list[Any]) -> bytes:
     path = folder / "out"
     path.write_bytes(b"")
     with ThreadPoolExecutor(2) as threads:
-        (sums,) = parallel_write.execute([(str(path), segments)], threads, lambda count: None)
+        task = WriteTask(str(path), 0, tuple(segments))
+        (sums,), _ = parallel_write.execute([task], threads, lambda count: None)
     _compare(str(path), OutputFile("", tuple(segments)), sums)
     return path.read_bytes()
 
@@ -224,7 +225,7 @@ def test_many_small_matrices_side_by_side(tmp_path: Path) -> None:
     assert (block.rows, block.size) == (96 * 64, extent.length)  # rows of 12 kB in one call
     path = tmp_path / "out"
     path.write_bytes(b"")
-    for task in cut(str(path), [made], 1 << 22):
+    for task in cut(WriteTask(str(path), 0, (made,)), 1 << 22):
         copying.run(task)
     assert path.read_bytes() == np.concatenate(data.transpose(0, 2, 1, 3), axis=1).tobytes()
     assert Counting.count == extent.length
@@ -256,7 +257,7 @@ def test_parts_of_a_gather_are_tasks(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(strided_read, "TILE", 4_096)
     extent, data = source(tmp_path, 40, 2, 300)
     made = gather(extent, 2, (2, 40, 300), (300, 600, 1))
-    tasks = list(cut("x", [made], 8_192))
+    tasks = list(cut(WriteTask("x", 0, (made,)), 8_192))
     assert len(tasks) > 4
     assert [task.start for task in tasks] == [0, *np.cumsum([task.size for task in tasks])[:-1]]
     assert written(tmp_path, [made]) == data.transpose(1, 0, 2, 3).tobytes()

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
-from math import frexp, isfinite
+from math import frexp, inf, isfinite
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ckptkit.compute.numbers import decode, encode, is_decoded
@@ -34,16 +33,28 @@ class WeightedSum(Rows):
     at_once: ClassVar[int] = 128 << 10
 
     @property
-    def units(self) -> tuple[int, ...]:
-        return tuple(BY_NAME[name].itemsize for name in self.dtypes)
-
-    @property
-    def unit(self) -> int:
-        return BY_NAME[self.dtype].itemsize
+    def rows(self) -> tuple[int, ...]:
+        return tuple(BY_NAME[name].itemsize for name in (self.dtype, *self.dtypes))
 
     def of(self, *pieces: Piece) -> memoryview:
-        values = (decode(p, BY_NAME[t]) for p, t in zip(pieces, self.dtypes, strict=True))
-        return encode(_sum(values, self.weights, self.divisor), BY_NAME[self.dtype])
+        """An infinite or missing number stays one."""
+        import numpy as np
+
+        total: np.ndarray[Any, Any] | None = None
+        with np.errstate(all="ignore"):
+            for piece, name, weight in zip(pieces, self.dtypes, self.weights, strict=True):
+                # At once: numpy adds numbers of two types much slower.
+                wide = decode(piece, BY_NAME[name]).astype("f8")
+                if weight != 1:
+                    wide *= weight
+                total = wide if total is None else np.add(total, wide, out=total)
+            assert total is not None
+            factor = 1 / self.divisor if abs(frexp(self.divisor)[0]) == 0.5 else inf
+            if isfinite(factor):  # of a power of two: as exact as a quotient, and twice as fast
+                total *= factor
+            else:
+                total /= self.divisor
+        return encode(total, BY_NAME[self.dtype])
 
 
 def has_mean(dtype: DType) -> bool:
@@ -71,31 +82,3 @@ def mean_record(
     names = tuple(_COMPONENTS.get(dtype.name, dtype.name) for dtype in types)
     operation = WeightedSum(names[-1], names, shares, sum(shares))
     return Pending(operation, records, records[-1].length)
-
-
-def _sum(
-    values: Iterable[np.ndarray[Any, Any]], weights: Iterable[float], divisor: float
-) -> np.ndarray[Any, Any]:
-    """Return the weighted sum over `divisor`; an infinite or missing number stays one."""
-    import numpy as np
-
-    total: np.ndarray[Any, Any] | None = None
-    with np.errstate(all="ignore"):
-        for each, share in zip(values, weights, strict=True):
-            wide = each.astype("f8")  # at once: numpy adds numbers of two types much slower
-            if share != 1:
-                wide *= share
-            total = wide if total is None else np.add(total, wide, out=total)
-        assert total is not None
-        _divide(total, divisor)
-    return total
-
-
-def _divide(numbers: np.ndarray[Any, Any], divisor: float) -> None:
-    """Divide in place; by a power of two as a product, which is as exact, and twice as fast."""
-    if divisor == 1:
-        return
-    if abs(frexp(divisor)[0]) == 0.5 and isfinite(1 / divisor):
-        numbers *= 1 / divisor
-    else:
-        numbers /= divisor

@@ -205,12 +205,8 @@ class Cast(Rows):
     target: str
 
     @property
-    def units(self) -> tuple[int, ...]:
-        return (BY_NAME[self.source].itemsize,)
-
-    @property
-    def unit(self) -> int:
-        return BY_NAME[self.target].itemsize
+    def rows(self) -> tuple[int, ...]:
+        return BY_NAME[self.target].itemsize, BY_NAME[self.source].itemsize
 
     def of(self, *pieces: Piece) -> memoryview:
         import numpy as np

@@ -7,7 +7,6 @@ dtypes are names of :mod:`ckptkit.core.dtypes`. Other operations: :mod:`numbers`
 
 from __future__ import annotations
 
-import codecs
 import os
 import sys
 import zlib
@@ -335,21 +334,31 @@ class Inflate(Operation):
     expands: ClassVar[bool] = True
 
     def read(self, extent: Derived, start: int, stop: int) -> Pieces:
-        return _window("inflate", self._compared(extent), extent, start, stop)
-
-    def needed(self, extent: Derived, number: int) -> int:
-        return 0  # it compares the checksum itself
-
-    def _compared(self, extent: Derived) -> Iterator[bytes]:
-        """Yield the pieces; while the input is summed up, compare the CRC-32 of all of them."""
-        total, is_summed = 0, READING.sums is not None and self.crc is not None
+        """Raise CorruptError, in a read to the end, for more bytes or fewer, or another CRC-32."""
+        at = total = 0
+        is_summed = READING.sums is not None and self.crc is not None
         for piece in _inflated(extent.inputs[0]):
             total = crc32(piece, total) if is_summed else 0
-            yield piece
+            if at + len(piece) > extent.length:
+                at += len(piece)
+                break
+            lower, upper = max(start - at, 0), min(stop - at, len(piece))
+            if lower < upper:
+                yield memoryview(piece)[lower:upper]
+            at += len(piece)
+            if at >= stop and stop < extent.length:
+                return
+        if at != extent.length:
+            found = "more than" if at > extent.length else f"{at:,} of"
+            message = f"inflate gives {found} {extent.length:,} bytes"
+            raise CorruptError(message, where=name_of(extent))
         if is_summed and total != self.crc:
             assert self.crc is not None
             message = mismatch(f"record {shown(self.name)}", total, self.crc)
             raise CorruptError(message, where=name_of(extent))
+
+    def needed(self, extent: Derived, number: int) -> int:
+        return 0  # it compares the checksum itself
 
 
 def _inflated(extent: Extent) -> Iterator[bytes]:
@@ -368,51 +377,6 @@ def _inflated(extent: Extent) -> Iterator[bytes]:
         raise CorruptError(f"compressed data {what}", where=name_of(extent))
 
 
-@dataclass(frozen=True, slots=True)
-class Latin1(Operation):
-    """UTF-8 text of code points below 256: one byte each."""
-
-    seekable: ClassVar[bool] = False
-    needs_numpy: ClassVar[bool] = False
-
-    def read(self, extent: Derived, start: int, stop: int) -> Pieces:
-        return _window("latin1", _encoded(extent.inputs[0]), extent, start, stop)
-
-
-def _encoded(extent: Extent) -> Iterator[bytes]:
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    try:
-        for piece in stream(extent):
-            yield decoder.decode(piece).encode("latin-1")
-        decoder.decode(b"", final=True)
-    except UnicodeError as error:
-        raise CorruptError(
-            "text that stands for bytes has characters above 255", where=name_of(extent)
-        ) from error
-
-
-def _window(name: str, pieces: Iterable[bytes], derived: Derived, start: int, stop: int) -> Pieces:
-    """Yield bytes `start` to `stop` of what can only be computed from its beginning.
-
-    A read to the end raises CorruptError if there are more bytes or fewer than `derived.length`.
-    """
-    at = 0
-    for piece in pieces:
-        if at + len(piece) > derived.length:
-            at += len(piece)
-            break
-        lower, upper = max(start - at, 0), min(stop - at, len(piece))
-        if lower < upper:
-            yield memoryview(piece)[lower:upper]
-        at += len(piece)
-        if at >= stop and stop < derived.length:
-            return
-    if at != derived.length:
-        extent = "more than" if at > derived.length else f"{at:,} of"
-        message = f"{name} gives {extent} {derived.length:,} bytes"
-        raise CorruptError(message, where=name_of(derived))
-
-
 class Rows(Operation):
     """An operation that makes row n of its output from row n of each input.
 
@@ -424,13 +388,8 @@ class Rows(Operation):
     at_once: ClassVar[int] = 0  # rows that are worked on at once; 0: `BUFFER` bytes of an input
 
     @property
-    def units(self) -> tuple[int, ...]:
-        """The bytes of a row of each input."""
-        raise NotImplementedError
-
-    @property
-    def unit(self) -> int:
-        """The bytes of a row of the output."""
+    def rows(self) -> tuple[int, ...]:
+        """The bytes of a row of the output, then of each input."""
         raise NotImplementedError
 
     def of(self, *pieces: Piece) -> memoryview:
@@ -439,9 +398,9 @@ class Rows(Operation):
 
     def read(self, extent: Derived, start: int, stop: int) -> Pieces:
         if start < stop:
-            units = self.units
+            unit, *units = self.rows
             at_once = self.at_once or max(1, BUFFER // units[0])
-            yield from by_rows(extent.inputs, units, self.unit, start, stop, self.of, at_once)
+            yield from by_rows(extent.inputs, units, unit, start, stop, self.of, at_once)
 
 
 def by_rows(
@@ -473,12 +432,8 @@ class Swap(Rows):
     component: int
 
     @property
-    def units(self) -> tuple[int, ...]:
-        return (self.component,)
-
-    @property
-    def unit(self) -> int:
-        return self.component
+    def rows(self) -> tuple[int, ...]:
+        return self.component, self.component
 
     def of(self, *pieces: Piece) -> memoryview:
         import numpy as np
@@ -497,12 +452,8 @@ class Flip(Rows):
     conj: bool = False
 
     @property
-    def units(self) -> tuple[int, ...]:
-        return (self.unit,)
-
-    @property
-    def unit(self) -> int:
-        return BY_NAME[self.dtype].itemsize
+    def rows(self) -> tuple[int, ...]:
+        return (BY_NAME[self.dtype].itemsize,) * 2
 
     def read(self, extent: Derived, start: int, stop: int) -> Pieces:
         dtype = BY_NAME[self.dtype]

@@ -7,7 +7,7 @@ compressed-tensors does it. The exponent is that of the largest magnitude, which
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -47,7 +47,6 @@ class Quantize(Operation):
 
         dtype, rows, columns = BY_NAME[self.dtype], self.rows, self.columns
         read = Reader(extent.inputs[0])
-        make = _KINDS[self.kind][self.part != "codes"]
         unit = BLOCK if self.kind == "fp8-block" else 1
         tall = max(unit, TILE // max(1, columns) // unit * unit)
         size = extent.length * unit // rows  # bytes of the result for `unit` rows
@@ -64,7 +63,7 @@ class Quantize(Operation):
                         "cannot hold",
                         hint="`verify --values` counts them; --drop leaves the weight out",
                     )
-                made = make(values)
+                made = _KINDS[self.kind](values, self.part)
             yield made[max(start - at, 0) : min(stop - at, len(made))]
             top = bottom
 
@@ -95,68 +94,42 @@ def _bytes(values: Array) -> memoryview:
     return np.ascontiguousarray(values).reshape(-1).view("u1").data
 
 
-def _fp8_scales(values: Array) -> Array:
-    """Return the scale of each block."""
+def _fp8_block(values: Array, part: str) -> memoryview:
+    """Codes of blocks whose largest magnitude becomes 448, or the inverse of what makes it so."""
     import numpy as np
 
-    rows, columns = values.shape
-    blocks = np.abs(values).reshape(rows // BLOCK, BLOCK, columns // BLOCK, BLOCK)
-    largest = blocks.max(axis=(1, 3))
-    # a quotient with a number above a tensor is a product with its reciprocal, for torch
-    scales = np.float32(LARGEST) * (np.float32(1) / np.where(largest > 0, largest, np.float32(1)))
-    made: Array = np.where(largest > 0, scales, np.float32(1))
-    return made
-
-
-def _fp8_inverse(values: Array) -> memoryview:
-    import numpy as np
-
-    return _bytes((np.float32(1) / _fp8_scales(values)).astype("<f4"))
-
-
-def _fp8_codes(values: Array) -> memoryview:
-    import numpy as np
-
-    scales = _fp8_scales(values)
     rows, columns = values.shape
     blocks = values.reshape(rows // BLOCK, BLOCK, columns // BLOCK, BLOCK)
+    largest = np.abs(blocks).max(axis=(1, 3))
+    # a quotient with a number above a tensor is a product with its reciprocal, for torch
+    scales = np.float32(LARGEST) * (np.float32(1) / np.where(largest > 0, largest, np.float32(1)))
+    scales = np.where(largest > 0, scales, np.float32(1))
+    if part == "scales":
+        return _bytes((np.float32(1) / scales).astype("<f4"))
     blocks *= scales[:, None, :, None]
     np.clip(values, -LARGEST, LARGEST, out=values)
     return encode(values.reshape(-1), BY_NAME["float8_e4m3fn"])
 
 
-def _exponents(values: Array) -> Array:
-    """The byte of each group: that of its largest magnitude, rounded to a power of two, less 2."""
+def _mxfp4(values: Array, part: str) -> memoryview:
+    """Codes of groups of 32, two in a byte, or the byte of the exponent of each.
+
+    That is the exponent of the largest magnitude, rounded to a power of two, less 2.
+    """
     import numpy as np
 
-    rows, columns = values.shape
-    largest = np.abs(values).reshape(rows, columns // GROUP, GROUP).max(axis=2)
-    bits = largest.view("<u4") + np.uint32(1 << 21)
-    made: Array = np.clip((bits >> 23).astype("<i4") - 2, 0, 255).astype("u1")
-    return made
-
-
-def _mx_scales(values: Array) -> memoryview:
-    return _bytes(_exponents(values))
-
-
-def _mx_codes(values: Array) -> memoryview:
-    import numpy as np
-
-    exponents = _exponents(values).astype("<i4") - 127
-    rows, columns = values.shape
-    groups = values.reshape(rows, columns // GROUP, GROUP)
-    scaled = np.ldexp(groups, -exponents[..., None]).reshape(-1)
+    groups = values.reshape(len(values), -1, GROUP)
+    bits = np.abs(groups).max(axis=2).view("<u4") + np.uint32(1 << 21)
+    exponents = np.clip((bits >> 23).astype("<i4") - 2, 0, 255)
+    if part == "scales":
+        return _bytes(exponents.astype("u1"))
+    scaled = np.ldexp(groups, 127 - exponents[..., None]).reshape(-1)
     size = np.abs(scaled)
     code = np.zeros(len(size), "u1")
     for number, limit in enumerate(_LIMITS):  # after an even code, the limit itself still is that
         code += size > limit if number % 2 == 0 else size >= limit
     code |= (scaled < 0).astype("u1") << 3
-    made: Array = code[0::2] | (code[1::2] << 4)
-    return _bytes(made)
+    return _bytes(code[0::2] | (code[1::2] << 4))
 
 
-_KINDS: dict[str, tuple[Callable[[Array], memoryview], Callable[[Array], memoryview]]] = {
-    "fp8-block": (_fp8_codes, _fp8_inverse),
-    "mxfp4": (_mx_codes, _mx_scales),
-}
+_KINDS = {"fp8-block": _fp8_block, "mxfp4": _mxfp4}

@@ -459,20 +459,14 @@ def nonfinite(tensor: Tensor) -> tuple[int, int]:
     """
     import numpy as np
 
-    dtype = tensor.dtype
-    if dtype.kind not in ("float", "complex") or not is_decoded(dtype):
-        return 0, 0
-    axes = repeated(tensor)
-    each, count = once(tensor, axes), times(tensor, axes)
-    if (error := refusal(each)) is not None:
-        raise error
     nan = infinite = 0
-    for values in _values(each):
+    axes = repeated(tensor)
+    for values in _floats(once(tensor, axes)):
         odd = values[~np.isfinite(values)]
         if len(odd):
             numbers = int(np.count_nonzero(np.isnan(odd)))
             nan, infinite = nan + numbers, infinite + len(odd) - numbers
-    return nan * count, infinite * count
+    return nan * times(tensor, axes), infinite * times(tensor, axes)
 
 
 def zeros(tensor: Tensor) -> int:
@@ -489,13 +483,9 @@ def first_nonfinite(tensor: Tensor, most: int) -> list[tuple[tuple[int, ...], st
     """
     import numpy as np
 
-    if tensor.dtype.kind not in ("float", "complex") or not is_decoded(tensor.dtype):
-        return []
-    if (error := refusal(tensor)) is not None:
-        raise error
     found: list[tuple[tuple[int, ...], str]] = []
     start = 0
-    for values in _values(tensor):
+    for values in _floats(tensor):
         for place in np.flatnonzero(~np.isfinite(values))[: most - len(found)]:
             index = np.unravel_index(start + int(place), tensor.shape)
             kind = "nan" if np.isnan(values[place]) else str(values[place])
@@ -504,6 +494,14 @@ def first_nonfinite(tensor: Tensor, most: int) -> list[tuple[tuple[int, ...], st
             break
         start += len(values)
     return found
+
+
+def _floats(tensor: Tensor) -> Iterator[Any]:
+    """Yield the elements in row-major order, in pieces, if some may not be finite."""
+    if tensor.dtype.kind in ("float", "complex") and is_decoded(tensor.dtype):
+        if (error := refusal(tensor)) is not None:
+            raise error
+        yield from _values(tensor)
 
 
 def _values(tensor: Tensor) -> Iterator[Any]:

@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
-from operator import index as integer
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from ckptkit.compute.arranged import contiguous, refusal
-from ckptkit.compute.numbers import own_dtype, torch_dtype
+from ckptkit.compute.numbers import NUMBERS, own_dtype, torch_dtype
 from ckptkit.compute.operation import PIECE, Pieces, Swap, read_into
 from ckptkit.compute.workers import BATCH, in_any_order
 from ckptkit.core.bytesource import Derived, Extent, LocalFile, Operation, Pending, Range, Record
@@ -80,80 +79,42 @@ def numpy(tensor: Tensor) -> Array:
 
 def elements(tensor: Tensor, index: object) -> Any:
     """Read the elements that `index` selects: an array, or a number where nothing else is left."""
+    import numpy as np
+
     if tensor.layout != "strided":
         raise TensorError(
             f"a {tensor.layout} tensor has no elements in order to select from",
             hint=".torch() gives a torch tensor",
         )
-    view = _view(tensor, index if isinstance(index, tuple) else (index,))
-    return numpy(view.tensor)[view.after]
-
-
-class _View(NamedTuple):
-    """The selected elements, and the index that turns their array into the result."""
-
-    tensor: Tensor
-    after: tuple[Any, ...]
-
-
-def _view(tensor: Tensor, index: tuple[object, ...]) -> _View:
-    shape: list[int] = []
-    stride: list[int] = []
-    after: list[Any] = []
-    offset, axis = tensor.offset, 0
-    for each in _expanded(index, tensor.shape):
-        if each is None:
-            after.append(None)
-            continue
-        n, step = tensor.shape[axis], tensor.stride[axis]
-        axis += 1
-        if isinstance(each, slice):
-            selected = _range(each, n)
-            ascending = selected if selected.step > 0 else selected[::-1]
-            offset += ascending.start * step if ascending else 0
-            shape.append(len(ascending))
-            stride.append(ascending.step * step)
-            after.append(slice(None, None, 1 if selected.step > 0 else -1))
-        else:
-            offset += _position(each, n, axis - 1) * step
-    made = Tensor(
-        tensor.storage, tensor.dtype, tuple(shape), tuple(stride), offset,
-        conj=tensor.conj, neg=tensor.neg,
-    )  # fmt: skip
-    return _View(made, tuple(after))
-
-
-def _expanded(index: tuple[object, ...], shape: Shape) -> list[object]:
-    """Return one index for each dimension, and the None of new ones. Raises PositionError."""
-    given = sum(each is not None and each is not Ellipsis for each in index)
-    dots = [number for number, each in enumerate(index) if each is Ellipsis]
-    if len(dots) > 1:
-        raise PositionError("an index has at most one '...'")
-    if given > len(shape):
-        raise PositionError(f"{given} indices for a tensor of shape {shape_text(shape)}")
-    at = dots[0] if dots else len(index)
-    whole = [slice(None)] * (len(shape) - given)
-    return [*index[:at], *whole, *index[at + 1 :]]
-
-
-def _range(given: slice, n: int) -> range:
+    given = index if isinstance(index, tuple) else (index,)
+    for each in given:
+        is_integer = hasattr(each, "__index__") and not hasattr(each, "__len__")
+        is_known = each is None or each is Ellipsis or isinstance(each, slice) or is_integer
+        if isinstance(each, bool) or not is_known:
+            raise ArgumentError(
+                "a tensor is indexed by integers, slices, ... and None, not by "
+                f"{type(each).__name__}",
+                hint="t.numpy()[...] takes lists and masks",
+            )
+    # numpy finds out where the elements are, in an array of as many bytes that nobody reads.
+    memory = np.zeros(1, np.uint8)
+    array = np.lib.stride_tricks.as_strided(memory, tensor.shape, tensor.stride)
+    dots = () if any(each is Ellipsis for each in given) else (...,)  # an array, not a number
     try:
-        return range(*given.indices(n))
+        found = array[(*given, *dots)]
+    except IndexError as error:
+        raise PositionError(str(error)) from error
     except (TypeError, ValueError) as error:
-        raise ArgumentError(f"{given} cannot be a slice of a tensor: {error}") from error
-
-
-def _position(given: object, n: int, axis: int) -> int:
-    """Return the position of an integer index, counted from the end if it is negative."""
-    if isinstance(given, bool) or not hasattr(given, "__index__") or hasattr(given, "__len__"):
-        raise ArgumentError(
-            f"a tensor is indexed by integers, slices, ... and None, not by {type(given).__name__}",
-            hint="t.numpy()[...] takes lists and masks",
-        )
-    position = integer(given)
-    if not -n <= position < n:
-        raise PositionError(f"index {position} is outside dimension {axis}, of {n:,}")
-    return int(position) % n
+        raise ArgumentError(f"{index} cannot select elements: {error}") from error
+    start = found.__array_interface__["data"][0] - memory.__array_interface__["data"][0]
+    backward = [step < 0 for step in found.strides]
+    for n, step in zip(found.shape, found.strides, strict=True):
+        start += min(step, 0) * (n - 1)
+    view = Tensor(
+        tensor.storage, tensor.dtype, found.shape, tuple(map(abs, found.strides)),
+        tensor.offset + (start if found.size else 0), conj=tensor.conj, neg=tensor.neg,
+    )  # fmt: skip
+    return numpy(view)[tuple(slice(None, None, -1 if each else 1) for each in backward)]
 
 
 def torch_tensor(tensor: Tensor, device: object) -> torch.Tensor:
@@ -176,11 +137,8 @@ def _device(device: object) -> torch.device:
     try:
         return torch.device(device)
     except RuntimeError as error:
-        raise DeviceError(f"{device!r} is not a device: {_first_line(error)}") from error
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0]
+        why = str(error).strip().partition("\n")[0]
+        raise DeviceError(f"{device!r} is not a device: {why}") from error
 
 
 def overflows(tensor: Tensor, target: DType) -> int:
@@ -227,7 +185,13 @@ def to_torch_storage(
 
     where = torch.device(device)
     extent = native(storage, component).locate()
-    memory = _allocate(extent.length, where)
+    try:
+        memory = torch.empty(extent.length, dtype=torch.uint8, device=where)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        why = str(error).strip().split("\n")[0]
+        hint = None if where.type == "cpu" else "map_location='cpu' loads it without this device"
+        message = f"no {extent.length:,} bytes on {where}: {why}"
+        raise DeviceError(message, hint=hint) from error
     if where.type != "meta":
         for part in _parts(extent, memory.dtype, memory):
             _fill(part)
@@ -286,17 +250,6 @@ def native(storage: Storage, component: int) -> Record:
     return Pending(Swap(component), (storage.record,), storage.nbytes)
 
 
-def _allocate(nbytes: int, device: torch.device) -> torch.Tensor:
-    import torch
-
-    try:
-        return torch.empty(nbytes, dtype=torch.uint8, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        why = str(error).strip().split("\n")[0]
-        hint = None if device.type == "cpu" else "map_location='cpu' loads it without this device"
-        raise DeviceError(f"no {nbytes:,} bytes on {device}: {why}", hint=hint) from error
-
-
 def rebuild(tensor: Tensor, untyped: torch.UntypedStorage) -> torch.Tensor:
     """The torch tensor or Parameter that `tensor` describes, over memory that holds its storage.
 
@@ -350,7 +303,6 @@ class MappedFiles:
 # Functions of the user
 
 Function = Callable[[Any], Any]
-_NUMBERS = ("float", "int", "bool", "complex")
 
 
 @dataclass(frozen=True, slots=True)
@@ -411,7 +363,7 @@ def called(function: Function, given: torch.Tensor) -> torch.Tensor:
         raise ArgumentError(
             f"the function gives a {type(made).__name__}, not a torch tensor or numpy array"
         )
-    if made.layout is not torch.strided or dtype_of(made).kind not in _NUMBERS:
+    if made.layout is not torch.strided or dtype_of(made).kind not in NUMBERS:
         raise ArgumentError(f"the function gives a {made.layout} tensor of {made.dtype}")
     return made.detach()
 
