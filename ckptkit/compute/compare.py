@@ -121,25 +121,18 @@ def _equal(left: Extent, right: Extent) -> bool:
 
 
 def _compare_bytes(left: Extent, right: Extent, itemsize: int) -> Difference | None:
+    import numpy as np
+
     count, first, at = 0, -1, 0
     units = (itemsize, itemsize)
     for x, y in in_step((flow(left), flow(right)), units, BUFFER // itemsize):
         if bytearray(x) != y:  # unlike two memoryviews, which Python compares element by element
-            places = _differing(x, y, itemsize)
-            first = at + places[0] if not count else first
-            count += places[1]
+            odd = np.frombuffer(x, np.uint8) != np.frombuffer(y, np.uint8)
+            differs = odd.reshape(-1, itemsize).any(axis=1)
+            first = at + int(differs.argmax()) if not count else first
+            count += int(np.count_nonzero(differs))
         at += len(x) // itemsize
     return Difference(count, first) if count else None
-
-
-def _differing(x: Piece, y: Piece, itemsize: int) -> tuple[int, int]:
-    """Position of the first element that differs, and the number of them."""
-    import numpy as np
-
-    differs = (
-        (np.frombuffer(x, np.uint8) != np.frombuffer(y, np.uint8)).reshape(-1, itemsize).any(axis=1)
-    )
-    return int(differs.argmax()), int(np.count_nonzero(differs))
 
 
 def _compare_values(
@@ -158,27 +151,14 @@ def _compare_values(
                 distance = _distances(x, y)
                 most = float(distance.max())
                 largest = max(largest, most)
-                odd = most > atol or np.isinf(most)
-                differs = _exceeds(distance, y, atol, rtol) if odd else np.zeros(1, bool)
-                if differs.any():
-                    first = at + int(differs.argmax()) if not count else first
-                    count += int(np.count_nonzero(differs))
+                if most > atol or np.isinf(most):  # infinite ones always exceed their limits
+                    limit = np.abs(y) * rtol + atol if rtol else atol
+                    differs = (distance > limit) | np.isinf(distance)
+                    if differs.any():
+                        first = at + int(differs.argmax()) if not count else first
+                        count += int(np.count_nonzero(differs))
             at += elements
     return Difference(count, first, largest) if count else None
-
-
-def _exceeds(distance: Array, y: Array, atol: float, rtol: float) -> Array:
-    """Return which distances exceed their limits; infinite ones always do."""
-    import numpy as np
-
-    limit: Array | float = atol
-    if rtol:
-        limit = np.abs(y)
-        limit *= rtol
-        limit += atol
-    exceeds: Array = distance > limit
-    exceeds |= np.isinf(distance)
-    return exceeds
 
 
 def _distances(x: Array, y: Array) -> Array:

@@ -95,7 +95,7 @@ def _row(case: Case, settings: Settings) -> Row:
     contestants += [Contestant(name, command, every=RARELY) for name, command in others.items()]
     rounds = min(settings.pairs, LARGE_PAIRS) if source.gib > TOP else settings.pairs
     taken = take_turns(contestants, settings.folder, rounds)
-    return Row(work.name, source.gib, source.tensors, work.moves, case.budget, taken, skipped)
+    return Row(work.name, source.gib, source.tensors, case.budget, taken, skipped)
 
 
 def ours(work: Work, files: Mapping[str, str]) -> list[str]:

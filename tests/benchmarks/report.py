@@ -7,14 +7,14 @@ from typing import Any
 
 from tabulate import tabulate
 
-from tests.benchmarks.results import CP, OURS, Row, growths
+from tests.benchmarks.results import CP, OURS, Row
 from tests.benchmarks.works import JUDGED
 
 VERDICTS = {True: "yes", False: "NO", None: ""}  # nothing was held against a budget
 
 
 def report(machine: Mapping[str, Any], rows: Sequence[Row], notes: Iterable[str] = ()) -> str:
-    """Machine, table of works, table of growth, and who did not take part."""
+    """Machine, table of works, and who did not take part."""
     about = ", ".join(f"{name} {value}" for name, value in machine.items())
     works = [
         [
@@ -24,18 +24,8 @@ def report(machine: Mapping[str, Any], rows: Sequence[Row], notes: Iterable[str]
         ]
         for row in rows
     ]  # fmt: skip
-    growth = [
-        [
-            each.label, f"{each.value:.2f} {each.unit}", f"{each.limit:.3g} {each.unit}",
-            VERDICTS[each.within], "" if each.cp is None else f"{each.cp:.2f} {each.unit}",
-        ]
-        for each in growths(rows)
-    ]  # fmt: skip
     heads = ["work", "ckptkit", "budget", "within", "torch", "others"]
     parts = [about, tabulate(works, headers=heads, tablefmt="github")]
-    if growth:
-        heads = ["growth", "ckptkit", "budget", "within", "cp"]
-        parts.append(tabulate(growth, headers=heads, tablefmt="github"))
     said = list(notes)
     for row in rows:
         said += [f"{name} was skipped: {why}" for name, why in row.skipped.items()]
@@ -67,9 +57,7 @@ def brief(rows: Sequence[Row], works: Sequence[str] = ()) -> str:
 
 def kept(rows: Sequence[Row]) -> bool:
     """Return whether every budget was kept."""
-    return all(row.within is not False for row in rows) and all(
-        growth.within for growth in growths(rows)
-    )
+    return all(row.within is not False for row in rows)
 
 
 def short(row: Row) -> str:

@@ -1,15 +1,14 @@
-"""Measurements, and what follows: medians, ratios, growth, and whether budgets are kept.
+"""Measurements, and what follows: medians, ratios, and whether budgets are kept.
 
 Pure.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from itertools import pairwise
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 from tests.benchmarks.measure import Cost, Taken
 from tests.benchmarks.peers import TORCH
@@ -17,9 +16,6 @@ from tests.benchmarks.works import JUDGED, PLAIN, Budget
 
 SCHEMA = "ckptkit.benchmarks/1"
 OURS, CP = "ckptkit", "cp"
-LINEAR = 1.1  # how much steeper than a straight line growth may be
-BASE_MIB = 60  # of the byte-moving commands, at PLAIN tensors
-PER_TENSOR_KIB = 2.0  # for each tensor more
 
 
 @dataclass(frozen=True)
@@ -29,7 +25,6 @@ class Row:
     work: str
     gib: float
     tensors: int
-    moves: bool
     budget: Budget
     taken: Mapping[str, Taken]
     skipped: Mapping[str, str]  # who did not take part, and why
@@ -103,53 +98,6 @@ class Row:
             missing: list[Cost | None] = [None] * (rounds - len(before.costs))
             taken[name] = Taken([*before.costs, *missing, *costs], failed or before.failed)
         return replace(self, budget=other.budget, taken=taken, skipped=other.skipped)
-
-
-class Growth(NamedTuple):
-    """The growth of a figure: `value` against `limit`, both in `unit`; `cp` is the growth for `cp`."""
-
-    label: str
-    value: float
-    limit: float
-    unit: str
-    cp: float | None = None
-
-    @property
-    def within(self) -> bool:
-        return self.value <= self.limit
-
-
-def growths(rows: Iterable[Row]) -> Iterator[Growth]:
-    """Time against bytes and against tensors, and memory against tensors, of all works that were
-    measured at both."""
-    measured = sorted(
-        (row for row in rows if row.costs(OURS)), key=lambda row: (row.gib, row.tensors)
-    )
-    for work in dict.fromkeys(row.work for row in measured):
-        own = [row for row in measured if row.work == work]
-        plain = [row for row in own if row.tensors == PLAIN and row.gib >= JUDGED]
-        many = [row for row in own if row.tensors >= 10_000]
-        for small, large in pairwise(plain):
-            what = f"{size(large.gib)} to {size(small.gib)}"
-            yield _steeper(small, large, large.gib / small.gib, what)
-        for small, large in pairwise(many):
-            times = large.tensors / small.tensors
-            yield _steeper(small, large, times, f"{large.tensors:,} to {small.tensors:,} tensors")
-        if not own[0].moves:
-            continue
-        plain = plain or [row for row in own if row.tensors == PLAIN]
-        for row in plain[-1:]:
-            yield Growth(f"peak memory of {row.label}", row.mib() or 0, BASE_MIB, "MiB")
-        for row in many if plain else ():
-            more = ((row.mib() or 0) - (plain[0].mib() or 0)) * 1024 / (row.tensors - PLAIN)
-            yield Growth(f"memory per tensor of {row.label}", more, PER_TENSOR_KIB, "KiB")
-
-
-def _steeper(small: Row, large: Row, times: float, what: str) -> Growth:
-    before, after = small.seconds(CP), large.seconds(CP)
-    ours = (large.seconds() or 0) / (small.seconds() or 1)
-    cp = after / before if before and after else None
-    return Growth(f"time of {small.work}, {what}", ours, LINEAR * times, "times", cp)
 
 
 def size(gib: float) -> str:

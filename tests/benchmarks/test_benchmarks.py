@@ -21,7 +21,7 @@ from tests.benchmarks.inputs import SMALL, Input
 from tests.benchmarks.measure import Contestant, Cost, FailedError, Taken, run, take_turns
 from tests.benchmarks.picture import STYLES
 from tests.benchmarks.report import brief, kept, report
-from tests.benchmarks.results import CP, OURS, Row, from_json, growths, to_json
+from tests.benchmarks.results import CP, OURS, Row, from_json, to_json
 from tests.benchmarks.works import WORKS, Budget, Work, cases
 from tests.conftest import Run
 
@@ -34,7 +34,6 @@ ROW = Row(
     work="strip-module",
     gib=2.0,
     tensors=400,
-    moves=True,
     budget=Budget(to_cp=1.25, mib=40),
     taken={OURS: taken(1.2, 0.9, 1.0), CP: taken(1.0, 1.0, 0.5), "torch": taken(8.0, None, 6.0)},
     skipped={"mergekit": "not installed"},
@@ -88,34 +87,6 @@ def test_what_failed_kept_no_budget() -> None:
     assert failed.within is False
     assert not kept([failed])
     assert "strip-module, 2 GiB: ckptkit failed: boom" in report({}, [failed])
-
-
-def test_time_grows_with_bytes_and_with_tensors() -> None:
-    large = replace(ROW, gib=8.0, taken={OURS: taken(4.5, 4.5, 4.5), CP: taken(4.0, 4.0, 4.0)})
-    many = [replace(ROW, gib=SMALL, tensors=count, taken={OURS: taken(time)}) for count, time in
-            ((10_000, 0.5), (100_000, 5.0))]  # fmt: skip
-    found = {growth.label: growth for growth in growths([*many, large, ROW])}
-    by_bytes = found["time of strip-module, 8 GiB to 2 GiB"]
-    assert (by_bytes.value, round(by_bytes.limit, 6), by_bytes.cp, by_bytes.within) == (
-        4.5,
-        4.4,
-        4.0,
-        False,
-    )
-    by_tensors = found["time of strip-module, 100,000 to 10,000 tensors"]
-    assert (by_tensors.value, round(by_tensors.limit, 6), by_tensors.within) == (10.0, 11.0, True)
-
-
-@pytest.mark.parametrize(("mib", "within"), [(214.5, True), (214.6, False)])
-def test_memory_grows_with_tensors(mib: float, within: bool) -> None:
-    """2 KiB for each of 99,600 tensors more are 194.5 MiB."""
-    many = replace(
-        ROW, gib=SMALL, tensors=100_000, budget=Budget(), taken={OURS: taken(1.0, mib=mib)}
-    )
-    found = {growth.label: growth for growth in growths([ROW, many])}
-    assert found["memory per tensor of strip-module, 100,000 tensors"].within is within
-    assert found["peak memory of strip-module, 2 GiB"].within
-    assert kept([ROW, many]) is within
 
 
 def test_the_rounds_of_two_runs_are_one_row() -> None:

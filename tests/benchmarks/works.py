@@ -33,7 +33,6 @@ class Work(NamedTuple):
     job: str
     budgets: Mapping[int, Budget]
     sizes: str = "all"  # of the plain inputs: all, or the largest up to TOP ("one")
-    moves: bool = False  # whether it moves bytes of tensors and keeps none: its memory does not depend on them
 
     @property
     def copies(self) -> int:
@@ -79,14 +78,14 @@ WORKS = (
     Work("inspect, experts", "names", "inspect {src}", "list safetensors", {69_120: Budget(seconds=0.9, mib=110)}),
     Work("inspect, 96 shards", "shards", "inspect {src}", "list shards", {500_000: Budget(seconds=6, mib=500)}),
     Work("inspect --json", "pth", "inspect --json {src}", "list", _PRINTED),
-    Work("strip-module", "pth", "strip-module {src} out.pth", "strip", _moved(1.25, 40), moves=True),
+    Work("strip-module", "pth", "strip-module {src} out.pth", "strip", _moved(1.25, 40)),
     Work(
-        "remap", "pth", "remap {src} out.pth --to cpu", "rewrite", _moved(1.25, 40, _REWRITTEN), moves=True,
+        "remap", "pth", "remap {src} out.pth --to cpu", "rewrite", _moved(1.25, 40, _REWRITTEN),
     ),
     Work("extract", "wrapped", "extract {src} out.pth --key model", "extract", _moved(1.25, 40), "one"),
     Work(
         ".pth to safetensors", "pth", "convert {src} out.safetensors", "to safetensors",
-        _moved(1.25, 60, {10_000: Budget(), 100_000: Budget()}), moves=True,
+        _moved(1.25, 60, {10_000: Budget(), 100_000: Budget()}),
     ),
     Work(
         "cast to bfloat16", "pth", "convert {src} out.pth --cast bfloat16", "cast",
@@ -100,7 +99,7 @@ WORKS = (
         _moved(1.5 * 2, 64), sizes="one",
     ),
     Work(
-        "legacy to zip", "legacy", "convert {src} out.pth", "from legacy", _moved(1.25, 60), sizes="one", moves=True,
+        "legacy to zip", "legacy", "convert {src} out.pth", "from legacy", _moved(1.25, 60), sizes="one",
     ),
     Work("digest", "pth", "inspect --json --digest {src}", "digest", _COMPUTED, sizes="one"),
     Work("diff --values", "pth", "diff --values {src} {twin}", "equal", _COMPUTED, sizes="one"),
@@ -112,17 +111,17 @@ WORKS = (
     Work("rename --in-place", "pth", "rename --in-place {fresh} --sub ^module=m", "strip", _IN_PLACE, sizes="one"),
     Work("extract --in-place", "wrapped", "extract --in-place {fresh} --key model", "extract", _IN_PLACE, sizes="one"),
     Work(
-        "safetensors to .pth", "safetensors", "convert {src} out.pth", "from safetensors", _moved(1.25, 60), moves=True,
+        "safetensors to .pth", "safetensors", "convert {src} out.pth", "from safetensors", _moved(1.25, 60),
     ),
     Work(
         "strip-module, safetensors", "safetensors", "strip-module {src} out.safetensors", "strip safetensors",
-        _moved(1.25, 60), sizes="one", moves=True,
+        _moved(1.25, 60), sizes="one",
     ),
     Work(
         "strip-module --in-place, safetensors", "safetensors", "strip-module --in-place {fresh}", "strip safetensors",
         _IN_PLACE,
     ),
-    Work("rules, stack", "safetensors", RULE.format("stack [l o i]"), "none", _moved(1.2, 130), moves=True),
+    Work("rules, stack", "safetensors", RULE.format("stack [l o i]"), "none", _moved(1.2, 130)),
     Work("rules, permute rows", "safetensors", RULE.format("rows [o l i]"), "none", _moved(1.6, 200), sizes="one"),
     Work("rules, transpose", "safetensors", RULE.format("turned [i (l o)]"), "none", _moved(2, 200), sizes="one"),
     Work(
@@ -131,7 +130,7 @@ WORKS = (
     ),
     Work(
         "rules, stack experts", "experts", "run mixtral {src} out.safetensors", "stack experts", _moved(1.2, 130),
-        sizes="one", moves=True,
+        sizes="one",
     ),
     Work(
         "rules, torchtitan's Llama", "titan", "run torchtitan-llama3 {src} out.safetensors --arg h=16", "from torchtitan",
@@ -154,7 +153,7 @@ WORKS = (
     ),
     Work(
         "shards of 500 MB", "experts", "convert {src} out --format sharded --shard-size 500MB", "shards",
-        _moved(1.25, 64), sizes="one", moves=True,
+        _moved(1.25, 64), sizes="one",
     ),
     Work("load, every page read", "pth", "", "load", _LOADED, sizes="one"),
     Work("load, every page read, safetensors", "safetensors", "", "load safetensors", _LOADED, sizes="one"),

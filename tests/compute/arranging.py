@@ -1,11 +1,18 @@
-"""Arranged extents as tests describe them: a view, or boxes of an array."""
+"""Arranged extents and tensors of torch as tests describe them."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+import torch
+
 from ckptkit.compute.strided import normal, of_box
 from ckptkit.compute.strided_read import Arrange
+from ckptkit.core.bytesource import Memory, Range
+from ckptkit.core.dtypes import BY_NAME
+from ckptkit.core.tensor import Storage, Tensor, contiguous_stride
+from tests.torch_equality import storage_bits
 
 Shape = tuple[int, ...]
 
@@ -25,3 +32,21 @@ def boxes(
         if copy.elements:
             copies.append(copy._replace(dims=normal(copy.dims)))
     return Arrange(itemsize, tuple(copies))
+
+
+def described(tensor: torch.Tensor, *, big_endian: bool = False) -> Tensor:
+    """Our description of a torch tensor, over a copy of the bytes of its storage."""
+    data = storage_bits(tensor)
+    dtype = BY_NAME[str(tensor.dtype).removeprefix("torch.")]
+    if big_endian:
+        data = np.frombuffer(data, f"u{dtype.component}").byteswap().tobytes()
+    shape = tuple(tensor.shape)
+    return Tensor(
+        Storage(Range(Memory(data), 0, len(data)), big_endian=big_endian),
+        dtype,
+        shape,
+        tensor.stride() if dtype.bits >= 8 else contiguous_stride(shape),
+        int(tensor.storage_offset()),
+        conj=tensor.is_conj(),
+        neg=tensor.is_neg(),
+    )

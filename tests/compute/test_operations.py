@@ -39,6 +39,7 @@ from ckptkit.core.tensor import Storage, Tensor
 from ckptkit.core.text import on_command_line
 from ckptkit.loading import building
 from tests.compute.arranging import boxes as array_of
+from tests.compute.arranging import described
 from tests.torch_equality import storage_bits
 
 
@@ -54,23 +55,6 @@ def raw(tensor: torch.Tensor) -> bytes:
     """The contiguous bytes of a tensor, by torch alone."""
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
     return bytes(plain.reshape(-1).view(torch.uint8).numpy()) if plain.numel() else b""
-
-
-def described(tensor: torch.Tensor, *, big_endian: bool = False) -> Tensor:
-    """Our description of a torch tensor, over a copy of the bytes of its storage."""
-    data = storage_bits(tensor)
-    dtype = BY_NAME[str(tensor.dtype).removeprefix("torch.")]
-    if big_endian:
-        data = np.frombuffer(data, f"u{dtype.component}").byteswap().tobytes()
-    return Tensor(
-        Storage(record(data), big_endian=big_endian),
-        dtype,
-        tuple(tensor.shape),
-        tensor.stride(),
-        int(tensor.storage_offset()),
-        conj=tensor.is_conj(),
-        neg=tensor.is_neg(),
-    )
 
 
 @pytest.fixture

@@ -14,25 +14,11 @@ from hypothesis import strategies as st
 from ckptkit.compute import dequantize as quantized
 from ckptkit.compute.dequantize import dequantized_record
 from ckptkit.compute.operation import stream
-from ckptkit.core.bytesource import Memory, Pending, Range, Record
-from ckptkit.core.dtypes import BY_NAME
+from ckptkit.core.bytesource import Pending, Record
 from ckptkit.core.errors import TensorError
-from ckptkit.core.tensor import Storage, Tensor, contiguous_stride
-from tests.torch_equality import storage_bits
+from tests.compute.arranging import described
 
 SCHEMES = {"qint8": torch.int8, "quint8": torch.uint8, "qint32": torch.int32}
-
-
-def described(tensor: torch.Tensor, *, big_endian: bool = False) -> Tensor:
-    """Our description of a torch tensor, quantised or not."""
-    dtype = BY_NAME[str(tensor.dtype).removeprefix("torch.")]
-    data = storage_bits(tensor)
-    if big_endian:
-        size = dtype.itemsize
-        data = b"".join(data[at : at + size][::-1] for at in range(0, len(data), size))
-    stride = tensor.stride() if dtype.bits >= 8 else contiguous_stride(tuple(tensor.shape))
-    storage = Storage(Range(Memory(data), 0, len(data)), big_endian=big_endian)
-    return Tensor(storage, dtype, tuple(tensor.shape), stride, int(tensor.storage_offset()))
 
 
 def record_of(tensor: torch.Tensor, **how: Any) -> Record:

@@ -22,7 +22,7 @@ from ckptkit.core.bytesource import Memory, Range
 from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import TensorError
 from ckptkit.core.tensor import Storage, Tensor
-from tests.torch_equality import storage_bits
+from tests.compute.arranging import described
 
 FLOATS = [
     torch.float64,
@@ -35,21 +35,9 @@ FLOATS = [
 INTEGERS = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8]
 
 
-def described(tensor: torch.Tensor, big_endian: bool = False) -> Tensor:
-    dtype = BY_NAME[str(tensor.dtype).removeprefix("torch.")]
-    data = storage_bits(tensor)
-    if big_endian:
-        data = np.frombuffer(data, f"u{dtype.component}").byteswap().tobytes()
-    storage = Storage(Range(Memory(data), 0, len(data)), big_endian=big_endian)
-    shape, offset = tuple(tensor.shape), int(tensor.storage_offset())
-    return Tensor(
-        storage, dtype, shape, tensor.stride(), offset, conj=tensor.is_conj(), neg=tensor.is_neg()
-    )
-
-
 def tallied(tensor: torch.Tensor, big_endian: bool = False) -> Tally:
     whole = Tally()
-    for part in parts(described(tensor, big_endian)):
+    for part in parts(described(tensor, big_endian=big_endian)):
         whole.add(tally(part))
     return whole
 
