@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import translate
 from math import prod
+from typing import Any
 
 from ckptkit.compute.strided import StridedCopy
 from ckptkit.core.errors import CollisionError
@@ -26,9 +27,6 @@ from ckptkit.rules.notation import (
     parse_given,
     parse_rule,
 )
-
-# Plan rules: names and shapes in, targets out. Pure; nothing is read and no file is needed.
-
 
 REST = "rest"  # of `keep`: whatever no rule takes
 
@@ -131,19 +129,12 @@ class RuleSet:
         holder = Rule(self.rules[0].left, self.rules[0].right, sizes=tuple(self.sizes.items()))
         return found | words_of(holder) | self.defaults.keys()
 
-    def plan(
-        self,
-        shapes: Mapping[str, Shape],
-        *,
-        keep: str | Sequence[str] = (),
-        config: Config = None,
-        args: Mapping[str, int] | None = None,
-    ) -> dict[str, Target]:
+    def plan(self, shapes: Mapping[str, Shape], **given: Any) -> dict[str, Target]:
         """The targets by name. Raises RuleError and MisfitError, CollisionError, LimitError."""
-        unused = (args or {}).keys() - self.words()
+        unused = (given.get("args") or {}).keys() - self.words()
         if unused:
             raise unused_argument(min(unused), self.words())
-        return self.outcome(shapes, keep=keep, config=config, args=args).made
+        return self.outcome(shapes, **given).made
 
     def outcome(
         self,
@@ -197,35 +188,54 @@ class Planning:
         )
 
     def outcome(self) -> RulesOutcome:
-        matches, left = self._matches()
-        self._check_matched(matches)
-        self._check_kept(left)
-        groups, order = self._groups(matches)
-        self._check_count(groups, len(left))
+        matches: dict[str, tuple[Ready, Values]] = {}
+        for key in self.shapes:
+            match = self.first(key)
+            if match is not None:
+                matches[key] = match
+                self.taken[match[0].number - 1].matched += 1
+        self._check_covered(matches)
+        digits = Digits(matches)
+        groups: dict[Group, list[SourceTensor]] = {}
+        order: list[str | Group] = []
+        for key, shape in self.shapes.items():
+            if key not in matches:
+                order.append(key)
+                continue
+            ready, raw = matches[key]
+            if ready.composites:
+                values = digits.decoded(ready, key, raw)
+            else:
+                values = {words[0]: value for words, value in raw.items()}
+            group = (ready.number - 1, tuple([values[word] for word in ready.words.loops]))
+            indices = tuple([int(values[word]) for word in ready.words.gathered])
+            if group not in groups:
+                groups[group] = []
+                order.append(group)
+            groups[group].append(SourceTensor(key, indices, shape))
+        total = len(order)
+        for group, members in groups.items():
+            if self.rules[group[0]].words.scattered:
+                total += self._solved(group, members).targets - 1
+            if total > LIMITS.rule_targets:  # before one is made
+                check("rule_targets", total, "tensors that a step of rules makes")
         targets: dict[str, Target | None] = {}
         dropped: list[str] = []
         for item in order:
+            made: dict[str, Target | None] = {}
             if isinstance(item, str):
-                self._add(targets, item, None)
-                continue
-            made = self._made(item, groups[item])
-            for name, target in made.items():
-                self._add(targets, name, target)
-            if not made:
-                dropped += [member.key for member in groups[item]]
-        return RulesOutcome(targets, self.taken, tuple(dropped))
-
-    def _matches(self) -> tuple[dict[str, tuple[Ready, Values]], list[str]]:
-        """The rule that takes each key, with its values; and the keys that none takes."""
-        found: dict[str, tuple[Ready, Values]] = {}
-        left = []
-        for key in self.shapes:
-            match = self.first(key)
-            if match is None:
-                left.append(key)
+                made[item] = None
             else:
-                found[key] = match
-        return found, left
+                made.update(self._made(item, groups[item]))
+                dropped += [] if made else [member.key for member in groups[item]]
+            for name, target in made.items():
+                if name in targets:
+                    numbers = [each.rule for each in (targets[name], target) if each is not None]
+                    rules = " and ".join(f"rule {number}" for number in numbers)
+                    kept = "" if len(numbers) == 2 else " and kept by `keep`"
+                    raise CollisionError(f"{name} is written by {rules}{kept}")
+                targets[name] = target
+        return RulesOutcome(targets, self.taken, tuple(dropped))
 
     def first(self, key: str) -> tuple[Ready, Values] | None:
         """The first rule whose left name matches, with its values."""
@@ -240,33 +250,25 @@ class Planning:
                 return rule, values
         return None
 
-    def _check_kept(self, left: list[str]) -> None:
-        globs = [re.compile(translate(glob)) for glob in self.keep if glob != REST]
-        if REST not in self.keep:
-            left = [key for key in left if not any(glob.match(key) for glob in globs)]
-            if left:
-                noun = "1 key is" if len(left) == 1 else f"{len(left):,} keys are"
-                message = f"{noun} in no rule: {', '.join(left[:4])}{', ...' * (len(left) > 4)}"
-                near = self._nearest_rule(left[0])
-                raise UncoveredError(
-                    message + near,
-                    hint="`keep: rest` keeps them, and a rule of its own changes them",
-                )
-
-    def _nearest_rule(self, key: str) -> str:
-        """Name the rule whose left side looks most like a key, for a message."""
-        numbers = {ready.rule.left.name_text: ready.number for ready in self.rules}
-        close = nearest(key, numbers)
-        return f"; nearest: rule {numbers[close[0]]}, {close[0]}" if close else ""
-
-    def _check_matched(self, matches: Mapping[str, tuple[Ready, Values]]) -> None:
-        """Raise UncoveredError for a rule that takes nothing and must."""
-        for key in matches:
-            self.taken[matches[key][0].number - 1].matched += 1
+    def _check_covered(self, matches: Mapping[str, tuple[Ready, Values]]) -> None:
+        """Raise UncoveredError for a rule that takes nothing and must, and for keys that no rule
+        takes and `keep` does not name."""
         for taken, ready in zip(self.taken, self.rules, strict=True):
-            if taken.matched or ready.rule.optional:
-                continue
-            raise about(ready.number, self._matches_none(ready, matches), " ")
+            if not taken.matched and not ready.rule.optional:
+                raise about(ready.number, self._matches_none(ready, matches), " ")
+        globs = [re.compile(translate(glob)) for glob in self.keep if glob != REST]
+        left = [key for key in self.shapes if key not in matches]
+        left = [key for key in left if not any(glob.match(key) for glob in globs)]
+        if REST in self.keep or not left:
+            return
+        noun = "1 key is" if len(left) == 1 else f"{len(left):,} keys are"
+        numbers = {ready.rule.left.name_text: ready.number for ready in self.rules}
+        close = nearest(left[0], numbers)
+        near = f"; nearest: rule {numbers[close[0]]}, {close[0]}" if close else ""
+        raise UncoveredError(
+            f"{noun} in no rule: {', '.join(left[:4])}{', ...' * (len(left) > 4)}{near}",
+            hint="`keep: rest` keeps them, and a rule of its own changes them",
+        )
 
     def _matches_none(
         self, ready: Ready, matches: Mapping[str, tuple[Ready, Values]]
@@ -284,36 +286,6 @@ class Planning:
         has_star = any("*" in part for part in ready.rule.left.name if isinstance(part, str))
         hint = "a * is in braces: {m:*}" if has_star else "->? instead of -> allows this"
         return UncoveredError(message + near, hint=hint)
-
-    def _groups(
-        self, matches: Mapping[str, tuple[Ready, Values]]
-    ) -> tuple[dict[Group, list[SourceTensor]], list[str | Group]]:
-        digits = Digits(matches)
-        groups: dict[Group, list[SourceTensor]] = {}
-        order: list[str | Group] = []
-        for key, shape in self.shapes.items():
-            match = matches.get(key)
-            if match is None:
-                order.append(key)
-                continue
-            ready, raw = match
-            values = digits.decoded(ready, key, raw) if ready.composites else _single(raw)
-            group = (ready.number - 1, tuple([values[word] for word in ready.words.loops]))
-            indices = tuple([int(values[word]) for word in ready.words.gathered])
-            if group not in groups:
-                groups[group] = []
-                order.append(group)
-            groups[group].append(SourceTensor(key, indices, shape))
-        return groups, order
-
-    def _check_count(self, groups: Mapping[Group, list[SourceTensor]], kept: int) -> None:
-        """Raise LimitError for too many targets before one is made."""
-        total = kept + len(groups)
-        for group, members in groups.items():
-            if self.rules[group[0]].words.scattered:
-                total += self._solved(group, members).targets - 1
-            if total > LIMITS.rule_targets:
-                check("rule_targets", total, "tensors that a step of rules makes")
 
     def _solved(self, group: Group, members: list[SourceTensor]) -> Solved:
         ready = self.rules[group[0]]
@@ -333,41 +305,19 @@ class Planning:
         sources = tuple([member.key for member in members])
         made: dict[str, Target] = {}
         for each in layout.made:
-            name = self._name(ready, {**loops, **each.indices}, sizes, made)
+            try:
+                name = ready.right.render({**loops, **each.indices}, sizes)
+            except MisfitError as error:
+                raise about(ready.number, MisfitError(error.message)) from None
+            if not name or name in made:
+                message = f"{name} is written twice" if name else "a name is empty"
+                raise about(ready.number, CollisionError(message))
             made[name] = Target(each.shape, sources, each.copies, ready.number)
         taken.made += len(made)
         return made
 
-    def _name(
-        self,
-        ready: Ready,
-        values: dict[str, Value],
-        sizes: dict[str, int],
-        made: Mapping[str, Target],
-    ) -> str:
-        try:
-            name = ready.right.render(values, sizes)
-        except MisfitError as error:
-            raise about(ready.number, MisfitError(error.message)) from None
-        if not name or name in made:
-            message = f"{name} is written twice" if name else "a name is empty"
-            raise about(ready.number, CollisionError(message))
-        return name
-
-    def _add(self, targets: dict[str, Target | None], name: str, target: Target | None) -> None:
-        if name in targets:
-            places = [each for each in (targets[name], target) if each is not None]
-            rules = " and ".join(f"rule {each.rule}" for each in places)
-            kept = "" if len(places) == 2 else " and kept by `keep`"
-            raise CollisionError(f"{name} is written by {rules}{kept}")
-        targets[name] = target
-
 
 _NUMBERS = re.compile("[0-9]+")
-
-
-def _single(raw: Values) -> dict[str, Value]:
-    return {words[0]: value for words, value in raw.items()}
 
 
 # Test whether rules can be run backwards: plan the way back, and compare its result.
