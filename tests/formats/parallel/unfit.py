@@ -7,6 +7,7 @@ the warning where only the optimizer is left out.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -34,6 +35,7 @@ from ckptkit.core.tensor import Tensor
 from ckptkit.formats.distributed.llama import EMBEDDING
 from ckptkit.formats.distributed.meshes import SHARD, Mesh, MeshPiece, Placement, ShardPiece
 from ckptkit.formats.distributed.table import MEAN, ParallelLayout, cut_all, rows
+from tests.formats.deepspeed.making import Run
 from tests.formats.parallel import making
 from tests.formats.parallel.old_forms import (
     Plain,
@@ -503,7 +505,7 @@ MEGATRON = {
     "a norm that differs": Row(megatron(edited(NORM, lambda t: t + 1)), CorruptError, "8 of 8 elements"),
     "a name without a rule": Row(
         megatron(lambda held: held["model"].update({"decoder.odd": torch.ones(2)}), every=True),
-        UnsupportedError, "nothing says how 'decoder.odd' was cut"),
+        UnsupportedError, "nothing says how 'decoder.odd' was cut --parts names your own"),
     "a rule that refuses": Row(
         megatron(lambda held: held["model"].update({"decoder.layers.0.mixer.A_log": torch.ones(2)}), every=True),
         UnsupportedError, "layers of Mamba"),
@@ -685,6 +687,151 @@ DEEPSPEED = {
 }  # fmt: skip
 
 
+# ZeRO
+
+
+def zero(edit: Callable[[Path], Any], **run: Any) -> Callable[[Path], Checkpoint]:
+    """The folder of a run of two ranks, changed; `edit` takes that of the step."""
+
+    def attempt(folder: Path) -> Checkpoint:
+        state = {"a": torch.arange(35.0).view(7, 5), "b": torch.ones(4)}
+        edit(Run(**{"state": state, **run}).save(folder / "x"))
+        return ckptkit.open(folder / "x")
+
+    return attempt
+
+
+def optims(edit: Edit, rank: str = "*") -> Callable[[Path], Any]:
+    """Edit the state of a rank, or of all."""
+
+    def edited(tag: Path) -> None:
+        for path in tag.glob(f"zero_pp_rank_{rank}_*_optim_states.pt"):
+            change(path, lambda held: edit(held["optimizer_state_dict"]))
+
+    return edited
+
+
+def second(**values: Any) -> Callable[[Path], Any]:
+    """Another value in the state of the second rank."""
+    return optims(lambda state: state.update(values), "1")
+
+
+def models(**values: Any) -> Callable[[Path], Any]:
+    """Other values in each file of a model."""
+
+    def edited(tag: Path) -> None:
+        for path in tag.glob("*_model_states.pt"):
+            change(path, lambda held: held.update(values))
+
+    return edited
+
+
+def copied(name: str, new: str) -> Callable[[Path], Any]:
+    return lambda tag: shutil.copy(tag / name, tag / new)
+
+
+def of_two_stages(name: str, **run: Any) -> Callable[[Path], Checkpoint]:
+    """Files of stage 3 of a name among those of stage 2."""
+
+    def attempt(folder: Path) -> Checkpoint:
+        three = Run({"a": torch.ones(4)}, stage=3).save(folder / "3")
+        two = Run({"a": torch.ones(4)}).save(folder / "2")
+        for path in three.glob(name):
+            shutil.copy(path, two / path.name)
+        return ckptkit.open(folder / "2")
+
+    return attempt
+
+
+def universal_zero(edit: Callable[[Path], Any]) -> Callable[[Path], Checkpoint]:
+    """A universal checkpoint, changed."""
+
+    def attempt(folder: Path) -> Checkpoint:
+        run = Run({"a": torch.ones(4), "b": torch.ones(2)})
+        run.save(folder / "y")
+        edit(run.universal(folder / "x"))
+        return ckptkit.open(folder / "x")
+
+    return attempt
+
+
+ZERO_MODEL, ZERO_OPTIM = "mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+FLATS = "single_partition_of_fp32_groups"
+FROZEN = {"frozen": {"c": torch.ones(5)}}
+ZERO = {
+    "two steps and no latest": Row(
+        zero(lambda tag: (shutil.copytree(tag, tag.with_name("global_step8")), (tag.parent / "latest").unlink())),
+        AmbiguousError, "2 training states"),
+    "latest leads elsewhere": Row(
+        zero(lambda tag: (tag.parent / "latest").write_text("global_step8")), CorruptError, "latest names"),
+    "a model beside it": Row(
+        zero(lambda tag: (tag.parent / "model.safetensors").write_bytes(b"{}")), AmbiguousError, "a model of its own"),
+    "files of experts": Row(
+        zero(copied(ZERO_MODEL, "expert_3_mp_rank_00_model_states.pt")), UnsupportedError, "single experts"),
+    "files of another kind": Row(
+        zero(copied(ZERO_MODEL, "another_model_states.pt")), UnsupportedError, "does not know"),
+    "two files of a rank": Row(zero(copied(ZERO_OPTIM, f"bf16_{ZERO_OPTIM}")), AmbiguousError, "two files of rank"),
+    "model-parallel ranks": Row(
+        zero(copied(ZERO_OPTIM, ZERO_OPTIM.replace("mp_rank_00", "mp_rank_01"))), UnsupportedError, "model-parallel"),
+    "a model of stage 3": Row(of_two_stages("*_model_states.pt"), AmbiguousError, "files of ZeRO stage 3"),
+    "ranks of stage 3": Row(of_two_stages("*_optim_states.pt"), CorruptError, "not of one stage"),
+    "one rank of stage 3": Row(of_two_stages("*_rank_1_*_optim_states.pt"), FormatError, "another stage"),
+    "no model": Row(zero(lambda tag: (tag / ZERO_MODEL).unlink()), CorruptError, f"{ZERO_MODEL} is missing"),
+    "a missing rank": Row(zero(lambda tag: (tag / ZERO_OPTIM).unlink()), CorruptError, f"{ZERO_OPTIM} is missing"),
+    "a rank too many": Row(
+        zero(copied(ZERO_OPTIM, ZERO_OPTIM.replace("rank_0_", "rank_2_"))), CorruptError, "files of others"),
+    "groups of other ranks": Row(
+        zero(optims(lambda state: state.update(partition_count=[2, 1])), groups=[["a"], ["b"]]),
+        UnsupportedError, "expert parallelism"),
+    "another count": Row(zero(second(partition_count=[3])), CorruptError, "is not 2"),
+    "another stage": Row(zero(second(zero_stage=3)), CorruptError, "zero_stage is 3"),
+    "other groups": Row(zero(second(group_paddings=[0, 0])), CorruptError, "the first file has 1"),
+    "parts of other sizes": Row(zero(second(**{FLATS: [torch.ones(21)]})), CorruptError, "differ in size"),
+    "parts of other types": Row(zero(second(**{FLATS: [torch.ones(20).half()]})), CorruptError, "of different types"),
+    "other gaps": Row(
+        zero(optims(lambda state: state.update(param_alignment_paddings=[]))), CorruptError, "0 in param_alignment"),
+    "fewer gaps": Row(
+        zero(optims(lambda state: state.update(param_alignment_paddings=[[0]]))), CorruptError, "1 gaps after"),
+    "a parameter of two groups": Row(
+        zero(models(param_shapes=[{"a": (7, 5)}, {"a": (4,)}]), stage=3), AmbiguousError, "in groups 0 and 1"),
+    "more parameters": Row(zero(models(param_shapes=[{"a": (90,)}], module={})), CorruptError, "take 90 elements"),
+    "another shape": Row(
+        zero(lambda tag: change(tag / ZERO_MODEL, lambda held: held["module"].update(a=torch.ones(5, 7)))),
+        CorruptError, "'a' is of shape"),
+    "no module": Row(
+        zero(lambda tag: change(tag / ZERO_MODEL, lambda held: held.pop("module"))), FormatError, "has no module"),
+    "a frozen one is missing": Row(zero(models(frozen_param_fragments={}), **FROZEN), CorruptError, "is not in"),
+    "a frozen one of another shape": Row(
+        zero(models(frozen_param_fragments={"c": torch.ones(2)}), **FROZEN), CorruptError, "not (5,)"),
+    "a frozen piece of another size": Row(
+        zero(models(frozen_param_fragments={"c": torch.ones(2)}), stage=3, **FROZEN), CorruptError, "3 elements in each"),
+    "a file of another kind": Row(
+        zero(lambda tag: (tag / ZERO_OPTIM).write_bytes(b"nothing")), FormatError, "not a file of torch.save"),
+    "an optimizer that is a list": Row(
+        zero(lambda tag: change(tag / ZERO_OPTIM, lambda held: held.update(optimizer_state_dict=[]))),
+        FormatError, "is not a dict"),
+    "no count": Row(zero(optims(lambda state: state.pop("partition_count"))), FormatError, "has no partition_count"),
+    "flat tensors that are none": Row(zero(optims(lambda state: state.update({FLATS: 1}))), FormatError, "not a list"),
+    "flat tensors of numbers": Row(zero(optims(lambda state: state.update({FLATS: [1]}))), FormatError, "than flat"),
+    "names that are none": Row(zero(models(param_shapes=[{1: (3,)}])), FormatError, "is not a name"),
+    "a shape that is none": Row(zero(models(param_shapes=[{"a": "x"}])), FormatError, "is not a list of sizes"),
+    "a count that is none": Row(
+        zero(optims(lambda state: state.update(partition_count=["x"]))), FormatError, "other than counts"),
+    "a universal checkpoint among ranks": Row(
+        zero(lambda tag: shutil.copytree(Run({"a": torch.ones(4)}).universal(tag.parent / "u") / "zero", tag / "zero")),
+        AmbiguousError, "universal"),
+    "no folder of a parameter": Row(
+        universal_zero(lambda tag: shutil.rmtree(tag / "zero" / "b")), CorruptError, "no folder for parameter 'b'"),
+    "no weights of a parameter": Row(
+        universal_zero(lambda tag: (tag / "zero" / "b" / "fp32.pt").unlink()), CorruptError, "has no fp32.pt"),
+    "weights that are none": Row(
+        universal_zero(lambda tag: torch.save(1, tag / "zero" / "b" / "fp32.pt")), FormatError, "does not hold"),
+    "weights of another shape": Row(
+        universal_zero(lambda tag: torch.save(torch.ones(5), tag / "zero" / "b" / "fp32.pt")),
+        CorruptError, "the parameter of (2,)"),
+}  # fmt: skip
+
+
 # fairscale
 
 
@@ -850,7 +997,7 @@ OWN = {
 UNFIT = {
     f"{layout}: {what}": row
     for layout, rows in {
-        "ranks": RANKS, "pieces": PIECES, "megatron": MEGATRON, "llama": LLAMA, "deepspeed": DEEPSPEED,
+        "ranks": RANKS, "pieces": PIECES, "megatron": MEGATRON, "llama": LLAMA, "deepspeed": DEEPSPEED, "zero": ZERO,
         "fairscale": FAIRSCALE, "own": OWN,
     }.items()
     for what, row in rows.items()
