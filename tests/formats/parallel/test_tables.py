@@ -98,34 +98,10 @@ def test_the_optimizer_beside_the_model_is_named(tmp_path: Path) -> None:
     assert any("distrib_optim.pt" in each for each in ckptkit.open(folder).warnings)
 
 
-def test_a_name_that_no_rule_has_is_refused(tmp_path: Path) -> None:
-    state = {**making.mcore(1), "decoder.layers.0.odd.weight": making.rows(8)}
-    folder = making.megatron(tmp_path / "x", state, [[[0]]], tp=2)
-    with pytest.raises(UnsupportedError, match=r"odd\.weight") as caught:
-        ckptkit.open(folder)
-    assert "--parts" in str(caught.value.hint)
-
-
 def test_a_missing_part_is_named(tmp_path: Path) -> None:
     folder = making.megatron(tmp_path / "x", making.mcore(2), [[[0]], [[1]]], tp=2)
     shutil.rmtree(folder / "iter_0000003" / "mp_rank_01_000")
     with pytest.raises(CorruptError, match="1 of 4 parts are missing: TP 1 PP 0"):
-        ckptkit.open(folder)
-
-
-def test_layers_are_counted_against_the_arguments(tmp_path: Path) -> None:
-    folder = making.megatron(tmp_path / "x", making.mcore(2), [[[0, 1]]])
-    change(
-        folder / "iter_0000003/mp_rank_00/model_optim_rng.pt",
-        lambda saved: setattr(saved["args"], "num_layers", 3),
-    )
-    with pytest.raises(CorruptError, match="2 layers in all, its arguments say 3"):
-        ckptkit.open(folder)
-
-
-def test_rows_of_the_vocabulary_are_counted(tmp_path: Path) -> None:
-    folder = making.megatron(tmp_path / "x", making.mcore(1), [[[0]]], tp=2, padded_vocab_size=20)
-    with pytest.raises(CorruptError, match="16 rows"):
         ckptkit.open(folder)
 
 
@@ -140,13 +116,6 @@ def test_parts_that_are_all_equal_are_not_cut(tmp_path: Path) -> None:
         path = folder / f"iter_0000003/mp_rank_{rank:02d}/model_optim_rng.pt"
         change(path, edited(QKV, lambda t: torch.arange(t.numel()).float().view(t.shape)))
     with pytest.raises(CorruptError, match="equal in all 2 parts"):
-        ckptkit.open(folder)
-
-
-def test_experts_cut_in_another_way_are_refused(tmp_path: Path) -> None:
-    said = {"tp": 2, "num_experts": 2, "expert_tensor_parallel_size": 1}
-    folder = making.megatron(tmp_path / "x", making.mcore(1, experts=2), [[[0]]], **said)
-    with pytest.raises(UnsupportedError, match="experts are cut for 1 ranks"):
         ckptkit.open(folder)
 
 
@@ -227,30 +196,10 @@ def test_parts_of_llama_4(tmp_path: Path) -> None:
     assert part is not None and part.name == "part 0 of 2 of a Llama release"
 
 
-def test_a_missing_part_of_llama_is_counted(tmp_path: Path) -> None:
-    folder = making.release(tmp_path / "x", making.llama(1, version=3), 4, version=3)
-    (folder / "consolidated.03.pth").unlink()
-    with pytest.raises(CorruptError, match="1 of 4 parts"):
-        ckptkit.open(folder)
-
-
 def test_the_last_part_of_llama_alone_is_no_checkpoint(tmp_path: Path) -> None:
     torch.save({"layers.0.attention.wo.weight": torch.ones(4, 2)}, tmp_path / "consolidated.01.pth")
     with pytest.raises(CorruptError, match="1 of 2 parts are missing: consolidated 0"):
         ckptkit.open(tmp_path)
-
-
-def test_params_that_say_otherwise_are_refused(tmp_path: Path) -> None:
-    folder = making.release(tmp_path / "x", making.llama(1, version=3), 2, version=3)
-    (folder / "params.json").write_text('{"dim": 16, "n_heads": 8, "n_kv_heads": 2, "n_layers": 1}')
-    with pytest.raises(UnsupportedError, match="MP16"):
-        ckptkit.open(folder)
-    (folder / "params.json").write_text('{"dim": 16, "n_layers": 2}')
-    with pytest.raises(CorruptError, match="1 layers"):
-        ckptkit.open(folder)
-    (folder / "params.json").write_text('{"dim": 32}')
-    with pytest.raises(CorruptError, match="dim 32"):
-        ckptkit.open(folder)
 
 
 # DeepSpeed
@@ -260,19 +209,6 @@ def test_params_that_say_otherwise_are_refused(tmp_path: Path) -> None:
 def test_layers_of_gpt_neox_make_the_whole(residual: bool, drift: bool, tmp_path: Path) -> None:
     folder, whole = making.neox(tmp_path / "x", 2, residual=residual, drift=drift)
     assert_same(ckptkit.load(folder), whole)
-
-
-def test_biases_of_gpt_neox_need_its_configuration(tmp_path: Path) -> None:
-    folder, _ = making.neox(tmp_path / "x", 2, residual=None)
-    with pytest.raises(UnsupportedError, match="gpt_j_residual"):
-        ckptkit.open(folder)
-
-
-def test_a_layer_of_one_rank_is_missed(tmp_path: Path) -> None:
-    folder, _ = making.neox(tmp_path / "x", 2, residual=True)
-    (folder / "global_step5" / "layer_02-model_01-model_states.pt").unlink()
-    with pytest.raises(CorruptError, match="tensor rank 1"):
-        ckptkit.open(folder)
 
 
 def test_pipeline_and_tensor_ranks_of_gpt_neox(tmp_path: Path) -> None:
@@ -402,14 +338,6 @@ def test_patterns_that_could_run_for_long_are_refused(pattern: Any, tmp_path: Pa
         ckptkit.open(folder)
 
 
-def test_ranks_that_are_promised_and_not_there(tmp_path: Path) -> None:
-    folder, _ = universal(tmp_path / "x")
-    for path in (folder / "global_step1").iterdir():
-        change(path, lambda saved: saved.update(mp_world_size=4))
-    with pytest.raises(CorruptError, match="2 tensor ranks, and they say that there are 4"):
-        ckptkit.open(folder)
-
-
 # fairscale
 
 
@@ -417,13 +345,6 @@ def test_ranks_that_are_promised_and_not_there(tmp_path: Path) -> None:
 def test_shards_of_fairscale_make_the_whole(parts: int, shards: int, tmp_path: Path) -> None:
     folder, whole = making.fairscale(tmp_path / "x", parts, shards)
     assert_same(ckptkit.load(folder), whole)
-
-
-def test_a_missing_shard_of_fairscale(tmp_path: Path) -> None:
-    folder, _ = making.fairscale(tmp_path / "x", 2, 3)
-    (folder / "checkpoint_last-model_part-1-shard1.pt").unlink()
-    with pytest.raises(CorruptError, match="1 of 6 parts"):
-        ckptkit.open(folder)
 
 
 @pytest.mark.parametrize("flat", [True, False])
@@ -484,19 +405,6 @@ def test_megatron_back_to_parts(tmp_path: Path) -> None:
         )
         assert_same(found["model"], made["model"])
     assert_same(ckptkit.load(tmp_path / "y"), state)
-
-
-@pytest.mark.parametrize(("ranks", "says"), [(None, "ranks=2"), (3, "even")])
-def test_parts_that_cannot_be_cut(ranks: int | None, says: str, tmp_path: Path) -> None:
-    folder = making.release(tmp_path / "x", making.llama(1, version=3), 2, version=3)
-    with pytest.raises(UsageError) as caught:
-        ckptkit.save(
-            ckptkit.open(folder),
-            tmp_path / "y",
-            format="llama-parts",
-            options=Options(ranks=ranks),
-        )
-    assert says in f"{caught.value} {caught.value.hint}"
 
 
 def test_grids_of_billions_are_not_counted(tmp_path: Path) -> None:

@@ -761,7 +761,7 @@ FROZEN = {"frozen": {"c": torch.ones(5)}}
 ZERO = {
     "two steps and no latest": Row(
         zero(lambda tag: (shutil.copytree(tag, tag.with_name("global_step8")), (tag.parent / "latest").unlink())),
-        AmbiguousError, "2 training states"),
+        AmbiguousError, "global_step7, global_step8 name one of them"),
     "latest leads elsewhere": Row(
         zero(lambda tag: (tag.parent / "latest").write_text("global_step8")), CorruptError, "latest names"),
     "a model beside it": Row(
