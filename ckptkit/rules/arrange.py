@@ -43,13 +43,6 @@ from ckptkit.rules.notation import (
     settings,
 )
 
-# From the shapes of the tensors of one group to its targets, each put together from copies.
-#
-# A copy moves a block of elements: where it begins in the source and in the target, and for each
-# free
-# axis its size and both strides. Parts of different sizes only shift where copies begin.
-
-
 Axes = tuple[str, ...]
 Symbol = tuple[str, int | None]  # a word, and which of its values
 Indices = Mapping[str, int]
@@ -173,6 +166,7 @@ class Arrangement:
     def _solve(
         self, member: SourceTensor, left: list[Axes], loops: Indices, sizes: Mapping[Symbol, int]
     ) -> dict[Symbol, int]:
+        """The sizes that the shape of one source gives."""
         indices = {**loops, **dict(zip(self.words.gathered, member.indices, strict=True))}
         known = dict(sizes)
         found = {}
@@ -180,52 +174,31 @@ class Arrangement:
             missing = self.unknown(axes, indices, known)
             if len(missing) > 1:
                 raise self._unsaid(axes, elements, missing)
-            if not missing:
-                self._check(member, number, axes, elements, indices, known)
+            if not missing and self.extent(axes, indices, known) == elements:
                 continue
-            (symbol,) = missing
-            none, one = (self.extent(axes, indices, {**known, symbol: n}) for n in (0, 1))
-            value, odd = divmod(elements - none, one - none) if one > none else (0, 1)
-            if odd or value < 0:
-                raise self._indivisible(member, number, axes, elements, known)
-            known[symbol] = found[symbol] = value
+            if missing:
+                (symbol,) = missing
+                none, one = (self.extent(axes, indices, {**known, symbol: n}) for n in (0, 1))
+                value, odd = divmod(elements - none, one - none) if one > none else (0, 1)
+                if not odd and value >= 0:
+                    known[symbol] = found[symbol] = value
+                    continue
+            held = f"{elements} elements of dimension {number}"
+            if number < 2:
+                held = plural(elements, ("row", "column")[number]).replace(",", "")
+            given = settings(
+                (word, value) for word in axes for (name, _), value in known.items() if name == word
+            )
+            text = " ".join(axes)
+            if missing:
+                message = f"{held} are no multiple of {text}" + (f" with {given}" if given else "")
+            elif axes:
+                made = self.extent(axes, indices, known)
+                message = f"{held}, and {text} with {given} are {made}"
+            else:
+                message = f"{held} where the rule has 1"
+            raise about(self.number, MisfitError(f"{member.key}: {message}"))
         return found
-
-    def _check(
-        self,
-        member: SourceTensor,
-        number: int,
-        axes: Axes,
-        elements: int,
-        indices: Indices,
-        known: Mapping[Symbol, int],
-    ) -> None:
-        made = self.extent(axes, indices, known)
-        if made != elements:
-            sizes = self._settings(axes, known)
-            found = _elements(elements, number)
-            message = f"{member.key}: {found}, and {_words(axes)} with {sizes} are {made}"
-            if not axes:
-                message = f"{member.key}: {_elements(elements, number)} where the rule has 1"
-            raise about(self.number, MisfitError(message))
-
-    def _settings(self, axes: Axes, known: Mapping[Symbol, int]) -> str:
-        sizes: list[tuple[str, int]] = []
-        for word in axes:
-            sizes += [(word, value) for (name, _), value in known.items() if name == word]
-        return settings(sizes)
-
-    def _indivisible(
-        self,
-        member: SourceTensor,
-        number: int,
-        axes: Axes,
-        elements: int,
-        known: Mapping[Symbol, int],
-    ) -> MisfitError:
-        message = f"{member.key}: {_elements(elements, number)} are no multiple of {_words(axes)}"
-        text = self._settings(axes, known)
-        return about(self.number, MisfitError(message + (f" with {text}" if text else "")))
 
     def _unsaid(self, axes: Axes, elements: int, missing: list[Symbol]) -> RuleError:
         words = list(dict.fromkeys(word for word, _ in missing))
@@ -280,17 +253,6 @@ class Arrangement:
             if len(set(flatten(by.values()))) > 1 and all(len(found) == 1 for found in by.values()):
                 return position
         return None
-
-
-def _words(axes: Axes) -> str:
-    return " ".join(axes)
-
-
-def _elements(count: int, number: int) -> str:
-    """``100 rows``."""
-    if number < 2:
-        return plural(count, ("row", "column")[number]).replace(",", "")
-    return f"{count} elements of dimension {number}"
 
 
 class Solved:
@@ -532,6 +494,7 @@ class Digits:
     """Numbers that are made of several indices, each with the size of all but the first."""
 
     def __init__(self, matches: Mapping[str, tuple[Ready, Values]]) -> None:
+        # The highest of those that are counted together: of one rule with the same other loops.
         self.most: dict[tuple[int, Axes, tuple[Value, ...]], int] = {}
         for ready, raw in matches.values():
             for words in ready.composites:
@@ -539,13 +502,9 @@ class Digits:
                 self.most[place] = max(self.most.get(place, 0), _integer(raw[words]))
 
     def _place(self, ready: Ready, words: Axes, raw: Values) -> tuple[int, Axes, tuple[Value, ...]]:
-        """The numbers that are counted together: those of one rule with the same other loops."""
         loops = set(ready.words.loops)
-        return (
-            ready.number,
-            words,
-            tuple(raw[each] for each in raw if {*each} <= loops and each != words),
-        )
+        others = tuple(raw[each] for each in raw if {*each} <= loops and each != words)
+        return ready.number, words, others
 
     def decoded(self, ready: Ready, key: str, raw: Values) -> dict[str, Value]:
         """The value of each word. Raises RuleError, MisfitError."""
@@ -554,29 +513,25 @@ class Digits:
             if len(words) == 1:
                 values[words[0]] = value
                 continue
-            number = _integer(value)
-            sizes = self._sizes(ready, words, self.most[self._place(ready, words, raw)] + 1)
+            number, text = _integer(value), f"({' '.join(words)})"
+            # The size of the first is 0 where it is not needed.
+            sizes = [ready.arrangement.known_sizes.get((word, None), 0) for word in words]
+            missing = [word for word, n in zip(words[1:], sizes[1:], strict=True) if not n]
+            if missing:
+                count = self.most[self._place(ready, words, raw)] + 1
+                known = prod(size for size in sizes if size)
+                if len(missing) > 1 or not sizes[0] or count % known:
+                    message = f"nothing says how {count} numbers fall into {text}"
+                    raise about(ready.number, RuleError(message, hint=give_size(missing[0])))
+                sizes = [size or count // known for size in sizes]
             for word, size in zip(reversed(words[1:]), reversed(sizes[1:]), strict=True):
                 number, values[word] = divmod(number, size)
             values[words[0]] = number
             if sizes[0] and number >= sizes[0]:
-                sizes_text = settings(zip(words, sizes, strict=True))
-                message = f"{key}: {value} is too large for ({' '.join(words)}) with {sizes_text}"
+                given = settings(zip(words, sizes, strict=True))
+                message = f"{key}: {value} is too large for {text} with {given}"
                 raise about(ready.number, MisfitError(message))
         return values
-
-    def _sizes(self, ready: Ready, words: Axes, count: int) -> list[int]:
-        """The sizes of the words, that of the first 0 where it is not needed."""
-        sizes = [ready.arrangement.known_sizes.get((word, None), 0) for word in words]
-        missing = [word for word, size in zip(words[1:], sizes[1:], strict=True) if not size]
-        if not missing:
-            return sizes
-        known = prod(size for size in sizes if size)
-        if len(missing) > 1 or not sizes[0] or count % known:
-            text = f"nothing says how {count} numbers fall into ({' '.join(words)})"
-            hint = give_size(missing[0])
-            raise about(ready.number, RuleError(text, hint=hint))
-        return [size or count // known for size in sizes]
 
 
 def _integer(value: Value) -> int:

@@ -102,14 +102,11 @@ class KnownSizes:
 def evaluate(rule: Rule, settings: Settings) -> KnownSizes:
     """The sizes of a rule that are said. Raises RuleError for one that is not a size.
 
-    A size may be 0 here: `checks.check_none_empty` says where it may stay so.
+    A size may be 0 here: `check_none_empty` says where it may stay so.
     """
     machine = _Evaluation(rule, settings)
-    sizes: dict[str, Size] = {}
-    for word in sorted(words_of(rule)):
-        value = machine.size(word)
-        if value is not None:
-            sizes[word] = value
+    values = {word: machine.size(word) for word in sorted(words_of(rule))}
+    sizes = {word: value for word, value in values.items() if value is not None}
     return KnownSizes(sizes, machine.origins)
 
 
@@ -131,11 +128,14 @@ class _Evaluation:
         value: Size | None = None
         if found is not None:
             given, where = found
+            self.origins[word] = where
             if isinstance(given, int):
                 value = (given,)
             else:
                 value = tuple(self._choice(word, choice) for choice in given)
-            self.origins[word] = _origin(given, where)
+                first = given[0]
+                if where != "step" and first is not None and first[0].operator == "config":
+                    self.origins[word] = str(first[0])
         self._open.discard(word)
         self._done[word] = None if value == (None,) else value
         return self._done[word]
@@ -159,16 +159,11 @@ class _Evaluation:
             if size is not None and len(size) > 1:
                 raise RuleError(f"{first} has {len(size)} values, and one is needed")
             return None if size is None else size[0]
-        return self._computed(term)
-
-    def _computed(self, term: Term) -> int | None:
         left, right = (self._value(each) for each in term.values if isinstance(each, Term))
         if left is None or right is None:
             return None
-        if term.operator == "+":
-            value = left + right
-        elif term.operator == "-":
-            value = left - right
+        if term.operator in "+-":
+            value = left + right if term.operator == "+" else left - right
         elif term.operator == "*":
             value = left * right
         elif right == 0 or left % right:
@@ -185,16 +180,6 @@ def checked(word: str, value: int, least: int = 1) -> int:
     if not least <= value <= MOST:
         raise RuleError(f"the size {word} would be {value}", hint="a size is 1 or more")
     return value
-
-
-def _origin(given: Given | int, where: str) -> str:
-    """Describe the source of a size, for the report."""
-    if isinstance(given, int) or where == "step":
-        return where
-    first = given[0]
-    if first is not None and first[0].operator == "config":
-        return str(first[0])
-    return where
 
 
 def words_of(rule: Rule) -> set[str]:
@@ -233,9 +218,7 @@ def _words_of_given(given: Given) -> set[str]:
 # Names: match a key against the name of a rule, and write the name that values give.
 #
 # A match gives one value for each index of the name: a number, the position of a label, or text.
-# The
-# search goes back where a choice does not fit; its steps are counted, since names and rules may
-# come
+# The search goes back where a choice does not fit. Its steps are counted: names and rules may come
 # from people who want it to take long.
 
 
@@ -439,17 +422,29 @@ class Words:
 
 def axis_words(rule: Rule) -> Words:
     """The words of a rule. Raises RuleError where the two sides do not say the same elements."""
-    for side, where in ((rule.left, "left"), (rule.right, "right")):
-        _check_side(side, where)
-    left, right = (Counter([*side.words, *side.axes]) for side in (rule.left, rule.right))
-    for word in [*left, *right]:
-        if left[word] != right[word]:
+    sides = (rule.left, "left"), (rule.right, "right")
+    for side, where in sides:
+        if side.shape.count(REST) > 1:
+            raise RuleError(f"... stands twice on the {where}")
+        for word, count in Counter([*side.words, *side.axes]).items():
+            if count > 1:
+                hint = "a word is an index in the name or an axis of the shape, once"
+                raise RuleError(f"{word} stands twice on the {where}", hint=hint)
+        for word, count in Counter(flatten({each.words for each in side.variables})).items():
+            if count > 1:
+                raise RuleError(f"{word} stands alone and in ( ) in the name on the {where}")
+        if sum(variable.kind == STARS for variable in side.variables) > _STARS:
+            raise RuleError(f"more than {_STARS} ** in the name on the {where}")
+    left, right = ({*side.words, *side.axes} for side, _ in sides)
+    for word in (*rule.left.words, *rule.left.axes, *rule.right.words, *rule.right.axes):
+        if word not in left or word not in right:
             noun = "axis" if word in (*rule.left.axes, *rule.right.axes) else "index"
             hint = "an index of one name only is an axis of the other side's shape"
             raise RuleError(f"{noun} {word} stands on one side only", hint=hint)
-    _check_rest(rule)
-    names = set(rule.left.words), set(rule.right.words)
+    if (REST in rule.left.shape) != (REST in rule.right.shape):
+        raise RuleError("... stands on one side only", hint="a side without [ ] is [...]")
     left_kinds, right_kinds = _kinds(rule)
+    names = set(rule.left.words), set(rule.right.words)
     return Words(
         tuple(word for word in rule.left.words if word in names[1]),
         tuple(word for word in rule.left.words if word not in names[1]),
@@ -459,77 +454,36 @@ def axis_words(rule: Rule) -> Words:
     )
 
 
-def _check_side(side: Side, where: str) -> None:
-    if side.shape.count(REST) > 1:
-        raise RuleError(f"... stands twice on the {where}")
-    counts = Counter([*side.words, *side.axes])
-    for word, count in counts.items():
-        if count > 1:
-            hint = "a word is an index in the name or an axis of the shape, once"
-            raise RuleError(f"{word} stands twice on the {where}", hint=hint)
-    inside = Counter(variable.words for variable in set(side.variables))
-    parts = Counter(flatten(inside))
-    for word, count in parts.items():
-        if count > 1:
-            raise RuleError(f"{word} stands alone and in ( ) in the name on the {where}")
-    if sum(variable.kind == STARS for variable in side.variables) > _STARS:
-        raise RuleError(f"more than {_STARS} ** in the name on the {where}")
-
-
-def _check_rest(rule: Rule) -> None:
-    left, right = (REST in side.shape for side in (rule.left, rule.right))
-    if left != right:
-        raise RuleError("... stands on one side only", hint="a side without [ ] is [...]")
-
-
 def _kinds(rule: Rule) -> tuple[dict[str, Kind], dict[str, Kind]]:
     """The kind of each index in the two names: as said there, or else as said on the other side."""
-    left, right = _own_kinds(rule.left), _own_kinds(rule.right)
+    left, right = dict[str, Kind](), dict[str, Kind]()
+    for side, kinds in ((rule.left, left), (rule.right, right)):
+        for each in side.variables:
+            word = each.words[0]
+            if each.kind is not None and kinds.setdefault(word, each.kind) != each.kind:
+                raise RuleError(f"{word} has two kinds in one name")
     for word in {**left, **right}:
-        kinds = left.get(word, right.get(word)), right.get(word, left.get(word))
-        _check_kinds(word, *kinds)
-        if kinds[0] in (STAR, STARS) and not (word in rule.left.words and word in rule.right.words):
+        one, other = left.get(word, right.get(word)), right.get(word, left.get(word))
+        if isinstance(one, tuple) and isinstance(other, tuple):
+            if len(one) != len(other):
+                raise RuleError(
+                    f"{word} has {len(one)} labels on the left and {len(other)} on the right"
+                )
+        elif one != other:
+            texts = ("|".join(k) if isinstance(k, tuple) else str(k) for k in (one, other))
+            raise RuleError(f"{word} is {' on the left and '.join(texts)} on the right")
+        if one in (STAR, STARS) and not (word in rule.left.words and word in rule.right.words):
             raise RuleError(f"{word} is any text, and must stand in both names")
-        left[word], right[word] = kinds
+        left[word], right[word] = one, other
     for variable in (*rule.left.variables, *rule.right.variables):
-        _check_number(variable, left)
+        if len(variable.words) == 1:
+            if variable.shift is not None and left.get(variable.words[0]) is not None:
+                raise RuleError(f"{variable}: only a number can be shifted")
+            continue
+        odd = [word for word in variable.words if left.get(word) in (STAR, STARS)]
+        if odd:
+            raise RuleError(f"{variable}: {odd[0]} is any text, and no digit of a number")
     return left, right
-
-
-def _own_kinds(side: Side) -> dict[str, Kind]:
-    kinds: dict[str, Kind] = {}
-    for variable in side.variables:
-        word = variable.words[0]
-        if variable.kind is not None and kinds.setdefault(word, variable.kind) != variable.kind:
-            raise RuleError(f"{word} has two kinds in one name")
-    return kinds
-
-
-def _check_kinds(word: str, left: Kind, right: Kind) -> None:
-    if isinstance(left, tuple) and isinstance(right, tuple):
-        if len(left) != len(right):
-            raise RuleError(
-                f"{word} has {len(left)} labels on the left and {len(right)} on the right"
-            )
-    elif left != right:
-        raise RuleError(
-            f"{word} is {_kind_text(left)} on the left and {_kind_text(right)} on the right"
-        )
-
-
-def _kind_text(kind: Kind) -> str:
-    return "|".join(kind) if isinstance(kind, tuple) else str(kind)
-
-
-def _check_number(variable: Variable, kinds: Mapping[str, Kind]) -> None:
-    kind = kinds.get(variable.words[0])
-    if len(variable.words) == 1:
-        if variable.shift is not None and kind is not None:
-            raise RuleError(f"{variable}: only a number can be shifted")
-        return
-    odd = [word for word in variable.words if kinds.get(word) in (STAR, STARS)]
-    if odd:
-        raise RuleError(f"{variable}: {odd[0]} is any text, and no digit of a number")
 
 
 def ragged(rule: Rule, words: Words, known: KnownSizes) -> dict[str, str]:
@@ -540,40 +494,23 @@ def ragged(rule: Rule, words: Words, known: KnownSizes) -> dict[str, str]:
             found[word] = _differs_with(word, len(size), rule, words)
     for word, variable in found.items():
         for side in (rule.left, rule.right):
-            _check_order(word, variable, side)
+            # Where both are axes, the word must follow the variable in the same dimension.
+            if {variable, word} <= set(side.axes) and not any(
+                word in axes and variable in axes[: axes.index(word)] for axes in side.shape
+            ):
+                raise RuleError(
+                    f"{word} differs with {variable}, and must follow it in one ( )",
+                    hint=f"({variable} {word})",
+                )
     return found
 
 
-def check_none_empty(
-    rule: Rule, words: Words, known: KnownSizes, uneven: Mapping[str, str]
-) -> None:
-    """Raise RuleError for a size of 0, but of the part of a label `-`: no padding."""
-    placed: set[str] = set()
-    for side in (rule.left, rule.right):
-        placed.update(side.axes, side.words, shift_words(side.variables))
-    for word in sorted(placed & known.sizes.keys()):
-        absent = _absent(words, uneven.get(word))
-        for part, size in enumerate(known.sizes[word]):
-            if size is not None and part not in absent:
-                checked(word, size)
-
-
-def _absent(words: Words, variable: str | None) -> set[int]:
-    """Return the positions of the labels `-` of a variable."""
-    if variable is None:
-        return set()
-    kinds = words.left_kinds[variable], words.right_kinds[variable]
-    named = (kind for kind in kinds if isinstance(kind, tuple))
-    return set(flatten(_positions(kind) for kind in named))
-
-
-def _positions(labels: tuple[str, ...]) -> list[int]:
-    return [number for number, label in enumerate(labels) if label == ABSENT]
-
-
 def _differs_with(word: str, parts: int, rule: Rule, words: Words) -> str:
-    axes = (*words.gathered, *words.scattered)
-    for candidates in (_before(word, rule), axes, words.loops):
+    before: list[str] = []  # it in its dimension, on either side
+    for axes in (*rule.left.shape, *rule.right.shape):
+        if word in axes and not isinstance(axes, str):
+            before += axes[: axes.index(word)]
+    for candidates in (before, (*words.gathered, *words.scattered), words.loops):
         fitting = [each for each in candidates if words.labels(each) == parts and each != word]
         if len(fitting) == 1:
             return fitting[0]
@@ -586,25 +523,20 @@ def _differs_with(word: str, parts: int, rule: Rule, words: Words) -> str:
     )
 
 
-def _before(word: str, rule: Rule) -> Iterator[str]:
-    """The words that stand before a word in its dimension, on either side."""
+def check_none_empty(
+    rule: Rule, words: Words, known: KnownSizes, uneven: Mapping[str, str]
+) -> None:
+    """Raise RuleError for a size of 0, but of the part of a label `-`: no padding."""
+    placed: set[str] = set()
     for side in (rule.left, rule.right):
-        for dimension in side.shape:
-            if word in dimension and not isinstance(dimension, str):
-                yield from dimension[: dimension.index(word)]
-
-
-def _check_order(word: str, variable: str, side: Side) -> None:
-    """On the side where the variable is an axis, the word must follow it in the same dimension."""
-    if variable not in side.axes or word not in side.axes:
-        return
-    for dimension in side.shape:
-        if word in dimension and variable in dimension[: dimension.index(word)]:
-            return
-    raise RuleError(
-        f"{word} differs with {variable}, and must follow it in one ( )",
-        hint=f"({variable} {word})",
-    )
+        placed.update(side.axes, side.words, shift_words(side.variables))
+    for word in sorted(placed & known.sizes.keys()):
+        variable = uneven.get(word)
+        labels = [kinds.get(variable or "") for kinds in (words.left_kinds, words.right_kinds)]
+        for part, size in enumerate(known.sizes[word]):
+            absent = any(isinstance(kind, tuple) and kind[part] == ABSENT for kind in labels)
+            if size is not None and not absent:
+                checked(word, size)
 
 
 def expanded(dimensions: tuple[Dimension, ...], rest: int) -> list[tuple[str, ...]]:

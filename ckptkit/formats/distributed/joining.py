@@ -57,10 +57,11 @@ class Copies:
         """Return whether a copy equals the first, None if that is unknown. Bytes are read if
         `always`.
         """
-        same = _by_checksum(copy.first, copy.other)
-        if same is None and (always or self._may_read(copy.first.nbytes)):
-            same = compare(copy.first, copy.other) is None
-        return same
+        found = _by_checksum(copy.first, copy.other)
+        if found is None and not always:
+            self._read += copy.first.nbytes
+            always = self.policy == CHECK or self._read <= READ
+        return compare(copy.first, copy.other) is None if found is None and always else found
 
     def add(self, copy: Replica) -> None:
         """Raise CorruptError if it differs from the first."""
@@ -69,23 +70,21 @@ class Copies:
             self.left.append(copy)
         elif same:
             self.equal += 1
-        else:
-            self._differs(copy)
-
-    def _may_read(self, nbytes: int) -> bool:
-        self._read += nbytes
-        return self.policy == CHECK or self._read <= READ
-
-    def _differs(self, copy: Replica) -> None:
-        if self.policy == FIRST:
+        elif self.policy == FIRST:
             self.passed.append(copy.name)
-            return
-        raise CorruptError(
-            f"{copy.name[:SHOWN]!r} should be the same in {copy.files[0]} and "
-            f"{copy.files[1]}, and {_how(copy)}",
-            hint="the files are of two saves, or the processes drifted apart; "
-            f"{typed_value('copies', 'first')} takes the first of each",
-        )
+        else:
+            how = "its checksums differ"
+            if copy.first.nbytes <= READ:
+                found = compare(copy.first, copy.other)
+                how += ", though its bytes do not: one of the files is damaged"
+                if found is not None:
+                    how = f"{found.count:,} of {copy.first.numel:,} elements differ"
+            raise CorruptError(
+                f"{copy.name[:SHOWN]!r} should be the same in {copy.files[0]} and "
+                f"{copy.files[1]}, and {how}",
+                hint="the files are of two saves, or the processes drifted apart; "
+                f"{typed_value('copies', 'first')} takes the first of each",
+            )
 
     def warnings(self) -> Iterator[str]:
         """Yield the warnings."""
@@ -122,15 +121,6 @@ def _by_checksum(a: Tensor, b: Tensor) -> bool | None:
         return True
     whole = a.is_contiguous and one.nbytes == a.nbytes
     return False if whole else None
-
-
-def _how(copy: Replica) -> str:
-    if copy.first.nbytes > READ:
-        return "its checksums differ"
-    found = compare(copy.first, copy.other)
-    if found is None:
-        return "its checksums differ, though its bytes do not: one of the files is damaged"
-    return f"{found.count:,} of {copy.first.numel:,} elements differ"
 
 
 # Whole tensors of boxes that several files hold.
@@ -267,33 +257,39 @@ class Merger:
 
     def _merge(self, path: Path, nodes: Sequence[Node]) -> Node:
         first = nodes[0]
-        pieces = [self._piece(path, node) for node in nodes]
+        pieces: list[Piece | None] = []
+        for node in nodes:
+            try:
+                known = self.known.get(id(node))
+                pieces.append(piece_of(node, self._meshes) if known is None else known)
+            except CkptkitError as error:
+                error.message = f"{_name(path)}: {error.message}"
+                raise
         if pieces[0] is not None:
-            return self._pieces(path, pieces)
-        tensors = [as_tensor(node) for node in nodes]
-        if tensors[0] is not None and first is not None:
-            return self._same(path, nodes)
+            return self._pieces(path, pieces[0], pieces)
+        if first is not None and as_tensor(first) is not None:
+            held = []
+            for ranked, node in zip(self.ranks, nodes, strict=True):
+                tensor = as_tensor(node)
+                if tensor is None:
+                    raise self._differ(path, ranked, "a tensor", "none")
+                held.append((tensor, ranked.file))
+            return self.joiner.same(join(path), held)
         if isinstance(first, dict):
             return self._mapping(path, nodes)
         if isinstance(first, (list, tuple)):
             return self._sequence(path, nodes)
-        self._check_equal(path, nodes)
+        # Plain values must be equal; of objects the first counts.
+        plain = isinstance(first, (str, bytes, int, float, complex, type(None)))
+        for ranked, node in zip(self.ranks, nodes, strict=True):
+            equal = type(node) is type(first) and (not plain or repr(node) == repr(first))
+            if not equal and self.joiner.copies.policy != FIRST:
+                raise self._differ(path, ranked, _value(first), _value(node))
         return first
 
-    def _piece(self, path: Path, node: Node) -> Piece | None:
-        if id(node) in self.known:
-            return self.known[id(node)]
-        try:
-            return piece_of(node, self._meshes)
-        except CkptkitError as error:
-            error.message = f"{_name(path)}: {error.message}"
-            raise
-
-    def _pieces(self, path: Path, pieces: Sequence[Piece | None]) -> Node:
+    def _pieces(self, path: Path, first: Piece, pieces: Sequence[Piece | None]) -> Node:
         """The whole tensor. Raises CorruptError where the files contradict each other."""
         name = join(path)
-        first = pieces[0]
-        assert first is not None
         held: list[Held] = []
         for ranked, piece in zip(self.ranks, pieces, strict=True):
             if piece is None:
@@ -307,21 +303,16 @@ class Merger:
                 error.message = f"{_name(path)} in {ranked.file}: {error.message}"
                 raise
         if name.rpartition(".")[2] == FLAT:
-            raise flat_parameters(path)
+            raise UnsupportedError(
+                f"holds flat parameters of FSDP (LOCAL_STATE_DICT), e.g. {_name(path)}: the names "
+                "and shapes of what is in them are not in the files",
+                hint="load it in the training script, and save with SHARDED_STATE_DICT or "
+                "FULL_STATE_DICT",
+            )
         return self.joiner.tensor(name, first.dtype, first.shape, held)
-
-    def _same(self, path: Path, nodes: Sequence[Node]) -> Node:
-        held = []
-        for ranked, node in zip(self.ranks, nodes, strict=True):
-            tensor = as_tensor(node)
-            if tensor is None:
-                raise self._differ(path, ranked, "a tensor", "none")
-            held.append((tensor, ranked.file))
-        return self.joiner.same(join(path), held)
 
     def _mapping(self, path: Path, nodes: Sequence[Node]) -> Node:
         first = nodes[0]
-        keys = list(first)
         for ranked, node in zip(self.ranks, nodes, strict=True):
             if not isinstance(node, dict):
                 raise self._differ(path, ranked, "a dict", "none")
@@ -332,7 +323,7 @@ class Merger:
                 raise CorruptError(
                     f"{_name((*path, odd[0]))} is in {has} and not in {lacks}", hint=_MIXED
                 )
-        made = {key: self._node((*path, key), [node[key] for node in nodes]) for key in keys}
+        made = {key: self._node((*path, key), [node[key] for node in nodes]) for key in first}
         return OrderedMapping(made, first.state) if isinstance(first, OrderedMapping) else made
 
     def _sequence(self, path: Path, nodes: Sequence[Node]) -> Node:
@@ -345,16 +336,6 @@ class Merger:
             for number in range(len(first))
         ]
         return tuple(made) if isinstance(first, tuple) else made
-
-    def _check_equal(self, path: Path, nodes: Sequence[Node]) -> None:
-        """Raise CorruptError unless plain values are equal; of objects the first counts."""
-        if self.joiner.copies.policy == FIRST:
-            return
-        first = nodes[0]
-        plain = isinstance(first, (str, bytes, int, float, complex, type(None)))
-        for ranked, node in zip(self.ranks, nodes, strict=True):
-            if type(node) is not type(first) or (plain and repr(node) != repr(first)):
-                raise self._differ(path, ranked, _value(first), _value(node))
 
     def _differ(self, path: Path, ranked: Ranked, first: str, other: str) -> CorruptError:
         return CorruptError(
@@ -371,13 +352,3 @@ def _value(node: Node) -> str:
     if isinstance(node, (str, bytes, int, float, complex, type(None))):
         return key_text(node)[:SHOWN] if not isinstance(node, (str, bytes)) else repr(node[:SHOWN])
     return f"a {type_name(node)}"
-
-
-def flat_parameters(path: Path) -> UnsupportedError:
-    """The refusal of what FSDP saves with LOCAL_STATE_DICT."""
-    return UnsupportedError(
-        f"holds flat parameters of FSDP (LOCAL_STATE_DICT), e.g. {_name(path)}: the names and "
-        "shapes of what is in "
-        "them are not in the files",
-        hint="load it in the training script, and save with SHARDED_STATE_DICT or FULL_STATE_DICT",
-    )
