@@ -34,7 +34,7 @@ class PartOf:
     def __str__(self) -> str:
         return f"{self.name}: {self.detail}" if self.detail else self.name
 
-    def refusal(self, what: str = "this would take it for the whole") -> UnsupportedError:
+    def refusal(self, what: str = "this requires the complete checkpoint") -> UnsupportedError:
         """The error of a command that is for whole checkpoints."""
         return UnsupportedError(f"is {self}; {what}", hint=self.hint)
 

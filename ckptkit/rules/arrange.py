@@ -103,7 +103,7 @@ class Arrangement:
         return (word, None) if variable is None else (word, indices[variable])
 
     def extent(self, axes: Axes, indices: Indices, sizes: Mapping[Symbol, int]) -> int:
-        """The elements of a dimension, or of its last axes."""
+        """Return the elements of a dimension, or of its last axes."""
         total = 1
         for position, word in enumerate(axes):
             if word in self.bases:
@@ -114,7 +114,7 @@ class Arrangement:
         return total
 
     def unknown(self, axes: Axes, indices: Indices, sizes: Mapping[Symbol, int]) -> list[Symbol]:
-        """The sizes that are missing to know the extent of a dimension, each once."""
+        """Return the sizes that are missing to know the extent of a dimension, each once."""
         found: dict[Symbol, None] = {}
         for position, word in enumerate(axes):
             if word in self.bases:
@@ -166,7 +166,7 @@ class Arrangement:
     def _solve(
         self, member: SourceTensor, left: list[Axes], loops: Indices, sizes: Mapping[Symbol, int]
     ) -> dict[Symbol, int]:
-        """The sizes that the shape of one source gives."""
+        """Return the sizes that the shape of one source gives."""
         indices = {**loops, **dict(zip(self.words.gathered, member.indices, strict=True))}
         known = dict(sizes)
         found = {}
@@ -191,7 +191,9 @@ class Arrangement:
             )
             text = " ".join(axes)
             if missing:
-                message = f"{held} are no multiple of {text}" + (f" with {given}" if given else "")
+                product = "*".join(axes)
+                message = f"{held} are not divisible by {product}"
+                message += f" with {given}" if given else ""
             elif axes:
                 made = self.extent(axes, indices, known)
                 message = f"{held}, and {text} with {given} are {made}"
@@ -244,7 +246,7 @@ class Arrangement:
         return about(self.number, MisfitError(message, hint=hint))
 
     def _differing(self, members: Sequence[SourceTensor], values: list[int | None]) -> int | None:
-        """The variable along which the values differ: one with labels, if there is one."""
+        """Return the variable along which the values differ: one with labels, if there is one."""
         labelled = [self.words.labels(word) is not None for word in self.words.gathered]
         for position in sorted(range(len(labelled)), key=lambda n: not labelled[n]):
             by: dict[int, set[int | None]] = {}
@@ -412,7 +414,7 @@ class Ready:
         return found
 
     def solve(self, loops: Mapping[str, Value], members: list[SourceTensor]) -> Solved:
-        """A group with its sizes; groups that look alike have one."""
+        """Return a group with its sizes; groups that look alike have one."""
         labels = tuple(int(loops[word]) for word in self.label_loops)
         key = (labels, tuple(member[1:] for member in members))
         if key not in self.solved:
@@ -507,7 +509,7 @@ class Digits:
         return ready.number, words, others
 
     def decoded(self, ready: Ready, key: str, raw: Values) -> dict[str, Value]:
-        """The value of each word. Raises RuleError, MisfitError."""
+        """Return the value of each word. Raises RuleError, MisfitError."""
         values: dict[str, Value] = {}
         for words, value in raw.items():
             if len(words) == 1:

@@ -52,7 +52,7 @@ class Layouts:
 
 
 def layouts_of(model_type: str, config: Mapping[str, Any] | None = None) -> Layouts:
-    """The layouts of a model type that the installed transformers knows.
+    """Return the layouts of a model type that the installed transformers knows.
 
     Raises UsageError for an unknown type and where transformers is not installed.
     """
@@ -92,7 +92,7 @@ def _built(transformers: Any, config: Any) -> Any:
 
 
 def layouts_of_model(model: Any, model_type: str) -> Layouts:
-    """The layouts of a model that is there, on any device."""
+    """Return the layouts of a model that is there, on any device."""
     import torch
     import transformers
     from transformers.conversion_mapping import get_model_conversion_mapping
@@ -279,7 +279,7 @@ def _faults(steps: list[list[str]], layouts: Layouts) -> Iterator[str]:
 
 
 def _shapes_of(rules: RuleSet, given: Mapping[str, Shape]) -> dict[str, Shape]:
-    """The shapes that rules make of those given."""
+    """Return the shapes that rules make of those given."""
     targets = rules.outcome(given, keep=REST, config=_Anything()).targets
     return {name: given[name] if made is None else made.shape for name, made in targets.items()}
 
@@ -421,7 +421,7 @@ class _Symbolic:
 
 
 def _indexed(names: Sequence[str], index: str) -> str:
-    """The name of a list of tensors, with `index` for the number that tells them apart."""
+    """Return the name of a list of tensors, with `index` for the number that tells them apart."""
     if len(names) == 1:
         return names[0]
     parts = [name.split(".") for name in names]
@@ -446,13 +446,13 @@ def _labelled(names: list[str], word: str) -> str:
 
 
 def _alike(names: Sequence[str]) -> int:
-    """The number of characters with which all names begin."""
+    """Return the number of characters with which all names begin."""
     columns = map(set, zip(*names, strict=False))
     return sum(1 for _ in takewhile(lambda column: len(column) == 1, columns))
 
 
 def _lines(pairs: list[_Pair], arrow: str) -> list[str]:
-    """One rule for a family if its numbers are carried over, else one for each pair."""
+    """Return one rule for a family if its numbers are carried over, else one for each pair."""
     old = [list(map(int, _NUMBER.findall(_bare(pair.old)))) for pair in pairs]
     new = [list(map(int, _NUMBER.findall(_bare(pair.new)))) for pair in pairs]
     carried = _carried(old, new)
@@ -486,12 +486,12 @@ def _carried(old: list[list[int]], new: list[list[int]]) -> dict[int, int] | Non
 
 
 def _bare(name: str) -> str:
-    """A name without its labels, which may be numbers."""
+    """Return a name without its labels, which may be numbers."""
     return re.sub(r"\{[^}]*\}", "{}", name)
 
 
 def _numbered(name: str, words: list[str | None]) -> str:
-    """The name with variables for the numbers that have a word."""
+    """Return the name with variables for the numbers that have a word."""
     pieces = re.split(r"(\{[^}]*\})", name)
     numbers = iter(words)
 
@@ -508,7 +508,7 @@ _NUMBER_BARE = re.compile(r"(?<![^.])[0-9]+(?![^.])")
 
 
 def recipe_text(layouts: Layouts, found: Generated) -> str:
-    """The recipe, as YAML; what it cannot say as comments."""
+    """Return the recipe, as YAML; what it cannot say as comments."""
     import json
 
     steps = []

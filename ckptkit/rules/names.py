@@ -73,7 +73,7 @@ class Settings:
         return None
 
     def configured(self, path: str) -> int | None:
-        """The number at a path of config.json; None if it is not there, or null."""
+        """Return the number at a path of config.json; None if it is not there, or null."""
         if callable(self._config):
             self._config = self._config()
         node: Any = self._config
@@ -100,7 +100,7 @@ class KnownSizes:
 
 
 def evaluate(rule: Rule, settings: Settings) -> KnownSizes:
-    """The sizes of a rule that are said. Raises RuleError for one that is not a size.
+    """Return the sizes of a rule that are said. Raises RuleError for one that is not a size.
 
     A size may be 0 here: `check_none_empty` says where it may stay so.
     """
@@ -118,7 +118,7 @@ class _Evaluation:
         self._open: set[str] = set()
 
     def size(self, word: str) -> Size | None:
-        """The value of a word, or its values by label; None if nothing is said."""
+        """Return the value of a word, or its values by label; None if nothing is said."""
         if word in self._done:
             return self._done[word]
         if word in self._open:
@@ -183,7 +183,7 @@ def checked(word: str, value: int, least: int = 1) -> int:
 
 
 def words_of(rule: Rule) -> set[str]:
-    """All words of a rule: axes, indices, and those that its sizes are computed from."""
+    """Return all words of a rule: axes, indices, and those that its sizes are computed from."""
     found: set[str] = set()
     for side in (rule.left, rule.right):
         found.update(side.axes, side.words)
@@ -276,7 +276,7 @@ class Pattern:
         return family.startswith(self._begin) and family.endswith(self._end)
 
     def match(self, key: str, steps: Steps) -> Values | None:
-        """The values that make this name `key`, None if there are none."""
+        """Return the values that make this name `key`, None if there are none."""
         values: Values = {}
         return values if self._match(key, 0, 0, values, steps) else None
 
@@ -540,7 +540,7 @@ def check_none_empty(
 
 
 def expanded(dimensions: tuple[Dimension, ...], rest: int) -> list[tuple[str, ...]]:
-    """The dimensions, with so many in the place of ``...``."""
+    """Return the dimensions, with so many in the place of ``...``."""
     found: list[tuple[str, ...]] = []
     for dimension in dimensions:
         if isinstance(dimension, tuple):

@@ -65,9 +65,7 @@ STAR, STARS = "*", "**"
 ABSENT = "-"  # the label of a part that is not there
 REST = "..."
 
-Kind = (
-    str | tuple[str, ...] | None
-)  # STAR, STARS, labels; None: a number, or what the rule says elsewhere
+Kind = str | tuple[str, ...] | None  # STAR, STARS, labels; None: a number, or inferred
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +141,7 @@ class Side:
 
 
 def dimension_text(dimension: Dimension) -> str:
-    """A dimension as it is written: ``o``, ``(h d)``, ``1``, ``...``."""
+    """Return a dimension as it is written: ``o``, ``(h d)``, ``1``, ``...``."""
     if isinstance(dimension, str):
         return dimension
     if len(dimension) == 1:
@@ -174,7 +172,7 @@ Given = tuple[Choice, ...]  # one, or one for each label of a variable
 
 
 def given_text(given: Given) -> str:
-    """A size as it is written: ``config.n_head|1|1``."""
+    """Return a size as it is written: ``config.n_head|1|1``."""
     return "|".join("_" if part is None else " or ".join(map(str, part)) for part in given)
 
 
@@ -189,7 +187,7 @@ class Rule:
     text: str = field(default="", compare=False)
 
     def reversed(self) -> Rule:
-        """The rule with its sides exchanged."""
+        """Return the rule with its sides exchanged."""
         new = Rule(self.right, self.left, self.optional, self.sizes)
         return Rule(new.left, new.right, new.optional, new.sizes, str(new))
 
@@ -455,7 +453,7 @@ class _Tokens:
             raise RuleError(f"{self.text!r}: {token[1]!r} is not understood")
 
     def takes(self, *signs: str) -> str | None:
-        """The next token, taken, if it is one of these signs."""
+        """Return the next token, taken, if it is one of these signs."""
         token = self.peek()
         if token is None or token[0] != "sign" or token[1] not in signs:
             return None

@@ -118,7 +118,7 @@ class RuleSet:
         return "\n".join(map(str, self.rules))
 
     def reversed(self) -> RuleSet:
-        """The rules with their sides exchanged, in the same order."""
+        """Return the rules with their sides exchanged, in the same order."""
         return RuleSet([rule.reversed() for rule in self.rules], self.sizes, self.defaults)
 
     def words(self) -> set[str]:
@@ -155,7 +155,7 @@ class RuleSet:
         config: Config = None,
         args: Mapping[str, int] | None = None,
     ) -> Planning:
-        """The rules with their sizes, ready to match the keys of `shapes`."""
+        """Return the rules with their sizes, ready to match the keys of `shapes`."""
         settings = Settings(args, self.sizes, self.defaults, config)
         ready = []
         for number, (rule, words) in enumerate(zip(self.rules, self._words, strict=True), 1):
@@ -238,7 +238,7 @@ class Planning:
         return RulesOutcome(targets, self.taken, tuple(dropped))
 
     def first(self, key: str) -> tuple[Ready, Values] | None:
-        """The first rule whose left name matches, with its values."""
+        """Return the first rule whose left name matches, with its values."""
         family = _NUMBERS.sub("0", key)
         candidates = self.families.get(family)
         if candidates is None:
@@ -366,7 +366,7 @@ def _caught(
     args: Mapping[str, int] | None,
     config: Config,
 ) -> NotReversibleError | None:
-    """The error for the first name that another rule would take on the way back."""
+    """Return the error for the first name that another rule would take on the way back."""
     planning = back.planning(made, config=config, args=args)
     for name, target in outcome.targets.items():
         match = planning.first(name)

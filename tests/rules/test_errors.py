@@ -100,7 +100,7 @@ SHAPES: list[tuple[list[str], Shapes, str, str | None]] = [
     (
         ["q [(h r two) i] -> q2 [(h two r) i] with h=32 two=2"],
         {"q": (100, 4)},
-        "rule 1: q: 100 rows are no multiple of h r two with h=32 two=2",
+        "rule 1: q: 100 rows are not divisible by h*r*two with h=32 two=2",
         None,
     ),
     (

@@ -29,7 +29,7 @@ def matches(probe: Probe) -> bool:
 
 
 def _layouts() -> Iterator[ModuleType]:
-    """The layouts in the order in which they are tried, each imported when it is reached."""
+    """Yield the layouts in the order in which they are tried, each imported when it is reached."""
     from ckptkit.formats.distributed import parts
 
     yield parts
@@ -51,7 +51,7 @@ def _layouts() -> Iterator[ModuleType]:
 
 
 def _layout(probe: Probe) -> ModuleType | None:
-    """The layout that claims the folder, or the table that was given for it."""
+    """Return the layout that claims the folder, or the table that was given for it."""
     if probe.options.parts is not None:
         from ckptkit.formats.distributed import table
 
@@ -63,7 +63,7 @@ def _layout(probe: Probe) -> ModuleType | None:
 
 
 def read(probe: Probe) -> Checkpoint:
-    """The checkpoint that the files make together. See the layouts."""
+    """Return the checkpoint that the files make together. See the layouts."""
     layout = _layout(probe)
     assert layout is not None
     found: Checkpoint = layout.read(probe, PARALLEL.name)
@@ -71,7 +71,7 @@ def read(probe: Probe) -> Checkpoint:
 
 
 def check(probe: Probe) -> Iterator[CheckedPart | Defect]:
-    """The records of every file that was read."""
+    """Yield the records of every file that was read."""
     from ckptkit.formats import whats_inside
 
     read(probe)

@@ -73,8 +73,8 @@ Unit = tuple[str, ...]  # the parameters of one entry of the state, in order
 
 
 def merged(ranks: Sequence[Ranked], model: Sequence[Ranked], joiner: Joiner) -> Node:
-    """The state by names, as ``load_state_dict`` takes it. Raises UnknownError where nothing says
-    how it was cut."""
+    """Return the state by names, as ``load_state_dict`` takes it. Raises UnknownError where nothing
+    says how it was cut."""
     shapes, replicas = _parameters(model)
     by_rank = {each.rank: each for each in ranks}
     first, *others = [[by_rank[rank] for rank in group] for group in replicas]
@@ -114,8 +114,8 @@ def _same(values: Sequence[Ranked], path: str, joiner: Joiner) -> Node:
 
 
 def _parameters(model: Sequence[Ranked]) -> tuple[dict[str, Shape], list[list[int]]]:
-    """The shapes of the parameters by name, tied ones once; and the ranks of each replica of the
-    model, in the order of their pieces."""
+    """Return the shapes of the parameters by name, tied ones once; and the ranks of each replica of
+    the model, in the order of their pieces."""
     weights = locate(model[0].root)
     shapes: dict[str, Shape] = {}
     seen: set[object] = set()
@@ -187,7 +187,7 @@ def _units(shapes: Mapping[str, Shape], held: Sequence[dict[int, State]]) -> lis
 
 
 def _ways(names: list[str]) -> Iterator[list[Unit]]:
-    """One unit; or the root and the members of one or more lists of modules."""
+    """Yield one unit; or the root and the members of one or more lists of modules."""
     yield [tuple(names)]
     lists: dict[str, dict[str, list[str]]] = {}
     for name in names:
@@ -205,7 +205,7 @@ def _ways(names: list[str]) -> Iterator[list[Unit]]:
 def _cut(
     unit: Unit, shapes: Mapping[str, Shape], values: Sequence[Ranked], path: str, joiner: Joiner
 ) -> Iterator[tuple[str, Node]]:
-    """The values of one entry by the names of its parameters."""
+    """Yield the values of one entry by the names of its parameters."""
     tensors = [as_tensor(value.root) for value in values]
     flat = [tensor for tensor in tensors if tensor is not None and tensor.shape]
     if not flat:
@@ -223,7 +223,7 @@ def _cut(
 
 
 def _groups(node: Node, units: list[Unit], shapes: Mapping[str, Shape]) -> Node:
-    """The groups with the names of their parameters, in the order of the model."""
+    """Return the groups with the names of their parameters, in the order of the model."""
     if not isinstance(node, list):
         return node
     made = []
@@ -270,7 +270,7 @@ def matches(probe: Probe) -> bool:
 
 
 def read(probe: Probe, format: str) -> Checkpoint:
-    """The state_dict of all parts and shards. Raises CorruptError for files that do not go
+    """Return the state_dict of all parts and shards. Raises CorruptError for files that do not go
     together."""
     reader, joiner = reader_of(probe), Joiner(Copies(probe.options.copies))
     grid: dict[tuple[int, int], tuple[str, Fields]] = {}
@@ -311,8 +311,8 @@ class Backing(NamedTuple):
 
 
 def _whole(shards: Sequence[tuple[str, Fields]]) -> dict[str, Node]:
-    """The entries of one model part: what was flattened, what is shared, and the buffers of the
-    first shard."""
+    """Return the entries of one model part: what was flattened, what is shared, and the buffers of
+    the first shard."""
     held = [fields.names("model") for _, fields in shards]
     modules: list[list[Fields]] = []
     for name, fields in shards:
@@ -375,7 +375,7 @@ def _share(made: dict[str, Node], module: Fields) -> None:
 
 
 def _backings(module: Fields, prefix: str, held: Mapping[str, Node]) -> dict[str, Backing]:
-    """The flat parameters of a module, as one of its shards describes them."""
+    """Return the flat parameters of a module, as one of its shards describes them."""
     found: dict[str, Backing] = {}
     if "params" in module:
         params = module.fields("params")
@@ -398,7 +398,7 @@ def _backings(module: Fields, prefix: str, held: Mapping[str, Node]) -> dict[str
 
 
 def _unflattened(prefix: str, name: str, backing: Backing, row: FlatRow) -> dict[str, Node]:
-    """The parameters in one flat parameter."""
+    """Return the parameters in one flat parameter."""
     names, shapes, sizes, _ = backing
     if not len(names) == len(shapes) == len(sizes) or sum(sizes) != row.numel:
         raise CorruptError(

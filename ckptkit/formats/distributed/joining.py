@@ -143,8 +143,8 @@ class Joiner:
         self._cpu: dict[int, tuple[Storage, Storage]] = {}
 
     def tensor(self, name: str, dtype: DType, shape: Shape, held: Iterable[Held]) -> Tensor:
-        """The tensor whose boxes are `held`. Raises CorruptError for a hole, an overlap, or copies
-        that differ."""
+        """Return the tensor whose boxes are `held`. Raises CorruptError for a hole, an overlap, or
+        copies that differ."""
         boxes: dict[tuple[Shape, Shape], Held] = {}
         for each in held:
             known = boxes.setdefault((each.box.offsets, each.box.sizes), each)
@@ -172,7 +172,7 @@ class Joiner:
         tensors: Sequence[Tensor],
         copies: tuple[StridedCopy, ...],
     ) -> Tensor:
-        """The tensor that copies of others make; one of them, where that is all of it."""
+        """Return the tensor that copies of others make; one of them, where that is all of it."""
         if len(copies) == 1:
             (copy,) = copies
             tensor = tensors[copy.source]
@@ -192,8 +192,8 @@ class Joiner:
         return Tensor(self._made[key], dtype, shape, contiguous_stride(shape))
 
     def plain(self, tensor: Tensor) -> Tensor:
-        """A tensor of one file, tagged like those that were put together: they have been on no
-        device."""
+        """Return a tensor of one file, tagged like those that were put together: they have been on
+        no device."""
         storage = tensor.storage
         if storage is None or tensor.layout != "strided":
             return tensor
@@ -288,7 +288,7 @@ class Merger:
         return first
 
     def _pieces(self, path: Path, first: Piece, pieces: Sequence[Piece | None]) -> Node:
-        """The whole tensor. Raises CorruptError where the files contradict each other."""
+        """Return the whole tensor. Raises CorruptError where the files contradict each other."""
         name = join(path)
         held: list[Held] = []
         for ranked, piece in zip(self.ranks, pieces, strict=True):

@@ -52,7 +52,7 @@ _VISION, _ENCODER = r"vision_embeddings\.", r"vision_embeddings\.vision_encoder\
 
 
 def table(params: Mapping[str, Any], *, by_rows: bool) -> ParallelLayout:
-    """The rows of all versions; the embedding is cut `by_rows` from version 3 on."""
+    """Return the rows of all versions; the embedding is cut `by_rows` from version 3 on."""
     heads, groups = integer(params, "n_heads"), integer(params, "n_kv_heads")
     inner = params.get("moe_args")
     experts = integer(inner if isinstance(inner, dict) else params, "num_experts") or 1
@@ -120,7 +120,7 @@ def read(probe: Probe, format: str) -> Checkpoint:
 
 
 def params_text(folder: Folder) -> bytes:
-    """The bytes of ``params.json``; none where there is none."""
+    """Return the bytes of ``params.json``; none where there is none."""
     if PARAMS not in folder:
         return b""
     source = folder.open(PARAMS)
@@ -139,13 +139,13 @@ def read_params(text: bytes) -> dict[str, Any]:
 
 
 def integer(params: Mapping[str, Any], key: str) -> int | None:
-    """A positive number in the parameters, None where there is none."""
+    """Return a positive number in the parameters, None where there is none."""
     found = params.get(key)
     return found if type(found) is int and found > 0 else None
 
 
 def _width(entries: Mapping[str, Node], params: Mapping[str, Any]) -> int | None:
-    """The model's ``dim``: said, or that of the last norm, which is whole in each part."""
+    """Return the model's ``dim``: said, or that of the last norm, which is whole in each part."""
     norm = as_tensor(entries.get("norm.weight"))
     dim = integer(params, "dim")
     held = norm.shape[0] if norm is not None and len(norm.shape) == 1 else None
@@ -188,7 +188,7 @@ def _check_totals(tensors: Mapping[str, Node], params: Mapping[str, Any]) -> Non
 
 
 def layout(checkpoint: Checkpoint, options: Options) -> Plan:
-    """A folder of ``consolidated.<NN>.pth`` and ``params.json``.
+    """Return a folder of ``consolidated.<NN>.pth`` and ``params.json``.
 
     Raises UsageError for weights of other names, and where nothing says along which dimension the
     embedding is cut.

@@ -113,7 +113,7 @@ class Arguments:
     version: float
 
     def number(self, *names: str) -> int | None:
-        """The first of the arguments that is a number above 0."""
+        """Return the first of the arguments that is a number above 0."""
         for name in names:
             found = self.values.get(name)
             if type(found) is int and 0 < found < 1 << 31:
@@ -149,14 +149,14 @@ class Arguments:
 
 
 def arguments_of(root: Mapping[Node, Node]) -> Arguments:
-    """The arguments in a file, a Namespace or a dict."""
+    """Return the arguments in a file, a Namespace or a dict."""
     version = root.get("checkpoint_version")
     number = float(version) if isinstance(version, (int, float)) else 0.0
     return Arguments(attributes(root.get("args")), number)
 
 
 def table(arguments: Arguments, *, legacy: bool) -> ParallelLayout:
-    """The rules for what the arguments say."""
+    """Return the rules for what the arguments say."""
     gated = 2 if arguments.flag("swiglu") or arguments.flag("gated_linear_unit") else 1
     experts = arguments.number("num_experts")
     apart = arguments.number("expert_tensor_parallel_size")
@@ -176,7 +176,7 @@ def table(arguments: Arguments, *, legacy: bool) -> ParallelLayout:
 
 
 def matches(probe: Probe) -> bool:
-    """The folder of an iteration."""
+    """Return the folder of an iteration."""
     return any(FILE in probe.folder.sub(name) for name in _folders(probe))
 
 
@@ -186,7 +186,7 @@ def _folders(probe: Probe) -> list[str]:
 
 
 def read(probe: Probe, format: str) -> Checkpoint:
-    """The model of all ranks, and what else the first rank saved, its optimizer aside.
+    """Return the model of all ranks, and what else the first rank saved, its optimizer aside.
 
     Raises CorruptError for a part that is missing or of another save, UnsupportedError for what has
     no rule.
@@ -247,7 +247,7 @@ def _root(reader: Reader, folder: Folder, name: str) -> dict[Node, Node]:
 
 
 def _parts(name: str, root: Mapping[Node, Node], sizes: Mapping[str, int]) -> list[RankFile]:
-    """The parts in one file: one for each virtual stage."""
+    """Return the parts in one file: one for each virtual stage."""
     found = _FOLDER.fullmatch(name)
     assert found is not None
     numbers = [int(number) for number in found.groups() if number is not None]
@@ -300,8 +300,8 @@ def _text(node: Node) -> str:
 
 
 def layout(checkpoint: Checkpoint, options: Options) -> Plan:
-    """A folder of an iteration, with the tracker beside it. Raises UsageError where the arguments
-    are missing."""
+    """Return a folder of an iteration, with the tracker beside it. Raises UsageError where the
+    arguments are missing."""
     count = ranks_of(options, MEGATRON_PARTS.name)
     root = checkpoint.root
     if not isinstance(root, dict) or not isinstance(root.get("args"), dict):
@@ -329,7 +329,7 @@ def layout(checkpoint: Checkpoint, options: Options) -> Plan:
 
 
 def _nested(part: OrderedMapping) -> dict[str, Node]:
-    """The nested dicts of the legacy classes: names of layers stay as they are."""
+    """Return the nested dicts of the legacy classes: names of layers stay as they are."""
     made: dict[str, Node] = {}
     for name, tensor in part.items():
         head, dot, rest = name.partition("layers.")

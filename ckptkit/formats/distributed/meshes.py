@@ -103,7 +103,7 @@ class MeshPiece(_OfRank):
     ordered: bool
 
     def local(self) -> list[Tensor]:
-        """The tensors of this rank as they were saved."""
+        """Return the tensors of this rank as they were saved."""
         return [self.tensor]
 
     def boxes(self, rank: int | None = None) -> list[LocalShard]:
@@ -187,12 +187,12 @@ class ShardPiece(_OfRank):
     listed: tuple[tuple[int, Shape, Shape], ...]
 
     def local(self) -> list[Tensor]:
-        """The tensors of this rank as they were saved."""
+        """Return the tensors of this rank as they were saved."""
         return [each.tensor for each in self.shards]
 
     def boxes(self, rank: int | None = None) -> list[LocalShard]:
-        """The boxes of this rank. Raises CorruptError for another rank, and for shards that are
-        not those that the tensor lists."""
+        """Return the boxes of this rank. Raises CorruptError for another rank, and for shards that
+        are not those that the tensor lists."""
         if rank not in (None, self.rank):
             raise CorruptError(f"it was written by rank {self.rank}, not by rank {rank}")
         for each in self.shards:
@@ -211,7 +211,7 @@ Piece = MeshPiece | ShardPiece
 
 
 def chunk(runs: Runs, count: int, index: int) -> Runs:
-    """The `index`-th of `count` pieces as torch.chunk cuts them: the last ones shorter, or
+    """Return the `index`-th of `count` pieces as torch.chunk cuts them: the last ones shorter, or
     empty."""
     total = sum(b - a for a, b in runs)
     width = -(-total // count)
@@ -234,7 +234,7 @@ def _starts(runs: Runs) -> list[int]:
 
 
 def _merged(parts: Iterable[Runs]) -> Runs:
-    """The same indices in as few runs as possible."""
+    """Return the same indices in as few runs as possible."""
     made: list[tuple[int, int]] = []
     for begin, end in flatten(parts):
         if made and made[-1][1] == begin:
@@ -245,7 +245,7 @@ def _merged(parts: Iterable[Runs]) -> Runs:
 
 
 def view(tensor: Tensor, start: Shape, sizes: Shape) -> Tensor:
-    """The view of `sizes` elements from `start` on, which the caller knows to be there."""
+    """Return the view of `sizes` elements from `start` on, which the caller knows to be there."""
     steps = zip(start, tensor.stride, strict=True)
     offset = tensor.offset + (sum(a * s for a, s in steps) if 0 not in sizes else 0)
     return Tensor(
@@ -257,8 +257,8 @@ def view(tensor: Tensor, start: Shape, sizes: Shape) -> Tensor:
 
 
 def piece_of(node: Node, meshes: dict[int, Mesh] | None = None) -> Piece | None:
-    """The piece that a node is, None for anything else. Raises FormatError for one that is not as
-    torch writes it.
+    """Return the piece that a node is, None for anything else. Raises FormatError for one that is
+    not as torch writes it.
 
     `meshes` keeps those that were read, by the id of their node, for as long as the nodes live.
     """
@@ -293,8 +293,8 @@ def is_piece(node: Node) -> bool:
 
 
 def pieces_in(root: Node) -> Iterator[tuple[Path, Node]]:
-    """The nodes of a tree that are pieces, in order, at each of their places; what they are made of
-    is not entered."""
+    """Yield the nodes of a tree that are pieces, in order, at each of their places; what they are
+    made of is not entered."""
     waiting: list[tuple[Path, Node]] = [((), root)]
     seen: set[int] = set()
     while waiting:
@@ -382,7 +382,7 @@ def _mesh(held: Mapping[str, Node]) -> Mesh:
 
 
 def _flat(value: Node) -> list[int]:
-    """The integers of a tuple of tuples, in order."""
+    """Return the integers of a tuple of tuples, in order."""
     waiting, found = [value], []
     while waiting:
         each = waiting.pop(0)
@@ -409,7 +409,7 @@ def _placement(node: Node, rank: int) -> Placement:
 
 
 def _rank(held: Mapping[str, Node], mesh: Mesh) -> int | None:
-    """The rank that wrote a mesh, None where it is not in the pickle (until torch 2.9)."""
+    """Return the rank that wrote a mesh, None where it is not in the pickle (until torch 2.9)."""
     rank = held.get("_rank")
     if type(rank) is int:
         return rank
@@ -424,7 +424,7 @@ def _rank(held: Mapping[str, Node], mesh: Mesh) -> int | None:
 
 
 def _integers(tensor: Node) -> tuple[int, ...]:
-    """The elements of a small tensor of integers."""
+    """Return the elements of a small tensor of integers."""
     if not isinstance(tensor, Tensor) or tensor.storage is None or tensor.dtype.kind != "int":
         raise FormatError("holds a mesh whose ranks are not integers")
     if not tensor.is_contiguous or tensor.nbytes > _RANK_BYTES:

@@ -107,7 +107,7 @@ def folder_beside(path: str, up: int = 0) -> str | None:
 
 
 def _pieces(root: Node, path: str) -> PartOf | None:
-    """A rank file; None where the tensors that it holds are whole."""
+    """Return a rank file; None where the tensors that it holds are whole."""
     meshes: dict[int, Mesh] = {}
     found: list[tuple[str, Piece]] = []
     for place, node in pieces_in(root):

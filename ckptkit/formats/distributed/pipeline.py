@@ -68,7 +68,7 @@ def matches(probe: Probe) -> bool:
 
 
 def read(probe: Probe, format: str) -> Checkpoint:
-    """The weights of all ranks, and what else the first saved. Raises UnsupportedError where
+    """Return the weights of all ranks, and what else the first saved. Raises UnsupportedError where
     nothing says how it was cut, CorruptError for files that do not go together."""
     folder = zero_ranks.find(probe.folder, probe.names)
     try:
@@ -148,7 +148,7 @@ def _check_ranks(
 
 
 def _configs(*places: Folder) -> dict[str, Any]:
-    """The settings of gpt-neox, from the files that it keeps beside the weights."""
+    """Return the settings of gpt-neox, from the files that it keeps beside the weights."""
     found: dict[str, Any] = {}
     for place in places:
         inner = place.sub("configs") if "configs" in place.folders() else None
@@ -246,7 +246,7 @@ def _widths(given: Node) -> tuple[tuple[int, ...], ...]:
 
 
 def _patterns(node: Node) -> Iterator[re.Pattern[str]]:
-    """The regular expressions in a list of a file, each matching what begins with it. Raises
+    """Yield the regular expressions in a list of a file, each matching what begins with it. Raises
     UnsupportedError for those that could run for long."""
     values: Sequence[Node] = node if isinstance(node, (list, tuple)) else ()
     for text in values:

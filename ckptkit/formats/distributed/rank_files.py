@@ -80,7 +80,7 @@ def _matches(reader: Reader, group: RankGroup) -> bool:
 
 
 def read(probe: Probe, format: str) -> Checkpoint:
-    """The whole of what the ranks saved. Reads the headers of every file.
+    """Return the whole of what the ranks saved. Reads the headers of every file.
 
     Raises AmbiguousError for files of two worlds, CorruptError for a missing or renamed rank and
     for files of two saves, UnsupportedError for what the files cannot tell.
@@ -176,8 +176,8 @@ class _Reading:
         return root
 
     def _optimizer(self, kind: Kind, model: list[Ranked], world: World) -> dict[str, Node]:
-        """The optimizer's state, whole; nothing and a warning where the files do not say how it was
-        cut."""
+        """Return the optimizer's state, whole; nothing and a warning where the files do not say how
+        it was cut."""
         ranked = self._ranked(kind.group)
         if kind.pieces:
             _check_ranks(kind.group, ranked, self.known)
@@ -235,7 +235,7 @@ def _pieces(root: Node, known: Known) -> Iterator[Piece]:
 
 
 def _check_ranks(group: RankGroup, ranked: Sequence[Ranked], known: Known) -> World:
-    """The ranks that the pieces name. Raises CorruptError for files of other ranks."""
+    """Return the ranks that the pieces name. Raises CorruptError for files of other ranks."""
     every: set[int] = set()
     count = 0
     for each in ranked:

@@ -302,6 +302,6 @@ def groups(names: Iterable[str]) -> list[RankGroup]:
 
 
 def listed(names: Iterable[str]) -> str:
-    """Some of the names, in order."""
+    """Return some of the names, in order."""
     first = list(islice(names, NAMES + 1))
     return ", ".join(first[:NAMES]) + (", ..." if len(first) > NAMES else "")

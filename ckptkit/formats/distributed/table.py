@@ -100,7 +100,7 @@ ROWS, COLUMNS = cut(0), cut(1)
 
 
 def rows(*pairs: tuple[str, str]) -> tuple[LayoutRow, ...]:
-    """The rows of a table: expressions for names, and how what they match was cut."""
+    """Return the rows of a table: expressions for names, and how what they match was cut."""
     return tuple(LayoutRow(re.compile(pattern), how) for pattern, how in pairs)
 
 
@@ -187,8 +187,8 @@ def check_grid(parts: Sequence[RankFile], axes: Mapping[str, int], name: Mapping
 
 @lru_cache(256)
 def _line(how: str, count: int) -> tuple[Rule, Arrangement]:
-    """A line as a rule for `count` named parts, with the axes that differ: with the part, or with
-    the axis before them."""
+    """Return a line as a rule for `count` named parts, with the axes that differ: with the part, or
+    with the axis before them."""
     left, _, right = how.partition(" -> ")
     labels = "|".join(map(str, range(count)))
     found = parse_rule(f"{{{TP}:{labels}}} {left} -> whole {right}")
@@ -209,7 +209,7 @@ def _line(how: str, count: int) -> tuple[Rule, Arrangement]:
 
 @lru_cache(512)  # layers of a model have the same shapes, cut in the same way
 def _joined(how: str, shapes: tuple[Shape, ...], names: tuple[str, ...] = ()) -> Made:
-    """The whole that parts of these shapes make. Raises MisfitError, RuleError."""
+    """Return the whole that parts of these shapes make. Raises MisfitError, RuleError."""
     _, arrangement = _line(how, len(shapes))
     members = [
         SourceTensor(names[n] if names else str(n), (n,), shape) for n, shape in enumerate(shapes)
@@ -291,7 +291,7 @@ def merge(
             raise
     warnings = [f"left out {some(names)}: {reason}" for reason, names in dropped.items()]
     if constant:
-        warnings.append(f"of one value in all parts, taken as cut all the same: {some(constant)}")
+        warnings.append(f"constant in all parts; assumed sharded: {some(constant)}")
     return Merged(made, warnings)
 
 
@@ -301,7 +301,7 @@ def _renumbered(
     named: Sequence[Mapping[str, Node]],
     axes: Mapping[str, int],
 ) -> list[dict[str, Node]]:
-    """The names of all parts with their numbers counted up along the axes."""
+    """Return the names of all parts with their numbers counted up along the axes."""
     counts: dict[tuple[int, ...], int] = {}
     points = [tuple(part.at.get(axis, 0) for axis in offset.by) for part in parts]
     for part, point, entries in zip(parts, points, named, strict=True):
@@ -409,7 +409,7 @@ def _whole(
 
 
 def _blocks(name: str, row: LayoutRow, dim: int, parts: Parts) -> list[tuple[Tensor, str]]:
-    """The blocks of all parts, the first ones first, as parts of their own."""
+    """Return the blocks of all parts, the first ones first, as parts of their own."""
     starts = [0] * len(parts)
     found = []
     for rank, (tensor, file) in enumerate(parts):
@@ -427,7 +427,7 @@ def _blocks(name: str, row: LayoutRow, dim: int, parts: Parts) -> list[tuple[Ten
 
 
 def _computed(name: str, word: str, parts: Parts, joiner: Joiner) -> Tensor:
-    """The sum of the parts, or their mean: a copy where they are equal."""
+    """Return the sum of the parts, or their mean: a copy where they are equal."""
     (first, file), *others = parts
     for tensor, place in parts:
         if (tensor.dtype, tensor.shape) != (first.dtype, first.shape) or not has_mean(tensor.dtype):
@@ -454,7 +454,7 @@ def _is_constant(tensor: Tensor) -> bool:
 
 
 def flattened(root: Node) -> Iterator[tuple[str, Node]]:
-    """The leaves of nested dicts under dotted names."""
+    """Yield the leaves of nested dicts under dotted names."""
     waiting: list[tuple[str, Node]] = [("", root)]
     while waiting:
         name, node = waiting.pop()
@@ -514,7 +514,7 @@ def cut_all(
 
 
 def file(name: str, root: Node, options: Options) -> OutputFile:
-    """One file of a folder, as torch.save writes it."""
+    """Return one file of a folder, as torch.save writes it."""
     plan = torch_zip.layout(Checkpoint(root), options)
     return replace(plan.files[0], name=name)
 
@@ -535,8 +535,8 @@ _VERB = re.compile(
 
 
 def parse(data: bytes, where: str) -> Any:
-    """The values in a text of YAML or JSON: plain ones, without the anchors and tags that make
-    little text a lot. Raises UsageError."""
+    """Return the values in a text of YAML or JSON: plain ones, without the anchors and tags that
+    make little text a lot. Raises UsageError."""
     import yaml
 
     if len(data) > _BYTES:
@@ -631,7 +631,7 @@ class OwnTable:
 
 
 def read(probe: Probe, format: str) -> Checkpoint:
-    """The state_dict that the files make by the table that was asked for."""
+    """Return the state_dict that the files make by the table that was asked for."""
     assert probe.options.parts is not None
     own = OwnTable(probe.options.parts)
     reader, joiner = Reader(probe.folder), Joiner(Copies(probe.options.copies))
@@ -667,8 +667,8 @@ def read(probe: Probe, format: str) -> Checkpoint:
 
 
 def _files(folder: Folder) -> Iterator[tuple[str, Folder, str]]:
-    """The files in the folder and in those below it: the path with slashes, the folder, and the
-    name there."""
+    """Yield the files in the folder and in those below it: the path with slashes, the folder, and
+    the name there."""
     below = sorted(folder.folders())
     yield from ((name, folder, name) for name in folder.list() if name not in below)
     for each in below:

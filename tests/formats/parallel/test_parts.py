@@ -93,7 +93,7 @@ def test_a_part_is_known_and_not_converted(make: Any, tmp_path: Path) -> None:
     part = ckptkit.open(path).part
     assert part is not None and str(part) == PARTS[make]
     for name in ("out.safetensors", "out.pth"):
-        with pytest.raises(UnsupportedError, match="take it for the whole") as caught:
+        with pytest.raises(UnsupportedError, match="requires the complete checkpoint") as caught:
             convert(path, tmp_path / name, keep_format=False)
         assert str(part.folder) in str(caught.value.hint)
         assert not (tmp_path / name).exists()
@@ -120,7 +120,7 @@ def test_combinations_and_entries_refuse_parts(make: Any, tmp_path: Path) -> Non
         lambda: ckptkit.save(checkpoint, tmp_path / "y.safetensors"),
         lambda: ckptkit.save(checkpoint, tmp_path / "y.pth", options=Options(objects="drop")),
     ):
-        with pytest.raises(UnsupportedError, match="take it for the whole"):
+        with pytest.raises(UnsupportedError, match="requires the complete checkpoint"):
             attempt()
 
 

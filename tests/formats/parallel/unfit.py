@@ -547,7 +547,7 @@ MEGATRON = {
             FILE: torch.load(folder / PART / FILE, weights_only=False)})), CorruptError, "same rank as another"),
     "heads of unknown width": Row(
         legacy(0, kv_channels=None, hidden_size=None), UnsupportedError, "how wide a head is"),
-    "rows that are no heads": Row(legacy(0, torch.ones(7, 2)), CorruptError, "7 rows are no multiple of t h d"),
+    "rows that are no heads": Row(legacy(0, torch.ones(7, 2)), CorruptError, "7 rows are not divisible by t*h*d"),
     "what cannot be cut": Row(mamba_parts, UsageError, "has no place in parts: layers of Mamba"),
     "no arguments to cut by": Row(megatron_parts, UsageError, "no arguments of Megatron-LM"),
 }  # fmt: skip
@@ -986,7 +986,7 @@ OWN = {
     "layers are a word": Row(instead(layers="blocks"), UsageError, "layers are not"),
     "a rank of letters": Row(
         instead(files=r"stage(?P<pp>[0-9])/(?P<tp>part_[0-9]+)\.pt"), UsageError, "than numbers"),
-    "more blocks than rows": Row(first_rule(".*up", "cut 0 blocks 5"), CorruptError, "6 rows are no multiple of g o with g=5"),
+    "more blocks than rows": Row(first_rule(".*up", "cut 0 blocks 5"), CorruptError, "6 rows are not divisible by g*o with g=5"),
     "sizes of another tensor": Row(first_rule(".*up", "cut 0 sizes 7 4"), CorruptError, "7 / 2 is not a whole number"),
     "a dimension that is not there": Row(first_rule(".*scale", "cut 1"), CorruptError, "has 1 dimension"),
     "a file without a dict": Row(
