@@ -23,7 +23,7 @@ from ckptkit.core.errors import (
     UsageError,
 )
 from ckptkit.core.text import shell_word, shown, typed
-from ckptkit.core.tree import Node, Object, Path, children, join, rebuild, walk
+from ckptkit.core.tree import Node, Object, children, join, rebuild, walk
 from ckptkit.core.weights import as_tensor, plain_state_dict
 from ckptkit.formats.format import CheckedPart, Probe
 from ckptkit.formats.table import SAFETENSORS, TORCH_SUFFIXES
@@ -118,35 +118,32 @@ _HTML = (b"<!doctype html", b"<html", b"<head")
 
 def refusal(probe: Probe) -> InputError:
     """Return the error for a file or folder that no format claims."""
-    if probe.is_folder:
-        return _folder(probe)
+    kind: type[InputError] = FormatError
     head = probe.head
-    if not head:
-        return TruncatedError(
-            "is empty", hint="the download or save did not finish; get the file again"
-        )
-    if (found := _signature(probe)) is not None:
-        what, hint = found
-        return FormatError(f"is {what}", hint=hint.format(shell_word(probe.name)))
-    if probe.zip is not None:
-        return _zip(probe.zip)
-    if head[257:262] == b"ustar":  # other tar files are for torch-tar
-        return FormatError(
-            "is a tar archive whose first header is damaged", hint="download or copy it again"
-        )
-    if not head.strip(b"\0"):
-        return FormatError(
-            "begins with zeros only: the save or copy did not finish", hint="get the file again"
-        )
-    if _is_text(head) or head.lstrip().lower().startswith(_HTML):
-        return _text(head)
-    if _are_floats(head):
-        return FormatError(
-            "has no header, its bytes look like plain float32 numbers",
-            hint="if you know their shape, read them with numpy.fromfile and save with numpy.savez"
-            + _NUMPY,
-        )
-    return FormatError("is not in a format that ckptkit knows", hint=_OTHER)
+    if probe.is_folder:
+        what, hint = _folder(probe)
+    elif not head:
+        kind, what = TruncatedError, "is empty"
+        hint = "the download or save did not finish; get the file again"
+    elif (found := _signature(probe)) is not None:
+        what, hint = f"is {found[0]}", found[1].format(shell_word(probe.name))
+    elif probe.zip is not None:
+        kind, what, hint = _zip(probe.zip)
+    elif head[257:262] == b"ustar":  # other tar files are for torch-tar
+        what = "is a tar archive whose first header is damaged"
+        hint = "download or copy it again"
+    elif not head.strip(b"\0"):
+        what = "begins with zeros only: the save or copy did not finish"
+        hint = "get the file again"
+    elif _is_text(head) or head.lstrip().lower().startswith(_HTML):
+        what, hint = _text(head)
+    elif _are_floats(head):
+        what = "has no header, its bytes look like plain float32 numbers"
+        hint = "if you know their shape, read them with numpy.fromfile and save with numpy.savez"
+        hint += _NUMPY
+    else:
+        what, hint = "is not in a format that ckptkit knows", _OTHER
+    return kind(what, hint=hint)
 
 
 def _signature(probe: Probe) -> tuple[str, str] | None:
@@ -168,32 +165,25 @@ def _signature(probe: Probe) -> tuple[str, str] | None:
     return None
 
 
-def _text(head: bytes) -> InputError:
+def _text(head: bytes) -> tuple[str, str]:
+    """Return what a text is, and the advice."""
     text = head.lstrip().lower()
     if text.startswith(_HTML):
-        return FormatError("is an HTML page, not a checkpoint", hint=_AGAIN)
+        return "is an HTML page, not a checkpoint", _AGAIN
     if text.startswith((b"<?xml", b"<error", b"<net")):
         if b"<net " in text:
-            return FormatError("is an OpenVINO model", hint=_DEPLOYED)
-        return FormatError(
-            "is an XML document, not a checkpoint",
-            hint="servers send such documents when a download fails",
-        )
+            return "is an OpenVINO model", _DEPLOYED
+        hint = "servers send such documents when a download fails"
+        return "is an XML document, not a checkpoint", hint
     if text.startswith(b"model_checkpoint_path:"):
-        return FormatError("names the latest of several TensorFlow checkpoints", hint=_TENSORFLOW)
+        return "names the latest of several TensorFlow checkpoints", _TENSORFLOW
     if text[:1] == b"{" and (b'"model_type"' in text or b'"architectures"' in text):
-        return FormatError(
-            "is the configuration of a model, not its weights",
-            hint="they are in another file of the folder",
-        )
+        hint = "they are in another file of the folder"
+        return "is the configuration of a model, not its weights", hint
     if text[:1] in (b"{", b"["):
-        return FormatError(
-            "is JSON text, not a checkpoint",
-            hint="for shards, give their folder or their index file",
-        )
-    return FormatError(
-        "is text, not a checkpoint", hint=f"it begins with {head.decode('utf-8', 'ignore')[:40]!r}"
-    )
+        hint = "for shards, give their folder or their index file"
+        return "is JSON text, not a checkpoint", hint
+    return "is text, not a checkpoint", f"it begins with {head.decode('utf-8', 'ignore')[:40]!r}"
 
 
 def _are_floats(head: bytes) -> bool:
@@ -209,68 +199,52 @@ def _are_floats(head: bytes) -> bool:
 def _is_text(head: bytes) -> bool:
     """Return whether bytes are UTF-8 without control characters; the last character may be cut."""
     try:
-        return all(
-            c.isprintable() or c in "\r\n\t" for c in getincrementaldecoder("utf-8")().decode(head)
-        )
+        text = getincrementaldecoder("utf-8")().decode(head)
     except UnicodeDecodeError:
         return False
+    return all(c.isprintable() or c in "\r\n\t" for c in text)
 
 
-def _zip(archive: ZipDirectory) -> InputError:
+def _zip(archive: ZipDirectory) -> tuple[type[InputError], str, str]:
     names = [name.rpartition("/")[2] for name in archive.entries]
     inside = [name for name in names if name.endswith((*TORCH_SUFFIXES, *SAFETENSORS.suffixes))]
     if {"model.weights.h5", "config.json"} <= set(names):
-        return FormatError("is a Keras model", hint=_KERAS)
+        return FormatError, "is a Keras model", _KERAS
     if f"{archive.top}/.data/extern_modules" in archive:
-        return UnsupportedError(
-            "is a torch.package archive: Python code with pickles that need it",
-            hint="if you trust it, load it with torch.package.PackageImporter, which runs "
-            "its code, and save the state_dict",
+        what = "is a torch.package archive: Python code with pickles that need it"
+        hint = (
+            "if you trust it, load it with torch.package.PackageImporter, which runs its code, "
+            "and save the state_dict"
         )
-    if _is_unfinished(archive):
-        return TruncatedError(
-            "has no data.pkl: torch.save failed half-way and left an incomplete file",
-            hint="read the error that torch.save raised, and save again",
-        )
-    if inside:
-        return FormatError(
-            f"is a zip archive of files: {shown(inside[0])}",
-            hint="unpack it first: `unzip {where}`",
-        )
-    return FormatError(
-        "is a zip archive without a data.pkl, not a checkpoint", hint="`unzip -l {where}` lists it"
-    )
-
-
-def _is_unfinished(archive: ZipDirectory) -> bool:
-    """Return whether the file has what torch.save always writes, but not how its files begin."""
+        return UnsupportedError, what, hint
+    # It has what torch.save always writes, but not how its files begin.
     version, pickled = f"{archive.top}/version", f"{archive.top}/data.pkl"
-    if version not in archive or pickled in archive:
-        return False
-    return all(name.startswith(f"{archive.top}/") for name in archive.entries)
+    is_of_torch = all(name.startswith(f"{archive.top}/") for name in archive.entries)
+    if version in archive and pickled not in archive and is_of_torch:
+        what = "has no data.pkl: torch.save failed half-way and left an incomplete file"
+        return TruncatedError, what, "read the error that torch.save raised, and save again"
+    if inside:
+        what = f"is a zip archive of files: {shown(inside[0])}"
+        return FormatError, what, "unpack it first: `unzip {where}`"
+    what = "is a zip archive without a data.pkl, not a checkpoint"
+    return FormatError, what, "`unzip -l {where}` lists it"
 
 
-def _folder(probe: Probe) -> InputError:
+def _folder(probe: Probe) -> tuple[str, str]:
     names = probe.names
     if "saved_model.pb" in names or "keras_metadata.pb" in names:
-        return FormatError("is a TensorFlow model (SavedModel)", hint=_TENSORFLOW)
+        return "is a TensorFlow model (SavedModel)", _TENSORFLOW
     if any(_TF_DATA.search(name) for name in names):
-        return FormatError("is a folder of TensorFlow checkpoints", hint=_TENSORFLOW)
+        return "is a folder of TensorFlow checkpoints", _TENSORFLOW
     if names & {"manifest.ocdbt", "_CHECKPOINT_METADATA", "_METADATA"}:
-        return FormatError(
-            "is an Orbax checkpoint (JAX)",
-            hint="restore it with Orbax, and save it with numpy.savez" + _NUMPY,
-        )
+        hint = "restore it with Orbax, and save it with numpy.savez" + _NUMPY
+        return "is an Orbax checkpoint (JAX)", hint
     if "model_index.json" in names:
-        return FormatError(
-            "is a pipeline of several models (diffusers)",
-            hint="name the folder of one, e.g. its unet",
-        )
+        hint = "name the folder of one, e.g. its unet"
+        return "is a pipeline of several models (diffusers)", hint
     if "Manifest.json" in names and probe.name.rstrip("/").endswith(".mlpackage"):
-        return FormatError("is a Core ML model", hint=_DEPLOYED)
-    return FormatError(
-        "is a folder without a checkpoint", hint="name a file, or the folder that holds it"
-    )
+        return "is a Core ML model", _DEPLOYED
+    return "is a folder without a checkpoint", "name a file, or the folder that holds it"
 
 
 # Weights of a program
@@ -287,11 +261,16 @@ def without_program(checkpoint: Checkpoint) -> Checkpoint:
             "its weights are packed in quantized layers", where=checkpoint.name, hint=_unpacked()
         )
     weights = checkpoint.required
-    path, holder = _holder(checkpoint.root, weights.path)
-    if holder is None:
-        return checkpoint
+    holder, depth = checkpoint.root, 0
+    while not isinstance(holder, Object):
+        if depth == len(weights.path):
+            return checkpoint
+        key = weights.path[depth]
+        holder = next(child for other, child in children(holder) if other == key)
+        depth += 1
     root = rebuild(checkpoint.root, swap={id(holder): plain_state_dict(weights.nodes)})
-    return checkpoint.with_root(root).with_key(None if checkpoint.key is None else join(path))
+    path = join(weights.path[:depth])
+    return checkpoint.with_root(root).with_key(None if checkpoint.key is None else path)
 
 
 def notes(before: Checkpoint, after: Checkpoint) -> list[str]:
@@ -313,16 +292,6 @@ def _quantized(root: Node) -> set[int]:
     return {
         id(each.storage) for each in tensors if each is not None and each.dtype.kind == "quantized"
     }
-
-
-def _holder(root: Node, path: Path) -> tuple[Path, Object | None]:
-    """Return the first object on the way from the root to `path`, and its path."""
-    node = root
-    for depth, key in enumerate(path):
-        if isinstance(node, Object):
-            return path[:depth], node
-        node = next(child for other, child in children(node) if other == key)
-    return path, node if isinstance(node, Object) else None
 
 
 # Members of zip archives
@@ -381,14 +350,13 @@ def member(
     """Classify a member by its name: what torch.load or torch.jit.load reads, or other bytes."""
     inner = name.removeprefix(f"{top}/")
     size = source.size
+    reader: tuple[str, str | None] | None = None
     if not script and inner == "data.pkl":
-        return PickleStream(
-            name, source, 0, size, TORCH_LOAD, None, packed=packed, open_end=open_end
-        )
-    if script and inner.endswith(".pkl") and "/" not in inner:
-        return PickleStream(
-            name, source, 0, size, TORCHSCRIPT, NO_PROGRAMS, packed=packed, open_end=open_end
-        )
+        reader = TORCH_LOAD, None
+    elif script and inner.endswith(".pkl") and "/" not in inner:
+        reader = TORCHSCRIPT, NO_PROGRAMS
+    if reader is not None:
+        return PickleStream(name, source, 0, size, *reader, packed=packed, open_end=open_end)
     if name.lower().endswith(PICKLES) and not open_end:
         return PickleStream(name, source, 0, size, PICKLE, NOT_TORCH, packed=packed)
     return Inner(name, source, False, packed, open_end)
