@@ -16,7 +16,7 @@ import os
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any
 
 from ckptkit import formats
 from ckptkit.core.bytesource import ByteSource, LocalFile, Memory, Section
@@ -141,16 +141,6 @@ CLOSED = {
 }
 
 
-class _Machine(Protocol):
-    """The common interface of the decompressors of zlib, bz2 and lzma."""
-
-    @property
-    def eof(self) -> bool: ...
-    @property
-    def unused_data(self) -> bytes: ...
-    def decompress(self, data: bytes, max_length: int = ..., /) -> bytes: ...
-
-
 class _Zstd:
     """A decompressor of zstandard with the interface of zlib's.
 
@@ -186,7 +176,8 @@ class _Zstd:
             raise OSError(str(error)) from error
 
 
-_MACHINES: dict[str, Callable[[], _Machine]] = {
+# What decompressors of zlib, bz2 and lzma have in common: decompress, eof, unused_data.
+_MACHINES: dict[str, Callable[[], Any]] = {
     "deflate": lambda: zlib.decompressobj(-zlib.MAX_WBITS),
     "zlib": zlib.decompressobj,
     "gzip": lambda: zlib.decompressobj(zlib.MAX_WBITS | 16),
@@ -228,7 +219,7 @@ def pieces(source: ByteSource, method: str) -> Iterator[bytes]:
         )
 
 
-def _output(machine: _Machine, data: bytes) -> Iterator[bytes]:
+def _output(machine: Any, data: bytes) -> Iterator[bytes]:
     """Yield what some compressed bytes become, in pieces of bounded length."""
     while True:
         piece = machine.decompress(data, _PIECE)
@@ -238,18 +229,11 @@ def _output(machine: _Machine, data: bytes) -> Iterator[bytes]:
             return
 
 
-class Unpacked(NamedTuple):
-    """Decompressed bytes. ``failure`` says why more are missing; ``data`` is then the beginning."""
-
-    data: bytes
-    failure: CkptkitError | None
-
-
-def unpack(source: ByteSource, method: str, most: int) -> Unpacked:
-    """Decompress up to `most` bytes of a source into memory."""
+def unpack(source: ByteSource, method: str, most: int) -> tuple[bytes, CkptkitError | None]:
+    """Decompress up to `most` bytes of a source into memory; return why more are missing, too."""
     found: list[bytes] = []
     failure = _collect(source, method, most, found.append)
-    return Unpacked(b"".join(found), failure)
+    return b"".join(found), failure
 
 
 class Spool(LocalFile):
@@ -271,24 +255,18 @@ class Spool(LocalFile):
         self.whole.check_unchanged()
 
 
-class Spooled(NamedTuple):
-    """A decompressed file; ``failure`` as in `Unpacked`."""
-
-    source: ByteSource
-    failure: CkptkitError | None
-
-
-def spool(source: ByteSource, method: str, most: int) -> Spooled:
+def spool(source: ByteSource, method: str, most: int) -> tuple[ByteSource, CkptkitError | None]:
     """Decompress up to `most` bytes of a source: a few MiB into memory, more into a temporary file.
 
-    Raises InputError if the folder of temporary files (``TMPDIR``) has no room.
+    Return why more are missing, too. Raises InputError if the folder of temporary files
+    (``TMPDIR``) has no room.
     """
     import tempfile  # most files are not compressed
 
     try:
         with tempfile.SpooledTemporaryFile(IN_MEMORY) as file:
             failure = _collect(source, method, most, file.write)
-            return Spooled(_kept(source, file), failure)
+            return _kept(source, file), failure
     except OSError as error:
         raise InputError(
             f"cannot be decompressed into a temporary file: {error.strerror}",

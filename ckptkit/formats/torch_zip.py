@@ -45,18 +45,14 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from itertools import chain
 from os.path import basename
-from typing import NamedTuple, Protocol
 
 from ckptkit.compute.operation import Swap
 from ckptkit.core.bytesource import (
-    ByteSource,
     Derived,
-    Extent,
     Folder,
     LocalFile,
     Memory,
     Range,
-    Record,
 )
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.dtypes import UINT8, DType
@@ -79,7 +75,13 @@ from ckptkit.core.tree import Node
 from ckptkit.formats import strict_json, table
 from ckptkit.formats.format import Probe
 from ckptkit.formats.strict_json import dump
-from ckptkit.formats.zip_reader import REPLACED, ZipDirectory, read_directory, read_rows
+from ckptkit.formats.zip_reader import (
+    REPLACED,
+    StoredMember,
+    ZipDirectory,
+    read_directory,
+    read_rows,
+)
 from ckptkit.formats.zip_writer import END_BYTES, ZipMember, ends, lay_out, record
 from ckptkit.pickles.storages import StorageTable, storage_class
 from ckptkit.pickles.values import Unpickled, unpickle
@@ -124,31 +126,10 @@ def read(probe: Probe) -> Checkpoint:
     )
 
 
-class _Entry(Protocol):
-    @property
-    def size(self) -> int: ...
-
-
-class Directory(Protocol):
-    """The records of an archive, mostly the members of a zip file."""
-
-    @property
-    def source(self) -> ByteSource: ...
-    @property
-    def top(self) -> str: ...
-    @property
-    def entries(self) -> Mapping[str, _Entry]: ...
-    def __contains__(self, name: object) -> bool: ...
-    def locate(self, name: str) -> Extent: ...
-    def record(self, name: str) -> tuple[Record, int | None]: ...
-    def read(self, name: str) -> bytes: ...
-    def verify(self, name: str) -> None: ...
-
-
 class Archive:
     """One archive while it is read: its control records, and pickles with their storages."""
 
-    def __init__(self, directory: Directory) -> None:
+    def __init__(self, directory: ZipDirectory) -> None:
         self.directory = directory
         self.folder = directory.top + "/"
         self.big_endian = False
@@ -556,51 +537,20 @@ def _folder(probe: Probe) -> Folder | None:
     return folder if {_PICKLE, "version"} <= names and not names & _PROGRAM else None
 
 
-class _File(NamedTuple):
-    """A record."""
-
-    source: ByteSource
-    size: int
-
-
-class _Records:
-    """The files of the folder as the members of an archive."""
-
-    top = _TOP
-
-    def __init__(self, folder: Folder) -> None:
-        self.source = folder.open(_PICKLE)
-        inside = frozenset(folder.folders())
-        opened = {name: folder.open(name) for name in folder.list() if name not in inside}
-        if _DATA in inside:
-            data = folder.sub(_DATA)
-            opened |= {f"{_DATA}/{name}": data.open(name) for name in data.list()}
-        self.entries = {
-            f"{_TOP}/{name}": _File(source, source.size) for name, source in opened.items()
-        }
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.entries
-
-    def locate(self, name: str) -> Range:
-        source, size = self.entries[name]
-        return Range(source, 0, size)
-
-    def record(self, name: str) -> tuple[Record, int | None]:
-        return self.locate(name), None
-
-    def read(self, name: str) -> bytes:
-        return self.locate(name).read()
-
-    def verify(self, name: str) -> None:
-        """Verify nothing: there are no checksums."""
-
-
 def read_unpacked(probe: Probe) -> Checkpoint:
     """Read the tree of data.pkl over the files beside it. Raises what zip_reader raises."""
     folder = _folder(probe)
     assert folder is not None
-    archive = Archive(_Records(folder))
+    inside = frozenset(folder.folders())
+    files = {name: folder.open(name) for name in folder.list() if name not in inside}
+    if _DATA in inside:
+        data = folder.sub(_DATA)
+        files |= {f"{_DATA}/{name}": data.open(name) for name in data.list()}
+    # Without checksums.
+    entries = {
+        f"{_TOP}/{name}": StoredMember(each, 0, each.size, 0) for name, each in files.items()
+    }
+    archive = Archive(ZipDirectory(files[_PICKLE], entries, 0, _TOP))
     warnings = archive.check()
     tree = archive.unpickle(_DATA)
     warnings += archive.unused(KNOWN)

@@ -88,7 +88,8 @@ from ckptkit.formats import strict_json
 from ckptkit.formats.format import Probe
 from ckptkit.formats.strict_json import field
 from ckptkit.formats.table import TORCHSCRIPT
-from ckptkit.formats.torch_zip import Archive, Directory
+from ckptkit.formats.torch_zip import Archive
+from ckptkit.formats.zip_reader import ZipDirectory
 
 _FROZEN = "it is frozen: its weights are constants of its code, without their names"
 _PACKED = "it has packed weights, without the names of their layers: CONSTANTS.c0.weight..."
@@ -283,7 +284,7 @@ class Declared:
 class ScriptSource:
     """The classes of an archive, each module of them read on demand."""
 
-    def __init__(self, directory: Directory) -> None:
+    def __init__(self, directory: ZipDirectory) -> None:
         self._directory = directory
         self._modules: dict[str, dict[str, Declared]] = {}
 

@@ -169,7 +169,7 @@ class _Search:
         self._count()
         source = part.source
         if part.packed is not None:
-            head: bytes = unpack(source, part.packed, 512).data
+            head, _ = unpack(source, part.packed, 512)
         else:
             head = source.read(0, min(512, source.size))
         if part.open_end and part.packed is None:
