@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import zlib
+from collections.abc import Iterator
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from ckptkit.core.errors import (
 from ckptkit.core.tensor import Tensor
 from ckptkit.core.tree import Object
 from ckptkit.formats.npy import header, read_array
+from tests.formats.catalogue import Row, catalogue, refuses
 from tests.formats.conformance import storage_bytes
 
 ARRAYS = {
@@ -169,130 +171,67 @@ def test_a_header_of_python_2() -> None:
     assert read(data).shape == (3,)
 
 
-@pytest.mark.parametrize(
-    ("text", "error"),
-    [
-        ("", FormatError),
-        ("{}", FormatError),
-        ("[]", FormatError),
-        ("{'descr': '<f4', 'fortran_order': False}", FormatError),
-        ("{'descr': '<f4', 'shape': (3,)}", FormatError),
-        ("{'descr': '<f4', 'fortran_order': False, 'shape': (3,), 'more': 1}", FormatError),
-        ("{'descr': '<f4', 'fortran_order': False, 'shape': (3,), 'more': '1'}", FormatError),
-        ("{'descr': '<f4', 'fortran_order': 0, 'shape': (3,)}", FormatError),
-        ("{'descr': '<f4', 'fortran_order': False, 'shape': (3)}", FormatError),
-        ("{'descr': '<f4', 'fortran_order': False, 'shape': 3}", FormatError),
-        ("{'descr': '<f4', 'fortran_order': False, 'shape': [3]}", FormatError),
-        ("{'descr': '<f4', 'fortran_order': False, 'shape': (,)}", FormatError),
-        ("{'descr': '<f4', 'fortran_order': False, 'shape': (3,,)}", FormatError),
-        ("{'descr': '<f4', 'fortran_order': False, 'shape': (-3,)}", FormatError),
-        ("{'descr': '<f4', 'fortran_order': False, 'shape': (3.0,)}", FormatError),
-        ("{'descr': '<f4', 'fortran_order': False, 'shape': (1e1,)}", FormatError),
-        ("{'descr': '<f4', 'fortran_order': False, 'shape': (3*1,)}", FormatError),
-        ("{'descr': '<f4', 'fortran_order': False, 'shape': (" + "9" * 5000 + ",)}", FormatError),
-        ("{'descr': '<f4', 'descr': '<f8', 'fortran_order': False, 'shape': (3,)}", AmbiguousError),
-        ("{'descr': '<f4', 'fortran_order': False, 'shape': (3,), 'shape': (3,)}", AmbiguousError),
-        ("{'descr': '<f4' + '', 'fortran_order': False, 'shape': (3,)}", FormatError),
-        ("{'descr': '\\x3cf4', 'fortran_order': False, 'shape': (3,)}", FormatError),
-        (
-            "{'descr': __import__('os').system('x'), 'fortran_order': False, 'shape': (3,)}",
-            FormatError,
-        ),
-        ("{'descr': '<f4', 'fortran_order': False, 'shape': (3,)} + {}", FormatError),
-        ("{'descr': '<f4', 'fortran_order': False, 'shape': (" + "1," * 65 + ")}", LimitError),
-        ("{'descr': '<f4', 'fortran_order': False, 'shape': (" + "9" * 19 + ",)}", TruncatedError),
-        ("{'descr': '<f4', 'fortran_order': False, 'shape': (" + "9" * 19 + ",0)}", AmbiguousError),
-        ("{'descr': '<f4', 'fortran_order': False, 'shape': (4,)}", TruncatedError),
-        ("{'descr': '<f4', 'fortran_order': False, 'shape': (2,)}", AmbiguousError),
-        ("{'descr': '<f4', 'fortran_order': False, 'shape': ()}", AmbiguousError),
-        ("{'descr': 'f4', 'fortran_order': False, 'shape': (3,)}", UnsupportedError),
-        ("{'descr': '=f4', 'fortran_order': False, 'shape': (3,)}", UnsupportedError),
-        ("{'descr': 'O', 'fortran_order': False, 'shape': (3,)}", FormatError),
-        ("{'descr': '', 'fortran_order': False, 'shape': (3,)}", UnsupportedError),
-        ("{'descr': '<f5', 'fortran_order': False, 'shape': (3,)}", UnsupportedError),
-        ("{'descr': '<U999999999', 'fortran_order': False, 'shape': ()}", LimitError),
-        ("{'descr': '<U9', 'fortran_order': False, 'shape': ()}", CorruptError),
-    ],
-)
-def test_NP_01_headers(text: str, error: type[CkptkitError]) -> None:
-    with pytest.raises(error):
-        read(made(text, bytes(12)))
+def text_of(descr: str = "'<f4'", shape: str = "(3,)", order: str = "False", more: str = "") -> str:
+    return f"{{'descr': {descr}, 'fortran_order': {order}, 'shape': {shape}{more}}}"
 
 
-@pytest.mark.parametrize(
-    "text",
-    ["[" * 60_000, "{'descr': " + "[" * 60_000, "{" + "'" * 60_000, "{'descr': '<f4'" * 4000],
-)
-def test_NP_02_headers_made_to_be_slow(text: str) -> None:
-    with pytest.raises(FormatError):
-        read(made(text))
+def refused() -> Iterator[Row]:
+    """Yield the row of threats.md, a file, the error when it is read, and what it says."""
+    shapes = ("(3)", "3", "[3]", "(,)", "(3,,)", "(-3,)", "(3.0,)", "(1e1,)", "(3*1,)")
+    codes = ("'<f4' + ''", "'\\x3cf4'", "__import__('os').system('x')", "'O'")
+    for text in (
+        "", "{}", "[]", "{'descr': '<f4', 'fortran_order': False}", "{'descr': '<f4', 'shape': (3,)}",
+        text_of(more=", 'more': 1"), text_of(more=", 'more': '1'"), text_of(order="0"),
+        text_of() + " + {}", *(text_of(shape=shape) for shape in (*shapes, f"({'9' * 5000},)")),
+        *map(text_of, codes),
+    ):  # fmt: skip
+        yield "NP_01", made(text, bytes(12)), FormatError, ""
+    rows: list[tuple[str, type[CkptkitError]]] = [
+        (text_of(more=", 'descr': '<f8'"), AmbiguousError), (text_of(more=", 'shape': (3,)"), AmbiguousError),
+        (text_of(shape=f"({'1,' * 65})"), LimitError), (text_of(shape=f"({'9' * 19},)"), TruncatedError),
+        (text_of(shape=f"({'9' * 19},0)"), AmbiguousError), (text_of(shape="(4,)"), TruncatedError),
+        (text_of(shape="(2,)"), AmbiguousError), (text_of(shape="()"), AmbiguousError),
+        (text_of("'f4'"), UnsupportedError), (text_of("'=f4'"), UnsupportedError),
+        (text_of("''"), UnsupportedError), (text_of("'<f5'"), UnsupportedError),
+        (text_of("'<U999999999'", "()"), LimitError), (text_of("'<U9'", "()"), CorruptError),
+    ]  # fmt: skip
+    for text, error in rows:
+        yield "NP_01", made(text, bytes(12)), error, ""
+    slow = ("[" * 60_000, "{'descr': " + "[" * 60_000, "{" + "'" * 60_000, "{'descr': '<f4'" * 4000)
+    for text in slow:
+        yield "NP_02", made(text), FormatError, ""
+    for version in (b"\0\0", b"\4\0", b"\1\1", b"\xff\xff"):
+        data = b"\x93NUMPY" + version + saved(np.ones(3))[8:]
+        yield "NP_04", data, UnsupportedError, "version"
+    for array in (
+        np.zeros(3, dtype=[("a", "<f4"), ("b", "<i8")]), np.array(["a", "b"]), np.array([b"a", b"b"]),
+        np.array(["2020-01-01"], dtype="datetime64[D]"), np.zeros(3, dtype=np.longdouble),
+    ):  # fmt: skip
+        yield "NP_05", saved(array), UnsupportedError, "for which torch has no dtype"
+    for descr in ("'|V2'", "'<V2'", "'|V1'"):  # numpy.save writes ml_dtypes' bfloat16 and float8 so
+        yield "NP_05", made(text_of(descr), bytes(12)), UnsupportedError, "does not know the type"
+    one, objects = saved(np.ones(3)), saved(np.array([{}], dtype=object))
+    for data in (one + b"\0", one + one):
+        yield "NP_06", data, AmbiguousError, "follow the array"
+    yield "NP_06", objects + pickle.dumps(1), AmbiguousError, "follow the pickle"
+    yield "NP_07", made(text_of(shape=f"(0,{'9' * 19})")), TensorError, ""  # nothing is in it
+    cut = saved(np.arange(10.0))[:-1]
+    yield "cut", cut, TruncatedError, "80 bytes, but only 79 are in the file"
+    latin = text_of().encode() + b"\xff"
+    head = b"\x93NUMPY\3\0" + len(latin).to_bytes(4, "little")
+    yield "UTF-8 is for version 3", head + latin + bytes(12), FormatError, "UTF-8"
+
+
+@catalogue(refused())
+def test_NP_01_NP_02_NP_04_NP_05_NP_06_NP_07_refused(row: Row) -> None:
+    refuses(read, row)
 
 
 def test_NP_03_a_header_that_is_too_long() -> None:
-    text = "{'descr': '<f4', 'fortran_order': False, 'shape': (3,), }"
+    text = text_of(more=",")
     assert read(made(text + " " * ((64 << 10) - len(text)), bytes(12), b"\2\0")).shape == (3,)
     with pytest.raises(LimitError, match="npy_header_bytes"):
         read(made(text + " " * ((64 << 10) - len(text) + 1), bytes(12), b"\2\0"))
-
-
-@pytest.mark.parametrize("version", [b"\0\0", b"\4\0", b"\1\1", b"\xff\xff"])
-def test_NP_04_versions(version: bytes) -> None:
-    with pytest.raises(UnsupportedError, match="version"):
-        read(b"\x93NUMPY" + version + saved(np.ones(3))[8:])
-
-
-@pytest.mark.parametrize(
-    "array",
-    [
-        np.zeros(3, dtype=[("a", "<f4"), ("b", "<i8")]),
-        np.array(["a", "b"]),
-        np.array([b"a", b"b"]),
-        np.array(["2020-01-01"], dtype="datetime64[D]"),
-        np.zeros(3, dtype=np.longdouble),
-    ],
-    ids=lambda array: str(array.dtype),
-)
-def test_NP_05_arrays_that_torch_has_no_tensor_for(array: Any) -> None:
-    with pytest.raises(UnsupportedError, match="for which torch has no dtype"):
-        read(saved(array))
-
-
-@pytest.mark.parametrize("descr", ["|V2", "<V2", "|V1"])
-def test_NP_05_types_that_numpy_does_not_know(descr: str) -> None:
-    """numpy.save writes these for ml_dtypes' bfloat16 and float8."""
-    with pytest.raises(UnsupportedError) as caught:
-        read(made(f"{{'descr': '{descr}', 'fortran_order': False, 'shape': (6,), }}", bytes(12)))
-    assert "bfloat16" in str(caught.value.hint)
-
-
-def test_NP_06_bytes_after_the_array() -> None:
-    one = saved(np.ones(3))
-    for data in (one + b"\0", one + one):
-        with pytest.raises(AmbiguousError, match="follow the array"):
-            read(data)
-    objects = saved(np.array([{}], dtype=object))
-    with pytest.raises(AmbiguousError, match="follow the pickle"):
-        read(objects + pickle.dumps(1))
-
-
-def test_NP_07_a_size_beyond_64_bits() -> None:
-    """Nothing is in it, and still it is not a size."""
-    with pytest.raises(TensorError):
-        read(made("{'descr': '<f4', 'fortran_order': False, 'shape': (0," + "9" * 19 + ")}"))
-
-
-def test_an_array_that_is_cut() -> None:
-    with pytest.raises(TruncatedError, match="80 bytes, but only 79 are in the file"):
-        read(saved(np.arange(10.0))[:-1])
-
-
-def test_UTF_8_is_for_version_3() -> None:
-    bad = "{'descr': '<f4', 'fortran_order': False, 'shape': (3,), }"
-    data = (
-        b"\x93NUMPY\3\0" + (len(bad) + 1).to_bytes(4, "little") + bad.encode() + b"\xff" + bytes(12)
-    )
-    with pytest.raises(FormatError, match="UTF-8"):
-        read(data)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import collections
 import json
 import pickle
 import struct
+from contextlib import closing
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -517,3 +518,22 @@ def test_an_object_is_filled_in_no_other_way() -> None:
     assert isinstance(safetensors_tree.read(Skeleton(made, [2]), {}).root, Object)
     with pytest.raises(FormatError, match="cannot be filled"):
         safetensors_tree.read(Skeleton([*made, ["fill", 2, "odd", 1]], [2]), {})
+
+
+def test_a_name_that_we_would_have_given(tmp_path: Path) -> None:
+    """A storage that no tensor fills gets a name of ours; a tensor of that name keeps it."""
+    kept = torch.arange(3.0)
+    torch.save(
+        {"view": torch.arange(8.0)[2:5], "ckptkit": {"storage": {"0": kept}}}, tmp_path / "in.pth"
+    )
+    options = Options(everything=True)
+    convert(tmp_path / "in.pth", tmp_path / "out.safetensors", options=options)
+    with safe_open(tmp_path / "out.safetensors", "pt") as file:
+        assert torch.equal(file.get_tensor("ckptkit.storage.0"), kept)
+        assert sorted(file.keys()) == ["ckptkit.storage.0", "ckptkit.storage.1"]
+        assert bytes(file.get_tensor("ckptkit.storage.1").tolist()) == struct.pack("<8f", *range(8))
+    with closing(open_checkpoint(tmp_path / "out.safetensors")) as back:
+        view = back.root["view"]
+        assert (view.shape, view.offset) == ((3,), 2) and isinstance(
+            view.storage.record.locate(), Range
+        )
