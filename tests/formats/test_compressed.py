@@ -266,22 +266,6 @@ def test_a_full_disk_names_the_variable(tmp_path: Path, monkeypatch: pytest.Monk
     assert raised.value.hint is not None and "TMPDIR" in raised.value.hint
 
 
-@each_method
-def test_scan_looks_inside(suffix: str, tmp_path: Path) -> None:
-    evil = b"cposix\nsystem\n(S'true'\ntR."
-    verdict = scan(put(tmp_path, f"run.pkl{suffix}", METHODS[suffix](evil)))
-    assert verdict.verdict == "code"
-
-
-def test_verify_checks_inside(tmp_path: Path) -> None:
-    damaged = bytearray(GOOD)
-    damaged[GOOD.index(STATE["module.weight"].numpy().tobytes()) + 100] ^= 1
-    good = put(tmp_path, "good.pth.gz", gzip.compress(GOOD))
-    bad = put(tmp_path, "bad.pth.gz", gzip.compress(bytes(damaged)))
-    assert command("verify", good).exit_code == 0
-    assert command("verify", bad).exit_code == 1
-
-
 def test_pieces_are_bounded() -> None:
     from ckptkit.core.bytesource import Memory
 

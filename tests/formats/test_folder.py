@@ -19,7 +19,6 @@ from ckptkit import formats
 from ckptkit.core.bytesource import Folder
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import AmbiguousError, CkptkitError, CorruptError, FormatError, PathError
-from ckptkit.formats.folder import best, candidates
 
 ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -147,28 +146,6 @@ def test_SH_03_a_folder_called_like_a_file(tmp_path: Path) -> None:
     (tmp_path / "x" / "model.safetensors").mkdir(parents=True)
     with pytest.raises(PathError):
         ckptkit.open(tmp_path / "x")
-
-
-def test_candidates_have_forms() -> None:
-    names = [
-        ONE,
-        TWO,
-        INDEX,
-        "a-1-of-1.bin",
-        "a.pth.index.json",
-        "consolidated.00.pth",
-        "consolidated.01.pth",
-        "x.txt",
-    ]
-    assert [(each.form, each.stem, len(each.files)) for each in candidates(names)] == [
-        ("shards", "a", 1),
-        ("parallel", "consolidated", 2),
-        ("shards", "model", 2),
-        ("index", "model", 1),
-    ]
-    assert best([]) is None
-    chosen = best([ONE, TWO, INDEX])
-    assert chosen is not None and chosen.files == (INDEX,)
 
 
 # The cache of the Hugging Face hub

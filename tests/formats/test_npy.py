@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 import ckptkit
 from ckptkit.core.bytesource import Memory, Range
@@ -85,21 +84,6 @@ def test_as_numpy_reads_it(name: str, version: tuple[int, int]) -> None:
     assert tensor.storage is not None and tensor.storage.big_endian == array.dtype.str.startswith(
         ">"
     )
-
-
-@pytest.mark.parametrize("name", ARRAYS)
-def test_loads_as_numpy_does(tmp_path: Path, name: str) -> None:
-    """Through a file, wrapped so that it has a name."""
-    np.save(tmp_path / "x.npy", ARRAYS[name])
-    checkpoint = ckptkit.open(tmp_path / "x.npy")
-    assert checkpoint.format == "npy"
-    wrapped = checkpoint.with_root({"w": checkpoint.root})
-    ckptkit.save(wrapped, tmp_path / "x.pth", format="torch-zip")
-    got = torch.load(tmp_path / "x.pth", weights_only=True)["w"]
-    want = ARRAYS[name].astype(ARRAYS[name].dtype.newbyteorder("="))
-    assert str(got.dtype).removeprefix("torch.") == want.dtype.name
-    assert tuple(got.shape) == want.shape
-    assert got.contiguous().numpy().tobytes() == want.tobytes()
 
 
 def test_an_array_alone_has_no_name(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import struct
 import zipfile
 import zlib
@@ -31,16 +30,7 @@ from ckptkit.core.options import Options
 from ckptkit.core.tree import Object
 from ckptkit.formats.format import Probe
 from ckptkit.formats.table import NPZ
-from tests.formats.test_npy import ARRAYS
 
-MANY = {
-    **ARRAYS,
-    "a/b.c": np.ones(2),
-    "W": np.ones(1),
-    "w": np.zeros(1),
-    "x.npy": np.ones(3),
-    "": np.ones(4),
-}
 savers = pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
 
 
@@ -68,40 +58,6 @@ def test_what_we_write_is_a_plain_zip_file(tmp_path: Path) -> None:
                 + sum(struct.unpack_from("<2H", data, member.header_offset + 26))
             )
             assert start % 64 == 0
-
-
-def test_checksums_are_taken_over(tmp_path: Path) -> None:
-    """From the archive to a .pth, and back: damage stays visible, and nothing is read for it."""
-    np.savez(tmp_path / "x.npz", a=np.arange(1000.0))
-    data = bytearray((tmp_path / "x.npz").read_bytes())
-    at = data.index(np.arange(1000.0).tobytes()) + 4000
-    data[at] ^= 1
-    (tmp_path / "x.npz").write_bytes(data)
-    ckptkit.save(ckptkit.open(tmp_path / "x.npz"), tmp_path / "x.pth")
-    ckptkit.save(ckptkit.open(tmp_path / "x.pth"), tmp_path / "y.npz")
-    for name, member in (("x.pth", "archive/data/0"), ("y.npz", "a.npy")):
-        with (
-            zipfile.ZipFile(tmp_path / name) as file,
-            pytest.raises(zipfile.BadZipFile, match="CRC"),
-        ):
-            file.read(member)
-
-
-def test_a_pth_as_arrays(tmp_path: Path) -> None:
-    base = torch.arange(12.0).reshape(3, 4)
-    state = {
-        "w": base,
-        "t": base.t(),
-        "c": torch.tensor([1 + 2j]).conj(),
-        "p": torch.nn.Parameter(torch.ones(2)),
-    }
-    done = write(saved(tmp_path, state), tmp_path / "y.npz")
-    with np.load(tmp_path / "y.npz") as got:
-        for name, tensor in state.items():
-            assert (got[name] == tensor.detach().resolve_conj().numpy()).all()
-    assert done.plan.notes == (
-        "tensors that share memory with others: 1; their bytes are written for each",
-    )
 
 
 def test_what_is_left_out_is_named(tmp_path: Path) -> None:
@@ -273,16 +229,6 @@ def test_a_long_header_in_a_compressed_member(tmp_path: Path) -> None:
         file.writestr("a.npy", array)
     with pytest.raises(UnsupportedError, match="structured"):
         ckptkit.open(tmp_path / "x.npz")
-
-
-def test_values_of_a_record_are_named(tmp_path: Path) -> None:
-    torch.save({"model": {"w": torch.ones(2)}, "epoch": 3}, tmp_path / "x.pth")
-    ckptkit.save(ckptkit.open(tmp_path / "x.pth"), tmp_path / "x.safetensors")
-    (note,) = write(tmp_path / "x.safetensors", tmp_path / "y.npz").plan.notes
-    assert "ckptkit (metadata)" in note
-    assert json.loads(ckptkit.open(tmp_path / "x.safetensors").extras["ckptkit"])["values"] == {
-        "epoch": 3
-    }
 
 
 def test_the_checksum_that_is_zero(tmp_path: Path) -> None:

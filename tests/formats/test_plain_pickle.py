@@ -17,9 +17,7 @@ from ckptkit.core.tree import Global, Object
 from ckptkit.formats import torch_legacy
 from ckptkit.formats.format import Probe
 from ckptkit.formats.table import PICKLE as FORMAT
-from ckptkit.formats.table import TORCH_LEGACY
-from tests.conftest import Corpus
-from tests.pickles.making import emit, same, to_python
+from tests.pickles.making import same, to_python
 from tests.pickles.test_ndarray import array_of, tensor_of
 
 VALUES: list[Any] = [
@@ -113,17 +111,6 @@ def test_persistent_ids_are_refused() -> None:
         FORMAT.read(probe(b"\x80\x02K\x01Q."))
 
 
-def test_a_real_array_saved_by_torch(corpus: Corpus) -> None:
-    """torch.save of a numpy array, before 1.6: a legacy stream without storages, its fourth
-    pickle."""
-    path = corpus / "allennlp__2019-06_elmo_es_align.pth"
-    checkpoint = TORCH_LEGACY.read(Probe(LocalFile(path)))
-    array = array_of(tensor_of(checkpoint.root))
-    again = pickle.loads(emit(checkpoint.root).data, encoding="latin1")
-    assert again.tobytes() == array.tobytes()
-    assert again.shape == array.shape
-
-
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
 def test_tensors_that_pickle_wrote(tmp_path: Path, protocol: int) -> None:
     """Each storage is a file of torch.save in a byte string: short ones, and those that stay where
@@ -147,14 +134,6 @@ def test_tensors_that_pickle_wrote(tmp_path: Path, protocol: int) -> None:
                 tensor.dtype,
                 tensor.requires_grad,
             )
-
-
-def test_a_module_that_pickle_wrote(tmp_path: Path) -> None:
-    module = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
-    (tmp_path / "a.pkl").write_bytes(pickle.dumps(module))
-    weights = ckptkit.load(tmp_path / "a.pkl")
-    assert list(weights) == list(module.state_dict())
-    assert all(torch.equal(weights[name], tensor) for name, tensor in module.state_dict().items())
 
 
 @pytest.mark.parametrize("inner", [b"", b"junk", pickle.dumps(1)])

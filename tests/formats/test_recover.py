@@ -270,15 +270,6 @@ def test_a_shorter_save_over_a_longer_one(save: Save, older: str, tmp_path: Path
     assert check(path, layers(1)) == set(layers(1))
 
 
-def test_a_directory_that_is_gone_costs_nothing(tmp_path: Path) -> None:
-    path = tmp_path / "in.pth"
-    torch.save({"model": state(), "epoch": 3}, path)
-    data = path.read_bytes()
-    path.write_bytes(data[: data.index(b"PK\1\2")])
-    assert check(path, state()) == set(state())
-    assert recover(path).lost == ()
-
-
 @pytest.fixture
 def lengths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Of everything that is read of local files; a test fails when it comes to more than 100 MB."""

@@ -28,7 +28,6 @@ from ckptkit.core.errors import (
 )
 from ckptkit.core.tensor import Tensor
 from ckptkit.core.tree import Global, Object, OrderedMapping
-from ckptkit.core.weights import as_tensor
 from ckptkit.formats import torch_legacy
 from ckptkit.formats.format import Probe
 from ckptkit.formats.table import TORCH_LEGACY as FORMAT
@@ -113,20 +112,6 @@ class Net(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.fc = torch.nn.Linear(2, 3)
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_the_source_of_pickled_modules_is_shown_and_left_out(tmp_path: Path) -> None:
-    path = legacy_saved(Net(), tmp_path)
-    checkpoint = read(path)
-    assert "class Net(torch.nn.Module)" in checkpoint.extras[f"module_source:{__name__}.Net"]
-    assert any("source code of" in warning for warning in checkpoint.warnings)
-    assert list(checkpoint.weights) == ["fc.weight", "fc.bias"]
-    expected = torch.load(path, weights_only=False)
-    assert agree(
-        Written(checkpoint.root, tmp_path / "new.pt").load(weights_only=False).state_dict(),
-        expected.state_dict(),
-    )
 
 
 # By hand
@@ -244,15 +229,6 @@ def test_python_2(tmp_path: Path) -> None:
     assert expected["a.b"].tolist() == [0, 1, 2, 3]
     loaded = Written(root, tmp_path / "new.pt").load(weights_only=False, encoding="latin1")
     assert (loaded["a.b"].tolist(), loaded["x"]) == ([0, 1, 2, 3], expected["x"])
-
-
-def test_parameters_of_old_versions(tmp_path: Path) -> None:
-    state = b"ctorch.nn.parameter\nParameter\n" + tensor(pid()) + b"\x85R(I01\nI00\nNtb"
-    data = legacy(state)
-    root = read_bytes(data, tmp_path).root
-    found = as_tensor(root)
-    assert found is not None
-    assert (found.kind, found.requires_grad, found.shape) == ("parameter", True, (4,))
 
 
 @pytest.mark.parametrize(

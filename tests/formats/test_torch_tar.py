@@ -5,7 +5,6 @@ from __future__ import annotations
 import pickle
 import struct
 import warnings
-from collections import OrderedDict
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
@@ -100,24 +99,6 @@ def test_the_files_of_these_tests_are_good(tmp_path: Path) -> None:
         torch.load(tmp_path / "made.tar", weights_only=True)
 
 
-def test_what_torch_loads_is_what_we_write(tmp_path: Path) -> None:
-    base = torch.arange(24, dtype=torch.float32)
-    value = {
-        "state_dict": OrderedDict(
-            a=base, b=base[4:10], c=base.reshape(4, 6).t(), d=base[:1].expand(5), e=base
-        ),
-        "half": torch.tensor([1.5, -0.0], dtype=torch.float16),
-        "long": torch.tensor([[1], [2]]),
-        "epoch": 3,
-        "nested": ["text", (1, 2.5, None), {"deep": torch.ones(2, dtype=torch.uint8)}],
-    }
-    path = save(value, tmp_path / "old.tar")
-    checkpoint = read_file(path)
-    assert checkpoint.weights.keys() == {"a", "b", "c", "d", "e"}
-    expected = torch.load(path, weights_only=False)
-    assert agree(Written(checkpoint.root, tmp_path / "new.pt").load(), expected)
-
-
 def test_keys_as_text_and_as_integers(tmp_path: Path) -> None:
     data = torch_tar(ids("2", 2, 1, "1", "2"), [tensor(2, 1)], ONE)
     a, b, c, d, e = read(data).root
@@ -152,15 +133,6 @@ def test_devices(location: str, tmp_path: Path) -> None:
     assert read_file(path).weights["a"].device == location
     loaded = torch.load(path, weights_only=False, map_location="cpu")
     assert loaded["a"].tolist() == [1, 1, 1]
-
-
-def test_classes_of_a_gpu() -> None:
-    data = torch_tar(
-        ids(2),
-        [tensor(2, 1, made="torch.cuda.FloatTensor")],
-        [storage(1, DATA, "torch.cuda.FloatStorage", "cuda:0")],
-    )
-    assert (read(data).root[0].device, values_of(read(data).root[0])) == ("cuda:0", [0, 1, 2, 3])
 
 
 @pytest.mark.parametrize("of", [None, 1])

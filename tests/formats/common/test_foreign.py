@@ -15,7 +15,6 @@ from typing import Any
 import joblib
 import numpy as np
 import pytest
-import torch
 
 import ckptkit
 from ckptkit import formats
@@ -216,18 +215,6 @@ def test_a_core_ml_package(tmp_path: Path) -> None:
         ckptkit.open(folder)
 
 
-def test_the_state_of_an_optimizer(tmp_path: Path) -> None:
-    """It is a checkpoint, and has no weights."""
-    model = torch.nn.Linear(2, 2)
-    optimizer = torch.optim.Adam(model.parameters())
-    model(torch.ones(2)).sum().backward()
-    optimizer.step()
-    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
-    checkpoint = ckptkit.open(tmp_path / "optimizer.pt")
-    with pytest.raises(CkptkitError, match="state of an optimizer"):
-        dict(checkpoint.weights)
-
-
 def test_signatures_do_not_shadow_checkpoints(tmp_path: Path) -> None:
     """A safetensors file whose header has the length 0x9c78: its first bytes are those of a zlib
     stream."""
@@ -235,16 +222,6 @@ def test_signatures_do_not_shadow_checkpoints(tmp_path: Path) -> None:
     (tmp_path / "x.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"\0")
     assert (tmp_path / "x.safetensors").read_bytes()[:2] == b"\x78\x9c"
     assert list(ckptkit.open(tmp_path / "x.safetensors").weights) == ["a"]
-
-
-def test_a_pickle_of_a_model_of_sklearn_is_shown(tmp_path: Path) -> None:
-    from sklearn.linear_model import LinearRegression
-
-    model = LinearRegression().fit(np.arange(6.0).reshape(3, 2), np.arange(3.0))
-    (tmp_path / "x.pkl").write_bytes(pickle.dumps(model))
-    checkpoint = ckptkit.open(tmp_path / "x.pkl")
-    assert "sklearn.linear_model._base.LinearRegression" in map(str, checkpoint.globals)
-    assert not isinstance(checkpoint.root, UnsupportedError)
 
 
 def read(data: bytes) -> Checkpoint:

@@ -3,20 +3,17 @@ is never touched."""
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch import nn
 
 import ckptkit
 from ckptkit.api import convert
 from ckptkit.core.errors import UsageError
-from ckptkit.edits.structure import extract
-from tests.conftest import Run, in_process
+from tests.conftest import in_process
 from tests.formats.torchscript.scripts import (
     QUIET,
     by_torch,
@@ -70,33 +67,11 @@ def test_a_copy_is_a_plain_state_dict(program: Path, tmp_path: Path) -> None:
     assert not any(tensor.requires_grad for tensor in load(tmp_path / "out.pth").values())
 
 
-def test_safetensors(program: Path, tmp_path: Path) -> None:
-    done = convert(program, tmp_path / "out.safetensors")
-    stored = load_file(tmp_path / "out.safetensors")
-    want = by_torch(program)
-    check({name: stored[name] for name in want}, want)
-    assert BEHIND in done.plan.notes
-
-
 def test_frozen(frozen: Path, tmp_path: Path) -> None:
     want = constants_by_torch(frozen)
     convert(frozen, tmp_path / "out.pth")
     got = load(tmp_path / "out.pth")
     check({name: got[name] for name in want}, want)
-
-
-def test_wrapped_and_extracted(program: Path, frozen: Path, tmp_path: Path) -> None:
-    for path in (program, frozen):
-        checkpoint = ckptkit.wrap(ckptkit.open(path), "model")
-        ckptkit.save(
-            checkpoint,
-            tmp_path / "wrapped.pth",
-        )
-        got = load(tmp_path / "wrapped.pth")
-        assert list(got) == ["model"] and list(got["model"]) == list(checkpoint.weights)
-        (tmp_path / "wrapped.pth").unlink()
-    ckptkit.save(extract(ckptkit.open(frozen), "CONSTANTS"), tmp_path / "constants.pth")
-    assert set(constants_by_torch(frozen)) <= set(load(tmp_path / "constants.pth"))
 
 
 def test_packed_weights_are_named(tmp_path: Path) -> None:
@@ -127,20 +102,6 @@ def test_nothing_to_write(tmp_path: Path) -> None:
     path = script(nn.ReLU(), tmp_path / "net.pt")
     convert(path, tmp_path / "out.pth")
     assert load(tmp_path / "out.pth") == {}
-
-
-def test_commands(run: Run, tmp_path: Path) -> None:
-    """inspect names what helps, and that does."""
-    path = script(quantized(), tmp_path / "net.pt")
-    seen = json.loads(run("inspect", "--json", "--digest", path).stdout)["files"][0]
-    assert (seen["format"], seen["weights"]) == ("torchscript", "")
-    assert [each["name"] for each in seen["tensors"] if each["name"]] == list(by_torch(path))
-    assert {"path": "_modules.fc.out_features", "type": "int", "value": 2} in [
-        {key: each[key] for key in ("path", "type", "value")} for each in seen["values"]
-    ]
-    hint = next(line for line in run("inspect", path).stdout.splitlines() if "--dequantize" in line)
-    assert run(*hint.partition("ckptkit ")[2].split()).code == 0
-    assert {"conv.weight", "fc.bias"} <= set(load(tmp_path / "net-float.pt"))
 
 
 def test_without_torch(program: Path, tmp_path: Path) -> None:

@@ -481,15 +481,6 @@ def test_columns_are_taken_only_where_each_entry_is_right(text: str, size: int) 
         assert kinds[0] == kinds[1] and columns == one_by_one
 
 
-@pytest.mark.parametrize("space", ["", " "])
-def test_a_name_that_looks_like_a_cut(space: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(strict_json, "_PART", 0)
-    tensors = {name: entry(n, n + 1) for n, name in enumerate(["a", "b},", "c"])}
-    text = Fields((name, Fields(each.items())) for name, each in tensors.items()).json(space)
-    assert outcome(ours._read_columns, text) is None
-    assert list(read(file_of(text, b"xyz")).weights) == ["a", "b},", "c"]
-
-
 def test_a_name_in_two_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(strict_json, "_PART", 0)
     for name in ("a", "__metadata__"):
@@ -639,18 +630,6 @@ def test_ties_are_stored_once_and_come_back(tmp_path: Path) -> None:
     assert again.extras == {"format": "pt"} and again.warnings == ()
 
 
-def test_ties_may_be_written_twice(tmp_path: Path) -> None:
-    shared = torch.ones(2)
-    plan = written(
-        saved({"b": shared, "a": shared}, tmp_path), tmp_path / "x.safetensors", ties="duplicate"
-    )
-    assert header_of(tmp_path / "x.safetensors")["__metadata__"] == {"format": "pt"}
-    assert set(load_file(tmp_path / "x.safetensors")) == {"a", "b"}
-    assert plan.notes == (
-        "tensors that share memory with others: 1; their bytes are written for each",
-    )
-
-
 def test_other_overlaps_are_written_for_each(tmp_path: Path) -> None:
     base = torch.arange(6.0).reshape(2, 3)
     state = {
@@ -701,14 +680,6 @@ def test_ties_of_the_hub_are_restored(tmp_path: Path) -> None:
     assert again.weights["head.weight"].storage is again.weights["embed.weight"].storage
     assert again.extras == {"format": "pt"}
     assert "'head.weight'" in again.warnings[0]
-
-
-def test_metadata_that_only_look_like_ties_stay() -> None:
-    texts = {"format": "a", "a": "b", "b": "nothing", "c": "nothing"}
-    checkpoint = read(
-        file_of({"__metadata__": texts, "a": entry(0, 1), "nothing_": entry(1, 2)}, b"xy")
-    )
-    assert checkpoint.extras == texts and set(checkpoint.weights) == {"a", "nothing_"}
 
 
 @pytest.mark.parametrize("name", ["quantized_layer", "best.epoch", ".weight", "weight."])
@@ -833,17 +804,6 @@ def test_values_are_kept_and_the_rest_is_named(tmp_path: Path) -> None:
         "nothing": None,
         "tiny": 5e-324,
     }
-
-
-def test_values_survive_another_round(tmp_path: Path) -> None:
-    written(
-        saved({"epoch": 3, "state_dict": {"a": torch.ones(1)}}, tmp_path),
-        tmp_path / "x.safetensors",
-    )
-    first = read_file(tmp_path / "x.safetensors")
-    assert list(first.root) == ["a"]
-    written(first, tmp_path / "y.safetensors")
-    assert (tmp_path / "y.safetensors").read_bytes() == (tmp_path / "x.safetensors").read_bytes()
 
 
 @pytest.mark.parametrize(

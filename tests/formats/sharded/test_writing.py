@@ -65,12 +65,6 @@ def index_of(folder: Path) -> dict[str, Any]:
     return found
 
 
-def header_of(path: Path) -> dict[str, Any]:
-    data = path.read_bytes()
-    found: dict[str, Any] = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-    return found
-
-
 @both
 def test_what_others_load(tmp_path: Path, kind: str) -> None:
     state = sample()
@@ -87,25 +81,6 @@ def test_what_others_load(tmp_path: Path, kind: str) -> None:
         shards[1],
         shards[1],
     ]
-
-
-@both
-def test_back_into_one_file(tmp_path: Path, kind: str) -> None:
-    """With the order, the type and the attributes of the state_dict, and what stood beside it."""
-    state = sample()
-    state["tied"] = state["l2.w"].detach()
-    path = saved(tmp_path, {"model": state, "epoch": 3, "note": "x"})
-    write(path, tmp_path / "out", kind, 800)
-    with_metadata = ckptkit.open(tmp_path / "out")
-    assert with_metadata.format == kind and with_metadata.warnings == ()
-    ckptkit.save(with_metadata, tmp_path / "back.pth")
-    back = torch.load(tmp_path / "back.pth", weights_only=True)
-    same(state, back)
-    assert back._metadata == state._metadata  # type: ignore[attr-defined]
-    ckptkit.save(with_metadata, tmp_path / "back.safetensors")
-    ckptkit.save(ckptkit.open(path), tmp_path / "direct.safetensors")
-    assert header_of(tmp_path / "back.safetensors") == header_of(tmp_path / "direct.safetensors")
-    same(load_file(tmp_path / "direct.safetensors"), load_file(tmp_path / "back.safetensors"))
 
 
 def test_parameters_are_parameters_again(tmp_path: Path) -> None:
@@ -217,18 +192,6 @@ def test_extra_states_go_into_torch_shards(tmp_path: Path) -> None:
     assert list(ckptkit.open(tmp_path / "out").root) == list(state)
 
 
-def test_metadata_go_along(tmp_path: Path) -> None:
-    save_file(
-        {"a": torch.ones(8), "b": torch.ones(8)},
-        tmp_path / "x.safetensors",
-        {"format": "pt", "author": "me"},
-    )
-    for kind in KINDS:
-        write(tmp_path / "x.safetensors", tmp_path / kind, kind, 32)
-        assert index_of(tmp_path / kind)["metadata"] == {"total_size": 64, "author": "me"}
-        assert ckptkit.open(tmp_path / kind).extras["author"] == "me"
-
-
 @both
 def test_objects(tmp_path: Path, kind: str) -> None:
     path = saved(tmp_path, {"model": sample(), "args": Fraction(1, 2)})
@@ -287,29 +250,3 @@ def test_safetensors_unless_something_says_otherwise(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="is a single file") as caught:
         ckptkit.save(ckptkit.open(path), tmp_path / "e", format="safetensors", options=small)
     assert "sharded, sharded-bin" in str(caught.value.hint)
-
-
-def test_shards_that_hold_only_values_of_the_state_dict(tmp_path: Path) -> None:
-    """Packed parameters of quantized modules are not tensors of the state_dict; a shard may hold
-    nothing else."""
-    weight = torch.quantize_per_tensor(torch.randn(30, 30), 0.1, 0, torch.qint8)
-    state = OrderedDict(
-        {
-            "a": torch.ones(300),
-            "q._packed_params._packed_params": (weight, None),
-            "b": torch.ones(300),
-        }
-    )
-    write(saved(tmp_path, state), tmp_path / "out", "sharded-bin", 1000)
-    files = index_of(tmp_path / "out")["weight_map"]
-    alone = files["q._packed_params._packed_params"]
-    assert [name for name, file in files.items() if file == alone] == [
-        "q._packed_params._packed_params"
-    ]
-    read = ckptkit.open(tmp_path / "out")
-    assert list(read.root) == list(state)
-    assert not read.warnings
-    ckptkit.save(read, tmp_path / "again.pth")
-    again = torch.load(tmp_path / "again.pth")
-    assert torch.equal(again["a"], state["a"])
-    assert torch.equal(again["q._packed_params._packed_params"][0].int_repr(), weight.int_repr())

@@ -256,16 +256,6 @@ def test_D_24_a_record_that_reads_on() -> None:
         )
 
 
-def test_a_pickle_may_lie_anywhere(tmp_path: Path) -> None:
-    members = [
-        Member("a/version", b"3\n"),
-        Member("a/data/0", FLOATS),
-        Member("a/data.pkl", pickle_of(tensor(storage()))),
-    ]
-    made = build(*members)
-    check_equal(read(made).root, by_torch(made, tmp_path))
-
-
 # The other records
 
 

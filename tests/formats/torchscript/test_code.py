@@ -6,7 +6,6 @@ import zipfile
 from pathlib import Path
 
 import pytest
-import torch
 from torch import nn
 
 from ckptkit.core.bytesource import Memory
@@ -119,21 +118,6 @@ def test_hostile_code_takes_no_time() -> None:
     for line in (b'["' + b"\\" * (1 << 20), b'["a", ' * (1 << 17), b'["' + b"a" * (1 << 20)):
         with pytest.raises(FormatError):
             parse(b"class M(Module):\n  __parameters__ = " + line)
-
-
-@pytest.mark.parametrize("name", ["a b", "1", "класс"])
-def test_names_that_are_no_identifiers(tmp_path: Path, name: str) -> None:
-    module = nn.Module()
-    module.register_buffer(name, torch.ones(1))
-    path = script(module, tmp_path / "made.pt")
-    with zipfile.ZipFile(path) as file:
-        (found,) = (
-            each
-            for part in file.namelist()
-            if part.endswith(".py")
-            for each in parse(file.read(part)).values()
-        )
-    assert found.part(name) == "_buffers"
 
 
 def test_names_in_code_that_are_not_spelled() -> None:

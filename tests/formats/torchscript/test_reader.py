@@ -241,17 +241,6 @@ def test_packed_weights_of_torch(tmp_path: Path) -> None:
     assert sorted(map(key, weights.values())) == sorted(map(key, half))
 
 
-@pytest.mark.parametrize("frozen", [False, True])
-def test_mobile(tmp_path: Path, frozen: bool) -> None:
-    """Storages have names of their own where there are constants."""
-    path = tmp_path / "made.ptl"
-    module = torch.jit.script(outer())
-    (torch.jit.freeze(module) if frozen else module)._save_for_lite_interpreter(str(path))
-    want = constants_by_torch(path) if frozen else by_torch(path)
-    weights = read(path).weights
-    check_equal({name: weights[name] for name in want}, want)
-
-
 def test_a_mobile_archive_without_code(tmp_path: Path) -> None:
     path = tmp_path / "made.ptl"
     torch.jit.script(outer())._save_for_lite_interpreter(str(path))
@@ -388,17 +377,6 @@ def test_D_30_other_names_do_not(name: str) -> None:
     )
     assert not TORCHSCRIPT.matches(probe) and TORCH_ZIP.matches(probe)
     assert any(name.rpartition("/")[2] in said for said in TORCH_ZIP.read(probe).warnings)
-
-
-def test_other_files_are_not_its_business() -> None:
-    for data in (
-        b"",
-        b"PK",
-        b"\x80\x02N.",
-        build(Member("a/0", b"")),
-        build(Member("a/model.json", b"{}")),
-    ):
-        assert not TORCHSCRIPT.matches(Probe(Memory(data)))
 
 
 def made(
