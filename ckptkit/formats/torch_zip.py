@@ -401,10 +401,7 @@ def patch(before: Checkpoint, after: Checkpoint, options: Options) -> Patch | No
     new = {f"{directory.top}/data.pkl": pickled.data}
     if after.extras != before.extras:
         new[f"{directory.top}/{METADATA}"] = _metadata_record(after.extras)
-    archive = _PatchedArchive(directory)
-    if not archive.replace(new):
-        return None
-    return archive.patch(before.source, pickled.notes)
+    return _patched(before.source, directory, new, pickled.notes)
 
 
 class _ElsewhereError(Exception):
@@ -435,83 +432,58 @@ class _Keys(Numbering):
         return self._keys[extent.offset]
 
 
-class _PatchedArchive:
-    """The members of an archive and its directory after the edit."""
+def _patched(
+    source: LocalFile, directory: ZipDirectory, new: dict[str, bytes], notes: tuple[str, ...]
+) -> Patch | None:
+    """Plan new records and a new directory; None if no name is free for an old record.
 
-    def __init__(self, directory: ZipDirectory) -> None:
-        self.top = directory.top
-        self.members = directory.entries
-        self.start = directory.start  # where new bytes begin
-        self.entries: dict[str, bytes] = {}  # each entry of the directory as it is to be, by name
-        self.headers: dict[str, int] = {}  # offsets of the local headers
-        self.names: list[Edit] = []  # the new ones in local headers
-        self.tail = b""  # everything after `start`
-        self.listed = self._read_entries(directory)  # where the old directory ends
-
-    def _read_entries(self, directory: ZipDirectory) -> int:
-        source, at = directory.source, 0
-        data = source.read(directory.start, source.size - directory.start)
-        for name in self.members:
-            end = at + _NAME + sum(_LENGTHS(data, at + 28))
-            self.entries[name] = data[at:end]
-            at = end
-        _, rows = read_rows(data[:at], len(self.members), directory.start)
-        self.headers = {name: row[0] for name, row in zip(self.members, rows, strict=True)}
-        return directory.start + at
-
-    def replace(self, new: dict[str, bytes]) -> bool:
-        """Replace the records of the same names; False if no name is free for the old ones."""
-        self._remove_last(new)
-        for name in (*new, f"{self.top}/.format_version"):
-            if name in self.entries and not self._rename(name):
-                return False
-        tail = bytearray()
-        for name, content in new.items():
-            member, self.entries[name] = record(name, content, self.start + len(tail))
-            tail += member
-        listed = b"".join(self.entries.values())
-        self.tail = (
-            bytes(tail) + listed + ends(self.start + len(tail), len(listed), len(self.entries))
-        )
-        return True
-
-    def _remove_last(self, new: dict[str, bytes]) -> None:
-        """Remove records to be replaced that are last in the file: their place is free."""
-        by_offset = sorted(self.members, key=self.headers.__getitem__)
-        while len(by_offset) > 1 and by_offset[-1] in new:
-            name = by_offset.pop()
-            self.start = self.headers[name]
-            del self.entries[name]
-
-    def _rename(self, name: str) -> bool:
-        """Give a record an unused name of equal length, in directory and local header."""
-        taken = {each.lower() for each in self.members}
-        other = next(
-            (o for o in (name[:-4] + ending for ending in REPLACED) if o.lower() not in taken), None
-        )
+    No reader accepts the file before the edit is complete: the end record goes first, and its
+    signature is written last.
+    """
+    start, at = directory.start, 0
+    data = source.read(start, source.size - start)
+    entries: dict[str, bytes] = {}  # each entry of the directory as it is to be
+    for name in directory.entries:
+        end = at + _NAME + sum(_LENGTHS(data, at + 28))
+        entries[name] = data[at:end]
+        at = end
+    _, rows = read_rows(data[:at], len(entries), start)
+    headers = {name: row[0] for name, row in zip(entries, rows, strict=True)}
+    breaks = Edit(start + at, bytes(source.size - start - at))
+    # The place of records that are last in the file, and are replaced, is free.
+    by_offset = sorted(entries, key=headers.__getitem__)
+    while len(by_offset) > 1 and by_offset[-1] in new:
+        name = by_offset.pop()
+        start = headers[name]
+        del entries[name]
+    # Others get an unused name of equal length, in directory and local header.
+    taken = {each.lower() for each in headers}
+    renamed: list[Edit] = []
+    for name in (*new, f"{directory.top}/.format_version"):
+        if name not in entries:
+            continue
+        free = (each for each in map(name[:-4].__add__, REPLACED) if each.lower() not in taken)
+        other = next(free, None)
         if other is None:
-            return False
-        raw, entry = other.encode(), self.entries[name]
-        self.names.append(Edit(self.headers[name] + _LOCAL_NAME, raw))
-        renamed = entry[:_NAME] + raw + entry[_NAME + len(raw) :]
+            return None
+        raw, entry = other.encode(), entries[name]
+        renamed.append(Edit(headers[name] + _LOCAL_NAME, raw))
+        changed = entry[:_NAME] + raw + entry[_NAME + len(raw) :]
         # the entry keeps its place: the first decides what torch takes for the top folder
-        self.entries = {
-            (other if each == name else each): (renamed if each == name else kept)
-            for each, kept in self.entries.items()
+        entries = {
+            (other if each == name else each): (changed if each == name else kept)
+            for each, kept in entries.items()
         }
-        return True
-
-    def patch(self, source: LocalFile, notes: tuple[str, ...]) -> Patch:
-        """Plan the patch, which no reader accepts as a file before it is complete.
-
-        The end record goes first, and its signature is written last.
-        """
-        tail, size = self.tail, self.start + len(self.tail)
-        breaks = Edit(self.listed, bytes(source.size - self.listed))
-        last = len(tail) - END_BYTES
-        around = Edit(self.start, tail[:last]), Edit(self.start + last + 4, tail[last + 4 :])
-        seal = Edit(self.start + last, tail[last : last + 4])
-        return Patch(source, breaks, (*sorted(self.names), *around), seal, size, notes)
+    tail = bytearray()
+    for name, content in new.items():
+        member, entries[name] = record(name, content, start + len(tail))
+        tail += member
+    listed = b"".join(entries.values())
+    tail += listed + ends(start + len(tail), len(listed), len(entries))
+    made, last = bytes(tail), len(tail) - END_BYTES
+    around = Edit(start, made[:last]), Edit(start + last + 4, made[last + 4 :])
+    seal = Edit(start + last, made[last : last + 4])
+    return Patch(source, breaks, (*sorted(renamed), *around), seal, start + len(made), notes)
 
 
 # Unpacked archives
