@@ -6,7 +6,7 @@ A safetensors file, which has no checksums, is recovered here, each entry of its
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,8 +22,8 @@ from ckptkit.core.errors import (
 )
 from ckptkit.core.tensor import Storage, Tensor, TypedStorage
 from ckptkit.core.text import some
-from ckptkit.core.tree import Node, StoredBytes, join, nodes, type_name, walk
-from ckptkit.core.weights import Weights, as_tensor, plain_state_dict
+from ckptkit.core.tree import Node, Path, StoredBytes, join, nodes, type_name, walk
+from ckptkit.core.weights import as_tensor, plain_state_dict
 from ckptkit.formats import format
 from ckptkit.formats.format import Loss, Probe, Recovered
 from ckptkit.formats.record import WHOLE, restore
@@ -48,19 +48,49 @@ def recovered(checkpoint: Checkpoint, why: Why, hint: str = AGAIN) -> Recovered:
     has lost a part becomes the state_dict of the rest. Raises CorruptError if no tensor is left,
     with `hint`.
     """
-    verdicts = _Verdicts(why)
-    root, found = without(checkpoint.root, verdicts.is_lost)
-    lost = tuple(Loss(join(path), _what(node), verdicts.reason(node)) for path, node in found)
+    reasons: dict[int, str | None] = {}  # by id: each node and storage is examined once
+    keep: list[Any] = []  # ids stay taken
+
+    def examined(part: Any, find: Callable[[Any], str | None]) -> str | None:
+        if id(part) not in reasons:
+            keep.append(part)
+            reasons[id(part)] = find(part)
+        return reasons[id(part)]
+
+    def reason(root: Node) -> str | None:
+        held = (
+            Storage(node.extent) if isinstance(node, StoredBytes) else node.storage
+            for node in nodes(root)
+            if isinstance(node, (Tensor, TypedStorage, StoredBytes))
+        )
+        found = (examined(storage, why) for storage in held if storage is not None)
+        return next((each for each in found if each is not None), None)
+
+    def is_lost(node: Node) -> bool:
+        return not isinstance(node, (str, bytes)) and examined(node, reason) is not None
+
+    def losses(found: Iterable[tuple[Path, Node]]) -> tuple[Loss, ...]:
+        return tuple(
+            Loss(join(path), _what(node), examined(node, reason) or "") for path, node in found
+        )
+
+    root, found = without(checkpoint.root, is_lost)
+    lost, notes = losses(found), checkpoint.notes
     if not lost:
         if not _has_tensors(root):
             raise CorruptError("it holds no tensors", hint="there is nothing to recover")
         return Recovered(checkpoint, ())
-    weights = _weights(checkpoint)
+    try:
+        weights = checkpoint.selection
+    except AmbiguousError:
+        weights = None
     if weights is not None and weights.is_module:
-        return _of_module(checkpoint, weights, verdicts, hint)
+        root, found = without(plain_state_dict(weights.nodes), is_lost)
+        lost = losses(found)
+        notes = (*notes, "the module became a state_dict of the parts that are left")
     if not _has_tensors(root, 1):
         raise nothing(lost, hint)
-    return Recovered(replace(checkpoint, root=root), lost)
+    return Recovered(replace(checkpoint, root=root, notes=notes), lost)
 
 
 def _has_tensors(root: Node, least: int = 0) -> bool:
@@ -97,65 +127,6 @@ def zeros_from(source: ByteSource) -> int:
         if rest:
             break
     return stop if source.size - stop >= _ZEROS else source.size
-
-
-def _weights(checkpoint: Checkpoint) -> Weights | None:
-    try:
-        return checkpoint.selection
-    except AmbiguousError:
-        return None
-
-
-def _of_module(
-    checkpoint: Checkpoint, weights: Weights, verdicts: _Verdicts, hint: str
-) -> Recovered:
-    entries = plain_state_dict(weights.nodes)
-    root, found = without(entries, verdicts.is_lost)
-    lost = tuple(Loss(join(path), _what(node), verdicts.reason(node)) for path, node in found)
-    if not _has_tensors(root, 1):
-        raise nothing(lost, hint)
-    note = "the module became a state_dict of the parts that are left"
-    return Recovered(replace(checkpoint, root=root, notes=(*checkpoint.notes, note)), lost)
-
-
-class _Verdicts:
-    """Decide which nodes refer to lost storages; each node and storage is examined once."""
-
-    def __init__(self, why: Why) -> None:
-        self._why = why
-        self._storages: dict[int, str | None] = {}
-        self._nodes: dict[int, str | None] = {}
-        self._keep: list[Node] = []  # ids stay taken
-
-    def is_lost(self, node: Node) -> bool:
-        return not isinstance(node, (str, bytes)) and self._find(node) is not None
-
-    def reason(self, node: Node) -> str:
-        return self._find(node) or ""
-
-    def _find(self, root: Node) -> str | None:
-        if id(root) not in self._nodes:
-            self._keep.append(root)
-            self._nodes[id(root)] = self._look(root)
-        return self._nodes[id(root)]
-
-    def _look(self, root: Node) -> str | None:
-        storages = (
-            Storage(node.extent) if isinstance(node, StoredBytes) else node.storage
-            for node in nodes(root)
-            if isinstance(node, (Tensor, TypedStorage, StoredBytes))
-        )
-        return next(
-            (why for storage in storages if (why := self._verdict(storage)) is not None), None
-        )
-
-    def _verdict(self, storage: Storage | None) -> str | None:
-        if storage is None:
-            return None
-        if id(storage) not in self._storages:
-            self._keep.append(storage)
-            self._storages[id(storage)] = self._why(storage)
-        return self._storages[id(storage)]
 
 
 def _what(node: Node) -> str:
