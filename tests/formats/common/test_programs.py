@@ -13,6 +13,7 @@ from torch import nn
 import ckptkit
 from ckptkit.api import convert
 from ckptkit.core.errors import UsageError
+from ckptkit.edits.structure import extract
 from tests.conftest import in_process
 from tests.formats.torchscript.scripts import (
     QUIET,
@@ -112,3 +113,17 @@ def test_without_torch(program: Path, tmp_path: Path) -> None:
     ]
     for report in spied(tmp_path, *commands):
         assert report == {"code": 0, "heavy": [], "unpicklers": 0}
+
+
+def test_wrapped_and_extracted(program: Path, frozen: Path, tmp_path: Path) -> None:
+    for path in (program, frozen):
+        checkpoint = ckptkit.wrap(ckptkit.open(path), "model")
+        ckptkit.save(
+            checkpoint,
+            tmp_path / "wrapped.pth",
+        )
+        got = load(tmp_path / "wrapped.pth")
+        assert list(got) == ["model"] and list(got["model"]) == list(checkpoint.weights)
+        (tmp_path / "wrapped.pth").unlink()
+    ckptkit.save(extract(ckptkit.open(frozen), "CONSTANTS"), tmp_path / "constants.pth")
+    assert set(constants_by_torch(frozen)) <= set(load(tmp_path / "constants.pth"))
