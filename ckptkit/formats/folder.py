@@ -77,18 +77,14 @@ def _meant(probe: Probe) -> ByteSource | Folder:
         return _tracked(probe)
     chosen = best(probe.names)
     if chosen is None:
-        raise _ambiguous(probe)
+        first = [each.files[0] for each in preferred(probe.names)]
+        raise AmbiguousError(
+            f"holds {len(first)} checkpoints: {listed(first)}",
+            where=probe.name,
+            hint=f"name one of them, e.g. {shell_word(os.path.join(probe.name, first[0]))}",
+        )
     (name,) = chosen.files
     return probe.folder.open(name)
-
-
-def _ambiguous(probe: Probe) -> AmbiguousError:
-    first = [each.files[0] for each in preferred(probe.names)]
-    return AmbiguousError(
-        f"holds {len(first)} checkpoints: {listed(first)}",
-        where=probe.name,
-        hint=f"name one of them, e.g. {shell_word(os.path.join(probe.name, first[0]))}",
-    )
 
 
 # The folder of a training that says which of its saves is the latest

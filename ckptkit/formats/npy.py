@@ -64,6 +64,7 @@ MAGIC = b"\x93NUMPY"
 ALIGNMENT = 64  # of the elements, in bytes
 
 _LENGTH_BYTES = {b"\1\0": 2, b"\2\0": 4, b"\3\0": 4}
+_AGAIN = "the file is cut: download or copy it again"
 _FIRST = 256  # bytes that are read at first
 _ITEM = re.compile(
     r"""\s*(['"])(?P<key>\w+)\1\s*:\s*
@@ -137,17 +138,11 @@ def _header(extent: Extent) -> tuple[NpyHeader, bytes]:
     width = _LENGTH_BYTES.get(head[6:8])
     if width is None and len(head) >= 8:
         raise UnsupportedError(f"version {head[6]}.{head[7]} of numpy's array files, not 1 to 3")
-    if width is None or len(head) < 8 + width:
-        raise TruncatedError(
-            "ends inside the header of an array", hint="the file is cut: download or copy it again"
-        )
-    length = int.from_bytes(head[8 : 8 + width], "little")
-    start = 8 + width + length
+    length = int.from_bytes(head[8 : 8 + (width or 0)], "little")
+    start = 8 + (width or 0) + length
     check("npy_header_bytes", length, "bytes of an array's header")
-    if start > extent.length:
-        raise TruncatedError(
-            "ends inside the header of an array", hint="the file is cut: download or copy it again"
-        )
+    if width is None or len(head) < 8 + width or start > extent.length:
+        raise TruncatedError("ends inside the header of an array", hint=_AGAIN)
     data = head[:start] if start <= len(head) else _head(extent, start)
     try:
         text = data[8 + width :].decode("utf-8" if head[6] == 3 else "latin-1")
@@ -230,7 +225,7 @@ def _check_size(expected: int, found: int, header: NpyHeader, dtype: DType) -> N
         raise TruncatedError(
             f"an array of shape {header.shape} and {dtype} has {expected:,} bytes, "
             f"but only {found:,} are in the file",
-            hint="the file is cut: download or copy it again",
+            hint=_AGAIN,
         )
     if found > expected:
         raise AmbiguousError(

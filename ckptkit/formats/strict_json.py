@@ -117,11 +117,13 @@ def _check_nesting(data: bytes, what: str) -> int:
 
 
 def _loads(data: bytes, what: str, hook: Hook | None) -> Any:
+    # Whether `_integer` might refuse one; a name may look like it.
+    is_odd = (b"-" in data and b"-0" in data) or b"0" * _DIGITS in data.translate(_ZEROS)
     try:
         value = json.loads(
             data.decode(),
             object_pairs_hook=hook,
-            parse_int=_integer if _has_odd_integers(data) else int,
+            parse_int=_integer if is_odd else int,
             parse_float=_number,
             parse_constant=_constant,
         )
@@ -140,11 +142,6 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
         raise AmbiguousError(f"the name {twice[:80]!r} occurs twice in one JSON object")
     return made
-
-
-def _has_odd_integers(data: bytes) -> bool:
-    """Return whether `_integer` might refuse one; a name may look like it."""
-    return (b"-" in data and b"-0" in data) or b"0" * _DIGITS in data.translate(_ZEROS)
 
 
 def _integer(text: str) -> int:

@@ -155,19 +155,16 @@ def _pickled(archive: Archive) -> tuple[Object, tuple[Global, ...], list[str]]:
         constants = archive.unpickle("constants")
         names += tuple(name for name in constants.globals if name not in names)
         warnings += constants.warnings
-        _add_constants(root, constants.root)
+        if not isinstance(constants.root, tuple):
+            raise FormatError("constants.pkl does not hold a tuple")
+        if CONSTANTS in root.state:
+            raise AmbiguousError(
+                f"an attribute of its module is called {CONSTANTS}, as its constants are"
+            )
+        if constants.root:
+            numbered = enumerate(constants.root)
+            root.state[CONSTANTS] = {f"c{number}": each for number, each in numbered}
     return root, names, warnings
-
-
-def _add_constants(root: Object, constants: Node) -> None:
-    if not isinstance(constants, tuple):
-        raise FormatError("constants.pkl does not hold a tuple")
-    if CONSTANTS in root.state:
-        raise AmbiguousError(
-            f"an attribute of its module is called {CONSTANTS}, as its constants are"
-        )
-    if constants:
-        root.state[CONSTANTS] = {f"c{number}": each for number, each in enumerate(constants)}
 
 
 def _is_scripted(node: Node) -> bool:

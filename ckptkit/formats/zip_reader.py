@@ -191,10 +191,16 @@ def check_names(names: list[bytes], rows: list[Row]) -> list[str]:
     numpy = all(name.endswith(b".npy") for name in names)
     # torch looks names up without regard to ASCII case
     folded = (joined if numpy else joined.lower()).split(b"\0")
-    if len(set(folded)) != len(names):
-        _refuse_duplicates(names, folded)
-    if b"/\0" in framed:
-        _check_folders(names, rows, set(folded))
+    known = set(folded)
+    if len(known) != len(names):
+        twice = Counter(folded).most_common(1)[0][0]
+        one, other, *_ = (name for name, key in zip(names, folded, strict=True) if key == twice)
+        raise AmbiguousError(f"two records have the same name: {shown(one)}, {shown(other)}")
+    for name, (_, stored, size, *_) in zip(names, rows, strict=True) if b"/\0" in framed else ():
+        if name.endswith(b"/") and (stored or size or name[:-1].lower() in known):
+            raise AmbiguousError(
+                f"record {shown(name)} is a folder by its name and a file by its bytes"
+            )
     return texts
 
 
@@ -203,20 +209,6 @@ def _check_name(name: bytes) -> None:
         raise FormatError(f"record name {shown(name)} is empty or holds control characters")
     if name.startswith(b"/") or b"\\" in name or b".." in name.split(b"/"):
         raise PathError(f"record name {shown(name)} leads out of the archive")
-
-
-def _refuse_duplicates(names: list[bytes], folded: list[bytes]) -> NoReturn:
-    twice = Counter(folded).most_common(1)[0][0]
-    one, other, *_ = (name for name, key in zip(names, folded, strict=True) if key == twice)
-    raise AmbiguousError(f"two records have the same name: {shown(one)}, {shown(other)}")
-
-
-def _check_folders(names: list[bytes], rows: list[Row], folded: set[bytes]) -> None:
-    for name, (_, stored, size, *_) in zip(names, rows, strict=True):
-        if name.endswith(b"/") and (stored or size or name[:-1].lower() in folded):
-            raise AmbiguousError(
-                f"record {shown(name)} is a folder by its name and a file by its bytes"
-            )
 
 
 class HeaderWindow:
