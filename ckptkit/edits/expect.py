@@ -70,28 +70,25 @@ def parse_expectation(text: str) -> Expectation:
             )
         words[found["word"]] = found["value"]
         at = found.end()
+    shape = words.get("shape")
+    if shape is not None and not shape.startswith("["):
+        raise RuleError(f"shape={shape} is not a shape", hint="shape=[config.vocab_size _]")
+    sizes = None if shape is None else shape[1:-1].replace(",", " ").split()
+    count, dtype = words.get("count"), words.get("dtype")
     return Expectation(
         text.strip(),
         glob,
         missing="missing" in words,
         finite="finite" in words,
-        count=None if words.get("count") is None else parse_given(words["count"] or ""),
-        shape=_shape(words.get("shape")),
-        dtypes=tuple((words.get("dtype") or "").split("|")) if words.get("dtype") else (),
+        count=None if count is None else parse_given(count),
+        shape=None if sizes is None else tuple(map(parse_given, sizes)),
+        dtypes=tuple(dtype.split("|")) if dtype else (),
         equal=words.get("equal"),
     )
 
 
 _BARE = ("exists", "missing", "finite")
 _WORDS = (*_BARE, "count", "shape", "dtype", "equal")
-
-
-def _shape(text: str | None) -> tuple[Given, ...] | None:
-    if text is None:
-        return None
-    if not text.startswith("["):
-        raise RuleError(f"shape={text} is not a shape", hint="shape=[config.vocab_size _]")
-    return tuple(map(parse_given, text[1:-1].replace(",", " ").split()))
 
 
 class Expectations:
@@ -165,29 +162,24 @@ def _failures(
 def _faults(
     each: Expectation, tensor: Tensor, shape: list[int | None] | None, tensors: Mapping[str, Tensor]
 ) -> Iterator[str]:
-    if shape is not None and not _fits(tensor.shape, shape):
+    fits = shape is None or (
+        len(tensor.shape) == len(shape)
+        and all(n is None or n == m for m, n in zip(tensor.shape, shape, strict=True))
+    )
+    if shape is not None and not fits:
         wanted = ", ".join("_" if n is None else str(n) for n in shape)
         yield f"has shape {shape_text(tensor.shape)} instead of [{wanted}]"
     if each.dtypes and tensor.dtype.name not in each.dtypes:
         yield f"is {tensor.dtype} instead of {' or '.join(each.dtypes)}"
     if each.equal is not None:
-        yield from _unequal(tensor, each.equal, tensors)
+        other = tensors.get(each.equal)
+        if other is None:
+            yield f"is not equal to {each.equal}, which is not there"
+        elif other.shape != tensor.shape or other.dtype != tensor.dtype:
+            yield f"is not equal to {each.equal}: {other.dtype} {shape_text(other.shape)}"
+        elif (difference := compare(tensor, other)) is not None:
+            yield f"differs from {each.equal} in {plural(difference.count, 'element')}"
     if each.finite:
         nan, infinite = nonfinite(tensor) if tensor.storage is not None else (0, 0)
         if nan or infinite:
             yield f"has {nan:,} NaN and {infinite:,} infinite elements"
-
-
-def _fits(found: tuple[int, ...], wanted: list[int | None]) -> bool:
-    pairs = zip(found, wanted, strict=False)
-    return len(found) == len(wanted) and all(n is None or n == m for m, n in pairs)
-
-
-def _unequal(tensor: Tensor, name: str, tensors: Mapping[str, Tensor]) -> Iterator[str]:
-    other = tensors.get(name)
-    if other is None:
-        yield f"is not equal to {name}, which is not there"
-    elif other.shape != tensor.shape or other.dtype != tensor.dtype:
-        yield f"is not equal to {name}: {other.dtype} {shape_text(other.shape)}"
-    elif (difference := compare(tensor, other)) is not None:
-        yield f"differs from {name} in {plural(difference.count, 'element')}"

@@ -34,41 +34,36 @@ def extract(ck: Checkpoint, key: str | Sequence[str]) -> Checkpoint:
 
     Of several paths, the first that exists is taken. Raises UsageError if none does.
     """
-    key, (path, node) = _first(ck.whole(), key)
+    root, found = ck.whole().root, None
+    for each in key:
+        try:
+            found, key = find(root, each), each
+            break
+        except UsageError:
+            if len(key) == 1:
+                raise
+    if found is None:
+        raise UsageError(
+            f"has no entry {' or '.join(key)}",
+            where=ck.name,
+            hint="`ckptkit inspect --tree {where}` shows its entries",
+        )
+    path, node = found
     if isinstance(node, LEAVES) and not isinstance(node, Tensor):
         raise UsageError(
             f"the entry {key!r} is a single {type_name(node)}, not a checkpoint",
             where=ck.name,
             hint="name a mapping, a list or a tensor; `ckptkit inspect {where}` shows values",
         )
-    inner = _key_below(ck, path)
+    # The key of the weights once the entry is the root; there is none if they are outside of it.
+    inner = None
+    if ck.key is not None:
+        weights, _ = find(ck.root, ck.key)
+        if len(weights) >= len(path) and join(weights[: len(path)]) == join(path):
+            inner = join(weights[len(path) :])
     others = [each for each, _ in children(ck.root) if path and each is not path[0]]
     leaving = f", leaving {some(map(key_text, others))}" if others else ""
     return ck.with_key(inner).with_root(node, notes=[f"extracted {key!r}{leaving}"])
-
-
-def _first(ck: Checkpoint, keys: Sequence[str]) -> tuple[str, tuple[Path, Node]]:
-    """Return the first of several dotted paths that exists, and what is there."""
-    for key in keys:
-        try:
-            return key, find(ck.root, key)
-        except UsageError:
-            if len(keys) == 1:
-                raise
-    raise UsageError(
-        f"has no entry {' or '.join(keys)}",
-        where=ck.name,
-        hint="`ckptkit inspect --tree {where}` shows its entries",
-    )
-
-
-def _key_below(ck: Checkpoint, path: Path) -> str | None:
-    """Return the key of the weights once the entry at `path` is the root, None if there is none."""
-    if ck.key is None:
-        return None
-    weights, _ = find(ck.root, ck.key)
-    inside = len(weights) >= len(path) and join(weights[: len(path)]) == join(path)
-    return join(weights[len(path) :]) if inside else None
 
 
 def with_value(ck: Checkpoint, path: str, value: object) -> Checkpoint:
