@@ -361,7 +361,7 @@ def _named(
     if made.equal:
         return made
     # The kinds of the modules of both sides; dtypes, which may differ, do not count.
-    parts = {(key, "", len(kind.shape)): None for side in (a, b) for key, kind in side.items()}
+    parts = {(key, len(kind.shape)): None for side in (a, b) for key, kind in side.items()}
     return replace(made, modules=Modules(parts))
 
 

@@ -59,7 +59,7 @@ class Skipped:
 def modules(checkpoint: Checkpoint) -> Modules:
     """Return the kinds of the modules of all tensors of a checkpoint."""
     rows = summary.summarize(checkpoint).rows
-    return Modules((row.label, row.dtype, len(row.tensor.shape)) for row in rows)
+    return Modules((row.label, (row.dtype, len(row.tensor.shape))) for row in rows)
 
 
 def depth(parts: int) -> Callable[[str], str]:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ckptkit.core.text import COUNTERS, Folded, Item, Modules, fold, unfolded
+from ckptkit.core.text import COUNTERS, Folded, Item, fold, unfolded
 
 
 def labels(names: list[str]) -> list[str]:
@@ -102,27 +102,6 @@ def test_counters_are_alike_in_modules_of_all_kinds() -> None:
     counters = [(f"l.{i}.{name}", "i64") for i in range(2) for name in COUNTERS]
     assert by_module(*counters, ("l.1.b", "f32")) == [f"l.{{0..1}}.{n}" for n in COUNTERS] + [
         "l.1.b"
-    ]
-
-
-PARTS = st.sampled_from(["0", "1", "2", "01", "a", "b", "step", "", "9" * 19])
-ROWS = st.lists(
-    st.tuples(
-        st.lists(PARTS, min_size=1, max_size=4).map(".".join),
-        st.sampled_from(["f32", "f16"]),
-        st.integers(1, 2),
-    ),
-    max_size=24,
-)
-
-
-@given(ROWS)
-def test_modules_are_those_of_each_row(rows: list[tuple[str, str, int]]) -> None:
-    """What is found for many rows at once is what `Modules` tells for each, names repeated too."""
-    modules = Modules((name, dtype, 0) for name, dtype, _ in rows)
-    singly = fold(Item(name, (dtype, modules(name)), nbytes) for name, dtype, nbytes in rows)
-    assert fold([Item(*row) for row in rows], lambda dtype: dtype) == [
-        row._replace(columns=row.columns[0]) for row in singly
     ]
 
 
