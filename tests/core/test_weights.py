@@ -4,14 +4,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from torch import nn
 
 import ckptkit
 from ckptkit.core import dtypes
 from ckptkit.core.bytesource import Memory, Range
 from ckptkit.core.checkpoint import Checkpoint
-from ckptkit.core.errors import AmbiguousError, LimitError, UsageError
+from ckptkit.core.errors import AmbiguousError, UsageError
 from ckptkit.core.limits import LIMITS
 from ckptkit.core.tensor import Storage, Tensor
 from ckptkit.core.tree import Global, Node, Object, OrderedMapping, Pairs, SetNode
@@ -180,60 +178,11 @@ def test_objects_that_are_tensors() -> None:
     assert as_tensor(Object(Global("a", "B"))) is None
 
 
-# Pickled modules: what `state_dict` of the same modules gives
-
-
-def pickled(module: nn.Module, tensors: dict[int, Tensor]) -> Object:
-    """A module as a reader gives it, from its own attributes."""
-
-    def leaf(value: torch.Tensor | None) -> Tensor | None:
-        return None if value is None else tensors.setdefault(id(value), tensor())
-
-    made = Object(Global("a", type(module).__name__), (), new=True)
-    attributes = {
-        "training": True,
-        "_parameters": OrderedMapping(
-            (name, leaf(each)) for name, each in module._parameters.items()
-        ),
-        "_buffers": OrderedMapping((name, leaf(each)) for name, each in module._buffers.items()),
-        "_non_persistent_buffers_set": SetNode(sorted(module._non_persistent_buffers_set)),
-        "_modules": OrderedMapping(
-            (name, each and pickled(each, tensors)) for name, each in module._modules.items()
-        ),
-    }
-    made.steps.append(("build", attributes))
-    return made
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Conv2d(1, 2, 3, bias=False), nn.BatchNorm2d(2), nn.ReLU())
-        self.none = None
-        self.register_module("nothing", None)
-        self.head = nn.Linear(2, 2)
-        self.tied = nn.Linear(2, 2)
-        self.tied.weight = self.head.weight
-        self.own = nn.Parameter(torch.zeros(2))
-        self.register_buffer("hidden", torch.zeros(2), persistent=False)
-        self.register_buffer("shown", torch.zeros(2))
-
-
-def test_module_state_is_the_state_dict() -> None:
-    module = Net()
-    tensors: dict[int, Tensor] = {}
-    weights = found({"model": pickled(module, tensors), "epoch": 3})
-    assert weights.is_module
-    assert weights.path == ("model",)
-    assert list(weights.tensors) == list(module.state_dict())
-    for name, value in module.state_dict(keep_vars=True).items():
-        assert weights.tensors[name] is tensors[id(value)]
-
-
 def test_module_by_slots() -> None:
-    made = pickled(nn.Linear(1, 1), {})
-    made.steps = [("build", (made.state, {"slot": 1}))]
-    assert list(found(made).tensors) == ["weight", "bias"]
+    made = Object(Global("a", "B"), (), new=True)
+    attributes = {"_parameters": {"w": W, "none": None}, "_buffers": {"b": W}, "_modules": {}}
+    made.steps = [("build", (attributes, {"slot": 1}))]
+    assert list(found(made).tensors) == ["w", "b"]
 
 
 def test_what_is_no_module() -> None:
@@ -241,19 +190,6 @@ def test_what_is_no_module() -> None:
     made = Object(Global("a", "B"))
     made.steps.append(("build", {"_parameters": {}, "_buffers": {}, "_modules": 3}))
     assert module_state(made) is None
-
-
-def test_a_module_inside_itself() -> None:
-    made = pickled(nn.Sequential(nn.Linear(1, 1)), {})
-    made.state["_modules"]["again"] = made
-    with pytest.raises(LimitError):
-        module_state(made)
-
-
-def test_a_shared_submodule_has_two_names() -> None:
-    module = nn.Sequential(nn.Linear(1, 1))
-    module.append(module[0])
-    assert list(found(pickled(module, {})).tensors) == list(module.state_dict())
 
 
 @pytest.mark.parametrize("has_scores", [True, False])

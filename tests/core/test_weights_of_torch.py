@@ -6,7 +6,6 @@ The oracle for modules is `state_dict()` of what torch.load makes of the same fi
 from __future__ import annotations
 
 import argparse
-import copy
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +19,7 @@ from torch.optim.swa_utils import AveragedModel
 import ckptkit
 from ckptkit.analysis.summary import summarize
 from ckptkit.core.checkpoint import Checkpoint
-from ckptkit.core.errors import AmbiguousError, LimitError
+from ckptkit.core.errors import LimitError
 from ckptkit.core.tree import Global, Node, Object, join
 from ckptkit.core.weights import locate, module_state
 from tests.core.test_weights import tensor as lazy
@@ -146,19 +145,6 @@ def test_every_name_of_a_module_has_a_place(case: str, tmp_path: Path) -> None:
     names = [row.name for row in summarize(checkpoint).rows if row.name is not None]
     assert selection is not None
     assert sorted(names) == sorted(selection.nodes)
-
-
-def test_the_module_itself_is_the_checkpoint(tmp_path: Path) -> None:
-    module = nn.DataParallel(Net())
-    checkpoint = opened(module, tmp_path)
-    assert checkpoint.required.path == ()
-    assert list(checkpoint.weights) == list(module.state_dict())
-
-
-def test_what_is_in_no_state_dict_is_left_out(tmp_path: Path) -> None:
-    names = set(opened(Net(), tmp_path).weights)
-    assert "shown" in names and "again.weight" in names and "head.weight" in names
-    assert not names & {"hidden", "no_buffer", "no_parameter", "nothing"}
 
 
 @pytest.mark.parametrize("older", ["_non_persistent_buffers_set", "_modules"])
@@ -390,24 +376,6 @@ def test_wrappers(case: str, tmp_path: Path) -> None:
     assert list(checkpoint.weights) == [
         name for name, each in state.items() if isinstance(each, torch.Tensor)
     ]
-
-
-def test_other_copies_are_chosen_by_name(tmp_path: Path) -> None:
-    live, average = model(), copy.deepcopy(model())
-    average[0].weight.data.fill_(7)
-    path = saved(
-        {"state_dict": live.state_dict(), "state_dict_ema": average.state_dict()}, tmp_path
-    )
-    assert ckptkit.load(path, key="state_dict_ema")["0.weight"].unique().tolist() == [7]
-    assert torch.equal(ckptkit.load(path)["0.weight"], live[0].weight)
-
-
-def test_equals_are_ambiguous(tmp_path: Path) -> None:
-    checkpoint = opened(
-        {"student": model().state_dict(), "teacher": model().state_dict()}, tmp_path
-    )
-    with pytest.raises(AmbiguousError, match="student, teacher"):
-        checkpoint.required
 
 
 def test_a_few_tensors_among_other_values_are_no_weights() -> None:

@@ -242,14 +242,6 @@ def test_tasks_are_independent(size: int, source: LocalFile, tmp_path: Path) -> 
     assert path.read_bytes() == want
 
 
-def test_threads_share_checksums(
-    source: LocalFile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(parallel_write, "THREAD_TASK", 50_000)
-    segments, want = every_kind(source)
-    assert written(segments, tmp_path) == want
-
-
 @pytest.mark.parametrize(("offset", "files", "tasks"), [(BLOCK, 2, 2), (5, 1, 60), (5, 2, 120)])
 def test_threads_share_what_the_kernel_does_not_copy(
     offset: int,
@@ -364,13 +356,6 @@ def test_reading_ahead_does_not_pay_for_ranges_that_are_far_apart() -> None:
 
 
 # checksums
-
-
-@given(st.binary(max_size=300), st.binary(max_size=300))
-def test_combined_checksums_are_those_of_zlib(first: bytes, second: bytes) -> None:
-    assert crc32_combine(zlib.crc32(first), zlib.crc32(second), len(second)) == zlib.crc32(
-        first + second
-    )
 
 
 @pytest.mark.parametrize("size", [0, 1, 255, 65_536, 3 << 20])

@@ -99,12 +99,6 @@ def test_a_folder(name: str, source: LocalFile, folder: Path) -> None:
     assert (done.nbytes, done.files) == (len(DATA) + 2, 4)
 
 
-def test_a_relative_name(source: LocalFile, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(folder)
-    publish(copy_plan(source), "out.pt")
-    assert (folder / "out.pt").read_bytes() == COPY
-
-
 def test_a_name_behind_a_linked_folder(source: LocalFile, folder: Path, tmp_path: Path) -> None:
     (tmp_path / "deep" / "deeper").mkdir(parents=True)
     (tmp_path / "link").symlink_to(tmp_path / "deep" / "deeper")
@@ -425,11 +419,6 @@ def all_kinds(source: LocalFile) -> Plan:
         Deferred(bytes(8), ((4, 0),)),
         Range(source, 7, 60_000),
     )
-
-
-def test_verify_agrees_with_what_was_written(source: LocalFile, folder: Path) -> None:
-    publish(all_kinds(source), folder / "out.pt", verify=True)
-    publish(folder_plan(source), folder / "out", verify=True)
 
 
 @pytest.mark.parametrize(
