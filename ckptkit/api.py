@@ -350,7 +350,9 @@ def _changed(checkpoint: Checkpoint, steps: tuple[Step, ...], strict: bool) -> C
     name, root = checkpoint.name, checkpoint.root
     try:
         for step in steps:
-            changed = arguments.function("a step", step)(checkpoint)
+            if not callable(step):
+                raise arguments.wrong("a step", "a function", step)
+            changed = step(checkpoint)
             if not isinstance(changed, Checkpoint):
                 raise arguments.wrong("the result of a step", "a Checkpoint", changed)
             new = changed.warnings[len(checkpoint.warnings) :] if strict else ()

@@ -93,7 +93,7 @@ class Weights:
 
     @cached_property
     def hold_tensors(self) -> bool:
-        """Whether there is a tensor, also inside of values such as extra states."""
+        """True if there is a tensor, also inside of values such as extra states."""
         return any(map(has_tensors, self.nodes.values() if self.is_module else (self.node,)))
 
     @cached_property

@@ -160,7 +160,7 @@ def _title(checkpoints: Sequence[Checkpoint], number: int) -> str:
 
 @checked
 def merge(checkpoints: Sequence[Source], *, last_wins: bool = False) -> Checkpoint:
-    """The weights of all checkpoints in one state_dict, in order, with the ``_metadata`` of all.
+    """Return the weights of all checkpoints in one state_dict, in order, with all ``_metadata``.
 
     Raises CollisionError for a name that two of them have, unless ``last_wins``; UsageError for
     weights that are quantized in different ways.
@@ -261,7 +261,7 @@ def _unwrapped(found: Checkpoint, ck: Checkpoint) -> Checkpoint:
 
 
 def _named(ck: Checkpoint, path: str, tensors: list[Node]) -> Checkpoint:
-    """The tensors of a list under the names of the weights that are trained."""
+    """Return the tensors of a list under the names of the weights that are trained."""
     weights = ck.required
     shapes = {name: tensor.shape for name, tensor in weights.tensors.items()}
     trained = [

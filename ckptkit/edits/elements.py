@@ -152,7 +152,7 @@ def _is_fixed(node: Node, tensor: Tensor, target: DType) -> bool:
 
 
 def _calls(node: Node) -> Iterator[Object]:
-    """The calls that make a tensor and those that it is made of, each once, the outermost first."""
+    """Yield the calls that make a tensor and its parts, each once, the outermost first."""
     waiting = [node] if isinstance(node, Object) else []
     seen: set[int] = set()
     while waiting:

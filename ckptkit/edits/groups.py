@@ -29,7 +29,7 @@ def refuse(ck: Checkpoint, names: Iterable[str] | None, what: str) -> None:
 
 
 def instead(ck: Checkpoint) -> str:
-    """The command that makes numbers of codes and scales."""
+    """Return the command that makes numbers of codes and scales."""
     return "dequantize it first: `ckptkit convert {where} {new} --dequantize bfloat16`"
 
 
@@ -67,7 +67,7 @@ def _mixed(ck: Checkpoint, what: str) -> UsageError:
 
 
 def followed(ck: Checkpoint, names: Mapping[str, str]) -> tuple[dict[str, str], Checkpoint]:
-    """New names in which the tensors of a weight stay together; the checkpoint that knows them.
+    """Return names in which tensors of a weight stay together; the checkpoint that knows them.
 
     Where one tensor of a group gets another module, the others follow. Raises UsageError for a new
     name by which the weight would no longer be known for what it is.
@@ -105,7 +105,7 @@ def _stem(group: QuantizedWeight, stem: str, names: Mapping[str, str]) -> str:
 
 
 def _header(metadata: Mapping[str, str], moved: Mapping[str, str]) -> dict[str, str]:
-    """The strings of a container that describe quantized weights by name, with other names."""
+    """Return the strings of a container that describe quantized weights, with other names."""
     import json
 
     new = {moved.get(key, key): text for key, text in metadata.items()}
@@ -125,13 +125,13 @@ def _header(metadata: Mapping[str, str], moved: Mapping[str, str]) -> dict[str, 
 
 
 def completed(found: Quantization, hits: set[str]) -> set[str]:
-    """Names that were selected, with all tensors of the weights that they name."""
+    """Return the names that were selected, with all tensors of the weights that they name."""
     whole = (group for group in found.groups if group.parts[0] in hits or group.name in hits)
     return hits.union(*(group.members for group in whole))
 
 
 def torn(found: Quantization, kept: set[str]) -> list[str]:
-    """A warning about weights of which some tensors are kept and others are not."""
+    """Return a warning about weights of which only some tensors are kept."""
     names = [
         group.name
         for group in found.groups

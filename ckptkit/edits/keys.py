@@ -48,7 +48,7 @@ Paths = dict[str, Node]
 
 
 def paths_of(mapping: Node) -> Paths | None:
-    """The ``_metadata`` of a state_dict, None if it has none that is a mapping from strings."""
+    """Return the ``_metadata`` of a state_dict, None without one that maps strings."""
     paths = module_versions(mapping)
     if paths is None or not all(isinstance(path, str) for path in paths):
         return None
@@ -106,7 +106,7 @@ def prefixed_paths(paths: Paths, prefix: str) -> Paths:
 
 
 def pruned_paths(paths: Paths, names: Iterable[str]) -> Paths:
-    """The paths that still have a name below them, and the root."""
+    """Return the paths that still have a name below them, and the root."""
     live = {""}
     for name in names:
         path = name.rpartition(".")[0]
@@ -555,7 +555,7 @@ def select(
 
 
 def _matching(target: Target, globs: Sequence[str], weights: Quantization) -> set[str]:
-    """The names that match, and those that are one quantized weight with them."""
+    """Return the names that match, and those that are one quantized weight with them."""
     found: set[str] = set()
     names = [*target.names, *(group.name for group in weights.groups)]
     for glob in globs:

@@ -279,7 +279,7 @@ Parameters = Mapping[Node, str]  # of the parameters, by their keys
 
 @dataclass
 class Cut:
-    """What replaces nodes of optimizers, by their ids; the entries to drop; and what to say."""
+    """Replacements of nodes of optimizers, by their ids; entries to drop; notes and warnings."""
 
     swap: dict[int, Node] = field(default_factory=dict)
     dropped: list[str] = field(default_factory=list)

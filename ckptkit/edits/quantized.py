@@ -45,7 +45,7 @@ _CONFIG = ("quantization_config", "quantization", "compression_config")
 
 @edit
 def dequantize(ck: Checkpoint, dtype: DTypeLike | None = None) -> Checkpoint:
-    """Every quantized weight as `dtype`, byte for byte as its own library computes it.
+    """Dequantize every quantized weight to `dtype`, bit-exactly as its own library does.
 
     Without a dtype: that of the model's configuration, else the one that the file names, else
     float16 (GPTQ, AWQ) or bfloat16; torch's own quantized tensors become float32. What a weight was
@@ -69,7 +69,7 @@ def dequantize(ck: Checkpoint, dtype: DTypeLike | None = None) -> Checkpoint:
 
 
 def target(name: DTypeLike) -> DType:
-    """The dtype to make. Raises UsageError for one that weights are not dequantized to."""
+    """Return the dtype to make. Raises UsageError for one that is not dequantized to."""
     try:
         dtype = dtypes.parse(name)
     except FormatError as error:
@@ -157,7 +157,7 @@ KEPT = frozenset({
 
 @edit
 def quantize(ck: Checkpoint, kind: str) -> Checkpoint:
-    """The weights with each matrix of a layer as codes and scales: ``fp8-block`` or ``mxfp4``.
+    """Quantize each matrix of a layer to codes and scales: ``fp8-block`` or ``mxfp4``.
 
     ``X.weight`` becomes ``X.weight`` and ``X.weight_scale_inv`` (DeepSeek, transformers), or
     ``X.weight_packed`` and ``X.weight_scale`` (compressed-tensors). Embeddings, the head, routers
@@ -325,7 +325,7 @@ class _Layer(NamedTuple):
 
 
 def _layers(weights: Weights) -> Iterator[_Layer]:
-    """The packed layers, with names that no other layer or weight has."""
+    """Yield the packed layers, with names that no other layer or weight has."""
     found: list[tuple[Path, str, str, dict[str, Node]]] = []
     for path, tensors in _packed(weights.node):
         parts = [part for part in _parts(path) if part != "_modules"]

@@ -46,7 +46,7 @@ BYTES = 1 << 20
 
 
 def read(path: str) -> Mapping[str, Any]:
-    """The object in the JSON file at `path`. Raises PathError, UsageError."""
+    """Return the object in the JSON file at `path`. Raises PathError, UsageError."""
     source = LocalFile(path)
     try:
         return _parsed(source)
@@ -55,7 +55,7 @@ def read(path: str) -> Mapping[str, Any]:
 
 
 def find(source: ByteSource | Folder | None) -> Mapping[str, Any] | None:
-    """The object in config.json beside a checkpoint; None if there is none. Raises UsageError."""
+    """Return the object in config.json beside a checkpoint, None without. Raises UsageError."""
     folder = _folder(source)
     try:
         if folder is None or CONFIG_NAME not in folder:
@@ -101,7 +101,7 @@ def _parsed(source: ByteSource) -> Mapping[str, Any]:
 
 
 def _number(found: dict[str, Any]) -> Any:
-    """Infinity and NaN, which transformers writes as ``{"__float__": "Infinity"}``."""
+    """Return Infinity and NaN, which transformers writes as ``{"__float__": "Infinity"}``."""
     if len(found) == 1 and found.get("__float__") in ("Infinity", "-Infinity", "NaN"):
         return float(found["__float__"])
     return found
@@ -118,7 +118,10 @@ class UnlikeError(TensorError):
 
 
 def check_like(checkpoint: Checkpoint, expected: Shapes, name: str) -> Checkpoint:
-    """The checkpoint, if its weights have exactly these names and shapes. Raises UnlikeError."""
+    """Return the checkpoint if its weights have exactly these names and shapes.
+
+    Raises UnlikeError.
+    """
     found = {key: tensor.shape for key, tensor in checkpoint.weights.items()}
     faults = []
     if missing := [key for key in expected if key not in found]:
@@ -145,7 +148,7 @@ def check_like(checkpoint: Checkpoint, expected: Shapes, name: str) -> Checkpoin
 
 
 def followers(ck: Checkpoint, outcome: RulesOutcome) -> tuple[dict[str, str], Checkpoint]:
-    """New names of kept tensors that are one weight with renamed ones.
+    """Return new names of kept tensors that are one weight with renamed ones.
 
     With the checkpoint that knows the new names. Raises UsageError as `groups.followed` does.
     """
@@ -188,7 +191,7 @@ def _is_whole(target: Target, group: QuantizedWeight, shapes: Mapping[str, Shape
 
 
 def _rows(group: QuantizedWeight, source: str) -> int:
-    """The rows of a tensor that belong together; 0: all."""
+    """Return how many rows of a tensor belong together; 0: all."""
     layout = group.layout
     if layout is None:
         return 0
@@ -240,7 +243,7 @@ class Report:
 
 
 class RuleOptions(NamedTuple):
-    """What all steps of rules share: the sizes that the caller gives, and the direction.
+    """Arguments that all steps of rules share: the sizes that the caller gives, and the direction.
 
     With ``reports``, each step leaves a `Report` on the checkpoint.
     """
@@ -264,7 +267,7 @@ def apply_rules(
     keys: str | Sequence[str] = (),
     reports: bool = False,
 ) -> Checkpoint:
-    """The weights in the layout that `rules` say: one line or several, ``LEFT -> RIGHT``.
+    """Rearrange the weights as `rules` say: one line or several, ``LEFT -> RIGHT``.
 
     `keep` names the keys that no rule takes (globs, or ``"rest"`` for all). Sizes that neither
     rules nor shapes say come from `args`, `sizes`, and `config`: that of the model, by default
@@ -362,7 +365,10 @@ class _Step:
     def _reversible(
         self, shapes: Mapping[str, tuple[int, ...]], outcome: RulesOutcome
     ) -> str | None:
-        """Why the step cannot be run backwards, where that is asked. Raises where it is needed."""
+        """Return why the step cannot be run backwards, where that is asked.
+
+        Raises NotReversibleError where it is needed.
+        """
         if not self.options.reverse and not self.options.reports:
             return None
         back = self.rules

@@ -265,7 +265,7 @@ def _write(plan: Plan, places: Sequence[str], size: int, options: Options) -> tu
     if checked:
         raise_damage(compare(checked, runs))
     kept = checks(plan.files, kept=True) if options.check and options.verify else []
-    sums = ReadSums(identities(kept))
+    sums = ReadSums(identities(kept)) if kept else None
     for place, file, known in zip(places, plan.files, found, strict=True):
         written = os.lstat(place).st_size
         if written != file.size:
@@ -273,9 +273,9 @@ def _write(plan: Plan, places: Sequence[str], size: int, options: Options) -> tu
                 f"{written:,} bytes were written instead of {file.size:,}", where=file.name or None
             )
         if options.verify:
-            with reading(sums if kept else None):
+            with reading(sums):
                 _compare(place, file, known)
-    return tuple(each.range for each, _ in compare(kept, sums.runs))
+    return tuple(each.range for each, _ in compare(kept, sums.runs)) if sums else ()
 
 
 def _compare(place: str, file: OutputFile, sums: dict[int, int]) -> None:
