@@ -4,6 +4,17 @@ Nothing that a file holds may be a callable of the file's choosing: a name is a 
 allowlist has it, and a call has a row, whose shapes its arguments and its state fit. So whatever
 Python's, torch's or numpy's code does with a value on the way, it finds no code of the file to run.
 Two callers: the trace of a pickle that is scanned, and the writer of a tree.
+
+A value has a sort, one bit of `SORTS`. A shape is a predicate over values, written as text in
+``allowlist.txt``:
+
+    int|none         a value of one of these sorts
+    [int]  (int*)    a list, a tuple of any number of integers; (text int?) a tuple of one or two
+    {text: tensor}   a dict with keys and values of these shapes
+    {a=int *=any}    a dict of strings: what the value under `a`, and every other one, must be
+    <scalar list>    a value that has these sorts itself and at every depth inside
+    %name            one of the classes and functions of the set `name`
+    word             a shape, or a test of `_TESTS`, that has this name
 """
 
 from __future__ import annotations
@@ -11,39 +22,19 @@ from __future__ import annotations
 import re
 import sys
 from _compat_pickle import IMPORT_MAPPING
-from functools import cache, lru_cache
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache, lru_cache, partial, reduce
+from itertools import product, repeat
+from math import prod
+from operator import or_
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
 
+from ckptkit.core.dtypes import TABLE
+from ckptkit.core.text import flatten
 from ckptkit.core.tree import Global, Node
-from ckptkit.pickles import numpy_types, shapes
-from ckptkit.pickles.allowlisted import Allowlist, Name, load, weights_only
-from ckptkit.pickles.numpy_types import NumpyType
-from ckptkit.pickles.shapes import (
-    ANY,
-    ARRAY,
-    CONSTANT,
-    CONTAINERS,
-    DEFAULTS,
-    DICT,
-    DRESSED,
-    FUNCTION,
-    KEYS,
-    LIST,
-    MAPPING,
-    NAME,
-    NPDTYPE,
-    OBJECT,
-    OTHER,
-    SCALAR,
-    STORAGE,
-    TENSOR,
-    TEXT,
-    TUPLE,
-    UNKNOWN,
-    Shape,
-    View,
-    pairs,
-)
+
+Name = tuple[str, str]
 
 # The effect of a step on the process that loads the file, from harmless to harmful.
 ACCEPTED = "accepted"  # torch.load(weights_only=True) makes it
@@ -88,12 +79,421 @@ _PLACEMENTS = "torch.distributed.tensor.placement_types"
 _UNFINISHED = frozenset((_PLACEMENTS, name) for name in ("Partial", "Shard", "_StridedShard"))
 
 
+class NumpyType(NamedTuple):
+    """An element type: its letter, its size in bytes, and whether it holds pointers to objects."""
+
+    kind: str
+    size: int
+    objects: bool = False
+
+
 class Judged(NamedTuple):
     """A call or a step: its kind, the sort of what it makes, and the type where that is a dtype."""
 
     kind: str
     sort: int
     type: NumpyType | None = None
+
+
+# Sorts
+
+
+NONE, FLAG, INT, FLOAT, TEXT, BYTES = (1 << bit for bit in range(6))
+LIST, TUPLE, DICT, SET, MAPPING, DEFAULTS = (1 << bit for bit in range(6, 12))
+STORAGE, TENSOR, DRESSED, ARRAY, NPDTYPE, SIZE = (1 << bit for bit in range(12, 18))
+TIME, DEVICE, LAYOUT, GENERATOR, OFFSET, OTHER = (1 << bit for bit in range(18, 24))
+CONSTANT, FUNCTION, NAME, BAG, LISTED, OBJECT, UNKNOWN = (1 << bit for bit in range(24, 31))
+SCALAR = NONE | FLAG | INT | FLOAT | TEXT | BYTES
+LITERAL = LIST | TUPLE | DICT | SET
+CONTAINERS = LITERAL | MAPPING | DEFAULTS
+ANY = UNKNOWN - 1
+
+SORTS: dict[str, int] = {
+    "none": NONE, "bool": FLAG, "flag": FLAG | INT, "int": INT, "float": FLOAT | INT, "text": TEXT,
+    "bytes": BYTES, "list": LIST, "tuple": TUPLE, "dict": DICT, "set": SET,
+    "mapping": MAPPING,  # an OrderedDict or a Counter
+    "defaults": DEFAULTS,  # a defaultdict whose factory makes an empty value
+    "storage": STORAGE, "bare": TENSOR,
+    "dressed": DRESSED,  # a tensor with attributes that the file chooses
+    "tensor": TENSOR | DRESSED,
+    "array": ARRAY, "npdtype": NPDTYPE, "size": SIZE, "time": TIME, "device": DEVICE,
+    "layout": LAYOUT, "generator": GENERATOR, "offset": OFFSET,
+    "other": OTHER,  # made by a row, and taken by no other
+    "constant": CONSTANT,  # a name that is no callable: torch.float32
+    "function": FUNCTION,  # a listed function or class, which computes on any arguments
+    "name": NAME,  # any other class or function, which no file may hold
+    "bag": BAG,  # attributes that the file chooses: argparse.Namespace
+    "listed": LISTED,  # an object of a class of the allowlist
+    "object": OBJECT,  # an object of another class, whose own code decides
+    "scalar": SCALAR, "literal": LITERAL, "any": ANY,
+}  # fmt: skip
+PLAIN: dict[type, int] = {
+    type(None): NONE, bool: FLAG, int: INT, float: FLOAT, str: TEXT, bytes: BYTES, tuple: TUPLE,
+}  # fmt: skip
+"""The sorts of values that stand for themselves, in a trace as in a tree."""
+KEYS = (
+    SCALAR | TUPLE | STORAGE | TENSOR | DRESSED | SIZE | TIME | DEVICE | LAYOUT | OTHER | CONSTANT
+) | (FUNCTION | NAME | OBJECT)
+"""Sorts that may be keys of a dict or items of a set: Python hashes and compares them."""
+
+
+class View(Protocol):
+    """Access to the values of a pickle that is traced, or of a tree that is written."""
+
+    def sort(self, value: Any) -> int:
+        """Return the sort of a value."""
+
+    def items(self, value: Any) -> Iterable[Any] | None:
+        """Return what a container holds, the keys and values of a dict in turns.
+
+        None if these are not known.
+        """
+
+    def numpy(self, value: Any) -> NumpyType | None:
+        """Return the element type that a built numpy.dtype stands for, None for other values."""
+
+
+# Shapes
+
+
+Shape = Callable[[View, Any], bool]
+LOOKED_AT = 1_000_000  # values inside a container that a shape looks at
+
+
+class Mask:
+    """A value of these sorts. It depends on nothing else, so that a verdict may be remembered."""
+
+    def __init__(self, sorts: int) -> None:
+        self.sorts = sorts
+
+    def __call__(self, view: View, value: Any) -> bool:
+        return bool(view.sort(value) & self.sorts)
+
+
+class Tuple:
+    """A tuple whose items have these shapes; the last `optional` ones may be missing."""
+
+    def __init__(self, shapes: list[Shape], optional: int, rest: Shape | None) -> None:
+        self.shapes, self.needed, self.rest = shapes, len(shapes) - optional, rest
+
+    def __call__(self, view: View, value: Any) -> bool:
+        if not isinstance(value, tuple) or len(value) < self.needed:
+            return False
+        if len(value) > len(self.shapes) and self.rest is None:
+            return False
+        more = () if self.rest is None else repeat(self.rest, len(value) - len(self.shapes))
+        matched = zip((*self.shapes, *more), value, strict=False)
+        return all(fits(view, each) for fits, each in matched)
+
+
+class AnyOf:
+    def __init__(self, shapes: list[Shape]) -> None:
+        self.shapes = shapes
+
+    def __call__(self, view: View, value: Any) -> bool:
+        return any(fits(view, value) for fits in self.shapes)
+
+
+def _list(inner: Shape, view: View, value: Any) -> bool:
+    items = view.items(value) if view.sort(value) == LIST else None
+    return items is not None and all(inner(view, each) for each in items)
+
+
+def pairs(view: View, value: Any) -> list[tuple[Any, Any]] | None:
+    """Return the keys and values of a dict; None if it is no dict, or not known."""
+    items = view.items(value) if view.sort(value) & (DICT | MAPPING | DEFAULTS) else None
+    if items is None:
+        return None
+    flat = list(items)
+    return None if len(flat) % 2 else list(zip(flat[0::2], flat[1::2], strict=True))
+
+
+def _dict(sorts: int, key: Shape, inner: Shape, view: View, value: Any) -> bool:
+    found = pairs(view, value) if view.sort(value) & sorts else None
+    return found is not None and all(key(view, k) and inner(view, v) for k, v in found)
+
+
+def _fields(shapes: dict[str, Shape], rest: Shape | None, view: View, value: Any) -> bool:
+    found = pairs(view, value) if view.sort(value) == DICT else None
+    if found is None:
+        return False
+    for key, inner in found:
+        fits = shapes.get(key, rest) if isinstance(key, str) else None
+        if fits is None or not fits(view, inner):
+            return False
+    return True
+
+
+def deep(sorts: int, view: View, value: Any) -> bool:
+    """Return whether a value has only these sorts, itself and at every depth inside."""
+    seen: set[int] = set()
+    waiting = [value]
+    while waiting:
+        each = waiting.pop()
+        if not view.sort(each) & sorts:
+            return False
+        if view.sort(each) & CONTAINERS and id(each) not in seen:
+            seen.add(id(each))
+            items = view.items(each)
+            if items is None or len(waiting) > LOOKED_AT or len(seen) > LOOKED_AT:
+                return False
+            waiting.extend(items)
+    return True
+
+
+def _member(names: frozenset[Name], view: View, value: Any) -> bool:
+    return isinstance(value, Global) and (value.module, value.name) in names
+
+
+def _by_sorts(shape: Shape, depth: int = 2) -> bool:
+    """Return whether the sorts of a value and of what a tuple in it holds decide whether it fits,
+    if there is no list, dict or set in it."""
+    if isinstance(shape, AnyOf):
+        return all(_by_sorts(each, depth) for each in shape.shapes)
+    if isinstance(shape, Tuple):
+        inner = [*shape.shapes, *([] if shape.rest is None else [shape.rest])]
+        return depth > 0 and all(_by_sorts(each, depth - 1) for each in inner)
+    if isinstance(shape, partial):
+        sorts = shape.args[0] if shape.func in (_dict, deep) else 0
+        return shape.func is not _member and not sorts & (MAPPING | DEFAULTS)
+    return isinstance(shape, Mask)
+
+
+_WORD = re.compile(r"[\[\](){}<>|*?=:]|%?[A-Za-z_]\w*|\S")
+
+
+def _read_shape(text: str, known: dict[str, Shape]) -> Shape:
+    """Return the shape that a text describes. Raises ValueError for anything else."""
+    words = ["", *_WORD.findall(text)[::-1]]
+    shape = _alternatives(words, known)
+    if len(words) > 1:
+        raise ValueError(f"{text!r} goes on behind a shape: {words[-1]!r}")
+    return shape
+
+
+def _alternatives(words: list[str], known: dict[str, Shape]) -> Shape:
+    """Return the shape that the last words describe, and take them off."""
+    found = [_one(words, known)]
+    while words[-1] == "|":
+        words.pop()
+        found.append(_one(words, known))
+    masks = [each.sorts for each in found if isinstance(each, Mask)]
+    others = [each for each in found if not isinstance(each, Mask)]
+    if masks:
+        others.insert(0, Mask(reduce(or_, masks)))
+    return others[0] if len(others) == 1 else AnyOf(others)
+
+
+def _one(words: list[str], known: dict[str, Shape]) -> Shape:
+    word = words.pop()
+    inner = partial(_alternatives, words, known)
+    if word == "[":
+        items = inner()
+        _end(words, "]")
+        return partial(_list, items)
+    if word == "(":
+        shapes: list[Shape] = []
+        optional, rest = 0, None
+        while words[-1] != ")" and rest is None:
+            shapes.append(inner())
+            if words[-1] == "?":
+                optional += 1
+                words.pop()
+            elif words[-1] == "*":
+                rest = shapes.pop()
+                words.pop()
+        _end(words, ")")
+        return Tuple(shapes, optional, rest)
+    if word == "<":
+        sorts = 0
+        while words[-1] != ">":
+            sorts |= SORTS[words.pop()]
+        _end(words, ">")
+        return partial(deep, sorts)
+    if word in ("mapping", "defaults") and words[-1] == "{":
+        words.pop()
+    elif word != "{":
+        return known[word]
+    elif words[-2] == "=":
+        fields: dict[str, Shape] = {}
+        while words[-1] != "}":
+            key = words.pop()
+            _end(words, "=")
+            fields[key] = inner()
+        _end(words, "}")
+        return partial(_fields, fields, fields.pop("*", None))
+    key_shape = inner()
+    _end(words, ":")
+    value = inner()
+    _end(words, "}")
+    return partial(_dict, DICT if word == "{" else SORTS[word], key_shape, value)
+
+
+def _end(words: list[str], expected: str) -> None:
+    if words.pop() != expected:
+        raise ValueError(f"a shape needs {expected!r}")
+
+
+# Element types and arrays of numpy that a state may describe. numpy does not check a state: what
+# is not exactly what it writes is not known. Flags that deny objects make pointers of raw bytes,
+# fields beyond the element read what lies behind it. A dtype is built once, before it is used.
+
+_SIZES = {"b": (1,), "i": (1, 2, 4, 8), "u": (1, 2, 4, 8), "f": (2, 4, 8, 12, 16),
+          "c": (8, 16, 24, 32), "M": (8,), "m": (8,), "O": (4, 8)}  # fmt: skip
+_TYPE_TEXT = re.compile(r"[<>|=]?([biufcMmO])(\d\d?)|[<>|=]?([SUV])(\d{1,9})")
+_NEEDS_OBJECTS = 27  # flags of numpy: ITEM_REFCOUNT, LIST_PICKLE, NEEDS_INIT, NEEDS_PYAPI
+_OBJECT = 63
+_HARMLESS = 8 | 16 | 128  # NEEDS_INIT, NEEDS_PYAPI, ALIGNED_STRUCT
+_LARGEST = 1 << 16  # bytes of an element that holds objects: made for each one of a list
+
+
+def named(text: Node) -> NumpyType | None:
+    """Return the type that a text such as ``f4`` names, None for what numpy does not write."""
+    found = _TYPE_TEXT.fullmatch(text) if isinstance(text, str) else None
+    if found is None:
+        return None
+    kind, size = found[1] or found[3], int(found[2] or found[4])
+    if kind in _SIZES and size not in _SIZES[kind]:
+        return None
+    return NumpyType(kind, 4 * size if kind == "U" else size)
+
+
+def built_dtype(view: View, fresh: NumpyType | None, state: Node) -> NumpyType | None:
+    """Return what the state makes of a new dtype, None for what numpy does not write."""
+    if fresh is None or not isinstance(state, tuple) or not _is_state(state):
+        return None
+    if len(state) == 9 and not _is_metadata(view, fresh, state[8]):
+        return None
+    if len(state) == 8 and fresh.kind in "Mm":  # numpy reads the unit from the ninth item
+        return None
+    if fresh.kind == "V":
+        return _built_void(view, fresh, state)
+    return _built_plain(fresh, state)
+
+
+def _is_state(state: tuple[Node, ...]) -> bool:
+    """Return whether a tuple has the length, the version and the kinds of values of a state."""
+    if len(state) not in (8, 9):
+        return False
+    version, order, _, _, _, size, align, flags = state[:8]
+    numbers = all(type(each) is int for each in (version, size, align, flags))
+    return numbers and version in (3, 4) and order in ("<", ">", "|", "=")
+
+
+def _built_plain(fresh: NumpyType, state: tuple[Node, ...]) -> NumpyType | None:
+    """Return what the state makes of a dtype without fields and subarrays."""
+    parts, (size, align, flags) = state[2:5], state[5:8]
+    if any(part is not None for part in parts):
+        return None
+    if fresh.kind == "O":
+        return fresh._replace(objects=True) if (size, align, flags) == (-1, -1, _OBJECT) else None
+    if fresh.kind in "SU":
+        fits = size == fresh.size and flags == (8 if fresh.kind == "U" else 0)
+        return fresh if fits and align in (1, 4) else None
+    return fresh if (size, align, flags) == (-1, -1, 0) else None
+
+
+def _is_metadata(view: View, fresh: NumpyType, value: Node) -> bool:
+    """Return whether it is the ninth item: a unit of time, or nothing."""
+    if fresh.kind not in "Mm":
+        return value is None or pairs(view, value) is not None
+    if not isinstance(value, tuple) or len(value) != 2 or not isinstance(value[1], tuple):
+        return False
+    unit = value[1]
+    counts = len(unit) in (4, 5) and all(type(each) is int for each in unit[1:4])
+    plain = value[0] is None or pairs(view, value[0]) == []
+    return counts and plain and isinstance(unit[0], (bytes, str)) and unit[4:] in ((), (None,))
+
+
+def _built_void(view: View, fresh: NumpyType, state: tuple[Node, ...]) -> NumpyType | None:
+    """Return what raw bytes, a record or a subarray is."""
+    _, _, subarray, names, fields, size, align, flags = state[:8]
+    if size != fresh.size or not 1 <= align <= 64:
+        return None
+    if subarray is not None:
+        return _subarray(view, fresh, subarray, flags) if names is None and fields is None else None
+    if names is None and fields is None:
+        return fresh if flags == 0 else None
+    objects = _holds_objects(view, names, pairs(view, fields), size)
+    return (
+        None
+        if objects is None or not _agree(objects, flags, size)
+        else fresh._replace(objects=objects)
+    )
+
+
+def _agree(objects: bool, flags: int, size: int) -> bool:
+    if objects:
+        return flags & _NEEDS_OBJECTS == _NEEDS_OBJECTS and flags <= 255 and size <= _LARGEST
+    return not flags & ~_HARMLESS
+
+
+def _subarray(view: View, fresh: NumpyType, subarray: Node, flags: int) -> NumpyType | None:
+    if not isinstance(subarray, tuple) or len(subarray) != 2:
+        return None
+    base, shape = view.numpy(subarray[0]), subarray[1]
+    if base is None or base.objects or not is_shape(shape) or flags & ~_HARMLESS:
+        return None
+    return fresh if base.size * prod(shape) == fresh.size else None
+
+
+def _holds_objects(
+    view: View, names: Node, found: list[tuple[Node, Node]] | None, size: int
+) -> bool | None:
+    """Return whether fields hold objects, None if they are not what a record has."""
+    if found is None or not isinstance(names, tuple) or not names:
+        return None
+    keys = [key for key, _ in found]
+    if not all(isinstance(key, str) for key in (*keys, *names)) or sorted(keys) != sorted(names):
+        return None
+    objects = False
+    for _, field in found:
+        type_ = _field(view, field, size)
+        if type_ is None:
+            return None
+        objects |= type_.objects
+    return objects
+
+
+def _field(view: View, field: Node, size: int) -> NumpyType | None:
+    if not isinstance(field, tuple) or len(field) != 2 or type(field[1]) is not int:
+        return None
+    found = view.numpy(field[0])
+    return found if found is not None and 0 <= field[1] <= size - found.size else None
+
+
+def is_shape(value: Node, size: int = 1) -> bool:
+    """Return whether it is a tuple of sizes, of elements of `size` bytes that numpy can count.
+
+    Where it cannot, it raises MemoryError instead of comparing with the bytes that there are.
+    """
+    if not isinstance(value, tuple):
+        return False
+    if not all(type(each) is int and each >= 0 for each in value):
+        return False
+    nbytes: int = max(size, 1) * prod(max(each, 1) for each in value)
+    return nbytes < 1 << 63
+
+
+def array(view: View, state: Node) -> NumpyType | None:
+    """Return the element type of an array with this state: bytes, or a list where it has
+    objects."""
+    if not isinstance(state, tuple) or len(state) != 5 or type(state[0]) is not int:
+        return None
+    _, shape, dtype, order, data = state
+    found = view.numpy(dtype)
+    if found is None or not is_shape(shape, found.size) or type(order) not in (bool, int):
+        return None
+    if not found.objects:
+        return found if is_bytes(view, data) else None
+    items = view.items(data) if view.sort(data) == LIST else None
+    fits = found.kind == "O" and items is not None and len(list(items)) == prod(shape)
+    return found if fits else None
+
+
+def is_bytes(view: View, value: Node) -> bool:
+    """Return whether it is a byte string, or the text that Python 2 had for one."""
+    return bool(view.sort(value) & (BYTES | TEXT))
 
 
 # Names
@@ -197,7 +597,7 @@ def judge_call(
     kind = ACCEPTED if name in weights_only() else HARMLESS
     if row.of_class and not _is_listed_class(args[0]):
         kind = CLASS  # an object of the class that is its first argument
-    return Judged(kind, row.gives, numpy_types.named(args[0]) if row.gives == NPDTYPE else None)
+    return Judged(kind, row.gives, named(args[0]) if row.gives == NPDTYPE else None)
 
 
 def by_sorts(made: Global) -> bool:
@@ -274,7 +674,7 @@ def _outside(view: View, made: Global, args: tuple[Node, ...], new: bool, kwargs
 
 
 def _may_be_code(view: View, value: Node) -> bool:
-    return not shapes.deep(ANY & ~(TEXT | shapes.BYTES), view, value)
+    return not deep(ANY & ~(TEXT | BYTES), view, value)
 
 
 def _special_call(view: View, name: Name, args: tuple[Node, ...]) -> Judged:
@@ -359,7 +759,7 @@ def judge_step(view: View, made: Node, step: str, value: Node, before: Judged) -
     if step != "build":
         return before._replace(kind=ACCEPTED) if step in row.fill else unsure
     if row.state == "dtype_state":
-        type_ = numpy_types.built(view, before.type, value)
+        type_ = built_dtype(view, before.type, value)
         if type_ is None:
             return unsure
         return Judged(ACCEPTED, OTHER if type_.objects else NPDTYPE, type_)
@@ -376,16 +776,12 @@ def _array_sort(view: View, word: str, state: Node) -> int | None:
     """Return the sort of an array with this state; None if numpy would not write it."""
     masked = word == "masked_state"
     if masked:
-        if (
-            not isinstance(state, tuple)
-            or len(state) != 7
-            or not numpy_types.is_bytes(view, state[5])
-        ):
+        if not isinstance(state, tuple) or len(state) != 7 or not is_bytes(view, state[5]):
             return None
         if not view.sort(state[6]) & (SCALAR | ARRAY):
             return None
         state = state[:5]
-    type_ = numpy_types.array(view, state)
+    type_ = array(view, state)
     if type_ is None or (masked and type_.objects):
         return None
     return OTHER if type_.objects else ARRAY
@@ -393,7 +789,7 @@ def _array_sort(view: View, word: str, state: Node) -> int | None:
 
 def is_key(view: View, value: Node) -> bool:
     """Return whether Python may hash and compare a value: no code of the file answers."""
-    return shapes.deep(KEYS, view, value)
+    return deep(KEYS, view, value)
 
 
 # Tests: the shapes that are functions
@@ -443,10 +839,10 @@ def _quantizer(view: View, value: Node) -> bool:
     """Return whether it is (scheme, number or tensor...) of a quantized tensor."""
     if not isinstance(value, tuple) or not value or view.sort(value[0]) != CONSTANT:
         return False
-    return all(view.sort(each) & (shapes.FLOAT | shapes.INT | TENSOR) for each in value[1:])
+    return all(view.sort(each) & (FLOAT | INT | TENSOR) for each in value[1:])
 
 
-def _text(pattern: str) -> Shape:
+def _matching(pattern: str) -> Shape:
     compiled = re.compile(pattern, re.ASCII)
     return lambda view, value: isinstance(value, str) and compiled.fullmatch(value) is not None
 
@@ -454,24 +850,188 @@ def _text(pattern: str) -> Shape:
 _TESTS: dict[str, Shape] = {
     "attributes": _attributes,
     "byte": lambda view, value: isinstance(value, (str, bytes)) and value in ("b", b"b"),
-    "decimal": _text(
+    "decimal": _matching(
         r"[+-]?[0-9.]{0,1000}([eE][+-]?[0-9]{1,19})?|[+-]?s?NaN[0-9]{0,99}|[+-]?Infinity"
     ),
     # False equals 0.
     "empty_shape": lambda view, value: value == (0,) and type(value[0]) is int,
-    "fraction": _text(r"[+-]?[0-9]{1,1000}(/[0-9]{1,1000})?"),
-    "latin1": _text("latin-?1"),
+    "fraction": _matching(r"[+-]?[0-9]{1,1000}(/[0-9]{1,1000})?"),
+    "latin1": _matching("latin-?1"),
     "own_state": _own_state,
     "plain_fields": is_plain_fields,
     "quantizer": _quantizer,
     "tensor_class": _is_tensor_class,
-    "type_text": lambda view, value: numpy_types.named(value) is not None,
-    "zone": _text(r"[A-Za-z][\w+-]{0,99}(/[A-Za-z][\w+-]{0,99}){0,3}"),  # Asia/Tokyo
+    "type_text": lambda view, value: named(value) is not None,
+    "zone": _matching(r"[A-Za-z][\w+-]{0,99}(/[A-Za-z][\w+-]{0,99}){0,3}"),  # Asia/Tokyo
     **dict.fromkeys(("dtype_state", "array_state", "masked_state"), lambda view, value: False),
 }  # fmt: skip
+
+
+# The allowlist
+
+
+class Row(NamedTuple):
+    """A callable: the arguments that it takes (one of these tuples), and the sort that it gives."""
+
+    takes: tuple[Shape, ...]
+    gives: int
+    new: bool  # whether it may be made through ``__new__``
+    called: bool  # whether it may be called
+    state: str | None  # the name of the shape that BUILD may set, None for no state at all
+    fill: tuple[str, ...]  # other steps that may follow: append, set, add
+    by_sorts: bool  # whether the sorts of the arguments decide all
+    consumed: tuple[int, ...]  # positions of names that it takes
+    of_class: bool  # whether it makes an object of the class that is its first argument
+
+
+_TENSORS = ["BFloat16", "Bool", "Byte", "Char", "Double", "Float", "Half", "Int", "Long", "Short"]
+_STORAGES = [row.storage for row in TABLE if row.storage]
+_NOT_ON_CUDA = ("QInt8Storage", "QInt32Storage", "QUInt8Storage", "QUInt4x2Storage",
+                "QUInt2x4Storage")  # fmt: skip
+_DTYPES = [row.name for row in TABLE]
+_QSCHEMES = ("affine", "affine_float_qparams", "symmetric")
+_PLACEHOLDERS: dict[str, list[str]] = {
+    "@storages": _STORAGES,
+    "@cuda_storages": [each for each in _STORAGES if each not in _NOT_ON_CUDA],
+    "@tensors": [f"{kind}Tensor" for kind in _TENSORS],
+    "@sparse": [f"{kind}Tensor" for kind in _TENSORS if kind != "Bool"],
+    "@dtypes": _DTYPES,
+    "@weights_only_dtypes": [name for name in _DTYPES if not name.startswith("float6_")],
+    "@qschemes": [f"per_channel_{each}" for each in _QSCHEMES]
+    + ["per_tensor_affine", "per_tensor_symmetric"],
+}
+# Where torch had its quantized modules before 1.13.
+_OLDER = (("torch.ao.nn.", "torch.nn."), ("torch.ao.quantization", "torch.quantization"))
+_ROW = re.compile(
+    r"(?P<names>(?:[^({\s]|\{[^}]*\})+)(?: (?P<takes>\(.*?\)))?"
+    r"(?: -> (?P<gives>\w+))?(?P<new> new)?(?: build (?P<state>.+?))?(?: fill (?P<fill>[a-z ]+))?"
+)
+
+
+def _sections(text: str) -> dict[str, list[str]]:
+    """Return the lines of each section, those that are indented joined to the one above."""
+    found: dict[str, list[str]] = {}
+    lines: list[str] = []
+    for line in text.splitlines():
+        if line.startswith("["):
+            lines = found[line[1:-1]] = []
+        elif line.startswith("    "):
+            lines[-1] += f" {line.strip()}"
+        elif line and not line.startswith("#"):
+            lines.append(line)
+    return found
+
+
+def _expanded(text: str) -> list[str]:
+    """Return the names that a text with braces stands for: ``a.{b c}`` is a.b and a.c."""
+    parts = re.split(r"\{([^}]*)\}", text)
+    choices = [each.split() if number % 2 else [each] for number, each in enumerate(parts)]
+    choices = [list(flatten(_PLACEHOLDERS.get(word, [word]) for word in each)) for each in choices]
+    return ["".join(each) for each in product(*choices)]
+
+
+def _split(name: str) -> Name:
+    """Return module and name; a colon is before a nested one."""
+    module, _, last = name.partition(":") if ":" in name else name.rpartition(".")
+    return module, last
+
+
+def _listed(lines: list[str], rows: dict[Name, Row] | None = None) -> Iterator[Name]:
+    """Yield the names of lines such as ``module: name name``; `@` is all of a module's rows."""
+    for line in lines:
+        modules, _, names = line.partition(": ")
+        found = list(_expanded(f"{{{names}}}"))
+        if names == "@":
+            found = [name for module, name in rows or () if module == modules]
+        yield from _also_older(product(_expanded(modules), found))
+
+
+def _also_older(names: Iterable[Name]) -> Iterator[Name]:
+    for module, name in names:
+        yield module, name
+        for new, old in _OLDER:
+            if module.startswith(new):
+                yield module.replace(new, old, 1), name
+
+
+class Allowlist:
+    """The tables of ``allowlist.txt``.
+
+    They are read strictly: anything that is not known is a ValueError, so that no row is dropped by
+    a typing error.
+    """
+
+    def __init__(self, sections: dict[str, list[str]]) -> None:
+        self.sets = {
+            name: frozenset(map(_split, names.split()))
+            for name, _, names in (line.partition(": ") for line in sections["sets"])
+        }
+        self.shapes: dict[str, Shape] = {name: Mask(sorts) for name, sorts in SORTS.items()}
+        self.shapes |= _TESTS
+        self.shapes |= {f"%{name}": partial(_member, names) for name, names in self.sets.items()}
+        for line in sections["shapes"]:
+            name, equals, shape = line.partition(" = ")
+            if not equals or name in self.shapes:
+                raise ValueError(f"not a new shape: {line!r}")
+            self.shapes[name] = _read_shape(shape, self.shapes)
+        self.rows: dict[Name, Row] = {}
+        for line in sections["calls"]:
+            self._add(line, called=True)
+        for line in sections["classes"]:
+            self._add(line, called=False)
+        self.enums = frozenset(_listed(sections["enums"]))
+        self.constants = frozenset(_listed(sections["constants"]))
+        self.functions = frozenset(_listed(sections["functions"], self.rows))
+        self.tensor_attributes = {name for _, name in _listed(sections["tensor_attributes"])}
+
+    def _add(self, line: str, called: bool) -> None:
+        found = _ROW.fullmatch(line)
+        if found is None:
+            raise ValueError(f"not a row: {line!r}")
+        names: Iterable[Name] = map(_split, _expanded(found["names"]))
+        takes, state = found["takes"] or "()", found["state"]
+        if not called:
+            names = _also_older(names)
+            is_module = line.startswith(("torch.nn.", "torch.ao."))
+            state = state or ("module" if is_module else "fields")
+        if state is not None and state not in self.shapes:  # spelled out
+            self.shapes[state] = _read_shape(state, self.shapes)
+        shapes: list[Shape] = []
+        rest = ["", *_WORD.findall(takes)[::-1]]
+        while rest[-1] == "(":
+            shapes.append(_one(rest, self.shapes))
+        if len(rest) > 1:
+            raise ValueError(f"{takes!r} are no tuples of arguments")
+        words = takes.strip("()").split()
+        row = Row(
+            tuple(shapes),
+            SORTS[found["gives"]] if found["gives"] else OTHER if called else LISTED,
+            not called or bool(found["new"]),
+            called,
+            state,
+            tuple((found["fill"] or "").split()),
+            all(map(_by_sorts, shapes)),
+            tuple(n for n, word in enumerate(words) if "%" in word or word == "tensor_class"),
+            words[:1] == ["tensor_class"],
+        )
+        for name in names:
+            if name in self.rows:
+                raise ValueError(f"two rows for {name}")
+            self.rows[name] = row
+
+
+@cache
+def _text() -> dict[str, list[str]]:
+    return _sections(Path(__file__).with_name("allowlist.txt").read_text("utf-8"))
 
 
 @cache
 def allowlist() -> Allowlist:
     """Return the allowlist, read when the first name or call is judged."""
-    return load(_TESTS)
+    return Allowlist(_text())
+
+
+@cache
+def weights_only() -> frozenset[Name]:
+    """Return the names that `torch.load(weights_only=True)` accepts, without the other tables."""
+    return frozenset(_listed(_text()["weights_only"]))

@@ -22,18 +22,15 @@ from ckptkit.core.tree import (
     StoredBytes,
     held,
 )
-from ckptkit.pickles import judge, shapes
+from ckptkit.pickles import judge
 from ckptkit.pickles.judge import Judged, allowlist, is_foreign, refused_by_weights_only
-from ckptkit.pickles.numpy_types import NumpyType, named
 
 __all__ = ["Policy", "describe", "is_foreign", "is_harmful", "refused_by_weights_only"]
 
 _SORTS: dict[type, int] = {
-    type(None): shapes.NONE, bool: shapes.FLAG, int: shapes.INT, float: shapes.FLOAT,
-    complex: shapes.FLOAT, str: shapes.TEXT, bytes: shapes.BYTES, bytearray: shapes.BYTES,
-    ByteString: shapes.BYTES, StoredBytes: shapes.BYTES, list: shapes.LIST, tuple: shapes.TUPLE,
-    dict: shapes.DICT, OrderedMapping: shapes.MAPPING, Pairs: shapes.DICT, SetNode: shapes.SET,
-    Tensor: shapes.TENSOR, TypedStorage: shapes.STORAGE,
+    **judge.PLAIN, complex: judge.FLOAT, bytearray: judge.BYTES, ByteString: judge.BYTES,
+    StoredBytes: judge.BYTES, list: judge.LIST, dict: judge.DICT, OrderedMapping: judge.MAPPING,
+    Pairs: judge.DICT, SetNode: judge.SET, Tensor: judge.TENSOR, TypedStorage: judge.STORAGE,
 }  # fmt: skip
 _DEEP = 32  # dtypes inside dtypes
 
@@ -44,7 +41,7 @@ def describe(callable_: Node) -> str:
 
 
 class _TreeView:
-    """The values of a tree; see `ckptkit.pickles.shapes.View`.
+    """The values of a tree; see `ckptkit.pickles.judge.View`.
 
     An Object has the sort that its row gives: it is judged where it is met itself.
     """
@@ -60,7 +57,7 @@ class _TreeView:
         for kind in type(value).__mro__:
             if kind in _SORTS:
                 return _SORTS[kind]
-        return shapes.UNKNOWN
+        return judge.UNKNOWN
 
     def items(self, value: Node) -> Iterable[Any] | None:
         if isinstance(value, dict):
@@ -78,7 +75,7 @@ class _TreeView:
                 found += flatten(items) if step == "set" else items
         return found
 
-    def numpy(self, value: Node) -> NumpyType | None:
+    def numpy(self, value: Node) -> judge.NumpyType | None:
         if not isinstance(value, Object) or [step for step, _ in value.steps] != ["build"]:
             return None
         return self._judged(value).type
@@ -92,19 +89,19 @@ class _TreeView:
         name = judge.key_of(made) if isinstance(made, Global) else None
         row = None if name is None else allowlist().rows.get(name)
         if row is None:
-            sort = shapes.OBJECT
+            sort = judge.OBJECT
             if name in allowlist().enums:
-                sort = shapes.OTHER
+                sort = judge.OTHER
             elif name in judge.FROM_TYPE:
-                sort = shapes.DRESSED
+                sort = judge.DRESSED
             return Judged(judge.CLASS, sort)
         if row.state not in ("dtype_state", "array_state", "masked_state", "attributes"):
             return Judged(judge.ACCEPTED, row.gives)
-        unknown = Judged(judge.UNSURE, shapes.OTHER)
+        unknown = Judged(judge.UNSURE, judge.OTHER)
         if len(self._open) >= _DEEP or any(each is node for each in self._open):
             return unknown
         text = node.args[0] if isinstance(node.args, tuple) and node.args else None
-        type_ = named(text) if row.state == "dtype_state" else None
+        type_ = judge.named(text) if row.state == "dtype_state" else None
         judged = Judged(judge.ACCEPTED, row.gives, type_)
         self._open.append(node)
         try:

@@ -18,25 +18,6 @@ from ckptkit.core.tree import Global, StoredBytes, collector_paused
 from ckptkit.pickles import judge
 from ckptkit.pickles.machine import NAMES, Machine, SpellingError
 from ckptkit.pickles.nested import looks_like_a_file
-from ckptkit.pickles.numpy_types import NumpyType
-from ckptkit.pickles.shapes import (
-    BYTES,
-    CONTAINERS,
-    DICT,
-    FLAG,
-    FLOAT,
-    INT,
-    LIST,
-    LITERAL,
-    MAPPING,
-    NONE,
-    SCALAR,
-    SET,
-    STORAGE,
-    TEXT,
-    TUPLE,
-    UNKNOWN,
-)
 from ckptkit.pickles.streams import MAGIC_NUMBER, Call, Nested, Trace
 
 NESTED = 10_000  # byte strings that are handed on to be looked into
@@ -55,7 +36,7 @@ WEIGHTS_ONLY_OPCODES = frozenset((
     "TUPLE2", "TUPLE3",
 ))  # fmt: skip
 _REFUSED = {code for code, name in NAMES.items() if name not in WEIGHTS_ONLY_OPCODES}
-_STEPS = {LIST: "append", DICT: "set", SET: "add"}  # what may change a literal
+_STEPS = {judge.LIST: "append", judge.DICT: "set", judge.SET: "add"}  # what may change a literal
 _BYTES = ("_codecs.encode", "builtins.bytes", "builtins.bytearray")
 _NOT_CHANGED = "changes what is not a list or dict"
 
@@ -79,26 +60,21 @@ class Sign:
         *,
         text: str = "",
         data: ByteSource | None = None,
-        type: NumpyType | None = None,
+        type: judge.NumpyType | None = None,
     ) -> None:
         self.sort, self.items, self.made = sort, items, made
         self.text, self.data, self.type = text, data, type
         self.built = self.fixed = False
 
 
-_SORTS: dict[type, int] = {
-    type(None): NONE, bool: FLAG, int: INT, float: FLOAT, str: TEXT, bytes: BYTES, tuple: TUPLE,
-}  # fmt: skip
-
-
 class _SignView:
-    """The values of a trace; see `ckptkit.pickles.shapes.View`."""
+    """The values of a trace; see `ckptkit.pickles.judge.View`."""
 
     def __init__(self) -> None:
         self.left = LOOKED_AT
 
     def sort(self, value: Any) -> int:
-        sort = _SORTS.get(value.__class__)
+        sort = judge.PLAIN.get(value.__class__)
         if sort is not None:
             return sort
         return judge.name_sort(value) if value.__class__ is Global else value.sort
@@ -108,7 +84,7 @@ class _SignView:
         self.left -= 1 if items is None else 1 + len(items)
         return items if self.left >= 0 else None
 
-    def numpy(self, value: Any) -> NumpyType | None:
+    def numpy(self, value: Any) -> judge.NumpyType | None:
         return value.type if isinstance(value, Sign) and value.built else None
 
     def flat(self, values: tuple[Any, ...]) -> tuple[Any, ...] | None:
@@ -118,12 +94,12 @@ class _SignView:
         for value in values:
             if value.__class__ is tuple:
                 inner = [self.sort(each) for each in value]
-                if any(sort & LITERAL for sort in inner):
+                if any(sort & judge.LITERAL for sort in inner):
                     return None
                 found.append((*inner,))
             else:
                 sort = self.sort(value)
-                if sort & LITERAL:
+                if sort & judge.LITERAL:
                     return None
                 found.append(sort)
         return (*found,)
@@ -206,13 +182,13 @@ class Tracer:
             self.refused = self.machine.offset, self._here(reason)
 
     def new_list(self) -> Sign:
-        return Sign(LIST, [])
+        return Sign(judge.LIST, [])
 
     def new_dict(self) -> Sign:
-        return Sign(DICT, [])
+        return Sign(judge.DICT, [])
 
     def new_set(self) -> Sign:
-        return Sign(SET, [])
+        return Sign(judge.SET, [])
 
     # Names
 
@@ -222,7 +198,7 @@ class Tracer:
         if not isinstance(module, Sign) and not isinstance(name, Sign):
             raise FormatError("names a global by something other than strings")
         self.doubt("names a global by something that only running it would tell")
-        return Sign(UNKNOWN, text="a global of unknown name")
+        return Sign(judge.UNKNOWN, text="a global of unknown name")
 
     def _named(self, name: Global) -> Global:
         """Return the Global of this name, always the same object, to push on the stack."""
@@ -265,7 +241,7 @@ class Tracer:
             assert isinstance(value.extent, Range)
             source = Section(*value.extent)
             self._keep(source)
-            return Sign(BYTES, text=f"{source.size:,} bytes", data=source)
+            return Sign(judge.BYTES, text=f"{source.size:,} bytes", data=source)
         self._keep(value)
         if kind != "python2":
             return value
@@ -329,7 +305,8 @@ class Tracer:
             made = next((each for each in pid[:2] if isinstance(each, Global)), None)
         if made is not None and pid[0] in ("module", made):
             if not all(
-                self.view.sort(each) & (TEXT | BYTES | NONE) for each in pid[pid.index(made) + 1 :]
+                self.view.sort(each) & (judge.TEXT | judge.BYTES | judge.NONE)
+                for each in pid[pid.index(made) + 1 :]
             ):
                 self.doubt("names a class by something other than strings")
             return made  # pushed once, when it was named
@@ -346,9 +323,9 @@ class Tracer:
                 f"takes number {value:,} of copyreg's extensions, which the program that loads it "
                 "decides"
             )
-            return Sign(UNKNOWN, text=f"extension {value}")
+            return Sign(judge.UNKNOWN, text=f"extension {value}")
         self.doubt("takes a buffer or a value from outside")
-        return _STORAGE if opcode == "PERSID" else Sign(UNKNOWN, text="a buffer")
+        return _STORAGE if opcode == "PERSID" else Sign(judge.UNKNOWN, text="a buffer")
 
     # Changes
 
@@ -362,20 +339,21 @@ class Tracer:
         self.step(how, target, items)
         if how == "add":
             self._check_keys(items)
-        if not isinstance(target, Sign) or target.sort != (LIST if how == "append" else SET):
+        sort = judge.LIST if how == "append" else judge.SET
+        if not isinstance(target, Sign) or target.sort != sort:
             self.refuse(_NOT_CHANGED)
 
     def set(self, target: Any, items: Sequence[Any]) -> None:
         self.step("set", target, items)
         self._check_keys(items[0::2])
-        if not isinstance(target, Sign) or not target.sort & (DICT | MAPPING):
+        if not isinstance(target, Sign) or not target.sort & (judge.DICT | judge.MAPPING):
             self.refuse(_NOT_CHANGED)
 
     def collected(self, kind: str, items: list[Any]) -> Sign:
         self.fill(items)
         if kind != "list":
             self._check_keys(items[0::2] if kind == "dict" else items)
-        return Sign({"list": LIST, "dict": DICT, "frozenset": SET}[kind], items)
+        return Sign({"list": judge.LIST, "dict": judge.DICT, "frozenset": judge.SET}[kind], items)
 
     def _check_keys(self, keys: Sequence[Any]) -> None:
         """Doubt keys that Python would ask for their hash in the file's words."""
@@ -397,7 +375,7 @@ class Tracer:
 
     def fill(self, values: Any) -> None:
         """Note an unfinished object before a literal that holds more than numbers and text."""
-        if self.unfinished and not all(self.view.sort(each) & SCALAR for each in values):
+        if self.unfinished and not all(self.view.sort(each) & judge.SCALAR for each in values):
             self.finish(None)
 
     def step(self, step: str, target: Any, value: Any) -> None:
@@ -426,7 +404,7 @@ class Tracer:
             target.sort, target.type, target.built = judged.sort, judged.type, step == "build"
             if judged.type is not None and isinstance(value, tuple):
                 for part in value:  # the dtype keeps its dict of fields
-                    if isinstance(part, Sign) and part.sort == DICT:
+                    if isinstance(part, Sign) and part.sort == judge.DICT:
                         part.fixed = True
         if step != "build" and target.items is not None:
             target.items += value
@@ -459,10 +437,10 @@ class Tracer:
         if name == "builtins.getattr" and judged.kind == judge.HARMLESS:
             return self._named(Global(first.module, f"{first.name}.{args[1]}"))
         items = None
-        if judged.sort & CONTAINERS and judged.kind in judge.WRITTEN:
+        if judged.sort & judge.CONTAINERS and judged.kind in judge.WRITTEN:
             items = judge.contents(self.view, judged.sort, args)
-            if items is not None and judged.sort != LIST and judged.sort != TUPLE:
-                self._check_keys(items if judged.sort == SET else items[0::2])
+            if items is not None and judged.sort != judge.LIST and judged.sort != judge.TUPLE:
+                self._check_keys(items if judged.sort == judge.SET else items[0::2])
         return Sign(judged.sort, items, judge.target_of(made, args), type=judged.type)
 
     def _loads(self, sign: Any) -> bool:
@@ -484,7 +462,7 @@ class Tracer:
         return True
 
 
-_STORAGE = Sign(STORAGE, text="persistent")
+_STORAGE = Sign(judge.STORAGE, text="persistent")
 
 
 def _is_storage(pid: tuple[Any, ...]) -> bool:
@@ -517,15 +495,15 @@ def _pieces(value: Any, depth: int) -> Iterator[str]:
         isinstance(value, Sign) and value.made is None and not value.text
     ):
         items = value if isinstance(value, tuple) else value.items or ()
-        left, right = "()" if isinstance(value, tuple) else "[]" if value.sort == LIST else "{}"
-        yield left
+        ends = "()" if isinstance(value, tuple) else "[]" if value.sort == judge.LIST else "{}"
+        yield ends[0]
         if depth == 0 and items:
             yield "..."
         else:
             inside = (("", ", ")[n > 0] + "".join(_pieces(each, depth - 1))
                       for n, each in enumerate(items[:SOME]))  # fmt: skip
             yield from inside
-        yield right
+        yield ends[1]
     elif isinstance(value, Sign):
         if value.text:
             yield f"<{value.text}>"
