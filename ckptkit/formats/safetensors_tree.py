@@ -72,7 +72,7 @@ from ckptkit.formats.strict_json import is_utf8
 from ckptkit.pickles import globals as known
 from ckptkit.pickles.builders import built
 from ckptkit.pickles.dict_keys import KeyCheck
-from ckptkit.pickles.nested import check_no_calls
+from ckptkit.pickles.streams import check_no_calls
 from ckptkit.pickles.trust import Policy
 
 # Writing

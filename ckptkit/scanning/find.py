@@ -20,7 +20,6 @@ from ckptkit.formats.tar import is_tar
 from ckptkit.formats.whats_inside import PICKLES
 from ckptkit.formats.zip_reader import MAGIC
 from ckptkit.pickles.judge import is_guarded
-from ckptkit.pickles.nested import looks_like_a_file, looks_like_a_pickle
 from ckptkit.pickles.streams import (
     TORCH_LOAD,
     Found,
@@ -30,6 +29,8 @@ from ckptkit.pickles.streams import (
     Remark,
     Trace,
     Traced,
+    looks_like_a_file,
+    looks_like_a_pickle,
 )
 from ckptkit.scanning import find_tar as hidden_tar
 from ckptkit.scanning import find_zip as hidden_zip

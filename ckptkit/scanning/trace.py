@@ -17,8 +17,7 @@ from ckptkit.core.limits import check
 from ckptkit.core.tree import Global, StoredBytes, collector_paused
 from ckptkit.pickles import judge
 from ckptkit.pickles.machine import NAMES, Machine, SpellingError
-from ckptkit.pickles.nested import looks_like_a_file
-from ckptkit.pickles.streams import MAGIC_NUMBER, Call, Nested, Trace
+from ckptkit.pickles.streams import MAGIC_NUMBER, Call, Nested, Trace, looks_like_a_file
 
 NESTED = 10_000  # byte strings that are handed on to be looked into
 DOUBTS = 20
