@@ -7,8 +7,10 @@ strings of pickles.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from struct import Struct
 
 from ckptkit.core.bytesource import ByteSource, Memory, Section
 from ckptkit.core.errors import CkptkitError, CorruptError, LimitError
@@ -16,8 +18,8 @@ from ckptkit.core.limits import LIMITS, UNPACKED, check
 from ckptkit.formats.compressed import CLOSED, WEAK_HEADS, Spool, method_of, spool, unpack
 from ckptkit.formats.format import Probe
 from ckptkit.formats.table import FORMATS
-from ckptkit.formats.tar import is_tar
-from ckptkit.formats.whats_inside import PICKLES
+from ckptkit.formats.tar import BLOCK, is_tar, lenient_number
+from ckptkit.formats.whats_inside import METHODS, PICKLES, member
 from ckptkit.formats.zip_reader import MAGIC
 from ckptkit.pickles.judge import is_guarded
 from ckptkit.pickles.streams import (
@@ -32,14 +34,13 @@ from ckptkit.pickles.streams import (
     looks_like_a_file,
     looks_like_a_pickle,
 )
-from ckptkit.scanning import find_tar as hidden_tar
-from ckptkit.scanning import find_zip as hidden_zip
 from ckptkit.scanning.trace import trace
 
 Seen = Traced | Remark | Program
 _PROTO = tuple(bytes((0x80, protocol)) for protocol in range(2, 6))
 _STEP = 1 << 20
 _POINTER = b"version https://git-lfs"  # stands for a file; begins with no opcode
+_TWO_FILES = "ends as a zip archive does, and begins as something else: two readers, two files"
 
 
 def pickles(source: ByteSource) -> Iterator[Seen]:
@@ -77,9 +78,6 @@ def refused_by_weights_only(source: ByteSource) -> str | None:
     return None
 
 
-_TWO_FILES = "ends as a zip archive does, and begins as something else: two readers, two files"
-
-
 class _Search:
     """The search of one file, and how much of its limits is used up."""
 
@@ -89,6 +87,10 @@ class _Search:
         self.parts = 0
         self.traced = 0
 
+    def _count(self) -> None:
+        self.parts += 1
+        check("scan_parts", self.parts, "places in a file")
+
     def file(self, source: ByteSource, where: str, depth: int, sure: bool) -> Iterator[Seen]:
         """Yield everything that any reader sees in a source.
 
@@ -96,10 +98,8 @@ class _Search:
         """
         self._count()
         if depth > LIMITS.scan_depth:
-            yield Remark(
-                where,
-                f"files inside files, more than {LIMITS.scan_depth} deep, are not looked into",
-            )
+            reason = f"files inside files, more than {LIMITS.scan_depth} deep, are not looked into"
+            yield Remark(where, reason)
             return
         probe = Probe(source)
         found, refusal = _claimed(probe)
@@ -107,48 +107,26 @@ class _Search:
             yield Remark(where, refusal)
         if found is not None:
             yield from self._all(found, where, depth, sure)
-        yield from self._otherwise(probe, where, depth, found is not None, sure)
-
-    def _trace(self, source: ByteSource, start: int, stop: int) -> Trace:
-        check("trace_bytes", self.traced, "bytes of the pickles of a file")
-        found = trace(source, start, stop)
-        self.traced += found.size
-        return found
-
-    def _count(self) -> None:
-        self.parts += 1
-        check("scan_parts", self.parts, "places in a file")
-
-    def _otherwise(
-        self, probe: Probe, where: str, depth: int, claimed: bool, sure: bool
-    ) -> Iterator[Seen]:
-        """Yield what no format claims, or other readers see."""
-        source, head = probe.source, probe.head
+        # What no format claims, or other readers see.
+        head, claimed = probe.head, found is not None
         is_zip = head.startswith(MAGIC)
         two_files = not is_zip and depth == 0 and _ends_as_zip(source, head)
         if two_files:
             yield Remark(where, _TWO_FILES)
         if two_files or (is_zip and not claimed):
-            yield from self._all(hidden_zip.pickles(source), where, depth, sure)
+            yield from self._all(_zip_members(source), where, depth, sure)
         if is_tar(head) and (is_zip or not claimed):
-            yield from self._all(hidden_tar.pickles(source), where, depth, sure)
-        if packed := _packed(head, weak=sure):
+            yield from self._all(_tar_members(source), where, depth, sure)
+        if packed := method_of(head) or (_starting(WEAK_HEADS, head) if sure else None):
             yield from self._unpacked(Inner(packed, source, sure, packed), where, depth)
-        elif not claimed and not is_zip:
-            yield from self._bare(source, head, where, depth, sure)
+        elif head and not claimed and not is_zip and not head.startswith(_POINTER):
+            # It is a pickle by its name, or may be one by its beginning.
+            named = depth == 0 and source.name.lower().endswith(PICKLES)
+            if named or looks_like_a_pickle(head):
+                stream = PickleStream("", source, 0, source.size)
+                yield from self._stream(stream, where, depth, maybe=not named, alone=sure)
         if closed := _starting(CLOSED, head):
             yield Remark(where, f"is compressed ({closed}), which is not looked into")
-
-    def _bare(
-        self, source: ByteSource, head: bytes, where: str, depth: int, sure: bool
-    ) -> Iterator[Seen]:
-        """Yield the pickle that a file is by its name, or may be by its beginning."""
-        if head.startswith(_POINTER):
-            return
-        named = depth == 0 and source.name.lower().endswith(PICKLES)
-        if head and (named or looks_like_a_pickle(head)):
-            stream = PickleStream("", source, 0, source.size)
-            yield from self._stream(stream, where, depth, maybe=not named, alone=sure)
 
     def _all(self, found: Iterator[Found], where: str, depth: int, sure: bool) -> Iterator[Seen]:
         """Yield what a container holds, up to where it is damaged."""
@@ -175,10 +153,9 @@ class _Search:
             head = source.read(0, min(512, source.size))
         if part.open_end and part.packed is None:
             if looks_like_a_pickle(head):
-                yield from self._stream(
-                    PickleStream(part.where, source, 0, source.size), where, depth, maybe=True
-                )
-        elif part.likely or _is_interesting(head):
+                stream = PickleStream(part.where, source, 0, source.size)
+                yield from self._stream(stream, where, depth, maybe=True)
+        elif part.likely or looks_like_a_file(head) or is_tar(head) or method_of(head):
             if part.packed is None:
                 yield from self.file(source, joined(where, part.where), depth + 1, part.likely)
             else:
@@ -187,7 +164,11 @@ class _Search:
     def _unpacked(self, part: Inner, where: str, depth: int) -> Iterator[Seen]:
         source, failure = self._unpack(part)
         inside = joined(where, part.where)
-        if failure is not None and not _is_noise(part, source, failure):
+        # Bytes that begin as if they were compressed, and are not, become few bytes or none.
+        is_noise = part.packed in WEAK_HEADS.values() and (
+            not source.size or (isinstance(failure, CorruptError) and source.size < _STEP)
+        )
+        if failure is not None and not is_noise:
             yield Remark(inside, failure.message)
         if source.size:
             yield from self.file(source, inside, depth + 1, part.likely)
@@ -201,53 +182,48 @@ class _Search:
             return unpacked, None
         return unpacked, failure
 
+    def _trace(self, source: ByteSource, start: int, stop: int) -> Trace:
+        check("trace_bytes", self.traced, "bytes of the pickles of a file")
+        found = trace(source, start, stop)
+        self.traced += found.size
+        return found
+
     def _stream(
-        self,
-        stream: PickleStream,
-        where: str,
-        depth: int,
-        maybe: bool = False,
+        self, stream: PickleStream, where: str, depth: int, maybe: bool = False,
         alone: bool = False,
-    ) -> Iterator[Seen]:
-        """The pickles of a stream, and what they hold in turn.
+    ) -> Iterator[Seen]:  # fmt: skip
+        """Yield the pickles of a stream, one or several, and those that no reader should load.
 
         With `maybe`, bytes that only happen to begin like a pickle are passed over. `alone`: the
         stream is a file, which torch.load may take for a legacy stream.
         """
+        inside = joined(where, stream.where)
         if stream.packed is not None:
             source, failure = self._unpack(stream)
             if failure is not None:
-                yield Remark(joined(where, stream.where), failure.message)
+                yield Remark(inside, failure.message)
             stream = replace(stream, source=source, offset=0, length=source.size, packed=None)
-        if stream.count is None:
-            yield from self._scattered(stream, where, depth)
-        else:
-            yield from self._in_a_row(stream, where, depth, maybe, alone)
-
-    def _in_a_row(
-        self, stream: PickleStream, where: str, depth: int, maybe: bool, alone: bool
-    ) -> Iterator[Seen]:
-        """Yield one pickle, or several; after one, also those that no reader should load."""
-        assert stream.count is not None
-        inside, at, end = joined(where, stream.where), stream.offset, stream.offset + stream.length
+        at, end = stream.offset, stream.offset + stream.length
         least = stream.count  # pickles that some reader loads
+        if least is None:
+            yield from self._scattered(stream, inside, depth)
+            return
         for number in range(1, LIMITS.scan_parts):
             found = self._trace(stream.source, at, end)
             if number == 1 and alone and found.may_be_legacy and found.error is None:
                 least, maybe = max(least, 5), False
             follows = number > least
-            if (maybe or follows) and not (_convinces(found) or (follows and _is_whole(found))):
+            # After a pickle, another as `pickle.dump` appends it to a file convinces too.
+            is_whole = follows and found.error is None and found.protocol >= 2
+            if (maybe or follows) and not (is_whole or _convinces(found)):
                 if number > 1 and not maybe:
-                    yield Remark(
-                        inside,
-                        f"{end - at:,} bytes follow the pickle: other readers may see something "
-                        "there",
-                    )
+                    left = f"{end - at:,} bytes follow the pickle"
+                    yield Remark(inside, f"{left}: other readers may see something there")
                 return
             place = inside if number == stream.count == 1 else f"{inside} pickle {number}".strip()
             yield from self._traced(stream, found, at, place, depth)
             at = found.stop
-            done = number >= stream.count and (stream.count > 1 or stream.open_end)
+            done = number >= (stream.count or 1) and (stream.count != 1 or stream.open_end)
             if found.error is not None or at >= end or done:
                 return
 
@@ -264,28 +240,24 @@ class _Search:
             at = found.stop
         return None
 
-    def _scattered(self, stream: PickleStream, where: str, depth: int) -> Iterator[Seen]:
-        """Pickles with other bytes between them."""
+    def _scattered(self, stream: PickleStream, inside: str, depth: int) -> Iterator[Seen]:
+        """Yield pickles with other bytes between them."""
         at, end, number = stream.offset, stream.offset + stream.length, 0
         while at < end:
             found = self._trace(stream.source, at, end)
             if number == 0 or found.error is None or found.calls:
                 number += 1
-                yield from self._traced(
-                    stream, found, at, f"{joined(where, stream.where)} pickle {number}", depth
-                )
+                yield from self._traced(stream, found, at, f"{inside} pickle {number}", depth)
             at = _next(stream.source, max(at + 1, found.stop), end)
 
     def _traced(
         self, stream: PickleStream, found: Trace, at: int, place: str, depth: int
     ) -> Iterator[Seen]:
+        """Yield a pickle, and what its byte strings hold."""
         self._count()
         yield Traced(place, at, _base(stream.source), stream.loader, stream.no_weights_only, found)
-        yield from self._nested(found, place, depth)
-
-    def _nested(self, found: Trace, where: str, depth: int) -> Iterator[Seen]:
         for each in found.nested:
-            inside = joined(where, f"byte string at {each.offset:,}")
+            inside = joined(place, f"byte string at {each.offset:,}")
             for seen in self.file(each.source, inside, depth + 1, each.loaded):
                 if isinstance(seen, Traced) and not each.loaded:
                     yield replace(seen, nested=True)
@@ -309,11 +281,12 @@ def _claimed(probe: Probe) -> tuple[Iterator[Found] | None, str | None]:
 
 def _ends_as_zip(source: ByteSource, head: bytes) -> bool:
     """Return whether readers of zip archives see one that is not a whole member of a tar file."""
-    archive = hidden_zip.extent(source)
+    archive = _zip_end(source)
     if archive is None or not is_tar(head):
         return archive is not None
-    start, stop = archive
-    members = (each.source for each in hidden_tar.pickles(source) if isinstance(each, Inner))
+    begin, size, start = archive
+    stop = begin + size + _END.size
+    members = (each.source for each in _tar_members(source) if isinstance(each, Inner))
     return not any(
         isinstance(each, Section) and each.offset <= start and stop <= each.offset + each.size
         for each in members
@@ -326,22 +299,6 @@ def _base(source: ByteSource) -> int | None:
     while isinstance(source, Section):
         at, source = at + source.offset, source.whole
     return None if isinstance(source, (Memory, Spool)) else at
-
-
-def _is_interesting(head: bytes) -> bool:
-    """Return whether bytes that begin so may be a file, though nothing names them one."""
-    return looks_like_a_file(head) or is_tar(head) or bool(_packed(head, weak=False))
-
-
-def _packed(head: bytes, weak: bool) -> str | None:
-    return method_of(head) or (_starting(WEAK_HEADS, head) if weak else None)
-
-
-def _is_noise(part: Inner, inner: ByteSource, failure: CkptkitError) -> bool:
-    """Return whether bytes are not compressed, though they begin as if: few become anything."""
-    if part.packed not in WEAK_HEADS.values():
-        return False
-    return not inner.size or (isinstance(failure, CorruptError) and inner.size < _STEP)
 
 
 def _starting(heads: Mapping[bytes, str], head: bytes) -> str | None:
@@ -363,11 +320,6 @@ def _convinces(found: Trace) -> bool:
     return bool(held) and whole
 
 
-def _is_whole(found: Trace) -> bool:
-    """Return whether bytes after a pickle are another, as `pickle.dump` appends it to a file."""
-    return found.error is None and found.protocol >= 2
-
-
 def _could_be(name: str) -> bool:
     return all(part.isidentifier() for part in name.split("."))
 
@@ -385,3 +337,127 @@ def _next(source: ByteSource, at: int, end: int) -> int:
 def joined(outer: str, inner: str) -> str:
     """The place of something inside something."""
     return f"{outer} > {inner}" if outer and inner else outer or inner
+
+
+# The members of archives as lenient readers see them, damaged or not
+
+
+def _tar_members(source: ByteSource) -> Iterator[Found]:
+    """Yield every member of a tar file that has bytes, whatever its name and kind.
+
+    An invalid header ends the file for some readers, and is skipped here.
+    """
+    at = count = 0
+    while at + BLOCK <= source.size and count < LIMITS.tar_members:
+        block = source.read(at, BLOCK)
+        at += BLOCK
+        if not is_tar(block):
+            continue
+        count += 1
+        size = lenient_number(block[124:136]) or 0
+        name = block[:100].partition(b"\0")[0].decode("utf-8", "backslashreplace")
+        if 0 < size <= source.size - at:
+            yield Inner(name, Section(source, at, size), name.lower().endswith(PICKLES))
+            at += -(-size // BLOCK) * BLOCK
+        elif size > 0:
+            yield Remark(name, "the tar file ends inside this member")
+            if at < source.size:
+                yield Inner(name, Section(source, at, source.size - at), open_end=True)
+
+
+_END, _END_MAGIC = Struct("<4s4H2LH"), b"PK\5\6"
+_END64, _LOCATOR = Struct("<4sQ2H2L4Q"), Struct("<4sLQL")
+_CENTRAL, _CENTRAL_MAGIC = Struct("<4s4xHH4xLLLHHHH6xL"), b"PK\1\2"
+_LOCAL = Struct("<4s2xHH4xLLLHH")
+_TAIL = 22 + 0xFFFF
+_U32 = 0xFFFFFFFF
+_SCRIPT = re.compile(r"[^/]*/(constants|bytecode)\.pkl")
+# Name, method, offset of the bytes, and how many (None: until something else begins).
+_Member = tuple[str, int, int, int | None]
+
+
+def _zip_members(source: ByteSource) -> Iterator[Found]:
+    """Yield every member of a zip file that some reader would find.
+
+    As its last directory lists them, wherever in the file the archive begins (zipfile, miniz,
+    torch); and whatever has a local header, listed or not (who reads from the front, or repairs).
+    Checksums, flags, sizes and names that contradict each other are not looked at: the bytes of a
+    member are where its local header ends.
+    """
+    members = {each[2]: each for each in (*_headers(source), *_listed(source))}
+    script = any(_SCRIPT.fullmatch(name) for name, *_ in members.values())
+    for name, method, start, stored in members.values():
+        end = source.size if stored is None else min(source.size, start + stored)
+        if start >= end:
+            continue
+        where = f"{name} at byte {start:,}"
+        if method not in METHODS:
+            yield Remark(where, f"compressed by method {method}, which is not looked into")
+            continue
+        section, top = Section(source, start, end - start), name.partition("/")[0]
+        found = member(name, section, top, script, METHODS[method], stored is None)
+        yield replace(found, where=where)
+
+
+def _zip_end(source: ByteSource) -> tuple[int, int, int] | None:
+    """Return place and size of the last directory, and the shift of offsets; None without."""
+    length = min(source.size, _TAIL)
+    tail = source.read(source.size - length, length)
+    at = tail.rfind(_END_MAGIC, 0, max(0, length - 18))
+    if at < 0:
+        return None
+    *_, size, start, _ = _END.unpack_from(tail, at)
+    stop = source.size - length + at
+    if stop >= 76 and _U32 in (size, start):
+        wide, locator = _END64.unpack(source.read(stop - 76, 56)), source.read(stop - 20, 4)
+        if locator == b"PK\6\7" and wide[0] == b"PK\6\6":
+            size, start, stop = wide[-2], wide[-1], stop - 76
+    begin = stop - size
+    if begin < 0 or size > LIMITS.zip_directory_bytes:
+        return None
+    return begin, size, begin - start
+
+
+def _listed(source: ByteSource) -> Iterator[_Member]:
+    end = _zip_end(source)
+    if end is None:
+        return
+    begin, size, shift = end
+    data = source.read(begin, size)
+    at = 0
+    while at + 46 <= len(data):
+        magic, _, method, _, stored, _, n, x, comment, _, offset = _CENTRAL.unpack_from(data, at)
+        if magic != _CENTRAL_MAGIC:
+            return
+        name = data[at + 46 : at + 46 + n].decode("utf-8", "backslashreplace")
+        at += 46 + n + x + comment
+        header = _header(source, offset + shift) or _header(source, offset)
+        if header is not None:
+            yield name, method, header[2], None if stored == _U32 else stored
+
+
+def _header(source: ByteSource, at: int) -> _Member | None:
+    """Return the fields of the local header at `at`, None if there is none."""
+    if not 0 <= at <= source.size - _LOCAL.size:
+        return None
+    magic, flags, method, _, stored, size, n, x = _LOCAL.unpack(source.read(at, _LOCAL.size))
+    if magic != MAGIC or at + 30 + n + x > source.size:
+        return None
+    name = source.read(at + 30, min(n, LIMITS.name_bytes)).decode("utf-8", "backslashreplace")
+    known = (
+        stored if stored not in (0, _U32) and not flags & 8 and (method or size == stored) else None
+    )
+    return name, method, at + 30 + n + x, known
+
+
+def _headers(source: ByteSource) -> Iterator[_Member]:
+    """Local headers, wherever they are: reads the whole file, in pieces."""
+    count = 0
+    for base in range(0, source.size, _STEP):
+        piece = source.read(base, min(_STEP + 3, source.size - base))
+        at = piece.find(MAGIC)
+        while 0 <= at < _STEP:
+            found = _header(source, base + at)
+            if found is not None and (count := count + 1) <= LIMITS.zip_entries:
+                yield found
+            at = piece.find(MAGIC, at + 1)
