@@ -86,13 +86,9 @@ def _complex(made: Global, args: Args) -> Node:
 
 def _getattr(made: Global, args: Args) -> Node:
     """getattr(Class, "Inner"): how protocols below 4 name a nested class."""
-    if (
-        len(args) == 2
-        and isinstance(args[0], Global)
-        and isinstance(args[1], str)
-        and args[1].isidentifier()
-    ):
-        return Global(args[0].module, f"{args[0].name}.{args[1]}")
+    outer, inner = args if len(args) == 2 else (None, None)
+    if isinstance(outer, Global) and isinstance(inner, str) and inner.isidentifier():
+        return Global(outer.module, f"{outer.name}.{inner}")
     return Object(made, args)
 
 
@@ -119,12 +115,6 @@ def _storage(node: Node) -> TypedStorage:
     if not isinstance(node, TypedStorage):
         raise FormatError("a tensor is built from something that is not a storage")
     return node
-
-
-def _offset(typed: TypedStorage, node: Node) -> int:
-    if type(node) is not int or node < 0:
-        raise TensorError("a tensor's storage offset is not a non-negative integer")
-    return typed.start + node
 
 
 def flag(node: Node) -> bool:
@@ -154,31 +144,22 @@ def strided(
     if dtype is None:
         raise TensorError("a tensor of an untyped storage does not say its dtype")
     grad = flag(args[4]) if len(args) > 4 else False
-    flags = (
-        {key for key, value in metadata.items() if value is True}
-        if isinstance(metadata, dict)
-        else set()
-    )
+    bits = metadata if isinstance(metadata, dict) else {}
+    flags = {key for key, value in bits.items() if value is True}
     shape, stride = _shape(args[2]), _shape(args[3])
     if shape == stride == () and len(args) == 4 and not typed.elements:
         shape, stride = (0,), (1,)
+    if type(args[1]) is not int or args[1] < 0:
+        raise TensorError("a tensor's storage offset is not a non-negative integer")
     tensor = Tensor(
-        typed.storage,
-        dtype,
-        shape,
-        stride,
-        _offset(typed, args[1]),
-        grad,
-        conj="conj" in flags,
-        neg="neg" in flags,
-    )
+        typed.storage, dtype, shape, stride, typed.start + args[1], grad,
+        conj="conj" in flags, neg="neg" in flags,
+    )  # fmt: skip
     if typed.stop is not None and sum(tensor.extent) > dtype.nbytes(typed.stop):
         raise TensorError(
             f"shape {shape}, stride {stride}, offset {args[1]} reach beyond a view of a storage"
         )
-    known = metadata is None or (
-        isinstance(metadata, dict) and metadata.keys() == flags <= {"conj", "neg"}
-    )
+    known = metadata is None or (bits is metadata and bits.keys() == flags <= {"conj", "neg"})
     return tensor, known and (len(args) < 6 or is_empty(args[5]))
 
 
@@ -228,12 +209,8 @@ def _parameter(made: Global, args: Args) -> Node:
         raise FormatError("a parameter is made of something that is not a tensor")
     grad = flag(args[1])
     parameter = with_grad(tensor, grad, "parameter")
-    if (
-        isinstance(args[0], Tensor)
-        and len(args) == 3
-        and is_empty(args[2])
-        and not args[0].requires_grad
-    ):
+    plain = isinstance(args[0], Tensor) and not args[0].requires_grad
+    if plain and len(args) == 3 and is_empty(args[2]):
         return parameter
     return Object(made, args, tensor=parameter)
 
@@ -251,20 +228,16 @@ def _sparse(made: Global, args: Args) -> Node:
     size)."""
     _arity(made, args, 2, 2)
     layout, data = args
-    name = (
-        layout.args[0]
-        if isinstance(layout, Object) and len(layout.args) == 1
-        else "torch.sparse_coo"
-    )
+    named = isinstance(layout, Object) and len(layout.args) == 1
+    name = layout.args[0] if named else "torch.sparse_coo"
     if not isinstance(name, str) or not isinstance(data, tuple) or len(data) < 3:
         raise FormatError("a sparse tensor without its layout or its parts")
     at = 1 if name.endswith("sparse_coo") else 2
     values = as_tensor(data[at])
     if values is None or at + 1 >= len(data):
         raise FormatError("a sparse tensor without its values or its size")
-    return Object(
-        made, args, tensor=_composed(values, _shape(data[at + 1]), name.removeprefix("torch."))
-    )
+    tensor = _composed(values, _shape(data[at + 1]), name.removeprefix("torch."))
+    return Object(made, args, tensor=tensor)
 
 
 def _nested(made: Global, args: Args) -> Node:
@@ -305,9 +278,7 @@ def _from_type(made: Global, args: Args) -> Node:
     inner = REDUCERS.get((args[0].module, args[0].name)) if isinstance(args[0], Global) else None
     if inner is _from_type or not isinstance(args[2], tuple):
         return Object(made, args)
-    if (
-        inner is None
-    ):  # a function of the class: what it makes is a tensor, if it is made of tensors
+    if inner is None:  # a function of the class: makes a tensor, if it is made of tensors
         first = next(iter(inner_tensors(args)), None)
         tensor = None if first is None else Tensor(None, first[1].dtype, (), (), layout="subclass")
         return Object(made, args, tensor=tensor)
@@ -321,9 +292,8 @@ def _on_device(made: Global, args: Args) -> Node:
     tensor = as_tensor(args[0])
     if tensor is None or tensor.storage is None or not isinstance(args[2], str):
         return Object(made, args)
-    storage = Storage(
-        tensor.storage.record, args[2], tensor.storage.crc32, tensor.storage.big_endian
-    )
+    was = tensor.storage
+    storage = Storage(was.record, args[2], was.crc32, was.big_endian)
     moved = Tensor(storage, tensor.dtype, tensor.shape, tensor.stride, tensor.offset, flag(args[3]))
     return Object(made, args, tensor=moved)
 
@@ -348,34 +318,26 @@ def dtype_or_unknown(node: Node) -> DType:
 
 _SIZE = Global("torch", "Size")
 
+_UTILS: dict[str, Reducer] = {
+    "_rebuild_tensor": tensor_v2, "_rebuild_tensor_v2": tensor_v2,
+    "_rebuild_tensor_v3": _tensor_v3, "_rebuild_parameter": _parameter,
+    "_rebuild_parameter_with_state": _parameter, "_rebuild_qtensor": _quantized,
+    "_rebuild_sparse_tensor": _sparse, "_rebuild_sparse_csr_tensor": _sparse,
+    "_rebuild_nested_tensor": _nested, "_rebuild_meta_tensor_no_storage": _meta,
+    "_rebuild_wrapper_subclass": _subclass, "_rebuild_device_tensor_from_numpy": _on_device,
+    "_rebuild_xla_tensor": _on_device, "_rebuild_device_tensor_from_cpu_tensor": _on_device,
+}  # fmt: skip
+_BUILTINS: dict[str, Reducer] = {
+    "set": _set, "frozenset": _set, "bytes": _bytes, "bytearray": _bytes, "complex": _complex,
+    "getattr": _getattr,
+}  # fmt: skip
+_SCRIPTED = ("build_boollist", "build_doublelist", "build_intlist", "build_tensorlist")
 REDUCERS: dict[tuple[str, str], Reducer] = {
     ("collections", "OrderedDict"): ordered_dict,
-    ("builtins", "set"): _set,
-    ("builtins", "frozenset"): _set,
-    ("builtins", "bytes"): _bytes,
-    ("builtins", "bytearray"): _bytes,
-    ("builtins", "complex"): _complex,
-    ("builtins", "getattr"): _getattr,
     ("_codecs", "encode"): _encode,
-    **{
-        ("torch.jit._pickle", f"build_{kind}list"): _same
-        for kind in ("bool", "double", "int", "tensor")
-    },
-    ("torch.jit._pickle", "restore_type_tag"): _same,
-    ("torch._utils", "_rebuild_tensor"): tensor_v2,
-    ("torch._utils", "_rebuild_tensor_v2"): tensor_v2,
-    ("torch._utils", "_rebuild_tensor_v3"): _tensor_v3,
-    ("torch._utils", "_rebuild_parameter"): _parameter,
-    ("torch._utils", "_rebuild_parameter_with_state"): _parameter,
-    ("torch._utils", "_rebuild_qtensor"): _quantized,
-    ("torch._utils", "_rebuild_sparse_tensor"): _sparse,
-    ("torch._utils", "_rebuild_sparse_csr_tensor"): _sparse,
-    ("torch._utils", "_rebuild_nested_tensor"): _nested,
-    ("torch._utils", "_rebuild_meta_tensor_no_storage"): _meta,
-    ("torch._utils", "_rebuild_wrapper_subclass"): _subclass,
-    ("torch._utils", "_rebuild_device_tensor_from_numpy"): _on_device,
-    ("torch._utils", "_rebuild_xla_tensor"): _on_device,
-    ("torch._utils", "_rebuild_device_tensor_from_cpu_tensor"): _on_device,
+    **{("builtins", name): reducer for name, reducer in _BUILTINS.items()},
+    **{("torch.jit._pickle", name): _same for name in (*_SCRIPTED, "restore_type_tag")},
+    **{("torch._utils", name): reducer for name, reducer in _UTILS.items()},
     ("torch._tensor", "_rebuild_from_type_v2"): _from_type,
     ("torch._tensor", "_rebuild_from_type"): _from_type,
     ("torch.tensor", "_rebuild_from_type"): _from_type,

@@ -47,20 +47,7 @@ HARMFUL = "harmful"
 LEVELS = (ACCEPTED, HARMLESS, CLASS, LOADS, UNSURE, CALLED, HARMFUL)
 WRITTEN = (ACCEPTED, HARMLESS, CLASS)  # what may be written back
 
-# Whose calls are harmful unless they are in the allowlist: the standard libraries of Python 3.11 to
-# 3.14, of Python 2 (protocol 2 maps its names to today's), and of the versions in between; and
-# those whose files these are.
-STANDARD = sys.stdlib_module_names | {name for name in IMPORT_MAPPING if "." not in name} | {
-    "_android_support", "_apple_support", "_ast_unparse", "_bootsubprocess", "_colorize", "_crypt",
-    "_hmac", "_interpchannels", "_interpqueues", "_interpreters", "_ios_support", "_msi",
-    "_opcode_metadata", "_py_warnings", "_pydatetime", "_pylong", "_pyrepl", "_remote_debugging",
-    "_sha2", "_sha256", "_sha512", "_suggestions", "_sysconfig", "_types", "_wmi",
-    "_xxinterpchannels", "_xxsubinterpreters", "_zstd", "aifc", "annotationlib", "asynchat",
-    "asyncore", "audioop", "cgi", "cgitb", "chunk", "compression", "crypt", "distutils",
-    "exceptions", "imghdr", "imp", "lib2to3", "mailcap", "msilib", "nis", "nntplib", "os2emxpath",
-    "ossaudiodev", "pipes", "popen2", "sets", "smtpd", "sndhdr", "spwd", "sunau", "telnetlib",
-    "test", "uu", "xdrlib",
-}  # fmt: skip
+# Whose calls are harmful unless they are in the allowlist, with Python's (`standard`).
 TORCH = {"functorch", "numpy", "torch", "torchgen"}
 _SCRIPT = "__torch__"  # classes of a TorchScript archive, which has their code in it
 
@@ -360,43 +347,53 @@ def named(text: Node) -> NumpyType | None:
 
 def built_dtype(view: View, fresh: NumpyType | None, state: Node) -> NumpyType | None:
     """Return what the state makes of a new dtype, None for what numpy does not write."""
-    if fresh is None or not isinstance(state, tuple) or not _is_state(state):
+    if fresh is None or not isinstance(state, tuple) or len(state) not in (8, 9):
         return None
-    if len(state) == 9 and not _is_metadata(view, fresh, state[8]):
+    version, order, subarray, names, fields, size, align, flags = state[:8]
+    if not all(type(each) is int for each in (version, size, align, flags)):
         return None
-    if len(state) == 8 and fresh.kind in "Mm":  # numpy reads the unit from the ninth item
+    if version not in (3, 4) or order not in ("<", ">", "|", "="):
         return None
-    if fresh.kind == "V":
-        return _built_void(view, fresh, state)
-    return _built_plain(fresh, state)
-
-
-def _is_state(state: tuple[Node, ...]) -> bool:
-    """Return whether a tuple has the length, the version and the kinds of values of a state."""
-    if len(state) not in (8, 9):
-        return False
-    version, order, _, _, _, size, align, flags = state[:8]
-    numbers = all(type(each) is int for each in (version, size, align, flags))
-    return numbers and version in (3, 4) and order in ("<", ">", "|", "=")
-
-
-def _built_plain(fresh: NumpyType, state: tuple[Node, ...]) -> NumpyType | None:
-    """Return what the state makes of a dtype without fields and subarrays."""
-    parts, (size, align, flags) = state[2:5], state[5:8]
-    if any(part is not None for part in parts):
+    metadata = state[8] if len(state) == 9 else None
+    if fresh.kind in "Mm":  # numpy reads the unit from the ninth item
+        if not _is_unit(view, metadata):
+            return None
+    elif metadata is not None and pairs(view, metadata) is None:
         return None
-    if fresh.kind == "O":
-        return fresh._replace(objects=True) if (size, align, flags) == (-1, -1, _OBJECT) else None
-    if fresh.kind in "SU":
-        fits = size == fresh.size and flags == (8 if fresh.kind == "U" else 0)
-        return fresh if fits and align in (1, 4) else None
-    return fresh if (size, align, flags) == (-1, -1, 0) else None
+    is_plain = subarray is None and names is None and fields is None
+    objects = False
+    if fresh.kind != "V":
+        if fresh.kind == "O":
+            fits, objects = (size, align, flags) == (-1, -1, _OBJECT), True
+        elif fresh.kind in "SU":
+            fits = size == fresh.size and flags == (8 if fresh.kind == "U" else 0)
+            fits = fits and align in (1, 4)
+        else:
+            fits = (size, align, flags) == (-1, -1, 0)
+        return fresh._replace(objects=objects) if fits and is_plain else None
+    if size != fresh.size or not 1 <= align <= 64:
+        return None
+    if is_plain:
+        return fresh if flags == 0 else None
+    if subarray is None:  # a record
+        found = _fields_of(view, names, fields, size)
+        objects = found is not None and any(each.objects for each in found)
+        fits = found is not None
+    else:
+        base, shape = subarray if isinstance(subarray, tuple) and len(subarray) == 2 else (None, ())
+        base = view.numpy(base)
+        fits = names is None and fields is None and is_shape(shape)
+        fits = fits and base is not None and not base.objects and base.size * prod(shape) == size
+    if objects:
+        fits = fits and flags & _NEEDS_OBJECTS == _NEEDS_OBJECTS
+        fits = fits and flags <= 255 and size <= _LARGEST
+    else:
+        fits = fits and not flags & ~_HARMLESS
+    return fresh._replace(objects=objects) if fits else None
 
 
-def _is_metadata(view: View, fresh: NumpyType, value: Node) -> bool:
-    """Return whether it is the ninth item: a unit of time, or nothing."""
-    if fresh.kind not in "Mm":
-        return value is None or pairs(view, value) is not None
+def _is_unit(view: View, value: Node) -> bool:
+    """Return whether it is the unit of a time."""
     if not isinstance(value, tuple) or len(value) != 2 or not isinstance(value[1], tuple):
         return False
     unit = value[1]
@@ -405,61 +402,23 @@ def _is_metadata(view: View, fresh: NumpyType, value: Node) -> bool:
     return counts and plain and isinstance(unit[0], (bytes, str)) and unit[4:] in ((), (None,))
 
 
-def _built_void(view: View, fresh: NumpyType, state: tuple[Node, ...]) -> NumpyType | None:
-    """Return what raw bytes, a record or a subarray is."""
-    _, _, subarray, names, fields, size, align, flags = state[:8]
-    if size != fresh.size or not 1 <= align <= 64:
-        return None
-    if subarray is not None:
-        return _subarray(view, fresh, subarray, flags) if names is None and fields is None else None
-    if names is None and fields is None:
-        return fresh if flags == 0 else None
-    objects = _holds_objects(view, names, pairs(view, fields), size)
-    return (
-        None
-        if objects is None or not _agree(objects, flags, size)
-        else fresh._replace(objects=objects)
-    )
-
-
-def _agree(objects: bool, flags: int, size: int) -> bool:
-    if objects:
-        return flags & _NEEDS_OBJECTS == _NEEDS_OBJECTS and flags <= 255 and size <= _LARGEST
-    return not flags & ~_HARMLESS
-
-
-def _subarray(view: View, fresh: NumpyType, subarray: Node, flags: int) -> NumpyType | None:
-    if not isinstance(subarray, tuple) or len(subarray) != 2:
-        return None
-    base, shape = view.numpy(subarray[0]), subarray[1]
-    if base is None or base.objects or not is_shape(shape) or flags & ~_HARMLESS:
-        return None
-    return fresh if base.size * prod(shape) == fresh.size else None
-
-
-def _holds_objects(
-    view: View, names: Node, found: list[tuple[Node, Node]] | None, size: int
-) -> bool | None:
-    """Return whether fields hold objects, None if they are not what a record has."""
+def _fields_of(view: View, names: Node, fields: Node, size: int) -> list[NumpyType] | None:
+    """Return the types of the fields of a record, None if they are not what one has."""
+    found = pairs(view, fields)
     if found is None or not isinstance(names, tuple) or not names:
         return None
     keys = [key for key, _ in found]
     if not all(isinstance(key, str) for key in (*keys, *names)) or sorted(keys) != sorted(names):
         return None
-    objects = False
+    types = []
     for _, field in found:
-        type_ = _field(view, field, size)
-        if type_ is None:
+        if not isinstance(field, tuple) or len(field) != 2 or type(field[1]) is not int:
             return None
-        objects |= type_.objects
-    return objects
-
-
-def _field(view: View, field: Node, size: int) -> NumpyType | None:
-    if not isinstance(field, tuple) or len(field) != 2 or type(field[1]) is not int:
-        return None
-    found = view.numpy(field[0])
-    return found if found is not None and 0 <= field[1] <= size - found.size else None
+        kind = view.numpy(field[0])
+        if kind is None or not 0 <= field[1] <= size - kind.size:
+            return None
+        types.append(kind)
+    return types
 
 
 def is_shape(value: Node, size: int = 1) -> bool:
@@ -539,7 +498,7 @@ def out_of_place(name: Global) -> str | None:
         return None
     if is_own(name):
         return "is code of your own"
-    if top_of(name) in STANDARD | TORCH:
+    if top_of(name) in standard() | TORCH:
         return "is not in the allowlist"
     return "is not the name of a class"
 
@@ -555,7 +514,7 @@ def is_own(name: Global) -> bool:
         return False
     if not all(each.lstrip("_")[:1].isupper() for each in outer):
         return False
-    return top_of(name) not in STANDARD and top_of(name) not in TORCH
+    return top_of(name) not in standard() and top_of(name) not in TORCH
 
 
 def _special(part: str) -> bool:
@@ -566,7 +525,7 @@ def is_guarded(name: str) -> bool:
     """Return whether a full name is of Python, torch or numpy, which cannot be trusted as a whole;
     or no name at all."""
     top = name.partition(".")[0]
-    return top in STANDARD or top in TORCH or not top.isidentifier()
+    return top in standard() or top in TORCH or not top.isidentifier()
 
 
 def is_foreign(name: Global) -> bool:
@@ -574,7 +533,7 @@ def is_foreign(name: Global) -> bool:
     and not listed."""
     last = name.name.rpartition(".")[2]
     function = top_of(name) in TORCH and not last.lstrip("_")[:1].isupper()
-    return not is_known(name) and (function or top_of(name) in STANDARD)
+    return not is_known(name) and (function or top_of(name) in standard())
 
 
 # Calls
@@ -660,9 +619,9 @@ def _outside(view: View, made: Global, args: tuple[Node, ...], new: bool, kwargs
         plain = len(args) == 1 and view.sort(args[0]) & SCALAR
         return Judged(HARMLESS if plain else UNSURE, OTHER)
     if not new:
-        return Judged(HARMFUL if top_of(made) in STANDARD | TORCH else CALLED, OBJECT)
+        return Judged(HARMFUL if top_of(made) in standard() | TORCH else CALLED, OBJECT)
     if not is_own(made):
-        return Judged(HARMFUL if top_of(made) in STANDARD else UNSURE, OBJECT)
+        return Judged(HARMFUL if top_of(made) in standard() else UNSURE, OBJECT)
     given = [*args]
     if kwargs is not None:
         named = pairs(view, kwargs)
@@ -1029,6 +988,14 @@ def _text() -> dict[str, list[str]]:
 def allowlist() -> Allowlist:
     """Return the allowlist, read when the first name or call is judged."""
     return Allowlist(_text())
+
+
+@cache
+def standard() -> frozenset[str]:
+    """Return the standard libraries of Python 3.11 to 3.14, of Python 2 (protocol 2 maps its names
+    to today's), and of the versions in between."""
+    old = {name for name in IMPORT_MAPPING if "." not in name}
+    return sys.stdlib_module_names | old | set(" ".join(_text()["standard"]).split())
 
 
 @cache

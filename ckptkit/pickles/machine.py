@@ -57,11 +57,12 @@ _NUMBER = rb"(?:K.|M..|J....)"  # BININT1, BININT2, BININT
 # The arguments of _rebuild_tensor_v2 after its MARK, up to the PUT of the tensor:
 # (("storage", class, key, device, elements), offset, size, stride, False, OrderedDict()).
 _TENSOR = re.compile(
-    rb"\(h(.)h(.)X(.)\0\0\0([0-9]+)r(....)h(.)(@)tr(....)Q(@)(@{1,3}[\x85-\x87])r(....)"
+    rb"\(h(.)h(.)X(.)\0\0\0([0-9]+)r(....)h(.)(@t)r(....)Q(@@{1,3}[\x85-\x87])r(....)"
     rb"(@{1,3}[\x85-\x87])r(....)\x89h(.)\)Rr(....)tr(....)Rr(....)".replace(b"@", _NUMBER),
     re.DOTALL,
 ).match
-_PUTS = Struct("<7I").unpack
+# Seven places in the memo that follow each other, read as one number: first * _ONES + _NEXT.
+_ONES, _NEXT = sum(1 << 32 * n for n in range(7)), sum(n << 32 * n for n in range(7))
 
 
 class Builder(Protocol):
@@ -128,13 +129,13 @@ class Short(Exception):
 
 @lru_cache(maxsize=4096)
 def _numbers(code: bytes) -> tuple[int, ...]:
-    """Return the tuple of numbers, then TUPLE1 to TUPLE3; () if that takes another number."""
+    """Return the numbers that opcodes push before the last one."""
     found, at = [], 0
     while at < len(code) - 1:
         size = {0x4B: 1, 0x4D: 2, 0x4A: 4}[code[at]]
         found.append(int.from_bytes(code[at + 1 : at + 1 + size], "little", signed=size == 4))
         at += 1 + size
-    return tuple(found) if len(found) == code[-1] - 0x84 else ()
+    return tuple(found)
 
 
 class Machine:
@@ -203,9 +204,9 @@ class Machine:
                 start = pos
                 op = data[pos]
                 pos += 1
-                if op == 0x68:  # BINGET
-                    index = data[pos]
-                    pos += 1
+                if op == 0x68 or op == 0x6A:  # BINGET, LONG_BINGET
+                    index = data[pos] if op == 0x68 else U4(data, pos)[0]
+                    pos += 1 if op == 0x68 else 4
                     value = memo[index] if index < len(memo) else self._get(index)
                     if value is UNSET or value.__class__ in counted:
                         self._again(value)
@@ -220,9 +221,9 @@ class Machine:
                         builder.text(value)
                     push(value)
                     pos = end
-                elif op == 0x72:  # LONG_BINPUT
-                    index = U4(data, pos)[0]
-                    pos += 4
+                elif op == 0x72 or op == 0x71:  # LONG_BINPUT, BINPUT
+                    index = data[pos] if op == 0x71 else U4(data, pos)[0]
+                    pos += 1 if op == 0x71 else 4
                     if index == len(memo):
                         memo.append(stack[-1])
                     else:
@@ -248,10 +249,12 @@ class Machine:
                     stack = marks.pop()
                     push = stack.append
                     push(value)
-                elif op == 0x86:  # TUPLE2
+                elif 0x85 <= op <= 0x87:  # TUPLE1, TUPLE2, TUPLE3
                     made += 1
-                    value = stack.pop()
-                    stack[-1] = (stack[-1], value)
+                    index = len(stack) - (op - 0x84)
+                    if index < 0:
+                        raise IndexError
+                    stack[index:] = [tuple(stack[index:])]
                 elif op == 0x52:  # REDUCE
                     made += 1
                     value = stack.pop()
@@ -264,27 +267,9 @@ class Machine:
                     push(False)
                 elif op == 0x29:  # EMPTY_TUPLE
                     push(())
-                elif op == 0x6A:  # LONG_BINGET
-                    index = U4(data, pos)[0]
-                    pos += 4
-                    value = memo[index] if index < len(memo) else self._get(index)
-                    if value is UNSET or value.__class__ in counted:
-                        self._again(value)
-                    push(value)
                 elif op == 0x4D:  # BININT2
                     push(U2(data, pos)[0])
                     pos += 2
-                elif op == 0x85:  # TUPLE1
-                    made += 1
-                    stack[-1] = (stack[-1],)
-                elif op == 0x71:  # BINPUT
-                    index = data[pos]
-                    pos += 1
-                    if index == len(memo):
-                        memo.append(stack[-1])
-                    else:
-                        self.at = start
-                        self._put(index, stack[-1])
                 elif op == 0x4A:  # BININT
                     push(I4(data, pos)[0])
                     pos += 4
@@ -294,12 +279,8 @@ class Machine:
                 elif op == 0x73:  # SETITEM
                     value = stack.pop()
                     key = stack.pop()
-                    target = stack[-1]
-                    if target.__class__ is dict and not target and key.__class__ is str:
-                        target[key] = value
-                    else:
-                        self.at = start
-                        builder.set(target, (key, value))
+                    self.at = start
+                    builder.set(stack[-1], (key, value))
                 elif op == 0x75:  # SETITEMS
                     items = stack
                     stack = marks.pop()
@@ -308,11 +289,6 @@ class Machine:
                     if len(items) % 2:
                         raise FormatError("pickle sets a key without a value")
                     builder.set(stack[-1], items)
-                elif op == 0x87:  # TUPLE3
-                    made += 1
-                    value = stack.pop()
-                    key = stack.pop()
-                    stack[-1] = (stack[-1], key, value)
                 elif op == 0x2E:  # STOP
                     self.at = start
                     self.result = builder.end(stack, marks)
@@ -354,17 +330,19 @@ class Machine:
         Return False, before anything is run, where they are not as torch.save spells them.
         """
         (
-            tag, made, length, key, put_key, device, elements, put_id, offset, size, put_size,
-            stride, put_stride, hooks, put_hooks, put_args, put_tensor,
+            tag, made, length, key, put_key, device, elements, put_id, size, put_size, stride,
+            put_stride, hooks, put_hooks, put_args, put_tensor,
         ) = found.groups()  # fmt: skip
         memo, builder = self.memo, self.builder
-        at, end = len(memo), found.end()
-        sizes, strides = (*_numbers(size),), (*_numbers(stride),)  # a tuple for each TUPLE
+        end = found.end()
+        sizes, strides = _numbers(size), _numbers(stride)  # the offset is before the sizes
         puts = put_key + put_id + put_size + put_stride + put_hooks + put_args + put_tensor
         if (
-            length[0] != len(key) or not sizes or not strides
-            or _PUTS(puts) != (at, at + 1, at + 2, at + 3, at + 4, at + 5, at + 6)
-        ):  # fmt: skip
+            length[0] != len(key)
+            or len(sizes) - 1 != size[-1] - 0x84
+            or len(strides) != stride[-1] - 0x84
+            or int.from_bytes(puts, "little") != len(memo) * _ONES + _NEXT
+        ):
             return False
         text = key.decode()
         values = memo[tag[0]], memo[made[0]], memo[device[0]], memo[hooks[0]]
@@ -374,15 +352,16 @@ class Machine:
         if builder.watchful:
             self.at = found.start(3) - 1
             builder.text(text)
-        id_ = (values[0], values[1], text, values[2], _numbers(elements + b"\x85")[0])
+        id_ = (values[0], values[1], text, values[2], _numbers(elements)[0])
         self.at = found.start(9) - 1
         storage = builder.persistent(id_)
         self.at = end - 18
         empty = builder.call(values[3], ())
-        args = (storage, _numbers(offset + b"\x85")[0], sizes, strides, False, empty)
+        shape, strides = sizes[1:], (*strides,)  # each TUPLE makes one
+        args = (storage, sizes[0], shape, strides, False, empty)
         self.at = end - 6
         stack[-1] = tensor = builder.call(stack[-1], args)
-        memo += (text, id_, sizes, strides, empty, args, tensor)
+        memo += (text, id_, shape, strides, empty, args, tensor)
         return True
 
     def _read_on(self, start: int, need: int) -> None:
@@ -716,41 +695,36 @@ SIZED = {
     0x43: (1, False, "bytes"), 0x42: (4, False, "bytes"), 0x8E: (8, False, "bytes"),
     0x96: (8, False, "bytearray"),
 }  # fmt: skip
-_LOOP = {
-    0x28: "MARK", 0x29: "EMPTY_TUPLE", 0x2E: "STOP", 0x4A: "BININT", 0x4B: "BININT1",
-    0x4D: "BININT2", 0x51: "BINPERSID", 0x52: "REDUCE", 0x58: "BINUNICODE", 0x68: "BINGET",
-    0x6A: "LONG_BINGET", 0x71: "BINPUT", 0x72: "LONG_BINPUT", 0x73: "SETITEM", 0x74: "TUPLE",
-    0x75: "SETITEMS", 0x7D: "EMPTY_DICT", 0x85: "TUPLE1", 0x86: "TUPLE2", 0x87: "TUPLE3",
-    0x89: "NEWFALSE",
+NAMES = {
+    0x28: "MARK", 0x29: "EMPTY_TUPLE", 0x2E: "STOP", 0x30: "POP", 0x31: "POP_MARK", 0x32: "DUP",
+    0x42: "BINBYTES", 0x43: "SHORT_BINBYTES", 0x46: "FLOAT", 0x47: "BINFLOAT", 0x49: "INT",
+    0x4A: "BININT", 0x4B: "BININT1", 0x4C: "LONG", 0x4D: "BININT2", 0x4E: "NONE", 0x50: "PERSID",
+    0x51: "BINPERSID", 0x52: "REDUCE", 0x53: "STRING", 0x54: "BINSTRING", 0x55: "SHORT_BINSTRING",
+    0x56: "UNICODE", 0x58: "BINUNICODE", 0x5D: "EMPTY_LIST", 0x61: "APPEND", 0x62: "BUILD",
+    0x63: "GLOBAL", 0x64: "DICT", 0x65: "APPENDS", 0x67: "GET", 0x68: "BINGET", 0x69: "INST",
+    0x6A: "LONG_BINGET", 0x6C: "LIST", 0x6F: "OBJ", 0x70: "PUT", 0x71: "BINPUT",
+    0x72: "LONG_BINPUT", 0x73: "SETITEM", 0x74: "TUPLE", 0x75: "SETITEMS", 0x7D: "EMPTY_DICT",
+    0x80: "PROTO", 0x81: "NEWOBJ", 0x82: "EXT1", 0x83: "EXT2", 0x84: "EXT4", 0x85: "TUPLE1",
+    0x86: "TUPLE2", 0x87: "TUPLE3", 0x88: "NEWTRUE", 0x89: "NEWFALSE", 0x8A: "LONG1",
+    0x8B: "LONG4", 0x8C: "SHORT_BINUNICODE", 0x8D: "BINUNICODE8", 0x8E: "BINBYTES8",
+    0x8F: "EMPTY_SET", 0x90: "ADDITEMS", 0x91: "FROZENSET", 0x92: "NEWOBJ_EX",
+    0x93: "STACK_GLOBAL", 0x94: "MEMOIZE", 0x95: "FRAME", 0x96: "BYTEARRAY8", 0x97: "NEXT_BUFFER",
+    0x98: "READONLY_BUFFER",
 }  # fmt: skip
-_RARE: dict[int, tuple[str, Callable[[Machine], None]]] = {
-    0x4E: ("NONE", Machine.op_none), 0x88: ("NEWTRUE", Machine.op_newtrue),
-    0x47: ("BINFLOAT", Machine.op_binfloat), 0x5D: ("EMPTY_LIST", Machine.op_empty_list),
-    0x61: ("APPEND", Machine.op_append), 0x65: ("APPENDS", Machine.op_appends),
-    0x62: ("BUILD", Machine.op_build), 0x63: ("GLOBAL", Machine.op_global),
-    0x93: ("STACK_GLOBAL", Machine.op_stack_global), 0x94: ("MEMOIZE", Machine.op_memoize),
-    0x8C: ("SHORT_BINUNICODE", Machine.op_sized), 0x81: ("NEWOBJ", Machine.op_newobj),
-    0x92: ("NEWOBJ_EX", Machine.op_newobj_ex), 0x80: ("PROTO", Machine.op_proto),
-    0x95: ("FRAME", Machine.op_frame), 0x8A: ("LONG1", Machine.op_sized),
-    0x8B: ("LONG4", Machine.op_sized), 0x55: ("SHORT_BINSTRING", Machine.op_sized),
-    0x54: ("BINSTRING", Machine.op_sized), 0x43: ("SHORT_BINBYTES", Machine.op_sized),
-    0x42: ("BINBYTES", Machine.op_sized), 0x8E: ("BINBYTES8", Machine.op_sized),
-    0x96: ("BYTEARRAY8", Machine.op_sized), 0x8D: ("BINUNICODE8", Machine.op_sized),
-    0x49: ("INT", Machine.op_int), 0x4C: ("LONG", Machine.op_long),
-    0x46: ("FLOAT", Machine.op_float), 0x53: ("STRING", Machine.op_string),
-    0x56: ("UNICODE", Machine.op_unicode), 0x6C: ("LIST", Machine.op_collect),
-    0x64: ("DICT", Machine.op_collect), 0x8F: ("EMPTY_SET", Machine.op_empty_set),
-    0x90: ("ADDITEMS", Machine.op_additems), 0x91: ("FROZENSET", Machine.op_collect),
-    0x30: ("POP", Machine.op_pop), 0x31: ("POP_MARK", Machine.op_pop_mark),
-    0x32: ("DUP", Machine.op_dup), 0x70: ("PUT", Machine.op_put), 0x67: ("GET", Machine.op_get),
-    0x69: ("INST", Machine.op_inst), 0x6F: ("OBJ", Machine.op_obj),
-    0x50: ("PERSID", Machine.op_persid), 0x82: ("EXT1", Machine.op_extension),
-    0x83: ("EXT2", Machine.op_extension), 0x84: ("EXT4", Machine.op_extension),
-    0x97: ("NEXT_BUFFER", Machine.op_next_buffer),
-    0x98: ("READONLY_BUFFER", Machine.op_readonly_buffer),
+# The methods of the opcodes that are not in the loop.
+RARE: dict[int, Callable[[Machine], None]] = {
+    0x30: Machine.op_pop, 0x31: Machine.op_pop_mark, 0x32: Machine.op_dup, 0x46: Machine.op_float,
+    0x47: Machine.op_binfloat, 0x49: Machine.op_int, 0x4C: Machine.op_long, 0x4E: Machine.op_none,
+    0x50: Machine.op_persid, 0x53: Machine.op_string, 0x56: Machine.op_unicode,
+    0x5D: Machine.op_empty_list, 0x61: Machine.op_append, 0x62: Machine.op_build,
+    0x63: Machine.op_global, 0x65: Machine.op_appends, 0x67: Machine.op_get, 0x69: Machine.op_inst,
+    0x6F: Machine.op_obj, 0x70: Machine.op_put, 0x80: Machine.op_proto, 0x81: Machine.op_newobj,
+    0x88: Machine.op_newtrue, 0x8F: Machine.op_empty_set, 0x90: Machine.op_additems,
+    0x92: Machine.op_newobj_ex, 0x93: Machine.op_stack_global, 0x94: Machine.op_memoize,
+    0x95: Machine.op_frame, 0x97: Machine.op_next_buffer, 0x98: Machine.op_readonly_buffer,
+    **dict.fromkeys((0x64, 0x6C, 0x91), Machine.op_collect),
+    **dict.fromkeys((0x82, 0x83, 0x84), Machine.op_extension),
+    **dict.fromkeys(SIZED, Machine.op_sized),
 }  # fmt: skip
-RARE = {code: method for code, (_, method) in _RARE.items()}
-NAMES = _LOOP | {code: name for code, (name, _) in _RARE.items()}
-"""The names of the opcodes: those of the loop, and the others."""
 # Bytes of the operand that follows an opcode of the loop.
 OPERANDS = {**dict.fromkeys(b"Khq", 1), **dict.fromkeys(b"M", 2), **dict.fromkeys(b"rjJX", 4)}

@@ -39,7 +39,8 @@ class StorageTable:
             raise FormatError(
                 "pickle refers to a storage by something other than torch's persistent ids"
             )
-        _, made, key, location, numel, *view = pid
+        made, key, location, numel = pid[1:5]
+        view = pid[5] if len(pid) == 6 else None
         if key.__class__ is not str or made.__class__ is not Global or numel.__class__ is not int:
             raise FormatError(
                 "a storage is named by something other than a class, a string and a number"
@@ -58,7 +59,7 @@ class StorageTable:
             nbytes = numel if dtype is None else numel * dtype.itemsize
             typed = TypedStorage(self._opener(key, nbytes, location), dtype)
             self._known[key] = (typed,)
-        return typed if not view or view[0] is None else self._view(typed, view[0])
+        return typed if view is None else self._view(typed, view)
 
     def __iter__(self) -> Iterator[str]:
         """Yield the key of each storage."""

@@ -114,9 +114,9 @@ class _Search:
         if two_files:
             yield Remark(where, _TWO_FILES)
         if two_files or (is_zip and not claimed):
-            yield from self._all(_zip_members(source), where, depth, sure)
+            yield from self._all(zip_members(source), where, depth, sure)
         if is_tar(head) and (is_zip or not claimed):
-            yield from self._all(_tar_members(source), where, depth, sure)
+            yield from self._all(tar_members(source), where, depth, sure)
         if packed := method_of(head) or (_starting(WEAK_HEADS, head) if sure else None):
             yield from self._unpacked(Inner(packed, source, sure, packed), where, depth)
         elif head and not claimed and not is_zip and not head.startswith(_POINTER):
@@ -286,7 +286,7 @@ def _ends_as_zip(source: ByteSource, head: bytes) -> bool:
         return archive is not None
     begin, size, start = archive
     stop = begin + size + _END.size
-    members = (each.source for each in _tar_members(source) if isinstance(each, Inner))
+    members = (each.source for each in tar_members(source) if isinstance(each, Inner))
     return not any(
         isinstance(each, Section) and each.offset <= start and stop <= each.offset + each.size
         for each in members
@@ -342,7 +342,7 @@ def joined(outer: str, inner: str) -> str:
 # The members of archives as lenient readers see them, damaged or not
 
 
-def _tar_members(source: ByteSource) -> Iterator[Found]:
+def tar_members(source: ByteSource) -> Iterator[Found]:
     """Yield every member of a tar file that has bytes, whatever its name and kind.
 
     An invalid header ends the file for some readers, and is skipped here.
@@ -376,7 +376,7 @@ _SCRIPT = re.compile(r"[^/]*/(constants|bytecode)\.pkl")
 _Member = tuple[str, int, int, int | None]
 
 
-def _zip_members(source: ByteSource) -> Iterator[Found]:
+def zip_members(source: ByteSource) -> Iterator[Found]:
     """Yield every member of a zip file that some reader would find.
 
     As its last directory lists them, wherever in the file the archive begins (zipfile, miniz,

@@ -10,7 +10,6 @@ from __future__ import annotations
 import io
 import os
 import pickle
-import resource
 import struct
 import subprocess
 import sys
@@ -912,7 +911,3 @@ def test_state_of_an_ordered_dict_is_set_once() -> None:
     with pytest.raises(FormatError):
         machine(b"ccollections\nOrderedDict\n)R}X\x01\0\0\0aK\x01sb}b.")
     assert isinstance(machine(b"ccollections\nOrderedDict\n)R."), OrderedMapping)
-
-
-def test_this_process_stayed_small() -> None:
-    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss < 1 << 20  # KiB

@@ -34,7 +34,6 @@ from ckptkit.formats.record import refuse_objects
 from ckptkit.formats.recovering import recovered
 from ckptkit.pickles.streams import Inner, PickleStream, Remark, Traced
 from ckptkit.scanning import find as hidden
-from ckptkit.scanning import find_tar as hidden_tar
 from tests.formats.containers import tars
 from tests.formats.containers.zips import Member, build
 from tests.formats.torch_zip.archives import pickle_of
@@ -88,7 +87,7 @@ def test_a_place_that_cannot_be_read() -> None:
 
 def test_members_of_a_tar_file_that_are_empty() -> None:
     data = tars.archive(tars.member("a"), tars.member("b.pkl", pickle_of(b"N")), tars.member("c"))
-    found = list(hidden_tar.pickles(Memory(data)))
+    found = list(hidden.tar_members(Memory(data)))
     assert [(each.where, each.likely) for each in found if isinstance(each, Inner)] == [
         ("b.pkl", True)
     ]
@@ -98,7 +97,7 @@ def test_members_of_a_tar_file_that_are_empty() -> None:
 @pytest.mark.parametrize("left", [0, 7])
 def test_a_tar_file_that_ends_inside_a_member(left: int) -> None:
     data = tars.header("a.pkl", 100) + bytes(left)
-    remark, *rest = hidden_tar.pickles(Memory(data))
+    remark, *rest = hidden.tar_members(Memory(data))
     assert isinstance(remark, Remark) and (remark.where, len(rest)) == ("a.pkl", left > 0)
     assert remark.reason == "the tar file ends inside this member"
     assert all(
