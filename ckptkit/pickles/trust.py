@@ -5,7 +5,7 @@ The judge of traces, `ckptkit.pickles.judge`, for trees.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 from ckptkit.core.errors import UnsafeGlobalError
@@ -150,62 +150,54 @@ class Policy:
     def check_object(self, node: Object) -> None:
         """Refuse an object that is not proved harmless."""
         kind, action = _judge_object(node)
+        if kind == judge.UNSURE:
+            raise _refused(f"the file {action}, in a way that the allowlist does not know")
         if kind not in judge.WRITTEN:
-            known = (
-                "which is not in the allowlist"
-                if kind != judge.UNSURE
-                else "in a way that the allowlist does not know"
-            )
-            raise UnsafeGlobalError(f"the file {action}, {known}", hint=_hint())
+            raise _refused(f"the file {action}, which is not in the allowlist")
 
     def check_fields(self, state: Node) -> None:
         """Refuse a state of an OrderedDict that is no dict of ordinary attributes."""
         if not judge.is_plain_fields(_TREE, state):
-            raise UnsafeGlobalError(
-                "the file sets attributes by the result of a call", hint=_hint()
-            )
+            raise _refused("the file sets attributes by the result of a call")
 
     def check_keys(self, keys: Iterable[Node]) -> None:
         """Refuse keys whose hash an object of the allowlist would compute of its state."""
         for key in keys:
             if isinstance(key, (Object, tuple)) and not judge.is_key(_TREE, key):
-                raise UnsafeGlobalError("the file has objects as the keys of a dict", hint=_hint())
+                raise _refused("the file has objects as the keys of a dict")
 
     def hold(self, name: Global) -> None:
         """Note a class or function that is written, as a value or as an argument."""
         self._names.add(name)
 
     def check_names(self, root: Node) -> None:
-        """Refuse names that the tree holds as values and that no checkpoint may hold."""
-        if not any(map(judge.out_of_place, self._names)):
-            return
-        for name in _values(root):
-            reason = judge.out_of_place(name)
-            if reason is not None:
-                raise UnsafeGlobalError(f"the file holds {name}, which {reason}", hint=_hint())
+        """Refuse names that the tree holds as values and that no checkpoint may hold.
 
-
-def _values(root: Node) -> Iterator[Global]:
-    """Yield the names in a tree, but for those that the row of a call takes as its arguments."""
-    seen: set[int] = set()
-    waiting: list[Node] = [root]
-    while waiting:
-        node = waiting.pop()
-        if isinstance(node, Global):
-            yield node
-        elif isinstance(node, Object) and isinstance(node.args, tuple) and id(node) not in seen:
+        Those that the row of a call takes as its arguments are no values.
+        """
+        waiting = [root] if any(map(judge.out_of_place, self._names)) else []
+        seen: set[int] = set()
+        while waiting:
+            node = waiting.pop()
+            if isinstance(node, Global):
+                reason = judge.out_of_place(node)
+                if reason is not None:
+                    raise _refused(f"the file holds {node}, which {reason}")
+            elif id(node) in seen:
+                continue
+            elif isinstance(node, Object) and isinstance(node.args, tuple):
+                given, made = [*node.args], node.callable
+                if isinstance(made, Global) and judge.key_of(made) in judge.FROM_TYPE:
+                    inner = given[2] if len(given) > 2 else None
+                    given[2:3] = inner if isinstance(inner, tuple) else ()
+                for name in judge.consumed(made, node.args):
+                    given.remove(name)
+                waiting += [*given, node.kwargs, *(value for _, value in node.steps)]
+            else:
+                waiting += held(node)
             seen.add(id(node))
-            given = [*node.args]
-            if isinstance(node.callable, Global) and judge.key_of(node.callable) in judge.FROM_TYPE:
-                given[2:3] = given[2] if len(given) > 2 and isinstance(given[2], tuple) else ()
-            for name in judge.consumed(node.callable, node.args):
-                given.remove(name)
-            waiting += [*given, node.kwargs, *(value for _, value in node.steps)]
-        elif id(node) not in seen:
-            seen.add(id(node))
-            waiting += held(node)
 
 
-def _hint() -> str:
+def _refused(text: str) -> UnsafeGlobalError:
     drop = typed_value("objects", "drop")
-    return f"{drop} leaves such values out"
+    return UnsafeGlobalError(text, hint=f"{drop} leaves such values out")

@@ -34,7 +34,7 @@ from ckptkit.pickles.machine import Machine
 _NO_TUPLE = "pickle makes a call with arguments that are not a tuple"
 _SETATTR, _GETATTR = Global("builtins", "setattr"), Global("builtins", "getattr")
 _DILL_SETATTR = (Global("dill", "_dill"), "_setattr")
-_CODE_OF_DILL = ("_create_cell", "_create_function", "_create_type")
+_CODE_OF_DILL = tuple(f"dill._dill._create_{kind}" for kind in ("cell", "function", "type"))
 _DROPPED = "pickle drops a value that it made: what that did would be lost"
 _UNNAMEABLE = re.compile("[\n\r\ud800-\udfff]")  # newlines would be opcodes when written back
 _FULL = object()  # the key in a dict that cannot hold its items, so that it is not empty
@@ -100,10 +100,9 @@ class Values:
     def name(self, module: Node, name: Node) -> Global:
         if module.__class__ is not str or name.__class__ is not str:
             raise FormatError("pickle names a global by something other than strings")
-        found = self.globals.get((module, name))
-        return self._new_name(module, name) if found is None else found
-
-    def _new_name(self, module: str, name: str) -> Global:
+        known = self.globals.get((module, name))
+        if known is not None:
+            return known
         parts = name.split(".")
         exists = bool(name) if len(parts) == 1 else all(map(str.isidentifier, parts))
         if not module or not exists or _UNNAMEABLE.search(module + name):
@@ -175,9 +174,7 @@ class Values:
         else:
             self._set_dict(target, keys, values)
 
-    def _set_dict(
-        self, target: dict[Node, Node], keys: Sequence[Node], values: Sequence[Node]
-    ) -> None:
+    def _set_dict(self, target: Node, keys: Sequence[Node], values: Sequence[Node]) -> None:
         """Set all items or none: a repeated key must not overwrite its first value."""
         if all(key.__class__ is str for key in keys) or all(map(self.keys.hashable, keys)):
             new = dict(zip(keys, values, strict=True))
@@ -206,7 +203,8 @@ class Values:
         """
         self.drops += 1
         check("pickle_stack", self.drops, "values dropped in a pickle")
-        self.dropped.update((id(node), node) for node in values if not _is_scalar(node))
+        plain = (str, int, float, complex, bytes, type(None))
+        self.dropped.update((id(node), node) for node in values if not isinstance(node, plain))
 
     def odd(self, reason: str) -> NoReturn:
         raise FormatError(reason)
@@ -269,14 +267,5 @@ def _sets_code(node: Node) -> bool:
     called, made = node.callable, node.args[0]
     if isinstance(called, Object) and called.callable == _GETATTR:
         called = _SETATTR if called.args[:2] == _DILL_SETATTR else None
-    return (
-        called == _SETATTR
-        and isinstance(made, Object)
-        and made.global_ is not None
-        and made.global_.module == "dill._dill"
-        and made.global_.name in _CODE_OF_DILL
-    )
-
-
-def _is_scalar(node: Node) -> bool:
-    return node is None or isinstance(node, (str, int, float, complex, bytes))
+    name = made.global_ if isinstance(made, Object) else None
+    return called == _SETATTR and str(name) in _CODE_OF_DILL

@@ -9,6 +9,7 @@ tuples for themselves (names are made of them), a Global for a name, and a Sign 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ckptkit.core.bytesource import ByteSource, Memory, Range, Section
@@ -40,6 +41,7 @@ _BYTES = ("_codecs.encode", "builtins.bytes", "builtins.bytearray")
 _NOT_CHANGED = "changes what is not a list or dict"
 
 
+@dataclass(slots=True, eq=False)
 class Sign:
     """A value that is not made.
 
@@ -49,21 +51,14 @@ class Sign:
     an object; nothing may change a dict that is `fixed`.
     """
 
-    __slots__ = ("built", "data", "fixed", "items", "made", "sort", "text", "type")
-
-    def __init__(
-        self,
-        sort: int,
-        items: list[Any] | None = None,
-        made: Any = None,
-        *,
-        text: str = "",
-        data: ByteSource | None = None,
-        type: judge.NumpyType | None = None,
-    ) -> None:
-        self.sort, self.items, self.made = sort, items, made
-        self.text, self.data, self.type = text, data, type
-        self.built = self.fixed = False
+    sort: int
+    items: list[Any] | None = None
+    made: Any = None
+    text: str = ""
+    data: ByteSource | None = None
+    type: judge.NumpyType | None = None
+    built: bool = False
+    fixed: bool = False
 
 
 class _SignView:
@@ -91,16 +86,11 @@ class _SignView:
         deeper."""
         found: list[Any] = []
         for value in values:
-            if value.__class__ is tuple:
-                inner = [self.sort(each) for each in value]
-                if any(sort & judge.LITERAL for sort in inner):
-                    return None
-                found.append((*inner,))
-            else:
-                sort = self.sort(value)
-                if sort & judge.LITERAL:
-                    return None
-                found.append(sort)
+            is_tuple = value.__class__ is tuple
+            sorts = (*map(self.sort, value if is_tuple else (value,)),)
+            if any(sort & judge.LITERAL for sort in sorts):
+                return None
+            found.append(sorts if is_tuple else sorts[0])
         return (*found,)
 
 
@@ -269,11 +259,9 @@ class Tracer:
             if known is not None:
                 kind, result, shared = known
                 self.note(str(made), kind, args)
-                return (
-                    result
-                    if shared
-                    else Sign(result.sort, None if result.items is None else [], made)
-                )
+                if shared:
+                    return result
+                return Sign(result.sort, None if result.items is None else [], made)
         judged = judge.judge_call(self.view, made, args, new=new, kwargs=kwargs)
         self._take(*judge.consumed(made, args))
         shown = args if kwargs is None or not isinstance(args, tuple) else (*args, kwargs)
@@ -296,25 +284,27 @@ class Tracer:
         Legacy files have ("module", class, file, source text), the oldest without "module". The
         text is never run.
         """
-        is_storage = isinstance(pid, tuple) and pid[:1] == ("storage",)
-        if not isinstance(pid, int) and not is_storage:
-            self.refuse("a persistent id that is no storage")
-        made = None
-        if isinstance(pid, tuple) and not is_storage:
-            made = next((each for each in pid[:2] if isinstance(each, Global)), None)
-        if made is not None and pid[0] in ("module", made):
-            if not all(
-                self.view.sort(each) & (judge.TEXT | judge.BYTES | judge.NONE)
-                for each in pid[pid.index(made) + 1 :]
-            ):
-                self.doubt("names a class by something other than strings")
-            return made  # pushed once, when it was named
-        if is_storage:
-            if _is_storage(pid):
-                self._take(pid[1])
+        parts = pid if isinstance(pid, tuple) else ()
+        if parts[:1] == ("storage",):
+            # (..., class, key, device, size), and perhaps a view, as torch writes it
+            kinds, more = [type(each) for each in parts[1:5]], parts[5:]
+            plain = more in ((), (None,))
+            if len(more) == 1 and isinstance(more[0], tuple):
+                plain = [type(each) for each in more[0]] == [str, int, int]
+            if plain and kinds == [Global, str, str, int]:
+                self._take(parts[1])
             else:
                 self.doubt("names a storage by something other than class, key, device and size")
-        return _STORAGE
+            return _STORAGE
+        if not isinstance(pid, int):
+            self.refuse("a persistent id that is no storage")
+        made = next((each for each in parts[:2] if isinstance(each, Global)), None)
+        if made is None or parts[0] not in ("module", made):
+            return _STORAGE
+        texts = judge.TEXT | judge.BYTES | judge.NONE
+        if not all(self.view.sort(each) & texts for each in parts[parts.index(made) + 1 :]):
+            self.doubt("names a class by something other than strings")
+        return made  # pushed once, when it was named
 
     def outside(self, opcode: str, value: Any) -> Any:
         if opcode.startswith("EXT"):
@@ -448,32 +438,15 @@ class Tracer:
         data = sign.data if isinstance(sign, Sign) else sign
         if data is None or len(self.nested) >= NESTED:
             return False
-        inert = [
-            each
-            for each in self.nested
-            if data in (each.source, getattr(each.source, "data", None))
-        ]
-        for each in inert:  # looked at once, as what it is
-            self.nested.remove(each)
-        self.nested.append(
-            Nested(self.machine.offset, Memory(data) if isinstance(data, bytes) else data, True)
-        )
+        for each in [*self.nested]:  # looked at once, as what it is
+            if data in (each.source, getattr(each.source, "data", None)):
+                self.nested.remove(each)
+        source = Memory(data) if isinstance(data, bytes) else data
+        self.nested.append(Nested(self.machine.offset, source, True))
         return True
 
 
 _STORAGE = Sign(judge.STORAGE, text="persistent")
-
-
-def _is_storage(pid: tuple[Any, ...]) -> bool:
-    """Return whether it is (..., class, key, device, size), and perhaps a view, as torch writes."""
-    if not 5 <= len(pid) <= 6:
-        return False
-    kinds = [type(each) for each in pid[1:5]]
-    view = pid[5] if len(pid) > 5 else None
-    plain = view is None or (
-        isinstance(view, tuple) and [type(each) for each in view] == [str, int, int]
-    )
-    return kinds == [Global, str, str, int] and plain
 
 
 def _described(made: Any) -> str:
