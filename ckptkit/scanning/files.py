@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import BrokenExecutor, Future
 from contextlib import closing
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from typing import NamedTuple
 
 from ckptkit.core.bytesource import ByteSource, Folder
@@ -81,7 +81,13 @@ def scan(
             raise InputError(
                 "is a folder", where=place.name, hint="scan_all goes through its files"
             )
-        return _scan(place, shown_url(os.fspath(path)), Trusted(tuple(trust)), progress)
+        shown = shown_url(os.fspath(path))
+        source = place if progress is None else Watched(place, partial(progress, shown))
+        with steady(place, remote=True):
+            verdict = judge_file(shown, place.size, hidden.pickles(source), Trusted(tuple(trust)))
+        if isinstance(source, Watched):
+            source.finish()
+        return verdict
 
 
 def scan_all(
@@ -97,28 +103,23 @@ def scan_all(
     or more). `progress` gets a path and the bytes that were read of it, all of a file in the end;
     of a file that a worker scans, when it is done.
     """
-    trusted = Trusted(tuple(trust))
+    trust = tuple(trust)
     files = _files(paths)
     first = list(islice(files, MANY))
     if workers is None:
         workers = min(MOST, os.cpu_count() or 1) if len(first) == MANY else 1
-    rest = _chained(first, files)
+    rest = chain(first, files)
     if workers == 1:
-        yield from (_attempt(each, trusted, progress) for each in rest)
+        yield from (_attempt(each, trust, progress) for each in rest)
         return
-    for result in _spread(rest, trusted, workers):
+    for result in _spread(rest, trust, workers):
         if progress is not None:
             progress(result.path, result.size if isinstance(result, FileVerdict) else 0)
         yield result
 
 
-def _chained(first: list[str | Failure], rest: Iterator[str | Failure]) -> Iterator[str | Failure]:
-    yield from first
-    yield from rest
-
-
 def _spread(
-    files: Iterator[str | Failure], trusted: Trusted, workers: int
+    files: Iterable[str | Failure], trust: tuple[str, ...], workers: int
 ) -> Iterator[FileVerdict | Failure]:
     """Yield by processes, a few files ahead of the consumer."""
     from concurrent.futures import ProcessPoolExecutor  # which imports pickle
@@ -127,7 +128,7 @@ def _spread(
     pool = ProcessPoolExecutor(workers)
     try:
         for file in files:
-            waiting.append((file, pool.submit(_attempt, file, trusted)))
+            waiting.append((file, pool.submit(_attempt, file, trust)))
             if len(waiting) > 4 * workers:
                 yield _result(*waiting.popleft())
         while waiting:
@@ -141,32 +142,21 @@ def _result(file: str | Failure, future: Future[FileVerdict | Failure]) -> FileV
         return future.result()
     except BrokenExecutor:
         path = file.path if isinstance(file, Failure) else file
-        return Failure(
-            path,
-            InputError("the process that scanned it was killed", hint="try it alone: --workers 1"),
-        )
+        killed = "the process that scanned it was killed"
+        return Failure(path, InputError(killed, hint="try it alone: --workers 1"))
 
 
 def _attempt(
-    file: str | Failure, trusted: Trusted, progress: Reading | None = None
+    file: str | Failure, trust: tuple[str, ...], progress: Reading | None = None
 ) -> FileVerdict | Failure:
     if isinstance(file, Failure):
         return file
     try:
-        return scan(file, trust=trusted.globs, progress=progress)
+        return scan(file, trust=trust, progress=progress)
     except CkptkitError as error:
         return Failure(shown_url(file), error)
     except MemoryError:
         return Failure(shown_url(file), InputError("needs more memory than there is"))
-
-
-def _scan(source: ByteSource, path: str, trusted: Trusted, progress: Reading | None) -> FileVerdict:
-    seen = source if progress is None else Watched(source, partial(progress, path))
-    with steady(source, remote=True):
-        verdict = judge_file(path, source.size, hidden.pickles(seen), trusted)
-    if isinstance(seen, Watched):
-        seen.finish()
-    return verdict
 
 
 def _files(paths: Iterable[PathLike]) -> Iterator[str | Failure]:

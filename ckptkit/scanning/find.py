@@ -48,9 +48,8 @@ def pickles(source: ByteSource) -> Iterator[Seen]:
 
     Never raises for what is in the bytes.
     """
-    search = _Search(source)
     try:
-        yield from search.file(source, "", 0, sure=True)
+        yield from _Search(source).file(source, "", 0, sure=True)
     except LimitError as error:
         yield Remark("", error.message)
 
@@ -68,13 +67,9 @@ def refused_by_weights_only(source: ByteSource) -> str | None:
 
     Names are no steps. Never raises for what is in the bytes.
     """
-    search = _Search(source)
-    try:
-        for each in _claimed(Probe(source))[0] or ():
-            if isinstance(each, PickleStream) and each.loader == TORCH_LOAD:
-                return search.refused(each)
-    except CkptkitError:
-        pass
+    for seen in pickles(source):
+        if isinstance(seen, Traced) and seen.loader == TORCH_LOAD and seen.trace.refused:
+            return seen.trace.refused
     return None
 
 
@@ -226,19 +221,6 @@ class _Search:
             done = number >= (stream.count or 1) and (stream.count != 1 or stream.open_end)
             if found.error is not None or at >= end or done:
                 return
-
-    def refused(self, stream: PickleStream) -> str | None:
-        """Return the first step in a stream that weights_only=True refuses, None if none."""
-        source, at, end = stream.source, stream.offset, stream.offset + stream.length
-        if stream.packed is not None:
-            source, _ = self._unpack(stream)
-            at, end = 0, source.size
-        for _ in range(stream.count or 1):
-            found = self._trace(source, at, end)
-            if found.refused is not None:
-                return found.refused
-            at = found.stop
-        return None
 
     def _scattered(self, stream: PickleStream, inside: str, depth: int) -> Iterator[Seen]:
         """Yield pickles with other bytes between them."""
