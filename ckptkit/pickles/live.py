@@ -1,15 +1,15 @@
 """Python values of this process, as the nodes that a file of them would give.
 
 The values are pickled as ``torch.save`` does, and the machine reads that pickle. The bytes of
-tensors and arrays stay where they are in memory: in their place the pickle has a number. Tensors
-and other nodes of a Checkpoint stand for themselves.
+tensors and arrays stay where they are in memory: in their place the pickle has a number, as a
+persistent id. Tensors and other nodes of a Checkpoint stand for themselves.
 """
 
 from __future__ import annotations
 
+import io
 import sys
-from collections import OrderedDict, defaultdict
-from collections.abc import Iterator
+from collections import OrderedDict
 from typing import Any
 
 from ckptkit.core.bytesource import Memory, Range
@@ -18,6 +18,7 @@ from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import ArgumentError, CkptkitError
 from ckptkit.core.tensor import Storage, Tensor, TypedStorage, contiguous_stride
 from ckptkit.core.tree import (
+    PLAIN_TYPES,
     ByteString,
     Global,
     Node,
@@ -26,10 +27,10 @@ from ckptkit.core.tree import (
     Pairs,
     SetNode,
     StoredBytes,
+    held,
     nodes,
 )
 from ckptkit.pickles import ndarray
-from ckptkit.pickles.globals import REDUCERS
 from ckptkit.pickles.values import unpickle
 
 _NODES = (
@@ -41,131 +42,82 @@ _HINT = (
     "plain values, containers, torch tensors and numpy arrays can; of an object, its state_dict() "
     "or vars()"
 )
-_WITH_BYTES = ("torch.storage", "_load_from_bytes")  # the storage of a tensor inside another object
 
 
 def checkpoint(value: object) -> Checkpoint:
     """Return a Checkpoint that holds a value of this process."""
     root = node(value)
-    return Checkpoint(root, globals=tuple(dict.fromkeys(_globals(root))))
-
-
-def _globals(root: Node) -> Iterator[Global]:
-    return (each for each in nodes(root) if isinstance(each, Global))
+    names = (each for each in nodes(root) if isinstance(each, Global))
+    return Checkpoint(root, globals=tuple(dict.fromkeys(names)))
 
 
 def node(value: object) -> Node:
     """Return the node of a value. Raises ArgumentError for what cannot be pickled."""
     import pickle
 
-    if isinstance(value, _NODES):
-        return value
-    if isinstance(value, Checkpoint):
-        return value.root
-    numbered = _Numbered()
+    torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
+    numbered: list[Node] = []
+    arrays: dict[int, tuple[Any, Node]] = {}  # by id of the array, which stays taken
+    storages: dict[int, Storage] = {}
+
+    def stands_for(item: Any) -> Node | None:
+        """Return the node of what is not pickled, None for other values."""
+        if isinstance(item, _NODES):
+            return item
+        if isinstance(item, Checkpoint):
+            return item.root
+        if torch is not None and torch.is_storage(item):
+            return _typed_storage(torch, item, storages)
+        if numpy is None or type(item) not in (numpy.ndarray, numpy.memmap):
+            return None
+        if id(item) not in arrays:
+            arrays[id(item)] = item, _array(numpy, item)
+        return arrays[id(item)][1]
+
+    class Pickler(pickle.Pickler):
+        def persistent_id(self, item: Any) -> int | None:
+            found = None if item.__class__ in PLAIN_TYPES else stands_for(item)
+            if found is None:
+                return None
+            numbered.append(found)
+            return len(numbered) - 1
+
+        def reducer_override(self, item: Any) -> Any:
+            if type(item) is OrderedMapping:
+                return OrderedDict, (), item.state, None, iter(item.items())
+            return NotImplemented
+
+    known = stands_for(value)
+    if known is not None:
+        return known
+    data = io.BytesIO()
     try:
-        data = pickle.dumps(numbered(value), _PROTOCOL)
+        Pickler(data, _PROTOCOL).dump(value)
     except CkptkitError:
         raise
     except Exception as error:  # whatever the code of a class raises
         raise ArgumentError(f"cannot be saved: {error}", hint=_HINT) from error
-    reducers = {
-        **REDUCERS,
-        (_held.__module__, _held.__name__): lambda made, args: numbered.held[args[0]],
-        _WITH_BYTES: _refused,
-    }
-    return unpickle(Memory(data, _NAME), reducers=reducers).root
+    pickled = Memory(data.getvalue(), _NAME)
+    root = unpickle(pickled, persistent_load=numbered.__getitem__).root
+    _check_objects(root, set(map(id, numbered)))
+    return root
 
 
-def _refused(made: Global, args: tuple[Node, ...]) -> Node:
-    raise ArgumentError("cannot be saved: an object of its own class holds tensors", hint=_HINT)
-
-
-def _held(number: int) -> object:
-    """Stand for the node of a number; it is never called."""
-    raise NotImplementedError
-
-
-class _Call:
-    """A value that is pickled as a call, with a state and items."""
-
-    def __init__(self, *reduced: Any) -> None:
-        self.reduced = reduced
-
-    def __reduce__(self) -> Any:
-        return self.reduced
-
-
-class _Numbered:
-    """Copies values for pickling: nodes, storages and arrays become numbers, kept in `held`.
-
-    What is shared stays shared. Objects of other classes are left as they are.
-    """
-
-    def __init__(self) -> None:
-        self.held: list[Node] = []
-        self.torch, self.numpy = sys.modules.get("torch"), sys.modules.get("numpy")
-        self._copies: dict[int, Any] = {}
-        self._keep: list[object] = []  # ids in _copies stay taken
-        self._storages: dict[int, Storage] = {}
-
-    def __call__(self, value: Any) -> Any:
-        if id(value) not in self._copies:
-            self._keep.append(value)
-            self._copies[id(value)] = self._copy(value)
-        return self._copies[id(value)]
-
-    def _copy(self, value: Any) -> Any:
-        if isinstance(value, (dict, list)):
-            return self._container(value)
-        if type(value) is tuple:
-            return tuple(map(self, value))
-        found = self._node(value)
-        if found is not None:
-            self.held.append(found)
-            return _Call(_held, (len(self.held) - 1,))
-        if self.torch is not None and isinstance(value, self.torch.Tensor):
-            function, args, *rest = value.__reduce_ex__(_PROTOCOL)
-            return _Call(function, self(args), *map(self, rest))
-        return value
-
-    def _container(self, value: Any) -> Any:
-        """Return the copy of a mapping or list, known before it is filled: it may hold itself."""
-        kind = type(value)
-        if kind is list:
-            listed: list[Any] = []
-            self._copies[id(value)] = listed
-            listed.extend(map(self, value))
-            return listed
-        pairs = ((self(key), self(item)) for key, item in value.items()) if kind in _DICTS else ()
-        if kind is dict:
-            mapped: dict[Any, Any] = {}
-            self._copies[id(value)] = mapped
-            mapped.update(pairs)
-            return mapped
-        if kind is OrderedMapping:
-            return _Call(OrderedDict, (), self(value.state), None, pairs)
-        if kind is OrderedDict:
-            return _Call(OrderedDict, (), self(vars(value) or None), None, pairs)
-        if kind is defaultdict:
-            return _Call(defaultdict, (value.default_factory,), None, None, pairs)
-        return value
-
-    def _node(self, value: Any) -> Node | None:
-        """Return the node of what is not pickled, None for other values."""
-        if isinstance(value, _NODES):
-            return value
-        if isinstance(value, Checkpoint):
-            return value.root
-        if self.torch is not None and self.torch.is_storage(value):
-            return _typed_storage(self.torch, value, self._storages)
-        numpy = self.numpy
-        if numpy is not None and type(value) in (numpy.ndarray, numpy.memmap):
-            return _array(numpy, value)
-        return None
-
-
-_DICTS = (dict, OrderedDict, OrderedMapping, defaultdict)
+def _check_objects(root: Node, given: set[int]) -> None:
+    """Refuse objects of other classes that hold tensors, unless they are `given` as nodes."""
+    waiting = [root]
+    while waiting:
+        each = waiting.pop()
+        if each.__class__ in PLAIN_TYPES or id(each) in given:
+            continue
+        given.add(id(each))
+        waiting += held(each)
+        own = isinstance(each, Object) and each.tensor is None
+        if not own or str(each.callable) == "collections.defaultdict":
+            continue
+        if any(isinstance(inner, (Tensor, TypedStorage)) for inner in nodes(each)):
+            message = "cannot be saved: an object of its own class holds tensors"
+            raise ArgumentError(message, hint=_HINT)
 
 
 def _typed_storage(torch: Any, value: Any, known: dict[int, Storage]) -> TypedStorage:
