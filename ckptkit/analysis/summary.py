@@ -32,7 +32,8 @@ from ckptkit.core.tree import (
     walk,
 )
 from ckptkit.core.weights import Weights, inner_tensors, place_of
-from ckptkit.pickles.trust import describe, is_harmful, refused_by_weights_only
+from ckptkit.pickles.judge import refused_by_weights_only
+from ckptkit.pickles.trust import describe, is_harmful
 
 if TYPE_CHECKING:
     from ckptkit.core.checkpoint import PartOf

@@ -16,7 +16,6 @@ from ckptkit.scanning.verdict import (
     FileVerdict,
     PickleVerdict,
     needed,
-    unique,
 )
 
 COLOURS = {CODE: "red", UNKNOWN: "yellow"}
@@ -38,7 +37,7 @@ def lines(result: FileVerdict | Failure) -> Iterator[str]:
     functions = sum(each.functions for each in result.programs)
     if functions:
         lines.append(f"a program of {functions:,} functions, run by torch.jit when they are called")
-    yield from (f"  {line}" for line in _some(unique(lines)))
+    yield from (f"  {line}" for line in _some([*dict.fromkeys(lines)]))
 
 
 def painted(result: FileVerdict | Failure) -> Iterator[str]:

@@ -66,8 +66,8 @@ from ckptkit.formats.format import CheckedPart, Defect, Probe
 from ckptkit.formats.record import leftovers, refuse_pieces
 from ckptkit.formats.table import DCP, is_torch_zip
 from ckptkit.formats.zip_reader import MAGIC
-from ckptkit.pickles.objects import without_objects
 from ckptkit.pickles.streams import NOT_TORCH, Found, Inner, PickleStream
+from ckptkit.pickles.trust import without_objects
 from ckptkit.pickles.writer import write_pickle
 
 SHARD = re.compile(r"shard-[0-9]{5}-model-[0-9]{5}-of-[0-9]{5}\.safetensors")

@@ -43,7 +43,7 @@ from ckptkit.core.text import flatten, merge_all, shown
 from ckptkit.core.tree import Global, Node, Object, OrderedMapping, Pairs, Path, join, key_text
 from ckptkit.core.weights import as_tensor
 from ckptkit.pickles.globals import dtype_or_unknown
-from ckptkit.pickles.trust import is_foreign
+from ckptkit.pickles.judge import is_foreign
 from ckptkit.pickles.values import unpickle
 
 NAME = ".metadata"

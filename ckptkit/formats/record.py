@@ -49,7 +49,7 @@ from ckptkit.core.tree import (
 from ckptkit.core.weights import Weights, as_tensor
 from ckptkit.formats import strict_json
 from ckptkit.formats.strict_json import decode, dump, encode, is_plain, is_utf8
-from ckptkit.pickles.trust import refused_by_weights_only
+from ckptkit.pickles.judge import refused_by_weights_only
 
 RESERVED = "ckptkit"
 FRAMEWORK = "format"  # the hub's key for the framework: pt

@@ -70,10 +70,10 @@ from ckptkit.core.tree import (
 from ckptkit.core.weights import as_tensor
 from ckptkit.formats.strict_json import is_utf8
 from ckptkit.pickles import globals as known
-from ckptkit.pickles.builders import built
-from ckptkit.pickles.dict_keys import KeyCheck
+from ckptkit.pickles.globals import built
 from ckptkit.pickles.streams import check_no_calls
 from ckptkit.pickles.trust import Policy
+from ckptkit.pickles.values import KeyCheck
 
 # Writing
 

@@ -71,10 +71,8 @@ from ckptkit.formats.format import RECOVER, Probe, Recovered
 from ckptkit.formats.table import TORCH_LEGACY, TORCH_TAR
 from ckptkit.formats.tar import TarMember, first_name, is_tar, read_members
 from ckptkit.formats.whats_inside import PICKLES
-from ckptkit.pickles.builders import check_class
-from ckptkit.pickles.globals import REDUCERS, strided
-from ckptkit.pickles.module_sources import ModuleSources, endian_warning
-from ckptkit.pickles.storages import StorageTable, dtype_of_storage
+from ckptkit.pickles.globals import REDUCERS, check_class, strided
+from ckptkit.pickles.storages import ModuleSources, StorageTable, dtype_of_storage, endian_warning
 from ckptkit.pickles.streams import MAGIC_NUMBER, TORCH_LOAD, Found, Inner, PickleStream
 from ckptkit.pickles.values import Unpickled, unpickle
 

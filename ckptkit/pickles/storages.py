@@ -7,6 +7,10 @@
 
 `numel` counts elements of the class's type, of the root storage for views; bytes for an
 UntypedStorage.
+
+torch 0.1 to 1.5 also kept the source code of each class of a pickled module. A persistent id names
+the class where the pickle first needs it: ``(class, source file, source text)`` in tar files, the
+same after ``'module'`` in legacy streams. Both texts are None where Python did not find them.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ from ckptkit.core.dtypes import BY_STORAGE, TABLE, UINT8, DType
 from ckptkit.core.errors import AmbiguousError, FormatError, TensorError
 from ckptkit.core.limits import LIMITS, check
 from ckptkit.core.tensor import Storage, TypedStorage
-from ckptkit.core.tree import Global, Node
+from ckptkit.core.tree import ByteString, Global, Node, StoredBytes
 
 # Makes the Storage of a key: key, bytes, device.
 Opener = Callable[[str, int, str], Storage]
@@ -151,3 +155,49 @@ _DTYPES: dict[tuple[str, str], DType | None] = {
     ("torch.storage", "UntypedStorage"): None,
     ("torch.storage", "_UntypedStorage"): None,
 }
+
+
+class ModuleSources:
+    """The classes of one pickle, and their source code: shown as metadata, never executed."""
+
+    def __init__(self) -> None:
+        self._texts: dict[str, str] = {}
+
+    def load(self, made: Node, text: Node) -> Global:
+        """Return the class, and keep its source.
+
+        Raises FormatError for what is no class or no text.
+        """
+        if not isinstance(made, Global):
+            raise FormatError("a module's source is recorded for something that is not a class")
+        if isinstance(text, StoredBytes):  # a str of Python 2
+            check("string_bytes", text.extent.length, f"bytes of the source of {made}")
+            from ckptkit.compute.operation import stream
+
+            text = ByteString(b"".join(stream(text.extent)))
+        if not isinstance(text, (str, ByteString, type(None))):
+            raise FormatError(f"the source of {made} is not text")
+        self._texts[str(made)] = "" if text is None else str(text)
+        check("memo_sparse", len(self._texts), "classes with their source")
+        return made
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        return {f"module_source:{name}": text for name, text in self._texts.items()}
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        if not self._texts:
+            return ()
+        return (
+            f"the source code of {len(self._texts)} classes is in the file; it is kept as metadata",
+        )
+
+
+def endian_warning(system: Node) -> tuple[str, ...]:
+    """Return warnings about the machine that a file describes."""
+    if isinstance(system, dict) and system.get("little_endian") is False:
+        return (
+            "written on a big-endian machine; its data is read as little-endian, as torch does",
+        )
+    return ()

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, NoReturn
 from ckptkit.core.bytesource import ByteSource
 from ckptkit.core.errors import FormatError, UnsupportedError
 from ckptkit.core.limits import check
-from ckptkit.core.text import plural
+from ckptkit.core.text import flatten, plural
 from ckptkit.core.tree import (
     ByteString,
     Global,
@@ -26,9 +26,7 @@ from ckptkit.core.tree import (
     rebuild,
     type_name,
 )
-from ckptkit.pickles.builders import built
-from ckptkit.pickles.dict_keys import KeyCheck
-from ckptkit.pickles.globals import REDUCERS, Reducer
+from ckptkit.pickles.globals import REDUCERS, Reducer, built
 from ckptkit.pickles.machine import Machine
 
 _NO_TUPLE = "pickle makes a call with arguments that are not a tuple"
@@ -269,3 +267,43 @@ def _sets_code(node: Node) -> bool:
         called = _SETATTR if called.args[:2] == _DILL_SETATTR else None
     name = made.global_ if isinstance(made, Object) else None
     return called == _SETATTR and str(name) in _CODE_OF_DILL
+
+
+# Keys of a dict: hashing them, one or all, is harmless
+
+_UNHASHABLE = (list, dict, SetNode, Pairs, StoredBytes, bytearray)
+
+
+class KeyCheck:
+    """Counts, over one file, the keys whose hashes the file could choose to be equal."""
+
+    def __init__(self) -> None:
+        self._odd = 0
+        self._values = 0
+
+    def hashable(self, key: Node) -> bool:
+        """Return whether hashing is harmless: shallow, and few hashes that a file can choose."""
+        if key.__class__ is str or (key.__class__ is int and -(2**60) < key < 2**60):
+            return True
+        if isinstance(key, (int, float, complex)) or (
+            isinstance(key, tuple) and not _all_text(key)
+        ):
+            self._odd += 1
+            check("odd_keys", self._odd, "dict keys that are large integers, floats or tuples")
+        level, depth = [key], 0
+        while level:
+            if any(isinstance(each, _UNHASHABLE) and not _is_frozen(each) for each in level):
+                return False
+            check("key_depth", depth := depth + 1, "tuples nested in a dict key")
+            self._values += sum(len(each) for each in level if isinstance(each, tuple))
+            check("key_values", self._values, "values in tuples used as dict keys")
+            level = list(flatten(each for each in level if isinstance(each, tuple)))
+        return True
+
+
+def _is_frozen(node: Node) -> bool:
+    return isinstance(node, SetNode) and node.frozen
+
+
+def _all_text(key: tuple[Node, ...]) -> bool:
+    return all(each.__class__ is str for each in key)

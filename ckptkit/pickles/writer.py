@@ -46,9 +46,9 @@ from ckptkit.core.tree import (
     SetNode,
     StoredBytes,
 )
-from ckptkit.pickles.objects import without_objects
+from ckptkit.pickles.judge import refused_by_weights_only
 from ckptkit.pickles.streams import check_no_calls
-from ckptkit.pickles.trust import Policy, refused_by_weights_only
+from ckptkit.pickles.trust import Policy, without_objects
 
 PersistentId = Callable[[TypedStorage], tuple[Node, ...]]
 

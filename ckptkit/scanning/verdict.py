@@ -31,16 +31,9 @@ from ckptkit.core.text import some
 from ckptkit.core.tree import Global
 from ckptkit.pickles import judge
 from ckptkit.pickles.streams import TORCHSCRIPT, Call, Program, Remark, Traced
-from ckptkit.pickles.versions import differences
 
-NONE, SAFE, HARMLESS, CLASSES, UNKNOWN, CODE = VERDICTS = (
-    "none",
-    "safe",
-    "harmless",
-    "classes",
-    "unknown",
-    "code",
-)
+VERDICTS = ("none", "safe", "harmless", "classes", "unknown", "code")
+NONE, SAFE, HARMLESS, CLASSES, UNKNOWN, CODE = VERDICTS
 LABELS = {
     NONE: "no pickles",
     SAFE: "safe for weights_only",
@@ -49,6 +42,13 @@ LABELS = {
     UNKNOWN: "cannot tell",
     CODE: "would run code",
 }
+# Where versions of torch differ from 2.13, whose list of weights_only the allowlist has. From 2.15
+# on an object of an extension class (pybind11) that the user has allowed must also be given a state
+# (NEWOBJ, then BUILD): no class of the default list is one.
+# (torch/_weights_only_unpickler.py of 2.13, 2.14.1 and the development branch after 2.14)
+# Names with the first version that accepts them, and the first that refuses them again.
+SINCE = {("torch", "bcomplex32"): "2.15"}
+UNTIL = {("torch._utils", "_rebuild_nested_tensor"): "2.15"}
 SHOWN = 8  # names in a reason
 FINDINGS = (CLASSES, UNKNOWN, CODE)
 
@@ -231,6 +231,11 @@ def needed(pickle: PickleVerdict) -> Iterator[str]:
         yield f"holds {some(list(map(str, pickle.held)), SHOWN)}, which code that gets it may call"
 
 
-def unique(texts: Iterable[str]) -> list[str]:
-    """Return the items without repetitions, in order."""
-    return list(dict.fromkeys(texts))
+def differences(names: Iterable[Global]) -> Iterator[str]:
+    """A line for each of the names on which versions of torch disagree."""
+    for name in names:
+        key = name.module, name.name
+        if key in SINCE:
+            yield f"weights_only of torch before {SINCE[key]} refuses {name}"
+        if key in UNTIL:
+            yield f"weights_only of torch {UNTIL[key]} and later refuses {name}"

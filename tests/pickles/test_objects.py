@@ -9,7 +9,7 @@ import torch
 
 from ckptkit.core.errors import LimitError, UsageError
 from ckptkit.core.tree import Global, Node, Object, OrderedMapping, SetNode, walk
-from ckptkit.pickles.objects import SHOWN, without_objects
+from ckptkit.pickles.trust import SHOWN, without_objects
 from tests.pickles.making import Written, emit, isomorphic, machine, read_saved
 
 SYSTEM = Object(Global("os", "system"), ("touch canary",))

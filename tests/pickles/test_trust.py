@@ -21,11 +21,10 @@ from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import UnsafeGlobalError
 from ckptkit.core.tensor import Storage, Tensor, TypedStorage
 from ckptkit.core.tree import Global, Node, Object, OrderedMapping
-from ckptkit.pickles.judge import allowlist, out_of_place, weights_only
-from ckptkit.pickles.trust import describe, is_harmful, refused_by_weights_only
-from ckptkit.pickles.versions import SINCE
+from ckptkit.pickles.judge import allowlist, out_of_place, refused_by_weights_only, weights_only
+from ckptkit.pickles.trust import describe, is_harmful
 from ckptkit.scanning.files import scan
-from ckptkit.scanning.verdict import CLASSES, HARMLESS, SAFE, UNKNOWN
+from ckptkit.scanning.verdict import CLASSES, HARMLESS, SAFE, SINCE, UNKNOWN
 from tests.scanning import hostile_pickles as hostile
 
 
