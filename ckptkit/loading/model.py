@@ -106,30 +106,27 @@ def fill(model: nn.Module, nodes: Mapping[str, Node]) -> set[str]:
     parameter the last one counts, as for torch. Where parameters overlap in another way, their
     order matters: none is filled.
     """
+    from torch.nn import Module
+
     filled: set[str] = set()
     pairs: dict[tuple[int, int], tuple[Tensor, torch.Tensor]] = {}
-    for name, value in _held(model):
-        node = nodes.get(name)
-        if isinstance(node, Tensor) and _fits(node, value):
-            filled.add(name)
-            pairs[value.data_ptr(), value.data_ptr() + value.nbytes] = node, value
+    for path, module in model.named_modules(remove_duplicate=False):
+        # Only what `load_state_dict` fills by the code of `torch.nn.Module` itself.
+        loading = getattr(module._load_from_state_dict, "__func__", None)
+        if loading is not Module._load_from_state_dict:
+            continue
+        for part, value in (*module._parameters.items(), *module._buffers.items()):
+            if value is None or part in module._non_persistent_buffers_set:
+                continue
+            name = f"{path}.{part}" if path else part
+            node = nodes.get(name)
+            if isinstance(node, Tensor) and _fits(node, value):
+                filled.add(name)
+                pairs[value.data_ptr(), value.data_ptr() + value.nbytes] = node, value
     if any(end > start for (_, end), (start, _) in pairwise(sorted(pairs))):
         return set()
     fill_tensors(pairs.values())
     return filled
-
-
-def _held(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the entries that `load_state_dict` fills by the code of `torch.nn.Module` itself."""
-    from torch.nn import Module
-
-    for path, module in model.named_modules(remove_duplicate=False):
-        loading = getattr(module._load_from_state_dict, "__func__", None)
-        if loading is not Module._load_from_state_dict:
-            continue
-        for name, value in (*module._parameters.items(), *module._buffers.items()):
-            if value is not None and name not in module._non_persistent_buffers_set:
-                yield f"{path}.{name}" if path else name, value
 
 
 def _fits(tensor: Tensor, value: torch.Tensor) -> bool:
@@ -261,7 +258,15 @@ def load_into(
     if not assign:
         report = replace(report, narrowed=dict(_narrowed(nodes, own)))
     if strict and (report.narrowed or not report.complete):
-        raise _misfit(report, model, ck)
+        kind = type(model)
+        main = getattr(sys.modules["__main__"], "__file__", None) or "model.py"
+        module = main if kind.__module__ == "__main__" else kind.__module__
+        spec = shell_word(f"{module}:{kind.__qualname__}")
+        raise ModelError(
+            "; ".join([f"does not fit {kind.__name__}", *report.faults()]),
+            where=ck.name,
+            hint=f"`ckptkit diff {{where}} --model {spec}` compares them",
+        )
     try:
         with steady(ck.source, remote=True):
             if assign:
@@ -443,18 +448,6 @@ def is_implied(name: str, versions: Mapping[str, Any]) -> bool:
     known = versions.get(module)
     version = known.get("version") if isinstance(known, dict) else None
     return parameter == "num_batches_tracked" and (not isinstance(version, int) or version < 2)
-
-
-def _misfit(report: LoadReport, model: nn.Module, ck: Checkpoint) -> ModelError:
-    kind = type(model)
-    main = getattr(sys.modules["__main__"], "__file__", None) or "model.py"
-    module = main if kind.__module__ == "__main__" else kind.__module__
-    return ModelError(
-        "; ".join([f"does not fit {kind.__name__}", *report.faults()]),
-        where=ck.name,
-        hint="`ckptkit diff {where} --model "
-        f"{shell_word(f'{module}:{kind.__qualname__}')}` compares them",
-    )
 
 
 def _narrowed(nodes: Mapping[str, Node], own: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -254,44 +254,35 @@ def drawn(root: Branch, kind: str, measure: str, title: str) -> bytes:
 
 
 def _draw(axes: Axes, root: Branch, measure: str, title: str) -> None:
-    total = _amount(getattr(root, measure), measure) + (
-        " parameters" if measure == "parameters" else ""
-    )
+    from matplotlib.patches import Rectangle
+
+    total = _amount(getattr(root, measure), measure)
+    total += " parameters" if measure == "parameters" else ""
     axes.text(0, -12, _plain(title), fontsize=12, weight="bold", va="center")
     axes.text(WIDTH, -12, total, fontsize=10, ha="right", va="center", color="#5c6670")
     colours, kinds = _colours(root, measure)
     for tile in tiles(root, measure, TileBox(0, 0, WIDTH, HEIGHT), Frame(2, 13, 26, 20)):
+        x, y, width, height = tile.box
         colour = GREY if tile.rest else colours.get(_kind(tile.branch), GREY)
-        _tile(axes, tile, colour if tile.leaf else GROUP, measure)
-    _legend(axes, colours, kinds, measure)
-
-
-def _tile(axes: Axes, tile: Tile, colour: str, measure: str) -> None:
-    from matplotlib.patches import Rectangle
-
-    x, y, width, height = tile.box
-    edge, line = ("white", 0.6) if tile.leaf else (EDGE, 0.5)
-    axes.add_patch(
-        Rectangle((x, y), width, height, facecolor=colour, edgecolor=edge, linewidth=line)
-    )
-    room = int((width - 5) / (NARROW * (FONT - 1)))
-    if height < 11 or room < 2:
-        return
-    ink = "#3a424a"
-    if tile.leaf:
-        ink = "white" if _is_dark(colour) else "#16191d"
-    value = _amount(getattr(tile.branch, measure), measure) if not tile.rest else ""
-    label = _fitted(tile.label or "(empty)", room)
-    if not tile.leaf and value and len(label) + len(value) + 2 <= room:
-        label += f"  {value}"
-    axes.text(x + 3, y + 7, _plain(label), fontsize=FONT - 1, color=ink, va="center", clip_on=True)
-    if tile.leaf and value and height >= 23 and len(value) <= room:
-        axes.text(x + 3, y + 17, value, fontsize=FONT - 2, color=ink, va="center", alpha=0.85)
-
-
-def _legend(axes: Axes, colours: dict[str, str], kinds: Counter[str], measure: str) -> None:
-    from matplotlib.patches import Rectangle
-
+        colour = colour if tile.leaf else GROUP
+        edge, line = ("white", 0.6) if tile.leaf else (EDGE, 0.5)
+        axes.add_patch(
+            Rectangle((x, y), width, height, facecolor=colour, edgecolor=edge, linewidth=line)
+        )
+        room = int((width - 5) / (NARROW * (FONT - 1)))
+        if height < 11 or room < 2:
+            continue
+        ink = "#3a424a"
+        if tile.leaf:
+            ink = "white" if _is_dark(colour) else "#16191d"
+        value = _amount(getattr(tile.branch, measure), measure) if not tile.rest else ""
+        label = _fitted(tile.label or "(empty)", room)
+        if not tile.leaf and value and len(label) + len(value) + 2 <= room:
+            label += f"  {value}"
+        how: dict[str, Any] = {"color": ink, "va": "center"}
+        axes.text(x + 3, y + 7, _plain(label), fontsize=FONT - 1, clip_on=True, **how)
+        if tile.leaf and value and height >= 23 and len(value) <= room:
+            axes.text(x + 3, y + 17, value, fontsize=FONT - 2, alpha=0.85, **how)
     for number, (kind, colour) in enumerate(list(colours.items())[:LEGEND]):
         x, y = (number % 2) * WIDTH / 2, HEIGHT + 14 + number // 2 * 17
         axes.add_patch(Rectangle((x, y - 4), 8, 8, facecolor=colour, edgecolor="none"))
