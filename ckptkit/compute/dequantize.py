@@ -168,7 +168,8 @@ class Dequantizer:
         import numpy as np
 
         blocks = self.blocks
-        if self.target.name == "float32" and made.flags.c_contiguous:
+        is_direct = self.target.name == "float32" and made.flags.c_contiguous
+        if is_direct:
             values = made.view("<f4")
         else:
             values = np.frombuffer(self._memory.of(4 * made.size), "<f4").reshape(made.shape)
@@ -194,7 +195,7 @@ class Dequantizer:
             np.copyto(made, bits, casting="unsafe")
         elif self.target.name == "bfloat16":
             np.copyto(made.view(own_dtype("bfloat16")), values, casting="unsafe")
-        elif not np.shares_memory(made, values):
+        elif not is_direct:
             data = encode(values.reshape(-1), self.target)
             np.copyto(made, np.frombuffer(data, self.unit).reshape(made.shape))
 

@@ -43,8 +43,7 @@ COLUMNS = 4096  # of a block at most: a strip of them stays in a core's cache
 PAGE = 4 << 10  # bytes that the system keeps together: it fills up those that are written in part
 _AT_ONCE = 1024  # rows that are written by one call where they follow each other
 
-_PADDING = 64  # bytes after each row in memory: rows a power of two apart share lines of the cache
-_NEAR = 512  # bytes of which a multiple is too near to a power of two
+_LINE = 64  # bytes of a line of the cache: rows a power of two apart share few of them
 STRIP_ROWS = 256  # of a strip that is transposed in the cache
 STRIP_WIDTH = 1024  # bytes of its rows
 SMALL_AXIS = 32  # elements of an axis, up to which strips cost more than they save
@@ -207,7 +206,7 @@ def fill(made: Array, read: Reader, offset: int, strides: tuple[int, ...]) -> No
                 span = itemsize + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
                 data = read(start, span)
             else:
-                pitch = apart_by[apart] = -(-span // _PADDING) * _PADDING + _PADDING
+                pitch = apart_by[apart] = _pitch(span)
                 data = read.room.of(shape[apart] * pitch)
                 ends = range(0, shape[apart] * pitch, pitch)
                 read.rows(start, strides[apart], [data[end : end + span] for end in ends])
@@ -250,6 +249,11 @@ def _box(
     return box, span, None
 
 
+def _pitch(width: int) -> int:
+    """Return the bytes between rows of `width` bytes in memory: an odd number of lines."""
+    return (-(-width // _LINE) | 1) * _LINE
+
+
 def transposed_copy(target: Array, view: Array) -> None:
     """Copy `view` into `target`, a row-major array of the same shape and dtype.
 
@@ -269,10 +273,10 @@ def transposed_copy(target: Array, view: Array) -> None:
     target, view = target.transpose(order), view.transpose(order)
     size = view.itemsize
     width = STRIP_WIDTH // size
-    strip = np.empty((STRIP_ROWS, width + _PADDING // size), view.dtype)
+    strip = np.empty((STRIP_ROWS, _pitch(STRIP_WIDTH) // size), view.dtype)
     for index in np.ndindex(view.shape[:-2]):
         rows, columns = view[index], target[index]
-        if rows.strides[0] % _NEAR:  # they are so already
+        if rows.strides[0] % (2 * _LINE) == _LINE:  # they are so already
             _turned(columns, rows)
             continue
         for left in range(0, rows.shape[1], width):
@@ -470,7 +474,7 @@ class Turner:
 
         first = block.parts[0]
         size, width = first.itemsize, block.rows * first.itemsize
-        pitch = -(-width // _PADDING) * _PADDING + _PADDING
+        pitch = _pitch(width)
         if len(self._memory) < first.columns * pitch:
             self._memory = np.empty(first.columns * pitch, np.uint8)
         memory = self._memory[: first.columns * pitch]
