@@ -14,6 +14,7 @@ import torch
 import ckptkit
 from ckptkit.core.errors import CorruptError, LimitError, UnsupportedError, UsageError
 from ckptkit.core.options import Options
+from ckptkit.formats.distributed.table import cut_in_ratio
 from tests.formats.parallel import making
 from tests.formats.parallel.trees import assert_same
 from tests.formats.parallel.unfit import QKV, TABLE, change, edited, own
@@ -58,18 +59,21 @@ def test_everything_at_once_in_megatron(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("version", "order"), [(0, (1, 0, 2)), (1.0, (0, 2, 1)), (2.0, (0, 1, 2)), (3.0, (0, 1, 2))]
 )
-def test_rows_of_heads_by_version(version: float, order: tuple[int, ...], tmp_path: Path) -> None:
+@pytest.mark.parametrize("count", [1, 2])
+def test_rows_of_heads_by_version(
+    version: float, order: tuple[int, ...], count: int, tmp_path: Path
+) -> None:
     """Legacy names: (3, heads, rows), (heads, rows, 3) and (heads, 3, rows) of each rank."""
     heads, height = 4, 2
     whole = making.rows(heads * 3 * height, 8)
-    for rank, part in enumerate(whole.view(heads, 3, height, 8).chunk(2)):
+    for rank, part in enumerate(whole.view(heads, 3, height, 8).chunk(count)):
         kept = part.permute(*order, 3).reshape(-1, 8).clone()
         model = {
             "language_model": {"encoder": {"layers.0.self_attention.query_key_value.weight": kept}}
         }
         place = tmp_path / "iter_0000001" / f"mp_rank_{rank:02d}"
         place.mkdir(parents=True)
-        args = making.arguments(tensor_model_parallel_size=2, num_layers=1)
+        args = making.arguments(tensor_model_parallel_size=count, num_layers=1)
         torch.save(
             {"args": args, "checkpoint_version": version, "model": model},
             place / "model_optim_rng.pt",
@@ -183,6 +187,10 @@ def test_fused_tensors_of_llama_4(tmp_path: Path) -> None:
     )
     (tmp_path / "x" / "params.json").write_text(params)
     assert_same(ckptkit.load(tmp_path / "x"), state)
+
+
+def test_blocks_in_a_ratio_need_no_more_rows_than_it_takes() -> None:
+    assert cut_in_ratio(8, 2, 2) == cut_in_ratio(4, 1, 1)
 
 
 def test_parts_of_llama_4(tmp_path: Path) -> None:
