@@ -3,7 +3,6 @@ errors."""
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Iterable
@@ -21,7 +20,6 @@ from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import AmbiguousError, CkptkitError, CorruptError, FormatError, PathError
 
 ONE, TWO = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
-INDEX = "model.safetensors.index.json"
 
 
 def make(folder: Path, names: Iterable[str]) -> Path:
@@ -115,16 +113,6 @@ def test_SH_09_several_files(tmp_path: Path, names: list[str]) -> None:
     assert str(tmp_path / "x" / min(names)) in str(caught.value.hint)
 
 
-def test_the_other_files_of_a_release(tmp_path: Path) -> None:
-    """An index says what belongs together; a second form of the model beside it does not
-    disturb."""
-    folder = make(tmp_path / "x", [ONE, TWO, "consolidated.safetensors", "params.json"])
-    (folder / INDEX).write_text(json.dumps({"weight_map": {ONE: ONE, TWO: TWO}}))
-    checkpoint = ckptkit.open(folder)
-    assert list(checkpoint.weights) == [ONE, TWO]
-    assert checkpoint.warnings == ("the folder also holds consolidated.safetensors, not read",)
-
-
 def test_damage_is_told_of_the_file(tmp_path: Path) -> None:
     folder = make(tmp_path / "x", ["model.safetensors"])
     data = (folder / "model.safetensors").read_bytes()
@@ -186,16 +174,6 @@ def test_shards_in_a_cache(tmp_path: Path) -> None:
     folder = cache(tmp_path / "models--me--net", {"aaa": [ONE, TWO]}, "aaa")
     checkpoint = ckptkit.open(folder)
     assert list(checkpoint.weights) == [ONE, TWO] and checkpoint.format == "sharded"
-
-
-def test_a_model_inside_a_pipeline(tmp_path: Path) -> None:
-    """diffusers: one folder for each model of a pipeline."""
-    names = ["unet/diffusion_pytorch_model.safetensors", "unet/config.json", "model_index.json"]
-    folder = cache(tmp_path / "models--me--net", {"aaa": names}, "aaa")
-    checkpoint = ckptkit.open(folder / "snapshots/aaa/unet")
-    assert list(checkpoint.weights) == ["diffusion_pytorch_model.safetensors"]
-    with pytest.raises(FormatError, match="pipeline of several models"):
-        ckptkit.open(folder)
 
 
 def test_SH_02_links_of_a_cache_lead_to_its_own_blobs(tmp_path: Path) -> None:

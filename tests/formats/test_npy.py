@@ -133,21 +133,6 @@ def test_objects_are_shown_and_not_made(tmp_path: Path) -> None:
 # What others write, and what is refused
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "{'descr': '<f4', 'fortran_order': False, 'shape': (3,), }",
-        "{'shape': (3,), 'fortran_order': False, 'descr': '<f4'}\n",
-        '{"descr":"<f4","fortran_order":False,"shape":(3,)}',
-        " {'descr': '<f4', 'fortran_order': False, 'shape': ( 3 , ), }   \n",
-    ],
-)
-def test_headers_of_others(text: str) -> None:
-    tensor = read(made(text, bytes(12)))
-    assert tensor.shape == (3,)
-    assert np.load(BytesIO(made(text, bytes(12)))).shape == (3,)
-
-
 def test_a_header_of_python_2() -> None:
     data = made("{'descr': '<f4', 'fortran_order': False, 'shape': (3L,), }", bytes(12))
     with pytest.warns(UserWarning, match="Python 2"):

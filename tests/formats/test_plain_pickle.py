@@ -6,19 +6,16 @@ import pickle
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 import ckptkit
-from ckptkit.core.bytesource import LocalFile, Memory
+from ckptkit.core.bytesource import Memory
 from ckptkit.core.errors import AmbiguousError, CkptkitError, FormatError, TruncatedError
 from ckptkit.core.tree import Global, Object
 from ckptkit.formats import torch_legacy
 from ckptkit.formats.format import Probe
 from ckptkit.formats.table import PICKLE as FORMAT
-from tests.pickles.making import same, to_python
-from tests.pickles.test_ndarray import array_of, tensor_of
 
 VALUES: list[Any] = [
     {"a": [1, 2.5, "é"]},
@@ -41,31 +38,6 @@ VALUES: list[Any] = [
 
 def probe(data: bytes) -> Probe:
     return Probe(Memory(data, "x.pkl"))
-
-
-@pytest.mark.parametrize("protocol", range(6))
-@pytest.mark.parametrize("value", VALUES, ids=repr)
-def test_plain_values(value: Any, protocol: int) -> None:
-    data = pickle.dumps(value, protocol)
-    if len(data) < 2 or (protocol == 1 and value == ()):
-        return  # nothing to know it by
-    assert FORMAT.matches(probe(data))
-    assert same(to_python(FORMAT.read(probe(data)).root), value)
-
-
-@pytest.mark.parametrize("protocol", range(6))
-def test_weights_of_numpy(protocol: int, tmp_path: Path) -> None:
-    state = {"fc.weight": np.arange(6, dtype=np.float32).reshape(2, 3), "fc.bias": np.zeros(3)}
-    path = tmp_path / "weights.pkl"
-    path.write_bytes(pickle.dumps(state, protocol))
-    checkpoint = FORMAT.read(Probe(LocalFile(path)))
-    assert {name: tensor.shape for name, tensor in checkpoint.weights.items()} == {
-        "fc.weight": (2, 3),
-        "fc.bias": (3,),
-    }
-    for name, array in state.items():
-        assert array_of(tensor_of(checkpoint.root[name])).tolist() == array.tolist()
-    assert checkpoint.format == "pickle"
 
 
 def test_names_are_listed() -> None:

@@ -85,29 +85,6 @@ def test_what_torch_saved_is_what_torch_loads(case: str, protocol: int, tmp_path
     assert agree(Written(checkpoint.root, tmp_path / "written.pt").load(), expected)
 
 
-@pytest.mark.parametrize("dtype", UNTYPED)
-def test_types_that_torch_writes_and_cannot_read(dtype: str, tmp_path: Path) -> None:
-    value = torch.arange(48, dtype=torch.uint8).view(getattr(torch, dtype))
-    path = legacy_saved({"x": value}, tmp_path)
-    with pytest.raises(Exception):  # noqa: B017 - whatever torch fails with
-        torch.load(path, weights_only=True)
-    tensor = read(path).root["x"]
-    assert (tensor.dtype.name, tensor_bytes(tensor)) == (dtype, bytes(range(48)))
-    rescued = Written({"x": tensor}, tmp_path / "written.pt").load()["x"]
-    assert rescued.dtype is value.dtype
-    assert rescued.view(torch.uint8).tolist() == list(range(48))
-
-
-def test_tags_of_a_gpu(tmp_path: Path, simulated_cuda: Tagger) -> None:
-    with simulated_cuda(1):
-        path = legacy_saved(MULTIPLE["tied"](), tmp_path)
-    root = read(path).root
-    assert {tensor.device for tensor in root.values()} == {"cuda:1"}
-    assert len({id(tensor.storage) for tensor in root.values()}) == 1
-    expected = torch.load(path, weights_only=True, map_location="cpu")
-    assert agree(Written(root, tmp_path / "written.pt").load(map_location="cpu"), expected)
-
-
 class Net(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()

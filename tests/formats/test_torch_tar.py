@@ -28,7 +28,7 @@ from ckptkit.core.errors import (
     TensorError,
     UnsupportedError,
 )
-from ckptkit.core.tensor import Tensor, TypedStorage
+from ckptkit.core.tensor import Tensor
 from ckptkit.core.tree import Global, Object
 from ckptkit.formats import tar, torch_legacy
 from ckptkit.formats.format import Probe
@@ -99,19 +99,6 @@ def test_the_files_of_these_tests_are_good(tmp_path: Path) -> None:
         torch.load(tmp_path / "made.tar", weights_only=True)
 
 
-def test_keys_as_text_and_as_integers(tmp_path: Path) -> None:
-    data = torch_tar(ids("2", 2, 1, "1", "2"), [tensor(2, 1)], ONE)
-    a, b, c, d, e = read(data).root
-    assert a is b is e and c is d
-    assert isinstance(c, TypedStorage)
-    expected = by_torch(data, tmp_path)
-    assert expected[0] is expected[1] is expected[4] and expected[2] is expected[3]
-    large = 2**63 + 5
-    assert values_of(
-        read(torch_tar(ids(large), [tensor(large, -7)], [storage(-7, DATA)])).root[0]
-    ) == [0, 1, 2, 3]
-
-
 @pytest.mark.parametrize(("start", "stop"), [(0, 4), (1, 3), (2, 4), (2, 2)])
 def test_views_of_storages(start: int, stop: int, tmp_path: Path) -> None:
     views = [(5, 1, start, stop - start), (6, 5, 0, stop - start)]
@@ -125,14 +112,6 @@ def test_views_of_storages(start: int, stop: int, tmp_path: Path) -> None:
     assert Written(root, tmp_path / "new.pt").load()[1].tolist() == [
         float(i) for i in range(start, stop)
     ]
-
-
-@pytest.mark.parametrize("location", ["cpu", "cuda:1"])
-def test_devices(location: str, tmp_path: Path) -> None:
-    path = save({"a": torch.ones(3)}, tmp_path / "old.tar", location)
-    assert read_file(path).weights["a"].device == location
-    loaded = torch.load(path, weights_only=False, map_location="cpu")
-    assert loaded["a"].tolist() == [1, 1, 1]
 
 
 @pytest.mark.parametrize("of", [None, 1])
@@ -158,13 +137,6 @@ def test_a_big_endian_machine(tmp_path: Path) -> None:
     )
     assert values_of(read(data).root[0]) == by_torch(data, tmp_path)[0].tolist()
     assert any("big-endian" in warning for warning in read(data).warnings)
-
-
-def test_what_the_object_does_not_use() -> None:
-    checkpoint = read(torch_tar(ids(2), [tensor(2, 1), tensor(3, 1)], ONE))
-    assert checkpoint.warnings == (
-        "nothing refers to 1 of its tensors, which are not carried over",
-    )
 
 
 # Modules

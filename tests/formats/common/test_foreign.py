@@ -215,15 +215,6 @@ def test_a_core_ml_package(tmp_path: Path) -> None:
         ckptkit.open(folder)
 
 
-def test_signatures_do_not_shadow_checkpoints(tmp_path: Path) -> None:
-    """A safetensors file whose header has the length 0x9c78: its first bytes are those of a zlib
-    stream."""
-    header = b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}'.ljust(0x9C78)
-    (tmp_path / "x.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + b"\0")
-    assert (tmp_path / "x.safetensors").read_bytes()[:2] == b"\x78\x9c"
-    assert list(ckptkit.open(tmp_path / "x.safetensors").weights) == ["a"]
-
-
 def read(data: bytes) -> Checkpoint:
     return formats.read(Memory(data, "made"))
 

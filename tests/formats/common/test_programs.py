@@ -19,8 +19,6 @@ from tests.formats.torchscript.scripts import (
     QUIET,
     by_torch,
     constants_by_torch,
-    export,
-    module_of,
     quantized,
     script,
 )
@@ -82,14 +80,6 @@ def test_packed_weights_are_named(tmp_path: Path) -> None:
     assert any(
         "2 packed quantized tensors; dequantize converts" in note for note in done.plan.notes
     )
-
-
-def test_exported(tmp_path: Path) -> None:
-    """Its constants are tensors like others, and stay."""
-    path = export(module_of({"a.weight": torch.ones(2), "b": torch.zeros(3)}), tmp_path / "net.pt2")
-    done = convert(path, tmp_path / "out.pth")
-    check(load(tmp_path / "out.pth")["state_dict"], dict(torch.export.load(path).state_dict))
-    assert done.plan.notes == ("left out: the program",)
 
 
 def test_not_in_place(program: Path) -> None:

@@ -243,30 +243,6 @@ def test_a_plain_zip() -> None:
     assert b"".join(stream(inflated)) == DATA * 9
 
 
-@pytest.mark.parametrize("compression", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
-@pytest.mark.parametrize("seekable", [True, False])
-@pytest.mark.parametrize("wide", [True, False])
-def test_what_zipfile_writes_is_read(compression: int, seekable: bool, wide: bool) -> None:
-    buffer = io.BytesIO()
-
-    class Pipe:
-        """A stream without seek: zipfile writes data descriptors into it."""
-
-        write, flush = staticmethod(buffer.write), staticmethod(buffer.flush)
-
-    with zipfile.ZipFile(buffer if seekable else Pipe(), "w", compression) as made:  # type: ignore[arg-type]
-        for name, data in (
-            ("top/data.pkl", b"x" * 1000),
-            ("top/data/0", b""),
-            ("top/data/1", bytes(range(256))),
-        ):
-            with made.open(name, "w", force_zip64=wide) as file:
-                file.write(data)
-        made.comment = b"said on the side"
-    found = directory(buffer.getvalue())
-    assert [found.read(name) for name in found.names] == [b"x" * 1000, b"", bytes(range(256))]
-
-
 def test_the_directory_may_list_members_in_another_order() -> None:
     data = bytearray(build(Member("a/0", DATA), Member("a/1", b"other")))
     start = data.index(b"PK\1\2")

@@ -38,16 +38,6 @@ CONTENTS = {
 }  # fmt: skip
 
 
-def test_zipfile_reads_it(tmp_path: Path) -> None:
-    with zipfile.ZipFile(execute(lay_out(MEMBERS), tmp_path / "a.zip")) as made:
-        assert made.testzip() is None
-        assert {name: made.read(name) for name in made.namelist()} == CONTENTS
-        assert {info.date_time for info in made.infolist()} == {(1980, 1, 1, 0, 0, 0)}
-        assert {
-            (info.compress_type, info.flag_bits, info.extract_version) for info in made.infolist()
-        } == {(0, 0x800, 20)}
-
-
 def test_we_read_it_and_all_data_is_aligned(tmp_path: Path) -> None:
     found = read_directory(LocalFile(execute(lay_out(MEMBERS), tmp_path / "a.zip")))
     assert {name: found.read(name) for name in found.names} == CONTENTS

@@ -38,7 +38,6 @@ from ckptkit.formats.record import RESERVED
 from ckptkit.formats.safetensors_tree import Skeleton, Statement
 from ckptkit.formats.strict_json import dump
 from ckptkit.formats.table import SAFETENSORS as FORMAT
-from tests.formats.torch_zip.archives import archive
 from tests.formats.torchscript.scripts import QUIET
 from tests.matrix import NAMES, Fixture
 from tests.pickles.making import isomorphic
@@ -363,14 +362,6 @@ def test_an_object_is_what_the_pickle_machine_makes_of_it(tmp_path: Path) -> Non
     assert [node for _, node in walk(read.root)] == [read.root]
 
 
-def test_what_no_pth_can_hold_is_refused_before_it_is_written(tmp_path: Path) -> None:
-    """The packed weights of quantized modules: there would be no way back to a .pth."""
-    (tmp_path / "in.pth").write_bytes(archive(b"\x80\x02ctorch\nScriptObject\n)R."))
-    with pytest.raises(UnsafeGlobalError, match="ScriptObject"):
-        convert(tmp_path / "in.pth", tmp_path / "out.safetensors", options=ALL)
-    assert not (tmp_path / "out.safetensors").exists()
-
-
 def read(data: bytes) -> Checkpoint:
     return formats.read(Memory(data, "made"))
 
@@ -475,3 +466,18 @@ def test_a_name_that_we_would_have_given(tmp_path: Path) -> None:
         assert (view.shape, view.offset) == ((3,), 2) and isinstance(
             view.storage.record.locate(), Range
         )
+
+
+def test_others_find_each_tensor_under_its_path(tmp_path: Path) -> None:
+    weight = torch.randn(3, 2)
+    saved = {
+        "model": {"a.weight": weight, "tied": weight, "row": torch.arange(6.0).reshape(2, 3)[1]},
+        "epoch": 3,
+    }
+    torch.save(saved, tmp_path / "in.pth")
+    _, _, between = detour(tmp_path / "in.pth", tmp_path)
+    with safe_open(between, "pt") as file:
+        assert set(file.keys()) == {"model.a.weight", "ckptkit.storage.1"}
+        assert torch.equal(file.get_tensor("model.a.weight"), weight)
+        assert file.metadata()["model.tied"] == "model.a.weight"
+        assert file.metadata()["format"] == "pt"

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -74,21 +75,6 @@ def values(checkpoint: Checkpoint) -> dict[str, list[float]]:
 # What others write
 
 
-def test_shards_of_safetensors(tmp_path: Path) -> None:
-    weight_map = {"b": TWO, "a": ONE}
-    metadata = {"total_size": 20, "author": "me", "total_parameters": 5}
-    for path in (
-        make(tmp_path / "x", weight_map=weight_map, metadata=metadata),
-        tmp_path / "x" / INDEX,
-    ):
-        checkpoint = read(path)
-        assert list(checkpoint.weights) == ["b", "a"]  # the order of the index
-        assert values(checkpoint) == {"b": [0, 0, 0], "a": [1, 1]}
-        assert checkpoint.format == "sharded" and checkpoint.warnings == ()
-        assert checkpoint.extras == {"author": "me", "total_parameters": "5"}
-        assert isinstance(checkpoint.source, Folder)
-
-
 def test_one_shard_without_a_number(tmp_path: Path) -> None:
     make(tmp_path / "x", {"model.safetensors": {"a": torch.ones(2)}})
     assert values(read(tmp_path / "x")) == {"a": [1, 1]}
@@ -113,35 +99,12 @@ def test_entries_of_a_shard_are_all_that_it_holds(tmp_path: Path, state: dict[st
     assert isinstance(root, dict) and list(root) == list(state)
 
 
-def test_a_shard_whose_names_are_numbers(tmp_path: Path) -> None:
-    state: Any = {0: torch.zeros(16, dtype=torch.uint8)}
-    places = {"0": "pytorch_model-00001-of-00001.bin"}
-    make(
-        tmp_path,
-        {places["0"]: state},
-        weight_map=places,
-        index="pytorch_model.bin.index.json",
-        save=torch.save,
-    )
-    with pytest.raises(CkptkitError, match="no mapping from names to tensors"):
-        read(tmp_path)
-
-
 def test_ties_that_the_index_records(tmp_path: Path) -> None:
     make(tmp_path / "x", metadata={"total_size": 20, "head": "a"})
     checkpoint = read(tmp_path / "x")
     assert list(checkpoint.weights) == ["a", "b", "head"]
     assert checkpoint.weights["head"].storage is checkpoint.weights["a"].storage
     assert checkpoint.extras == {}
-
-
-def test_ties_that_a_shard_records(tmp_path: Path) -> None:
-    make(tmp_path / "x")
-    save_file({"a": torch.ones(2)}, tmp_path / "x" / ONE, metadata={"format": "pt", "head.a": "a"})
-    checkpoint = read(tmp_path / "x")
-    assert list(checkpoint.weights) == ["a", "b", "head.a"]
-    assert checkpoint.weights["head.a"].storage is checkpoint.weights["a"].storage
-    assert checkpoint.extras == {"format": "pt"}
 
 
 # Matching
@@ -411,3 +374,20 @@ def test_SH_05_one_name_in_two_shards_without_an_index(tmp_path: Path) -> None:
     (folder / INDEX).unlink()
     with pytest.raises(AmbiguousError, match=f"'a' is in {ONE} and in {TWO}"):
         read(folder)
+
+
+def test_shards_of_torch_without_an_index(tmp_path: Path) -> None:
+    tied = torch.full((2,), 3.0)
+    shards = {
+        "pytorch_model-00001-of-00002.bin": OrderedDict(a=torch.ones(2)),
+        "pytorch_model-00002-of-00002.bin": OrderedDict(head=tied, embed=tied),
+    }
+    for number, shard in enumerate(shards.values()):
+        shard._metadata = OrderedDict({f"m{number}": {"version": number}})
+    folder = make(tmp_path / "x", shards, index="pytorch_model.bin.index.json", save=torch.save)
+    (folder / "pytorch_model.bin.index.json").unlink()
+    checkpoint = read(folder)
+    assert checkpoint.format == "sharded-bin"
+    assert values(checkpoint) == {"a": [1, 1], "head": [3, 3], "embed": [3, 3]}
+    assert checkpoint.weights["head"].storage is checkpoint.weights["embed"].storage
+    assert checkpoint.root.state == {"_metadata": {"m0": {"version": 0}, "m1": {"version": 1}}}

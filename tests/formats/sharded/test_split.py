@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from itertools import islice
 
 import pytest
-import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from ckptkit.core.errors import LimitError, TensorError
 from ckptkit.core.limits import LIMITS
@@ -45,19 +41,6 @@ def test_the_size_of_a_file_where_nobody_says_one() -> None:
     assert split({"a": 4_999_999_999, "b": 1}, None) == [["a", "b"]]
 
 
-@settings(deadline=None)
-@given(st.lists(st.integers(1, 40), min_size=1, max_size=30), st.integers(1, 60))
-def test_as_the_hub_splits(sizes: list[int], limit: int) -> None:
-    hub = pytest.importorskip("huggingface_hub")
-    state = {f"t{n}": torch.zeros(size, dtype=torch.uint8) for n, size in enumerate(sizes)}
-    theirs = hub.split_torch_state_dict_into_shards(
-        state, max_shard_size=limit, filename_pattern="model{suffix}.safetensors"
-    )
-    ours = split({f"t{n}": size for n, size in enumerate(sizes)}, limit)
-    named = dict(zip(shard_names("model", ".safetensors", len(ours)), ours, strict=True))
-    assert named == theirs.filename_to_tensors
-
-
 def test_names() -> None:
     assert shard_names("model", ".safetensors", 1) == ["model.safetensors"]
     assert shard_names("pytorch_model", ".bin", 2) == [
@@ -65,18 +48,6 @@ def test_names() -> None:
         "pytorch_model-00002-of-00002.bin",
     ]
     assert shard_names("model", ".safetensors", 123_456)[-1] == "model-123456-of-123456.safetensors"
-
-
-def test_index() -> None:
-    index = index_file("model.safetensors", {"ключ": "b", "a": "a"}, {"total_size": 3})
-    assert index.name == "model.safetensors.index.json"
-    (data,) = index.segments
-    assert isinstance(data, bytes)
-    assert json.loads(data) == {
-        "metadata": {"total_size": 3},
-        "weight_map": {"ключ": "b", "a": "a"},
-    }
-    assert list(json.loads(data)["weight_map"]) == ["ключ", "a"]
 
 
 def test_a_name_that_is_no_text() -> None:

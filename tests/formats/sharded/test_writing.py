@@ -83,36 +83,6 @@ def test_what_others_load(tmp_path: Path, kind: str) -> None:
     ]
 
 
-def test_parameters_are_parameters_again(tmp_path: Path) -> None:
-    state = {
-        "w": torch.nn.Parameter(torch.ones(8)),
-        "b": torch.zeros(8),
-        "frozen": torch.nn.Parameter(torch.ones(8), False),
-    }
-    path = saved(tmp_path, state)
-    for kind in KINDS:
-        write(path, tmp_path / kind, kind, 32)
-        ckptkit.save(ckptkit.open(tmp_path / kind), tmp_path / f"{kind}.pth")
-        same(state, torch.load(tmp_path / f"{kind}.pth", weights_only=True))
-
-
-def test_ties_of_safetensors_are_recorded(tmp_path: Path) -> None:
-    one = torch.ones(8)
-    state = {"embed": one, "w": torch.zeros(8), "a.head": one.detach()}
-    path = saved(tmp_path, state)
-    write(path, tmp_path / "out", "sharded", 32)
-    index = index_of(tmp_path / "out")
-    assert (
-        index["metadata"]["embed"] == "a.head"
-    )  # as the hub does: the first in the alphabet is kept
-    assert list(index["weight_map"]) == ["w", "a.head"] and index["metadata"]["total_size"] == 64
-    checkpoint = ckptkit.open(tmp_path / "out")
-    assert list(checkpoint.weights) == list(state)
-    assert checkpoint.weights["embed"].storage is checkpoint.weights["a.head"].storage
-    write(path, tmp_path / "both", "sharded", 32, ties="duplicate")
-    same(state, loaded(tmp_path / "both"), storages=False)
-
-
 def test_a_tie_called_like_the_total(tmp_path: Path) -> None:
     one = torch.ones(8)
     write(
@@ -181,15 +151,6 @@ def test_what_is_left_out_is_named(tmp_path: Path, kind: str) -> None:
     assert done.plan.notes == ("left out: optimizer (1 tensor, 40 bytes)",)
     metadata = ckptkit.open(tmp_path / "out").extras
     assert json.loads(metadata["ckptkit"])["values"] == {"epoch": 3}
-
-
-def test_extra_states_go_into_torch_shards(tmp_path: Path) -> None:
-    state = {"w": torch.ones(8), "l._extra_state": {"n": torch.ones(8)}, "v": torch.ones(8)}
-    done = write(saved(tmp_path, state), tmp_path / "out", "sharded-bin", 32)
-    assert done.plan.notes == ()
-    same(state, loaded(tmp_path / "out"))
-    assert len(os.listdir(tmp_path / "out")) == 4
-    assert list(ckptkit.open(tmp_path / "out").root) == list(state)
 
 
 @both

@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch.serialization import set_crc32_options, skip_data
 
-import ckptkit
 from ckptkit import formats
 from ckptkit.core.bytesource import Memory
 from ckptkit.core.checkpoint import Checkpoint
@@ -273,17 +272,6 @@ def test_ZP_17_no_pickle_where_torch_looks(names: list[str]) -> None:
     assert not FORMAT.matches(Probe(Memory(build(*(Member(name, b"") for name in names)))))
 
 
-def test_folders_may_be_listed(tmp_path: Path) -> None:
-    made = build(
-        Member("a/", b""),
-        Member("a/data.pkl", pickle_of(b"N")),
-        Member("a/version", b"3"),
-        Member("a/data/", b""),
-    )
-    assert by_torch(made, tmp_path) == read(made).root == {"a": None}
-    assert read(made).warnings == ()
-
-
 @pytest.mark.parametrize("version", [b"1", b"2\n", b"3", b"3\n", b"10\n"])
 def test_D_26_versions(version: bytes, tmp_path: Path) -> None:
     made = archive(pickle_of(b"N"), version=version)
@@ -339,25 +327,6 @@ def test_ZP_18_records_that_nothing_refers_to() -> None:
     ]
     (said,) = read(archive(pickle_of(tensor(storage())), *more)).warnings
     assert "6 of its records" in said and "'a/data/99'" in said and said.isprintable()
-
-
-@pytest.mark.parametrize("zipped", [True, False])
-def test_an_empty_storage_of_several_types(tmp_path: Path, zipped: bool) -> None:
-    """torch lets tensors of any types share one that was never filled, and gives each its own type
-    again."""
-    memory = torch.UntypedStorage(0)
-    tensors = {
-        name: torch.empty(0, dtype=getattr(torch, name)) for name in ("float32", "float64", "int8")
-    }
-    for each in tensors.values():
-        each.set_(memory, 0, (0,), (1,))
-    torch.save(
-        {**tensors, "w": torch.ones(2)}, tmp_path / "a.pth", _use_new_zipfile_serialization=zipped
-    )
-    theirs = torch.load(tmp_path / "a.pth")
-    ckptkit.save(ckptkit.open(tmp_path / "a.pth"), tmp_path / "b.pth")
-    for ours in (ckptkit.load(tmp_path / "a.pth"), torch.load(tmp_path / "b.pth")):
-        assert list(map(str, ours.items())) == list(map(str, theirs.items()))
 
 
 def read_made(data: bytes) -> Checkpoint:

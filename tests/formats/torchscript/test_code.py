@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import zipfile
-from pathlib import Path
-
 import pytest
-from torch import nn
 
 from ckptkit.core.bytesource import Memory
 from ckptkit.core.errors import FormatError
@@ -14,28 +10,9 @@ from ckptkit.core.tree import Global
 from ckptkit.formats.torchscript import Declared, ScriptSource, _unquoted, parse
 from ckptkit.formats.zip_reader import read_directory
 from tests.formats.containers.zips import Member, build
-from tests.formats.torchscript.scripts import QUIET, script
+from tests.formats.torchscript.scripts import QUIET
 
 pytestmark = QUIET
-
-
-def test_as_torch_prints_it(tmp_path: Path) -> None:
-    path = script(
-        nn.Sequential(nn.BatchNorm1d(3), nn.Conv1d(3, 3, 1, bias=False)), tmp_path / "made.pt"
-    )
-    with zipfile.ZipFile(path) as file:
-        texts = {name: file.read(name) for name in file.namelist() if name.endswith(".py")}
-    found = {name: declared for data in texts.values() for name, declared in parse(data).items()}
-    norm, conv = found["BatchNorm1d"], found["Conv1d"]
-    assert norm.is_module and norm.parameters == {"weight", "bias"} and not norm.has_setstate
-    assert norm.buffers == {"running_mean", "running_var", "num_batches_tracked"}
-    assert norm.tensors == norm.parameters | norm.buffers
-    assert [norm.part(name) for name in ("weight", "running_var", "training")] == [
-        "_parameters",
-        "_buffers",
-        None,
-    ]
-    assert conv.parameters == {"weight", "bias"} and conv.tensors == {"weight"}
 
 
 CODE = """class Old(Module):

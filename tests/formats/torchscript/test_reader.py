@@ -32,9 +32,8 @@ from ckptkit.core.tree import Node, Object, join, walk
 from ckptkit.core.weights import as_tensor, module_state
 from ckptkit.formats.format import Probe
 from ckptkit.formats.table import TORCH_ZIP, TORCHSCRIPT
-from tests.formats.conformance import check_equal, elements, elements_of
+from tests.formats.conformance import check_equal
 from tests.formats.containers.zips import Member, build
-from tests.formats.torchscript import scripts
 from tests.formats.torchscript.scripts import (
     QUIET,
     by_torch,
@@ -102,17 +101,6 @@ def tensors(root: Node) -> dict[str, Any]:
     }
 
 
-def attributes(checkpoint: Checkpoint, *path: str) -> dict[str, Node]:
-    node = checkpoint.root
-    for name in path:
-        node = node.state["_modules"][name]
-    return {
-        name: value
-        for name, value in node.state.items()
-        if name not in ("_parameters", "_buffers", "_modules")
-    }
-
-
 def test_scripted(tmp_path: Path) -> None:
     path = script(outer(), tmp_path / "made.pt")
     checkpoint = read(path)
@@ -122,32 +110,6 @@ def test_scripted(tmp_path: Path) -> None:
     assert str(checkpoint.root.global_).endswith("Outer")
     assert not {"inner.plain", "maybe", "inner.tensors.0"} & set(checkpoint.weights)
     assert "inner.not_kept" in checkpoint.weights  # torch keeps it too
-
-
-def test_attributes_are_values(tmp_path: Path) -> None:
-    checkpoint = read(script(outer(), tmp_path / "made.pt"))
-    found = attributes(checkpoint, "inner")
-    assert {name: found[name] for name in ("training", "numbers", "flags", "rates", "mixed", "nothing")} == {
-        "training": False, "numbers": [1, 2, 3], "flags": [True, False], "rates": {"a": 1.5}, "mixed": (1, "x", 2.5),
-        "nothing": None,
-    }  # fmt: skip
-    assert elements_of(found["plain"]) == elements(torch.arange(4.0))
-    assert elements_of(found["tensors"][0]) == elements(torch.ones(2))
-
-
-def test_traced(tmp_path: Path) -> None:
-    """The constants that the tracer made, and example inputs without their bytes, which are not
-    read."""
-    path = tmp_path / "made.pt"
-    torch.jit.save(torch.jit.trace(outer(), torch.zeros(2, 3)), path)
-    with zipfile.ZipFile(path) as file:
-        assert "made/traced_inputs.pkl" in file.namelist()
-    checkpoint = read(path)
-    check_equal(checkpoint.weights, by_torch(path))
-    constants = checkpoint.root.state["CONSTANTS"]
-    assert list(constants) == [f"c{number}" for number in range(len(constants))] and constants
-    for name, tensor in constants_by_torch(path).items():
-        assert elements_of(constants[name]) == elements(tensor)
 
 
 def test_frozen_weights_are_constants(tmp_path: Path) -> None:
@@ -263,21 +225,6 @@ def test_the_whole_tree_loads(tmp_path: Path) -> None:
     root = ckptkit.load(script(outer(), tmp_path / "made.pt"), whole=True)
     inner = root.state["_modules"]["inner"].state
     assert torch.equal(inner["plain"], torch.arange(4.0)) and inner["place"] == torch.device("cpu")
-
-
-def test_buffers_before_they_were_declared(tmp_path: Path) -> None:
-    """torch 1.5 and before took every tensor that is no parameter for a buffer. Today's torch loses
-    them."""
-    path = script(outer(), tmp_path / "made.pt")
-
-    def old(name: str, data: bytes) -> bytes:
-        lines = data.split(b"\n") if name.endswith(".py") else [data]
-        return b"\n".join(line for line in lines if not line.startswith(b"  __buffers__"))
-
-    data = rezipped(path, old)
-    (tmp_path / "old.pt").write_bytes(data)
-    assert set(by_torch(tmp_path / "old.pt")) < set(by_torch(path))
-    assert {*read(data).weights} == {*by_torch(path), "inner.plain"}
 
 
 def test_quantized(tmp_path: Path) -> None:
@@ -428,15 +375,3 @@ def test_constants_are_numbered() -> None:
 def test_a_module_inside_itself() -> None:
     with pytest.raises(LimitError, match="inside itself"):
         read(made(b"q\0}" + text("again") + b"h\0s", MODULE))
-
-
-@pytest.mark.filterwarnings("ignore:.torch.jit.:DeprecationWarning")
-def test_a_script_without_constants(tmp_path: Path) -> None:
-    """Scripts for phones may have none; their bytecode tells what they are."""
-    path = scripts.script(scripts.module_of({"a.weight": torch.ones(2)}), tmp_path / "made.pt")
-    data = scripts.rezipped(path, lambda name, data: None if name == "constants.pkl" else data)
-    path.write_bytes(data)
-    with zipfile.ZipFile(path, "a") as file:
-        file.writestr("made/bytecode.pkl", EMPTY)
-    found = read(path)
-    assert list(found.weights) == ["a.weight"] and "CONSTANTS" not in found.root.state
