@@ -106,7 +106,8 @@ class Probe:
         made.__dict__["way"] = self.way + question
         return made
 
-    def __setstate__(self, state: Any) -> None: ...
+    def __setstate__(self, state: Any) -> None:
+        self.__dict__["way"] = state
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.asked("()")

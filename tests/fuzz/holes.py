@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from tests.fuzz.hunting import Finding, Hole, Hunt, Judge
+from tests.fuzz.hunting import Finding, Hole, Hunt, clean
 from tests.fuzz.material import group
-from tests.fuzz.trees import NONE, Node, const, mapping, named
+from tests.fuzz.trees import Node, call, changed, const, mapping, named
 
 LITERALS = {"list": group("list"), "tuple": group("tuple"), "dict": mapping(), "set": group("set")}
 
@@ -22,6 +22,11 @@ def callee(node: Node) -> str:
     if node[0] in ("reduce", "new", "apply", "newapply") and node[2] and node[2][0][0] == "global":
         return ".".join(node[2][0][1])
     return ""
+
+
+def taken(node: Node) -> Node:
+    """What a call takes."""
+    return group("tuple", *(node[2] if node[0] == "inst" else node[2][1:]))
 
 
 def target(node: Node) -> Node:
@@ -63,10 +68,16 @@ def location(node: Node) -> Node | None:
     """R5: key, location and size of a storage could be anything."""
     if not is_pid(node, "storage") or len(node[2][0][2]) < 5:
         return None
+    word, kind, *rest = node[2][0][2]
+    plain = (const("0"), const("cpu"), const(64))
+    seen = [
+        each if type(each[1]) is type(good[1]) and each[0] == "const" else good
+        for each, good in zip(rest, plain, strict=False)
+    ]
     return (
-        "binpersid",
-        None,
-        (group("tuple", *node[2][0][2][:2], const("0"), const("cpu"), const(0)),),
+        ("binpersid", None, (group("tuple", word, kind, *seen, *rest[3:]),))
+        if seen != rest[:3]
+        else None
     )
 
 
@@ -127,26 +138,27 @@ def datapipes(node: Node) -> Node | None:
 
 
 def loaders(node: Node) -> Node | None:
-    """F1 J and K: what hangs on a known name was known."""
-    return (
-        NONE
-        if "__" in callee(node).rpartition("torch.jit._pickle")[2] and "._pickle." in callee(node)
-        else None
-    )
+    """F1 J and K: what hangs on a known name was known, and so was a module's loader."""
+    module, _, name = callee(node).partition("torch.jit._pickle.")
+    return taken(node) if not module and "__" in name else None
 
 
 def evaluated(node: Node) -> Node | None:
     """F1 L: classes of sympy were known, which evaluate texts."""
-    return NONE if callee(node).startswith("sympy.") else None
+    return taken(node) if callee(node).startswith("sympy.") else None
 
 
 def pointers(node: Node) -> Node | None:
     """The first hunt: a type of objects could say that it holds numbers."""
-    if node[0] != "build" or callee(node[2][0]) != "numpy.dtype" or len(node[2][1][2]) != 8:
+    if node[0] != "build" or callee(node[2][0]) != "numpy.dtype" or node[2][1][0] != "tuple":
         return None
+    flags = node[2][1][2][7:8]
     is_object = len(node[2][0][2]) > 1 and str(node[2][0][2][1][1]).startswith("O")
-    state = group("tuple", *node[2][1][2][:7], const(63))
-    return ("build", None, (node[2][0], state)) if is_object else None
+    if not is_object or flags not in ((const(0),), (const(16),)):
+        return None
+    plain = call(named("numpy", "dtype"), const("i8"), const(False), const(True))
+    parts = (3, "<", None, None, None, -1, -1, 0)
+    return changed(plain, "build", group("tuple", *map(const, parts)))
 
 
 HOLES: dict[str, Hole] = {
@@ -160,6 +172,9 @@ HOLES: dict[str, Hole] = {
 
 def found(hunt: Hunt, hole: Hole, seconds: float) -> Iterator[tuple[Finding, bool]]:
     """Yield what a hunt finds with a hole, and whether only the hole lets it through."""
-    honest, hunt.judge = Judge(), Judge(hole)
+    hunt.hole = hole
     hunt.kinds.clear()
-    yield from ((each, not honest.clean(each.composition)) for each in hunt.run(seconds))
+    hunt.closed.clear()
+    hunt.material.accepted.clear()
+    hunt.material.known = set(hunt.material.table)
+    yield from ((each, not clean(each.composition.data())) for each in hunt.run(seconds))

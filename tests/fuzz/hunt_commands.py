@@ -18,7 +18,7 @@ def _options(command: str, *names: str) -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--about", default="", help="only trees with a name that has this in it")
     parser.add_argument(
-        "--every", action="store_true", help="import all modules of torch for their classes"
+        "--few", action="store_true", help="only classes of modules of torch that are imported"
     )
     for name in names:
         parser.add_argument(name, nargs="*")
@@ -34,7 +34,7 @@ def hunt(arguments: list[str]) -> int:
     )
     options = parser.parse_args(arguments)
     kind = Writers if options.writers else Hunt
-    made = kind(options.seed, options.about, options.every)
+    made = kind(options.seed, options.about, not options.few)
     start = time.monotonic()
     for finding in made.run(options.seconds, options.count):
         print(f"{time.monotonic() - start:.0f} s {finding.text()}", flush=True)
@@ -45,7 +45,7 @@ def hunt(arguments: list[str]) -> int:
 def holes(arguments: list[str]) -> int:
     """Put each hole back, and print how long it takes to find it."""
     options = _options("holes", "names").parse_args(arguments)
-    made = Hunt(options.seed, options.about, options.every)
+    made = Hunt(options.seed, options.about, not options.few)
     missed = []
     for name in options.names or HOLES:
         start, before = time.monotonic(), made.tried

@@ -7,39 +7,41 @@ one's own and packages that are not here. The tables add their own names.
 
 from __future__ import annotations
 
-import collections
-import datetime
-import decimal
-import fractions
 import functools
 import importlib
 import inspect
-import io
-import itertools
-import pathlib
 import pkgutil
-import random
 import re
 import sys
 import types
-import uuid
 import warnings
-import zipfile
-import zoneinfo
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from random import Random
 from types import ModuleType
 from typing import Any
 
+from ckptkit.pickles.judge import allowlist
 from tests.fuzz.canary import ABSENT
-from tests.fuzz.trees import NONE, Node, call, changed, const, mapping, named, read
+from tests.fuzz.trees import (
+    HELD,
+    NONE,
+    Node,
+    aliased,
+    call,
+    changed,
+    const,
+    late,
+    mapping,
+    named,
+    places,
+)
 from tests.pickles.torch_hooks import HOOKS
 
 Name = tuple[str, str]
 
 FIRE = named("usercode", "fire")
 NET = named("usercode", "Net")
-PROBE: Node = ("new", None, (named("usercode", "Probe"),))
+PROBE = named("usercode", "Probe")
 COMMAND = const("canary")
 EVIL = b"\x80\x02cusercode\nfire\n)R."
 DECOYS = (
@@ -166,6 +168,17 @@ TENSOR = call(named("torch._utils", "_rebuild_tensor_v2"), _STORED, const(0), gr
               const(False), call(named("collections", "OrderedDict")))  # fmt: skip
 
 
+HOOKS_OF_VALUES = (
+    "__class__",
+    "__call__",
+    "__setattr__",
+    "__getattribute__",
+    "__reduce_ex__",
+    "__init__",
+    "__get__",
+)
+
+
 class Material:
     """Draws names and nodes."""
 
@@ -173,72 +186,116 @@ class Material:
         self.random = source
         with warnings.catch_warnings():  # old names say that they are old
             warnings.simplefilter("ignore")
-            self.table = sorted(table_names())  # which imports torch
-            self.hooked = sorted(hooked(every).items())
-            self.hostile = [name for each in _HOSTILE.split() if (name := split(each)) is not None]
+            import torch  # noqa: F401  # whose names and classes are looked for
 
-    def one(self, *choices: Any) -> Any:
+            self.table = tuple(sorted(name for name in allowlist().rows if resolved(name)))
+            self.hooked = tuple(sorted(hooked(every).items()))
+            self.hostile = tuple(filter(None, map(split, _HOSTILE.split())))
+        self.known = set(self.table)
+        self.accepted: dict[Name, list[str]] = {}  # by the module, and what the names hang on
+        self.classes = tuple(name for name, _ in self.hooked)
+        self.modules = tuple(sorted({module for module, _ in self.table}))
+        self.others = tuple(sorted({module for module, _ in self.hostile}))
+        self.makers: tuple[Callable[[int], Node], ...] = (
+            lambda depth: self.plain(), lambda depth: self.plain(), lambda depth: self.function(), lambda depth: self.function(),
+            lambda depth: self.carrier(self.one(ATTRIBUTES), self.function()),
+            lambda depth: self.carrier(self.one(ATTRIBUTES), self.odd(depth - 1)),
+            lambda depth: self.container(self.odd(depth - 1)), lambda depth: self.container(self.odd(depth - 1)),
+            lambda depth: self.pairs(self.plain(), self.odd(depth - 1)), lambda depth: self.pairs(self.odd(depth - 1), self.plain()),
+            lambda depth: self.persistent(self.odd(depth - 1)), self.storage, lambda depth: self.endless(),
+            self.called, self.called, self.called, self.object, lambda depth: named(*self.name()), self.late, self.changing, self.array, self.array,
+            lambda depth: self.step(self.odd(depth - 1), depth), lambda depth: self.step(self.called(depth - 1), depth),
+            lambda depth: ("ext", self.random.randrange(1, 250), ()), lambda depth: ("nested", call(FIRE), ()),
+        )  # fmt: skip
+
+    def one(self, choices: Sequence[Any]) -> Any:
         return self.random.choice(choices)
+
+    def any(self, *makers: Callable[[], Node]) -> Node:
+        """What one of the makers makes."""
+        return self.random.choice(makers)()
 
     # Names
 
     def name(self) -> Name:
         """A name from anywhere."""
         kind = self.random.random()
+        if self.accepted and self.random.random() < 0.2:
+            return self.beside()
+        if kind < 0.25:
+            return self.one(self.table)  # type: ignore[no-any-return]
+        if kind < 0.65:  # what stands in a module, or hangs on what stands there
+            module = self.one(self.modules if kind < 0.45 else self.others)
+            name = module, self.one(names_in(module))
+            return self.hanging(name) if self.random.random() < 0.5 else name
+        if kind < 0.75:
+            return self.hanging(self.one(self.table))
+        return self.one(self.one((self.hostile, self.hostile, OWN, FAR, self.classes)))  # type: ignore[no-any-return]
+
+    def beside(self) -> Name:
+        """A name that scan accepts though no table has it, or one that stands beside it."""
+        module, outer = self.one(tuple(self.accepted))
+        names = self.accepted[module, outer]
+        kind = self.random.random()
         if kind < 0.3:
-            return self.one(*self.table)
-        if kind < 0.4:  # what stands beside a row in its module
-            module = self.one(*self.table)[0]
-            return module, self.one(*vars(imported(module) or ModuleType(module)))
-        if kind < 0.6:  # what hangs on a row
-            row = self.one(*self.table)
-            return row[0], f"{row[1]}.{self.one(*dir(resolved(row)))}"
-        return self.one(
-            *self.one(self.hostile, self.hostile, OWN, FAR, [name for name, _ in self.hooked])
-        )
+            return module, self.one(names)
+        if kind < 0.8 and outer:
+            return module, f"{outer}.{self.one(names_on((module, outer)))}"
+        return self.hanging((module, self.one(names_in(module) or ("a",))))
+
+    def accept(self, node: Node) -> None:
+        """Note the names in a file that scan calls harmless."""
+        names = {each[1] for _, each in places(node) if each[0] in ("global", "inst")}
+        for module, name in sorted(names - self.known):
+            self.accepted.setdefault((module, name.rpartition(".")[0]), []).append(name)
+        self.known |= names
+
+    def hanging(self, name: Name) -> Name:
+        """An attribute of what a name means; half of them have hooks."""
+        more = self.one(names_on(name)) if self.random.random() < 0.7 else self.one(HOOKS_OF_VALUES)
+        return name[0], f"{name[1]}.{more}"
 
     # Values
 
     def plain(self) -> Node:
         """A number, a text or bytes."""
-        value = self.one(
-            None, True, self.one(*NUMBERS), self.one(*NUMBERS), self.one(*TEXTS), self.one(*DATA)
-        )
+        kind = self.random.random()
+        if kind < 0.2:
+            return const(self.one((None, True)))
+        value = self.one(NUMBERS if kind < 0.6 else TEXTS if kind < 0.8 else DATA)
         return ("octal", 63, ()) if value == 64 else const(value)
 
     def function(self, depth: int = 2) -> Node:
         """Something that can be called, and does something then."""
-        name = self.one(
-            FIRE, FIRE, named(*self.one(*OWN)), named(*self.one(*FAR)), named("builtins", "input")
+        own = self.one(
+            (FIRE, FIRE, named(*self.one(OWN)), named(*self.one(FAR)), named("builtins", "input"))
         )
-        if depth <= 0:
-            return name  # type: ignore[no-any-return]
+        if depth <= 0 or self.random.random() < 0.5:
+            return own  # type: ignore[no-any-return]
         inner = self.function(depth - 1)
         none, empty = group("tuple"), mapping()
-        return self.one(  # type: ignore[no-any-return]
-            name, name, name,
-            call(named("functools", "partial"), inner, self.plain()),
-            changed(("new", None, (named("functools", "partial"), inner)), "build", group("tuple", inner, none, empty, empty)),
-            call(named("operator", "methodcaller"), const("fire")),
-            made(("usercode", "Caller"), mapping(const("a"), inner)),
-            made(("torch.ao.quantization.observer", "_PartialWrapper"), mapping(const("p"), inner, const("callable_args"), empty)),
-            ("disguised", (("usercode", "fire"), self.one(*DECOYS)), ()),
-            self.persistent(inner),
-            call(named("builtins", "getattr"), named("usercode", "Caller"), const("make")),
-            call(named("functools", "partial"), named("functools", "reduce"), named("operator", "call"), group("list", inner, NONE)),
+        return self.any(
+            lambda: call(named("functools", "partial"), inner, self.plain()),
+            lambda: changed(("new", None, (named("functools", "partial"), inner)), "build", group("tuple", inner, none, empty, empty)),
+            lambda: call(named("operator", "methodcaller"), const("fire")),
+            lambda: made(("usercode", "Caller"), mapping(const("a"), inner)),
+            lambda: made(("torch.ao.quantization.observer", "_PartialWrapper"), mapping(const("p"), inner, const("callable_args"), empty)),
+            lambda: ("disguised", (("usercode", "fire"), self.one(DECOYS)), ()),
+            lambda: self.persistent(inner),
+            lambda: call(named("builtins", "getattr"), named("usercode", "Caller"), const("make")),
+            lambda: call(named("functools", "partial"), named("functools", "reduce"), named("operator", "call"), group("list", inner, NONE)),
         )  # fmt: skip
 
     def carrier(self, name: str, value: Node) -> Node:
         """An object with an attribute of the file's choosing."""
         state = mapping(const(name), value)
-        state = self.one(
-            state,
-            state,
-            state,
-            call(named("builtins", "dict"), pair(const(name), value)),
-            group("tuple", NONE, state),
-        )
-        kind = self.one(*"nnnnacpomtedwv")
+        if (kind := self.random.random()) < 0.4:
+            state = (
+                call(named("builtins", "dict"), pair(const(name), value))
+                if kind < 0.2
+                else group("tuple", NONE, state)
+            )
+        kind = self.one("nnnnacpomtedwvh")
         if kind == "p":
             parts = (FIRE, group("tuple"), mapping(), state)
             return changed(
@@ -247,8 +304,8 @@ class Material:
                 group("tuple", *parts),
             )
         if kind == "w":
-            tensor = call(named("torch", "Tensor"))
             hooks = call(named("collections", "OrderedDict"))
+            tensor = self.one((TENSOR, call(named("torch", "Tensor"))))
             return call(
                 named("torch._utils", "_rebuild_parameter_with_state"),
                 tensor,
@@ -261,7 +318,7 @@ class Material:
                 call(named("torch.torch_version", "TorchVersion"), const("1")), "build", state
             )
         if kind == "h":
-            return made(self.one(*self.hooked)[0], state)
+            return made(self.one(self.hooked)[0], state)
         if kind == "n" and self.random.random() < 0.5:
             return changed(call(named("types", "SimpleNamespace")), "build", state)
         return made({
@@ -272,132 +329,154 @@ class Material:
 
     def container(self, item: Node) -> Node:
         """Something that gives an item when it is gone through, or unpacked."""
-        items = group("list", *[item] * self.one(1, 1, 1, 2, 2, 3, 5))
-        called = ("list", "tuple", "set", "iter", "reversed")
-        kind = self.random.randrange(16)
-        if kind < 3:
-            return items
-        if kind < 5:
-            return group("tuple", *items[2])
-        if kind < 8:
-            return call(named("collections", self.one("deque", "deque", "OrderedDict")), items)
-        if kind < 10:
-            made_ = call(named(*self.one(("builtins", "list"), ("collections", "deque"))))
-            return changed(made_, "appends", item)
-        if kind < 13:
-            return call(named("builtins", self.one(*called)), items)
-        if kind == 13:
-            return self.one(self.pairs(const(1), item), group("set", item))  # type: ignore[no-any-return]
-        if kind == 14:
-            return ("late", None, (item,))
-        subset = ("torch.utils.data.dataset", "Subset")
-        parts = (const("dataset"), items, const("indices"), group("list", const(0)))
-        return made(subset, mapping(*parts))
+        items = group("list", *[item] * self.one((1, 1, 1, 2, 2, 3, 5)))
+        deque, subset = ("collections", "deque"), ("torch.utils.data.dataset", "Subset")
+        return self.any(
+            lambda: items, lambda: items, lambda: group("tuple", *items[2]),
+            lambda: call(named(*deque), items), lambda: call(named("collections", "OrderedDict"), items),
+            lambda: changed(call(named(*self.one((deque, ("builtins", "list"))))), "appends", item),
+            lambda: call(named("builtins", self.one(("list", "tuple", "set", "iter", "reversed"))), items),
+            lambda: self.pairs(const(1), item), lambda: group("set", item), lambda: late(item),
+            lambda: aliased(items, call(named("builtins", "tuple"), HELD), "append", item),
+            lambda: made(subset, mapping(const("dataset"), items, const("indices"), group("list", const(0)))),
+        )  # fmt: skip
 
     def pairs(self, key: Node, value: Node) -> Node:
         """Something that gives a value for a key."""
         literal = mapping(key, value)
-        default = named("collections", "defaultdict")
-        return self.one(  # type: ignore[no-any-return]
-            literal, literal, literal,
-            call(default, self.function()), call(default, self.function(), literal), changed(call(default, self.function()), "setitem", key, value),
-            call(default, NONE, literal), call(named("builtins", "dict"), pair(key, value)), call(named("collections", "OrderedDict"), pair(key, value)),
-            changed(call(named("collections", "OrderedDict")), "setitem", key, value), call(named("collections", "Counter"), literal),
-            changed(made(("usercode", "Table")), "setitem", key, value),
-            changed(made(("pytorch_lightning.utilities.parsing", "AttributeDict")), "setitem", key, value),
+        default, ordered = (
+            named("collections", "defaultdict"),
+            call(named("collections", "OrderedDict")),
+        )
+        parsed = ("pytorch_lightning.utilities.parsing", "AttributeDict")
+        return self.any(
+            lambda: literal, lambda: literal, lambda: literal,
+            lambda: call(default, self.function()), lambda: call(default, self.function(), literal),
+            lambda: changed(call(default, self.function()), "setitem", key, value), lambda: call(default, NONE, literal),
+            lambda: call(named("builtins", "dict"), pair(key, value)), lambda: call(named("collections", "OrderedDict"), pair(key, value)),
+            lambda: changed(ordered, "setitem", key, value), lambda: call(named("collections", "Counter"), literal),
+            lambda: changed(made(("usercode", "Table")), "setitem", key, value), lambda: changed(made(parsed), "setitem", key, value),
+            lambda: aliased(mapping(), call(named("builtins", "dict"), HELD), "setitem", key, value),
         )  # fmt: skip
 
     def persistent(self, value: Node) -> Node:
         """A value behind a persistent id, which gives it back in legacy files."""
         return ("binpersid", None, (group("tuple", const("module"), value, NONE, NONE),))
 
-    def storage(self, location: Node) -> Node:
-        """A storage that is somewhere."""
-        parts = (
-            const("storage"),
-            named("torch", self.one("FloatStorage", "ByteStorage")),
+    def storage(self, depth: int) -> Node:
+        """A storage of an odd type, under an odd key, that is somewhere odd; the rest is as it should be."""
+        parts = [
+            named("torch", self.one(("FloatStorage", "ByteStorage"))),
             const("0"),
-            location,
-            const(self.one(0, 4)),
+            const("cpu"),
+            const(self.one((0, 4))),
+        ]
+        at = self.random.randrange(4)
+        parts[at] = (
+            self.odd(depth - 1) if at < 2 else self.carrier(self.one(ATTRIBUTES), self.function())
         )
-        return ("binpersid", None, (group("tuple", *parts),))
+        return ("binpersid", None, (group("tuple", const("storage"), *parts),))
 
     def endless(self) -> Node:
         """An iterator that does not end, or not soon."""
-        return self.one(  # type: ignore[no-any-return]
-            call(named("itertools", "count")), call(named("itertools", "repeat"), const(1)), call(named("builtins", "range"), const(2**60)),
-            call(named("itertools", "cycle"), group("list", const(1))),
+        return self.any(
+            lambda: call(named("itertools", "count")), lambda: call(named("itertools", "repeat"), const(1)),
+            lambda: call(named("builtins", "range"), const(2**60)), lambda: call(named("itertools", "cycle"), group("list", const(1))),
         )  # fmt: skip
 
     def step(self, target: Node, depth: int) -> Node:
         """BUILD, APPEND and the like on a value, now and then for a second time."""
         value = self.odd(depth - 1)
-        kind = self.one("build", "build", "append", "appends", "additems", "setitem")
+        kind = self.one(("build", "build", "append", "appends", "additems", "setitem"))
         return changed(target, kind, *((self.plain(), value) if kind == "setitem" else (value,)))
 
     def late(self, depth: int) -> Node:
         """An object that gets a hook by its state, and what calls the hook."""
         name, kind = self.one(
-            ("__setstate__", "build"),
-            ("append", "append"),
-            ("extend", "appends"),
-            ("add", "additems"),
+            (
+                ("__setstate__", "build"),
+                ("append", "append"),
+                ("extend", "appends"),
+                ("add", "additems"),
+            )
         )
         return changed(self.carrier(name, self.function()), kind, self.odd(depth - 1))
 
+    def changing(self, depth: int) -> Node:
+        """A value that is changed after it was used."""
+        target = self.any(
+            lambda: group("list"),
+            mapping,
+            lambda: self.called(depth - 1),
+            lambda: self.carrier(self.one(ATTRIBUTES), self.plain()),
+        )
+        user = self.any(
+            lambda: HELD,
+            lambda: self.container(HELD),
+            lambda: self.calling(self.name(), HELD),
+            lambda: self.pairs(self.plain(), HELD),
+        )
+        kind, _, (_, *values) = self.step(NONE, depth)
+        return aliased(target, user, kind, *values)
+
     def called(self, depth: int) -> Node:
-        """A call of anything with anything."""
-        args = [self.odd(depth - 1) for _ in range(self.one(0, 1, 1, 2, 3))]
-        name, kind = self.name(), self.one("reduce", "reduce", "reduce", "new", "inst")
-        if kind == "inst":
-            return ("inst", name, tuple(args))
-        disguised: Node = ("disguised", (name, self.one(*DECOYS)), ())
-        return (kind, None, (self.one(*[named(*name)] * 9, disguised), *args))
+        """A call of anything with anything, mostly as many arguments as it takes."""
+        name = self.name()
+        least, most = arguments(name)
+        args = [
+            self.plain() if self.random.random() < 0.5 else self.odd(depth - 1)
+            for _ in range(self.random.randint(least, most))
+        ]
+        return self.calling(name, *args)
+
+    def calling(self, name: Name, *args: Node) -> Node:
+        """A call by one of the opcodes."""
+        kind = self.random.random()
+        if kind < 0.2:
+            return ("inst", name, args)
+        called = named(*name) if kind < 0.9 else ("disguised", (name, self.one(DECOYS)), ())
+        return ("new" if kind < 0.4 else "reduce", None, (called, *args))
 
     def object(self, depth: int) -> Node:
         """An object of one of torch's classes that have hooks, with what these ask for."""
-        name, attributes = self.one(*self.hooked)
-        pairs = [part for each in attributes for part in (const(each), self.odd(depth - 1))]
-        return self.one(made(name, mapping(*pairs)), made(name, self.container(self.odd(depth - 1))),
-                        ("new", None, (named(*name), *(self.odd(depth - 1) for _ in range(self.one(1, 2, 4))))))  # type: ignore[no-any-return]  # fmt: skip
+        name, attributes = self.one(self.hooked)
+        return self.any(
+            lambda: made(name, mapping(*(part for each in attributes for part in (const(each), self.odd(depth - 1))))),
+            lambda: made(name, self.container(self.odd(depth - 1))),
+            lambda: ("new", None, (named(*name), *(self.odd(depth - 1) for _ in range(self.one((1, 2, 4)))))),
+        )  # fmt: skip
 
-    def array(self) -> Node:
+    def array(self, depth: int) -> Node:
         """An array of objects, or of what a dtype is that has been tampered with."""
-        parts = [const(each) for each in (3, "|", None, None, None, -1, -1, self.one(0, 16, 63))]
-        if parts[-1] == const(63):
-            parts[-1] = self.one(parts[-1], ("octal", 63, ()))
-        kind = self.one("O8", "O8", "M8", "V8", "i8")
-        parts = parts[: self.one(7, 8, 8, 8, 8)]
-        dtype = changed(
-            call(named("numpy", "dtype"), const(kind), const(False), const(True)),
-            "build",
-            group("tuple", *parts),
+        flags = self.one((const(0), const(16), const(63), ("octal", 63, ())))
+        parts = [*map(const, (3, "|", None, None, None, -1, -1)), flags][
+            : self.one((7, 8, 8, 8, 8))
+        ]
+        plain = call(
+            named("numpy", "dtype"),
+            const(self.one(("O8", "O8", "M8", "V8", "i8"))),
+            const(False),
+            const(True),
         )
-        empty = call(
+        dtype = changed(plain, "build", group("tuple", *parts))
+        if depth % 2:
+            return dtype
+        rebuild, ndarray = (
             named("numpy._core.multiarray", "_reconstruct"),
             named("numpy", "ndarray"),
-            group("tuple", const(0)),
-            const(b"b"),
         )
-        count = self.one(1, 64)
-        data = self.one(const(b"A" * 8 * count), group("list", *[const(1)] * count))
+        count = self.one((1, 64))
+        data = self.one((const(b"A" * 8 * count), group("list", *[const(1)] * count)))
         state = group("tuple", const(1), group("tuple", const(count)), dtype, const(False), data)
-        return self.one(dtype, changed(empty, "build", state), changed(empty, "build", state))  # type: ignore[no-any-return]
+        return changed(
+            call(rebuild, ndarray, group("tuple", const(0)), const(b"b")), "build", state
+        )
 
     def odd(self, depth: int = 3) -> Node:
         """A value that has no business in the place of a plain one."""
         if depth <= 0:
-            return self.one(self.plain(), self.function(0), mapping(), group("list"))  # type: ignore[no-any-return]
-        makers: tuple[Callable[[], Node], ...] = (
-            self.plain, self.plain, self.function, self.function,
-            lambda: self.carrier(self.one(*ATTRIBUTES), self.function()), lambda: self.carrier(self.one(*ATTRIBUTES), self.odd(depth - 1)),
-            lambda: self.container(self.odd(depth - 1)), lambda: self.pairs(self.plain(), self.odd(depth - 1)),
-            lambda: self.pairs(self.odd(depth - 1), self.plain()), lambda: self.persistent(self.odd(depth - 1)),
-            lambda: self.storage(self.odd(depth - 1)), self.endless, lambda: self.called(depth), lambda: self.object(depth),
-            lambda: named(*self.name()), lambda: self.late(depth), lambda: self.step(self.odd(depth - 1), depth), self.array,
-            lambda: ("ext", self.random.randrange(1, 250), ()), lambda: ("nested", call(FIRE), ()),
-        )  # fmt: skip
-        made_: Node = self.one(*makers)()
+            return self.any(self.plain, lambda: self.function(0), mapping, lambda: group("list"))
+        made_: Node = self.one(self.makers)(depth)
         return made_
 
     def answer(self, way: str, depth: int = 4) -> Node:
@@ -409,14 +488,17 @@ class Material:
         if way.startswith("*"):
             return self.container(self.answer(way[1:], depth - 1))
         if found := re.match(r"\[(.*?)\]", way):
-            key = found[1].strip("'")
-            return self.pairs(
-                const(int(key) if key.isdecimal() else key),
-                self.answer(way[found.end() :], depth - 1),
-            )
+            rest = self.answer(way[found.end() :], depth - 1)
+            return self.pairs(key_of(found[1]), rest)
         if found := re.match(r"\.(\w+)", way):
             return self.carrier(found[1], self.answer(way[found.end() :] or "()", depth - 1))
-        return self.one(self.odd(), self.object(2), self.endless(), self.plain())  # type: ignore[no-any-return]
+        return self.any(self.odd, lambda: self.object(2), self.endless, self.plain)
+
+
+def key_of(shown: str) -> Node:
+    """The key that a probe was asked for."""
+    text = shown.strip("'")
+    return const(int(text) if text.isdecimal() else text)
 
 
 # Names
@@ -451,32 +533,33 @@ def split(dotted: str) -> Name | None:
     return None
 
 
-def table_names() -> set[Name]:
-    """Every (module, name) that ckptkit's tables hold, however they hold them, and that is here."""
-    found: set[Name] = set()
-    for value in vars(imported("ckptkit.pickles.judge")).values():
-        found |= set(_harvest(value, 0))
-    return {name for name in found if resolved(name) is not None}
+@functools.cache
+def names_in(module: str) -> tuple[str, ...]:
+    """The names in a module, those of every module among them."""
+    return tuple(vars(imported(module) or ModuleType(module)))
 
 
-def _harvest(value: Any, depth: int) -> Iterator[Name]:
-    """Pairs of texts, modules with their names in a text, and whatever has a module and a name."""
-    module, name = getattr(value, "module", None), getattr(value, "name", None)
-    if isinstance(value, tuple) and list(map(type, value)) == [str, str]:
-        yield value
-    elif isinstance(module, str) and isinstance(name, str):
-        yield module, name
-    elif isinstance(value, dict) and depth < 6:
-        for key, each in value.items():
-            if isinstance(key, str) and isinstance(each, str):
-                yield from ((key, word) for word in each.split())
-            yield from _harvest(key, depth + 1)
-            yield from _harvest(each, depth + 1)
-    elif type(value).__module__.startswith("ckptkit.") and depth < 6:
-        yield from _harvest(getattr(value, "__dict__", {}), depth + 1)
-    elif isinstance(value, (tuple, list, set, frozenset)) and depth < 6:
-        for each in value:
-            yield from _harvest(each, depth + 1)
+@functools.cache
+def names_on(name: Name) -> tuple[str, ...]:
+    """The names of the attributes of what a name means, those without underscores often."""
+    names = dir(resolved(name))
+    return (*names, *[each for each in names if each[:1] != "_"] * 6)
+
+
+@functools.cache
+def arguments(name: Name) -> tuple[int, int]:
+    """How many arguments what a name means takes, and how many are given at most."""
+    try:
+        parameters = inspect.signature(resolved(name)).parameters.values()
+    except Exception:  # not all can be asked
+        return 0, 3
+    places = [
+        each
+        for each in parameters
+        if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)
+    ]
+    least = min(sum(each.default is each.empty for each in places), 6)
+    return least, max(least, min(len(places), 4))
 
 
 PACKAGES = (
@@ -526,115 +609,3 @@ def _attributes(hook: types.FunctionType) -> tuple[str, ...]:
     return tuple(
         set(re.findall(r"self\.(\w+)(?!\w*\()", source) + re.findall(r"\[\"(\w+)\"\]", source))
     )[:12]
-
-
-# Values of libraries
-
-
-def seeds() -> list[Node]:
-    """Return the trees of good values, as torch.save and pickle write them."""
-    found = []
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for value in good():
-            for save in (_saved, lambda each: pickled(each, 4)):
-                try:
-                    found.append(read(save(value)))
-                    break
-                except Exception:  # what cannot be pickled, in one of the two ways
-                    continue
-    return found
-
-
-def pickled(value: object, protocol: int) -> bytes:
-    """Return what pickle writes."""
-    import pickle
-
-    return pickle.dumps(value, protocol)
-
-
-def _saved(value: object) -> bytes:
-    import torch
-
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    with zipfile.ZipFile(buffer) as made_:
-        name = next(name for name in made_.namelist() if name.endswith("data.pkl"))
-        return made_.read(name)
-
-
-def good() -> Iterator[Any]:
-    """Yield values of Python, numpy and torch that checkpoints hold, one of each kind."""
-    import numpy as np
-    import torch
-    import torch.nn.utils.prune
-    from torch import nn, optim
-
-    tensor = torch.arange(6.0).reshape(2, 3)
-    yield from (
-        {"a": [1, 2.5, None, True], "b": (b"x", bytearray(b"y"), "z")}, {1, 2}, frozenset((1,)), 1j, slice(1, 2), range(3),
-        collections.OrderedDict(a=1), collections.Counter("aab"), collections.defaultdict(list, a=[1]), collections.defaultdict(dict),
-        collections.deque([1, 2], 3), types.SimpleNamespace(a=1), datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC),
-        datetime.timedelta(1), zoneinfo.ZoneInfo("Europe/Berlin"), decimal.Decimal("1.5"), fractions.Fraction(1, 3), uuid.UUID(int=5), pathlib.Path("a"), random.Random(1),
-        functools.partial(nn.functional.relu, inplace=True), itertools.count(), ValueError("a"), io.BytesIO(b"a"), re.compile("a"),
-    )  # fmt: skip
-    yield from (
-        np.arange(6).reshape(2, 3), np.array([1, "a"], object), np.float32(1.5), np.dtype("i4,f8"), np.dtype("O"), np.dtype("M8[D]"),
-        np.zeros(2, [("a", "i4"), ("b", "O")]), np.datetime64("2020-01-01"), np.random.default_rng(1), np.random.RandomState(1),
-        np.matrix([[1]]), np.array("x"), np.zeros(3, ">i2"), np.zeros(3, "M8[D]"), np.ma.masked_array([1], [True]),
-    )  # fmt: skip
-    dressed = nn.Parameter(tensor)
-    dressed.note = "a"  # type: ignore[attr-defined]
-    yield from (
-        tensor, nn.Parameter(tensor), dressed, torch.Size([1]), torch.device("cpu"), torch.float32, torch.strided, tensor.to_sparse(),
-        torch.quantize_per_tensor(tensor, 0.1, 1, torch.quint8), torch.empty(2, device="meta"), torch.nested.nested_tensor([tensor]),
-        torch.zeros(2).untyped_storage(), torch.torch_version.TorchVersion("1"), nn.functional.relu, optim.lr_scheduler.LambdaLR,
-        nn.utils.rnn.pack_sequence([tensor]), torch.amp.GradScaler("cpu"),
-    )  # fmt: skip
-    linear = nn.Linear(2, 2)
-    modules = [
-        linear, nn.LSTM(2, 2), nn.GRU(1, 1), nn.MultiheadAttention(2, 1), nn.TransformerEncoderLayer(2, 1, 2), nn.TransformerDecoderLayer(2, 1, 2),
-        nn.Conv2d(1, 1, 1), nn.BatchNorm1d(2), nn.Sequential(nn.ReLU(), nn.Softmax(1)), nn.ModuleDict({"a": nn.GELU()}), nn.ModuleList([nn.Identity()]),
-        nn.ParameterList([nn.Parameter(tensor)]), nn.ParameterDict({"a": nn.Parameter(tensor)}), nn.Upsample(scale_factor=2), nn.AvgPool3d(2),
-        nn.DataParallel(nn.Linear(1, 1)), nn.utils.spectral_norm(nn.Linear(2, 2)), nn.utils.weight_norm(nn.Linear(2, 2)),
-        nn.utils.prune.l1_unstructured(nn.Linear(2, 2), "weight", 1), optim.swa_utils.AveragedModel(nn.Linear(1, 1)),
-        torch.ao.nn.quantized.Conv2d(1, 1, 1), torch.ao.nn.quantized.Conv1d(1, 1, 1), torch.ao.quantization.MinMaxObserver(),
-        torch.ao.quantization.FakeQuantize(), torch.ao.nn.quantized.ReLU6(),
-    ]  # fmt: skip
-    hooked_ = nn.Linear(1, 1)
-    hooked_.register_forward_hook(
-        sys.modules["torch.ao.quantization.quantize"]._observer_forward_hook
-    )
-    yield from (*modules, hooked_, linear.state_dict(), torch.ao.quantization.default_qconfig)
-    linear(torch.zeros(1, 2)).sum().backward()
-    for kind in (optim.Adam, optim.AdamW, optim.SGD, optim.Adagrad, optim.Adadelta, optim.Adamax, optim.ASGD, optim.NAdam, optim.RAdam, optim.RMSprop,
-                 optim.Rprop, optim.Adafactor):  # fmt: skip
-        optimizer = kind(linear.parameters(), lr=0.1)
-        optimizer.step()
-        yield optimizer
-        yield optimizer.state_dict()
-    optimizer = optim.SGD(linear.parameters(), 0.1)
-    yield from (
-        optim.lr_scheduler.StepLR(optimizer, 2), optim.lr_scheduler.CosineAnnealingLR(optimizer, 2), optim.lr_scheduler.ReduceLROnPlateau(optimizer),
-        optim.lr_scheduler.SequentialLR(optimizer, [optim.lr_scheduler.StepLR(optimizer, 2)], []), optim.swa_utils.SWALR(optimizer, 0.1),
-        optim.lr_scheduler.OneCycleLR(optimizer, 1, 4),
-    )  # fmt: skip
-    data = torch.utils.data
-    dataset = data.TensorDataset(tensor)
-    yield from (data.DataLoader(dataset), data.Subset(dataset, [0]), data.ConcatDataset([dataset]), data.RandomSampler(dataset),
-                data.BatchSampler([0], 1, False))  # fmt: skip
-    one = torch.distributions
-    yield from (
-        one.Normal(tensor, 1.0),
-        one.Independent(one.Normal(tensor, 1.0), 1),
-        one.Categorical(tensor),
-        one.AffineTransform(0, 1),
-    )
-    from torch.distributed.checkpoint import metadata
-    from torch.distributed.tensor import Replicate, Shard
-
-    properties = metadata.TensorProperties(torch.float32)
-    chunk = metadata.ChunkStorageMetadata(torch.Size([0]), torch.Size([2]))
-    stored = metadata.TensorStorageMetadata(properties, torch.Size([2]), [chunk])
-    index = metadata.MetadataIndex("a", torch.Size([0]))
-    yield from (metadata.Metadata({"a": stored}, {"a": ("a",)}, {index: 1}), Shard(0), Replicate())

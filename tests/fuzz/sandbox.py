@@ -61,7 +61,7 @@ class Watch:
 
     def want(self, question: str) -> None:
         """Keep what a probe is asked."""
-        if self.armed and len(self.wanted) < 200:
+        if self.armed and len(self.wanted) < 400:
             self.wanted.append(question)
 
     def note(self, event: str) -> None:
@@ -108,15 +108,15 @@ class Sandbox:
         codecs.lookup("latin1")
 
     def run(self, pickles: Sequence[bytes], alone: bool = True) -> list[Outcome]:
-        """Load them one after the other in a new process; what changes it is then loaded alone."""
-        self.close()
+        """Load them one after the other; what changes the process is then loaded alone in new ones."""
         done, changed = self._batch(pickles)
-        if not changed or not alone:
+        if not changed:
             return done
+        self.close()
         if len(pickles) == 1:
             return [done[0]._replace(events=(*done[0].events, *changed))]
         half = len(pickles) // 2
-        return self.run(pickles[:half]) + self.run(pickles[half:])
+        return self.run(pickles[:half]) + self.run(pickles[half:]) if alone else done
 
     def _batch(self, pickles: Sequence[bytes]) -> tuple[list[Outcome], list[str]]:
         done: list[Outcome] = []
@@ -236,9 +236,10 @@ def _attempt(data: bytes, watch: Watch) -> Outcome:
     signal.alarm(15 * SECONDS)  # for what waits, and takes no processor time
     end = _load(data, watch)
     watch.armed = False
+    signal.alarm(0)
     if "MemoryError:" in end or "allocate" in end:
         watch.events.append("takes too much memory")
-    return Outcome(tuple(map(str, watch.events)), end, tuple(dict.fromkeys(watch.wanted))[:40])
+    return Outcome(tuple(map(str, watch.events)), end, tuple(dict.fromkeys(watch.wanted))[:80])
 
 
 def _load(data: bytes, watch: Watch) -> str:

@@ -21,6 +21,7 @@ from tests.fuzz.trees import (
     changed,
     const,
     file,
+    late,
     mapping,
     named,
     read,
@@ -157,7 +158,7 @@ BAD = {
     "list": adam(call(named("builtins", "list"), group("list", duck(setdefault=FIRE)))),
     "tuple": adam(call(named("builtins", "tuple"), group("list", duck(setdefault=FIRE)))),
     "literal": adam(group("list", duck(setdefault=FIRE))),
-    "late": adam(("late", None, (duck(setdefault=FIRE),))),
+    "late": adam(late(duck(setdefault=FIRE))),
     "defaults": adam(group("list"), defaults=duck(setdefault=FIRE)),
     "endless": made(("torch.nn.modules.linear", "Linear"), mapping(const("_buffers"), call(named("itertools", "count")))),
 }  # fmt: skip

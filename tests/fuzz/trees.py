@@ -6,20 +6,22 @@ that any node can take the place of any other. `file` puts a pickle where torch.
 
 from __future__ import annotations
 
-import io
 import pickle
 import pickletools
 import struct
-import zipfile
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections.abc import Callable, Iterator, Mapping
 from random import Random
 from typing import Any
+from zlib import crc32
 
 Node = tuple[str, Any, tuple[Any, ...]]
 NONE: Node = ("const", None, ())
+HELD: Node = ("held", None, ())
 DEEP = 40  # levels that are written
-LONGEST = 4_000  # bytes of a constant
+STORING = ("put", "ref", "alias", "held", "disguised")  # kinds that use the memo
+_KEPT: dict[int, Node] = {}
+_computed: dict[tuple[object, int], Any] = {}
 
 
 def const(value: object) -> Node:
@@ -47,9 +49,36 @@ def changed(target: Node, kind: str, *values: Node) -> Node:
     return (kind, None, (target, *values))
 
 
+def aliased(target: Node, user: Node, step: str, *values: Node) -> Node:
+    """A value that has `target` where HELD stands, and a step on `target` when it is made."""
+    return ("alias", step, (target, user, *values))
+
+
+def late(item: Node) -> Node:
+    """A list that gets its item when it stands in its place."""
+    return aliased(("list", None, ()), HELD, "appends", item)
+
+
 def size(node: Node) -> int:
     """Count the nodes."""
     return 1 + sum(map(size, node[2]))
+
+
+def keep(node: Node) -> Node:
+    """Let what is computed of the nodes of a tree be computed once: most of a changed tree stays."""
+    kinds = {each[0] for _, each in places(node)}
+    if kinds.isdisjoint(STORING):
+        _KEPT.update((id(each), each) for _, each in places(node))
+    return node
+
+
+def once(what: object, node: Node, compute: Callable[[], Any]) -> Any:
+    """Return what is computed of a node; of those that are kept, the result of the first time."""
+    if (key := (what, id(node))) not in _computed:
+        if id(node) not in _KEPT:
+            return compute()
+        _computed[key] = compute()
+    return _computed[key]
 
 
 def places(node: Node, path: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, ...], Node]]:
@@ -70,10 +99,15 @@ def replaced(node: Node, path: tuple[int, ...], new: Node) -> Node:
 
 
 def mapped(node: Node, change: Callable[[Node], Node | None]) -> Node:
-    """Return the tree with each node changed, the inner ones first; None leaves a node as it is."""
-    kind, value, children = node
-    made = (kind, value, tuple(mapped(child, change) for child in children))
-    return change(made) or made
+    """Return the tree with each node changed, the outer ones first; None leaves a node as it is."""
+    return once(change, node, lambda: _mapped(node, change))  # type: ignore[no-any-return]
+
+
+def _mapped(node: Node, change: Callable[[Node], Node | None]) -> Node:
+    made = change(node) or node
+    children = tuple(mapped(child, change) for child in made[2])
+    same = all(a is b for a, b in zip(children, made[2], strict=True))
+    return made if same else (made[0], made[1], children)
 
 
 class Writer:
@@ -83,6 +117,7 @@ class Writer:
         self.protocol = protocol
         self.spellings = spellings
         self.memo = 0
+        self.held: list[int] = []
 
     def pickle(self, node: Node) -> bytes:
         """The whole stream."""
@@ -91,9 +126,19 @@ class Writer:
 
     def write(self, node: Node, depth: int) -> bytes:
         """The opcodes that leave the value of this node."""
+        if self.spellings is None:
+            if (done := _computed.get((self.protocol, id(node)))) is not None:
+                return done  # type: ignore[no-any-return]
+            if id(node) in _KEPT:
+                return once(self.protocol, node, lambda: self._write(node, depth))  # type: ignore[no-any-return]
+        return self._write(node, depth)
+
+    def _write(self, node: Node, depth: int) -> bytes:
         kind, value, children = node
         if depth > DEEP:
             return b"N"
+        if kind == "alias":
+            return self.alias(value, children, depth + 1)
         parts = _LEAVES.get(kind)
         if parts is not None:
             return parts(self, value, depth)
@@ -189,11 +234,20 @@ class Writer:
             return written[0] + f"p{at}\n".encode()
         return written[0] + b"r" + struct.pack("<I", at)
 
-    def late(self, value: Any, written: list[bytes]) -> bytes:
-        """A list that is stored, and gets its item when something else has been made."""
-        at, self.memo = self.memo, self.memo + 2
-        held, item = struct.pack("<I", at), struct.pack("<I", at + 1)
-        return b"]r" + held + b"0" + written[0] + b"r" + item + b"0j" + held + b"(j" + item + b"e"
+    def alias(self, step: str, children: tuple[Node, ...], depth: int) -> bytes:
+        """The target is stored, used, taken again, changed and dropped."""
+        target, user, *values = children
+        at, self.memo = struct.pack("<I", self.memo), self.memo + 1
+        first = self.write(target, depth) + b"r" + at + b"0"
+        self.held.append(self.memo - 1)
+        first += self.write(user, depth)
+        self.held.pop()
+        parts = [b"j" + at, *(self.write(each, depth) for each in values)]
+        return first + _BRANCHES[step](self, None, parts) + b"0"
+
+    def taken(self, value: Any, depth: int) -> bytes:
+        """LONG_BINGET of the innermost target."""
+        return b"j" + struct.pack("<I", self.held[-1]) if self.held else b"N"
 
     def items(self, opening: bytes, closing: bytes, written: list[bytes]) -> bytes:
         """Something between a mark and an opcode."""
@@ -225,11 +279,11 @@ _LEAVES: dict[str, _Leaf] = {
     "octal": Writer.octal,
     "disguised": Writer.disguised,
     "ref": Writer.again,
+    "held": Writer.taken,
     "nested": lambda writer, node, depth: writer.const(Writer(writer.protocol).pickle(node), depth),
 }
 _BRANCHES: dict[str, _Branch] = {
     "put": Writer.store,
-    "late": Writer.late,
     "list": lambda writer, value, written: writer.items(b"](", b"e", written),
     "tuple": lambda writer, value, written: writer.tuple_of(written),
     "dict": lambda writer, value, written: writer.items(b"}(", b"u", written[len(written) % 2 :]),
@@ -250,7 +304,6 @@ _BRANCHES: dict[str, _Branch] = {
     "binpersid": lambda writer, value, written: written[0] + b"Q",
     "pop": lambda writer, value, written: written[0] + b"0" + written[1],
 }
-CALLS = ("reduce", "apply", "new", "newapply", "newex", "inst")
 
 
 def write(node: Node, protocol: int, spelling: int = 0) -> bytes:
@@ -362,29 +415,35 @@ ITEMS = {
 
 def archive(data: bytes, storages: Mapping[str, int] | None = None) -> bytes:
     """Return what torch.save writes around a pickle, with storages of so many bytes."""
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w") as made:
-        made.writestr("archive/data.pkl", data)
-        for key, nbytes in (storages or {}).items():
-            made.writestr(f"archive/data/{key}", bytes(nbytes))
-        made.writestr("archive/version", b"3\n")
-    return buffer.getvalue()
+    files = {"data.pkl": data, "version": b"3\n"}
+    files |= {f"data/{key}": bytes(nbytes) for key, nbytes in (storages or {}).items()}
+    body = directory = b""
+    for name, content in files.items():
+        path, nbytes = f"archive/{name}".encode(), len(content)
+        facts = (20, 0, 0, 0, 0x21, crc32(content), nbytes, nbytes, len(path), 0)
+        head = struct.pack("<5H3L2H", *facts)
+        offset = struct.pack("<3HLL", 0, 0, 0, 0, len(body))
+        directory += b"PK\1\2\x14\0" + head + offset + path
+        body += b"PK\3\4" + head + path + content
+    end = (b"PK\5\6", 0, 0, len(files), len(files), len(directory), len(body), 0)
+    return body + directory + struct.pack("<4s4H2LH", *end)
 
 
-def storages(node: Node) -> dict[str, int]:
+def storages(node: Node) -> Mapping[str, int]:
     """Return the storages that a tree names, and the bytes of each."""
-    found = {}
-    for _, (kind, _, parts) in places(node):
-        if kind == "tuple" and len(parts) == 5 and parts[0] == const("storage"):
-            name, key, numel = parts[1][1], parts[2][1], parts[4][1]
-            if (
-                parts[1][0] == "global"
-                and type(numel) is int
-                and type(key) is str
-                and key.isalnum()
-            ):
-                size = ITEMS.get(name[1].removesuffix("Storage"), 1)
-                found[key] = max(found.get(key, 0), min(max(numel, 0) * size, 1 << 16))
+    return once("storages", node, lambda: _storages(node))  # type: ignore[no-any-return]
+
+
+def _storages(node: Node) -> Mapping[str, int]:
+    found: dict[str, int] = {}
+    kind, _, parts = node
+    for each in map(storages, parts):
+        found |= {key: max(nbytes, found.get(key, 0)) for key, nbytes in each.items()}
+    if kind == "tuple" and len(parts) == 5 and parts[0] == const("storage"):
+        name, key, numel = parts[1], parts[2][1], parts[4][1]
+        if name[0] == "global" and type(numel) is int and type(key) is str and key.isalnum():
+            nbytes = max(numel, 0) * ITEMS.get(name[1][1].removesuffix("Storage"), 1)
+            found[key] = max(found.get(key, 0), min(nbytes, 1 << 16))
     return found
 
 

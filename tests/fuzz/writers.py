@@ -35,7 +35,7 @@ class Writers(Hunt):
 
     def offered(self, made_: Composition) -> bytes | None:
         """Return what is written of a file with a tensor beside what was composed."""
-        source, to = self.judge.path, self.judge.path.with_name("written.pth")
+        source, to = self.path, self.path.with_name("written.pth")
         whole = mapping(const("a.weight"), TENSOR, const("b"), made_.node)
         try:
             source.write_bytes(made_._replace(node=whole, container="zip").data())
