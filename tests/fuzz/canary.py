@@ -65,15 +65,15 @@ class Stateful:
         self.state = state
 
 
-class Items(list):  # type: ignore[type-arg]
+class Items(list):
     """A list of its own."""
 
 
-class Table(dict):  # type: ignore[type-arg]
+class Table(dict):
     """A dict of its own."""
 
 
-class AttributeDict(dict):  # type: ignore[type-arg]
+class AttributeDict(dict):
     """As lightning has it, which is not installed: the attributes are the items."""
 
     def __getattr__(self, name: str) -> Any:
@@ -177,5 +177,5 @@ def install() -> None:
     for name in ABSENT:
         sys.modules.setdefault(name, Absent(name))
     parsing = ModuleType("pytorch_lightning.utilities.parsing")
-    parsing.AttributeDict = AttributeDict  # type: ignore[attr-defined]
+    parsing.AttributeDict = AttributeDict
     sys.modules.setdefault(parsing.__name__, parsing)

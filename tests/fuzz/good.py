@@ -71,7 +71,7 @@ def good() -> Iterator[Any]:
         np.matrix([[1]]), np.array("x"), np.zeros(3, ">i2"), np.zeros(3, "M8[D]"), np.ma.masked_array([1], [True]),
     )  # fmt: skip
     dressed = nn.Parameter(tensor)
-    dressed.note = "a"  # type: ignore[attr-defined]
+    dressed.note = "a"
     yield from (
         tensor, nn.Parameter(tensor), dressed, torch.Size([1]), torch.device("cpu"), torch.float32, torch.strided, tensor.to_sparse(),
         torch.quantize_per_tensor(tensor, 0.1, 1, torch.quint8), torch.empty(2, device="meta"), torch.nested.nested_tensor([tensor]),

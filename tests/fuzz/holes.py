@@ -170,11 +170,10 @@ HOLES: dict[str, Hole] = {
 }  # fmt: skip
 
 
-def found(hunt: Hunt, hole: Hole, seconds: float) -> Iterator[tuple[Finding, bool]]:
+def found(hunt: Hunt, hole: Hole, seconds: float, count: float) -> Iterator[tuple[Finding, bool]]:
     """Yield what a hunt finds with a hole, and whether only the hole lets it through."""
     hunt.hole = hole
-    hunt.kinds.clear()
-    hunt.closed.clear()
-    hunt.material.accepted.clear()
+    for each in (hunt.kinds, hunt.closed, hunt.material.accepted):
+        each.clear()
     hunt.material.known = set(hunt.material.table)
-    yield from ((each, not clean(each.composition.data())) for each in hunt.run(seconds))
+    yield from ((each, not clean(each.composition.data())) for each in hunt.run(seconds, count))

@@ -148,7 +148,7 @@ class Hunt:
         """Try for so long, or so many; the first findings of each kind as they are met."""
         stop, last = time.monotonic() + seconds, self.tried + count
         while self.tried < last and time.monotonic() < stop:
-            if self.unasked and (not self.asked or self.random.random() < 0.01):
+            if self.unasked and (not self.asked or self.random.random() < 0.002):
                 self._ask()
             self.tried += 1
             composed = self.disguised(self.composed())
@@ -227,13 +227,13 @@ class Hunt:
     def composed(self) -> Composition:
         """A seed with something in its places, or something from nothing."""
         kind = self.random.random()
-        if kind < 0.5 and self.asked:
+        if kind < 0.4 and self.asked:
             made_ = self._answered(self._drawn())
-        elif kind < 0.7 and self.others and self.asked:
+        elif kind < 0.5 and self.others and self.asked:
             spot = self._drawn() if self.random.random() < 0.5 else self.random.choice(self.others)
             odd = self.material.plain if self.random.random() < 0.4 else self.material.odd
             made_ = spot.filled([odd() for _ in spot.places])
-        elif kind < 0.71:
+        elif kind < 0.51:
             name: Node = ("disguised", (FIRE[1], self.random.choice(DECOYS)), ())
             return Composition(("reduce", None, (name, self.material.plain())))
         else:
@@ -466,7 +466,6 @@ def attempts(paths: Sequence[Path]) -> Iterator[tuple[bool, Outcome]]:
     """Yield whether scan ends with 0 for a file, and what it does in the sandbox."""
     Material(Random(0), every=False)  # imports what files name
     sandbox = Sandbox()
-    for path in paths:
-        sandbox.close()
-        yield clean(path.read_bytes()), sandbox.run([path.read_bytes()])[0]
+    files = [path.read_bytes() for path in paths]
+    yield from zip(map(clean, files), sandbox.run(files), strict=True)
     sandbox.close()

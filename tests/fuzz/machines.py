@@ -115,7 +115,7 @@ def plain(value: Any, seen: dict[int, int] | None = None) -> Any:
     if isinstance(value, (Thing, Held)):
         return ("made", value.number)
     if isinstance(value, type):
-        return ("class", value.of)  # type: ignore[attr-defined]
+        return ("class", value.of)
     if not isinstance(value, (list, tuple, dict, set, frozenset, bytearray)) or value == ():
         return (type(value).__name__, value)
     seen = {} if seen is None else seen

@@ -223,14 +223,14 @@ class Material:
         if self.accepted and self.random.random() < 0.2:
             return self.beside()
         if kind < 0.25:
-            return self.one(self.table)  # type: ignore[no-any-return]
+            return self.one(self.table)
         if kind < 0.65:  # what stands in a module, or hangs on what stands there
             module = self.one(self.modules if kind < 0.45 else self.others)
             name = module, self.one(names_in(module))
             return self.hanging(name) if self.random.random() < 0.5 else name
         if kind < 0.75:
             return self.hanging(self.one(self.table))
-        return self.one(self.one((self.hostile, self.hostile, OWN, FAR, self.classes)))  # type: ignore[no-any-return]
+        return self.one(self.one((self.hostile, self.hostile, OWN, FAR, self.classes)))
 
     def beside(self) -> Name:
         """A name that scan accepts though no table has it, or one that stands beside it."""
@@ -271,7 +271,7 @@ class Material:
             (FIRE, FIRE, named(*self.one(OWN)), named(*self.one(FAR)), named("builtins", "input"))
         )
         if depth <= 0 or self.random.random() < 0.5:
-            return own  # type: ignore[no-any-return]
+            return own
         inner = self.function(depth - 1)
         none, empty = group("tuple"), mapping()
         return self.any(

@@ -52,7 +52,7 @@ def _number(random: Random, data: bytes, seeds: Sequence[bytes], tokens: Sequenc
     value = random.choice((*NUMBERS, len(data), random.randrange(len(data) + 2)))
     at = random.randrange(len(data) + 1)
     order = "big" if random.random() < 0.1 else "little"
-    return data[:at] + (value % (1 << 8 * width)).to_bytes(width, order) + data[at + width :]  # type: ignore[arg-type]
+    return data[:at] + (value % (1 << 8 * width)).to_bytes(width, order) + data[at + width :]
 
 
 def _nudge(random: Random, data: bytes, seeds: Sequence[bytes], tokens: Sequence[bytes]) -> bytes:

@@ -259,9 +259,9 @@ def _touch(made: object, depth: int) -> None:
     """Read the elements of arrays and tensors: pointers that are none end the process."""
     inside: Iterable[object] = ()
     if type(made) in (list, tuple, set, frozenset):
-        inside = made  # type: ignore[assignment]
+        inside = made
     elif type(made) in (dict, collections.OrderedDict):
-        inside = made.values()  # type: ignore[attr-defined]
+        inside = made.values()
     elif isinstance(made, np.ndarray) and made.size < 1_000:
         np.ndarray.tolist(made)
     elif isinstance(made, np.generic):
@@ -294,7 +294,7 @@ def state() -> dict[str, object]:
         "copyreg": (len(copyreg.dispatch_table), len(vars(copyreg)["_extension_registry"])),
         "the warnings": len(warnings.filters),
         "random": hash(random.getstate()),
-        "numpy.random": hash(np.random.get_state()[1].tobytes()),  # type: ignore[index,union-attr]
+        "numpy.random": hash(np.random.get_state()[1].tobytes()),
         "torch.random": hash(torch.get_rng_state().numpy().tobytes()),
         "torch's defaults": (
             torch.get_default_dtype(),

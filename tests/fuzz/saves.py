@@ -76,7 +76,7 @@ def save(name: str, weights: State, folder: Path) -> Save:
     path.write_bytes(data)
     records = {key: each.storage for key, each in open_checkpoint(path).weights.items()}
     found = {key: each.record.locate() for key, each in records.items() if each is not None}
-    places = {key: (at.offset, at.length) for key, at in found.items()}  # type: ignore[union-attr]
+    places = {key: (at.offset, at.length) for key, at in found.items()}
     return Save(data, weights, places, name == "zip")
 
 

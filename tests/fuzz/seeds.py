@@ -40,7 +40,7 @@ def state() -> dict[str, Any]:
     weights = OrderedDict(
         {"module.a.weight": base, "module.a.tied": base, "module.b": base.t()[1:3].half()}
     )
-    weights._metadata = OrderedDict({"": {"version": 1}})  # type: ignore[attr-defined]
+    weights._metadata = OrderedDict({"": {"version": 1}})
     return {
         "model": weights,
         "epoch": 3,

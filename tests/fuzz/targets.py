@@ -13,10 +13,12 @@ import re
 import shutil
 import struct
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from functools import cache, partial
 from pathlib import Path
+from random import Random
 from typing import NamedTuple
 
 from ckptkit import formats
@@ -49,8 +51,13 @@ from tests.fuzz.driving import (
     show,
     tensors,
 )
+from tests.fuzz.mutations import mutated
 from tests.fuzz.oracle import Oracle
 from tests.fuzz.pickles import STORAGES, generate
+
+SECONDS = 20.0  # of a processor, for an input of at most 64 KiB; the slowest known takes a tenth
+MEMORY = 512 << 20  # bytes more than before
+_STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 Function = Callable[[bytes], None]
 
@@ -82,7 +89,7 @@ def _as_text(pid: Node) -> Node:
 
 
 def _bytes(data: Segment) -> bytes:
-    return data if isinstance(data, bytes) else b"".join(map(bytes, stream(data)))  # type: ignore[arg-type]
+    return data if isinstance(data, bytes) else b"".join(map(bytes, stream(data)))
 
 
 def archive(data: bytes) -> None:
@@ -351,28 +358,68 @@ NUMBERS = tuple(
 )
 
 TARGETS = {
-    "pickle": Target(pickle, seeds.pickles, PICKLE, 8000),
-    "archive": Target(archive, seeds.pickles, PICKLE, 1200),
-    "plain": Target(plain, seeds.noise, (), 2000),
-    "odd": Target(odd, seeds.noise, (), 3000),
-    "zip": Target(whole, seeds.zips, ZIP, 1000),
-    "legacy": Target(whole, seeds.legacy, PICKLE, 1000),
-    "tar": Target(tar, seeds.tar, TAR, 600),
-    "safetensors": Target(safetensors, seeds.safetensors, JSON, 1000),
-    "numpy": Target(anything, seeds.numpys, NUMPY, 2000),
-    "hidden": Target(anything, seeds.packed_others, (*ZIP, *PICKLE), 800),
-    "sharded": Target(folders, seeds.sharded, JSON, 600),
-    "dcp": Target(folders, seeds.dcp, FOLDER, 400),
-    "deepspeed": Target(folders, seeds.deepspeed, FOLDER, 120),
+    "pickle": Target(pickle, seeds.pickles, PICKLE, 1000),
+    "archive": Target(archive, seeds.pickles, PICKLE, 150),
+    "plain": Target(plain, seeds.noise, (), 250),
+    "odd": Target(odd, seeds.noise, (), 375),
+    "zip": Target(whole, seeds.zips, ZIP, 125),
+    "legacy": Target(whole, seeds.legacy, PICKLE, 125),
+    "tar": Target(tar, seeds.tar, TAR, 75),
+    "safetensors": Target(safetensors, seeds.safetensors, JSON, 125),
+    "numpy": Target(anything, seeds.numpys, NUMPY, 250),
+    "hidden": Target(anything, seeds.packed_others, (*ZIP, *PICKLE), 100),
+    "sharded": Target(folders, seeds.sharded, JSON, 75),
+    "dcp": Target(folders, seeds.dcp, FOLDER, 50),
+    "deepspeed": Target(folders, seeds.deepspeed, FOLDER, 40),
     "geometry": Target(
-        geometry, lambda: [b"".join(NUMBERS[:n]) for n in (2, 4, 8, 12)], NUMBERS, 4000
+        geometry, lambda: [b"".join(NUMBERS[:n]) for n in (2, 4, 8, 12)], NUMBERS, 1000
     ),
     "text": Target(
         text,
         lambda: ["é\u202e\x1b[2J\ud800".encode("utf-8", "surrogatepass")],
         (b"\n", b"\x1b"),
-        600,
+        75,
     ),
-    "journal": Target(journals, seeds.journals, (*JSON, b'"inode": 0'), 2000),
-    "edit": Target(edits, lambda: [*seeds.zips()[:4], *seeds.safetensors()], (*ZIP, *JSON), 400),
+    "journal": Target(journals, seeds.journals, (*JSON, b'"inode": 0'), 250),
+    "edit": Target(edits, lambda: [*seeds.zips()[:4], *seeds.safetensors()], (*ZIP, *JSON), 50),
 }
+
+
+def inputs(name: str, seed: int, count: int | None = None) -> Iterator[bytes]:
+    """The seeds of a target as they are, then mutations without end, or up to `count`."""
+    target = TARGETS[name]
+    seeds = target.seeds()
+    yield from seeds[:count]
+    number = len(seeds)
+    while count is None or number < count:
+        yield mutated(Random(f"{name}/{seed}/{number}"), seeds, target.tokens)
+        number += 1
+
+
+def attempt(target: Target, data: bytes) -> tuple[float, int]:
+    """Seconds and bytes of memory that an input took. Raises what is wrong."""
+    before = _reset_peak()
+    start = time.process_time()
+    target.run(data)
+    seconds, nbytes = time.process_time() - start, _peak() - before
+    assert seconds < SECONDS, f"took {seconds:.1f} s"
+    assert nbytes < MEMORY, f"took {nbytes:,} bytes"
+    return seconds, nbytes
+
+
+def _reset_peak() -> int:
+    """The bytes in use, from which the peak is counted; 0 where the system does not say."""
+    try:
+        _CLEAR.write_text("5")
+    except OSError:
+        return 0
+    return _kilobytes("VmRSS")
+
+
+def _peak() -> int:
+    return _kilobytes("VmHWM") if _CLEAR.exists() else 0
+
+
+def _kilobytes(field: str) -> int:
+    line = next(line for line in _STATUS.read_text().splitlines() if line.startswith(field))
+    return int(line.split()[1]) << 10

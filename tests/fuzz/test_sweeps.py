@@ -22,7 +22,7 @@ from ckptkit.pickles.values import unpickle
 from tests.fuzz import seeds
 from tests.fuzz.driving import quietly, scan, tensors
 
-STEP = 1 if os.environ.get("CKPTKIT_SWEEP") == "all" else 11  # of the places that are tried
+STEP = 1 if os.environ.get("CKPTKIT_SWEEP") == "all" else 61  # of the places that are tried
 
 GOLDEN: dict[str, Callable[[], bytes]] = {
     "zip": lambda: seeds.zips()[0],

@@ -100,7 +100,7 @@ def replaced(node: Node, path: tuple[int, ...], new: Node) -> Node:
 
 def mapped(node: Node, change: Callable[[Node], Node | None]) -> Node:
     """Return the tree with each node changed, the outer ones first; None leaves a node as it is."""
-    return once(change, node, lambda: _mapped(node, change))  # type: ignore[no-any-return]
+    return once(change, node, lambda: _mapped(node, change))
 
 
 def _mapped(node: Node, change: Callable[[Node], Node | None]) -> Node:
@@ -128,9 +128,9 @@ class Writer:
         """The opcodes that leave the value of this node."""
         if self.spellings is None:
             if (done := _computed.get((self.protocol, id(node)))) is not None:
-                return done  # type: ignore[no-any-return]
+                return done
             if id(node) in _KEPT:
-                return once(self.protocol, node, lambda: self._write(node, depth))  # type: ignore[no-any-return]
+                return once(self.protocol, node, lambda: self._write(node, depth))
         return self._write(node, depth)
 
     def _write(self, node: Node, depth: int) -> bytes:
@@ -431,7 +431,7 @@ def archive(data: bytes, storages: Mapping[str, int] | None = None) -> bytes:
 
 def storages(node: Node) -> Mapping[str, int]:
     """Return the storages that a tree names, and the bytes of each."""
-    return once("storages", node, lambda: _storages(node))  # type: ignore[no-any-return]
+    return once("storages", node, lambda: _storages(node))
 
 
 def _storages(node: Node) -> Mapping[str, int]:

@@ -1,49 +1,62 @@
-"""A hunt for what writing commands make of hostile files: nothing that does something is written."""
+"""A hunt for what writing makes of hostile files: nothing that does something is written."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import tempfile
 from pathlib import Path
+from shutil import rmtree
+from typing import Any
 
 from ckptkit.api import convert
 from ckptkit.core.errors import CkptkitError
-from ckptkit.edits.keys import strip_prefix
-from tests.fuzz.hunting import Composition, Finding, Hunt
+from ckptkit.edits import EDITS, step
+from tests.fuzz.hunting import Composition, Hunt
 from tests.fuzz.material import TENSOR
 from tests.fuzz.trees import const, mapping
 
-Way = Callable[[Path, Path], object]
-
-
-def _there_and_back(source: Path, to: Path) -> None:
-    between = to.with_suffix(".safetensors")
-    convert(source, between, everything=True, force=True)
-    convert(between, to, force=True)
-
-
-WAYS: tuple[Way, ...] = (
-    lambda source, to: convert(source, to, force=True),
-    lambda source, to: convert(source, to, strip_prefix, force=True, keep_format=False),
-    _there_and_back,
-)
+MEMORY = "/dev/shm" if Path("/dev/shm").is_dir() else None
+# The arguments with which each edit changes the files below; the others want files or more weights.
+ARGUMENTS: dict[str, dict[str, Any]] = {
+    "drop-entry": {"paths": ["c"], "missing_ok": True}, "weights": {}, "extract": {"key": "b"}, "wrap": {"key": "k"},
+    "select": {"keep": ["*"]}, "strip": {}, "add": {}, "rename": {"substitutions": [("a", "c")]}, "cast": {"dtypes": "float16"},
+    "remap": {"devices": "meta"}, "compact": {}, "set-metadata": {"metadata": {"a": "b"}}, "tie": {"names": {"t": "module.a"}},
+}  # fmt: skip
+EDITED = [each.word for each in EDITS if each.word in ARGUMENTS]
+FORMATS = (
+    ("torch-zip", ".pth"), ("safetensors", ".safetensors"), ("sharded-bin", ""), ("dcp", ""),
+)  # fmt: skip
 
 
 class Writers(Hunt):
-    """Converts files, harmless or not, and loads what was written."""
+    """Writes files, harmless or not, in every format and by every edit, and loads what was written."""
 
-    way = 0
+    folder = tempfile.TemporaryDirectory(dir=MEMORY)
 
     def offered(self, made_: Composition) -> bytes | None:
-        """Return what is written of a file with a tensor beside what was composed."""
-        source, to = self.path, self.path.with_name("written.pth")
-        whole = mapping(const("a.weight"), TENSOR, const("b"), made_.node)
+        """Return what is written of a file with a tensor beside what was composed, or what is written of that."""
+        format, suffix = self.random.choice(FORMATS)
+        word = self.random.choice(EDITED)
+        folder = Path(self.folder.name)
+        source, to, back = folder / "made.pth", folder / f"written{suffix}", folder / "back.pth"
+        whole = mapping(const("module.a"), TENSOR, const("b"), made_.node)
         try:
             source.write_bytes(made_._replace(node=whole, container="zip").data())
-            WAYS[self.way % len(WAYS)](source, to)
+            steps = [step(word, **ARGUMENTS[word])] if self.random.random() < 0.7 else []
+            convert(
+                source,
+                to,
+                *steps,
+                format=format,
+                everything=suffix == ".safetensors",
+                force=True,
+                keep_format=False,
+            )
+            if suffix == ".pth":
+                return to.read_bytes()
+            convert(to, back, force=True, keep_format=False)
+            return back.read_bytes()
         except (CkptkitError, IndexError, ValueError, RecursionError):
             return None
-        return to.read_bytes()
-
-    def _load(self) -> Iterator[Finding]:
-        yield from super()._load()
-        self.way += 1
+        finally:
+            if to.is_dir():
+                rmtree(to)
