@@ -118,7 +118,10 @@ class Hunt:
     """The places that are known, what was tried, and the findings."""
 
     def __init__(self, seed: int, about: str = "", every: bool = True) -> None:
-        """Prepare a hunt; `about`: only of trees with a name that has this in it."""
+        """Prepare a hunt; `about`: only of trees with a name that has this in it.
+
+        `every`: with all modules of torch imported, and objects of all classes with hooks.
+        """
         warnings.simplefilter("ignore")
         self.random = Random(seed)
         self.material = Material(self.random, every)
@@ -130,18 +133,21 @@ class Hunt:
         self.keys: list[tuple[str, ...]] = []
         self.others: list[Spot] = []
         self.closed: dict[Spot, bool] = {}  # whether scan reports a spot with nothing in it
-        self.unasked = [each for each in self._first() if not about or about in repr(each.seed)]
+        self.unasked = [
+            each for each in self._first(every) if not about or about in repr(each.seed)
+        ]
         self.random.shuffle(self.unasked)
         self.waiting: list[tuple[Composition, bytes]] = []
 
-    def _first(self) -> Iterator[Spot]:
+    def _first(self, every: bool) -> Iterator[Spot]:
         """Every place of the seeds, and objects with hooks where the hooks are called."""
         for tree in [keep(each) for each in seeds() if size(each) < LARGE]:
             seed = Composition(tree, container="zip" if storages(tree) else "raw")
             yield from (Spot(seed, (path,)) for path, _ in places(tree))
             with contextlib.suppress(Exception):
                 loaded(seed.data())  # so that what it needs is imported
-        for name, attributes in self.material.hooked:
+        hooked = self.material.hooked
+        for name, attributes in hooked if every else self.random.sample(hooked, 100):
             yield from _spots(name, attributes)
 
     def run(self, seconds: float = float("inf"), count: float = float("inf")) -> Iterator[Finding]:

@@ -22,7 +22,7 @@ import struct
 import sys
 import threading
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -204,7 +204,7 @@ def _work(into: Any, out: Any) -> None:
         for data in batch:
             _send(out, tuple(_attempt(data, watch)))
         after = state()
-        _send(out, [f"changes {name}" for name, was, now in _differences(before, after)])
+        _send(out, [f"changes {name}" for name, was in before.items() if after[name] != was])
 
 
 def _elsewhere(storage: Any, location: str) -> Any:
@@ -220,12 +220,6 @@ def _limit() -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_NPROC, (0, 0))
-
-
-def _differences(before: Any, after: Any) -> Iterator[tuple[str, object, object]]:
-    for name, was in before.items():
-        if after[name] != was:
-            yield name, was, after[name]
 
 
 def _attempt(data: bytes, watch: Watch) -> Outcome:
