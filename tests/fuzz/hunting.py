@@ -151,9 +151,9 @@ class Hunt:
             yield from _spots(name, attributes)
 
     def run(self, seconds: float = float("inf"), count: float = float("inf")) -> Iterator[Finding]:
-        """Try for so long, or so many; the first findings of each kind as they are met."""
-        stop, last = time.monotonic() + seconds, self.tried + count
-        while self.tried < last and time.monotonic() < stop:
+        """Try for so long (of processor time), or so many; the first findings of each kind."""
+        stop, last = time.process_time() + seconds, self.tried + count
+        while self.tried < last and time.process_time() < stop:
             if self.unasked and (not self.asked or self.random.random() < 0.002):
                 self._ask()
             self.tried += 1

@@ -231,7 +231,7 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
         f"load {' '.join(map(str, folder.iterdir()))}",
         "hunt --few --count 200",
         "hunt --few --count 60 --writers",
-        "holes twice location --few --count 20000",
+        "holes twice --few --count 20000",
     )
     words = [sys.executable, "-W", "ignore", "-c", SCRIPT, *lines]
     done = subprocess.run(words, capture_output=True, text=True, env=ENVIRONMENT, check=False)
