@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ckptkit.compute import strided_read
 from ckptkit.compute.operation import stream
 from ckptkit.compute.strided_read import ROW
 from ckptkit.core.bytesource import Derived, LocalFile, Range
@@ -43,8 +44,13 @@ def joined(parts: list[np.ndarray], folder: Path, axis: int) -> Derived:
     ],
 )
 def test_as_numpy_joins(
-    unit: str, shapes: list[tuple[int, ...]], axis: int, tmp_path: Path
+    unit: str,
+    shapes: list[tuple[int, ...]],
+    axis: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(strided_read, "JOINED", 100_000)  # several tiles, the last a part of one
     random = np.random.default_rng(0)
     parts = []
     for shape in shapes:

@@ -42,6 +42,13 @@ def test_fp8_blocks_of_any_shape(
     assert torch.equal(found[name], codes.float() * spread(scale, *block, codes))
 
 
+def test_one_scale_for_all_experts(tmp_path: Path) -> None:
+    codes = torch.randn(3, 4, 8).to(torch.float8_e4m3fn)
+    tensors = {"experts.up": codes, "experts.up_scale_inv": torch.tensor([0.75])}
+    found = dequantized(tmp_path, tensors, {"quantization_config": {"quant_method": "fp8"}})
+    assert torch.equal(found["experts.up"], codes.float() * 0.75)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize("code", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
 def test_all_codes_with_scales_of_any_size(code: torch.dtype, dtype: str, tmp_path: Path) -> None:
