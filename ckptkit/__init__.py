@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ckptkit.core.options import Options as Options
     from ckptkit.core.tensor import Storage as Storage
     from ckptkit.core.tensor import Tensor as Tensor
-    from ckptkit.diagnosis.report import doctor as doctor
+    from ckptkit.diagnosis.diagnose import doctor as doctor
     from ckptkit.edits.combine import average as average
     from ckptkit.edits.combine import ema as ema
     from ckptkit.edits.combine import merge as merge
@@ -70,7 +70,7 @@ _PLACES = {
     "convert": "api",
     "diff": "loading",
     "digest": "analysis.reports",
-    "doctor": "diagnosis.report",
+    "doctor": "diagnosis.diagnose",
     "inspect": "analysis.reports",
     "load": "loading",
     "load_into": "loading",

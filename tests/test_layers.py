@@ -43,7 +43,6 @@ LEVEL = {name: level for level, names in enumerate(ROOMS) for name in names}
 # Who may import what others made; None: everybody, inside functions.
 OTHERS = {
     "click": ("cli", "trainer"),
-    "tabulate": ("cli",),
     "tqdm": ("cli", "trainer"),
     "torch": ("compute", "rules", "loading", "diagnosis", "trainer"),
     "sklearn": ("trainer",),

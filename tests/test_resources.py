@@ -36,7 +36,7 @@ from ckptkit.compute.compare import compare
 from ckptkit.compute.tallies import Tally, nonfinite, numbers, parts
 from ckptkit.core.errors import CkptkitError, LimitError, OutputError, PathError, TensorError
 from ckptkit.core.tensor import Tensor
-from ckptkit.run.batch import manifest
+from ckptkit.run import batch
 from ckptkit.scanning.files import scan
 from tests.conftest import COMMAND, ENVIRONMENT, ROOT, Run
 from tests.formats.containers.zips import Member, build
@@ -521,19 +521,19 @@ def test_the_pickles_of_a_file_share_a_limit(
 
 @pytest.mark.parametrize("reading", [True, False])
 def test_a_manifest_that_is_none(reading: bool, tmp_path: Path) -> None:
-    path = tmp_path / manifest.NAME
+    path = tmp_path / batch.MANIFEST
     with open(path, "wb") as file:
         file.truncate(3 << 30)
     with (
         pytest.raises(OutputError, match="manifest"),
-        manifest.opened(str(tmp_path), reading=reading),
+        batch.manifest(str(tmp_path), reading=reading),
     ):
         pass
     path.unlink()
     os.mkfifo(path)
     with (
         pytest.raises(OutputError, match="not a regular file"),
-        manifest.opened(str(tmp_path), reading=reading),
+        batch.manifest(str(tmp_path), reading=reading),
     ):
         pass
 

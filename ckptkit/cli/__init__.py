@@ -62,6 +62,8 @@ ANYWHERE = ("--progress", "--traceback")  # options that may be typed anywhere
 class CommandLine(click.Group):
     """The group of all commands; it prints errors and chooses exit codes."""
 
+    traceback = False  # whether to print that of an error
+
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
 
@@ -97,23 +99,27 @@ class CommandLine(click.Group):
             with formatter.section(title):
                 formatter.write_dl(rows)
 
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Return the command that the first word names; raise UnknownCommand for any other word."""
-        word = args[0]
-        if word not in COMMANDS and not word.startswith("-") and not ctx.resilient_parsing:
-            raise UnknownCommand(word, args, ctx)
-        return super().resolve_command(ctx, args)
-
     def __call__(self) -> NoReturn:
         """Run as the main program: no garbage collection, and no cleanup at exit.
 
         Both would only cost time in a process that ends soon.
         """
         gc.disable()
-        _secure_streams()
-        _interruptible()
+        # Descriptors 0 to 2 stay occupied: no file that is opened later is standard output.
+        while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
+            pass
+        os.close(fd)
+        for stream in (sys.stdout, sys.stderr):
+            if stream is not None:
+                stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+        # SIGTERM and SIGHUP interrupt, so that temporaries are removed. If ignored, they stay so.
+        for name in ("SIGTERM", "SIGHUP"):
+            number = getattr(signal, name, None)
+            if number is not None and signal.getsignal(number) is signal.SIG_DFL:
+                signal.signal(number, signal.default_int_handler)
+        if hasattr(signal, "setitimer"):
+            signal.signal(signal.SIGALRM, signal.default_int_handler)
+            sys.unraisablehook = _again
         warnings.showwarning = partial(_show_warning, warnings.showwarning)
         if (limit := address_space()) is not None:
             from ckptkit.cli.address_space import guard
@@ -122,7 +128,12 @@ class CommandLine(click.Group):
         try:
             self.main(prog_name="ckptkit")
         except SystemExit as done:
-            _leave(done.code if isinstance(done.code, int) else BUG)
+            for stream in (sys.stdout, sys.stderr):
+                with suppress(OSError):  # reported already, if it was standard output
+                    if stream is not None:
+                        stream.flush()
+            # Freeing hundreds of thousands of objects would take a tenth of the run time.
+            os._exit(done.code if isinstance(done.code, int) else BUG)
 
     def main(
         self,
@@ -134,53 +145,28 @@ class CommandLine(click.Group):
     ) -> NoReturn:
         """Run a command, print its error if it fails, and exit with the matching code."""
         words = list(sys.argv[1:] if args is None else args)
-        render.begun = False
+        options = words[: words.index("--")] if "--" in words else words
+        anywhere = [option for option in ANYWHERE if option in options]
+        if anywhere:  # click wants them before the command
+            others = [word for word in options if word not in ANYWHERE]
+            words = [*anywhere, *others, *words[len(options) :]]
+        self.traceback = render.begun = render.progress_asked = False
+        code: Any = 0
         try:
-            words = _anywhere_first(words)
             with on_command_line():
-                code = (
-                    super().main(words, prog_name, complete_var, standalone_mode=False, **extra)
-                    or 0
-                )
-            _flush()
+                code = super().main(words, prog_name, complete_var, standalone_mode=False, **extra)
+            try:
+                if sys.stdout is not None:
+                    sys.stdout.flush()
+            except BrokenPipeError:
+                raise
+            except OSError as error:
+                raise render.stdout_failed(error) from error
         except SystemExit as left:  # click answered itself: a completion, or a pipe that is closed
             code = CLOSED_PIPE if left.code else 0
         except (Exception, KeyboardInterrupt) as error:
-            _advise(error, words)
             code = _failed(error, words)
-            if "--json" in words:
-                _say_as_json(error)
-        sys.exit(code)
-
-    def invoke(self, ctx: click.Context) -> Any:
-        try:
-            return super().invoke(ctx)
-        except (click.ClickException, click.exceptions.Exit, click.Abort):
-            raise
-        except Exception:
-            if ctx.params["traceback"]:
-                import traceback
-
-                traceback.print_exc()
-            raise
-
-
-def _anywhere_first(words: list[str]) -> list[str]:
-    """Return the words, with the options that may be typed anywhere before the command."""
-    options = words[: words.index("--")] if "--" in words else words
-    given = [option for option in ANYWHERE if option in options]
-    others = [word for word in options if word not in ANYWHERE]
-    return [*given, *others, *words[len(options) :]]
-
-
-class UnknownCommand(click.UsageError):
-    """`word` is not a command; ``hint`` says what is probably meant."""
-
-    def __init__(self, word: str, args: Sequence[str], ctx: click.Context) -> None:
-        super().__init__(f"No such command {word!r}.", ctx)
-        from ckptkit.cli import suggestions
-
-        self.hint = suggestions.command(word, args[1:], COMMANDS)
+        sys.exit(code or 0)
 
 
 @click.group(
@@ -213,104 +199,62 @@ def main(ctx: click.Context, traceback: bool, progress: bool) -> int:
     Example: ckptkit inspect run.pth
              ckptkit strip-module run.pth plain.pth
     """
+    main.traceback, render.progress_asked = traceback, progress
     if ctx.invoked_subcommand is None:
         render.emit(ctx.get_help())
         return USAGE
     return 0
 
 
-def _leave(code: int) -> NoReturn:
-    """End the process at once with os._exit.
-
-    Freeing hundreds of thousands of objects one by one would take a tenth of the run time.
-    """
-    for stream in (sys.stdout, sys.stderr):
-        try:
-            if stream is not None:
-                stream.flush()
-        except OSError:
-            pass  # reported already, if it was standard output
-    os._exit(code)
-
-
 def _failed(error: BaseException, words: Sequence[str]) -> int:
-    """Print the error and its hint; return the exit code."""
-    if (
-        isinstance(error, click.exceptions.UsageError)
-        and error.ctx is not None
-        and error.message == error.ctx.get_help()
-    ):
-        render.emit(error.message)  # of a group that was given no command
-        return USAGE
-    if isinstance(error, click.ClickException):
-        render.error(_message_of(error), _hint_of(error))
-        return error.exit_code
+    """Print an error with its hint, with --json also as an object; return the exit code."""
+    if main.traceback and not isinstance(error, (click.ClickException, KeyboardInterrupt)):
+        import traceback
+
+        traceback.print_exception(error)
     if isinstance(error, (click.Abort, KeyboardInterrupt)):
         render.error("interrupted")
         return INTERRUPTED
     if isinstance(error, BrokenPipeError):
         _mute()
         return CLOSED_PIPE
-    if isinstance(error, OSError) and error.errno == errno.ENOSPC:  # the help, printed by click
-        error = render.stdout_failed(error)
-    error = foreseen(error)
-    if isinstance(error, CkptkitError):
-        render.error(str(error), error.hint)
-        if error.where == render.STDOUT:
-            _mute()
-        return error.exit_code
-    again = shell_command(("ckptkit", "--traceback", *words))
-    hint = f"`{again}` shows where it is; please report it"
-    render.error(f"a bug in ckptkit: {type(error).__name__}: {error}", hint)
-    return BUG
-
-
-def _advise(error: BaseException, words: Sequence[str]) -> None:
-    """Give errors of what was typed a better hint, if there is one."""
-    if isinstance(error, (click.UsageError, InputError)) and not isinstance(error, UnknownCommand):
+    context = getattr(error, "ctx", None)
+    if isinstance(error, click.UsageError) and context and error.message == context.get_help():
+        render.emit(error.message)  # of a group that was given no command
+        return USAGE
+    if isinstance(error, (click.UsageError, InputError)):
         from ckptkit.cli import suggestions
 
         with suppress(click.ClickException, ValueError, OSError):  # the error is the other one
             suggestions.improve(error, words, main)
-
-
-def _message_of(error: click.ClickException) -> str:
-    """Return the message on one line; what is spelled alike is not named beside a better hint."""
-    is_known = isinstance(error, click.NoSuchOption) and hasattr(error, "hint")
-    return (error.message if is_known else error.format_message()).replace("\n\t", " ")
-
-
-def _hint_of(error: click.ClickException) -> str:
-    """Return the hint of an error in the words of a command."""
-    context = getattr(error, "ctx", None)
-    command = context.command_path if context else "ckptkit"
-    return getattr(error, "hint", None) or f"see `{command} --help`"
-
-
-def _say_as_json(error: BaseException) -> None:
-    """Print the error as one JSON object, unless output has begun."""
-    error = foreseen(error)
-    if render.begun or not isinstance(error, (CkptkitError, click.ClickException)):
-        return
-    from ckptkit.analysis.json_facts import failure
-
+    code = BUG
     if isinstance(error, click.ClickException):
-        error = UsageError(_message_of(error), hint=_hint_of(error))
-    try:
-        render.emit_json({"schema": ERROR_SCHEMA, **failure(error)})
-        _flush()
-    except (OSError, CkptkitError):
-        pass  # standard output is closed or full, and the error is on standard error
+        code = error.exit_code
+        hint = getattr(error, "hint", None)
+        # click names the options that are spelled alike, unless there is a better hint.
+        plain = isinstance(error, click.NoSuchOption) and hint is not None
+        text = error.message if plain else error.format_message()
+        see = f"see `{context.command_path if context else 'ckptkit'} --help`"
+        error = UsageError(text.replace("\n\t", " "), hint=hint or see)
+    elif isinstance(error, OSError) and error.errno == errno.ENOSPC:  # the help, printed by click
+        error = render.stdout_failed(error)
+    error = foreseen(error)
+    if not isinstance(error, CkptkitError):
+        again = shell_command(("ckptkit", "--traceback", *words))
+        hint = f"`{again}` shows where it is; please report it"
+        render.error(f"a bug in ckptkit: {type(error).__name__}: {error}", hint)
+        return BUG
+    render.error(str(error), error.hint)
+    if error.where == render.STDOUT:
+        _mute()
+    if "--json" in words and not render.begun:
+        from ckptkit.analysis.json_facts import failure
 
-
-def _flush() -> None:
-    try:
-        if sys.stdout is not None:
-            sys.stdout.flush()
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        raise render.stdout_failed(error) from error
+        with suppress(OSError, CkptkitError):  # standard output is closed or full
+            render.emit_json({"schema": ERROR_SCHEMA, **failure(error)})
+            if sys.stdout is not None:
+                sys.stdout.flush()
+    return error.exit_code if code == BUG else code
 
 
 def _mute() -> None:
@@ -336,36 +280,9 @@ def _show_warning(
         show(message, category, filename, *others)
 
 
-def _interruptible() -> None:
-    """Turn SIGTERM and SIGHUP into KeyboardInterrupt, so that temporaries are removed.
-
-    Signals that are ignored stay ignored.
-    """
-    for name in ("SIGTERM", "SIGHUP"):
-        number = getattr(signal, name, None)
-        if number is not None and signal.getsignal(number) is signal.SIG_DFL:
-            signal.signal(number, signal.default_int_handler)
-    if hasattr(signal, "setitimer"):
-        signal.signal(signal.SIGALRM, signal.default_int_handler)
-        sys.unraisablehook = _again
-
-
 def _again(unraisable: sys.UnraisableHookArgs) -> None:
     """Deliver an interrupt again, a millisecond later, that Python dropped in a destructor."""
     if issubclass(unraisable.exc_type, KeyboardInterrupt):
         signal.setitimer(signal.ITIMER_REAL, 0.001)
     else:
         sys.__unraisablehook__(unraisable)
-
-
-def _secure_streams() -> None:
-    """Keep descriptors 0 to 2 occupied, and make standard output accept any character.
-
-    A file opened later can then never become standard output or error.
-    """
-    while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
-        pass
-    os.close(fd)
-    for stream in (sys.stdout, sys.stderr):
-        if stream is not None:
-            stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]

@@ -4,49 +4,41 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Generator, Sequence
-from contextlib import closing, nullcontext, suppress
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import closing, suppress
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from inspect import cleandoc
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import click
 
-from ckptkit.cli import edit_report, options, render
+from ckptkit.cli import options, render
+from ckptkit.cli import request as requests
 from ckptkit.core.errors import CkptkitError, InputError
 from ckptkit.core.text import and_more, on_command_line, shown_url
 
 if TYPE_CHECKING:
     from ckptkit.api import Conversion
-    from ckptkit.formats.format import Loss
     from ckptkit.run.batch import Job, Outcome
 
 SCHEMA = "ckptkit.batch/2"
 COMMANDS = (
-    "strip-module",
-    "add-module",
-    "remap",
-    "convert",
-    "rename",
-    "extract",
-    "wrap",
-    "ema",
-    "run",
+    "strip-module", "add-module", "remap", "convert", "rename", "extract", "wrap", "ema", "run",
     "recover",
-)
+)  # fmt: skip
 # What does not change the bytes of an output, and so not whether a job has been done.
 HOW = {
-    "force",
-    "dry_run",
-    "as_json",
-    "quiet",
-    "verify",
-    "durable",
-    "allow_expand",
-    "workers",
+    "force", "dry_run", "as_json", "quiet", "verify", "durable", "allow_expand", "workers",
     "scheduler",
-}
+}  # fmt: skip
+# States of jobs, and what to say of them.
+STATES = {
+    "planned": "would write", "done": "wrote", "found": "already there and correct",
+    "skipped": "done before", "failed": "failed",
+}  # fmt: skip
+SHOWN = requests.SHOWN  # messages
 
 
 class Commands(click.Group):
@@ -56,9 +48,27 @@ class Commands(click.Group):
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        """Return a command for many inputs; the help of its options is about many outputs."""
         if name not in COMMANDS:
             return None
-        found = _many(_original(name))
+        found = copy(_original(name))
+        text = "Folder or URL to write the outputs to."
+        params = [copy(p) for p in found.params if p.name not in ("src", "dst", "in_place")]
+        for each in params:
+            if isinstance(each, click.Option) and each.help:
+                each.hidden = each.hidden and each.name != "workers"
+                each.help = each.help.replace("DST", "an output").replace(requests.SCHEMA, SCHEMA)
+        sources = click.Argument(["sources"], metavar="SRC...", nargs=-1, required=True)
+        into = click.Option(["--into"], metavar="DIR", required=True, help=text)
+        found.params = [*params, sources, into]
+        example = f"\b\nExample: ckptkit batch {name} ... --into DIR 'runs/**/*.pth'"
+        found.help = cleandoc(found.help or "").partition("\b")[0] + example
+        found.epilog = None
+
+        def run(sources: tuple[str, ...], into: str, **given: Any) -> int:
+            return _run(name, sources, into, given)
+
+        found.callback = run
         if ctx.resilient_parsing:
             from ckptkit.cli import completing
 
@@ -81,64 +91,26 @@ def command() -> None:
     """
 
 
-def _original(name: str) -> click.Command:
+def _original(name: str) -> options.Writer:
     from ckptkit.cli import main
 
     found = main.get_command(click.Context(main), name)
-    assert found is not None
-    return found
-
-
-def _many(original: click.Command) -> click.Command:
-    """Return the same command for many inputs."""
-    name = original.name
-    assert name is not None
-    sources = click.Argument(["sources"], metavar="SRC...", nargs=-1, required=True)
-    into = click.Option(
-        ["--into"], metavar="DIR", required=True, help="Folder or URL to write the outputs to."
-    )
-    kept = [
-        _worded(each) for each in original.params if each.name not in ("src", "dst", "in_place")
-    ]
-    text = cleandoc(original.help or "").partition("\b")[0]
-    example = f"\b\nExample: ckptkit batch {name} ... --into DIR 'runs/**/*.pth'"
-
-    def run(sources: tuple[str, ...], into: str, **given: Any) -> int:
-        return _run(name, sources, into, given)
-
-    made = type(original)  # which may read its arguments in a way of its own
-    return made(name, callback=run, params=[*kept, sources, into], help=text + example)
-
-
-def _worded(parameter: click.Parameter) -> click.Parameter:
-    """Return a copy of an option whose help is about many outputs."""
-    found = copy(parameter)
-    if isinstance(found, click.Option) and found.help:
-        found.hidden = found.hidden and found.name != "workers"
-        found.help = found.help.replace("DST", "an output").replace(edit_report.SCHEMA, SCHEMA)
+    assert isinstance(found, options.Writer)
     return found
 
 
 @dataclass(frozen=True)
-class _One(options.Request):
-    """A request whose report is appended to `reports` instead of printed."""
+class _OneOfMany(requests.Request):
+    """A request that is not for a person alone."""
 
     alone: ClassVar[bool] = False
-    reports: list[Conversion] = field(default_factory=list)
-
-    def report(self, done: Conversion, lost: Sequence[Loss]) -> None:
-        warnings = (*done.warnings, *edit_report.what_was_lost(lost))
-        self.reports.append(replace(done, checkpoint=replace(done.checkpoint, warnings=warnings)))
 
 
-@dataclass(frozen=True)
-class _Checked(options.Request):
-    """A request that writes nothing and appends itself to `found`, to check a command's options."""
+class _Checked(requests.Request):
+    """A request that writes nothing and returns itself, to check a command's options."""
 
-    found: list[options.Request] = field(default_factory=list)
-
-    def run(self, *_: object, **__: object) -> None:
-        self.found.append(self)
+    def run(self, *_: object, **__: object) -> Any:
+        return self
 
 
 @dataclass(frozen=True)
@@ -150,29 +122,29 @@ class _Work:
 
     def __call__(self, source: str, destination: str, *, force: bool, dry_run: bool) -> Conversion:
         how = {"force": force, "dry_run": dry_run}
+        done: Conversion
         with on_command_line():  # in a process of its own, perhaps
-            request: _One = self._called(_One, source, destination, **how)
-        return request.reports[0]
+            request, given = self._asked(_OneOfMany, source, destination, **how)
+            done, lost = _original(self.name).run(request=request, **given)
+        warnings = (*done.warnings, *requests.what_was_lost(lost))
+        return replace(done, checkpoint=replace(done.checkpoint, warnings=warnings))
 
-    def check(self, source: str) -> options.Request:
+    def check(self, source: str) -> requests.Request:
         """Return the request that the command makes of its options.
 
         Raises UsageError for options that are wrong for every input.
         """
-        found: _Checked = self._called(_Checked, source, "")  # a suffix would choose the format
-        return found.found[0] if found.found else found
-
-    def _called(
-        self, kind: type[options.Request], source: str, destination: str, **how: bool
-    ) -> Any:
-        """Call the command with a request of its own kind, and return that."""
-        given = {**self.given, **how, "dst": destination, "workers": None, "scheduler": None}
-        request = options.taken(given, (source,), kind)
-        callback: Any = _original(self.name).callback
-        # The check leaves what is wrong with the input to its own job.
-        with suppress(InputError) if kind is _Checked else nullcontext():
-            callback.__wrapped__(request=request, **given)
+        request, given = self._asked(_Checked, source, "")  # a suffix would choose the format
+        with suppress(InputError):  # what is wrong with the input is left to its own job
+            request = _original(self.name).run(request=request, **given)
         return request
+
+    def _asked(
+        self, kind: type[requests.Request], source: str, destination: str, **how: bool
+    ) -> tuple[requests.Request, dict[str, Any]]:
+        """Return a request of `kind`, and what else the command is given."""
+        given = {**self.given, **how, "dst": destination, "workers": None, "scheduler": None}
+        return options.taken(given, (source,), kind), given
 
     @property
     def recipe(self) -> list[object]:
@@ -180,10 +152,8 @@ class _Work:
 
         That is the options, and the content of a recipe file.
         """
-        parts: list[object] = [
-            self.name,
-            sorted((name, value) for name, value in self.given.items() if name not in HOW),
-        ]
+        given = sorted((name, value) for name, value in self.given.items() if name not in HOW)
+        parts: list[object] = [self.name, given]
         path = self.given.get("recipe", "")
         if os.path.isfile(path):
             with open(path, "rb") as file:
@@ -192,7 +162,7 @@ class _Work:
 
 
 def _run(name: str, sources: tuple[str, ...], into: str, given: dict[str, Any]) -> int:
-    from ckptkit.run import batch
+    from ckptkit.run import batch, workers
 
     gc.enable()  # a process that lives long
     if os.path.isfile(given.get("recipe", "")):
@@ -203,114 +173,80 @@ def _run(name: str, sources: tuple[str, ...], into: str, given: dict[str, Any]) 
     shards = asked.shard_size is not None
     jobs = batch.plan(found, work.recipe, format=asked.format, shards=shards)
     report = _Report(name, into, given)
-    with closing(_results(work, jobs, into, given)) as results:
-        for job, outcome in results:
-            report.add(job, outcome)
-    return report.end(jobs)
-
-
-def _results(
-    work: _Work, jobs: list[Job], into: str, given: dict[str, Any]
-) -> Generator[tuple[Job, Outcome], None, None]:
-    from ckptkit.cli.progress import Progress
-    from ckptkit.run import batch, workers
-
-    total = sum(job.input.size for job in jobs)
+    how = {"force": given["force"], "dry_run": given["dry_run"]}
     with (
-        Progress("batch", total) as progress,
+        render.Progress("batch", sum(job.input.size for job in jobs)) as progress,
         workers.opened(given["workers"], given["scheduler"]) as pool,
-        closing(
-            batch.run(work, jobs, into, force=given["force"], pool=pool, dry_run=given["dry_run"])
-        ) as results,
+        closing(batch.run(work, jobs, into, pool=pool, **how)) as results,
     ):
         for job, outcome in results:
             progress(job.input.size)
-            yield job, outcome
+            report.add(job, outcome)
+    return report.end(jobs)
 
 
 class _Report:
     """The outcome of all jobs, and the report printed at the end."""
 
     def __init__(self, name: str, into: str, given: dict[str, Any]) -> None:
-        self._name = name
-        self._into = into
-        self._given = given
-        self._states: dict[str, int] = {}
-        self._size = 0
+        self._name, self._into, self._given = name, shown_url(into), given
+        self._states: Counter[str] = Counter()
+        self._size = self._warned = 0
         self._failed: dict[str, Outcome] = {}
-        self._warned = 0
         self._rows: dict[str, dict[str, Any]] = {}  # where --json or --dry-run lists them
 
     def add(self, job: Job, outcome: Outcome) -> None:
-        self._states[outcome.state] = self._states.get(outcome.state, 0) + 1
+        """Count an outcome; print the first message on a file: a warning, else a note."""
+        self._states[outcome.state] += 1
         self._size += outcome.size
         if outcome.error is not None:
             self._failed[job.output] = outcome
-        if not self._given["quiet"]:
-            self._say(job, outcome)
+        lines = (*outcome.warnings, *outcome.left_out)
+        if lines and not self._given["quiet"]:
+            self._warned += 1
+            more = f" ({and_more(len(lines) - 1).strip()})" if len(lines) > 1 else ""
+            say = render.warn if outcome.warnings else render.note
+            if self._warned <= SHOWN:
+                say(f"{job.output}: {lines[0]}{more}")
         if self._given["as_json"] or self._given["dry_run"]:
             self._rows[job.output] = _facts(job, outcome)
-
-    def _say(self, job: Job, outcome: Outcome) -> None:
-        """Print the first message on a file: a warning, else a note."""
-        lines = (*outcome.warnings, *outcome.left_out)
-        if not lines:
-            return
-        self._warned += 1
-        if self._warned > edit_report.SHOWN:
-            return
-        more = f" ({and_more(len(lines) - 1).strip()})" if len(lines) > 1 else ""
-        say = render.warn if outcome.warnings else render.note
-        say(f"{job.output}: {lines[0]}{more}")
 
     def end(self, jobs: Sequence[Job]) -> int:
         """Print the report; return the exit code."""
         failed = [self._failed[job.output] for job in jobs if job.output in self._failed]
+        rows = (self._rows[job.output] for job in jobs)
         if self._given["as_json"]:
-            render.emit_json(self._json(jobs))
+            facts = {
+                "schema": SCHEMA,
+                "command": self._name,
+                "into": self._into,
+                "dry_run": self._given["dry_run"],
+                "counts": {state: self._states[state] for state in STATES},
+                "size": self._size,
+                "jobs": rows,
+            }
+            render.emit_json(facts)
         elif not self._given["quiet"]:
+            counts = [(verb, self._states[state]) for state, verb in STATES.items()]
+            sentence = ", ".join(f"{verb} {count:,}" for verb, count in counts if count)
+            size = f"; {render.size(self._size)}" if self._size else ""
+            lines: list[str] = []
             if self._given["dry_run"]:
-                render.emit_text(*(_line(self._rows[job.output]) for job in jobs))
-            render.emit_text(self._sentence())
-        if self._warned > edit_report.SHOWN:
-            more = self._warned - edit_report.SHOWN
+                lines = [
+                    f"{STATES[row['state']]} {row['output']}: from {row['file']}" for row in rows
+                ]
+            render.emit_text(*lines, f"{self._name} into {self._into}: {sentence}{size}")
+        if self._warned > SHOWN:
+            more = self._warned - SHOWN
             render.note(f"{more:,} more files with warnings or notes, which --json lists")
-        for each in failed[: edit_report.SHOWN]:
+        for each in failed[:SHOWN]:
             render.error(str(each.error), each.hint)
-        if len(failed) > edit_report.SHOWN:
-            render.error(f"{len(failed) - edit_report.SHOWN:,} more failed, which --json lists")
+        if len(failed) > SHOWN:
+            render.error(f"{len(failed) - SHOWN:,} more failed, which --json lists")
         return failed[0].exit_code if failed else 0
-
-    def _sentence(self) -> str:
-        count = self._states.get
-        parts = [f"{verb} {count(state, 0):,}" for state, verb in _STATES if count(state)]
-        sentence = f"{self._name} into {shown_url(self._into)}: {', '.join(parts)}"
-        return f"{sentence}; {render.size(self._size)}" if self._size else sentence
-
-    def _json(self, jobs: Sequence[Job]) -> dict[str, Any]:
-        return {
-            "schema": SCHEMA,
-            "command": self._name,
-            "into": shown_url(self._into),
-            "dry_run": self._given["dry_run"],
-            "counts": {state: self._states.get(state, 0) for state, _ in _STATES},
-            "size": self._size,
-            "jobs": (self._rows[job.output] for job in jobs),
-        }
-
-
-# States of jobs, and what to say of them.
-_STATES = (
-    ("planned", "would write"),
-    ("done", "wrote"),
-    ("found", "already there and correct"),
-    ("skipped", "done before"),
-    ("failed", "failed"),
-)
 
 
 def _facts(job: Job, outcome: Outcome) -> dict[str, Any]:
-    file = shown_url(job.input.path)
     error = None
     if outcome.error is not None:
         from ckptkit.analysis.json_facts import failure
@@ -318,7 +254,7 @@ def _facts(job: Job, outcome: Outcome) -> dict[str, Any]:
         failed = CkptkitError(outcome.error, hint=outcome.hint, code=outcome.code)
         error = failure(failed)["error"]
     return {
-        "file": file,
+        "file": shown_url(job.input.path),
         "output": job.output,
         "state": outcome.state,
         "size": outcome.size,
@@ -328,8 +264,3 @@ def _facts(job: Job, outcome: Outcome) -> dict[str, Any]:
         "warnings": outcome.warnings,
         "error": error,
     }
-
-
-def _line(row: dict[str, Any]) -> str:
-    verb = dict(_STATES)[row["state"]]
-    return f"{verb} {row['output']}: from {row['file']}"

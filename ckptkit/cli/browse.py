@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ckptkit.cli import options, render
+from ckptkit.cli import reading, render
 from ckptkit.core.errors import UsageError
 from ckptkit.core.text import argument, shell_command, shown_url
 
@@ -19,10 +19,9 @@ if TYPE_CHECKING:
     from ckptkit.diagnosis.cause import Cause
 
 
-@options.reads
-@click.command("browse")
+@click.command("browse", cls=reading.Reader)
 @click.argument("file", metavar="FILE")
-@options.key
+@reading.key
 def command(file: str, read: Options) -> int:
     """Browse a checkpoint in the terminal.
 

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
-from ckptkit.cli import options, render
+from ckptkit.cli import reading, render
 from ckptkit.core.errors import UsageError
 from ckptkit.core.text import argument, shell_command, some
 
 if TYPE_CHECKING:
-    from ckptkit.analysis.config_check import Compared
     from ckptkit.core.checkpoint import Checkpoint
 
 SCHEMA = "ckptkit.check/1"
@@ -21,22 +19,21 @@ FINDINGS = 1
 
 @click.command("check")
 @click.argument("file", metavar="FILE")
-@click.option(
-    "--expect", "lines", metavar="'NAME CONDITION'", multiple=True,
-    help="Expect exists, missing, finite, count=N, shape=[N _], dtype=NAME, equal=NAME "
-    "(repeatable).",
-)  # fmt: skip
-@click.option(
+@reading.value(
+    "--expect lines",
+    "'NAME CONDITION'",
+    "Expect exists, missing, finite, count=N, shape=[N _], dtype=NAME, equal=NAME (repeatable).",
+    multiple=True,
+)
+@reading.value(
     "--like",
-    metavar="OTHER",
-    help="Expect the names and shapes of OTHER: a checkpoint, its index, or package.module:Class.",
+    "OTHER",
+    "Expect the names and shapes of OTHER: a checkpoint, its index, or package.module:Class.",
 )
-@click.option(
-    "--config", metavar="FILE", help="Sizes of the model; without it, config.json beside FILE."
-)
-@options.as_json(SCHEMA)
-@click.option("--quiet", "-q", is_flag=True, help="Print only what is wrong.")
-@options.key
+@reading.value("--config", "FILE", "Sizes of the model; without it, config.json beside FILE.")
+@reading.as_json(SCHEMA)
+@reading.flag("--quiet -q", "Print only what is wrong.")
+@reading.key
 def command(
     file: str,
     lines: tuple[str, ...],
@@ -57,70 +54,50 @@ def command(
     Example: ckptkit check model/
              ckptkit check run.pth --expect 'fc.* dtype=float32' --expect '* finite'
     """
+    from ckptkit import api
     from ckptkit.analysis.config_check import compare
-    from ckptkit.api import reading
     from ckptkit.edits import rules
+    from ckptkit.edits.expect import Expectations
 
-    with reading(file, key=key) as checkpoint:
+    with api.reading(file, key=key) as checkpoint:
         place = checkpoint.source
         sizes = rules.find(place) if config is None else rules.read(config)
         compared = [] if sizes is None else compare(sizes, checkpoint.weights)
         fields = list(dict.fromkeys(each.field for each in compared))
         if not (fields or lines or like):
-            raise _nothing(file, sizes is None)
-        found = list(_findings(checkpoint, list(lines), like, sizes, compared))
+            what = "config.json has no field that ckptkit can compare with the tensors"
+            if sizes is None:
+                what = "there is no config.json beside it"
+            what = f"nothing to check: {what}, and no --expect or --like is given"
+            words = ("ckptkit", "check", "--expect", "* finite", *argument(file))
+            raise UsageError(what, where=file, hint=shell_command(words))
+        failures = Expectations(list(lines), sizes).failures(checkpoint)
+        found = [{"code": "expectation", "text": text} for text in failures]
+        wrong = [each for each in compared if each.found is not None]
+        found += [{"code": each.code, "text": str(each)} for each in wrong]
+        if like is not None and (text := _unlike(checkpoint, like)) is not None:
+            found.append({"code": "like", "text": text})
     if as_json:
         facts = {"checked_config": sizes is not None, "compared": fields, "findings": found}
         render.emit_json({"schema": SCHEMA, "file": file, **facts})
-    else:
+    elif found:
         render.emit_text(*(f"{file}: {each['text']}" for each in found))
-        if not found and not quiet:
-            render.emit_text(f"{file}: {'; '.join(_agreeing(fields, len(lines), like))}")
+    elif not quiet:
+        agrees = [f"matches config.json ({some(fields, len(fields))})"] if fields else []
+        agrees += [f"has the names and shapes of {like}"] if like is not None else []
+        met = f"meets {render.plural(len(lines), 'expectation')}"
+        agrees.append(met if lines else "no expectations given")
+        render.emit_text(f"{file}: {'; '.join(agrees)}")
     return FINDINGS if found else 0
 
 
-def _nothing(file: str, no_config: bool) -> UsageError:
-    """Return the error for a file with nothing to compare it with."""
-    what = (
-        "there is no config.json beside it"
-        if no_config
-        else "config.json has no field that ckptkit can compare with the tensors"
-    )
-    words = ("ckptkit", "check", "--expect", "* finite", *argument(file))
-    return UsageError(
-        f"nothing to check: {what}, and no --expect or --like is given",
-        where=file,
-        hint=shell_command(words),
-    )
-
-
-def _agreeing(fields: list[str], expectations: int, like: str | None) -> Iterator[str]:
-    """Yield what a file agrees with."""
-    if fields:
-        yield f"matches config.json ({some(fields, len(fields))})"
-    if like is not None:
-        yield f"has the names and shapes of {like}"
-    met = f"meets {render.plural(expectations, 'expectation')}"
-    yield met if expectations else "no expectations given"
-
-
-def _findings(
-    checkpoint: Checkpoint, lines: list[str], like: str | None, config: Any,
-    compared: list[Compared],
-) -> list[dict[str, str]]:  # fmt: skip
-    from ckptkit.edits.expect import Expectations
+def _unlike(checkpoint: Checkpoint, like: str) -> str | None:
+    """Return how names and shapes differ from those of --like, None if they do not."""
+    from ckptkit.cli.like import expected
     from ckptkit.edits.rules import UnlikeError, check_like
 
-    found = [
-        {"code": "expectation", "text": text}
-        for text in Expectations(lines, config).failures(checkpoint)
-    ]
-    found += [{"code": each.code, "text": str(each)} for each in compared if each.found is not None]
-    if like is not None:
-        from ckptkit.cli.like import expected
-
-        try:
-            check_like(checkpoint, expected(like), like)
-        except UnlikeError as error:
-            found.append({"code": "like", "text": error.message})
-    return found
+    try:
+        check_like(checkpoint, expected(like), like)
+    except UnlikeError as error:
+        return error.message
+    return None

@@ -11,8 +11,8 @@ import os
 import re
 import signal
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Iterator
+from contextlib import closing
 from typing import TYPE_CHECKING
 
 import click
@@ -26,27 +26,42 @@ if TYPE_CHECKING:
 SECONDS = 2.0
 MOST = 500  # candidates; of more, their common beginnings
 DEVICES = ("cpu", "cuda", "cuda:0", "mps", "meta")
+# What a value is, by the metavar of its parameter, or by the name.
+KINDS = {
+    "A=B": "tags", "DEVICE": "devices", "GLOB": "names", "DTYPE": "targets",
+    "GLOB=]DTYPE": "dtypes", "KIND": "quantizations", "P": "prefixes", "PATH": "entries",
+    "RECIPE": "recipes", "format": "formats", "name": "names", "name_b": "names",
+}  # fmt: skip
+# Files are completed by the shell, as click asks it to; nothing is checked when they are parsed.
+FILE = click.Path(readable=False)
+FILES = {"A", "B", "DATA", "DIR", "DST", "FILE", "MANIFEST", "MODEL", "OTHER", "OUT", "SRC"}
+FREE = {"trust"}  # and what has no entry in any table
 
 _harmless = re.compile(r"[A-Za-z0-9_.][\w./:@%+,=-]*", re.ASCII).fullmatch
 
-Completer = Callable[[click.Context, click.Parameter, str], list[CompletionItem]]
-Candidates = Iterable[tuple[str, str | None]]  # and what is said beside each
-
 
 class Completed(click.types.StringParamType):
-    """A value type whose completions are computed by `complete`."""
+    """A value of a kind, whose completions are looked up when they are asked for."""
 
-    def __init__(self, complete: Completer) -> None:
-        self.complete = complete
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
 
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
+        # An interrupt ends it, if the program handles SIGALRM that way.
+        alarm = getattr(signal, "SIGALRM", None)
+        heard = alarm is not None and signal.getsignal(alarm) is signal.default_int_handler
+        if heard:
+            signal.setitimer(signal.ITIMER_REAL, SECONDS)
         try:
-            with _deadline():
-                return self.complete(ctx, param, incomplete)
+            files = FILE.shell_complete(ctx, param, incomplete) if self.kind == "recipes" else []
+            return [*_matching(_candidates(self.kind, ctx, param), incomplete), *files]
         except (Exception, KeyboardInterrupt):
             return []
+        finally:
+            if heard:
+                signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def attach(command: click.Command) -> None:
@@ -62,106 +77,80 @@ def completed_type(parameter: click.Parameter) -> Completed | click.Path | None:
 
     None for free text, and for what click completes itself (numbers, choices).
     """
-    if type(parameter.type) is not click.types.StringParamType or parameter.name in _FREE:
+    if type(parameter.type) is not click.types.StringParamType or parameter.name in FREE:
         return None
-    kind = (parameter.metavar or "").strip("[].")
-    if kind in _FILES:
-        return _FILE
-    completer = _BY_NAME.get(parameter.name or "") or _BY_METAVAR.get(kind)
-    return None if completer is None else Completed(completer)
+    metavar = (parameter.metavar or "").strip("[].")
+    if metavar in FILES:
+        return FILE
+    kind = KINDS.get(parameter.name or "") or KINDS.get(metavar)
+    return None if kind is None else Completed(kind)
 
 
-def _recipes(
-    ctx: click.Context, parameter: click.Parameter, incomplete: str
-) -> list[CompletionItem]:
-    from ckptkit.run.recipes import names
+def _candidates(
+    kind: str, ctx: click.Context, parameter: click.Parameter
+) -> Iterator[tuple[str, str | None]]:
+    """Yield the words of a kind, each with what is said beside it."""
+    if kind == "devices":
+        yield from ((name, None) for name in DEVICES)
+    elif kind == "formats":
+        from ckptkit.formats import writable
 
-    return [
-        *_matching(((name, None) for name in names()), incomplete),
-        *_FILE.shell_complete(ctx, parameter, incomplete),
-    ]
+        yield from ((each.name, each.title) for each in writable())
+    elif kind == "dtypes":
+        from ckptkit.core.dtypes import TABLE
 
+        yield from ((row.name, None) for row in TABLE if row.kind == "float")
+    elif kind == "targets":
+        from ckptkit.quantized.quantization import TARGETS
 
-def _formats(_: click.Context, __: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    from ckptkit.formats import writable
+        yield from ((name, None) for name in TARGETS)
+    elif kind == "quantizations":
+        from ckptkit.edits import quantized
 
-    return _matching(((format.name, format.title) for format in writable()), incomplete)
+        yield from ((name, None) for name in quantized.KINDS)
+    elif kind == "recipes":
+        from ckptkit.run.recipes import names
 
-
-def _dtypes(_: click.Context, __: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    from ckptkit.core.dtypes import TABLE
-
-    return _matching(((row.name, None) for row in TABLE if row.kind == "float"), incomplete)
-
-
-def _targets(_: click.Context, __: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    from ckptkit.quantized.quantization import TARGETS
-
-    return _matching(((name, None) for name in TARGETS), incomplete)
-
-
-def _kinds(_: click.Context, __: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    from ckptkit.edits.quantized import KINDS
-
-    return _matching(((name, None) for name in KINDS), incomplete)
+        yield from ((name, None) for name in names())
+    else:
+        with closing(_opened(ctx, parameter)) as checkpoint:
+            yield from _inside(kind, checkpoint)
 
 
-def _devices(_: click.Context, __: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    return _matching(((name, None) for name in DEVICES), incomplete)
+def _inside(kind: str, checkpoint: Checkpoint) -> Iterator[tuple[str, str | None]]:
+    """Yield what a file has of a kind."""
+    if kind == "tags":
+        devices = dict.fromkeys(tensor.device for tensor in checkpoint.weights.values())
+        yield from ((f"{device}=", None) for device in devices)
+    elif kind == "names":
+        from ckptkit.core.text import shape
 
-
-def _tags(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Yield ``cuda:1=`` for each device in the file."""
-    with _opened(ctx, parameter) as checkpoint:
-        devices = {tensor.device: None for tensor in checkpoint.weights.values()}
-        return _matching(((f"{device}=", None) for device in devices), incomplete)
-
-
-def _names(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """Yield the names of the weights."""
-    from ckptkit.core.text import shape
-
-    with _opened(ctx, parameter) as checkpoint:
-        named = (
-            (name, f"{each.dtype} {shape(each.shape)}") for name, each in checkpoint.weights.items()
-        )
-        return _matching(named, incomplete)
-
-
-def _entries(
-    ctx: click.Context, parameter: click.Parameter, incomplete: str
-) -> list[CompletionItem]:
-    """Yield the paths of mappings and lists, down to two levels."""
-    from ckptkit.core.tree import children, key_text
-
-    def below(node: object, before: str, levels: int) -> Iterator[tuple[str, str | None]]:
-        for key, child in children(node):
-            inside = sum(1 for _ in children(child))
-            if inside:
-                path = before + key_text(key)
-                yield path, f"{inside:,} entries"
-                if levels > 1:
-                    yield from below(child, f"{path}.", levels - 1)
-
-    with _opened(ctx, parameter) as checkpoint:
-        return _matching(below(checkpoint.root, "", 2), incomplete)
-
-
-def _prefixes(
-    ctx: click.Context, parameter: click.Parameter, incomplete: str
-) -> list[CompletionItem]:
-    """Yield the dotted prefixes that at least half of the names share."""
-    with _opened(ctx, parameter) as checkpoint:
+        for name, each in checkpoint.weights.items():
+            yield name, f"{each.dtype} {shape(each.shape)}"
+    elif kind == "prefixes":  # that at least half of the names share
         names = list(checkpoint.weights)
-    counts: Counter[str] = Counter()
-    for name in names:
-        parts = name.split(".", 4)[:-1]
-        counts.update(".".join(parts[:end]) + "." for end in range(1, len(parts) + 1))
-    often = (prefix for prefix, count in counts.most_common(8) if 2 * count >= len(names))
-    return _matching(((prefix, None) for prefix in often), incomplete)
+        counts: Counter[str] = Counter()
+        for name in names:
+            parts = name.split(".", 4)[:-1]
+            counts.update(".".join(parts[:end]) + "." for end in range(1, len(parts) + 1))
+        for prefix, count in counts.most_common(8):
+            if 2 * count >= len(names):
+                yield prefix, None
+    else:  # mappings and lists, down to two levels
+        from ckptkit.core.tree import children, key_text
+
+        for key, child in children(checkpoint.root):
+            below = list(children(child))
+            if below:
+                yield key_text(key), f"{len(below):,} entries"
+            for inner, value in below:
+                if inside := sum(1 for _ in children(value)):
+                    yield f"{key_text(key)}.{key_text(inner)}", f"{inside:,} entries"
 
 
-def _matching(candidates: Candidates, incomplete: str) -> list[CompletionItem]:
+def _matching(
+    candidates: Iterator[tuple[str, str | None]], incomplete: str
+) -> list[CompletionItem]:
     """Return the candidates that start with `incomplete`; if too many, their next components."""
     found = {
         name: text for name, text in candidates if name.startswith(incomplete) and _harmless(name)
@@ -169,69 +158,23 @@ def _matching(candidates: Candidates, incomplete: str) -> list[CompletionItem]:
     if len(found) > MOST:
         ends = zip(min(found), max(found), strict=False)
         start = next((place for place, (a, b) in enumerate(ends) if a != b), 0)
-        found = dict.fromkeys((_up_to_dot(name, start) for name in found), None)
+        dots = {name: name.find(".", start) for name in found}
+        found = {name[: dot + 1] if dot >= 0 else name: None for name, dot in dots.items()}
     return [CompletionItem(name, help=text) for name, text in list(found.items())[:MOST]]
 
 
-def _up_to_dot(name: str, start: int) -> str:
-    end = name.find(".", start)
-    return name if end < 0 else name[: end + 1]
-
-
-@contextmanager
-def _opened(ctx: click.Context, parameter: click.Parameter) -> Iterator[Checkpoint]:
+def _opened(ctx: click.Context, parameter: click.Parameter) -> Checkpoint:
     """Open the file given before `parameter` on the command line."""
     from ckptkit.api import open_checkpoint
 
     second = parameter.name in ("key_b", "name_b")
-    named = [ctx.params.get(name) for name in (_SECOND if second else _FIRST)]
+    holders = ("b", "other") if second else ("file", "src", "a", "files", "sources")
+    named = [ctx.params.get(name) for name in holders]
     words = list(flatten([each] if isinstance(each, str) else each or () for each in named))
     path = next(iter([*words, *ctx.args[second:]]))
     if not os.path.exists(path):
         raise FileNotFoundError(path)
-    key = None if parameter.name in ("key", "keys", "key_b") else _key(ctx.params)
-    with closing(open_checkpoint(path, key=key)) as checkpoint:
-        yield checkpoint
-
-
-def _key(given: dict[str, object]) -> str | None:
-    key = given.get("key")
-    return key if isinstance(key, str) else None
-
-
-@contextmanager
-def _deadline() -> Iterator[None]:
-    """Raise an interrupt after `SECONDS`, if the program handles SIGALRM that way."""
-    heard = (
-        hasattr(signal, "SIGALRM")
-        and signal.getsignal(signal.SIGALRM) is signal.default_int_handler
-    )
-    if heard:
-        signal.setitimer(signal.ITIMER_REAL, SECONDS)
-    try:
-        yield
-    finally:
-        if heard:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-
-
-# The parameters that hold the file, and the other file.
-_FIRST: Sequence[str] = ("file", "src", "a", "files", "sources")
-_SECOND: Sequence[str] = ("b", "other")
-
-_BY_NAME: dict[str, Completer] = {"format": _formats, "name": _names, "name_b": _names}
-# Files are completed by the shell, as click asks it to; nothing is checked when they are parsed.
-_FILE = click.Path(readable=False)
-_FILES = {"A", "B", "DATA", "DIR", "DST", "FILE", "MANIFEST", "MODEL", "OTHER", "OUT", "SRC"}
-_FREE = {"trust"}  # and what has no entry in any table
-_BY_METAVAR: dict[str, Completer] = {
-    "A=B": _tags,
-    "DEVICE": _devices,
-    "GLOB": _names,
-    "DTYPE": _targets,
-    "GLOB=]DTYPE": _dtypes,
-    "KIND": _kinds,
-    "P": _prefixes,
-    "PATH": _entries,
-    "RECIPE": _recipes,
-}
+    key = ctx.params.get("key")
+    if parameter.name in ("key", "keys", "key_b") or not isinstance(key, str):
+        key = None
+    return open_checkpoint(path, key=key)

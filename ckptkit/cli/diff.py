@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from ckptkit.cli import options, render
-from ckptkit.core.text import is_url, shown_url
+from ckptkit.cli import reading, render
+from ckptkit.core.text import flatten, is_url, shown_url
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
+    from ckptkit.analysis.columns import Table
     from ckptkit.analysis.diff import Diff
-    from ckptkit.core.checkpoint import Checkpoint
     from ckptkit.core.options import Options
 
 SCHEMA = "ckptkit.diff/2"
@@ -24,49 +23,32 @@ DIFFERENT = 1
 UNSURE = 0.6  # confidence below which a pair is a guess
 
 
-@options.reads
-@click.command("diff")
+@click.command("diff", cls=reading.Reader)
 @click.argument("a", metavar="A")
 @click.argument("b", metavar="[B]", required=False)
-@options.model
-@options.model_arguments
-@click.option(
-    "--values", is_flag=True, help="Read the values of tensors too, and compare them byte for byte."
+@reading.model
+@reading.model_arguments
+@reading.flag("--values", "Read the values of tensors too, and compare them byte for byte.")
+@reading.flag(
+    "--all everything", "Not only the weights: compare optimizer, averages and values too."
 )
 @click.option(
-    "--all",
-    "everything",
-    is_flag=True,
-    help="Not only the weights: compare optimizer, averages and values too.",
+    "--atol", type=click.FloatRange(min=0), help="Compare elements with this absolute tolerance."
 )
 @click.option(
-    "--atol",
-    type=click.FloatRange(min=0),
-    help="Compare elements with this absolute tolerance.",
+    "--rtol", type=click.FloatRange(min=0), help="Compare elements with this relative tolerance."
 )
-@click.option(
-    "--rtol",
-    type=click.FloatRange(min=0),
-    help="Compare elements with this relative tolerance.",
+@reading.stored
+@reading.as_json(SCHEMA)
+@reading.value("--key", "PATH", "Path of the weights in A, if several entries could be meant.")
+@reading.value("--write-map", "FILE", "Write the renamed keys as JSON, for `rename --map`.")
+@reading.flag("--force", "Replace FILE of --write-map if it exists.")
+@reading.value(
+    "--key-b", "PATH", "Like --key, for B ('' selects the whole file). Default: as --key."
 )
-@options.stored
-@options.as_json(SCHEMA)
-@click.option(
-    "--key", metavar="PATH", help="Path of the weights in A, if several entries could be meant."
-)
-@click.option(
-    "--write-map",
-    "write_map",
-    metavar="FILE",
-    help="Write the renamed keys as JSON, for `rename --map`.",
-)
-@click.option("--force", is_flag=True, help="Replace FILE of --write-map if it exists.")
-@click.option(
-    "--key-b",
-    metavar="PATH",
-    help="Like --key, for B ('' selects the whole file). Default: as --key.",
-)
-def command(as_json: bool, write_map: str | None, force: bool, **asked: Any) -> int:
+def command(
+    a: str, b: str | None, as_json: bool, write_map: str | None, force: bool, **asked: Any
+) -> int:
     """Compare two checkpoints, or a checkpoint and a model.
 
     Compares keys, dtypes and shapes, and values on request. Exit code 1 if they differ. "missing"
@@ -77,18 +59,17 @@ def command(as_json: bool, write_map: str | None, force: bool, **asked: Any) -> 
     Example: ckptkit diff run.pth other.safetensors --values
              ckptkit diff run.pth --model models.py:CNN --arg classes=10 --write-map map.json
     """
-    found = _compare(**asked)
+    found = _compare(a, b, **asked)
+    name = shown_url(a)
     if as_json:
-        other = None if asked["b"] is None else shown_url(asked["b"])
-        render.emit_json(_facts(found, shown_url(asked["a"]), other, asked["spec"]))
+        names = {"a": name, "b": None if b is None else shown_url(b), "model": asked["spec"]}
+        render.emit_json({"schema": SCHEMA, **names, **found.as_json()})
     else:
-        from ckptkit.cli import diff_text
-
-        render.write(f"{line}\n" for line in diff_text.lines(found))
+        render.write(f"{line}\n" for line in _lines(found))
     if write_map is not None and not found.renamed:
         render.note("no key looks renamed: wrote no map")
     elif write_map is not None:
-        _write_map(found, write_map, force, shown_url(asked["a"]), asked["read"])
+        _write_map(found, write_map, force, name, asked["read"])
     return 0 if found.equal else DIFFERENT
 
 
@@ -97,80 +78,91 @@ def _write_map(found: Diff, path: str, force: bool, name: str, read: Options) ->
     from json import dumps
 
     from ckptkit.analysis.advice import rename
-    from ckptkit.core.plan import OutputFile, Plan
-    from ckptkit.publish.publish import publish
 
-    data = dumps({pair.old: pair.new for pair in found.renamed}, indent=1).encode() + b"\n"
-    publish(Plan((OutputFile("", (data,)),)), path, force=force)
+    names = {pair.old: pair.new for pair in found.renamed}
+    render.publish(f"{dumps(names, indent=1)}\n".encode(), path, force)
     guesses = sum(pair.confidence < UNSURE for pair in found.renamed)
     look = f", {guesses:,} of them guesses to check" if guesses else ""
     chosen = (*(() if read.key is None else ("--key", read.key)), *read.words)
-    command = rename(name, path, *chosen)
-    render.note(f"wrote {path}: {render.plural(len(found.renamed), 'name')}{look}", command)
+    what = f"wrote {path}: {render.plural(len(names), 'name')}{look}"
+    render.note(what, rename(name, path, *chosen))
 
 
 def _compare(
     a: str,
     b: str | None,
+    *,
     spec: str | None,
     args: dict[str, object],
-    values: bool,
-    atol: float | None,
-    rtol: float | None,
     read: Options,
     key_b: str | None,
     stored: bool,
-    everything: bool,
+    **how: Any,
 ) -> Diff:
-    from ckptkit.analysis.diff import compare_checkpoints, entire
-    from ckptkit.api import reading
+    from ckptkit import api
+    from ckptkit.analysis.diff import compare_checkpoints, entire, has_weights
+    from ckptkit.analysis.summary import summarize
     from ckptkit.quantized import look_through_both
 
     if (b is None) == (spec is None):
         raise click.UsageError("say what to compare A with: B or --model MODEL")
+    name = shown_url(a)
     with ExitStack() as stack:
-        first = stack.enter_context(reading(a, _of_file(a, read) if b is not None else read))
-        if b is not None:
-            key = read.key if key_b is None else key_b
-            second = stack.enter_context(reading(b, _of_file(b, replace(read, key=key))))
-            first, second = entire(first), entire(second)
-            sides = (first, second) if stored else look_through_both(first, second)
-            from ckptkit.cli.progress import Progress
+        if b is None:
+            first = stack.enter_context(api.reading(a, read))
+            if any(value not in (None, False) for value in how.values()):
+                what = "--values, --all, --atol and --rtol cannot be used with --model"
+                raise click.UsageError(what)
+            from ckptkit.cli.model_class import built
+            from ckptkit.loading.model import against_model
 
-            with Progress(f"comparing {shown_url(a)}", _nbytes(sides, everything)) as progress:
-                return compare_checkpoints(
-                    *sides,
-                    everything=everything,
-                    values=values,
-                    atol=atol,
-                    rtol=rtol,
-                    name=shown_url(a),
-                    progress=progress,
-                )
-        if values or everything or atol is not None or rtol is not None:
-            raise click.UsageError("--values, --all, --atol and --rtol cannot be used with --model")
-        from ckptkit.cli.model_class import built
-        from ckptkit.loading.model import against_model
-
-        assert spec is not None
-        return against_model(first, built(spec, args), shown_url(a), stored=stored)
-
-
-def _of_file(path: str, read: Options) -> Options:
-    """Return the options for one of two inputs: --parts is about the folder among them."""
-    return read if os.path.isdir(path) or is_url(path) else replace(read, parts=None)
+            assert spec is not None
+            return against_model(first, built(spec, args), name, stored=stored)
+        other = read if key_b is None else replace(read, key=key_b)
+        opened = []
+        for path, options in ((a, read), (b, other)):
+            if not os.path.isdir(path) and not is_url(path):
+                options = replace(options, parts=None)  # which is about the folder among the two
+            opened.append(entire(stack.enter_context(api.reading(path, options))))
+        sides = (opened[0], opened[1]) if stored else look_through_both(*opened)
+        if how["everything"] or not has_weights(*sides):
+            nbytes = sum(summarize(each).totals.nbytes for each in sides)
+        else:
+            tensors = flatten(each.weights.values() for each in sides)
+            nbytes = sum(tensor.nbytes for tensor in tensors)
+        with render.Progress(f"comparing {name}", nbytes) as progress:
+            return compare_checkpoints(*sides, **how, name=name, progress=progress)
 
 
-def _nbytes(sides: Sequence[Checkpoint], everything: bool) -> int:
-    """Return the bytes of the tensors to compare, about: those that only one side has count too."""
-    from ckptkit.analysis.diff import has_weights
+def _lines(found: Diff) -> Iterator[str]:
+    """Yield a block for each kind of difference, and the lines below them."""
+    from ckptkit.analysis import view_model
 
-    if everything or not has_weights(*sides):
-        from ckptkit.analysis.summary import summarize
+    report = view_model.of_diff(found)
+    for each in report.tables:
+        if len(each.headers) == 1:  # names alone are a list
+            more = " more" if found.renamed or found.reshaped else ""
+            yield render.labelled(f"{each.title}: {render.plural(each.things, 'key')}{more}")
+            yield from render.listed(name for (name,) in each.rows)
+        elif each.headers == view_model.PAIRED:
+            yield from _pairs(each)
+        else:
+            headers = (each.title, *each.headers[1:])
+            yield from render.table(headers, each.rows, right=each.right)
+        yield ""
+    for line in (report.title, *report.notes):
+        first, *rest = render.wrapped(line)
+        yield from (render.labelled(first), *rest)
 
-        return sum(summarize(each).totals.nbytes for each in sides)
-    return sum(sum(tensor.nbytes for tensor in each.weights.values()) for each in sides)
 
-
-def _facts(found: Diff, a: str, b: str | None, model: str | None) -> dict[str, Any]:
-    return {"schema": SCHEMA, "a": a, "b": b, "model": model, **found.as_json()}
+def _pairs(found: Table) -> Iterator[str]:
+    """Yield a table of pairs of names, or where the terminal is too narrow, two lines of each."""
+    headers = (f"{found.title} {found.headers[0]}", *found.headers[1:])
+    widths = [max(map(len, column)) for column in zip(headers, *found.rows, strict=True)]
+    width = render.terminal_width()
+    if width is None or sum(widths) + 2 * len(widths) <= width:
+        yield from render.table(headers, found.rows, right=found.right)
+        return
+    yield f"{headers[0]} -> in B"
+    for old, new, *rest in found.rows:
+        yield from flatten(map(render.wrapped, (f"  {old}", f"    -> {new}  {'  '.join(rest)}")))

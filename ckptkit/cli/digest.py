@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import chain, islice, starmap
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from ckptkit.cli import options, render
+from ckptkit.cli import options, reading, render
 from ckptkit.core.errors import CkptkitError, InputError
 from ckptkit.core.text import shown_url
 
 if TYPE_CHECKING:
-    from ckptkit.analysis.digests import Digests, Matches
+    from ckptkit.analysis.digests import Digests
     from ckptkit.core.checkpoint import Checkpoint
     from ckptkit.core.options import Options
 
@@ -21,31 +20,23 @@ SCHEMA = "ckptkit.digest/2"
 DIFFERENT = 1
 
 
-@options.reads
-@click.command("digest", cls=options.Dequantizing)
+@click.command("digest", cls=reading.Reader)
 @click.argument("files", metavar="FILE...", nargs=-1, required=True)
-@click.option(
-    "--output", "-o", metavar="OUT", help="Output file: the manifest, instead of printing it."
+@reading.value("--output -o", "OUT", "Output file: the manifest, instead of printing it.")
+@reading.flag("--force", "Replace OUT if it exists.")
+@reading.value("--check expected", "MANIFEST", "Compare FILE with this manifest.")
+@reading.globs("Only tensors whose names match (repeatable).")
+@reading.flag("--all everything", "Not only the weights: all tensors of the file, by their paths.")
+@reading.as_json(SCHEMA)
+@reading.flag("--quiet -q", "Print only what differs, with --check.")
+@reading.value(
+    "--dequantize",
+    "[DTYPE]",
+    "Convert quantized weights to floats: bfloat16, float16 or float32, by default that of "
+    "the model.",
+    **options.KINDS["dtype"],
 )
-@click.option("--force", is_flag=True, help="Replace OUT if it exists.")
-@click.option("--check", "expected", metavar="MANIFEST", help="Compare FILE with this manifest.")
-@click.option(
-    "--keys",
-    "globs",
-    metavar="GLOB",
-    multiple=True,
-    help="Only tensors whose names match (repeatable).",
-)
-@click.option(
-    "--all",
-    "everything",
-    is_flag=True,
-    help="Not only the weights: all tensors of the file, by their paths.",
-)
-@options.as_json(SCHEMA)
-@click.option("--quiet", "-q", is_flag=True, help="Print only what differs, with --check.")
-@options.dequantize
-@options.key
+@reading.key
 def command(
     files: tuple[str, ...],
     output: str | None,
@@ -68,95 +59,69 @@ def command(
     Example: ckptkit digest run.pth -o run.manifest
              ckptkit digest --check run.manifest run.safetensors
     """
-    _check_options(files, output, expected, as_json)
-    matches = render.matcher(globs) if globs else None
-    failures: list[CkptkitError] = []
-    found = _each(files, read, everything, matches, failures, dequantize)
-    if expected is not None:
-        ((path, _, digests),) = _readable(found)
-        return _compare(path, digests, expected, matches, as_json, quiet)
-    if output is not None:
-        _write(next(_readable(found))[2], output, force)
-    elif as_json:
-        found = chain(list(islice(found, 1)), found)  # a single file raises before any output
-        render.emit_json({"schema": SCHEMA, "files": starmap(_facts, found)})
-    else:
-        for path, _, digests in _readable(found):
-            render.write(f"{line}\n" for line in _lines(digests, path if len(files) > 1 else None))
-    return InputError.exit_code if failures else 0
+    from ckptkit import api
+    from ckptkit.analysis import json_facts
+    from ckptkit.analysis.digests import digest
 
-
-def _check_options(
-    files: Sequence[str], output: str | None, expected: str | None, as_json: bool
-) -> None:
-    """Raise UsageError for options that contradict each other."""
     if len(files) > 1 and (output is not None or expected is not None):
         raise click.UsageError("--output and --check take one FILE")
     if output is not None and (expected is not None or as_json):
         raise click.UsageError("--output cannot be combined with --check or --json")
+    matches = render.matcher(globs) if globs else None
 
-
-def _each(
-    files: Sequence[str],
-    read: Options,
-    everything: bool,
-    matches: Matches | None,
-    failures: list[CkptkitError],
-    dequantize: str | None,
-) -> Iterator[tuple[str, str, Digests | CkptkitError]]:
-    """Yield path, format and digests, or the error, of each file.
-
-    A single file raises its error; of several, the error is printed and the others go on.
-    """
-    from ckptkit.analysis.digests import digest
-    from ckptkit.api import reading
-    from ckptkit.cli.progress import Progress
-
-    for file in files:
-        try:
-            with (
-                reading(file, read) as checkpoint,
-                Progress(f"reading {shown_url(file)}") as progress,
-            ):
-                seen = _seen(checkpoint, dequantize, file)
-                found = digest(seen, everything=everything, matches=matches, progress=progress)
-        except CkptkitError as error:
-            error.at(shown_url(file))
-            if len(files) == 1:
-                raise
-            render.error(str(error), error.hint)
-            failures.append(error)
-            yield file, "", error
-            continue
-        for name, why in found.without.items():
-            render.warn(f"{shown_url(file)}: left out: {name}: {why}")
+    def look(file: str) -> tuple[Checkpoint, Digests]:
+        name = shown_url(file)
+        with (
+            api.reading(file, read) as checkpoint,
+            render.Progress(f"reading {name}") as progress,
+        ):
+            seen = _seen(checkpoint, dequantize, name)
+            found = digest(seen, everything=everything, matches=matches, progress=progress)
+        for left, why in found.without.items():
+            render.warn(f"{name}: left out: {left}: {why}")
         if not found.tensors and matches is not None:
-            render.warn(f"{shown_url(file)}: no tensor name matches --keys")
-        yield checkpoint.name or "", checkpoint.format, found
+            render.warn(f"{name}: no tensor name matches --keys")
+        return checkpoint, found
+
+    def facts(file: str, found: tuple[Checkpoint, Digests] | CkptkitError) -> dict[str, Any]:
+        if isinstance(found, CkptkitError):
+            return json_facts.failure(found, file)
+        checkpoint, digests = found
+        return json_facts.digests(checkpoint.name or "", checkpoint.format, digests)
+
+    failures: list[CkptkitError] = []
+    results = reading.each_of(files, look, failures)
+    if as_json and expected is None:
+        render.emit_json({"schema": SCHEMA, "files": (facts(*each) for each in results)})
+        return InputError.exit_code if failures else 0
+    for _, each in results:
+        if isinstance(each, CkptkitError):
+            continue
+        path, found = each[0].name or "", each[1]
+        if expected is not None:
+            return _compare(path, found, expected, matches, as_json, quiet)
+        if output is not None:
+            data = "".join(f"{line}\n" for line in _lines(found)).encode()
+            render.publish(data, output, force)
+            count = render.plural(len(found.ids), "tensor")
+            render.emit_text(f"wrote {shown_url(output)}: {count}, {found.whole}")
+        else:
+            lines = _lines(found, path if len(files) > 1 else None)
+            render.write(f"{line}\n" for line in lines)
+    return InputError.exit_code if failures else 0
 
 
-def _readable(
-    found: Iterator[tuple[str, str, Digests | CkptkitError]],
-) -> Iterator[tuple[str, str, Digests]]:
-    """Yield the files that could be read."""
-    for path, format, digests in found:
-        if not isinstance(digests, CkptkitError):
-            yield path, format, digests
-
-
-def _seen(checkpoint: Checkpoint, dtype: str | None, file: str) -> Checkpoint:
+def _seen(checkpoint: Checkpoint, dtype: str | None, name: str) -> Checkpoint:
     """Return the checkpoint with quantized weights as floats, if --dequantize is given."""
+    from ckptkit import quantized
+
     if dtype is not None:
         from ckptkit.edits.quantized import dequantize
 
         return dequantize(checkpoint, dtype or None)
-    from ckptkit import quantized
-
     if quantized.find(checkpoint):
-        hint = "--dequantize bfloat16 gives those of the weights"
-        render.note(
-            f"{shown_url(file)}: the digests are of codes and scales, as they are stored", hint
-        )
+        what = f"{name}: the digests are of codes and scales, as they are stored"
+        render.note(what, "--dequantize bfloat16 gives those of the weights")
     return checkpoint
 
 
@@ -169,18 +134,8 @@ def _lines(digests: Digests, path: str | None = None) -> Iterator[str]:
     yield from others
 
 
-def _write(digests: Digests, path: str, force: bool) -> None:
-    from ckptkit.core.plan import OutputFile, Plan
-    from ckptkit.publish.publish import publish
-
-    data = "".join(f"{line}\n" for line in _lines(digests)).encode()
-    publish(Plan((OutputFile("", (data,)),)), path, force=force, allow_expand=True)
-    count = render.plural(len(digests.ids), "tensor")
-    render.emit_text(f"wrote {shown_url(path)}: {count}, {digests.whole}")
-
-
 def _compare(
-    path: str, digests: Digests, expected: str, matches: Matches | None, as_json: bool, quiet: bool
+    path: str, digests: Digests, expected: str, matches: Any, as_json: bool, quiet: bool
 ) -> int:
     from ckptkit.analysis.digests import compare_ids, read_manifest
     from ckptkit.cli.verify import finding_text
@@ -189,31 +144,14 @@ def _compare(
     names = compare_ids(digests.ids, known, matches)
     found = list(names.findings())
     if as_json:
-        render.emit_json(
-            {
-                "schema": SCHEMA,
-                "file": path,
-                "manifest": expected,
-                "equal": not found,
-                **{kind: list(names) for kind, names in names._asdict().items()},
-            }
-        )
+        facts = {kind: list(names) for kind, names in names._asdict().items()}
+        about = {"file": path, "manifest": expected, "equal": not found}
+        render.emit_json({"schema": SCHEMA, **about, **facts})
     elif found:
         number = render.plural(len(found), "difference")
-        render.emit_text(
-            f"{path}: {number} from the {len(known):,} tensors of the manifest",
-            *(f"  {finding_text(each)}" for each in found),
-        )
+        what = f"{path}: {number} from the {len(known):,} tensors of the manifest"
+        render.emit_text(what, *(f"  {finding_text(each)}" for each in found))
     elif not quiet:
         count = render.plural(len(digests.ids), "tensor")
         render.emit_text(f"{path}: ok: {count} as in the manifest")
     return DIFFERENT if found else 0
-
-
-def _facts(path: str, format: str, digests: Digests | CkptkitError) -> dict[str, Any]:
-    """Return FILE of the JSON schema, its tensors as an iterator."""
-    from ckptkit.analysis import json_facts
-
-    if isinstance(digests, CkptkitError):
-        return json_facts.failure(digests, path)
-    return json_facts.digests(path, format, digests)

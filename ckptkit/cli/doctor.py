@@ -1,15 +1,17 @@
-"""ckptkit doctor"""
+"""ckptkit doctor: numbered causes, each with its explanation and command."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import os
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import click
 
-from ckptkit.cli import edit_report, options, render
+from ckptkit.cli import reading, render, request
 from ckptkit.core.errors import InputError, UsageError
-from ckptkit.core.text import flatten, shell_word
-from ckptkit.diagnosis.cause import LEVELS, WARNING, at_least
+from ckptkit.core.text import argument, shell_command, shell_word
+from ckptkit.diagnosis.cause import ERROR, LEVELS, NOTE, WARNING, Cause, at_least
 
 if TYPE_CHECKING:
     from ckptkit.api import Conversion
@@ -19,29 +21,22 @@ if TYPE_CHECKING:
 SCHEMA = "ckptkit.doctor/3"
 FOUND = 1
 UNCHECKED = "note: names and shapes were not checked against a model: --model does that"
+COLOURS = {ERROR: "red", WARNING: "yellow", NOTE: "cyan"}
+WIDEST, NARROWEST = 100, 40  # characters of a line of explanation
 
 
-@options.reads
-@click.command("doctor")
+@click.command("doctor", cls=reading.Reader)
 @click.argument("file", metavar="FILE")
-@options.model
-@options.model_arguments
+@reading.model
+@reading.model_arguments
+@reading.value("--fix destination", "DST", "Write a repaired copy to DST.")
+@reading.flag("--force", "Replace DST if it exists.")
 @click.option(
-    "--fix",
-    "destination",
-    metavar="DST",
-    help="Write a repaired copy to DST.",
-)
-@click.option("--force", is_flag=True, help="Replace DST if it exists.")
-@click.option(
-    "--fail-on",
-    "level",
-    type=click.Choice([*LEVELS, "never"]),
-    default=WARNING,
+    "--fail-on", "level", type=click.Choice([*LEVELS, "never"]), default=WARNING,
     help="Exit with 1 if a cause is of this level or a more severe one.",
-)
-@options.as_json(SCHEMA)
-@options.key
+)  # fmt: skip
+@reading.as_json(SCHEMA)
+@reading.key
 def command(
     file: str,
     spec: str | None,
@@ -49,7 +44,8 @@ def command(
     read: Options,
     level: str,
     as_json: bool,
-    **fix: Any,
+    destination: str | None,
+    force: bool,
 ) -> int:
     """Explain why a checkpoint does not load, and how to fix it.
 
@@ -65,88 +61,112 @@ def command(
     Example: ckptkit doctor run.pth
              ckptkit doctor run.pth --model models.py:CNN --arg classes=10 --fix fixed.pth
     """
-    from ckptkit.diagnosis.diagnose import examine
+    from json import dumps
 
-    _check_destination(file, fix["destination"])
+    from ckptkit.analysis.advice import fixed
+    from ckptkit.diagnosis.diagnose import cure, examine, report
+
+    exist = destination is not None and os.path.exists(file) and os.path.exists(destination)
+    if destination is not None and exist and os.path.samefile(file, destination):
+        what = "is FILE itself; --fix writes a new file"
+        raise UsageError(what, where=destination, hint=f"--fix {shell_word(fixed(file))}")
     if args and spec is None:
         raise click.UsageError("--arg needs --model")
-    model, words = _model(spec, args), _words(spec, args)
-    chosen = () if read.key is None else ("--key", read.key)
-    found = examine(file, read, model=model, words=(*words, *chosen))
-    done = _mended(found, **fix)
-    left = found if done is None else examine(done.path, model=model, words=words)
-    if as_json:
-        from ckptkit.diagnosis.report import report
+    model, words = None, []
+    if spec is not None:
+        from ckptkit.cli.model_class import built
 
+        model, words = built(spec, args), ["--model", spec]
+        for name, value in args.items():
+            words += ["--arg", f"{name}={dumps(value)}"]
+    chosen = () if read.key is None else ("--key", read.key)
+    found = left = examine(file, read, model=model, words=(*words, *chosen))
+    done = None
+    if destination is not None and found.checkpoint is not None:
+        found.checkpoint.whole()
+        if found.fix is not None:
+            with render.Progress("writing") as progress:
+                done = cure(found, destination, force=force, progress=progress)
+            left = examine(done.path, model=model, words=tuple(words))
+    if as_json:
         render.emit_json({"schema": SCHEMA, **report(found, done, left, spec)})
     else:
-        _say(found, done, left, fix["destination"])
+        render.emit(*_lines(found, done, left, destination))
+        if done is not None:
+            request.print_messages(found.lost, done.warnings, done.plan.notes)
         if spec is None and left.readable and left.checkpoint is not None:
             render.emit("", *map(render.labelled, render.wrapped(UNCHECKED)))
-    return _exit_code(found, done, left, level)
-
-
-def _exit_code(found: Diagnosis, done: Conversion | None, left: Diagnosis, level: str) -> int:
-    """Return the exit code for what is left, where causes of `level` count."""
     if not left.readable:
         return InputError.exit_code
     if level == "never":
         return 0
-    unmended = at_least(found.unmended, level) if done else []
-    lost = done is not None and found.lost
-    return FOUND if at_least(left.causes, level) or unmended or lost else 0
+    remains = done is not None and (at_least(found.unmended, level) or found.lost)
+    return FOUND if at_least(left.causes, level) or remains else 0
 
 
-def _check_destination(file: str, destination: str | None) -> None:
-    """Raise UsageError if --fix would overwrite the file that is diagnosed."""
-    import os
-
+def _lines(
+    found: Diagnosis, done: Conversion | None, left: Diagnosis, destination: str | None
+) -> Iterator[str]:
+    """Yield the causes found, what was `done` about them, and the causes `left`."""
     from ckptkit.analysis.advice import fixed
 
-    paths = (file, destination)
-    if destination is None or not all(map(os.path.exists, filter(None, paths))):
-        return
-    if os.path.samefile(file, destination):
-        what = "is FILE itself; --fix writes a new file"
-        raise UsageError(what, where=destination, hint=f"--fix {shell_word(fixed(file))}")
-
-
-def _model(spec: str | None, args: dict[str, object]) -> Any:
-    from ckptkit.cli.model_class import built
-
-    return None if spec is None else built(spec, args)
-
-
-def _words(spec: str | None, args: dict[str, object]) -> tuple[str, ...]:
-    """Return the options that name the model on the command line."""
-    if spec is None:
-        return ()
-    from json import dumps
-
-    return (
-        "--model",
-        spec,
-        *flatten(("--arg", f"{name}={dumps(value)}") for name, value in args.items()),
-    )
-
-
-def _mended(found: Diagnosis, destination: str | None, force: bool) -> Conversion | None:
-    if destination is not None and found.checkpoint is not None:
-        found.checkpoint.whole()
-    if destination is None or found.fix is None:
-        return None
-    from ckptkit.cli.progress import Progress
-    from ckptkit.diagnosis.diagnose import cure
-
-    with Progress("writing") as progress:
-        return cure(found, destination, force=force, progress=progress)
-
-
-def _say(
-    found: Diagnosis, done: Conversion | None, left: Diagnosis, destination: str | None
-) -> None:
-    from ckptkit.cli import doctor_text
-
-    render.emit(*doctor_text.lines(found, done, left, destination))
+    title = "cannot be read"
+    if found.checkpoint is not None:
+        kind = found.checkpoint.format + ("" if found.readable else ", damaged")
+        title = f"{kind}: {_counted(found.causes) or 'nothing found that keeps it from loading'}"
+    yield from render.wrapped(f"{render.escape(found.path)}: {title}", whole=True)
+    yield from _causes(found)
     if done is not None:
-        edit_report.print_messages(found.lost, done.warnings, done.plan.notes)
+        yield ""
+        yield from _done(found, done, left)
+    elif destination is not None and found.causes:
+        yield ""
+        yield "--fix cannot fix any of this: nothing was written"
+    elif len(found.causes) > 1 and found.fix is not None:
+        yield ""
+        yield "to fix everything that can be fixed:"
+        words = ("doctor", *found.words, "--fix", fixed(found.path), *argument(found.path))
+        yield f"  {render.escape(shell_command(('ckptkit', *words)))}"
+
+
+def _counted(causes: Sequence[Cause]) -> str:
+    """Count the causes of each level: ``1 error, 2 notes``."""
+    counts = {level: len([each for each in causes if each.level == level]) for level in LEVELS}
+    return ", ".join(render.plural(count, level) for level, count in counts.items() if count)
+
+
+def _causes(found: Diagnosis) -> Iterator[str]:
+    from textwrap import wrap
+
+    width = render.terminal_width()
+    wide = WIDEST if width is None else max(NARROWEST, min(WIDEST, width - 4))
+    numbers: dict[str, int] = {}
+    for number, cause in enumerate(found.causes, 1):
+        yield ""
+        title = render.wrapped(f"{number}. {cause.level}: {render.escape(cause.title)}")
+        yield from (render.paint(line, COLOURS[cause.level]) for line in title)
+        text = wrap(cause.explanation, wide, break_long_words=False, break_on_hyphens=False)
+        yield from (f"   {render.escape(line)}" for line in text)
+        if cause.command in numbers:
+            yield f"     (same command as {numbers[cause.command]})"
+        elif cause.command is not None:
+            numbers[cause.command] = number
+            yield f"     {render.escape(cause.command)}"
+
+
+def _done(found: Diagnosis, done: Conversion, left: Diagnosis) -> Iterator[str]:
+    name = render.escape(done.path)
+    count = render.plural(request.tensors(done.checkpoint, done.plan), "tensor")
+    what = "; ".join((f"{count}, {render.size(done.plan.size)}", *done.notes))
+    yield f"wrote {name}: {render.escape(what)}"
+    if left.causes:
+        yield f"what remains in {name}: {_counted(left.causes)}"
+        yield from _causes(left)
+    elif found.lost:
+        lost = render.plural(len(found.lost), "entry")
+        yield f"{name} loads, without {lost} that cannot be recovered"
+    elif found.unmended:
+        numbers = (str(n) for n, each in enumerate(found.causes, 1) if each in found.unmended)
+        yield f"not fixed: {', '.join(numbers)} above"
+    else:
+        yield f"no problems left: {name} loads{' into the model' if left.words else ''}"

@@ -2,183 +2,188 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from inspect import cleandoc
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from ckptkit import edits
 from ckptkit.cli import options
+from ckptkit.cli.request import Request
 
 if TYPE_CHECKING:
     from ckptkit.core.checkpoint import Checkpoint
 
+CONVERT = """Convert to another format, and transform on the way.
+
+The suffix of DST, or --format, chooses the format; `ckptkit formats` lists them. Without
+either, a folder is written when a folder is read, with its configuration files.
+
+Transforms apply in this order, whatever the order of the options: drop-entry, optimizer-keys,
+set-metadata, dequantize, keep and drop (by names in SRC), strip, add, map and sub, rule, cast,
+quantize, to and device, compact.
+
+\b
+Example: ckptkit convert run.pth half.pth --strip module. --cast bfloat16 --to cpu"""
+
 
 def command(name: str) -> click.Command:
     """Return `convert`, or the command of one edit."""
-    return convert if name == "convert" else _of(edits.BY_COMMAND[name])
+    run: Callable[..., Any] = _convert
+    made: dict[str, Any] = {"help": CONVERT, "shown": ("--all", "--shard-size"), "parts": True}
+    has_key, chosen = True, [each for each in edits.EDITS if each.in_convert]
+    if name != "convert":
+        edit = edits.BY_COMMAND[name]
+        first, *others = (f"ckptkit {name} {each}" for each in edit.examples)
+        examples = "\n".join([f"\b\nExample: {first}", *(" " * 9 + each for each in others)])
+        text = "\n\n".join(filter(None, (edit.about, cleandoc(edit.help), examples)))
+        made = {"help": text, "several": bool(edit.several), "parts": edit.reads_parts}
+        run, has_key, chosen = partial(_edit, edit), edit.has_key, [edit]
+    params: list[click.Parameter] = []
+    for option in chain.from_iterable(edit.options for edit in chosen):
+        flag, text, how = option.flag, option.help, dict(options.KINDS.get(option.kind, {}))
+        if option.choices:
+            how["type"] = click.Choice(option.choices)
+        if name == "convert":
+            flag = option.flag if option.convert is None else option.convert
+            text = option.convert_help or option.help
+        elif option.default is not None:
+            how |= {"default": option.default, "show_default": True}
+        if flag:
+            words, how["metavar"] = [flag, option.dest or option.parameter], option.metavar
+            how |= {"required": option.required, "hidden": option.rare}
+            params.append(click.Option(words, help=text, **how))
+    if has_key:
+        params.append(click.Option(["--key"], metavar="PATH", help=options.KEY))
+    return options.Writer(name=name, callback=run, params=params, **made)
 
 
-def _of(edit: edits.Edit) -> click.Command:
-    def run(request: options.Request, **given: Any) -> None:
-        key = given.pop("key") if edit.has_key else options.only(given.get("keys", ()))
-        arguments = options.given_to(edit, given) or {}
-        values = [each.parameter for each in edit.options if each.kind != "flag"]
-        if edit.needs and not any(name in arguments for name in values):
+def _arguments(edit: edits.Edit, given: dict[str, Any]) -> dict[str, Any] | None:
+    """Take the arguments of an edit out of what is given to a command; None: it is not wanted."""
+    found: dict[str, Any] = {}
+    wanted = False
+    for option in edit.options:
+        value = given.pop(option.dest or option.parameter, None)
+        if value is None or value is False or (value != "" and not value):
+            continue
+        wanted = True
+        if option.parameter in found:
             raise click.UsageError(edit.needs)
-        if edit.several:
-            found = [request.opened(each, key) for each in request.sources]
-            request.run(source=edit.function(found, **arguments))
-            return
-        step = edits.step(edit.word, **arguments)
-        if (around := _AROUND.get(edit.word)) is not None:
-            step = around(step, request, arguments)
-        request.run(step, key=key)
-
-    lines = [f"ckptkit {edit.command} {each}" for each in edit.examples]
-    examples = "\n".join(["\b", f"Example: {lines[0]}", *(" " * 9 + line for line in lines[1:])])
-    paragraphs = (edit.about, cleandoc(edit.help), examples)
-    made = options.Writer(
-        edit.command,
-        callback=run,
-        params=[*options.of_edit(edit), *([options.weights()] if edit.has_key else [])],
-        help="\n\n".join(filter(None, paragraphs)),
-    )
-    return options.writes(several=bool(edit.several), parts=edit.reads_parts)(made)
+        if option.parameter:
+            found[option.parameter] = value or None if option.kind == "dtype" else value
+    return found if wanted else None
 
 
-@options.writes("--all", "--shard-size", parts=True)
-@click.command("convert", cls=options.Writer)
-@options.key
-def convert(request: options.Request, key: str | None, **given: Any) -> None:
-    """Convert to another format, and transform on the way.
-
-    The suffix of DST, or --format, chooses the format; `ckptkit formats` lists them. Without
-    either, a folder is written when a folder is read, with its configuration files.
-
-    Transforms apply in this order, whatever the order of the options: drop-entry, optimizer-keys,
-    set-metadata, dequantize, keep and drop (by names in SRC), strip, add, map and sub, rule, cast,
-    quantize, to and device, compact.
-
-    \b
-    Example: ckptkit convert run.pth half.pth --strip module. --cast bfloat16 --to cpu
-    """
+def _convert(request: Request, key: str | None, **given: Any) -> Any:
     steps = []
     for edit in edits.EDITS:
-        if not edit.in_convert:
-            continue
-        arguments = options.given_to(edit, given, in_convert=True)
+        arguments = _arguments(edit, given) if edit.in_convert else None
         if arguments is None:
             continue
         if edit.word == "rules":
-            _check_sizes(**arguments)
+            args, lines = arguments.get("args", {}), arguments.get("rules", ())
+            if not lines:
+                raise click.UsageError("--config and --arg are sizes for --rule")
+            from ckptkit.rules.planner import RuleSet, unused_argument
+
+            known = RuleSet.parse(lines).words() if args else ()
+            for word in args:
+                if word not in known:
+                    raise unused_argument(word, known)
             arguments |= {"keep": "rest", "reports": request.options.dry_run}
         steps.append(edits.step(edit.word, **arguments))
-    request.run(*steps, key=key, keep_format=False)
+    return request.run(*steps, key=key, keep_format=False)
 
 
-convert.params[:0] = [
-    option
-    for edit in edits.EDITS
-    if edit.in_convert
-    for option in options.of_edit(edit, in_convert=True)
-]
+def _edit(edit: edits.Edit, request: Request, **given: Any) -> Any:
+    key, keys = None, given.get("keys", ())
+    if edit.has_key:
+        key = given.pop("key")
+    elif len(keys) == 1:  # which selects the weights
+        (key,) = keys
+    arguments = _arguments(edit, given) or {}
+    values = [each.parameter for each in edit.options if each.kind != "flag"]
+    if edit.needs and not any(name in arguments for name in values):
+        raise click.UsageError(edit.needs)
+    if edit.several:
+        found = [_opened(each, key, request) for each in request.sources]
+        return request.run(source=edit.function(found, **arguments))
+    if edit.word == "wrap":
+        _check_wrapped(request)
 
-
-def _check_sizes(
-    rules: Sequence[str] = (), config: Any = None, args: dict[str, int] | None = None
-) -> None:
-    """Raise UsageError for sizes without rules, and for those that no rule uses."""
-    if not rules:
-        raise click.UsageError("--config and --arg are sizes for --rule")
-    from ckptkit.rules.planner import RuleSet, unused_argument
-
-    known = RuleSet.parse(rules).words() if args else ()
-    for word in args or ():
-        if word not in known:
-            raise unused_argument(word, known)
-
-
-# What the command says that the edit does not know
-
-
-def _strip(step: edits.Step, request: options.Request, arguments: dict[str, Any]) -> edits.Step:
-    """Return a step that refuses a file without the prefix, and says which it has."""
-    prefixes, keys = arguments.get("prefixes", ()), arguments.get("keys", ())
-
-    def strip(ck: Checkpoint) -> Checkpoint:
-        done = step(ck)
-        if request.alone and done.root is ck.root:
-            from ckptkit.analysis.advice import wrappers
-
-            names = _names(ck.whole(), keys)
-            if prefixes or wrappers(names):
-                raise _nothing(ck, done, request, keys, names)
+    def step(ck: Checkpoint) -> Checkpoint:
+        done = edit.function(ck, **arguments)
+        if edit.word == "strip" and request.alone and done.root is ck.root:
+            _check_stripped(ck, done, request, **arguments)
         return done
 
-    return strip
+    return request.run(step, key=key)
 
 
-def _nothing(
+def _opened(path: str, key: str | None, request: Request) -> Checkpoint:
+    """Open one of several sources; refuse a part of a checkpoint, unless --part-only."""
+    from ckptkit.api import open_checkpoint
+
+    checkpoint = open_checkpoint(path, key=key)
+    if not request.options.part_only:
+        return checkpoint.whole()
+    from ckptkit.formats.distributed.parts import alone
+
+    return alone(checkpoint)
+
+
+def _check_stripped(
     ck: Checkpoint,
     done: Checkpoint,
-    request: options.Request,
-    keys: tuple[str, ...],
-    names: list[str],
-) -> Exception:
-    """Return the error for a file without the prefix; its hint is the command for one that it has.
+    request: Request,
+    prefixes: tuple[str, ...] = (),
+    keys: tuple[str, ...] = (),
+) -> None:
+    """Raise NothingToDoError for a file without the prefix, unless it has no other either.
 
-    That is the prefix of a wrapper, or the first part of all names.
+    The hint is the command for one that it has: the prefix of a wrapper, or the first part of all
+    names.
     """
     from ckptkit.analysis.advice import prefix_options, wrappers
-    from ckptkit.core.errors import NothingToDoError
+    from ckptkit.core.errors import CkptkitError, NothingToDoError
     from ckptkit.core.text import shell_command
 
+    ck = ck.whole()
+    try:
+        names = list((ck.with_key(keys[0]) if keys else ck).required.nodes)
+    except CkptkitError:  # the keys name other mappings
+        names = []
     found = wrappers(names)
+    if not found and not prefixes:
+        return
     firsts = {name.partition(".")[0] for name in names}
     if not found and len(firsts) == 1 and any(name.count(".") > 1 for name in names):
         found = [f"{first}." for first in firsts]
-    chosen = [word for key in keys for word in ("--key", key)]
-    places = [request.src] if request.dst is None else [request.src, request.dst]
+    chosen = list(chain.from_iterable(("--key", key) for key in keys))
+    places = [request.sources[-1], *([] if request.dst is None else [request.dst])]
     dash = ["--"] if any(each.startswith("-") for each in places) else []
-    words = ["inspect", *chosen[:2], *dash, request.src]
+    words = ["inspect", *chosen[:2], *dash, places[0]]
     hint = f"`{shell_command(['ckptkit', *words])}` lists the keys"
     if found:
         where = ["--in-place"] if request.dst is None else []
         words = ["strip-module", *where, *prefix_options(found), *chosen, *dash, *places]
         hint = f"they begin with {''.join(found)!r}: {shell_command(['ckptkit', *words])}"
-    return NothingToDoError(done.warnings[len(ck.warnings)], where=ck.name, hint=hint)
+    raise NothingToDoError(done.warnings[len(ck.warnings)], where=ck.name, hint=hint)
 
 
-def _names(ck: Checkpoint, keys: tuple[str, ...]) -> list[str]:
-    from ckptkit.core.errors import CkptkitError
-
-    try:
-        return list((ck.with_key(keys[0]) if keys else ck).required.nodes)
-    except CkptkitError:  # the keys name other mappings
-        return []
-
-
-def _wrap(step: edits.Step, request: options.Request, _: dict[str, Any]) -> edits.Step:
-    """Refuse a format that holds only weights, without an entry around them."""
+def _check_wrapped(request: Request) -> None:
+    """Raise UsageError for a format that holds only weights, without an entry around them."""
     from ckptkit import formats
     from ckptkit.core.errors import UsageError
     from ckptkit.formats.table import TORCH_ZIP
 
-    asked = request.options
+    asked, place = request.options, request.dst or request.sources[-1]
     shards = asked.shard_size is not None
-    chosen = formats.for_writing(
-        request.dst or request.src, asked.format, keep=TORCH_ZIP.name, shards=shards
-    )
+    chosen = formats.for_writing(place, asked.format, keep=TORCH_ZIP.name, shards=shards)
     if chosen.everything in ("never", "asked") and not asked.everything:
         hint = "--all keeps it" if chosen.everything == "asked" else "name a .pth"
         what = f"{chosen.name} holds only weights, without an entry around them"
         raise UsageError(what, where=request.dst, hint=hint)
-    return step
-
-
-_AROUND: dict[str, Callable[[edits.Step, options.Request, dict[str, Any]], edits.Step]] = {
-    "strip": _strip,
-    "wrap": _wrap,
-}

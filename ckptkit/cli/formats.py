@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import click
 
 from ckptkit.cli import render
 
-if TYPE_CHECKING:
-    from ckptkit.formats.format import Format
+KEEPS = {
+    "always": "everything",
+    "asked": "weights; --all: everything",
+    "nested": "nested values",
+    "never": "weights",
+}
 
 
 @click.command("formats")
@@ -24,47 +26,31 @@ def command(as_json: bool) -> None:
 
     listed = [each for each in FORMATS if each.readable or each.layout is not None]
     if as_json:
-        render.emit_json({"schema": "ckptkit.formats/1", "formats": list(map(_facts, listed))})
-    else:
-        header = ("name", "read", "write", "keeps", "remote", "recover", "suffixes", "what it is")
-        render.emit(*render.table(header, list(map(_cells, listed))))
-
-
-def _facts(format: Format) -> dict[str, object]:
-    return {
-        "name": format.name,
-        "title": format.title,
-        "readable": format.readable,
-        "writable": format.layout is not None,
-        "rewritten_as": format.rewrite_as,
-        "everything": format.everything if format.layout is not None else None,
-        "remote": "where folders can be listed" if format.listed else "any",
-        "recoverable": format.recover is not None,
-        "suffixes": format.suffixes,
-    }
-
-
-_KEEPS = {
-    "always": "everything",
-    "asked": "weights; --all: everything",
-    "nested": "nested values",
-    "never": "weights",
-}
-
-
-def _cells(format: Format) -> tuple[str, ...]:
-    writable = format.layout is not None
-    return (
-        format.name,
-        _yes(format.readable),
-        f"as {format.rewrite_as}" if format.rewrite_as else _yes(writable),
-        _KEEPS[format.everything] if writable else "",
-        "not http" if format.listed else "yes",
-        "yes" if format.recover is not None else "",
-        " ".join(format.suffixes),
-        format.title,
-    )
-
-
-def _yes(can: bool) -> str:
-    return "yes" if can else "no"
+        facts = [
+            {
+                "name": each.name,
+                "title": each.title,
+                "readable": each.readable,
+                "writable": each.layout is not None,
+                "rewritten_as": each.rewrite_as,
+                "everything": each.everything if each.layout is not None else None,
+                "remote": "where folders can be listed" if each.listed else "any",
+                "recoverable": each.recover is not None,
+                "suffixes": each.suffixes,
+            }
+            for each in listed
+        ]
+        render.emit_json({"schema": "ckptkit.formats/1", "formats": facts})
+        return
+    rows = []
+    for each in listed:
+        read, writable = "yes" if each.readable else "no", each.layout is not None
+        write = "yes" if writable else "no"
+        write = f"as {each.rewrite_as}" if each.rewrite_as else write
+        kept = KEEPS[each.everything] if writable else ""
+        remote = "not http" if each.listed else "yes"
+        recover = "yes" if each.recover is not None else ""
+        suffixes = " ".join(each.suffixes)
+        rows.append((each.name, read, write, kept, remote, recover, suffixes, each.title))
+    header = ("name", "read", "write", "keeps", "remote", "recover", "suffixes", "what it is")
+    render.emit(*render.table(header, rows))

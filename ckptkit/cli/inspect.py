@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain, islice
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from collections.abc import Iterator
+from itertools import chain
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from ckptkit.cli import options, render
+from ckptkit.cli import reading, render
 from ckptkit.core.errors import CkptkitError, InputError
-from ckptkit.core.text import shell_word, shown_url
+from ckptkit.core.text import flatten, shell_word
 
 if TYPE_CHECKING:
     from ckptkit.analysis.summary import Summary, TensorRow
@@ -18,61 +19,28 @@ if TYPE_CHECKING:
     from ckptkit.core.options import Options
 
 SCHEMA = "ckptkit.inspect/2"
-T = TypeVar("T")
+SHOWN = 40  # values, objects or metadata entries; --json and --tree show all
 
 
-class Wanted(NamedTuple):
-    """The selection of tensors to show, and the form of the output."""
-
-    globs: tuple[str, ...]
-    sort: str
-    flat: bool
-    tree: bool
-    names: bool
-    digest: bool
-    stored: bool
-
-
-@options.reads
-@click.command("inspect")
+@click.command("inspect", cls=reading.Reader)
 @click.argument("files", metavar="FILE...", nargs=-1, required=True)
-@options.as_json(SCHEMA)
-@click.option(
-    "--digest", is_flag=True, help="With --json: read all tensors and add the SHA-256 of each."
-)
-@click.option(
-    "--tree",
-    is_flag=True,
-    help="Print a tree of all values, with bars for parameters, instead of tables.",
-)
-@click.option("--names", is_flag=True, help="Print the names of the weights alone, one per line.")
-@click.option(
-    "--keys",
-    "globs",
-    metavar="GLOB",
-    multiple=True,
-    help="Only tensors whose names or paths match (repeatable).",
-)
+@reading.as_json(SCHEMA)
+@reading.flag("--digest", "With --json: read all tensors and add the SHA-256 of each.")
+@reading.flag("--tree", "Print a tree of all values, with bars for parameters, instead of tables.")
+@reading.flag("--names", "Print the names of the weights alone, one per line.")
+@reading.globs()
 @click.option(
     "--sort",
     type=click.Choice(["file", "size", "name"]),
     default="file",
     help="Order of the rows.",
 )
-@click.option("--flat", is_flag=True, help="One row per tensor: do not fold layers.{0..31}.weight.")
-@options.stored
-@click.option(
-    "--textconv",
-    is_flag=True,
-    help="Print one line per tensor and value, with digests, for git diff.",
-)
-@options.key
+@reading.flag("--flat", "One row per tensor: do not fold layers.{0..31}.weight.")
+@reading.stored
+@reading.flag("--textconv", "Print one line per tensor and value, with digests, for git diff.")
+@reading.key
 def command(
-    files: tuple[str, ...],
-    as_json: bool,
-    textconv: bool,
-    read: Options,
-    **wanted: Any,
+    files: tuple[str, ...], as_json: bool, textconv: bool, read: Options, **wanted: Any
 ) -> int:
     """Show what checkpoints contain: tensors, values and objects.
 
@@ -85,102 +53,58 @@ def command(
              ckptkit inspect --json --digest run.pth
              git config diff.ckptkit.textconv 'ckptkit inspect --textconv'
     """
+    want = SimpleNamespace(**wanted)
     if textconv and (as_json or len(files) > 1):
         raise click.UsageError("--textconv takes one FILE, and not --json")
     if textconv:
-        return _textconv(files[0], read)
-    want = Wanted(**wanted)
+        from ckptkit.cli import textconv as as_text
+
+        render.write(f"{line}\n" for line in as_text.lines(files[0], read))
+        return 0
     if want.names and (as_json or want.tree):
         raise click.UsageError("--names prints lines of names: leave out --json and --tree")
     if want.digest and not as_json:
         raise click.UsageError("--digest needs --json")
-    failures: list[CkptkitError] = []
-    if as_json:
-        from ckptkit.analysis import json_facts
 
-        found = _each(files, read, lambda ck: _facts(ck, want), failures, json_facts.failure)
-        render.emit_json({"schema": SCHEMA, "files": found})
+    def look(file: str) -> Any:
+        from ckptkit.api import reading
+
+        with reading(file, read) as checkpoint:
+            return _facts(checkpoint, want) if as_json else _lines(checkpoint, want)
+
+    failures: list[CkptkitError] = []
+    found = reading.each_of(files, look, failures)
+    if as_json:
+        from ckptkit.analysis.json_facts import failure
+
+        facts = (failure(each) if isinstance(each, CkptkitError) else each for _, each in found)
+        render.emit_json({"schema": SCHEMA, "files": facts})
     else:
-        _print(_each(files, read, lambda ck: _lines(ck, want), failures))
+        shown = (each for _, each in found if not isinstance(each, CkptkitError))
+        for number, lines in enumerate(shown):
+            render.emit(*[""] * bool(number))
+            render.write(f"{line}\n" for line in lines)
     return InputError.exit_code if failures else 0
 
 
-def _print(files: Iterable[Iterable[str]]) -> None:
-    """Print the lines of each file, an empty line between files."""
-    for number, lines in enumerate(files):
-        render.emit(*[""] * bool(number))
-        render.write(f"{line}\n" for line in lines)
-
-
-def _textconv(file: str, read: Options) -> int:
-    from ckptkit.cli import textconv
-
-    render.write(f"{line}\n" for line in textconv.lines(file, read))
-    return 0
-
-
-def _each(
-    files: Sequence[str],
-    read: Options,
-    show: Callable[[Checkpoint], T],
-    failures: list[CkptkitError],
-    failed: Callable[[CkptkitError], T] | None = None,
-) -> Iterator[T]:
-    """Yield the result of `show` for each file. A single file raises before anything is printed.
-
-    Of a file that cannot be read, yield what `failed` makes of its error.
-    """
-    shown = _readable(files, read, show, failures, failed)
-    return chain(list(islice(shown, 1)), shown)
-
-
-def _readable(
-    files: Sequence[str],
-    read: Options,
-    show: Callable[[Checkpoint], T],
-    failures: list[CkptkitError],
-    failed: Callable[[CkptkitError], T] | None,
-) -> Iterator[T]:
-    from ckptkit.api import reading
-
-    for file in files:
-        try:
-            with reading(file, read) as checkpoint:
-                shown = show(checkpoint)
-        except CkptkitError as error:
-            if len(files) == 1:
-                raise
-            render.error(str(error.at(shown_url(file))), error.hint)
-            failures.append(error)
-            if failed is not None:
-                yield failed(error)
-        else:
-            yield shown
-
-
-def _facts(checkpoint: Checkpoint, want: Wanted) -> dict[str, Any]:
+def _facts(checkpoint: Checkpoint, want: Any) -> dict[str, Any]:
     from ckptkit.analysis import json_facts
     from ckptkit.analysis.summary import summarize
     from ckptkit.quantized import look_through
 
     summary = summarize(checkpoint if want.stored or want.digest else look_through(checkpoint))
-    rows = _rows(summary, want)
-    digests = _digests(rows) if want.digest else None
+    rows, digests = _rows(summary, want), None
+    if want.digest:
+        from ckptkit.analysis.digests import sha256_each
+
+        with render.Progress("digest", sum(row.nbytes for row in rows)) as progress:
+            digests = list(sha256_each(((row.place, row.tensor) for row in rows), progress))
     return json_facts.file(summary, rows, digests, is_selection=bool(want.globs))
 
 
-def _digests(rows: list[TensorRow]) -> list[str | None]:
-    from ckptkit.analysis.digests import sha256_each
-    from ckptkit.cli.progress import Progress
-
-    with Progress("digest", sum(row.nbytes for row in rows)) as progress:
-        return list(sha256_each(((row.place, row.tensor) for row in rows), progress))
-
-
-def _lines(checkpoint: Checkpoint, want: Wanted) -> Iterator[str]:
+def _lines(checkpoint: Checkpoint, want: Any) -> Iterator[str]:
     from ckptkit.analysis.advice import advise
-    from ckptkit.analysis.summary import summarize
-    from ckptkit.cli import summary_text
+    from ckptkit.analysis.summary import selected, summarize
     from ckptkit.quantized import look_through
 
     checkpoint = checkpoint if want.stored else look_through(checkpoint)
@@ -189,69 +113,53 @@ def _lines(checkpoint: Checkpoint, want: Wanted) -> Iterator[str]:
     if want.names:
         return (render.escape(row.name) for row in rows if row.name is not None)
     if want.tree:
-        shown = _tree(checkpoint, summary, rows, want)
+        from ckptkit.analysis.shares import shares
+        from ckptkit.cli.tree_text import tree
+
+        chosen = {id(row) for row in rows} if want.globs else None
+        shown = tree(checkpoint.root, shares(summary, checkpoint.root), chosen, want.sort)
     else:
-        shown = summary_text.lines(summary, rows, flat=want.flat, sort=want.sort)
-    warnings = (*summary.warnings, *_unmatched(want, rows))
-    hints = (*_wider(want, rows, summary), *advise(summary))
-    remarks = [*(f"warning: {each}" for each in warnings), *(f"hint: {each}" for each in hints)]
-    return chain(
-        shown,
-        _selected(rows, want),
-        [""] * bool(remarks),
-        (render.labelled(render.escape(each)) for each in remarks),
-    )
+        shown = _tables(summary, rows, want)
+    total, remarks = [], [f"warning: {each}" for each in summary.warnings]
+    if want.globs and rows:
+        tensors, parameters, nbytes = selected(rows)
+        what = f"{render.plural(tensors, 'tensor')}, {parameters:,} parameters"
+        total = ["", f"selected: {what}, {render.size(nbytes)}"]
+    elif want.globs:
+        remarks.append(f"warning: no tensor name or path matches --keys {', '.join(want.globs)}")
+        for glob in want.globs:  # with one that matches inside names
+            wide = f"*{glob.strip('*')}*"
+            if count := sum(map(render.matcher([wide]), (row.place for row in summary.rows))):
+                what = f"{render.plural(count, 'tensor')} with --keys {shell_word(wide)}"
+                remarks.append(f"hint: {what}")
+    remarks += [f"hint: {each}" for each in advise(summary)]
+    labelled = (render.labelled(render.escape(each)) for each in remarks)
+    return chain(shown, total, [""] * bool(remarks), labelled)
 
 
-def _selected(rows: list[TensorRow], want: Wanted) -> Iterator[str]:
-    """Yield the totals of what --keys selects."""
-    if not want.globs or not rows:
-        return
-    from ckptkit.analysis.summary import selected
-
-    tensors, parameters, nbytes = selected(rows)
-    yield ""
-    yield (
-        f"selected: {render.plural(tensors, 'tensor')}, {parameters:,} parameters, "
-        f"{render.size(nbytes)}"
-    )
-
-
-def _tree(
-    checkpoint: Checkpoint, summary: Summary, rows: list[TensorRow], want: Wanted
-) -> Iterator[str]:
-    from ckptkit.analysis.shares import shares
-    from ckptkit.cli.tree_text import tree
-
-    found = shares(summary, checkpoint.root)
-    if not want.globs:
-        return tree(checkpoint.root, found, sort=want.sort)
-    chosen = set(map(id, rows))
-    return tree(checkpoint.root, found, lambda share: id(share.row) in chosen, want.sort)
-
-
-def _unmatched(want: Wanted, rows: list[TensorRow]) -> tuple[str, ...]:
-    return (
-        (f"no tensor name or path matches --keys {', '.join(want.globs)}",)
-        if want.globs and not rows
-        else ()
-    )
-
-
-def _wider(want: Wanted, rows: list[TensorRow], summary: Summary) -> Iterator[str]:
-    """Return a hint with wider globs that match inside names, where nothing matched."""
-    for glob in want.globs if not rows else ():
-        wide = f"*{glob.strip('*')}*"
-        if count := sum(map(render.matcher([wide]), (row.place for row in summary.rows))):
-            yield f"{render.plural(count, 'tensor')} with --keys {shell_word(wide)}"
-
-
-def _rows(summary: Summary, want: Wanted) -> list[TensorRow]:
+def _rows(summary: Summary, want: Any) -> list[TensorRow]:
     from ckptkit.analysis.summary import matching
 
     rows = matching(summary.rows, want.globs)
     if want.sort == "size":
-        rows = sorted(rows, key=lambda row: -row.nbytes)
-    elif want.sort == "name":
-        rows = sorted(rows, key=lambda row: row.label)
-    return rows
+        return sorted(rows, key=lambda row: -row.nbytes)
+    return sorted(rows, key=lambda row: row.label) if want.sort == "name" else rows
+
+
+def _tables(summary: Summary, rows: list[TensorRow], want: Any) -> Iterator[str]:
+    """Yield a heading, the tables of tensors, values and objects; of a module, its weights only."""
+    from ckptkit.analysis import view_model
+
+    report = view_model.of_checkpoint(summary, rows, flat=want.flat, sort=want.sort)
+    yield from render.wrapped(report.title, whole=True)
+    yield from flatten(map(render.wrapped, report.remarks))
+    for found in report.tables:
+        if found.headers != view_model.ENTRIES:
+            yield f"\n{found.title}\n" if found.title else ""
+            yield from render.table(found.headers, found.rows, right=found.right)
+        elif found.rows:
+            yield f"\n{found.title}"
+            texts = (f"  {name}: {text}" for name, text in found.rows[:SHOWN])
+            yield from flatten(map(render.wrapped, texts))
+            if len(found.rows) > SHOWN:
+                yield f"  and {len(found.rows) - SHOWN:,} more: --tree shows all"

@@ -16,33 +16,28 @@ _BYTES = 64 << 20
 
 
 def expected(name: str) -> Shapes:
-    """Names and shapes. Raises InputError, UsageError; of a model, its code is imported and run."""
+    """Return names and shapes. Raises InputError, UsageError; a model's code is imported and run.
+
+    An index whose shards are missing gives names alone.
+    """
     if _MODEL.fullmatch(name) and not os.path.exists(name):
         from ckptkit.cli.model_class import built
         from ckptkit.loading.building import model_shapes
 
         return {key: shape for key, (_, shape) in model_shapes(built(name)).items()}
-    if name.endswith(_INDEX) and not _has_shards(name):
-        return dict.fromkeys(_index(name))
+    if name.endswith(_INDEX):
+        names, folder = _index(name), os.path.dirname(name)
+        shards = [os.path.join(folder, os.path.basename(file)) for file in names.values()]
+        if not all(map(os.path.exists, set(shards))):
+            return dict.fromkeys(names)
     from ckptkit.api import open_checkpoint
 
-    checkpoint = open_checkpoint(name)
-    try:
+    with open_checkpoint(name) as checkpoint:
         return {key: tensor.shape for key, tensor in checkpoint.weights.items()}
-    finally:
-        checkpoint.close()
-
-
-def _has_shards(name: str) -> bool:
-    folder = os.path.dirname(name)
-    return all(
-        os.path.exists(os.path.join(folder, os.path.basename(file)))
-        for file in set(_index(name).values())
-    )
 
 
 def _index(name: str) -> dict[str, str]:
-    """The weight_map of an index: key to file."""
+    """Return the weight_map of an index: key to file."""
     try:
         with open(name, "rb") as file:
             found: Any = json.loads(file.read(_BYTES))

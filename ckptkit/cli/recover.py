@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
-from ckptkit.cli import options
+from ckptkit.cli import options, reading
+from ckptkit.cli.request import Request
 
 
-@options.writes()
 @click.command("recover", cls=options.Writer)
-@click.option(
-    "--unverified",
-    is_flag=True,
-    help="Also keep tensors that cannot be proven intact; they may be garbage.",
+@reading.flag(
+    "--unverified", "Also keep tensors that cannot be proven intact; they may be garbage."
 )
-def command(request: options.Request, unverified: bool) -> None:
+def command(request: Request, unverified: bool) -> Any:
     """Save the intact tensors of a cut or damaged file.
 
     Tensors that are proven intact go to DST; the others are listed with the reason. Where the file
@@ -31,6 +31,6 @@ def command(request: options.Request, unverified: bool) -> None:
     if request.options.dry_run:  # `recover` would undo an interrupted edit in place
         from ckptkit.formats.format import open_place
 
-        open_place(request.src).close()
-    found = recover(request.src, unverified=unverified)
-    request.run(source=found.checkpoint, lost=found.lost)
+        open_place(request.sources[0]).close()
+    found = recover(request.sources[0], unverified=unverified)
+    return request.run(source=found.checkpoint, lost=found.lost)

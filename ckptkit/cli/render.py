@@ -1,13 +1,15 @@
-"""Text output: escaping, sizes, tables, JSON. Everything that is printed goes through here."""
+"""Text output: escaping, sizes, tables, JSON, progress. Commands print through this module alone.
+
+On a terminal, tables and lines are made to fit; elsewhere nothing is cut or wrapped.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from functools import partial
-from itertools import groupby, islice
-from typing import Any, TextIO
+from time import monotonic
+from typing import TYPE_CHECKING, Any, TextIO
 
 from ckptkit.core.errors import CkptkitError, OutputError
 from ckptkit.core.text import escape as escape
@@ -17,15 +19,26 @@ from ckptkit.core.text import plural as plural
 from ckptkit.core.text import shape as shape
 from ckptkit.core.text import size as size
 
+if TYPE_CHECKING:
+    from tqdm import tqdm
+
 STDOUT = "standard output"
 COLOURS = {"red": 31, "green": 32, "yellow": 33, "cyan": 36}
 LABELS = {
     "different:": "red", "equal:": "green", "error:": "red", "hint:": "cyan", "mismatched": "red",
     "missing": "red", "note:": "cyan", "unexpected": "yellow", "warning:": "yellow",
 }  # fmt: skip
-STREAMED = 2_000  # rows; longer tables are formatted row by row, without tabulate
-BATCH = 1_000  # rows that are formatted at once
-_PLAIN = frozenset({str, int, float, bool, type(None), list, tuple, dict})
+BATCH = 1_000  # items of a list of JSON on one line
+NARROWEST = 16  # characters of a name that are always shown
+PROSE = 24  # characters of a line of prose in the last column, at least
+GAP = 2  # characters between columns
+HEADING = 2  # characters of space around a heading, where there is room
+UNBROKEN = "\N{NO-BREAK SPACE}"  # a space at which no line is wrapped; escaped text has none
+BLOCKS = " ▁▂▃▄▅▆▇█"
+PATIENCE = 1.0  # seconds until a progress bar appears
+
+begun = False  # whether anything was written to standard output
+progress_asked = False  # whether --progress is given
 
 
 def emit(*lines: str) -> None:
@@ -35,15 +48,13 @@ def emit(*lines: str) -> None:
 
 def emit_text(*lines: str) -> None:
     """Print lines, escaped, and wrapped between words on a terminal."""
-    emit(*text_lines(lines))
+    escaped = text_lines(lines) if is_terminal(sys.stdout) else map(escape, lines)
+    write(f"{line}\n" for line in escaped)
 
 
 def text_lines(lines: Iterable[str]) -> Iterator[str]:
     """Yield the lines that `emit_text` prints."""
     return flatten(wrapped(escape(line), whole=True) for line in lines)
-
-
-begun = False  # whether anything was written to standard output
 
 
 def write(pieces: Iterable[str]) -> None:
@@ -95,21 +106,28 @@ def is_terminal(stream: TextIO | None) -> bool:
     return stream is not None and stream.isatty()
 
 
-def has_colour(stream: TextIO | None) -> bool:
-    """Return whether output goes to a terminal that allows color (https://no-color.org)."""
-    wanted = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-    return wanted and is_terminal(stream) and (os.name != "nt" or "WT_SESSION" in os.environ)
-
-
 def paint(text: str, colour: str, stream: TextIO | None = None) -> str:
-    """Return `text`, already escaped, in a color if `stream` (standard output) shows colors."""
-    return f"\x1b[{COLOURS[colour]}m{text}\x1b[0m" if has_colour(stream or sys.stdout) else text
+    """Return `text`, already escaped, in a color if `stream` (standard output) shows colors.
+
+    That is a terminal that allows them (https://no-color.org).
+    """
+    wanted = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    if (
+        wanted
+        and is_terminal(stream or sys.stdout)
+        and (os.name != "nt" or "WT_SESSION" in os.environ)
+    ):
+        return f"\x1b[{COLOURS[colour]}m{text}\x1b[0m"
+    return text
 
 
 def labelled(line: str, stream: TextIO | None = None) -> str:
     """Return `line`, already escaped, with its first word in color if it is a status word."""
     word = line.split(" ", 1)[0]
     return paint(word, LABELS[word], stream) + line[len(word) :] if word in LABELS else line
+
+
+# Lines and tables that fit the terminal. All text is escaped already.
 
 
 def terminal_width() -> int | None:
@@ -122,7 +140,7 @@ def terminal_width() -> int | None:
 
 
 def wrapped(line: str, *, whole: bool = False) -> list[str]:
-    """Break an escaped line into lines that fit on the terminal; in a pipe, it stays whole.
+    """Break a line into lines that fit on the terminal; in a pipe, it stays whole.
 
     A word that is longer is broken, unless it is to stay `whole`: a path or a name, to be pasted.
     A hint stays in one line: it may hold a command.
@@ -130,18 +148,29 @@ def wrapped(line: str, *, whole: bool = False) -> list[str]:
     width = terminal_width()
     if width is None or len(line) <= width or line.startswith("hint: "):
         return [line]
-    from ckptkit.cli import narrow
+    return _broken(line, width, whole=whole)
 
-    return narrow.line(line, width, whole=whole)
+
+def _broken(line: str, width: int, *, whole: bool = False) -> list[str]:
+    """Break a line into several, indented; a number and its unit stay together."""
+    import re
+    from textwrap import wrap
+
+    lines = wrap(
+        re.sub(r"(?<=[0-9]) (?=[kMGTP]?B\b)", UNBROKEN, line),
+        max(NARROWEST, width),
+        subsequent_indent=" " * (len(line) - len(line.lstrip()) + 4),
+        break_long_words=not whole,
+        break_on_hyphens=False,
+    )
+    return [each.replace(UNBROKEN, " ") for each in lines]
 
 
 def listed(names: Iterable[str]) -> Iterator[str]:
     """Yield names as an indented list, shortened on a terminal, or wrapped if that confuses two."""
     names, width = list(names), terminal_width()
     if width is not None:
-        from ckptkit.cli import narrow
-
-        names = narrow.distinct(names, max(narrow.NARROWEST, width - 2)) or names
+        names = _distinct(names, max(NARROWEST, width - 2)) or names
     yield from flatten(wrapped(f"  {name}", whole=True) for name in names)
 
 
@@ -150,90 +179,223 @@ def table(
 ) -> Iterator[str]:
     """Format a table without rules; columns named in `right` are right-aligned.
 
-    On a terminal, it is made to fit (`narrow.table`); elsewhere nothing is cut.
+    On a terminal that is too narrow, columns with the same cell in every row are taken out first,
+    and named above. Then prose in the last column is wrapped, or else names in the first are cut in
+    the middle. Where that is not enough, or would make two names equal, each row becomes a name and
+    lines of its cells.
     """
     width = terminal_width()
-    if not rows or width is None:
-        yield from _aligned(headers, rows, right)
-        return
-    lines = list(_aligned(headers, rows, right))
-    if max(map(len, lines)) <= width:
+    lines = _aligned(headers, rows, right, HEADING)
+    if width is not None:
+        lines = iter(whole := list(lines))
+    if width is None or max(map(len, whole), default=0) <= width:
         yield from lines
         return
-    from ckptkit.cli import narrow
+    if sum(_widths(headers, rows)) > width + GAP and len(rows) > 1:
+        first, *columns = zip(headers, *rows, strict=True)
+        same = [each for each in columns if each[0] not in right and len({*each[1:]}) == 1]
+        if same:
+            shown = _pairs([head for head, *_ in same], [cell for _, cell, *_ in same])
+            yield from _broken(f"the same in all rows: {shown}", width)
+        headers, *rows = zip(first, *(each for each in columns if each not in same), strict=True)
+    *others, last = _widths(headers, rows)
+    words = list(flatten(row[-1].split() for row in rows))
+    is_prose = last - GAP > PROSE and headers[-1] not in right and len(words) > len(rows)
+    room = width - sum(others)
+    if sum(others) + last <= width + GAP:
+        yield from _aligned(headers, rows, right)
+    elif others and is_prose and room >= PROSE and max(map(len, words)) <= room:
+        yield from _aligned(headers, list(_with_prose(rows, room)), right)
+    else:
+        names = [row[0] for row in rows]
+        room = width - sum(_widths(headers, rows)[1:]) - 1  # a column stays free
+        cut = _distinct(names, room) if room >= NARROWEST else None
+        if cut is not None:
+            named = [[name, *row[1:]] for name, row in zip(cut, rows, strict=True)]
+            yield from _aligned(headers, named, right)
+            return
+        names = _distinct(names, max(NARROWEST, width)) or names
+        for name, (_, *cells) in zip(names, rows, strict=True):
+            yield from _broken(name, width, whole=True)
+            yield from _broken(f"  {_pairs(headers[1:], cells)}", width)
 
-    yield from narrow.table(headers, rows, right, width, partial(_columns, right=right))
+
+def _widths(headers: Sequence[str], rows: Sequence[Sequence[str]], heading: int = 0) -> list[int]:
+    """Return the width of each column, with the gap behind it."""
+    return [
+        max(len(head) + heading, *map(len, cells)) + GAP
+        for head, *cells in zip(headers, *rows, strict=True)
+    ]
 
 
 def _aligned(
-    headers: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str]
+    headers: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str], heading: int = 0
 ) -> Iterator[str]:
-    if len(rows) > STREAMED:
-        yield from _columns(headers, rows, right)
-    elif rows:
-        from tabulate import tabulate  # costs 30 ms
-
-        align = ["right" if header in right else "left" for header in headers]
-        text = tabulate(rows, headers, tablefmt="plain", disable_numparse=True, colalign=align)
-        yield from map(str.rstrip, text.split("\n"))
+    if rows:
+        widths = zip(headers, _widths(headers, rows, heading), strict=True)
+        cells = [f"{{:{'>' if head in right else '<'}{width - GAP}}}" for head, width in widths]
+        form = (" " * GAP).join(cells)
+        for row in (headers, *rows):
+            yield form.format(*row).rstrip()
 
 
-def _columns(
-    headers: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str]
-) -> Iterator[str]:
-    """Format a table as `_aligned` does, without its space around headings."""
-    widths = [max(map(len, column)) for column in zip(headers, *rows, strict=True)]
-    form = "  ".join(
-        f"{{:{'>' if header in right else '<'}{w}}}"
-        for header, w in zip(headers, widths, strict=True)
-    )
-    for row in (headers, *rows):
-        yield form.format(*row).rstrip()
+def _with_prose(rows: Sequence[Sequence[str]], room: int) -> Iterator[list[str]]:
+    """Yield rows whose last cell goes on in further rows."""
+    from textwrap import wrap
+
+    for *cells, prose in rows:
+        first, *others = wrap(prose, room, break_on_hyphens=False) or [""]
+        yield [*cells, first]
+        yield from ([*[""] * len(cells), other] for other in others)
 
 
-def json_pieces(value: Any) -> Iterator[str]:
-    """Yield the JSON text of `value` in pieces; iterators become lists without being held in
-    memory.
-    """
-    from json import dumps
-
-    if isinstance(value, dict):
-        yield "{"
-        for number, (key, item) in enumerate(value.items()):
-            yield f"{', ' if number else ''}{dumps(key)}: "
-            yield from json_pieces(item)
-        yield "}"
-    elif isinstance(value, Iterator):
-        yield "["
-        yield from _json_items(value)
-        yield "]"
-    else:
-        yield dumps(value, allow_nan=False)
+def _pairs(headers: Sequence[str], cells: Sequence[str]) -> str:
+    """Return cells after their headings; a pair stays on one line if it is short."""
+    pairs = []
+    for header, cell in zip(headers, cells, strict=True):
+        mark = ":" if " " in header else ""
+        pair = f"{header}{mark} {cell}".strip()
+        if cell:
+            pairs.append(pair.replace(" ", UNBROKEN) if len(pair) <= PROSE else pair)
+    return ", ".join(pairs)
 
 
-def _json_items(items: Iterator[Any]) -> Iterator[str]:
-    """Yield the items of a container: plain ones in batches, those with iterators singly."""
-    from json import dumps
-
-    before = ""
-    for is_plain, same in groupby(items, key=_is_plain):
-        while batch := list(islice(same, BATCH if is_plain else 1)):
-            yield before
-            if is_plain:
-                yield dumps(batch, allow_nan=False)[1:-1]
-            else:
-                yield from json_pieces(batch[0])
-            before = ",\n"
+def _distinct(names: Sequence[str], room: int) -> list[str] | None:
+    """Shorten names to `room` characters; return None if two of them would become equal."""
+    short = {name: shortened(name, room) for name in names}
+    return [short[name] for name in names] if len({*short.values()}) == len(short) else None
 
 
-def _is_plain(item: Any) -> bool:
-    """Return whether an item holds no iterator; the types of most are known to be none."""
-    if not isinstance(item, dict) or _PLAIN.issuperset(map(type, item.values())):
-        return True
-    return not any(isinstance(part, Iterator) for part in item.values())
+def shortened(text: str, room: int) -> str:
+    """Return `text` in at most `room` characters, cut in the middle."""
+    if len(text) <= room:
+        return text
+    head = (room - 3) // 2
+    return f"{text[:head]}...{text[len(text) - (room - 3 - head) :]}"
+
+
+def bars(counts: Sequence[int]) -> str:
+    """Return one block character per count, scaled to the largest; '' if they cannot be encoded."""
+    if not counts or not _has_blocks():
+        return ""
+    largest = max(counts) or 1
+    return "".join(BLOCKS[-(-8 * count // largest)] for count in counts)
+
+
+def horizontal_bars(counts: Sequence[int], width: int) -> Iterator[str]:
+    """Yield a horizontal bar of at most `width` characters for each count."""
+    largest, has_blocks = max(counts, default=0) or 1, _has_blocks()
+    for count in counts:
+        whole, eighths = divmod(8 * width * count // largest, 8)
+        if has_blocks:
+            yield "█" * whole + "▏▎▍▌▋▊▉"[eighths - 1 : eighths]
+        else:
+            yield "#" * max(whole, count > 0)
+
+
+def _has_blocks() -> bool:
+    try:
+        BLOCKS.encode(getattr(sys.stdout, "encoding", None) or "ascii")
+    except (UnicodeError, LookupError):
+        return False
+    return True
+
+
+# JSON
 
 
 def emit_json(value: dict[str, Any]) -> None:
     """Print `value` as one JSON object."""
     write(json_pieces(value))
     write(["\n"])
+
+
+def json_pieces(value: Any) -> Iterator[str]:
+    """Yield the JSON text of `value` in pieces; iterators become lists, item by item."""
+    from json import JSONEncoder
+
+    encode = JSONEncoder(allow_nan=False).encode
+
+    def pieces(value: Any) -> Iterator[str]:
+        if isinstance(value, dict):
+            yield "{"
+            for number, (key, item) in enumerate(value.items()):
+                yield f"{', ' if number else ''}{encode(key)}: "
+                yield from pieces(item)
+            yield "}"
+        elif isinstance(value, Iterator):
+            yield "["
+            for number, item in enumerate(value):
+                parts = item.values() if isinstance(item, dict) else ()
+                holds_iterators = any(hasattr(part, "__next__") for part in parts)
+                if number:
+                    yield ", " if number % BATCH and not holds_iterators else ",\n"
+                yield from pieces(item) if holds_iterators else (encode(item),)
+            yield "]"
+        else:
+            yield encode(value)
+
+    return pieces(value)
+
+
+# Progress
+
+
+class Progress:
+    """``with Progress("copying", total) as progress: progress(nbytes)`` after each part.
+
+    A bar on standard error: on a terminal, after one second; with --progress anywhere, at once. A
+    total that is only known later may be passed with the parts.
+    """
+
+    def __init__(self, title: str, total: int | None = None, *, shown: bool = True) -> None:
+        self.shown = shown and (progress_asked or is_terminal(sys.stderr))
+        self.title, self.total = title, total
+        self.done = 0
+        self.started = monotonic()
+        self.bar: tqdm[Any] | None = None
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.bar is not None:
+            self.bar.close()
+
+    def name(self, title: str) -> None:
+        """Change the title, as to the file that is read."""
+        self.title = title
+        if self.bar is not None:
+            self.bar.set_description(title, refresh=False)
+
+    def clear(self) -> None:
+        """Erase the bar, for lines that are printed; the next part draws it again."""
+        if self.bar is not None:
+            self.bar.clear()
+
+    def __call__(self, nbytes: int, total: int | None = None) -> None:
+        self.done += nbytes
+        self.total = self.total if total is None else total
+        if self.bar is not None:
+            self.bar.update(nbytes)
+        elif self.shown and (progress_asked or monotonic() - self.started > PATIENCE):
+            from tqdm import tqdm
+
+            tqdm.monitor_interval = (
+                0  # no thread that looks after bars: it would keep us from forking
+            )
+            self.bar = tqdm(
+                desc=self.title, total=self.total, initial=self.done, unit="B", unit_scale=True,
+                leave=progress_asked,
+            )  # fmt: skip
+
+
+# Files
+
+
+def publish(data: bytes, path: str, force: bool) -> None:
+    """Write a file at `path`, whole or not at all."""
+    from ckptkit.core.plan import OutputFile, Plan
+    from ckptkit.publish.publish import publish
+
+    publish(Plan((OutputFile("", (data,)),)), path, force=force, allow_expand=True)

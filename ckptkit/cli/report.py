@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import os
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
-from ckptkit.cli import options, render
-from ckptkit.cli.progress import Progress
+from ckptkit.cli import reading, render
+from ckptkit.core.errors import CkptkitError
 from ckptkit.core.text import shown_url
 
 if TYPE_CHECKING:
     from ckptkit.core.checkpoint import Checkpoint
-    from ckptkit.views.page import Seen
 
 SCHEMA = "ckptkit.report/2"
 PAGES, PICTURES = (".html", ".htm"), (".svg", ".png", ".pdf")
@@ -23,43 +22,32 @@ PAGES, PICTURES = (".html", ".htm"), (".svg", ".png", ".pdf")
 @click.command("report")
 @click.argument("file", metavar="FILE")
 @click.argument("other", metavar="[OTHER]", required=False)
-@click.option(
-    "--output",
-    "-o",
-    metavar="OUT",
+@reading.value(
+    "--output -o",
+    "OUT",
+    "Output file: a page (.html) or a picture (.svg, .png, .pdf).",
     required=True,
-    help="Output file: a page (.html) or a picture (.svg, .png, .pdf).",
 )
-@click.option(
-    "--values",
-    is_flag=True,
-    help="Read the values of tensors too: add statistics and histograms, and compare.",
+@reading.flag(
+    "--values", "Read the values of tensors too: add statistics and histograms, and compare."
 )
-@click.option(
-    "--all",
-    "everything",
-    is_flag=True,
-    help="Not only the weights: compare optimizer, averages and values too, with OTHER.",
+@reading.flag(
+    "--all everything",
+    "Not only the weights: compare optimizer, averages and values too, with OTHER.",
 )
 @click.option(
     "--by",
     type=click.Choice(["parameters", "bytes"]),
     help="Scale the areas of the picture by parameters (default) or bytes.",
 )
-@click.option(
-    "--title",
-    metavar="TEXT",
-    help="Title of the picture. Default: the name of FILE.",
-)
-@click.option("--force", is_flag=True, help="Replace OUT if it exists.")
-@options.as_json(SCHEMA)
-@click.option("--quiet", "-q", is_flag=True, help="Print only errors.")
-@options.stored
-@options.key
-@click.option(
-    "--key-b",
-    metavar="PATH",
-    help="Like --key, for OTHER ('' selects the whole file). Default: as --key.",
+@reading.value("--title", "TEXT", "Title of the picture. Default: the name of FILE.")
+@reading.flag("--force", "Replace OUT if it exists.")
+@reading.as_json(SCHEMA)
+@reading.flag("--quiet -q", "Print only errors.")
+@reading.stored
+@reading.key
+@reading.value(
+    "--key-b", "PATH", "Like --key, for OTHER ('' selects the whole file). Default: as --key."
 )
 def command(
     file: str,
@@ -91,103 +79,68 @@ def command(
              ckptkit report run.pth other.safetensors --values -o diff.html
              ckptkit report run.pth -o run.svg
     """
+    from ckptkit import api
+    from ckptkit.quantized import look_through, look_through_both
+
     if everything and other is None:
         raise click.UsageError("--all compares with OTHER")
-    kind = _kind(
-        output, plain=other is None and not values, styled=by is not None or title is not None
-    )
+    suffix = os.path.splitext(output)[1].lower()  # which chooses what to make
+    if suffix not in (*PAGES, *PICTURES):
+        kinds = ", ".join((*PAGES[:1], *PICTURES))
+        raise click.UsageError(f"{output}: the suffix chooses what to make: {kinds}")
+    if suffix in PICTURES and (other is not None or values):
+        raise click.UsageError("OTHER and --values need a page (.html)")
+    if suffix in PAGES and (by is not None or title is not None):
+        raise click.UsageError("--by and --title need a picture (.svg, .png, .pdf)")
     with ExitStack() as stack:
-        keys = (key, key if key_b is None else key_b)
-        named = zip((file, other), keys, strict=True)
-        found = [_opened(stack, name, each) for name, each in named if name is not None]
-        if not stored:
-            found = _looked_through(found)
-        if kind in PAGES:
+        found = [stack.enter_context(api.reading(file, key=key))]
+        if other is not None:
+            key = key if key_b is None else key_b
+            found.append(stack.enter_context(api.reading(other, key=key)))
+        if not stored and len(found) > 1 and all(map(_has_weights, found)):
+            found = list(look_through_both(*found))
+        elif not stored:
+            found = list(map(look_through, found))
+        if suffix in PAGES:
             data, count = _page(found, values, everything)
         else:
-            data, count = _picture(found[0], kind[1:], by or "parameters", title)
-    _publish(data, output, force=force)
-    inputs = [shown_url(name) for name in (file, other) if name is not None]
-    facts = {"inputs": inputs, "output": output, "tensor_count": count, "size": len(data)}
-    _report(facts, as_json, quiet)
+            data, count = _picture(found[0], suffix[1:], by or "parameters", title)
+    render.publish(data, output, force)
+    if as_json:
+        inputs = [shown_url(name) for name in (file, other) if name is not None]
+        facts = {"inputs": inputs, "output": output, "tensor_count": count, "size": len(data)}
+        render.emit_json({"schema": SCHEMA, **facts})
+    elif not quiet:
+        what = f"{render.plural(count, 'tensor')}, {render.size(len(data))}"
+        render.emit_text(f"wrote {output}: {what}")
     return 0
 
 
-def _report(facts: dict[str, Any], as_json: bool, quiet: bool) -> None:
-    """Print what was written."""
-    if as_json:
-        render.emit_json({"schema": SCHEMA, **facts})
-    elif not quiet:
-        tensors, size = render.plural(facts["tensor_count"], "tensor"), render.size(facts["size"])
-        render.emit_text(f"wrote {facts['output']}: {tensors}, {size}")
-
-
-def _kind(output: str, *, plain: bool, styled: bool) -> str:
-    """Return the suffix of OUT, which chooses what to make; raise UsageError for other options.
-
-    `plain`: one file and no --values; `styled`: with options that only pictures have.
-    """
-    suffix = os.path.splitext(output)[1].lower()
-    if suffix not in (*PAGES, *PICTURES):
-        raise click.UsageError(
-            f"{output}: the suffix chooses what to make: {', '.join((*PAGES[:1], *PICTURES))}"
-        )
-    if suffix in PICTURES and not plain:
-        raise click.UsageError("OTHER and --values need a page (.html)")
-    if suffix in PAGES and styled:
-        raise click.UsageError("--by and --title need a picture (.svg, .png, .pdf)")
-    return suffix
-
-
-def _opened(stack: ExitStack, name: str, key: str | None) -> Checkpoint:
-    from ckptkit.api import reading
-
-    return stack.enter_context(reading(name, key=key))
-
-
-def _looked_through(found: list[Checkpoint]) -> list[Checkpoint]:
-    from ckptkit.quantized import look_through, look_through_both
-
-    return (
-        list(look_through_both(*found))
-        if len(found) > 1 and _have_weights(found)
-        else list(map(look_through, found))
-    )
-
-
-def _have_weights(found: list[Checkpoint]) -> bool:
-    from ckptkit.core.errors import CkptkitError
-
+def _has_weights(checkpoint: Checkpoint) -> bool:
     try:
-        return all(each.selection is not None for each in found)
+        return checkpoint.selection is not None
     except CkptkitError:
         return False
 
 
 def _page(found: list[Checkpoint], values: bool, everything: bool) -> tuple[bytes, int]:
     from ckptkit.analysis.diff import compare_checkpoints
-    from ckptkit.views.page import facts, page
+    from ckptkit.analysis.summary import summarize
+    from ckptkit.views.page import facts, look, page
 
-    seen = _seen(found, values)
-    diff = None
+    if values:
+        total = sum(summarize(checkpoint).totals.nbytes for checkpoint in found)
+        with render.Progress("reading", total) as progress:
+            seen = [look(checkpoint, progress) for checkpoint in found]
+    else:
+        seen = list(map(look, found))
+    diff = other = None
     if len(found) > 1:
         name = shown_url(found[0].name or "")
         diff = compare_checkpoints(*found, everything=everything, values=values, name=name)
-    other = seen[1] if len(seen) > 1 else None
+        other = seen[1]
     shown = facts(seen[0], other, diff, everything=everything)
     return page(shown), len(seen[0].shares)
-
-
-def _seen(found: list[Checkpoint], values: bool) -> list[Seen]:
-    from ckptkit.views.page import look
-
-    if not values:
-        return list(map(look, found))
-    from ckptkit.analysis.summary import summarize
-
-    total = sum(summarize(checkpoint).totals.nbytes for checkpoint in found)
-    with Progress("reading", total) as progress:
-        return [look(checkpoint, progress) for checkpoint in found]
 
 
 def _picture(checkpoint: Checkpoint, kind: str, by: str, title: str | None) -> tuple[bytes, int]:
@@ -199,10 +152,3 @@ def _picture(checkpoint: Checkpoint, kind: str, by: str, title: str | None) -> t
     tree = grown(shares(summary, checkpoint.root))
     name = shown_url(summary.path).rstrip("/").rpartition("/")[2] if title is None else title
     return drawn(tree, kind, by, name), len(summary.rows)
-
-
-def _publish(data: bytes, path: str, *, force: bool) -> None:
-    from ckptkit.core.plan import OutputFile, Plan
-    from ckptkit.publish.publish import publish
-
-    publish(Plan((OutputFile("", (data,)),)), path, force=force)

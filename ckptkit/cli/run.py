@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import click
 
-from ckptkit.cli import options, render
+from ckptkit.cli import options, reading, render
+from ckptkit.cli.request import Request
+from ckptkit.core.options import DEFAULT
+from ckptkit.core.text import without
 
 
 def _list(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
@@ -15,54 +19,43 @@ def _list(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
         from ckptkit.run import recipes
 
         known = list(map(recipes.load, recipes.names()))
-        rows = [(each.name, each.about) for each in known if not each.source]
-        render.emit(*render.table(("recipe", "what it makes"), rows))
-        layouts = [
-            (each.name, each.about, each.source, each.checked or "not checked")
-            for each in known
-            if each.source
-        ]
-        render.emit(
-            "", *render.table(("layout", "from, to", "facts from", "checked against"), layouts)
-        )
+        made = [(each.name, each.about) for each in known if not each.source]
+        render.emit(*render.table(("recipe", "what it makes"), made))
+        facts = ((each, each.checked or "not checked") for each in known if each.source)
+        layouts = [(each.name, each.about, each.source, checked) for each, checked in facts]
+        heads = ("layout", "from, to", "facts from", "checked against")
+        render.emit("", *render.table(heads, layouts))
         ctx.exit()
 
 
-@options.writes("--all", "--shard-size", parts=True)
-@click.command("run", cls=options.Writer)
+@click.command("run", cls=options.Writer, shown=("--all", "--shard-size"), parts=True)
 @click.argument("recipe", metavar="RECIPE")
 @click.option(
-    "--list",
-    is_flag=True,
-    is_eager=True,
-    expose_value=False,
-    callback=_list,
+    "--list", is_flag=True, is_eager=True, expose_value=False, callback=_list,
     help="List the built-in recipes and exit.",
-)
-@click.option("--reverse", is_flag=True, help="Undo the recipe: SRC has the layout that it makes.")
-@click.option(
+)  # fmt: skip
+@reading.flag("--reverse", "Undo the recipe: SRC has the layout that it makes.")
+@reading.value(
     "--config",
-    metavar="FILE",
-    callback=options.config,
-    help="Sizes of the model, for rules; without it, config.json beside SRC.",
+    "FILE",
+    "Sizes of the model, for rules; without it, config.json beside SRC.",
+    **options.KINDS["config"],
 )
-@click.option(
-    "--arg",
-    "args",
-    metavar="NAME=INT",
-    multiple=True,
-    callback=options.sizes,
-    help="Argument NAME of the rules: a size (repeatable).",
+@reading.value(
+    "--arg args",
+    "NAME=INT",
+    "Argument NAME of the rules: a size (repeatable).",
+    **options.KINDS["sizes"],
 )
-@options.key
+@reading.key
 def command(
     recipe: str,
-    request: options.Request,
+    request: Request,
     key: str | None,
     reverse: bool,
     config: Mapping[str, Any] | None,
     args: dict[str, int],
-) -> None:
+) -> Any:
     """Carry out the steps of a recipe, as one plan.
 
     RECIPE is a YAML or TOML file, or the name of a built-in recipe (--list). Steps apply in the
@@ -74,9 +67,20 @@ def command(
              ckptkit run mixtral model out --reverse --arg h=32
     """
     from ckptkit.edits.rules import RuleOptions
+    from ckptkit.formats import of_suffix
     from ckptkit.run import recipes
 
     rules = RuleOptions(args, config, reverse, reports=request.options.dry_run)
     found = recipes.load(recipe, rules)
-    output = {} if reverse else found.output  # which is that of the other layout
-    request.with_defaults(output).run(*found.steps, key=key, keep_format=False)
+    # Back, the output is that of the other layout. A suffix of DST says which format is wanted: one
+    # file then.
+    given = {} if reverse else dict(found.output)
+    if request.dst is not None and of_suffix(request.dst) is not None:
+        given = without(given, ("format", "shard_size"))
+    if "all" in given:
+        given["everything"] = given.pop("all")
+    if "shard_size" in given:
+        given["shard_size"] = options.size(given["shard_size"])
+    own = [name for name in given if getattr(request.options, name) != getattr(DEFAULT, name)]
+    request = replace(request, options=replace(request.options, **without(given, own)))
+    return request.run(*found.steps, key=key, keep_format=False)

@@ -10,105 +10,84 @@ from urllib.parse import quote
 from ckptkit.cli.render import escape
 from ckptkit.core import __version__
 from ckptkit.core.text import is_url
+from ckptkit.scanning import verdict as verdicts
 from ckptkit.scanning.files import Failure
-from ckptkit.scanning.verdict import (
-    CLASSES,
-    CODE,
-    HARMLESS,
-    LABELS,
-    UNKNOWN,
-    FileVerdict,
-    Finding,
-    findings,
-)
+from ckptkit.scanning.verdict import CLASSES, CODE, HARMLESS, UNKNOWN, FileVerdict, Finding
 
 SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
-RULES = (CODE, UNKNOWN, CLASSES, HARMLESS)
-_IDS = {
-    CODE: "would-run-code",
-    UNKNOWN: "cannot-tell",
-    CLASSES: "needs-classes",
-    HARMLESS: "not-for-weights-only",
-}
-_LEVELS = {CODE: "error", UNKNOWN: "warning", CLASSES: "warning", HARMLESS: "note"}
-_MEANING = {
-    CODE: "Loading the file with pickle calls code with arguments that the file chooses.",
-    UNKNOWN: "It is malformed, ambiguous, or contains a step that is not proven harmless.",
-    CLASSES: "The file makes objects of classes that are not in the allowlist: their code decides.",
-    HARMLESS: "Everything is in the allowlist, but torch.load(weights_only=True) does not read it.",
-}
+# The verdicts that are rules: id, level, meaning.
+RULES = {
+    CODE: ("would-run-code", "error",
+           "Loading the file with pickle calls code with arguments that the file chooses."),
+    UNKNOWN: ("cannot-tell", "warning",
+              "It is malformed, ambiguous, or contains a step that is not proven harmless."),
+    CLASSES: ("needs-classes", "warning",
+              "The file makes objects of classes that are not in the allowlist: their code "
+              "decides."),
+    HARMLESS: ("not-for-weights-only", "note",
+               "Everything is in the allowlist, but torch.load(weights_only=True) does not read "
+               "it."),
+}  # fmt: skip
 
 
 def log(results: Iterable[FileVerdict | Failure], strict: bool) -> dict[str, Any]:
     """Return the whole log; results are written while files are scanned, unreadable files at the
     end.
     """
-    failures: list[Failure] = []
+    failures: list[dict[str, Any]] = []
+    rules = [
+        {
+            "id": name,
+            "shortDescription": {"text": verdicts.LABELS[verdict]},
+            "fullDescription": {"text": meaning},
+            "defaultConfiguration": {"level": level},
+        }
+        for verdict, (name, level, meaning) in RULES.items()
+    ]
     run = {
-        "tool": {
-            "driver": {
-                "name": "ckptkit",
-                "version": __version__,
-                "rules": [_rule(each) for each in RULES],
-            }
-        },
+        "tool": {"driver": {"name": "ckptkit", "version": __version__, "rules": rules}},
         "columnKind": "utf16CodeUnits",
         "results": _results(results, failures, strict),
-        "invocations": (_invocation(failures) for _ in range(1)),
+        "invocations": (
+            {"executionSuccessful": not failures, "toolExecutionNotifications": failures}
+            for _ in range(1)
+        ),
     }
     return {"$schema": SCHEMA, "version": "2.1.0", "runs": iter((run,))}
 
 
-def _rule(verdict: str) -> dict[str, Any]:
-    return {
-        "id": _IDS[verdict],
-        "shortDescription": {"text": LABELS[verdict]},
-        "fullDescription": {"text": _MEANING[verdict]},
-        "defaultConfiguration": {"level": _LEVELS[verdict]},
-    }
-
-
 def _results(
-    results: Iterable[FileVerdict | Failure], failures: list[Failure], strict: bool
+    results: Iterable[FileVerdict | Failure], failures: list[dict[str, Any]], strict: bool
 ) -> Iterator[dict[str, Any]]:
     for each in results:
         if isinstance(each, Failure):
-            failures.append(each)
+            text = escape(str(each.error.at(each.path)))
+            failures.append({"level": "error", "message": {"text": text}})
         else:
-            yield from (_result(each.path, finding) for finding in findings(each, strict))
+            found = verdicts.findings(each, strict)
+            yield from (_result(each.path, finding) for finding in found)
 
 
 def _result(path: str, finding: Finding) -> dict[str, Any]:
-    location: dict[str, Any] = {"artifactLocation": {"uri": _uri(path)}}
+    if is_url(path):
+        uri = quote(path, safe="/:?&=%@*~,+")
+    else:
+        uri = quote(os.fsencode(path).replace(os.sep.encode(), b"/"))
+        uri = f"file://{uri}" if os.path.isabs(path) else uri
+    location: dict[str, Any] = {"artifactLocation": {"uri": uri}}
     if finding.offset is not None:
         location["region"] = {"byteOffset": finding.offset, "byteLength": 0}
     place: dict[str, Any] = {"physicalLocation": location}
+    text = finding.text
     if finding.where:
-        place["logicalLocations"] = [
-            {"fullyQualifiedName": escape(finding.where), "kind": "member"}
-        ]
+        member = {"fullyQualifiedName": escape(finding.where), "kind": "member"}
+        place["logicalLocations"] = [member]
+        text = f"{finding.where}: {text}"
+    name, level, _ = RULES[finding.verdict]
     return {
-        "ruleId": _IDS[finding.verdict],
-        "ruleIndex": RULES.index(finding.verdict),
-        "level": _LEVELS[finding.verdict],
-        "message": {
-            "text": escape(f"{finding.where}: {finding.text}" if finding.where else finding.text)
-        },
+        "ruleId": name,
+        "ruleIndex": list(RULES).index(finding.verdict),
+        "level": level,
+        "message": {"text": escape(text)},
         "locations": [place],
     }
-
-
-def _uri(path: str) -> str:
-    """Return a path as a URI reference."""
-    if is_url(path):
-        return quote(path, safe="/:?&=%@*~,+")
-    given = quote(os.fsencode(path).replace(os.sep.encode(), b"/"))
-    return f"file://{given}" if os.path.isabs(path) else given
-
-
-def _invocation(failures: list[Failure]) -> dict[str, Any]:
-    notices = [
-        {"level": "error", "message": {"text": escape(str(each.error.at(each.path)))}}
-        for each in failures
-    ]
-    return {"executionSuccessful": not failures, "toolExecutionNotifications": notices}

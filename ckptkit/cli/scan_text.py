@@ -2,50 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from ckptkit.cli.render import escape, paint, wrapped
 from ckptkit.core.text import flatten
+from ckptkit.scanning import verdict as verdicts
 from ckptkit.scanning.files import Failure
-from ckptkit.scanning.verdict import (
-    CLASSES,
-    CODE,
-    HARMLESS,
-    LABELS,
-    UNKNOWN,
-    FileVerdict,
-    PickleVerdict,
-    needed,
-)
+from ckptkit.scanning.verdict import CLASSES, CODE, HARMLESS, UNKNOWN, FileVerdict, PickleVerdict
 
 COLOURS = {CODE: "red", UNKNOWN: "yellow"}
 SHOWN = 8  # names, calls and reasons of one pickle, pickles of one file
+
+
+def painted(result: FileVerdict | Failure) -> Iterator[str]:
+    """Yield the lines of a verdict, escaped, the first in its color."""
+    for number, line in enumerate(map(escape, lines(result))):
+        colour = None if number or isinstance(result, Failure) else COLOURS.get(result.verdict)
+        fitting = wrapped(line, whole=number == 0)
+        yield from fitting if colour is None else (paint(each, colour) for each in fitting)
 
 
 def lines(result: FileVerdict | Failure) -> Iterator[str]:
     """Yield the verdict on a file, and its reasons below it; errors are printed elsewhere."""
     if isinstance(result, Failure):
         return
-    yield f"{result.path}: {LABELS[result.verdict]}"
-    lines = list(flatten(map(_pickle, result.pickles)))
-    lines += [f"{_place(each.where)}{each.reason}" for each in result.remarks]
-    lines += [
-        f"{each.where}: a program that uses {', '.join(each.files)}"
-        for each in result.programs
-        if each.files
-    ]
+    yield f"{result.path}: {verdicts.LABELS[result.verdict]}"
+    reasons = list(flatten(map(_pickle, result.pickles)))
+    reasons += [f"{_place(each.where)}{each.reason}" for each in result.remarks]
+    for each in result.programs:
+        if each.files:
+            reasons.append(f"{each.where}: a program that uses {', '.join(each.files)}")
     functions = sum(each.functions for each in result.programs)
     if functions:
-        lines.append(f"a program of {functions:,} functions, run by torch.jit when they are called")
-    yield from (f"  {line}" for line in _some([*dict.fromkeys(lines)]))
-
-
-def painted(result: FileVerdict | Failure) -> Iterator[str]:
-    """Yield the same lines, escaped, the first in the color of its verdict."""
-    for number, line in enumerate(map(escape, lines(result))):
-        colour = None if number or isinstance(result, Failure) else COLOURS.get(result.verdict)
-        fitting = wrapped(line, whole=number == 0)
-        yield from fitting if colour is None else (paint(each, colour) for each in fitting)
+        what = f"a program of {functions:,} functions, run by torch.jit when they are called"
+        reasons.append(what)
+    reasons = list(dict.fromkeys(reasons))
+    yield from (f"  {line}" for line in reasons[:SHOWN])
+    if len(reasons) > SHOWN:
+        yield f"  and {len(reasons) - SHOWN:,} more, which --json lists"
 
 
 def _pickle(pickle: PickleVerdict) -> Iterator[str]:
@@ -54,14 +48,14 @@ def _pickle(pickle: PickleVerdict) -> Iterator[str]:
     hidden = " (in a byte string that nothing loads)" if pickle.found.nested else ""
     for call in pickle.runs[:SHOWN]:
         times = f", {call.times:,} times" if call.times > 1 else ""
-        call_text = f"{call.name}{call.args}{times}"
-        yield f"{place}calls {call_text}: {call.opcode} at byte {call.offset:,}{hidden}"
+        where = f"{call.opcode} at byte {call.offset:,}"
+        yield f"{place}calls {call.name}{call.args}{times}: {where}{hidden}"
     if len(pickle.runs) > SHOWN:
         yield f"{place}calls {len(pickle.runs) - SHOWN:,} more, which --json lists"
     if pickle.verdict in (CODE, UNKNOWN):
         yield from (f"{place}{reason}" for reason in pickle.reasons)
     if pickle.verdict == CLASSES:
-        yield from (f"{place}{line}" for line in needed(pickle))
+        yield from (f"{place}{line}" for line in verdicts.needed(pickle))
     if pickle.verdict in (CLASSES, HARMLESS) and pickle.refused is not None:
         yield f"{place}weights_only cannot be used: {pickle.refused}"
     yield from pickle.versions
@@ -69,9 +63,3 @@ def _pickle(pickle: PickleVerdict) -> Iterator[str]:
 
 def _place(where: str) -> str:
     return f"{where}: " if where else ""
-
-
-def _some(lines: Sequence[str]) -> Iterator[str]:
-    yield from lines[:SHOWN]
-    if len(lines) > SHOWN:
-        yield f"and {len(lines) - SHOWN:,} more, which --json lists"

@@ -1,21 +1,22 @@
-"""ckptkit show"""
+"""ckptkit show: values of a tensor, as many as fit, with digits enough to tell them apart."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
+from itertools import chain, zip_longest
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from ckptkit.cli import options, render
+from ckptkit.cli import reading, render
 from ckptkit.core.errors import UsageError
 from ckptkit.core.text import flatten, guess, shown_url
 
 if TYPE_CHECKING:
-    from ckptkit.analysis.slices import Picks
+    from ckptkit.analysis.slices import Pick, Picks
     from ckptkit.analysis.summary import TensorRow
-    from ckptkit.cli import grid
     from ckptkit.compute.tallies import Histogram, Tally
     from ckptkit.core.checkpoint import Checkpoint
     from ckptkit.core.options import Options
@@ -28,15 +29,26 @@ BAR = 40  # characters of the longest bar of a histogram, at most
 FIRST = 10  # places that --nan lists
 COUNTED = 1 << 20  # elements that are read for their statistics without being asked for
 LISTED = 1 << 20  # elements that --json prints
+CELL = 10  # characters of a number and the space before it, at least
+PLAIN = 100  # characters of a line where there is no terminal
+LABEL = 8  # characters for the row indices
+FEWEST, MOST = 3, 17  # significant digits; 17 tell all numbers of 64 bits apart
+MARK = "*"  # at a number that differs from that of the first table
 
 
 class Shown(NamedTuple):
-    """A tensor of a file, and the selected part of it."""
+    """A tensor of a file, the selected part of it, and the corner that is printed, row by row.
+
+    A vector is one row, which is printed in lines of `columns` numbers.
+    """
 
     path: str
     name: str
     tensor: Tensor
     picks: Picks
+    corner: Picks = ()
+    cells: tuple[list[Any], ...] = ()
+    columns: int = 0
 
     @property
     def part(self) -> Tensor:
@@ -44,54 +56,54 @@ class Shown(NamedTuple):
 
         return select(self.tensor, self.picks)
 
-    def corner(self, rows: int, columns: int) -> grid.Corner:
+    @property
+    def many(self) -> list[Pick]:
+        """The dimensions of the grid: the rows and columns, the elements of a vector, or none."""
+        return [pick for pick in self.picks if not pick.single]
+
+    def read(self, rows: int, columns: int) -> Shown:
         """Read the corner of a matrix, or as many elements of a vector."""
         from ckptkit.analysis.slices import plane, select
-        from ckptkit.cli import grid
         from ckptkit.compute import tallies
 
-        is_vector = sum(not pick.single for pick in self.picks) == 1
-        picks = plane(self.picks, rows, rows * columns if is_vector else columns)
-        cells = tallies.numbers(select(self.tensor, picks))
-        if not cells.size:
-            return grid.Corner(picks, [], columns)
+        width = rows * columns if len(self.many) == 1 else columns
+        picks = plane(self.picks, rows, width)
+        numbers = tallies.numbers(select(self.tensor, picks))
         many = [pick for pick in picks if not pick.single]
         height = many[0].size if len(many) > 1 else 1
-        return grid.Corner(picks, cells.reshape(height, -1).tolist(), columns)
+        cells = numbers.reshape(height, -1).tolist() if numbers.size else []
+        return self._replace(corner=picks, cells=tuple(cells), columns=columns)
+
+    def cut(self, rows: int, columns: int) -> Shown:
+        """Return this corner with fewer columns."""
+        from ckptkit.analysis.slices import plane
+
+        width = rows * columns if len(self.many) == 1 else columns
+        picks = plane(self.picks, rows, width)
+        cells = tuple(row[:width] for row in self.cells)
+        return self._replace(corner=picks, cells=cells, columns=columns)
 
 
-@options.reads
-@click.command("show")
+@click.command("show", cls=reading.Reader)
 @click.argument("file", metavar="FILE")
 @click.argument("name", metavar="NAME", required=False)
 @click.argument("index", metavar="[SLICE]", default="")
-@click.option(
-    "--with", "other", metavar="FILE", help="Show the same tensor of another file side by side."
-)
-@click.option(
-    "--name-b", metavar="NAME", help="Name of the tensor in the other file, if different."
-)
+@reading.value("--with other", "FILE", "Show the same tensor of another file side by side.")
+@reading.value("--name-b", "NAME", "Name of the tensor in the other file, if different.")
 @click.option(
     "--rows", type=click.IntRange(min=1), default=ROWS, show_default=True, help="Rows of the grid."
 )
 @click.option(
     "--columns", type=click.IntRange(min=1), help="Columns of the grid. Default: as many as fit."
 )
-@click.option(
-    "--stats",
-    "counted",
-    is_flag=True,
-    help="Compute statistics of the whole part, even if it is large.",
+@reading.flag("--stats counted", "Compute statistics of the whole part, even if it is large.")
+@reading.flag(
+    "--nan nonfinite",
+    "Print where the first NaN and infinities are; without NAME, of all tensors.",
 )
-@click.option(
-    "--nan",
-    "nonfinite",
-    is_flag=True,
-    help="Print where the first NaN and infinities are; without NAME, of all tensors.",
-)
-@options.as_json(SCHEMA)
-@options.stored
-@options.key
+@reading.as_json(SCHEMA)
+@reading.stored
+@reading.key
 def command(
     file: str,
     name: str | None,
@@ -117,25 +129,54 @@ def command(
              ckptkit show run.pth conv1.weight '[0, :, 0:3]' --with other.safetensors
              ckptkit show run.pth --nan
     """
+    from ckptkit import api
+
     if nonfinite and (index or as_json):
         raise click.UsageError("--nan looks at the whole tensor, and prints lines")
     if name is None:
         if not nonfinite or other:
             raise click.UsageError("Missing argument 'NAME'.")
-        return _all_nonfinite(file, read, stored)
+        _print_nonfinite(file, read, stored)
+        return 0
     pairs = [(file, name), *([(other, name_b or name)] if other is not None else [])]
+    lines: Iterable[str]
     with ExitStack() as stack:
-        shown = [_chosen(stack, *pair, index, read, stored) for pair in pairs]
+        shown = []
+        for path, each in pairs:
+            found = _rows(stack.enter_context(api.reading(path, read)), stored)
+            shown.append(_chosen(shown_url(path), each, index, found))
         if as_json:
-            text = [*render.json_pieces(_facts(shown, counted)), "\n"]
-        elif nonfinite:
-            text = [f"{line}\n" for line in render.text_lines(flatten(map(_nonfinite, shown)))]
+            facts = {"schema": SCHEMA, "tensors": [_facts(each) for each in shown]}
+            text = [*render.json_pieces(facts), "\n"]
         else:
-            corners = _corners(shown, rows, columns)
-            lines = (*_grids(shown, corners), *_summaries(shown, corners, counted))
+            if nonfinite:
+                lines = render.text_lines(flatten(map(_nonfinite, shown)))
+            else:
+                lines = _values(shown, rows, columns, counted)
             text = [f"{line}\n" for line in lines]
     render.write(text)
     return 0
+
+
+def _rows(checkpoint: Checkpoint, stored: bool) -> list[TensorRow]:
+    """Return all tensors; quantized weights as one each, unless `stored`."""
+    from ckptkit.analysis.summary import summarize
+    from ckptkit.quantized import look_through
+
+    return summarize(checkpoint if stored else look_through(checkpoint)).rows
+
+
+def _chosen(file: str, name: str, index: str, rows: list[TensorRow]) -> Shown:
+    """Return the tensor with this name or path. Raises UsageError."""
+    from ckptkit.analysis.slices import parse
+
+    found = [row for row in rows if row.name == name] or [row for row in rows if row.place == name]
+    if not found:
+        names = [row.label for row in rows[:5_000]]
+        ending = [each for each in names if each.endswith(f".{name}") or name.endswith(f".{each}")]
+        hint = guess(name, ending or names) or "`ckptkit inspect {where}` lists them"
+        raise UsageError(f"has no tensor {name!r}", where=file, hint=hint)
+    return Shown(file, name, found[0].tensor, parse(index, found[0].tensor.shape))
 
 
 def _nonfinite(shown: Shown) -> Iterator[str]:
@@ -150,168 +191,122 @@ def _nonfinite(shown: Shown) -> Iterator[str]:
         yield f"  and {nan + infinite - FIRST:,} more"
 
 
-def _all_nonfinite(file: str, read: Options, stored: bool) -> int:
+def _print_nonfinite(file: str, read: Options, stored: bool) -> None:
     """Print where the first elements that are not finite are, of each tensor that has any."""
-    from ckptkit.api import reading
-    from ckptkit.cli.progress import Progress
+    from ckptkit import api
 
     found: list[list[str]] = []
-    with reading(file, read) as checkpoint:
-        rows = [row for row in _rows(checkpoint, stored) if _may_be_nonfinite(row.tensor)]
-        with Progress(f"reading {shown_url(file)}", sum(row.nbytes for row in rows)) as progress:
+    name = shown_url(file)
+    with api.reading(file, read) as checkpoint:
+        rows = [
+            row
+            for row in _rows(checkpoint, stored)
+            if row.tensor.storage is not None
+            and row.tensor.layout == "strided"
+            and row.tensor.dtype.kind in ("float", "complex")
+        ]
+        with render.Progress(f"reading {name}", sum(row.nbytes for row in rows)) as progress:
             for row in rows:
-                lines = list(_nonfinite(Shown(shown_url(file), row.label, row.tensor, ())))
+                lines = list(_nonfinite(Shown(name, row.label, row.tensor, ())))
                 progress(row.nbytes)
                 if len(lines) > 1:
                     found.append(lines)
     what = f"{len(found):,} of {render.plural(len(rows), 'tensor')}" if found else "no tensor"
-    render.emit_text(*flatten(found), f"{shown_url(file)}: {what} with NaN or infinities")
-    return 0
+    render.emit_text(*flatten(found), f"{name}: {what} with NaN or infinities")
 
 
-def _may_be_nonfinite(tensor: Tensor) -> bool:
-    """Return whether a tensor has elements that may be NaN or infinite."""
-    has_elements = tensor.storage is not None and tensor.layout == "strided"
-    return has_elements and tensor.dtype.kind in ("float", "complex")
+def _values(shown: list[Shown], rows: int, columns: int | None, counted: bool) -> Iterator[str]:
+    """Yield a heading for each tensor, one table of all side by side, and their statistics.
 
-
-def _rows(checkpoint: Checkpoint, stored: bool) -> list[TensorRow]:
-    """Return all tensors; quantized weights as one each, unless `stored`."""
-    from ckptkit.analysis.summary import summarize
-    from ckptkit.quantized import look_through
-
-    return summarize(checkpoint if stored else look_through(checkpoint)).rows
-
-
-def _chosen(
-    stack: ExitStack, file: str, name: str, index: str, read: Options, stored: bool
-) -> Shown:
-    from ckptkit.analysis.slices import parse
-    from ckptkit.api import reading
-
-    rows = _rows(stack.enter_context(reading(file, read)), stored)
-    found = next((row for row in rows if row.name == name), None) or next(
-        (r for r in rows if r.place == name), None
-    )
-    if found is None:
-        raise UsageError(
-            f"has no tensor {name!r}", where=shown_url(file), hint=_instead(name, rows)
-        )
-    return Shown(shown_url(file), name, found.tensor, parse(index, found.tensor.shape))
-
-
-def _instead(name: str, rows: list[Any]) -> str | None:
-    names = [row.label for row in rows[:5_000]]
-    ending = [each for each in names if each.endswith(f".{name}") or name.endswith(f".{each}")]
-    return guess(name, ending or names) or "`ckptkit inspect {where}` lists them"
-
-
-def _corners(shown: list[Shown], rows: int, columns: int | None) -> list[grid.Corner]:
-    """Read the corners; without `columns`, as many as fit with the digits that they need."""
-    from ckptkit.cli import grid
-
-    most = columns or grid.fitting(len(shown))
-    corners = [each.corner(rows, most) for each in shown]
-    if columns is not None:
-        return corners
-    fitting = min(most, grid.fitting(len(shown), grid.cell_width(corners)))
-    return [corner.cut(rows, fitting) for corner in corners]
-
-
-def _grids(shown: list[Shown], corners: list[grid.Corner]) -> Iterator[str]:
-    """Yield a heading for each tensor, and one table of all, side by side."""
+    Without `columns`, as many are shown as fit with the digits that they need.
+    """
+    from ckptkit.analysis import view_model
     from ckptkit.analysis.slices import show
-    from ckptkit.cli import grid
 
-    for each, corner in zip(shown, corners, strict=True):
-        tensor = each.tensor
-        where = f"{tensor.dtype} {render.shape(tensor.shape)} on {tensor.device}"
-        yield from render.wrapped(
-            render.escape(f"{each.path}: {each.name}, {where}: {show(corner.picks)}"), whole=True
-        )
+    across = ((render.terminal_width() or PLAIN) - LABEL) // len(shown)  # characters of a table
+    most = columns or max(1, across // CELL)
+    shown = [each.read(rows, most) for each in shown]
+    if columns is None:
+        fitting = min(most, max(1, across // _cell(shown)))
+        shown = [each.cut(rows, fitting) for each in shown]
+    for each in shown:
+        where = f"{each.tensor.dtype} {render.shape(each.tensor.shape)} on {each.tensor.device}"
+        title = render.escape(f"{each.path}: {each.name}, {where}: {show(each.corner)}")
+        yield from render.wrapped(title, whole=True)
     yield ""
-    yield from grid.lines(corners)
+    yield from _grid(shown)
+    for each in shown:
+        tally, whole = _counted(each, counted)
+        named = ", ".join(view_model.measured(view_model.numbers(tally, each.tensor.dtype.kind)))
+        of = "" if whole else f" of {each.part.numel:,} (--stats reads all)"
+        title = f"{each.path}: " if len(shown) > 1 else ""
+        text = render.escape(f"{title}{render.plural(tally.count, 'value')}{of}: ")
+        yield ""
+        yield from render.wrapped(text + named)
+        yield from _histogram(tally.histogram.at_most(BINS))
+    if len(shown) > 1:
+        yield ""
+        yield _difference(*(each.part for each in shown))
 
 
-def _counted(shown: Shown, counted: bool, corner: grid.Corner | None = None) -> tuple[Tally, bool]:
+def _counted(shown: Shown, counted: bool) -> tuple[Tally, bool]:
     """Return the statistics, and whether they cover the whole part or only the corner."""
     from ckptkit.analysis.slices import select
     from ckptkit.compute import tallies, workers
 
-    whole = counted or corner is None or shown.part.numel <= COUNTED
-    part = shown.part if whole or corner is None else select(shown.tensor, corner.picks)
+    whole = counted or shown.part.numel <= COUNTED
+    part = shown.part if whole else select(shown.tensor, shown.corner)
     found = tallies.Tally()
     for each in workers.ordered(tallies.tally, tallies.parts(part), lambda one: one.nbytes):
         found.add(each)
     return found, whole
 
 
-def _summaries(shown: list[Shown], corners: list[grid.Corner], counted: bool) -> Iterator[str]:
-    from ckptkit.analysis import view_model
-
-    for each, corner in zip(shown, corners, strict=True):
-        tally, whole = _counted(each, counted, corner)
-        numbers = view_model.numbers(tally, each.tensor.dtype.kind)
-        of = "" if whole else f" of {each.part.numel:,} (--stats reads all)"
-        yield ""
-        title = f"{each.path}: " if len(shown) > 1 else ""
-        named = ", ".join(view_model.measured(numbers))
-        counted_text = render.escape(f"{title}{render.plural(tally.count, 'value')}{of}: ")
-        yield from render.wrapped(counted_text + named)
-        yield from _histogram(tally.histogram.at_most(BINS))
-    if len(shown) > 1:
-        yield from _difference(*shown)
-
-
 def _histogram(histogram: Histogram) -> Iterator[str]:
     """Yield a line for each bin: its smallest number, a bar, and how many numbers it has."""
-    from ckptkit.cli import grid
-    from ckptkit.cli.bars import horizontal_bars
-
-    (texts,) = grid.texts([list(histogram.edges)[: len(histogram.counts)]])
-    cell = max([grid.CELL, *map(len, texts)])
+    (texts,) = _texts([list(histogram.edges)[: len(histogram.counts)]])
+    cell = max([CELL, *map(len, texts)])
     edges = [f"{text:>{cell}}  " for text in texts]
     counts = [f" {count:,}" for count in histogram.counts]
     longest = max(map(len, edges), default=0) + max(map(len, counts), default=0)
-    width = min(BAR, (render.terminal_width() or grid.PLAIN) - longest)
-    bars = horizontal_bars(histogram.counts, max(1, width))
+    width = min(BAR, (render.terminal_width() or PLAIN) - longest)
+    bars = render.horizontal_bars(histogram.counts, max(1, width))
     yield from map("".join, zip(edges, bars, counts, strict=False))
 
 
-def _difference(a: Shown, b: Shown) -> Iterator[str]:
+def _difference(ours: Tensor, theirs: Tensor) -> str:
     from ckptkit.compute.compare import compare
 
-    ours, theirs = a.part, b.part
-    yield ""
     if ours.shape != theirs.shape:
-        yield f"not compared: {render.shape(ours.shape)} and {render.shape(theirs.shape)}"
-    elif max(ours.numel, theirs.numel) > COUNTED:
-        yield "not compared as a whole: `diff --values` does that"
-    elif (found := compare(ours, theirs, atol=0.0)) is None:
-        yield "equal in all values"
-    else:
-        largest = f"{found.largest:.3g}" if found.largest is not None else ""
-        yield f"{found.count:,} of {ours.numel:,} values differ, by up to {largest}"
+        return f"not compared: {render.shape(ours.shape)} and {render.shape(theirs.shape)}"
+    if max(ours.numel, theirs.numel) > COUNTED:
+        return "not compared as a whole: `diff --values` does that"
+    found = compare(ours, theirs, atol=0.0)
+    if found is None:
+        return "equal in all values"
+    largest = f"{found.largest:.3g}" if found.largest is not None else ""
+    return f"{found.count:,} of {ours.numel:,} values differ, by up to {largest}"
 
 
-def _facts(shown: list[Shown], counted: bool) -> dict[str, Any]:
-    return {"schema": SCHEMA, "tensors": [_json(each, counted) for each in shown]}
-
-
-def _json(shown: Shown, counted: bool) -> dict[str, Any]:
+def _facts(shown: Shown) -> dict[str, Any]:
     from ckptkit.analysis import view_model
     from ckptkit.analysis.slices import show
+    from ckptkit.analysis.summary import json_number
     from ckptkit.compute import tallies
+
+    def plain(value: Any) -> Any:
+        """Return nested lists of JSON numbers; a complex number is a pair."""
+        if isinstance(value, list):
+            return [plain(each) for each in value]
+        if isinstance(value, complex):
+            return [json_number(value.real), json_number(value.imag)]
+        return json_number(value)
 
     part = shown.part
     if part.numel > LISTED:
-        raise UsageError(
-            f"{part.numel:,} values are too many to list",
-            where=shown.path,
-            hint="select a part, as in '[0, :, 3:7]'",
-        )
-    tally, _ = _counted(shown, True)
-    numbers = view_model.numbers(tally, part.dtype.kind)
+        what = f"{part.numel:,} values are too many to list"
+        raise UsageError(what, where=shown.path, hint="select a part, as in '[0, :, 3:7]'")
+    numbers = view_model.numbers(_counted(shown, True)[0], part.dtype.kind)
     return {
         "file": shown.path,
         "name": shown.name,
@@ -320,17 +315,85 @@ def _json(shown: Shown, counted: bool) -> dict[str, Any]:
         "device": shown.tensor.device,
         "slice": show(shown.picks),
         "selected": list(part.shape),
-        "values": _listed(tallies.numbers(part).tolist()),
-        "stats": {name: _listed(value) for name, value in numbers.items()},
+        "values": plain(tallies.numbers(part).tolist()),
+        "stats": {name: plain(value) for name, value in numbers.items()},
     }
 
 
-def _listed(value: Any) -> Any:
-    """Return nested lists of JSON numbers; a complex number is a pair."""
-    from ckptkit.analysis.summary import json_number
+# A grid of numbers
 
-    if isinstance(value, list):
-        return [_listed(each) for each in value]
-    if isinstance(value, complex):
-        return [json_number(value.real), json_number(value.imag)]
-    return json_number(value)
+
+def _texts(rows: Iterable[list[Any]]) -> list[list[str]]:
+    """Format numbers with enough digits to distinguish those that differ."""
+    rows = list(rows)
+    numbers = [each for each in flatten(rows) if each == each]  # without NaN
+    digits, different = FEWEST, len(set(numbers))
+    while digits < MOST and len({_text(each, digits) for each in numbers}) < different:
+        digits += 1
+    return [[_text(each, digits) for each in row] for row in rows]
+
+
+def _text(number: Any, digits: int) -> str:
+    if isinstance(number, int):
+        return str(number)
+    if not isinstance(number, complex):
+        return f"{number:.{digits}g}"
+    sign = "-" if math.copysign(1, number.imag) < 0 else "+"
+    return f"{number.real:.{digits}g}{sign}{abs(number.imag):.{digits}g}j"
+
+
+def _cell(shown: list[Shown]) -> int:
+    """Return the characters of a cell with its mark and the space before it."""
+    texts = flatten(_texts(flatten(each.cells for each in shown)))
+    return max(CELL, max(map(len, texts), default=0) + 1 + (len(shown) > 1))
+
+
+def _grid(shown: list[Shown]) -> Iterator[str]:
+    """Yield the tables side by side, with row and column indices."""
+    if not all(each.cells for each in shown):
+        yield "no elements"
+        return
+    texts = iter(_texts(chain.from_iterable(each.cells for each in shown)))
+    tables = [list(_lines(each, [next(texts) for _ in each.cells])) for each in shown]
+    cell, side = _cell(shown), max(len(label) for label, *_ in tables[0])
+    heads = ["".join(f"{head:>{cell}}" for head in _heads(each)) for each in shown]
+    if any(heads):
+        yield (" " * side + "  |".join(heads)).rstrip()
+    for row in zip_longest(*tables, fillvalue=("", [], [])):
+        label, first, _ = row[0]
+        parts = [_marked(numbers, written, first, cell) for _, numbers, written in row]
+        yield (f"{label:>{side}}" + "  |".join(parts)).rstrip()
+
+
+def _lines(shown: Shown, texts: list[list[str]]) -> Iterator[tuple[str, list[Any], list[str]]]:
+    """Yield the rows of a matrix, or a vector in several lines: index, numbers and texts."""
+    many, columns = [pick for pick in shown.corner if not pick.single], shown.columns
+    if len(many) == 1:
+        ((numbers,), (cells,)) = shown.cells, texts
+        for at in range(0, len(numbers), columns):
+            label = str(many[0].start + at * many[0].step) if len(numbers) > columns else ""
+            yield label, numbers[at : at + columns], cells[at : at + columns]
+        return
+    for at, (numbers, cells) in enumerate(zip(shown.cells, texts, strict=True)):
+        yield str(many[0].start + at * many[0].step) if many else "", numbers, cells
+
+
+def _heads(shown: Shown) -> list[str]:
+    """Return the column indices; those of a vector of several lines count from the line's own."""
+    many = [pick for pick in shown.corner if not pick.single]
+    if not many:
+        return []
+    across = many[-1]
+    if len(many) == 1 and across.size > shown.columns:
+        return [f"+{at * across.step}" for at in range(shown.columns)]
+    return [str(across.start + at * across.step) for at in range(across.size)]
+
+
+def _marked(numbers: list[Any], texts: list[str], first: list[Any], cell: int) -> str:
+    """Return the cells of a line, with a mark where they differ from those of the first table."""
+    cells = []
+    for number, other, text in zip_longest(numbers, first[: len(numbers)], texts):
+        both_nan = other is not None and number != number and other != other
+        mark = "" if number == other or both_nan else MARK
+        cells.append(f"{text + mark:>{cell}}")
+    return "".join(cells)

@@ -14,7 +14,7 @@ import click
 
 from ckptkit.cli.options import dequantize_said
 from ckptkit.core.errors import AmbiguousError, CkptkitError, MissingFileError
-from ckptkit.core.text import is_url, nearest, shell_command, shell_word
+from ckptkit.core.text import is_url, nearest, shell_command, shell_word, some
 
 # Other words for which people look, and the command that does it, with options.
 WORDS = {
@@ -64,14 +64,20 @@ _HUB = re.compile(r"[\w.-]+/[\w.-]+")
 
 def improve(error: BaseException, words: Sequence[str], main: click.Group) -> None:
     """Give an error a better hint, if there is one. `words` are those typed after ``ckptkit``."""
-    typed = Typed(main, words)
-    hint = None
+    typed, hint = Typed(main, words), None
+    context = error.ctx if isinstance(error, click.UsageError) else None
     if isinstance(error, click.NoSuchOption):
         hint = _option(error)
-    elif isinstance(error, click.UsageError) and error.ctx is not None:
-        hint = _usage(error, error.ctx, typed)
     elif isinstance(error, CkptkitError):
         hint = _file(error, typed)
+    elif isinstance(error, click.UsageError) and context is not None:
+        if error.message.startswith("No such command") and context.command is main:
+            word = next(each for each in words if not each.startswith("-"))
+            hint = command(word, words[words.index(word) + 1 :], main.list_commands(context))
+        elif "unexpected extra argument" in error.message:
+            hint = _batch(typed)
+        elif isinstance(error, click.MissingParameter) and context.info_name == "extract":
+            hint = next(map(_entries, typed.parts()[0]), None)
     if hint is not None:
         error.hint = hint  # type: ignore[attr-defined]
 
@@ -98,15 +104,14 @@ def _option(error: click.NoSuchOption) -> str | None:
     """Return a hint for an option that has another name, or that another command has."""
     if error.ctx is None:
         return None
-    name, path = error.ctx.info_name or "", error.ctx.command_path
-    if (new := RENAMED.get((name, error.option_name))) is not None:
-        return f"it is {new}: see `{path} --help`"
+    see = f"see `{error.ctx.command_path} --help`"
+    if (new := RENAMED.get((error.ctx.info_name or "", error.option_name))) is not None:
+        return f"it is {new}: {see}"
     if (known := OPTIONS.get(error.option_name)) is None:
         return None
     other, _, new = known.partition(" ")
-    own = {each for option in error.ctx.command.params for each in option.opts}
-    if new.split()[0] in own:
-        return f"it is {new}: see `{path} --help`"
+    if any(new.split()[0] in option.opts for option in error.ctx.command.params):
+        return f"it is {new}: {see}"
     return f"{other} has {new}: see `ckptkit {other} --help`"
 
 
@@ -114,21 +119,16 @@ class Typed:
     """A command line, taken apart."""
 
     def __init__(self, main: click.Group, words: Sequence[str]) -> None:
-        self.context = click.Context(main)
+        context = click.Context(main)
         self.words = words
-        self.name = next((each for each in words if each in main.list_commands(self.context)), "")
-        found = main.get_command(self.context, self.name)
-        self._command = found if found is not None else main
-
-    @property
-    def is_batchable(self) -> bool:
-        """Return whether `batch` runs the command over many files."""
-        main = self.context.command
-        batch = main.get_command(self.context, "batch") if isinstance(main, click.Group) else None
-        return isinstance(batch, click.Group) and self.name in batch.list_commands(self.context)
+        self.name = next((each for each in words if each in main.list_commands(context)), "")
+        self._command = main.get_command(context, self.name) or main
+        batch = main.get_command(context, "batch")
+        names = batch.list_commands(context) if isinstance(batch, click.Group) else ()
+        self.is_batchable = self.name in names  # whether `batch` runs it over many files
 
     def parts(self) -> tuple[list[str], list[str]]:
-        """Return the arguments, and the options."""
+        """Return the arguments that are files or folders, and the options with a recipe."""
         own = list(dequantize_said(self.words[self.words.index(self.name) + 1 :]))
         context = click.Context(self._command)
         values, extra, _ = self._command.make_parser(context).parse_args(list(own))
@@ -137,34 +137,20 @@ class Typed:
         given = [*(each for each in found if isinstance(each, str)), *extra]
         for each in given:
             own.remove(each)
-        return given, [each for each in own if each != "--"]
+        recipe = given[: self.name == "run"]
+        return given[len(recipe) :], [*recipe, *(each for each in own if each != "--")]
 
     def batch(self, into: str, sources: Sequence[str]) -> str:
         """Return the command for many files."""
-        given, options = self.parts()
-        recipe = given[: self.name == "run"]
-        words = ("ckptkit", "batch", self.name, *recipe, *options, "--into", into, *sources)
+        words = ("ckptkit", "batch", self.name, *self.parts()[1], "--into", into, *sources)
         return shell_command(words)
-
-    def paths(self) -> list[str]:
-        """Return the arguments that are files or folders."""
-        return self.parts()[0][self.name == "run" :]
-
-
-def _usage(error: click.UsageError, ctx: click.Context, typed: Typed) -> str | None:
-    """Return a hint for arguments that are too many or missing."""
-    if "unexpected extra argument" in error.message:
-        return _batch(typed)
-    if isinstance(error, click.MissingParameter) and ctx.info_name == "extract":
-        return next(map(_entries, typed.paths()), None)
-    return None
 
 
 def _batch(typed: Typed) -> str | None:
     """Return the command for several files where a command takes one: the last is perhaps DST."""
     if not typed.is_batchable or "--in-place" in typed.words:
         return None
-    *sources, last = typed.paths()
+    *sources, last = typed.parts()[0]
     if os.path.isfile(last):
         sources, last = [*sources, last], INTO
     if not sources or not all(map(os.path.exists, sources)):
@@ -178,7 +164,6 @@ def _batch(typed: Typed) -> str | None:
 def _entries(path: str) -> str | None:
     """Return the entries of the checkpoint at `path`, for --key."""
     from ckptkit.api import open_checkpoint
-    from ckptkit.core.text import some
 
     try:
         with open_checkpoint(path) as checkpoint:
@@ -194,30 +179,25 @@ def _file(error: CkptkitError, typed: Typed) -> str | None:
     if place is None or is_url(place):
         return None
     if isinstance(error, AmbiguousError) and os.path.isdir(place):
-        return _several(place, typed, error.hint)
+        from ckptkit.formats import of_suffix
+
+        files = sorted(each for each in os.listdir(place) if of_suffix(each) is not None)
+        suffixes = {os.path.splitext(each)[1] for each in files}
+        is_for_many = typed.name in MANY or typed.is_batchable
+        if len(files) < 2 or len(suffixes) != 1 or not is_for_many:
+            return None
+        return f"{error.hint}; {_pattern(os.path.join(place, f'*{suffixes.pop()}'), typed)}"
     if not isinstance(error, MissingFileError) or os.path.lexists(place):
         return None
     if has_magic(place):
         return _pattern(place, typed)
     if typed.name == "diff" and _MODEL.fullmatch(place):
-        words = ("--model", place)
-        others = [word for each in typed.words for word in (words if each == place else (each,))]
-        return f"a model is compared by `{shell_command(('ckptkit', *others))}`"
+        at = typed.words.index(place)
+        words = ("ckptkit", *typed.words[:at], "--model", *typed.words[at:])
+        return f"a model is compared by `{shell_command(words)}`"
     if _HUB.fullmatch(place) and not os.path.isdir(os.path.dirname(place)):
         return f"{error.hint}; a model on the Hugging Face hub is hf://{place}"
     return None
-
-
-def _several(folder: str, typed: Typed, hint: str | None) -> str | None:
-    """Return a hint for a folder that holds several checkpoints."""
-    from ckptkit.formats import of_suffix
-
-    files = sorted(each for each in os.listdir(folder) if of_suffix(each) is not None)
-    suffixes = {os.path.splitext(each)[1] for each in files}
-    is_for_many = typed.name in MANY or typed.is_batchable
-    if len(files) < 2 or len(suffixes) != 1 or not is_for_many:
-        return None
-    return f"{hint}; {_pattern(os.path.join(folder, f'*{suffixes.pop()}'), typed)}"
 
 
 def _pattern(pattern: str, typed: Typed) -> str:
@@ -226,14 +206,11 @@ def _pattern(pattern: str, typed: Typed) -> str:
     if not found:
         return "no file matches this pattern"
     if typed.name in MANY:
-        files = shell_command(found) if len(found) <= LISTED else _unquoted(pattern)
+        files = shell_command(found)
+        if len(found) > LISTED:  # the pattern, quoted but for its stars
+            files = "*".join(shell_word(part) if part else "" for part in pattern.split("*"))
         return f"all {len(found):,}: `ckptkit {typed.name} {files}`"
     if typed.is_batchable:
-        into = next(iter(typed.paths()[1:]), INTO)
+        into = next(iter(typed.parts()[0][1:]), INTO)
         return f"all {len(found):,}: `{typed.batch(into, [pattern])}`"
     return f"name one of the {len(found):,} files, such as {shell_word(found[0])}"
-
-
-def _unquoted(pattern: str) -> str:
-    """Quote a pattern for a shell, but for its stars."""
-    return "*".join(shell_word(part) if part else "" for part in pattern.split("*"))

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from ckptkit.cli import options, render
+from ckptkit.cli import reading, render
 from ckptkit.core.errors import CkptkitError, InputError, UsageError
 from ckptkit.core.text import shown_url, some
 
 if TYPE_CHECKING:
-    from ckptkit.analysis.digests import Matches
     from ckptkit.analysis.verify import Verdict
     from ckptkit.core.options import Options
     from ckptkit.formats.format import Defect
@@ -23,27 +22,16 @@ SHOWN = 20  # findings about one file
 NAMED = 3  # tensors of a finding
 
 
-@options.reads
-@click.command("verify")
+@click.command("verify", cls=reading.Reader)
 @click.argument("files", metavar="FILE...", nargs=-1, required=True)
-@click.option(
-    "--values",
-    is_flag=True,
-    help="Read the values of tensors too: find NaN, infinities, and scales that are zero.",
+@reading.flag(
+    "--values", "Read the values of tensors too: find NaN, infinities, and scales that are zero."
 )
-@click.option(
-    "--manifest", metavar="FILE", help="Compare the weights with a manifest of `ckptkit digest`."
-)
-@click.option(
-    "--keys",
-    "globs",
-    metavar="GLOB",
-    multiple=True,
-    help="Only tensors whose names match, with --manifest (repeatable).",
-)
-@options.as_json(SCHEMA)
-@click.option("--quiet", "-q", is_flag=True, help="Print only what is wrong.")
-@options.key
+@reading.value("--manifest", "FILE", "Compare the weights with a manifest of `ckptkit digest`.")
+@reading.globs("Only tensors whose names match, with --manifest (repeatable).")
+@reading.as_json(SCHEMA)
+@reading.flag("--quiet -q", "Print only what is wrong.")
+@reading.key
 def command(
     files: tuple[str, ...],
     values: bool,
@@ -63,108 +51,64 @@ def command(
     Example: ckptkit verify run.pth model/
              ckptkit verify --values --manifest net.manifest net.safetensors
     """
+    from ckptkit.analysis import json_facts
     from ckptkit.analysis.digests import read_manifest
+    from ckptkit.analysis.verify import verify
 
     if manifest is not None and len(files) > 1:
         raise click.UsageError("--manifest takes one FILE")
     if globs and manifest is None:
         raise click.UsageError("--keys needs --manifest")
     expected = None if manifest is None else read_manifest(manifest)
-    failures: list[CkptkitError] = []
-    shown = _Shown(as_json, quiet, len(files) == 1)
     matches = render.matcher(globs) if globs else None
-    verdicts = _verdicts(
-        files, expected, matches, values, read, failures, alone=len(files) == 1 and not as_json
-    )
-    shown.print(verdicts)
-    if failures:
-        return InputError.exit_code
-    return FINDINGS if shown.wrong else 0
 
+    def look(file: str) -> Verdict:
+        with render.Progress(f"verifying {shown_url(file)}") as progress:
+            return verify(
+                file, read, expected=expected, matches=matches, values=values, progress=progress
+            )
 
-def _verdicts(
-    files: Sequence[str],
-    expected: Mapping[str, str] | None,
-    matches: Matches | None,
-    values: bool,
-    read: Options,
-    failures: list[CkptkitError],
-    alone: bool,
-) -> Iterator[Verdict | CkptkitError]:
-    """Yield the verdict on each file, or its error. A single file (`alone`) raises its error."""
-    from ckptkit.analysis.verify import verify
-    from ckptkit.cli.progress import Progress
-
-    for file in files:
-        try:
-            with Progress(f"verifying {shown_url(file)}") as progress:
-                verdict = verify(
-                    file,
-                    read,
-                    expected=expected,
-                    matches=matches,
-                    values=values,
-                    progress=progress,
-                )
-        except UsageError:
-            raise
-        except CkptkitError as error:
-            if alone:
-                raise
-            error.at(shown_url(file))
-            render.error(str(error), error.hint)
-            failures.append(error)
-            yield error
-        else:
-            yield verdict
-
-
-class _Shown:
-    """The findings to print."""
-
-    def __init__(self, as_json: bool, quiet: bool, alone: bool) -> None:
-        self.as_json, self.quiet, self.alone = as_json, quiet, alone
-        self.wrong = False
-
-    def print(self, verdicts: Iterator[Verdict | CkptkitError]) -> None:
-        if self.as_json:
-            render.emit_json({"schema": SCHEMA, "files": map(self._facts, verdicts)})
-            return
-        for each in verdicts:
-            if isinstance(each, CkptkitError):
-                continue
-            self.wrong |= not each.ok
-            if each.findings or not self.quiet:
-                render.emit_text(*lines(each))
-
-    def _facts(self, found: Verdict | CkptkitError) -> dict[str, Any]:
-        from ckptkit.analysis import json_facts
-
+    def facts(found: Verdict | CkptkitError) -> dict[str, Any]:
         if isinstance(found, CkptkitError):
             return json_facts.failure(found)
-        self.wrong |= not found.ok
+        wrong.append(not found.ok)
         return json_facts.verdict(found)
 
+    alone = len(files) == 1 and not as_json
+    failures: list[CkptkitError] = []
+    wrong: list[bool] = []
+    verdicts = reading.each_of(files, look, failures, alone=alone, stops=UsageError)
+    if as_json:
+        render.emit_json({"schema": SCHEMA, "files": (facts(each) for _, each in verdicts)})
+    else:
+        for _, each in verdicts:
+            if not isinstance(each, CkptkitError):
+                wrong.append(not each.ok)
+                if each.findings or not quiet:
+                    render.emit_text(*_lines(each))
+    if failures:
+        return InputError.exit_code
+    return FINDINGS if any(wrong) else 0
 
-def lines(verdict: Verdict) -> Iterator[str]:
+
+def _lines(verdict: Verdict) -> Iterator[str]:
     """Yield one line if all is well; else the findings, notes and hints."""
-    notes = verdict.notes
+    notes, found = verdict.notes, verdict.findings
     if verdict.ok:
         looked = render.plural(verdict.tensors, "tensor")
         if verdict.records:
-            looked = (
-                f"{render.plural(verdict.records, 'record')}, {render.size(verdict.nbytes)} checked"
-            )
+            records = render.plural(verdict.records, "record")
+            looked = f"{records}, {render.size(verdict.nbytes)} checked"
         elif notes:
             looked, notes = f"{looked}; {notes[0]}", notes[1:]
         yield f"{verdict.path}: ok: {looked}"
-    elif len(verdict.findings) == 1:
-        yield f"{verdict.path}: {finding_text(verdict.findings[0])}"
+    elif len(found) == 1:
+        yield f"{verdict.path}: {finding_text(found[0])}"
     else:
-        yield f"{verdict.path}: {len(verdict.findings):,} findings"
-        yield from (f"  {finding_text(each)}" for each in verdict.findings[:SHOWN])
-        if len(verdict.findings) > SHOWN:
-            yield f"  and {len(verdict.findings) - SHOWN:,} more, which --json lists"
+        yield f"{verdict.path}: {len(found):,} findings"
+        yield from (f"  {finding_text(each)}" for each in found[:SHOWN])
+        if len(found) > SHOWN:
+            yield f"  and {len(found) - SHOWN:,} more, which --json lists"
     yield from (f"note: {note}" for note in notes)
     if verdict.damaged:
         yield from (f"hint: {hint}" for hint in _hints(verdict))
@@ -182,12 +126,9 @@ def _hints(verdict: Verdict) -> Iterable[str]:
     from ckptkit.formats.format import UNVERIFIED
 
     again = "fetch it again from where it came from"
-    if verdict.recoverable:
-        unverified = verdict.recoverable == UNVERIFIED
-        saves = (
-            "to save what is there, possibly garbage"
-            if unverified
-            else "to save the intact tensors"
-        )
-        return (f"{again}; {saves}: {recover(verdict.path, unverified)}",)
-    return dict.fromkeys(each.hint for each in verdict.findings[:SHOWN] if each.hint) or (again,)
+    if not verdict.recoverable:
+        hints = dict.fromkeys(each.hint for each in verdict.findings[:SHOWN] if each.hint)
+        return hints or (again,)
+    unverified = verdict.recoverable == UNVERIFIED
+    saves = "what is there, possibly garbage" if unverified else "the intact tensors"
+    return (f"{again}; to save {saves}: {recover(verdict.path, unverified)}",)

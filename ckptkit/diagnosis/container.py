@@ -21,11 +21,14 @@ from ckptkit.core.errors import (
     TruncatedError,
     UnsafeGlobalError,
     UnsupportedError,
-)
+)  # fmt: skip
 from ckptkit.core.text import argument, is_url, plural, shape, shell_command
-from ckptkit.diagnosis.cause import ERROR, WARNING, Cause, Fix
-from ckptkit.diagnosis.facts import (
+from ckptkit.diagnosis.cause import (
+    ERROR,
+    WARNING,
+    Cause,
     Facts,
+    Fix,
     alone,
     convert,
     edit,
@@ -33,7 +36,7 @@ from ckptkit.diagnosis.facts import (
     is_script,
     is_wrapped,
     some,
-)
+)  # fmt: skip
 from ckptkit.formats.table import NONE, SAFETENSORS, TORCH_SUFFIXES
 
 _PACKED = (
@@ -44,18 +47,11 @@ _SHARD = re.compile(r"-[0-9]{1,9}-of-([0-9]{1,9})\.")
 
 
 def causes(facts: Facts) -> Iterator[Cause]:
-    for look in (
-        _container,
-        _suffix,
-        _elsewhere,
-        _program,
-        _version,
-        _lacking,
-        _dtypes,
-        _index,
-        _shard,
+    looks = (
+        _container, _suffix, _elsewhere, _program, _version, _lacking, _dtypes, _index, _shard,
         _ambiguous,
-    ):
+    )  # fmt: skip
+    for look in looks:
         yield from look(facts)
 
 
@@ -383,7 +379,8 @@ def _damaged(refusal: Refusal, fault: str) -> Cause:
         command = advice.recover(refusal.path, unverified=True)
     truncated = isinstance(refusal.error, TruncatedError)
     title = f"It is {'truncated' if truncated else 'damaged'}: {fault}."
-    why = _TRUNCATED if truncated else _OPENS if refusal.opens else _CHANGED
+    why = _OPENS if refusal.opens else _CHANGED
+    why = _TRUNCATED if truncated else why
     return Cause("damaged", ERROR, title, f"{why} {again}", command, fix)
 
 

@@ -1,33 +1,45 @@
-"""Causes in the content of a checkpoint that can be read."""
+"""Causes in the content of a checkpoint that can be read: in its tree, its names, its codes."""
 
 from __future__ import annotations
 
+import os
 import sys
 from collections import Counter
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Container, Iterator, Sequence
 from dataclasses import replace
+from glob import escape
 
-from ckptkit.analysis.advice import WASTE
+from ckptkit.analysis.advice import WASTE, prefix_options, wrappers
 from ckptkit.core.errors import RUNS_CODE, coded
-from ckptkit.core.text import argument, flatten, shell_command, without
+from ckptkit.core.text import argument, flatten, plural, shell_command, without
 from ckptkit.core.tree import Node, join, walk
-from ckptkit.core.weights import as_tensor, is_optimizer
-from ckptkit.diagnosis import codes, container, names
-from ckptkit.diagnosis.cause import DROP_OBJECTS, ERROR, NOTE, WARNING, Cause, Fix, together
-from ckptkit.diagnosis.facts import (
+from ckptkit.core.weights import WRAPPERS, as_tensor, is_optimizer
+from ckptkit.diagnosis import container
+from ckptkit.diagnosis.cause import (
+    DROP_OBJECTS,
     DROPPED,
+    ERROR,
+    NOTE,
+    WARNING,
     WEIGHTS,
+    Cause,
     Facts,
+    Fix,
     alone,
     convert,
     edit,
     format_of,
+    is_lightning,
     is_script,
     is_torch_file,
     is_wrapped,
     names_of,
     some,
-)
+    together,
+)  # fmt: skip
+from ckptkit.quantized import families
+from ckptkit.quantized.group import QuantizedWeight
+from ckptkit.quantized.quantization import default_dtype
 
 BLOAT = 0.3  # share of an optimizer in the bytes from which on it is worth a line
 
@@ -35,7 +47,7 @@ BLOAT = 0.3  # share of an optimizer in the bytes from which on it is worth a li
 def causes(facts: Facts) -> list[Cause]:
     """Return all causes that apply, those of the container first."""
     looks = (
-        container.causes, codes.causes, _module, _wrapper, _refused, _step, names.causes,
+        container.causes, _quantized, _module, _wrapper, _refused, _step, _names,
         _devices, _optimizer, _slices, _inner,
     )  # fmt: skip
     return [_that_can_be_written(facts, cause) for cause in flatten(look(facts) for look in looks)]
@@ -239,3 +251,231 @@ def _inner(facts: Facts) -> Iterator[Cause]:
             "looks into them.",
             shell_command(("ckptkit", "scan", *argument(facts.path))),
         )
+
+
+# The names of the weights: parts that a plain model does not have
+
+ATTRIBUTE = "model."  # what many modules call the network inside
+
+
+def _names(facts: Facts) -> Iterator[Cause]:
+    """Yield the causes for wrappers before the names and inside them.
+
+    With a model, `fit` finds them.
+    """
+    if not facts.with_model:
+        yield from _prefix(facts)
+        yield from _attribute(facts)
+        yield from _inner_wrappers(facts)
+
+
+def _prefix(facts: Facts) -> Iterator[Cause]:
+    """Yield the cause for wrappers before most names, one inside the other perhaps."""
+    names = names_of(facts)
+    if not names or _is_inside_too(names):
+        return
+    found = wrappers(names)
+    rest = names
+    for each in found:
+        rest = [name.removeprefix(each) for name in rest]
+    if found:
+        yield _wrappers(facts, names, found)
+    if is_lightning(facts) and (attribute := _first_part(rest)):
+        yield _network(facts, (*found, attribute))
+
+
+def _wrappers(facts: Facts, names: list[str], found: list[str]) -> Cause:
+    """Return the cause for wrappers before most names."""
+    having = sum(name.startswith(found[0]) for name in names)
+    how_many = "All" if having == len(names) else f"{having:,} of {len(names):,}"
+    why = "; ".join(WRAPPERS[each] for each in dict.fromkeys(found))
+    return Cause(
+        "prefix",
+        ERROR,
+        f"{how_many} keys start with {''.join(found)!r}.",
+        f'{why[:1].upper()}{why[1:]}; a plain model has no such names: "Missing key(s) in '
+        'state_dict".',
+        edit(facts, "strip-module", "stripped", *prefix_options(found)),
+        {"strip": {"prefixes": tuple(found)}},
+    )
+
+
+def _network(facts: Facts, prefixes: tuple[str, ...]) -> Cause:
+    """Return the note for a LightningModule that is its network and nothing else.
+
+    `prefixes` are those to strip, that of the network last.
+    """
+    attribute = prefixes[-1]
+    return Cause(
+        "attribute",
+        NOTE,
+        f"All keys start with {attribute!r}, the name of the network in the LightningModule.",
+        "Lightning loads the file as it is. The network alone has no such names; for it:",
+        edit(
+            facts,
+            "strip-module",
+            "network",
+            *flatten(("--prefix", each) for each in prefixes),
+        ),
+        {"strip": {"prefixes": (attribute,)}},
+    )
+
+
+def _first_part(names: list[str]) -> str:
+    """Return the part before the first dot of all names, dot included, "" if they differ."""
+    first = names[0].partition(".")[0] + "."
+    return first if all(name.startswith(first) for name in names) else ""
+
+
+def _attribute(facts: Facts) -> Iterator[Cause]:
+    """Yield a note for a common first part: a network inside a module, or part of each network."""
+    names = names_of(facts)
+    if not is_torch_file(facts) or not names:
+        return
+    if is_lightning(facts):
+        yield from _network_and_others(facts, names)
+    elif _first_part(names) == ATTRIBUTE:
+        yield Cause(
+            "attribute",
+            NOTE,
+            f"All keys start with {ATTRIBUTE!r}.",
+            "Was the network an attribute of the module that was saved? The network alone has no "
+            "such names, and --model tells which of the two yours is.",
+            edit(facts, "strip-module", "stripped", "--prefix", ATTRIBUTE),
+        )
+
+
+def _network_and_others(facts: Facts, names: list[str]) -> Iterator[Cause]:
+    """Yield a note for the network of a LightningModule that has other parts: metrics, losses."""
+    first, count = Counter(name.partition(".")[0] for name in names).most_common(1)[0]
+    if wrappers(names) or count == len(names) or 2 * count <= len(names):
+        return
+    prefix = f"{first}."
+    words = ("--keep", f"{escape(prefix)}*", "--strip", prefix)
+    yield Cause(
+        "attribute",
+        NOTE,
+        f"{count:,} of {len(names):,} keys start with {prefix!r}.",
+        "Is that what the LightningModule calls its network? The network alone has no such names, "
+        "and --model tells if it is so.",
+        edit(facts, "convert", "network", *words),
+    )
+
+
+def _inner_wrappers(facts: Facts) -> Iterator[Cause]:
+    """Yield the cause for wrapped submodules: ``layers.0._orig_mod.weight``, or a few names."""
+    parts = [each[:-1] for each in WRAPPERS if each != "module."]
+    names = names_of(facts)
+    if wrappers(names) and not _is_inside_too(names):
+        return
+    new = {name: short for name in names if (short := _without(name, parts)) != name}
+    if not new or len({*(new.get(name, name) for name in names)}) != len(names):
+        return
+    inside = [part for part in parts if any(part in name.split(".") for name in new)]
+    pattern = rf"(^|\.)(({'|'.join(inside)})\.)+=\1"  # several may follow each other
+    yield Cause(
+        "inner-prefix",
+        ERROR,
+        f"{len(new):,} of {len(names):,} keys have {some(inside)} inside them.",
+        "Submodules were wrapped, by torch.compile, FSDP or activation checkpointing; a plain "
+        "model has no such names.",
+        edit(facts, "rename", "renamed", "--sub", pattern),
+        {"rename": {"mapping": new}},
+    )
+
+
+def _is_inside_too(names: list[str]) -> bool:
+    """Return whether names begin with a wrapper, not ``module.``, and have wrappers inside.
+
+    FSDP does that; one edit then removes both.
+    """
+    parts = {each[:-1] for each in WRAPPERS if each != "module."}
+    begins = {each[:-1] for each in wrappers(names)[:1]}
+    return (
+        begins <= parts
+        and bool(begins)
+        and any(not parts.isdisjoint(name.split(".")[2:]) for name in names)
+    )
+
+
+def _without(name: str, parts: Collection[str]) -> str:
+    return ".".join(part for part in name.split(".") if part not in parts)
+
+
+# Quantized weights, and how to get floats
+
+_RAGGED = (
+    " Some have blocks that end short: transformers 5.23 derives the size of blocks from shapes, "
+    "and then computes other values."
+)
+
+
+def _quantized(facts: Facts) -> Iterator[Cause]:
+    """Yield a cause for all weights that can be dequantized, and one for each reason against it."""
+    found = facts.quantized
+    groups = (
+        [group for group in found.groups if group.layout is not None] if found is not None else []
+    )
+    if groups:
+        yield _readable(facts, groups)
+    reasons: dict[tuple[str, str, str | None], list[str]] = {}
+    for group in found.unread if found is not None else ():
+        reasons.setdefault((group.family, group.reason, group.hint), []).append(group.name)
+    for (family, reason, hint), names in reasons.items():
+        number = plural(len(names), "quantized weight")
+        what = f"{number} ({family}) cannot be dequantized: {reason}."
+        yield Cause(
+            "quantized-unread",
+            WARNING,
+            what,
+            f"{some(names)}. Codes without what they mean are not numbers: nothing is guessed."
+            + (f" {hint[:1].upper()}{hint[1:]}." if hint else ""),
+        )
+    if facts.method and not (found and found.groups):
+        yield Cause(
+            "quantized-config",
+            NOTE,
+            f"config.json says that it is quantized ({facts.method}), and no tensor is.",
+            "A library that believes it looks for scales in vain: take quantization_config out.",
+        )
+
+
+def _readable(facts: Facts, groups: Sequence[QuantizedWeight]) -> Cause:
+    kinds = Counter(f"{group.label} ({group.family})" for group in groups)
+    counts = ", ".join(f"{number:,} {kind}" for kind, number in kinds.items())
+    all_are_read = facts.quantized is not None and not facts.quantized.unread
+    are = "is" if len(groups) == 1 else "are"
+    return Cause(
+        "quantized",
+        ERROR if facts.needs_floats else NOTE,
+        f"{len(groups):,} of its weights {are} quantized: {counts}.",
+        "A model of floats cannot load them: codes are numbers together with their scales only. "
+        + _read_as({group.family for group in groups})
+        + (_RAGGED if any(map(_is_ragged, groups)) else ""),
+        _command(facts, groups[0]) if all_are_read else None,
+        {"dequantize": {}} if facts.needs_floats and all_are_read else None,
+    )
+
+
+def _command(facts: Facts, group: QuantizedWeight) -> str | None:
+    """Return the command that makes floats, in the dtype of the model; of a folder, a folder."""
+    assert facts.quantized is not None and facts.quantized.view is not None
+    dtype = default_dtype(facts.quantized.view, group).name
+    if os.path.isdir(facts.path):
+        return edit(facts, "convert", "float", "--dequantize", dtype, suffix="")
+    return convert(facts, "float", "--dequantize", dtype)
+
+
+def _read_as(used: Container[str]) -> str:
+    """Name the libraries whose reading of the codes of some families is followed."""
+    oracles = [each.oracle for each in families() if each.name in used and each.oracle]
+    return f"Read as these do: {'; '.join(dict.fromkeys(oracles))}." if oracles else ""
+
+
+def _is_ragged(group: QuantizedWeight) -> bool:
+    """Return whether the last blocks of 8-bit floats are smaller than the others."""
+    if group.family != "fp8-block":
+        return False
+    assert group.layout is not None
+    grid = group.layout.scales[0].grid
+    return bool(group.layout.rows % grid.height or group.layout.columns % grid.width)

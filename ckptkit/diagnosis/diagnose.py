@@ -1,20 +1,20 @@
-"""Diagnosis of a checkpoint that does not load, and one plan that fixes what can be fixed."""
+"""Diagnosis of a checkpoint that does not load, one plan that fixes what can be, and its report."""
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any, cast
 
 from ckptkit import edits, formats, quantized
-from ckptkit.analysis.matching import Kind, Way, prefixes, shapes_of
+from ckptkit.analysis.matching import Kind, prefixes, shapes_of
 from ckptkit.analysis.summary import Summary, summarize
 from ckptkit.analysis.verify import Verdict, verify
 from ckptkit.api import Conversion, PathLike, convert
 from ckptkit.core.bytesource import ByteSource, Folder
-from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.checkpoint import Checkpoint, Source
 from ckptkit.core.errors import (
     NO_VERSION,
     AmbiguousError,
@@ -27,14 +27,13 @@ from ckptkit.core.errors import (
     UnsupportedError,
     UsageError,
     coded,
-)
+)  # fmt: skip
 from ckptkit.core.options import DEFAULT, Options
 from ckptkit.core.text import is_url, shown_url, without
 from ckptkit.core.tree import Global, children, key_text
 from ckptkit.core.weights import locate
 from ckptkit.diagnosis import container, content, fit
-from ckptkit.diagnosis.cause import ERROR, Cause, Fix, together
-from ckptkit.diagnosis.facts import Facts, some
+from ckptkit.diagnosis.cause import ERROR, Cause, Facts, Fix, some, together
 from ckptkit.edits import keys
 from ckptkit.formats.dcp import part_of
 from ckptkit.formats.folder import INDEX
@@ -48,26 +47,17 @@ from ckptkit.scanning.find import refused_by_weights_only
 if TYPE_CHECKING:
     from torch import nn
 
-READ = (
-    256 << 20
-)  # bytes up to which a file is read to its end: headers alone do not tell of damage to tensors
-REFUSALS = (
-    FormatError,
-    AmbiguousError,
-    UnsupportedError,
-    LimitError,
-    TensorError,
-    UnsafeGlobalError,
-)  # of a file
+    from ckptkit.analysis.json_types import DoctorReport
+
+# Bytes up to which a file is read to its end: headers alone do not tell of damage to tensors.
+READ = 256 << 20
+REFUSALS = (  # of a file
+    FormatError, AmbiguousError, UnsupportedError, LimitError, TensorError, UnsafeGlobalError,
+)  # fmt: skip
 FOLDERS = 16  # folders that are tried in the place of one that is not complete
 _NUMBER = re.compile("[0-9]+")
-_OLD = (
-    "_rebuild_tensor_v2",
-    "_rebuild_parameter",
-    "OrderedDict",
-    "Size",
-    "device",
-)  # that every torch has
+# Names that every torch has.
+_OLD = ("_rebuild_tensor_v2", "_rebuild_parameter", "OrderedDict", "Size", "device")
 
 
 @dataclass(frozen=True)
@@ -132,28 +122,20 @@ def _examine(
     if recovered is not None:
         checkpoint, lost = recovered.checkpoint, recovered.lost
     checkpoint = checkpoint if options.key is None else checkpoint.with_key(options.key)
-    found = list(_causes(typed, checkpoint, model, place, words))
-    if damage is not None:
-        first = _damaged(typed, damage, recovered is not None)
-        found = [first, *_beside_damage(found, recovered)]
-    return Diagnosis(typed, tuple(found), checkpoint, readable=True, lost=lost)
-
-
-def _causes(
-    path: str,
-    checkpoint: Checkpoint,
-    model: nn.Module | None,
-    place: ByteSource | Folder,
-    words: tuple[str, ...],
-) -> Iterator[Cause]:
-    """Yield the causes in a checkpoint that can be read."""
     if checkpoint.part is not None:
-        yield container.part(checkpoint.part)
-        return
-    found = _content(path, checkpoint, model, place)
-    yield from found
-    if model is not None and not any(cause.code == "ambiguous" for cause in found):
-        yield from _fit(path, checkpoint, model, words)
+        found = [container.part(checkpoint.part)]
+    else:
+        found = _content(typed, checkpoint, model, place)
+        if model is not None and not any(cause.code == "ambiguous" for cause in found):
+            found += _fit(typed, checkpoint, model, words)
+    if damage is not None:
+        what = "; ".join(map(_named, damage.findings[:3]))
+        refusal = container.Refusal(
+            typed, CorruptError(what), known=True, recoverable=recovered is not None,
+            opens=BY_NAME.get(damage.format or "", NONE).loaded_by_torch,
+        )  # fmt: skip
+        found = [container.refused(refusal), *_beside_damage(found, recovered)]
+    return Diagnosis(typed, tuple(found), checkpoint, readable=True, lost=lost)
 
 
 def cure(
@@ -167,16 +149,14 @@ def cure(
 
     Raises UsageError if there is nothing to do, and what `convert` raises.
     """
+    if found.checkpoint is not None:
+        found.checkpoint.whole()
     fix = found.fix
     if fix is None or found.checkpoint is None:
-        if found.checkpoint is not None:
-            found.checkpoint.whole()
         raise UsageError("none of the causes has a fix that ckptkit can apply", where=found.path)
-    found.checkpoint.whole()
-    steps = [
-        edits.step(word, **arguments) for word, arguments in fix.items() if word != edits.OPTIONS
-    ]
-    options = Options(**fix.get(edits.OPTIONS, {}), force=force, progress=progress)
+    given = dict(fix)
+    options = Options(**given.pop(edits.OPTIONS, {}), force=force, progress=progress)
+    steps = [edits.step(word, **arguments) for word, arguments in given.items()]
     return convert(found.checkpoint, destination, *steps, options=options)
 
 
@@ -194,22 +174,13 @@ def _examine_refused(path: str, place: ByteSource | Folder, error: CkptkitError)
     damaged = known and isinstance(error, FormatError)
     recovered = _recovered(place) if damaged else None
     unverified = damaged and recovered is None and _recovered(place, unverified=True) is not None
-    whole = (
-        _whole_beside(place)
-        if known and isinstance(place, Folder) and not is_url(place.name)
-        else None
-    )
-    head = b"" if isinstance(place, Folder) else probe.head
+    whole = None
+    if known and isinstance(place, Folder) and not is_url(place.name):
+        whole = _whole_beside(place)
     refusal = container.Refusal(
-        path,
-        error,
-        head,
-        isinstance(place, Folder),
-        known,
-        recovered is not None,
-        unverified,
-        whole=whole,
-    )
+        path, error, b"" if isinstance(place, Folder) else probe.head, isinstance(place, Folder),
+        known, recovered is not None, unverified, whole=whole,
+    )  # fmt: skip
     found = [container.refused(refusal)]
     if recovered is None:
         return Diagnosis(path, tuple(found), None, readable=False)
@@ -228,19 +199,25 @@ def _recovered(place: ByteSource | Folder, unverified: bool = False) -> Recovere
 
 
 def _whole_beside(place: Folder) -> str | None:
-    """Return the last readable folder in this one, or else of the same run next to it."""
-    inside = [os.path.join(place.name, name) for name in place.folders()]
-    path = os.path.abspath(place.name)
-    above = os.path.dirname(path)
+    """Return the last readable folder in this one, or else of the same run next to it.
+
+    The names of one run are equal but for numbers, or for a suffix.
+    """
+    path, name = os.path.abspath(place.name), os.path.basename(os.path.abspath(place.name))
+    start = os.path.dirname(place.name.rstrip(os.sep))
+    inside = [os.path.join(place.name, each) for each in place.folders()]
     try:
-        companions = [
-            os.path.join(os.path.dirname(place.name.rstrip(os.sep)), name)
-            for name in Folder(above).folders()
-        ]
+        beside = Folder(os.path.dirname(path)).folders()
     except CkptkitError:
-        companions = []
+        beside = ()
     related = [
-        each for each in companions if os.path.abspath(each) != path and _is_related(each, path)
+        os.path.join(start, each)
+        for each in beside
+        if each != name
+        and (
+            _NUMBER.sub("#", each) == _NUMBER.sub("#", name)
+            or each.partition(".")[0] == name.partition(".")[0]
+        )
     ]
     for each in (*_latest(inside), *_latest(related)):
         try:
@@ -249,13 +226,6 @@ def _whole_beside(place: Folder) -> str | None:
             continue
         return each
     return None
-
-
-def _is_related(path: str, other: str) -> bool:
-    """Return whether two names are of one run: equal but for numbers, or for a suffix."""
-    names = [os.path.basename(each) for each in (path, other)]
-    steps = {_NUMBER.sub("#", name) for name in names}
-    return len(steps) == 1 or len({name.partition(".")[0] for name in names}) == 1
 
 
 def _latest(paths: Any) -> list[str]:
@@ -276,15 +246,6 @@ def _damage(place: ByteSource | Folder, options: Options) -> Verdict | None:
     except REFUSALS:
         return None
     return verdict if verdict.damaged else None
-
-
-def _damaged(path: str, verdict: Verdict, recoverable: bool) -> Cause:
-    """Return the cause of a file that can be read and is damaged."""
-    error = CorruptError("; ".join(map(_named, verdict.findings[:3])))
-    opens = BY_NAME.get(verdict.format or "", NONE).loaded_by_torch
-    return container.refused(
-        container.Refusal(path, error, known=True, recoverable=recoverable, opens=opens)
-    )
 
 
 def _beside_damage(causes: Iterable[Cause], recovered: Recovered | None) -> list[Cause]:
@@ -384,17 +345,13 @@ def _holds_weights(node: Any) -> bool:
         return False
 
 
-_NO_WEIGHTS = Cause(
-    "no-weights", ERROR, "It holds no weights.", "No mapping from names to tensors is in it."
-)
-
-
 def _fit(
     path: str, checkpoint: Checkpoint, model: nn.Module, words: tuple[str, ...]
 ) -> list[Cause]:
     weights = checkpoint.selection
     if weights is None:
-        return [_NO_WEIGHTS]
+        why = "No mapping from names to tensors is in it."
+        return [Cause("no-weights", ERROR, "It holds no weights.", why)]
     shapes = building.model_shapes(model)
     theirs = {name: Kind(*kind) for name, kind in shapes.items()}
     seen = seen_by(checkpoint, shapes).weights
@@ -405,15 +362,69 @@ def _fit(
         name for name in theirs if is_implied(way.strip + name.removeprefix(way.add), versions)
     }
     wanted = without(theirs, implied.difference(way(name) for name in ours))
-    for name in _old_scalars(ours, wanted, way):
-        ours[name] = Kind(ours[name].dtype, ())
+    for name, kind in ours.items():  # scalars, which torch before 0.4 saved with the shape (1,)
+        if kind.shape == (1,) and way(name) in wanted and wanted[way(name)].shape == ():
+            ours[name] = Kind(kind.dtype, ())
     ties = [[name for name in same if name in wanted] for same in building.model_ties(model)]
     is_quantized = bool(quantized.find(checkpoint))
     chosen = checkpoint.chosen
     return fit.causes(fit.Fitting(path, ours, wanted, way, ties, words, is_quantized, chosen))
 
 
-def _old_scalars(ours: Mapping[str, Kind], wanted: Mapping[str, Kind], way: Way) -> list[str]:
-    """Return the names of scalars as torch before 0.4 saved them: of the shape (1,)."""
-    ones = [name for name, kind in ours.items() if kind.shape == (1,)]
-    return [name for name in ones if way(name) in wanted and wanted[way(name)].shape == ()]
+# The report, as JSON values
+
+
+def doctor(
+    source: Source, *, model: nn.Module | str | None = None, key: str | None = None
+) -> DoctorReport:
+    """Return why a file does not load, and the commands that help: ``ckptkit doctor --json``.
+
+    `model` is a torch.nn.Module that the weights are meant for, or names a class: then
+    ``package.module:Class`` or ``path/to/file.py:Class`` is imported and built.
+    """
+    from ckptkit.analysis.reports import file_of, listed
+    from ckptkit.core import arguments
+
+    path, read = file_of(source), Options(key=key)
+    name = model if isinstance(model, str) else type(model).__qualname__
+    options = ("--model", model) if isinstance(model, str) else ()
+    if model is not None:
+        model = building.model_from(model) if isinstance(model, str) else model
+        arguments.module("model", model)
+    words = (*options, *(("--key", key) if key and options else ()))
+    found = examine(path, read, model=model, words=words)
+    facts = report(found, None, found, None if model is None else name)
+    return cast("DoctorReport", listed(facts))
+
+
+def report(
+    found: Diagnosis, done: Conversion | None, left: Diagnosis, model: str | None
+) -> dict[str, Any]:
+    """Return the object of `doctor`: the causes, and what was done about them.
+
+    `model` is how the caller named the model that the weights are for.
+    """
+    fixed = None
+    if done is not None:
+        fixed = {
+            "output": done.path,
+            "format": done.format,
+            "done": list(done.notes),
+            "left_out": list(done.plan.notes),
+            "lost": list(map(asdict, found.lost)),
+            "warnings": list(done.warnings),
+            "remaining": list(map(_facts, left.causes)),
+        }
+    return {
+        "file": found.path,
+        "model": model,
+        "readable": found.readable,
+        "format": None if found.checkpoint is None else found.checkpoint.format,
+        "causes": list(map(_facts, found.causes)),
+        "fixed": fixed,
+    }
+
+
+def _facts(cause: Cause) -> dict[str, Any]:
+    facts = {name: getattr(cause, name) for name in ("code", "level", "title", "explanation")}
+    return {**facts, "command": cause.command, "fixable": cause.fix is not None}

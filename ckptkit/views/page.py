@@ -33,7 +33,7 @@ from ckptkit.core.errors import TensorError
 from ckptkit.core.text import escape, shape
 from ckptkit.core.tree import join
 from ckptkit.diagnosis import content
-from ckptkit.diagnosis.facts import Facts
+from ckptkit.diagnosis.cause import Facts
 from ckptkit.views.treemap import arranged
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from argparse import Namespace
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -155,19 +155,6 @@ def test_a_part_whose_folder_is_incomplete_has_no_command(
 # Names
 
 
-@pytest.mark.parametrize(
-    "prefix", ["module.", "_orig_mod.", "module._orig_mod.", "_orig_mod.module."]
-)
-def test_prefix(diagnose: Diagnose, paste: Paste, tmp_path: Path, prefix: str) -> None:
-    state = {prefix + name: tensor for name, tensor in net().state_dict().items()}
-    torch.save(state, tmp_path / "it's a run.pth")
-    cause = diagnose(tmp_path / "it's a run.pth")["prefix"]
-    assert cause["title"] == f"All keys start with {prefix!r}."
-    with pytest.raises(RuntimeError, match=r"Missing key\(s\) in state_dict"):
-        net().load_state_dict(load(tmp_path / "it's a run.pth"))
-    net().load_state_dict(load(paste(cause)))
-
-
 def test_prefix_of_most_keys(diagnose: Diagnose, paste: Paste, tmp_path: Path) -> None:
     state = {
         ("module." if "mlp" not in name else "") + name: tensor
@@ -269,53 +256,6 @@ def test_a_save_that_failed(ckptkit: Ckptkit, tmp_path: Path) -> None:
     assert "half-way" in ckptkit("inspect", tmp_path / "failed.pth").stderr
 
 
-@pytest.mark.filterwarnings("ignore:.*torch:DeprecationWarning")
-def test_prefix_inside(diagnose: Diagnose, paste: Paste, tmp_path: Path) -> None:
-    wrapped = net()
-    for block in wrapped.get_submodule("blocks").children():
-        block.register_module("attn", cast(nn.Module, torch.compile(block.get_submodule("attn"))))
-    torch.save(wrapped.state_dict(), tmp_path / "run.pth")
-    assert "blocks.0.attn._orig_mod.weight" in load(tmp_path / "run.pth")
-    net().load_state_dict(load(paste(diagnose(tmp_path / "run.pth")["inner-prefix"])))
-
-
-@pytest.mark.parametrize(
-    "there, back", [("module.", ""), ("", "module."), ("model.", "net."), ("a.b.", "")]
-)
-def test_prefix_beside_a_model(
-    diagnose: Diagnose, paste: Paste, tmp_path: Path, there: str, back: str
-) -> None:
-    torch.save(
-        {there + name: tensor for name, tensor in net().state_dict().items()}, tmp_path / "run.pth"
-    )
-    wrapper = f"def make():\n    model = Net()\n    for part in {back!r}.split('.')[-2::-1]:\n"
-    wrapper += "        model = nn.ModuleDict({part: model})\n    return model\n"
-    (tmp_path / "nets.py").write_text(NET + wrapper)
-    found = diagnose(tmp_path / "run.pth", "--model", f"{tmp_path / 'nets.py'}:make")
-    assert found.keys() == {"prefix"}
-    state = load(paste(found["prefix"]))
-    assert state.keys() == {back + name for name in net().state_dict()}
-
-
-def test_renamed(diagnose: Diagnose, paste: Paste, tmp_path: Path) -> None:
-    (tmp_path / "nets.py").write_text(NET)
-    renamed = (
-        ("blocks.", "encoder.layer."),
-        ("attn.", "attention."),
-        ("mlp.", "feed_forward."),
-        ("embed.", "tokens."),
-    )
-    state = {}
-    for name, tensor in net().state_dict().items():
-        for new, old in renamed:
-            name = name.replace(new, old)
-        state["module." + name] = tensor
-    torch.save(state, tmp_path / "run.pth")
-    found = diagnose(tmp_path / "run.pth", "--model", f"{tmp_path / 'nets.py'}:Net")
-    assert found.keys() == {"renamed", "prefix"} or found.keys() == {"renamed"}
-    net().load_state_dict(load(paste(found["renamed"])))
-
-
 MOST = """
 from torch import nn
 
@@ -412,20 +352,6 @@ def test_weight_norm_of_either_kind(diagnose: Diagnose, paste: Paste, tmp_path: 
     namespace["old"]().load_state_dict(load(paste(found["renamed"])))
 
 
-def test_mismatched(diagnose: Diagnose, paste: Paste, tmp_path: Path) -> None:
-    (tmp_path / "nets.py").write_text(NET)
-    torch.save(net(classes=7).state_dict(), tmp_path / "run.pth")
-    found = diagnose(tmp_path / "run.pth", "--model", f"{tmp_path / 'nets.py'}:Net")
-    assert found.keys() == {"mismatched"}
-    assert (
-        "head.weight is [7, 4] in the file and [3, 4] in the model" in found["mismatched"]["title"]
-    )
-    with pytest.raises(RuntimeError, match=r"size mismatch for head\.weight"):
-        net().load_state_dict(load(tmp_path / "run.pth"), strict=False)
-    done = net().load_state_dict(load(paste(found["mismatched"])), strict=False)
-    assert (done.missing_keys, done.unexpected_keys) == (["head.weight"], [])
-
-
 def test_unexpected_and_missing(diagnose: Diagnose, paste: Paste, tmp_path: Path) -> None:
     (tmp_path / "nets.py").write_text(NET)
     state = net().state_dict()
@@ -480,57 +406,6 @@ def test_counters_of_old_batch_norms_are_not_missing(diagnose: Diagnose, tmp_pat
 # What is in it
 
 
-def test_device(
-    diagnose: Diagnose,
-    paste: Paste,
-    tmp_path: Path,
-    simulated_cuda: Callable[..., AbstractContextManager[None]],
-) -> None:
-    if torch.cuda.device_count() > 7:
-        pytest.skip("this machine has the device")
-    with simulated_cuda(7):
-        torch.save(net().state_dict(), tmp_path / "run.pth")
-    with pytest.raises(RuntimeError, match=r"Attempting to deserialize object on a? ?CUDA device"):
-        load(tmp_path / "run.pth")
-    cause = diagnose(tmp_path / "run.pth")["device"]
-    assert "cuda:7" in cause["title"]
-    net().load_state_dict(load(paste(cause)))
-
-
-def test_wrapper(diagnose: Diagnose, paste: Paste, tmp_path: Path) -> None:
-    torch.save({"epoch": 3, "net": net().state_dict()}, tmp_path / "run.pth")
-    cause = diagnose(tmp_path / "run.pth")["wrapper"]
-    assert "'net', beside epoch" in cause["title"]
-    net().load_state_dict(load(paste(cause)))
-
-
-def test_several_that_could_be_meant(diagnose: Diagnose, tmp_path: Path, ckptkit: Ckptkit) -> None:
-    torch.save(
-        {"gen": net().state_dict(), "disc": nn.Linear(2, 2).state_dict()}, tmp_path / "gan.pth"
-    )
-    cause = diagnose(tmp_path / "gan.pth")["ambiguous"]
-    _, *words = shlex.split(cause["command"])
-    chosen = ckptkit(*words, "--fix", tmp_path / "gen.pth")
-    assert chosen.exit_code == 0, chosen.stdout
-    net().load_state_dict(load(tmp_path / "gen.pth"))
-
-
-def test_whole_module(diagnose: Diagnose, paste: Paste, tmp_path: Path) -> None:
-    torch.save(nn.Sequential(nn.Linear(2, 2)), tmp_path / "run.pth")
-    cause = diagnose(tmp_path / "run.pth")["module"]
-    assert "torch.nn.modules.container.Sequential" in cause["title"]
-    nn.Sequential(nn.Linear(2, 2)).load_state_dict(load_file(paste(cause)))
-
-
-def test_weights_only_refuses(diagnose: Diagnose, paste: Paste, tmp_path: Path) -> None:
-    torch.save({**net().state_dict(), "args": Namespace(lr=0.1)}, tmp_path / "run.pth")
-    with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
-        load(tmp_path / "run.pth")
-    cause = diagnose(tmp_path / "run.pth")["weights-only"]
-    assert "argparse.Namespace" in cause["title"]
-    net().load_state_dict(load(paste(cause)))
-
-
 def test_arrays_that_weights_only_refuses(diagnose: Diagnose, paste: Paste, tmp_path: Path) -> None:
     """Leaving out values that are objects would leave out the weights."""
     torch.save({"w": torch.ones(2).numpy()}, tmp_path / "run.pth")
@@ -551,21 +426,6 @@ def test_what_loading_would_run_is_said(diagnose: Diagnose, tmp_path: Path) -> N
         "system" in found["weights-only"]["explanation"]
         and "do not load it" in found["weights-only"]["explanation"]
     )
-
-
-def test_optimizer(diagnose: Diagnose, paste: Paste, tmp_path: Path) -> None:
-    model = nn.Linear(512, 512)
-    optimizer = torch.optim.Adam(model.parameters())
-    model(torch.ones(1, 512)).sum().backward()
-    optimizer.step()
-    torch.save(
-        {"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "run.pth"
-    )
-    cause = diagnose(tmp_path / "run.pth")["optimizer"]
-    assert cause["title"].startswith("67% of its bytes")
-    small = paste(cause)
-    assert small.stat().st_size < 0.4 * (tmp_path / "run.pth").stat().st_size
-    model.load_state_dict(load(small))
 
 
 def test_optimizer_of_the_weights_themselves(diagnose: Diagnose, tmp_path: Path) -> None:
@@ -619,13 +479,6 @@ def test_quantized_program(
     packed = ckptkit("convert", tmp_path / "q.pt", tmp_path / "new.pth")
     assert packed.exit_code == 2 and "--dequantize converts them" in packed.stderr
     assert load(tmp_path / "fixed.pt").keys() == state.keys() == {"0.weight", "0.bias"}
-
-
-def test_slices(diagnose: Diagnose, paste: Paste, tmp_path: Path) -> None:
-    torch.save({"a": torch.ones(1000, 1000)[:2]}, tmp_path / "run.pth")
-    small = paste(diagnose(tmp_path / "run.pth")["slices"])
-    assert small.stat().st_size < 20_000 < (tmp_path / "run.pth").stat().st_size
-    assert torch.equal(load(small)["a"], torch.ones(2, 1000))
 
 
 # The container
@@ -700,26 +553,6 @@ def test_checkpoints_in_byte_strings(diagnose: Diagnose, ckptkit: Ckptkit, tmp_p
     assert "raw (zip archive" in ckptkit("inspect", tmp_path / "net.pkl").stdout
 
 
-def test_cut(diagnose: Diagnose, paste: Paste, tmp_path: Path) -> None:
-    whole = io.BytesIO()
-    torch.save({"first": torch.arange(1e5), "last": torch.ones(100_000)}, whole)
-    (tmp_path / "run.pth").write_bytes(whole.getvalue()[:-300_000])
-    with pytest.raises(RuntimeError, match="failed finding central directory"):
-        load(tmp_path / "run.pth")
-    state = load(paste(diagnose(tmp_path / "run.pth", code=3)["damaged"]))
-    assert torch.equal(state["first"], torch.arange(1e5))
-
-
-def test_a_flipped_bit(diagnose: Diagnose, paste: Paste, tmp_path: Path) -> None:
-    """torch loads it without a word, the checksum of the archive tells."""
-    torch.save({"a": torch.arange(100.0), "b": torch.arange(100.0) * 3}, tmp_path / "run.pth")
-    data = bytearray((tmp_path / "run.pth").read_bytes())
-    data[bytes(data).index(torch.arange(100.0).numpy().tobytes()) + 40] ^= 1
-    (tmp_path / "run.pth").write_bytes(data)
-    assert not torch.equal(load(tmp_path / "run.pth")["a"], torch.arange(100.0))
-    assert load(paste(diagnose(tmp_path / "run.pth")["damaged"])).keys() == {"b"}
-
-
 @pytest.mark.parametrize(
     "id, data",
     [
@@ -748,57 +581,6 @@ def test_no_checkpoint(
         assert "440,449,768 bytes" in found[id]["title"]
 
 
-def test_not_there(ckptkit: Ckptkit, tmp_path: Path) -> None:
-    assert ckptkit("doctor", tmp_path / "none.pth").exit_code == 3
-
-
-def test_suffix(diagnose: Diagnose, paste: Paste, tmp_path: Path) -> None:
-    save_file(net().state_dict(), tmp_path / "run.pth")
-    net().load_state_dict(load(paste(diagnose(tmp_path / "run.pth")["suffix"])))
-    torch.save(net().state_dict(), tmp_path / "run.safetensors")
-    net().load_state_dict(load_file(paste(diagnose(tmp_path / "run.safetensors")["suffix"])))
-
-
-def test_plain_pickle(diagnose: Diagnose, paste: Paste, tmp_path: Path) -> None:
-    (tmp_path / "run.pth").write_bytes(pickle.dumps({"w": torch.ones(2).numpy()}))
-    with pytest.raises(RuntimeError, match="Invalid magic number"):
-        torch.load(tmp_path / "run.pth", weights_only=False)
-    state = load_file(paste(diagnose(tmp_path / "run.pth")["suffix"]))
-    assert torch.equal(state["w"], torch.ones(2))
-
-
-@pytest.mark.filterwarnings("ignore:.*torch:DeprecationWarning")
-def test_program(diagnose: Diagnose, paste: Paste, tmp_path: Path) -> None:
-    torch.jit.save(torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2)), tmp_path / "run.pt")  # type: ignore[no-untyped-call]
-    nn.Linear(2, 2).load_state_dict(load(paste(diagnose(tmp_path / "run.pt")["program"])))
-
-
-def test_old_tar(diagnose: Diagnose, tmp_path: Path, ckptkit: Ckptkit) -> None:
-    shutil.copy(ROOT / "fixtures/torch-tar/dp_wrapped_cuda1.pth", tmp_path / "run.pth")
-    with pytest.raises(RuntimeError, match=r"legacy \.tar format"):
-        load(tmp_path / "run.pth")
-    assert "old-format" in diagnose(tmp_path / "run.pth")
-    assert ckptkit("doctor", tmp_path / "run.pth", "--fix", tmp_path / "new.pth").exit_code == 0
-    assert "conv1.weight" in load(tmp_path / "new.pth")
-
-
-def test_no_version_record(diagnose: Diagnose, paste: Paste, tmp_path: Path) -> None:
-    torch.save(net().state_dict(), tmp_path / "run.pth")
-    rewritten(tmp_path / "run.pth", lambda name, data: None if name == "version" else data)
-    with pytest.raises(RuntimeError, match=r"hasRecord\(\"version\"\)"):
-        load(tmp_path / "run.pth")
-    net().load_state_dict(load(paste(diagnose(tmp_path / "run.pth")["no-version"])))
-
-
-def test_newer_format(diagnose: Diagnose, tmp_path: Path) -> None:
-    torch.save(net().state_dict(), tmp_path / "run.pth")
-    rewritten(tmp_path / "run.pth", lambda name, data: b"11\n" if name == "version" else data)
-    with pytest.raises(RuntimeError, match="maximum supported version"):
-        load(tmp_path / "run.pth")
-    found = diagnose(tmp_path / "run.pth", code=3)
-    assert found["newer"]["command"] == "pip install --upgrade torch"
-
-
 def test_a_name_that_this_torch_does_not_have(
     diagnose: Diagnose, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -814,27 +596,6 @@ def shards(folder: Path, suffix: str = ".safetensors") -> None:
         save_file(dict(part), folder / f"model-0000{number}-of-00002{suffix}")
 
 
-def test_shards_without_index(diagnose: Diagnose, paste: Paste, tmp_path: Path) -> None:
-    shards(tmp_path / "net")
-    done = paste(diagnose(tmp_path / "net")["no-index"])
-    index = (
-        json.loads((done / "model.safetensors.index.json").read_text())
-        if len(list(done.iterdir())) > 1
-        else None
-    )
-    state: dict[str, torch.Tensor] = {}
-    for file in set(index["weight_map"].values()) if index else ("model.safetensors",):
-        state |= load_file(done / file)
-    net().load_state_dict(state)
-
-
-def test_one_shard(diagnose: Diagnose, paste: Paste, tmp_path: Path) -> None:
-    shards(tmp_path / "net")
-    net().load_state_dict(
-        load(paste(diagnose(tmp_path / "net" / "model-00001-of-00002.safetensors")["one-shard"]))
-    )
-
-
 def test_a_shard_is_missing(diagnose: Diagnose, tmp_path: Path) -> None:
     shards(tmp_path / "net")
     (tmp_path / "net" / "model-00002-of-00002.safetensors").unlink()
@@ -845,14 +606,6 @@ def dcp(folder: Path) -> None:
     from torch.distributed.checkpoint.state_dict_saver import save
 
     save({"model": net().state_dict(), "step": 3}, checkpoint_id=folder, no_dist=True)
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_dcp(diagnose: Diagnose, paste: Paste, tmp_path: Path) -> None:
-    dcp(tmp_path / "step_10")
-    found = diagnose(tmp_path / "step_10")
-    assert found.keys() == {"dcp"}
-    net().load_state_dict(load(paste(found["dcp"])))
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -868,14 +621,6 @@ def test_half_written_dcp(diagnose: Diagnose, paste: Paste, tmp_path: Path) -> N
         (tmp_path / step).rename(tmp_path / f"other_{step}")
     cause = diagnose(tmp_path / "step_100", code=3)["unfinished"]
     assert cause["command"] is None and "is complete" not in cause["explanation"]
-
-
-def test_zero(diagnose: Diagnose, paste: Paste) -> None:
-    folder = ROOT / "fixtures/deepspeed/zero2-fp32-3ranks"
-    cause = diagnose(folder)["deepspeed"]
-    expected = torch.load(f"{folder}.fp32.pth", weights_only=True)
-    _, *words = shlex.split(cause["command"])
-    assert words[0] == "extract" and words[-2] == str(folder) and set(expected)
 
 
 def test_half_written_zero(diagnose: Diagnose, tmp_path: Path) -> None:

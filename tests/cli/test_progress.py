@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ckptkit.cli import progress
+from ckptkit.cli import render
 from ckptkit.scanning.files import scan_all
 from ckptkit.scanning.verdict import FileVerdict
 from tests.cli.conftest import Ckptkit
@@ -24,7 +24,7 @@ class Terminal(StringIO):
 
 def work(monkeypatch: pytest.MonkeyPatch, stream: StringIO) -> str:
     monkeypatch.setattr(sys, "stderr", stream)
-    with progress.Progress("writing", 3_000_000) as report:
+    with render.Progress("writing", 3_000_000) as report:
         for _ in range(3):
             report(1_000_000)
     return stream.getvalue()
@@ -35,12 +35,12 @@ def test_what_is_quick_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_pipe_shows_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "PATIENCE", -1)
+    monkeypatch.setattr(render, "PATIENCE", -1)
     assert work(monkeypatch, StringIO()) == ""
 
 
 def test_a_terminal_shows_a_bar_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "PATIENCE", -1)
+    monkeypatch.setattr(render, "PATIENCE", -1)
     shown = work(monkeypatch, Terminal())
     assert "writing" in shown and "3.00M" in shown
 
@@ -48,8 +48,8 @@ def test_a_terminal_shows_a_bar_after_a_while(monkeypatch: pytest.MonkeyPatch) -
 def test_the_total_may_come_with_the_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = Terminal()
     monkeypatch.setattr(sys, "stderr", stream)
-    monkeypatch.setattr(progress, "PATIENCE", -1)
-    with progress.Progress("writing") as report:
+    monkeypatch.setattr(render, "PATIENCE", -1)
+    with render.Progress("writing") as report:
         report(1_000_000, 4_000_000)
     assert "4.00M" in stream.getvalue()
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckptkit.analysis.summary import json_number
-from ckptkit.cli import narrow, render
+from ckptkit.cli import render
 from ckptkit.core.errors import OutputError
 
 
@@ -103,9 +103,9 @@ def test_a_long_table_is_aligned_too() -> None:
     lines = list(
         render.table(("name", "size"), [(f"n{i}", f"{i} B") for i in range(3_000)], right=("size",))
     )
-    assert lines[0] == "name     size"
-    assert lines[1] == "n0        0 B"
-    assert lines[-1] == "n2999  2999 B"
+    assert lines[0] == "name      size"
+    assert lines[1] == "n0         0 B"
+    assert lines[-1] == "n2999   2999 B"
 
 
 def test_a_table_of_nothing_is_nothing() -> None:
@@ -131,10 +131,10 @@ def test_in_a_pipe_nothing_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("room", [16, 17, 40])
 def test_shortened(room: int) -> None:
     text = "".join(map(chr, range(97, 123))) * 4
-    cut = narrow.shortened(text, room)
+    cut = render.shortened(text, room)
     assert len(cut) == room
     assert text.startswith(cut.split("...")[0]) and text.endswith(cut.split("...")[1])
-    assert narrow.shortened("short", room) == "short"
+    assert render.shortened("short", room) == "short"
 
 
 @given(

@@ -83,7 +83,7 @@ def test_units() -> None:
         "1TiB": 2**40,
         "7": 7,
     }
-    assert {text: size(None, None, text) for text in sizes} == sizes  # type: ignore[arg-type]
+    assert {text: size(text) for text in sizes} == sizes
 
 
 def test_torch_shards_there_and_back(ckptkit: Ckptkit, model: Path, tmp_path: Path) -> None:

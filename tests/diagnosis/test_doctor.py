@@ -21,8 +21,7 @@ from ckptkit.core.errors import (
 )
 from ckptkit.core.tree import Global, Node, Object
 from ckptkit.diagnosis import container, content, fit
-from ckptkit.diagnosis.cause import Cause, together
-from ckptkit.diagnosis.facts import Facts
+from ckptkit.diagnosis.cause import Cause, Facts, together
 from ckptkit.formats.format import Format
 from ckptkit.formats.table import FORMATS
 from tests.analysis.made import checkpoint, tensor

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable
 from itertools import islice
+from types import SimpleNamespace
 from typing import ParamSpec, TypeVar
 
 import numpy as np
@@ -98,7 +99,7 @@ def recover(source: ByteSource) -> None:
 def show(checkpoint: Checkpoint) -> None:
     """As the command line does: as tables, as a tree, as JSON."""
     for tree in (False, True):
-        want = inspect.Wanted(
+        want = SimpleNamespace(
             globs=(), sort="file", flat=False, tree=tree, names=False, digest=False, stored=False
         )
         check_lines(line.strip("\n") for line in inspect._lines(checkpoint, want))

@@ -16,7 +16,7 @@ from pathlib import Path
 from ckptkit.api import Conversion, convert
 from ckptkit.edits.keys import strip_prefix
 from ckptkit.publish.publish import temporary_name
-from ckptkit.run.batch import manifest
+from ckptkit.run import batch
 from tests.conftest import ENVIRONMENT
 
 
@@ -93,7 +93,7 @@ def interrupted_in_destructor() -> str:
 
 def noted(into: Path) -> int:
     """Count the jobs that the manifest of a batch reports as done."""
-    path = into / manifest.NAME
+    path = into / batch.MANIFEST
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 

@@ -24,8 +24,7 @@ from ckptkit.api import convert
 from ckptkit.core.errors import OutputError, PathError, UsageError
 from ckptkit.core.plan import Plan
 from ckptkit.run import batch, workers
-from ckptkit.run.batch import manifest
-from ckptkit.run.batch.attempt import failed, same
+from ckptkit.run.batch import failed, same
 from tests.conftest import COMMAND, ENVIRONMENT, ROOT, Run, in_process
 from tests.run.batches import (
     deadly,
@@ -71,7 +70,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {
         path.relative_to(folder).as_posix(): path.read_bytes()
         for path in folder.rglob("*")
-        if path.is_file() and path.name != manifest.NAME
+        if path.is_file() and path.name != batch.MANIFEST
     }
 
 
@@ -281,7 +280,7 @@ class TestSkipping:
         args = ("--into", into, "--shard-size", "1GB", *runs[:2])
         batch_json(run, "strip-module", *args)
         assert counts(batch_json(run, "strip-module", *args)) == {"skipped": 2}
-        (into / manifest.NAME).unlink()
+        (into / batch.MANIFEST).unlink()
         assert counts(batch_json(run, "strip-module", *args)) == {"found": 2}
         answer = batch_json(run, "add-module", *args, code=2)
         assert "is a folder that is not empty" in answer["jobs"][0]["error"]["message"]
@@ -303,7 +302,7 @@ class TestSkipping:
     ) -> None:
         args = ("strip-module", "--into", into, *runs[:3])
         batch_json(run, *args)
-        (into / manifest.NAME).unlink()
+        (into / batch.MANIFEST).unlink()
         data = bytearray((into / "1.pth").read_bytes())
         data[len(data) // 2] ^= 1
         (into / "1.pth").write_bytes(data)
@@ -318,7 +317,7 @@ class TestSkipping:
     ) -> None:
         jobs = jobs_of(tmp_path / "runs/0000/*.pth", into)
         run_all(strip, jobs[:5], into)
-        with (into / manifest.NAME).open("ab") as file:
+        with (into / batch.MANIFEST).open("ab") as file:
             file.write(end)
         assert states(run_all(strip, jobs, into)) == {"skipped": 5, "done": 5}
         assert states(run_all(strip, jobs, into)) == {"skipped": 10}
@@ -326,7 +325,7 @@ class TestSkipping:
     def test_one_batch_at_a_time(self, runs: list[Path], into: Path, tmp_path: Path) -> None:
         pytest.importorskip("fcntl")
         with (
-            manifest.opened(str(into)),
+            batch.manifest(str(into)),
             pytest.raises(UsageError, match="another batch is writing there"),
         ):
             run_all(strip, jobs_of(runs[0], into), into)

@@ -16,7 +16,6 @@ import torch
 
 from ckptkit.core.errors import PathError, UsageError
 from ckptkit.run import batch, workers
-from ckptkit.run.batch import manifest
 from tests.conftest import COMMAND, ENVIRONMENT, Run
 from tests.run.batches import Dask, dask, make, strip
 
@@ -74,7 +73,7 @@ def batch_json(run: Run, account: dict[str, str], *args: object, code: int = 0) 
 def objects(store: Any) -> dict[str, bytes]:
     """Every output, by name."""
     store.invalidate_cache()
-    found = [path for path in store.find(f"{BUCKET}/out") if not path.endswith(manifest.NAME)]
+    found = [path for path in store.find(f"{BUCKET}/out") if not path.endswith(batch.MANIFEST)]
     return {path.removeprefix(f"{BUCKET}/out/"): store.cat_file(path) for path in found}
 
 
@@ -127,7 +126,7 @@ def test_skipping(store: Any, account: dict[str, str], run: Run, tmp_path: Path)
     }
     assert objects(store)["0000/4.pth"] == b"mine"
     assert objects(store)["0000/2.pth"] == objects(store)["0000/3.pth"]
-    store.rm(f"{BUCKET}/out/{manifest.NAME}")
+    store.rm(f"{BUCKET}/out/{batch.MANIFEST}")
     store.pipe_file(f"{BUCKET}/in/0000/0.pth", b"text")
     assert batch_json(run, account, "--into", OUT, PATTERN, code=3) == {"found": 10, "failed": 2}
 
@@ -154,13 +153,13 @@ def test_the_client_is_killed(
 def test_the_manifest_is_written_on_the_way(
     store: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(manifest, "PAUSE", 0.0)
-    monkeypatch.setattr(manifest, "SHARE", 0)
+    monkeypatch.setattr(batch, "PAUSE", 0.0)
+    monkeypatch.setattr(batch, "SHARE", 0)
     jobs = batch.plan(batch.find([PATTERN], OUT), ["strip"])
     results = batch.run(strip, jobs, OUT)
     for _ in range(3):
         next(results)
-    noted = store.cat_file(f"{BUCKET}/out/{manifest.NAME}").splitlines()
+    noted = store.cat_file(f"{BUCKET}/out/{batch.MANIFEST}").splitlines()
     assert len(noted) == 3
     results.close()
     with workers.opened(2) as pool:

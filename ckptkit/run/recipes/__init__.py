@@ -26,6 +26,7 @@ import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,7 +41,7 @@ from ckptkit.core.errors import (
     UnsupportedError,
     UsageError,
 )
-from ckptkit.core.text import nearest, shown, typed
+from ckptkit.core.text import flatten, nearest, shown, typed
 from ckptkit.core.tree import Global, children, find
 from ckptkit.edits.expect import Expectations
 from ckptkit.edits.rules import CONFIG_NAME, RuleOptions
@@ -102,33 +103,21 @@ def _parsed(path: Path) -> Any:
     try:
         with closing(LocalFile(path)) as source:
             if source.size > _BYTES:
-                raise UsageError(
-                    f"is larger than {_BYTES:,} bytes: too large for a recipe", where=where
-                )
+                what = f"is larger than {_BYTES:,} bytes: too large for a recipe"
+                raise UsageError(what, where=where)
             data = source.read(0, source.size)
     except InputError as error:
         raise UsageError(error.message, where=where, hint=error.hint) from error
     try:
-        return _from_toml(data) if path.suffix == ".toml" else _from_yaml(data)
+        if path.suffix == ".toml":
+            import tomllib
+
+            return tomllib.loads(data.decode())
+        from ckptkit.run.recipes import plain_yaml
+
+        return plain_yaml.loaded(data)
     except (ValueError, RecursionError) as error:
         raise UsageError(f"is not valid: {_line(str(error))}", where=where) from error
-
-
-def _from_toml(data: bytes) -> Any:
-    import tomllib
-
-    return tomllib.loads(data.decode())
-
-
-def _from_yaml(data: bytes) -> Any:
-    import yaml
-
-    from ckptkit.run.recipes.plain_yaml import PlainLoader
-
-    try:
-        return PlainLoader(data).get_single_data()
-    except yaml.YAMLError as error:
-        raise ValueError(str(error)) from error
 
 
 def _line(text: str) -> str:
@@ -155,50 +144,29 @@ def _recipe(name: str, content: Any, options: RuleOptions) -> Recipe:
         for key, value in output.items():
             if not isinstance(value, _OUTPUT[key]):
                 raise _WrongError(f"output: {key} is {_shown(value)}")
-        about, facts, checked = (_optional(parts, word) for word in ("about", "source", "checked"))
+        texts = {word: parts.get(word, "") for word in ("about", "source", "checked")}
+        for word, text in texts.items():
+            if not isinstance(text, str):
+                raise _WrongError(f"{word} is {text!r}")
         known = list(_written(steps))
         defaults = _sizes(parts.get("args", {}))
-        made = _made(known, options, defaults)
-        _check_arguments(known, options, defaults)
-        return Recipe(name, about, tuple(made), output, tuple(known), facts, checked)
+        # The steps as functions, each read before any is applied.
+        made = [_step(number, each, options, defaults) for number, each in enumerate(known, 1)]
+        if options.reverse:
+            back, notes = backwards(known)
+            made = [_step(number, each, options, defaults) for number, each in enumerate(back, 1)]
+            made.append(lambda ck: ck.with_root(ck.root, notes=notes))
+        if options.args:
+            rules = [_parsed_rules(each, defaults) for each in known if each.word == "rules"]
+            words = set(flatten(each.words() for each in rules))
+            for word in options.args:
+                if word not in words:
+                    raise unused_argument(word, words)
+        return Recipe(name, steps=tuple(made), output=output, written=tuple(known), **texts)
     except _WrongError as error:
         raise UsageError(str(error), where=name, hint=error.hint) from None
     except RuleError as error:
         raise error.at(name) from None
-
-
-def _optional(parts: Mapping[str, Any], word: str) -> str:
-    text = parts.get(word, "")
-    if not isinstance(text, str):
-        raise _WrongError(f"{word} is {text!r}")
-    return text
-
-
-def _made(
-    known: list[WrittenStep], options: RuleOptions, defaults: dict[str, str | int]
-) -> list[Step]:
-    """The steps as functions, each read before any is applied."""
-    forwards = [_step(number, each, options, defaults) for number, each in enumerate(known, 1)]
-    if not options.reverse:
-        return forwards
-    back, notes = backwards(known)
-    steps = [_step(number, each, options, defaults) for number, each in enumerate(back, 1)]
-    return [*steps, lambda ck: ck.with_root(ck.root, notes=notes)]
-
-
-def _check_arguments(
-    known: list[WrittenStep], options: RuleOptions, defaults: dict[str, str | int]
-) -> None:
-    """Raise RuleError for an argument that no rule of any step uses."""
-    if not options.args:
-        return
-    words: set[str] = set()
-    for each in known:
-        if each.word == "rules":
-            words |= _parsed_rules(each, defaults).words()
-    for word in options.args:
-        if word not in words:
-            raise unused_argument(word, words)
 
 
 class _WrongError(ValueError):
@@ -217,14 +185,11 @@ def _written(steps: list[Any]) -> Iterator[WrittenStep]:
                 yield WrittenStep("rules", each["rules"], given)
                 continue
             odd = ", ".join(sorted(map(repr, given.keys() - _RULE_OPTIONS)))
-            raise _WrongError(
-                f"step {number} (rules): {odd} is nothing that rules have", "keep, sizes, keys"
-            )
+            what = f"step {number} (rules): {odd} is nothing that rules have"
+            raise _WrongError(what, hint="keep, sizes, keys")
         if not isinstance(each, dict) or len(each) != 1:
-            raise _WrongError(
-                f"step {number} is not one word with its argument",
-                hint="e.g. `- strip: module.`",
-            )
+            what = f"step {number} is not one word with its argument"
+            raise _WrongError(what, hint="e.g. `- strip: module.`")
         ((word, given),) = each.items()
         yield WrittenStep(word, given, {})
 
@@ -235,15 +200,16 @@ def _step(
     word = step.word
     if word not in (known := [*edits.BY_WORD, "config", "expect"]):
         close = nearest(_shown(word).strip("'"), known) or known
-        raise _WrongError(
-            f"step {number}: {_shown(word)} is not a step",
-            hint=f"did you mean {', '.join(close)}?",
-        )
+        hint = f"did you mean {', '.join(close)}?"
+        raise _WrongError(f"step {number}: {_shown(word)} is not a step", hint)
     try:
         if word == "rules":
             return _rules(number, step, options, defaults)
         if word == "config":
-            return _config(step.given, options)
+            if step.given not in TABLES:
+                what = f"{_shown(step.given)} is not a table of arguments"
+                raise _WrongError(what, hint=", ".join(TABLES))
+            return partial(with_config, table=TABLES[step.given], options=options)
         if word == "expect":
             return Expectations(_texts(step.given), options.config).check
         return _edited(edits.BY_WORD[word], step.given)
@@ -285,20 +251,12 @@ def _sizes(given: Any) -> dict[str, str | int]:
         raise _WrongError(f"{_shown(given)} is not a table of sizes")
     for word, size in given.items():
         if not is_word(str(word)) or type(size) not in (int, str):
-            raise _WrongError(
-                f"{word}: {_shown(size)} is not a size", hint="h: 32, h: config.num_attention_heads"
-            )
+            hint = "h: 32, h: config.num_attention_heads"
+            raise _WrongError(f"{word}: {_shown(size)} is not a size", hint)
     return {str(word): size for word, size in given.items()}
 
 
 # The arguments of a step
-
-
-def _config(given: Any, options: RuleOptions) -> Step:
-    if given not in TABLES:
-        raise _WrongError(f"{_shown(given)} is not a table of arguments", hint=", ".join(TABLES))
-    table = TABLES[given]
-    return lambda ck: with_config(ck, table, options)
 
 
 def _text(given: Any) -> str:
@@ -455,7 +413,9 @@ def with_config(checkpoint: Checkpoint, table: Table, options: RuleOptions) -> C
     except UsageError:
         return checkpoint
     said = {str(key): value for key, value in children(entry)}
-    _check_kind(said, table)
+    for name, allowed in table.required.items():
+        if name in said and not any(said[name] == each for each in allowed):
+            raise _unfit(f"{table.entry}.{name} is {shown(said[name])}")
     missing = {name: value for name, value in table.defaults.items() if said.get(name) is None}
     args = {**said, **missing}
     args["vocab_size"] = options.args.get("vocab", args.get("vocab_size"))
@@ -472,12 +432,6 @@ def with_config(checkpoint: Checkpoint, table: Table, options: RuleOptions) -> C
         for name, value in missing.items()
     ]
     return _with_config_file(checkpoint, made).with_root(checkpoint.root, notes=notes)
-
-
-def _check_kind(args: Arguments, table: Table) -> None:
-    for name, allowed in table.required.items():
-        if name in args and not any(args[name] == each for each in allowed):
-            raise _unfit(f"{table.entry}.{name} is {shown(args[name])}")
 
 
 def _plain_value(value: Any, name: str) -> bool | int | float | str:
@@ -522,73 +476,40 @@ CHECKS = frozenset({"expect"})  # of the other layout
 
 
 def backwards(steps: Sequence[WrittenStep]) -> tuple[list[WrittenStep], list[str]]:
-    """The steps that undo the given ones, and what to say of those that are not undone.
+    """Return the steps that undo the given ones, and what to say of those that are not undone.
 
     Raises UsageError for a step that cannot be undone.
     """
     found: list[WrittenStep] = []
     left: list[str] = []
     for number, step in reversed(list(enumerate(steps, 1))):
-        undone = list(_undone(number, step))
-        found += undone
-        if not undone and step.word not in CHECKS:
+        undone = _undone(number, step)
+        if undone is not None:
+            found.append(undone)
+        elif step.word not in CHECKS:
             left.append(step.word)
     return found, [f"not undone: {', '.join(left)}"] if left else []
 
 
-def _undone(number: int, step: WrittenStep) -> Iterator[WrittenStep]:
-    if step.word == "rules":
-        yield step
-    elif step.word in _UNDO:
-        given = _UNDO[step.word](step.given)
-        if given is None:
-            raise _irreversible(number, step)
-        yield given
-    elif step.word == "strip":  # which of several prefixes were there is not known
-        if isinstance(step.given, str):
-            yield WrittenStep("add", step.given, {})
-    elif step.word not in PASSED_OVER and step.word not in CHECKS:
-        raise _irreversible(number, step)
-
-
-def _irreversible(number: int, step: WrittenStep) -> UsageError:
-    hint = "write a recipe for the way back, or take the step out"
-    return UsageError(f"not reversible: step {number} ({step.word})", hint=hint)
-
-
-def _added(given: Any) -> WrittenStep | None:
-    return WrittenStep("strip", given, {})
-
-
-def _renamed(given: Any) -> WrittenStep | None:
-    mapping = given.get("map", {}) if isinstance(given, dict) else {}
-    if not mapping or given.get("sub") or len(set(mapping.values())) < len(mapping):
+def _undone(number: int, step: WrittenStep) -> WrittenStep | None:
+    """Return the step that undoes another, None for one whose effect is left as it is."""
+    word, given = step.word, step.given
+    opposite = {"add": "strip", "wrap": "extract", "tie": "untie", "untie": "tie"}
+    if word == "rules":
+        return step
+    if word in opposite:
+        return WrittenStep(opposite[word], given, {})
+    if word == "strip":  # which of several prefixes were there is not known
+        return WrittenStep("add", given, {}) if isinstance(given, str) else None
+    if word == "rename":
+        mapping = given.get("map", {}) if isinstance(given, dict) else {}
+        if mapping and not given.get("sub") and len(set(mapping.values())) == len(mapping):
+            return WrittenStep("rename", {"map": {new: old for old, new in mapping.items()}}, {})
+    if word == "extract":
+        path = given[0] if isinstance(given, list) and len(given) == 1 else given
+        if isinstance(path, str) and "." not in path:
+            return WrittenStep("wrap", path, {})
+    if word in PASSED_OVER or word in CHECKS:
         return None
-    return WrittenStep("rename", {"map": {new: old for old, new in mapping.items()}}, {})
-
-
-def _wrapped(given: Any) -> WrittenStep | None:
-    return WrittenStep("extract", given, {})
-
-
-def _extracted(given: Any) -> WrittenStep | None:
-    path = given[0] if isinstance(given, list) and len(given) == 1 else given
-    return WrittenStep("wrap", path, {}) if isinstance(path, str) and "." not in path else None
-
-
-def _tied(given: Any) -> WrittenStep | None:
-    return WrittenStep("untie", given, {})
-
-
-def _untied(given: Any) -> WrittenStep | None:
-    return WrittenStep("tie", given, {})
-
-
-_UNDO: dict[str, Callable[[Any], WrittenStep | None]] = {
-    "add": _added,
-    "rename": _renamed,
-    "wrap": _wrapped,
-    "extract": _extracted,
-    "tie": _tied,
-    "untie": _untied,
-}
+    hint = "write a recipe for the way back, or take the step out"
+    raise UsageError(f"not reversible: step {number} ({word})", hint=hint)

@@ -39,3 +39,11 @@ class PlainLoader(yaml.SafeLoader):
 
 PlainLoader.add_constructor("tag:yaml.org,2002:int", PlainLoader.construct_yaml_int)
 PlainLoader.add_constructor("tag:yaml.org,2002:float", PlainLoader.construct_yaml_float)
+
+
+def loaded(data: bytes) -> Any:
+    """Return the value in a file. Raises ValueError."""
+    try:
+        return PlainLoader(data).get_single_data()
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from error

@@ -1,0 +1,97 @@
+"""What commands that read have in common: options, and how they go on after a file that fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain, islice
+from typing import Any, TypeVar
+
+import click
+
+from ckptkit.cli import render
+from ckptkit.cli.options import HELP_ALL, KEY, KINDS, PARTS, Command
+from ckptkit.core.errors import CkptkitError
+from ckptkit.core.options import Options
+from ckptkit.core.text import shown_url
+
+T = TypeVar("T")
+Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def flag(words: str, text: str) -> Decorator:
+    """Add a flag: its words, and its parameter if that has another name."""
+    return click.option(*words.split(), is_flag=True, help=text)
+
+
+def value(words: str, metavar: str, text: str, **how: Any) -> Decorator:
+    """Add an option with a value."""
+    return click.option(*words.split(), metavar=metavar, help=text, **how)
+
+
+def globs(text: str = "Only tensors whose names or paths match (repeatable).") -> Decorator:
+    return value("--keys globs", "GLOB", text, multiple=True)
+
+
+def as_json(schema: str) -> Decorator:
+    """Add --json to a command that prints an object of this schema."""
+    return flag("--json as_json", f"Print one JSON object (schema {schema}).")
+
+
+key = value("--key", "PATH", KEY)
+model = value(
+    "--model spec", "MODEL", "Model to compare with: package.module:Class or file.py:Class."
+)
+model_arguments = value(
+    "--arg args",
+    "NAME=JSON",
+    "Argument NAME of the model's constructor (repeatable).",
+    **KINDS["json"],
+)
+stored = flag("--stored", "Show the codes and scales of quantized weights, as they are stored.")
+
+
+class Reader(Command):
+    """A command that reads: it gets --key, and how to read folders of many processes, as `read`."""
+
+    def __init__(self, *, callback: Callable[..., Any], params: list[Any], **given: Any) -> None:
+        def with_read(key: str | None, parts: str | None, **given: Any) -> Any:
+            copies, check = given.pop("copies"), given.pop("check_copies")
+            how = "check" if check and copies == "compare" else copies
+            return callback(read=Options(key=key, parts=parts, copies=how), **given)
+
+        for _, words, text, how in (*PARTS, *HELP_ALL):
+            hidden = words != "--help-all"
+            params.append(click.Option(words.split(), help=text, hidden=hidden, **how))
+        super().__init__(callback=with_read, params=params, **given)
+
+
+def each_of(
+    files: Sequence[str],
+    work: Callable[[str], T],
+    failures: list[CkptkitError],
+    *,
+    alone: bool | None = None,
+    stops: type[CkptkitError] | tuple[()] = (),
+) -> Iterator[tuple[str, T | CkptkitError]]:
+    """Yield each file with what `work` makes of it.
+
+    Of several files, the error of one is printed, and yielded in the place of a result. A single
+    one (`alone`) raises it, before anything is printed, and so do errors that `stops` names.
+    """
+    raises = len(files) == 1 if alone is None else alone
+
+    def results() -> Iterator[tuple[str, T | CkptkitError]]:
+        for file in files:
+            try:
+                done = work(file)
+            except CkptkitError as error:
+                if raises or isinstance(error, stops):
+                    raise
+                render.error(str(error.at(shown_url(file))), error.hint)
+                failures.append(error)
+                yield file, error
+            else:
+                yield file, done
+
+    found = results()
+    return chain(list(islice(found, 1)), found)

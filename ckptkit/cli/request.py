@@ -1,0 +1,236 @@
+"""The request of a command that writes, and its report: a sentence, or one JSON object."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from ckptkit.cli import render
+from ckptkit.core.options import Options
+from ckptkit.core.text import flatten, is_url, shown_url
+
+if TYPE_CHECKING:
+    from ckptkit.api import Conversion
+    from ckptkit.core.checkpoint import Checkpoint
+    from ckptkit.core.plan import Patch, Plan
+    from ckptkit.edits.rules import Done, Report
+    from ckptkit.formats.format import Loss
+
+SCHEMA = "ckptkit.edit/3"
+SHOWN = 20  # lines of what was lost
+
+
+@dataclass(frozen=True)
+class Request:
+    """A command that writes, as it was typed: inputs, output, options, and how to report it."""
+
+    alone: ClassVar[bool] = True  # one file for a person, not one of many
+
+    sources: tuple[str, ...]
+    dst: str | None
+    options: Options
+    like: str | None = None
+    workers: int | None = None
+    scheduler: str | None = None
+    as_json: bool = False
+    quiet: bool = False
+
+    def run(
+        self,
+        *steps: Callable[[Checkpoint], Checkpoint],
+        key: str | None = None,
+        keep_format: bool = True,
+        source: Checkpoint | None = None,
+        lost: Sequence[Loss] = (),
+    ) -> tuple[Conversion, Sequence[Loss]]:
+        """Read, apply the steps and write; return what was done, and what was `lost` before.
+
+        `source` is what has been read already.
+        """
+        from ckptkit.api import convert
+
+        options = replace(
+            self.options,
+            key=key,
+            keep_format=keep_format,
+            part_only=self.options.part_only and source is None,
+            fork=self.workers is None,
+        )
+        if self.like is not None:
+            steps = (*steps, self._check_like(self.like))
+        with ExitStack() as stack:
+            if not options.dry_run and (self.workers is not None or self.scheduler is not None):
+                if is_url(self.dst):
+                    render.warn("--workers and --scheduler have no effect on an output at a URL")
+                else:
+                    from ckptkit.run import workers
+
+                    pool = stack.enter_context(workers.opened(self.workers, self.scheduler))
+                    options = replace(options, executor=pool)
+            if self.alone and (render.progress_asked or render.is_terminal(sys.stderr)):
+                progress = stack.enter_context(render.Progress("writing"))
+                options = replace(options, progress=progress)
+            where = self.sources[-1] if source is None else source
+            return convert(where, self.dst, *steps, options=options), lost
+
+    def _check_like(self, name: str) -> Callable[[Checkpoint], Checkpoint]:
+        """Return the step that compares names and shapes with those of --like."""
+        from ckptkit.cli.like import expected
+        from ckptkit.edits.rules import check_like
+
+        shapes = expected(name)
+        return lambda checkpoint: check_like(checkpoint, shapes, name)
+
+
+def report(done: Conversion, request: Request, lost: Sequence[Loss]) -> None:
+    """Print warnings and what was lost; then what was done, and notes on what is left out."""
+    from ckptkit.core.plan import Patch
+
+    plan, rules = done.plan, done.checkpoint.reports
+    dry_run, quiet = request.options.dry_run, request.quiet
+    count = tensors(done.checkpoint, plan)
+    if not quiet and (lost or done.warnings):
+        print_messages(lost, done.warnings)
+    if request.as_json:
+        facts = {
+            "schema": SCHEMA,
+            "inputs": list(map(shown_url, request.sources)),
+            "output": done.path,
+            "format": done.format,
+            "in_place": request.options.in_place,
+            "dry_run": dry_run,
+            "tensor_count": count,
+            "size": plan.size,
+            "done": list(done.notes),
+            "copied": list(done.copied),
+            "left_out": list(plan.notes),
+            "warnings": list(done.warnings),
+        }
+        if lost:
+            facts["lost"] = list(map(asdict, lost))
+        if rules:
+            facts |= _rules_facts(rules)
+        render.emit_json(facts)
+    elif not quiet:
+        verb, size = "would write" if dry_run else "wrote", render.size(plan.size)
+        if isinstance(plan, Patch):
+            size = f"{render.size(plan.written)} of {size} rewritten"
+            verb = "kept" if plan.seal is None else "changed"
+            verb = "would change" if dry_run else verb
+        copied = [f"with {', '.join(done.copied)}"] if done.copied else []
+        what = "; ".join((f"{render.plural(count, 'tensor')}, {size}", *done.notes, *copied))
+        render.emit_text(f"{verb} {done.path}: {what}")
+        if dry_run:
+            lines = flatten(map(_rules_lines, rules))
+            render.emit_text(*lines, *str(plan).split("\n"))
+    if not quiet and plan.notes:
+        print_messages(notes=plan.notes)
+
+
+def print_messages(
+    lost: Sequence[Loss] = (), warnings: Iterable[str] = (), notes: Iterable[str] = ()
+) -> None:
+    """Print on standard error what was lost, the warnings, and the notes on what is left out."""
+    for line in (*what_was_lost(lost), *warnings):
+        render.warn(line)
+    for line in notes:
+        render.note(line)
+
+
+def what_was_lost(lost: Sequence[Loss]) -> list[str]:
+    lines = [f"lost: {each.path or '(root)'} ({each.what}): {each.why}" for each in lost[:SHOWN]]
+    more = len(lost) - SHOWN
+    return [*lines, f"lost: {more:,} more, which --json lists"] if more > 0 else lines
+
+
+def tensors(checkpoint: Checkpoint, plan: Plan | Patch) -> int:
+    """Count the tensors that are written: those of the plan, and further names of one tensor.
+
+    Where the plan counts none, count the weights, or every tensor if it is not clear which they
+    are.
+    """
+    from ckptkit.core.errors import AmbiguousError
+    from ckptkit.core.plan import Plan
+
+    written = plan.tensors if isinstance(plan, Plan) else None
+    try:
+        if checkpoint.selection is not None:
+            nodes = checkpoint.selection.nodes.values()
+            again = len(nodes) - len({id(node) for node in nodes})
+            return len(nodes) if written is None else written + again
+    except AmbiguousError:
+        pass
+    if written is not None:
+        return written
+    from ckptkit.analysis.summary import summarize
+
+    return summarize(checkpoint).totals.tensors
+
+
+# Steps of rules
+
+
+def _rules_lines(report: Report) -> Iterator[str]:
+    """Yield what a step of rules does, two lines for each rule."""
+    matched = [f"{done.taken.matched:,}" for done in report.rules if done.taken.matched]
+    yield (
+        f"step {report.step}, rules: {' + '.join(matched) or '0'} of {report.keys:,} keys taken, "
+        f"{report.kept:,} kept; {report.made:,} written"
+    )
+    origins = []
+    for done in report.rules:
+        taken, sizes = done.taken, _sizes(done)
+        yield f"  {taken.number}  {taken.rule.text or taken.rule}"
+        made = render.plural(taken.made, "tensor")
+        if len(done.forms) == 1:
+            made += " " + next(iter(done.forms))
+        text = f"{taken.matched:,} -> {made}, {render.size(done.bytes)} {done.how}"
+        if taken.dropped:
+            text += f", {taken.dropped:,} elements dropped"
+        if taken.zeros:
+            text += f", {taken.zeros:,} zeros"
+        if sizes:
+            text += "   " + " ".join(f"{word}={size}" for word, size in sizes.items())
+        yield f"     {text}"
+        known = [word for word in taken.origins if word in sizes]
+        origins += [f"{word}={sizes[word]} ({taken.origins[word]})" for word in known]
+    if origins:
+        yield f"  sizes: {'  '.join(dict.fromkeys(origins))}"
+    yield f"  reversible: {report.reversible or 'yes'}"
+
+
+def _sizes(done: Done) -> dict[str, str]:
+    """Return words with their sizes; those that differ with a label, as they are written."""
+    from ckptkit.rules.notation import REST
+
+    found: dict[str, list[str]] = {}
+    for (word, _), sizes in done.taken.sizes.items():
+        if not word.startswith(REST):
+            low, high = min(sizes), max(sizes)
+            found.setdefault(word, []).append(str(low) if low == high else f"{low}..{high}")
+    return {word: "|".join(parts) for word, parts in found.items()}
+
+
+def _rules_facts(reports: Sequence[Report]) -> dict[str, Any]:
+    """Return the steps of rules for --json."""
+    why = [report.reversible for report in reports if report.reversible]
+    rules = [
+        {
+            "step": report.step,
+            "rule": done.taken.number,
+            "text": done.taken.rule.text or str(done.taken.rule),
+            "matched": done.taken.matched,
+            "made": done.taken.made,
+            "nbytes": done.bytes,
+            "how": done.how,
+            "dropped": done.taken.dropped,
+            "zeros": done.taken.zeros,
+            "sizes": _sizes(done),
+        }
+        for report in reports
+        for done in report.rules
+    ]
+    return {"rules": rules, "reversible": not why, "not_reversible": why[0] if why else None}
