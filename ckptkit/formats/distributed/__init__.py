@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from importlib import import_module
 from types import ModuleType
 
 from ckptkit.core.checkpoint import Checkpoint
@@ -22,42 +23,22 @@ _SIGN = re.compile(
     r"|[0-9](?!-of-).*(?<!-of-[0-9]{5})\.(pt|pth|bin|ckpt|th)$"
 )
 
+# In the order in which they are tried, each imported when it is reached.
+_LAYOUTS = ("parts", "megatron", "llama", "pipeline", "fsdp_flat", "rank_files")
+
 
 def matches(probe: Probe) -> bool:
     """Return whether a layout matches the folder, or a table was given for it."""
     return probe.is_folder and any(map(_SIGN.search, probe.names)) and _layout(probe) is not None
 
 
-def _layouts() -> Iterator[ModuleType]:
-    """Yield the layouts in the order in which they are tried, each imported when it is reached."""
-    from ckptkit.formats.distributed import parts
-
-    yield parts
-    from ckptkit.formats.distributed import megatron
-
-    yield megatron
-    from ckptkit.formats.distributed import llama
-
-    yield llama
-    from ckptkit.formats.distributed import pipeline
-
-    yield pipeline
-    from ckptkit.formats.distributed import fsdp_flat
-
-    yield fsdp_flat
-    from ckptkit.formats.distributed import rank_files
-
-    yield rank_files
-
-
 def _layout(probe: Probe) -> ModuleType | None:
     """Return the layout that claims the folder, or the table that was given for it."""
     if probe.options.parts is not None:
-        from ckptkit.formats.distributed import table
-
-        return table
+        return import_module(f"{__name__}.table")
     if PARALLEL not in probe.kept:
-        probe.kept[PARALLEL] = next((each for each in _layouts() if each.matches(probe)), None)
+        modules = (import_module(f"{__name__}.{name}") for name in _LAYOUTS)
+        probe.kept[PARALLEL] = next((each for each in modules if each.matches(probe)), None)
     found = probe.kept[PARALLEL]
     return found if isinstance(found, ModuleType) else None
 
