@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from functools import partial
-from itertools import chain
 from typing import TYPE_CHECKING
 
 from ckptkit.core.bytesource import Derived, Extent, Range
@@ -64,7 +63,8 @@ def execute(
         done = _spread(files, THREAD_TASK, _by_threads, progress)
     else:
         done = [[run(file, progress)] for file in files]
-    found = [combined(chain.from_iterable(part.sums for part in parts)) for parts in done]
+    sums = [[each for part in parts for each in part.sums] for parts in done]
+    found = [combined(each) if each else {} for each in sums]
     for file, known in zip(files, found, strict=True):
         if known:
             _fill(file, known)

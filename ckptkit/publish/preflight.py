@@ -68,7 +68,8 @@ def check_destination(
         if isinstance(source, LocalFile) and source.identity[:2] in there:
             hint = f"{typed('--in-place', 'in_place=True')} replaces it"
             raise UsageError("is the file that is read", where=path, hint=hint)
-    check_names([file.name for file in plan.files])
+    if plan.is_folder:
+        check_names([file.name for file in plan.files])
     folder, name = os.path.split(path)
     if name in ("", ".", ".."):
         raise UsageError("cannot be the name of an output", where=path)
