@@ -42,14 +42,10 @@ def opened(workers: int | None = None, scheduler: str | None = None) -> Iterator
     """
     if scheduler is not None and workers is not None:
         raise UsageError("use either --workers or --scheduler: a scheduler has its own workers")
-    pool: Pool | None = None
-    if scheduler is not None:
-        pool = Cluster(scheduler)
-    elif workers and workers > 1:
-        pool = Processes(workers)
-    if pool is None:
+    if scheduler is None and (workers or 0) < 2:
         yield None
         return
+    pool = Processes(workers or 0) if scheduler is None else Cluster(scheduler)
     try:
         yield pool
     except BaseException:
@@ -232,14 +228,12 @@ class Cluster(Pool):
             raise
 
     def _check(self) -> None:
-
+        """Raise OutputError without workers, or with some of another version."""
         try:
             self._client.wait_for_workers(1, timeout=PATIENCE)
         except TimeoutError as error:
-            hint = f"start some: dask worker {self.address}"
-            raise OutputError(
-                "the scheduler has no workers", where=self.address, hint=hint
-            ) from error
+            what, hint = "the scheduler has no workers", f"start some: dask worker {self.address}"
+            raise OutputError(what, where=self.address, hint=hint) from error
         try:
             versions = self._client.run(_version)
         except ImportError as error:
@@ -289,15 +283,16 @@ class _Remote(Future[T]):
         try:
             self.set_result(inner.result())
         except CancelledError:
-            self.set_exception(
-                OutputError(
-                    "the scheduler dropped the work: it has ended, or cannot be reached",
-                    where=self._scheduler,
-                    hint="start it, and run the command again",
-                )
-            )
+            what = "the scheduler dropped the work: it has ended, or cannot be reached"
+            hint = "start it, and run the command again"
+            self.set_exception(OutputError(what, where=self._scheduler, hint=hint))
+        except CkptkitError as error:
+            self.set_exception(error)
+        except ImportError as error:
+            self.set_exception(_without(error))
         except BaseException as error:
-            self.set_exception(_translated(error))
+            is_killed = type(error).__name__ == "KilledWorker"
+            self.set_exception(BrokenExecutor(str(error)) if is_killed else error)
 
 
 def _silence() -> None:
@@ -306,16 +301,6 @@ def _silence() -> None:
 
     for name in ("distributed", "distributed.client", "distributed.core", "tornado"):
         logging.getLogger(name).setLevel(logging.CRITICAL + 1)
-
-
-def _translated(error: BaseException) -> BaseException:
-    if isinstance(error, CkptkitError):
-        return error
-    if isinstance(error, ImportError):
-        return _without(error)
-    if type(error).__name__ == "KilledWorker":
-        return BrokenExecutor(str(error))
-    return error
 
 
 def _without(error: ImportError) -> OutputError:

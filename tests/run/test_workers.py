@@ -12,7 +12,7 @@ import time
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import BrokenExecutor
+from concurrent.futures import BrokenExecutor, Future
 from contextlib import closing
 from functools import partial
 from pathlib import Path
@@ -348,7 +348,10 @@ def test_a_killed_worker_reads_as_a_broken_executor() -> None:
     from distributed.scheduler import KilledWorker
 
     error = KilledWorker("task", last_worker=Namespace(address="tcp://x:1"), allowed_failures=3)
-    assert isinstance(workers._translated(error), BrokenExecutor)
+    inner: Future[None] = Future()
+    seen = workers._Remote(inner, "tcp://x:2")
+    inner.set_exception(error)
+    assert isinstance(seen.exception(timeout=0), BrokenExecutor)
 
 
 def missing() -> Any:
