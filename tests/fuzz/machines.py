@@ -18,7 +18,6 @@ import resource
 import struct
 import sys
 import warnings
-from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -27,6 +26,7 @@ from ckptkit.core.bytesource import Memory
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.tree import StoredBytes
 from ckptkit.pickles.machine import Machine
+from tests.fuzz.trees import today
 from tests.scanning.hostile_pickles import CALLS, UNCLEAR
 
 MEMORY = 1 << 30
@@ -144,7 +144,7 @@ class InC(pickle.Unpickler):
         self.log = Log()
 
     def find_class(self, module: str, name: str) -> Any:
-        return self.log.name(*mapped(module, name))
+        return self.log.name(*today(module, name))
 
     def persistent_load(self, pid: Any) -> Any:
         return Held(self.log, pid)
@@ -159,10 +159,6 @@ class InPython(pickle._Unpickler):
 
     find_class = InC.find_class
     persistent_load = InC.persistent_load
-
-
-def mapped(module: str, name: str) -> tuple[str, str]:
-    return NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))
 
 
 class Ours:
@@ -192,7 +188,7 @@ class Ours:
     def name(self, module: Any, name: Any) -> Any:
         if type(module) is not str or type(name) is not str:
             raise Odd("no strings")
-        return self.log.name(*mapped(module, name))
+        return self.log.name(*today(module, name))
 
     def pushed(self, name: Any) -> None: ...
 
@@ -311,20 +307,7 @@ PIECES = [
     b"N", b"\x88", b"\x89", b"K\7", b"M\1\2", b"J\xff\xff\xff\xff", b"G?\xf8\0\0\0\0\0\0", b"\x8a\1\xff", b"\x8b\1\0\0\0\7",
     b"\x95\4\0\0\0\0\0\0\0", b"\x96\1\0\0\0\0\0\0\0z", b"\x8e\1\0\0\0\0\0\0\0z", b"\x8d\1\0\0\0\0\0\0\0z", b"\x97", b"\x98", b".",
 ]  # fmt: skip
-_ODD_NUMBERS = (
-    "{}",
-    "0{}",
-    "00{}",
-    "+{}",
-    "-{}",
-    " {}",
-    "{} ",
-    "{}L",
-    "1_{}",
-    "0x{}",
-    "0" * 25 + "{}",
-    "0o{}",
-)
+_ODD_NUMBERS = ("{}", "0{}", "00{}", "+{}", "-{}", " {}", "{} ", "{}L", "1_{}", "0x{}", "0" * 25 + "{}", "0o{}")  # fmt: skip
 
 
 def seeds() -> list[list[bytes]]:

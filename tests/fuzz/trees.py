@@ -370,7 +370,7 @@ class _Reader:
             self.stack.append((_MARKED[name], None, onto + items))
         elif name in ("GLOBAL", "INST"):
             module, _, inner = arg.partition(" ")
-            name_now = (module, inner) if self.protocol > 2 else _today(module, inner)
+            name_now = (module, inner) if self.protocol > 2 else today(module, inner)
             made = named(*name_now) if name == "GLOBAL" else ("inst", name_now, self._marked())
             self.stack.append(made)
         elif name == "STACK_GLOBAL":
@@ -382,7 +382,7 @@ class _Reader:
             self.stack.append(const(arg))
 
 
-def _today(module: str, name: str) -> tuple[str, str]:
+def today(module: str, name: str) -> tuple[str, str]:
     """The name that unpicklers look up where Python 2's is written."""
     return NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))
 
