@@ -13,7 +13,6 @@ import os
 import pickle
 import shlex
 import shutil
-import zipfile
 from argparse import Namespace
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -89,17 +88,6 @@ Paste = Callable[[dict[str, Any]], Path]
 
 def load(path: Path) -> Any:
     return torch.load(path, weights_only=True)
-
-
-def rewritten(path: Path, change: Callable[[str, bytes], bytes | None]) -> None:
-    """Exchange the records of an archive; None leaves one out."""
-    with zipfile.ZipFile(path) as archive:
-        records = {info.filename: archive.read(info) for info in archive.infolist()}
-    with zipfile.ZipFile(path, "w") as archive:
-        for name, data in records.items():
-            new = change(name.partition("/")[2], data)
-            if new is not None:
-                archive.writestr(name, new)
 
 
 def test_nothing_is_found(diagnose: Diagnose, ckptkit: Ckptkit, tmp_path: Path) -> None:
