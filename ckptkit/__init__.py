@@ -67,7 +67,9 @@ _PLACES = {
     "Options": "core.options",
     "Storage": "core.tensor",
     "Tensor": "core.tensor",
+    "apply_delta": "deltas",
     "convert": "api",
+    "delta": "deltas",
     "diff": "loading",
     "digest": "analysis.reports",
     "doctor": "diagnosis.diagnose",
@@ -78,8 +80,10 @@ _PLACES = {
     "recover": "api",
     "save": "api",
     "scan": "analysis.reports",
+    "squash_delta": "deltas",
     "stats": "analysis.reports",
     "verify": "analysis.reports",
+    "verify_delta": "deltas",
 }
 
 # Spelled out: type checkers do not evaluate expressions.
@@ -91,11 +95,13 @@ __all__ = [
     "Tensor",
     "__version__",
     "add_prefix",
+    "apply_delta",
     "apply_rules",
     "average",
     "cast",
     "compact",
     "convert",
+    "delta",
     "dequantize",
     "diff",
     "digest",
@@ -114,9 +120,11 @@ __all__ = [
     "save",
     "scan",
     "select",
+    "squash_delta",
     "stats",
     "strip_prefix",
     "verify",
+    "verify_delta",
     "wrap",
 ]
 

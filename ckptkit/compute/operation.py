@@ -335,23 +335,14 @@ class Inflate(Operation):
 
     def read(self, extent: Derived, start: int, stop: int) -> Pieces:
         """Raise CorruptError, in a read to the end, for more bytes or fewer, or another CRC-32."""
-        at = total = 0
-        is_summed = READING.sums is not None and self.crc is not None
+        return window("inflate", self._compared(extent), extent, start, stop)
+
+    def _compared(self, extent: Derived) -> Iterator[bytes]:
+        """Yield the pieces; while the input is summed up, compare the CRC-32 of all of them."""
+        total, is_summed = 0, READING.sums is not None and self.crc is not None
         for piece in _inflated(extent.inputs[0]):
             total = crc32(piece, total) if is_summed else 0
-            if at + len(piece) > extent.length:
-                at += len(piece)
-                break
-            lower, upper = max(start - at, 0), min(stop - at, len(piece))
-            if lower < upper:
-                yield memoryview(piece)[lower:upper]
-            at += len(piece)
-            if at >= stop and stop < extent.length:
-                return
-        if at != extent.length:
-            found = "more than" if at > extent.length else f"{at:,} of"
-            message = f"inflate gives {found} {extent.length:,} bytes"
-            raise CorruptError(message, where=name_of(extent))
+            yield piece
         if is_summed and total != self.crc:
             assert self.crc is not None
             message = mismatch(f"record {shown(self.name)}", total, self.crc)
@@ -375,6 +366,28 @@ def _inflated(extent: Extent) -> Iterator[bytes]:
     if not machine.eof or machine.unused_data:
         what = "is followed by other bytes" if machine.eof else "ends too early"
         raise CorruptError(f"compressed data {what}", where=name_of(extent))
+
+
+def window(name: str, pieces: Iterable[Piece], derived: Derived, start: int, stop: int) -> Pieces:
+    """Yield bytes `start` to `stop` of what can only be computed from its beginning.
+
+    A read to the end raises CorruptError if there are more bytes or fewer than `derived.length`.
+    """
+    at = 0
+    for piece in pieces:
+        if at + len(piece) > derived.length:
+            at += len(piece)
+            break
+        lower, upper = max(start - at, 0), min(stop - at, len(piece))
+        if lower < upper:
+            yield memoryview(piece)[lower:upper]
+        at += len(piece)
+        if at >= stop and stop < derived.length:
+            return
+    if at != derived.length:
+        extent = "more than" if at > derived.length else f"{at:,} of"
+        message = f"{name} gives {extent} {derived.length:,} bytes"
+        raise CorruptError(message, where=name_of(derived))
 
 
 class Rows(Operation):

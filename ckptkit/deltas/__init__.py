@@ -1,0 +1,15 @@
+"""Deltas: what a training step changed, made of two checkpoints, applied, joined and checked.
+
+A delta holds a frame for each tensor that changed, and the checksum of its new bytes. To apply one
+is a plan of byte ranges like every other: a changed tensor is computed from its old bytes and its
+frame while the output is written, and its checksum compared before the output appears. Sources of
+the formats are named in :mod:`ckptkit.deltas.forms`.
+"""
+
+from ckptkit.deltas.apply import apply, apply_delta, verify_delta
+from ckptkit.deltas.forms import Change, Delta, read_all
+from ckptkit.deltas.make import delta, squash_delta
+
+__all__ = [
+    "Change", "Delta", "apply", "apply_delta", "delta", "read_all", "squash_delta", "verify_delta",
+]  # fmt: skip

@@ -1,0 +1,316 @@
+"""Apply deltas to a checkpoint, and tell by their checksums which version one is at."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ckptkit.api import Conversion, convert, open_checkpoint
+from ckptkit.compute.arranged import contiguous
+from ckptkit.compute.operation import Concat, RecordSlice, flow
+from ckptkit.core.bytesource import Folder, Pending, Record
+from ckptkit.core.checkpoint import Checkpoint, Source
+from ckptkit.core.errors import CorruptError, UnsupportedError, UsageError
+from ckptkit.core.tensor import Storage, Tensor, TypedStorage, contiguous_stride
+from ckptkit.core.text import plural, quoted, shown, typed, typed_value
+from ckptkit.core.tree import Node, rebuild, walk
+from ckptkit.deltas.changes import hashing
+from ckptkit.deltas.forms import WHOLE, Change, Delta, Paths, read_all
+
+STATE = ".weight_sync", "state.json"  # of a folder: the version that it is at
+_VERIFY = "`ckptkit delta verify` tells which version a checkpoint is at"
+
+
+def apply_delta(
+    base: Source,
+    deltas: Paths,
+    path: str | os.PathLike[str] | None = None,
+    *,
+    to: int | None = None,
+    base_version: int | None = None,
+    unchecked: bool = False,
+    **options: Any,
+) -> Conversion:
+    """Apply deltas in order to `base`, and write `path`, or with ``in_place=True`` `base` itself.
+
+    `deltas` are folders and files of deltas, or a folder of them, of which those up to version `to`
+    are taken. `base_version` is the version of `base` where its folder does not record it. Deltas
+    without checksums are applied only if `unchecked`. `options` are those of :func:`ckptkit.save`.
+    Raises UsageError for a delta of another version, CorruptError for a damaged delta and for a
+    wrong base, each with the destination as it was.
+    """
+    found = read_all(deltas, to)
+
+    def step(checkpoint: Checkpoint) -> Checkpoint:
+        return apply(checkpoint, found, base_version=base_version, unchecked=unchecked)
+
+    return convert(base, path, step, **options)
+
+
+def apply(
+    base: Checkpoint,
+    deltas: Sequence[Delta],
+    *,
+    base_version: int | None = None,
+    unchecked: bool = False,
+) -> Checkpoint:
+    """Return `base` with the deltas applied in order; nothing is read but their headers.
+
+    Raises as :func:`apply_delta` does.
+    """
+    if not deltas:
+        raise UsageError("there are no deltas to apply")
+    at = version_of(base) if base_version is None else base_version
+    for delta in deltas:
+        if delta.encoding == WHOLE:
+            base, at = open_checkpoint(delta.name), delta.version
+            continue
+        if not (unchecked or delta.is_proven):
+            raise UsageError(
+                f"{delta.form} records no checksums: nothing tells whether the base is the right "
+                "one",
+                where=delta.name,
+                hint=f"{typed('--unchecked', 'unchecked=True')} applies it all the same",
+            )
+        if at is None and delta.base_version == 0:
+            at = 0  # a chain that begins with its first version
+        if at is not None and at == delta.version:
+            base = base.with_root(base.root, notes=[f"is at version {at:06d} already"])
+            continue
+        _check_order(base, delta, at)
+        base, at = _applied(base, delta), delta.version
+    if at is not None:
+        state = "/".join(STATE), json.dumps({"version": f"{at:06d}"}).encode()
+        others = tuple(each for each in base.companions if each[0] != state[0])
+        base = replace(base, companions=(*others, state))
+    return base
+
+
+def version_of(checkpoint: Checkpoint) -> int | None:
+    """Return the version that the folder of a checkpoint records, None if it records none."""
+    source = checkpoint.source
+    folder = source if isinstance(source, Folder) else checkpoint.folder
+    if folder is None or STATE[0] not in folder.folders():
+        return None
+    inside = folder.sub(STATE[0])
+    if STATE[1] not in inside:
+        return None
+    found = inside.open(STATE[1])
+    try:
+        return int(json.loads(found.read(0, min(found.size, 4096)))["version"])
+    except (ValueError, TypeError, KeyError) as error:
+        raise CorruptError("records no version", where=found.name) from error
+
+
+def _check_order(base: Checkpoint, delta: Delta, at: int | None) -> None:
+    """Raise UsageError unless `delta` is of the version that the checkpoint is at."""
+    expected = delta.base_version
+    if expected is None and delta.version is not None and at is not None:
+        expected = delta.version - 1
+    if expected is None or expected == at:
+        return
+    if at is None:
+        raise UsageError(
+            f"applies to version {expected:06d}, and {base.name or 'the base'} records no version",
+            where=delta.name,
+            hint=f"{typed_value('base-version', str(expected))} if it is that; {_VERIFY}",
+        )
+    raise UsageError(
+        f"applies to version {expected:06d}, and {base.name or 'the base'} is at version {at:06d}",
+        where=delta.name,
+        hint="apply the versions between them first" if expected > at else _VERIFY,
+    )
+
+
+def _applied(base: Checkpoint, delta: Delta) -> Checkpoint:
+    """Return the checkpoint with one delta applied."""
+    tensors = base.required.tensors
+    if unknown := [name for name in delta.changes if name not in tensors]:
+        raise UsageError(
+            f"changes {quoted(unknown)}, which {base.name or 'the base'} does not have",
+            where=delta.name,
+            hint="`ckptkit inspect --names` lists the names of the base",
+        )
+    spans: dict[int, list[_Span]] = {}  # by the id of a storage
+    apart: dict[tuple[object, ...], Tensor] = {}
+    for name, change in delta.changes.items():
+        tensor = tensors[name]
+        storage = tensor.storage
+        if storage is None or tensor.layout != "strided":
+            raise UnsupportedError(f"{shown(name)} has no bytes of its own", where=base.name)
+        if tensor.is_contiguous and not (tensor.conj or tensor.neg or storage.big_endian):
+            start, length = tensor.extent
+            if length:
+                span = _Span(start, start + length, name, change)
+                spans.setdefault(id(storage), []).append(span)
+        else:
+            apart[tensor.elements_key] = _new(tensor, change, delta)
+    storages = {id(tensor.storage): tensor.storage for tensor in tensors.values() if tensor.storage}
+    changed = {key: _patched(storages[key], found, delta) for key, found in spans.items()}
+    _check_views(base, {key[0] for key in apart}, apart)
+
+    def leaf(node: Node) -> Node:
+        if isinstance(node, Tensor):
+            if node.elements_key in apart:
+                new = apart[node.elements_key]
+                return replace(new, requires_grad=node.requires_grad, kind=node.kind)
+            if id(node.storage) in changed:
+                return node.over(changed[id(node.storage)])
+        elif isinstance(node, TypedStorage) and id(node.storage) in changed:
+            return replace(node, storage=changed[id(node.storage)])
+        return node
+
+    changes = plural(len(delta.changes), "tensor")
+    at = "" if delta.version is None else f"version {delta.version:06d}: "
+    return base.with_root(rebuild(base.root, leaf), notes=[f"{at}{changes} changed"])
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class _Span:
+    """Bytes of a storage that one change is about."""
+
+    start: int
+    stop: int
+    name: str
+    change: Change
+
+
+def _patched(storage: Storage, spans: list[_Span], delta: Delta) -> Storage:
+    """Return the storage with the changes of all spans; tied names have one in common."""
+    records: list[Record] = []
+    at, last = 0, None
+    for span in sorted(spans, key=lambda each: (each.start, each.stop)):
+        if last is not None and (span.start, span.stop) == (last.start, last.stop):
+            if span.change.checksum is None or span.change.checksum != last.change.checksum:
+                what = f"changes {shown(last.name)} and {shown(span.name)}, which share memory"
+                raise CorruptError(f"{what}, in different ways", where=delta.name)
+            continue
+        if last is not None and span.start < at:
+            what = f"{shown(last.name)} and {shown(span.name)} overlap in memory"
+            raise UnsupportedError(f"{what}: only equal views can be changed", where=delta.name)
+        if span.start > at:
+            records.append(RecordSlice(storage.record, at, span.start - at))
+        length = span.stop - span.start
+        whole = length == storage.nbytes
+        base = storage.record if whole else RecordSlice(storage.record, span.start, length)
+        records.append(span.change.applied(base, delta.name))
+        at, last = span.stop, span
+    if at < storage.nbytes:
+        records.append(RecordSlice(storage.record, at, storage.nbytes - at))
+    joined = records[0] if len(records) == 1 else Pending(Concat(), (*records,), storage.nbytes)
+    return replace(storage, record=joined, crc32=None)
+
+
+def _new(tensor: Tensor, change: Change, delta: Delta) -> Tensor:
+    """Return a tensor whose storage has other bytes than its elements, with storage of its own."""
+    assert tensor.storage is not None
+    record = change.applied(contiguous(tensor), delta.name)
+    return Tensor(
+        Storage(record, tensor.storage.device), tensor.dtype, tensor.shape,
+        contiguous_stride(tensor.shape), 0, tensor.requires_grad, tensor.kind,
+    )  # fmt: skip
+
+
+def _check_views(
+    base: Checkpoint, storages: set[object], apart: dict[tuple[object, ...], Tensor]
+) -> None:
+    """Raise UnsupportedError for a view of memory that a view of another order changes."""
+    for path, node in walk(base.root) if storages else ():
+        if not isinstance(node, Tensor) or id(node.storage) not in storages:
+            continue
+        if node.elements_key not in apart:
+            name = ".".join(map(str, path))
+            raise UnsupportedError(
+                f"{shown(name)} shares memory with a changed tensor, in another order",
+                where=base.name,
+                hint="`ckptkit convert {where} {new} --format safetensors` takes them apart",
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Where a checkpoint stands in a chain of deltas, told by checksums.
+
+    ``versions`` maps each name that a delta changes to the versions whose bytes it has: those of
+    one change up to the next; none if its bytes are of no version. ``version`` is that of all
+    tensors, None where they have none in common.
+    """
+
+    versions: dict[str, tuple[int, ...]]
+    version: int | None
+    recorded: int | None  # by the folder itself
+
+    @property
+    def strangers(self) -> list[str]:
+        """The names whose bytes are of no version."""
+        return [name for name, found in self.versions.items() if not found]
+
+
+def verify_delta(base: Source, deltas: Paths) -> Position:
+    """Return which version of a chain of deltas a checkpoint is at, by its checksums.
+
+    The tensors that the deltas change are read, and nothing is written. The version before the
+    first is told by applying that.
+    """
+    found = [each for each in read_all(deltas) if each.encoding != WHOLE]
+    if not found or any(each.version is None or not each.is_proven for each in found):
+        raise UsageError("only deltas with versions and checksums tell the version of a checkpoint")
+    with open_checkpoint(base) as checkpoint:
+        tensors = checkpoint.required.tensors
+        names = dict.fromkeys(name for each in found for name in each.changes)
+        if missing := [name for name in names if name not in tensors]:
+            raise UsageError(f"has no {quoted(missing)}, which the deltas change", where=str(base))
+        known = {name: _versions_of(name, tensors[name], found) for name in names}
+        common = {each.version for each in found} | {found[0].base_version}
+        for of_one in known.values():
+            common &= set(of_one)
+        version = max((each for each in common if each is not None), default=None)
+        return Position(known, version, version_of(checkpoint))
+
+
+def _versions_of(name: str, tensor: Tensor, deltas: Sequence[Delta]) -> tuple[int, ...]:
+    """Return the versions at which a tensor has the bytes that it has now."""
+    digests: dict[str, str] = {}
+    found: list[int] = []
+    latest: bool | None = None  # whether the last change gives these bytes; None: not changed yet
+    for delta in deltas:
+        change = delta.changes.get(name)
+        if change is not None and change.checksum is not None:
+            algorithm, digest = change.checksum
+            if algorithm not in digests:
+                digests[algorithm] = _digest(tensor, algorithm)
+            latest = digests[algorithm] == digest
+        if latest and delta.version is not None:
+            found.append(delta.version)
+    if not found:  # its bytes may be those to which its first change applies
+        before = [deltas[0].base_version]
+        for delta in deltas:
+            if (change := delta.changes.get(name)) is not None:
+                made = change.applied(contiguous(tensor), delta.name)
+                numbers = [each for each in before if each is not None]
+                return tuple(numbers) if _is_proven(made) else ()
+            before.append(delta.version)
+    return tuple(found)
+
+
+def _is_proven(record: Record) -> bool:
+    """Return whether changed bytes have the checksum of the delta."""
+    try:
+        for _ in flow(record.locate()):
+            pass
+    except CorruptError:
+        return False
+    return True
+
+
+def _digest(tensor: Tensor, algorithm: str) -> str:
+    total = hashing(algorithm)
+    for piece in flow(contiguous(tensor).locate()):
+        total.update(piece)
+    return total.hexdigest()
+
+
+__all__ = ["Position", "apply", "apply_delta", "verify_delta", "version_of"]

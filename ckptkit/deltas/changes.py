@@ -1,0 +1,235 @@
+"""The operations on bytes that deltas need: decompress, xor, overwrite, and compare a checksum."""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+
+from ckptkit.compute.operation import (
+    BUFFER,
+    Pieces,
+    Rows,
+    aligned,
+    as_bytes,
+    flow,
+    in_step,
+    name_of,
+    stream,
+    window,
+)
+from ckptkit.core.bytesource import Derived, Extent, Operation, Piece
+from ckptkit.core.errors import CorruptError, MissingPackageError, UnsupportedError
+from ckptkit.core.text import shown
+
+if TYPE_CHECKING:
+    import numpy as np
+
+_WINDOW = 64 << 20  # bytes that a frame may refer back to: levels 1 to 19 write at most 8 MiB
+_AT_ONCE = 64 << 10  # positions
+_INSTALL = "pip install 'ckptkit[delta]'"
+
+
+class Hash(Protocol):
+    """A checksum while it is computed."""
+
+    def update(self, data: Any, /) -> object: ...
+    def hexdigest(self) -> str: ...
+
+
+class _Adler32:
+    """adler32 with the interface of hashlib; 8 digits."""
+
+    def __init__(self) -> None:
+        self._value = 1
+
+    def update(self, data: Piece) -> None:
+        self._value = zlib.adler32(data, self._value)
+
+    def hexdigest(self) -> str:
+        return f"{self._value:08x}"
+
+
+def zstandard() -> Any:
+    """Return the module. Raises MissingPackageError where it is not installed."""
+    try:
+        import zstandard
+    except ImportError as error:
+        raise MissingPackageError("deltas need zstandard", hint=_INSTALL) from error
+    return zstandard
+
+
+def hashing(algorithm: str) -> Hash:
+    """Return a new checksum. Raises UnsupportedError for an algorithm that is not known."""
+    try:
+        if algorithm == "xxh3-128":
+            import xxhash
+
+            return xxhash.xxh3_128()
+        if algorithm == "blake3":
+            import blake3
+
+            return blake3.blake3()
+    except ImportError as error:
+        what = f"its checksums are {algorithm}, which needs {error.name}"
+        raise MissingPackageError(what, hint=_INSTALL) from error
+    if algorithm == "sha256":
+        return hashlib.sha256()
+    if algorithm == "adler32":
+        return _Adler32()
+    raise UnsupportedError(f"its checksums are {shown(algorithm)}, which is not known")
+
+
+@dataclass(frozen=True, slots=True)
+class Unzstd(Operation):
+    """Frames of zstd (RFC 8878) that hold exactly the bytes of the extent."""
+
+    tensor: str
+    seekable: ClassVar[bool] = False
+    needs_numpy: ClassVar[bool] = False
+    expands: ClassVar[bool] = True
+
+    def read(self, extent: Derived, start: int, stop: int) -> Pieces:
+        pieces = unzstd(extent.inputs[0], self.tensor)
+        return window(f"the frame of {shown(self.tensor)}", pieces, extent, start, stop)
+
+
+def unzstd(extent: Extent, tensor: str) -> Iterator[bytes]:
+    """Yield what frames of zstd hold, in pieces, however far they expand."""
+    library = zstandard()
+    machine = library.ZstdDecompressor(max_window_size=_WINDOW)
+    # Whatever follows a frame has to be a frame, which then is too much for the tensor.
+    reader = machine.stream_reader(_Source(extent), read_across_frames=True)
+    try:
+        while piece := reader.read(BUFFER):
+            yield piece
+    except library.ZstdError as error:
+        message = f"the frame of {shown(tensor)} is damaged: {error}"
+        raise CorruptError(message, where=name_of(extent)) from error
+
+
+class _Source:
+    """An extent with the interface of a file that is read to its end."""
+
+    def __init__(self, extent: Extent) -> None:
+        self._pieces = stream(extent)
+        self._rest = b""
+
+    def read(self, size: int) -> bytes:
+        if not self._rest:
+            self._rest = bytes(next(self._pieces, b""))
+        found, self._rest = self._rest[:size], self._rest[size:]
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Xor(Rows):
+    """Each byte of one input, changed by that of the other."""
+
+    units: ClassVar[tuple[int, ...]] = (1, 1)
+    unit: ClassVar[int] = 1
+
+    def of(self, *pieces: Piece) -> memoryview:
+        import numpy as np
+
+        return as_bytes(np.bitwise_xor(*(np.frombuffer(each, np.uint8) for each in pieces)))
+
+
+@dataclass(frozen=True, slots=True)
+class Overwrite(Operation):
+    """The first input, with elements of `unit` bytes replaced.
+
+    The second input has their positions, in rising order, as unsigned integers of `width` bytes;
+    with `gaps`, the number of elements between a position and the one before. The third input has
+    the new elements.
+    """
+
+    unit: int
+    width: int
+    gaps: bool
+    tensor: str
+    seekable: ClassVar[bool] = False
+
+    def read(self, extent: Derived, start: int, stop: int) -> Pieces:
+        name = f"the delta of {shown(self.tensor)}"
+        return window(name, self._changed(extent), extent, start, stop)
+
+    def _changed(self, extent: Derived) -> Iterator[memoryview]:
+        import numpy as np
+
+        changes = self._changes(extent)
+        places, values = next(changes, (None, None))
+        at = 0
+        for piece in aligned(flow(extent.inputs[0]), self.unit, BUFFER // self.unit * self.unit):
+            made = np.frombuffer(piece, np.uint8).reshape(-1, self.unit).copy()
+            end = at + len(made)
+            while places is not None and values is not None:
+                count = int(np.searchsorted(places, end))
+                made[places[:count] - at] = values[:count]
+                if count < len(places):
+                    places, values = places[count:], values[count:]
+                    break
+                places, values = next(changes, (None, None))
+            yield as_bytes(made.reshape(-1))
+            at = end
+        if places is not None:
+            raise self._wrong(extent, f"changes element {places[0]:,} of {at:,}")
+
+    def _changes(
+        self, extent: Derived
+    ) -> Iterator[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]:
+        """Yield runs of rising positions, and the elements for them."""
+        import numpy as np
+
+        last = -1
+        streams = [flow(each) for each in extent.inputs[1:]]
+        for raw, values in in_step(streams, (self.width, self.unit), _AT_ONCE):
+            places = np.frombuffer(raw, f"<u{self.width}").astype(np.int64)
+            if self.gaps:
+                places = np.cumsum(places + 1) + last
+            elif places[0] <= last or (np.diff(places) <= 0).any():
+                raise self._wrong(extent, "has positions that do not rise")
+            last = int(places[-1])
+            yield places, np.frombuffer(values, np.uint8).reshape(-1, self.unit)
+
+    def _wrong(self, extent: Derived, what: str) -> CorruptError:
+        where = name_of(extent.inputs[1])
+        return CorruptError(f"the delta of {shown(self.tensor)} {what}", where=where)
+
+
+@dataclass(frozen=True, slots=True)
+class Proven(Operation):
+    """The input, read from its beginning to its end, where its checksum is compared."""
+
+    tensor: str
+    algorithm: str
+    digest: str
+    delta: str  # its name, for the message
+    seekable: ClassVar[bool] = False
+    needs_numpy: ClassVar[bool] = False
+
+    def read(self, extent: Derived, start: int, stop: int) -> Pieces:
+        return window(f"{shown(self.tensor)}", self._compared(extent), extent, start, stop)
+
+    def _compared(self, extent: Derived) -> Iterator[Piece]:
+        total = hashing(self.algorithm)
+        for piece in flow(extent.inputs[0]):
+            total.update(piece)
+            yield piece
+        if total.hexdigest() != self.digest:
+            raise CorruptError(
+                f"{shown(self.tensor)} would have the {self.algorithm} checksum "
+                f"{total.hexdigest()}, and not {self.digest}: the base is another one, or the "
+                "delta is damaged",
+                where=self.delta,
+                hint="`ckptkit delta verify` tells which version the base is at",
+            )
+
+
+def counted(pieces: Iterator[bytes], function: Callable[[Any], int]) -> int:
+    """Return the sum of `function` over arrays of the bytes of all pieces."""
+    import numpy as np
+
+    return sum(function(np.frombuffer(piece, np.uint8)) for piece in pieces)

@@ -1,0 +1,454 @@
+"""Make a delta of two checkpoints, or one of several deltas in a row."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+from ckptkit import formats
+from ckptkit.api import Conversion, open_checkpoint, save
+from ckptkit.compute.arranged import contiguous
+from ckptkit.compute.operation import PIECE, flow, in_step
+from ckptkit.core.bytesource import Extent, LocalFile, Piece, Range
+from ckptkit.core.checkpoint import Checkpoint, Source
+from ckptkit.core.dtypes import BY_NAME
+from ckptkit.core.errors import CorruptError, UnsupportedError, UsageError
+from ckptkit.core.options import Options, made
+from ckptkit.core.plan import OutputFile, Plan
+from ckptkit.core.tensor import Storage, Tensor
+from ckptkit.core.text import plural, size, some, typed
+from ckptkit.core.tree import Node, OrderedMapping
+from ckptkit.deltas.apply import apply, version_of
+from ckptkit.deltas.changes import Hash, hashing, unzstd, zstandard
+from ckptkit.deltas.forms import INDEX, OVERWRITE, XOR, Change, Delta, Paths, read_all
+from ckptkit.formats.table import SAFETENSORS
+from ckptkit.publish.preflight import check_destination, check_folder
+from ckptkit.publish.publish import publish
+
+if TYPE_CHECKING:
+    import numpy as np
+
+ENCODINGS = XOR, OVERWRITE, "auto"
+CHECKSUMS = "xxh3-128", "blake3", "adler32"
+_LEVEL = 1  # of zstd, as slime
+_MOST_PLACES = 1 << 32  # bytes of a tensor whose positions fit into u4
+_FILE = 5 * 10**9  # bytes of a file of frames, at most, a larger frame aside
+_AT_ONCE = 1 << 20  # bytes of a tensor
+_HELD = 8 << 20  # bytes of positions and values that stay in memory
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """What `delta` wrote: how much changed, and how large the delta is."""
+
+    path: str
+    encoding: str
+    version: int
+    base_version: int
+    changed: dict[str, int]  # bytes that changed, by the name of the tensor
+    tensors: int
+    nbytes: int  # of all tensors
+    written: int  # bytes of the delta
+
+    def __str__(self) -> str:
+        share = 100 * sum(self.changed.values()) / (self.nbytes or 1)
+        return (
+            f"{len(self.changed):,} of {plural(self.tensors, 'tensor')} changed, "
+            f"{sum(self.changed.values()):,} bytes ({share:.2g} %): {size(self.written)} in place "
+            f"of {size(self.nbytes)}"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Frame:
+    """The change of one tensor, and where its frame is."""
+
+    spool: _Spool
+    begin: int
+    length: int  # bytes
+    digest: str
+    changed: int  # bytes of the tensor; of a squashed delta, of its frames
+
+
+def delta(
+    old: Source,
+    new: Source,
+    path: str | os.PathLike[str],
+    *,
+    encoding: str = XOR,
+    checksum: str = CHECKSUMS[0],
+    version: int | None = None,
+    base_version: int | None = None,
+    whole: bool = False,
+    **options: Any,
+) -> Made | Conversion:
+    """Write the folder `path`: what turns the weights of `old` into those of `new`.
+
+    Both have the same names, dtypes and shapes. `encoding` is ``xor`` (smallest), ``overwrite``
+    (which can be applied twice), or ``auto``: ``overwrite``, unless a tensor has 4 GiB or more. The
+    versions are by default that which the folder of `old` records, else 0, and the next. With
+    `whole`, all of `new` is written as a version. `options` are those of :func:`ckptkit.save`.
+    Raises UsageError for what the format has no place for, with nothing written.
+    """
+    for word, given, known in (
+        ("encoding", encoding, ENCODINGS),
+        ("checksum", checksum, CHECKSUMS),
+    ):
+        if given not in known:
+            raise UsageError(f"{word} {given!r} is not one of {some(known)}")
+    asked = made(Options(), options)
+    if whole:
+        return save(new, path, replace(asked, format="sharded"))
+    with open_checkpoint(old) as before, open_checkpoint(new) as after:
+        pairs = _paired(before.required.tensors, after.required.tensors)
+        largest = max((tensor.nbytes for _, tensor in pairs.values()), default=0)
+        if encoding == "auto":
+            encoding = OVERWRITE if largest < _MOST_PLACES else XOR
+        if encoding == OVERWRITE and largest >= _MOST_PLACES:
+            what = "a tensor has 4 GiB or more, and overwrite has positions of 32 bits"
+            raise UsageError(what, hint=f"use {typed('--encoding xor', 'encoding=xor')}")
+        base = base_version
+        if base is None:
+            base = version_of(before)
+        if base is None:
+            base = 0 if version is None else version - 1
+        number = base + 1 if version is None else version
+
+        def work(name: str, spool: _Spool) -> _Frame | None:
+            extents = [contiguous(each).locate() for each in pairs[name]]
+            return _encoded(extents[0], extents[1], encoding, hashing(checksum), spool)
+
+        found, done = _written(pairs, work, path, encoding, (number, base), checksum, asked)
+        nbytes = sum(tensor.nbytes for _, tensor in pairs.values())
+        changed = {name: each.changed for name, each in found.items()}
+        return Made(
+            os.fspath(path), encoding, number, base, changed, len(pairs), nbytes, done
+        )  # fmt: skip
+
+
+def _paired(
+    old: Mapping[str, Tensor], new: Mapping[str, Tensor]
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """Return the tensors of both under each name, tied ones once.
+
+    Raises UsageError where a name, dtype or shape differs.
+    """
+    odd = [f"{name} is new" for name in new if name not in old]
+    odd += [f"{name} is gone" for name in old if name not in new]
+    for name, tensor in new.items():
+        before = old.get(name, tensor)
+        if (before.dtype, before.shape) != (tensor.dtype, tensor.shape):
+            odd.append(
+                f"{name} was {before.dtype} {list(before.shape)} and is {tensor.dtype} "
+                f"{list(tensor.shape)}"
+            )
+    if odd:
+        raise UsageError(
+            f"a delta has no place for {plural(len(odd), 'difference')}: {'; '.join(odd[:8])}"
+            + ("..." if len(odd) > 8 else ""),
+            hint=f"{typed('--whole', 'whole=True')} writes all of the new checkpoint as a version",
+        )
+    pairs: dict[tuple[object, ...], str] = {}
+    for name, tensor in new.items():
+        if tensor.storage is None or old[name].storage is None:
+            raise UnsupportedError(f"{name} has no data (meta device)")
+        pairs.setdefault((tensor.elements_key, old[name].elements_key), name)
+    return {name: (old[name], new[name]) for name in pairs.values()}
+
+
+class _Spool:
+    """A temporary file that the frames of one thread are appended to."""
+
+    def __init__(self, folder: str) -> None:
+        fd, self.path = tempfile.mkstemp(prefix=".ckptkit-delta-", dir=folder)
+        self._file = os.fdopen(fd, "wb", buffering=PIECE)
+        self.at = 0
+        self.source: LocalFile | None = None  # once it is complete
+
+    def write(self, data: bytes) -> None:
+        self._file.write(data)
+        self.at += len(data)
+
+    def complete(self) -> None:
+        self._file.close()
+        self.source = LocalFile(self.path)
+
+    def remove(self) -> None:
+        self._file.close()
+        if self.source is not None:
+            self.source.close()
+        os.unlink(self.path)
+
+
+def _written(
+    names: Iterable[str],
+    work: Callable[[str, _Spool], _Frame | None],
+    path: str | os.PathLike[str],
+    encoding: str,
+    versions: tuple[int, int],
+    checksum: str,
+    options: Options,
+) -> tuple[dict[str, _Frame], int]:
+    """Make the frames of all tensors, on all cores, and publish the folder; return its bytes.
+
+    Frames wait in temporary files: a header precedes them that has their sizes.
+    """
+    place = os.path.abspath(os.fspath(path))
+    check_folder(place)
+    check_destination(Plan((OutputFile(INDEX, ()),)), place, options.force)
+    here = threading.local()
+    spools: list[_Spool] = []
+
+    def run(name: str) -> _Frame | None:
+        if not hasattr(here, "spool"):
+            here.spool = _Spool(os.path.dirname(place))
+            spools.append(here.spool)
+        return work(name, here.spool)
+
+    names = list(names)
+    try:
+        with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+            try:
+                frames = zip(names, pool.map(run, names), strict=True)
+                found = {name: frame for name, frame in frames if frame is not None}
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+        for spool in spools:
+            spool.complete()
+        files, places = _files(found, options)
+        index = {
+            "metadata": {
+                "version": f"{versions[0]:06d}",
+                "base_version": f"{versions[1]:06d}",
+                "delta_encoding": encoding,
+                "compression_format": "zstd",
+                "checksum_format": checksum,
+            },
+            "weight_map": places,
+        }
+        text = json.dumps(index, indent=1).encode()
+        plan = Plan((*files, OutputFile(INDEX, (text,))), tensors=len(found))
+        publish(plan, path, replace(options, allow_expand=True))
+        return found, plan.size
+    finally:
+        for spool in spools:
+            spool.remove()
+
+
+def _files(
+    found: Mapping[str, _Frame], options: Options
+) -> tuple[list[OutputFile], dict[str, str]]:
+    """Return the files of frames, and the file of each name."""
+    groups: list[list[str]] = []
+    room = 0
+    for name, each in found.items():
+        if not groups or each.length > room:
+            groups.append([])
+            room = _FILE
+        groups[-1].append(name)
+        room -= each.length
+    files: list[OutputFile] = []
+    places: dict[str, str] = {}
+    for number, names in enumerate(groups):
+        file = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+        tensors: dict[Node, Node] = {}
+        for name in names:
+            each = found[name]
+            assert each.spool.source is not None
+            storage = Storage(Range(each.spool.source, each.begin, each.length))
+            tensors[name] = Tensor(storage, BY_NAME["uint8"], (each.length,), (1,))
+        sums = {name: found[name].digest for name in names}
+        held = Checkpoint(OrderedMapping(tensors), SAFETENSORS.name, None, sums)
+        plan = formats.layout(held, SAFETENSORS, replace(options, extras=False, everything=False))
+        files.append(replace(plan.files[0], name=file))
+        places |= dict.fromkeys(names, file)
+    return files, places
+
+
+def _encoded(old: Extent, new: Extent, encoding: str, total: Hash, spool: _Spool) -> _Frame | None:
+    """Write the frame of one tensor to the spool; return None if nothing changed."""
+    import numpy as np
+
+    begin, at, changed = spool.at, 0, 0
+    frame = _Frames(new.length, spool)
+    with _Sparse() as sparse:
+        for one, other in in_step([flow(old), flow(new)], (1, 1), _AT_ONCE):
+            total.update(other)
+            after = np.frombuffer(other, np.uint8)
+            difference = np.bitwise_xor(np.frombuffer(one, np.uint8), after)
+            count = int(np.count_nonzero(difference))
+            changed += count
+            if encoding == XOR:
+                frame.add(difference.data if count else len(other))
+            elif count:
+                places = np.flatnonzero(difference)
+                sparse.add((places + at).astype("<u4"), after[places])
+            at += len(other)
+        if not changed:
+            return None
+        if encoding == OVERWRITE:
+            frame = _Frames(4 + 5 * changed, spool)
+            for piece in sparse.pieces(changed):
+                frame.add(piece)
+    frame.end()
+    return _Frame(spool, begin, spool.at - begin, total.hexdigest(), changed)
+
+
+class _Frames:
+    """A frame of zstd of `length` bytes, of which nothing is written before the first change."""
+
+    def __init__(self, length: int, spool: _Spool) -> None:
+        self._machine = zstandard().ZstdCompressor(level=_LEVEL).compressobj(size=length)
+        self._spool = spool
+        self._zeros = 0  # bytes that wait
+
+    def add(self, piece: Piece | int) -> None:
+        """Add bytes, or a number of zeros."""
+        if isinstance(piece, int):
+            self._zeros += piece
+            return
+        while self._zeros:
+            count = min(self._zeros, _AT_ONCE)
+            self._spool.write(self._machine.compress(bytes(count)))
+            self._zeros -= count
+        self._spool.write(self._machine.compress(piece))
+
+    def end(self) -> None:
+        self.add(b"")
+        self._spool.write(self._machine.flush())
+
+
+class _Sparse:
+    """Positions and values of changed bytes, on the disk where they are many."""
+
+    def __enter__(self) -> _Sparse:
+        self._places = tempfile.SpooledTemporaryFile(_HELD)
+        self._values = tempfile.SpooledTemporaryFile(_HELD)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._places.close()
+        self._values.close()
+
+    def add(self, places: np.ndarray[Any, Any], values: np.ndarray[Any, Any]) -> None:
+        self._places.write(places.data)
+        self._values.write(values.data)
+
+    def pieces(self, count: int) -> Iterator[bytes]:
+        """Yield the content of a frame of `overwrite`: a count, positions, values."""
+        yield count.to_bytes(4, "little")
+        for file in (self._places, self._values):
+            file.seek(0)
+            yield from iter(lambda file=file: file.read(_AT_ONCE), b"")  # type: ignore[misc]
+
+
+def squash_delta(
+    deltas: Paths,
+    path: str | os.PathLike[str],
+    *,
+    base: Source | None = None,
+    checksum: str = CHECKSUMS[0],
+    **options: Any,
+) -> Made | Conversion:
+    """Write one delta that does what `deltas` do in a row.
+
+    Without `base`, all of them are ``xor``: their frames are joined. With it, they are applied, and
+    the difference is made anew. Raises UsageError for deltas that do not follow each other.
+    """
+    found = read_all(deltas)
+    if not found:
+        raise UsageError("there are no deltas to join")
+    first, last = found[0], found[-1]
+    for one, other in pairwise(found):
+        if other.base_version != one.version:
+            raise UsageError(
+                f"applies to version {other.base_version}, and {one.name} makes {one.version}",
+                where=other.name,
+            )
+    if first.version is None or last.version is None or first.base_version is None:
+        raise UsageError("records no version", where=first.name)
+    if base is not None:
+        with open_checkpoint(base) as before:
+            after = apply(before, found, base_version=first.base_version)
+            encoding = XOR if first.encoding == XOR else OVERWRITE
+            return delta(
+                before, after, path, encoding=encoding, checksum=checksum, version=last.version,
+                base_version=first.base_version, **options,
+            )  # fmt: skip
+    if odd := [each for each in found if each.encoding != XOR]:
+        raise UsageError(
+            f"is {odd[0].encoding}: only deltas of {XOR} can be joined without their base",
+            where=odd[0].name,
+            hint=f"name it: {typed('--base BASE', 'base=...')}",
+        )
+    return _joined(found, path, made(Options(), options))
+
+
+def _joined(found: Sequence[Delta], path: str | os.PathLike[str], options: Options) -> Made:
+    """Join deltas of xor: a frame that is alone is copied, others are changed by each other."""
+    changes: dict[str, list[Change]] = {}
+    for each in found:
+        for name, change in each.changes.items():
+            changes.setdefault(name, []).append(change)
+    algorithms = {each[-1].checksum[0] for each in changes.values() if each[-1].checksum}
+    if len(algorithms) > 1 or any(each[-1].checksum is None for each in changes.values()):
+        what = f"have checksums of several kinds: {some(sorted(algorithms))}"
+        raise UsageError(what, hint=f"name the base: {typed('--base BASE', 'base=...')}")
+    algorithm = min(algorithms, default=CHECKSUMS[0])
+
+    def work(name: str, spool: _Spool) -> _Frame | None:
+        last = changes[name][-1].checksum
+        assert last is not None
+        begin = spool.at
+        if len(changes[name]) == 1:
+            frame = changes[name][0].frame
+            for piece in flow(frame):
+                spool.write(bytes(piece))
+            return _Frame(spool, begin, spool.at - begin, last[1], frame.length)
+        return _xored(changes[name], spool, last[1])
+
+    first, end = found[0], found[-1]
+    assert first.base_version is not None and end.version is not None
+    versions = end.version, first.base_version
+    frames, written = _written(changes, work, path, XOR, versions, algorithm, options)
+    changed = {name: each.changed for name, each in frames.items()}
+    return Made(os.fspath(path), XOR, *versions, changed, len(changes), 0, written)
+
+
+def _xored(changes: Sequence[Change], spool: _Spool, digest: str) -> _Frame | None:
+    """Write one frame for several of a tensor; return None if they undo each other."""
+    import numpy as np
+
+    begin, changed = spool.at, 0
+    lengths = {_length(each) for each in changes}
+    if len(lengths) > 1:
+        raise CorruptError(f"the frames of {changes[0].name} are of different lengths")
+    length = lengths.pop()
+    frame = _Frames(length, spool)
+    streams = [flow(each.decompressed(length)) for each in changes]
+    for pieces in in_step(streams, (1,) * len(streams), _AT_ONCE):
+        total = np.frombuffer(pieces[0], np.uint8).copy()
+        for piece in pieces[1:]:
+            total ^= np.frombuffer(piece, np.uint8)
+        count = int(np.count_nonzero(total))
+        changed += count
+        frame.add(total.data if count else len(total))
+    if not changed:
+        return None
+    frame.end()
+    return _Frame(spool, begin, spool.at - begin, digest, changed)
+
+
+def _length(change: Change) -> int:
+    """Return the bytes that a frame holds: said in its header, or counted."""
+    head = change.frame.part(0, min(change.frame.length, 18)).read()
+    said = zstandard().frame_content_size(head)
+    return said if said >= 0 else sum(map(len, unzstd(change.frame, change.name)))
