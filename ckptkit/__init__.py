@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from ckptkit.core.options import Options as Options
     from ckptkit.core.tensor import Storage as Storage
     from ckptkit.core.tensor import Tensor as Tensor
+    from ckptkit.deltas import apply_delta as apply_delta
+    from ckptkit.deltas import delta as delta
+    from ckptkit.deltas import squash_delta as squash_delta
+    from ckptkit.deltas import verify_delta as verify_delta
     from ckptkit.diagnosis.diagnose import doctor as doctor
     from ckptkit.edits.combine import average as average
     from ckptkit.edits.combine import ema as ema

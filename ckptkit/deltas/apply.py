@@ -66,7 +66,11 @@ def apply(
     at = version_of(base) if base_version is None else base_version
     for delta in deltas:
         if delta.encoding == WHOLE:
-            base, at = open_checkpoint(delta.name), delta.version
+            whole = open_checkpoint(delta.name)
+            if _kinds(whole) != _kinds(base):
+                what = f"is no delta, and its tensors are not those of {base.name or 'the base'}"
+                raise UsageError(what, where=delta.name)
+            base, at = whole, delta.version
             continue
         if not (unchecked or delta.is_proven):
             raise UsageError(
@@ -87,6 +91,10 @@ def apply(
         others = tuple(each for each in base.companions if each[0] != state[0])
         base = replace(base, companions=(*others, state))
     return base
+
+
+def _kinds(checkpoint: Checkpoint) -> dict[str, tuple[object, ...]]:
+    return {name: (t.dtype, t.shape) for name, t in checkpoint.required.tensors.items()}
 
 
 def version_of(checkpoint: Checkpoint) -> int | None:

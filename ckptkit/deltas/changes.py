@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from ckptkit.compute.operation import (
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 _WINDOW = 64 << 20  # bytes that a frame may refer back to: levels 1 to 19 write at most 8 MiB
 _AT_ONCE = 64 << 10  # positions
-_INSTALL = "pip install 'ckptkit[delta]'"
 
 
 class Hash(Protocol):
@@ -42,8 +41,7 @@ class Hash(Protocol):
 class _Adler32:
     """adler32 with the interface of hashlib; 8 digits."""
 
-    def __init__(self) -> None:
-        self._value = 1
+    _value = 1
 
     def update(self, data: Piece) -> None:
         self._value = zlib.adler32(data, self._value)
@@ -52,34 +50,30 @@ class _Adler32:
         return f"{self._value:08x}"
 
 
-def zstandard() -> Any:
-    """Return the module. Raises MissingPackageError where it is not installed."""
+_HASHES = {
+    "xxh3-128": ("xxhash", "xxh3_128"),
+    "blake3": ("blake3", "blake3"),
+    "sha256": ("hashlib", "sha256"),
+    "adler32": (__name__, "_Adler32"),
+}
+
+
+def library(name: str) -> Any:
+    """Return a module. Raises MissingPackageError where it is not installed."""
     try:
-        import zstandard
+        return import_module(name)
     except ImportError as error:
-        raise MissingPackageError("deltas need zstandard", hint=_INSTALL) from error
-    return zstandard
+        what = f"this delta needs {name}"
+        raise MissingPackageError(what, hint="pip install 'ckptkit[delta]'") from error
 
 
-def hashing(algorithm: str) -> Hash:
+def hashing(algorithm: object) -> Hash:
     """Return a new checksum. Raises UnsupportedError for an algorithm that is not known."""
-    try:
-        if algorithm == "xxh3-128":
-            import xxhash
-
-            return xxhash.xxh3_128()
-        if algorithm == "blake3":
-            import blake3
-
-            return blake3.blake3()
-    except ImportError as error:
-        what = f"its checksums are {algorithm}, which needs {error.name}"
-        raise MissingPackageError(what, hint=_INSTALL) from error
-    if algorithm == "sha256":
-        return hashlib.sha256()
-    if algorithm == "adler32":
-        return _Adler32()
-    raise UnsupportedError(f"its checksums are {shown(algorithm)}, which is not known")
+    if str(algorithm) not in _HASHES:
+        raise UnsupportedError(f"its checksums are {shown(algorithm)}, which is not known")
+    module, function = _HASHES[str(algorithm)]
+    made: Hash = getattr(library(module), function)()
+    return made
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,14 +92,14 @@ class Unzstd(Operation):
 
 def unzstd(extent: Extent, tensor: str) -> Iterator[bytes]:
     """Yield what frames of zstd hold, in pieces, however far they expand."""
-    library = zstandard()
-    machine = library.ZstdDecompressor(max_window_size=_WINDOW)
+    zstandard = library("zstandard")
+    machine = zstandard.ZstdDecompressor(max_window_size=_WINDOW)
     # Whatever follows a frame has to be a frame, which then is too much for the tensor.
     reader = machine.stream_reader(_Source(extent), read_across_frames=True)
     try:
         while piece := reader.read(BUFFER):
             yield piece
-    except library.ZstdError as error:
+    except zstandard.ZstdError as error:
         message = f"the frame of {shown(tensor)} is damaged: {error}"
         raise CorruptError(message, where=name_of(extent)) from error
 
@@ -226,10 +220,3 @@ class Proven(Operation):
                 where=self.delta,
                 hint="`ckptkit delta verify` tells which version the base is at",
             )
-
-
-def counted(pieces: Iterator[bytes], function: Callable[[Any], int]) -> int:
-    """Return the sum of `function` over arrays of the bytes of all pieces."""
-    import numpy as np
-
-    return sum(function(np.frombuffer(piece, np.uint8)) for piece in pieces)

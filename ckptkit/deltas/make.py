@@ -9,31 +9,35 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from ckptkit import formats
-from ckptkit.api import Conversion, open_checkpoint, save
+from ckptkit.api import open_checkpoint, save
 from ckptkit.compute.arranged import contiguous
 from ckptkit.compute.operation import PIECE, flow, in_step
 from ckptkit.core.bytesource import Extent, LocalFile, Piece, Range
 from ckptkit.core.checkpoint import Checkpoint, Source
 from ckptkit.core.dtypes import BY_NAME
-from ckptkit.core.errors import CorruptError, UnsupportedError, UsageError
+from ckptkit.core.errors import UnsupportedError, UsageError
 from ckptkit.core.options import Options, made
 from ckptkit.core.plan import OutputFile, Plan
 from ckptkit.core.tensor import Storage, Tensor
-from ckptkit.core.text import plural, size, some, typed
+from ckptkit.core.text import plural, some, typed
+from ckptkit.core.text import size as shown_size
 from ckptkit.core.tree import Node, OrderedMapping
 from ckptkit.deltas.apply import apply, version_of
-from ckptkit.deltas.changes import Hash, hashing, unzstd, zstandard
-from ckptkit.deltas.forms import INDEX, OVERWRITE, XOR, Change, Delta, Paths, read_all
+from ckptkit.deltas.changes import Hash, hashing, library, unzstd
+from ckptkit.deltas.forms import INDEX, OVERWRITE, WHOLE, XOR, Change, Delta, Paths, read_all
 from ckptkit.formats.table import SAFETENSORS
 from ckptkit.publish.preflight import check_destination, check_folder
 from ckptkit.publish.publish import publish
 
 if TYPE_CHECKING:
     import numpy as np
+
+    Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 ENCODINGS = XOR, OVERWRITE, "auto"
 CHECKSUMS = "xxh3-128", "blake3", "adler32"
@@ -61,8 +65,8 @@ class Made:
         share = 100 * sum(self.changed.values()) / (self.nbytes or 1)
         return (
             f"{len(self.changed):,} of {plural(self.tensors, 'tensor')} changed, "
-            f"{sum(self.changed.values()):,} bytes ({share:.2g} %): {size(self.written)} in place "
-            f"of {size(self.nbytes)}"
+            f"{sum(self.changed.values()):,} bytes ({share:.2g} %): {shown_size(self.written)} in place "
+            f"of {shown_size(self.nbytes)}"
         )
 
 
@@ -74,7 +78,7 @@ class _Frame:
     begin: int
     length: int  # bytes
     digest: str
-    changed: int  # bytes of the tensor; of a squashed delta, of its frames
+    changed: int  # bytes of the tensor
 
 
 def delta(
@@ -88,7 +92,7 @@ def delta(
     base_version: int | None = None,
     whole: bool = False,
     **options: Any,
-) -> Made | Conversion:
+) -> Made:
     """Write the folder `path`: what turns the weights of `old` into those of `new`.
 
     Both have the same names, dtypes and shapes. `encoding` is ``xor`` (smallest), ``overwrite``
@@ -104,9 +108,21 @@ def delta(
         if given not in known:
             raise UsageError(f"{word} {given!r} is not one of {some(known)}")
     asked = made(Options(), options)
-    if whole:
-        return save(new, path, replace(asked, format="sharded"))
     with open_checkpoint(old) as before, open_checkpoint(new) as after:
+        base = base_version
+        if base is None:
+            base = version_of(before)
+        if base is None:
+            base = 0 if version is None else version - 1
+        number = base + 1 if version is None else version
+        if whole:
+            tensors = after.required.tensors
+            done = save(after, path, replace(asked, format="sharded"))
+            nbytes = sum(tensor.nbytes for tensor in tensors.values())
+            changed = {name: tensor.nbytes for name, tensor in tensors.items()}
+            return Made(
+                done.path, WHOLE, number, base, changed, len(tensors), nbytes, done.plan.size
+            )
         pairs = _paired(before.required.tensors, after.required.tensors)
         largest = max((tensor.nbytes for _, tensor in pairs.values()), default=0)
         if encoding == "auto":
@@ -114,23 +130,18 @@ def delta(
         if encoding == OVERWRITE and largest >= _MOST_PLACES:
             what = "a tensor has 4 GiB or more, and overwrite has positions of 32 bits"
             raise UsageError(what, hint=f"use {typed('--encoding xor', 'encoding=xor')}")
-        base = base_version
-        if base is None:
-            base = version_of(before)
-        if base is None:
-            base = 0 if version is None else version - 1
-        number = base + 1 if version is None else version
 
-        def work(name: str, spool: _Spool) -> _Frame | None:
-            extents = [contiguous(each).locate() for each in pairs[name]]
-            return _encoded(extents[0], extents[1], encoding, hashing(checksum), spool)
+        def work(name: str, spool: _Spool) -> _Frame | int:
+            one, other = (contiguous(each).locate() for each in pairs[name])
+            total = hashing(checksum)
+            begin = spool.at
+            changed = _encode(_differences(one, other, total), other.length, encoding, spool)
+            return changed and _Frame(spool, begin, spool.at - begin, total.hexdigest(), changed)
 
-        found, done = _written(pairs, work, path, encoding, (number, base), checksum, asked)
+        found, size = _written(pairs, work, path, encoding, (number, base), checksum, asked)
         nbytes = sum(tensor.nbytes for _, tensor in pairs.values())
         changed = {name: each.changed for name, each in found.items()}
-        return Made(
-            os.fspath(path), encoding, number, base, changed, len(pairs), nbytes, done
-        )  # fmt: skip
+        return Made(os.fspath(path), encoding, number, base, changed, len(pairs), nbytes, size)
 
 
 def _paired(
@@ -176,6 +187,11 @@ class _Spool:
         self._file.write(data)
         self.at += len(data)
 
+    def rewind(self, at: int) -> None:
+        self._file.seek(at)
+        self._file.truncate()
+        self.at = at
+
     def complete(self) -> None:
         self._file.close()
         self.source = LocalFile(self.path)
@@ -189,7 +205,7 @@ class _Spool:
 
 def _written(
     names: Iterable[str],
-    work: Callable[[str, _Spool], _Frame | None],
+    work: Callable[[str, _Spool], _Frame | int],
     path: str | os.PathLike[str],
     encoding: str,
     versions: tuple[int, int],
@@ -206,7 +222,7 @@ def _written(
     here = threading.local()
     spools: list[_Spool] = []
 
-    def run(name: str) -> _Frame | None:
+    def run(name: str) -> _Frame | int:
         if not hasattr(here, "spool"):
             here.spool = _Spool(os.path.dirname(place))
             spools.append(here.spool)
@@ -217,7 +233,7 @@ def _written(
         with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
             try:
                 frames = zip(names, pool.map(run, names), strict=True)
-                found = {name: frame for name, frame in frames if frame is not None}
+                found = {name: frame for name, frame in frames if isinstance(frame, _Frame)}
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise
@@ -273,81 +289,53 @@ def _files(
     return files, places
 
 
-def _encoded(old: Extent, new: Extent, encoding: str, total: Hash, spool: _Spool) -> _Frame | None:
-    """Write the frame of one tensor to the spool; return None if nothing changed."""
+def _differences(old: Extent, new: Extent, total: Hash) -> Iterator[tuple[Bytes, Bytes]]:
+    """Yield ``new ^ old`` and the new bytes, in pieces; the new ones are added to `total`."""
     import numpy as np
 
+    for one, other in in_step([flow(old), flow(new)], (1, 1), _AT_ONCE):
+        total.update(other)
+        after = np.frombuffer(other, np.uint8)
+        yield np.bitwise_xor(np.frombuffer(one, np.uint8), after), after
+
+
+def _encode(
+    differences: Iterable[tuple[Bytes, Bytes]], length: int, encoding: str, spool: _Spool
+) -> int:
+    """Append the frame of a tensor of `length` bytes to the spool; return the changed bytes.
+
+    Nothing is appended where these are none.
+    """
+    import numpy as np
+
+    compressor = library("zstandard").ZstdCompressor(level=_LEVEL)
     begin, at, changed = spool.at, 0, 0
-    frame = _Frames(new.length, spool)
-    with _Sparse() as sparse:
-        for one, other in in_step([flow(old), flow(new)], (1, 1), _AT_ONCE):
-            total.update(other)
-            after = np.frombuffer(other, np.uint8)
-            difference = np.bitwise_xor(np.frombuffer(one, np.uint8), after)
-            count = int(np.count_nonzero(difference))
-            changed += count
-            if encoding == XOR:
-                frame.add(difference.data if count else len(other))
-            elif count:
-                places = np.flatnonzero(difference)
-                sparse.add((places + at).astype("<u4"), after[places])
-            at += len(other)
+    if encoding == XOR:
+        machine = compressor.compressobj(size=length)
+        for difference, _ in differences:
+            changed += int(np.count_nonzero(difference))
+            spool.write(machine.compress(difference.data))
+        spool.write(machine.flush())
         if not changed:
-            return None
-        if encoding == OVERWRITE:
-            frame = _Frames(4 + 5 * changed, spool)
-            for piece in sparse.pieces(changed):
-                frame.add(piece)
-    frame.end()
-    return _Frame(spool, begin, spool.at - begin, total.hexdigest(), changed)
-
-
-class _Frames:
-    """A frame of zstd of `length` bytes, of which nothing is written before the first change."""
-
-    def __init__(self, length: int, spool: _Spool) -> None:
-        self._machine = zstandard().ZstdCompressor(level=_LEVEL).compressobj(size=length)
-        self._spool = spool
-        self._zeros = 0  # bytes that wait
-
-    def add(self, piece: Piece | int) -> None:
-        """Add bytes, or a number of zeros."""
-        if isinstance(piece, int):
-            self._zeros += piece
-            return
-        while self._zeros:
-            count = min(self._zeros, _AT_ONCE)
-            self._spool.write(self._machine.compress(bytes(count)))
-            self._zeros -= count
-        self._spool.write(self._machine.compress(piece))
-
-    def end(self) -> None:
-        self.add(b"")
-        self._spool.write(self._machine.flush())
-
-
-class _Sparse:
-    """Positions and values of changed bytes, on the disk where they are many."""
-
-    def __enter__(self) -> _Sparse:
-        self._places = tempfile.SpooledTemporaryFile(_HELD)
-        self._values = tempfile.SpooledTemporaryFile(_HELD)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._places.close()
-        self._values.close()
-
-    def add(self, places: np.ndarray[Any, Any], values: np.ndarray[Any, Any]) -> None:
-        self._places.write(places.data)
-        self._values.write(values.data)
-
-    def pieces(self, count: int) -> Iterator[bytes]:
-        """Yield the content of a frame of `overwrite`: a count, positions, values."""
-        yield count.to_bytes(4, "little")
-        for file in (self._places, self._values):
-            file.seek(0)
-            yield from iter(lambda file=file: file.read(_AT_ONCE), b"")  # type: ignore[misc]
+            spool.rewind(begin)
+        return changed
+    held = tempfile.SpooledTemporaryFile
+    with held(_HELD) as positions, held(_HELD) as values:
+        for difference, after in differences:
+            places = np.flatnonzero(difference)
+            positions.write((places + at).astype("<u4").data)
+            values.write(after[places].data)
+            changed += len(places)
+            at += len(after)
+        if changed:
+            machine = compressor.compressobj(size=4 + 5 * changed)
+            spool.write(machine.compress(changed.to_bytes(4, "little")))
+            for file in (positions, values):
+                file.seek(0)
+                for piece in iter(partial(file.read, _AT_ONCE), b""):
+                    spool.write(machine.compress(piece))
+            spool.write(machine.flush())
+    return changed
 
 
 def squash_delta(
@@ -357,7 +345,7 @@ def squash_delta(
     base: Source | None = None,
     checksum: str = CHECKSUMS[0],
     **options: Any,
-) -> Made | Conversion:
+) -> Made:
     """Write one delta that does what `deltas` do in a row.
 
     Without `base`, all of them are ``xor``: their frames are joined. With it, they are applied, and
@@ -393,7 +381,7 @@ def squash_delta(
 
 
 def _joined(found: Sequence[Delta], path: str | os.PathLike[str], options: Options) -> Made:
-    """Join deltas of xor: a frame that is alone is copied, others are changed by each other."""
+    """Join the frames of deltas of xor."""
     changes: dict[str, list[Change]] = {}
     for each in found:
         for name, change in each.changes.items():
@@ -404,16 +392,15 @@ def _joined(found: Sequence[Delta], path: str | os.PathLike[str], options: Optio
         raise UsageError(what, hint=f"name the base: {typed('--base BASE', 'base=...')}")
     algorithm = min(algorithms, default=CHECKSUMS[0])
 
-    def work(name: str, spool: _Spool) -> _Frame | None:
-        last = changes[name][-1].checksum
-        assert last is not None
+    def work(name: str, spool: _Spool) -> _Frame | int:
+        """Write one frame for all of a tensor; nothing if they undo each other."""
+        each, (_, digest) = changes[name], changes[name][-1].checksum or ("", "")
+        length = _length(each[0])
+        streams = [flow(one.decompressed(length)) for one in each]
+        pieces = in_step(streams, (1,) * len(streams), _AT_ONCE)
         begin = spool.at
-        if len(changes[name]) == 1:
-            frame = changes[name][0].frame
-            for piece in flow(frame):
-                spool.write(bytes(piece))
-            return _Frame(spool, begin, spool.at - begin, last[1], frame.length)
-        return _xored(changes[name], spool, last[1])
+        changed = _encode(map(_xored, pieces), length, XOR, spool)
+        return changed and _Frame(spool, begin, spool.at - begin, digest, changed)
 
     first, end = found[0], found[-1]
     assert first.base_version is not None and end.version is not None
@@ -423,32 +410,17 @@ def _joined(found: Sequence[Delta], path: str | os.PathLike[str], options: Optio
     return Made(os.fspath(path), XOR, *versions, changed, len(changes), 0, written)
 
 
-def _xored(changes: Sequence[Change], spool: _Spool, digest: str) -> _Frame | None:
-    """Write one frame for several of a tensor; return None if they undo each other."""
+def _xored(pieces: Sequence[Piece]) -> tuple[Bytes, Bytes]:
     import numpy as np
 
-    begin, changed = spool.at, 0
-    lengths = {_length(each) for each in changes}
-    if len(lengths) > 1:
-        raise CorruptError(f"the frames of {changes[0].name} are of different lengths")
-    length = lengths.pop()
-    frame = _Frames(length, spool)
-    streams = [flow(each.decompressed(length)) for each in changes]
-    for pieces in in_step(streams, (1,) * len(streams), _AT_ONCE):
-        total = np.frombuffer(pieces[0], np.uint8).copy()
-        for piece in pieces[1:]:
-            total ^= np.frombuffer(piece, np.uint8)
-        count = int(np.count_nonzero(total))
-        changed += count
-        frame.add(total.data if count else len(total))
-    if not changed:
-        return None
-    frame.end()
-    return _Frame(spool, begin, spool.at - begin, digest, changed)
+    total = np.frombuffer(pieces[0], np.uint8).copy()
+    for piece in pieces[1:]:
+        total ^= np.frombuffer(piece, np.uint8)
+    return total, total
 
 
 def _length(change: Change) -> int:
     """Return the bytes that a frame holds: said in its header, or counted."""
     head = change.frame.part(0, min(change.frame.length, 18)).read()
-    said = zstandard().frame_content_size(head)
+    said = library("zstandard").frame_content_size(head)
     return said if said >= 0 else sum(map(len, unzstd(change.frame, change.name)))

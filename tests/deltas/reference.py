@@ -111,7 +111,7 @@ def write_skyrl(folder: Path, old: StateDict, new: StateDict, version: int = 1) 
 
 def write_trl(path: Path, old: StateDict, new: StateDict, encoding: str) -> Path:
     """Write a patch as TRL's branches do: `gap_delta` or `raw` of the later, "" for the first."""
-    tensors = {}
+    tensors: dict[str, torch.Tensor] = {}
     for name, after in new.items():
         flat = after.reshape(-1)
         places = torch.nonzero(flat != old[name].reshape(-1)).reshape(-1).to(torch.int32)

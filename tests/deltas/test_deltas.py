@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 import zstandard
-from hypothesis import given, settings
+from hypothesis import given as drawn
+from hypothesis import settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
@@ -53,11 +54,7 @@ def model(seed: int = 0, *, steps: int = 0) -> dict[str, torch.Tensor]:
 
 
 def same(path: Path, expected: StateDict) -> bool:
-    got = (
-        load_file(path)
-        if path.suffix == ".safetensors"
-        else torch.load(path, weights_only=True)
-    )
+    got = load_file(path) if path.suffix == ".safetensors" else torch.load(path, weights_only=True)
     return got.keys() == expected.keys() and all(raw(got[n]) == raw(expected[n]) for n in got)
 
 
@@ -92,9 +89,7 @@ def test_vectors(case: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("encoding", ["xor", "overwrite", "auto"])
 @pytest.mark.parametrize("checksum", ["xxh3-128", "blake3", "adler32"])
-def test_made_deltas(
-    encoding: str, checksum: str, chain: list[StateDict], tmp_path: Path
-) -> None:
+def test_made_deltas(encoding: str, checksum: str, chain: list[StateDict], tmp_path: Path) -> None:
     """They are decoded by the reference, applied, squashed, and tell the version."""
     os.chdir(tmp_path)
     deltas = [f"weight_v{number:06d}" for number in (1, 2, 3)]
@@ -105,9 +100,7 @@ def test_made_deltas(
         )  # fmt: skip
         before, after = ({n: raw(t) for n, t in chain[k].items()} for k in (number, number + 1))
         assert decoded(tmp_path / name, before) == after
-        changed = {
-            n: sum(a != b for a, b in zip(before[n], after[n], strict=True)) for n in before
-        }
+        changed = {n: sum(a != b for a, b in zip(before[n], after[n], strict=True)) for n in before}
         assert made.changed == {n: count for n, count in changed.items() if count}
     ckptkit.apply_delta("0.pth", deltas, "out.pth")
     ckptkit.apply_delta("0.pth", tmp_path, "two.safetensors", to=2)
@@ -121,10 +114,8 @@ def test_made_deltas(
 
 
 @settings(max_examples=40, deadline=None)
-@given(data=st.data())
-def test_any_change_of_bytes(
-    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+@drawn(data=st.data())
+def test_any_change_of_bytes(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
     folder = tmp_path_factory.mktemp("delta")
     before = model(data.draw(st.integers(0, 99)))
     after = {name: tensor.clone() for name, tensor in before.items()}
@@ -196,6 +187,15 @@ def test_whole_versions_begin_a_chain_anew(chain: list[StateDict], tmp_path: Pat
     assert same(tmp_path / "out.safetensors", chain[3])
 
 
+def test_what_is_no_delta(chain: list[StateDict], tmp_path: Path) -> None:
+    """A file of frames alone, or another model, does not become the checkpoint."""
+    delta = write_slime(tmp_path / "d", chain[0], chain[1])
+    torch.save({"w": torch.ones(2)}, tmp_path / "other.pth")
+    for given in (next(delta.glob("*.safetensors")), tmp_path / "other.pth"):
+        with pytest.raises(UsageError, match="is no delta"):
+            ckptkit.apply_delta(tmp_path / "0.pth", given, tmp_path / "out.pth")
+
+
 def test_tied_weights_and_views(tmp_path: Path) -> None:
     """A tied weight changes under both names, once; parts of a storage stay parts of it."""
     flat = torch.arange(100.0)
@@ -223,7 +223,6 @@ def test_versions(chain: list[StateDict], tmp_path: Path) -> None:
     deltas = [
         write_slime(tmp_path / f"d{n}", chain[n], chain[n + 1], version=n + 1) for n in range(3)
     ]
-    save_file(chain[0], tmp_path / "m.safetensors")
     folder = tmp_path / "model"
     ckptkit.convert(tmp_path / "0.pth", folder, format="sharded")
     ckptkit.apply_delta(folder, deltas[:1], tmp_path / "at1")
@@ -282,9 +281,7 @@ def _bomb(folder: Path) -> None:
         (lambda folder: next(folder.glob("*.safetensors")).unlink(), "is missing|does not exist"),
     ],
 )
-def test_damaged_deltas(
-    damage: object, why: str, chain: list[StateDict], tmp_path: Path
-) -> None:
+def test_damaged_deltas(damage: object, why: str, chain: list[StateDict], tmp_path: Path) -> None:
     delta = write_slime(tmp_path / "d", chain[0], chain[1])
     damage(delta)  # type: ignore[operator]
     with pytest.raises(CkptkitError, match=why):
@@ -314,7 +311,7 @@ def test_positions_that_do_not_rise(tmp_path: Path) -> None:
     for places in ([3, 3], [5, 2], [1, 100]):
         index = torch.tensor(places, dtype=torch.int32)
         save_file({"w.idx": index, "w.val": torch.ones(2)}, tmp_path / "d.safetensors")
-        with pytest.raises(CorruptError, match="do not rise|changes element 100 of 100"):
+        with pytest.raises(CorruptError, match=r"do not rise|changes element 100 of 100"):
             ckptkit.apply_delta(
                 tmp_path / "base.pth", tmp_path / "d.safetensors", tmp_path / "o", unchecked=True
             )
