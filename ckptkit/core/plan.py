@@ -135,14 +135,19 @@ class Plan:
 
 
 class Edit(NamedTuple):
-    """`data` put at byte `offset` of a file."""
+    """`data` put at byte `offset` of a file: in a row, or each byte at its own place.
+
+    ``places`` are u4, little-endian, rising, and count from `offset`; none: in a row.
+    """
 
     offset: int
     data: bytes
+    places: bytes = b""
 
     @property
     def stop(self) -> int:
-        return self.offset + len(self.data)
+        last = int.from_bytes(self.places[-4:], "little") + 1 if self.places else len(self.data)
+        return self.offset + last
 
 
 @dataclass(frozen=True, slots=True, repr=False)

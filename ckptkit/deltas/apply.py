@@ -8,17 +8,21 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ckptkit import formats
 from ckptkit.api import Conversion, convert, open_checkpoint
 from ckptkit.compute.arranged import contiguous
 from ckptkit.compute.operation import Concat, RecordSlice, flow
 from ckptkit.core.bytesource import Folder, Pending, Record
 from ckptkit.core.checkpoint import Checkpoint, Source
 from ckptkit.core.errors import CorruptError, UnsupportedError, UsageError
+from ckptkit.core.options import Options, made
 from ckptkit.core.tensor import Storage, Tensor, TypedStorage, contiguous_stride
 from ckptkit.core.text import plural, quoted, shown, typed, typed_value
 from ckptkit.core.tree import Node, rebuild, walk
 from ckptkit.deltas.changes import hashing
 from ckptkit.deltas.forms import WHOLE, Change, Delta, Paths, read_all
+from ckptkit.deltas.in_place import can_change, change
+from ckptkit.formats.format import open_place
 
 STATE = ".weight_sync", "state.json"  # of a folder: the version that it is at
 _VERIFY = "`ckptkit delta verify` tells which version a checkpoint is at"
@@ -47,7 +51,18 @@ def apply_delta(
     def step(checkpoint: Checkpoint) -> Checkpoint:
         return apply(checkpoint, found, base_version=base_version, unchecked=unchecked)
 
-    return convert(base, path, step, **options)
+    asked = made(Options(), options)
+    if not asked.in_place or not isinstance(base, (str, os.PathLike)):
+        return convert(base, path, step, options=asked)
+    before = formats.read(open_place(base, undo=not asked.dry_run))
+    if not can_change(before):
+        return convert(base, path, step, options=asked)
+    after = step(before)
+    states = [data.decode() for name, data in after.companions if name == "/".join(STATE)]
+    then = ("/".join(STATE), states[0]) if states and isinstance(before.source, Folder) else None
+    patch, done = change(before, after, then, asked)
+    name = before.name or ""
+    return Conversion(after, patch, before.format, name, None if asked.dry_run else done)
 
 
 def apply(
@@ -64,6 +79,10 @@ def apply(
     if not deltas:
         raise UsageError("there are no deltas to apply")
     at = version_of(base) if base_version is None else base_version
+    known = [each.version for each in deltas]
+    if at is not None and at in known:
+        base = base.with_root(base.root, notes=[f"was at version {at:06d} already"])
+        deltas = deltas[len(known) - known[::-1].index(at) :]
     for delta in deltas:
         if delta.encoding == WHOLE:
             whole = open_checkpoint(delta.name)
@@ -81,9 +100,6 @@ def apply(
             )
         if at is None and delta.base_version == 0:
             at = 0  # a chain that begins with its first version
-        if at is not None and at == delta.version:
-            base = base.with_root(base.root, notes=[f"is at version {at:06d} already"])
-            continue
         _check_order(base, delta, at)
         base, at = _applied(base, delta), delta.version
     if at is not None:
@@ -144,7 +160,7 @@ def _applied(base: Checkpoint, delta: Delta) -> Checkpoint:
         )
     spans: dict[int, list[_Span]] = {}  # by the id of a storage
     apart: dict[tuple[object, ...], Tensor] = {}
-    for name, change in delta.changes.items():
+    for name, each in delta.changes.items():
         tensor = tensors[name]
         storage = tensor.storage
         if storage is None or tensor.layout != "strided":
@@ -152,10 +168,10 @@ def _applied(base: Checkpoint, delta: Delta) -> Checkpoint:
         if tensor.is_contiguous and not (tensor.conj or tensor.neg or storage.big_endian):
             start, length = tensor.extent
             if length:
-                span = _Span(start, start + length, name, change)
+                span = _Span(start, start + length, name, each)
                 spans.setdefault(id(storage), []).append(span)
         else:
-            apart[tensor.elements_key] = _new(tensor, change, delta)
+            apart[tensor.elements_key] = _new(tensor, each, delta)
     storages = {id(tensor.storage): tensor.storage for tensor in tensors.values() if tensor.storage}
     changed = {key: _patched(storages[key], found, delta) for key, found in spans.items()}
     _check_views(base, {key[0] for key in apart}, apart)

@@ -31,7 +31,7 @@ from ckptkit.deltas.apply import apply, version_of
 from ckptkit.deltas.changes import Hash, hashing, library, unzstd
 from ckptkit.deltas.forms import INDEX, OVERWRITE, WHOLE, XOR, Change, Delta, Paths, read_all
 from ckptkit.formats.table import SAFETENSORS
-from ckptkit.publish.preflight import check_destination, check_folder
+from ckptkit.publish.preflight import check_destination
 from ckptkit.publish.publish import publish
 
 if TYPE_CHECKING:
@@ -65,8 +65,8 @@ class Made:
         share = 100 * sum(self.changed.values()) / (self.nbytes or 1)
         return (
             f"{len(self.changed):,} of {plural(self.tensors, 'tensor')} changed, "
-            f"{sum(self.changed.values()):,} bytes ({share:.2g} %): {shown_size(self.written)} in place "
-            f"of {shown_size(self.nbytes)}"
+            f"{sum(self.changed.values()):,} bytes ({share:.2g} %): "
+            f"{shown_size(self.written)} in place of {shown_size(self.nbytes)}"
         )
 
 
@@ -217,8 +217,7 @@ def _written(
     Frames wait in temporary files: a header precedes them that has their sizes.
     """
     place = os.path.abspath(os.fspath(path))
-    check_folder(place)
-    check_destination(Plan((OutputFile(INDEX, ()),)), place, options.force)
+    check_destination(Plan((OutputFile(INDEX, ()),)), os.fspath(path), place, options.force, ())
     here = threading.local()
     spools: list[_Spool] = []
 

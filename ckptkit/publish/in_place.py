@@ -14,9 +14,15 @@ first byte of the file changes, and is removed after the last one has:
 
     ckptkit journal 1\n
     {"inode", "before", "after": sizes, "breaks": [offset, length],
-     "spans": [[offset, length before, after], ...]}\n  (one line)
+     "spans": [[offset, length before, after], ...],
+     "group": [name, ...], "then": [path, text]}\n  (one line)
     the bytes of `breaks`, then of each span those before and those after
     SHA-256 of all that
+
+A span of four numbers is of single bytes: the second is the length of their places, which precede
+them. Files of one folder that are edited together name each other in `group`: all journals are
+there before the first file changes, and all files are changed before the first journal goes. Then
+the small file `then` is written, by whoever finds all of them changed.
 
 It concerns only the file beside it, and is used only on that one: the same inode, in which every
 byte of a span is the one before, the one after, or one of an interrupted write.
@@ -26,8 +32,8 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterable, Iterator
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
 from io import BytesIO
 from itertools import chain
 from typing import Any, NamedTuple
@@ -96,33 +102,69 @@ def apply(patch: Patch, options: Options = DEFAULT, **changes: Any) -> Published
     the checks that come before writing. Raises InputChangedError if it is no longer the file that
     was read, OutputError, VerifyError with the file as it was.
     """
-    base, options = patch.base, options.changed(changes)
-    if patch.breaks is not None and patch.seal is not None:
-        with reported(base.path, base.name, patch.written), _locked(base.path, base.name) as fd:
-            journal = journal_path(base.path)
-            if identity_of(os.fstat(fd)) != base.identity or os.path.lexists(journal):
-                hint = "run the command again"
-                raise InputChangedError("changed since it was read", where=base.name, hint=hint)
-            known = journal_of(patch, os.fstat(fd).st_ino)
-            data = known.dump()
-            check_space(base.path, len(data) + max(0, patch.size - base.size))
-            if not options.dry_run:
-                sweep(base.path)
-                _keep(data, journal)
-                try:
-                    _rewrite(fd, patch.breaks, patch.edits, patch.size, (patch.seal,))
-                    for edit in (*patch.edits, patch.seal) if options.verify else ():
-                        if _read(fd, edit.offset, len(edit.data)) != edit.data:
-                            why = f"was not written as planned, at byte {edit.offset:,} or after"
-                            raise VerifyError(why, where=base.name)
-                except BaseException:
+    return apply_all((patch,), options.changed(changes))
+
+
+def apply_all(
+    patches: Sequence[Patch], options: Options = DEFAULT, then: tuple[str, str] | None = None
+) -> Published:
+    """Apply patches of files of one folder: all of them, or none, whatever interrupts it.
+
+    `then` is a small file (path in the folder, text) that is written when all are changed. As
+    `apply` otherwise.
+    """
+    bases = [patch.base for patch in patches]
+    names = tuple(os.path.basename(base.path) for base in bases)
+    group = names if len(names) > 1 else ()
+    written = sum(patch.written for patch in patches)
+    parts = [patch for patch in patches if patch.breaks is not None and patch.seal is not None]
+    with ExitStack() as stack:
+        kept: list[tuple[int, Journal, str]] = []
+        begun = False
+        try:
+            for patch in parts:
+                base, journal = patch.base, journal_path(patch.base.path)
+                stack.enter_context(reported(base.path, base.name, patch.written))
+                fd = stack.enter_context(_locked(base.path, base.name))
+                if identity_of(os.fstat(fd)) != base.identity or os.path.lexists(journal):
+                    hint = "run the command again"
+                    raise InputChangedError("changed since it was read", where=base.name, hint=hint)
+                known = journal_of(patch, os.fstat(fd).st_ino, group, then)
+                data = known.dump()
+                check_space(base.path, len(data) + max(0, patch.size - base.size))
+                if not options.dry_run:
+                    sweep(base.path)
+                    _keep(data, journal)
+                kept.append((fd, known, journal))
+            begun = not options.dry_run
+            for patch, (fd, _, _) in zip(parts if begun else (), kept, strict=False):
+                assert patch.breaks is not None and patch.seal is not None
+                _rewrite(fd, patch.breaks, patch.edits, patch.size, (patch.seal,))
+                for edit in (*patch.edits, patch.seal) if options.verify else ():
+                    if _at(fd, edit.offset, len(edit.data), edit.places) != edit.data:
+                        why = f"was not written as planned, at byte {edit.offset:,} or after"
+                        raise VerifyError(why, where=patch.base.name)
+            if begun and then is not None:
+                _write_beside(bases[0].path, then)
+        except BaseException:
+            for fd, known, journal in () if options.dry_run else kept:
+                if begun:
                     _undo(fd, known)
-                    _remove(journal)
-                    raise
                 _remove(journal)
+            raise
+        for _, _, journal in kept if begun else ():
+            _remove(journal)
     if options.progress is not None and not options.dry_run:
-        options.progress(patch.written, patch.written)
-    return Published(base.path, patch.size, 1)
+        options.progress(written, written)
+    place = os.path.dirname(bases[0].path) if group else bases[0].path
+    return Published(place, sum(patch.size for patch in patches), len(patches))
+
+
+def _write_beside(file: str, then: tuple[str, str]) -> None:
+    """Write a small file in the folder of another, whole or not at all."""
+    path = os.path.join(os.path.dirname(file), then[0])
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    _keep(then[1].encode(), path)
 
 
 @contextmanager
@@ -175,8 +217,11 @@ def _rewrite(fd: int, breaks: Edit, edits: Iterable[Edit], size: int, seal: Iter
 
 def _write(fd: int, edits: Iterable[Edit], size: int | None = None) -> None:
     for edit in edits:
+        data = edit.data
+        if edit.places:
+            data = _scattered(_read(fd, edit.offset, edit.stop - edit.offset), edit)
         os.lseek(fd, edit.offset, os.SEEK_SET)
-        write_all(fd, edit.data)
+        write_all(fd, data)
     if size is not None:
         os.ftruncate(fd, size)
     os.fsync(fd)
@@ -189,6 +234,27 @@ def _read(fd: int, offset: int, length: int) -> bytes:
     while more := os.read(fd, length - len(found)):
         found += more
     return found
+
+
+def _scattered(old: bytes, edit: Edit) -> bytes:
+    """Return bytes of the file with those of a sparse edit in their places."""
+    import numpy as np
+
+    made = np.frombuffer(old, np.uint8).copy()
+    made[np.frombuffer(edit.places, "<u4")] = np.frombuffer(edit.data, np.uint8)
+    return made.tobytes()
+
+
+def _at(fd: int, offset: int, length: int, places: bytes = b"") -> bytes:
+    """Return the bytes at `offset`, in a row or at their places, as many as the file has."""
+    if not places:
+        return _read(fd, offset, length)
+    import numpy as np
+
+    found = np.frombuffer(_read(fd, offset, int.from_bytes(places[-4:], "little") + 1), np.uint8)
+    wanted = np.frombuffer(places, "<u4")
+    held: bytes = found[wanted[wanted < len(found)]].tobytes()
+    return held
 
 
 def _undo(fd: int, journal: Journal) -> None:
@@ -211,28 +277,15 @@ def journals_of(path: str) -> Iterator[tuple[str, str]]:
 def check_journals(path: str, undo: bool = False) -> None:
     """Look at the interrupted edits in place at `path`, a file or a folder of files.
 
-    Raises InputError for a file that is left half-edited, and changes nothing: commands that only
+    Raises InputError for files that are left half-edited, and changes nothing: commands that only
     read do not write. With `undo`, restores each file to what it was, unless only the removal of
-    the journal was missing; raises OutputError where that cannot be written. Raises InputError
+    the journals was missing; raises OutputError where that cannot be written. Raises InputError
     where an edit is still under way, or the journal does not match the file.
     """
     for journal, file in journals_of(path):
         try:
-            with _locked(file, file, os.O_RDWR if undo else os.O_RDONLY) as fd:
-                if not os.path.lexists(journal):
-                    continue  # the edit was finished in the meantime
-                known = _trusted(journal, file, fd)
-                found = (_read(fd, s.offset, max(len(s.old), len(s.new))) for s in known.spans)
-                state = known.state(os.fstat(fd).st_size, found)
-                if state == "else":
-                    raise _foreign(journal, file, "another program has written to it since")
-                if state == "between" and not undo:
-                    hint = f"`ckptkit recover --in-place {shell_word(file)}` puts it back as it was"
-                    raise InputError(_INTERRUPTED, where=file, hint=hint)
-                if state == "between":
-                    _undo(fd, known)
-                if undo:
-                    _remove(journal)
+            with ExitStack() as stack:
+                _check_group(journal, file, undo, stack)
         except CkptkitError:
             raise
         except OSError as error:
@@ -240,6 +293,41 @@ def check_journals(path: str, undo: bool = False) -> None:
                 why = f"{_INTERRUPTED}, and cannot be undone: {error.strerror}"
                 raise OutputError(why, where=file) from error
             raise InputError(f"{_INTERRUPTED}: {error.strerror}", where=file) from error
+
+
+def _check_group(journal: str, file: str, undo: bool, stack: ExitStack) -> None:
+    """Check a journal, with those of the files that were edited together with its own."""
+    members: list[tuple[str, int, Journal]] = []
+    states = set()
+    waiting = [file]
+    while waiting:
+        each = waiting.pop(0)
+        place = journal_path(each)
+        if not os.path.lexists(place) or not os.path.isfile(each):
+            continue  # the edit was finished in the meantime, or had not begun
+        fd = stack.enter_context(_locked(each, each, os.O_RDWR if undo else os.O_RDONLY))
+        if not os.path.lexists(place):
+            continue
+        known = _trusted(place, each, fd)
+        if not members:
+            others = (os.path.join(os.path.dirname(file), name) for name in known.group)
+            waiting += [other for other in others if other != file]
+        found = (_at(fd, s.offset, max(len(s.old), len(s.new)), s.places) for s in known.spans)
+        state = known.state(os.fstat(fd).st_size, found)
+        if state == "else":
+            raise _foreign(place, each, "another program has written to it since")
+        states.add(state)
+        members.append((place, fd, known))
+    is_half = len(states) > 1 or "between" in states
+    if is_half and not undo:
+        hint = f"`ckptkit recover --in-place {shell_word(file)}` puts it back as it was"
+        raise InputError(_INTERRUPTED, where=file, hint=hint)
+    for _, fd, known in members if is_half else ():
+        _undo(fd, known)
+    if undo and states == {"after"} and members[0][2].then is not None:
+        _write_beside(file, members[0][2].then)
+    for place, _, _ in members if undo else ():
+        _remove(place)
 
 
 def _trusted(journal: str, file: str, fd: int) -> Journal:
@@ -279,11 +367,24 @@ _NOT_WHOLE = "is not a journal of an edit, or not whole"
 
 
 class JournalSpan(NamedTuple):
-    """The bytes at `offset` before and after; fewer where the file ended, or will end."""
+    """The bytes at `offset` before and after; fewer where the file ended, or will end.
+
+    With ``places``, as in `Edit`, they are single bytes.
+    """
 
     offset: int
     old: bytes
     new: bytes
+    places: bytes = b""
+
+    def row(self) -> list[int]:
+        """Return its numbers in the line of the journal."""
+        places = [len(self.places)] if self.places else []
+        return [self.offset, *places, len(self.old), len(self.new)]
+
+    def stop(self, data: bytes) -> int:
+        """Return where `data`, the bytes before or after, end in the file."""
+        return Edit(self.offset, data, self.places).stop
 
 
 class Journal(NamedTuple):
@@ -294,6 +395,8 @@ class Journal(NamedTuple):
     after: int
     breaks: Edit
     spans: tuple[JournalSpan, ...]
+    group: tuple[str, ...] = ()  # names of the files that are edited together, this one included
+    then: tuple[str, str] | None = None
 
     def dump(self) -> bytes:
         """Return the bytes of a journal file."""
@@ -305,9 +408,11 @@ class Journal(NamedTuple):
             "before": self.before,
             "after": self.after,
             "breaks": [self.breaks.offset, len(self.breaks.data)],
-            "spans": [[span.offset, len(span.old), len(span.new)] for span in self.spans],
+            "spans": [span.row() for span in self.spans],
+            "group": self.group,
+            "then": self.then,
         }
-        bodies = chain.from_iterable((span.old, span.new) for span in self.spans)
+        bodies = chain.from_iterable((span.places, span.old, span.new) for span in self.spans)
         data = b"".join((_MAGIC, json.dumps(numbers).encode(), b"\n", self.breaks.data, *bodies))
         return data + hashlib.sha256(data).digest()
 
@@ -315,7 +420,10 @@ class Journal(NamedTuple):
         """Return the edits that restore all but the part under `breaks`, and those for the rest."""
         body, seal = [], []
         start, stop = self.breaks.offset, self.breaks.stop
-        for offset, old, _ in self.spans:
+        for offset, old, _, places in self.spans:
+            if places:
+                body.append(Edit(offset, old, places))
+                continue
             inside = max(start - offset, 0), max(stop - offset, 0)
             body += [Edit(offset, old[: inside[0]]), Edit(offset + inside[1], old[inside[1] :])]
             seal.append(Edit(offset + inside[0], old[inside[0] : inside[1]]))
@@ -345,7 +453,8 @@ class Journal(NamedTuple):
     def _is_between(self, span: JournalSpan, now: bytes) -> bool:
         """Return whether each byte is an old, a new, a broken or an unwritten one."""
         broken = bytearray(len(now))
-        for place, byte in enumerate(self.breaks.data, self.breaks.offset - span.offset):
+        broken_at = self.breaks.offset - span.offset
+        for place, byte in enumerate(() if span.places else self.breaks.data, broken_at):
             if 0 <= place < len(broken):
                 broken[place] = byte
         for at in range(0, len(now), _BLOCK):
@@ -360,20 +469,23 @@ class Journal(NamedTuple):
         return True
 
 
-def journal_of(patch: Patch, inode: int) -> Journal:
+def journal_of(
+    patch: Patch, inode: int, group: tuple[str, ...] = (), then: tuple[str, str] | None = None
+) -> Journal:
     """Return the journal of a patch that is about to be applied to the file with this inode."""
     assert patch.breaks is not None and patch.seal is not None
     base, edits = patch.base, sorted((*patch.edits, patch.seal))
-    spans = [
-        JournalSpan(edit.offset, _old(patch, edit.offset, edit.stop), edit.data) for edit in edits
-    ]
+    spans = [JournalSpan(edit.offset, _old(patch, edit), edit.data, edit.places) for edit in edits]
     if patch.size < base.size:
-        spans.append(JournalSpan(patch.size, _old(patch, patch.size, base.size), b""))
-    return Journal(inode, base.size, patch.size, patch.breaks, tuple(spans))
+        cut = Edit(patch.size, bytes(base.size - patch.size))
+        spans.append(JournalSpan(patch.size, _old(patch, cut), b""))
+    return Journal(inode, base.size, patch.size, patch.breaks, tuple(spans), group, then)
 
 
-def _old(patch: Patch, start: int, stop: int) -> bytes:
-    start, stop = min(start, patch.base.size), min(stop, patch.base.size)
+def _old(patch: Patch, edit: Edit) -> bytes:
+    if edit.places:
+        return _at(patch.base.fd, edit.offset, len(edit.data), edit.places)
+    start, stop = min(edit.offset, patch.base.size), min(edit.stop, patch.base.size)
     return patch.base.read(start, stop - start)
 
 
@@ -381,25 +493,34 @@ def parse(data: bytes) -> Journal:
     """Parse the bytes of a journal file. Raises FormatError if it is not one, or incomplete."""
     import hashlib
 
-    inode, before, after, (place, length), rows, start = _header(data, len(data))
+    numbers, rows, start = _header(data, len(data))
     if hashlib.sha256(data[:-_DIGEST]).digest() != data[-_DIGEST:]:
         raise FormatError(_NOT_WHOLE)
     body = BytesIO(data[start:-_DIGEST])
+    before, after, (place, length) = numbers["before"], numbers["after"], numbers["breaks"]
     breaks = Edit(place, body.read(length))
-    spans = tuple(JournalSpan(offset, body.read(old), body.read(new)) for offset, old, new in rows)
-    old = max((span.offset + len(span.old) for span in spans if span.old), default=0)
-    new = max((span.offset + len(span.new) for span in spans if span.new), default=0)
+    spans = []
+    for offset, *lengths in rows:
+        *places, old, new = map(body.read, lengths)
+        spans.append(JournalSpan(offset, old, new, *places))
+    then = numbers.get("then")
+    known = Journal(
+        numbers["inode"], before, after, breaks, tuple(spans), tuple(numbers.get("group", ())),
+        None if then is None else (str(then[0]), str(then[1])),
+    )  # fmt: skip
+    ends_old = max((span.stop(span.old) for span in spans if span.old), default=0)
+    ends_new = max((span.stop(span.new) for span in spans if span.new), default=0)
     # Otherwise some of the old bytes would be unknown.
-    if old > before or new > after or before > max(after, old):
+    if ends_old > before or ends_new > after or before > max(after, ends_old):
         raise FormatError(_NOT_WHOLE)
-    return Journal(inode, before, after, breaks, spans)
+    return known
 
 
-def _header(data: bytes, size: int) -> tuple[Any, int, int, list[int], list[list[int]], int]:
-    """Return the numbers in the line of a journal of `size` bytes, and where that line ends.
+def _header(data: bytes, size: int) -> tuple[dict[str, Any], list[list[int]], int]:
+    """Return what the line of a journal of `size` bytes says, its spans, and where the line ends.
 
-    Raises FormatError unless they are offsets and lengths that add up to exactly that size: this
-    is checked before all of it is read.
+    Raises FormatError unless its numbers are offsets and lengths that add up to exactly that size:
+    this is checked before all of it is read.
     """
     import json
 
@@ -407,17 +528,21 @@ def _header(data: bytes, size: int) -> tuple[Any, int, int, list[int], list[list
     if not data.startswith(_MAGIC) or end < 0:
         raise FormatError(_NOT_WHOLE)
     try:
-        numbers = json.loads(data[len(_MAGIC) : end])
-        before, after = _counts([numbers["before"], numbers["after"]], 2)
-        breaks = _counts(numbers["breaks"], 2)
-        rows = [_counts(row, 3) for row in numbers["spans"]]
-        inode = numbers["inode"]
-    except (KeyError, TypeError, ValueError, RecursionError) as error:
+        said = json.loads(data[len(_MAGIC) : end])
+        _counts([said["inode"], said["before"], said["after"]], 3)
+        held = _counts(said["breaks"], 2)[1]
+        rows = [_counts(row, 3 if len(row) == 3 else 4) for row in said["spans"]]
+        names = [*said.get("group", ()), *(said.get("then") or ())[:1]]
+        if any(os.path.isabs(name) or ".." in name.split("/") for name in names):
+            raise ValueError("a name outside the folder")
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise FormatError(_NOT_WHOLE) from error
-    held = breaks[1] + sum(old + new for _, old, new in rows)
-    if end + 1 + held + _DIGEST != size or size > LARGEST:
+    held += sum(sum(row[1:]) for row in rows)
+    sparse = (row[1:] for row in rows if len(row) == 4)
+    is_odd = any(not new or new != old or places != 4 * old for places, old, new in sparse)
+    if is_odd or end + 1 + held + _DIGEST != size or size > LARGEST:
         raise FormatError(_NOT_WHOLE)
-    return inode, before, after, breaks, rows, end + 1
+    return said, rows, end + 1
 
 
 def _counts(values: list[object], count: int) -> list[int]:

@@ -1,0 +1,89 @@
+"""Change the safetensors files of a checkpoint in place: only the bytes that differ."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ckptkit.compute.operation import flow, in_step
+from ckptkit.core.bytesource import LocalFile, Range
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.errors import UnsupportedError
+from ckptkit.core.options import Options
+from ckptkit.core.plan import Edit, Patch
+from ckptkit.core.text import size, typed
+from ckptkit.formats.table import SAFETENSORS, SHARDED
+from ckptkit.publish.in_place import LARGEST, apply_all, can_patch
+from ckptkit.publish.publish import Published
+
+_BREAKS = Edit(0, b"\xff" * 8)  # a length of the header that every reader refuses
+_AT_ONCE = 1 << 20  # bytes
+_PER_BYTE = 6  # bytes of a journal for each that changes: its place, before, after
+
+
+def can_change(before: Checkpoint) -> bool:
+    """Return whether the checkpoint is of safetensors files that can be edited in place."""
+    files = _files(before)
+    is_known = before.format in (SAFETENSORS.name, SHARDED.name) and files
+    return bool(is_known) and all(can_patch(file.path) for file in files)
+
+
+def change(
+    before: Checkpoint, after: Checkpoint, then: tuple[str, str] | None, options: Options
+) -> tuple[Patch, Published]:
+    """Make the files of `before` those of `after`: all, or none, whatever interrupts it.
+
+    The new bytes are computed once, and compared with their checksums, before the first one is
+    written. `then` is the file of a folder that records its version. Returns the edits of all files
+    as one patch. Raises UnsupportedError where the journal would be too large.
+    """
+    patches: list[Patch] = []
+    room = LARGEST // _PER_BYTE
+    for file in _files(before):
+        edits = tuple(_edits(file, before, after))
+        room -= sum(len(edit.data) for edit in edits)
+        if room < 0:
+            raise UnsupportedError(
+                f"more than {size(LARGEST // _PER_BYTE)} would change, which a journal cannot hold",
+                where=before.name,
+                hint=typed("name another output", "give a path"),
+            )
+        seal = Edit(0, file.read(0, 8)) if edits else None
+        patches.append(Patch(file, _BREAKS if edits else None, edits, seal, file.size))
+    done = apply_all(patches, options, then)
+    edits = tuple(edit for patch in patches for edit in patch.edits)
+    whole = sum(patch.size for patch in patches)
+    seal = next((patch.seal for patch in patches if patch.seal), None)
+    return Patch(patches[0].base, _BREAKS if edits else None, edits, seal, whole), done
+
+
+def _files(checkpoint: Checkpoint) -> list[LocalFile]:
+    """Return the local files that hold the weights, in the order of their names."""
+    found: dict[int, LocalFile] = {}
+    for tensor in checkpoint.required.tensors.values():
+        extent = None if tensor.storage is None else tensor.storage.record.locate()
+        if isinstance(extent, Range) and isinstance(extent.source, LocalFile):
+            found.setdefault(id(extent.source), extent.source)
+    return sorted(found.values(), key=lambda each: each.path)
+
+
+def _edits(file: LocalFile, before: Checkpoint, after: Checkpoint) -> Iterator[Edit]:
+    """Yield the bytes of a file that differ, by their places in it."""
+    import numpy as np
+
+    new = after.required.tensors
+    pairs = {}
+    for name, tensor in before.required.tensors.items():
+        changed = new[name].storage
+        if tensor.storage is None or changed is None or changed is tensor.storage:
+            continue
+        extent = tensor.storage.record.locate()
+        if isinstance(extent, Range) and extent.source is file:
+            pairs[extent.offset] = extent, changed.record
+    for offset, (extent, record) in sorted(pairs.items()):
+        at = offset
+        for old, made in in_step([flow(extent), flow(record.locate())], (1, 1), _AT_ONCE):
+            one, other = np.frombuffer(old, np.uint8), np.frombuffer(made, np.uint8)
+            places = np.flatnonzero(one != other)
+            if len(places):
+                yield Edit(at, other[places].tobytes(), places.astype("<u4").tobytes())
+            at += len(other)
