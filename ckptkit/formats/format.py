@@ -191,13 +191,16 @@ PathLike = str | os.PathLike[str]
 def open_place(path: PathLike, *, undo: bool = False) -> ByteSource | Folder:
     """Open the file or folder at `path`, which must not be in the middle of an edit in place.
 
-    With `undo` an interrupted edit is undone; without, it is an error. Raises PathError,
-    InputError.
+    With `undo` an interrupted edit is undone; without, it is an error. An index stands for the
+    files of its folder. Raises PathError, InputError.
     """
-    if not is_url(path) and has_journal(path):
+    edited = os.fspath(path)
+    if edited.endswith(".index.json"):
+        edited = os.path.dirname(edited) or os.curdir
+    if not is_url(path) and has_journal(edited):
         from ckptkit.publish import in_place
 
-        in_place.check_journals(os.fspath(path), undo)
+        in_place.check_journals(edited, undo)
     return open_unchecked(path)
 
 
