@@ -70,6 +70,15 @@ class Change:
         """The bytes that it has in the delta."""
         return self.frame.length + (0 if self.values is None else self.values.length)
 
+    def changed(self) -> int:
+        """Count the bytes that it changes; a frame is decompressed for that."""
+        if self.encoding != XOR:
+            return self.places_and_values()[1].length
+        import numpy as np
+
+        pieces = unzstd(self.frame, self.name)
+        return sum(int(np.count_nonzero(np.frombuffer(each, np.uint8))) for each in pieces)
+
     def decompressed(self, length: int) -> Derived:
         """Return the content of the frame, which has `length` bytes."""
         return Derived(Unzstd(self.name), (self.frame,), length)

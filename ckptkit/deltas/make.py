@@ -32,7 +32,7 @@ from ckptkit.deltas.changes import Hash, hashing, library, unzstd
 from ckptkit.deltas.forms import INDEX, OVERWRITE, WHOLE, XOR, Change, Delta, Paths, read_all
 from ckptkit.formats.table import SAFETENSORS
 from ckptkit.publish.preflight import check_destination
-from ckptkit.publish.publish import publish
+from ckptkit.publish.publish import new_file, publish, temporary_name
 
 if TYPE_CHECKING:
     import numpy as np
@@ -175,11 +175,11 @@ def _paired(
 
 
 class _Spool:
-    """A temporary file that the frames of one thread are appended to."""
+    """A temporary file beside the output, to which one thread appends frames."""
 
-    def __init__(self, folder: str) -> None:
-        fd, self.path = tempfile.mkstemp(prefix=".ckptkit-delta-", dir=folder)
-        self._file = os.fdopen(fd, "wb", buffering=PIECE)
+    def __init__(self, path: str) -> None:
+        self.path = temporary_name(path)
+        self._file = os.fdopen(new_file(self.path), "wb", buffering=PIECE)
         self.at = 0
         self.source: LocalFile | None = None  # once it is complete
 
@@ -223,7 +223,7 @@ def _written(
 
     def run(name: str) -> _Frame | int:
         if not hasattr(here, "spool"):
-            here.spool = _Spool(os.path.dirname(place))
+            here.spool = _Spool(place)
             spools.append(here.spool)
         return work(name, here.spool)
 

@@ -1,0 +1,192 @@
+"""ckptkit delta"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from ckptkit.cli import options, render
+from ckptkit.cli.options import Writer
+from ckptkit.cli.reading import as_json, flag, value
+
+SCHEMA = "ckptkit.delta/1"
+DIFFERENT = 1
+
+
+@click.group("delta")
+def command() -> None:
+    """Make, apply, join and check deltas of checkpoints.
+
+    A delta holds only the bytes that a training step has changed, with the checksum of each tensor
+    that they make. slime, miles and SGLang use the format that is written; those of SkyRL and TRL
+    are read.
+
+    \b
+    Example: ckptkit delta make old.safetensors new.safetensors weight_v000001
+             ckptkit delta apply old.safetensors weight_v000001 new.safetensors
+             ckptkit delta apply --in-place model weight_v000001 weight_v000002
+    """
+
+
+@command.command("make")
+@click.argument("old", metavar="OLD")
+@click.argument("new", metavar="NEW")
+@click.argument("delta", metavar="DELTA")
+@click.option(
+    "--encoding",
+    type=click.Choice(["xor", "overwrite", "auto"]),
+    default="xor",
+    show_default=True,
+    help="xor is smallest; overwrite can be applied twice; auto: overwrite where it can be.",
+)
+@click.option(
+    "--checksum",
+    type=click.Choice(["xxh3-128", "blake3", "adler32"]),
+    default="xxh3-128",
+    show_default=True,
+    help="Checksum of each tensor.",
+)
+@value("--version", "N", "Version of NEW. Default: the next after that of OLD.", type=int)
+@value("--base-version", "N", "Version of OLD. Default: what its folder records, or 0.", type=int)
+@flag("--whole", "Write all of NEW as a version, where a delta has no place for the difference.")
+@flag("--force", "Replace DELTA if it exists.")
+@as_json(SCHEMA)
+def make(old: str, new: str, delta: str, as_json: bool, **given: Any) -> None:
+    """Write the folder DELTA: what turns the weights of OLD into those of NEW.
+
+    Names, dtypes and shapes must be the same.
+    """
+    import ckptkit
+
+    made = ckptkit.delta(old, new, delta, **given)
+    if as_json:
+        render.emit_json(
+            {
+                "schema": SCHEMA, "path": made.path, "encoding": made.encoding,
+                "version": made.version, "base_version": made.base_version,
+                "tensors": made.tensors, "changed": made.changed, "nbytes": made.nbytes,
+                "written": made.written,
+            }
+        )  # fmt: skip
+        return
+    render.emit_text(f"wrote {made.path}: version {made.version:06d}: {made}")
+
+
+def _apply(
+    request: Any, to: int | None, base_version: int | None, unchecked: bool
+) -> tuple[Any, Any]:
+    import ckptkit
+
+    base, *deltas = request.sources
+    done = ckptkit.apply_delta(
+        base, deltas, request.dst, to=to, base_version=base_version, unchecked=unchecked,
+        options=request.options,
+    )  # fmt: skip
+    return done, ()
+
+
+command.add_command(
+    Writer(
+        name="apply",
+        callback=_apply,
+        several=True,
+        in_place=True,
+        params=[
+            click.Option(
+                ["--to"], metavar="N", type=int, help="The last version that is applied."
+            ),
+            click.Option(
+                ["--base-version"],
+                metavar="N",
+                type=int,
+                help="Version of BASE, where its folder does not record it.",
+            ),
+            click.Option(
+                ["--unchecked"], is_flag=True, help="Apply deltas that have no checksums, too."
+            ),
+        ],
+        help="""Apply deltas to a checkpoint: SRC is BASE, then DELTA... in order.
+
+        A folder of version folders (weight_v000001...) stands for all of them. Nothing is written
+        unless each changed tensor has the checksum that the delta records. With --in-place, BASE
+        itself changes: all of it or nothing, whatever interrupts it; of safetensors files only the
+        bytes that differ are written.""",
+    )
+)
+
+
+@command.command("inspect")
+@click.argument("deltas", metavar="DELTA...", nargs=-1, required=True)
+@as_json(SCHEMA)
+def inspect(deltas: tuple[str, ...], as_json: bool) -> None:
+    """Print the versions of deltas, and how much each changes."""
+    from ckptkit.deltas import read_all
+
+    found = read_all(deltas)
+    if as_json:
+        rows = [
+            {
+                "path": each.name, "form": each.form, "encoding": each.encoding,
+                "version": each.version, "base_version": each.base_version,
+                "tensors": [
+                    {"name": name, "changed": change.changed(), "size": change.nbytes}
+                    for name, change in each.changes.items()
+                ],
+            }
+            for each in found
+        ]  # fmt: skip
+        render.emit_json({"schema": SCHEMA, "deltas": rows})
+        return
+    for each in found:
+        count = render.plural(len(each.changes), "tensor")
+        render.emit_text(f"{each.name}: {each.title}: {count}, {render.size(each.nbytes)}")
+        changes = each.changes.items()
+        cells = [[name, f"{one.changed():,}", render.size(one.nbytes)] for name, one in changes]
+        if cells:
+            render.emit_text("", *render.table(["name", "bytes changed", "size"], cells), "")
+
+
+@command.command("squash")
+@click.argument("deltas", metavar="DELTA...", nargs=-1, required=True)
+@click.argument("out", metavar="OUT")
+@value("--base", "BASE", "The checkpoint that they apply to: needed unless all are xor.")
+@flag("--force", "Replace OUT if it exists.")
+def squash(deltas: tuple[str, ...], out: str, base: str | None, force: bool) -> None:
+    """Write one delta that does what several in a row do."""
+    import ckptkit
+
+    made = ckptkit.squash_delta(deltas, out, base=base, force=force)
+    count = render.plural(len(made.changed), "tensor")
+    versions = f"version {made.version:06d}, a delta of {made.base_version:06d}"
+    render.emit_text(f"wrote {made.path}: {versions}: {count}, {render.size(made.written)}")
+
+
+@command.command("verify")
+@click.argument("base", metavar="BASE")
+@click.argument("deltas", metavar="DELTA...", nargs=-1, required=True)
+@as_json(SCHEMA)
+def verify(base: str, deltas: tuple[str, ...], as_json: bool) -> int:
+    """Tell by checksums which version a checkpoint is at; nothing is written.
+
+    Exit code 1 unless all tensors that the deltas change are at one version.
+    """
+    import ckptkit
+
+    found = ckptkit.verify_delta(base, deltas)
+    code = 0 if found.version is not None else DIFFERENT
+    if as_json:
+        facts = {"version": found.version, "recorded": found.recorded, "tensors": found.versions}
+        render.emit_json({"schema": SCHEMA, **facts})
+        return code
+    if found.version is not None:
+        count = render.plural(len(found.versions), "tensor")
+        odd = found.recorded not in (None, found.version)
+        but = f", and its folder records {found.recorded:06d}" if odd else ""
+        render.emit_text(f"{base}: at version {found.version:06d}: {count} compared{but}")
+        return code
+    render.emit_text(f"{base}: at no version:")
+    for name, versions in found.versions.items():
+        where = ", ".join(f"{each:06d}" for each in versions) or "of no version"
+        render.emit_text(f"  {name}: {where}")
+    return code
