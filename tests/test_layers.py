@@ -34,7 +34,7 @@ ROOMS = (
     ("analysis",),
     ("loading",),
     ("diagnosis", "__init__"),  # __init__: the public names
-    ("views", "run", "trainer"),
+    ("views", "run", "trainer", "deltas"),
     ("cli",),
     ("__main__",),
 )
@@ -43,6 +43,7 @@ LEVEL = {name: level for level, names in enumerate(ROOMS) for name in names}
 # Who may import what others made; None: everybody, inside functions.
 OTHERS = {
     "click": ("cli", "trainer"),
+    "tabulate": ("cli",),
     "tqdm": ("cli", "trainer"),
     "torch": ("compute", "rules", "loading", "diagnosis", "trainer"),
     "sklearn": ("trainer",),
@@ -56,7 +57,9 @@ OTHERS = {
     "ml_dtypes": ("compute",),
     "transformers": ("rules",),
     "distributed": ("run",),
-    "zstandard": ("formats",),
+    "zstandard": ("formats", "deltas"),
+    "xxhash": ("deltas",),
+    "blake3": ("deltas",),
     "isal": ("core",),
     "regex": ("edits",),
     "yaml": ("run", "formats"),

@@ -39,7 +39,9 @@ GROUPS = {
         "convert": "formats", "rename": "diagnosis", "extract": "fidelity", "wrap": "fidelity",
         "run": "recipes", "rules": "rules",
     },
-    "Combine": {"average": "recipes", "merge": "recipes", "ema": "recipes"},
+    "Combine": {
+        "average": "recipes", "merge": "recipes", "ema": "recipes", "delta": "deltas",
+    },
     "Check": {
         "scan": "security", "verify": "integrity", "check": "rules", "digest": "integrity",
         "recover": "integrity",

@@ -262,24 +262,28 @@ class Writer(Command):
         params: list[Any],
         shown: tuple[str, ...] = (),
         several: bool = False,
+        in_place: bool = False,
         parts: bool = False,
         **given: Any,
     ) -> None:
         self.run, self.several = callback, several
+        in_place = in_place or not several
         if several:
             params.append(click.Argument(["sources"], metavar="SRC...", nargs=-1, required=True))
         else:
             params.append(click.Argument(["src"], metavar="SRC"))
-        params.append(click.Argument(["dst"], metavar="DST", required=several))
+        params.append(click.Argument(["dst"], metavar="DST", required=not in_place))
         for _, words, text, how in (*_WRITING, *(PARTS if parts else ()), *HELP_ALL):
             names = words.split()
-            if not (several and names[0] == "--in-place"):
+            if in_place or names[0] != "--in-place":
                 hidden = names[0] not in (*_COMMON, *shown)
                 params.append(click.Option(names, help=text, hidden=hidden, **how))
         super().__init__(callback=self._called, params=params, **given)
 
     def _called(self, **given: Any) -> None:
         sources = given.pop("sources") if self.several else (given.pop("src"),)
+        if self.several and given.get("in_place"):
+            sources, given["dst"] = (*sources, *filter(None, [given["dst"]])), None
         if self.several and len(sources) < 2:
             raise click.UsageError("give two or more SRC, and DST")
         request = taken(given, sources)

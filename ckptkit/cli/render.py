@@ -32,6 +32,7 @@ BATCH = 1_000  # items of a list of JSON on one line
 NARROWEST = 16  # characters of a name that are always shown
 PROSE = 24  # characters of a line of prose in the last column, at least
 GAP = 2  # characters between columns
+STREAMED = 2_000  # rows; longer tables are formatted row by row, without tabulate
 HEADING = 2  # characters of space around a heading, where there is room
 UNBROKEN = "\N{NO-BREAK SPACE}"  # a space at which no line is wrapped; escaped text has none
 BLOCKS = " ▁▂▃▄▅▆▇█"
@@ -231,7 +232,13 @@ def _widths(headers: Sequence[str], rows: Sequence[Sequence[str]], heading: int 
 def _aligned(
     headers: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str], heading: int = 0
 ) -> Iterator[str]:
-    if rows:
+    if rows and heading and len(rows) <= STREAMED:
+        from tabulate import tabulate  # costs 30 ms
+
+        align = ["right" if head in right else "left" for head in headers]
+        text = tabulate(rows, headers, tablefmt="plain", disable_numparse=True, colalign=align)
+        yield from map(str.rstrip, text.split("\n"))
+    elif rows:
         widths = zip(headers, _widths(headers, rows, heading), strict=True)
         cells = [f"{{:{'>' if head in right else '<'}{width - GAP}}}" for head, width in widths]
         form = (" " * GAP).join(cells)

@@ -1,9 +1,8 @@
 """Deltas: what a training step changed, made of two checkpoints, applied, joined and checked.
 
-A delta holds a frame for each tensor that changed, and the checksum of its new bytes. To apply one
-is a plan of byte ranges like every other: a changed tensor is computed from its old bytes and its
-frame while the output is written, and its checksum compared before the output appears. Sources of
-the formats are named in :mod:`ckptkit.deltas.forms`.
+To apply one is a plan of byte ranges: a changed tensor is computed from its old bytes and a frame
+while the output is written, and its checksum compared before the output appears.
+Uses core, compute, formats, publish and api.
 """
 
 from ckptkit.deltas.apply import apply, apply_delta, verify_delta

@@ -122,8 +122,7 @@ class _Source:
 class Xor(Rows):
     """Each byte of one input, changed by that of the other."""
 
-    units: ClassVar[tuple[int, ...]] = (1, 1)
-    unit: ClassVar[int] = 1
+    rows: ClassVar[tuple[int, ...]] = (1, 1, 1)
 
     def of(self, *pieces: Piece) -> memoryview:
         import numpy as np
