@@ -91,9 +91,9 @@ def right(name: str) -> dict[str, Any]:
         "source": "a.pth", "ck": "a.pth", "checkpoint": "a.pth", "path": "a.pth",
         "destination": "b.pth", "model": nn.Linear(2, 2), "other": "a.pth", "dtypes": "float16",
         "devices": "cpu", "key": "module", "rules": "module.{x} -> {x}",
-        "by": "names",
+        "by": "names", "old": "a.pth", "new": "a.pth", "base": "a.pth", "deltas": "a.pth",
         "checkpoints": ["a.pth", "a.pth"],
-        **({"path": "b.pth"} if name == "save" else {}),
+        **({"path": "b.pth"} if name == "save" or "delta" in name else {}),
         **({"key": "module.weight"} if name == "extract" else {}),
         **({"key": None} if name in ("open", "load", "load_into", "diff", "convert") else {}),
     }  # fmt: skip

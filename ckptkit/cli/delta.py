@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 import click
 
-from ckptkit.cli import options, render
+from ckptkit.cli import render
 from ckptkit.cli.options import Writer
 from ckptkit.cli.reading import as_json, flag, value
 
@@ -61,14 +62,7 @@ def make(old: str, new: str, delta: str, as_json: bool, **given: Any) -> None:
 
     made = ckptkit.delta(old, new, delta, **given)
     if as_json:
-        render.emit_json(
-            {
-                "schema": SCHEMA, "path": made.path, "encoding": made.encoding,
-                "version": made.version, "base_version": made.base_version,
-                "tensors": made.tensors, "changed": made.changed, "nbytes": made.nbytes,
-                "written": made.written,
-            }
-        )  # fmt: skip
+        render.emit_json({"schema": SCHEMA, "made": asdict(made)})
         return
     render.emit_text(f"wrote {made.path}: version {made.version:06d}: {made}")
 
@@ -93,9 +87,7 @@ command.add_command(
         several=True,
         in_place=True,
         params=[
-            click.Option(
-                ["--to"], metavar="N", type=int, help="The last version that is applied."
-            ),
+            click.Option(["--to"], metavar="N", type=int, help="The last version that is applied."),
             click.Option(
                 ["--base-version"],
                 metavar="N",
@@ -177,7 +169,7 @@ def verify(base: str, deltas: tuple[str, ...], as_json: bool) -> int:
     code = 0 if found.version is not None else DIFFERENT
     if as_json:
         facts = {"version": found.version, "recorded": found.recorded, "tensors": found.versions}
-        render.emit_json({"schema": SCHEMA, **facts})
+        render.emit_json({"schema": SCHEMA, "position": facts})
         return code
     if found.version is not None:
         count = render.plural(len(found.versions), "tensor")

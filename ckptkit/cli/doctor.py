@@ -11,17 +11,17 @@ import click
 from ckptkit.cli import reading, render, request
 from ckptkit.core.errors import InputError, UsageError
 from ckptkit.core.text import argument, shell_command, shell_word
-from ckptkit.diagnosis.cause import ERROR, LEVELS, NOTE, WARNING, Cause, at_least
 
 if TYPE_CHECKING:
     from ckptkit.api import Conversion
     from ckptkit.core.options import Options
+    from ckptkit.diagnosis.cause import Cause
     from ckptkit.diagnosis.diagnose import Diagnosis
 
 SCHEMA = "ckptkit.doctor/3"
 FOUND = 1
 UNCHECKED = "note: names and shapes were not checked against a model: --model does that"
-COLOURS = {ERROR: "red", WARNING: "yellow", NOTE: "cyan"}
+COLOURS = {"error": "red", "warning": "yellow", "note": "cyan"}  # by level, most severe first
 WIDEST, NARROWEST = 100, 40  # characters of a line of explanation
 
 
@@ -32,7 +32,7 @@ WIDEST, NARROWEST = 100, 40  # characters of a line of explanation
 @reading.value("--fix destination", "DST", "Write a repaired copy to DST.")
 @reading.flag("--force", "Replace DST if it exists.")
 @click.option(
-    "--fail-on", "level", type=click.Choice([*LEVELS, "never"]), default=WARNING,
+    "--fail-on", "level", type=click.Choice([*COLOURS, "never"]), default="warning",
     help="Exit with 1 if a cause is of this level or a more severe one.",
 )  # fmt: skip
 @reading.as_json(SCHEMA)
@@ -64,6 +64,7 @@ def command(
     from json import dumps
 
     from ckptkit.analysis.advice import fixed
+    from ckptkit.diagnosis.cause import at_least
     from ckptkit.diagnosis.diagnose import cure, examine, report
 
     exist = destination is not None and os.path.exists(file) and os.path.exists(destination)
@@ -131,7 +132,7 @@ def _lines(
 
 def _counted(causes: Sequence[Cause]) -> str:
     """Count the causes of each level: ``1 error, 2 notes``."""
-    counts = {level: len([each for each in causes if each.level == level]) for level in LEVELS}
+    counts = {level: len([each for each in causes if each.level == level]) for level in COLOURS}
     return ", ".join(render.plural(count, level) for level, count in counts.items() if count)
 
 

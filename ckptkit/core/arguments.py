@@ -79,6 +79,13 @@ def numbers(name: str, value: object) -> list[float]:
     return listed
 
 
+def count(name: str, value: object) -> int | None:
+    """Return an argument that is a whole number from 0 on, or None."""
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
+        raise wrong(name, "a whole number from 0 on", value)
+    return value
+
+
 def tolerances(**values: object) -> None:
     """Check arguments that are numbers from 0 on, or None."""
     for name, value in values.items():
@@ -103,6 +110,7 @@ def path(name: str, value: object) -> str:
 _PATHS = {
     "source": "a path, a URL, bytes, a binary file object, a mapping or a Checkpoint",
     "destination": "a path or URL",
+    "deltas": "a path, or several paths",
 }
 
 
@@ -138,6 +146,7 @@ def flag(name: str, value: object) -> object:
 Kinds = Mapping[str, Callable[[str, Any], Any]]
 KINDS: Kinds = {
     "bool": flag,
+    "int | None": count,
     "str": text,
     "str | None": lambda name, value: None if value is None else text(name, value),
     "str | Sequence[str]": texts,

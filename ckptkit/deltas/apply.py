@@ -12,6 +12,7 @@ from ckptkit import formats
 from ckptkit.api import Conversion, convert, open_checkpoint
 from ckptkit.compute.arranged import contiguous
 from ckptkit.compute.operation import Concat, RecordSlice, flow
+from ckptkit.core.arguments import checked
 from ckptkit.core.bytesource import Folder, Pending, Record
 from ckptkit.core.checkpoint import Checkpoint, Source
 from ckptkit.core.errors import CorruptError, UnsupportedError, UsageError
@@ -28,6 +29,7 @@ STATE = ".weight_sync", "state.json"  # of a folder: the version that it is at
 _VERIFY = "`ckptkit delta verify` tells which version a checkpoint is at"
 
 
+@checked
 def apply_delta(
     base: Source,
     deltas: Paths,
@@ -36,13 +38,15 @@ def apply_delta(
     to: int | None = None,
     base_version: int | None = None,
     unchecked: bool = False,
-    **options: Any,
+    options: Options | None = None,
+    **changes: Any,
 ) -> Conversion:
     """Apply deltas in order to `base`, and write `path`, or with ``in_place=True`` `base` itself.
 
     `deltas` are folders and files of deltas, or a folder of them, of which those up to version `to`
     are taken. `base_version` is the version of `base` where its folder does not record it. Deltas
-    without checksums are applied only if `unchecked`. `options` are those of :func:`ckptkit.save`.
+    without checksums are applied only if `unchecked`. The :class:`Options` are given whole, or by
+    name.
     Raises UsageError for a delta of another version, CorruptError for a damaged delta and for a
     wrong base, each with the destination as it was.
     """
@@ -51,7 +55,7 @@ def apply_delta(
     def step(checkpoint: Checkpoint) -> Checkpoint:
         return apply(checkpoint, found, base_version=base_version, unchecked=unchecked)
 
-    asked = made(Options(), options)
+    asked = made(options, changes)
     if not asked.in_place or not isinstance(base, (str, os.PathLike)):
         return convert(base, path, step, options=asked)
     before = formats.read(open_place(base, undo=not asked.dry_run))

@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckptkit.compute.operation import part
+from ckptkit.core import arguments
 from ckptkit.core.bytesource import ByteSource, Derived, Extent, Folder, Pending, Range, Record
 from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import (
@@ -166,8 +167,8 @@ def read_all(given: Paths, to: int | None = None) -> list[Delta]:
 
     `to` is the last version that is taken. Raises UsageError where there is none.
     """
-    several = [given] if isinstance(given, (str, os.PathLike)) else list(given)
-    paths = [os.fspath(each) for each in several]
+    is_one = isinstance(given, (str, os.PathLike)) or not isinstance(given, Iterable)
+    paths = [arguments.path("deltas", each) for each in ([given] if is_one else given)]
     found = [read(each) for path in paths for each in _versions(path)]
     if to is not None:
         found = [each for each in found if each.version is not None and each.version <= to]

@@ -17,6 +17,8 @@ from ckptkit import formats
 from ckptkit.api import open_checkpoint, save
 from ckptkit.compute.arranged import contiguous
 from ckptkit.compute.operation import PIECE, flow, in_step
+from ckptkit.core import arguments
+from ckptkit.core.arguments import checked
 from ckptkit.core.bytesource import Extent, LocalFile, Piece, Range
 from ckptkit.core.checkpoint import Checkpoint, Source
 from ckptkit.core.dtypes import BY_NAME
@@ -81,6 +83,7 @@ class _Frame:
     changed: int  # bytes of the tensor
 
 
+@checked
 def delta(
     old: Source,
     new: Source,
@@ -101,6 +104,7 @@ def delta(
     `whole`, all of `new` is written as a version. `options` are those of :func:`ckptkit.save`.
     Raises UsageError for what the format has no place for, with nothing written.
     """
+    arguments.path("destination", path)
     for word, given, known in (
         ("encoding", encoding, ENCODINGS),
         ("checksum", checksum, CHECKSUMS),
@@ -216,7 +220,7 @@ def _written(
 
     Frames wait in temporary files: a header precedes them that has their sizes.
     """
-    place = os.path.abspath(os.fspath(path))
+    place = os.path.abspath(arguments.path("destination", path))
     check_destination(Plan((OutputFile(INDEX, ()),)), os.fspath(path), place, options.force, ())
     here = threading.local()
     spools: list[_Spool] = []
@@ -337,6 +341,7 @@ def _encode(
     return changed
 
 
+@checked
 def squash_delta(
     deltas: Paths,
     path: str | os.PathLike[str],

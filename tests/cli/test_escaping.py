@@ -131,6 +131,10 @@ CALLS: dict[str, list[list[str]]] = {
         ["S", "--expect", "* finite"],
     ],
     "digest": [["F", "--key", "model"], ["G"], ["S"], ["F", "--all"]],
+    "delta": [
+        *(["make", "G", "G", "OD"], ["make", "G", "F", "OD"], ["apply", "G", "S", "O"], ["inspect", "S"]),
+        *(["apply", "G", "C", "O"], ["verify", "G", "S"], ["squash", "S", "OD"]),
+    ],
     "batch": [["strip-module", "--into", "OD", "G"], ["strip-module", "--into", "OD", "S", "F", "C"]],
 }  # fmt: skip
 

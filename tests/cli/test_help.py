@@ -62,7 +62,10 @@ def test_its_examples_parse(
             continue
         named = 2 if given[0] == "batch" else 1
         parent = click.Context(main, **main.context_settings)
-        context = found(given[:named]).make_context("example", given[named:], parent)
+        called = found(given[:named])
+        context = called.make_context("example", given[named:], parent)
+        if isinstance(called, click.Group):  # the words of one of its commands
+            continue
         assert not context.args
 
 

@@ -205,7 +205,7 @@ def test_CL_05_names_that_look_like_options(run: Run, tmp_path: Path, name: str)
 
 def test_CL_06_modules_in_the_working_directory_are_not_imported(run: Run, small: Path) -> None:
     canary = "import sys; sys.stderr.write('canary'); sys.exit(9)"
-    for name in ("torch", "json", "click", "numpy", "dataclasses", "struct"):
+    for name in ("torch", "json", "click", "numpy", "tabulate", "dataclasses", "struct"):
         small.with_name(f"{name}.py").write_text(canary)
     done = run("inspect", "--json", "--digest", small.name, cwd=small.parent)
     assert (done.code, done.stderr) == (0, "")
@@ -216,12 +216,13 @@ def test_CL_06_modules_in_the_working_directory_are_not_imported(run: Run, small
     [
         (
             ["--help"],
-            {"json", "ckptkit.formats", "ckptkit.compute", "ckptkit.analysis"},
+            {"tabulate", "json", "ckptkit.formats", "ckptkit.compute", "ckptkit.analysis"},
         ),
         (
             ["inspect", "FILE"],
             {"ckptkit.analysis.digests", "ckptkit.analysis.diff", "ckptkit.edits.keys"},
         ),
+        (["inspect", "--json", "--digest", "FILE"], {"tabulate"}),
     ],
 )
 def test_CL_07_only_what_is_needed_is_imported(

@@ -130,6 +130,10 @@ COMMANDS = {
         "matrix.pth out.safetensors --quantize mxfp4", "quantized out.pth --dequantize",
         "plain.pth net --shard-size 1kB", "model model2", "run.pth --in-place --to cpu",
     ],
+    "delta apply": ["plain.pth step out.pth", "plain.pth step --in-place"],
+    "delta inspect": ["step", "step model"],
+    "delta make": ["plain.pth moved.pth out"],
+    "delta verify": ["plain.pth step", "moved.pth step"],
     "diff": [
         "run.pth run.pth", "run.pth plain.pth", "run.pth plain.pth --values --all",
         "plain.pth moved.pth --values --all", "plain.pth half.pth --values",
@@ -216,6 +220,7 @@ def make() -> None:
     for words in (
         "convert model quantized --quantize mxfp4",
         "digest --output net.manifest plain.pth",
+        "delta make plain.pth moved.pth step",
     ):
         assert CliRunner().invoke(main, words.split()).exit_code == 0
 
