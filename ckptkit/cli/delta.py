@@ -10,6 +10,7 @@ import click
 from ckptkit.cli import render
 from ckptkit.cli.options import Writer
 from ckptkit.cli.reading import as_json, flag, value
+from ckptkit.core.text import without
 
 SCHEMA = "ckptkit.delta/1"
 DIFFERENT = 1
@@ -62,7 +63,8 @@ def make(old: str, new: str, delta: str, as_json: bool, **given: Any) -> None:
 
     made = ckptkit.delta(old, new, delta, **given)
     if as_json:
-        render.emit_json({"schema": SCHEMA, "made": asdict(made)})
+        facts = {"delta": made.path, "tensor_count": made.tensors, **asdict(made)}
+        render.emit_json({"schema": SCHEMA, "made": without(facts, ["path", "tensors"])})
         return
     render.emit_text(f"wrote {made.path}: version {made.version:06d}: {made}")
 
@@ -119,7 +121,7 @@ def inspect(deltas: tuple[str, ...], as_json: bool) -> None:
     if as_json:
         rows = [
             {
-                "path": each.name, "form": each.form, "encoding": each.encoding,
+                "delta": each.name, "form": each.form, "encoding": each.encoding,
                 "version": each.version, "base_version": each.base_version,
                 "tensors": [
                     {"name": name, "changed": change.changed(), "size": change.nbytes}
@@ -168,7 +170,7 @@ def verify(base: str, deltas: tuple[str, ...], as_json: bool) -> int:
     found = ckptkit.verify_delta(base, deltas)
     code = 0 if found.version is not None else DIFFERENT
     if as_json:
-        facts = {"version": found.version, "recorded": found.recorded, "tensors": found.versions}
+        facts = {"version": found.version, "recorded": found.recorded, "versions": found.versions}
         render.emit_json({"schema": SCHEMA, "position": facts})
         return code
     if found.version is not None:

@@ -310,11 +310,11 @@ def collector_paused() -> Iterator[None]:
     gc.disable()
     try:
         yield
+        if enabled and not gc.get_freeze_count():  # all are old now: no first look at what stays
+            gc.freeze()
+            gc.unfreeze()
     finally:
         if enabled:
-            if not gc.get_freeze_count():  # all are old now: no first look at a tree that stays
-                gc.freeze()
-                gc.unfreeze()
             gc.enable()
 
 

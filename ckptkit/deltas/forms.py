@@ -167,8 +167,8 @@ def read_all(given: Paths, to: int | None = None) -> list[Delta]:
 
     `to` is the last version that is taken. Raises UsageError where there is none.
     """
-    is_one = isinstance(given, (str, os.PathLike)) or not isinstance(given, Iterable)
-    paths = [arguments.path("deltas", each) for each in ([given] if is_one else given)]
+    several = given if isinstance(given, Iterable) and not isinstance(given, str) else [given]
+    paths = [arguments.path("deltas", each) for each in several]
     found = [read(each) for path in paths for each in _versions(path)]
     if to is not None:
         found = [each for each in found if each.version is not None and each.version <= to]

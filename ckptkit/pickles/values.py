@@ -63,8 +63,11 @@ def unpickle(
     values = Values(persistent_load or _no_persistent_ids, reducers)
     machine = Machine(source, start, source.size if stop is None else stop, values)
     values.machine = machine
-    with collector_paused():
-        root = machine.run()
+    try:
+        with collector_paused():
+            root = machine.run()
+    finally:
+        del values.machine  # a circle would keep the file open until the collector looks at it
     names = tuple(values.globals.values())
     return Unpickled(root, names, machine.protocol, machine.offset, tuple(values.warnings))
 

@@ -260,7 +260,7 @@ def remove(path: Path) -> None:
 @pytest.mark.parametrize("command", [name for name in COMMANDS if name not in NEVER_FAIL])
 def test_of_every_command_that_fails(ckptkit: Ckptkit, made: Path, command: str) -> None:
     words = [" ".join(shlex.split(COMMANDS[command][0])), "--nonsense", ""]
-    names = "|".join(map(re.escape, ("run.pth", "plain.pth", "ema.pth", "cut.pth")))
+    names = "|".join(map(re.escape, ("run.pth", "plain.pth", "ema.pth", "cut.pth", "step")))
     words[0] = re.sub(names, "absent.pth", words[0])
     for each in words:
         done = ckptkit(*command.split(), *each.split(), "--json")
