@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from ckptkit.compute.operation import (
@@ -50,30 +50,38 @@ class _Adler32:
         return f"{self._value:08x}"
 
 
-_HASHES = {
-    "xxh3-128": ("xxhash", "xxh3_128"),
-    "blake3": ("blake3", "blake3"),
-    "sha256": ("hashlib", "sha256"),
-    "adler32": (__name__, "_Adler32"),
-}
-
-
-def library(name: str) -> Any:
-    """Return a module. Raises MissingPackageError where it is not installed."""
+def zstandard() -> Any:
+    """Return the module. Raises MissingPackageError where it is not installed."""
     try:
-        return import_module(name)
+        import zstandard
     except ImportError as error:
-        what = f"this delta needs {name}"
-        raise MissingPackageError(what, hint="pip install 'ckptkit[delta]'") from error
+        raise _missing(error) from error
+    return zstandard
 
 
 def hashing(algorithm: object) -> Hash:
     """Return a new checksum. Raises UnsupportedError for an algorithm that is not known."""
-    if str(algorithm) not in _HASHES:
-        raise UnsupportedError(f"its checksums are {shown(algorithm)}, which is not known")
-    module, function = _HASHES[str(algorithm)]
-    made: Hash = getattr(library(module), function)()
-    return made
+    try:
+        if algorithm == "xxh3-128":
+            from xxhash import xxh3_128
+
+            return xxh3_128()
+        if algorithm == "blake3":
+            from blake3 import blake3
+
+            return blake3()
+    except ImportError as error:
+        raise _missing(error) from error
+    if algorithm == "sha256":
+        return hashlib.sha256()
+    if algorithm == "adler32":
+        return _Adler32()
+    raise UnsupportedError(f"its checksums are {shown(algorithm)}, which is not known")
+
+
+def _missing(error: ImportError) -> MissingPackageError:
+    what = f"this delta needs {error.name}"
+    return MissingPackageError(what, hint="pip install 'ckptkit[delta]'")
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,14 +100,14 @@ class Unzstd(Operation):
 
 def unzstd(extent: Extent, tensor: str) -> Iterator[bytes]:
     """Yield what frames of zstd hold, in pieces, however far they expand."""
-    zstandard = library("zstandard")
-    machine = zstandard.ZstdDecompressor(max_window_size=_WINDOW)
+    module = zstandard()
+    machine = module.ZstdDecompressor(max_window_size=_WINDOW)
     # Whatever follows a frame has to be a frame, which then is too much for the tensor.
     reader = machine.stream_reader(_Source(extent), read_across_frames=True)
     try:
         while piece := reader.read(BUFFER):
             yield piece
-    except zstandard.ZstdError as error:
+    except module.ZstdError as error:
         message = f"the frame of {shown(tensor)} is damaged: {error}"
         raise CorruptError(message, where=name_of(extent)) from error
 

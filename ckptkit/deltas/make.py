@@ -30,7 +30,7 @@ from ckptkit.core.text import plural, some, typed
 from ckptkit.core.text import size as shown_size
 from ckptkit.core.tree import Node, OrderedMapping
 from ckptkit.deltas.apply import apply, version_of
-from ckptkit.deltas.changes import Hash, hashing, library, unzstd
+from ckptkit.deltas.changes import Hash, hashing, unzstd, zstandard
 from ckptkit.deltas.forms import INDEX, OVERWRITE, WHOLE, XOR, Change, Delta, Paths, read_all
 from ckptkit.formats.table import SAFETENSORS
 from ckptkit.publish.preflight import check_destination
@@ -311,7 +311,7 @@ def _encode(
     """
     import numpy as np
 
-    compressor = library("zstandard").ZstdCompressor(level=_LEVEL)
+    compressor = zstandard().ZstdCompressor(level=_LEVEL)
     begin, at, changed = spool.at, 0, 0
     if encoding == XOR:
         machine = compressor.compressobj(size=length)
@@ -426,5 +426,5 @@ def _xored(pieces: Sequence[Piece]) -> tuple[Bytes, Bytes]:
 def _length(change: Change) -> int:
     """Return the bytes that a frame holds: said in its header, or counted."""
     head = change.frame.part(0, min(change.frame.length, 18)).read()
-    said = library("zstandard").frame_content_size(head)
+    said = zstandard().frame_content_size(head)
     return said if said >= 0 else sum(map(len, unzstd(change.frame, change.name)))

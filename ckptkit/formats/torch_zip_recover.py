@@ -56,6 +56,7 @@ _ZIP64 = 0x0001
 _U32 = 0xFFFFFFFF
 _TAIL = 16 << 20  # bytes of either end of the file among which its first piece is searched for
 _REACH = 2 * LIMITS.name_bytes  # bytes of a header, its name and its extra fields
+_GAP = 4 << 10  # bytes without an entry, before the first one of a directory
 _TRIES = 4  # headers of one name that are looked at
 _READS = 4  # times the bytes of the file that are read for checksums
 _SMALL = 1 << 20  # bytes of a record that is read at once
@@ -192,6 +193,18 @@ def _first_header(source: ByteSource) -> Claim | None:
     return next((each for each in found if not each.is_entry), None)
 
 
+def _entries_at_end(source: ByteSource) -> list[Claim]:
+    """Return the directory entries near the end of a file, with all that precede them closely."""
+    tail = 4 * _GAP
+    while True:
+        start = max(0, source.size - tail)
+        found = [*_search(source, {}, start, what=_ENTRIES)]
+        is_whole = found[0].at - start >= _GAP if found else tail >= _TAIL
+        if is_whole or not start:
+            return found
+        tail *= 4
+
+
 class SalvagedDirectory:
     """The entries of one directory, or those that are left of it."""
 
@@ -241,9 +254,7 @@ class _DamagedArchive:
         self.first = _first_header(source)
         self.sequence: list[Claim] = []  # local headers in the order of the file
         self.headers: dict[str, list[Claim]] = {}
-        self.directories = self._assembled(
-            _search(source, {}, max(0, source.size - _TAIL), what=_ENTRIES)
-        )
+        self.directories = self._assembled(_entries_at_end(source))
         self.directory = SalvagedDirectory()  # the one that counts
         self.top = ""
         self.sizes: dict[str, int] = {}  # bytes of each member that a storage is in
