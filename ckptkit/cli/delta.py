@@ -52,7 +52,6 @@ def command() -> None:
 @value("--version", "N", "Version of NEW. Default: the next after that of OLD.", type=int)
 @value("--base-version", "N", "Version of OLD. Default: what its folder records, or 0.", type=int)
 @flag("--whole", "Write all of NEW as a version, where a delta has no place for the difference.")
-@flag("--force", "Replace DELTA if it exists.")
 @as_json(SCHEMA)
 def make(old: str, new: str, delta: str, as_json: bool, **given: Any) -> None:
     """Write the folder DELTA: what turns the weights of OLD into those of NEW.
@@ -138,19 +137,19 @@ def inspect(deltas: tuple[str, ...], as_json: bool) -> None:
         changes = each.changes.items()
         cells = [[name, f"{one.changed():,}", render.size(one.nbytes)] for name, one in changes]
         if cells:
-            render.emit_text("", *render.table(["name", "bytes changed", "size"], cells), "")
+            right = ["bytes changed", "size"]
+            render.emit_text("", *render.table(["name", *right], cells, right), "")
 
 
 @command.command("squash")
 @click.argument("deltas", metavar="DELTA...", nargs=-1, required=True)
 @click.argument("out", metavar="OUT")
 @value("--base", "BASE", "The checkpoint that they apply to: needed unless all are xor.")
-@flag("--force", "Replace OUT if it exists.")
-def squash(deltas: tuple[str, ...], out: str, base: str | None, force: bool) -> None:
+def squash(deltas: tuple[str, ...], out: str, base: str | None) -> None:
     """Write one delta that does what several in a row do."""
     import ckptkit
 
-    made = ckptkit.squash_delta(deltas, out, base=base, force=force)
+    made = ckptkit.squash_delta(deltas, out, base=base)
     count = render.plural(len(made.changed), "tensor")
     versions = f"version {made.version:06d}, a delta of {made.base_version:06d}"
     render.emit_text(f"wrote {made.path}: {versions}: {count}, {render.size(made.written)}")

@@ -290,6 +290,7 @@ def foreseen(error: BaseException) -> BaseException:
 
 
 # Codes: stable, one for each kind of warning that other code asks about.
+DELTA = "delta"  # the frames of a delta, and no weights
 NO_CHECKSUM = "no-checksum"  # storages without one: damage to them cannot be seen
 NO_VERSION = "no-version"  # an archive without a version record, which torch refuses
 RUNS_CODE = "runs-code"  # a value whose loading would call what it should not

@@ -10,7 +10,7 @@ from dataclasses import replace
 from glob import escape
 
 from ckptkit.analysis.advice import WASTE, prefix_options, wrappers
-from ckptkit.core.errors import RUNS_CODE, coded
+from ckptkit.core.errors import DELTA, RUNS_CODE, coded
 from ckptkit.core.text import argument, flatten, plural, shell_command, without
 from ckptkit.core.tree import Node, join, walk
 from ckptkit.core.weights import WRAPPERS, as_tensor, is_optimizer
@@ -47,7 +47,7 @@ BLOAT = 0.3  # share of an optimizer in the bytes from which on it is worth a li
 def causes(facts: Facts) -> list[Cause]:
     """Return all causes that apply, those of the container first."""
     looks = (
-        container.causes, _quantized, _module, _wrapper, _refused, _step, _names,
+        container.causes, _delta, _quantized, _module, _wrapper, _refused, _step, _names,
         _devices, _optimizer, _slices, _inner,
     )  # fmt: skip
     return [_that_can_be_written(facts, cause) for cause in flatten(look(facts) for look in looks)]
@@ -61,6 +61,17 @@ def _that_can_be_written(facts: Facts, cause: Cause) -> Cause:
     if form is None or (form is WEIGHTS and not facts.are_weights_for_torch):
         return replace(cause, fix=None)
     return replace(cause, fix=together((cause, replace(cause, fix=form.fix))))
+
+
+def _delta(facts: Facts) -> Iterator[Cause]:
+    if coded(facts.summary.warnings, DELTA):
+        yield Cause(
+            "delta",
+            ERROR,
+            "It is a delta: compressed differences of tensors, under their names.",
+            "A model cannot load it. `delta apply` makes the new checkpoint of it and of its base.",
+            shell_command(("ckptkit", "delta", "inspect", *argument(facts.path))),
+        )
 
 
 def _module(facts: Facts) -> Iterator[Cause]:

@@ -43,6 +43,7 @@ from typing import Any
 from ckptkit.core.bytesource import Folder
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import (
+    DELTA,
     WRONG_TOTAL,
     AmbiguousError,
     CkptkitError,
@@ -291,6 +292,7 @@ class _Shards:
                 *flatten(map(partial(within, name), shard.warnings) for name, shard in shards),
                 *restored.warnings,
                 *_wrong_total(metadata, root),
+                *_delta(metadata),
                 *warnings,
             ),
         )
@@ -412,6 +414,14 @@ def _wrong_total(metadata: Mapping[str, Any], root: Mapping[str, Node]) -> list[
         return []
     text = f"the index says {str(total)[:40]} bytes in all, the tensors have {once:,}"
     return [Notice(WRONG_TOTAL, text, nbytes=once)]
+
+
+def _delta(metadata: Mapping[str, Any]) -> list[str]:
+    if "delta_encoding" not in metadata:
+        return []
+    version, base = (str(metadata.get(word))[:9] for word in ("version", "base_version"))
+    what = f"holds the frames of a delta, and no weights: version {version} of base {base}"
+    return [Notice(DELTA, f"{what}; `delta inspect` shows what it changes")]
 
 
 # Choosing the file of each tensor

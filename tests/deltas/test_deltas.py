@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 
 import ckptkit
 from ckptkit.core.errors import CkptkitError, CorruptError, UnsupportedError, UsageError
+from tests.conftest import Run
 from tests.deltas.reference import (
     HASHES,
     StateDict,
@@ -347,3 +348,38 @@ def test_the_hashes_are_those_of_the_reference() -> None:
         found.update(data[:99])
         found.update(data[99:])
         assert found.hexdigest() == digest(data)
+
+
+def test_other_commands_know_a_delta(chain: list[StateDict], tmp_path: Path, run: Run) -> None:
+    delta = write_slime(tmp_path / "d", chain[0], chain[1])
+    assert "holds the frames of a delta" in run("inspect", delta).stdout
+    done = run("doctor", delta)
+    assert done.code == 1 and f"ckptkit delta inspect {delta}" in done.stdout
+    assert run("scan", delta).code == 0
+    shown = run("delta", "inspect", delta)
+    assert shown.code == 0 and "version 000001, a delta of 000000 (slime, xor)" in shown.stdout
+    for name in decoded(delta, {n: raw(t) for n, t in chain[0].items()}):
+        before, after = raw(chain[0][name]), raw(chain[1][name])
+        if before != after:
+            changed = sum(a != b for a, b in zip(before, after, strict=True))
+            assert any(
+                line.split()[:2] == [name, str(changed)] for line in shown.stdout.split("\n")
+            )
+
+
+def test_the_commands(chain: list[StateDict], tmp_path: Path, run: Run) -> None:
+    os.chdir(tmp_path)
+    assert run("delta", "make", "0.pth", "1.pth", "weight_v000001").code == 0
+    assert run("delta", "make", "1.pth", "2.pth", "weight_v000002", "--base-version", "1").code == 0
+    assert run("delta", "apply", "0.pth", ".", "--to", "2", "out.pth").code == 0
+    assert same(tmp_path / "out.pth", chain[2])
+    save_file(chain[0], "in.safetensors")
+    done = run("delta", "apply", "--in-place", "in.safetensors", "weight_v000001", "weight_v000002")
+    assert done.code == 0 and "rewritten" in done.stdout, done.stderr
+    assert same(tmp_path / "in.safetensors", chain[2])
+    assert run("delta", "squash", "weight_v000001", "weight_v000002", "both").code == 0
+    assert run("delta", "verify", "2.pth", "both").stdout.startswith("2.pth: at version 000002")
+    torch.save(model(7), "other.pth")
+    assert run("delta", "verify", "other.pth", "both").code == 1
+    assert run("delta", "apply", "1.pth", "weight_v000001", "no.pth").code == 3
+    assert run("delta", "make", "0.pth", "1.pth", "weight_v000001").code == 2
