@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 from ckptkit.compute.operation import flow, in_step
-from ckptkit.core.bytesource import LocalFile, Range
+from ckptkit.core.bytesource import LocalFile, Range, Record
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import UnsupportedError
 from ckptkit.core.options import Options
 from ckptkit.core.plan import Edit, Patch
-from ckptkit.core.text import size, typed
+from ckptkit.core.text import flatten, size, typed
 from ckptkit.formats.table import SAFETENSORS, SHARDED
 from ckptkit.publish.in_place import LARGEST, apply_all, can_patch
 from ckptkit.publish.publish import Published
@@ -79,11 +81,18 @@ def _edits(file: LocalFile, before: Checkpoint, after: Checkpoint) -> Iterator[E
         extent = tensor.storage.record.locate()
         if isinstance(extent, Range) and extent.source is file:
             pairs[extent.offset] = extent, changed.record
-    for offset, (extent, record) in sorted(pairs.items()):
-        at = offset
+
+    def work(pair: tuple[Range, Record]) -> list[Edit]:
+        extent, record = pair
+        at, edits = extent.offset, []
         for old, made in in_step([flow(extent), flow(record.locate())], (1, 1), _AT_ONCE):
             one, other = np.frombuffer(old, np.uint8), np.frombuffer(made, np.uint8)
             places = np.flatnonzero(one != other)
             if len(places):
-                yield Edit(at, other[places].tobytes(), places.astype("<u4").tobytes())
+                edit = Edit(at, other[places].tobytes(), places.astype("<u4").tobytes())
+                edits.append(edit)
             at += len(other)
+        return edits
+
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        yield from flatten(pool.map(work, (pairs[offset] for offset in sorted(pairs))))

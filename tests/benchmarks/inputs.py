@@ -201,6 +201,46 @@ for i in range(max(1, count // 7)):
 torch.save({name: tensor.clone() for name, tensor in model.items()}, path)
 """,
 }  # fmt: skip
+# A delta as slime encodes it: all cores, a tensor at a time, each whole in memory.
+ENCODE = """
+import json, os, numpy, torch, xxhash, zstandard
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from safetensors.torch import load_file, save_file
+def encoded(folder, target):
+    old, new = (load_file(folder / f"{name}.safetensors") for name in ("old", "new"))
+    def work(name):
+        before, after = (each[name].view(-1).view(torch.uint8).numpy() for each in (old, new))
+        frame = zstandard.ZstdCompressor(level=1).compress((before ^ after).data)
+        return torch.frombuffer(bytearray(frame), dtype=torch.uint8), xxhash.xxh3_128(after.data).hexdigest()
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        found = dict(zip(new, pool.map(work, new)))
+    file = "model-00000-of-00001.safetensors"
+    os.makedirs(target)
+    frames = {name: frame for name, (frame, _) in found.items()}
+    save_file(frames, target / file, {name: digest for name, (_, digest) in found.items()})
+    said = {"version": "000001", "base_version": "000000", "delta_encoding": "xor", "compression_format": "zstd"}
+    index = {"metadata": {**said, "checksum_format": "xxh3-128"}, "weight_map": dict.fromkeys(frames, file)}
+    (target / "model.safetensors.index.json").write_text(json.dumps(index))
+"""
+# Two states of a model of bfloat16, each of half the size, one element of a hundred changed.
+PROGRAMS["step"] = (
+    ENCODE
+    + """
+import sys
+path, rows, columns, count = Path(sys.argv[1]), *map(int, sys.argv[2:])
+draw = torch.Generator().manual_seed(0)
+numbers = torch.empty(rows, columns).normal_(std=0.02, generator=draw).bfloat16()
+model = {f"l.{i}.weight": numbers.roll(i).contiguous() for i in range(count)}
+path.mkdir()
+save_file(model, path / "old.safetensors")
+for tensor in model.values():
+    flat = tensor.view(-1).view(torch.int16)
+    flat[torch.randint(0, len(flat), (max(1, len(flat) // 100),), generator=draw)] += 1
+save_file(model, path / "new.safetensors")
+encoded(path, path / "delta")
+"""
+)
 SUFFIXES = {
     "titan": ".pth", "pth": ".pth", "wrapped": ".pth", "safetensors": ".safetensors", "names": ".safetensors", "matrix": ".safetensors",
 }  # fmt: skip

@@ -13,6 +13,8 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import cache
 
+from tests.benchmarks.inputs import ENCODE
+
 TORCH = (
     "torch",
     "torch mmap",
@@ -205,6 +207,7 @@ PROGRAMS: dict[str, dict[str, str]] = {
     "stack experts": {"transformers": _TRANSFORMERS},
     "shards": {"transformers": _TRANSFORMERS_SHARDS},
     "from torchtitan": {"torchtitan": _TORCHTITAN},
+    "delta": {"slime": ENCODE + "import sys\nencoded(Path(sys.argv[1]), Path('out'))\n"},
     "start": {"python": "pass", "import torch": "import torch"},
     "none": {},
 }

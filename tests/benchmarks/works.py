@@ -155,6 +155,16 @@ WORKS = (
         "shards of 500 MB", "experts", "convert {src} out --format sharded --shard-size 500MB", "shards",
         _moved(1.25, 64), sizes="one",
     ),
+    # cp copies both states of the model; an output is one of them
+    Work("delta make", "step", "delta make {src}/old.safetensors {src}/new.safetensors out", "delta", _moved(1.5, 100), sizes="one"),
+    Work(
+        "delta apply", "step", "delta apply {src}/old.safetensors {src}/delta out.safetensors", "none",
+        _moved(1.3 / 2, 100), sizes="one",
+    ),
+    Work(
+        "delta apply --in-place", "step", "delta apply --in-place {fresh}/old.safetensors {fresh}/delta", "none",
+        {PLAIN: Budget(mib=100)}, sizes="one",
+    ),
     Work("load, every page read", "pth", "", "load", _LOADED, sizes="one"),
     Work("load, every page read, safetensors", "safetensors", "", "load safetensors", _LOADED, sizes="one"),
     Work("load_into", "pth", "", "fill", _FILLED, sizes="one"),
