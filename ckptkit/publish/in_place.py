@@ -130,11 +130,11 @@ def apply_all(
                     hint = "run the command again"
                     raise InputChangedError("changed since it was read", where=base.name, hint=hint)
                 known = journal_of(patch, os.fstat(fd).st_ino, group, then)
-                data = known.dump()
-                check_space(base.path, len(data) + max(0, patch.size - base.size))
+                held = sum(sum(span.row()[1:]) for span in known.spans)
+                check_space(base.path, held + max(0, patch.size - base.size))
                 if not options.dry_run:
                     sweep(base.path)
-                    _keep(data, journal)
+                    _keep(known.pieces(), journal)
                 kept.append((fd, known, journal))
             begun = not options.dry_run
             for patch, (fd, _, _) in zip(parts if begun else (), kept, strict=False):
@@ -164,7 +164,7 @@ def _write_beside(file: str, then: tuple[str, str]) -> None:
     """Write a small file in the folder of another, whole or not at all."""
     path = os.path.join(os.path.dirname(file), then[0])
     os.makedirs(os.path.dirname(path), exist_ok=True)
-    _keep(then[1].encode(), path)
+    _keep([then[1].encode()], path)
 
 
 @contextmanager
@@ -183,14 +183,15 @@ def _locked(path: str, name: str, access: int = os.O_RDWR) -> Iterator[int]:
         os.close(fd)
 
 
-def _keep(data: bytes, path: str) -> None:
+def _keep(pieces: Iterable[bytes], path: str) -> None:
     """Write the journal beside the file: complete, and on the disk with its name."""
     temporary = temporary_name(path)
     try:
         fd = new_file(temporary)
         try:
             os.fchmod(fd, 0o600)
-            write_all(fd, data)
+            for piece in filter(None, pieces):
+                write_all(fd, piece)
             os.fsync(fd)
         finally:
             os.close(fd)
@@ -400,6 +401,10 @@ class Journal(NamedTuple):
 
     def dump(self) -> bytes:
         """Return the bytes of a journal file."""
+        return b"".join(self.pieces())
+
+    def pieces(self) -> Iterator[bytes]:
+        """Yield the bytes of a journal file, without a copy of those of the spans."""
         import hashlib  # every command looks for a journal, and few write or read one
         import json
 
@@ -413,8 +418,11 @@ class Journal(NamedTuple):
             "then": self.then,
         }
         bodies = chain.from_iterable((span.places, span.old, span.new) for span in self.spans)
-        data = b"".join((_MAGIC, json.dumps(numbers).encode(), b"\n", self.breaks.data, *bodies))
-        return data + hashlib.sha256(data).digest()
+        total = hashlib.sha256()
+        for piece in (_MAGIC, json.dumps(numbers).encode() + b"\n", self.breaks.data, *bodies):
+            total.update(piece)
+            yield piece
+        yield total.digest()
 
     def undo(self) -> tuple[list[Edit], list[Edit]]:
         """Return the edits that restore all but the part under `breaks`, and those for the rest."""
