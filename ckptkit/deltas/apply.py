@@ -26,7 +26,7 @@ from ckptkit.deltas.in_place import can_change, change
 from ckptkit.formats.format import open_place
 
 STATE = ".weight_sync", "state.json"  # of a folder: the version that it is at
-_VERIFY = "`ckptkit delta verify` tells which version a checkpoint is at"
+_VERIFY = "`delta verify` tells which version a checkpoint is at"
 
 
 @checked

@@ -225,5 +225,5 @@ class Proven(Operation):
                 f"{total.hexdigest()}, and not {self.digest}: the base is another one, or the "
                 "delta is damaged",
                 where=self.delta,
-                hint="`ckptkit delta verify` tells which version the base is at",
+                hint="`delta verify` tells which version the base is at",
             )
