@@ -36,19 +36,13 @@ def command() -> None:
 @click.argument("new", metavar="NEW")
 @click.argument("delta", metavar="DELTA")
 @click.option(
-    "--encoding",
-    type=click.Choice(["xor", "overwrite", "auto"]),
-    default="xor",
-    show_default=True,
+    "--encoding", type=click.Choice(["xor", "overwrite", "auto"]), default="xor",
     help="xor is smallest; overwrite can be applied twice; auto: overwrite where it can be.",
-)
+)  # fmt: skip
 @click.option(
-    "--checksum",
-    type=click.Choice(["xxh3-128", "blake3", "adler32"]),
-    default="xxh3-128",
-    show_default=True,
+    "--checksum", type=click.Choice(["xxh3-128", "blake3", "adler32"]), default="xxh3-128",
     help="Checksum of each tensor.",
-)
+)  # fmt: skip
 @value("--version", "N", "Version of NEW. Default: the next after that of OLD.", type=int)
 @value("--base-version", "N", "Version of OLD. Default: what its folder records, or 0.", type=int)
 @flag("--whole", "Write all of NEW as a version, where a delta has no place for the difference.")

@@ -18,7 +18,7 @@ from ckptkit.core.checkpoint import Checkpoint, Source
 from ckptkit.core.errors import CorruptError, UnsupportedError, UsageError
 from ckptkit.core.options import Options, made
 from ckptkit.core.tensor import Storage, Tensor, TypedStorage, contiguous_stride
-from ckptkit.core.text import plural, quoted, shown, typed, typed_value
+from ckptkit.core.text import plural, quoted, shown, typed
 from ckptkit.core.tree import Node, rebuild, walk
 from ckptkit.deltas.changes import hashing
 from ckptkit.deltas.forms import WHOLE, Change, Delta, Paths, read_all
@@ -46,9 +46,8 @@ def apply_delta(
     `deltas` are folders and files of deltas, or a folder of them, of which those up to version `to`
     are taken. `base_version` is the version of `base` where its folder does not record it. Deltas
     without checksums are applied only if `unchecked`. The :class:`Options` are given whole, or by
-    name.
-    Raises UsageError for a delta of another version, CorruptError for a damaged delta and for a
-    wrong base, each with the destination as it was.
+    name. Raises UsageError for a delta of another version, CorruptError for a damaged delta and for
+    a wrong base, each with the destination as it was.
     """
     found = read_all(deltas, to)
 
@@ -60,6 +59,7 @@ def apply_delta(
         return convert(base, path, step, options=asked)
     before = formats.read(open_place(base, undo=not asked.dry_run))
     if not can_change(before):
+        before.close()
         return convert(base, path, step, options=asked)
     after = step(before)
     states = [data.decode() for name, data in after.companions if name == "/".join(STATE)]
@@ -141,10 +141,11 @@ def _check_order(base: Checkpoint, delta: Delta, at: int | None) -> None:
     if expected is None or expected == at:
         return
     if at is None:
+        said = typed(f"--base-version {expected}", f"base_version={expected}")
         raise UsageError(
             f"applies to version {expected:06d}, and {base.name or 'the base'} records no version",
             where=delta.name,
-            hint=f"{typed_value('base-version', str(expected))} if it is that; {_VERIFY}",
+            hint=f"{said} if it is that; {_VERIFY}",
         )
     raise UsageError(
         f"applies to version {expected:06d}, and {base.name or 'the base'} is at version {at:06d}",
@@ -160,7 +161,7 @@ def _applied(base: Checkpoint, delta: Delta) -> Checkpoint:
         raise UsageError(
             f"changes {quoted(unknown)}, which {base.name or 'the base'} does not have",
             where=delta.name,
-            hint="`ckptkit inspect --names` lists the names of the base",
+            hint="`inspect --names` lists the names of the base",
         )
     spans: dict[int, list[_Span]] = {}  # by the id of a storage
     apart: dict[tuple[object, ...], Tensor] = {}
@@ -339,6 +340,3 @@ def _digest(tensor: Tensor, algorithm: str) -> str:
     for piece in flow(contiguous(tensor).locate()):
         total.update(piece)
     return total.hexdigest()
-
-
-__all__ = ["Position", "apply", "apply_delta", "verify_delta", "version_of"]

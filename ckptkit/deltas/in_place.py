@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
+from ckptkit.compute.arranged import contiguous
 from ckptkit.compute.operation import flow, in_step
 from ckptkit.core.bytesource import LocalFile, Range, Record
 from ckptkit.core.checkpoint import Checkpoint
@@ -73,14 +74,16 @@ def _edits(file: LocalFile, before: Checkpoint, after: Checkpoint) -> Iterator[E
     import numpy as np
 
     new = after.required.tensors
-    pairs = {}
+    pairs: dict[int, tuple[Range, Record]] = {}
     for name, tensor in before.required.tensors.items():
-        changed = new[name].storage
-        if tensor.storage is None or changed is None or changed is tensor.storage:
+        if new[name] is tensor or not tensor.nbytes:
             continue
-        extent = tensor.storage.record.locate()
-        if isinstance(extent, Range) and extent.source is file:
-            pairs[extent.offset] = extent, changed.record
+        extent = contiguous(tensor).locate()
+        if not isinstance(extent, Range) or extent.source is not file:
+            continue
+        known = pairs.get(extent.offset)
+        if known is None or known[0].length < extent.length:  # of views, the longest
+            pairs[extent.offset] = extent, contiguous(new[name])
 
     def work(pair: tuple[Range, Record]) -> list[Edit]:
         extent, record = pair

@@ -18,7 +18,6 @@ from ckptkit.api import open_checkpoint, save
 from ckptkit.compute.arranged import contiguous
 from ckptkit.compute.operation import PIECE, flow, in_step
 from ckptkit.core import arguments
-from ckptkit.core.arguments import checked
 from ckptkit.core.bytesource import Extent, LocalFile, Piece, Range
 from ckptkit.core.checkpoint import Checkpoint, Source
 from ckptkit.core.dtypes import BY_NAME
@@ -52,7 +51,7 @@ _HELD = 8 << 20  # bytes of positions and values that stay in memory
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """What `delta` wrote: how much changed, and how large the delta is."""
+    """The result of `delta`: how much changed, and how large the delta is."""
 
     path: str
     encoding: str
@@ -83,7 +82,7 @@ class _Frame:
     changed: int  # bytes of the tensor
 
 
-@checked
+@arguments.checked
 def delta(
     old: Source,
     new: Source,
@@ -104,7 +103,6 @@ def delta(
     `whole`, all of `new` is written as a version. `options` are those of :func:`ckptkit.save`.
     Raises UsageError for what the format has no place for, with nothing written.
     """
-    arguments.path("destination", path)
     for word, given, known in (
         ("encoding", encoding, ENCODINGS),
         ("checksum", checksum, CHECKSUMS),
@@ -341,7 +339,7 @@ def _encode(
     return changed
 
 
-@checked
+@arguments.checked
 def squash_delta(
     deltas: Paths,
     path: str | os.PathLike[str],

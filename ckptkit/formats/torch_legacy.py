@@ -145,7 +145,7 @@ def parse(source: ByteSource, lost: dict[str, str] | None = None) -> Checkpoint:
 
 @dataclass(slots=True)
 class _Places:
-    """What is known of the storages of a stream, by key."""
+    """The storages of a stream, as far as they are known, by key."""
 
     lengths: dict[str, int] = field(default_factory=dict)
     itemsizes: dict[str, int] = field(default_factory=dict)

@@ -334,7 +334,8 @@ class Numbering:
         """
         # What is swapped as one: 1 byte where there is no order, 0 bytes where it is unknown.
         kinds = zip(self.storages, self.dtypes, strict=True)
-        units = [(dtype.component if dtype else 0) if each.nbytes else 1 for each, dtype in kinds]
+        known = [(each.nbytes, dtype.component if dtype else 0) for each, dtype in kinds]
+        units = [component if nbytes else 1 for nbytes, component in known]
         ordered = zip(self.storages, units, strict=True)
         big_endian = {storage.big_endian for storage, unit in ordered if unit != 1} == {True}
         made = []

@@ -962,9 +962,10 @@ class Allowlist:
         if len(rest) > 1:
             raise ValueError(f"{takes!r} are no tuples of arguments")
         words = takes.strip("()").split()
+        unsaid = OTHER if called else LISTED
         row = Row(
             tuple(shapes),
-            SORTS[found["gives"]] if found["gives"] else OTHER if called else LISTED,
+            SORTS[found["gives"]] if found["gives"] else unsaid,
             not called or bool(found["new"]),
             called,
             state,

@@ -114,50 +114,65 @@ def apply_all(
     `apply` otherwise.
     """
     bases = [patch.base for patch in patches]
-    names = tuple(os.path.basename(base.path) for base in bases)
-    group = names if len(names) > 1 else ()
+    group = tuple(os.path.basename(base.path) for base in bases) if len(bases) > 1 else ()
     written = sum(patch.written for patch in patches)
-    parts = [patch for patch in patches if patch.breaks is not None and patch.seal is not None]
     with ExitStack() as stack:
-        kept: list[tuple[int, Journal, str]] = []
-        begun = False
-        try:
-            for patch in parts:
-                base, journal = patch.base, journal_path(patch.base.path)
-                stack.enter_context(reported(base.path, base.name, patch.written))
-                fd = stack.enter_context(_locked(base.path, base.name))
-                if identity_of(os.fstat(fd)) != base.identity or os.path.lexists(journal):
-                    hint = "run the command again"
-                    raise InputChangedError("changed since it was read", where=base.name, hint=hint)
-                known = journal_of(patch, os.fstat(fd).st_ino, group, then)
-                held = sum(sum(span.row()[1:]) for span in known.spans)
-                check_space(base.path, held + max(0, patch.size - base.size))
-                if not options.dry_run:
-                    sweep(base.path)
-                    _keep(known.pieces(), journal)
-                kept.append((fd, known, journal))
-            begun = not options.dry_run
-            for patch, (fd, _, _) in zip(parts if begun else (), kept, strict=False):
-                assert patch.breaks is not None and patch.seal is not None
-                _rewrite(fd, patch.breaks, patch.edits, patch.size, (patch.seal,))
-                for edit in (*patch.edits, patch.seal) if options.verify else ():
-                    if _at(fd, edit.offset, len(edit.data), edit.places) != edit.data:
-                        why = f"was not written as planned, at byte {edit.offset:,} or after"
-                        raise VerifyError(why, where=patch.base.name)
-            if begun and then is not None:
-                _write_beside(bases[0].path, then)
-        except BaseException:
-            for fd, known, journal in () if options.dry_run else kept:
-                if begun:
-                    _undo(fd, known)
-                _remove(journal)
-            raise
-        for _, _, journal in kept if begun else ():
-            _remove(journal)
+        ready: list[_Ready] = []
+        for patch in patches:
+            if patch.breaks is None or patch.seal is None:
+                continue
+            base, journal = patch.base, journal_path(patch.base.path)
+            stack.enter_context(reported(base.path, base.name, patch.written))
+            fd = stack.enter_context(_locked(base.path, base.name))
+            if identity_of(os.fstat(fd)) != base.identity or os.path.lexists(journal):
+                hint = "run the command again"
+                raise InputChangedError("changed since it was read", where=base.name, hint=hint)
+            known = journal_of(patch, os.fstat(fd).st_ino, group, then)
+            held = sum(sum(span.row()[1:]) for span in known.spans)
+            check_space(base.path, held + max(0, patch.size - base.size))
+            ready.append(_Ready(patch, fd, known, journal))
+        if not options.dry_run:
+            _change(ready, options.verify)
     if options.progress is not None and not options.dry_run:
         options.progress(written, written)
     place = os.path.dirname(bases[0].path) if group else bases[0].path
     return Published(place, sum(patch.size for patch in patches), len(patches))
+
+
+class _Ready(NamedTuple):
+    """A patch whose file is locked, and may be changed."""
+
+    patch: Patch
+    fd: int
+    known: Journal
+    journal: str  # its path
+
+
+def _change(ready: Sequence[_Ready], verify: bool) -> None:
+    """Write all journals, then all files, then the file that follows; remove the journals."""
+    kept: list[_Ready] = []
+    try:
+        for each in ready:
+            sweep(each.patch.base.path)
+            _keep(each.known.pieces(), each.journal)
+            kept.append(each)
+        for patch, fd, known, _ in ready:
+            assert patch.seal is not None
+            _rewrite(fd, known.breaks, patch.edits, patch.size, (patch.seal,))
+            for edit in (*patch.edits, patch.seal) if verify else ():
+                if _at(fd, edit.offset, len(edit.data), edit.places) != edit.data:
+                    why = f"was not written as planned, at byte {edit.offset:,} or after"
+                    raise VerifyError(why, where=patch.base.name)
+        if ready and ready[0].known.then is not None:
+            _write_beside(ready[0].patch.base.path, ready[0].known.then)
+    except BaseException:
+        for each in kept if len(kept) == len(ready) else ():  # else nothing has been changed
+            _undo(each.fd, each.known)
+        for each in kept:
+            _remove(each.journal)
+        raise
+    for each in ready:
+        _remove(each.journal)
 
 
 def _write_beside(file: str, then: tuple[str, str]) -> None:

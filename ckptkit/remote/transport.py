@@ -188,7 +188,8 @@ class Http(Transport):
             wanted = stop - start
             if known is None and status == 200 and wanted > 1:
                 # No ranges: the file is fetched whole if it is small, or looks like a page.
-                wanted = PAGE if size < 0 else size if size <= WHOLE else 0
+                whole = size if size <= WHOLE else 0
+                wanted = PAGE if size < 0 else whole
             elif known is None:
                 wanted = min(wanted, size)
             end = len(into) + wanted

@@ -467,7 +467,9 @@ def _pieces(value: Any, depth: int) -> Iterator[str]:
         isinstance(value, Sign) and value.made is None and not value.text
     ):
         items = value if isinstance(value, tuple) else value.items or ()
-        ends = "()" if isinstance(value, tuple) else "[]" if value.sort == judge.LIST else "{}"
+        ends = "()"
+        if not isinstance(value, tuple):
+            ends = "[]" if value.sort == judge.LIST else "{}"
         yield ends[0]
         if depth == 0 and items:
             yield "..."

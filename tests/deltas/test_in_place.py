@@ -158,3 +158,13 @@ def test_half_of_a_group_is_not_read(given: tuple[Path, list[Path]], tmp_path: P
     for place in (copy, *copy.glob("*.safetensors"), copy / "model.safetensors.index.json"):
         with pytest.raises(CkptkitError, match="interrupted"):
             ckptkit.open(place)
+
+
+def test_a_whole_version_in_place(given: tuple[Path, list[Path]], tmp_path: Path) -> None:
+    """It may be of another container, where views share memory."""
+    path, deltas = given
+    flat = torch.cat([each.view(-1) for each in state(2).values()])
+    views = {name: flat[700 * n : 700 * n + 700] for n, name in enumerate(state(2))}
+    torch.save(views, tmp_path / "weight_v000002.pth")
+    ckptkit.apply_delta(path, [deltas[0], tmp_path / "weight_v000002.pth"], in_place=True)
+    assert held(path) == bytes_of(2)

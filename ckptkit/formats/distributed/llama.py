@@ -111,7 +111,8 @@ def read(probe: Probe, format: str) -> Checkpoint:
     merged = merge(parts, {TP: count}, table(params, by_rows=by_rows), joiner)
     _check_totals(merged.tensors, params)
     kept = {PARAMS: text.decode()} if text else {}
-    kept |= {EMBEDDING: "0" if by_rows else "1"} if text and count > 1 else {}
+    if text and count > 1:
+        kept[EMBEDDING] = "0" if by_rows else "1"
     return Checkpoint(
         merged.tensors, format, folder, extras=kept, globals=tuple(reader.globals),
         warnings=(*merged.warnings, *joiner.copies.warnings(), *reader.warnings),
