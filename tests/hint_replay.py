@@ -3,7 +3,7 @@
 With ``CKPTKIT_HINTS=FOLDER`` in the environment, the tests keep the commands of each message there,
 with copies of the files they name. ``python -m tests.hint_replay FOLDER`` runs them and prints those
 that fail. Messages in which only names and numbers differ are kept `PER_MESSAGE` times in each test
-process.
+process; a command is not kept if a file that it names is larger than `SMALL` bytes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ckptkit.core.errors import FormatError
 from ckptkit.publish.in_place import journals_of, parse
 from tests.hints import commands_in
 
-PER_MESSAGE = 3
+PER_MESSAGE = int(os.environ.get("CKPTKIT_HINTS_PER_MESSAGE", "3"))
 SMALL, FEW = 20_000_000, 200  # bytes and files of a folder that is copied with a file in it
 ANSWERS = {"diff", "doctor", "scan", "verify", "check", "digest", "stats", "show"}  # 1 is an answer
 _kept: Counter[str] = Counter()
@@ -56,11 +56,18 @@ def keep(text: str, typed: tuple[object, ...], cwd: Path | None) -> None:
     here = os.path.abspath(cwd or os.getcwd())
     for words in commands_in(text):
         template = " ".join(re.sub(r"\S*[/.\d]\S*", "*", word) for word in words)
-        _kept[template] += 1
-        if _kept[template] <= PER_MESSAGE:
+        if _kept[template] < PER_MESSAGE:
             case = Path(folder, f"{os.getpid()}-{_kept.total()}")
             case.mkdir(parents=True)
-            _save(case, words, here, [str(word) for word in typed])
+            try:
+                _save(case, words, here, [str(word) for word in typed])
+                _kept[template] += 1
+            except _TooLargeError:
+                shutil.rmtree(case)
+
+
+class _TooLargeError(Exception):
+    """A file or folder that a command names is too large to be kept."""
 
 
 def _is_page(typed: tuple[object, ...]) -> bool:
@@ -102,14 +109,15 @@ def _moved(word: str, here: str, files: str) -> str:
 def _copy(path: str, to: str) -> None:
     """Copy a file or folder, with the folder that a file is in where that is small."""
     folder = path if os.path.isdir(path) else os.path.dirname(path)
-    if folder != path and not _is_small(folder):
-        os.makedirs(os.path.dirname(to), exist_ok=True)
-        if os.path.isfile(path) and os.path.getsize(path) <= SMALL:
-            shutil.copy2(path, to)
-    elif _is_small(folder):
+    if _is_small(folder):
         target = to if folder == path else os.path.dirname(to)
         shutil.copytree(folder, target, symlinks=True, ignore=_special, dirs_exist_ok=True)
         _adopt_journals(target)
+    elif folder == path or os.path.getsize(path) > SMALL:
+        raise _TooLargeError(path)
+    elif os.path.isfile(path):
+        os.makedirs(os.path.dirname(to), exist_ok=True)
+        shutil.copy2(path, to)
 
 
 def _adopt_journals(folder: str) -> None:
