@@ -821,7 +821,6 @@ _TESTS: dict[str, Shape] = {
     "quantizer": _quantizer,
     "tensor_class": _is_tensor_class,
     "type_text": lambda view, value: named(value) is not None,
-    "zone": _matching(r"[A-Za-z][\w+-]{0,99}(/[A-Za-z][\w+-]{0,99}){0,3}"),  # Asia/Tokyo
     **dict.fromkeys(("dtype_state", "array_state", "masked_state"), lambda view, value: False),
 }  # fmt: skip
 

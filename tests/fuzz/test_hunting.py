@@ -190,6 +190,7 @@ BARE = {  # files that nothing but their first bytes makes pickles
 # What nothing but scan sees: torch refuses the rest of the arguments, or reads what lies behind.
 SILENT = {
     "zone": call(named("zoneinfo", "ZoneInfo._unpickle"), const("os.path/x"), const(True)),
+    "zone-that-is-missing": call(named("zoneinfo", "ZoneInfo._unpickle"), const("Mars/Olympus"), const(True)),
     "zone-of-a-path": call(named("zoneinfo", "ZoneInfo._unpickle"), const("../x"), const(True)),
     "metadata": call(named(UTILS, "_rebuild_tensor_v2"), TENSOR[2][1], const(0), EMPTY, EMPTY, const(False), NONE, mapping(const(True), const(64))),
     "newobj-ex-keys": ("newex", None, (NET, EMPTY, owned(keys=FIRE))),  # as Python's own pickle
