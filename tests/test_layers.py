@@ -31,6 +31,7 @@ ROOMS = (
     ("pickles", "publish", "quantized", "rules"),
     ("edits", "formats"),
     ("scanning", "api"),
+    ("lora",),
     ("analysis",),
     ("loading",),
     ("diagnosis", "__init__"),  # __init__: the public names
