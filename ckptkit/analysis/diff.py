@@ -12,7 +12,7 @@ from ckptkit.analysis.matching import Kind as Kind
 from ckptkit.analysis.matching import Matching, is_taken_by_torch, pairs
 from ckptkit.analysis.matching import Renamed as Renamed
 from ckptkit.analysis.summary import json_number, summarize
-from ckptkit.compute.compare import Difference, distance
+from ckptkit.compute.compare import Difference
 from ckptkit.compute.compare import compare as compare_tensors
 from ckptkit.compute.workers import ordered
 from ckptkit.core import above
@@ -273,14 +273,7 @@ def _difference(
     key: str, a: Tensor, b: Tensor, atol: float | None, rtol: float | None
 ) -> Difference | None:
     try:
-        found = compare_tensors(a, b, atol=atol, rtol=rtol)
-        far = None if found is None else distance(a, b)
-        if found is None or far is None:
-            return found
-        largest, relative, cosine = far
-        if found.largest is not None:
-            largest = found.largest
-        return replace(found, largest=largest, relative=relative, cosine=cosine)
+        return compare_tensors(a, b, atol=atol, rtol=rtol, measured=True)
     except CkptkitError as error:
         error.message = f"{key}: {error.message}"
         raise

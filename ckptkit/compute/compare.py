@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 from ckptkit.compute.arranged import contiguous, once, place, refusal, repeated, times
 from ckptkit.compute.numbers import decode, is_decoded
-from ckptkit.compute.operation import BUFFER, flow, import_numpy, in_step, keep_memory
+from ckptkit.compute.operation import (
+    BUFFER,
+    aligned,
+    flow,
+    import_numpy,
+    in_step,
+    keep_memory,
+)
 from ckptkit.core.bytesource import Extent, Piece, Range
 from ckptkit.core.dtypes import DType
 from ckptkit.core.errors import TensorError
@@ -19,7 +26,9 @@ if TYPE_CHECKING:
 
     Array = np.ndarray[Any, Any]
 
-WIDE = 1 << 17  # elements compared at once: they take up to 16 bytes each
+WIDE = 1 << 17  # elements compared at once: fewer, and threads wait for the interpreter lock
+# Sums of squares in float32 that lost nothing to its range, and its relative error of a difference.
+_LEAST, _MOST, _ROUNDED = 1e-28, 1e37, 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +36,9 @@ class Difference:
     """Differences of two tensors: `count` elements, the first of them at row-major position
     `first`.
 
-    ``largest`` is the largest absolute difference of all elements, None where bytes were compared;
-    ``relative`` the norm of the difference by that of the first, ``cosine`` that of the angle
-    between the two: None where they are not known (:func:`distance`).
+    ``largest`` is the largest absolute difference of all elements, None where bytes were compared
+    and not measured; ``relative`` the norm of the difference by that of the first, None where that
+    is zero; ``cosine`` that of the angle between the two, None where one is zero.
     """
 
     count: int
@@ -40,21 +49,28 @@ class Difference:
 
 
 def compare(
-    a: Tensor, b: Tensor, *, atol: float | None = None, rtol: float | None = None
+    a: Tensor,
+    b: Tensor,
+    *,
+    atol: float | None = None,
+    rtol: float | None = None,
+    measured: bool = False,
 ) -> Difference | None:
     """Return how the values of two tensors of one shape differ, None if they do not.
 
     Without tolerances dtype and bytes must be equal: NaN payloads and the sign of zero count. With
     one of them (the other is then 0) elements are equal where ``|a - b| <= atol + rtol * |b|``,
-    computed in float64 or complex128, and NaN equals NaN. Raises TensorError if the shapes differ,
-    or the dtypes where bytes are compared.
+    computed in float64 or complex128, and NaN equals NaN. If `measured`, the result tells how far
+    they are apart, where their dtypes have numbers; elements that are not finite are left out.
+    Raises TensorError if the shapes differ, or the dtypes where bytes are compared.
     """
     exact = atol is None and rtol is None
     if a.shape != b.shape or (exact and a.dtype != b.dtype):
         raise TensorError(
             f"{a.dtype} {a.shape} and {b.dtype} {b.shape} cannot be compared element by element"
         )
-    for dtype in () if exact else (a.dtype, b.dtype):
+    types = a.dtype, b.dtype
+    for dtype in () if exact else types:
         if not is_decoded(dtype):
             raise TensorError(f"values of {dtype} cannot be compared within a tolerance")
     axes = repeated(a, b)
@@ -62,44 +78,80 @@ def compare(
     for tensor in each:
         if (error := refusal(tensor)) is not None:
             raise error
-    left, right = (contiguous(tensor).locate() for tensor in each)
-    if exact:
-        found = None if _same(left, right) else _compare_bytes(left, right, a.dtype.itemsize)
-    else:
-        found = _compare_values((left, right), (a.dtype, b.dtype), atol or 0.0, rtol or 0.0)
+    extents = contiguous(each[0]).locate(), contiguous(each[1]).locate()
+    measure = _Measure() if measured and all(map(is_decoded, types)) else None
+    if _same(*extents) and exact:
+        return None
+    keep_memory()
+    import_numpy()
+    import numpy as np
+
+    with np.errstate(all="ignore"):  # the difference of infinities, squares that are infinite
+        if exact:
+            found = _compare_bytes(extents, a.dtype, measure)
+        else:
+            found = _compare_values(extents, types, (atol or 0.0, rtol or 0.0), measure)
     if found is None or not axes:
         return found
     first = place(found.first, a.shape, axes)
     return replace(found, count=found.count * times(a, axes), first=first)
 
 
-def distance(a: Tensor, b: Tensor) -> tuple[float, float | None, float | None] | None:
-    """Return the largest difference of two tensors of one shape, their relative distance and the
-    cosine between them.
+class _Measure:
+    """How far the elements of two tensors are apart, added up."""
 
-    Elements that are not finite are left out. None where a dtype has no numbers; the relative
-    distance is None where `a` is zero, the cosine where one is.
-    """
-    if not (is_decoded(a.dtype) and is_decoded(b.dtype)):
-        return None
-    import numpy as np
+    def __init__(self) -> None:
+        self.largest = 0.0
+        self.squares = self.others = self.product = self.moved = 0.0
 
-    axes = repeated(a, b)
-    left, right = (contiguous(once(tensor, axes)).locate() for tensor in (a, b))
-    largest, moved, ours, theirs, product = 0.0, 0.0, 0.0, 0.0, 0.0
-    with np.errstate(all="ignore"):
-        for x, y in _values((left, right), (a.dtype, b.dtype)):
+    def add(self, x: Array, y: Array) -> None:
+        """Add elements of both, of one type; `x` and `y` are one array where they are equal.
+
+        They are added up in their own type, a piece that stays in the caches at a time, unless
+        float32 is too narrow for their squares. The largest difference is exact.
+        """
+        import numpy as np
+
+        if x.dtype.kind in "iu":
+            x, y = x.astype("f8"), (x if x is y else y).astype("f8")
+        if x is y:
+            pairs, apart = [(x, x)], x[:0]
+        else:
+            apart = x - y
+            pairs = [(x, x), (apart, apart), (y, y), (x, y)]
+        sums = [float(np.vdot(*pair).real) for pair in pairs]
+        if not all(_LEAST < each < _MOST for each in sums[:3]) and (
+            x.dtype.itemsize < np.dtype(_wide_type(x)).itemsize or not np.isfinite(sums).all()
+        ):
             finite = np.isfinite(x) & np.isfinite(y)
-            x, y = x[finite], y[finite]
-            steps = np.abs(x - y)
-            largest = max(largest, float(steps.max(initial=0.0)))
-            moved += float((steps**2).sum())
-            ours += float((np.abs(x) ** 2).sum())
-            theirs += float((np.abs(y) ** 2).sum())
-            product += float((x * np.conj(y)).real.sum())
-    relative = (moved / ours) ** 0.5 if ours else None
-    cosine = product / (ours * theirs) ** 0.5 if ours and theirs else None
-    return largest, relative, cosine
+            wide = x[finite].astype(_wide_type(x))
+            return self.add(wide, wide if x is y else y[finite].astype(wide.dtype))
+        self.squares += sums[0]
+        if x is y:
+            self.others += sums[0]
+            self.product += sums[0]
+            return None
+        self.moved += sums[1]
+        self.others += sums[2]
+        self.product += sums[3]
+        sizes = np.abs(apart)
+        most = float(sizes.max(initial=0.0))
+        if most * (1 + _ROUNDED) > self.largest:
+            near = sizes >= most * (1 - _ROUNDED)
+            wide = x[near].astype(_wide_type(x))
+            self.largest = max(self.largest, float(np.abs(wide - y[near]).max(initial=0.0)))
+        return None
+
+    def of(self, found: Difference, largest: float | None = None) -> Difference:
+        """Return a difference with these measures; `largest` where it is known already."""
+        relative = (self.moved / self.squares) ** 0.5 if self.squares else None
+        norms = (self.squares * self.others) ** 0.5
+        return replace(
+            found,
+            largest=self.largest if largest is None else largest,
+            relative=relative,
+            cosine=self.product / norms if norms else None,
+        )
 
 
 def _same(left: Extent, right: Extent) -> bool:
@@ -120,45 +172,80 @@ def _equal(left: Extent, right: Extent) -> bool:
     return all(bytearray(x) == y for x, y in in_step((flow(left), flow(right)), (1, 1), BUFFER))
 
 
-def _compare_bytes(left: Extent, right: Extent, itemsize: int) -> Difference | None:
+def _compare_bytes(
+    extents: tuple[Extent, Extent], dtype: DType, measure: _Measure | None
+) -> Difference | None:
     import numpy as np
 
-    count, first, at = 0, -1, 0
-    units = (itemsize, itemsize)
-    for x, y in in_step((flow(left), flow(right)), units, BUFFER // itemsize):
-        if bytearray(x) != y:  # unlike two memoryviews, which Python compares element by element
-            odd = np.frombuffer(x, np.uint8) != np.frombuffer(y, np.uint8)
-            differs = odd.reshape(-1, itemsize).any(axis=1)
-            first = at + int(differs.argmax()) if not count else first
-            count += int(np.count_nonzero(differs))
-        at += len(x) // itemsize
-    return Difference(count, first) if count else None
+    count, first, at, begin = 0, -1, 0, 0  # `begin` is where the first piece that differs begins
+    for left, right in _in_step(extents, (dtype, dtype)):
+        is_equal = bytearray(left) == right  # two memoryviews are compared element by element
+        if not is_equal:
+            odd = _codes(left, dtype) != _codes(right, dtype)
+            if odd.ndim > 1:
+                odd = odd.any(axis=1)
+            if not count:
+                first, begin = at + int(odd.argmax()), at
+            count += int(np.count_nonzero(odd))
+        if measure is not None and count:  # what is equal before that: below
+            x = decode(left, dtype)
+            measure.add(x, x if is_equal else decode(right, dtype))
+        at += len(left) // dtype.itemsize
+    if not count:
+        return None
+    found = Difference(count, first)
+    if measure is None:
+        return found
+    equal = flow(extents[0], 0, begin * dtype.itemsize)
+    for piece in aligned(equal, dtype.itemsize, WIDE * dtype.itemsize):
+        x = decode(piece, dtype)
+        measure.add(x, x)
+    return measure.of(found)
+
+
+def _codes(piece: Piece, dtype: DType) -> Array:
+    """Return elements as numbers that are equal where their bytes are, or as rows of bytes."""
+    import numpy as np
+
+    if dtype.itemsize in (1, 2, 4, 8):
+        return np.frombuffer(piece, f"<u{dtype.itemsize}")
+    return np.frombuffer(piece, np.uint8).reshape(-1, dtype.itemsize)
 
 
 def _compare_values(
-    extents: tuple[Extent, Extent], types: tuple[DType, DType], atol: float, rtol: float
+    extents: tuple[Extent, Extent],
+    types: tuple[DType, DType],
+    tolerance: tuple[float, float],
+    measure: _Measure | None,
 ) -> Difference | None:
-    """By the rule of ``torch.isclose``."""
+    """By the rule of ``torch.isclose``, with the absolute and the relative `tolerance`."""
     import numpy as np
 
+    atol, rtol = tolerance
     count, first, at, largest = 0, -1, 0, 0.0
     alike = types[0] == types[1]
-    with np.errstate(all="ignore"):  # the difference of infinities
-        for left, right in _in_step(extents, types):
-            elements = len(left) // types[0].itemsize
-            if not (alike and bytearray(left) == right):
-                x, y = _wide(left, types[0]), _wide(right, types[1])
-                distance = _distances(x, y)
-                most = float(distance.max())
-                largest = max(largest, most)
-                if most > atol or np.isinf(most):  # infinite ones always exceed their limits
-                    limit = np.abs(y) * rtol + atol if rtol else atol
-                    differs = (distance > limit) | np.isinf(distance)
-                    if differs.any():
-                        first = at + int(differs.argmax()) if not count else first
-                        count += int(np.count_nonzero(differs))
-            at += elements
-    return Difference(count, first, largest) if count else None
+    for left, right in _in_step(extents, types):
+        is_equal = alike and bytearray(left) == right
+        if measure is not None or not is_equal:
+            x = _wide(left, types[0])
+            y = x if is_equal else _wide(right, types[1])
+            if measure is not None:
+                measure.add(x, y)
+        if not is_equal:
+            distance = _distances(x, y)
+            most = float(distance.max())
+            largest = max(largest, most)
+            if most > atol or np.isinf(most):  # infinite ones always exceed their limits
+                limit = np.abs(y) * rtol + atol if rtol else atol
+                differs = (distance > limit) | np.isinf(distance)
+                if differs.any():
+                    first = at + int(differs.argmax()) if not count else first
+                    count += int(np.count_nonzero(differs))
+        at += len(left) // types[0].itemsize
+    if not count:
+        return None
+    found = Difference(count, first, largest)
+    return found if measure is None else measure.of(found, largest)
 
 
 def _distances(x: Array, y: Array) -> Array:
@@ -173,21 +260,16 @@ def _distances(x: Array, y: Array) -> Array:
     return distance
 
 
-def _values(
-    extents: tuple[Extent, Extent], types: tuple[DType, DType]
-) -> Iterator[tuple[Array, Array]]:
-    """Yield the elements of both, at most `WIDE` at a time, as float64 or complex128."""
-    for left, right in _in_step(extents, types):
-        yield _wide(left, types[0]), _wide(right, types[1])
-
-
 def _in_step(
     extents: tuple[Extent, Extent], types: tuple[DType, DType]
 ) -> Iterator[list[memoryview]]:
-    keep_memory()
-    import_numpy()
     return in_step(map(flow, extents), [dtype.itemsize for dtype in types], WIDE)
 
 
 def _wide(piece: Piece, dtype: DType) -> Array:
-    return decode(piece, dtype).astype("c16" if dtype.kind == "complex" else "f8")
+    values = decode(piece, dtype)
+    return values.astype(_wide_type(values))
+
+
+def _wide_type(values: Array) -> str:
+    return "c16" if values.dtype.kind == "c" else "f8"

@@ -551,6 +551,50 @@ def test_a_tolerance_is_that_of_torch(
     assert (found.count if found else 0) == int(differs.sum())
 
 
+SCALES = {"usual": 0.02, "squares below float32": 1e-27, "squares above float32": 1e27, "zero": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scale"),
+    [
+        (torch.float16, "usual"),
+        *itertools.product([torch.float32, torch.bfloat16, torch.float64], SCALES),
+    ],
+)
+@pytest.mark.parametrize("odd", [(), (math.nan, math.inf)])
+@pytest.mark.usefixtures("small_pieces")
+def test_measures_are_those_of_float64(
+    dtype: torch.dtype, scale: str, odd: tuple[float, ...]
+) -> None:
+    torch.manual_seed(3)
+    a = (torch.randn(3_000) * SCALES[scale]).to(dtype)
+    b = (a.double() * 1.01).to(dtype)
+    b[:700] = a[:700]  # pieces that are equal, before and behind what differs
+    b[2_500:] = a[2_500:]
+    b[1_000] = 1.0 if scale != "squares above float32" else 0.0
+    for place, value in enumerate(odd):
+        a[1_500 + place] = value
+    found = compare.compare(described(a), described(b), measured=True)
+    x, y = a.double(), b.double()
+    finite = x.isfinite() & y.isfinite()
+    x, y = x[finite], y[finite]
+    assert found is not None and found.largest == float((x - y).abs().max())
+    relative, cosine = float((x - y).norm() / x.norm()), float(x @ y / x.norm() / y.norm())
+    if x.any():
+        assert (found.relative, found.cosine) == pytest.approx((relative, cosine), 1e-6, 1e-7)
+    else:
+        assert (found.relative, found.cosine) == (None, None)
+
+
+def test_measures_of_complex_and_whole_numbers() -> None:
+    a, b = torch.tensor([1 + 1j, 3j]), torch.tensor([1 - 1j, 3j])
+    found = compare.compare(described(a), described(b), measured=True)
+    assert found == Difference(1, 0, 2.0, pytest.approx((4 / 11) ** 0.5), pytest.approx(9 / 11))
+    large = torch.tensor([2**40, 3])
+    found = compare.compare(described(large), described(large + 1), measured=True)
+    assert found is not None and (found.count, found.largest) == (2, 1.0)
+
+
 def test_compare_refuses_other_shapes_and_dtypes() -> None:
     with pytest.raises(TensorError):
         compared(torch.zeros(2), torch.zeros(3), atol=1.0)
