@@ -258,6 +258,42 @@ def torch_dtype(dtype: DType) -> torch.dtype:
     return found
 
 
+# The expressions that `Compute` knows: each with its inverse, and what a bad result means.
+INVERSES = {"x - 1": "x + 1", "x + 1": "x - 1", "log(-x)": "-exp(x)", "-exp(x)": "log(-x)"}
+
+
+@dataclass(frozen=True, slots=True)
+class Compute(Rows):
+    """`expression` of each element x, in float32 (float64: in that); errors give the `name`."""
+
+    expression: str
+    dtype: str
+    name: str
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        return (BY_NAME[self.dtype].itemsize,) * 2
+
+    def of(self, *pieces: Piece) -> memoryview:
+        """Raise TensorError where a finite number has no finite result."""
+        import numpy as np
+
+        dtype = BY_NAME[self.dtype]
+        wide = "<f8" if dtype.name == "float64" else "<f4"
+        with np.errstate(all="ignore"):
+            values = decode(pieces[0], dtype).astype(wide)
+            if self.expression == "log(-x)":  # in float64, rounded once
+                made = np.log(-values.astype("<f8")).astype(wide)
+            elif self.expression == "-exp(x)":
+                made = -np.exp(values.astype("<f8")).astype(wide)
+            else:
+                made = values + (np.float32(1) if self.expression == "x + 1" else np.float32(-1))
+        if not np.isfinite(made[np.isfinite(values)]).all():
+            bad = values[np.isfinite(values) & ~np.isfinite(made)][0]
+            raise TensorError(f"{self.name!r}: {self.expression} of {bad:g} is not a finite number")
+        return encode(made, dtype)
+
+
 def cast_record(record: Record, source: DType, target: DType, *, big_endian: bool) -> Record:
     """Return the elements of `record`, of dtype `source`, as little-endian ones of dtype `target`.
 

@@ -217,6 +217,12 @@ EDITS = (
         in_convert=True,
     ),
     Edit(
+        "compute", "edits.elements:compute",
+        (Option("expressions", "map"),),
+        "Compute x - 1, x + 1, log(-x) or -exp(x) of weights: glob to expression.",
+        public=False,
+    ),
+    Edit(
         "cast", "edits.elements:cast",
         (Option("dtypes", "casts", "--cast", "[GLOB=]DTYPE",
                 "Cast floating-point weights: those that match, or all others (repeatable).",

@@ -15,15 +15,17 @@ from fnmatch import translate
 from operator import itemgetter
 from typing import Any
 
-from ckptkit.compute.numbers import cast_record
+from ckptkit.compute.arranged import contiguous
+from ckptkit.compute.numbers import FLOATS, INVERSES, Compute, cast_record
 from ckptkit.compute.operation import RecordSlice
 from ckptkit.compute.torch_bridge import applied
 from ckptkit.core import arguments
 from ckptkit.core import dtypes as table
+from ckptkit.core.bytesource import Pending
 from ckptkit.core.checkpoint import Checkpoint, NoEffect, edit
 from ckptkit.core.dtypes import DType, DTypeLike
-from ckptkit.core.errors import CkptkitError, FormatError, UsageError
-from ckptkit.core.tensor import Storage, Tensor, TypedStorage
+from ckptkit.core.errors import CkptkitError, FormatError, TensorError, UsageError
+from ckptkit.core.tensor import Storage, Tensor, TypedStorage, contiguous_stride
 from ckptkit.core.text import guess, plural, quoted
 from ckptkit.core.tree import Node, Object, nodes, rebuild
 from ckptkit.core.weights import Weights, as_tensor
@@ -212,6 +214,49 @@ class _Cast:
     def split(self) -> set[int]:
         """Ids of the storages that were cast, but not for all of their users alike."""
         return self._split & {storage for storage, _, _ in self._storages}
+
+
+@edit
+def compute(ck: Checkpoint, expressions: Mapping[str, str]) -> Checkpoint:
+    """Replace each element x of the weights that match a glob by an expression of it.
+
+    `expressions` is glob -> ``x - 1``, ``x + 1``, ``log(-x)`` or ``-exp(x)``, computed in float32
+    (of float64: in float64) and rounded to the dtype of the weight. Tied weights stay tied. Raises
+    UsageError for another expression, a glob that matches nothing, two that match one name, and
+    quantized weights; TensorError for what is not a plain tensor of floats.
+    """
+    weights = ck.required
+    for given in expressions.values():
+        if given not in INVERSES:
+            hint = f"one of {', '.join(map(repr, INVERSES))}"
+            raise UsageError(f"{given!r} is not an expression to compute", hint=hint)
+    chosen: dict[str, str] = {}
+    for glob, pattern in _patterns(expressions, weights).items():
+        for name in filter(pattern.match, weights.nodes):
+            if name in chosen:
+                raise UsageError(f"{name!r} matches two globs", hint="make one of them narrower")
+            chosen[name] = expressions[glob]
+    groups.refuse(ck, chosen, "codes are not numbers to compute with")
+    swap: dict[int, Node] = {}
+    views: dict[object, Tensor] = {}
+    for name, expression in chosen.items():
+        node = weights.nodes[name]
+        tensor = as_tensor(node)
+        is_plain = isinstance(node, Tensor) and node.layout == "strided"
+        if tensor is None or not is_plain or tensor.dtype.name not in FLOATS:
+            raise TensorError(f"{name!r} is not a plain tensor of floats")
+        place = (id(tensor.storage), tensor.offset, tensor.shape, tensor.stride, tensor.neg)
+        view = (*place, expression)
+        if tensor.storage is not None and view not in views:
+            operation = Compute(expression, tensor.dtype.name, name)
+            record = Pending(operation, (contiguous(tensor),), tensor.nbytes)
+            stride = contiguous_stride(tensor.shape)
+            storage = Storage(record, tensor.device)
+            views[view] = replace(tensor, storage=storage, offset=0, stride=stride, neg=False)
+        swap[id(node)] = views.get(view, tensor)
+    counts = Counter(chosen.values())
+    notes = [f"computed {each} of {plural(n, 'weight')}" for each, n in counts.items()]
+    return ck.with_root(rebuild(ck.root, swap=swap), notes=notes)
 
 
 def on(

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 CONFIG_NAME = "config.json"
 BYTES = 1 << 20
+ARCHITECTURE = "general.architecture"  # the key of GGUF whose value begins the other keys
 
 
 def read(path: str) -> Mapping[str, Any]:
@@ -77,6 +78,17 @@ def lazily(checkpoint: Checkpoint) -> Callable[[], Mapping[str, Any] | None]:
     """
     own = dict(checkpoint.companions).get(CONFIG_NAME)
     return lambda: find(checkpoint.source) if own is None else json.loads(own)
+
+
+def metadata(checkpoint: Checkpoint) -> Mapping[str, Any]:
+    """Return the metadata of a GGUF file about its architecture, without that prefix."""
+    root = checkpoint.root if isinstance(checkpoint.root, dict) else {}
+    prefix = f"{root.get(ARCHITECTURE)}."
+    return {
+        key.removeprefix(prefix): value
+        for key, value in root.items()
+        if isinstance(key, str) and key.startswith(prefix)
+    }
 
 
 def _folder(source: ByteSource | Folder | None) -> Folder | None:
@@ -245,13 +257,15 @@ class Report:
 class RuleOptions(NamedTuple):
     """Arguments that all steps of rules share: the sizes that the caller gives, and the direction.
 
-    With ``reports``, each step leaves a `Report` on the checkpoint.
+    With ``reports``, each step leaves a `Report` on the checkpoint. ``meta`` is the metadata of
+    another file, in place of that of the checkpoint.
     """
 
     args: Mapping[str, int] = MappingProxyType({})
     config: Config = None
     reverse: bool = False
     reports: bool = False
+    meta: Config = None
 
 
 @edit
@@ -298,6 +312,8 @@ def step(
     given = options.config
     if given is None:
         given = lazily(checkpoint)
+    if options.meta is None:
+        options = options._replace(meta=metadata(checkpoint))
     rules = rules.reversed() if options.reverse else rules
     work = _Step(checkpoint, rules, keep, options, given, number)
     changes = [work.rewritten(target) for target in names.targets_of(checkpoint, keys)]
@@ -337,9 +353,14 @@ class _Step:
             if (tensor := as_tensor(target.entries[name])) is not None
         }
         shapes = {name: tensor.shape for name, tensor in tensors.items()}
-        args = self.options.args
-        outcome = self.rules.outcome(shapes, keep=self.keep, config=self.config, args=args)
-        reversible = self._reversible(shapes, outcome)
+        given: dict[str, Any] = {
+            "keep": self.keep,
+            "config": self.config,
+            "meta": self.options.meta,
+            "args": self.options.args,
+        }
+        outcome = self.rules.outcome(shapes, **given)
+        reversible = self._reversible(shapes, outcome, given)
         following, known = followers(self.checkpoint, outcome)
         if known is not self.checkpoint:
             self.extras = known.extras
@@ -363,7 +384,7 @@ class _Step:
         return names.Change(target, node, moved, [*making.notes()])
 
     def _reversible(
-        self, shapes: Mapping[str, tuple[int, ...]], outcome: RulesOutcome
+        self, shapes: Mapping[str, Shape], outcome: RulesOutcome, given: Mapping[str, Any]
     ) -> str | None:
         """Return why the step cannot be run backwards, where that is asked.
 
@@ -371,11 +392,8 @@ class _Step:
         """
         if not self.options.reverse and not self.options.reports:
             return None
-        back = self.rules
         try:
-            check_reversible(
-                back, shapes, outcome, keep=self.keep, config=self.config, args=self.options.args
-            )
+            check_reversible(self.rules, shapes, outcome, **given)
         except NotReversibleError as error:
             if self.options.reverse and not any(taken.dropped for taken in outcome.taken):
                 raise NotReversibleError(f"not reversible: {error.message}") from error

@@ -81,7 +81,7 @@ class Arrangement:
         self, number: int, rule: Rule, words: Words, known: KnownSizes, ragged: Mapping[str, str]
     ) -> None:
         self.number, self.rule, self.words, self.ragged = number, rule, words, ragged
-        self.bases = set(ragged.values())
+        self.bases, self.unset = set(ragged.values()), known.unset
         self.known_sizes: dict[Symbol, int] = {}
         for word, size in known.sizes.items():
             for part, value in enumerate(size):
@@ -215,8 +215,11 @@ class Arrangement:
                 f"nothing says how {elements} falls into {text}: give {word} for all labels but one"
             )
             hint = f"a number for each, as in `with {word}={'|'.join(['8'] * count)}`"
+            if word in self.unset:
+                hint = f"{self.unset[word]} is not set; {hint}"
             return about(self.number, RuleError(message, hint=hint))
-        hint = give_size(words[0])
+        word = next((each for each in words if each in self.unset), words[0])
+        hint = give_size(word, self.unset)
         return about(self.number, RuleError(message, hint=hint))
 
     def _differs(
@@ -293,7 +296,7 @@ class Solved:
         size = self.sizes.get((word, None))
         if size is None:
             message = f"nothing says how many {word} there are"
-            hint = give_size(word)
+            hint = give_size(word, self.rule.unset)
             raise about(self.rule.number, RuleError(message, hint=hint))
         return size
 
@@ -362,7 +365,7 @@ class Solved:
         if missing:
             words = ", ".join(dict.fromkeys(word for word, _ in missing))
             first = missing[0][0]
-            hint = give_size(first)
+            hint = give_size(first, self.rule.unset)
             error = RuleError(f"nothing says the size of {words}", hint=hint)
             raise about(self.rule.number, error)
         return self.rule.extent(axes, indices, self.sizes)
@@ -408,7 +411,7 @@ class Ready:
             if isinstance(amount, str):
                 size = self.known.sizes.get(amount)
                 if size is None or len(size) != 1 or size[0] is None:
-                    hint = give_size(amount)
+                    hint = give_size(amount, self.known.unset)
                     raise RuleError(f"nothing says {amount}", hint=hint)
                 found[amount] = size[0]
         return found
@@ -524,7 +527,8 @@ class Digits:
                 known = prod(size for size in sizes if size)
                 if len(missing) > 1 or not sizes[0] or count % known:
                     message = f"nothing says how {count} numbers fall into {text}"
-                    raise about(ready.number, RuleError(message, hint=give_size(missing[0])))
+                    hint = give_size(missing[0], ready.known.unset)
+                    raise about(ready.number, RuleError(message, hint=hint))
                 sizes = [size or count // known for size in sizes]
             for word, size in zip(reversed(words[1:]), reversed(sizes[1:]), strict=True):
                 number, values[word] = divmod(number, size)

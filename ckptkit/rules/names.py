@@ -13,6 +13,7 @@ from ckptkit.core.text import flatten, typed
 from ckptkit.rules.notation import (
     ABSENT,
     REST,
+    SAID,
     STAR,
     STARS,
     Choice,
@@ -28,6 +29,7 @@ from ckptkit.rules.notation import (
     Term,
     Variable,
     dimension_text,
+    given_text,
 )
 
 # The sizes that are said: on the command line, in the rule, in its step, in config.json.
@@ -51,11 +53,12 @@ class Settings:
         sizes: Mapping[str, Given] | None = None,
         defaults: Mapping[str, Given] | None = None,
         config: Config = None,
+        meta: Config = None,
     ) -> None:
         self.args = dict(args or {})
         self.sizes = dict(sizes or {})
         self.defaults = dict(defaults or {})
-        self._config = config
+        self._said = {"config": config, "meta": meta}
         for word, value in self.args.items():
             checked(word, value, least=0)
 
@@ -72,12 +75,16 @@ class Settings:
                 return places[word], where
         return None
 
-    def configured(self, path: str) -> int | None:
-        """Return the number at a path of config.json; None if it is not there, or null."""
-        if callable(self._config):
-            self._config = self._config()
-        node: Any = self._config
-        for part in path.split("."):
+    def said(self, place: str, path: str) -> int | None:
+        """Return the number at a path of config.json, or of the metadata; None if it is missing.
+
+        Metadata is flat: its keys have the dots of the path. So may be null in config.json.
+        """
+        found = self._said[place]
+        if callable(found):
+            found = self._said[place] = found()
+        node: Any = found
+        for part in path.split(".") if place == "config" else (path,):
             if isinstance(node, Mapping):
                 node = node.get(part)
             elif isinstance(node, list) and part.isdigit() and len(part) < 10:
@@ -87,16 +94,21 @@ class Settings:
         if node is None:
             return None
         if type(node) is not int:
-            raise RuleError(f"config.{path} is {str(node)[:40]!r}, which is not a whole number")
+            shown = "a list" if isinstance(node, (list, tuple)) else repr(str(node)[:40])
+            raise RuleError(f"{place}.{path} is {shown}, which is not a whole number")
         return node
 
 
 @dataclass(frozen=True, slots=True)
 class KnownSizes:
-    """The known sizes of the words of one rule: by word, the size and its source."""
+    """The known sizes of the words of one rule: by word, the size and its source.
+
+    ``unset`` are the sizes whose places in a configuration or metadata are empty, as written.
+    """
 
     sizes: dict[str, Size]
     origins: dict[str, str]
+    unset: dict[str, str]
 
 
 def evaluate(rule: Rule, settings: Settings) -> KnownSizes:
@@ -107,13 +119,14 @@ def evaluate(rule: Rule, settings: Settings) -> KnownSizes:
     machine = _Evaluation(rule, settings)
     values = {word: machine.size(word) for word in sorted(words_of(rule))}
     sizes = {word: value for word, value in values.items() if value is not None}
-    return KnownSizes(sizes, machine.origins)
+    return KnownSizes(sizes, machine.origins, machine.unset)
 
 
 class _Evaluation:
     def __init__(self, rule: Rule, settings: Settings) -> None:
         self.rule, self.settings = rule, settings
         self.origins: dict[str, str] = {}
+        self.unset: dict[str, str] = {}
         self._done: dict[str, Size | None] = {}
         self._open: set[str] = set()
 
@@ -133,8 +146,10 @@ class _Evaluation:
                 value = (given,)
             else:
                 value = tuple(self._choice(word, choice) for choice in given)
+                if any(n is None and choice for n, choice in zip(value, given, strict=True)):
+                    self.unset[word] = given_text(given)
                 first = given[0]
-                if where != "step" and first is not None and first[0].operator == "config":
+                if where != "step" and first is not None and first[0].operator in SAID:
                     self.origins[word] = str(first[0])
         self._open.discard(word)
         self._done[word] = None if value == (None,) else value
@@ -152,8 +167,8 @@ class _Evaluation:
         if term.operator == "number":
             assert isinstance(first, int)
             return first
-        if term.operator == "config":
-            return self.settings.configured(str(first))
+        if term.operator in SAID:
+            return self.settings.said(term.operator, str(first))
         if term.operator == "word":
             size = self.size(str(first))
             if size is not None and len(size) > 1:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -52,10 +52,11 @@ def settings(sizes: Iterable[tuple[str, int]]) -> str:
     return " ".join(f"{word}={size:,}".replace(",", "") for word, size in sizes)
 
 
-def give_size(word: str) -> str:
-    """Return the hint for a size that is not known."""
+def give_size(word: str, unset: Mapping[str, str]) -> str:
+    """Return the hint for a size that is not known; `unset` are places by word that lack it."""
     asked = typed(f"--arg {word}=32", f"args={{{word!r}: 32}}")
-    return f"give it as in {asked}, as `with {word}=32` in the rule, or in config.json"
+    hint = f"give it as in {asked}, as `with {word}=32` in the rule, or in config.json"
+    return f"{unset[word]} is not set; {hint}" if word in unset else hint
 
 
 # The parts of a rule, as plain values. `str` of each is the notation again.
@@ -149,16 +150,19 @@ def dimension_text(dimension: Dimension) -> str:
     return f"({' '.join(dimension)})" if dimension else "1"
 
 
+SAID = ("config", "meta")  # what a path of a size is looked up in
+
+
 @dataclass(frozen=True, slots=True)
 class Term:
-    """A number, a word, a path in the configuration, or an operation on two of them."""
+    """A number, a word, a path in the configuration or the metadata, or an operation on two."""
 
-    operator: str  # "number", "word", "config", "+", "-", "*", "/"
+    operator: str  # "number", "word", one of SAID, "+", "-", "*", "/"
     values: tuple[int | str | Term, ...]
 
     def __str__(self) -> str:
-        if self.operator == "config":
-            return f"config.{self.values[0]}"
+        if self.operator in SAID:
+            return f"{self.operator}.{self.values[0]}"
         if self.operator in ("number", "word"):
             return str(self.values[0])
         left, right = self.values
@@ -212,7 +216,7 @@ class Rule:
 # choice = "_" | sum {"or" sum}
 # sum    = term {("+" | "-") term}
 # term   = atom {("*" | "/") atom}
-# atom   = number | word | "config." path | "(" sum ")"
+# atom   = number | word | ("config." | "meta.") path | "(" sum ")"
 
 
 _WORD = re.compile(r"[A-Za-z][A-Za-z0-9_]*")
@@ -223,7 +227,7 @@ _VARIABLE = re.compile(
     re.ASCII | re.DOTALL,
 )
 _TOKEN = re.compile(
-    r"\s*(?:(?P<config>config(?:\.[A-Za-z0-9_]+)+)"
+    r"\s*(?:(?P<path>(?:config|meta)(?:\.[A-Za-z0-9_]+)+)"
     r"|(?P<word>[A-Za-z][A-Za-z0-9_]*)|(?P<number>[0-9]+)"
     r"|(?P<sign>[-+*/()|=_]))"
 )
@@ -498,8 +502,9 @@ class _Tokens:
         kind, text = self.next()
         if kind == "number":
             return Term("number", (_integer(text),))
-        if kind == "config":
-            return Term("config", (text.removeprefix("config."),))
+        if kind == "path":
+            place, _, path = text.partition(".")
+            return Term(place, (path,))
         if kind == "word" and text != "or":
             return Term("word", (text,))
         if text == "(":

@@ -142,10 +142,11 @@ class RuleSet:
         *,
         keep: str | Sequence[str] = (),
         config: Config = None,
+        meta: Config = None,
         args: Mapping[str, int] | None = None,
     ) -> RulesOutcome:
         """Targets, kept keys and what each rule did."""
-        return self.planning(shapes, keep=keep, config=config, args=args).outcome()
+        return self.planning(shapes, keep=keep, config=config, meta=meta, args=args).outcome()
 
     def planning(
         self,
@@ -153,10 +154,11 @@ class RuleSet:
         *,
         keep: str | Sequence[str] = (),
         config: Config = None,
+        meta: Config = None,
         args: Mapping[str, int] | None = None,
     ) -> Planning:
         """Return the rules with their sizes, ready to match the keys of `shapes`."""
-        settings = Settings(args, self.sizes, self.defaults, config)
+        settings = Settings(args, self.sizes, self.defaults, config, meta)
         ready = []
         for number, (rule, words) in enumerate(zip(self.rules, self._words, strict=True), 1):
             ready.append(numbered(number, Ready, number, rule, words, settings))
@@ -330,6 +332,7 @@ def check_reversible(
     *,
     keep: str | Sequence[str] = (),
     config: Config = None,
+    meta: Config = None,
     args: Mapping[str, int] | None = None,
 ) -> None:
     """Raise NotReversibleError unless the reversed rules make `shapes` of the outcome again."""
@@ -343,13 +346,13 @@ def check_reversible(
     }
     back = rules.reversed()
     try:
-        found = back.outcome(made, keep=keep, config=config, args=args)
+        found = back.outcome(made, keep=keep, config=config, meta=meta, args=args)
     except (RuleError, MisfitError, CollisionError) as error:
-        caught = _caught(outcome, back, made, args, config)
+        caught = _caught(outcome, back.planning(made, config=config, meta=meta, args=args))
         raise caught or NotReversibleError(f"on the way back, {error.message}") from error
     again = {name: made[name] if t is None else t.shape for name, t in found.targets.items()}
     if again != dict(shapes) or _rules_of(found) != _rules_of(outcome):
-        caught = _caught(outcome, back, made, args, config)
+        caught = _caught(outcome, back.planning(made, config=config, meta=meta, args=args))
         odd = sorted(again.keys() ^ shapes.keys()) or [n for n in shapes if again[n] != shapes[n]]
         lost = NotReversibleError(f"the way back would not give {', '.join(odd[:3])}")
         raise caught or lost
@@ -361,13 +364,9 @@ def _rules_of(outcome: RulesOutcome) -> list[tuple[int, int]]:
 
 def _caught(
     outcome: RulesOutcome,
-    back: RuleSet,
-    made: Mapping[str, Shape],
-    args: Mapping[str, int] | None,
-    config: Config,
+    planning: Planning,
 ) -> NotReversibleError | None:
     """Return the error for the first name that another rule would take on the way back."""
-    planning = back.planning(made, config=config, args=args)
     for name, target in outcome.targets.items():
         match = planning.first(name)
         number = None if match is None else match[0].number

@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 
 from ckptkit import edits
 from ckptkit.api import Step, open_checkpoint
+from ckptkit.compute.numbers import INVERSES
 from ckptkit.core.bytesource import LocalFile
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import (
@@ -471,7 +472,9 @@ class WrittenStep(NamedTuple):
 
 
 # Steps whose effect is left as it is: they lose nothing that the layout needs.
-PASSED_OVER = frozenset({"config", "weights", "select", "cast", "remap", "compact", "drop-entry"})
+PASSED_OVER = frozenset(
+    {"config", "weights", "select", "dequantize", "cast", "remap", "compact", "drop-entry"}
+)
 CHECKS = frozenset({"expect"})  # of the other layout
 
 
@@ -499,6 +502,11 @@ def _undone(number: int, step: WrittenStep) -> WrittenStep | None:
         return step
     if word in opposite:
         return WrittenStep(opposite[word], given, {})
+    if word == "compute":
+        expressions = _mapping(given)
+        return WrittenStep(
+            word, {glob: INVERSES.get(each, each) for glob, each in expressions.items()}, {}
+        )
     if word == "strip":  # which of several prefixes were there is not known
         return WrittenStep("add", given, {}) if isinstance(given, str) else None
     if word == "rename":
