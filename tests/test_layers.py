@@ -62,7 +62,7 @@ OTHERS = {
     "xxhash": ("deltas",),
     "blake3": ("deltas",),
     "isal": ("core",),
-    "regex": ("edits",),
+    "regex": ("edits", "lora"),
     "yaml": ("run", "formats"),
 }
 LAZY = (

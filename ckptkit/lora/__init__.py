@@ -1,4 +1,5 @@
-"""Adapters (LoRA and its relatives): a change of a base model, in files of their own.
+"""Adapters (LoRA, LoHa, LoKr, IA3...): read from headers, merged into a base while it is written.
 
-Uses core and rules.
+In: an adapter of peft, kohya, diffusers or ComfyUI, and a base of any format. Out: the base with
+its weights changed, as byte ranges and operations. Uses core, rules, formats and api.
 """
