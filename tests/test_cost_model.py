@@ -146,8 +146,8 @@ MODEL: dict[str, Formula] = {
     "inspect --json --digest SRC": lambda src, dst: Cost(
         src.header + src.elements, PRINTED * src.tensors
     ),
-    "diff SRC TWIN": lambda src, dst: Cost(2 * src.header),
-    "diff --values SRC TWIN": lambda src, dst: Cost(2 * (src.header + src.elements)),
+    "diff --no-values SRC TWIN": lambda src, dst: Cost(2 * src.header),
+    "diff SRC TWIN": lambda src, dst: Cost(2 * (src.header + src.elements)),
     "convert --dry-run -q SRC DST.safetensors": lambda src, dst: Cost(src.header + src.located),
     "strip-module -q SRC DST.pth": _copied,
     "remap -q SRC DST.pth --to cpu": _copied,
@@ -167,7 +167,7 @@ MEMORY = {
     "strip-module -q SRC DST.pth": (40, 3.5),
     "convert -q SRC DST.safetensors": (40, 3.5),
     "inspect --json --digest SRC": (60, 2.5),
-    "diff --values SRC TWIN": (60, 4),
+    "diff SRC TWIN": (60, 4),
 }
 
 

@@ -106,4 +106,4 @@ def test_advice_names_the_entry_that_was_asked_for(tmp_path: Path) -> None:
 
 def test_a_difference_is_true() -> None:
     a, b = {"w": torch.ones(2)}, {"w": torch.zeros(2)}
-    assert not ckptkit.diff(a, b) and ckptkit.diff(a, b, values=True)
+    assert not ckptkit.diff(a, b, values=False) and ckptkit.diff(a, b)

@@ -279,10 +279,13 @@ def _table(title: str, found: list[Folded], count: int, sort: str) -> Table:
 _INDEX = re.compile(r"(?<![^.])(0|[1-9][0-9]{0,17})(?![^.])")  # as in fold
 
 
-def fold_pairs(pairs: Iterable[tuple[str, str, Hashable]]) -> list[tuple[Folded, Folded]]:
+def fold_pairs(
+    pairs: Iterable[tuple[str, str, Hashable]],
+    rows_of: Callable[[list[Item]], list[Folded]] = fold,
+) -> list[tuple[Folded, Folded]]:
     """Fold pairs (name, other name, value) whose values are equal and whose indices run in step.
 
-    The two sides fold alike, since their names differ by the same steps wherever rows join.
+    `rows_of` is `fold`, or `unfolded` for a row of each. The two sides fold alike, since their names differ by the same steps wherever rows join.
     """
     sides: tuple[list[Item], list[Item]] = [], []
     for name, other, value in pairs:
@@ -293,4 +296,4 @@ def fold_pairs(pairs: Iterable[tuple[str, str, Hashable]]) -> list[tuple[Folded,
         columns = tuple(ours[::2]), tuple(theirs[::2]), steps, value
         sides[0].append(Item(name, columns, 0))
         sides[1].append(Item(other, columns, 0))
-    return list(zip(*map(fold, sides), strict=True))
+    return list(zip(*map(rows_of, sides), strict=True))

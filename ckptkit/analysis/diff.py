@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar, cast
 
 from ckptkit.analysis import advice
 from ckptkit.analysis.matching import Kind as Kind
@@ -17,7 +17,7 @@ from ckptkit.compute.compare import compare as compare_tensors
 from ckptkit.compute.workers import ordered
 from ckptkit.core import above
 from ckptkit.core.checkpoint import Checkpoint
-from ckptkit.core.errors import CkptkitError
+from ckptkit.core.errors import CkptkitError, TensorError
 from ckptkit.core.tensor import Shape, Tensor
 from ckptkit.core.text import Modules, escape, plural, some
 from ckptkit.core.tree import join, key_text
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 Tensors = Mapping[str, Tensor]
 Progress = Callable[[int], None]
+Matches = Callable[[str], bool]
+T = TypeVar("T")
 
 LEVELS = 4  # dotted parts that a prefix may have
 
@@ -83,7 +85,8 @@ class Diff:
     were compared). `common` counts the names that both sides have; `advice` are commands that help.
     `renamed` and `reshaped` pair what is missing with what is unexpected: these names are in both
     lists as well. `silent` is None unless B is a model. `entries` are values beside the tensors
-    that differ, `uncompared` names what was not compared. `modules` are the kinds of modules, for
+    that differ, `uncompared` names what was not compared, and `unread` tensors whose values cannot
+    be compared, each with the reason. `modules` are the kinds of modules, for
     views that fold names."""
 
     missing: tuple[str, ...] = ()
@@ -97,6 +100,7 @@ class Diff:
     silent: Silent | None = None
     entries: tuple[Entry, ...] = ()
     uncompared: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
     modules: Modules | None = field(default=None, compare=False)
 
     @property
@@ -157,8 +161,9 @@ class Diff:
         keys = plural(self.common, "key")
         if self.equal and self.silent is not None:
             return f"equal: {keys} (names and shapes)"
-        if self.equal and not self.values_compared:
-            return f"same names, shapes and dtypes: {keys}; values not compared"
+        if self.equal and (self.unread or not self.values_compared):
+            what = plural(len(self.unread), "tensor") if self.values_compared else "values"
+            return f"same names, shapes and dtypes: {keys}; {what} not compared"
         if self.equal:
             return f"equal: {keys} (names, dtypes, shapes and values)"
         counts = [f"{len(self.missing):,} missing", f"{len(self.unexpected):,} unexpected"]
@@ -202,7 +207,7 @@ def compare(
     a: Tensors,
     b: Tensors,
     *,
-    values: bool = False,
+    values: bool = True,
     atol: float | None = None,
     rtol: float | None = None,
     name: str | None = None,
@@ -213,8 +218,10 @@ def compare(
     by bytes unless a tolerance is given (then |a - b| <= atol + rtol * |b|). `name` is A's file and
     `chosen` the options that name its weights, for the advice, `progress` gets the bytes that were
     read.
+
     Tensors of different dtypes are compared in float64, with the precision of the narrower dtype
-    as the tolerance unless one is given. Raises TensorError for values that cannot be compared.
+    as the tolerance unless one is given. Raises TensorError for values that cannot be compared
+    within a tolerance.
     """
     found = _common(a, b, values, atol, rtol, progress)
     return _named(found, _kinds(a), _kinds(b), name, chosen)
@@ -238,7 +245,7 @@ def _common(
     """Compare the tensors that both sides have; several are read at a time."""
     values = values or atol is not None or rtol is not None
     tell = progress or (lambda nbytes: None)
-    mismatched, changed, alike = [], [], []
+    mismatched, changed, alike, unread = [], [], [], []
     for key in a:
         if key not in b:
             continue
@@ -253,6 +260,7 @@ def _common(
             if atol is None and rtol is None:
                 relative, absolute = max(known)
             difference = _difference(key, a[key], b[key], absolute, relative)
+            assert not isinstance(difference, TensorError)  # which only bytes return
             found = found._replace(tolerance=relative or 0.0, difference=difference)
             tell(a[key].nbytes + b[key].nbytes)
         mismatched.append(found)
@@ -264,17 +272,30 @@ def _common(
         )
         for key, difference in zip(alike, differences, strict=True):
             tell(2 * a[key].nbytes)
-            if difference is not None:
+            if isinstance(difference, TensorError):
+                unread.append(f"{key} ({difference.message})")
+            elif difference is not None:
                 changed.append(Changed(key, difference))
-    return Diff(mismatched=tuple(mismatched), changed=tuple(changed), values_compared=values)
+    return Diff(
+        mismatched=tuple(mismatched),
+        changed=tuple(changed),
+        values_compared=values,
+        unread=tuple(unread),
+    )
 
 
 def _difference(
     key: str, a: Tensor, b: Tensor, atol: float | None, rtol: float | None
-) -> Difference | None:
+) -> Difference | TensorError | None:
+    """Return how the values differ; the error for bytes that are not read.
+
+    Raises it if a tolerance is given.
+    """
     try:
         return compare_tensors(a, b, atol=atol, rtol=rtol, measured=True)
     except CkptkitError as error:
+        if isinstance(error, TensorError) and atol is None and rtol is None:
+            return error
         error.message = f"{key}: {error.message}"
         raise
 
@@ -395,9 +416,14 @@ SHOWN = 6  # entries of the root that are named as not compared
 class Rest(NamedTuple):
     """The content of a checkpoint beside its weights, by path: tensors, and values as text."""
 
-    tensors: dict[str, Tensor]
-    values: dict[str, str]
-    objects: dict[str, str]
+    tensors: Mapping[str, Tensor]
+    values: Mapping[str, str]
+    objects: Mapping[str, str]
+
+    def selected(self, matches: Matches | None) -> Rest:
+        """Return what has a matching path."""
+        parts = selected(self.values, matches), selected(self.objects, matches)
+        return Rest(selected(self.tensors, matches), *parts)
 
 
 def compare_checkpoints(
@@ -405,34 +431,47 @@ def compare_checkpoints(
     b: Checkpoint,
     *,
     everything: bool = False,
-    values: bool = False,
+    values: bool = True,
     atol: float | None = None,
     rtol: float | None = None,
     name: str | None = None,
+    matches: Matches | None = None,
     progress: Progress | None = None,
 ) -> Diff:
     """Compare the weights of two checkpoints, and with `everything` what is beside them.
 
     The rest is compared path by path: optimizers, averages, settings. So is all of two checkpoints
-    without weights. See :func:`compare` for the other arguments. What is not compared is named in
-    ``uncompared``.
+    without weights. `matches` selects keys and paths. See :func:`compare` for the other arguments.
+    What is not compared is named in ``uncompared``.
     """
     weights: tuple[Tensors, Tensors] = ({}, {})
     if has_weights(a, b):
         weights = a.weights, b.weights
     else:
         everything = True
+    names = weights[0].keys() | weights[1].keys()
+    weights = selected(weights[0], matches), selected(weights[1], matches)
+    excluded = len(names) - len(weights[0].keys() | weights[1].keys())
     found = _common(*weights, values, atol, rtol, progress)
     found = _named(found, _kinds(weights[0]), _kinds(weights[1]), name, a.chosen)
     ours, theirs = rest_of(a), rest_of(b)
     if everything and not any((*weights, ours.tensors, theirs.tensors)):
         found = replace(found, values_compared=True)  # of no tensor
-    left = [] if found.values_compared else ["the values of tensors (--values)"]
+    left = [] if found.values_compared else ["the values of tensors (--no-values)"]
+    if found.values_compared and (pairs := len(found.renamed)):
+        left.append(f"the values of {plural(pairs, 'key')} that look renamed")
+    if excluded:
+        left.append(f"{plural(excluded, 'key')} that --keys excludes")
+    if found.unread:
+        left.append(f"the values of {some(found.unread)}")
     if not everything:
         if beside := _beside(ours, theirs):
             left.append(f"{beside} (--all)")
         return replace(found, uncompared=tuple(left))
+    ours, theirs = ours.selected(matches), theirs.selected(matches)
     both = _common(ours.tensors, theirs.tensors, values, atol, rtol, progress)
+    if both.unread:
+        left.append(f"the values of {some(both.unread)}")
     if objects := ours.objects.keys() | theirs.objects.keys():
         left.append(f"the inside of {plural(len(objects), 'Python object')}")
     # Values and classes of objects, in the order of A, then of B.
@@ -452,7 +491,15 @@ def compare_checkpoints(
         common=found.common + len(ours.tensors.keys() & theirs.tensors.keys()),
         entries=tuple(entries),
         uncompared=tuple(left),
+        unread=(*found.unread, *both.unread),
     )
+
+
+def selected(values: Mapping[str, T], matches: Matches | None) -> Mapping[str, T]:
+    """Return the values whose names match; all of them without `matches`."""
+    if matches is None:
+        return values
+    return {name: value for name, value in values.items() if matches(name)}
 
 
 def has_weights(*sides: Checkpoint) -> bool:

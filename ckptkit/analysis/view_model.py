@@ -14,7 +14,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ckptkit.analysis import columns
 from ckptkit.analysis.columns import Table, fold_pairs
 from ckptkit.analysis.summary import Plain, Summary, TensorRow, Value
-from ckptkit.core.text import Folded, Item, escape, family, flatten, fold, plural, shape, size
+from ckptkit.core.text import (
+    Folded,
+    Item,
+    escape,
+    family,
+    flatten,
+    fold,
+    indexed,
+    plural,
+    shape,
+    size,
+    unfolded,
+)
 from ckptkit.core.tree import join
 
 if TYPE_CHECKING:
@@ -150,8 +162,13 @@ def cut(text: str) -> str:
     return f"{escape(text[:LONG])}... ({len(text):,} characters)"
 
 
-def of_diff(found: Diff) -> Report:
-    """Return what `diff` shows: the tables that have rows, and the summary and advice below."""
+def of_diff(found: Diff, *, flat: bool = False, sort: str = "change") -> Report:
+    """Return what `diff` shows: the tables that have rows, and the summary and advice below.
+
+    `flat`: names that differ in an index are rows of their own. `sort` orders the changed tensors:
+    by "change", largest first, by "name", or as in the "file".
+    """
+    rows_of = unfolded if flat else fold
     paired = (*found.renamed, *found.reshaped)
     partners = {pair.old for pair in paired} | {pair.new for pair in paired}
 
@@ -162,7 +179,8 @@ def of_diff(found: Diff) -> Report:
     made = []
     for title, pairs in (("renamed:", found.renamed), ("renamed and reshaped?", found.reshaped)):
         rows = fold_pairs(
-            (p.old, p.new, (_shapes(p.a, p.b), f"{p.confidence:.0%}", p.why)) for p in pairs
+            ((p.old, p.new, (_shapes(p.a, p.b), f"{p.confidence:.0%}", p.why)) for p in pairs),
+            rows_of,
         )
         cells = [(escape(a.label), escape(b.label), *a.columns[-1]) for a, b in rows]
         made.append(Table(title, PAIRED, cells, ("sure",), len(pairs)))
@@ -171,7 +189,7 @@ def of_diff(found: Diff) -> Report:
         ("unexpected (only in A)", found.unexpected),
     ):
         left = [name for name in names if name not in partners]
-        folded = fold(Item(name, module(name), 0) for name in left)
+        folded = rows_of(Item(name, module(name), 0) for name in left)
         made.append(Table(title, NAMES, [(escape(row.label),) for row in folded], (), len(left)))
     items = []
     for name, a, b, tolerance, difference in found.mismatched:
@@ -182,13 +200,14 @@ def of_diff(found: Diff) -> Report:
             closeness = f"equal within {tolerance:.2g}"
         kinds = [f"{each.dtype} {shape(each.shape)}" for each in (a, b)]
         items.append(Item(name, (*kinds, closeness, module(name)), 0))
-    cells = [(escape(row.label), *row.columns[:3]) for row in fold(items)]
+    cells = [(escape(row.label), *row.columns[:3]) for row in rows_of(items)]
     headers = ("name", "A", "B", "values")
     made.append(Table("mismatched", headers, cells, (), len(items)).without_empty())
     groups: dict[Hashable, list[Changed]] = {}
     for each in found.changed:
-        groups.setdefault((family(each.name), module(each.name)), []).append(each)
-    made += [_changed(list(groups.values()), len(found.changed)), entries(found)]
+        kind = each.name if flat else (family(each.name), module(each.name))
+        groups.setdefault(kind, []).append(each)
+    made += [_changed(list(groups.values()), len(found.changed), sort), entries(found)]
     return Report(found.summary, [], [table for table in made if table.rows], list(_notes(found)))
 
 
@@ -196,8 +215,8 @@ def _shapes(a: Kind, b: Kind) -> str:
     return shape(a.shape) if a.shape == b.shape else f"{shape(a.shape)} -> {shape(b.shape)}"
 
 
-def _changed(groups: list[list[Changed]], count: int) -> Table:
-    """Return the tensors of other values, what moved most first; layers of a kind are one row."""
+def _changed(groups: list[list[Changed]], count: int, sort: str) -> Table:
+    """Return the tensors whose values differ; layers of a kind are one row."""
     headers = ("name", "tensors", "elements", "max |d|", "|d|/|a|", "cosine")
     rows = []
     for group in groups:
@@ -205,9 +224,8 @@ def _changed(groups: list[list[Changed]], count: int) -> Table:
             [number for number in numbers if number is not None]
             for numbers in zip(*((d.largest, d.relative, d.cosine) for _, d in group), strict=True)
         )
-        labels = [row.label for row in fold(Item(each.name, (), 0) for each in group)]
         cells = (
-            escape(labels[0] if len(labels) == 1 else family(group[0].name)),
+            escape(indexed(each.name for each in group)),
             f"{len(group):,}" if len(group) > 1 else "",
             f"{sum(each.difference.count for each in group):,}",
             f"{max(largest):.3g}" if largest else "",
@@ -215,7 +233,10 @@ def _changed(groups: list[list[Changed]], count: int) -> Table:
             f"{min(cosine):.6f}" if cosine else "",
         )
         rows.append((max(relative, default=-1.0), cells))  # what has no distance comes last
-    rows.sort(key=lambda row: row[0], reverse=True)
+    if sort == "change":
+        rows.sort(key=lambda row: row[0], reverse=True)
+    elif sort == "name":
+        rows.sort(key=lambda row: row[1])
     table = Table("changed", headers, [cells for _, cells in rows], headers[1:], count)
     return table.without_empty() if rows else table
 

@@ -28,10 +28,17 @@ UNSURE = 0.6  # confidence below which a pair is a guess
 @click.argument("b", metavar="[B]", required=False)
 @reading.model
 @reading.model_arguments
-@reading.flag("--values", "Read the values of tensors too, and compare them byte for byte.")
+@click.option(
+    "--values/--no-values",
+    default=True,
+    help="Compare the values of tensors too, byte for byte; or keys, dtypes and shapes alone.",
+)
 @reading.flag(
     "--all everything", "Not only the weights: compare optimizer, averages and values too."
 )
+@reading.globs("Compare only tensors whose names or paths match (repeatable).")
+@reading.folded
+@reading.sorting("change", "file", "name", text="Order of the tensors whose values differ.")
 @click.option(
     "--atol", type=click.FloatRange(min=0), help="Compare elements with this absolute tolerance."
 )
@@ -41,31 +48,41 @@ UNSURE = 0.6  # confidence below which a pair is a guess
 @reading.stored
 @reading.as_json(SCHEMA)
 @reading.value("--key", "PATH", "Path of the weights in A, if several entries could be meant.")
-@reading.value("--write-map", "FILE", "Write the renamed keys as JSON, for `rename --map`.")
-@reading.flag("--force", "Replace FILE of --write-map if it exists.")
+@reading.value("--write-map", "DST", "Write the renamed keys as JSON, for `rename --map`.")
+@reading.flag("--force", "Replace DST of --write-map if it exists.")
 @reading.value(
     "--key-b", "PATH", "Like --key, for B ('' selects the whole file). Default: as --key."
 )
 def command(
-    a: str, b: str | None, as_json: bool, write_map: str | None, force: bool, **asked: Any
+    a: str,
+    b: str | None,
+    as_json: bool,
+    write_map: str | None,
+    force: bool,
+    fold: bool | None,
+    sort: str,
+    **asked: Any,
 ) -> int:
     """Compare two checkpoints, or a checkpoint and a model.
 
-    Compares keys, dtypes and shapes, and values on request. Exit code 1 if they differ. "missing"
-    keys are in B or the model and not in A; "unexpected" keys only in A. Keys that look renamed are
-    paired, each with a confidence. With --model, the model's code is imported and run.
+    Compares keys, dtypes, shapes and values. Exit code 1 if they differ. "missing" keys are in B or
+    the model and not in A; "unexpected" keys only in A. Keys that look renamed are paired, each
+    with a confidence. A model (file.py:Class as B or as --model) has keys and shapes alone; its
+    code is imported and run.
 
     \b
-    Example: ckptkit diff run.pth other.safetensors --values
-             ckptkit diff run.pth --model models.py:CNN --arg classes=10 --write-map map.json
+    Example: ckptkit diff epoch1.pth epoch2.pth
+             ckptkit diff run.pth models.py:CNN --arg classes=10 --write-map map.json
     """
+    if asked["spec"] is None and b is not None and reading.is_model(b):
+        asked["spec"], b = b, None
     found = _compare(a, b, **asked)
     name = shown_url(a)
     if as_json:
         names = {"a": name, "b": None if b is None else shown_url(b), "model": asked["spec"]}
         render.emit_json({"schema": SCHEMA, **names, **found.as_json()})
     else:
-        render.write(f"{line}\n" for line in _lines(found))
+        render.write(f"{line}\n" for line in _lines(found, fold is False, sort))
     if write_map is not None and not found.renamed:
         render.note("no key looks renamed: wrote no map")
     elif write_map is not None:
@@ -97,27 +114,30 @@ def _compare(
     read: Options,
     key_b: str | None,
     stored: bool,
+    globs: tuple[str, ...],
     **how: Any,
 ) -> Diff:
     from ckptkit import api
-    from ckptkit.analysis.diff import compare_checkpoints, entire, has_weights
+    from ckptkit.analysis.diff import compare_checkpoints, entire, has_weights, selected
     from ckptkit.analysis.summary import summarize
     from ckptkit.quantized import look_through_both
 
     if (b is None) == (spec is None):
-        raise click.UsageError("say what to compare A with: B or --model MODEL")
+        raise click.UsageError("give one thing to compare A with: B, or --model MODEL")
     name = shown_url(a)
+    matches = render.matcher(globs) if globs else None
     with ExitStack() as stack:
         if b is None:
             first = stack.enter_context(api.reading(a, read))
+            del how["values"]  # of which a model that is only built has none to compare
             if any(value not in (None, False) for value in how.values()):
-                what = "--values, --all, --atol and --rtol cannot be used with --model"
+                what = "a model has keys and shapes alone: leave out --all, --atol and --rtol"
                 raise click.UsageError(what)
             from ckptkit.cli.model_class import built
             from ckptkit.loading.model import against_model
 
             assert spec is not None
-            return against_model(first, built(spec, args), name, stored=stored)
+            return against_model(first, built(spec, args), name, stored=stored, matches=matches)
         other = read if key_b is None else replace(read, key=key_b)
         opened = []
         for path, options in ((a, read), (b, other)):
@@ -128,17 +148,18 @@ def _compare(
         if how["everything"] or not has_weights(*sides):
             nbytes = sum(summarize(each).totals.nbytes for each in sides)
         else:
-            tensors = flatten(each.weights.values() for each in sides)
+            tensors = flatten(selected(each.weights, matches).values() for each in sides)
             nbytes = sum(tensor.nbytes for tensor in tensors)
         with render.Progress(f"comparing {name}", nbytes) as progress:
-            return compare_checkpoints(*sides, **how, name=name, progress=progress)
+            how |= {"name": name, "matches": matches, "progress": progress}
+            return compare_checkpoints(*sides, **how)
 
 
-def _lines(found: Diff) -> Iterator[str]:
+def _lines(found: Diff, flat: bool, sort: str) -> Iterator[str]:
     """Yield a block for each kind of difference, and the lines below them."""
     from ckptkit.analysis import view_model
 
-    report = view_model.of_diff(found)
+    report = view_model.of_diff(found, flat=flat, sort=sort)
     for each in report.tables:
         if len(each.headers) == 1:  # names alone are a list
             more = " more" if found.renamed or found.reshaped else ""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, islice
 from typing import Any, TypeVar
@@ -37,7 +39,24 @@ def as_json(schema: str) -> Decorator:
     return flag("--json as_json", f"Print one JSON object (schema {schema}).")
 
 
+def sorting(*orders: str, text: str) -> Decorator:
+    """Add --sort with these orders; the first is the default."""
+    return click.option("--sort", type=click.Choice(orders), default=orders[0], help=text)
+
+
+def is_model(place: str) -> bool:
+    """Return whether `place` names a model class (file.py:Class, package.module:Class)."""
+    return _MODEL.fullmatch(place) is not None and not os.path.lexists(place)
+
+
+_MODEL = re.compile(r"(.+\.py|[A-Za-z_]\w+(\.\w+)*):[A-Za-z_][\w.]*")
 key = value("--key", "PATH", KEY)
+folded = click.option(
+    "--fold/--flat",
+    default=None,
+    help="One row for tensors that differ only in an index, layers.{0..31}.weight; or a row each. "
+    "Default: fold in tables.",
+)
 model = value(
     "--model spec", "MODEL", "Model to compare with: package.module:Class or file.py:Class."
 )

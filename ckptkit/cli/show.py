@@ -280,7 +280,7 @@ def _difference(ours: Tensor, theirs: Tensor) -> str:
     if ours.shape != theirs.shape:
         return f"not compared: {render.shape(ours.shape)} and {render.shape(theirs.shape)}"
     if max(ours.numel, theirs.numel) > COUNTED:
-        return "not compared as a whole: `diff --values` does that"
+        return "not compared as a whole: `diff` does that"
     found = compare(ours, theirs, atol=0.0)
     if found is None:
         return "equal in all values"

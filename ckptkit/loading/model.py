@@ -26,7 +26,7 @@ from ckptkit.core.checkpoint import Checkpoint, Source
 from ckptkit.core.dtypes import DType
 from ckptkit.core.errors import CkptkitError, ModelError, UsageError
 from ckptkit.core.tensor import Shape, Storage, Tensor, contiguous_stride
-from ckptkit.core.text import plural, shell_word, some, without
+from ckptkit.core.text import matcher, plural, shell_word, some, without
 from ckptkit.core.tree import Node, collector_paused
 from ckptkit.core.weights import as_tensor
 from ckptkit.edits import groups, keys
@@ -50,17 +50,22 @@ def diff(
     *,
     key: str | None = None,
     everything: bool = False,
-    values: bool = False,
+    values: bool = True,
     atol: float | None = None,
     rtol: float | None = None,
+    keys: Iterable[str] = (),
 ) -> reports.Diff:
     """Return how a checkpoint differs from another one, or from what a model expects.
 
     `other` is a checkpoint, a ``torch.nn.Module``, or names a model class: ``package.module:Class``
-    or ``path/to/file.py:Class``, which is imported and built. `values`, `atol` and `rtol` also
-    compare the elements of two checkpoints (:func:`ckptkit.analysis.diff.compare`), `everything`
-    what is beside their weights.
+    or ``path/to/file.py:Class``, which is imported and built. The elements of
+    two checkpoints are compared unless `values` is false, by bytes or with the tolerances `atol`
+    and `rtol` (:func:`ckptkit.analysis.diff.compare`); a model has keys and shapes alone.
+    `everything` also compares what is beside the weights. `keys` are globs: only tensors whose
+    names or paths match are compared.
     """
+    globs = arguments.texts("keys", keys)
+    matches = matcher(globs) if globs else None
     arguments.flags(values=values, everything=everything)
     arguments.tolerances(atol=atol, rtol=rtol)
     with ExitStack() as stack:
@@ -71,24 +76,35 @@ def diff(
             second = stack.enter_context(reading(other, key=key))
             sides = look_through_both(entire(ck), entire(second))
             return compare_checkpoints(
-                *sides, everything=everything, values=values, atol=atol, rtol=rtol, name=ck.name
+                *sides,
+                everything=everything,
+                values=values,
+                atol=atol,
+                rtol=rtol,
+                name=ck.name,
+                matches=matches,
             )
         arguments.module("other", other)
-        if values or atol is not None or rtol is not None:
-            raise UsageError("the values of a model that is only built are not worth comparing")
+        if atol is not None or rtol is not None:
+            raise UsageError("a model has keys and shapes alone: atol and rtol have no effect")
         module: Any = other
-        return against_model(ck, module, ck.name)
+        return against_model(ck, module, ck.name, matches=matches)
 
 
 def against_model(
-    ck: Checkpoint, model: nn.Module, name: str | None, *, stored: bool = False
+    ck: Checkpoint,
+    model: nn.Module,
+    name: str | None,
+    *,
+    stored: bool = False,
+    matches: reports.Matches | None = None,
 ) -> reports.Diff:
     """Compare weights with the state_dict of a model: quantized ones as the model has them."""
     shapes = building.model_shapes(model)
     ck = ck if stored else seen_by(ck, shapes)
-    return reports.against(
-        ck.weights, shapes, building.model_ties(model), name=name, chosen=ck.chosen
-    )
+    sides = reports.selected(ck.weights, matches), reports.selected(shapes, matches)
+    ties = [[each for each in same if each in sides[1]] for same in building.model_ties(model)]
+    return reports.against(*sides, ties, name=name, chosen=ck.chosen)
 
 
 def seen_by(ck: Checkpoint, shapes: Mapping[str, tuple[str, Shape]]) -> Checkpoint:

@@ -43,8 +43,7 @@ def upload(plan: Plan, url: str, options: Options) -> None:
         raise UsageError(
             "an output at a URL cannot be read back before it appears",
             where=name,
-            hint=f"leave out {typed('--verify', 'verify=True')}; `diff --values` compares them "
-            "afterwards",
+            hint=f"leave out {typed('--verify', 'verify=True')}; `diff` compares them afterwards",
         )
     fs, path = filesystem(url)  # an instance for each thread, as a transaction needs
     if is_web(fs):

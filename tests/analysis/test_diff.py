@@ -32,10 +32,10 @@ def test_shape_is_a_mismatch() -> None:
     assert found.changed == ()
 
 
-def test_values_only_on_request() -> None:
+def test_values_unless_disabled() -> None:
     a, b = {"a": tensor(1, 2, 3)}, {"a": tensor(1, 5, 3)}
-    assert compare(a, b).equal
-    (changed,) = compare(a, b, values=True).changed
+    assert compare(a, b, values=False).equal
+    (changed,) = compare(a, b).changed
     assert (changed.name, changed.difference.count, changed.difference.first) == ("a", 1, 1)
 
 
@@ -67,11 +67,13 @@ def test_a_tolerance_compares_values() -> None:
     assert not compare(a, b, rtol=0.0).equal
 
 
-def test_values_that_are_not_there_are_an_error_that_names_them() -> None:
-    meta = {"w": Tensor(None, BY_NAME["float32"], (2,), (1,))}
-    assert compare(meta, {"w": tensor(1, 2)}).equal
+def test_values_that_are_not_there_are_named_and_not_called_equal() -> None:
+    meta = {"w": Tensor(None, BY_NAME["float32"], (2,), (1,)), "x": tensor(1)}
+    found = compare(meta, {"w": tensor(1, 2), "x": tensor(1)})
+    assert found.equal and found.unread[0].startswith("w (")
+    assert found.summary == "same names, shapes and dtypes: 2 keys; 1 tensor not compared"
     with pytest.raises(TensorError, match=r"^w: "):
-        compare(meta, {"w": tensor(1, 2)}, values=True)
+        compare(meta, {"w": tensor(1, 2)}, atol=0.1)
 
 
 def test_views_are_compared_by_their_elements() -> None:

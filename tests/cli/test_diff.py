@@ -106,10 +106,15 @@ def test_equal_files(ckptkit: Ckptkit, ab: tuple[Path, Path]) -> None:
 
 
 def test_equal_is_said_of_what_was_compared(ckptkit: Ckptkit, ab: tuple[Path, Path]) -> None:
-    result = ckptkit("diff", ab[0], ab[0])
+    result = ckptkit("diff", "--no-values", ab[0], ab[0])
     assert result.stdout == (
         "same names, shapes and dtypes: 4 keys; values not compared\n"
-        "not compared: the values of tensors (--values); epoch (--all)\n"
+        "not compared: the values of tensors (--no-values); epoch (--all)\n"
+    )
+    result = ckptkit("diff", ab[0], ab[0], "--keys", "s*")
+    assert result.stdout == (
+        "equal: 2 keys (names, dtypes, shapes and values)\n"
+        "not compared: 2 keys that --keys excludes; epoch (--all)\n"
     )
 
 
@@ -171,10 +176,10 @@ def trained(path: Path, *, step: float, lr: float) -> Path:
 def test_the_last_line_says_what_was_not_compared(ckptkit: Ckptkit, tmp_path: Path) -> None:
     a = trained(tmp_path / "a.pth", step=0.0, lr=0.1)
     b = trained(tmp_path / "b.pth", step=0.5, lr=0.2)
-    done = ckptkit("diff", a, b)
+    done = ckptkit("diff", "--no-values", a, b)
     assert done.exit_code == 0
     assert done.stdout.splitlines()[-1] == (
-        "not compared: the values of tensors (--values); "
+        "not compared: the values of tensors (--no-values); "
         "optimizer (2 tensors, 2 values), epoch (--all)"
     )
     done = ckptkit("diff", "--all", "--values", a, b)
@@ -266,9 +271,10 @@ def test_a_model(ckptkit: Ckptkit, tmp_path: Path) -> None:
     [
         [],
         ["b", "--model", "nets:Net"],
-        ["--model", "nets:Net", "--values"],
+        ["--model", "nets:Net", "--atol", "1"],
+        ["nets:Net", "--all"],
         ["--model", "nets:Net", "--arg", "width"],
-        ["--model", "nets:Net", "--arg", "width={"],
+        ["nets.py:Net", "--arg", "width={"],
         ["b", "--atol", "-1"],
     ],
 )

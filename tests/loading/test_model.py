@@ -274,16 +274,20 @@ def test_diff_with_another_file(tmp_path: Path) -> None:
     path = saved(filled(Net()).state_dict(), tmp_path)
     other = tmp_path / "module.py:b"  # a file, although it looks like a class
     torch.save(filled(Net(), 1).state_dict(), other)
-    assert ckptkit.diff(path, other).equal
-    assert ckptkit.diff(path, str(other)).equal
-    assert not ckptkit.diff(path, other, values=True).equal
+    assert ckptkit.diff(path, other, values=False).equal
+    assert ckptkit.diff(path, str(other), values=False).equal
+    assert not ckptkit.diff(path, other).equal
+    assert ckptkit.diff(path, other, keys=["nothing*"]).common == 0
     assert ckptkit.diff(path, other, atol=100).equal
     assert ckptkit.diff(path, ckptkit.open(path), values=True).equal
 
 
-def test_diff_of_values_with_a_model(tmp_path: Path) -> None:
-    with pytest.raises(UsageError):
-        ckptkit.diff(saved(Net().state_dict(), tmp_path), Net(), values=True)
+def test_a_model_has_no_values_to_compare(tmp_path: Path) -> None:
+    path = saved(Net().state_dict(), tmp_path)
+    found = ckptkit.diff(path, Net())
+    assert found.equal and not found.values_compared and "names and shapes" in found.summary
+    with pytest.raises(UsageError, match="keys and shapes alone"):
+        ckptkit.diff(path, Net(), atol=0.1)
 
 
 # One pairing
