@@ -285,7 +285,8 @@ def fold_pairs(
 ) -> list[tuple[Folded, Folded]]:
     """Fold pairs (name, other name, value) whose values are equal and whose indices run in step.
 
-    `rows_of` is `fold`, or `unfolded` for a row of each. The two sides fold alike, since their names differ by the same steps wherever rows join.
+    `rows_of` is `fold`, or `unfolded` for a row of each. The two sides fold alike, since their
+    names differ by the same steps wherever rows join.
     """
     sides: tuple[list[Item], list[Item]] = [], []
     for name, other, value in pairs:

@@ -80,8 +80,8 @@ def compare(
             raise error
     extents = contiguous(each[0]).locate(), contiguous(each[1]).locate()
     measure = _Measure() if measured and all(map(is_decoded, types)) else None
-    if _same(*extents) and exact:
-        return None
+    if exact and (_same(*extents) or (a.nbytes <= BUFFER and _equal(*extents))):
+        return None  # equal files of small tensors do without numpy
     keep_memory()
     import_numpy()
     import numpy as np
