@@ -7,7 +7,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.analysis import columns
-from ckptkit.analysis.summary import Summary, TensorRow, json_number, key_list, number, selected
+from ckptkit.analysis.summary import (
+    Summary,
+    TensorRow,
+    Value,
+    json_number,
+    key_list,
+    number,
+    selected,
+)
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.tree import join
 
@@ -45,15 +53,7 @@ def file(
         "size": summary.size,
         "weights": None if summary.weights is None else join(summary.weights),
         "tensors": tensors,
-        "values": (
-            {
-                "path": join(each.path),
-                "keys": key_list(each.path),
-                "type": each.type,
-                "value": json_number(each.value),
-            }
-            for each in summary.values
-        ),
+        "values": map(_value, summary.values),
         "objects": (
             {"path": join(each.path), "keys": key_list(each.path), "global": each.global_}
             for each in summary.objects
@@ -68,6 +68,15 @@ def file(
         if part is None
         else {name: getattr(part, name) for name in ("kind", "name", "detail", "folder")},
     }
+
+
+def _value(each: Value) -> Json:
+    """Return VALUE of the JSON schema; of an array the first values alone."""
+    facts = {"path": join(each.path), "keys": key_list(each.path), "type": each.type}
+    if each.array is None:
+        return {**facts, "value": json_number(each.value)}
+    first = [json_number(value) for value in each.array.first]
+    return {**facts, "of": each.array.of, "count": each.array.count, "value": first}
 
 
 def _totals(tensors: int, *sizes: int) -> Json:

@@ -218,6 +218,8 @@ class InspectValue(TypedDict):
     path: str
     keys: list[str | int]
     type: str
+    of: NotRequired[str]
+    count: NotRequired[int]
     value: Any
 
 # A pickled Python object that is no tensor or plain value.

@@ -27,6 +27,7 @@ from ckptkit.core.tree import (
     Object,
     Path,
     StoredBytes,
+    StoredList,
     join,
     key_text,
     walk,
@@ -73,6 +74,8 @@ def plain(node: Node) -> tuple[str, Plain] | None:
         # Short ones as Python writes them between quotes.
         text = f"{len(node):,} bytes" if len(node) > BYTES_SHOWN else repr(bytes(node))[2:-1]
         return "bytes", text
+    if isinstance(node, StoredList):
+        return "array", str(node)
     if isinstance(node, TypedStorage):
         return "storage", f"{node.elements:,} x {node.dtype or 'byte'} on {node.storage.device}"
     if isinstance(node, (ByteString, complex)):
@@ -198,11 +201,12 @@ class TensorRow(NamedTuple):
 
 class Value(NamedTuple):
     """A scalar or string at its place. `type` is none, bool, int, float, str, bytes, complex,
-    storage, or dotted."""
+    storage, array, or dotted. ``array`` is the list itself, of which `value` is the beginning."""
 
     path: Path
     type: str
     value: Plain
+    array: StoredList | None = None
 
 
 class Opaque(NamedTuple):
@@ -381,7 +385,8 @@ class _Survey:
                     self._number(node.storage)
                 elif value[0] == "bytes" and (inner := inner_file(node)) is not None:
                     self.inner.append(EmbeddedFile(path, *inner))
-                self.values.append(Value(path, *value))
+                array = node if kind is StoredList else None
+                self.values.append(Value(path, *value, array))
                 shown = depth
             elif kind is Object or kind is Global:
                 made = describe(node if kind is Global else node.callable)

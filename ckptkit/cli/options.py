@@ -211,6 +211,9 @@ PARTS: Rows = (
     ("", "--copies", "If the copies of a tensor differ: refuse them, or take the first.",
      {"type": click.Choice(["compare", "first"]), "default": "compare"}),
 )  # fmt: skip
+ALONE: Rows = (
+    ("", "--part-only", "Read one file of a split GGUF model without the others.", _FLAG),
+)
 HELP_ALL: Rows = (
     ("", "--help-all", "Show this message with all options.", {**_FLAG, "expose_value": False}),
 )

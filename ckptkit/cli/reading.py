@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import click
 
 from ckptkit.cli import render
-from ckptkit.cli.options import HELP_ALL, KEY, KINDS, PARTS, Command
+from ckptkit.cli.options import ALONE, HELP_ALL, KEY, KINDS, PARTS, Command
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.options import Options
 from ckptkit.core.text import shown_url
@@ -73,12 +73,13 @@ class Reader(Command):
     """A command that reads: it gets --key, and how to read folders of many processes, as `read`."""
 
     def __init__(self, *, callback: Callable[..., Any], params: list[Any], **given: Any) -> None:
-        def with_read(key: str | None, parts: str | None, **given: Any) -> Any:
+        def with_read(key: str | None, parts: str | None, part_only: bool, **given: Any) -> Any:
             copies, check = given.pop("copies"), given.pop("check_copies")
             how = "check" if check and copies == "compare" else copies
-            return callback(read=Options(key=key, parts=parts, copies=how), **given)
+            read = Options(key=key, parts=parts, part_only=part_only, copies=how)
+            return callback(read=read, **given)
 
-        for _, words, text, how in (*PARTS, *HELP_ALL):
+        for _, words, text, how in (*PARTS, *ALONE, *HELP_ALL):
             hidden = words != "--help-all"
             params.append(click.Option(words.split(), help=text, hidden=hidden, **how))
         super().__init__(callback=with_read, params=params, **given)

@@ -67,15 +67,14 @@ def contiguous(tensor: Tensor) -> Record:
     record, dtype, nbytes = tensor.storage.record, tensor.dtype, tensor.nbytes
     if not nbytes:
         return RecordSlice(record, 0, 0)
-    if tensor.is_contiguous and tensor.offset * dtype.bits % 8 == 0:
-        start = tensor.offset * dtype.bits // 8
+    if tensor.is_contiguous and tensor.offset * dtype.bits % (8 * dtype.block) == 0:
+        start = tensor.offset // dtype.block * dtype.bits // 8
         record = (
             record if (start, nbytes) == (0, record.length) else RecordSlice(record, start, nbytes)
         )
-    elif dtype.bits % 8:
-        raise TensorError(
-            f"elements of {dtype.bits} bits ({dtype}) are not one after another from a byte on"
-        )
+    elif dtype.bits % 8 or dtype.block > 1:
+        unit = "blocks" if dtype.block > 1 else f"elements of {dtype.bits} bits"
+        raise TensorError(f"{unit} ({dtype}) are not one after another from a byte on")
     else:
         view = Arrange(dtype.itemsize, (_normal(of_view(tensor.shape, tensor)),))
         record = Pending(view, (record,), nbytes)

@@ -1,8 +1,9 @@
 """The table of element types: the only source of their names, sizes and codes.
 
-Sources: torch/_utils and torch/storage (storage classes), safetensors' `Dtype`, numpy. `bits` is
-per element of `shape` as torch reports it: torch counts a float4_e2m1fn_x2 pair as one element of 8
-bits, while the elements of a quint4x2 tensor are 4 bits each.
+Sources: torch/_utils and torch/storage (storage classes), safetensors' `Dtype`, numpy, ggml. `bits`
+is per element of `shape` as torch reports it: torch counts a float4_e2m1fn_x2 pair as one element
+of 8 bits, while the elements of a quint4x2 tensor are 4 bits each. The types of ggml store a row in
+blocks of `block` elements, and `bits` is per block.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ class DType:
     Its hash is that of its name, so sets and dicts find it by its name only: torch and numpy have
     hashes of their own.
     ``name`` as torch spells it, without ``torch.``; ``kind`` one of float, int, bool, complex,
-    quantized, bits, or unknown (:func:`unknown`);
+    quantized, bits, blocks (of ggml), or unknown (:func:`unknown`);
     ``storage`` the typed storage class in module torch, None where torch writes an UntypedStorage;
     ``safetensors`` the code in a header; ``numpy`` the numpy name, None where numpy has none.
     """
@@ -34,19 +35,27 @@ class DType:
     safetensors: str | None = None
     numpy: str | None = None
     packed: int = 1  # elements in a safetensors header per torch element, in the last dimension
+    block: int = 1  # elements that only exist together, in `bits`
 
     @property
     def itemsize(self) -> int:
-        """Bytes per element, 1 for types smaller than a byte."""
+        """Bytes per element (or block of elements), 1 for types smaller than a byte."""
         return self.bits // 8 or 1
 
     def nbytes(self, elements: int) -> int:
-        """Return the bytes that hold `elements` elements, the last byte padded."""
+        """Return the bytes that hold `elements` elements, the last byte or block padded."""
+        if self.block > 1:
+            return -(-elements // self.block) * self.bits // 8
         return (elements * self.bits + 7) // 8
 
     @property
     def component(self) -> int:
-        """Bytes of the unit that byte order applies to: half an element for complex types."""
+        """Bytes of the unit that byte order applies to: half an element for complex types.
+
+        Blocks have fields of several sizes: whoever reads their numbers swaps these.
+        """
+        if self.kind == "blocks":
+            return 1
         return self.itemsize // 2 if self.kind == "complex" else self.itemsize
 
     def __str__(self) -> str:
@@ -117,6 +126,24 @@ BY_NAME: dict[str, DType] = {row.name: row for row in (*TABLE, FLOAT4)}
 BY_STORAGE: dict[str, DType] = {row.storage: row for row in TABLE if row.storage}
 BY_SAFETENSORS: dict[str, DType] = {row.safetensors: row for row in TABLE if row.safetensors}
 BY_NUMPY: dict[str, DType] = {row.numpy: row for row in TABLE if row.numpy}
+
+# The types of tensors in GGUF files by their number (ggml.h). Types that were removed, and numbers
+# that were never given to one, are missing; `formats.gguf` has those that are types of torch.
+GGML: dict[int, DType] = {
+    number: DType(name, 8 * nbytes, "blocks", block=block)
+    for number, name, block, nbytes in (
+        (2, "Q4_0", 32, 18), (3, "Q4_1", 32, 20), (6, "Q5_0", 32, 22), (7, "Q5_1", 32, 24),
+        (8, "Q8_0", 32, 34), (9, "Q8_1", 32, 36), (10, "Q2_K", 256, 84), (11, "Q3_K", 256, 110),
+        (12, "Q4_K", 256, 144), (13, "Q5_K", 256, 176), (14, "Q6_K", 256, 210),
+        (15, "Q8_K", 256, 292), (16, "IQ2_XXS", 256, 66), (17, "IQ2_XS", 256, 74),
+        (18, "IQ3_XXS", 256, 98), (19, "IQ1_S", 256, 50), (20, "IQ4_NL", 32, 18),
+        (21, "IQ3_S", 256, 110), (22, "IQ2_S", 256, 82), (23, "IQ4_XS", 256, 136),
+        (29, "IQ1_M", 256, 56), (31, "Q4_0_4_4", 32, 18), (32, "Q4_0_4_8", 32, 18),
+        (33, "Q4_0_8_8", 32, 18), (34, "TQ1_0", 256, 54), (35, "TQ2_0", 256, 66),
+        (36, "IQ4_NL_4_4", 32, 18), (37, "IQ4_NL_4_8", 32, 18), (38, "IQ4_NL_8_8", 32, 18),
+        (39, "MXFP4", 32, 17), (40, "NVFP4", 64, 36), (41, "Q1_0", 128, 18), (42, "Q2_0", 64, 18),
+    )
+}  # fmt: skip
 
 # Other names of the types, in torch and on command lines.
 ALIASES: dict[str, str] = {

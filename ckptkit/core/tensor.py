@@ -182,7 +182,7 @@ class Tensor:
         """
         if self.layout != "strided":
             return self.storage.nbytes if self.storage is not None else 0
-        return (prod(self.shape) * self.dtype.bits + 7) // 8
+        return self.dtype.nbytes(prod(self.shape))
 
     @property
     def is_contiguous(self) -> bool:
@@ -209,10 +209,9 @@ class Tensor:
         """Start and length in bytes of the part of the storage that the elements span."""
         if 0 in self.shape:
             return 0, 0
-        bits = self.dtype.bits
-        start = self.offset * bits // 8
         last = self.offset + sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True))
-        return start, ((last + 1) * bits + 7) // 8 - start
+        start = self.offset // self.dtype.block * self.dtype.bits // 8
+        return start, self.dtype.nbytes(last + 1) - start
 
 
 def contiguous_stride(shape: Shape) -> Shape:
@@ -251,7 +250,7 @@ def check_geometry(
         last += (n - 1) * s
     if (
         storage is not None
-        and (last + 1) * dtype.bits > storage.record.length * 8
+        and (last + 1) * dtype.bits > storage.record.length * 8 * dtype.block
         and 0 not in shape
     ):
         raise TensorError(

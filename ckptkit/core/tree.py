@@ -2,8 +2,8 @@
 
 Nodes are None, bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, and
 :class:`OrderedMapping`, :class:`SetNode`, :class:`Pairs`,
-:class:`ByteString`, :class:`StoredBytes`, :class:`Global`, :class:`Object`, and the leaves Tensor
-and TypedStorage.
+:class:`ByteString`, :class:`StoredBytes`, :class:`StoredList`, :class:`Global`, :class:`Object`,
+and the leaves Tensor and TypedStorage.
 Everything in this file is iterative: a file may nest a tree to any depth, until a walk meets the
 limit and raises LimitError.
 Values of a file are never hashed (dict keys aside, which are checked first), compared or printed by
@@ -202,8 +202,38 @@ class StoredBytes:
         return f"<{self.kind}: {self.extent.length:,} bytes in the file>"
 
 
+class StoredList:
+    """A list of numbers or strings left in its source: `count` values of the type `of`.
+
+    ``first`` are the first few; ``read`` returns all.
+    """
+
+    __slots__ = ("count", "first", "of", "read")
+
+    def __init__(
+        self, of: str, count: int, first: tuple[Node, ...], read: Callable[[], list[Node]]
+    ) -> None:
+        self.of = of
+        self.count = count
+        self.first = first
+        self.read = read
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[Node]:
+        return iter(self.first if len(self.first) == self.count else self.read())
+
+    def __str__(self) -> str:
+        more = ", ..." if self.count > len(self.first) else ""
+        return f"{plural(self.count, self.of)}: {', '.join(map(str, self.first))}{more}"
+
+    def __repr__(self) -> str:
+        return f"<list of {plural(self.count, self.of)} in the file>"
+
+
 LEAVES = (
-    *(Tensor, TypedStorage, Global, ByteString, StoredBytes),
+    *(Tensor, TypedStorage, Global, ByteString, StoredBytes, StoredList),
     *(str, bytes, bytearray, int, float, complex, type(None)),
 )
 _SIZED = (dict, list, tuple, str, bytes)
@@ -370,7 +400,7 @@ def _size(node: Node) -> int:
 
 _PYTHON_NAMES = {
     "OrderedMapping": "OrderedDict", "SetNode": "set", "Pairs": "dict", "StoredBytes": "bytes",
-    "ByteString": "str", "TypedStorage": "storage",
+    "StoredList": "list", "ByteString": "str", "TypedStorage": "storage",
 }  # fmt: skip
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
@@ -24,7 +25,7 @@ from ckptkit.core.errors import (
 )
 from ckptkit.core.options import DEFAULT, LAYOUT, Options
 from ckptkit.core.plan import Patch, Plan
-from ckptkit.core.text import argument, behind_page, shell_command, shown_url, typed
+from ckptkit.core.text import argument, behind_page, plural, shell_command, shown_url, typed
 from ckptkit.formats.format import (
     RECOVER,
     UNVERIFIED,
@@ -39,6 +40,7 @@ from ckptkit.formats.table import (
     BY_SUFFIX,
     COMPRESSED,
     FORMATS,
+    GGUF,
     NONE,
     PARALLEL,
     SHARDED,
@@ -318,6 +320,7 @@ def layout(checkpoint: Checkpoint, format: Format, options: Options) -> Plan:
             hint=f"these can: {able}",
         )
     try:
+        _refuse_blocks(checkpoint, format)
         # Plain tensors for those of several processes, where the output cannot keep such.
         keeps = options.everything or format.everything == "always"
         keeps = keeps and options.objects != "drop"
@@ -342,6 +345,23 @@ def layout(checkpoint: Checkpoint, format: Format, options: Options) -> Plan:
             )
             error.hint = f"for the weights alone: {shell_command(words)}"
         raise error.at(checkpoint.name or "") from error.__cause__
+
+
+def _refuse_blocks(checkpoint: Checkpoint, format: Format) -> None:
+    """Raise UnsupportedError if weights of a GGUF file are in blocks, which only GGUF can hold."""
+    if checkpoint.format != GGUF.name or format.name == GGUF.name or not checkpoint.selection:
+        return
+    weights = checkpoint.selection
+    blocks = Counter(each.dtype.name for each in weights.tensors.values() if each.dtype.block > 1)
+    if blocks:
+        name = checkpoint.name or "model.gguf"
+        out = f"{os.path.splitext(os.path.basename(name.rstrip('/')))[0]}.safetensors"
+        words = "ckptkit", "convert", *argument(name), out, "--dequantize", "bfloat16"
+        raise UnsupportedError(
+            f"{plural(blocks.total(), 'tensor')} of the types of GGUF ({', '.join(blocks)}), which "
+            f"{format.name} cannot hold",
+            hint=f"`{shell_command(words)}` makes numbers of them",
+        )
 
 
 def _is_module(checkpoint: Checkpoint) -> bool:

@@ -15,8 +15,8 @@ Names tell which files are checkpoints, and which one to read:
     consolidated.00.pth, consolidated.01.pth     the parts of a Llama release, one for each process
 
 Of a model saved as safetensors and as torch files (``model``, ``pytorch_model``), the former are
-taken, as transformers does. An index is preferred to other files. A trainer's other files
-(optimizer.pt, training_args.bin) count only if there is no model.
+taken, as transformers does. An index is preferred to other files, and all others to GGUF. A
+trainer's other files (optimizer.pt, training_args.bin) count only if there is no model.
 """
 
 from __future__ import annotations
@@ -57,7 +57,8 @@ def read(probe: Probe) -> Checkpoint:
     if isinstance(inner, Folder):
         return checkpoint
     name = os.path.basename(inner.name)
-    return replace(checkpoint, warnings=(*unread(probe.names, {name}), *checkpoint.warnings))
+    of_set = next(each.files for each in candidates(probe.names) if name in each.files)
+    return replace(checkpoint, warnings=(*unread(probe.names, of_set), *checkpoint.warnings))
 
 
 def check(probe: Probe) -> Iterator[CheckedPart | Defect]:
@@ -83,8 +84,7 @@ def _meant(probe: Probe) -> ByteSource | Folder:
             where=probe.name,
             hint=f"name one of them, e.g. {shell_word(os.path.join(probe.name, first[0]))}",
         )
-    (name,) = chosen.files
-    return probe.folder.open(name)
+    return probe.folder.open(chosen.files[0])  # of a split GGUF model it names the others
 
 
 # The folder of a training that says which of its saves is the latest
@@ -160,7 +160,7 @@ def _main(probe: Probe) -> str | None:
 # Names of files
 
 
-SAFE, BIN = ".safetensors", ".bin"
+SAFE, BIN, GGUF = ".safetensors", ".bin", ".gguf"
 INDEX = ".index.json"
 _NUMBERED = re.compile(r"(.+)-[0-9]{1,9}-of-([0-9]{1,9})", re.DOTALL)
 _PARALLEL = re.compile(r"consolidated\.[0-9]{2}\.pth")
@@ -207,7 +207,7 @@ def is_state(name: str) -> bool:
 def _kind(name: str) -> tuple[str, str, str, str] | None:
     """Return form, stem, suffix and total of a file; None if it is not named as a checkpoint."""
     base = name.removesuffix(INDEX)
-    suffix = next((each for each in BY_SUFFIX if base.endswith(each)), None)
+    suffix = next((each for each in (*BY_SUFFIX, GGUF) if base.endswith(each)), None)
     if suffix is None:
         return None
     stem = base.removesuffix(suffix)
@@ -233,6 +233,8 @@ def preferred(names: Iterable[str]) -> list[Candidate]:
     found = candidates(names)
     safe = {_model(each.stem) for each in found if each.suffix == SAFE}
     found = [each for each in found if each.suffix == SAFE or _model(each.stem) not in safe]
+    # Files that were made of the model beside them.
+    found = [each for each in found if each.suffix != GGUF] or found
     return [each for each in found if each.form == "index"] or found
 
 

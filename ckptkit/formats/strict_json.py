@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 from ckptkit.core import limits
 from ckptkit.core.errors import AmbiguousError, FormatError
 from ckptkit.core.limits import LIMITS, check
-from ckptkit.core.tree import Node, Object, children
+from ckptkit.core.tree import Node, Object, StoredList, children
 
 _DIGITS = 20  # of 2**64
 _ZEROS = bytes.maketrans(b"123456789", b"000000000")
@@ -189,7 +189,9 @@ def is_plain(root: Node, room: int = _ROOM) -> bool:
 
 
 def _unwrapped(node: Node) -> Node:
-    """Return the value of a numpy scalar, other nodes unchanged."""
+    """Return the value of a numpy scalar, a list that may be plain; other nodes unchanged."""
+    if node.__class__ is StoredList and len(node) < _ROOM:
+        return list(node)
     return node.value if isinstance(node, Object) and node.value is not None else node
 
 

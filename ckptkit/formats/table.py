@@ -98,6 +98,11 @@ SAFETENSORS = _format(
     suffixes=(".safetensors",), everything="asked", recover=Lazy("recovering:recover"),
     recoverable=Lazy("recovering:recoverable"), folder_as="sharded",
 )  # fmt: skip
+GGUF = _format(
+    "gguf", "GGUF: models for llama.cpp and ComfyUI, also split", "gguf: matches read",
+    suffixes=(".gguf",), noun="a GGUF model (llama.cpp)", rewrite_as="safetensors",
+    torch_error='"Weights only load failed", or "Invalid magic number"',
+)  # fmt: skip
 DCP = _format(
     "dcp", "a folder of torch.distributed.checkpoint", "dcp: matches read layout check",
     is_folder=True, distributed=True, everything="nested", listed=True,
@@ -178,8 +183,8 @@ NONE = Format("", "made here", matches=Lazy(""), read=Lazy(""))
 
 FORMATS = (
     DCP_SHARD, TORCHSCRIPT, TORCH_ZIP, TAR, TORCH_TAR, PT2, STABLE_BASELINES, TORCH_LEGACY,
-    SAFETENSORS, DCP, PARALLEL, DEEPSPEED, SHARDED, SHARDED_BIN, NPZ, NPY, TORCH_UNPACKED, PICKLE,
-    COMPRESSED, FOLDER, LLAMA_PARTS, MEGATRON_PARTS,
+    SAFETENSORS, GGUF, DCP, PARALLEL, DEEPSPEED, SHARDED, SHARDED_BIN, NPZ, NPY, TORCH_UNPACKED,
+    PICKLE, COMPRESSED, FOLDER, LLAMA_PARTS, MEGATRON_PARTS,
 )  # fmt: skip
 BY_NAME = {format.name: format for format in FORMATS}
 TORCH_SUFFIXES = TORCH_ZIP.suffixes

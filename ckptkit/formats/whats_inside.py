@@ -69,10 +69,6 @@ _SIGNATURES: tuple[tuple[int, bytes, str, str], ...] = (
     (0, b"Rar!", "a RAR archive", _UNPACK),
     (0, b"PK\x05\x06", "an empty zip archive", "download or save it again"),
     (0, b"PK00PK", "a spanned zip archive", "join its parts first"),
-    (
-        *(0, b"GGUF", "a GGUF model (llama.cpp)"),
-        "ckptkit reads PyTorch checkpoints; see the gguf package",
-    ),
     (0, b"lmgg", *_GGML),
     (0, b"fmgg", *_GGML),
     (0, b"tjgg", *_GGML),

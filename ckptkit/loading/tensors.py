@@ -33,6 +33,7 @@ from ckptkit.core.tree import (
     Pairs,
     SetNode,
     StoredBytes,
+    StoredList,
     attributes_of,
     join,
 )
@@ -446,6 +447,8 @@ class PythonValues:
         if isinstance(node, StoredBytes):
             data = b"".join(stream(node.extent))
             return bytearray(data) if node.kind == "bytearray" else data
+        if isinstance(node, StoredList):
+            return list(node)
         return node.data if isinstance(node, ByteString) else node
 
     def _tensor(self, node: Tensor | Object, like: Tensor) -> Any:

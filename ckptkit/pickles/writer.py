@@ -45,6 +45,7 @@ from ckptkit.core.tree import (
     Pairs,
     SetNode,
     StoredBytes,
+    StoredList,
 )
 from ckptkit.pickles.judge import refused_by_weights_only
 from ckptkit.pickles.streams import check_no_calls
@@ -366,9 +367,9 @@ class _Writer:
             return self._dict(node)
         if isinstance(node, tuple):
             return self._tuple(node)
-        if isinstance(node, list):
+        if isinstance(node, (list, StoredList)):
             self.emit(b"]" + self._put(node))
-            return self._elements(node)
+            return self._elements(node if isinstance(node, list) else list(node))
         if isinstance(node, Object):
             return self._object(node)
         if isinstance(node, SetNode):

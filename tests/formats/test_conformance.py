@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import pickle
 import pickletools
 import struct
@@ -23,10 +24,17 @@ from ckptkit.core.dtypes import BY_NAME, BY_NUMPY, BY_STORAGE, TABLE
 from ckptkit.core.options import Options
 from tests.formats.conformance import FormatConformance, State
 from tests.formats.containers import tars
+from tests.formats.gguf_files import Entry, ends, infos
+from tests.formats.gguf_files import made as gguf
 from tests.formats.torchscript import scripts
+from tests.torch_equality import bits
 
 TYPED = [row.name for row in TABLE if row.storage]
 NUMPY = [row.name for row in BY_NUMPY.values()]
+GGUF_TYPES = {
+    "float32": 0, "float16": 1, "int8": 24, "int16": 25, "int32": 26, "int64": 27, "float64": 28,
+    "bfloat16": 30,
+}  # fmt: skip
 UNTYPED = [
     row.name for row in TABLE if not row.storage and row.kind != "int" and hasattr(torch, row.name)
 ]
@@ -126,6 +134,45 @@ class TestTorchTar(FormatConformance):
                 sizes = 8 * (2 * numel + 1) if isinstance(second, int) else numel * made.itemsize
                 stream.seek(sizes, 1)
                 yield stream.tell()
+
+
+class TestGguf(FormatConformance):
+    name = "gguf"
+    suffix = ".gguf"
+    views = False
+    dtypes = [*GGUF_TYPES]
+
+    def state(self) -> State:
+        """Booleans are no type of GGUF."""
+        return {name: each for name, each in super().state().items() if each.dtype != torch.bool}
+
+    def make(self, folder: Path, state: State) -> Path:
+        tensors = [
+            Entry(name, each.shape, GGUF_TYPES[str(each.dtype).partition(".")[2]], bits(each))
+            for name, each in state.items()
+        ]
+        values = [("general.name", "x"), ("tokens", ["a", "bc"]), ("general.alignment", 64)]
+        (folder / "made.gguf").write_bytes(gguf(values, tensors, alignment=64, padded=False))
+        return folder / "made.gguf"
+
+    def oracle(self, path: Path) -> State:
+        """The tensors by struct and torch, from the offsets in the header."""
+        data = path.read_bytes()
+        start = -(-ends(data)[-1] // 64) * 64
+        found: State = {}
+        kinds = {number: getattr(torch, name) for name, number in GGUF_TYPES.items()}
+        for name, shape, number, offset in infos(data):
+            count = math.prod(shape)
+            body = bytearray(data[start + offset :][: count * kinds[number].itemsize])
+            flat = torch.frombuffer(body, dtype=kinds[number]) if count else torch.empty(0)
+            found[name] = flat.to(kinds[number]).reshape(shape)
+        return found
+
+    def boundaries(self, data: bytes) -> Iterable[int]:
+        places = ends(data)
+        start = -(-places[-1] // 64) * 64
+        yield from places
+        yield from (start + offset for _, _, _, offset in infos(data))
 
 
 class TestSafetensors(FormatConformance):

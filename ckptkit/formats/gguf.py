@@ -1,0 +1,435 @@
+"""GGUF, the format of llama.cpp: metadata and tensors, most of them in blocks of a few bits.
+
+    "GGUF" | u32 version | N tensors | N entries | the entries | the tensors | zeros | data
+
+    entry:   string key | u32 type | value        string: N length | UTF-8
+    array:   u32 type | N count | values          tensor: string name | u32 rank | N sizes[rank] |
+                                                          u32 type | u64 offset
+
+N is u32 in version 1, u64 in 2 and 3. Version 3 may be big-endian: no flag says so, but its version
+has the low 16 bits 0 if it is read as little-endian. Sizes are reversed: the first is that of a
+row. Offsets count from the start of the data, the next multiple of ``general.alignment`` (or 32).
+A large model is in several files, ``NAME-00001-of-00003.gguf``, whose metadata are in the first;
+``split.no``, ``split.count`` and ``split.tensors.count`` must agree with the names and tensors.
+
+The tree is the metadata, an entry for each key, and the tensors under ``tensors``. Arrays stay in
+the file. ComfyUI-GGUF cuts tensors into rows of 256 to fit blocks: ``comfy.gguf.orig_shape.NAME``
+is then the shape. Sources: ggml's docs/gguf.md and gguf.cpp; candle (version 1); ComfyUI-GGUF.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from math import prod
+from typing import Any, NamedTuple
+
+from ckptkit.core.bytesource import ByteSource, Folder, Range
+from ckptkit.core.checkpoint import Checkpoint, PartOf
+from ckptkit.core.dtypes import BY_NAME, GGML, UNKNOWN, DType, unknown
+from ckptkit.core.errors import (
+    AmbiguousError,
+    CorruptError,
+    FormatError,
+    TruncatedError,
+    UnsupportedError,
+)
+from ckptkit.core.limits import check
+from ckptkit.core.tensor import Shape, Storage, Tensor, contiguous_stride
+from ckptkit.core.text import plural, shown, some
+from ckptkit.core.tree import Node, StoredList
+from ckptkit.formats.format import Probe
+
+MAGIC = b"GGUF"
+TENSORS = "tensors"  # the entry of the tensors in the tree
+ALIGNMENT = "general.alignment"
+ORIGINAL_SHAPE = "comfy.gguf.orig_shape."
+TYPES: dict[int, DType] = {
+    0: BY_NAME["float32"], 1: BY_NAME["float16"], 24: BY_NAME["int8"], 25: BY_NAME["int16"],
+    26: BY_NAME["int32"], 27: BY_NAME["int64"], 28: BY_NAME["float64"], 30: BY_NAME["bfloat16"],
+    **GGML,
+}  # fmt: skip
+
+_NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q",
+            12: "d"}  # fmt: skip
+_NAMES = {0: "uint8", 1: "int8", 2: "uint16", 3: "int16", 4: "uint32", 5: "int32", 6: "float32",
+          7: "bool", 8: "string", 10: "uint64", 11: "int64", 12: "float64"}  # fmt: skip
+_STRING, _ARRAY, _UINT32 = 8, 9, 4
+_ROWS = 8  # dimensions that a tensor may have; llama.cpp has 4, ComfyUI-GGUF 5
+_FIRST = 8  # values of an array that are kept
+_WINDOW = 1 << 20  # bytes that are read at once
+_SPLIT = re.compile(r"(.+)-([0-9]{5})-of-([0-9]{5})(\.gguf)", re.DOTALL | re.IGNORECASE)
+_AGAIN = "the file is cut: download or copy it again"
+_ALONE = "--part-only takes this file alone"
+
+
+class TensorInfo(NamedTuple):
+    """A tensor as the header lists it; `offset` counts from the start of the data."""
+
+    name: str
+    shape: Shape  # in the order of torch
+    number: int  # of its type
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class GgufHeader:
+    """The header of one file: metadata by key, tensors, and where the header ends."""
+
+    source: ByteSource
+    big_endian: bool
+    values: dict[str, Node]
+    types: dict[str, int]  # of the values
+    infos: list[TensorInfo]
+    end: int
+
+
+def matches(probe: Probe) -> bool:
+    return probe.head.startswith(MAGIC)
+
+
+def read(probe: Probe) -> Checkpoint:
+    """Read the headers of the file, and of all others that the same model was split into."""
+    first = read_header(probe.source)
+    files, folder, part = [first], None, None
+    place = probe.source.folder_and_name()
+    found = _SPLIT.fullmatch(place[1]) if place is not None else None
+    if "split.count" in first.values or found:
+        part = PartOf("split", f"file {_of(first)} of a split GGUF model", "", None)
+        if not probe.options.part_only and first.values.get("split.count") != 1:
+            files, folder = _files(first, found, place), place[0] if place else None
+            part = None
+    warnings: list[str] = []
+    tensors: dict[Node, Node] = {}
+    where: dict[str, str] = {}
+    aligned = first.values.get(ALIGNMENT)
+    for each in files:
+        for name, tensor in _tensors(each, aligned, warnings):
+            if name in where:
+                both = {where[name]: 0, each.source.name: 0}
+                raise AmbiguousError(f"the tensor {shown(name)} occurs twice: {some(both)}")
+            where[name] = each.source.name
+            tensors[name] = tensor
+    expected = first.values.get("split.tensors.count", len(tensors))
+    if len(files) > 1 and expected != len(tensors):
+        what = f"split.tensors.count is {expected} and the {len(files)} files hold"
+        raise CorruptError(f"{what} {plural(len(tensors), 'tensor')}")
+    values = {key: value for each in reversed(files) for key, value in each.values.items()}
+    root = {key: values[key] for key in dict.fromkeys((*first.values, *values))}
+    entry = TENSORS
+    while entry in root:
+        entry += "_"
+    root[entry] = tensors
+    return Checkpoint(
+        root,
+        "gguf",
+        probe.source if folder is None else folder,
+        warnings=tuple(warnings),
+        about="" if len(files) == 1 else f"{len(files)} files",
+        part=part,
+    )
+
+
+# A header
+
+
+def read_header(source: ByteSource) -> GgufHeader:
+    """Read the header of one file. Raises what is wrong with it; nothing is allocated for it."""
+    try:
+        return _header(source)
+    except (FormatError, AmbiguousError, UnsupportedError) as error:
+        raise error.at(source.name) from error.__cause__
+
+
+def _header(source: ByteSource) -> GgufHeader:
+    head = source.read(0, min(source.size, 8))
+    if len(head) < 8:
+        raise TruncatedError("ends inside its header", hint=_AGAIN)
+    version, order = int.from_bytes(head[4:], "little"), "<"
+    if version and not version & 0xFFFF:
+        version, order = int.from_bytes(head[4:], "big"), ">"
+    if version not in (1, 2, 3) or (order == ">" and version != 3):
+        named = f"{version}, big-endian" if order == ">" else version
+        raise UnsupportedError(f"is GGUF of version {named}; ckptkit reads versions 1 to 3")
+    cursor = GgufCursor(source, 8, order, "I" if version == 1 else "Q")
+    wide = 4 if version == 1 else 8
+    count = cursor.count("tensors", 16 + wide)
+    entries = cursor.count("metadata entries", 5 + wide)
+    values: dict[str, Node] = {}
+    types: dict[str, int] = {}
+    for _ in range(entries):
+        key = cursor.name("a key of the metadata")
+        if key in values:
+            raise AmbiguousError(f"the metadata key {shown(key)} occurs twice")
+        types[key] = cursor.number("I")
+        values[key] = cursor.value(types[key], f"metadata: {shown(key)}")
+    infos: dict[str, TensorInfo] = {}
+    for _ in range(count):
+        info = _info(cursor)
+        if info.name in infos:
+            raise AmbiguousError(f"the tensor {shown(info.name)} occurs twice")
+        infos[info.name] = info
+    return GgufHeader(source, order == ">", values, types, list(infos.values()), cursor.at)
+
+
+def _info(cursor: GgufCursor) -> TensorInfo:
+    name = cursor.name("the name of a tensor")
+    rank = cursor.number("I")
+    if rank > _ROWS:
+        raise FormatError(f"tensor {shown(name)} has {rank:,} dimensions, more than {_ROWS}")
+    sizes = [cursor.number(cursor.wide) for _ in range(rank)]
+    return TensorInfo(name, tuple(reversed(sizes)), cursor.number("I"), cursor.number("Q"))
+
+
+class GgufCursor:
+    """Reads a header forwards, and refuses what the bytes that are left cannot hold."""
+
+    def __init__(self, source: ByteSource, at: int, order: str, wide: str) -> None:
+        self.source, self.wide, self.order = source, wide, order
+        self._structs = {code: struct.Struct(order + code) for code in {*_NUMBERS.values(), wide}}
+        self._data, self._at, self._base = b"", 0, at  # the window, the place in it, its offset
+
+    @property
+    def at(self) -> int:
+        """The offset of the next byte in the file."""
+        return self._base + self._at
+
+    @property
+    def left(self) -> int:
+        """The bytes that are left."""
+        return self.source.size - self.at
+
+    def _fill(self, length: int) -> None:
+        """Make the next `length` bytes lie in the window."""
+        at, left = self.at, self.left
+        if length > left:
+            raise TruncatedError(f"is truncated: ends {length - left:,} bytes early", hint=_AGAIN)
+        self._data = self.source.read(at, min(left, max(length, _WINDOW)))
+        self._at, self._base = 0, at
+
+    def number(self, code: str) -> Any:
+        """Return the next number, of a code of `struct`."""
+        form = self._structs[code]
+        if self._at + form.size > len(self._data):
+            self._fill(form.size)
+        (value,) = form.unpack_from(self._data, self._at)
+        self._at += form.size
+        return value
+
+    def count(self, what: str, least: int) -> int:
+        """Return the next count of things that take at least `least` bytes each."""
+        count: int = self.number(self.wide)
+        if count * least > self.left:
+            raise CorruptError(f"a count of {count:,} {what} in {self.left:,} bytes")
+        return count
+
+    def text(self, errors: str = "backslashreplace") -> str:
+        """Return the next string."""
+        length: int = self.number(self.wide)
+        check("string_bytes", min(length, self.left), "bytes of a string")
+        if self._at + length > len(self._data):
+            self._fill(length)
+        self._at += length
+        return self._data[self._at - length : self._at].decode("utf-8", errors)
+
+    def name(self, what: str) -> str:
+        """Return the next string, which names something."""
+        try:
+            name = self.text("strict")
+        except UnicodeDecodeError as error:
+            raise FormatError(f"{what} is not UTF-8") from error
+        check("name_bytes", len(name), f"characters of {what}")
+        return name
+
+    def value(self, number: int, what: str) -> Node:
+        """Return the next value, of the type with this number. An array stays in the file."""
+        if number in _NUMBERS:
+            return self.number(_NUMBERS[number])
+        if number == _STRING:
+            return self.text()
+        if number != _ARRAY:
+            raise FormatError(f"{what}: there is no type of values {number}")
+        number = self.number("I")
+        if number == _ARRAY:
+            raise UnsupportedError(f"{what}: an array of arrays (nested)")
+        if number not in _NAMES:
+            raise FormatError(f"{what}: there is no type of values {number}")
+        form = self._structs.get(_NUMBERS.get(number, ""))
+        size = struct.calcsize(self.wide) if form is None else form.size
+        count: int = self.number(self.wide)
+        if count * size > self.left:
+            raise CorruptError(f"{what}: an array of {count:,} elements in {self.left:,} bytes")
+        start = self.at
+        first = tuple(self.value(number, what) for _ in range(min(count, _FIRST)))
+        self._skip(number, count - len(first))
+        read = partial(_values, self.source, start, self.order, self.wide, number, count)
+        return StoredList(_NAMES[number], count, first, read)
+
+    def _skip(self, number: int, count: int) -> None:
+        """Pass so many values of an array."""
+        if number != _STRING:
+            self._at += count * self._structs[_NUMBERS[number]].size
+            return
+        form, data, at = self._structs[self.wide], self._data, self._at
+        for _ in range(count):
+            if at + form.size > len(data):
+                self._at = at
+                self._fill(form.size)
+                data, at = self._data, 0
+            at += form.size + form.unpack_from(data, at)[0]
+        self._at = at
+        if self.left < 0:
+            raise TruncatedError(f"is truncated: ends {-self.left:,} bytes early", hint=_AGAIN)
+
+
+def _values(
+    source: ByteSource, start: int, order: str, wide: str, number: int, count: int
+) -> list[Node]:
+    """Return all values of an array whose first is at byte `start`."""
+    cursor = GgufCursor(source, start, order, wide)
+    return [cursor.value(number, "") for _ in range(count)]
+
+
+# Tensors
+
+
+def _tensors(
+    header: GgufHeader, aligned: Node, warnings: list[str]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a file by name; `aligned` is the alignment of the first file."""
+    source, name = header.source, header.source.name
+    dtypes = {info: TYPES.get(info.number) for info in header.infos}
+    for info, dtype in dtypes.items():
+        row = info.shape[-1] if info.shape else 1
+        if dtype is not None and row % dtype.block:
+            raise FormatError(
+                f"tensor {shown(info.name)}: rows of {row:,} elements are not divisible by the "
+                f"blocks of {dtype}, of {dtype.block}", where=name,
+            )  # fmt: skip
+    sizes = {
+        info: None if dtype is None else dtype.nbytes(prod(info.shape))
+        for info, dtype in dtypes.items()
+    }
+    start, alignment = _data_start(header, aligned, sizes, warnings)
+    held = sorted((info for info in sizes if sizes[info] != 0), key=lambda info: info.offset)
+    limits = [*(info.offset for info in held[1:]), source.size - start]
+    for info, limit in zip(held, limits, strict=False):  # of unknown size: up to the next one
+        if sizes[info] is None:
+            sizes[info] = max(0, limit - info.offset)
+    for info, size in sizes.items():
+        beyond = start + info.offset + (size or 0) - source.size
+        if info.offset % alignment:
+            raise FormatError(
+                f"tensor {shown(info.name)}: its offset {info.offset:,} is not aligned to "
+                f"{alignment} bytes", where=name,
+            )  # fmt: skip
+        if beyond > 0 and size:
+            what = f"is truncated: {shown(info.name)} ends {beyond:,} bytes beyond the file"
+            raise TruncatedError(what, where=name, hint=_AGAIN)
+    for one, other in pairwise(held):
+        if one.offset + (sizes[one] or 0) > other.offset:
+            both = f"{shown(one.name)}, {shown(other.name)}"
+            raise CorruptError(f"2 tensors overlap: {both}", where=name)
+    if [info for info in header.infos if sizes[info]] != held:
+        warnings.append("tensors are not in the order of their data: llama.cpp does not load it")
+    for info, dtype in dtypes.items():
+        size = sizes[info] or 0
+        record = Range(source, min(start + info.offset, source.size - size), size)
+        storage = Storage(record, big_endian=header.big_endian)
+        if dtype is None:
+            made = unknown(f"ggml type {info.number}")
+            yield info.name, Tensor(storage, made, info.shape, (), layout=UNKNOWN)
+            continue
+        shape = _shape(info, header.values)
+        yield info.name, Tensor(storage, dtype, shape, contiguous_stride(shape))
+
+
+def _shape(info: TensorInfo, values: dict[str, Node]) -> Shape:
+    """Return the shape of a tensor, or the one that it had before ComfyUI-GGUF cut it anew."""
+    given = values.get(ORIGINAL_SHAPE + info.name)
+    if given is None:
+        return info.shape
+    if not isinstance(given, StoredList) or given.count > _ROWS or given.of == "string":
+        raise FormatError(f"{ORIGINAL_SHAPE}{shown(info.name)} is not a shape")
+    shape = tuple(map(int, given.first))
+    if prod(shape) != prod(info.shape) or any(size < 0 for size in shape):
+        raise CorruptError(
+            f"tensor {shown(info.name)} has the shape {list(info.shape)}, and "
+            f"{ORIGINAL_SHAPE}* says {list(shape)}, of another number of elements"
+        )
+    return shape
+
+
+def _data_start(
+    header: GgufHeader, first: Node, sizes: dict[TensorInfo, int | None], warnings: list[str]
+) -> tuple[int, int]:
+    """Return the offset of the data and their alignment.
+
+    gguf-py aligns all files of a split model alike, and writes the alignment into the first alone.
+    """
+    values, name = header.values, header.source.name
+    alignment = values.get(ALIGNMENT, 32)
+    whole = header.types.get(ALIGNMENT, _UINT32) == _UINT32 and alignment > 0
+    if not whole or alignment & (alignment - 1):
+        what = f"{ALIGNMENT} is {alignment!r}, not a power of two of type uint32"
+        raise FormatError(what, where=name)
+    if ALIGNMENT not in values and isinstance(first, int) and first != alignment:
+        end = max((info.offset + (size or 0) for info, size in sizes.items()), default=0)
+        if -(-header.end // first) * first - (-end // first) * first == header.source.size:
+            alignment = first
+            warnings.append(
+                f"{name}: {ALIGNMENT} is missing, and {first} in the first file: it is read with "
+                f"{first}; llama.cpp reads it with 32, wrongly"
+            )
+    return -(-header.end // alignment) * alignment, alignment
+
+
+# Files of a split model
+
+
+def _of(header: GgufHeader) -> str:
+    """``2 of 3``"""
+    number, count = (header.values.get(f"split.{key}") for key in ("no", "count"))
+    return f"{number + 1 if isinstance(number, int) else '?'} of {count}"
+
+
+def _files(
+    first: GgufHeader, found: re.Match[str] | None, place: tuple[Folder, str] | None
+) -> list[GgufHeader]:
+    """Return the headers of all files of a split model, of which `first` is one."""
+    count = first.values.get("split.count")
+    if found is None or place is None:
+        raise UnsupportedError(
+            f"is file {_of(first)} of a split model, and not named NAME-00001-of-00003.gguf",
+            where=first.source.name, hint=f"give the files their names; {_ALONE}",
+        )  # fmt: skip
+    if type(count) is not int or count != int(found[3]):
+        named = "missing" if count is None else count
+        raise CorruptError(
+            f"split.count is {named}, and its name says of {found[3]}", where=first.source.name,
+            hint=f"fetch all files of the model again; {_ALONE}",
+        )  # fmt: skip
+    folder, name = place
+    files = []
+    for number in range(1, count + 1):
+        other = f"{found[1]}-{number:05}-of-{found[3]}{found[4]}"
+        if other == name:
+            header = first
+        elif other in folder:
+            header = read_header(folder.open(other))
+        else:
+            raise CorruptError(
+                f"{other} is missing, one of the {count} files of the model",
+                where=first.source.name, hint=f"fetch it from where the others are; {_ALONE}",
+            )  # fmt: skip
+        for key, expected in (("split.no", number - 1), ("split.count", count)):
+            value = header.values.get(key)
+            if value != expected:
+                what = f"{key} is {'missing' if value is None else value}, not {expected}"
+                raise CorruptError(what, where=header.source.name, hint=_ALONE)
+        files.append(header)
+    return files

@@ -1,0 +1,325 @@
+"""GGUF files written by hand: what is read, and what is refused."""
+
+from __future__ import annotations
+
+import os
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import ckptkit
+from ckptkit.core.dtypes import GGML
+from ckptkit.core.errors import (
+    AmbiguousError,
+    CkptkitError,
+    CorruptError,
+    FormatError,
+    LimitError,
+    TruncatedError,
+    UnsupportedError,
+)
+from ckptkit.core.tree import StoredList
+from tests.formats.gguf_files import Entry, Typed, Writer, made
+
+F32 = np.arange(12, dtype="<f4")
+PLAIN = Entry("a.weight", (3, 4), 0, F32.tobytes())
+Q4_0 = Entry("b.weight", (2, 32), 2, bytes(36))
+
+
+def written(folder: Path, data: bytes, name: str = "model.gguf") -> Path:
+    path = folder / name
+    path.write_bytes(data)
+    return path
+
+
+def opened(folder: Path, data: bytes) -> ckptkit.Checkpoint:
+    return ckptkit.open(written(folder, data))
+
+
+class TestValues:
+    """Metadata are entries of the tree, under their own keys."""
+
+    NUMBERS = [
+        (0, 255), (1, -128), (2, 65535), (3, -32768), (4, 2**32 - 1), (5, -(2**31)), (6, 0.5),
+        (7, True), (10, 2**64 - 1), (11, -(2**63)), (12, 1e300),
+    ]  # fmt: skip
+
+    @pytest.mark.parametrize("version, order", [(1, "<"), (2, "<"), (3, "<"), (3, ">")])
+    def test_every_type(self, tmp_path: Path, version: int, order: str) -> None:
+        values = [(f"k.{number}", Typed(number, value)) for number, value in self.NUMBERS]
+        values += [("k.text", "grüß"), ("k.list", [Typed(5, n) for n in (1, -2)])]
+        file = made(values, [PLAIN] if order == "<" else [], version=version, order=order)
+        with opened(tmp_path, file) as ck:
+            assert [(int(key[2:]), ck[key]) for key in ck.keys()[: len(self.NUMBERS)]] == (
+                self.NUMBERS
+            )
+            assert ck["k.text"] == "grüß"
+            assert (ck["k.list"].of, list(ck["k.list"])) == ("int32", [1, -2])
+            assert ck.keys()[-1] == "tensors"
+
+    def test_long_arrays_stay_in_the_file(self, tmp_path: Path) -> None:
+        words = [f"w{n}" * (n % 7) for n in range(200_000)]
+        with opened(tmp_path, made([("tokens", words), ("a.b", Typed(7, [True, False]))])) as ck:
+            found = ck["tokens"]
+            assert isinstance(found, StoredList)
+            assert (found.of, len(found), found.first) == ("string", len(words), tuple(words[:8]))
+            assert list(found) == words
+            assert list(ck["a.b"]) == [True, False]
+
+    def test_texts_that_are_not_utf8(self, tmp_path: Path) -> None:
+        writer = Writer()
+        words = writer.number("I", 8) + writer.number("Q", 1) + writer.text(b"\xff")
+        head = b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + writer.text("t") + struct.pack("<I", 9)
+        with opened(tmp_path, head + words) as ck:
+            assert list(ck["t"]) == ["\\xff"]
+
+    def test_a_key_called_like_the_entry_of_the_tensors(self, tmp_path: Path) -> None:
+        with opened(tmp_path, made([("tensors", 7)], [PLAIN])) as ck:
+            assert ck["tensors"] == 7
+            assert list(ck.weights) == ["a.weight"]
+
+    def test_torch_files_get_them(self, tmp_path: Path) -> None:
+        file = made([("general.name", "x"), ("tokens", ["a", "b"] * 9)], [PLAIN])
+        ckptkit.convert(written(tmp_path, file), tmp_path / "made.pth")
+        found = torch.load(tmp_path / "made.pth", weights_only=True)
+        assert found.pop("tensors")["a.weight"].equal(torch.from_numpy(F32.reshape(3, 4)))
+        assert found == {"general.name": "x", "tokens": ["a", "b"] * 9}
+
+
+class TestTensors:
+    def test_plain_types(self, tmp_path: Path) -> None:
+        arrays = {
+            0: "f4", 1: "f2", 24: "i1", 25: "i2", 26: "i4", 27: "i8", 28: "f8",
+        }  # fmt: skip
+        for order in "<>":
+            tensors = [
+                Entry(f"t{number}", (2, 3), number, np.arange(6, dtype=order + kind).tobytes())
+                for number, kind in arrays.items()
+            ]
+            with opened(tmp_path, made(tensors=tensors, order=order)) as ck:
+                for number, kind in arrays.items():
+                    expected = np.arange(6, dtype=kind).reshape(2, 3)
+                    assert ck.weights[f"t{number}"].numpy().dtype == expected.dtype
+                    assert (ck.weights[f"t{number}"].numpy() == expected).all()
+
+    def test_bfloat16(self, tmp_path: Path) -> None:
+        data = struct.pack("<2H", 0x3F80, 0xC000)
+        with opened(tmp_path, made(tensors=[Entry("t", (2,), 30, data)])) as ck:
+            assert ck.weights["t"].torch().tolist() == [1.0, -2.0]
+
+    def test_shapes(self, tmp_path: Path) -> None:
+        tensors = [
+            Entry("scalar", (), 0, bytes(4)),
+            Entry("empty", (0, 4), 0, b""),
+            Entry("eight", (1,) * 7 + (2,), 0, bytes(8)),
+        ]
+        with opened(tmp_path, made(tensors=tensors)) as ck:
+            shapes = {name: tensor.shape for name, tensor in ck.weights.items()}
+        assert shapes == {"scalar": (), "empty": (0, 4), "eight": (1,) * 7 + (2,)}
+
+    @pytest.mark.parametrize("number", GGML)
+    def test_blocks(self, tmp_path: Path, number: int) -> None:
+        dtype = GGML[number]
+        data = bytes(6 * dtype.itemsize)
+        entry = Entry("t", (2, 3 * dtype.block), number, data)
+        with opened(tmp_path, made(tensors=[entry])) as ck:
+            tensor = ck.weights["t"]
+            assert (tensor.dtype, tensor.nbytes) == (dtype, len(data))
+            assert tensor.extent == (0, len(data))
+
+    def test_sizes_of_blocks(self) -> None:
+        """Bits of an element, as llama.cpp counts them."""
+        bits = {dtype.name: dtype.bits / dtype.block for dtype in GGML.values()}
+        assert (bits["Q4_K"], bits["Q6_K"], bits["Q8_0"]) == (4.5, 6.5625, 8.5)
+        assert (bits["IQ1_S"], bits["TQ1_0"], bits["MXFP4"]) == (1.5625, 1.6875, 4.25)
+
+    def test_alignment(self, tmp_path: Path) -> None:
+        file = made([("general.alignment", 256)], [PLAIN, Q4_0], alignment=256)
+        with opened(tmp_path, file) as ck:
+            assert (ck.weights["a.weight"].numpy().ravel() == F32).all()
+
+    def test_any_order_and_holes(self, tmp_path: Path) -> None:
+        tensors = [PLAIN._replace(offset=128), Entry("b", (2,), 0, F32[:2].tobytes(), 0)]
+        writer, data = Writer(), F32[:2].tobytes().ljust(128, b"\0") + F32.tobytes()
+        head = b"GGUF" + struct.pack("<IQQ", 3, 2, 0)
+        head += b"".join(writer.info(each, each.offset or 0) for each in tensors)
+        with opened(tmp_path, head + bytes(-len(head) % 32) + data) as ck:
+            assert (ck.weights["a.weight"].numpy().ravel() == F32).all()
+            assert (ck.weights["b"].numpy() == F32[:2]).all()
+            assert "llama.cpp does not load it" in ck.warnings[0]
+
+    def test_type_that_is_not_known(self, tmp_path: Path) -> None:
+        tensors = [PLAIN, Entry("odd", (5, 7), 155, bytes(64)), PLAIN._replace(name="c")]
+        with opened(tmp_path, made(tensors=tensors)) as ck:
+            assert ck.weights["odd"].dtype.name == "ggml type 155"
+            assert (ck.weights["odd"].shape, ck.weights["odd"].nbytes) == ((5, 7), 64)
+            assert (ck.weights["c"].numpy().ravel() == F32).all()
+
+    def test_shape_of_comfy(self, tmp_path: Path) -> None:
+        key = "comfy.gguf.orig_shape.a.weight"
+        with opened(tmp_path, made([(key, [Typed(5, n) for n in (2, 3, 2)])], [PLAIN])) as ck:
+            assert ck.weights["a.weight"].shape == (2, 3, 2)
+
+
+def split(number: int, count: int, total: int) -> list[tuple[str, Any]]:
+    keys = [
+        ("no", Typed(2, number)),
+        ("count", Typed(2, count)),
+        ("tensors.count", Typed(5, total)),
+    ]
+    return [(f"split.{key}", value) for key, value in keys]
+
+
+class TestSplit:
+    def files(self, folder: Path, **changes: Any) -> list[Path]:
+        paths = []
+        for number in range(3):
+            values = [("general.name", "x")] * (not number) + split(number, 3, 2)
+            tensors = [PLAIN._replace(name=f"t{number}")] if number else []
+            name = f"m-{number + 1:05}-of-00003.gguf"
+            paths.append(written(folder, made(values, tensors), name))
+        return paths
+
+    def test_any_file_and_the_folder(self, tmp_path: Path) -> None:
+        for path in (*self.files(tmp_path), tmp_path):
+            with ckptkit.open(path) as ck:
+                assert list(ck.weights) == ["t1", "t2"]
+                assert (ck["general.name"], ck["split.no"]) == ("x", 0)
+                assert (ck.weights["t2"].numpy().ravel() == F32).all()
+                assert not ck.warnings
+
+    def test_one_file_alone(self, tmp_path: Path) -> None:
+        with ckptkit.open(self.files(tmp_path)[1], part_only=True) as ck:
+            assert list(ck.weights) == ["t1"]
+            assert ck.part is not None and "file 2 of 3" in ck.part.name
+
+    def test_missing(self, tmp_path: Path) -> None:
+        paths = self.files(tmp_path)
+        paths[1].unlink()
+        for path in (paths[0], paths[2], tmp_path):
+            with pytest.raises(CorruptError, match=r"m-00002-of-00003\.gguf is missing"):
+                ckptkit.open(path)
+
+    def test_renamed(self, tmp_path: Path) -> None:
+        paths = self.files(tmp_path)
+        paths[0].rename(tmp_path / "model.gguf")
+        with pytest.raises(UnsupportedError, match="file 1 of 3"):
+            ckptkit.open(tmp_path / "model.gguf")
+
+    def test_named_as_if_split(self, tmp_path: Path) -> None:
+        path = written(tmp_path, made(), "m-00001-of-00002.gguf")
+        with pytest.raises(CorruptError, match=r"split\.count is missing"):
+            ckptkit.open(path)
+
+    def test_alignment_of_the_first_alone(self, tmp_path: Path) -> None:
+        for number in range(2):
+            values = split(number, 2, 2) + [("general.alignment", 256)] * (not number)
+            file = made(values, [PLAIN._replace(name=f"t{number}")], alignment=256)
+            written(tmp_path, file, f"m-{number + 1:05}-of-00002.gguf")
+        with ckptkit.open(tmp_path) as ck:
+            assert (ck.weights["t1"].numpy().ravel() == F32).all()
+            assert "256 in the first file" in ck.warnings[0]
+
+
+class TestFolders:
+    def test_other_models_come_first(self, tmp_path: Path) -> None:
+        ckptkit.save({"w": np.zeros(3, "f4")}, tmp_path / "model.safetensors")
+        written(tmp_path, made(tensors=[PLAIN]))
+        with ckptkit.open(tmp_path) as ck:
+            assert ck.format == "safetensors"
+            assert "model.gguf, not read" in ck.warnings[0]
+
+    def test_alone(self, tmp_path: Path) -> None:
+        written(tmp_path, made(tensors=[PLAIN]))
+        with ckptkit.open(tmp_path) as ck:
+            assert ck.format == "gguf"
+
+    def test_several(self, tmp_path: Path) -> None:
+        written(tmp_path, made(tensors=[PLAIN]), "q4.gguf")
+        written(tmp_path, made(tensors=[PLAIN]), "q8.gguf")
+        with pytest.raises(AmbiguousError, match=r"2 checkpoints: q4\.gguf, q8\.gguf"):
+            ckptkit.open(tmp_path)
+
+
+MODEL = made([("general.name", "x")], [PLAIN, Q4_0])
+HOSTILE: dict[str, tuple[bytes, type[CkptkitError], str]] = {
+    "no version": (MODEL[:6], TruncatedError, "inside its header"),
+    "version 0": (made(version=3)[:4] + bytes(20), UnsupportedError, "version 0"),
+    "big-endian of version 2": (made(version=2, order=">"), UnsupportedError, "version 2, big"),
+    "keys": (made(counts=(0, 2**60)), CorruptError, "metadata entries"),
+    "tensors": (made(counts=(2**62, 0)), CorruptError, "tensors in"),
+    "key twice": (made([("a", 1), ("a", 1)]), AmbiguousError, "'a' occurs twice"),
+    "name twice": (made(tensors=[PLAIN, PLAIN]), AmbiguousError, "'a.weight' occurs twice"),
+    "key not UTF-8": (made([(b"\xff", 1)]), FormatError, "a key of the metadata is not UTF-8"),
+    "name not UTF-8": (
+        made(tensors=[PLAIN._replace(name=b"\xff")]), FormatError, "a tensor is not UTF-8",
+    ),
+    "long name": (made(tensors=[PLAIN._replace(name="a" * 65537)]), LimitError, "name_bytes"),
+    "nested arrays": (made([("a", [[1], [2]])]), UnsupportedError, "array of arrays"),
+    "alignment 0": (made([("general.alignment", 0)]), FormatError, "power of two"),
+    "alignment 48": (made([("general.alignment", 48)]), FormatError, "power of two"),
+    "alignment of i32": (
+        made([("general.alignment", Typed(5, 64))]), FormatError, "of type uint32",
+    ),
+    "nine dimensions": (
+        made(tensors=[PLAIN._replace(shape=(1,) * 9)]), FormatError, "9 dimensions",
+    ),
+    "rows of no blocks": (made(tensors=[Q4_0._replace(shape=(4, 16))]), FormatError, "divisible"),
+    "unaligned": (made(tensors=[PLAIN._replace(offset=4)]), FormatError, "not aligned to 32"),
+    "beyond": (made(tensors=[PLAIN._replace(shape=(2**40, 4))]), TruncatedError, "beyond the file"),
+    "wrapping": (
+        made(tensors=[PLAIN._replace(shape=(2**62, 2**62))]), TruncatedError, "beyond the file",
+    ),
+    "cut": (MODEL[:-40], TruncatedError, "'b.weight' ends 12 bytes beyond the file"),
+    "overlap": (
+        made(tensors=[PLAIN, Entry("b", (2,), 0, b"", 32), Entry("c", (2,), 0, bytes(64), 64)]),
+        CorruptError, "2 tensors overlap: 'a.weight', 'b'",
+    ),
+    "shape of comfy": (
+        made([("comfy.gguf.orig_shape.a.weight", [5, 5])], [PLAIN]), CorruptError, "elements",
+    ),
+    "text as a shape": (
+        made([("comfy.gguf.orig_shape.a.weight", "3,4")], [PLAIN]), FormatError, "not a shape",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_refuses(tmp_path: Path, name: str) -> None:
+    data, kind, words = HOSTILE[name]
+    with pytest.raises(kind) as caught:
+        ckptkit.open(written(tmp_path, data))
+    assert words in caught.value.message
+    assert caught.value.where == str(tmp_path / "model.gguf")
+
+
+@pytest.mark.parametrize("count", [2**30, 2**60])
+def test_false_counts_take_no_memory(tmp_path: Path, count: int) -> None:
+    """A file of 300 bytes that claims arrays and strings of any length."""
+    writer = Writer()
+    head = b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + writer.text("a")
+    claims: list[Callable[[int], bytes]] = [
+        lambda n: struct.pack("<IIQ", 9, 8, n),
+        lambda n: struct.pack("<IIQ", 9, 4, n),
+        lambda n: struct.pack("<IQ", 8, n),
+    ]
+    code = (
+        "import resource, sys, ckptkit\n"
+        "resource.setrlimit(resource.RLIMIT_AS, (400 << 20, 400 << 20))\n"
+        "try: ckptkit.open(sys.argv[1])\n"
+        "except ckptkit.CkptkitError as error: print(type(error).__name__)\n"
+    )
+    for claim in claims:
+        path = written(tmp_path, head + claim(count) + bytes(300))
+        done = subprocess.run(
+            [sys.executable, "-c", code, path], capture_output=True, text=True, check=False,
+            env={**os.environ, "PYTHONPATH": str(Path(ckptkit.__file__).parent.parent)},
+        )  # fmt: skip
+        assert done.stdout.strip() in ("CorruptError", "TruncatedError"), done.stderr
