@@ -47,6 +47,12 @@ def _list(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
     "Argument NAME of the rules: a size (repeatable).",
     **options.KINDS["sizes"],
 )
+@reading.value(
+    "--dequantize",
+    "[DTYPE]",
+    "Convert quantized weights to this dtype, in place of the one of the recipe.",
+    **options.KINDS["dtype"],
+)
 @reading.key
 def command(
     recipe: str,
@@ -55,6 +61,7 @@ def command(
     reverse: bool,
     config: Mapping[str, Any] | None,
     args: dict[str, int],
+    dequantize: str | None,
 ) -> Any:
     """Carry out the steps of a recipe, as one plan.
 
@@ -70,7 +77,9 @@ def command(
     from ckptkit.formats import of_suffix
     from ckptkit.run import recipes
 
-    rules = RuleOptions(args, config, reverse, reports=request.options.dry_run)
+    rules = RuleOptions(
+        args, config, reverse, request.options.dry_run, dequantize=dequantize or None
+    )
     found = recipes.load(recipe, rules)
     # Back, the output is that of the other layout. A suffix of DST says which format is wanted: one
     # file then.

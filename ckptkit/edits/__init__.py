@@ -102,8 +102,8 @@ EDITS = (
         (Option("dtype", "dtype", "--dequantize", "[DTYPE]",
                 "Convert quantized weights to floats: bfloat16, float16 or float32, by default "
                 "that of the model.", dest="dequantize"),),
-        "Convert quantized weights to floats.",
-        in_convert=True,
+        "Convert quantized weights to floats; in a recipe, there need not be any.",
+        in_convert=True, fixed={"missing_ok": True},
     ),
     Edit("weights", "edits.structure:bare", about="Take the weights alone.", public=False),
     Edit(

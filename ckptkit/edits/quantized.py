@@ -44,17 +44,21 @@ _CONFIG = ("quantization_config", "quantization", "compression_config")
 
 
 @edit
-def dequantize(ck: Checkpoint, dtype: DTypeLike | None = None) -> Checkpoint:
+def dequantize(
+    ck: Checkpoint, dtype: DTypeLike | None = None, missing_ok: bool = False
+) -> Checkpoint:
     """Dequantize every quantized weight to `dtype`, bit-exactly as its own library does.
 
     Without a dtype: that of the model's configuration, else the one that the file names, else
     float16 (GPTQ, AWQ) or bfloat16; torch's own quantized tensors become float32. What a weight was
     made of goes, and what serves quantized inference alone. Raises UsageError if nothing is
-    quantized, UnsupportedError for a weight that is not read.
+    quantized, unless `missing_ok`, and UnsupportedError for a weight that is not read.
     """
     wanted = None if dtype is None else target(dtype)
     own = dequantized(ck, wanted or dtypes.BY_NAME["float32"])
     found = quantized.find(ck)
+    if own is None and not found and missing_ok:
+        return ck
     if own is None and not found:
         raise UsageError(
             "nothing in it is quantized in a way that is known",

@@ -258,7 +258,7 @@ class RuleOptions(NamedTuple):
     """Arguments that all steps of rules share: the sizes that the caller gives, and the direction.
 
     With ``reports``, each step leaves a `Report` on the checkpoint. ``meta`` is the metadata of
-    another file, in place of that of the checkpoint.
+    another file, in place of that of the checkpoint; ``dequantize`` the dtype of that step.
     """
 
     args: Mapping[str, int] = MappingProxyType({})
@@ -266,6 +266,7 @@ class RuleOptions(NamedTuple):
     reverse: bool = False
     reports: bool = False
     meta: Config = None
+    dequantize: str | None = None
 
 
 @edit

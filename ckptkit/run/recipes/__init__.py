@@ -14,7 +14,8 @@ A recipe is a YAML or TOML file:
     args: {heads: 32}               # defaults of --arg
     output: {format: safetensors, shard_size: 5GB}      # unless the command line says otherwise
 
-The steps are the edits in `ckptkit.edits`, and `config`, `rules` and `expect`. Recipes in this
+The steps are the edits in `ckptkit.edits`, and `config`, `rules`, `expect`, `gguf` (an
+architecture, and its config.json) and `recipe` (the one of the architecture). Recipes in this
 folder are found by name (``lightning``).
 """
 
@@ -157,7 +158,10 @@ def _recipe(name: str, content: Any, options: RuleOptions) -> Recipe:
             back, notes = backwards(known)
             made = [_step(number, each, options, defaults) for number, each in enumerate(back, 1)]
             made.append(lambda ck: ck.with_root(ck.root, notes=notes))
-        if options.args:
+        given = {each.word for each in known}
+        if options.dequantize is not None and not given & {"dequantize", "recipe"}:
+            raise _WrongError("has no step dequantize, whose dtype --dequantize would be")
+        if options.args and "recipe" not in given:
             rules = [_parsed_rules(each, defaults) for each in known if each.word == "rules"]
             words = set(flatten(each.words() for each in rules))
             for word in options.args:
@@ -199,7 +203,7 @@ def _step(
     number: int, step: WrittenStep, options: RuleOptions, defaults: dict[str, str | int]
 ) -> Step:
     word = step.word
-    if word not in (known := [*edits.BY_WORD, "config", "expect"]):
+    if word not in (known := [*edits.BY_WORD, "config", "expect", "gguf", "recipe"]):
         close = nearest(_shown(word).strip("'"), known) or known
         hint = f"did you mean {', '.join(close)}?"
         raise _WrongError(f"step {number}: {_shown(word)} is not a step", hint)
@@ -211,6 +215,14 @@ def _step(
                 what = f"{_shown(step.given)} is not a table of arguments"
                 raise _WrongError(what, hint=", ".join(TABLES))
             return partial(with_config, table=TABLES[step.given], options=options)
+        if word == "gguf":
+            return partial(with_gguf_config, architectures=_texts(step.given), options=options)
+        if word == "recipe":
+            if step.given != BY_ARCHITECTURE:
+                raise _WrongError(f"{_shown(step.given)} is not {BY_ARCHITECTURE}")
+            return partial(_by_architecture, options=options)
+        if word == "dequantize" and options.dequantize is not None:
+            step = step._replace(given=options.dequantize)
         if word == "expect":
             return Expectations(_texts(step.given), options.config).check
         return _edited(edits.BY_WORD[word], step.given)
@@ -218,6 +230,38 @@ def _step(
         raise _WrongError(f"step {number} ({word}): {error}", hint=error.hint) from None
     except RuleError as error:
         raise in_step(number, error) from None
+
+
+BY_ARCHITECTURE = "gguf-*"
+
+
+def _by_architecture(checkpoint: Checkpoint, options: RuleOptions) -> Checkpoint:
+    """Apply the recipe for the architecture of a GGUF file."""
+    from ckptkit.run.recipes import gguf
+
+    known = [each for each in names() if each.startswith(gguf.RECIPES)]
+    found = load(gguf.recipe_name(checkpoint, known), options)
+    for step in found.steps:
+        checkpoint = step(checkpoint)
+    return checkpoint.with_root(checkpoint.root, notes=[f"by the recipe {found.name}"])
+
+
+def with_gguf_config(
+    checkpoint: Checkpoint, architectures: Sequence[str], options: RuleOptions
+) -> Checkpoint:
+    """Return a GGUF checkpoint of these architectures with a config.json, made of the metadata.
+
+    That is the one that was named (`--config`), if there is one. Raises UnsupportedError for
+    another architecture.
+    """
+    from ckptkit.run.recipes import gguf
+
+    gguf.check_architecture(checkpoint, architectures)
+    given = options.config() if callable(options.config) else options.config
+    config, notes = (given, []) if given is not None else gguf.config_of(checkpoint)
+    if config is not None:
+        checkpoint = _with_config_file(checkpoint, config)
+    return checkpoint.with_root(checkpoint.root, notes=notes)
 
 
 _RULE_OPTIONS = {"keep", "sizes", "keys"}
@@ -473,7 +517,7 @@ class WrittenStep(NamedTuple):
 
 # Steps whose effect is left as it is: they lose nothing that the layout needs.
 PASSED_OVER = frozenset(
-    {"config", "weights", "select", "dequantize", "cast", "remap", "compact", "drop-entry"}
+    {"config", "gguf", "weights", "select", "dequantize", "cast", "remap", "compact", "drop-entry"}
 )
 CHECKS = frozenset({"expect"})  # of the other layout
 
@@ -520,4 +564,6 @@ def _undone(number: int, step: WrittenStep) -> WrittenStep | None:
     if word in PASSED_OVER or word in CHECKS:
         return None
     hint = "write a recipe for the way back, or take the step out"
+    if word == "recipe":
+        hint = "name the recipe of the architecture: `ckptkit run --list` lists them"
     raise UsageError(f"not reversible: step {number} ({word})", hint=hint)

@@ -1,0 +1,207 @@
+"""Recipes of GGUF models, on models that llama.cpp's script converted, and on files by hand."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from ckptkit.run import recipes
+from ckptkit.run.recipes.gguf import ALIASES, MODELS, VARIANTS
+from tests.cli.conftest import Ckptkit
+from tests.cli.conftest import ckptkit as command  # noqa: F401
+from tests.formats.gguf_files import Entry, made
+
+VECTORS = Path(os.environ.get("CKPTKIT_VECTORS", "/nowhere"), "gguf")
+CASES = [each for each in sorted(VECTORS.glob("model-*/case.json")) if "qwen3moe" not in str(each)]
+NAMES = [name for name in recipes.names() if name.startswith("gguf-")]
+needs_vectors = pytest.mark.skipif(not CASES, reason="CKPTKIT_VECTORS is not set")
+
+
+def runs(case: Path) -> list[dict[str, Any]]:
+    return [each for each in json.loads(case.read_text())["checks"] if each["do"] == "run"]
+
+
+def assert_equal(found: Any, expected: Any, ulps: dict[str, int]) -> None:
+    assert sorted(found) == sorted(expected)
+    for name, tensor in expected.items():
+        ours = found[name]
+        assert ours.shape == tensor.shape, name
+        if name in ulps:
+            apart = (ours.view(torch.int32) - tensor.view(torch.int32)).abs().max()
+            assert apart <= ulps[name], name
+        else:
+            assert torch.equal(ours, tensor.to(ours.dtype)), name
+
+
+@needs_vectors
+@pytest.mark.parametrize("case", CASES, ids=lambda path: path.parent.name)
+def test_vectors(case: Path, tmp_path: Path, command: Ckptkit) -> None:  # noqa: F811
+    """By the recipe and by `gguf`; and back, with the sizes of config.json."""
+    for check in runs(case):
+        source, out = case.parent / check["source"], tmp_path / "out.safetensors"
+        expected = load_file(case.parent / check["expect"])
+        dtype = ["--dequantize", check["dequantize"]] if check["dequantize"] else []
+        for recipe in (check["recipe"], "gguf"):
+            done = command("run", recipe, source, out, *dtype, "--force")
+            assert done.exit_code == 0, done.stderr
+            found = load_file(out)
+            assert_equal(found, expected, check.get("ulps", {}))
+        if check["dequantize"]:
+            assert torch.bfloat16 in {each.dtype for each in found.values()}
+            continue
+        assert {name: each.dtype for name, each in found.items()} == {
+            name: each.dtype for name, each in expected.items()
+        }
+        config, back = case.parent / "config.hf.json", tmp_path / "back.safetensors"
+        done = command("run", check["recipe"], out, back, "--reverse", "--config", config)
+        assert done.exit_code == 0, done.stderr
+        done = command("convert", source, tmp_path / "plain.safetensors")
+        assert done.exit_code == 0, done.stderr
+        plain, again = load_file(tmp_path / "plain.safetensors"), load_file(back)
+        assert sorted(plain) == sorted(again)
+        for name, tensor in plain.items():
+            torch.testing.assert_close(again[name], tensor, rtol=2**-22, atol=0)
+
+
+# Fields that transformers fills with its defaults, or that belong to the made-up tokenizer.
+OTHER = {"bos_token_id", "eos_token_id", "n_inner", "partial_rotary_factor", "multi_query",
+         "pad_token_id", "norm_topk_prob"}  # fmt: skip
+
+
+@needs_vectors
+@pytest.mark.parametrize("case", CASES, ids=lambda path: path.parent.name)
+def test_config_of_the_vectors(case: Path, tmp_path: Path, command: Ckptkit) -> None:  # noqa: F811
+    """config.json has the values of the model that was converted; not where none is made."""
+    original = case.parent / "config.hf.json"
+    if not original.exists():
+        original = case.parent / "hf" / "config.json"
+    expected = json.loads(original.read_text())
+    expected["rope_theta"] = (expected.get("rope_parameters") or {}).get("rope_theta")
+    expected["num_experts"] = expected.get("num_local_experts")
+    done = command("run", "gguf", case.parent / "model.gguf", tmp_path / "hf")
+    assert done.exit_code == 0, done.stderr
+    path = tmp_path / "hf" / "config.json"
+    assert path.exists() == (expected["model_type"] not in ("bert", "deepseek_v2"))
+    assert path.exists() == ("no config.json" not in done.stdout)
+    for field, value in json.loads(path.read_text()).items() if path.exists() else ():
+        assert field in OTHER or value == expected[field], field
+
+
+# By hand
+
+
+def entry(name: str, *shape: int) -> Entry:
+    data = np.arange(np.prod(shape), dtype="<f4") + 1
+    return Entry(name, shape, 0, data.tobytes())
+
+
+BLOCK = ("attn_norm.weight", "ffn_norm.weight", "attn_q.weight", "attn_k.weight", "attn_v.weight",
+         "attn_output.weight", "ffn_gate.weight", "ffn_up.weight", "ffn_down.weight")  # fmt: skip
+LLAMA = [
+    entry("token_embd.weight", 5, 8),
+    entry("output_norm.weight", 8),
+    entry("rope_freqs.weight", 2),
+    *(entry(f"blk.0.{name}", *((8,) if "norm" in name else (8, 8))) for name in BLOCK),
+]
+
+
+def model(folder: Path, architecture: str, tensors: list[Entry], **values: Any) -> Path:
+    """A file with this architecture; a value is named with _ instead of dots."""
+    keys = {f"{architecture}.{key.replace('__', '.')}": value for key, value in values.items()}
+    path = folder / "model.gguf"
+    path.write_bytes(made({"general.architecture": architecture, **keys}.items(), tensors))
+    return path
+
+
+def test_llama_by_hand(tmp_path: Path, command: Ckptkit) -> None:  # noqa: F811
+    """Heads of q turned, k by its own heads; the head is tied, the rotary factors a note."""
+    source = model(
+        tmp_path, "llama", LLAMA, attention__head_count=4, attention__head_count_kv=2,
+        embedding_length=8, attention__layer_norm_rms_epsilon=1e-5,
+    )  # fmt: skip
+    done = command("run", "gguf", source, tmp_path / "hf")
+    assert done.exit_code == 0, done.stderr
+    assert "lacks the scaling of rotary embeddings: 'rope_freqs.weight'" in done.stdout
+    assert "by the recipe gguf-llama" in done.stdout
+    found = load_file(tmp_path / "hf" / "model.safetensors")
+    weight = torch.arange(64.0).view(8, 8) + 1
+    assert "lm_head.weight" not in found
+    for p, heads in (("q", 4), ("k", 2)):
+        turned = weight.view(heads, -1, 2, 8).transpose(1, 2).reshape(8, 8)
+        assert torch.equal(found[f"model.layers.0.self_attn.{p}_proj.weight"], turned)
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert config["tie_word_embeddings"] is True
+    assert config["vocab_size"] == 5
+    assert config["rms_norm_eps"] == 1e-5
+    untied = model(tmp_path, "llama", [*LLAMA, entry("output.weight", 5, 8)],
+                   attention__head_count=4)  # fmt: skip
+    done = command("run", "gguf", untied, tmp_path / "untied")
+    assert done.exit_code == 0, done.stderr
+    assert "lm_head.weight" in load_file(tmp_path / "untied" / "model.safetensors")
+    config = json.loads((tmp_path / "untied" / "config.json").read_text())
+    assert config["tie_word_embeddings"] is False
+
+
+def test_variants() -> None:
+    """Each architecture has its recipes, and each recipe an architecture."""
+    chosen = {ALIASES.get(name, name) for name in MODELS}
+    variants = {without for _, without in VARIANTS.values()}
+    assert {f"gguf-{name}" for name in {*chosen, *variants, "bert", "deepseek2"}} == {*NAMES}
+
+
+@pytest.mark.parametrize("with_gate", [True, False])
+def test_t5_with_a_gate_and_without(
+    with_gate: bool,
+    tmp_path: Path,
+    command: Ckptkit,  # noqa: F811
+) -> None:
+    names = ["attn_q", "attn_k", "attn_v", "attn_o", "attn_rel_b", "attn_norm", "ffn_up",
+             "ffn_down", "ffn_norm", *(["ffn_gate"] * with_gate)]  # fmt: skip
+    tensors = [entry(f"enc.blk.0.{name}.weight", 4, 4) for name in names]
+    tensors += [entry("token_embd.weight", 5, 4), entry("enc.output_norm.weight", 4)]
+    done = command("run", "gguf", model(tmp_path, "t5encoder", tensors), tmp_path / "hf")
+    assert done.exit_code == 0, done.stderr
+    found = load_file(tmp_path / "hf" / "model.safetensors")
+    dense = "encoder.block.0.layer.1.DenseReluDense"
+    wi = {f"{dense}.wi_0.weight", f"{dense}.wi_1.weight"} if with_gate else {f"{dense}.wi.weight"}
+    assert {name for name in found if ".wi" in name} == wi
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert config["feed_forward_proj"] == ("gated-gelu" if with_gate else "relu")
+
+
+def test_other_files_are_refused(tmp_path: Path, command: Ckptkit) -> None:  # noqa: F811
+    out = tmp_path / "out.safetensors"
+
+    def refused(recipe: str, source: Path, said: str, *words: str) -> None:
+        done = command("run", recipe, source, out, *words)
+        assert done.exit_code in (2, 3), done.stdout
+        assert said in done.stderr
+        assert not out.exists()
+
+    other = model(tmp_path, "qwen99", LLAMA, attention__head_count=4)
+    refused("gguf", other, "there is no recipe for the architecture 'qwen99'")
+    refused("gguf-llama", other, "general.architecture is 'qwen99', and this recipe is for llama")
+    (tmp_path / "lora.gguf").write_bytes(
+        made([("general.architecture", "llama"), ("general.type", "adapter")], LLAMA[:1])
+    )
+    refused("gguf", tmp_path / "lora.gguf", "is of general.type 'adapter'")
+    (tmp_path / "plain.gguf").write_bytes(made([("general.name", "x")], LLAMA))
+    refused("gguf", tmp_path / "plain.gguf", "has no general.architecture")
+    torch.save({"a": torch.ones(1)}, tmp_path / "a.pth")
+    refused("gguf", tmp_path / "a.pth", "has no general.architecture")
+    refused("gguf", tmp_path / "a.pth", "not reversible: step 1 (recipe)", "--reverse")
+    refused("mixtral", tmp_path / "a.pth", "has no step dequantize", "--dequantize", "float16")
+    lists = model(tmp_path, "llama", LLAMA, attention__head_count=[4, 4])
+    refused("gguf-llama", lists, "llama.attention.head_count is a list")
+    refused("gguf-llama", model(tmp_path, "llama", LLAMA), "meta.attention.head_count")
+    refused("gguf-llama", model(tmp_path, "llama", LLAMA, attention__head_count=3), "divisible")
+    refused("gguf-llama", model(tmp_path, "llama", LLAMA, attention__head_count=0), "h would be 0")
+    odd = [*LLAMA, entry("blk.0.attn_q.scale")]
+    refused("gguf-llama", model(tmp_path, "llama", odd, attention__head_count=4), "in no rule")
