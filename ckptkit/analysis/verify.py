@@ -16,7 +16,8 @@ from ckptkit.analysis.digests import (
     with_tensors,
 )
 from ckptkit.api import PathLike
-from ckptkit.compute.packing import Numbers
+from ckptkit.compute.ggml import GgmlDequantize
+from ckptkit.compute.packing import Blocks, Numbers
 from ckptkit.compute.tallies import nonfinite, zeros
 from ckptkit.compute.workers import ordered
 from ckptkit.core.bytesource import ByteSource, Folder
@@ -87,7 +88,7 @@ def verify(
         with steady(place, remote=True):
             checkpoint = look.at_bytes()
             if checkpoint is not None and values:
-                look.at_values()
+                look.at_values(checkpoint)
                 look.at_scales(checkpoint)
             if checkpoint is not None and expected is not None:
                 found = digest(
@@ -167,10 +168,16 @@ class _Look:
             below = str(error.where).removeprefix(self.place.name.rstrip("/") + "/")
         self.findings.append(Defect(error.message, below, hint=error.hint))
 
-    def at_values(self) -> None:
-        """Add a finding for every tensor that has NaN or infinite elements."""
-        total = self.nbytes + sum(tensor.nbytes for _, tensor in self.tensors)
-        rows = ordered(_nonfinite, self.tensors, lambda row: row[1].nbytes)
+    def at_values(self, checkpoint: Checkpoint) -> None:
+        """Add a finding for every tensor that has NaN or infinite elements; of blocks, numbers."""
+        numbers = {
+            id(group.inputs[0]): group.tensor(BY_NAME["float32"])
+            for group in quantized.find(checkpoint).groups
+            if isinstance(group.layout, GgmlDequantize)
+        }
+        seen = [(name, numbers.get(id(tensor), tensor)) for name, tensor in self.tensors]
+        total = self.nbytes + sum(tensor.nbytes for _, tensor in seen)
+        rows = ordered(_nonfinite, seen, lambda row: row[1].nbytes)
         for name, tensor, nan, infinite in rows:
             if nan or infinite:
                 what = f"{nan:,} NaN and {infinite:,} infinite of {tensor.numel:,} elements"
@@ -227,7 +234,7 @@ def _scales(ck: Checkpoint) -> Iterator[tuple[str, Tensor, Numbers]]:
     found = quantized.find(ck)
     names = {id(tensor): name for name, tensor in ck.weights.items()} if found else {}
     for group in found.groups:
-        for numbers in group.layout.scales if group.layout is not None else ():
+        for numbers in group.layout.scales if isinstance(group.layout, Blocks) else ():
             tensor = group.inputs[numbers.input]
             if numbers.dtype != "map":  # the bytes of nested scales are positions in a table
                 yield names.get(id(tensor), group.name), tensor, numbers

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Collection, Container, Iterator, Sequence
 from dataclasses import replace
 from glob import escape
+from typing import Any
 
 from ckptkit.analysis.advice import WASTE, prefix_options, wrappers
 from ckptkit.core.errors import DELTA, RUNS_CODE, coded
@@ -487,6 +488,6 @@ def _is_ragged(group: QuantizedWeight) -> bool:
     """Return whether the last blocks of 8-bit floats are smaller than the others."""
     if group.family != "fp8-block":
         return False
-    assert group.layout is not None
-    grid = group.layout.scales[0].grid
-    return bool(group.layout.rows % grid.height or group.layout.columns % grid.width)
+    layout: Any = group.layout  # of this family, `Blocks`
+    grid = layout.scales[0].grid
+    return bool(layout.rows % grid.height or layout.columns % grid.width)

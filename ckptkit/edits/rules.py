@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckptkit import quantized
 from ckptkit.compute.arranged import Arranged, contiguous, how
+from ckptkit.compute.packing import Blocks
 from ckptkit.compute.strided import ZEROS, StridedCopy, in_bytes, normal
 from ckptkit.core.arguments import texts
 from ckptkit.core.bytesource import ByteSource, Folder, LocalFile
@@ -205,7 +206,7 @@ def _is_whole(target: Target, group: QuantizedWeight, shapes: Mapping[str, Shape
 def _rows(group: QuantizedWeight, source: str) -> int:
     """Return how many rows of a tensor belong together; 0: all."""
     layout = group.layout
-    if layout is None:
+    if not isinstance(layout, Blocks):
         return 0
     is_flat = layout.packing.kind == "flat" and all(
         numbers.grid.order == "rows" for numbers in layout.scales

@@ -43,6 +43,7 @@ from ckptkit.core.tensor import Shape, Storage, Tensor, contiguous_stride
 from ckptkit.core.text import plural, shown, some
 from ckptkit.core.tree import Node, StoredList
 from ckptkit.formats.format import Probe
+from ckptkit.pickles.streams import Remark
 
 MAGIC = b"GGUF"
 TENSORS = "tensors"  # the entry of the tensors in the tree
@@ -132,6 +133,21 @@ def read(probe: Probe) -> Checkpoint:
         about="" if len(files) == 1 else f"{len(files)} files",
         part=part,
     )
+
+
+def templates(probe: Probe) -> Iterator[Remark] | None:
+    """Yield a remark for each chat template; None for a file of another format.
+
+    A program that renders one without a sandbox runs it (CVE-2024-34359, llama-cpp-python).
+    """
+    return _templates(probe.source) if matches(probe) else None
+
+
+def _templates(source: ByteSource) -> Iterator[Remark]:
+    for key, value in read_header(source).values.items():
+        if isinstance(value, str) and key.split(".")[:2] == ["tokenizer", "chat_template"]:
+            size = f"{len(value):,} characters"
+            yield Remark(key, f"a chat template, {size} of Jinja: render it in a sandbox", True)
 
 
 # A header

@@ -99,7 +99,8 @@ SAFETENSORS = _format(
     recoverable=Lazy("recovering:recoverable"), folder_as="sharded",
 )  # fmt: skip
 GGUF = _format(
-    "gguf", "GGUF: models for llama.cpp and ComfyUI, also split", "gguf: matches read",
+    "gguf", "GGUF: models for llama.cpp and ComfyUI, also split",
+    "gguf: matches read pickles=templates",
     suffixes=(".gguf",), noun="a GGUF model (llama.cpp)", rewrite_as="safetensors",
     torch_error='"Weights only load failed", or "Invalid magic number"',
 )  # fmt: skip

@@ -62,10 +62,14 @@ class Inner:
 
 @dataclass(frozen=True, slots=True)
 class Remark:
-    """A place that could not be read, or that two readers see differently."""
+    """A place that could not be read, or that two readers see differently.
+
+    ``harmless``: a text that is no doubt about the file, but about what a program does with it.
+    """
 
     where: str
     reason: str
+    harmless: bool = False
 
 
 @dataclass(frozen=True, slots=True)

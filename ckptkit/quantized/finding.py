@@ -13,11 +13,17 @@ from ckptkit.core.weights import Weights
 from ckptkit.quantized import group as g
 from ckptkit.quantized.fp8 import METHODS, OTHERS
 from ckptkit.quantized.group import QuantizationMethod, QuantizedWeight, TensorView
-from ckptkit.quantized.quantization import Quantization, is_marked, is_subclass, last_component
+from ckptkit.quantized.quantization import (
+    KINDS,
+    Quantization,
+    is_marked,
+    is_subclass,
+    last_component,
+)
 
 # In the order in which they are asked: those with marks of their own before those without.
 METHODS_OF = (
-    "torchao_quanto.TORCHAO", "fp8.COMFY", "int4.BITSANDBYTES", "int4.HQQ",
+    "gguf.GGUF", "torchao_quanto.TORCHAO", "fp8.COMFY", "int4.BITSANDBYTES", "int4.HQQ",
     "torchao_quanto.QUANTO", "fp8.UNREAD", "int4.GPTQ", "int4.AWQ", "modelopt_mlx.MLX",
     "int4.GPT_OSS", "compressed_tensors.COMPRESSED_TENSORS", "modelopt_mlx.MODELOPT",
     "fp8.FP8_BLOCK",
@@ -44,8 +50,12 @@ def families() -> tuple[QuantizationMethod, ...]:
 
 def find(ck: Checkpoint, weights: Weights) -> Quantization:
     """The groups in the weights. Reads tensors of at most 64 KiB, and only where names match."""
-    marked = [name for name, node in weights.nodes.items() if is_marked(name) or is_subclass(node)]
     tensors = weights.tensors
+    marked = [
+        name
+        for name, node in weights.nodes.items()
+        if is_marked(name) or is_subclass(node) or tensors[name].dtype.kind in KINDS
+    ]
     float8 = [name for name, tensor in tensors.items() if tensor.dtype.name in g.FLOAT8]
     view = TensorView(ck, weights.nodes, tensors)
     groups = list(_groups(view, marked))
@@ -83,6 +93,8 @@ def _groups(view: TensorView, marked: list[str]) -> Iterator[QuantizedWeight]:
         ]
         if family.subclasses:
             names += [name for name in marked if is_subclass(view.nodes[name])]
+        if family.dtypes:
+            names += [name for name in marked if view.tensors[name].dtype.kind in family.dtypes]
         for name in names:
             group = None if name in taken else family.recognize(view, name)
             if group is None or not taken.isdisjoint(group.members):
@@ -121,7 +133,7 @@ def markdown() -> str:
         if family.read:
             marks = (*family.marks, *(f"*{ending}" for ending in family.endings))
             written = f"`--quantize {family.written}`" if family.written else ""
-            known = ", ".join(f"`{mark}`" for mark in marks)
+            known = ", ".join(f"`{mark}`" for mark in marks) or "dtypes"
             rows.append(f"| {family.title} | {known} | yes | {written} | {family.oracle} |")
     rows += ["", "| named and refused | known by | read by |", "|---|---|---|"]
     seen = set()

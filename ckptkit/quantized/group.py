@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from ckptkit.compute.arranged import contiguous
 from ckptkit.compute.dequantize import Dequantize
+from ckptkit.compute.ggml import GgmlDequantize
 from ckptkit.compute.operation import stream
 from ckptkit.compute.packing import TARGET, Blocks, Numbers, Packing, ScaleGrid
 from ckptkit.core.bytesource import ByteSource, Folder, Pending
@@ -69,7 +70,7 @@ class QuantizedWeight:
     shape: Shape
     parts: tuple[str, ...]
     dropped: tuple[str, ...] = ()
-    layout: Blocks | None = None
+    layout: Blocks | GgmlDequantize | None = None
     inputs: tuple[Tensor, ...] = ()
     reason: str = ""
     hint: str | None = None
@@ -90,7 +91,8 @@ class QuantizedWeight:
         assert self.layout is not None
         records = tuple(map(contiguous, self.inputs))
         layout = replace(self.layout, target=dtype.name)
-        record = Pending(Dequantize(layout), records, dtype.nbytes(self.numel))
+        operation = Dequantize(layout) if isinstance(layout, Blocks) else layout
+        record = Pending(operation, records, dtype.nbytes(self.numel))
         return Tensor(Storage(record, device), dtype, self.shape, contiguous_stride(self.shape))
 
     # A recognizer makes a weight, and says by one of these what it found.
@@ -164,7 +166,8 @@ class QuantizationMethod:
 
     `recognize` gets a view and the name of a mark that it has.
     ``marks`` are last components of names, ``endings`` are endings of those; ``subclasses``:
-    pickled subclasses of tensors are asked about too. ``written``: the word for `--quantize`.
+    pickled subclasses of tensors are asked about too, ``dtypes``: and tensors whose dtypes are of
+    these kinds. ``written``: the word for `--quantize`.
     """
 
     name: str
@@ -173,6 +176,7 @@ class QuantizationMethod:
     marks: tuple[str, ...] = ()
     endings: tuple[str, ...] = ()
     subclasses: bool = False
+    dtypes: tuple[str, ...] = ()
     oracle: str = ""
     read: bool = True
     written: str = ""

@@ -26,6 +26,7 @@ MARKS = frozenset({
     "s_channel", "scale", "scale_weight", "scales", "tables2",
     "theta", "trellis", "weight_packed", "weight_scale", "weight_scale_inv", "weight_scales",
 })  # fmt: skip
+KINDS = ("blocks", "unknown")  # of dtypes that quantized weights alone have
 ENDINGS = ("_blocks", "_qdata", "_scale_inv")
 
 
@@ -46,13 +47,16 @@ def is_subclass(node: Node) -> bool:
 
 
 def concern(weights: Weights) -> bool:
-    """Return whether some weights may be quantized: by their names, or because they have 8 bits."""
+    """Return whether some weights may be quantized: by their names, or by their dtypes."""
     nodes = weights.nodes.values()
     if any(map(is_marked, weights.endings)):
         return True
     if Object in {*map(type, nodes)} and any(is_subclass(node) for node in nodes):
         return True
-    return any(dtype.kind == "float" and dtype.bits == 8 for dtype in weights.dtypes)
+    return any(
+        (dtype.kind == "float" and dtype.bits == 8) or dtype.kind in KINDS
+        for dtype in weights.dtypes
+    )
 
 
 @dataclass(frozen=True)

@@ -113,7 +113,7 @@ def judge_file(
             verdicts.append(pickles[-1].verdict)
         elif isinstance(each, Remark):
             remarks.append(each)
-            verdicts.append(UNKNOWN)
+            verdicts.append(NONE if each.harmless else UNKNOWN)
         else:
             programs.append(each)
             verdicts.append(CODE if each.files else HARMLESS)
@@ -215,7 +215,8 @@ def findings(file: FileVerdict, strict: bool) -> Iterator[Finding]:
             yield from (Finding(CLASSES, where, text, offset) for text in needed(pickle))
         elif strict and pickle.verdict == HARMLESS:
             yield Finding(HARMLESS, where, f"weights_only refuses it: {pickle.refused}", offset)
-    yield from (Finding(UNKNOWN, each.where, each.reason) for each in file.remarks)
+    doubts = (each for each in file.remarks if not each.harmless)
+    yield from (Finding(UNKNOWN, each.where, each.reason) for each in doubts)
     for program in file.programs:
         if program.files:
             yield Finding(CODE, program.where, f"a program that uses {', '.join(program.files)}")

@@ -14,10 +14,13 @@ import torch
 
 import ckptkit
 from ckptkit import quantized
+from ckptkit.core.dtypes import GGML
 from ckptkit.core.errors import CollisionError, UnsupportedError, UsageError
 from ckptkit.quantized.fp8 import METHODS, OTHERS
 from ckptkit.quantized.group import QuantizedWeight
 from tests.conftest import Run, in_process
+from tests.formats.gguf_files import Entry
+from tests.formats.gguf_files import made as of_gguf
 from tests.formats.parallel.old_forms import Wrapped, save
 from tests.quantized.made import Refusal, Row, ones, row, text, write
 from tests.quantized.unfit import UNFIT
@@ -208,7 +211,36 @@ def test_each_refusal_of_the_package_has_a_file(
     for number, refusal in enumerate(REFUSALS.values()):
         (tmp_path / str(number)).mkdir()
         quantized.find(ckptkit.open(made(refusal, tmp_path / str(number))))
+    for number in GGUF:
+        quantized.find(ckptkit.open(gguf(tmp_path, number)))
     assert unreached(modules(quantized), found, is_called("refused")) == []
+
+
+# Types of GGUF: the order of bytes, and a word of the reason.
+GGUF = {155: ("<", "155 is not known"), 31: ("<", "interleaved"), 15: ("<", "while it computes"),
+        16: (">", "big-endian")}  # fmt: skip
+
+
+def gguf(folder: Path, number: int) -> Path:
+    dtype = GGML.get(number)
+    shape, data = ((2, dtype.block), bytes(2 * dtype.itemsize)) if dtype else ((2, 3), bytes(64))
+    path = folder / f"{number}.gguf"
+    path.write_bytes(of_gguf((), [Entry("w", shape, number, data)], order=GGUF[number][0]))
+    return path
+
+
+@pytest.mark.parametrize("number", GGUF)
+def test_types_of_gguf(run: Run, tmp_path: Path, number: int) -> None:
+    """They are shown; who needs their numbers gets the reason, and the other tensors by name."""
+    path, out = gguf(tmp_path, number), tmp_path / "out.safetensors"
+    reason = GGUF[number][1]
+    shown = run("inspect", path)
+    assert (shown.code, reason in shown.stdout) == (0, True)
+    done = run("convert", path, out, "--dequantize", "float32")
+    assert done.code == 3
+    assert reason in done.stderr
+    assert "--keys" in done.stderr
+    assert not out.exists()
 
 
 def pickled(folder: Path) -> Path:

@@ -1,0 +1,44 @@
+"""GGUF: each tensor in blocks of a type of ggml is a quantized weight by itself."""
+
+from __future__ import annotations
+
+from ckptkit.compute.ggml import DECODERS, FIELDS, GgmlDequantize
+from ckptkit.core.tensor import contiguous_stride
+from ckptkit.quantized.group import QuantizationMethod, QuantizedWeight, TensorView
+
+# Types that no file to keep should have, and why.
+_REFUSED = {
+    "Q8_1": "llama.cpp makes it while it computes",
+    "Q8_K": "llama.cpp makes it while it computes",
+    **dict.fromkeys(
+        ("Q4_0_4_4", "Q4_0_4_8", "Q4_0_8_8", "IQ4_NL_4_4", "IQ4_NL_4_8", "IQ4_NL_8_8"),
+        "its rows are interleaved for one kind of processor, which llama.cpp removed",
+    ),
+}
+_AGAIN = "quantize the original model again"
+
+
+def recognize(view: TensorView, name: str) -> QuantizedWeight | None:
+    """The tensor `name`, which is in blocks, or of a type that ckptkit does not know."""
+    tensor = view.tensors[name]
+    type, storage = tensor.dtype.name, tensor.storage
+    group = QuantizedWeight("gguf", type, name, tensor.shape, (name,), own="float32")
+    others = "--keys takes the tensors of other types"
+    if tensor.dtype.kind == "unknown":
+        number = type.rpartition(" ")[2]
+        return group.refused(f"its type {number} is not known", others)
+    if type in _REFUSED:
+        return group.refused(f"{type}: {_REFUSED[type]}", f"{_AGAIN}; {others}")
+    big_endian = storage is not None and storage.big_endian
+    if big_endian and type not in FIELDS:
+        return group.refused(f"no program writes {type} in big-endian files", others)
+    assert type in DECODERS and tensor.stride == contiguous_stride(tensor.shape)
+    group.layout = GgmlDequantize(type, big_endian=big_endian)
+    group.inputs = (tensor,)
+    return group
+
+
+GGUF = QuantizationMethod(
+    "gguf", "GGUF (llama.cpp)", recognize, dtypes=("blocks", "unknown"),
+    oracle="gguf-py 0.19.0; ggml for Q1_0 and Q2_0",
+)  # fmt: skip
