@@ -2,17 +2,18 @@
 
 kohya writes a module's name with underscores. U-Nets, Flux and the text encoder of OpenCLIP have
 two spellings each: the original (sgm, Black Forest Labs), and that of diffusers and transformers.
-Flux and OpenCLIP have q, k and v in one matrix where the others have three. A row of `_ROWS` is a
-tensor rule: the name of a module in both spellings, and how its rows are cut.
+Flux and OpenCLIP have q, k and v in one matrix where the others have three. `spellings.txt` has the
+tables: a row is a tensor rule, with the name of a module in both, and how its rows are cut.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from functools import cache
 from itertools import accumulate
 from math import prod
-from typing import NamedTuple
+from pathlib import Path
+from typing import NamedTuple, TypeVar
 
 from ckptkit.core.errors import AmbiguousError, UnsupportedError
 from ckptkit.core.tensor import Shape
@@ -23,49 +24,8 @@ from ckptkit.rules.notation import parse_rule
 ORIGINAL, DIFFUSERS = "original", "diffusers"
 UNET, FLUX, CLIP = "unet", "flux", "clip"
 
-_RESNET = (
-    ".{m:in_layers.2|emb_layers.1|out_layers.3|skip_connection}",
-    ".{m:conv1|time_emb_proj|conv2|conv_shortcut}",
-)
-_FLUX_ROWS = """
-double_blocks.{n}.img_attn.qkv [(p h) ...] -> transformer_blocks.{n}.attn.to_{p:q|k|v} [h ...]
-double_blocks.{n}.txt_attn.qkv [(p h) ...] -> transformer_blocks.{n}.attn.add_{p:q|k|v}_proj [h ...]
-double_blocks.{n}.img_attn.proj -> transformer_blocks.{n}.attn.to_out.0
-double_blocks.{n}.txt_attn.proj -> transformer_blocks.{n}.attn.to_add_out
-double_blocks.{n}.img_mlp.{m:0|2} -> transformer_blocks.{n}.ff.net.{m:0.proj|2}
-double_blocks.{n}.txt_mlp.{m:0|2} -> transformer_blocks.{n}.ff_context.net.{m:0.proj|2}
-double_blocks.{n}.img_mod.lin -> transformer_blocks.{n}.norm1.linear
-double_blocks.{n}.txt_mod.lin -> transformer_blocks.{n}.norm1_context.linear
-single_blocks.{n}.linear1 [(p h) ...] -> single_transformer_blocks.{n}.\
-{p:attn.to_q|attn.to_k|attn.to_v|proj_mlp} [h ...] with h=1|1|1|4
-single_blocks.{n}.linear2 -> single_transformer_blocks.{n}.proj_out
-single_blocks.{n}.modulation.lin -> single_transformer_blocks.{n}.norm.linear
-img_in -> x_embedder
-txt_in -> context_embedder
-{e:time_in|vector_in|guidance_in}.{m:in_layer|out_layer} -> time_text_embed.\
-{e:timestep|text|guidance}_embedder.{m:linear_1|linear_2}
-final_layer.linear -> proj_out
-final_layer.adaLN_modulation.1 -> norm_out.linear
-"""
-_CLIP_ROWS = """
-transformer.resblocks.{n}.attn.in_proj_weight [(p h) ...] -> \
-text_model.encoder.layers.{n}.self_attn.{p:q|k|v}_proj [h ...]
-transformer.resblocks.{n}.attn.out_proj -> text_model.encoder.layers.{n}.self_attn.out_proj
-transformer.resblocks.{n}.mlp.{m:c_fc|c_proj} -> text_model.encoder.layers.{n}.mlp.{m:fc1|fc2}
-token_embedding -> text_model.embeddings.token_embedding
-"""
 # Its rows are two halves, scale and shift, in another order.
 _SWAPPED = "final_layer.adaLN_modulation.1"
-# Components of names that are in no row: words between dots, whatever underscores they contain.
-_WORDS = """
-transformer_blocks single_transformer_blocks attn attn1 attn2 ff net proj proj_in proj_out to_q to_k
-to_v to_out norm norm1 norm2 norm3 text_model encoder layers self_attn q_proj k_proj v_proj out_proj
-mlp fc1 fc2 text_projection embeddings position_embedding final_layer_norm layer_norm1 layer_norm2
-block layer SelfAttention DenseReluDense q k v o wi wi_0 wi_1 wo shared blocks cross_attn ffn k_img
-v_img joint_blocks x_block context_block adaLN_modulation model gate_proj up_proj down_proj linear
-decoder final_layer mid_block down_blocks up_blocks resnets attentions downsamplers upsamplers conv
-query key value query_key_value dense lm_head embed_tokens
-"""
 _PREFIXES = {  # of the names of a component in a checkpoint, alone or with others
     "text_encoder": (
         "conditioner.embedders.0.transformer.", "cond_stage_model.transformer.",
@@ -81,23 +41,7 @@ _IMAGES = "unet", "transformer", "transformer_2", "prior"  # components that mak
 _MODELS = "model.diffusion_model.", "diffusion_model.", "unet.", "transformer.", "model."
 
 
-def _unet_rows() -> Iterator[str]:
-    """Yield the rows of U-Nets of SD 1.5, 2 and XL, which have blocks of the same numbers."""
-    yield "input_blocks.0.0 -> conv_in"
-    yield "{e:time_embed|label_emb.0}.{m:0|2} -> {e:time|add}_embedding.{m:linear_1|linear_2}"
-    yield "out.2 -> conv_out"
-    for number, name in enumerate(("resnets.0", "attentions.0", "resnets.1")):
-        inner = (".{m:**}", ".{m:**}") if number == 1 else _RESNET
-        yield f"middle_block.{number}{inner[0]} -> mid_block.{name}{inner[1]}"
-    for b in range(4):
-        yield f"input_blocks.{3 * b + 3}.0.op -> down_blocks.{b}.downsamplers.0.conv"
-        for place in (2, 1):  # 1 where the block has no attention
-            yield f"output_blocks.{3 * b + 2}.{place}.conv -> up_blocks.{b}.upsamplers.0.conv"
-        for side, blocks, first, count in (("input", "down", 1, 2), ("output", "up", 0, 3)):
-            for layer in range(count):
-                at = f"{side}_blocks.{3 * b + layer + first}"
-                yield f"{at}.0{_RESNET[0]} -> {blocks}_blocks.{b}.resnets.{layer}{_RESNET[1]}"
-                yield f"{at}.1.{{m:**}} -> {blocks}_blocks.{b}.attentions.{layer}.{{m}}"
+T = TypeVar("T")
 
 
 class Part(NamedTuple):
@@ -164,13 +108,29 @@ class _Row:
 
 
 @cache
-def _rows() -> tuple[_Row, ...]:
-    tables = ((UNET, _unet_rows()), (FLUX, _lines(_FLUX_ROWS)), (CLIP, _lines(_CLIP_ROWS)))
-    return tuple(_Row(family, line) for family, lines in tables for line in lines)
+def _tables() -> tuple[tuple[_Row, ...], frozenset[str]]:
+    """Return the rows of spellings.txt, and the words in which names with underscores are split."""
+    text = Path(__file__).with_name("spellings.txt").read_text("utf-8")
+    rows, words, family = list[_Row](), set[str](), ""
+    for line in text.splitlines():
+        if line in (UNET, FLUX, CLIP, "words"):
+            family = line
+        elif family == "words":
+            words.update(line.split())
+        elif not line.startswith("#"):
+            rows.append(_Row(family, line))
+    sides = [side for row in rows for side in row.sides.values()]
+    words.update(word for side in sides for text in _texts(side) for word in text.split("."))
+    return tuple(rows), frozenset(word for word in words if word and not word.isdigit())
 
 
-def _lines(text: str) -> list[str]:
-    return text.strip().splitlines()
+def _texts(side: Pattern) -> list[str]:
+    """Return the names that a side stands for, with 0 for each number."""
+    found = [""]
+    for part in side.parts:
+        labels = (part.labels or ("0",)) if isinstance(part, Index) else (part,)
+        found = [text + label for text in found for label in labels]
+    return found
 
 
 @cache
@@ -181,7 +141,9 @@ def spelled(path: str) -> tuple[str, str, tuple[tuple[Part, ...], ...]] | None:
     name that is not in the tables.
     """
     for spelling in (ORIGINAL, DIFFUSERS):
-        found = [(row.family, parts) for row in _rows() if (parts := row.other(path, spelling))]
+        found = [
+            (row.family, parts) for row in _tables()[0] if (parts := row.other(path, spelling))
+        ]
         if found:
             ways = found[:2] if spelling == DIFFUSERS and found[0][0] == UNET else found[:1]
             return found[0][0], spelling, tuple(parts for _, parts in ways)
@@ -196,21 +158,6 @@ def flat(name: str) -> str:
     return name.replace(".", "_")
 
 
-@cache
-def _vocabulary() -> frozenset[str]:
-    known = set(_WORDS.split())
-    for row in _rows():
-        for side in row.sides.values():
-            text = ["".join(each if isinstance(each, str) else "\0" for each in side.parts)]
-            for part in side.parts:
-                if isinstance(part, Index) and part.labels is not None:
-                    text = [each.replace("\0", label, 1) for each in text for label in part.labels]
-                elif isinstance(part, Index):
-                    text = [each.replace("\0", "0", 1) for each in text]
-            known.update(word for each in text for word in each.split("."))
-    return frozenset(word for word in known if word and not word.isdigit())
-
-
 def dotted(name: str) -> str:
     """Return the dotted name of a module that is written with underscores.
 
@@ -223,7 +170,7 @@ def dotted(name: str) -> str:
         ways: list[tuple[str, ...]] = []
         for start in range(max(0, end - 6), end):
             word = "_".join(pieces[start:end])
-            if word in _vocabulary() or (word.isdigit() and end == start + 1):
+            if word in _tables()[1] or (word.isdigit() and end == start + 1):
                 ways += [(*way, word) for way in best[start]]
         least = min(map(len, ways), default=0)
         best.append([way for way in ways if len(way) == least][:4])
@@ -263,34 +210,23 @@ class BaseNames:
         `shape` is that of the change, `path` the module's name, with `underscores` as kohya writes
         it. Raises AmbiguousError where several tensors could be meant.
         """
-        choices: list[tuple[Part, ...]] = [(Part(path),)]
         if underscores:
+            known_there = self.dots(component, path, shape)
             try:
-                choices = [(Part(dotted(path)),)]
+                path = known_there or dotted(path)
             except (UnsupportedError, AmbiguousError):
-                choices = []
-        choices += [parts for way in choices for parts in _others(way[0].name)]
+                return ()
+        known = spelled(path)
         found: dict[tuple[str | None, ...], tuple[Part, ...]] = {}
         for prefix in self._prefixes(component):
-            if underscores:
-                for name in self._flat.get(flat(prefix) + path, ()):
-                    found[(name,)] = (Part(path),)
-            for parts in choices:
+            for parts in ((Part(path),), *(known[2] if known else ())):
                 names = tuple(self._tensor(prefix + part.name) for part in parts)
                 if None not in names:
                     found.setdefault(names, parts)
-        if len(found) > 1:
-            fitting = {
-                names: parts
-                for names, parts in found.items()
-                if all(self._fits(n, part, shape) for n, part in zip(names, parts, strict=True))
-            }
-            found = fitting or dict(list(found.items())[:1])
-        if len(found) > 1:
-            raise AmbiguousError(
-                f"{shown(path)} may be {some([str(names[0]) for names in found], 4)}",
-                hint=f"{typed('--sub REGEX=REPL', 'sub=...')} gives the name that is meant",
-            )
+        chosen = _one(path, {
+            names: all(self._fits(n, part, shape) for n, part in zip(names, parts, strict=True))
+            for names, parts in found.items()
+        })  # fmt: skip
         return tuple(
             Placed(
                 str(name),
@@ -298,9 +234,21 @@ class BaseNames:
                 (part.start + part.length) * shape[0] // part.units,
                 part.at * shape[0] // part.units,
             )
-            for names, parts in found.items()
-            for name, part in zip(names, parts, strict=True)
+            for name, part in zip(chosen or (), found.get(chosen or (), ()), strict=True)
         )
+
+    def dots(self, component: str, path: str, shape: Shape) -> str | None:
+        """Return a name of kohya's with the dots that the base has, None if it has no such module.
+
+        Raises AmbiguousError where the base has several.
+        """
+        found = {
+            name.removeprefix(prefix).removesuffix(".weight"): prod(each) == prod(shape)
+            for prefix in self._prefixes(component)
+            for name in self._flat.get(flat(prefix) + path, ())
+            if name.startswith(prefix) and (each := self.shapes[name]) is not None
+        }
+        return _one(path, found)
 
     def _prefixes(self, component: str) -> tuple[str, ...]:
         known = _PREFIXES.get(component, _MODELS if component in _IMAGES else ())
@@ -315,6 +263,16 @@ class BaseNames:
         return prod(self.shapes[name or ""]) * part.units == prod(shape) * part.whole
 
 
-def _others(path: str) -> tuple[tuple[Part, ...], ...]:
-    known = spelled(path)
-    return () if known is None else known[2]
+def _one(path: str, fits: Mapping[T, bool]) -> T | None:
+    """Return the only candidate, or the only one that fits; None if there is none.
+
+    Raises AmbiguousError for two that fit.
+    """
+    fitting = [each for each, fit in fits.items() if fit] if len(fits) > 1 else []
+    if len(fitting) > 1:
+        names = [each if isinstance(each, str) else str(each[0]) for each in fitting]  # type: ignore
+        raise AmbiguousError(
+            f"{shown(path)} may be {some(names, 4)}",
+            hint=f"{typed('lora merge --sub REGEX=REPL', 'sub=...')} gives the name that is meant",
+        )
+    return next(iter(fitting or fits), None)

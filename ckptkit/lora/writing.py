@@ -1,0 +1,111 @@
+"""Write adapters: a folder as peft reads it, or one safetensors file."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from ckptkit import formats
+from ckptkit.api import Conversion
+from ckptkit.compute.numbers import encode
+from ckptkit.core import arguments
+from ckptkit.core.bytesource import ByteSource, Folder, Memory, Range
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.dtypes import DType
+from ckptkit.core.errors import UsageError
+from ckptkit.core.options import Options
+from ckptkit.core.plan import OutputFile
+from ckptkit.core.tensor import Storage, Tensor, contiguous_stride
+from ckptkit.core.text import shown_url
+from ckptkit.core.tree import OrderedMapping
+from ckptkit.formats.table import SAFETENSORS
+from ckptkit.publish.publish import publish
+
+PEFT = "base_model.model."  # before the names of peft
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+
+def written(
+    tensors: Mapping[str, Tensor],
+    path: str | os.PathLike[str],
+    options: Options,
+    *,
+    config: Mapping[str, Any] | None = None,
+    metadata: Mapping[str, str] | None = None,
+    source: ByteSource | Folder | None = None,
+    notes: tuple[str, ...] = (),
+    warnings: tuple[str, ...] = (),
+) -> Conversion:
+    """Write a file of safetensors, or with `config` a folder of peft. `source` is not replaced."""
+    path = arguments.path("destination", path)
+    if config is None:
+        chosen = formats.for_writing(path, options.format, SAFETENSORS.name)
+        if chosen is not SAFETENSORS:
+            what = f"adapters are written as safetensors, not as {chosen.name}"
+            raise UsageError(what, where=path, hint="name it *.safetensors")
+    held = Checkpoint(
+        OrderedMapping(dict(tensors)), SAFETENSORS.name, source, metadata or {}, notes=notes,
+        warnings=warnings,
+    )  # fmt: skip
+    # A matrix that several modules share is stored for each: readers know no aliases.
+    layout = replace(options, ties="duplicate", extras=False, allow_expand=True, format=None)
+    plan = formats.layout(held, SAFETENSORS, layout)
+    if config is not None:
+        text = json.dumps(dict(config), indent=2, sort_keys=True).encode()
+        files = replace(plan.files[0], name=WEIGHTS), OutputFile(CONFIG, (text,))
+        plan = replace(plan, files=files)
+    done = publish(plan, path, layout, origin=source)
+    kind = "peft" if config is not None else SAFETENSORS.name
+    return Conversion(held, plan, kind, shown_url(path), None if options.dry_run else done)
+
+
+def config_of(
+    ranks: Mapping[str, int], alphas: Mapping[str, float], **others: Any
+) -> dict[str, Any]:
+    """Return the configuration of peft for modules of these ranks and alphas.
+
+    The most frequent rank and alpha are those of the whole, the others are patterns.
+    """
+    alphas = {name: int(each) if each == int(each) else each for name, each in alphas.items()}
+    rank, alpha = (_most(each.values(), default=1) for each in (ranks, alphas))
+    return {
+        "peft_type": "LORA",
+        "base_model_name_or_path": None,
+        "r": rank,
+        "lora_alpha": alpha,
+        "rank_pattern": {_exactly(n): each for n, each in ranks.items() if each != rank},
+        "alpha_pattern": {_exactly(n): each for n, each in alphas.items() if each != alpha},
+        "target_modules": sorted(ranks),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "lora_dropout": 0.0,
+        "modules_to_save": None,
+        "task_type": None,
+        "use_dora": False,
+        "use_rslora": False,
+        **others,
+    }
+
+
+def _exactly(name: str) -> str:
+    """Return the key of a pattern that matches this module alone."""
+    return f"^{re.escape(name)}"
+
+
+def _most(values: Any, default: float) -> Any:
+    found = list(values)
+    return max(dict.fromkeys(found), key=found.count, default=default)
+
+
+def tensor_of(values: Any, dtype: DType) -> Tensor:
+    """Return the tensor of a numpy array of floats, rounded to `dtype`, in memory."""
+    data = bytes(encode(values.reshape(-1), dtype))
+    shape = tuple(map(int, values.shape))
+    return Tensor(
+        Storage(Range(Memory(data), 0, len(data))), dtype, shape, contiguous_stride(shape)
+    )

@@ -1,0 +1,340 @@
+"""Conversion of adapters: names by hand, changes computed from both files with numpy."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors import safe_open
+from safetensors.numpy import load_file, save_file
+
+from ckptkit.core.errors import AmbiguousError, CkptkitError, UnsupportedError, UsageError
+from ckptkit.lora.convert import convert_lora
+
+Array = np.ndarray[Any, Any]
+RANDOM = np.random.default_rng(5)
+ENDS = {"lora_down.weight": "A", "lora_A.weight": "A", "lora_up.weight": "B", "lora_B.weight": "B"}
+
+
+def factors(out: int, inner: int, rank: int, kernel: tuple[int, ...] = ()) -> dict[str, Array]:
+    a = RANDOM.integers(-8, 9, (rank, inner, *kernel)).astype("f4")
+    b = RANDOM.integers(-8, 9, (out, rank, *(1 for _ in kernel))).astype("f4")
+    return {"A": a, "B": b}
+
+
+def kohya(modules: dict[str, tuple[dict[str, Array], float]]) -> dict[str, Array]:
+    made: dict[str, Array] = {}
+    for name, (each, alpha) in modules.items():
+        made |= {f"{name}.lora_down.weight": each["A"], f"{name}.lora_up.weight": each["B"]}
+        made[f"{name}.alpha"] = np.array(alpha, "f4")
+    return made
+
+
+def diffusers(modules: dict[str, dict[str, Array]]) -> dict[str, Array]:
+    return {f"{name}.lora_{role}.weight": x for name, e in modules.items() for role, x in e.items()}
+
+
+def changes(path: Path) -> dict[str, Array]:
+    """Return the change of each module, as a reader of the layout computes it, in float64."""
+    file = path / "adapter_model.safetensors" if path.is_dir() else path
+    tensors = load_file(file)
+    with safe_open(file, "np") as opened:
+        metadata = opened.metadata() or {}
+    config = json.loads(metadata.get("lora_adapter_metadata", "{}"))
+    if path.is_dir():
+        config = {
+            f".{k}": v for k, v in json.loads((path / "adapter_config.json").read_text()).items()
+        }
+    found: dict[str, dict[str, Array]] = {}
+    for name, tensor in tensors.items():
+        end = next(end for end in (*ENDS, "alpha", "dora_scale", "lora_magnitude_vector")
+                   if name.endswith(f".{end}"))  # fmt: skip
+        found.setdefault(name.removesuffix(f".{end}"), {})[ENDS.get(end, end)] = tensor
+    made = {}
+    for name, each in found.items():
+        rank = len(each["A"])
+        scale = float(each["alpha"]) / rank if "alpha" in each else 1.0
+        if config:
+            component, path_of = ("", name) if path.is_dir() else name.split(".", 1)
+            path_of = path_of.removeprefix("base_model.model.")
+            exact = f"^{path_of}".replace(".", "\\.")
+            assert config[f"{component}.rank_pattern"].get(exact, config[f"{component}.r"]) == rank
+            alphas = config[f"{component}.alpha_pattern"]
+            scale = alphas.get(exact, config[f"{component}.lora_alpha"]) / rank
+        b = each["B"].reshape(len(each["B"]), -1).astype("f8")
+        a = each["A"].reshape(rank, -1).astype("f8")
+        made[name.removeprefix("base_model.model.")] = (b @ a * scale).reshape(
+            len(b), *each["A"].shape[1:]
+        )
+    return made
+
+
+def converted(tmp_path: Path, tensors: dict[str, Array], to: str, **options: Any) -> Path:
+    source = tmp_path / f"adapter-{len(list(tmp_path.iterdir()))}.safetensors"
+    save_file(tensors, source)
+    path = tmp_path / (to if to == "peft" else f"{to}.safetensors")
+    convert_lora(source, path, to, force=True, **options)
+    return path
+
+
+def same(one: dict[str, Array], other: dict[str, Array], exact: bool = True) -> None:
+    assert one.keys() == other.keys()
+    for name, array in one.items():
+        np.testing.assert_allclose(
+            array, other[name], rtol=0 if exact else 1e-5, atol=0 if exact else 1e-5
+        )
+
+
+def test_flux_there_and_back(tmp_path: Path) -> None:
+    """Ranks and scales differ; q, k, v and the MLP of a single block are rows of one matrix."""
+    names = ["attn.to_q", "attn.to_k", "attn.to_v", "proj_mlp"]
+    before = {
+        f"transformer.single_transformer_blocks.2.{name}": factors(28 if "mlp" in name else 7, 5, 2)
+        for name in names
+    }
+    before["transformer.transformer_blocks.0.attn.to_k"] = factors(6, 5, 3)
+    before["transformer.transformer_blocks.0.attn.to_v"] = factors(6, 5, 1)
+    before["transformer.norm_out.linear"] = factors(8, 5, 2)
+    there = converted(tmp_path, diffusers(before), "kohya")
+    found = changes(there)
+    plain = changes(tmp_path / "adapter-0.safetensors")
+    k, v = (plain[f"transformer.transformer_blocks.0.attn.to_{each}"] for each in "kv")
+    halves = np.split(plain["transformer.norm_out.linear"], 2)
+    same(found, {
+        "lora_unet_single_blocks_2_linear1": np.concatenate(
+            [plain[f"transformer.single_transformer_blocks.2.{name}"] for name in names]
+        ),
+        "lora_unet_double_blocks_0_img_attn_qkv": np.concatenate([np.zeros((6, 5)), k, v]),
+        "lora_unet_final_layer_adaLN_modulation_1": np.concatenate(halves[::-1]),
+    })  # fmt: skip
+    back = tmp_path / "back.safetensors"
+    convert_lora(there, back, "diffusers")
+    again = changes(back)
+    assert not again.pop("transformer.transformer_blocks.0.attn.to_q").any()
+    same(again, plain)
+    for name in names:  # block-diagonal: each has its own factors again
+        at = f"transformer.single_transformer_blocks.2.{name}.lora_A.weight"
+        np.testing.assert_array_equal(
+            load_file(back)[at], load_file(tmp_path / "adapter-0.safetensors")[at]
+        )
+
+
+def test_unequal_scales_are_multiplied_into_b(tmp_path: Path) -> None:
+    name = "lora_transformer_single_transformer_blocks_0_attn_to_"
+    modules = {
+        f"{name}{each}": (factors(4, 3, 2), alpha)
+        for each, alpha in zip("qkv", (2, 1, 6), strict=True)
+    }
+    path = converted(tmp_path, kohya(modules), "comfy")
+    plain = changes(tmp_path / "adapter-0.safetensors")
+    made = changes(path)["diffusion_model.single_blocks.0.linear1"]
+    expected = np.concatenate([*(plain[f"{name}{each}"] for each in "qkv"), np.zeros((16, 3))])
+    np.testing.assert_array_equal(made, expected)
+    assert float(load_file(path)["diffusion_model.single_blocks.0.linear1.alpha"]) == 6
+
+
+@pytest.mark.parametrize("bake", [False, True])
+@pytest.mark.parametrize("to", ["diffusers", "comfy", "peft"])
+def test_a_unet_of_kohya(tmp_path: Path, to: str, bake: bool) -> None:
+    modules = {
+        "lora_unet_down_blocks_0_attentions_0_transformer_blocks_0_attn1_to_q": (factors(4, 3, 2), 1),
+        "lora_unet_up_blocks_0_upsamplers_0_conv": (factors(4, 3, 2, (3, 3)), 0.5),
+        "lora_unet_up_blocks_1_upsamplers_0_conv": (factors(4, 3, 4, (3, 3)), 4),
+        "lora_unet_mid_block_resnets_1_conv2": (factors(4, 3, 3, (3, 3)), 1),
+    }  # fmt: skip
+    path = converted(tmp_path, kohya(modules), to, bake=bake)
+    names = {
+        "diffusers": [
+            "unet.down_blocks.0.attentions.0.transformer_blocks.0.attn1.to_q",
+            "unet.up_blocks.0.upsamplers.0.conv", "unet.up_blocks.1.upsamplers.0.conv",
+            "unet.mid_block.resnets.1.conv2",
+        ],
+        "comfy": [
+            "diffusion_model.input_blocks.1.1.transformer_blocks.0.attn1.to_q",
+            "diffusion_model.output_blocks.2.1.conv", "diffusion_model.output_blocks.5.2.conv",
+            "diffusion_model.middle_block.2.out_layers.3",
+        ],
+    }  # fmt: skip
+    names["peft"] = [name.removeprefix("unet.") for name in names["diffusers"]]
+    plain = changes(tmp_path / "adapter-0.safetensors")
+    expected = dict(zip(names[to], (plain[name] for name in modules), strict=True))
+    same(changes(path), expected, exact=not bake)
+    if not bake:  # byte for byte
+        values = {
+            x.tobytes()
+            for n, x in load_file(tmp_path / "adapter-0.safetensors").items()
+            if "alpha" not in n
+        }
+        file = path / "adapter_model.safetensors" if to == "peft" else path
+        assert values == {x.tobytes() for n, x in load_file(file).items() if "alpha" not in n}
+
+
+def test_sdxl_has_two_text_encoders(tmp_path: Path) -> None:
+    text = "text_model.encoder.layers.0.self_attn.q_proj"
+    modules = {
+        f"text_encoder.{text}": factors(4, 4, 2), f"text_encoder_2.{text}": factors(4, 4, 2),
+        "unet.up_blocks.0.upsamplers.0.conv": factors(4, 4, 2, (3, 3)),
+    }  # fmt: skip
+    assert set(changes(converted(tmp_path, diffusers(modules), "comfy"))) == {
+        f"text_encoders.clip_l.transformer.{text}", f"text_encoders.clip_g.transformer.{text}",
+        "diffusion_model.output_blocks.2.2.conv",
+    }  # fmt: skip
+    back = tmp_path / "again.safetensors"
+    convert_lora(tmp_path / "comfy.safetensors", back, "diffusers")
+    same(changes(back), changes(tmp_path / "adapter-0.safetensors"))
+    convert_lora(tmp_path / "comfy.safetensors", tmp_path / "k.safetensors", "kohya")
+    assert {name.split("_text")[0] for name in changes(tmp_path / "k.safetensors")} == {
+        "lora_te1", "lora_te2", "lora_unet_output_blocks_2_2_conv",
+    }  # fmt: skip
+
+
+def test_one_text_encoder_is_that_of_sd15(tmp_path: Path) -> None:
+    name = "text_encoder.text_model.encoder.layers.0.mlp.fc1"
+    found = changes(converted(tmp_path, diffusers({name: factors(4, 4, 2)}), "kohya"))
+    assert list(found) == ["lora_te_text_model_encoder_layers_0_mlp_fc1"]
+
+
+def test_dora(tmp_path: Path) -> None:
+    """A magnitude of rows goes with its rows."""
+    tensors = kohya({"lora_unet_double_blocks_0_img_attn_qkv": (factors(6, 5, 2), 2)})
+    magnitude = np.arange(6, dtype="f4").reshape(6, 1)
+    tensors["lora_unet_double_blocks_0_img_attn_qkv.dora_scale"] = magnitude
+    path = converted(tmp_path, tensors, "diffusers")
+    at = "transformer.transformer_blocks.0.attn.to_{}.lora_magnitude_vector"
+    for number, each in enumerate("qkv"):
+        np.testing.assert_array_equal(
+            load_file(path)[at.format(each)], magnitude[2 * number : 2 * number + 2, 0]
+        )
+    convert_lora(path, tmp_path / "back.safetensors", "kohya")
+    back = load_file(tmp_path / "back.safetensors")
+    np.testing.assert_array_equal(
+        back["lora_unet_double_blocks_0_img_attn_qkv.dora_scale"], magnitude
+    )
+    part = {name: x for name, x in load_file(path).items() if "to_v" not in name}
+    with pytest.raises(UnsupportedError, match="some of its rows"):
+        converted(tmp_path, part, "comfy")
+
+
+def test_dora_of_convolutions_and_columns(tmp_path: Path) -> None:
+    name = "lora_unet_mid_block_resnets_0_conv1"
+    tensors = kohya({name: (factors(4, 3, 2, (3, 3)), 2)})
+    tensors[f"{name}.dora_scale"] = np.arange(4, dtype="f4").reshape(4, 1, 1, 1)
+    path = converted(tmp_path, tensors, "peft")
+    found = load_file(path / "adapter_model.safetensors")
+    assert found["base_model.model.mid_block.resnets.0.conv1.lora_magnitude_vector"].shape == (
+        1,
+        4,
+        1,
+        1,
+    )
+    assert json.loads((path / "adapter_config.json").read_text())["use_dora"] is True
+    back = tmp_path / "back.safetensors"
+    convert_lora(path, back, "kohya")
+    assert load_file(back)[f"{name}.dora_scale"].shape == (4, 1, 1, 1)
+    tensors[f"{name}.dora_scale"] = np.ones((1, 3, 1, 1), "f4")
+    with pytest.raises(UnsupportedError, match="each column"):
+        converted(tmp_path, tensors, "peft")
+    assert load_file(converted(tmp_path, tensors, "comfy"))[
+        "diffusion_model.middle_block.0.in_layers.2.dora_scale"
+    ].shape == (1, 3, 1, 1)
+
+
+def test_kinds_that_only_kohya_and_comfy_have(tmp_path: Path) -> None:
+    name = "lora_unet_down_blocks_0_resnets_0_conv1"
+    pairs = {
+        f"{name}.hada_w{n}_{each}": RANDOM.random((2, 2), "f4") for n in (1, 2) for each in "ab"
+    }
+    tensors = {**pairs, f"{name}.alpha": np.array(3, "f4")}
+    path = converted(tmp_path, tensors, "comfy")
+    new = "diffusion_model.input_blocks.1.0.in_layers.2"
+    assert {key.replace(name, new): each.tobytes() for key, each in tensors.items()} == {
+        key: each.tobytes() for key, each in load_file(path).items()
+    }
+    for to in ("peft", "diffusers"):
+        with pytest.raises(UnsupportedError, match=r"no place.*loha"):
+            converted(tmp_path, tensors, to)
+    with pytest.raises(UnsupportedError, match="baked"):
+        converted(tmp_path, tensors, "comfy", bake=True)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "to", "options", "error", "words"),
+    [
+        (kohya({"lora_unet_blocks_0_mlp_in_fc_1": (factors(2, 2, 1), 1)}), "comfy", {},
+         UnsupportedError, "underscores"),
+        (diffusers({"unet.conv_in": factors(2, 2, 1), "text_encoder.x": factors(2, 2, 1)}), "peft",
+         {}, UsageError, "2 components"),
+        (diffusers({"unet.up_blocks.0.upsamplers.0.conv": factors(2, 2, 1, (3, 3))}), "comfy", {},
+         AmbiguousError, "SDXL"),
+        (diffusers({"transformer.transformer_blocks.0.attn.to_q": factors(2, 1536, 1)}), "kohya",
+         {}, UnsupportedError, "SD 3"),
+        (diffusers({"vae.encoder.conv_in": factors(2, 2, 1)}), "kohya", {}, UsageError, "'vae'"),
+        (kohya({"lora_unet_single_blocks_0_linear1": (factors(8, 2, 1), 1)}), "diffusers", {},
+         UnsupportedError, "not divisible by 7"),
+        (diffusers({"transformer.single_transformer_blocks.0.attn.to_q": factors(2, 2, 1),
+                    "transformer.single_transformer_blocks.0.attn.to_k": factors(3, 2, 1)}),
+         "kohya", {}, UnsupportedError, "differ in dtype or size"),
+        (diffusers({"blocks.0.q": factors(2, 2, 1)}), "kohya", {}, CkptkitError, "scale"),
+        (diffusers({"blocks.0.q": factors(2, 2, 1)}), "kohya", {"alpha": 2.0}, UsageError,
+         "no image model"),
+        ({"unet.conv_in.lora_A.weight": np.ones((1, 2), "f4")}, "kohya", {}, UnsupportedError,
+         "conv_in"),
+        (diffusers({"unet.conv_in": factors(2, 2, 1)}), "onnx", {}, UsageError, "'onnx'"),
+    ],
+)  # fmt: skip
+def test_refusals(
+    tmp_path: Path, tensors: dict[str, Array], to: str, options: Any, error: Any, words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        converted(tmp_path, tensors, to, **options)
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_names_of_two_models_are_told(tmp_path: Path) -> None:
+    """Flux and others have double blocks, SD 1.5 and SDXL the same blocks: a warning says so."""
+    for name, word in (
+        ("transformer.transformer_blocks.0.attn.to_q", "Flux"),
+        ("unet.down_blocks.1.attentions.0.proj_in", "SDXL"),
+    ):
+        source = tmp_path / "one.safetensors"
+        save_file(diffusers({name: factors(2, 2, 1)}), source)
+        done = convert_lora(source, tmp_path / f"{word}.safetensors", "kohya")
+        assert word in str(done.warnings)
+
+
+def test_of_peft(tmp_path: Path) -> None:
+    """The default component is that whose names it has; rslora becomes alpha."""
+    folder = tmp_path / "adapter"
+    folder.mkdir()
+    pair = factors(2, 3, 4)
+    at = "base_model.model.down_blocks.0.attentions.0.proj_in.lora_{}.weight"
+    save_file(
+        {at.format(role): each for role, each in pair.items()}, folder / "adapter_model.safetensors"
+    )
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "use_rslora": True}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    convert_lora(folder, tmp_path / "k.safetensors", "kohya")
+    found = load_file(tmp_path / "k.safetensors")
+    assert float(found["lora_unet_down_blocks_0_attentions_0_proj_in.alpha"]) == 16
+    for word, value in (
+        ("use_bdlora", {"nblocks": 2}),
+        ("fan_in_fan_out", True),
+        ("peft_type", "IA3"),
+    ):
+        (folder / "adapter_config.json").write_text(json.dumps({**config, word: value}))
+        with pytest.raises(UnsupportedError):
+            convert_lora(folder, tmp_path / "x.safetensors", "kohya")
+
+
+def test_outputs_are_safetensors_and_not_replaced(tmp_path: Path) -> None:
+    source = tmp_path / "one.safetensors"
+    save_file(diffusers({"unet.conv_in": factors(2, 2, 1)}), source)
+    with pytest.raises(UsageError, match="not as"):
+        convert_lora(source, tmp_path / "x.pth", "kohya")
+    with pytest.raises(UsageError):
+        convert_lora(source, source, "comfy", force=True)
+    convert_lora(source, tmp_path / "k.safetensors", "kohya", dry_run=True)
+    assert not (tmp_path / "k.safetensors").exists()
