@@ -454,7 +454,7 @@ def compare_checkpoints(
     excluded = len(names) - len(weights[0].keys() | weights[1].keys())
     found = _common(*weights, values, atol, rtol, progress)
     found = _named(found, _kinds(weights[0]), _kinds(weights[1]), name, a.chosen)
-    ours, theirs = rest_of(a), rest_of(b)
+    ours, theirs = rest_of(a, everything), rest_of(b, everything)
     if everything and not any((*weights, ours.tensors, theirs.tensors)):
         found = replace(found, values_compared=True)  # of no tensor
     left = [] if found.values_compared else ["the values of tensors (--no-values)"]
@@ -514,11 +514,14 @@ def entire(checkpoint: Checkpoint) -> Checkpoint:
     return checkpoint
 
 
-def rest_of(checkpoint: Checkpoint) -> Rest:
-    """Return what is beside the weights; of a pickled module, without the attributes inside it."""
+def rest_of(checkpoint: Checkpoint, exact: bool) -> Rest:
+    """Return what is beside the weights; of a pickled module, without the attributes inside it.
+
+    Texts of values are different where these are; of long arrays, only if `exact`.
+    """
     summary = summarize(checkpoint)
     values = {
-        join(each.path): f"{each.value!r}"
+        join(each.path): each.exact() if exact else f"{each.value!r}"
         for each in summary.values
         if not summary.in_module(each.path)
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -207,6 +208,13 @@ class Value(NamedTuple):
     type: str
     value: Plain
     array: StoredList | None = None
+
+    def exact(self) -> str:
+        """Return a text that no other value has: of a long array, with the SHA-256 of all of it."""
+        if self.array is None or len(self.array) == len(self.array.first):
+            return repr(self.value)
+        whole = repr(list(self.array)).encode(errors="surrogatepass")
+        return f"{self.value!r} (sha256 {hashlib.sha256(whole).hexdigest()[:16]})"
 
 
 class Opaque(NamedTuple):

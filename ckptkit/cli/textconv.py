@@ -65,7 +65,9 @@ def _facts(checkpoint: Checkpoint) -> Iterator[str]:
             digest = hashlib.sha256(repr(digests).encode()).hexdigest()
         content = "no bytes" if digest is None else f"sha256 {digest[:HEX]}"
         yield f"{row.place}: {row.dtype} {shape(row.tensor.shape)} {row.tensor.device} {content}"
-    yield from (f"{join(value.path)}: {_value(value.value)}" for value in summary.values)
+    for value in summary.values:
+        text = _value(value.value) if value.array is None else value.exact()
+        yield f"{join(value.path)}: {text}"
     yield from (f"{join(each.path)}: an object of {each.global_}" for each in summary.objects)
     yield from (f"metadata {name}: {_value(value)}" for name, value in summary.extras.items())
 

@@ -291,6 +291,7 @@ def foreseen(error: BaseException) -> BaseException:
 
 # Codes: stable, one for each kind of warning that other code asks about.
 DELTA = "delta"  # the frames of a delta, and no weights
+LLAMA_CPP = "llama-cpp"  # what llama.cpp refuses in a GGUF file, and ckptkit reads
 NO_CHECKSUM = "no-checksum"  # storages without one: damage to them cannot be seen
 NO_VERSION = "no-version"  # an archive without a version record, which torch refuses
 RUNS_CODE = "runs-code"  # a value whose loading would call what it should not

@@ -14,6 +14,7 @@ from ckptkit.core.bytesource import Folder
 from ckptkit.core.checkpoint import PartOf
 from ckptkit.core.dtypes import NOT_IN_TORCH
 from ckptkit.core.errors import (
+    LLAMA_CPP,
     NEWER_TORCH,
     AmbiguousError,
     CkptkitError,
@@ -21,6 +22,7 @@ from ckptkit.core.errors import (
     TruncatedError,
     UnsafeGlobalError,
     UnsupportedError,
+    coded,
 )  # fmt: skip
 from ckptkit.core.text import argument, is_url, plural, shape, shell_command
 from ckptkit.diagnosis.cause import (
@@ -37,7 +39,7 @@ from ckptkit.diagnosis.cause import (
     is_wrapped,
     some,
 )  # fmt: skip
-from ckptkit.formats.table import NONE, SAFETENSORS, TORCH_SUFFIXES
+from ckptkit.formats.table import GGUF, NONE, SAFETENSORS, TORCH_SUFFIXES
 
 _PACKED = (
     " Its quantized layers keep theirs packed, outside of the state_dict: --dequantize makes "
@@ -48,8 +50,8 @@ _SHARD = re.compile(r"-[0-9]{1,9}-of-([0-9]{1,9})\.")
 
 def causes(facts: Facts) -> Iterator[Cause]:
     looks = (
-        _container, _suffix, _elsewhere, _program, _version, _lacking, _dtypes, _index, _shard,
-        _ambiguous,
+        _container, _suffix, _elsewhere, _llama_cpp, _program, _version, _lacking, _dtypes, _index,
+        _shard, _ambiguous,
     )  # fmt: skip
     for look in looks:
         yield from look(facts)
@@ -166,11 +168,29 @@ def _elsewhere(facts: Facts) -> Iterator[Cause]:
 def _as_torch(facts: Facts) -> tuple[str | None, Fix | None]:
     """Return command and fix that make a file for torch.load.
 
-    Arrays of numpy become tensors in a safetensors file alone.
+    Arrays of numpy become tensors in a safetensors file alone, and so do those of GGUF without the
+    metadata beside them.
     """
     if any(row.tensor.kind == "ndarray" for row in facts.summary.rows):
         return edit(facts, "convert", "safe", suffix=".safetensors"), None
+    if format_of(facts) is GGUF:
+        found = facts.quantized
+        if found is not None and found.unread:
+            return None, None
+        words = ["--dequantize", "bfloat16"] if found else []
+        command = edit(facts, "convert", "safe", *words, suffix=".safetensors")
+        return command, _bare(facts)
     return convert(facts, "torch"), {}
+
+
+def _llama_cpp(facts: Facts) -> Iterator[Cause]:
+    for warning in coded(facts.summary.warnings, LLAMA_CPP):
+        yield Cause(
+            "llama-cpp",
+            WARNING,
+            f"Its {warning}.",
+            "ckptkit and gguf-py read it all the same.",
+        )
 
 
 def _program(facts: Facts) -> Iterator[Cause]:

@@ -38,6 +38,7 @@ from ckptkit.diagnosis.cause import (
     some,
     together,
 )  # fmt: skip
+from ckptkit.formats.table import GGUF
 from ckptkit.quantized import families
 from ckptkit.quantized.group import QuantizedWeight
 from ckptkit.quantized.quantization import default_dtype
@@ -99,7 +100,7 @@ def _wrapper(facts: Facts) -> Iterator[Cause]:
     summary = facts.summary
     if not is_wrapped(facts) or summary.is_module or is_script(facts):
         return
-    if format_of(facts).distributed:
+    if format_of(facts).distributed or format_of(facts) is GGUF:
         return
     key = join(summary.weights or ())
     others = (
@@ -457,6 +458,8 @@ def _readable(facts: Facts, groups: Sequence[QuantizedWeight]) -> Cause:
     counts = ", ".join(f"{number:,} {kind}" for kind, number in kinds.items())
     all_are_read = facts.quantized is not None and not facts.quantized.unread
     are = "is" if len(groups) == 1 else "are"
+    is_gguf = format_of(facts) is GGUF  # of which another cause has the command
+    fix: Fix = {"dequantize": {"dtype": "bfloat16"} if is_gguf else {}}
     return Cause(
         "quantized",
         ERROR if facts.needs_floats else NOTE,
@@ -464,8 +467,8 @@ def _readable(facts: Facts, groups: Sequence[QuantizedWeight]) -> Cause:
         "A model of floats cannot load them: codes are numbers together with their scales only. "
         + _read_as({group.family for group in groups})
         + (_RAGGED if any(map(_is_ragged, groups)) else ""),
-        _command(facts, groups[0]) if all_are_read else None,
-        {"dequantize": {}} if facts.needs_floats and all_are_read else None,
+        _command(facts, groups[0]) if all_are_read and not is_gguf else None,
+        fix if all_are_read and (facts.needs_floats or is_gguf) else None,
     )
 
 

@@ -32,9 +32,11 @@ from ckptkit.core.bytesource import ByteSource, Folder, Range
 from ckptkit.core.checkpoint import Checkpoint, PartOf
 from ckptkit.core.dtypes import BY_NAME, GGML, UNKNOWN, DType, unknown
 from ckptkit.core.errors import (
+    LLAMA_CPP,
     AmbiguousError,
     CorruptError,
     FormatError,
+    Notice,
     TruncatedError,
     UnsupportedError,
 )
@@ -351,7 +353,8 @@ def _tensors(
             both = f"{shown(one.name)}, {shown(other.name)}"
             raise CorruptError(f"2 tensors overlap: {both}", where=name)
     if [info for info in header.infos if sizes[info]] != held:
-        warnings.append("tensors are not in the order of their data: llama.cpp does not load it")
+        text = "tensors are not in the order of their data, which llama.cpp refuses"
+        warnings.append(Notice(LLAMA_CPP, text))
     for info, dtype in dtypes.items():
         size = sizes[info] or 0
         record = Range(source, min(start + info.offset, source.size - size), size)

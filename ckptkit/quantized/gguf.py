@@ -23,7 +23,7 @@ def recognize(view: TensorView, name: str) -> QuantizedWeight | None:
     tensor = view.tensors[name]
     type, storage = tensor.dtype.name, tensor.storage
     group = QuantizedWeight("gguf", type, name, tensor.shape, (name,), own="float32")
-    others = "--keys takes the tensors of other types"
+    others = "--drop leaves such tensors out"
     if tensor.dtype.kind == "unknown":
         number = type.rpartition(" ")[2]
         return group.refused(f"its type {number} is not known", others)
