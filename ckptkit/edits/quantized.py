@@ -40,6 +40,7 @@ from ckptkit.quantized.group import quantization_of, read_json_of
 from ckptkit.quantized.quantization import TARGETS, default_dtype, exchanged, mapping_of
 
 _HEADERS = ("tensor_names", "_quantization_metadata")
+GGUF = "gguf"  # a family
 _CONFIG = ("quantization_config", "quantization", "compression_config")
 
 
@@ -88,7 +89,11 @@ def target(name: DTypeLike) -> DType:
 
 
 def _without_groups(ck: Checkpoint, found: Quantization, wanted: DType | None) -> Checkpoint:
-    refuse_unread(ck, found)
+    read = tuple(group for group in found.groups if group.layout is not None)
+    # A weight of GGUF is a tensor, which a later step may leave out; writers refuse it.
+    if not read or any(group.family != GGUF for group in found.unread):
+        refuse_unread(ck, found)
+    found = replace(found, groups=read)
     weights, view = ck.required, found.view
     assert view is not None
     types = {id(group): wanted or default_dtype(view, group) for group in found.groups}

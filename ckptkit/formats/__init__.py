@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
+from ckptkit import quantized
 from ckptkit.core.bytesource import ByteSource, Folder, LocalFile
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import (
@@ -25,7 +26,17 @@ from ckptkit.core.errors import (
 )
 from ckptkit.core.options import DEFAULT, LAYOUT, Options
 from ckptkit.core.plan import Patch, Plan
-from ckptkit.core.text import argument, behind_page, plural, shell_command, shown_url, typed
+from ckptkit.core.text import (
+    and_more,
+    argument,
+    behind_page,
+    flatten,
+    plural,
+    shell_command,
+    shown,
+    shown_url,
+    typed,
+)
 from ckptkit.formats.format import (
     RECOVER,
     UNVERIFIED,
@@ -351,17 +362,30 @@ def _refuse_blocks(checkpoint: Checkpoint, format: Format) -> None:
     """Raise UnsupportedError if weights of a GGUF file are in blocks, which only GGUF can hold."""
     if checkpoint.format != GGUF.name or format.name == GGUF.name or not checkpoint.selection:
         return
-    weights = checkpoint.selection
-    blocks = Counter(each.dtype.name for each in weights.tensors.values() if each.dtype.block > 1)
-    if blocks:
-        name = checkpoint.name or "model.gguf"
-        out = f"{os.path.splitext(os.path.basename(name.rstrip('/')))[0]}.safetensors"
-        words = "ckptkit", "convert", *argument(name), out, "--dequantize", "bfloat16"
+    blocks = Counter(
+        each.dtype.name for each in checkpoint.selection.tensors.values() if each.dtype.block > 1
+    )
+    unread = quantized.find(checkpoint).unread
+    if not blocks and not unread:
+        return
+    name = checkpoint.name or "model.gguf"
+    out = f"{os.path.splitext(os.path.basename(name.rstrip('/')))[0]}.safetensors"
+    command = ["ckptkit", "convert", *argument(name), out, "--dequantize", "bfloat16"]
+    if not unread:
         raise UnsupportedError(
             f"{plural(blocks.total(), 'tensor')} of the types of GGUF ({', '.join(blocks)}), which "
             f"{format.name} cannot hold",
-            hint=f"`{shell_command(words)}` makes numbers of them",
+            hint=f"`{shell_command(command)}` makes numbers of them",
         )
+    drops = flatten(("--drop", each.name) for each in unread)
+    hint = f"`{shell_command((*command, *drops))}` leaves it out"
+    if len(unread) > 4 or len(unread) == len(checkpoint.selection.tensors):
+        hint = "--drop leaves such tensors out"
+    raise UnsupportedError(
+        f"{shown(unread[0].name)} cannot be dequantized: {unread[0].reason}"
+        + and_more(len(unread) - 1),
+        hint=hint,
+    )
 
 
 def _is_module(checkpoint: Checkpoint) -> bool:

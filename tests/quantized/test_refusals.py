@@ -367,3 +367,15 @@ def test_a_name_that_is_taken_is_a_collision(tmp_path: Path) -> None:
     )
     with pytest.raises(CollisionError, match="both"):
         ckptkit.dequantize(ckptkit.open(path))
+
+
+def test_other_tensors_of_gguf(run: Run, tmp_path: Path) -> None:
+    """The command of the hint leaves out the tensor whose type is not known."""
+    tensors = [Entry("odd", (2, 3), 155, bytes(64)), Entry("w", (2, 32), 8, bytes(68))]
+    (tmp_path / "m.gguf").write_bytes(of_gguf((), tensors))
+    done = run("convert", "m.gguf", "x.safetensors", "--dequantize", cwd=tmp_path)
+    assert done.code == 3 and "its type 155 is not known" in done.stderr
+    assert "`ckptkit convert m.gguf m.safetensors --dequantize bfloat16 --drop odd`" in done.stderr
+    done = run("convert", "m.gguf", "x.safetensors", "--dequantize", "--drop", "odd", cwd=tmp_path)
+    assert done.code == 0
+    assert list(ckptkit.open(tmp_path / "x.safetensors").weights) == ["w"]
