@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from ckptkit.loading import diff as diff
     from ckptkit.loading import load as load
     from ckptkit.loading import load_into as load_into
+    from ckptkit.lora.merge import merge_lora as merge_lora
 
     open = open_checkpoint
 
@@ -62,6 +63,7 @@ _ABOVE = {
     "map": ("edits.elements", "map_weights"),
     "set": ("edits.structure", "with_value"),
     "drop": ("edits.structure", "drop_entry"),
+    "lora_hint": ("lora.merge", "hint"),
 }
 
 # The modules of the public names, but for edits, which are in the list of edits.
@@ -80,6 +82,7 @@ _PLACES = {
     "inspect": "analysis.reports",
     "load": "loading",
     "load_into": "loading",
+    "merge_lora": "lora.merge",
     "open": "api",
     "recover": "api",
     "save": "api",
@@ -117,6 +120,7 @@ __all__ = [
     "load",
     "load_into",
     "merge",
+    "merge_lora",
     "open",
     "recover",
     "remap",

@@ -31,6 +31,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "extract", "wrap", "apply_rules", "key_optimizer",
     ),
     "Combine": ("average", "merge", "ema"),
+    "Adapters": ("merge_lora",),
     "Deltas": ("delta", "apply_delta", "squash_delta", "verify_delta"),
     "Classes": ("Checkpoint", "Tensor", "Storage", "Options"),
 }  # fmt: skip

@@ -46,7 +46,7 @@ OTHERS = {
     "click": ("cli", "trainer"),
     "tabulate": ("cli",),
     "tqdm": ("cli", "trainer"),
-    "torch": ("compute", "rules", "loading", "diagnosis", "trainer"),
+    "torch": ("compute", "rules", "lora", "loading", "diagnosis", "trainer"),
     "sklearn": ("trainer",),
     "matplotlib": ("trainer", "cli", "views"),
     "textual": ("views",),

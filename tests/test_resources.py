@@ -304,7 +304,7 @@ CALLS = {
     "extract": [*OUT, "--key", "a"], "wrap": [*OUT, "--key", "a"], "average": ["F", *OUT], "merge": ["F", *OUT],
     "ema": OUT, "run": ["F", *OUT], "recover": OUT, "doctor": ["F"], "scan": ["F"], "stats": ["F"],
     "show": ["F", "w", "--stats"], "report": ["F", "-o", "O.html", "--values"], "verify": ["F", "--values"],
-    "check": ["F", "--expect", "a exists"], "digest": ["F", "--all"], "delta": ["make", "F", "F", "O"], "batch": ["convert", "--format", "safetensors", "--into", "O", "F"],
+    "check": ["F", "--expect", "a exists"], "digest": ["F", "--all"], "delta": ["make", "F", "F", "O"], "lora": ["merge", "F", "F", "O"], "batch": ["convert", "--format", "safetensors", "--into", "O", "F"],
 }  # fmt: skip
 
 DRIVER = """

@@ -92,6 +92,7 @@ def right(name: str) -> dict[str, Any]:
         "destination": "b.pth", "model": nn.Linear(2, 2), "other": "a.pth", "dtypes": "float16",
         "devices": "cpu", "key": "module", "rules": "module.{x} -> {x}",
         "by": "names", "old": "a.pth", "new": "a.pth", "base": "a.pth", "deltas": "a.pth",
+        "adapters": "a.pth",
         "checkpoints": ["a.pth", "a.pth"],
         **({"path": "b.pth"} if name == "save" or "delta" in name else {}),
         **({"key": "module.weight"} if name == "extract" else {}),

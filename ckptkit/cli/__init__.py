@@ -41,6 +41,7 @@ GROUPS = {
     },
     "Combine": {
         "average": "recipes", "merge": "recipes", "ema": "recipes", "delta": "deltas",
+        "lora": "lora",
     },
     "Check": {
         "scan": "security", "verify": "integrity", "check": "rules", "digest": "integrity",

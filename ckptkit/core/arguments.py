@@ -111,6 +111,7 @@ _PATHS = {
     "source": "a path, a URL, bytes, a binary file object, a mapping or a Checkpoint",
     "destination": "a path or URL",
     "deltas": "a path, or several paths",
+    "adapters": "the path of an adapter, or several paths",
 }
 
 

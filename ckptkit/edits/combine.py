@@ -13,6 +13,7 @@ from contextlib import suppress
 
 from ckptkit.compute.arranged import contiguous
 from ckptkit.compute.mixing import has_mean, mean_record
+from ckptkit.core import above
 from ckptkit.core.arguments import checked
 from ckptkit.core.bytesource import ByteSource
 from ckptkit.core.checkpoint import Checkpoint, Source, edit, several
@@ -43,8 +44,11 @@ _FACTOR = re.compile(
 )
 
 
-def refuse_adapter(ck: Checkpoint, why: str) -> None:
-    """Raise UnsupportedError for an adapter: `why` ends the sentence."""
+def refuse_adapter(ck: Checkpoint, why: str, others: Sequence[Checkpoint] = ()) -> None:
+    """Raise UnsupportedError for an adapter: `why` ends the sentence.
+
+    The hint is the command that merges it into one of the `others`.
+    """
     names = ck.required.nodes
     seen = None  # a factor whose base weight is not in the checkpoint
     for name in names:
@@ -63,8 +67,7 @@ def refuse_adapter(ck: Checkpoint, why: str) -> None:
         raise UnsupportedError(
             f"is an adapter of a model, such as LoRA ({seen}): {why}",
             where=ck.name,
-            hint="peft adds an adapter to its base model: "
-            "PeftModel.from_pretrained(base, folder).merge_and_unload()",
+            hint=above.call("lora_hint", ck, others),
         )
 
 
@@ -98,7 +101,7 @@ def average(checkpoints: Sequence[Source], shares: Sequence[float] | None = None
             f"{len(checkpoints)} checkpoints need as many weights, none negative, not all 0"
         )
     for each in checkpoints:
-        refuse_adapter(each, "the mean of its factors is not the mean of the changes they make")
+        refuse_adapter(each, _NO_MEAN, checkpoints)
         groups.refuse(each, None, "codes and scales have no mean")
     last = bare(checkpoints[-1])
     rows = _rows([*checkpoints[:-1], last])
@@ -169,7 +172,8 @@ def merge(checkpoints: Sequence[Source], *, last_wins: bool = False) -> Checkpoi
     if not checkpoints:
         raise UsageError("there are no checkpoints to merge")
     for ck in checkpoints:
-        refuse_adapter(ck, "`merge` unites the tensors of models, and does not apply adapters")
+        why = "`merge` unites the tensors of models, and does not apply adapters"
+        refuse_adapter(ck, why, checkpoints)
     refuse_mixture(checkpoints)
     parts = [bare(ck) for ck in checkpoints]
     merged: dict[Node, Node] = {}
@@ -233,6 +237,7 @@ def ema(ck: Checkpoint) -> Checkpoint:
     )
 
 
+_NO_MEAN = "the mean of its factors is not the mean of the changes they make"
 _NO_MODEL = "`ema` gives the weights of whole models"
 _NOT_AVERAGED = "its weights are not those that training has averaged"
 _COUNTER = "n_averaged"  # of torch.optim.swa_utils.AveragedModel, whose model is its `module`

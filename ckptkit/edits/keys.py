@@ -375,8 +375,8 @@ def rename(
                 f"{old!r} cannot be renamed to {new!r}: a name is a string that is not empty"
             )
     others = [name for name in target.names if name not in mapping]
-    substituted, unused = _substituted(others, substitutions)
-    every = {**mapping, **substituted}
+    changed, unused = substituted(others, substitutions)
+    every = {**mapping, **changed}
     names = {old: every[old] for old in target.names if every[old] != old}
     if not names:
         return ck.with_root(ck.root, warnings=[NoEffect(f"nothing{target.place} is renamed")])
@@ -398,7 +398,7 @@ def rename(
 SECONDS = 20  # for all matches of one list: an expression may take exponential time
 
 
-def _substituted(
+def substituted(
     names: Iterable[str], pairs: Sequence[tuple[str, str]]
 ) -> tuple[dict[str, str], list[str]]:
     """Return what the substitutions make of names, and the patterns that have changed none."""

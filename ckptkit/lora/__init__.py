@@ -1,6 +1,6 @@
 """Adapters (LoRA, LoHa, LoKr, IA3...): read from headers, merged into a base while it is written.
 
 In: an adapter of peft, kohya, diffusers or ComfyUI, and a base of any format. Out: the base with
-its weights changed, as byte ranges and operations. Uses core, compute, rules, publish, edits,
-formats and api.
+its weights changed, as byte ranges and operations. Uses core, compute, quantized, rules, publish,
+edits, formats and api.
 """

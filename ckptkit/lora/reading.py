@@ -548,3 +548,23 @@ def _of_method(adapter: Adapter) -> Problem | None:
     else:
         why = "is not supported"
     return Problem("method", f"is of the method {method}, which {why}")
+
+
+# Fields of a LoRA configuration of peft 0.21.2 and before that ckptkit reads, or that have no
+# effect on what is merged.
+_FIELDS = """
+alora_invocation_tokens alpha_pattern arrow_config auto_mapping base_model_name_or_path bias
+corda_config enable_lora ensure_weight_tying eva_config exclude_modules fan_in_fan_out
+inference_mode init_lora_weights kasa_config layer_replication layers_pattern layers_to_transform
+loftq_config lora_alpha lora_bias lora_dropout lora_ga_config lora_nums megatron_config
+megatron_core merge_weights modules_to_save monteclora_config peft_type peft_version
+qalora_group_size r rank_pattern revision runtime_config target_modules target_parameters task_type
+trainable_token_indices use_bdlora use_dora use_qalora use_rslora velora_config
+"""
+
+
+def unknown_fields(adapter: Adapter) -> list[str]:
+    """Return the fields of a LoRA configuration that are not known, and are set."""
+    config = (adapter.config if adapter.method == "LORA" else None) or {}
+    known = _FIELDS.split()
+    return [name for name, value in config.items() if name not in known and value]

@@ -64,6 +64,13 @@ class Given:
         save_file(
             whole, self.paths["S"], metadata={name: name for name in NAMES if "\ud800" not in name}
         )
+        self.paths["L"] = folder / "L.safetensors"  # an adapter of one of them
+        name = next(f"{each}2" for each in weights if "\ud800" not in each)
+        factors = {
+            f"{name}.lora_A.weight": torch.ones(1, 2),
+            f"{name}.lora_B.weight": torch.ones(2, 1),
+        }
+        save_file(factors, self.paths["L"])
         self.paths["C"] = folder / "cut\x07.pth"
         self.paths["C"].write_bytes(self.paths["F"].read_bytes()[:-3000])
         self.paths["R"] = folder / "recipe\x07.toml"
@@ -135,6 +142,7 @@ CALLS: dict[str, list[list[str]]] = {
         *(["make", "G", "G", "OD"], ["make", "G", "F", "OD"], ["apply", "G", "S", "O"], ["inspect", "S"]),
         *(["apply", "G", "C", "O"], ["verify", "G", "S"], ["squash", "S", "OD"]),
     ],
+    "lora": [["merge", "G", "L", "O", "--alpha", "2"], ["merge", "F", "L", "O"], ["merge", "G", "S", "O"]],
     "batch": [["strip-module", "--into", "OD", "G"], ["strip-module", "--into", "OD", "S", "F", "C"]],
 }  # fmt: skip
 

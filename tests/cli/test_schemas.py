@@ -130,6 +130,7 @@ COMMANDS = {
         "matrix.pth out.safetensors --quantize mxfp4", "quantized out.pth --dequantize",
         "plain.pth net --shard-size 1kB", "model model2", "run.pth --in-place --to cpu",
     ],
+    "lora merge": ["plain.pth adapter.safetensors out.pth"],
     "delta apply": ["plain.pth step out.pth", "plain.pth step --in-place"],
     "delta inspect": ["step", "step model"],
     "delta make": ["plain.pth moved.pth out"],
@@ -207,6 +208,8 @@ def make() -> None:
     torch.save({name: value + 1 for name, value in plain.items()}, "moved.pth")
     torch.save({name: value.half() for name, value in plain.items()}, "half.pth")
     torch.save({"model": plain, "model_ema": plain}, "ema.pth")
+    factors = {"lora_down.weight": torch.ones(1, 4), "lora_up.weight": torch.ones(3, 1)}
+    save_file({f"lycoris_0.{name}": each for name, each in factors.items()}, "adapter.safetensors")
     matrix = {"model.layers.0.mlp.weight": torch.randn(64, 64)}
     torch.save(matrix, "matrix.pth")
     torch.save({f"w{n}": torch.ones(100) for n in range(40)}, "whole.pth")

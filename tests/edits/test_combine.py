@@ -244,7 +244,7 @@ def test_adapters_are_refused(layout: str, tmp_path: Path, run: Run) -> None:
         done = run(*words, tmp_path / "out.pth")
         assert done.code == 3 and not (tmp_path / "out.pth").exists()
         assert "is an adapter of a model, such as LoRA" in done.stderr
-        assert "merge_and_unload" in done.stderr
+        assert "ckptkit help lora" in done.stderr
 
 
 def test_what_else_peft_writes_is_refused_by_its_configuration(tmp_path: Path, run: Run) -> None:

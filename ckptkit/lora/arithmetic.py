@@ -1,0 +1,318 @@
+"""The arithmetic of adapters, on tiles of whole rows of one matrix of the base.
+
+Elements are widened to float32 (float64 if the base is), changed, and rounded once to the dtype of
+the base, unless the formula rounds more often. numpy's product has the bits of torch's up to a rank
+of 128 where both sum in order with fused multiply-add; above, torch is used, which peft multiplies
+with. Both give a matrix of one row or column to another routine, whose sums have other bits: so a
+last single row belongs to the tile before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from ckptkit.compute.arranged import contiguous
+from ckptkit.compute.numbers import decode, encode
+from ckptkit.compute.operation import Pieces, Reader
+from ckptkit.core.bytesource import Derived, Operation, Pending, Record
+from ckptkit.core.dtypes import BY_NAME
+from ckptkit.core.tensor import Shape, Tensor
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Array = np.ndarray[Any, Any]
+
+TILE = 1 << 19  # elements of a tile: with its change, they fit the caches of a core
+HELD = 1 << 24  # elements that are held for the norms of columns
+EXACT = 128  # the largest rank at which numpy sums as torch does
+LEAST = 8  # rows of a tile, above which the bits of a product do not depend on their number
+EPS = 2.0**-23  # of float32: LyCORIS adds it to norms
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """A matrix among the inputs: its dtype, rows, and columns."""
+
+    dtype: str
+    rows: int
+    columns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Factor:
+    """A matrix, or a product of matrices: the operands, by their numbers, and how they combine.
+
+    ``how`` is "" for one matrix or L @ R, ``scaled`` for L @ (R * E) with one E for each row of R,
+    ``core`` for L, the core of a Tucker decomposition, and R.
+    """
+
+    operands: tuple[int, ...]
+    how: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Formula:
+    """What an adapter makes of one matrix; the fields are the columns of the table in `merge`.
+
+    The change is one factor, the product of two element by element (``*``), or their Kronecker
+    product (``kron``), times ``scale``, over ``divisor``. ``rounding`` is ``once``, ``twice`` (the
+    change itself is rounded first), or ``again`` (that, and then the change is added once more).
+    ``norm``: the sum is multiplied by the last operand, one number for each row or column, over
+    the norm of that row or column (``norm``), over that and `EPS` (``norm+eps``), or as it is
+    (``none``). Of a convolution, ``group`` neighbouring columns have one number.
+    """
+
+    factors: tuple[Factor, ...] = ()
+    combine: str = ""
+    scale: float = 1.0
+    divisor: float | None = None
+    rounding: str = "once"
+    norm: str = ""
+    by: str = "rows"
+    group: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Adapt(Operation):
+    """`rows` rows of a matrix, the first input, with a change whose row 0 is row `first` of it."""
+
+    dtype: str
+    rows: int
+    columns: int
+    formula: Formula
+    operands: tuple[Operand, ...]
+    first: int = 0
+
+    @property
+    def height(self) -> int:
+        """The rows of a tile."""
+        least = LEAST if self._rank <= EXACT else 8 * LEAST
+        return max(least, TILE // max(1, self.columns))
+
+    @property
+    def _rank(self) -> int:
+        return max((each.columns for each in self.operands if each.rows > 1), default=0)
+
+    def read(self, extent: Derived, start: int, stop: int) -> Pieces:
+        unit = self.columns * BY_NAME[self.dtype].itemsize
+        if start >= stop:
+            return
+        work = _Work(self, extent)
+        for top, end in self.tiles(start // unit, -(-stop // unit)):
+            made, at = work.tile(top, end), top * unit
+            yield made[max(start - at, 0) : min(stop - at, len(made))]
+
+    def tiles(self, first: int, last: int) -> Iterator[tuple[int, int]]:
+        """Yield the tiles with rows from `first` to `last`, whose places do not depend on these."""
+        height = self.height
+        most = max(1, -(-self.rows // height) - (self.rows % height == 1))
+        for number in range(min(first // height, most - 1), most):
+            top = number * height
+            if top >= last:
+                return
+            yield top, self.rows if number == most - 1 else top + height
+
+    def ends(self, extent: Derived, size: int) -> Iterable[int]:
+        unit = self.height * self.columns * BY_NAME[self.dtype].itemsize
+        if self.formula.norm in ("", "none") or self.formula.by == "rows":
+            yield from range(-(-size // unit) * unit, extent.length, -(-size // unit) * unit)
+        yield extent.length
+
+
+class _Work:
+    """What is made once for a run of tiles."""
+
+    def __init__(self, adapt: Adapt, extent: Derived) -> None:
+        self.adapt, self.formula, self.target = adapt, adapt.formula, BY_NAME[adapt.dtype]
+        self.base, *readers = (Reader(each) for each in extent.inputs)
+        self.wide = "f8" if adapt.dtype == "float64" else "f4"
+        self.readers = readers
+        self.held: dict[int, Array] = {}
+
+    def tile(self, top: int, end: int) -> memoryview:
+        """Return the bytes of the rows `top` to `end`."""
+        import numpy as np
+
+        formula, target = self.formula, self.target
+        with np.errstate(all="ignore"):
+            change = self.change(top, end)
+            if formula.norm:
+                made = self.weight(top, end)
+                made = made.copy() if change is None else np.add(change, made, out=change)
+                made *= self.factor(made, top, end)
+                return encode(made.reshape(-1), target)
+            assert change is not None
+            if formula.rounding == "once":
+                change += self.weight(top, end)
+                return encode(change.reshape(-1), target)
+            rounded = decode(encode(change.reshape(-1), target), target).astype(self.wide)
+            made = rounded.reshape(change.shape)
+            made += self.weight(top, end)
+            data = encode(made.reshape(-1), target)
+            if formula.rounding == "again":
+                change += decode(data, target).reshape(change.shape)
+                data = encode(change.reshape(-1), target)
+            return data
+
+    def weight(self, top: int, end: int) -> Array:
+        unit = self.adapt.columns * self.target.itemsize
+        found = decode(self.base(top * unit, (end - top) * unit), self.target)
+        return found.astype(self.wide, copy=False).reshape(end - top, self.adapt.columns)
+
+    def change(self, top: int, end: int) -> Array | None:
+        """Return the change of some rows, in memory of its own."""
+        formula = self.formula
+        if not formula.factors:
+            return None
+        top, end = top + self.adapt.first, end + self.adapt.first
+        first, *others = formula.factors
+        if formula.combine == "kron":
+            made = self._kron(first, others[0], top, end)
+        else:
+            made = self.rows(first, top, end)
+            for each in others:
+                made *= self.rows(each, top, end)
+        if formula.scale != 1:
+            made *= made.dtype.type(formula.scale)
+        if formula.divisor is not None:
+            made /= made.dtype.type(formula.divisor)
+        return made
+
+    def rows(self, factor: Factor, top: int, end: int) -> Array:
+        """Return some rows of a factor."""
+        left = self.read(factor.operands[0], top, end)
+        if len(factor.operands) == 1:
+            return left.copy()
+        return _product(left, self._right(factor))
+
+    def read(self, number: int, top: int = 0, end: int | None = None) -> Array:
+        """Return rows of an operand, by default all of them."""
+        operand = self.adapt.operands[number]
+        end = operand.rows if end is None else end
+        dtype = BY_NAME[operand.dtype]
+        unit = operand.columns * dtype.itemsize
+        data = decode(self.readers[number](top * unit, (end - top) * unit), dtype)
+        return data.astype(self.wide, copy=False).reshape(end - top, operand.columns)
+
+    def _right(self, factor: Factor) -> Array:
+        """Return what is right of the product, which all tiles have in common."""
+        number = factor.operands[1]
+        if number not in self.held:
+            right = self.read(number).copy()
+            if factor.how:
+                other = self.read(factor.operands[2])
+            if factor.how == "scaled":
+                right *= other.reshape(-1, 1)
+            elif factor.how == "core":  # [m, n * kernel] and [n, in]
+                outer, inner = len(right), len(other)
+                turned = right.reshape(outer, inner, -1).transpose(0, 2, 1)
+                made = _product(turned.reshape(-1, inner), other)
+                made = made.reshape(outer, -1, other.shape[1]).transpose(0, 2, 1)
+                right = made.reshape(outer, -1)
+            self.held[number] = right
+        return self.held[number]
+
+    def _kron(self, first: Factor, second: Factor, top: int, end: int) -> Array:
+        import numpy as np
+
+        sizes = [self.adapt.operands[each.operands[0]].rows for each in (first, second)]
+        if -1 not in self.held:
+            self.held[-1], self.held[-2] = (
+                self.rows(each, 0, size) for each, size in zip((first, second), sizes, strict=True)
+            )
+        numbers = np.arange(top, end)
+        outer, inner = self.held[-1][numbers // sizes[1]], self.held[-2][numbers % sizes[1]]
+        made: Array = outer[:, :, None] * inner[:, None, :]
+        return made.reshape(end - top, -1)
+
+    def factor(self, made: Array, top: int, end: int) -> Array:
+        """Return the numbers by which the sums `made` are multiplied, to be broadcast."""
+        import numpy as np
+
+        if self.formula.by == "rows":
+            norms = None if self.formula.norm == "none" else _norms(made)
+            first = self.adapt.first
+            return self._over(self.read(-1).reshape(-1)[top + first : end + first], norms)[:, None]
+        norms = None if self.formula.norm == "none" else self.norms_of_columns
+        return np.repeat(self._over(self.read(-1).reshape(-1), norms), self.formula.group)
+
+    def _over(self, numbers: Array, norms: Array | None) -> Array:
+        if norms is None:
+            return numbers
+        over: Array = numbers / (norms + norms.dtype.type(EPS if "eps" in self.formula.norm else 0))
+        return over
+
+    @cached_property
+    def norms_of_columns(self) -> Array:
+        """The norm of each column, or group of columns, of the sums; some columns at a time."""
+        import numpy as np
+
+        rows, columns, group = self.adapt.rows, self.adapt.columns, self.formula.group
+        step = max(1, HELD // rows // group) * group
+        found = []
+        for left in range(0, columns, step):
+            held = np.empty((rows, min(step, columns - left)), self.wide)
+            for top, end in self.adapt.tiles(0, rows):
+                change = self.change(top, end)
+                assert change is not None
+                change += self.weight(top, end)
+                held[top:end] = change[:, left : left + step]
+            found.append(_norms(held, group, by_columns=True))
+        return np.concatenate(found)
+
+
+def _product(left: Array, right: Array) -> Array:
+    """Return the matrix product, in memory of its own, with the bits that torch gives it."""
+    made: Array
+    if left.shape[1] > EXACT or 1 in (len(left), right.shape[1]):
+        import torch
+
+        made = torch.matmul(torch.from_numpy(_own(left)), torch.from_numpy(right)).numpy()
+    else:
+        made = left @ right
+    return made
+
+
+def _own(values: Array) -> Array:
+    return values if values.flags.writeable else values.copy()
+
+
+def _norms(values: Array, group: int = 1, *, by_columns: bool = False) -> Array:
+    """Return the norms of rows, or of groups of columns, as torch sums them."""
+    import torch
+
+    if group > 1:
+        values = values.reshape(len(values), -1, group).transpose(1, 0, 2)
+        values = values.reshape(len(values), -1).T
+    turned = torch.from_numpy(values)
+    made: Array = torch.linalg.norm(turned.T if by_columns else turned, dim=1).numpy()
+    return made
+
+
+def adapted(
+    base: Record,
+    dtype: str,
+    rows: int,
+    columns: int,
+    formula: Formula,
+    operands: Iterable[Tensor],
+    first: int = 0,
+) -> Record:
+    """Return the bytes of `rows` rows of a matrix, `base`, with the change of a formula.
+
+    Operands are matrices (further dimensions count as columns), the numbers of `norm` the last.
+    """
+    tensors = list(operands)
+    shapes = tuple(Operand(each.dtype.name, *as_matrix(each.shape)) for each in tensors)
+    operation = Adapt(dtype, rows, columns, formula, shapes, first)
+    return Pending(operation, (base, *map(contiguous, tensors)), base.length)
+
+
+def as_matrix(shape: Shape) -> tuple[int, int]:
+    """Return rows and columns of a tensor, whose further dimensions count as columns."""
+    return (shape[0], prod(shape[1:])) if shape else (1, 1)

@@ -1,0 +1,197 @@
+"""What a module of an adapter does to one matrix of the base: the table of formulas."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+from ckptkit.compute.arranged import contiguous
+from ckptkit.core.errors import UnsupportedError
+from ckptkit.core.tensor import Shape, Storage, Tensor
+from ckptkit.core.text import shape as shape_text
+from ckptkit.core.text import shown
+from ckptkit.lora.arithmetic import Factor, Formula, as_matrix
+from ckptkit.lora.reading import Module, matches
+
+# Kind, how its factors combine, how often is rounded, how the operands of a factor combine, and
+# these: roles, transposed where they end in '. Of several rows of a kind, the first whose roles the
+# module has. Sources: peft's `get_delta_weight` of each tuner, and LyCORIS' `get_weight`.
+_TABLE: tuple[tuple[str, str, str, str, tuple[tuple[str, ...], ...]], ...] = (
+    ("lora", "", "once", "", (("B", "A"),)),
+    ("attention_out", "", "again", "", (("B", "A"),)),
+    ("embedding", "", "twice", "", (("embedding_A'", "embedding_B'"),)),
+    ("adalora", "", "once", "scaled", (("B", "A", "E"),)),
+    ("tucker", "", "once", "core", (("B", "mid", "A"),)),
+    ("loha", "*", "once", "core",
+     (("hada_w1_a'", "hada_t1", "hada_w1_b"), ("hada_w2_a'", "hada_t2", "hada_w2_b"))),
+    ("loha", "*", "once", "", (("hada_w1_a", "hada_w1_b"), ("hada_w2_a", "hada_w2_b"))),
+    *(("lokr", "kron", "once", "core", (first, second))
+      for first in (("lokr_w1",), ("lokr_w1_a", "lokr_w1_b"))
+      for second in (("lokr_w2",), ("lokr_w2_a'", "lokr_t2", "lokr_w2_b"),
+                     ("lokr_w2_a", "lokr_w2_b"))),
+    ("diff", "", "once", "", (("diff",),)),
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A formula with its operands, and the matrix that it is for."""
+
+    formula: Formula
+    operands: tuple[Tensor, ...]
+    rows: int
+    columns: int
+    kernel: Shape = ()  # sizes of a convolution, where the adapter tells them
+
+    @property
+    def is_delta(self) -> bool:
+        """True if it is a sum, which a weight may multiply."""
+        return not self.formula.norm
+
+    def transposed(self) -> Change:
+        """Return the change of the transposed matrix. Raises UnsupportedError for convolutions."""
+        operands = list(self.operands)
+        for factor in self.formula.factors:
+            first, *others = factor.operands
+            if factor.how == "core" and others:
+                raise UnsupportedError("a Tucker decomposition cannot be transposed")
+            turned = [turn(operands[number]) for number in (first, *others[:1])]
+            for number, made in zip((first, *others[:1]), reversed(turned), strict=True):
+                operands[number] = made
+        by = "columns" if self.formula.by == "rows" else "rows"
+        formula = replace(self.formula, by=by)
+        return replace(
+            self, formula=formula, operands=tuple(operands), rows=self.columns, columns=self.rows
+        )
+
+
+def matrix(tensor: Tensor, shape: tuple[int, int] | None = None) -> Tensor:
+    """Return a tensor as a matrix: by default, all dimensions but the first are columns."""
+    rows, columns = shape or as_matrix(tensor.shape)
+    offset, storage = tensor.offset, tensor.storage
+    if not tensor.is_contiguous or tensor.conj or tensor.neg:
+        offset, storage = 0, Storage(contiguous(tensor))
+    return Tensor(storage, tensor.dtype, (rows, columns), (columns, 1), offset)
+
+
+def turn(tensor: Tensor) -> Tensor:
+    """Return the transposed view of a matrix."""
+    (rows, columns), (down, right) = tensor.shape, tensor.stride
+    return Tensor(tensor.storage, tensor.dtype, (columns, rows), (right, down), tensor.offset)
+
+
+def change_of(
+    module: Module, config: Mapping[str, Any], weight: float, tensors: Mapping[str, Tensor] = {}
+) -> Change:
+    """Return what a module does to its weight, [rows, columns], times `weight`.
+
+    `tensors` replace some of the module's. Raises UnsupportedError for factors that do not fit.
+    """
+    has = {**module.tensors, **tensors}
+    _, combine, rounding, how, factors = next(
+        row
+        for row in _TABLE
+        if row[0] == module.kind and all(e.rstrip("'") in has for part in row[4] for e in part)
+    )
+    operands: list[Tensor] = []
+    made: list[Factor] = []
+    sizes: list[tuple[int, int]] = []
+    for roles in factors:
+        numbers = tuple(range(len(operands), len(operands) + len(roles)))
+        inner = "" if len(roles) < 3 else how
+        made.append(Factor(numbers, inner))
+        found = [turn(matrix(has[r[:-1]])) if r[-1] == "'" else matrix(has[r]) for r in roles]
+        operands += found
+        sizes.append(_size(module, found, inner))
+    rows, columns = sizes[0]
+    if combine == "kron":
+        rows, columns = rows * sizes[1][0], columns * sizes[1][1]
+        if "lokr_w2" in has and has["lokr_w2"].ndim == 3 and not module.prefix:
+            raise UnsupportedError(f"{shown(module.path)}: LoKr of one-dimensional convolutions")
+    elif len(set(sizes)) > 1:
+        raise _unfit(module, found)
+    is_mica = config.get("init_lora_weights") == "mica" and module.kind == "lora"
+    two = is_mica or module.parameter
+    scale = 1.0 if module.scale is None else module.scale
+    formula = Formula(
+        tuple(made), combine, scale * weight, module.divisor, "twice" if two else rounding
+    )
+    kernel = has["A"].shape[2:] if module.kind == "lora" and "A" in has else ()
+    change = Change(formula, tuple(operands), rows, columns, kernel)
+    return _with_norm(change, module) if module.is_dora else change
+
+
+def _size(module: Module, found: list[Tensor], how: str) -> tuple[int, int]:
+    """Return the size of a factor. Raises UnsupportedError for operands that do not fit."""
+    left, *others = found
+    rows, columns = left.shape
+    if not others:
+        return rows, columns
+    right = others[-1] if how == "core" else others[0]
+    inner = others[0].shape[0]
+    fits = columns == inner
+    kernel = 1
+    if how == "core":
+        kernel, rest = divmod(others[0].shape[1], max(1, right.shape[0]))
+        fits = fits and not rest
+    elif how == "scaled":
+        fits = fits and prod(others[1].shape) == inner
+    if not fits:
+        raise _unfit(module, found)
+    return rows, right.shape[1] * kernel
+
+
+def _unfit(module: Module, found: list[Tensor]) -> UnsupportedError:
+    sizes = " and ".join(shape_text(each.shape) for each in found)
+    return UnsupportedError(f"the factors of {shown(module.path)} do not fit: {sizes}")
+
+
+def _with_norm(change: Change, module: Module) -> Change:
+    """Return a change that is followed by DoRA's: of each row, or of each column of an embedding.
+
+    LyCORIS has numbers of columns too, [1, in, ...], and adds a little to the norm.
+    """
+    numbers = module.tensors["magnitude"]
+    by, norm, group = "rows", "norm", 1
+    if module.kind == "embedding":
+        by = "columns"
+    elif module.prefix and not module.prefix.endswith("."):
+        norm = "norm+eps"
+    if norm == "norm+eps" and numbers.shape[0] == 1 != change.rows:
+        by, group = "columns", change.columns // max(1, prod(numbers.shape))
+    count = change.rows if by == "rows" else change.columns // max(1, group)
+    if prod(numbers.shape) != count:
+        raise UnsupportedError(
+            f"the magnitudes of {shown(module.path)} are {shape_text(numbers.shape)}, and it has "
+            f"{count} {by}"
+        )
+    formula = replace(change.formula, norm=norm, by=by, group=group)
+    return replace(change, formula=formula, operands=(*change.operands, matrix(numbers)))
+
+
+def multiplied(module: Module, shape: Shape, config: Mapping[str, Any]) -> Change:
+    """Return what IA3 does to a weight of this shape: rows times numbers, or columns."""
+    numbers = module.tensors["ia3"]
+    rows, columns = as_matrix(shape)
+    by, turned = "rows", bool(config.get("fan_in_fan_out")) and len(shape) == 2
+    if is_feedforward(module, config):
+        by = "columns"
+    if turned:
+        by = "columns" if by == "rows" else "rows"
+    group = columns // shape[1] if by == "columns" and len(shape) > 1 else 1
+    count = rows if by == "rows" else columns // max(1, group)
+    if prod(numbers.shape) != count:
+        raise UnsupportedError(
+            f"{shown(module.path)} has {prod(numbers.shape)} numbers for {count} {by}"
+        )
+    return Change(Formula(norm="none", by=by, group=group), (matrix(numbers),), rows, columns)
+
+
+def is_feedforward(module: Module, config: Mapping[str, Any]) -> bool:
+    """Return whether IA3 multiplies the inputs of a module, as peft finds it out."""
+    names = config.get("feedforward_modules") or ()
+    if isinstance(names, str):
+        return matches(names, module.path)
+    return any(module.path.endswith(str(each)) for each in names)

@@ -1,0 +1,99 @@
+"""The cases of the libraries themselves: what they merge, and what is refused.
+
+`case.json` of each says what is expected; see the README of the vectors.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+VECTORS = Path(os.environ.get("CKPTKIT_VECTORS", "/nowhere")) / "adapters"
+CASES = {path.parent.name: path.parent for path in sorted(VECTORS.glob("*/case.json"))}
+KINDS = {name: json.loads((path / "case.json").read_text())["kind"] for name, path in CASES.items()}
+Cli = Callable[..., Any]
+
+
+def cases(*kinds: str) -> Any:
+    found = [name for name, kind in KINDS.items() if kind in kinds]
+    missing = pytest.mark.skip(reason="CKPTKIT_VECTORS has no adapters")
+    return pytest.mark.parametrize("name", found or [pytest.param("none", marks=missing)])
+
+
+def arguments(case: dict[str, Any], folder: Path, out: Path) -> list[str]:
+    """Return the command of a case, with the paths of its files."""
+    words = []
+    for word in case["command"]:
+        if word.startswith("OUT"):
+            word = str(out / word)
+        elif (folder / word).exists():
+            word = str(folder / word)
+        words.append(word)
+    return words
+
+
+def tensors(path: Path) -> dict[str, Any]:
+    """Return the tensors of a file, or of the files of a folder."""
+    files = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def bytes_of(tensor: Any) -> bytes:
+    data: bytes = tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return data
+
+
+def written(case: dict[str, Any], out: Path) -> Path:
+    return out / next(word for word in case["command"] if word.startswith("OUT"))
+
+
+def ulps(seen: Any, expected: Any, base: Any) -> float:
+    """Return the largest distance in units in the last place of the larger of the two, of the base,
+    and of the root mean square of the tensor."""
+    bits = {"torch.bfloat16": 8, "torch.float16": 11, "torch.float32": 24}[str(expected.dtype)]
+    least = {"torch.bfloat16": -126, "torch.float16": -14, "torch.float32": -126}
+    a, b = seen.double().numpy(), expected.double().numpy()
+    size = np.maximum(np.abs(b), np.sqrt(np.mean(b**2)))
+    if base is not None and base.shape == expected.shape:
+        size = np.maximum(size, np.abs(base.double().numpy()))
+    exponent = np.maximum(np.frexp(size)[1] - 1, least[str(expected.dtype)])
+    return float(np.max(np.abs(a - b) / np.ldexp(1.0, exponent - bits + 1), initial=0))
+
+
+@cases("merge")
+def test_merged_as_the_libraries_do(name: str, in_process: Cli, tmp_path: Path) -> None:
+    folder, case = CASES[name], json.loads((CASES[name] / "case.json").read_text())
+    done = in_process(*arguments(case, folder, tmp_path))
+    assert done.code == 0, done.stderr
+    expected, seen = tensors(folder / case["expected"]), tensors(written(case, tmp_path))
+    assert seen.keys() == expected.keys()
+    bases = [folder / word for word in case["command"] if word.startswith("base")]
+    base = tensors(bases[0]) if bases[0].suffix != ".pth" else {}
+    for key, tensor in expected.items():
+        assert (seen[key].dtype, seen[key].shape) == (tensor.dtype, tensor.shape), key
+        if case["tolerance"] == "exact":
+            assert bytes_of(seen[key]) == bytes_of(tensor), key
+        else:
+            assert ulps(seen[key], tensor, base.get(key)) <= case["tolerance"]["ulp"], key
+    for key, value in case.get("config", {}).items():
+        config = json.loads((written(case, tmp_path) / "config.json").read_text())
+        assert config[key] == value
+
+
+@cases("refuse")
+def test_refused_by_name(name: str, in_process: Cli, tmp_path: Path) -> None:
+    folder, case = CASES[name], json.loads((CASES[name] / "case.json").read_text())
+    done = in_process(*arguments(case, folder, tmp_path))
+    assert done.code == case["exit"], done.stderr
+    for word in case["words"]:
+        assert word.lower() in done.stderr.lower()
+    assert "hint:" in done.stderr
+    assert list(tmp_path.iterdir()) == []
