@@ -55,6 +55,18 @@ class Changed(NamedTuple):
     difference: Difference
 
 
+class Explanation(NamedTuple):
+    """What explains the difference of a GGUF weight from its original: its type, up to a limit.
+
+    ``reordered``: rows of the one are near rows of the other that have other places.
+    """
+
+    type: str
+    limit: float  # of the norm of the difference by that of the weight
+    explained: bool
+    reordered: bool = False
+
+
 class Entry(NamedTuple):
     """A value that is no tensor and differs: its path, and its text on each side if it is there."""
 
@@ -87,7 +99,9 @@ class Diff:
     lists as well. `silent` is None unless B is a model. `entries` are values beside the tensors
     that differ, `uncompared` names what was not compared, and `unread` tensors whose values cannot
     be compared, each with the reason. `modules` are the kinds of modules, for
-    views that fold names."""
+    views that fold names. `explanations` are those of `changed`, of a GGUF file and its original,
+    whose dtypes are not compared.
+    """
 
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
@@ -102,6 +116,8 @@ class Diff:
     uncompared: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
     modules: Modules | None = field(default=None, compare=False)
+    explanations: Mapping[str, Explanation] = field(default_factory=dict)
+    dtypes_compared: bool = True
 
     @property
     def renamed(self) -> tuple[Renamed, ...]:
@@ -119,6 +135,18 @@ class Diff:
         differing = (self.missing, self.unexpected, self.mismatched, self.changed, self.entries)
         return not any(differing)
 
+    @property
+    def explained(self) -> bool:
+        """Return whether nothing differs, or only as the types of a GGUF file explain."""
+        others = (self.missing, self.unexpected, self.mismatched, self.entries, self.unexplained)
+        return not any(others)
+
+    @property
+    def unexplained(self) -> list[Changed]:
+        """The changed tensors that no type of a GGUF file explains."""
+        explained = {name for name, each in self.explanations.items() if each.explained}
+        return [each for each in self.changed if each.name not in explained]
+
     def as_json(self) -> DiffFacts:
         """Return what ``ckptkit diff --json`` prints, without the names of the two sides."""
 
@@ -129,6 +157,10 @@ class Diff:
             return [
                 each._asdict() | {"a": each.a._asdict(), "b": each.b._asdict()} for each in found
             ]
+
+        def explanation(name: str) -> dict[str, Any]:
+            each = self.explanations.get(name)
+            return {} if each is None else {"type": each.type, "explained": each.explained}
 
         facts = {
             "equal": self.equal,
@@ -145,7 +177,9 @@ class Diff:
                 }
                 for name, a, b, tolerance, difference in self.mismatched
             ],
-            "changed": [{"name": name, **moved(each)} for name, each in self.changed],
+            "changed": [
+                {"name": name, **moved(each), **explanation(name)} for name, each in self.changed
+            ],
             "renamed": paired(self.renamed),
             "reshaped": paired(self.reshaped),
             "strict_false": None if self.silent is None else self.silent._asdict(),
@@ -161,15 +195,20 @@ class Diff:
         keys = plural(self.common, "key")
         if self.equal and self.silent is not None:
             return f"equal: {keys} (names and shapes)"
+        dtypes = self.dtypes_compared
         if self.equal and (self.unread or not self.values_compared):
             what = plural(len(self.unread), "tensor") if self.values_compared else "values"
-            return f"same names, shapes and dtypes: {keys}; {what} not compared"
+            same = "names, shapes and dtypes" if dtypes else "names and shapes"
+            return f"same {same}: {keys}; {what} not compared"
         if self.equal:
-            return f"equal: {keys} (names, dtypes, shapes and values)"
+            return f"equal: {keys} (names,{' dtypes,' * dtypes} shapes and values)"
+        if self.explained:
+            few = plural(len(self.changed), "tensor")
+            return f"the same model: {keys}; the types of the GGUF file explain {few} that differ"
         counts = [f"{len(self.missing):,} missing", f"{len(self.unexpected):,} unexpected"]
         counts.append(f"{len(self.mismatched):,} mismatched")
         if self.values_compared:
-            counts.append(f"{len(self.changed):,} changed")
+            counts.append(f"{len(self.unexplained):,} changed")
         if self.entries:
             counts.append(f"{plural(len(self.entries), 'other value')}")
         text = f"different: {', '.join(counts)}, of {keys} on both sides"
@@ -224,7 +263,7 @@ def compare(
     within a tolerance.
     """
     found = _common(a, b, values, atol, rtol, progress)
-    return _named(found, _kinds(a), _kinds(b), name, chosen)
+    return named(found, kinds(a), kinds(b), name, chosen)
 
 
 # Relative precision and smallest step of the narrow floating-point types: torch.finfo.
@@ -249,7 +288,7 @@ def _common(
     for key in a:
         if key not in b:
             continue
-        ours, theirs = _kind(a[key]), _kind(b[key])
+        ours, theirs = kind(a[key]), kind(b[key])
         if ours == theirs:
             alike.append(key)
             continue
@@ -313,13 +352,13 @@ def against(
     Only shapes count: `load_state_dict` casts to the dtypes of the model. `ties` are the names that
     are one tensor of the model: a value for one of them is the value of all.
     """
-    ours, theirs = _kinds(a), {key: Kind(*kind) for key, kind in shapes.items()}
+    ours, theirs = kinds(a), {key: Kind(*kind) for key, kind in shapes.items()}
     mismatched = tuple(
         Mismatch(key, kind, theirs[key])
         for key, kind in ours.items()
         if key in theirs and kind.shape != theirs[key].shape
     )
-    found = _named(Diff(mismatched=mismatched), ours, theirs, name, chosen)
+    found = named(Diff(mismatched=mismatched), ours, theirs, name, chosen)
     taken = [each for each in found.renamed if is_taken_by_torch(each)]
     skipped = {*found.unexpected} - {each.old for each in taken}
     lacking = {*found.missing} - {each.new for each in taken}
@@ -339,15 +378,15 @@ def against(
     return replace(found, silent=silent)
 
 
-def _kind(tensor: Tensor) -> Kind:
+def kind(tensor: Tensor) -> Kind:
     return Kind(tensor.dtype.name, tensor.shape)
 
 
-def _kinds(tensors: Tensors) -> dict[str, Kind]:
-    return {name: _kind(tensor) for name, tensor in tensors.items()}
+def kinds(tensors: Tensors) -> dict[str, Kind]:
+    return {name: kind(tensor) for name, tensor in tensors.items()}
 
 
-def _named(
+def named(
     found: Diff,
     a: Mapping[str, Kind],
     b: Mapping[str, Kind],
@@ -453,7 +492,7 @@ def compare_checkpoints(
     weights = selected(weights[0], matches), selected(weights[1], matches)
     excluded = len(names) - len(weights[0].keys() | weights[1].keys())
     found = _common(*weights, values, atol, rtol, progress)
-    found = _named(found, _kinds(weights[0]), _kinds(weights[1]), name, a.chosen)
+    found = named(found, kinds(weights[0]), kinds(weights[1]), name, a.chosen)
     ours, theirs = rest_of(a, everything), rest_of(b, everything)
     if everything and not any((*weights, ours.tensors, theirs.tensors)):
         found = replace(found, values_compared=True)  # of no tensor

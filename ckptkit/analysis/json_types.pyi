@@ -44,6 +44,8 @@ class DiffDifference(TypedDict):
     largest: float | str | None
     relative: float | str | None
     cosine: float | str | None
+    type: NotRequired[str]
+    explained: NotRequired[bool]
 
 @final
 class DiffChanged(TypedDict):

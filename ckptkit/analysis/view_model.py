@@ -204,10 +204,11 @@ def of_diff(found: Diff, *, flat: bool = False, sort: str = "change") -> Report:
     headers = ("name", "A", "B", "values")
     made.append(Table("mismatched", headers, cells, (), len(items)).without_empty())
     groups: dict[Hashable, list[Changed]] = {}
-    for each in found.changed:
+    unexplained = found.unexplained
+    for each in unexplained:
         kind = each.name if flat else (family(each.name), module(each.name))
         groups.setdefault(kind, []).append(each)
-    made += [_changed(list(groups.values()), len(found.changed), sort), entries(found)]
+    made += [_changed(list(groups.values()), len(unexplained), sort), entries(found)]
     return Report(found.summary, [], [table for table in made if table.rows], list(_notes(found)))
 
 
@@ -251,6 +252,10 @@ def entries(found: Diff) -> Table:
 
 
 def _notes(found: Diff) -> Iterator[str]:
+    if found.explanations:
+        from ckptkit.analysis.explained import lines
+
+        yield from map(escape, lines(found.explanations, found.changed))
     silent = found.silent
     if silent is not None and (silent.skipped or silent.kept):
         skipped, kept = plural(silent.skipped, "tensor"), plural(silent.kept, "tensor")

@@ -16,7 +16,9 @@ from ckptkit.core.text import flatten, is_url, shown_url
 if TYPE_CHECKING:
     from ckptkit.analysis.columns import Table
     from ckptkit.analysis.diff import Diff
+    from ckptkit.core.checkpoint import Checkpoint
     from ckptkit.core.options import Options
+    from ckptkit.run.gguf_names import Paired
 
 SCHEMA = "ckptkit.diff/2"
 DIFFERENT = 1
@@ -87,7 +89,7 @@ def command(
         render.note("no key looks renamed: wrote no map")
     elif write_map is not None:
         _write_map(found, write_map, force, name, asked["read"])
-    return 0 if found.equal else DIFFERENT
+    return 0 if found.explained else DIFFERENT
 
 
 def _write_map(found: Diff, path: str, force: bool, name: str, read: Options) -> None:
@@ -144,6 +146,11 @@ def _compare(
             if not os.path.isdir(path) and not is_url(path):
                 options = replace(options, parts=None)  # which is about the folder among the two
             opened.append(entire(stack.enter_context(api.reading(path, options))))
+        if not stored and not any(how[word] for word in ("everything", "atol", "rtol")):
+            paired = _as_original(opened[0], opened[1])
+            if paired is not None:
+                with render.Progress(f"comparing {name}", paired.nbytes) as progress:
+                    return paired.diff(how["values"], name, matches, progress)
         sides = (opened[0], opened[1]) if stored else look_through_both(*opened)
         if how["everything"] or not has_weights(*sides):
             nbytes = sum(summarize(each).totals.nbytes for each in sides)
@@ -153,6 +160,15 @@ def _compare(
         with render.Progress(f"comparing {name}", nbytes) as progress:
             how |= {"name": name, "matches": matches, "progress": progress}
             return compare_checkpoints(*sides, **how)
+
+
+def _as_original(a: Checkpoint, b: Checkpoint) -> Paired | None:
+    """Return a GGUF file and its original under the same names; None for other checkpoints."""
+    if (a.format == "gguf") == (b.format == "gguf"):
+        return None
+    from ckptkit.run.gguf_names import paired
+
+    return paired(a, b)
 
 
 def _lines(found: Diff, flat: bool, sort: str) -> Iterator[str]:

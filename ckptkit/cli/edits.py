@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from inspect import cleandoc
 from itertools import chain
@@ -13,9 +14,12 @@ import click
 from ckptkit import edits
 from ckptkit.cli import options
 from ckptkit.cli.request import Request
+from ckptkit.core.errors import CkptkitError
 
 if TYPE_CHECKING:
+    from ckptkit.api import Conversion
     from ckptkit.core.checkpoint import Checkpoint
+    from ckptkit.formats.format import Loss
 
 CONVERT = """Convert to another format, and transform on the way.
 
@@ -95,7 +99,32 @@ def _convert(request: Request, key: str | None, **given: Any) -> Any:
                     raise unused_argument(word, known)
             arguments |= {"keep": "rest", "reports": request.options.dry_run}
         steps.append(edits.step(edit.word, **arguments))
+    if request.like is not None and (request.dst or "").lower().endswith(".gguf"):
+        return _into_gguf(request, key, steps)
     return request.run(*steps, key=key, keep_format=False)
+
+
+def _into_gguf(
+    request: Request, key: str | None, steps: list[edits.Step]
+) -> tuple[Conversion, Sequence[Loss]]:
+    """Write the weights into a copy of the GGUF file that --like names."""
+    from ckptkit import api
+    from ckptkit.publish.publish import publish
+    from ckptkit.run.gguf_names import written_into
+
+    assert request.dst is not None and request.like is not None
+    with ExitStack() as stack:
+        ck = stack.enter_context(api.reading(request.sources[-1], request.options, key=key))
+        skeleton = stack.enter_context(api.reading(request.like))
+        for step in steps:
+            ck = step(ck)
+        try:
+            ck, plan = written_into(ck.whole(), skeleton)
+        except CkptkitError as error:
+            raise error.at(ck.name or "") from error.__cause__
+        done = publish(plan, request.dst, request.options, origin=ck.source)
+        published = None if request.options.dry_run else done
+    return api.Conversion(ck, plan, skeleton.format, request.dst, published), ()
 
 
 def _edit(edit: edits.Edit, request: Request, **given: Any) -> Any:
@@ -148,7 +177,7 @@ def _check_stripped(
     names.
     """
     from ckptkit.analysis.advice import prefix_options, wrappers
-    from ckptkit.core.errors import CkptkitError, NothingToDoError
+    from ckptkit.core.errors import NothingToDoError
     from ckptkit.core.text import shell_command
 
     ck = ck.whole()

@@ -183,7 +183,8 @@ _WRITING: Rows = (
      {"metavar": "N", "type": click.IntRange(1, 1 << 16)}),
     (_OUTPUT, "--like",
      "Expect the names and shapes of OTHER: a checkpoint, its index, or package.module:Class; "
-     "write nothing else.", {"metavar": "OTHER"}),
+     "write nothing else. For a DST of .gguf: the GGUF file whose copy is filled (convert).",
+     {"metavar": "OTHER"}),
     (_OUTPUT, "--no-extras", "Leave ckptkit's own entry out of the metadata of safetensors.",
      _FLAG),
     (_OUTPUT, "--no-sidecars",

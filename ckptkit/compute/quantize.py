@@ -3,6 +3,7 @@
 ``fp8-block``: blocks of 128 x 128, as transformers does it. The scale is that which makes the
 largest magnitude of a block 448; what is stored is its inverse. ``mxfp4``: blocks of 32 columns, as
 compressed-tensors does it. The exponent is that of the largest magnitude, which is rounded first.
+``Q8_0`` of GGUF: 32 elements are a float16 scale and codes of int8, as ggml's quantizer makes them.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.compute.numbers import decode, encode
-from ckptkit.compute.operation import Pieces, Reader
-from ckptkit.core.bytesource import Derived, Operation, Pending, Record
+from ckptkit.compute.operation import Pieces, Reader, Rows
+from ckptkit.core.bytesource import Derived, Operation, Pending, Piece, Record
 from ckptkit.core.dtypes import BY_NAME, DType
 from ckptkit.core.errors import TensorError
 
@@ -86,6 +87,45 @@ def quantized_records(
         for part, size in zip(("codes", "scales"), sizes, strict=True)
     )
     return codes, scales
+
+
+@dataclass(frozen=True, slots=True)
+class Q8_0(Rows):  # noqa: N801  # the name of the type
+    """Blocks of 32 floating-point elements as ggml's Q8_0; errors give the `name`."""
+
+    dtype: str
+    name: str
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        return 2 + GROUP, GROUP * BY_NAME[self.dtype].itemsize
+
+    def of(self, *pieces: Piece) -> memoryview:
+        """Raise TensorError for what a scale of float16 cannot hold, NaN and infinities."""
+        import numpy as np
+
+        with np.errstate(all="ignore"):
+            groups = decode(pieces[0], BY_NAME[self.dtype]).astype("<f4").reshape(-1, GROUP)
+            scales = np.abs(groups).max(axis=1, keepdims=True) / np.float32(127)
+            stored = scales.astype("<f2")
+            if not np.isfinite(stored).all():
+                what = "holds NaN, infinite or too large values, which Q8_0 cannot hold"
+                raise TensorError(f"{self.name!r} {what}", hint="`verify --values` counts them")
+            groups = groups * np.where(scales > 0, np.float32(1) / scales, np.float32(0))
+            # The nearest integer; a half goes away from zero.
+            sizes = np.abs(groups)
+            whole = np.floor(sizes)
+            codes = np.copysign(whole + (sizes - whole >= 0.5), groups)
+        made = np.empty((len(groups), 2 + GROUP), "u1")
+        made[:, :2] = stored.view("u1")
+        made[:, 2:] = codes.astype("i1").view("u1")
+        return made.reshape(-1).data
+
+
+def q8_0_record(record: Record, source: DType, name: str) -> Record:
+    """Return elements of `source`, whole blocks of 32, as Q8_0; errors give their `name`."""
+    blocks = record.length // (GROUP * source.itemsize)
+    return Pending(Q8_0(source.name, name), (record,), blocks * (2 + GROUP))
 
 
 def _bytes(values: Array) -> memoryview:

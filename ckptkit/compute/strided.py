@@ -91,21 +91,26 @@ def corners(copy: StridedCopy, dims: Sequence[tuple[int, int, int]]) -> Iterator
         yield from corners(moved, rest)
 
 
-def in_bytes(copies: Sequence[StridedCopy], bits: int) -> tuple[StridedCopy, ...] | None:
-    """Copies of elements of `bits` bits as copies of bytes; None if one begins inside a byte."""
+def in_bytes(
+    copies: Sequence[StridedCopy], bits: int, block: int = 1
+) -> tuple[StridedCopy, ...] | None:
+    """Copies of elements as copies of bytes; None if one begins inside a byte or block.
+
+    `block` elements in a row have `bits` bits together.
+    """
     found = []
     for source, start, place, dims in copies:
         kept = normal(dims) or ((1, 1, 1),)
         n, read, written = kept[-1]
         counts = [start, place, n, *flatten(strides for _, *strides in kept[:-1])]
-        if (read, written) != (1, 1) or any(count * bits % 8 for count in counts):
+        if (read, written) != (1, 1) or any(
+            count % block or count // block * bits % 8 for count in counts
+        ):
             return None
-        outer = tuple((m, r * bits // 8, w * bits // 8) for m, r, w in kept[:-1])
-        found.append(
-            StridedCopy(
-                source, start * bits // 8, place * bits // 8, (*outer, (n * bits // 8, 1, 1))
-            )
-        )
+        start, place, n, *others = (count // block * bits // 8 for count in counts)
+        strides = zip(others[::2], others[1::2], strict=True)
+        outer = tuple((dim[0], *each) for dim, each in zip(kept, strides, strict=False))
+        found.append(StridedCopy(source, start, place, (*outer, (n, 1, 1))))
     return tuple(found)
 
 

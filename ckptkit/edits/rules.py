@@ -195,6 +195,8 @@ def check_blocks(ck: Checkpoint, made: Checkpoint, relaid: Mapping[str, Target])
 
 def _is_whole(target: Target, group: QuantizedWeight, shapes: Mapping[str, Shape]) -> bool:
     """Return whether the target is made of runs of whole blocks of the group's tensors."""
+    if group.family == "gguf":  # copies that cut rows of blocks were refused
+        return True
     sources = [name for name in target.sources if name in group.members]
     for copy in target.copies:
         source = None if copy.source == ZEROS else target.sources[copy.source]
@@ -253,6 +255,7 @@ class Report:
     made: int
     rules: list[Done]
     reversible: str | None  # why it is not; None: it is
+    pairs: list[tuple[str, str]]  # names before and after
 
 
 class RuleOptions(NamedTuple):
@@ -373,7 +376,9 @@ class _Step:
         if self.options.reports:
             made = len(outcome.targets) - len(outcome.kept)
             done = list(making.done.values())
-            report = Report(self.number, len(shapes), len(outcome.kept), made, done, reversible)
+            report = Report(
+                self.number, len(shapes), len(outcome.kept), made, done, reversible, making.pairs
+            )
             self.reports.append(report)
         lost: list[str] = []
         paths = names.moved_paths(names.paths_of(target.entries) or {}, making.pairs, lost)
@@ -495,8 +500,11 @@ class _Making:
                 raise about(rule, TensorError(message, hint=hint))
             if tensor.dtype != first.dtype:
                 message = f"{sources[0]} is {first.dtype}, {key} {tensor.dtype}"
-                cast = typed("--cast float32", "cast")
-                hint = f"cast first: {cast}; in a recipe, `- cast: float32`"
+                word, dtype = "cast", "float32"
+                if first.dtype.block > 1 or tensor.dtype.block > 1:
+                    word, dtype = "dequantize", "bfloat16"
+                asked = typed(f"--{word} {dtype}", word)
+                hint = f"{word} first: {asked}; in a recipe, `- {word}: {dtype}`"
                 raise about(rule, TensorError(message, hint=hint))
             if tensor.device != first.device:
                 message = f"{sources[0]} is on {first.device}, {key} on {tensor.device}"
@@ -513,15 +521,21 @@ class _Making:
             return whole
         records = tuple(contiguous(self.tensors[source]) for source in made.sources)
         copies, itemsize = made.copies, dtype.itemsize
-        if dtype.bits % 8 or dtype.packed > 1:
-            found = in_bytes(copies, dtype.bits)
+        if dtype.bits % 8 or dtype.packed > 1 or dtype.block > 1:
+            found = in_bytes(copies, dtype.bits, dtype.block)
             last = {self.tensors[source].shape[-1:] for source in made.sources}
             if found is None or last != {made.shape[-1:]}:
                 hint = f"elements of {dtype} are packed along the last dimension: keep it whole"
                 message = f"{made.sources[0]} would be taken apart inside of a byte"
+                if dtype.block > 1:
+                    message = f"{made.sources[0]} ({dtype}): its blocks would be cut"
+                    hint = f"dequantize first: {typed('--dequantize bfloat16', 'dequantize')}"
                 raise about(made.rule, TensorError(message, hint=hint))
             copies, itemsize = found, 1
-        return Storage(Arranged(records, copies, itemsize, length), first.device)
+        # The fields inside of blocks keep their byte order.
+        is_swapped = dtype.block > 1 and whole is not None and whole.big_endian
+        record = Arranged(records, copies, itemsize, length)
+        return Storage(record, first.device, big_endian=is_swapped)
 
     def _note_use(self, sources: Iterable[str], storage: int) -> None:
         for source in sources:

@@ -305,7 +305,9 @@ def _writer(name: str, shards: bool = False) -> Format:
     if format is None or format.layout is None:
         names = ", ".join(each.name for each in writable())
         known = "cannot be written" if format is not None else "is not a format that ckptkit knows"
-        raise UsageError(f"{name!r} {known}", hint=f"formats that can be written: {names}")
+        instead = "" if format is None or not format.unwritten else f"{format.unwritten}; "
+        hint = f"{instead}formats that can be written: {names}"
+        raise UsageError(f"{name!r} {known}", hint=hint)
     if shards and not format.shards:
         able = ", ".join(each.name for each in writable() if each.shards)
         raise UsageError(

@@ -174,6 +174,7 @@ class Format:
     distributed: bool = False  # it is the parts that several processes wrote
     chooses: bool = False  # it stands for one of the checkpoints in it
     noun: str = ""  # its name in a diagnosis, where torch.load does not take it as it is
+    unwritten: str = ""  # without a layout, what makes such files
     torch_error: str = ""  # how torch.load refuses it; weights_only=True, if it is loaded_by_torch
     recover: Callable[[Probe, bool], Recovered | None] | None = None
     recoverable: Callable[[Probe], str] | None = None

@@ -102,6 +102,8 @@ GGUF = _format(
     "gguf", "GGUF: models for llama.cpp and ComfyUI, also split",
     "gguf: matches read pickles=templates",
     suffixes=(".gguf",), noun="a GGUF model (llama.cpp)", rewrite_as="safetensors",
+    unwritten="`convert` fills a copy of an existing GGUF with --like model.gguf; "
+    "convert_hf_to_gguf.py of llama.cpp makes a new one",
     torch_error='"Weights only load failed", or "Invalid magic number"',
 )  # fmt: skip
 DCP = _format(

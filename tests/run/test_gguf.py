@@ -19,7 +19,7 @@ from tests.cli.conftest import ckptkit as command  # noqa: F401
 from tests.formats.gguf_files import Entry, made
 
 VECTORS = Path(os.environ.get("CKPTKIT_VECTORS", "/nowhere"), "gguf")
-CASES = [each for each in sorted(VECTORS.glob("model-*/case.json")) if "qwen3moe" not in str(each)]
+CASES = sorted(VECTORS.glob("model-*/case.json")) + sorted(VECTORS.glob("quantized-*/case.json"))
 NAMES = [name for name in recipes.names() if name.startswith("gguf-")]
 needs_vectors = pytest.mark.skipif(not CASES, reason="CKPTKIT_VECTORS is not set")
 

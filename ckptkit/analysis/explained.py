@@ -1,0 +1,189 @@
+"""The differences of a GGUF model from its original, and whether its types explain them.
+
+A block type explains differences up to 1.5 times the largest that the quantizers of ggml made of
+usual weights; rows in another order, or norms without their 1, differ by more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from math import isfinite
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ckptkit.analysis.diff import (
+    Changed,
+    Diff,
+    Explanation,
+    Mismatch,
+    Progress,
+    Tensors,
+    kind,
+    kinds,
+    named,
+)
+from ckptkit.compute.arranged import contiguous
+from ckptkit.compute.compare import Difference
+from ckptkit.compute.compare import compare as compare_tensors
+from ckptkit.compute.numbers import cast_record, decode, is_decoded
+from ckptkit.compute.operation import BUFFER, Reader, aligned, flow
+from ckptkit.compute.workers import ordered
+from ckptkit.core.errors import TensorError
+from ckptkit.core.tensor import Storage, Tensor, contiguous_stride
+from ckptkit.core.text import plural
+
+if TYPE_CHECKING:
+    import numpy as np
+
+# The most that a type explains: the norm of the difference by that of the dequantized weight.
+LIMITS = {
+    "Q8_0": 0.0125, "Q6_K": 0.04, "Q5_K": 0.07, "Q5_1": 0.075, "Q5_0": 0.1, "Q4_K": 0.14,
+    "Q4_1": 0.15, "IQ4_NL": 0.15, "IQ4_XS": 0.15, "Q4_0": 0.19, "NVFP4": 0.2, "MXFP4": 0.22,
+    "Q3_K": 0.28, "IQ3_S": 0.31, "IQ3_XXS": 0.4, "Q2_K": 0.5, "IQ2_S": 0.54, "IQ2_XS": 0.58,
+    "IQ2_XXS": 0.7, "IQ1_M": 0.72, "IQ1_S": 0.85, "TQ1_0": 1.05, "TQ2_0": 1.05, "Q2_0": 1.05,
+    "Q1_0": 1.2,
+}  # fmt: skip
+COMPUTED = 1e-6  # the most that arithmetic in float32 explains
+SAMPLES = 8  # rows that are looked for elsewhere
+REORDERED = 8  # tensors in which they are
+
+
+class Origin(NamedTuple):
+    """What a tensor was made of: types of the file, whether arithmetic was done, and names."""
+
+    types: tuple[str, ...]
+    computed: bool = False
+    names: frozenset[str] = frozenset()
+
+    @property
+    def limit(self) -> float:
+        """The largest relative difference that is explained."""
+        return max((*(LIMITS.get(each, 0.0) for each in self.types), COMPUTED * self.computed))
+
+
+def compare_with_original(
+    gguf: Tensors,
+    original: Tensors,
+    origins: Mapping[str, Origin],
+    *,
+    values: bool = True,
+    name: str | None = None,
+    progress: Progress | None = None,
+) -> Diff:
+    """Compare the weights of a GGUF file, under the names of the original and dequantized.
+
+    Dtypes that differ are no difference: floats of the original are rounded to those of the file.
+    """
+    tell = progress or (lambda nbytes: None)
+    both = [key for key in gguf if key in original]
+    mismatched = tuple(
+        Mismatch(key, kind(gguf[key]), kind(original[key]))
+        for key in both
+        if gguf[key].shape != original[key].shape
+    )
+    odd = {each.name for each in mismatched}
+    alike = [key for key in both if key not in odd] if values else []
+    differences = ordered(
+        lambda key: _difference(gguf[key], original[key], origins[key]),
+        alike,
+        lambda key: gguf[key].nbytes + original[key].nbytes,
+    )
+    changed, unread, explanations = [], [], dict[str, Explanation]()
+    for key, found in zip(alike, differences, strict=True):
+        tell(gguf[key].nbytes + original[key].nbytes)
+        if isinstance(found, TensorError):
+            unread.append(f"{key} ({found.message})")
+        elif found is not None:
+            changed.append(Changed(key, found))
+            origin = origins[key]
+            explains = (
+                found.relative is not None
+                and found.relative <= origin.limit
+                and isfinite(found.largest or 0.0)
+            )
+            explanations[key] = Explanation(", ".join(origin.types), origin.limit, explains)
+    unexplained = [key for key, each in explanations.items() if not each.explained]
+    for key in unexplained[:REORDERED]:
+        if _has_rows_elsewhere(gguf[key], original[key], explanations[key].limit):
+            explanations[key] = explanations[key]._replace(reordered=True)
+    made = Diff(
+        mismatched=mismatched,
+        changed=tuple(changed),
+        values_compared=values,
+        dtypes_compared=False,
+        unread=tuple(unread),
+        explanations=explanations,
+    )
+    left = [] if values else ["the values of tensors (--no-values)"]
+    left += [f"the values of {each}" for each in unread]
+    return replace(named(made, kinds(gguf), kinds(original), name, ()), uncompared=tuple(left))
+
+
+def _difference(a: Tensor, b: Tensor, origin: Origin) -> Difference | TensorError | None:
+    """Return how two tensors of one shape differ; of plain types, after rounding to that of A."""
+    try:
+        if origin.limit <= COMPUTED and b.dtype != a.dtype:
+            record = cast_record(contiguous(b), b.dtype, a.dtype, big_endian=False)
+            stride = contiguous_stride(b.shape)
+            b = Tensor(Storage(record, b.device), a.dtype, b.shape, stride, 0)
+        return compare_tensors(a, b, atol=0.0, rtol=0.0, measured=True)
+    except TensorError as error:
+        return error
+
+
+def _has_rows_elsewhere(a: Tensor, b: Tensor, limit: float) -> bool:
+    """Return whether some rows of A are near rows of B that have other places."""
+    if len(a.shape) != 2 or min(a.shape) < 2 or limit > 0.5 or not is_decoded(b.dtype):
+        return False
+    import numpy as np
+
+    (rows, columns), step = a.shape, a.shape[1] * a.dtype.itemsize
+    read = Reader(contiguous(a).locate())
+    places = sorted({rows * n // SAMPLES for n in range(SAMPLES)})
+    wanted = [decode(read.copy(place * step, step), a.dtype).astype("f4") for place in places]
+    x = np.stack(wanted)
+    squares = (x * x).sum(axis=1)
+    nearest, where = np.full(len(places), np.inf), np.zeros(len(places), "i8")
+    at, unit = 0, columns * b.dtype.itemsize
+    for piece in aligned(flow(contiguous(b).locate()), unit, max(unit, BUFFER)):
+        y: np.ndarray[Any, Any] = decode(piece, b.dtype).astype("f4").reshape(-1, columns)
+        with np.errstate(all="ignore"):
+            far = squares[:, None] + (y * y).sum(axis=1) - 2 * x @ y.T
+        best = far.argmin(axis=1)
+        distance = far[np.arange(len(places)), best]
+        where = np.where(distance < nearest, at + best, where)
+        nearest = np.fmin(distance, nearest)
+        at += len(y)
+    is_near = nearest <= squares * max(2 * limit, 0.01) ** 2
+    return bool(is_near.all() and (where != np.array(places)).any())
+
+
+def lines(explanations: Mapping[str, Explanation], changed: Iterable[Changed]) -> list[str]:
+    """Return a sentence for each type that explains differences, and for each that is not."""
+    by_type: dict[str, list[tuple[float, Explanation]]] = {}
+    others = []
+    for name, difference in changed:
+        each, relative = explanations[name], difference.relative
+        if each.explained and relative is not None:
+            by_type.setdefault(each.type, []).append((relative, each))
+            continue
+        apart = "not comparably" if relative is None else f"by {_percent(relative)}"
+        why = f"more than {each.type} explains ({_percent(each.limit)})" if each.limit else ""
+        text = f"{name}: differs {apart}, {why or f'and {each.type} is stored exactly'}"
+        others.append(text + "; its rows in another order would agree" * each.reordered)
+    found = []
+    for type, pairs in by_type.items():
+        low, high = min(pairs)[0], max(pairs)[0]
+        limit = _percent(pairs[0][1].limit)
+        count = plural(len(pairs), "tensor")
+        verb = "differs" if len(pairs) == 1 else "differ"
+        apart = _percent(high)
+        if _percent(low) != apart:
+            apart = f"{_percent(low).removesuffix(' %')} to {apart}"
+        apart += f", limit {limit}"
+        found.append(f"{count} {verb} as {type} explains ({apart})")
+    return [*found, *others]
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.2g} %" if share < 1 else f"{100 * share:.0f} %"

@@ -1,0 +1,240 @@
+"""A GGUF file and its original in the layout of Hugging Face: compared, and written back.
+
+Both go through the recipe of the architecture. The way back keeps the whole file but the bytes of
+tensors: metadata, tokenizer, order and types are those of an existing GGUF.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from typing import NamedTuple
+
+from ckptkit import quantized
+from ckptkit.analysis.diff import Diff, Progress, selected
+from ckptkit.analysis.explained import Origin, compare_with_original
+from ckptkit.compute.arranged import contiguous
+from ckptkit.compute.compare import compare
+from ckptkit.compute.numbers import FLOATS, cast_record
+from ckptkit.compute.quantize import q8_0_record
+from ckptkit.core.bytesource import ByteSource, Range, Record
+from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.errors import TensorError, UnsupportedError
+from ckptkit.core.plan import OutputFile, Plan, Segment
+from ckptkit.core.tensor import Tensor
+from ckptkit.core.text import quoted, some
+from ckptkit.edits.keys import select
+from ckptkit.edits.rules import RuleOptions, check_like, metadata
+from ckptkit.run import recipes
+from ckptkit.run.recipes import gguf
+
+# Weights of Hugging Face that llama.cpp's script leaves out: poolers, heads of other tasks, and
+# buffers that old versions saved.
+LEFT_OUT = ("pooler.*", "cls.*", "*.rotary_emb.inv_freq", "*.attn.masked_bias", "*h.*.attn.bias",
+            "embeddings.position_ids")  # fmt: skip
+# The types of the way back, by dtype of the file.
+WRITTEN = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "Q8_0": "Q8_0"}
+EMBEDDING = "token_embd.weight"
+
+
+class Paired(NamedTuple):
+    """A GGUF file under the names of its original, and the original."""
+
+    gguf: Checkpoint
+    original: Checkpoint
+    origins: Mapping[str, Origin]
+    left: tuple[str, ...]  # what only one of them has, and why
+    swapped: bool  # the original was named first
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the tensors of both."""
+        sides = (self.gguf, self.original)
+        return sum(tensor.nbytes for each in sides for tensor in each.weights.values())
+
+    def diff(
+        self, values: bool, name: str, matches: Callable[[str], bool] | None, progress: Progress
+    ) -> Diff:
+        """Compare them."""
+        gguf, original = (selected(each.weights, matches) for each in (self.gguf, self.original))
+        found = compare_with_original(
+            gguf, original, self.origins, values=values, name=name, progress=progress
+        )
+        found = replace(found, uncompared=(*found.uncompared, *self.left))
+        if self.swapped:
+            found = replace(found, missing=found.unexpected, unexpected=found.missing)
+        return found
+
+
+def paired(a: Checkpoint, b: Checkpoint) -> Paired | None:
+    """Return a GGUF file and its original under the same names.
+
+    None where they have names in common already, and for a GGUF file without a recipe.
+    """
+    swapped = b.format == "gguf"
+    file, original = (b, a) if swapped else (a, b)
+    try:
+        name = gguf.recipe_name(file, known())
+    except UnsupportedError:
+        return None
+    if file.weights.keys() & original.weights.keys():
+        return None
+    made, origins = under_new_names(file, name)
+    kept = {each for origin in origins.values() for each in origin.names}
+    left = [f"{each} (only GGUF has it)" for each in file.weights if each not in kept]
+    _, original = quantized.look_through_both(made, original)
+    embedding = next((new for new, each in origins.items() if EMBEDDING in each.names), None)
+    drop = []
+    for each in original.weights:
+        if each not in made.weights and (why := _left_out(each, original, embedding)):
+            drop.append(each)
+            left.append(f"{each} ({why})")
+    if drop:
+        original = select(original, drop=drop)
+    return Paired(made, original, origins, tuple(left), swapped)
+
+
+def known() -> list[str]:
+    """Return the names of the recipes of GGUF."""
+    return [each for each in recipes.names() if each.startswith(gguf.RECIPES)]
+
+
+class _Traced(NamedTuple):
+    names: frozenset[str]
+    computed: bool
+
+
+def under_new_names(file: Checkpoint, name: str) -> tuple[Checkpoint, dict[str, Origin]]:
+    """Return a GGUF file as its recipe makes it, in float32, and the origin of each weight."""
+    recipe = recipes.load(name, RuleOptions(dequantize="float32", reports=True))
+    types = {key: _type(tensor) for key, tensor in file.weights.items()}
+    traced = {key: _Traced(frozenset((key,)), False) for key in types}
+    ck = file
+    for step, written in zip(recipe.steps, recipe.written, strict=True):
+        if written.word == "gguf":  # makes config.json
+            continue
+        before, ck = len(ck.reports), step(ck)
+        if written.word == "compute":
+            traced = {
+                key: each._replace(
+                    computed=each.computed or any(fnmatchcase(key, glob) for glob in written.given)
+                )
+                for key, each in traced.items()
+            }
+        for report in ck.reports[before:]:
+            made: dict[str, _Traced] = {}
+            for old, new in report.pairs:
+                one, other = traced[old], made.get(new, traced[old])
+                made[new] = _Traced(one.names | other.names, one.computed or other.computed)
+            traced = made
+    origins = {
+        key: Origin(
+            tuple(sorted({types[each] for each in traced[key].names})),
+            traced[key].computed,
+            traced[key].names,
+        )
+        for key in ck.weights
+    }
+    return ck, origins
+
+
+def _type(tensor: Tensor) -> str:
+    return WRITTEN.get(tensor.dtype.name, tensor.dtype.name)
+
+
+def _left_out(name: str, original: Checkpoint, embedding: str | None) -> str:
+    """Return why a GGUF file lacks a weight of its original, "" if it should have it."""
+    if any(fnmatchcase(name, glob) for glob in LEFT_OUT):
+        return "llama.cpp leaves it out"
+    weights = original.weights
+    if embedding is None or embedding not in weights or name == embedding:
+        return ""
+    one, other = weights[name], weights[embedding]
+    is_alike = (one.shape, one.dtype) == (other.shape, other.dtype)
+    return f"equal to {embedding}" if is_alike and compare(one, other) is None else ""
+
+
+# The way back
+
+
+def written_into(ck: Checkpoint, skeleton: Checkpoint) -> tuple[Checkpoint, Plan]:
+    """Plan a copy of the GGUF file `skeleton` with the weights of `ck`, under its own names.
+
+    Raises TensorError where names or shapes differ, UnsupportedError for other types than
+    `WRITTEN`, for big-endian files and for split models.
+    """
+    source = skeleton.source
+    if skeleton.format != "gguf" or not isinstance(source, ByteSource):
+        what = "is a split model" if skeleton.format == "gguf" else "is no GGUF file"
+        raise UnsupportedError(
+            f"{what}, and --like needs one GGUF file",
+            where=skeleton.name,
+            hint="llama.cpp's llama-gguf-split --merge joins the files of a split model",
+        )
+    name = gguf.recipe_name(skeleton, known())
+    old = skeleton.weights
+    new = _under_old_names(ck, skeleton, name)
+    kept = [each for each in old if each not in new.weights and each in gguf.SCALING]
+    expected = {key: tensor.shape for key, tensor in old.items() if key not in kept}
+    check_like(new, expected, skeleton.name or "the GGUF file")
+    odd = [
+        f"{key} ({tensor.dtype})"
+        for key, tensor in old.items()
+        if key not in kept and tensor.dtype.name not in WRITTEN
+    ]
+    if odd:
+        raise UnsupportedError(
+            f"ckptkit writes the types {', '.join(WRITTEN.values())}: {some(odd, 4)}",
+            where=skeleton.name,
+            hint="fill a GGUF file of one of these types, then run llama.cpp's llama-quantize",
+        )
+    segments: list[Segment] = []
+    at = 0
+    for key, extent in sorted(_ranges(skeleton), key=lambda pair: pair[1].offset):
+        segments.append(Range(source, at, extent.offset - at))
+        made = extent if key in kept else _encoded(key, new.weights[key], old[key]).locate()
+        assert made.length == extent.length
+        segments.append(made)
+        at = extent.offset + extent.length
+    segments.append(Range(source, at, source.size - at))
+    segments = [each for each in segments if not isinstance(each, Range) or each.length]
+    notes = [*ck.notes, f"metadata, tokenizer and types of {skeleton.name}"]
+    if kept:
+        notes.append(f"kept of it: {quoted(kept)}")
+    return replace(new, notes=tuple(notes)), Plan((OutputFile("", tuple(segments)),))
+
+
+def _under_old_names(ck: Checkpoint, skeleton: Checkpoint, name: str) -> Checkpoint:
+    """Return a checkpoint of Hugging Face under the names of a GGUF file, by its recipe."""
+    _, origins = under_new_names(skeleton, name)
+    embedding = next((new for new, each in origins.items() if EMBEDDING in each.names), None)
+    lacking = [each for each in ck.weights if each not in origins]
+    drop = [each for each in lacking if _left_out(each, ck, embedding)]
+    if drop:
+        ck = select(ck, drop=drop)
+    options = RuleOptions(reverse=True, meta=metadata(skeleton))
+    for step in recipes.load(name, options).steps:
+        ck = step(ck)
+    return ck
+
+
+def _ranges(skeleton: Checkpoint) -> Sequence[tuple[str, Range]]:
+    found = []
+    for key, tensor in skeleton.weights.items():
+        assert tensor.storage is not None
+        extent = tensor.storage.record.locate()
+        if not isinstance(extent, Range) or tensor.storage.big_endian:
+            raise UnsupportedError("is big-endian: ckptkit does not write it", where=skeleton.name)
+        found.append((key, extent))
+    return found
+
+
+def _encoded(name: str, tensor: Tensor, like: Tensor) -> Record:
+    """Return the elements of a weight in the type that the file has for it."""
+    if tensor.dtype.name not in FLOATS:
+        raise TensorError(f"{name!r} is {tensor.dtype}, not floats to write as {_type(like)}")
+    record = contiguous(tensor)
+    if like.dtype.name == "Q8_0":
+        return q8_0_record(record, tensor.dtype, name)
+    return cast_record(record, tensor.dtype, like.dtype, big_endian=False)

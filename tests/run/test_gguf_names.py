@@ -1,0 +1,318 @@
+"""A GGUF file beside its original: what `diff` explains, and the way back into a file."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.cli.conftest import Ckptkit
+from tests.cli.conftest import ckptkit as command  # noqa: F401
+from tests.formats.gguf_files import Entry, made
+from tests.run.test_gguf import CASES, LLAMA, VECTORS, entry, model, needs_vectors, runs
+
+State = dict[str, torch.Tensor]
+HEADS = {"attention__head_count": 4, "attention__head_count_kv": 2}
+QUANTIZED = VECTORS / "quantized-llama-q4_k_m"
+
+
+def q8_0(values: np.ndarray[Any, Any]) -> bytes:
+    """Blocks by the formula of ggml, one number at a time."""
+    made = b""
+    for block in values.astype("f4").reshape(-1, 32):
+        largest = max(abs(x) for x in block)
+        scale = np.float32(largest / np.float32(127))
+        inverse = np.float32(1) / scale if scale else np.float32(0)
+        codes = []
+        for x in block:
+            y = float(np.float32(x * inverse))
+            whole = int(abs(y)) + (abs(y) - int(abs(y)) >= 0.5)
+            codes.append(whole if y >= 0 else -whole)
+        made += np.float16(scale).tobytes() + struct.pack("32b", *codes)
+    return made
+
+
+def turned(weight: torch.Tensor, heads: int) -> torch.Tensor:
+    """Rows in the order of Hugging Face, from that of llama.cpp."""
+    return weight.unflatten(0, (heads, -1, 2)).transpose(1, 2).reshape(weight.shape)
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> tuple[Path, State]:
+    """A file of Q8_0, F32 and F16, and the weights that it was made of."""
+    torch.manual_seed(3)
+    state: State = {
+        "model.embed_tokens.weight": torch.randn(6, 32),
+        "model.norm.weight": torch.randn(32) + 1,
+        "model.layers.0.input_layernorm.weight": torch.randn(32),
+        "model.layers.0.post_attention_layernorm.weight": torch.randn(32),
+        **{f"model.layers.0.self_attn.{p}_proj.weight": torch.randn(32, 32) for p in "qkvo"},
+        **{f"model.layers.0.mlp.{p}_proj.weight": torch.randn(32, 32) for p in ("gate", "up")},
+        "model.layers.0.mlp.down_proj.weight": torch.randn(32, 32),
+    }
+    names = {
+        "token_embd": "model.embed_tokens", "output_norm": "model.norm",
+        "blk.0.attn_norm": "model.layers.0.input_layernorm",
+        "blk.0.ffn_norm": "model.layers.0.post_attention_layernorm",
+        **{f"blk.0.attn_{g}": f"model.layers.0.self_attn.{h}_proj"
+           for g, h in (("q", "q"), ("k", "k"), ("v", "v"), ("output", "o"))},
+        **{f"blk.0.ffn_{p}": f"model.layers.0.mlp.{p}_proj" for p in ("gate", "up", "down")},
+    }  # fmt: skip
+    tensors = [entry("rope_freqs.weight", 4)]
+    for old, new in names.items():
+        values = state[f"{new}.weight"]
+        for p, heads in (("q", 4), ("k", 2)):  # by hand: pairs of neighbors
+            if old == f"blk.0.attn_{p}":
+                values = values.unflatten(0, (heads, 2, -1)).transpose(1, 2).reshape(32, 32)
+        number, data = 0, values.numpy().tobytes()
+        if "ffn" in old and "norm" not in old:
+            number, data = 1, values.half().numpy().tobytes()
+        elif values.dim() == 2:
+            number, data = 8, q8_0(values.numpy())
+        tensors.append(Entry(f"{old}.weight", tuple(values.shape), number, data))
+    return model(tmp_path, "llama", tensors, **HEADS), state
+
+
+def written(folder: Path, state: State) -> Path:
+    (folder / "hf").mkdir(exist_ok=True)
+    save_file(state, folder / "hf" / "model.safetensors")
+    (folder / "hf" / "config.json").write_text("{}")
+    return folder / "hf"
+
+
+# diff
+
+
+@needs_vectors
+def test_diff_of_the_vectors(command: Ckptkit) -> None:  # noqa: F811
+    checks = json.loads((QUANTIZED / "case.json").read_text())["checks"]
+    for check in (each for each in checks if each["do"] == "diff"):
+        done = command("diff", QUANTIZED / check["a"], QUANTIZED / check["b"], "--json")
+        assert done.exit_code == check["exit"]
+        found = json.loads(done.stdout)
+        assert found["missing"] == found["unexpected"] == found["mismatched"] == []
+        rows = {row["name"]: row for row in found["changed"]}
+        assert [n for n, row in rows.items() if not row["explained"]] == check["unexplained"]
+        for name, expected in check["relative"].items():
+            if expected["relative"] == 0:
+                assert name not in rows
+                continue
+            assert rows[name]["type"] == expected["type"]
+            assert rows[name]["relative"] == pytest.approx(expected["relative"], rel=1e-6)
+
+
+@needs_vectors
+@pytest.mark.parametrize("case", CASES, ids=lambda path: path.parent.name)
+def test_each_model_is_its_original(case: Path, command: Ckptkit) -> None:  # noqa: F811
+    for check in runs(case):
+        original = case.parent / check["expect"]
+        for sides in (
+            (case.parent / check["source"], original),
+            (original, case.parent / check["source"]),
+        ):
+            done = command("diff", *sides)
+            assert done.exit_code == 0, done.stdout
+
+
+def test_types_explain(
+    pair: tuple[Path, State],
+    tmp_path: Path,
+    command: Ckptkit,  # noqa: F811
+) -> None:
+    """Q8_0 within its limit; F16 and F32 exactly, of floats that are rounded so; notes."""
+    source, state = pair
+    original = {name: each.bfloat16() if "embed" in name else each for name, each in state.items()}
+    original["lm_head.weight"] = original["model.embed_tokens.weight"].clone()
+    original["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+    done = command("diff", source, written(tmp_path, original))
+    assert done.exit_code == 0, done.stdout
+    assert "the same model: 11 keys; the types of the GGUF file explain 5 tensors" in done.stdout
+    assert "5 tensors differ as Q8_0 explains (0." in done.stdout
+    assert "limit 1.2 %)" in done.stdout
+    for note in (
+        "rope_freqs.weight (only GGUF has it)",
+        "lm_head.weight (equal to model.embed_tokens.weight)",
+        "inv_freq (llama.cpp leaves it out)",
+    ):
+        assert note in " ".join(done.stdout.split())
+    done = command("diff", source, tmp_path / "hf", "--no-values")
+    assert "same names and shapes: 11 keys; values not compared" in done.stdout
+
+
+def test_what_no_type_explains(
+    pair: tuple[Path, State],
+    tmp_path: Path,
+    command: Ckptkit,  # noqa: F811
+) -> None:
+    source, state = pair
+    q, k = (f"model.layers.0.self_attn.{p}_proj.weight" for p in "qk")
+    norm, up = "model.norm.weight", "model.layers.0.mlp.up_proj.weight"
+    changed = {**state, q: turned(state[q], 4), norm: state[norm] - 1, up: state[up] * 1.01}
+    changed[k] = torch.randn(32, 32)
+    done = command("diff", source, written(tmp_path, changed))
+    assert done.exit_code == 1
+    lines = {line.split(":")[0]: line for line in done.stdout.splitlines() if ": differs" in line}
+    assert set(lines) == {q, k, norm, up}
+    assert "more than Q8_0 explains (1.2 %); its rows in another order would agree" in lines[q]
+    assert "another order" not in lines[k]
+    assert "and F32 is stored exactly" in lines[norm]
+    assert "and F16 is stored exactly" in lines[up]
+    assert "4 changed, of 11 keys" in done.stdout
+    done = command("diff", tmp_path / "hf", source, "--json", "--keys", "*norm*")
+    rows = json.loads(done.stdout)["changed"]
+    assert [(row["name"], row["type"], row["explained"]) for row in rows] == [(norm, "F32", False)]
+
+
+def test_keys_of_one_side(
+    pair: tuple[Path, State],
+    tmp_path: Path,
+    command: Ckptkit,  # noqa: F811
+) -> None:
+    source, state = pair
+    other = dict(state)
+    other["lm_head.weight"] = other.pop("model.norm.weight").repeat(6, 1)
+    hf = written(tmp_path, other)
+    for sides, missing in (((source, hf), "lm_head"), ((hf, source), "model.norm")):
+        found = json.loads(command("diff", *sides, "--json").stdout)
+        unexpected = {"lm_head": "model.norm", "model.norm": "lm_head"}[missing]
+        assert found["missing"] == [f"{missing}.weight"]
+        assert found["unexpected"] == [f"{unexpected}.weight"]
+    bad = {**state, "model.norm.weight": torch.ones(31)}
+    done = command("diff", source, written(tmp_path, bad))
+    assert done.exit_code == 1
+    assert "[31]" in done.stdout
+
+
+def test_nan_is_not_explained(
+    pair: tuple[Path, State],
+    tmp_path: Path,
+    command: Ckptkit,  # noqa: F811
+) -> None:
+    source, state = pair
+    state["model.embed_tokens.weight"][2, 3] = float("nan")
+    done = command("diff", source, written(tmp_path, state), "--json")
+    assert done.exit_code == 1
+    rows = {row["name"]: row["explained"] for row in json.loads(done.stdout)["changed"]}
+    assert [name for name, explained in rows.items() if not explained] == [
+        "model.embed_tokens.weight"
+    ]
+
+
+def test_other_pairs_are_compared_as_they_are(
+    pair: tuple[Path, State],
+    tmp_path: Path,
+    command: Ckptkit,  # noqa: F811
+) -> None:
+    """Two GGUF files; one and its own names in safetensors; one without a recipe; --stored."""
+    source, state = pair
+    done = command("diff", source, source)
+    assert "equal: 12 keys (names, dtypes" in done.stdout
+    plain = tmp_path / "plain.safetensors"
+    assert command("convert", source, plain, "--dequantize", "float32").exit_code == 0
+    done = command("diff", source, plain)
+    assert "12 keys" in done.stdout and done.exit_code == 0
+    hf = written(tmp_path, state)
+    assert command("diff", source, hf, "--stored").exit_code == 1
+    (tmp_path / "other").mkdir()
+    other = model(tmp_path / "other", "qwen99", LLAMA)
+    assert command("diff", other, hf).exit_code == 1
+
+
+# The way back
+
+
+@needs_vectors
+@pytest.mark.parametrize("case", CASES, ids=lambda path: path.parent.name)
+def test_back_into_the_file(case: Path, tmp_path: Path, command: Ckptkit) -> None:  # noqa: F811
+    """The same bytes again; of mamba, whose A went through logarithms, nearly."""
+    source, out = case.parent / "model.gguf", tmp_path / "new.gguf"
+    done = command("run", "gguf", source, tmp_path / "hf", "--dequantize", "float32")
+    assert done.exit_code == 0, done.stderr
+    done = command("convert", tmp_path / "hf", out, "--like", source)
+    if case.parent == QUANTIZED:
+        assert done.exit_code == 3
+        assert "writes the types F32, F16, BF16, Q8_0: output.weight (Q6_K)" in done.stderr
+        assert not out.exists()
+        return
+    assert done.exit_code == 0, done.stderr
+    old, new = source.read_bytes(), out.read_bytes()
+    assert len(old) == len(new)
+    if case.parent.name == "model-mamba":
+        assert sum(a != b for a, b in zip(old, new, strict=True)) < 800
+    else:
+        assert old == new
+
+
+def test_new_weights_in_an_old_file(
+    pair: tuple[Path, State],
+    tmp_path: Path,
+    command: Ckptkit,  # noqa: F811
+) -> None:
+    """Other numbers, in the types of the file; what Hugging Face lacks stays."""
+    source, _ = pair
+    torch.manual_seed(4)
+    shapes = load_file(written(tmp_path, pair[1]) / "model.safetensors")
+    state = {name: torch.randn(each.shape).bfloat16() for name, each in shapes.items()}
+    state["model.embed_tokens.weight"][1] = 0
+    state["lm_head.weight"] = state["model.embed_tokens.weight"].clone()
+    out = tmp_path / "new.gguf"
+    done = command("convert", written(tmp_path, state), out, "--like", source)
+    assert done.exit_code == 0, done.stderr
+    assert "metadata, tokenizer and types of" in done.stdout
+    assert "kept of it: 'rope_freqs.weight'" in done.stdout
+    data = out.read_bytes()
+    embedding = q8_0(state["model.embed_tokens.weight"].float().numpy())
+    assert data.count(embedding) == 1
+    up = state["model.layers.0.mlp.up_proj.weight"].half().numpy().tobytes()
+    assert data.count(up) == 1
+    assert command("diff", out, tmp_path / "hf").exit_code == 0
+    again = command("convert", tmp_path / "hf", out, "--like", source)
+    assert again.exit_code != 0 and "--force" in again.stderr
+    dry = command("convert", tmp_path / "hf", tmp_path / "x.gguf", "--like", source, "--dry-run")
+    assert dry.exit_code == 0 and not (tmp_path / "x.gguf").exists()
+
+
+def test_refused(
+    pair: tuple[Path, State],
+    tmp_path: Path,
+    command: Ckptkit,  # noqa: F811
+) -> None:
+    source, state = pair
+    out = tmp_path / "new.gguf"
+
+    def refused(said: str, changed: State, *like: object) -> None:
+        done = command(
+            "convert", written(tmp_path, changed), out, *(["--like", *like] if like else [])
+        )
+        assert done.exit_code in (1, 2, 3), done.stdout
+        assert said in " ".join(done.stderr.split())
+        assert not out.exists()
+
+    norm, embed = "model.norm.weight", "model.embed_tokens.weight"
+    refused("convert_hf_to_gguf.py of llama.cpp makes a new one", state)
+    refused("is no GGUF file, and --like needs one", state, tmp_path / "hf")
+    lacking = {name: each for name, each in state.items() if name != norm}
+    refused("matches no key", lacking, source)
+    refused(
+        "1 key too many: 'output.weight'", {**state, "lm_head.weight": torch.ones(6, 32)}, source
+    )
+    refused(
+        "token_embd.weight [5, 32] instead of [6, 32]", {**state, embed: torch.ones(5, 32)}, source
+    )
+    refused(
+        "holds NaN, infinite or too large values",
+        {**state, embed: torch.full((6, 32), torch.inf)},
+        source,
+    )
+    refused("not floats to write as Q8_0", {**state, embed: torch.ones(6, 32).int()}, source)
+    big = tmp_path / "big.gguf"
+    values = np.arange(8, dtype=">f4")
+    big.write_bytes(made([("general.architecture", "llama")],
+                         [Entry("token_embd.weight", (2, 4), 0, values.tobytes())], order=">"))  # fmt: skip
+    refused("", state, big)
