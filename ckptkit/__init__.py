@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from ckptkit.diagnosis.diagnose import doctor as doctor
     from ckptkit.edits.combine import average as average
     from ckptkit.edits.combine import ema as ema
-    from ckptkit.edits.combine import merge as merge
+    from ckptkit.edits.combine import join as join
     from ckptkit.edits.devices import remap as remap
     from ckptkit.edits.elements import cast as cast
     from ckptkit.edits.elements import compact as compact
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from ckptkit.edits.keys import rename as rename
     from ckptkit.edits.keys import select as select
     from ckptkit.edits.keys import strip_prefix as strip_prefix
+    from ckptkit.edits.merging import merge as merge
     from ckptkit.edits.optimizers import key_optimizer as key_optimizer
     from ckptkit.edits.quantized import dequantize as dequantize
     from ckptkit.edits.rules import apply_rules
@@ -116,6 +117,7 @@ __all__ = [
     "ema",
     "extract",
     "inspect",
+    "join",
     "key_optimizer",
     "load",
     "load_into",

@@ -30,7 +30,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "strip_prefix", "add_prefix", "rename", "select", "cast", "dequantize", "remap", "compact",
         "extract", "wrap", "apply_rules", "key_optimizer",
     ),
-    "Combine": ("average", "merge", "ema"),
+    "Combine": ("average", "join", "merge", "ema"),
     "Adapters": ("merge_lora",),
     "Deltas": ("delta", "apply_delta", "squash_delta", "verify_delta"),
     "Classes": ("Checkpoint", "Tensor", "Storage", "Options"),

@@ -185,7 +185,7 @@ def test_errors_name_arguments_in_python_and_options_on_the_command_line(
         (lambda: ckptkit.convert("a.pth", "c.txt", keep_format=False), ["convert", "a.pth", "c.txt"],
          "shard_size", "--shard-size"),
         (lambda: ckptkit.open("two.pth").weights, ["strip-module", "two.pth", "c.pth"], "key='0'", "--key 0"),
-        (lambda: ckptkit.merge(["a.pth", "a.pth"]), ["merge", "a.pth", "a.pth", "c.pth"],
+        (lambda: ckptkit.join(["a.pth", "a.pth"]), ["join", "a.pth", "a.pth", "c.pth"],
          "last_wins=True", "--last-wins"),
     ]  # fmt: skip
     for call, words, argument, option in cases:

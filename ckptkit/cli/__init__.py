@@ -40,8 +40,8 @@ GROUPS = {
         "run": "recipes", "rules": "rules",
     },
     "Combine": {
-        "average": "recipes", "merge": "recipes", "ema": "recipes", "delta": "deltas",
-        "lora": "lora",
+        "average": "recipes", "join": "recipes", "merge": "merging", "ema": "recipes",
+        "delta": "deltas", "lora": "lora",
     },
     "Check": {
         "scan": "security", "verify": "integrity", "check": "rules", "digest": "integrity",

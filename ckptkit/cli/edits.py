@@ -71,7 +71,8 @@ def _arguments(edit: edits.Edit, given: dict[str, Any]) -> dict[str, Any] | None
     wanted = False
     for option in edit.options:
         value = given.pop(option.dest or option.parameter, None)
-        if value is None or value is False or (value != "" and not value):
+        is_unset = value is False and option.kind == "flag"
+        if value is None or is_unset or (isinstance(value, (tuple, dict)) and not value):
             continue
         wanted = True
         if option.parameter in found:

@@ -133,6 +133,26 @@ def _config(path: str) -> Any:
     return rules.read(path)
 
 
+def _settings(
+    _: click.Context, option: click.Parameter, texts: tuple[str, ...]
+) -> tuple[float | dict[str, float], ...]:
+    """Read numbers such as ``0.5``, with those of globs behind them: ``0.5,*.mlp.*=0.3``."""
+    found: list[float | dict[str, float]] = []
+    for text in texts:
+        number, *globs = text.split(",")
+        try:
+            others = float(number)
+            pairs = [each.rpartition("=") for each in globs]
+            named = {glob: float(value) for glob, equals, value in pairs if glob and equals}
+            if len(named) < len(globs):
+                raise ValueError
+        except ValueError:
+            what = f"{text!r} is not a number, or NUMBER,GLOB=NUMBER"
+            raise click.BadParameter(what, param=option) from None
+        found.append({"*": others, **named} if named else others)
+    return tuple(found)
+
+
 # How the words of an option of an edit are read: the arguments of click.Option, by `Option.kind`.
 KINDS: dict[str, dict[str, Any]] = {
     "text": {},
@@ -141,6 +161,10 @@ KINDS: dict[str, dict[str, Any]] = {
     "flag": {"is_flag": True},
     "choice": {},
     "numbers": {"multiple": True, "type": float},
+    "number": {"type": float},
+    "count": {"type": click.IntRange(0)},
+    "switch": {"default": None},
+    "settings": {"multiple": True, "callback": _settings},
     "dtype": {"is_flag": False, "flag_value": ""},
     "pairs": {"multiple": True, "callback": partial(_named, _word)},
     "named": {"multiple": True, "callback": partial(_named, lambda _, text: text)},

@@ -67,6 +67,7 @@ def command(
 
     RECIPE is a YAML or TOML file, or the name of a built-in recipe (--list). Steps apply in the
     order of the recipe. Options on the command line override the output options of the recipe.
+    A configuration of mergekit is a recipe, too: SRC is the folder with the models that it names.
 
     \b
     Example: ckptkit run lightning epoch=9.ckpt net.pth
@@ -81,6 +82,10 @@ def command(
         args, config, reverse, request.options.dry_run, dequantize=dequantize or None
     )
     found = recipes.load(recipe, rules)
+    if found.merge is not None:
+        from ckptkit.edits.mergekit import merge_config
+
+        return request.run(source=merge_config(found.merge, request.sources[0]), key=key)
     # Back, the output is that of the other layout. A suffix of DST says which format is wanted: one
     # file then.
     given = {} if reverse else dict(found.output)

@@ -137,6 +137,23 @@ def wrong(name: str, meant: str, value: object) -> ArgumentError:
     return ArgumentError(f"{name} is {meant}, not {given}")
 
 
+def number(name: str, value: object) -> float | None:
+    """Return an argument that is a number, or None."""
+    if value is not None and (not isinstance(value, (int, float)) or isinstance(value, bool)):
+        raise wrong(name, "a number", value)
+    return value
+
+
+def settings(name: str, value: object) -> list[Any] | None:
+    """Return an argument of several numbers, or tables of them by globs; or None."""
+    if value is None:
+        return None
+    listed: list[Any] = list(value) if isinstance(value, (list, tuple)) else [None]
+    for each in listed:
+        numbers(name, list(mapping(name, each).values()) if isinstance(each, Mapping) else [each])
+    return listed
+
+
 def flag(name: str, value: object) -> object:
     """Return an argument that is True or False."""
     flags(**{name: value})
@@ -147,6 +164,10 @@ def flag(name: str, value: object) -> object:
 Kinds = Mapping[str, Callable[[str, Any], Any]]
 KINDS: Kinds = {
     "bool": flag,
+    "bool | None": flag,
+    "float | None": number,
+    "int": lambda name, value: count(name, value) or 0,
+    "Sequence[Setting] | None": settings,
     "int | None": count,
     "str": text,
     "str | None": lambda name, value: None if value is None else text(name, value),

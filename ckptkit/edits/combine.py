@@ -24,11 +24,11 @@ from ckptkit.core.tree import (
     Node,
     OrderedMapping,
     find,
-    join,
     module_versions,
     rebuild,
     versions_state,
 )
+from ckptkit.core.tree import join as path_text
 from ckptkit.core.weights import WRAPPERS, as_tensor, locate
 from ckptkit.edits import groups
 from ckptkit.edits.groups import refuse_mixture
@@ -162,7 +162,7 @@ def _title(checkpoints: Sequence[Checkpoint], number: int) -> str:
 
 
 @checked
-def merge(checkpoints: Sequence[Source], *, last_wins: bool = False) -> Checkpoint:
+def join(checkpoints: Sequence[Source], *, last_wins: bool = False) -> Checkpoint:
     """Return the weights of all checkpoints in one state_dict, in order, with all ``_metadata``.
 
     Raises CollisionError for a name that two of them have, unless ``last_wins``; UsageError for
@@ -170,19 +170,19 @@ def merge(checkpoints: Sequence[Source], *, last_wins: bool = False) -> Checkpoi
     """
     checkpoints = several(checkpoints)
     if not checkpoints:
-        raise UsageError("there are no checkpoints to merge")
+        raise UsageError("there are no checkpoints to join")
     for ck in checkpoints:
-        why = "`merge` unites the tensors of models, and does not apply adapters"
+        why = "`join` unites the tensors of models, and does not apply adapters"
         refuse_adapter(ck, why, checkpoints)
     refuse_mixture(checkpoints)
     parts = [bare(ck) for ck in checkpoints]
-    merged: dict[Node, Node] = {}
+    joined: dict[Node, Node] = {}
     modules: dict[Node, Node] = {}
     owners: dict[str, list[int]] = {}  # the checkpoints that have a name
     for number, part in enumerate(parts):
         node = part.root
         assert isinstance(node, dict)
-        merged.update(node)
+        joined.update(node)
         modules.update(module_versions(node) or {})
         for name in map(str, node):
             owners.setdefault(name, []).append(number)
@@ -190,7 +190,7 @@ def merge(checkpoints: Sequence[Source], *, last_wins: bool = False) -> Checkpoi
     for name, numbers in owners.items():
         if len(numbers) > 1:
             alike.setdefault(tuple(numbers), []).append(name)
-    notes = [f"merged {plural(len(parts), 'checkpoint')}"]
+    notes = [f"joined {plural(len(parts), 'checkpoint')}"]
     for several_of, shared in alike.items():
         *files, last = (_title(checkpoints, each) for each in several_of)
         names, others = f"{plural(len(shared), 'name')} ({quoted(shared)})", some(files)
@@ -202,7 +202,7 @@ def merge(checkpoints: Sequence[Source], *, last_wins: bool = False) -> Checkpoi
             )
         notes.append(f"took {names} from {last}, not from {others}")
     state = versions_state(modules) if modules else None
-    return parts[-1].with_root(OrderedMapping(merged, state), notes=notes)
+    return parts[-1].with_root(OrderedMapping(joined, state), notes=notes)
 
 
 @edit
@@ -279,7 +279,7 @@ def _named(ck: Checkpoint, path: str, tensors: list[Node]) -> Checkpoint:
     if names is None:
         raise UsageError(
             f"{path} is a list of {plural(len(tensors), 'tensor')} without names, and the weights "
-            f"at {join(weights.path) or 'the root'} have {len(weights.nodes):,}",
+            f"at {path_text(weights.path) or 'the root'} have {len(weights.nodes):,}",
             where=ck.name,
         )
     pairs = [(name, as_tensor(node)) for name, node in zip(names, tensors, strict=True)]

@@ -30,7 +30,7 @@ COMMANDS = {
     "ema": ["SRC", "DST"],
     "recover": ["SRC", "DST"],
     "average": ["SRC", "SRC", "DST"],
-    "merge --last-wins": ["SRC", "SRC", "DST"],
+    "join --last-wins": ["SRC", "SRC", "DST"],
     "batch strip-module": ["--into", "DST", "SRC"],
     "batch convert": ["--into", "DST", "--format", "safetensors", "SRC"],
 }
@@ -96,7 +96,7 @@ def test_as_the_real_run(
 ) -> None:
     monkeypatch.delenv("CKPTKIT_HINTS", raising=False)  # hints repeat a DST that is wrong here
     destination, *options = CONDITIONS[condition].split()
-    source = "weights.safetensors" if command.startswith("merge") else "run.pth"
+    source = "weights.safetensors" if command.startswith("join") else "run.pth"
     places = {"SRC": source, "DST": destination}
     words = [*command.split()[: 2 if "batch" in command else 1], *options]
     words += [places.get(each, each) for each in COMMANDS[command]]

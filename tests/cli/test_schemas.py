@@ -156,7 +156,8 @@ COMMANDS = {
         "run.pth", "run.pth absent.pth", "run.pth --digest --keys '*weight'", "quantized",
         "quantized --stored", "model",
     ],
-    "merge": ["plain.pth matrix.pth out.pth"],
+    "join": ["plain.pth matrix.pth out.pth"],
+    "merge": ["run.pth run.pth out3.pth --method linear"],
     "recover": ["cut.pth out.pth"],
     "remap": ["run.pth out.pth --to cpu", "run.pth out.pth --device cpu=cuda:1"],
     "rename": ["plain.pth out.pth --sub 0=a"],
@@ -287,7 +288,7 @@ def failure(found: Any) -> Any:
 def test_inputs_are_named(ckptkit: Ckptkit, made: Path) -> None:
     found = check(ckptkit, "average", "run.pth", "run.pth", "out.pth")
     assert found["inputs"] == ["run.pth", "run.pth"]
-    found = check(ckptkit, "merge", "plain.pth", "matrix.pth", "out2.pth")
+    found = check(ckptkit, "join", "plain.pth", "matrix.pth", "out2.pth")
     assert found["inputs"] == ["plain.pth", "matrix.pth"]
     found = check(ckptkit, "report", "-o", "out.html", "run.pth", "plain.pth")
     assert found["inputs"] == ["run.pth", "plain.pth"]

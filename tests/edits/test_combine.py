@@ -174,7 +174,7 @@ def test_merge(tmp_path: Path, run: Run) -> None:
         OrderedDict((f"b.{name}", tensor) for name, tensor in state(2).items()),
     )
     second._metadata = OrderedDict([("b", {"version": 3})])  # type: ignore[attr-defined]
-    done = run("merge", *saved(tmp_path, {"model": first}, second), tmp_path / "out.pth")
+    done = run("join", *saved(tmp_path, {"model": first}, second), tmp_path / "out.pth")
     assert done.code == 0, done.stderr
     found = torch.load(tmp_path / "out.pth", weights_only=True)
     assert list(found) == [*first, *second]
@@ -185,8 +185,8 @@ def test_merge(tmp_path: Path, run: Run) -> None:
 def test_merging_the_same_names(tmp_path: Path, run: Run) -> None:
     paths = saved(tmp_path, {"a": torch.zeros(2), "b": torch.zeros(2)}, {"b": torch.ones(2)})
     with pytest.raises(CollisionError, match=r"1.pth has 1 name \('b'\) of .*0.pth too"):
-        ckptkit.merge([ckptkit.open(path) for path in paths])
-    done = run("merge", "--last-wins", *paths, tmp_path / "out.pth")
+        ckptkit.join([ckptkit.open(path) for path in paths])
+    done = run("join", "--last-wins", *paths, tmp_path / "out.pth")
     assert f"took 1 name ('b') from {paths[1]}, not from {paths[0]}" in done.stdout
     assert torch.load(tmp_path / "out.pth", weights_only=True)["b"].tolist() == [1, 1]
 
@@ -240,7 +240,7 @@ ADAPTERS = {
 def test_adapters_are_refused(layout: str, tmp_path: Path, run: Run) -> None:
     adapter = {name: torch.ones(shape) for name, shape in ADAPTERS[layout].items()}
     base, path, held = saved(tmp_path, {"q.weight": torch.ones(4, 4)}, adapter, {"ema": adapter})
-    for words in (["merge", base, path], ["average", path, path], ["ema", held]):
+    for words in (["join", base, path], ["average", path, path], ["ema", held]):
         done = run(*words, tmp_path / "out.pth")
         assert done.code == 3 and not (tmp_path / "out.pth").exists()
         assert "is an adapter of a model, such as LoRA" in done.stderr
@@ -252,7 +252,7 @@ def test_what_else_peft_writes_is_refused_by_its_configuration(tmp_path: Path, r
     torch.save({"prompt_embeddings": torch.ones(2, 4)}, tmp_path / "adapter_model.bin")
     (tmp_path / "adapter_config.json").write_text("{}")
     (base,) = saved(tmp_path, {"q.weight": torch.ones(4, 4)})
-    done = run("merge", base, tmp_path / "adapter_model.bin", tmp_path / "out.pth")
+    done = run("join", base, tmp_path / "adapter_model.bin", tmp_path / "out.pth")
     assert done.code == 3 and "adapter_config.json is beside it" in done.stderr
 
 
@@ -270,7 +270,7 @@ def test_folders_are_combined_into_a_folder(tmp_path: Path, run: Run) -> None:
         (tmp_path / name).mkdir()
         save_file({"w": torch.full((2,), value)}, tmp_path / name / "model.safetensors")
         (tmp_path / name / "config.json").write_text('{"model_type": "bert"}')
-    for words in (["average"], ["merge", "--last-wins"]):
+    for words in (["average"], ["join", "--last-wins"]):
         out = tmp_path / words[0]
         assert run(*words, tmp_path / "a", tmp_path / "b", out).code == 0
         assert (out / "config.json").read_text() == '{"model_type": "bert"}'

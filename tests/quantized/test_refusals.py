@@ -334,7 +334,7 @@ def test_codes_that_are_only_a_cast_are_cast(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("command", ["average", "merge"])
+@pytest.mark.parametrize("command", ["average", "join"])
 def test_codes_are_not_mixed(command: str, tmp_path: Path, run: Run) -> None:
     fp8 = write(tmp_path / "a" / "model.safetensors", FP8, config=BLOCKS)
     gptq = write(
@@ -349,9 +349,9 @@ def test_a_weight_and_its_codes_are_not_merged(tmp_path: Path) -> None:
     codes = ckptkit.open(write(tmp_path / "a.safetensors", GPTQ))
     floats = ckptkit.open(write(tmp_path / "b.safetensors", {f"{L}.weight": ones([16, 64])}))
     with pytest.raises(UsageError, match="one of them only"):
-        ckptkit.merge([codes, floats], last_wins=True)
+        ckptkit.join([codes, floats], last_wins=True)
     other = ckptkit.open(write(tmp_path / "c.safetensors", {"head.weight": ones([2, 2])}))
-    assert len(ckptkit.merge([codes, other]).weights) == 5
+    assert len(ckptkit.join([codes, other]).weights) == 5
 
 
 def test_averaged_codes_are_not_taken_out(tmp_path: Path) -> None:

@@ -328,7 +328,7 @@ def test_one_target_has_one_dtype_and_one_device(tmp_path: Path, simulated_cuda:
         torch.save({"e.0": torch.ones(2)}, tmp_path / "cuda.pth")
     ck = ckptkit.open(tmp_path / "cuda.pth")
     torch.save({"e.1": torch.ones(2)}, tmp_path / "cpu.pth")
-    merged = ckptkit.merge([ck, ckptkit.open(tmp_path / "cpu.pth")])
+    merged = ckptkit.join([ck, ckptkit.open(tmp_path / "cpu.pth")])
     with pytest.raises(TensorError, match="is on cuda:1"):
         ckptkit.apply_rules(merged, "e.{n} [o] -> e [n o]")
 

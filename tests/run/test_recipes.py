@@ -208,7 +208,7 @@ def test_files_beside(tmp_path: Path) -> None:
     found = torch.load(tmp_path / "mean.pth", weights_only=True)["module.0.weight"]
     torch.testing.assert_close(found, net().state_dict()["0.weight"] + 0.5)
     (merge,) = recipes.load(
-        str(write(tmp_path, f"steps: [{{merge: [{json.dumps(str(other))}]}}]"))
+        str(write(tmp_path, f"steps: [{{join: [{json.dumps(str(other))}]}}]"))
     ).steps
     with pytest.raises(ckptkit.CkptkitError, match=r"has 9 names .* too"):
         merge(ckptkit.open(source(tmp_path)))

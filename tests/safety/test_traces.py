@@ -22,7 +22,7 @@ COMMANDS = {
     "wrap": ["wrap", "SRC", "out.pth", "--key", "net"],
     "extract": ["extract", "SRC", "out.pth", "--key", "model"],
     "average": ["average", "SRC", "SRC", "out.pth"],
-    "merge": ["merge", "--last-wins", "SRC", "SRC", "out.pth"],
+    "join": ["join", "--last-wins", "SRC", "SRC", "out.pth"],
     "recover": ["recover", "SRC", "out.pth"],
     "digest": ["digest", "SRC", "--output", "out.txt"],
     "batch": ["batch", "strip-module", "--into", "out", "SRC"],

@@ -64,7 +64,8 @@ class Recipe:
     """The content of a recipe file: its steps as functions, and how to write the result.
 
     ``written`` are the steps as in the file, ``source`` is where the facts of a layout come from,
-    ``checked`` the library that it was compared with, empty if there is none.
+    ``checked`` the library that it was compared with, empty if there is none. A configuration of
+    mergekit is a recipe, too: ``merge``.
     """
 
     name: str
@@ -74,6 +75,7 @@ class Recipe:
     written: tuple[WrittenStep, ...] = ()
     source: str = ""
     checked: str = ""
+    merge: Mapping[str, Any] | None = None  # a configuration of mergekit, without steps
 
 
 def names() -> list[str]:
@@ -137,6 +139,8 @@ def _shown(value: Any) -> str:
 
 
 def _recipe(name: str, content: Any, options: RuleOptions) -> Recipe:
+    if isinstance(content, dict) and "merge_method" in content:
+        return Recipe(name, "a merge of mergekit", (), {}, merge=content)
     try:
         parts = _table(content, _PARTS)
         steps = parts.get("steps")

@@ -36,7 +36,7 @@ WRITING = (
     "remap --to cpu",
     "rename --sub layers=l",
     "average",
-    "merge --last-wins",
+    "join --last-wins",
 )
 
 
@@ -55,7 +55,7 @@ def test_commands_on_each_folder(name: str, tmp_path: Path) -> None:
     assert ckptkit("show", folder, first["path"]).exit_code == 0
     for number, line in enumerate(WRITING):
         command, *options = line.split()
-        inputs = [folder] * (1 + (command in ("average", "merge")))
+        inputs = [folder] * (1 + (command in ("average", "join")))
         done = ckptkit(command, *options, *inputs, tmp_path / f"{number}.pth")
         assert done.exit_code == 0, (line, done.output)
     assert ckptkit("convert", folder, tmp_path / "a.safetensors").exit_code == 0
@@ -71,7 +71,7 @@ def test_commands_on_what_is_refused(name: str, tmp_path: Path) -> None:
     _, word = REFUSED[name]
     for line in (*READING, *WRITING):
         command, *options = line.split()
-        inputs = [folder] * (1 + (command in ("average", "merge", "diff")))
+        inputs = [folder] * (1 + (command in ("average", "join", "diff")))
         target = [tmp_path / "out.pth"] if line in WRITING else []
         done = ckptkit(command, *options, *inputs, *target)
         assert done.exit_code == 3 or (command == "verify" and done.exit_code == 1), (

@@ -1,0 +1,300 @@
+"""Elements of several models in step, merged as mergekit merges them.
+
+Facts: mergekit 0.1.5, `merge_methods` and `sparsify`. Means and slerp are computed in float32 and
+rounded once. Methods that add differences to a base round each step to the dtype of the tensors, as
+torch does: differences of bfloat16 are those of bfloat16.
+
+A method that needs a fact about whole tensors (the angle between two, the magnitude below which
+differences are left out) reads them once before, or twice where magnitudes have more than 16 bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from math import acos, inf, sin
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+
+from ckptkit.compute.numbers import decode, encode
+from ckptkit.compute.operation import Pieces, flow, in_step
+from ckptkit.core.bytesource import Derived, Operation
+from ckptkit.core.dtypes import BY_NAME
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Array = np.ndarray[Any, Any]
+
+# The methods of mergekit, by our name; those that change a base come with it as the first input.
+LINEAR, SLERP, PASSTHROUGH = "linear", "slerp", "passthrough"
+TASK, TIES, DARE_TIES, DARE_LINEAR = "task", "ties", "dare-ties", "dare-linear"
+METHODS = (LINEAR, SLERP, TASK, TIES, DARE_TIES, DARE_LINEAR, PASSTHROUGH)
+OF_DIFFERENCES = (TASK, TIES, DARE_TIES, DARE_LINEAR)
+SPARSE = (TIES, DARE_TIES, DARE_LINEAR)  # leave out differences, to a density
+_CONSENSUS = (TIES, DARE_TIES)  # leave out differences of the sign of the minority
+_COLLINEAR = 0.9995  # the cosine from which slerp is linear
+_SMALLEST = 1e-7  # sums of magnitudes below it are not scaled
+_AT_ONCE = 1 << 17  # elements: so many stay in the caches, and calls of numpy are long enough
+_BINS = 1 << 16
+
+
+class _Kept(NamedTuple):
+    """Which differences of one input stay: those above `least`, and the first `ties` equal to it.
+
+    What stays is multiplied by `scale`.
+    """
+
+    least: float
+    ties: int
+    scale: float
+
+
+@dataclass(frozen=True, slots=True)
+class Merge(Operation):
+    """The elements of all inputs, merged by `method` and rounded to `dtype` at each step.
+
+    ``weights`` and ``densities`` are those of the inputs, without the base. ``scale`` multiplies
+    the sum of the differences, and is the share of the second input in slerp. With dare-ties and
+    dare-linear `seed` chooses the differences that stay.
+    """
+
+    method: str
+    dtype: str
+    dtypes: tuple[str, ...]
+    weights: tuple[float, ...]
+    densities: tuple[float, ...]
+    normalize: bool
+    rescale: bool
+    scale: float
+    seed: int
+    seekable: ClassVar[bool] = False  # ties of magnitude stay in order, until there are enough
+
+    def read(self, extent: Derived, start: int, stop: int) -> Pieces:
+        import numpy as np
+
+        unit, at = BY_NAME[self.dtype].itemsize, 0
+        with np.errstate(all="ignore"):
+            merged = self._merged(extent)
+            for values in merged:
+                made = encode(values, BY_NAME[self.dtype])
+                if start < at + len(made) and at < stop:
+                    yield made[max(start - at, 0) : min(stop - at, len(made))]
+                at += len(values) * unit
+                if at >= stop:
+                    return
+
+    def _inputs(self, extent: Derived) -> Iterator[list[Array]]:
+        """Yield elements of all inputs, rounded to `dtype`, as float32 or float64."""
+        wide = "f8" if self.dtype == "float64" else "f4"
+        units = [BY_NAME[name].itemsize for name in self.dtypes]
+        for pieces in in_step(map(flow, extent.inputs), units, _AT_ONCE):
+            values = []
+            for piece, name in zip(pieces, self.dtypes, strict=True):
+                each = decode(piece, BY_NAME[name]).astype(wide, copy=False)
+                values.append(each if name == self.dtype else self._rounded(each))
+            yield values
+
+    def _rounded(self, values: Array) -> Array:
+        """Return numbers rounded to `dtype`, in the type that they have."""
+        if self.dtype in ("float32", "float64"):
+            return values
+        return decode(encode(values, BY_NAME[self.dtype]), BY_NAME[self.dtype])
+
+    def _number(self, value: float) -> Any:
+        """Return a number rounded to `dtype`, of the type that its elements are computed in."""
+        import numpy as np
+
+        return self._rounded(np.array([value], "f8" if self.dtype == "float64" else "f4"))[0]
+
+    def _merged(self, extent: Derived) -> Iterator[Array]:
+        import numpy as np
+
+        if self.method == SLERP:
+            shares = self._shares(extent)
+            for base, other in self._inputs(extent):
+                yield shares[0] * base + shares[1] * other
+        elif self.method == LINEAR:
+            for values in self._inputs(extent):
+                # As torch's addcmul: fused, so the products are not rounded by themselves.
+                wide = values[0].dtype.type
+                total = np.zeros_like(values[0])
+                for each, weight in zip(values, self.weights, strict=True):
+                    total = (each.astype("f8") * wide(weight) + total).astype(total.dtype)
+                yield total / np.sum(self.weights, dtype=wide) if self.normalize else total
+        elif self.method == PASSTHROUGH:
+            for (each,) in self._inputs(extent):
+                yield each * each.dtype.type(self.scale)
+        else:
+            yield from self._changed(extent)
+
+    def _shares(self, extent: Derived) -> tuple[Any, Any]:
+        """Return the factors of the two inputs of slerp."""
+        import numpy as np
+
+        ours = theirs = product = 0.0
+        for base, other in self._inputs(extent):
+            ours += float(np.dot(base, base))
+            theirs += float(np.dot(other, other))
+            product += float(np.dot(base, other))
+        lengths = [norm if (norm := each**0.5) > 1e-8 else 1.0 for each in (ours, theirs)]
+        cosine = product / lengths[0] / lengths[1]
+        shares = 1 - self.scale, self.scale
+        if abs(cosine) <= _COLLINEAR:
+            angle = acos(cosine)
+            part = angle * self.scale
+            shares = sin(angle - part) / sin(angle), sin(part) / sin(angle)
+        wide = np.float64 if self.dtype == "float64" else np.float32
+        return wide(shares[0]), wide(shares[1])
+
+    # Changes of a base
+
+    def _differences(self, extent: Derived) -> Iterator[tuple[int, Array, list[Array]]]:
+        """Yield the place of a piece, the base, and what each other input changes in it.
+
+        With dare-ties and dare-linear, what is left out by chance is zero.
+        """
+        import numpy as np
+
+        at, is_random = 0, self.method in (DARE_TIES, DARE_LINEAR)
+        for base, *others in self._inputs(extent):
+            changes = [self._rounded(each - base) for each in others]
+            for number, density in enumerate(self.densities):
+                if is_random and density < 1:
+                    chances = np.random.Philox(key=[self.seed, number], counter=[at, 0, 0, 0])
+                    codes = chances.random_raw(-(-len(base) // 2)).view("<u4")[: len(base)]
+                    changes[number] *= codes < int(density * 2.0**32)
+            yield at, base, changes
+            at += len(base)
+
+    def _changed(self, extent: Derived) -> Iterator[Array]:
+        import numpy as np
+
+        weights = list(map(self._number, self.weights))
+        kept = self._kept(extent) if min(self.densities) < 1 and self.method in SPARSE else []
+        taken = [0] * len(weights)  # ties so far
+        for _, base, changes in self._differences(extent):
+            for number, keep in enumerate(kept):
+                if keep is not None:
+                    changes[number] = self._thinned(changes[number], keep, taken, number)
+            weighted = [
+                self._rounded(each * weight) for each, weight in zip(changes, weights, strict=True)
+            ]
+            total = self._rounded(_total(weighted))
+            if self.method in _CONSENSUS:
+                is_positive = total >= 0
+                divisor = np.zeros_like(base)
+                for number, each in enumerate(weighted):
+                    agrees = np.where(is_positive, each > 0, each < 0)
+                    weighted[number] = each * agrees
+                    divisor += weights[number] * agrees
+                total = self._rounded(_total(weighted))
+                divisor = self._rounded(divisor)
+                divisor[divisor == 0] = 1
+            else:
+                whole = self._number(sum(weights))
+                divisor = np.array(1 if abs(whole) < 1e-8 else whole, base.dtype)
+            if self.normalize:
+                total = self._rounded(total / divisor)
+            if self.scale != 1:
+                total = self._rounded(total * base.dtype.type(self.scale))
+            yield base + total
+
+    def _thinned(self, change: Array, keep: _Kept, taken: list[int], number: int) -> Array:
+        """Return a difference without what is left out, scaled; count the ties that stay."""
+        import numpy as np
+
+        if keep.least > 0:
+            sizes = np.abs(change)
+            stays = sizes > keep.least
+            ties = np.flatnonzero(sizes == keep.least)[: keep.ties - taken[number]]
+            stays[ties] = True
+            taken[number] += len(ties)
+            change = change * stays
+        return change if keep.scale == 1 else self._rounded(change * self._number(keep.scale))
+
+    def _kept(self, extent: Derived) -> list[_Kept | None]:
+        """Return for each input which differences stay, from a pass over all of them."""
+        if self.method == TIES:
+            return self._by_magnitude(extent)
+        if not self.rescale:
+            return [None] * len(self.weights)
+        import numpy as np
+
+        all_, stay = [0.0] * len(self.weights), [0.0] * len(self.weights)
+        for (_, base, changes), values in zip(
+            self._differences(extent), self._inputs(extent), strict=True
+        ):
+            for number, each in enumerate(values[1:]):
+                all_[number] += float(np.abs(self._rounded(each - base)).sum(dtype="f8"))
+                stay[number] += float(np.abs(changes[number]).sum(dtype="f8"))
+        scales = map(self._ratio, all_, stay)
+        return [
+            None if density >= 1 else _Kept(0.0, 0, scale)
+            for density, scale in zip(self.densities, scales, strict=True)
+        ]
+
+    def _ratio(self, before: float, after: float) -> float:
+        ours, theirs = self._number(before), self._number(after)
+        if ours < _SMALLEST or theirs < _SMALLEST:
+            return 1.0
+        return float(self._number(float(ours / theirs)))
+
+    def _by_magnitude(self, extent: Derived) -> list[_Kept | None]:
+        """Return the magnitude from which differences stay, exactly, by histograms of their bits.
+
+        The upper bits are counted first, 16 of them; then, if there are more, those below them of
+        what has the same upper bits as the magnitude that is looked for.
+        """
+        import numpy as np
+
+        length = extent.length // BY_NAME[self.dtype].itemsize
+        if not length:
+            return [None] * len(self.densities)
+        goals = [max(int(density > 0), int(density * length)) for density in self.densities]
+        code, bits = ("<u8", 63) if self.dtype == "float64" else ("<u4", 31)
+        unused = {"bfloat16": 16, "float16": 13}.get(self.dtype, 0)  # bits that are zero
+        found = [0] * len(goals)  # upper bits that are known
+        above = [0] * len(goals)
+        sums, larger = [0.0] * len(goals), [0.0] * len(goals)
+        low = bits
+        while low > unused:
+            high, low = low, max(low - 16, unused)
+            counts = [np.zeros(1 << (high - low), "i8") for _ in goals]
+            for _, _, changes in self._differences(extent):
+                for number, each in enumerate(changes):
+                    codes = each.view(code) & np.array((1 << bits) - 1, code)
+                    if high < bits:
+                        codes = codes[codes >> high == found[number]]
+                    elif self.rescale:
+                        sums[number] += float(np.abs(each).sum(dtype="f8"))
+                    places = (codes >> low) & ((1 << (high - low)) - 1)
+                    counts[number] += np.bincount(places, minlength=len(counts[number]))
+            for number, each in enumerate(counts):
+                from_above = np.cumsum(each[::-1])
+                place = int(np.searchsorted(from_above, goals[number] - above[number]))
+                above[number] += int(from_above[place] - each[::-1][place])
+                found[number] = found[number] << (high - low) | (len(each) - 1 - place)
+        least = [
+            float(np.array(each << unused, code).view(code.replace("u", "f"))) for each in found
+        ]
+        if self.rescale:
+            for _, _, changes in self._differences(extent):
+                for number, each in enumerate(changes):
+                    sizes = np.abs(each)
+                    larger[number] += float(sizes[sizes > least[number]].sum(dtype="f8"))
+        kept: list[_Kept | None] = []
+        for number, density in enumerate(self.densities):
+            ties = goals[number] - above[number]
+            after = larger[number] + ties * least[number]
+            scale = self._ratio(sums[number], after) if self.rescale else 1.0
+            keep = _Kept(least[number], ties, scale) if density > 0 else _Kept(inf, 0, 1.0)
+            kept.append(None if density >= 1 else keep)
+        return kept
+
+
+def _total(values: Iterable[Array]) -> Array:
+    """Return the sum of arrays, in order."""
+    total, *others = values
+    for each in others:
+        total = total + each
+    return total

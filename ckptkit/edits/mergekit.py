@@ -1,0 +1,184 @@
+"""Merge models as a configuration of mergekit says (`mergekit.config` of mergekit 0.1.5)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ckptkit.compute.merging import LINEAR, METHODS, OF_DIFFERENCES, PASSTHROUGH, SLERP, TASK
+from ckptkit.core.checkpoint import Checkpoint, opened
+from ckptkit.core.dtypes import parse
+from ckptkit.core.errors import UnsupportedError, UsageError
+from ckptkit.core.text import quoted, shown
+from ckptkit.edits.elements import cast
+from ckptkit.edits.merging import Method, Numbers, Use, alike, layers_of, model, stacked
+
+_NAMES = {name.replace("-", "_"): name for name in METHODS} | {"task_arithmetic": TASK}
+_TOP = {"merge_method", "base_model", "models", "slices", "parameters", "dtype", "out_dtype",
+        "tokenizer_source"}  # fmt: skip
+_WORDS = {"weight": "weight", "density": "density", "lambda": "scale", "t": "scale",
+          "scale": "scale"}  # fmt: skip
+_OTHERS = {"normalize", "rescale", "int8_mask"}  # the last changes no value
+_DEFAULTS = {"weight": 1.0, "density": 1.0, "scale": 1.0}
+
+
+def merge_config(config: Mapping[str, Any], folder: str | os.PathLike[str]) -> Checkpoint:
+    """Return the model that a configuration describes; nothing is read but headers.
+
+    A model that it names is a path, or a path below `folder`: ``org/name`` is ``folder/org/name``
+    or ``folder/name``. Raises UsageError for what is no such configuration, UnsupportedError for
+    what is not done here: other methods, modules, and tokenizers that are made anew.
+    """
+    _check_keys(config, _TOP, "a merge")
+    method = _NAMES.get(str(config.get("merge_method")))
+    if method is None:
+        known = ", ".join(sorted(_NAMES))
+        what = f"merge_method {shown(str(config.get('merge_method')))} is not done here"
+        raise UnsupportedError(what, hint=f"{known} are")
+    if config.get("tokenizer_source", "base") != "base":
+        raise UnsupportedError(
+            "tokenizer_source makes a new vocabulary, which is not done here",
+            hint="leave it out, or set it to base: the tokenizer of the base is copied",
+        )
+    models: dict[str, Checkpoint] = {}
+
+    def found(name: object) -> Checkpoint:
+        key = str(name)
+        if key not in models:
+            models[key] = model(opened(_path(key, os.fspath(folder))))
+        return models[key]
+
+    base_name = config.get("base_model")
+    base = None if base_name is None else found(base_name)
+    if method in (*OF_DIFFERENCES, SLERP) and base is None:
+        raise UsageError(f"merge_method {config['merge_method']} needs base_model")
+    common = _table(config.get("parameters"))
+    normalize, rescale = (common.get(word) for word in ("normalize", "rescale"))
+    for word, switch in (("normalize", normalize), ("rescale", rescale)):
+        if not isinstance(switch, (bool, type(None))):
+            raise UsageError(f"parameters: {word} is {shown(str(switch))}, not true or false")
+    how = Method.of(
+        method,
+        base if method in OF_DIFFERENCES else None,
+        normalize,
+        rescale,
+        None if config.get("dtype") is None else parse(config["dtype"]),
+    )
+    if ("models" in config) == ("slices" in config):
+        raise UsageError("a merge has models, or else slices")
+    if "models" in config:
+        uses = [_use(each, "model", found, [common]) for each in _list(config["models"])]
+        made = alike(_based(uses, base, [common], method), how)
+    else:
+        slices = []
+        for each in _list(config["slices"]):
+            _check_keys(each, {"sources", "parameters"}, "a slice")
+            tables = [_table(each.get("parameters")), common]
+            uses = [_use(source, "layer_range", found, tables) for source in _list(each["sources"])]
+            slices.append(_based(uses, base, tables, method, is_slice=True))
+        made = stacked(slices, how)
+    wanted = config.get("out_dtype")
+    return made if wanted is None else cast(made, wanted)
+
+
+def _based(
+    uses: list[Use],
+    base: Checkpoint | None,
+    tables: Sequence[Mapping[str, Any]],
+    method: str,
+    *,
+    is_slice: bool = False,
+) -> list[Use]:
+    """Return the inputs with the base as the first; it is added if it is not among them."""
+    if method == PASSTHROUGH and len(uses) != 1:
+        raise UsageError("passthrough takes one model for each slice")
+    if method == SLERP and len({id(each.model) for each in uses} | {id(base)}) != 2:
+        raise UsageError("slerp is between base_model and one other model")
+    if base is None or method in (LINEAR, PASSTHROUGH):
+        return uses
+    ours = [each for each in uses if each.model is base]
+    others = [each for each in uses if each.model is not base]
+    if not ours and is_slice:
+        raise UsageError("a slice lacks base_model among its sources")
+    return [*(ours or [Use(base, _numbers([*tables]))]), *others]
+
+
+def _use(each: Any, extra: str, found: Any, tables: Sequence[Mapping[str, Any]]) -> Use:
+    _check_keys(each, {"model", "parameters", extra}, "an input")
+    if "model" not in each:
+        raise UsageError("an input without its model")
+    checkpoint = found(each["model"])
+    numbers = _numbers([_table(each.get("parameters")), *tables])
+    if "layer_range" not in each:
+        return Use(checkpoint, numbers)
+    have, ends = layers_of(checkpoint)[1], each["layer_range"]
+    is_pair = isinstance(ends, list) and [type(end) for end in ends] == [int, int]
+    if not is_pair or not 0 <= ends[0] < ends[1] <= have:
+        what = f"layer_range {shown(str(ends))}: it has {have} layers"
+        raise UsageError(what, where=checkpoint.name)
+    return Use(checkpoint, numbers, *ends)
+
+
+def _numbers(tables: Sequence[Mapping[str, Any]]) -> Numbers:
+    """Return the lookup of numbers: in the first table that has one for a name."""
+    for table in tables:
+        _check_keys(table, {*_WORDS, *_OTHERS}, "parameters")
+
+    def number(word: str, name: str, at: float) -> float:
+        for table in tables:
+            for key, meant in _WORDS.items():
+                value = _value(table[key], name, at) if meant == word and key in table else None
+                if value is not None:
+                    return value
+        return _DEFAULTS[word]
+
+    return number
+
+
+def _value(setting: Any, name: str, at: float) -> float | None:
+    """Return the number of a setting: one, a gradient over the layers, or the first that fits."""
+    if isinstance(setting, (int, float)):
+        return float(setting)
+    if isinstance(setting, list) and all(isinstance(each, (int, float)) for each in setting):
+        place = at * (len(setting) - 1)
+        first = int(place)
+        after = min(len(setting) - 1, first + 1)
+        return float((1 - (place - first)) * setting[first] + (place - first) * setting[after])
+    for each in setting if isinstance(setting, list) else [setting]:
+        if not isinstance(each, Mapping) or "value" not in each:
+            raise UsageError(f"parameters: {shown(str(setting))} is no number")
+        if each.get("filter", "*") in (None, "*") or str(each["filter"]) in name:
+            return _value(each["value"], name, at)
+    return None
+
+
+def _path(name: str, folder: str) -> str:
+    """Return the path of a model. Raises UsageError if it is not on this machine."""
+    tried = [name, os.path.join(folder, name), os.path.join(folder, name.rpartition("/")[2])]
+    for path in tried:
+        if os.path.exists(path):
+            return path
+    raise UsageError(
+        f"{shown(name)} is not a path, and not below {folder}",
+        hint=f"fetch it first: huggingface-cli download {name} --local-dir {tried[-1]}",
+    )
+
+
+def _table(given: Any) -> Mapping[str, Any]:
+    if given is not None and not isinstance(given, Mapping):
+        raise UsageError(f"parameters are {shown(str(given))}, not a table")
+    return given or {}
+
+
+def _list(given: Any) -> list[Any]:
+    if not isinstance(given, list) or not given:
+        raise UsageError(f"{shown(str(given))} is not a list of inputs")
+    return given
+
+
+def _check_keys(given: Any, known: set[str], what: str) -> None:
+    if not isinstance(given, Mapping):
+        raise UsageError(f"{what}: {shown(str(given))} is not a table")
+    if odd := [key for key in map(str, given) if key not in known]:
+        raise UnsupportedError(f"{what}: {quoted(odd)} is not done here")

@@ -1,0 +1,426 @@
+"""Merge models into one, by the methods of mergekit: means, differences from a base, layers."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import translate
+from math import prod
+from typing import NamedTuple
+
+from ckptkit.compute.arranged import contiguous
+from ckptkit.compute.merging import (
+    DARE_LINEAR,
+    DARE_TIES,
+    LINEAR,
+    METHODS,
+    OF_DIFFERENCES,
+    PASSTHROUGH,
+    SLERP,
+    SPARSE,
+    TIES,
+    Merge,
+)
+from ckptkit.compute.mixing import has_mean
+from ckptkit.core.arguments import checked
+from ckptkit.core.bytesource import Pending
+from ckptkit.core.checkpoint import Checkpoint, Source, opened, several
+from ckptkit.core.dtypes import BY_NAME, DType, DTypeLike, parse
+from ckptkit.core.errors import UsageError
+from ckptkit.core.tensor import Storage, Tensor, contiguous_stride
+from ckptkit.core.text import plural, quoted, shell_word, shown, some, typed
+from ckptkit.core.tree import Node, OrderedMapping, module_versions, versions_state
+from ckptkit.edits import groups
+from ckptkit.edits.combine import refuse_adapter
+from ckptkit.edits.rules import CONFIG_NAME
+from ckptkit.edits.structure import bare
+from ckptkit.quantized.group import read_json_of
+
+# A number, or numbers by globs over names; "*" is for all others.
+Setting = float | Mapping[str, float]
+# The number called by a word (weight, density, scale) for a name of the output, and the place of
+# its layer among the layers: from 0 to 1.
+Numbers = Callable[[str, str, float], float]
+_LAYER = re.compile(r"(.+?\.)(\d+)(\..+)")
+_FIRST = re.compile(r"(^|[._])(embed\w*|wte|wpe|tok_embeddings|word_embeddings\w*)\.")
+# What configurations of transformers call the number of layers.
+_COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """How all tensors are merged. `base` is the model that differences are from, if any."""
+
+    name: str
+    normalize: bool
+    rescale: bool
+    base: Checkpoint | None = None
+    dtype: DType | None = None
+    seed: int = 0
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        base: Checkpoint | None,
+        normalize: bool | None,
+        rescale: bool | None,
+        dtype: DType | None,
+        seed: int = 0,
+    ) -> Method:
+        """Return the method `name`, with mergekit's defaults for what is None."""
+        return cls(
+            name,
+            name in (LINEAR, TIES) if normalize is None else normalize,
+            name in (DARE_TIES, DARE_LINEAR) if rescale is None else rescale,
+            base,
+            dtype,
+            seed,
+        )
+
+
+class Use(NamedTuple):
+    """A model, or a range of its layers, as an input."""
+
+    model: Checkpoint
+    numbers: Numbers
+    start: int = 0
+    stop: int | None = None
+
+
+@checked
+def merge(
+    checkpoints: Sequence[Source],
+    *,
+    method: str = LINEAR,
+    base: Source | None = None,
+    weights: Sequence[Setting] | None = None,
+    densities: Sequence[Setting] | None = None,
+    scale: float | None = None,
+    normalize: bool | None = None,
+    rescale: bool | None = None,
+    layers: str | Sequence[str] = (),
+    dtype: DTypeLike | None = None,
+    seed: int = 0,
+) -> Checkpoint:
+    """Merge models of one architecture, as mergekit does; nothing is read but their headers.
+
+    Args:
+        method: ``linear`` (the weighted mean), ``slerp``, ``task`` (differences from `base`),
+            ``ties``, ``dare-ties``, ``dare-linear`` or ``passthrough`` (layers as they are).
+        base: the model that the others were trained from; for ``slerp`` the first of two.
+        weights: one for each checkpoint, 1 by default: a number, or glob -> number.
+        densities: the share of the differences that stays, for the methods that leave some out.
+        scale: factor of the sum of the differences, 1 by default; for ``slerp`` the share of the
+            second model, 0.5; for ``passthrough`` a factor of all weights.
+        normalize: divide by the sum of the weights; the default is that of mergekit.
+        rescale: multiply the differences that stay, so that the sum of magnitudes does.
+        layers: for ``passthrough``, ``START:STOP`` for each checkpoint, which may be there twice.
+        dtype: compute in it; by default in that of the tensors.
+        seed: of the differences that dare-ties and dare-linear leave out.
+
+    Elements are equal to those of mergekit 0.1.5 within one unit in the last place, except that
+    dare-ties and dare-linear leave out others. Raises UsageError where names or shapes differ, and
+    for numbers that a method does not use.
+    """
+    if method not in METHODS:
+        raise UsageError(f"{method!r} is not a method", hint=f"one of {', '.join(METHODS)}")
+    given = several(checkpoints)
+    models = [model(each, given) for each in given]
+    ranges = [layers] if isinstance(layers, str) else list(layers)
+    if (method in OF_DIFFERENCES) and base is None:
+        base_words = typed("--base BASE", "base=...")
+        raise UsageError(f"{method} adds differences to a base: name it with {base_words}")
+    first = None if base is None else model(opened(base))
+    if method == SLERP and first is not None:
+        models, first = [first, *models], None
+    _check_numbers(method, models, first, weights, densities, ranges)
+    share = (0.5 if method == SLERP else 1.0) if scale is None else scale
+    by_word = {
+        "weight": _settings("weights", weights, models),
+        "density": _settings("densities", densities, models),
+    }
+    uses = []
+    for place, each in enumerate(models):
+        start, stop = _range(ranges[place], each) if ranges else (0, None)
+
+        def numbers(word: str, name: str, _: float, place: int = place) -> float:
+            return share if word == "scale" else by_word[word][place](name)
+
+        uses.append(Use(each, numbers, start, stop))
+    wanted = None if dtype is None else parse(dtype)
+    how = Method.of(method, first, normalize, rescale, wanted, seed)
+    if method == PASSTHROUGH:
+        return stacked([[each] for each in uses], how)
+    return alike(uses if first is None else [Use(first, uses[0].numbers), *uses], how)
+
+
+def _check_numbers(
+    method: str,
+    models: Sequence[Checkpoint],
+    base: Checkpoint | None,
+    weights: Sequence[Setting] | None,
+    densities: Sequence[Setting] | None,
+    ranges: Sequence[str],
+) -> None:
+    """Raise UsageError for what a method does not use, or needs."""
+    wrong = {
+        "there are no models to merge": not models,
+        f"{method} has no base": base is not None and method not in OF_DIFFERENCES,
+        f"slerp is between two models, not {len(models)}": method == SLERP and len(models) != 2,
+        f"{method} has no weights": weights is not None and method in (SLERP, PASSTHROUGH),
+        f"{method} leaves no differences out": densities is not None and method not in SPARSE,
+        "layers are for passthrough": bool(ranges) and method != PASSTHROUGH,
+        f"{len(ranges)} ranges of layers for {plural(len(models), 'model')}": (
+            len(ranges) not in (0, len(models))
+        ),
+        "passthrough of several models needs the layers of each: "
+        f"{typed('--layers START:STOP', 'layers=[...]')}": (
+            method == PASSTHROUGH and not ranges and len(models) > 1
+        ),
+    }
+    for what, is_wrong in wrong.items():
+        if is_wrong:
+            raise UsageError(what)
+
+
+def model(checkpoint: Checkpoint, others: Sequence[Checkpoint] = ()) -> Checkpoint:
+    """Return the weights of a checkpoint alone; refuse what cannot be merged as numbers."""
+    why = "models are merged here, and factors of changes are none"
+    refuse_adapter(checkpoint, why, others)
+    groups.refuse(checkpoint, None, "codes and scales cannot be merged")
+    return bare(checkpoint.whole())
+
+
+def _settings(
+    what: str, given: Sequence[Setting] | None, models: Sequence[Checkpoint]
+) -> list[Callable[[str], float]]:
+    """Return the number of each model by name, 1 where none is given."""
+    if given is None:
+        return [lambda name: 1.0] * len(models)
+    if isinstance(given, (str, Mapping)) or len(given) != len(models):
+        raise UsageError(f"{len(given)} {what} for {plural(len(models), 'model')}")
+    return [_setting(each) for each in given]
+
+
+def _setting(given: Setting) -> Callable[[str], float]:
+    if not isinstance(given, Mapping):
+        return lambda name: float(given)
+    others = float(given.get("*", 1.0))
+    globs = [(re.compile(translate(glob)), number) for glob, number in given.items() if glob != "*"]
+    return lambda name: next(
+        (float(number) for pattern, number in globs if pattern.match(name)), others
+    )
+
+
+def _check_alike(one: Checkpoint, other: Checkpoint, held: Mapping[str, Tensor]) -> None:
+    """Raise UsageError unless two models have the same names and shapes."""
+    ours = one.required.tensors
+    odd = sorted(ours.keys() ^ held.keys())
+    odd += [name for name in ours if name in held and ours[name].shape != held[name].shape]
+    if not odd:
+        return
+    hint = None
+    if other.name and ours.keys().isdisjoint(held):
+        hint = f"`ckptkit join {{where}} {shell_word(other.name)} {{new}}` unites parts of a model"
+    elif other.name:
+        hint = f"`ckptkit diff {{where}} {shell_word(other.name)}` shows how"
+    raise UsageError(
+        f"differs in names or shapes from {other.name or 'another model'}: {quoted(odd)}",
+        where=one.name,
+        hint=hint,
+    )
+
+
+def alike(uses: Sequence[Use], how: Method) -> Checkpoint:
+    """Merge models that have the same names, tensor by tensor; the base is the first, if any."""
+    reference, *others = (each.model for each in uses)
+    tensors = reference.required.tensors
+    for other in others:
+        _check_alike(reference, other, other.required.tensors)
+    inputs = [each.model.required.tensors for each in uses]
+    places = _places(tensors)
+    new = _Merged(how)
+    for name in tensors:
+        new.add(
+            name, [held[name] for held in inputs], [each.numbers for each in uses], places(name)
+        )
+    return new.of(reference, len(uses) - (how.base is not None))
+
+
+class _Merged:
+    """The tensors of the output so far."""
+
+    def __init__(self, how: Method) -> None:
+        self.how = how
+        self.tensors: dict[Node, Node] = {}
+        self.taken: list[str] = []  # names of what has no mean
+        self.storages: dict[object, Storage] = {}  # what is tied in all inputs stays tied
+
+    def add(
+        self, name: str, inputs: Sequence[Tensor], numbers: Sequence[Numbers], at: float
+    ) -> None:
+        """Add a tensor that is made of `inputs`, the base first, with the numbers of each."""
+        how, old = self.how, inputs[0]
+        scale = numbers[0]("scale", name, at)
+        if any(each.shape != old.shape for each in inputs):
+            shapes = some([str(list(each.shape)) for each in inputs])
+            raise UsageError(f"{shown(name)} has several shapes: {shapes}")
+        if not all(has_mean(each.dtype) and each.storage is not None for each in inputs):
+            self.taken.append(name)
+            self.tensors[name] = old
+            return
+        dtype = how.dtype or _common([each.dtype for each in inputs])
+        if how.name == PASSTHROUGH and scale == 1 and dtype == old.dtype:
+            self.tensors[name] = old
+            return
+        others = numbers if how.base is None else numbers[1:]
+        operation = Merge(
+            how.name, dtype.name, tuple(each.dtype.name for each in inputs),
+            tuple(each("weight", name, at) for each in others),
+            tuple(each("density", name, at) for each in others),
+            how.normalize, how.rescale, scale, how.seed,
+        )  # fmt: skip
+        key = (operation, *(each.elements_key for each in inputs))
+        if key not in self.storages:
+            length = prod(old.shape) * dtype.itemsize
+            record = Pending(operation, tuple(map(contiguous, inputs)), length)
+            self.storages[key] = Storage(record, old.device)
+        self.tensors[name] = Tensor(
+            self.storages[key], dtype, old.shape, contiguous_stride(old.shape), 0,
+            old.requires_grad, old.kind,
+        )  # fmt: skip
+
+    def of(self, reference: Checkpoint, models: int) -> Checkpoint:
+        """Return the reference with these tensors in place of its own."""
+        count = plural(len(self.tensors) - len(self.taken), "tensor")
+        notes = [f"merged {count} of {plural(models, 'model')} by {self.how.name}"]
+        if self.taken:
+            notes.append(f"took {quoted(self.taken)} from {reference.name or 'the first'}")
+        root = reference.root
+        versions = module_versions(root) if isinstance(root, dict) else None
+        state = versions_state(versions) if versions and self.tensors.keys() == {*root} else None
+        return reference.with_root(OrderedMapping(self.tensors, state), notes=notes)
+
+
+def _common(types: Sequence[DType]) -> DType:
+    """Return the dtype that torch computes with: the widest; float32 for two of 16 bits."""
+    widest = max(types, key=lambda each: each.itemsize)
+    others = {each.name for each in types if each.itemsize == widest.itemsize}
+    return widest if len(others) == 1 else BY_NAME["float32"]
+
+
+# Layers
+
+
+def _stack(names: Iterable[str]) -> tuple[str, int]:
+    """Return the prefix of the layers, such as ``model.layers.``, and how many there are.
+
+    An empty prefix where there are none, or several stacks of as many.
+    """
+    found: dict[str, set[int]] = {}
+    for name in names:
+        if match := _LAYER.fullmatch(name):
+            found.setdefault(match[1], set()).add(int(match[2]))
+    most = max(map(len, found.values()), default=0)
+    stacks = [prefix for prefix, numbers in found.items() if len(numbers) == most]
+    return (stacks[0], 1 + max(found[stacks[0]])) if len(stacks) == 1 else ("", 0)
+
+
+def layers_of(model: Checkpoint) -> tuple[str, int]:
+    """Return the prefix of the layers of a model, and how many it has. Raises UsageError."""
+    found = _stack(model.required.tensors)
+    if not found[0]:
+        raise UsageError("has no layers, or several stacks of them", where=model.name)
+    return found
+
+
+def _places(names: Iterable[str]) -> Callable[[str], float]:
+    """Return where the layer of a name is: 0 for the first and 1 for the last; 0 outside."""
+    prefix, count = _stack(names)
+
+    def place(name: str) -> float:
+        match = _LAYER.fullmatch(name)
+        inside = match is not None and prefix and match[1] == prefix
+        return _share(int(match[2]), count) if match and inside else 0.0
+
+    return place
+
+
+def _share(number: int, count: int) -> float:
+    return number / (count - 1) if count > 1 else 1.0
+
+
+def stacked(slices: Sequence[Sequence[Use]], how: Method) -> Checkpoint:
+    """Return layers of models, one slice after the other; those of one slice are merged.
+
+    What is in no layer is of the first slice if it is an embedding, else of the last.
+    """
+    new = _Merged(how)
+    reference = how.base or slices[0][0].model
+    target, _ = layers_of(slices[0][0].model)
+    count = 0
+    prefixes = {id(use.model): layers_of(use.model) for uses in slices for use in uses}
+    for uses in slices:
+        lengths = {(use.stop or prefixes[id(use.model)][1]) - use.start for use in uses}
+        if len(lengths) > 1:
+            raise UsageError(f"a slice has ranges of several lengths: {some(map(str, lengths))}")
+        (length,) = lengths
+        for number in range(length):
+            inputs = [_layer(use, prefixes[id(use.model)][0], number) for use in uses]
+            for rest in inputs[0]:
+                row = [each[rest] for each in inputs if rest in each]
+                if len(row) < len(inputs):
+                    raise UsageError(
+                        f"layer {number} lacks {shown(rest)}", where=uses[-1].model.name
+                    )
+                name = f"{target}{count + number}{rest}"
+                new.add(name, row, [use.numbers for use in uses], _share(number, length))
+        count += length
+    outside: dict[str, list[str]] = {}  # names by the models that they are of
+    for uses, is_first in ((slices[0], True), (slices[-1], False)):
+        held = [use.model.required.tensors for use in uses]
+        for name in held[0]:
+            match = _LAYER.fullmatch(name)
+            in_layer = match and match[1] == prefixes[id(uses[0].model)][0]
+            if not in_layer and bool(_FIRST.search(name)) is is_first:
+                new.add(name, [each[name] for each in held], [use.numbers for use in uses], 0.0)
+                outside.setdefault(uses[0].model.name or "a model", []).append(name)
+    made = new.of(reference, len(prefixes))
+    taken = [f"{quoted(names)} of {model}" for model, names in outside.items()]
+    notes = (*made.notes, "; ".join([plural(count, "layer"), *(taken if len(taken) > 1 else [])]))
+    return _with_layers(replace(made, notes=notes), reference, count)
+
+
+def _layer(use: Use, prefix: str, number: int) -> dict[str, Tensor]:
+    """Return the tensors of a layer, by what follows its number."""
+    start = f"{prefix}{use.start + number}."
+    tensors = use.model.required.tensors
+    return {name[len(start) - 1 :]: tensors[name] for name in tensors if name.startswith(start)}
+
+
+def _range(text: str, model: Checkpoint) -> tuple[int, int]:
+    have = layers_of(model)[1]
+    match = re.fullmatch(r"(\d*):(\d*)", text)
+    start, stop = (int(match[1] or 0), int(match[2] or have)) if match else (1, 0)
+    if not start < stop <= have:
+        raise UsageError(
+            f"{text!r} is not a range of layers",
+            where=model.name,
+            hint=f"it has {plural(have, 'layer')}: 0:{have} is all of them",
+        )
+    return start, stop
+
+
+def _with_layers(checkpoint: Checkpoint, source: Checkpoint, layers: int) -> Checkpoint:
+    """Return the checkpoint with a config.json that says how many layers it has."""
+    config = read_json_of(source.source, CONFIG_NAME)
+    words = [word for word in _COUNTS if word in config]
+    if not words or config[words[0]] == layers:
+        return checkpoint
+    text = json.dumps({**config, words[0]: layers}, indent=2) + "\n"
+    notes = (*checkpoint.notes, f"{CONFIG_NAME}: {words[0]} is {layers}")
+    files = (*checkpoint.companions, (CONFIG_NAME, text.encode()))
+    return replace(checkpoint, companions=files, notes=notes)
