@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import click
+from click.core import ParameterSource
 
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.text import escape, message, on_command_line
-from ckptkit.trainer.config import CHANGEABLE, Config, RunFiles
+from ckptkit.trainer.config import CHANGEABLE, PREFIXED, Config, RunFiles
 
 INTERRUPTED = 130  # exit code
 FILE = click.Path(dir_okay=False, path_type=Path)
@@ -41,7 +42,7 @@ def _option(of: Field[Any]) -> Callable[[Callable[..., None]], Callable[..., Non
     kind: Any = None
     if "choices" in how:
         kind = click.Choice(how["choices"])
-    elif isinstance(of.default, int):
+    elif isinstance(of.default, int) or "least" in how:
         kind = click.IntRange(how.get("least", 0))
     elif not isinstance(of.default, str):
         least, is_open = how.get("above", 0), "above" in how
@@ -81,6 +82,12 @@ def _resume(ctx: click.Context, parameter: click.Parameter, path: Path | None) -
     metavar="FILE",
     help="Write the memory and the seconds of each step as JSON lines.",
 )
+@click.option(
+    "--memory-snapshot",
+    type=FILE,
+    metavar="FILE",
+    help="Write each allocation on a GPU, for pytorch.org/memory_viz.",
+)
 @click.option("--trace-shapes", is_flag=True, help="Print how batches are split over devices.")
 @click.option(
     "--evaluate",
@@ -88,7 +95,7 @@ def _resume(ctx: click.Context, parameter: click.Parameter, path: Path | None) -
     metavar="FILE",
     help="Do not train; print the accuracy of a file or folder.",
 )
-@click.option("--force", is_flag=True, help="Replace OUT if it exists.")
+@click.option("--force", is_flag=True, help="Replace checkpoints that exist.")
 @click.option("--quiet", is_flag=True, help="Do not print a line per epoch.")
 def command(
     out: Path | None,
@@ -96,6 +103,7 @@ def command(
     metrics: Path | None,
     plot: Path | None,
     memory_report: Path | None,
+    memory_snapshot: Path | None,
     trace_shapes: bool,
     evaluate: Path | None,
     force: bool,
@@ -113,8 +121,11 @@ def command(
              ckptkit train --evaluate run.pth
     """
     gc.enable()  # other commands end soon and need none
+    source = click.get_current_context().get_parameter_source("keep_module_prefix")
+    if source is ParameterSource.DEFAULT_MAP and options["parallel"] not in PREFIXED:
+        options["keep_module_prefix"] = False  # resumed by --parallel none: nothing has a prefix
     config = Config(**options)
-    from ckptkit.trainer import loop
+    from ckptkit.trainer import loop, saving
 
     def log(line: str) -> None:
         click.echo(escape(line))
@@ -124,8 +135,9 @@ def command(
         return
     if out is None:
         raise click.UsageError("Missing argument 'OUT' (or --evaluate FILE)")
-    files = RunFiles(resume, metrics, plot, memory_report)
-    loop.check_output(out, files, config, force)
+    files = RunFiles(resume, metrics, plot, memory_report, memory_snapshot)
+    after = saving.finished_epochs(resume) if resume else 0
+    saving.check_output(out, files, config, force, after)
     log = loop.silent if quiet else log
     loop.train(config, out, files, trace_shapes=trace_shapes, log=log, bar=_bar)
 

@@ -12,22 +12,29 @@ MODELS = ("cnn", "mlp", "crnn", "densenet", "generator")
 PARALLEL = ("none", "dp", "dp-balanced", "ddp", "fsdp")
 OPTIMIZERS = ("sgd", "adam", "adamw")
 FORMS = ("bare", "wrapped", "full")
+SAMPLERS = ("hand", "distributed")
+AMP_DTYPES = ("bfloat16", "float16")
 SEGMENTED = ("mlp", "generator")  # models that checkpoint_sequential can split
 PREFIXED = ("dp", "dp-balanced", "ddp")  # wrappers that put `module.` before every key
-LR = {"cnn": 0.03, "mlp": 0.001, "crnn": 0.1, "densenet": 0.05, "generator": 0.005}  # of SGD
+LR = {"cnn": 0.03, "mlp": 0.001, "crnn": 0.05, "densenet": 0.05, "generator": 0.005}  # of SGD
 ADAM_LR = 0.001
+LR_STEP, LR_STEP_CRNN = 5, 8  # epochs between changes of the learning rate: the crnn learns late
 DATA = "digits, random or cifar10:DIR"
 
 # What a resumed run may change: where it computes, how much memory that takes, what it saves.
 CHANGEABLE = (
-    "devices", "parallel", "epochs", "segments", "memory_efficient", "preserve_rng",
-    "save_form", "keep_module_prefix", "save_every", "save_best", "eval_every",
+    "devices", "output_device", "parallel", "epochs", "segments", "memory_efficient",
+    "preserve_rng", "save_form", "keep_module_prefix", "save_every", "save_best", "eval_every",
+    "workers", "compile", "foreach", "sync_batch_norm", "benchmark", "empty_cache",
 )  # fmt: skip
 # Recorded in a checkpoint only where they are not the default: runs that do not use them still give
 # the bytes that they gave before these options were added.
 RECORDED_IF_USED = (
     "optimizer", "weight_decay", "dropout", "preserve_rng", "eval_every", "save_best",
+    "output_device", "workers", "sampler", "amp_dtype", "clip_norm_type", "ema", "compile",
+    "foreach", "sync_batch_norm", "benchmark", "empty_cache", "validation",
 )  # fmt: skip
+VALIDATION = 10  # --save-best holds out every tenth training image, unless --validation is given
 
 
 class RequestError(CkptkitError):
@@ -65,13 +72,37 @@ class Config:
         "cpu,cpu simulates two for dp.",
         metavar="A,B",
     )
+    output_device: str = option(
+        "", "Device that gathers the outputs of dp. Default: the first.", metavar="DEVICE"
+    )
     parallel: str = option(
         "none",
-        "Parallelism over several devices; ddp and fsdp run under torchrun.",
+        "Parallelism over several devices; ddp and fsdp run under torchrun. torch recommends ddp "
+        "over dp, also on one machine.",
         choices=PARALLEL,
     )
     epochs: int = option(10, "Number of epochs in total, those before --resume included.", least=1)
-    batch_size: int = option(32, "Images per batch.", least=1)
+    batch_size: int = option(
+        32,
+        "Images per batch, over all devices and processes together: of 32, each of two devices or "
+        "processes gets 16.",
+        least=1,
+    )
+    validation: int | None = option(
+        None,
+        "Hold out every Nth training image: epochs are evaluated on these, the test set once at "
+        f"the end (0: none). Default: {VALIDATION} with --save-best, else 0.",
+        least=0,
+    )
+    workers: int = option(
+        0, "Processes that load batches; for a GPU, batches are in pinned memory."
+    )
+    sampler: str = option(
+        "hand",
+        "How processes share the images: hand slices each batch; distributed is torch's "
+        "DistributedSampler.",
+        choices=SAMPLERS,
+    )
     accumulate: int = option(1, "Batches whose gradients are accumulated for each step.", least=1)
     segments: int = option(
         0, "Segments of an mlp or generator to recompute in the backward pass (0: none)."
@@ -83,6 +114,9 @@ class Config:
         True, "Restore the random state for what is recomputed; dropout needs it."
     )
     clip_norm: float = option(0.0, "Clip the norm of the gradients to this value (0: no clipping).")
+    clip_norm_type: float = option(
+        2.0, "Norm of --clip-norm: 2, 1, or inf for the largest element.", above=0
+    )
     optimizer: str = option("sgd", "Optimizer.", choices=OPTIMIZERS)
     lr: float | None = option(
         None,
@@ -91,9 +125,37 @@ class Config:
     )
     momentum: float = option(0.9, "Momentum of SGD; first beta of Adam.")
     weight_decay: float | None = option(None, "Weight decay. Default: as torch has it.")
-    lr_step: int = option(5, "Epochs between changes of the learning rate (0: no change).")
+    foreach: bool = option(
+        True,
+        "Let the optimizer update all parameters at once: fast on GPUs, for as much memory again "
+        "as the model.",
+    )
+    ema: float = option(
+        0.0, "Decay of a moving average of the weights, saved as 'ema' (0: none).", below=1
+    )
+    lr_step: int | None = option(
+        None,
+        "Epochs between changes of the learning rate (0: no change). "
+        f"Default: {LR_STEP}, for a crnn {LR_STEP_CRNN}.",
+        least=0,
+    )
     lr_gamma: float = option(0.3, "Factor of each change of the learning rate.", above=0)
-    amp: bool = option(False, "Compute in bfloat16 where that is safe.")
+    amp: bool = option(False, "Compute in 16 bits where that is safe.")
+    amp_dtype: str = option(
+        "bfloat16", "Dtype of --amp; float16 needs a scaled loss.", choices=AMP_DTYPES
+    )
+    compile: str = option(
+        "", "Compile the model with this backend of torch.compile, e.g. inductor.", metavar="NAME"
+    )
+    sync_batch_norm: bool = option(
+        False, "Let BatchNorm use the statistics of all processes; ddp and fsdp on GPUs only."
+    )
+    benchmark: bool = option(
+        False, "Let cuDNN time its algorithms and take the fastest; for inputs of one shape."
+    )
+    empty_cache: bool = option(
+        False, "After each epoch, give memory that no tensor uses back to the GPU."
+    )
     seed: int = option(0, "Seed of all random number generators.")
     deterministic: bool = option(False, "Refuse nondeterministic algorithms.")
     eval_every: int = option(0, "Also evaluate every N steps (0: only after each epoch).")
@@ -141,9 +203,56 @@ class Config:
                 f"--parallel {self.parallel} gives the keys no prefix to keep",
                 f"{', '.join(PREFIXED)} do",
             ),
+            (
+                self.output_device and self.parallel != "dp",
+                f"--parallel {self.parallel} gathers no outputs",
+                "--parallel dp does",
+            ),
+            (
+                self.save_best and self.validation == 0,
+                "--save-best needs held-out images: the test set would no longer be a test",
+                f"--validation {VALIDATION}",
+            ),
+            (
+                self.benchmark and self.deterministic,
+                "--benchmark lets cuDNN choose by time, so that runs differ",
+                "without --deterministic",
+            ),
+            (
+                self.amp_dtype != "bfloat16" and not self.amp,
+                f"--amp-dtype {self.amp_dtype} has no effect without --amp",
+                "add --amp",
+            ),
+            (
+                self.parallel == "fsdp" and self.amp_dtype == "float16",
+                "the loss of sharded models is not scaled",
+                "--amp-dtype bfloat16, or --parallel ddp",
+            ),
+            (
+                self.parallel == "fsdp" and self.ema,
+                "sharded weights have no moving average here",
+                "--parallel ddp",
+            ),
+            (
+                self.sync_batch_norm and self.parallel not in ("ddp", "fsdp"),
+                f"--parallel {self.parallel} is one process: BatchNorm has no other to ask",
+                "--parallel ddp",
+            ),
+            (
+                self.ema and self.save_form == "bare",
+                "a bare checkpoint has no place for the moving average",
+                "--save-form wrapped",
+            ),
         ):
             if is_wrong:
                 raise RequestError(message, hint=hint)
+
+    @property
+    def held_out(self) -> int:
+        """Return N if every Nth training image is held out for validation, else 0."""
+        if self.validation is None:
+            return VALIDATION if self.save_best else 0
+        return self.validation
 
     @property
     def initial_lr(self) -> float:
@@ -152,9 +261,17 @@ class Config:
             return self.lr
         return LR[self.model] if self.optimizer == "sgd" else ADAM_LR
 
+    @property
+    def epochs_per_lr(self) -> int:
+        """Return the epochs between changes of the learning rate, 0 for no change."""
+        if self.lr_step is not None:
+            return self.lr_step
+        return LR_STEP_CRNN if self.model == "crnn" else LR_STEP
+
     def as_dict(self) -> dict[str, Any]:
         """Return plain values only, for the checkpoint."""
         values = {**asdict(self), "devices": list(self.devices), "lr": self.initial_lr}
+        values |= {"lr_step": self.epochs_per_lr, "validation": self.held_out or None}
         used = {name: values.pop(name) for name in RECORDED_IF_USED}
         return values | {name: each for name, each in used.items() if each != DEFAULTS[name]}
 
@@ -178,8 +295,10 @@ class RunFiles:
     metrics: Path | None = None
     plot: Path | None = None
     memory_report: Path | None = None
+    memory_snapshot: Path | None = None
 
     @property
     def written(self) -> list[Path]:
         """Return the files that the run writes."""
-        return [path for path in (self.metrics, self.plot, self.memory_report) if path]
+        written = self.metrics, self.plot, self.memory_report, self.memory_snapshot
+        return [path for path in written if path]

@@ -8,7 +8,7 @@ learn, but an input of any size.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy, ctc_loss, interpolate, mse_loss
+from torch.utils.data import DataLoader, Dataset
 
 import ckptkit
 from ckptkit.trainer.config import DATA, Config, RequestError
@@ -36,12 +37,14 @@ class LearningTask:
 
     ``prepare(images [n, channels, height, width] of 0 to 1, labels [n])`` gives inputs and targets,
     one for each input; ``loss(outputs, targets)`` the mean over a batch; ``correct(outputs,
-    targets)`` a number from 0 to 1 for each output.
+    targets)`` a number from 0 to 1 for each output. Real images are trained on in `orders`
+    different orders.
     """
 
     prepare: Callable[[Tensor, Tensor], Labelled]
     loss: Callable[[Tensor, Tensor], Tensor]
     correct: Callable[[Tensor, Tensor], Tensor]
+    orders: int = 1
 
 
 def _as_lines(images: Tensor, labels: Tensor) -> Labelled:
@@ -81,7 +84,8 @@ CLASSIFY = LearningTask(
     cross_entropy,
     lambda scores, labels: (scores.argmax(1) == labels).float(),
 )
-READ = LearningTask(_as_lines, _ctc, _reads)
+# In one order, the digits make 359 lines: too few to learn to read from.
+READ = LearningTask(_as_lines, _ctc, _reads, orders=6)
 REDRAW = LearningTask(  # images of -1 to 1 are inputs and targets
     lambda images, labels: (images * 2 - 1, images * 2 - 1), mse_loss, _same_side
 )
@@ -92,11 +96,12 @@ TASKS = {
 
 @dataclass(frozen=True)
 class Data:
-    """Inputs [n, ...] and targets [n, ...] of training and test set, and the number of classes."""
+    """Inputs [n, ...] and targets [n, ...] of training, test and validation set; the classes."""
 
     train: Labelled
     test: Labelled
     classes: int = CLASSES
+    validation: Labelled | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -126,8 +131,24 @@ def load(config: Config) -> Data:
         train, test = _cifar10(Path(folder))
     else:
         raise RequestError(f"no data is called {config.data!r}", hint=f"--data {DATA}")
-    prepare = TASKS[config.model].prepare
-    return Data(prepare(*train), prepare(*test))
+    task, validation = TASKS[config.model], None
+    if config.held_out:
+        held = torch.arange(len(train[0])) % config.held_out == config.held_out - 1
+        validation = task.prepare(train[0][held], train[1][held])
+        train = train[0][~held], train[1][~held]
+        if not len(train[0]):
+            raise RequestError("--validation 1 holds out every image", hint="--validation 10")
+    if config.data != "random":
+        train = _in_orders(train, task.orders)
+    return Data(task.prepare(*train), task.prepare(*test), validation=validation)
+
+
+def _in_orders(images: Labelled, orders: int) -> Labelled:
+    """Return the images as they are, followed by `orders` - 1 shuffled copies of them."""
+    generator, count = torch.Generator().manual_seed(0), len(images[0])
+    shuffled = (torch.randperm(count, generator=generator) for _ in range(orders - 1))
+    numbers = torch.cat([torch.arange(count), *shuffled])
+    return images[0][numbers], images[1][numbers]
 
 
 def _digits() -> tuple[Labelled, Labelled]:
@@ -194,3 +215,24 @@ def _batch(path: Path) -> Labelled:
 def split(tensor: Tensor, size: int) -> list[Tensor]:
     """Split along dim 0 into parts of `size`, the last one smaller."""
     return [tensor[start : start + size] for start in range(0, len(tensor), size)]
+
+
+class Batches(Dataset[Labelled]):
+    """The inputs and targets of whole batches: ``batches[numbers]`` of images."""
+
+    def __init__(self, labelled: Labelled) -> None:
+        self.inputs, self.targets = labelled
+
+    def __getitem__(self, numbers: Tensor) -> Labelled:
+        return self.inputs[numbers], self.targets[numbers]
+
+
+def loaded(labelled: Labelled, batches: list[Tensor], workers: int, pinned: bool) -> Iterator[Any]:
+    """Yield the inputs and targets of each batch, loaded ahead by `workers` processes.
+
+    Pinned memory is what a GPU can copy while it computes: ``x.to(device, non_blocking=True)``.
+    """
+    loader: Any = DataLoader(
+        Batches(labelled), batch_size=None, sampler=batches, num_workers=workers, pin_memory=pinned
+    )
+    return iter(loader)

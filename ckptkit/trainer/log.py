@@ -3,8 +3,8 @@
 On the CPU, activations are the bytes that autograd keeps for the backward pass, counted by
 saved-tensor hooks, each storage once, without parameters; the peak is the sum of all. On a GPU,
 activations are what the forward pass leaves allocated there; the peak and the reserved bytes are
-those of the allocator, for each device. (The first step includes what the CUDA libraries allocate
-once.)
+those of the allocator, for each device; used bytes are those that nvidia-smi shows. (The first step
+includes what the CUDA libraries allocate once.)
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import count
+from math import nan
 from pathlib import Path
 from time import monotonic
 from typing import IO, Any
@@ -30,31 +31,51 @@ Print = Callable[[str], None]
 
 
 class Log:
-    """Print and record the results of a run: ``with logged(run, files, print) as log: ...``."""
+    """Print and record the results of a run: ``with logged(run, files, print) as log: ...``.
+
+    Epochs are evaluated on the `held_out` images: those of the validation set, or of the test set.
+    """
 
     def __init__(self, run: Run, print_line: Print, metrics: IO[str] | None) -> None:
         self.run, self.print_line, self.metrics = run, print_line, metrics
+        self.held_out = "validation" if run.data.validation else "test"
         self.epochs: list[dict[str, Any]] = []
 
-    def step(self, step: int, test_loss: float, accuracy: float) -> None:
+    def step(self, step: int, loss: float, accuracy: float) -> None:
         """Log an evaluation within an epoch (--eval-every)."""
         epoch = self.run.epoch + 1
         self._write(
-            f"epoch {epoch} step {step}  test loss {test_loss:.4f}  accuracy {accuracy:.4f}",
-            {"epoch": epoch, "step": step, "test_loss": test_loss, "accuracy": accuracy},
+            f"epoch {epoch} step {step}  {self.held_out} loss {loss:.4f}  accuracy {accuracy:.4f}",
+            {"epoch": epoch, "step": step, f"{self.held_out}_loss": loss, "accuracy": accuracy},
         )
 
     def epoch(
-        self, loss: float, test_loss: float, accuracy: float, lr: float, seconds: float
+        self, loss: float, held_out_loss: float, accuracy: float, lr: float, seconds: float
     ) -> None:
         """Log the results of a finished epoch."""
         number, last = self.run.epoch, self.run.config.epochs
-        results = {"loss": loss, "test_loss": test_loss, "accuracy": accuracy, "lr": lr}
-        self.epochs.append({"epoch": number, **results})
+        losses = {"loss": loss, f"{self.held_out}_loss": held_out_loss}
+        row = {"epoch": number, **losses, "accuracy": accuracy, "lr": lr}
+        self.epochs.append(row)
         self._write(
-            f"epoch {number:>{len(str(last))}}/{last}  loss {loss:.4f}  test loss {test_loss:.4f}"
-            f"  accuracy {accuracy:.4f}  lr {lr:.3g}  {seconds:.1f} s",
-            {**self.epochs[-1], "seconds": round(seconds, 3)},
+            f"epoch {number:>{len(str(last))}}/{last}  loss {loss:.4f}  {self.held_out} loss "
+            f"{held_out_loss:.4f}  accuracy {accuracy:.4f}  lr {lr:.3g}  {seconds:.1f} s",
+            {**row, "seconds": round(seconds, 3)},
+        )
+
+    def test(self, loss: float, accuracy: float) -> float:
+        """Log the one look at the test set, after a run with a validation set."""
+        self._write(
+            f"test loss {loss:.4f}  accuracy {accuracy:.4f}",
+            {"test_loss": loss, "test_accuracy": accuracy},
+        )
+        return accuracy
+
+    def average(self, loss: float, accuracy: float) -> None:
+        """Log the test of the moving average (--ema)."""
+        self._write(
+            f"moving average: test loss {loss:.4f}  accuracy {accuracy:.4f}",
+            {"average_test_loss": loss, "average_test_accuracy": accuracy},
         )
 
     def _write(self, line: str, row: dict[str, Any]) -> None:
@@ -65,19 +86,33 @@ class Log:
 
 @contextmanager
 def logged(run: Run, files: RunFiles, print_line: Print) -> Iterator[Log]:
-    """Yield the log of a run, which draws its plot at the end."""
+    """Yield the log of a run, which draws its plot at the end.
+
+    A resumed run appends to its metrics, and draws the epochs that it finds there too.
+    """
     figure = _figure() if files.plot else None  # now: matplotlib may be missing
     metrics: AbstractContextManager[IO[str] | None] = nullcontext()
-    is_first = run.group.rank == 0
+    is_first, earlier = run.group.rank == 0, _earlier(run, files)
     if files.metrics and is_first:
         metrics = files.metrics.open("a" if files.resume else "w", encoding="utf-8")
+    if files.plot and files.resume and not earlier:
+        print_line(f"the plot begins with epoch {run.epoch + 1}: no --metrics of those before")
     with metrics as file:
         log = Log(run, print_line, file)
         try:
             yield log
         finally:
             if files.plot and log.epochs and is_first:
-                _draw(figure, log.epochs, files.plot)
+                _draw(figure, [*earlier, *log.epochs], log.held_out, files.plot)
+
+
+def _earlier(run: Run, files: RunFiles) -> list[dict[str, Any]]:
+    """Return the finished epochs before a resumed run, from its metrics."""
+    if not (files.resume and files.plot and files.metrics and files.metrics.is_file()):
+        return []
+    rows = (json.loads(line) for line in files.metrics.read_text(encoding="utf-8").splitlines())
+    epochs = {row["epoch"]: row for row in rows if "loss" in row and row["epoch"] <= run.epoch}
+    return [epochs[number] for number in sorted(epochs)]
 
 
 def _figure() -> Any:
@@ -88,7 +123,7 @@ def _figure() -> Any:
     return Figure(figsize=(7, 4), layout="constrained")
 
 
-def _draw(figure: Any, rows: list[dict[str, Any]], path: Path) -> None:
+def _draw(figure: Any, rows: list[dict[str, Any]], held_out: str, path: Path) -> None:
     """Draw losses and accuracy over the epochs."""
     from matplotlib.ticker import MaxNLocator
 
@@ -97,10 +132,10 @@ def _draw(figure: Any, rows: list[dict[str, Any]], path: Path) -> None:
     epochs, lines = [row["epoch"] for row in rows], []
     for axes, name, color in (
         (left, "loss", "tab:blue"),
-        (left, "test loss", "tab:cyan"),
+        (left, f"{held_out} loss", "tab:cyan"),
         (right, "accuracy", "tab:orange"),
     ):
-        values = [row[name.replace(" ", "_")] for row in rows]
+        values = [row.get(name.replace(" ", "_"), nan) for row in rows]
         lines += axes.plot(epochs, values, color=color, label=name)
     left.set(xlabel="epoch", ylabel="loss")
     left.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -223,12 +258,42 @@ def memory_report(run: Run, path: Path | None) -> Iterator[Measure]:
             peaks = {
                 "peak": {str(each): torch.cuda.max_memory_allocated(each) for each in gpus},
                 "reserved": {str(each): torch.cuda.memory_reserved(each) for each in gpus},
+                "used": {str(each): _used(each) for each in gpus},
             }
         row = {"step": next(steps), "seconds": seconds, **held, **peaks}
         print(json.dumps(row), file=file, flush=True)
 
     with path.open("w", encoding="utf-8") as file:
         yield step
+
+
+def _used(device: torch.device) -> int:
+    """Return the bytes in use on a GPU as nvidia-smi shows them: of all processes, with what the
+    allocator has reserved and what CUDA itself takes."""
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free
+
+
+@contextmanager
+def memory_snapshot(run: Run, path: Path | None) -> Iterator[None]:
+    """Record each allocation on the GPUs, and write them at the end, also after an error.
+
+    https://pytorch.org/memory_viz shows the file.
+    """
+    if path is None or run.group.rank:
+        yield
+        return
+    if run.group.device.type != "cuda":
+        raise RequestError(
+            "--memory-snapshot records the allocator of a GPU, and this run is on the CPU",
+            hint="--memory-report counts the bytes of tensors on the CPU",
+        )
+    torch.cuda.memory._record_memory_history()
+    try:
+        yield
+    finally:
+        torch.cuda.memory._dump_snapshot(str(path))  # type: ignore[no-untyped-call]
+        torch.cuda.memory._record_memory_history(enabled=None)
 
 
 def total_bytes(tensors: Iterable[Tensor | None]) -> int:

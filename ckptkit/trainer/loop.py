@@ -1,4 +1,10 @@
-"""Training: one loop, from a batch of images to a saved checkpoint."""
+"""Training: one loop, from a batch of images to a saved checkpoint. Start here.
+
+:func:`train_epoch` is the loop; :func:`train` calls it for each epoch, evaluates and saves. What it
+works on is in ``run.py`` (how its parts are made), ``data.py``, ``parallel.py`` (several devices
+and processes), ``saving.py`` (checkpoints and resuming) and ``log.py``; the options are the fields
+of ``config.Config``.
+"""
 
 from __future__ import annotations
 
@@ -6,25 +12,40 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from math import isfinite
 from pathlib import Path
-from shlex import quote
 from time import monotonic
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
+from torch.utils.data import DistributedSampler
 
 from ckptkit import CkptkitError
 from ckptkit.trainer import parallel, saving
-from ckptkit.trainer.config import SEGMENTED, Config, RequestError, RunFiles
-from ckptkit.trainer.data import split
-from ckptkit.trainer.log import Measure, logged, memory_report, shapes_traced
-from ckptkit.trainer.run import Run, prepare
+from ckptkit.trainer.config import SEGMENTED, Config, RunFiles
+from ckptkit.trainer.data import Labelled, loaded, split
+from ckptkit.trainer.log import Measure, logged, memory_report, memory_snapshot, shapes_traced
+from ckptkit.trainer.run import Run, prepare, switches_restored
+from ckptkit.trainer.stopping import Stopped, StopRequest, on_sigterm
 
-Bar = Callable[[Iterable[Tensor], str], Iterable[Tensor]]
+
+class Step(NamedTuple):
+    """The numbers of this process's images in each micro-batch, and of all processes' images."""
+
+    micro_batches: list[Tensor]
+    images: int
+
+
+Bar = Callable[[list[Step], str], Iterable[Step]]
 
 
 def silent(line: str) -> None:
     """Print nothing."""
+
+
+def no_bar(steps: list[Step], title: str) -> Iterable[Step]:
+    """Show no progress."""
+    return steps
 
 
 def train(
@@ -34,15 +55,15 @@ def train(
     *,
     trace_shapes: bool = False,
     log: Callable[[str], None] = print,
-    bar: Bar = lambda batches, title: batches,
+    bar: Bar = no_bar,
 ) -> float:
     """Train, save to `out`, and return the accuracy on the test set.
 
-    `log` prints a line; `bar` wraps an iterable and shows its progress. Raises CkptkitError if the
-    config cannot be run.
+    `log` prints a line; `bar` wraps the steps and shows their progress. Raises CkptkitError if the
+    config cannot be run, and Stopped after a SIGTERM, when the checkpoint is saved.
     """
     files = files or RunFiles()
-    with _out_of_memory(config), parallel.group(config) as group:
+    with switches_restored(), _out_of_memory(config), parallel.group(config) as group:
         run = prepare(config, group)
         log = log if group.rank == 0 else silent
         if group.rank == 0:
@@ -50,56 +71,85 @@ def train(
         if files.resume:
             log(saving.resume(run, files.resume))
         with (
+            on_sigterm() as stop,
             logged(run, files, log) as rows,
             shapes_traced(run, log, trace_shapes),
+            memory_snapshot(run, files.memory_snapshot),
             memory_report(run, files.memory_report) as measure,
         ):
+            held_out = run.data.validation or run.data.test
             while run.epoch < config.epochs:
                 started, lr = monotonic(), run.optimizer.param_groups[0]["lr"]
-                loss = train_epoch(run, measure, bar, lambda step: rows.step(step, *test(run)))
+                loss = train_epoch(
+                    run, measure, bar, lambda step: rows.step(step, *test(run, held_out)), stop
+                )
+                if run.step:  # stopped within the epoch
+                    saving.save(run, out)
+                    raise Stopped(run.epoch + 1, run.step, out, config.save_form)
                 run.scheduler.step()
                 run.epoch += 1
-                test_loss, accuracy = test(run)
-                rows.epoch(loss, test_loss, accuracy, lr, monotonic() - started)
-                _save_on_the_way(run, out, accuracy)
+                held_out_loss, accuracy = test(run, held_out)
+                rows.epoch(loss, held_out_loss, accuracy, lr, monotonic() - started)
+                saving.save_on_the_way(run, out, accuracy)
+                if config.empty_cache and group.device.type == "cuda":
+                    torch.cuda.empty_cache()
+            if run.data.validation:  # the test set is looked at once
+                accuracy = rows.test(*test(run, run.data.test))
+            if run.average:
+                rows.average(*test(run, run.data.test, run.average))
         saving.save(run, out)
         log(f"wrote {out}")
+        if config.save_best and not saving.best(out).exists():
+            log(f"no epoch was better than {run.best_accuracy:.4f}, the best before --resume")
         return accuracy
 
 
 def train_epoch(
     run: Run,
     measure: Measure = nullcontext,
-    bar: Bar = lambda batches, title: batches,
+    bar: Bar = no_bar,
     evaluate: Callable[[int], None] = lambda step: None,
+    stop: StopRequest | None = None,
 ) -> float:
     """Train one epoch, a step per batch; return the mean loss.
 
     The losses of the micro-batches are weighted by their sizes, so that the gradient is that of the
-    whole batch, also for a last, smaller one.
+    whole batch of all processes, also for a last, smaller one. A stop leaves ``run.step`` above 0.
     """
-    config, group = run.config, run.group
-    inputs, targets = run.data.train
+    config, group, device = run.config, run.group, run.group.device
+    steps = batches(run)[run.step :]
+    numbers = [part for step in steps for part in step.micro_batches]
+    data = loaded(run.data.train, numbers, config.workers, pinned=device.type == "cuda")
     total, seen = 0.0, 0
-    for step, batch in enumerate(bar(batches(run), f"epoch {run.epoch + 1}"), 1):
+    for step in bar(steps, f"epoch {run.epoch + 1}"):
         run.wrapped.train()
         with measure():
-            micro_batches = split(batch, config.batch_size)
-            for number, micro_batch in enumerate(micro_batches, 1):
-                x, y = inputs[micro_batch].to(group.device), targets[micro_batch].to(group.device)
-                with parallel.sync_gradients(run.wrapped, now=number == len(micro_batches)):
-                    with parallel.autocast(config, group.device):
-                        loss = run.loss(run.wrapped(x), y) * (len(micro_batch) / len(batch))
-                    loss.backward()  # type: ignore[no-untyped-call]
-                total += loss.item() * len(batch)  # a number: the tensor would keep the graph alive
+            for number, (micro_batch, (x, y)) in enumerate(zip(step.micro_batches, data), 1):  # noqa: B905
+                x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)
+                share = len(micro_batch) * group.world / step.images  # processes are averaged
+                with parallel.sync_gradients(run.wrapped, now=number == len(step.micro_batches)):
+                    with parallel.autocast(config, device):
+                        loss = run.loss(run.wrapped(x), y) * share
+                    run.scaler.scale(loss).backward()
+                # A number: the tensor would keep the graph alive.
+                total += loss.item() * step.images / group.world
             if config.clip_norm:
-                clip_grad_norm_(run.model.parameters(), config.clip_norm)
-            run.optimizer.step()
+                run.scaler.unscale_(run.optimizer)
+                clip_grad_norm_(run.model.parameters(), config.clip_norm, config.clip_norm_type)
+            run.scaler.step(run.optimizer)
+            run.scaler.update()
         run.optimizer.zero_grad()
-        seen += len(batch)
-        if config.eval_every and step % config.eval_every == 0:
-            evaluate(step)
-    mean = group.all_reduce_mean(total / max(seen, 1))
+        if run.average:
+            run.average.update_parameters(run.model)
+        run.step += 1
+        seen += step.images
+        if config.eval_every and run.step % config.eval_every == 0:
+            evaluate(run.step)
+        if stop and any(group.all_reduce_sum(stop.requested)) and step is not steps[-1]:
+            break
+    else:
+        run.step, run.order = 0, None
+    mean = group.all_reduce_sum(total)[0] / max(seen, 1)
     if not isfinite(mean):
         raise CkptkitError(
             f"the loss is {mean} in epoch {run.epoch + 1}", hint="a smaller --lr, or --clip-norm 1"
@@ -107,28 +157,58 @@ def train_epoch(
     return mean
 
 
-def batches(run: Run) -> list[Tensor]:
-    """Return the numbers of the images of each step, shuffled, as many for every process."""
-    config, group = run.config, run.group
-    order = group.of_rank_0(torch.randperm(len(run.data.train[0])))
-    world = group.world
-    whole = split(order, config.batch_size * config.accumulate * world)
-    return [batch[: len(batch) // world * world][group.rank :: world] for batch in whole]
+def batches(run: Run) -> list[Step]:
+    """Return the images of each step, shuffled; the order is drawn once for each epoch.
+
+    By hand, each process takes every Nth image of a batch, and a last micro-batch of fewer images
+    than processes is dropped. DistributedSampler deals the images out and repeats some, so that
+    each process has as many; it draws its order from the seed and the epoch.
+    """
+    config, rank, world = run.config, run.group.rank, run.group.world
+    size, images = config.batch_size, len(run.data.train[0])
+    if config.sampler == "distributed":
+        data: Any = range(images)  # it asks for no more than a length
+        sampler: Any = DistributedSampler(data, world, rank, seed=config.seed)
+        sampler.set_epoch(run.epoch)  # without it, each epoch has the order of the first
+        own = split(torch.tensor(list(sampler)), size // world * config.accumulate)
+        return [Step(split(batch, size // world), len(batch) * world) for batch in own]
+    if run.order is None:
+        run.order = run.group.of_rank_0(torch.randperm(images))
+    steps = []
+    for batch in split(run.order, size * config.accumulate):
+        whole = [part for part in split(batch, size) if len(part) >= world]
+        if whole:
+            steps.append(Step([part[rank::world] for part in whole], sum(map(len, whole))))
+    return steps
 
 
 @torch.no_grad()
-def test(run: Run, batch_size: int = 256) -> tuple[float, float]:
-    """Return the mean loss and the accuracy on the test set; every process computes both."""
-    inputs, targets = run.data.test
-    parallel.sync_buffers(run.model, run.group)
-    run.wrapped.eval()
+def test(
+    run: Run,
+    labelled: Labelled | None = None,
+    model: nn.Module | None = None,
+    batch_size: int = 256,
+) -> tuple[float, float]:
+    """Return the mean loss and the accuracy on the test set, or on another.
+
+    Each process evaluates its images, and the sums are added up. All processes call the model
+    equally often, since DDP and FSDP exchange something in each call: one that has no image left
+    takes the first once more and does not count it.
+    """
+    inputs, targets = labelled or run.data.test
+    model, device, group = model or run.wrapped, run.group.device, run.group
+    parallel.sync_buffers(run.model, group)
+    model.eval()
     loss, right = 0.0, 0.0
-    for x, y in zip(split(inputs, batch_size), split(targets, batch_size), strict=True):
-        y = y.to(run.group.device)
-        with parallel.autocast(run.config, run.group.device):
-            outputs = run.wrapped(x.to(run.group.device))
-            loss += run.loss(outputs, y).item() * len(x)
-        right += run.task.correct(outputs, y).sum().item()
+    for numbers in split(torch.arange(len(inputs)), batch_size * group.world):
+        own = numbers[group.rank :: group.world]
+        counted, own = len(own), own if len(own) else numbers[:1]
+        y = targets[own].to(device)
+        with parallel.autocast(run.config, device):
+            outputs = model(inputs[own].to(device))
+            loss += run.loss(outputs, y).item() * counted
+        right += run.task.correct(outputs, y)[:counted].sum().item()
+    loss, right = group.all_reduce_sum(loss, right)
     return loss / len(inputs), right / len(inputs)
 
 
@@ -137,45 +217,13 @@ def evaluate(config: Config, path: Path, log: Callable[[str], None] = print) -> 
 
     Runs on the devices of the config.
     """
-    with _out_of_memory(config), parallel.group(config) as group:
+    with switches_restored(), _out_of_memory(config), parallel.group(config) as group:
         run = prepare(config, group)
         saving.load_weights(run, path)
         accuracy = test(run)[1]
         if group.rank == 0:
             log(f"accuracy {accuracy:.4f}")
         return accuracy
-
-
-def _save_on_the_way(run: Run, out: Path, accuracy: float) -> None:
-    """Save after some epochs, and the best so far, as the config says."""
-    config = run.config
-    accuracy = run.group.of_rank_0(torch.tensor(accuracy, dtype=torch.float64)).item()
-    if accuracy > run.best_accuracy:
-        run.best_accuracy = accuracy
-        if config.save_best:
-            saving.save(run, saving.best(out))
-    if config.save_every and run.epoch % config.save_every == 0 and run.epoch < config.epochs:
-        saving.save(run, saving.numbered(out, run.epoch))
-
-
-def check_output(out: Path, files: RunFiles, config: Config, force: bool) -> None:
-    """Raise an error for an output that could not be written, before training starts."""
-    for path in (out, *files.written):
-        if not path.parent.is_dir():
-            raise RequestError(
-                "there is no folder for it",
-                where=str(path),
-                hint=f"mkdir -p {quote(str(path.parent))}",
-            )
-    if config.parallel == "fsdp":
-        epochs = range(1, config.epochs) if config.save_every else ()
-        for path in (out, saving.best(out), *(saving.numbered(out, epoch) for epoch in epochs)):
-            if path.is_dir() and any(path.iterdir()):
-                raise RequestError("is a folder that is not empty", where=str(path))
-    elif out.is_dir():
-        raise RequestError("is a folder", where=str(out), hint="name the file to write")
-    if out.exists() and not out.is_dir() and not force:
-        raise RequestError("exists already", where=str(out), hint="--force replaces it")
 
 
 @contextmanager
@@ -192,7 +240,8 @@ def _out_of_memory(config: Config) -> Iterator[None]:
             ways.append("--segments 4")
         if config.model == "densenet" and not config.memory_efficient:
             ways.append("--memory-efficient")
+        what = ". ".join(str(error).split(". ")[:2]).rstrip(".")  # that it is full, what it needed
         raise CkptkitError(
-            f"the GPU does not have enough memory: {str(error).split('. ')[0]}",
+            f"the GPU does not have enough memory: {what}",
             hint=", or ".join([*ways, "a smaller --width"]),
         ) from error

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import StepLR
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from ckptkit.trainer import parallel
 from ckptkit.trainer.config import Config
@@ -25,7 +27,8 @@ from ckptkit.trainer.models import build
 class Run:
     """The state of a training run.
 
-    ``wrapped`` is called with batches and contains ``model``; ``epoch`` counts finished epochs.
+    ``wrapped`` is called with batches and contains ``model``. ``epoch`` counts finished epochs,
+    ``step`` the finished steps of the next one, whose ``order`` of images is drawn when it begins.
     """
 
     config: Config
@@ -37,7 +40,11 @@ class Run:
     loss: Callable[[Tensor | list[Tensor], Tensor], Tensor]
     optimizer: Optimizer
     scheduler: StepLR
+    scaler: Any
+    average: AveragedModel | None = None
     epoch: int = 0
+    step: int = 0
+    order: Tensor | None = None
     best_accuracy: float = -1.0
 
 
@@ -46,10 +53,14 @@ def prepare(config: Config, group: parallel.ProcessGroup) -> Run:
     task, loaded = TASKS[config.model], load(config)
     seed(config)
     model = build(config, loaded.shape, loaded.classes).to(group.device)
+    if config.compile:
+        model.compile(backend=config.compile)  # in place: no prefix `_orig_mod.` in the keys
     if group.rank:
         seed(config, group.rank)  # equal weights in all processes, but not equal dropout
     wrapped = parallel.wrap(model, config, group)
     options: dict[str, Any] = {"lr": config.initial_lr}
+    if not config.foreach:
+        options["foreach"] = False
     if config.weight_decay is not None:
         options["weight_decay"] = config.weight_decay
     optimizer: Optimizer
@@ -58,15 +69,46 @@ def prepare(config: Config, group: parallel.ProcessGroup) -> Run:
     else:
         kind = Adam if config.optimizer == "adam" else AdamW
         optimizer = kind(model.parameters(), betas=(config.momentum, 0.999), **options)
-    scheduler = StepLR(optimizer, config.lr_step or sys.maxsize, config.lr_gamma)
-    loss = parallel.split_loss(task.loss)
-    return Run(config, group, loaded, task, model, wrapped, loss, optimizer, scheduler)
+    scheduler = StepLR(optimizer, config.epochs_per_lr or sys.maxsize, config.lr_gamma)
+    loss, scaler = parallel.split_loss(task.loss), grad_scaler(config, group.device)
+    run = Run(config, group, loaded, task, model, wrapped, loss, optimizer, scheduler, scaler)
+    if config.ema:
+        decay = get_ema_multi_avg_fn(config.ema)  # type: ignore[no-untyped-call]
+        run.average = AveragedModel(model, multi_avg_fn=decay, use_buffers=True)
+    return run
+
+
+def grad_scaler(config: Config, device: torch.device) -> Any:
+    """Return a scaler of the loss, which does nothing unless the run computes in float16.
+
+    Small gradients become 0 in float16, so the loss is multiplied before the backward pass and the
+    gradients are divided after it.
+    """
+    is_used = config.amp and config.amp_dtype == "float16"
+    if hasattr(torch.amp, "GradScaler"):
+        return torch.amp.GradScaler(device.type, enabled=is_used)
+    return torch.cuda.amp.GradScaler(enabled=is_used)  # before torch 2.3
+
+
+@contextmanager
+def switches_restored() -> Iterator[None]:
+    """Restore torch's global switches, which --deterministic and --benchmark change."""
+    algorithms = torch.are_deterministic_algorithms_enabled()
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    benchmark = torch.backends.cudnn.benchmark
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(algorithms, warn_only=warns)
+        torch.backends.cudnn.benchmark = benchmark
 
 
 def seed(config: Config, rank: int = 0) -> None:
     """Seed Python, numpy, torch and all GPUs, differently in each process.
 
-    With ``deterministic``, torch refuses nondeterministic algorithms.
+    With ``deterministic``, torch refuses nondeterministic algorithms. With ``benchmark``, cuDNN
+    times its algorithms for the first batch of each shape: faster where all batches have one shape,
+    slower where they do not, and not the same in two runs.
     """
     number = config.seed + rank
     random.seed(number)
@@ -76,6 +118,8 @@ def seed(config: Config, rank: int = 0) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = False
+    if config.benchmark:
+        torch.backends.cudnn.benchmark = True
 
 
 def random_states() -> dict[str, Any]:

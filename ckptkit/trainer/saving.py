@@ -15,6 +15,7 @@ from dataclasses import replace
 from glob import escape
 from itertools import product
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import numpy
@@ -29,10 +30,12 @@ from ckptkit.trainer.config import (
     MODELS,
     Config,
     RequestError,
+    RunFiles,
     SavingError,
     typed,
 )
 from ckptkit.trainer.models import build
+from ckptkit.trainer.parallel import autocast, available
 from ckptkit.trainer.run import Run, random_states, restore_random
 
 NEEDED = ("optimizer", "scheduler", "epoch", "rng")
@@ -87,10 +90,12 @@ def _contents(run: Run, weights: State, optimizer: State, states: list[State]) -
     """Return what is saved; `states` are those of the random generators of each process."""
     if run.config.save_form == "bare":
         return weights
+    averages = {"ema": run.average.state_dict()} if run.average else {}
     if run.config.save_form == "wrapped":
-        return {"model": weights, "epoch": run.epoch}
-    contents = {
+        return {"model": weights, **averages, "epoch": run.epoch}
+    contents: State = {
         "model": weights,
+        **averages,
         "optimizer": optimizer,
         "scheduler": run.scheduler.state_dict(),
         "epoch": run.epoch,
@@ -100,8 +105,13 @@ def _contents(run: Run, weights: State, optimizer: State, states: list[State]) -
     }
     if len(states) > 1:
         contents["rng_of_ranks"] = states
+    contents["args"]["devices"] = list(run.group.names)
     if run.config.save_best:
         contents["best_accuracy"] = run.best_accuracy
+    if run.scaler.is_enabled():
+        contents["scaler"] = run.scaler.state_dict()
+    if run.step:  # in the middle of an epoch
+        contents |= {"step": run.step, "order": run.order}
     return contents
 
 
@@ -132,7 +142,7 @@ def _save_file(contents: State, path: Path) -> None:
             os.fsync(file.fileno())
         os.replace(part, path)
     except (OSError, RuntimeError) as error:
-        raise SavingError(f"cannot be written: {error}", where=str(path)) from error
+        raise SavingError(f"cannot be written: {_why(error)}", where=str(path)) from error
     finally:
         part.unlink(missing_ok=True)
 
@@ -160,8 +170,82 @@ def _save_shards(run: Run, path: Path, states: list[State]) -> None:
             os.replace(part, path)
     except (OSError, RuntimeError, CheckpointException) as error:
         _remove(part)
-        why = str(error).strip().splitlines()[-1]
-        raise SavingError(f"cannot be written: {why}", where=str(path)) from error
+        raise SavingError(f"cannot be written: {_why(error)}", where=str(path)) from error
+
+
+def _why(error: BaseException) -> str:
+    """Return the system's reason for a failed write.
+
+    torch's writer fails again while it closes a file on a full disk: the reason is the error before
+    that one. CheckpointException holds the errors of all processes.
+    """
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, OSError):
+        failures = getattr(cause, "failures", {})
+        of_ranks = [each[0] for each in failures.values() if isinstance(each[0], OSError)]
+        cause = next(iter(of_ranks), cause.__cause__ or cause.__context__)
+    if isinstance(cause, OSError) and cause.strerror:
+        return cause.strerror
+    return str(cause or error).strip().splitlines()[-1]
+
+
+def save_on_the_way(run: Run, out: Path, accuracy: float) -> None:
+    """Save after some epochs, and the best so far, as the config says.
+
+    `accuracy` is that on the held-out images.
+    """
+    config = run.config
+    accuracy = run.group.of_rank_0(torch.tensor(accuracy, dtype=torch.float64)).item()
+    if accuracy > run.best_accuracy:
+        run.best_accuracy = accuracy
+        if config.save_best:
+            save(run, best(out))
+    if config.save_every and run.epoch % config.save_every == 0 and run.epoch < config.epochs:
+        save(run, numbered(out, run.epoch))
+
+
+def check_output(out: Path, files: RunFiles, config: Config, force: bool, after: int = 0) -> None:
+    """Raise an error for an output that could not be written, before training starts.
+
+    `after` is the epoch that the run resumes after.
+    """
+    named = [*([files.resume] if files.resume else []), *files.written]
+    for path in (out, *files.written):
+        if not path.parent.is_dir():
+            raise RequestError(
+                "there is no folder for it",
+                where=str(path),
+                hint=f"mkdir -p {quote(str(path.parent))}",
+            )
+    checkpoints = [out, *([best(out)] if config.save_best else [])]
+    if config.save_every:
+        epochs = range(after + 1, config.epochs)
+        checkpoints += [numbered(out, n) for n in epochs if n % config.save_every == 0]
+    places = [path.resolve() for path in (*checkpoints, *files.written)]
+    for path, place in zip((*checkpoints, *files.written), places, strict=True):
+        if places.count(place) > 1 or (path in files.written and named.count(path) > 1):
+            raise RequestError("would be written twice", where=str(path), hint="name another file")
+    for path in checkpoints:
+        _check_replaceable(path, config.parallel == "fsdp", force)
+
+
+def _check_replaceable(path: Path, is_folder: bool, force: bool) -> None:
+    """Raise an error if a checkpoint must not take the place of what is at a path."""
+    if path.is_dir() and not is_folder:
+        raise RequestError("is a folder", where=str(path), hint="name the file to write")
+    if path.is_dir() and any(path.iterdir()):
+        if not (path / ".metadata").is_file():
+            raise RequestError(
+                "is a folder that is not empty, and no checkpoint",
+                where=str(path),
+                hint="name a new folder",
+            )
+        if not force:
+            raise RequestError(
+                "is a checkpoint already", where=str(path), hint="--force replaces it"
+            )
+    if path.exists() and not path.is_dir() and not force:
+        raise RequestError("exists already", where=str(path), hint="--force replaces it")
 
 
 def resume(run: Run, path: Path) -> str:
@@ -184,26 +268,71 @@ def resume(run: Run, path: Path) -> str:
             hint=f"--epochs {tree['epoch'] + 1} or more: they are counted from the beginning",
         )
     changed = _changed(run.config, tree.get("args", {}), path)
+    settle_buckets(run)
     load_weights(run, path)
     _load_optimizer(run, tree["optimizer"])
     run.scheduler.load_state_dict(tree["scheduler"])
-    run.epoch = tree["epoch"]
+    run.epoch, run.step, run.order = tree["epoch"], tree.get("step", 0), tree.get("order")
     run.best_accuracy = tree.get("best_accuracy", run.best_accuracy)
+    if run.scaler.is_enabled() and "scaler" in tree:
+        run.scaler.load_state_dict(tree["scaler"])
+    if run.average:
+        run.average.load_state_dict(tree["ema"])
     states = tree.get("rng_of_ranks", [tree["rng"]])
     if run.group.rank < len(states):
         restore_random(states[run.group.rank])
-    if len(states) != run.group.world:
-        changed.append(f"{run.group.world} processes instead of {len(states)}")
-    return "; ".join([f"resuming {path} after epoch {run.epoch}", *changed])
+    changed += _moved(run, tree.get("args", {}).get("devices", []), len(states))
+    place = f"epoch {run.epoch}" + (f", step {run.step}" if run.step else "")
+    return "; ".join([f"resuming {path} after {place}", *changed])
+
+
+def _moved(run: Run, devices: list[str], processes: int) -> list[str]:
+    """Return what differs in where a resumed run computes; the batches stay the same."""
+    moved, here, size = [], list(run.group.names), run.config.batch_size
+    if devices and devices != here:
+        moved.append(f"on {', '.join(here)} instead of {', '.join(devices)}")
+        if len(devices) != len(here):
+            moved.append(f"batches of {size} as before, split differently")
+    if processes != run.group.world:
+        now, before = (f"{n} process{'es' * (n > 1)}" for n in (run.group.world, processes))
+        moved.append(f"{now} instead of {before}, batches of {size} as before, not bit for bit")
+    return moved
+
+
+def settle_buckets(run: Run) -> None:
+    """Run one batch through DDP before a run resumes, and forget its gradients.
+
+    DDP arranges the gradients that it exchanges in the order in which the first backward pass gives
+    them, so that sums from the second step on are rounded otherwise than in the first. A resumed
+    run begins with a later step.
+    """
+    if run.group.world > 1 and run.config.parallel == "ddp":
+        inputs, targets = (part[:2].to(run.group.device) for part in run.data.train)
+        with autocast(run.config, run.group.device):
+            loss = run.loss(run.wrapped(inputs), targets)
+        loss.backward()  # type: ignore[no-untyped-call]
+        run.optimizer.zero_grad()
 
 
 def settings(path: Path) -> dict[str, Any]:
-    """Return the options that a full checkpoint was trained with; devices are left out."""
+    """Return the options that a full checkpoint was trained with.
+
+    Its devices are among them where this machine has them all.
+    """
     tree: Any = ckptkit.load(path, map_location="cpu", whole=True)
     made_with = tree.get("args", {}) if isinstance(tree, dict) else {}
-    return {
-        name: value for name, value in made_with.items() if name in DEFAULTS and name != "devices"
-    }
+    found = {name: value for name, value in made_with.items() if name in DEFAULTS}
+    devices = found.pop("devices", [])
+    if devices and set(devices) <= set(available()):
+        found["devices"] = ",".join(devices)
+    return found
+
+
+def finished_epochs(path: Path) -> int:
+    """Return the epochs that a checkpoint was trained for; 0 if it does not contain that."""
+    tree: Any = ckptkit.load(path, map_location="cpu", whole=True)
+    epochs = tree.get("epoch", 0) if isinstance(tree, dict) else 0
+    return epochs if isinstance(epochs, int) else 0
 
 
 def _changed(config: Config, made_with: dict[str, Any], path: Path) -> list[str]:

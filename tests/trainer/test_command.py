@@ -123,24 +123,29 @@ def test_an_option_that_may_change_is_applied_and_said(tmp_path: Path) -> None:
 
 def test_evaluation_within_epochs_and_the_best_checkpoint(tmp_path: Path) -> None:
     rows = ("--metrics", tmp_path / "metrics.jsonl")
-    options = ("--eval-every", "8", "--save-best", "--epochs", "3")
+    options = ("--eval-every", "7", "--save-best", "--epochs", "3")
     done = invoked(tmp_path / "run.pth", *SMALL, *options, *rows)
     assert [line.split("  ")[0] for line in done.stdout.splitlines()[:3]] == [
-        "epoch 1 step 8",
-        "epoch 1 step 16",
+        "epoch 1 step 7",
+        "epoch 1 step 14",
         "epoch 1/3",
     ]
     metrics = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     steps = [row["step"] for row in metrics if "step" in row]
-    assert steps == [8, 16] * 3
-    accuracies = [row["accuracy"] for row in metrics if "step" not in row]
+    assert steps == [7, 14] * 3
+    accuracies = [row["accuracy"] for row in metrics if "loss" in row]
+    assert all("validation_loss" in row for row in metrics[:-1])
+    assert list(metrics[-1]) == ["test_loss", "test_accuracy"]  # once
+    assert [line.startswith("test loss") for line in done.stdout.splitlines()].count(True) == 1
     best = torch.load(tmp_path / "run.best.pth", weights_only=True)
     assert accuracies[best["epoch"] - 1] == max(accuracies)
 
 
 def test_out_of_memory_says_what_helps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
-        raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        raise torch.cuda.OutOfMemoryError(
+            "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 8 GiB."
+        )
 
     monkeypatch.setattr(loop, "train_epoch", full)
     for options, hint in (
@@ -155,7 +160,8 @@ def test_out_of_memory_says_what_helps(tmp_path: Path, monkeypatch: pytest.Monke
         assert done == (
             3,
             "",
-            f"error: the GPU does not have enough memory: CUDA out of memory\nhint: {hint}\n",
+            "error: the GPU does not have enough memory: CUDA out of memory. Tried to allocate 2.00 "
+            f"GiB\nhint: {hint}\n",
         )
 
 
@@ -199,8 +205,12 @@ def test_out_is_checked_before_the_work(tmp_path: Path) -> None:
             "there is no folder for it",
         ),
         ("full", (), "is a folder"),
-        ("full", ("--parallel", "fsdp"), "is a folder that is not empty"),
-        ("full", ("--parallel", "fsdp", "--force"), "is a folder that is not empty"),
+        ("full", ("--parallel", "fsdp"), "is a folder that is not empty, and no checkpoint"),
+        (
+            "full",
+            ("--parallel", "fsdp", "--force"),
+            "is a folder that is not empty, and no checkpoint",
+        ),
     ):
         done = invoked(tmp_path / out, *SMALL, *options)
         assert done.code == 2

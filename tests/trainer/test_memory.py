@@ -61,6 +61,7 @@ class Gpu:
             "memory_allocated": lambda device: self.allocated,
             "max_memory_allocated": lambda device: 9000,
             "memory_reserved": lambda device: 20000,
+            "mem_get_info": lambda device: (70000, 100000),
             "reset_peak_memory_stats": lambda device: None,
             "synchronize": lambda device: None,
         }.items():
@@ -84,6 +85,7 @@ def test_S04_activations_on_a_gpu_are_those_of_the_forward_pass(
     assert row["activations"] == 500
     assert row["peak"] == {"cuda:0": 9000}
     assert row["reserved"] == {"cuda:0": 20000}
+    assert row["used"] == {"cuda:0": 30000}  # as nvidia-smi shows it
     assert row["seconds"] > 0
 
 

@@ -16,7 +16,7 @@ import ckptkit
 from ckptkit.cli import main
 from ckptkit.trainer import loop
 from ckptkit.trainer.config import Config
-from ckptkit.trainer.gpu import ARTICLE
+from ckptkit.trainer.gpu_checks import ARTICLE
 from ckptkit.trainer.models import Cnn
 from ckptkit.trainer.models.recomputing import LAYERS, UNITS
 from tests.conftest import ROOT

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import ckptkit
-from ckptkit.trainer import loop, saving
+from ckptkit.trainer import loop, parallel, saving
 from ckptkit.trainer.config import RECORDED_IF_USED, Config, RunFiles
-from ckptkit.trainer.run import random_states, restore_random
+from ckptkit.trainer.run import prepare, random_states, restore_random
 
 from .conftest import Prepare, same
 from .test_loop import SMALL, trained
@@ -243,9 +243,10 @@ def test_the_best_accuracy_is_resumed(tmp_path: Path) -> None:
     config = replace(FULL, epochs=2, save_best=True, save_every=1)
     loop.train(config, tmp_path / "run.pth", log=loop.silent)
     before = loaded(tmp_path / "run.epoch1.pth")
-    assert before["best_accuracy"] == loop.evaluate(
-        config, tmp_path / "run.epoch1.pth", log=loop.silent
-    )
+    with parallel.group(config) as group:
+        run = prepare(config, group)
+        saving.load_weights(run, tmp_path / "run.epoch1.pth")
+        assert before["best_accuracy"] == loop.test(run, run.data.validation)[1]
 
 
 @pytest.mark.parametrize("optimizer", ["adam", "adamw"])

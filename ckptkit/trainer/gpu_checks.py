@@ -1,0 +1,574 @@
+"""The checks of :mod:`ckptkit.trainer.gpu`: the rows of the manual's table, and some others.
+
+``@check(name, gpus=2)`` is a check that has passed if it ran on two GPUs, and is simulated if it
+ran on fewer devices. Small nets and noise: the checks are about devices, not about learning.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.multiprocessing.spawn import spawn
+
+import ckptkit
+from ckptkit.trainer import loop, parallel
+from ckptkit.trainer.config import FORMS, MODELS, Config, RequestError, RunFiles
+from ckptkit.trainer.gpu import Check, Facts, Machine, Witness, nvidia_smi, require
+from ckptkit.trainer.models import Cnn
+from ckptkit.trainer.run import prepare
+from ckptkit.trainer.simulated import as_on_gpus, differences, simulated_cuda
+
+SMALL = Config(data="random", width=0.25, epochs=2, batch_size=64)
+NET = (3, 32, 32), 10, 0.25  # the arguments of the Cnn of SMALL
+ARTICLE = {0: 1717, 2: 1283, 5: 1043, 10: 959}  # segments -> MB that nvidia-smi showed
+CLOSE = 1e-3  # weights after two epochs: sums in another order, TF32
+CHECKS: list[Check] = []
+
+
+def check(name: str, gpus: int = 1) -> Callable[[Callable[[Machine, Path], Facts]], Any]:
+    """Add a function to the checks."""
+
+    def add(function: Callable[[Machine, Path], Facts]) -> Callable[[Machine, Path], Facts]:
+        CHECKS.append(Check(name, gpus, function))
+        return function
+
+    return add
+
+
+def train(on: Machine, out: Path, files: RunFiles | None = None, **options: Any) -> float:
+    """Train a small run on the first device; return the accuracy."""
+    options = {"devices": (str(on.device),), **options}
+    return loop.train(replace(SMALL, **options), out, files, log=loop.silent)
+
+
+def measured(on: Machine, out: Path, **options: Any) -> Facts:
+    """Train a small run; return the memory of its last step."""
+    memory = out.with_suffix(".jsonl")
+    train(on, out, RunFiles(memory_report=memory), **options)
+    last: Facts = json.loads(memory.read_text().splitlines()[-1])
+    require(last["activations"] > 0, "no activations")
+    return last
+
+
+def train_in_processes(
+    processes: int, out: Path, files: RunFiles | None = None, **options: Any
+) -> list[Facts]:
+    """Train a small run in several processes, as torchrun would start them.
+
+    Returns what each process reports of itself: rank, device, backend.
+    """
+    config = replace(SMALL, **{"save_form": "full", **options})
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]  # free a moment later, for the first process
+    arguments = processes, port, config, out, files
+    spawn(_process, arguments, nprocs=processes)  # type: ignore[no-untyped-call]
+    reports = [_report_of(out, rank) for rank in range(processes)]
+    found = [json.loads(each.read_text()) for each in reports]
+    for each in reports:
+        each.unlink()
+    return found
+
+
+def _process(
+    rank: int, processes: int, port: int, config: Config, out: Path, files: RunFiles | None
+) -> None:
+    os.environ |= dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
+    os.environ |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(processes))
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)
+
+    def note(steps: list[loop.Step], title: str) -> list[loop.Step]:
+        """Note the backend while the group exists: each epoch begins here."""
+        seen["backend"] = dist.get_backend()
+        return steps
+
+    seen: Facts = {"rank": rank}
+    with Witness() as witness:
+        loop.train(config, out, files, log=loop.silent, bar=note)
+    seen["device"] = ", ".join(witness.gpus or sorted(witness.devices))
+    _report_of(out, rank).write_text(json.dumps(seen))
+
+
+def _report_of(out: Path, rank: int) -> Path:
+    return out.with_name(f"{out.name}.rank{rank}.json")
+
+
+def same_weights(one: Path, other: Path, most: float = 0.0) -> Facts:
+    """Return the largest difference between the weights of two files; require at most `most`."""
+    ours, theirs = (ckptkit.load(path, map_location="cpu") for path in (one, other))
+    ours, theirs = (
+        {name.removeprefix("module."): value for name, value in each.items()}
+        for each in (ours, theirs)
+    )
+    require(list(ours) == list(theirs), "other keys")
+    difference = max((ours[key] - theirs[key]).abs().max().item() for key in ours)
+    require(difference <= most, f"weights differ by {difference}")
+    return {"largest difference": difference}
+
+
+# The rows of the manual's table
+
+
+@check("S01 accumulated micro-batches equal one batch")
+def accumulation(on: Machine, folder: Path) -> Facts:
+    train(on, folder / "one.pth", batch_size=128)
+    train(on, folder / "many.pth", batch_size=32, accumulate=4)
+    return same_weights(folder / "one.pth", folder / "many.pth", CLOSE)
+
+
+@check("S02 S10 DataParallel over two devices equals one device", gpus=2)
+def data_parallel(on: Machine, folder: Path) -> Facts:
+    train(on, folder / "one.pth")
+    train(on, folder / "two.pth", parallel="dp", devices=on.pair, keep_module_prefix=True)
+    keys = ckptkit.load(folder / "two.pth", map_location="cpu")
+    require(all(key.startswith("module.") for key in keys), "keys without module.")
+    try:
+        parallel.Replicated(Cnn(*NET).to(on.pair[1]), tuple(map(torch.device, on.pair)))(
+            torch.zeros(4, 3, 32, 32, device=on.device)
+        )
+    except RuntimeError as error:
+        require("device_ids[0]" in str(error), str(error))  # the model is not on the first device
+    else:
+        require(on.gpus < 2, "a model on the second device was taken")
+    return same_weights(folder / "one.pth", folder / "two.pth", CLOSE)
+
+
+@check("S02 a small model takes longer on two devices than on one", gpus=2)
+def small_models(on: Machine, folder: Path) -> Facts:
+    """Measure both; no time is wrong."""
+    seconds = {}
+    for kind, devices in (("none", (str(on.device),)), ("dp", on.pair)):
+        train(on, folder / "warm.pth", parallel=kind, devices=devices)
+        started = monotonic()
+        train(on, folder / f"{kind}.pth", parallel=kind, devices=devices)
+        seconds["two devices" if kind == "dp" else "one device"] = round(monotonic() - started, 3)
+    return seconds
+
+
+@check("S03 a loss on each device", gpus=2)
+def balanced(on: Machine, folder: Path) -> Facts:
+    peaks = {
+        kind: measured(on, folder / f"{kind}.pth", parallel=kind, devices=on.pair)["peak"]
+        for kind in ("dp", "dp-balanced")
+    }
+    return same_weights(folder / "dp.pth", folder / "dp-balanced.pth", CLOSE) | {"peaks": peaks}
+
+
+@check("S04 memory report, model size and what nvidia-smi shows")
+def memory_report(on: Machine, folder: Path) -> Facts:
+    last = measured(on, folder / "run.pth")
+    size = sum(each.nbytes for each in Cnn(*NET).parameters())
+    require(last["parameters"] == size, f"{last['parameters']} bytes of parameters, not {size}")
+    shown = nvidia_smi("--query-gpu=memory.used", "--format=csv") if on.gpus else None
+    return {**last, "nvidia-smi": shown}
+
+
+@check("S05 segments beside the article's figures")
+def segments(on: Machine, folder: Path) -> Facts:
+    # Adam with foreach would add the size of the model to the peak: what is compared is segments.
+    options: Facts = {"model": "mlp", "width": 1.0 if on.gpus else 0.05, "epochs": 1}
+    options |= {"optimizer": "adam", "batch_size": 16, "foreach": False, "deterministic": True}
+    rows, table = [], ["segments  activations     peak  seconds  article"]
+    for number, figure in ARTICLE.items():
+        path = folder / f"{number}.pth"
+        row = measured(on, path, segments=number, **options)
+        rows.append(row)
+        kept, peak = row["activations"] / 1e6, max(row["peak"].values()) / 1e6
+        table.append(
+            f"{number:8}  {kept:8.3f} MB  {peak:4.0f} MB  {row['seconds']:7.3f}  {figure:4} MB"
+        )
+        same_weights(folder / "0.pth", path, CLOSE)
+    require(rows[0]["activations"] > rows[-1]["activations"], "segments saved nothing")
+    return {"rows": rows, "table": table}
+
+
+@check("S06 S24 recomputing with dropout")
+def recomputing(on: Machine, folder: Path) -> Facts:
+    """Compare one step of a DenseNet that keeps its activations, and that recomputes them."""
+    how: Facts = {"model": "densenet", "dropout": 0.2, "epochs": 1, "batch_size": 512}
+    how |= {"deterministic": True, "foreach": False}
+    kept = measured(on, folder / "kept.pth", **how)
+    again = measured(on, folder / "again.pth", memory_efficient=True, **how)
+    require(again["activations"] < kept["activations"], "recomputing saved nothing")
+    same = same_weights(folder / "kept.pth", folder / "again.pth", 1e-4)
+    return {**same, "kept": kept, "recomputed": again}
+
+
+@check("S07 S15 every model trains, and is evaluated on the CPU")
+def models(on: Machine, folder: Path) -> Facts:
+    accuracies = {}
+    for model in MODELS:
+        options: Facts = {"model": model, "width": 0.1}
+        here = train(on, folder / f"{model}.pth", **options)
+        config = replace(SMALL, devices=("cpu",), **options)
+        there = loop.evaluate(config, folder / f"{model}.pth", log=loop.silent)
+        require(abs(here - there) < 0.03, f"{model}: {here} here, {there} there")
+        accuracies[model] = here, there
+    return accuracies
+
+
+@check("S08 memory does not grow over epochs")
+def growth(on: Machine, folder: Path) -> Facts:
+    on.needs(1)
+    allocated = []
+    for epochs in (1, 4):
+        train(on, folder / f"{epochs}.pth", epochs=epochs)
+        gc.collect()
+        allocated.append(torch.cuda.memory_allocated())
+    first, later = allocated
+    require(later <= first + (1 << 20), f"{first} bytes after one run, {later} after more")
+    return {"allocated": allocated}
+
+
+@check("S09 any device first, hidden devices, another output device", gpus=2)
+def choosing(on: Machine, folder: Path) -> Facts:
+    try:
+        train(on, folder / "none.pth", devices=("cuda:77",))
+    except RequestError as error:
+        require("no device cuda:77" in str(error), str(error))
+    second = on.pair[1]
+    train(on, folder / "second.pth", devices=(second,))
+    train(on, folder / "out.pth", parallel="dp", devices=on.pair[::-1], output_device=on.pair[0])
+    code = "import torch; print(torch.cuda.device_count())"
+    hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": "1" if on.gpus > 1 else ""}
+    done = subprocess.run([sys.executable, "-c", code], env=hidden, capture_output=True, text=True)
+    require(done.stdout.strip() == str(int(on.gpus > 1)), f"{done.stdout} devices are visible")
+    return {"second": second}
+
+
+@check("S11 S12 S14 load and load_into onto the device")
+def loading(on: Machine, folder: Path) -> Facts:
+    found, device = {}, str(on.device)
+    for form in FORMS:
+        path = folder / f"{form}.pth"
+        train(on, path, save_form=form)
+        ours, theirs = (ckptkit.load(path, map_location=where) for where in (device, "cpu"))
+        require(all(torch.equal(ours[key].cpu(), theirs[key]) for key in theirs), f"{form} differs")
+        require({str(each.device) for each in ours.values()} == {device}, f"{form} elsewhere")
+        model = Cnn(*NET).to(on.device)
+        require(ckptkit.load_into(model, path).complete, f"{form} does not fit")
+        found[form] = len(ours)
+    return found
+
+
+@check("S13 S16 S21 S22 prefix, parts, dtypes and sizes of a file that a GPU tagged")
+def contents(on: Machine, folder: Path) -> Facts:
+    path = folder / "run.pth"
+    train(on, path, parallel="dp", keep_module_prefix=True)
+    wrapped, model = ckptkit.open(path), Cnn(*NET)
+    tags = {each.device for each in wrapped.weights.values()}
+    require(tags == {str(on.device)}, f"tagged {tags}")
+    bare = ckptkit.strip_prefix(wrapped, "module.")
+    require(list(bare.weights) == list(model.state_dict()), "other keys")
+    part = ckptkit.select(ckptkit.extract(wrapped, "model"), ["module.fc1.*"])
+    require(len(part.weights) == 2, f"{len(part.weights)} tensors of fc1")
+    require({str(each.dtype) for each in wrapped.weights.values()} == {"float32"}, "other dtypes")
+    name = torch.zeros(1, device=on.device).type()
+    require(name == f"torch.{'cuda.' * bool(on.gpus)}FloatTensor", f"a tensor is a {name}")
+    numbers = sum(each.numel() for each in model.parameters())
+    shapes = [each.shape for each in wrapped.weights.values()]
+    require(sum(torch.Size(each).numel() for each in shapes) == numbers, "another size")
+    return {"tags": sorted(tags), "parameters": numbers}
+
+
+@check("S17 a recurrent net keeps the batch first", gpus=2)
+def recurrent(on: Machine, folder: Path) -> Facts:
+    train(on, folder / "run.pth", model="crnn", parallel="dp", devices=on.pair, width=0.1)
+    config = replace(SMALL, model="crnn", parallel="dp", devices=on.pair, width=0.1)
+    with parallel.group(config) as group:
+        run = prepare(config, group)
+        scores = run.wrapped.eval()(run.data.train[0][:6].to(group.device))
+    require(len(scores) == 6, f"the outputs are {list(scores.shape)}")
+    return {"outputs": list(scores.shape)}
+
+
+@check("S18 weights of one device in a model on two", gpus=2)
+def pretrained(on: Machine, folder: Path) -> Facts:
+    train(on, folder / "one.pth")
+    devices = tuple(map(torch.device, on.pair))
+    wrapped = parallel.Replicated(Cnn(*NET).to(on.device), devices)
+    loaded = ckptkit.load_into(wrapped, folder / "one.pth")
+    require(loaded.complete, "does not fit")
+    wrapped(torch.zeros(4, 3, 32, 32, device=on.device))
+    return {"added": "module."}
+
+
+@check("S19 equal seeds give equal bytes")
+def equal_bytes(on: Machine, folder: Path) -> Facts:
+    for name in ("one.pth", "two.pth"):
+        train(on, folder / name, deterministic=True, save_form="full")
+    one, two = ((folder / name).read_bytes() for name in ("one.pth", "two.pth"))
+    require(one == two, "other bytes")
+    train(on, folder / "timed.pth", benchmark=True)  # faster, and not reproducible
+    return {"bytes": len(one)}
+
+
+@check("S20 GPUs, their UUIDs, and memory given back")
+def about_gpus(on: Machine, folder: Path) -> Facts:
+    on.needs(1)
+    train(on, folder / "run.pth", empty_cache=True)
+    reserved = torch.cuda.memory_reserved()
+    torch.zeros(1 << 20, device=on.device)
+    torch.cuda.empty_cache()
+    listed = nvidia_smi("-L")
+    require(listed is None or len(listed) >= on.gpus, f"nvidia-smi lists {listed}")
+    return {"nvidia-smi -L": listed, "reserved": reserved}
+
+
+@check("S23 clipping by norm, and a step schedule")
+def clipping(on: Machine, folder: Path) -> Facts:
+    """With steps of the gradient itself, one step moves the weights by no more than the norm."""
+    config = replace(SMALL, devices=(str(on.device),), lr=1.0, momentum=0.0, batch_size=512)
+    moved = {}
+    for kind in (2.0, float("inf")):
+        options: Facts = {"clip_norm": 0.01, "clip_norm_type": kind}
+        with parallel.group(config) as group:
+            run = prepare(replace(config, **options), group)
+            before = [each.detach().clone() for each in run.model.parameters()]
+            loop.train_epoch(run)
+            after = (each.detach() for each in run.model.parameters())
+            change = torch.cat([(a - b).flatten() for a, b in zip(after, before, strict=True)])
+        moved[str(kind)] = change.norm(kind).item()
+        require(abs(moved[str(kind)] - 0.01) < 1e-4, f"moved by {moved}")
+    train(on, folder / "run.pth", lr_step=1, lr_gamma=0.5, save_form="full")
+    last = ckptkit.load(folder / "run.pth", whole=True)["scheduler"]["_last_lr"][0]
+    require(abs(last - SMALL.initial_lr / 4) < 1e-9, f"a learning rate of {last}")
+    return moved
+
+
+@check("S25 DDP with nccl equals one device", gpus=2)
+def ddp_nccl(on: Machine, folder: Path) -> Facts:
+    on.needs(2)
+    processes = train_in_processes(on.gpus, folder / "run.pth", parallel="ddp", accumulate=2)
+    train(on, folder / "one.pth", accumulate=2)
+    return {**same_weights(folder / "one.pth", folder / "run.pth", CLOSE), "processes": processes}
+
+
+@check("S25 DDP with gloo, two processes on one device, equals one")
+def ddp_gloo(on: Machine, folder: Path) -> Facts:
+    processes = train_in_processes(2, folder / "run.pth", parallel="ddp", devices=(str(on.device),))
+    states = ckptkit.load(folder / "run.pth", map_location="cpu", whole=True)["rng_of_ranks"]
+    require(len(states) == 2, f"random states of {len(states)} processes")
+    train(on, folder / "one.pth")
+    return {**same_weights(folder / "one.pth", folder / "run.pth", CLOSE), "processes": processes}
+
+
+@check("S25 FSDP equals one device, resumes, and is evaluated from its folder", gpus=2)
+def fsdp(on: Machine, folder: Path) -> Facts:
+    options: Facts = {"parallel": "fsdp", "save_every": 1}
+    options["devices"] = () if on.gpus > 1 else ("cpu",)
+    count = max(2, on.gpus)
+    processes = train_in_processes(count, folder / "run", **options)
+    files = RunFiles(resume=folder / "run.epoch1")
+    train_in_processes(count, folder / "more", files, **options)
+    found = same_weights(folder / "run", folder / "more", 1e-5)
+    train(on, folder / "one.pth")
+    same_weights(folder / "one.pth", folder / "run", CLOSE)
+    config = replace(SMALL, devices=(str(on.device),))
+    accuracy = loop.evaluate(config, folder / "run", log=loop.silent)
+    return {**found, "accuracy": accuracy, "processes": processes}
+
+
+# What the rows do not name
+
+
+@check("resuming is exact")
+def resuming(on: Machine, folder: Path) -> Facts:
+    options: Facts = {"save_form": "full", "save_every": 1, "optimizer": "adam"}
+    options["deterministic"] = True
+    train(on, folder / "run.pth", **options)
+    train(on, folder / "more.pth", RunFiles(resume=folder / "run.epoch1.pth"), **options)
+    return same_weights(folder / "run.pth", folder / "more.pth")
+
+
+@check("a run of the GPU goes on on the CPU, and says so")
+def elsewhere(on: Machine, folder: Path) -> Facts:
+    options: Facts = {"save_form": "full", "save_every": 1}
+    train(on, folder / "run.pth", **options)
+    said: list[str] = []
+    config = replace(SMALL, devices=("cpu",), **options)
+    files = RunFiles(resume=folder / "run.epoch1.pth")
+    loop.train(config, folder / "more.pth", files, log=said.append)
+    require(not on.gpus or f"on cpu instead of {on.device}" in said[0], said[0])
+    return {"said": said[0], **same_weights(folder / "run.pth", folder / "more.pth", CLOSE)}
+
+
+@check("amp computes in bfloat16, also in the threads of replicas", gpus=2)
+def amp(on: Machine, folder: Path) -> Facts:
+    dtypes = {}
+    for kind in ("none", "dp", "dp-balanced"):
+        devices = (str(on.device),) if kind == "none" else on.pair
+        config = replace(SMALL, parallel=kind, devices=devices, amp=True)
+        with parallel.group(config) as group:
+            run = prepare(config, group)
+            with parallel.autocast(config, group.device):
+                made: Any = run.wrapped(run.data.train[0][:8].to(group.device))
+        dtypes[kind] = str((made if isinstance(made, Tensor) else made[0]).dtype)
+        train(on, folder / f"{kind}.pth", parallel=kind, devices=devices, amp=True)
+    require(set(dtypes.values()) == {"torch.bfloat16"}, f"computes in {dtypes}")
+    return dtypes
+
+
+@check("amp in float16 scales the loss")
+def float16(on: Machine, folder: Path) -> Facts:
+    train(on, folder / "run.pth", amp=True, amp_dtype="float16", save_form="full")
+    scaler = ckptkit.load(folder / "run.pth", whole=True)["scaler"]
+    require(scaler["scale"] > 1, f"the scale is {scaler['scale']}")
+    return {"scaler": scaler}
+
+
+@check("inputs on another device under DataParallel", gpus=2)
+def inputs_elsewhere(on: Machine, folder: Path) -> Facts:
+    """The question that the second article leaves open: must inputs be on the first device?"""
+    on.needs(2)
+    gpus = list(range(on.gpus))
+    wrapped = nn.DataParallel(nn.Linear(4, 2).to(on.device), gpus)
+    found = {}
+    for name in ("cpu", *(f"cuda:{number}" for number in gpus)):
+        found[name] = str(wrapped(torch.ones(8, 4, device=name)).device)
+        require(found[name] == "cuda:0", f"inputs on {name}: outputs on {found[name]}")
+    return found
+
+
+@check("SyncBatchNorm uses the statistics of all processes", gpus=2)
+def sync_batch_norm(on: Machine, folder: Path) -> Facts:
+    on.needs(2)
+    options: Facts = {"model": "densenet", "epochs": 1}
+    processes = train_in_processes(
+        on.gpus, folder / "run.pth", parallel="ddp", sync_batch_norm=True, **options
+    )
+    train(on, folder / "one.pth", **options)
+    return {**same_weights(folder / "one.pth", folder / "run.pth", 1e-2), "processes": processes}
+
+
+@check("workers load into pinned memory")
+def pinned(on: Machine, folder: Path) -> Facts:
+    train(on, folder / "none.pth", epochs=1)
+    train(on, folder / "two.pth", epochs=1, workers=2)
+    return same_weights(folder / "none.pth", folder / "two.pth", CLOSE)
+
+
+@check("a snapshot of the allocator")
+def snapshot(on: Machine, folder: Path) -> Facts:
+    on.needs(1)
+    path = folder / "snapshot.pickle"
+    train(on, folder / "run.pth", RunFiles(memory_snapshot=path), epochs=1)
+    require(path.stat().st_size > 1000, "the snapshot is empty")
+    return {"bytes": path.stat().st_size}
+
+
+@check("out of memory says what helps")
+def out_of_memory(on: Machine, folder: Path) -> Facts:
+    on.needs(1)
+    total = torch.cuda.get_device_properties(on.device).total_memory
+    torch.cuda.set_per_process_memory_fraction(64e6 / total, on.device)
+    try:
+        train(on, folder / "run.pth", model="mlp", width=1.0)
+    except ckptkit.CkptkitError as error:
+        require("--batch-size" in (error.hint or ""), f"the hint is {error.hint}")
+        require("Tried to allocate" in str(error), str(error))
+        # Nothing computes on a GPU where nothing fits: this does, once there is room again.
+        torch.cuda.set_per_process_memory_fraction(1.0, on.device)
+        train(on, folder / "run.pth", epochs=1)
+        return {"message": str(error), "hint": error.hint}
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, on.device)
+        torch.cuda.empty_cache()
+    require(False, "64 MB were enough")
+    return {}
+
+
+@check("what is not deterministic on GPUs is refused")
+def nondeterministic(on: Machine, folder: Path) -> Facts:
+    on.needs(1)
+    for model in ("generator", "crnn"):
+        try:
+            train(on, folder / "run.pth", model=model, deterministic=True)
+        except ckptkit.CkptkitError as error:
+            require("no deterministic" in str(error), str(error))
+        else:
+            require(False, f"{model} trained")
+        train(on, folder / f"{model}.pth", model=model, width=0.1, epochs=1)
+    return {}
+
+
+def keep(on: Machine, path: Path) -> None:
+    """Copy a checkpoint to the fixtures of this machine."""
+    if on.fixtures:
+        on.fixtures.mkdir(parents=True, exist_ok=True)
+        (on.fixtures / path.name).write_bytes(path.read_bytes())
+
+
+def compare_with_twin(real: Path, plain: Path, devices: list[str], gpus: int) -> None:
+    """Require that a file of a GPU is what its twin of the CPU becomes by simulation.
+
+    Compared are tags, layouts, the order of the storages, keys, strings, generator states: all but
+    numbers and versions.
+    """
+    simulated = plain.with_name(f"simulated_{real.name}")
+    loaded = torch.load(plain, weights_only=True)
+    moved = as_on_gpus(loaded, devices, gpus)
+    with simulated_cuda(torch.device(devices[0]).index or 0, only=moved), simulated.open("wb") as f:
+        torch.save(loaded, f)
+    found = differences(real, simulated)
+    require(not found, f"{real.name} differs from its simulation: {'; '.join(found[:4])}")
+
+
+def tagged(on: Machine, folder: Path, index: int) -> Facts:
+    """Save in every form on one GPU, and compare with the simulated twins."""
+    on.needs(index + 1)
+    for form in FORMS:
+        path = folder / f"none_{form}_cuda{index}.pth"
+        options: Facts = {"save_form": form, "optimizer": "adam"}
+        train(on, path, devices=(f"cuda:{index}",), **options)
+        train(on, folder / "cpu.pth", devices=("cpu",), **options)
+        compare_with_twin(path, folder / "cpu.pth", [f"cuda:{index}"], on.gpus)
+        keep(on, path)
+    return {"files": len(FORMS)}
+
+
+for _index in (0, 1):
+    # The second one computes on one GPU too, but it is there only where there are two.
+    check(f"checkpoints tagged cuda:{_index} and their simulated twins")(
+        partial(tagged, index=_index)
+    )
+
+
+@check("checkpoints of DataParallel, DDP and FSDP, and their simulated twins", gpus=2)
+def tagged_in_parallel(on: Machine, folder: Path) -> Facts:
+    on.needs(2)
+    options: Facts = {"save_form": "full", "optimizer": "adam", "keep_module_prefix": True}
+    train(on, folder / "dp_full_cuda0.pth", parallel="dp", devices=on.pair, **options)
+    train(on, folder / "cpu.pth", parallel="dp", devices=("cpu",), **options)
+    compare_with_twin(folder / "dp_full_cuda0.pth", folder / "cpu.pth", list(on.pair), on.gpus)
+    keep(on, folder / "dp_full_cuda0.pth")
+    options |= {"parallel": "ddp"}
+    processes = train_in_processes(2, folder / "ddp_full_cuda0.pth", devices=on.pair, **options)
+    train_in_processes(2, folder / "ddp.pth", devices=("cpu",), **options)
+    compare_with_twin(folder / "ddp_full_cuda0.pth", folder / "ddp.pth", list(on.pair), on.gpus)
+    keep(on, folder / "ddp_full_cuda0.pth")
+    options |= {"parallel": "fsdp", "keep_module_prefix": False}
+    train_in_processes(2, folder / "fsdp_full", devices=on.pair, **options)
+    train_in_processes(2, folder / "fsdp_cpu", devices=("cpu",), **options)
+    ours, theirs = (ckptkit.open(folder / name).weights for name in ("fsdp_full", "fsdp_cpu"))
+    require({k: v.shape for k, v in ours.items()} == {k: v.shape for k, v in theirs.items()},
+            "FSDP: other names or shapes")  # fmt: skip
+    if on.fixtures:
+        (on.fixtures / "fsdp_full").mkdir(parents=True, exist_ok=True)
+        for each in (folder / "fsdp_full").iterdir():
+            (on.fixtures / "fsdp_full" / each.name).write_bytes(each.read_bytes())
+    return {"processes": processes}

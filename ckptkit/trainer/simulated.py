@@ -1,0 +1,124 @@
+"""Files as GPUs leave them, written on a machine without one, and how to compare the two.
+
+torch asks a registry of taggers for the device of each storage that it saves. One that answers
+``cuda:1`` gives that tag. What else depends on the device is simulated by :func:`as_on_gpus`: the
+devices among the arguments, the states of the GPUs' generators, and what stays on the CPU (the
+states of all generators, and ``step`` of Adam). Not simulated: the versions of CUDA and cuDNN,
+values that are rounded otherwise, and weights that CUDA keeps as views of one storage (LSTM).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+GENERATOR_BYTES = 16  # state of a GPU's generator: seed and offset
+
+
+@contextmanager
+def simulated_cuda(
+    index: int = 1,
+    only: Iterable[Tensor] | None = None,
+    others: Mapping[int, Iterable[Tensor]] | None = None,
+) -> Iterator[None]:
+    """While it is open, torch tags the storages that it saves ``cuda:<index>``.
+
+    All of them, or those of the tensors `only`; those of the tensors in `others` with their own
+    index.
+    """
+    by_storage = {
+        tensor.untyped_storage()._cdata: number
+        for number, tensors in (others or {}).items()
+        for tensor in tensors
+    }
+    chosen = None if only is None else {tensor.untyped_storage()._cdata for tensor in only}
+
+    def tag(storage: Any) -> str | None:
+        number = by_storage.get(storage._cdata, index)
+        if chosen is not None and storage._cdata not in chosen and storage._cdata not in by_storage:
+            return None
+        return "cuda" + ":" + str(number)  # a new string each time, as torch makes it for a GPU
+
+    registry = torch.serialization._package_registry
+    before = list(registry)
+    torch.serialization.register_package(0, tag, lambda storage, location: None)
+    try:
+        yield
+    finally:
+        registry[:] = before
+
+
+def as_on_gpus(contents: dict[str, Any], devices: list[str], gpus: int) -> list[Tensor]:
+    """Change what a full checkpoint of the CPU holds to what a run on `devices` would have saved.
+
+    Returns the tensors whose storages belong on the first device, for :func:`simulated_cuda`.
+    """
+    for name in ("rng", "rng_of_ranks"):
+        states = contents.get(name, [])
+        for state in [states] if isinstance(states, dict) else states:
+            state["cuda"] = [torch.zeros(GENERATOR_BYTES, dtype=torch.uint8) for _ in range(gpus)]
+    if "args" in contents:
+        contents["args"]["devices"] = devices
+    weights = contents.get("model", contents)
+    tensors = [value for value in weights.values() if isinstance(value, Tensor)]
+    for state in contents.get("optimizer", {}).get("state", {}).values():
+        # Adam's `step` stays on the CPU, unless `fused` or `capturable`.
+        held = [each for name, each in state.items() if name != "step"]
+        tensors += [each for each in held if isinstance(each, Tensor)]
+    return tensors
+
+
+def description(path: Path) -> dict[str, str]:
+    """Return what torch finds at each place of a file: tensors with tag and layout, other values.
+
+    The tags are those in the file: torch hands them to ``map_location`` with each storage. Storages
+    are numbered in the order in which the file names them.
+    """
+    tags: dict[int, tuple[int, str]] = {}
+
+    def note(storage: Any, tag: str) -> Any:
+        tags[storage._cdata] = len(tags), tag
+        return storage
+
+    loaded = torch.load(path, map_location=note, weights_only=True)
+    found: dict[str, str] = {}
+
+    def describe(value: Any, place: str) -> None:
+        if isinstance(value, Tensor):
+            number, tag = tags[value.untyped_storage()._cdata]
+            layout = f"{list(value.shape)} stride {value.stride()} offset {value.storage_offset()}"
+            size = value.untyped_storage().nbytes()
+            found[place] = f"{value.dtype} {layout} of storage {number} ({size} bytes) on {tag}"
+        elif isinstance(value, dict):
+            found[place] = f"{type(value).__name__} of {len(value)}"
+            for key, each in value.items():
+                describe(each, f"{place}.{key}".lstrip("."))
+        elif isinstance(value, (list, tuple)):
+            found[place] = f"{type(value).__name__} of {len(value)}"
+            for number, each in enumerate(value):
+                describe(each, f"{place}.{number}")
+        else:
+            exact = isinstance(value, str) and not place.startswith("versions.")
+            found[place] = repr(value) if exact else type(value).__name__
+
+    describe(loaded, "")
+    return found
+
+
+def differences(one: Path, other: Path) -> list[str]:
+    """Return what differs between two files beside numbers: keys, tags, layouts, order, texts."""
+    ours, theirs = description(one), description(other)
+    found = [f"{place}: only in {one.name}" for place in ours if place not in theirs]
+    found += [f"{place}: only in {other.name}" for place in theirs if place not in ours]
+    for place, each in ours.items():
+        is_version = place.startswith("versions.")  # None on a machine without CUDA
+        if place in theirs and each != theirs[place] and not is_version:
+            found.append(f"{place}: {each}, not {theirs[place]}")
+    if not found and list(ours) != list(theirs):
+        found.append("the order of the keys")
+    return found

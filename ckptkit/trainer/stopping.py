@@ -1,0 +1,55 @@
+"""Ending a run on SIGTERM, as schedulers of clusters send it, after its checkpoint is saved."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ckptkit import CkptkitError
+
+
+class Stopped(CkptkitError):
+    """A run ended early on SIGTERM; its checkpoint is saved."""
+
+    exit_code = 128 + signal.SIGTERM
+
+    def __init__(self, epoch: int, step: int, out: Path, form: str) -> None:
+        hint = f"--resume {out} goes on from there"
+        if form != "full":
+            hint = "with --save-form full, --resume could go on from there"
+        super().__init__(
+            f"stopped by SIGTERM in epoch {epoch} after step {step}; the checkpoint is saved",
+            where=str(out),
+            hint=hint,
+        )
+
+
+@dataclass
+class StopRequest:
+    """Whether SIGTERM has arrived; the loop looks at it after each step."""
+
+    requested: bool = False
+
+
+@contextmanager
+def on_sigterm() -> Iterator[StopRequest]:
+    """Note the first SIGTERM; a second one ends the process at once, as without this."""
+    stop = StopRequest()
+    if threading.current_thread() is not threading.main_thread():
+        yield stop  # only the main thread may set handlers
+        return
+
+    def note(number: int, frame: Any) -> None:
+        stop.requested = True
+        signal.signal(signal.SIGTERM, before)
+
+    before = signal.signal(signal.SIGTERM, note)
+    try:
+        yield stop
+    finally:
+        signal.signal(signal.SIGTERM, before)

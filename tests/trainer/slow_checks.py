@@ -1,0 +1,28 @@
+"""Checks that do not end well, for processes that import them by name."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from time import sleep
+from typing import Any
+
+from ckptkit.trainer.gpu import Machine
+
+
+def passes(on: Machine, folder: Path) -> dict[str, Any]:
+    return {"folder": folder.name}
+
+
+def hangs(on: Machine, folder: Path) -> dict[str, Any]:
+    """Start a process that would outlive this one, and wait."""
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    (folder.parent / "child").write_text(str(child.pid))
+    sleep(600)
+    return {}
+
+
+def breaks(on: Machine, folder: Path) -> dict[str, Any]:
+    os._exit(9)
