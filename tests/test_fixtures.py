@@ -29,7 +29,8 @@ from ckptkit.core.tensor import Tensor
 from ckptkit.core.text import merge_all
 from ckptkit.core.tree import join, nodes
 from ckptkit.core.weights import as_tensor
-from fixtures.make import FIXTURES, KEPT, NET, kept, versions
+from ckptkit.trainer.simulated import description
+from fixtures.make import FIXTURES, KEPT, NET, SHARDED, kept, versions
 from fixtures.making import reading, training
 from tests.conftest import ROOT, Run
 from tests.formats.conformance import sharing
@@ -127,7 +128,7 @@ def test_tags_of_gpus_are_called_simulated() -> None:
         gpus = [device for device in entry["facts"]["devices"] if device != "cpu"]
         assert entry["device"].startswith(gpus[0] if gpus else "cpu"), name
         assert bool(gpus) == ("simulated" in entry["device"]), name
-        assert len(gpus) < 2, name
+        assert len(gpus) < 2 or name == "torch-zip/two_gpus.pth", name
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -221,6 +222,51 @@ def test_what_is_kept_beside_the_weights(option: str) -> None:
         assert set(held) == {"n_averaged", *(f"module.{name}" for name in tree["model"])}
 
 
+def test_files_of_gpus_keep_on_the_cpu_what_torch_keeps_there() -> None:
+    """Adam's step and the states of all generators, those of GPUs included."""
+    found = description(FOLDER / "torch-zip/adam_cuda1.pth")
+    moments = [each for name, each in found.items() if re.search(r"\.exp_avg(_sq)?$", name)]
+    steps = [each for name, each in found.items() if name.endswith(".step")]
+    assert len(moments) == 2 * len(steps) == 20
+    assert all(each.endswith("on cuda:1") for each in moments)
+    assert all(each.endswith("on cpu") for each in steps)
+    assert found["rng.cuda"] == "list of 2"
+    assert found["rng.cuda.1"].startswith("torch.uint8 [16]")
+    assert found["rng.cuda.1"].endswith("on cpu")
+    assert found["args.devices.0"] == "'cuda:1'"
+
+
+def test_one_file_over_two_gpus() -> None:
+    found = description(FOLDER / "torch-zip/two_gpus.pth")
+    tags = {name: each[-6:] for name, each in found.items() if "weight" in name}
+    assert tags["model.conv1.weight"] == tags["model.conv2.weight"] == "cuda:0"
+    assert tags["model.fc1.weight"] == tags["model.fc3.weight"] == "cuda:1"
+
+
+def test_a_training_in_float16_leaves_its_scale() -> None:
+    tree = ckptkit.load(FOLDER / "torch-zip/float16_cuda0.pth", whole=True)
+    assert tree["args"]["amp_dtype"] == "float16"
+    assert tree["scaler"]["scale"] > 1
+    assert {str(each.dtype) for each in tree["model"].values()} == {"torch.float32"}
+
+
+def test_the_weights_of_an_lstm_of_cudnn_are_views_of_one_storage() -> None:
+    weights = ckptkit.open(FOLDER / "torch-zip/flat_lstm_cuda0.pth").weights
+    views = [each for name, each in weights.items() if name.startswith("recurrent.")]
+    assert len({id(each.storage) for each in views}) == 1
+    assert sorted(each.offset for each in views)[0] == 0
+    assert len({each.offset for each in views}) == 8
+
+
+def test_the_shards_of_fsdp1_are_the_state_dict_that_it_gathers() -> None:
+    fixture = Fixture(SHARDED)
+    found, expected = ckptkit.load(fixture.path), fixture.load()
+    assert list(found) == list(expected)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    shapes = ckptkit.load(FOLDER / NET)
+    assert all(torch.equal(found[name], shapes[name]) for name in shapes)
+
+
 def test_the_random_states_of_both_processes_are_saved() -> None:
     for name in ("torch-zip/ddp_full_cpu.pth", "dcp/fsdp_full"):
         states = ckptkit.load(FOLDER / name, whole=True)["rng_of_ranks"]
@@ -276,7 +322,7 @@ def test_evaluate_gives_the_accuracy_of_the_manifest(run: Run) -> None:
 
 def test_what_is_not_made_again_is_kept() -> None:
     """DeepSpeed is not there to make it."""
-    made = {*FIXTURES, *(name for kind in training.KINDS for name in training.places(kind))}
+    made = {*FIXTURES, SHARDED, *(name for kind in training.KINDS for name in training.places(kind))}
     assert kept() == {name: ENTRIES[name] for name in ENTRIES.keys() - made}
     assert len(kept()) == 4
     assert not any(name.startswith(KEPT) for name in made)  # whose folders are removed

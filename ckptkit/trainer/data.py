@@ -233,6 +233,11 @@ def loaded(labelled: Labelled, batches: list[Tensor], workers: int, pinned: bool
     Pinned memory is what a GPU can copy while it computes: ``x.to(device, non_blocking=True)``.
     """
     loader: Any = DataLoader(
-        Batches(labelled), batch_size=None, sampler=batches, num_workers=workers, pin_memory=pinned
+        Batches(labelled),
+        batch_size=None,  # the sampler gives whole batches
+        sampler=batches,
+        num_workers=workers,
+        pin_memory=pinned,
+        generator=torch.Generator(),  # of its own: a loader draws a number that a run would miss
     )
     return iter(loader)

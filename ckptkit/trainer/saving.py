@@ -16,6 +16,7 @@ from glob import escape
 from itertools import product
 from pathlib import Path
 from shlex import quote
+from sys import intern
 from typing import Any
 
 import numpy
@@ -105,7 +106,8 @@ def _contents(run: Run, weights: State, optimizer: State, states: list[State]) -
     }
     if len(states) > 1:
         contents["rng_of_ranks"] = states
-    contents["args"]["devices"] = list(run.group.names)
+    # The one string of each name, else the bytes of a pickle would depend on where it comes from.
+    contents["args"]["devices"] = [intern(name) for name in run.group.names]
     if run.config.save_best:
         contents["best_accuracy"] = run.best_accuracy
     if run.scaler.is_enabled():
