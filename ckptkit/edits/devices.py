@@ -98,6 +98,7 @@ def remap(
     elif not notes or unused:
         nothing = f"the storages are on {there}, none on {', '.join(unused or asked)}"
         warnings.append(NoEffect(f"no device tags to change: {nothing}"))
+    warnings += _stay_on_cpu(ck.root, table)
     if values:
         swap |= plain
     elif plain:
@@ -112,6 +113,40 @@ def remap(
     if storages or swap:
         root = rebuild(root, partial(_moved, storages=storages), swap)
     return ck.with_root(root, notes=notes, warnings=warnings)
+
+
+def _stay_on_cpu(root: Node, table: Mapping[str, str]) -> list[str]:
+    """Return a warning if tensors are retagged that torch keeps on the CPU in a run on a GPU.
+
+    Those are the states of random number generators, and ``step`` of Adam (unless ``fused`` or
+    ``capturable``). It names the devices to change alone, if the file has any.
+    """
+    target = table.get("cpu")
+    if target is None:
+        return []
+    found = [
+        join(path)
+        for path, node in walk(root)
+        if isinstance(node, Tensor) and _belongs_on_cpu(path, node)
+    ]
+    others = [old for old in table if old != "cpu"]
+    if not found or not others:
+        return []
+    pairs = " ".join(f"--device {old}={table[old]}" for old in others)
+    alone = typed(pairs, repr({old: table[old] for old in others}))
+    where = f"torch keeps {quoted(found, 2)} on the CPU, tagged {target} now"
+    return [f"{where}; {alone} leaves such tensors as they are"]
+
+
+def _belongs_on_cpu(path: tuple[Node, ...], tensor: Tensor) -> bool:
+    """Return whether torch keeps a tensor on the CPU: Adam's step, the state of a generator."""
+    if tensor.storage is None or tensor.storage.device != "cpu":
+        return False
+    names = [key for key in path if isinstance(key, str)]
+    if names[-1:] == ["step"]:
+        return "state" in names[:-1] and tensor.shape in ((), (1,))
+    is_state = tensor.dtype.name == "uint8" and len(tensor.shape) == 1
+    return is_state and any(re.search("rng|random_state", key) for key in names)
 
 
 def _moved(leaf: Node, storages: Mapping[int, Storage]) -> Node:

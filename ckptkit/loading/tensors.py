@@ -228,14 +228,15 @@ def _sparse(tensors: TorchTensors, node: Object) -> torch.Tensor:
     if layout == "sparse_coo":
         coalesced = bool(data[3]) if len(data) > 3 and data[3] is not None else None
         indices, values = map(tensors.tensor, data[:2])
+        # The meta device has no indices to check.
         return torch.sparse_coo_tensor(
-            indices, values, shape, check_invariants=True, is_coalesced=coalesced
+            indices, values, shape, check_invariants=not values.is_meta, is_coalesced=coalesced
         )
     compressed, plain, values = map(tensors.tensor, data[:3])
     kind = {"sparse_csr": torch.sparse_csr, "sparse_csc": torch.sparse_csc,
             "sparse_bsr": torch.sparse_bsr, "sparse_bsc": torch.sparse_bsc}[layout]  # fmt: skip
     return torch.sparse_compressed_tensor(
-        compressed, plain, values, shape, layout=kind, check_invariants=True
+        compressed, plain, values, shape, layout=kind, check_invariants=not values.is_meta
     )
 
 

@@ -25,13 +25,13 @@ DATA = "digits, random or cifar10:DIR"
 CHANGEABLE = (
     "devices", "output_device", "parallel", "epochs", "segments", "memory_efficient",
     "preserve_rng", "save_form", "keep_module_prefix", "save_every", "save_best", "eval_every",
-    "workers", "compile", "foreach", "sync_batch_norm", "benchmark", "empty_cache",
+    "workers", "torch_compile", "foreach", "sync_batch_norm", "benchmark", "empty_cache",
 )  # fmt: skip
 # Recorded in a checkpoint only where they are not the default: runs that do not use them still give
 # the bytes that they gave before these options were added.
 RECORDED_IF_USED = (
     "optimizer", "weight_decay", "dropout", "preserve_rng", "eval_every", "save_best",
-    "output_device", "workers", "sampler", "amp_dtype", "clip_norm_type", "ema", "compile",
+    "output_device", "workers", "sampler", "amp_dtype", "clip_norm_type", "ema", "torch_compile",
     "foreach", "sync_batch_norm", "benchmark", "empty_cache", "validation",
 )  # fmt: skip
 VALIDATION = 10  # --save-best holds out every tenth training image, unless --validation is given
@@ -144,7 +144,7 @@ class Config:
     amp_dtype: str = option(
         "bfloat16", "Dtype of --amp; float16 needs a scaled loss.", choices=AMP_DTYPES
     )
-    compile: str = option(
+    torch_compile: str = option(
         "", "Compile the model with this backend of torch.compile, e.g. inductor.", metavar="NAME"
     )
     sync_batch_norm: bool = option(

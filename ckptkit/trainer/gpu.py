@@ -19,182 +19,21 @@ from __future__ import annotations
 import json
 import os
 import platform
-import signal
-import subprocess
 import tempfile
-import traceback
-from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
-from multiprocessing import get_context
+from dataclasses import asdict
 from pathlib import Path
-from shutil import which
-from time import monotonic
 from typing import Any
 
 import click
 import torch
-from torch import Tensor, nn
 
 import ckptkit
 from ckptkit.core.text import plural
-from ckptkit.trainer.run import switches_restored
+from ckptkit.trainer.checking import LIMIT, CheckResult, Facts, Machine, run_limited
+from ckptkit.trainer.gpu_checks import CHECKS
 
-LIMIT = 180  # seconds of a check
-Facts = dict[str, Any]
-
-
-class NotHere(Exception):
-    """Nothing of a check can be tried on this machine."""
-
-
-class Failed(Exception):
-    """A check found something wrong."""
-
-
-@dataclass(frozen=True)
-class Machine:
-    """The machine of the checks; `device` is its first GPU, or the CPU where there is none.
-
-    Checkpoints that its GPUs tag are kept in `fixtures`.
-    """
-
-    gpus: int
-    name: str
-    fixtures: Path | None = None
-
-    @property
-    def device(self) -> torch.device:
-        return torch.device("cuda:0" if self.gpus else "cpu")
-
-    @property
-    def pair(self) -> tuple[str, ...]:
-        """Two GPUs, or the CPU twice, which simulates two."""
-        return ("cuda:0", "cuda:1") if self.gpus > 1 else ("cpu", "cpu")
-
-    def needs(self, gpus: int) -> None:
-        """Raise NotHere if there are fewer GPUs and nothing simulates them."""
-        if self.gpus < gpus:
-            raise NotHere(f"needs {plural(gpus, 'GPU')}, this machine has {self.gpus}")
-
-
-@dataclass(frozen=True)
-class Check:
-    """A function of the machine and an empty folder that returns its measurements.
-
-    It is about `gpus` GPUs. It raises NotHere, or Failed for what is wrong.
-    """
-
-    name: str
-    gpus: int
-    function: Callable[[Machine, Path], Facts]
-
-
-@dataclass
-class CheckResult:
-    """The outcome of a check, its measurements, the reason, the devices that computed."""
-
-    name: str
-    status: str
-    seconds: float = 0.0
-    facts: Facts = field(default_factory=dict)
-    why: str = ""
-    devices: list[str] = field(default_factory=list)
-    traceback: str = ""
-
-
-def require(condition: bool, otherwise: str) -> None:
-    """Raise Failed unless a condition holds."""
-    if not condition:
-        raise Failed(otherwise)
-
-
-class Witness:
-    """The devices of the outputs of all layers that are called while it is open, in all threads."""
-
-    def __init__(self) -> None:
-        self.devices: set[str] = set()
-
-    def __enter__(self) -> Witness:
-        self._hook = nn.modules.module.register_module_forward_hook(self._see)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._hook.remove()
-
-    def _see(self, layer: nn.Module, inputs: Any, outputs: Any) -> None:
-        parts = outputs if isinstance(outputs, (list, tuple)) else [outputs]
-        self.devices |= {str(each.device) for each in parts if isinstance(each, Tensor)}
-
-    @property
-    def gpus(self) -> list[str]:
-        return sorted(each for each in self.devices if each.startswith("cuda"))
-
-
-def run_check(check: Check, on: Machine, folder: Path) -> CheckResult:
-    """Run a check in a folder of its own; never raises.
-
-    Its facts may name ``processes``: what each process of a group reports of itself.
-    """
-    started, result = monotonic(), CheckResult(check.name, "failed")
-    folder.mkdir()
-    witness = Witness()
-    try:
-        with switches_restored(), witness:
-            result.facts = check.function(on, folder)
-        processes = result.facts.get("processes", [])
-        witness.devices |= {each["device"] for each in processes}
-        result.status = "simulated" if on.gpus < check.gpus else "passed"
-        if result.status == "passed":
-            require_evidence(check, witness, processes)
-    except NotHere as reason:
-        result.status, result.why = "not possible here", str(reason)
-    except Exception as error:
-        result.status, result.why = "failed", f"{type(error).__name__}: {error}"
-        result.traceback = traceback.format_exc()
-    result.devices = sorted(witness.devices)
-    result.seconds = round(monotonic() - started, 2)
-    return result
-
-
-def require_evidence(check: Check, witness: Witness, processes: list[Facts]) -> None:
-    """Raise Failed if a check did not compute on as many GPUs as it is about."""
-    used = ", ".join(sorted(witness.devices)) or "no device"
-    require(
-        len(witness.gpus) >= check.gpus,
-        f"is about {plural(check.gpus, 'GPU')}, and its layers ran on {used}",
-    )
-    if processes:
-        backends = {each["backend"] for each in processes}
-        require(len(processes) > 1, "one process exchanges nothing")
-        require("nccl" in backends or check.gpus < 2, f"exchanged through {', '.join(backends)}")
-
-
-def run_limited(check: Check, on: Machine, folder: Path, limit: float = LIMIT) -> CheckResult:
-    """Run a check in a process of its own; end it, and those that it started, after `limit` s."""
-    started, answer = monotonic(), folder.with_suffix(".json")
-    child: Any = get_context("spawn").Process(target=_child, args=(check, on, folder, answer))
-    child.start()
-    child.join(limit)
-    why = f"the process ended with exit code {child.exitcode}"
-    if child.is_alive():
-        why = f"took longer than {limit:g} s"
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(child.pid, signal.SIGKILL)  # its own group, with processes that it left
-    child.join()
-    if answer.is_file():
-        return CheckResult(**json.loads(answer.read_text()))
-    seconds = round(monotonic() - started, 2)
-    return CheckResult(check.name, "failed", seconds, why=why)
-
-
-def _child(check: Check, on: Machine, folder: Path, answer: Path) -> None:
-    os.setsid()
-    torch.set_num_threads(1)
-    result = json.dumps(asdict(run_check(check, on, folder)), default=str)
-    unfinished = answer.with_suffix(".part")
-    unfinished.write_text(result)
-    unfinished.replace(answer)  # a killed process leaves no half of an answer
+DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def machine(fixtures: Path | None = None) -> Machine:
@@ -221,7 +60,8 @@ def versions(on: Machine) -> Facts:
         found["cudnn"] = backend.version()
         with suppress(AttributeError, RuntimeError):  # built without nccl
             found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
-        found["driver"] = nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader")
+        with suppress(OSError, IndexError):  # another system than Linux
+            found["driver"] = DRIVER.read_text().splitlines()[0].removeprefix("NVRM version: ")
     for number in range(on.gpus):
         about = torch.cuda.get_device_properties(number)
         found["gpus"].append(
@@ -233,15 +73,6 @@ def versions(on: Machine) -> Facts:
             }
         )
     return found
-
-
-def nvidia_smi(*options: str) -> list[str] | None:
-    """Return the lines that nvidia-smi prints; None where there is none, or it fails."""
-    program = which("nvidia-smi")
-    if program is None:
-        return None
-    done = subprocess.run([program, *options], capture_output=True, encoding="utf-8", timeout=30)
-    return done.stdout.splitlines() if done.returncode == 0 else None
 
 
 def report(results: list[CheckResult], on: Machine) -> dict[str, Any]:
@@ -302,8 +133,6 @@ def as_markdown(found: dict[str, Any]) -> str:
 )
 def command(out: Path, only: str, limit: float, fixtures: Path | None) -> None:
     """Check the trainer on the GPUs of this machine; write a report to the folder OUT."""
-    from ckptkit.trainer.gpu_checks import CHECKS
-
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before cuBLAS is first used
     chosen = [check for check in CHECKS if only.lower() in check.name.lower()]
     if not chosen:
@@ -324,7 +153,4 @@ def command(out: Path, only: str, limit: float, fixtures: Path | None) -> None:
 
 
 if __name__ == "__main__":
-    # By its name: the checks import the classes of that module, not of `__main__`.
-    from ckptkit.trainer.gpu import command as run_command
-
-    run_command()
+    command()

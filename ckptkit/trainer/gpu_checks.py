@@ -10,11 +10,10 @@ import gc
 import json
 import os
 import socket
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -26,8 +25,8 @@ from torch.multiprocessing.spawn import spawn
 
 import ckptkit
 from ckptkit.trainer import loop, parallel
+from ckptkit.trainer.checking import Check, Facts, Machine, Witness, require
 from ckptkit.trainer.config import FORMS, MODELS, Config, RequestError, RunFiles
-from ckptkit.trainer.gpu import Check, Facts, Machine, Witness, nvidia_smi, require
 from ckptkit.trainer.models import Cnn
 from ckptkit.trainer.run import prepare
 from ckptkit.trainer.simulated import as_on_gpus, differences, simulated_cuda
@@ -173,8 +172,9 @@ def memory_report(on: Machine, folder: Path) -> Facts:
     last = measured(on, folder / "run.pth")
     size = sum(each.nbytes for each in Cnn(*NET).parameters())
     require(last["parameters"] == size, f"{last['parameters']} bytes of parameters, not {size}")
-    shown = nvidia_smi("--query-gpu=memory.used", "--format=csv") if on.gpus else None
-    return {**last, "nvidia-smi": shown}
+    used = last.get("used", {})  # what nvidia-smi shows, of all processes
+    require(all(used[gpu] >= last["reserved"][gpu] for gpu in used), f"used: {used}")
+    return last
 
 
 @check("S05 segments beside the article's figures")
@@ -234,6 +234,18 @@ def growth(on: Machine, folder: Path) -> Facts:
     return {"allocated": allocated}
 
 
+def device_count(visible: str) -> int:
+    """Return the number of GPUs that a process with CUDA_VISIBLE_DEVICES has."""
+    before = os.environ.get("CUDA_VISIBLE_DEVICES")
+    os.environ["CUDA_VISIBLE_DEVICES"] = visible
+    try:
+        with get_context("spawn").Pool(1) as pool:
+            return pool.apply(torch.cuda.device_count)
+    finally:
+        del os.environ["CUDA_VISIBLE_DEVICES"]
+        os.environ |= {} if before is None else {"CUDA_VISIBLE_DEVICES": before}
+
+
 @check("S09 any device first, hidden devices, another output device", gpus=2)
 def choosing(on: Machine, folder: Path) -> Facts:
     try:
@@ -243,10 +255,8 @@ def choosing(on: Machine, folder: Path) -> Facts:
     second = on.pair[1]
     train(on, folder / "second.pth", devices=(second,))
     train(on, folder / "out.pth", parallel="dp", devices=on.pair[::-1], output_device=on.pair[0])
-    code = "import torch; print(torch.cuda.device_count())"
-    hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": "1" if on.gpus > 1 else ""}
-    done = subprocess.run([sys.executable, "-c", code], env=hidden, capture_output=True, text=True)
-    require(done.stdout.strip() == str(int(on.gpus > 1)), f"{done.stdout} devices are visible")
+    visible = device_count("1" if on.gpus > 1 else "")
+    require(visible == int(on.gpus > 1), f"{visible} devices are visible")
     return {"second": second}
 
 
@@ -324,9 +334,11 @@ def about_gpus(on: Machine, folder: Path) -> Facts:
     reserved = torch.cuda.memory_reserved()
     torch.zeros(1 << 20, device=on.device)
     torch.cuda.empty_cache()
-    listed = nvidia_smi("-L")
-    require(listed is None or len(listed) >= on.gpus, f"nvidia-smi lists {listed}")
-    return {"nvidia-smi -L": listed, "reserved": reserved}
+    about = [torch.cuda.get_device_properties(number) for number in range(on.gpus)]
+    uuids = [str(getattr(each, "uuid", "")) for each in about]  # from torch 2.4 on
+    require(len(set(uuids)) == on.gpus or not any(uuids), f"UUIDs {uuids}")
+    require(torch.cuda.memory_reserved() <= reserved, "empty_cache gave nothing back")
+    return {"names": [each.name for each in about], "uuids": uuids, "reserved": reserved}
 
 
 @check("S23 clipping by norm, and a step schedule")
@@ -520,7 +532,7 @@ def compare_with_twin(real: Path, plain: Path, devices: list[str], gpus: int) ->
     numbers and versions.
     """
     simulated = plain.with_name(f"simulated_{real.name}")
-    loaded = torch.load(plain, weights_only=True)
+    loaded = ckptkit.load(plain, map_location="cpu", whole=True, mmap=False)
     moved = as_on_gpus(loaded, devices, gpus)
     with simulated_cuda(torch.device(devices[0]).index or 0, only=moved), simulated.open("wb") as f:
         torch.save(loaded, f)

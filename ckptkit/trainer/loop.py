@@ -130,7 +130,7 @@ def train_epoch(
                 with parallel.sync_gradients(run.wrapped, now=number == len(step.micro_batches)):
                     with parallel.autocast(config, device):
                         loss = run.loss(run.wrapped(x), y) * share
-                    run.scaler.scale(loss).backward()
+                    run.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
                 # A number: the tensor would keep the graph alive.
                 total += loss.item() * step.images / group.world
             if config.clip_norm:

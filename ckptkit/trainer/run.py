@@ -40,7 +40,7 @@ class Run:
     loss: Callable[[Tensor | list[Tensor], Tensor], Tensor]
     optimizer: Optimizer
     scheduler: StepLR
-    scaler: Any
+    scaler: torch.amp.GradScaler
     average: AveragedModel | None = None
     epoch: int = 0
     step: int = 0
@@ -53,8 +53,8 @@ def prepare(config: Config, group: parallel.ProcessGroup) -> Run:
     task, loaded = TASKS[config.model], load(config)
     seed(config)
     model = build(config, loaded.shape, loaded.classes).to(group.device)
-    if config.compile:
-        model.compile(backend=config.compile)  # in place: no prefix `_orig_mod.` in the keys
+    if config.torch_compile:
+        model.compile(backend=config.torch_compile)  # in place: no prefix `_orig_mod.` in the keys
     if group.rank:
         seed(config, group.rank)  # equal weights in all processes, but not equal dropout
     wrapped = parallel.wrap(model, config, group)
@@ -78,16 +78,14 @@ def prepare(config: Config, group: parallel.ProcessGroup) -> Run:
     return run
 
 
-def grad_scaler(config: Config, device: torch.device) -> Any:
+def grad_scaler(config: Config, device: torch.device) -> torch.amp.GradScaler:
     """Return a scaler of the loss, which does nothing unless the run computes in float16.
 
     Small gradients become 0 in float16, so the loss is multiplied before the backward pass and the
     gradients are divided after it.
     """
     is_used = config.amp and config.amp_dtype == "float16"
-    if hasattr(torch.amp, "GradScaler"):
-        return torch.amp.GradScaler(device.type, enabled=is_used)
-    return torch.cuda.amp.GradScaler(enabled=is_used)  # before torch 2.3
+    return torch.amp.GradScaler(device.type, enabled=is_used)
 
 
 @contextmanager

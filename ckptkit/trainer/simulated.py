@@ -17,6 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import ckptkit
+from ckptkit.core import tensor
+from ckptkit.core.tree import join, type_name, walk
+
 GENERATOR_BYTES = 16  # state of a GPU's generator: seed and offset
 
 
@@ -32,11 +36,11 @@ def simulated_cuda(
     index.
     """
     by_storage = {
-        tensor.untyped_storage()._cdata: number
+        each.untyped_storage()._cdata: number
         for number, tensors in (others or {}).items()
-        for tensor in tensors
+        for each in tensors
     }
-    chosen = None if only is None else {tensor.untyped_storage()._cdata for tensor in only}
+    chosen = None if only is None else {each.untyped_storage()._cdata for each in only}
 
     def tag(storage: Any) -> str | None:
         number = by_storage.get(storage._cdata, index)
@@ -74,39 +78,25 @@ def as_on_gpus(contents: dict[str, Any], devices: list[str], gpus: int) -> list[
 
 
 def description(path: Path) -> dict[str, str]:
-    """Return what torch finds at each place of a file: tensors with tag and layout, other values.
+    """Return what each place of a file holds: tensors with tag and layout, strings, other types.
 
-    The tags are those in the file: torch hands them to ``map_location`` with each storage. Storages
-    are numbered in the order in which the file names them.
+    The tags are those in the file; nothing is mapped to another device. Storages are numbered in
+    the order in which the file names them.
     """
-    tags: dict[int, tuple[int, str]] = {}
-
-    def note(storage: Any, tag: str) -> Any:
-        tags[storage._cdata] = len(tags), tag
-        return storage
-
-    loaded = torch.load(path, map_location=note, weights_only=True)
     found: dict[str, str] = {}
-
-    def describe(value: Any, place: str) -> None:
-        if isinstance(value, Tensor):
-            number, tag = tags[value.untyped_storage()._cdata]
-            layout = f"{list(value.shape)} stride {value.stride()} offset {value.storage_offset()}"
-            size = value.untyped_storage().nbytes()
-            found[place] = f"{value.dtype} {layout} of storage {number} ({size} bytes) on {tag}"
-        elif isinstance(value, dict):
-            found[place] = f"{type(value).__name__} of {len(value)}"
-            for key, each in value.items():
-                describe(each, f"{place}.{key}".lstrip("."))
-        elif isinstance(value, (list, tuple)):
-            found[place] = f"{type(value).__name__} of {len(value)}"
-            for number, each in enumerate(value):
-                describe(each, f"{place}.{number}")
-        else:
-            exact = isinstance(value, str) and not place.startswith("versions.")
-            found[place] = repr(value) if exact else type(value).__name__
-
-    describe(loaded, "")
+    numbers: dict[int, int] = {}
+    for place, node in walk(ckptkit.open(path).root):
+        what = type_name(node)
+        if isinstance(node, tensor.Tensor) and node.storage is not None:
+            number = numbers.setdefault(id(node.storage), len(numbers))
+            layout = f"{list(node.shape)} stride {list(node.stride)} offset {node.offset}"
+            storage = f"storage {number} ({node.storage.nbytes} bytes)"
+            what = f"{node.dtype} {layout} of {storage} on {node.storage.device}"
+        elif isinstance(node, (dict, list, tuple)):
+            what = f"{what} of {len(node)}"
+        elif isinstance(node, str):
+            what = repr(node)
+        found[join(place)] = what
     return found
 
 

@@ -2,13 +2,16 @@ from __future__ import annotations
 
 import pytest
 
+from ckptkit.api import open_checkpoint
 from ckptkit.core import dtypes
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import UsageError
 from ckptkit.core.tensor import Tensor, TypedStorage
+from ckptkit.core.text import on_command_line
 from ckptkit.core.tree import Global, Node, Object, OrderedMapping, SetNode
 from ckptkit.edits.devices import DEVICES, remap
 from tests.edits.trees import from_torch, lines, storage, tensor
+from tests.matrix import FOLDER
 
 FLOAT32 = dtypes.BY_NAME["float32"]
 
@@ -245,3 +248,20 @@ def test_order_and_metadata_stay() -> None:
     assert list(done.weights) == list(ck.weights)
     assert done.root.state == ck.root.state
     assert set(devices(done)) == {"cuda:0"}
+
+
+def test_what_torch_keeps_on_the_cpu_is_named() -> None:
+    """Adam's step and the states of generators; the warning says how to leave them there."""
+    names = ("torch-zip/adam_cuda1.pth", "torch-zip/none_full_cuda1.pth")
+    adam, momentum = (open_checkpoint(FOLDER / name) for name in names)
+    (said,) = remap(adam, "cuda:0").warnings
+    assert said == (
+        "torch keeps 'optimizer.state.0.step', 'optimizer.state.1.step' and 11 more on the CPU, "
+        "tagged cuda:0 now; {'cuda:1': 'cuda:0'} leaves such tensors as they are"
+    )
+    with on_command_line():
+        (said,) = remap(momentum, "cuda:0").warnings
+    assert "'rng.torch'" in said
+    assert "; --device cuda:1=cuda:0 leaves" in said
+    for devices in ("cpu", {"cuda:1": "cuda:0"}, {"cuda:1": "cuda:0", "cpu": "cpu"}):
+        assert not remap(adam, devices).warnings

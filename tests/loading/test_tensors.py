@@ -169,6 +169,19 @@ def test_special_layouts(tmp_path: Path, name: str) -> None:
         assert theirs.layout != torch.sparse_coo or ours.is_coalesced() == theirs.is_coalesced()
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize(
+    "name", [name for name in SPECIAL if name[:3] in ("coo", "csr", "csc", "bsr", "bsc")]
+)
+def test_sparse_tensors_on_the_meta_device(tmp_path: Path, name: str) -> None:
+    """There are no indices to check."""
+    path = saved({"w": SPECIAL[name](), "v": torch.ones(1)}, tmp_path / "a.pth")
+    ours = ckptkit.load(path, map_location="meta")["w"]
+    theirs = torch.load(path, map_location="meta", weights_only=True)["w"]
+    assert (ours.layout, ours.shape, ours.dtype) == (theirs.layout, theirs.shape, theirs.dtype)
+    assert ours.is_meta
+
+
 def test_a_tensor_with_attributes_is_that_tensor(tmp_path: Path) -> None:
     weight = torch.ones(2)
     weight.note = "mine"  # type: ignore[attr-defined]

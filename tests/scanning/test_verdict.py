@@ -55,10 +55,13 @@ from tests.scanning.hostile_pickles import (
 
 METHOD = FOLDER / "torch-zip/bound_method.pth"  # calls getattr
 MODULES = [FOLDER / "torch-zip/module.pth", FOLDER / "torch-zip/sync_batch_norm.pth"]
+SHARDS = sorted(FOLDER.glob("parallel/*/*.pt"))  # ShardedTensors of FSDP1
 FILES = sorted(
     path
     for path in FOLDER.rglob("*")
-    if path.is_file() and path.suffix not in (".py", ".pyc") and path not in (METHOD, *MODULES)
+    if path.is_file()
+    and path.suffix not in (".py", ".pyc")
+    and path not in (METHOD, *MODULES, *SHARDS)
 )
 
 # Scans all cases in a process that is watched: nothing of them may be imported, opened for writing,
@@ -141,6 +144,13 @@ def test_a_method_that_was_saved_is_a_finding() -> None:
     found = scan(METHOD)
     assert counts(found, strict=False)
     assert not loads(METHOD)
+
+
+@pytest.mark.parametrize("path", SHARDS, ids=lambda path: path.stem)
+def test_shards_of_fsdp1_are_not_known_to_be_safe(path: Path) -> None:
+    """Their classes ask for the process group when they are loaded; weights_only refuses them."""
+    assert scan(path).verdict == UNKNOWN
+    assert not loads(path)
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: path.stem)

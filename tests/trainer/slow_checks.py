@@ -9,7 +9,7 @@ from pathlib import Path
 from time import sleep
 from typing import Any
 
-from ckptkit.trainer.gpu import Machine
+from ckptkit.trainer.checking import Machine
 
 
 def passes(on: Machine, folder: Path) -> dict[str, Any]:

@@ -23,8 +23,19 @@ from click.testing import CliRunner
 from torch import nn
 
 from ckptkit.trainer import gpu, gpu_checks, loop, parallel
+from ckptkit.trainer.checking import (
+    Check,
+    CheckResult,
+    Failed,
+    Machine,
+    NotHere,
+    Witness,
+    require,
+    require_evidence,
+    run_check,
+    run_limited,
+)
 from ckptkit.trainer.config import Config
-from ckptkit.trainer.gpu import Check, Failed, Machine, NotHere, Witness, run_check, run_limited
 from ckptkit.trainer.gpu_checks import CHECKS, SMALL
 from ckptkit.trainer.simulated import as_on_gpus, description, differences, simulated_cuda
 from tests.trainer import slow_checks
@@ -130,7 +141,7 @@ class Fake:
 def test_the_evidence(gpus: int, devices: list[str], processes: list[str], why: str | None) -> None:
     check, witness = Check("any", gpus, slow_checks.passes), Fake(*devices)
     with nullcontext() if why is None else pytest.raises(Failed, match=why):
-        gpu.require_evidence(
+        require_evidence(
             check,
             witness,  # type: ignore[arg-type]
             [{"backend": each, "device": "cuda:0"} for each in processes],
@@ -152,7 +163,7 @@ def test_every_failure_is_a_result(tmp_path: Path) -> None:
         raise NotHere("too small")
 
     def fails(on: Machine, folder: Path) -> dict[str, Any]:
-        gpu.require(1 > 2, "1 is not more")
+        require(1 > 2, "1 is not more")
         raise AssertionError
 
     def breaks(on: Machine, folder: Path) -> dict[str, Any]:
@@ -230,11 +241,11 @@ def test_the_command_writes_both_reports(tmp_path: Path, monkeypatch: pytest.Mon
     def fails(on: Machine, folder: Path) -> dict[str, Any]:
         raise Failed("no")
 
-    def here(check: Check, on: Machine, folder: Path, limit: float) -> gpu.CheckResult:
+    def here(check: Check, on: Machine, folder: Path, limit: float) -> CheckResult:
         return run_check(check, on, folder)
 
     monkeypatch.setattr(gpu, "run_limited", here)
-    monkeypatch.setattr(gpu_checks, "CHECKS", [Check("one", 0, passes)])
+    monkeypatch.setattr(gpu, "CHECKS", [Check("one", 0, passes)])
     done = CliRunner().invoke(gpu.command, [str(tmp_path / "out")])
     assert done.exit_code == 0, done.output
     assert done.output.startswith("passed ")
@@ -242,7 +253,7 @@ def test_the_command_writes_both_reports(tmp_path: Path, monkeypatch: pytest.Mon
     found = json.loads((tmp_path / "out/report.json").read_text())
     assert found["results"][0]["facts"] == {"table": ["a  b", "1  2"]}
     assert "```text\na  b\n1  2\n```" in (tmp_path / "out/report.md").read_text()
-    monkeypatch.setattr(gpu_checks, "CHECKS", [Check("one", 0, passes), Check("two", 0, fails)])
+    monkeypatch.setattr(gpu, "CHECKS", [Check("one", 0, passes), Check("two", 0, fails)])
     assert CliRunner().invoke(gpu.command, [str(tmp_path / "out")]).exit_code == 1
     assert CliRunner().invoke(gpu.command, [str(tmp_path / "out"), "--only", "ONE"]).exit_code == 0
     nothing = CliRunner().invoke(gpu.command, [str(tmp_path / "out"), "--only", "three"])
@@ -289,9 +300,9 @@ def twin(plain: Path, path: Path, **changes: Any) -> Path:
         ({"other_values": True}, None),
         ({"index": 0}, "model.conv1.weight: .* on cuda:1, not .* on cuda:0"),
         ({"step_too": True}, "optimizer.state.0.step: .* on cpu, not .* on cuda:1"),
-        ({"rng_too": True}, "rng.cuda.0: torch.uint8 .* on cpu, not .* on cuda:1"),
+        ({"rng_too": True}, "rng.cuda.0: uint8 .* on cpu, not .* on cuda:1"),
         ({"gpus": 1}, "rng.cuda.1: only in real.pth"),
-        ({"other_dtype": True}, "model.fc3.bias: torch.float32 .*, not torch.float64"),
+        ({"other_dtype": True}, "model.fc3.bias: float32 .*, not float64"),
         ({"other_order": True}, "model.conv1.weight: .* of storage 0 .*, not .* of storage 9"),
         ({"other_arguments": True}, "args.devices.0: 'cuda:1', not 'cuda:0'"),
     ],
