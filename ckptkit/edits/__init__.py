@@ -141,7 +141,7 @@ EDITS = (
          Option("method", "choice", "--method", None,
                 "How values become one: see `ckptkit help merging`.",
                 choices=("linear", "slerp", "task", "ties", "dare-ties", "dare-linear",
-                         "passthrough"), required=True, recipe=None),
+                         "passthrough"), recipe=None),
          Option("base", "text", "--base", "BASE",
                 "The model that the others were trained from: its differences are merged.",
                 recipe=None),

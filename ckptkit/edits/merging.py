@@ -94,7 +94,7 @@ class Use(NamedTuple):
 def merge(
     checkpoints: Sequence[Source],
     *,
-    method: str = LINEAR,
+    method: str | None = None,
     base: Source | None = None,
     weights: Sequence[Setting] | None = None,
     densities: Sequence[Setting] | None = None,
@@ -125,10 +125,15 @@ def merge(
     dare-ties and dare-linear leave out others. Raises UsageError where names or shapes differ, and
     for numbers that a method does not use.
     """
-    if method not in METHODS:
-        raise UsageError(f"{method!r} is not a method", hint=f"one of {', '.join(METHODS)}")
     given = several(checkpoints)
     models = [model(each, given) for each in given]
+    if method is None:
+        for other in models[1:]:
+            _check_alike(models[0], other, other.required.tensors)
+        option = typed("--method METHOD", "method=...")
+        raise UsageError(f"how are they merged? {option}", hint=f"one of {', '.join(METHODS)}")
+    if method not in METHODS:
+        raise UsageError(f"{method!r} is not a method", hint=f"one of {', '.join(METHODS)}")
     ranges = [layers] if isinstance(layers, str) else list(layers)
     if (method in OF_DIFFERENCES) and base is None:
         base_words = typed("--base BASE", "base=...")

@@ -61,7 +61,9 @@ def assert_close(found: Weights, expected: Weights, terms: list[Weights]) -> Non
 
 
 def test_linear_is_the_weighted_mean(models: list[Weights], tmp_path: Path) -> None:
-    found = merged(tmp_path, [1, 2, 3], weights=[0.3, {"*": 0.5, "*.mlp.*": 0.1}, 0.9])
+    found = merged(
+        tmp_path, [1, 2, 3], method="linear", weights=[0.3, {"*": 0.5, "*.mlp.*": 0.1}, 0.9]
+    )
     expected = {}
     for name in found:
         shares = [0.3, 0.1 if ".mlp." in name else 0.5, 0.9]
@@ -71,7 +73,7 @@ def test_linear_is_the_weighted_mean(models: list[Weights], tmp_path: Path) -> N
         assert isinstance(total, torch.Tensor)
         expected[name] = (total / sum(shares)).to(models[0][name].dtype)
     assert_close(found, expected, models)
-    plain = merged(tmp_path, [1, 2], normalize=False)
+    plain = merged(tmp_path, [1, 2], method="linear", normalize=False)
     both = {name: (models[1][name].float() + models[2][name].float()) for name in plain}
     assert_close(plain, {k: v.to(models[0][k].dtype) for k, v in both.items()}, [both])
 
@@ -285,6 +287,7 @@ def test_configurations_that_are_refused(tmp_path: Path, run: Run, changed: str,
         ({"method": "passthrough"}, "needs the layers of each"),
         ({"method": "linear", "layers": ["0:1"] * 3}, "layers are for passthrough"),
         ({"method": "median"}, "'median' is not a method"),
+        ({}, "how are they merged? method="),
     ],
 )
 def test_numbers_that_a_method_does_not_use(
@@ -300,7 +303,7 @@ def test_parts_of_one_model_are_named_join(tmp_path: Path, run: Run) -> None:
     save_file({"encoder.w": torch.ones(2)}, tmp_path / "encoder.safetensors")
     save_file({"decoder.w": torch.ones(2)}, tmp_path / "decoder.safetensors")
     parts = [tmp_path / "encoder.safetensors", tmp_path / "decoder.safetensors"]
-    done = run("merge", *parts, tmp_path / "out.safetensors", "--method", "linear")
+    done = run("merge", *parts, tmp_path / "out.safetensors")
     assert done.code == 2
     assert (
         f"ckptkit join {parts[0]} {parts[1]} {tmp_path / 'encoder-new.safetensors'}" in done.stderr

@@ -17,7 +17,7 @@ import ckptkit  # noqa: E402
 from tests.edits.test_merging import DTYPES, assert_close, model  # noqa: E402
 
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
-    "linear": ("linear", {"weight": [0.3, 0.5]}, {"weights": [0.3, 0.5]}),
+    "linear": ("linear", {"weight": [0.3, 0.5]}, {"method": "linear", "weights": [0.3, 0.5]}),
     "slerp": ("slerp", {"t": 0.3}, {"method": "slerp", "scale": 0.3}),
     "task": (
         "task_arithmetic",
