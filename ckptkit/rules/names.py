@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,8 +94,9 @@ class Settings:
         if node is None:
             return None
         if type(node) is not int:
-            shown = "a list" if isinstance(node, (list, tuple)) else repr(str(node)[:40])
-            raise RuleError(f"{place}.{path} is {shown}, which is not a whole number")
+            is_list = isinstance(node, Sized) and not isinstance(node, str)
+            value = "a list" if is_list else repr(str(node)[:40])
+            raise RuleError(f"{place}.{path} is {value}, which is not a whole number")
         return node
 
 
@@ -190,10 +191,11 @@ class _Evaluation:
         return value
 
 
-def checked(word: str, value: int, least: int = 1) -> int:
-    """`value`, if it can be the size of `word`."""
+def checked(word: str, value: int, least: int = 1, origin: str | None = None) -> int:
+    """`value`, if it can be the size of `word`; `origin` is where it comes from."""
     if not least <= value <= MOST:
-        raise RuleError(f"the size {word} would be {value}", hint="a size is 1 or more")
+        place = f" ({origin})" if origin else ""
+        raise RuleError(f"the size {word} would be {value}{place}", hint="a size is 1 or more")
     return value
 
 
@@ -551,7 +553,7 @@ def check_none_empty(
         for part, size in enumerate(known.sizes[word]):
             absent = any(isinstance(kind, tuple) and kind[part] == ABSENT for kind in labels)
             if size is not None and not absent:
-                checked(word, size)
+                checked(word, size, origin=known.origins.get(word))
 
 
 def expanded(dimensions: tuple[Dimension, ...], rest: int) -> list[tuple[str, ...]]:

@@ -74,6 +74,8 @@ def paired(a: Checkpoint, b: Checkpoint) -> Paired | None:
     """
     swapped = b.format == "gguf"
     file, original = (b, a) if swapped else (a, b)
+    if file.selection is None or original.selection is None:
+        return None
     try:
         name = gguf.recipe_name(file, known())
     except UnsupportedError:

@@ -7,12 +7,12 @@ makes the same fields of the same keys (``integrations/ggml.py``).
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from typing import Any, NamedTuple
 
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import UnsupportedError
-from ckptkit.core.text import quoted, some
+from ckptkit.core.text import quoted, shown, some
 from ckptkit.edits.rules import ARCHITECTURE, metadata
 
 RECIPES = "gguf-"  # what the names of the recipes begin with
@@ -40,7 +40,8 @@ def recipe_name(checkpoint: Checkpoint, known: Sequence[str]) -> str:
     root = checkpoint.root if isinstance(checkpoint.root, dict) else {}
     kind = root.get("general.type", "model")
     if found is None or kind not in ("model", "mmproj"):
-        what = "has no general.architecture" if found is None else f"is of general.type {kind!r}"
+        what = f"is of general.type {shown(kind)}"
+        what = "has no general.architecture" if found is None else what
         hint = "recipes gguf-* are for the weights of language models in GGUF files"
         raise UnsupportedError(what, where=checkpoint.name, hint=hint)
     telling, without = VARIANTS.get(found, ("", ""))
@@ -49,7 +50,7 @@ def recipe_name(checkpoint: Checkpoint, known: Sequence[str]) -> str:
         name = without
     if RECIPES + name not in known:
         raise UnsupportedError(
-            f"there is no recipe for the architecture {found!r}",
+            f"there is no recipe for the architecture {shown(found)}",
             where=checkpoint.name,
             hint=f"there are {some([each.removeprefix(RECIPES) for each in known], 30)}; "
             "`ckptkit convert {where} {new} --dequantize bfloat16` keeps the names of the file",
@@ -61,8 +62,9 @@ def check_architecture(checkpoint: Checkpoint, expected: Sequence[str]) -> None:
     """Raise UnsupportedError for a GGUF file of another architecture than those `expected`."""
     found = architecture(checkpoint)
     if found is not None and found not in expected:
+        meant = " and ".join(expected)
         raise UnsupportedError(
-            f"general.architecture is {found!r}, and this recipe is for {' and '.join(expected)}",
+            f"general.architecture is {shown(found)}, and this recipe is for {meant}",
             where=checkpoint.name,
             hint="`ckptkit run gguf {where} {new}` takes the recipe of the architecture",
         )
@@ -165,17 +167,14 @@ def config_of(checkpoint: Checkpoint) -> tuple[dict[str, Any] | None, list[str]]
     if found is None or model is None:
         return None, [] if found is None else [f"no config.json is made for {found}"]
     values = metadata(checkpoint)
+    for key in DECIDING & values.keys():
+        _number(values[key], f"{found}.{key}", checkpoint)
     config: dict[str, Any] = {"architectures": [model.name], "model_type": model.model_type}
     for key, field in {**_FIELDS, **model.fields}.items():
         value = values.get(key)
         if value is None or not field:
             continue
-        if type(value) not in (bool, int, float, str):
-            raise UnsupportedError(
-                f"config.json cannot be made: {found}.{key} is a list", where=checkpoint.name,
-                hint="name one with --config",
-            )  # fmt: skip
-        config[field] = _shortest(value) if isinstance(value, float) else value
+        config[field] = _number(value, f"{found}.{key}", checkpoint)
         if field == "sliding_window" and not value:  # none
             config[field] = None
     config |= model.fixed
@@ -198,6 +197,22 @@ def config_of(checkpoint: Checkpoint) -> tuple[dict[str, Any] | None, list[str]]
     return config, notes
 
 
+def _number(value: Any, key: str, checkpoint: Checkpoint) -> bool | int | float:
+    """Return a value of the metadata that is one number. Raises UnsupportedError."""
+    if isinstance(value, (bool, int)):
+        return value
+    if isinstance(value, float) and abs(value) < _LARGEST:
+        return _shortest(value)
+    what = "a list" if isinstance(value, Sized) and not isinstance(value, str) else shown(value)
+    raise UnsupportedError(
+        f"config.json cannot be made: {key} is {what}", where=checkpoint.name,
+        hint="name one with --config",
+    )  # fmt: skip
+
+
+# Values of the metadata that decide about other fields.
+DECIDING = {"expert_count", "expert_used_count", "attention.head_count_kv", "rope.dimension_count"}
+_LARGEST = 2.0**127  # of float32, nearly
 _ORIGINAL = "rope.scaling.original_context_length"
 
 
