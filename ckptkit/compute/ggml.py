@@ -13,7 +13,7 @@ is rounded there. Sources: ggml-common.h, ggml-quants.c and gguf-py's quants.py 
 from __future__ import annotations
 
 from base64 import b64decode
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -74,10 +74,11 @@ class GgmlDequantize(Operation):
             unit = dtype.block * target.itemsize
             yield from by_rows(extent.inputs, (dtype.itemsize,), unit, start, stop, made, rows)
 
-    def ends(self, extent: Derived, size: int) -> range:
+    def ends(self, extent: Derived, size: int) -> Iterable[int]:
         unit = TYPES[self.type].block * BY_NAME[self.target].itemsize
         step = max(1, size // unit) * unit
-        return range(step, extent.length + step, step)
+        yield from range(step, extent.length, step)
+        yield extent.length
 
 
 def _swapped(blocks: Array, fields: tuple[int, ...]) -> Array:

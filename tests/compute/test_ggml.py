@@ -190,3 +190,15 @@ def test_rounds_once() -> None:
     assert np.isinf(half[0])
     same = (half.view("u2") == expected.view("u2")) | (np.isnan(half) & np.isnan(expected))
     assert same.all()
+
+
+@pytest.mark.parametrize("size", [1, 100, 4096, 1 << 20])
+def test_parts_end_where_the_tensor_ends(size: int) -> None:
+    """Parts that several threads compute: whole blocks, and nothing behind the last one."""
+    blocks = bytes(34 * 10)
+    operation = GgmlDequantize("Q8_0", "bfloat16")
+    extent = Derived(operation, (Range(Memory(blocks, "x"), 0, len(blocks)),), 10 * 32 * 2)
+    ends = list(operation.ends(extent, size))
+    assert ends == sorted(set(ends))
+    assert ends[-1] == extent.length
+    assert all(end % 64 == 0 for end in ends)
