@@ -60,8 +60,10 @@ class Formula:
     """What an adapter makes of one matrix; the fields are the columns of the table in `merge`.
 
     The change is one factor, the product of two element by element (``*``), or their Kronecker
-    product (``kron``), times ``scale``, over ``divisor``. ``rounding`` is ``once``, ``twice`` (the
-    change itself is rounded first), or ``again`` (that, and then the change is added once more).
+    product (``kron``; ``front``: that of peft's one-dimensional convolutions, whose second factor
+    has ``group`` columns of kernels), times ``scale``, over ``divisor``. ``rounding`` is ``once``,
+    ``twice`` (the change itself is rounded first), or ``again`` (that, and then the change is added
+    once more).
     ``norm``: the sum is multiplied by the last operand, one number for each row or column, over
     the norm of that row or column (``norm``), over that and `EPS` (``norm+eps``), or as it is
     (``none``). Of a convolution, ``group`` neighbouring columns have one number.
@@ -171,7 +173,7 @@ class _Work:
             return None
         top, end = top + self.adapt.first, end + self.adapt.first
         first, *others = formula.factors
-        if formula.combine == "kron":
+        if formula.combine in ("kron", "front"):
             made = self._kron(first, others[0], top, end)
         else:
             made = self.rows(first, top, end)
@@ -225,6 +227,11 @@ class _Work:
             self.held[-1], self.held[-2] = (
                 self.rows(each, 0, size) for each, size in zip((first, second), sizes, strict=True)
             )
+        if self.formula.combine == "front":  # [p, a, q, b, kernel]
+            group = self.formula.group
+            second = self.held[-2].reshape(-1, 1, group, 1, self.held[-2].shape[1])
+            whole = second * self.held[-1][:, None, :, None]
+            return whole.reshape(-1, self.adapt.columns)[top:end]
         numbers = np.arange(top, end)
         outer, inner = self.held[-1][numbers // sizes[1]], self.held[-2][numbers % sizes[1]]
         made: Array = outer[:, :, None] * inner[:, None, :]

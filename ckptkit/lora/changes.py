@@ -106,18 +106,24 @@ def change_of(
         operands += found
         sizes.append(_size(module, found, inner))
     rows, columns = sizes[0]
+    group = 1
     if combine == "kron":
         rows, columns = rows * sizes[1][0], columns * sizes[1][1]
         if "lokr_w2" in has and has["lokr_w2"].ndim == 3 and not module.prefix:
-            raise UnsupportedError(f"{shown(module.path)}: LoKr of one-dimensional convolutions")
+            # torch.kron puts the missing dimension of w1 in front, and peft reshapes the result.
+            combine, group = "front", has["lokr_w2"].shape[1]
+            operands[-1] = matrix(
+                has["lokr_w2"], (prod(has["lokr_w2"].shape[:2]), sizes[1][1] // group)
+            )
     elif len(set(sizes)) > 1:
         raise _unfit(module, found)
     is_mica = config.get("init_lora_weights") == "mica" and module.kind == "lora"
     two = is_mica or module.parameter
     scale = 1.0 if module.scale is None else module.scale
     formula = Formula(
-        tuple(made), combine, scale * weight, module.divisor, "twice" if two else rounding
-    )
+        tuple(made), combine, scale * weight, module.divisor, "twice" if two else rounding,
+        group=group,
+    )  # fmt: skip
     kernel = has["A"].shape[2:] if module.kind == "lora" and "A" in has else ()
     change = Change(formula, tuple(operands), rows, columns, kernel)
     return _with_norm(change, module) if module.is_dora else change

@@ -76,7 +76,7 @@ class PeftNames:
         made: dict[str, str] = {}
         missing: list[str] = []
         unclear: list[str] = []
-        for path in paths:
+        for path in dict.fromkeys(paths):
             ways = [Rename("", "")] if self.has(path) else self._ways(path)
             known = [each for each in ways if made.get(each.old) == each.new]
             if not ways:

@@ -58,7 +58,7 @@ _IGNORED = re.compile(
 )
 # What stands between a module and its own tensors, where these are in the file as a whole.
 _INSIDE = re.compile(
-    r"\.(?:modules_to_save|ln_tuning_layers)\.[^.]+(?=\.)"
+    r"\.modules_to_save\.[^.]+(?=\.)|\.ln_tuning_layers(?:\.[^.]+)?(?=\.[^.]+$)"
     r"|(?:\.token_adapter)?(?:\.base_layer)+(?=\.[^.]+$)"
 )
 _FACTOR = re.compile(r"\.(lora|hada|lokr|ia3|vera|oft|boft|hra)_[^.]+(\.[^.]+){0,2}$")
