@@ -178,6 +178,7 @@ class InspectFile(TypedDict):
     totals: InspectTotals
     selected: InspectSelected | None
     about: str | None
+    adapter: InspectAdapter | None
     part: InspectPart | None
 
 @final
@@ -226,6 +227,16 @@ class InspectValue(TypedDict):
 
 # A pickled Python object that is no tensor or plain value.
 InspectObject = TypedDict("InspectObject", {"path": str, "keys": list[str | int], "global": str})
+
+@final
+class InspectAdapter(TypedDict):
+    """An adapter of a model."""
+
+    layout: str
+    method: str
+    modules: int
+    ranks: list[int]
+    base_model: str | None
 
 @final
 class InspectPart(TypedDict):

@@ -34,6 +34,7 @@ from ckptkit.core.tree import (
     walk,
 )
 from ckptkit.core.weights import Weights, inner_tensors, place_of
+from ckptkit.lora.reading import Adapter, adapter_of
 from ckptkit.pickles.judge import refused_by_weights_only
 from ckptkit.pickles.trust import describe, is_harmful
 
@@ -272,6 +273,7 @@ class Summary:
     about: str = ""  # what a folder was made of
     chosen: tuple[str, ...] = ()  # the options of a command that takes the same weights
     words: tuple[str, ...] = ()  # those of them that say how to read a folder
+    adapter: Adapter | None = None  # if it changes a model, and is none
 
     @property
     def refused(self) -> list[str]:
@@ -335,6 +337,7 @@ def summarize(checkpoint: Checkpoint) -> Summary:
         inner=tuple(survey.inner),
         chosen=checkpoint.chosen,
         words=checkpoint.words,
+        adapter=adapter_of(checkpoint),
     )
 
 

@@ -24,6 +24,7 @@ from ckptkit.core.text import (
     indexed,
     plural,
     shape,
+    shell_word,
     size,
     unfolded,
 )
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from ckptkit.analysis.diff import Changed, Diff, Kind
     from ckptkit.analysis.stats import Statistics, TensorStats
     from ckptkit.compute.tallies import Tally
+    from ckptkit.lora.reading import Adapter
 
 
 LISTED = 8  # values of a list; JSON and the tree show all
@@ -83,6 +85,8 @@ def _remarks(summary: Summary, rows: Sequence[TensorRow]) -> Iterator[str]:
         yield escape(summary.about)
     if summary.part is not None:
         yield escape(f"this is {summary.part}")
+    if summary.adapter is not None:
+        yield escape(adapter_line(summary.adapter))
     if summary.weights is not None and rows:
         yield f"weights: {escape(join(summary.weights)) or 'the whole file'}"
     kinds = Counter(row.dtype for row in rows if row.group is not None and row.is_logical)
@@ -93,6 +97,18 @@ def _remarks(summary: Summary, rows: Sequence[TensorRow]) -> Iterator[str]:
             f"quantized: {sum(kinds.values()):,} of {total:,} weights ({each}); --stored shows "
             "their parts"
         )
+
+
+def adapter_line(adapter: Adapter) -> str:
+    """Return a line on an adapter, with the command that merges it."""
+    what = (
+        f"adapter of {adapter.layout}, {adapter.method}: {plural(len(adapter.modules), 'module')}"
+    )
+    if adapter.ranks:
+        what += f", rank {', '.join(map(str, adapter.ranks))}"
+    base = f" ({adapter.base})" if adapter.base else ""
+    path = shell_word(adapter.path)
+    return f"{what}; `lora merge BASE {path} OUT` adds it to its base{base}"
 
 
 def listings(summary: Summary) -> Iterator[Table]:

@@ -62,6 +62,7 @@ _INSIDE = re.compile(
     r"|(?:\.token_adapter)?(?:\.base_layer)+(?=\.[^.]+$)"
 )
 _FACTOR = re.compile(r"\.(lora|hada|lokr|ia3|vera|oft|boft|hra)_[^.]+(\.[^.]+){0,2}$")
+_LIKELY = re.compile("lora|hada_|lokr_|ia3_l|tokens_delta")  # as fast as names can be searched
 # Kinds, and the roles that each needs: the first whose roles are all there.
 _KINDS = (
     ("adalora", ("A", "B", "E")), ("tucker", ("A", "B", "mid")), ("lora", ("A", "B")),
@@ -183,10 +184,18 @@ def is_adapter(checkpoint: Checkpoint) -> bool:
     if place is not None and place[1].startswith("adapter_") and _config(checkpoint) is not None:
         return True
     for name in names:
-        found = _role(name)
+        found = _role(name) if _LIKELY.search(name) else None
         if found is not None and found[1] not in ("alpha", "diff", "diff_b"):
             return not any(f"{found[0]}{end}.weight" in names for end in ("", ".base_layer"))
     return False
+
+
+def adapter_of(checkpoint: Checkpoint) -> Adapter | None:
+    """Return the adapter that a checkpoint is; None if it is none, or cannot be read as one."""
+    try:
+        return _read(checkpoint, None) if is_adapter(checkpoint) else None
+    except CkptkitError:
+        return None
 
 
 def read_adapter(

@@ -33,7 +33,7 @@ def test_the_schema(as_json: Json, run_pth: Path) -> None:
     found = file(as_json("inspect", run_pth))
     assert set(found) == {
         "file", "format", "size", "weights", "tensors", "values", "objects", "globals", "metadata", "warnings",
-        "totals", "selected", "about", "part",
+        "totals", "selected", "about", "adapter", "part",
     }  # fmt: skip
     assert (found["file"], found["format"], found["size"]) == (
         str(run_pth),

@@ -97,3 +97,13 @@ def test_refused_by_name(name: str, in_process: Cli, tmp_path: Path) -> None:
         assert word.lower() in done.stderr.lower()
     assert "hint:" in done.stderr
     assert list(tmp_path.iterdir()) == []
+
+
+@cases("inspect")
+def test_inspect_knows_adapters(name: str, in_process: Cli, tmp_path: Path) -> None:
+    folder, case = CASES[name], json.loads((CASES[name] / "case.json").read_text())
+    done = in_process(*arguments(case, folder, tmp_path))
+    found = json.loads(done.stdout)["files"][0]["adapter"]
+    assert {key: found[key] for key in case["adapter"]} == case["adapter"]
+    shown = in_process("inspect", folder / case["command"][1])
+    assert "lora merge BASE" in shown.stdout
