@@ -241,7 +241,31 @@ save_file(model, path / "new.safetensors")
 encoded(path, path / "delta")
 """
 )
+# Blocks of random bits with small scales; the number of the type, and the bytes of its blocks.
+PROGRAMS |= {
+    f"gguf {name}": f"""
+import struct, sys
+import numpy as np
+path, rows, columns, count = sys.argv[1], *map(int, sys.argv[2:])
+columns = max(256, columns // 256 * 256)
+draw, size = np.random.default_rng(0), rows * columns // {block} * {nbytes}
+text = lambda word: struct.pack("<Q", len(word)) + word
+head = b"GGUF" + struct.pack("<IQQ", 3, count, 1)
+head += text(b"general.architecture") + struct.pack("<I", 8) + text(b"llama")
+for i in range(count):
+    head += text(b"blk.%d.ffn_up.weight" % i) + struct.pack("<I", 2)
+    head += struct.pack("<QQIQ", columns, rows, {number}, i * (size + -size % 32))
+with open(path, "wb") as file:
+    file.write(head + bytes(-len(head) % 32))
+    for i in range(count):
+        file.write(draw.integers(0, 60, size, dtype="u1").tobytes() + bytes(-size % 32))
+"""
+    for name, number, block, nbytes in (
+        ("Q8_0", 8, 32, 34), ("Q4_K", 12, 256, 144), ("Q6_K", 14, 256, 210), ("IQ2_XS", 17, 256, 74),
+    )
+}  # fmt: skip
 SUFFIXES = {
+    **{kind: ".gguf" for kind in PROGRAMS if kind.startswith("gguf")},
     "titan": ".pth", "pth": ".pth", "wrapped": ".pth", "safetensors": ".safetensors", "names": ".safetensors", "matrix": ".safetensors",
 }  # fmt: skip
 COLUMNS = 1024

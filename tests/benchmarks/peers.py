@@ -171,6 +171,15 @@ def _brainsurgery(output: str, transforms: str) -> str:
     return _BRAINSURGERY.replace("{transforms}", transforms).replace("{output}", output)
 
 
+# Tensor by tensor: the bytes of all, without the header of a file.
+_GGUF = """
+import sys
+from gguf import GGUFReader, dequantize
+with open("out.safetensors", "wb") as file:
+    for tensor in GGUFReader(sys.argv[1]).tensors:
+        file.write(dequantize(tensor.data, tensor.tensor_type).data)
+"""
+
 # By what is done, then by who does it.
 PROGRAMS: dict[str, dict[str, str]] = {
     "list": _both(_LOAD + _LIST),
@@ -204,6 +213,7 @@ PROGRAMS: dict[str, dict[str, str]] = {
     "transpose": {"safetensors": _LOAD_FILE + _TRANSPOSE + _SAVE_FILE},
     "dcp": {"dcp_to_torch_save": _DCP},
     "dequantize": {"compressed-tensors": _COMPRESSED_TENSORS},
+    "gguf": {"gguf-py": _GGUF},
     "stack experts": {"transformers": _TRANSFORMERS},
     "shards": {"transformers": _TRANSFORMERS_SHARDS},
     "from torchtitan": {"torchtitan": _TORCHTITAN},
@@ -213,6 +223,7 @@ PROGRAMS: dict[str, dict[str, str]] = {
 }
 COMMANDS = {"digest": {"sha256sum": ["sha256sum"]}, "equal": {"cmp": ["cmp"]}}
 NEEDS = {
+    "gguf-py": "gguf",
     "mergekit": "mergekit.io",
     "brainsurgery": "brainsurgery.transforms",
     "compressed-tensors": "compressed_tensors.entrypoints.convert",

@@ -33,6 +33,7 @@ STYLES = {
     "transformers": ("p", 8, "#5b9e3f"),
     "torchtitan": ("<", 7, "#5b9e3f"),
     "compressed-tensors": (">", 7, "#5b9e3f"),
+    "gguf-py": ("8", 7, "#6b7a8f"),
     "slime": ("h", 7, "#6b7a8f"),
 }
 

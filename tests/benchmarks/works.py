@@ -151,6 +151,16 @@ WORKS = (
             ("fp8", 1.5 * 2), ("mxfp4", 1.5 * 3.76), ("mxfp4-transposed", 1.5 * 3.76), ("gptq", 1.5 * 3.9),
         )
     ),
+    # cp copies the input, of which each byte makes up to 14 of the output
+    *(
+        Work(
+            f"dequantize {kind}", kind, "convert {src} out.safetensors --dequantize float32", "gguf",
+            _moved(1.5 * (1 + growth), 100), sizes="one",
+        )
+        for kind, growth in (
+            ("gguf Q8_0", 3.8), ("gguf Q4_K", 7.1), ("gguf Q6_K", 4.9), ("gguf IQ2_XS", 13.8),
+        )
+    ),
     Work(
         "shards of 500 MB", "experts", "convert {src} out --format sharded --shard-size 500MB", "shards",
         _moved(1.25, 64), sizes="one",
