@@ -13,14 +13,14 @@ is rounded there. Sources: ggml-common.h, ggml-quants.c and gguf-py's quants.py 
 from __future__ import annotations
 
 from base64 import b64decode
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ckptkit.compute.numbers import encode, own_dtype
-from ckptkit.compute.operation import Pieces, as_bytes, by_rows
+from ckptkit.compute.operation import Pieces, aligned, as_bytes, flow
 from ckptkit.core.bytesource import Derived, Operation, Piece
 from ckptkit.core.dtypes import BY_NAME, GGML
 
@@ -31,9 +31,8 @@ if TYPE_CHECKING:
     # Codes, the scale of each group, and its minimum if there is one.
     Parts = tuple[Array, Array, Array | None]
 
-ELEMENTS = 1 << 17  # worked on at once: they and their codes stay in the cache of a core
+ELEMENTS = 1 << 18  # worked on at once: they and their codes stay in the cache of a core
 TYPES = {dtype.name: dtype for dtype in GGML.values()}
-_EACH = 0x0101010101010101  # a byte of 1, eight times
 # The offsets of fields of 16 bits, in types that a program writes into big-endian files.
 FIELDS = {
     "Q4_0": (0,), "Q8_0": (0,), "Q4_K": (0, 2), "Q6_K": (208,), "Q1_0": (0,), "TQ2_0": (64,),
@@ -70,9 +69,13 @@ class GgmlDequantize(Operation):
                     return as_bytes(out.reshape(-1).astype(own_dtype("bfloat16")))
                 return encode(out.reshape(-1), target)
 
-        if start < stop:
-            unit = dtype.block * target.itemsize
-            yield from by_rows(extent.inputs, (dtype.itemsize,), unit, start, stop, made, rows)
+        size, unit = dtype.itemsize, dtype.block * target.itemsize
+        at, first, last = start // unit * unit, start // unit * size, -(-stop // unit) * size
+        pieces = flow(extent.inputs[0], first, last, rows * size)  # which stay in the cache
+        for piece in aligned(pieces, size, rows * size):
+            found = made(piece)
+            yield found[max(start - at, 0) : min(stop - at, len(found))]
+            at += len(found)
 
     def ends(self, extent: Derived, size: int) -> Iterable[int]:
         unit = TYPES[self.type].block * BY_NAME[self.target].itemsize
@@ -92,8 +95,8 @@ def _multiplied(out: Array, codes: Array, scale: Array, minimum: Array | None = 
     """Fill `out` with codes times the scale of their group, less its minimum."""
     import numpy as np
 
-    codes = codes.view("i1").reshape(out.shape)
-    np.copyto(out, codes)
+    codes = codes.view("i1")
+    np.copyto(out.reshape(codes.shape), codes)
     for how, numbers in ((np.multiply, scale), (np.subtract, minimum)):
         if numbers is None:
             continue
@@ -110,9 +113,8 @@ def _multiplied(out: Array, codes: Array, scale: Array, minimum: Array | None = 
 
 def _half(blocks: Array, at: int) -> Array:
     """The float16 at byte `at` of each block, as float32."""
-    import numpy as np
-
-    return np.ascontiguousarray(blocks[:, at : at + 2]).view("<f2").astype("<f4")
+    found: Array = blocks.view("<f2")[:, at // 2, None].astype("<f4")
+    return found
 
 
 def _ints(blocks: Array, at: int, count: int, kind: str) -> Array:
@@ -123,30 +125,39 @@ def _ints(blocks: Array, at: int, count: int, kind: str) -> Array:
     return np.ascontiguousarray(blocks[:, at : at + count * size]).view(kind)
 
 
-def _words(blocks: Array, at: int, length: int) -> Array:
-    """The bytes of a field, eight in a word."""
-    return _ints(blocks, at, length // 8, "<u8")
-
-
-def _masked(words: Array, shift: int, mask: int) -> Array:
-    """Bits of each byte: those of `mask` after the shift."""
+def _shifted(field: Array, shifts: Sequence[int], mask: int, place: int = 0) -> Array:
+    """Bits of the bytes of a field [block, byte], for each shift; moved to `place`."""
     import numpy as np
 
-    return words >> np.uint64(shift) & np.uint64(mask * _EACH)
+    words = np.ascontiguousarray(field).view("<u8")  # bits of other bytes are masked
+    made = np.empty((len(shifts), *words.shape), "<u8")
+    for each, shift in zip(made, shifts, strict=True):
+        how = np.left_shift if place > shift else np.right_shift
+        how(words, np.uint64(abs(place - shift)), out=each)
+    made &= np.uint64((mask << place) * 0x0101010101010101)
+    return made.view("u1")
 
 
-def _nibbles(words: Array) -> Array:
-    """Low nibbles of each run of bytes on the last axis, then the high ones of the same."""
+def _nibbles(blocks: Array, at: int, width: int, less: int = 0) -> Array:
+    """All nibbles of blocks from byte `at`, less a number, [nibble, block, run, byte of a run]."""
     import numpy as np
 
-    return np.stack((_masked(words, 0, 15), _masked(words, 4, 15)), axis=-2)
+    both = np.empty((2, *blocks.shape), "u1")  # headers too: long rows are faster
+    np.bitwise_and(blocks, np.uint8(15), out=both[0])
+    np.right_shift(blocks, np.uint8(4), out=both[1])
+    if less:
+        _less(both, less)
+    return both[:, :, at:].reshape(2, len(blocks), -1, width)
 
 
-def _pairs(words: Array) -> Array:
-    """The lowest two bits of each run of bytes on the last axis, then the next two..."""
-    import numpy as np
+def _pairs(field: Array) -> Array:
+    """All pairs of bits of a field of 64 bytes, [pair, block, run of 32 bytes, byte]."""
+    return _shifted(field, (0, 2, 4, 6), 3).reshape(4, len(field), 2, 32)
 
-    return np.stack([_masked(words, shift, 3) for shift in (0, 2, 4, 6)], axis=-2)
+
+def _in_order(parts: Array) -> Array:
+    """Codes [part, block, run, byte] in the order of elements: each run has all its parts."""
+    return parts.transpose(1, 2, 0, 3)
 
 
 def _split(field: Array) -> Array:
@@ -157,10 +168,12 @@ def _split(field: Array) -> Array:
 
 
 def _less(codes: Array, number: int) -> Array:
-    """Codes less a number."""
+    """Codes less a number, in place."""
     import numpy as np
 
-    return codes.view("i1") - np.int8(number)
+    codes = codes.view("i1")
+    codes -= np.int8(number)
+    return codes
 
 
 @cache
@@ -197,10 +210,11 @@ def _table(name: str) -> Array:
 
 
 def _looked_up(name: str, nibbles: Array) -> Array:
-    """The values of nibbles, each of which is in a byte; two at once."""
+    """The values of nibbles, each of which is in a byte, in order; two are taken at once."""
     import numpy as np
 
-    return np.take(_table(name), nibbles.reshape(-1).view("<u2"), mode="clip")
+    pairs = np.ascontiguousarray(_in_order(nibbles)).reshape(-1).view("<u2")
+    return np.take(_table(name), pairs, mode="clip")
 
 
 @cache
@@ -250,25 +264,25 @@ def _signed(words: Array, signs: Array) -> Array:
 
 
 def _q4_0(b: Array) -> Parts:
-    return _less(_nibbles(_words(b, 2, 16)), 8), _half(b, 0), None
+    return _in_order(_nibbles(b, 2, 16, 8)), _half(b, 0), None
 
 
 def _q4_1(b: Array) -> Parts:
-    return _nibbles(_words(b, 4, 16)), _half(b, 0), -_half(b, 2)
+    return _in_order(_nibbles(b, 4, 16)), _half(b, 0), -_half(b, 2)
 
 
-def _q5(b: Array, at: int) -> Array:
+def _q5(b: Array, at: int, less: int = 0) -> Array:
     """Codes whose fifth bits are in a word of their own, before the nibbles."""
     import numpy as np
 
-    high = np.take(_bits(), b[:, at : at + 4], mode="clip") << np.uint64(4)
-    codes: Array = _nibbles(_words(b, at + 4, 16)).reshape(-1, 4)
-    codes |= high
-    return codes
+    codes = np.ascontiguousarray(_in_order(_nibbles(b, at + 4, 16)))
+    words = codes.reshape(-1, 32).view("<u8")
+    words |= np.take(_bits(), b[:, at : at + 4], mode="clip") << np.uint64(4)
+    return _less(codes, less) if less else codes
 
 
 def _q5_0(b: Array) -> Parts:
-    return _less(_q5(b, 2), 16), _half(b, 0), None
+    return _q5(b, 2, 16), _half(b, 0), None
 
 
 def _q5_1(b: Array) -> Parts:
@@ -276,27 +290,26 @@ def _q5_1(b: Array) -> Parts:
 
 
 def _q8_0(b: Array) -> Parts:
-    return _ints(b, 2, 32, "i1"), _half(b, 0), None
+    return b[:, 2:].view("i1"), _half(b, 0), None
 
 
 def _iq4_nl(b: Array) -> Parts:
-    return _looked_up("IQ4", _nibbles(_words(b, 2, 16))), _half(b, 0), None
+    return _looked_up("IQ4", _nibbles(b, 2, 16)), _half(b, 0), None
 
 
 def _mxfp4(b: Array) -> Parts:
     import numpy as np
 
     scale = np.ldexp(np.float32(1), b[:, 0].astype("i4") - 128)
-    return _looked_up("FP4", _nibbles(_words(b, 1, 16))), scale, None
+    return _looked_up("FP4", _nibbles(b, 1, 16)), scale, None
 
 
 def _nvfp4(b: Array) -> Parts:
     import numpy as np
 
-    codes = _nibbles(_ints(b, 4, 4, "<u8").reshape(-1, 4, 1))
     scale = np.take(_table("E4M3"), b[:, :4] & 0x7F)
     scale[b[:, :4] == 0xFF] = 240
-    return _looked_up("FP4", codes), scale, None
+    return _looked_up("FP4", _nibbles(b, 4, 8)), scale, None
 
 
 def _q1_0(b: Array) -> Parts:
@@ -316,53 +329,60 @@ def _q2_0(b: Array) -> Parts:
 
 
 def _q2_k(b: Array) -> Parts:
-    codes = _pairs(_words(b, 16, 64).reshape(-1, 2, 4))
-    scales = b[:, :16]
-    return codes, _half(b, 80) * (scales & 15), _half(b, 82) * (scales >> 4)
+    codes, scales = _pairs(b[:, 16:80]), b[:, :16]
+    return _in_order(codes), _half(b, 80) * (scales & 15), _half(b, 82) * (scales >> 4)
 
 
 def _q3_k(b: Array) -> Parts:
     import numpy as np
 
-    codes = _pairs(_words(b, 32, 64).reshape(-1, 2, 4)).reshape(-1, 8, 4)
-    mask = _words(b, 0, 32)
-    for bit in range(8):
-        codes[:, bit] |= _masked(mask, bit, 1) << np.uint64(2)
-    low = np.concatenate((b[:, 96:104] & 15, b[:, 96:104] >> 4), axis=1)
-    high = np.concatenate([b[:, 104:108] >> shift & 3 for shift in (0, 2, 4, 6)], axis=1)
-    return _less(codes, 4), _half(b, 108) * _less(low | high << 4, 32), None
+    codes = _pairs(b[:, 32:96])
+    # The third bit of element i is bit i // 32 of byte i % 32: of both halves, one after another.
+    high = np.stack([_shifted(b[:, :32], range(k, k + 4), 1, 2) for k in (0, 4)], axis=2)
+    codes |= high
+    words = np.ascontiguousarray(b.view("<u2")[:, 48:54]).view("<u4")
+    scales = np.empty((len(b), 4), "<u4")  # of four groups each, six bits in a byte
+    for place in range(4):
+        low = words[:, place % 2] >> np.uint32(4 * (place // 2)) & np.uint32(0x0F0F0F0F)
+        two = words[:, 2] >> np.uint32(2 * place) & np.uint32(0x03030303)
+        scales[:, place] = low | two << np.uint32(4)
+    return _in_order(_less(codes, 4)), _half(b, 108) * _less(scales.view("u1"), 32), None
 
 
 def _scales_of_6_bits(b: Array) -> tuple[Array, Array]:
-    """Eight scales and eight minimums of Q4_K and Q5_K, in 12 bytes."""
+    """Eight scales and eight minimums of Q4_K and Q5_K, in 12 bytes: four at once."""
     import numpy as np
 
-    first, second, third = b[:, 4:8], b[:, 8:12], b[:, 12:16]
-    scales = np.concatenate((first & 63, third & 15 | first >> 6 << 4), axis=1)
-    minimums = np.concatenate((second & 63, third >> 4 | second >> 6 << 4), axis=1)
+    first, second, third = np.ascontiguousarray(b.view("<u4")[:, 1:4].T)
+    six, four, two = (np.uint32(each * 0x01010101) for each in (0x3F, 0x0F, 0x30))
+    found = np.empty((2, len(b), 2), "<u4")
+    found[0, :, 0], found[1, :, 0] = first & six, second & six
+    found[0, :, 1] = third & four | first >> np.uint32(2) & two
+    found[1, :, 1] = third >> np.uint32(4) & four | second >> np.uint32(2) & two
+    scales, minimums = found.view("u1")
     return _half(b, 0) * scales, _half(b, 2) * minimums
 
 
 def _q4_k(b: Array) -> Parts:
-    return _nibbles(_words(b, 16, 128).reshape(-1, 4, 4)), *_scales_of_6_bits(b)
+    return _in_order(_nibbles(b, 16, 32)), *_scales_of_6_bits(b)
 
 
 def _q5_k(b: Array) -> Parts:
-    import numpy as np
-
-    codes = _nibbles(_words(b, 48, 128).reshape(-1, 4, 4)).reshape(-1, 8, 4)
-    high = _words(b, 16, 32)
-    for bit in range(8):
-        codes[:, bit] |= _masked(high, bit, 1) << np.uint64(4)
-    return codes, *_scales_of_6_bits(b)
+    codes = _nibbles(b, 48, 32)
+    for nibble in (0, 1):  # run k of 32 elements has bit k of the bytes of the field
+        codes[nibble] |= _shifted(b[:, 16:48], range(nibble, 8, 2), 1, 4).transpose(1, 0, 2)
+    return _in_order(codes), *_scales_of_6_bits(b)
 
 
 def _q6_k(b: Array) -> Parts:
     import numpy as np
 
-    codes = _nibbles(_words(b, 0, 128).reshape(-1, 2, 8)).reshape(-1, 2, 4, 4)
-    codes |= _pairs(_words(b, 128, 64).reshape(-1, 2, 4)) << np.uint64(4)
-    return _less(codes, 32), _half(b, 208) * _ints(b, 192, 16, "i1"), None
+    codes = _nibbles(b[:, :128], 0, 64)
+    high = _shifted(b[:, 128:192], (0, 2, 4, 6), 3, 4)  # of the first 32 elements, the next...
+    parts = high.reshape(2, 2, len(b), 2, 32).transpose(0, 2, 3, 1, 4)
+    codes |= parts.reshape(codes.shape)
+    scales = np.ascontiguousarray(b[:, 192:208]).view("i1")
+    return _in_order(_less(codes, 32)), _half(b, 208) * scales, None
 
 
 # IQ types: vectors of a grid, with signs
@@ -462,7 +482,7 @@ def _iq1_m(b: Array) -> Parts:
 def _iq4_xs(b: Array) -> Parts:
     import numpy as np
 
-    codes = _looked_up("IQ4", _nibbles(_words(b, 8, 128).reshape(-1, 8, 2)))
+    codes = _looked_up("IQ4", _nibbles(b, 8, 16))
     high = _ints(b, 2, 1, "<u2") >> np.arange(0, 16, 2, dtype="<u2") & 3
     scale = (_split(b[:, 4:8]) | high.astype("u1") << 4).astype("i1") - np.int8(32)
     return codes, _half(b, 0) * scale, None
@@ -477,17 +497,17 @@ def _tq1_0(b: Array) -> Parts:
     codes = np.empty((len(b), 256), "u1")
     at = 0
     for start, stop, digits in ((0, 32, 5), (32, 48, 5), (48, 52, 4)):
+        field = np.ascontiguousarray(b[:, start:stop])
         for digit in range(digits):
-            power = b[:, start:stop] * np.uint8(3**digit)  # of 8 bits
-            # (power * 3) >> 8
-            here = codes[:, at : at + stop - start]
-            np.add((power > 85).view("u1"), (power > 170).view("u1"), out=here)
+            power = field * np.uint8(3**digit)  # of 8 bits; the digit is power * 3 >> 8
+            found = (power > np.uint8(85)).view("u1") + (power > np.uint8(170)).view("u1")
+            codes[:, at : at + stop - start] = found
             at += stop - start
     return _less(codes, 1), _half(b, 52), None
 
 
 def _tq2_0(b: Array) -> Parts:
-    return _less(_pairs(_words(b, 0, 64).reshape(-1, 2, 4)), 1), _half(b, 64), None
+    return _in_order(_less(_pairs(b[:, :64]), 1)), _half(b, 64), None
 
 
 DECODERS: dict[str, Callable[[Array], Parts]] = {
