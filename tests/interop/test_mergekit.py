@@ -57,5 +57,8 @@ def test_values_are_those_of_mergekit(case: str, dtype: torch.dtype, tmp_path: P
     if method == "ties" and dtype != torch.float32:  # equal magnitudes at the limit: any may stay
         same = [(found[name] == expected[name]).double().mean() for name in found]
         assert min(same) > 0.8
+    elif "rescale" in ours:  # the sums of magnitudes are rounded in another order
+        for name, tensor in found.items():
+            torch.testing.assert_close(tensor, expected[name], rtol=1e-6, atol=1e-6)
     else:
         assert_close(found, dict(expected), [*models.values()])
