@@ -148,23 +148,20 @@ class Merge(Operation):
 
     # Changes of a base
 
-    def _differences(self, extent: Derived) -> Iterator[tuple[int, Array, list[Array]]]:
-        """Yield the place of a piece, the base, and what each other input changes in it.
+    def _differences(self, extent: Derived) -> Iterator[tuple[Array, list[Array]]]:
+        """Yield a piece of the base, and what each other input changes in it."""
+        for base, *others in self._inputs(extent):
+            yield base, [self._rounded(each - base) for each in others]
 
-        With dare-ties and dare-linear, what is left out by chance is zero.
-        """
+    def _by_chance(self, at: int, change: Array, number: int) -> Array:
+        """Return differences from element `at` on, with those set to zero that dare leaves out."""
         import numpy as np
 
-        at, is_random = 0, self.method in (DARE_TIES, DARE_LINEAR)
-        for base, *others in self._inputs(extent):
-            changes = [self._rounded(each - base) for each in others]
-            for number, density in enumerate(self.densities):
-                if is_random and density < 1:
-                    chances = np.random.Philox(key=[self.seed, number], counter=[at, 0, 0, 0])
-                    codes = chances.random_raw(-(-len(base) // 2)).view("<u4")[: len(base)]
-                    changes[number] *= codes < int(density * 2.0**32)
-            yield at, base, changes
-            at += len(base)
+        if self.method not in (DARE_TIES, DARE_LINEAR) or self.densities[number] >= 1:
+            return change
+        chances = np.random.Philox(key=[self.seed, number], counter=[at, 0, 0, 0])
+        codes = chances.random_raw(-(-len(change) // 4)).view("<u2")[: len(change)]
+        return change * (codes < int(self.densities[number] * 2.0**16))
 
     def _changed(self, extent: Derived) -> Iterator[Array]:
         import numpy as np
@@ -172,32 +169,33 @@ class Merge(Operation):
         weights = list(map(self._number, self.weights))
         kept = self._kept(extent) if min(self.densities) < 1 and self.method in SPARSE else []
         taken = [0] * len(weights)  # ties so far
-        for _, base, changes in self._differences(extent):
-            for number, keep in enumerate(kept):
-                if keep is not None:
-                    changes[number] = self._thinned(changes[number], keep, taken, number)
-            weighted = [
-                self._rounded(each * weight) for each, weight in zip(changes, weights, strict=True)
-            ]
-            total = self._rounded(_total(weighted))
+        at = 0
+        for base, changes in self._differences(extent):
+            for number, weight in enumerate(weights):
+                change = self._by_chance(at, changes[number], number)
+                if kept and (keep := kept[number]) is not None:
+                    change = self._thinned(change, keep, taken, number)
+                changes[number] = change if weight == 1 else self._rounded(change * weight)
+            total = self._rounded(_total(changes))
             if self.method in _CONSENSUS:
-                is_positive = total >= 0
-                divisor = np.zeros_like(base)
-                for number, each in enumerate(weighted):
-                    agrees = np.where(is_positive, each > 0, each < 0)
-                    weighted[number] = each * agrees
-                    divisor += weights[number] * agrees
-                total = self._rounded(_total(weighted))
+                # Times the sign of the majority, what agrees with it is positive.
+                sign = np.where(total >= 0, base.dtype.type(1), base.dtype.type(-1))
+                agree = [np.maximum(each * sign, 0) for each in changes]
+                total = self._rounded(_total(agree) * sign)
+            if self.normalize and self.method in _CONSENSUS:
+                divisor = _total(
+                    (each > 0) * weight for each, weight in zip(agree, weights, strict=True)
+                )
                 divisor = self._rounded(divisor)
                 divisor[divisor == 0] = 1
-            else:
-                whole = self._number(sum(weights))
-                divisor = np.array(1 if abs(whole) < 1e-8 else whole, base.dtype)
-            if self.normalize:
                 total = self._rounded(total / divisor)
+            elif self.normalize:
+                whole = self._number(sum(weights))
+                total = total if abs(whole) < 1e-8 else self._rounded(total / whole)
             if self.scale != 1:
                 total = self._rounded(total * base.dtype.type(self.scale))
             yield base + total
+            at += len(base)
 
     def _thinned(self, change: Array, keep: _Kept, taken: list[int], number: int) -> Array:
         """Return a difference without what is left out, scaled; count the ties that stay."""
@@ -214,24 +212,24 @@ class Merge(Operation):
 
     def _kept(self, extent: Derived) -> list[_Kept | None]:
         """Return for each input which differences stay, from a pass over all of them."""
-        if self.method == TIES:
-            return self._by_magnitude(extent)
-        if not self.rescale:
-            return [None] * len(self.weights)
         import numpy as np
 
-        all_, stay = [0.0] * len(self.weights), [0.0] * len(self.weights)
-        for (_, base, changes), values in zip(
-            self._differences(extent), self._inputs(extent), strict=True
-        ):
-            for number, each in enumerate(values[1:]):
-                all_[number] += float(np.abs(self._rounded(each - base)).sum(dtype="f8"))
-                stay[number] += float(np.abs(changes[number]).sum(dtype="f8"))
-        scales = map(self._ratio, all_, stay)
-        return [
-            None if density >= 1 else _Kept(0.0, 0, scale)
-            for density, scale in zip(self.densities, scales, strict=True)
-        ]
+        if self.method == TIES:
+            return self._by_magnitude(extent)
+        kept: list[_Kept | None] = [None] * len(self.weights)
+        if not self.rescale:
+            return kept
+        all_, stay = np.zeros(len(kept)), np.zeros(len(kept))
+        at = 0
+        for base, changes in self._differences(extent):
+            for number, each in enumerate(changes):
+                all_[number] += np.abs(each).sum(dtype="f8")
+                stay[number] += np.abs(self._by_chance(at, each, number)).sum(dtype="f8")
+            at += len(base)
+        for number, density in enumerate(self.densities):
+            if density < 1:
+                kept[number] = _Kept(0.0, 0, self._ratio(all_[number], stay[number]))
+        return kept
 
     def _ratio(self, before: float, after: float) -> float:
         ours, theirs = self._number(before), self._number(after)
@@ -260,7 +258,7 @@ class Merge(Operation):
         while low > unused:
             high, low = low, max(low - 16, unused)
             counts = [np.zeros(1 << (high - low), "i8") for _ in goals]
-            for _, _, changes in self._differences(extent):
+            for _, changes in self._differences(extent):
                 for number, each in enumerate(changes):
                     codes = each.view(code) & np.array((1 << bits) - 1, code)
                     if high < bits:
@@ -278,7 +276,7 @@ class Merge(Operation):
             float(np.array(each << unused, code).view(code.replace("u", "f"))) for each in found
         ]
         if self.rescale:
-            for _, _, changes in self._differences(extent):
+            for _, changes in self._differences(extent):
                 for number, each in enumerate(changes):
                     sizes = np.abs(each)
                     larger[number] += float(sizes[sizes > least[number]].sum(dtype="f8"))
