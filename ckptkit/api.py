@@ -168,7 +168,9 @@ def save(
     path = arguments.path("destination", path)
     options = made(options, changes)
     checkpoint = opened(checkpoint)
-    return _publish(checkpoint, _format(path, checkpoint.format, options), path, options)
+    chosen = _format(path, checkpoint.format, options)
+    _check_suffix(path, checkpoint, chosen, options)
+    return _publish(checkpoint, chosen, path, options)
 
 
 def convert(
@@ -204,6 +206,7 @@ def convert(
         keep = formats.in_folder(own) or keep
     chosen = _format(path, keep, options)
     path = _in_folder(path, checkpoint, chosen)
+    _check_suffix(path, checkpoint, chosen, options)
     dtype = _dtype_of(checkpoint) if folder is not None and steps else None
     checkpoint = _changed(checkpoint, steps, options.strict)
     copied: tuple[str, ...] = ()
@@ -223,6 +226,8 @@ def convert(
 def _opened_to_write(source: Source, options: Options) -> Checkpoint:
     """Read `source`: as the part that it is, or as a whole where the format may change."""
     checkpoint = open_checkpoint(source, options)
+    if options.key is not None:
+        _ = checkpoint.selection  # raises what is wrong with the key before anything is written
     if options.part_only:
         from ckptkit.formats.distributed.parts import alone
 
@@ -255,6 +260,20 @@ def _rewrite(source: Source, steps: tuple[Step, ...], options: Options) -> Conve
 
 def _format(path: str, keep: str | None, options: Options) -> Format:
     return formats.for_writing(path, options.format, keep, shards=options.shard_size is not None)
+
+
+def _check_suffix(path: str, checkpoint: Checkpoint, chosen: Format, options: Options) -> None:
+    """Raise UsageError for a file with the suffix of another kind of file: ``run.txt``.
+
+    A name without a suffix, with that of the source, or with more behind a known one
+    (``run.pth2``) gets the format of the source.
+    """
+    name = without_query(path).replace(os.sep, "/").rpartition("/")[2].lower()
+    suffix = os.path.splitext(name)[1]
+    own = os.path.splitext(without_query(checkpoint.name or ""))[1].lower()
+    is_known = suffix == own or any(known in name for known in chosen.suffixes)
+    if options.format is None and not chosen.is_folder and suffix[1:2].isalpha() and not is_known:
+        raise formats.unknown_suffix(path)
 
 
 def _in_folder(path: str, checkpoint: Checkpoint, format: Format) -> str:

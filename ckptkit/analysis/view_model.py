@@ -6,6 +6,7 @@ page and the browser print.
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from itertools import groupby
@@ -26,9 +27,10 @@ from ckptkit.core.text import (
     shape,
     shell_word,
     size,
+    some,
     unfolded,
 )
-from ckptkit.core.tree import join
+from ckptkit.core.tree import Path, join, key_text
 
 if TYPE_CHECKING:
     from ckptkit.analysis.diff import Changed, Diff, Kind
@@ -58,13 +60,98 @@ class Report(NamedTuple):
 def of_checkpoint(
     summary: Summary, rows: Sequence[TensorRow], *, flat: bool = False, sort: str = "file"
 ) -> Report:
-    """Return what `inspect` shows, but for warnings and advice; `rows` are the tensors to show."""
+    """Return what `inspect` shows, but for warnings and advice; `rows` are the tensors to show.
+
+    Unless `flat`, each entry with state of the training is one row.
+    """
+    state: list[str] = []
+    if not flat and summary.weights and len(rows) == len(summary.rows):
+        state = _training_entries(summary)
+        rows = [row for row in rows if _entry(row.path) not in state]
     tables = columns.tables(rows, flat=flat, sort=sort, among=summary.rows)
+    folded = [_training_state(summary, state)] if state else []
     return Report(
         f"{escape(summary.path)}: {described(summary)}",
         list(_remarks(summary, rows)),
-        flatten((tables, listings(summary))),
+        flatten((tables, folded, listings(summary, state))),
     )
+
+
+# Entries beside the weights that only the training loop reads.
+_TRAINING = re.compile(r".*(optim|sched|loops|callback|scaler|rng|random_state|sampler).*", re.I)
+
+
+def _entry(path: Path) -> str:
+    """Return the entry of the root that a path is in."""
+    return key_text(path[0]) if path else ""
+
+
+def _training_entries(summary: Summary) -> list[str]:
+    places: tuple[Sequence[Value | TensorRow], ...] = (summary.rows, summary.values)
+    found = dict.fromkeys(_entry(each.path) for each in flatten(places) if len(each.path) > 1)
+    own = _entry(summary.weights or ())
+    return [name for name in found if name != own and _TRAINING.fullmatch(name)]
+
+
+def _training_state(summary: Summary, entries: list[str]) -> Table:
+    """Return a row for each of the entries: its tensors, its bytes and its first values."""
+    cells = []
+    for entry in entries:
+        tensors = [row for row in summary.rows if _entry(row.path) == entry]
+        values = [value for value in summary.values if _entry(value.path) == entry]
+        texts = [f"{_name_of(each)}: {value_text(each.type, each.value)}" for each in values[:3]]
+        more = f", ... ({len(values):,})" if len(values) > len(texts) else ""
+        nbytes = sum(row.nbytes for row in tensors)
+        count = f"{len(tensors):,}" if tensors else ""
+        cells.append(
+            (escape(entry), count, size(nbytes) if tensors else "", ", ".join(texts) + more)
+        )
+    headers = ("entry", "tensors", "size", "values")
+    title = "training state (--flat shows all)"
+    return Table(title, headers, cells, headers[1:3], len(cells)).without_empty()
+
+
+def _name_of(value: Value) -> str:
+    """Return the last names of the path of a value."""
+    return escape(join(tuple(key for key in value.path[1:] if not isinstance(key, int))[-1:]))
+
+
+BRIEF = ("file", "format", "size", "tensors", "parameters", "dtypes", "weights")
+
+
+def brief(summary: Summary) -> tuple[str, ...]:
+    """Return the row of one file, with the columns `BRIEF`."""
+    totals = summary.totals
+    dtypes = Counter(
+        row.dtype for row in summary.rows if row.name is not None or not summary.weights
+    )
+    named = summary.weights is not None and any(row.name is not None for row in summary.rows)
+    return (
+        escape(summary.path),
+        escape(summary.format),
+        size(summary.size),
+        f"{totals.tensors:,}",
+        f"{totals.parameters:,}",
+        ", ".join(dtype for dtype, _ in dtypes.most_common(2)) + " ..." * (len(dtypes) > 2),
+        escape(join(summary.weights or ())) or ("the whole file" if named else ""),
+    )
+
+
+def larger(a: Summary, b: Summary) -> str:
+    """Return which of two files is larger, by how much, and in which parts."""
+    if a.size == b.size:
+        names = f"{escape(a.path)} and {escape(b.path)}"
+        return f"{names} have the same size: {size(a.size)}"
+    big, small = (a, b) if a.size > b.size else (b, a)
+    parts: Counter[str] = Counter()
+    for side, sign in ((big, 1), (small, -1)):
+        for row in side.rows:
+            parts["the weights" if row.name is not None else _entry(row.path)] += sign * row.nbytes
+    more = big.size - small.size
+    parts["values and headers"] = more - parts.total()
+    found = sorted(filter(lambda part: part[1], parts.items()), key=lambda part: -abs(part[1]))
+    where = [f"{escape(name)} {'-+'[by > 0]}{size(abs(by))}" for name, by in found]
+    return f"{escape(big.path)} is {size(more)} larger than {escape(small.path)}: {some(where)}"
 
 
 def described(summary: Summary) -> str:
@@ -111,9 +198,16 @@ def adapter_line(adapter: Adapter) -> str:
     return f"{what}; `lora merge BASE {path} OUT` adds it to its base{base}"
 
 
-def listings(summary: Summary) -> Iterator[Table]:
-    """Yield what is not a tensor; of a pickled module, without the attributes inside it."""
-    values = [value for value in summary.values if not summary.in_module(value.path)]
+def listings(summary: Summary, folded: Sequence[str] = ()) -> Iterator[Table]:
+    """Yield what is not a tensor; of a pickled module, without the attributes inside it.
+
+    `folded` are entries whose values are shown elsewhere.
+    """
+    values = [
+        value
+        for value in summary.values
+        if not summary.in_module(value.path) and _entry(value.path) not in folded
+    ]
     objects = [each for each in summary.objects if not summary.in_module(each.path)]
     named = fold(Item(join(each.path), each.global_, 0) for each in objects)
     metadata = [Folded(name, text, 0, 1) for name, text in summary.extras.items()]

@@ -23,7 +23,7 @@ import click
 
 from ckptkit.cli import render
 from ckptkit.core import __version__
-from ckptkit.core.errors import CkptkitError, InputError, UsageError, address_space, foreseen
+from ckptkit.core.errors import CkptkitError, UsageError, address_space, foreseen
 from ckptkit.core.text import merge_all, on_command_line, shell_command
 
 _PACKAGE = os.path.join(os.path.dirname(os.path.dirname(__file__)), "")
@@ -153,6 +153,9 @@ class CommandLine(click.Group):
         if anywhere:  # click wants them before the command
             others = [word for word in options if word not in ANYWHERE]
             words = [*anywhere, *others, *words[len(options) :]]
+        first = next((word for word in words if not word.startswith("-")), "")
+        if first not in COMMANDS and (os.path.lexists(first) or {*"./*:"} & {*first}):
+            words.insert(words.index(first), "inspect")  # a file or folder alone
         self.traceback = render.begun = render.progress_asked = False
         code: Any = 0
         try:
@@ -225,7 +228,7 @@ def _failed(error: BaseException, words: Sequence[str]) -> int:
     if isinstance(error, click.UsageError) and context and error.message == context.get_help():
         render.emit(error.message)  # of a group that was given no command
         return USAGE
-    if isinstance(error, (click.UsageError, InputError)):
+    if isinstance(error, (click.UsageError, CkptkitError)):
         from ckptkit.cli import suggestions
 
         with suppress(click.ClickException, ValueError, OSError):  # the error is the other one

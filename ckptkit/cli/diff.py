@@ -25,7 +25,17 @@ DIFFERENT = 1
 UNSURE = 0.6  # confidence below which a pair is a guess
 
 
-@click.command("diff", cls=reading.Reader)
+def _check(ctx: click.Context) -> None:
+    """Take a model class as B. Raise UsageError unless there is one thing to compare with."""
+    given = ctx.params
+    b = given["b"]
+    if given["spec"] is None and b is not None and reading.is_model(b):
+        given["spec"], given["b"] = b, None
+    if (given["b"] is None) == (given["spec"] is None):
+        raise click.UsageError("give one thing to compare A with: B, or --model MODEL")
+
+
+@click.command("diff", cls=reading.Reader, check=_check)
 @click.argument("a", metavar="A")
 @click.argument("b", metavar="[B]", required=False)
 @reading.model
@@ -76,8 +86,6 @@ def command(
     Example: ckptkit diff epoch1.pth epoch2.pth
              ckptkit diff run.pth models.py:CNN --arg classes=10 --write-map map.json
     """
-    if asked["spec"] is None and b is not None and reading.is_model(b):
-        asked["spec"], b = b, None
     found = _compare(a, b, **asked)
     name = shown_url(a)
     if as_json:
@@ -124,8 +132,6 @@ def _compare(
     from ckptkit.analysis.summary import summarize
     from ckptkit.quantized import look_through_both
 
-    if (b is None) == (spec is None):
-        raise click.UsageError("give one thing to compare A with: B, or --model MODEL")
     name = shown_url(a)
     matches = render.matcher(globs) if globs else None
     with ExitStack() as stack:

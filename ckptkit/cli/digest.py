@@ -21,7 +21,7 @@ DIFFERENT = 1
 
 
 @click.command("digest", cls=reading.Reader)
-@click.argument("files", metavar="FILE...", nargs=-1, required=True)
+@reading.files
 @reading.value("--output -o", "OUT", "Output file: the manifest, instead of printing it.")
 @reading.flag("--force", "Replace OUT if it exists.")
 @reading.value("--check expected", "MANIFEST", "Compare FILE with this manifest.")
@@ -90,11 +90,12 @@ def command(
         return json_facts.digests(checkpoint.name or "", checkpoint.format, digests)
 
     failures: list[CkptkitError] = []
-    results = reading.each_of(files, look, failures)
+    walks = output is None and expected is None  # of one file
+    results = reading.each_of(files, look, failures, walks=walks)
     if as_json and expected is None:
         render.emit_json({"schema": SCHEMA, "files": (facts(*each) for each in results)})
         return InputError.exit_code if failures else 0
-    for _, each in results:
+    for file, each in results:
         if isinstance(each, CkptkitError):
             continue
         path, found = each[0].name or "", each[1]
@@ -106,7 +107,7 @@ def command(
             count = render.plural(len(found.ids), "tensor")
             render.emit_text(f"wrote {shown_url(output)}: {count}, {found.whole}")
         else:
-            lines = _lines(found, path if len(files) > 1 else None)
+            lines = _lines(found, None if files == (file,) else path)
             render.write(f"{line}\n" for line in lines)
     return InputError.exit_code if failures else 0
 

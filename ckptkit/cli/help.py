@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterator
+from copy import copy
+from inspect import cleandoc
 from itertools import groupby
 from pathlib import Path
+from typing import NamedTuple
 
 import click
 
-from ckptkit.cli import COMMANDS, main, render
+from ckptkit.cli import COMMANDS, main, options, render
+from ckptkit.core import __version__
 from ckptkit.core.text import meant
 
 FOLDER = Path(__file__).parent.parent / "help"
 SCHEMAS = FOLDER / "schemas"
 WIDEST = 100  # columns of prose
+LINES = 3  # of a page that contains a word
 # What only code hosts and tests read: hidden commands and remarks.
 _REMARK = re.compile(r"^<!--.*?-->\n", re.DOTALL | re.MULTILINE)
 _FENCED = re.compile(r"^```\w*\n(.*?)^```$", re.DOTALL | re.MULTILINE)
@@ -86,51 +90,133 @@ def _paragraphs(text: str) -> Iterator[str]:
         )
 
 
-@click.command("help")
-@click.argument("topic", required=False)
+class Hit(NamedTuple):
+    """A line of the manual that contains a word: the command that shows it, its heading, itself."""
+
+    shown_by: str
+    heading: str
+    line: str
+
+
+def search(word: str) -> Iterator[Hit]:
+    """Yield the lines of the manual, and the options of commands, that contain `word`."""
+    found = re.compile(rf"(?<![^\W_]){re.escape(word)}", re.IGNORECASE).search
+    for topic in topics():
+        heading = ""
+        text = _REMARK.sub("", (FOLDER / f"{topic}.md").read_text(encoding="utf-8"))
+        for line in text.splitlines():
+            if line.startswith("#"):
+                heading = line.lstrip("# ")
+            if found(line):
+                yield Hit(f"ckptkit help {topic}", heading, line.strip("#|` "))
+    for name in COMMANDS:
+        command = main.get_command(click.Context(main), name)
+        assert command is not None
+        for option in command.params:
+            text = f"{', '.join(option.opts)}: {getattr(option, 'help', '')}"
+            if isinstance(option, click.Option) and found(text):
+                yield Hit(f"ckptkit {name} --help-all", "option", text)
+
+
+def _found(word: str) -> Iterator[str]:
+    """Yield the pages that contain `word`, most lines first, each with its first lines."""
+    pages: dict[str, list[Hit]] = {}
+    for hit in search(word):
+        pages.setdefault(hit.shown_by, []).append(hit)
+    for shown_by, hits in sorted(pages.items(), key=lambda page: -len(page[1])):
+        yield f"{shown_by}: {render.plural(len(hits), 'line')}"
+        for hit in hits[:LINES]:
+            yield from (f"  {line}" for line in render.wrapped(f"{hit.heading}: {hit.line}"))
+
+
+def manual() -> Iterator[str]:
+    """Yield a man page in roff: every command with its options, and the topics of the manual."""
+
+    def plain(text: str) -> str:
+        lines = text.replace("\\", r"\e").replace("-", r"\-").replace("\b\n", "").splitlines()
+        return "\n".join(rf"\&{line}" if line[:1] in (".", "'") else line for line in lines)
+
+    yield f'.TH CKPTKIT 1 "" "ckptkit {__version__}" "User Commands"'
+    yield from (".SH NAME", plain("ckptkit - " + (main.help or "").partition("\n")[0].rstrip(".")))
+    yield from (
+        ".SH SYNOPSIS",
+        r".B ckptkit",
+        r"\fICOMMAND\fR [\fIOPTION\fR]... \fIFILE\fR...",
+        ".SH COMMANDS",
+    )
+    for name in COMMANDS:
+        parent = click.Context(main, info_name="ckptkit", **main.context_settings)
+        command = main.get_command(parent, name)
+        assert command is not None
+        context = click.Context(command, info_name=name, parent=parent)
+        usage = " ".join(command.collect_usage_pieces(context))
+        yield from (
+            ".SS " + plain(f"ckptkit {name} {usage}"),
+            ".nf",
+            plain(cleandoc(command.help or "")),
+            ".fi",
+        )
+        for option in filter(lambda each: isinstance(each, click.Option), command.params):
+            option = copy(option)
+            option.hidden = False  # type: ignore[attr-defined]
+            record = option.get_help_record(context)
+            if record is not None:
+                yield from (".TP", rf"\fB{plain(record[0])}\fR", plain(record[1]))
+    yield ".SH EXIT STATUS"
+    yield from (f"{plain(line)}\n.br" for line in page("exit-codes") if line[:1].isdigit())
+    yield ".SH SEE ALSO"
+    yield plain(f"ckptkit help TOPIC, of {', '.join(topics())}")
+
+
+def _check(ctx: click.Context) -> None:
+    """Raise UsageError for words that the manual does not contain."""
+    words, schema = ctx.params["words"], ctx.params["schema"]
+    schemas = sorted(path.stem for path in SCHEMAS.glob("*.json"))
+    if schema is not None and schema not in schemas:
+        raise _unknown(schema, schemas, "schema")
+    word = " ".join(words)
+    if words and word not in (*topics(), *COMMANDS) and next(search(word), None) is None:
+        raise _unknown(word, [*topics(), *COMMANDS], "topic, command or word")
+
+
+@click.command("help", cls=options.Command, check=_check)
+@click.argument("words", metavar="[TOPIC|COMMAND|WORD...]", nargs=-1)
 @click.option(
     "--schema", metavar="NAME", help="Print the JSON schema NAME (see `ckptkit help json`)."
 )
+@click.option("--man", is_flag=True, help="Print a man page: ckptkit help --man > ckptkit.1")
 @click.pass_context
-def command(ctx: click.Context, topic: str | None, schema: str | None) -> None:
+def command(ctx: click.Context, words: tuple[str, ...], schema: str | None, man: bool) -> None:
     """Show a page of the manual, or the help of a command.
 
-    Without TOPIC, list the topics.
+    Any other WORD is searched for in the manual and in the options of all commands. Without one,
+    list the topics.
 
     \b
     Example: ckptkit help
              ckptkit help formats
+             ckptkit help prefix
              ckptkit help json --schema inspect
     """
-    known = topics()
+    topic = " ".join(words)
     if schema is not None:
-        schemas = sorted(path.stem for path in SCHEMAS.glob("*.json"))
-        if schema not in schemas:
-            raise _unknown(schema, schemas, "schema")
         render.emit((SCHEMAS / f"{schema}.json").read_text(encoding="utf-8").strip())
-    elif topic is None:
-        render.emit(*render.table(("topic", "page"), list(known.items())))
-    elif topic in known:
+    elif man:
+        render.emit(*manual())
+    elif not topic:
+        render.emit(*render.table(("topic", "page"), list(topics().items())))
+    elif topic in topics():
         render.emit(*page(topic))
     elif topic in COMMANDS and ctx.parent is not None:
         found = main.get_command(ctx.parent, topic)
         assert found is not None
         render.emit(found.get_help(click.Context(found, info_name=topic, parent=ctx.parent)))
     else:
-        raise _unknown(topic, [*known, *COMMANDS], "topic or command")
+        render.emit(*_found(topic))
 
 
 def _unknown(word: str, known: list[str], kind: str) -> click.UsageError:
-    """Return the error for a word that is none of `known`; name the pages that mention it."""
-    hint = f"{meant(word, {*known})}`ckptkit help` lists the topics"
-    if kind != "schema":
-        found = re.compile(rf"\b{re.escape(word)}", re.IGNORECASE).findall
-        pages = {each: (FOLDER / f"{each}.md").read_text(encoding="utf-8") for each in topics()}
-        counts = Counter({each: len(found(text)) for each, text in pages.items()})
-        best = [each for each, count in counts.most_common(4) if count]
-        if best:
-            others = f", and so do {', '.join(best[1:])}" if best[1:] else ""
-            hint = f"`ckptkit help {best[0]}` mentions it{others}"
+    """Return the error for a word that is none of `known`."""
     error = click.UsageError(f"No such {kind} {word!r}.")
-    error.hint = hint  # type: ignore[attr-defined]
+    error.hint = f"{meant(word, {*known})}`ckptkit help` lists the topics"  # type: ignore[attr-defined]
     return error

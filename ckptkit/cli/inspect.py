@@ -23,19 +23,15 @@ SHOWN = 40  # values, objects or metadata entries; --json and --tree show all
 
 
 @click.command("inspect", cls=reading.Reader)
-@click.argument("files", metavar="FILE...", nargs=-1, required=True)
+@reading.files
 @reading.as_json(SCHEMA)
 @reading.flag("--digest", "With --json: read all tensors and add the SHA-256 of each.")
+@reading.flag("--brief", "Print one line for each file: format, size, tensors, parameters, dtypes.")
 @reading.flag("--tree", "Print a tree of all values, with bars for parameters, instead of tables.")
 @reading.flag("--names", "Print the names of the weights alone, one per line.")
 @reading.globs()
-@click.option(
-    "--sort",
-    type=click.Choice(["file", "size", "name"]),
-    default="file",
-    help="Order of the rows.",
-)
-@reading.flag("--flat", "One row per tensor: do not fold layers.{0..31}.weight.")
+@reading.sorting("file", "size", "name", text="Order of the rows.")
+@reading.folded
 @reading.stored
 @reading.flag("--textconv", "Print one line per tensor and value, with digests, for git diff.")
 @reading.key
@@ -45,10 +41,13 @@ def command(
     """Show what checkpoints contain: tensors, values and objects.
 
     Reads headers only and runs nothing. Of several files, those that cannot be read are reported
-    and the others shown.
+    and the others shown; of two, which one is larger and in which parts. Of a folder of
+    checkpoints, each is shown. State of the training (optimizer, scheduler, loops) is a line for
+    each entry, unless --flat is given. `ckptkit FILE` is short for `ckptkit inspect FILE`.
 
     \b
     Example: ckptkit inspect run.pth
+             ckptkit inspect --brief runs
              ckptkit inspect --names run.pth
              ckptkit inspect --json --digest run.pth
              git config diff.ckptkit.textconv 'ckptkit inspect --textconv'
@@ -61,16 +60,27 @@ def command(
 
         render.write(f"{line}\n" for line in as_text.lines(files[0], read))
         return 0
-    if want.names and (as_json or want.tree):
-        raise click.UsageError("--names prints lines of names: leave out --json and --tree")
+    if as_json + want.names + want.tree + want.brief > 1:
+        raise click.UsageError("give one of --json, --names, --tree and --brief")
     if want.digest and not as_json:
         raise click.UsageError("--digest needs --json")
+
+    from ckptkit.analysis import view_model
+    from ckptkit.analysis.summary import summarize
+    from ckptkit.quantized import look_through
+
+    summaries: list[Summary] = []
 
     def look(file: str) -> Any:
         from ckptkit.api import reading
 
         with reading(file, read) as checkpoint:
-            return _facts(checkpoint, want) if as_json else _lines(checkpoint, want)
+            if as_json:
+                return _facts(checkpoint, want)
+            seen = checkpoint if want.stored else look_through(checkpoint)
+            summary = summarize(seen)
+            summaries.append(summary)
+            return view_model.brief(summary) if want.brief else _lines(seen, summary, want)
 
     failures: list[CkptkitError] = []
     found = reading.each_of(files, look, failures)
@@ -79,11 +89,17 @@ def command(
 
         facts = (failure(each) if isinstance(each, CkptkitError) else each for _, each in found)
         render.emit_json({"schema": SCHEMA, "files": facts})
+        return InputError.exit_code if failures else 0
+    shown = (each for _, each in found if not isinstance(each, CkptkitError))
+    if want.brief:
+        numbers = view_model.BRIEF[2:5]
+        render.emit(*render.table(view_model.BRIEF, list(shown), right=numbers))
     else:
-        shown = (each for _, each in found if not isinstance(each, CkptkitError))
         for number, lines in enumerate(shown):
             render.emit(*[""] * bool(number))
             render.write(f"{line}\n" for line in lines)
+    if len(summaries) == 2 and not want.names:
+        render.emit("", *render.wrapped(view_model.larger(*summaries)))
     return InputError.exit_code if failures else 0
 
 
@@ -102,13 +118,10 @@ def _facts(checkpoint: Checkpoint, want: Any) -> dict[str, Any]:
     return json_facts.file(summary, rows, digests, is_selection=bool(want.globs))
 
 
-def _lines(checkpoint: Checkpoint, want: Any) -> Iterator[str]:
+def _lines(checkpoint: Checkpoint, summary: Summary, want: Any) -> Iterator[str]:
     from ckptkit.analysis.advice import advise
-    from ckptkit.analysis.summary import selected, summarize
-    from ckptkit.quantized import look_through
+    from ckptkit.analysis.summary import selected
 
-    checkpoint = checkpoint if want.stored else look_through(checkpoint)
-    summary = summarize(checkpoint)
     rows = _rows(summary, want)
     if want.names:
         return (render.escape(row.name) for row in rows if row.name is not None)
@@ -150,7 +163,7 @@ def _tables(summary: Summary, rows: list[TensorRow], want: Any) -> Iterator[str]
     """Yield a heading, the tables of tensors, values and objects; of a module, its weights only."""
     from ckptkit.analysis import view_model
 
-    report = view_model.of_checkpoint(summary, rows, flat=want.flat, sort=want.sort)
+    report = view_model.of_checkpoint(summary, rows, flat=want.fold is False, sort=want.sort)
     yield from render.wrapped(report.title, whole=True)
     yield from flatten(map(render.wrapped, report.remarks))
     for found in report.tables:

@@ -12,7 +12,6 @@ import click
 
 from ckptkit.cli import render
 from ckptkit.cli.request import SCHEMA, Request, report
-from ckptkit.core.bytesource import check_is_name
 from ckptkit.core.options import Options
 from ckptkit.core.text import shell_word
 
@@ -71,14 +70,21 @@ def _size(name: str, text: str) -> int:
     return int(text)
 
 
+_PYTHON = {"True": True, "False": False, "None": None}
+
+
 def _json(name: str, text: str) -> Any:
     import json
 
+    if text in _PYTHON:
+        return _PYTHON[text]
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
+        if re.fullmatch(r"[^\W\d][\w./-]*", text):  # a word without quotes is a string
+            return text
         quoted = shell_word(f"{name}={json.dumps(text)}")
-        what = f": {text!r} is not JSON, in which a text has quotes: {quoted}"
+        what = f": {text!r} is not JSON, where a string has quotes: {quoted}"
         raise ValueError(what) from error
 
 
@@ -112,9 +118,7 @@ def _substitution(text: str) -> tuple[str, str]:
     """Parse --sub at the last equals sign: expressions contain one more often than replacements."""
     pattern, equals, replacement = text.rpartition("=")
     if not equals or not pattern:
-        sed = re.fullmatch(r"s([/|#,])(.+)\1(.*)\1g?", text)
-        instead = f": write {shell_word(f'{sed[2]}={sed[3]}')}" if sed else ""
-        raise click.BadParameter(f"{text!r} is not of the form REGEX=REPLACEMENT{instead}")
+        raise click.BadParameter(f"{text!r} is not of the form REGEX=REPLACEMENT")
     return pattern, replacement
 
 
@@ -248,7 +252,14 @@ HELP_ALL: Rows = (
 
 
 class Command(click.Command):
-    """A command with --help-all, and with --dequantize, whose dtype may be left out."""
+    """A command with --help-all, and with --dequantize, whose dtype may be left out.
+
+    `check` raises UsageError for parameters that do not go together, before anything is run.
+    """
+
+    def __init__(self, *, check: Callable[[click.Context], None] | None = None, **given: Any):
+        super().__init__(**given)
+        self.check = check
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         options = args[: args.index("--")] if "--" in args else args
@@ -263,7 +274,17 @@ class Command(click.Command):
             ctx.exit()
         if "--dequantize" in options:
             args = list(dequantize_said(args))
-        return super().parse_args(ctx, args)
+        rest = super().parse_args(ctx, args)
+        if self.check is not None and not ctx.resilient_parsing:
+            with click.core.augment_usage_errors(ctx):
+                self.check(ctx)
+        return rest
+
+
+def missing(ctx: click.Context, name: str, text: str = "") -> click.MissingParameter:
+    """Return the error for an argument that this use of a command needs."""
+    parameter = next(each for each in ctx.command.params if each.name == name)
+    return click.MissingParameter(text, ctx, parameter)
 
 
 def dequantize_said(args: Sequence[str]) -> Iterator[str]:
@@ -306,14 +327,25 @@ class Writer(Command):
             if in_place or names[0] != "--in-place":
                 hidden = names[0] not in (*_COMMON, *shown)
                 params.append(click.Option(names, help=text, hidden=hidden, **how))
-        super().__init__(callback=self._called, params=params, **given)
+        super().__init__(callback=self._called, params=params, check=self._check_output, **given)
+
+    def _check_output(self, ctx: click.Context) -> None:
+        """Raise UsageError unless there is one output: DST, or SRC itself."""
+        given = ctx.params
+        if "dst" not in given:  # `batch` has --into
+            return
+        if self.several and given.get("in_place"):
+            own = (*given["sources"], *filter(None, [given["dst"]]))
+            given["sources"], given["dst"] = own, None
+        if self.several and len(given["sources"]) < 2:
+            raise click.UsageError("give two or more SRC, and DST")
+        if given.get("in_place") and given["dst"] is not None:
+            raise click.UsageError("--in-place edits SRC: leave out DST")
+        if not given.get("in_place") and given["dst"] is None:
+            raise missing(ctx, "dst", "--in-place edits SRC itself.")
 
     def _called(self, **given: Any) -> None:
         sources = given.pop("sources") if self.several else (given.pop("src"),)
-        if self.several and given.get("in_place"):
-            sources, given["dst"] = (*sources, *filter(None, [given["dst"]])), None
-        if self.several and len(sources) < 2:
-            raise click.UsageError("give two or more SRC, and DST")
         request = taken(given, sources)
         done, lost = self.run(request=request, **given)
         report(done, request, lost)
@@ -346,12 +378,6 @@ def taken(
     names = [field.name for field in fields(Options) if field.name in given and field.name != "key"]
     options = Options(**negated, **{name: given.pop(name) for name in names})
     names = [field.name for field in fields(Request) if field.name in given]
-    made = (kind or Request)(
+    return (kind or Request)(
         sources=sources, options=options, **{name: given.pop(name) for name in names}
     )
-    if options.in_place and made.dst is not None:
-        raise click.UsageError("--in-place edits SRC: leave out DST")
-    if not options.in_place and made.dst is None:
-        raise click.UsageError("Missing argument 'DST' (or --in-place)")
-    check_is_name(made.dst or "")
-    return made

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
+from glob import glob, has_magic
 from itertools import chain, islice
 from typing import Any, TypeVar
 
@@ -12,7 +13,7 @@ import click
 
 from ckptkit.cli import render
 from ckptkit.cli.options import ALONE, HELP_ALL, KEY, KINDS, PARTS, Command
-from ckptkit.core.errors import CkptkitError
+from ckptkit.core.errors import CkptkitError, SeveralError
 from ckptkit.core.options import Options
 from ckptkit.core.text import shown_url
 
@@ -42,6 +43,18 @@ def as_json(schema: str) -> Decorator:
 def sorting(*orders: str, text: str) -> Decorator:
     """Add --sort with these orders; the first is the default."""
     return click.option("--sort", type=click.Choice(orders), default=orders[0], help=text)
+
+
+def _expanded(_: object, __: object, given: Sequence[str]) -> tuple[str, ...]:
+    """Return the files, those that a quoted pattern matches in its place."""
+    found: list[str] = []
+    for place in given:
+        matches = sorted(glob(place, recursive=True)) if has_magic(place) else []
+        found += [place] if os.path.lexists(place) or not matches else matches
+    return tuple(found)
+
+
+files = click.argument("files", metavar="FILE...", nargs=-1, required=True, callback=_expanded)
 
 
 def is_model(place: str) -> bool:
@@ -92,19 +105,28 @@ def each_of(
     *,
     alone: bool | None = None,
     stops: type[CkptkitError] | tuple[()] = (),
+    walks: bool = True,
 ) -> Iterator[tuple[str, T | CkptkitError]]:
     """Yield each file with what `work` makes of it.
 
     Of several files, the error of one is printed, and yielded in the place of a result. A single
-    one (`alone`) raises it, before anything is printed, and so do errors that `stops` names.
+    one (`alone`) raises it, before anything is printed, and so do errors that `stops` names. Of a
+    folder of several checkpoints, each is taken if it `walks`.
     """
     raises = len(files) == 1 if alone is None else alone
+    waiting = list(files)
 
     def results() -> Iterator[tuple[str, T | CkptkitError]]:
-        for file in files:
+        nonlocal raises
+        while waiting:
+            file = waiting.pop(0)
             try:
                 done = work(file)
             except CkptkitError as error:
+                if walks and isinstance(error, SeveralError) and os.path.isdir(file):
+                    waiting[:0] = [os.path.join(file, name) for name in error.files]
+                    raises = False
+                    continue
                 if raises or isinstance(error, stops):
                     raise
                 render.error(str(error.at(shown_url(file))), error.hint)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
@@ -9,6 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ckptkit.cli import render
+from ckptkit.core.bytesource import STREAM
 from ckptkit.core.options import Options
 from ckptkit.core.text import flatten, is_url, shown_url
 
@@ -74,7 +76,41 @@ class Request:
                 progress = stack.enter_context(render.Progress("writing"))
                 options = replace(options, progress=progress)
             where = self.sources[-1] if source is None else source
+            if self.dst == STREAM:
+                return self._streamed(where, steps, options), lost
             return convert(where, self.dst, *steps, options=options), lost
+
+    def _streamed(
+        self, source: str | Checkpoint, steps: Sequence[Any], options: Options
+    ) -> Conversion:
+        """Write to standard output, by way of a temporary file: the plan may patch its beginning.
+
+        Raises UsageError for a terminal and for an output of several files.
+        """
+        from shutil import copyfileobj
+        from tempfile import TemporaryDirectory
+
+        from ckptkit.api import convert
+        from ckptkit.core.errors import CkptkitError, UsageError
+
+        if sys.stdout is None or render.is_terminal(sys.stdout) or self.as_json:
+            why = "also gets the object of --json" if self.as_json else "is a terminal"
+            raise UsageError(f"standard output {why}", where=STREAM, hint="name a file")
+        with TemporaryDirectory(prefix="ckptkit-") as folder:
+            path = os.path.join(folder, "output")
+            try:
+                done = convert(source, path, *steps, options=options)
+            except CkptkitError as error:
+                error.where = STREAM if error.where == path else error.where
+                raise
+            if os.path.isdir(path):
+                what = f"{done.format} is a folder, and standard output takes one file"
+                raise UsageError(what, where=STREAM, hint="name a folder")
+            if done.published is not None:
+                with open(path, "rb") as file:
+                    render.begun = True
+                    copyfileobj(file, sys.stdout.buffer)
+        return replace(done, path=STREAM)
 
     def _check_like(self, name: str) -> Callable[[Checkpoint], Checkpoint]:
         """Return the step that compares names and shapes with those of --like."""
@@ -122,7 +158,11 @@ def report(done: Conversion, request: Request, lost: Sequence[Loss]) -> None:
             verb = "would change" if dry_run else verb
         copied = [f"with {', '.join(done.copied)}"] if done.copied else []
         what = "; ".join((f"{render.plural(count, 'tensor')}, {size}", *done.notes, *copied))
-        render.emit_text(f"{verb} {done.path}: {what}")
+        line = f"{verb} {done.path}: {what}"
+        if done.path == STREAM:  # the file itself is there
+            render.note(line)
+        else:
+            render.emit_text(line)
         if dry_run:
             lines = flatten(map(_rules_lines, rules))
             render.emit_text(*lines, *str(plan).split("\n"))

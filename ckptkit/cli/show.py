@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 from ckptkit.cli import reading, render
+from ckptkit.cli.options import missing
 from ckptkit.core.errors import UsageError
 from ckptkit.core.text import flatten, guess, shown_url
 
@@ -84,7 +85,15 @@ class Shown(NamedTuple):
         return self._replace(corner=picks, cells=cells, columns=columns)
 
 
-@click.command("show", cls=reading.Reader)
+def _check(ctx: click.Context) -> None:
+    given = ctx.params
+    if given["nonfinite"] and (given["index"] or given["as_json"]):
+        raise click.UsageError("--nan looks at the whole tensor, and prints lines")
+    if given["name"] is None and (not given["nonfinite"] or given["other"]):
+        raise missing(ctx, "name")
+
+
+@click.command("show", cls=reading.Reader, check=_check)
 @click.argument("file", metavar="FILE")
 @click.argument("name", metavar="NAME", required=False)
 @click.argument("index", metavar="[SLICE]", default="")
@@ -131,11 +140,7 @@ def command(
     """
     from ckptkit import api
 
-    if nonfinite and (index or as_json):
-        raise click.UsageError("--nan looks at the whole tensor, and prints lines")
     if name is None:
-        if not nonfinite or other:
-            raise click.UsageError("Missing argument 'NAME'.")
         _print_nonfinite(file, read, stored)
         return 0
     pairs = [(file, name), *([(other, name_b or name)] if other is not None else [])]

@@ -1,138 +1,165 @@
-"""The next step after an error: what was probably meant, as a command or an option that works.
+"""The next step after an error: the command that was probably meant, whole, with the user's files.
 
-Imported after an error only. Each function returns a hint, or None where it has nothing to say.
+Imported after an error only. The words that were typed are replaced by what the tables say, and
+parsed again, until they are a command line; if that is right as far as a dry run tells, it is the
+hint.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from glob import glob, has_magic
+from io import StringIO
+from itertools import pairwise
 
 import click
 
-from ckptkit.cli.options import dequantize_said
-from ckptkit.core.errors import AmbiguousError, CkptkitError, MissingFileError
-from ckptkit.core.text import is_url, nearest, shell_command, shell_word, some
+from ckptkit.cli.options import Writer, dequantize_said
+from ckptkit.core.errors import CkptkitError, MissingFileError, SeveralError, UsageError
+from ckptkit.core.text import WRITTEN, is_url, nearest, output_name, shell_command, shell_word, some
+from ckptkit.core.tree import join
 
 # Other words for which people look, and the command that does it, with options.
 WORDS = {
-    "bf16": "convert --cast bfloat16", "cast": "convert --cast float16", "cat": "show",
-    "checksum": "digest", "compare": "diff", "copy": "convert", "count": "inspect",
+    "bf16": "convert --cast bfloat16", "cast": "convert --cast float16", "cat": "inspect",
+    "checksum": "digest", "compare": "diff", "copy": "convert", "count": "inspect --brief",
     "cp": "convert", "delete": "convert --drop", "dequantize": "convert --dequantize",
-    "drop": "convert --drop", "dtype": "convert --cast float16", "du": "inspect --sort size",
-    "equal": "diff --values", "fix": "doctor", "float16": "convert --cast float16",
-    "fp16": "convert --cast float16", "half": "convert --cast float16", "hash": "digest",
-    "histogram": "stats", "inf": "verify --values", "info": "inspect", "keys": "inspect --names",
-    "list": "inspect", "ls": "inspect", "man": "help", "mean": "average",
-    "names": "inspect --names", "nan": "verify --values", "nans": "verify --values",
-    "params": "inspect", "plot": "report", "print": "inspect",
-    "quantize": "convert --quantize fp8-block", "remove": "convert --drop", "repair": "recover",
-    "save": "convert", "security": "scan", "select": "convert --keep", "sha256": "digest",
-    "shard": "convert --shard-size 5GB", "size": "inspect --sort size",
-    "split": "convert --shard-size 5GB", "summary": "inspect", "unwrap": "extract",
-    "validate": "verify", "view": "inspect",
+    "diagnose": "doctor", "drop": "convert --drop", "dtype": "convert --cast float16",
+    "du": "inspect --brief", "equal": "diff", "export": "convert", "fix": "doctor",
+    "float16": "convert --cast float16", "fp16": "convert --cast float16",
+    "half": "convert --cast float16", "hash": "digest", "histogram": "stats",
+    "inf": "verify --values", "info": "inspect", "keys": "inspect --names", "list": "inspect",
+    "ls": "inspect", "man": "help", "mean": "average", "names": "inspect --names",
+    "nan": "verify --values", "nans": "verify --values", "params": "inspect --brief",
+    "plot": "report", "print": "inspect", "quantize": "convert --quantize fp8-block",
+    "remove": "convert --drop", "repair": "recover", "save": "convert", "security": "scan",
+    "select": "convert --keep", "sha256": "digest", "shard": "convert --shard-size 5GB",
+    "size": "inspect --brief", "soup": "average", "split": "convert --shard-size 5GB",
+    "sum": "average", "summary": "inspect --brief", "tree": "inspect --tree",
+    "unwrap": "extract", "validate": "verify", "view": "inspect",
 }  # fmt: skip
-# Options that have another name in a command.
-RENAMED = {
-    ("remap", "--map"): "--device", ("convert", "--map-device"): "--device",
-    ("convert", "--device-map"): "--device", ("remap", "--values"): "--device-values",
-    ("convert", "--prefix"): "--strip", ("strip-module", "--strip"): "--prefix",
-    ("add-module", "--add"): "--prefix", ("convert", "--keys"): "--keep",
-    ("digest", "--manifest"): "--output",
-}  # fmt: skip
-# Other words for options, and the command that has it; any command that has it is as good.
+DST = "DST"
+# Other words for options, of one command or of any, and the option; with the command that has it
+# where others do not. `DST`: the value is the destination.
 OPTIONS = {
-    "--bf16": "convert --cast bfloat16", "--dtype": "convert --cast float16",
-    "--exclude": "convert --drop", "--fp16": "convert --cast float16",
+    "--add": "--prefix", "--bf16": "convert --cast bfloat16", "--cast-to": "convert --cast",
+    "--destination": DST, "--device-map": "--device", "--dst": DST, "--dtype": "convert --cast",
+    "--exact": "diff --values", "--exclude": "convert --drop", "--fp16": "convert --cast float16",
     "--half": "convert --cast float16", "--include": "convert --keep",
-    "--map-location": "remap --to cpu", "--max-shard-size": "convert --shard-size 5GB",
-    "--nan": "verify --values", "--overwrite": "convert --force", "--regex": "rename --sub",
-    "--remove": "convert --drop", "--yes": "convert --force", "-f": "convert --force",
-    "-y": "convert --force",
+    "--keys-only": "diff --no-values", "--manifest": "--output", "--map-device": "--device",
+    "--map-location": "remap --to", "--max-shard-size": "convert --shard-size",
+    "--nan": "verify --values", "--only-keys": "diff --no-values", "--out": DST,
+    "--output": DST, "--output-dir": DST, "--overwrite": "convert --force",
+    "--pattern": "rename --sub", "--regex": "rename --sub", "--remove": "convert --drop",
+    "--replace": "convert --force", "--select": "convert --keep", "--strip": "--prefix",
+    "--summary": "inspect --brief", "--yes": "convert --force", "-e": "rename --sub",
+    "-f": "convert --force", "-k": "extract --key", "-n": "convert --dry-run", "-o": DST,
+    "-p": "strip-module --prefix", "-s": "inspect --brief", "-y": "convert --force",
+    "batch -o": "--into", "batch --output": "--into", "batch --out": "--into",
+    "convert --keys": "--keep", "convert --prefix": "--strip", "inspect --all": "--tree",
+    "remap --map": "--device", "remap --values": "--device-values",
 }  # fmt: skip
-MANY = ("inspect", "scan", "verify", "digest")  # they take FILE...
-WRITING = ("convert", "recover")
-FILES = {"stats": 1, "doctor": 1, "diff": 2, "convert": 2, "recover": 2}
-OPEN = ("--drop", "--keep", "--dequantize", "fp8-block", "5GB")  # not right for every file
+# The commands that `convert` can do as well, with the words for it.
+AS_CONVERT = {
+    "strip-module": "--strip module.", "add-module": "--add module.", "remap": "", "rename": "",
+    "extract": "",
+}  # fmt: skip
+NEEDED = {"remap": ("--to", "cpu")}  # what a command without any option lacks
+READING = ("inspect", "scan", "verify", "digest")  # they take FILE...
+INPUTS = ("src", "sources", "file", "files", "a", "b", "base")  # arguments that are read
+CLOSE = 0.75  # likeness from which on a word is a misspelled one
+STEPS = 8  # replacements
 LISTED = 4  # files; of more, a pattern
 INTO = "out"
-_MODEL = re.compile(r"(.+\.py|[A-Za-z_][\w.]*):[A-Za-z_]\w*")
 _HUB = re.compile(r"[\w.-]+/[\w.-]+")
+_SED = re.compile(r"s([/|#,])(.+)\1(.*)\1g?")
+_DEVICE = re.compile(r"(cpu|meta|mps|cuda(:\d+)?)")
+
+Words = list[str]
+Step = tuple[str | None, "Line | None"]  # what is said if that is all, and the line
 
 
 def improve(error: BaseException, words: Sequence[str], main: click.Group) -> None:
     """Give an error a better hint, if there is one. `words` are those typed after ``ckptkit``."""
-    typed, hint = Typed(main, words), None
-    context = error.ctx if isinstance(error, click.UsageError) else None
-    if isinstance(error, click.NoSuchOption):
-        hint = _option(error)
+    line = Line(main, [*words])
+    hint = None
+    if isinstance(error, click.UsageError):
+        hint = _meant(error, line)
     elif isinstance(error, CkptkitError):
-        hint = _file(error, typed)
-    elif isinstance(error, click.UsageError) and context is not None:
-        if error.message.startswith("No such command") and context.command is main:
-            word = next(each for each in words if not each.startswith("-"))
-            hint = command(word, words[words.index(word) + 1 :], main.list_commands(context))
-        elif "unexpected extra argument" in error.message:
-            hint = _batch(typed)
-        elif isinstance(error, click.MissingParameter) and context.info_name == "extract":
-            hint = next(map(_entries, typed.parts()[0]), None)
+        hint = _of_input(error, line)
     if hint is not None:
         error.hint = hint  # type: ignore[attr-defined]
 
 
-def command(word: str, rest: Sequence[str], known_commands: Sequence[str]) -> str:
-    """Return the hint for a word that is no command; `rest` are those after it."""
-    if (known := WORDS.get(word)) is not None:
-        name = known.partition(" ")[0]
-        files = [each for each in rest if not each.startswith("-")]
-        is_whole = files and (name in MANY or len(files) == FILES.get(name))
-        inputs = files[: 1 if name in WRITING else None]
-        if is_whole and all(map(os.path.exists, inputs)) and not known.endswith(OPEN):
-            return f"did you mean `ckptkit {known} {shell_command(rest)}`?"
-        return f"did you mean {known}? see `ckptkit {name} --help`"
-    if os.path.exists(word):
-        return f"what is in it: {shell_command(('ckptkit', 'inspect', word, *rest))}"
-    near = [name for name in known_commands if name.startswith(word)]
-    near = near or nearest(word, known_commands)
-    meant = f"did you mean {', '.join(near)}? " if near else ""
-    return f"{meant}see `ckptkit --help`"
+class Line:
+    """A command line: its words, and what can be told about them."""
 
-
-def _option(error: click.NoSuchOption) -> str | None:
-    """Return a hint for an option that has another name, or that another command has."""
-    if error.ctx is None:
-        return None
-    see = f"see `{error.ctx.command_path} --help`"
-    if (new := RENAMED.get((error.ctx.info_name or "", error.option_name))) is not None:
-        return f"it is {new}: {see}"
-    if (known := OPTIONS.get(error.option_name)) is None:
-        return None
-    other, _, new = known.partition(" ")
-    if any(new.split()[0] in option.opts for option in error.ctx.command.params):
-        return f"it is {new}: {see}"
-    return f"{other} has {new}: see `ckptkit {other} --help`"
-
-
-class Typed:
-    """A command line, taken apart."""
-
-    def __init__(self, main: click.Group, words: Sequence[str]) -> None:
+    def __init__(self, main: click.Group, words: Words) -> None:
+        self.main, self.words = main, words
         context = click.Context(main)
-        self.words = words
-        self.name = next((each for each in words if each in main.list_commands(context)), "")
-        self._command = main.get_command(context, self.name) or main
+        self.at = next((n for n, word in enumerate(words) if not word.startswith("-")), 0)
+        name = words[self.at] if words else ""
+        self.name = name if name in main.list_commands(context) else ""
+        self.command = main.get_command(context, name) or main
         batch = main.get_command(context, "batch")
         names = batch.list_commands(context) if isinstance(batch, click.Group) else ()
         self.is_batchable = self.name in names  # whether `batch` runs it over many files
 
-    def parts(self) -> tuple[list[str], list[str]]:
+    def with_words(self, words: Sequence[str]) -> Line:
+        return Line(self.main, [*words])
+
+    def __str__(self) -> str:
+        return f"`{shell_command(('ckptkit', *self.words))}`"
+
+    def replaced(self, old: str, *new: str) -> Line | None:
+        """Return the line with `new` instead of a word; None without that word."""
+        if old not in self.words:
+            return None
+        at = self.words.index(old)
+        return self.with_words([*self.words[:at], *new, *self.words[at + 1 :]])
+
+    def works(self) -> bool:
+        """Return whether its inputs exist and, of a command that writes, the output is planned.
+
+        Raises the UsageError of a wrong line, and why the output cannot be planned.
+        """
+        with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
+            try:
+                return self._is_right()
+            except click.exceptions.Exit:  # --help and others that print and end
+                return True
+
+    def _is_right(self) -> bool:
+        command: click.Command = self.main
+        context, rest = click.Context(self.main, info_name="ckptkit"), [*self.words]
+        while isinstance(command, click.Group):
+            name, found, rest = command.resolve_command(context, rest)
+            assert found is not None  # else an error
+            command = found
+            if isinstance(command, click.Group):
+                context = click.Context(command, info_name=name, parent=context)
+            else:
+                context = command.make_context(name, rest, parent=context)
+        arguments = (p.name for p in command.params if isinstance(p, click.Argument))
+        for value in (context.params[name] for name in arguments if name in INPUTS):
+            for place in (value,) if isinstance(value, str) else value or ():
+                if not os.path.exists(place) and not is_url(place) and not glob(place):
+                    return False
+        if isinstance(command, Writer):
+            context.params |= {"dry_run": True, "quiet": True, "as_json": False, "force": True}
+            with context:
+                return not command.invoke(context)
+        return True
+
+    def parts(self) -> tuple[Words, Words]:
         """Return the arguments that are files or folders, and the options with a recipe."""
-        own = list(dequantize_said(self.words[self.words.index(self.name) + 1 :]))
-        context = click.Context(self._command)
-        values, extra, _ = self._command.make_parser(context).parse_args(list(own))
-        each_argument = (p for p in self._command.params if isinstance(p, click.Argument))
+        own = list(dequantize_said(self.words[self.at + 1 :]))
+        context = click.Context(self.command)
+        values, extra, _ = self.command.make_parser(context).parse_args(list(own))
+        each_argument = (p for p in self.command.params if isinstance(p, click.Argument))
         found = [values.get(each.name or "") for each in each_argument]
         given = [*(each for each in found if isinstance(each, str)), *extra]
         for each in given:
@@ -140,17 +167,147 @@ class Typed:
         recipe = given[: self.name == "run"]
         return given[len(recipe) :], [*recipe, *(each for each in own if each != "--")]
 
-    def batch(self, into: str, sources: Sequence[str]) -> str:
+    def of_many(self, into: str, sources: Sequence[str]) -> Line:
         """Return the command for many files."""
-        words = ("ckptkit", "batch", self.name, *self.parts()[1], "--into", into, *sources)
-        return shell_command(words)
+        return self.with_words(("batch", self.name, *self.parts()[1], "--into", into, *sources))
 
 
-def _batch(typed: Typed) -> str | None:
-    """Return the command for several files where a command takes one: the last is perhaps DST."""
-    if not typed.is_batchable or "--in-place" in typed.words:
+def _meant(error: click.UsageError, line: Line) -> str | None:
+    """Return a hint with the command that was meant; of a part of it, where that is all."""
+    said, found = None, line
+    for _ in range(STEPS):
+        step, new = _step(error, found)
+        said = said or step
+        if new is None or new.words == found.words:
+            return said
+        found = new
+        try:
+            return f"did you mean {found}?" if found.works() else said
+        except click.UsageError as another:
+            error = another
+        except CkptkitError as refused:
+            return _first(_others(refused, found)) or said
+    return said
+
+
+def _first(lines: Iterable[Line]) -> str | None:
+    """Return the hint with the first line that works."""
+    for line in lines:
+        with suppress(click.UsageError, CkptkitError):
+            if line.works():
+                return f"did you mean {line}?"
+    return None
+
+
+def _step(error: click.UsageError, line: Line) -> Step:
+    """Return the next replacement, and what is said if there is no other hint."""
+    context = error.ctx
+    if context is None:
+        return None, None
+    if isinstance(error, click.NoSuchOption):
+        return _option(error, line)
+    if isinstance(error, click.MissingParameter):
+        return _missing(error, line)
+    if error.message.startswith("No such command") and context.command is line.main:
+        return _command(line)
+    for word in line.words:
+        if (sed := _SED.fullmatch(word)) is not None:
+            known = {"--sub"} & {*line.words} or not _has(line.command, "--sub")
+            return None, line.replaced(word, *[] if known else ["--sub"], f"{sed[2]}={sed[3]}")
+    if "is not of the form A=B" in error.message:  # one device is that for all tensors
+        return None, line.replaced("--device", "--to")
+    if "unexpected extra argument" in error.message:
+        return None, _extra(line)
+    if line.name in NEEDED and not isinstance(error, click.BadParameter):
+        return None, line.with_words([*line.words, *NEEDED[line.name]])
+    return None, None
+
+
+def _command(line: Line) -> Step:
+    """Replace a word that is no command."""
+    word, rest = line.words[line.at], line.words[line.at + 1 :]
+    if (known := WORDS.get(word.lower())) is not None:
+        name, *options = known.split()
+        new = line.with_words([*line.words[: line.at], name, *options, *rest])
+        return f"did you mean {known}? see `ckptkit {name} --help`", new
+    commands = line.main.list_commands(click.Context(line.main))
+    near = [name for name in commands if name.startswith(word)]
+    near = near or nearest(word, commands, CLOSE)
+    if not near:
+        return "see `ckptkit --help`", None
+    return f"did you mean {', '.join(near)}? see `ckptkit --help`", line.replaced(word, near[0])
+
+
+def _has(command: click.Command, option: str) -> bool:
+    return any(option in (*each.opts, *each.secondary_opts) for each in command.params)
+
+
+def _option(error: click.NoSuchOption, line: Line) -> Step:
+    """Replace an option that has another name, or that another command has."""
+    assert error.ctx is not None
+    wrong, command = error.option_name, error.ctx.command
+    see = f"see `{error.ctx.command_path} --help`"
+    options = [each for p in command.params for each in p.opts if each.startswith("--")]
+    near = nearest(wrong, options, CLOSE)
+    known = OPTIONS.get(f"{line.name} {wrong}", OPTIONS.get(wrong, near[0] if near else ""))
+    if not known and line.name in AS_CONVERT:
+        known = f"convert {wrong}"
+    at = next((n for n, each in enumerate(line.words) if each.partition("=")[0] == wrong), None)
+    if not known or at is None:  # of a cluster of short options, none is a word
+        return see, None
+    before, after = line.words[:at], line.words[at + 1 :]
+    value = list(filter(None, [line.words[at].partition("=")[2]]))
+    if known == DST:
+        value = value or [after.pop(0)] if after else []
+        new = line.with_words([*before, *after, *value])
+        return f"the destination is the last argument: {see}", new
+    owner, dashes, name = known.rpartition("--")
+    words, owner = (dashes + name).split(), owner.strip()
+    said = f"it is {' '.join(words)}: {see}"
+    if not _has(command, words[0]) and owner:
+        said = f"{owner} has {' '.join(words)}: see `ckptkit {owner} --help`"
+        if owner == "convert" and line.name not in AS_CONVERT:
+            return said, None
+        before[line.at : line.at + 1] = [owner, *AS_CONVERT.get(line.name, "").split()]
+    return said, line.with_words([*before, *words, *value, *after])
+
+
+def _missing(error: click.MissingParameter, line: Line) -> Step:
+    """Fill in what is missing: a name out of the file, or a name for the output."""
+    name = None if error.param is None else error.param.name
+    if name == "into":
+        return None, line.with_words([*line.words, "--into", INTO])
+    places = line.parts()[0] if line.name else []
+    if not places:
+        return None, None
+    if name == "dst":
+        return None, line.with_words([*line.words, output_name(places[0], "new")])
+    if name not in ("key", "name") or not os.path.exists(places[0]):
+        return None, None
+    from ckptkit.api import open_checkpoint
+
+    with suppress(CkptkitError), open_checkpoint(places[0]) as checkpoint:
+        if name == "name":
+            return None, line.with_words([*line.words, *list(checkpoint.weights)[:1]])
+        entries = list(map(str, checkpoint))
+        path = checkpoint.selection.path if checkpoint.selection is not None else ()
+        said = f"--key names one of its entries: {some(entries, 12)}"
+        chosen = join(path) or next(iter(entries), "")
+        return said, line.with_words([*line.words, "--key", chosen])
+    return None, None
+
+
+def _extra(line: Line) -> Line | None:
+    """Return the line for more arguments than a command takes: a device, or several files."""
+    places = line.parts()[0]
+    devices = [word for word in places if _DEVICE.fullmatch(word)]
+    if devices and _has(line.command, "--to"):
+        return line.replaced(devices[0], "--to", devices[0])
+    if not line.is_batchable:  # one at a time
+        return line.with_words([word for word in line.words if word not in places[1:]])
+    if "--in-place" in line.words:
         return None
-    *sources, last = typed.parts()[0]
+    *sources, last = places
     if os.path.isfile(last):
         sources, last = [*sources, last], INTO
     if not sources or not all(map(os.path.exists, sources)):
@@ -158,59 +315,44 @@ def _batch(typed: Typed) -> str | None:
     suffix = os.path.splitext(sources[0])[1]
     pattern = os.path.join(os.path.dirname(sources[0]), f"*{suffix}")
     sources = [pattern] if sorted(glob(pattern)) == sorted(sources) else sources
-    return f"of several files: `{typed.batch(last, sources)}`"
+    return line.of_many(last, sources)
 
 
-def _entries(path: str) -> str | None:
-    """Return the entries of the checkpoint at `path`, for --key."""
-    from ckptkit.api import open_checkpoint
-
-    try:
-        with open_checkpoint(path) as checkpoint:
-            names = [str(each) for each in checkpoint]
-    except CkptkitError:
-        return None
-    return f"--key names one of its entries: {some(names, 12)}" if names else None
-
-
-def _file(error: CkptkitError, typed: Typed) -> str | None:
-    """Return a hint for an input that is no single file."""
-    place = error.where
-    if place is None or is_url(place):
-        return None
-    if isinstance(error, AmbiguousError) and os.path.isdir(place):
-        from ckptkit.formats import of_suffix
-
-        files = sorted(each for each in os.listdir(place) if of_suffix(each) is not None)
-        suffixes = {os.path.splitext(each)[1] for each in files}
-        is_for_many = typed.name in MANY or typed.is_batchable
-        if len(files) < 2 or len(suffixes) != 1 or not is_for_many:
-            return None
-        return f"{error.hint}; {_pattern(os.path.join(place, f'*{suffixes.pop()}'), typed)}"
-    if not isinstance(error, MissingFileError) or os.path.lexists(place):
-        return None
-    if has_magic(place):
-        return _pattern(place, typed)
-    if typed.name == "diff" and _MODEL.fullmatch(place):
-        at = typed.words.index(place)
-        words = ("ckptkit", *typed.words[:at], "--model", *typed.words[at:])
-        return f"a model is compared by `{shell_command(words)}`"
-    if _HUB.fullmatch(place) and not os.path.isdir(os.path.dirname(place)):
-        return f"{error.hint}; a model on the Hugging Face hub is hf://{place}"
+def _of_input(error: CkptkitError, line: Line) -> str | None:
+    """Return a hint for an input that is no single file, or for names that it does not have."""
+    place, own = error.where, error.hint
+    if (new := _first(_others(error, line))) is not None:
+        return "; ".join(filter(None, [own, new]))
+    is_missing = isinstance(error, MissingFileError) and not os.path.lexists(place or "")
+    if is_missing and place is not None and has_magic(place):
+        found = sorted(glob(place, recursive=True))
+        one = (
+            f"name one of the {len(found):,} files, such as {shell_word(found[0])}" if found else ""
+        )
+        return one or "no file matches this pattern"
     return None
 
 
-def _pattern(pattern: str, typed: Typed) -> str:
-    """Return a hint for a pattern where a command takes files."""
-    found = sorted(glob(pattern, recursive=True))
-    if not found:
-        return "no file matches this pattern"
-    if typed.name in MANY:
-        files = shell_command(found)
-        if len(found) > LISTED:  # the pattern, quoted but for its stars
-            files = "*".join(shell_word(part) if part else "" for part in pattern.split("*"))
-        return f"all {len(found):,}: `ckptkit {typed.name} {files}`"
-    if typed.is_batchable:
-        into = next(iter(typed.parts()[0][1:]), INTO)
-        return f"all {len(found):,}: `{typed.batch(into, [pattern])}`"
-    return f"name one of the {len(found):,} files, such as {shell_word(found[0])}"
+def _others(error: CkptkitError, line: Line) -> Iterator[Line]:
+    """Yield the lines that may be meant where an input is refused."""
+    place = error.where
+    if place is None or is_url(place):
+        return
+    patterns = [place] if has_magic(place) and not os.path.lexists(place) else []
+    if isinstance(error, SeveralError):
+        suffixes = {os.path.splitext(each)[1] for each in error.files}
+        patterns = [os.path.join(place, f"*{each}") for each in suffixes] * (len(suffixes) == 1)
+    if patterns and line.is_batchable:
+        yield line.of_many(next(iter(line.parts()[0][1:]), INTO), patterns)
+    is_missing = isinstance(error, MissingFileError)
+    if is_missing and _HUB.fullmatch(place) and not os.path.isdir(os.path.dirname(place)):
+        yield from filter(None, [line.replaced(place, f"hf://{place}")])
+    for before, word in pairwise(line.words):
+        if before in ("--drop", "--keep") and not has_magic(word):
+            yield from filter(None, [line.replaced(word, f"{word}*")])
+    stem, suffix = os.path.splitext(place.rstrip("/"))
+    sources = line.parts()[0] if line.name else []
+    if isinstance(error, UsageError) and suffix not in WRITTEN and place in sources[1:]:
+        yield from filter(None, [line.replaced(place, stem + os.path.splitext(sources[0])[1])])
+    if line.name == "convert" and "--key" in line.words:
+        yield from filter(None, [line.replaced("convert", "extract")])

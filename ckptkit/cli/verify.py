@@ -23,7 +23,7 @@ NAMED = 3  # tensors of a finding
 
 
 @click.command("verify", cls=reading.Reader)
-@click.argument("files", metavar="FILE...", nargs=-1, required=True)
+@reading.files
 @reading.flag(
     "--values", "Read the values of tensors too: find NaN, infinities, and scales that are zero."
 )

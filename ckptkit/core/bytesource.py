@@ -23,7 +23,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import cache, lru_cache, partial
 from typing import TYPE_CHECKING, BinaryIO, ClassVar, NamedTuple, Protocol
 
 from ckptkit.core.errors import (
@@ -712,10 +712,10 @@ def open_regular(path: str, name: str, follow: bool) -> int:
 
 
 def check_is_name(path: str) -> None:
-    """Refuse "-" as the name of an output, since it means standard output elsewhere."""
+    """Refuse "-" as the name of an output where it does not mean standard output."""
     if path == STREAM:
         raise UsageError(
-            "ckptkit writes no file to standard output",
+            "this output cannot go to standard output",
             where=path,
             hint="name a file; ./- is the file of that name",
         )
@@ -724,8 +724,6 @@ def check_is_name(path: str) -> None:
 def _instead(path: str, name: str) -> str | None:
     """Return a hint for a path that does not exist: close names, a broken link, no folder."""
     folder, wanted = os.path.split(path)
-    if name == STREAM:
-        return f"standard input cannot be read: {_NO_STREAM}"
     if os.path.islink(path):
         return f"it is a link to {os.readlink(path)}, which does not exist"
     if not os.path.isdir(folder):
@@ -828,3 +826,29 @@ class FileObject(ByteSource):
         if READING.sums is not None:
             READING.sums.add(self.identity, offset, data)
         return data
+
+
+def standard_input() -> FileObject:
+    """Return standard input as a file. A pipe is copied to a temporary file first.
+
+    The parts of a checkpoint are read in any order. Each call returns the same file.
+    """
+    if sys.stdin is None or sys.stdin.isatty():
+        raise UsageError(
+            "standard input is a terminal", where=STREAM, hint="send a file to it: < run.pth"
+        )
+    return _as_file(sys.stdin.buffer)
+
+
+@cache
+def _as_file(stream: BinaryIO) -> FileObject:
+    if not stream.seekable():
+        from shutil import copyfileobj
+        from tempfile import TemporaryFile
+
+        kept = TemporaryFile()  # noqa: SIM115  # until the process ends
+        copyfileobj(stream, kept)
+        stream = kept
+    found = FileObject(stream)
+    found.name = STREAM
+    return found

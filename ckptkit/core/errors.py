@@ -177,6 +177,12 @@ class AmbiguousError(InputError, ValueError):
     code = "ambiguous"
 
 
+class SeveralError(AmbiguousError):
+    """A folder holds several checkpoints, in `files`."""
+
+    files: tuple[str, ...] = ()
+
+
 class CollisionError(AmbiguousError):
     """An edit would give two entries the same name."""
 

@@ -249,8 +249,13 @@ def for_writing(
         return by_suffix
     if kept is not None:
         return kept if kept.layout is not None else _writer(kept.rewrite_as or TORCH_ZIP.name)
+    raise unknown_suffix(path)
+
+
+def unknown_suffix(path: str | os.PathLike[str]) -> UsageError:
+    """Return the error for an output whose suffix names no format."""
     known = ", ".join(BY_SUFFIX)
-    raise UsageError(
+    return UsageError(
         "the suffix does not say which format to write",
         where=shown_url(os.fspath(path)),
         hint=f"use one of {known}; {typed('--format torch-zip', 'format=')} writes any name; "

@@ -31,7 +31,7 @@ from typing import NamedTuple
 from ckptkit import formats
 from ckptkit.core.bytesource import ByteSource, Folder
 from ckptkit.core.checkpoint import Checkpoint
-from ckptkit.core.errors import AmbiguousError, CorruptError, FormatError
+from ckptkit.core.errors import AmbiguousError, CorruptError, FormatError, SeveralError
 from ckptkit.core.text import shell_word
 from ckptkit.formats.format import CheckedPart, Defect, Probe
 from ckptkit.formats.table import BY_SUFFIX
@@ -79,11 +79,13 @@ def _meant(probe: Probe) -> ByteSource | Folder:
     chosen = best(probe.names)
     if chosen is None:
         first = [each.files[0] for each in preferred(probe.names)]
-        raise AmbiguousError(
+        error = SeveralError(
             f"holds {len(first)} checkpoints: {listed(first)}",
             where=probe.name,
             hint=f"name one of them, e.g. {shell_word(os.path.join(probe.name, first[0]))}",
         )
+        error.files = tuple(first)
+        raise error
     return probe.folder.open(chosen.files[0])  # of a split GGUF model it names the others
 
 

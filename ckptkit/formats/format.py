@@ -13,12 +13,20 @@ from functools import cached_property
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ckptkit.core.bytesource import ByteSource, Folder, LocalFile, Record, has_journal
+from ckptkit.core.bytesource import (
+    STREAM,
+    ByteSource,
+    Folder,
+    LocalFile,
+    Record,
+    has_journal,
+    standard_input,
+)
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError, InputChangedError, InputError
 from ckptkit.core.options import DEFAULT, Options
 from ckptkit.core.plan import Patch, Plan
-from ckptkit.core.text import is_url
+from ckptkit.core.text import is_url, typed
 from ckptkit.formats.zip_reader import MAGIC, ZipDirectory, read_directory
 
 if TYPE_CHECKING:
@@ -214,6 +222,8 @@ def open_unchecked(path: PathLike) -> ByteSource | Folder:
         from ckptkit.remote.files import open_url  # local files do not pay for it
 
         return open_url(os.fspath(path))
+    if path == STREAM and typed("here", ""):
+        return standard_input()
     return Folder(path) if os.path.isdir(path) else LocalFile(path)
 
 

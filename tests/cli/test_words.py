@@ -16,8 +16,8 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from ckptkit.cli import main, render
-from ckptkit.cli.suggestions import RENAMED
+from ckptkit.cli import COMMANDS, main, render
+from ckptkit.cli.suggestions import DST, OPTIONS
 from ckptkit.core.text import flatten
 from tests.cli.conftest import Ckptkit
 from tests.conftest import ENVIRONMENT, Run
@@ -48,18 +48,24 @@ def test_an_old_word_answers_with_the_new_one(words: str, new: str, ckptkit: Ckp
     assert done.exit_code == 2 and f"it is {new}:" in done.stderr
 
 
-def test_every_old_word_is_tried() -> None:
-    """Each is no option of its command now, and the new one is."""
-    tried = set()
-    for words, _ in OLD_WORDS:
-        name, *others = words.split()
-        tried |= {(name, word) for word in others}
-    assert tried >= RENAMED.keys()
-    for (name, old), new in RENAMED.items():
-        command = main.get_command(click.Context(main), name)
-        assert command is not None
-        options = set(flatten(parameter.opts for parameter in command.params))
-        assert new in options and old not in options
+def test_every_other_word_for_an_option_leads_to_one() -> None:
+    """Each is no option of the command that it is typed for, and the new one is."""
+    every = {name: main.get_command(click.Context(main), name) for name in COMMANDS}
+    known = {
+        name: set(flatten([*p.opts, *p.secondary_opts] for p in each.params))
+        for name, each in every.items()
+        if each is not None
+    }
+    for old, new in OPTIONS.items():
+        name, _, word = old.rpartition(" ")
+        owner, _, option = new.rpartition(" --")
+        option = f"--{option}".split()[0] if owner else new
+        if name and name != "batch":
+            assert option in known[name] and word not in known[name]
+        elif owner:
+            assert option in known[owner] and word not in known[owner], old
+        elif new != DST:
+            assert any(option in each for each in known.values()) or option == "--into"
 
 
 @pytest.mark.parametrize("words", ["--version", "-V"])

@@ -1,0 +1,164 @@
+"""What people type first, in 64 jobs: it works, or the answer is the exact command to paste.
+
+A job is what is typed in a folder of files of its own, and what must be in the answer: where that
+is a command of ckptkit, it is run. `FINE` is the exit code of what works at once.
+"""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+from collections.abc import Iterator
+from contextlib import chdir
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+from safetensors.torch import save_file
+
+from ckptkit.cli import main
+from tests.cli.conftest import Ckptkit
+from tests.hints import commands_in
+
+MODEL = """
+import torch
+
+class Net(torch.nn.Module):
+    def __init__(self, classes=10, name="resnet50"):
+        super().__init__()
+        self.conv = torch.nn.Conv2d(1, 4, 3)
+        self.bn = torch.nn.BatchNorm2d(4)
+        self.head = torch.nn.Linear(4, classes, bias=name != "resnet50")
+"""
+ANSWERED = "ckptkit "  # the answer begins with it; else what must be printed
+
+# what is typed, what the answer is: printed text, or the command that is run next
+JOBS = [
+    # look
+    ("net.pth", "9 tensors"),
+    ("folder", "folder/1.pth"),
+    ("run.pth --json", '"ckptkit.inspect/2"'),
+    ("info net.pth", "ckptkit inspect net.pth"),
+    ("ls net.pth", "ckptkit inspect net.pth"),
+    ("summary net.pth", "ckptkit inspect --brief net.pth"),
+    ("inspect -s net.pth", "ckptkit inspect --brief net.pth"),
+    ("inspect net.pth --summary", "ckptkit inspect net.pth --brief"),
+    ("size net.pth run.pth", "ckptkit inspect --brief net.pth run.pth"),
+    ("inspect net.pth run.pth", "run.pth is"),
+    ("inspect 'folder/*.pth'", "folder/2.pth"),
+    ("inspect folder", "folder/2.pth"),
+    ("inspect folder/01.pth", "folder/0.pth"),
+    ("inspect org/model", "ckptkit inspect hf://org/model"),
+    ("inspect -", "9 tensors"),
+    ("doctor run.pth", "strip-module"),
+    ("diagnose run.pth", "ckptkit doctor run.pth"),
+    ("show net.pth", "ckptkit show net.pth conv.weight"),
+    ("show net.pth head.wieght", "head.weight"),
+    ("stats net.pth two.pth", "ckptkit stats net.pth"),
+    # compare
+    ("diff net.pth two.pth", "9 changed"),
+    ("diff net.pth two.pth --flat --keys 'head*'", "head.weight"),
+    ("compare net.pth two.pth", "ckptkit diff net.pth two.pth"),
+    ("diff net.pth mynet.py:Net", "unexpected"),
+    ("diff net.pth mynet.py:Net --arg name=resnet18", "equal: 9 keys (names and shapes)"),
+    ("verify --nan nan.pth", "ckptkit verify --values nan.pth"),
+    # change
+    ("strip-module folder out", "ckptkit batch strip-module --into out 'folder/*.pth'"),
+    ("strip-module folder/0.pth folder/1.pth folder/2.pth", "ckptkit batch strip-module --into out 'folder/*.pth'"),
+    ("batch strip-module folder/0.pth folder/1.pth", "ckptkit batch strip-module folder/0.pth folder/1.pth --into out"),
+    ("strip-module compiled.pth o.pth", "ckptkit strip-module --prefix _orig_mod. compiled.pth o.pth"),
+    ("strip-module --prefix _orig_mod compiled.pth o.pth", "stripped '_orig_mod.' from 9 keys"),
+    ("strip-module run.pth", "ckptkit strip-module run.pth run-new.pth"),
+    ("strip-module run.pth -o o.pth", "ckptkit strip-module run.pth o.pth"),
+    ("strip-module run.pth o.pth -f", "ckptkit strip-module run.pth o.pth --force"),
+    ("remap net.pth o.pth", "ckptkit remap net.pth o.pth --to cpu"),
+    ("remap net.pth o.pth --device cpu", "ckptkit remap net.pth o.pth --to cpu"),
+    ("extract run.pth o.pth", "ckptkit extract run.pth o.pth --key model"),
+    ("extract net.pth o.pth --drop head", "ckptkit convert net.pth o.pth --drop 'head*'"),
+    ("convert net.pth o.pth --drop head", "ckptkit convert net.pth o.pth --drop 'head*'"),
+    ("convert net.pth o.pth --half", "ckptkit convert net.pth o.pth --cast float16"),
+    ("convert net.pth o.pth --dtype fp16", "ckptkit convert net.pth o.pth --cast fp16"),
+    ("half net.pth o.pth", "ckptkit convert --cast float16 net.pth o.pth"),
+    ("rename net.pth o.pth s/conv/c/", "ckptkit rename net.pth o.pth --sub conv=c"),
+    ("rename net.pth o.pth --sub s/conv/c/", "ckptkit rename net.pth o.pth --sub conv=c"),
+    ("rename net.pth o.pth --sub '(=x'", r"\( or \."),
+    ("convert net.pth o.safetensors --overwrite", "ckptkit convert net.pth o.safetensors --force"),
+    ("convert run.pth o.pth --key optimizer", "ckptkit extract run.pth o.pth --key optimizer"),
+    ("convert net.pth outd/", "ckptkit convert net.pth outd.pth"),
+    ("convert net.pth - --format safetensors", "wrote -: 9 tensors"),
+    ("strip-module run.pth o.txt", "ckptkit strip-module run.pth o.pth"),
+    ("shard net.pth outd", "ckptkit convert --shard-size 5GB net.pth outd"),
+    ("quantize wide.safetensors q.safetensors", "ckptkit convert --quantize fp8-block wide.safetensors q.safetensors"),
+    ("dtype net.pth o.pth", "ckptkit convert --cast float16 net.pth o.pth"),
+    ("convert net.pth net.safetensors", "9 tensors"),
+    # combine
+    ("average net.pth two.pth -o o.pth", "ckptkit average net.pth two.pth o.pth"),
+    ("sum net.pth two.pth o.pth", "ckptkit average net.pth two.pth o.pth"),
+    ("ema ema.pth o.pth", "9 tensors"),
+    # check
+    ("nan nan.pth", "ckptkit verify --values nan.pth"),
+    ("scan folder", "3 safe for weights_only"),
+    ("verify folder", "folder/2.pth: ok"),
+    ("checksum net.pth", "ckptkit digest net.pth"),
+    ("recover cut.pth o.pth", "wrote o.pth"),
+    # help
+    ("man", "ckptkit help"),
+    ("help lora", "lora"),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The user's own files."""
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("files")
+    with chdir(folder):
+        Path("mynet.py").write_text(MODEL)
+        space: dict[str, type[torch.nn.Module]] = {}
+        exec(MODEL, space)
+        net = space["Net"](name="resnet18")
+        state = {name: value.clone() for name, value in net.state_dict().items()}
+        optimizer = torch.optim.AdamW(net.parameters())
+        sum(parameter.sum() for parameter in net.parameters()).backward()  # type: ignore[union-attr]
+        optimizer.step()
+        torch.save(state, "net.pth")
+        torch.save({name: value + 1 for name, value in state.items()}, "two.pth")
+        wrapped = {f"module.{name}": value for name, value in state.items()}
+        torch.save({"model": wrapped, "optimizer": optimizer.state_dict(), "epoch": 3}, "run.pth")
+        torch.save({f"_orig_mod.{name}": value for name, value in state.items()}, "compiled.pth")
+        torch.save({"model": state, "model_ema": {"module": state, "decay": 0.9}}, "ema.pth")
+        torch.save({**state, "head.bias": torch.full((10,), float("nan"))}, "nan.pth")
+        save_file({"mlp.weight": torch.ones(256, 128)}, "wide.safetensors")
+        Path("cut.pth").write_bytes(Path("net.pth").read_bytes()[:-1300])
+        Path("folder").mkdir()
+        for number in range(3):
+            torch.save(wrapped, f"folder/{number}.pth")
+    return folder
+
+
+@pytest.fixture
+def here(files: Path, tmp_path: Path) -> Iterator[Path]:
+    """A copy of the user's files, which is the working directory."""
+    shutil.copytree(files, tmp_path, dirs_exist_ok=True)
+    with chdir(tmp_path):
+        yield tmp_path
+
+
+def test_there_are_64() -> None:
+    assert len(JOBS) == 64 and len({typed for typed, _ in JOBS}) == 64
+
+
+@pytest.mark.parametrize(("typed", "answer"), JOBS, ids=[typed for typed, _ in JOBS])
+def test_jobs(typed: str, answer: str, here: Path, ckptkit: Ckptkit) -> None:
+    done = CliRunner().invoke(main, shlex.split(typed), input=Path("net.pth").read_bytes())
+    said = f"{done.stdout}\n{done.stderr}"
+    if not answer.startswith(ANSWERED):
+        assert answer in said, said
+        return
+    commands = commands_in(said)
+    assert shlex.split(answer) in commands, said
+    if "hf://" in answer:  # no network here
+        return
+    again = ckptkit(*shlex.split(answer)[1:])
+    assert again.exit_code in (0, 1), again.stderr
