@@ -23,7 +23,7 @@ from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError, TensorError
 from ckptkit.core.plan import sources
 from ckptkit.core.tensor import Shape
-from ckptkit.core.text import Modules, flatten, ranges
+from ckptkit.core.text import Modules, family, flatten, ranges
 
 Key = tuple[object, ...]
 
@@ -97,12 +97,13 @@ class Statistics:
     def groups(self) -> list[TensorStats]:
         """Tensors with a common label and kind, in order of the first of each.
 
-        Where modules of several kinds have one label, it spells out the indices of each.
+        A family of names is labelled with its indices; and so is a group where modules of several
+        kinds have one label.
         """
         times = Counter((each.label, each.kind) for each in self._groups.values())
         found = []
         for key, each in self._groups.items():
-            if times[each.label, each.kind] > 1:
+            if self._label is family or times[each.label, each.kind] > 1:
                 each = replace(each, label=ranges(self._members[key]))
             found.append(each)
         return found

@@ -22,8 +22,8 @@ from ckptkit.core.text import (
     family,
     flatten,
     fold,
-    indexed,
     plural,
+    ranges,
     shape,
     shell_word,
     size,
@@ -336,7 +336,7 @@ def _changed(groups: list[list[Changed]], count: int, sort: str) -> Table:
             for numbers in zip(*((d.largest, d.relative, d.cosine) for _, d in group), strict=True)
         )
         cells = (
-            escape(indexed(each.name for each in group)),
+            escape(ranges(each.name for each in group)),
             f"{len(group):,}" if len(group) > 1 else "",
             f"{sum(each.difference.count for each in group):,}",
             f"{max(largest):.3g}" if largest else "",

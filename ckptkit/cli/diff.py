@@ -43,12 +43,12 @@ def _check(ctx: click.Context) -> None:
 @click.option(
     "--values/--no-values",
     default=True,
-    help="Compare the values of tensors too, byte for byte; or keys, dtypes and shapes alone.",
+    help="Read the values of tensors too, and compare them byte for byte; or not.",
 )
 @reading.flag(
     "--all everything", "Not only the weights: compare optimizer, averages and values too."
 )
-@reading.globs("Compare only tensors whose names or paths match (repeatable).")
+@reading.globs()
 @reading.folded
 @reading.sorting("change", "file", "name", text="Order of the tensors whose values differ.")
 @click.option(

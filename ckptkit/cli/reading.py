@@ -67,8 +67,8 @@ key = value("--key", "PATH", KEY)
 folded = click.option(
     "--fold/--flat",
     default=None,
-    help="One row for tensors that differ only in an index, layers.{0..31}.weight; or a row each. "
-    "Default: fold in tables.",
+    help="One row for tensors that differ only in an index (layers.{0..31}.weight), or a row each. "
+    "Default: fold, but not in JSON and CSV.",
 )
 model = value(
     "--model spec", "MODEL", "Model to compare with: package.module:Class or file.py:Class."

@@ -92,6 +92,7 @@ class Request:
 
         from ckptkit.api import convert
         from ckptkit.core.errors import CkptkitError, UsageError
+        from ckptkit.core.plan import Plan
 
         if sys.stdout is None or render.is_terminal(sys.stdout) or self.as_json:
             why = "also gets the object of --json" if self.as_json else "is a terminal"
@@ -103,7 +104,7 @@ class Request:
             except CkptkitError as error:
                 error.where = STREAM if error.where == path else error.where
                 raise
-            if os.path.isdir(path):
+            if isinstance(done.plan, Plan) and done.plan.is_folder:
                 what = f"{done.format} is a folder, and standard output takes one file"
                 raise UsageError(what, where=STREAM, hint="name a folder")
             if done.published is not None:

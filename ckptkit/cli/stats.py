@@ -28,13 +28,8 @@ NUMBERS = (
 @reading.value(
     "--depth", "N", "Group names by their first N components.", type=click.IntRange(min=1)
 )
-@reading.flag("--fold", "Group names that differ only in an index: layers.*.weight.")
-@click.option(
-    "--sort",
-    type=click.Choice(["file", "name", *NUMBERS]),
-    default="file",
-    help="Order of the rows; by numbers, largest first.",
-)
+@reading.folded
+@reading.sorting("file", "name", *NUMBERS, text="Order of the rows; by numbers, largest first.")
 @reading.as_json(SCHEMA)
 @reading.flag("--csv as_csv", "Print comma-separated values, full precision.")
 @reading.stored
@@ -44,7 +39,7 @@ def command(
     globs: tuple[str, ...],
     everything: bool,
     depth: int | None,
-    fold: bool,
+    fold: bool | None,
     sort: str,
     as_json: bool,
     as_csv: bool,
@@ -58,7 +53,7 @@ def command(
 
     \b
     Example: ckptkit stats run.pth
-             ckptkit stats run.pth --fold --sort norm
+             ckptkit stats run.pth --flat --sort norm
              ckptkit stats run.pth --depth 2 --csv
     """
     from ckptkit import api
@@ -69,6 +64,8 @@ def command(
     if (as_json and as_csv) or (depth is not None and fold):
         raise click.UsageError("--json and --csv exclude each other, and so do --depth and --fold")
     label = None if depth is None else stats.depth(depth)
+    if fold is None:  # JSON and CSV have a row for each tensor
+        fold = not (as_json or as_csv or depth is not None)
     with api.reading(file, read) as opened:
         checkpoint = opened if stored else look_through(opened)
         modules = stats.modules(checkpoint) if fold else None

@@ -99,7 +99,7 @@ class Line:
 
     def __init__(self, main: click.Group, words: Words) -> None:
         self.main, self.words = main, words
-        context = click.Context(main)
+        self.context = context = click.Context(main, info_name="ckptkit", **main.context_settings)
         self.at = next((n for n, word in enumerate(words) if not word.startswith("-")), 0)
         name = words[self.at] if words else ""
         self.name = name if name in main.list_commands(context) else ""
@@ -134,7 +134,7 @@ class Line:
 
     def _is_right(self) -> bool:
         command: click.Command = self.main
-        context, rest = click.Context(self.main, info_name="ckptkit"), [*self.words]
+        context, rest = self.context, [*self.words]
         while isinstance(command, click.Group):
             name, found, rest = command.resolve_command(context, rest)
             assert found is not None  # else an error
@@ -157,7 +157,7 @@ class Line:
     def parts(self) -> tuple[Words, Words]:
         """Return the arguments that are files or folders, and the options with a recipe."""
         own = list(dequantize_said(self.words[self.at + 1 :]))
-        context = click.Context(self.command)
+        context = click.Context(self.command, parent=self.context)
         values, extra, _ = self.command.make_parser(context).parse_args(list(own))
         each_argument = (p for p in self.command.params if isinstance(p, click.Argument))
         found = [values.get(each.name or "") for each in each_argument]
@@ -250,7 +250,8 @@ def _option(error: click.NoSuchOption, line: Line) -> Step:
     options = [each for p in command.params for each in p.opts if each.startswith("--")]
     near = nearest(wrong, options, CLOSE)
     known = OPTIONS.get(f"{line.name} {wrong}", OPTIONS.get(wrong, near[0] if near else ""))
-    if not known and line.name in AS_CONVERT:
+    convert = line.main.get_command(click.Context(line.main), "convert")
+    if not known and line.name in AS_CONVERT and convert is not None and _has(convert, wrong):
         known = f"convert {wrong}"
     at = next((n for n, each in enumerate(line.words) if each.partition("=")[0] == wrong), None)
     if not known or at is None:  # of a cluster of short options, none is a word

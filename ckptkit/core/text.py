@@ -424,17 +424,6 @@ def family(name: str) -> str:
     return "*".join(_split(name)[::2])
 
 
-def indexed(names: Iterable[str]) -> str:
-    """Return the label of names of one family: ``layers.{0..3}.weight``.
-
-    Of several indices, each has the range of its own values.
-    """
-    texts, *_ = parts = [_split(name) for name in names]
-    for at in range(1, len(texts), 2):
-        texts[at] = _ranges(tuple(int(part[at]) for part in parts))
-    return "".join(texts)
-
-
 def ranges(names: Iterable[str]) -> str:
     """Return the label of names that differ in indices alone, as ``{0,2}.weight``."""
     return some([row.label for row in fold(Item(name, (), 0) for name in names)])

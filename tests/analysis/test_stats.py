@@ -136,7 +136,7 @@ def test_groups_are_the_numbers_of_their_tensors() -> None:
     (group,) = found.groups
     numbers = torch.tensor([float(n + i) for n in range(4) for i in range(5)], dtype=torch.float64)
     assert (group.label, group.tensors, group.dtypes, group.shape) == (
-        "layers.*.w",
+        "layers.{0..3}.w",
         4,
         ("float32",),
         None,

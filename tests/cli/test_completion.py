@@ -162,7 +162,7 @@ def test_of_too_many_where_they_part(tab: Tab, tmp_path: Path) -> None:
 FREE = {
     "add-module: P", "convert: NAME", "SIZE", "URL", "NAME=JSON", "REGEX=REPLACEMENT", "[SLICE]", "TEXT", "A,B",
     "NAME=INT", "NAME=TEXT", "'NAME CONDITION'", "RULE", "MODEL_TYPE",
-    "help: None", "help: NAME",
+    "help: [TOPIC|COMMAND|WORD...]", "help: NAME",
 }  # fmt: skip
 
 

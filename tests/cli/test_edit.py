@@ -11,9 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
+from click.testing import CliRunner, Result
 from safetensors.torch import load_file
 
+from ckptkit.cli import main
 from tests.cli.conftest import Ckptkit
 
 Json = Callable[..., Any]
@@ -257,13 +260,27 @@ def test_convert_wants_a_suffix_that_it_knows(
     assert load(tmp_path / "run.unknown")["epoch"] == 3
 
 
-@pytest.mark.parametrize("name", ["run", "run-1.5", "run.best", "folder/"])
-def test_editing_keeps_the_format_under_an_unknown_suffix(
+@pytest.mark.parametrize("name", ["run", "run-1.5", "run.pth2", "run.pth.best", "folder/"])
+def test_editing_keeps_the_format_under_a_name_without_another_suffix(
     ckptkit: Ckptkit, run_pth: Path, tmp_path: Path, name: str
 ) -> None:
     (tmp_path / "folder").mkdir()
     assert ckptkit("strip-module", run_pth, f"{tmp_path}/{name}").exit_code == 0
     assert load(tmp_path / (f"{name}run.pth" if name.endswith("/") else name))["epoch"] == 3
+
+
+@pytest.mark.parametrize("command", ["strip-module", "recover", "ema", "extract --key model"])
+def test_every_writer_refuses_an_unknown_suffix(
+    ckptkit: Ckptkit, run_pth: Path, command: str
+) -> None:
+    name, *options = command.split()
+    torch.save({"model": {"module.w": torch.ones(1)}, "ema": {"w": torch.ones(1)}}, run_pth)
+    done = ckptkit(name, run_pth, run_pth.with_name("out.txt"), *options)
+    assert done.exit_code == 2 and "the suffix does not say which format" in done.stderr
+    assert not run_pth.with_name("out.txt").exists()
+    same = run_pth.rename(run_pth.with_name("run.best"))
+    again = run_pth.with_name("other.best")
+    assert ckptkit(name, same, again, *options).exit_code == 0 and again.exists()
 
 
 @pytest.mark.parametrize("slash", ["", "/"])
@@ -285,14 +302,39 @@ def test_standard_output_is_no_file(
     ckptkit: Ckptkit, run_pth: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(run_pth.parent)
-    for words in (("convert", run_pth, "-"), ("digest", run_pth, "-o", "-")):
-        done = ckptkit(*words)
-        assert done.exit_code == 2 and "./- is the file of that name" in done.stderr
+    done = ckptkit("digest", run_pth, "-o", "-")
+    assert done.exit_code == 2 and "./- is the file of that name" in done.stderr
     assert ckptkit("strip-module", run_pth, "./-").exit_code == 0
     assert load(Path("-"))["epoch"] == 3
     Path("-").unlink()
-    done = ckptkit("inspect", "-")
-    assert done.exit_code == 3 and "standard input cannot be read" in done.stderr
+
+
+def test_standard_streams(run_pth: Path, ckptkit: Ckptkit) -> None:
+    """One file each way: read in any order, so by way of temporary files."""
+    data = run_pth.read_bytes()
+
+    def piped(*words: str, data: bytes = data) -> Result:
+        return CliRunner().invoke(main, words, input=data)
+
+    stripped = run_pth.with_name("stripped.pth")
+    ckptkit("strip-module", run_pth, stripped)
+    done = piped("strip-module", "-", "-")
+    assert done.stdout_bytes == stripped.read_bytes()
+    assert done.stderr.startswith("note: wrote -: ")
+    again = piped("convert", "-", "-", "--format", "safetensors", "--quiet", data=done.stdout_bytes)
+    assert "0.weight" in safetensors.torch.load(again.stdout_bytes) and not again.stderr
+    for words in ("inspect -", "verify -", "scan -", "doctor -", "digest -", "diff - -"):
+        assert piped(*words.split()).exit_code in (0, 1), words
+    for words, why in (
+        ("convert - -", "the suffix does not say"),
+        ("convert - - --shard-size 5GB", "takes one file"),
+        ("strip-module - - --json", "also gets the object of --json"),
+        ("strip-module - --in-place", "only a single file on this machine"),
+    ):
+        done = piped(*words.split())
+        assert done.exit_code == 2 and why in done.stderr and "error: -: " in done.stderr, words
+    assert piped("inspect", "-", data=b"").exit_code == 3
+    assert not run_pth.with_name("-").exists()
 
 
 def test_objects(ckptkit: Ckptkit, tmp_path: Path, out: Path) -> None:

@@ -54,7 +54,7 @@ def test_inspect(options: list[str], ckptkit: Ckptkit, mixed_pth: Path) -> None:
 def test_stats(ckptkit: Ckptkit, mixed_pth: Path) -> None:
     shown = ckptkit("stats", mixed_pth, "--fold").stdout
     assert names(shown, ".bias") == BIASES
-    assert names(shown, "running_mean") == ["*.running_mean"]
+    assert len(names(shown, "running_mean")) == 1
     assert (
         names(ckptkit("stats", mixed_pth, "--keys", "*.bias", "--fold").stdout, ".bias") == BIASES
     )
@@ -73,7 +73,9 @@ def test_diff(ckptkit: Ckptkit, mixed_pth: Path, tmp_path: Path) -> None:
 
 def test_counters_and_histories_are_folded(ckptkit: Ckptkit, mixed_pth: Path) -> None:
     shown = ckptkit("inspect", mixed_pth).stdout
-    assert names(shown, ".step") == ["optimizer.state.{0..9}.step"]
+    assert names(shown, ".step") == [] and names(shown, "optimizer") == ["optimizer"]
+    selected = ckptkit("inspect", mixed_pth, "--keys", "optimizer*").stdout
+    assert names(selected, ".step") == ["optimizer.state.{0..9}.step"]
     assert names(shown, "num_batches_tracked") == ["{3..4}.num_batches_tracked"]
     for line in (
         "  history.losses.{0..499}: 0.5, 0.25, ",

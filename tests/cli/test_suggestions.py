@@ -143,7 +143,6 @@ def test_a_pattern_that_no_file_matches(ckptkit: Ckptkit, several: Path) -> None
         ("ema run.pth new.pth", "`ckptkit inspect --tree run.pth`"),
         ("average run.pth other.pth new.pth", "`ckptkit diff run.pth other.pth` shows how"),
         ("completion", "Choose from: bash, zsh, fish\n"),
-        ("help mixtral", "`ckptkit help rules` mentions it"),
     ],
 )  # fmt: skip
 def test_next_steps(ckptkit: Ckptkit, several: Path, words: str, said: str) -> None:
