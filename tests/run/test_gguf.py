@@ -205,3 +205,55 @@ def test_other_files_are_refused(tmp_path: Path, command: Ckptkit) -> None:  # n
     refused("gguf-llama", model(tmp_path, "llama", LLAMA, attention__head_count=0), "h would be 0")
     odd = [*LLAMA, entry("blk.0.attn_q.scale")]
     refused("gguf-llama", model(tmp_path, "llama", odd, attention__head_count=4), "in no rule")
+
+
+# Rules on blocks
+
+
+def blocks(rows: int, order: str = "<") -> tuple[bytes, torch.Tensor]:
+    """Q8_0 of so many rows of 64 elements, and its numbers; the scales are powers of two."""
+    codes = torch.arange(rows * 64, dtype=torch.int64).reshape(-1, 32) % 251 - 125
+    scales = 2.0 ** -(torch.arange(len(codes)) % 7).double()
+    data = b"".join(
+        np.array(float(scale), dtype=f"{order}f2").tobytes() + bytes(n % 256 for n in row.tolist())
+        for scale, row in zip(scales, codes, strict=True)
+    )
+    return data, (codes * scales[:, None]).float().reshape(rows, 64)
+
+
+@pytest.mark.parametrize("order", ["<", ">"])
+def test_rows_of_blocks_are_moved(order: str, tmp_path: Path, command: Ckptkit) -> None:  # noqa: F811
+    """Permuted, split and stacked in blocks, and dequantized then; in both byte orders."""
+    data, numbers = blocks(8, order)
+    tensors = [Entry(f"{name}.weight", (8, 64), 8, data) for name in ("q", "a.0", "a.1")]
+    (tmp_path / "m.gguf").write_bytes(made([("general.name", "x")], tensors, order=order))
+    lines = [
+        "q.weight [(h r two) i] -> q.weight [(h two r) i] with h=2 two=2",
+        "a.{e}.weight [(p o) i] -> {p:x|y}.weight [e o i]",
+    ]
+    steps = [{"rules": lines}, {"dequantize": "float32"}]
+    (tmp_path / "r.yaml").write_text(json.dumps({"steps": steps}))
+    done = command("run", tmp_path / "r.yaml", tmp_path / "m.gguf", tmp_path / "out.safetensors")
+    assert done.exit_code == 0, done.stderr
+    found = load_file(tmp_path / "out.safetensors")
+    assert torch.equal(found["q.weight"], numbers.view(2, 2, 2, 64).transpose(1, 2).reshape(8, 64))
+    for name, part in zip("xy", numbers.view(2, 4, 64), strict=True):
+        assert torch.equal(found[f"{name}.weight"], torch.stack([part, part]))
+
+
+def test_blocks_are_not_cut(tmp_path: Path, command: Ckptkit) -> None:  # noqa: F811
+    data, _ = blocks(8)
+    tensors = [Entry("q.weight", (8, 64), 8, data), Entry("k.weight", (8, 64), 2, bytes(16 * 18))]
+    (tmp_path / "m.gguf").write_bytes(made([("general.name", "x")], tensors))
+    for rule, said in (
+        ("q.weight [o i] -> q.weight [i o]", "q.weight (Q8_0): its blocks would be cut"),
+        ("q.weight [o (two d)] -> q.weight [(two o) d] with two=4", "its blocks would be cut"),
+        ("{p:q|k}.weight [o i] -> qk.weight [(p o) i]", "q.weight is Q8_0, k.weight Q4_0"),
+    ):
+        out = tmp_path / "out.safetensors"
+        done = command("convert", tmp_path / "m.gguf", out, "--rule", rule)
+        assert done.exit_code == 3
+        assert said in done.stderr
+        assert "dequantize first: --dequantize bfloat16" in done.stderr
+        words = ("--dequantize", "float32", "--force")
+        assert command("convert", tmp_path / "m.gguf", out, "--rule", rule, *words).exit_code == 0
