@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -114,6 +115,8 @@ def _into_gguf(
     from ckptkit.run.gguf_names import written_into
 
     assert request.dst is not None and request.like is not None
+    if os.path.realpath(request.dst) == os.path.realpath(request.like):
+        raise click.UsageError("--like and DST are one file: write another, and rename it")
     with ExitStack() as stack:
         ck = stack.enter_context(api.reading(request.sources[-1], request.options, key=key))
         skeleton = stack.enter_context(api.reading(request.like))

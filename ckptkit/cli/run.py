@@ -75,7 +75,7 @@ def command(
              ckptkit run mixtral model out --reverse --arg h=32
     """
     from ckptkit.edits.rules import RuleOptions
-    from ckptkit.formats import of_suffix
+    from ckptkit.formats import suffixed
     from ckptkit.run import recipes
 
     rules = RuleOptions(
@@ -89,7 +89,7 @@ def command(
     # Back, the output is that of the other layout. A suffix of DST says which format is wanted: one
     # file then.
     given = {} if reverse else dict(found.output)
-    if request.dst is not None and of_suffix(request.dst) is not None:
+    if request.dst is not None and suffixed(request.dst) is not None:
         given = without(given, ("format", "shard_size"))
     if "all" in given:
         given["everything"] = given.pop("all")

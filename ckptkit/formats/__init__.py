@@ -238,8 +238,7 @@ def for_writing(
     if name is not None:
         return _writer(name, shards)
     by_suffix = of_suffix(path)
-    lower = os.fspath(path).lower()
-    only_read = next((each for each in FORMATS if lower.endswith(each.suffixes)), None)
+    only_read = suffixed(path)
     if only_read is not None and only_read.layout is None:
         return _writer(only_read.name)
     kept = BY_NAME.get(keep or "")
@@ -273,6 +272,12 @@ def of_suffix(path: str | os.PathLike[str]) -> Format | None:
     """Return the format that the suffix of a path asks for, None if it asks for none."""
     lower = os.fspath(path).lower()
     return next((each for suffix, each in BY_SUFFIX.items() if lower.endswith(suffix)), None)
+
+
+def suffixed(path: str | os.PathLike[str]) -> Format | None:
+    """Return the first format, one that is only read too, whose files have the suffix of a path."""
+    lower = os.fspath(path).lower()
+    return next((each for each in FORMATS if lower.endswith(each.suffixes)), None)
 
 
 def named(name: str, suffixes: Sequence[str]) -> str:

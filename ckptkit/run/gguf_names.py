@@ -23,9 +23,10 @@ from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import TensorError, UnsupportedError
 from ckptkit.core.plan import OutputFile, Plan, Segment
 from ckptkit.core.tensor import Tensor
-from ckptkit.core.text import quoted, some
+from ckptkit.core.text import quoted, shell_command, some
 from ckptkit.edits.keys import select
 from ckptkit.edits.rules import RuleOptions, check_like, metadata
+from ckptkit.rules.notation import RuleError
 from ckptkit.run import recipes
 from ckptkit.run.recipes import gguf
 
@@ -176,7 +177,7 @@ def written_into(ck: Checkpoint, skeleton: Checkpoint) -> tuple[Checkpoint, Plan
         )
     name = gguf.recipe_name(skeleton, known())
     old = skeleton.weights
-    new = _under_old_names(ck, skeleton, name)
+    new = ck if ck.weights.keys() & old.keys() else _under_old_names(ck, skeleton, name)
     kept = [each for each in old if each not in new.weights and each in gguf.SCALING]
     expected = {key: tensor.shape for key, tensor in old.items() if key not in kept}
     check_like(new, expected, skeleton.name or "the GGUF file")
@@ -216,8 +217,13 @@ def _under_old_names(ck: Checkpoint, skeleton: Checkpoint, name: str) -> Checkpo
     if drop:
         ck = select(ck, drop=drop)
     options = RuleOptions(reverse=True, meta=metadata(skeleton))
-    for step in recipes.load(name, options).steps:
-        ck = step(ck)
+    try:
+        for step in recipes.load(name, options).steps:
+            ck = step(ck)
+    except (RuleError, TensorError) as error:
+        places = (skeleton.name or "", ck.name or "")
+        error.hint = f"`{shell_command(['ckptkit', 'diff', *places])}` compares the names"
+        raise
     return ck
 
 
@@ -234,9 +240,14 @@ def _ranges(skeleton: Checkpoint) -> Sequence[tuple[str, Range]]:
 
 def _encoded(name: str, tensor: Tensor, like: Tensor) -> Record:
     """Return the elements of a weight in the type that the file has for it."""
-    if tensor.dtype.name not in FLOATS:
-        raise TensorError(f"{name!r} is {tensor.dtype}, not floats to write as {_type(like)}")
     record = contiguous(tensor)
+    if tensor.dtype == like.dtype:
+        return record
+    if tensor.dtype.name not in FLOATS:
+        raise TensorError(
+            f"{name!r} is {tensor.dtype}, not floats to write as {_type(like)}",
+            hint="--dequantize float32 makes floats of quantized weights",
+        )
     if like.dtype.name == "Q8_0":
         return q8_0_record(record, tensor.dtype, name)
     return cast_record(record, tensor.dtype, like.dtype, big_endian=False)

@@ -278,6 +278,26 @@ def test_new_weights_in_an_old_file(
     assert dry.exit_code == 0 and not (tmp_path / "x.gguf").exists()
 
 
+def test_a_file_into_another(
+    pair: tuple[Path, State],
+    tmp_path: Path,
+    command: Ckptkit,  # noqa: F811
+) -> None:
+    """Names of the file are kept: the same types are copied, floats are written in its types."""
+    source, _ = pair
+    for words in ((), ("--dequantize", "float32")):
+        done = command("convert", source, tmp_path / "b.gguf", "--like", source, "--force", *words)
+        assert done.exit_code == 0, done.stderr
+        assert (tmp_path / "b.gguf").read_bytes() == source.read_bytes()
+    done = command("convert", source, source, "--like", source, "--force")
+    assert done.exit_code == 2
+    assert "--like and DST are one file" in done.stderr
+    done = command("run", "gguf", source, tmp_path / "c.gguf")
+    assert done.exit_code == 2
+    assert "'gguf' cannot be written" in done.stderr
+    assert not (tmp_path / "c.gguf").exists()
+
+
 def test_refused(
     pair: tuple[Path, State],
     tmp_path: Path,
@@ -299,6 +319,7 @@ def test_refused(
     refused("is no GGUF file, and --like needs one", state, tmp_path / "hf")
     lacking = {name: each for name, each in state.items() if name != norm}
     refused("matches no key", lacking, source)
+    refused("compares the names", lacking, source)
     refused(
         "1 key too many: 'output.weight'", {**state, "lm_head.weight": torch.ones(6, 32)}, source
     )
