@@ -98,7 +98,8 @@ class Adapt(Operation):
 
     @property
     def _rank(self) -> int:
-        return max((each.columns for each in self.operands if each.rows > 1), default=0)
+        lefts = [each.operands[0] for each in self.formula.factors if len(each.operands) > 1]
+        return max((self.operands[left].columns for left in lefts), default=0)
 
     def read(self, extent: Derived, start: int, stop: int) -> Pieces:
         unit = self.columns * BY_NAME[self.dtype].itemsize
@@ -229,9 +230,9 @@ class _Work:
             )
         if self.formula.combine == "front":  # [p, a, q, b, kernel]
             group = self.formula.group
-            second = self.held[-2].reshape(-1, 1, group, 1, self.held[-2].shape[1])
-            whole = second * self.held[-1][:, None, :, None]
-            return whole.reshape(-1, self.adapt.columns)[top:end]
+            blocks = self.held[-2].reshape(-1, 1, group, 1, self.held[-2].shape[1])
+            whole: Array = blocks * self.held[-1][:, None, :, None]
+            return whole.reshape(-1, self.adapt.columns)[top:end].copy()
         numbers = np.arange(top, end)
         outer, inner = self.held[-1][numbers // sizes[1]], self.held[-2][numbers % sizes[1]]
         made: Array = outer[:, :, None] * inner[:, None, :]
