@@ -39,6 +39,7 @@ from ckptkit.diagnosis.cause import (
     together,
 )  # fmt: skip
 from ckptkit.formats.table import GGUF
+from ckptkit.lora.reading import problems
 from ckptkit.quantized import families
 from ckptkit.quantized.group import QuantizedWeight
 from ckptkit.quantized.quantization import default_dtype
@@ -49,7 +50,7 @@ BLOAT = 0.3  # share of an optimizer in the bytes from which on it is worth a li
 def causes(facts: Facts) -> list[Cause]:
     """Return all causes that apply, those of the container first."""
     looks = (
-        container.causes, _delta, _quantized, _module, _wrapper, _refused, _step, _names,
+        container.causes, _delta, _adapter, _quantized, _module, _wrapper, _refused, _step, _names,
         _devices, _optimizer, _slices, _inner,
     )  # fmt: skip
     return [_that_can_be_written(facts, cause) for cause in flatten(look(facts) for look in looks)]
@@ -74,6 +75,23 @@ def _delta(facts: Facts) -> Iterator[Cause]:
             "A model cannot load it. `delta apply` makes the new checkpoint of it and of its base.",
             shell_command(("ckptkit", "delta", "inspect", *argument(facts.path))),
         )
+
+
+def _adapter(facts: Facts) -> Iterator[Cause]:
+    adapter = facts.summary.adapter
+    if adapter is None:
+        return
+    yield Cause(
+        "adapter",
+        NOTE,
+        f"It is an adapter ({adapter.method}), and not a model.",
+        "Its base model does not have these names. `lora merge BASE ADAPTER OUT` adds it to the "
+        "base; peft's PeftModel.from_pretrained loads it beside the base.",
+    )
+    for each in problems(adapter):
+        what = each.title if each.title.startswith("'") else f"it {each.title}"
+        why = f"{each.hint}." if each.hint else "`ckptkit help lora` lists what can be merged."
+        yield Cause(each.code, ERROR, f"It cannot be merged: {what}.", why)
 
 
 def _module(facts: Facts) -> Iterator[Cause]:

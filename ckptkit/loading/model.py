@@ -34,6 +34,7 @@ from ckptkit.edits.keys import add_prefix, rename, strip_prefix
 from ckptkit.formats.format import steady
 from ckptkit.loading import building
 from ckptkit.loading.tensors import PythonValues, TorchTensors, entries
+from ckptkit.lora.reading import is_adapter
 from ckptkit.quantized import look_through_both, look_through_for
 
 if TYPE_CHECKING:
@@ -256,6 +257,8 @@ def load_into(
         )
     ck = open_checkpoint(source, key=key)
     own: dict[str, Any] = model.state_dict()
+    if hasattr(model, "peft_config") and is_adapter(ck):
+        ck, own = _of_peft(model, ck, own)
     _refuse_codes(ck, own, model)
     theirs = {name: _shape(value) for name, value in own.items()}
     before = dict(entries(ck.required))
@@ -281,7 +284,9 @@ def load_into(
         raise ModelError(
             "; ".join([f"does not fit {kind.__name__}", *report.faults()]),
             where=ck.name,
-            hint=f"`ckptkit diff {{where}} --model {spec}` compares them",
+            hint="`ckptkit inspect {where}` shows the adapter"
+            if hasattr(model, "peft_config")
+            else f"`ckptkit diff {{where}} --model {spec}` compares them",
         )
     try:
         with steady(ck.source, remote=True):
@@ -292,6 +297,27 @@ def load_into(
     except CkptkitError as error:
         raise error.at(ck.name or "checkpoint") from error.__cause__
     return report
+
+
+def _of_peft(
+    model: nn.Module, ck: Checkpoint, own: dict[str, Any]
+) -> tuple[Checkpoint, dict[str, Any]]:
+    """Return an adapter under the names that a model of peft has for it, and what it is to fill.
+
+    peft saves an adapter without its name, and without the base. Source: peft 0.21.2
+    (utils/save_and_load.py, set_peft_model_state_dict).
+    """
+    active: Any = getattr(model, "active_adapter", "default")
+    adapter = active if isinstance(active, str) else next(iter(active))
+    inside = re.compile(rf"(\.modules_to_save)?\.{re.escape(adapter)}(?=\.|$)")
+    names = {}
+    for name in own:
+        saved = inside.sub("", name)
+        if saved != name:
+            names[saved.replace(".lora_magnitude_vector.weight", ".lora_magnitude_vector")] = name
+    found = {old: names[old] for old in ck.required.nodes if old in names}
+    filled = {*names.values(), *ck.required.nodes}
+    return rename(ck, found) if found else ck, {name: own[name] for name in own if name in filled}
 
 
 def _refuse_codes(ck: Checkpoint, own: Mapping[str, Any], model: nn.Module) -> None:

@@ -489,11 +489,11 @@ _NO_WEIGHTS = (
 _RANDOM = ("FOURIERFT", "WAVEFT")
 RESIDUAL = re.compile(r"pissa(_niter_[0-9]+)?|olora|corda|loftq|lora_ga")
 _NO_FUNCTION = {
-    "alora_invocation_tokens": "aLoRA: it acts on some tokens only",
-    "use_qalora": "QALoRA: it acts on pooled inputs",
-    "arrow_config": "Arrow: it chooses among adapters for each token",
-    "kasa_config": "KaSA: it needs the SVD of the base",
-    "use_bdlora": "BD-LoRA: its matrices are block-diagonal",
+    "alora_invocation_tokens": "is aLoRA: it acts on some tokens only",
+    "use_qalora": "is QALoRA: it acts on pooled inputs",
+    "arrow_config": "is Arrow: it chooses among adapters for each token",
+    "kasa_config": "is KaSA: it needs the SVD of the base",
+    "use_bdlora": "is BD-LoRA: its matrices are block-diagonal",
 }
 
 
