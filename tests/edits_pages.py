@@ -21,6 +21,8 @@ START, END = "<!-- steps -->\n", "<!-- end -->\n"
 OTHERS = {
     "config": "Make config.json of the arguments of a training",
     "expect": "Check expectations, as `ckptkit check` does",
+    "gguf": "Refuse GGUF files of other architectures, and make config.json of the metadata",
+    "recipe": "Apply the recipe for the architecture of a GGUF file: `gguf-*`",
 }
 HEAD = """# Options that few need
 
