@@ -1,0 +1,432 @@
+"""Merging: the arithmetic beside torch's, names and ties of the base, and what is refused.
+
+The cases of the libraries themselves are in `test_vectors`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import ckptkit
+from ckptkit.compute.operation import stream
+from ckptkit.core.errors import CkptkitError, CorruptError, UnsupportedError, UsageError
+from ckptkit.lora import arithmetic
+
+Cli = Callable[..., Any]
+Weights = dict[str, torch.Tensor]
+CONFIG = {"peft_type": "LORA", "r": 2, "lora_alpha": 6, "peft_version": "0.21.2"}
+
+
+def values(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Return multiples of 1/64 whose products and sums are exact in float32.
+
+    torch multiplies small matrices in another order than large ones.
+    """
+    return (torch.randint(-40, 41, shape) / 64).to(dtype)
+
+
+def factors(path: str, rows: int, columns: int, rank: int = 2) -> Weights:
+    return {
+        f"{path}.lora_A.weight": values(rank, columns),
+        f"{path}.lora_B.weight": values(rows, rank),
+    }
+
+
+def adapter(folder: Path, tensors: Weights, name: str = "adapter", **config: Any) -> Path:
+    path = folder / name
+    path.mkdir()
+    prefixed = {f"base_model.model.{key}": each for key, each in tensors.items()}
+    save_file(prefixed, path / "adapter_model.safetensors")
+    (path / "adapter_config.json").write_text(json.dumps(CONFIG | config))
+    return path
+
+
+def base(folder: Path, tensors: Weights, **config: Any) -> Path:
+    path = folder / "base"
+    path.mkdir()
+    save_file(tensors, path / "model.safetensors")
+    (path / "config.json").write_text(json.dumps({"tie_word_embeddings": False} | config))
+    return path
+
+
+def merged(folder: Path, base: Path, *adapters: Path, **options: Any) -> Weights:
+    out = folder / "out.safetensors"
+    ckptkit.save(ckptkit.merge_lora(base, list(adapters), **options), out, force=True)
+    return load_file(out)
+
+
+def delta(tensors: Weights, path: str, scale: float = 3.0) -> torch.Tensor:
+    made: torch.Tensor = (
+        tensors[f"{path}.lora_B.weight"].float() @ tensors[f"{path}.lora_A.weight"].float()
+    )
+    return made * scale
+
+
+# Arithmetic
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows", [1, 2, 8, 9, 16, 17, 40, 41])
+def test_tiles_have_the_bits_of_the_whole(
+    rows: int, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tiles of 8 rows here; a single last row belongs to the tile before it."""
+    monkeypatch.setattr(arithmetic, "TILE", 1)
+    weight, tensors = values(rows, 33, dtype=dtype), factors("fc", rows, 33)
+    path = base(tmp_path, {"fc.weight": weight})
+    seen = merged(tmp_path, path, adapter(tmp_path, tensors))
+    assert torch.equal(seen["fc.weight"], (weight.float() + delta(tensors, "fc")).to(dtype))
+
+
+@pytest.mark.parametrize("rank", [128, 129, 300])
+def test_high_ranks_are_summed_as_torch_does(rank: int, tmp_path: Path) -> None:
+    weight, tensors = torch.randn(70, 90), factors("fc", 70, 90, rank)
+    tensors = {name: torch.randn_like(each) for name, each in tensors.items()}
+    path = base(tmp_path, {"fc.weight": weight})
+    seen = merged(tmp_path, path, adapter(tmp_path, tensors, r=rank, lora_alpha=3 * rank))
+    assert torch.equal(seen["fc.weight"], weight + delta(tensors, "fc"))
+
+
+def test_any_range_of_bytes_is_that_of_the_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arithmetic, "TILE", 1)
+    path = base(tmp_path, {"fc.weight": values(41, 5, dtype=torch.bfloat16)})
+    made = ckptkit.merge_lora(path, adapter(tmp_path, factors("fc", 41, 5)))
+    storage = made.weights["fc.weight"].storage
+    assert storage is not None
+    extent = storage.record.locate()
+    whole = b"".join(stream(extent))
+    for start, stop in ((0, 1), (7, 8), (79, 161), (400, 410), (399, 401), (0, 410), (5, 5)):
+        assert b"".join(stream(extent, start, stop)) == whole[start:stop]
+
+
+@pytest.mark.parametrize("is_conv1d", [False, True])
+def test_dora_of_rows_and_of_columns(
+    is_conv1d: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(arithmetic, "HELD", 64)  # a few columns at a time
+    monkeypatch.setattr(arithmetic, "TILE", 1)
+    weight, tensors = values(20, 30), factors("fc", 20, 30)
+    tensors["fc.lora_magnitude_vector"] = torch.rand(20)
+    value = weight + delta(tensors, "fc")
+    norm = torch.linalg.norm(value, dim=1)
+    expected = (tensors["fc.lora_magnitude_vector"] / norm)[:, None] * value
+    stored = weight.T.contiguous() if is_conv1d else weight
+    path = base(tmp_path, {"fc.weight": stored})
+    made = adapter(tmp_path, tensors, use_dora=True, fan_in_fan_out=is_conv1d)
+    seen = merged(tmp_path, path, made)["fc.weight"]
+    torch.testing.assert_close(seen.T if is_conv1d else seen, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_embeddings_round_the_change_first(tmp_path: Path) -> None:
+    weight = values(12, 8, dtype=torch.bfloat16)
+    a, b = values(2, 12), values(8, 2)
+    tensors = {"wte.lora_embedding_A": a, "wte.lora_embedding_B": b}
+    path = base(tmp_path, {"wte.weight": weight, "lm_head.weight": values(12, 8)})
+    seen = merged(tmp_path, path, adapter(tmp_path, tensors))["wte.weight"]
+    change = ((b @ a).T * 3).to(torch.bfloat16)
+    assert torch.equal(seen, (weight.float() + change.float()).to(torch.bfloat16))
+
+
+def test_several_adapters_are_merged_one_after_the_other(tmp_path: Path) -> None:
+    path = base(tmp_path, {"fc.weight": values(9, 5, dtype=torch.bfloat16)})
+    one = adapter(tmp_path, factors("fc", 9, 5))
+    two = adapter(tmp_path, factors("fc", 9, 5), "second")
+    first = ckptkit.merge_lora(path, one, weights=[0.5])
+    ckptkit.save(first, tmp_path / "first.safetensors")
+    expected = merged(tmp_path, tmp_path / "first.safetensors", two, weights=[-2])
+    seen = merged(tmp_path, path, one, two, weights=[0.5, -2])
+    assert torch.equal(seen["fc.weight"], expected["fc.weight"])
+
+
+def test_casts_are_part_of_the_pass(tmp_path: Path, in_process: Cli) -> None:
+    weight, tensors = values(9, 5, dtype=torch.bfloat16), factors("fc", 9, 5)
+    path, made = base(tmp_path, {"fc.weight": weight}), adapter(tmp_path, tensors)
+    out = tmp_path / "out.safetensors"
+    value = (weight.float() + delta(tensors, "fc")).to(torch.bfloat16)
+    assert in_process("lora", "merge", path, made, out, "--cast", "float32").code == 0
+    assert torch.equal(load_file(out)["fc.weight"], value.float())
+    assert in_process("lora", "merge", path, made, out, "--dtype", "fp32", "--force").code == 0
+    assert torch.equal(load_file(out)["fc.weight"], weight.float() + delta(tensors, "fc"))
+
+
+# The base
+
+
+def test_what_is_not_changed_keeps_its_bytes_and_its_order(tmp_path: Path, in_process: Cli) -> None:
+    model = {"a.weight": values(4, 3), "fc.weight": values(9, 5), "n": torch.tensor(3)}
+    torch.save({"model": model, "epoch": 7}, tmp_path / "run.pth")
+    tensors = factors("fc", 9, 5)
+    out = tmp_path / "out.pth"
+    done = in_process("lora", "merge", tmp_path / "run.pth", adapter(tmp_path, tensors), out)
+    assert done.code == 0, done.stderr
+    seen = torch.load(out)
+    seen = seen.get("model", seen)
+    assert list(seen) == list(model)
+    assert torch.equal(seen["fc.weight"], model["fc.weight"] + delta(tensors, "fc"))
+    assert torch.equal(seen["a.weight"], model["a.weight"]) and seen["n"] == 3
+
+
+def test_views_and_tied_storages_of_a_torch_file(tmp_path: Path) -> None:
+    """A transposed view is changed as the tensor that it is; what shares its memory is not."""
+    plain = values(5, 9)
+    torch.save({"fc.weight": plain.T, "other": plain}, tmp_path / "run.pth")
+    tensors = factors("fc", 9, 5)
+    seen = merged(tmp_path, tmp_path / "run.pth", adapter(tmp_path, tensors))
+    assert torch.equal(seen["fc.weight"], plain.T + delta(tensors, "fc"))
+    assert torch.equal(seen["other"], plain)
+
+
+@pytest.mark.parametrize(
+    ("own", "there"),
+    [
+        ("transformer.h.0.fc", "h.0.fc"),
+        ("h.0.fc", "module.h.0.fc"),
+        ("model.language_model.layers.0.q", "language_model.model.layers.0.q"),
+    ],
+)
+def test_prefixes_are_renamed(own: str, there: str, tmp_path: Path) -> None:
+    weight, tensors = values(9, 5), factors(own, 9, 5)
+    path = base(tmp_path, {f"{there}.weight": weight, "vision.layers.1.q.weight": values(9, 5)})
+    made = ckptkit.merge_lora(path, adapter(tmp_path, tensors))
+    assert any("renamed modules" in note for note in made.notes)
+    assert torch.equal(made.weights[f"{there}.weight"].torch(), weight + delta(tensors, own))
+
+
+def test_numbers_of_layers_are_never_renamed(tmp_path: Path) -> None:
+    path = base(tmp_path, {"model.layers.0.q.weight": values(9, 5)})
+    with pytest.raises(UnsupportedError, match=r"layers\.1\.q"):
+        ckptkit.merge_lora(path, adapter(tmp_path, factors("model.layers.1.q", 9, 5)))
+
+
+def test_an_ambiguous_name_is_refused_and_renamed_by_hand(tmp_path: Path) -> None:
+    weights = {"a.fc.weight": values(9, 5), "b.fc.weight": values(9, 5)}
+    path, tensors = base(tmp_path, weights), factors("fc", 9, 5)
+    made = adapter(tmp_path, tensors)
+    with pytest.raises(UnsupportedError, match="may be several modules"):
+        ckptkit.merge_lora(path, made)
+    seen = merged(tmp_path, path, made, sub=[("^fc", "b.fc")])
+    assert torch.equal(seen["b.fc.weight"], weights["b.fc.weight"] + delta(tensors, "fc"))
+    assert torch.equal(seen["a.fc.weight"], weights["a.fc.weight"])
+
+
+def test_a_fused_change_is_cut_into_the_matrices_of_the_base(tmp_path: Path) -> None:
+    """qkv of Flux, in a file of kohya, on a base of diffusers; and the other way round."""
+    names = [f"transformer_blocks.0.attn.to_{p}" for p in "qkv"]
+    split = {f"{name}.weight": values(4, 6) for name in names}
+    fused = {"double_blocks.0.img_attn.qkv.weight": torch.cat([*split.values()])}
+    tensors = {
+        "lora_unet_double_blocks_0_img_attn_qkv.lora_down.weight": values(2, 6),
+        "lora_unet_double_blocks_0_img_attn_qkv.lora_up.weight": values(12, 2),
+    }
+    save_file(tensors, tmp_path / "kohya.safetensors")
+    down, up = tensors.values()
+    expected = fused["double_blocks.0.img_attn.qkv.weight"] + up @ down
+    save_file(split, tmp_path / "split.safetensors")
+    seen = merged(tmp_path, tmp_path / "split.safetensors", tmp_path / "kohya.safetensors")
+    assert torch.equal(torch.cat([seen[f"{name}.weight"] for name in names]), expected)
+    save_file(fused, tmp_path / "fused.safetensors")
+    diffusers = {
+        f"transformer.{names[1]}.lora_A.weight": down,
+        f"transformer.{names[1]}.lora_B.weight": up[4:8].clone(),
+    }
+    save_file(diffusers, tmp_path / "diffusers.safetensors")
+    seen = merged(tmp_path, tmp_path / "fused.safetensors", tmp_path / "diffusers.safetensors")
+    (matrix,) = seen.values()
+    assert torch.equal(matrix[4:8], expected[4:8])
+    assert torch.equal(matrix[:4], split[f"{names[0]}.weight"])
+
+
+# Experts
+
+
+@pytest.mark.parametrize(
+    ("version", "model_type", "is_turned"),
+    [
+        ("0.18.1", "qwen3_moe", True),
+        ("0.19.0", "qwen3_moe", True),
+        ("0.19.0", "gpt_oss", False),
+        ("0.19.1", "qwen3_moe", False),
+        ("0.19.1", "gpt_oss", True),
+        ("0.21.2", "gpt_oss", True),
+    ],
+)
+def test_square_experts_by_the_version_of_peft(
+    version: str, model_type: str, is_turned: bool, tmp_path: Path
+) -> None:
+    weight, a, b = values(3, 4, 4), values(6, 4), values(4, 6)
+    tensors = {"mlp.experts.lora_A.weight": a, "mlp.experts.lora_B.weight": b}
+    path = base(tmp_path, {"mlp.experts.down_proj": weight}, model_type=model_type)
+    config = {"target_parameters": ["experts.down_proj"], "peft_version": version}
+    seen = merged(tmp_path, path, adapter(tmp_path, tensors, **config))["mlp.experts.down_proj"]
+    for number in range(3):
+        change = b.reshape(4, 2, 3)[:, :, number] @ a[2 * number : 2 * number + 2] * 3
+        assert torch.equal(seen[number], weight[number] + (change.T if is_turned else change))
+
+
+def test_square_experts_without_a_version_are_refused(tmp_path: Path) -> None:
+    tensors = {"experts.lora_A.weight": values(6, 4), "experts.lora_B.weight": values(4, 6)}
+    path = base(tmp_path, {"experts.down_proj": values(3, 4, 4)})
+    config = {"target_parameters": ["experts.down_proj"], "peft_version": None}
+    with pytest.raises(UnsupportedError, match="peft_version"):
+        ckptkit.merge_lora(path, adapter(tmp_path, tensors, **config))
+
+
+def test_another_number_of_experts_is_refused(tmp_path: Path) -> None:
+    tensors = {"m.experts.lora_A.weight": values(6, 4), "m.experts.lora_B.weight": values(5, 6)}
+    names = [f"m.experts.{number}.down_proj.weight" for number in range(2)]
+    path = base(tmp_path, {name: values(5, 4) for name in names})
+    with pytest.raises(UnsupportedError, match="3 experts, and the base has 2"):
+        ckptkit.merge_lora(
+            path, adapter(tmp_path, tensors, target_parameters=["experts.down_proj"])
+        )
+
+
+# Ties
+
+
+@pytest.mark.parametrize("is_stored_twice", [False, True])
+def test_tied_embeddings(is_stored_twice: bool, tmp_path: Path, in_process: Cli) -> None:
+    weight = values(12, 8)
+    weights = {"model.embed_tokens.weight": weight}
+    if is_stored_twice:
+        weights["lm_head.weight"] = weight.clone()
+    path = base(tmp_path, weights, tie_word_embeddings=True, vocab_size=12)
+    tensors = factors("lm_head", 12, 8)
+    made = adapter(tmp_path, tensors)
+    changed = weight + delta(tensors, "lm_head")
+    assert "--tied untie" in in_process("lora", "merge", path, made, tmp_path / "no").stderr
+    for tied, embedding in (("untie", weight), ("keep", changed)):
+        out = tmp_path / tied
+        done = in_process("lora", "merge", "--tied", tied, path, made, out, "--ties", "duplicate")
+        assert done.code == 0, done.stderr
+        seen = load_file(out / "model.safetensors")
+        assert torch.equal(seen["model.embed_tokens.weight"], embedding)
+        assert torch.equal(seen.get("lm_head.weight", embedding), changed)
+        assert ("lm_head.weight" in seen) == (is_stored_twice or tied == "untie")
+        config = json.loads((out / "config.json").read_text())
+        assert config["tie_word_embeddings"] is (tied == "keep")
+
+
+def test_different_matrices_are_not_tied_whatever_the_configuration_says(tmp_path: Path) -> None:
+    weights = {"embed_tokens.weight": values(12, 8), "model.lm_head.weight": values(12, 8)}
+    path = base(tmp_path, weights, tie_word_embeddings=True)
+    tensors = factors("model.lm_head", 12, 8)
+    seen = merged(tmp_path, path, adapter(tmp_path, tensors))
+    assert torch.equal(seen["embed_tokens.weight"], weights["embed_tokens.weight"])
+
+
+def test_a_larger_vocabulary_follows(tmp_path: Path, in_process: Cli) -> None:
+    weights = {"model.embed_tokens.weight": values(12, 8), "lm_head.weight": values(12, 8)}
+    path = base(tmp_path, weights, vocab_size=12)
+    new = {"model.embed_tokens.weight": values(14, 8), "lm_head.weight": values(14, 8)}
+    assert in_process("lora", "merge", path, adapter(tmp_path, new), tmp_path / "out").code == 0
+    assert json.loads((tmp_path / "out/config.json").read_text())["vocab_size"] == 14
+    assert torch.equal(
+        load_file(tmp_path / "out/model.safetensors")["lm_head.weight"], new["lm_head.weight"]
+    )
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("tensors", "config", "error", "word"),
+    [
+        ({"fc.lora_A.weight": (2, 4), "fc.lora_B.weight": (9, 2)}, {}, UnsupportedError, r"\[9, 4\]"),
+        ({"fc.lora_A.weight": (2, 5), "fc.lora_B.weight": (9, 3)}, {}, UnsupportedError, "do not fit"),
+        ({"fc.lora_A.weight": (3, 5), "fc.lora_B.weight": (9, 3)}, {}, UnsupportedError, "rank 3"),
+        ({"fc.lora_A.weight": (2, 5)}, {}, UnsupportedError, "missing"),
+        ({"fc.lora_A.weight": (2, 5), "fc.lora_B.weight": (0, 2)}, {}, UnsupportedError, "empty"),
+        (
+            {"fc.lora_A.weight": (2, 5), "fc.lora_B.weight": (9, 2), "fc.lora_B.bias": (9,)},
+            {}, UnsupportedError, "has none",
+        ),
+        ({"fc.lora_A.weight": (2, 5), "fc.lora_B.weight": (9, 2)}, {"r": None}, CorruptError, "'r'"),
+        (
+            {"fc.lora_A.weight": (2, 5), "fc.lora_B.weight": (9, 2)},
+            {"layer_replication": [[0, 10**12]]}, UnsupportedError, "layer_replication",
+        ),
+    ],
+)  # fmt: skip
+def test_refused(
+    tensors: dict[str, tuple[int, ...]],
+    config: dict[str, Any],
+    error: type[CkptkitError],
+    word: str,
+    tmp_path: Path,
+) -> None:
+    path = base(tmp_path, {"fc.weight": values(9, 5)})
+    made = adapter(tmp_path, {name: values(*shape) for name, shape in tensors.items()}, **config)
+    with pytest.raises(error, match=word) as found:
+        ckptkit.merge_lora(path, made)
+    assert "adapter_model.safetensors" in str(found.value)
+
+
+def test_integers_are_no_factors_and_no_base(tmp_path: Path) -> None:
+    tensors = {name: each.to(torch.int8) for name, each in factors("fc", 9, 5).items()}
+    path = base(tmp_path, {"fc.weight": values(9, 5), "codes.weight": torch.ones(9, 5).char()})
+    with pytest.raises(UnsupportedError, match="only floats are factors"):
+        ckptkit.merge_lora(path, adapter(tmp_path, tensors))
+    made = adapter(tmp_path, factors("codes", 9, 5), "second")
+    with pytest.raises(UnsupportedError, match="int8"):
+        ckptkit.merge_lora(path, made)
+
+
+def test_weights_of_what_is_no_sum(tmp_path: Path, in_process: Cli) -> None:
+    path = base(tmp_path, {"fc.weight": values(9, 5)})
+    dora = factors("fc", 9, 5) | {"fc.lora_magnitude_vector": torch.ones(9)}
+    made, out = adapter(tmp_path, dora, use_dora=True), tmp_path / "out"
+    done = in_process("lora", "merge", "--weight", "0.5", path, made, out)
+    assert done.code == 2 and "'fc'" in done.stderr
+    done = in_process("lora", "merge", "--weight", "1", "--weight", "1", path, made, out)
+    assert done.code == 2 and "--weight" in done.stderr
+    with pytest.raises(UsageError, match="finite"):
+        ckptkit.merge_lora(path, made, weights=[float("nan")])
+    assert not out.exists()
+
+
+def test_unknown_fields_of_a_configuration(tmp_path: Path, in_process: Cli) -> None:
+    path = base(tmp_path, {"fc.weight": values(9, 5)})
+    made = adapter(tmp_path, factors("fc", 9, 5), use_wonder=True, use_nothing=None)
+    done = in_process("lora", "merge", path, made, tmp_path / "out")
+    assert done.code == 0 and "use_wonder" in done.stderr and "use_nothing" not in done.stderr
+    done = in_process("lora", "merge", "--strict", path, made, tmp_path / "strict")
+    assert done.code == 3 and not (tmp_path / "strict").exists()
+
+
+def test_a_component_of_a_pipeline(tmp_path: Path) -> None:
+    file, weight = tmp_path / "both.safetensors", values(9, 5)
+    tensors = factors("unet.fc", 9, 5) | factors("text_encoder.q", 4, 4)
+    save_file(tensors, file)
+    path = base(tmp_path, {"fc.weight": weight})
+    with pytest.raises(UnsupportedError, match=r"text_encoder\.q"):
+        ckptkit.merge_lora(path, file)
+    seen = merged(tmp_path, path, file, component="unet")
+    assert torch.equal(seen["fc.weight"], weight + delta(tensors, "unet.fc", 1.0))
+
+
+def test_merge_and_average_name_the_command(tmp_path: Path, in_process: Cli) -> None:
+    weight, tensors = values(9, 5), factors("fc", 9, 5)
+    path, made = base(tmp_path, {"fc.weight": weight}), adapter(tmp_path, tensors)
+    done = in_process("average", path, made, tmp_path / "out.safetensors")
+    assert done.code == 3 and "ckptkit lora merge" in done.stderr
+    command = done.stderr.split("`")[1].split()[1:]
+    assert in_process(*command).code == 0
+    seen = load_file(Path(command[-1]) / "model.safetensors")
+    assert torch.equal(seen["fc.weight"], weight + delta(tensors, "fc"))
+
+
+def test_doctor_names_what_cannot_be_merged(tmp_path: Path, in_process: Cli) -> None:
+    good = in_process("doctor", adapter(tmp_path, factors("fc", 9, 5)))
+    assert good.code == 0 and "It is an adapter (LORA)" in good.stdout
+    bad = in_process("doctor", adapter(tmp_path, factors("fc", 9, 5), "bad", r=7))
+    assert bad.code == 1 and "rank 2" in bad.stdout
