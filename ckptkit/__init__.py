@@ -49,6 +49,10 @@ if TYPE_CHECKING:
     from ckptkit.loading import diff as diff
     from ckptkit.loading import load as load
     from ckptkit.loading import load_into as load_into
+    from ckptkit.lora.check import check_lora as check_lora
+    from ckptkit.lora.convert import convert_lora as convert_lora
+    from ckptkit.lora.extract import extract_lora as extract_lora
+    from ckptkit.lora.extract import resize_lora as resize_lora
     from ckptkit.lora.merge import merge_lora as merge_lora
 
     open = open_checkpoint
@@ -75,17 +79,21 @@ _PLACES = {
     "Storage": "core.tensor",
     "Tensor": "core.tensor",
     "apply_delta": "deltas",
+    "check_lora": "lora.check",
     "convert": "api",
+    "convert_lora": "lora.convert",
     "delta": "deltas",
     "diff": "loading",
     "digest": "analysis.reports",
     "doctor": "diagnosis.diagnose",
+    "extract_lora": "lora.extract",
     "inspect": "analysis.reports",
     "load": "loading",
     "load_into": "loading",
     "merge_lora": "lora.merge",
     "open": "api",
     "recover": "api",
+    "resize_lora": "lora.extract",
     "save": "api",
     "scan": "analysis.reports",
     "squash_delta": "deltas",
@@ -107,8 +115,10 @@ __all__ = [
     "apply_rules",
     "average",
     "cast",
+    "check_lora",
     "compact",
     "convert",
+    "convert_lora",
     "delta",
     "dequantize",
     "diff",
@@ -116,6 +126,7 @@ __all__ = [
     "doctor",
     "ema",
     "extract",
+    "extract_lora",
     "inspect",
     "join",
     "key_optimizer",
@@ -127,6 +138,7 @@ __all__ = [
     "recover",
     "remap",
     "rename",
+    "resize_lora",
     "save",
     "scan",
     "select",

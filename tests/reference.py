@@ -31,7 +31,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "extract", "wrap", "apply_rules", "key_optimizer",
     ),
     "Combine": ("average", "join", "merge", "ema"),
-    "Adapters": ("merge_lora",),
+    "Adapters": ("merge_lora", "check_lora", "convert_lora", "extract_lora", "resize_lora"),
     "Deltas": ("delta", "apply_delta", "squash_delta", "verify_delta"),
     "Classes": ("Checkpoint", "Tensor", "Storage", "Options"),
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Fifteen problems, fifteen solved: each is made for real, torch fails as people know it, the
+"""Sixteen problems, sixteen solved: each is made for real, torch fails as people know it, the
 command mends it.
 
 The table is that of the README. Each test makes the files that its row names in a folder of its
@@ -8,6 +8,7 @@ what it wrote with torch.
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import re
@@ -30,7 +31,7 @@ from torch import nn
 from fixtures.making.frameworks import lightning
 from tests.conftest import COMMAND, ENVIRONMENT, ROOT
 
-HEADING = "## Fifteen problems"
+HEADING = "## Sixteen problems"
 
 
 class Problem(NamedTuple):
@@ -117,13 +118,18 @@ PROBLEMS = (
         'Missing key(s) in state_dict ... Unexpected key(s) in state_dict: "epoch", "global_step"',
         "ckptkit doctor run.ckpt --fix net.pth",
     ),
+    Problem(
+        "the adapter loads and nothing changes",
+        "(none: peft warns of missing keys)",
+        "ckptkit lora check adapter --base base",
+    ),
 )
 
 
 def table() -> str:
     """The problems as the README shows them."""
     rows = [f"| {what} | `{message}` | `{command}` |" for what, message, command in PROBLEMS]
-    rows = [row.replace("`(none: the file is large)`", "(none: the file is large)") for row in rows]
+    rows = [re.sub(r"`(\(none: [^`]*\))`", r"\1", row) for row in rows]
     return (
         "\n".join(["| what happened | what torch says | what to type |", "|---|---|---|", *rows])
         + "\n"
@@ -379,3 +385,27 @@ def test_15_lightning() -> None:
     fails(15, lambda: net().load_state_dict(load("run.ckpt")), kind=RuntimeError)
     assert "no problems left" in run(15).stdout
     net().load_state_dict(load("net.pth"))
+
+
+def test_16_an_adapter_without_effect() -> None:
+    """Its names are those of the model inside another one: a loader that skips unknown names adds
+    nothing. The command that is printed merges it."""
+    for folder in ("base", "adapter"):
+        Path(folder).mkdir()
+    save_file({"model.fc.weight": torch.zeros(3, 4)}, "base/model.safetensors")
+    factors = {"lora_A": torch.ones(1, 4), "lora_B": torch.ones(3, 1)}
+    at = "base_model.model.language_model.model.fc"
+    named = {f"{at}.{name}.weight": each for name, each in factors.items()}
+    save_file(named, "adapter/adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 1, "lora_alpha": 2}
+    Path("adapter/adapter_config.json").write_text(json.dumps(config))
+    state = {name.removeprefix("base_model.model."): each for name, each in named.items()}
+    model = nn.ModuleDict({"model": nn.ModuleDict({"fc": nn.Linear(4, 3, bias=False)})})
+    done = model.load_state_dict(state, strict=False)
+    assert len(done.unexpected_keys) == 2
+    said = run(16, code=1).stdout
+    assert "error (prefix)" in said
+    command = shlex.split(next(line for line in said.splitlines() if "lora merge" in line))
+    subprocess.run([*COMMAND, *command[1:]], check=True, env=ENVIRONMENT, timeout=120)
+    merged = load_file(f"{command[-1]}/model.safetensors")
+    assert torch.equal(merged["model.fc.weight"], torch.full((3, 4), 2.0))

@@ -92,9 +92,9 @@ def right(name: str) -> dict[str, Any]:
         "destination": "b.pth", "model": nn.Linear(2, 2), "other": "a.pth", "dtypes": "float16",
         "devices": "cpu", "key": "module", "rules": "module.{x} -> {x}",
         "by": "names", "old": "a.pth", "new": "a.pth", "base": "a.pth", "deltas": "a.pth",
-        "adapters": "a.pth",
+        "adapters": "a.pth", "adapter": "a.pth", "to": "peft", "tuned": "a.pth", "rank": 1,
         "checkpoints": ["a.pth", "a.pth"],
-        **({"path": "b.pth"} if name == "save" or "delta" in name else {}),
+        **({"path": "b.pth"} if name == "save" or "delta" in name or "lora" in name else {}),
         **({"key": "module.weight"} if name == "extract" else {}),
         **({"key": None} if name in ("open", "load", "load_into", "diff", "convert") else {}),
     }  # fmt: skip

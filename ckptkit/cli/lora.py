@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import click
 
+from ckptkit.cli import render
 from ckptkit.cli.options import KEY, KINDS, Writer
+from ckptkit.cli.reading import as_json, value
+
+CHECK = "ckptkit.lora-check/1"
 
 
 @click.group("lora")
@@ -14,7 +19,8 @@ def command() -> None:
     """Merge, check, convert and extract adapters: LoRA and its relatives.
 
     \b
-    Example: ckptkit lora merge base adapter merged
+    Example: ckptkit lora check adapter --base base
+             ckptkit lora merge base adapter merged
     """
 
 
@@ -96,3 +102,167 @@ command.add_command(
                  ckptkit lora merge --weight 0.8 sd15.safetensors style.safetensors out""",
     )
 )  # fmt: skip
+
+
+def _convert(request: Any, **given: Any) -> Any:
+    import ckptkit
+
+    (adapter,) = request.sources
+    return ckptkit.convert_lora(adapter, request.dst, options=request.options, **given), ()
+
+
+command.add_command(
+    Writer(
+        name="convert",
+        callback=_convert,
+        in_place=False,
+        params=[
+            click.Option(
+                ["--to"], type=click.Choice(["peft", "diffusers", "kohya", "comfy"]), required=True,
+                help="Layout of DST: a folder for peft, a file of safetensors for others.",
+            ),
+            click.Option(
+                ["--base"], metavar="BASE",
+                help="Take from the names of BASE which underscores of kohya's were dots.",
+            ),
+            click.Option(
+                ["--component"], metavar="NAME",
+                help="Take one component: unet, transformer, text_encoder... An adapter of peft "
+                "changes that one.",
+            ),
+            click.Option(
+                ["--alpha"], metavar="A", type=float, help="Alpha of files that record no scale.",
+            ),
+            click.Option(
+                ["--bake"], is_flag=True,
+                help="Multiply the scale into the matrices, for programs that ignore metadata.",
+            ),
+        ],
+        help="""Write an adapter as another program reads it: SRC is a folder of peft, or a file.
+
+        Names change, tensors stay byte for byte, and scales go where the layout has them. q, k and
+        v of Flux are joined or cut as the layout needs. Names that could be several are refused.
+
+        \b
+        Example: ckptkit lora convert --to diffusers kohya.safetensors new.safetensors
+                 ckptkit lora convert --to peft style.safetensors folder""",
+    )
+)  # fmt: skip
+
+
+def _extract(request: Any, **given: Any) -> Any:
+    import ckptkit
+
+    if len(request.sources) != 2:
+        raise click.UsageError("give TUNED, BASE and DST")
+    tuned, base = request.sources
+    report = ckptkit.extract_lora(tuned, base, request.dst, options=request.options, **given)
+    return _shown(report, request)
+
+
+def _resize(request: Any, rank: int) -> Any:
+    import ckptkit
+
+    (adapter,) = request.sources
+    report = ckptkit.resize_lora(adapter, request.dst, rank=rank, options=request.options)
+    return _shown(report, request)
+
+
+def _shown(report: Any, request: Any) -> Any:
+    """Print the rank and the error of each module, unless it is JSON; return what was done."""
+    done = report.conversion
+    rows = [[name, str(rank), f"{error:.3g}"] for name, (rank, error) in report.modules.items()]
+    if request.as_json:
+        notes = (f"{name}: rank {rank}, relative error {error}" for name, rank, error in rows)
+        done = replace(done, checkpoint=replace(done.checkpoint, notes=(*done.notes, *notes)))
+    elif not request.quiet and rows:
+        right = ["rank", "relative error"]
+        render.emit_text(*render.table(["module", *right], rows, right), "")
+    return done, ()
+
+
+_RANK: dict[str, Any] = {"metavar": "N", "type": click.IntRange(1), "required": True}
+command.add_command(
+    Writer(
+        name="extract",
+        callback=_extract,
+        several=True,
+        params=[
+            click.Option(["--rank"], help="Rank of each matrix, at most.", **_RANK),
+            click.Option(
+                ["--conv-rank"], metavar="N", type=click.IntRange(1),
+                help="Rank of convolutions with kernels larger than 1. Default: that of --rank.",
+            ),
+            click.Option(
+                ["--save-module", "save_modules"], metavar="NAME", multiple=True,
+                help="Store the tensors of this module whole (repeatable).",
+            ),
+        ],
+        help="""Write the difference of two models as an adapter: SRC... is TUNED, then BASE.
+
+        DST is a folder of peft. Each matrix that differs becomes the nearest of rank N; the
+        error that is left is printed.
+        Vectors that differ are left out with a warning, other shapes are refused: --save-module
+        stores a module whole.
+
+        \b
+        Example: ckptkit lora extract --rank 16 tuned base adapter""",
+    )
+)  # fmt: skip
+command.add_command(
+    Writer(
+        name="resize",
+        callback=_resize,
+        in_place=False,
+        params=[click.Option(["--rank"], help="Rank of each matrix, at most.", **_RANK)],
+        help="""Write an adapter with matrices of a lower rank, in the same layout.
+
+        \b
+        Example: ckptkit lora resize --rank 8 adapter smaller""",
+    )
+)  # fmt: skip
+
+
+@command.command("check")
+@click.argument("adapter", metavar="ADAPTER")
+@value("--base", "BASE", "The model that it is for: names, shapes and norms are compared.")
+@value("--component", "NAME", "Check the modules of one component: unet, text_encoder...")
+@click.option(
+    "--for", "target", type=click.Choice(["vllm"]), help="Tell what this program does not load."
+)
+@click.option(
+    "--fail-on", "level", type=click.Choice(["error", "warning", "note", "never"]),
+    default="warning", help="Exit with 1 if a finding is of this level or a more severe one.",
+)  # fmt: skip
+@as_json(CHECK)
+def check(adapter: str, level: str, as_json: bool, **given: Any) -> int:
+    """Tell why an adapter would not load, or would change nothing, and what mends it.
+
+    Without --base, what its own files tell. Exit code 1 for an error or a warning (see --fail-on),
+    3 if a file cannot be read.
+
+    \b
+    Example: ckptkit lora check adapter --base llama
+             ckptkit lora check adapter --for vllm
+    """
+    from ckptkit.lora.check import check_lora
+
+    report = check_lora(adapter, **given)
+    if as_json:
+        render.emit_json({"schema": CHECK, **report.as_json()})
+    else:
+        read, found = report.adapter, report.findings
+        ranks = f", ranks {', '.join(map(str, read.ranks))}" if read.ranks else ""
+        count = render.plural(len(read.modules), "module")
+        said = f"{read.layout}, {read.method}, {count}{ranks}"
+        said += f": {render.plural(len(found), 'finding')}" if found else ": nothing found"
+        render.emit(*render.wrapped(f"{render.escape(adapter)}: {said}", whole=True))
+        for each in found:
+            render.emit(
+                "", *render.wrapped(f"{each.level} ({each.code}): {render.escape(each.title)}")
+            )
+            if each.command:
+                render.emit(f"  {render.escape(each.command)}")
+    fails = {"error": ("error",), "warning": ("error", "warning"), "never": ()}
+    fails["note"] = "error", "warning", "note"
+    return int(any(each.level in fails[level] for each in report.findings))

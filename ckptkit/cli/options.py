@@ -301,7 +301,7 @@ class Writer(Command):
     """A command that writes: it gets SRC, DST and the options of writing as its `request`.
 
     `shown` are options of writing that its --help shows; with `several`, it takes SRC..., and with
-    `parts`, it reads folders of many processes.
+    `parts`, it reads folders of many processes. By default, a single SRC can be changed `in_place`.
     """
 
     def __init__(
@@ -311,12 +311,12 @@ class Writer(Command):
         params: list[Any],
         shown: tuple[str, ...] = (),
         several: bool = False,
-        in_place: bool = False,
+        in_place: bool | None = None,
         parts: bool = False,
         **given: Any,
     ) -> None:
         self.run, self.several = callback, several
-        in_place = in_place or not several
+        in_place = not several if in_place is None else in_place
         if several:
             params.append(click.Argument(["sources"], metavar="SRC...", nargs=-1, required=True))
         else:

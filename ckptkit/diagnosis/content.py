@@ -11,7 +11,7 @@ from glob import escape
 from typing import Any
 
 from ckptkit.analysis.advice import WASTE, prefix_options, wrappers
-from ckptkit.core.errors import DELTA, RUNS_CODE, coded
+from ckptkit.core.errors import DELTA, RUNS_CODE, CkptkitError, coded
 from ckptkit.core.text import argument, flatten, plural, shell_command, without
 from ckptkit.core.tree import Node, join, walk
 from ckptkit.core.weights import WRAPPERS, as_tensor, is_optimizer
@@ -39,7 +39,7 @@ from ckptkit.diagnosis.cause import (
     together,
 )  # fmt: skip
 from ckptkit.formats.table import GGUF
-from ckptkit.lora.reading import problems
+from ckptkit.lora.reading import is_adapter, read_adapter
 from ckptkit.quantized import families
 from ckptkit.quantized.group import QuantizedWeight
 from ckptkit.quantized.quantization import default_dtype
@@ -80,6 +80,12 @@ def _delta(facts: Facts) -> Iterator[Cause]:
 def _adapter(facts: Facts) -> Iterator[Cause]:
     adapter = facts.summary.adapter
     if adapter is None:
+        try:
+            if facts.checkpoint is not None and is_adapter(facts.checkpoint):
+                read_adapter(facts.checkpoint)
+        except CkptkitError as error:
+            title = f"It is an adapter that cannot be read: {error.message}."
+            yield Cause("adapter", ERROR, title, "Nothing of it can be loaded or merged.")
         return
     yield Cause(
         "adapter",
@@ -88,10 +94,12 @@ def _adapter(facts: Facts) -> Iterator[Cause]:
         "Its base model does not have these names. `lora merge BASE ADAPTER OUT` adds it to the "
         "base; peft's PeftModel.from_pretrained loads it beside the base.",
     )
-    for each in problems(adapter):
-        what = each.title if each.title.startswith("'") else f"it {each.title}"
-        why = f"{each.hint}." if each.hint else "`ckptkit help lora` lists what can be merged."
-        yield Cause(each.code, ERROR, f"It cannot be merged: {what}.", why)
+    from ckptkit.lora.check import alone
+
+    for each in alone(adapter):
+        what = each.title if each.title.startswith(("'", "every")) else f"it {each.title}"
+        why = "`ckptkit help lora` lists what is checked; `lora check --base BASE` compares names."
+        yield Cause(each.code, each.level, f"It would not do what it should: {what}.", why)
 
 
 def _module(facts: Facts) -> Iterator[Cause]:

@@ -151,7 +151,8 @@ def _size(module: Module, found: list[Tensor], how: str) -> tuple[int, int]:
 
 def _unfit(module: Module, found: list[Tensor]) -> UnsupportedError:
     sizes = " and ".join(shape_text(each.shape) for each in found)
-    return UnsupportedError(f"the factors of {shown(module.path)} do not fit: {sizes}")
+    what = f"the factors of {shown(module.path)} do not fit: {sizes}"
+    return UnsupportedError(what, code="shape")
 
 
 def _with_norm(change: Change, module: Module) -> Change:

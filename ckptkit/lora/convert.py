@@ -48,6 +48,7 @@ _PREFIXES = {
 }  # fmt: skip
 _COMFY = {"clip_l": "text_encoder", "clip_g": "text_encoder_2", "t5xxl": "text_encoder_3"}
 _IMAGES = "unet", "transformer", "prior"
+_LANGUAGE = re.compile(r"(^|\.)((layers?|h|block)\.\d+\.|(lm_head|embed_tokens)$)")
 _SD3 = 1536, 2432  # widths of SD 3 and 3.5, whose double blocks have the names of Flux's
 _BLOCKS = "down_blocks.", "mid_block.", "up_blocks."
 _SMALL = "down_blocks.0.attentions.", "down_blocks.3.", "up_blocks.3."  # of SD 1.5 and 2 alone
@@ -82,9 +83,9 @@ def convert_lora(
     if to not in LAYOUTS:
         raise UsageError(f"to {to!r} is not one of {some(LAYOUTS)}")
     asked, warnings = made(options, changes), list[str]()
-    read = read_adapter(adapter, alpha=alpha)  # type: ignore[arg-type]
+    read = read_adapter(adapter, alpha=alpha)
     if component is not None and read.layout != "peft":
-        read = read_adapter(adapter, component=component, alpha=alpha)  # type: ignore[arg-type]
+        read = read_adapter(adapter, component=component, alpha=alpha)
     names, config, extras = None, None, dict(read.metadata)
     extras.pop(METADATA, None)
     try:
@@ -159,10 +160,10 @@ def _dotted(
     family = (spelled(path) or ("",))[0]
     found = {UNET: "unet", FLUX: "transformer"}.get(family)
     if not part:
-        part = component or found or ""
+        part = component or found or ("" if _LANGUAGE.search(path) else "unet")
     if not part and to != "peft":
         hint = f"{typed('--component NAME', 'component=...')} says of which component it is"
-        raise UsageError(f"{path} is of no image model that is known", hint=hint)
+        raise UsageError(f"{path} looks like a module of a language model", hint=hint)
     return replace(module, component=found if part == "unet" and found else part, path=path)
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 
 from ckptkit.api import Conversion, open_checkpoint
 from ckptkit.compute.operation import import_numpy
-from ckptkit.core.arguments import checked
+from ckptkit.core.arguments import checked, count, texts
 from ckptkit.core.bytesource import FileObject, Range
 from ckptkit.core.checkpoint import Checkpoint, Source
 from ckptkit.core.dtypes import BY_NAME
@@ -41,6 +41,8 @@ _EMBEDDING = re.compile(
     r"|(word|position|token_type)_embeddings|(token|position)_embedding)"
 )
 _HEAD = re.compile(r"(.*\.)?(lm_head|embed_out|output)")
+# Conv1D of transformers is [in, out]; models with linear layers of the same names are [out, in].
+_WIDE = re.compile(r"(.*\.)?h\.\d+\.(attn\.c_attn|mlp\.c_fc)\.weight")
 _CONV1D = re.compile(r"(.*\.)?h\.\d+\.(attn|crossattention|mlp)\.(c_attn|q_attn|c_proj|c_fc)")
 _SMALL = 256  # rows or columns up to which all singular vectors are computed
 _EXTRA = 8  # random products beyond the rank
@@ -105,9 +107,10 @@ def extract_lora(
     whole. One tensor at a time is in memory. Raises UnsupportedError for a difference that has no
     such form, NothingToDoError if nothing differs.
     """
-    if rank < 1 or (conv_rank is not None and conv_rank < 1):
+    save_modules = texts("save_modules", save_modules)
+    if not count("rank", rank) or count("conv_rank", conv_rank) == 0:
         raise UsageError("a rank is at least 1")
-    asked, found, is_conv1d = made(options, changes), ExtractReport(), False
+    asked, found = made(options, changes), ExtractReport()
     import_numpy()
     with (
         open_checkpoint(tuned) as after,
@@ -117,9 +120,13 @@ def extract_lora(
         for each in (after, before):
             groups.refuse(each.whole(), None, "codes have no difference")
         places: dict[str, tuple[Shape, int]] = {}
+        is_conv1d = any(
+            _WIDE.fullmatch(name) and each.ndim == 2 and each.shape[1] > each.shape[0]
+            for name, each in before.required.tensors.items()
+        )
         for name, difference in _differences(after, before, save_modules, found):
-            is_conv1d |= _CONV1D.fullmatch(name) is not None
-            for key, array in _factors(name, difference, rank, conv_rank, found):
+            turned = is_conv1d and _CONV1D.fullmatch(name) is not None
+            for key, array in _factors(name, difference, turned, rank, conv_rank, found):
                 places[f"{PEFT}{name}.{key}"] = array.shape, spool.tell()
                 spool.write(array.astype("f4").tobytes())
         if not found.modules and not found.saved:
@@ -132,6 +139,9 @@ def extract_lora(
             ranks, ranks, fan_in_fan_out=is_conv1d, base_model_name_or_path=before.name,
             modules_to_save=[*save_modules] or None,
         )  # fmt: skip
+        others = {name.rpartition(".")[0] for name in before.weights} - ranks.keys()
+        if any(other.endswith(f".{name}") for other in others for name in ranks):
+            config["target_modules"] = "|".join(map(re.escape, ranks))  # else peft adapts others
         warnings = [] if not found.left else [
             f"left out: {quoted(found.left)} differ, and are no matrices; "
             f"{typed('--save-module NAME', 'save_modules=[...]')} stores a module whole"
@@ -216,18 +226,23 @@ def _refusal(name: str, what: str, ck: Checkpoint) -> UnsupportedError:
 
 
 def _factors(
-    module: str, difference: Array, rank: int, conv_rank: int | None, found: ExtractReport
+    module: str,
+    difference: Array,
+    turned: bool,
+    rank: int,
+    conv_rank: int | None,
+    found: ExtractReport,
 ) -> Iterator[tuple[str, Array]]:
     """Yield the factors of a difference, by their names in peft."""
     import numpy as np
 
-    sizes = difference.shape
+    sizes, flat = difference.shape, difference.reshape(-1)
     is_embedding = len(sizes) == 2 and _EMBEDDING.fullmatch(module) is not None
     matrix = difference.reshape(sizes[0], -1)
-    if is_embedding or (len(sizes) == 2 and _CONV1D.fullmatch(module)):
+    if is_embedding or turned:
         matrix = matrix.T
     most = conv_rank if conv_rank is not None and prod(sizes[2:]) > 1 else rank
-    outer, inner = found.best(module, _svd(matrix, most), most, float(np.square(matrix).sum()))
+    outer, inner = found.best(module, _svd(matrix, most), most, float(np.vdot(flat, flat)))
     if is_embedding:
         yield "lora_embedding_A", inner
         yield "lora_embedding_B", outer
@@ -268,10 +283,10 @@ def resize_lora(
     import_numpy()
     import numpy as np
 
-    if rank < 1:
+    if not count("rank", rank):
         raise UsageError("a rank is at least 1")
     asked, found = made(options, changes), ExtractReport()
-    read = read_adapter(adapter)  # type: ignore[arg-type]
+    read = read_adapter(adapter)
     modules: dict[str, Module] = {}
     for key, module in read.modules.items():
         first, second = ("embedding_A", "embedding_B") if module.kind == "embedding" else ("A", "B")

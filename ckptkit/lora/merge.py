@@ -265,6 +265,7 @@ class _Merge:
             raise UnsupportedError(
                 f"{len(missing)} of {plural(len(adapter.modules), 'module')} of the adapter are "
                 f"not in {self.base.name or 'the base'}: {quoted(missing[:4])}",
+                code="no-module",
                 hint=f"{typed('--component NAME', 'component=')} takes the modules of one component"
                 f" ({quoted(filter(None, adapter.components))})"
                 if len(adapter.components) > 1
@@ -529,6 +530,7 @@ class _Merge:
                     f"changes {quoted(changed)}, and {embedding} and {head} are tied: one matrix",
                     hint=f"{untie} gives the head a matrix of its own, as in training; {keep} adds "
                     "to both",
+                    code="tied",
                 )
             if self.tied == "untie":
                 self._untie()
@@ -626,7 +628,8 @@ def _is_sum(module: Module) -> bool:
 def _misfit(module: Module, change: tuple[int, ...], weight: Shape) -> UnsupportedError:
     return UnsupportedError(
         f"the change of {shown(module.path)} is {shape_text(change)}, and the weight in the base "
-        f"{shape_text(weight)}"
+        f"{shape_text(weight)}",
+        code="shape",
     )
 
 

@@ -95,6 +95,7 @@ class PeftNames:
                 f"{count} {what}: {quoted((missing or unclear)[:4])}{closest}",
                 where=where,
                 hint=f"{typed('--sub REGEX=REPL', 'sub=[(regex, replacement)]')} renames modules",
+                code="no-module",
             )
         return tuple(Rename(old, new) for old, new in made.items() if old or new)
 

@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 
 from ckptkit import formats
 from ckptkit.api import open_checkpoint
+from ckptkit.core import arguments
 from ckptkit.core.bytesource import ByteSource, Folder
-from ckptkit.core.checkpoint import Checkpoint
+from ckptkit.core.checkpoint import Checkpoint, Source, opened
 from ckptkit.core.errors import CkptkitError, CorruptError, UsageError
 from ckptkit.core.tensor import Tensor
 from ckptkit.core.text import quoted, shell_word, shown, typed
@@ -199,7 +200,7 @@ def adapter_of(checkpoint: Checkpoint) -> Adapter | None:
 
 
 def read_adapter(
-    path: str | os.PathLike[str] | Checkpoint,
+    path: Source,
     *,
     component: str | None = None,
     alpha: float | None = None,
@@ -210,7 +211,8 @@ def read_adapter(
     whose files record no scale. Raises UsageError for what is no adapter, for a folder of several,
     for an unknown component, and for an `alpha` where the files record one.
     """
-    checkpoint = path if isinstance(path, Checkpoint) else _opened(path)
+    is_path = isinstance(path, (str, os.PathLike))
+    checkpoint = _opened(arguments.path("adapters", path)) if is_path else opened(path)
     try:
         made = _read(checkpoint, alpha)
         if component is not None:

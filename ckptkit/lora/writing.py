@@ -53,7 +53,7 @@ def written(
     )  # fmt: skip
     # A matrix that several modules share is stored for each: readers know no aliases.
     layout = replace(options, ties="duplicate", extras=False, allow_expand=True, format=None)
-    plan = formats.layout(held, SAFETENSORS, layout)
+    plan = replace(formats.layout(held, SAFETENSORS, layout), notes=())
     if config is not None:
         text = json.dumps(dict(config), indent=2, sort_keys=True).encode()
         files = replace(plan.files[0], name=WEIGHTS), OutputFile(CONFIG, (text,))

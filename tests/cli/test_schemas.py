@@ -130,7 +130,11 @@ COMMANDS = {
         "matrix.pth out.safetensors --quantize mxfp4", "quantized out.pth --dequantize",
         "plain.pth net --shard-size 1kB", "model model2", "run.pth --in-place --to cpu",
     ],
+    "lora check": ["adapter.safetensors", "adapter.safetensors --base moved.pth --for vllm"],
+    "lora convert": ["adapter.safetensors out --to peft"],
+    "lora extract": ["moved.pth plain.pth out --rank 1"],
     "lora merge": ["plain.pth adapter.safetensors out.pth"],
+    "lora resize": ["adapter.safetensors out.safetensors --rank 1"],
     "delta apply": ["plain.pth step out.pth", "plain.pth step --in-place"],
     "delta inspect": ["step", "step model"],
     "delta make": ["plain.pth moved.pth out"],
@@ -264,7 +268,11 @@ def remove(path: Path) -> None:
 @pytest.mark.parametrize("command", [name for name in COMMANDS if name not in NEVER_FAIL])
 def test_of_every_command_that_fails(ckptkit: Ckptkit, made: Path, command: str) -> None:
     words = [" ".join(shlex.split(COMMANDS[command][0])), "--nonsense", ""]
-    names = "|".join(map(re.escape, ("run.pth", "plain.pth", "ema.pth", "cut.pth", "step")))
+    names = "|".join(
+        map(
+            re.escape, ("run.pth", "plain.pth", "ema.pth", "cut.pth", "step", "adapter.safetensors")
+        )
+    )
     words[0] = re.sub(names, "absent.pth", words[0])
     for each in words:
         done = ckptkit(*command.split(), *each.split(), "--json")

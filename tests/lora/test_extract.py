@@ -73,6 +73,23 @@ def test_kinds_of_modules(tmp_path: Path) -> None:
     np.testing.assert_allclose(base["wte.weight"] + made, tuned["wte.weight"], atol=1e-5)
 
 
+def test_linear_layers_with_names_of_gpt2(tmp_path: Path) -> None:
+    """GPT-Neo and StarCoder have linear layers where GPT-2 has Conv1D."""
+    base = {"h.0.mlp.c_fc.weight": normal(8, 4), "h.0.mlp.c_proj.weight": normal(4, 8)}
+    change = {name: low(*each.shape, 1) for name, each in base.items()}
+    extract_lora(*pair(tmp_path, base, change), tmp_path / "out", rank=1)
+    tensors, config = read(tmp_path / "out")
+    assert not config["fan_in_fan_out"]
+    assert tensors["h.0.mlp.c_fc.lora_A.weight"].shape == (1, 4)
+
+
+def test_names_that_end_as_others(tmp_path: Path) -> None:
+    """peft takes a name in a list for the end of names, and an expression for whole names."""
+    base = {"fc.weight": normal(4, 4), "inner.fc.weight": normal(4, 4)}
+    extract_lora(*pair(tmp_path, base, {"fc.weight": low(4, 4, 1)}), tmp_path / "out", rank=1)
+    assert read(tmp_path / "out")[1]["target_modules"] == "fc"
+
+
 @pytest.mark.parametrize("shape", [(300, 400), (900, 260)])
 def test_large_matrices_are_nearly_the_best(tmp_path: Path, shape: tuple[int, int]) -> None:
     """Random products give an error within 1 % of that of the SVD, and the report is exact."""

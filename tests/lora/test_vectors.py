@@ -1,4 +1,4 @@
-"""The cases of the libraries themselves: what they merge, and what is refused.
+"""The cases of the libraries themselves: merged, refused, converted, checked and extracted.
 
 `case.json` of each says what is expected; see the README of the vectors.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 
 VECTORS = Path(os.environ.get("CKPTKIT_VECTORS", "/nowhere")) / "adapters"
 CASES = {path.parent.name: path.parent for path in sorted(VECTORS.glob("*/case.json"))}
 KINDS = {name: json.loads((path / "case.json").read_text())["kind"] for name, path in CASES.items()}
+CONFIG = "adapter_config.json"
 Cli = Callable[..., Any]
 
 
@@ -107,3 +110,86 @@ def test_inspect_knows_adapters(name: str, in_process: Cli, tmp_path: Path) -> N
     assert {key: found[key] for key in case["adapter"]} == case["adapter"]
     shown = in_process("inspect", folder / case["command"][1])
     assert "lora merge BASE" in shown.stdout
+
+
+def scales_of(path: Path) -> dict[str, float]:
+    """Return the factor of B @ A of each module, as a reader of peft or diffusers computes it."""
+    found = tensors(path)
+    ranks = {
+        name.removesuffix(".lora_A.weight"): len(each)
+        for name, each in found.items()
+        if name.endswith(".lora_A.weight")
+    }
+    config: dict[str, Any] = {}
+    if path.is_dir():
+        config = {f".{k}": v for k, v in json.loads((path / CONFIG).read_text()).items()}
+    else:
+        with safe_open(path, "pt") as file:
+            config = json.loads((file.metadata() or {}).get("lora_adapter_metadata", "{}"))
+    made = {}
+    for name, rank in ranks.items():
+        plain = name.removeprefix("base_model.model.")
+        part, inner = ("", plain) if path.is_dir() else plain.split(".", 1)
+        if not config:
+            made[plain] = 1.0
+            continue
+        number = {}
+        for pattern, whole in (("alpha_pattern", "lora_alpha"), ("rank_pattern", "r")):
+            known = config[f"{part}.{pattern}"].items()
+            own = [n for key, n in known if re.match(rf"(.*\.)?({key})$", inner)]
+            number[whole] = own[0] if own else config[f"{part}.{whole}"]
+        assert number["r"] == rank
+        root = rank**0.5 if config[f"{part}.use_rslora"] else rank
+        made[plain] = number["lora_alpha"] / root
+    return made
+
+
+@cases("convert")
+def test_converted_as_the_libraries_do(name: str, in_process: Cli, tmp_path: Path) -> None:
+    folder, case = CASES[name], json.loads((CASES[name] / "case.json").read_text())
+    done = in_process(*arguments(case, folder, tmp_path))
+    assert done.code == 0, done.stderr
+    path = written(case, tmp_path)
+    expected, seen = tensors(folder / case["expected"]), tensors(path)
+    assert seen.keys() == expected.keys()
+    for key, tensor in expected.items():
+        if key.endswith(".alpha"):
+            assert float(seen[key]) == float(tensor), key
+            continue
+        assert (seen[key].dtype, seen[key].shape) == (tensor.dtype, tensor.shape), key
+        assert bytes_of(seen[key]) == bytes_of(tensor), key
+    if "scales" in case:
+        assert scales_of(path) == pytest.approx(case["scales"])
+
+
+@cases("check")
+def test_checked(name: str, in_process: Cli, tmp_path: Path) -> None:
+    folder, case = CASES[name], json.loads((CASES[name] / "case.json").read_text())
+    done = in_process(*arguments(case, folder, tmp_path))
+    assert done.code == case["exit"], done.stderr
+    codes = {each["code"] for each in json.loads(done.stdout)["findings"]}
+    assert codes.issuperset(case["must"])
+    assert codes.isdisjoint(case["must_not"])
+    for text in case["prints"]:
+        assert text in done.stdout
+
+
+@cases("extract")
+def test_extracted(name: str, in_process: Cli, tmp_path: Path) -> None:
+    """The product of the factors has the error that the case allows, and equal modules are out."""
+    folder, case = CASES[name], json.loads((CASES[name] / "case.json").read_text())
+    done = in_process(*arguments(case, folder, tmp_path))
+    assert done.code == 0, done.stderr
+    found = tensors(written(case, tmp_path))
+    plain = {key.removeprefix("base_model.model."): each.double() for key, each in found.items()}
+    factors = {key.removesuffix(".lora_A.weight") for key in plain if key.endswith("A.weight")}
+    assert factors == case["modules"].keys()
+    tuned, base = tensors(folder / case["tuned"]), tensors(folder / case["base"])
+    for module, want in case["modules"].items():
+        change = tuned[f"{module}.weight"].double() - base[f"{module}.weight"].double()
+        a, b = plain[f"{module}.lora_A.weight"], plain[f"{module}.lora_B.weight"]
+        left = change.flatten(1) - b.flatten(1) @ a.flatten(1)
+        error = float(left.norm() / change.norm())
+        assert error <= want * (1 + case["slack"]) + case["slack"] / 100 + 1e-6
+    for key in case.get("saved", ()):
+        assert bytes_of(found[f"base_model.model.{key}"]) == bytes_of(tuned[key])

@@ -1,0 +1,177 @@
+"""`lora check` and `doctor`: each finding, on the smallest adapter that has it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+import ckptkit
+from ckptkit.core.errors import UsageError
+from ckptkit.lora.check import check_lora
+from tests.conftest import Run
+
+Array = np.ndarray[Any, Any]
+CONFIG: dict[str, Any] = {"peft_type": "LORA", "r": 2, "lora_alpha": 2}
+
+
+def factors(name: str, out: int = 4, inner: int = 3, rank: int = 2) -> dict[str, Array]:
+    at = f"base_model.model.{name}.lora_"
+    ones = np.full((rank, inner), 0.1, "f4"), np.full((out, rank), 0.1, "f4")
+    return {f"{at}A.weight": ones[0], f"{at}B.weight": ones[1]}
+
+
+def adapter(folder: Path, tensors: dict[str, Array], **config: Any) -> Path:
+    folder.mkdir(exist_ok=True)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps({**CONFIG, **config}))
+    return folder
+
+
+def base(folder: Path, *names: str, shape: tuple[int, int] = (4, 3)) -> Path:
+    path = folder / "base.safetensors"
+    save_file({f"{name}.weight": np.ones(shape, "f4") for name in names}, path)
+    return path
+
+
+def codes(path: Path, **options: Any) -> dict[str, str]:
+    return {each.code: each.level for each in check_lora(path, **options).findings}
+
+
+def test_nothing_is_wrong(tmp_path: Path) -> None:
+    path = adapter(tmp_path / "a", factors("fc"))
+    report = check_lora(path, base=base(tmp_path, "fc", "other"), target="vllm")
+    assert report.findings == ()
+    assert report.as_json()["adapter"] == {
+        "layout": "peft", "method": "LORA", "modules": 1, "ranks": [2],
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "config", "expected"),
+    [
+        ({"B": np.zeros((4, 2), "f4")}, {}, {"zero": "warning"}),
+        ({"B": np.full((4, 2), np.inf, "f4")}, {}, {"nonfinite": "error"}),
+        ({"A": np.zeros((2, 0), "f4")}, {}, {"empty": "error"}),
+        ({"A": None}, {}, {"pair": "error"}),
+        ({}, {"r": 4}, {"rank": "error"}),
+        ({}, {"peft_type": "PREFIX_TUNING"}, {"method": "error"}),
+        ({}, {"init_lora_weights": "pissa"}, {"residual": "error"}),
+        ({}, {"use_qalora": True}, {"method": "error"}),
+    ],
+)  # fmt: skip
+def test_of_its_own_files(
+    tmp_path: Path, change: dict[str, Any], config: dict[str, Any], expected: dict[str, str]
+) -> None:
+    tensors = factors("fc")
+    for role, array in change.items():
+        tensors[f"base_model.model.fc.lora_{role}.weight"] = array
+    kept = {name: each for name, each in tensors.items() if each is not None}
+    path = adapter(tmp_path / "a", kept, **config)
+    found = codes(path)
+    assert expected.items() <= found.items()
+    assert expected.items() <= codes(path, base=base(tmp_path, "fc")).items()
+    doctor = ckptkit.doctor(path)
+    assert expected.items() <= {each["code"]: each["level"] for each in doctor["causes"]}.items()
+
+
+def test_without_a_configuration(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    save_file({"blocks.0.q.lora_A.weight": np.ones((2, 3), "f4"),
+               "blocks.0.q.lora_B.weight": np.ones((4, 2), "f4")}, path)  # fmt: skip
+    assert codes(path) == {"no-config": "error"}
+
+
+def test_with_a_base(tmp_path: Path) -> None:
+    path = adapter(tmp_path / "a", factors("model.fc") | factors("model.head"))
+    assert codes(path, base=base(tmp_path, "fc", "head")) == {"prefix": "error"}
+    found = check_lora(path, base=base(tmp_path, "model.fc", "model.hand")).findings
+    assert [each.code for each in found] == ["no-module"]
+    assert found[0].modules == ("model.head",)
+    wide = base(tmp_path, "model.fc", "model.head", shape=(4, 5))
+    assert codes(path, base=wide) == {"shape": "error"}
+
+
+def test_a_norm_above_that_of_the_weight(tmp_path: Path) -> None:
+    path = adapter(tmp_path / "a", factors("fc"), lora_alpha=2000)
+    found = check_lora(path, base=base(tmp_path, "fc")).findings
+    assert [(each.code, each.modules) for each in found] == [("norm", ("fc",))]
+    # 0.1 * 0.1 * 2 in each of 12 elements, times 1000; the weight is 12 ones.
+    assert f"fc ({1000 * 0.02 * 12**0.5:.3g} of {12**0.5:.3g})" in found[0].title
+
+
+def test_tied_matrices_and_other_vocabularies(tmp_path: Path) -> None:
+    folder = tmp_path / "base"
+    folder.mkdir()
+    save_file({"model.embed_tokens.weight": np.ones((4, 3), "f4")}, folder / "model.safetensors")
+    config = {"model_type": "llama", "tie_word_embeddings": True, "vocab_size": 4}
+    (folder / "config.json").write_text(json.dumps(config))
+    found = check_lora(adapter(tmp_path / "a", factors("lm_head")), base=folder).findings
+    assert [(each.code, each.level) for each in found] == [("tied", "warning")]
+    assert found[0].command and "--tied untie" in found[0].command
+    rows = {"base_model.model.model.embed_tokens.weight": np.ones((6, 3), "f4")}
+    tensors = factors("fc") | rows
+    save_file({"fc.weight": np.ones((4, 3), "f4"), "model.embed_tokens.weight": np.ones((4, 3), "f4")},
+              folder / "model.safetensors")  # fmt: skip
+    path = adapter(tmp_path / "b", tensors, modules_to_save=["embed_tokens"])
+    assert codes(path, base=folder) == {"vocab": "warning"}
+
+
+@pytest.mark.parametrize(
+    ("config", "code"),
+    [
+        ({"use_dora": True}, "vllm-dora"),
+        ({"modules_to_save": ["head"]}, "vllm-modules-to-save"),
+        ({"bias": "all"}, "vllm-bias"),
+        ({"alpha_pattern": {"x": 8}}, "vllm-pattern"),
+        ({"peft_type": "IA3"}, "vllm-method"),
+    ],
+)
+def test_for_vllm(tmp_path: Path, config: dict[str, Any], code: str) -> None:
+    path = adapter(tmp_path / "a", factors("fc"), **config)
+    assert codes(path, target="vllm").get(code) == "error"
+    assert code not in codes(path)
+
+
+def test_ranks_and_layouts_for_vllm(tmp_path: Path) -> None:
+    path = adapter(tmp_path / "a", factors("fc", rank=32), r=32)
+    assert codes(path, target="vllm") == {"vllm-rank": "warning"}
+    kohya = tmp_path / "k.safetensors"
+    names = "lora_unet_conv_in.lora_{}.weight"
+    save_file(
+        {names.format("down"): np.ones((1, 2), "f4"), names.format("up"): np.ones((2, 1), "f4")},
+        kohya,
+    )
+    assert codes(kohya, target="vllm") == {"vllm-layout": "error"}
+    assert codes(kohya, base=base(tmp_path, "unet.conv_in", shape=(2, 2))) == {}
+    assert codes(kohya, base=base(tmp_path, "unet.conv_out", shape=(2, 2))) == {
+        "no-module": "error"
+    }
+    with pytest.raises(UsageError):
+        check_lora(path, target="tgi")
+
+
+def test_the_command(tmp_path: Path, in_process: Run) -> None:
+    path = adapter(tmp_path / "a", factors("model.fc"))
+    held = base(tmp_path, "fc")
+    done = in_process("lora", "check", path, "--base", held)
+    assert done.code == 1
+    assert "error (prefix)" in done.stdout
+    command = done.stdout.splitlines()[-1].split()
+    assert command[:4] == ["ckptkit", "lora", "merge", "--sub"]
+    assert in_process("lora", "check", path, "--base", held, "--fail-on", "never").code == 0
+    assert in_process("lora", "check", path).code == 0
+    assert in_process("lora", "check", tmp_path / "none").code == 3
+    merged = in_process(*[word.strip("'") for word in command[1:]])  # what is told works
+    assert merged.code == 0, merged.stderr
+    assert in_process("lora", "check", held).code == 2
+
+
+def test_a_broken_configuration(tmp_path: Path) -> None:
+    path = adapter(tmp_path / "a", factors("fc"))
+    (path / "adapter_config.json").write_text("{")
+    assert [each["code"] for each in ckptkit.doctor(path)["causes"]] == ["adapter"]
