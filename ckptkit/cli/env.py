@@ -29,7 +29,15 @@ def command(as_json: bool) -> None:
     rows = [(name, str(value)) for name, value in found.items() if value is not None]
     render.emit(*render.table(("", ""), rows))
     cells = [
-        (name, each["title"], "" if each["memory"] is None else render.size(each["memory"]))
+        (
+            name,
+            each["title"],
+            "" if each["memory"] is None else render.size(each["memory"]),
+            each["uuid"] or "",
+        )
         for name, each in devices.items()
     ]
-    render.emit("", *render.table(("device", "title", "memory"), cells, right=("memory",)))
+    count = 4 if any(uuid for *_, uuid in cells) else 3  # no empty column
+    titles = ("device", "title", "memory", "uuid")[:count]
+    rows = [cell[:count] for cell in cells]
+    render.emit("", *render.table(titles, rows, right=("memory",)))

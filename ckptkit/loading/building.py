@@ -207,14 +207,17 @@ def torch_or_none() -> Any:
 
 
 def _devices(torch: Any) -> Iterator[tuple[str, dict[str, object]]]:
-    yield "cpu", {"title": platform.processor() or platform.machine(), "memory": _memory()}
+    cpu = {"title": platform.processor() or platform.machine(), "memory": _memory(), "uuid": None}
+    yield "cpu", cpu
     if torch is None:
         return
     for number in range(torch.cuda.device_count()):
         each = torch.cuda.get_device_properties(number)
-        yield f"cuda:{number}", {"title": each.name, "memory": each.total_memory}
+        uuid = getattr(each, "uuid", None)  # from torch 2.4 on
+        about = {"title": each.name, "memory": each.total_memory}
+        yield f"cuda:{number}", {**about, "uuid": None if uuid is None else str(uuid)}
     if torch.backends.mps.is_available():
-        yield "mps", {"title": platform.machine(), "memory": _memory()}
+        yield "mps", {**cpu, "title": platform.machine()}
 
 
 def _memory() -> int | None:
