@@ -29,15 +29,10 @@ def command(as_json: bool) -> None:
     rows = [(name, str(value)) for name, value in found.items() if value is not None]
     render.emit(*render.table(("", ""), rows))
     cells = [
-        (
-            name,
-            each["title"],
-            "" if each["memory"] is None else render.size(each["memory"]),
-            each["uuid"] or "",
-        )
+        (name, each["title"], "" if each["memory"] is None else render.size(each["memory"]))
         for name, each in devices.items()
     ]
-    count = 4 if any(uuid for *_, uuid in cells) else 3  # no empty column
-    titles = ("device", "title", "memory", "uuid")[:count]
-    rows = [cell[:count] for cell in cells]
-    render.emit("", *render.table(titles, rows, right=("memory",)))
+    render.emit("", *render.table(("device", "title", "memory"), cells, right=("memory",)))
+    uuids = [(name, each["uuid"]) for name, each in devices.items() if each["uuid"]]
+    if uuids:
+        render.emit("", *render.table(("device", "uuid"), uuids))

@@ -207,8 +207,8 @@ def torch_or_none() -> Any:
 
 
 def _devices(torch: Any) -> Iterator[tuple[str, dict[str, object]]]:
-    cpu = {"title": platform.processor() or platform.machine(), "memory": _memory(), "uuid": None}
-    yield "cpu", cpu
+    machine, memory = platform.machine(), _memory()
+    yield "cpu", {"title": platform.processor() or machine, "memory": memory, "uuid": None}
     if torch is None:
         return
     for number in range(torch.cuda.device_count()):
@@ -217,7 +217,7 @@ def _devices(torch: Any) -> Iterator[tuple[str, dict[str, object]]]:
         about = {"title": each.name, "memory": each.total_memory}
         yield f"cuda:{number}", {**about, "uuid": None if uuid is None else str(uuid)}
     if torch.backends.mps.is_available():
-        yield "mps", {**cpu, "title": platform.machine()}
+        yield "mps", {"title": machine, "memory": memory, "uuid": None}
 
 
 def _memory() -> int | None:

@@ -49,6 +49,7 @@ LONG = [
     "S05", "S06", "S09", "S11", "S13", "S17", "S19", "S25 DDP with gloo", "S25 FSDP", "a run of",
     "amp in float16", "workers",
 ]  # fmt: skip
+OTHERS = ["S01", "S02 a small", "S07"]  # which other tests run
 NEEDS_GPU = [
     "S08", "S20", "S25 DDP with nccl", "inputs on", "SyncBatchNorm", "a snapshot", "out of memory",
     "what is not deterministic", "checkpoints tagged cuda:0", "checkpoints tagged cuda:1",
@@ -62,7 +63,11 @@ def named(start: str) -> Check:
 
 
 def test_every_row_has_a_check() -> None:
-    """S25 is that number wherever it is named; no row is left to chance."""
+    """And every check is tried here, or named as one that needs a GPU."""
+    starts = [*QUICK, *LONG, *OTHERS, *NEEDS_GPU]
+    assert [named(start) for start in starts] == sorted(
+        CHECKS, key=lambda check: starts.index(next(s for s in starts if check.name.startswith(s)))
+    )
     assert set(re.findall(r"S\d\d", " ".join(BY_NAME))) == set(ROWS)
 
 

@@ -16,20 +16,15 @@ import ckptkit
 from ckptkit.cli import main
 from ckptkit.trainer import loop
 from ckptkit.trainer.config import Config
-from ckptkit.trainer.gpu_checks import ARTICLE
+from ckptkit.trainer.gpu_checks import ARTICLE, CHECKS
 from ckptkit.trainer.models import Cnn
 from ckptkit.trainer.models.recomputing import LAYERS, UNITS
 from tests.conftest import ROOT
 from tests.trainer.conftest import ROWS, TEXT
+from tests.trainer.test_gpu import LONG, OTHERS, QUICK
 
 SMALL = ("--data", "random", "--width", "0.25", "--epochs", "1", "--force")
-NET = """
-from torch.nn import DataParallel
-from ckptkit.trainer.models import Cnn
-
-def Net():
-    return DataParallel(Cnn((3, 32, 32), 10, 0.25))
-"""
+NET = re.findall(r"^```python\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)[0]  # of row S18
 
 
 def test_every_row_is_there_once() -> None:
@@ -53,7 +48,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     loop.train(config, folder / "run.pth")
     stripped = ckptkit.strip_prefix(ckptkit.open(folder / "run.pth"), "module.")
     ckptkit.save(stripped, folder / "plain.pth")
-    (folder / "net.py").write_text(NET)
+    (folder / "net.py").write_text(NET.replace("10))", "10, 0.25))"))
     return folder
 
 
@@ -148,6 +143,11 @@ def test_the_functions_run(folder: Path) -> None:
     loaded = eval(ROWS["S12"], names)  # noqa: S307  # a line of our manual
     assert set(loaded) == {f"module.{name}" for name in model.state_dict()}
     assert eval(ROWS["S14"], names).complete  # noqa: S307
+
+
+def test_the_number_of_checks_is_that_of_the_manual() -> None:
+    found = re.findall(r"without one, (\d+) checks of (\d+) run simulated", TEXT)
+    assert found == [(str(len(QUICK) + len(LONG) + len(OTHERS)), str(len(CHECKS)))]
 
 
 def test_every_row_is_run() -> None:
