@@ -10,6 +10,7 @@ from importlib import import_module
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.text import flatten
 from ckptkit.core.weights import Weights
+from ckptkit.quantized import gguf
 from ckptkit.quantized import group as g
 from ckptkit.quantized.fp8 import METHODS, OTHERS
 from ckptkit.quantized.group import QuantizationMethod, QuantizedWeight, TensorView
@@ -50,15 +51,13 @@ def families() -> tuple[QuantizationMethod, ...]:
 
 def find(ck: Checkpoint, weights: Weights) -> Quantization:
     """The groups in the weights. Reads tensors of at most 64 KiB, and only where names match."""
+    marked = [name for name, node in weights.nodes.items() if is_marked(name) or is_subclass(node)]
     tensors = weights.tensors
-    marked = [
-        name
-        for name, node in weights.nodes.items()
-        if is_marked(name) or is_subclass(node) or tensors[name].dtype.kind in KINDS
-    ]
     float8 = [name for name, tensor in tensors.items() if tensor.dtype.name in g.FLOAT8]
     view = TensorView(ck, weights.nodes, tensors)
-    groups = list(_groups(view, marked))
+    blocks = [name for name, tensor in tensors.items() if tensor.dtype.kind in KINDS]
+    groups = [gguf.recognize(view, name) for name in blocks]  # whatever config.json says
+    groups += _groups(view, marked)
     taken = set(flatten(group.members for group in groups))
     groups += _incomplete(view, [name for name in float8 if name not in taken], taken, marked)
     for group in groups:
@@ -93,8 +92,6 @@ def _groups(view: TensorView, marked: list[str]) -> Iterator[QuantizedWeight]:
         ]
         if family.subclasses:
             names += [name for name in marked if is_subclass(view.nodes[name])]
-        if family.dtypes:
-            names += [name for name in marked if view.tensors[name].dtype.kind in family.dtypes]
         for name in names:
             group = None if name in taken else family.recognize(view, name)
             if group is None or not taken.isdisjoint(group.members):

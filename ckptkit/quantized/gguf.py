@@ -18,11 +18,11 @@ _REFUSED = {
 _AGAIN = "quantize the original model again"
 
 
-def recognize(view: TensorView, name: str) -> QuantizedWeight | None:
+def recognize(view: TensorView, name: str) -> QuantizedWeight:
     """The tensor `name`, which is in blocks, or of a type that ckptkit does not know."""
     tensor = view.tensors[name]
     type, storage = tensor.dtype.name, tensor.storage
-    group = QuantizedWeight("gguf", type, name, tensor.shape, (name,), own="float32")
+    group = QuantizedWeight("gguf", type, name, tensor.shape, (name,))
     others = "--drop leaves such tensors out"
     if tensor.dtype.kind == "unknown":
         number = type.rpartition(" ")[2]
@@ -39,6 +39,6 @@ def recognize(view: TensorView, name: str) -> QuantizedWeight | None:
 
 
 GGUF = QuantizationMethod(
-    "gguf", "GGUF (llama.cpp)", recognize, dtypes=("blocks", "unknown"),
+    "gguf", "GGUF (llama.cpp)", recognize,
     oracle="gguf-py 0.19.0; ggml for Q1_0 and Q2_0",
 )  # fmt: skip

@@ -166,8 +166,7 @@ class QuantizationMethod:
 
     `recognize` gets a view and the name of a mark that it has.
     ``marks`` are last components of names, ``endings`` are endings of those; ``subclasses``:
-    pickled subclasses of tensors are asked about too, ``dtypes``: and tensors whose dtypes are of
-    these kinds. ``written``: the word for `--quantize`.
+    pickled subclasses of tensors are asked about too. ``written``: the word for `--quantize`.
     """
 
     name: str
@@ -176,7 +175,6 @@ class QuantizationMethod:
     marks: tuple[str, ...] = ()
     endings: tuple[str, ...] = ()
     subclasses: bool = False
-    dtypes: tuple[str, ...] = ()
     oracle: str = ""
     read: bool = True
     written: str = ""

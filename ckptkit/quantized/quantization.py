@@ -184,6 +184,8 @@ def _entries(
 
 def default_dtype(view: TensorView, group: QuantizedWeight) -> DType:
     """The dtype that a weight gets if none is asked for."""
+    if group.family == "gguf":  # no config.json is about it
+        return BY_NAME["float32"]
     recorded = view.config.get("torch_dtype") or view.config.get("dtype")
     for name in (recorded, group.own, "float16" if group.family in _HALF else None):
         plain = str(name).removeprefix("torch.")

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import ckptkit
+from ckptkit import quantized
 from ckptkit.core.dtypes import GGML
 from ckptkit.core.errors import (
     AmbiguousError,
@@ -323,3 +324,12 @@ def test_false_counts_take_no_memory(tmp_path: Path, count: int) -> None:
             env={**os.environ, "PYTHONPATH": str(Path(ckptkit.__file__).parent.parent)},
         )  # fmt: skip
         assert done.stdout.strip() in ("CorruptError", "TruncatedError"), done.stderr
+
+
+def test_config_of_another_model_beside_it(tmp_path: Path) -> None:
+    """A folder may hold the configuration of the model that the file was made of."""
+    config = '{"torch_dtype": "float16", "quantization_config": {"quant_method": "quark"}}'
+    (tmp_path / "config.json").write_text(config)
+    with opened(tmp_path, made(tensors=[Q4_0])) as ck:
+        assert not quantized.find(ck).unread
+        assert quantized.look_through(ck).weights["b.weight"].dtype == "float32"
