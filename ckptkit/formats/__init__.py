@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
-from ckptkit import quantized
 from ckptkit.core.bytesource import ByteSource, Folder, LocalFile
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import (
@@ -377,6 +376,8 @@ def _refuse_blocks(checkpoint: Checkpoint, format: Format) -> None:
     blocks = Counter(
         each.dtype.name for each in checkpoint.selection.tensors.values() if each.dtype.block > 1
     )
+    from ckptkit import quantized  # only such files pay for it
+
     unread = quantized.find(checkpoint).unread
     if not blocks and not unread:
         return
