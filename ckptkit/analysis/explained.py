@@ -70,14 +70,14 @@ def compare_with_original(
     name: str | None = None,
     progress: Progress | None = None,
 ) -> Diff:
-    """Compare the weights of a GGUF file, under the names of the original and dequantized.
+    """Compare the original (A), in the file `name`, with a GGUF file under its names, dequantized.
 
     Dtypes that differ are no difference: floats of the original are rounded to those of the file.
     """
     tell = progress or (lambda nbytes: None)
     both = [key for key in gguf if key in original]
     mismatched = tuple(
-        Mismatch(key, kind(gguf[key]), kind(original[key]))
+        Mismatch(key, kind(original[key]), kind(gguf[key]))
         for key in both
         if gguf[key].shape != original[key].shape
     )
@@ -116,7 +116,7 @@ def compare_with_original(
     )
     left = [] if values else ["the values of tensors (--no-values)"]
     left += [f"the values of {each}" for each in unread]
-    return replace(named(made, kinds(gguf), kinds(original), name, ()), uncompared=tuple(left))
+    return replace(named(made, kinds(original), kinds(gguf), name, ()), uncompared=tuple(left))
 
 
 def _difference(a: Tensor, b: Tensor, origin: Origin) -> Difference | TensorError | None:

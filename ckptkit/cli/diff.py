@@ -79,8 +79,9 @@ def command(
 
     Compares keys, dtypes, shapes and values. Exit code 1 if they differ. "missing" keys are in B or
     the model and not in A; "unexpected" keys only in A. Keys that look renamed are paired, each
-    with a confidence. A model (file.py:Class as B or as --model) has keys and shapes alone; its
-    code is imported and run.
+    with a confidence. A GGUF file is compared with its original through the recipe of its
+    architecture: differences that its types explain are none. A model (file.py:Class as B or as
+    --model) has keys and shapes alone; its code is imported and run.
 
     \b
     Example: ckptkit diff epoch1.pth epoch2.pth
@@ -156,7 +157,7 @@ def _compare(
             paired = _as_original(opened[0], opened[1])
             if paired is not None:
                 with render.Progress(f"comparing {name}", paired.nbytes) as progress:
-                    return paired.diff(how["values"], name, matches, progress)
+                    return paired.diff(how["values"], matches, progress)
         sides = (opened[0], opened[1]) if stored else look_through_both(*opened)
         if how["everything"] or not has_weights(*sides):
             nbytes = sum(summarize(each).totals.nbytes for each in sides)

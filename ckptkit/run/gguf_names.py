@@ -14,6 +14,7 @@ from typing import NamedTuple
 from ckptkit import quantized
 from ckptkit.analysis.diff import Diff, Progress, selected
 from ckptkit.analysis.explained import Origin, compare_with_original
+from ckptkit.analysis.matching import Matching
 from ckptkit.compute.arranged import contiguous
 from ckptkit.compute.compare import compare
 from ckptkit.compute.numbers import FLOATS, cast_record
@@ -54,18 +55,28 @@ class Paired(NamedTuple):
         sides = (self.gguf, self.original)
         return sum(tensor.nbytes for each in sides for tensor in each.weights.values())
 
-    def diff(
-        self, values: bool, name: str, matches: Callable[[str], bool] | None, progress: Progress
-    ) -> Diff:
+    def diff(self, values: bool, matches: Callable[[str], bool] | None, progress: Progress) -> Diff:
         """Compare them."""
         gguf, original = (selected(each.weights, matches) for each in (self.gguf, self.original))
         found = compare_with_original(
-            gguf, original, self.origins, values=values, name=name, progress=progress
+            gguf,
+            original,
+            self.origins,
+            values=values,
+            name=self.original.name,
+            progress=progress,
         )
         found = replace(found, uncompared=(*found.uncompared, *self.left))
         if self.swapped:
-            found = replace(found, missing=found.unexpected, unexpected=found.missing)
-        return found
+            return found
+        return replace(
+            found,
+            missing=found.unexpected,
+            unexpected=found.missing,
+            mismatched=tuple(each._replace(a=each.b, b=each.a) for each in found.mismatched),
+            matching=Matching(),  # whose names are those of the original
+            advice=tuple(each for each in found.advice if "--write-map" not in each),
+        )
 
 
 def paired(a: Checkpoint, b: Checkpoint) -> Paired | None:

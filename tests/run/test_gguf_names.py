@@ -189,6 +189,29 @@ def test_keys_of_one_side(
     assert "[31]" in done.stdout
 
 
+def test_a_prefix_is_advice_about_the_original(
+    pair: tuple[Path, State],
+    tmp_path: Path,
+    command: Ckptkit,  # noqa: F811
+) -> None:
+    """The command is about the file that it changes, whichever of the two is named first."""
+    source, state = pair
+    bare = {name.removeprefix("model."): each for name, each in state.items()}
+    hf = written(tmp_path, bare) / "model.safetensors"
+    for sides in ((source, hf), (hf, source)):
+        done = command("diff", *sides)
+        assert done.exit_code == 1
+        said = " ".join(done.stdout.split())
+        assert "no key is missing after: ckptkit add-module" in said
+        assert "renamed" not in said or sides[0] == hf
+    words = said.split("ckptkit add-module ")[1].split()
+    done = command("add-module", *words[: words.index(str(hf)) + 2])
+    assert done.exit_code == 0, done.stderr
+    named = tmp_path / "hf" / "model-named.safetensors"
+    made = [path for path in (tmp_path / "hf").glob("*.safetensors") if path != hf]
+    assert command("diff", source, (made or [named])[0]).exit_code == 0
+
+
 def test_nan_is_not_explained(
     pair: tuple[Path, State],
     tmp_path: Path,
