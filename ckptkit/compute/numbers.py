@@ -254,7 +254,8 @@ def torch_dtype(dtype: DType) -> torch.dtype:
 
     found = getattr(torch, dtype.name, None)
     if not isinstance(found, torch.dtype):
-        raise UnsupportedError(f"torch {torch.__version__} has no dtype {dtype}")
+        hint = "ckptkit.dequantize gives floats for its codes" if dtype.block > 1 else None
+        raise UnsupportedError(f"torch {torch.__version__} has no dtype {dtype}", hint=hint)
     return found
 
 

@@ -56,10 +56,9 @@ def numpy_dtype(dtype: DType) -> np.dtype[Any]:
         return np.dtype(dtype.numpy)
     if dtype.name in _ML_DTYPES:
         return own_dtype(dtype.name)
-    raise TensorError(
-        f"numpy has no arrays of {dtype}",
-        hint=".torch() gives a torch tensor; ckptkit.dequantize gives floats for codes",
-    )
+    floats = "ckptkit.dequantize gives floats for codes"
+    hint = floats if dtype.block > 1 else f".torch() gives a torch tensor; {floats}"
+    raise TensorError(f"numpy has no arrays of {dtype}", hint=hint)
 
 
 def numpy(tensor: Tensor) -> Array:

@@ -333,3 +333,21 @@ def test_config_of_another_model_beside_it(tmp_path: Path) -> None:
     with opened(tmp_path, made(tensors=[Q4_0])) as ck:
         assert not quantized.find(ck).unread
         assert quantized.look_through(ck).weights["b.weight"].dtype == "float32"
+
+
+def test_blocks_are_no_arrays(tmp_path: Path) -> None:
+    """Neither numpy nor torch has such elements; the error names what makes numbers of them."""
+    path = written(tmp_path, made(tensors=[Q4_0]))
+    with ckptkit.open(path) as ck:
+        tensor = ck.weights["b.weight"]
+        asked: list[Callable[[], Any]] = [
+            tensor.numpy, tensor.torch, lambda: tensor[0], lambda: ckptkit.load(path),
+            lambda: ckptkit.save(ck, tmp_path / "out.pth"),
+            lambda: ckptkit.save(ck, tmp_path / "out.npz"),
+        ]  # fmt: skip
+        for ask in asked:
+            with pytest.raises(CkptkitError) as caught:
+                ask()
+            assert "dequantize" in (caught.value.hint or "")
+        numbers = ckptkit.dequantize(ck, "float16").weights["b.weight"].numpy()
+        assert (numbers.dtype, numbers.shape) == ("f2", (2, 32))
