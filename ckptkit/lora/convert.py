@@ -46,7 +46,6 @@ _PREFIXES = {
     "unet": "lora_unet_", "transformer": "lora_unet_", "text_encoder": "lora_te_",
     "text_encoder_2": "lora_te2_", "text_encoder_3": "lora_te3_", "prior": "lora_prior_unet_",
 }  # fmt: skip
-_COMFY = {"clip_l": "text_encoder", "clip_g": "text_encoder_2", "t5xxl": "text_encoder_3"}
 _IMAGES = "unet", "transformer", "prior"
 _LANGUAGE = re.compile(r"(^|\.)((layers?|h|block)\.\d+\.|(lm_head|embed_tokens)$)")
 _SD3 = 1536, 2432  # widths of SD 3 and 3.5, whose double blocks have the names of Flux's
@@ -102,7 +101,7 @@ def convert_lora(
             if len(parts) > 1:
                 what = f"changes {plural(len(parts), 'component')} ({some(parts)})"
                 hint = f"{typed('--component NAME', 'component=...')} takes one"
-                raise UsageError(f"{what}; a folder of peft changes one", hint=hint)
+                raise UnsupportedError(f"{what}; a folder of peft changes one", hint=hint)
             config = _config(modules) | {"base_model_name_or_path": read.base}
         elif to == "diffusers" and not bake:
             configs = {each: _config(m for m in modules if m.component == each) for each in parts}
@@ -114,7 +113,8 @@ def convert_lora(
         single = {*parts} <= {"unet", "text_encoder"} and not _is_xl(modules)
         keys = [_key(each, to, single) for each in modules]
         tensors = dict(tensors_of(dict(zip(keys, modules, strict=True)), to))
-    except (UnsupportedError, UsageError, AmbiguousError) as error:
+    except (UnsupportedError, AmbiguousError) as error:
+        error.hint = error.hint or "`ckptkit help lora` lists what each layout can hold"
         raise error.at(read.path) from error.__cause__
     notes = [f"{plural(len(modules), 'module')} as {to}"]
     if read.ignored:
@@ -148,22 +148,19 @@ def _dotted(
     module: Module, read: Adapter, to: str, component: str | None, names: BaseNames | None
 ) -> Module:
     """Return a module with dots in its name, and its component as diffusers calls it."""
-    path, part = module.path, module.component
+    part, path = naming.of_comfy(module.component, module.path)
     if read.layout == "kohya":
         shape = next(iter(module.tensors.values())).shape
         if module.kind == "lora":
             shape = module.tensors["B"].shape[0], *module.tensors["A"].shape[1:]
         path = (names and names.dots(part, path, shape)) or naming.dotted(path)
-    if part == "text_encoders":
-        encoder, _, path = path.partition(".")
-        path, part = path.removeprefix("transformer."), _COMFY.get(encoder, encoder)
     family = (spelled(path) or ("",))[0]
     found = {UNET: "unet", FLUX: "transformer"}.get(family)
     if not part:
         part = component or found or ("" if _LANGUAGE.search(path) else "unet")
     if not part and to != "peft":
         hint = f"{typed('--component NAME', 'component=...')} says of which component it is"
-        raise UsageError(f"{path} looks like a module of a language model", hint=hint)
+        raise UnsupportedError(f"{path} looks like a module of a language model", hint=hint)
     return replace(module, component=found if part == "unet" and found else part, path=path)
 
 
@@ -388,13 +385,14 @@ def _key(module: Module, to: str, single: bool) -> str:
     if to == "diffusers":
         return f"{component}.{path}"
     if component not in _PREFIXES:
-        raise UsageError(f"{to} has no component {component!r}: it has {some(_PREFIXES, 9)}")
+        what = f"{to} has no component {component!r}: it has {some(_PREFIXES, 9)}"
+        raise UnsupportedError(what)
     if to == "kohya":
         prefix = "lora_te1_" if component == "text_encoder" and not single else _PREFIXES[component]
         return f"{prefix}{naming.flat(path)}"
     if component in _IMAGES:
         return f"diffusion_model.{path}"
-    encoder = next(name for name, each in _COMFY.items() if each == component)
+    encoder = next(name for name, each in naming.ENCODERS.items() if each == component)
     encoder = "t5xxl" if path.startswith(("encoder.block.", "shared")) else encoder
     return f"text_encoders.{encoder}.transformer.{path}"
 

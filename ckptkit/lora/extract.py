@@ -25,7 +25,7 @@ from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import NothingToDoError, TensorError, UnsupportedError, UsageError
 from ckptkit.core.options import Options, made
 from ckptkit.core.tensor import Shape, Storage, Tensor, contiguous_stride
-from ckptkit.core.text import plural, quoted, shape, some, typed
+from ckptkit.core.text import plural, quoted, shape, shell_command, some, typed
 from ckptkit.edits import groups
 from ckptkit.lora.convert import tensors_of
 from ckptkit.lora.reading import METADATA, Module, read_adapter
@@ -131,7 +131,13 @@ def extract_lora(
                 spool.write(array.astype("f4").tobytes())
         if not found.modules and not found.saved:
             rest = f": {quoted(found.left)} differ" if found.left else ""
-            raise NothingToDoError(f"no matrix differs from {before.name}{rest}", where=after.name)
+            names = [each.name for each in (after, before) if each.name]
+            command = shell_command(("ckptkit", "diff", "--values", *names))
+            raise NothingToDoError(
+                f"no matrix differs from {before.name}{rest}",
+                where=after.name,
+                hint=f"`{command}` compares them" if len(names) == 2 else None,
+            )
         tensors = _spooled(spool, places)
         tensors |= {f"{PEFT}{name}": after.weights[name] for name in found.saved}
         ranks = {name: each for name, (each, _) in found.modules.items()}
@@ -293,7 +299,7 @@ def resize_lora(
         is_odd = module.kind not in ("lora", "embedding") or module.parameter or read.unknown
         if is_odd or module.scale is None or not module.tensors.keys() <= {first, second, "alpha"}:
             what = f"{key} ({module.kind or some(module.tensors)}) is not plain LoRA with a scale"
-            raise UnsupportedError(what, where=read.path)
+            raise UnsupportedError(what, where=read.path, hint=_PLAIN)
         a, b = (module.tensors[role].numpy().astype("f8") for role in (first, second))
         outer, upper = np.linalg.qr(b.reshape(b.shape[0], -1) * module.scale)
         inner, lower = np.linalg.qr(a.reshape(a.shape[0], -1).T)
@@ -329,4 +335,5 @@ def resize_lora(
     return found
 
 
+_PLAIN = "`ckptkit help lora` lists what can be resized"
 _RANKS = ("r", "lora_alpha", "rank_pattern", "alpha_pattern")

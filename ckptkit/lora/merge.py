@@ -36,7 +36,7 @@ from ckptkit.edits.structure import bare
 from ckptkit.formats.sidecars import CONFIG
 from ckptkit.lora.arithmetic import Factor, Formula, adapted, as_matrix
 from ckptkit.lora.changes import Change, change_of, is_feedforward, matrix, multiplied
-from ckptkit.lora.naming import BaseNames
+from ckptkit.lora.naming import BaseNames, spelled
 from ckptkit.lora.placing import PeftNames, Rename, parts_of, renamed, tied_pair
 from ckptkit.lora.reading import (
     Adapter,
@@ -245,20 +245,19 @@ class _Merge:
         """Find the tensors of all modules, and check that changes fit."""
         adapter, shapes = self.adapter, {name: each.shape for name, each in self.new.items()}
         self.renames: tuple[Rename, ...] = ()
-        if adapter.layout == "peft":
-            self.names = PeftNames(shapes)
-            modules = adapter.modules.values()
-            paths = [self.paths[each.path] for each in modules if not self._is_tied_head(each)]
+        self.names, self.dialect = PeftNames(shapes), BaseNames(shapes, adapter.components)
+        modules = adapter.modules.values()
+        paths = [self.paths[each.path] for each in modules if not self._is_tied_head(each)]
+        is_peft = adapter.layout == "peft" and not self._is_spelled_otherwise(paths)
+        if is_peft:
             if not paths:  # whole tensors alone
                 paths = [self.paths[n.rpartition(".")[0]] for n in adapter.replaced if "." in n]
                 paths = [each for each in paths if self.names.has(each)] or paths
             self.renames = self.names.renames(paths, adapter.path)
             self.notes += [f"renamed modules of the adapter: {each}" for each in self.renames]
-        else:
-            self.dialect = BaseNames(shapes, adapter.components)
         missing: list[str] = []
         for key, module in adapter.modules.items():
-            place = self._of_peft if adapter.layout == "peft" else self._of_dialect
+            place = self._of_peft if is_peft else self._of_dialect
             if not place(module):
                 missing.append(key)
         if missing:
@@ -271,6 +270,12 @@ class _Merge:
                 if len(adapter.components) > 1
                 else None,
             )
+
+    def _is_spelled_otherwise(self, paths: Sequence[str]) -> bool:
+        """Return whether the base has all modules of an image model under their other names."""
+        if not paths or any(map(self.names.has, paths)) or not all(map(spelled, paths)):
+            return False
+        return all(self.dialect.find("", path, (1, 1)) for path in paths)
 
     def _is_tied_head(self, module: Module) -> bool:
         """Return whether a module is the head of a base that stores it as the embedding."""

@@ -37,7 +37,8 @@ _PREFIXES = {  # of the names of a component in a checkpoint, alone or with othe
     ),
     "text_encoder_3": ("text_encoders.t5xxl.transformer.", "text_encoder_3."),
 }  # fmt: skip
-_IMAGES = "unet", "transformer", "transformer_2", "prior"  # components that make images
+ENCODERS = {"clip_l": "text_encoder", "clip_g": "text_encoder_2", "t5xxl": "text_encoder_3"}
+_IMAGES = "", "unet", "transformer", "transformer_2", "prior"  # components that make images
 _MODELS = "model.diffusion_model.", "diffusion_model.", "unet.", "transformer.", "model."
 
 
@@ -185,6 +186,14 @@ def dotted(name: str) -> str:
     return found[0]
 
 
+def of_comfy(component: str, path: str) -> tuple[str, str]:
+    """Return a module's component and name; ComfyUI has those of text encoders in the name."""
+    if component != "text_encoders":
+        return component, path
+    encoder, _, path = path.partition(".")
+    return ENCODERS.get(encoder, encoder), path.removeprefix("transformer.")
+
+
 # Names of a base
 
 
@@ -197,7 +206,10 @@ class BaseNames:
 
     def __init__(self, shapes: Mapping[str, Shape], components: Collection[str] = ()) -> None:
         self.shapes = shapes
-        self._encoders = sum(each.startswith("text_encoder") for each in components)
+        # ComfyUI has all of them in one component.
+        counts = {"text_encoders": 2}
+        known = (each for each in components if each.startswith("text_encoder"))
+        self._encoders = sum(counts.get(each, 1) for each in known)
         self._flat: dict[str, list[str]] = {}
         for name in shapes:
             self._flat.setdefault(flat(name.removesuffix(".weight")), []).append(name)
@@ -210,6 +222,7 @@ class BaseNames:
         `shape` is that of the change, `path` the module's name, with `underscores` as kohya writes
         it. Raises AmbiguousError where several tensors could be meant.
         """
+        component, path = of_comfy(component, path)
         if underscores:
             known_there = self.dots(component, path, shape)
             try:

@@ -193,3 +193,31 @@ def test_extracted(name: str, in_process: Cli, tmp_path: Path) -> None:
         assert error <= want * (1 + case["slack"]) + case["slack"] / 100 + 1e-6
     for key in case.get("saved", ()):
         assert bytes_of(found[f"base_model.model.{key}"]) == bytes_of(tuned[key])
+
+
+SAME = ("kohya-flux-fp16", "kohya-sd15-unet", "sdxl-single-file", "diffusers-unet-metadata")
+
+
+@pytest.mark.parametrize("to", ["kohya", "comfy", "diffusers", "peft"])
+@pytest.mark.parametrize("name", [name for name in SAME if name in CASES])
+def test_every_layout_changes_the_base_alike(
+    name: str, to: str, in_process: Cli, tmp_path: Path
+) -> None:
+    """What was converted is merged into what the library merges of the original."""
+    folder, case = CASES[name], json.loads((CASES[name] / "case.json").read_text())
+    if to == "peft" and name == "sdxl-single-file":
+        pytest.skip("three components")
+    one, base = folder / "adapter.safetensors", folder / "base.safetensors"
+    made = tmp_path / (to if to == "peft" else f"{to}.safetensors")
+    done = in_process("lora", "convert", "--to", to, one, made)
+    assert done.code == 0, done.stderr
+    words = arguments(case, folder, tmp_path)
+    assert str(one) in words
+    merged = in_process(*[made if word == str(one) else word for word in words])
+    assert merged.code == 0, merged.stderr
+    expected, seen = tensors(folder / case["expected"]), tensors(written(case, tmp_path))
+    before = tensors(base)
+    assert seen.keys() == expected.keys()
+    for key, tensor in expected.items():
+        ulp = 0 if case["tolerance"] == "exact" else case["tolerance"]["ulp"]
+        assert ulps(seen[key], tensor, before.get(key)) <= ulp, key
