@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from ckptkit.edits.merging import merge as merge
     from ckptkit.edits.optimizers import key_optimizer as key_optimizer
     from ckptkit.edits.quantized import dequantize as dequantize
+    from ckptkit.edits.resizing import resize as resize
     from ckptkit.edits.rules import apply_rules
     from ckptkit.edits.structure import extract as extract
     from ckptkit.edits.structure import wrap as wrap
@@ -138,6 +139,7 @@ __all__ = [
     "recover",
     "remap",
     "rename",
+    "resize",
     "resize_lora",
     "save",
     "scan",

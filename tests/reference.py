@@ -27,7 +27,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Open, save, load": ("open", "save", "convert", "load", "load_into", "recover"),
     "Look": ("inspect", "stats", "diff", "doctor", "scan", "verify", "digest"),
     "Change": (
-        "strip_prefix", "add_prefix", "rename", "select", "cast", "dequantize", "remap", "compact",
+        "strip_prefix", "add_prefix", "rename", "select", "cast", "resize", "dequantize", "remap", "compact",
         "extract", "wrap", "apply_rules", "key_optimizer",
     ),
     "Combine": ("average", "join", "merge", "ema"),

@@ -301,7 +301,7 @@ OUT = ["F", "O.pth"]
 CALLS = {
     "inspect": ["F"], "strip-module": OUT, "add-module": OUT, "remap": [*OUT, "--to", "cpu"],
     "diff": ["F", "F", "--values"], "convert": ["F", "O.safetensors"], "rename": [*OUT, "--sub", "a=b"],
-    "extract": [*OUT, "--key", "a"], "wrap": [*OUT, "--key", "a"], "average": ["F", *OUT], "join": ["F", *OUT], "merge": ["F", *OUT, "--method", "linear"],
+    "extract": [*OUT, "--key", "a"], "wrap": [*OUT, "--key", "a"], "average": ["F", *OUT], "join": ["F", *OUT], "resize": [*OUT, "--keys", "a", "--rows", "2"], "merge": ["F", *OUT, "--method", "linear"],
     "ema": OUT, "run": ["F", *OUT], "recover": OUT, "doctor": ["F"], "scan": ["F"], "stats": ["F"],
     "show": ["F", "w", "--stats"], "report": ["F", "-o", "O.html", "--values"], "verify": ["F", "--values"],
     "check": ["F", "--expect", "a exists"], "digest": ["F", "--all"], "delta": ["make", "F", "F", "O"], "lora": ["merge", "F", "F", "O"], "batch": ["convert", "--format", "safetensors", "--into", "O", "F"],

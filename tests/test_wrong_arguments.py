@@ -90,7 +90,7 @@ def right(name: str) -> dict[str, Any]:
     return {
         "source": "a.pth", "ck": "a.pth", "checkpoint": "a.pth", "path": "a.pth",
         "destination": "b.pth", "model": nn.Linear(2, 2), "other": "a.pth", "dtypes": "float16",
-        "devices": "cpu", "key": "module", "rules": "module.{x} -> {x}",
+        "devices": "cpu", "key": "module", "keys": "*weight", "rows": 3, "rules": "module.{x} -> {x}",
         "by": "names", "old": "a.pth", "new": "a.pth", "base": "a.pth", "deltas": "a.pth",
         "adapters": "a.pth", "adapter": "a.pth", "to": "peft", "tuned": "a.pth", "rank": 1,
         "checkpoints": ["a.pth", "a.pth"],

@@ -37,7 +37,7 @@ GROUPS = {
     "Change": {
         "strip-module": "commands", "add-module": "commands", "remap": "commands",
         "convert": "formats", "rename": "diagnosis", "extract": "fidelity", "wrap": "fidelity",
-        "run": "recipes", "rules": "rules",
+        "resize": "merging", "run": "recipes", "rules": "rules",
     },
     "Combine": {
         "average": "recipes", "join": "recipes", "merge": "merging", "ema": "recipes",

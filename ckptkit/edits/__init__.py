@@ -264,6 +264,23 @@ EDITS = (
         public=False,
     ),
     Edit(
+        "resize", "edits.resizing:resize",
+        (Option("keys", "texts", "--keys", "GLOB",
+                "Weights to resize (repeatable); what is tied to one goes with it.",
+                required=True, recipe="keys"),
+         Option("rows", "count", "--rows", "N", "The number of rows.", required=True,
+                recipe="rows"),
+         Option("fill", "choice", "--fill", None,
+                "New rows: the mean of the old ones, zeros, or random ones like them.",
+                choices=("mean", "zeros", "normal"), recipe="fill"),
+         Option("seed", "count", "--seed", "N", "Seed of normal. Default: 0.", recipe="seed")),
+        "Give matrices more rows or fewer, such as embeddings.",
+        command="resize", has_key=True,
+        help="""For a vocabulary of another size. vocab_size in config.json follows if it was the
+        old number of rows.""",
+        examples=("model wider --keys '*embed_tokens.weight' --keys lm_head.weight --rows 32064",),
+    ),
+    Edit(
         "cast", "edits.elements:cast",
         (Option("dtypes", "casts", "--cast", "[GLOB=]DTYPE",
                 "Cast floating-point weights: those that match, or all others (repeatable).",

@@ -124,6 +124,7 @@ CALLS: dict[str, list[list[str]]] = {
     "wrap": [["G", "O", "--key", "\x1b[2J"]],
     "average": [["G", "G", "O"], ["G", "S", "O"]],
     "join": [["G", "S", "O"], ["G", "G", "O"]],
+    "resize": [["G", "O", "--keys", "*", "--rows", "2"]],
     "merge": [["G", "S", "O", "--method", "linear"], ["G", "G", "O", "--method", "linear"]],
     "ema": [["F", "O"]],
     "run": [["R", "G", "O"], ["\x1b[2J", "G", "O"]],

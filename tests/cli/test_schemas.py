@@ -161,6 +161,7 @@ COMMANDS = {
         "quantized --stored", "model",
     ],
     "join": ["plain.pth matrix.pth out.pth"],
+    "resize": ["plain.pth out4.pth --keys *weight --rows 3"],
     "merge": ["run.pth run.pth out3.pth --method linear"],
     "recover": ["cut.pth out.pth"],
     "remap": ["run.pth out.pth --to cpu", "run.pth out.pth --device cpu=cuda:1"],

@@ -342,6 +342,12 @@ def _true(given: Any) -> bool:
     return True
 
 
+def _count(given: Any) -> int:
+    if type(given) is not int or given < 0:
+        raise _WrongError(f"{_shown(given)} is not a whole number from 0 on")
+    return given
+
+
 def _text_or_mapping(given: Any) -> str | dict[str, str]:
     return _mapping(given) if isinstance(given, dict) else _text(given)
 
@@ -359,6 +365,7 @@ KINDS: dict[str, Callable[[Any], Any]] = {
     "named": _mapping,
     "substitutions": lambda given: list(_mapping(given).items()),
     "flag": _true,
+    "count": _count,
 }
 
 

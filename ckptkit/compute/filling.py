@@ -1,0 +1,67 @@
+"""Rows that a matrix gets in addition: zeros, the mean of its rows, or random ones like them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+from typing import TYPE_CHECKING, Any
+
+from ckptkit.compute.numbers import decode, encode
+from ckptkit.compute.operation import BUFFER, Pieces, aligned, flow
+from ckptkit.core.bytesource import Derived, Operation
+from ckptkit.core.dtypes import BY_NAME
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    Array = np.ndarray[Any, Any]
+
+FILLS = ("mean", "zeros", "normal")
+
+
+@dataclass(frozen=True, slots=True)
+class Rows(Operation):
+    """Further rows of a matrix of `columns` elements of `dtype`, which is the input.
+
+    `fill` is one of `FILLS`; normal numbers have the mean and the standard deviation of each
+    column, and depend on `seed` and the place alone.
+    """
+
+    dtype: str
+    columns: int
+    fill: str
+    seed: int
+
+    def read(self, extent: Derived, start: int, stop: int) -> Pieces:
+        import numpy as np
+
+        dtype = BY_NAME[self.dtype]
+        unit = self.columns * dtype.itemsize
+        center = spread = np.zeros(self.columns)
+        if self.fill != "zeros":
+            center, spread = self._moments(extent)
+        several = max(1, BUFFER // unit)
+        for at in range(start // unit, ceil(stop / unit), several):
+            rows = np.tile(center, (min(several, ceil(stop / unit) - at), 1))
+            if self.fill == "normal":
+                for place, row in enumerate(rows, at):
+                    chances = np.random.Generator(np.random.Philox(key=[self.seed, place]))
+                    row += chances.standard_normal(self.columns) * spread
+            data = encode(rows.reshape(-1), dtype)
+            yield data[max(start - at * unit, 0) : stop - at * unit]
+
+    def _moments(self, extent: Derived) -> tuple[Array, Array]:
+        """Return the mean and the standard deviation of each column, in float64."""
+        import numpy as np
+
+        dtype = BY_NAME[self.dtype]
+        unit = self.columns * dtype.itemsize
+        total, squares, count = np.zeros(self.columns), np.zeros(self.columns), 0
+        (source,) = extent.inputs
+        for piece in aligned(flow(source), unit, max(1, BUFFER // unit) * unit):
+            rows = decode(piece, dtype).astype("f8").reshape(-1, self.columns)
+            total += rows.sum(axis=0)
+            squares += (rows**2).sum(axis=0)
+            count += len(rows)
+        center = total / max(count, 1)
+        return center, np.sqrt(np.maximum(squares / max(count, 1) - center**2, 0))

@@ -1,0 +1,89 @@
+"""Give matrices more rows, or fewer: the vocabulary of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from math import prod
+
+from ckptkit.compute.arranged import contiguous
+from ckptkit.compute.filling import FILLS, Rows
+from ckptkit.compute.numbers import FLOATS
+from ckptkit.compute.operation import Concat, RecordSlice
+from ckptkit.core.bytesource import Pending
+from ckptkit.core.checkpoint import Checkpoint, NoEffect, edit
+from ckptkit.core.errors import UnsupportedError, UsageError
+from ckptkit.core.tensor import Storage, Tensor, contiguous_stride
+from ckptkit.core.text import nearest, plural, quoted
+from ckptkit.core.tree import Node, rebuild
+from ckptkit.edits import groups
+from ckptkit.edits.merging import with_config
+
+
+@edit
+def resize(
+    ck: Checkpoint, keys: str | Iterable[str], *, rows: int, fill: str = "mean", seed: int = 0
+) -> Checkpoint:
+    """Give the weights that match `keys` so many `rows`; what is tied to one goes with it.
+
+    New rows are the ``mean`` of the old ones, ``zeros``, or ``normal``: random numbers with the
+    mean and standard deviation of each column, by `seed`. With fewer rows, the last are cut off.
+    ``vocab_size`` in config.json follows where it was the old number. Raises UsageError for a glob
+    that matches nothing, UnsupportedError for what has no rows or is quantized.
+    """
+    if fill not in FILLS:
+        raise UsageError(f"{fill!r} is no way to fill rows", hint=f"one of {', '.join(FILLS)}")
+    if rows < 1:
+        raise UsageError(f"rows is {rows}: a matrix has one row at least")
+    weights = ck.required.tensors
+    globs = list(keys)
+    for glob in globs:
+        if not any(fnmatchcase(name, glob) for name in weights):
+            close = nearest(glob, list(weights)) or [name for name in weights if "embed" in name]
+            hint = f"did you mean {quoted(close[:4])}?" if close else None
+            raise UsageError(f"no weight matches {glob!r}", where=ck.name, hint=hint)
+    chosen = {n: each for n, each in weights.items() if any(fnmatchcase(n, g) for g in globs)}
+    groups.refuse(ck, chosen, "rows of codes cannot be added")
+    views = {each.elements_key for each in chosen.values()}
+    tied = {name: each for name, each in weights.items() if each.elements_key in views}
+    made: dict[object, Tensor] = {}
+    for name, tensor in tied.items():
+        if not tensor.shape or tensor.storage is None or tensor.layout != "strided":
+            raise UnsupportedError(f"{name!r} has no rows", where=ck.name)
+        if rows > tensor.shape[0] and tensor.dtype.name not in FLOATS:
+            what = f"{name!r} is {tensor.dtype}: only rows of floating-point numbers are added"
+            raise UnsupportedError(what, where=ck.name)
+        if tensor.elements_key not in made and tensor.shape[0] != rows:
+            made[tensor.elements_key] = _resized(tensor, rows, fill, seed)
+    if not made:
+        return ck.with_root(ck.root, warnings=[NoEffect(f"all have {rows:,} rows already")])
+    sizes = {each.shape[0] for each in tied.values() if each.elements_key in made}
+
+    def leaf(node: Node) -> Node:
+        new = made.get(node.elements_key) if isinstance(node, Tensor) else None
+        if new is None or not isinstance(node, Tensor):
+            return node
+        return replace(new, requires_grad=node.requires_grad, kind=node.kind)
+
+    old = ", ".join(f"{each:,}" for each in sorted(sizes))
+    names = [name for name, each in tied.items() if each.elements_key in made]
+    notes = [f"{quoted(names)}: {old} -> {plural(rows, 'row')}"]
+    done = ck.with_root(rebuild(ck.root, leaf), notes=notes)
+    return with_config(done, {"vocab_size": rows}, instead_of=sizes)
+
+
+def _resized(tensor: Tensor, rows: int, fill: str, seed: int) -> Tensor:
+    """Return the tensor with other rows, contiguous, in storage of its own."""
+    shape = (rows, *tensor.shape[1:])
+    unit = prod(tensor.shape[1:]) * tensor.dtype.itemsize
+    old = contiguous(tensor)
+    length = rows * unit
+    if rows < tensor.shape[0]:
+        record: RecordSlice | Pending = RecordSlice(old, 0, length)
+    else:
+        operation = Rows(tensor.dtype.name, prod(tensor.shape[1:]), fill, seed)
+        more = Pending(operation, (old,), length - tensor.nbytes)
+        record = Pending(Concat(), (old, more), length)
+    storage = Storage(record, tensor.device)
+    return Tensor(storage, tensor.dtype, shape, contiguous_stride(shape))
