@@ -23,7 +23,7 @@ from ckptkit.core.bytesource import ByteSource, Range, Record
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import TensorError, UnsupportedError
 from ckptkit.core.plan import OutputFile, Plan, Segment
-from ckptkit.core.tensor import Tensor
+from ckptkit.core.tensor import Shape, Tensor
 from ckptkit.core.text import quoted, shell_command, some
 from ckptkit.edits.keys import select
 from ckptkit.edits.rules import RuleOptions, check_like, metadata
@@ -38,13 +38,17 @@ LEFT_OUT = ("pooler.*", "cls.*", "*.rotary_emb.inv_freq", "*.attn.masked_bias", 
 # The types of the way back, by dtype of the file.
 WRITTEN = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "Q8_0": "Q8_0"}
 EMBEDDING = "token_embd.weight"
+# Weights of which the script leaves out rows: beyond the vocabulary of the tokenizer (Gemma 3), and
+# the first ones of positions (RoBERTa).
+CUT = {EMBEDDING: "last", "output.weight": "last", "position_embd.weight": "first"}
 
 
 class Paired(NamedTuple):
     """A GGUF file under the names of its original, and the original."""
 
-    gguf: Checkpoint
-    original: Checkpoint
+    gguf: Mapping[str, Tensor]
+    original: Mapping[str, Tensor]
+    name: str | None  # of the original
     origins: Mapping[str, Origin]
     left: tuple[str, ...]  # what only one of them has, and why
     swapped: bool  # the original was named first
@@ -52,18 +56,16 @@ class Paired(NamedTuple):
     @property
     def nbytes(self) -> int:
         """The bytes of the tensors of both."""
-        sides = (self.gguf, self.original)
-        return sum(tensor.nbytes for each in sides for tensor in each.weights.values())
+        return sum(each.nbytes for side in (self.gguf, self.original) for each in side.values())
 
     def diff(self, values: bool, matches: Callable[[str], bool] | None, progress: Progress) -> Diff:
         """Compare them."""
-        gguf, original = (selected(each.weights, matches) for each in (self.gguf, self.original))
         found = compare_with_original(
-            gguf,
-            original,
+            selected(self.gguf, matches),
+            selected(self.original, matches),
             self.origins,
             values=values,
-            name=self.original.name,
+            name=self.name,
             progress=progress,
         )
         found = replace(found, uncompared=(*found.uncompared, *self.left))
@@ -94,19 +96,39 @@ def paired(a: Checkpoint, b: Checkpoint) -> Paired | None:
         return None
     if file.weights.keys() & original.weights.keys():
         return None
-    made, origins = under_new_names(file, name)
+    try:
+        made, origins = under_new_names(file, name)
+    except (RuleError, TensorError) as error:
+        error.hint = "--stored compares the files as they are"
+        raise
     kept = {each for origin in origins.values() for each in origin.names}
     left = [f"{each} (only GGUF has it)" for each in file.weights if each not in kept]
     _, original = quantized.look_through_both(made, original)
     embedding = next((new for new, each in origins.items() if EMBEDDING in each.names), None)
-    drop = []
-    for each in original.weights:
+    weights: dict[str, Tensor] = {}
+    for each, tensor in original.weights.items():
         if each not in made.weights and (why := _left_out(each, original, embedding)):
-            drop.append(each)
             left.append(f"{each} ({why})")
-    if drop:
-        original = select(original, drop=drop)
-    return Paired(made, original, origins, tuple(left), swapped)
+            continue
+        weights[each] = tensor
+        if each in made.weights:
+            (first, *_) = origins[each].names
+            weights[each] = _cut(tensor, first, made.weights[each].shape)
+        if weights[each] is not tensor:
+            rows = tensor.shape[0] - weights[each].shape[0]
+            left.append(f"{rows:,} rows of {each} (llama.cpp leaves them out)")
+    return Paired(made.weights, weights, original.name, origins, tuple(left), swapped)
+
+
+def _cut(tensor: Tensor, name: str, shape: Shape) -> Tensor:
+    """Return a matrix without the rows that a GGUF file leaves out of its tensor `name`."""
+    if name not in CUT or len(tensor.shape) != 2 or len(shape) != 2:
+        return tensor
+    more = tensor.shape[0] - shape[0]
+    if more <= 0 or tensor.shape[1] != shape[1] or tensor.storage is None:
+        return tensor
+    offset = tensor.offset + (more * tensor.stride[0] if CUT[name] == "first" else 0)
+    return replace(tensor, shape=shape, offset=offset)
 
 
 def known() -> list[str]:
@@ -190,7 +212,16 @@ def written_into(ck: Checkpoint, skeleton: Checkpoint) -> tuple[Checkpoint, Plan
     old = skeleton.weights
     new = ck if ck.weights.keys() & old.keys() else _under_old_names(ck, skeleton, name)
     kept = [each for each in old if each not in new.weights and each in gguf.SCALING]
-    expected = {key: tensor.shape for key, tensor in old.items() if key not in kept}
+    weights = {
+        key: _cut(tensor, key, old[key].shape) if key in old else tensor
+        for key, tensor in new.weights.items()
+    }
+    cut = [key for key, tensor in weights.items() if tensor is not new.weights[key]]
+    expected = {
+        key: new.weights[key].shape if key in cut else tensor.shape
+        for key, tensor in old.items()
+        if key not in kept
+    }
     check_like(new, expected, skeleton.name or "the GGUF file")
     odd = [
         f"{key} ({tensor.dtype})"
@@ -207,13 +238,15 @@ def written_into(ck: Checkpoint, skeleton: Checkpoint) -> tuple[Checkpoint, Plan
     at = 0
     for key, extent in sorted(_ranges(skeleton), key=lambda pair: pair[1].offset):
         segments.append(Range(source, at, extent.offset - at))
-        made = extent if key in kept else _encoded(key, new.weights[key], old[key]).locate()
+        made = extent if key in kept else _encoded(key, weights[key], old[key]).locate()
         assert made.length == extent.length
         segments.append(made)
         at = extent.offset + extent.length
     segments.append(Range(source, at, source.size - at))
     segments = [each for each in segments if not isinstance(each, Range) or each.length]
     notes = [*ck.notes, f"metadata, tokenizer and types of {skeleton.name}"]
+    if cut:
+        notes.append(f"left out rows that it lacks: {quoted(cut)}")
     if kept:
         notes.append(f"kept of it: {quoted(kept)}")
     return replace(new, notes=tuple(notes)), Plan((OutputFile("", tuple(segments)),))

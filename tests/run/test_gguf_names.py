@@ -189,6 +189,55 @@ def test_keys_of_one_side(
     assert "[31]" in done.stdout
 
 
+def test_rows_that_the_file_lacks(
+    pair: tuple[Path, State],
+    tmp_path: Path,
+    command: Ckptkit,  # noqa: F811
+) -> None:
+    """Rows of an embedding beyond the vocabulary of the tokenizer are notes, both ways."""
+    source, state = pair
+    embed = "model.embed_tokens.weight"
+    state[embed] = torch.cat([state[embed], torch.randn(3, 32)])
+    hf = written(tmp_path, state)
+    for sides in ((source, hf), (hf, source)):
+        done = command("diff", *sides)
+        assert done.exit_code == 0, done.stdout
+        assert f"3 rows of {embed} (llama.cpp leaves them out)" in " ".join(done.stdout.split())
+    done = command("convert", hf, tmp_path / "new.gguf", "--like", source)
+    assert done.exit_code == 0, done.stderr
+    assert "left out rows that it lacks: 'token_embd.weight'" in done.stdout
+    assert (tmp_path / "new.gguf").read_bytes() == source.read_bytes()
+    state[embed] = state[embed][:5].clone()
+    done = command("diff", source, written(tmp_path, state))
+    assert done.exit_code == 1
+    assert embed in done.stdout
+
+
+def test_first_positions_of_roberta(tmp_path: Path, command: Ckptkit) -> None:  # noqa: F811
+    """The rows that the padding takes come first in the original, and are not in the file."""
+    block = ["attn_q", "attn_k", "attn_v", "attn_output", "attn_output_norm", "ffn_up", "ffn_down",
+             "layer_output_norm"]  # fmt: skip
+    names = ["token_embd", "position_embd", "token_types", "token_embd_norm",
+             *(f"blk.0.{each}" for each in block)]  # fmt: skip
+    tensors = [entry(f"{name}.weight", *((4,) if "norm" in name else (6, 4))) for name in names]
+    tensors += [entry(f"{name}.bias", 4) for name in names if "blk" in name or "norm" in name]
+    source = model(tmp_path, "bert", tensors)
+    done = command("run", "gguf", source, tmp_path / "hf")
+    assert done.exit_code == 0, done.stderr
+    state = load_file(tmp_path / "hf" / "model.safetensors")
+    positions = "embeddings.position_embeddings.weight"
+    state[positions] = torch.cat([torch.zeros(2, 4), state[positions]])
+    state["pooler.dense.bias"] = torch.ones(4)
+    done = command("diff", source, written(tmp_path, state))
+    assert done.exit_code == 0, done.stdout
+    said = " ".join(done.stdout.split())
+    assert f"2 rows of {positions} (llama.cpp leaves them out)" in said
+    assert "pooler.dense.bias (llama.cpp leaves it out)" in said
+    done = command("convert", tmp_path / "hf", tmp_path / "new.gguf", "--like", source)
+    assert done.exit_code == 0, done.stderr
+    assert (tmp_path / "new.gguf").read_bytes() == source.read_bytes()
+
+
 def test_a_prefix_is_advice_about_the_original(
     pair: tuple[Path, State],
     tmp_path: Path,
