@@ -5,8 +5,8 @@ a function from blocks to codes of int8 and what these are multiplied by, group 
 subtract a minimum of each group. Every operation on float32 is rounded by itself, in the order of
 ggml's C code without fused multiply-add.
 
-Blocks are worked on as numbers of 64 bits, eight codes at once. The signs and the grids of the IQ
-types are looked up so too. Powers of two, and signs, move freely between codes and scales: nothing
+The codes of many blocks are unpacked at once, in few passes over bytes or words of eight codes. The
+signs and the grids of the IQ types are words that are looked up. Powers of two, and signs, move freely between codes and scales: nothing
 is rounded there. Sources: ggml-common.h, ggml-quants.c and gguf-py's quants.py of llama.cpp.
 """
 

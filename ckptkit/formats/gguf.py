@@ -24,7 +24,7 @@ import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from math import prod
 from typing import Any, NamedTuple
 
@@ -105,7 +105,7 @@ def read(probe: Probe) -> Checkpoint:
         part = PartOf("split", f"file {_of(first)} of a split GGUF model", "", None)
         if not probe.options.part_only and first.values.get("split.count") != 1:
             files, folder = _files(first, found, place), place[0] if place else None
-            part = None
+            first, part = files[0], None
     warnings: list[str] = []
     tensors: dict[Node, Node] = {}
     where: dict[str, str] = {}
@@ -352,8 +352,11 @@ def _tensors(
         if one.offset + (sizes[one] or 0) > other.offset:
             both = f"{shown(one.name)}, {shown(other.name)}"
             raise CorruptError(f"2 tensors overlap: {both}", where=name)
-    if [info for info in header.infos if sizes[info]] != held:
-        text = "tensors are not in the order of their data, which llama.cpp refuses"
+    padded = [-(-(size or 0) // alignment) * alignment for size in sizes.values()]
+    if [info.offset for info in sizes] != [0, *accumulate(padded)][: len(sizes)]:
+        text = (
+            "tensors do not follow each other in the order of the header, which llama.cpp refuses"
+        )
         warnings.append(Notice(LLAMA_CPP, text))
     for info, dtype in dtypes.items():
         size = sizes[info] or 0

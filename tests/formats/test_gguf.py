@@ -156,6 +156,12 @@ class TestTensors:
             assert (ck.weights["b"].numpy() == F32[:2]).all()
             assert "llama.cpp refuses" in ck.warnings[0]
 
+    def test_a_hole_alone(self, tmp_path: Path) -> None:
+        tensors = [PLAIN, PLAIN._replace(name="b", offset=128)]
+        with opened(tmp_path, made(tensors=tensors)) as ck:
+            assert (ck.weights["b"].numpy().ravel() == F32).all()
+            assert "llama.cpp refuses" in ck.warnings[0]
+
     def test_type_that_is_not_known(self, tmp_path: Path) -> None:
         tensors = [PLAIN, Entry("odd", (5, 7), 155, bytes(64)), PLAIN._replace(name="c")]
         with opened(tmp_path, made(tensors=tensors)) as ck:
@@ -224,9 +230,10 @@ class TestSplit:
             values = split(number, 2, 2) + [("general.alignment", 256)] * (not number)
             file = made(values, [PLAIN._replace(name=f"t{number}")], alignment=256)
             written(tmp_path, file, f"m-{number + 1:05}-of-00002.gguf")
-        with ckptkit.open(tmp_path) as ck:
-            assert (ck.weights["t1"].numpy().ravel() == F32).all()
-            assert "256 in the first file" in ck.warnings[0]
+        for path in (tmp_path, tmp_path / "m-00002-of-00002.gguf"):
+            with ckptkit.open(path) as ck:
+                assert (ck.weights["t1"].numpy().ravel() == F32).all()
+                assert "256 in the first file" in ck.warnings[0]
 
 
 class TestFolders:
