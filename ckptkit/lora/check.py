@@ -26,12 +26,13 @@ from ckptkit.core.text import argument, output_name, plural, quoted, shell_comma
 from ckptkit.lora.changes import change_of
 from ckptkit.lora.merge import merge_lora
 from ckptkit.lora.naming import BaseNames
-from ckptkit.lora.placing import PeftNames, Rename, renamed
+from ckptkit.lora.placing import HEADS, PeftNames, Rename, renamed
 from ckptkit.lora.reading import Adapter, Module, problems, read_adapter
 
 ERROR, WARNING = "error", "warning"
 TARGETS = ("vllm",)
 _NO_FACTORS = "alpha", "magnitude", "B_bias", "diff_b", "ia3", "tokens"
+_INSIDE = {"pair", "rank", "empty", "shape", "method", "no-config"}  # merge refuses these first
 _VLLM_RANK = 16  # the default of --max-lora-rank
 
 
@@ -117,14 +118,22 @@ def alone(read: Adapter, residual: str | None = None) -> Iterator[Finding]:
         modules = dict.fromkeys(name for each in (first, *others) for name in each.modules)
         command = residual if first.code == "residual" else None
         yield Finding(first.code, ERROR, title, tuple(modules), command)
-    odd, empty = [], []
+    odd, empty, unfit = [], [], []
     for key, module in read.modules.items():
+        try:
+            _shape(module)
+        except UnsupportedError as error:
+            unfit.append((key, error.message))
         floats = {r: each for r, each in module.tensors.items() if each.dtype.name in FLOATS}
         arrays = {role: tensor.numpy().astype("f4") for role, tensor in floats.items()}
         if not all(np.isfinite(each).all() for each in arrays.values()):
             odd.append(key)
-        if any(not each.any() for role, each in arrays.items() if role not in _NO_FACTORS):
+        factors = [each for role, each in arrays.items() if role not in _NO_FACTORS and each.size]
+        if not all(each.any() for each in factors):
             empty.append(key)
+    if unfit:
+        names, titles = zip(*unfit, strict=True)
+        yield Finding("shape", ERROR, some(titles, 2), names)
     if odd:
         yield Finding("nonfinite", ERROR, f"has NaN or infinity in {quoted(odd)}", tuple(odd))
     if empty and len(empty) == len(read.modules):
@@ -143,9 +152,9 @@ def _with_base(
         title = f"{group.name} of the base is quantized as {group.label} ({group.family})"
         yield Finding("quantized", ERROR, title, (), command)
         return
-    places, renames, missing = _places(read, base)
+    places, renames, missing = _places(read, base, merging)
     refusal = None
-    if not {"pair", "rank", "empty", "method", "no-config"} & {each.code for each in found}:
+    if not _INSIDE & {each.code for each in found}:
         refusal = _refusal(read, base, merging)
         missing = missing if refusal and refusal.code == "no-module" else None
     if missing or refusal:
@@ -164,10 +173,17 @@ def _with_base(
     if large:
         title = f"the norm of the change is above that of the weight in {some(large)}"
         yield Finding("norm", WARNING, title, tuple(each.partition(" ")[0] for each in large))
-    for own, tensor in read.replaced.items():
-        old = base.weights.get(renamed(own, renames))
-        if old is not None and old.shape[1:] == tensor.shape[1:] and old.shape != tensor.shape:
-            title = f"{own} has {tensor.shape[0]:,} rows, and {old.shape[0]:,} in the base"
+    rows = {own: (renamed(own, renames), each.shape[:1]) for own, each in read.replaced.items()}
+    for key, place in places.items():
+        tensors = read.modules[key].tensors
+        if "embedding_A" in tensors:
+            rows[key] = place, tensors["embedding_A"].shape[1:2]
+        elif key.endswith(HEADS) and "B" in tensors:
+            rows[key] = place, tensors["B"].shape[:1]
+    for own, (place, count) in rows.items():
+        old = base.weights.get(place)
+        if old is not None and old.ndim == 2 and old.shape[:1] != count:
+            title = f"{own} has {count[0]:,} rows, and {old.shape[0]:,} in the base"
             yield Finding("vocab", WARNING, title, (own,))
 
 
@@ -184,7 +200,7 @@ def _refusal(read: Adapter, base: Checkpoint, merging: Any) -> Finding | None:
 
 
 def _places(
-    read: Adapter, base: Checkpoint
+    read: Adapter, base: Checkpoint, merging: Any
 ) -> tuple[dict[str, str], tuple[Rename, ...], Finding | None]:
     """Return the weight of the base by module, where it has one; renames; what is missing."""
     shapes = {name: tensor.shape for name, tensor in base.required.tensors.items()}
@@ -196,8 +212,12 @@ def _places(
         except UnsupportedError as error:
             gone = tuple(path for path in paths if not names.has(path))
             return {}, (), Finding("no-module", ERROR, error.message, gone)
-        there = {key: renamed(each.path, renames) for key, each in read.modules.items()}
-        found = {key: names.tensors[path] for key, path in there.items() if path in names.tensors}
+        paths = [renamed(path, renames) for path in paths]
+        found = {
+            key: names.tensors[path]
+            for key, path in zip(read.modules, paths, strict=True)
+            if path in names.tensors
+        }
         return found, renames, None
     dialect, missing, places = BaseNames(shapes, read.components), [], dict[str, str]()
     for key, module in read.modules.items():
@@ -210,12 +230,16 @@ def _places(
                 places[key] = at[0].tensor
     if not missing:
         return places, (), None
+    lacking = {read.modules[key].component for key in missing}
+    whole = [each for each in read.components if each not in lacking]
     title = f"{len(missing):,} of {plural(len(read.modules), 'module')} are not in the base"
-    return places, (), Finding("no-module", ERROR, f"{title}: {quoted(missing)}", tuple(missing))
+    command = merging("--component", whole[0]) if whole else None
+    title = f"{title}: {quoted(missing)}"
+    return places, (), Finding("no-module", ERROR, title, tuple(missing), command)
 
 
 def _shape(module: Module) -> tuple[int, ...]:
-    if not module.tensors.keys() & {"diff_b", "ia3"}:
+    if module.kind and not module.tensors.keys() & {"diff_b", "ia3", "tokens"}:
         change = change_of(module, {}, 1.0)
         return change.rows, change.columns
     return next(each.shape for role, each in module.tensors.items() if role != "alpha")
@@ -271,7 +295,8 @@ def _for_vllm(read: Adapter, merge: str | None, convert: str) -> Iterator[Findin
             yield Finding(
                 code, ERROR, f"vLLM {why}; merged into the base, it works", modules, merge
             )
-    rank = max(read.ranks, default=0)
+    said = config.get("r")
+    rank = max([*read.ranks, said if isinstance(said, int) else 0], default=0)
     if rank > _VLLM_RANK:
         title = f"vLLM loads ranks to {_VLLM_RANK} by default, and this has {rank}"
         yield Finding("vllm-rank", WARNING, title, (), f"vllm serve --max-lora-rank {rank}")

@@ -121,6 +121,33 @@ def test_tied_matrices_and_other_vocabularies(tmp_path: Path) -> None:
     assert codes(path, base=folder) == {"vocab": "warning"}
 
 
+def test_factors_that_do_not_fit(tmp_path: Path) -> None:
+    tensors = factors("fc")
+    tensors["base_model.model.fc.lora_B.weight"] = np.ones((4, 5), "f4")
+    path = adapter(tmp_path / "a", tensors)
+    assert codes(path) == {"shape": "error"}
+    assert codes(path, base=base(tmp_path, "fc")) == {"shape": "error"}
+
+
+def test_an_embedding_with_other_rows(tmp_path: Path) -> None:
+    at = "base_model.model.embed_tokens.lora_embedding_"
+    tensors = {f"{at}A": np.full((2, 6), 0.1, "f4"), f"{at}B": np.full((3, 2), 0.1, "f4")}
+    path = adapter(tmp_path / "a", tensors)
+    found = codes(path, base=base(tmp_path, "embed_tokens", shape=(4, 3)))
+    assert found == {"vocab": "warning", "shape": "error"}
+
+
+def test_the_component_that_the_base_has(tmp_path: Path) -> None:
+    names = "lora_unet_conv_in", "lora_te_text_model_encoder_layers_0_mlp_fc1"
+    tensors = {f"{name}.lora_down.weight": np.full((1, 2), 0.1, "f4") for name in names}
+    tensors |= {f"{name}.lora_up.weight": np.full((2, 1), 0.1, "f4") for name in names}
+    path = tmp_path / "k.safetensors"
+    save_file(tensors, path)
+    (found,) = check_lora(path, base=base(tmp_path, "conv_in", shape=(2, 2))).findings
+    assert (found.code, found.modules) == ("no-module", names[1:])
+    assert found.command and "--component unet" in found.command
+
+
 @pytest.mark.parametrize(
     ("config", "code"),
     [
