@@ -6,8 +6,9 @@ subtract a minimum of each group. Every operation on float32 is rounded by itsel
 ggml's C code without fused multiply-add.
 
 The codes of many blocks are unpacked at once, in few passes over bytes or words of eight codes. The
-signs and the grids of the IQ types are words that are looked up. Powers of two, and signs, move freely between codes and scales: nothing
-is rounded there. Sources: ggml-common.h, ggml-quants.c and gguf-py's quants.py of llama.cpp.
+signs and the grids of the IQ types are words that are looked up. Powers of two, and signs, move
+freely between codes and scales: nothing is rounded there. Sources: ggml-common.h, ggml-quants.c and
+gguf-py's quants.py of llama.cpp.
 """
 
 from __future__ import annotations

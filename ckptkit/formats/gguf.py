@@ -354,9 +354,7 @@ def _tensors(
             raise CorruptError(f"2 tensors overlap: {both}", where=name)
     padded = [-(-(size or 0) // alignment) * alignment for size in sizes.values()]
     if [info.offset for info in sizes] != [0, *accumulate(padded)][: len(sizes)]:
-        text = (
-            "tensors do not follow each other in the order of the header, which llama.cpp refuses"
-        )
+        text = "tensors do not follow each other as the header lists them: llama.cpp refuses it"
         warnings.append(Notice(LLAMA_CPP, text))
     for info, dtype in dtypes.items():
         size = sizes[info] or 0
