@@ -281,6 +281,12 @@ EDITS = (
         examples=("model wider --keys '*embed_tokens.weight' --keys lm_head.weight --rows 32064",),
     ),
     Edit(
+        "lora", "lora.merge:merged",
+        (Option("adapter", "text", recipe="adapter"), Option("weight", "number", recipe="weight")),
+        "Add the change that an adapter makes, such as LoRA.",
+        public=False,
+    ),
+    Edit(
         "cast", "edits.elements:cast",
         (Option("dtypes", "casts", "--cast", "[GLOB=]DTYPE",
                 "Cast floating-point weights: those that match, or all others (repeatable).",

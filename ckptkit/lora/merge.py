@@ -131,6 +131,15 @@ def merge_lora(
 _LISTED = "`ckptkit help lora` lists what can be merged, and how names are looked up"
 
 
+def merged(base: Checkpoint, adapter: str = "", weight: float = 1.0) -> Checkpoint:
+    """Return `base` with one adapter merged into it: the step `lora` of recipes."""
+    if not adapter:
+        raise UsageError(
+            "the step lora names no adapter", hint="lora: {adapter: PATH, weight: 1.0}"
+        )
+    return merge_lora(base, adapter, weights=[weight])
+
+
 def hint(adapter: Checkpoint, others: Sequence[Checkpoint]) -> str:
     """Return the command that merges an adapter into one of `others`, if that is possible."""
     base = next((each for each in others if not is_adapter(each)), None)

@@ -430,3 +430,18 @@ def test_doctor_names_what_cannot_be_merged(tmp_path: Path, in_process: Cli) -> 
     assert good.code == 0 and "It is an adapter (LORA)" in good.stdout
     bad = in_process("doctor", adapter(tmp_path, factors("fc", 9, 5), "bad", r=7))
     assert bad.code == 1 and "rank 2" in bad.stdout
+
+
+def test_the_step_of_a_recipe(tmp_path: Path, in_process: Cli) -> None:
+    weight, tensors = values(9, 5), factors("fc", 9, 5)
+    path, made = base(tmp_path, {"fc.weight": weight}), adapter(tmp_path, tensors)
+    recipe, out = tmp_path / "recipe.yaml", tmp_path / "out.safetensors"
+    step = f"- lora: {{adapter: '{made}', weight: 0.5}}"
+    recipe.write_text(f"steps:\n  {step}\n  - cast: float64\n")
+    done = in_process("run", recipe, path, out)
+    assert done.code == 0, done.stderr
+    value = weight + delta(tensors, "fc", 1.5)
+    assert torch.equal(load_file(out)["fc.weight"], value.double())
+    for wrong in ("{weight: 2}", f"{{adapter: '{made}', weight: x}}"):
+        recipe.write_text(f"steps:\n  - lora: {wrong}\n")
+        assert in_process("run", recipe, path, tmp_path / "no.safetensors").code == 2

@@ -314,6 +314,12 @@ def _text(given: Any) -> str:
     return given
 
 
+def _number(given: Any) -> float:
+    if not isinstance(given, (int, float)) or isinstance(given, bool):
+        raise _WrongError(f"{_shown(given)} is not a number")
+    return float(given)
+
+
 def _texts(given: Any) -> list[str]:
     return [_text(each) for each in (given if isinstance(given, list) else [given])]
 
@@ -366,6 +372,7 @@ KINDS: dict[str, Callable[[Any], Any]] = {
     "substitutions": lambda given: list(_mapping(given).items()),
     "flag": _true,
     "count": _count,
+    "number": _number,
 }
 
 
