@@ -17,10 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 from ckptkit.compute.arranged import contiguous
 from ckptkit.compute.numbers import decode, encode
-from ckptkit.compute.operation import Pieces, Reader
+from ckptkit.compute.operation import Pieces, Reader, name_of
 from ckptkit.core.bytesource import Derived, Operation, Pending, Record
 from ckptkit.core.dtypes import BY_NAME
+from ckptkit.core.errors import CorruptError
 from ckptkit.core.tensor import Shape, Tensor
+from ckptkit.core.text import shown
 
 if TYPE_CHECKING:
     import numpy as np
@@ -89,6 +91,7 @@ class Adapt(Operation):
     formula: Formula
     operands: tuple[Operand, ...]
     first: int = 0
+    name: str = ""  # of the module, for messages
 
     @property
     def height(self) -> int:
@@ -194,12 +197,17 @@ class _Work:
         return _product(left, self._right(factor))
 
     def read(self, number: int, top: int = 0, end: int | None = None) -> Array:
-        """Return rows of an operand, by default all of them."""
+        """Return rows of an operand, by default all of them. Raises CorruptError for NaN."""
+        import numpy as np
+
         operand = self.adapt.operands[number]
         end = operand.rows if end is None else end
         dtype = BY_NAME[operand.dtype]
         unit = operand.columns * dtype.itemsize
         data = decode(self.readers[number](top * unit, (end - top) * unit), dtype)
+        if not np.isfinite(data).all():
+            what = f"the adapter has NaN or infinities for {shown(self.adapt.name)}"
+            raise CorruptError(what, where=name_of(self.readers[number].extent))
         return data.astype(self.wide, copy=False).reshape(end - top, operand.columns)
 
     def _right(self, factor: Factor) -> Array:
@@ -310,6 +318,7 @@ def adapted(
     formula: Formula,
     operands: Iterable[Tensor],
     first: int = 0,
+    name: str = "",
 ) -> Record:
     """Return the bytes of `rows` rows of a matrix, `base`, with the change of a formula.
 
@@ -317,7 +326,7 @@ def adapted(
     """
     tensors = list(operands)
     shapes = tuple(Operand(each.dtype.name, *as_matrix(each.shape)) for each in tensors)
-    operation = Adapt(dtype, rows, columns, formula, shapes, first)
+    operation = Adapt(dtype, rows, columns, formula, shapes, first, name)
     return Pending(operation, (base, *map(contiguous, tensors)), base.length)
 
 

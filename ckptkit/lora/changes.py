@@ -13,7 +13,7 @@ from ckptkit.core.tensor import Shape, Storage, Tensor
 from ckptkit.core.text import shape as shape_text
 from ckptkit.core.text import shown
 from ckptkit.lora.arithmetic import Factor, Formula, as_matrix
-from ckptkit.lora.reading import Module, matches
+from ckptkit.lora.reading import COMFY, KOHYA, Module, matches
 
 # Kind, how its factors combine, how often is rounded, how the operands of a factor combine, and
 # these: roles, transposed where they end in '. Of several rows of a kind, the first whose roles the
@@ -44,6 +44,7 @@ class Change:
     rows: int
     columns: int
     kernel: Shape = ()  # sizes of a convolution, where the adapter tells them
+    name: str = ""  # of the module, for messages
 
     @property
     def is_delta(self) -> bool:
@@ -125,7 +126,7 @@ def change_of(
         group=group,
     )  # fmt: skip
     kernel = has["A"].shape[2:] if module.kind == "lora" and "A" in has else ()
-    change = Change(formula, tuple(operands), rows, columns, kernel)
+    change = Change(formula, tuple(operands), rows, columns, kernel, module.path)
     return _with_norm(change, module) if module.is_dora else change
 
 
@@ -164,7 +165,7 @@ def _with_norm(change: Change, module: Module) -> Change:
     by, norm, group = "rows", "norm", 1
     if module.kind == "embedding":
         by = "columns"
-    elif module.prefix and not module.prefix.endswith("."):
+    elif module.prefix in (*KOHYA, *COMFY):
         norm = "norm+eps"
     if norm == "norm+eps" and numbers.shape[0] == 1 != change.rows:
         by, group = "columns", change.columns // max(1, prod(numbers.shape))

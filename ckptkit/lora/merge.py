@@ -374,7 +374,7 @@ class _Merge:
         if name is not None:
             rows: list[tuple[tuple[str, int], ...]]
             rows = [((name, number),) for number in range(experts)]
-            count, *shape = self.new[name].shape
+            count, *shape = (1, *self.new[name].shape)[-3:]  # a plain matrix is one expert
             if count != experts or len(shape) != 2:
                 raise _misfit(module, sizes, self.new[name].shape)
         else:
@@ -445,7 +445,10 @@ class _Merge:
             raise _misfit(module, (own.shape[0],), self.new[bias].shape)
         scale = self.weight * (scale if role == "B_bias" else 1.0)
         formula = Formula((Factor((0,)),), scale=scale)
-        self._add(bias, _Piece(Change(formula, (own,), own.shape[0], 1), 0, own.shape[0], 0))
+        self._add(
+            bias,
+            _Piece(Change(formula, (own,), own.shape[0], 1, name=module.path), 0, own.shape[0], 0),
+        )
 
     def _ia3(self, module: Module, name: str, tensor: Tensor) -> None:
         config = self.adapter.config or {}
@@ -484,7 +487,8 @@ class _Merge:
             old = self.new.get(name)
             if old is None and self.pair is not None and name == self.pair[1]:
                 old = self.new[self.pair[0]]
-            target = old.dtype if old is not None else self._main_dtype()
+            target = self._main_dtype() if tensor.dtype.name in FLOATS else tensor.dtype
+            target = old.dtype if old is not None else target
             made = _cast(tensor, target)
             if old is not None and made.shape == old.shape and _same(made, old):
                 continue
@@ -717,6 +721,7 @@ def _changed(tensor: Tensor, pieces: Sequence[_Piece]) -> Tensor:
                     piece.change.formula,
                     piece.change.operands,
                     piece.start,
+                    piece.change.name,
                 )
             )
             last = (piece.at + rows) * unit

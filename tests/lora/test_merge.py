@@ -371,6 +371,45 @@ def test_refused(
     assert "adapter_model.safetensors" in str(found.value)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_nan_in_an_adapter_writes_nothing(value: float, tmp_path: Path, in_process: Cli) -> None:
+    tensors = factors("fc", 9, 5)
+    tensors["fc.lora_B.weight"][8, 1] = value
+    path = base(tmp_path, {"fc.weight": values(9, 5)})
+    done = in_process("lora", "merge", path, adapter(tmp_path, tensors), tmp_path / "out")
+    assert done.code == 3 and "NaN" in done.stderr and "'fc'" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_adalora_pruned_to_nothing_changes_nothing(tmp_path: Path) -> None:
+    shapes = {"lora_A": (0, 5), "lora_B": (9, 0), "lora_E": (0, 1)}
+    tensors = {f"fc.{name}": torch.zeros(shape) for name, shape in shapes.items()}
+    weight = values(9, 5)
+    made = adapter(tmp_path, tensors, peft_type="ADALORA", init_r=4)
+    seen = merged(tmp_path, base(tmp_path, {"fc.weight": weight}), made)
+    assert torch.equal(seen["fc.weight"], weight)
+
+
+def test_a_parameter_that_is_one_matrix(tmp_path: Path) -> None:
+    weight, tensors = values(9, 5), factors("fc", 9, 5)
+    made = adapter(tmp_path, tensors, target_parameters=["fc.weight"])
+    seen = merged(tmp_path, base(tmp_path, {"fc.weight": weight}), made)
+    assert torch.equal(seen["fc.weight"], weight + delta(tensors, "fc"))
+
+
+def test_magnitudes_of_lycoris_in_names_of_comfy(tmp_path: Path) -> None:
+    """[1, in]: one for each column."""
+    weight, down, up = values(9, 5), values(2, 5), values(9, 2)
+    scale = torch.rand(1, 5)
+    names = {"lora_down.weight": down, "lora_up.weight": up, "dora_scale": scale}
+    file = tmp_path / "comfy.safetensors"
+    save_file({f"diffusion_model.fc.{name}": each for name, each in names.items()}, file)
+    seen = merged(tmp_path, base(tmp_path, {"diffusion_model.fc.weight": weight}), file)
+    value = weight + up @ down
+    expected = value * (scale / (value.norm(dim=0, keepdim=True) + 2**-23))
+    torch.testing.assert_close(seen["diffusion_model.fc.weight"], expected, rtol=1e-6, atol=1e-6)
+
+
 def test_integers_are_no_factors_and_no_base(tmp_path: Path) -> None:
     tensors = {name: each.to(torch.int8) for name, each in factors("fc", 9, 5).items()}
     path = base(tmp_path, {"fc.weight": values(9, 5), "codes.weight": torch.ones(9, 5).char()})
