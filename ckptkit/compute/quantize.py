@@ -111,7 +111,9 @@ class Q8_0(Rows):  # noqa: N801  # the name of the type
             if not np.isfinite(stored).all():
                 what = "holds NaN, infinite or too large values, which Q8_0 cannot hold"
                 raise TensorError(f"{self.name!r} {what}", hint="`verify --values` counts them")
-            groups = groups * np.where(scales > 0, np.float32(1) / scales, np.float32(0))
+            inverse = np.float32(1) / scales
+            # An infinite one is of a scale that float16 holds as 0: so are the numbers.
+            groups = groups * np.where(np.isfinite(inverse), inverse, np.float32(0))
             # The nearest integer; a half goes away from zero.
             sizes = np.abs(groups)
             whole = np.floor(sizes)
