@@ -20,7 +20,7 @@ from ckptkit.core.errors import UsageError
 from ckptkit.core.options import Options
 from ckptkit.core.plan import OutputFile
 from ckptkit.core.tensor import Storage, Tensor, contiguous_stride
-from ckptkit.core.text import shown_url
+from ckptkit.core.text import WRITTEN, shown_url
 from ckptkit.core.tree import OrderedMapping
 from ckptkit.formats.table import SAFETENSORS
 from ckptkit.publish.publish import publish
@@ -42,6 +42,9 @@ def written(
 ) -> Conversion:
     """Write a file of safetensors, or with `config` a folder of peft. `source` is not replaced."""
     path = arguments.path("destination", path)
+    if config is not None and path.endswith(WRITTEN):
+        what = "an adapter of peft is a folder, and this is the name of a file"
+        raise UsageError(what, where=path, hint=f"name it {os.path.splitext(path)[0]}")
     if config is None:
         chosen = formats.for_writing(path, options.format, SAFETENSORS.name)
         if chosen is not SAFETENSORS:

@@ -338,5 +338,7 @@ def test_outputs_are_safetensors_and_not_replaced(tmp_path: Path) -> None:
         convert_lora(source, tmp_path / "x.pth", "kohya")
     with pytest.raises(UsageError):
         convert_lora(source, source, "comfy", force=True)
+    with pytest.raises(UsageError, match="is a folder"):
+        convert_lora(source, tmp_path / "x.safetensors", "peft")
     convert_lora(source, tmp_path / "k.safetensors", "kohya", dry_run=True)
     assert not (tmp_path / "k.safetensors").exists()
