@@ -104,6 +104,10 @@ command.add_command(
 )  # fmt: skip
 
 
+# The options of writing of commands that write an adapter: its format is known.
+_WRITES = "--force", "--dry-run", "--json", "--quiet", "--verify", "--no-check", "--durable"
+
+
 def _convert(request: Any, **given: Any) -> Any:
     import ckptkit
 
@@ -116,6 +120,7 @@ command.add_command(
         name="convert",
         callback=_convert,
         in_place=False,
+        only=_WRITES,
         params=[
             click.Option(
                 ["--to"], type=click.Choice(["peft", "diffusers", "kohya", "comfy"]), required=True,
@@ -187,6 +192,7 @@ command.add_command(
         name="extract",
         callback=_extract,
         several=True,
+        only=_WRITES,
         params=[
             click.Option(["--rank"], help="Rank of each matrix, at most.", **_RANK),
             click.Option(
@@ -214,6 +220,7 @@ command.add_command(
         name="resize",
         callback=_resize,
         in_place=False,
+        only=_WRITES,
         params=[click.Option(["--rank"], help="Rank of each matrix, at most.", **_RANK)],
         help="""Write an adapter with matrices of a lower rank, in the same layout.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import fields
 from functools import partial
 from typing import Any
@@ -301,7 +301,8 @@ class Writer(Command):
     """A command that writes: it gets SRC, DST and the options of writing as its `request`.
 
     `shown` are options of writing that its --help shows; with `several`, it takes SRC..., and with
-    `parts`, it reads folders of many processes. By default, a single SRC can be changed `in_place`.
+    `parts`, it reads folders of many processes. By default, a single SRC can be changed `in_place`,
+    and all options of writing are taken: `only` names fewer.
     """
 
     def __init__(
@@ -313,6 +314,7 @@ class Writer(Command):
         several: bool = False,
         in_place: bool | None = None,
         parts: bool = False,
+        only: Collection[str] = (),
         **given: Any,
     ) -> None:
         self.run, self.several = callback, several
@@ -324,6 +326,8 @@ class Writer(Command):
         params.append(click.Argument(["dst"], metavar="DST", required=not in_place))
         for _, words, text, how in (*_WRITING, *(PARTS if parts else ()), *HELP_ALL):
             names = words.split()
+            if only and names[0] not in (*only, "--help-all"):
+                continue
             if in_place or names[0] != "--in-place":
                 hidden = names[0] not in (*_COMMON, *shown)
                 params.append(click.Option(names, help=text, hidden=hidden, **how))
@@ -371,7 +375,7 @@ def taken(
 ) -> Any:
     """Return the request in what is given, and take it out of `given`. Raises UsageError."""
     negated: dict[str, Any] = {
-        name: not given.pop(f"no_{name}") for name in ("extras", "sidecars", "check")
+        name: not given.pop(f"no_{name}", False) for name in ("extras", "sidecars", "check")
     }
     if given.pop("check_copies", False) and given["copies"] == "compare":
         given["copies"] = "check"
