@@ -270,6 +270,9 @@ def check(adapter: str, level: str, as_json: bool, **given: Any) -> int:
             )
             if each.command:
                 render.emit(f"  {render.escape(each.command)}")
+        if given["base"] is None:
+            note = "note: names and shapes were not compared with a base: --base does that"
+            render.emit("", *map(render.labelled, render.wrapped(note)))
     fails = {"error": ("error",), "warning": ("error", "warning"), "never": ()}
     fails["note"] = "error", "warning", "note"
     return int(any(each.level in fails[level] for each in report.findings))

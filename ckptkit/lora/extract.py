@@ -47,6 +47,7 @@ _CONV1D = re.compile(r"(.*\.)?h\.\d+\.(attn|crossattention|mlp)\.(c_attn|q_attn|
 _SMALL = 256  # rows or columns up to which all singular vectors are computed
 _EXTRA = 8  # random products beyond the rank
 _POWERS = 2
+_ROWS = 256  # of a matrix, whose difference is taken at a time
 _LEAST = 1e-6  # of the largest singular value: below it, there is none
 
 
@@ -208,9 +209,11 @@ def _differences(
         if _EMBEDDING.fullmatch(module):
             embedding = embedding or (new, old)
         difference = array.astype("f8")
-        difference -= other.astype("f8")
+        for row in range(0, len(other), _ROWS):
+            difference[row : row + _ROWS] -= other[row : row + _ROWS].astype("f8")
         if not np.isfinite(difference).all():
             raise TensorError(f"{name} has numbers that are not finite", where=after.name)
+        del array, other
         yield module, difference
 
 
