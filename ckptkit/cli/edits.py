@@ -126,8 +126,9 @@ def _into_gguf(
             ck, plan = written_into(ck.whole(), skeleton)
         except CkptkitError as error:
             raise error.at(ck.name or "") from error.__cause__
-        done = publish(plan, request.dst, request.options, origin=ck.source)
-        published = None if request.options.dry_run else done
+        options = stack.enter_context(request.prepared(request.options))
+        done = publish(plan, request.dst, options, origin=ck.source)
+        published = None if options.dry_run else done
     return api.Conversion(ck, plan, skeleton.format, request.dst, published), ()
 
 

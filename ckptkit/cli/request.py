@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -63,6 +63,15 @@ class Request:
         )
         if self.like is not None:
             steps = (*steps, self._check_like(self.like))
+        where = self.sources[-1] if source is None else source
+        with self.prepared(options) as options:
+            if self.dst == STREAM:
+                return self._streamed(where, steps, options), lost
+            return convert(where, self.dst, *steps, options=options), lost
+
+    @contextmanager
+    def prepared(self, options: Options) -> Iterator[Options]:
+        """Open the workers, show the progress; yield the options with both."""
         with ExitStack() as stack:
             if not options.dry_run and (self.workers is not None or self.scheduler is not None):
                 if is_url(self.dst):
@@ -75,10 +84,7 @@ class Request:
             if self.alone and (render.progress_asked or render.is_terminal(sys.stderr)):
                 progress = stack.enter_context(render.Progress("writing"))
                 options = replace(options, progress=progress)
-            where = self.sources[-1] if source is None else source
-            if self.dst == STREAM:
-                return self._streamed(where, steps, options), lost
-            return convert(where, self.dst, *steps, options=options), lost
+            yield options
 
     def _streamed(
         self, source: str | Checkpoint, steps: Sequence[Any], options: Options

@@ -189,7 +189,7 @@ def config_of(checkpoint: Checkpoint) -> tuple[dict[str, Any] | None, list[str]]
         if isinstance(token, int):
             config[f"{field}_token_id"] = token
     config["tie_word_embeddings"] = "output.weight" not in weights
-    notes = ["config.json is made of the metadata; tokenizers are not made"]
+    notes = ["a folder gets a config.json made of the metadata, and no tokenizer"]
     scaled = [name for name in SCALING if name in weights]
     scaled += [key for key in values if key.startswith("rope.scaling.") and key != _ORIGINAL]
     if scaled:
