@@ -241,6 +241,25 @@ save_file(model, path / "new.safetensors")
 encoded(path, path / "delta")
 """
 )
+# A base of bfloat16, which has half of the bytes that are asked for, and a LoRA of rank 16 on each matrix.
+PROGRAMS["lora"] = """
+import json, sys, torch
+from pathlib import Path
+from safetensors.torch import save_file
+path, rows, columns, count = Path(sys.argv[1]), *map(int, sys.argv[2:])
+draw = torch.Generator().manual_seed(0)
+numbers = torch.empty(rows, columns).normal_(std=0.02, generator=draw).bfloat16()
+(path / "adapter").mkdir(parents=True)
+save_file({f"l.{i}.weight": numbers.roll(i).contiguous() for i in range(count)}, path / "base.safetensors")
+factors = {"lora_A": (16, columns), "lora_B": (rows, 16)}
+adapter = {
+    f"base_model.model.l.{i}.{name}.weight": torch.empty(shape).normal_(std=0.02, generator=draw)
+    for i in range(count) for name, shape in factors.items()
+}
+save_file(adapter, path / "adapter/adapter_model.safetensors")
+config = {"peft_type": "LORA", "r": 16, "lora_alpha": 32, "target_modules": "l[.][0-9]+"}
+(path / "adapter/adapter_config.json").write_text(json.dumps(config))
+"""
 # Blocks of random bits with small scales; the number of the type, and the bytes of its blocks.
 PROGRAMS |= {
     f"gguf {name}": f"""

@@ -180,6 +180,29 @@ with open("out.safetensors", "wb") as file:
         file.write(dequantize(tensor.data, tensor.tensor_type).data)
 """
 
+# The formula, one matrix after another, and what peft does with a model of them.
+_LORA = """
+import sys, torch
+from safetensors.torch import load_file, save_file
+base, adapter = load_file(f"{sys.argv[1]}/base.safetensors"), load_file(f"{sys.argv[1]}/adapter/adapter_model.safetensors")
+for name, weight in base.items():
+    a, b = (adapter[f"base_model.model.{name.removesuffix('weight')}lora_{each}.weight"] for each in "AB")
+    base[name] = (weight.float() + b @ a * 2).to(weight.dtype)
+save_file(base, "out.safetensors")
+"""
+_PEFT = """
+import sys, peft
+from torch import nn
+from safetensors.torch import load_file, save_file
+base = load_file(f"{sys.argv[1]}/base.safetensors")
+net = nn.Module()
+with __import__("torch").device("meta"):
+    net.l = nn.ModuleList(nn.Linear(*each.shape[::-1], bias=False) for each in base.values())
+net.load_state_dict(base, assign=True)
+merged = peft.PeftModel.from_pretrained(net, f"{sys.argv[1]}/adapter").merge_and_unload()
+save_file({name: each.contiguous() for name, each in merged.state_dict().items()}, "out.safetensors")
+"""
+
 # By what is done, then by who does it.
 PROGRAMS: dict[str, dict[str, str]] = {
     "list": _both(_LOAD + _LIST),
@@ -217,6 +240,7 @@ PROGRAMS: dict[str, dict[str, str]] = {
     "stack experts": {"transformers": _TRANSFORMERS},
     "shards": {"transformers": _TRANSFORMERS_SHARDS},
     "from torchtitan": {"torchtitan": _TORCHTITAN},
+    "lora": {"torch": _LORA, "peft": _PEFT},
     "delta": {"slime": ENCODE + "import sys\nencoded(Path(sys.argv[1]), Path('out'))\n"},
     "start": {"python": "pass", "import torch": "import torch"},
     "none": {},
@@ -228,6 +252,7 @@ NEEDS = {
     "brainsurgery": "brainsurgery.transforms",
     "compressed-tensors": "compressed_tensors.entrypoints.convert",
     "transformers": "transformers",
+    "peft": "peft",
     "torchtitan": "torchtitan.models.llama3.state_dict_adapter",
 }
 

@@ -34,6 +34,7 @@ STYLES = {
     "torchtitan": ("<", 7, "#5b9e3f"),
     "compressed-tensors": (">", 7, "#5b9e3f"),
     "gguf-py": ("8", 7, "#6b7a8f"),
+    "peft": ("H", 7, "#c98b2b"),
     "slime": ("h", 7, "#6b7a8f"),
 }
 

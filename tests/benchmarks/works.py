@@ -175,6 +175,10 @@ WORKS = (
         "delta apply --in-place", "step", "delta apply --in-place {fresh}/old.safetensors {fresh}/delta", "none",
         {PLAIN: Budget(mib=100)}, sizes="one",
     ),
+    Work(
+        "lora merge", "lora", "lora merge {src}/base.safetensors {src}/adapter out.safetensors", "lora",
+        _moved(2.5, 150), sizes="one",
+    ),
     Work("load, every page read", "pth", "", "load", _LOADED, sizes="one"),
     Work("load, every page read, safetensors", "safetensors", "", "load safetensors", _LOADED, sizes="one"),
     Work("load_into", "pth", "", "fill", _FILLED, sizes="one"),
