@@ -119,7 +119,7 @@ def _stay_on_cpu(root: Node, table: Mapping[str, str]) -> list[str]:
     """Return a warning if tensors are retagged that torch keeps on the CPU in a run on a GPU.
 
     Those are the states of random number generators, and ``step`` of Adam (unless ``fused`` or
-    ``capturable``). It names the devices to change alone, if the file has any.
+    ``capturable``). It names the tags to change alone, if the file has others.
     """
     target = table.get("cpu")
     if target is None:
@@ -129,13 +129,15 @@ def _stay_on_cpu(root: Node, table: Mapping[str, str]) -> list[str]:
         for path, node in walk(root)
         if isinstance(node, Tensor) and _belongs_on_cpu(path, node)
     ]
-    others = [old for old in table if old != "cpu"]
-    if not found or not others:
+    if not found:
         return []
-    pairs = " ".join(f"--device {old}={table[old]}" for old in others)
-    alone = typed(pairs, repr({old: table[old] for old in others}))
-    where = f"torch keeps {quoted(found, 2)} on the CPU, tagged {target} now"
-    return [f"{where}; {alone} leaves such tensors as they are"]
+    others = {old: new for old, new in table.items() if old != "cpu"}
+    pairs = " ".join(f"--device {old}={new}" for old, new in others.items())
+    alone = f"{typed(pairs, repr(others))} leaves such tensors as they are"
+    if not others:
+        by_tag = typed("--device", "a mapping")
+        alone = f"{by_tag} cannot tell them from the others, which are tagged cpu too"
+    return [f"torch keeps {quoted(found, 2)} on the CPU, tagged {target} now; {alone}"]
 
 
 def _belongs_on_cpu(path: tuple[Node, ...], tensor: Tensor) -> bool:

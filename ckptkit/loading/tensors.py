@@ -63,7 +63,7 @@ class TorchTensors:
 
         forms = (str, torch.device, Mapping, type(None))
         if not isinstance(map_location, forms) and not callable(map_location):
-            raise UsageError(f"map_location cannot be a {type(map_location).__name__}")
+            raise UsageError(f"map_location cannot be of type {type(map_location).__name__}")
         self._map_location = map_location
         self._files = files
         self._devices: dict[str, torch.device] = {}

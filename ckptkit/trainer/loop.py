@@ -22,7 +22,7 @@ from torch.utils.data import DistributedSampler
 
 from ckptkit import CkptkitError
 from ckptkit.trainer import parallel, saving
-from ckptkit.trainer.config import SEGMENTED, Config, RunFiles
+from ckptkit.trainer.config import SEGMENTED, Config, RequestError, RunFiles
 from ckptkit.trainer.data import Labelled, loaded, split
 from ckptkit.trainer.log import Measure, logged, memory_report, memory_snapshot, shapes_traced
 from ckptkit.trainer.run import Run, prepare, switches_restored
@@ -63,7 +63,7 @@ def train(
     config cannot be run, and Stopped after a SIGTERM, when the checkpoint is saved.
     """
     files = files or RunFiles()
-    with switches_restored(), _out_of_memory(config), parallel.group(config) as group:
+    with switches_restored(), _explained(config), parallel.group(config) as group:
         run = prepare(config, group)
         log = log if group.rank == 0 else silent
         if group.rank == 0:
@@ -124,7 +124,8 @@ def train_epoch(
     for step in bar(steps, f"epoch {run.epoch + 1}"):
         run.wrapped.train()
         with measure():
-            for number, (micro_batch, (x, y)) in enumerate(zip(step.micro_batches, data), 1):  # noqa: B905
+            for number, micro_batch in enumerate(step.micro_batches, 1):
+                x, y = next(data)
                 x, y = x.to(device, non_blocking=True), y.to(device, non_blocking=True)
                 share = len(micro_batch) * group.world / step.images  # processes are averaged
                 with parallel.sync_gradients(run.wrapped, now=number == len(step.micro_batches)):
@@ -217,7 +218,7 @@ def evaluate(config: Config, path: Path, log: Callable[[str], None] = print) -> 
 
     Runs on the devices of the config.
     """
-    with switches_restored(), _out_of_memory(config), parallel.group(config) as group:
+    with switches_restored(), _explained(config), parallel.group(config) as group:
         run = prepare(config, group)
         saving.load_weights(run, path)
         accuracy = test(run)[1]
@@ -227,8 +228,11 @@ def evaluate(config: Config, path: Path, log: Callable[[str], None] = print) -> 
 
 
 @contextmanager
-def _out_of_memory(config: Config) -> Iterator[None]:
-    """Turn the out-of-memory error of a GPU into one that names the options that need less."""
+def _explained(config: Config) -> Iterator[None]:
+    """Explain what torch raises where memory is full or --torch-compile fails.
+
+    If a GPU's memory is full, the hint names the options that need less.
+    """
     try:
         yield
     except torch.cuda.OutOfMemoryError as error:
@@ -244,4 +248,11 @@ def _out_of_memory(config: Config) -> Iterator[None]:
         raise CkptkitError(
             f"the GPU does not have enough memory: {what}",
             hint=", or ".join([*ways, "a smaller --width"]),
+        ) from error
+    except RuntimeError as error:
+        if not type(error).__module__.startswith("torch._dynamo"):
+            raise
+        raise RequestError(
+            f"torch.compile: {str(error).strip().splitlines()[0]}",
+            hint="--torch-compile inductor, which needs a C++ compiler, or without --torch-compile",
         ) from error

@@ -348,11 +348,14 @@ def _changed(config: Config, made_with: dict[str, Any], path: Path) -> list[str]
         if not made_with or value == before or name == "devices":
             continue
         if name not in CHANGEABLE:
+            option = name.replace("_", "-")
+            if name == "validation" and config.validation is None:
+                option = "save-best"  # which holds out images
             raise RequestError(
-                f"{typed(name, value)} contradicts the checkpoint, which was trained with "
-                f"{typed(name, before)}",
+                f"{typed(name, value or 0)} contradicts the checkpoint, which was trained with "
+                f"{typed(name, before or 0)}",
                 where=str(path),
-                hint=f"without --{name.replace('_', '-')}, --resume takes it from the checkpoint",
+                hint=f"without --{option}, --resume takes it from the checkpoint",
             )
         changed.append(f"{typed(name, value)} instead of {typed(name, before)}")
     return changed

@@ -265,3 +265,9 @@ def test_what_torch_keeps_on_the_cpu_is_named() -> None:
     assert "; --device cuda:1=cuda:0 leaves" in said
     for devices in ("cpu", {"cuda:1": "cuda:0"}, {"cuda:1": "cuda:0", "cpu": "cpu"}):
         assert not remap(adam, devices).warnings
+    (said,) = remap(open_checkpoint(FOLDER / "torch-zip/none_full_cpu.pth"), "cuda:0").warnings
+    assert said == (
+        "torch keeps 'rng.torch' on the CPU, tagged cuda:0 now; a mapping cannot tell them from "
+        "the others, which are tagged cpu too"
+    )
+    assert not remap(open_checkpoint(FOLDER / "torch-zip/none_bare_cpu.pth"), "cuda:0").warnings

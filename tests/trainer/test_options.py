@@ -332,3 +332,20 @@ def test_every_process_evaluates_its_images(prepared: Prepare) -> None:
         counts.append(len(calls))
     assert [total / 37 for total in totals] == pytest.approx(expected)
     assert counts == [3 * number for number in range(1, 8)]  # equally often
+
+
+def test_a_backend_that_torch_does_not_know(tmp_path: Path) -> None:
+    with pytest.raises(
+        RequestError, match=r"torch\.compile: Invalid backend: 'nonsense'"
+    ) as caught:
+        trained(tmp_path, epochs=1, torch_compile="nonsense")
+    assert caught.value.hint is not None
+    assert "--torch-compile inductor" in caught.value.hint
+
+
+def test_save_best_cannot_begin_when_a_run_is_resumed(tmp_path: Path) -> None:
+    """The images that it would select on have been trained on."""
+    files = RunFiles(resume=trained(tmp_path, epochs=1, save_form="full"))
+    config = replace(SMALL, save_form="full", save_best=True)
+    with pytest.raises(RequestError, match=r"--validation 10 contradicts .* with --validation 0"):
+        loop.train(config, tmp_path / "more.pth", files, log=loop.silent)
