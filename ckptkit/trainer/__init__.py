@@ -1,7 +1,5 @@
-"""The reference trainer: small models, real data, one loop; its checkpoints are the fixtures.
+"""The reference trainer: small models, real data, one loop; start at ``loop.py``.
 
-Start at :mod:`loop`, which reads from top to bottom: batches, gradients, steps, checkpoints.
-
-In: a configuration. Out: checkpoints as plain ``torch.save`` writes them. A leaf: uses ckptkit's
-public names, as any user would. ``ckptkit train`` is ``python -m ckptkit.trainer``.
+In: a configuration. Out: checkpoints as plain ``torch.save`` writes them, which are the fixtures. A
+leaf: uses ckptkit's public names, as any user would. ``ckptkit train`` is ``-m ckptkit.trainer``.
 """
