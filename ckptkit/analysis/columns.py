@@ -70,7 +70,8 @@ def remark(row: TensorRow) -> str:
         local = " and ".join(shape(each.shape) for each in row.local.local()) or "nothing"
         place = extent(row.local)
         return f"here {local}" + (f": {place}" if place else "")
-    if group is not None and not row.is_logical:
+    is_part = group is not None and (group.reason or group.label != tensor.dtype.name)
+    if group is not None and is_part and not row.is_logical:
         return f"{group.label}, not read" if group.reason else f"part of {group.label}"
     if group is not None or _is_plain(row):
         return ""

@@ -212,10 +212,12 @@ class Value(NamedTuple):
 
     def exact(self) -> str:
         """Return a text that no other value has: of a long array, with the SHA-256 of all of it."""
-        if self.array is None or len(self.array) == len(self.array.first):
+        if self.array is None:
             return repr(self.value)
+        if len(self.array) == len(self.array.first):
+            return str(self.value)
         whole = repr(list(self.array)).encode(errors="surrogatepass")
-        return f"{self.value!r} (sha256 {hashlib.sha256(whole).hexdigest()[:16]})"
+        return f"{self.value} (sha256 {hashlib.sha256(whole).hexdigest()[:16]})"
 
 
 class Opaque(NamedTuple):

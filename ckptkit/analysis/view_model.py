@@ -176,13 +176,15 @@ def _remarks(summary: Summary, rows: Sequence[TensorRow]) -> Iterator[str]:
         yield escape(adapter_line(summary.adapter))
     if summary.weights is not None and rows:
         yield f"weights: {escape(join(summary.weights)) or 'the whole file'}"
-    kinds = Counter(row.dtype for row in rows if row.group is not None and row.is_logical)
+    logical = [(row, row.group) for row in rows if row.group is not None and row.is_logical]
+    kinds = Counter(row.dtype for row, _ in logical)
     if kinds:
         total = sum(row.name is not None for row in rows)
         each = ", ".join(f"{number:,} {kind}" for kind, number in kinds.items())
+        parts = any(group.label != group.inputs[0].dtype.name for _, group in logical)
         yield escape(
-            f"quantized: {sum(kinds.values()):,} of {total:,} weights ({each}); --stored shows "
-            "their parts"
+            f"quantized: {len(logical):,} of {total:,} weights ({each})"
+            + "; --stored shows their parts" * parts
         )
 
 

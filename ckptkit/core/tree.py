@@ -226,7 +226,8 @@ class StoredList:
 
     def __str__(self) -> str:
         more = ", ..." if self.count > len(self.first) else ""
-        return f"{plural(self.count, self.of)}: {', '.join(map(str, self.first))}{more}"
+        values = f": {', '.join(map(str, self.first))}{more}" if self.first else ""
+        return plural(self.count, self.of) + values
 
     def __repr__(self) -> str:
         return f"<list of {plural(self.count, self.of)} in the file>"

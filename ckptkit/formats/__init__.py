@@ -286,7 +286,7 @@ def named(name: str, suffixes: Sequence[str]) -> str:
     """
     if suffixes and name.lower().endswith(tuple(suffixes)):
         return name
-    stem = _stem(_stem(name, COMPRESSED.suffixes), BY_SUFFIX)
+    stem = _stem(_stem(name, COMPRESSED.suffixes), (*BY_SUFFIX, *GGUF.suffixes))
     return stem + suffixes[0] if suffixes else stem
 
 
