@@ -229,9 +229,10 @@ def _failed(error: BaseException, words: Sequence[str]) -> int:
         render.emit(error.message)  # of a group that was given no command
         return USAGE
     if isinstance(error, (click.UsageError, CkptkitError)):
-        from ckptkit.cli import suggestions
+        # An error in here does not matter: the other one is printed.
+        with suppress(click.ClickException, CkptkitError, ValueError, OSError):
+            from ckptkit.cli import suggestions
 
-        with suppress(click.ClickException, ValueError, OSError):  # the error is the other one
             suggestions.improve(error, words, main)
     code = BUG
     if isinstance(error, click.ClickException):

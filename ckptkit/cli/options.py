@@ -13,26 +13,18 @@ import click
 from ckptkit.cli import render
 from ckptkit.cli.request import SCHEMA, Request, report
 from ckptkit.core.options import Options
-from ckptkit.core.text import shell_word
+from ckptkit.core.text import parse_size, shell_word
 
 Rows = tuple[tuple[str, str, str, dict[str, Any]], ...]
 
 
 # The words of a command line -> values
 
-_UNITS = {
-    "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
-    "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40,
-}  # fmt: skip
-
 
 def size(text: str) -> int:
     """Parse a size in bytes; ``5GB`` is 5 * 10**9, ``5GiB`` is 5 * 2**30."""
-    from fractions import Fraction  # and with it decimal
-
-    found = re.fullmatch(r"([0-9]{1,18})(\.[0-9]{1,9})? ?([kmgt]i?b|b?)", text.strip().lower())
-    size = int(Fraction(found[1] + (found[2] or "")) * _UNITS.get(found[3], 1)) if found else 0
-    if not size:
+    size = parse_size(text)
+    if size is None:
         what = f"{text!r} is not a size: use 5GB, 500MB, 2GiB or a number of bytes"
         raise click.BadParameter(what)
     return size

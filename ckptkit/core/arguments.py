@@ -64,6 +64,11 @@ def mapping(name: str, value: object) -> Mapping[Any, Any]:
     return value
 
 
+def names(name: str, value: object) -> Mapping[Any, Any] | Callable[[str], str]:
+    """Return an argument from names to names: a mapping, or a function."""
+    return value if callable(value) else mapping(name, value)
+
+
 def flags(**values: object) -> None:
     """Check arguments that are True or False."""
     for name, value in values.items():
@@ -98,6 +103,8 @@ def path(name: str, value: object) -> str:
     if not isinstance(value, (str, os.PathLike)):
         error = wrong(name, _PATHS[name], value)
         error.hint = "of a model, give its state_dict()" if hasattr(value, "state_dict") else None
+        if name == "destination" and hasattr(value, "write"):
+            error.hint = "save to a path; open(path, 'rb').read() has the bytes"
         raise error
     found = os.fsdecode(value)
     if not found:
@@ -118,7 +125,10 @@ _PATHS = {
 def module(name: str, value: object) -> None:
     """Check an argument that is a model: its class is torch.nn.Module, which is not imported."""
     if not any(each.__module__ == "torch.nn.modules.module" for each in type(value).__mro__):
-        raise wrong(name, "a torch.nn.Module", value)
+        error = wrong(name, "a torch.nn.Module", value)
+        if isinstance(value, type):
+            error.hint = f"make one: {value.__name__}(...)"
+        raise error
 
 
 def function(name: str, value: object) -> Callable[..., Any]:
@@ -126,6 +136,18 @@ def function(name: str, value: object) -> Callable[..., Any]:
     if not callable(value):
         raise wrong(name, "a function", value)
     return value
+
+
+def takes_two(function: Callable[..., Any]) -> bool:
+    """Return whether a function needs two arguments by position."""
+    from inspect import Parameter, signature
+
+    try:
+        parameters = signature(function).parameters.values()
+    except ValueError:  # of some that are written in C
+        return False
+    needed = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+    return sum(each.kind in needed and each.default is Parameter.empty for each in parameters) == 2
 
 
 def wrong(name: str, meant: str, value: object) -> ArgumentError:
@@ -176,6 +198,7 @@ KINDS: Kinds = {
     "Mapping[str, str]": mapping,
     "Mapping[str, str] | None": mapping,
     "Mapping[str, int] | None": mapping,
+    "Names | None": names,
     "Mapping[str, object] | None": mapping,
     "Mapping[str, str | int] | None": mapping,
     "Sequence[tuple[str, str]]": text_pairs,

@@ -228,6 +228,14 @@ class Checkpoint:
         """Iterate over `keys`."""
         return iter(self.keys())
 
+    def __len__(self) -> int:
+        """Return how many entries are at the root."""
+        return len(self.keys())
+
+    def __bool__(self) -> bool:
+        """Return True, also without entries: a checkpoint is there."""
+        return True
+
     def keys(self) -> list[Any]:
         """Return the keys of the entries at the root, in the order of the file."""
         return [key for key, _ in children(self.root)]
@@ -257,7 +265,7 @@ class Checkpoint:
         made: Checkpoint = above.call("drop", self, arguments.text("path", path))
         return made
 
-    def map(self, function: Callable[[Any], Any], keys: str | Iterable[str] = "*") -> Checkpoint:
+    def map(self, function: Callable[..., Any], keys: str | Iterable[str] = "*") -> Checkpoint:
         """Return this checkpoint with `function` applied to the weights that match a glob.
 
         `function` takes a torch tensor on the CPU and returns one (or a numpy array), and gives the

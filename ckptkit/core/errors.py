@@ -180,6 +180,7 @@ class AmbiguousError(InputError, ValueError):
 class SeveralError(AmbiguousError):
     """A folder holds several checkpoints, in `files`."""
 
+    code = "several-checkpoints"
     files: tuple[str, ...] = ()
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckptkit.core import arguments
 from ckptkit.core.errors import ArgumentError
-from ckptkit.core.text import guess, some
+from ckptkit.core.text import guess, parse_size, some
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor
@@ -39,10 +39,10 @@ class Options:
     values. ``ties``: ``alias`` (store once and note) or ``duplicate`` for tensors with equal bytes
     in a format without views. ``everything``: write the whole tree, not only what the format is
     made for. ``shard_size``: the most bytes in a file of a sharded format, a single larger tensor
-    aside; None: the default. ``ranks``: the number of parts of a model-parallel format. ``extras``:
-    keep in safetensors' metadata what their header cannot express. ``sidecars``: copy configuration
-    and tokenizer files from folder to folder. ``strict``: raise UsageError for a step that changes
-    nothing.
+    aside, as a number or as "5GB"; None: the default. ``ranks``: the number of parts of a
+    model-parallel format. ``extras``: keep in safetensors' metadata what their header cannot
+    express. ``sidecars``: copy configuration and tokenizer files from folder to folder. ``strict``:
+    raise UsageError for a step that changes nothing.
 
     Writing. ``force``: replace an existing destination. ``dry_run``: plan, and write nothing.
     ``check``: compare tensors with the checksums in their file, and raise CorruptError for a
@@ -79,6 +79,8 @@ class Options:
     progress: Callable[[int, int], None] | None = None
 
     def __post_init__(self) -> None:
+        if isinstance(self.shard_size, str) and (size := parse_size(self.shard_size)) is not None:
+            object.__setattr__(self, "shard_size", size)
         for name, words in _WORDS.items():
             if getattr(self, name) not in words:
                 meant = " or ".join(map(repr, words))
@@ -103,7 +105,8 @@ class Options:
         """Return these options with others in `changes`. Raises ArgumentError for unknown ones."""
         for name in changes:
             if name not in _NAMES:
-                hint = guess(name, _NAMES) or some(_NAMES, 9)
+                other = _OPTIONS_OF_COMMANDS.get(name)
+                hint = other or guess(name, _NAMES) or some(_NAMES, 9)
                 raise ArgumentError(f"there is no argument {name!r}", hint=hint)
         return replace(self, **changes) if changes else self
 
@@ -114,6 +117,14 @@ class Options:
         return (*parts, *(("--copies", "first") if self.copies == "first" else ()))
 
 
+# Options of commands that are no argument of this name.
+_OPTIONS_OF_COMMANDS = {
+    "all": "it is everything=True",
+    "cast": "ckptkit.convert(source, destination, lambda ck: ckptkit.cast(ck, 'float16'))",
+    "no_check": "it is check=False",
+    "no_extras": "it is extras=False",
+    "no_sidecars": "it is sidecars=False",
+}
 _NAMES = tuple(field.name for field in fields(Options))
 _FLAGS = tuple(field.name for field in fields(Options) if isinstance(field.default, bool))
 DEFAULT = Options()
@@ -122,5 +133,8 @@ DEFAULT = Options()
 def made(options: Options | None, changes: dict[str, Any]) -> Options:
     """Return the options that a caller gave, with the changes that were named beside them."""
     if not isinstance(options, (Options, type(None))):
-        raise arguments.wrong("options", "of class Options", options)
+        error = arguments.wrong("options", "of class Options", options)
+        if isinstance(options, str):
+            error.hint = f"key={options!r} names the entry of the weights"
+        raise error
     return (options or DEFAULT).changed(changes)

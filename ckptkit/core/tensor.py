@@ -22,10 +22,20 @@ from ckptkit.core.text import shape as shape_text
 
 if TYPE_CHECKING:
     import numpy as np
+    import torch
 
     Array = np.ndarray[Any, Any]
 
 Shape = tuple[int, ...]
+
+
+class Count(int):
+    """A number that may be called."""
+
+    __slots__ = ()
+
+    def __call__(self) -> int:
+        return int(self)
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -117,16 +127,18 @@ class Tensor:
         array: Array = above.call("numpy", self)
         return array
 
-    def torch(self, device: object = None) -> Any:
+    def torch(self, device: object = None) -> torch.Tensor:
         """Read the elements into a torch tensor on `device` (default: the CPU)."""
-        return above.call("torch", self, device)
+        tensor: torch.Tensor = above.call("torch", self, device)
+        return tensor
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: object) -> Array:
         """Read some elements, as numpy slices: integers, slices, ``...`` and None.
 
         Only these bytes are read, with gaps below 64 KiB between them.
         """
-        return above.call("elements", self, index)
+        found: Array = above.call("elements", self, index)
+        return found
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
         if copy is False:
@@ -171,8 +183,9 @@ class Tensor:
         return "meta" if self.storage is None else self.storage.device
 
     @property
-    def numel(self) -> int:
-        return prod(self.shape)
+    def numel(self) -> Count:
+        """The number of elements; ``t.numel()``, as torch has it, is the same."""
+        return Count(prod(self.shape))
 
     @property
     def nbytes(self) -> int:

@@ -140,6 +140,21 @@ def size(nbytes: int) -> str:
     return f"{scaled:,.1f} PB"
 
 
+_UNITS = {
+    "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+    "kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40,
+}  # fmt: skip
+
+
+def parse_size(text: str) -> int | None:
+    """Return the bytes that ``5GB``, ``5GiB`` or a number stands for; None for another text."""
+    from fractions import Fraction  # and with it decimal
+
+    found = re.fullmatch(r"([0-9]{1,18})(\.[0-9]{1,9})? ?([kmgt]i?b|b?)", text.strip().lower())
+    size = int(Fraction(found[1] + (found[2] or "")) * _UNITS.get(found[3], 1)) if found else 0
+    return size or None
+
+
 def plural(count: int, noun: str) -> str:
     """Format a count with its noun: ``1 tensor``, ``97 tensors``, ``2 entries``."""
     if count != 1:

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from fnmatch import translate
+from functools import partial
 from operator import itemgetter
 from typing import Any
 
@@ -347,17 +348,19 @@ class _Use:
         ]
 
 
-Function = Callable[[Any], Any]
+Function = Callable[..., Any]
 
 
 @edit
 def map_weights(ck: Checkpoint, function: Function, keys: str | Iterable[str] = "*") -> Checkpoint:
     """Apply `function`, from tensor to tensor, to the weights that match a glob of `keys`.
 
+    A function of two arguments is given the name too, before the tensor.
     It is applied when the result is read or written. Tied weights stay tied. Raises UsageError for
     a glob that matches nothing or codes of quantized weights.
     """
     arguments.function("function", function)
+    has_name = arguments.takes_two(function)
     weights = ck.required
     patterns = _patterns(keys, weights).values()
     names = [name for name in weights.nodes if any(each.match(name) for each in patterns)]
@@ -374,7 +377,7 @@ def map_weights(ck: Checkpoint, function: Function, keys: str | Iterable[str] = 
         view = (id(tensor.storage), tensor.dtype, tensor.offset, tensor.shape, tensor.stride)
         if view not in views:
             try:
-                views[view] = applied(tensor, function)
+                views[view] = applied(tensor, partial(function, name) if has_name else function)
             except CkptkitError as error:
                 error.message = f"{name}: {error.message}"
                 raise

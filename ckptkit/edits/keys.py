@@ -45,6 +45,7 @@ from ckptkit.edits import groups, optimizers
 from ckptkit.quantized import Quantization
 
 Paths = dict[str, Node]
+Names = Mapping[str, str] | Callable[[str], str]
 
 
 def paths_of(mapping: Node) -> Paths | None:
@@ -354,15 +355,22 @@ def add_prefix(
 @edit
 def rename(
     ck: Checkpoint,
-    mapping: Mapping[str, str] | None = None,
+    mapping: Names | None = None,
     substitutions: Sequence[tuple[str, str]] = (),
 ) -> Checkpoint:
     """Give weights other names: those in `mapping` the new one, others what `substitutions` make.
 
+    `mapping` may be a function, from each old name to its new one.
     A substitution is a regular expression and its replacement, applied with :func:`re.sub` in the
     order given. Raises UsageError (a name that is not there, a bad expression), CollisionError.
     """
     (target,) = targets_of(ck, ())
+    if callable(mapping):
+        try:
+            mapping = {name: mapping(name) for name in target.names}
+        except Exception as error:
+            what = f"the function of names fails: {type(error).__name__}: {error}"
+            raise UsageError(what) from error
     mapping = mapping or {}
     for old, new in mapping.items():
         if old not in target.names:
