@@ -59,6 +59,21 @@ ELSEWHERE = {"train": "ckptkit.trainer.command"}  # commands in another room
 ERROR_SCHEMA = "ckptkit.error/1"
 USAGE, BUG, INTERRUPTED, CLOSED_PIPE = 2, 5, 130, 141
 
+
+def _quiet(_: click.Context, __: click.Parameter, wanted: bool) -> None:
+    render.quiet = wanted
+
+
+def _verbose(_: click.Context, __: click.Parameter, wanted: bool) -> None:
+    if wanted:
+        main.traceback = render.progress_asked = True
+
+
+# Options of every command that has none of its own: their words, help and effect.
+EVERYWHERE = (
+    (["--quiet", "-q"], "Print only errors, and what is asked for.", _quiet),
+    (["--verbose", "-v"], "Show progress at once, and the traceback of an error.", _verbose),
+)
 ANYWHERE = ("--progress", "--traceback")  # options that may be typed anywhere
 
 
@@ -81,6 +96,10 @@ class CommandLine(click.Group):
             command = edits.command(name)
         else:
             command = import_module(ELSEWHERE.get(name, f"ckptkit.cli.{name}")).command
+        for words, text, made in EVERYWHERE:
+            if not any({*words} & {*each.opts} for each in command.params):
+                how: dict[str, Any] = {"is_flag": True, "expose_value": False, "hidden": True}
+                command.params.append(click.Option(words, help=text, callback=made, **how))
         command.epilog = f"Manual: ckptkit help {TOPICS[name]}"
         if ctx.resilient_parsing:
             from ckptkit.cli import completing
@@ -156,7 +175,7 @@ class CommandLine(click.Group):
         first = next((word for word in words if not word.startswith("-")), "")
         if first not in COMMANDS and (os.path.lexists(first) or {*"./*:"} & {*first}):
             words.insert(words.index(first), "inspect")  # a file or folder alone
-        self.traceback = render.begun = render.progress_asked = False
+        self.traceback = render.begun = render.progress_asked = render.quiet = False
         code: Any = 0
         try:
             with on_command_line():

@@ -22,8 +22,8 @@ DIFFERENT = 1
 
 @click.command("digest", cls=reading.Reader)
 @reading.files
-@reading.value("--output -o", "OUT", "Output file: the manifest, instead of printing it.")
-@reading.flag("--force", "Replace OUT if it exists.")
+@reading.value("--output -o", "DST", "Write the manifest to DST, instead of printing it.")
+@reading.flag("--force", "Replace DST if it exists.")
 @reading.value("--check expected", "MANIFEST", "Compare FILE with this manifest.")
 @reading.globs("Only tensors whose names match (repeatable).")
 @reading.flag("--all everything", "Not only the weights: all tensors of the file, by their paths.")

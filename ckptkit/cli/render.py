@@ -40,6 +40,7 @@ PATIENCE = 1.0  # seconds until a progress bar appears
 
 begun = False  # whether anything was written to standard output
 progress_asked = False  # whether --progress is given
+quiet = False  # whether --quiet is given to a command that has no other meaning for it
 
 
 def emit(*lines: str) -> None:
@@ -94,9 +95,9 @@ def note(line: str, hint: str | None = None) -> None:
 
 def _message(label: str, line: str, hint: str | None) -> None:
     """Print a message with its label; do nothing if standard error is closed."""
-    if sys.stderr is None:
+    if sys.stderr is None or (quiet and label != "error"):
         return
-    lines = message(label, line, hint)
+    lines = message(label, line, None if quiet else hint)
     try:
         sys.stderr.writelines(f"{labelled(each, sys.stderr)}\n" for each in lines)
     except OSError:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ckptkit.cli import reading, render
+from ckptkit.cli.options import Command, missing
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.text import shown_url
 
@@ -19,14 +20,39 @@ SCHEMA = "ckptkit.report/2"
 PAGES, PICTURES = (".html", ".htm"), (".svg", ".png", ".pdf")
 
 
-@click.command("report")
+def _check(ctx: click.Context) -> None:
+    """Take the last argument as DST, unless --output names it."""
+    given = ctx.params
+    places = [each for each in (given["file"], given["other"], given.pop("dst")) if each]
+    if given["output"] is None:
+        if len(places) < 2:
+            raise missing(ctx, "dst")
+        given["output"] = places.pop()
+    if len(places) > 2:
+        raise click.UsageError("give DST once: as the last argument, or with --output")
+    given["file"], given["other"] = (*places, None)[:2]
+    if given["everything"] and given["other"] is None:
+        raise click.UsageError("--all compares with OTHER")
+    suffix = _suffix(given["output"])
+    if suffix not in (*PAGES, *PICTURES):
+        kinds = ", ".join((*PAGES[:1], *PICTURES))
+        raise click.UsageError(f"{given['output']}: the suffix chooses what to make: {kinds}")
+    if suffix in PICTURES and (given["other"] is not None or given["values"]):
+        raise click.UsageError("OTHER and --values need a page (.html)")
+    if suffix in PAGES and (given["by"] is not None or given["title"] is not None):
+        raise click.UsageError("--by and --title need a picture (.svg, .png, .pdf)")
+
+
+def _suffix(path: str) -> str:
+    return os.path.splitext(path)[1].lower()
+
+
+@click.command("report", cls=Command, check=_check)
 @click.argument("file", metavar="FILE")
 @click.argument("other", metavar="[OTHER]", required=False)
+@click.argument("dst", metavar="DST", required=False)
 @reading.value(
-    "--output -o",
-    "OUT",
-    "Output file: a page (.html) or a picture (.svg, .png, .pdf).",
-    required=True,
+    "--output -o", "DST", "Write the page (.html) or the picture (.svg, .png, .pdf) to DST."
 )
 @reading.flag(
     "--values", "Read the values of tensors too: add statistics and histograms, and compare."
@@ -41,7 +67,7 @@ PAGES, PICTURES = (".html", ".htm"), (".svg", ".png", ".pdf")
     help="Scale the areas of the picture by parameters (default) or bytes.",
 )
 @reading.value("--title", "TEXT", "Title of the picture. Default: the name of FILE.")
-@reading.flag("--force", "Replace OUT if it exists.")
+@reading.flag("--force", "Replace DST if it exists.")
 @reading.as_json(SCHEMA)
 @reading.flag("--quiet -q", "Print only errors.")
 @reading.stored
@@ -75,23 +101,14 @@ def command(
     matplotlib.
 
     \b
-    Example: ckptkit report run.pth -o run.html
-             ckptkit report run.pth other.safetensors --values -o diff.html
-             ckptkit report run.pth -o run.svg
+    Example: ckptkit report run.pth run.html
+             ckptkit report run.pth other.safetensors diff.html --values
+             ckptkit report run.pth run.svg
     """
     from ckptkit import api
     from ckptkit.quantized import look_through, look_through_both
 
-    if everything and other is None:
-        raise click.UsageError("--all compares with OTHER")
-    suffix = os.path.splitext(output)[1].lower()  # which chooses what to make
-    if suffix not in (*PAGES, *PICTURES):
-        kinds = ", ".join((*PAGES[:1], *PICTURES))
-        raise click.UsageError(f"{output}: the suffix chooses what to make: {kinds}")
-    if suffix in PICTURES and (other is not None or values):
-        raise click.UsageError("OTHER and --values need a page (.html)")
-    if suffix in PAGES and (by is not None or title is not None):
-        raise click.UsageError("--by and --title need a picture (.svg, .png, .pdf)")
+    suffix = _suffix(output)  # which chooses what to make
     with ExitStack() as stack:
         found = [stack.enter_context(api.reading(file, key=key))]
         if other is not None:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ckptkit.core.tensor import Tensor
 
 SCHEMA = "ckptkit.show/2"
+FOUND = 1  # exit code of --nan
 ROWS = 12
 BINS = 16  # of a histogram
 BAR = 40  # characters of the longest bar of a histogram, at most
@@ -108,7 +109,8 @@ def _check(ctx: click.Context) -> None:
 @reading.flag("--stats counted", "Compute statistics of the whole part, even if it is large.")
 @reading.flag(
     "--nan nonfinite",
-    "Print where the first NaN and infinities are; without NAME, of all tensors.",
+    "Print where the first NaN and infinities are; without NAME, of all tensors. Exit code 1 if "
+    "there are any.",
 )
 @reading.as_json(SCHEMA)
 @reading.stored
@@ -141,10 +143,10 @@ def command(
     from ckptkit import api
 
     if name is None:
-        _print_nonfinite(file, read, stored)
-        return 0
+        return _print_nonfinite(file, read, stored)
     pairs = [(file, name), *([(other, name_b or name)] if other is not None else [])]
     lines: Iterable[str]
+    code = 0
     with ExitStack() as stack:
         shown = []
         for path, each in pairs:
@@ -155,12 +157,14 @@ def command(
             text = [*render.json_pieces(facts), "\n"]
         else:
             if nonfinite:
-                lines = render.text_lines(flatten(map(_nonfinite, shown)))
+                seen = [list(_nonfinite(each)) for each in shown]
+                code = FOUND if any(len(each) > 1 for each in seen) else 0
+                lines = render.text_lines(flatten(seen))
             else:
                 lines = _values(shown, rows, columns, counted)
             text = [f"{line}\n" for line in lines]
     render.write(text)
-    return 0
+    return code
 
 
 def _rows(checkpoint: Checkpoint, stored: bool) -> list[TensorRow]:
@@ -196,7 +200,7 @@ def _nonfinite(shown: Shown) -> Iterator[str]:
         yield f"  and {nan + infinite - FIRST:,} more"
 
 
-def _print_nonfinite(file: str, read: Options, stored: bool) -> None:
+def _print_nonfinite(file: str, read: Options, stored: bool) -> int:
     """Print where the first elements that are not finite are, of each tensor that has any."""
     from ckptkit import api
 
@@ -218,6 +222,7 @@ def _print_nonfinite(file: str, read: Options, stored: bool) -> None:
                     found.append(lines)
     what = f"{len(found):,} of {render.plural(len(rows), 'tensor')}" if found else "no tensor"
     render.emit_text(*flatten(found), f"{name}: {what} with NaN or infinities")
+    return FOUND if found else 0
 
 
 def _values(shown: list[Shown], rows: int, columns: int | None, counted: bool) -> Iterator[str]:

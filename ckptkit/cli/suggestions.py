@@ -282,7 +282,8 @@ def _missing(error: click.MissingParameter, line: Line) -> Step:
     if not places:
         return None, None
     if name == "dst":
-        return None, line.with_words([*line.words, output_name(places[0], "new")])
+        end = (".html", "report") if line.name == "report" else (None, "new")
+        return None, line.with_words([*line.words, output_name(places[0], end[1], end[0])])
     if name not in ("key", "name") or not os.path.exists(places[0]):
         return None, None
     from ckptkit.api import open_checkpoint

@@ -19,6 +19,7 @@ from ckptkit.core.errors import (
     AmbiguousError,
     CkptkitError,
     LimitError,
+    SeveralError,
     TruncatedError,
     UnsafeGlobalError,
     UnsupportedError,
@@ -354,7 +355,12 @@ def refused(refusal: Refusal) -> Cause:
     )
 
 
-_ID = {AmbiguousError: "ambiguous", UnsupportedError: "unsupported", LimitError: "limit"}
+_ID = {
+    AmbiguousError: "ambiguous",
+    SeveralError: "ambiguous",
+    UnsupportedError: "unsupported",
+    LimitError: "limit",
+}
 _WHY = {
     AmbiguousError: "ckptkit does not guess what is meant.",
     LimitError: "ckptkit stops at this limit.",

@@ -148,9 +148,11 @@ def test_PG_05_hostile_names_in_a_picture(ckptkit: Ckptkit, tmp_path: Path) -> N
 
 def test_usage(ckptkit: Ckptkit, file: Path, tmp_path: Path) -> None:
     for words, said in (
-        ((file,), "--output"),
+        ((file,), "DST"),
         ((file, "-o", "x.jpg"), ".html, .svg, .png, .pdf"),
         ((file, "-o", "html"), ".html"),
+        ((file, file), "the suffix chooses what to make"),
+        ((file, file, "x.html", "-o", "x.html"), "give DST once"),
         ((file, file, "-o", "x.svg"), "need a page"),
         ((file, "--values", "-o", "x.svg"), "need a page"),
         ((file, "--by", "bytes", "-o", "x.html"), "need a picture"),
@@ -159,6 +161,12 @@ def test_usage(ckptkit: Ckptkit, file: Path, tmp_path: Path) -> None:
         result = ckptkit("report", *words)
         assert result.exit_code == 2 and said in result.stderr, words
     assert not (tmp_path / "x.html").exists()
+
+
+def test_the_last_argument_is_the_output(ckptkit: Ckptkit, file: Path, tmp_path: Path) -> None:
+    for words in ((file, "a.html"), (file, file, "b.html"), (file, "-o", "c.html")):
+        *places, name = (tmp_path / each if str(each).endswith(".html") else each for each in words)
+        assert ckptkit("report", *places, name).exit_code == 0 and name.exists(), words
 
 
 def test_nothing_to_draw(ckptkit: Ckptkit, tmp_path: Path) -> None:
