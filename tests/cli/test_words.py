@@ -239,7 +239,7 @@ def test_show_nan_of_all_tensors(ckptkit: Ckptkit, tmp_path: Path) -> None:
         tmp_path / "a.pth",
     )
     done = ckptkit("show", tmp_path / "a.pth", "--nan")
-    assert done.exit_code == 0, done.stderr
+    assert done.exit_code == 1, done.stderr
     assert done.stdout.splitlines() == [
         f"{tmp_path / 'a.pth'}: bad: 1 NaN, 1 infinite", "  [1, 2] nan", "  [2, 3] inf",
         f"{tmp_path / 'a.pth'}: optimizer.state.0.exp_avg: 1 NaN, 1 infinite", "  [0, 2] nan", "  [1, 3] inf",
