@@ -46,7 +46,15 @@ OTHERS = {
     "click": ("cli", "trainer"),
     "tabulate": ("cli",),
     "tqdm": ("cli", "trainer"),
-    "torch": ("compute", "rules", "lora", "loading", "diagnosis", "trainer"),
+    "torch": (
+        "core",
+        "compute",
+        "rules",
+        "lora",
+        "loading",
+        "diagnosis",
+        "trainer",
+    ),  # core: a type
     "sklearn": ("trainer",),
     "matplotlib": ("trainer", "cli", "views"),
     "textual": ("views",),
