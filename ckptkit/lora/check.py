@@ -153,8 +153,8 @@ def _with_base(
         yield Finding("quantized", ERROR, title, (), command)
         return
     places, renames, missing = _places(read, base, merging)
-    refusal = None
-    if not _INSIDE & {each.code for each in found}:
+    refusal, is_sound = None, not _INSIDE & {each.code for each in found}
+    if is_sound:
         refusal = _refusal(read, base, merging)
         missing = missing if refusal and refusal.code == "no-module" else None
     if missing or refusal:
@@ -165,6 +165,8 @@ def _with_base(
         one = f"^{re.escape(renames[0].old)}={renames[0].new}"
         options = ("--sub", one) if len(renames) == 1 else ()
         yield Finding("prefix", ERROR, title, tuple(places), merging(*options))
+    if not is_sound:
+        return
     large = []
     for key, place in places.items():
         change, weight = _norm(read.modules[key]), _norm_of(base.weights[place])
@@ -242,7 +244,8 @@ def _shape(module: Module) -> tuple[int, ...]:
     if module.kind and not module.tensors.keys() & {"diff_b", "ia3", "tokens"}:
         change = change_of(module, {}, 1.0)
         return change.rows, change.columns
-    return next(each.shape for role, each in module.tensors.items() if role != "alpha")
+    shapes = (each.shape for role, each in module.tensors.items() if role != "alpha")
+    return next(shapes, ()) or (1,)
 
 
 def _norm(module: Module) -> float | None:

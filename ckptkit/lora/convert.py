@@ -13,6 +13,7 @@ import re
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from math import isfinite
 from typing import Any
 
 from ckptkit.api import Conversion, open_checkpoint
@@ -27,8 +28,9 @@ from ckptkit.core.options import Options, made
 from ckptkit.core.tensor import Shape, Storage, Tensor, contiguous_stride
 from ckptkit.core.text import plural, quoted, some, typed
 from ckptkit.lora import naming
+from ckptkit.lora.changes import change_of
 from ckptkit.lora.naming import DIFFUSERS, FLUX, ORIGINAL, UNET, BaseNames, Part, spelled
-from ckptkit.lora.reading import METADATA, Adapter, Module, read_adapter
+from ckptkit.lora.reading import METADATA, Adapter, Module, problems, read_adapter
 from ckptkit.lora.writing import PEFT, config_of, tensor_of, written
 
 LAYOUTS = "peft", "diffusers", "kohya", "comfy"
@@ -125,23 +127,31 @@ def convert_lora(
     )  # fmt: skip
 
 
+def refuse_damaged(read: Adapter) -> None:
+    """Raise UnsupportedError for an adapter that could not be merged either, wherever it fits."""
+    for problem in problems(read, "residual"):
+        raise UnsupportedError(problem.title, where=read.path, hint=problem.hint)
+    for name, module in read.modules.items():
+        if module.kind not in ("ia3", "tokens") and "diff_b" not in module.tensors:
+            change_of(module, {}, 1.0)  # raises for factors that do not fit
+        if not isfinite(module.scale or 0.0):
+            raise UnsupportedError(f"the scale of {name} is not a finite number", where=read.path)
+
+
 def _check(read: Adapter, to: str) -> None:
     """Raise UnsupportedError for what no conversion, or not this one, can express."""
+    refuse_damaged(read)
     config = read.config or {}
     if read.layout == "peft" and read.method != "LORA":
         raise UnsupportedError(f"is an adapter of the method {read.method}: only LORA is converted")
-    odd = [name for name in ("fan_in_fan_out", "use_bdlora") if config.get(name)]
+    odd = ["fan_in_fan_out"] if config.get("fan_in_fan_out") else []
     for name, module in read.modules.items():
         known = (*_KOHYA, "hada", "lokr") if to in _ORIGINALS else (*_PEFT, "alpha")
-        is_odd = not module.kind or module.parameter or module.kind == "attention_out"
+        is_odd = module.parameter or module.kind == "attention_out"
         if is_odd or any(r not in known and r[:4] not in known for r in module.tensors):
-            odd.append(f"{name} ({module.kind or some(module.tensors)})")
-    if odd := [*odd, *read.unknown, *read.replaced]:
+            odd.append(f"{name} ({module.kind})")
+    if odd := [*odd, *read.replaced]:
         raise UnsupportedError(f"the layout {to} has no place for {some(odd)}")
-    for name, module in read.modules.items():
-        if module.scale is None:
-            hint = f"{typed('--alpha A', 'alpha=...')}: the scale is alpha / rank"
-            raise UnsupportedError(f"nothing tells the scale of {name}", hint=hint)
 
 
 def _dotted(

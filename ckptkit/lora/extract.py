@@ -27,7 +27,7 @@ from ckptkit.core.options import Options, made
 from ckptkit.core.tensor import Shape, Storage, Tensor, contiguous_stride
 from ckptkit.core.text import plural, quoted, shape, shell_command, some, typed
 from ckptkit.edits import groups
-from ckptkit.lora.convert import tensors_of
+from ckptkit.lora.convert import refuse_damaged, tensors_of
 from ckptkit.lora.reading import METADATA, Module, read_adapter
 from ckptkit.lora.writing import PEFT, config_of, tensor_of, written
 
@@ -296,15 +296,16 @@ def resize_lora(
         raise UsageError("a rank is at least 1")
     asked, found = made(options, changes), ExtractReport()
     read = read_adapter(adapter)
+    refuse_damaged(read)
     modules: dict[str, Module] = {}
     for key, module in read.modules.items():
         first, second = ("embedding_A", "embedding_B") if module.kind == "embedding" else ("A", "B")
-        is_odd = module.kind not in ("lora", "embedding") or module.parameter or read.unknown
-        if is_odd or module.scale is None or not module.tensors.keys() <= {first, second, "alpha"}:
+        is_odd = module.kind not in ("lora", "embedding") or module.parameter
+        if is_odd or not module.tensors.keys() <= {first, second, "alpha"}:
             what = f"{key} ({module.kind or some(module.tensors)}) is not plain LoRA with a scale"
             raise UnsupportedError(what, where=read.path, hint=_PLAIN)
         a, b = (module.tensors[role].numpy().astype("f8") for role in (first, second))
-        outer, upper = np.linalg.qr(b.reshape(b.shape[0], -1) * module.scale)
+        outer, upper = np.linalg.qr(b.reshape(b.shape[0], -1) * (module.scale or 0.0))
         inner, lower = np.linalg.qr(a.reshape(a.shape[0], -1).T)
         core = upper @ lower.T
         if not np.isfinite(core).all():

@@ -383,6 +383,8 @@ def _module(
     made = Module(prefix, component, path, kind, tensors, rank, parameter=is_parameter)
     if kind in ("", "ia3", "tokens"):
         return replace(made, rank=None, scale=1.0)
+    if "alpha" in tensors and tensors["alpha"].numel != 1:
+        raise CorruptError(f"{shown(key)} has {tensors['alpha'].numel} numbers as its alpha")
     stored = float(tensors["alpha"].numpy().reshape(-1)[0]) if "alpha" in tensors else None
     if config is not None:
         return _of_config(made, config)

@@ -11,8 +11,10 @@ import pytest
 from safetensors.numpy import save_file
 
 import ckptkit
-from ckptkit.core.errors import UsageError
+from ckptkit.core.errors import CkptkitError, UnsupportedError, UsageError
 from ckptkit.lora.check import check_lora
+from ckptkit.lora.convert import convert_lora
+from ckptkit.lora.extract import resize_lora
 from tests.conftest import Run
 
 Array = np.ndarray[Any, Any]
@@ -202,3 +204,37 @@ def test_a_broken_configuration(tmp_path: Path) -> None:
     path = adapter(tmp_path / "a", factors("fc"))
     (path / "adapter_config.json").write_text("{")
     assert [each["code"] for each in ckptkit.doctor(path)["causes"]] == ["adapter"]
+
+
+ODD: dict[str, tuple[Array, Array]] = {
+    "without elements": (np.ones((2, 0), "f4"), np.ones((0, 2), "f4")),
+    "without elements, of one dimension": (np.ones(0, "f4"), np.ones(0, "f4")),
+    "a number": (np.array(1, "f4"), np.ones((4, 2), "f4")),
+    "of one dimension": (np.ones(3, "f4"), np.ones((4, 2), "f4")),
+    "of other ranks": (np.ones((3, 3), "f4"), np.ones((4, 2), "f4")),
+    "integers": (np.ones((2, 3), "i8"), np.ones((4, 2), "f4")),
+}
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_odd_tensors(tmp_path: Path, kind: str) -> None:
+    """They are findings; what writes an adapter refuses them, and says why."""
+    a, b = ODD[kind]
+    tensors = {"base_model.model.fc.lora_A.weight": a, "base_model.model.fc.lora_B.weight": b}
+    path = adapter(tmp_path / "a", tensors)
+    assert "error" in codes(path, base=base(tmp_path, "fc")).values()
+    for function, words in ((convert_lora, {"to": "kohya", "component": "unet"}),
+                            (resize_lora, {"rank": 1})):  # fmt: skip
+        with pytest.raises(UnsupportedError, match="fc"):
+            function(path, tmp_path / "out.safetensors", **words)  # type: ignore[operator]
+    assert not (tmp_path / "out.safetensors").exists()
+
+
+@pytest.mark.parametrize("alpha", [np.ones(2, "f4"), np.ones(0, "f4"), np.array(np.nan, "f4")])
+def test_odd_alphas(tmp_path: Path, alpha: Array) -> None:
+    name, path = "lora_unet_conv_in", tmp_path / "k.safetensors"
+    factors = {f"{name}.lora_down.weight": np.ones((1, 2), "f4")}
+    factors |= {f"{name}.lora_up.weight": np.ones((2, 1), "f4"), f"{name}.alpha": alpha}
+    save_file(factors, path)
+    with pytest.raises(CkptkitError, match=r"alpha|scale"):
+        convert_lora(path, tmp_path / "out.safetensors", "diffusers")
