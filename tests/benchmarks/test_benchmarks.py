@@ -219,7 +219,8 @@ def test_what_torch_does(
     monkeypatch.setattr(sys, "argv", ["-c", str(path), str(path)])
     monkeypatch.chdir(tmp_path)
     exec(peers.PROGRAMS[job][name], {})
-    names = [f"module.layers.{i}.weight" for i in range(TENSORS)]
+    stem = "l" if kind == "lora" else "module.layers"
+    names = [f"{stem}.{i}.weight" for i in range(TENSORS)]
     outs = list(tmp_path.iterdir())
     nothing = ("list", "list safetensors", "list shards", "digest", "equal", "stats", "close")
     assert len(outs) == (job not in (*nothing, *peers.LIBRARY))
@@ -229,7 +230,8 @@ def test_what_torch_does(
         )
         stripped = [each.removeprefix("module.") if "strip" in job else each for each in names]
         assert list(state) == (["w"] if kind == "matrix" else stripped)
-        dtype = {"cast": torch.bfloat16, "transpose": torch.uint8}.get(job, torch.float32)
+        dtypes = {"cast": torch.bfloat16, "lora": torch.bfloat16, "transpose": torch.uint8}
+        dtype = dtypes.get(job, torch.float32)
         assert {each.dtype for each in state.values()} == {dtype}
 
 
