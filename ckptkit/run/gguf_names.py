@@ -272,13 +272,15 @@ def _under_old_names(ck: Checkpoint, skeleton: Checkpoint, name: str) -> Checkpo
 
 
 def _ranges(skeleton: Checkpoint) -> Sequence[tuple[str, Range]]:
+    """Return where the tensors of a file are, by name; those without elements are nowhere."""
     found = []
     for key, tensor in skeleton.weights.items():
         assert tensor.storage is not None
         extent = tensor.storage.record.locate()
         if not isinstance(extent, Range) or tensor.storage.big_endian:
             raise UnsupportedError("is big-endian: ckptkit does not write it", where=skeleton.name)
-        found.append((key, extent))
+        if extent.length:
+            found.append((key, extent))
     return found
 
 

@@ -370,6 +370,13 @@ def test_a_file_into_another(
     assert not (tmp_path / "c.gguf").exists()
 
 
+def test_tensors_without_elements(tmp_path: Path, command: Ckptkit) -> None:  # noqa: F811
+    source = model(tmp_path, "llama", [entry("a", 2, 3), entry("b", 0, 4), entry("c", 0), LLAMA[0]])
+    done = command("convert", source, tmp_path / "new.gguf", "--like", source)
+    assert done.exit_code == 0, done.stderr
+    assert (tmp_path / "new.gguf").read_bytes() == source.read_bytes()
+
+
 def test_refused(
     pair: tuple[Path, State],
     tmp_path: Path,
