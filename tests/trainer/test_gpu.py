@@ -43,7 +43,7 @@ from tests.trainer.conftest import ROWS
 
 CPU = Machine(0, "no GPU")
 BY_NAME = {check.name: check for check in CHECKS}
-QUICK = ["S02 S10", "S03", "S04", "S18", "S23", "resuming is exact", "amp computes"]
+QUICK = ["S02 S10", "S03", "S08", "S04", "S18", "S23", "resuming is exact", "amp computes"]
 # What these check is tested beside them, in a shorter run.
 LONG = [
     "S05", "S06", "S09", "S11", "S13", "S17", "S19", "S25 DDP with gloo", "S25 FSDP", "a run of",
@@ -51,7 +51,7 @@ LONG = [
 ]  # fmt: skip
 OTHERS = ["S01", "S02 a small", "S07"]  # which other tests run
 NEEDS_GPU = [
-    "S08", "S20", "S25 DDP with nccl", "inputs on", "SyncBatchNorm", "a snapshot", "out of memory",
+    "S20", "S25 DDP with nccl", "inputs on", "SyncBatchNorm", "a snapshot", "out of memory",
     "what is not deterministic", "checkpoints tagged cuda:0", "checkpoints tagged cuda:1",
     "checkpoints of DataParallel",
 ]  # fmt: skip
