@@ -27,7 +27,10 @@ from ckptkit.core.errors import (
     UnsupportedError,
 )
 from ckptkit.core.tree import StoredList
+from tests.conftest import Run, in_process
 from tests.formats.gguf_files import Entry, Typed, Writer, made
+
+run = in_process
 
 F32 = np.arange(12, dtype="<f4")
 PLAIN = Entry("a.weight", (3, 4), 0, F32.tobytes())
@@ -358,3 +361,61 @@ def test_blocks_are_no_arrays(tmp_path: Path) -> None:
             assert "dequantize" in (caught.value.hint or "")
         numbers = ckptkit.dequantize(ck, "float16").weights["b.weight"].numpy()
         assert (numbers.dtype, numbers.shape) == ("f2", (2, 32))
+
+
+class TestCommands:
+    """What commands say of GGUF alone."""
+
+    def test_inspect_one_file_of_a_split_model(self, tmp_path: Path, run: Run) -> None:
+        TestSplit().files(tmp_path)
+        done = run("inspect", "--part-only", "m-00002-of-00003.gguf", cwd=tmp_path)
+        assert done.code == 0
+        assert "this is file 2 of 3 of a split GGUF model" in done.stdout
+
+    def test_convert_names_the_command(self, tmp_path: Path, run: Run) -> None:
+        written(tmp_path, MODEL)
+        done = run("convert", "model.gguf", "out.safetensors", cwd=tmp_path)
+        assert done.code == 3
+        assert (
+            "hint: `ckptkit convert model.gguf model.safetensors --dequantize bfloat16`"
+            in done.stderr
+        )
+
+    def test_doctor(self, tmp_path: Path, run: Run) -> None:
+        tensors = [Q4_0, PLAIN._replace(offset=128)]
+        written(tmp_path, made([("general.name", "x")], tensors))
+        done = run("doctor", "model.gguf", cwd=tmp_path)
+        assert done.code == 1
+        command = "ckptkit convert --dequantize bfloat16 model.gguf model-safe.safetensors"
+        assert command in done.stdout
+        assert "llama.cpp refuses it" in done.stdout
+        assert run(*command.split()[1:], cwd=tmp_path).code == 0
+        assert run("doctor", "--fix", "fixed.pth", "model.gguf", cwd=tmp_path).code in (0, 1)
+        state = torch.load(tmp_path / "fixed.pth", weights_only=True)
+        assert {name: each.dtype for name, each in state.items()} == {
+            "b.weight": torch.bfloat16, "a.weight": torch.float32,
+        }  # fmt: skip
+
+    def test_diff_compares_whole_arrays(self, tmp_path: Path, run: Run) -> None:
+        words = [f"w{n}" for n in range(20)]
+        written(tmp_path, made([("tokens", words)], [PLAIN]), "a.gguf")
+        written(tmp_path, made([("tokens", [*words[:-1], "other"])], [PLAIN]), "b.gguf")
+        assert run("diff", "a.gguf", "b.gguf", cwd=tmp_path).code == 0
+        done = run("diff", "--all", "a.gguf", "b.gguf", cwd=tmp_path)
+        assert done.code == 1
+        assert "tokens" in done.stdout
+        texts = [run("inspect", "--textconv", f"{name}.gguf", cwd=tmp_path).stdout for name in "ab"]
+        assert texts[0] != texts[1]
+
+    def test_verify_values(self, tmp_path: Path, run: Run) -> None:
+        block = struct.pack("<e", float("inf")) + bytes([0x99] * 16)
+        written(tmp_path, made(tensors=[Entry("w", (1, 64), 2, block + bytes(18))]))
+        assert run("verify", "model.gguf", cwd=tmp_path).code == 0
+        done = run("verify", "--values", "model.gguf", cwd=tmp_path)
+        assert (done.code, "32 infinite of 64 elements" in done.stdout) == (1, True)
+
+    def test_batch_names(self, tmp_path: Path, run: Run) -> None:
+        written(tmp_path, MODEL, "a.gguf")
+        words = "batch convert a.gguf --into out --format safetensors --dequantize float16"
+        assert run(*words.split(), cwd=tmp_path).code == 0
+        assert [path.name for path in (tmp_path / "out").glob("a*")] == ["a.safetensors"]
