@@ -11,6 +11,7 @@ import json
 import os
 import re
 import struct
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import isfinite
@@ -96,6 +97,10 @@ def convert_lora(
                 shapes = {name: each.shape for name, each in held.required.tensors.items()}
             names = BaseNames(shapes, read.components)
         modules = [_dotted(each, read, to, component, names) for each in read.modules.values()]
+        if any(each.component == "transformer" and _is_flux(each) for each in modules):
+            # Flux has T5 as its second text encoder, where kohya and ComfyUI number all three.
+            second = {"text_encoder_3": "text_encoder_2"} if to not in _ORIGINALS else {}
+            modules = [replace(m, component=second.get(m.component, m.component)) for m in modules]
         modules = list(_respelled(modules, to, read, warnings))
         modules = [_baked(each) for each in modules] if bake else modules
         parts = list(dict.fromkeys(each.component for each in modules))
@@ -113,7 +118,10 @@ def convert_lora(
             extras[METADATA] = json.dumps(entries, indent=2, sort_keys=True)
         # A pipeline of one text encoder has another name for it.
         single = {*parts} <= {"unet", "text_encoder"} and not _is_xl(modules)
+        single = single and not any(key.startswith("lora_te1_") for key in read.modules)
         keys = [_key(each, to, single) for each in modules]
+        if twice := [key for key, count in Counter(keys).items() if count > 1]:
+            raise AmbiguousError(f"two modules would have the name {some(twice)}")
         tensors = dict(tensors_of(dict(zip(keys, modules, strict=True)), to))
     except (UnsupportedError, AmbiguousError) as error:
         error.hint = error.hint or "`ckptkit help lora` lists what each layout can hold"
@@ -172,6 +180,11 @@ def _dotted(
         hint = f"{typed('--component NAME', 'component=...')} says of which component it is"
         raise UnsupportedError(f"{path} looks like a module of a language model", hint=hint)
     return replace(module, component=found if part == "unet" and found else part, path=path)
+
+
+def _is_flux(module: Module) -> bool:
+    known = spelled(module.path)
+    return known is not None and known[0] == FLUX
 
 
 # Spellings

@@ -191,6 +191,22 @@ def test_sdxl_has_two_text_encoders(tmp_path: Path) -> None:
     }  # fmt: skip
 
 
+def test_t5_is_the_second_text_encoder_of_flux(tmp_path: Path) -> None:
+    name = "encoder_block_0_layer_0_SelfAttention_q"
+    modules = {
+        "lora_unet_single_blocks_0_linear2": (factors(4, 4, 2), 2.0),
+        f"lora_te3_{name}": (factors(4, 4, 2), 2.0),
+    }
+    found = changes(converted(tmp_path, kohya(modules), "diffusers"))
+    assert "text_encoder_2.encoder.block.0.layer.0.SelfAttention.q" in found
+
+
+def test_names_of_the_same_layout_stay(tmp_path: Path) -> None:
+    name = "lora_te1_text_model_encoder_layers_0_mlp_fc1"
+    found = changes(converted(tmp_path, kohya({name: (factors(4, 4, 2), 1.0)}), "kohya", bake=True))
+    assert list(found) == [name]
+
+
 def test_one_text_encoder_is_that_of_sd15(tmp_path: Path) -> None:
     name = "text_encoder.text_model.encoder.layers.0.mlp.fc1"
     found = changes(converted(tmp_path, diffusers({name: factors(4, 4, 2)}), "kohya"))
@@ -279,6 +295,10 @@ def test_kinds_that_only_kohya_and_comfy_have(tmp_path: Path) -> None:
                     "transformer.single_transformer_blocks.0.attn.to_k": factors(3, 2, 1)}),
          "kohya", {}, UnsupportedError, "differ in dtype or size"),
         (diffusers({"blocks.0.q": factors(2, 2, 1)}), "kohya", {}, CkptkitError, "scale"),
+        (diffusers({"unet.conv_in": factors(2, 2, 1), "unet.input_blocks.0.0": factors(2, 2, 1)}),
+         "comfy", {}, AmbiguousError, "two modules"),
+        (diffusers({"unet.a.b_c": factors(2, 2, 1), "unet.a_b.c": factors(2, 2, 1)}), "kohya", {},
+         AmbiguousError, "two modules"),
         (diffusers({"layers.0.q": factors(2, 2, 1)}), "kohya", {"alpha": 2.0}, UnsupportedError,
          "language model"),
         ({"unet.conv_in.lora_A.weight": np.ones((1, 2), "f4")}, "kohya", {}, UnsupportedError,
