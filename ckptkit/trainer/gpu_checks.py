@@ -147,7 +147,7 @@ def data_parallel(on: Machine, folder: Path) -> Facts:
     return same_weights(folder / "one.pth", folder / "two.pth", CLOSE)
 
 
-@check("S02 a small model takes longer on two devices than on one", gpus=2)
+@check("S02 seconds of a small model on one device and on two", gpus=2)
 def small_models(on: Machine, folder: Path) -> Facts:
     """Measure both; no time is wrong."""
     seconds = {}

@@ -49,7 +49,7 @@ LONG = [
     "S05", "S06", "S09", "S11", "S13", "S17", "S19", "S25 DDP with gloo", "S25 FSDP", "a run of",
     "amp in float16", "workers",
 ]  # fmt: skip
-OTHERS = ["S01", "S02 a small", "S07"]  # which other tests run
+OTHERS = ["S01", "S02 seconds", "S07"]  # which other tests run
 NEEDS_GPU = [
     "S20", "S25 DDP with nccl", "inputs on", "SyncBatchNorm", "a snapshot", "out of memory",
     "what is not deterministic", "checkpoints tagged cuda:0", "checkpoints tagged cuda:1",
