@@ -5,12 +5,14 @@ The vectors compare all types with gguf-py and ggml; these need neither.
 
 from __future__ import annotations
 
+import hashlib
 import struct
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 
+from ckptkit.compute import ggml
 from ckptkit.compute.ggml import DECODERS, ELEMENTS, FIELDS, TYPES, GgmlDequantize
 from ckptkit.compute.operation import stream
 from ckptkit.core.bytesource import Derived, Memory, Range
@@ -202,3 +204,19 @@ def test_parts_end_where_the_tensor_ends(size: int) -> None:
     assert ends == sorted(set(ends))
     assert ends[-1] == extent.length
     assert all(end % 64 == 0 for end in ends)
+
+
+# SHA-256 of the grids as int8, by those who extracted them from both libraries.
+GRIDS = {
+    "iq2_xxs": "05826b5d3e472a3a78f196be62ac78acf81df0f909626e12ab9fa2a5d490dd54",
+    "iq2_xs": "06e47aaca60b4dc1d9b5a3f34540437058a6b142b4d7a59d5ded769b4d1bf1de",
+    "iq2_s": "e1aa1473412b0552c2174c30ef22ab4073f6a181b85a17056e8249bd2932fd88",
+    "iq3_xxs": "46e35f5a997efdee6c99ce57854c8a0d4f0ff8ca57e5e8a60c0793ea580acf5d",
+    "iq3_s": "bd1af4945a1717c65610b0284e4628b9a1ba3b306fae3a06f6e5f597356e349f",
+    "iq1": "07540ffc1aeaf6ad4d97e96b0fcc765aae39671d4ae4a27bbd0e796fde167c6a",
+}
+
+
+@pytest.mark.parametrize("name", GRIDS)
+def test_grids(name: str) -> None:
+    assert hashlib.sha256(ggml._grid(name).tobytes()).hexdigest() == GRIDS[name]
