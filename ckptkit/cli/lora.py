@@ -32,8 +32,9 @@ def _merge(
     quantize: str | None,
     **given: Any,
 ) -> Any:
-    from ckptkit import edits
+    from ckptkit import edits, formats
     from ckptkit.api import open_checkpoint
+    from ckptkit.formats.table import SHARDED_BIN, TORCH_ZIP
     from ckptkit.lora.merge import merge_lora
 
     base, *adapters = request.sources
@@ -41,10 +42,16 @@ def _merge(
         raise click.UsageError(f"give --weight once for each of {len(adapters)} adapters")
     given |= {"weights": weights or None, "strict": request.options.strict}
     later = (("cast", "dtypes", cast), ("quantize", "kind", quantize))
+    source = open_checkpoint(base, request.options, key=key)
+    is_named = request.options.format is not None or formats.of_suffix(request.dst) is not None
+    if source.folder is not None and source.format == TORCH_ZIP.name and not is_named:
+        # What was a folder stays one, with its configuration.
+        options = replace(request.options, format=SHARDED_BIN.name)
+        request = replace(request, options=options)
     return request.run(
         lambda checkpoint: merge_lora(checkpoint, adapters, **given),
         *(edits.step(word, **{name: value}) for word, name, value in later if value),
-        source=open_checkpoint(base, request.options, key=key),
+        source=source,
         key=key,
     )
 

@@ -218,10 +218,11 @@ def read_adapter(
         if component is not None:
             kept = {key: each for key, each in made.modules.items() if each.component == component}
             if not kept:
-                raise UsageError(
-                    f"has no component {component!r}",
-                    hint=f"it has {quoted(filter(None, made.components))}",
+                names = [each for each in made.components if each]
+                found = (
+                    f"it has {quoted(names)}" if names else "it is not of a pipeline: leave it out"
                 )
+                raise UsageError(f"has no component {component!r}", hint=found)
             made = replace(made, modules=kept)
     except CkptkitError as error:
         raise error.at(checkpoint.name or "the adapter") from error.__cause__
@@ -339,7 +340,8 @@ def _read(checkpoint: Checkpoint, alpha: float | None) -> Adapter:
         )
     modules = {key: _module(key, group, layout, configs, alpha) for key, group in groups.items()}
     if alpha is not None and all(each.alpha != alpha for each in modules.values()):
-        raise UsageError(f"records its scales: {typed('--alpha', 'alpha')} is for files without")
+        given = typed("--alpha", "alpha")
+        raise UsageError(f"records its scales: {given} is for files without", hint="leave it out")
     kinds = dict.fromkeys(_METHODS.get(each.kind, "LORA") for each in modules.values())
     method = str((configs.get("") or {}).get("peft_type") or "+".join(kinds)).upper()
     return Adapter(

@@ -175,6 +175,21 @@ def test_what_is_not_changed_keeps_its_bytes_and_its_order(tmp_path: Path, in_pr
     assert torch.equal(seen["a.weight"], model["a.weight"]) and seen["n"] == 3
 
 
+def test_a_folder_stays_a_folder(tmp_path: Path, in_process: Cli) -> None:
+    """A folder of one torch file, whose DST has no suffix: config.json comes along."""
+    weight, tensors = values(9, 5), factors("fc", 9, 5)
+    path = tmp_path / "hub"
+    path.mkdir()
+    torch.save({"fc.weight": weight}, path / "pytorch_model.bin")
+    (path / "config.json").write_text('{"model_type": "llama"}')
+    out = tmp_path / "out"
+    done = in_process("lora", "merge", path, adapter(tmp_path, tensors), out)
+    assert done.code == 0, done.stderr
+    assert (out / "config.json").exists()
+    seen = ckptkit.load(out)
+    assert torch.equal(seen["fc.weight"], weight + delta(tensors, "fc"))
+
+
 def test_views_and_tied_storages_of_a_torch_file(tmp_path: Path) -> None:
     """A transposed view is changed as the tensor that it is; what shares its memory is not."""
     plain = values(5, 9)
