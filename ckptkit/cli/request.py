@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from ckptkit.cli import render
 from ckptkit.core.bytesource import STREAM
+from ckptkit.core.errors import ADAPTER, coded
 from ckptkit.core.options import Options
 from ckptkit.core.text import flatten, is_url, shown_url
 
@@ -154,6 +155,8 @@ def report(done: Conversion, request: Request, lost: Sequence[Loss]) -> None:
         }
         if lost:
             facts["lost"] = list(map(asdict, lost))
+        if merged := coded(done.notes, ADAPTER):
+            facts["adapters"] = [each.facts for each in merged]
         if rules:
             facts |= _rules_facts(rules)
         render.emit_json(facts)

@@ -297,6 +297,7 @@ def foreseen(error: BaseException) -> BaseException:
 
 
 # Codes: stable, one for each kind of warning that other code asks about.
+ADAPTER = "adapter"  # a note: what was merged of one
 DELTA = "delta"  # the frames of a delta, and no weights
 LLAMA_CPP = "llama-cpp"  # what llama.cpp refuses in a GGUF file, and ckptkit reads
 NO_CHECKSUM = "no-checksum"  # storages without one: damage to them cannot be seen

@@ -24,7 +24,7 @@ from ckptkit.core.arguments import checked, numbers, wrong
 from ckptkit.core.bytesource import Pending, Record
 from ckptkit.core.checkpoint import Checkpoint, Source, opened
 from ckptkit.core.dtypes import DTypeLike
-from ckptkit.core.errors import CkptkitError, UnsupportedError, UsageError
+from ckptkit.core.errors import ADAPTER, CkptkitError, Notice, UnsupportedError, UsageError
 from ckptkit.core.tensor import Shape, Storage, Tensor, contiguous_stride
 from ckptkit.core.text import output_name, plural, quoted, shell_command, shown, typed
 from ckptkit.core.text import shape as shape_text
@@ -627,7 +627,11 @@ class _Merge:
         if replaced:
             note += f", replaced {plural(replaced, 'tensor')}"
         rest = len([name for name in self.new if name in self.old and name not in changed])
-        notes = [f"{note}, {rest} unchanged", *self.notes]
+        merged = Notice(
+            ADAPTER, f"{note}, {rest} unchanged", adapter=adapter.path,
+            modules=len(adapter.modules), ranks=adapter.ranks, replaced=replaced, unchanged=rest,
+        )  # fmt: skip
+        notes = [merged, *self.notes]
         if adapter.ignored:
             notes.append(f"ignored {quoted(adapter.ignored)}")
         if adapter.base and os.path.basename(adapter.base.rstrip("/")) not in (base.name or ""):

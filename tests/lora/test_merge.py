@@ -448,6 +448,15 @@ def test_weights_of_what_is_no_sum(tmp_path: Path, in_process: Cli) -> None:
     assert not out.exists()
 
 
+def test_the_numbers_of_a_merge(tmp_path: Path, in_process: Cli) -> None:
+    path = base(tmp_path, {"fc.weight": values(9, 5), "other": values(3)})
+    made = adapter(tmp_path, factors("fc", 9, 5))
+    done = in_process("lora", "merge", "--json", path, made, tmp_path / "out")
+    (found,) = json.loads(done.stdout)["adapters"]
+    assert found.pop("adapter").startswith(str(made))
+    assert found == {"modules": 1, "ranks": [2], "replaced": 0, "unchanged": 1}
+
+
 def test_unknown_fields_of_a_configuration(tmp_path: Path, in_process: Cli) -> None:
     path = base(tmp_path, {"fc.weight": values(9, 5)})
     made = adapter(tmp_path, factors("fc", 9, 5), use_wonder=True, use_nothing=None)
