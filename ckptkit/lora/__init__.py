@@ -1,4 +1,5 @@
-"""Adapters (LoRA, LoHa, LoKr, IA3...): read from headers, merged into a base while it is written.
+"""Adapters (LoRA, LoHa, LoKr, IA3...): read from headers, merged into a base while it is written;
+checked, converted between layouts, extracted from two models.
 
 In: an adapter of peft, kohya, diffusers or ComfyUI, and a base of any format. Out: the base with
 its weights changed, as byte ranges and operations. Uses core, compute, quantized, rules, publish,
