@@ -1,5 +1,4 @@
-"""Adapters (LoRA, LoHa, LoKr, IA3...): read from headers, merged into a base while it is written;
-checked, converted between layouts, extracted from two models.
+"""Adapters (LoRA, LoHa, LoKr, IA3...): read, merged into a base, checked, converted, extracted.
 
 In: an adapter of peft, kohya, diffusers or ComfyUI, and a base of any format. Out: the base with
 its weights changed, as byte ranges and operations. Uses core, compute, quantized, rules, publish,
