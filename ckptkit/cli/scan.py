@@ -18,7 +18,7 @@ FOUND = 1
 
 
 @click.command("scan")
-@click.argument("files", metavar="FILE...", nargs=-1, required=True)
+@reading.files
 @reading.value(
     "--trust",
     "GLOB",

@@ -25,21 +25,22 @@ from ckptkit.core.tree import join
 # Other words for which people look, and the command that does it, with options.
 WORDS = {
     "bf16": "convert --cast bfloat16", "cast": "convert --cast float16", "cat": "inspect",
-    "checksum": "digest", "compare": "diff", "copy": "convert", "count": "inspect --brief",
-    "cp": "convert", "delete": "convert --drop", "dequantize": "convert --dequantize",
-    "diagnose": "doctor", "drop": "convert --drop", "dtype": "convert --cast float16",
-    "du": "inspect --brief", "equal": "diff", "export": "convert", "fix": "doctor",
-    "float16": "convert --cast float16", "fp16": "convert --cast float16",
-    "half": "convert --cast float16", "hash": "digest", "histogram": "stats",
-    "inf": "verify --values", "info": "inspect", "keys": "inspect --names", "list": "inspect",
-    "ls": "inspect", "man": "help", "mean": "average", "names": "inspect --names",
-    "nan": "verify --values", "nans": "verify --values", "params": "inspect --brief",
-    "plot": "report", "print": "inspect", "quantize": "convert --quantize fp8-block",
-    "remove": "convert --drop", "repair": "recover", "save": "convert", "security": "scan",
-    "select": "convert --keep", "sha256": "digest", "shard": "convert --shard-size 5GB",
-    "size": "inspect --brief", "soup": "average", "split": "convert --shard-size 5GB",
-    "sum": "average", "summary": "inspect --brief", "tree": "inspect --tree",
-    "unwrap": "extract", "validate": "verify", "view": "inspect",
+    "checksum": "digest", "compare": "diff", "concat": "join", "copy": "convert",
+    "count": "inspect --brief", "cp": "convert", "delete": "convert --drop",
+    "dequantize": "convert --dequantize", "diagnose": "doctor", "drop": "convert --drop",
+    "dtype": "convert --cast float16", "du": "inspect --brief", "equal": "diff",
+    "export": "convert", "fix": "doctor", "float16": "convert --cast float16",
+    "fp16": "convert --cast float16", "gguf": "convert --like", "half": "convert --cast float16",
+    "hash": "digest", "histogram": "stats", "inf": "verify --values", "info": "inspect",
+    "keys": "inspect --names", "list": "inspect", "ls": "inspect", "man": "help", "mean": "average",
+    "merge-lora": "lora merge", "names": "inspect --names", "nan": "verify --values",
+    "nans": "verify --values", "params": "inspect --brief", "plot": "report", "print": "inspect",
+    "quantize": "convert --quantize fp8-block", "remove": "convert --drop", "repair": "recover",
+    "save": "convert", "security": "scan", "select": "convert --keep", "sha256": "digest",
+    "shard": "convert --shard-size 5GB", "size": "inspect --brief", "soup": "average",
+    "split": "convert --shard-size 5GB", "sum": "average", "summary": "inspect --brief",
+    "swa": "average", "tree": "inspect --tree", "union": "join", "unwrap": "extract",
+    "validate": "verify", "view": "inspect",
 }  # fmt: skip
 DST = "DST"
 # Other words for options, of one command or of any, and the option; with the command that has it
@@ -51,10 +52,10 @@ OPTIONS = {
     "--half": "convert --cast float16", "--include": "convert --keep",
     "--keys-only": "diff --no-values", "--manifest": "--output", "--map-device": "--device",
     "--map-location": "remap --to", "--max-shard-size": "convert --shard-size",
-    "--nan": "verify --values", "--only-keys": "diff --no-values", "--out": DST,
-    "--output": DST, "--output-dir": DST, "--overwrite": "convert --force",
-    "--pattern": "rename --sub", "--regex": "rename --sub", "--remove": "convert --drop",
-    "--replace": "convert --force", "--select": "convert --keep", "--strip": "--prefix",
+    "--nan": "verify --values", "--only-keys": "diff --no-values", "--out": DST, "--output": DST,
+    "--output-dir": DST, "--overwrite": "convert --force", "--pattern": "rename --sub",
+    "--regex": "rename --sub", "--remove": "convert --drop", "--replace": "convert --force",
+    "--resize": "resize --rows", "--select": "convert --keep", "--strip": "--prefix",
     "--summary": "inspect --brief", "--yes": "convert --force", "-e": "rename --sub",
     "-f": "convert --force", "-k": "extract --key", "-n": "convert --dry-run", "-o": DST,
     "-p": "strip-module --prefix", "-s": "inspect --brief", "-y": "convert --force",
@@ -68,11 +69,9 @@ AS_CONVERT = {
     "extract": "",
 }  # fmt: skip
 NEEDED = {"remap": ("--to", "cpu")}  # what a command without any option lacks
-READING = ("inspect", "scan", "verify", "digest")  # they take FILE...
 INPUTS = ("src", "sources", "file", "files", "a", "b", "base")  # arguments that are read
 CLOSE = 0.75  # likeness from which on a word is a misspelled one
 STEPS = 8  # replacements
-LISTED = 4  # files; of more, a pattern
 INTO = "out"
 _HUB = re.compile(r"[\w.-]+/[\w.-]+")
 _SED = re.compile(r"s([/|#,])(.+)\1(.*)\1g?")
