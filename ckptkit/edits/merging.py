@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -34,9 +33,8 @@ from ckptkit.core.text import plural, quoted, shell_word, shown, some, typed
 from ckptkit.core.tree import Node, OrderedMapping, module_versions, versions_state
 from ckptkit.edits import groups
 from ckptkit.edits.combine import refuse_adapter
-from ckptkit.edits.rules import CONFIG_NAME
+from ckptkit.edits.config_file import config_of, with_changes
 from ckptkit.edits.structure import bare
-from ckptkit.quantized.group import parsed, read_json_of
 
 # A number, or numbers by globs over names; "*" is for all others.
 Setting = float | Mapping[str, float]
@@ -396,7 +394,8 @@ def stacked(slices: Sequence[Sequence[Use]], how: Method) -> Checkpoint:
     made = new.of(reference, len(prefixes))
     taken = [f"{quoted(names)} of {model}" for model, names in outside.items()]
     notes = (*made.notes, "; ".join([plural(count, "layer"), *(taken if len(taken) > 1 else [])]))
-    return with_config(replace(made, notes=notes), dict.fromkeys(_COUNTS, count))
+    found = [word for word in _COUNTS if word in config_of(reference)]
+    return with_changes(replace(made, notes=notes), dict.fromkeys(found[:1], count))
 
 
 def _layer(use: Use, prefix: str, number: int) -> dict[str, Tensor]:
@@ -417,30 +416,3 @@ def _range(text: str, model: Checkpoint) -> tuple[int, int]:
             hint=f"it has {plural(have, 'layer')}: 0:{have} is all of them",
         )
     return start, stop
-
-
-def with_config(
-    checkpoint: Checkpoint, changes: Mapping[str, int], instead_of: Iterable[int] | None = None
-) -> Checkpoint:
-    """Return the checkpoint with a changed config.json, where there is one beside it.
-
-    Only numbers that it has are changed; if `instead_of` is given, only where they are these.
-    """
-    config = dict(checkpoint.companions).get(CONFIG_NAME)
-    found = parsed(config) if config else read_json_of(checkpoint.source, CONFIG_NAME)
-    old = None if instead_of is None else set(instead_of)
-    changed = {
-        word: value
-        for word, value in changes.items()
-        if word in found and found[word] != value and (old is None or found[word] in old)
-    }
-    if not changed:
-        return checkpoint
-    text = json.dumps({**found, **changed}, indent=2) + "\n"
-    others = (each for each in checkpoint.companions if each[0] != CONFIG_NAME)
-    said = ", ".join(f"{word} is {value}" for word, value in changed.items())
-    return replace(
-        checkpoint,
-        companions=(*others, (CONFIG_NAME, text.encode())),
-        notes=(*checkpoint.notes, f"{CONFIG_NAME}: {said}"),
-    )

@@ -8,7 +8,6 @@ Its quantized layers pack weight and bias into one value: ``fc._packed_params._p
 
 from __future__ import annotations
 
-import json
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
@@ -35,8 +34,9 @@ from ckptkit.core.text import flatten, plural, quoted, typed, without
 from ckptkit.core.tree import Global, Node, Object, Path, key_text, nodes, rebuild, walk
 from ckptkit.core.weights import Weights, as_tensor, plain_state_dict
 from ckptkit.edits import groups, keys
+from ckptkit.edits.config_file import config_of, with_config
 from ckptkit.quantized import Quantization
-from ckptkit.quantized.group import quantization_of, read_json_of
+from ckptkit.quantized.group import quantization_of
 from ckptkit.quantized.quantization import TARGETS, default_dtype, exchanged, mapping_of
 
 _HEADERS = ("tensor_names", "_quantization_metadata")
@@ -115,15 +115,13 @@ def _without_groups(ck: Checkpoint, found: Quantization, wanted: DType | None) -
         notes.append(f"left out {count} that they were made of: {quoted(parts)}")
     if found.serving:
         notes.append(f"left out what only quantized inference uses: {quoted(found.serving)}")
-    companions, warnings = _without_quantization(ck)
     # The strings of the container without those that describe quantized tensors.
     extras = without(ck.extras, {*_HEADERS, *(group.name for group in found.groups)})
     if "tensor_names" in ck.extras:
         extras = {key: text for key, text in extras.items() if '"_type"' not in text}
     if extras.get("format") == "mlx":
         extras["format"] = "pt"
-    ck = ck.with_root(root, notes=notes, warnings=warnings)
-    return replace(ck, extras=extras, companions=(*ck.companions, *companions))
+    return _without_quantization(replace(ck.with_root(root, notes=notes), extras=extras))
 
 
 def refuse_unread(ck: Checkpoint, found: Quantization) -> None:
@@ -139,20 +137,20 @@ def refuse_unread(ck: Checkpoint, found: Quantization) -> None:
     )  # fmt: skip
 
 
-def _without_quantization(ck: Checkpoint) -> tuple[list[tuple[str, bytes]], list[str]]:
-    """``config.json`` without its quantization, and what to say about it."""
-    config: dict[str, Any] = read_json_of(ck.source, "config.json")
+def _without_quantization(ck: Checkpoint) -> Checkpoint:
+    """Return the checkpoint with a config.json that has no quantization, with a warning."""
+    config = config_of(ck)
     if not quantization_of(config) and not any(key in config for key in _CONFIG):
-        return [], []
+        return ck
     inner = config.get("text_config")
     if isinstance(inner, dict):
         config["text_config"] = without(inner, _CONFIG)
-    kept = without(config, _CONFIG)
     warning = (
         "config.json says how the weights were quantized: its quantization_config is left out of a "
         "folder that is written, and must go from a copy beside a single file"
     )
-    return [_config_file(kept)], [warning]
+    made = with_config(ck, without(config, _CONFIG))
+    return replace(made, warnings=(*made.warnings, warning))
 
 
 KINDS = ("fp8-block", "mxfp4")
@@ -196,10 +194,11 @@ def quantize(ck: Checkpoint, kind: str) -> Checkpoint:
     notes = [f"quantized {plural(len(done), 'weight')}: {kind}"]
     if left:
         notes.append(f"left as they are: {quoted(left)}")
-    config = read_json_of(ck.source, "config.json")
-    companions = _with_quantization(config, kind, left) if config else []
     ck = ck.with_root(rebuild(ck.root, swap={id(weights.node): node}), notes=notes)
-    return replace(ck, companions=(*ck.companions, *companions))
+    config = config_of(ck)
+    if not config:
+        return ck
+    return with_config(ck, {**config, "quantization_config": _settings(kind, left)})
 
 
 def _is_layer(name: str, tensor: Tensor, kind: str) -> bool:
@@ -232,32 +231,23 @@ def _contiguous(storage: Storage, dtype: DType, shape: Shape) -> Tensor:
     return Tensor(storage, dtype, shape, contiguous_stride(shape))
 
 
-def _with_quantization(
-    config: dict[str, Any], kind: str, left: list[str]
-) -> list[tuple[str, bytes]]:
-    """``config.json`` that says how the weights are quantized, and which are not."""
+def _settings(kind: str, left: list[str]) -> dict[str, Any]:
+    """Return what config.json says of quantized weights, and which are not."""
     modules = [name.removesuffix(".weight") for name in left]
     if kind == "fp8-block":
-        settings: dict[str, Any] = {
+        return {
             "quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
             "weight_block_size": [BLOCK, BLOCK], "modules_to_not_convert": modules,
         }  # fmt: skip
-    else:
-        scheme = {
-            "num_bits": 4, "type": "float", "symmetric": True, "strategy": "group",
-            "group_size": GROUP, "dynamic": False, "scale_dtype": "torch.uint8",
-        }  # fmt: skip
-        settings = {
-            "quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized",
-            "quantization_status": "compressed", "ignore": modules,
-            "config_groups": {"group_0": {"targets": ["Linear"], "weights": scheme}},
-        }  # fmt: skip
-    return [_config_file({**config, "quantization_config": settings})]
-
-
-def _config_file(config: dict[str, Any]) -> tuple[str, bytes]:
-    text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
-    return "config.json", text.encode()
+    scheme = {
+        "num_bits": 4, "type": "float", "symmetric": True, "strategy": "group",
+        "group_size": GROUP, "dynamic": False, "scale_dtype": "torch.uint8",
+    }  # fmt: skip
+    return {
+        "quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized",
+        "quantization_status": "compressed", "ignore": modules,
+        "config_groups": {"group_0": {"targets": ["Linear"], "weights": scheme}},
+    }  # fmt: skip
 
 
 _MADE_BY = Global("torch._utils", "_rebuild_qtensor")

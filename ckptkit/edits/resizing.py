@@ -18,7 +18,7 @@ from ckptkit.core.tensor import Storage, Tensor, contiguous_stride
 from ckptkit.core.text import nearest, plural, quoted
 from ckptkit.core.tree import Node, rebuild
 from ckptkit.edits import groups
-from ckptkit.edits.merging import with_config
+from ckptkit.edits.config_file import with_changes
 
 
 @edit
@@ -70,7 +70,7 @@ def resize(
     names = [name for name, each in tied.items() if each.elements_key in made]
     notes = [f"{quoted(names)}: {old} -> {plural(rows, 'row')}"]
     done = ck.with_root(rebuild(ck.root, leaf), notes=notes)
-    return with_config(done, {"vocab_size": rows}, instead_of=sizes)
+    return with_changes(done, {"vocab_size": rows}, instead_of=sizes)
 
 
 def _resized(tensor: Tensor, rows: int, fill: str, seed: int) -> Tensor:

@@ -6,7 +6,6 @@ check all shapes, and put records in the place of those of the base.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -29,11 +28,11 @@ from ckptkit.core.tensor import Shape, Storage, Tensor, contiguous_stride
 from ckptkit.core.text import output_name, plural, quoted, shell_command, shown, typed
 from ckptkit.core.text import shape as shape_text
 from ckptkit.core.tree import like, rebuild
+from ckptkit.edits.config_file import config_of, with_changes
 from ckptkit.edits.elements import cast
 from ckptkit.edits.groups import instead
 from ckptkit.edits.keys import substituted
 from ckptkit.edits.structure import bare
-from ckptkit.formats.sidecars import CONFIG
 from ckptkit.lora.arithmetic import Factor, Formula, adapted, as_matrix
 from ckptkit.lora.changes import Change, change_of, is_feedforward, matrix, multiplied
 from ckptkit.lora.naming import BaseNames, spelled
@@ -200,7 +199,7 @@ class _Merge:
 
     def done(self) -> Checkpoint:
         """Return the base with the adapter in it."""
-        self.config = _config_of(self.base)
+        self.config = config_of(self.base)
         options = self.adapter.config or {}
         self._check_fields()
         if self.base.required.is_module:
@@ -640,7 +639,7 @@ class _Merge:
             notes.append(f"tokenizer files of the adapter are not copied: {quoted(own)}")
         root = rebuild(base.root, swap={id(weights.node): mapping})
         done = base.with_root(root, notes=notes, warnings=self.warnings)
-        return _with_config(done, self.config, self.config_changes)
+        return with_changes(done, self.config_changes)
 
 
 def _is_sum(module: Module) -> bool:
@@ -756,34 +755,6 @@ def _with_rows(tensor: Tensor, source: Tensor, numbers: Sequence[int]) -> Tensor
     if last < tensor.nbytes:
         parts.append(RecordSlice(old, last, tensor.nbytes - last))
     return _over(tensor, Pending(Concat(), (*parts,), tensor.nbytes))
-
-
-def _config_of(base: Checkpoint) -> dict[str, Any]:
-    """Return config.json of the base, as earlier adapters have changed it; {} without one."""
-    data = dict(base.companions).get(CONFIG)
-    try:
-        folder = folder_of(base)
-        if data is None and folder is not None and CONFIG in folder:
-            source = folder.open(CONFIG)
-            data = source.read(0, source.size)
-        found = json.loads(data or b"{}")
-    except (CkptkitError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _with_config(
-    made: Checkpoint, config: dict[str, Any], changes: Mapping[str, Any]
-) -> Checkpoint:
-    """Return the checkpoint with a changed config.json beside it."""
-    changes = {name: value for name, value in changes.items() if config.get(name) != value}
-    if not config or not changes:
-        return made
-    text = json.dumps({**config, **changes}, indent=2, ensure_ascii=False) + "\n"
-    others = tuple(each for each in made.companions if each[0] != CONFIG)
-    said = ", ".join(f"{name} {json.dumps(value)}" for name, value in changes.items())
-    companions = (*others, (CONFIG, text.encode("utf-8", "surrogatepass")))
-    return replace(made, companions=companions, notes=(*made.notes, f"{CONFIG}: {said}"))
 
 
 def _tokenizer_files(adapter: Adapter) -> list[str]:

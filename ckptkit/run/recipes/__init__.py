@@ -21,12 +21,11 @@ folder are found by name (``lightning``).
 
 from __future__ import annotations
 
-import json
 import os
 import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -45,8 +44,9 @@ from ckptkit.core.errors import (
 )
 from ckptkit.core.text import flatten, nearest, shown, typed
 from ckptkit.core.tree import Global, children, find
+from ckptkit.edits import config_file
 from ckptkit.edits.expect import Expectations
-from ckptkit.edits.rules import CONFIG_NAME, RuleOptions
+from ckptkit.edits.rules import RuleOptions
 from ckptkit.edits.rules import step as apply_step
 from ckptkit.rules.notation import RuleError, in_step, is_word
 from ckptkit.rules.planner import RuleSet, unused_argument
@@ -264,7 +264,7 @@ def with_gguf_config(
     given = options.config() if callable(options.config) else options.config
     config, notes = (given, []) if given is not None else gguf.config_of(checkpoint)
     if config is not None:
-        checkpoint = _with_config_file(checkpoint, config)
+        checkpoint = config_file.with_config(checkpoint, config)
     return checkpoint.with_root(checkpoint.root, notes=notes)
 
 
@@ -470,7 +470,7 @@ def with_config(checkpoint: Checkpoint, table: Table, options: RuleOptions) -> C
     """
     given = options.config() if callable(options.config) else options.config
     if given is not None:
-        return _with_config_file(checkpoint, given)
+        return config_file.with_config(checkpoint, given)
     try:
         _, entry = find(checkpoint.root, table.entry)
     except UsageError:
@@ -494,7 +494,7 @@ def with_config(checkpoint: Checkpoint, table: Table, options: RuleOptions) -> C
         f"{table.entry} has no {name}: config.json says {value}, the default of Megatron-LM"
         for name, value in missing.items()
     ]
-    return _with_config_file(checkpoint, made).with_root(checkpoint.root, notes=notes)
+    return config_file.with_config(checkpoint, made).with_root(checkpoint.root, notes=notes)
 
 
 def _plain_value(value: Any, name: str) -> bool | int | float | str:
@@ -510,12 +510,6 @@ def _unfit(message: str) -> UnsupportedError:
         f"config.json cannot be made: {message}",
         hint=f"name one: {typed('--config config.json', 'config')}",
     )
-
-
-def _with_config_file(checkpoint: Checkpoint, config: Mapping[str, Any]) -> Checkpoint:
-    text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
-    others = (each for each in checkpoint.companions if each[0] != CONFIG_NAME)
-    return replace(checkpoint, companions=(*others, (CONFIG_NAME, text.encode())))
 
 
 def _dtype_name(dtype: Any) -> str:
