@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 SCHEMA = "ckptkit.batch/2"
 COMMANDS = (
-    "strip-module", "add-module", "remap", "convert", "rename", "extract", "wrap", "ema", "run",
-    "recover",
+    "strip-module", "add-module", "remap", "convert", "rename", "extract", "wrap", "resize", "ema",
+    "run", "recover",
 )  # fmt: skip
 # What does not change the bytes of an output, and so not whether a job has been done.
 HOW = {

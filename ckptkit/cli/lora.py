@@ -16,7 +16,7 @@ CHECK = "ckptkit.lora-check/1"
 
 @click.group("lora")
 def command() -> None:
-    """Merge, check, convert and extract adapters: LoRA and its relatives.
+    """Merge, check, convert and extract LoRA adapters.
 
     \b
     Example: ckptkit lora check adapter --base base
