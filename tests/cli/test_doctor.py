@@ -549,7 +549,7 @@ def test_checkpoints_in_byte_strings(diagnose: Diagnose, ckptkit: Ckptkit, tmp_p
             b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 440449768\n",
         ),
         ("html", b"<!DOCTYPE html>\n<html><head><title>Log in</title></head></html>"),
-        ("foreign", b"GGUF" + bytes(100)),
+        ("foreign", b"lmgg" + bytes(100)),
         ("foreign", b""),
     ],
 )

@@ -112,7 +112,6 @@ FILES = [
     ("x.rar", b"Rar!\x1a\7\1\0" + bytes(30), "RAR archive", "unpack"),
     ("x.zip", b"PK\5\6" + bytes(18), "empty zip archive", "download"),
     ("x.zip", b"PK00PK\3\4" + bytes(30), "spanned zip archive", "join"),
-    ("x.gguf", b"GGUF\3\0\0\0" + bytes(40), "GGUF model", "gguf"),
     *(("ggml.bin", struct.pack("<I", magic) + bytes(40), "GGML model", "look for the checkpoint")
       for magic in (0x67676D6C, 0x67676D66, 0x67676A74, 0x67676C61)),
     ("x.h5", b"\x89HDF\r\n\x1a\n" + bytes(40), "HDF5 file", "numpy.savez"),
