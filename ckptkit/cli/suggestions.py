@@ -147,7 +147,9 @@ class Line:
             for place in (value,) if isinstance(value, str) else value or ():
                 if not os.path.exists(place) and not is_url(place) and not glob(place):
                     return False
-        if isinstance(command, Writer):
+        # Only a dry run that reads local files and runs no code of a model.
+        is_local = not any(map(is_url, self.words)) and not context.params.get("like")
+        if isinstance(command, Writer) and is_local:
             context.params |= {"dry_run": True, "quiet": True, "as_json": False, "force": True}
             with context:
                 return not command.invoke(context)

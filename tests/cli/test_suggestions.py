@@ -173,6 +173,17 @@ def test_entries(ckptkit: Ckptkit, run_pth: Path, key: str) -> None:
     )
 
 
+def test_no_network_and_no_code_of_a_model_for_a_hint(
+    ckptkit: Ckptkit, several: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CKPTKIT_HINTS", raising=False)  # there is no such server
+    Path("harm.py").write_text("open('ran', 'w')\nclass Net: pass\n")
+    done = ckptkit("convert", "run.pth", "new.pth", "--half", "--like", "harm:Net")
+    assert "--cast float16 --like harm:Net`" in done.stderr and not Path("ran").exists()
+    done = ckptkit("convert", "http://localhost:9/a.pth", "new.pth", "--half")
+    assert "`ckptkit convert http://localhost:9/a.pth new.pth --cast float16`" in done.stderr
+
+
 def test_names(ckptkit: Ckptkit, run_pth: Path) -> None:
     assert "did you mean module.0.weight" in ckptkit("show", run_pth, "0.weigth").stderr
 
