@@ -198,7 +198,8 @@ _WRITING: Rows = (
     (_OUTPUT, "--ties",
      "How to write tied tensors in formats without views: as an alias in the metadata, or twice.",
      {"type": click.Choice(["alias", "duplicate"]), "default": "alias"}),
-    (_OUTPUT, "--part-only", "Write the part of one rank alone, without the others.", _FLAG),
+    (_OUTPUT, "--part-only", "Take one rank, or one file of a split model, without the others.",
+     _FLAG),
     (_OUTPUT, "--ranks", "Split the weights into N parts, one for each rank.",
      {"metavar": "N", "type": click.IntRange(1, 1 << 16)}),
     (_OUTPUT, "--like",
@@ -233,7 +234,12 @@ PARTS: Rows = (
      {"type": click.Choice(["compare", "first"]), "default": "compare"}),
 )  # fmt: skip
 ALONE: Rows = (
-    ("", "--part-only", "Read one file of a split GGUF model without the others.", _FLAG),
+    (
+        "",
+        "--part-only",
+        "Take one rank, or one file of a split model, without the others.",
+        _FLAG,
+    ),
 )
 HELP_ALL: Rows = (
     ("", "--help-all", "Show this message with all options.", {**_FLAG, "expose_value": False}),
