@@ -34,7 +34,7 @@ KINDS = {
 }  # fmt: skip
 # Files are completed by the shell, as click asks it to; nothing is checked when they are parsed.
 FILE = click.Path(readable=False)
-FILES = {"A", "B", "DATA", "DIR", "DST", "FILE", "MANIFEST", "MODEL", "OTHER", "OUT", "SRC"}
+FILES = {"A", "B", "BASE", "DATA", "DIR", "DST", "FILE", "MANIFEST", "MODEL", "OTHER", "OUT", "SRC"}
 FREE = {"trust"}  # and what has no entry in any table
 
 _harmless = re.compile(r"[A-Za-z0-9_.][\w./:@%+,=-]*", re.ASCII).fullmatch

@@ -156,7 +156,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "first": {},
     "flag": {"is_flag": True},
     "choice": {},
-    "numbers": {"multiple": True, "type": float},
     "number": {"type": float},
     "count": {"type": click.IntRange(0)},
     "switch": {"default": None},

@@ -179,7 +179,7 @@ EDITS = (
     Edit(
         "average", "edits.combine:average",
         (Option("checkpoints", "files"),
-         Option("shares", "numbers", "--weight", "W",
+         Option("shares", "settings", "--weight", "W",
                 "Weight of each SRC, in order (repeatable). Default: equal weights.", recipe=None)),
         "Write the mean of the weights of several checkpoints.",
         command="average", several="last", has_key=True,
@@ -266,14 +266,16 @@ EDITS = (
     Edit(
         "resize", "edits.resizing:resize",
         (Option("keys", "texts", "--keys", "GLOB",
-                "Weights to resize (repeatable); what is tied to one goes with it.",
+                "Only tensors whose names match are resized (repeatable); what is tied to one "
+                "goes with it.",
                 required=True, recipe="keys"),
-         Option("rows", "count", "--rows", "N", "The number of rows.", required=True,
+         Option("rows", "count", "--rows", "N", "Rows of the matrices.", required=True,
                 recipe="rows"),
          Option("fill", "choice", "--fill", None,
                 "New rows: the mean of the old ones, zeros, or random ones like them.",
                 choices=("mean", "zeros", "normal"), recipe="fill"),
-         Option("seed", "count", "--seed", "N", "Seed of normal. Default: 0.", recipe="seed")),
+         Option("seed", "count", "--seed", "N", "Seed of the random rows. Default: 0.",
+                recipe="seed")),
         "Give matrices more rows or fewer, such as embeddings.",
         command="resize", has_key=True,
         help="""For a vocabulary of another size. vocab_size in config.json follows if it was the

@@ -161,6 +161,7 @@ def test_of_too_many_where_they_part(tab: Tab, tmp_path: Path) -> None:
 # Texts of one's own: nothing can be offered.
 FREE = {
     "add-module: P", "convert: NAME", "SIZE", "URL", "NAME=JSON", "REGEX=REPLACEMENT", "[SLICE]", "TEXT", "A,B",
+    "D[,GLOB=D...]", "W[,GLOB=W...]", "W", "START:STOP",
     "NAME=INT", "NAME=TEXT", "'NAME CONDITION'", "RULE", "MODEL_TYPE",
     "help: [TOPIC|COMMAND|WORD...]", "help: NAME",
 }  # fmt: skip
@@ -168,12 +169,22 @@ FREE = {
 
 def test_every_text_is_completed_or_free() -> None:
     left = {
-        f"{name}: {each.metavar}" if name in ("scan", "wrap", "help") else str(each.metavar)
+        f"{name}: {each.metavar}"
+        if name in ("scan", "train", "wrap", "help")
+        else str(each.metavar)
         for name, each in parameters()
         if isinstance(each.type, click.types.StringParamType)
         and completing.completed_type(each) is None
     }
-    assert left <= {*FREE, "scan: GLOB", "wrap: NAME", "wrap: SIZE", "wrap: URL", "wrap: NAME=JSON"}
+    assert left <= {
+        *FREE,
+        "scan: GLOB",
+        "train: NAME",
+        "wrap: NAME",
+        "wrap: SIZE",
+        "wrap: URL",
+        "wrap: NAME=JSON",
+    }
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

@@ -13,6 +13,7 @@ import numpy as np
 from ckptkit import formats
 from ckptkit.analysis import json_facts
 from ckptkit.analysis.digests import summed
+from ckptkit.analysis.summary import summarize
 from ckptkit.cli import inspect, render, scan_text
 from ckptkit.core.bytesource import ByteSource, Folder, Memory
 from ckptkit.core.checkpoint import Checkpoint
@@ -100,9 +101,11 @@ def show(checkpoint: Checkpoint) -> None:
     """As the command line does: as tables, as a tree, as JSON."""
     for tree in (False, True):
         want = SimpleNamespace(
-            globs=(), sort="file", flat=False, tree=tree, names=False, digest=False, stored=False
+            globs=(), sort="file", fold=None, tree=tree, names=False, digest=False, stored=False
         )
-        check_lines(line.strip("\n") for line in inspect._lines(checkpoint, want))
+        check_lines(
+            line.strip("\n") for line in inspect._lines(checkpoint, summarize(checkpoint), want)
+        )
         json.loads("".join(render.json_pieces(inspect._facts(checkpoint, want))))
 
 

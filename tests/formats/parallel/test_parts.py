@@ -15,7 +15,7 @@ from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CorruptError, UnsupportedError
 from ckptkit.core.options import Options
 from ckptkit.core.tree import Node
-from ckptkit.edits.combine import average, merge
+from ckptkit.edits.combine import average, join
 from ckptkit.formats.distributed import parts
 from tests.conftest import Run, in_process
 from tests.formats.parallel import making
@@ -116,7 +116,7 @@ def test_combinations_and_entries_refuse_parts(make: Any, tmp_path: Path) -> Non
     checkpoint = ckptkit.open(make(tmp_path / "x"))
     for attempt in (
         lambda: average([checkpoint, checkpoint]),
-        lambda: merge([checkpoint, checkpoint], last_wins=True),
+        lambda: join([checkpoint, checkpoint], last_wins=True),
         lambda: ckptkit.save(checkpoint, tmp_path / "y.safetensors"),
         lambda: ckptkit.save(checkpoint, tmp_path / "y.pth", options=Options(objects="drop")),
     ):
