@@ -158,7 +158,7 @@ def _dtype(config: Config, tensors: Tensors) -> Iterator[Compared]:
 # The models of diffusers
 
 
-class _Row(NamedTuple):
+class _ConfigRow(NamedTuple):
     """A field of a model.
 
     It is a dimension of the tensors of a name (or of an ending, with a dot), divided by `factor`;
@@ -172,47 +172,47 @@ class _Row(NamedTuple):
 
 
 _UNET = (
-    _Row("in_channels", "conv_in.weight", 1),
-    _Row("out_channels", "conv_out.weight", 0),
-    _Row("block_out_channels", "down_blocks."),
-    _Row("block_out_channels", "up_blocks."),
-    _Row("layers_per_block", "down_blocks.0.resnets."),
+    _ConfigRow("in_channels", "conv_in.weight", 1),
+    _ConfigRow("out_channels", "conv_out.weight", 0),
+    _ConfigRow("block_out_channels", "down_blocks."),
+    _ConfigRow("block_out_channels", "up_blocks."),
+    _ConfigRow("layers_per_block", "down_blocks.0.resnets."),
 )
-_CROSS = _Row("cross_attention_dim", ".attn2.to_k.weight", 1)
-_BLOCKS = _Row("num_layers", "transformer_blocks.")
-_PATCHES = _Row("in_channels", "pos_embed.proj.weight", 1)
+_CROSS = _ConfigRow("cross_attention_dim", ".attn2.to_k.weight", 1)
+_BLOCKS = _ConfigRow("num_layers", "transformer_blocks.")
+_PATCHES = _ConfigRow("in_channels", "pos_embed.proj.weight", 1)
 _JOINT = (
     _BLOCKS,
-    _Row("joint_attention_dim", "context_embedder.weight", 1),
-    _Row("pooled_projection_dim", "time_text_embed.text_embedder.linear_1.weight", 1),
+    _ConfigRow("joint_attention_dim", "context_embedder.weight", 1),
+    _ConfigRow("pooled_projection_dim", "time_text_embed.text_embedder.linear_1.weight", 1),
 )
 _CLASSES = {
     "UNet2DModel": _UNET,
     "UNet2DConditionModel": (*_UNET, _CROSS),
     "AutoencoderKL": (
-        _Row("in_channels", "encoder.conv_in.weight", 1),
-        _Row("latent_channels", "encoder.conv_out.weight", 0, factor=2),
-        _Row("latent_channels", "decoder.conv_in.weight", 1),
-        _Row("out_channels", "decoder.conv_out.weight", 0),
-        _Row("block_out_channels", "encoder.down_blocks."),
-        _Row("block_out_channels", "decoder.up_blocks."),
-        _Row("layers_per_block", "encoder.down_blocks.0.resnets."),
+        _ConfigRow("in_channels", "encoder.conv_in.weight", 1),
+        _ConfigRow("latent_channels", "encoder.conv_out.weight", 0, factor=2),
+        _ConfigRow("latent_channels", "decoder.conv_in.weight", 1),
+        _ConfigRow("out_channels", "decoder.conv_out.weight", 0),
+        _ConfigRow("block_out_channels", "encoder.down_blocks."),
+        _ConfigRow("block_out_channels", "decoder.up_blocks."),
+        _ConfigRow("layers_per_block", "encoder.down_blocks.0.resnets."),
     ),
     "FluxTransformer2DModel": (
         *_JOINT,
-        _Row("in_channels", "x_embedder.weight", 1),
-        _Row("num_single_layers", "single_transformer_blocks."),
+        _ConfigRow("in_channels", "x_embedder.weight", 1),
+        _ConfigRow("num_single_layers", "single_transformer_blocks."),
     ),
     "SD3Transformer2DModel": (
         *_JOINT,
         _PATCHES,
-        _Row("caption_projection_dim", "context_embedder.weight", 0),
+        _ConfigRow("caption_projection_dim", "context_embedder.weight", 0),
     ),
     "PixArtTransformer2DModel": (
         _BLOCKS,
         _PATCHES,
         _CROSS,
-        _Row("caption_channels", "caption_projection.linear_1.weight", 1),
+        _ConfigRow("caption_channels", "caption_projection.linear_1.weight", 1),
     ),
     "DiTTransformer2DModel": (_BLOCKS, _PATCHES),
 }
@@ -238,7 +238,7 @@ def _diffusers(config: Config, tensors: Tensors) -> Iterator[Compared]:
         yield from _channels(config.get("block_out_channels"), tensors)
 
 
-def _row(row: _Row, value: object, tensors: Tensors) -> Iterator[Compared]:
+def _row(row: _ConfigRow, value: object, tensors: Tensors) -> Iterator[Compared]:
     field, names, dim, factor = row
     if dim is not None:
         sizes = [

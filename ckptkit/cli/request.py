@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from ckptkit.api import Conversion
     from ckptkit.core.checkpoint import Checkpoint
     from ckptkit.core.plan import Patch, Plan
-    from ckptkit.edits.rules import Done, Report
+    from ckptkit.edits.rules import Done, RulesReport
     from ckptkit.formats.format import Loss
 
 SCHEMA = "ckptkit.edit/3"
@@ -223,7 +223,7 @@ def tensors(checkpoint: Checkpoint, plan: Plan | Patch) -> int:
 # Steps of rules
 
 
-def _rules_lines(report: Report) -> Iterator[str]:
+def _rules_lines(report: RulesReport) -> Iterator[str]:
     """Yield what a step of rules does, two lines for each rule."""
     matched = [f"{done.taken.matched:,}" for done in report.rules if done.taken.matched]
     yield (
@@ -264,7 +264,7 @@ def _sizes(done: Done) -> dict[str, str]:
     return {word: "|".join(parts) for word, parts in found.items()}
 
 
-def _rules_facts(reports: Sequence[Report]) -> dict[str, Any]:
+def _rules_facts(reports: Sequence[RulesReport]) -> dict[str, Any]:
     """Return the steps of rules for --json."""
     why = [report.reversible for report in reports if report.reversible]
     rules = [

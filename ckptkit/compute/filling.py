@@ -20,7 +20,7 @@ FILLS = ("mean", "zeros", "normal")
 
 
 @dataclass(frozen=True, slots=True)
-class Rows(Operation):
+class MoreRows(Operation):
     """Further rows of a matrix of `columns` elements of `dtype`, which is the input.
 
     `fill` is one of `FILLS`; normal numbers have the mean and the standard deviation of each

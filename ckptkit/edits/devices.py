@@ -56,7 +56,7 @@ def remap(
     ``torch.device`` values in the tree are listed, and changed where `values` is true. Raises
     UsageError for what is no device.
     """
-    places = _Places(ck.root)
+    places = _DevicePlaces(ck.root)
     if isinstance(devices, Mapping):
         named = {_name(old): _name(new) for old, new in devices.items()}
         table = {
@@ -160,7 +160,7 @@ def _moved(leaf: Node, storages: Mapping[int, Storage]) -> Node:
     return leaf
 
 
-class _Places:
+class _DevicePlaces:
     """Everything in a tree that names a device: storages, calls and ``torch.device`` values."""
 
     def __init__(self, root: Node) -> None:

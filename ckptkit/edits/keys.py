@@ -238,7 +238,7 @@ class Target:
         return with_paths(self.entries, new, edit_metadata)
 
 
-class Change(NamedTuple):
+class NameChange(NamedTuple):
     """A mapping after a change of names: the node in its place, the names that optimizers follow,
     and notes for the user.
     """
@@ -284,7 +284,7 @@ def strip_prefix(
             f"stripped {prefix!r} from {plural(number, 'key')}{target.place}"
             for prefix, number in gone.items()
         ]
-        changes.append(Change(target, target.renamed(names, follow), names, notes))
+        changes.append(NameChange(target, target.renamed(names, follow), names, notes))
         if kept:
             left = f"{plural(len(kept), 'key')}{target.place} left without a change"
             warnings.append(f"{left}: {quoted(kept)}")
@@ -348,7 +348,7 @@ def add_prefix(
         _, ck = groups.followed(ck, names)
         new = target.renamed(names, lambda paths: prefixed_paths(paths, prefix))
         note = f"added {prefix!r} to {plural(len(names), 'key')}{target.place}"
-        changes.append(Change(target, new, names, [note]))
+        changes.append(NameChange(target, new, names, [note]))
     return applied(ck, changes)
 
 
@@ -400,7 +400,7 @@ def rename(
         count = plural(len(lost), "_metadata entry")
         warnings.append(f"dropped {count}: no new name follows for {quoted(lost)}")
     note = f"renamed {plural(len(names), 'key')}{target.place}"
-    return applied(ck, [Change(target, new_node, names, [note])], warnings)
+    return applied(ck, [NameChange(target, new_node, names, [note])], warnings)
 
 
 SECONDS = 20  # for all matches of one list: an expression may take exponential time
@@ -463,7 +463,7 @@ def tie(ck: Checkpoint, names: Mapping[str, str]) -> Checkpoint:
         entries[new] = entries[old]
     node = with_paths(target.entries, entries, lambda paths: paths)
     notes = [f"tied {new} to {old}" for new, old in names.items()]
-    return applied(ck, [Change(target, node, {}, notes)])
+    return applied(ck, [NameChange(target, node, {}, notes)])
 
 
 @edit
@@ -491,16 +491,18 @@ def untie(ck: Checkpoint, names: Mapping[str, str]) -> Checkpoint:
     left = [name for name in target.names if name not in gone]
     node = with_paths(target.entries, entries, lambda paths: pruned_paths(paths, left))
     notes = [f"left out {new}, which is {names[new]}" for new in sorted(gone)]
-    return applied(ck, [Change(target, node, {}, notes)])
+    return applied(ck, [NameChange(target, node, {}, notes)])
 
 
-def applied(ck: Checkpoint, changes: Sequence[Change], warnings: Iterable[str] = ()) -> Checkpoint:
+def applied(
+    ck: Checkpoint, changes: Sequence[NameChange], warnings: Iterable[str] = ()
+) -> Checkpoint:
     """Return the checkpoint with the changes; its optimizers follow the new names."""
     swap, notes = _swapped(ck, changes)
     return _replaced(ck, swap, notes, warnings)
 
 
-def _swapped(ck: Checkpoint, changes: Sequence[Change]) -> tuple[dict[int, Node], list[str]]:
+def _swapped(ck: Checkpoint, changes: Sequence[NameChange]) -> tuple[dict[int, Node], list[str]]:
     """Return the nodes that take the place of others, by their ids, and notes on that."""
     swap: dict[int, Node] = {}
     names: dict[str, str] = {}

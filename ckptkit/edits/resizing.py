@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from math import prod
 
 from ckptkit.compute.arranged import contiguous
-from ckptkit.compute.filling import FILLS, Rows
+from ckptkit.compute.filling import FILLS, MoreRows
 from ckptkit.compute.numbers import FLOATS
 from ckptkit.compute.operation import Concat, RecordSlice
 from ckptkit.core.bytesource import Pending
@@ -82,7 +82,7 @@ def _resized(tensor: Tensor, rows: int, fill: str, seed: int) -> Tensor:
     if rows < tensor.shape[0]:
         record: RecordSlice | Pending = RecordSlice(old, 0, length)
     else:
-        operation = Rows(tensor.dtype.name, prod(tensor.shape[1:]), fill, seed)
+        operation = MoreRows(tensor.dtype.name, prod(tensor.shape[1:]), fill, seed)
         more = Pending(operation, (old,), length - tensor.nbytes)
         record = Pending(Concat(), (old, more), length)
     storage = Storage(record, tensor.device)

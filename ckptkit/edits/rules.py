@@ -246,7 +246,7 @@ class Done:
 
 
 @dataclass(slots=True)
-class Report:
+class RulesReport:
     """The changes that one step of rules made."""
 
     step: int  # its number in the recipe
@@ -261,8 +261,8 @@ class Report:
 class RuleOptions(NamedTuple):
     """Arguments that all steps of rules share: the sizes that the caller gives, and the direction.
 
-    With ``reports``, each step leaves a `Report` on the checkpoint. ``meta`` is the metadata of
-    another file, in place of that of the checkpoint; ``dequantize`` the dtype of that step.
+    With ``reports``, each step leaves a `RulesReport` on the checkpoint. ``meta`` is the metadata
+    of another file, in place of that of the checkpoint; ``dequantize`` the dtype of that step.
     """
 
     args: Mapping[str, int] = MappingProxyType({})
@@ -347,11 +347,11 @@ class _Step:
     number: int
     is_relaid: bool = False
     extras: Mapping[str, str] | None = None  # where they name other tensors now
-    reports: list[Report] = field(default_factory=list)
+    reports: list[RulesReport] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
     relaid: dict[str, Target] = field(default_factory=dict)
 
-    def rewritten(self, target: names.Target) -> names.Change:
+    def rewritten(self, target: names.Target) -> names.NameChange:
         tensors = {
             name: tensor
             for name in target.names
@@ -376,7 +376,7 @@ class _Step:
         if self.options.reports:
             made = len(outcome.targets) - len(outcome.kept)
             done = list(making.done.values())
-            report = Report(
+            report = RulesReport(
                 self.number, len(shapes), len(outcome.kept), made, done, reversible, making.pairs
             )
             self.reports.append(report)
@@ -388,7 +388,7 @@ class _Step:
         moved = {} if making.is_relaid else {old: new for old, new in making.pairs if old != new}
         self.warnings += making.warnings
         node = names.with_paths(target.entries, entries, lambda _: paths)
-        return names.Change(target, node, moved, [*making.notes()])
+        return names.NameChange(target, node, moved, [*making.notes()])
 
     def _reversible(
         self, shapes: Mapping[str, Shape], outcome: RulesOutcome, given: Mapping[str, Any]

@@ -61,7 +61,7 @@ from ckptkit.formats.dcp_metadata import (
     read_metadata,
 )
 from ckptkit.formats.distributed.parts import folder_beside
-from ckptkit.formats.distributed.reading import Reader, listed
+from ckptkit.formats.distributed.reading import RankReader, listed
 from ckptkit.formats.format import CheckedPart, Defect, Probe
 from ckptkit.formats.record import leftovers, refuse_pieces
 from ckptkit.formats.table import DCP, is_torch_zip
@@ -353,7 +353,7 @@ def read(probe: Probe) -> Checkpoint:
             node = Tensor(storage, entry.dtype, entry.shape, stride)
         nest.put(index.paths.get(name, (name,)), node)
     if EXTRA in names:  # Lightning adds its entries at the top level
-        reader = Reader(folder)
+        reader = RankReader(folder)
         extra = reader.read(EXTRA)
         globals_ |= reader.globals
         warnings += [within(EXTRA, warning) for warning in extra.warnings]

@@ -110,7 +110,7 @@ def parse(source: ByteSource, lost: dict[str, str] | None = None) -> Checkpoint:
     system = unpickle(source, version.stop)
     if not isinstance(system.root, dict):
         raise FormatError("the third pickle of a legacy stream does not describe a system")
-    places, sources = _Places(), ModuleSources()
+    places, sources = _StoragePlaces(), ModuleSources()
 
     def opened(key: str, nbytes: int, location: str) -> Storage:
         if nbytes > source.size and lost is None:
@@ -144,7 +144,7 @@ def parse(source: ByteSource, lost: dict[str, str] | None = None) -> Checkpoint:
 
 
 @dataclass(slots=True)
-class _Places:
+class _StoragePlaces:
     """The storages of a stream, as far as they are known, by key."""
 
     lengths: dict[str, int] = field(default_factory=dict)
@@ -157,7 +157,7 @@ class _Places:
 class _LegacyRecord:
     """The bytes of a storage, whose place is known once the whole stream has been read."""
 
-    places: _Places
+    places: _StoragePlaces
     key: str
     length: int
 
@@ -168,7 +168,9 @@ class _LegacyRecord:
         return place
 
 
-def _bind(source: ByteSource, places: _Places, keys: Unpickled, lost: dict[str, str] | None) -> int:
+def _bind(
+    source: ByteSource, places: _StoragePlaces, keys: Unpickled, lost: dict[str, str] | None
+) -> int:
     """Locate every storage after the list of keys; return the offset of the end."""
     if not isinstance(keys.root, list) or not all(type(key) is str for key in keys.root):
         raise FormatError("the list of storage keys is not a list of strings")

@@ -108,7 +108,7 @@ class Adapt(Operation):
         unit = self.columns * BY_NAME[self.dtype].itemsize
         if start >= stop:
             return
-        work = _Work(self, extent)
+        work = _TileWork(self, extent)
         for top, end in self.tiles(start // unit, -(-stop // unit)):
             made, at = work.tile(top, end), top * unit
             yield made[max(start - at, 0) : min(stop - at, len(made))]
@@ -130,7 +130,7 @@ class Adapt(Operation):
         yield extent.length
 
 
-class _Work:
+class _TileWork:
     """What is made once for a run of tiles."""
 
     def __init__(self, adapt: Adapt, extent: Derived) -> None:

@@ -36,7 +36,7 @@ _TABLE: tuple[tuple[str, str, str, str, tuple[tuple[str, ...], ...]], ...] = (
 
 
 @dataclass(frozen=True, slots=True)
-class Change:
+class ModuleChange:
     """A formula with its operands, and the matrix that it is for."""
 
     formula: Formula
@@ -51,7 +51,7 @@ class Change:
         """True if it is a sum, which a weight may multiply."""
         return not self.formula.norm
 
-    def transposed(self) -> Change:
+    def transposed(self) -> ModuleChange:
         """Return the change of the transposed matrix. Raises UnsupportedError for convolutions."""
         operands = list(self.operands)
         for factor in self.formula.factors:
@@ -85,7 +85,7 @@ def turn(tensor: Tensor) -> Tensor:
 
 def change_of(
     module: Module, config: Mapping[str, Any], weight: float, tensors: Mapping[str, Tensor] = {}
-) -> Change:
+) -> ModuleChange:
     """Return what a module does to its weight, [rows, columns], times `weight`.
 
     `tensors` replace some of the module's. Raises UnsupportedError for factors that do not fit.
@@ -126,7 +126,7 @@ def change_of(
         group=group,
     )  # fmt: skip
     kernel = has["A"].shape[2:] if module.kind == "lora" and "A" in has else ()
-    change = Change(formula, tuple(operands), rows, columns, kernel, module.path)
+    change = ModuleChange(formula, tuple(operands), rows, columns, kernel, module.path)
     return _with_norm(change, module) if module.is_dora else change
 
 
@@ -156,7 +156,7 @@ def _unfit(module: Module, found: list[Tensor]) -> UnsupportedError:
     return UnsupportedError(what, code="shape")
 
 
-def _with_norm(change: Change, module: Module) -> Change:
+def _with_norm(change: ModuleChange, module: Module) -> ModuleChange:
     """Return a change that is followed by DoRA's: of each row, or of each column of an embedding.
 
     LyCORIS has numbers of columns too, [1, in, ...], and adds a little to the norm.
@@ -179,7 +179,7 @@ def _with_norm(change: Change, module: Module) -> Change:
     return replace(change, formula=formula, operands=(*change.operands, matrix(numbers)))
 
 
-def multiplied(module: Module, shape: Shape, config: Mapping[str, Any]) -> Change:
+def multiplied(module: Module, shape: Shape, config: Mapping[str, Any]) -> ModuleChange:
     """Return what IA3 does to a weight of this shape: rows times numbers, or columns."""
     numbers = module.tensors["ia3"]
     rows, columns = as_matrix(shape)
@@ -194,7 +194,7 @@ def multiplied(module: Module, shape: Shape, config: Mapping[str, Any]) -> Chang
         raise UnsupportedError(
             f"{shown(module.path)} has {prod(numbers.shape)} numbers for {count} {by}"
         )
-    return Change(Formula(norm="none", by=by, group=group), (matrix(numbers),), rows, columns)
+    return ModuleChange(Formula(norm="none", by=by, group=group), (matrix(numbers),), rows, columns)
 
 
 def is_feedforward(module: Module, config: Mapping[str, Any]) -> bool:

@@ -36,7 +36,7 @@ _INSIDE = {"pair", "rank", "empty", "shape", "method", "no-config"}  # merge ref
 _VLLM_RANK = 16  # the default of --max-lora-rank
 
 
-class Finding(NamedTuple):
+class AdapterFinding(NamedTuple):
     """What is wrong: a stable code, its level, a sentence, the modules, and what mends it."""
 
     code: str
@@ -51,7 +51,7 @@ class LoraReport:
     """An adapter and the findings about it, errors first."""
 
     adapter: Adapter
-    findings: tuple[Finding, ...]
+    findings: tuple[AdapterFinding, ...]
 
     def as_json(self) -> dict[str, Any]:
         """Return the object of ``lora check --json``, without its schema."""
@@ -101,7 +101,7 @@ def check_lora(
     return LoraReport(read, tuple(sorted(found, key=lambda each: each.level != ERROR)))
 
 
-def alone(read: Adapter, residual: str | None = None) -> Iterator[Finding]:
+def alone(read: Adapter, residual: str | None = None) -> Iterator[AdapterFinding]:
     """Yield what the files of the adapter tell by themselves.
 
     `residual` is the command for one that was trained on a residual base.
@@ -117,7 +117,7 @@ def alone(read: Adapter, residual: str | None = None) -> Iterator[Finding]:
         title = f"{first.title}{more}" + (f"; {first.hint}" if first.hint else "")
         modules = dict.fromkeys(name for each in (first, *others) for name in each.modules)
         command = residual if first.code == "residual" else None
-        yield Finding(first.code, ERROR, title, tuple(modules), command)
+        yield AdapterFinding(first.code, ERROR, title, tuple(modules), command)
     odd, empty, unfit = [], [], []
     for key, module in read.modules.items():
         try:
@@ -133,24 +133,26 @@ def alone(read: Adapter, residual: str | None = None) -> Iterator[Finding]:
             empty.append(key)
     if unfit:
         names, titles = zip(*unfit, strict=True)
-        yield Finding("shape", ERROR, some(titles, 2), names)
+        yield AdapterFinding("shape", ERROR, some(titles, 2), names)
     if odd:
-        yield Finding("nonfinite", ERROR, f"has NaN or infinity in {quoted(odd)}", tuple(odd))
+        yield AdapterFinding(
+            "nonfinite", ERROR, f"has NaN or infinity in {quoted(odd)}", tuple(odd)
+        )
     if empty and len(empty) == len(read.modules):
         title = "every change is zero: it was not trained, or saved from another object"
-        yield Finding("zero", WARNING, title, tuple(empty))
+        yield AdapterFinding("zero", WARNING, title, tuple(empty))
 
 
 def _with_base(
-    read: Adapter, base: Checkpoint, where: str, merging: Any, found: Sequence[Finding]
-) -> Iterator[Finding]:
+    read: Adapter, base: Checkpoint, where: str, merging: Any, found: Sequence[AdapterFinding]
+) -> Iterator[AdapterFinding]:
     """Yield what names, shapes and numbers of the base tell."""
     group = next(iter(quantized.find(base).groups), None)
     if group is not None:
         words = "ckptkit", "convert", *argument(where), output_name(where, "new")
         command = shell_command((*words, "--dequantize", "bfloat16"))
         title = f"{group.name} of the base is quantized as {group.label} ({group.family})"
-        yield Finding("quantized", ERROR, title, (), command)
+        yield AdapterFinding("quantized", ERROR, title, (), command)
         return
     places, renames, missing = _places(read, base, merging)
     refusal, is_sound = None, not _INSIDE & {each.code for each in found}
@@ -164,7 +166,7 @@ def _with_base(
         title = f"all modules exist after a rename that other programs do not make: {said}"
         one = f"^{re.escape(renames[0].old)}={renames[0].new}"
         options = ("--sub", one) if len(renames) == 1 else ()
-        yield Finding("prefix", ERROR, title, tuple(places), merging(*options))
+        yield AdapterFinding("prefix", ERROR, title, tuple(places), merging(*options))
     if not is_sound:
         return
     large = []
@@ -174,7 +176,9 @@ def _with_base(
             large.append(f"{key} ({change:.3g} of {weight:.3g})")
     if large:
         title = f"the norm of the change is above that of the weight in {some(large)}"
-        yield Finding("norm", WARNING, title, tuple(each.partition(" ")[0] for each in large))
+        yield AdapterFinding(
+            "norm", WARNING, title, tuple(each.partition(" ")[0] for each in large)
+        )
     rows = {own: (renamed(own, renames), each.shape[:1]) for own, each in read.replaced.items()}
     for key, place in places.items():
         tensors = read.modules[key].tensors
@@ -186,24 +190,26 @@ def _with_base(
         old = base.weights.get(place)
         if old is not None and old.ndim == 2 and old.shape[:1] != count:
             title = f"{own} has {count[0]:,} rows, and {old.shape[0]:,} in the base"
-            yield Finding("vocab", WARNING, title, (own,))
+            yield AdapterFinding("vocab", WARNING, title, (own,))
 
 
-def _refusal(read: Adapter, base: Checkpoint, merging: Any) -> Finding | None:
+def _refusal(read: Adapter, base: Checkpoint, merging: Any) -> AdapterFinding | None:
     """Return why the merge is refused, None if it is not; nothing of it is computed."""
     try:
         merge_lora(base, read, base_is="residual")
     except CkptkitError as error:
         if error.code == "tied":
-            return Finding("tied", WARNING, error.message, (), merging("--tied", "untie"))
+            return AdapterFinding("tied", WARNING, error.message, (), merging("--tied", "untie"))
         code = {"shape": "shape", "ambiguous": "no-module"}.get(error.code, "method")
-        return Finding("no-module" if error.code == "no-module" else code, ERROR, error.message)
+        return AdapterFinding(
+            "no-module" if error.code == "no-module" else code, ERROR, error.message
+        )
     return None
 
 
 def _places(
     read: Adapter, base: Checkpoint, merging: Any
-) -> tuple[dict[str, str], tuple[Rename, ...], Finding | None]:
+) -> tuple[dict[str, str], tuple[Rename, ...], AdapterFinding | None]:
     """Return the weight of the base by module, where it has one; renames; what is missing."""
     shapes = {name: tensor.shape for name, tensor in base.required.tensors.items()}
     if read.layout == "peft":
@@ -213,7 +219,7 @@ def _places(
             renames = names.renames(paths, None)
         except UnsupportedError as error:
             gone = tuple(path for path in paths if not names.has(path))
-            return {}, (), Finding("no-module", ERROR, error.message, gone)
+            return {}, (), AdapterFinding("no-module", ERROR, error.message, gone)
         paths = [renamed(path, renames) for path in paths]
         found = {
             key: names.tensors[path]
@@ -237,7 +243,7 @@ def _places(
     title = f"{len(missing):,} of {plural(len(read.modules), 'module')} are not in the base"
     command = merging("--component", whole[0]) if whole else None
     title = f"{title}: {quoted(missing)}"
-    return places, (), Finding("no-module", ERROR, title, tuple(missing), command)
+    return places, (), AdapterFinding("no-module", ERROR, title, tuple(missing), command)
 
 
 def _shape(module: Module) -> tuple[int, ...]:
@@ -271,7 +277,7 @@ def _norm_of(tensor: Tensor) -> float:
     )
 
 
-def _for_vllm(read: Adapter, merge: str | None, convert: str) -> Iterator[Finding]:
+def _for_vllm(read: Adapter, merge: str | None, convert: str) -> Iterator[AdapterFinding]:
     """Yield what vLLM refuses, or scales in another way: it reads only r and lora_alpha.
 
     Source: vllm/lora/peft_helper.py and lora_model.py.
@@ -279,7 +285,7 @@ def _for_vllm(read: Adapter, merge: str | None, convert: str) -> Iterator[Findin
     config = read.config or {}
     if read.layout != "peft" or read.config is None:
         title = f"vLLM loads folders of peft, not the layout {read.layout} without a configuration"
-        yield Finding("vllm-layout", ERROR, title, (), convert)
+        yield AdapterFinding("vllm-layout", ERROR, title, (), convert)
         return
     patterns = [name for name in ("rank_pattern", "alpha_pattern") if config.get(name)]
     dora = tuple(key for key, each in read.modules.items() if each.is_dora)
@@ -295,11 +301,11 @@ def _for_vllm(read: Adapter, merge: str | None, convert: str) -> Iterator[Findin
     )  # fmt: skip
     for code, is_so, why, modules in rows:
         if is_so:
-            yield Finding(
+            yield AdapterFinding(
                 code, ERROR, f"vLLM {why}; merged into the base, it works", modules, merge
             )
     said = config.get("r")
     rank = max([*read.ranks, said if isinstance(said, int) else 0], default=0)
     if rank > _VLLM_RANK:
         title = f"vLLM loads ranks to {_VLLM_RANK} by default, and this has {rank}"
-        yield Finding("vllm-rank", WARNING, title, (), f"vllm serve --max-lora-rank {rank}")
+        yield AdapterFinding("vllm-rank", WARNING, title, (), f"vllm serve --max-lora-rank {rank}")

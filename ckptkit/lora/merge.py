@@ -34,7 +34,7 @@ from ckptkit.edits.groups import instead
 from ckptkit.edits.keys import substituted
 from ckptkit.edits.structure import bare
 from ckptkit.lora.arithmetic import Factor, Formula, adapted, as_matrix
-from ckptkit.lora.changes import Change, change_of, is_feedforward, matrix, multiplied
+from ckptkit.lora.changes import ModuleChange, change_of, is_feedforward, matrix, multiplied
 from ckptkit.lora.naming import BaseNames, spelled
 from ckptkit.lora.placing import PeftNames, Rename, parts_of, renamed, tied_pair
 from ckptkit.lora.reading import (
@@ -177,7 +177,7 @@ def _check_base(base: Checkpoint) -> None:
 class _Piece:
     """A change of `stop - start` rows of a tensor from its row `at`: its own from `start` on."""
 
-    change: Change
+    change: ModuleChange
     start: int
     stop: int
     at: int
@@ -419,7 +419,7 @@ class _Merge:
         is_marked = self.config.get("model_type") in _TRANSPOSED
         return not is_marked if numbers < (0, 19, 1) else is_marked
 
-    def _check_shape(self, module: Module, change: Change, tensor: Tensor) -> None:
+    def _check_shape(self, module: Module, change: ModuleChange, tensor: Tensor) -> None:
         """Raise UnsupportedError unless the change has the shape of the weight."""
         fits = as_matrix(tensor.shape) == (change.rows, change.columns)
         if change.kernel and tensor.ndim > 2:
@@ -446,7 +446,9 @@ class _Merge:
         formula = Formula((Factor((0,)),), scale=scale)
         self._add(
             bias,
-            _Piece(Change(formula, (own,), own.shape[0], 1, name=module.path), 0, own.shape[0], 0),
+            _Piece(
+                ModuleChange(formula, (own,), own.shape[0], 1, name=module.path), 0, own.shape[0], 0
+            ),
         )
 
     def _ia3(self, module: Module, name: str, tensor: Tensor) -> None:
@@ -458,7 +460,7 @@ class _Merge:
             count = prod(self.new[bias].shape)
             numbers = matrix(module.tensors["ia3"], (count, 1))
             formula = Formula(norm="none")
-            self._add(bias, _Piece(Change(formula, (numbers,), count, 1), 0, count, 0))
+            self._add(bias, _Piece(ModuleChange(formula, (numbers,), count, 1), 0, count, 0))
 
     def _tokens(self, module: Module, config: Mapping[str, Any]) -> list[int]:
         """Return the rows that trained tokens replace."""

@@ -48,7 +48,7 @@ Symbol = tuple[str, int | None]  # a word, and which of its values
 Indices = Mapping[str, int]
 
 
-class Made(NamedTuple):
+class ArrangedRule(NamedTuple):
     """One target of a group."""
 
     indices: dict[str, int]  # of the variables that only the right name has
@@ -68,7 +68,7 @@ class SourceTensor(NamedTuple):
 class Layout:
     """The plan for one group, or for all groups that look like it."""
 
-    made: tuple[Made, ...]
+    made: tuple[ArrangedRule, ...]
     sizes: dict[Symbol, int]
     dropped: int  # elements
     zeros: int  # elements
@@ -311,7 +311,7 @@ class Solved:
                 return True
         return False
 
-    def _made(self, scattered: dict[str, int]) -> Made:
+    def _made(self, scattered: dict[str, int]) -> ArrangedRule:
         words = self.rule.words
         outer = {**self.loops, **scattered}
         shape = tuple(self._extent(axes, outer) for axes in self.right)
@@ -328,7 +328,7 @@ class Solved:
                 if copy.elements:
                     copies.append(copy)
         assert sum(copy.elements for copy in copies) == prod(shape)
-        return Made(scattered, shape, tuple(copies))
+        return ArrangedRule(scattered, shape, tuple(copies))
 
     def _copy(self, indices: Indices, source: int, shape: Shape) -> StridedCopy:
         start, read = (0, {}) if source == ZEROS else self._strides(self.left, indices)

@@ -104,7 +104,7 @@ def layouts_of_model(model: Any, model_type: str) -> Layouts:
         if not isinstance(each, PrefixChange)
     ]
     back = [each.reverse_transform() for each in forward[::-1]]
-    work = _Reading(
+    work = _SourceReading(
         model,
         [each for each in back if isinstance(each, WeightRenaming)],
         [each for each in back if isinstance(each, WeightConverter)],
@@ -119,7 +119,7 @@ def layouts_of_model(model: Any, model_type: str) -> Layouts:
     return found
 
 
-class _Reading:
+class _SourceReading:
     def __init__(
         self, model: Any, renamings: list[Any], converters: list[Any], forward: dict[int, Any]
     ) -> None:

@@ -33,7 +33,7 @@ class Failed(Exception):
 
 
 @dataclass(frozen=True)
-class Machine:
+class GpuMachine:
     """The machine of the checks; `device` is its first GPU, or the CPU where there is none.
 
     Checkpoints that its GPUs tag are kept in `fixtures`.
@@ -59,7 +59,7 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Check:
+class DeviceCheck:
     """A function of the machine and an empty folder that returns its measurements.
 
     It is about `gpus` GPUs. It raises NotHere, or Failed for what is wrong.
@@ -67,7 +67,7 @@ class Check:
 
     name: str
     gpus: int
-    function: Callable[[Machine, Path], Facts]
+    function: Callable[[GpuMachine, Path], Facts]
 
 
 @dataclass
@@ -111,7 +111,7 @@ class Witness:
         return sorted(each for each in self.devices if each.startswith("cuda"))
 
 
-def run_check(check: Check, on: Machine, folder: Path) -> CheckResult:
+def run_check(check: DeviceCheck, on: GpuMachine, folder: Path) -> CheckResult:
     """Run a check in a folder of its own; never raises.
 
     Its facts may name ``processes``: what each process of a group reports of itself.
@@ -137,7 +137,7 @@ def run_check(check: Check, on: Machine, folder: Path) -> CheckResult:
     return result
 
 
-def require_evidence(check: Check, witness: Witness, processes: list[Facts]) -> None:
+def require_evidence(check: DeviceCheck, witness: Witness, processes: list[Facts]) -> None:
     """Raise Failed if a check did not compute on as many GPUs as it is about."""
     used = ", ".join(sorted(witness.devices)) or "no device"
     require(
@@ -150,7 +150,9 @@ def require_evidence(check: Check, witness: Witness, processes: list[Facts]) -> 
         require("nccl" in backends or check.gpus < 2, f"exchanged through {', '.join(backends)}")
 
 
-def run_limited(check: Check, on: Machine, folder: Path, limit: float = LIMIT) -> CheckResult:
+def run_limited(
+    check: DeviceCheck, on: GpuMachine, folder: Path, limit: float = LIMIT
+) -> CheckResult:
     """Run a check in a process of its own; end it, and those that it started, after `limit` s."""
     started, answer = monotonic(), folder.with_suffix(".json")
     child: Any = get_context("spawn").Process(target=_child, args=(check, on, folder, answer))
@@ -168,7 +170,7 @@ def run_limited(check: Check, on: Machine, folder: Path, limit: float = LIMIT) -
     return CheckResult(check.name, "failed", seconds, why=why)
 
 
-def _child(check: Check, on: Machine, folder: Path, answer: Path) -> None:
+def _child(check: DeviceCheck, on: GpuMachine, folder: Path, answer: Path) -> None:
     os.setsid()
     torch.set_num_threads(1)
     result = json.dumps(asdict(run_check(check, on, folder)), default=str)

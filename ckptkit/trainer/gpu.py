@@ -30,20 +30,20 @@ import torch
 
 import ckptkit
 from ckptkit.core.text import plural
-from ckptkit.trainer.checking import LIMIT, CheckResult, Facts, Machine, run_limited
+from ckptkit.trainer.checking import LIMIT, CheckResult, Facts, GpuMachine, run_limited
 from ckptkit.trainer.gpu_checks import CHECKS
 
 DRIVER = Path("/proc/driver/nvidia/version")
 
 
-def machine(fixtures: Path | None = None) -> Machine:
+def machine(fixtures: Path | None = None) -> GpuMachine:
     """Return the machine of this process."""
     gpus = torch.cuda.device_count()
     name = torch.cuda.get_device_name(0) if gpus else f"no GPU, {platform.machine()}"
-    return Machine(gpus, name, fixtures)
+    return GpuMachine(gpus, name, fixtures)
 
 
-def versions(on: Machine) -> Facts:
+def versions(on: GpuMachine) -> Facts:
     """Return what decides about the results: libraries, the driver, the GPUs and their UUIDs."""
     found: Facts = {
         "ckptkit": ckptkit.__version__,
@@ -75,7 +75,7 @@ def versions(on: Machine) -> Facts:
     return found
 
 
-def report(results: list[CheckResult], on: Machine) -> dict[str, Any]:
+def report(results: list[CheckResult], on: GpuMachine) -> dict[str, Any]:
     """Return the report as plain values."""
     counts = dict.fromkeys(("passed", "simulated", "not possible here", "failed"), 0)
     for result in results:

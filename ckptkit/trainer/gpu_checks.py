@@ -25,7 +25,7 @@ from torch.multiprocessing.spawn import spawn
 
 import ckptkit
 from ckptkit.trainer import loop, parallel
-from ckptkit.trainer.checking import Check, Facts, Machine, Witness, require
+from ckptkit.trainer.checking import DeviceCheck, Facts, GpuMachine, Witness, require
 from ckptkit.trainer.config import FORMS, MODELS, Config, RequestError, RunFiles
 from ckptkit.trainer.log import SavedBytes
 from ckptkit.trainer.models import Cnn
@@ -36,26 +36,26 @@ SMALL = Config(data="random", width=0.25, epochs=2, batch_size=64)
 NET = (3, 32, 32), 10, 0.25  # the arguments of the Cnn of SMALL
 ARTICLE = {0: 1717, 2: 1283, 5: 1043, 10: 959}  # segments -> MB that nvidia-smi showed
 CLOSE = 1e-3  # weights after two epochs: sums in another order, TF32
-CHECKS: list[Check] = []
+CHECKS: list[DeviceCheck] = []
 
 
-def check(name: str, gpus: int = 1) -> Callable[[Callable[[Machine, Path], Facts]], Any]:
+def check(name: str, gpus: int = 1) -> Callable[[Callable[[GpuMachine, Path], Facts]], Any]:
     """Add a function to the checks."""
 
-    def add(function: Callable[[Machine, Path], Facts]) -> Callable[[Machine, Path], Facts]:
-        CHECKS.append(Check(name, gpus, function))
+    def add(function: Callable[[GpuMachine, Path], Facts]) -> Callable[[GpuMachine, Path], Facts]:
+        CHECKS.append(DeviceCheck(name, gpus, function))
         return function
 
     return add
 
 
-def train(on: Machine, out: Path, files: RunFiles | None = None, **options: Any) -> float:
+def train(on: GpuMachine, out: Path, files: RunFiles | None = None, **options: Any) -> float:
     """Train a small run on the first device; return the accuracy."""
     options = {"devices": (str(on.device),), **options}
     return loop.train(replace(SMALL, **options), out, files, log=loop.silent)
 
 
-def measured(on: Machine, out: Path, **options: Any) -> Facts:
+def measured(on: GpuMachine, out: Path, **options: Any) -> Facts:
     """Train a small run; return the memory of its last step."""
     memory = out.with_suffix(".jsonl")
     train(on, out, RunFiles(memory_report=memory), **options)
@@ -124,14 +124,14 @@ def same_weights(one: Path, other: Path, most: float = 0.0) -> Facts:
 
 
 @check("S01 accumulated micro-batches equal one batch")
-def accumulation(on: Machine, folder: Path) -> Facts:
+def accumulation(on: GpuMachine, folder: Path) -> Facts:
     train(on, folder / "one.pth", batch_size=128)
     train(on, folder / "many.pth", batch_size=32, accumulate=4)
     return same_weights(folder / "one.pth", folder / "many.pth", CLOSE)
 
 
 @check("S02 S10 DataParallel over two devices equals one device", gpus=2)
-def data_parallel(on: Machine, folder: Path) -> Facts:
+def data_parallel(on: GpuMachine, folder: Path) -> Facts:
     train(on, folder / "one.pth")
     train(on, folder / "two.pth", parallel="dp", devices=on.pair, keep_module_prefix=True)
     keys = ckptkit.load(folder / "two.pth", map_location="cpu")
@@ -148,7 +148,7 @@ def data_parallel(on: Machine, folder: Path) -> Facts:
 
 
 @check("S02 seconds of a small model on one device and on two", gpus=2)
-def small_models(on: Machine, folder: Path) -> Facts:
+def small_models(on: GpuMachine, folder: Path) -> Facts:
     """Measure both; no time is wrong."""
     seconds = {}
     for kind, devices in (("none", (str(on.device),)), ("dp", on.pair)):
@@ -160,7 +160,7 @@ def small_models(on: Machine, folder: Path) -> Facts:
 
 
 @check("S03 a loss on each device", gpus=2)
-def balanced(on: Machine, folder: Path) -> Facts:
+def balanced(on: GpuMachine, folder: Path) -> Facts:
     peaks = {
         kind: measured(on, folder / f"{kind}.pth", parallel=kind, devices=on.pair)["peak"]
         for kind in ("dp", "dp-balanced")
@@ -169,7 +169,7 @@ def balanced(on: Machine, folder: Path) -> Facts:
 
 
 @check("S04 memory report, model size and what nvidia-smi shows")
-def memory_report(on: Machine, folder: Path) -> Facts:
+def memory_report(on: GpuMachine, folder: Path) -> Facts:
     last = measured(on, folder / "run.pth")
     size = sum(each.nbytes for each in Cnn(*NET).parameters())
     require(last["parameters"] == size, f"{last['parameters']} bytes of parameters, not {size}")
@@ -179,7 +179,7 @@ def memory_report(on: Machine, folder: Path) -> Facts:
 
 
 @check("S05 segments beside the article's figures")
-def segments(on: Machine, folder: Path) -> Facts:
+def segments(on: GpuMachine, folder: Path) -> Facts:
     # Adam with foreach would add the size of the model to the peak: what is compared is segments.
     options: Facts = {"model": "mlp", "width": 1.0 if on.gpus else 0.05, "epochs": 1}
     options |= {"optimizer": "adam", "batch_size": 16, "foreach": False, "deterministic": True}
@@ -198,7 +198,7 @@ def segments(on: Machine, folder: Path) -> Facts:
 
 
 @check("S06 S24 recomputing with dropout")
-def recomputing(on: Machine, folder: Path) -> Facts:
+def recomputing(on: GpuMachine, folder: Path) -> Facts:
     """Compare one step of a DenseNet that keeps its activations, and that recomputes them."""
     how: Facts = {"model": "densenet", "dropout": 0.2, "epochs": 1, "batch_size": 512}
     how |= {"deterministic": True, "foreach": False}
@@ -210,7 +210,7 @@ def recomputing(on: Machine, folder: Path) -> Facts:
 
 
 @check("S07 S15 every model trains, and is evaluated on the CPU")
-def models(on: Machine, folder: Path) -> Facts:
+def models(on: GpuMachine, folder: Path) -> Facts:
     accuracies = {}
     for model in MODELS:
         options: Facts = {"model": model, "width": 0.1}
@@ -223,7 +223,7 @@ def models(on: Machine, folder: Path) -> Facts:
 
 
 @check("S08 memory does not grow over epochs")
-def growth(on: Machine, folder: Path) -> Facts:
+def growth(on: GpuMachine, folder: Path) -> Facts:
     if not on.gpus:  # there is no allocator to ask: count what autograd keeps
         with SavedBytes() as saved:
             train(on, folder / "run.pth")
@@ -252,7 +252,7 @@ def device_count(visible: str) -> int:
 
 
 @check("S09 any device first, hidden devices, another output device", gpus=2)
-def choosing(on: Machine, folder: Path) -> Facts:
+def choosing(on: GpuMachine, folder: Path) -> Facts:
     try:
         train(on, folder / "none.pth", devices=("cuda:77",))
     except RequestError as error:
@@ -266,7 +266,7 @@ def choosing(on: Machine, folder: Path) -> Facts:
 
 
 @check("S11 S12 S14 load and load_into onto the device")
-def loading(on: Machine, folder: Path) -> Facts:
+def loading(on: GpuMachine, folder: Path) -> Facts:
     found, device = {}, str(on.device)
     for form in FORMS:
         path = folder / f"{form}.pth"
@@ -281,7 +281,7 @@ def loading(on: Machine, folder: Path) -> Facts:
 
 
 @check("S13 S16 S21 S22 prefix, parts, dtypes and sizes of a file that a GPU tagged")
-def contents(on: Machine, folder: Path) -> Facts:
+def contents(on: GpuMachine, folder: Path) -> Facts:
     path = folder / "run.pth"
     train(on, path, parallel="dp", keep_module_prefix=True)
     wrapped, model = ckptkit.open(path), Cnn(*NET)
@@ -301,7 +301,7 @@ def contents(on: Machine, folder: Path) -> Facts:
 
 
 @check("S17 a recurrent net keeps the batch first", gpus=2)
-def recurrent(on: Machine, folder: Path) -> Facts:
+def recurrent(on: GpuMachine, folder: Path) -> Facts:
     train(on, folder / "run.pth", model="crnn", parallel="dp", devices=on.pair, width=0.1)
     config = replace(SMALL, model="crnn", parallel="dp", devices=on.pair, width=0.1)
     with parallel.group(config) as group:
@@ -312,7 +312,7 @@ def recurrent(on: Machine, folder: Path) -> Facts:
 
 
 @check("S18 weights of one device in a model on two", gpus=2)
-def pretrained(on: Machine, folder: Path) -> Facts:
+def pretrained(on: GpuMachine, folder: Path) -> Facts:
     train(on, folder / "one.pth")
     devices = tuple(map(torch.device, on.pair))
     wrapped = parallel.Replicated(Cnn(*NET).to(on.device), devices)
@@ -323,7 +323,7 @@ def pretrained(on: Machine, folder: Path) -> Facts:
 
 
 @check("S19 equal seeds give equal bytes")
-def equal_bytes(on: Machine, folder: Path) -> Facts:
+def equal_bytes(on: GpuMachine, folder: Path) -> Facts:
     for name in ("one.pth", "two.pth"):
         train(on, folder / name, deterministic=True, save_form="full")
     one, two = ((folder / name).read_bytes() for name in ("one.pth", "two.pth"))
@@ -333,7 +333,7 @@ def equal_bytes(on: Machine, folder: Path) -> Facts:
 
 
 @check("S20 GPUs, their UUIDs, and memory given back")
-def about_gpus(on: Machine, folder: Path) -> Facts:
+def about_gpus(on: GpuMachine, folder: Path) -> Facts:
     on.needs(1)
     train(on, folder / "run.pth", empty_cache=True)
     reserved = torch.cuda.memory_reserved()
@@ -347,7 +347,7 @@ def about_gpus(on: Machine, folder: Path) -> Facts:
 
 
 @check("S23 clipping by norm, and a step schedule")
-def clipping(on: Machine, folder: Path) -> Facts:
+def clipping(on: GpuMachine, folder: Path) -> Facts:
     """With steps of the gradient itself, one step moves the weights by no more than the norm."""
     config = replace(SMALL, devices=(str(on.device),), lr=1.0, momentum=0.0, batch_size=512)
     moved = {}
@@ -368,7 +368,7 @@ def clipping(on: Machine, folder: Path) -> Facts:
 
 
 @check("S25 DDP with nccl equals one device", gpus=2)
-def ddp_nccl(on: Machine, folder: Path) -> Facts:
+def ddp_nccl(on: GpuMachine, folder: Path) -> Facts:
     on.needs(2)
     processes = train_in_processes(on.gpus, folder / "run.pth", parallel="ddp", accumulate=2)
     train(on, folder / "one.pth", accumulate=2)
@@ -376,7 +376,7 @@ def ddp_nccl(on: Machine, folder: Path) -> Facts:
 
 
 @check("S25 DDP with gloo, two processes on one device, equals one")
-def ddp_gloo(on: Machine, folder: Path) -> Facts:
+def ddp_gloo(on: GpuMachine, folder: Path) -> Facts:
     processes = train_in_processes(2, folder / "run.pth", parallel="ddp", devices=(str(on.device),))
     states = ckptkit.load(folder / "run.pth", map_location="cpu", whole=True)["rng_of_ranks"]
     require(len(states) == 2, f"random states of {len(states)} processes")
@@ -385,7 +385,7 @@ def ddp_gloo(on: Machine, folder: Path) -> Facts:
 
 
 @check("S25 FSDP equals one device, resumes, and is evaluated from its folder", gpus=2)
-def fsdp(on: Machine, folder: Path) -> Facts:
+def fsdp(on: GpuMachine, folder: Path) -> Facts:
     options: Facts = {"parallel": "fsdp", "save_every": 1}
     options["devices"] = () if on.gpus > 1 else ("cpu",)
     count = max(2, on.gpus)
@@ -404,7 +404,7 @@ def fsdp(on: Machine, folder: Path) -> Facts:
 
 
 @check("resuming is exact")
-def resuming(on: Machine, folder: Path) -> Facts:
+def resuming(on: GpuMachine, folder: Path) -> Facts:
     options: Facts = {"save_form": "full", "save_every": 1, "optimizer": "adam"}
     options["deterministic"] = True
     train(on, folder / "run.pth", **options)
@@ -413,7 +413,7 @@ def resuming(on: Machine, folder: Path) -> Facts:
 
 
 @check("a run of the GPU goes on on the CPU, and says so")
-def elsewhere(on: Machine, folder: Path) -> Facts:
+def elsewhere(on: GpuMachine, folder: Path) -> Facts:
     options: Facts = {"save_form": "full", "save_every": 1}
     train(on, folder / "run.pth", **options)
     said: list[str] = []
@@ -425,7 +425,7 @@ def elsewhere(on: Machine, folder: Path) -> Facts:
 
 
 @check("amp computes in bfloat16, also in the threads of replicas", gpus=2)
-def amp(on: Machine, folder: Path) -> Facts:
+def amp(on: GpuMachine, folder: Path) -> Facts:
     dtypes = {}
     for kind in ("none", "dp", "dp-balanced"):
         devices = (str(on.device),) if kind == "none" else on.pair
@@ -441,7 +441,7 @@ def amp(on: Machine, folder: Path) -> Facts:
 
 
 @check("amp in float16 scales the loss")
-def float16(on: Machine, folder: Path) -> Facts:
+def float16(on: GpuMachine, folder: Path) -> Facts:
     train(on, folder / "run.pth", amp=True, amp_dtype="float16", save_form="full")
     scaler = ckptkit.load(folder / "run.pth", whole=True)["scaler"]
     require(scaler["scale"] > 1, f"the scale is {scaler['scale']}")
@@ -449,7 +449,7 @@ def float16(on: Machine, folder: Path) -> Facts:
 
 
 @check("inputs on another device under DataParallel", gpus=2)
-def inputs_elsewhere(on: Machine, folder: Path) -> Facts:
+def inputs_elsewhere(on: GpuMachine, folder: Path) -> Facts:
     """The question that the second article leaves open: must inputs be on the first device?"""
     on.needs(2)
     gpus = list(range(on.gpus))
@@ -462,7 +462,7 @@ def inputs_elsewhere(on: Machine, folder: Path) -> Facts:
 
 
 @check("SyncBatchNorm uses the statistics of all processes", gpus=2)
-def sync_batch_norm(on: Machine, folder: Path) -> Facts:
+def sync_batch_norm(on: GpuMachine, folder: Path) -> Facts:
     on.needs(2)
     options: Facts = {"model": "densenet", "epochs": 1}
     processes = train_in_processes(
@@ -473,14 +473,14 @@ def sync_batch_norm(on: Machine, folder: Path) -> Facts:
 
 
 @check("workers load into pinned memory")
-def pinned(on: Machine, folder: Path) -> Facts:
+def pinned(on: GpuMachine, folder: Path) -> Facts:
     train(on, folder / "none.pth", epochs=1)
     train(on, folder / "two.pth", epochs=1, workers=2)
     return same_weights(folder / "none.pth", folder / "two.pth", CLOSE)
 
 
 @check("a snapshot of the allocator")
-def snapshot(on: Machine, folder: Path) -> Facts:
+def snapshot(on: GpuMachine, folder: Path) -> Facts:
     on.needs(1)
     path = folder / "snapshot.pickle"
     train(on, folder / "run.pth", RunFiles(memory_snapshot=path), epochs=1)
@@ -489,7 +489,7 @@ def snapshot(on: Machine, folder: Path) -> Facts:
 
 
 @check("out of memory says what helps")
-def out_of_memory(on: Machine, folder: Path) -> Facts:
+def out_of_memory(on: GpuMachine, folder: Path) -> Facts:
     on.needs(1)
     total = torch.cuda.get_device_properties(on.device).total_memory
     torch.cuda.set_per_process_memory_fraction(64e6 / total, on.device)
@@ -510,7 +510,7 @@ def out_of_memory(on: Machine, folder: Path) -> Facts:
 
 
 @check("what is not deterministic on GPUs is refused")
-def nondeterministic(on: Machine, folder: Path) -> Facts:
+def nondeterministic(on: GpuMachine, folder: Path) -> Facts:
     on.needs(1)
     for model in ("generator", "crnn"):
         try:
@@ -523,7 +523,7 @@ def nondeterministic(on: Machine, folder: Path) -> Facts:
     return {}
 
 
-def keep(on: Machine, path: Path) -> None:
+def keep(on: GpuMachine, path: Path) -> None:
     """Copy a checkpoint to the fixtures of this machine."""
     if on.fixtures:
         on.fixtures.mkdir(parents=True, exist_ok=True)
@@ -545,7 +545,7 @@ def compare_with_twin(real: Path, plain: Path, devices: list[str], gpus: int) ->
     require(not found, f"{real.name} differs from its simulation: {'; '.join(found[:4])}")
 
 
-def tagged(on: Machine, folder: Path, index: int) -> Facts:
+def tagged(on: GpuMachine, folder: Path, index: int) -> Facts:
     """Save in every form on one GPU, and compare with the simulated twins."""
     on.needs(index + 1)
     for form in FORMS:
@@ -566,7 +566,7 @@ for _index in (0, 1):
 
 
 @check("checkpoints of DataParallel, DDP and FSDP, and their simulated twins", gpus=2)
-def tagged_in_parallel(on: Machine, folder: Path) -> Facts:
+def tagged_in_parallel(on: GpuMachine, folder: Path) -> Facts:
     on.needs(2)
     options: Facts = {"save_form": "full", "optimizer": "adam", "keep_module_prefix": True}
     train(on, folder / "dp_full_cuda0.pth", parallel="dp", devices=on.pair, **options)

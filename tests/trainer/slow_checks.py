@@ -9,14 +9,14 @@ from pathlib import Path
 from time import sleep
 from typing import Any
 
-from ckptkit.trainer.checking import Machine
+from ckptkit.trainer.checking import GpuMachine
 
 
-def passes(on: Machine, folder: Path) -> dict[str, Any]:
+def passes(on: GpuMachine, folder: Path) -> dict[str, Any]:
     return {"folder": folder.name}
 
 
-def hangs(on: Machine, folder: Path) -> dict[str, Any]:
+def hangs(on: GpuMachine, folder: Path) -> dict[str, Any]:
     """Start a process that would outlive this one, and wait."""
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     (folder.parent / "child").write_text(str(child.pid))
@@ -24,5 +24,5 @@ def hangs(on: Machine, folder: Path) -> dict[str, Any]:
     return {}
 
 
-def breaks(on: Machine, folder: Path) -> dict[str, Any]:
+def breaks(on: GpuMachine, folder: Path) -> dict[str, Any]:
     os._exit(9)

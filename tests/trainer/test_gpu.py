@@ -24,10 +24,10 @@ from torch import nn
 
 from ckptkit.trainer import gpu, gpu_checks, loop, parallel
 from ckptkit.trainer.checking import (
-    Check,
     CheckResult,
+    DeviceCheck,
     Failed,
-    Machine,
+    GpuMachine,
     NotHere,
     Witness,
     require,
@@ -41,7 +41,7 @@ from ckptkit.trainer.simulated import as_on_gpus, description, differences, simu
 from tests.trainer import slow_checks
 from tests.trainer.conftest import ROWS
 
-CPU = Machine(0, "no GPU")
+CPU = GpuMachine(0, "no GPU")
 BY_NAME = {check.name: check for check in CHECKS}
 QUICK = ["S02 S10", "S03", "S08", "S04", "S18", "S23", "resuming is exact", "amp computes"]
 # What these check is tested beside them, in a shorter run.
@@ -57,7 +57,7 @@ NEEDS_GPU = [
 ]  # fmt: skip
 
 
-def named(start: str) -> Check:
+def named(start: str) -> DeviceCheck:
     (check,) = [each for each in CHECKS if each.name.startswith(start)]
     return check
 
@@ -89,7 +89,7 @@ def test_what_needs_a_gpu_is_not_possible_without_one(name: str, tmp_path: Path)
 
 def test_one_gpu_exchanges_nothing(tmp_path: Path) -> None:
     """nccl with one process is no check of nccl."""
-    result = run_check(named("S25 DDP with nccl"), Machine(1, "one"), tmp_path / "check")
+    result = run_check(named("S25 DDP with nccl"), GpuMachine(1, "one"), tmp_path / "check")
     assert (result.status, result.why) == (
         "not possible here",
         "needs 2 GPUs, this machine has 1",
@@ -97,7 +97,7 @@ def test_one_gpu_exchanges_nothing(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def mock_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
+def mock_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[GpuMachine]:
     """A machine that names two GPUs, chooses the CPU in their place, and tags with their names."""
     choose, save = parallel.choose, torch.save
 
@@ -107,13 +107,13 @@ def mock_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
 
     monkeypatch.setattr(parallel, "available", lambda: ["cpu", "cuda:0", "cuda:1"])
     monkeypatch.setattr(parallel, "choose", chosen)
-    monkeypatch.setattr(Machine, "device", torch.device("cpu"))
-    yield Machine(2, "a mock")
+    monkeypatch.setattr(GpuMachine, "device", torch.device("cpu"))
+    yield GpuMachine(2, "a mock")
     assert torch.save is save
 
 
 @pytest.mark.parametrize("name", ["S01", "S03", "S04"])
-def test_the_mock_is_caught(mock_gpus: Machine, tmp_path: Path, name: str) -> None:
+def test_the_mock_is_caught(mock_gpus: GpuMachine, tmp_path: Path, name: str) -> None:
     """All computes well, on the CPU: the check has not passed."""
     result = run_check(named(name), mock_gpus, tmp_path / "check")
     assert result.status == "failed"
@@ -144,7 +144,7 @@ class Fake:
     ],
 )
 def test_the_evidence(gpus: int, devices: list[str], processes: list[str], why: str | None) -> None:
-    check, witness = Check("any", gpus, slow_checks.passes), Fake(*devices)
+    check, witness = DeviceCheck("any", gpus, slow_checks.passes), Fake(*devices)
     with nullcontext() if why is None else pytest.raises(Failed, match=why):
         require_evidence(
             check,
@@ -164,18 +164,18 @@ def test_the_witness_sees_layers_in_threads() -> None:
 
 
 def test_every_failure_is_a_result(tmp_path: Path) -> None:
-    def skips(on: Machine, folder: Path) -> dict[str, Any]:
+    def skips(on: GpuMachine, folder: Path) -> dict[str, Any]:
         raise NotHere("too small")
 
-    def fails(on: Machine, folder: Path) -> dict[str, Any]:
+    def fails(on: GpuMachine, folder: Path) -> dict[str, Any]:
         require(1 > 2, "1 is not more")
         raise AssertionError
 
-    def breaks(on: Machine, folder: Path) -> dict[str, Any]:
+    def breaks(on: GpuMachine, folder: Path) -> dict[str, Any]:
         raise RuntimeError("CUDA | error\nmore")
 
     results = [
-        run_check(Check(each.__name__, 1, each), CPU, tmp_path / each.__name__)
+        run_check(DeviceCheck(each.__name__, 1, each), CPU, tmp_path / each.__name__)
         for each in (skips, fails, breaks)
     ]
     assert [(each.status, each.why) for each in results] == [
@@ -193,13 +193,13 @@ def test_every_failure_is_a_result(tmp_path: Path) -> None:
 
 
 def test_switches_are_restored_after_a_failure(tmp_path: Path) -> None:
-    def switches(on: Machine, folder: Path) -> dict[str, Any]:
+    def switches(on: GpuMachine, folder: Path) -> dict[str, Any]:
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.backends.cudnn.benchmark = True
         raise Failed("after it changed switches")
 
     torch.use_deterministic_algorithms(True)
-    run_check(Check("switches", 0, switches), CPU, tmp_path / "check")
+    run_check(DeviceCheck("switches", 0, switches), CPU, tmp_path / "check")
     assert torch.are_deterministic_algorithms_enabled()
     assert not torch.is_deterministic_algorithms_warn_only_enabled()
     assert not torch.backends.cudnn.benchmark
@@ -222,7 +222,7 @@ def is_alive(process: int) -> bool:
 @pytest.mark.skipif(sys.platform != "linux", reason="looks at /proc")
 def test_a_check_that_hangs_ends_with_its_processes(tmp_path: Path) -> None:
     started = monotonic()
-    result = run_limited(Check("hangs", 1, slow_checks.hangs), CPU, tmp_path / "1", limit=8)
+    result = run_limited(DeviceCheck("hangs", 1, slow_checks.hangs), CPU, tmp_path / "1", limit=8)
     assert (result.status, result.why) == ("failed", "took longer than 8 s")
     assert monotonic() - started < 60
     child = int((tmp_path / "child").read_text())
@@ -235,22 +235,22 @@ def test_a_check_that_hangs_ends_with_its_processes(tmp_path: Path) -> None:
 
 
 def test_a_process_that_breaks_is_a_failure(tmp_path: Path) -> None:
-    broken = run_limited(Check("breaks", 1, slow_checks.breaks), CPU, tmp_path / "1")
+    broken = run_limited(DeviceCheck("breaks", 1, slow_checks.breaks), CPU, tmp_path / "1")
     assert (broken.status, broken.why) == ("failed", "the process ended with exit code 9")
 
 
 def test_the_command_writes_both_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def passes(on: Machine, folder: Path) -> dict[str, Any]:
+    def passes(on: GpuMachine, folder: Path) -> dict[str, Any]:
         return {"table": ["a  b", "1  2"]}
 
-    def fails(on: Machine, folder: Path) -> dict[str, Any]:
+    def fails(on: GpuMachine, folder: Path) -> dict[str, Any]:
         raise Failed("no")
 
-    def here(check: Check, on: Machine, folder: Path, limit: float) -> CheckResult:
+    def here(check: DeviceCheck, on: GpuMachine, folder: Path, limit: float) -> CheckResult:
         return run_check(check, on, folder)
 
     monkeypatch.setattr(gpu, "run_limited", here)
-    monkeypatch.setattr(gpu, "CHECKS", [Check("one", 0, passes)])
+    monkeypatch.setattr(gpu, "CHECKS", [DeviceCheck("one", 0, passes)])
     done = CliRunner().invoke(gpu.command, [str(tmp_path / "out")])
     assert done.exit_code == 0, done.output
     assert done.output.startswith("passed ")
@@ -258,7 +258,9 @@ def test_the_command_writes_both_reports(tmp_path: Path, monkeypatch: pytest.Mon
     found = json.loads((tmp_path / "out/report.json").read_text())
     assert found["results"][0]["facts"] == {"table": ["a  b", "1  2"]}
     assert "```text\na  b\n1  2\n```" in (tmp_path / "out/report.md").read_text()
-    monkeypatch.setattr(gpu, "CHECKS", [Check("one", 0, passes), Check("two", 0, fails)])
+    monkeypatch.setattr(
+        gpu, "CHECKS", [DeviceCheck("one", 0, passes), DeviceCheck("two", 0, fails)]
+    )
     assert CliRunner().invoke(gpu.command, [str(tmp_path / "out")]).exit_code == 1
     assert CliRunner().invoke(gpu.command, [str(tmp_path / "out"), "--only", "ONE"]).exit_code == 0
     nothing = CliRunner().invoke(gpu.command, [str(tmp_path / "out"), "--only", "three"])

@@ -74,7 +74,7 @@ from ckptkit.formats.distributed import zero_ranks
 from ckptkit.formats.distributed.reading import (
     Fields,
     FlatRow,
-    Reader,
+    RankReader,
     is_flat,
     listed,
     shared_out,
@@ -261,7 +261,7 @@ def read(probe: Probe) -> Checkpoint:
 
 
 def _read(top: Folder, folder: Folder) -> Checkpoint:
-    reader = Reader(folder)
+    reader = RankReader(folder)
     universal = UNIVERSAL in folder.folders()
     files = RankFiles(folder.list(), merged=universal)
     if universal and files.optims:
@@ -305,7 +305,7 @@ class Parts(NamedTuple):
     warnings: list[str]
 
 
-def _ranks(model: Model, reader: Reader, files: RankFiles) -> Parts:
+def _ranks(model: Model, reader: RankReader, files: RankFiles) -> Parts:
     """Read stages 1 to 3."""
     if not files.optims:
         counts = model.states.integers(_RANKS) if _RANKS in model.states else ()
@@ -322,7 +322,7 @@ def _ranks(model: Model, reader: Reader, files: RankFiles) -> Parts:
     return Parts(zero.parameters(slots), frozen, state, settings, warnings)
 
 
-def _merged(model: Model, reader: Reader, files: RankFiles, folder: Folder) -> Parts:
+def _merged(model: Model, reader: RankReader, files: RankFiles, folder: Folder) -> Parts:
     """Read a universal checkpoint, whose parameters are whole."""
     shapes = {} if files.parallel else merge_all(model.groups)
     zero = folder.sub(UNIVERSAL)
@@ -334,7 +334,7 @@ def _merged(model: Model, reader: Reader, files: RankFiles, folder: Folder) -> P
     return Parts(parameters, frozen, state, {_GROUPS: None, **kept}, [])
 
 
-def _frozen(model: Model, reader: Reader, files: RankFiles, ranks: int) -> dict[str, Tensor]:
+def _frozen(model: Model, reader: RankReader, files: RankFiles, ranks: int) -> dict[str, Tensor]:
     """Return the frozen parameters, of which each rank of stage 3 has a fragment."""
     if not model.frozen_shapes:
         return {}

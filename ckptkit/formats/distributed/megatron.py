@@ -29,7 +29,7 @@ from ckptkit.core.tree import Global, Node, Object, OrderedMapping
 from ckptkit.core.weights import as_tensor
 from ckptkit.formats.distributed.joining import Copies, Joiner
 from ckptkit.formats.distributed.meshes import attributes
-from ckptkit.formats.distributed.reading import Reader
+from ckptkit.formats.distributed.reading import RankReader
 from ckptkit.formats.distributed.table import (
     COLUMNS,
     ROWS,
@@ -191,7 +191,7 @@ def read(probe: Probe, format: str) -> Checkpoint:
     Raises CorruptError for a part that is missing or of another save, UnsupportedError for what has
     no rule.
     """
-    folder, reader, names = probe.folder, Reader(probe.folder), _folders(probe)
+    folder, reader, names = probe.folder, RankReader(probe.folder), _folders(probe)
     roots = {name: _root(reader, folder, name) for name in names}
     first = roots[names[0]]
     arguments = arguments_of(first)
@@ -236,7 +236,7 @@ def read(probe: Probe, format: str) -> Checkpoint:
     )  # fmt: skip
 
 
-def _root(reader: Reader, folder: Folder, name: str) -> dict[Node, Node]:
+def _root(reader: RankReader, folder: Folder, name: str) -> dict[Node, Node]:
     inner = folder.sub(name)
     if FILE not in inner:
         raise CorruptError(f"{name} has no {FILE}", hint="fetch it from where the rest came from")

@@ -24,7 +24,7 @@ from ckptkit.core.tree import Node
 from ckptkit.formats.distributed import table, zero_ranks
 from ckptkit.formats.distributed.joining import Copies, Joiner
 from ckptkit.formats.distributed.meshes import attributes
-from ckptkit.formats.distributed.reading import Reader, listed
+from ckptkit.formats.distributed.reading import RankReader, listed
 from ckptkit.formats.distributed.table import (
     COLUMNS,
     MEAN,
@@ -78,7 +78,7 @@ def read(probe: Probe, format: str) -> Checkpoint:
 
 
 def _read(probe: Probe, folder: Folder, format: str) -> Checkpoint:
-    names, reader = folder.list(), Reader(folder)
+    names, reader = folder.list(), RankReader(folder)
     joiner = Joiner(Copies(probe.options.copies))
     layers = any(map(LAYER.fullmatch, names))
     models = {name: reader.fields(name).node for name in filter(MODEL.fullmatch, names)}

@@ -40,7 +40,7 @@ from ckptkit.formats.distributed.meshes import (
     piece_of,
     pieces_in,
 )
-from ckptkit.formats.distributed.reading import RankGroup, Reader, groups, listed, reader_of
+from ckptkit.formats.distributed.reading import RankGroup, RankReader, groups, listed, reader_of
 from ckptkit.formats.folder import unread
 from ckptkit.formats.format import Probe
 
@@ -52,7 +52,7 @@ _SHOWN = 4  # names in a message
 Known = dict[int, Piece]  # by the id of their nodes, which live as long as the reading
 
 
-class Kind(NamedTuple):
+class RankKind(NamedTuple):
     """A group of files and its role, taken from the first file: model, optimizer, rest, or "" for
     none of them.
     """
@@ -71,7 +71,7 @@ def matches(probe: Probe) -> bool:
     return any(_matches(reader, group) for group in islice(found, _TRIED))
 
 
-def _matches(reader: Reader, group: RankGroup) -> bool:
+def _matches(reader: RankReader, group: RankGroup) -> bool:
     try:
         checkpoint = reader.read(group.first)
     except CkptkitError:
@@ -120,14 +120,14 @@ class _Reading:
             about=_title(ranked, world, self.known),
         )  # fmt: skip
 
-    def _kind(self, group: RankGroup) -> Kind:
+    def _kind(self, group: RankGroup) -> RankKind:
         root = self.reader.read(group.first).root
         pieces = next(pieces_in(root), None) is not None
         if is_optimizer(root):
-            return Kind(group, OPTIMIZER if pieces or group.certain else "", pieces)
-        return Kind(group, MODEL if pieces else REST, pieces)
+            return RankKind(group, OPTIMIZER if pieces or group.certain else "", pieces)
+        return RankKind(group, MODEL if pieces else REST, pieces)
 
-    def _only(self, kinds: Sequence[Kind], role: str) -> Kind | None:
+    def _only(self, kinds: Sequence[RankKind], role: str) -> RankKind | None:
         """Return the group of a role. Raises AmbiguousError if there are several."""
         found = [each for each in kinds if each.role == role]
         if len(found) > 1:
@@ -175,7 +175,7 @@ class _Reading:
         )
         return root
 
-    def _optimizer(self, kind: Kind, model: list[Ranked], world: World) -> dict[str, Node]:
+    def _optimizer(self, kind: RankKind, model: list[Ranked], world: World) -> dict[str, Node]:
         """Return the optimizer's state, whole; nothing and a warning where the files do not say how
         it was cut."""
         ranked = self._ranked(kind.group)
@@ -192,7 +192,7 @@ class _Reading:
             self.warnings.append(f"the optimizer is left out: {error}")
             return {}
 
-    def _rest(self, kinds: Sequence[Kind]) -> dict[str, Node]:
+    def _rest(self, kinds: Sequence[RankKind]) -> dict[str, Node]:
         made: dict[str, Node] = {}
         for kind in kinds:
             key = (
@@ -205,7 +205,7 @@ class _Reading:
                 self.warnings.append(f"each rank has its own {key}: that of the first is kept")
         return made
 
-    def _note_unread(self, kinds: Sequence[Kind]) -> None:
+    def _note_unread(self, kinds: Sequence[RankKind]) -> None:
         ours = set(flatten(each.group.files.values() for each in kinds))
         used = set(flatten(each.group.files.values() for each in kinds if each.role))
         self.warnings += unread(self.names, used | ours)

@@ -27,16 +27,16 @@ FORMATS = (TORCH_ZIP, TORCH_LEGACY)
 _SIZE = Global("torch", "Size")
 
 
-def reader_of(probe: Probe) -> Reader:
+def reader_of(probe: Probe) -> RankReader:
     """Return the reader of the folder, always the same one: what identification read is not read
     again.
     """
-    found = probe.kept.setdefault(Reader, Reader(probe.folder, keep=True))
-    assert isinstance(found, Reader)
+    found = probe.kept.setdefault(RankReader, RankReader(probe.folder, keep=True))
+    assert isinstance(found, RankReader)
     return found
 
 
-class Reader:
+class RankReader:
     """Reads the files of a folder, and keeps what they warn of and which globals they name; with
     `keep` the files too, which may be thousands."""
 

@@ -47,9 +47,9 @@ from ckptkit.core.tree import Node, OrderedMapping, find
 from ckptkit.core.weights import as_tensor
 from ckptkit.formats import torch_zip
 from ckptkit.formats.distributed.joining import Copies, Joiner, Replica
-from ckptkit.formats.distributed.reading import Reader
+from ckptkit.formats.distributed.reading import RankReader
 from ckptkit.formats.format import Probe
-from ckptkit.rules.arrange import Arrangement, Made, SourceTensor
+from ckptkit.rules.arrange import ArrangedRule, Arrangement, SourceTensor
 from ckptkit.rules.names import Settings, axis_words, evaluate
 from ckptkit.rules.notation import MisfitError, Rule, RuleError, parse_rule
 
@@ -208,7 +208,7 @@ def _line(how: str, count: int) -> tuple[Rule, Arrangement]:
 
 
 @lru_cache(512)  # layers of a model have the same shapes, cut in the same way
-def _joined(how: str, shapes: tuple[Shape, ...], names: tuple[str, ...] = ()) -> Made:
+def _joined(how: str, shapes: tuple[Shape, ...], names: tuple[str, ...] = ()) -> ArrangedRule:
     """Return the whole that parts of these shapes make. Raises MisfitError, RuleError."""
     _, arrangement = _line(how, len(shapes))
     members = [
@@ -219,7 +219,7 @@ def _joined(how: str, shapes: tuple[Shape, ...], names: tuple[str, ...] = ()) ->
 
 
 @lru_cache(512)
-def _cut(how: str, shape: Shape, count: int) -> tuple[Made, ...]:
+def _cut(how: str, shape: Shape, count: int) -> tuple[ArrangedRule, ...]:
     """The parts of a tensor of this shape, all of one size. Raises MisfitError, RuleError."""
     found, arrangement = _line(how, count)
     known = evaluate(found, Settings({TP: count}))
@@ -634,7 +634,7 @@ def read(probe: Probe, format: str) -> Checkpoint:
     """Return the state_dict that the files make by the table that was asked for."""
     assert probe.options.parts is not None
     own = OwnTable(probe.options.parts)
-    reader, joiner = Reader(probe.folder), Joiner(Copies(probe.options.copies))
+    reader, joiner = RankReader(probe.folder), Joiner(Copies(probe.options.copies))
     parts = []
     for place, folder, name in _files(probe.folder):
         if not (found := own.files.fullmatch(place)):

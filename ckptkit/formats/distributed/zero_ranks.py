@@ -28,7 +28,7 @@ from ckptkit.core.weights import as_tensor
 from ckptkit.formats.distributed.reading import (
     Fields,
     FlatRow,
-    Reader,
+    RankReader,
     is_flat,
     listed,
     own,
@@ -241,7 +241,7 @@ class Slot(NamedTuple):
 class ZeroRank:
     """The files of all ranks, read. Raises CorruptError where they contradict each other."""
 
-    def __init__(self, reader: Reader, files: RankFiles) -> None:
+    def __init__(self, reader: RankReader, files: RankFiles) -> None:
         first, *others = files.optims.values()
         self.first = _fields(reader, first)
         self.stage_3 = FLATS_3 in self.first
@@ -413,7 +413,7 @@ class ZeroRank:
         return made, [warning] if left else []
 
 
-def _fields(reader: Reader, name: str) -> Fields:
+def _fields(reader: RankReader, name: str) -> Fields:
     return reader.fields(name).fields("optimizer_state_dict")
 
 
@@ -436,7 +436,7 @@ _WEIGHTS, _SUFFIX = "fp32.pt", ".pt"
 
 
 def read_universal(
-    reader: Reader, folder: Folder, shapes: Mapping[str, Shape], skip: Collection[str]
+    reader: RankReader, folder: Folder, shapes: Mapping[str, Shape], skip: Collection[str]
 ) -> tuple[dict[str, Tensor], Named]:
     """Read the folder ``zero``: every parameter but those in `skip`, in the order of `shapes`.
 

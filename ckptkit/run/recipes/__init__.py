@@ -403,7 +403,7 @@ Arguments = Mapping[str, Any]
 _LONGEST = 40  # characters of a value
 
 
-class Table(NamedTuple):
+class ArgumentTable(NamedTuple):
     """Rules that derive the fields of a config.json from the arguments of a training.
 
     ``entry`` is the path of the arguments in the checkpoint. ``required`` lists, for an argument,
@@ -421,7 +421,7 @@ class Table(NamedTuple):
 
 _NOT_SET = (None, False, 0)
 
-MEGATRON_LLAMA = Table(
+MEGATRON_LLAMA = ArgumentTable(
     entry="args",
     fixed={"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu"},
     copied={
@@ -462,7 +462,7 @@ MEGATRON_LLAMA = Table(
 TABLES = {"megatron-llama": MEGATRON_LLAMA}
 
 
-def with_config(checkpoint: Checkpoint, table: Table, options: RuleOptions) -> Checkpoint:
+def with_config(checkpoint: Checkpoint, table: ArgumentTable, options: RuleOptions) -> Checkpoint:
     """Return the checkpoint with a config.json, which is written beside it into a folder.
 
     That is the one that was named (`--config`), if there is one; without arguments there is none.

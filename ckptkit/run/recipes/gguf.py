@@ -73,7 +73,7 @@ def check_architecture(checkpoint: Checkpoint, expected: Sequence[str]) -> None:
 # config.json
 
 
-class Model(NamedTuple):
+class GgufModel(NamedTuple):
     """What transformers calls an architecture, and the fields of its configuration.
 
     ``fields`` are key of the metadata -> field, beside or instead of those in `_FIELDS`; "" takes a
@@ -111,48 +111,48 @@ _T5 = {
 }  # fmt: skip
 
 MODELS = {
-    "llama": Model("llama", "LlamaForCausalLM"),
-    "qwen2": Model("qwen2", "Qwen2ForCausalLM", {"attention.key_length": ""}),
-    "qwen3": Model("qwen3", "Qwen3ForCausalLM"),
-    "qwen2moe": Model(
+    "llama": GgufModel("llama", "LlamaForCausalLM"),
+    "qwen2": GgufModel("qwen2", "Qwen2ForCausalLM", {"attention.key_length": ""}),
+    "qwen3": GgufModel("qwen3", "Qwen3ForCausalLM"),
+    "qwen2moe": GgufModel(
         "qwen2_moe", "Qwen2MoeForCausalLM",
         {**_EXPERTS, "expert_shared_feed_forward_length": "shared_expert_intermediate_size"},
     ),
     # llama.cpp normalizes the weights of experts of this architecture, whatever the file says.
-    "qwen3moe": Model("qwen3_moe", "Qwen3MoeForCausalLM", _EXPERTS, {"norm_topk_prob": True}),
-    "gemma": Model("gemma", "GemmaForCausalLM"),
-    "gemma2": Model("gemma2", "Gemma2ForCausalLM", _GEMMA),
-    "gemma3": Model("gemma3_text", "Gemma3ForCausalLM", _GEMMA),
-    "phi3": Model(
+    "qwen3moe": GgufModel("qwen3_moe", "Qwen3MoeForCausalLM", _EXPERTS, {"norm_topk_prob": True}),
+    "gemma": GgufModel("gemma", "GemmaForCausalLM"),
+    "gemma2": GgufModel("gemma2", "Gemma2ForCausalLM", _GEMMA),
+    "gemma3": GgufModel("gemma3_text", "Gemma3ForCausalLM", _GEMMA),
+    "phi3": GgufModel(
         "phi3", "Phi3ForCausalLM", {**_GEMMA, "attention.key_length": "",
         "rope.scaling.original_context_length": "original_max_position_embeddings"},
         {"pad_token_id": None},
     ),
-    "starcoder2": Model("starcoder2", "Starcoder2ForCausalLM",
+    "starcoder2": GgufModel("starcoder2", "Starcoder2ForCausalLM",
         {**_EPSILON, "attention.layer_norm_epsilon": "norm_epsilon"}),
-    "stablelm": Model("stablelm", "StableLmForCausalLM",
+    "stablelm": GgufModel("stablelm", "StableLmForCausalLM",
         {**_EPSILON, "attention.layer_norm_epsilon": "layer_norm_eps",
          "use_parallel_residual": "use_parallel_residual"}),
-    "gpt2": Model("gpt2", "GPT2LMHeadModel", {
+    "gpt2": GgufModel("gpt2", "GPT2LMHeadModel", {
         **_EPSILON, "block_count": "n_layer", "embedding_length": "n_embd",
         "feed_forward_length": "n_inner", "attention.head_count": "n_head",
         "attention.head_count_kv": "", "context_length": "n_positions",
         "attention.layer_norm_epsilon": "layer_norm_epsilon", "rope.freq_base": "",
     }),
-    "falcon": Model("falcon", "FalconForCausalLM", {
+    "falcon": GgufModel("falcon", "FalconForCausalLM", {
         **_EPSILON, "attention.head_count_kv": "num_kv_heads",
         "feed_forward_length": "ffn_hidden_size",
         "attention.layer_norm_epsilon": "layer_norm_epsilon",
     }, {"alibi": False, "bias": False, "parallel_attn": True}),
-    "mamba": Model("mamba", "MambaForCausalLM", {
+    "mamba": GgufModel("mamba", "MambaForCausalLM", {
         **dict.fromkeys(_FIELDS, ""), "block_count": "num_hidden_layers",
         "embedding_length": "hidden_size", "ssm.conv_kernel": "conv_kernel",
         "ssm.inner_size": "intermediate_size", "ssm.state_size": "state_size",
         "ssm.time_step_rank": "time_step_rank",
         "attention.layer_norm_rms_epsilon": "layer_norm_epsilon",
     }),
-    "t5": Model("t5", "T5ForConditionalGeneration", _T5, {"is_encoder_decoder": True}),
-    "t5encoder": Model("t5", "T5EncoderModel", _T5),
+    "t5": GgufModel("t5", "T5ForConditionalGeneration", _T5, {"is_encoder_decoder": True}),
+    "t5encoder": GgufModel("t5", "T5EncoderModel", _T5),
 }  # fmt: skip
 
 
