@@ -18,7 +18,13 @@ from itertools import pairwise
 import click
 
 from ckptkit.cli.options import Writer, dequantize_said
-from ckptkit.core.errors import CkptkitError, MissingFileError, SeveralError, UsageError
+from ckptkit.core.errors import (
+    CkptkitError,
+    MissingFileError,
+    OutputExistsError,
+    SeveralError,
+    UsageError,
+)
 from ckptkit.core.text import WRITTEN, is_url, nearest, output_name, shell_command, shell_word, some
 from ckptkit.core.tree import join
 
@@ -355,7 +361,8 @@ def _others(error: CkptkitError, line: Line) -> Iterator[Line]:
             yield from filter(None, [line.replaced(word, f"{word}*")])
     stem, suffix = os.path.splitext(place.rstrip("/"))
     sources = line.parts()[0] if line.name else []
-    if isinstance(error, UsageError) and suffix not in WRITTEN and place in sources[1:]:
+    is_wrong = isinstance(error, UsageError) and not isinstance(error, OutputExistsError)
+    if is_wrong and suffix not in WRITTEN and place in sources[1:]:
         yield from filter(None, [line.replaced(place, stem + os.path.splitext(sources[0])[1])])
     if line.name == "convert" and "--key" in line.words:
         yield from filter(None, [line.replaced("convert", "extract")])

@@ -113,6 +113,7 @@ COMMANDS = {
     ],
     "batch ema": ["--into into ema.pth run.pth"],
     "batch extract": ["--key model --into into run.pth"],
+    "batch resize": ["plain.pth --into into --keys *weight --rows 3"],
     "batch recover": ["--into into cut.pth"],
     "batch remap": ["--to cpu --into into run.pth plain.pth"],
     "batch rename": ["--sub 0=a --into into plain.pth"],

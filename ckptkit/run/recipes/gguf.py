@@ -49,11 +49,13 @@ def recipe_name(checkpoint: Checkpoint, known: Sequence[str]) -> str:
     if telling and checkpoint.selection and telling not in checkpoint.selection.nodes:
         name = without
     if RECIPES + name not in known:
+        has_blocks = any(each.dtype.block > 1 for each in checkpoint.required.tensors.values())
+        dequantized = " --dequantize bfloat16" if has_blocks else ""
         raise UnsupportedError(
             f"there is no recipe for the architecture {shown(found)}",
             where=checkpoint.name,
             hint=f"there are {some([each.removeprefix(RECIPES) for each in known], 30)}; "
-            "`ckptkit convert {where} {new} --dequantize bfloat16` keeps the names of the file",
+            f"`ckptkit convert {{where}} {{new}}{dequantized}` keeps the names of the file",
         )
     return RECIPES + name
 
@@ -66,7 +68,7 @@ def check_architecture(checkpoint: Checkpoint, expected: Sequence[str]) -> None:
         raise UnsupportedError(
             f"general.architecture is {shown(found)}, and this recipe is for {meant}",
             where=checkpoint.name,
-            hint="`ckptkit run gguf {where} {new}` takes the recipe of the architecture",
+            hint="the recipe called gguf takes the one of the architecture",
         )
 
 
