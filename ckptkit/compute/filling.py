@@ -45,7 +45,9 @@ class MoreRows(Operation):
             rows = np.tile(center, (min(several, ceil(stop / unit) - at), 1))
             if self.fill == "normal":
                 for place, row in enumerate(rows, at):
-                    chances = np.random.Generator(np.random.Philox(key=[self.seed, place]))
+                    chances = np.random.Generator(
+                        np.random.Philox(key=[self.seed % (1 << 64), place])
+                    )
                     row += chances.standard_normal(self.columns) * spread
             data = encode(rows.reshape(-1), dtype)
             yield data[max(start - at * unit, 0) : stop - at * unit]

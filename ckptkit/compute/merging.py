@@ -159,7 +159,7 @@ class Merge(Operation):
 
         if self.method not in (DARE_TIES, DARE_LINEAR) or self.densities[number] >= 1:
             return change
-        chances = np.random.Philox(key=[self.seed, number], counter=[at, 0, 0, 0])
+        chances = np.random.Philox(key=[self.seed % (1 << 64), number], counter=[at, 0, 0, 0])
         codes = chances.random_raw(-(-len(change) // 4)).view("<u2")[: len(change)]
         return change * (codes < int(self.densities[number] * 2.0**16))
 

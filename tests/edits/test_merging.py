@@ -191,6 +191,7 @@ def test_dare_leaves_differences_out_by_chance(tmp_path: Path) -> None:
     assert 0.2 < float(rows.min()) < float(rows.max()) < 0.4
     assert torch.equal(merged(tmp_path, [1], **given)["w"], found)
     assert not torch.equal(merged(tmp_path, [1], **given, seed=7)["w"], found)
+    assert torch.equal(merged(tmp_path, [1], **given, seed=1 << 80)["w"], found)
 
 
 def test_layers_of_several_models(tmp_path: Path, run: Run) -> None:
