@@ -50,6 +50,15 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
+@pytest.fixture
+def own_heap() -> Iterator[None]:
+    """Keep the garbage collector from looking at what other tests left: it counts as their time."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Mark the slow cases of large matrices, before `-m` selects."""

@@ -471,6 +471,7 @@ def test_layouts_that_no_rule_says(wrong: Callable[[], list[str]], said: str) ->
     assert said in left
 
 
+@pytest.mark.usefixtures("own_heap")
 @pytest.mark.parametrize("case", range(len(hostile())))
 def test_hostile_rules_names_and_configurations_end_soon(case: int) -> None:
     lines, of, given = hostile()[case]

@@ -233,6 +233,7 @@ def test_nothing_else_has_a_size_of_0(line: str, args: dict[str, int], word: str
         RuleSet.parse([line]).plan({"w": (6, 2), "w.1": (2,)}, keep="rest", args=args)
 
 
+@pytest.mark.usefixtures("own_heap")
 def test_many_keys_and_rules_are_planned_soon() -> None:
     parts = ["q", "k", "v", "o", "gate", "up", "down", "norm"]
     of = {f"model.layers.{n}.block.{part}.weight": (8, 8) for n in range(500) for part in parts}
