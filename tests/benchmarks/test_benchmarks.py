@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -187,7 +188,7 @@ def test_our_commands(work: Work, folder: Path, tmp_path: Path, run: Run) -> Non
     path = source(folder, work.kind)
     fresh = tmp_path / f"out{path.suffix}"
     if "{fresh}" in work.command:
-        fresh.write_bytes(path.read_bytes())
+        (shutil.copytree if path.is_dir() else shutil.copy)(path, fresh)
     if not work.command:
         command = ours(work, {"src": str(path)})
         subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
@@ -199,7 +200,13 @@ def test_our_commands(work: Work, folder: Path, tmp_path: Path, run: Run) -> Non
         1 if "out" in work.command or "{fresh}" in work.command else 0
     )
     if "{fresh}" in work.command:
-        assert fresh.read_bytes() != path.read_bytes()
+        assert content(fresh) != content(path)
+
+
+def content(path: Path) -> list[bytes]:
+    """Return the bytes of a file, or of all files of a folder, in order."""
+    files = sorted(each for each in path.rglob("*") if each.is_file()) if path.is_dir() else [path]
+    return [each.read_bytes() for each in files]
 
 
 RAN_HERE = [
