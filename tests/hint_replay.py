@@ -55,8 +55,8 @@ def keep(text: str, typed: tuple[object, ...], cwd: Path | None) -> None:
         return
     here = os.path.abspath(cwd or os.getcwd())
     for words in commands_in(text):
-        if any(word.startswith("hf://") for word in words):
-            continue  # the Hub is not reached here
+        if "-" in words or any(word.startswith("hf://") for word in words):
+            continue  # standard input is gone, and the Hub is not reached here
         template = " ".join(re.sub(r"\S*[/.\d]\S*", "*", word) for word in words)
         if _kept[template] < PER_MESSAGE:
             case = Path(folder, f"{os.getpid()}-{_kept.total()}")
