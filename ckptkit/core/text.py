@@ -109,11 +109,12 @@ WRITTEN = (".pth", ".pt", ".bin", ".ckpt", ".th", ".pth.tar", ".pt.tar", ".safet
 def output_name(path: str, mark: str, suffix: str | None = None) -> str:
     """Return ``run-cpu.pth`` for ``run.pth``, in the working directory if `path` is a URL.
 
-    `suffix` replaces that of `path`. A file whose suffix is not one that ckptkit writes, such as
-    ``data.pkl`` or ``model.tar.gz``, becomes a ``.pth``.
+    `suffix` replaces that of `path`, which may be ``-``, standard input. A file whose suffix is
+    not one that ckptkit writes, such as ``data.pkl`` or ``model.tar.gz``, becomes a ``.pth``.
     """
     if "://" in path:
         path = path.partition("?")[0].rpartition("/")[2]
+    path = "stdin" if path == "-" else path
     stem, own = os.path.splitext(path.rstrip("/"))
     folder, name = os.path.split(stem)
     if name.startswith(".") and not own:  # .metadata stands for its folder
