@@ -39,9 +39,9 @@ _BINS = 1 << 16
 
 
 class _Kept(NamedTuple):
-    """Which differences of one input stay: those above `least`, and the first `ties` equal to it.
+    """The differences of one input that stay: above `least`, and the first `ties` equal to it.
 
-    What stays is multiplied by `scale`.
+    They are multiplied by `scale`.
     """
 
     least: float

@@ -140,7 +140,9 @@ def merge(
     if method == SLERP and first is not None:
         models, first = [first, *models], None
     _check_numbers(method, models, first, weights, densities, ranges)
-    share = (0.5 if method == SLERP else 1.0) if scale is None else scale
+    share = scale
+    if share is None:
+        share = 0.5 if method == SLERP else 1.0
     by_word = {
         "weight": _settings("weights", weights, models),
         "density": _settings("densities", densities, models),

@@ -428,7 +428,9 @@ def _magnitude(tensor: Tensor, module: Module, to: str) -> Tensor:
             return tensor
         what = f"{module.path} has a magnitude for each column"
         raise UnsupportedError(f"{what}, for which the layout {to} has no place")
-    shape = (out, *ones) if to in _ORIGINALS else (1, out, *ones[1:]) if ones[1:] else (out,)
+    shape: Shape = (out, *ones)
+    if to not in _ORIGINALS:
+        shape = (1, out, *ones[1:]) if ones[1:] else (out,)  # of convolutions, and of matrices
     held = Storage(contiguous(tensor))
     return Tensor(held, tensor.dtype, shape, contiguous_stride(shape))
 
@@ -437,10 +439,8 @@ def _alpha(module: Module) -> Tensor:
     """Return the tensor of alpha: in the dtype of A if that has the number, else in float32."""
     import numpy as np
 
-    value, own = (
-        np.array(_number(module)),
-        tensor_of(np.array(_number(module)), module.tensors["A"].dtype),
-    )
+    value = np.array(_number(module))
+    own = tensor_of(value, module.tensors["A"].dtype)
     return own if own.numpy() == value else tensor_of(value, BY_NAME["float32"])
 
 
