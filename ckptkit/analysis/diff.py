@@ -56,7 +56,7 @@ class Changed(NamedTuple):
 
 
 class Explanation(NamedTuple):
-    """What explains the difference of a GGUF weight from its original: its type, up to a limit.
+    """The type that explains how a GGUF weight differs from its original, up to a limit.
 
     ``reordered``: rows of the one are near rows of the other that have other places.
     """

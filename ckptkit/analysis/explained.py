@@ -49,7 +49,7 @@ REORDERED = 8  # tensors in which they are
 
 
 class Origin(NamedTuple):
-    """What a tensor was made of: types of the file, whether arithmetic was done, and names."""
+    """The origin of a tensor: types of the file, whether arithmetic was done, and names."""
 
     types: tuple[str, ...]
     computed: bool = False

@@ -59,7 +59,7 @@ class Factor:
 
 @dataclass(frozen=True, slots=True)
 class Formula:
-    """What an adapter makes of one matrix; the fields are the columns of the table in `merge`.
+    """How an adapter changes one matrix; the fields are the columns of the table in `merge`.
 
     The change is one factor, the product of two element by element (``*``), or their Kronecker
     product (``kron``; ``front``: that of peft's one-dimensional convolutions, whose second factor
@@ -131,7 +131,7 @@ class Adapt(Operation):
 
 
 class _TileWork:
-    """What is made once for a run of tiles."""
+    """The values that a run of tiles has in common, each made once."""
 
     def __init__(self, adapt: Adapt, extent: Derived) -> None:
         self.adapt, self.formula, self.target = adapt, adapt.formula, BY_NAME[adapt.dtype]

@@ -37,7 +37,7 @@ _VLLM_RANK = 16  # the default of --max-lora-rank
 
 
 class AdapterFinding(NamedTuple):
-    """What is wrong: a stable code, its level, a sentence, the modules, and what mends it."""
+    """One thing that is wrong: its code, level and sentence, the modules, and what mends it."""
 
     code: str
     level: str

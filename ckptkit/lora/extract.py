@@ -53,7 +53,7 @@ _LEAST = 1e-6  # of the largest singular value: below it, there is none
 
 @dataclass(slots=True)
 class ExtractReport:
-    """What was extracted: by module, the rank and the relative Frobenius error that is left.
+    """The result of an extraction: by module, the rank and the relative error (Frobenius) left.
 
     ``saved`` are tensors that are stored whole, ``left`` those that differ and are left out;
     ``error`` is that of all modules together.

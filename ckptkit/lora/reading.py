@@ -99,7 +99,7 @@ _EXPERTS = ("gate_up_proj", "gate_proj", "up_proj", "down_proj")
 
 @dataclass(frozen=True, slots=True)
 class Module:
-    """What an adapter changes at one place of a model.
+    """The change of an adapter at one place of a model.
 
     ``path`` is the name of the module as the file has it, without ``prefix`` (``lora_te1_``,
     ``unet.``); of a matrix of experts (``parameter``) it ends in the parameter. ``kind`` is one of

@@ -31,7 +31,7 @@ class Stopped(CkptkitError):
 
 @dataclass
 class StopRequest:
-    """Whether SIGTERM has arrived; the loop looks at it after each step."""
+    """True once SIGTERM has arrived; the loop looks at it after each step."""
 
     requested: bool = False
 

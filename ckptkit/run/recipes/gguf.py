@@ -76,7 +76,7 @@ def check_architecture(checkpoint: Checkpoint, expected: Sequence[str]) -> None:
 
 
 class GgufModel(NamedTuple):
-    """What transformers calls an architecture, and the fields of its configuration.
+    """The name of an architecture in transformers, and the fields of its configuration.
 
     ``fields`` are key of the metadata -> field, beside or instead of those in `_FIELDS`; "" takes a
     common one away. ``fixed`` are values that all such models have.
