@@ -19,7 +19,7 @@ from ckptkit.compute.arranged import contiguous
 from ckptkit.compute.numbers import FLOATS, cast_record
 from ckptkit.compute.operation import Concat, RecordSlice, in_step, stream
 from ckptkit.core import arguments
-from ckptkit.core.arguments import checked, numbers, wrong
+from ckptkit.core.arguments import checked, wrong
 from ckptkit.core.bytesource import Pending, Record
 from ckptkit.core.checkpoint import Checkpoint, Source, opened
 from ckptkit.core.dtypes import DTypeLike
@@ -67,11 +67,7 @@ def _listed(name: str, given: object) -> list[object]:
     ]
 
 
-def _real(name: str, value: object) -> float | None:
-    return None if value is None else numbers(name, [value])[0]
-
-
-@partial(checked, more={"_Path | Sequence[_Path]": _listed, "float | None": _real})
+@partial(checked, more={"_Path | Sequence[_Path]": _listed})
 def merge_lora(
     base: Source,
     adapters: _Path | Sequence[_Path],
