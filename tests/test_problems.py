@@ -74,7 +74,7 @@ PROBLEMS = (
         "ckptkit convert run.pth net.safetensors",
     ),
     Problem(
-        "the download or the save was cut",
+        "the download or the save was truncated",
         "PytorchStreamReader failed reading zip archive: failed finding central directory",
         "ckptkit recover cut.pth intact.pth",
     ),
@@ -84,12 +84,12 @@ PROBLEMS = (
         "ckptkit doctor run.pth",
     ),
     Problem(
-        "a slice of a tensor was saved, and the file is as large as the whole",
+        "a slice of a tensor was saved, and the file contains the whole tensor",
         "(none: the file is large)",
         "ckptkit convert run.pth small.pth --compact",
     ),
     Problem(
-        "two thirds of the file are the state of the optimizer",
+        "two thirds of the file are optimizer state",
         "(none: the file is large)",
         "ckptkit extract run.pth model.pth --key model",
     ),
@@ -104,22 +104,22 @@ PROBLEMS = (
         "ckptkit convert step_100 net.pth",
     ),
     Problem(
-        "another number of classes, and `strict=False` does not help",
+        "the number of classes differs, and `strict=False` does not help",
         "size mismatch for head.weight: copying a param with shape torch.Size([10, 4]) from checkpoint",
         "ckptkit convert run.pth body.pth --drop 'head.*'",
     ),
     Problem(
-        "a .bin that is larger than the memory, wanted as safetensors",
+        "a .bin is larger than the memory, and you need safetensors",
         "DefaultCPUAllocator: can't allocate memory",
         "ckptkit convert pytorch_model.bin model.safetensors",
     ),
     Problem(
-        "a checkpoint of Lightning, wanted by a plain module",
+        "a plain module cannot load a checkpoint of Lightning",
         'Missing key(s) in state_dict ... Unexpected key(s) in state_dict: "epoch", "global_step"',
         "ckptkit doctor run.ckpt --fix net.pth",
     ),
     Problem(
-        "the adapter loads and nothing changes",
+        "the adapter loads, but the output of the model is unchanged",
         "(none: peft warns of missing keys)",
         "ckptkit lora check adapter --base base",
     ),

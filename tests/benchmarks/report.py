@@ -39,7 +39,7 @@ def report(machine: Mapping[str, Any], rows: Sequence[Row], notes: Iterable[str]
 
 
 def brief(rows: Sequence[Row], works: Sequence[str] = ()) -> str:
-    """Return a table for users: ckptkit beside the best of the others, `cp` aside."""
+    """Return a table for users: ckptkit beside the fastest alternative, `cp` aside."""
     shown = []
     for row in rows:
         if works and (row.work not in works or row.gib < JUDGED):
@@ -51,7 +51,7 @@ def brief(rows: Sequence[Row], works: Sequence[str] = ()) -> str:
         ]
         best = min(times)[1] if times else ""
         shown.append([row.label, _cost(row, OURS), f"{best}: {_cost(row, best)}" if best else ""])
-    heads = ["work", "ckptkit", "best of the others"]
+    heads = ["work", "ckptkit", "fastest alternative"]
     return tabulate(shown, headers=heads, tablefmt="github")
 
 

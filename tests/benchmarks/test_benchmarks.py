@@ -288,7 +288,7 @@ def test_a_small_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert full == f"before <!-- benchmarks -->\n{shown.rstrip()}\n<!-- end of benchmarks --> after"
     assert "| inspect, a small file | " in users
     assert "small file" not in front
-    assert "| best of the others" in front
+    assert "| fastest alternative" in front
 
 
 def test_the_best_of_the_others() -> None:
