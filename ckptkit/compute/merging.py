@@ -10,14 +10,14 @@ differences are left out) reads them once before, or twice where magnitudes have
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from math import acos, inf, sin
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from ckptkit.compute.numbers import decode, encode
 from ckptkit.compute.operation import Pieces, flow, in_step
-from ckptkit.core.bytesource import Derived, Operation
+from ckptkit.core.bytesource import Derived, Operation, starts_anywhere
 from ckptkit.core.dtypes import BY_NAME
 
 if TYPE_CHECKING:
@@ -35,7 +35,8 @@ _CONSENSUS = (TIES, DARE_TIES)  # leave out differences of the sign of the minor
 _COLLINEAR = 0.9995  # the cosine from which slerp is linear
 _SMALLEST = 1e-7  # sums of magnitudes below it are not scaled
 _AT_ONCE = 1 << 17  # elements: so many stay in the caches, and calls of numpy are long enough
-_BINS = 1 << 16
+_SAMPLED = 1 << 18  # elements of which a limit is guessed, at most a sixteenth of all
+_SPOT = 1 << 11  # elements next to each other in a sample
 
 
 class _Kept(NamedTuple):
@@ -83,11 +84,17 @@ class Merge(Operation):
                 if at >= stop:
                     return
 
-    def _inputs(self, extent: Derived) -> Iterator[list[Array]]:
+    def _inputs(
+        self, extent: Derived, start: int = 0, stop: int | None = None
+    ) -> Iterator[list[Array]]:
         """Yield elements of all inputs, rounded to `dtype`, as float32 or float64."""
         wide = "f8" if self.dtype == "float64" else "f4"
         units = [BY_NAME[name].itemsize for name in self.dtypes]
-        for pieces in in_step(map(flow, extent.inputs), units, _AT_ONCE):
+        streams = [
+            flow(each, start * unit, stop and stop * unit)
+            for each, unit in zip(extent.inputs, units, strict=True)
+        ]
+        for pieces in in_step(streams, units, _AT_ONCE):
             values = []
             for piece, name in zip(pieces, self.dtypes, strict=True):
                 each = decode(piece, BY_NAME[name]).astype(wide, copy=False)
@@ -149,7 +156,7 @@ class Merge(Operation):
     # Changes of a base
 
     def _differences(self, extent: Derived) -> Iterator[tuple[Array, list[Array]]]:
-        """Yield a piece of the base, and what each other input changes in it."""
+        """Yield a piece of the base, and the differences of the other inputs from it."""
         for base, *others in self._inputs(extent):
             yield base, [self._rounded(each - base) for each in others]
 
@@ -164,6 +171,7 @@ class Merge(Operation):
         return change * (codes < int(self.densities[number] * 2.0**16))
 
     def _changed(self, extent: Derived) -> Iterator[Array]:
+        """Yield the base plus the sum of the differences that stay."""
         import numpy as np
 
         weights = list(map(self._number, self.weights))
@@ -176,22 +184,37 @@ class Merge(Operation):
                 if kept and (keep := kept[number]) is not None:
                     change = self._thinned(change, keep, taken, number)
                 changes[number] = change if weight == 1 else self._rounded(change * weight)
-            total = self._rounded(_total(changes))
-            if self.method in _CONSENSUS:
-                # Times the sign of the majority, what agrees with it is positive.
-                sign = np.where(total >= 0, base.dtype.type(1), base.dtype.type(-1))
-                agree = [np.maximum(each * sign, 0) for each in changes]
-                total = self._rounded(_total(agree) * sign)
+            total = _total(changes)
+            if self.method not in _CONSENSUS:
+                total = self._rounded(total)
+            else:
+                # Times the sign of the majority, what agrees with it is positive. Signs are bits:
+                # to choose between two numbers takes numpy twenty times as long.
+                total += 0  # no negative zero
+                bits = total.view(f"i{total.itemsize}")
+                sign = bits & np.iinfo(bits.dtype).min
+                agree = [(each.view(bits.dtype) ^ sign).view(each.dtype) for each in changes]
+                if np.isfinite(total.sum()):  # as integers, negative numbers are negative too
+                    for each in agree:
+                        np.maximum(whole := each.view(bits.dtype), 0, out=whole)
+                else:  # a NaN stays one
+                    agree = [np.maximum(each, 0) for each in agree]
+                total = self._rounded(_total(agree))
+                total.view(bits.dtype)[:] ^= sign
             if self.normalize and self.method in _CONSENSUS:
-                divisor = _total(
-                    (each > 0) * weight for each, weight in zip(agree, weights, strict=True)
-                )
-                divisor = self._rounded(divisor)
-                divisor[divisor == 0] = 1
+                if set(weights) == {1} and len(weights) < 256:  # a count, in bytes
+                    counts = _total((each > 0).view("u1") for each in agree)
+                    divisor = np.maximum(counts, 1).astype(total.dtype)
+                else:
+                    divisor = _total(
+                        (each > 0) * weight for each, weight in zip(agree, weights, strict=True)
+                    )
+                    divisor = self._rounded(divisor)
+                    divisor += divisor == 0
                 total = self._rounded(total / divisor)
             elif self.normalize:
-                whole = self._number(sum(weights))
-                total = total if abs(whole) < 1e-8 else self._rounded(total / whole)
+                divisor = self._number(sum(weights))
+                total = total if abs(divisor) < 1e-8 else self._rounded(total / divisor)
             if self.scale != 1:
                 total = self._rounded(total * base.dtype.type(self.scale))
             yield base + total
@@ -204,9 +227,13 @@ class Merge(Operation):
         if keep.least > 0:
             sizes = np.abs(change)
             stays = sizes > keep.least
-            ties = np.flatnonzero(sizes == keep.least)[: keep.ties - taken[number]]
-            stays[ties] = True
-            taken[number] += len(ties)
+            if taken[number] < keep.ties:
+                is_tie = sizes == keep.least
+                if (count := int(np.count_nonzero(is_tie))) > keep.ties - taken[number]:
+                    count = keep.ties - taken[number]
+                    is_tie[np.flatnonzero(is_tie)[count:]] = False
+                stays |= is_tie
+                taken[number] += count
             change = change * stays
         return change if keep.scale == 1 else self._rounded(change * self._number(keep.scale))
 
@@ -238,56 +265,162 @@ class Merge(Operation):
         return float(self._number(float(ours / theirs)))
 
     def _by_magnitude(self, extent: Derived) -> list[_Kept | None]:
-        """Return the magnitude from which differences stay, exactly, by histograms of their bits.
-
-        The upper bits are counted first, 16 of them; then, if there are more, those below them of
-        what has the same upper bits as the magnitude that is looked for.
-        """
+        """Return the magnitude from which differences stay, exactly, mostly in one pass."""
         import numpy as np
 
         length = extent.length // BY_NAME[self.dtype].itemsize
-        if not length:
-            return [None] * len(self.densities)
-        goals = [max(int(density > 0), int(density * length)) for density in self.densities]
-        code, bits = ("<u8", 63) if self.dtype == "float64" else ("<u4", 31)
-        unused = {"bfloat16": 16, "float16": 13}.get(self.dtype, 0)  # bits that are zero
-        found = [0] * len(goals)  # upper bits that are known
-        above = [0] * len(goals)
-        sums, larger = [0.0] * len(goals), [0.0] * len(goals)
-        low = bits
-        while low > unused:
-            high, low = low, max(low - 16, unused)
-            counts = [np.zeros(1 << (high - low), "i8") for _ in goals]
-            for _, changes in self._differences(extent):
-                for number, each in enumerate(changes):
-                    codes = each.view(code) & np.array((1 << bits) - 1, code)
-                    if high < bits:
-                        codes = codes[codes >> high == found[number]]
-                    elif self.rescale:
-                        sums[number] += float(np.abs(each).sum(dtype="f8"))
-                    places = (codes >> low) & ((1 << (high - low)) - 1)
-                    counts[number] += np.bincount(places, minlength=len(counts[number]))
-            for number, each in enumerate(counts):
-                from_above = np.cumsum(each[::-1])
-                place = int(np.searchsorted(from_above, goals[number] - above[number]))
-                above[number] += int(from_above[place] - each[::-1][place])
-                found[number] = found[number] << (high - low) | (len(each) - 1 - place)
-        least = [
-            float(np.array(each << unused, code).view(code.replace("u", "f"))) for each in found
+        kept: list[_Kept | None] = [
+            None if density >= 1 or not length else _Kept(inf, 0, 1.0) for density in self.densities
         ]
+        searches = {
+            number: _Search(max(1, int(density * length)), self.dtype, self._rounded)
+            for number, density in enumerate(self.densities)
+            if 0 < density < 1 and length
+        }
+        if length >= 16 * _SAMPLED and all(map(starts_anywhere, extent.inputs)):
+            for at in range(0, length - _AT_ONCE, length // (_SAMPLED // _SPOT)):
+                for base, *others in self._inputs(extent, at, at + _SPOT):
+                    for number, search in searches.items():
+                        search.sample(others[number] - base)
+            for search in searches.values():
+                search.guess(length)
+        while not all(search.is_done for search in searches.values()):
+            for base, *others in self._inputs(extent):
+                for number, search in searches.items():
+                    search.count(others[number] - base)
+            for search in searches.values():
+                search.narrow()
+        sums, larger = [0.0] * len(kept), [0.0] * len(kept)
         if self.rescale:
             for _, changes in self._differences(extent):
-                for number, each in enumerate(changes):
-                    sizes = np.abs(each)
-                    larger[number] += float(sizes[sizes > least[number]].sum(dtype="f8"))
-        kept: list[_Kept | None] = []
-        for number, density in enumerate(self.densities):
-            ties = goals[number] - above[number]
-            after = larger[number] + ties * least[number]
+                for number, search in searches.items():
+                    sizes = np.abs(changes[number])
+                    sums[number] += float(sizes.sum(dtype="f8"))
+                    larger[number] += float(sizes[sizes > search.least].sum(dtype="f8"))
+        for number, search in searches.items():
+            after = larger[number] + search.ties * search.least
             scale = self._ratio(sums[number], after) if self.rescale else 1.0
-            keep = _Kept(least[number], ties, scale) if density > 0 else _Kept(inf, 0, 1.0)
-            kept.append(None if density >= 1 else keep)
+            kept[number] = _Kept(search.least, search.ties, scale)
         return kept
+
+
+class _Search:
+    """Finds the magnitude that `goal` elements reach or exceed, without sorting them.
+
+    Magnitudes have the order of their bits without the sign, called codes here. Each pass over the
+    elements counts the codes of an interval, until the interval has one code. Only elements that
+    may round into the interval are rounded.
+    """
+
+    def __init__(self, goal: int, dtype: str, rounded: Callable[[Array], Array]) -> None:
+        self.goal, self.rounded = goal, rounded
+        self.kind, bits = ("i8", 63) if dtype == "float64" else ("i4", 31)
+        self.top = 1 << bits
+        self.unused = {"bfloat16": 16, "float16": 13}.get(dtype, 0)  # bits that are zero
+        self.interval = 0, self.top  # from the first, below the second
+        self.is_done = False
+        self._begin()
+
+    def _begin(self) -> None:
+        import numpy as np
+
+        low, high = self.interval
+        self.above = 0  # number of codes above the interval
+        self.shift = max(self.unused, (high - low - 1).bit_length() - 19)
+        self.counts = np.zeros((high - low - 1 >> self.shift) + 1, "i8")
+        self.waiting: list[Array] = []  # bins, not counted yet
+        # Codes before rounding that may round into the interval: 2**-7 is the largest step between
+        # two numbers of 16 bits, relative to them, and 2**-24 the smallest of float16.
+        self.candidates = self.interval
+        if self.unused and high < self.top:
+            step = max(self._magnitude(high) * 2.0**-7, 2.0**-24)
+            ends = max(self._magnitude(low) - step, 0), self._magnitude(high) + step
+            first, last = np.array(ends, "f4").view("i4").tolist()
+            self.candidates = first, last
+
+    def _magnitude(self, code: int) -> float:
+        import numpy as np
+
+        return float(np.array(code, self.kind).view(self.kind.replace("i", "f")))
+
+    @property
+    def least(self) -> float:
+        """The magnitude found."""
+        return self._magnitude(self.interval[0])
+
+    @property
+    def ties(self) -> int:
+        """The number of elements of just this magnitude that belong to the goal."""
+        return self.goal - self.above
+
+    def _codes(self, values: Array) -> Array:
+        codes: Array = values.view(self.kind) & (self.top - 1)
+        return codes
+
+    def sample(self, values: Array) -> None:
+        """Take some of the elements as a sample of all."""
+        self.waiting.append(self._codes(self.rounded(values)))
+
+    def guess(self, length: int) -> None:
+        """Narrow the interval by the sample of `length` elements; a wrong guess costs a pass."""
+        import numpy as np
+
+        codes = np.concatenate(self.waiting)
+        place = int(len(codes) * (1 - self.goal / length))
+        ends = max(place - len(codes) // 200, 0), min(place + len(codes) // 200, len(codes) - 1)
+        low, high = np.partition(codes, ends)[list(ends)].tolist()
+        self.interval = low, high + (1 << self.unused)
+        self._begin()
+
+    def count(self, values: Array) -> None:
+        """Count elements, not yet rounded, that are above the interval or in it."""
+        import numpy as np
+
+        if self.is_done:
+            return
+        low, high = self.interval
+        first, last = self.candidates
+        codes = self._codes(values)
+        self.above += int(np.count_nonzero(codes >= last))
+        codes -= first
+        # Codes below the first are negative here, and large without a sign.
+        inside = values[codes.view(self.kind.replace("i", "u")) < last - first]
+        codes = self._codes(self.rounded(inside))
+        self.above += int(np.count_nonzero(codes >= high)) if last != self.top else 0
+        self.waiting.append(codes[(codes >= low) & (codes < high)] - low)
+        if sum(map(len, self.waiting)) > 4 * _SAMPLED:
+            self._count_waiting()
+
+    def _count_waiting(self) -> None:
+        import numpy as np
+
+        if self.waiting:
+            bins = np.concatenate(self.waiting) >> self.shift
+            self.counts += np.bincount(bins, minlength=len(self.counts))
+            self.waiting.clear()
+
+    def narrow(self) -> None:
+        """Narrow the interval to the bin in which the goal is reached."""
+        import numpy as np
+
+        if self.is_done:
+            return
+        self._count_waiting()
+        low, high = self.interval
+        if self.above >= self.goal:  # the guess was too low
+            self.interval = high, self.top
+        elif self.above + self.counts.sum() < self.goal:  # too high
+            self.interval = 0, low
+        else:
+            from_above = np.cumsum(self.counts[::-1])
+            place = int(np.searchsorted(from_above, self.goal - self.above))
+            low += len(self.counts) - 1 - place << self.shift
+            self.interval = low, min(high, low + (1 << self.shift))
+            if self.shift == self.unused:
+                self.is_done = True
+                self.above += int(from_above[place - 1]) if place else 0
+                return
+        self._begin()
 
 
 def _total(values: Iterable[Array]) -> Array:
