@@ -277,6 +277,10 @@ def check(adapter: str, level: str, as_json: bool, **given: Any) -> int:
             )
             if each.command:
                 render.emit(f"  {render.escape(each.command)}")
+            elif each.hint:
+                render.emit(
+                    *map(render.labelled, render.wrapped(f"hint: {render.escape(each.hint)}"))
+                )
         if given["base"] is None:
             note = "note: names and shapes were not compared with a base: --base does that"
             render.emit("", *map(render.labelled, render.wrapped(note)))

@@ -83,7 +83,11 @@ class Formula:
 
 @dataclass(frozen=True, slots=True)
 class Adapt(Operation):
-    """`rows` rows of a matrix, the first input, with a change whose row 0 is row `first` of it."""
+    """Add rows `first` and following of a change to the `rows` rows of a matrix, the first input.
+
+    With `has_origin`, the last input is the matrix before earlier adapters: its sum with the change
+    gives the norms.
+    """
 
     dtype: str
     rows: int
@@ -92,6 +96,7 @@ class Adapt(Operation):
     operands: tuple[Operand, ...]
     first: int = 0
     name: str = ""  # of the module, for messages
+    has_origin: bool = False
 
     @property
     def height(self) -> int:
@@ -137,6 +142,7 @@ class _TileWork:
         self.adapt, self.formula, self.target = adapt, adapt.formula, BY_NAME[adapt.dtype]
         self.base, *readers = (Reader(each) for each in extent.inputs)
         self.wide = "f8" if adapt.dtype == "float64" else "f4"
+        self.origin = readers.pop() if adapt.has_origin else None
         self.readers = readers
         self.held: dict[int, Array] = {}
 
@@ -146,29 +152,36 @@ class _TileWork:
 
         formula, target = self.formula, self.target
         with np.errstate(all="ignore"):
-            change = self.change(top, end)
             if formula.norm:
-                made = self.weight(top, end)
-                made = made.copy() if change is None else np.add(change, made, out=change)
+                made = self.sum(top, end, self.base)
                 made *= self.factor(made, top, end)
                 return encode(made.reshape(-1), target)
+            change = self.change(top, end)
             assert change is not None
             if formula.rounding == "once":
-                change += self.weight(top, end)
+                change += self.weight(top, end, self.base)
                 return encode(change.reshape(-1), target)
             rounded = decode(encode(change.reshape(-1), target), target).astype(self.wide)
             made = rounded.reshape(change.shape)
-            made += self.weight(top, end)
+            made += self.weight(top, end, self.base)
             data = encode(made.reshape(-1), target)
             if formula.rounding == "again":
                 change += decode(data, target).reshape(change.shape)
                 data = encode(change.reshape(-1), target)
             return data
 
-    def weight(self, top: int, end: int) -> Array:
+    def weight(self, top: int, end: int, reader: Reader) -> Array:
         unit = self.adapt.columns * self.target.itemsize
-        found = decode(self.base(top * unit, (end - top) * unit), self.target)
+        found = decode(reader(top * unit, (end - top) * unit), self.target)
         return found.astype(self.wide, copy=False).reshape(end - top, self.adapt.columns)
+
+    def sum(self, top: int, end: int, reader: Reader) -> Array:
+        """Return some rows of the weight with their change, in memory of its own."""
+        weight, change = self.weight(top, end, reader), self.change(top, end)
+        if change is None:
+            return weight.copy()
+        change += weight
+        return change
 
     def change(self, top: int, end: int) -> Array | None:
         """Return the change of some rows, in memory of its own."""
@@ -247,10 +260,12 @@ class _TileWork:
         return made.reshape(end - top, -1)
 
     def factor(self, made: Array, top: int, end: int) -> Array:
-        """Return the numbers by which the sums `made` are multiplied, to be broadcast."""
+        """Return the numbers that multiply the sums `made`, in a shape that broadcasts."""
         import numpy as np
 
         if self.formula.by == "rows":
+            if self.origin is not None:
+                made = self.sum(top, end, self.origin)
             norms = None if self.formula.norm == "none" else _norms(made)
             first = self.adapt.first
             return self._over(self.read(-1).reshape(-1)[top + first : end + first], norms)[:, None]
@@ -274,10 +289,8 @@ class _TileWork:
         for left in range(0, columns, step):
             held = np.empty((rows, min(step, columns - left)), self.wide)
             for top, end in self.adapt.tiles(0, rows):
-                change = self.change(top, end)
-                assert change is not None
-                change += self.weight(top, end)
-                held[top:end] = change[:, left : left + step]
+                made = self.sum(top, end, self.origin or self.base)
+                held[top:end] = made[:, left : left + step]
             found.append(_norms(held, group, by_columns=True))
         return np.concatenate(found)
 
@@ -311,23 +324,20 @@ def _norms(values: Array, group: int = 1, *, by_columns: bool = False) -> Array:
 
 
 def adapted(
-    base: Record,
-    dtype: str,
-    rows: int,
-    columns: int,
-    formula: Formula,
-    operands: Iterable[Tensor],
-    first: int = 0,
-    name: str = "",
-) -> Record:
+    base: Record, dtype: str, rows: int, columns: int, formula: Formula, operands: Iterable[Tensor],
+    *, first: int = 0, name: str = "", origin: Record | None = None,
+) -> Record:  # fmt: skip
     """Return the bytes of `rows` rows of a matrix, `base`, with the change of a formula.
 
     Operands are matrices (further dimensions count as columns), the numbers of `norm` the last.
+    Norms are those of `origin`, if it is given, with the change.
     """
     tensors = list(operands)
     shapes = tuple(Operand(each.dtype.name, *as_matrix(each.shape)) for each in tensors)
-    operation = Adapt(dtype, rows, columns, formula, shapes, first, name)
-    return Pending(operation, (base, *map(contiguous, tensors)), base.length)
+    has_origin = origin is not None
+    operation = Adapt(dtype, rows, columns, formula, shapes, first, name, has_origin)
+    origins = () if origin is None else (origin,)
+    return Pending(operation, (base, *map(contiguous, tensors), *origins), base.length)
 
 
 def as_matrix(shape: Shape) -> tuple[int, int]:

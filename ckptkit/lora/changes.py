@@ -13,7 +13,7 @@ from ckptkit.core.tensor import Shape, Storage, Tensor
 from ckptkit.core.text import shape as shape_text
 from ckptkit.core.text import shown
 from ckptkit.lora.arithmetic import Factor, Formula, as_matrix
-from ckptkit.lora.reading import COMFY, KOHYA, Module, matches
+from ckptkit.lora.reading import Module, matches, table
 
 # Kind, how its factors combine, how often is rounded, how the operands of a factor combine, and
 # these: roles, transposed where they end in '. Of several rows of a kind, the first whose roles the
@@ -84,11 +84,12 @@ def turn(tensor: Tensor) -> Tensor:
 
 
 def change_of(
-    module: Module, config: Mapping[str, Any], weight: float, tensors: Mapping[str, Tensor] = {}
+    module: Module, config: Mapping[str, Any], weight: float = 1.0, **tensors: Tensor
 ) -> ModuleChange:
     """Return what a module does to its weight, [rows, columns], times `weight`.
 
-    `tensors` replace some of the module's. Raises UnsupportedError for factors that do not fit.
+    `tensors` replace some of the module's, by role. Raises UnsupportedError for factors that do not
+    fit.
     """
     has = {**module.tensors, **tensors}
     _, combine, rounding, how, factors = next(
@@ -165,7 +166,7 @@ def _with_norm(change: ModuleChange, module: Module) -> ModuleChange:
     by, norm, group = "rows", "norm", 1
     if module.kind == "embedding":
         by = "columns"
-    elif module.prefix in (*KOHYA, *COMFY):
+    elif any(module.prefix in table("prefixes")[layout] for layout in ("kohya", "comfy")):
         norm = "norm+eps"
     if norm == "norm+eps" and numbers.shape[0] == 1 != change.rows:
         by, group = "columns", change.columns // max(1, prod(numbers.shape))

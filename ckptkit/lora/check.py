@@ -1,49 +1,45 @@
-"""Check an adapter, alone and against its base: what would be refused, or have no effect.
+"""Check an adapter, alone and against its base: why it would be refused, or have no effect.
 
-`lora check` and `doctor` show the findings. Names and shapes are read from headers; the elements of
-the adapter are read, and with a base those of the weights that it changes, for their norms.
+`lora check` and `doctor` show the findings. Names and shapes come from headers. The elements of the
+adapter are read, and with a base those of the weights that it changes, for their norms.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from math import sqrt
 from typing import Any, NamedTuple
 
-from ckptkit import quantized
 from ckptkit.compute.arranged import contiguous
 from ckptkit.compute.numbers import FLOATS, decode
 from ckptkit.compute.operation import flow, import_numpy
 from ckptkit.core.arguments import checked
-from ckptkit.core.checkpoint import Checkpoint, Source, opened
-from ckptkit.core.errors import AmbiguousError, CkptkitError, UnsupportedError, UsageError
+from ckptkit.core.checkpoint import Source, opened
+from ckptkit.core.errors import UsageError
 from ckptkit.core.tensor import Tensor
-from ckptkit.core.text import argument, output_name, plural, quoted, shell_command, some
-from ckptkit.lora.changes import change_of
-from ckptkit.lora.merge import merge_lora
-from ckptkit.lora.naming import BaseNames
-from ckptkit.lora.placing import HEADS, PeftNames, Rename, renamed
-from ckptkit.lora.reading import Adapter, Module, problems, read_adapter
+from ckptkit.core.text import argument, output_name, quoted, shell_command, some
+from ckptkit.lora.merge import MergePlan, refuse_base
+from ckptkit.lora.problems import Problem, problems
+from ckptkit.lora.reading import Adapter, Module, read_adapter
 
 ERROR, WARNING = "error", "warning"
 TARGETS = ("vllm",)
 _NO_FACTORS = "alpha", "magnitude", "B_bias", "diff_b", "ia3", "tokens"
-_INSIDE = {"pair", "rank", "empty", "shape", "method", "no-config"}  # merge refuses these first
 _VLLM_RANK = 16  # the default of --max-lora-rank
 
 
 class AdapterFinding(NamedTuple):
-    """One thing that is wrong: its code, level and sentence, the modules, and what mends it."""
+    """One finding: its code, level and sentence, its modules, and the command or the next step."""
 
     code: str
     level: str
     title: str
     modules: tuple[str, ...] = ()
     command: str | None = None
+    hint: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +53,8 @@ class LoraReport:
         """Return the object of ``lora check --json``, without its schema."""
         each = self.adapter
         facts = {"layout": each.layout, "method": each.method, "modules": len(each.modules)}
-        return {
-            "adapter": {**facts, "ranks": each.ranks},
-            "findings": [finding._asdict() for finding in self.findings],
-        }
+        findings = [finding._asdict() for finding in self.findings]
+        return {"adapter": {**facts, "ranks": each.ranks}, "findings": findings}
 
 
 @checked
@@ -71,9 +65,9 @@ def check_lora(
     target: str | None = None,
     component: str | None = None,
 ) -> LoraReport:
-    """Return what is wrong with an adapter: alone, with `base`, and for a `target` (``vllm``).
+    """Return all findings about an adapter: alone, with `base`, and for a `target` (``vllm``).
 
-    `component` takes one component of a pipeline. Raises UsageError for what is no adapter.
+    `component` keeps one component of a pipeline. Raises UsageError if the file is not an adapter.
     """
     if target not in (None, *TARGETS):
         raise UsageError(f"target {target!r} is not one of {quoted(TARGETS)}")
@@ -82,48 +76,60 @@ def check_lora(
     under = None if base is None else opened(base)
     name = os.fspath(base) if isinstance(base, (str, os.PathLike)) else under and under.name
 
-    def merging(*options: str) -> str | None:
-        """Return the command that merges, if the base has a name."""
+    def command(*words: str, new: str = "merged") -> str | None:
+        """Return the command that merges, or another with BASE alone, if the base has a name."""
         if not name:
             return None
-        names = *argument(name), *argument(where), output_name(name, "merged")
-        return shell_command(("ckptkit", "lora", "merge", *options, *names))
+        if words[:1] == ("convert",):
+            names = (*argument(name), output_name(name, new))
+            return shell_command(("ckptkit", "convert", *names, *words[1:]))
+        names = (*argument(name), *argument(where), output_name(name, new))
+        return shell_command(("ckptkit", "lora", "merge", *words, *names))
 
-    found = list(alone(read, merging("--base-is", "residual")))
-    if under is not None:
-        found += _with_base(read, under, name or "BASE", merging, found)
+    if under is None:
+        found = [*alone(read)]
+    else:
+        refuse_base(under)
+        plan = MergePlan(under.whole(), read)
+        found = [*_of(plan.problems, command), *_of_elements(read)]
+        found += _of_plan(plan, command)
         if under is not base:
             under.close()
     if target is not None:
-        convert = "ckptkit", "lora", "convert", "--to", "peft", *argument(where)
-        peft = shell_command((*convert, output_name(where, "peft", "")))
-        found += _for_vllm(read, merging(), peft)
+        words = ("ckptkit", "lora", "convert", "--to", "peft", *argument(where))
+        convert = shell_command((*words, output_name(where, "peft", "")))
+        found += _for_vllm(read, command(), convert)
     return LoraReport(read, tuple(sorted(found, key=lambda each: each.level != ERROR)))
 
 
-def alone(read: Adapter, residual: str | None = None) -> Iterator[AdapterFinding]:
-    """Yield what the files of the adapter tell by themselves.
+def alone(read: Adapter) -> Iterator[AdapterFinding]:
+    """Yield the findings about the files of an adapter, without a base."""
+    yield from _of(problems(read), lambda *words: None)
+    yield from _of_elements(read)
 
-    `residual` is the command for one that was trained on a residual base.
-    """
+
+def _of(found: Iterable[Problem], command: Callable[..., str | None]) -> Iterator[AdapterFinding]:
+    """Yield problems as findings: those of one kind in several modules as one."""
+    kinds: dict[str, list[Problem]] = {}
+    for each in found:
+        kinds.setdefault(each.code if each.modules else each.title, []).append(each)
+    for first, *others in kinds.values():
+        title = f"{first.title}, and {len(others):,} more" if others else first.title
+        modules = tuple(dict.fromkeys(name for each in (first, *others) for name in each.modules))
+        mends = command(*first.mend) if first.mend else None
+        if first.code == "quantized":
+            mends = command("convert", "--dequantize", "bfloat16", new="new")
+        level = WARNING if first.code == "tied" else ERROR
+        yield AdapterFinding(first.code, level, title, modules, mends, first.hint)
+
+
+def _of_elements(read: Adapter) -> Iterator[AdapterFinding]:
+    """Yield the findings about the elements of an adapter."""
     import_numpy()
     import numpy as np
 
-    kinds: dict[str, list[Any]] = {}
-    for each in problems(read):
-        kinds.setdefault(each.code if each.modules else each.title, []).append(each)
-    for first, *others in kinds.values():
-        more = f", and {len(others):,} more" if others else ""
-        title = f"{first.title}{more}" + (f"; {first.hint}" if first.hint else "")
-        modules = dict.fromkeys(name for each in (first, *others) for name in each.modules)
-        command = residual if first.code == "residual" else None
-        yield AdapterFinding(first.code, ERROR, title, tuple(modules), command)
-    odd, empty, unfit = [], [], []
+    odd, empty = [], []
     for key, module in read.modules.items():
-        try:
-            _shape(module)
-        except UnsupportedError as error:
-            unfit.append((key, error.message))
         floats = {r: each for r, each in module.tensors.items() if each.dtype.name in FLOATS}
         arrays = {role: tensor.numpy().astype("f4") for role, tensor in floats.items()}
         if not all(np.isfinite(each).all() for each in arrays.values()):
@@ -131,150 +137,60 @@ def alone(read: Adapter, residual: str | None = None) -> Iterator[AdapterFinding
         factors = [each for role, each in arrays.items() if role not in _NO_FACTORS and each.size]
         if not all(each.any() for each in factors):
             empty.append(key)
-    if unfit:
-        names, titles = zip(*unfit, strict=True)
-        yield AdapterFinding("shape", ERROR, some(titles, 2), names)
     if odd:
-        yield AdapterFinding(
-            "nonfinite", ERROR, f"has NaN or infinity in {quoted(odd)}", tuple(odd)
+        title, hint = (
+            f"has NaN or infinity in {quoted(odd)}",
+            "take an earlier save of the training",
         )
+        yield AdapterFinding("nonfinite", ERROR, title, tuple(odd), None, hint)
     if empty and len(empty) == len(read.modules):
         title = "every change is zero: it was not trained, or saved from another object"
-        yield AdapterFinding("zero", WARNING, title, tuple(empty))
+        hint = "save the object that was trained: model.save_pretrained(FOLDER) of the peft model"
+        yield AdapterFinding("zero", WARNING, title, tuple(empty), None, hint)
 
 
-def _with_base(
-    read: Adapter, base: Checkpoint, where: str, merging: Any, found: Sequence[AdapterFinding]
-) -> Iterator[AdapterFinding]:
-    """Yield what names, shapes and numbers of the base tell."""
-    group = next(iter(quantized.find(base).groups), None)
-    if group is not None:
-        words = "ckptkit", "convert", *argument(where), output_name(where, "new")
-        command = shell_command((*words, "--dequantize", "bfloat16"))
-        title = f"{group.name} of the base is quantized as {group.label} ({group.family})"
-        yield AdapterFinding("quantized", ERROR, title, (), command)
-        return
-    places, renames, missing = _places(read, base, merging)
-    refusal, is_sound = None, not _INSIDE & {each.code for each in found}
-    if is_sound:
-        refusal = _refusal(read, base, merging)
-        missing = missing if refusal and refusal.code == "no-module" else None
-    if missing or refusal:
-        yield missing or refusal  # type: ignore[misc]
-    if renames and not missing:
+def _of_plan(plan: MergePlan, command: Callable[..., str | None]) -> Iterator[AdapterFinding]:
+    """Yield the findings about an adapter and its base that do not prevent the merge."""
+    renames = plan.renames
+    if renames and not any(each.code == "no-module" for each in plan.problems):
         said = some(map(str, renames))
         title = f"all modules exist after a rename that other programs do not make: {said}"
-        one = f"^{re.escape(renames[0].old)}={renames[0].new}"
-        options = ("--sub", one) if len(renames) == 1 else ()
-        yield AdapterFinding("prefix", ERROR, title, tuple(places), merging(*options))
-    if not is_sound:
-        return
-    large = []
-    for key, place in places.items():
-        change, weight = _norm(read.modules[key]), _norm_of(base.weights[place])
-        if change is not None and change > weight > 0:
-            large.append(f"{key} ({change:.3g} of {weight:.3g})")
+        subs = [w for each in renames for w in ("--sub", f"^{re.escape(each.old)}={each.new}")]
+        modules = tuple(plan.renamed)
+        yield AdapterFinding("prefix", ERROR, title, modules, command(*subs))
+    large, weights = {}, plan.base.weights
+    for key, names in plan.tensors_of().items():
+        change = _norm(plan.adapter.modules[key])
+        if change is None:
+            continue
+        weight = sqrt(sum(_square(weights[name]) for name in names if name in weights))
+        if change > weight > 0:
+            large[key] = f"{key} ({change:.3g} of {weight:.3g})"
     if large:
-        title = f"the norm of the change is above that of the weight in {some(large)}"
-        yield AdapterFinding(
-            "norm", WARNING, title, tuple(each.partition(" ")[0] for each in large)
-        )
-    rows = {own: (renamed(own, renames), each.shape[:1]) for own, each in read.replaced.items()}
-    for key, place in places.items():
-        tensors = read.modules[key].tensors
-        if "embedding_A" in tensors:
-            rows[key] = place, tensors["embedding_A"].shape[1:2]
-        elif key.endswith(HEADS) and "B" in tensors:
-            rows[key] = place, tensors["B"].shape[:1]
-    for own, (place, count) in rows.items():
-        old = base.weights.get(place)
-        if old is not None and old.ndim == 2 and old.shape[:1] != count:
-            title = f"{own} has {count[0]:,} rows, and {old.shape[0]:,} in the base"
-            yield AdapterFinding("vocab", WARNING, title, (own,))
-
-
-def _refusal(read: Adapter, base: Checkpoint, merging: Any) -> AdapterFinding | None:
-    """Return why the merge is refused, None if it is not; nothing of it is computed."""
-    try:
-        merge_lora(base, read, base_is="residual")
-    except CkptkitError as error:
-        if error.code == "tied":
-            return AdapterFinding("tied", WARNING, error.message, (), merging("--tied", "untie"))
-        code = {"shape": "shape", "ambiguous": "no-module"}.get(error.code, "method")
-        return AdapterFinding(
-            "no-module" if error.code == "no-module" else code, ERROR, error.message
-        )
-    return None
-
-
-def _places(
-    read: Adapter, base: Checkpoint, merging: Any
-) -> tuple[dict[str, str], tuple[Rename, ...], AdapterFinding | None]:
-    """Return the weight of the base by module, where it has one; renames; what is missing."""
-    shapes = {name: tensor.shape for name, tensor in base.required.tensors.items()}
-    if read.layout == "peft":
-        names = PeftNames(shapes)
-        paths = [each.path for each in read.modules.values()]
-        try:
-            renames = names.renames(paths, None)
-        except UnsupportedError as error:
-            gone = tuple(path for path in paths if not names.has(path))
-            return {}, (), AdapterFinding("no-module", ERROR, error.message, gone)
-        paths = [renamed(path, renames) for path in paths]
-        found = {
-            key: names.tensors[path]
-            for key, path in zip(read.modules, paths, strict=True)
-            if path in names.tensors
-        }
-        return found, renames, None
-    dialect, missing, places = BaseNames(shapes, read.components), [], dict[str, str]()
-    for key, module in read.modules.items():
-        with suppress(AmbiguousError, UnsupportedError):  # which the merge refuses
-            is_flat = read.layout == "kohya"
-            at = dialect.find(module.component, module.path, _shape(module), underscores=is_flat)
-            if not at:
-                missing.append(key)
-            elif len(at) == 1 and at[0].at == 0:
-                places[key] = at[0].tensor
-    if not missing:
-        return places, (), None
-    lacking = {read.modules[key].component for key in missing}
-    whole = [each for each in read.components if each not in lacking]
-    title = f"{len(missing):,} of {plural(len(read.modules), 'module')} are not in the base"
-    command = merging("--component", whole[0]) if whole else None
-    title = f"{title}: {quoted(missing)}"
-    return places, (), AdapterFinding("no-module", ERROR, title, tuple(missing), command)
-
-
-def _shape(module: Module) -> tuple[int, ...]:
-    if module.kind and not module.tensors.keys() & {"diff_b", "ia3", "tokens"}:
-        change = change_of(module, {}, 1.0)
-        return change.rows, change.columns
-    shapes = (each.shape for role, each in module.tensors.items() if role != "alpha")
-    return next(shapes, ()) or (1,)
+        title = f"the norm of the change is above that of the weight in {some(large.values())}"
+        hint = "compare lora_alpha with that of the training, or merge with a smaller --weight"
+        yield AdapterFinding("norm", WARNING, title, tuple(large), None, hint)
+    for name, rows, old in plan.unlike:
+        title = f"{name} has {rows:,} rows, and {old:,} in the base"
+        hint = "use the tokenizer of the adapter, if the rows are those of its vocabulary"
+        yield AdapterFinding("vocab", WARNING, title, (name,), None, hint)
 
 
 def _norm(module: Module) -> float | None:
     """Return the Frobenius norm of a change ``s B A``, None for another kind."""
-    pair = ("embedding_A", "embedding_B") if module.kind == "embedding" else ("A", "B")
     if module.kind not in ("lora", "embedding") or module.scale is None or module.is_dora:
         return None
-    a, b = (module.tensors[role].numpy().astype("f8") for role in pair)
+    a, b = (module.tensors[role].numpy().astype("f8") for role in module.pair)
     a, b = a.reshape(a.shape[0], -1), b.reshape(b.shape[0], -1)
-    if a.shape[0] != b.shape[1]:
-        return None
     return abs(module.scale) * sqrt(max(0.0, float(((b.T @ b) * (a @ a.T)).sum())))
 
 
-def _norm_of(tensor: Tensor) -> float:
+def _square(tensor: Tensor) -> float:
+    """Return the sum of the squares of the elements."""
     import numpy as np
 
-    if tensor.dtype.name not in FLOATS:
-        return 0.0
     pieces = flow(contiguous(tensor).locate())
-    return sqrt(
-        sum(float(np.square(decode(each, tensor.dtype).astype("f8")).sum()) for each in pieces)
-    )
+    return sum(float(np.square(decode(each, tensor.dtype).astype("f8")).sum()) for each in pieces)
 
 
 def _for_vllm(read: Adapter, merge: str | None, convert: str) -> Iterator[AdapterFinding]:
@@ -297,15 +213,14 @@ def _for_vllm(read: Adapter, merge: str | None, convert: str) -> Iterator[Adapte
          tuple(read.replaced)),
         ("vllm-bias", config.get("bias", "none") != "none" or biases, "does not load biases",
          biases),
-        ("vllm-pattern", patterns, f"ignores {some(patterns)}: it gets other scales", ()),
+        ("vllm-pattern", patterns, f"ignores {some(patterns)}: modules get other scales", ()),
     )  # fmt: skip
-    for code, is_so, why, modules in rows:
-        if is_so:
-            yield AdapterFinding(
-                code, ERROR, f"vLLM {why}; merged into the base, it works", modules, merge
-            )
-    said = config.get("r")
-    rank = max([*read.ranks, said if isinstance(said, int) else 0], default=0)
+    into = "merge it into its base: vLLM loads the result"
+    for code, applies, why, modules in rows:
+        if applies:
+            yield AdapterFinding(code, ERROR, f"vLLM {why}", modules, merge, into)
+    recorded = config.get("r")
+    rank = max([*read.ranks, recorded if isinstance(recorded, int) else 0], default=0)
     if rank > _VLLM_RANK:
-        title = f"vLLM loads ranks to {_VLLM_RANK} by default, and this has {rank}"
+        title = f"vLLM loads ranks up to {_VLLM_RANK} by default, and this adapter has {rank}"
         yield AdapterFinding("vllm-rank", WARNING, title, (), f"vllm serve --max-lora-rank {rank}")

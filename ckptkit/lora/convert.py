@@ -31,7 +31,8 @@ from ckptkit.core.text import plural, quoted, some, typed
 from ckptkit.lora import naming
 from ckptkit.lora.changes import change_of
 from ckptkit.lora.naming import DIFFUSERS, FLUX, ORIGINAL, UNET, BaseNames, Part, spelled
-from ckptkit.lora.reading import METADATA, Adapter, Module, problems, read_adapter
+from ckptkit.lora.problems import problems
+from ckptkit.lora.reading import METADATA, Adapter, Module, read_adapter
 from ckptkit.lora.writing import PEFT, config_of, tensor_of, written
 
 LAYOUTS = "peft", "diffusers", "kohya", "comfy"
@@ -141,7 +142,7 @@ def refuse_damaged(read: Adapter) -> None:
         raise UnsupportedError(problem.title, where=read.path, hint=problem.hint)
     for name, module in read.modules.items():
         if module.kind not in ("ia3", "tokens") and "diff_b" not in module.tensors:
-            change_of(module, {}, 1.0)  # raises for factors that do not fit
+            change_of(module, {})  # raises for factors that do not fit
         if not isfinite(module.scale or 0.0):
             raise UnsupportedError(f"the scale of {name} is not a finite number", where=read.path)
 

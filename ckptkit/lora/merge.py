@@ -1,28 +1,30 @@
 """Merge adapters into a base: a checkpoint whose changed tensors are computed while it is written.
 
-One adapter after the other. Of each: refuse what cannot be merged, find the tensors of its modules,
-check all shapes, and put records in the place of those of the base.
+`MergePlan` pairs the modules of one adapter with tensors of a base, whatever the layout, and
+collects all reasons to refuse. `lora check` shows them; `merge_lora` raises the first.
 """
 
 from __future__ import annotations
 
 import os
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from math import isfinite, prod
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from ckptkit import quantized
-from ckptkit.compute.arranged import contiguous
+from ckptkit.compute.arranged import contiguous, joined
 from ckptkit.compute.numbers import FLOATS, cast_record
-from ckptkit.compute.operation import Concat, RecordSlice, in_step, stream
+from ckptkit.compute.operation import in_step, stream
 from ckptkit.core import arguments
 from ckptkit.core.arguments import checked, wrong
-from ckptkit.core.bytesource import Pending, Record
+from ckptkit.core.bytesource import Record
 from ckptkit.core.checkpoint import Checkpoint, Source, opened
-from ckptkit.core.dtypes import DTypeLike
+from ckptkit.core.dtypes import DType, DTypeLike
 from ckptkit.core.errors import ADAPTER, CkptkitError, Notice, UnsupportedError, UsageError
 from ckptkit.core.tensor import Shape, Storage, Tensor, contiguous_stride
 from ckptkit.core.text import output_name, plural, quoted, shell_command, shown, typed
@@ -35,36 +37,25 @@ from ckptkit.edits.keys import substituted
 from ckptkit.edits.structure import bare
 from ckptkit.lora.arithmetic import Factor, Formula, adapted, as_matrix
 from ckptkit.lora.changes import ModuleChange, change_of, is_feedforward, matrix, multiplied
-from ckptkit.lora.naming import BaseNames, spelled
-from ckptkit.lora.placing import PeftNames, Rename, parts_of, renamed, tied_pair
-from ckptkit.lora.reading import (
-    Adapter,
-    Module,
-    folder_of,
-    is_adapter,
-    problems,
-    read_adapter,
-    unknown_fields,
-)
+from ckptkit.lora.naming import EMBEDDINGS, HEADS, BaseNames, Placed, Rename, renamed
+from ckptkit.lora.problems import HELP, Problem, problems, unknown_fields
+from ckptkit.lora.reading import Adapter, Module, folder_of, is_adapter, read_adapter
 
-# Models whose experts are [in, out] and say so: `is_transposed` in transformers.
+# Models whose experts are [in, out] and marked so: `is_transposed` in transformers.
 _TRANSPOSED = ("gpt_oss", "aria", "openai_privacy_filter")
 _LAYER = re.compile(r"((?:.*\.)?(?:layers|layer|h))\.([0-9]+)(\..*)")
-
 
 _Path: TypeAlias = str | os.PathLike[str] | Checkpoint | Adapter
 
 
 def _listed(name: str, given: object) -> list[object]:
-    """Return the adapters that are given: one, or several."""
+    """Return the given adapters: one, or several."""
     kinds = (str, os.PathLike, Checkpoint, Adapter)
     found = [given] if isinstance(given, kinds) else given
     if not isinstance(found, (list, tuple)):
         raise wrong(name, "the path of an adapter, or several paths", given)
-    return [
-        each if isinstance(each, (Checkpoint, Adapter)) else arguments.path(name, each)
-        for each in found
-    ]
+    known = (Checkpoint, Adapter)
+    return [each if isinstance(each, known) else arguments.path(name, each) for each in found]
 
 
 @partial(checked, more={"_Path | Sequence[_Path]": _listed})
@@ -81,15 +72,15 @@ def merge_lora(
     sub: Sequence[tuple[str, str]] = (),
     strict: bool = False,
 ) -> Checkpoint:
-    """Return `base` with the changes that adapters make; computed when it is written.
+    """Return `base` with the changes that adapters make; they are computed when it is written.
 
-    `weights` multiply the changes of each adapter. `tied` says what becomes of a matrix that is the
-    embedding and the head, if only one of them is changed: ``untie`` or ``keep``. With
+    `weights` multiply the changes of each adapter. `tied` (``untie`` or ``keep``) decides about a
+    matrix that is the embedding and the head, if the adapter changes only one of them. With
     ``base_is="residual"``, the base is what an initialization such as PiSSA left. `component` keeps
-    the modules of one component of a pipeline, `alpha` is that of files without a scale, `dtype`
-    is that of the result, to which the base is cast first, and `sub` are substitutions in the names
-    of modules. With `strict`, unknown fields of a configuration are errors. Raises UnsupportedError
-    for what cannot be merged, with its name.
+    the modules of one component of a pipeline, `alpha` is that of files without a scale. The base
+    is cast to `dtype` first. `sub` are substitutions in the names of modules. With `strict`,
+    unknown fields of a configuration are errors. Raises UnsupportedError with the name of what
+    cannot be merged.
     """
     for name, value, words in (
         ("tied", tied, ("untie", "keep")),
@@ -103,35 +94,31 @@ def merge_lora(
         what = plural(len(given), "adapter")
         raise UsageError(f"{what} need as many weights, all finite, and not {factors}")
     checkpoint = opened(base).whole()
-    _check_base(checkpoint)
+    refuse_base(checkpoint)
     found = [
         each if isinstance(each, Adapter) else read_adapter(each, component=component, alpha=alpha)
         for each in given
     ]
-    for each in found:
-        first = next(problems(each, base_is), None)
-        if first is not None:
-            raise UnsupportedError(first.title, where=each.path, hint=first.hint or _LISTED)
     if dtype is not None:
         checkpoint = cast(checkpoint, dtype)
+    origin = checkpoint.required.tensors
     for adapter, weight in zip(found, factors, strict=True):
         try:
-            checkpoint = _Merge(checkpoint, adapter, weight, tied, tuple(sub), strict).done()
+            plan = MergePlan(checkpoint, adapter, weight, tied, base_is, sub, strict)
+            for problem in plan.problems:
+                raise problem.error
+            checkpoint = plan.merged({} if adapter is found[0] else origin)
         except CkptkitError as error:
-            error.hint = error.hint or _LISTED
+            error.hint = error.hint or HELP
             raise error.at(adapter.path) from error.__cause__
     return checkpoint
-
-
-_LISTED = "`ckptkit help lora` lists what can be merged, and how names are looked up"
 
 
 def merged(base: Checkpoint, adapter: str = "", weight: float = 1.0) -> Checkpoint:
     """Return `base` with one adapter merged into it: the step `lora` of recipes."""
     if not adapter:
-        raise UsageError(
-            "the step lora names no adapter", hint="lora: {adapter: PATH, weight: 1.0}"
-        )
+        known = "lora: {adapter: PATH, weight: 1.0}"
+        raise UsageError("the step lora names no adapter", hint=known)
     return merge_lora(base, adapter, weights=[weight])
 
 
@@ -148,248 +135,253 @@ def hint(adapter: Checkpoint, others: Sequence[Checkpoint]) -> str:
             out = output_name(str(places[0]), "merged")
             words = ("ckptkit", "lora", "merge", *map(str, places), out)
             return f"`{shell_command(words)}` adds it to its base"
-    return "`ckptkit help lora` says how an adapter is added to its base"
+    return "`ckptkit help lora` explains how to add an adapter to its base"
 
 
-def _check_base(base: Checkpoint) -> None:
-    """Raise UnsupportedError for a base that is an adapter itself, or quantized."""
+def refuse_base(base: Checkpoint) -> None:
+    """Raise UnsupportedError for a base that is an adapter itself."""
     if is_adapter(base):
+        what = "is an adapter, and not a base model"
         raise UnsupportedError(
-            "is an adapter, and not a base model",
-            where=base.name,
-            hint="the base comes first, then its adapters",
-        )
-    group = next(iter(quantized.find(base).groups), None)
-    if group is not None:
-        raise UnsupportedError(
-            f"{shown(group.name)} is quantized as {group.label} ({group.family}), and codes are "
-            "not numbers to add to",
-            where=base.name,
-            hint=instead(base),
+            what, where=base.name, hint="the base comes first, then its adapters"
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
-    """A change of `stop - start` rows of a tensor from its row `at`: its own from `start` on."""
+class _Piece(NamedTuple):
+    """A change of one tensor: its rows `start` to `stop` are added to those from `at` on."""
 
+    key: str  # of the module
     change: ModuleChange
     start: int
     stop: int
     at: int
 
 
-@dataclass
-class _Merge:
-    """One adapter on its way into a base."""
+class MergePlan:
+    """The places of one adapter's changes in a base, and all reasons to refuse the merge.
 
-    base: Checkpoint
-    adapter: Adapter
-    weight: float
-    tied: str | None
-    sub: tuple[tuple[str, str], ...]
-    strict: bool
-    notes: list[str] = field(default_factory=list)
-    warnings: list[str] = field(default_factory=list)
-    config_changes: dict[str, Any] = field(default_factory=dict)
+    ``pieces`` are the changes by tensor, ``renames`` the prefixes of peft's names that the base has
+    otherwise, ``unlike`` the vocabularies of other sizes: tensor, rows, and rows in the base.
+    """
 
-    def done(self) -> Checkpoint:
-        """Return the base with the adapter in it."""
-        self.config = config_of(self.base)
-        options = self.adapter.config or {}
-        self._check_fields()
-        if self.base.required.is_module:
-            self.base = bare(self.base)
-        self.old = dict(self.base.required.tensors)
-        self.new = dict(self.old)
-        if options.get("layer_replication"):
-            self.new = self._replicated(options["layer_replication"])
-        self.untouched = dict(self.new)
+    def __init__(
+        self,
+        base: Checkpoint,
+        adapter: Adapter,
+        weight: float = 1.0,
+        tied: str | None = None,
+        base_is: str | None = None,
+        sub: Sequence[tuple[str, str]] = (),
+        strict: bool = False,
+    ) -> None:
+        self.adapter, self.weight, self.tied = adapter, weight, tied
+        self.base = bare(base) if base.required.is_module else base
+        self.config, self.options = config_of(base), adapter.config or {}
+        self.problems = list(problems(adapter, base_is))
+        self.notes: list[str] = []
+        self.warnings: list[str] = []
+        self.new_config: dict[str, Any] = {}
         self.pieces: dict[str, list[_Piece]] = {}
         self.rows: dict[str, list[tuple[Tensor, list[int]]]] = {}  # replaced rows, by tensor
-        self.paths = self._substituted()
-        self.pair = self._tied_pair()
-        self._place()
-        replaced = self._replace()
-        self._tie()
-        for name, pieces in self.pieces.items():
-            self.new[name] = _changed(self.new[name], pieces)
-        for name, rows in self.rows.items():
-            for source, places in rows:
-                self.new[name] = _with_rows(self.new[name], source, places)
-        self._follow_ties()
-        return self._result(replaced)
-
-    def _check_fields(self) -> None:
-        adapter = self.adapter
-        if unknown := unknown_fields(adapter):
-            what = f"{adapter.path}: unknown fields of adapter_config.json: {quoted(unknown)}"
-            if self.strict:
-                raise UnsupportedError(what.partition(": ")[2])
-            self.warnings.append(what)
-        mixed = next((each for each in adapter.modules.values() if not _is_sum(each)), None)
-        if self.weight != 1 and mixed is not None:
-            raise UsageError(
-                f"{shown(mixed.path)} is no sum: a weight of {self.weight:g} has no meaning for it",
-                hint=f"{typed('--weight 1', 'weights=[1]')} for this adapter",
-            )
-
-    def _substituted(self) -> dict[str, str]:
-        """Return the path of each module after the substitutions."""
-        paths = [each.path for each in self.adapter.modules.values()]
-        paths += [name.rpartition(".")[0] or name for name in self.adapter.replaced]
-        made, unused = substituted(dict.fromkeys(paths), self.sub)
+        self.unlike: list[tuple[str, int, int]] = []
+        self.replaced = 0
+        self.is_joined = self.is_untied = False  # of the embedding and the head
+        self.old = dict(self.base.required.tensors)
+        self.new = dict(self.old)
+        self.pair: tuple[str, str] | None = None
+        self.renames: list[Rename] = []
+        self.renamed: dict[str, str] = {}
+        group = next(iter(quantized.find(base).groups), None)
+        if group is not None:
+            what = f"{group.name} of the base is quantized as {group.label} ({group.family})"
+            fix = instead(base).replace("{where}", base.name or "BASE")
+            new = output_name(base.name or "BASE", "new")
+            self._refuse("quantized", what, fix.replace("{new}", new))
+        if any(each.code == "method" and not each.modules for each in self.problems) or group:
+            return
+        self._check_fields(strict)
+        if self.options.get("layer_replication"):
+            self._replicate(self.options["layer_replication"])
+        names = [each.path for each in adapter.modules.values()]
+        whole = [name.rpartition(".")[0] or name for name in adapter.replaced]
+        paths, unused = substituted(dict.fromkeys([*names, *whole]), sub)
         if unused:
             raise UsageError(f"no module is changed by the substitution {unused[0]!r}")
-        return made
+        self.pair = self._tied_pair({*paths.values(), *adapter.replaced})
+        self.untouched = dict(self.new)
+        shapes = {name: each.shape for name, each in self.new.items()}
+        self.names, self.paths = BaseNames(shapes, adapter.components), paths
+        self._rename([paths[name] for name in names or whole])
+        for own in adapter.replaced:
+            self._replace(own)
+        missing = [key for key, module in adapter.modules.items() if not self._place(key, module)]
+        if missing:
+            self._miss(missing)
+        self._find_twice()
+        self._tie()
+
+    def _refuse(self, code: str, title: str, hint: str = HELP, *keys: str, mend: str = "") -> None:
+        self.problems.append(Problem(code, title, hint, keys, (*mend.split(),)))
+
+    def _check_fields(self, strict: bool) -> None:
+        adapter = self.adapter
+        if unknown := unknown_fields(adapter):
+            what = f"unknown fields of adapter_config.json: {quoted(unknown)}"
+            if strict:
+                self._refuse("method", what)
+            self.warnings.append(f"{adapter.path}: {what}")
+        mixed = next((each for each in adapter.modules.values() if not each.is_sum), None)
+        if self.weight != 1 and mixed is not None:
+            what = (
+                f"{shown(mixed.path)} is no sum: a weight of {self.weight:g} has no meaning for it"
+            )
+            raise UsageError(what, hint=f"{typed('--weight 1', 'weights=[1]')} for this adapter")
 
     # The places of modules
 
-    def _place(self) -> None:
-        """Find the tensors of all modules, and check that changes fit."""
-        adapter, shapes = self.adapter, {name: each.shape for name, each in self.new.items()}
-        self.renames: tuple[Rename, ...] = ()
-        self.names, self.dialect = PeftNames(shapes), BaseNames(shapes, adapter.components)
-        modules = adapter.modules.values()
-        paths = [self.paths[each.path] for each in modules if not self._is_tied_head(each)]
-        is_peft = adapter.layout == "peft" and not self._is_spelled_otherwise(paths)
-        if is_peft:
-            if not paths:  # whole tensors alone
-                paths = [self.paths[n.rpartition(".")[0]] for n in adapter.replaced if "." in n]
-                paths = [each for each in paths if self.names.has(each)] or paths
-            self.renames = self.names.renames(paths, adapter.path)
-            self.notes += [f"renamed modules of the adapter: {each}" for each in self.renames]
-        missing: list[str] = []
-        for key, module in adapter.modules.items():
-            place = self._of_peft if is_peft else self._of_dialect
-            if not place(module):
-                missing.append(key)
-        if missing:
-            raise UnsupportedError(
-                f"{len(missing)} of {plural(len(adapter.modules), 'module')} of the adapter are "
-                f"not in {self.base.name or 'the base'}: {quoted(missing[:4])}",
-                code="no-module",
-                hint=f"{typed('--component NAME', 'component=')} takes the modules of one component"
-                f" ({quoted(filter(None, adapter.components))})"
-                if len(adapter.components) > 1
-                else None,
-            )
+    def _rename(self, paths: Sequence[str]) -> None:
+        """Find the modules of an adapter of peft whose names have another prefix in the base."""
+        if self.adapter.layout != "peft":
+            return
+        if not self.adapter.modules:  # whole tensors alone, which the base may lack
+            paths = [each for each in paths if each in self.names.modules]
+        self.renamed, self.renames, missing, unclear = self.names.renames(paths)
+        self.notes += [f"renamed modules of the adapter: {each}" for each in self.renames]
+        sub = f"{typed('--sub REGEX=REPL', 'sub=[(regex, replacement)]')} renames modules"
+        for found, what in ((missing, "are not in the base"),
+                            (unclear, "may be several modules of the base")):  # fmt: skip
+            if found:
+                like = self.names.like(found[0])
+                title = f"{len(found)} of {len(paths)} modules of the adapter {what}: "
+                title += quoted(found[:4]) + (f" (it has {quoted(like)})" if like else "")
+                self._refuse("no-module", title, sub, *found)
 
-    def _is_spelled_otherwise(self, paths: Sequence[str]) -> bool:
-        """Return whether the base has all modules of an image model under their other names."""
-        if not paths or any(map(self.names.has, paths)) or not all(map(spelled, paths)):
-            return False
-        return all(self.dialect.find("", path, (1, 1)) for path in paths)
-
-    def _is_tied_head(self, module: Module) -> bool:
-        """Return whether a module is the head of a base that stores it as the embedding."""
-        return (
-            self.pair is not None
-            and self.pair[1] not in self.new
-            and self.paths[module.path].rpartition(".")[2] == self.pair[1].split(".")[-2]
+    def _miss(self, keys: list[str]) -> None:
+        """Refuse modules that the base lacks, unless that is done."""
+        modules, known = self.adapter.modules, {name for p in self.problems for name in p.modules}
+        if self.adapter.layout == "peft" and all(
+            self.paths[modules[k].path] in known for k in keys
+        ):
+            return
+        what = f"{len(keys)} of {plural(len(modules), 'module')} of the adapter are not in "
+        title = f"{what}{self.base.name or 'the base'}: {quoted(keys[:4])}"
+        lacking = {modules[key].component for key in keys}
+        parts = [each for each in self.adapter.components if each not in lacking]
+        given = typed("--component NAME", "component=")
+        hint = f"{given} takes the modules of one component ({quoted(parts)})" if parts else HELP
+        self._refuse(
+            "no-module", title, hint, *keys, mend=f"--component {parts[0]}" if parts else ""
         )
 
-    def _of_peft(self, module: Module) -> bool:
-        path = renamed(self.paths[module.path], self.renames)
-        config = self.adapter.config or {}
-        if self._is_tied_head(module):
-            assert self.pair is not None
-            self.new[self.pair[1]] = _copy(self.new[self.pair[0]])
-            self.untouched[self.pair[1]] = self.new[self.pair[1]]
-            name = self.pair[1]
-        elif module.parameter:
-            self._of_experts(module, path)
+    def _path(self, path: str) -> str:
+        """Return a name of the adapter as the base has it."""
+        path = self.paths.get(path, path)
+        return self.renamed.get(path) or renamed(path, self.renames)
+
+    def _place(self, key: str, module: Module) -> bool:
+        """Find the tensors that a module changes; return False if the base lacks them."""
+        if any(key in each.modules and each.code != "rank" for each in self.problems):
+            return True  # refused already
+        path = self._path(module.path)
+        try:
+            place = self._place_experts if module.parameter else self._place_module
+            return place(key, module, path)
+        except CkptkitError as error:
+            self.problems.append(Problem.of(error, key))
             return True
-        else:
-            name = self.names.tensors[path]
+
+    def _place_module(self, key: str, module: Module, path: str) -> bool:
+        config = self.adapter.configs.get(module.component, {})
+        component = None if self.adapter.layout == "peft" else module.component
+        is_flat = self.adapter.layout == "kohya" and self.paths[module.path] == module.path
+        change: ModuleChange | None = None
+        shape: Shape = (1, 1)
+        if module.kind == "bias":
+            shape = module.tensors["diff_b"].shape
+        elif module.kind not in ("ia3", "tokens"):
+            change = change_of(module, config, self.weight)
+            shape = change.rows, change.columns
+        found = self.names.find(component, path, shape, underscores=is_flat)
+        if not found:
+            return False
+        name = found[0].tensor
+        for role in ("B_bias", "diff_b"):
+            if role in module.tensors:
+                self._bias(key, module, name, role)
         if module.kind == "tokens":
-            self.rows.setdefault(name, []).append(
-                (module.tensors["tokens"], self._tokens(module, config))
-            )
+            self.rows.setdefault(name, []).append(self._tokens(module))
+        elif module.kind == "ia3":
+            change = multiplied(module, self.new[name].shape, config)
+            if not is_feedforward(module, config):
+                self._bias(key, module, name, "ia3")
+        if change is None:
             return True
-        tensor = self._resized(name)
-        if module.kind == "ia3":
-            self._ia3(module, name, tensor)
-            return True
-        change = change_of(module, config, self.weight)
-        if name.endswith("in_proj_weight"):
-            change = replace(change, formula=replace(change.formula, rounding="twice"))
-        is_turned = bool(config.get("fan_in_fan_out")) and module.kind != "embedding"
-        if is_turned and tensor.ndim == 2 and (change.columns, change.rows) == tensor.shape:
-            change = change.transposed()
-        self._check_shape(module, change, tensor)
-        self._add(name, _Piece(change, 0, change.rows, 0))
-        if "B_bias" in module.tensors:
-            self._bias(module, name)
+        if component is None:
+            change = self._as_peft(module, change, name)
+            if found[0].rows == shape[0]:  # as many as the transposed change has, or that of IA3
+                found = (found[0]._replace(stop=change.rows, rows=change.rows),)
+        for each in found:
+            self._check_shape(module, change, each)
+            self._add(each.tensor, _Piece(key, change, *each[1:4]))
         return True
 
-    def _resized(self, name: str) -> Tensor:
-        """Return the tensor that a change is added to: a whole one of the adapter comes first."""
-        for own, tensor in self.adapter.replaced.items():
-            if renamed(own, self.renames) == name:
-                return tensor
-        return self.new[name]
+    def _as_peft(self, module: Module, change: ModuleChange, name: str) -> ModuleChange:
+        """Return a change of the tensor `name` as peft makes it: transposed, or rounded twice."""
+        if name.endswith("in_proj_weight"):
+            change = replace(change, formula=replace(change.formula, rounding="twice"))
+        is_turned = self.options.get("fan_in_fan_out") and module.kind not in ("embedding", "ia3")
+        if is_turned and (change.columns, change.rows) == self.new[name].shape:
+            return change.transposed()
+        return change
 
-    def _of_dialect(self, module: Module) -> bool:
-        """Place a module of kohya, ComfyUI or diffusers."""
-        underscores = self.adapter.layout == "kohya" and self.paths[module.path] == module.path
-        path = self.paths[module.path]
-        if "diff_b" in module.tensors:
-            found = self._dialect_find(module, path, module.tensors["diff_b"].shape, underscores)
-            if not found:
-                return False
-            self._bias(module, found[0].tensor, "diff_b")
-            if "diff" not in module.tensors:
-                return True
-        config = self.adapter.configs.get(module.component, {})
-        change = change_of(module, config, self.weight)
-        found = self._dialect_find(module, path, (change.rows, change.columns), underscores)
-        for each in found:
-            tensor = self.new[each.tensor]
-            count = each.stop - each.start
-            is_whole = len(found) == 1 and count == change.rows == tensor.shape[0]
-            is_inside = each.at + count <= tensor.shape[0]
-            if is_whole or not is_inside or as_matrix(tensor.shape)[1] != change.columns:
-                self._check_shape(module, change, tensor)
-            self._add(each.tensor, _Piece(change, each.start, each.stop, each.at))
-        return bool(found)
+    def _check_shape(self, module: Module, change: ModuleChange, place: Placed) -> None:
+        """Raise UnsupportedError unless the change, or its part, fits into the weight."""
+        shape = self.new[place.tensor].shape
+        rows, columns = as_matrix(shape)
+        fits = (rows, columns) == (place.rows, change.columns)
+        if change.kernel and len(shape) > 2:
+            fits = fits and (change.kernel == shape[2:] or prod(change.kernel) == 1)
+            fits = fits and prod(change.kernel) in (1, prod(shape[2:]))
+        if not fits:
+            end = module.path.rpartition(".")[2]
+            if end in (*EMBEDDINGS, *HEADS) and change.columns == columns:
+                self.unlike.append((place.tensor, change.rows, rows))
+            raise _misfit(module, (change.rows, change.columns), shape)
 
-    def _dialect_find(
-        self, module: Module, path: str, shape: Shape, underscores: bool
-    ) -> tuple[Any, ...]:
-        return self.dialect.find(module.component, path, shape, underscores=underscores)
-
-    def _of_experts(self, module: Module, path: str) -> None:
-        """Place the change of a parameter of all experts: one matrix of each."""
+    def _place_experts(self, key: str, module: Module, path: str) -> bool:
+        """Find the matrices of the change of a parameter of all experts: one for each expert."""
         a, b = (matrix(module.tensors[role]) for role in "AB")
-        rank = module.expected or module.rank or 1
-        experts = a.shape[0] // rank
-        sizes = b.shape[0], a.shape[1]
-        name = self.names.tensors.get(path)
+        rank, (height, width) = module.expected or module.rank or 1, (b.shape[0], a.shape[1])
+        experts, name = a.shape[0] // rank, self.names.modules.get(path)
         if name is not None:
-            rows: list[tuple[tuple[str, int], ...]]
-            rows = [((name, number),) for number in range(experts)]
             count, *shape = (1, *self.new[name].shape)[-3:]  # a plain matrix is one expert
             if count != experts or len(shape) != 2:
-                raise _misfit(module, sizes, self.new[name].shape)
+                raise _misfit(module, (height, width), self.new[name].shape)
+            rows: list[tuple[tuple[str, int, int], ...]]
+            rows = [((name, number * shape[0], shape[0]),) for number in range(experts)]
+        elif path in self.names.experts:
+            parts = self.names.experts[path]
+            if len(parts) != experts or not all(map(all, parts)):
+                what = f"{shown(path)} is for {experts} experts, and the base has {len(parts)}"
+                raise UnsupportedError(what)
+            rows = [tuple((one, 0, self.new[one].shape[0]) for one in row) for row in parts]
+            shape = [sum(count for *_, count in rows[0]), self.new[parts[0][0]].shape[1]]
         else:
-            parts = parts_of(path, self.names, experts)
-            rows = [tuple((one, 0) for one in row) for row in parts]
-            heights = [self.new[one].shape[0] for one in parts[0]]
-            shape = [sum(heights), self.new[parts[0][0]].shape[1]]
-        is_turned = self._is_turned(module, sizes, tuple(shape))
+            return False
+        is_turned = self._is_turned(module, (height, width), tuple(shape))
         for number, places in enumerate(rows):
-            own = {
-                "A": _some_rows(a, number * rank, rank),
-                "B": _every(b, number, experts, rank),
-            }
-            change = change_of(module, self.adapter.config or {}, self.weight, own)
+            down, right = b.stride  # the expert is the fastest index of B's columns
+            own_b = replace(
+                box(b, number, number + 1, 1), shape=(height, rank), stride=(down, experts * right)
+            )
+            own_a = box(a, number * rank, (number + 1) * rank)
+            change = change_of(module, self.options, self.weight, A=own_a, B=own_b)
             change = change.transposed() if is_turned else change
             start = 0
-            for one, place in places:
-                height = shape[0] if len(places) == 1 else self.new[one].shape[0]
-                self._add(one, _Piece(change, start, start + height, place * shape[0]))
-                start += height
+            for one, at, count in places:
+                self._add(one, _Piece(key, change, start, start + count, at))
+                start += count
+        return True
 
     def _is_turned(self, module: Module, change: tuple[int, int], shape: Shape) -> bool:
         """Return whether the change of each expert is transposed: its shape decides.
@@ -397,32 +389,21 @@ class _Merge:
         Versions of peft differ for square matrices. Sources: peft 0.18.0, 0.19.0, 0.19.1
         (tuners/lora/layer.py, ParamWrapper.get_delta_weight).
         """
-        is_plain, is_turned = change == tuple(shape), change[::-1] == tuple(shape)
+        is_plain, is_turned = change == shape, change[::-1] == shape
         if not (is_plain or is_turned):
             raise _misfit(module, change, shape)
         if is_plain != is_turned:
             return is_turned
-        said = str((self.adapter.config or {}).get("peft_version") or "")
-        version = re.match(r"([0-9]+)\.([0-9]+)\.([0-9]+)", said)
+        recorded = str(self.options.get("peft_version") or "")
+        version = re.match(r"([0-9]+)\.([0-9]+)\.([0-9]+)", recorded)
         if version is None:
             raise UnsupportedError(
                 f"{shown(module.path)} has square matrices, and adapter_config.json has no "
-                "peft_version: which way round they are is unknown"
+                "peft_version: whether they are transposed is unknown"
             )
         numbers = tuple(map(int, version.groups()))
-        if numbers < (0, 19):
-            return True
         is_marked = self.config.get("model_type") in _TRANSPOSED
-        return not is_marked if numbers < (0, 19, 1) else is_marked
-
-    def _check_shape(self, module: Module, change: ModuleChange, tensor: Tensor) -> None:
-        """Raise UnsupportedError unless the change has the shape of the weight."""
-        fits = as_matrix(tensor.shape) == (change.rows, change.columns)
-        if change.kernel and tensor.ndim > 2:
-            fits = fits and prod(change.kernel) in (1, prod(tensor.shape[2:]))
-            fits = fits and (tensor.shape[2:] == change.kernel or prod(change.kernel) == 1)
-        if not fits:
-            raise _misfit(module, (change.rows, change.columns), tensor.shape)
+        return numbers < (0, 19) or (not is_marked if numbers < (0, 19, 1) else is_marked)
 
     def _add(self, name: str, piece: _Piece) -> None:
         tensor = self.new[name]
@@ -430,203 +411,213 @@ class _Merge:
             raise UnsupportedError(f"{shown(name)} of the base is {tensor.dtype}, not plain floats")
         self.pieces.setdefault(name, []).append(piece)
 
-    def _bias(self, module: Module, name: str, role: str = "B_bias") -> None:
-        """Add to the bias beside a weight."""
-        bias, scale = name.removesuffix("weight") + "bias", module.scale or 0.0
-        if bias == name or bias not in self.new:
-            raise UnsupportedError(f"changes the bias of {shown(module.path)}, and it has none")
-        own = matrix(module.tensors[role], (prod(module.tensors[role].shape), 1))
-        if own.shape[0] != prod(self.new[bias].shape):
-            raise _misfit(module, (own.shape[0],), self.new[bias].shape)
-        scale = self.weight * (scale if role == "B_bias" else 1.0)
-        formula = Formula((Factor((0,)),), scale=scale)
-        self._add(
-            bias,
-            _Piece(
-                ModuleChange(formula, (own,), own.shape[0], 1, name=module.path), 0, own.shape[0], 0
-            ),
-        )
-
-    def _ia3(self, module: Module, name: str, tensor: Tensor) -> None:
-        config = self.adapter.config or {}
-        change = multiplied(module, tensor.shape, config)
-        self._add(name, _Piece(change, 0, change.rows, 0))
+    def _bias(self, key: str, module: Module, name: str, role: str) -> None:
+        """Change the bias beside a weight: IA3 multiplies it if there is one, others add to it."""
         bias = name.removesuffix("weight") + "bias"
-        if bias != name and bias in self.new and not is_feedforward(module, config):
-            count = prod(self.new[bias].shape)
-            numbers = matrix(module.tensors["ia3"], (count, 1))
-            formula = Formula(norm="none")
-            self._add(bias, _Piece(ModuleChange(formula, (numbers,), count, 1), 0, count, 0))
+        if bias == name or bias not in self.new:
+            if role != "ia3":
+                what = f"changes the bias of {shown(module.path)}, and it has none"
+                raise UnsupportedError(what)
+            return
+        own = matrix(module.tensors[role], (module.tensors[role].numel(), 1))
+        if own.shape[0] != self.new[bias].numel:
+            raise _misfit(module, (own.shape[0],), self.new[bias].shape)
+        scale = self.weight * ((module.scale or 0.0) if role == "B_bias" else 1.0)
+        formula = Formula((Factor((0,)),), scale=scale)
+        formula = Formula(norm="none") if role == "ia3" else formula
+        change = ModuleChange(formula, (own,), own.shape[0], 1, name=module.path)
+        self._add(bias, _Piece(key, change, 0, own.shape[0], 0))
 
-    def _tokens(self, module: Module, config: Mapping[str, Any]) -> list[int]:
-        """Return the rows that trained tokens replace."""
-        named = config.get("trainable_token_indices", config.get("token_indices"))
+    def _tokens(self, module: Module) -> tuple[Tensor, list[int]]:
+        """Return trained tokens, and the rows that they replace."""
+        named = self.options.get("trainable_token_indices", self.options.get("token_indices"))
         if isinstance(named, dict):
             named = next((named[key] for key in named if module.path.endswith(str(key))), None)
         count = module.tensors["tokens"].shape[0]
         if not isinstance(named, list) or len(named) != count:
-            raise UnsupportedError(
-                f"{shown(module.path)} has {plural(count, 'trained token')}, and "
-                "adapter_config.json does not list as many"
-            )
-        return [int(each) for each in named]
+            what = f"{shown(module.path)} has {plural(count, 'trained token')}, and "
+            raise UnsupportedError(f"{what}adapter_config.json does not list as many")
+        return module.tensors["tokens"], [int(each) for each in named]
+
+    def _find_twice(self) -> None:
+        """Refuse two modules that change the same rows: names of the adapter became one."""
+        for name, pieces in self.pieces.items():
+            spans = sorted((each.at, each.at + each.stop - each.start, each.key) for each in pieces)
+            for (_, stop, one), (start, _, other) in pairwise(spans):
+                if start < stop:
+                    title = f"{shown(one)} and {shown(other)} would both change {shown(name)}"
+                    self._refuse("no-module", title, HELP, one, other)
+                    break
 
     # Whole tensors, and tied ones
 
-    def _replace(self) -> int:
-        """Put whole tensors of the adapter in the place of the base's; return how many."""
-        count = 0
-        for own, tensor in self.adapter.replaced.items():
-            module, dot, end = own.rpartition(".")
-            name = renamed(f"{self.paths[module or own]}{dot}{end}" if dot else own, self.renames)
-            if name not in self.new and own in self.new:
-                name = own
-            old = self.new.get(name)
-            if old is None and self.pair is not None and name == self.pair[1]:
-                old = self.new[self.pair[0]]
-            target = self._main_dtype() if tensor.dtype.name in FLOATS else tensor.dtype
-            target = old.dtype if old is not None else target
-            made = _cast(tensor, target)
-            if old is not None and made.shape == old.shape and _same(made, old):
-                continue
-            if self.weight != 1:
-                raise UsageError(
-                    f"{shown(own)} is a whole tensor, and a weight of {self.weight:g} has no "
-                    "meaning for it"
-                )
-            if old is not None and old.ndim == 2 and made.shape[1:] == old.shape[1:]:
-                if made.shape[0] != old.shape[0] and "vocab_size" in self.config:
-                    self.config_changes["vocab_size"] = made.shape[0]
-            elif old is not None and made.shape != old.shape:
-                raise UnsupportedError(
-                    f"{shown(own)} is {shape_text(made.shape)}, and {shape_text(old.shape)} in the "
-                    "base"
-                )
-            self.new[name] = made
-            count += 1
-        return count
+    def _replace(self, own: str) -> None:
+        """Put a whole tensor of the adapter in the place of the base's."""
+        tensor, (module, dot, end) = self.adapter.replaced[own], own.rpartition(".")
+        name = f"{self._path(module)}{dot}{end}" if dot else self._path(own)
+        name = own if name not in self.new and own in self.new else name
+        old = self.new.get(name)
+        target = old.dtype if old is not None else tensor.dtype
+        if old is None and tensor.dtype.name in FLOATS:
+            target = self._main_dtype()
+        made = _cast(tensor, target)
+        if old is not None and made.shape == old.shape and _same(made, old):
+            return
+        if self.weight != 1:
+            what = (
+                f"{shown(own)} is a whole tensor: a weight of {self.weight:g} has no meaning for it"
+            )
+            raise UsageError(what)
+        if old is not None and made.shape != old.shape:
+            if made.ndim != 2 or made.shape[1:] != old.shape[1:]:
+                there = f"{shape_text(old.shape)} in the base"
+                what = f"{shown(own)} is {shape_text(made.shape)}, and {there}"
+                self._refuse("shape", what, HELP, own)
+                return
+            self.unlike.append((own, made.shape[0], old.shape[0]))
+            if "vocab_size" in self.config:
+                self.new_config["vocab_size"] = made.shape[0]
+        self.new[name] = made
+        self.replaced += 1
 
-    def _main_dtype(self) -> Any:
-        """Return the dtype of most weights, for a tensor that the base lacks."""
-        sizes: dict[Any, int] = {}
+    def _main_dtype(self) -> DType:
+        """Return the dtype of most bytes of the base."""
+        sizes = Counter[DType]()
         for each in self.old.values():
             if each.dtype.name in FLOATS:
-                sizes[each.dtype] = sizes.get(each.dtype, 0) + each.nbytes
-        return max(sizes, key=lambda each: sizes[each])
+                sizes[each.dtype] += each.nbytes
+        return sizes.most_common(1)[0][0]
 
-    def _tied_pair(self) -> tuple[str, str] | None:
-        """Return the embedding and the head, if they are one matrix and the adapter is on it."""
-        pair = tied_pair(self.new, self.config)
-        if pair is None:
+    def _tied_pair(self, paths: set[str]) -> tuple[str, str] | None:
+        """Return the embedding and the head, if they are one matrix that the adapter changes.
+
+        A head that the base lacks gets the name that transformers gives it, and the embedding.
+        """
+        ends = {name: name.removesuffix(".weight").rpartition(".")[2] for name in self.new}
+        text = self.config.get("text_config")
+        setting = self.config.get("tie_word_embeddings")
+        if setting is None and isinstance(text, dict):
+            setting = text.get("tie_word_embeddings")
+        embedding = next((name for name, end in ends.items() if end in EMBEDDINGS), None)
+        if embedding is None or setting is False:
             return None
-        ends = {name.removesuffix(".weight").rpartition(".")[2] for name in pair}
-        paths = {path.rpartition(".")[2] for path in self.paths.values()}
-        if not ends & paths:
+        heads = (n for n, end in ends.items() if end in HEADS and n.endswith(".weight"))
+        default = "embed_out.weight" if "embed_in" in embedding else "lm_head.weight"
+        head = next((name for name in heads if "." in name), default)
+        pair = {name.removesuffix(".weight").rpartition(".")[2]: name for name in (embedding, head)}
+        changed = {pair.get(path.removesuffix(".weight").rpartition(".")[2]) for path in paths}
+        if not changed & {embedding, head}:
             return None
-        one, two = self.new[pair[0]], self.new.get(pair[1])
-        if two is not None and one.storage is not two.storage and not _same(one, two):
+        one, two = self.new[embedding], self.new.get(head)
+        if two is None:
+            if head in changed:
+                self.new[head] = _copy(one)
+        elif one.storage is not two.storage and not (setting and _same(one, two)):
             return None
-        return pair
+        return embedding, head
 
     def _tie(self) -> None:
         """Decide what becomes of a matrix that is the embedding and the head."""
-        self.joined = False
         if self.pair is None:
-            return
+            return None
         embedding, head = self.pair
-        is_ensured = bool((self.adapter.config or {}).get("ensure_weight_tying"))
+        is_ensured = bool(self.options.get("ensure_weight_tying"))
         changed = [name for name in self.pair if name in self.pieces]
         whole = [name for name in self.pair if self.new.get(name) is not self.untouched.get(name)]
-        tokens = [name for name in self.pair if name in self.rows]
         if changed and not (is_ensured and len(changed) == 2):
-            untie, keep = (typed(f"--tied {e}", f"tied={e!r}") for e in ("untie", "keep"))
             if self.tied is None:
-                raise UnsupportedError(
-                    f"changes {quoted(changed)}, and {embedding} and {head} are tied: one matrix",
-                    hint=f"{untie} gives the head a matrix of its own, as in training; {keep} adds "
-                    "to both",
-                    code="tied",
-                )
+                untie, keep = (typed(f"--tied {e}", f"tied={e!r}") for e in ("untie", "keep"))
+                what = f"changes {quoted(changed)}, and {embedding} and {head} are tied"
+                hint = f"{untie} gives the head its own matrix, as in training; {keep} changes both"
+                self._refuse("tied", f"{what}: one matrix", hint, mend="--tied untie")
             if self.tied == "untie":
-                self._untie()
-                return
-            self.pieces[embedding] = [
-                *self.pieces.get(embedding, ()), *self.pieces.pop(head, ())
-            ]  # fmt: skip
-            self.joined = True
+                return self._untie()
+            # The change of the embedding comes first, then that of the head.
+            self.pieces[embedding] = [*self.pieces.get(embedding, ()), *self.pieces.pop(head, ())]
+            self.is_joined = True
         elif changed:  # one adapter under two names
             self.pieces.pop(head)
-            self.joined = True
+            self.is_joined = True
         elif len(whole) == 1 or (whole and not _same(*(self.new[name] for name in self.pair))):
             self._untie()
-        elif whole or tokens:
+        elif whole or self.rows.keys() & {*self.pair}:
             self.rows[embedding] = self.rows.pop(head, self.rows.get(embedding, []))
-            self.joined = True
+            self.is_joined = True
+        return None
 
     def _untie(self) -> None:
-        assert self.pair is not None
-        embedding, head = self.pair
+        embedding, head = self.pair or ("", "")
         if head not in self.new or self.new[head].storage is self.new[embedding].storage:
             self.new[head] = _copy(self.untouched[embedding])
-        self.config_changes["tie_word_embeddings"] = False
+        self.is_untied, self.new_config["tie_word_embeddings"] = True, False
         self.notes.append(f"untied {head} from {embedding}")
 
-    def _follow_ties(self) -> None:
-        """Give the head what became of the embedding, where they stay one."""
-        if self.joined and self.pair is not None:
-            embedding, head = self.pair
-            if head in self.old:
-                self.new[head] = self.new[embedding]
-            else:
-                self.new.pop(head, None)
-
-    def _replicated(self, ranges: object) -> dict[str, Tensor]:
-        """Return the tensors with layers repeated: new layer N is old layer `order[N]`."""
+    def _replicate(self, ranges: object) -> None:
+        """Repeat layers of the base: new layer N is old layer `order[N]`."""
         layers: dict[int, list[tuple[str, str, Tensor]]] = {}
         made: dict[str, Tensor] = {}
         for name, tensor in self.old.items():
-            found = _LAYER.fullmatch(name)
-            if found is None:
-                made[name] = tensor
-            else:
+            if found := _LAYER.fullmatch(name):
                 layers.setdefault(int(found[2]), []).append((found[1], found[3], tensor))
+            else:
+                made[name] = tensor
         stems = {stem for layer in layers.values() for stem, _, _ in layer}
-        order: list[int] = []
-        for each in ranges if isinstance(ranges, list) else ():
-            is_range = isinstance(each, list) and len(each) == 2 and {*map(type, each)} == {int}
-            if not is_range or not 0 <= each[0] < each[1] <= len(layers):
-                order = []
-                break
-            order += range(*each)
-        if len(stems) != 1 or not order or layers.keys() != {*range(len(layers))}:
-            raise UnsupportedError(f"layer_replication {shown(ranges)} does not fit the base")
+        spans = ranges if isinstance(ranges, list) else []
+        is_sound = [
+            isinstance(each, list) and [*map(type, each)] == [int, int]
+            and 0 <= each[0] < each[1] <= len(layers)
+            for each in spans
+        ]  # fmt: skip
+        if len(stems) != 1 or not all(is_sound) or not spans or {*layers} != {*range(len(layers))}:
+            title = f"layer_replication {shown(ranges)} does not fit the base"
+            return self._refuse("method", title)
+        order = [number for each in spans for number in range(*each)]
         for number, old in enumerate(order):
             for stem, end, tensor in layers[old]:
                 made[f"{stem}.{number}{end}"] = _copy(tensor)
-        self.config_changes["num_hidden_layers"] = len(order)
-        return made
+        self.new_config["num_hidden_layers"] = len(order)
+        self.new = made
+        return None
 
     # The result
 
-    def _result(self, replaced: int) -> Checkpoint:
-        base, adapter = self.base, self.adapter
+    def tensors_of(self) -> dict[str, list[str]]:
+        """Return the tensors that each module changes."""
+        found: dict[str, list[str]] = {}
+        for name, pieces in self.pieces.items():
+            for each in pieces:
+                found.setdefault(each.key, []).append(name)
+        return found
+
+    def merged(self, origin: Mapping[str, Tensor] = {}) -> Checkpoint:
+        """Return the base with the adapter in it.
+
+        `origin` are the tensors before earlier adapters: peft takes the norms of DoRA from them.
+        """
+        base, adapter, new = self.base, self.adapter, dict(self.new)
+        for name, pieces in self.pieces.items():
+            new[name] = _changed(new[name], pieces, origin.get(name))
+        for name, rows in self.rows.items():
+            for tensor, numbers in rows:
+                new[name] = _with_rows(new[name], tensor, numbers)
+        if self.pair is not None and not self.is_untied:
+            embedding, head = self.pair
+            if head not in self.old:
+                new.pop(head, None)
+            elif self.is_joined:
+                new[head] = new[embedding]
         weights = base.required
         assert isinstance(weights.node, dict)
-        entries = {
-            key: node
-            for key, node in weights.node.items()
-            if key not in self.old or key in self.new
-        }
-        changed = {n: each for n, each in self.new.items() if each is not self.old.get(n)}
-        mapping = like(weights.node, {**entries, **changed})
+        kept = {k: node for k, node in weights.node.items() if k not in self.old or k in new}
+        changed = {name: each for name, each in new.items() if each is not self.old.get(name)}
+        mapping = like(weights.node, {**kept, **changed})
         ranks = f" (rank {', '.join(map(str, adapter.ranks))})" if adapter.ranks else ""
         note = f"merged {plural(len(adapter.modules), 'module')} of {adapter.path}{ranks}"
-        if replaced:
-            note += f", replaced {plural(replaced, 'tensor')}"
-        rest = len([name for name in self.new if name in self.old and name not in changed])
+        note += f", replaced {plural(self.replaced, 'tensor')}" if self.replaced else ""
+        rest = sum(name in self.old and name not in changed for name in new)
         merged = Notice(
-            ADAPTER, f"{note}, {rest} unchanged", adapter=adapter.path,
-            modules=len(adapter.modules), ranks=adapter.ranks, replaced=replaced, unchanged=rest,
+            ADAPTER, f"{note}, {rest} unchanged", adapter=adapter.path, ranks=adapter.ranks,
+            modules=len(adapter.modules), replaced=self.replaced, unchanged=rest,
         )  # fmt: skip
         notes = [merged, *self.notes]
         if adapter.ignored:
@@ -636,34 +627,15 @@ class _Merge:
         if own := _tokenizer_files(adapter):
             notes.append(f"tokenizer files of the adapter are not copied: {quoted(own)}")
         root = rebuild(base.root, swap={id(weights.node): mapping})
-        done = base.with_root(root, notes=notes, warnings=self.warnings)
-        return with_changes(done, self.config_changes)
-
-
-def _is_sum(module: Module) -> bool:
-    return not module.is_dora and module.kind not in ("ia3", "tokens")
+        return with_changes(
+            base.with_root(root, notes=notes, warnings=self.warnings), self.new_config
+        )
 
 
 def _misfit(module: Module, change: tuple[int, ...], weight: Shape) -> UnsupportedError:
-    return UnsupportedError(
-        f"the change of {shown(module.path)} is {shape_text(change)}, and the weight in the base "
-        f"{shape_text(weight)}",
-        code="shape",
-    )
-
-
-def _some_rows(tensor: Tensor, start: int, rows: int) -> Tensor:
-    """Return some rows of a matrix."""
-    down, right = tensor.stride
-    offset = tensor.offset + start * down
-    return Tensor(tensor.storage, tensor.dtype, (rows, tensor.shape[1]), (down, right), offset)
-
-
-def _every(b: Tensor, number: int, experts: int, rank: int) -> Tensor:
-    """Return the columns of B that are one expert's: the experts are the fastest index."""
-    down, right = b.stride
-    offset = b.offset + number * right
-    return Tensor(b.storage, b.dtype, (b.shape[0], rank), (down, experts * right), offset)
+    there = f"the weight in the base {shape_text(weight)}"
+    what = f"the change of {shown(module.path)} is {shape_text(change)}, and {there}"
+    return UnsupportedError(what, code="shape")
 
 
 def _copy(tensor: Tensor) -> Tensor:
@@ -672,21 +644,22 @@ def _copy(tensor: Tensor) -> Tensor:
     return tensor.over(replace(tensor.storage))
 
 
-def _over(tensor: Tensor, record: Record) -> Tensor:
-    """Return a contiguous tensor like another one, with these bytes."""
-    stride = contiguous_stride(tensor.shape)
-    storage = Storage(record, tensor.device)
-    return Tensor(
-        storage, tensor.dtype, tensor.shape, stride, 0, tensor.requires_grad, tensor.kind
-    )  # fmt: skip
+def box(tensor: Tensor, start: int, stop: int, axis: int = 0) -> Tensor:
+    """Return a view of the elements `start` to `stop` along a dimension."""
+    shape = (*tensor.shape[:axis], stop - start, *tensor.shape[axis + 1 :])
+    return replace(tensor, shape=shape, offset=tensor.offset + start * tensor.stride[axis])
 
 
-def _cast(tensor: Tensor, dtype: Any) -> Tensor:
+def made_of(record: Record, dtype: DType, shape: Shape) -> Tensor:
+    """Return a contiguous tensor of these bytes."""
+    return Tensor(Storage(record), dtype, shape, contiguous_stride(shape))
+
+
+def _cast(tensor: Tensor, dtype: DType) -> Tensor:
     record = contiguous(tensor)
     if tensor.dtype != dtype:
         record = cast_record(record, tensor.dtype, dtype, big_endian=False)
-    storage = Storage(record)
-    return Tensor(storage, dtype, tensor.shape, contiguous_stride(tensor.shape))
+    return made_of(record, dtype, tensor.shape)
 
 
 def _same(one: Tensor, two: Tensor) -> bool:
@@ -697,62 +670,63 @@ def _same(one: Tensor, two: Tensor) -> bool:
     return all(a == b for a, b in in_step(streams, (1, 1), 1 << 20))
 
 
-def _changed(tensor: Tensor, pieces: Sequence[_Piece]) -> Tensor:
-    """Return a tensor with changes of some of its rows, one after the other where they overlap."""
-    record, size = contiguous(tensor), tensor.dtype.itemsize
-    waiting = list(pieces)
+def _spliced(tensor: Tensor, parts: Sequence[tuple[int, Tensor]]) -> Record:
+    """Return the bytes of a matrix with some rows replaced: `parts` by their first rows, sorted."""
+    rest, last = list[tuple[int, Tensor]](), 0
+    for at, count in [*((at, part.shape[0]) for at, part in parts), (tensor.shape[0], 0)]:
+        if at > last:
+            rest.append((last, box(tensor, last, at)))
+        last = at + count
+    return joined(tensor.dtype, tensor.shape, [((at, 0), each) for at, each in [*rest, *parts]])
+
+
+def _changed(tensor: Tensor, pieces: Sequence[_Piece], origin: Tensor | None) -> Tensor:
+    """Return a tensor with changes of some of its rows, one after another where they overlap."""
+    made, waiting, columns = tensor, list(pieces), pieces[0].change.columns
+    sizes = prod(tensor.shape) // max(columns, 1), columns
+    old = None
+    if origin is not None and origin.shape == tensor.shape:
+        old = matrix(origin, sizes)
     while waiting:
-        last, later, parts = 0, [], list[Record]()
+        whole, last, later, parts = matrix(made, sizes), 0, [], list[tuple[int, Tensor]]()
         for piece in sorted(waiting, key=lambda each: each.at):
-            unit = piece.change.columns * size
-            if piece.at * unit < last:
+            if piece.at < last:
                 later.append(piece)
                 continue
-            rows = piece.stop - piece.start
-            if piece.at * unit > last:
-                parts.append(RecordSlice(record, last, piece.at * unit - last))
-            inside = RecordSlice(record, piece.at * unit, rows * unit)
-            whole = rows * unit == tensor.nbytes
-            parts.append(
-                adapted(
-                    record if whole else inside,
-                    tensor.dtype.name,
-                    rows,
-                    piece.change.columns,
-                    piece.change.formula,
-                    piece.change.operands,
-                    piece.start,
-                    piece.change.name,
-                )
+            change, rows, last = (
+                piece.change,
+                piece.stop - piece.start,
+                piece.at + piece.stop - piece.start,
             )
-            last = (piece.at + rows) * unit
-        if last < tensor.nbytes:
-            parts.append(RecordSlice(record, last, tensor.nbytes - last))
-        record = parts[0] if len(parts) == 1 else Pending(Concat(), (*parts,), tensor.nbytes)
-        waiting = later
-    return _over(tensor, record)
+            has_norm = old is not None and "norm" in change.formula.norm
+            record = adapted(
+                contiguous(box(whole, piece.at, last)), made.dtype.name, rows, columns,
+                change.formula, change.operands, first=piece.start, name=change.name,
+                origin=contiguous(box(old, piece.at, last)) if old and has_norm else None,
+            )  # fmt: skip
+            parts.append((piece.at, made_of(record, made.dtype, (rows, columns))))
+        is_one = len(parts) == 1 and parts[0][1].shape == whole.shape
+        record = contiguous(parts[0][1]) if is_one else _spliced(whole, parts)
+        waiting, made = later, made_of(record, tensor.dtype, tensor.shape)
+    return _like(tensor, contiguous(made))
+
+
+def _like(tensor: Tensor, record: Record) -> Tensor:
+    """Return a contiguous tensor like another one, with these bytes."""
+    made = made_of(record, tensor.dtype, tensor.shape)
+    storage = Storage(record, tensor.device)
+    return replace(made, storage=storage, requires_grad=tensor.requires_grad, kind=tensor.kind)
 
 
 def _with_rows(tensor: Tensor, source: Tensor, numbers: Sequence[int]) -> Tensor:
-    """Return a matrix with some rows replaced."""
+    """Return a matrix with the rows `numbers` replaced by those of `source`."""
     rows, columns = tensor.shape
     if source.shape != (len(numbers), columns) or not all(0 <= each < rows for each in numbers):
-        raise UnsupportedError(
-            f"trained tokens are {shape_text(source.shape)}, for rows {quoted(map(str, numbers))} "
-            f"of {shape_text(tensor.shape)}"
-        )
-    own, old = contiguous(_cast(source, tensor.dtype)), contiguous(tensor)
-    unit = columns * tensor.dtype.itemsize
-    parts: list[Record] = []
-    last = 0
-    for number, place in sorted((number, place) for place, number in enumerate(numbers)):
-        if number * unit > last:
-            parts.append(RecordSlice(old, last, number * unit - last))
-        parts.append(RecordSlice(own, place * unit, unit))
-        last = (number + 1) * unit
-    if last < tensor.nbytes:
-        parts.append(RecordSlice(old, last, tensor.nbytes - last))
-    return _over(tensor, Pending(Concat(), (*parts,), tensor.nbytes))
+        there = f"for rows {quoted(map(str, numbers))} of {shape_text(tensor.shape)}"
+        raise UnsupportedError(f"trained tokens are {shape_text(source.shape)}, {there}")
+    own = _cast(source, tensor.dtype)
+    parts = {number: box(own, place, place + 1) for place, number in enumerate(numbers)}
+    return _like(tensor, _spliced(tensor, sorted(parts.items())))
 
 
 def _tokenizer_files(adapter: Adapter) -> list[str]:

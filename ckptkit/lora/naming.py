@@ -1,14 +1,20 @@
-"""Names of modules in adapters of image models: underscores that were dots, and two spellings.
+"""Names of modules: where a base has the modules of an adapter.
 
 kohya writes a module's name with underscores. U-Nets, Flux and the text encoder of OpenCLIP have
 two spellings each: the original (sgm, Black Forest Labs), and that of diffusers and transformers.
-Flux and OpenCLIP have q, k and v in one matrix where the others have three. `spellings.txt` has the
-tables: a row is a tensor rule, with the name of a module in both, and how its rows are cut.
+Flux and OpenCLIP have q, k and v in one matrix where the others have three. A row of
+`spellings.txt` is a tensor rule with the name of a module in both, and how its rows are cut.
+
+Names of peft are names of the base, except for their prefixes: those of a base without its head
+(`bert.`, `transformer.`), of a base inside another model, and of vision-language models, whose
+modules have other names in memory than in files. A rename is unambiguous or refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping
 from functools import cache
 from itertools import accumulate
 from math import prod
@@ -18,38 +24,34 @@ from typing import NamedTuple, TypeVar
 from ckptkit.core.errors import AmbiguousError, UnsupportedError
 from ckptkit.core.tensor import Shape
 from ckptkit.core.text import shown, some, typed
+from ckptkit.lora.reading import table
 from ckptkit.rules.names import Index, Pattern, Settings, Steps, axis_words, evaluate
 from ckptkit.rules.notation import parse_rule
 
 ORIGINAL, DIFFUSERS = "original", "diffusers"
 UNET, FLUX, CLIP = "unet", "flux", "clip"
-
-# Its rows are two halves, scale and shift, in another order.
-_SWAPPED = "final_layer.adaLN_modulation.1"
-_PREFIXES = {  # of the names of a component in a checkpoint, alone or with others
-    "text_encoder": (
-        "conditioner.embedders.0.transformer.", "cond_stage_model.transformer.",
-        "cond_stage_model.model.", "text_encoders.clip_l.transformer.", "text_encoder.",
-    ),
-    "text_encoder_2": (
-        "conditioner.embedders.1.model.", "text_encoders.clip_g.transformer.",
-        "text_encoders.t5xxl.transformer.", "text_encoder_2.",
-    ),
-    "text_encoder_3": ("text_encoders.t5xxl.transformer.", "text_encoder_3."),
-}  # fmt: skip
+IMAGES = "unet", "transformer", "transformer_2", "prior"  # components that make images
 ENCODERS = {"clip_l": "text_encoder", "clip_g": "text_encoder_2", "t5xxl": "text_encoder_3"}
-_IMAGES = "", "unet", "transformer", "transformer_2", "prior"  # components that make images
-_MODELS = "model.diffusion_model.", "diffusion_model.", "unet.", "transformer.", "model."
+EMBEDDINGS = ("embed_tokens", "wte", "word_embeddings", "shared", "embed_in", "tok_embeddings")
+HEADS = ("lm_head", "embed_out", "output")
 
+_SWAPPED = "final_layer.adaLN_modulation.1"  # its rows are scale and shift, in another order
+# The matrix of one expert: the module of all experts, the number, and the name.
+_EXPERT = re.compile(r"(.*\.experts)\.([0-9]+)\.(gate_proj|up_proj|down_proj|w1|w2|w3)\.weight")
+# The matrices of one expert that are rows of a parameter of all experts, in order.
+_PARAMETERS = {
+    "gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")),
+    "down_proj": (("down_proj",), ("w2",)),
+}
 
 T = TypeVar("T")
 
 
 class Part(NamedTuple):
-    """Rows of a module that are rows of the module `name` of the other spelling.
+    """Rows of a module that are rows of the module `name` in the other spelling.
 
-    The rows of the module are `units` equal shares: `length` of them, from `start` on, are those
-    from `at` on of the other, which has `whole` shares.
+    The rows of the module are `units` equal shares. The `length` shares from `start` on are the
+    shares from `at` on of the other module, which has `whole` shares.
     """
 
     name: str
@@ -61,16 +63,33 @@ class Part(NamedTuple):
 
 
 class Placed(NamedTuple):
-    """Where a module's change belongs: its rows `start` to `stop` are added to a tensor's `at`."""
+    """The rows `start` to `stop` of a change, which belong to a tensor's rows from `at` on.
+
+    The tensor must have `rows` rows.
+    """
 
     tensor: str
     start: int
     stop: int
     at: int
+    rows: int
+
+
+class Rename(NamedTuple):
+    """A prefix of the adapter's names, and the prefix that the base has instead."""
+
+    old: str
+    new: str
+
+    def __str__(self) -> str:
+        return f"{self.old or '(no prefix)'} -> {self.new or '(no prefix)'}"
+
+
+_EXACT = Rename("", "")
 
 
 class _Row:
-    """A row of the tables, ready to be matched from both sides."""
+    """A row of the spellings, which matches a name of either side."""
 
     def __init__(self, family: str, line: str) -> None:
         rule = parse_rule(line)
@@ -85,7 +104,7 @@ class _Row:
         self.ends = tuple(accumulate((n or 1 for n in given), initial=0))
 
     def other(self, path: str, spelling: str) -> tuple[Part, ...] | None:
-        """Return the parts of `path`, which has this spelling, in the other one."""
+        """Return the parts in the other spelling of `path`, which has this spelling."""
         values = self.sides[spelling].match(path, Steps(1))
         if values is None:
             return None
@@ -110,7 +129,7 @@ class _Row:
 
 @cache
 def _tables() -> tuple[tuple[_Row, ...], frozenset[str]]:
-    """Return the rows of spellings.txt, and the words in which names with underscores are split."""
+    """Return the rows of spellings.txt, and the words that names with underscores consist of."""
     text = Path(__file__).with_name("spellings.txt").read_text("utf-8")
     rows, words, family = list[_Row](), set[str](), ""
     for line in text.splitlines():
@@ -126,7 +145,7 @@ def _tables() -> tuple[tuple[_Row, ...], frozenset[str]]:
 
 
 def _texts(side: Pattern) -> list[str]:
-    """Return the names that a side stands for, with 0 for each number."""
+    """Return the names that a side matches, with 0 for each number."""
     found = [""]
     for part in side.parts:
         labels = (part.labels or ("0",)) if isinstance(part, Index) else (part,)
@@ -136,10 +155,10 @@ def _texts(side: Pattern) -> list[str]:
 
 @cache
 def spelled(path: str) -> tuple[str, str, tuple[tuple[Part, ...], ...]] | None:
-    """Return the family and the spelling of a module's name, and what it is in the other spelling.
+    """Return the family and the spelling of a module's name, and its parts in the other spelling.
 
-    That is one choice of parts, or two where the number of a layer depends on the model. None for a
-    name that is not in the tables.
+    There are two choices of parts where the number of a layer depends on the model. Returns None
+    for a name that is not in the tables.
     """
     for spelling in (ORIGINAL, DIFFUSERS):
         found = [
@@ -179,10 +198,10 @@ def dotted(name: str) -> str:
     base = f"{typed('--base BASE', 'base=...')} takes the dots from the names of the base"
     if not found:
         raise UnsupportedError(
-            f"which underscores of {shown(name)} were dots is unknown", hint=base
+            f"the underscores of {shown(name)} that were dots are unknown", hint=base
         )
     if len(found) > 1:
-        raise AmbiguousError(f"{shown(name)} may be {some(found, 2)}", hint=base)
+        raise AmbiguousError(f"{shown(name)} could be {some(found, 2)}", hint=base)
     return found[0]
 
 
@@ -197,83 +216,169 @@ def of_comfy(component: str, path: str) -> tuple[str, str]:
 # Names of a base
 
 
+def _experts(names: Iterable[str]) -> dict[str, list[tuple[str, ...]]]:
+    """Return by parameter of all experts the matrices that are its rows, for each expert."""
+    found: dict[str, dict[str, dict[int, str]]] = {}
+    for name in names:
+        if one := _EXPERT.fullmatch(name):
+            found.setdefault(one[1], {}).setdefault(one[3], {})[int(one[2])] = name
+    made = {}
+    for stem, matrices in found.items():
+        plain = stem.replace(".block_sparse_moe.", ".mlp.")
+        for parameter, ways in _PARAMETERS.items():
+            for way in ways:
+                if all(part in matrices for part in way):
+                    rows = [[matrices[part].get(n, "") for part in way] for n in matrices[way[0]]]
+                    made[f"{plain}.{parameter}"] = [*map(tuple, rows)]
+    return made
+
+
 class BaseNames:
     """The names and shapes of a checkpoint, in which modules of adapters are looked up.
 
-    `components` are those of the adapter: names of a text encoder without a prefix are meant only
-    if the adapter has a single one.
+    `components` are those of the adapter. Names of a text encoder without a prefix are only used
+    if the adapter has a single one. ``modules`` maps each module and parameter to its tensor,
+    ``experts`` each parameter of experts to the matrices of each expert.
     """
 
     def __init__(self, shapes: Mapping[str, Shape], components: Collection[str] = ()) -> None:
         self.shapes = shapes
+        encoders = (each for each in components if each.startswith("text_encoder"))
         # ComfyUI has all of them in one component.
-        counts = {"text_encoders": 2}
-        known = (each for each in components if each.startswith("text_encoder"))
-        self._encoders = sum(counts.get(each, 1) for each in known)
+        self._encoders = sum(2 if each == "text_encoders" else 1 for each in encoders)
+        self.modules: dict[str, str] = {}
         self._flat: dict[str, list[str]] = {}
         for name in shapes:
+            for end in (".weight", ".in_proj_weight"):
+                if name.endswith(end):
+                    self.modules.setdefault(name.removesuffix(end), name)
             self._flat.setdefault(flat(name.removesuffix(".weight")), []).append(name)
+        self.modules |= {name: name for name in shapes if name not in self.modules}
+        self.experts = _experts(shapes)
+        self._by_end: dict[str, list[str]] = {}
+        for path in (*self.modules, *self.experts):
+            self._by_end.setdefault(path.rpartition(".")[2], []).append(path)
+
+    def like(self, path: str) -> list[str]:
+        """Return some modules of the base whose last component is that of `path`."""
+        return self._by_end.get(path.rpartition(".")[2], [])[:4]
 
     def find(
-        self, component: str, path: str, shape: Shape, *, underscores: bool = False
+        self, component: str | None, path: str, shape: Shape, *, underscores: bool = False
     ) -> tuple[Placed, ...]:
         """Return where the change of a module belongs, () if the base does not have the module.
 
         `shape` is that of the change, `path` the module's name, with `underscores` as kohya writes
-        it. Raises AmbiguousError where several tensors could be meant.
+        it. The component of an adapter of peft is None: its names are exact, or those of the other
+        spelling. Raises AmbiguousError if several tensors are possible.
         """
-        component, path = of_comfy(component, path)
+        if component is None and path in self.modules:
+            return (Placed(self.modules[path], 0, shape[0], 0, shape[0]),)
+        component, path = (None, path) if component is None else of_comfy(component, path)
         if underscores:
-            known_there = self.dots(component, path, shape)
+            known_there = self.dots(component or "", path, shape)
             try:
                 path = known_there or dotted(path)
             except (UnsupportedError, AmbiguousError):
                 return ()
         known = spelled(path)
+        if component is None and known is None:
+            return ()
         found: dict[tuple[str | None, ...], tuple[Part, ...]] = {}
-        for prefix in self._prefixes(component):
+        for prefix in self._prefixes(component or ""):
             for parts in ((Part(path),), *(known[2] if known else ())):
-                names = tuple(self._tensor(prefix + part.name) for part in parts)
+                names = tuple(self.modules.get(prefix + part.name) for part in parts)
                 if None not in names:
                     found.setdefault(names, parts)
         chosen = _one(path, {
             names: all(self._fits(n, part, shape) for n, part in zip(names, parts, strict=True))
             for names, parts in found.items()
         })  # fmt: skip
-        return tuple(
-            Placed(
-                str(name),
-                part.start * shape[0] // part.units,
-                (part.start + part.length) * shape[0] // part.units,
-                part.at * shape[0] // part.units,
-            )
-            for name, part in zip(chosen or (), found.get(chosen or (), ()), strict=True)
-        )
+        placed = []
+        for name, part in zip(chosen or (), found.get(chosen or (), ()), strict=True):
+            ends = part.start, part.start + part.length, part.at, part.whole
+            placed.append(Placed(str(name), *(shape[0] * each // part.units for each in ends)))
+        return tuple(placed)
 
     def dots(self, component: str, path: str, shape: Shape) -> str | None:
         """Return a name of kohya's with the dots that the base has, None if it has no such module.
 
-        Raises AmbiguousError where the base has several.
+        Raises AmbiguousError if the base has several.
         """
         found = {
-            name.removeprefix(prefix).removesuffix(".weight"): prod(each) == prod(shape)
+            name.removeprefix(prefix).removesuffix(".weight"): prod(self.shapes[name])
+            == prod(shape)
             for prefix in self._prefixes(component)
             for name in self._flat.get(flat(prefix) + path, ())
-            if name.startswith(prefix) and (each := self.shapes[name]) is not None
+            if name.startswith(prefix)
         }
         return _one(path, found)
 
     def _prefixes(self, component: str) -> tuple[str, ...]:
-        known = _PREFIXES.get(component, _MODELS if component in _IMAGES else ())
+        images = component in ("", *IMAGES)
+        known = table("bases").get("image" if images else component, ())
         alone = not component.startswith("text_encoder") or self._encoders < 2
         return (*known, f"{component}." if component else "", *(("",) if alone else ()))
 
-    def _tensor(self, module: str) -> str | None:
-        names = (f"{module}.weight", module)
-        return next((name for name in names if name in self.shapes), None)
-
     def _fits(self, name: str | None, part: Part, shape: Shape) -> bool:
         return prod(self.shapes[name or ""]) * part.units == prod(shape) * part.whole
+
+    def renames(
+        self, paths: Iterable[str]
+    ) -> tuple[dict[str, str], list[Rename], list[str], list[str]]:
+        """Return the names in the base of the modules `paths` of peft, and the renames behind them.
+
+        Then the modules that the base lacks, and those that could be several of its modules: by
+        themselves, or because two of them would become one.
+        """
+        ways = {path: self._ways(path) for path in dict.fromkeys(paths)}
+        sure: dict[str, set[str]] = {}
+        for found in ways.values():
+            if len(found) == 1:
+                sure.setdefault(found[0].old, set()).add(found[0].new)
+        made: dict[str, Rename] = {}
+        for path, found in ways.items():
+            known = [each for each in found if _EXACT in found or sure.get(each.old) == {each.new}]
+            if len(known) == 1:
+                made[path] = known[0]
+        names = {path: each.new + path.removeprefix(each.old) for path, each in made.items()}
+        counts = Counter(names.values())
+        names = {path: name for path, name in names.items() if counts[name] == 1}
+        missing = [path for path, found in ways.items() if not found]
+        unclear = [path for path, found in ways.items() if found and path not in names]
+        return names, sorted({*made.values()} - {_EXACT}), missing, unclear
+
+    def _ways(self, path: str) -> list[Rename]:
+        """Return the best renames of the prefix of a module, the empty one if the base has it.
+
+        The best has the longest common end, then the most components in common before it. Numbers
+        of layers are never renamed, nor prefixes with nothing in common: a vision tower is not the
+        language model.
+        """
+        if path in self.experts or self.find(None, path, (1, 1)):
+            return [_EXACT]
+        parts, best, found = path.split("."), (0, -1), list[Rename]()
+        for other in self._by_end.get(parts[-1], ()):
+            theirs = other.split(".")
+            pairs = zip(reversed(parts), reversed(theirs), strict=False)
+            same = next((n for n, (one, two) in enumerate(pairs) if one != two), None)
+            same = min(len(parts), len(theirs)) if same is None else same
+            old, new = parts[: len(parts) - same], theirs[: len(theirs) - same]
+            shared = len({*old} & {*new})
+            if any(map(str.isdigit, (*old, *new))) or (old and new and not shared):
+                continue
+            if (same, shared) > best:
+                best, found = (same, shared), []
+            if (same, shared) == best:
+                found.append(Rename(*(".".join([*each, ""]) for each in (old, new))))
+        return found
+
+
+def renamed(path: str, renames: Iterable[Rename]) -> str:
+    """Return a name of the adapter as the base has it: the longest prefix that fits is renamed."""
+    fitting = [each for each in renames if path.startswith(each.old)]
+    best = max(fitting, key=lambda each: len(each.old), default=_EXACT)
+    return best.new + path.removeprefix(best.old)
 
 
 def _one(path: str, fits: Mapping[T, bool]) -> T | None:
@@ -284,8 +389,6 @@ def _one(path: str, fits: Mapping[T, bool]) -> T | None:
     fitting = [each for each, fit in fits.items() if fit] if len(fits) > 1 else []
     if len(fitting) > 1:
         names = [each if isinstance(each, str) else str(each[0]) for each in fitting]  # type: ignore
-        raise AmbiguousError(
-            f"{shown(path)} may be {some(names, 4)}",
-            hint=f"{typed('lora merge --sub REGEX=REPL', 'sub=...')} gives the name that is meant",
-        )
+        hint = f"{typed('lora merge --sub REGEX=REPL', 'sub=...')} gives the name that is meant"
+        raise AmbiguousError(f"{shown(path)} could be {some(names, 4)}", hint=hint)
     return next(iter(fitting or fits), None)

@@ -238,3 +238,54 @@ def test_odd_alphas(tmp_path: Path, alpha: Array) -> None:
     save_file(factors, path)
     with pytest.raises(CkptkitError, match=r"alpha|scale"):
         convert_lora(path, tmp_path / "out.safetensors", "diffusers")
+
+
+def test_all_problems_are_listed_each_with_its_next_step(tmp_path: Path) -> None:
+    """A wrong rank, a missing partner, a wrong shape and a module that the base lacks, at once."""
+    tensors = factors("fc") | factors("wide", inner=5) | factors("gone") | factors("high", rank=3)
+    tensors["base_model.model.half.lora_A.weight"] = np.ones((2, 3), "f4")
+    path = adapter(tmp_path / "a", tensors)
+    held = base(tmp_path, "fc", "wide", "half", "high")
+    found = check_lora(path, base=held).findings
+    assert {each.code: each.modules for each in found} == {
+        "rank": ("high",), "pair": ("half",), "no-module": ("gone",), "shape": ("wide",),
+    }  # fmt: skip
+    assert all(each.command or each.hint for each in found)
+
+
+@pytest.mark.parametrize(
+    ("change", "config", "base_is"),
+    [
+        ({}, {"init_lora_weights": "pissa"}, "--base-is residual"),
+        ({"lora_B": np.zeros((4, 2), "f4")}, {}, None),
+        ({"lora_A": np.zeros((2, 0), "f4")}, {}, None),
+        ({}, {"r": 8}, None),
+        ({}, {"peft_type": "PREFIX_TUNING"}, None),
+        ({}, {"lora_alpha": 4000}, None),
+    ],
+)
+def test_each_finding_tells_the_next_step(
+    tmp_path: Path, change: dict[str, Array], config: dict[str, Any], base_is: str | None
+) -> None:
+    tensors = factors("fc")
+    tensors |= {f"base_model.model.fc.{role}.weight": each for role, each in change.items()}
+    path = adapter(tmp_path / "a", tensors, **config)
+    found = check_lora(path, base=base(tmp_path, "fc"), target="vllm").findings
+    assert found and all(each.command or each.hint for each in found)
+    if base_is is not None:
+        assert found[0].command and base_is in found[0].command
+
+
+def test_a_quantized_base_and_the_command(tmp_path: Path, in_process: Run) -> None:
+    weight = {"fc.weight": np.ones((4, 3), "i1"), "fc.weight_scale": np.ones((4, 1), "f4")}
+    folder = tmp_path / "base"
+    folder.mkdir()
+    save_file(weight, folder / "model.safetensors")
+    config = {"quantization_config": {"quant_method": "compressed-tensors", "format": "int-quantized",
+              "config_groups": {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 8,
+              "type": "int", "strategy": "channel", "symmetric": True}}}}}  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    (found,) = check_lora(adapter(tmp_path / "a", factors("fc")), base=folder).findings
+    assert found.code == "quantized" and found.command
+    done = in_process(*found.command.split()[1:])
+    assert done.code == 0, done.stderr

@@ -126,6 +126,35 @@ def test_dora_of_rows_and_of_columns(
     torch.testing.assert_close(seen.T if is_conv1d else seen, expected, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("first_is_dora", [False, True])
+@pytest.mark.parametrize("is_embedding", [False, True])
+def test_a_second_dora_takes_its_norms_from_the_unmerged_base(
+    first_is_dora: bool, is_embedding: bool, tmp_path: Path
+) -> None:
+    """As peft 0.21.2 does (tuners/lora/variants.py): the forward of training has these norms."""
+    weight, made, value = values(12, 8), [], None
+    for name in ("one", "two"):
+        magnitude = torch.rand(8 if is_embedding else 12) + 0.5
+        if is_embedding:
+            a, b = values(2, 12), values(8, 2)
+            tensors = {"wte.lora_embedding_A": a, "wte.lora_embedding_B": b}
+            path, change, dim = "wte", (b @ a).T * 3, 0
+        else:
+            tensors = factors("fc", 12, 8)
+            path, change, dim = "fc", delta(tensors, "fc"), 1
+        before = weight if value is None else value
+        value = before + change
+        if name == "two" or first_is_dora:
+            tensors[f"{path}.lora_magnitude_vector"] = magnitude
+            ratio = magnitude / torch.linalg.norm(weight + change, dim=dim)
+            value = value * (ratio if is_embedding else ratio[:, None])
+        is_dora = f"{path}.lora_magnitude_vector" in tensors
+        made.append(adapter(tmp_path, tensors, name, use_dora=is_dora))
+    held = base(tmp_path, {f"{path}.weight": weight})
+    seen = merged(tmp_path, held, *made)[f"{path}.weight"]
+    torch.testing.assert_close(seen, value, rtol=1e-6, atol=1e-6)
+
+
 def test_embeddings_round_the_change_first(tmp_path: Path) -> None:
     weight = values(12, 8, dtype=torch.bfloat16)
     a, b = values(2, 12), values(8, 2)
@@ -231,6 +260,63 @@ def test_an_ambiguous_name_is_refused_and_renamed_by_hand(tmp_path: Path) -> Non
     seen = merged(tmp_path, path, made, sub=[("^fc", "b.fc")])
     assert torch.equal(seen["b.fc.weight"], weights["b.fc.weight"] + delta(tensors, "fc"))
     assert torch.equal(seen["a.fc.weight"], weights["a.fc.weight"])
+
+
+VISION = {
+    "language_model.model.layers.0.self_attn.q_proj": "model.language_model.layers.0.self_attn.q_proj",
+    "language_model.model.layers.0.mlp.up_proj": "model.language_model.layers.0.mlp.up_proj",
+    "language_model.lm_head": "lm_head",
+    "vision_tower.encoder.layers.0.self_attn.q_proj": (
+        "model.vision_tower.encoder.layers.0.self_attn.q_proj"
+    ),
+    "multi_modal_projector.linear_1": "model.multi_modal_projector.linear_1",
+}
+
+
+def test_a_vision_language_model_has_other_names_in_its_files(tmp_path: Path) -> None:
+    """The two towers have layers of the same names: each module goes to its own."""
+    weights = {f"{name}.weight": values(9, 5) for name in VISION}
+    tensors = {k: v for own in VISION.values() for k, v in factors(own, 9, 5).items()}
+    path = base(tmp_path, weights)
+    made = ckptkit.merge_lora(path, adapter(tmp_path, tensors))
+    for name, own in VISION.items():
+        seen = made.weights[f"{name}.weight"].torch()
+        assert torch.equal(seen, weights[f"{name}.weight"] + delta(tensors, own))
+
+
+@pytest.mark.parametrize(
+    ("own", "there", "word"),
+    [
+        # One name for two towers.
+        (["layers.0.q_proj"], ["vision.layers.0.q_proj", "text.layers.0.q_proj"], "may be several"),
+        (["model.layers.0.q_proj"], ["a.model.layers.0.q_proj", "b.model.layers.0.q_proj"],
+         "may be several"),
+        # Two towers for one name.
+        (["x.model.layers.0.q", "y.model.layers.0.q"], ["model.layers.0.q"], "may be several"),
+        # The vision tower has another name in the base: its layers are not those of the text.
+        (["model.vision_tower.layers.0.q"], ["language_model.layers.0.q"], "are not in"),
+        (["vision_tower.layers.0.q"], ["language_model.layers.0.q"], "are not in"),
+        # Two renames of one prefix.
+        (["model.layers.0.q", "model.layers.0.k"], ["a.model.layers.0.q", "b.model.layers.0.k"],
+         "may be several"),
+    ],
+)  # fmt: skip
+def test_ambiguous_towers_are_refused(
+    own: list[str], there: list[str], word: str, tmp_path: Path
+) -> None:
+    path = base(tmp_path, {f"{name}.weight": values(9, 5) for name in there})
+    tensors = {k: v for name in own for k, v in factors(name, 9, 5).items()}
+    made = adapter(tmp_path, tensors)
+    with pytest.raises(UnsupportedError, match=word) as error:
+        ckptkit.merge_lora(path, made)
+    assert "sub" in str(error.value.hint)
+
+
+def test_two_modules_never_change_one_matrix(tmp_path: Path) -> None:
+    file = tmp_path / "both.safetensors"
+    save_file(factors("unet.conv_in", 9, 5) | factors("unet.input_blocks.0.0", 9, 5), file)
+    with pytest.raises(UnsupportedError, match="would both change"):
+        ckptkit.merge_lora(base(tmp_path, {"conv_in.weight": values(9, 5)}), file)
 
 
 def test_a_fused_change_is_cut_into_the_matrices_of_the_base(tmp_path: Path) -> None:

@@ -125,7 +125,8 @@ def test_a_base_of_either_spelling(
     for underscores in (False, True):
         name = path.replace(".", "_") if underscores else path
         found = names.find(component, name, (6, 4), underscores=underscores)
-        assert [tuple(each) for each in found] == [(f"{base}.weight", *rows)]
+        assert [each[:4] for each in found] == [(f"{base}.weight", *rows)]
+        assert found[0].rows == names.shapes[f"{base}.weight"][0]
 
 
 def test_parts_of_a_fused_module() -> None:
@@ -139,7 +140,7 @@ def test_openclip_has_q_k_and_v_in_a_parameter() -> None:
     name = "conditioner.embedders.1.model.transformer.resblocks.0.attn.in_proj_weight"
     names = BaseNames({name: (12, 4)})
     path = "text_model.encoder.layers.0.self_attn.v_proj"
-    assert names.find("text_encoder_2", path, (4, 4)) == ((name, 0, 4, 8),)
+    assert names.find("text_encoder_2", path, (4, 4)) == ((name, 0, 4, 8, 12),)
 
 
 def test_two_names_with_the_same_underscores() -> None:

@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import save_file
 
 from ckptkit.core.errors import CkptkitError, CorruptError, UsageError
-from ckptkit.lora.reading import is_adapter, matches, problems, read_adapter, unwrapped
+from ckptkit.lora.problems import problems
+from ckptkit.lora.reading import is_adapter, matches, read_adapter, unwrapped
 
 CONFIG = {"peft_type": "LORA", "r": 2, "lora_alpha": 6}
 LINEAR = {"lora_A.weight": (2, 5), "lora_B.weight": (4, 2)}
