@@ -44,8 +44,7 @@ class DiffDifference(TypedDict):
     largest: float | str | None
     relative: float | str | None
     cosine: float | str | None
-    type: NotRequired[str]
-    explained: NotRequired[bool]
+    distance: float | str | None
 
 @final
 class DiffChanged(TypedDict):
@@ -57,6 +56,9 @@ class DiffChanged(TypedDict):
     largest: float | str | None
     relative: float | str | None
     cosine: float | str | None
+    distance: float | str | None
+    type: NotRequired[str]
+    explained: NotRequired[bool]
 
 @final
 class DiffEntry(TypedDict):

@@ -31,8 +31,9 @@ def _check(ctx: click.Context) -> None:
     if len(places) > 2:
         raise click.UsageError("give DST once: as the last argument, or with --output")
     given["file"], given["other"] = (*places, None)[:2]
-    if given["everything"] and given["other"] is None:
-        raise click.UsageError("--all compares with OTHER")
+    if given["other"] is None and (given["everything"] or given["values"] is False):
+        option = "--all" if given["everything"] else "--no-values"
+        raise click.UsageError(f"{option} is about OTHER: give two files to compare")
     suffix = _suffix(given["output"])
     if suffix not in (*PAGES, *PICTURES):
         kinds = ", ".join((*PAGES[:1], *PICTURES))
@@ -54,8 +55,10 @@ def _suffix(path: str) -> str:
 @reading.value(
     "--output -o", "DST", "Write the page (.html) or the picture (.svg, .png, .pdf) to DST."
 )
-@reading.flag(
-    "--values", "Read the values of tensors too: add statistics and histograms, and compare."
+@click.option(
+    "--values/--no-values",
+    default=None,
+    help="Read all values: add statistics and histograms; or do not compare values with OTHER.",
 )
 @reading.flag(
     "--all everything",
@@ -79,7 +82,7 @@ def command(
     file: str,
     other: str | None,
     output: str,
-    values: bool,
+    values: bool | None,
     everything: bool,
     by: str | None,
     title: str | None,
@@ -93,16 +96,17 @@ def command(
     """Make a page or a picture of a checkpoint.
 
     The page (.html) shows where parameters and bytes are, a searchable and sortable table of all
-    tensors, dtypes, devices, unused storage, and what keeps the file from loading; with OTHER, how
-    the two differ. It is one self-contained file that works offline. Reads headers only, unless
-    --values is given.
+    tensors, dtypes, devices, unused storage, and what keeps the file from loading. With OTHER it
+    shows how the two differ, and how far each layer moved. It is one self-contained file that works
+    offline. Reads the headers of one file, and the values of two; --values and --no-values change
+    this.
 
     The picture (.svg, .png, .pdf) is the treemap alone, for papers and model cards; it needs
     matplotlib.
 
     \b
     Example: ckptkit report run.pth run.html
-             ckptkit report run.pth other.safetensors diff.html --values
+             ckptkit report epoch1.pth epoch9.pth moved.html
              ckptkit report run.pth run.svg
     """
     from ckptkit import api
@@ -140,22 +144,25 @@ def _has_weights(checkpoint: Checkpoint) -> bool:
         return False
 
 
-def _page(found: list[Checkpoint], values: bool, everything: bool) -> tuple[bytes, int]:
+def _page(found: list[Checkpoint], values: bool | None, everything: bool) -> tuple[bytes, int]:
     from ckptkit.analysis.diff import compare_checkpoints
     from ckptkit.analysis.summary import summarize
     from ckptkit.views.page import facts, look, page
 
-    if values:
-        total = sum(summarize(checkpoint).totals.nbytes for checkpoint in found)
-        with render.Progress("reading", total) as progress:
-            seen = [look(checkpoint, progress) for checkpoint in found]
-    else:
-        seen = list(map(look, found))
+    total = sum(summarize(checkpoint).totals.nbytes for checkpoint in found)
+    compares = len(found) > 1 and values is not False
     diff = other = None
-    if len(found) > 1:
-        name = shown_url(found[0].name or "")
-        diff = compare_checkpoints(*found, everything=everything, values=values, name=name)
-        other = seen[1]
+    with render.Progress("reading", total * (bool(values) + compares)) as progress:
+        seen = [look(checkpoint, progress if values else None) for checkpoint in found]
+        if len(found) > 1:
+            other = seen[1]
+            diff = compare_checkpoints(
+                *found,
+                everything=everything,
+                values=compares,
+                name=shown_url(found[0].name or ""),
+                progress=progress,
+            )
     shown = facts(seen[0], other, diff, everything=everything)
     return page(shown), len(seen[0].shares)
 

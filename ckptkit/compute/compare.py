@@ -37,8 +37,9 @@ class Difference:
     `first`.
 
     ``largest`` is the largest absolute difference of all elements, None where bytes were compared
-    and not measured; ``relative`` the norm of the difference by that of the first, None where that
-    is zero; ``cosine`` that of the angle between the two, None where one is zero.
+    and not measured; ``distance`` the norm of the difference; ``relative`` that norm divided by the
+    norm of the first, None where that is zero; ``cosine`` that of the angle between the two, None
+    where one is zero.
     """
 
     count: int
@@ -46,6 +47,7 @@ class Difference:
     largest: float | None = None
     relative: float | None = None
     cosine: float | None = None
+    distance: float | None = None
 
 
 def compare(
@@ -151,6 +153,7 @@ class _Measure:
             largest=self.largest if largest is None else largest,
             relative=relative,
             cosine=self.product / norms if norms else None,
+            distance=self.moved**0.5,
         )
 
 

@@ -15,21 +15,17 @@ from base64 import b64encode
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from html import escape as html
-from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckptkit import quantized
-from ckptkit.analysis import columns
+from ckptkit.analysis import columns, moved
 from ckptkit.analysis.diff import Diff
 from ckptkit.analysis.shares import OPTIMIZER, Share, grown, shares
 from ckptkit.analysis.summary import Summary, summarize
 from ckptkit.analysis.view_model import entries, listings
-from ckptkit.compute.compare import compare
-from ckptkit.compute.workers import ordered
 from ckptkit.core import __version__
 from ckptkit.core.checkpoint import Checkpoint
-from ckptkit.core.errors import TensorError
 from ckptkit.core.text import escape, shape
 from ckptkit.core.tree import join
 from ckptkit.diagnosis import content
@@ -240,7 +236,7 @@ def _numbers(tally: Tally) -> dict[str, Any]:
         found |= {"from": edges[0], "to": edges[-1], "bins": histogram.counts}
     for name, value in found.items():
         if isinstance(value, float):
-            found[name] = float(f"{value:.6g}") if abs(value) < LARGEST else None
+            found[name] = _plain(value)
     return found
 
 
@@ -272,8 +268,10 @@ def treemap(shares: Sequence[Share], unused: int) -> dict[str, Any]:
 
 # Two files
 
-SAME, UNCOMPARED = "same", "not compared"
-STATES = (SAME, "missing", "unexpected", "mismatched", "renamed", "changed", UNCOMPARED)
+UNCOMPARED = "not compared"
+STATES = (
+    moved.SAME, "missing", "unexpected", "mismatched", "renamed", moved.CHANGED, UNCOMPARED,
+)  # fmt: skip
 
 
 def _differences(
@@ -288,28 +286,62 @@ def _differences(
     states = {
         **dict.fromkeys(diff.unexpected, "unexpected"),
         **{each.name: "mismatched" for each in diff.mismatched},
-        **{each.name: "changed" for each in diff.changed},
+        **{each.name: moved.CHANGED for each in diff.changed},
         **{pair.old: "renamed" for pair in pairs},
     }
     paired = {pair.new for pair in pairs}
     ours, theirs = (_compared(seen, everything) for seen in (a, b))
     found = [UNCOMPARED] * len(a.shares)
     for name, number in ours.items():
-        found[number] = states.get(name, SAME)
+        found[number] = states.get(name, moved.SAME)
     for name in diff.missing:
         if name not in paired:
             share = b.shares[theirs[name]]
             made.add_one(share._replace(same=None), b.tallies.get(theirs[name]))
             found.append("missing")
     other = {ours[name]: facts for name, facts in _others(diff, a, b, ours, theirs)}
+    differences = {ours[name]: found for name, found in diff.changed if _is_float(a, ours[name])}
+    compared = [
+        moved.Compared(share.place, state, differences.get(number))
+        for number, (share, state) in enumerate(zip(made.shares, found, strict=True))
+        if state != UNCOMPARED
+    ]
+    parts = moved.parts(compared) if diff.values_compared else []
+    layers = moved.layers(compared)
+    if not diff.values_compared:
+        layers = [each for each in layers if each.states.keys() != {moved.SAME}]
     return {
         "states": STATES,
         "state": [STATES.index(each) for each in found],
         "other": other,
+        "parts": list(map(_part, parts)) if len(parts) > 1 else [],
+        "layers": list(map(_part, layers)),
         "values": diff.values_compared,
         "advice": list(map(escape, diff.advice)),
         "uncompared": list(map(escape, diff.uncompared)),
     }
+
+
+def _is_float(seen: Seen, number: int) -> bool:
+    return seen.shares[number].row.tensor.dtype.kind in ("float", "complex")
+
+
+def _part(part: moved.Moved) -> dict[str, Any]:
+    """Return a part of the model as JSON values."""
+    return {
+        "label": escape(part.label),
+        "pattern": escape(part.pattern),
+        "states": part.states,
+        "relative": _plain(part.relative),
+        "blocks": [[escape(name), _plain(change)] for name, change in part.blocks],
+    }
+
+
+def _plain(number: float | None) -> float | None:
+    """Return a number with six digits; None for one that JSON or a browser cannot count with."""
+    if number is None or not abs(number) < LARGEST:  # NaN
+        return None
+    return float(f"{number:.6g}")
 
 
 def _compared(seen: Seen, everything: bool) -> dict[str, int]:
@@ -339,24 +371,12 @@ def _others(
             found |= {"dtype": pair.b.dtype, "shape": shape(pair.b.shape)}
         yield pair.old, found
 
-    def largest(name: str) -> float | None:
-        """Return the largest difference of values; None where it is not a number."""
-        one, other = (a.shares[ours[name]].row.tensor, b.shares[theirs[name]].row.tensor)
-        try:
-            found = compare(one, other, atol=0.0)
-        except TensorError:
-            return None
-        by = None if found is None else found.largest
-        return by if by is not None and isfinite(by) else None
-
-    names = [each.name for each in diff.changed]
-    amounts = ordered(largest, names, lambda name: 2 * a.shares[ours[name]].row.nbytes)
-    for (name, change), by in zip(diff.changed, amounts, strict=True):
+    for name, change in diff.changed:
         found = {
             "changed": change.count,
-            "largest": by,
-            "relative": change.relative,
-            "cosine": change.cosine,
+            "largest": _plain(change.largest),
+            "relative": _plain(change.relative),
+            "cosine": _plain(change.cosine),
         }
         if (tally := b.tallies.get(theirs[name])) is not None:
             found["norm"] = _numbers(tally).get("norm")

@@ -71,12 +71,14 @@ def strips(values: Sequence[float], box: TileBox) -> Iterator[tuple[bool, list[T
 
     The first of each pair is true for a column along the left side of the space, false for a row
     along its top. The values are positive and in descending order. Algorithm: Bruls, Huizing and
-    van Wijk (2000).
+    van Wijk (2000); but a strip that begins with the value that the strip before it ends with has
+    its direction, so that layers of one size are read in order.
     """
     x, y, width, height = box
-    rest, start = float(sum(values)), 0
+    rest, start, is_column = float(sum(values)), 0, True
     while start < len(values):
-        is_column = width >= height
+        if not start or values[start] != values[start - 1]:
+            is_column = width >= height
         side, across = (height, width) if is_column else (width, height)
         end = _row(values, start, side, width * height / rest if rest > 0 else 0.0)
         amount = sum(values[start:end])
@@ -214,7 +216,7 @@ WIDTH, HEIGHT = 800.0, 450.0  # points of the map: 1/100 inch
 # Tableau's ten colors, which color-blind people can tell apart, and gray for the rest.
 PALETTE = (
     "#4e79a7", "#f28e2b", "#59a14f", "#b07aa1", "#e15759",
-    "#76b7b2", "#d4ac2b", "#9c755f", "#ff9da7", "#86bcb6",
+    "#76b7b2", "#d4ac2b", "#9c755f", "#ff9da7", "#b5cf6b",
 )  # fmt: skip
 GREY, GROUP, EDGE = "#8a939d", "#eceef1", "#c9ced4"
 FONT, NARROW = 8.0, 0.87  # points; what a character takes of the map for each point

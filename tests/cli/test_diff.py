@@ -74,6 +74,7 @@ def test_the_schema(ckptkit: Ckptkit, ab: tuple[Path, Path]) -> None:
                 "largest": 1.0,
                 "relative": pytest.approx(far),
                 "cosine": pytest.approx(near),
+                "distance": 1.0,
             }
         ],
         "renamed": [],

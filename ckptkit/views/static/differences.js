@@ -1,7 +1,7 @@
 "use strict";
 // How two files differ: by kind, and by layer.
 
-const LAYERS = 40;
+const LAYERS = 40, BLOCKS = 200;
 
 function differences() {
   if (!diff) return;
@@ -11,12 +11,13 @@ function differences() {
   all.forEach(i => sums.set(state(i), sums.get(state(i)) + 1));
   const differ = all.filter(i => !["same", "not compared"].includes(state(i)));
   section.querySelector("p").textContent = (differ.length || diff.entries.count ? "" : "None. ") +
-    "A is the first file: what is missing is in B alone, what is unexpected in A alone." +
-    (diff.values ? "" : " Names, shapes and dtypes are compared; with --values the values too.") +
+    "A is the first file. Missing tensors are only in B, unexpected tensors only in A." +
+    (diff.values ? "" : " Names, shapes and dtypes are compared; without --no-values the values too.") +
     (diff.uncompared.length ? ` Not compared: ${diff.uncompared.join("; ")}.` : "");
   for (const [name, number] of sums) if (number) section.querySelector(".chips").append(stateChip(name, number));
   diff.advice.forEach(text => section.querySelector(".advice").append(advice(text)));
-  layers(section, differ);
+  parts();
+  layers(section);
   entries();
 }
 
@@ -54,51 +55,89 @@ function stateChip(name, number) {
   return chip;
 }
 
-// Layers whose names differ in numbers alone are one line.
-function layers(section, differ) {
-  const found = new Map(), shown = diff.states.filter(name => differ.some(i => state(i) === name));
-  for (const i of differ) {
-    const layer = full(i).slice(0, Math.max(0, full(i).lastIndexOf("."))), kind = layer.replace(INDEX, "*");
-    if (!found.has(kind)) found.set(kind, { names: new Set(), counts: Object.fromEntries(shown.map(name => [name, 0])) });
-    found.get(kind).names.add(layer);
-    found.get(kind).counts[state(i)]++;
-  }
+// How far each block of the model moved, in the order of the file: a column each.
+function parts() {
+  const box = by("parts"), bars = box.querySelector(".columns"), { parts: found } = diff;
+  const most = Math.max(0, ...found.map(part => part.relative ?? 0));
+  box.hidden = !most;
+  if (!most) return;
+  const start = commonStart(found.map(part => part.label));
+  const labeled = Math.max(1, Math.ceil(found.length * 15 / Math.max(1, innerWidth - 80)));
+  bars.replaceChildren(...found.map(({ label, pattern, states, relative }, n) => {
+    const column = element("button", { type: "button", title: `${label}: ${movedText(relative, states)}` });
+    const bar = element("i", { class: relative === 0 ? "plain" : "moved" });
+    bar.style.height = relative === 0 ? "2px" : `${Math.max(2, 100 * Math.min(1, (relative ?? most) / most))}%`;
+    const space = element("span", { class: "space" });
+    space.append(bar);
+    column.append(space, element("span", { class: "name" }, n % labeled ? "" : label.slice(start.length) || label));
+    column.addEventListener("click", () => look(pattern));
+    return column;
+  }));
+  box.querySelector("p").textContent =
+    `The height is the norm of the change divided by the norm in A, of the tensors that changed: at most ${part(most)}. Gray: unchanged.`;
+}
+
+// The dotted part with which all labels start, if there is one.
+function commonStart(labels) {
+  let start = labels[0];
+  while (start && !labels.every(label => label.startsWith(start))) start = start.slice(0, start.slice(0, -1).lastIndexOf(".") + 1);
+  return start === labels[0] ? "" : start;
+}
+
+const part = relative => `${three(100 * relative)}%`;
+
+function movedText(relative, states) {
+  if (relative === 0) return "unchanged";
+  return relative === null ? states.changed ? "changed" : "" : part(relative);
+}
+
+// Layers whose names differ in numbers alone are one line; those that moved furthest come first.
+function layers(section) {
+  const found = diff.layers;
+  const others = diff.states.filter(name => !["same", "changed", "not compared"].includes(name) && found.some(each => each.states[name]));
+  const most = Math.max(0, ...found.map(each => each.relative ?? 0));
   const box = section.querySelector("table"), more = section.querySelector(".more");
   const head = element("tr");
-  head.append(...["layer", ...shown].map(name => element("th", {}, name)));
-  const lines = [...found].map(([kind, { names, counts }]) => () => {
-    const line = element("tr"), cell = element("td"), name = element("button", { type: "button" }, spelled([...names]));
-    name.addEventListener("click", () => look(`${kind}.*`));
-    cell.append(name);
-    line.append(cell, ...shown.map(each => element("td", {}, counts[each] ? whole(counts[each]) : "")));
-    return line;
-  });
-  section.querySelector(".scroll").hidden = !lines.length;
+  const heads = ["layer", ...(diff.values ? ["change", "", "by block", "changed"] : []), ...others];
+  head.append(...heads.map(name => element("th", {}, name)));
+  const line = ({ label, pattern, states, relative, blocks }) => {
+    const made = element("tr", states.same && Object.keys(states).length === 1 ? { class: "dim" } : {});
+    const name = element("button", { type: "button" }, label);
+    name.addEventListener("click", () => look(pattern));
+    const cells = [[name]];
+    if (diff.values) {
+      const bar = share(most ? (relative ?? most) / most : 0), all = (states.same ?? 0) + (states.changed ?? 0);
+      const text = all ? movedText(relative, states) : "";
+      cells.push([text], all && relative !== 0 ? [bar] : [], blocks.length <= BLOCKS && relative ? [spark(blocks)] : []);
+      cells.push([all ? `${whole(states.changed ?? 0)} of ${whole(all)}` : ""]);
+    }
+    cells.push(...others.map(each => [states[each] ? whole(states[each]) : ""]));
+    for (const content of cells) {
+      const cell = element("td");
+      cell.append(...content);
+      made.append(cell);
+    }
+    return made;
+  };
+  section.querySelector(".scroll").hidden = !found.length;
   const draw = number => {
-    box.replaceChildren(head, ...lines.slice(0, number).map(line => line()));
-    more.hidden = lines.length <= number;
-    more.textContent = `${whole(lines.length - number)} more layers`;
+    box.replaceChildren(head, ...found.slice(0, number).map(line));
+    more.hidden = found.length <= number;
+    more.textContent = `${whole(found.length - number)} more layers`;
     more.onclick = () => draw(number * 5);
   };
   draw(LAYERS);
 }
 
-// layers.{0..11}.attn
-function spelled(layers) {
-  const numbers = layers.map(layer => layer.match(INDEX)?.map(Number) ?? []);
-  let place = 0;
-  return layers[0].replace(INDEX, () => {
-    const values = [...new Set(numbers.map(each => each[place]))].sort((a, b) => a - b);
-    place++;
-    if (values.length === 1) return values[0];
-    const runs = [];
-    for (const value of values) {
-      if (runs.length && runs.at(-1)[1] === value - 1) runs.at(-1)[1] = value;
-      else runs.push([value, value]);
-    }
-    const texts = runs.slice(0, 8).map(([a, b]) => a === b ? a : `${a}..${b}`);
-    return `{${texts.join(",")}${runs.length > 8 ? ",.." : ""}}`;
-  }) || "(root)";
+// The change of each block, in order, as small columns.
+function spark(blocks) {
+  if (!blocks.length) return "";
+  const made = picture({ bins: blocks.map(([, relative]) => relative ?? 0) }, 150, 20);
+  made.setAttribute("aria-label", "change of each block");
+  const title = document.createElementNS(made.namespaceURI, "title");
+  title.textContent = blocks.map(([name, relative]) => `${name}: ${relative === null ? "changed" : part(relative)}`).join("\n");
+  made.append(title);
+  return made;
 }
 
 function look(pattern) {

@@ -5,14 +5,24 @@ const facts = JSON.parse(document.getElementById("facts").textContent);
 const { files, tensors, diff } = facts;
 const all = tensors.name.map((_, i) => i);
 const PALETTE = [
-  "#4e79a7", "#f28e2b", "#59a14f", "#b07aa1", "#e15759", "#76b7b2", "#d4ac2b", "#9c755f", "#ff9da7", "#86bcb6",
+  "#4e79a7", "#f28e2b", "#59a14f", "#b07aa1", "#e15759", "#76b7b2", "#d4ac2b", "#9c755f", "#ff9da7", "#b5cf6b",
 ];
 const GREY = "#8a939d";
 const STATE = {
   same: "#6f7a86", missing: "#d64550", unexpected: "#f28e2b", mismatched: "#9467bd", renamed: "#3f83d6",
   changed: "#d4ac2b", "not compared": "#a9b0b8",
 };
+// Limits of relative changes, their names and colors; unchanged tensors stay gray.
+const CHANGES = [
+  [.001, "up to 0.1%", "#fbe3b5"], [.003, "up to 0.3%", "#fccb7e"], [.01, "up to 1%", "#fda95a"], [.03, "up to 3%", "#f67c43"],
+  [.1, "up to 10%", "#e14b3b"], [.3, "up to 30%", "#b8234e"], [Infinity, "more than 30%", "#7a1058"],
+];
+const CHANGE_COLOURS = { ...STATE, ...Object.fromEntries(CHANGES.map(([, name, colour]) => [name, colour])) };
 const state = i => diff.states[diff.state[i]];
+const changeOf = i => {
+  const relative = diff.other[i]?.relative;
+  return state(i) !== "changed" || relative == null ? state(i) : CHANGES.find(([limit]) => relative <= limit)[1];
+};
 const full = i => tensors.place[i] ?? tensors.name[i];
 const by = id => document.getElementById(id);
 const nodes = treeOf(facts.treemap, tensors);

@@ -8,6 +8,7 @@ const colourings = {
   use: { text: i => tensors.roles[tensors.role[i]] },
 };
 if (diff) colourings.difference = { text: state, fixed: STATE };
+if (diff?.values) colourings.change = { text: changeOf, fixed: CHANGE_COLOURS };
 
 // The colors of tiles: one for each of the largest groups, gray for the rest.
 function paint() {
@@ -17,6 +18,7 @@ function paint() {
     if (view.within === null || isWithin(i)) sums.set(text(i), (sums.get(text(i)) ?? 0) + tensors[view.measure][i]);
   }
   const ordered = [...sums].filter(([, sum]) => sum).sort((a, b) => b[1] - a[1]);
+  if (fixed) ordered.sort(([a], [b]) => Object.keys(fixed).indexOf(a) - Object.keys(fixed).indexOf(b));
   const shown = fixed ? ordered : ordered.slice(0, PALETTE.length);
   const colours = new Map(shown.map(([name], n) => [name, fixed?.[name] ?? PALETTE[n]]));
   const others = ordered.slice(shown.length).reduce((sum, [, value]) => sum + value, 0);
@@ -121,7 +123,7 @@ function choices() {
     });
     by("measure").append(button);
   }
-  view.colour = diff ? "difference" : "kind";
+  view.colour = diff?.values ? "change" : diff ? "difference" : "kind";
   for (const name of Object.keys(colourings)) by("colours").append(element("option", { value: name }, name));
   by("colours").value = view.colour;
   by("colours").addEventListener("change", event => { view.colour = event.target.value; drawMap(); });

@@ -34,20 +34,27 @@ function cards({ totals, optimizer, tied }) {
   return found;
 }
 
+// What two files have in common is said once, with a command for each.
 function diagnosis() {
-  const host = by("diagnosis").querySelector("div");
+  const host = by("diagnosis").querySelector("div"), found = new Map();
   for (const file of files) {
-    const said = [...file.causes, ...file.warnings.map(title => ({ level: "warning", title }))];
-    if (said.length && files.length > 1) host.append(element("h3", {}, file.name));
-    for (const { level, title, explanation, command: fix } of said) {
-      const cause = element("div", { class: `cause ${level}` });
-      cause.append(element("span", { class: "kind" }, level), element("strong", {}, title));
-      if (explanation) cause.append(element("p", { class: "dim" }, explanation));
-      if (fix) cause.append(command(fix));
-      host.append(cause);
+    for (const cause of [...file.causes, ...file.warnings.map(title => ({ level: "warning", title }))]) {
+      const key = [cause.level, cause.title].join("\n");
+      if (!found.has(key)) found.set(key, { ...cause, names: [], fixes: [] });
+      found.get(key).names.push(file.name);
+      if (cause.command) found.get(key).fixes.push(cause.command);
     }
   }
+  for (const { level, title, explanation, names, fixes } of found.values()) {
+    const cause = element("div", { class: `cause ${level}` });
+    cause.append(element("span", { class: "kind" }, level), element("strong", {}, title));
+    if (files.length > 1) cause.append(element("div", { class: "dim mono" }, names.join(", ")));
+    if (explanation) cause.append(element("p", { class: "dim" }, explanation));
+    cause.append(...fixes.map(command));
+    host.append(cause);
+  }
   by("diagnosis").hidden = !host.childElementCount;
+  if (diff) by("others").before(by("diagnosis"));  // which are about each file, not about the difference
 }
 
 function shares() {
@@ -105,6 +112,7 @@ diagnosis();
 choices();
 shares();
 table = new TensorTable(by("table"), columns(), detail);
+if (diff?.values) table.sorted = { column: table.columns.find(column => column.name === "difference"), down: true };
 differences();
 others();
 searching();

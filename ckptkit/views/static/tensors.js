@@ -5,7 +5,7 @@ const statistic = name => ({
   name, width: 66, number: true, value: i => tensors.stats[i]?.[name], text: i => three(tensors.stats[i]?.[name]),
 });
 
-const WIDTHS = { shape: 140, dtype: 76, device: 60 };  // of the columns of facts, in pixels
+const WIDTHS = { shape: 112, dtype: 72, device: 56 };  // of the columns of facts, in pixels
 
 function columns() {
   const largest = tensors.nbytes.reduce((a, b) => Math.max(a, b), 1);
@@ -14,36 +14,48 @@ function columns() {
   });
   const found = [
     {
-      name: "name", width: diff ? 380 : 300, mono: true,
+      name: "name", width: 210, mono: true,
       value: i => tensors.name[i], cell: i => [tensors.name[i], ...marks(i)],
     },
     ...Object.entries(tensors.facts).filter(([name]) => name !== "device" || tensors.devices.length > 1)
       .map(([name, title]) => table(title, tensors[name], tensors[`${name}s`], WIDTHS[name] ?? 90, name === "shape")),
     {
-      name: "parameters", width: 104, number: true,
+      name: "parameters", width: 96, number: true,
       value: i => tensors.parameters[i], text: i => whole(tensors.parameters[i]),
     },
-    { name: "size", width: 80, number: true, value: i => tensors.stored[i], text: i => bytes(tensors.stored[i]) },
+    { name: "size", width: 72, number: true, value: i => tensors.stored[i], text: i => bytes(tensors.stored[i]) },
     { name: "share", width: 84, value: i => -tensors.nbytes[i], cell: i => [share(tensors.nbytes[i] / largest)] },
   ];
   found.find(column => column.name === "shape").value = i => tensors.stored[i];
   if (diff) {
-    const cell = i => [dot(STATE[state(i)]), state(i)];
-    found.splice(1, 0, { name: "difference", width: 108, value: i => diff.state[i], cell });
+    const cell = i => {
+      const relative = diff.other[i]?.relative;
+      return [relative == null ? state(i) : part(relative), dot(CHANGE_COLOURS[changeOf(i)])];
+    };
+    found.splice(1, 0, { name: "difference", width: 104, number: true, value: distance, cell });
+    if (diff.values) found.splice(2, 0, other("largest", "largest Δ"));
   }
   if (!tensors.valued) return found;
   found.pop();
-  if (diff) found.push(other("largest", "largest Δ"), statistic("norm"), other("norm", "norm B"));
+  if (diff) found.splice(found.findIndex(column => column.name === "parameters"), 1);
+  if (diff) found.push(statistic("norm"), other("norm", "norm B"));
   else found.push(...["mean", "std", "min", "max", "norm"].map(name => statistic(name)));
   found.push({
-    name: "histogram", width: 96, value: i => tensors.stats[i]?.std,
-    cell: i => tensors.stats[i]?.bins ? [picture(tensors.stats[i], 96, 22)] : [],
+    name: "histogram", width: 84, value: i => tensors.stats[i]?.std,
+    cell: i => tensors.stats[i]?.bins ? [picture(tensors.stats[i], 84, 22)] : [],
   });
   return found;
 }
 
-const other = (name, title) => ({
-  name: title, width: 80, number: true, value: i => diff.other[i]?.[name], text: i => three(diff.other[i]?.[name]),
+// For sorting: other differences above those of values, of which some have no number.
+function distance(i) {
+  if (state(i) === "changed") return diff.other[i]?.relative ?? Number.MAX_VALUE / 4;
+  return { same: -1, "not compared": -2 }[state(i)] ?? Number.MAX_VALUE;
+}
+
+const other = (name, title, text = three) => ({
+  name: title, width: 70, number: true, value: i => diff.other[i]?.[name],
+  text: i => diff.other[i]?.[name] == null ? "" : text(diff.other[i][name]),
 });
 
 function share(part) {
@@ -57,7 +69,7 @@ function marks(i) {
   const there = diff?.other[i];
   if (there?.name) said.push(`→ ${there.name}`);
   if (there?.shape) said.push(`B: ${there.dtype} ${there.shape}`);
-  if (there?.changed) said.push(`${count(there.changed, "value")} changed`);
+  if (there?.changed < tensors.parameters[i]) said.push(`${count(there.changed, "value")} changed`);
   if (tensors.same[i] !== undefined) said.push(`= ${tensors.name[tensors.same[i]]}`);
   else if (tensors.remark[i]) said.push(tensors.remark[i]);
   const odd = tensors.stats[i];

@@ -174,13 +174,65 @@ def test_two_files(visit: Open, tmp_path: Path) -> None:
         made_page(made.training(tmp_path / "a.pth"), made.other(tmp_path / "b.pth"), values=True)
     )
     layers = page.page.locator("#differences td:first-child").all_inner_texts()
-    assert layers == ["model.layers.{0..1}.attn", "model.layers.{0..2}.mlp", "model.head", "extra"]
+    assert layers == [
+        "model.layers.{0..2}.attn", "model.layers.{0..2}.mlp", "model.head", "extra", "model.embed",
+    ]  # fmt: skip
+    assert "1 of 2" in page.page.locator("#differences tr", has_text="attn").inner_text()
+    assert "unchanged" in page.page.locator("#differences tr.dim").inner_text()
     page.page.locator('[data-state="renamed"]').click()
     assert page.found().startswith("3 of 11")
     assert "→ layers.0.ffn.weight" in page.rows()[0]
     page.page.locator('[data-state="renamed"]').click()
     page.page.locator("#differences td button", has_text="mlp").click()
     assert page.found().startswith("3 of 11")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_how_far_each_layer_moved(visit: Open, tmp_path: Path, scheme: str) -> None:
+    a, b = tmp_path / "a.pth", tmp_path / "b.pth"
+    weights = {f"blocks.{n}.{part}.weight": torch.ones(4) for n in range(4) for part in "xy"}
+    torch.save({**weights, "head.weight": torch.ones(4)}, a)
+    for n in (2, 3):
+        weights[f"blocks.{n}.x.weight"] = torch.ones(4) * (1 + n / 10)
+    torch.save({**weights, "head.weight": torch.full((4,), 3.0)}, b)
+    page = visit(made_page(a, b, values=True), 1280, scheme)
+    rows = page.page.locator("#differences .scroll").first.locator("tr").all_inner_texts()
+    assert [row.split()[0] for row in rows[1:]] == ["head", "blocks.{0..3}.x", "blocks.{0..3}.y"]
+    assert "200%" in rows[1] and "25.5%" in rows[2] and "2 of 4" in rows[2]
+    columns = page.page.locator("#parts .columns button")
+    titles = [each.get_attribute("title") for each in columns.all()]
+    assert titles == [
+        "blocks.0: unchanged", "blocks.1: unchanged", "blocks.2: 20%", "blocks.3: 30%", "head: 200%",
+    ]  # fmt: skip
+    heights = [bar.bounding_box()["height"] for bar in page.page.locator("#parts i").all()]
+    assert heights[0] == heights[1] == 2 < heights[2] < heights[3] < heights[4]
+    assert page.rows()[:3] == ["head.weight", "blocks.3.x.weight", "blocks.2.x.weight"]
+    assert page.page.locator("#legend").inner_text().startswith("same")
+    columns.nth(2).click()
+    assert page.found().startswith("2 of 9")
+
+
+@pytest.mark.parametrize("values", [False, True])
+@pytest.mark.parametrize("pair", [False, True])
+def test_all_columns_fit_into_1280_pixels(
+    visit: Open, tmp_path: Path, values: bool, pair: bool
+) -> None:
+    a, b = made.training(tmp_path / "a.pth"), made.other(tmp_path / "b.pth")
+    page = visit(made_page(a, b if pair else None, values=values), 1280)
+    assert page.page.evaluate(
+        "(t => t.scrollWidth <= t.clientWidth)(document.getElementById('table'))"
+    )
+
+
+def test_what_both_files_suffer_from_is_said_once(visit: Open, tmp_path: Path) -> None:
+    paths = tmp_path / "a.pth", tmp_path / "b.pth"
+    for path in paths:
+        torch.save({"module.w": torch.ones(3), "module.b": torch.ones(3)}, path)
+    page = visit(made_page(*paths))
+    (cause,) = page.page.locator(".cause.error").all_inner_texts()
+    assert "a.pth" in cause and "b.pth" in cause and cause.count("ckptkit strip-module") == 2
+    tops = [page.page.locator(each).bounding_box()["y"] for each in ("#differences", "#diagnosis")]
+    assert tops[0] < tops[1]
 
 
 @pytest.mark.parametrize("width", [1600, 360])

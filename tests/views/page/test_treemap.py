@@ -70,6 +70,13 @@ def test_the_example_of_the_paper() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("count", [12, 24, 32])
+def test_equal_tiles_are_read_in_one_direction(count: int) -> None:
+    """Column by column, as the layers of a model that are of one size."""
+    boxes = squarified([1] * count, TileBox(0, 0, 1200, 560))
+    assert boxes == sorted(boxes, key=lambda box: (round(box.x, 6), box.y))
+
+
 @given(st.floats(0, 1e-300))
 def test_no_room_is_no_failure(side: float) -> None:
     assert len(squarified([3, 2, 1], TileBox(0, 0, side, 10))) == 3

@@ -1,0 +1,108 @@
+"""How far training moved each part of a model: the differences of two checkpoints, by module."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from math import isfinite
+from typing import NamedTuple
+
+from ckptkit.compute.compare import Difference
+from ckptkit.core.text import family, ranges
+
+SAME, CHANGED = "same", "changed"
+Relative = float | None
+
+
+class Compared(NamedTuple):
+    """A tensor by its dotted place, the state of the comparison, and how its values differ.
+
+    `difference` is None unless floating-point values differ.
+    """
+
+    place: str
+    state: str
+    difference: Difference | None = None
+
+
+class Moved(NamedTuple):
+    """Tensors of one part of a model: how many there are in each state, and how far they moved.
+
+    `relative` is the norm of the differences divided by the norm in A, of the tensors that changed;
+    0 if none of them changed, and None if the norm in A is zero or the values are no floating-point
+    numbers. `pattern` is a glob of the tensors. `blocks` are the same of each block below, if there
+    are several.
+    """
+
+    label: str
+    pattern: str
+    states: dict[str, int]
+    relative: Relative
+    blocks: tuple[tuple[str, Relative], ...] = ()
+
+
+def parts(tensors: Iterable[Compared]) -> list[Moved]:
+    """Return the blocks of a model in the order of the file: ``embed``, ``layers.0``, ``head``."""
+    return [_moved(name, f"{name}.*", found) for name, found in _groups(tensors, _block).items()]
+
+
+def layers(tensors: Iterable[Compared]) -> list[Moved]:
+    """Return the kinds of modules, as ``layers.{0..11}.attn``: those that moved furthest first."""
+    made = []
+    for kind, found in _groups(tensors, lambda place: family(_module(place))).items():
+        names = dict.fromkeys(_module(each.place) for each in found)
+        blocks = _groups(found, _block)
+        below = tuple((name, relative(each)) for name, each in blocks.items())
+        label = ranges(names) or "(root)"
+        made.append(_moved(label, f"{kind}.*", found, below if len(below) > 1 else ()))
+    return sorted(made, key=_order)
+
+
+def relative(tensors: Iterable[Compared]) -> Relative:
+    """Return the norm of the differences divided by the norm in A, of the tensors that changed."""
+    distance = norm = 0.0
+    changed = False
+    for _, state, found in tensors:
+        changed = changed or state == CHANGED
+        if found is not None and found.distance is not None:
+            distance += found.distance**2
+            norm += (found.distance / found.relative) ** 2 if found.relative else 0.0
+    if not changed:
+        return 0.0
+    return (distance / norm) ** 0.5 if norm and isfinite(distance) and isfinite(norm) else None
+
+
+def _moved(
+    label: str,
+    pattern: str,
+    found: Sequence[Compared],
+    blocks: tuple[tuple[str, Relative], ...] = (),
+) -> Moved:
+    states = Counter(each.state for each in found)
+    return Moved(label or "(root)", pattern.lstrip("."), dict(states), relative(found), blocks)
+
+
+def _order(layer: Moved) -> tuple[bool, float]:
+    """Sort keys that differ first, then by change; a change without a number is a large one."""
+    others = layer.states.keys() - {CHANGED, SAME}
+    return not others, float("-inf") if layer.relative is None else -layer.relative
+
+
+def _groups(tensors: Iterable[Compared], key: Callable[[str], str]) -> dict[str, list[Compared]]:
+    found: dict[str, list[Compared]] = {}
+    for each in tensors:
+        found.setdefault(key(each.place), []).append(each)
+    return found
+
+
+def _module(place: str) -> str:
+    return place.rpartition(".")[0]
+
+
+def _block(place: str) -> str:
+    """Return a place up to its first index, or else that of the module: ``model.layers.3``."""
+    names = place.split(".")
+    for number, name in enumerate(names[:-1], 1):
+        if name.isdecimal():
+            return ".".join(names[:number])
+    return _module(place)
