@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from ckptkit.core import __version__, above
+from ckptkit.core import __version__, hooks
 
 if TYPE_CHECKING:
     from ckptkit.analysis.reports import digest as digest
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     open = open_checkpoint
 
 # What methods of Checkpoint and Tensor call, and the check of byte strings that look like files.
-_ABOVE = {
+_HOOKS = {
     "html": ("views.notebook", "html"),
     "inside": ("scanning.find", "inside"),
     "open": ("api", "open_checkpoint"),
@@ -153,15 +153,15 @@ __all__ = [
 ]
 
 
-def _above(name: str) -> Callable[..., Any]:
+def _hook(name: str) -> Callable[..., Any]:
     from importlib import import_module
 
-    module, attribute = _ABOVE[name]
+    module, attribute = _HOOKS[name]
     found: Callable[..., Any] = getattr(import_module(f"ckptkit.{module}"), attribute)
     return found
 
 
-above.find = _above
+hooks.find = _hook
 
 
 def __getattr__(name: str) -> object:

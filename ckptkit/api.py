@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ckptkit import formats
 from ckptkit.core import arguments
 from ckptkit.core.bytesource import ByteSource, Folder, Memory, Range
-from ckptkit.core.checkpoint import Checkpoint, NoEffect, Source, opened
+from ckptkit.core.checkpoint import Checkpoint, NoOpWarning, Source, opened
 from ckptkit.core.errors import CkptkitError, UsageError
 from ckptkit.core.options import Options, made
 from ckptkit.core.plan import OutputFile, Patch, Plan
@@ -97,9 +97,9 @@ def open_checkpoint(source: Source, options: Options | None = None, **changes: A
     if isinstance(source, Checkpoint):
         checkpoint = source
     elif isinstance(source, Mapping):
-        from ckptkit.pickles import live
+        from ckptkit.pickles import from_python
 
-        checkpoint = live.checkpoint(source)
+        checkpoint = from_python.checkpoint(source)
     else:
         checkpoint = _read(_place(source), lambda place: formats.read(place, options))
     return checkpoint if options.key is None else checkpoint.with_key(options.key)
@@ -232,7 +232,7 @@ def _opened_to_write(source: Source, options: Options) -> Checkpoint:
         from ckptkit.formats.distributed.parts import alone
 
         return alone(checkpoint)
-    return checkpoint if options.keep_format else checkpoint.whole()
+    return checkpoint if options.keep_format else checkpoint.require_complete()
 
 
 def _rewrite(source: Source, steps: tuple[Step, ...], options: Options) -> Conversion:
@@ -375,7 +375,7 @@ def _changed(checkpoint: Checkpoint, steps: tuple[Step, ...], strict: bool) -> C
             if not isinstance(changed, Checkpoint):
                 raise arguments.wrong("the result of a step", "a Checkpoint", changed)
             new = changed.warnings[len(checkpoint.warnings) :] if strict else ()
-            if nothing := next((each for each in new if isinstance(each, NoEffect)), None):
+            if nothing := next((each for each in new if isinstance(each, NoOpWarning)), None):
                 hint = f"{typed('--strict', 'strict')}: a change that changes nothing is an error"
                 raise UsageError(nothing, hint=hint)
             checkpoint = changed

@@ -332,6 +332,6 @@ def test_recover_names_no_command_that_a_cut_file_fails(tmp_path: Path, run: Run
     path = tmp_path / "cut.pth"
     path.write_bytes((tmp_path / "whole.pth").read_bytes()[:-300])
     done = run("recover", path, tmp_path / "out.pth")
-    check_said(done, 3, "getcwd", "hint: --objects drop leaves such values out")
+    check_said(done, 3, "getcwd", "hint: --objects drop drops such values")
     assert [run(*words[1:]).code for words in commands_in(done.stderr)] == []
     assert run("recover", path, tmp_path / "out.pth", "--objects", "drop").code == 0

@@ -92,7 +92,7 @@ def imports_by_name(source: str) -> bool:
 
 
 # It writes values of this process, and asks what is a tensor; nothing is read.
-PICKLES = {"pickles/live.py": ["pickle.Pickler"]}
+PICKLES = {"pickles/from_python.py": ["pickle.Pickler"]}
 
 
 def test_PK_30_no_call_that_executes() -> None:

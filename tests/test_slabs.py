@@ -15,7 +15,7 @@ from ckptkit.compute import strided_read
 from ckptkit.compute.operation import stream
 from ckptkit.core.bytesource import Derived, LocalFile, Memory, Range
 from ckptkit.core.errors import InputChangedError
-from ckptkit.core.plan import Deferred, OutputFile, Summed
+from ckptkit.core.plan import Checksummed, ChecksumPlaceholder, OutputFile
 from ckptkit.publish import copying, parallel_write
 from ckptkit.publish.copying import WriteTask, cut
 from ckptkit.publish.publish import _compare
@@ -85,9 +85,9 @@ def test_a_transpose_in_blocks(itemsize: int, rows: int, columns: int, tmp_path:
     made = gather(extent, itemsize, (columns, rows), (1, columns))
     expected = data.transpose(1, 0, 2).tobytes()
     assert len(strided_read.blocks(made)) >= 1
-    assert written(tmp_path, [b"x" * 7, Summed(made, 1), Deferred(bytes(4), ((0, 1),))]) == (
-        b"x" * 7 + expected + zlib.crc32(expected).to_bytes(4, "little")
-    )
+    assert written(
+        tmp_path, [b"x" * 7, Checksummed(made, 1), ChecksumPlaceholder(bytes(4), ((0, 1),))]
+    ) == (b"x" * 7 + expected + zlib.crc32(expected).to_bytes(4, "little"))
     assert b"".join(stream(made)) == expected
 
 

@@ -15,7 +15,7 @@ from ckptkit.analysis.summary import json_number, summarize
 from ckptkit.compute.compare import Difference
 from ckptkit.compute.compare import compare as compare_tensors
 from ckptkit.compute.workers import ordered
-from ckptkit.core import above
+from ckptkit.core import hooks
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError, TensorError
 from ckptkit.core.tensor import Shape, Tensor
@@ -226,7 +226,7 @@ class Diff:
 
     def _repr_html_(self) -> str:
         """Return what a notebook shows."""
-        html: str = above.call("html", self)
+        html: str = hooks.call("html", self)
         return html
 
     def __str__(self) -> str:

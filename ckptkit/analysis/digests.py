@@ -36,7 +36,7 @@ from typing import NamedTuple
 
 from ckptkit.api import PathLike, open_checkpoint
 from ckptkit.compute.arranged import Allowance, contiguous
-from ckptkit.compute.operation import flow
+from ckptkit.compute.operation import stream_reusing_buffer
 from ckptkit.compute.workers import ordered
 from ckptkit.core.bytesource import Extent, Folder, Memory, Range, crc32, crc32_combine, leaves
 from ckptkit.core.checkpoint import Checkpoint
@@ -98,7 +98,7 @@ def _hashed(
             return name, tensor, refusal
         try:
             digest = hashlib.sha256(head(tensor))
-            for chunk in flow(contiguous(tensor).locate()):
+            for chunk in stream_reusing_buffer(contiguous(tensor).locate()):
                 digest.update(chunk)
             return name, tensor, digest.hexdigest()
         except TensorError as error:
@@ -362,7 +362,7 @@ def _sum(piece: PartPiece) -> tuple[PartPiece, int | InputError]:
         return piece, piece.error
     total = 0
     try:
-        for data in flow(piece.extent, piece.start, piece.stop):
+        for data in stream_reusing_buffer(piece.extent, piece.start, piece.stop):
             total = crc32(data, total)
     except DAMAGE as error:
         return piece, error

@@ -26,7 +26,7 @@ from ckptkit.compute.arranged import contiguous
 from ckptkit.compute.compare import Difference
 from ckptkit.compute.compare import compare as compare_tensors
 from ckptkit.compute.numbers import cast_record, decode, is_decoded
-from ckptkit.compute.operation import BUFFER, Reader, aligned, flow
+from ckptkit.compute.operation import BUFFER, Reader, aligned, stream_reusing_buffer
 from ckptkit.compute.workers import ordered
 from ckptkit.core.errors import TensorError
 from ckptkit.core.tensor import Storage, Tensor, contiguous_stride
@@ -145,7 +145,7 @@ def _has_rows_elsewhere(a: Tensor, b: Tensor, limit: float) -> bool:
     squares = (x * x).sum(axis=1)
     nearest, where = np.full(len(places), np.inf), np.zeros(len(places), "i8")
     at, unit = 0, columns * b.dtype.itemsize
-    for piece in aligned(flow(contiguous(b).locate()), unit, max(unit, BUFFER)):
+    for piece in aligned(stream_reusing_buffer(contiguous(b).locate()), unit, max(unit, BUFFER)):
         y: np.ndarray[Any, Any] = decode(piece, b.dtype).astype("f4").reshape(-1, columns)
         with np.errstate(all="ignore"):
             far = squares[:, None] + (y * y).sum(axis=1) - 2 * x @ y.T

@@ -15,7 +15,7 @@ from ckptkit.core import arguments
 from ckptkit.core.checkpoint import Checkpoint, Source
 from ckptkit.core.options import Options
 from ckptkit.core.text import matcher
-from ckptkit.quantized import look_through
+from ckptkit.quantized import dequantized_view
 from ckptkit.scanning.files import scan_all
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def inspect(
     arguments.flags(sha256=sha256, stored=stored)
     globs = arguments.texts("keys", keys)
     with reading(source, key=key) as checkpoint:
-        found = summary.summarize(checkpoint if stored or sha256 else look_through(checkpoint))
+        found = summary.summarize(checkpoint if stored or sha256 else dequantized_view(checkpoint))
         rows = summary.matching(found.rows, globs)
         sums = list(sha256_each((row.place, row.tensor) for row in rows)) if sha256 else None
         facts = listed(json_facts.file(found, rows, sums, is_selection=bool(globs)))
@@ -70,7 +70,7 @@ def stats(
     arguments.flags(everything=everything, stored=stored)
     globs = arguments.texts("keys", keys)
     with reading(source, key=key) as opened:
-        checkpoint = opened if stored else look_through(opened)
+        checkpoint = opened if stored else dequantized_view(opened)
         found = statistics.Statistics(statistics.chosen(checkpoint, globs, everything))
         rows = found.rows()
         facts = listed(json_facts.statistics(checkpoint.name, checkpoint.format, found, rows))

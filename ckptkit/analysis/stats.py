@@ -169,7 +169,7 @@ def _tallies(
     """Yield the statistics of each tensor, or why it has none."""
     tasks = list(_tasks(rows)) if fork else []
     places = [part.extent for _, _, part in tasks if isinstance(part, ElementRange)]
-    if workers.is_sooner_forked(sum(map(_nbytes, tasks)), sources(places)):
+    if workers.should_fork(sum(map(_nbytes, tasks)), sources(places)):
         found = _by_forks(tasks)
     else:
         found = workers.ordered(_work, tasks or _tasks(rows), _nbytes)

@@ -84,7 +84,7 @@ def command(
     found = left = examine(file, read, model=model, words=(*words, *chosen))
     done = None
     if destination is not None and found.checkpoint is not None:
-        found.checkpoint.whole()
+        found.checkpoint.require_complete()
         if found.fix is not None:
             with render.Progress("writing") as progress:
                 done = cure(found, destination, force=force, progress=progress)

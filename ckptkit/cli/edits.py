@@ -123,7 +123,7 @@ def _into_gguf(
         for step in steps:
             ck = step(ck)
         try:
-            ck, plan = written_into(ck.whole(), skeleton)
+            ck, plan = written_into(ck.require_complete(), skeleton)
         except CkptkitError as error:
             raise error.at(ck.name or "") from error.__cause__
         options = stack.enter_context(request.prepared(request.options))
@@ -163,7 +163,7 @@ def _opened(path: str, key: str | None, request: Request) -> Checkpoint:
 
     checkpoint = open_checkpoint(path, key=key)
     if not request.options.part_only:
-        return checkpoint.whole()
+        return checkpoint.require_complete()
     from ckptkit.formats.distributed.parts import alone
 
     return alone(checkpoint)
@@ -185,7 +185,7 @@ def _check_stripped(
     from ckptkit.core.errors import NothingToDoError
     from ckptkit.core.text import shell_command
 
-    ck = ck.whole()
+    ck = ck.require_complete()
     try:
         names = list((ck.with_key(keys[0]) if keys else ck).required.nodes)
     except CkptkitError:  # the keys name other mappings

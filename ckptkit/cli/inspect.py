@@ -67,7 +67,7 @@ def command(
 
     from ckptkit.analysis import view_model
     from ckptkit.analysis.summary import summarize
-    from ckptkit.quantized import look_through
+    from ckptkit.quantized import dequantized_view
 
     summaries: list[Summary] = []
 
@@ -77,7 +77,7 @@ def command(
         with reading(file, read) as checkpoint:
             if as_json:
                 return _facts(checkpoint, want)
-            seen = checkpoint if want.stored else look_through(checkpoint)
+            seen = checkpoint if want.stored else dequantized_view(checkpoint)
             summary = summarize(seen)
             summaries.append(summary)
             return view_model.brief(summary) if want.brief else _lines(seen, summary, want)
@@ -106,9 +106,9 @@ def command(
 def _facts(checkpoint: Checkpoint, want: Any) -> dict[str, Any]:
     from ckptkit.analysis import json_facts
     from ckptkit.analysis.summary import summarize
-    from ckptkit.quantized import look_through
+    from ckptkit.quantized import dequantized_view
 
-    summary = summarize(checkpoint if want.stored or want.digest else look_through(checkpoint))
+    summary = summarize(checkpoint if want.stored or want.digest else dequantized_view(checkpoint))
     rows, digests = _rows(summary, want), None
     if want.digest:
         from ckptkit.analysis.digests import sha256_each

@@ -110,7 +110,7 @@ def command(
              ckptkit report run.pth run.svg
     """
     from ckptkit import api
-    from ckptkit.quantized import look_through, look_through_both
+    from ckptkit.quantized import dequantized_view, look_through_both
 
     suffix = _suffix(output)  # which chooses what to make
     with ExitStack() as stack:
@@ -121,7 +121,7 @@ def command(
         if not stored and len(found) > 1 and all(map(_has_weights, found)):
             found = list(look_through_both(*found))
         elif not stored:
-            found = list(map(look_through, found))
+            found = list(map(dequantized_view, found))
         if suffix in PAGES:
             data, count = _page(found, values, everything)
         else:

@@ -170,9 +170,9 @@ def command(
 def _rows(checkpoint: Checkpoint, stored: bool) -> list[TensorRow]:
     """Return all tensors; quantized weights as one each, unless `stored`."""
     from ckptkit.analysis.summary import summarize
-    from ckptkit.quantized import look_through
+    from ckptkit.quantized import dequantized_view
 
-    return summarize(checkpoint if stored else look_through(checkpoint)).rows
+    return summarize(checkpoint if stored else dequantized_view(checkpoint)).rows
 
 
 def _chosen(file: str, name: str, index: str, rows: list[TensorRow]) -> Shown:

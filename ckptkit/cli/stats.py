@@ -59,7 +59,7 @@ def command(
     from ckptkit import api
     from ckptkit.analysis import json_facts, stats, view_model
     from ckptkit.core.text import family
-    from ckptkit.quantized import look_through
+    from ckptkit.quantized import dequantized_view
 
     if (as_json and as_csv) or (depth is not None and fold):
         raise click.UsageError("--json and --csv exclude each other, and so do --depth and --fold")
@@ -67,7 +67,7 @@ def command(
     if fold is None:  # JSON and CSV have a row for each tensor
         fold = not (as_json or as_csv or depth is not None)
     with api.reading(file, read) as opened:
-        checkpoint = opened if stored else look_through(opened)
+        checkpoint = opened if stored else dequantized_view(opened)
         modules = stats.modules(checkpoint) if fold else None
         sources = stats.chosen(checkpoint, globs, everything)
         found = stats.Statistics(sources, family if fold else label, modules)

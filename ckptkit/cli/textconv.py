@@ -41,9 +41,9 @@ def lines(path: str, read: Options) -> list[str]:
 def _facts(checkpoint: Checkpoint) -> Iterator[str]:
     from ckptkit.analysis.digests import sha256_each
     from ckptkit.analysis.summary import summarize
-    from ckptkit.quantized import look_through
+    from ckptkit.quantized import dequantized_view
 
-    summary = summarize(look_through(checkpoint))
+    summary = summarize(dequantized_view(checkpoint))
     yield f"format: {summary.format}"
     if summary.weights is not None:
         yield f"weights: {join(summary.weights) or 'the whole file'}"

@@ -17,7 +17,7 @@ from ckptkit.analysis.view_model import value_text
 from ckptkit.cli.render import NARROWEST, escape, horizontal_bars, plural, shortened, terminal_width
 from ckptkit.core.tree import Global, Node, Object, Pairs, SetNode, key_text, type_name, walk
 from ckptkit.core.weights import as_tensor
-from ckptkit.pickles.trust import describe
+from ckptkit.pickles.policy import describe
 
 BAR, SHORT_BAR = 20, 10  # characters
 WIDE, MEDIUM = 110, 72  # characters of a terminal from which on there are such bars

@@ -11,10 +11,10 @@ from ckptkit.compute.numbers import decode, is_decoded
 from ckptkit.compute.operation import (
     BUFFER,
     aligned,
-    flow,
     import_numpy,
     in_step,
     keep_memory,
+    stream_reusing_buffer,
 )
 from ckptkit.core.bytesource import Extent, Piece, Range
 from ckptkit.core.dtypes import DType
@@ -172,7 +172,12 @@ def _equal(left: Extent, right: Extent) -> bool:
     """Return whether the bytes of two extents of the same length are equal."""
     if left == right:
         return True
-    return all(bytearray(x) == y for x, y in in_step((flow(left), flow(right)), (1, 1), BUFFER))
+    return all(
+        bytearray(x) == y
+        for x, y in in_step(
+            (stream_reusing_buffer(left), stream_reusing_buffer(right)), (1, 1), BUFFER
+        )
+    )
 
 
 def _compare_bytes(
@@ -199,7 +204,7 @@ def _compare_bytes(
     found = Difference(count, first)
     if measure is None:
         return found
-    equal = flow(extents[0], 0, begin * dtype.itemsize)
+    equal = stream_reusing_buffer(extents[0], 0, begin * dtype.itemsize)
     for piece in aligned(equal, dtype.itemsize, WIDE * dtype.itemsize):
         x = decode(piece, dtype)
         measure.add(x, x)
@@ -266,7 +271,7 @@ def _distances(x: Array, y: Array) -> Array:
 def _in_step(
     extents: tuple[Extent, Extent], types: tuple[DType, DType]
 ) -> Iterator[list[memoryview]]:
-    return in_step(map(flow, extents), [dtype.itemsize for dtype in types], WIDE)
+    return in_step(map(stream_reusing_buffer, extents), [dtype.itemsize for dtype in types], WIDE)
 
 
 def _wide(piece: Piece, dtype: DType) -> Array:

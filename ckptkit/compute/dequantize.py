@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from ckptkit.compute.arranged import contiguous
 from ckptkit.compute.numbers import encode, own_dtype
-from ckptkit.compute.operation import Pieces, Reader, Room, as_bytes, by_rows, stream
+from ckptkit.compute.operation import Pieces, Reader, ScratchBuffer, as_bytes, by_rows, stream
 from ckptkit.compute.packing import (
     TARGET,
     Blocks,
@@ -147,7 +147,7 @@ class Dequantizer:
             for name in (blocks.scale_dtype, blocks.product_dtype)
         )
         self.unit = np.dtype(f"<u{self.target.itemsize}")
-        self._memory, self._spare = Room(), Room()
+        self._memory, self._spare = ScratchBuffer(), ScratchBuffer()
         self._pairs: Array | None = None  # the numbers of two codes that lie together
         self._ties: tuple[Array, bool] | None = None  # of scales
 

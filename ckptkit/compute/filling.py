@@ -7,7 +7,7 @@ from math import ceil
 from typing import TYPE_CHECKING, Any
 
 from ckptkit.compute.numbers import decode, encode
-from ckptkit.compute.operation import BUFFER, Pieces, aligned, flow
+from ckptkit.compute.operation import BUFFER, Pieces, aligned, stream_reusing_buffer
 from ckptkit.core.bytesource import Derived, Operation
 from ckptkit.core.dtypes import BY_NAME
 
@@ -60,7 +60,7 @@ class MoreRows(Operation):
         unit = self.columns * dtype.itemsize
         total, squares, count = np.zeros(self.columns), np.zeros(self.columns), 0
         (source,) = extent.inputs
-        for piece in aligned(flow(source), unit, max(1, BUFFER // unit) * unit):
+        for piece in aligned(stream_reusing_buffer(source), unit, max(1, BUFFER // unit) * unit):
             rows = decode(piece, dtype).astype("f8").reshape(-1, self.columns)
             total += rows.sum(axis=0)
             squares += (rows**2).sum(axis=0)

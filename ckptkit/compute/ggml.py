@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ckptkit.compute.numbers import encode
-from ckptkit.compute.operation import Pieces, aligned, as_bytes, flow
+from ckptkit.compute.operation import Pieces, aligned, as_bytes, stream_reusing_buffer
 from ckptkit.core.bytesource import Derived, Operation
 from ckptkit.core.dtypes import BY_NAME, GGML
 
@@ -60,7 +60,9 @@ class GgmlDequantize(Operation):
         at, first, last = start // unit * unit, start // unit * size, -(-stop // unit) * size
         most = UNPACKED // dtype.block * size
         values = np.empty(ELEMENTS, "<f4")
-        for piece in aligned(flow(extent.inputs[0], first, last, most), size, most):
+        for piece in aligned(
+            stream_reusing_buffer(extent.inputs[0], first, last, most), size, most
+        ):
             blocks = np.frombuffer(piece, "u1").reshape(-1, size)
             if self.big_endian:
                 blocks = _swapped(blocks, FIELDS[self.type])

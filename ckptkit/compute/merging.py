@@ -16,7 +16,7 @@ from math import acos, inf, sin
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 from ckptkit.compute.numbers import decode, encode
-from ckptkit.compute.operation import Pieces, flow, in_step
+from ckptkit.compute.operation import Pieces, in_step, stream_reusing_buffer
 from ckptkit.core.bytesource import Derived, Operation, starts_anywhere
 from ckptkit.core.dtypes import BY_NAME
 
@@ -91,7 +91,7 @@ class Merge(Operation):
         wide = "f8" if self.dtype == "float64" else "f4"
         units = [BY_NAME[name].itemsize for name in self.dtypes]
         streams = [
-            flow(each, start * unit, stop and stop * unit)
+            stream_reusing_buffer(each, start * unit, stop and stop * unit)
             for each, unit in zip(extent.inputs, units, strict=True)
         ]
         for pieces in in_step(streams, units, _AT_ONCE):

@@ -65,7 +65,7 @@ def stream(extent: Extent, start: int = 0, stop: int | None = None) -> Pieces:
         yield extent.source.read(extent.offset + at, min(PIECE, stop - at))
 
 
-def flow(
+def stream_reusing_buffer(
     extent: Extent, start: int = 0, stop: int | None = None, size: int | None = None
 ) -> Pieces:
     """Yield like `stream`, at the speed of memory.
@@ -157,7 +157,7 @@ def in_step(
         held = [each[count * unit :] for each, unit in zip(held, units, strict=True)]
 
 
-class Room:
+class ScratchBuffer:
     """Memory to read into, again and again: new pages cost more than copies."""
 
     def __init__(self) -> None:
@@ -184,9 +184,9 @@ class Reader:
     computed from its beginning, and is not large, it is held.
     """
 
-    def __init__(self, extent: Extent, room: Room | None = None) -> None:
+    def __init__(self, extent: Extent, room: ScratchBuffer | None = None) -> None:
         self.extent = extent
-        self.room = room or Room()  # which readers may share
+        self.room = room or ScratchBuffer()  # which readers may share
         self.place: object = None  # of memory that was filled row by row, and its rows
         self.buffers: Sequence[memoryview] = ()
         self._held: bytes | None = None
@@ -430,7 +430,10 @@ def by_rows(
     Rows of the inputs have as many bytes as `units` says, those of the output `unit`.
     """
     first, last = start // unit, -(-stop // unit)
-    streams = [flow(each, first * n, last * n) for each, n in zip(inputs, units, strict=True)]
+    streams = [
+        stream_reusing_buffer(each, first * n, last * n)
+        for each, n in zip(inputs, units, strict=True)
+    ]
     at = first * unit
     for pieces in in_step(streams, units, at_once):
         made = function(*pieces)

@@ -18,7 +18,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckptkit.compute.numbers import decode, encode, own_dtype
-from ckptkit.compute.operation import Reader, Room
+from ckptkit.compute.operation import Reader, ScratchBuffer
 from ckptkit.core.dtypes import BY_NAME
 
 if TYPE_CHECKING:
@@ -195,7 +195,7 @@ class Codes:
 
     def __init__(self, blocks: Blocks, read: Reader, size: int, last: int) -> None:
         self.blocks, self.packing, self.size = blocks, blocks.packing, size
-        self._read, self._room = read, Room()
+        self._read, self._room = read, ScratchBuffer()
         stop = -(-last // max(1, blocks.columns))  # the row after the last, of all batches
         kind, stride, rows, columns = (
             self.packing.kind,
@@ -302,7 +302,7 @@ class Band:
 
     def __init__(self, read: Reader, height: int, wide: int, itemsize: int, stop: int) -> None:
         self._read, self._height, self._wide, self._stop = read, height, wide, stop
-        self._itemsize, self._room = itemsize, Room()
+        self._itemsize, self._room = itemsize, ScratchBuffer()
         self._held = (-1, 0, 0)  # matrix, first column, end
         self._band: Array
 

@@ -16,7 +16,7 @@ from itertools import pairwise, product
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ckptkit.compute.operation import Pieces, Reader, Room
+from ckptkit.compute.operation import Pieces, Reader, ScratchBuffer
 from ckptkit.compute.strided import Box, StridedCopy, normal, on_axes, row_major
 from ckptkit.core.bytesource import Derived, Extent, Operation, reading
 from ckptkit.core.tensor import Shape
@@ -64,7 +64,7 @@ class Arrange(Operation):
 
     def read(self, extent: Derived, start: int, stop: int) -> Pieces:
         shape, boxes = self._layout(extent)
-        room = Room()
+        room = ScratchBuffer()
         reads = [Reader(extent.inputs[copy.source], room) for copy in self.copies]
         parts = list(zip(reads, boxes, (copy.start for copy in self.copies), strict=True))
         limit = _limit(shape, boxes, self.itemsize)
@@ -463,7 +463,7 @@ class Turner:
         import numpy as np
 
         # numpy asks the system for large pages, which a transpose of many rows needs.
-        self._memory, self._strips = np.empty(0, np.uint8), Room()
+        self._memory, self._strips = np.empty(0, np.uint8), ScratchBuffer()
 
     def pieces(self, block: Block) -> Iterator[tuple[int, list[memoryview]]]:
         """Yield the pieces of the target that a block gives, each with its first byte there.

@@ -17,7 +17,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ckptkit.compute.arranged import contiguous, once, refusal, repeated, times
 from ckptkit.compute.numbers import decode, is_decoded
-from ckptkit.compute.operation import BUFFER, aligned, flow, import_numpy, keep_memory
+from ckptkit.compute.operation import (
+    BUFFER,
+    aligned,
+    import_numpy,
+    keep_memory,
+    stream_reusing_buffer,
+)
 from ckptkit.core.bytesource import Extent, Range
 from ckptkit.core.dtypes import DType
 from ckptkit.core.errors import TensorError
@@ -286,7 +292,7 @@ def numbers(tensor: Tensor) -> Array:
 def _pieces(part: ElementRange) -> Iterator[memoryview]:
     extent, dtype, start, stop, _ = part
     size = min(BLOCK, BLOCK_BYTES // dtype.itemsize) * dtype.itemsize
-    return aligned(flow(extent, start, stop, size), dtype.itemsize, size)
+    return aligned(stream_reusing_buffer(extent, start, stop, size), dtype.itemsize, size)
 
 
 def tally(part: ElementRange) -> Tally:
@@ -506,5 +512,7 @@ def _floats(tensor: Tensor) -> Iterator[Any]:
 
 def _values(tensor: Tensor) -> Iterator[Any]:
     """Yield the elements in row-major order, in pieces."""
-    for piece in aligned(flow(contiguous(tensor).locate()), tensor.dtype.itemsize, BUFFER):
+    for piece in aligned(
+        stream_reusing_buffer(contiguous(tensor).locate()), tensor.dtype.itemsize, BUFFER
+    ):
         yield decode(piece, tensor.dtype)

@@ -119,7 +119,7 @@ def batches(items: Iterable[T], nbytes: Callable[[T], int]) -> Iterator[list[T]]
         yield batch
 
 
-def is_sooner_forked(nbytes: int, sources: Iterable[ByteSource]) -> bool:
+def should_fork(nbytes: int, sources: Iterable[ByteSource]) -> bool:
     """Return whether forked processes are sooner done with so many bytes, and can read the sources.
 
     What many short calls compute, threads do no faster than one: each call gives back the

@@ -1,6 +1,6 @@
-"""Checks of what callers pass: each raises an ArgumentError that says what is meant.
+"""Checks of arguments: each function raises an ArgumentError that names the expected type.
 
-`checked` makes them of the annotations of a function, as far as `KINDS` has them.
+`checked` wraps a function so that its annotations select the checks, from the table `KINDS`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def text(name: str, value: object) -> str:
 
 
 def texts(name: str, value: object) -> list[str]:
-    """Return an argument of several strings; one alone stands for a list of it."""
+    """Return an argument of several strings. A single string becomes a list of one."""
     if isinstance(value, str):
         return [value]
     is_several = isinstance(value, Iterable) and not isinstance(value, bytes)
@@ -56,16 +56,16 @@ def device(name: str, value: object) -> object:
 
 
 def mapping(name: str, value: object) -> Mapping[Any, Any]:
-    """Return an argument that maps strings to something; None stands for an empty one."""
+    """Return an argument that is a mapping with string keys. None becomes an empty mapping."""
     if value is None:
         return {}
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
-        raise wrong(name, "a mapping from strings", value)
+        raise wrong(name, "a mapping with string keys", value)
     return value
 
 
 def names(name: str, value: object) -> Mapping[Any, Any] | Callable[[str], str]:
-    """Return an argument from names to names: a mapping, or a function."""
+    """Return an argument that renames: a mapping of old to new names, or a function."""
     return value if callable(value) else mapping(name, value)
 
 
@@ -85,32 +85,32 @@ def numbers(name: str, value: object) -> list[float]:
 
 
 def count(name: str, value: object) -> int | None:
-    """Return an argument that is a whole number from 0 on, or None."""
+    """Return an argument that is an integer >= 0, or None."""
     if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
-        raise wrong(name, "a whole number from 0 on", value)
+        raise wrong(name, "an integer >= 0", value)
     return value
 
 
 def tolerances(**values: object) -> None:
-    """Check arguments that are numbers from 0 on, or None."""
+    """Check arguments that are numbers >= 0, or None."""
     for name, value in values.items():
         if value is not None and not (isinstance(value, (int, float)) and value >= 0):
-            raise wrong(name, "a number from 0 on", value)
+            raise wrong(name, "a number >= 0", value)
 
 
 def path(name: str, value: object) -> str:
     """Return an argument that is a path or URL."""
     if not isinstance(value, (str, os.PathLike)):
         error = wrong(name, _PATHS[name], value)
-        error.hint = "of a model, give its state_dict()" if hasattr(value, "state_dict") else None
+        error.hint = "pass the model's state_dict()" if hasattr(value, "state_dict") else None
         if name == "destination" and hasattr(value, "write"):
-            error.hint = "save to a path; open(path, 'rb').read() has the bytes"
+            error.hint = "save to a path, then open(path, 'rb').read() returns the bytes"
         raise error
     found = os.fsdecode(value)
     if not found:
         raise UsageError(f"{name} is an empty path")
     if "\0" in found:
-        raise PathError("cannot be a path: it has a null character", where=found)
+        raise PathError("is not a valid path: it contains a null character", where=found)
     return found
 
 
@@ -123,7 +123,7 @@ _PATHS = {
 
 
 def module(name: str, value: object) -> None:
-    """Check an argument that is a model: its class is torch.nn.Module, which is not imported."""
+    """Check that an argument is a torch.nn.Module, without importing torch."""
     if not any(each.__module__ == "torch.nn.modules.module" for each in type(value).__mro__):
         error = wrong(name, "a torch.nn.Module", value)
         if isinstance(value, type):
@@ -132,31 +132,31 @@ def module(name: str, value: object) -> None:
 
 
 def function(name: str, value: object) -> Callable[..., Any]:
-    """Return an argument that can be called."""
+    """Return an argument that is callable."""
     if not callable(value):
         raise wrong(name, "a function", value)
     return value
 
 
 def takes_two(function: Callable[..., Any]) -> bool:
-    """Return whether a function needs two arguments by position."""
+    """Return whether a function requires exactly two positional arguments."""
     from inspect import Parameter, signature
 
     try:
         parameters = signature(function).parameters.values()
-    except ValueError:  # of some that are written in C
+    except ValueError:  # some functions written in C have no signature
         return False
     needed = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
     return sum(each.kind in needed and each.default is Parameter.empty for each in parameters) == 2
 
 
-def wrong(name: str, meant: str, value: object) -> ArgumentError:
-    """Return the error for an argument of the wrong type."""
+def wrong(name: str, expected: str, value: object) -> ArgumentError:
+    """Return the error for argument `name`: what is expected, and what `value` is."""
     plain = isinstance(value, (str, int, float, bytes, type(None)))
-    given = shown(value) if plain else f"a value of type {type(value).__name__}"
+    given = shown(value) if plain else type(value).__name__
     if isinstance(value, type):
         given = f"the class {value.__name__}"
-    return ArgumentError(f"{name} is {meant}, not {given}")
+    return ArgumentError(f"{name}: expected {expected}, got {given}")
 
 
 def number(name: str, value: object) -> float | None:
@@ -167,7 +167,7 @@ def number(name: str, value: object) -> float | None:
 
 
 def settings(name: str, value: object) -> list[Any] | None:
-    """Return an argument of several numbers, or tables of them by globs; or None."""
+    """Return an argument of several settings: numbers, or dicts of glob -> number; or None."""
     if value is None:
         return None
     listed: list[Any] = list(value) if isinstance(value, (list, tuple)) else [None]
@@ -182,7 +182,7 @@ def flag(name: str, value: object) -> object:
     return value
 
 
-# How the value of a parameter is read, by its annotation.
+# The check for each annotation.
 Kinds = Mapping[str, Callable[[str, Any], Any]]
 KINDS: Kinds = {
     "bool": flag,
@@ -208,9 +208,9 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def checked(function: F, more: Kinds | None = None) -> F:
-    """Make a function read its arguments by their annotations, and raise ArgumentError.
+    """Return `function` with checks of the arguments whose annotations are in `KINDS` or `more`.
 
-    `more` are further kinds.
+    The returned function raises ArgumentError for a wrong argument.
     """
     known = {**KINDS, **(more or {})}
     code = function.__code__

@@ -1,13 +1,13 @@
 """Byte sources (a local file, memory, a folder of files), ranges of their bytes, and CRC-32s.
 
-A source has a size, an identity and `read`. Files are read with `pread`: a short read is an error
-that can be reported, where a file that is cut under a map kills the process. Only tensors that
-`ckptkit.load` hands out are mapped. Local files are opened if they are regular files, and confined
-to their folder; the journal of a file is beside it while an edit in place is not complete.
+A source has a size, an identity and `read`. Files are read with `pread`, not through `mmap`: if a
+file is truncated meanwhile, `pread` returns fewer bytes, but a mapped file kills the process. Only
+tensors that `ckptkit.load` returns are mapped. Only regular files are opened, and none outside the
+folder of the checkpoint. While an edit in place is incomplete, its journal lies beside the file.
 
-Python's own zlib sums up 1 to 4 GB/s, which is no faster than copying; ISA-L (the extra `speed`)
-more than 20 GB/s, which hides behind it. While a thread is `reading`, every source adds the bytes
-that it reads to the sums of that thread: checksums of the input cost no second pass.
+Python's zlib computes a CRC-32 at 1 to 4 GB/s, about the speed of a copy. ISA-L (the extra
+`speed`) exceeds 20 GB/s. Inside `reading`, every source adds the bytes that a thread reads to the
+checksums of that thread, so checksums of the input need no second pass.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ if TYPE_CHECKING:
 Identity = tuple[int | str, ...]
 
 
-_BUFFERS = 1024  # that one call of the system fills (IOV_MAX of Linux and macOS)
-_NO_RESERVE = 0x4000  # MAP_NORESERVE of Linux, which Python names from 3.13 on
+_BUFFERS = 1024  # most buffers in one preadv call (IOV_MAX of Linux and macOS)
+_NO_RESERVE = 0x4000  # MAP_NORESERVE of Linux; Python 3.13 and later define it
 
 
 def identity_of(info: os.stat_result) -> Identity:
-    """Return the identity of a local file: ctime is last, since more than a write changes it."""
+    """Return the identity of a local file. ctime comes last: chmod and link change it too."""
     return (info.st_dev, info.st_ino, info.st_size, info.st_mtime_ns, info.st_ctime_ns)
 
 
 class _Thread(threading.local):
-    """The checksums that this thread computes while it reads, None if it computes none."""
+    """The checksums that this thread updates while it reads; None outside of `reading`."""
 
     sums: ReadSums | None = None
 
@@ -63,9 +63,9 @@ READING = _Thread()
 
 
 class Member(NamedTuple):
-    """A run of bytes of a container that has a CRC-32 of its own.
+    """A run of `length` bytes inside a container, with a CRC-32 of its own.
 
-    It is somewhere in `offset` to `stop`: at `offset` itself if it fills that.
+    The run lies between `offset` and `stop`. If it fills that range, it starts at `offset`.
     """
 
     name: str
@@ -80,14 +80,14 @@ class ByteSource(ABC):
 
     name: str  # for messages
     size: int  # bytes
-    identity: Identity  # changes when the bytes do, as far as the place they live in can tell
-    # True if a read is a request over a network: few large reads are better than many small ones.
+    identity: Identity  # changes when the bytes change, as far as the file system can tell
+    # True if each read is a network request: then few large reads are faster than many small ones.
     remote = False
-    compares_answers = False  # True if every read checks that the file is still the same
-    # True if forked processes can read it at the same time: they share no position in it.
+    compares_answers = False  # True if every read checks that the file is unchanged
+    # True if forked processes can read at the same time: they share no file position.
     is_shared = False
-    whole: ByteSource | None = None  # the file that it is a part of, or was decompressed from
-    # Yields its members that have a CRC-32, where it is a container of such; given this source.
+    whole: ByteSource | None = None  # the file that contains this one, or its compressed file
+    # For a container: yields the members of the given source that have a CRC-32.
     members: Callable[[ByteSource], Iterator[Member]] | None = None
 
     @abstractmethod
@@ -98,7 +98,7 @@ class ByteSource(ABC):
         """
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
-        """Fill `buffer` with the bytes from `offset`, without a copy where the source can.
+        """Fill `buffer` with the bytes from `offset`, if possible without a copy.
 
         Raises like `read`.
         """
@@ -117,29 +117,30 @@ class ByteSource(ABC):
             offset += step
 
     def will_read(self, ranges: Sequence[tuple[int, int]]) -> None:  # noqa: B027
-        """Announce the small ranges (offset, length) read next, rising, to fetch together.
+        """Announce small ranges (offset, length), rising; a remote source fetches them together.
 
-        Nothing is gained where reads are free.
+        Local sources ignore it.
         """
 
     def check_unchanged(self) -> None:  # noqa: B027 - memory does not change
-        """Raise InputChangedError if the bytes are no longer those that were opened."""
+        """Raise InputChangedError if the bytes changed since the source was opened."""
 
     def folder_and_name(self) -> tuple[Folder, str] | None:
         """Return the folder that contains this file, and its name there; None if there is none."""
         return None
 
     def close(self) -> None:  # noqa: B027 - memory has nothing to close
-        """Release what keeps the source open. Reading again is an error."""
+        """Release the file. Later reads raise an error."""
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name}>"
 
     def _missing(self, offset: int, length: int) -> TruncatedError:
         return TruncatedError(
-            f"ends at byte {self.size:,}, {offset + length - self.size:,} bytes too early",
+            f"is truncated: {offset + length - self.size:,} bytes are missing after byte "
+            f"{self.size:,}",
             where=self.name,
-            hint="the file is cut: download or copy it again",
+            hint="download or copy the file again",
         )
 
 
@@ -162,7 +163,7 @@ class Memory(ByteSource):
             self.whole.check_unchanged()
 
     def folder_and_name(self) -> tuple[Folder, str] | None:
-        """Return the place of the file that the bytes were decompressed from."""
+        """Return the folder and name of the file that the bytes were decompressed from."""
         return None if self.whole is None else self.whole.folder_and_name()
 
     def read(self, offset: int, length: int) -> bytes:
@@ -175,7 +176,7 @@ class Memory(ByteSource):
 
 
 class Section(ByteSource):
-    """A run of bytes of another source, as a source of its own: a file inside a file."""
+    """A run of bytes of another source, such as a file inside an archive."""
 
     def __init__(self, whole: ByteSource, offset: int, length: int) -> None:
         if offset < 0 or length < 0 or offset + length > whole.size:
@@ -201,9 +202,9 @@ class Section(ByteSource):
 
 
 class LocalFile(ByteSource):
-    """A regular file, opened once: all reads see that file, even if its name is reused.
+    """A regular file, opened once: all reads use that file, even if its name is reused.
 
-    Pickles by path and identity: a worker process reopens it and refuses another file.
+    It pickles as its path and identity. A worker process reopens it and rejects a changed file.
     """
 
     is_shared = hasattr(os, "pread")
@@ -277,11 +278,11 @@ class LocalFile(ByteSource):
             offset += size
 
     def map(self) -> mmap | None:
-        """Map the whole file, copy on write; None where the system cannot.
+        """Map the whole file, copy on write. Return None if the system cannot map it.
 
-        No memory is set aside for it: it may be larger than that. Raises InputChangedError if the
-        file was cut since it was opened. A file that is cut later kills the process that reads
-        there.
+        The map reserves no memory, so the file may be larger than the memory. Raises
+        InputChangedError if the file was truncated since it was opened. If the file is truncated
+        later, a read of the missing part kills the process.
         """
         import mmap
 
@@ -290,7 +291,7 @@ class LocalFile(ByteSource):
                 return mmap.mmap(self.fd, self.size, access=mmap.ACCESS_COPY)
             flags = mmap.MAP_PRIVATE | _NO_RESERVE
             return mmap.mmap(self.fd, self.size, flags, mmap.PROT_READ | mmap.PROT_WRITE)
-        except (OSError, ValueError):  # ValueError: the file is shorter than that
+        except (OSError, ValueError):  # ValueError: the file is shorter than `size`
             self.check_unchanged()
             return None
 
@@ -299,7 +300,7 @@ class LocalFile(ByteSource):
         if preadv is None or offset < 0:
             super().read_into_apart(offset, step, buffers)
             return
-        for buffer in buffers:  # many: each is one call of the system, and little besides
+        for buffer in buffers:  # one system call each: there may be many small buffers
             try:
                 count = preadv(fd, (buffer,), offset)
             except OSError as error:
@@ -310,14 +311,14 @@ class LocalFile(ByteSource):
 
     def _failed(self, error: OSError) -> InputError:
         if self.fd < 0:
-            hint = "read tensors inside of the `with` block, or open it again"
+            hint = "read its tensors inside the `with` block, or open it again"
             return InputError("was closed", where=self.name, hint=hint)
         return InputError(f"cannot be read: {error.strerror}", where=self.name)
 
     def _pread(self, length: int, offset: int) -> bytes:
         if hasattr(os, "pread"):
             return os.pread(self.fd, length, offset)
-        with self._seek_lock:  # Windows
+        with self._seek_lock:  # Windows has no pread
             os.lseek(self.fd, offset, os.SEEK_SET)
             return os.read(self.fd, length)
 
@@ -340,10 +341,10 @@ class LocalFile(ByteSource):
             )
 
     def _only_moved(self, now: os.stat_result) -> bool:
-        """Return whether links, mode, owner or name changed, and so ctime, but not the bytes.
+        """Return whether links, mode, owner or name changed (and so ctime), but not the bytes.
 
-        A file that was replaced by a rename loses a link. Where ctime alone changed, the file was
-        written to and its mtime put back.
+        A file that a rename replaced loses a link. If only ctime changed, a program wrote to the
+        file and then restored its mtime.
         """
         if identity_of(now)[:-1] != self.identity[:-1]:
             return False
@@ -363,19 +364,19 @@ class LocalFile(ByteSource):
     def close(self) -> None:
         fd, self.fd = getattr(self, "fd", -1), -1
         if fd >= 0:
-            with suppress(OSError):  # what was read has been read
+            with suppress(OSError):  # all reads are complete
                 os.close(fd)
 
 
 class Folder:
     """A folder of files, addressed by plain names.
 
-    Any name that leads out of the folder is refused, symbolic links included. One kind of link is
-    followed, because the Hugging Face cache is made of them: ``snapshots/<revision>/<name>`` ->
-    ``../../blobs/<hash>``, and the same from folders in there.
+    Names that lead out of the folder raise PathError, and so do symbolic links. One kind of link is
+    followed, because the Hugging Face cache consists of them: ``snapshots/<revision>/<name>`` ->
+    ``../../blobs/<hash>``, also from folders below ``<revision>``.
     """
 
-    _within = ""  # its path in the outermost Folder, which keeps the open files
+    _within = ""  # path of this folder in the outermost Folder, which owns the open files
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.path.abspath(os.fspath(path))
@@ -394,7 +395,7 @@ class Folder:
         return os.path.lexists(os.path.join(self.path, plain_name(name, self.name)))
 
     def open(self, name: str) -> ByteSource:
-        """Return the file called `name`; the same object each time."""
+        """Return the file called `name`. Repeated calls return the same object."""
         key = self._within + name
         if key not in self._open:
             place = os.path.join(self.path, plain_name(name, self.name))
@@ -407,7 +408,7 @@ class Folder:
         return self._open[key]
 
     def folders(self) -> tuple[str, ...]:
-        """Return the names of the folders in it, sorted; links to folders are left out."""
+        """Return the names of the folders in it, sorted, without links to folders."""
         try:
             with os.scandir(self.path) as entries:
                 return tuple(
@@ -417,9 +418,9 @@ class Folder:
             raise PathError(f"cannot be listed: {error.strerror}", where=self.name) from error
 
     def sub(self, name: str) -> Folder:
-        """Return the folder called `name` in it, which may not be a link.
+        """Return the folder `name` inside this one. Raises PathError for a link.
 
-        Files that are opened there belong to this folder.
+        This folder keeps and closes the files that are opened there.
         """
         place = os.path.join(self.path, plain_name(name, self.name))
         if os.path.islink(place) or not os.path.isdir(place):
@@ -431,17 +432,17 @@ class Folder:
         return inner
 
     def nbytes(self) -> int:
-        """Count the bytes of the files in the folder, and of those opened in folders inside it."""
+        """Return the bytes of the files in the folder, and of opened files in its subfolders."""
         paths = [os.path.join(self.path, name) for name in self.list()]
         return sum(os.path.getsize(path) for path in paths if os.path.isfile(path)) + self._deeper()
 
     def _deeper(self) -> int:
-        """Count the bytes of the files that were opened in folders inside it."""
+        """Return the bytes of the opened files in subfolders."""
         inside = re.compile(re.escape(self._within) + "[^/]+/")
         return sum(source.size for key, source in self._open.items() if inside.match(key))
 
     def opened(self) -> tuple[ByteSource, ...]:
-        """Return the files in it that have been opened."""
+        """Return the open files."""
         return tuple(self._open.values())
 
     def check_unchanged(self) -> None:
@@ -454,7 +455,7 @@ class Folder:
 
 
 class Record(Protocol):
-    """Location of a storage's bytes, determined no earlier than needed."""
+    """The location of a storage's bytes, computed only when needed."""
 
     @property
     def length(self) -> int: ...
@@ -476,7 +477,7 @@ class Range(NamedTuple):
         return self.source.read(self.offset, self.length)
 
     def part(self, start: int, length: int) -> Range:
-        """Return `length` bytes of it from `start`; the caller ensures that they are inside."""
+        """Return `length` bytes of it from `start`. The caller ensures that both are in range."""
         return Range(self.source, self.offset + start, length)
 
 
@@ -484,41 +485,41 @@ Piece = bytes | memoryview
 
 
 class Operation:
-    """A computation of bytes from those of other extents; a frozen value that can be pickled.
+    """A computation of output bytes from those of other extents; a frozen value, picklable.
 
-    It is a pure function of its inputs, its own fields and the range of the output that is asked
-    for. :mod:`ckptkit.compute.operation` has the simplest. A new one overrides `read`, and says
-    what else is true of it.
+    The output depends only on the inputs, the fields and the requested range.
+    :mod:`ckptkit.compute.operation` has the simplest. A new operation overrides `read`, and those
+    of the following attributes and methods whose defaults do not apply.
     """
 
     __slots__ = ()
-    seekable: ClassVar[bool] = True  # a part of the output costs no more than its share
+    seekable: ClassVar[bool] = True  # reading a part of the output costs only its share
     needs_numpy: ClassVar[bool] = True
-    whole: ClassVar[bool] = False  # holds a tensor in memory, so that only one is made at a time
-    expands: ClassVar[bool] = False  # its output counts as input where sizes are limited
+    whole: ClassVar[bool] = False  # holds a whole tensor in memory: only one runs at a time
+    expands: ClassVar[bool] = False  # its output, not its input, counts against the limits on size
 
     def read(self, extent: Derived, start: int, stop: int) -> Iterator[Piece]:
-        """Yield bytes `start` to `stop` of an extent that is computed by it."""
+        """Yield bytes `start` to `stop` of `extent`, whose operation this is."""
         raise NotImplementedError
 
     def ends(self, extent: Derived, size: int) -> Iterable[int]:
-        """Yield where parts of about `size` bytes end that are computed apart at no loss."""
+        """Yield the ends of parts of about `size` bytes that separate tasks may compute."""
         yield extent.length
 
     def runs(self, extent: Derived) -> Sequence[Extent]:
-        """Return what can be copied one by one instead; nothing where bytes are computed."""
+        """Return extents whose bytes, in a row, are the output; empty if bytes are computed."""
         return ()
 
     def needed(self, extent: Derived, number: int) -> int:
-        """Return how many bytes of input `number` it reads that nobody else compares."""
+        """Return how many bytes of input `number` it reads without verifying a checksum itself."""
         return extent.inputs[number].length
 
 
 @dataclass(frozen=True, slots=True)
 class Derived:
-    """Bytes that must be computed from others: by which operation, from what.
+    """`length` bytes that `operation` computes from `inputs`.
 
-    Frozen and picklable, so that a plan can be sent to where the bytes are.
+    Frozen and picklable, so that a plan can be sent to the machine that has the bytes.
     """
 
     operation: Operation
@@ -541,7 +542,7 @@ Extent = Range | Derived
 
 
 def in_file(source: ByteSource, offset: int) -> tuple[ByteSource, int]:
-    """Return the file that byte `offset` of a source is in, and its place there."""
+    """Return the file that contains byte `offset` of a source, and the byte's offset there."""
     while isinstance(source, Section):
         offset += source.offset
         source = source.whole
@@ -549,9 +550,9 @@ def in_file(source: ByteSource, offset: int) -> tuple[ByteSource, int]:
 
 
 def leaves(extent: Extent) -> Iterator[Range]:
-    """Yield the byte ranges of files that an extent is made of.
+    """Yield the ranges of files that an extent reads.
 
-    Ranges of a file inside a file are given in the outer one.
+    A range of a file inside an archive is given as a range of the archive.
     """
     if isinstance(extent, Derived):
         for each in extent.inputs:
@@ -561,14 +562,14 @@ def leaves(extent: Extent) -> Iterator[Range]:
 
 
 def starts_anywhere(extent: Extent) -> bool:
-    """Return whether any part of an extent costs no more than its share."""
+    """Return whether reading any part of an extent costs only its share."""
     if isinstance(extent, Range):
         return True
     return extent.operation.seekable and all(map(starts_anywhere, extent.inputs))
 
 
 def runs(extent: Extent) -> Iterator[Extent]:
-    """Yield the consecutive extents in `extent` that can be copied one by one: mostly itself."""
+    """Yield the extents whose bytes, in a row, are those of `extent`: usually itself."""
     found = extent.operation.runs(extent) if isinstance(extent, Derived) else ()
     if not found:
         yield extent
@@ -578,7 +579,7 @@ def runs(extent: Extent) -> Iterator[Extent]:
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """A record that will be `operation` over others: a Derived, once those are located."""
+    """A record computed by `operation` from other records. `locate` returns a Derived."""
 
     operation: Operation
     records: tuple[Record, ...]
@@ -591,13 +592,13 @@ class Pending:
 # CRC-32
 
 
-LARGE = 64 << 10  # bytes, from which on another library than Python's own is looked for
+LARGE = 64 << 10  # bytes: shorter data are not worth the import of ISA-L
 
 Data = bytes | bytearray | memoryview
 
 
 def crc32(data: Data, start: int = 0) -> int:
-    """Return the CRC-32 of `data` after bytes whose CRC-32 is `start`."""
+    """Return the CRC-32 of earlier bytes, whose CRC-32 is `start`, followed by `data`."""
     return (_fastest() if len(data) >= LARGE else zlib.crc32)(data, start)
 
 
@@ -612,11 +613,11 @@ def _fastest() -> Callable[[Data, int], int]:
 
 
 def crc32_combine(first: int, second: int, size: int) -> int:
-    """Return the CRC-32 of two runs of bytes, from those of each and the size of the second.
+    """Return the CRC-32 of two runs in a row from their CRC-32s; `size` is that of the second.
 
-    A CRC is a polynomial over GF(2) modulo P, bit 31 the constant term; `size` more bytes multiply
-    it by x**(8 size). The CRC-32 of the second run follows from those of the first and of both in
-    the same way.
+    A CRC is a polynomial over GF(2) modulo P, with bit 31 as the constant term. `size` more bytes
+    multiply it by x**(8 size). Called with the CRC-32s of the first run and of both runs, this
+    returns that of the second run.
     """
     return _multiply(_power(8 * size), first) ^ second
 
@@ -642,15 +643,16 @@ def _multiply(a: int, b: int) -> int:
 
 
 class ReadSums:
-    """CRC-32s of the bytes that a thread reads of some sources, run by run.
+    """CRC-32s of the bytes that a thread reads from some sources.
 
-    A run is [number of the source, offset, length, CRC-32]. It grows while reads follow each other.
+    A run is [index of the source, offset, length, CRC-32]. A read that starts at the end of a run
+    extends it.
     """
 
     def __init__(self, identities: Sequence[object]) -> None:
         self.runs: list[list[int]] = []
         self.numbers = {identity: number for number, identity in enumerate(identities)}
-        self._ends: dict[tuple[int, int], list[int]] = {}  # runs by source and end
+        self._ends: dict[tuple[int, int], list[int]] = {}  # runs by (source, end)
 
     def add(self, identity: object, offset: int, data: Data) -> None:
         number = self.numbers.get(identity)
@@ -667,7 +669,7 @@ class ReadSums:
 
 @contextmanager
 def reading(sums: ReadSums | None) -> Iterator[None]:
-    """Sum up what this thread reads meanwhile."""
+    """Add the bytes that this thread reads inside the block to `sums`."""
     before, READING.sums = READING.sums, sums
     try:
         yield
@@ -678,13 +680,13 @@ def reading(sums: ReadSums | None) -> Iterator[None]:
 # Paths
 
 
-JOURNAL = ".ckptkit-journal"  # the suffix of its name
-STREAM = "-"  # standard input or output, for other programs
-_NO_STREAM = "parts of a file are read in any order, and a pipe has only one: save it as a file"
+JOURNAL = ".ckptkit-journal"  # suffix of the name of a journal
+STREAM = "-"  # standard input or output
+_NO_STREAM = "checkpoints are read in any order, which a pipe does not allow: save it as a file"
 
 
 def open_regular(path: str, name: str, follow: bool) -> int:
-    """Open `path` without waiting for a FIFO's writer, and refuse all but a regular file."""
+    """Open `path`, a regular file, without waiting for the writer of a FIFO. Raises PathError."""
     flags = (
         os.O_RDONLY
         | getattr(os, "O_CLOEXEC", 0)
@@ -712,17 +714,17 @@ def open_regular(path: str, name: str, follow: bool) -> int:
 
 
 def check_is_name(path: str) -> None:
-    """Refuse "-" as the name of an output where it does not mean standard output."""
+    """Raise UsageError if the path of an output is "-" and the command cannot write there."""
     if path == STREAM:
         raise UsageError(
-            "this output cannot go to standard output",
+            "cannot write this output to standard output",
             where=path,
-            hint="name a file; ./- is the file of that name",
+            hint="name a file; ./- is a file called '-'",
         )
 
 
 def _instead(path: str, name: str) -> str | None:
-    """Return a hint for a path that does not exist: close names, a broken link, no folder."""
+    """Return a hint for a missing path: similar names, a broken link, or a missing folder."""
     folder, wanted = os.path.split(path)
     if os.path.islink(path):
         return f"it is a link to {os.readlink(path)}, which does not exist"
@@ -737,9 +739,9 @@ def _instead(path: str, name: str) -> str | None:
 
 
 def blobs_of(path: str) -> str | None:
-    """Find the files of a Hugging Face cache folder at or below ``snapshots/<revision>``.
+    """Return the folder ``blobs`` of the Hugging Face cache that contains `path`, resolved.
 
-    Links are resolved.
+    `path` is ``snapshots/<revision>`` or below. Return None if it is in no cache.
     """
     while (parent := os.path.dirname(path)) != path:
         if os.path.basename(parent) == "snapshots":
@@ -750,7 +752,7 @@ def blobs_of(path: str) -> str | None:
 
 
 def plain_name(name: str, folder: str) -> str:
-    """Return `name` if it names a file in the folder itself. Raises PathError."""
+    """Return `name` if it is a plain file name. Raises PathError."""
     odd = any(c in name for c in "/\\:\0") or "%2e" in name.lower() or "%2f" in name.lower()
     if odd or name in ("", ".", ".."):
         raise PathError(f"{name!r} is not a plain file name inside the folder", where=folder)
@@ -758,7 +760,7 @@ def plain_name(name: str, folder: str) -> str:
 
 
 def journal_path(path: str | os.PathLike[str]) -> str:
-    """Return the path of the journal of the file `path`, if any; links are followed."""
+    """Return the path of the journal that `path` would have, with links resolved."""
     folder, name = os.path.split(os.path.realpath(path))
     return os.path.join(folder, f".{name}{JOURNAL}")
 
@@ -770,7 +772,7 @@ def file_of(journal: str) -> str:
 
 
 def has_journal(path: str | os.PathLike[str]) -> bool:
-    """Return whether an edit in place of `path`, or of a file in it, was interrupted."""
+    """Return whether an edit in place of the file `path`, or inside the folder, is incomplete."""
     try:
         return any(name.endswith(JOURNAL) for name in os.listdir(path))
     except OSError:  # not a folder
@@ -781,7 +783,7 @@ def has_journal(path: str | os.PathLike[str]) -> bool:
 
 
 class FileObject(ByteSource):
-    """An open binary file object, from its beginning; it stays the caller's to close."""
+    """A binary file object, read from its beginning. The caller closes it."""
 
     def __init__(self, file: BinaryIO) -> None:
         given = getattr(file, "name", None)
@@ -793,19 +795,19 @@ class FileObject(ByteSource):
             self.size = file.seek(0, os.SEEK_END)
         except (OSError, ValueError) as error:
             raise UsageError(
-                f"the file object cannot be read at any place: {error}",
+                f"the file object is not seekable: {error}",
                 where=self.name,
-                hint="ckptkit.open(file.read()) takes its bytes",
+                hint="ckptkit.open(file.read()) reads its bytes",
             ) from error
         if is_text:
             raise ArgumentError(
-                "the file object gives text, not bytes", where=self.name, hint='open(path, "rb")'
+                "the file object returns text, not bytes", where=self.name, hint='open(path, "rb")'
             )
         self.identity = ("file object", id(file), self.size)
 
     def __reduce__(self) -> tuple[object, ...]:
         raise UsageError(
-            "an open file object cannot be given to other processes",
+            "an open file object cannot be sent to other processes",
             where=self.name,
             hint="open its path instead",
         )
@@ -829,13 +831,13 @@ class FileObject(ByteSource):
 
 
 def standard_input() -> FileObject:
-    """Return standard input as a file. A pipe is copied to a temporary file first.
+    """Return standard input as a file. Repeated calls return the same file.
 
-    The parts of a checkpoint are read in any order. Each call returns the same file.
+    A pipe is copied to a temporary file first, because a checkpoint is read in any order.
     """
     if sys.stdin is None or sys.stdin.isatty():
         raise UsageError(
-            "standard input is a terminal", where=STREAM, hint="send a file to it: < run.pth"
+            "standard input is a terminal", where=STREAM, hint="redirect a file to it: < run.pth"
         )
     return _as_file(sys.stdin.buffer)
 
@@ -846,7 +848,7 @@ def _as_file(stream: BinaryIO) -> FileObject:
         from shutil import copyfileobj
         from tempfile import TemporaryFile
 
-        kept = TemporaryFile()  # noqa: SIM115  # until the process ends
+        kept = TemporaryFile()  # noqa: SIM115  # open until the process ends
         copyfileobj(stream, kept)
         stream = kept
     found = FileObject(stream)

@@ -1,4 +1,4 @@
-"""Checkpoint: the value that every format reads into and writes from."""
+"""Checkpoint: the value that every format reads and writes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, BinaryIO, Concatenate, ParamSpec, TypeAlias
 
-from ckptkit.core import above, arguments
+from ckptkit.core import arguments, hooks
 from ckptkit.core.bytesource import ByteSource, Folder
 from ckptkit.core.errors import CkptkitError, UnknownNameError, UnsupportedError, UsageError
 from ckptkit.core.tensor import Tensor
@@ -19,10 +19,11 @@ from ckptkit.core.weights import Weights, as_tensor, has_tensors, is_optimizer, 
 
 @dataclass(frozen=True, slots=True)
 class PartOf:
-    """A file that is one part of a checkpoint.
+    """Facts about a file that is one part of a checkpoint, such as a rank or a shard.
 
-    ``name`` is a phrase ("rank 0 of 2 of an FSDP checkpoint"), ``detail`` what of the tensors it
-    holds, ``folder`` where the whole is, None if nothing tells. ``alone``: it can be read alone.
+    ``name`` is a phrase ("rank 0 of 2 of an FSDP checkpoint"). ``detail`` describes which tensors
+    the part contains. ``folder`` is the folder of all parts, None if unknown. ``alone``: whether
+    `part_only` can read it.
     """
 
     kind: str
@@ -35,30 +36,31 @@ class PartOf:
         return f"{self.name}: {self.detail}" if self.detail else self.name
 
     def refusal(self, what: str = "this requires the complete checkpoint") -> UnsupportedError:
-        """The error of a command that is for whole checkpoints."""
+        """Return the error of a command that needs the complete checkpoint."""
         return UnsupportedError(f"is {self}; {what}", hint=self.hint)
 
     @property
     def hint(self) -> str:
         """The command to use instead."""
-        whole = "the whole is made of all parts, in one folder"
+        complete = "put all parts into one folder and give the folder"
         if self.folder:
             command = shell_command(
                 ("ckptkit", "convert", *argument(self.folder), "out.safetensors")
             )
-            whole = f"the whole is the folder: `{command}`"
-        return f"{whole}; --part-only takes this part alone" if self.alone else whole
+            complete = f"the folder has all parts: `{command}`"
+        return f"{complete}; --part-only reads this part alone" if self.alone else complete
 
 
-class NoEffect(str):
-    """A warning that something asked for changes nothing; an error with --strict."""
+class NoOpWarning(str):
+    """A warning about a no-op; --strict makes it an error."""
 
 
 @dataclass(frozen=True, slots=True)
 class Beside:
-    """Entries of a checkpoint that were files: the name of each file, and the entry of the weights.
+    """Entries that were read from files of their own, such as optimizer.pt beside the weights.
 
-    ``unordered``: the file of the weights does not keep the order in which a model has them.
+    ``files`` maps entries to names of files; ``weights`` is the entry of the weights.
+    ``unordered``: the file of the weights does not keep the order of the model's parameters.
     """
 
     files: Mapping[str, str]
@@ -68,21 +70,20 @@ class Beside:
 
 @dataclass(frozen=True, repr=False)
 class Checkpoint:
-    """A tree of plain values with lazy tensors, and where it came from.
+    """A tree of plain values with lazy tensors, and its origin.
 
-    ``format`` is the name of the format that it was read from; ``extras`` the strings that a
-    container keeps beside the tree (safetensors' ``__metadata__``); ``globals`` every class and
-    function that its pickles name; ``warnings`` what a reader or transform noticed; ``notes`` what
-    transforms did; ``origin`` is opaque to all but the format that set it; ``key`` names the entry
-    to take as the weights instead of looking for it. ``part_only`` says that a part of a checkpoint
-    is meant as it is; ``about`` is a phrase on what a folder was made of; ``companions`` are files
-    (name and bytes) that belong beside the weights where these are written as a folder; ``logical``
-    are the tensors that stand for quantized weights, where somebody looks through these
-    (:mod:`ckptkit.quantized`). ``folder`` is the folder that was named, where the source is one
-    file of it; ``beside`` are the entries that were files of their own in that folder;
-    ``words`` are the options of a command that reads the same folder alike.
-    ``reports`` are those of steps of rules. ``part`` is the part of a checkpoint of several
-    processes that the file is, None if the file is complete as far as it can be known.
+    ``format`` is the name of the format of the source. ``extras`` are strings that the container
+    keeps outside the tree (safetensors' ``__metadata__``). ``globals`` are the classes and
+    functions that its pickles name. ``warnings`` come from readers and transforms; ``notes`` list
+    what transforms did. ``origin`` is private to the format that set it. ``key`` is the entry of
+    the weights; None: search for it. ``part_only``: treat one part of a checkpoint as complete.
+    ``about`` is a phrase on how a folder was combined. ``companions`` are files (name and bytes) to
+    write beside the weights in a folder. ``logical`` maps quantized weights to dequantized tensors,
+    if :mod:`ckptkit.quantized` added them. ``folder`` is the folder that the caller named, if the
+    source is one file in it. ``beside`` describes entries that were files of that folder.
+    ``words`` are the options with which a command reads the same folder in the same way.
+    ``reports`` are those of rule steps. ``part`` describes the part that the file is; None if the
+    file appears to be complete.
     """
 
     root: Node
@@ -106,24 +107,24 @@ class Checkpoint:
 
     @cached_property
     def selection(self) -> Weights | None:
-        """Location of the weights in the tree, None if there are none.
+        """The weights and their path in the tree, None if there are none.
 
-        Raises AmbiguousError, and UsageError for a `key` that names none.
+        Raises AmbiguousError, and UsageError if `key` names no mapping of tensors.
         """
         try:
             return locate(self.root, self.key)
         except CkptkitError as error:
             raise error.at(self.name or "") from error.__cause__
 
-    def whole(self) -> Checkpoint:
-        """Return this checkpoint. Raises UnsupportedError for a part of one, unless `part_only`."""
+    def require_complete(self) -> Checkpoint:
+        """Return this checkpoint. Raises UnsupportedError for a part, unless `part_only`."""
         if self.part is not None and not self.part_only:
             raise self.part.refusal().at(self.name or "")
         return self
 
     @property
     def weights(self) -> Mapping[str, Tensor]:
-        """The state_dict: name -> Tensor, in the order of the file. It cannot be changed.
+        """The state_dict: name -> Tensor, in the order of the file, read-only.
 
         Raises UsageError if there is none.
         """
@@ -131,33 +132,33 @@ class Checkpoint:
 
     @property
     def unordered(self) -> bool:
-        """Return whether an optimizer may number the weights in another order."""
+        """Whether an optimizer may number the weights in another order than the file."""
         return self.beside is not None and self.beside.unordered
 
     @property
     def required(self) -> Weights:
-        """`selection`, or UsageError: also where it is empty and tensors are elsewhere."""
+        """`selection`. Raises UsageError for None, and if only other entries have tensors."""
         if self.selection is None:
             if is_optimizer(self.root):
                 raise UsageError(
-                    "holds the state of an optimizer, and no weights",
+                    "contains the state of an optimizer and no weights",
                     where=self.name,
-                    hint="the model is in another file",
+                    hint="the weights are in another file",
                 )
             if as_tensor(self.root) is not None:
                 raise UsageError(
                     f"is one tensor{_class_of(self.root)}, not a mapping from names to tensors",
                     where=self.name,
-                    hint="`ckptkit wrap --key weight {where} {new}` gives it a name",
+                    hint="`ckptkit wrap --key weight {where} {new}` names it",
                 )
             raise UsageError(
-                "holds no mapping from names to tensors",
+                "contains no mapping from names to tensors",
                 where=self.name,
                 hint="`ckptkit inspect {where}` shows what it contains",
             )
         if not self.selection.hold_tensors and has_tensors(self.root):
             raise UsageError(
-                "its weights hold no tensors, and other entries do",
+                "the weights contain no tensors, but other entries do",
                 where=self.name,
                 hint="name the entry with --key",
             )
@@ -171,7 +172,7 @@ class Checkpoint:
     def with_root(
         self, root: Node, *, notes: Iterable[str] = (), warnings: Iterable[str] = ()
     ) -> Checkpoint:
-        """Return this checkpoint with another tree, and notes and warnings about the change."""
+        """Return this checkpoint with the tree `root`, and with more notes and warnings."""
         return replace(
             self,
             root=root,
@@ -181,15 +182,15 @@ class Checkpoint:
 
     @property
     def chosen(self) -> tuple[str, ...]:
-        """Return the options of a command that takes the same weights."""
+        """The options with which a command selects the same weights."""
         return (*(() if self.key is None else ("--key", self.key)), *self.words)
 
     def with_key(self, key: str | None) -> Checkpoint:
-        """Return this checkpoint with the weights taken from the entry `key`."""
+        """Return this checkpoint with the entry `key` as its weights."""
         return replace(self, key=key)
 
     def __getitem__(self, key: Any) -> Any:
-        """Return an entry: one of `keys`, or the dotted path of a value inside of these.
+        """Return an entry, by one of `keys` or by the dotted path of a nested value.
 
         Raises UnknownNameError (a KeyError).
         """
@@ -200,7 +201,7 @@ class Checkpoint:
                 if each == key and type(each) is type(key):
                     return _plain_entry(value)
         except RecursionError:
-            pass  # a key that nests too deep to be compared
+            pass  # CPython compares nested keys recursively
         if not isinstance(key, str):
             raise UnknownNameError(f"there is no entry {key!r}", where=self.name)
         try:
@@ -217,7 +218,7 @@ class Checkpoint:
             return False
 
     def __contains__(self, key: object) -> bool:
-        """Return whether `ck[key]` is there."""
+        """Return whether `ck[key]` exists."""
         try:
             self[key]
         except UnknownNameError:
@@ -229,11 +230,11 @@ class Checkpoint:
         return iter(self.keys())
 
     def __len__(self) -> int:
-        """Return how many entries are at the root."""
+        """Return the number of entries at the root."""
         return len(self.keys())
 
     def __bool__(self) -> bool:
-        """Return True, also without entries: a checkpoint is there."""
+        """Return True, even without entries."""
         return True
 
     def keys(self) -> list[Any]:
@@ -245,35 +246,36 @@ class Checkpoint:
         return [(key, _plain_entry(value)) for key, value in children(self.root)]
 
     def get(self, key: Any, default: Any = None) -> Any:
-        """Return `ck[key]`, or `default` where it is not there."""
+        """Return `ck[key]`, or `default` if it does not exist."""
         try:
             return self[key]
         except UnknownNameError:
             return default
 
     def with_value(self, path: str, value: object) -> Checkpoint:
-        """Return this checkpoint with another value at the dotted `path`, or a new entry there.
+        """Return this checkpoint with `value` at the dotted `path`, replaced or added.
 
-        `value` is anything that `ckptkit.save` takes: plain values, torch tensors, numpy arrays,
+        `value` is anything that `ckptkit.save` accepts: plain values, torch tensors, numpy arrays,
         tensors of checkpoints, and containers of these.
         """
-        made: Checkpoint = above.call("set", self, path, value)
+        made: Checkpoint = hooks.call("set", self, path, value)
         return made
 
     def without(self, path: str) -> Checkpoint:
         """Return this checkpoint without the entry at the dotted `path`."""
-        made: Checkpoint = above.call("drop", self, arguments.text("path", path))
+        made: Checkpoint = hooks.call("drop", self, arguments.text("path", path))
         return made
 
     def map(self, function: Callable[..., Any], keys: str | Iterable[str] = "*") -> Checkpoint:
         """Return this checkpoint with `function` applied to the weights that match a glob.
 
-        `function` takes a torch tensor on the CPU and returns one (or a numpy array), and gives the
-        same result for the same tensor each time: it is called on a tensor of the meta device for
-        the shape (or on the weight, where it cannot do with that), and on each weight when this is
-        written. One weight at a time is in memory.
+        `function` receives a torch tensor on the CPU and returns a tensor or a numpy array. It must
+        return equal results for equal tensors, because it is called twice for each weight. The
+        first call finds the shape of the result: it receives a meta tensor, or the weight if
+        `function` fails on meta tensors. The second call happens when the checkpoint is written.
+        Only one weight at a time is in memory.
         """
-        made: Checkpoint = above.call("map", self, function, keys)
+        made: Checkpoint = hooks.call("map", self, function, keys)
         return made
 
     def __enter__(self) -> Checkpoint:
@@ -283,20 +285,20 @@ class Checkpoint:
         self.close()
 
     def __repr__(self) -> str:
-        """Return one line for the prompt, without any address.
+        """Return one line without memory addresses.
 
-        Reads headers only, and never fails.
+        Reads headers only and never raises.
         """
         return f"<Checkpoint {self.heading}>"
 
     def _repr_html_(self) -> str:
-        """Return what a notebook shows: the weights and the other entries."""
-        html: str = above.call("html", self)
+        """Return HTML for notebooks: the weights and the other entries."""
+        html: str = hooks.call("html", self)
         return html
 
     @property
     def heading(self) -> str:
-        """One line: name, format, number of tensors, parameters and bytes. Never raises."""
+        """One line: name, format, number of tensors and parameters, bytes. Never raises."""
         where = escape(": ".join(filter(None, (self.name, self.format))) or "made here")
         try:
             weights = self.selection
@@ -314,21 +316,21 @@ class Checkpoint:
         return f"{where}: {count}, {parameters:,} parameters, {size(nbytes)}{place}"
 
     def close(self) -> None:
-        """Close the files that tensors are read from."""
+        """Close the source. Tensors that were not read yet can no longer be read."""
         if self.source is not None:
             self.source.close()
 
 
 Source: TypeAlias = (
     str | os.PathLike[str] | bytes | BinaryIO | Mapping[Any, Any] | Checkpoint
-)  # what every function takes for a checkpoint
+)  # what functions accept as a checkpoint
 
 
 def opened(source: Source) -> Checkpoint:
-    """Return a checkpoint as it is, or open what else stands for one."""
+    """Return the checkpoint of a source, opened if it is not a Checkpoint yet."""
     if isinstance(source, Checkpoint):
         return source
-    made: Checkpoint = above.call("open", source)
+    made: Checkpoint = hooks.call("open", source)
     return made
 
 
@@ -338,13 +340,13 @@ P = ParamSpec("P")
 def edit(
     function: Callable[Concatenate[Checkpoint, P], Checkpoint],
 ) -> Callable[Concatenate[Source, P], Checkpoint]:
-    """Make a function from Checkpoint to Checkpoint take any Source, and check its arguments."""
+    """Wrap an edit: the returned function accepts any Source and checks its arguments."""
     made: Any = arguments.checked(function, {"Checkpoint": lambda _, source: opened(source)})
     return made  # type: ignore[no-any-return]
 
 
 def several(sources: Iterable[Source]) -> list[Checkpoint]:
-    """Open several checkpoints. Raises ArgumentError for one alone."""
+    """Open several checkpoints. Raises ArgumentError for a single one."""
     if isinstance(sources, (str, bytes, os.PathLike, Mapping, Checkpoint)) or not isinstance(
         sources, Iterable
     ):
@@ -353,7 +355,7 @@ def several(sources: Iterable[Source]) -> list[Checkpoint]:
 
 
 def _plain_entry(node: Node) -> Node:
-    """Return the tensor or number that a call in the file makes; any other node as it is."""
+    """Return the tensor or number that an Object evaluates to; return other nodes unchanged."""
     if not isinstance(node, Object):
         return node
     tensor = node.tensor

@@ -1,9 +1,9 @@
 """The table of element types: the only source of their names, sizes and codes.
 
 Sources: torch/_utils and torch/storage (storage classes), safetensors' `Dtype`, numpy, ggml. `bits`
-is per element of `shape` as torch reports it: torch counts a float4_e2m1fn_x2 pair as one element
-of 8 bits, while the elements of a quint4x2 tensor are 4 bits each. The types of ggml store a row in
-blocks of `block` elements, and `bits` is per block.
+is the size of one element of `shape` as torch reports it. Torch counts a float4_e2m1fn_x2 pair as
+one element of 8 bits, but each quint4x2 element as 4 bits. The types of ggml store a row in blocks
+of `block` elements, and `bits` is the size of a block.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from ckptkit.core.text import meant
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DType:
-    """An element type. It equals its name, the torch.dtype and the numpy dtype of that name.
+    """An element type. It equals its name, and the torch or numpy dtype of that name.
 
-    Its hash is that of its name, so sets and dicts find it by its name only: torch and numpy have
-    hashes of their own.
-    ``name`` as torch spells it, without ``torch.``; ``kind`` one of float, int, bool, complex,
-    quantized, bits, blocks (of ggml), or unknown (:func:`unknown`);
-    ``storage`` the typed storage class in module torch, None where torch writes an UntypedStorage;
-    ``safetensors`` the code in a header; ``numpy`` the numpy name, None where numpy has none.
+    Its hash is that of its name. Sets and dicts therefore find it by its name only: torch and numpy
+    dtypes have other hashes.
+    ``name`` is the name in torch, without ``torch.``. ``kind`` is one of float, int, bool, complex,
+    quantized, bits, blocks (of ggml) and unknown (:func:`unknown`).
+    ``storage`` is the typed storage class in module torch, None if torch writes an UntypedStorage.
+    ``safetensors`` is the code in a header. ``numpy`` is the numpy name, None if numpy has none.
     """
 
     name: str
@@ -34,25 +34,25 @@ class DType:
     storage: str | None = None
     safetensors: str | None = None
     numpy: str | None = None
-    packed: int = 1  # elements in a safetensors header per torch element, in the last dimension
-    block: int = 1  # elements that only exist together, in `bits`
+    packed: int = 1  # elements in a safetensors header for each torch element of the last dimension
+    block: int = 1  # elements in a block of `bits`
 
     @property
     def itemsize(self) -> int:
-        """Bytes per element (or block of elements), 1 for types smaller than a byte."""
+        """Bytes per element or block, 1 for types smaller than a byte."""
         return self.bits // 8 or 1
 
     def nbytes(self, elements: int) -> int:
-        """Return the bytes that hold `elements` elements, the last byte or block padded."""
+        """Return the bytes of `elements` elements, rounded up to a whole byte or block."""
         if self.block > 1:
             return -(-elements // self.block) * self.bits // 8
         return (elements * self.bits + 7) // 8
 
     @property
     def component(self) -> int:
-        """Bytes of the unit that byte order applies to: half an element for complex types.
+        """Bytes that a change of byte order reverses: half an element for complex types.
 
-        Blocks have fields of several sizes: whoever reads their numbers swaps these.
+        It is 1 for blocks, whose fields differ in size: code that decodes a block swaps its fields.
         """
         if self.kind == "blocks":
             return 1
@@ -103,7 +103,7 @@ TABLE: tuple[DType, ...] = (
     DType("complex128", 128, "complex", "ComplexDoubleStorage", None, "complex128"),
     DType("complex64", 64, "complex", "ComplexFloatStorage", "C64", "complex64"),
     DType("complex32", 32, "complex"),
-    DType("bcomplex32", 32, "complex"),  # two bfloat16; since torch 2.15
+    DType("bcomplex32", 32, "complex"),  # two bfloat16; torch 2.15 and later
     DType("qint8", 8, "quantized", "QInt8Storage"),
     DType("quint8", 8, "quantized", "QUInt8Storage"),
     DType("qint32", 32, "quantized", "QInt32Storage"),
@@ -114,12 +114,12 @@ TABLE: tuple[DType, ...] = (
     DType("bits1x8", 8, "bits"),
     DType("bits2x4", 8, "bits"),
     DType("bits4x2", 8, "bits"),
-    # Placeholders in torch, which cannot be saved.
+    # Placeholders in torch: torch.save rejects them.
     *(DType(f"int{bits}", 8, "int") for bits in range(1, 8)),
     *(DType(f"uint{bits}", 8, "int") for bits in range(1, 8)),
 )
 
-# F4 with an odd last dimension, which torch, whose elements are pairs, cannot have.
+# F4 with an odd last dimension. It has no torch type, because torch stores pairs.
 FLOAT4 = DType("float4_e2m1fn", 4, "float", None, "F4")
 
 BY_NAME: dict[str, DType] = {row.name: row for row in (*TABLE, FLOAT4)}
@@ -127,8 +127,8 @@ BY_STORAGE: dict[str, DType] = {row.storage: row for row in TABLE if row.storage
 BY_SAFETENSORS: dict[str, DType] = {row.safetensors: row for row in TABLE if row.safetensors}
 BY_NUMPY: dict[str, DType] = {row.numpy: row for row in TABLE if row.numpy}
 
-# The types of tensors in GGUF files by their number (ggml.h). Types that were removed, and numbers
-# that were never given to one, are missing; `formats.gguf` has those that are types of torch.
+# The types of tensors in GGUF files, by their number (ggml.h). Removed types and unused numbers are
+# missing; `formats.gguf` maps the numbers of types that torch has.
 GGML: dict[int, DType] = {
     number: DType(name, 8 * nbytes, "blocks", block=block)
     for number, name, block, nbytes in (
@@ -154,23 +154,23 @@ ALIASES: dict[str, str] = {
     "fp8_e5m2": "float8_e5m2",
 }  # fmt: skip
 
-DTypeLike: TypeAlias = Any  # a name, a DType, or a type of torch, numpy or ml_dtypes
+DTypeLike: TypeAlias = Any  # a name, a DType, or a dtype of torch, numpy or ml_dtypes
 
 UINT8 = BY_NAME["uint8"]
 NOT_IN_TORCH = frozenset({FLOAT4.name, "float6_e2m3", "float6_e3m2"})
-UNKNOWN = "unknown dtype"  # the layout of a tensor of unknown element size
+UNKNOWN = "unknown dtype"  # the `layout` of a tensor whose element size is unknown
 
 
 def unknown(name: str) -> DType:
-    """Return a type that this version of ckptkit does not know, such as one of a later torch."""
+    """Return a placeholder for an unsupported type, such as one of a later torch."""
     return DType(name, 8, "unknown")
 
 
 def parse(given: DTypeLike) -> DType:
-    """Return the type that is meant: ``float32``, ``fp16``, ``torch.float32``, ``np.float32``...
+    """Return the type for ``float32``, ``fp16``, ``torch.float32``, ``np.float32`` and so on.
 
-    A name or an object of torch, numpy or ml_dtypes. Raises FormatError for an unknown name,
-    ArgumentError for what is neither.
+    Raises FormatError for an unknown name, ArgumentError for an object that is neither a name nor a
+    dtype of torch, numpy or ml_dtypes.
     """
     name = _name(given)
     plain = name.strip().lower().removeprefix("torch.")
@@ -185,7 +185,7 @@ def parse(given: DTypeLike) -> DType:
 
 
 def _name(given: object) -> str:
-    """Return the name of a type, given as a name, a torch.dtype, a numpy.dtype or its class."""
+    """Return the name of a type from a name, a torch.dtype, a numpy.dtype or a numpy class."""
     if isinstance(given, (str, DType)):
         return str(given)
     origin = (given if isinstance(given, type) else type(given)).__module__.partition(".")[0]

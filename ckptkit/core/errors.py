@@ -1,10 +1,11 @@
 """Errors: one class for each kind of failure that a caller may want to handle differently.
 
-Every failure that ckptkit foresees is a :class:`CkptkitError`: a sentence, the file or place it is
-about, a hint (what to type next) and the exit code of the command line. Any other exception that
-escapes is a bug. Many are also the builtin error that Python code catches for such a failure.
+Every failure that ckptkit foresees is a :class:`CkptkitError`. It consists of a sentence, the file
+or place, a hint (what to type next) and the exit code of the command line. Any other exception that
+reaches the user is a bug. Many classes also derive from the builtin error that Python code catches
+for such a failure.
 
-A warning that other code asks about is a :class:`Notice`, a text with a code and facts.
+A warning with a stable code is a :class:`Notice`: a string with that code and facts.
 """
 
 from __future__ import annotations
@@ -13,20 +14,20 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
-NEWER_TORCH = "newer-torch"  # UnsupportedError: of a format that only a newer torch reads
+NEWER_TORCH = "newer-torch"  # code of an UnsupportedError: only a newer torch reads the format
 
 
 class CkptkitError(Exception):
     """Base of every error that ckptkit raises on purpose.
 
-    ``where`` is the file, ``hint`` the advice; both may be filled in on the way up. In a hint,
-    ``{where}`` is the file, and ``{new}`` a name for a new one beside it. ``code`` says which
-    failure it is, for code that must tell: it is that of the class unless one is given.
+    ``where`` is the file and ``hint`` the advice. Callers may fill in both on the way up. In a
+    hint, ``{where}`` becomes the file and ``{new}`` a name for a new file beside it. ``code``
+    identifies the failure for other code; its default is that of the class.
     """
 
     exit_code = 3
     code = "failed"
-    part: str | None = None  # the part of a request that it is about, which begins its message
+    part: str | None = None  # the part of a request that failed; it begins the printed message
 
     def __init__(
         self,
@@ -45,7 +46,7 @@ class CkptkitError(Exception):
 
     @property
     def where(self) -> str | None:
-        """The file or place that it is about."""
+        """The file or place of the failure."""
         return self._where
 
     @where.setter
@@ -55,7 +56,7 @@ class CkptkitError(Exception):
 
     @property
     def hint(self) -> str | None:
-        """The advice. It is also the first note of the exception, which Python prints."""
+        """The advice. Python prints it too, as the first note of the exception."""
         return self._hint and _filled(self._hint, self._where)
 
     @hint.setter
@@ -79,33 +80,33 @@ class CkptkitError(Exception):
 
 
 def _filled(hint: str, where: str | None) -> str:
-    """Return the hint with the names of its files; where they are not known, name its commands."""
+    """Return the hint with file names filled in; without a file, only the names of its commands."""
     if "{where}" not in hint:
         return hint
     if not where:
         return hint.replace(" {where}", "").replace(" {new}", "").replace("`ckptkit ", "`")
     from ckptkit.core.text import output_name, shell_word
 
-    where = f"./{where}" if where.startswith("-") else where  # else it is an option
+    where = f"./{where}" if where.startswith("-") else where  # "-x" would be an option
     new = shell_word(output_name(where, "new"))
     return hint.replace("{where}", shell_word(where)).replace("{new}", new)
 
 
 class UsageError(CkptkitError, ValueError):
-    """The request is invalid as typed: a bad option, DST is SRC, an unknown key or suffix."""
+    """The request is invalid: a bad option, DST equal to SRC, an unknown key or suffix."""
 
     code = "usage"
     exit_code = 2
 
 
 class ArgumentError(UsageError, TypeError):
-    """An argument of a function is of the wrong type."""
+    """An argument of a function has the wrong type."""
 
     code = "argument"
 
 
 class NothingToDoError(CkptkitError):
-    """A command would change nothing, and has nothing else to do."""
+    """A command would be a no-op."""
 
     code = "nothing-to-do"
     exit_code = 1
@@ -118,7 +119,7 @@ class UnknownNameError(UsageError, KeyError):
 
 
 class PositionError(UsageError, IndexError):
-    """An index is outside of a tensor."""
+    """An index is out of the range of a tensor."""
 
     code = "position"
 
@@ -136,13 +137,13 @@ class OutputExistsError(UsageError, FileExistsError):
 
 
 class InputError(CkptkitError):
-    """The input is refused."""
+    """ckptkit cannot read the input."""
 
     code = "input"
 
 
 class PathError(InputError):
-    """No regular file at the path, or a name that leads out of its folder."""
+    """The path is no regular file, or leads out of its folder."""
 
     code = "path"
 
@@ -154,31 +155,31 @@ class MissingFileError(PathError, FileNotFoundError):
 
 
 class FormatError(InputError, ValueError):
-    """Malformed: the bytes break a rule of their format, or are in no format that ckptkit knows."""
+    """The bytes are malformed, or in no format that ckptkit supports."""
 
     code = "format"
 
 
 class TruncatedError(FormatError):
-    """The bytes end before the format says that they do."""
+    """The bytes end earlier than the format states."""
 
     code = "truncated"
 
 
 class CorruptError(FormatError):
-    """A checksum, a length or a count contradicts the bytes."""
+    """A checksum, a length or a count does not match the bytes."""
 
     code = "corrupt"
 
 
 class AmbiguousError(InputError, ValueError):
-    """Two readers could understand the input differently, or more than one part could be meant."""
+    """Readers could interpret the input in two ways, or the request matches several entries."""
 
     code = "ambiguous"
 
 
 class SeveralError(AmbiguousError):
-    """A folder holds several checkpoints, in `files`."""
+    """A folder contains several checkpoints, listed in `files`."""
 
     code = "several-checkpoints"
     files: tuple[str, ...] = ()
@@ -191,31 +192,31 @@ class CollisionError(AmbiguousError):
 
 
 class UnsafeGlobalError(InputError):
-    """The output would contain a call to a global that is not in the allowlist."""
+    """The output would call a global that is not allowlisted."""
 
     code = "unsafe-global"
 
 
 class UnsupportedError(InputError):
-    """The input is recognized, and deliberately not handled."""
+    """ckptkit recognizes the input, but does not support it."""
 
     code = "unsupported"
 
 
 class LimitError(InputError):
-    """A limit of :mod:`ckptkit.core.limits` is exceeded."""
+    """The input exceeds a limit of :mod:`ckptkit.core.limits`."""
 
     code = "limit"
 
 
 class TensorError(InputError, ValueError):
-    """A tensor's geometry does not fit its storage, or the operation is undefined for its dtype."""
+    """A tensor does not fit its storage, or the operation is undefined for its dtype."""
 
     code = "tensor"
 
 
 class DeviceError(InputError, RuntimeError):
-    """The device is not on this machine."""
+    """This machine does not have the device."""
 
     code = "device"
 
@@ -227,7 +228,7 @@ class ModelError(InputError, RuntimeError):
 
 
 class OutputError(CkptkitError):
-    """The output could not be written; the destination is as it was."""
+    """The output could not be written; the destination is unchanged."""
 
     code = "output"
     exit_code = 4
@@ -247,7 +248,7 @@ class VerifyError(OutputError):
 
 
 def address_space() -> int | None:
-    """Return the bytes of memory that ``ulimit -v`` allows, None if there is no such limit."""
+    """Return the limit in bytes that ``ulimit -v`` sets for memory, None if there is none."""
     try:
         import resource
     except ImportError:  # Windows
@@ -264,24 +265,24 @@ def _is_nowhere() -> bool:
     return False
 
 
-_PROJECTS = {"yaml": "pyyaml"}  # projects whose name differs from that of their package
+_PROJECTS = {"yaml": "pyyaml"}  # packages whose project on PyPI has another name
 
 
-# What the loader of libraries and Python say where memory is missing.
+# Parts of the messages of Python and the dynamic loader when memory runs out.
 _NO_MEMORY = ("failed to map segment", "cannot allocate memory", "can't start new thread")
 
 
 def foreseen(error: BaseException) -> BaseException:
-    """Convert an error of the environment to a CkptkitError; return others as they are.
+    """Convert an error of the environment to a CkptkitError; return other errors unchanged.
 
-    These are missing memory, missing packages (only some requests need them), and a working
-    directory that was removed.
+    Errors of the environment are missing memory, missing optional packages, and a working directory
+    that was removed.
     """
     text = str(error) if isinstance(error, (ImportError, RuntimeError)) else ""
     if isinstance(error, MemoryError) or any(each in text for each in _NO_MEMORY):
         limit = address_space()
         hint = limit and f"`ulimit -v` limits this process to {limit >> 20:,} MiB"
-        return InputError("needs more memory than there is", hint=hint or None)
+        return InputError("needs more memory than this process can get", hint=hint or None)
     if isinstance(error, FileNotFoundError) and error.filename is None and _is_nowhere():
         hint = "cd into a folder that exists"
         return MissingFileError("the working directory was removed", hint=hint)
@@ -296,21 +297,21 @@ def foreseen(error: BaseException) -> BaseException:
 # Warnings
 
 
-# Codes: stable, one for each kind of warning that other code asks about.
-ADAPTER = "adapter"  # a note: what was merged of one
-DELTA = "delta"  # the frames of a delta, and no weights
-LLAMA_CPP = "llama-cpp"  # what llama.cpp refuses in a GGUF file, and ckptkit reads
-NO_CHECKSUM = "no-checksum"  # storages without one: damage to them cannot be seen
-NO_VERSION = "no-version"  # an archive without a version record, which torch refuses
-RUNS_CODE = "runs-code"  # a value whose loading would call what it should not
-WRONG_TOTAL = "wrong-total"  # the index of shards contradicts the bytes of their tensors
+# Stable codes of warnings that other code looks for.
+ADAPTER = "adapter"  # a note: which adapter was merged
+DELTA = "delta"  # the file contains frames of a delta and no weights
+LLAMA_CPP = "llama-cpp"  # ckptkit reads this GGUF file, but llama.cpp rejects it
+NO_CHECKSUM = "no-checksum"  # some storages have none, so damage to them is invisible
+NO_VERSION = "no-version"  # an archive without a version record, which torch rejects
+RUNS_CODE = "runs-code"  # a value whose loading would call a function that is not allowlisted
+WRONG_TOTAL = "wrong-total"  # the total size in an index of shards does not match the tensors
 
 
 class Notice(str):
     """A warning with a stable `code` and its `facts`.
 
-    It is a text like any other: printed, compared, hashed and written as JSON as such. Pickling
-    and copying keep the code and the facts.
+    It prints, compares, hashes and serializes as the string. Pickling and copying keep the code
+    and the facts.
     """
 
     code: str
@@ -331,7 +332,7 @@ def _made(code: str, text: str, facts: dict[str, Any]) -> Notice:
 
 
 def within(place: str, warning: str) -> str:
-    """Return `warning` with the place that it is about before it; a Notice keeps its code."""
+    """Return `warning` with "`place`: " in front. A Notice keeps its code and facts."""
     text = f"{place}: {warning}"
     return Notice(warning.code, text, **warning.facts) if isinstance(warning, Notice) else text
 

@@ -1,4 +1,4 @@
-"""Options: how to read, what to write and how, in one record that is made once at the edge."""
+"""Options of reading and writing, in one record that is made once and passed down."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _WORDS = {
     "objects": ("keep", "drop", "error"),
     "ties": ("alias", "duplicate"),
 }
-_COUNTS = {"shard_size": 1 << 62, "ranks": 1 << 16}  # the most of each
-# What decides the bytes of an output, besides the checkpoint and the format.
+_COUNTS = {"shard_size": 1 << 62, "ranks": 1 << 16}  # the highest value of each
+# The options that change the bytes of an output for a given checkpoint and format.
 LAYOUT = ("objects", "ties", "everything", "shard_size", "ranks", "extras", "sidecars", "check")
 
 
@@ -27,30 +27,30 @@ LAYOUT = ("objects", "ties", "everything", "shard_size", "ranks", "extras", "sid
 class Options:
     """The options of `open`, `save` and `convert`; each has a default.
 
-    Reading. ``key``: the entry to take as the weights. ``part_only``: take a file of one rank as it
-    is. ``parts``: a file that describes how the parts in a folder were split. ``copies``: compare
-    the copies of a tensor as far as checksums tell (``compare``), read and compare them
-    (``check``), or take the first where they differ (``first``).
+    Reading. ``key``: the entry of the weights. ``part_only``: accept a single rank's file.
+    ``parts``: a file that describes how the tensors of a folder are sharded. ``copies``: how to
+    treat replicated tensors: compare their checksums (``compare``), read and compare them
+    (``check``), or use the first copy even if copies differ (``first``).
 
-    Output. ``format``: its name; None: that of the suffix. ``keep_format``: a destination without a
-    suffix, or with that of the source, gets the format of the source, and a file is changed in
-    place by the few bytes that differ, if they are few. ``in_place``: write the source itself.
-    ``objects``: ``keep``, ``drop`` or ``error`` for Python objects that are not tensors or plain
-    values. ``ties``: ``alias`` (store once and note) or ``duplicate`` for tensors with equal bytes
-    in a format without views. ``everything``: write the whole tree, not only what the format is
-    made for. ``shard_size``: the most bytes in a file of a sharded format, a single larger tensor
-    aside, as a number or as "5GB"; None: the default. ``ranks``: the number of parts of a
-    model-parallel format. ``extras``: keep in safetensors' metadata what their header cannot
-    express. ``sidecars``: copy configuration and tokenizer files from folder to folder. ``strict``:
-    raise UsageError for a step that changes nothing.
+    Output. ``format``: its name; None: from the suffix. ``keep_format``: a destination without a
+    suffix, or with that of the source, gets the format of the source; a file that differs in a few
+    bytes is edited in place. ``in_place``: overwrite the source. ``objects``: ``keep``, ``drop`` or
+    ``error`` for Python objects other than tensors and plain values. ``ties``: how to store tensors
+    that share memory in a format without views: once, with a note (``alias``), or one copy each
+    (``duplicate``). ``everything``: write the whole tree, not only the weights. ``shard_size``: the
+    maximum size of a shard, in bytes or as "5GB"; a larger tensor gets a shard of its own; None:
+    the default of the format. ``ranks``: the number of parts of a model-parallel format.
+    ``extras``: keep values that a safetensors header cannot express in its metadata. ``sidecars``:
+    copy configuration and tokenizer files from folder to folder. ``strict``: raise UsageError for a
+    no-op step.
 
-    Writing. ``force``: replace an existing destination. ``dry_run``: plan, and write nothing.
-    ``check``: compare tensors with the checksums in their file, and raise CorruptError for a
-    damaged one. ``verify``: read the output back and compare it before it appears. ``durable``:
-    flush it to the disk. ``allow_expand``: write an output that is many times larger than its
-    source. ``executor``: where the work is done; its workers must see the same files. ``fork``:
-    processes may be forked for what is computed. ``progress``: called with the bytes written since
-    the last call, and the total.
+    Writing. ``force``: replace an existing destination. ``dry_run``: make the plan and write
+    nothing. ``check``: compare tensors with the checksums in their file; raise CorruptError for a
+    damaged one. ``verify``: read the output back and compare it before it gets its final name.
+    ``durable``: flush the output to disk. ``allow_expand``: allow an output many times larger than
+    its source. ``executor``: runs the tasks; its workers must have access to the same files.
+    ``fork``: allow forked processes for computed bytes. ``progress``: a function that receives the
+    bytes written since its last call, and the total.
     """
 
     key: str | None = None
@@ -92,7 +92,7 @@ class Options:
             value = getattr(self, name)
             is_whole = isinstance(value, int) and not isinstance(value, bool)
             if value is not None and not (is_whole and 1 <= value <= most):
-                raise arguments.wrong(name, f"a whole number from 1 to {most:,}", value)
+                raise arguments.wrong(name, f"an integer from 1 to {most:,}", value)
         for name in ("key", "parts", "format"):
             if not isinstance(getattr(self, name), (str, type(None))):
                 raise arguments.wrong(name, "a string", getattr(self, name))
@@ -102,7 +102,7 @@ class Options:
             raise arguments.wrong("progress", "a function", self.progress)
 
     def changed(self, changes: dict[str, Any]) -> Options:
-        """Return these options with others in `changes`. Raises ArgumentError for unknown ones."""
+        """Return these options with `changes`. Raises ArgumentError for an unknown name."""
         for name in changes:
             if name not in _NAMES:
                 other = _OPTIONS_OF_COMMANDS.get(name)
@@ -112,18 +112,18 @@ class Options:
 
     @property
     def words(self) -> tuple[str, ...]:
-        """The options of a command that reads the same folder alike."""
+        """The options with which a command reads the same folder in the same way."""
         parts = () if self.parts is None else ("--parts", self.parts)
         return (*parts, *(("--copies", "first") if self.copies == "first" else ()))
 
 
-# Options of commands that are no argument of this name.
+# Command-line options without an argument of the same name: what to use in Python.
 _OPTIONS_OF_COMMANDS = {
-    "all": "it is everything=True",
+    "all": "use everything=True",
     "cast": "ckptkit.convert(source, destination, lambda ck: ckptkit.cast(ck, 'float16'))",
-    "no_check": "it is check=False",
-    "no_extras": "it is extras=False",
-    "no_sidecars": "it is sidecars=False",
+    "no_check": "use check=False",
+    "no_extras": "use extras=False",
+    "no_sidecars": "use sidecars=False",
 }
 _NAMES = tuple(field.name for field in fields(Options))
 _FLAGS = tuple(field.name for field in fields(Options) if isinstance(field.default, bool))
@@ -131,10 +131,10 @@ DEFAULT = Options()
 
 
 def made(options: Options | None, changes: dict[str, Any]) -> Options:
-    """Return the options that a caller gave, with the changes that were named beside them."""
+    """Return `options`, or the defaults, with the changes of keyword arguments."""
     if not isinstance(options, (Options, type(None))):
-        error = arguments.wrong("options", "of class Options", options)
+        error = arguments.wrong("options", "ckptkit.Options", options)
         if isinstance(options, str):
-            error.hint = f"key={options!r} names the entry of the weights"
+            error.hint = f"key={options!r} selects the entry of the weights"
         raise error
     return (options or DEFAULT).changed(changes)

@@ -1,14 +1,14 @@
-"""Plan: what will be written where; pure, picklable values, complete before the first byte moves.
+"""Plan: which bytes go where. It is a picklable value, complete before any byte is copied.
 
-A plan is a few output files, each a row of segments. A segment is one of
+A plan is one or more output files, each a sequence of segments. A segment is one of
 
-- ``bytes``: literal;
-- ``Range``: bytes of a source, copied as they are;
+- ``bytes``: written as they are;
+- ``Range``: bytes of a source, copied;
 - ``Derived``: bytes that are computed;
-- ``Summed``: a ``Range`` or ``Derived`` whose CRC-32 another segment needs;
-- ``Deferred``: a literal with holes that are filled with those CRC-32s.
+- ``Checksummed``: a ``Range`` or ``Derived`` whose CRC-32 a placeholder needs;
+- ``ChecksumPlaceholder``: bytes with holes that those CRC-32s fill.
 
-A patch edits a file in place instead.
+A patch, in contrast, edits an existing file in place.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from ckptkit.core.bytesource import ByteSource, Derived, Extent, LocalFile, Rang
 from ckptkit.core.text import plural
 
 
-class Summed(NamedTuple):
-    """`extent`, counted into checksum `number`.
+class Checksummed(NamedTuple):
+    """`extent`, whose bytes are part of checksum `number`.
 
-    Extents with one number follow each other in the file.
+    Extents of one checksum follow each other in the file.
     """
 
     extent: Extent
     number: int
 
 
-class Deferred(NamedTuple):
-    """`template` with holes for CRC-32 checksums.
+class ChecksumPlaceholder(NamedTuple):
+    """`template` with holes for CRC-32s.
 
-    For each hole (position, number), the CRC-32 of checksum `number` is put at `position` (4 bytes,
-    little-endian).
+    For each hole (position, number), checksum `number` is written at `position` of the template
+    (4 bytes, little-endian).
     """
 
     template: bytes
@@ -49,27 +49,26 @@ class Deferred(NamedTuple):
         return bytes(data)
 
 
-Segment = bytes | Range | Derived | Summed | Deferred
+Segment = bytes | Range | Derived | Checksummed | ChecksumPlaceholder
 
 
 def length(segment: Segment) -> int:
-    """Return the number of bytes that the segment writes."""
+    """Return the number of bytes of the segment in the output."""
     if isinstance(segment, bytes):
         return len(segment)
     if isinstance(segment, (Range, Derived)):
         return segment.length
-    if isinstance(segment, Summed):
+    if isinstance(segment, Checksummed):
         return segment.extent.length
     return len(segment.template)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class OutputFile:
-    """One file and its segments in order: its name inside a folder, with slashes where that has
-    folders of its own, "" if the plan is that file alone.
+    """One output file and its segments in order.
 
-    With `keeps_sums`, the ranges that are segments keep the checksum that they have in their
-    source.
+    `name` is its path inside the output folder, with slashes, or "" if the plan is a single file.
+    With `keeps_sums`, segments that are ranges keep the checksum of their source.
     """
 
     name: str
@@ -88,8 +87,8 @@ class OutputFile:
 class Plan:
     """Everything that one command writes.
 
-    `notes` are what the format could not keep, for the report; `tensors` is how many tensors are
-    written where these are others than the weights, None where they are the weights.
+    `notes` tell the user what the format could not keep. `tensors` is the number of tensors
+    written, None if these are the weights.
     """
 
     files: tuple[OutputFile, ...]
@@ -107,12 +106,12 @@ class Plan:
 
     @property
     def folders(self) -> list[str]:
-        """The names of the folders inside the output, outer ones first."""
+        """Paths of the folders inside the output, outer ones first."""
         parts = [file.name.split("/") for file in self.files]
         return sorted({"/".join(each[:n]) for each in parts for n in range(1, len(each))})
 
     def sources(self) -> list[ByteSource]:
-        """Return every source that bytes come from, once."""
+        """Return every source that the plan reads, without repeats."""
         every = chain.from_iterable(sources(file.segments) for file in self.files)
         return list({id(source): source for source in every}.values())
 
@@ -120,7 +119,7 @@ class Plan:
         return f"<Plan of {plural(len(self.files), 'file')}, {self.size:,} bytes>"
 
     def __str__(self) -> str:
-        """Describe the plan for --dry-run, a line per file."""
+        """Describe the plan for --dry-run, one line per file."""
         lines = []
         for file in self.files:
             data = list(chain.from_iterable(map(runs, extents(file.segments))))
@@ -135,9 +134,10 @@ class Plan:
 
 
 class Edit(NamedTuple):
-    """`data` put at byte `offset` of a file: in a row, or each byte at its own place.
+    """`data` written at byte `offset` of a file, either in a row or scattered.
 
-    ``places`` are u4, little-endian, rising, and count from `offset`; none: in a row.
+    If ``places`` is not empty, each byte of `data` goes to its own place. Places are u4,
+    little-endian, rising, relative to `offset`.
     """
 
     offset: int
@@ -152,11 +152,11 @@ class Edit(NamedTuple):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Patch:
-    """An edit of `base` in place: other bytes in a few places, and the size `size`.
+    """An edit of `base` in place: new bytes in a few places, and a new size.
 
-    Written in this order, so that no reader accepts a half-written file: ``breaks`` makes the file
-    invalid, ``edits`` (rising, disjoint from each other and from the seal) change it, ``seal``
-    makes it valid again. Without a seal nothing changes.
+    The writes happen in an order in which no reader accepts a half-written file. First ``breaks``
+    makes the file invalid. Then ``edits`` change it (rising; disjoint from each other and the
+    seal). Last, ``seal`` makes it valid again. Without a seal the patch is a no-op.
     """
 
     base: LocalFile
@@ -168,14 +168,14 @@ class Patch:
 
     @property
     def written(self) -> int:
-        """Bytes that are written."""
+        """Number of bytes written."""
         return sum(len(edit.data) for edit in (*self.edits, self.seal) if edit is not None)
 
     def __repr__(self) -> str:
         return f"<Patch {self}>"
 
     def __str__(self) -> str:
-        """Describe the patch for --dry-run, in a line."""
+        """Describe the patch for --dry-run, in one line."""
         places = len(self.edits) + (self.seal is not None)
         return (
             f"in place: {self.written:,} of {self.size:,} bytes in {places:,} places, "
@@ -188,12 +188,12 @@ def extents(segments: Iterable[Segment]) -> Iterator[Extent]:
     for segment in segments:
         if isinstance(segment, (Range, Derived)):
             yield segment
-        elif isinstance(segment, Summed):
+        elif isinstance(segment, Checksummed):
             yield segment.extent
 
 
 def sources(segments: Iterable[Segment]) -> Iterator[ByteSource]:
-    """Yield the sources that segments read, each as often as they do."""
+    """Yield the source of each read of the segments, with repeats."""
     for extent in extents(segments):
         if isinstance(extent, Range):
             yield extent.source

@@ -1,10 +1,10 @@
-"""Storage and Tensor: descriptions of byte ranges, checked once, here, when they are made.
+"""Storage and Tensor: descriptions of byte ranges, validated when they are made.
 
-A storage is a run of bytes with a device tag. A tensor is a strided view of one. Two tensors share
-memory exactly if they hold the same Storage object. Nothing here touches a byte of the data.
+A storage is a run of bytes with a device tag. A tensor is a strided view of a storage. Two tensors
+share memory if and only if they hold the same Storage object. This module reads no data.
 
-All three classes are immutable. The type checker enforces it, not Python: a frozen dataclass takes
-three times as long to make, and there may be a hundred thousand of each.
+All three classes are immutable, which only the type checker enforces: a frozen dataclass takes
+three times as long to make, and a file may have a hundred thousand of each.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any, Final
 
-from ckptkit.core import above
+from ckptkit.core import hooks
 from ckptkit.core.bytesource import Record
 from ckptkit.core.dtypes import DType
 from ckptkit.core.errors import ArgumentError, TensorError
@@ -30,7 +30,7 @@ Shape = tuple[int, ...]
 
 
 class Count(int):
-    """A number that may be called."""
+    """An integer that returns itself when called: ``t.numel`` and ``t.numel()`` are equal."""
 
     __slots__ = ()
 
@@ -40,7 +40,7 @@ class Count(int):
 
 @dataclass(slots=True, eq=False, repr=False)
 class Storage:
-    """`record.length` bytes, the device that they were saved from, and their CRC-32 where known."""
+    """`record.length` bytes, the device they were saved from, and their CRC-32 if known."""
 
     record: Final[Record]
     device: Final[str] = "cpu"
@@ -57,11 +57,10 @@ class Storage:
 
 @dataclass(slots=True, eq=False, repr=False)
 class TypedStorage:
-    """A storage seen as elements of one type, or of none (`dtype` None: torch's UntypedStorage).
+    """A storage seen as elements of `dtype`, or as bytes if that is None (UntypedStorage of torch).
 
-    Pickled tensors are built from these; rarely a value of its own in a checkpoint. Files of torch
-    0.1 to 0.3 have views of storages: such a view begins at element `start` and ends before element
-    `stop`.
+    Pickled tensors refer to it; a checkpoint rarely contains one as a value. Torch 0.1 to 0.3
+    stored views of storages: such a view covers the elements `start` to `stop`.
     """
 
     storage: Final[Storage]
@@ -81,15 +80,15 @@ class TypedStorage:
 
 @dataclass(slots=True, eq=False, repr=False)
 class Tensor:
-    """A strided view of a storage: `shape`, `stride` and `offset` (from its start) in elements.
+    """A strided view of a storage. `shape`, `stride` and `offset` are in elements.
 
     ``storage`` is None for a meta tensor. ``kind`` is ``tensor``, ``parameter`` or ``ndarray``.
-    Where ``layout`` is not ``strided`` (``sparse_coo``, ``nested``...), the tensor is made of
-    others: ``storage`` is then that of its values and ``stride`` is empty. ``conj`` and ``neg``
-    mean that the stored bytes are still to be conjugated or negated.
+    A ``layout`` other than ``strided`` (``sparse_coo``, ``nested``...) consists of several tensors:
+    ``storage`` is then that of the values and ``stride`` is empty. If ``conj`` or ``neg`` is set,
+    the stored elements must still be conjugated or negated.
 
-    Elements are read when they are asked for: ``t[0:3, :, 5]`` and ``t.numpy()`` give numpy
-    arrays, ``t.torch()`` a torch tensor.
+    Elements are read on demand: ``t[0:3, :, 5]`` and ``t.numpy()`` return numpy arrays, and
+    ``t.torch()`` returns a torch tensor.
     """
 
     storage: Final[Storage | None]
@@ -108,9 +107,9 @@ class Tensor:
         check_geometry(strided, self.dtype, self.shape, self.stride, self.offset)
 
     def over(self, storage: Storage) -> Tensor:
-        """Return a tensor like this one over another storage of as many bytes.
+        """Return this tensor with another storage of the same length.
 
-        Nothing is checked again: a file may have a hundred thousand of few kinds.
+        It skips the checks, for speed: a file may have a hundred thousand tensors of a few shapes.
         """
         made: Any = object.__new__(Tensor)
         made.storage, made.dtype, made.shape = storage, self.dtype, self.shape
@@ -121,50 +120,50 @@ class Tensor:
     def numpy(self) -> Array:
         """Read the elements into a numpy array.
 
-        bfloat16 and floats of 8 bits have the types of ml_dtypes.
-        Raises TensorError for what numpy has no array of.
+        bfloat16 and 8-bit floats become the types of ml_dtypes.
+        Raises TensorError if numpy cannot represent the tensor.
         """
-        array: Array = above.call("numpy", self)
+        array: Array = hooks.call("numpy", self)
         return array
 
     def torch(self, device: object = None) -> torch.Tensor:
         """Read the elements into a torch tensor on `device` (default: the CPU)."""
-        tensor: torch.Tensor = above.call("torch", self, device)
+        tensor: torch.Tensor = hooks.call("torch", self, device)
         return tensor
 
     def __getitem__(self, index: object) -> Array:
-        """Read some elements, as numpy slices: integers, slices, ``...`` and None.
+        """Read some elements by a numpy index: integers, slices, ``...`` and None.
 
-        Only these bytes are read, with gaps below 64 KiB between them.
+        Only the bytes of these elements are read, and gaps below 64 KiB between them.
         """
-        found: Array = above.call("elements", self, index)
+        found: Array = hooks.call("elements", self, index)
         return found
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
         if copy is False:
             raise TensorError(
-                "numpy needs a copy: elements of a checkpoint are read when they are asked for",
-                hint="leave out copy=False",
+                "cannot make an array without a copy: the elements are in a file",
+                hint="omit copy=False",
             )
         array = self.numpy()
         return array if dtype is None else array.astype(dtype, copy=False)
 
     def __dlpack__(self, **how: Any) -> Any:
-        """Read the elements for ``torch.tensor(t)``, ``torch.from_dlpack(t)`` and others."""
+        """Read the elements for ``torch.tensor(t)``, ``torch.from_dlpack(t)`` and similar calls."""
         return self.torch().__dlpack__(**how)
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        """Return the code of the CPU, where the elements are read."""
+        """Return the DLPack device of the elements: the CPU."""
         return 1, 0
 
     def __len__(self) -> int:
         """Return the size of the first dimension."""
         if not self.shape:
-            raise ArgumentError("a tensor without dimensions has no length")
+            raise ArgumentError("a tensor with 0 dimensions has no length")
         return self.shape[0]
 
     def __bool__(self) -> bool:
-        """Return True, whatever the elements: these are not read."""
+        """Return True, without reading the elements."""
         return True
 
     def __repr__(self) -> str:
@@ -184,22 +183,19 @@ class Tensor:
 
     @property
     def numel(self) -> Count:
-        """The number of elements; ``t.numel()``, as torch has it, is the same."""
+        """Number of elements, as an attribute or, as in torch, a method: ``t.numel()``."""
         return Count(prod(self.shape))
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the elements, contiguous: the size in a file without views.
-
-        For layouts other than ``strided``, the bytes of the values.
-        """
+        """Bytes of the elements when contiguous; for other layouts, the bytes of the values."""
         if self.layout != "strided":
             return self.storage.nbytes if self.storage is not None else 0
         return self.dtype.nbytes(prod(self.shape))
 
     @property
     def is_contiguous(self) -> bool:
-        """True if the elements are in row-major order without gaps; sizes of 1 are ignored."""
+        """True if elements are in row-major order without gaps; dimensions of 1 are ignored."""
         if self.layout != "strided":
             return False
         if 0 in self.shape or self.stride == contiguous_stride(self.shape):
@@ -213,13 +209,13 @@ class Tensor:
 
     @property
     def elements_key(self) -> tuple[object, ...]:
-        """The key that tensors of the same elements of the same storage have in common."""
+        """A key that is equal for tensors with the same elements of the same storage."""
         geometry = self.dtype, self.shape, self.stride, self.offset
         return id(self.storage), *geometry, self.conj, self.neg
 
     @property
     def extent(self) -> tuple[int, int]:
-        """Start and length in bytes of the part of the storage that the elements span."""
+        """Start and length, in bytes, of the part of the storage that the elements cover."""
         if 0 in self.shape:
             return 0, 0
         last = self.offset + sum((n - 1) * s for n, s in zip(self.shape, self.stride, strict=True))
@@ -228,7 +224,7 @@ class Tensor:
 
 
 def contiguous_stride(shape: Shape) -> Shape:
-    """Return row-major strides in elements, as torch gives them (a size of 0 counts as 1)."""
+    """Return row-major strides in elements, as torch computes them (a size of 0 counts as 1)."""
     if len(shape) == 1:
         return (1,)
     stride = []
@@ -242,9 +238,9 @@ def contiguous_stride(shape: Shape) -> Shape:
 def check_geometry(
     storage: Storage | None, dtype: DType, shape: Shape, stride: Shape, offset: int
 ) -> None:
-    """Raise TensorError unless every element is inside the storage.
+    """Raise TensorError unless the storage contains every element.
 
-    Raises LimitError for too many dimensions. Integers are unbounded: nothing overflows.
+    Raises LimitError for too many dimensions. Python integers do not overflow.
     """
     rank = len(shape)
     if rank != len(stride) and (storage is not None or stride):
@@ -254,8 +250,8 @@ def check_geometry(
     if offset.__class__ is not int or offset >> 63:
         raise TensorError("a tensor's storage offset is not a non-negative integer of 64 bits")
     last = offset
-    for n, s in zip(shape, stride or shape):  # noqa: B905 - equally many, and `strict` takes time
-        # A negative number shifted right stays negative: true.
+    for n, s in zip(shape, stride or shape):  # noqa: B905 - same lengths, and `strict` is slower
+        # The shift is nonzero for a negative number and for one of more than 63 bits.
         if n.__class__ is not int or s.__class__ is not int or (n | s) >> 63:
             raise TensorError(
                 "a tensor's sizes and strides are not all non-negative integers of 64 bits"

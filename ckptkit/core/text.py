@@ -1,9 +1,8 @@
 """Text for messages and views: counts, lists of names, sizes, escapes, suggestions, URLs.
 
-Names that differ only in an index are folded into one row, ``layers.{0..31}.attn.weight``: an index
-is a part between dots that is a number. Each folded row represents exactly the rows that its ranges
-spell out: folding goes over one index after the other, last first, and joins only rows that are
-equal in all else.
+Folding joins names that differ only in an index into one row, ``layers.{0..31}.attn.weight``. An
+index is a number between dots. Each folded row lists the exact indices of its names. Indices are
+folded one at a time, the last one first, and only rows that are equal in all other columns join.
 """
 
 from __future__ import annotations
@@ -18,18 +17,18 @@ from functools import lru_cache, partial
 from itertools import chain, islice
 from typing import Any, NamedTuple, TypeVar
 
-# Printable by Python's definition, and yet drawn as nothing: joiners, fillers, variation selectors.
+# Characters that Python calls printable, but that are invisible: joiners, fillers, and others.
 _INVISIBLE = re.compile(
     "[\u034f\u115f\u1160\u17b4\u17b5\u180b-\u180f\u3164\uffa0\ufe00-\ufe0f\U000e0100-\U000e01ef]"
 )
 
 
 def escape(text: str) -> str:
-    """Escape the characters of `text` that move the cursor, hide or reorder others.
+    """Escape the characters of `text` that move the cursor, or hide or reorder other characters.
 
-    These are all that Python calls unprintable (control characters, line breaks, bidirectional
-    marks, zero-width characters, lone surrogates, spaces other than the space), and those that are
-    printable but invisible.
+    These are the characters that Python calls unprintable (control characters, line breaks,
+    bidirectional marks, zero-width characters, lone surrogates, special spaces), and printable ones
+    that are invisible.
     """
     if text.isprintable() and (text.isascii() or not _INVISIBLE.search(text)):
         return text
@@ -52,7 +51,7 @@ def _escaped(char: str) -> str:
 
 
 def argument(path: str) -> tuple[str, ...]:
-    """A path as arguments: after ``--`` if it looks like an option."""
+    """Return a path as arguments, preceded by ``--`` if it starts with a dash."""
     return ("--", path) if path.startswith("-") else (path,)
 
 
@@ -60,18 +59,18 @@ _typed: list[bool] = []  # not empty while a command of the command line runs
 
 
 def typed(option: str, argument: str) -> str:
-    """Return how the caller asks for something: as an `option`, or as an `argument` in Python."""
+    """Return `option` on the command line, or `argument` in Python."""
     return option if _typed else argument
 
 
 def typed_value(name: str, value: str) -> str:
-    """Return how the caller gives a value: ``--key model``, or ``key='model'`` in Python."""
+    """Return how to pass a value: ``--key model``, or ``key='model'`` in Python."""
     return typed(f"--{name} {shell_word(value)}", f"{name}={value!r}")
 
 
 @contextmanager
 def on_command_line() -> Iterator[None]:
-    """Name options, not arguments, in what is said meanwhile."""
+    """Make messages inside the block name command-line options instead of Python arguments."""
     _typed.append(True)
     try:
         yield
@@ -80,19 +79,19 @@ def on_command_line() -> Iterator[None]:
 
 
 def shell_command(words: Iterable[str]) -> str:
-    """Join words into a command that a shell (bash, zsh) takes as they are, whatever is in them."""
+    """Join words into a command for a shell (bash, zsh), quoted where needed."""
     return " ".join(map(shell_word, words))
 
 
 def shell_word(word: str) -> str:
-    """Quote a word for a shell; one that cannot be printed as it is, byte by byte."""
+    """Quote a word for a shell; an unprintable word becomes ``$'...'`` with escaped bytes."""
     from shlex import quote
 
     if escape(word) == word:
         return quote(word)
     try:
         data = word.encode("utf-8", "surrogateescape")
-    except UnicodeEncodeError:  # of no file
+    except UnicodeEncodeError:  # cannot occur in a file name
         return quote(escape(word))
     return f"$'{''.join(map(_quoted_byte, data))}'"
 
@@ -102,22 +101,23 @@ def _quoted_byte(byte: int) -> str:
     return char if 0x20 <= byte < 0x7F and char not in "\\'" else f"\\x{byte:02x}"
 
 
-# Suffixes of the files that ckptkit writes: a command takes the format from them.
+# Suffixes of the files that ckptkit writes; the suffix selects the format.
 WRITTEN = (".pth", ".pt", ".bin", ".ckpt", ".th", ".pth.tar", ".pt.tar", ".safetensors", ".npz")
 
 
 def output_name(path: str, mark: str, suffix: str | None = None) -> str:
-    """Return ``run-cpu.pth`` for ``run.pth``, in the working directory if `path` is a URL.
+    """Return ``run-cpu.pth`` for ``run.pth`` and the mark ``cpu``.
 
-    `suffix` replaces that of `path`, which may be ``-``, standard input. A file whose suffix is
-    not one that ckptkit writes, such as ``data.pkl`` or ``model.tar.gz``, becomes a ``.pth``.
+    For a URL, the file is in the working directory. `path` may be ``-`` for standard input.
+    `suffix` replaces the suffix of `path`. A suffix that ckptkit does not write, such as
+    ``data.pkl`` or ``model.tar.gz``, becomes ``.pth``.
     """
     if "://" in path:
         path = path.partition("?")[0].rpartition("/")[2]
     path = "stdin" if path == "-" else path
     stem, own = os.path.splitext(path.rstrip("/"))
     folder, name = os.path.split(stem)
-    if name.startswith(".") and not own:  # .metadata stands for its folder
+    if name.startswith(".") and not own:  # a DCP folder may be given by its file .metadata
         stem = folder if os.path.basename(folder).strip(".") else "checkpoint"
     if own in (".gz", ".bz2", ".xz", ".zst"):
         stem, own = os.path.splitext(stem)
@@ -148,8 +148,8 @@ _UNITS = {
 
 
 def parse_size(text: str) -> int | None:
-    """Return the bytes that ``5GB``, ``5GiB`` or a number stands for; None for another text."""
-    from fractions import Fraction  # and with it decimal
+    """Return the number of bytes for ``5GB``, ``5GiB`` or digits; None for other strings."""
+    from fractions import Fraction  # imported late: it imports decimal
 
     found = re.fullmatch(r"([0-9]{1,18})(\.[0-9]{1,9})? ?([kmgt]i?b|b?)", text.strip().lower())
     size = int(Fraction(found[1] + (found[2] or "")) * _UNITS.get(found[3], 1)) if found else 0
@@ -163,7 +163,7 @@ def plural(count: int, noun: str) -> str:
     return f"{count:,} {noun}"
 
 
-NAMES = 4  # names that a sentence lists
+NAMES = 4  # names in a list within a sentence
 
 
 def some(names: Iterable[str], most: int = NAMES) -> str:
@@ -178,7 +178,7 @@ def quoted(names: Iterable[str], most: int = NAMES) -> str:
 
 
 def and_more(count: int) -> str:
-    """Format the count of names left out: `` and 93 more``; empty for none."""
+    """Return `` and 93 more`` for 93 omitted names, "" for 0."""
     return f" and {count:,} more" if count > 0 else ""
 
 
@@ -186,7 +186,7 @@ SHOWN = 100  # characters of a value in a message
 
 
 def shown(value: object) -> str:
-    """Return the repr of a value from a file for a message, cut to one short line."""
+    """Return the repr of a value from a file, shortened for a message."""
     if isinstance(value, bytes):
         value = value.decode("utf-8", "backslashreplace")
     text = repr(value[: SHOWN + 1] if isinstance(value, str) else value)
@@ -194,12 +194,12 @@ def shown(value: object) -> str:
 
 
 def mismatch(what: str, seen: int, expected: int) -> str:
-    """Say that the CRC-32 of `what` is not the one that its container holds."""
+    """Return the message for a CRC-32 of `what` that does not match its container."""
     return f"{what} is damaged: its CRC-32 is {seen:08x}, not {expected:08x}"
 
 
 def matcher(globs: Iterable[str]) -> Callable[[str], bool]:
-    """Return a test whether a name matches one of the globs; ``*`` matches dots too."""
+    """Return a function that tests if a name matches one of the globs; ``*`` matches dots too."""
     from fnmatch import translate
 
     match = re.compile("|".join(map(translate, globs))).match
@@ -213,9 +213,9 @@ def shape(sizes: tuple[int, ...]) -> str:
 
 
 def nearest(word: str, known: Iterable[str], cutoff: float = 0.5) -> list[str]:
-    """Return up to three names that look most like `word`.
+    """Return up to three names that are most similar to `word`.
 
-    Only the first 5,000 of `known` that are short enough to compare are considered.
+    Only the first 5,000 short names of `known` are compared.
     """
     from difflib import get_close_matches  # costs 10 ms
 
@@ -224,18 +224,18 @@ def nearest(word: str, known: Iterable[str], cutoff: float = 0.5) -> list[str]:
 
 
 def meant(word: str, known: Iterable[str]) -> str:
-    """Return ``did you mean a, b? ``; empty if no name is near."""
+    """Return ``did you mean a, b? ``, or "" if no name is similar."""
     close = nearest(word, known)
     return f"did you mean {', '.join(close)}? " if close else ""
 
 
 def guess(word: str, known: Iterable[str]) -> str | None:
-    """Return ``did you mean a, b?`` as a hint of its own; None if no name is near."""
+    """Return ``did you mean a, b?`` as a complete hint, or None if no name is similar."""
     return meant(word, known).rstrip() or None
 
 
 def entries(word: str, known: Sequence[str], noun: str = "entries") -> str | None:
-    """Return a hint for a missing entry `word`: the nearest names, and the first that exist."""
+    """Return a hint for a missing entry `word`: similar names, and the first that exist."""
     listed = some(known, 12)
     return f"{meant(word, known)}the {noun} are: {listed}" if known else None
 
@@ -246,7 +246,7 @@ _COMPARED = 200  # characters
 # URLs
 
 
-# scheme://..., perhaps behind others that fsspec chains: simplecache::s3://...
+# scheme://..., possibly chained by fsspec: simplecache::s3://...
 _URL = re.compile(r"(?:[A-Za-z][A-Za-z0-9+.-]*::)*[A-Za-z][A-Za-z0-9+.-]+://")
 _WEB_USER = re.compile(r"(?i)(?<=http://)[^/?#]*@|(?<=https://)[^/?#]*@")
 _PASSWORD = re.compile(r"(?<=://)([^/?#@:]*):[^/?#]*@")
@@ -255,12 +255,12 @@ _GITHUB_PAGE = re.compile(r"(https?://github\.com/[^/]+/[^/]+)/blob/")
 
 
 def is_url(path: object) -> bool:
-    """Return whether `path` is a URL, and not the path of a local file."""
+    """Return whether `path` is a URL rather than a local path."""
     return isinstance(path, str) and _URL.match(path) is not None
 
 
 def shown_url(path: str) -> str:
-    """Return `path` for messages: a URL without its password and query (often a signature)."""
+    """Return `path` for messages; from a URL, remove password and query (often a signature)."""
     if not is_url(path):
         return path
     path = _PASSWORD.sub(r"\1:***@", _WEB_USER.sub("***@", path))
@@ -269,7 +269,7 @@ def shown_url(path: str) -> str:
 
 
 def behind_page(url: str) -> str | None:
-    """Return the URL of the file itself if `url` is a page about it, or its Git LFS pointer."""
+    """Return the URL of the file if `url` is a web page or Git LFS pointer of it, else None."""
     place = without_query(url)
     if _HUB_PAGE.match(place):
         return _HUB_PAGE.sub(r"\1/resolve/", place)
@@ -277,12 +277,12 @@ def behind_page(url: str) -> str | None:
 
 
 def without_query(url: str) -> str:
-    """Return `url` up to its query."""
+    """Return `url` without its query."""
     return url.partition("?")[0]
 
 
 def in_folder(url: str, name: str) -> str:
-    """Return the URL of the file `name` in the folder `url`. Both use the same query."""
+    """Return the URL of the file `name` in the folder `url`, with the same query."""
     folder, mark, query = url.partition("?")
     start = _start(folder)
     rest = folder[start:].rstrip("/")
@@ -291,7 +291,7 @@ def in_folder(url: str, name: str) -> str:
 
 
 def split_url(url: str) -> tuple[str, str]:
-    """Return the URL of the folder of a file, with the file's query, and the file's name."""
+    """Return the URL of a file's folder, with the same query, and the file's name."""
     place, mark, query = url.partition("?")
     start = _start(place)
     above, slash, name = place[start:].rpartition("/")
@@ -299,7 +299,7 @@ def split_url(url: str) -> tuple[str, str]:
 
 
 def _start(url: str) -> int:
-    """Return where the place begins: behind ``memory://``, whose root may contain files."""
+    """Return the length of the scheme: a folder may be the root, as in ``memory://``."""
     found = _URL.match(url)
     return found.end() if found else 0
 
@@ -312,12 +312,12 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 def flatten(groups: Iterable[Iterable[T]]) -> Iterator[T]:
-    """Return the items of all groups, one group after another."""
+    """Return the items of all groups in order."""
     return chain.from_iterable(groups)
 
 
 def owners(groups: Iterable[tuple[T, Iterable[Key]]]) -> dict[Key, T]:
-    """Map each item to its group, from pairs of a group and its items; the last group wins."""
+    """Map each item to its group, from pairs (group, items); later groups win."""
     found: dict[Key, T] = {}
     for group, items in groups:
         found.update(dict.fromkeys(items, group))
@@ -325,7 +325,7 @@ def owners(groups: Iterable[tuple[T, Iterable[Key]]]) -> dict[Key, T]:
 
 
 def merge_all(mappings: Iterable[Mapping[Key, T]]) -> dict[Key, T]:
-    """Merge mappings; the last one wins."""
+    """Merge mappings; later ones win."""
     found: dict[Key, T] = {}
     for each in mappings:
         found.update(each)
@@ -333,7 +333,7 @@ def merge_all(mappings: Iterable[Mapping[Key, T]]) -> dict[Key, T]:
 
 
 def without(mapping: Mapping[Key, T], keys: Container[object]) -> dict[Key, T]:
-    """Return the mapping without the entries of `keys`, in its order."""
+    """Return the mapping without the given keys."""
     return {key: value for key, value in mapping.items() if key not in keys}
 
 
@@ -344,46 +344,46 @@ _INDEX = r"(0|[1-9][0-9]{0,17})"
 _split = re.compile(rf"(?<![^.]){_INDEX}(?![^.])").split
 _last_index = re.compile(rf"((?:.*\.)?){_INDEX}((?:\..*)?)", re.DOTALL).fullmatch
 COUNTERS = ("num_batches_tracked", "step")
-RUNS = 8  # runs of numbers that are spelled out between braces
+RUNS = 8  # most runs of numbers between braces; more are shortened
 
-Indices = tuple[tuple[int, ...], ...]  # for each index in a name, the values that it takes
+Indices = tuple[tuple[int, ...], ...]  # for each index of a name, its values in the folded row
 
 
 class Item(NamedTuple):
     label: str
-    columns: Hashable  # what must be equal
+    columns: Hashable  # rows join only if these are equal
     nbytes: int
 
 
 class Folded(NamedTuple):
     label: str
     columns: Any  # Hashable
-    nbytes: int  # of all
+    nbytes: int  # sum over the rows
     rows: int
 
 
-_Block = tuple[int, Indices, int, int]  # joined rows: position of the first, indices, bytes, number
+_Block = tuple[int, Indices, int, int]  # joined rows: position of the first, indices, bytes, count
 
 
 class Modules:
-    """The kinds of modules, by what each holds directly: a linear layer is no batch norm.
+    """Classifies modules by their direct members, such as weight and bias with their shapes.
 
-    `tensors` are the names of the whole checkpoint, each once, with what counts of a tensor. A
-    kind is the sum of the hashes of its parts: a set for each module would take more memory than
-    the tensors.
+    `tensors` are all names of a checkpoint with a value to compare (dtype and shape). The kind of a
+    module is the sum of the hashes of its members: a set per module would take more memory than the
+    tensors.
     """
 
     def __init__(self, tensors: Iterable[tuple[str, Hashable]] = ()) -> None:
         self._kinds = kinds = dict[str, int]()
         for name, what in tensors:
             module, _, last = name.rpartition(".")
-            if not last.isdecimal():  # the items of a list are no parts of a module
+            if not last.isdecimal():  # items of lists are not members of a module
                 kinds[module] = kinds.get(module, 0) + hash((last, what))
 
     def __call__(self, name: str) -> int | None:
-        """Return the kind of the module that a tensor is in; None for one in a list, or a counter.
+        """Return the kind of a tensor's module, None for items of lists and for counters.
 
-        Counters of training (steps, batches) are alike in modules of all kinds.
+        Counters of training (steps, batches) are equal in all kinds of modules.
         """
         module, _, last = name.rpartition(".")
         return None if last in COUNTERS else self._kinds.get(module)
@@ -393,18 +393,18 @@ def fold(
     items: Iterable[Item | tuple[str, Hashable, int]],
     part: Callable[[Any], Hashable] | None = None,
 ) -> list[Folded]:
-    """Join rows that differ only in an index, each at the place of the first that it represents.
+    """Join rows that differ only in an index. A joined row takes the place of its first row.
 
-    With `part`, rows are joined only if their modules are of one kind, as `Modules` tells; it
-    returns what the columns of a tensor say about that. The items are then all tensors.
+    If `part` is given, the items are all tensors, and rows join only if their modules are of one
+    kind (`Modules`). `part` maps the columns of a tensor to the value that determines the kind.
     """
     kind_of: Callable[[str], int | None] | None = None
     if part is not None:
         items = list(items)
         kind_of = Modules((label, part(columns)) for label, columns, _ in items)
     found: list[tuple[int, Folded]] = []
-    # Positions and indices, in turns, of rows that agree in all but their last index. Little for
-    # each, since there may be a million.
+    # For rows that agree in all but their last index: positions and indices in turns. An array
+    # saves memory, since there may be a million rows.
     runs: defaultdict[tuple[Any, ...], array[int]] = defaultdict(partial(array, "q"))
     for position, (label, columns, nbytes) in enumerate(items):
         if (last := _last_index(label)) is None:
@@ -436,22 +436,22 @@ def fold(
 
 
 def family(name: str) -> str:
-    """Return the label of names that differ in indices alone: ``layers.*.weight``."""
+    """Return a name with ``*`` for each index: ``layers.*.weight``."""
     return "*".join(_split(name)[::2])
 
 
 def ranges(names: Iterable[str]) -> str:
-    """Return the label of names that differ in indices alone, as ``{0,2}.weight``."""
+    """Return the folded labels of names: ``{0,2}.weight``."""
     return some([row.label for row in fold(Item(name, (), 0) for name in names)])
 
 
 def unfolded(items: Iterable[Item | tuple[str, Hashable, int]]) -> list[Folded]:
-    """Return the same rows, unjoined."""
+    """Return the rows of the items without joining any."""
     return [Folded(label, columns, nbytes, 1) for label, columns, nbytes in items]
 
 
 def _along(blocks: list[_Block], dimension: int) -> Iterator[_Block]:
-    """Join blocks that agree in every index but one."""
+    """Join blocks that agree in every index except that of `dimension`."""
     together: defaultdict[Indices, list[_Block]] = defaultdict(list)
     for block in blocks:
         indices = block[1]
@@ -467,13 +467,13 @@ def _along(blocks: list[_Block], dimension: int) -> Iterator[_Block]:
 
 
 def _ranges(values: tuple[int, ...]) -> str:
-    """Format numbers as ``7``, ``{0..31}``, ``{0..3,5}``; many runs are cut short."""
+    """Format numbers as ``7``, ``{0..31}``, ``{0..3,5}``, with ``..`` for omitted runs."""
     ordered = sorted(set(values))
     if len(ordered) == 1:
         return str(ordered[0])
     texts = []
     first = last = ordered[0]
-    for value in (*ordered[1:], -1):  # which ends the last run
+    for value in (*ordered[1:], -1):  # -1 ends the last run
         if value != last + 1:
             texts.append(f"{first}..{last}" if last > first else str(first))
             first = value

@@ -4,11 +4,11 @@ Nodes are None, bool, int, float, complex, str, bytes, bytearray, list, tuple, d
 :class:`OrderedMapping`, :class:`SetNode`, :class:`Pairs`,
 :class:`ByteString`, :class:`StoredBytes`, :class:`StoredList`, :class:`Global`, :class:`Object`,
 and the leaves Tensor and TypedStorage.
-Everything in this file is iterative: a file may nest a tree to any depth, until a walk meets the
-limit and raises LimitError.
-Values of a file are never hashed (dict keys aside, which are checked first), compared or printed by
-Python's own recursive operators.
-`rebuild` copies a tree with other leaves or other nodes, and keeps all sharing and all cycles.
+All functions here are iterative, because a file may nest values to any depth. `walk` raises
+LimitError at the limit.
+Values of a file are never hashed, compared or printed by Python's recursive operators. Dict keys
+are the exception; readers check them first.
+`rebuild` copies a tree with replaced leaves or nodes, and keeps all sharing and all cycles.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Path = tuple[Node, ...]
 
 
 class Global:
-    """A class or function, by name; never looked up. `name` is dotted for a nested one."""
+    """The name of a class or function, never imported. `name` is dotted for a nested one."""
 
     __slots__ = ("module", "name")
 
@@ -52,13 +52,13 @@ class Global:
 
 
 class Object:
-    """A Python object that is neither a tensor nor a plain value: a record of how it would be made.
+    """A Python object that is neither a tensor nor a plain value: the calls that would make it.
 
-    ``callable`` is called with ``args`` (``new``: through ``__new__``, then with ``kwargs``), then
+    ``callable`` is called with ``args`` (``new``: through ``__new__``, then with ``kwargs``). Then
     the ``steps`` follow in order: ``("build", state)``, ``("append", [values])``, ``("set", [(key,
-    value)...])``, ``("add", [...])``. It is never actually made. ``tensor`` is set where the result
-    is known to be a tensor all the same, ``value`` where it is a plain scalar (numpy's). Compared
-    by identity.
+    value)...])``, ``("add", [...])``. ckptkit never runs these calls. ``tensor`` is set if the
+    result is known to be a tensor, ``value`` if it is a plain scalar (numpy's). Compared by
+    identity.
     """
 
     __slots__ = ("args", "callable", "kwargs", "new", "steps", "tensor", "value")
@@ -110,34 +110,34 @@ class OrderedMapping(dict[Node, Node]):
 
 
 def like(mapping: dict[Node, Node], entries: dict[Node, Node]) -> dict[Node, Node]:
-    """Return a mapping of the class of another one, with its attributes."""
+    """Return `entries` as a mapping of the class and attributes of `mapping`."""
     return (
         OrderedMapping(entries, mapping.state) if isinstance(mapping, OrderedMapping) else entries
     )
 
 
-MODULE_VERSIONS = "_metadata"  # the attribute of a state_dict: path of each module -> its version
+MODULE_VERSIONS = "_metadata"  # attribute of a state_dict: module path -> version of its format
 
 
 def attributes_of(node: Node) -> dict[Node, Node]:
-    """Return the attributes that were set on an OrderedDict, none of any other node."""
+    """Return the attributes of an OrderedDict, {} for other nodes."""
     state = node.state if isinstance(node, OrderedMapping) else None
     return state if isinstance(state, dict) else {}
 
 
 def module_versions(node: Node) -> dict[Node, Node] | None:
-    """Return the ``_metadata`` of a state_dict, None if it has none that is a mapping."""
+    """Return the ``_metadata`` of a state_dict, None if it has no such mapping."""
     found = attributes_of(node).get(MODULE_VERSIONS)
     return found if isinstance(found, dict) else None
 
 
 def versions_state(versions: Mapping[Node, Node]) -> Node:
-    """Return the `state` of an OrderedDict that has these as its ``_metadata``."""
+    """Return the `state` of an OrderedDict whose ``_metadata`` is `versions`."""
     return {MODULE_VERSIONS: OrderedMapping(versions)}
 
 
 class SetNode:
-    """A set, its items in the order of the file: Python's own order depends on the hash seed."""
+    """A set with its items in the order of the file. The order of a Python set is random."""
 
     __slots__ = ("frozen", "items")
 
@@ -150,9 +150,9 @@ class SetNode:
 
 
 class Pairs:
-    """A mapping that Python could not hold: repeated, colliding or unhashable keys.
+    """A mapping that a dict cannot hold: its keys repeat, collide or are unhashable.
 
-    Can be shown; refused when written.
+    ckptkit shows it but refuses to write it.
     """
 
     __slots__ = ("pairs", "state")
@@ -162,11 +162,11 @@ class Pairs:
         self.state = state
 
     def __repr__(self) -> str:
-        return f"<mapping of {plural(len(self.pairs), 'pair')}, with keys that Python cannot hold>"
+        return f"<mapping of {plural(len(self.pairs), 'pair')} whose keys a dict cannot hold>"
 
 
 class ByteString:
-    """A non-ASCII ``str`` of Python 2: bytes of unknown encoding, written back as they are."""
+    """A non-ASCII ``str`` of Python 2: bytes of unknown encoding, written back unchanged."""
 
     __slots__ = ("data",)
 
@@ -187,7 +187,7 @@ class ByteString:
 
 
 class StoredBytes:
-    """A long byte string left in its source.
+    """A long byte string that stays in its source until it is needed.
 
     ``kind`` is ``bytes``, ``bytearray``, or ``python2`` (a ``str`` of Python 2).
     """
@@ -203,9 +203,9 @@ class StoredBytes:
 
 
 class StoredList:
-    """A list of numbers or strings left in its source: `count` values of the type `of`.
+    """A list of `count` numbers or strings that stays in its source; `of` names their type.
 
-    ``first`` are the first few; ``read`` returns all.
+    ``first`` are the first few values; ``read`` returns all.
     """
 
     __slots__ = ("count", "first", "of", "read")
@@ -241,15 +241,15 @@ _SIZED = (dict, list, tuple, str, bytes)
 PLAIN_TYPES = frozenset({str, int, float, bool, complex, bytes, type(None)})
 _CONTAINERS = frozenset({dict, list, tuple, OrderedMapping, SetNode, Pairs, Object})
 
-# Transparent wrappers: objects shown as their first argument.
+# Classes whose objects are shown as their first argument.
 TRANSPARENT = frozenset({("collections", "Counter")})
 
 
 def children(node: Node) -> Iterable[tuple[Node, Node]]:
-    """Return keys and values of what `node` holds, as a user would address it; nothing for leaves.
+    """Return the children of `node` with their keys, as a user addresses them; none for leaves.
 
-    An Object shows the attributes and items that it would have, and its arguments by position only
-    if there is nothing else. Attributes of an OrderedDict (``_metadata``) are not included.
+    The children of an Object are its attributes and items, or its arguments by position if it has
+    neither. Attributes of an OrderedDict (``_metadata``) are not included.
     """
     if isinstance(node, dict):
         return node.items()
@@ -294,14 +294,14 @@ def _attributes(state: Node) -> Iterable[tuple[Node, Node]]:
 def walk(
     root: Node, skip: Callable[[Path, Node], bool] = lambda path, node: False
 ) -> Iterator[tuple[Path, Node]]:
-    """Yield every node with its path, containers before what they hold, in order.
+    """Yield every node with its path, depth first, containers before their children.
 
-    What a container holds is left out if `skip` returns True; it is called after the container was
-    yielded, and only where the walk would go on inside it.
+    If `skip` returns True for a container, its children are not visited. `skip` is called after the
+    container was yielded, and only if its children would be visited.
 
-    A node that occurs in several places is yielded at each of them, until `LIMITS.revisits` values
-    have been repeated (a file made to explode): from then on once. A cycle ends where it closes.
-    Nesting beyond `LIMITS.depth` raises LimitError.
+    A node that occurs in several places is yielded at each of them. After `LIMITS.revisits`
+    repeated values (a file may be made to explode), it is yielded once. A cycle ends where it
+    closes. Nesting beyond `LIMITS.depth` raises LimitError.
     """
     yield (), root
     if skip((), root):
@@ -336,12 +336,12 @@ def walk(
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Pause garbage collection: it would walk a growing tree again and again, and find nothing."""
+    """Pause garbage collection: it would traverse a growing tree repeatedly and free nothing."""
     enabled = gc.isenabled()
     gc.disable()
     try:
         yield
-        if enabled and not gc.get_freeze_count():  # all are old now: no first look at what stays
+        if enabled and not gc.get_freeze_count():  # move all to the oldest generation, unscanned
             gc.freeze()
             gc.unfreeze()
     finally:
@@ -350,7 +350,7 @@ def collector_paused() -> Iterator[None]:
 
 
 def nodes(root: Node) -> Iterator[Node]:
-    """Yield every node that is more than a scalar, once, at any depth, in no order.
+    """Yield every node except scalars, once each, at any depth, in no order.
 
     Keys, arguments of calls, states and attributes are included.
     """
@@ -367,7 +367,7 @@ def nodes(root: Node) -> Iterator[Node]:
 
 
 def held(node: Node) -> Iterable[Node]:
-    """Return what a node holds directly: keys, values, states, the parts of a call."""
+    """Return everything that a node directly refers to: keys, values, states, parts of a call."""
     if isinstance(node, OrderedMapping):
         return (*node, *node.values(), node.state)
     if isinstance(node, dict):
@@ -406,7 +406,7 @@ _PYTHON_NAMES = {
 
 
 def type_name(node: Node) -> str:
-    """Return the name of the Python type that a node represents; of an object, its class."""
+    """Return the name of the Python type of a node, and the class of an Object."""
     if isinstance(node, Object):
         return str(node.global_ or "object")
     if isinstance(node, Global):
@@ -424,7 +424,7 @@ def join(path: Path) -> str:
 
 
 def key_text(key: Node) -> str:
-    """Return a dict key or list position as text; a key without a text form as its type."""
+    """Return a dict key or list index as text. For other keys, return the type in brackets."""
     if isinstance(key, str):
         return key
     if isinstance(key, int):
@@ -441,14 +441,14 @@ def key_text(key: Node) -> str:
 
 
 def find(root: Node, dotted: str) -> tuple[Path, Node]:
-    """Return the path and node that `dotted` addresses. Keys may contain dots themselves.
+    """Return the path and node at the dotted path. Keys may contain dots themselves.
 
     Raises UnknownNameError if there is none.
     """
     if dotted == "":
         return (), root
     waiting: list[tuple[Path, Node, str]] = [((), root, dotted)]
-    seen: set[tuple[int, int]] = set()  # cycles multiply the ways to read a path
+    seen: set[tuple[int, int]] = set()  # a cycle would give endless ways to split a path
     while waiting:
         path, node, rest = waiting.pop()
         if (place := (id(node), len(rest))) in seen:
@@ -472,10 +472,10 @@ def rebuild(
     leaf: Callable[[Node], Node] = lambda node: node,
     swap: Mapping[int, Node] | None = None,
 ) -> Node:
-    """Copy the tree with `leaf` applied to each leaf once, and nodes replaced as in `swap` (by id).
+    """Copy the tree: apply `leaf` to each leaf once, and replace nodes as `swap` maps their ids.
 
-    A node of `swap` is copied in its turn, but not replaced again. All sharing and all cycles are
-    kept. Numbers, strings, bytes and None are neither passed to `leaf` nor replaced.
+    The copy of a replacement is not replaced again. Sharing and cycles are kept. Numbers, strings,
+    bytes and None are never passed to `leaf` and never replaced.
     """
     work = _Rebuild(leaf, swap or {})
     new_root = work.copy(root)
@@ -486,16 +486,18 @@ def rebuild(
 
 
 class _Rebuild:
-    """Copies of nodes. Iterative: shells of mutable nodes are made at once and filled from a queue;
-    only tuples wait for what they hold, and a tuple can reach itself only through a mutable node.
+    """State of `rebuild`: copies of nodes and a queue of shells to fill.
+
+    A mutable node becomes an empty shell at once and is filled from the queue. Only tuples wait for
+    their items, and a tuple can contain itself only through a mutable node.
     """
 
     def __init__(self, leaf: Callable[[Node], Node], swap: Mapping[int, Node]) -> None:
-        self.queue: list[Node] = []  # old and new in turns: a tuple for each takes memory
+        self.queue: list[Node] = []  # old and new nodes in turns: pairs would take more memory
         self._leaf = leaf
         self._swap = swap
         self._made: dict[int, Node] = {}
-        self._keep: list[Node] = []  # ids in _made stay taken
+        self._keep: list[Node] = []  # keeps nodes alive, so that the ids in _made stay unique
 
     def copy(self, node: Node, is_replaced: bool = False) -> Node:
         """Return the copy of a node, or its shell."""
@@ -529,11 +531,11 @@ class _Rebuild:
         return new
 
     def fill(self, old: Node, new: Node) -> None:
-        """Copy what a mutable node holds into its shell."""
+        """Copy the contents of a mutable node into its shell."""
         copy, plain, made, swap = self.copy, PLAIN_TYPES, self._made, self._swap
         if isinstance(old, dict):
             leaf, keep = self._leaf, self._keep.append
-            for key, value in old.items():  # tensors without a call for each but that of the leaf
+            for key, value in old.items():  # inlined for tensors: one call of `leaf` each
                 place = id(value)
                 if value.__class__ in plain:
                     other = value
@@ -570,7 +572,7 @@ class _Rebuild:
         new.value = old.value
 
     def _tuple(self, root: tuple[Node, ...]) -> Node:
-        """Copy nested tuples in post-order; all else in them has a copy or a shell at once."""
+        """Copy nested tuples in post-order. Other items have a copy or a shell already."""
         made, waiting = self._made, [root]
         while waiting:
             node = waiting[-1]

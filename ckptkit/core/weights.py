@@ -1,9 +1,10 @@
 """Selection of the state_dict in a tree.
 
-It is the root if all its values are tensors (``_extra_state`` aside); else a well-known entry whose
-values are, or most of whose values are; else the only mapping of tensors (optimizers aside). A
-pickled ``nn.Module`` counts as the state_dict that its parameters, buffers and submodules would
-give, read without its class. numpy arrays count where there is nothing else.
+It is the root if all values there are tensors (``_extra_state`` does not count). Otherwise it is an
+entry with a well-known name whose values are all, or mostly, tensors. Otherwise it is the only
+mapping of tensors that is not an optimizer. A pickled ``nn.Module`` counts as a state_dict made of
+its parameters, buffers and submodules, read without its class. numpy arrays count only if the tree
+contains no tensors.
 """
 
 from __future__ import annotations
@@ -32,16 +33,16 @@ from ckptkit.core.tree import (
     walk,
 )
 
-INSIDE = 200  # values read inside a tensor subclass: thousands may share a large state
+INSIDE = 200  # nodes to visit inside a tensor subclass: thousands may share a large state
 
-# What wrappers put before the names of the module inside, and which do.
+# Prefixes that wrappers add to the names of the wrapped module.
 WRAPPERS = {
     "module.": "DataParallel and DistributedDataParallel put it there",
     "_orig_mod.": "torch.compile puts it there",
     "_fsdp_wrapped_module.": "FSDP puts it there",
     "_checkpoint_wrapped_module.": "activation checkpointing puts it there",
 }
-# In the order in which they are preferred.
+# Names of entries with weights, preferred ones first.
 WELL_KNOWN = (
     "state_dict", "model_state_dict", "model", "module", "net", "network", "params", "weights",
     "model_state", "params_ema", "state_dict_ema", "model_ema", "ema",
@@ -49,7 +50,7 @@ WELL_KNOWN = (
 
 
 class Tensors(dict[str, Tensor]):
-    """Name to Tensor. It cannot be changed: a checkpoint is written from its tree."""
+    """A read-only dict of name -> Tensor: a checkpoint is written from its tree, not from this."""
 
     __slots__ = ()
 
@@ -58,7 +59,7 @@ class Tensors(dict[str, Tensor]):
 
     def _refuse(self, *_: object, **__: object) -> NoReturn:
         raise ArgumentError(
-            "the weights of a checkpoint cannot be changed in place",
+            "cannot change the weights of a checkpoint in place",
             hint="ck.with_value(path, tensor) and ck.without(path) return a changed checkpoint",
         )
 
@@ -68,11 +69,11 @@ class Tensors(dict[str, Tensor]):
 
 @dataclass(frozen=True, repr=False)
 class Weights:
-    """The state_dict of a checkpoint: its path, the node that holds it, and its tensors by name.
+    """The state_dict of a checkpoint: its path, its node, and its tensors by name.
 
     ``node`` is a mapping whose keys are the names, or the Object of a pickled module
     (``is_module``), whose names are computed. ``nodes`` maps each name to the node of its tensor.
-    ``others`` are the paths of other mappings that could have been meant.
+    ``others`` are the paths of other candidates.
     """
 
     path: Path
@@ -84,7 +85,7 @@ class Weights:
     def tensors(self) -> dict[str, Tensor]:
         """Name to Tensor, in the order of the file."""
         if {*map(type, self.nodes.values())} <= {Tensor}:
-            return Tensors(self.nodes)  # copied as it is, in a tenth of the time
+            return Tensors(self.nodes)  # ten times as fast as the loop below
         return Tensors(
             (name, tensor)
             for name, node in self.nodes.items()
@@ -93,17 +94,17 @@ class Weights:
 
     @cached_property
     def hold_tensors(self) -> bool:
-        """True if there is a tensor, also inside of values such as extra states."""
+        """True if it contains a tensor, possibly inside an extra state."""
         return any(map(has_tensors, self.nodes.values() if self.is_module else (self.node,)))
 
     @cached_property
     def endings(self) -> frozenset[str]:
-        """The last components of the names: few, of many."""
+        """The distinct last components of the names: few even for many names."""
         return frozenset({name.rpartition(".")[2] for name in self.nodes})
 
     @cached_property
     def dtypes(self) -> tuple[DType, ...]:
-        """The different dtypes of the tensors among the nodes: few, of many."""
+        """The distinct dtypes of the plain tensors."""
         found = [node.dtype for node in self.nodes.values() if node.__class__ is Tensor]
         return tuple(dict(zip(map(id, found), found, strict=True)).values())
 
@@ -116,27 +117,27 @@ class Weights:
 
     @cached_property
     def module(self) -> ModuleState | None:
-        """Tensors of a pickled module with their paths, and remarks on unread parts; else None."""
+        """The state of the pickled module; None for a mapping."""
         return read_module(self.node) if isinstance(self.node, Object) else None
 
 
 def as_tensor(node: Node) -> Tensor | None:
-    """Return the tensor that a node is or would become, None for anything else."""
+    """Return the tensor that a node is or evaluates to, None for other nodes."""
     if isinstance(node, Tensor):
         return node
     return node.tensor if isinstance(node, Object) else None
 
 
 def has_tensors(root: Node) -> bool:
-    """Return whether there is a tensor anywhere in a tree."""
+    """Return whether a tree contains a tensor."""
     return any(as_tensor(node) is not None for _, node in walk(root))
 
 
 def inner_tensors(args: Node) -> Iterator[tuple[Path, Tensor]]:
-    """Yield the tensors that a tensor subclass is made of, each storage once.
+    """Yield the tensors inside a tensor subclass, one for each storage.
 
-    Paths are relative to the subclass's arguments. The attributes come last in the arguments and
-    have the better names.
+    Paths are relative to the arguments of the subclass. The last argument comes first: it holds the
+    attributes, whose names are better.
     """
     seen: set[int] = set()
     for position in range(len(args) - 1, -1, -1) if isinstance(args, tuple) else ():
@@ -148,10 +149,10 @@ def inner_tensors(args: Node) -> Iterator[tuple[Path, Tensor]]:
 
 
 def locate(root: Node, key: str | None = None) -> Weights | None:
-    """Return the weights of a tree, or of its entry `key`; None if it has none.
+    """Return the weights of a tree, or of its entry `key`; None if there are none.
 
-    Raises AmbiguousError where several mappings could be meant, UsageError if `key` names no
-    mapping of tensors.
+    Raises AmbiguousError if there are several candidates, UsageError if `key` names no mapping of
+    tensors.
     """
     if key is not None:
         path, node = find(root, key)
@@ -166,7 +167,7 @@ def locate(root: Node, key: str | None = None) -> Weights | None:
         if (nodes := _read(root, rule)) is not None:
             return Weights((), root, nodes)
         found = _search(root, rule)
-        # Entries of the root under a well-known name; other names of the same node do not matter.
+        # Well-known entries of the root that are candidates, whatever name the search found first.
         by_node = {id(node): (node, nodes) for _, node, nodes in found}
         entries = {name: child for name, child in children(root) if name.__class__ is str}
         known: list[Found] = [
@@ -175,8 +176,8 @@ def locate(root: Node, key: str | None = None) -> Weights | None:
             if id(entries.get(name)) in by_node
         ]
         if rule == _PURE and not known:
-            # One whose values are mostly tensors: packed weights, the states of metrics and the
-            # like may be among them. Else the root may be meant as well.
+            # Accept well-known entries that are mostly tensors: they may also contain packed
+            # weights or states of metrics. Without one, the root is a candidate too.
             known = [
                 ((name,), entries[name], nodes)
                 for name in WELL_KNOWN
@@ -199,9 +200,9 @@ def locate(root: Node, key: str | None = None) -> Weights | None:
 
 
 def state_dicts(root: Node) -> Iterator[tuple[Node, dict[str, Node]]]:
-    """Yield every mapping of tensors alone, or pickled module, with its tensors by name.
+    """Yield each state_dict or pickled module of a tree with its tensors by name.
 
-    Of those inside one another only the outermost, and optimizers not.
+    Only outermost ones are yielded, and no optimizers.
     """
     nodes = _read(root, _PURE)
     if nodes is not None:
@@ -211,22 +212,21 @@ def state_dicts(root: Node) -> Iterator[tuple[Node, dict[str, Node]]]:
         yield node, nodes
 
 
-# A state_dict: a mapping whose values are tensors alone; or arrays of numpy too; or of which some
-# are.
+# What a state_dict may contain: tensors only; tensors and numpy arrays; or other values as well.
 _PURE, _ARRAYS, _MIXED = _RULES = ("pure", "arrays", "mixed")
-# States of generators of random numbers: of torch on the CPU and on a GPU, and of numpy (MT19937).
+# States of random number generators: torch on the CPU, torch on a GPU, and numpy (MT19937).
 _GENERATORS = {
     ("tensor", "uint8", (5056,)),
     ("tensor", "uint8", (16,)),
     ("ndarray", "uint32", (624,)),
 }
-_MOST = 64  # entries of a mapping of generator states
+_MOST = 64  # a longer mapping is not checked for generator states
 
 Found = tuple[Path, Node, dict[str, Node]]
 
 
 def _read(node: Node, rule: str) -> dict[str, Node] | None:
-    """Return names and nodes if `node` is a state_dict by this rule, else None."""
+    """Return the tensors of `node` by name if it is a state_dict by `rule`, else None."""
     if isinstance(node, Object):
         return module_state(node)
     if not isinstance(node, dict) or not {*map(type, node)} <= {str}:
@@ -257,15 +257,15 @@ def _read(node: Node, rule: str) -> dict[str, Node] | None:
 
 
 def _read_most(node: Node) -> dict[str, Node] | None:
-    """Return names and nodes if `node` is a mapping whose values are mostly tensors, else None."""
+    """Return the tensors of a mapping by name if most of its values are tensors, else None."""
     nodes = _read(node, _MIXED) if isinstance(node, dict) else None
     return nodes if nodes and 2 * len(nodes) > len(node) else None
 
 
 def _search(root: Node, rule: str) -> list[Found]:
-    """Return the outermost state_dicts below the root, each once, leaving out optimizers.
+    """Return the outermost state_dicts below the root, each once.
 
-    Graph data of PyTorch Geometric are left out too.
+    Optimizers and graph data of PyTorch Geometric are excluded.
     """
     waiting: list[tuple[Path, Node]] = [((), root)]
     seen: set[int] = set()
@@ -279,7 +279,7 @@ def _search(root: Node, rule: str) -> list[Found]:
         if nodes:
             found.append((path, node, nodes))
         elif rule == _MIXED and isinstance(node, Object) and node.global_ in _NUMPY:
-            continue  # such as metrics: weights in an array of objects are arrays alone
+            continue  # an object array such as metrics: it contains no weights
         elif not is_optimizer(node) and as_tensor(node) is None:
             below = [
                 ((*path, key), child) for key, child in children(node) if isinstance(child, _OPEN)
@@ -290,14 +290,14 @@ def _search(root: Node, rule: str) -> list[Found]:
     return found
 
 
-_OPEN = (dict, list, tuple, Object)  # the nodes that are searched
+_OPEN = (dict, list, tuple, Object)  # nodes that the search enters
 _NUMPY = tuple(Global(f"numpy.{core}.multiarray", "_reconstruct") for core in ("core", "_core"))
 
 
 def _without_graphs(found: list[Found]) -> list[Found]:
-    """Leave out graph data, which PyTorch Geometric saves as (data, slices).
+    """Drop graph data, which PyTorch Geometric saves as (data, slices).
 
-    Slices give where each graph begins in the tensors of the same names next to them.
+    `slices` contains, under the same names as `data`, the offset of each graph in the tensors.
     """
     slices: dict[object, dict[str, Node]] = {}
     for path, _, nodes in found:
@@ -316,9 +316,10 @@ def _without_graphs(found: list[Found]) -> list[Found]:
 
 
 def place_of(path: Path) -> tuple[object, ...]:
-    """Return a path as a lookup key.
+    """Return a path as a hashable key.
 
-    Keys other than strings and integers go by identity: a file could make `==` run for long.
+    Keys other than strings and integers are compared by identity, because a hostile file could make
+    `==` slow.
     """
     return tuple([key if key.__class__ in (str, int) else id(key) for key in path])
 
@@ -330,7 +331,7 @@ def is_optimizer(node: Node) -> bool:
 
 
 def plain_state_dict(parameters: Mapping[str, Node]) -> OrderedMapping:
-    """Return a module's state_dict: its parameters as the plain tensors of ``state_dict()``."""
+    """Return the ``state_dict()`` of a module: its parameters as plain tensors."""
     made: dict[int, Node] = {}
     for node in parameters.values():
         if isinstance(node, Tensor) and (node.kind == "parameter" or node.requires_grad):
@@ -341,9 +342,8 @@ def plain_state_dict(parameters: Mapping[str, Node]) -> OrderedMapping:
 class ModuleState(NamedTuple):
     """The state_dict of a pickled module.
 
-    ``nodes`` by name; ``places``: the path of each below the module, and its name; ``unread``:
-    sentences about what the state_dict of the live module would hold in addition, or in another
-    way.
+    ``nodes`` maps names to nodes. ``places`` maps the path of each, relative to the module, to its
+    name. ``unread`` are sentences about differences from the state_dict of the live module.
     """
 
     nodes: dict[str, Node]
@@ -352,23 +352,23 @@ class ModuleState(NamedTuple):
 
 
 def module_state(node: Object) -> dict[str, Node] | None:
-    """Return the state_dict of a pickled ``nn.Module`` as name -> node, None for others."""
+    """Return the state_dict of a pickled ``nn.Module`` as name -> node, None for other objects."""
     found = read_module(node)
     return None if found is None else found.nodes
 
 
 def read_module(node: Object) -> ModuleState | None:
-    """Return the state_dict of a pickled ``nn.Module`` with its paths, None if `node` is not one.
+    """Return the state_dict of a pickled ``nn.Module`` with its paths, None for other objects.
 
-    A module's attributes hold ``_parameters``, ``_buffers`` and ``_modules``, each a mapping from
-    name to value or None (torch/nn/modules/module.py). Buffers in ``_non_persistent_buffers_set``
-    are left out, as torch does.
+    The attributes ``_parameters``, ``_buffers`` and ``_modules`` of a module map names to values or
+    None (torch/nn/modules/module.py). Buffers in ``_non_persistent_buffers_set`` are excluded, as
+    in torch.
     """
     if not _is_module(node):
         return None
     nodes: dict[str, Node] = {}
     places: dict[Path, str] = {}
-    # What only the code of a module's class could add or change.
+    # Classes and hooks whose code could add or change entries.
     classes: dict[str, None] = {}
     hooked: list[str] = []
     unread: list[str] = []
@@ -394,7 +394,7 @@ def read_module(node: Object) -> ModuleState | None:
                 places[path + place] = prefix + name
             elif isinstance(value, Object):
                 unread.append(prefix + name)
-        # Activation checkpointing leaves out the name of its submodule.
+        # The state_dict of activation checkpointing omits the name of the wrapped submodule.
         is_checkpointing = made is not None and made.module.endswith(".checkpoint_wrapper")
         for name, place, value in reversed(below):
             if _is_module(value):
@@ -407,15 +407,13 @@ def read_module(node: Object) -> ModuleState | None:
     if classes:
         remarks.append(
             f"a module is read without the code of its classes ({some(list(classes))}): "
-            "entries that their own state_dict or get_extra_state would add are missing"
+            "entries from their own state_dict or get_extra_state are missing"
         )
     if hooked:
-        remarks.append(
-            f"hooks that would change the state_dict of a module did not run: {some(hooked)}"
-        )
+        remarks.append(f"state_dict hooks of a module did not run: {some(hooked)}")
     if unread:
         remarks.append(
-            "a module holds weights in a form that ckptkit does not read, which are missing: "
+            "weights of a module are missing, because ckptkit cannot read their form: "
             f"{some(unread)}"
         )
     return ModuleState(nodes, places, tuple(remarks))
@@ -425,7 +423,7 @@ _Part = tuple[str, Path, Node]  # name, path below the module, value
 
 
 def _parts(module: Object) -> tuple[list[_Part], list[_Part]]:
-    """Return the parameters and buffers of a module, and its submodules."""
+    """Return the parameters and buffers of a module, then its submodules."""
     if module.global_ == _COMPILED and not module.steps:
         return [], [("_orig_mod", (0,), module.args[0])]
     path, attributes = _attributes(module)
@@ -447,10 +445,10 @@ def _parts(module: Object) -> tuple[list[_Part], list[_Part]]:
 
 
 def _attributes(node: Object) -> tuple[Path, dict[Node, Node]]:
-    """Return the attributes of a module and their path below it; empty for other objects.
+    """Return the path of a module's attributes and the attributes; empty for other objects.
 
-    They are its state, or what a function makes the module of (torch.fx). Torch 0.1.1 had modules
-    without submodules.
+    They are the object's state or, for torch.fx, its first argument. Modules of torch 0.1.1 have
+    no ``_modules``.
     """
     state = node.state
     first = node.args[0] if isinstance(node.args, tuple) and node.args and not node.steps else None
@@ -471,9 +469,9 @@ def _is_module(node: Node) -> bool:
 
 
 def _is_of_torch(hook: Node) -> bool:
-    """Return whether a state_dict hook is one of torch's own.
+    """Return whether a state_dict hook belongs to torch.
 
-    None of those changes more than the names of checkpointed modules.
+    Hooks of torch change at most the names of checkpointed modules.
     """
     if isinstance(hook, Object) and hook.global_ == _WRAPPED_HOOK and isinstance(hook.state, dict):
         hook = hook.state.get("hook")

@@ -11,7 +11,7 @@ from typing import Any
 from ckptkit import formats
 from ckptkit.api import Conversion, convert, open_checkpoint
 from ckptkit.compute.arranged import contiguous
-from ckptkit.compute.operation import Concat, RecordSlice, flow
+from ckptkit.compute.operation import Concat, RecordSlice, stream_reusing_buffer
 from ckptkit.core.arguments import checked
 from ckptkit.core.bytesource import Folder, Pending, Record
 from ckptkit.core.checkpoint import Checkpoint, Source
@@ -328,7 +328,7 @@ def _versions_of(name: str, tensor: Tensor, deltas: Sequence[Delta]) -> tuple[in
 def _is_proven(record: Record) -> bool:
     """Return whether changed bytes have the checksum of the delta."""
     try:
-        for _ in flow(record.locate()):
+        for _ in stream_reusing_buffer(record.locate()):
             pass
     except CorruptError:
         return False
@@ -337,6 +337,6 @@ def _is_proven(record: Record) -> bool:
 
 def _digest(tensor: Tensor, algorithm: str) -> str:
     total = hashing(algorithm)
-    for piece in flow(contiguous(tensor).locate()):
+    for piece in stream_reusing_buffer(contiguous(tensor).locate()):
         total.update(piece)
     return total.hexdigest()

@@ -14,10 +14,10 @@ from ckptkit.compute.operation import (
     Rows,
     aligned,
     as_bytes,
-    flow,
     in_step,
     name_of,
     stream,
+    stream_reusing_buffer,
     window,
 )
 from ckptkit.core.bytesource import Derived, Extent, Operation, Piece
@@ -163,7 +163,9 @@ class Overwrite(Operation):
         changes = self._changes(extent)
         places, values = next(changes, (None, None))
         at = 0
-        for piece in aligned(flow(extent.inputs[0]), self.unit, BUFFER // self.unit * self.unit):
+        for piece in aligned(
+            stream_reusing_buffer(extent.inputs[0]), self.unit, BUFFER // self.unit * self.unit
+        ):
             made = np.frombuffer(piece, np.uint8).reshape(-1, self.unit).copy()
             end = at + len(made)
             while places is not None and values is not None:
@@ -185,7 +187,7 @@ class Overwrite(Operation):
         import numpy as np
 
         last = -1
-        streams = [flow(each) for each in extent.inputs[1:]]
+        streams = [stream_reusing_buffer(each) for each in extent.inputs[1:]]
         for raw, values in in_step(streams, (self.width, self.unit), _AT_ONCE):
             places = np.frombuffer(raw, f"<u{self.width}").astype(np.int64)
             if self.gaps:
@@ -216,7 +218,7 @@ class Proven(Operation):
 
     def _compared(self, extent: Derived) -> Iterator[Piece]:
         total = hashing(self.algorithm)
-        for piece in flow(extent.inputs[0]):
+        for piece in stream_reusing_buffer(extent.inputs[0]):
             total.update(piece)
             yield piece
         if total.hexdigest() != self.digest:

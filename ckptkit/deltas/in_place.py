@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 from ckptkit.compute.arranged import contiguous
-from ckptkit.compute.operation import flow, in_step
+from ckptkit.compute.operation import in_step, stream_reusing_buffer
 from ckptkit.core.bytesource import LocalFile, Range, Record
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import UnsupportedError
@@ -88,7 +88,11 @@ def _edits(file: LocalFile, before: Checkpoint, after: Checkpoint) -> Iterator[E
     def work(pair: tuple[Range, Record]) -> list[Edit]:
         extent, record = pair
         at, edits = extent.offset, []
-        for old, made in in_step([flow(extent), flow(record.locate())], (1, 1), _AT_ONCE):
+        for old, made in in_step(
+            [stream_reusing_buffer(extent), stream_reusing_buffer(record.locate())],
+            (1, 1),
+            _AT_ONCE,
+        ):
             one, other = np.frombuffer(old, np.uint8), np.frombuffer(made, np.uint8)
             places = np.flatnonzero(one != other)
             if len(places):

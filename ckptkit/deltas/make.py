@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from ckptkit import formats
 from ckptkit.api import open_checkpoint, save
 from ckptkit.compute.arranged import contiguous
-from ckptkit.compute.operation import PIECE, flow, in_step
+from ckptkit.compute.operation import PIECE, in_step, stream_reusing_buffer
 from ckptkit.core import arguments
 from ckptkit.core.bytesource import Extent, LocalFile, Piece, Range
 from ckptkit.core.checkpoint import Checkpoint, Source
@@ -294,7 +294,9 @@ def _differences(old: Extent, new: Extent, total: Hash) -> Iterator[tuple[Bytes,
     """Yield ``new ^ old`` and the new bytes, in pieces; the new ones are added to `total`."""
     import numpy as np
 
-    for one, other in in_step([flow(old), flow(new)], (1, 1), _AT_ONCE):
+    for one, other in in_step(
+        [stream_reusing_buffer(old), stream_reusing_buffer(new)], (1, 1), _AT_ONCE
+    ):
         total.update(other)
         after = np.frombuffer(other, np.uint8)
         yield np.bitwise_xor(np.frombuffer(one, np.uint8), after), after
@@ -398,7 +400,7 @@ def _joined(found: Sequence[Delta], path: str | os.PathLike[str], options: Optio
         """Write one frame for all of a tensor; nothing if they undo each other."""
         each, (_, digest) = changes[name], changes[name][-1].checksum or ("", "")
         length = _length(each[0])
-        streams = [flow(one.decompressed(length)) for one in each]
+        streams = [stream_reusing_buffer(one.decompressed(length)) for one in each]
         pieces = in_step(streams, (1,) * len(streams), _AT_ONCE)
         begin = spool.at
         changed = _encode(map(_xored, pieces), length, XOR, spool)

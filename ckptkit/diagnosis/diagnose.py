@@ -150,7 +150,7 @@ def cure(
     Raises UsageError if there is nothing to do, and what `convert` raises.
     """
     if found.checkpoint is not None:
-        found.checkpoint.whole()
+        found.checkpoint.require_complete()
     fix = found.fix
     if fix is None or found.checkpoint is None:
         raise UsageError("none of the causes has a fix that ckptkit can apply", where=found.path)

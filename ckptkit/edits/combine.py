@@ -13,7 +13,7 @@ from contextlib import suppress
 
 from ckptkit.compute.arranged import contiguous
 from ckptkit.compute.mixing import has_mean, mean_record
-from ckptkit.core import above
+from ckptkit.core import hooks
 from ckptkit.core.arguments import checked
 from ckptkit.core.bytesource import ByteSource
 from ckptkit.core.checkpoint import Checkpoint, Source, edit, several
@@ -67,7 +67,7 @@ def refuse_adapter(ck: Checkpoint, why: str, others: Sequence[Checkpoint] = ()) 
         raise UnsupportedError(
             f"is an adapter of a model, such as LoRA ({seen}): {why}",
             where=ck.name,
-            hint=above.call("lora_hint", ck, others),
+            hint=hooks.call("lora_hint", ck, others),
         )
 
 
@@ -137,7 +137,7 @@ def _rows(checkpoints: Sequence[Checkpoint]) -> dict[str, list[Tensor]]:
 
     Raises UsageError where they do not go together.
     """
-    *others, last = (ck.whole().required.tensors for ck in checkpoints)
+    *others, last = (ck.require_complete().required.tensors for ck in checkpoints)
     for number, other in enumerate(others):
         odd = sorted(other.keys() ^ last.keys())
         odd += [
@@ -214,7 +214,7 @@ def ema(ck: Checkpoint) -> Checkpoint:
     A list of tensors (``shadow_params``) gets the names of the parameters beside it. Raises
     UsageError if there is no entry that training loops use for them.
     """
-    ck.whole()
+    ck.require_complete()
     groups.refuse(ck, None, _NOT_AVERAGED)
     for name in AVERAGED:
         for path in (name, f"ema.{name}"):

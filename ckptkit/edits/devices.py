@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from ckptkit.core import arguments
-from ckptkit.core.checkpoint import Checkpoint, NoEffect, edit
+from ckptkit.core.checkpoint import Checkpoint, NoOpWarning, edit
 from ckptkit.core.errors import UsageError
 from ckptkit.core.tensor import Storage, Tensor, TypedStorage
 from ckptkit.core.text import plural, quoted, typed
@@ -94,10 +94,10 @@ def remap(
     warnings: list[str] = []
     there = ", ".join(sorted({storage.device for storage in places.storages.values()}))
     if not there:
-        warnings.append(NoEffect("no device tags to change: there are no tensors"))
+        warnings.append(NoOpWarning("no device tags to change: there are no tensors"))
     elif not notes or unused:
         nothing = f"the storages are on {there}, none on {', '.join(unused or asked)}"
-        warnings.append(NoEffect(f"no device tags to change: {nothing}"))
+        warnings.append(NoOpWarning(f"no device tags to change: {nothing}"))
     warnings += _stay_on_cpu(ck.root, table)
     if values:
         swap |= plain

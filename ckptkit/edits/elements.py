@@ -23,7 +23,7 @@ from ckptkit.compute.torch_bridge import applied
 from ckptkit.core import arguments
 from ckptkit.core import dtypes as table
 from ckptkit.core.bytesource import Pending
-from ckptkit.core.checkpoint import Checkpoint, NoEffect, edit
+from ckptkit.core.checkpoint import Checkpoint, NoOpWarning, edit
 from ckptkit.core.dtypes import DType, DTypeLike
 from ckptkit.core.errors import CkptkitError, FormatError, TensorError, UsageError
 from ckptkit.core.tensor import Storage, Tensor, TypedStorage, contiguous_stride
@@ -75,7 +75,7 @@ def cast(ck: Checkpoint, dtypes: DTypeLike | Mapping[str, DTypeLike]) -> Checkpo
     warnings = [f"{fixed}: {quoted(left)}"] if left else []
     if not wanted:
         nothing = "no floating-point weight has another dtype than that: nothing is cast"
-        return ck.with_root(ck.root, warnings=[*warnings, NoEffect(nothing)])
+        return ck.with_root(ck.root, warnings=[*warnings, NoOpWarning(nothing)])
     new = _Cast(wanted)
     root = rebuild(ck.root, new)
     if split := new.split:
@@ -287,7 +287,7 @@ def compact(ck: Checkpoint) -> Checkpoint:
             uses.setdefault(id(leaf.storage), _Use(leaf.storage)).add(leaf)
     parts = {key: each for key, use in uses.items() if (each := use.parts()) is not None}
     if not parts:
-        nothing = NoEffect("every storage is used from end to end: there is nothing to cut")
+        nothing = NoOpWarning("every storage is used from end to end: there is nothing to cut")
         return ck.with_root(ck.root, warnings=[nothing])
 
     def cut(leaf: Node) -> Node:

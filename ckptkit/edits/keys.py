@@ -19,7 +19,7 @@ from time import monotonic
 from typing import NamedTuple
 
 from ckptkit import quantized
-from ckptkit.core.checkpoint import Checkpoint, NoEffect, edit
+from ckptkit.core.checkpoint import Checkpoint, NoOpWarning, edit
 from ckptkit.core.errors import CollisionError, UsageError
 from ckptkit.core.text import entries, flatten, guess, plural, quoted, shell_word, typed, without
 from ckptkit.core.tree import (
@@ -273,7 +273,7 @@ def strip_prefix(
         }
         if not names:
             listed = " or ".join(map(repr, found))
-            warnings.append(NoEffect(f"no key{target.place} begins with {listed}"))
+            warnings.append(NoOpWarning(f"no key{target.place} begins with {listed}"))
             continue
         names, ck = groups.followed(ck, names)
         kept = [name for name in target.names if name not in names]
@@ -387,13 +387,13 @@ def rename(
     every = {**mapping, **changed}
     names = {old: every[old] for old in target.names if every[old] != old}
     if not names:
-        return ck.with_root(ck.root, warnings=[NoEffect(f"nothing{target.place} is renamed")])
+        return ck.with_root(ck.root, warnings=[NoOpWarning(f"nothing{target.place} is renamed")])
     names, ck = groups.followed(ck, names)
     lost: list[str] = []
     whole = {name: names.get(name, name) for name in target.names}
     new_node = target.renamed(names, lambda paths: renamed_paths(paths, whole, lost))
     warnings: list[str] = [
-        NoEffect(f"no key{target.place} is changed by the substitution {pattern!r}")
+        NoOpWarning(f"no key{target.place} is changed by the substitution {pattern!r}")
         for pattern in unused
     ]
     if lost:
@@ -543,7 +543,7 @@ def select(
             "nothing is left of the weights", hint="`ckptkit inspect {where}` lists the names"
         )
     if not gone:
-        nothing = NoEffect("every weight is selected: nothing is left out")
+        nothing = NoOpWarning("every weight is selected: nothing is left out")
         return ck.with_root(ck.root, warnings=[nothing])
     dropped = set(target.names) - kept
     entries = without(target.entries, dropped)

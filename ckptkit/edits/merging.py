@@ -196,7 +196,7 @@ def model(checkpoint: Checkpoint, others: Sequence[Checkpoint] = ()) -> Checkpoi
     why = "models are merged here, and factors of changes are none"
     refuse_adapter(checkpoint, why, others)
     groups.refuse(checkpoint, None, "codes and scales cannot be merged")
-    return bare(checkpoint.whole())
+    return bare(checkpoint.require_complete())
 
 
 def _settings(

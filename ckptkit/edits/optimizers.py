@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import NamedTuple
 
-from ckptkit.core.checkpoint import Checkpoint, NoEffect, edit
+from ckptkit.core.checkpoint import Checkpoint, NoOpWarning, edit
 from ckptkit.core.errors import AmbiguousError, CollisionError, UsageError
 from ckptkit.core.tensor import Shape, Tensor
 from ckptkit.core.text import nearest, plural, shell_word, some, typed, without
@@ -144,7 +144,9 @@ def key_optimizer(ck: Checkpoint, by: str) -> Checkpoint:
     else:
         keys = {each: number for number, each in enumerate(found.params)}
     if all(old == new and type(old) is type(new) for old, new in keys.items()):
-        return ck.with_root(ck.root, warnings=[NoEffect(f"{found.path} is keyed by {by} already")])
+        return ck.with_root(
+            ck.root, warnings=[NoOpWarning(f"{found.path} is keyed by {by} already")]
+        )
     groups = [
         {**each, "params": [keys[key] for key in listed(each, "params")]} for each in found.groups
     ]

@@ -12,7 +12,7 @@ from ckptkit.compute.filling import FILLS, MoreRows
 from ckptkit.compute.numbers import FLOATS
 from ckptkit.compute.operation import Concat, RecordSlice
 from ckptkit.core.bytesource import Pending
-from ckptkit.core.checkpoint import Checkpoint, NoEffect, edit
+from ckptkit.core.checkpoint import Checkpoint, NoOpWarning, edit
 from ckptkit.core.errors import UnsupportedError, UsageError
 from ckptkit.core.tensor import Storage, Tensor, contiguous_stride
 from ckptkit.core.text import nearest, plural, quoted
@@ -57,7 +57,7 @@ def resize(
         if tensor.elements_key not in made and tensor.shape[0] != rows:
             made[tensor.elements_key] = _resized(tensor, rows, fill, seed)
     if not made:
-        return ck.with_root(ck.root, warnings=[NoEffect(f"all have {rows:,} rows already")])
+        return ck.with_root(ck.root, warnings=[NoOpWarning(f"all have {rows:,} rows already")])
     sizes = {each.shape[0] for each in tied.values() if each.elements_key in made}
 
     def leaf(node: Node) -> Node:

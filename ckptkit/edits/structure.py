@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from ckptkit.core import arguments
-from ckptkit.core.checkpoint import Checkpoint, NoEffect, edit
+from ckptkit.core.checkpoint import Checkpoint, NoOpWarning, edit
 from ckptkit.core.errors import UnknownNameError, UsageError
 from ckptkit.core.tensor import Tensor
 from ckptkit.core.text import quoted, some, typed_value
@@ -23,7 +23,7 @@ from ckptkit.core.tree import (
     type_name,
 )
 from ckptkit.core.weights import plain_state_dict
-from ckptkit.pickles import live
+from ckptkit.pickles import from_python
 
 OWN_RECORD = "ckptkit"  # in the metadata of safetensors: formats/record.py
 
@@ -34,7 +34,7 @@ def extract(ck: Checkpoint, key: str | Sequence[str]) -> Checkpoint:
 
     Of several paths, the first that exists is taken. Raises UsageError if none does.
     """
-    root, found = ck.whole().root, None
+    root, found = ck.require_complete().root, None
     for each in key:
         try:
             found, key = find(root, each), each
@@ -72,7 +72,7 @@ def with_value(ck: Checkpoint, path: str, value: object) -> Checkpoint:
     A new entry goes into the deepest mapping that the path leads through. Raises UsageError where
     it leads through something else, ArgumentError for a value that no file can hold.
     """
-    new = live.node(value)
+    new = from_python.node(value)
     holder, key, is_new = _place(ck, arguments.text("path", path))
     if isinstance(holder, list):
         changed: Node = [new if number == key else each for number, each in enumerate(holder)]
@@ -125,7 +125,7 @@ def drop_entry(ck: Checkpoint, paths: str | Sequence[str], missing_ok: bool = Fa
         except UsageError:
             if not missing_ok:
                 raise
-            missing = NoEffect(f"there is no entry {key!r} to leave out")
+            missing = NoOpWarning(f"there is no entry {key!r} to leave out")
             ck = ck.with_root(ck.root, warnings=[missing])
             continue
         holder = _holder(ck.root, path)
@@ -155,7 +155,7 @@ def bare(ck: Checkpoint) -> Checkpoint:
 
     Raises UsageError without any.
     """
-    weights = ck.whole().required
+    weights = ck.require_complete().required
     others = len(ck.root) - 1 if weights.path and isinstance(ck.root, dict) else 0
     note = (
         f"took the weights out of {join(weights.path)!r}"
@@ -182,7 +182,7 @@ def wrap(ck: Checkpoint, key: str, beside: Mapping[str, object] | None = None) -
     """
     if not key:
         raise UsageError("an entry needs a name", hint=f"e.g. {typed_value('key', 'state_dict')}")
-    others = {name: live.node(value) for name, value in (beside or {}).items()}
+    others = {name: from_python.node(value) for name, value in (beside or {}).items()}
     if key in others:
         raise UsageError(f"{key!r} cannot be the checkpoint and a value beside it")
     inner = ck.key

@@ -348,7 +348,7 @@ def layout(checkpoint: Checkpoint, format: Format, options: Options) -> Plan:
         keeps = keeps and options.objects != "drop"
         if not keeps or format.name != checkpoint.format:
             if not options.everything:
-                checkpoint.whole()
+                checkpoint.require_complete()
             if not keeps and any(each.name in _PIECES for each in checkpoint.globals):
                 from ckptkit.formats.distributed.parts import plain
 

@@ -38,7 +38,7 @@ from ckptkit.core.errors import (
     within,
 )
 from ckptkit.core.options import Options
-from ckptkit.core.plan import Deferred, OutputFile, Plan, Segment, Summed
+from ckptkit.core.plan import Checksummed, ChecksumPlaceholder, OutputFile, Plan, Segment
 from ckptkit.core.tensor import Shape, Storage, Tensor, contiguous_stride
 from ckptkit.core.text import shown
 from ckptkit.core.tree import Global, Node, Object, Path, join
@@ -66,8 +66,8 @@ from ckptkit.formats.format import CheckedPart, Defect, Probe
 from ckptkit.formats.record import leftovers, refuse_pieces
 from ckptkit.formats.table import DCP, is_torch_zip
 from ckptkit.formats.zip_reader import MAGIC
+from ckptkit.pickles.policy import without_objects
 from ckptkit.pickles.streams import NOT_TORCH, Found, Inner, PickleStream
-from ckptkit.pickles.trust import without_objects
 from ckptkit.pickles.writer import write_pickle
 
 SHARD = re.compile(r"shard-[0-9]{5}-model-[0-9]{5}-of-[0-9]{5}\.safetensors")
@@ -514,7 +514,7 @@ def layout(checkpoint: Checkpoint, options: Options) -> Plan:
         plan = torch_zip.layout(Checkpoint(node), options)
         (file,) = plan.files
         segments += _renumbered(file.segments, sums)
-        sums += 1 + max((each.number for each in file.segments if isinstance(each, Summed)),
+        sums += 1 + max((each.number for each in file.segments if isinstance(each, Checksummed)),
                         default=-1)  # fmt: skip
         places[name] = Place(DATA, size, file.size)
         if name in tensors:
@@ -555,11 +555,11 @@ def _plain(tensor: Tensor) -> Tensor:
 def _renumbered(segments: Iterable[Segment], by: int) -> Iterator[Segment]:
     """Shift the checksum numbers of an archive's segments to those of the whole file."""
     for segment in segments:
-        if isinstance(segment, Summed):
-            yield Summed(segment.extent, segment.number + by)
-        elif isinstance(segment, Deferred):
+        if isinstance(segment, Checksummed):
+            yield Checksummed(segment.extent, segment.number + by)
+        elif isinstance(segment, ChecksumPlaceholder):
             holes = tuple((position, number + by) for position, number in segment.holes)
-            yield Deferred(segment.template, holes)
+            yield ChecksumPlaceholder(segment.template, holes)
         else:
             yield segment
 

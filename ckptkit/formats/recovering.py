@@ -28,7 +28,7 @@ from ckptkit.formats import format
 from ckptkit.formats.format import Loss, Probe, Recovered
 from ckptkit.formats.record import WHOLE, restore
 from ckptkit.formats.safetensors import Kinds, matches, read_entry, read_header, read_text
-from ckptkit.pickles.trust import without
+from ckptkit.pickles.policy import without
 
 AGAIN = "download or copy it again"
 UNVERIFIED = (

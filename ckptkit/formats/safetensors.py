@@ -405,7 +405,7 @@ def _whole(checkpoint: Checkpoint, options: Options) -> HeaderEntries:
     """
     from ckptkit.formats.safetensors_tree import StoredTree, record_of
     from ckptkit.formats.torch_zip import Numbering
-    from ckptkit.pickles.trust import without_objects
+    from ckptkit.pickles.policy import without_objects
     from ckptkit.pickles.writer import write_pickle
 
     root, strict = checkpoint.root, options.objects == "error"

@@ -71,8 +71,8 @@ from ckptkit.core.weights import as_tensor
 from ckptkit.formats.strict_json import is_utf8
 from ckptkit.pickles import globals as known
 from ckptkit.pickles.globals import built
+from ckptkit.pickles.policy import Policy
 from ckptkit.pickles.streams import check_no_calls
-from ckptkit.pickles.trust import Policy
 from ckptkit.pickles.values import KeyCheck
 
 # Writing

@@ -21,7 +21,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from ckptkit.core.bytesource import Extent
-from ckptkit.core.plan import Deferred, Segment, Summed
+from ckptkit.core.plan import Checksummed, ChecksumPlaceholder, Segment
 
 ALIGNMENT = 64  # bytes
 
@@ -67,7 +67,7 @@ class _Text:
         if not holes:
             return data
         self.holes = []
-        return Deferred(data, tuple(holes))
+        return ChecksumPlaceholder(data, tuple(holes))
 
 
 def lay_out(members: Iterable[ZipMember]) -> list[Segment]:
@@ -98,7 +98,7 @@ def lay_out(members: Iterable[ZipMember]) -> list[Segment]:
         elif isinstance(content, bytes) or crc is not None:
             segments += (text.take(header), content)
         else:
-            segments += (text.take(header), Summed(content, count))
+            segments += (text.take(header), Checksummed(content, count))
         offset += len(header) + size
         count += 1
     text.holes += [(len(text.data) + position, number) for position, number in directory.holes]

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from ckptkit.compute.arranged import contiguous
 from ckptkit.compute.numbers import FLOATS, decode
-from ckptkit.compute.operation import flow, import_numpy
+from ckptkit.compute.operation import import_numpy, stream_reusing_buffer
 from ckptkit.core.arguments import checked
 from ckptkit.core.checkpoint import Source, opened
 from ckptkit.core.errors import UsageError
@@ -90,7 +90,7 @@ def check_lora(
         found = [*alone(read)]
     else:
         refuse_base(under)
-        plan = MergePlan(under.whole(), read)
+        plan = MergePlan(under.require_complete(), read)
         found = [*_of(plan.problems, command), *_of_elements(read)]
         found += _of_plan(plan, command)
         if under is not base:
@@ -189,7 +189,7 @@ def _square(tensor: Tensor) -> float:
     """Return the sum of the squares of the elements."""
     import numpy as np
 
-    pieces = flow(contiguous(tensor).locate())
+    pieces = stream_reusing_buffer(contiguous(tensor).locate())
     return sum(float(np.square(decode(each, tensor.dtype).astype("f8")).sum()) for each in pieces)
 
 

@@ -119,7 +119,7 @@ def extract_lora(
         tempfile.TemporaryFile() as spool,
     ):
         for each in (after, before):
-            groups.refuse(each.whole(), None, "codes have no difference")
+            groups.refuse(each.require_complete(), None, "codes have no difference")
         places: dict[str, tuple[Shape, int]] = {}
         is_conv1d = any(
             _WIDE.fullmatch(name) and each.ndim == 2 and each.shape[1] > each.shape[0]

@@ -93,7 +93,7 @@ def merge_lora(
     if len(factors) != len(given) or not given or not all(map(isfinite, factors)):
         what = plural(len(given), "adapter")
         raise UsageError(f"{what} need as many weights, all finite, and not {factors}")
-    checkpoint = opened(base).whole()
+    checkpoint = opened(base).require_complete()
     refuse_base(checkpoint)
     found = [
         each if isinstance(each, Adapter) else read_adapter(each, component=component, alpha=alpha)

@@ -1,8 +1,9 @@
-"""The calls that build tensors and plain values in torch's pickles, done symbolically.
+"""Evaluate, symbolically, the calls that build tensors and plain values in torch's pickles.
 
 Signatures are those of torch/_utils.py, torch/_tensor.py and torch/nn/parameter.py, old and new. A
-reducer gets the Global and the arguments and returns a node; what is no more than a plain tensor
-becomes a Tensor, what has anything else to it stays an Object whose `tensor` says what it reads as.
+reducer receives the Global and the arguments and returns a node. A plain tensor becomes a Tensor.
+Anything more (hooks, attributes, a subclass) stays an Object whose `tensor` is the tensor it
+evaluates to. The first line of a reducer's docstring is the call that it evaluates.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from ckptkit.pickles import ndarray
 
 Args = tuple[Node, ...]
 Reducer = Callable[[Global, Args], Node]
-_DTYPE = "[a-z]+[0-9][a-z0-9_]*"  # how torch spells its types
+_DTYPE = "[a-z]+[0-9][a-z0-9_]*"  # names of element types in torch
 _LATIN1 = ("latin1", "latin-1")
 
 
@@ -43,13 +44,15 @@ def ordered_dict(made: Global, args: Args) -> Node:
 
 def _set(made: Global, args: Args) -> Node:
     if len(args) > 1 or (args and not isinstance(args[0], (list, tuple))):
-        raise FormatError("pickle makes a set of something that is not a list")
+        raise FormatError("pickle makes a set from something other than a list")
     return SetNode(list(args[0]) if args else [], frozen=made.name == "frozenset")
 
 
 def _bytes(made: Global, args: Args) -> Node:
-    """bytes() and bytearray(b"...") as protocols 0 to 2 spell them; never bytes(size), which
-    allocates."""
+    """bytes() and bytearray(b"...") of protocols 0 to 2.
+
+    bytes(size) stays an Object, because it would allocate memory.
+    """
     make = bytes if made.name == "bytes" else bytearray
     if not args:
         return make()
@@ -59,11 +62,11 @@ def _bytes(made: Global, args: Args) -> Node:
         return StoredBytes(args[0].extent, made.name)
     if len(args) == 2 and isinstance(args[0], str) and args[1] in _LATIN1:
         return make(_latin1(args[0]))
-    return Object(made, args)  # shown, and never written
+    return Object(made, args)  # can be shown, but not written
 
 
 def _encode(made: Global, args: Args) -> Node:
-    """_codecs.encode(text, "latin1"): how protocol 2 spells bytes."""
+    """_codecs.encode(text, "latin1"), the bytes of protocol 2."""
     if len(args) == 2 and isinstance(args[0], str) and args[1] in _LATIN1:
         return _latin1(args[0])
     return Object(made, args)
@@ -73,7 +76,7 @@ def _latin1(text: str) -> bytes:
     try:
         return text.encode("latin-1")
     except UnicodeEncodeError as error:
-        raise FormatError("pickle spells bytes with characters beyond 255") from error
+        raise FormatError("pickle encodes bytes with characters above 255") from error
 
 
 def _complex(made: Global, args: Args) -> Node:
@@ -82,11 +85,11 @@ def _complex(made: Global, args: Args) -> Node:
             return complex(*map(float, args))
     except OverflowError:
         pass
-    raise FormatError("pickle makes a complex number of something other than two numbers")
+    raise FormatError("pickle makes a complex number from something other than two numbers")
 
 
 def _getattr(made: Global, args: Args) -> Node:
-    """getattr(Class, "Inner"): how protocols below 4 name a nested class."""
+    """getattr(Class, "Inner"), the name of a nested class below protocol 4."""
     outer, inner = args if len(args) == 2 else (None, None)
     if isinstance(outer, Global) and isinstance(inner, str) and inner.isidentifier():
         return Global(outer.module, f"{outer.name}.{inner}")
@@ -94,9 +97,9 @@ def _getattr(made: Global, args: Args) -> Node:
 
 
 def _same(made: Global, args: Args) -> Node:
-    """build_intlist(list) and others like it, restore_type_tag(list or dict, type).
+    """build_intlist(list) and similar functions, and restore_type_tag(list or dict, type).
 
-    TorchScript writes them for types that Python does not have. Their argument is their value.
+    TorchScript calls them for types that Python does not have. They return their first argument.
     """
     return args[0] if args and isinstance(args[0], (list, dict)) else Object(made, args)
 
@@ -114,36 +117,37 @@ def _shape(node: Node) -> tuple[int, ...]:
 
 def _storage(node: Node) -> TypedStorage:
     if not isinstance(node, TypedStorage):
-        raise FormatError("a tensor is built from something that is not a storage")
+        raise FormatError("a tensor is built on something other than a storage")
     return node
 
 
 def flag(node: Node) -> bool:
-    """A requires_grad. Raises TensorError for what is neither True nor False."""
+    """Return a requires_grad flag. Raises TensorError unless it is True or False."""
     if node.__class__ is not bool and node not in (0, 1):
         raise TensorError("a tensor's requires_grad is neither True nor False")
     return bool(node)
 
 
 def is_empty(hooks: Node) -> bool:
-    """Return whether there are no backward hooks."""
+    """Return whether the dict of backward hooks is None or empty."""
     return hooks is None or (isinstance(hooks, (dict, list, tuple)) and not len(hooks))
 
 
 def _arity(made: Global, args: Args, least: int, most: int) -> None:
     if not least <= len(args) <= most:
-        raise FormatError(f"{made} with {len(args)} arguments instead of {least} to {most}")
+        raise FormatError(f"{made} has {len(args)} arguments; expected {least} to {most}")
 
 
 def strided(
     typed: TypedStorage, dtype: DType | None, args: Args, metadata: Node = None
 ) -> tuple[Tensor, bool]:
-    """Return the tensor of (storage, offset, size, stride[, ...]), and whether that is all.
+    """Return the tensor of (storage, offset, size, stride[, ...]), and whether it is plain.
 
-    Those of four arguments are of torch 0.1 to 0.3, where no dimensions meant no elements.
+    It is not plain if it has hooks or unknown metadata. Torch 0.1 to 0.3 passed four arguments, and
+    empty sizes meant a tensor without elements.
     """
     if dtype is None:
-        raise TensorError("a tensor of an untyped storage does not say its dtype")
+        raise TensorError("a tensor of an untyped storage has no dtype")
     grad = flag(args[4]) if len(args) > 4 else False
     bits = metadata if isinstance(metadata, dict) else {}
     flags = {key for key, value in bits.items() if value is True}
@@ -158,7 +162,7 @@ def strided(
     )  # fmt: skip
     if typed.stop is not None and sum(tensor.extent) > dtype.nbytes(typed.stop):
         raise TensorError(
-            f"shape {shape}, stride {stride}, offset {args[1]} reach beyond a view of a storage"
+            f"shape {shape}, stride {stride}, offset {args[1]} exceed a view of a storage"
         )
     known = metadata is None or (bits is metadata and bits.keys() == flags <= {"conj", "neg"})
     return tensor, known and (len(args) < 6 or is_empty(args[5]))
@@ -166,7 +170,7 @@ def strided(
 
 def tensor_v2(made: Global, args: Args) -> Node:
     """_rebuild_tensor(storage, offset, size, stride), _v2(.., requires_grad, hooks[, metadata])."""
-    if len(args) == 6:  # the common case, spelled out: it runs once per tensor
+    if len(args) == 6:  # the common case, inlined because it runs once per tensor
         typed, offset, size, stride, grad, hooks = args
         if (
             typed.__class__ is TypedStorage and typed.dtype is not None and typed.stop is None
@@ -181,8 +185,7 @@ def tensor_v2(made: Global, args: Args) -> Node:
 
 
 def _tensor_v3(made: Global, args: Args) -> Node:
-    """_rebuild_tensor_v3(storage, offset, size, stride, requires_grad, hooks, dtype[,
-    metadata])."""
+    """_rebuild_tensor_v3(storage, offset, size, stride, requires_grad, hooks, dtype[, bits])."""
     _arity(made, args, 7, 8)
     typed, dtype = _storage(args[0]), dtype_or_unknown(args[6])
     if dtype.kind == "unknown":
@@ -194,7 +197,7 @@ def _tensor_v3(made: Global, args: Args) -> Node:
 
 
 def with_grad(tensor: Tensor, grad: bool, kind: str) -> Tensor:
-    """The same tensor as a leaf of its own."""
+    """Return the same tensor with another `requires_grad` and `kind`."""
     return Tensor(
         tensor.storage, tensor.dtype, tensor.shape, tensor.stride, tensor.offset, grad, kind,
         tensor.layout,
@@ -207,7 +210,7 @@ def _parameter(made: Global, args: Args) -> Node:
     _arity(made, args, 3, 4)
     tensor = as_tensor(args[0])
     if tensor is None:
-        raise FormatError("a parameter is made of something that is not a tensor")
+        raise FormatError("a parameter is built on something other than a tensor")
     grad = flag(args[1])
     parameter = with_grad(tensor, grad, "parameter")
     plain = isinstance(args[0], Tensor) and not args[0].requires_grad
@@ -225,27 +228,30 @@ def _quantized(made: Global, args: Args) -> Node:
 
 
 def _sparse(made: Global, args: Args) -> Node:
-    """_rebuild_sparse_tensor(layout, (indices, values, size, ...)) and (compressed, plain, values,
-    size)."""
+    """_rebuild_sparse_tensor(layout, data).
+
+    `data` is (indices, values, size, ...) or, for compressed layouts, (compressed indices, plain
+    indices, values, size).
+    """
     _arity(made, args, 2, 2)
     layout, data = args
     named = isinstance(layout, Object) and len(layout.args) == 1
     name = layout.args[0] if named else "torch.sparse_coo"
     if not isinstance(name, str) or not isinstance(data, tuple) or len(data) < 3:
-        raise FormatError("a sparse tensor without its layout or its parts")
+        raise FormatError("a sparse tensor lacks its layout or a part")
     at = 1 if name.endswith("sparse_coo") else 2
     values = as_tensor(data[at])
     if values is None or at + 1 >= len(data):
-        raise FormatError("a sparse tensor without its values or its size")
+        raise FormatError("a sparse tensor lacks its values or its size")
     tensor = _composed(values, _shape(data[at + 1]), name.removeprefix("torch."))
     return Object(made, args, tensor=tensor)
 
 
 def _nested(made: Global, args: Args) -> Node:
-    """_rebuild_nested_tensor(buffer, sizes, strides, storage offsets): its shape is in the data."""
+    """_rebuild_nested_tensor(buffer, sizes, strides, storage offsets); its shape is tensor data."""
     buffer = as_tensor(args[0]) if args else None
     if buffer is None:
-        raise FormatError("a nested tensor without its buffer")
+        raise FormatError("a nested tensor lacks its buffer")
     return Object(made, args, tensor=_composed(buffer, (), "nested"))
 
 
@@ -264,8 +270,7 @@ def _meta(made: Global, args: Args) -> Node:
 
 
 def _subclass(made: Global, args: Args) -> Node:
-    """_rebuild_wrapper_subclass(cls, dtype, size, stride, offset, layout, device,
-    requires_grad)."""
+    """_rebuild_wrapper_subclass(class, dtype, size, stride, offset, layout, device, grad)."""
     _arity(made, args, 8, 8)
     dtype, shape, grad = dtype_or_unknown(args[1]), _shape(args[2]), flag(args[7])
     tensor = Tensor(None, dtype, shape, (), requires_grad=grad, layout="subclass")
@@ -273,13 +278,12 @@ def _subclass(made: Global, args: Args) -> Node:
 
 
 def _from_type(made: Global, args: Args) -> Node:
-    """_rebuild_from_type_v2(function, class, arguments, state): a subclass, or a tensor with
-    attributes."""
+    """_rebuild_from_type_v2(function, class, arguments, state): a subclass or tensor attributes."""
     _arity(made, args, 3, 4)
     inner = REDUCERS.get((args[0].module, args[0].name)) if isinstance(args[0], Global) else None
     if inner is _from_type or not isinstance(args[2], tuple):
         return Object(made, args)
-    if inner is None:  # a function of the class: makes a tensor, if it is made of tensors
+    if inner is None:  # a function of the subclass: it makes a tensor if its arguments have one
         first = next(iter(inner_tensors(args)), None)
         tensor = None if first is None else Tensor(None, first[1].dtype, (), (), layout="subclass")
         return Object(made, args, tensor=tensor)
@@ -287,8 +291,10 @@ def _from_type(made: Global, args: Args) -> Node:
 
 
 def _on_device(made: Global, args: Args) -> Node:
-    """_rebuild_device_tensor_from_numpy(array, dtype, device, requires_grad),
-    _from_cpu_tensor(tensor, ...)."""
+    """_rebuild_device_tensor_from_numpy(array, dtype, device, requires_grad) and similar calls.
+
+    _rebuild_device_tensor_from_cpu_tensor has the same arguments but a tensor first.
+    """
     _arity(made, args, 4, 4)
     tensor = as_tensor(args[0])
     if tensor is None or tensor.storage is None or not isinstance(args[2], str):
@@ -300,17 +306,17 @@ def _on_device(made: Global, args: Args) -> Node:
 
 
 def dtype_of(node: Node) -> DType:
-    """The element type that a Global such as ``torch.float16`` names. Raises TensorError."""
+    """Return the element type of a Global such as ``torch.float16``. Raises TensorError."""
     found = BY_NAME.get(node.name) if isinstance(node, Global) and node.module == "torch" else None
     if found is None:
         raise TensorError(
-            f"{node if isinstance(node, Global) else 'a value'} is not a dtype that ckptkit knows"
+            f"{node if isinstance(node, Global) else 'a value'} is not a supported dtype"
         )
     return found
 
 
 def dtype_or_unknown(node: Node) -> DType:
-    """Return `dtype_of`; for an unknown name in torch, a type with only that name."""
+    """Return `dtype_of`, or a placeholder for an unsupported dtype of torch."""
     known = not isinstance(node, Global) or node.module != "torch" or node.name in BY_NAME
     if not known and re.fullmatch(_DTYPE, node.name):
         return unknown(node.name)
@@ -347,9 +353,9 @@ REDUCERS: dict[tuple[str, str], Reducer] = {
 }
 
 
-# Objects that a BUILD makes: numpy arrays, tensors and variables of torch 0.1 to 0.3. Made by their
-# class; their state says what they are (`Tensor.__setstate__` reads them to this day). One
-# that has nothing else to it ends as a plain Tensor.
+# Objects whose BUILD completes them: numpy arrays, and tensors and variables of torch 0.1 to 0.3.
+# These are made by calling their class, and the state contains their data; today's
+# `Tensor.__setstate__` still reads it. An object without anything else becomes a plain Tensor.
 
 State = tuple[Node, ...]
 Builder = Callable[[Object, State], bool]
@@ -366,8 +372,7 @@ def _built_array(target: Object, state: State) -> bool:
 
 
 def _built_tensor(target: Object, state: State) -> bool:
-    """Tensors of torch 0.1: ``torch.FloatTensor`` made by class, state (storage, offset, size,
-    stride)."""
+    """Tensors of torch 0.1: ``torch.FloatTensor()`` and a state (storage, offset, size, stride)."""
     if len(state) != 4 or not isinstance(state[0], TypedStorage):
         return False
     check_class(target.callable, state[0].dtype)
@@ -376,9 +381,11 @@ def _built_tensor(target: Object, state: State) -> bool:
 
 
 def _built_variable(target: Object, state: State) -> bool:
-    """Variables and parameters of torch 0.1 to 0.3: Parameter(data), state (requires_grad,
-    volatile, hooks); before that no argument, state (data, grad, hooks, requires_grad,
-    volatile)."""
+    """Variables and parameters of torch 0.1 to 0.3.
+
+    Parameter(data) has the state (requires_grad, volatile, hooks). Older ones have no argument and
+    the state (data, grad, hooks, requires_grad, volatile).
+    """
     if len(state) == 5:
         data, _, hooks, grad, _ = state
     elif len(state) == 3 and isinstance(target.args, tuple) and target.args:
@@ -402,15 +409,15 @@ def _is_made_by_class(node: Node) -> bool:
 
 
 def check_class(made: Node, dtype: DType | None) -> None:
-    """Raise FormatError unless `made` is the tensor class of the element type, on any device."""
+    """Raise FormatError unless `made` is the tensor class of `dtype` on any device."""
     expected = "" if dtype is None else (dtype.storage or "").replace("Storage", "Tensor")
     if not isinstance(made, Global) or made.module not in _MODULES or made.name != expected:
-        kind = made if isinstance(made, Global) else "something that is no class"
+        kind = made if isinstance(made, Global) else "something other than a class"
         raise FormatError(f"a tensor of class {kind} over a storage of {dtype or 'no type'}")
 
 
 def built(target: Object, state: Node) -> bool:
-    """Return whether an object is no more than its `tensor` after a BUILD."""
+    """Return whether a BUILD leaves the object with nothing more than its `tensor`."""
     made = target.callable
     builder = _BUILDERS.get((made.module, made.name)) if isinstance(made, Global) else None
     return builder is not None and isinstance(state, tuple) and builder(target, state)

@@ -1,20 +1,20 @@
-"""Judge the names, calls and states of a pickle by the allowlist. Calls nothing.
+"""Judge the names, calls and states of a pickle by the allowlist, without calling anything.
 
-Nothing that a file holds may be a callable of the file's choosing: a name is a value only where the
-allowlist has it, and a call has a row, whose shapes its arguments and its state fit. So whatever
-Python's, torch's or numpy's code does with a value on the way, it finds no code of the file to run.
-Two callers: the trace of a pickle that is scanned, and the writer of a tree.
+A file must not supply a callable. A name may be a value only if the allowlist has it. A call must
+have a row, and its arguments and state must match the shapes of that row. Code of Python, torch or
+numpy that processes such values during loading therefore never runs code from the file.
+Two callers: the trace of a pickle during a scan, and the writer of a tree.
 
-A value has a sort, one bit of `SORTS`. A shape is a predicate over values, written as text in
-``allowlist.txt``:
+A value has a sort, one bit of `SORTS`. A shape is a predicate over values, written in
+``allowlist.txt`` as
 
     int|none         a value of one of these sorts
-    [int]  (int*)    a list, a tuple of any number of integers; (text int?) a tuple of one or two
+    [int]  (int*)    a list, or a tuple, of any number of integers; (text int?) a tuple of 1 or 2
     {text: tensor}   a dict with keys and values of these shapes
-    {a=int *=any}    a dict of strings: what the value under `a`, and every other one, must be
+    {a=int *=any}    a dict with string keys: the shape of the value `a`, and of all other values
     <scalar list>    a value that has these sorts itself and at every depth inside
     %name            one of the classes and functions of the set `name`
-    word             a shape, or a test of `_TESTS`, that has this name
+    word             the shape, or the test of `_TESTS`, with this name
 """
 
 from __future__ import annotations
@@ -36,38 +36,38 @@ from ckptkit.core.tree import Global, Node
 
 Name = tuple[str, str]
 
-# The effect of a step on the process that loads the file, from harmless to harmful.
-ACCEPTED = "accepted"  # torch.load(weights_only=True) makes it
-HARMLESS = "harmless"  # in the allowlist, with arguments that its row takes: it makes a value
-CLASS = "class"  # an object of a class that is not in it: that class alone decides
-LOADS = "loads"  # a file inside: what that would do
-UNSURE = "unsure"  # not proved: arguments or a state that no row takes
-CALLED = "unknown"  # a function of another package, or a class by its constructor
+# Levels: the effect of a step on the process that loads the file, from harmless to harmful.
+ACCEPTED = "accepted"  # torch.load(weights_only=True) performs it
+HARMLESS = "harmless"  # allowlisted, and its arguments match: it makes a value
+CLASS = "class"  # makes an object of a class that is not allowlisted, whose code decides
+LOADS = "loads"  # loads a file inside this one, which is judged separately
+UNSURE = "unsure"  # not proved harmless: the arguments or the state match no row
+CALLED = "unknown"  # calls a function of another package, or a class by its constructor
 HARMFUL = "harmful"
 LEVELS = (ACCEPTED, HARMLESS, CLASS, LOADS, UNSURE, CALLED, HARMFUL)
-WRITTEN = (ACCEPTED, HARMLESS, CLASS)  # what may be written back
+WRITTEN = (ACCEPTED, HARMLESS, CLASS)  # levels that may be written back
 
-# Whose calls are harmful unless they are in the allowlist, with Python's (`standard`).
+# Packages whose calls, like those of Python (`standard`), are harmful unless allowlisted.
 TORCH = {"functorch", "numpy", "torch", "torchgen"}
-_SCRIPT = "__torch__"  # classes of a TorchScript archive, which has their code in it
+_SCRIPT = "__torch__"  # package of classes whose code is inside a TorchScript archive
 
-# Calls that call one of their arguments, or name something inside it.
+# Calls that call one of their arguments, or return something inside it.
 FROM_TYPE: frozenset[Name] = frozenset((
     ("torch._tensor", "_rebuild_from_type_v2"), ("torch._tensor", "_rebuild_from_type"),
     ("torch.tensor", "_rebuild_from_type"),
 ))  # fmt: skip
 _NEW_CALLS: frozenset[Name] = frozenset((("copyreg", "__newobj__"), ("copyreg", "__newobj_ex__")))
 _RECONSTRUCT: Name = ("copyreg", "_reconstructor")  # (class, base, state): protocols 0 and 1
-_GETATTR: Name = ("builtins", "getattr")  # how protocols below 4 name what is inside a class
-_LOAD: Name = ("torch.storage", "_load_from_bytes")  # a storage that torch.save did not pickle
+_GETATTR: Name = ("builtins", "getattr")  # returns a nested class, for protocols below 4
+_LOAD: Name = ("torch.storage", "_load_from_bytes")  # a storage pickled outside torch.save
 _SPECIAL = FROM_TYPE | _NEW_CALLS | {_RECONSTRUCT, _GETATTR, _LOAD}
-# Classes of C++ whose memory is not set up before their state is: nothing may come between.
+# C++ classes whose memory is uninitialized until their state is set: BUILD must come first.
 _PLACEMENTS = "torch.distributed.tensor.placement_types"
 _UNFINISHED = frozenset((_PLACEMENTS, name) for name in ("Partial", "Shard", "_StridedShard"))
 
 
 class NumpyType(NamedTuple):
-    """An element type: its letter, its size in bytes, and whether it holds pointers to objects."""
+    """A numpy element type: its letter, its size in bytes, and whether it contains objects."""
 
     kind: str
     size: int
@@ -75,7 +75,7 @@ class NumpyType(NamedTuple):
 
 
 class Judged(NamedTuple):
-    """A call or a step: its kind, the sort of what it makes, and the type where that is a dtype."""
+    """The verdict on a call or step: level, sort of the result, and element type of a dtype."""
 
     kind: str
     sort: int
@@ -99,56 +99,56 @@ SORTS: dict[str, int] = {
     "none": NONE, "bool": FLAG, "flag": FLAG | INT, "int": INT, "float": FLOAT | INT, "text": TEXT,
     "bytes": BYTES, "list": LIST, "tuple": TUPLE, "dict": DICT, "set": SET,
     "mapping": MAPPING,  # an OrderedDict or a Counter
-    "defaults": DEFAULTS,  # a defaultdict whose factory makes an empty value
+    "defaults": DEFAULTS,  # a defaultdict whose factory returns an empty value
     "storage": STORAGE, "bare": TENSOR,
-    "dressed": DRESSED,  # a tensor with attributes that the file chooses
+    "dressed": DRESSED,  # a tensor with attributes from the file
     "tensor": TENSOR | DRESSED,
     "array": ARRAY, "npdtype": NPDTYPE, "size": SIZE, "time": TIME, "device": DEVICE,
     "layout": LAYOUT, "generator": GENERATOR, "offset": OFFSET,
-    "other": OTHER,  # made by a row, and taken by no other
-    "constant": CONSTANT,  # a name that is no callable: torch.float32
-    "function": FUNCTION,  # a listed function or class, which computes on any arguments
-    "name": NAME,  # any other class or function, which no file may hold
-    "bag": BAG,  # attributes that the file chooses: argparse.Namespace
-    "listed": LISTED,  # an object of a class of the allowlist
-    "object": OBJECT,  # an object of another class, whose own code decides
+    "other": OTHER,  # made by a row, and accepted by no other row
+    "constant": CONSTANT,  # a name that is not callable, such as torch.float32
+    "function": FUNCTION,  # an allowlisted function or class that only computes, for any arguments
+    "name": NAME,  # any other class or function: no file may contain it as a value
+    "bag": BAG,  # an object with arbitrary attributes: argparse.Namespace
+    "listed": LISTED,  # an object of an allowlisted class
+    "object": OBJECT,  # an object of another class, whose code decides
     "scalar": SCALAR, "literal": LITERAL, "any": ANY,
 }  # fmt: skip
 PLAIN: dict[type, int] = {
     type(None): NONE, bool: FLAG, int: INT, float: FLOAT, str: TEXT, bytes: BYTES, tuple: TUPLE,
 }  # fmt: skip
-"""The sorts of values that stand for themselves, in a trace as in a tree."""
+"""The sorts of values that are the same objects in a trace and in a tree."""
 KEYS = (
     SCALAR | TUPLE | STORAGE | TENSOR | DRESSED | SIZE | TIME | DEVICE | LAYOUT | OTHER | CONSTANT
 ) | (FUNCTION | NAME | OBJECT)
-"""Sorts that may be keys of a dict or items of a set: Python hashes and compares them."""
+"""Sorts that may be dict keys or items of a set, which Python hashes and compares."""
 
 
 class View(Protocol):
-    """Access to the values of a pickle that is traced, or of a tree that is written."""
+    """Access to the values of a traced pickle, or of a tree to write."""
 
     def sort(self, value: Any) -> int:
         """Return the sort of a value."""
 
     def items(self, value: Any) -> Iterable[Any] | None:
-        """Return what a container holds, the keys and values of a dict in turns.
+        """Return the items of a container; for a dict, keys and values in turns.
 
-        None if these are not known.
+        None if they are unknown.
         """
 
     def numpy(self, value: Any) -> NumpyType | None:
-        """Return the element type that a built numpy.dtype stands for, None for other values."""
+        """Return the element type of a complete numpy.dtype, None for other values."""
 
 
 # Shapes
 
 
 Shape = Callable[[View, Any], bool]
-LOOKED_AT = 1_000_000  # values inside a container that a shape looks at
+LOOKED_AT = 1_000_000  # most values of a container that a shape examines
 
 
 class Mask:
-    """A value of these sorts. It depends on nothing else, so that a verdict may be remembered."""
+    """A value of these sorts. Nothing else matters, so the verdict can be cached."""
 
     def __init__(self, sorts: int) -> None:
         self.sorts = sorts
@@ -158,7 +158,7 @@ class Mask:
 
 
 class Tuple:
-    """A tuple whose items have these shapes; the last `optional` ones may be missing."""
+    """A tuple whose items have these shapes; the last `optional` items may be missing."""
 
     def __init__(self, shapes: list[Shape], optional: int, rest: Shape | None) -> None:
         self.shapes, self.needed, self.rest = shapes, len(shapes) - optional, rest
@@ -187,7 +187,7 @@ def _list(inner: Shape, view: View, value: Any) -> bool:
 
 
 def pairs(view: View, value: Any) -> list[tuple[Any, Any]] | None:
-    """Return the keys and values of a dict; None if it is no dict, or not known."""
+    """Return the (key, value) pairs of a dict; None for other values and unknown contents."""
     items = view.items(value) if view.sort(value) & (DICT | MAPPING | DEFAULTS) else None
     if items is None:
         return None
@@ -212,7 +212,7 @@ def _fields(shapes: dict[str, Shape], rest: Shape | None, view: View, value: Any
 
 
 def deep(sorts: int, view: View, value: Any) -> bool:
-    """Return whether a value has only these sorts, itself and at every depth inside."""
+    """Return whether a value and everything inside it, at any depth, has only these sorts."""
     seen: set[int] = set()
     waiting = [value]
     while waiting:
@@ -233,8 +233,10 @@ def _member(names: frozenset[Name], view: View, value: Any) -> bool:
 
 
 def _by_sorts(shape: Shape, depth: int = 2) -> bool:
-    """Return whether the sorts of a value and of what a tuple in it holds decide whether it fits,
-    if there is no list, dict or set in it."""
+    """Return whether a shape depends only on the sorts of a value and of its tuple items.
+
+    This holds for values that contain no list, dict or set. `depth` limits the nesting of tuples.
+    """
     if isinstance(shape, AnyOf):
         return all(_by_sorts(each, depth) for each in shape.shapes)
     if isinstance(shape, Tuple):
@@ -250,16 +252,16 @@ _WORD = re.compile(r"[\[\](){}<>|*?=:]|%?[A-Za-z_]\w*|\S")
 
 
 def _read_shape(text: str, known: dict[str, Shape]) -> Shape:
-    """Return the shape that a text describes. Raises ValueError for anything else."""
+    """Parse a shape. Raises ValueError for malformed text."""
     words = ["", *_WORD.findall(text)[::-1]]
     shape = _alternatives(words, known)
     if len(words) > 1:
-        raise ValueError(f"{text!r} goes on behind a shape: {words[-1]!r}")
+        raise ValueError(f"{text!r}: unexpected {words[-1]!r} after the shape")
     return shape
 
 
 def _alternatives(words: list[str], known: dict[str, Shape]) -> Shape:
-    """Return the shape that the last words describe, and take them off."""
+    """Parse alternatives from the end of `words` (reversed), and remove these words."""
     found = [_one(words, known)]
     while words[-1] == "|":
         words.pop()
@@ -318,12 +320,13 @@ def _one(words: list[str], known: dict[str, Shape]) -> Shape:
 
 def _end(words: list[str], expected: str) -> None:
     if words.pop() != expected:
-        raise ValueError(f"a shape needs {expected!r}")
+        raise ValueError(f"expected {expected!r} in a shape")
 
 
-# Element types and arrays of numpy that a state may describe. numpy does not check a state: what
-# is not exactly what it writes is not known. Flags that deny objects make pointers of raw bytes,
-# fields beyond the element read what lies behind it. A dtype is built once, before it is used.
+# Element types and arrays of numpy that a state may describe. numpy does not validate a state, so
+# only states exactly as numpy writes them are accepted. Flags without the object flags would turn
+# raw bytes into pointers, and fields beyond the element would read other memory. A dtype is built
+# once, before it is used.
 
 _SIZES = {"b": (1,), "i": (1, 2, 4, 8), "u": (1, 2, 4, 8), "f": (2, 4, 8, 12, 16),
           "c": (8, 16, 24, 32), "M": (8,), "m": (8,), "O": (4, 8)}  # fmt: skip
@@ -331,11 +334,11 @@ _TYPE_TEXT = re.compile(r"[<>|=]?([biufcMmO])(\d\d?)|[<>|=]?([SUV])(\d{1,9})")
 _NEEDS_OBJECTS = 27  # flags of numpy: ITEM_REFCOUNT, LIST_PICKLE, NEEDS_INIT, NEEDS_PYAPI
 _OBJECT = 63
 _HARMLESS = 8 | 16 | 128  # NEEDS_INIT, NEEDS_PYAPI, ALIGNED_STRUCT
-_LARGEST = 1 << 16  # bytes of an element that holds objects: made for each one of a list
+_LARGEST = 1 << 16  # bytes of an element with objects: numpy allocates one per item of a list
 
 
 def named(text: Node) -> NumpyType | None:
-    """Return the type that a text such as ``f4`` names, None for what numpy does not write."""
+    """Return the type that a string such as ``f4`` names, None for strings numpy never writes."""
     found = _TYPE_TEXT.fullmatch(text) if isinstance(text, str) else None
     if found is None:
         return None
@@ -346,7 +349,7 @@ def named(text: Node) -> NumpyType | None:
 
 
 def built_dtype(view: View, fresh: NumpyType | None, state: Node) -> NumpyType | None:
-    """Return what the state makes of a new dtype, None for what numpy does not write."""
+    """Return the dtype after BUILD with `state`, None for a state that numpy never writes."""
     if fresh is None or not isinstance(state, tuple) or len(state) not in (8, 9):
         return None
     version, order, subarray, names, fields, size, align, flags = state[:8]
@@ -355,7 +358,7 @@ def built_dtype(view: View, fresh: NumpyType | None, state: Node) -> NumpyType |
     if version not in (3, 4) or order not in ("<", ">", "|", "="):
         return None
     metadata = state[8] if len(state) == 9 else None
-    if fresh.kind in "Mm":  # numpy reads the unit from the ninth item
+    if fresh.kind in "Mm":  # numpy reads the unit of time from the ninth item
         if not _is_unit(view, metadata):
             return None
     elif metadata is not None and pairs(view, metadata) is None:
@@ -393,7 +396,7 @@ def built_dtype(view: View, fresh: NumpyType | None, state: Node) -> NumpyType |
 
 
 def _is_unit(view: View, value: Node) -> bool:
-    """Return whether it is the unit of a time."""
+    """Return whether `value` is (metadata, unit of a datetime dtype)."""
     if not isinstance(value, tuple) or len(value) != 2 or not isinstance(value[1], tuple):
         return False
     unit = value[1]
@@ -403,7 +406,7 @@ def _is_unit(view: View, value: Node) -> bool:
 
 
 def _fields_of(view: View, names: Node, fields: Node, size: int) -> list[NumpyType] | None:
-    """Return the types of the fields of a record, None if they are not what one has."""
+    """Return the types of the fields of a record, None if the description is invalid."""
     found = pairs(view, fields)
     if found is None or not isinstance(names, tuple) or not names:
         return None
@@ -422,9 +425,9 @@ def _fields_of(view: View, names: Node, fields: Node, size: int) -> list[NumpyTy
 
 
 def is_shape(value: Node, size: int = 1) -> bool:
-    """Return whether it is a tuple of sizes, of elements of `size` bytes that numpy can count.
+    """Return whether `value` is a shape whose array, of `size`-byte elements, is below 2**63 bytes.
 
-    Where it cannot, it raises MemoryError instead of comparing with the bytes that there are.
+    For larger arrays numpy raises MemoryError instead of checking the number of bytes.
     """
     if not isinstance(value, tuple):
         return False
@@ -435,8 +438,10 @@ def is_shape(value: Node, size: int = 1) -> bool:
 
 
 def array(view: View, state: Node) -> NumpyType | None:
-    """Return the element type of an array with this state: bytes, or a list where it has
-    objects."""
+    """Return the element type of an array with this state, None if the state is invalid.
+
+    The data are bytes, or a list if the elements are objects.
+    """
     if not isinstance(state, tuple) or len(state) != 5 or type(state[0]) is not int:
         return None
     _, shape, dtype, order, data = state
@@ -451,7 +456,7 @@ def array(view: View, state: Node) -> NumpyType | None:
 
 
 def is_bytes(view: View, value: Node) -> bool:
-    """Return whether it is a byte string, or the text that Python 2 had for one."""
+    """Return whether a value is a byte string, or a string (the byte string of Python 2)."""
     return bool(view.sort(value) & (BYTES | TEXT))
 
 
@@ -468,7 +473,7 @@ def top_of(name: Global) -> str:
 
 @lru_cache(maxsize=4096)
 def name_sort(name: Global) -> int:
-    """Return the sort of a class or function that is held as a value."""
+    """Return the sort of a class or function that is a value."""
     key = key_of(name)
     outer, _, last = name.name.rpartition(".")
     if key in allowlist().constants or (
@@ -479,12 +484,12 @@ def name_sort(name: Global) -> int:
 
 
 def refused_by_weights_only(name: Global) -> bool:
-    """Return whether `torch.load(weights_only=True)` refuses a file that names this."""
+    """Return whether `torch.load(weights_only=True)` rejects files that name this."""
     return key_of(name) not in weights_only()
 
 
 def is_known(name: Global) -> bool:
-    """Return whether the allowlist has this name, to be called or held."""
+    """Return whether the allowlist has this name, as a callable or as a value."""
     key = key_of(name)
     row = allowlist().rows.get(key)
     return (
@@ -493,19 +498,19 @@ def is_known(name: Global) -> bool:
 
 
 def out_of_place(name: Global) -> str | None:
-    """Return why no checkpoint may hold this name as a value; None if one may."""
+    """Return why no checkpoint may contain this name as a value; None if one may."""
     if name_sort(name) != NAME or top_of(name) == _SCRIPT:
         return None
     if is_own(name):
-        return "is code of your own"
+        return "is your own code"
     if top_of(name) in standard() | TORCH:
-        return "is not in the allowlist"
-    return "is not the name of a class"
+        return "is not allowlisted"
+    return "does not look like the name of a class"
 
 
 @lru_cache(maxsize=4096)
 def is_own(name: Global) -> bool:
-    """Return whether this may be a class or function of other code than Python's and torch's."""
+    """Return whether this may be a class or function outside Python, torch and numpy."""
     if top_of(name) == _SCRIPT:
         return True
     *outer, last = name.name.split(".")
@@ -522,15 +527,19 @@ def _special(part: str) -> bool:
 
 
 def is_guarded(name: str) -> bool:
-    """Return whether a full name is of Python, torch or numpy, which cannot be trusted as a whole;
-    or no name at all."""
+    """Return whether a full name belongs to Python, torch or numpy, or is malformed.
+
+    A user cannot trust such a name as a whole package.
+    """
     top = name.partition(".")[0]
     return top in standard() or top in TORCH or not top.isidentifier()
 
 
 def is_foreign(name: Global) -> bool:
-    """Return whether no checkpoint names this: of Python itself, or a function of torch or numpy,
-    and not listed."""
+    """Return whether no checkpoint contains this name.
+
+    That is a name of Python, or a function of torch or numpy, that is not allowlisted.
+    """
     last = name.name.rpartition(".")[2]
     function = top_of(name) in TORCH and not last.lstrip("_")[:1].isupper()
     return not is_known(name) and (function or top_of(name) in standard())
@@ -542,7 +551,7 @@ def is_foreign(name: Global) -> bool:
 def judge_call(
     view: View, made: Node, args: Node, *, new: bool = False, kwargs: Node = None
 ) -> Judged:
-    """Judge a call of `made` with a tuple of arguments; `new`: through ``__new__``."""
+    """Judge a call of `made` with a tuple of arguments, through ``__new__`` if `new`."""
     if not isinstance(made, Global) or not isinstance(args, tuple):
         return Judged(HARMFUL, UNKNOWN)
     name = key_of(made)
@@ -560,20 +569,19 @@ def judge_call(
 
 
 def by_sorts(made: Global) -> bool:
-    """Return whether the sorts of its arguments, and of the items of tuples among them, decide how
-    a call is judged."""
+    """Return whether the verdict on a call depends only on sorts (see `_by_sorts`)."""
     row = allowlist().rows.get(key_of(made))
     return row is not None and row.called and row.by_sorts and key_of(made) not in _SPECIAL
 
 
 def is_final(made: Global) -> bool:
-    """Return whether nothing may change what a call of this name has made."""
+    """Return whether no step may change the result of a call of this name."""
     row = allowlist().rows[key_of(made)]
     return row.state is None and not row.fill
 
 
 def consumed(made: Node, args: Node) -> tuple[Global, ...]:
-    """Return the names among the arguments that the row of a call takes: these are no values."""
+    """Return the names among the arguments that the row of a call accepts: they are no values."""
     if not isinstance(made, Global) or not isinstance(args, tuple):
         return ()
     name = key_of(made)
@@ -590,7 +598,7 @@ def consumed(made: Node, args: Node) -> tuple[Global, ...]:
 
 
 def contents(view: View, sort: int, args: tuple[Node, ...]) -> list[Any] | None:
-    """Return what a container of this sort holds that a call makes of `args`; None if not known."""
+    """Return the contents of a container that a call makes of `args`; None if unknown."""
     found: list[Any] = []
     for arg in args:
         kind = view.sort(arg)
@@ -613,8 +621,7 @@ def _is_empty(view: View, kwargs: Node) -> bool:
 
 
 def _outside(view: View, made: Global, args: tuple[Node, ...], new: bool, kwargs: Node) -> Judged:
-    """Judge a call of what has no row: a class through ``__new__``, an enumeration, anything
-    else."""
+    """Judge a call without a row: a class through ``__new__``, an enumeration, anything else."""
     if key_of(made) in allowlist().enums and not new:
         plain = len(args) == 1 and view.sort(args[0]) & SCALAR
         return Judged(HARMLESS if plain else UNSURE, OTHER)
@@ -628,7 +635,7 @@ def _outside(view: View, made: Global, args: tuple[Node, ...], new: bool, kwargs
         if named is None or not all(isinstance(key, str) for key, _ in named):
             return Judged(UNSURE, OBJECT)
         given += [value for _, value in named]
-    # A class that makes something of a text may evaluate it, as sympy does.
+    # A class that is made from a string may evaluate the string, as sympy does.
     return Judged(UNSURE if any(_may_be_code(view, each) for each in given) else CLASS, OBJECT)
 
 
@@ -637,11 +644,11 @@ def _may_be_code(view: View, value: Node) -> bool:
 
 
 def _special_call(view: View, name: Name, args: tuple[Node, ...]) -> Judged:
-    """Judge a call that calls an argument, or names something inside it."""
+    """Judge a call that calls an argument or returns something inside it."""
     wrong = Judged(HARMFUL, UNKNOWN)
-    if name == _LOAD:  # _load_from_bytes(bytes): a file of its own, judged as one
+    if name == _LOAD:  # _load_from_bytes(bytes): the bytes are a file and are judged as one
         return Judged(LOADS, STORAGE) if len(args) == 1 else wrong
-    if name == _GETATTR:  # getattr(Class, "Inner"): the name is judged where it is used
+    if name == _GETATTR:  # getattr(Class, "Inner"): the resulting name is judged where it is used
         inner = args[1] if len(args) == 2 and isinstance(args[0], Global) else None
         return Judged(HARMLESS, NAME) if isinstance(inner, str) and inner.isidentifier() else wrong
     if not args:
@@ -652,7 +659,7 @@ def _special_call(view: View, name: Name, args: tuple[Node, ...]) -> Judged:
         given = args[1] if len(args) > 1 else None
         kwargs = args[2] if len(args) > 2 else None
         return judge_call(view, args[0], given, new=True, kwargs=kwargs)
-    if name == _RECONSTRUCT:  # what NEWOBJ does, unless the base is another or the state is given
+    if name == _RECONSTRUCT:  # equals NEWOBJ if the base is object and the state is None
         judged = judge_call(view, args[0], (), new=True)
         if args[1:] == (Global("builtins", "object"), None):
             return judged
@@ -661,7 +668,7 @@ def _special_call(view: View, name: Name, args: tuple[Node, ...]) -> Judged:
 
 
 def _from_type(view: View, name: Name, args: tuple[Node, ...]) -> Judged:
-    """_rebuild_from_type_v2(function, class, arguments, state): calls the first with the third."""
+    """_rebuild_from_type_v2(function, class, args, state), which calls function(*args)."""
     called = args[0]
     made = isinstance(called, Global) and key_of(called) not in _SPECIAL
     if not made or not 3 <= len(args) <= 4 or not isinstance(args[2], tuple):
@@ -686,13 +693,12 @@ def _is_listed_class(value: Node) -> bool:
 
 
 def is_unfinished(made: Node) -> bool:
-    """Return whether an object of this class may not be touched before its state is set."""
+    """Return whether an object of this class must get its state before anything else happens."""
     return isinstance(made, Global) and key_of(made) in _UNFINISHED
 
 
 def target_of(made: Node, args: Node) -> Node:
-    """Return the name that decides which steps may follow a call: of the class that it makes an
-    object of."""
+    """Return the name whose row lists the steps after a call: usually the class of the object."""
     name = key_of(made) if isinstance(made, Global) else None
     is_maker = name in _NEW_CALLS or name == _RECONSTRUCT
     return args[0] if is_maker and isinstance(args, tuple) and args else made
@@ -702,7 +708,7 @@ def target_of(made: Node, args: Node) -> Node:
 
 
 def judge_step(view: View, made: Node, step: str, value: Node, before: Judged) -> Judged:
-    """Judge what follows a call of `made`, judged before: build, append, set or add."""
+    """Judge a step (build, append, set or add) after a call of `made` with verdict `before`."""
     unsure = before._replace(kind=UNSURE)
     if not isinstance(made, Global) or before.sort == UNKNOWN:
         return unsure
@@ -710,7 +716,7 @@ def judge_step(view: View, made: Node, step: str, value: Node, before: Judged) -
     if row is None:
         if key_of(made) in FROM_TYPE and step == "build":
             known = allowlist().shapes["attributes"](view, value)
-        else:  # of a class outside: its own code takes items and what fits `own_state`
+        else:  # a class that is not allowlisted: it gets any items, and a state of `own_state`
             known = before.sort == OBJECT and (
                 step != "build" or allowlist().shapes["own_state"](view, value)
             )
@@ -732,7 +738,7 @@ def judge_step(view: View, made: Node, step: str, value: Node, before: Judged) -
 
 
 def _array_sort(view: View, word: str, state: Node) -> int | None:
-    """Return the sort of an array with this state; None if numpy would not write it."""
+    """Return the sort of an array with this state, None for a state that numpy never writes."""
     masked = word == "masked_state"
     if masked:
         if not isinstance(state, tuple) or len(state) != 7 or not is_bytes(view, state[5]):
@@ -747,15 +753,15 @@ def _array_sort(view: View, word: str, state: Node) -> int | None:
 
 
 def is_key(view: View, value: Node) -> bool:
-    """Return whether Python may hash and compare a value: no code of the file answers."""
+    """Return whether Python can hash and compare a value without running code from the file."""
     return deep(KEYS, view, value)
 
 
-# Tests: the shapes that are functions
+# Tests: shapes that are functions
 
 
 def _keys(view: View, state: Node) -> list[str] | None:
-    """Return the names of the attributes that a state sets, None if these are not known."""
+    """Return the names of the attributes that a state sets, None if unknown."""
     if state is None:
         return []
     if isinstance(state, tuple):
@@ -770,9 +776,9 @@ def _keys(view: View, state: Node) -> list[str] | None:
 
 
 def _own_state(view: View, state: Node) -> bool:
-    """Return whether it is a plain value, a tensor or a container; attributes have ordinary names.
+    """Return whether a state is a plain value, tensor or container, with ordinary attribute names.
 
-    A state that is an object would answer in its own code when it is unpacked.
+    A state that is an object is rejected, because unpacking it would run its code.
     """
     if not view.sort(state) & (SCALAR | CONTAINERS | TENSOR | DRESSED | ARRAY | OTHER | STORAGE):
         return False
@@ -781,13 +787,13 @@ def _own_state(view: View, state: Node) -> bool:
 
 
 def is_plain_fields(view: View, state: Node) -> bool:
-    """Return whether it is a dict of attributes with ordinary names, and nothing in slots."""
+    """Return whether a state is a dict of ordinary attribute names, without slots."""
     keys = None if isinstance(state, tuple) and state[1:] != (None,) else _keys(view, state)
     return keys is not None and not any(map(_special, keys))
 
 
 def _attributes(view: View, state: Node) -> bool:
-    """Return whether it sets attributes of a tensor that are no methods of torch.Tensor."""
+    """Return whether a state sets only attributes that are not methods of torch.Tensor."""
     keys = _keys(view, state)
     if keys is None:
         return False
@@ -795,7 +801,7 @@ def _attributes(view: View, state: Node) -> bool:
 
 
 def _quantizer(view: View, value: Node) -> bool:
-    """Return whether it is (scheme, number or tensor...) of a quantized tensor."""
+    """Return whether a value is the quantizer of a tensor: (scheme, number or tensor...)."""
     if not isinstance(value, tuple) or not value or view.sort(value[0]) != CONSTANT:
         return False
     return all(view.sort(each) & (FLOAT | INT | TENSOR) for each in value[1:])
@@ -812,7 +818,7 @@ _TESTS: dict[str, Shape] = {
     "decimal": _matching(
         r"[+-]?[0-9.]{0,1000}([eE][+-]?[0-9]{1,19})?|[+-]?s?NaN[0-9]{0,99}|[+-]?Infinity"
     ),
-    # False equals 0.
+    # The type is compared too, because False equals 0.
     "empty_shape": lambda view, value: value == (0,) and type(value[0]) is int,
     "fraction": _matching(r"[+-]?[0-9]{1,1000}(/[0-9]{1,1000})?"),
     "latin1": _matching("latin-?1"),
@@ -829,17 +835,17 @@ _TESTS: dict[str, Shape] = {
 
 
 class Row(NamedTuple):
-    """A callable: the arguments that it takes (one of these tuples), and the sort that it gives."""
+    """A callable: the tuples of arguments that it accepts, and the sort of its result."""
 
     takes: tuple[Shape, ...]
     gives: int
-    new: bool  # whether it may be made through ``__new__``
-    called: bool  # whether it may be called
-    state: str | None  # the name of the shape that BUILD may set, None for no state at all
+    new: bool  # may be made through ``__new__``
+    called: bool  # may be called
+    state: str | None  # name of the shape of its BUILD state; None: no BUILD allowed
     fill: tuple[str, ...]  # other steps that may follow: append, set, add
-    by_sorts: bool  # whether the sorts of the arguments decide all
-    consumed: tuple[int, ...]  # positions of names that it takes
-    of_class: bool  # whether it makes an object of the class that is its first argument
+    by_sorts: bool  # only the sorts of the arguments matter
+    consumed: tuple[int, ...]  # positions of arguments that are names
+    of_class: bool  # makes an object of the class that is its first argument
 
 
 _TENSORS = ["BFloat16", "Bool", "Byte", "Char", "Double", "Float", "Half", "Int", "Long", "Short"]
@@ -858,7 +864,7 @@ _PLACEHOLDERS: dict[str, list[str]] = {
     "@qschemes": [f"per_channel_{each}" for each in _QSCHEMES]
     + ["per_tensor_affine", "per_tensor_symmetric"],
 }
-# Where torch had its quantized modules before 1.13.
+# Modules that torch renamed in 1.13: (new, old).
 _OLDER = (("torch.ao.nn.", "torch.nn."), ("torch.ao.quantization", "torch.quantization"))
 _ROW = re.compile(
     r"(?P<names>(?:[^({\s]|\{[^}]*\})+)(?: (?P<takes>\(.*?\)))?"
@@ -867,7 +873,7 @@ _ROW = re.compile(
 
 
 def _sections(text: str) -> dict[str, list[str]]:
-    """Return the lines of each section, those that are indented joined to the one above."""
+    """Return the lines of each section. An indented line continues the line above."""
     found: dict[str, list[str]] = {}
     lines: list[str] = []
     for line in text.splitlines():
@@ -881,7 +887,7 @@ def _sections(text: str) -> dict[str, list[str]]:
 
 
 def _expanded(text: str) -> list[str]:
-    """Return the names that a text with braces stands for: ``a.{b c}`` is a.b and a.c."""
+    """Expand braces and placeholders to names: ``a.{b c}`` becomes a.b and a.c."""
     parts = re.split(r"\{([^}]*)\}", text)
     choices = [each.split() if number % 2 else [each] for number, each in enumerate(parts)]
     choices = [list(flatten(_PLACEHOLDERS.get(word, [word]) for word in each)) for each in choices]
@@ -889,13 +895,13 @@ def _expanded(text: str) -> list[str]:
 
 
 def _split(name: str) -> Name:
-    """Return module and name; a colon is before a nested one."""
+    """Split a full name into module and name. A colon separates the module of a nested name."""
     module, _, last = name.partition(":") if ":" in name else name.rpartition(".")
     return module, last
 
 
 def _listed(lines: list[str], rows: dict[Name, Row] | None = None) -> Iterator[Name]:
-    """Yield the names of lines such as ``module: name name``; `@` is all of a module's rows."""
+    """Yield the names of lines ``module: name name``; `@` means all rows of the module."""
     for line in lines:
         modules, _, names = line.partition(": ")
         found = list(_expanded(f"{{{names}}}"))
@@ -915,8 +921,7 @@ def _also_older(names: Iterable[Name]) -> Iterator[Name]:
 class Allowlist:
     """The tables of ``allowlist.txt``.
 
-    They are read strictly: anything that is not known is a ValueError, so that no row is dropped by
-    a typing error.
+    Anything malformed or repeated raises ValueError, so that a typing error cannot drop a row.
     """
 
     def __init__(self, sections: dict[str, list[str]]) -> None:
@@ -930,7 +935,7 @@ class Allowlist:
         for line in sections["shapes"]:
             name, equals, shape = line.partition(" = ")
             if not equals or name in self.shapes:
-                raise ValueError(f"not a new shape: {line!r}")
+                raise ValueError(f"not a shape, or its name exists: {line!r}")
             self.shapes[name] = _read_shape(shape, self.shapes)
         self.rows: dict[Name, Row] = {}
         for line in sections["calls"]:
@@ -952,19 +957,19 @@ class Allowlist:
             names = _also_older(names)
             is_module = line.startswith(("torch.nn.", "torch.ao."))
             state = state or ("module" if is_module else "fields")
-        if state is not None and state not in self.shapes:  # spelled out
+        if state is not None and state not in self.shapes:  # a shape instead of a name
             self.shapes[state] = _read_shape(state, self.shapes)
         shapes: list[Shape] = []
         rest = ["", *_WORD.findall(takes)[::-1]]
         while rest[-1] == "(":
             shapes.append(_one(rest, self.shapes))
         if len(rest) > 1:
-            raise ValueError(f"{takes!r} are no tuples of arguments")
+            raise ValueError(f"{takes!r}: expected tuples of arguments")
         words = takes.strip("()").split()
-        unsaid = OTHER if called else LISTED
+        default = OTHER if called else LISTED
         row = Row(
             tuple(shapes),
-            SORTS[found["gives"]] if found["gives"] else unsaid,
+            SORTS[found["gives"]] if found["gives"] else default,
             not called or bool(found["new"]),
             called,
             state,
@@ -986,19 +991,21 @@ def _text() -> dict[str, list[str]]:
 
 @cache
 def allowlist() -> Allowlist:
-    """Return the allowlist, read when the first name or call is judged."""
+    """Return the allowlist. It is read at the first call."""
     return Allowlist(_text())
 
 
 @cache
 def standard() -> frozenset[str]:
-    """Return the standard libraries of Python 3.11 to 3.14, of Python 2 (protocol 2 maps its names
-    to today's), and of the versions in between."""
+    """Return the top-level modules of the standard libraries of Python 2 and 3.11 to 3.14.
+
+    Python 2 counts because protocol 2 maps its names to those of Python 3.
+    """
     old = {name for name in IMPORT_MAPPING if "." not in name}
     return sys.stdlib_module_names | old | set(" ".join(_text()["standard"]).split())
 
 
 @cache
 def weights_only() -> frozenset[Name]:
-    """Return the names that `torch.load(weights_only=True)` accepts, without the other tables."""
+    """Return the names that `torch.load(weights_only=True)` accepts."""
     return frozenset(_listed(_text()["weights_only"]))

@@ -1,15 +1,16 @@
 """The pickle machine: runs the opcodes of a pickle. It imports nothing and calls nothing.
 
 A pickle is a program for a stack machine (CPython's Lib/pickletools.py describes every opcode).
-This is the only reader of that program: it runs protocols 0 to 5 as CPython's C unpickler does
-(Modules/_pickle.c), reads the bytes, and keeps the stack, the marks and the memo. Whatever CPython
-would import, call or change, it hands to a builder: `ckptkit.pickles.values` builds the tree of a
-checkpoint, `ckptkit.scanning.trace` notes what would happen. What pickle machines read differently,
-or what no pickler writes, is "odd", and the builder decides: an error, or a doubt.
+This module is the only reader of pickles. It runs protocols 0 to 5 as CPython's C unpickler does
+(Modules/_pickle.c): it reads the bytes and keeps the stack, the marks and the memo. Where CPython
+would import, call or modify something, the machine calls a builder. `ckptkit.pickles.values` builds
+the tree of a checkpoint; `ckptkit.scanning.trace` records what loading would do. If unpicklers
+disagree on an input, or no pickler writes it, the machine calls `odd`: `values` raises an error,
+and the trace records a doubt.
 
-The stream is read through a window. Byte strings of 64 KiB and more stay in the source. The loop
-has the frequent opcodes inline, the others are methods. A file may have 100,000 tensors of 24
-opcodes each: where torch.save spells one as it always does, they are run in one step.
+The stream is read through a window. Byte strings of 64 KiB and more stay in the source. Frequent
+opcodes are inlined in the loop; the others are methods. A file may have 100,000 tensors of 24
+opcodes each. If torch.save wrote a tensor in its usual form, one step runs all 24.
 """
 
 from __future__ import annotations
@@ -29,24 +30,24 @@ from ckptkit.core.errors import FormatError, TruncatedError, UnsupportedError
 from ckptkit.core.limits import LIMITS, check
 from ckptkit.core.tree import Node, StoredBytes
 
-WINDOW = 1 << 20  # bytes read at once, after smaller windows: most pickles are small
+WINDOW = 1 << 20  # bytes per read; earlier reads are smaller, because most pickles are small
 FIRST_WINDOW = 1 << 14
-LARGE = 1 << 16  # byte strings from this length on stay in the source
-CUT = "the file is cut: download or copy it again"
-UNSET: Any = object()  # a memo slot that nothing was put into
+LARGE = 1 << 16  # byte strings of this length or more stay in the source
+CUT = "download or copy the file again"
+UNSET: Any = object()  # an empty slot of the memo
 
 U4 = Struct("<I").unpack_from
 I4 = Struct("<i").unpack_from
 U2 = Struct("<H").unpack_from
 F8 = Struct(">d").unpack
 
-# How picklers write the arguments of text opcodes. CPython 2 and 3, in C and in Python
+# The arguments of text opcodes as picklers write them: CPython 2 and 3, in C and in Python
 # (save_bool, save_int, save_long, save_float, memoize, save_string of pickle.py and _pickle.c).
-# CPython reads more spellings than these, and its two machines not the same ones.
+# CPython's unpicklers accept more forms, and its C and Python versions differ.
 _INT = re.compile(rb"0|-?[1-9][0-9]*")
 _INDEX = re.compile(rb"0|[1-9][0-9]*")
 _FLOAT = re.compile(rb"-?(?:[0-9]+(?:\.[0-9]*)?(?:e[+-]?[0-9]+)?|inf)|nan")
-# How numbers are spelled that CPython may read: int(), float(), and strtol up to a NUL.
+# Numbers that an unpickler of CPython may accept: int(), float(), and strtol up to a NUL.
 _READABLE = re.compile(
     rb"\s*[+-]?(?:[0-9][0-9a-fxo_.+-]*l?|inf(?:inity)?|nan)\s*(?:\0.*)?", re.IGNORECASE | re.DOTALL
 )
@@ -54,23 +55,23 @@ _STRING = re.compile(
     rb"""'(?:[^'\\]|\\(?:[\\'"nrt]|x[0-9a-f]{2}))*'|"(?:[^"\\]|\\(?:[\\'"nrt]|x[0-9a-f]{2}))*\""""
 )
 _NUMBER = rb"(?:K.|M..|J....)"  # BININT1, BININT2, BININT
-# The arguments of _rebuild_tensor_v2 after its MARK, up to the PUT of the tensor:
+# The arguments of _rebuild_tensor_v2, from after MARK to the PUT of the tensor:
 # (("storage", class, key, device, elements), offset, size, stride, False, OrderedDict()).
 _TENSOR = re.compile(
     rb"\(h(.)h(.)X(.)\0\0\0([0-9]+)r(....)h(.)(@t)r(....)Q(@@{1,3}[\x85-\x87])r(....)"
     rb"(@{1,3}[\x85-\x87])r(....)\x89h(.)\)Rr(....)tr(....)Rr(....)".replace(b"@", _NUMBER),
     re.DOTALL,
 ).match
-# Seven places in the memo that follow each other, read as one number: first * _ONES + _NEXT.
+# Seven consecutive memo indices as one number: first * _ONES + _NEXT.
 _ONES, _NEXT = sum(1 << 32 * n for n in range(7)), sum(n << 32 * n for n in range(7))
 
 
 class Builder(Protocol):
-    """The interface that a machine calls for each value, name and call that it meets."""
+    """The interface that a machine calls for each value, name and call in a pickle."""
 
-    counted: frozenset[type]  # `pushed` is called when one of these is put on the stack again
-    weight: int  # bytes of memory that a value takes, beside its content
-    watchful: bool  # whether `text` is called for each string: it may be a file of its own
+    counted: frozenset[type]  # `pushed` is called when a value of these is pushed from the memo
+    weight: int  # estimated bytes of memory per value, without its content
+    watchful: bool  # `text` is called for each string, which may be an embedded file
 
     def new_list(self) -> Any: ...
 
@@ -79,17 +80,17 @@ class Builder(Protocol):
     def new_set(self) -> Any: ...
 
     def name(self, module: Node, name: Node) -> Any:
-        """Return a class or function; the arguments are strings unless the pickle is malformed."""
+        """Return a class or function. The arguments are strings unless the pickle is malformed."""
 
     def pushed(self, value: Any) -> None: ...
 
     def text(self, text: str) -> None: ...
 
     def byte_string(self, value: bytes | StoredBytes, kind: str) -> Any:
-        """Return a byte string: `kind` is bytes, bytearray or python2."""
+        """Return a byte string. `kind` is bytes, bytearray or python2."""
 
     def call(self, made: Any, args: Any, *, new: bool = False, kwargs: Any = None) -> Any:
-        """Return what REDUCE, OBJ, INST or (`new`) NEWOBJ and NEWOBJ_EX give."""
+        """Return the result of REDUCE, OBJ, INST or, with `new`, of NEWOBJ and NEWOBJ_EX."""
 
     def persistent(self, pid: Any) -> Any: ...
 
@@ -99,29 +100,29 @@ class Builder(Protocol):
         """Add items to a list ("append") or a set ("add")."""
 
     def set(self, target: Any, items: Sequence[Any]) -> None:
-        """Set keys; `items` are keys and values in turns."""
+        """Set keys. `items` are keys and values in turns."""
 
     def collected(self, kind: str, items: list[Any]) -> Any:
-        """Return the "list", "dict" or "frozenset" of what is above a mark."""
+        """Return the "list", "dict" or "frozenset" of the items above a mark."""
 
     def drop(self, values: list[Any]) -> None: ...
 
     def odd(self, reason: str) -> None:
-        """Hear of what machines read differently; raise, or let the machine go on."""
+        """Handle input on which unpicklers disagree: raise, or return to continue."""
 
     def outside(self, opcode: str, value: Any) -> Any:
-        """Return what an opcode takes from outside the pickle: an extension, a buffer, an id."""
+        """Return a value from outside the pickle: an extension, a buffer or a persistent id."""
 
     def end(self, stack: list[Any], marks: list[list[Any]]) -> Any:
         """Return the value of the pickle at STOP."""
 
 
 class SpellingError(FormatError):
-    """A spelling that no pickler writes, and that an unpickler of CPython may read."""
+    """A number or string in a form that no pickler writes but an unpickler of CPython may read."""
 
 
 class Short(Exception):
-    """The window ends before the opcode does, which reaches to its offset `end` at least."""
+    """The window ends inside an opcode; the window must reach at least to its offset `end`."""
 
     def __init__(self, end: int) -> None:
         self.end = end
@@ -129,7 +130,7 @@ class Short(Exception):
 
 @lru_cache(maxsize=4096)
 def _numbers(code: bytes) -> tuple[int, ...]:
-    """Return the numbers that opcodes push before the last one."""
+    """Return the integers that the opcodes of `code` push, without the last opcode."""
     found, at = [], 0
     while at < len(code) - 1:
         size = {0x4B: 1, 0x4D: 2, 0x4A: 4}[code[at]]
@@ -139,10 +140,11 @@ def _numbers(code: bytes) -> tuple[int, ...]:
 
 
 class Machine:
-    """A pickle that is being run.
+    """One run of a pickle.
 
-    ``offset`` is where the running opcode is in the source, and ``opcode`` its name, for messages.
-    ``rare`` maps the opcodes outside the loop to where each was first: weights_only lacks some.
+    For messages, ``offset`` is the position of the current opcode in the source, and ``opcode`` its
+    name. ``rare`` maps opcodes outside the loop to the position of the first one: weights_only does
+    not support all of them.
     """
 
     def __init__(
@@ -152,22 +154,22 @@ class Machine:
         self.source = source
         self.start = start
         self.limit = stop
-        self.most = most  # the name of the limit of `size`
+        self.most = most  # name of the limit of `size`
         self.builder = builder
         self.data = b""  # the window
         self.base = start  # offset in the source of data[0]
-        self.at = 0  # of the running opcode, in the window
-        self.pos = 0  # of what follows, while a method runs
+        self.at = 0  # index of the current opcode in the window
+        self.pos = 0  # index of the next byte, while a method runs
         self.frame_end: int | None = None
         self.skipped = 0  # bytes of large byte strings
         self.protocol = 0
         self.stack: list[Any] = []
-        self.marks: list[list[Any]] = []  # the stacks below each open MARK
+        self.marks: list[list[Any]] = []  # for each open MARK, the stack below it
         self.memo: list[Any] = []
-        self.far: dict[int, Any] = {}  # memo slots far beyond the others
-        self.gaps = 0  # slots of `memo` that are UNSET
-        self.rare: dict[int, int] = {}  # opcodes outside the loop, and where each was first
-        self.made = 0  # values that were made, containers and calls above all
+        self.far: dict[int, Any] = {}  # memo entries with much higher indices
+        self.gaps = 0  # number of UNSET entries in `memo`
+        self.rare: dict[int, int] = {}  # opcode outside the loop -> offset of the first one
+        self.made = 0  # number of values made, mostly containers and calls
         self.result: Any = UNSET
 
     @property
@@ -176,25 +178,25 @@ class Machine:
 
     @property
     def opcode(self) -> str:
-        """The name of the running opcode, empty before the first and at the end of the bytes."""
+        """Name of the current opcode, "" before the first and at the end of the bytes."""
         return NAMES.get(self.data[self.at], "") if self.at < len(self.data) else ""
 
     @property
     def size(self) -> int:
-        """Bytes that were read, without large byte strings."""
+        """Number of bytes read, without large byte strings."""
         return self.offset - self.start - self.skipped
 
     def run(self) -> Any:
-        """Run until STOP; return what the builder made.
+        """Run until STOP and return the builder's result.
 
-        Raises FormatError, TruncatedError, LimitError, and what the builder raises.
+        Raises FormatError, TruncatedError and LimitError; the builder may raise others.
         """
         while self.result is UNSET:
             self._loop()
         return self.result
 
-    def _loop(self) -> None:  # noqa: C901  a call for each opcode would take twice as long
-        """Run opcodes until STOP, or until the window is used up."""
+    def _loop(self) -> None:  # noqa: C901  a method call per opcode would take twice as long
+        """Run opcodes until STOP or the end of the window."""
         data, stack, memo, builder = self.data, self.stack, self.memo, self.builder
         marks, counted = self.marks, builder.counted
         push = stack.append
@@ -230,7 +232,7 @@ class Machine:
                         self.at = start
                         self._put(index, stack[-1])
                 elif op == 0x28:  # MARK
-                    # Any BINGET in it finds one of the first 256 slots.
+                    # With 256 memo entries, the one-byte index of a BINGET is always valid.
                     usual = stack and len(memo) > 255 and not self.gaps
                     found = _TENSOR(data, pos) if usual else None
                     if found is not None and self._tensor(found, stack):
@@ -311,12 +313,12 @@ class Machine:
         except (IndexError, StructError) as error:
             need = 1 + OPERANDS.get(op, 0) if start < len(data) else 1
             if len(data) - start >= need:
-                raise FormatError("pickle takes a value that is not there") from error
+                raise FormatError("pickle uses a value that is not on the stack") from error
         except UnicodeDecodeError as error:
-            raise FormatError("pickle holds text that is not UTF-8") from error
+            raise FormatError("pickle contains text that is not UTF-8") from error
         finally:
             self.stack = stack
-            self.at = max(start, self.at)  # a tensor has several opcodes
+            self.at = max(start, self.at)  # `_tensor` sets it to a later opcode
             self.made += made
         self._check_limits()
         if self.result is UNSET:
@@ -325,9 +327,9 @@ class Machine:
             builder.odd("pickle ends inside a frame")
 
     def _tensor(self, found: re.Match[bytes], stack: list[Any]) -> bool:
-        """Run the opcodes that make the arguments of the call on the stack, and the call.
+        """Run all opcodes of a tensor: its arguments, and the call of the function on the stack.
 
-        Return False, before anything is run, where they are not as torch.save spells them.
+        Return False, without effect, if they differ from the form of torch.save.
         """
         (
             tag, made, length, key, put_key, device, elements, put_id, size, put_size, stride,
@@ -335,7 +337,7 @@ class Machine:
         ) = found.groups()  # fmt: skip
         memo, builder = self.memo, self.builder
         end = found.end()
-        sizes, strides = _numbers(size), _numbers(stride)  # the offset is before the sizes
+        sizes, strides = _numbers(size), _numbers(stride)  # the first of `sizes` is the offset
         puts = put_key + put_id + put_size + put_stride + put_hooks + put_args + put_tensor
         if (
             length[0] != len(key)
@@ -357,7 +359,7 @@ class Machine:
         storage = builder.persistent(id_)
         self.at = end - 18
         empty = builder.call(values[3], ())
-        shape, strides = sizes[1:], (*strides,)  # each TUPLE makes one
+        shape, strides = sizes[1:], (*strides,)  # new tuples: _numbers returns cached ones
         args = (storage, sizes[0], shape, strides, False, empty)
         self.at = end - 6
         stack[-1] = tensor = builder.call(stack[-1], args)
@@ -365,7 +367,7 @@ class Machine:
         return True
 
     def _read_on(self, start: int, need: int) -> None:
-        """Move the window to `start`, at least `need` bytes long; a window ends with its frame."""
+        """Move the window to `start`, with at least `need` bytes. A window ends with its frame."""
         have = len(self.data) - start
         need = max(need, have + 1)
         at = self.base + start
@@ -374,7 +376,7 @@ class Machine:
         check("string_bytes", need, "bytes of one value in a pickle")
         if self.frame_end is not None and at + need > self.frame_end:
             if have:
-                self.builder.odd("pickle opcode reaches beyond its frame")
+                self.builder.odd("pickle opcode extends beyond its frame")
             self.frame_end = None
         end = self.limit if self.frame_end is None else self.frame_end
         length = min(max(need, have + min(WINDOW, max(FIRST_WINDOW, 4 * len(self.data)))), end - at)
@@ -390,7 +392,7 @@ class Machine:
         check("value_bytes", memory, "bytes of memory for the values of a pickle")
 
     def _take(self, size: int) -> bytes:
-        """Return the next bytes of the opcode."""
+        """Read the next `size` bytes of the opcode."""
         end = self.pos + size
         if end > len(self.data):
             raise Short(end)
@@ -401,11 +403,11 @@ class Machine:
     # The memo
 
     def _put(self, index: int, value: Any) -> None:
-        """Store out of order: small gaps (memos that start at 1) in the list, else aside."""
+        """Store at an unusual index: in the list after a small gap, else in `far`."""
         memo = self.memo
         if index < len(memo):
             if memo[index] is not UNSET:
-                self.builder.odd("pickle stores a second value in one place")
+                self.builder.odd("pickle stores two values at one memo index")
             else:
                 self.gaps -= 1
             memo[index] = value
@@ -415,7 +417,7 @@ class Machine:
             memo.append(value)
         else:
             if index in self.far:
-                self.builder.odd("pickle stores a second value in one place")
+                self.builder.odd("pickle stores two values at one memo index")
             self.far[index] = value
             check("memo_sparse", len(self.far), "values stored out of order in a pickle")
 
@@ -423,15 +425,15 @@ class Machine:
         return self.memo[index] if index < len(self.memo) else self.far.get(index, UNSET)
 
     def _again(self, value: Any) -> None:
-        """Check a value that is put on the stack again."""
+        """Check a value that a pickle pushes again from the memo."""
         if value is UNSET:
-            raise FormatError("pickle refers to a value that it has not stored")
+            raise FormatError("pickle refers to a value that it did not store")
         if value.__class__ in self.builder.counted:
             self.builder.pushed(value)
 
     def op_memoize(self) -> None:
         value = self.stack[-1]
-        if self.gaps or self.far:  # CPython counts the slots that are set
+        if self.gaps or self.far:  # CPython uses the number of occupied entries as the index
             self._put(len(self.memo) - self.gaps + len(self.far), value)
         else:
             self.memo.append(value)
@@ -452,7 +454,7 @@ class Machine:
         return items
 
     def op_pop(self) -> None:
-        """Drop the value on top; where nothing is above a mark, the mark."""
+        """Pop the top value or, if there is none above the mark, the mark."""
         if self.stack:
             self.builder.drop([self.stack.pop()])
         else:
@@ -474,7 +476,7 @@ class Machine:
         self.stack.append(self.builder.new_set())
 
     def op_collect(self) -> None:
-        """Push the list, dict or frozenset of what is above a mark."""
+        """Push the list, dict or frozenset of the items above a mark."""
         items, kind = self._items(), self.opcode.lower()
         if kind == "dict" and len(items) % 2:
             raise FormatError("pickle sets a key without a value")
@@ -495,8 +497,7 @@ class Machine:
     # Names and calls
 
     def _name(self, module: Any, name: Any) -> Any:
-        """Return a class or function; below protocol 3, names of Python 2 become those of Python
-        3."""
+        """Return a class or function; below protocol 3, map Python 2 names to those of Python 3."""
         if module.__class__ is str and name.__class__ is str:
             check("name_bytes", len(module) + len(name), "characters of a global's name")
             if self.protocol < 3:
@@ -506,16 +507,16 @@ class Machine:
         return self.builder.name(module, name)
 
     def _line(self, limit: str | None = None) -> bytes:
-        """Return the bytes up to the next newline, and go behind it.
+        """Read up to the next newline, and skip the newline.
 
-        `limit` is the name of the limit of its length, None for a name.
+        `limit` is the name of the limit of the length, None for a module or name.
         """
         end = self.data.find(b"\n", self.pos)
         length = (len(self.data) if end < 0 else end) - self.pos
         if limit is not None:
             check(limit, length, "bytes of a line in a pickle")
         elif length > LIMITS.line_bytes:
-            raise FormatError(f"pickle holds a name of more than {LIMITS.line_bytes:,} bytes")
+            raise FormatError(f"pickle contains a name of more than {LIMITS.line_bytes:,} bytes")
         if end < 0:
             raise Short(len(self.data) + 1)
         return self._take(length + 1)[:-1]
@@ -545,14 +546,14 @@ class Machine:
     def op_newobj_ex(self) -> None:
         kwargs, args = self.stack.pop(), self.stack.pop()
         if kwargs is None:
-            raise FormatError("pickle makes a call with keywords that are not a dict")
+            raise FormatError("pickle makes a call whose keyword arguments are not a dict")
         self.stack[-1] = self.builder.call(self.stack[-1], args, new=True, kwargs=kwargs)
 
     def op_build(self) -> None:
         state = self.stack.pop()
         self.builder.build(self.stack[-1], state)
 
-    # What is outside the pickle
+    # Values from outside the pickle
 
     def op_persid(self) -> None:
         self.stack.append(self.builder.outside("PERSID", self._line()))
@@ -582,10 +583,10 @@ class Machine:
         if self.frame_end is not None:
             self.builder.odd("pickle opens a frame inside a frame")
         if end > self.limit:
-            self.builder.odd("pickle frame reaches beyond the end")
+            self.builder.odd("pickle frame extends beyond the end of the pickle")
             end = self.limit
         self.frame_end = end
-        self.data = self.data[: end - self.base]  # what is beyond is not in the window meanwhile
+        self.data = self.data[: end - self.base]  # the window must not extend beyond the frame
 
     # Scalars
 
@@ -599,7 +600,7 @@ class Machine:
         self.stack.append(F8(self._take(8))[0])
 
     def _number(self, form: re.Pattern[bytes]) -> int:
-        """Return the number in a line of this form."""
+        """Read a line that contains a number in the given form."""
         line = self._line("line_bytes")
         if form is _INT:
             line = line.removesuffix(b"L")
@@ -610,7 +611,7 @@ class Machine:
 
     def _malformed(self, line: bytes) -> NoReturn:
         error = SpellingError if _READABLE.fullmatch(line) else FormatError
-        raise error(f"pickle holds {line[:40]!r} where no pickler writes it")
+        raise error(f"pickle contains {line[:40]!r}, a form that no pickler writes")
 
     def op_int(self) -> None:
         if self.data[self.pos : self.pos + 3] in (b"00\n", b"01\n"):
@@ -639,7 +640,7 @@ class Machine:
         try:
             text = line.decode("raw-unicode-escape")
         except UnicodeDecodeError as error:
-            raise FormatError("pickle holds text with a malformed escape") from error
+            raise FormatError("pickle contains text with a malformed escape") from error
         self._text(text)
 
     def op_string(self) -> None:
@@ -648,20 +649,20 @@ class Machine:
         if not _STRING.fullmatch(line):
             is_quoted = line[:1] in (b"'", b'"') and line.rstrip()[-1:] == line[:1]
             error = SpellingError if is_quoted else FormatError
-            raise error("pickle holds a string that is not quoted as picklers do")
+            raise error("pickle contains a string with unusual quotes")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             value = escape_decode(line[1:-1])[0]
         self.stack.append(self.builder.byte_string(value, "python2"))
 
     def op_sized(self) -> None:
-        """Push a value that its length comes before: an integer, a string or a byte string."""
+        """Push a length-prefixed value: an integer, a string or a byte string."""
         width, signed, kind = SIZED[self.data[self.at]]
         size = int.from_bytes(self._take(width), "little", signed=signed)
         if size < 0:
-            raise FormatError("pickle holds a value of negative length")
+            raise FormatError("pickle contains a value of negative length")
         if kind == "int":
-            if self.base + self.pos + size <= self.limit:  # else it is cut
+            if self.base + self.pos + size <= self.limit:  # otherwise `_take` finds it truncated
                 check("int_bytes", size, "bytes of an integer in a pickle")
             self.stack.append(int.from_bytes(self._take(size), "little", signed=True))
         elif kind == "text":
@@ -672,10 +673,10 @@ class Machine:
             self._stored(size, kind)
 
     def _stored(self, size: int, kind: str) -> None:
-        """Push a byte string that stays in the source, and go behind it."""
+        """Push a byte string that stays in the source, and skip it."""
         at = self.base + self.pos
         if self.frame_end is not None and at + size > self.frame_end:
-            self.builder.odd("pickle opcode reaches beyond its frame")
+            self.builder.odd("pickle opcode extends beyond its frame")
             self.frame_end = None
         if at + size > self.limit:
             raise TruncatedError("pickle ends inside a byte string", hint=CUT)
@@ -687,8 +688,8 @@ class Machine:
             self.data, self.base, self.at, self.pos = b"", at + size, 0, 0
 
 
-# Opcodes of values that their length comes before: the bytes of the length, whether it is signed,
-# and the kind of the value.
+# Opcodes of length-prefixed values: bytes of the length, whether it is signed, and the kind of the
+# value.
 SIZED = {
     0x8A: (1, False, "int"), 0x8B: (4, True, "int"), 0x8C: (1, False, "text"),
     0x8D: (8, False, "text"), 0x54: (4, True, "python2"), 0x55: (1, False, "python2"),

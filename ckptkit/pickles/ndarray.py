@@ -33,19 +33,19 @@ _STRUCT = {
 
 
 def built(target: Object, state: Node) -> None:
-    """Set the tensor of a `_reconstruct` that is an array of plain numbers; others stay opaque."""
+    """Set the tensor of a `_reconstruct` that is a numeric array; leave other arrays opaque."""
     if not isinstance(state, tuple) or len(state) not in (4, 5):
         return
     shape, dtype, fortran, data = state[-4:]
     if not isinstance(shape, tuple):
-        raise FormatError("a numpy array without a shape")
+        raise FormatError("a numpy array lacks its shape")
     target.tensor = _array(dtype, shape, bool(fortran), data)
 
 
 def from_buffer(made: Global, args: tuple[Node, ...]) -> Node:
     """Return the array of _frombuffer(data, dtype, shape, order[, axes]).
 
-    With order "K", `axes` gives the order of the dimensions.
+    If order is "K", `axes` permutes the dimensions.
     """
     if not 4 <= len(args) <= 5 or not isinstance(args[2], tuple):
         return Object(made, args)
@@ -65,14 +65,14 @@ def _transposed(tensor: Tensor, axes: Node) -> Tensor:
 
 
 def scalar(made: Global, args: tuple[Node, ...]) -> Node:
-    """scalar(dtype, data)."""
+    """Return an Object with the value of scalar(dtype, data)."""
     node = Object(made, args)
     kind = _dtype(args[0]) if len(args) == 2 else None
     data = _extent(args[1]) if len(args) == 2 else None
     if kind is not None and data is not None:
         dtype, big_endian = kind
         if data.length != dtype.itemsize or not isinstance(data, Range):
-            raise CorruptError(f"a numpy scalar of {dtype} in {data.length} bytes")
+            raise CorruptError(f"a numpy scalar of {dtype} has {data.length} bytes")
         node.value = _value(dtype, big_endian, data.read())
     return node
 
@@ -92,17 +92,17 @@ def _array(dtype: Node, shape: tuple[int, ...], fortran: bool, data: Node) -> Te
         return None
     check("rank", len(shape), "dimensions of an array")
     if not all(type(n) is int and 0 <= n < 1 << 63 for n in shape):
-        raise FormatError("a numpy array of impossible shape")
+        raise FormatError("a numpy array has an impossible shape")
     if prod(shape) * kind[0].itemsize != extent.length:
         raise CorruptError(
-            f"a numpy array of shape {shape} and {kind[0]} in {extent.length:,} bytes"
+            f"a numpy array of shape {shape} and {kind[0]} has {extent.length:,} bytes"
         )
     stride = contiguous_stride(shape[::-1])[::-1] if fortran else contiguous_stride(shape)
     return Tensor(Storage(extent, big_endian=kind[1]), kind[0], shape, stride, kind="ndarray")
 
 
 def _dtype(node: Node) -> tuple[DType, bool] | None:
-    """Return element type and whether it is big-endian, None for text, records and objects."""
+    """Return the element type and whether it is big-endian; None for non-numeric types."""
     if not isinstance(node, Object) or node.global_ is None or str(node.global_) != "numpy.dtype":
         return None
     name = node.args[0] if isinstance(node.args, tuple) and node.args else None
@@ -120,7 +120,7 @@ def _dtype(node: Node) -> tuple[DType, bool] | None:
 
 
 def _extent(node: Node) -> Extent | None:
-    """The bytes of an array, however the pickle spells them; None for a list of objects."""
+    """Return the bytes of an array in any form a pickle has; None for a list of objects."""
     if isinstance(node, StoredBytes):
         return node.extent
     data = node.data if isinstance(node, ByteString) else node

@@ -1,16 +1,16 @@
-"""Persistent ids: how torch's pickles refer to the storages beside them.
+"""Persistent ids: the references of torch's pickles to storages outside the pickle.
 
     ('storage', class, key, location, numel)                    zip archives
     ('storage', class, key, location, numel, view_metadata)     legacy streams
 
-``view_metadata`` is None since 0.4, and (view_key, offset, view_size) in elements before.
+``view_metadata`` is None since torch 0.4; before, it was (view_key, offset, view_size) in elements.
 
-`numel` counts elements of the class's type, of the root storage for views; bytes for an
-UntypedStorage.
+`numel` counts elements of the class's type (for views, those of the root storage). For an
+UntypedStorage it counts bytes.
 
-torch 0.1 to 1.5 also kept the source code of each class of a pickled module. A persistent id names
-the class where the pickle first needs it: ``(class, source file, source text)`` in tar files, the
-same after ``'module'`` in legacy streams. Both texts are None where Python did not find them.
+torch 0.1 to 1.5 also kept the source code of each class of a pickled module. At the first use of a
+class, the persistent id is ``(class, source file, source text)`` in tar files, and the same after
+``'module'`` in legacy streams. Both strings are None if Python did not find the source.
 """
 
 from __future__ import annotations
@@ -23,31 +23,28 @@ from ckptkit.core.limits import LIMITS, check
 from ckptkit.core.tensor import Storage, TypedStorage
 from ckptkit.core.tree import ByteString, Global, Node, StoredBytes
 
-# Makes the Storage of a key: key, bytes, device.
+# Makes a Storage from key, bytes and device.
 Opener = Callable[[str, int, str], Storage]
 
 
 class StorageTable:
-    """The storages of one pickle, each made once, however often it is referred to."""
+    """The storages of one pickle, one object for each key."""
 
     def __init__(self, opener: Opener) -> None:
         self._opener = opener
-        self._known: dict[
-            str, tuple[TypedStorage, ...]
-        ] = {}  # by key; several if one is untyped, or all empty
+        # By key. There are several if one is untyped, or if all are empty.
+        self._known: dict[str, tuple[TypedStorage, ...]] = {}
         self._views: dict[str, tuple[TypedStorage, tuple[Node, ...]]] = {}
 
     def load(self, pid: Node) -> Node:
-        """The TypedStorage that a persistent id stands for; the same object each time."""
+        """Return the TypedStorage of a persistent id: the same object for the same id."""
         if pid.__class__ is not tuple or not 5 <= len(pid) <= 6 or pid[0] != "storage":
-            raise FormatError(
-                "pickle refers to a storage by something other than torch's persistent ids"
-            )
+            raise FormatError("pickle refers to a storage, but not by a persistent id of torch")
         made, key, location, numel = pid[1:5]
         view = pid[5] if len(pid) == 6 else None
         if key.__class__ is not str or made.__class__ is not Global or numel.__class__ is not int:
             raise FormatError(
-                "a storage is named by something other than a class, a string and a number"
+                "the persistent id of a storage is not made of a class, a string and a number"
             )
         known = self._known.get(key)
         if known is not None:
@@ -55,7 +52,7 @@ class StorageTable:
         else:
             dtype = dtype_of_storage(made)
             if location.__class__ is not str or numel < 0:
-                raise FormatError(f"storage {key!r} has no device or no size")
+                raise FormatError(f"storage {key!r} lacks its device or its size")
             if len(key) + len(location) > LIMITS.name_bytes:
                 check("name_bytes", len(key) + len(location), "characters of a storage's name")
             if key in self._views:
@@ -70,7 +67,7 @@ class StorageTable:
         return iter(self._known)
 
     def itemsizes(self) -> dict[str, int]:
-        """Bytes per element of each storage, 1 where it is only ever untyped."""
+        """Map each key to the bytes per element, 1 if the storage is only used untyped."""
         return {
             key: max(1 if typed.dtype is None else typed.dtype.itemsize for typed in known)
             for key, known in self._known.items()
@@ -86,7 +83,7 @@ class StorageTable:
             raise _two_ways(key)
         types = {typed.dtype: typed for typed in known}
         if dtype not in types:
-            # torch takes the class that it meets first for all, unless there is nothing to take
+            # torch uses the first class for all references, except that untyped equals uint8
             if nbytes and {dtype, *types} != {UINT8, None}:
                 named = sorted("untyped" if each is None else each.name for each in (dtype, *types))
                 raise AmbiguousError(
@@ -97,11 +94,9 @@ class StorageTable:
         return types[dtype]
 
     def _view(self, root: TypedStorage, metadata: Node) -> TypedStorage:
-        """A storage that is a part of another (torch 0.1 to 0.3)."""
+        """Return a view of a storage (torch 0.1 to 0.3)."""
         if not isinstance(metadata, tuple) or len(metadata) != 3 or type(metadata[0]) is not str:
-            raise FormatError(
-                "a view of a storage is described by something other than (key, offset, size)"
-            )
+            raise FormatError("a view of a storage is not described by (key, offset, size)")
         key, offset, size = metadata
         if (
             type(offset) is not int
@@ -109,7 +104,7 @@ class StorageTable:
             or not 0 <= offset <= offset + size <= root.elements
         ):
             raise TensorError(
-                f"a view of {size} elements from {offset} of a storage of {root.elements}"
+                f"a view of {size} elements from {offset} exceeds its storage of {root.elements}"
             )
         view, seen = self._views.setdefault(
             key, (TypedStorage(root.storage, root.dtype, offset, offset + size), metadata)
@@ -120,27 +115,27 @@ class StorageTable:
 
 
 def _two_ways(key: str) -> AmbiguousError:
-    return AmbiguousError(f"storage {key!r} is described in two ways")
+    return AmbiguousError(f"the file describes storage {key!r} in two ways")
 
 
 def dtype_of_storage(made: Global) -> DType | None:
     """Return the element type of a storage class, None for an untyped one.
 
-    Raises FormatError for anything else.
+    Raises FormatError for other classes.
     """
     try:
         return _DTYPES[made.module, made.name]
     except KeyError:
-        raise FormatError(f"{made} is not a storage class that ckptkit knows") from None
+        raise FormatError(f"{made} is not a storage class that ckptkit supports") from None
 
 
 def storage_class(dtype: DType | None) -> Global:
-    """The class that a persistent id names for elements of `dtype`; the same object each time."""
+    """Return the storage class of a persistent id for `dtype`: the same object each time."""
     return _CLASSES[None if dtype is None else dtype.storage]
 
 
 def _scripted(dtype: DType) -> str:
-    """Return TorchScript's name for the storages of a type that has no storage class."""
+    """Return TorchScript's name of the storage of a type without a storage class in torch."""
     name = "complexHalf" if dtype.name == "complex32" else dtype.name.replace("uint", "UInt")
     return name[0].upper() + name[1:] + "Storage"
 
@@ -158,18 +153,18 @@ _DTYPES: dict[tuple[str, str], DType | None] = {
 
 
 class ModuleSources:
-    """The classes of one pickle, and their source code: shown as metadata, never executed."""
+    """The source code of the classes in one pickle: shown as metadata, never executed."""
 
     def __init__(self) -> None:
         self._texts: dict[str, str] = {}
 
     def load(self, made: Node, text: Node) -> Global:
-        """Return the class, and keep its source.
+        """Record the source of a class, and return the class.
 
-        Raises FormatError for what is no class or no text.
+        Raises FormatError if `made` is not a class or `text` is not text.
         """
         if not isinstance(made, Global):
-            raise FormatError("a module's source is recorded for something that is not a class")
+            raise FormatError("the pickle gives the source of something other than a class")
         if isinstance(text, StoredBytes):  # a str of Python 2
             check("string_bytes", text.extent.length, f"bytes of the source of {made}")
             from ckptkit.compute.operation import stream
@@ -190,14 +185,12 @@ class ModuleSources:
         if not self._texts:
             return ()
         return (
-            f"the source code of {len(self._texts)} classes is in the file; it is kept as metadata",
+            f"the file contains the source code of {len(self._texts)} classes; kept as metadata",
         )
 
 
 def endian_warning(system: Node) -> tuple[str, ...]:
-    """Return warnings about the machine that a file describes."""
+    """Return a warning if the file was written on a big-endian machine."""
     if isinstance(system, dict) and system.get("little_endian") is False:
-        return (
-            "written on a big-endian machine; its data is read as little-endian, as torch does",
-        )
+        return ("written on a big-endian machine; its data is read as little-endian, as in torch",)
     return ()

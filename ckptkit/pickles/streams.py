@@ -1,7 +1,7 @@
-"""Pickles that were found, and what loading them would do: facts, without a verdict.
+"""Records of the pickles in a file and of the effects of loading them, without a verdict.
 
-Found by formats, filled in by the tracer (:mod:`ckptkit.scanning.trace`), judged by
-:mod:`ckptkit.scanning.verdict`.
+Formats find the pickles, :mod:`ckptkit.scanning.trace` traces them, and
+:mod:`ckptkit.scanning.verdict` judges the traces.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ckptkit.core import above
+from ckptkit.core import hooks
 from ckptkit.core.bytesource import ByteSource, Memory, Range, Section
 from ckptkit.core.errors import UnsafeGlobalError
 from ckptkit.core.text import typed_value
@@ -26,14 +26,14 @@ NOT_TORCH = "not a file of torch.save"
 
 @dataclass(frozen=True, slots=True)
 class PickleStream:
-    """Bytes that some loader hands to a pickle machine.
+    """Bytes that a loader passes to an unpickler.
 
-    ``where`` is their place inside the file, ``""`` for the file itself. They are `length` bytes,
-    `packed` by a method of compression if that is not None; where they end is not known if
-    `open_end`. ``count`` pickles follow each other, and then come other bytes if there are more
-    than one; with None there are some, with other bytes between them. ``no_weights_only`` says why
-    `torch.load(weights_only=True)` does not read the container, None if it does. ``weak``: only how
-    it begins says that it is a pickle.
+    ``where`` is their place inside the file, ``""`` for the file itself. ``packed`` is the method
+    of compression of the `length` bytes, None if they are not compressed. ``open_end``: their end
+    is unknown. ``count`` is the number of consecutive pickles; if it exceeds 1, other bytes may
+    follow. None: an unknown number, possibly with other bytes in between. ``no_weights_only`` is
+    the reason why `torch.load(weights_only=True)` cannot read the container, None if it can.
+    ``weak``: only the first bytes suggest that it is a pickle.
     """
 
     where: str
@@ -50,8 +50,10 @@ class PickleStream:
 
 @dataclass(frozen=True, slots=True)
 class Inner:
-    """Bytes inside a file that may be a file of their own. ``likely``: its name says that it is a
-    pickle."""
+    """Bytes inside a file that may be a file of their own.
+
+    ``likely``: its name is that of a pickle.
+    """
 
     where: str
     source: ByteSource
@@ -62,9 +64,9 @@ class Inner:
 
 @dataclass(frozen=True, slots=True)
 class Remark:
-    """A place that could not be read, or that two readers see differently.
+    """A part of a file that could not be read, or that two readers interpret differently.
 
-    ``harmless``: a text that is no doubt about the file, but about what a program does with it.
+    ``harmless``: the remark casts no doubt on the file, only on how programs treat it.
     """
 
     where: str
@@ -74,8 +76,10 @@ class Remark:
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """Source text of TorchScript: compiled when it is loaded, run when it is called. ``files``:
-    what it reads, writes or loads, by the operators that do."""
+    """TorchScript source, which loading compiles and a call runs.
+
+    ``files`` are descriptions of the files that its operators read, write or load.
+    """
 
     where: str
     functions: int
@@ -86,12 +90,12 @@ Found = PickleStream | Inner | Remark | Program
 
 
 class Call(NamedTuple):
-    """A call that loading would make, the first of its `kind` for this callable.
+    """A call that loading would make: the first of its `kind` for this callable.
 
-    Kinds are those of :mod:`ckptkit.pickles.judge`.
+    Kinds are the levels of :mod:`ckptkit.pickles.judge`.
     """
 
-    name: str  # what is called
+    name: str  # the callable
     opcode: str
     kind: str
     args: str  # shortened
@@ -102,7 +106,7 @@ class Call(NamedTuple):
 class Nested(NamedTuple):
     """A byte string that looks like a file.
 
-    It is loaded by the user of the value, or by the pickle itself (`loaded`).
+    The pickle itself loads it if `loaded`; otherwise the user of the value may.
     """
 
     offset: int  # of the opcode
@@ -112,22 +116,20 @@ class Nested(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """The names and calls of one pickle, as far as a machine would run it.
+    """The names and calls of one pickle, up to its end or the first error.
 
-    ``error`` is where and why it stops before STOP, ``goes_on`` whether CPython's machines may run
-    what follows; ``may_be_legacy`` whether its value may be the magic number, so that torch.load
-    loads the four pickles that follow; ``doubts`` are what different machines
-    understand differently. ``refused`` is what else than a name `torch.load(weights_only=True)`
-    refuses, None if nothing.
+    ``error`` is the position and reason of a stop before STOP. ``goes_on``: CPython's unpicklers
+    may continue there. ``may_be_legacy``: the value may be the magic number of a legacy file, after
+    which torch.load loads four more pickles. ``doubts`` are points on which unpicklers disagree.
+    ``refused`` is something besides names that `torch.load(weights_only=True)` rejects, None if
+    there is nothing.
     """
 
     protocol: int
-    size: int  # bytes that were read, without large byte strings
+    size: int  # bytes read, without large byte strings
     stop: int  # offset in the source of the first byte after STOP, or of the opcode that fails
     globals: tuple[Global, ...]
-    values: tuple[
-        Global, ...
-    ]  # those that are not only called, but kept as values or handed to calls
+    values: tuple[Global, ...]  # globals that are values or arguments, not only called
     calls: tuple[Call, ...]
     nested: tuple[Nested, ...]
     doubts: tuple[str, ...]
@@ -138,7 +140,7 @@ class Trace:
 
     @property
     def is_proved(self) -> bool:
-        """Return whether every step is one that may be written back, files inside aside."""
+        """Whether all steps may be written back. Files inside byte strings are not considered."""
         steps = all(call.kind in (*judge.WRITTEN, judge.LOADS) for call in self.calls)
         whole = self.error is None and not self.doubts
         return steps and whole and all(judge.out_of_place(name) is None for name in self.values)
@@ -146,48 +148,50 @@ class Trace:
 
 @dataclass(frozen=True, slots=True)
 class Traced:
-    """A pickle that was found, and what it would do.
+    """A pickle and its trace.
 
-    ``nested``: in a byte string that nothing in the file loads.
+    ``nested``: it is in a byte string that nothing in the file loads.
     """
 
     where: str
-    offset: int  # in the archive's member, or whatever else `where` says
-    base: int | None  # where that begins in the file, None if it was unpacked
+    offset: int  # in the archive member, or in the part that `where` names
+    base: int | None  # offset of that part in the file, None if it was compressed
     loader: str
     no_weights_only: str | None
     trace: Trace
     nested: bool = False
 
 
-# Byte strings and texts that are files of their own, with calls in them: a program may load them.
-# The search for their content needs every format: it is in the room scanning, above this one.
+# Byte strings and strings that are files with calls: a program may load them. Finding their
+# content needs every format, so the room scanning does it, through a hook.
 
-# How files begin that may have pickles inside: pickles since protocol 2, zip, gzip, bzip2, xz,
+# First bytes of files that may contain pickles: pickles since protocol 2, zip, gzip, bzip2, xz,
 # numpy.
 _HEADS = (
     *(bytes((0x80, protocol)) for protocol in range(2, 6)),
     *(b"PK\3\4", b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x93NUMPY"),
 )
-# All opcodes: a pickle without a protocol may begin with any of them.
+# All opcodes: a pickle of protocol 0 or 1 may begin with any of them.
 OPCODES = frozenset((*b"().012BCFGIJKLMNPQRSTUVX]abcdeghijlopqrstu}", *range(0x80, 0x99)))
 
 
 def looks_like_a_file(head: bytes) -> bool:
-    """Return whether bytes that begin so may be a pickle, or a file that has pickles inside."""
+    """Return whether a file with these first bytes may be a pickle or contain pickles."""
     return head.startswith(_HEADS) or looks_like_a_pickle(head)
 
 
 def looks_like_a_pickle(head: bytes) -> bool:
-    """Return whether bytes that begin so may be a pickle: of protocol 0 and 1 it has no
-    signature."""
+    """Return whether a file with these first bytes may be a pickle.
+
+    Protocols 0 and 1 have no signature.
+    """
     return len(head) > 2 and head[0] in OPCODES
 
 
 def holds_calls(value: Node) -> bool:
-    """Return whether a byte string or a text is a file of its own with calls in it.
+    """Return whether a byte string or string is a file with calls that are not allowlisted.
 
-    A text may be a byte string of Python 2.
+    Python 2 pickled byte strings as strings.
     """
     if isinstance(value, str):
         return (value[-1:] == "." or value[:1] == "\x80") and _text_holds_calls(value)
@@ -195,19 +199,18 @@ def holds_calls(value: Node) -> bool:
         return _source_holds_calls(Memory(bytes(value)))
     if isinstance(value, ByteString):
         return _source_holds_calls(Memory(value.data))
-    if isinstance(value, StoredBytes) and isinstance(value.extent, Range):  # else made here
+    if isinstance(value, StoredBytes) and isinstance(value.extent, Range):  # not computed bytes
         return _source_holds_calls(Section(*value.extent))
     return False
 
 
 def check_no_calls(value: Node) -> None:
-    """Refuse a byte string or text that is a file with calls in it. Raises UnsafeGlobalError."""
+    """Raise UnsafeGlobalError for a byte string or string that is a file with calls."""
     if holds_calls(value):
         raise UnsafeGlobalError(
-            "the file holds a byte string that is a file of its own, with calls that are not "
-            "in the allowlist",
-            hint="`ckptkit scan {where}` says what is in it; "
-            f"{typed_value('objects', 'drop')} leaves it out",
+            "a byte string in the file is a file with calls that are not allowlisted",
+            hint="`ckptkit scan {where}` lists them; "
+            f"{typed_value('objects', 'drop')} drops the byte string",
         )
 
 
@@ -223,7 +226,7 @@ def _source_holds_calls(source: ByteSource) -> bool:
 
 
 def _is_proved(source: ByteSource) -> bool:
-    for seen in above.call("inside", source):
+    for seen in hooks.call("inside", source):
         unproved = isinstance(seen, Traced) and not seen.trace.is_proved
         if unproved or (isinstance(seen, Program) and seen.files):
             return False

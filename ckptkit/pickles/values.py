@@ -1,5 +1,7 @@
-"""The tree of a pickle: containers and scalars become themselves, a class or function becomes a
-Global, a call becomes what `ckptkit.pickles.globals` knows it to mean, or else an Object.
+"""Build the tree of a pickle.
+
+Containers and scalars become themselves, and a class or function becomes a Global. A call becomes
+the value that its reducer in `ckptkit.pickles.globals` returns, or else an Object.
 """
 
 from __future__ import annotations
@@ -33,14 +35,14 @@ _NO_TUPLE = "pickle makes a call with arguments that are not a tuple"
 _SETATTR, _GETATTR = Global("builtins", "setattr"), Global("builtins", "getattr")
 _DILL_SETATTR = (Global("dill", "_dill"), "_setattr")
 _CODE_OF_DILL = tuple(f"dill._dill._create_{kind}" for kind in ("cell", "function", "type"))
-_DROPPED = "pickle drops a value that it made: what that did would be lost"
-_UNNAMEABLE = re.compile("[\n\r\ud800-\udfff]")  # newlines would be opcodes when written back
-_FULL = object()  # the key in a dict that cannot hold its items, so that it is not empty
+_DROPPED = "pickle drops the result of a call: reading it would hide what the call did"
+_UNNAMEABLE = re.compile("[\n\r\ud800-\udfff]")  # a newline would end the name in the output
+_FULL = object()  # a key that makes a dict with conflicting keys nonempty
 
 
 class Unpickled(NamedTuple):
     root: Node
-    globals: tuple[Global, ...]  # every class and function that is named, in order
+    globals: tuple[Global, ...]  # every class and function that it names, in order
     protocol: int
     stop: int  # offset in the source of the first byte after STOP
     warnings: tuple[str, ...]
@@ -56,9 +58,8 @@ def unpickle(
 ) -> Unpickled:
     """Return the tree of the pickle at `start`, which must end before `stop` (default: the end).
 
-    `persistent_load` turns a persistent id into a node; `reducers` are the calls that are known.
-    Raises FormatError, TruncatedError, LimitError, UnsupportedError, and whatever `persistent_load`
-    raises.
+    `persistent_load` maps a persistent id to a node. `reducers` evaluate known calls. Raises
+    FormatError, TruncatedError, LimitError, UnsupportedError, and any error of `persistent_load`.
     """
     values = Values(persistent_load or _no_persistent_ids, reducers)
     machine = Machine(source, start, source.size if stop is None else stop, values)
@@ -67,7 +68,7 @@ def unpickle(
         with collector_paused():
             root = machine.run()
     finally:
-        del values.machine  # a circle would keep the file open until the collector looks at it
+        del values.machine  # a reference cycle would keep the file open until garbage collection
     names = tuple(values.globals.values())
     return Unpickled(root, names, machine.protocol, machine.offset, tuple(values.warnings))
 
@@ -92,9 +93,9 @@ class Values:
         self.reducers: dict[int, Reducer] = {}  # by id of the Global
         self.globals: dict[tuple[str, str], Global] = {}
         self.keys = KeyCheck()
-        self.pairs: dict[int, tuple[Node, Pairs]] = {}  # by id of the dict that cannot hold them
-        self.tensors: list[Object] = []  # objects that a BUILD has made nothing but a tensor
-        self.dropped: dict[int, Node] = {}  # values that left the stack, by id
+        self.pairs: dict[int, tuple[Node, Pairs]] = {}  # by id of a dict with conflicting keys
+        self.tensors: list[Object] = []  # objects that a BUILD made plain tensors
+        self.dropped: dict[int, Node] = {}  # values popped from the stack, by id
         self.drops = 0
         self.warnings: list[str] = []
 
@@ -129,7 +130,7 @@ class Values:
     def byte_string(self, value: bytes | StoredBytes, kind: str) -> Node:
         if isinstance(value, StoredBytes):
             return value
-        if kind == "python2":  # text if that is certain, else bytes of unknown encoding
+        if kind == "python2":  # a string if it is ASCII, else bytes of unknown encoding
             return value.decode("ascii") if value.isascii() else ByteString(value)
         return value if kind == "bytes" else bytearray(value)
 
@@ -196,11 +197,11 @@ class Values:
         return made
 
     def drop(self, values: list[Node]) -> None:
-        """Note values that leave the stack; the tree must hold them elsewhere in the end.
+        """Record popped values. In the end, the tree must contain each of them.
 
-        CPython pickles a tuple that contains itself so: it drops the items, and gets the finished
-        tuple instead. dill gets a dict that was made before, fills it, and drops it; so it does
-        with what setattr returns (`_sets_code`). Anything else would hide a call.
+        CPython pops the items of a tuple that contains itself, and then pushes the finished tuple.
+        dill pushes a dict that exists already, fills it, and pops it. It also pops the results of
+        setattr (`_sets_code`). Any other popped value would hide a call.
         """
         self.drops += 1
         check("pickle_stack", self.drops, "values dropped in a pickle")
@@ -211,7 +212,7 @@ class Values:
         raise FormatError(reason)
 
     def outside(self, opcode: str, value: Any) -> NoReturn:
-        raise UnsupportedError(f"pickle opcode {opcode}: it refers to something outside the file")
+        raise UnsupportedError(f"pickle opcode {opcode} refers to a value outside the file")
 
     def end(self, stack: list[Node], marks: list[list[Node]]) -> Node:
         if len(stack) != 1 or marks:
@@ -231,14 +232,14 @@ class Values:
         return rebuild(root, swap=swap) if swap else root
 
     def _check_dropped(self, root: Node) -> None:
-        """Raise UnsupportedError if a value that was dropped is nowhere in the tree.
+        """Raise UnsupportedError if the tree does not contain a popped value.
 
-        Attributes that dill set on code are a warning: they are not in the tree.
+        Attributes that dill sets on code are not in the tree: they cause a warning.
         """
         setting = [node for node in self.dropped.values() if _sets_code(node)]
         lost = self.dropped.keys() - set(map(id, setting))
         if lost:
-            repeated = [pairs for _, pairs in self.pairs.values()]  # they replace dicts of the tree
+            repeated = [pairs for _, pairs in self.pairs.values()]  # they replace their dicts below
             lost.difference_update(map(id, nodes([root, *setting, *repeated])))
         if lost:
             raise UnsupportedError(_DROPPED)
@@ -261,7 +262,7 @@ def _step(target: Object, step: str, items: list[Node]) -> None:
 def _sets_code(node: Node) -> bool:
     """Return whether a call sets an attribute of a function, cell or class that dill made.
 
-    dill ties the knots of recursive code so: no tensor can be changed.
+    dill completes recursive code in this way. No tensor can change.
     """
     if not isinstance(node, Object) or node.new or node.steps or len(node.args) != 3:
         return False
@@ -272,20 +273,20 @@ def _sets_code(node: Node) -> bool:
     return called == _SETATTR and str(name) in _CODE_OF_DILL
 
 
-# Keys of a dict: hashing them, one or all, is harmless
+# Dict keys that can be hashed without running slow or recursive code
 
 _UNHASHABLE = (list, dict, SetNode, Pairs, StoredBytes, bytearray)
 
 
 class KeyCheck:
-    """Counts, over one file, the keys whose hashes the file could choose to be equal."""
+    """Counts the dict keys of a file whose hashes the file could choose to collide."""
 
     def __init__(self) -> None:
         self._odd = 0
         self._values = 0
 
     def hashable(self, key: Node) -> bool:
-        """Return whether hashing is harmless: shallow, and few hashes that a file can choose."""
+        """Return whether a key is hashable. Raises LimitError for deep or too many odd keys."""
         if key.__class__ is str or (key.__class__ is int and -(2**60) < key < 2**60):
             return True
         if isinstance(key, (int, float, complex)) or (
@@ -299,7 +300,7 @@ class KeyCheck:
                 return False
             check("key_depth", depth := depth + 1, "tuples nested in a dict key")
             self._values += sum(len(each) for each in level if isinstance(each, tuple))
-            check("key_values", self._values, "values in tuples used as dict keys")
+            check("key_values", self._values, "values in tuples that are dict keys")
             level = list(flatten(each for each in level if isinstance(each, tuple)))
         return True
 

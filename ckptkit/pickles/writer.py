@@ -1,16 +1,16 @@
-"""Writes a tree as a pickle of protocol 2, in opcodes that `torch.load(weights_only=True)` accepts.
+"""Write a tree as a pickle of protocol 2 whose opcodes `torch.load(weights_only=True)` accepts.
 
-One pass, iterative, deterministic. Strings and other immutable scalars are stored in the memo by
-value; containers, tuples, tensors and objects by identity, so that what was shared is shared again.
-Sizes, strides and the keys of storages are written out where they stand. Only what protocol 2
-cannot say (keyword arguments of ``__new__``, items of a set subclass, a module with a name that
-Python 2 had) raises the protocol to 4.
+The writer makes one pass, is iterative, and its output is deterministic. The memo finds strings and
+other immutable scalars by value, and containers, tuples, tensors and objects by identity, so that
+shared values stay shared. Sizes, strides and keys of storages are not stored in the memo. Protocol
+4 is used only for what protocol 2 cannot express: keyword arguments of ``__new__``, items of a set
+subclass, and modules whose names meant something else in Python 2.
 
-Other normalizations, all of equal meaning:
+Other forms are normalized to equal ones:
 
 - ``_rebuild_tensor`` and hooks of None become ``_rebuild_tensor_v2`` with an empty OrderedDict;
-- bytes are spelled ``_codecs.encode(text, "latin1")``, a set ``set([...])``;
-- a nested class is spelled ``getattr(Outer, "Inner")``.
+- bytes become ``_codecs.encode(text, "latin1")``, a set becomes ``set([...])``;
+- a nested class becomes ``getattr(Outer, "Inner")``.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ from ckptkit.core.tree import (
     StoredList,
 )
 from ckptkit.pickles.judge import refused_by_weights_only
+from ckptkit.pickles.policy import Policy, without_objects
 from ckptkit.pickles.streams import check_no_calls
-from ckptkit.pickles.trust import Policy, without_objects
 
 PersistentId = Callable[[TypedStorage], tuple[Node, ...]]
 
@@ -71,20 +71,20 @@ _MOST_KINDS = 1024
 
 
 class _Kind(NamedTuple):
-    """The code of tensors that differ in the key of their storage only."""
+    """The opcodes of equal tensors with different storages: those before and after the key."""
 
     before: bytes
     after: bytes
     dtype: DType | None  # of the storage
 
 
-BATCH = 1000  # items per SETITEMS or APPENDS, as CPython does
-_JOINED = 1 << 15  # pieces that are joined, because a short one is mostly its header
+BATCH = 1000  # items per SETITEMS or APPENDS, as in CPython
+_JOINED = 1 << 15  # number of byte strings that are joined into one, to save their headers
 
 
 class Pickled(NamedTuple):
     data: bytes
-    notes: tuple[str, ...]  # what its reader should know
+    notes: tuple[str, ...]  # for the user
 
 
 def write_pickle(
@@ -95,12 +95,11 @@ def write_pickle(
 ) -> Pickled:
     """Return the pickle of a tree.
 
-    `persistent_id` gives the persistent id of a storage, a tuple, each time it is met.
+    `persistent_id` returns the persistent id of a storage, a tuple. It is called for each use.
 
-    `objects` says what becomes of values that weights_only refuses: they are kept, left out
-    (``drop``), or an ``error``. Raises AmbiguousError for mappings that Python could not hold,
-    UnsafeGlobalError for calls that are not in the allowlist, UnsupportedError for objects that
-    contain themselves.
+    `objects` decides about values that weights_only rejects: ``keep`` them, ``drop`` them, or raise
+    an ``error``. Raises AmbiguousError for mappings that a dict cannot hold, UnsafeGlobalError for
+    calls that are not allowlisted, UnsupportedError for objects that contain themselves.
     """
     notes: tuple[str, ...] = ()
     if objects == "drop":
@@ -110,33 +109,33 @@ def write_pickle(
         raise UnsafeGlobalError(
             pickled.notes[0],
             hint=f"{typed_value('objects', 'keep')} keeps them, "
-            f"{typed_value('objects', 'drop')} leaves them out",
+            f"{typed_value('objects', 'drop')} drops them",
         )
     return Pickled(pickled.data, (*notes, *pickled.notes))
 
 
 class _Writer:
-    """Opcodes so far, the memo, and a method for each kind of value.
+    """The opcodes so far, the memo, and a method for each kind of value.
 
-    A leaf is turned into its opcodes at once. What holds others is a generator that emits opcodes
-    and yields what is inside: it goes on when that has been written.
+    A leaf is converted to opcodes at once. A container is a generator: it emits opcodes and yields
+    its items, and continues when an item has been written.
     """
 
     def __init__(self, persistent_id: PersistentId, protocol: int = 2) -> None:
         self.persistent_id = persistent_id
         self.protocol = protocol
-        self.needed = 2  # the protocol that what has been met so far needs
+        self.needed = 2  # the protocol that the values so far require
         self.parts: list[bytes] = []
         self.emit = self.parts.append
         self.joined: list[bytes] = []
         self.count = 0  # memo entries
         self.tensors: dict[Tensor, int] = {}  # memo entries
-        self.by_id: dict[int, int] = {}  # id of another node -> its memo entry
+        self.by_id: dict[int, int] = {}  # id of any other node -> its memo entry
         self.by_value: dict[tuple[type, Node], int] = {}
         self.strings: dict[str, int] = {}
-        self.keep: list[Node] = []  # ids in by_id stay taken
+        self.keep: list[Node] = []  # keeps nodes alive, so that the ids in by_id stay unique
         self.kinds: dict[tuple[object, ...] | None, _Kind] = {}
-        self.refused: dict[str, int] = {}  # by weights_only: name -> times
+        self.refused: dict[str, int] = {}  # names that weights_only rejects -> count
         self.policy = Policy()
         self.making: set[int] = set()  # objects whose arguments are being written
         self.leaves: dict[type, Callable[[Any], bytes]] = {
@@ -165,16 +164,16 @@ class _Writer:
             else:
                 frames.pop()
         self.policy.check_names(root)
-        # methods of this object: with the collector off, a cycle would keep the memo for good
+        # These methods form a cycle: with garbage collection paused, it would keep the memo alive.
         self.leaves.clear()
-        if self.needed > self.protocol:  # in which names are spelled differently from the start
+        if self.needed > self.protocol:  # start over: names are written differently there
             return _Writer(self.persistent_id, self.needed).write(root)
         data = b"".join((b"\x80", bytes((self.protocol,)), *self.joined, *self.parts, b"."))
         check("pickle_bytes", len(data), "bytes of the pickle to write")
         if not self.refused:
             return Pickled(data, ())
         names = ", ".join(sorted(self.refused)[:8]) + (", ..." if len(self.refused) > 8 else "")
-        note = f"kept values that torch.load(weights_only=True) refuses: {names}"
+        note = f"kept values that torch.load(weights_only=True) rejects: {names}"
         return Pickled(data, (note,))
 
     def _join(self) -> None:
@@ -183,7 +182,7 @@ class _Writer:
             self.parts.clear()
 
     def _put(self, node: Node = None) -> bytes:
-        """Return opcodes that store the top of the stack in the next entry, for `node`."""
+        """Return the opcode that stores the top of the stack in the next memo entry, for `node`."""
         index = self.count
         self.count = index + 1
         if node is not None:
@@ -206,7 +205,7 @@ class _Writer:
         return self._global(_COMPLEX) + b"G" + real + b"G" + imaginary + b"\x86R"
 
     def _bytes(self, value: bytes) -> bytes:
-        """Return the code of bytes, by value: code cannot rely on their identity."""
+        """Return the opcodes of bytes, stored by value: identity of bytes has no meaning."""
         key = (bytes, value)
         if key in self.by_value:
             return _get(self.by_value[key])
@@ -246,7 +245,7 @@ class _Writer:
         return self._global(node)
 
     def _global(self, node: Global) -> bytes:
-        """Opcodes for a class or function by name."""
+        """Return the opcodes of a class or function."""
         index = self.by_id.get(id(node))
         if index is not None:
             return _get(index)
@@ -264,13 +263,13 @@ class _Writer:
         else:
             module, name = self._spelled(node)
             if "\n" in module + name:
-                raise FormatError(f"the name of a global holds a newline: {str(node)!r}")
+                raise FormatError(f"the name of a global contains a newline: {str(node)!r}")
             code = b"c" + module.encode() + b"\n" + name.encode() + b"\n"
         self.by_value[key] = self.count
         return code + self._put(node)
 
     def _spelled(self, node: Global) -> tuple[str, str]:
-        """Return module and name as Python 2 had them, if these are read back as the same."""
+        """Return module and name as in Python 2, or require protocol 4 if these are ambiguous."""
         name = node.module, node.name
         if self.protocol > 2:
             return name
@@ -285,7 +284,7 @@ class _Writer:
     # Tensors
 
     def _storage(self, typed: TypedStorage) -> bytes:
-        """('storage', class, key, location, numel) BINPERSID."""
+        """Return the opcodes of a storage: ('storage', class, key, location, numel) BINPERSID."""
         tag, made, key, location, numel = self.persistent_id(typed)
         return b"".join((
             b"(", self._string(tag), self._global(made), _unicode(key.encode()),
@@ -313,21 +312,24 @@ class _Writer:
         return code + self._put()
 
     def _new(self, tensor: Tensor, kind: tuple[object, ...] | None) -> bytes:
-        """_rebuild_tensor_v2(storage, offset, size, stride, requires_grad, OrderedDict()[,
-        metadata]), v3 with a dtype before that, or _rebuild_meta_tensor_no_storage(dtype, size,
-        stride, requires_grad); in _rebuild_parameter(data, requires_grad, OrderedDict()).
+        """Return the opcodes of a tensor that has no memo entry yet.
 
-        Its kind is remembered where it stores nothing in the memo: all names in it are stored by
-        now, and spelled in the same way from here on.
+        They call _rebuild_tensor_v2(storage, offset, size, stride, requires_grad, OrderedDict()[,
+        metadata]), v3 with a dtype before the metadata, or
+        _rebuild_meta_tensor_no_storage(dtype, size, stride, requires_grad). For a parameter,
+        _rebuild_parameter(data, requires_grad, OrderedDict()) is around it.
+
+        If they add nothing to the memo, all names in them have memo entries already. Then every
+        later tensor of the same kind has the same opcodes, which are cached.
         """
         if tensor.layout != "strided":
-            raise UnsupportedError(f"a {tensor.layout} tensor that does not say what it is made of")
+            raise UnsupportedError(f"a {tensor.layout} tensor whose parts are unknown")
         count = self.count
         is_parameter = tensor.kind == "parameter"
         before = self._global(_PARAMETER) if is_parameter else b""
         own = _shape(tensor.shape) + _shape(tensor.stride)
         own += _flag(tensor.requires_grad and not is_parameter)
-        # torch has no storage class for some types
+        # Some types have no storage class in torch.
         dtype = None if tensor.dtype.storage is None else tensor.dtype
         key = after = b""
         if tensor.storage is None:
@@ -353,10 +355,10 @@ class _Writer:
         name = tensor.dtype.name
         if name in NOT_IN_TORCH:
             raise TensorError(
-                f"torch has no dtype {name}, that of a tensor of shape {tensor.shape}: it could "
-                "not load the file",
-                hint=f"write safetensors without {typed('--all', 'everything=True')}, or leave "
-                f"such tensors out with {typed('--drop', 'select(drop=...)')}",
+                f"torch has no dtype {name} (a tensor of shape {tensor.shape}) and could not load "
+                "the file",
+                hint=f"write safetensors without {typed('--all', 'everything=True')}, or drop "
+                f"such tensors with {typed('--drop', 'select(drop=...)')}",
             )
         return self._global(Global("torch", name))
 
@@ -376,10 +378,10 @@ class _Writer:
             return self._set(node)
         if isinstance(node, Pairs):
             raise AmbiguousError(
-                "a mapping has repeated or unhashable keys, which no output can keep",
-                hint="`extract` takes another part of the file",
+                "a mapping has repeated or unhashable keys, which no output can store",
+                hint="`ckptkit extract` takes another part of the file",
             )
-        raise FormatError(f"a value of type {type(node).__name__} has no place in a checkpoint")
+        raise FormatError(f"cannot store a value of type {type(node).__name__} in a checkpoint")
 
     def _dict(self, node: dict[Node, Node]) -> Iterator[Node]:
         self.policy.check_keys(node)
@@ -393,7 +395,7 @@ class _Writer:
             self.emit(b"b")
 
     def _items(self, pairs: list[tuple[Node, Node]]) -> Iterator[Node]:
-        """Emit keys and values that can be emitted at once, and yield the others."""
+        """Emit the leaves among keys and values, and yield the other nodes."""
         leaves, emit = self.leaves, self.emit
         for start in range(0, len(pairs), BATCH):
             self._join()
@@ -425,7 +427,7 @@ class _Writer:
         if not size:
             self.emit(b")")
         elif id(node) in self.by_id:
-            # It holds itself, and was finished in there: drop the items, get that.
+            # The tuple contains itself and was finished inside: pop the items and push it.
             self.emit((b"1" if size > 3 else b"0" * size) + _get(self.by_id[id(node)]))
         else:
             self.emit((_TUPLES[size] if size < 4 else b"t") + self._put(node))
@@ -465,7 +467,7 @@ class _Writer:
 
     def _begin(self, node: Node) -> None:
         if id(node) in self.making:
-            raise UnsupportedError("an object is an argument of its own construction")
+            raise UnsupportedError("an object is an argument of the call that makes it")
         self.making.add(id(node))
 
     def _made(self, node: Node, code: bytes) -> None:
@@ -474,12 +476,12 @@ class _Writer:
 
 
 def _get(index: int) -> bytes:
-    """BINGET or LONG_BINGET."""
+    """Return BINGET or LONG_BINGET."""
     return _GETS[index] if index < 256 else b"j" + _U4(index)
 
 
 def _unicode(data: bytes) -> bytes:
-    """BINUNICODE."""
+    """Return BINUNICODE."""
     return b"X" + _U4(len(data)) + data
 
 
@@ -493,7 +495,7 @@ def _shape(shape: tuple[int, ...]) -> bytes:
 
 
 def _integer(value: int) -> bytes:
-    """BININT1, BININT2, BININT, LONG1 or LONG4, the shortest that fits."""
+    """Return the shortest of BININT1, BININT2, BININT, LONG1 and LONG4."""
     if 0 <= value < 256:
         return _SMALL[value]
     if 0 <= value < 65536:

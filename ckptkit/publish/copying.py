@@ -33,7 +33,7 @@ from ckptkit.core.bytesource import (
     runs,
 )
 from ckptkit.core.errors import InputChangedError, OutputError
-from ckptkit.core.plan import Deferred, Segment, Summed, length
+from ckptkit.core.plan import Checksummed, ChecksumPlaceholder, Segment, length
 
 if TYPE_CHECKING:
     from ckptkit.compute.strided_read import Block
@@ -107,7 +107,7 @@ def cut(task: WriteTask, size: int) -> Iterator[WriteTask]:
     batch: list[Segment] = []
     start = at = task.start
     for segment in task.segments:
-        extent = segment.extent if isinstance(segment, Summed) else segment
+        extent = segment.extent if isinstance(segment, Checksummed) else segment
         turned = blocks(extent, at) if isinstance(extent, Derived) else []
         parts = () if turned else _parts(segment, size)
         for part in parts:
@@ -122,7 +122,7 @@ def cut(task: WriteTask, size: int) -> Iterator[WriteTask]:
             yield task._replace(start=start, segments=tuple(batch))
         for block in turned:
             yield task._replace(start=at, segments=(), block=block)
-        if isinstance(segment, Summed):
+        if isinstance(segment, Checksummed):
             yield task._replace(start=at, segments=(), checksum=(segment.number, length(segment)))
         at += length(segment)
         batch, start = [], at
@@ -131,10 +131,10 @@ def cut(task: WriteTask, size: int) -> Iterator[WriteTask]:
 
 
 def _parts(segment: Segment, size: int) -> Iterator[Segment]:
-    if isinstance(segment, (bytes, Deferred)) or length(segment) <= size:
+    if isinstance(segment, (bytes, ChecksumPlaceholder)) or length(segment) <= size:
         yield segment
         return
-    for each in runs(segment.extent if isinstance(segment, Summed) else segment):
+    for each in runs(segment.extent if isinstance(segment, Checksummed) else segment):
         if isinstance(each, Derived):
             ends = each.operation.ends(each, size)
         else:
@@ -142,7 +142,7 @@ def _parts(segment: Segment, size: int) -> Iterator[Segment]:
         start = 0
         for end in ends:
             part = part_of(each, start, end - start)
-            yield Summed(part, segment.number) if isinstance(segment, Summed) else part
+            yield Checksummed(part, segment.number) if isinstance(segment, Checksummed) else part
             start = end
 
 
@@ -216,12 +216,12 @@ class _SegmentWriter:
         """
         read, pending, size = ReadAhead().read, self._pending, 0
         for segment in self._task.segments:
-            extent, number = segment if isinstance(segment, Summed) else (segment, None)
+            extent, number = segment if isinstance(segment, Checksummed) else (segment, None)
             if isinstance(extent, bytes):
                 data = extent
             elif isinstance(extent, Range) and extent[2] < SHORT:
                 data = read(*extent)
-            elif isinstance(extent, Deferred):
+            elif isinstance(extent, ChecksumPlaceholder):
                 data = extent.template
             elif isinstance(extent, Derived) and extent.length < SHORT:
                 data = b"".join(stream(extent))
@@ -319,10 +319,10 @@ def in_order(segments: Iterable[Segment], sums: dict[int, int]) -> Iterator[byte
     """
     ahead = ReadAhead()
     for segment in segments:
-        extent = segment.extent if isinstance(segment, Summed) else segment
+        extent = segment.extent if isinstance(segment, Checksummed) else segment
         if isinstance(extent, bytes):
             yield extent
-        elif isinstance(extent, Deferred):
+        elif isinstance(extent, ChecksumPlaceholder):
             yield extent.render(sums)
         elif isinstance(extent, Range) and extent.length < SHORT:
             yield ahead.read(*extent)
@@ -334,7 +334,7 @@ def checksums(segments: Iterable[Segment]) -> dict[int, int]:
     """Compute the CRC-32s that deferred segments need, by number, reading the bytes they cover."""
     found: dict[int, int] = {}
     for segment in segments:
-        if isinstance(segment, Summed):
+        if isinstance(segment, Checksummed):
             for piece in pieces(segment.extent):
                 found[segment.number] = crc32(piece, found.get(segment.number, 0))
     return found

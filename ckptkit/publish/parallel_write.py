@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from ckptkit.core.bytesource import Derived, Extent, Range
 from ckptkit.core.errors import OutputError
-from ckptkit.core.plan import Deferred, Summed, extents, length, sources
+from ckptkit.core.plan import Checksummed, ChecksumPlaceholder, extents, length, sources
 from ckptkit.core.text import flatten
 from ckptkit.publish.copying import (
     SHORT,
@@ -79,8 +79,8 @@ def _work_of(file: WriteTask) -> int:
     work, place = 0, 0
     for segment in file.segments:
         size = length(segment)
-        if isinstance(segment, (Summed, Derived)):
-            if _is_whole(segment.extent if isinstance(segment, Summed) else segment):
+        if isinstance(segment, (Checksummed, Derived)):
+            if _is_whole(segment.extent if isinstance(segment, Checksummed) else segment):
                 return -sys.maxsize
             work += size
         elif isinstance(segment, Range) and (size >= SHORT or segment.source.remote):
@@ -101,10 +101,10 @@ def _can_fork(files: Sequence[WriteTask]) -> bool:
     computed = [each for each in every if isinstance(each, Derived)]
     if not computed or any(map(_is_whole, computed)):
         return False
-    from ckptkit.compute.workers import is_sooner_forked
+    from ckptkit.compute.workers import should_fork
 
     needed = flatten(sources(file.segments) for file in files)
-    return is_sooner_forked(sum(each.length for each in computed), needed)
+    return should_fork(sum(each.length for each in computed), needed)
 
 
 def _share() -> int:
@@ -175,7 +175,7 @@ def _fill(file: WriteTask, sums: dict[int, int]) -> None:
     at = 0
     with open(file.path, "r+b", buffering=0) as output:
         for segment in file.segments:
-            if isinstance(segment, Deferred):
+            if isinstance(segment, ChecksumPlaceholder):
                 output.seek(at)
                 write_all(output.fileno(), segment.render(sums))
             at += length(segment)

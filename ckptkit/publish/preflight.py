@@ -39,7 +39,7 @@ from ckptkit.core.errors import (
     UsageError,
 )
 from ckptkit.core.limits import LIMITS
-from ckptkit.core.plan import OutputFile, Plan, Summed, extents
+from ckptkit.core.plan import Checksummed, OutputFile, Plan, extents
 from ckptkit.core.text import mismatch, shell_word, shown, typed
 from ckptkit.publish.copying import pieces
 
@@ -267,7 +267,7 @@ def checks(files: Iterable[OutputFile], *, kept: bool = False) -> list[Check]:
     read: dict[int, tuple[ByteSource, list[tuple[int, int, float]]]] = {}
     for file in files:
         for segment in file.segments:
-            if kept is (file.keeps_sums and not isinstance(segment, Summed)):
+            if kept is (file.keeps_sums and not isinstance(segment, Checksummed)):
                 for source, offset, length, share in _read(next(extents([segment]), None), 1):
                     if source.members is not None:
                         row = read.setdefault(id(source), (source, []))

@@ -25,9 +25,9 @@ __all__ = [
     "Quantization",
     "QuantizationMethod",
     "QuantizedWeight",
+    "dequantized_view",
     "families",
     "find",
-    "look_through",
     "look_through_both",
     "look_through_for",
 ]
@@ -55,20 +55,20 @@ def families() -> tuple[QuantizationMethod, ...]:
     return finding.families()
 
 
-def look_through(ck: Checkpoint, types: Mapping[str, DType] | None = None) -> Checkpoint:
+def dequantized_view(ck: Checkpoint, types: Mapping[str, DType] | None = None) -> Checkpoint:
     """The checkpoint with one tensor for each quantized weight that is read."""
     found = find(ck)
     if not found:
         return ck
-    return quantization.look_through(ck, found, types or {})
+    return quantization.dequantized_view(ck, found, types or {})
 
 
 def look_through_both(a: Checkpoint, b: Checkpoint) -> tuple[Checkpoint, Checkpoint]:
     """Both, with quantized weights in the dtype that the other has under their names."""
     if not find(a) and not find(b):
         return a, b
-    ours = look_through(a, quantization.float_types(b))
-    return ours, look_through(b, quantization.float_types(ours))
+    ours = dequantized_view(a, quantization.float_types(b))
+    return ours, dequantized_view(b, quantization.float_types(ours))
 
 
 def look_through_for(ck: Checkpoint, expected: Mapping[str, str]) -> Checkpoint:
@@ -82,4 +82,4 @@ def look_through_for(ck: Checkpoint, expected: Mapping[str, str]) -> Checkpoint:
         return ck
     targets = quantization.TARGETS
     types = {name: BY_NAME[dtype] for name, dtype in expected.items() if dtype in targets}
-    return quantization.look_through(ck, found.foreign_to(expected), types)
+    return quantization.dequantized_view(ck, found.foreign_to(expected), types)

@@ -116,7 +116,7 @@ TARGETS = ("bfloat16", "float16", "float32")  # dtypes that weights are dequanti
 _HALF = ("gptq", "awq")  # families whose libraries compute in float16
 
 
-def look_through(ck: Checkpoint, found: Quantization, types: Mapping[str, DType]) -> Checkpoint:
+def dequantized_view(ck: Checkpoint, found: Quantization, types: Mapping[str, DType]) -> Checkpoint:
     """The checkpoint with a tensor in the place of each quantized weight that is read.
 
     `types` names dtypes of weights; the others get those that `dequantize` would give them. Nothing

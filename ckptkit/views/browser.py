@@ -31,7 +31,7 @@ from ckptkit.core.errors import CkptkitError
 from ckptkit.core.text import argument, escape, plural, shell_command, size
 from ckptkit.diagnosis.cause import ERROR, WARNING, Cause
 from ckptkit.formats.format import steady
-from ckptkit.quantized import look_through
+from ckptkit.quantized import dequantized_view
 
 ROWS = 16  # of a grid
 COUNTED = 1 << 20  # elements that are read for statistics
@@ -52,7 +52,7 @@ class TreeContents:
     tree: Branch = field(init=False)
 
     def __post_init__(self) -> None:
-        self.checkpoint = look_through(self.checkpoint)
+        self.checkpoint = dequantized_view(self.checkpoint)
         self.summary = summarize(self.checkpoint)
         self.shares = shares(self.summary, self.checkpoint.root)
         self.tree = grown(self.shares)

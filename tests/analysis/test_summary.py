@@ -28,7 +28,7 @@ from ckptkit.core.tree import (
     SetNode,
     StoredBytes,
 )
-from ckptkit.quantized import look_through
+from ckptkit.quantized import dequantized_view
 from tests.analysis.made import checkpoint, module, opaque, storage, tensor, view
 from tests.conftest import Run, in_process
 
@@ -316,7 +316,7 @@ def test_parts_of_quantized_weights_that_are_met_together(monkeypatch: pytest.Mo
     codes = replace(tensor(1, 2), dtype=BY_NAME["float8_e4m3fn"], shape=(4, 2), stride=(2, 1))
     scales = tensor(1, shape=(1, 1))
     root = {**many(), "l.weight": codes, "l.weight_scale_inv": scales}
-    for found in (checkpoint(root), look_through(checkpoint(root))):
+    for found in (checkpoint(root), dequantized_view(checkpoint(root))):
         made = []
         for least in (1 << 62, 1):
             monkeypatch.setattr(summary, "MANY", least)

@@ -303,7 +303,7 @@ def test_standard_output_is_no_file(
 ) -> None:
     monkeypatch.chdir(run_pth.parent)
     done = ckptkit("digest", run_pth, "-o", "-")
-    assert done.exit_code == 2 and "./- is the file of that name" in done.stderr
+    assert done.exit_code == 2 and "./- is a file called" in done.stderr
     assert ckptkit("strip-module", run_pth, "./-").exit_code == 0
     assert load(Path("-"))["epoch"] == 3
     Path("-").unlink()

@@ -31,7 +31,7 @@ from ckptkit.core.bytesource import (
     Section,
 )
 from ckptkit.core.errors import CorruptError
-from ckptkit.core.plan import Segment, Summed
+from ckptkit.core.plan import Checksummed, Segment
 from ckptkit.publish import parallel_write
 from ckptkit.publish.copying import WriteTask
 from ckptkit.publish.parallel_write import execute
@@ -240,7 +240,7 @@ def written(folder: Path, segments: list[Segment]) -> tuple[bytes, dict[int, int
 def test_they_compute(taken: list[int], file: LocalFile, tmp_path: Path) -> None:
     first, *others = swapped(file, 2_000_000)
     assert isinstance(first, Derived)
-    segments: list[Segment] = [b"head", Summed(first, 0), *others, Range(file, 5, 50_000)]
+    segments: list[Segment] = [b"head", Checksummed(first, 0), *others, Range(file, 5, 50_000)]
     want = np.frombuffer(NOISE, "u2")[:1_000_000].byteswap().tobytes()
     data, sums = written(tmp_path, segments)
     assert data == b"head" + want + NOISE[5:50_005]
@@ -256,7 +256,7 @@ def test_a_checksum_of_what_they_turned(
     monkeypatch.setattr(strided_read, "LEAST", 1 << 10)
     monkeypatch.setattr(strided_read, "BLOCK", 1 << 16)
     turned = Derived(view(1, (3 << 10, 1 << 10), (1, 3 << 10)), (Range(file, 0, 3 << 20),), 3 << 20)
-    data, sums = written(tmp_path, [Summed(turned, 4)])
+    data, sums = written(tmp_path, [Checksummed(turned, 4)])
     assert data == np.frombuffer(NOISE, "u1").reshape(1 << 10, -1).T.tobytes()
     assert sums == {4: zlib.crc32(data)}
     assert taken[1:] == [1]
@@ -287,7 +287,7 @@ def test_they_read_what_has_no_position(
 def test_little_work_and_copies_need_no_processes(
     taken: list[int], file: LocalFile, tmp_path: Path
 ) -> None:
-    written(tmp_path, [*swapped(file, 1_000_000), Summed(Range(file, 0, 3 << 20), 0)])
+    written(tmp_path, [*swapped(file, 1_000_000), Checksummed(Range(file, 0, 3 << 20), 0)])
     assert taken == []
 
 

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from ckptkit.compute import arranged, compare, operation, strided_read, torch_bridge
 from ckptkit.compute.compare import Difference
 from ckptkit.compute.numbers import cast_record, torch_dtype
-from ckptkit.compute.operation import Concat, Flip, Inflate, Slice, Swap, flow
+from ckptkit.compute.operation import Concat, Flip, Inflate, Slice, Swap, stream_reusing_buffer
 from ckptkit.compute.torch_bridge import rebuild, to_torch_storage
 from ckptkit.core.bytesource import Derived, LocalFile, Memory, Pending, Range, Record, runs
 from ckptkit.core.dtypes import BY_NAME, TABLE
@@ -103,13 +103,13 @@ def test_flow_gives_the_same_bytes_through_one_buffer(tmp_path: Path) -> None:
     data = bytes(range(200))
     (tmp_path / "bytes").write_bytes(data)
     extent = Range(LocalFile(tmp_path / "bytes"), 10, 150)
-    assert b"".join(map(bytes, flow(extent))) == data[10:160]
-    assert b"".join(map(bytes, flow(extent, 3, 70))) == data[13:80]
-    first, *_ = pieces = list(flow(extent))
+    assert b"".join(map(bytes, stream_reusing_buffer(extent))) == data[10:160]
+    assert b"".join(map(bytes, stream_reusing_buffer(extent, 3, 70))) == data[13:80]
+    first, *_ = pieces = list(stream_reusing_buffer(extent))
     assert [len(piece) for piece in pieces] == [32] * 4 + [22]
     assert bytes(first[:22]) == data[10 + 4 * 32 : 160]  # overwritten by the last
     computed = Derived(Swap(2), (Range(extent.source, 0, 100),), 100)
-    assert b"".join(map(bytes, flow(computed))) == read(computed)
+    assert b"".join(map(bytes, stream_reusing_buffer(computed))) == read(computed)
 
 
 @given(st.lists(st.binary(max_size=20), max_size=8), st.integers(1, 5), st.integers(1, 4))

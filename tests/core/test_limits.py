@@ -360,7 +360,9 @@ def test_variables_change_limits() -> None:
     ],
 )
 def test_values_that_are_none(text: str) -> None:
-    with pytest.raises(UsageError, match=r"CKPTKIT_LIMIT_DEPTH is .* not a whole number from 0 to"):
+    with pytest.raises(
+        UsageError, match=r"CKPTKIT_LIMIT_DEPTH: expected an integer from 0 to .*, got "
+    ):
         from_environment({"CKPTKIT_LIMIT_DEPTH": text})
 
 
@@ -402,10 +404,10 @@ def test_the_command_line(run: Command, tmp_path: Path) -> None:
     assert run("inspect", tmp_path / "deep.pth", env={"CKPTKIT_LIMIT_DEPTH": "40"}).code == 0
     wrong = run("inspect", tmp_path / "deep.pth", env={"CKPTKIT_LIMIT_DEPTH": "many"})
     assert (wrong.code, wrong.stdout) == (2, "")
-    assert wrong.stderr.startswith("error: CKPTKIT_LIMIT_DEPTH is 'many', not a whole number")
+    assert wrong.stderr.startswith("error: CKPTKIT_LIMIT_DEPTH: expected an integer from 0 to")
     unknown = run("inspect", tmp_path / "deep.pth", env={"CKPTKIT_LIMIT_DEEP": "1"})
     assert unknown.code == 0
-    assert unknown.stderr.startswith("warning: CKPTKIT_LIMIT_DEEP is ignored: there is no such")
+    assert unknown.stderr.startswith("warning: CKPTKIT_LIMIT_DEEP is ignored: no limit has")
 
 
 def test_far_deeper_than_python_goes(run: Command, tmp_path: Path) -> None:

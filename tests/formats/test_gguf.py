@@ -342,7 +342,7 @@ def test_config_of_another_model_beside_it(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(config)
     with opened(tmp_path, made(tensors=[Q4_0])) as ck:
         assert not quantized.find(ck).unread
-        assert quantized.look_through(ck).weights["b.weight"].dtype == "float32"
+        assert quantized.dequantized_view(ck).weights["b.weight"].dtype == "float32"
 
 
 def test_blocks_are_no_arrays(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from ckptkit.compute.operation import Concat, Inflate, Swap
 from ckptkit.core.bytesource import Derived, LocalFile, Memory, Range, crc32_combine
 from ckptkit.core.errors import CorruptError, InputChangedError, OutputError
-from ckptkit.core.plan import Deferred, Segment, Summed, length
+from ckptkit.core.plan import Checksummed, ChecksumPlaceholder, Segment, length
 from ckptkit.publish import copying, parallel_write
 from ckptkit.publish.copying import BLOCK, SHORT, ReadAhead, WriteTask, cut, run
 from ckptkit.publish.parallel_write import execute
@@ -43,7 +43,7 @@ def every_kind(source: LocalFile) -> tuple[tuple[Segment, ...], bytes]:
     swapped = np.frombuffer(NOISE, "u2").byteswap().tobytes()
     segments: tuple[Segment, ...] = (
         b"head",
-        Deferred(b"sums:....,....", ((5, 1), (10, 0))),
+        ChecksumPlaceholder(b"sums:....,....", ((5, 1), (10, 0))),
         Range(source, 10, 200),
         Range(source, 5, 1 << 20),
         b"",
@@ -52,20 +52,20 @@ def every_kind(source: LocalFile) -> tuple[tuple[Segment, ...], bytes]:
         Range(source, 0, 0),
         Derived(Swap(2), (Range(source, 0, 600),), 600),
         Derived(Swap(2), (Range(source, 0, 1 << 20),), 1 << 20),
-        Summed(Range(source, 100, 2 << 20), 0),
-        Summed(Range(source, 3, 30), 0),
-        Summed(Range(memory, 0, 50_000), 1),
-        Summed(Derived(Swap(2), (Range(source, 0, 80_000),), 80_000), 1),
-        Summed(Derived(Swap(2), (Range(source, 0, 80),), 80), 1),
-        Deferred(b"plain", ()),
-        Deferred(b"....", ((0, 1),)),
+        Checksummed(Range(source, 100, 2 << 20), 0),
+        Checksummed(Range(source, 3, 30), 0),
+        Checksummed(Range(memory, 0, 50_000), 1),
+        Checksummed(Derived(Swap(2), (Range(source, 0, 80_000),), 80_000), 1),
+        Checksummed(Derived(Swap(2), (Range(source, 0, 80),), 80), 1),
+        ChecksumPlaceholder(b"plain", ()),
+        ChecksumPlaceholder(b"....", ((0, 1),)),
         Derived(
             Concat(),
             (Range(source, 0, 90_000), Range(memory, 0, 10), Range(source, 7, 90_000)),
             180_010,
         ),
-        Summed(Derived(Concat(), (Range(source, 1, 90_000), Range(memory, 0, 9)), 90_009), 2),
-        Deferred(b"....", ((0, 2),)),
+        Checksummed(Derived(Concat(), (Range(source, 1, 90_000), Range(memory, 0, 9)), 90_009), 2),
+        ChecksumPlaceholder(b"....", ((0, 2),)),
     )
     first = NOISE[100 : 100 + (2 << 20)] + NOISE[3:33]
     second = NOISE[::-1][:50_000] + swapped[:80_000] + swapped[:80]
@@ -148,7 +148,10 @@ def test_several_files_have_checksums_of_their_own(source: LocalFile, tmp_path: 
     for number in range(3):
         path = tmp_path / str(number)
         path.touch()
-        segments = (Deferred(bytes(4), ((0, 0),)), Summed(Range(source, number, 1000), 0))
+        segments = (
+            ChecksumPlaceholder(bytes(4), ((0, 0),)),
+            Checksummed(Range(source, number, 1000), 0),
+        )
         files.append(WriteTask(str(path), 0, segments))
     sums, _ = execute(files, None, lambda count: None)
     for number, file in enumerate(files):
@@ -292,7 +295,7 @@ def test_a_failing_task_ends_the_others(
     monkeypatch.setattr(parallel_write, "THREAD_TASK", 50_000)
     damaged = Derived(Inflate(), (Range(source, 0, 1000),), 1000)
     with pytest.raises(CorruptError):
-        written([Summed(Range(source, 0, 1 << 20), 0), damaged], tmp_path)
+        written([Checksummed(Range(source, 0, 1 << 20), 0), damaged], tmp_path)
 
 
 def test_processes_carry_out_a_plan(
@@ -308,7 +311,7 @@ def test_processes_carry_out_a_plan(
 
 
 def test_a_task_is_no_larger_than_it_needs_to_be(source: LocalFile) -> None:
-    segments = (Range(source, 0, 3 << 20), Summed(Range(source, 0, 3 << 20), 0))
+    segments = (Range(source, 0, 3 << 20), Checksummed(Range(source, 0, 3 << 20), 0))
     sizes = [task.size for task in cut(WriteTask("x", 0, segments), 1 << 20)]
     assert sizes == [1 << 20] * 6
     assert [WriteTask("x", 0, (b"abc",)).size, length(b"abc")] == [3, 3]

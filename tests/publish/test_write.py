@@ -27,7 +27,7 @@ from ckptkit.core.errors import (
     VerifyError,
 )
 from ckptkit.core.limits import LIMITS
-from ckptkit.core.plan import Deferred, OutputFile, Plan, Segment, Summed
+from ckptkit.core.plan import Checksummed, ChecksumPlaceholder, OutputFile, Plan, Segment
 from ckptkit.publish import preflight
 from ckptkit.publish import publish as publishing
 from ckptkit.publish.publish import publish, temporary_name
@@ -173,7 +173,10 @@ def test_FS_05_nobody_else_reads_what_is_not_finished(source: LocalFile, folder:
 
 
 def test_DS_32_the_output_is_deterministic(source: LocalFile, folder: Path) -> None:
-    segments = (Deferred(bytes(4), ((0, 0),)), Summed(Range(source, 0, source.size), 0))
+    segments = (
+        ChecksumPlaceholder(bytes(4), ((0, 0),)),
+        Checksummed(Range(source, 0, source.size), 0),
+    )
     for name in ("a", "b"):
         publish(file_plan(*segments), folder / name)
     assert (folder / "a").read_bytes() == (folder / "b").read_bytes()
@@ -414,9 +417,9 @@ def all_kinds(source: LocalFile) -> Plan:
         b"head",
         Range(source, 0, 200),
         Range(Memory(DATA), 0, len(DATA)),
-        Summed(Range(source, 7, 60_000), 0),
+        Checksummed(Range(source, 7, 60_000), 0),
         Derived(Swap(2), (Range(source, 0, 60_000),), 60_000),
-        Deferred(bytes(8), ((4, 0),)),
+        ChecksumPlaceholder(bytes(8), ((4, 0),)),
         Range(source, 7, 60_000),
     )
 
@@ -583,7 +586,7 @@ def test_what_a_plan_refers_to() -> None:
     assert preflight.referenced(file_plan(b"literal")) == 0
     assert (
         preflight.referenced(
-            file_plan(Range(one, 0, 10), Range(other, 0, 10), Summed(Range(one, 5, 10), 0))
+            file_plan(Range(one, 0, 10), Range(other, 0, 10), Checksummed(Range(one, 5, 10), 0))
         )
         == 25
     )

@@ -159,7 +159,7 @@ def test_drop_leaves_out_byte_strings_that_are_files(
         done = CliRunner().invoke(main, ["convert", str(between), str(back)])
     else:
         done = CliRunner().invoke(main, ["convert", str(src), str(back), *DROP])
-        assert "left out 1 " in done.output and "extra" in done.output
+        assert "dropped 1 " in done.output and "extra" in done.output
     assert done.exit_code == 0 and not counts(scan(back), strict=False)
     found = torch.load(back, weights_only=True)
     assert found["w"].tolist() == [1.0, 1.0]

@@ -11,7 +11,7 @@ import pytest
 
 from ckptkit.compute.operation import Slice
 from ckptkit.core.bytesource import Derived, LocalFile, Memory, Range
-from ckptkit.core.plan import Deferred, Segment, Summed, length
+from ckptkit.core.plan import Checksummed, ChecksumPlaceholder, Segment, length
 from ckptkit.formats.zip_reader import read_directory
 from ckptkit.formats.zip_writer import ALIGNMENT, ZipMember, lay_out
 from tests.formats.containers.zips import execute
@@ -54,11 +54,13 @@ def test_segments_are_few() -> None:
     directory later."""
     segments = lay_out(MEMBERS)
     assert [kind(each) for each in segments] == [
-        "bytes", "Range", "Deferred", "Summed", "Deferred", "Summed", "bytes", "bytes", "bytes", "Range", "Deferred",
+        "bytes", "Range", "ChecksumPlaceholder", "Checksummed", "ChecksumPlaceholder", "Checksummed", "bytes", "bytes", "bytes", "Range", "ChecksumPlaceholder",
     ]  # fmt: skip
-    assert [each.number for each in segments if isinstance(each, Summed)] == [3, 5]
+    assert [each.number for each in segments if isinstance(each, Checksummed)] == [3, 5]
     assert [
-        [number for _, number in each.holes] for each in segments if isinstance(each, Deferred)
+        [number for _, number in each.holes]
+        for each in segments
+        if isinstance(each, ChecksumPlaceholder)
     ] == [
         [3],
         [5],

@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 
 from ckptkit.compute.operation import stream
 from ckptkit.core.bytesource import Range
-from ckptkit.core.plan import Deferred, Segment, Summed
+from ckptkit.core.plan import Checksummed, ChecksumPlaceholder, Segment
 
 LOCAL = ("magic", "version", "flags", "method", "time", "date", "crc", "stored", "size", "n", "x")
 CENTRAL = (
@@ -127,7 +127,7 @@ def execute(segments: Iterable[Segment], path: Path) -> Path:
     sums: dict[int, int] = {}
     segments = list(segments)
     for segment in segments:
-        if isinstance(segment, Summed):
+        if isinstance(segment, Checksummed):
             for piece in stream(segment.extent):
                 sums[segment.number] = zlib.crc32(piece, sums.get(segment.number, 0))
     with open(path, "wb") as file:
@@ -139,9 +139,9 @@ def execute(segments: Iterable[Segment], path: Path) -> Path:
 def _write(file: BinaryIO, segment: Segment, sums: dict[int, int]) -> None:
     if isinstance(segment, bytes):
         file.write(segment)
-    elif isinstance(segment, Deferred):
+    elif isinstance(segment, ChecksumPlaceholder):
         file.write(segment.render(sums))
-    elif isinstance(segment, Summed):
+    elif isinstance(segment, Checksummed):
         _write(file, segment.extent, sums)
     elif isinstance(segment, Range) and segment.length >= HOLE:
         file.seek(segment.length, 1)

@@ -43,7 +43,7 @@ from ckptkit.core.errors import (
 )
 from ckptkit.core.limits import Limits
 from ckptkit.core.options import Options
-from ckptkit.core.plan import Deferred, Plan, Summed
+from ckptkit.core.plan import Checksummed, ChecksumPlaceholder, Plan
 from ckptkit.core.tensor import Storage, Tensor
 from ckptkit.core.text import on_command_line
 from ckptkit.formats import safetensors as ours
@@ -107,16 +107,18 @@ def executed(plan: Plan) -> bytes:
     """The bytes of the one file of a plan."""
     (file,) = plan.files
     sums: dict[int, int] = {}
-    parts: list[bytes | Deferred] = []
+    parts: list[bytes | ChecksumPlaceholder] = []
     for segment in file.segments:
-        if isinstance(segment, (bytes, Deferred)):
+        if isinstance(segment, (bytes, ChecksumPlaceholder)):
             parts.append(segment)
             continue
-        extent = segment.extent if isinstance(segment, Summed) else segment
+        extent = segment.extent if isinstance(segment, Checksummed) else segment
         parts.append(b"".join(map(bytes, stream(extent))))
-        if isinstance(segment, Summed):
+        if isinstance(segment, Checksummed):
             sums[segment.number] = zlib.crc32(parts[-1], sums.get(segment.number, 0))
-    data = b"".join(part.render(sums) if isinstance(part, Deferred) else part for part in parts)
+    data = b"".join(
+        part.render(sums) if isinstance(part, ChecksumPlaceholder) else part for part in parts
+    )
     assert len(data) == plan.size
     return data
 
@@ -266,7 +268,7 @@ def refused() -> Iterator[Row]:
     for header, data in ((one(), b"xy"), ({}, b"x"), (one(), b"xPK\x05\x06" + bytes(18))):
         yield "ST_11_ST_12", file_of(header, data), CorruptError, "follow the last tensor"
     cut = file_of({"a": entry(0, 1), "b": entry(1, 3)}, b"xy")
-    yield "ST_11", cut, TruncatedError, "1 bytes too early"
+    yield "ST_11", cut, TruncatedError, "1 bytes are missing"
     yield "ST_12", b"PK\x03\x04" + file_of({}), CkptkitError, ""
     no_text = '{"\\ud800":' + json.dumps(entry(0, 1)) + "}"
     yield "ST_13", file_of(no_text, b"x"), FormatError, ""

@@ -19,7 +19,7 @@ from ckptkit.core.bytesource import Derived, LocalFile, Memory, Range
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import TensorError, UnsupportedError
-from ckptkit.core.plan import Summed
+from ckptkit.core.plan import Checksummed
 from ckptkit.core.tensor import Storage, Tensor, TypedStorage, contiguous_stride
 from tests.formats.conformance import check_equal
 from tests.formats.containers.zips import Member, execute
@@ -50,7 +50,7 @@ def test_sources_without_checksums_are_summed(tmp_path: Path) -> None:
         "c": leaf(Storage(Range(data, 9, 0)), 0),
     }
     plan = laid_out(Checkpoint(root))
-    assert sum(isinstance(each, Summed) for each in plan.files[0].segments) == 2
+    assert sum(isinstance(each, Checksummed) for each in plan.files[0].segments) == 2
     copy = execute(plan.files[0].segments, tmp_path / "copy.pth")
     with zipfile.ZipFile(copy) as made:
         assert made.testzip() is None

@@ -1,6 +1,6 @@
-"""Judge what a tree calls and holds, and what may be written back; remove what may not.
+"""Decide what of a tree may be written back, and remove what may not.
 
-The judge of traces, `ckptkit.pickles.judge`, for trees.
+It applies `ckptkit.pickles.judge`, which also judges traces, to trees.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ _SORTS: dict[type, int] = {
     StoredBytes: judge.BYTES, list: judge.LIST, dict: judge.DICT, OrderedMapping: judge.MAPPING,
     Pairs: judge.DICT, SetNode: judge.SET, Tensor: judge.TENSOR, TypedStorage: judge.STORAGE,
 }  # fmt: skip
-_DEEP = 32  # dtypes inside dtypes
+_DEEP = 32  # nesting of dtypes
 
 
 def describe(callable_: Node) -> str:
-    """Return the name of the class or function that an Object is made by, for messages."""
+    """Return the name of the class or function that makes an Object, for messages."""
     return str(callable_) if isinstance(callable_, Global) else "the result of another call"
 
 
 class _TreeView:
     """The values of a tree; see `ckptkit.pickles.judge.View`.
 
-    An Object has the sort that its row gives: it is judged where it is met itself.
+    An Object has the sort that its row gives. Whether its call is harmless is judged separately.
     """
 
     def __init__(self) -> None:
-        self._open: list[Object] = []  # dtypes that are being looked into
+        self._open: list[Object] = []  # dtypes under examination, outermost first
 
     def sort(self, value: Node) -> int:
         if isinstance(value, Object):
@@ -91,7 +91,7 @@ class _TreeView:
     def _judged(self, node: Object) -> Judged:
         """Return the sort of an object, and its element type if it is a dtype.
 
-        Its arguments are judged elsewhere.
+        The arguments are not judged here.
         """
         made = node.callable
         name = judge.key_of(made) if isinstance(made, Global) else None
@@ -124,8 +124,10 @@ _TREE = _TreeView()
 
 
 def _judge_object(node: Object) -> tuple[str, str]:
-    """Judge an object of a tree, without the values that it holds: the worst kind, and which step
-    that is."""
+    """Return the worst level of the call and steps of an object, and a phrase for that step.
+
+    The values inside the object are not judged.
+    """
     judged = judge.judge_call(_TREE, node.callable, node.args, new=node.new, kwargs=node.kwargs)
     worst, action = judged.kind, f"calls {describe(node.callable)}"
     target, built = judge.target_of(node.callable, node.args), False
@@ -141,47 +143,46 @@ def _judge_object(node: Object) -> tuple[str, str]:
 
 
 def is_harmful(node: Object) -> bool:
-    """Return whether loading this object would do what cannot be proved harmless: it is not written
-    back."""
+    """Return whether loading this object cannot be proved harmless, so that it is not written."""
     return _judge_object(node)[0] not in judge.WRITTEN
 
 
 class Policy:
-    """Refuse to write what is not proved harmless into one output.
+    """Refuses to write values into one output that cannot be proved harmless.
 
-    All methods raise UnsafeGlobalError.
+    All `check` methods raise UnsafeGlobalError.
     """
 
     def __init__(self) -> None:
         self._names: set[Global] = set()
 
     def check_object(self, node: Object) -> None:
-        """Refuse an object that is not proved harmless."""
+        """Check that the call and steps of an object are harmless."""
         kind, action = _judge_object(node)
         if kind == judge.UNSURE:
-            raise _refused(f"the file {action}, in a way that the allowlist does not know")
+            raise _refused(f"the file {action} with arguments or a state that are not allowlisted")
         if kind not in judge.WRITTEN:
-            raise _refused(f"the file {action}, which is not in the allowlist")
+            raise _refused(f"the file {action}, which is not allowlisted")
 
     def check_fields(self, state: Node) -> None:
-        """Refuse a state of an OrderedDict that is no dict of ordinary attributes."""
+        """Check that the state of an OrderedDict is a dict of ordinary attributes."""
         if not judge.is_plain_fields(_TREE, state):
             raise _refused("the file sets attributes by the result of a call")
 
     def check_keys(self, keys: Iterable[Node]) -> None:
-        """Refuse keys whose hash an object of the allowlist would compute of its state."""
+        """Check dict keys: hashing an object would run code of its class."""
         for key in keys:
             if isinstance(key, (Object, tuple)) and not judge.is_key(_TREE, key):
                 raise _refused("the file has objects as the keys of a dict")
 
     def hold(self, name: Global) -> None:
-        """Note a class or function that is written, as a value or as an argument."""
+        """Record a class or function that is written, as a value or as an argument."""
         self._names.add(name)
 
     def check_names(self, root: Node) -> None:
-        """Refuse names that the tree holds as values and that no checkpoint may hold.
+        """Check the names that the tree contains as values.
 
-        Those that the row of a call takes as its arguments are no values.
+        Names that are arguments of a call with a row are not values.
         """
         waiting = [root] if any(map(judge.out_of_place, self._names)) else []
         seen: set[int] = set()
@@ -206,12 +207,12 @@ class Policy:
             seen.add(id(node))
 
 
-def _refused(text: str) -> UnsafeGlobalError:
+def _refused(message: str) -> UnsafeGlobalError:
     drop = typed_value("objects", "drop")
-    return UnsafeGlobalError(text, hint=f"{drop} leaves such values out")
+    return UnsafeGlobalError(message, hint=f"{drop} drops such values")
 
 
-# Trees without some of their values
+# Removing values from trees
 
 SHOWN = 8  # names in a note
 TEXTS = (str, bytes, bytearray, ByteString, StoredBytes)
@@ -222,11 +223,11 @@ _JUDGED = (
 
 
 def without(root: Node, gone: Callable[[Node], bool]) -> tuple[Node, list[tuple[Path, Node]]]:
-    """Return the tree without the values that `gone` selects, and these with their paths.
+    """Return the tree without the values that `gone` selects, and these values with their paths.
 
-    Objects, names, sets, tensors, storages, texts and byte strings are judged, each as a whole. An
-    entry of a mapping goes with its key; elsewhere None takes the place, so that the others keep
-    theirs.
+    `gone` is called for objects, names, sets, tensors, storages, strings and byte strings. An entry
+    of a mapping is removed with its key. In a list or tuple, None replaces the value so that other
+    positions stay the same.
     """
     dropped, holders = _find(root, gone)
     if not dropped:
@@ -242,7 +243,7 @@ def without(root: Node, gone: Callable[[Node], bool]) -> tuple[Node, list[tuple[
 
 
 def _find(root: Node, gone: Callable[[Node], bool]) -> tuple[list[tuple[Path, Node]], list[Node]]:
-    """Return the keys and values to leave out, with their paths, and the containers that remain."""
+    """Return the keys and values to drop, with their paths, and the containers that remain."""
     dropped: list[tuple[Path, Node]] = []
     holders: list[Node] = []
     seen: set[int] = set()
@@ -264,7 +265,7 @@ def _find(root: Node, gone: Callable[[Node], bool]) -> tuple[list[tuple[Path, No
 
 
 def _without(holder: Node, gone: set[int]) -> Node:
-    """Return a container without what it holds directly of these."""
+    """Return a copy of a container without the direct members whose ids are in `gone`."""
     if not isinstance(holder, dict):
         return type(holder)(None if id(each) in gone else each for each in holder)
     kept = {
@@ -280,11 +281,10 @@ def _inside(node: Node) -> Iterable[tuple[Node, Node]]:
 
 
 def without_objects(root: Node, *, may_be_empty: bool = False) -> tuple[Node, tuple[str, ...]]:
-    """Return the tree without its opaque values and without files with calls; notes name them.
+    """Return the tree without opaque values and embedded files with calls, and notes on these.
 
-    An object that weights_only accepts goes all the same if it holds one that it refuses. Raises
-    UsageError where no tensor is left of those that there were, or nothing at all, unless it
-    `may_be_empty`.
+    An object that weights_only accepts is dropped too if it contains one that weights_only rejects.
+    Raises UsageError if no tensor, or no value at all, remains, unless it `may_be_empty`.
     """
     pruned, dropped = without(root, _is_refused)
     if not dropped:
@@ -292,27 +292,27 @@ def without_objects(root: Node, *, may_be_empty: bool = False) -> tuple[Node, tu
     if not may_be_empty and not _has_more(pruned, tensors=any(map(_is_tensor, nodes(root)))):
         held = join(dropped[0][0]) or "the root"
         raise UsageError(
-            f"without its Python objects nothing is left of it: {held} is a {_name(dropped[0][1])}",
-            hint="`ckptkit inspect {where}` shows what it contains; the format safetensors takes "
-            "its weights alone, if it has any",
+            f"nothing remains without its Python objects: {held} is a {_name(dropped[0][1])}",
+            hint="`ckptkit inspect {where}` shows what it contains; the format safetensors stores "
+            "only its weights, if it has any",
         )
     files = [each for each in dropped if isinstance(each[1], TEXTS)]
     objects = [each for each in dropped if not isinstance(each[1], TEXTS)]
     return pruned, (
-        *_left_out(objects, "value", "that weights_only refuses"),
-        *_left_out(files, "byte string", "that would be a file with calls in it"),
+        *_dropped_note(objects, "value", "that weights_only rejects"),
+        *_dropped_note(files, "byte string", "that may be a file with calls"),
     )
 
 
-def _left_out(dropped: list[tuple[Path, Node]], what: str, why: str) -> Iterator[str]:
-    """Yield the note that names values that are left out, if there are any."""
+def _dropped_note(dropped: list[tuple[Path, Node]], what: str, why: str) -> Iterator[str]:
+    """Yield the note that lists dropped values, if there are any."""
     if dropped:
         named = [f"{join(path) or '(root)'} ({_name(node)})" for path, node in dropped]
-        yield f"left out {plural(len(named), what)} {why}: {some(named, SHOWN)}"
+        yield f"dropped {plural(len(named), what)} {why}: {some(named, SHOWN)}"
 
 
 def _has_more(root: Node, tensors: bool) -> bool:
-    """Return whether any tensor is in the tree, or any value where it need not be a tensor."""
+    """Return whether the tree contains a tensor or, unless `tensors`, any value but None."""
     if tensors:
         return any(map(_is_tensor, nodes(root)))
     containers = (dict, list, tuple, NoneType)
@@ -324,8 +324,8 @@ def _is_tensor(node: Node) -> bool:
 
 
 def _is_refused(node: Node) -> bool:
-    """Return whether weights_only refuses a name or call anywhere in what makes the value, or a
-    byte string in it is a file with calls."""
+    """Return whether weights_only rejects a part of the value, or a byte string in it is a file
+    with calls."""
     return holds_calls(node) or any(map(_is_refused_part, nodes(node)))
 
 

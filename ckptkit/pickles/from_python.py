@@ -1,8 +1,8 @@
-"""Python values of this process, as the nodes that a file of them would give.
+"""Convert Python values of this process to nodes, as if they were read from a file.
 
 The values are pickled as ``torch.save`` does, and the machine reads that pickle. The bytes of
-tensors and arrays stay where they are in memory: in their place the pickle has a number, as a
-persistent id. Tensors and other nodes of a Checkpoint stand for themselves.
+tensors and arrays stay in memory: the pickle contains a number as persistent id in their place.
+Tensors and other nodes of a Checkpoint are used unchanged.
 """
 
 from __future__ import annotations
@@ -36,32 +36,32 @@ from ckptkit.pickles.values import unpickle
 _NODES = (
     Tensor, TypedStorage, Object, Global, SetNode, Pairs, ByteString, StoredBytes,
 )  # fmt: skip
-_PROTOCOL = 2  # that of torch.save
+_PROTOCOL = 2  # the protocol of torch.save
 _NAME = "<memory>"
 _HINT = (
-    "plain values, containers, torch tensors and numpy arrays can; of an object, its state_dict() "
-    "or vars()"
+    "plain values, containers, torch tensors and numpy arrays can be saved; for other objects, "
+    "save their state_dict() or vars()"
 )
 
 
 def checkpoint(value: object) -> Checkpoint:
-    """Return a Checkpoint that holds a value of this process."""
+    """Return a Checkpoint whose tree is a value of this process."""
     root = node(value)
     names = (each for each in nodes(root) if isinstance(each, Global))
     return Checkpoint(root, globals=tuple(dict.fromkeys(names)))
 
 
 def node(value: object) -> Node:
-    """Return the node of a value. Raises ArgumentError for what cannot be pickled."""
+    """Return the node of a value. Raises ArgumentError if the value cannot be pickled."""
     import pickle
 
     torch, numpy = sys.modules.get("torch"), sys.modules.get("numpy")
     numbered: list[Node] = []
-    arrays: dict[int, tuple[Any, Node]] = {}  # by id of the array, which stays taken
+    arrays: dict[int, tuple[Any, Node]] = {}  # by id; holding the array keeps its id unique
     storages: dict[int, Storage] = {}
 
-    def stands_for(item: Any) -> Node | None:
-        """Return the node of what is not pickled, None for other values."""
+    def unpickled_node(item: Any) -> Node | None:
+        """Return the node of a value that needs no pickling, None for other values."""
         if isinstance(item, _NODES):
             return item
         if isinstance(item, Checkpoint):
@@ -76,7 +76,7 @@ def node(value: object) -> Node:
 
     class Pickler(pickle.Pickler):
         def persistent_id(self, item: Any) -> int | None:
-            found = None if item.__class__ in PLAIN_TYPES else stands_for(item)
+            found = None if item.__class__ in PLAIN_TYPES else unpickled_node(item)
             if found is None:
                 return None
             numbered.append(found)
@@ -87,7 +87,7 @@ def node(value: object) -> Node:
                 return OrderedDict, (), item.state, None, iter(item.items())
             return NotImplemented
 
-    known = stands_for(value)
+    known = unpickled_node(value)
     if known is not None:
         return known
     data = io.BytesIO()
@@ -95,7 +95,7 @@ def node(value: object) -> Node:
         Pickler(data, _PROTOCOL).dump(value)
     except CkptkitError:
         raise
-    except Exception as error:  # whatever the code of a class raises
+    except Exception as error:  # the __reduce__ of a class may raise anything
         raise ArgumentError(f"cannot be saved: {error}", hint=_HINT) from error
     pickled = Memory(data.getvalue(), _NAME)
     root = unpickle(pickled, persistent_load=numbered.__getitem__).root
@@ -104,7 +104,7 @@ def node(value: object) -> Node:
 
 
 def _check_objects(root: Node, given: set[int]) -> None:
-    """Refuse objects of other classes that hold tensors, unless they are `given` as nodes."""
+    """Raise ArgumentError for objects of other classes that hold tensors, except the `given`."""
     waiting = [root]
     while waiting:
         each = waiting.pop()
@@ -116,12 +116,12 @@ def _check_objects(root: Node, given: set[int]) -> None:
         if not own or str(each.callable) == "collections.defaultdict":
             continue
         if any(isinstance(inner, (Tensor, TypedStorage)) for inner in nodes(each)):
-            message = "cannot be saved: an object of its own class holds tensors"
+            message = f"cannot save an object of class {each.callable}, because it contains tensors"
             raise ArgumentError(message, hint=_HINT)
 
 
 def _typed_storage(torch: Any, value: Any, known: dict[int, Storage]) -> TypedStorage:
-    """Return the storage of a tensor; the same Storage for the same memory."""
+    """Return the storage of a tensor: the same Storage object for the same memory."""
     is_typed = isinstance(value, torch.storage.TypedStorage)
     untyped = value._untyped_storage if is_typed else value
     dtype = BY_NAME[str(value.dtype).removeprefix("torch.")] if is_typed else None
@@ -134,7 +134,7 @@ def _typed_storage(torch: Any, value: Any, known: dict[int, Storage]) -> TypedSt
 
 
 def _array(numpy: Any, value: Any) -> Node | None:
-    """Return the node of an array, None for one that is pickled with its elements."""
+    """Return the node of an array, None for an array that is pickled with its elements."""
     name = value.dtype.name
     if name not in BY_NAME or value.dtype.hasobject:
         return None
@@ -145,13 +145,13 @@ def _array(numpy: Any, value: Any) -> Node | None:
     data = plain.reshape(-1).view(numpy.uint8).data
     extent = Range(Memory(data, _NAME), 0, len(data))
     shape = tuple(map(int, value.shape))
-    if BY_NAME[name].numpy is None:  # bfloat16 and its like: to torch they are tensors
+    if BY_NAME[name].numpy is None:  # types of ml_dtypes such as bfloat16 become tensors
         return Tensor(Storage(extent), BY_NAME[name], shape, contiguous_stride(shape))
     return _reconstructed(numpy.empty(0, plain.dtype), shape, extent, fortran)
 
 
 def _reconstructed(empty: Any, shape: tuple[int, ...], extent: Range, fortran: bool) -> Object:
-    """Return the calls by which numpy pickles an array, with other elements than `empty` has."""
+    """Return the Object of numpy's pickle of `empty`, with another shape and other bytes."""
     import pickle
 
     made = unpickle(Memory(pickle.dumps(empty, _PROTOCOL), _NAME)).root

@@ -22,7 +22,7 @@ from ckptkit.core.errors import UnsafeGlobalError
 from ckptkit.core.tensor import Storage, Tensor, TypedStorage
 from ckptkit.core.tree import Global, Node, Object, OrderedMapping
 from ckptkit.pickles.judge import allowlist, out_of_place, refused_by_weights_only, weights_only
-from ckptkit.pickles.trust import describe, is_harmful
+from ckptkit.pickles.policy import describe, is_harmful
 from ckptkit.scanning.files import scan
 from ckptkit.scanning.verdict import CLASSES, HARMLESS, SAFE, SINCE, UNKNOWN
 from tests.scanning import hostile_pickles as hostile
@@ -307,7 +307,9 @@ def test_names_are_exact() -> None:
         "builtins.int",
     ):
         assert out_of_place(Global(*name.rpartition(".")[::2])) is None, name
-    assert out_of_place(Global("mine.nets", "sys.modules")) == "is not the name of a class"
+    assert (
+        out_of_place(Global("mine.nets", "sys.modules")) == "does not look like the name of a class"
+    )
 
 
 @pytest.mark.parametrize(
