@@ -1,7 +1,6 @@
 """Pickles, read symbolically and written back: nothing is imported, nothing is called.
 
-In: bytes of a stream. Out: a tree with lazy tensors; and from a tree, the bytes of a pickle of
-protocol 2. ``machine`` runs the opcodes for a builder: ``values`` builds the tree, and the room
-scanning builds a trace. ``judge`` decides what is harmless, ``policy`` what may be written, and
-``writer`` writes. Uses core and compute.
+In: bytes of a stream. Out: a tree with lazy tensors; and from a tree, a pickle of protocol 2.
+``machine`` runs the opcodes for a builder: ``values`` builds the tree, the room scanning a trace.
+``judge`` decides what is harmless, ``policy`` what is written. Uses core and compute.
 """
