@@ -260,6 +260,45 @@ save_file(adapter, path / "adapter/adapter_model.safetensors")
 config = {"peft_type": "LORA", "r": 16, "lora_alpha": 32, "target_modules": "l[.][0-9]+"}
 (path / "adapter/adapter_config.json").write_text(json.dumps(config))
 """
+# A base and two models trained from it, which differ in all elements, as transformers keeps them:
+# three folders, together of the bytes that are asked for (bfloat16: of half).
+PROGRAMS |= {
+    f"models {dtype}": f"""
+import json, sys, torch
+from pathlib import Path
+from safetensors.torch import save_file
+path, rows, columns, count = Path(sys.argv[1]), *map(int, sys.argv[2:])
+columns, layers = max(32, columns), max(1, count // 21)  # of 16 heads; seven matrices a layer
+draw = torch.Generator().manual_seed(0)
+shapes = {{"model.embed_tokens.weight": (64, columns), "lm_head.weight": (64, columns), "model.norm.weight": (columns,)}}
+for i in range(layers):
+    layer = f"model.layers.{{i}}."
+    shapes |= {{f"{{layer}}self_attn.{{p}}_proj.weight": (columns, columns) for p in "qkvo"}}
+    shapes |= {{f"{{layer}}mlp.{{p}}_proj.weight": (rows, columns) for p in ("gate", "up")}}
+    shapes |= {{f"{{layer}}mlp.down_proj.weight": (columns, rows)}}
+    shapes |= {{f"{{layer}}{{n}}_layernorm.weight": (columns,) for n in ("input", "post_attention")}}
+base = {{name: torch.empty(shape).normal_(std=0.02, generator=draw) for name, shape in shapes.items()}}
+change = torch.empty(max(each.numel() for each in base.values())).normal_(std=0.002, generator=draw)
+for number, name in enumerate(("base", "a", "b")):
+    (path / name).mkdir(parents=True)
+    moved = change.roll(number) * bool(number)
+    model = {{key: (each + moved[: each.numel()].view(each.shape)).to(torch.{dtype}) for key, each in base.items()}}
+    save_file(model, path / name / "model.safetensors", metadata={{"format": "pt"}})
+    (path / name / "config.json").write_text(json.dumps({{
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "dtype": "{dtype}", "hidden_size": columns,
+        "intermediate_size": rows, "num_hidden_layers": layers, "vocab_size": 64, "num_attention_heads": 16,
+        "num_key_value_heads": 16, "tie_word_embeddings": False,
+    }}))
+"""
+    for dtype in ("bfloat16", "float32")
+}
+# One dtype as `safetensors` has float32, with half of its bytes.
+PROGRAMS |= {
+    dtype: PROGRAMS["safetensors"].replace(
+        "save_file(model,", f"save_file({{name: each.{method}() for name, each in model.items()}},"
+    )
+    for dtype, method in (("bfloat16", "bfloat16"), ("float16", "half"))
+}
 # Blocks of random bits with small scales; the number of the type, and the bytes of its blocks.
 PROGRAMS |= {
     f"gguf {name}": f"""
@@ -285,6 +324,7 @@ with open(path, "wb") as file:
 }  # fmt: skip
 SUFFIXES = {
     **{kind: ".gguf" for kind in PROGRAMS if kind.startswith("gguf")},
+    "bfloat16": ".safetensors", "float16": ".safetensors",
     "titan": ".pth", "pth": ".pth", "wrapped": ".pth", "safetensors": ".safetensors", "names": ".safetensors", "matrix": ".safetensors",
 }  # fmt: skip
 COLUMNS = 1024

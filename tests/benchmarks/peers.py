@@ -203,6 +203,35 @@ merged = peft.PeftModel.from_pretrained(net, f"{sys.argv[1]}/adapter").merge_and
 save_file({name: each.contiguous() for name, each in merged.state_dict().items()}, "out.safetensors")
 """
 
+# As mergekit does it, in one process, with what its options for less memory give.
+_MERGE = """
+import sys
+from mergekit.config import MergeConfiguration
+from mergekit.merge import run_merge
+from mergekit.options import MergeOptions
+source, density = sys.argv[1], {"density": 0.5} if METHOD in ("ties", "dare_ties") else {}
+models = [{"model": f"{source}/{name}", "parameters": {"weight": 1.0, **density}} for name in "ab"]
+config = {"merge_method": METHOD, "models": models, "dtype": "bfloat16" if "bfloat16" in source else "float32"}
+if METHOD == "slerp":
+    config |= {"base_model": f"{source}/a", "parameters": {"t": 0.5}}
+elif METHOD != "linear":
+    config["base_model"] = f"{source}/base"
+options = MergeOptions(copy_tokenizer=False, lazy_unpickle=True, write_model_card=False, quiet=True)
+run_merge(MergeConfiguration.model_validate(config), "out", options)
+"""
+_DIFFER = """
+import sys
+from safetensors.torch import load_file
+one, other = (load_file(f"{sys.argv[1]}/{name}/model.safetensors") for name in "ab")
+for name, a in one.items():
+    a, b = a.float(), other[name].float()
+    change = a - b
+    print(name, change.abs().max(), change.norm() / b.norm(), a.flatten() @ b.flatten() / a.norm() / b.norm())
+"""
+_CAST_FILE = (
+    "import torch\nmodel = {name: tensor.to(torch.DTYPE) for name, tensor in model.items()}\n"
+)
+
 # By what is done, then by who does it.
 PROGRAMS: dict[str, dict[str, str]] = {
     "list": _both(_LOAD + _LIST),
@@ -240,6 +269,23 @@ PROGRAMS: dict[str, dict[str, str]] = {
     "stack experts": {"transformers": _TRANSFORMERS},
     "shards": {"transformers": _TRANSFORMERS_SHARDS},
     "from torchtitan": {"torchtitan": _TORCHTITAN},
+    **{
+        f"merge {method}": {"mergekit": _MERGE.replace("METHOD", repr(name))}
+        for method, name in (
+            ("linear", "linear"),
+            ("slerp", "slerp"),
+            ("task", "task_arithmetic"),
+            ("ties", "ties"),
+            ("dare-ties", "dare_ties"),
+        )
+    },
+    "differ": {"safetensors": _DIFFER},
+    **{
+        f"cast to {dtype}": {
+            "safetensors": _LOAD_FILE + _CAST_FILE.replace("DTYPE", dtype) + _SAVE_FILE
+        }
+        for dtype in ("float16", "bfloat16", "float32")
+    },
     "lora": {"torch": _LORA, "peft": _PEFT},
     "delta": {"slime": ENCODE + "import sys\nencoded(Path(sys.argv[1]), Path('out'))\n"},
     "start": {"python": "pass", "import torch": "import torch"},

@@ -229,7 +229,7 @@ def test_what_torch_does(
     stem = "l" if kind == "lora" else "module.layers"
     names = [f"{stem}.{i}.weight" for i in range(TENSORS)]
     outs = list(tmp_path.iterdir())
-    nothing = ("list", "list safetensors", "list shards", "digest", "equal", "stats", "close")
+    nothing = ("list", "list safetensors", "list shards", "digest", "equal", "stats", "close", "differ")
     assert len(outs) == (job not in (*nothing, *peers.LIBRARY))
     for out in outs:
         state = (
@@ -239,6 +239,8 @@ def test_what_torch_does(
         assert list(state) == (["w"] if kind == "matrix" else stripped)
         dtypes = {"cast": torch.bfloat16, "lora": torch.bfloat16, "transpose": torch.uint8}
         dtype = dtypes.get(job, torch.float32)
+        if job.startswith("cast to "):
+            dtype = getattr(torch, job.removeprefix("cast to "))
         assert {each.dtype for each in state.values()} == {dtype}
 
 

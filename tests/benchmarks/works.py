@@ -65,7 +65,7 @@ _REWRITTEN = {10_000: Budget(), 100_000: Budget(seconds=3, mib=400)}
 _IN_PLACE = {PLAIN: Budget(seconds=0.2, mib=60)}
 _COMPUTED = {PLAIN: Budget(mib=200)}
 _LOADED = {PLAIN: Budget(to_torch=1.1)}
-_FILLED = {PLAIN: Budget(to_torch=0.5)}
+_FILLED = {PLAIN: Budget(to_torch=0.8)}
 _START = {10: Budget(seconds=0.12)}
 
 RULE = "convert {{src}} out.safetensors --rule 'module.layers.{{{{l}}}}.weight [o i] -> {}'"
@@ -179,6 +179,39 @@ WORKS = (
         "lora merge", "lora", "lora merge {src}/base.safetensors {src}/adapter out.safetensors", "lora",
         _moved(2.5, 150), sizes="one",
     ),
+    # cp copies the base and both models: all that is read, but for diff, which reads two of them
+    *(
+        Work(
+            f"merge by {method}, {dtype}", f"models {dtype}",
+            f"merge {{src}}/a/model.safetensors {{src}}/b/model.safetensors out.safetensors --method {method}"
+            + ("" if method in ("linear", "slerp") else " --base {src}/base/model.safetensors")
+            + (" --density 0.5 --density 0.5" if passes > 1 else ""),
+            f"merge {method}", _moved(passes * (1 if base else 2 / 3), 100), sizes="one",
+        )
+        for dtype in ("bfloat16", "float32")
+        for method, passes, base in (
+            ("linear", 2, False), ("slerp", 3, False), ("task", 2, True), ("ties", 3, True), ("dare-ties", 3, True),
+        )
+    ),
+    *(
+        Work(
+            f"diff, all elements differ, {dtype}", f"models {dtype}",
+            "diff {src}/a/model.safetensors {src}/b/model.safetensors", "differ", _moved(2 * 2 / 3, 60), sizes="one",
+        )
+        for dtype in ("bfloat16", "float32")
+    ),
+    *(
+        Work(
+            f"cast {source} to {target}", source, f"convert {{src}} out.safetensors --cast {target}",
+            f"cast to {target}", _moved(1.5, 60), sizes="one",
+        )
+        for source, target in (
+            ("safetensors", "float16"), ("safetensors", "bfloat16"), ("float16", "float32"), ("bfloat16", "float32"),
+            ("float16", "bfloat16"), ("bfloat16", "float16"),
+        )
+    ),
+    # one file eight times; cp copies it once
+    Work("average of eight", "safetensors", "average " + "{src} " * 8 + "out.safetensors", "none", _moved(1.25 * 8, 60), sizes="one"),
     Work("load, every page read", "pth", "", "load", _LOADED, sizes="one"),
     Work("load, every page read, safetensors", "safetensors", "", "load safetensors", _LOADED, sizes="one"),
     Work("load_into", "pth", "", "fill", _FILLED, sizes="one"),
