@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, BinaryIO, ClassVar, NamedTuple, Protocol
 
 from ckptkit.core.errors import (
     ArgumentError,
+    CkptkitError,
     InputChangedError,
     InputError,
     MissingFileError,
@@ -539,6 +540,23 @@ class Derived:
 
 
 Extent = Range | Derived
+
+
+def small_file_beside(source: ByteSource | Folder | None, name: str) -> bytes | None:
+    """Return the bytes of the file `name` in a folder, or in the folder of a file.
+
+    None if the file is missing, unreadable, or larger than 4 MiB.
+    """
+    if source is None:
+        return None
+    folder = source if isinstance(source, Folder) else (source.folder_and_name() or (None,))[0]
+    try:
+        if folder is None or name not in folder:
+            return None
+        file = folder.open(name)
+        return file.read(0, file.size) if file.size <= 4 << 20 else None
+    except CkptkitError:
+        return None
 
 
 def in_file(source: ByteSource, offset: int) -> tuple[ByteSource, int]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
@@ -19,14 +18,13 @@ from typing import Any
 from ckptkit import formats
 from ckptkit.api import open_checkpoint
 from ckptkit.core import arguments
-from ckptkit.core.bytesource import ByteSource, Folder
+from ckptkit.core.bytesource import ByteSource, Folder, small_file_beside
 from ckptkit.core.checkpoint import Checkpoint, Source, opened
 from ckptkit.core.errors import CkptkitError, CorruptError, UsageError
 from ckptkit.core.tensor import Tensor
 from ckptkit.core.text import quoted, shell_word, shown, typed
 from ckptkit.formats import strict_json
 from ckptkit.formats.format import open_place
-from ckptkit.quantized.group import read_bytes_of
 
 CONFIG, WEIGHTS = "adapter_config.json", ("adapter_model.safetensors", "adapter_model.bin")
 METADATA = "lora_adapter_metadata"  # of diffusers, in the header of a file
@@ -41,6 +39,8 @@ _EXPERTS = ("gate_up_proj", "gate_proj", "up_proj", "down_proj")
 @cache
 def table(name: str) -> Mapping[str, Any]:
     """Return a table of `tables.toml`."""
+    import tomllib  # only adapters need it
+
     text = Path(__file__).with_name("tables.toml").read_text("utf-8")
     found: Mapping[str, Any] = tomllib.loads(text)[name]
     return found
@@ -223,7 +223,7 @@ def folder_of(checkpoint: Checkpoint) -> Folder | None:
 
 def _config(checkpoint: Checkpoint) -> dict[str, Any] | None:
     """Return the configuration of peft beside the weights, None if there is none."""
-    data = read_bytes_of(folder_of(checkpoint), CONFIG)
+    data = small_file_beside(folder_of(checkpoint), CONFIG)
     if data is None:
         return None
     found = strict_json.parse(data, CONFIG)

@@ -14,15 +14,13 @@ from ckptkit.compute.dequantize import Dequantize
 from ckptkit.compute.ggml import GgmlDequantize
 from ckptkit.compute.operation import stream
 from ckptkit.compute.packing import TARGET, Blocks, Numbers, Packing, ScaleGrid
-from ckptkit.core.bytesource import ByteSource, Folder, Pending
+from ckptkit.core.bytesource import ByteSource, Folder, Pending, small_file_beside
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.dtypes import BY_NAME, DType
-from ckptkit.core.errors import CkptkitError
 from ckptkit.core.tensor import Shape, Storage, Tensor, contiguous_stride
 from ckptkit.core.tree import Node
 
 SMALL = 64 << 10  # bytes of a tensor that a recognizer may read
-CONFIG_BYTES = 4 << 20
 NEEDS_CONFIG = "put the config.json of the model beside the file"  # hints
 ELSEWHERE = "it may be in another shard: name the folder or the index"
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
@@ -287,21 +285,7 @@ def parsed(data: bytes) -> dict[str, Any]:
 
 def read_json_of(source: ByteSource | Folder | None, name: str) -> dict[str, Any]:
     """The JSON object in the file `name` beside a checkpoint, an empty one if there is none."""
-    return parsed(read_bytes_of(source, name) or b"")
-
-
-def read_bytes_of(source: ByteSource | Folder | None, name: str) -> bytes | None:
-    """The file `name` beside a checkpoint, None if it is not there or far too large."""
-    if source is None:
-        return None
-    folder = source if isinstance(source, Folder) else (source.folder_and_name() or (None,))[0]
-    try:
-        if folder is None or name not in folder:
-            return None
-        file = folder.open(name)
-        return file.read(0, file.size) if file.size <= CONFIG_BYTES else None
-    except CkptkitError:
-        return None
+    return parsed(small_file_beside(source, name) or b"")
 
 
 # What recognizers have in common

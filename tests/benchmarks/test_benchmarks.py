@@ -229,7 +229,16 @@ def test_what_torch_does(
     stem = "l" if kind == "lora" else "module.layers"
     names = [f"{stem}.{i}.weight" for i in range(TENSORS)]
     outs = list(tmp_path.iterdir())
-    nothing = ("list", "list safetensors", "list shards", "digest", "equal", "stats", "close", "differ")
+    nothing = (
+        "list",
+        "list safetensors",
+        "list shards",
+        "digest",
+        "equal",
+        "stats",
+        "close",
+        "differ",
+    )
     assert len(outs) == (job not in (*nothing, *peers.LIBRARY))
     for out in outs:
         state = (
