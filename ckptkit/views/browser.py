@@ -340,8 +340,48 @@ OPENED = 200  # tensors found up to which all of them are in sight
 AT_ONCE = 500  # lines that are put below a node; the rest follows on request
 
 
+def _key(key: str, action: str, name: str, about: str, shown: str | None = None) -> Binding:
+    """Return a key; the list of keys has its `about`, the footer its `name`."""
+    return Binding(key, action, name, key_display=shown, tooltip=about, show=key != "escape")
+
+
+MOVES = (
+    ("↑ ↓", "go to the previous or next line"),
+    ("→", "expand the line, then go into it"),
+    ("←", "collapse the line, then go to its parent"),
+    ("enter", "expand, collapse, or show values"),
+)
+
+
 # A list stands for children not added yet.
 Data = Branch | Table | list[Branch]
+
+
+class NameTree(Tree[Data]):
+    """The tree of names, with left and right as in a file manager."""
+
+    BINDINGS: ClassVar[list[BindingType]] = [
+        Binding("right", "open", "Open", show=False),
+        Binding("left", "close", "Close", show=False),
+    ]
+
+    def action_open(self) -> None:
+        """Expand the node; go to its first child if it is expanded."""
+        node = self.cursor_node
+        if node is None or not node.allow_expand:
+            return
+        if node.is_expanded and node.children:
+            self.move_cursor(node.children[0])
+        else:
+            node.expand()
+
+    def action_close(self) -> None:
+        """Collapse the node; go to its parent if it is collapsed."""
+        node = self.cursor_node
+        if node is not None and node.is_expanded and node.allow_expand and not node.is_root:
+            node.collapse()
+        else:
+            self.action_cursor_parent()
 
 
 class Browser(App[str]):
@@ -355,16 +395,17 @@ class Browser(App[str]):
     ENABLE_COMMAND_PALETTE = False
     HORIZONTAL_BREAKPOINTS = [(0, "-narrow"), (100, "-wide")]
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("slash", "search", "Search"),
-        Binding("v", "values", "ValuePanel"),
-        Binding("colon", "slice", "Slice", key_display=":"),
-        Binding("d", "diagnosis", "Doctor"),
-        Binding("o", "overview", "Totals"),
-        Binding("s", "sort", "Sort"),
-        Binding("m", "measure", "Unit"),
-        Binding("c", "command", "Command"),
-        Binding("q", "quit", "Quit"),
-        Binding("escape", "leave", "Back", show=False),
+        _key("slash", "search", "Find", "find by name, shape, dtype, device"),
+        _key("v", "values", "Values", "read and show the values of the tensor"),
+        _key("colon", "slice", "Slice", "show a part of the tensor, as in 0, :, 3:7", ":"),
+        _key("d", "diagnosis", "Doctor", "show why the file does not load"),
+        _key("o", "overview", "Totals", "show the totals of the file"),
+        _key("s", "sort", "Sort", "sort as in the file, by size, or by name"),
+        _key("m", "measure", "Unit", "count parameters, or bytes"),
+        _key("c", "command", "Command", "quit, and print the same as a command"),
+        _key("question_mark", "keys", "Keys", "show this list", "?"),
+        _key("q", "quit", "Quit", "quit"),
+        _key("escape", "leave", "Back", "leave the search or this list", "esc"),
     ]
 
     def __init__(self, contents: TreeContents, diagnose: Callable[[], tuple[Cause, ...]]) -> None:
@@ -384,7 +425,7 @@ class Browser(App[str]):
         with Horizontal(id="main"):
             with Vertical(id="side"):
                 yield Input(id="entry")
-                yield Tree[Data]("", id="tree")
+                yield NameTree("", id="tree")
             with VerticalScroll(id="beside"):
                 yield Static(id="panel")
         yield Static(id="command")
@@ -487,6 +528,16 @@ class Browser(App[str]):
         found = self.contents.finds(self.words) if self.words else self.contents.command("inspect")
         self._say(overview(self.contents), found)
 
+    def action_keys(self) -> None:
+        made = Text("keys\n\n", "bold")
+        keys = [each for each in self.BINDINGS if isinstance(each, Binding)]
+        pairs = [
+            (each.key_display or each.key.replace("slash", "/"), each.tooltip) for each in keys
+        ]
+        for shown, about in (*MOVES, *pairs):
+            made.append(f"{shown:<8}", "cyan").append(f"{about}\n")
+        self._say(made, self.command)
+
     def action_sort(self) -> None:
         self.sort = SORTS[(SORTS.index(self.sort) + 1) % len(SORTS)]
         how = "in the order of the file" if self.sort == "file" else f"sorted by {self.sort}"
@@ -576,6 +627,8 @@ class Browser(App[str]):
             self.words = self.entry.value = ""
             self.entry.display = False
             self._plant(self.contents.tree)
+        elif self.names.cursor_node is not None:
+            self._describe(self.names.cursor_node.data)
         self.names.focus()
 
     def action_command(self) -> None:

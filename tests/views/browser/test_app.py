@@ -111,6 +111,41 @@ def test_into_the_tree(file: Path) -> None:
     assert screen.command == f"ckptkit inspect {file} --tree --keys 'model.layers.*'"
 
 
+def test_left_and_right_as_in_a_file_manager(file: Path) -> None:
+    opened = pressed(file, "down", "right")
+    assert [line.split()[0] for line in opened.lines[:3]] == ["everything", "model", "layers"]
+    assert "model\n" in opened.panel
+    inside = pressed(file, "down", "right", "right")
+    assert inside.lines == opened.lines and "model.layers\n" in inside.panel
+    assert pressed(file, "down", "right", "right", "left").panel == opened.panel
+    closed = pressed(file, "down", "right", "right", "left", "left")
+    assert closed.lines == pressed(file).lines and closed.panel == opened.panel
+    up = pressed(file, "down", "left", "left", "left", "down", "down", "down", "right")
+    assert up.lines == closed.lines  # the root stays open, a leaf has nothing to open
+
+
+def test_the_list_of_keys(file: Path) -> None:
+    screen = pressed(file, "down", "?")
+    for key, action in (("→", "expand"), ("/", "find"), ("?", "this list"), ("q", "quit")):
+        assert any(line.startswith(key) and action in line for line in screen.panel.splitlines())
+    assert screen.command == pressed(file, "down").command
+    assert pressed(file, "down", "?", "escape").panel == pressed(file, "down").panel
+    assert "[?]" in pressed(file, "slash", "?", "enter").command  # a question mark in a search
+
+
+def test_a_message_does_not_cover_the_command(file: Path) -> None:
+    async def run() -> tuple[int, int]:
+        app = Browser(TreeContents(open_checkpoint(file), str(file)), none)
+        async with app.run_test(size=(80, 24), notifications=True) as pilot:
+            await pilot.press("s")
+            await pilot.pause(0.1)
+            toasts = app.screen.query("Toast")
+            return toasts.last().region.bottom, app.query_one("#command").region.y
+
+    bottom, command = asyncio.run(run())
+    assert 0 < bottom <= command
+
+
 def test_the_command_shows_the_same(file: Path, ckptkit: Ckptkit) -> None:
     for keys, found in (
         (("down", "enter", "down"), "layers. 6 tensors"),
