@@ -8,8 +8,10 @@ from math import prod
 from typing import Any
 
 from ckptkit.compute.arranged import contiguous
+from ckptkit.core.bytesource import Record
+from ckptkit.core.dtypes import DType
 from ckptkit.core.errors import UnsupportedError
-from ckptkit.core.tensor import Shape, Storage, Tensor
+from ckptkit.core.tensor import Shape, Storage, Tensor, contiguous_stride
 from ckptkit.core.text import shape as shape_text
 from ckptkit.core.text import shown
 from ckptkit.lora.arithmetic import Factor, Formula, as_matrix
@@ -46,11 +48,6 @@ class ModuleChange:
     kernel: Shape = ()  # sizes of a convolution, where the adapter tells them
     name: str = ""  # of the module, for messages
 
-    @property
-    def is_delta(self) -> bool:
-        """True if it is a sum, which a weight may multiply."""
-        return not self.formula.norm
-
     def transposed(self) -> ModuleChange:
         """Return the change of the transposed matrix. Raises UnsupportedError for convolutions."""
         operands = list(self.operands)
@@ -71,16 +68,25 @@ class ModuleChange:
 def matrix(tensor: Tensor, shape: tuple[int, int] | None = None) -> Tensor:
     """Return a tensor as a matrix: by default, all dimensions but the first are columns."""
     rows, columns = shape or as_matrix(tensor.shape)
-    offset, storage = tensor.offset, tensor.storage
     if not tensor.is_contiguous or tensor.conj or tensor.neg:
-        offset, storage = 0, Storage(contiguous(tensor))
-    return Tensor(storage, tensor.dtype, (rows, columns), (columns, 1), offset)
+        return made_of(contiguous(tensor), tensor.dtype, (rows, columns))
+    return replace(tensor, shape=(rows, columns), stride=(columns, 1))
 
 
 def turn(tensor: Tensor) -> Tensor:
     """Return the transposed view of a matrix."""
-    (rows, columns), (down, right) = tensor.shape, tensor.stride
-    return Tensor(tensor.storage, tensor.dtype, (columns, rows), (right, down), tensor.offset)
+    return replace(tensor, shape=tensor.shape[::-1], stride=tensor.stride[::-1])
+
+
+def box(tensor: Tensor, start: int, stop: int, axis: int = 0) -> Tensor:
+    """Return a view of the elements `start` to `stop` along a dimension."""
+    shape = (*tensor.shape[:axis], stop - start, *tensor.shape[axis + 1 :])
+    return replace(tensor, shape=shape, offset=tensor.offset + start * tensor.stride[axis])
+
+
+def made_of(record: Record, dtype: DType, shape: Shape) -> Tensor:
+    """Return a contiguous tensor of these bytes."""
+    return Tensor(Storage(record), dtype, shape, contiguous_stride(shape))
 
 
 def change_of(

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from ckptkit.compute.arranged import contiguous
 from ckptkit.compute.numbers import FLOATS, decode
 from ckptkit.compute.operation import import_numpy, stream_reusing_buffer
+from ckptkit.compute.tallies import nonfinite, zeros
 from ckptkit.core.arguments import checked
 from ckptkit.core.checkpoint import Source, opened
 from ckptkit.core.errors import UsageError
@@ -126,16 +127,13 @@ def _of(found: Iterable[Problem], command: Callable[..., str | None]) -> Iterato
 def _of_elements(read: Adapter) -> Iterator[AdapterFinding]:
     """Yield the findings about the elements of an adapter."""
     import_numpy()
-    import numpy as np
-
     odd, empty = [], []
     for key, module in read.modules.items():
         floats = {r: each for r, each in module.tensors.items() if each.dtype.name in FLOATS}
-        arrays = {role: tensor.numpy().astype("f4") for role, tensor in floats.items()}
-        if not all(np.isfinite(each).all() for each in arrays.values()):
+        factors = [each for role, each in floats.items() if role not in _NO_FACTORS and each.numel]
+        if any(any(nonfinite(each)) for each in floats.values()):
             odd.append(key)
-        factors = [each for role, each in arrays.items() if role not in _NO_FACTORS and each.size]
-        if not all(each.any() for each in factors):
+        if any(zeros(each) == each.numel for each in factors):
             empty.append(key)
     if odd:
         title, hint = (

@@ -1,8 +1,8 @@
 """Convert adapters between the layouts of peft, diffusers, kohya and ComfyUI.
 
-A conversion renames: tensors stay byte for byte, and the scale goes where the layout has it. Only
-where one spelling of a model has a matrix of which the other has the parts, factors are cut and
-stacked: a fused module has the A of all parts on top of each other, and their B on the diagonal.
+A conversion renames. Tensors stay byte for byte, and the scale goes where the layout has it. If one
+spelling of a model has a matrix of which the other has the parts, factors are cut or stacked: a
+fused module has the A of all parts on top of each other, and their B on the diagonal.
 """
 
 from __future__ import annotations
@@ -26,30 +26,17 @@ from ckptkit.core.checkpoint import Source
 from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import AmbiguousError, UnsupportedError, UsageError
 from ckptkit.core.options import Options, made
-from ckptkit.core.tensor import Shape, Storage, Tensor, contiguous_stride
+from ckptkit.core.tensor import Shape, Storage, Tensor
 from ckptkit.core.text import plural, quoted, some, typed
 from ckptkit.lora import naming
-from ckptkit.lora.changes import change_of
+from ckptkit.lora.changes import box, made_of
 from ckptkit.lora.naming import DIFFUSERS, FLUX, ORIGINAL, UNET, BaseNames, Part, spelled
 from ckptkit.lora.problems import problems
-from ckptkit.lora.reading import METADATA, Adapter, Module, read_adapter
+from ckptkit.lora.reading import METADATA, Adapter, Module, read_adapter, table
 from ckptkit.lora.writing import PEFT, config_of, tensor_of, written
 
 LAYOUTS = "peft", "diffusers", "kohya", "comfy"
-_ORIGINALS = "kohya", "comfy"  # layouts that have the original spellings
-_KOHYA = {
-    "A": "lora_down.weight", "B": "lora_up.weight", "mid": "lora_mid.weight", "diff": "diff",
-    "diff_b": "diff_b", "magnitude": "dora_scale", "alpha": "alpha",
-}  # fmt: skip
-_PEFT = {
-    "A": "lora_A.weight", "B": "lora_B.weight", "B_bias": "lora_B.bias",
-    "magnitude": "lora_magnitude_vector", "embedding_A": "lora_embedding_A",
-    "embedding_B": "lora_embedding_B",
-}  # fmt: skip
-_PREFIXES = {
-    "unet": "lora_unet_", "transformer": "lora_unet_", "text_encoder": "lora_te_",
-    "text_encoder_2": "lora_te2_", "text_encoder_3": "lora_te3_", "prior": "lora_prior_unet_",
-}  # fmt: skip
+_ORIGINALS = "kohya", "comfy"  # layouts with the original spellings
 _IMAGES = "unet", "transformer", "prior"
 _LANGUAGE = re.compile(r"(^|\.)((layers?|h|block)\.\d+\.|(lm_head|embed_tokens)$)")
 _SD3 = 1536, 2432  # widths of SD 3 and 3.5, whose double blocks have the names of Flux's
@@ -59,7 +46,7 @@ _SMALL = "down_blocks.0.attentions.", "down_blocks.3.", "up_blocks.3."  # of SD 
 _LARGE = re.compile(r"(.*\.)?(transformer_blocks\.[1-9]\.|add_embedding\.|label_emb\.)")
 _TEXT = 2048
 
-Place = tuple[tuple[int, ...], Tensor]  # where a tensor is in another
+Place = tuple[tuple[int, ...], Tensor]  # the offsets of a tensor in another
 
 
 @checked
@@ -77,11 +64,11 @@ def convert_lora(
 ) -> Conversion:
     """Write an adapter in another layout: ``peft`` (a folder), ``diffusers``, ``kohya``, ``comfy``.
 
-    `base` tells which underscores of kohya's names were dots. `component` takes one component of a
-    pipeline; for an adapter of peft, it says which component the adapter changes. `alpha` is that
-    of an adapter whose files record no scale. With `bake`, the scale is multiplied into the
-    factors, for readers that ignore it. Raises UnsupportedError for what the layout cannot hold,
-    AmbiguousError for names that could be several, with nothing written.
+    The names of `base` give the dots of kohya's names. `component` keeps one component of a
+    pipeline; an adapter of peft changes that component. `alpha` is the alpha of an adapter whose
+    files record no scale. `bake` multiplies the scale into the factors, for readers that ignore it.
+    Raises UnsupportedError for what the layout cannot hold, AmbiguousError for names with several
+    meanings; then nothing is written.
     """
     if to not in LAYOUTS:
         raise UsageError(f"to {to!r} is not one of {some(LAYOUTS)}")
@@ -89,8 +76,7 @@ def convert_lora(
     read = read_adapter(adapter, alpha=alpha)
     if component is not None and read.layout != "peft":
         read = read_adapter(adapter, component=component, alpha=alpha)
-    names, config, extras = None, None, dict(read.metadata)
-    extras.pop(METADATA, None)
+    names, config, extras = None, None, {k: v for k, v in read.metadata.items() if k != METADATA}
     try:
         _check(read, to)
         if base is not None:
@@ -98,25 +84,24 @@ def convert_lora(
                 shapes = {name: each.shape for name, each in held.required.tensors.items()}
             names = BaseNames(shapes, read.components)
         modules = [_dotted(each, read, to, component, names) for each in read.modules.values()]
-        if any(each.component == "transformer" and _is_flux(each) for each in modules):
-            # Flux has T5 as its second text encoder, where kohya and ComfyUI number all three.
-            second = {"text_encoder_3": "text_encoder_2"} if to not in _ORIGINALS else {}
+        is_flux = any((spelled(each.path) or ("",))[0] == FLUX for each in modules)
+        if is_flux and to not in _ORIGINALS:
+            # T5 is the second text encoder of Flux, where kohya and ComfyUI number all three.
+            second = {"text_encoder_3": "text_encoder_2"}
             modules = [replace(m, component=second.get(m.component, m.component)) for m in modules]
         modules = list(_respelled(modules, to, read, warnings))
         modules = [_baked(each) for each in modules] if bake else modules
         parts = list(dict.fromkeys(each.component for each in modules))
+        configs = {each: _config(m for m in modules if m.component == each) for each in parts}
+        if to == "peft" and len(parts) > 1:
+            what = f"changes {plural(len(parts), 'component')} ({some(parts)})"
+            hint = f"{typed('--component NAME', 'component=...')} takes one"
+            raise UnsupportedError(f"{what}; a folder of peft changes one", hint=hint)
         if to == "peft":
-            if len(parts) > 1:
-                what = f"changes {plural(len(parts), 'component')} ({some(parts)})"
-                hint = f"{typed('--component NAME', 'component=...')} takes one"
-                raise UnsupportedError(f"{what}; a folder of peft changes one", hint=hint)
-            config = _config(modules) | {"base_model_name_or_path": read.base}
+            config = configs[parts[0]] | {"base_model_name_or_path": read.base}
         elif to == "diffusers" and not bake:
-            configs = {each: _config(m for m in modules if m.component == each) for each in parts}
-            entries = {
-                f"{c}.{key}": v for c, config in configs.items() for key, v in config.items()
-            }
-            extras[METADATA] = json.dumps(entries, indent=2, sort_keys=True)
+            flat = {f"{part}.{key}": v for part, each in configs.items() for key, v in each.items()}
+            extras[METADATA] = json.dumps(flat, indent=2, sort_keys=True)
         # A pipeline of one text encoder has another name for it.
         single = {*parts} <= {"unet", "text_encoder"} and not _is_xl(modules)
         single = single and not any(key.startswith("lora_te1_") for key in read.modules)
@@ -129,7 +114,7 @@ def convert_lora(
         raise error.at(read.path) from error.__cause__
     notes = [f"{plural(len(modules), 'module')} as {to}"]
     if read.ignored:
-        notes.append(f"left out {quoted(read.ignored)}, which have no effect")
+        notes.append(f"dropped {quoted(read.ignored)}, which have no effect")
     return written(
         tensors, path, asked, config=config, metadata=extras, source=read.checkpoint.source,
         notes=(*notes,), warnings=(*warnings,),
@@ -137,25 +122,23 @@ def convert_lora(
 
 
 def refuse_damaged(read: Adapter) -> None:
-    """Raise UnsupportedError for an adapter that could not be merged either, wherever it fits."""
+    """Raise UnsupportedError for an adapter that cannot be merged into any base."""
     for problem in problems(read, "residual"):
-        raise UnsupportedError(problem.title, where=read.path, hint=problem.hint)
+        raise problem.error.at(read.path)
     for name, module in read.modules.items():
-        if module.kind not in ("ia3", "tokens") and "diff_b" not in module.tensors:
-            change_of(module, {})  # raises for factors that do not fit
         if not isfinite(module.scale or 0.0):
             raise UnsupportedError(f"the scale of {name} is not a finite number", where=read.path)
 
 
 def _check(read: Adapter, to: str) -> None:
-    """Raise UnsupportedError for what no conversion, or not this one, can express."""
+    """Raise UnsupportedError for an adapter that the layout, or no conversion, can express."""
     refuse_damaged(read)
-    config = read.config or {}
     if read.layout == "peft" and read.method != "LORA":
-        raise UnsupportedError(f"is an adapter of the method {read.method}: only LORA is converted")
-    odd = ["fan_in_fan_out"] if config.get("fan_in_fan_out") else []
+        raise UnsupportedError(f"has the method {read.method}: only LORA can be converted")
+    known = ("alpha", *table("written")["original" if to in _ORIGINALS else "peft"])
+    known = (*known, "diff", "diff_b", "hada", "lokr") if to in _ORIGINALS else known
+    odd = ["fan_in_fan_out"] if (read.config or {}).get("fan_in_fan_out") else []
     for name, module in read.modules.items():
-        known = (*_KOHYA, "hada", "lokr") if to in _ORIGINALS else (*_PEFT, "alpha")
         is_odd = module.parameter or module.kind == "attention_out"
         if is_odd or any(r not in known and r[:4] not in known for r in module.tensors):
             odd.append(f"{name} ({module.kind})")
@@ -173,19 +156,12 @@ def _dotted(
         if module.kind == "lora":
             shape = module.tensors["B"].shape[0], *module.tensors["A"].shape[1:]
         path = (names and names.dots(part, path, shape)) or naming.dotted(path)
-    family = (spelled(path) or ("",))[0]
-    found = {UNET: "unet", FLUX: "transformer"}.get(family)
-    if not part:
-        part = component or found or ("" if _LANGUAGE.search(path) else "unet")
+    found = {UNET: "unet", FLUX: "transformer"}.get((spelled(path) or ("",))[0])
+    part = part or component or found or ("" if _LANGUAGE.search(path) else "unet")
     if not part and to != "peft":
-        hint = f"{typed('--component NAME', 'component=...')} says of which component it is"
+        hint = f"{typed('--component NAME', 'component=...')} names its component"
         raise UnsupportedError(f"{path} looks like a module of a language model", hint=hint)
     return replace(module, component=found if part == "unet" and found else part, path=path)
-
-
-def _is_flux(module: Module) -> bool:
-    known = spelled(module.path)
-    return known is not None and known[0] == FLUX
 
 
 # Spellings
@@ -221,11 +197,11 @@ def _respelled(
         warnings.append(f"kept the names of {quoted(odd)}: no other spelling of them is known")
     unsure = not is_xl and not any(each.startswith(_SMALL) for each in paths)
     if to == "kohya" and unsure and any(each.startswith(_BLOCKS) for each in paths):
-        warnings.append("took its U-Net for that of SD 1.5: nothing in it tells of SDXL")
+        warnings.append("wrote the names of SD 1.5: no name shows whether the U-Net is SDXL's")
     if fused and not any(each.startswith("single_transformer_blocks.") for each in paths):
         if any(module.tensors["A"].shape[1] in _SD3 for _, module in next(iter(fused.values()))):
             raise UnsupportedError("is of SD 3: its original names are not known")
-        warnings.append("took its names for those of Flux: other models have such blocks too")
+        warnings.append("wrote the original names of Flux: other models have such blocks too")
 
 
 def _is_xl(modules: Iterable[Module]) -> bool:
@@ -242,19 +218,19 @@ def _is_xl(modules: Iterable[Module]) -> bool:
 
 
 def _place(path: str, paths: list[str], is_xl: bool) -> int:
-    """Return which of two names an upsampler has: the second where its block has no attention."""
+    """Return which of two names an upsampler has: the second if its block has no attention."""
     block = path.partition(".upsamplers.")[0]
     if is_xl or any(each.startswith(f"{block}.attentions.") for each in paths):
         return 0
     if any(each.startswith(_SMALL) for each in paths):
         return int(block == "up_blocks.0")
-    raise AmbiguousError(f"{path} has another number in SDXL than in SD 1.5; nothing tells which")
+    raise AmbiguousError(f"{path} has another number in SDXL than in SD 1.5; no name shows which")
 
 
 def _cut(module: Module, parts: tuple[Part, ...]) -> Iterator[Module]:
     """Yield the parts of a module: each has the whole A and its rows of B.
 
-    Where B is block-diagonal, each has its own A. Parts of one name are one module again.
+    If B is block-diagonal, each has its own A. Parts of one name are one module again.
     """
     a, b = _factors(module)
     if b.shape[0] % parts[0].units:
@@ -265,43 +241,34 @@ def _cut(module: Module, parts: tuple[Part, ...]) -> Iterator[Module]:
     names = list(dict.fromkeys(part.name for part in parts))
     width = rank // len(names) if _is_diagonal(b, spans) and len(names) > 1 else 0
     for number, name in enumerate(names):
-        own = sorted(
-            (part.at, span) for part, span in zip(parts, spans, strict=True) if part.name == name
-        )
+        pairs = zip(parts, spans, strict=True)
+        own = [((part.at * step,), span) for part, span in sorted(pairs) if part.name == name]
         tensors = {"A": a}
-        for role in ("B", "magnitude"):
-            tensor = module.tensors.get(role)
-            if tensor is not None:
-                pieces = [((at * step,), _box(tensor, start, stop)) for at, (start, stop) in own]
-                shape = sum(stop - start for _, (start, stop) in own), *tensor.shape[1:]
-                tensors[role] = pieces[0][1] if len(pieces) == 1 else _put(shape, pieces)
+        for role in {"B", "magnitude"} & module.tensors.keys():
+            pieces = [(at, box(module.tensors[role], *span)) for at, span in own]
+            tensors[role] = pieces[0][1] if len(pieces) == 1 else _put(pieces)
         if width:
-            tensors["A"] = _box(a, number * width, (number + 1) * width)
-            tensors["B"] = _box(tensors["B"], number * width, (number + 1) * width, 1)
+            start, stop = number * width, (number + 1) * width
+            tensors |= {"A": box(a, start, stop), "B": box(tensors["B"], start, stop, 1)}
         yield replace(module, path=name, tensors=tensors, rank=width or rank)
 
 
 def _is_diagonal(b: Tensor, spans: list[tuple[int, int]]) -> bool:
-    """Return whether B is zero but for blocks of these rows, which share the columns evenly."""
-    import numpy as np
-
+    """Return whether B is zero except for blocks of these rows, which share the columns evenly."""
     width, rest = divmod(b.shape[1], len(spans))
-    array = np.array(b.numpy())
+    array = b.numpy().copy()
     for number, (start, stop) in enumerate(spans):
         array[start:stop, number * width : (number + 1) * width] = 0
     return not rest and not array.any()
 
 
 def _fused(name: str, members: list[tuple[Part, Module]]) -> Module:
-    """Return one module of several parts; rows of missing parts are zero."""
+    """Return one module of several parts; the rows of missing parts are zero."""
     parts, modules = zip(*members, strict=True)
     factors = [_factors(module) for module in modules]
     whole, step = parts[0].whole, factors[0][1].shape[0] // parts[0].length
-    rows = [part.length * step for part in parts]
-    if (
-        len({(a.dtype, b.dtype, a.shape[1:]) for a, b in factors}) > 1
-        or [b.shape[0] for _, b in factors] != rows
-    ):
+    heights = [b.shape[0] for _, b in factors] == [part.length * step for part in parts]
+    if len({(a.dtype, b.dtype, a.shape[1:]) for a, b in factors}) > 1 or not heights:
         raise UnsupportedError(f"the parts of {name} differ in dtype or size")
     scale = modules[0].scale
     if any(module.scale != scale for module in modules):
@@ -309,43 +276,35 @@ def _fused(name: str, members: list[tuple[Part, Module]]) -> Module:
         factors, scale = [(a, _times(b, module.scale)) for module, (a, b) in pairs], 1.0
     rank, at = sum(a.shape[0] for a, _ in factors), 0
     stacked, diagonal = list[Place](), list[Place]()
-    filled = {part.at + n for part in parts for n in range(part.length)}
     for part, (a, b) in zip(parts, factors, strict=True):
-        stacked.append(((at,), a))
+        stacked.append(((at, *(0 for _ in a.shape[1:])), a))
         diagonal.append(((part.at * step, at), b))
         for start, stop in ((0, at), (at + a.shape[0], rank)):
             diagonal.append(((part.at * step, start), _zeros(b, (b.shape[0], stop - start))))
         at += a.shape[0]
+    filled = {part.at + n for part in parts for n in range(part.length)}
     for each in set(range(whole)) - filled:
         diagonal.append(((each * step, 0), _zeros(factors[0][1], (step, rank))))
-    tensors = {
-        "A": _put((rank, *factors[0][0].shape[1:]), stacked),
-        "B": _put((whole * step, rank), [each for each in diagonal if each[1].numel]),
-    }
+    tensors = {"A": _put(stacked), "B": _put([each for each in diagonal if each[1].numel])}
     weights = [each.tensors["magnitude"] for each in modules if "magnitude" in each.tensors]
+    if weights and (len(weights) < len(modules) or len(filled) < whole):
+        raise UnsupportedError(f"{name} would be DoRA in some of its rows only")
     if weights:
-        if len(weights) < len(modules) or len(filled) < whole:
-            raise UnsupportedError(f"{name} would be DoRA in some of its rows only")
-        places = [((part.at * step,), each) for part, each in zip(parts, weights, strict=True)]
-        tensors["magnitude"] = _put((whole * step, *weights[0].shape[1:]), places)
-    made: Module = replace(modules[0], path=name, tensors=tensors, rank=rank, scale=scale)
-    return made
+        rows = [(part.at * step,) for part in parts]
+        tensors["magnitude"] = _put([*zip(rows, weights, strict=True)])
+    fused: Module = replace(modules[0], path=name, tensors=tensors, rank=rank, scale=scale)
+    return fused
 
 
 def _factors(module: Module) -> tuple[Tensor, Tensor]:
     """Return A and B of a plain LoRA of a matrix. Raises UnsupportedError for other kinds."""
     if module.kind != "lora" or module.tensors["B"].ndim != 2:
         what = f"{module.path} ({module.kind}) is cut or joined by rows in the other spelling"
-        raise UnsupportedError(f"{what}, which only LoRA can be")
+        raise UnsupportedError(f"{what}: only LoRA can be")
     return module.tensors["A"], module.tensors["B"]
 
 
 # Tensors
-
-
-def _box(tensor: Tensor, start: int, stop: int, axis: int = 0) -> Tensor:
-    shape = (*tensor.shape[:axis], stop - start, *tensor.shape[axis + 1 :])
-    return replace(tensor, shape=shape, offset=tensor.offset + start * tensor.stride[axis])
 
 
 def _zeros(like: Tensor, shape: Shape) -> Tensor:
@@ -353,11 +312,13 @@ def _zeros(like: Tensor, shape: Shape) -> Tensor:
     return Tensor(zero, like.dtype, shape, (0,) * len(shape))
 
 
-def _put(shape: Shape, parts: Sequence[Place]) -> Tensor:
-    """Return the tensor in which the parts are at these offsets, 0 along further dimensions."""
-    dtype = parts[0][1].dtype
-    places = [((*at, *(0 for _ in shape[len(at) :])), tensor) for at, tensor in parts]
-    return Tensor(Storage(joined(dtype, shape, places)), dtype, shape, contiguous_stride(shape))
+def _put(parts: Sequence[Place]) -> Tensor:
+    """Return the tensor that has the parts at their offsets, 0 along further dimensions."""
+    dtype, ndim = parts[0][1].dtype, parts[0][1].ndim
+    places = [((*at, *(0,) * (ndim - len(at))), tensor) for at, tensor in parts]
+    ends = [[o + n for o, n in zip(at, each.shape, strict=True)] for at, each in places]
+    shape = (*map(max, zip(*ends, strict=True)),)
+    return made_of(joined(dtype, shape, places), dtype, shape)
 
 
 def _times(tensor: Tensor, factor: float | None) -> Tensor:
@@ -366,53 +327,56 @@ def _times(tensor: Tensor, factor: float | None) -> Tensor:
         return tensor
     name, single = tensor.dtype.name, struct.unpack("f", struct.pack("f", factor))[0]
     product = WeightedSum(name, (name,), (single,), 1.0)
-    held = Storage(Pending(product, (contiguous(tensor),), tensor.nbytes))
-    return Tensor(held, tensor.dtype, tensor.shape, contiguous_stride(tensor.shape))
+    record = Pending(product, (contiguous(tensor),), tensor.nbytes)
+    return made_of(record, tensor.dtype, tensor.shape)
 
 
 def _baked(module: Module) -> Module:
-    """Return a module whose scale is 1: multiplied into A and B as diffusers does."""
-    first, second = ("embedding_A", "embedding_B") if module.kind == "embedding" else ("A", "B")
+    """Return a module with the scale 1: it is multiplied into A and B as diffusers does."""
+    first, second = module.pair
     if first not in module.tensors or "mid" in module.tensors:
-        raise UnsupportedError(f"{module.path} ({module.kind}): only scales of LoRA are baked in")
+        what = f"{module.path} ({module.kind}): only scales of LoRA can be baked in"
+        raise UnsupportedError(what)
     down, up = module.scale or 0.0, 1.0
     while 0 < down * 2 < up:
         down, up = down * 2, up / 2
-    factors = {
-        first: _times(module.tensors[first], down),
-        second: _times(module.tensors[second], up),
-    }
-    return replace(module, tensors={**module.tensors, **factors}, scale=1.0)
+    pair = {first: _times(module.tensors[first], down), second: _times(module.tensors[second], up)}
+    return replace(module, tensors={**module.tensors, **pair}, scale=1.0)
 
 
 # Names and scales of a layout
 
 
 def tensors_of(modules: Mapping[str, Module], to: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of modules, by their names in a layout, in the shapes that it has."""
-    names = _KOHYA if to in _ORIGINALS else _PEFT
+    """Yield the tensors of modules with their names and shapes in a layout."""
+    is_original = to in _ORIGINALS
+    names = table("written")["original" if is_original else "peft"]
     for key, module in modules.items():
+        has_rank = is_original and "A" in module.tensors
         for role, tensor in module.tensors.items():
             if role == "magnitude":
                 tensor = _magnitude(tensor, module, to)
-            if role != "alpha" or (to in _ORIGINALS and "A" not in module.tensors):
+            if role != "alpha" or (is_original and not has_rank):
                 yield f"{key}.{names.get(role, role)}", tensor
-        if to in _ORIGINALS and "A" in module.tensors:
-            yield f"{key}.alpha", _alpha(module)
+        if has_rank:  # in the dtype of A if that has the number, else in float32
+            import numpy as np
+
+            value = np.array(_number(module))
+            own = tensor_of(value, module.tensors["A"].dtype)
+            exact = own if own.numpy() == value else tensor_of(value, BY_NAME["float32"])
+            yield f"{key}.alpha", exact
 
 
 def _key(module: Module, to: str, single: bool) -> str:
     """Return the name of a module in a layout."""
-    component, path = module.component, module.path
-    if to == "peft":
-        return f"{PEFT}{path}"
-    if to == "diffusers":
-        return f"{component}.{path}"
-    if component not in _PREFIXES:
-        what = f"{to} has no component {component!r}: it has {some(_PREFIXES, 9)}"
+    component, path, prefixes = module.component, module.path, table("written")["kohya"]
+    if to in ("peft", "diffusers"):
+        return f"{PEFT}{path}" if to == "peft" else f"{component}.{path}"
+    if component not in prefixes:
+        what = f"{to} has no component {component!r}: it has {some(prefixes, 9)}"
         raise UnsupportedError(what)
     if to == "kohya":
-        prefix = "lora_te1_" if component == "text_encoder" and not single else _PREFIXES[component]
+        prefix = "lora_te1_" if component == "text_encoder" and not single else prefixes[component]
         return f"{prefix}{naming.flat(path)}"
     if component in _IMAGES:
         return f"diffusion_model.{path}"
@@ -424,29 +388,18 @@ def _key(module: Module, to: str, single: bool) -> str:
 def _magnitude(tensor: Tensor, module: Module, to: str) -> Tensor:
     """Return a magnitude in the shape of a layout. Raises UnsupportedError for one of columns."""
     out, ones = module.tensors["B"].shape[0], (1,) * (module.tensors["A"].ndim - 1)
-    if tensor.numel != out:
-        if to in _ORIGINALS:
-            return tensor
-        what = f"{module.path} has a magnitude for each column"
-        raise UnsupportedError(f"{what}, for which the layout {to} has no place")
-    shape: Shape = (out, *ones)
-    if to not in _ORIGINALS:
+    if to in _ORIGINALS:
+        shape = (out, *ones) if tensor.numel == out else tensor.shape
+    elif tensor.numel == out:
         shape = (1, out, *ones[1:]) if ones[1:] else (out,)  # of convolutions, and of matrices
-    held = Storage(contiguous(tensor))
-    return Tensor(held, tensor.dtype, shape, contiguous_stride(shape))
-
-
-def _alpha(module: Module) -> Tensor:
-    """Return the tensor of alpha: in the dtype of A if that has the number, else in float32."""
-    import numpy as np
-
-    value = np.array(_number(module))
-    own = tensor_of(value, module.tensors["A"].dtype)
-    return own if own.numpy() == value else tensor_of(value, BY_NAME["float32"])
+    else:
+        what = f"{module.path} has a magnitude for each column"
+        raise UnsupportedError(f"{what}: the layout {to} has no place for it")
+    return made_of(contiguous(tensor), tensor.dtype, shape)
 
 
 def _number(module: Module) -> float:
-    """Return alpha: that of the file where it still says the scale."""
+    """Return alpha: that of the file if it still gives the scale."""
     rank, scale, alpha = module.rank or 0, module.scale or 0.0, module.alpha
     return alpha if alpha and rank and alpha / rank == scale else scale * rank
 

@@ -1,8 +1,8 @@
 """Extract an adapter: the difference of two checkpoints as matrices of low rank; and resize one.
 
-``D = TUNED - BASE`` in float64; ``B = U sqrt(S)`` and ``A = sqrt(S) V``, so that the scale is 1. Of
-large matrices only a part of the singular vectors is computed, in the span of random products
-(Halko, Martinsson and Tropp 2011, algorithm 4.4); the error is exact all the same: it is
+``D = TUNED - BASE`` in float64; ``B = U sqrt(S)`` and ``A = sqrt(S) V``, so that the scale is 1. D
+is read some rows at a time. Of a large matrix only some singular vectors are computed, in the span
+of random products (Halko, Martinsson and Tropp 2011, algorithm 4.4). The error is exact:
 ``|D|^2 - sum(S^2)``, because B A is a projection of D.
 """
 
@@ -13,8 +13,9 @@ import re
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from math import prod, sqrt
-from typing import TYPE_CHECKING, Any, BinaryIO
+from functools import cached_property
+from math import isfinite, prod, sqrt
+from typing import TYPE_CHECKING, Any
 
 from ckptkit.api import Conversion, open_checkpoint
 from ckptkit.compute.operation import import_numpy
@@ -24,10 +25,14 @@ from ckptkit.core.checkpoint import Checkpoint, Source
 from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import NothingToDoError, TensorError, UnsupportedError, UsageError
 from ckptkit.core.options import Options, made
-from ckptkit.core.tensor import Shape, Storage, Tensor, contiguous_stride
+from ckptkit.core.tensor import Shape, Tensor
 from ckptkit.core.text import plural, quoted, shape, shell_command, some, typed
 from ckptkit.edits import groups
+from ckptkit.lora.arithmetic import as_matrix
+from ckptkit.lora.changes import made_of
 from ckptkit.lora.convert import refuse_damaged, tensors_of
+from ckptkit.lora.merge import same_bytes
+from ckptkit.lora.naming import EMBEDDINGS, HEADS
 from ckptkit.lora.reading import METADATA, Module, read_adapter
 from ckptkit.lora.writing import PEFT, config_of, tensor_of, written
 
@@ -36,35 +41,34 @@ if TYPE_CHECKING:
 
     Array = np.ndarray[Any, Any]
 
-_EMBEDDING = re.compile(
-    r"(.*\.)?(embed_tokens|wte|wpe|tok_embeddings|embed_in|shared|embed_positions"
-    r"|(word|position|token_type)_embeddings|(token|position)_embedding)"
-)
-_HEAD = re.compile(r"(.*\.)?(lm_head|embed_out|output)")
+_EMBEDDINGS = (
+    *EMBEDDINGS, "wpe", "embed_positions", "position_embeddings", "token_type_embeddings",
+    "token_embedding", "position_embedding",
+)  # fmt: skip
 # Conv1D of transformers is [in, out]; models with linear layers of the same names are [out, in].
 _WIDE = re.compile(r"(.*\.)?h\.\d+\.(attn\.c_attn|mlp\.c_fc)\.weight")
 _CONV1D = re.compile(r"(.*\.)?h\.\d+\.(attn|crossattention|mlp)\.(c_attn|q_attn|c_proj|c_fc)")
 _SMALL = 256  # rows or columns up to which all singular vectors are computed
-_EXTRA = 8  # random products beyond the rank
-_POWERS = 2
-_ROWS = 256  # of a matrix, whose difference is taken at a time
-_LEAST = 1e-6  # of the largest singular value: below it, there is none
+_EXTRA, _POWERS = 8, 2  # random products beyond the rank, and power iterations
+_BLOCK = 1 << 20  # elements of a difference that are held at a time
+_LEAST = 1e-6  # of the largest singular value: smaller ones are taken as zero
+_RANKS = ("r", "lora_alpha", "rank_pattern", "alpha_pattern")
 
 
 @dataclass(slots=True)
 class ExtractReport:
     """The result of an extraction: by module, the rank and the relative error (Frobenius) left.
 
-    ``saved`` are tensors that are stored whole, ``left`` those that differ and are left out;
-    ``error`` is that of all modules together.
+    ``saved`` are tensors stored whole, ``left`` tensors that differ and are not in the adapter.
+    ``error`` is the error of all modules together.
     """
 
     modules: dict[str, tuple[int, float]] = field(default_factory=dict)
     saved: list[str] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
     conversion: Conversion | None = None
-    norm: float = 0.0  # the square of that of all changes
-    rest: float = 0.0  # of it, what is left
+    norm: float = 0.0  # the square of the norm of all changes
+    rest: float = 0.0  # the square of the norm of what is left of them
 
     @property
     def error(self) -> float:
@@ -84,9 +88,62 @@ class ExtractReport:
 
     @property
     def note(self) -> str:
-        count = plural(len(self.modules), "module")
         whole = f", {plural(len(self.saved), 'tensor')} stored whole" if self.saved else ""
+        count = plural(len(self.modules), "module")
         return f"{count}{whole}, relative error {self.error:.3g}"
+
+
+@dataclass
+class _Difference:
+    """A tensor minus another one as a matrix in float64, transposed or not."""
+
+    new: Tensor
+    old: Tensor
+    is_turned: bool = False
+
+    def blocks(self) -> Iterator[tuple[int, Array]]:
+        """Yield some rows at a time, and the number of the first."""
+        rows, columns = as_matrix(self.new.shape)
+        step = max(1, _BLOCK // max(1, columns))
+        for row in range(0, rows, step):
+            block = self.new[row : row + step].astype("f8")
+            block -= self.old[row : row + step].astype("f8")
+            yield row, block.reshape(len(block), -1)
+
+    @cached_property
+    def square(self) -> float:
+        """The square of the norm."""
+        return sum(float((block * block).sum()) for _, block in self.blocks())
+
+    def product(self, other: Array, *, turned: bool = False) -> Array:
+        """Return the matrix times another one, or the transposed matrix times it."""
+        import numpy as np
+
+        if turned == self.is_turned:
+            return np.concatenate([block @ other for _, block in self.blocks()])
+        parts = (block.T @ other[row : row + len(block)] for row, block in self.blocks())
+        total: Array = sum(parts)  # type: ignore[assignment]
+        return total
+
+    def svd(self, rank: int) -> tuple[Array, Array, Array]:
+        """Return singular vectors and values, at least `rank` of them."""
+        import numpy as np
+
+        sizes = as_matrix(self.new.shape)
+        if min(sizes) <= max(_SMALL, rank * 8):
+            whole = np.concatenate([block for _, block in self.blocks()])
+            left, values, right = np.linalg.svd(
+                whole.T if self.is_turned else whole, full_matrices=False
+            )
+            return left, values, right
+        width = sizes[0] if self.is_turned else sizes[1]
+        random = np.random.default_rng(0).standard_normal((width, rank + _EXTRA))
+        span = np.linalg.qr(self.product(random))[0]
+        for _ in range(_POWERS):
+            span = np.linalg.qr(self.product(span, turned=True))[0]
+            span = np.linalg.qr(self.product(span))[0]
+        left, values, right = np.linalg.svd(self.product(span, turned=True).T, full_matrices=False)
+        return span @ left, values, right
 
 
 @checked
@@ -101,12 +158,12 @@ def extract_lora(
     options: Options | None = None,
     **changes: Any,
 ) -> ExtractReport:
-    """Write the folder `path`: an adapter of peft that makes `tuned` of `base`, as far as it can.
+    """Write the folder `path`: an adapter of peft that turns `base` into `tuned`, approximately.
 
-    Each matrix that differs becomes one of `rank`, or of fewer where it has fewer; a convolution
-    with a kernel larger than 1 gets `conv_rank`. Tensors of the modules `save_modules` are stored
-    whole. One tensor at a time is in memory. Raises UnsupportedError for a difference that has no
-    such form, NothingToDoError if nothing differs.
+    Each matrix that differs gets `rank`, or its own rank if that is lower; a convolution with a
+    kernel larger than 1 gets `conv_rank`. Tensors of the modules `save_modules` are stored whole.
+    Raises UnsupportedError for a difference that has no such form, NothingToDoError if nothing
+    differs.
     """
     save_modules = texts("save_modules", save_modules)
     if not count("rank", rank) or count("conv_rank", conv_rank) == 0:
@@ -120,26 +177,35 @@ def extract_lora(
     ):
         for each in (after, before):
             groups.refuse(each.require_complete(), None, "codes have no difference")
-        places: dict[str, tuple[Shape, int]] = {}
-        is_conv1d = any(
-            _WIDE.fullmatch(name) and each.ndim == 2 and each.shape[1] > each.shape[0]
-            for name, each in before.required.tensors.items()
-        )
+        olds = before.required.tensors
+        wide = (each for name, each in olds.items() if _WIDE.fullmatch(name) and each.ndim == 2)
+        is_conv1d = any(each.shape[1] > each.shape[0] for each in wide)
+        places: dict[str, tuple[int, Shape]] = {}  # of the factors in the spool
         for name, difference in _differences(after, before, save_modules, found):
+            sizes = difference.new.shape
+            is_embedding = len(sizes) == 2 and name.rpartition(".")[2] in _EMBEDDINGS
             turned = is_conv1d and _CONV1D.fullmatch(name) is not None
-            for key, array in _factors(name, difference, turned, rank, conv_rank, found):
-                places[f"{PEFT}{name}.{key}"] = array.shape, spool.tell()
+            difference.is_turned = is_embedding or turned
+            most = conv_rank if conv_rank is not None and prod(sizes[2:]) > 1 else rank
+            b, a = found.best(name, difference.svd(most), most, difference.square)
+            pair = {"lora_embedding_A": a, "lora_embedding_B": b}
+            if not is_embedding:
+                kernel = {"lora_A.weight": a.reshape(-1, *sizes[1:]) if sizes[2:] else a}
+                pair = kernel | {"lora_B.weight": b.reshape(*b.shape, *(1 for _ in sizes[2:]))}
+            for key, array in pair.items():
+                places[f"{PEFT}{name}.{key}"] = spool.tell(), array.shape
                 spool.write(array.astype("f4").tobytes())
         if not found.modules and not found.saved:
             rest = f": {quoted(found.left)} differ" if found.left else ""
             names = [each.name for each in (after, before) if each.name]
-            command = shell_command(("ckptkit", "diff", "--values", *names))
-            raise NothingToDoError(
-                f"no matrix differs from {before.name}{rest}",
-                where=after.name,
-                hint=f"`{command}` compares them" if len(names) == 2 else None,
-            )
-        tensors = _spooled(spool, places)
+            command = f"`{shell_command(('ckptkit', 'diff', '--values', *names))}` compares them"
+            what, hint = f"no matrix differs from {before.name}{rest}", command
+            raise NothingToDoError(what, where=after.name, hint=hint if len(names) == 2 else None)
+        source, single = FileObject(spool), BY_NAME["float32"]
+        tensors = {
+            name: made_of(Range(source, at, single.nbytes(prod(sizes))), single, sizes)
+            for name, (at, sizes) in places.items()
+        }
         tensors |= {f"{PEFT}{name}": after.weights[name] for name in found.saved}
         ranks = {name: each for name, (each, _) in found.modules.items()}
         config = config_of(
@@ -149,34 +215,19 @@ def extract_lora(
         others = {name.rpartition(".")[0] for name in before.weights} - ranks.keys()
         if any(other.endswith(f".{name}") for other in others for name in ranks):
             config["target_modules"] = "|".join(map(re.escape, ranks))  # else peft adapts others
-        warnings = [] if not found.left else [
-            f"left out: {quoted(found.left)} differ, and are no matrices; "
-            f"{typed('--save-module NAME', 'save_modules=[...]')} stores a module whole"
-        ]  # fmt: skip
+        store = f"{typed('--save-module NAME', 'save_modules=[...]')} stores a module whole"
+        lost = f"dropped: {quoted(found.left)} differ, and are no matrices; {store}"
         found.conversion = written(
             tensors, path, asked, config=config, source=after.source, notes=(found.note,),
-            warnings=(*warnings,),
+            warnings=(lost,) if found.left else (),
         )  # fmt: skip
     return found
 
 
-def _spooled(spool: BinaryIO, places: dict[str, tuple[Shape, int]]) -> dict[str, Tensor]:
-    source, dtype = FileObject(spool), BY_NAME["float32"]
-    return {
-        name: Tensor(
-            Storage(Range(source, at, dtype.nbytes(prod(sizes)))), dtype, sizes,
-            contiguous_stride(sizes),
-        )
-        for name, (sizes, at) in places.items()
-    }  # fmt: skip
-
-
 def _differences(
     after: Checkpoint, before: Checkpoint, save: Sequence[str], found: ExtractReport
-) -> Iterator[tuple[str, Array]]:
+) -> Iterator[tuple[str, _Difference]]:
     """Yield the difference of each matrix that differs, tied ones once; sort out other tensors."""
-    import numpy as np
-
     news, olds = after.required.tensors, before.required.tensors
     unused = [each for each in save if not any(_is_in(name, each) for name in news)]
     gone = [name for name in olds if name not in news]
@@ -184,7 +235,7 @@ def _differences(
         what = f"lacks {quoted(gone)} of {before.name}" if gone else f"has no {quoted(unused)}"
         raise UsageError(what, where=after.name)
     seen: set[object] = set()
-    embedding: tuple[Tensor, Tensor] | None = None
+    embedding: _Difference | None = None
     for name, new in news.items():
         old, module = olds.get(name), name.removesuffix(".weight")
         if any(_is_in(name, each) for each in save):
@@ -194,8 +245,7 @@ def _differences(
             was = "is new" if old is None else f"was {shape(old.shape)} and is {shape(new.shape)}"
             raise _refusal(name, was, after)
         key = new.elements_key, old.elements_key
-        array, other = new.numpy(), old.numpy()
-        if key in seen or np.array_equal(array, other):
+        if key in seen or same_bytes(new, old):
             continue
         seen.add(key)
         is_matrix = module != name and 2 <= new.ndim <= 5 and new.dtype.kind == "float"
@@ -204,75 +254,26 @@ def _differences(
         if not is_matrix:
             found.left.append(name)
             continue
-        if embedding and _HEAD.fullmatch(module) and _is_same(embedding, (new, old)):
-            continue  # tied, and stored twice
-        if _EMBEDDING.fullmatch(module):
-            embedding = embedding or (new, old)
-        difference = array.astype("f8")
-        for row in range(0, len(other), _ROWS):
-            difference[row : row + _ROWS] -= other[row : row + _ROWS].astype("f8")
-        if not np.isfinite(difference).all():
+        difference = _Difference(new, old)
+        if not isfinite(difference.square):
             raise TensorError(f"{name} has numbers that are not finite", where=after.name)
-        del array, other
-        yield module, difference
+        end, tied = module.rpartition(".")[2], embedding
+        if tied and end in HEADS and same_bytes(tied.new, new) and same_bytes(tied.old, old):
+            continue  # the head is the embedding, stored twice
+        if end in _EMBEDDINGS:
+            embedding = embedding or difference
+        if difference.square:
+            yield module, difference
 
 
 def _is_in(name: str, module: str) -> bool:
     return f".{module}." in f".{name}."
 
 
-def _is_same(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
-    import numpy as np
-
-    pairs = zip(one, other, strict=True)
-    return all(a.shape == b.shape and np.array_equal(a.numpy(), b.numpy()) for a, b in pairs)
-
-
 def _refusal(name: str, what: str, ck: Checkpoint) -> UnsupportedError:
     module = name.rpartition(".")[0] or name
     stored = typed(f"--save-module {module}", f"save_modules=[{module!r}]")
     return UnsupportedError(f"{name} {what}", where=ck.name, hint=f"{stored} stores it whole")
-
-
-def _factors(
-    module: str,
-    difference: Array,
-    turned: bool,
-    rank: int,
-    conv_rank: int | None,
-    found: ExtractReport,
-) -> Iterator[tuple[str, Array]]:
-    """Yield the factors of a difference, by their names in peft."""
-    import numpy as np
-
-    sizes, flat = difference.shape, difference.reshape(-1)
-    is_embedding = len(sizes) == 2 and _EMBEDDING.fullmatch(module) is not None
-    matrix = difference.reshape(sizes[0], -1)
-    if is_embedding or turned:
-        matrix = matrix.T
-    most = conv_rank if conv_rank is not None and prod(sizes[2:]) > 1 else rank
-    outer, inner = found.best(module, _svd(matrix, most), most, float(np.vdot(flat, flat)))
-    if is_embedding:
-        yield "lora_embedding_A", inner
-        yield "lora_embedding_B", outer
-        return
-    yield "lora_A.weight", inner.reshape(-1, *sizes[1:]) if sizes[2:] else inner
-    yield "lora_B.weight", outer.reshape(*outer.shape, *(1 for _ in sizes[2:]))
-
-
-def _svd(matrix: Array, rank: int) -> tuple[Array, Array, Array]:
-    """Return singular vectors and values of a matrix, at least `rank` of them."""
-    import numpy as np
-
-    if min(matrix.shape) <= max(_SMALL, rank * 8):
-        left, values, right = np.linalg.svd(matrix, full_matrices=False)
-        return left, values, right
-    random = np.random.default_rng(0).standard_normal((matrix.shape[1], rank + _EXTRA))
-    span = np.linalg.qr(matrix @ random)[0]
-    for _ in range(_POWERS):
-        span = np.linalg.qr(matrix @ np.linalg.qr(matrix.T @ span)[0])[0]
-    left, values, right = np.linalg.svd(span.T @ matrix, full_matrices=False)
-    return span @ left, values, right
 
 
 @checked
@@ -287,7 +288,7 @@ def resize_lora(
     """Write an adapter with matrices of at most `rank`, in the same layout and dtypes.
 
     Each change ``s B A`` becomes the nearest of that rank, with the scale 1. Raises
-    UnsupportedError for what is not plain LoRA.
+    UnsupportedError for kinds other than plain LoRA.
     """
     import_numpy()
     import numpy as np
@@ -297,47 +298,39 @@ def resize_lora(
     asked, found = made(options, changes), ExtractReport()
     read = read_adapter(adapter)
     refuse_damaged(read)
+    before = PEFT if read.layout == "peft" else ""
     modules: dict[str, Module] = {}
     for key, module in read.modules.items():
-        first, second = ("embedding_A", "embedding_B") if module.kind == "embedding" else ("A", "B")
         is_odd = module.kind not in ("lora", "embedding") or module.parameter
-        if is_odd or not module.tensors.keys() <= {first, second, "alpha"}:
+        if is_odd or not module.tensors.keys() <= {*module.pair, "alpha"}:
             what = f"{key} ({module.kind or some(module.tensors)}) is not plain LoRA with a scale"
-            raise UnsupportedError(what, where=read.path, hint=_PLAIN)
-        a, b = (module.tensors[role].numpy().astype("f8") for role in (first, second))
+            hint = "`ckptkit help lora` lists what can be resized"
+            raise UnsupportedError(what, where=read.path, hint=hint)
+        a, b = (module.tensors[role].numpy().astype("f8") for role in module.pair)
         outer, upper = np.linalg.qr(b.reshape(b.shape[0], -1) * (module.scale or 0.0))
         inner, lower = np.linalg.qr(a.reshape(a.shape[0], -1).T)
         core = upper @ lower.T
         if not np.isfinite(core).all():
             raise TensorError(f"{key} has numbers that are not finite", where=read.path)
         left, values, right = np.linalg.svd(core)
-        svd = outer @ left, values, right @ inner.T
-        new_b, new_a = found.best(key, svd, rank, float(np.square(values).sum()))
+        svd, square = (outer @ left, values, right @ inner.T), float(np.square(values).sum())
+        new_b, new_a = found.best(key, svd, rank, square)
         new = new_a.reshape(-1, *a.shape[1:]), new_b.reshape(*new_b.shape, *b.shape[2:])
-        factors = {
-            role: tensor_of(array, module.tensors[role].dtype)
-            for role, array in zip((first, second), new, strict=True)
-        }
-        modules[key] = replace(
-            module, tensors={**module.tensors, **factors}, rank=len(new_a), alpha=None, scale=1.0
+        pairs = zip(module.pair, new, strict=True)
+        pair = {role: tensor_of(array, module.tensors[role].dtype) for role, array in pairs}
+        modules[f"{before}{key}"] = replace(
+            module, tensors={**module.tensors, **pair}, rank=len(new_a), alpha=None, scale=1.0
         )
-    before = PEFT if read.layout == "peft" else ""
-    named = {f"{before}{key}": each for key, each in modules.items()}
-    tensors = dict(tensors_of(named, read.layout))
+    tensors = dict(tensors_of(modules, read.layout))
     tensors |= {f"{before}{name}": tensor for name, tensor in read.replaced.items()}
     ranks = {each.path: each.rank or 0 for each in modules.values()}
-    extras, config = dict(read.metadata), None
+    # Without the metadata of diffusers, alpha is the rank.
+    extras, config = {k: v for k, v in read.metadata.items() if k != METADATA}, None
     if read.layout == "peft":
-        same = {key: value for key, value in (read.config or {}).items() if key not in _RANKS}
-        config = config_of(ranks, ranks) | same | {"use_rslora": False}
-    elif extras.pop(METADATA, None) is not None:
-        pass  # alpha is the rank again, as without it
+        kept = {key: value for key, value in (read.config or {}).items() if key not in _RANKS}
+        config = config_of(ranks, ranks) | kept | {"use_rslora": False}
     found.conversion = written(
         tensors, path, asked, config=config, metadata=extras, source=read.checkpoint.source,
         notes=(found.note,),
     )  # fmt: skip
     return found
-
-
-_PLAIN = "`ckptkit help lora` lists what can be resized"
-_RANKS = ("r", "lora_alpha", "rank_pattern", "alpha_pattern")

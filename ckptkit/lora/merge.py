@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -24,9 +23,9 @@ from ckptkit.core import arguments
 from ckptkit.core.arguments import checked, wrong
 from ckptkit.core.bytesource import Record
 from ckptkit.core.checkpoint import Checkpoint, Source, opened
-from ckptkit.core.dtypes import DType, DTypeLike
+from ckptkit.core.dtypes import BY_NAME, DType, DTypeLike
 from ckptkit.core.errors import ADAPTER, CkptkitError, Notice, UnsupportedError, UsageError
-from ckptkit.core.tensor import Shape, Storage, Tensor, contiguous_stride
+from ckptkit.core.tensor import Shape, Storage, Tensor
 from ckptkit.core.text import output_name, plural, quoted, shell_command, shown, typed
 from ckptkit.core.text import shape as shape_text
 from ckptkit.core.tree import like, rebuild
@@ -35,8 +34,17 @@ from ckptkit.edits.elements import cast
 from ckptkit.edits.groups import instead
 from ckptkit.edits.keys import substituted
 from ckptkit.edits.structure import bare
+from ckptkit.formats.sidecars import of_weights
 from ckptkit.lora.arithmetic import Factor, Formula, adapted, as_matrix
-from ckptkit.lora.changes import ModuleChange, change_of, is_feedforward, matrix, multiplied
+from ckptkit.lora.changes import (
+    ModuleChange,
+    box,
+    change_of,
+    is_feedforward,
+    made_of,
+    matrix,
+    multiplied,
+)
 from ckptkit.lora.naming import EMBEDDINGS, HEADS, BaseNames, Placed, Rename, renamed
 from ckptkit.lora.problems import HELP, Problem, problems, unknown_fields
 from ckptkit.lora.reading import Adapter, Module, folder_of, is_adapter, read_adapter
@@ -459,9 +467,9 @@ class MergePlan:
         old = self.new.get(name)
         target = old.dtype if old is not None else tensor.dtype
         if old is None and tensor.dtype.name in FLOATS:
-            target = self._main_dtype()
+            target = BY_NAME[of_weights(self.base) or tensor.dtype.name]
         made = _cast(tensor, target)
-        if old is not None and made.shape == old.shape and _same(made, old):
+        if old is not None and made.shape == old.shape and same_bytes(made, old):
             return
         if self.weight != 1:
             what = (
@@ -479,14 +487,6 @@ class MergePlan:
                 self.new_config["vocab_size"] = made.shape[0]
         self.new[name] = made
         self.replaced += 1
-
-    def _main_dtype(self) -> DType:
-        """Return the dtype of most bytes of the base."""
-        sizes = Counter[DType]()
-        for each in self.old.values():
-            if each.dtype.name in FLOATS:
-                sizes[each.dtype] += each.nbytes
-        return sizes.most_common(1)[0][0]
 
     def _tied_pair(self, paths: set[str]) -> tuple[str, str] | None:
         """Return the embedding and the head, if they are one matrix that the adapter changes.
@@ -512,7 +512,7 @@ class MergePlan:
         if two is None:
             if head in changed:
                 self.new[head] = _copy(one)
-        elif one.storage is not two.storage and not (setting and _same(one, two)):
+        elif one.storage is not two.storage and not (setting and same_bytes(one, two)):
             return None
         return embedding, head
 
@@ -538,7 +538,7 @@ class MergePlan:
         elif changed:  # one adapter under two names
             self.pieces.pop(head)
             self.is_joined = True
-        elif len(whole) == 1 or (whole and not _same(*(self.new[name] for name in self.pair))):
+        elif len(whole) == 1 or (whole and not same_bytes(*(self.new[name] for name in self.pair))):
             self._untie()
         elif whole or self.rows.keys() & {*self.pair}:
             self.rows[embedding] = self.rows.pop(head, self.rows.get(embedding, []))
@@ -644,17 +644,6 @@ def _copy(tensor: Tensor) -> Tensor:
     return tensor.over(replace(tensor.storage))
 
 
-def box(tensor: Tensor, start: int, stop: int, axis: int = 0) -> Tensor:
-    """Return a view of the elements `start` to `stop` along a dimension."""
-    shape = (*tensor.shape[:axis], stop - start, *tensor.shape[axis + 1 :])
-    return replace(tensor, shape=shape, offset=tensor.offset + start * tensor.stride[axis])
-
-
-def made_of(record: Record, dtype: DType, shape: Shape) -> Tensor:
-    """Return a contiguous tensor of these bytes."""
-    return Tensor(Storage(record), dtype, shape, contiguous_stride(shape))
-
-
 def _cast(tensor: Tensor, dtype: DType) -> Tensor:
     record = contiguous(tensor)
     if tensor.dtype != dtype:
@@ -662,7 +651,7 @@ def _cast(tensor: Tensor, dtype: DType) -> Tensor:
     return made_of(record, dtype, tensor.shape)
 
 
-def _same(one: Tensor, two: Tensor) -> bool:
+def same_bytes(one: Tensor, two: Tensor) -> bool:
     """Return whether two tensors have the same bytes."""
     if (one.dtype, one.shape) != (two.dtype, two.shape):
         return False

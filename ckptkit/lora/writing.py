@@ -19,14 +19,15 @@ from ckptkit.core.dtypes import DType
 from ckptkit.core.errors import UsageError
 from ckptkit.core.options import Options
 from ckptkit.core.plan import OutputFile
-from ckptkit.core.tensor import Storage, Tensor, contiguous_stride
+from ckptkit.core.tensor import Tensor
 from ckptkit.core.text import WRITTEN, shown_url
 from ckptkit.core.tree import OrderedMapping
 from ckptkit.formats.table import SAFETENSORS
+from ckptkit.lora.changes import made_of
+from ckptkit.lora.reading import CONFIG, WEIGHTS
 from ckptkit.publish.publish import publish
 
 PEFT = "base_model.model."  # before the names of peft
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
 def written(
@@ -40,10 +41,13 @@ def written(
     notes: tuple[str, ...] = (),
     warnings: tuple[str, ...] = (),
 ) -> Conversion:
-    """Write a file of safetensors, or with `config` a folder of peft. `source` is not replaced."""
+    """Write a file of safetensors, or with `config` a folder of peft.
+
+    Raises UsageError if `path` is `source`.
+    """
     path = arguments.path("destination", path)
     if config is not None and path.endswith(WRITTEN):
-        what = "an adapter of peft is a folder, and this is the name of a file"
+        what = "an adapter of peft is a folder, and this name is that of a file"
         raise UsageError(what, where=path, hint=f"name it {os.path.splitext(path)[0]}")
     if config is None:
         chosen = formats.for_writing(path, options.format, SAFETENSORS.name)
@@ -54,12 +58,12 @@ def written(
         OrderedMapping(dict(tensors)), SAFETENSORS.name, source, metadata or {}, notes=notes,
         warnings=warnings,
     )  # fmt: skip
-    # A matrix that several modules share is stored for each: readers know no aliases.
+    # Readers do not know aliases: a matrix that several modules share is stored for each.
     layout = replace(options, ties="duplicate", extras=False, allow_expand=True, format=None)
     plan = replace(formats.layout(held, SAFETENSORS, layout), notes=())
     if config is not None:
         text = json.dumps(dict(config), indent=2, sort_keys=True).encode()
-        files = replace(plan.files[0], name=WEIGHTS), OutputFile(CONFIG, (text,))
+        files = replace(plan.files[0], name=WEIGHTS[0]), OutputFile(CONFIG, (text,))
         plan = replace(plan, files=files)
     done = publish(plan, path, layout, origin=source)
     kind = "peft" if config is not None else SAFETENSORS.name
@@ -71,7 +75,7 @@ def config_of(
 ) -> dict[str, Any]:
     """Return the configuration of peft for modules of these ranks and alphas.
 
-    The most frequent rank and alpha are those of the whole, the others are patterns.
+    The most frequent rank and alpha are `r` and `lora_alpha`, the others are patterns.
     """
     alphas = {name: int(each) if each == int(each) else each for name, each in alphas.items()}
     rank, alpha = (_most(each.values(), default=1) for each in (ranks, alphas))
@@ -96,7 +100,7 @@ def config_of(
 
 
 def _exactly(name: str) -> str:
-    """Return the key of a pattern that matches this module alone."""
+    """Return the pattern that matches this module alone."""
     return f"^{re.escape(name)}"
 
 
@@ -108,7 +112,4 @@ def _most(values: Any, default: float) -> Any:
 def tensor_of(values: Any, dtype: DType) -> Tensor:
     """Return the tensor of a numpy array of floats, rounded to `dtype`, in memory."""
     data = bytes(encode(values.reshape(-1), dtype))
-    shape = tuple(map(int, values.shape))
-    return Tensor(
-        Storage(Range(Memory(data), 0, len(data))), dtype, shape, contiguous_stride(shape)
-    )
+    return made_of(Range(Memory(data), 0, len(data)), dtype, tuple(map(int, values.shape)))
