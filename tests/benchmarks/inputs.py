@@ -299,29 +299,64 @@ PROGRAMS |= {
     )
     for dtype, method in (("bfloat16", "bfloat16"), ("float16", "half"))
 }
-# Blocks of random bits with small scales; the number of the type, and the bytes of its blocks.
-PROGRAMS |= {
-    f"gguf {name}": f"""
+# A GGUF file of blocks of random bits with small scales. `tensors` maps a name to its shape, the number
+# of its type, and elements and bytes of a block.
+_GGUF = """
 import struct, sys
+from math import prod
 import numpy as np
 path, rows, columns, count = sys.argv[1], *map(int, sys.argv[2:])
 columns = max(256, columns // 256 * 256)
-draw, size = np.random.default_rng(0), rows * columns // {block} * {nbytes}
-text = lambda word: struct.pack("<Q", len(word)) + word
-head = b"GGUF" + struct.pack("<IQQ", 3, count, 1)
-head += text(b"general.architecture") + struct.pack("<I", 8) + text(b"llama")
-for i in range(count):
-    head += text(b"blk.%d.ffn_up.weight" % i) + struct.pack("<I", 2)
-    head += struct.pack("<QQIQ", columns, rows, {number}, i * (size + -size % 32))
+draw = np.random.default_rng(0)
+text = lambda word: struct.pack("<Q", len(word)) + word.encode()
+numbers, tensors = {}, {}
+MADE
+head = b"GGUF" + struct.pack("<IQQ", 3, len(tensors), 1 + len(numbers))
+head += text("general.architecture") + struct.pack("<I", 8) + text("llama")
+for key, value in numbers.items():
+    head += text("llama." + key) + struct.pack("<I", 4 if type(value) is int else 6)
+    head += struct.pack("<I" if type(value) is int else "<f", value)
+sizes, at = [], 0
+for name, (shape, number, block, nbytes) in tensors.items():
+    sizes.append(prod(shape) // block * nbytes)
+    head += text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape[::-1], number, at)
+    at += -(-sizes[-1] // 32) * 32
 with open(path, "wb") as file:
     file.write(head + bytes(-len(head) % 32))
-    for i in range(count):
+    for size in sizes:
         file.write(draw.integers(0, 60, size, dtype="u1").tobytes() + bytes(-size % 32))
 """
+PROGRAMS |= {
+    f"gguf {name}": _GGUF.replace(
+        "MADE",
+        f"for i in range(count): tensors[f'blk.{{i}}.ffn_up.weight'] = (rows, columns), {number}, {block}, {nbytes}",
+    )
     for name, number, block, nbytes in (
         ("Q8_0", 8, 32, 34), ("Q4_K", 12, 256, 144), ("Q6_K", 14, 256, 210), ("IQ2_XS", 17, 256, 74),
     )
 }  # fmt: skip
+# A whole Llama in Q4_K, its norms in float32.
+PROGRAMS["gguf llama"] = _GGUF.replace(
+    "MADE",
+    """
+layers = max(1, count // 9)
+inner = max(256, (rows * columns * count // layers // columns - 4 * columns) // 3 // 256 * 256)
+numbers |= {
+    "block_count": layers, "embedding_length": columns, "feed_forward_length": inner, "vocab_size": 1024,
+    "context_length": 2048, "attention.head_count": columns // 64, "attention.head_count_kv": columns // 64,
+    "attention.layer_norm_rms_epsilon": 1e-6, "rope.dimension_count": 64,
+}
+matrix, norm = (12, 256, 144), ((columns,), 0, 1, 4)
+tensors["token_embd.weight"] = ((1024, columns), *matrix)
+for i in range(layers):
+    for each in ("q", "k", "v", "output"):
+        tensors[f"blk.{i}.attn_{each}.weight"] = ((columns, columns), *matrix)
+    for each, shape in (("gate", (inner, columns)), ("up", (inner, columns)), ("down", (columns, inner))):
+        tensors[f"blk.{i}.ffn_{each}.weight"] = (shape, *matrix)
+    tensors |= {f"blk.{i}.{each}_norm.weight": norm for each in ("attn", "ffn")}
+tensors["output_norm.weight"] = norm
+""",
+)
 SUFFIXES = {
     **{kind: ".gguf" for kind in PROGRAMS if kind.startswith("gguf")},
     "bfloat16": ".safetensors", "float16": ".safetensors",

@@ -180,6 +180,17 @@ with open("out.safetensors", "wb") as file:
         file.write(dequantize(tensor.data, tensor.tensor_type).data)
 """
 
+# save_pretrained raises for a model that was a GGUF file.
+_TRANSFORMERS_GGUF = """
+import sys, torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(".", gguf_file=sys.argv[1], dtype=torch.bfloat16)
+state = model.state_dict()
+del state["lm_head.weight"]  # which is the embedding
+save_file(state, "out.safetensors")
+"""
+
 # The formula, one matrix after another, and what peft does with a model of them.
 _LORA = """
 import sys, torch
@@ -266,6 +277,7 @@ PROGRAMS: dict[str, dict[str, str]] = {
     "dcp": {"dcp_to_torch_save": _DCP},
     "dequantize": {"compressed-tensors": _COMPRESSED_TENSORS},
     "gguf": {"gguf-py": _GGUF},
+    "gguf model": {"transformers": _TRANSFORMERS_GGUF},
     "stack experts": {"transformers": _TRANSFORMERS},
     "shards": {"transformers": _TRANSFORMERS_SHARDS},
     "from torchtitan": {"torchtitan": _TORCHTITAN},

@@ -161,6 +161,7 @@ WORKS = (
             ("gguf Q8_0", 3.8), ("gguf Q4_K", 7.1), ("gguf Q6_K", 4.9), ("gguf IQ2_XS", 13.8),
         )
     ),
+    Work("run gguf", "gguf llama", "run gguf {src} out", "gguf model", _moved(1.5 * (1 + 3.6), 100), sizes="one"),
     Work(
         "shards of 500 MB", "experts", "convert {src} out --format sharded --shard-size 500MB", "shards",
         _moved(1.25, 64), sizes="one",
