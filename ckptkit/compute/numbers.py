@@ -75,13 +75,16 @@ def is_decoded(dtype: DType) -> bool:
 
 
 def encode(values: Array, dtype: DType) -> memoryview:
-    """Return the bytes of numbers as elements of `dtype`, one of `FLOATS`."""
+    """Return the bytes of numbers as elements of `dtype`, one of `FLOATS`.
+
+    They are those of `values` itself if it has this type already.
+    """
     import numpy as np
 
     # What is too large becomes infinite, or what its type has for that.
     with np.errstate(all="ignore"):
         if dtype.name in ("float64", "float32"):
-            return as_bytes(values.astype(f"<f{dtype.itemsize}"))
+            return as_bytes(values.astype(f"<f{dtype.itemsize}", copy=False))
         single = values.astype("<f4", copy=False)
         if dtype.name == "float16":
             return as_bytes(_float16(single))
