@@ -589,7 +589,9 @@ def test_measures_are_those_of_float64(
 def test_measures_of_complex_and_whole_numbers() -> None:
     a, b = torch.tensor([1 + 1j, 3j]), torch.tensor([1 - 1j, 3j])
     found = compare.compare(described(a), described(b), measured=True)
-    assert found == Difference(1, 0, 2.0, pytest.approx((4 / 11) ** 0.5), pytest.approx(9 / 11), 2.0)
+    assert found == Difference(
+        1, 0, 2.0, pytest.approx((4 / 11) ** 0.5), pytest.approx(9 / 11), 2.0
+    )
     large = torch.tensor([2**40, 3])
     found = compare.compare(described(large), described(large + 1), measured=True)
     assert found is not None and (found.count, found.largest) == (2, 1.0)
