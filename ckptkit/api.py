@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 from ckptkit import formats
 from ckptkit.core import arguments
@@ -155,9 +155,12 @@ def recover(source: Source, *, unverified: bool = False) -> Recovered:
 
 
 def save(
-    checkpoint: Source, path: PathLike, options: Options | None = None, **changes: Any
+    checkpoint: Source, path: PathLike | IO[bytes], options: Options | None = None, **changes: Any
 ) -> Conversion:
     """Write a checkpoint to `path`, in the format of its suffix or of the :class:`Options`.
+
+    `path` may be a binary file object, as an io.BytesIO: it gets the bytes of one file, in the
+    format of `checkpoint` unless ``format`` names another.
 
     `checkpoint` is a Checkpoint, anything that `open` takes, or a mapping of torch tensors, numpy
     arrays, tensors of checkpoints and plain values, nested as you like; tensors that share memory
@@ -165,12 +168,46 @@ def save(
     at all. Options are given whole, or by name: ``save(ck, path, force=True)``. Raises
     OutputExistsError (a FileExistsError) without ``force``, OutputError where it cannot be written.
     """
-    path = arguments.path("destination", path)
     options = made(options, changes)
     checkpoint = opened(checkpoint)
+    if arguments.is_stream(path):
+        from shutil import copyfileobj
+
+        stream, name = path, str(getattr(path, "name", "<stream>"))
+        return streamed(
+            lambda place: save(checkpoint, place, options),
+            name,
+            lambda file: copyfileobj(file, stream),
+        )
+    path = arguments.path("destination", path)
     chosen = _format(path, checkpoint.format, options)
     _check_suffix(path, checkpoint, chosen, options)
     return _publish(checkpoint, chosen, path, options)
+
+
+def streamed(
+    write: Callable[[str], Conversion], name: str, copy: Callable[[IO[bytes]], None]
+) -> Conversion:
+    """Write a temporary file, whose beginning a plan may patch, then `copy` it to a stream.
+
+    Raises UsageError for an output of several files, before the stream gets any byte.
+    """
+    from tempfile import TemporaryDirectory
+
+    with TemporaryDirectory(prefix="ckptkit-") as folder:
+        path = os.path.join(folder, "output")
+        try:
+            done = write(path)
+        except CkptkitError as error:
+            error.where = name if error.where == path else error.where
+            raise
+        if isinstance(done.plan, Plan) and done.plan.is_folder:
+            what = f"{done.format} is a folder, and a stream takes one file"
+            raise UsageError(what, where=name, hint="name a folder")
+        if done.published is not None:
+            with open(path, "rb") as file:
+                copy(file)
+    return replace(done, path=name)
 
 
 def convert(

@@ -280,6 +280,33 @@ def test_every_kind_of_source(tmp_path: Path) -> None:
             source.close()
 
 
+def test_saving_to_a_file_object(tmp_path: Path) -> None:
+    buffer = io.BytesIO()
+    torch.save({"w": VALUES, "epoch": 3}, tmp_path / "a.pth")
+    done = ckptkit.save(tmp_path / "a.pth", buffer)
+    assert (done.format, done.path) == ("torch-zip", "<stream>")
+    assert torch.equal(torch.load(io.BytesIO(buffer.getvalue()))["w"], VALUES)
+    with open(tmp_path / "b", "wb") as file:
+        assert ckptkit.save({"w": VALUES}, file, format="safetensors").path == str(tmp_path / "b")
+    assert torch.equal(ckptkit.load(tmp_path / "b")["w"], VALUES)
+
+
+def test_file_objects_that_nothing_is_saved_to(tmp_path: Path) -> None:
+    made = {"w": VALUES}
+    for target, options, said in (
+        (io.StringIO(), {"format": "safetensors"}, "destination: expected a binary file object"),
+        (io.BytesIO(), {}, "<stream>: the suffix does not say which format to write"),
+        (io.BytesIO(), {"shard_size": 10}, "a stream takes one file"),
+        (io.BytesIO(), {"format": "dcp"}, "a stream takes one file"),
+    ):
+        with pytest.raises(ckptkit.CkptkitError, match=said):
+            ckptkit.save(made, target, **options)
+        assert target.getvalue() in (b"", "")
+    unwritten = io.BytesIO()
+    assert ckptkit.save(made, unwritten, format="safetensors", dry_run=True).published is None
+    assert unwritten.getvalue() == b""
+
+
 class Pipe(io.BytesIO):
     def seek(self, *args: Any) -> int:
         raise io.UnsupportedOperation("underlying stream is not seekable")

@@ -110,9 +110,18 @@ def test_library_is_typed(tmp_path: Path) -> None:
 
 def test_types_are_looked_at(tmp_path: Path) -> None:
     pytest.importorskip("mypy", reason="mypy is not installed")
-    wrong = "\n```python\nimport ckptkit\nck: int = ckptkit.open(3)\n```\n"
-    said = mistyped({"wrong": wrong}, tmp_path)
-    assert "page_wrong.py:4: error" in said and "arg-type" in said
+    lines = [
+        "import ckptkit",
+        "ck: int = ckptkit.open(3)",
+        "part: str = ckptkit.open('a')['model']",
+        "row: str = ckptkit.open('a').weights['w'][0]",
+        "made: str = ckptkit.open('a').weights['w'].torch()",
+        "size: int = ckptkit.open('a').weights['w'].numel()",
+    ]
+    said = mistyped({"wrong": "\n".join(["", "```python", *lines, "```", ""])}, tmp_path)
+    errors = [line for line in said.splitlines() if "page_wrong.py" in line]
+    assert [int(line.split(":")[1]) for line in errors] == [4, 4, 5, 6, 7]
+    assert all("arg-type" in line or "assignment" in line for line in errors)
 
 
 def test_every_command_and_public_name_is_in_it() -> None:

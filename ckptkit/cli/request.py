@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import IO, TYPE_CHECKING, Any, ClassVar
 
 from ckptkit.cli import render
 from ckptkit.core.bytesource import STREAM
@@ -90,35 +89,20 @@ class Request:
     def _streamed(
         self, source: str | Checkpoint, steps: Sequence[Any], options: Options
     ) -> Conversion:
-        """Write to standard output, by way of a temporary file: the plan may patch its beginning.
-
-        Raises UsageError for a terminal and for an output of several files.
-        """
+        """Write to standard output. Raises UsageError for a terminal, and for several files."""
         from shutil import copyfileobj
-        from tempfile import TemporaryDirectory
 
-        from ckptkit.api import convert
-        from ckptkit.core.errors import CkptkitError, UsageError
-        from ckptkit.core.plan import Plan
+        from ckptkit.api import convert, streamed
+        from ckptkit.core.errors import UsageError
+
+        def copy(file: IO[bytes]) -> None:
+            render.begun = True
+            copyfileobj(file, sys.stdout.buffer)
 
         if sys.stdout is None or render.is_terminal(sys.stdout) or self.as_json:
             why = "also gets the object of --json" if self.as_json else "is a terminal"
             raise UsageError(f"standard output {why}", where=STREAM, hint="name a file")
-        with TemporaryDirectory(prefix="ckptkit-") as folder:
-            path = os.path.join(folder, "output")
-            try:
-                done = convert(source, path, *steps, options=options)
-            except CkptkitError as error:
-                error.where = STREAM if error.where == path else error.where
-                raise
-            if isinstance(done.plan, Plan) and done.plan.is_folder:
-                what = f"{done.format} is a folder, and standard output takes one file"
-                raise UsageError(what, where=STREAM, hint="name a folder")
-            if done.published is not None:
-                with open(path, "rb") as file:
-                    render.begun = True
-                    copyfileobj(file, sys.stdout.buffer)
-        return replace(done, path=STREAM)
+        return streamed(lambda path: convert(source, path, *steps, options=options), STREAM, copy)
 
     def _check_like(self, name: str) -> Callable[[Checkpoint], Checkpoint]:
         """Return the step that compares names and shapes with those of --like."""

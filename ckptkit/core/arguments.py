@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
-from typing import Any, TypeVar
+from typing import IO, Any, TypeGuard, TypeVar
 
 from ckptkit.core.errors import ArgumentError, PathError, UsageError
 from ckptkit.core.text import shown
@@ -104,7 +104,7 @@ def path(name: str, value: object) -> str:
         error = wrong(name, _PATHS[name], value)
         error.hint = "pass the model's state_dict()" if hasattr(value, "state_dict") else None
         if name == "destination" and hasattr(value, "write"):
-            error.hint = "save to a path, then open(path, 'rb').read() returns the bytes"
+            error.hint = "`save` takes a binary file object"
         raise error
     found = os.fsdecode(value)
     if not found:
@@ -120,6 +120,17 @@ _PATHS = {
     "deltas": "a path, or several paths",
     "adapters": "the path of an adapter, or several paths",
 }
+
+
+def is_stream(value: object) -> TypeGuard[IO[bytes]]:
+    """Return whether an argument is a file object. Raises ArgumentError for one of text."""
+    if isinstance(value, (str, os.PathLike)) or not hasattr(value, "write"):
+        return False
+    if hasattr(value, "encoding"):  # text, which takes no bytes
+        error = wrong("destination", "a binary file object", value)
+        error.hint = "open(path, 'wb') makes one"
+        raise error
+    return True
 
 
 def module(name: str, value: object) -> None:

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, BinaryIO, Concatenate, ParamSpec, TypeAlias
+from typing import IO, TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeAlias
 
 from ckptkit.core import arguments, hooks
 from ckptkit.core.bytesource import ByteSource, Folder
@@ -15,6 +15,10 @@ from ckptkit.core.tensor import Tensor
 from ckptkit.core.text import argument, escape, plural, shell_command, size
 from ckptkit.core.tree import Global, Node, Object, children, find, join
 from ckptkit.core.weights import Weights, as_tensor, has_tensors, is_optimizer, locate
+
+if TYPE_CHECKING:
+    from ckptkit.core.tensor import TypedStorage
+    from ckptkit.core.tree import ByteString, Pairs, SetNode, StoredBytes, StoredList
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +70,13 @@ class Beside:
     files: Mapping[str, str]
     weights: str
     unordered: bool
+
+
+Entry: TypeAlias = (
+    "Tensor | TypedStorage | dict[Any, Entry] | list[Entry] | tuple[Entry, ...] | str | bytes | "
+    "bool | int | float | complex | Global | Object | SetNode | Pairs | ByteString | StoredBytes | "
+    "StoredList | None"
+)  # what a checkpoint can contain
 
 
 @dataclass(frozen=True, repr=False)
@@ -189,7 +200,7 @@ class Checkpoint:
         """Return this checkpoint with the entry `key` as its weights."""
         return replace(self, key=key)
 
-    def __getitem__(self, key: Any) -> Any:
+    def __getitem__(self, key: Any) -> Entry:
         """Return an entry, by one of `keys` or by the dotted path of a nested value.
 
         Raises UnknownNameError (a KeyError).
@@ -241,11 +252,11 @@ class Checkpoint:
         """Return the keys of the entries at the root, in the order of the file."""
         return [key for key, _ in children(self.root)]
 
-    def items(self) -> list[tuple[Any, Any]]:
+    def items(self) -> list[tuple[Any, Entry]]:
         """Return the entries at the root, each with its key."""
         return [(key, _plain_entry(value)) for key, value in children(self.root)]
 
-    def get(self, key: Any, default: Any = None) -> Any:
+    def get(self, key: Any, default: Entry = None) -> Entry:
         """Return `ck[key]`, or `default` if it does not exist."""
         try:
             return self[key]
@@ -322,7 +333,7 @@ class Checkpoint:
 
 
 Source: TypeAlias = (
-    str | os.PathLike[str] | bytes | BinaryIO | Mapping[Any, Any] | Checkpoint
+    str | os.PathLike[str] | bytes | IO[bytes] | Mapping[Any, Any] | Checkpoint
 )  # what functions accept as a checkpoint
 
 
@@ -354,14 +365,15 @@ def several(sources: Iterable[Source]) -> list[Checkpoint]:
     return [opened(each) for each in sources]
 
 
-def _plain_entry(node: Node) -> Node:
+def _plain_entry(node: Node) -> Entry:
     """Return the tensor or number that an Object evaluates to; return other nodes unchanged."""
-    if not isinstance(node, Object):
-        return node
-    tensor = node.tensor
-    if tensor is not None and tensor.layout == "strided" and tensor.dtype.kind != "quantized":
-        return tensor
-    return node if node.value is None else node.value
+    entry: Entry = node
+    if isinstance(node, Object):
+        tensor = node.tensor
+        if tensor is not None and tensor.layout == "strided" and tensor.dtype.kind != "quantized":
+            return tensor
+        entry = node if node.value is None else node.value
+    return entry
 
 
 def _class_of(node: Node) -> str:
