@@ -455,7 +455,7 @@ def test_map_refuses() -> None:
     ck = ckptkit.open({"w": VALUES})
     with pytest.raises(ckptkit.CkptkitError, match="no weight matches"):
         ck.map(lambda t: t, keys="x*")
-    with pytest.raises(TypeError, match="w: the function gives a list"):
+    with pytest.raises(TypeError, match="w: the function returned a list"):
         ck.map(lambda t: [1])
     with pytest.raises(TypeError, match="function: expected a function"):
         ck.map("half")  # type: ignore[arg-type]

@@ -1,6 +1,6 @@
 """Arithmetic on the elements of byte ranges, and torch tensors made of them.
 
 In: a Derived (an operation over byte ranges). Out: its bytes, in bounded pieces; statistics; torch
-storages. Uses core. numpy and torch are imported inside functions, so that commands that only copy
-pay for neither.
+storages. Uses core. Functions import numpy and torch when they need them, so that commands that
+only copy import neither.
 """

@@ -1,13 +1,13 @@
-"""Records of arranged elements: tensors made of parts, rearranged tensors, views as plain bytes.
+"""Records of rearranged elements: joined tensors, permuted tensors, and views as plain bytes.
 
-Plain bytes are row-major, little-endian, and without gaps. They are lowered to the simplest form of
-extents: one range; ranges and strided views one after another; one strided view; boxes of an array.
-What the sources are made of is looked through, so that steps in a row compose.
+Plain bytes are row-major, little-endian, and without gaps. A record is lowered to the simplest
+extent: a range; ranges and strided views in a row; one strided view; or boxes of an array. If a
+source is itself rearranged, the copies are composed, so that several steps read each byte once.
 
-Tensors may have more elements than their storage holds: stride 0, and overlapping windows. A file
-of a kilobyte can describe a tensor of terabytes. What is computed from elements reads repeated ones
-once; what needs every element in its place is refused where that is many times what the storage
-holds.
+Tensors may have more elements than their storage: stride 0, and overlapping windows. A file of a
+kilobyte can describe a tensor of terabytes. Computations therefore read repeated elements once.
+Operations that need every element raise TensorError if the tensor is many times larger than its
+storage.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ from ckptkit.core.limits import LIMITS
 from ckptkit.core.tensor import Shape, Tensor, contiguous_stride
 from ckptkit.core.text import flatten
 
-SMALL = 1 << 20  # bytes of elements that are always read
-RUN = 128 << 10  # bytes of a run that is copied as a range of its own
-RUNS = 50_000  # runs that one target is cut into
+SMALL = 1 << 20  # bytes of elements that are read whatever the size of the storage
+RUN = 128 << 10  # bytes; longer runs are copied as ranges
+RUNS = 50_000  # most runs or rows of one target
 _ZERO_BYTES = Range(Memory(bytes(16), "zeros"), 0, 16)
 
 
 def contiguous(tensor: Tensor) -> Record:
-    """Return the plain bytes of the elements: row-major, little-endian, conj and neg resolved.
+    """Return the plain bytes of a tensor: row-major, little-endian, conj and neg resolved.
 
-    A part of the storage's record where nothing needs to be computed. Raises TensorError for a
-    tensor without bytes of its own, and for elements smaller than a byte that are not in a row
-    from a byte on.
+    The result is a part of the storage's record if nothing must be computed. Raises TensorError for
+    a tensor without bytes of its own, and for elements smaller than a byte that are not contiguous
+    or do not start at a byte.
     """
     if tensor.storage is None or tensor.layout != "strided":
         raise TensorError(
@@ -74,7 +74,7 @@ def contiguous(tensor: Tensor) -> Record:
         )
     elif dtype.bits % 8 or dtype.block > 1:
         unit = "blocks" if dtype.block > 1 else f"elements of {dtype.bits} bits"
-        raise TensorError(f"{unit} ({dtype}) are not one after another from a byte on")
+        raise TensorError(f"{unit} ({dtype}) are not contiguous, or do not start at a byte")
     else:
         view = Arrange(dtype.itemsize, (_normal(of_view(tensor.shape, tensor)),))
         record = Pending(view, (record,), nbytes)
@@ -89,7 +89,7 @@ def contiguous(tensor: Tensor) -> Record:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Arranged:
-    """A record: elements of others where copies put them; found out when its bytes are needed."""
+    """A record of elements copied from other records, which `locate` lowers to an extent."""
 
     records: tuple[Record, ...]
     copies: tuple[StridedCopy, ...]
@@ -109,7 +109,7 @@ class Arranged:
 
 
 def joined(dtype: DType, shape: Shape, parts: Sequence[tuple[Shape, Tensor]]) -> Record:
-    """Return the bytes of a tensor whose boxes parts cover: offsets of each, and its tensor."""
+    """Return the bytes of a tensor from `parts`: (offsets of a box, tensor that fills it)."""
     records: dict[int, Record] = {}
     numbers: dict[int, int] = {}
     copies = []
@@ -128,12 +128,12 @@ def joined(dtype: DType, shape: Shape, parts: Sequence[tuple[Shape, Tensor]]) ->
 
 
 def of_view(shape: Shape, tensor: Tensor) -> StridedCopy:
-    """Return the copy that makes the row-major elements of a tensor from its storage."""
+    """Return the copy of a tensor's elements, in row-major order, from its storage."""
     return of_box(shape, (0,) * len(shape), shape, tensor.stride, tensor.offset)
 
 
 def _outside(extent: Extent) -> Extent:
-    """Return the same bytes, ranges of items as ranges of their file: what the kernel can copy."""
+    """Return the extent with ranges of archive members as ranges of the archive, for the kernel."""
     if isinstance(extent, Derived):
         return replace(extent, inputs=tuple(map(_outside, extent.inputs)))
     return Range(*in_file(extent.source, extent.offset), extent.length)
@@ -141,11 +141,11 @@ def _outside(extent: Extent) -> Extent:
 
 # From copies to extents
 
-Piece = tuple[Extent, StridedCopy]  # a copy, and what it reads in place of its source
+Piece = tuple[Extent, StridedCopy]  # a copy and the extent that it reads
 
 
 def how(copies: Sequence[StridedCopy], itemsize: int) -> str:
-    """``joined`` for runs of bytes, ``transposed`` if rows become columns, else ``gathered``."""
+    """Describe copies: ``joined`` for long runs, ``transposed``, or else ``gathered``."""
     kinds = {_kind(normal(copy.dims), itemsize) for copy in copies}
     return next((kind for kind in ("transposed", "gathered") if kind in kinds), "joined")
 
@@ -160,9 +160,9 @@ def _kind(dims: Sequence[tuple[int, int, int]], itemsize: int) -> str:
 
 
 def lowered(pieces: Sequence[Piece], itemsize: int, total: int) -> Extent:
-    """Return the bytes of `total` elements, put together from pieces.
+    """Return the bytes of `total` elements, which the pieces fill.
 
-    Raises UnsupportedError for what takes too long to read.
+    Raises UnsupportedError if reading them would take too long.
     """
     if not total:
         return Range(_ZERO_BYTES.source, 0, 0)
@@ -190,7 +190,7 @@ def _normal(copy: StridedCopy) -> StridedCopy:
 
 
 def _runs(copy: StridedCopy, itemsize: int) -> int | None:
-    """Count the runs of bytes of a copy; None if there are several short ones."""
+    """Return the number of contiguous runs of a copy; None if it has several short ones."""
     if not copy.dims:
         return 1
     n, read, written = copy.dims[-1]
@@ -202,7 +202,7 @@ def _runs(copy: StridedCopy, itemsize: int) -> int | None:
 
 
 def _one_after_another(pieces: Sequence[Piece], itemsize: int) -> Extent:
-    """Return copies that each lie in a row of the target, one after another."""
+    """Concatenate copies, each of which fills a contiguous part of the target."""
     parts: list[tuple[int, Extent]] = []
     for extent, copy in pieces:
         if _runs(copy, itemsize) is None:
@@ -228,7 +228,7 @@ def _follows(one: Range, other: Range) -> bool:
 
 
 def _unrolled(pieces: Sequence[Piece]) -> list[Piece]:
-    """Cut copies along their outer dimensions until each is a row of the target."""
+    """Split copies along outer dimensions until each fills a contiguous part of the target."""
     found: list[Piece] = []
     for extent, copy in pieces:
         outer = 0
@@ -236,7 +236,7 @@ def _unrolled(pieces: Sequence[Piece]) -> list[Piece]:
             outer += 1
         if len(found) + prod(n for n, _, _ in copy.dims[:outer]) > RUNS:
             raise UnsupportedError(
-                "a target is made of too many small pieces", hint="say it in two steps of rules"
+                "a target consists of too many small pieces", hint="use two steps of rules"
             )
         inner = copy.dims[outer:]
         for start, place in corners(copy, copy.dims[:outer]):
@@ -245,7 +245,7 @@ def _unrolled(pieces: Sequence[Piece]) -> list[Piece]:
 
 
 def _check_readable(extent: Extent, copy: StridedCopy, itemsize: int) -> None:
-    """Raise UnsupportedError for a large source that can only be computed from its beginning."""
+    """Raise UnsupportedError for a large source that is not seekable and not read in order."""
     if starts_anywhere(extent) or extent.length <= HELD:
         return
     whole = len(copy.dims) < 2 and _runs(copy, itemsize) is not None
@@ -256,11 +256,11 @@ def _check_readable(extent: Extent, copy: StridedCopy, itemsize: int) -> None:
         )
 
 
-# What extents are made of
+# Composition of copies
 
 
 def _looked_through(extent: Extent, copy: StridedCopy, itemsize: int) -> list[Piece]:
-    """Return the copy as copies of what its source is put together from."""
+    """Replace a copy of a rearranged source by copies of the sources of that."""
     inner = _parts(extent, itemsize)
     if inner is None:
         return [(extent, copy)]
@@ -273,7 +273,7 @@ def _looked_through(extent: Extent, copy: StridedCopy, itemsize: int) -> list[Pi
 
 
 def _parts(extent: Extent, itemsize: int) -> list[Piece] | None:
-    """Return the copies that an extent is put together from; None if it is one, or computed."""
+    """Return the copies that make up an extent; None if it is a range or computed."""
     if isinstance(extent, Range):
         return None
     operation = extent.operation
@@ -306,7 +306,7 @@ def _run(start: int, place: int, elements: int) -> StridedCopy:
 
 
 def repeated(*tensors: Tensor) -> tuple[int, ...]:
-    """The dimensions along which all of the tensors, of one shape, repeat their elements."""
+    """Return the dimensions along which all of the tensors, of one shape, have stride 0."""
     if any(tensor.layout != "strided" or 0 in tensor.shape for tensor in tensors):
         return ()
     sizes = enumerate(tensors[0].shape)
@@ -316,7 +316,7 @@ def repeated(*tensors: Tensor) -> tuple[int, ...]:
 
 
 def once(tensor: Tensor, axes: Sequence[int]) -> Tensor:
-    """Return the tensor with one index of each of `axes`, which repeat its elements."""
+    """Return the tensor with one index of each dimension in `axes`, along which it repeats."""
     if not axes:
         return tensor
     return replace(
@@ -325,12 +325,12 @@ def once(tensor: Tensor, axes: Sequence[int]) -> Tensor:
 
 
 def times(tensor: Tensor, axes: Sequence[int]) -> int:
-    """Return how often each element of `once` is there."""
+    """Return the number of repetitions of each element of `once`."""
     return prod(tensor.shape[axis] for axis in axes)
 
 
 def place(position: int, shape: Sequence[int], axes: Sequence[int]) -> int:
-    """Return the row-major position in `shape` of `position`, where `axes` have one index."""
+    """Return the row-major position in `shape` of a position in `once`."""
     found, step = 0, 1
     for axis in reversed(range(len(shape))):
         if axis not in axes:
@@ -341,18 +341,18 @@ def place(position: int, shape: Sequence[int], axes: Sequence[int]) -> int:
 
 
 def refusal(tensor: Tensor, free: int = SMALL) -> TensorError | None:
-    """Return the error for a tensor with many times the bytes of its storage, beyond `free`."""
+    """Return the error for a tensor many times larger than its storage, beyond `free` bytes."""
     held = tensor.storage.nbytes if tensor.storage is not None else 0
     if tensor.layout != "strided" or tensor.nbytes <= LIMITS.expansion * held + free:
         return None
     return TensorError(
-        f"its {tensor.nbytes:,} bytes of elements are views of a storage of {held:,}: they are not "
-        "read (expansion)"
+        f"it has {tensor.nbytes:,} bytes of elements in a storage of {held:,} bytes: ckptkit does "
+        "not read it (expansion)"
     )
 
 
 class Allowance:
-    """The bytes beyond those in storages that may be read for all tensors together."""
+    """The bytes beyond those in storages that may be read, shared by all tensors."""
 
     def __init__(self) -> None:
         self._free = LIMITS.expansion_free

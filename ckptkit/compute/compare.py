@@ -26,20 +26,19 @@ if TYPE_CHECKING:
 
     Array = np.ndarray[Any, Any]
 
-WIDE = 1 << 17  # elements compared at once: fewer, and threads wait for the interpreter lock
-# Sums of squares in float32 that lost nothing to its range, and its relative error of a difference.
+WIDE = 1 << 17  # elements compared at once; with fewer, threads wait for the interpreter lock
+# Bounds of float32 sums of squares that are exact enough, and the relative error of a difference.
 _LEAST, _MOST, _ROUNDED = 1e-28, 1e37, 1e-6
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Differences of two tensors: `count` elements, the first of them at row-major position
-    `first`.
+    """Differences of two tensors: `count` elements differ, the first at row-major position `first`.
 
-    ``largest`` is the largest absolute difference of all elements, None where bytes were compared
-    and not measured; ``distance`` the norm of the difference; ``relative`` that norm divided by the
-    norm of the first, None where that is zero; ``cosine`` that of the angle between the two, None
-    where one is zero.
+    ``largest`` is the largest absolute difference, None if only bytes were compared. ``distance``
+    is the norm of the difference. ``relative`` is `distance` divided by the norm of the first
+    tensor, None if that is zero. ``cosine`` is the cosine of the angle between the two, None if
+    one is zero.
     """
 
     count: int
@@ -58,13 +57,13 @@ def compare(
     rtol: float | None = None,
     measured: bool = False,
 ) -> Difference | None:
-    """Return how the values of two tensors of one shape differ, None if they do not.
+    """Return how the values of two tensors of one shape differ, None if they are equal.
 
-    Without tolerances dtype and bytes must be equal: NaN payloads and the sign of zero count. With
-    one of them (the other is then 0) elements are equal where ``|a - b| <= atol + rtol * |b|``,
-    computed in float64 or complex128, and NaN equals NaN. If `measured`, the result tells how far
-    they are apart, where their dtypes have numbers; elements that are not finite are left out.
-    Raises TensorError if the shapes differ, or the dtypes where bytes are compared.
+    Without tolerances, dtypes and bytes must be equal, including NaN payloads and the sign of zero.
+    With `atol` or `rtol` (the other is then 0), elements are equal if ``|a - b| <= atol + rtol *
+    |b|``, computed in float64 or complex128; NaN equals NaN. If `measured`, the result contains the
+    distances of numeric dtypes, computed from the finite elements. Raises TensorError if the shapes
+    differ, or if the dtypes differ and bytes are compared.
     """
     exact = atol is None and rtol is None
     if a.shape != b.shape or (exact and a.dtype != b.dtype):
@@ -83,12 +82,12 @@ def compare(
     extents = contiguous(each[0]).locate(), contiguous(each[1]).locate()
     measure = _Measure() if measured and all(map(is_decoded, types)) else None
     if exact and (_same(*extents) or (a.nbytes <= BUFFER and _equal(*extents))):
-        return None  # equal files of small tensors do without numpy
+        return None  # equal small tensors need no numpy
     keep_memory()
     import_numpy()
     import numpy as np
 
-    with np.errstate(all="ignore"):  # the difference of infinities, squares that are infinite
+    with np.errstate(all="ignore"):  # differences of infinities, and infinite squares
         if exact:
             found = _compare_bytes(extents, a.dtype, measure)
         else:
@@ -100,17 +99,17 @@ def compare(
 
 
 class _Measure:
-    """How far the elements of two tensors are apart, added up."""
+    """Accumulates the distance between the elements of two tensors."""
 
     def __init__(self) -> None:
         self.largest = 0.0
         self.squares = self.others = self.product = self.moved = 0.0
 
     def add(self, x: Array, y: Array) -> None:
-        """Add elements of both, of one type; `x` and `y` are one array where they are equal.
+        """Add elements of both tensors, of one type. `x` and `y` are one array if they are equal.
 
-        They are added up in their own type, a piece that stays in the caches at a time, unless
-        float32 is too narrow for their squares. The largest difference is exact.
+        The sums use the type of the elements, in pieces that stay in the caches, unless float32 is
+        too narrow for the squares. The largest difference is exact.
         """
         import numpy as np
 
@@ -145,7 +144,7 @@ class _Measure:
         return None
 
     def of(self, found: Difference, largest: float | None = None) -> Difference:
-        """Return a difference with these measures; `largest` where it is known already."""
+        """Return a difference with these measures, and with `largest` if it is given."""
         relative = (self.moved / self.squares) ** 0.5 if self.squares else None
         norms = (self.squares * self.others) ** 0.5
         return replace(
@@ -158,7 +157,7 @@ class _Measure:
 
 
 def _same(left: Extent, right: Extent) -> bool:
-    """Return whether two extents are one place, or one computation on equal bytes."""
+    """Return whether two extents are one range, or one computation on equal bytes."""
     if isinstance(left, Range) or isinstance(right, Range):
         return left == right
     alike = left.operation == right.operation and left.length == right.length
@@ -185,9 +184,9 @@ def _compare_bytes(
 ) -> Difference | None:
     import numpy as np
 
-    count, first, at, begin = 0, -1, 0, 0  # `begin` is where the first piece that differs begins
+    count, first, at, begin = 0, -1, 0, 0  # `begin`: start of the first piece that differs
     for left, right in _in_step(extents, (dtype, dtype)):
-        is_equal = bytearray(left) == right  # two memoryviews are compared element by element
+        is_equal = bytearray(left) == right  # comparing two memoryviews is slow
         if not is_equal:
             odd = _codes(left, dtype) != _codes(right, dtype)
             if odd.ndim > 1:
@@ -195,7 +194,7 @@ def _compare_bytes(
             if not count:
                 first, begin = at + int(odd.argmax()), at
             count += int(np.count_nonzero(odd))
-        if measure is not None and count:  # what is equal before that: below
+        if measure is not None and count:  # equal pieces before are measured below
             x = decode(left, dtype)
             measure.add(x, x if is_equal else decode(right, dtype))
         at += len(left) // dtype.itemsize
@@ -212,7 +211,7 @@ def _compare_bytes(
 
 
 def _codes(piece: Piece, dtype: DType) -> Array:
-    """Return elements as numbers that are equal where their bytes are, or as rows of bytes."""
+    """Return elements as integers or rows of bytes, which are equal if their bytes are."""
     import numpy as np
 
     if dtype.itemsize in (1, 2, 4, 8):
@@ -226,7 +225,7 @@ def _compare_values(
     tolerance: tuple[float, float],
     measure: _Measure | None,
 ) -> Difference | None:
-    """By the rule of ``torch.isclose``, with the absolute and the relative `tolerance`."""
+    """Compare as ``torch.isclose`` does; `tolerance` is (absolute, relative)."""
     import numpy as np
 
     atol, rtol = tolerance
@@ -243,7 +242,7 @@ def _compare_values(
             distance = _distances(x, y)
             most = float(distance.max())
             largest = max(largest, most)
-            if most > atol or np.isinf(most):  # infinite ones always exceed their limits
+            if most > atol or np.isinf(most):  # infinite differences are never within a tolerance
                 limit = np.abs(y) * rtol + atol if rtol else atol
                 differs = (distance > limit) | np.isinf(distance)
                 if differs.any():
@@ -257,7 +256,7 @@ def _compare_values(
 
 
 def _distances(x: Array, y: Array) -> Array:
-    """Return the absolute differences: infinite where one is NaN, 0 where both are, or equal."""
+    """Return absolute differences: 0 for equal elements and two NaN, infinite for one NaN."""
     import numpy as np
 
     distance: Array = np.subtract(x, y)

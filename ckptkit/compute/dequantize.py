@@ -1,8 +1,8 @@
-"""Make numbers of the codes and scales of quantized weights, and of torch's quantized tensors.
+"""Dequantize: compute numbers from codes and scales, also for torch's quantized tensors.
 
-The output is made in tiles that stay in a core's cache; what :class:`Blocks` says of an element is
-done to all of a tile at once, and in place. Where scales are bytes, a table holds the result for
-each pair of a scale and a code.
+The output is computed in tiles that stay in the cache of a core. Each step of :class:`Blocks`
+processes a whole tile, in place. If scales are bytes, a table contains the result for each pair of
+a scale and a code.
 """
 
 from __future__ import annotations
@@ -43,22 +43,23 @@ if TYPE_CHECKING:
 
     Array = np.ndarray[Any, Any]
 
-# Elements worked on at once: as many as make each call of numpy so long that threads seldom wait
-# for the interpreter lock, and still fit a core's cache: as float32 and once more for rounding.
+# Elements per tile. numpy calls must be so long that threads seldom wait for the interpreter lock,
+# and a tile must fit the cache of a core twice, as float32.
 TILE = 1 << 18
-WIDE = 1 << 19  # elements of a row that is made in several pieces
-# Rows of a tile where a byte of the input holds several rows, or words lie down a column: as many
-# as make a cache line of the input. Such tiles are cut into columns.
+WIDE = 1 << 19  # elements; a longer row is computed in several pieces
+# Rows of a tile for packings in which a byte contains several rows, or words extend down a column.
+# The rows fill a cache line of the input. Such tiles are split into columns.
 TALL = {"columns": 16, "interleaved": 128, "turned": 128}
-# The first code, its sign aside, that is not a number: of tables of at most four significant bits.
+# The first code, without its sign, that is not a finite number. Only for types with at most four
+# significant bits.
 _ODD = {"float8_e4m3fn": 0x7F, "float8_e5m2": 0x7C}
-# Scales that give no product above the largest number of float32, or below its normal ones.
+# Bounds of scales whose products neither overflow float32 nor are subnormal.
 _LARGEST, _LEAST = 2.0**100, 2.0**-100
 
 
 @dataclass(frozen=True, slots=True)
 class Dequantize(Operation):
-    """Elements of a quantized weight, whose codes, scales and zero points are the inputs."""
+    """Elements of a quantized weight. The inputs are codes, scales and zero points."""
 
     blocks: Blocks
     expands: ClassVar[bool] = True
@@ -73,12 +74,12 @@ class Dequantize(Operation):
         make = kind(self.blocks, readers, [each.length for each in extent.inputs], last)
         for begin, span in spans(self.blocks, first, last):
             at = begin * size
-            with np.errstate(all="ignore"):  # infinities and NaN are those of the libraries too
+            with np.errstate(all="ignore"):  # infinities and NaN are as in the original libraries
                 made = make(span)
             yield made[max(start - at, 0) : min(stop - at, len(made))]
 
     def ends(self, extent: Derived, size: int) -> Iterable[int]:
-        """Yield where `size` bytes or more end: whole matrices where several are in one tensor."""
+        """Yield the ends of parts of about `size` bytes; small matrices of a batch stay whole."""
         matrix = extent.length // self.blocks.batches
         step = -(-size // matrix) * matrix if matrix <= 2 * size else size
         yield from range(step, extent.length, step)
@@ -86,12 +87,12 @@ class Dequantize(Operation):
 
 
 def spans(blocks: Blocks, first: int, last: int) -> Iterator[tuple[int, Span]]:
-    """Yield what covers elements `first` to `last`: whole rows, or a part of one.
+    """Yield (first element, span) for spans that cover elements `first` to `last`, in order.
 
-    Each comes with its first element. They are in order.
+    A span consists of whole rows, or is a part of one row.
     """
     rows, columns = blocks.rows, blocks.columns
-    tall = 1 << (max(1, TILE // max(1, columns)).bit_length() - 1)  # blocks of 128 rows end there
+    tall = 1 << (max(1, TILE // max(1, columns)).bit_length() - 1)  # divides blocks of 128 rows
     tall = max(tall, TALL.get(blocks.packing.kind, 1))
     while first < last:
         row, left = divmod(first, columns)
@@ -103,7 +104,7 @@ def spans(blocks: Blocks, first: int, last: int) -> Iterator[tuple[int, Span]]:
             first = row * columns + right
             continue
         end = min(top - top % tall + tall, rows, -(-last // columns) - batch * rows)
-        if blocks.packing.kind == "turned":  # by the scale of several rows
+        if blocks.packing.kind == "turned":  # several rows share a scale
             top -= top % tall
             end = min(top + tall, rows)
         yield (batch * rows + top) * columns, Span(batch, top, end, 0, columns)
@@ -111,7 +112,7 @@ def spans(blocks: Blocks, first: int, last: int) -> Iterator[tuple[int, Span]]:
 
 
 class Dequantizer:
-    """Makes the elements of spans, which come in rising order up to element `last`."""
+    """Computes the elements of spans, which must rise, up to element `last`."""
 
     def __init__(
         self, blocks: Blocks, reads: Sequence[Reader], sizes: Sequence[int], last: int
@@ -138,21 +139,21 @@ class Dequantizer:
             self.table = np.frombuffer(reads[blocks.map](0, sizes[blocks.map]), "<f4").copy()
             self.table[np.isnan(self.table)] = np.nan
             if blocks.table == "map-signed" and self.table[8] == 0:
-                self.table[8] = -0.0  # as bitsandbytes computes, whatever it writes
+                self.table[8] = -0.0  # bitsandbytes writes 0 there but computes with -0
         elif blocks.table is not None:
             self.table = table_of(blocks.table)
-        # What scales and products are rounded to.
+        # The dtypes to which scales and products are rounded.
         self.scale_dtype, self.product_dtype = (
             blocks.target if name == TARGET else name
             for name in (blocks.scale_dtype, blocks.product_dtype)
         )
         self.unit = np.dtype(f"<u{self.target.itemsize}")
         self._memory, self._spare = ScratchBuffer(), ScratchBuffer()
-        self._pairs: Array | None = None  # the numbers of two codes that lie together
-        self._ties: tuple[Array, bool] | None = None  # of scales
+        self._pairs: Array | None = None  # the numbers of each pair of adjacent codes
+        self._ties: tuple[Array, bool] | None = None  # scales, and whether products may be ties
 
     def __call__(self, span: Span) -> memoryview:
-        """The bytes of the elements of a span."""
+        """Return the bytes of the elements of a span."""
         import numpy as np
 
         rows, columns = span.shape
@@ -164,7 +165,7 @@ class Dequantizer:
         return made.reshape(-1).view("u1").data
 
     def _fill(self, made: Array, span: Span) -> None:
-        """Fill an array, of units of the target, with the elements of a span."""
+        """Fill `made` with the elements of a span. Its items have the size of the target dtype."""
         import numpy as np
 
         blocks = self.blocks
@@ -204,12 +205,12 @@ class Dequantizer:
 
     @property
     def _is_shifted(self) -> bool:
-        """True if zero points are subtracted from codes, before these become float32."""
+        """True if zero points are subtracted from integer codes, before these become float32."""
         same = self.zero.same if isinstance(self.zero, PackedZero) else None
         return same is not None and self.blocks.packing.bits < 8 and not self.blocks.signed
 
     def _round(self, values: Array) -> None:
-        """Round float32 numbers to what products are rounded to, in place."""
+        """Round float32 numbers to the dtype of products, in place."""
         import numpy as np
 
         if self.product_dtype != "float32":
@@ -218,8 +219,8 @@ class Dequantizer:
     def _numbers(self, span: Span, values: Array, scale: Array) -> bool:
         """Fill `values` with the numbers of the codes.
 
-        Return whether their products are rounded by adding half of the last place of a bfloat16:
-        none is in the middle of two, none is NaN.
+        Return whether products can be rounded to bfloat16 by adding half of the last place. This
+        requires that no product is NaN or halfway between two numbers.
         """
         import numpy as np
 
@@ -260,10 +261,10 @@ class Dequantizer:
         return not self._ties[1] and bool(sizes.max() < odd)
 
     def _two(self, bits: int) -> Array:
-        """Two float32 numbers for each pair of codes: half as many look-ups.
+        """Return a table of two float32 numbers for each pair of codes, to halve the lookups.
 
-        No arithmetic makes them of the bits: what is below the normal numbers, as the smallest
-        codes would be on the way, takes many processors a hundred times as long.
+        Building numbers from the bits of the codes would be slower: the smallest codes are
+        subnormal in between, and many processors take a hundred times as long for these.
         """
         import numpy as np
 
@@ -277,9 +278,9 @@ class Dequantizer:
 
 
 def _has_ties(scale: Array) -> bool:
-    """Return whether a product with a code of 8 bits may lie in the middle of two bfloat16 numbers.
+    """Return whether a product with an 8-bit code may be halfway between two bfloat16 numbers.
 
-    Codes have at most four significant bits, so that eight products have all there are.
+    Codes have at most four significant bits, so it is enough to test the products with 8 to 15.
     """
     import numpy as np
 
@@ -291,16 +292,17 @@ def _has_ties(scale: Array) -> bool:
 
 
 def _indexed(blocks: Blocks, data: bytes) -> tuple[Blocks, Array | None]:
-    """The index, None where the blocks of columns are in order after all and of one width.
+    """Return the blocks with their index of column groups.
 
-    Raises CorruptError for an index that leads out of the scales.
+    The index is None if the groups are in order and of one width. Raises CorruptError for an index
+    beyond the scales.
     """
     import numpy as np
 
     index = np.frombuffer(data, "<i4")
     groups = blocks.scales[0].grid.columns
     if len(index) != blocks.columns or ((index < 0) | (index >= groups)).any():
-        raise CorruptError("the groups of columns (g_idx) lead out of the scales")
+        raise CorruptError("the groups of columns (g_idx) exceed the scales")
     changes = np.flatnonzero(index[1:] != index[:-1])
     width = int(changes[0]) + 1 if len(changes) else blocks.columns
     if (index != np.arange(len(index)) // width).any():
@@ -316,7 +318,7 @@ def _indexed(blocks: Blocks, data: bytes) -> tuple[Blocks, Array | None]:
 
 
 def is_tabled(blocks: Blocks) -> bool:
-    """Return whether a code and one byte of scale determine each result."""
+    """Return whether the result depends only on a code and one byte of scale."""
     first, *others = blocks.scales
     grid, bits = first.grid, blocks.packing.bits
     if not is_byte(first.dtype) or any(each.grid.rows * each.grid.columns > 1 for each in others):
@@ -329,9 +331,9 @@ def is_tabled(blocks: Blocks) -> bool:
 
 
 class TabledDequantizer(Dequantizer):
-    """Takes what each pair of a scale and a code gives from a table; of 4 bits, two at once."""
+    """Looks up the result for each pair of a scale and a code; 4-bit codes two at a time."""
 
-    _of: int | None = None  # batch that the results are for
+    _of: int | None = None  # the batch whose results are in the table
 
     def __call__(self, span: Span) -> memoryview:
         if self._of != span.batch:
@@ -343,7 +345,7 @@ class TabledDequantizer(Dequantizer):
         return self._taken(self.scales[0].raw(span)[rows], data).reshape(-1).view("u1").data
 
     def _taken(self, scale: Array, data: Array) -> Array:
-        """Return results for bytes of codes, given the scale of each run of as many bytes."""
+        """Return the results for bytes of codes. Each scale applies to a run of equal length."""
         import numpy as np
 
         index = np.frombuffer(self._memory.of(2 * data.size), "<u2").reshape(*scale.shape, -1)
@@ -353,7 +355,7 @@ class TabledDequantizer(Dequantizer):
         return found
 
     def _fill(self, made: Array, span: Span) -> None:
-        """Fill an array from rows of the input, which are columns of the weight."""
+        """Fill `made` from rows of the input, which are columns of the weight."""
         import numpy as np
 
         data = self.codes.band(span.batch, span.top // 2, span.bottom // 2)[span.left : span.right]
@@ -361,9 +363,9 @@ class TabledDequantizer(Dequantizer):
         transposed_copy(made, found.view(self.unit).reshape(len(data), -1).T)
 
     def _computed(self, span: Span) -> Array:
-        """Results for all scales and codes, [scale * 256 + byte].
+        """Return the results for all scales and codes, at index [scale * 256 + byte].
 
-        Two in one number where a byte holds two codes.
+        If a byte holds two codes, an entry holds both results.
         """
         import numpy as np
 
@@ -382,7 +384,7 @@ class TabledDequantizer(Dequantizer):
         if self.blocks.packing.bits == 8:
             return made
         made = made.reshape(256, 16)
-        pairs = np.empty((256, 16, 16, 2), self.unit)  # of a scale, the high code, the low code
+        pairs = np.empty((256, 16, 16, 2), self.unit)  # [scale, high code, low code, result]
         low, high = (1, 0) if self.blocks.packing.high_first else (0, 1)
         pairs[..., low], pairs[..., high] = made[:, None], made[..., None]
         found: Array = pairs.reshape(-1).view(f"<u{2 * self.unit.itemsize}")
@@ -393,20 +395,20 @@ class TabledDequantizer(Dequantizer):
 
 _CHANNELS = frozenset({"float32", "float64", "int32", "int64"})  # dtypes of scales and zero points
 _STORED = {"qint8": "i1", "quint8": "u1", "qint32": "<i4", "quint4x2": "u1", "quint2x4": "u1"}
-_BLOCK = 1 << 16  # bytes worked on at once: what is in between is many times as large
+_BLOCK = 1 << 16  # bytes per step; temporary arrays are many times larger
 
 
 @dataclass(frozen=True, slots=True)
 class TorchDequantize(Operation):
-    """Elements of a quantized dtype as float32, exactly as torch computes them on a CPU.
+    """Elements of a quantized torch dtype as float32, bit-exactly as torch computes them on a CPU.
 
-    Per tensor, the difference to the zero point is an integer of 32 bits, with its overflow, and
-    the scale is rounded to float32 first. Per channel, the difference is a float32, and its product
-    with the scale is as wide as the scale before it is rounded. (ATen/native/quantized:
+    Per tensor, the zero point is subtracted as a 32-bit integer, with overflow, and the scale is
+    first rounded to float32. Per channel, the difference is a float32; its product with the scale
+    has the dtype of the scale before it is rounded. (ATen/native/quantized:
     AffineQuantizerBase.cpp, cpu/kernels/QuantizedOpKernels.cpp.)
 
-    `parameters` are a scale and a zero point; or, where the second and third input hold one of each
-    for each channel, the dtypes of these, and the number of elements of a channel.
+    `parameters` are a scale and a zero point. If inputs 2 and 3 contain scales and zero points per
+    channel, `parameters` are their dtypes and the number of elements of a channel.
     """
 
     dtype: str
@@ -417,7 +419,7 @@ class TorchDequantize(Operation):
 
         data, *tables = extent.inputs
         dtype = BY_NAME[self.dtype]
-        several = max(1, 8 // dtype.bits)  # elements in a unit of the input
+        several = max(1, 8 // dtype.bits)  # elements per byte of the input
         at = start // (4 * several) * several
         if tables:
             scales, zeros = (
@@ -432,10 +434,10 @@ class TorchDequantize(Operation):
         def made(piece: Piece) -> memoryview:
             nonlocal at
             values = np.frombuffer(piece, _STORED[dtype.name])
-            if several > 1:  # from the low bits up
+            if several > 1:  # the low bits are first
                 shifts = np.arange(0, 8, dtype.bits, dtype="u1")
                 values = (values[:, None] >> shifts & (1 << dtype.bits) - 1).ravel()
-            with np.errstate(all="ignore"):  # infinities and what comes of them are torch's too
+            with np.errstate(all="ignore"):  # infinities and NaN are as in torch
                 if tables:
                     channel = np.arange(at, at + len(values)) // self.parameters[2] % len(scales)
                     found = (values.astype("<f4") - zeros[channel]) * scales[channel]
@@ -454,8 +456,8 @@ def dequantized_record(
 ) -> Record:
     """Return the elements of a quantized tensor as float32, row-major and little-endian.
 
-    Scale and zero point are two numbers, or two tensors with one for each index of the dimension
-    `axis`. Raises TensorError where these do not fit, or the elements have no bytes in order.
+    Scale and zero point are numbers, or tensors with one number for each index of dimension `axis`.
+    Raises TensorError if these do not fit, or if the elements are not contiguous.
     """
     data, length = contiguous(tensor), 4 * tensor.numel
     if isinstance(scale, Tensor) and isinstance(zero_point, Tensor):
@@ -480,8 +482,6 @@ def dequantized_record(
         or type(zero_point) is not int
         or not -(2**31) <= zero_point < 2**31
     ):
-        raise TensorError(
-            "a quantized tensor without a scale and a zero point that torch could have"
-        )
+        raise TensorError("a quantized tensor lacks a valid scale and zero point")
     operation = TorchDequantize(tensor.dtype.name, (scale, zero_point))
     return Pending(operation, (data,), length)

@@ -1,4 +1,4 @@
-"""Rows that a matrix gets in addition: zeros, the mean of its rows, or random ones like them."""
+"""New rows of a matrix: zeros, the mean of its rows, or random numbers of their distribution."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ FILLS = ("mean", "zeros", "normal")
 
 @dataclass(frozen=True, slots=True)
 class MoreRows(Operation):
-    """Further rows of a matrix of `columns` elements of `dtype`, which is the input.
+    """New rows for a matrix of `columns` elements of `dtype`; the matrix is the input.
 
-    `fill` is one of `FILLS`; normal numbers have the mean and the standard deviation of each
-    column, and depend on `seed` and the place alone.
+    `fill` is one of `FILLS`. Random numbers have the mean and the standard deviation of each
+    column, and depend only on `seed` and their position.
     """
 
     dtype: str

@@ -1,11 +1,11 @@
-"""Elements of several models in step, merged as mergekit merges them.
+"""Merge elements of several models with the methods of mergekit.
 
 Facts: mergekit 0.1.5, `merge_methods` and `sparsify`. Means and slerp are computed in float32 and
 rounded once. Methods that add differences to a base round each step to the dtype of the tensors, as
-torch does: differences of bfloat16 are those of bfloat16.
+in torch: a difference of bfloat16 tensors is rounded to bfloat16.
 
-A method that needs a fact about whole tensors (the angle between two, the magnitude below which
-differences are left out) reads them once before, or twice where magnitudes have more than 16 bits.
+Some methods need a fact about whole tensors: the angle between two, or the magnitude below which
+differences are dropped. They read the tensors once or twice before they merge them.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ if TYPE_CHECKING:
 
     Array = np.ndarray[Any, Any]
 
-# The methods of mergekit, by our name; those that change a base come with it as the first input.
+# The methods of mergekit, by their names in ckptkit. Those of differences take the base first.
 LINEAR, SLERP, PASSTHROUGH = "linear", "slerp", "passthrough"
 TASK, TIES, DARE_TIES, DARE_LINEAR = "task", "ties", "dare-ties", "dare-linear"
 METHODS = (LINEAR, SLERP, TASK, TIES, DARE_TIES, DARE_LINEAR, PASSTHROUGH)
 OF_DIFFERENCES = (TASK, TIES, DARE_TIES, DARE_LINEAR)
-SPARSE = (TIES, DARE_TIES, DARE_LINEAR)  # leave out differences, to a density
-_CONSENSUS = (TIES, DARE_TIES)  # leave out differences of the sign of the minority
-_COLLINEAR = 0.9995  # the cosine from which slerp is linear
-_SMALLEST = 1e-7  # sums of magnitudes below it are not scaled
-_AT_ONCE = 1 << 17  # elements: so many stay in the caches, and calls of numpy are long enough
-_SAMPLED = 1 << 18  # elements of which a limit is guessed, at most a sixteenth of all
-_SPOT = 1 << 11  # elements next to each other in a sample
+SPARSE = (TIES, DARE_TIES, DARE_LINEAR)  # methods that drop differences, to a density
+_CONSENSUS = (TIES, DARE_TIES)  # methods that drop differences with the minority sign
+_COLLINEAR = 0.9995  # above this cosine, slerp is linear
+_SMALLEST = 1e-7  # smaller sums of magnitudes are not rescaled
+_AT_ONCE = 1 << 17  # elements per step: few enough for the caches, enough for long numpy calls
+_SAMPLED = 1 << 18  # elements in the sample for a guess, at most a sixteenth of all
+_SPOT = 1 << 11  # adjacent elements in a sample
 
 
 class _Kept(NamedTuple):
-    """The differences of one input that stay: above `least`, and the first `ties` equal to it.
+    """The differences of one input to keep: those above `least`, and the first `ties` equal to it.
 
     They are multiplied by `scale`.
     """
@@ -54,9 +54,9 @@ class _Kept(NamedTuple):
 class Merge(Operation):
     """The elements of all inputs, merged by `method` and rounded to `dtype` at each step.
 
-    ``weights`` and ``densities`` are those of the inputs, without the base. ``scale`` multiplies
-    the sum of the differences, and is the share of the second input in slerp. With dare-ties and
-    dare-linear `seed` chooses the differences that stay.
+    ``weights`` and ``densities`` belong to the inputs without the base. ``scale`` multiplies the
+    sum of the differences; for slerp, it is the share of the second input. For dare-ties and
+    dare-linear, `seed` chooses the differences to keep.
     """
 
     method: str
@@ -68,7 +68,7 @@ class Merge(Operation):
     rescale: bool
     scale: float
     seed: int
-    seekable: ClassVar[bool] = False  # ties of magnitude stay in order, until there are enough
+    seekable: ClassVar[bool] = False  # whether a tie is kept depends on the ties before it
 
     def read(self, extent: Derived, start: int, stop: int) -> Pieces:
         import numpy as np
@@ -87,7 +87,7 @@ class Merge(Operation):
     def _inputs(
         self, extent: Derived, start: int = 0, stop: int | None = None
     ) -> Iterator[list[Array]]:
-        """Yield elements of all inputs, rounded to `dtype`, as float32 or float64."""
+        """Yield elements of all inputs together, rounded to `dtype`, as float32 or float64."""
         wide = "f8" if self.dtype == "float64" else "f4"
         units = [BY_NAME[name].itemsize for name in self.dtypes]
         streams = [
@@ -102,13 +102,13 @@ class Merge(Operation):
             yield values
 
     def _rounded(self, values: Array) -> Array:
-        """Return numbers rounded to `dtype`, in the type that they have."""
+        """Round numbers to `dtype`, and return them in their own type."""
         if self.dtype in ("float32", "float64"):
             return values
         return decode(encode(values, BY_NAME[self.dtype]), BY_NAME[self.dtype])
 
     def _number(self, value: float) -> Any:
-        """Return a number rounded to `dtype`, of the type that its elements are computed in."""
+        """Round a number to `dtype`, and return it in the type of the computation."""
         import numpy as np
 
         return self._rounded(np.array([value], "f8" if self.dtype == "float64" else "f4"))[0]
@@ -122,7 +122,7 @@ class Merge(Operation):
                 yield shares[0] * base + shares[1] * other
         elif self.method == LINEAR:
             for values in self._inputs(extent):
-                # As torch's addcmul: fused, so the products are not rounded by themselves.
+                # As torch's addcmul: fused, so the products are not rounded separately.
                 wide = values[0].dtype.type
                 total = np.zeros_like(values[0])
                 for each, weight in zip(values, self.weights, strict=True):
@@ -153,7 +153,7 @@ class Merge(Operation):
         wide = np.float64 if self.dtype == "float64" else np.float32
         return wide(shares[0]), wide(shares[1])
 
-    # Changes of a base
+    # Methods of differences from a base
 
     def _differences(self, extent: Derived) -> Iterator[tuple[Array, list[Array]]]:
         """Yield a piece of the base, and the differences of the other inputs from it."""
@@ -161,7 +161,7 @@ class Merge(Operation):
             yield base, [self._rounded(each - base) for each in others]
 
     def _by_chance(self, at: int, change: Array, number: int) -> Array:
-        """Return differences from element `at` on, with those set to zero that dare leaves out."""
+        """Set the differences that dare drops to zero. `at` is the index of the first element."""
         import numpy as np
 
         if self.method not in (DARE_TIES, DARE_LINEAR) or self.densities[number] >= 1:
@@ -171,7 +171,7 @@ class Merge(Operation):
         return change * (codes < int(self.densities[number] * 2.0**16))
 
     def _changed(self, extent: Derived) -> Iterator[Array]:
-        """Yield the base plus the sum of the differences that stay."""
+        """Yield the base plus the sum of the differences that are kept."""
         import numpy as np
 
         weights = list(map(self._number, self.weights))
@@ -188,16 +188,16 @@ class Merge(Operation):
             if self.method not in _CONSENSUS:
                 total = self._rounded(total)
             else:
-                # Times the sign of the majority, what agrees with it is positive. Signs are bits:
-                # to choose between two numbers takes numpy twenty times as long.
+                # Multiplied by the majority sign, values that agree with it are positive. Flipping
+                # sign bits is 20x as fast in numpy as choosing between two numbers.
                 total += 0  # no negative zero
                 bits = total.view(f"i{total.itemsize}")
                 sign = bits & np.iinfo(bits.dtype).min
                 agree = [(each.view(bits.dtype) ^ sign).view(each.dtype) for each in changes]
-                if np.isfinite(total.sum()):  # as integers, negative numbers are negative too
+                if np.isfinite(total.sum()):  # as integers, negative floats are negative too
                     for each in agree:
                         np.maximum(whole := each.view(bits.dtype), 0, out=whole)
-                else:  # a NaN stays one
+                else:  # np.maximum of floats keeps NaN
                     agree = [np.maximum(each, 0) for each in agree]
                 total = self._rounded(_total(agree))
                 total.view(bits.dtype)[:] ^= sign
@@ -221,7 +221,7 @@ class Merge(Operation):
             at += len(base)
 
     def _thinned(self, change: Array, keep: _Kept, taken: list[int], number: int) -> Array:
-        """Return a difference without what is left out, scaled; count the ties that stay."""
+        """Drop the small differences and scale the rest; `taken` counts the ties that were kept."""
         import numpy as np
 
         if keep.least > 0:
@@ -238,7 +238,7 @@ class Merge(Operation):
         return change if keep.scale == 1 else self._rounded(change * self._number(keep.scale))
 
     def _kept(self, extent: Derived) -> list[_Kept | None]:
-        """Return for each input which differences stay, from a pass over all of them."""
+        """Return, for each input, which differences to keep, from a pass over all of them."""
         import numpy as np
 
         if self.method == TIES:
@@ -265,7 +265,7 @@ class Merge(Operation):
         return float(self._number(float(ours / theirs)))
 
     def _by_magnitude(self, extent: Derived) -> list[_Kept | None]:
-        """Return the magnitude from which differences stay, exactly, mostly in one pass."""
+        """Return, for each input, the exact magnitude from which differences are kept."""
         import numpy as np
 
         length = extent.length // BY_NAME[self.dtype].itemsize
@@ -307,17 +307,17 @@ class Merge(Operation):
 class _Search:
     """Finds the magnitude that `goal` elements reach or exceed, without sorting them.
 
-    Magnitudes have the order of their bits without the sign, called codes here. Each pass over the
-    elements counts the codes of an interval, until the interval has one code. Only elements that
-    may round into the interval are rounded.
+    The bits of magnitudes without the sign, here called codes, have the same order as the
+    magnitudes. Each pass over the elements counts the codes in an interval, until the interval
+    contains one code. Only elements that may round into the interval are rounded.
     """
 
     def __init__(self, goal: int, dtype: str, rounded: Callable[[Array], Array]) -> None:
         self.goal, self.rounded = goal, rounded
         self.kind, bits = ("i8", 63) if dtype == "float64" else ("i4", 31)
         self.top = 1 << bits
-        self.unused = {"bfloat16": 16, "float16": 13}.get(dtype, 0)  # bits that are zero
-        self.interval = 0, self.top  # from the first, below the second
+        self.unused = {"bfloat16": 16, "float16": 13}.get(dtype, 0)  # low bits that are zero
+        self.interval = 0, self.top  # [first, end)
         self.is_done = False
         self._begin()
 
@@ -328,9 +328,9 @@ class _Search:
         self.above = 0  # number of codes above the interval
         self.shift = max(self.unused, (high - low - 1).bit_length() - 19)
         self.counts = np.zeros((high - low - 1 >> self.shift) + 1, "i8")
-        self.waiting: list[Array] = []  # bins, not counted yet
-        # Codes before rounding that may round into the interval: 2**-7 is the largest step between
-        # two numbers of 16 bits, relative to them, and 2**-24 the smallest of float16.
+        self.waiting: list[Array] = []  # codes in the interval that are not counted yet
+        # Codes before rounding that may round into the interval. Adjacent 16-bit floats differ by
+        # at most 2**-7 of their size, or by 2**-24 for subnormal float16.
         self.candidates = self.interval
         if self.unused and high < self.top:
             step = max(self._magnitude(high) * 2.0**-7, 2.0**-24)
@@ -350,7 +350,7 @@ class _Search:
 
     @property
     def ties(self) -> int:
-        """The number of elements of just this magnitude that belong to the goal."""
+        """The number of elements of exactly this magnitude that belong to the goal."""
         return self.goal - self.above
 
     def _codes(self, values: Array) -> Array:
@@ -358,11 +358,11 @@ class _Search:
         return codes
 
     def sample(self, values: Array) -> None:
-        """Take some of the elements as a sample of all."""
+        """Add elements to the sample."""
         self.waiting.append(self._codes(self.rounded(values)))
 
     def guess(self, length: int) -> None:
-        """Narrow the interval by the sample of `length` elements; a wrong guess costs a pass."""
+        """Narrow the interval by the sample. `length` counts all elements. A miss costs a pass."""
         import numpy as np
 
         codes = np.concatenate(self.waiting)
@@ -373,7 +373,7 @@ class _Search:
         self._begin()
 
     def count(self, values: Array) -> None:
-        """Count elements, not yet rounded, that are above the interval or in it."""
+        """Count elements, not yet rounded, that lie above the interval or in it."""
         import numpy as np
 
         if self.is_done:
@@ -383,7 +383,7 @@ class _Search:
         codes = self._codes(values)
         self.above += int(np.count_nonzero(codes >= last))
         codes -= first
-        # Codes below the first are negative here, and large without a sign.
+        # Codes below the first are negative here, and large as unsigned numbers.
         inside = values[codes.view(self.kind.replace("i", "u")) < last - first]
         codes = self._codes(self.rounded(inside))
         self.above += int(np.count_nonzero(codes >= high)) if last != self.top else 0
@@ -400,7 +400,7 @@ class _Search:
             self.waiting.clear()
 
     def narrow(self) -> None:
-        """Narrow the interval to the bin in which the goal is reached."""
+        """Narrow the interval to the bin that contains the goal."""
         import numpy as np
 
         if self.is_done:

@@ -1,4 +1,4 @@
-"""Several inputs in step: weighted means and sums, in float64, rounded once."""
+"""Weighted means and sums of several inputs, computed in float64 and rounded once."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _COMPONENTS = {
 
 @dataclass(frozen=True, slots=True)
 class WeightedSum(Rows):
-    """Elements of all inputs, each of its own dtype, times their weights, over a divisor."""
+    """The sum of the inputs, times their weights, divided by `divisor`, element by element."""
 
     dtype: str  # of the result
     dtypes: tuple[str, ...]
     weights: tuple[float, ...]
     divisor: float
-    # They and their sum stay in the caches, and calls of numpy are so long that threads seldom wait
-    # for the lock of the interpreter.
+    # Elements and sums stay in the caches, and numpy calls are so long that threads seldom wait for
+    # the interpreter lock.
     at_once: ClassVar[int] = 128 << 10
 
     @property
@@ -37,20 +37,20 @@ class WeightedSum(Rows):
         return tuple(BY_NAME[name].itemsize for name in (self.dtype, *self.dtypes))
 
     def of(self, *pieces: Piece) -> memoryview:
-        """An infinite or missing number stays one."""
+        """Return the weighted sum of the pieces; infinities and NaN propagate."""
         import numpy as np
 
         total: np.ndarray[Any, Any] | None = None
         with np.errstate(all="ignore"):
             for piece, name, weight in zip(pieces, self.dtypes, self.weights, strict=True):
-                # At once: numpy adds numbers of two types much slower.
+                # Convert before adding: numpy is much slower with operands of two types.
                 wide = decode(piece, BY_NAME[name]).astype("f8")
                 if weight != 1:
                     wide *= weight
                 total = wide if total is None else np.add(total, wide, out=total)
             assert total is not None
             factor = 1 / self.divisor if abs(frexp(self.divisor)[0]) == 0.5 else inf
-            if isfinite(factor):  # of a power of two: as exact as a quotient, and twice as fast
+            if isfinite(factor):  # for a power of two, exact, and twice as fast as a division
                 total *= factor
             else:
                 total /= self.divisor
@@ -58,14 +58,14 @@ class WeightedSum(Rows):
 
 
 def has_mean(dtype: DType) -> bool:
-    """Return whether elements have a mean of their own type: floats and complex numbers."""
+    """Return whether a mean of elements of this type exists in the type: floats and complex."""
     return (
         dtype.kind in ("float", "complex") and is_decoded(dtype) and dtype.name != "float8_e8m0fnu"
     )
 
 
 def sum_record(records: tuple[Record, ...], dtype: DType) -> Record:
-    """Return the sums of the elements of `records`, all of `dtype`."""
+    """Return the elementwise sum of `records`, all of `dtype`."""
     name = _COMPONENTS.get(dtype.name, dtype.name)
     count = len(records)
     operation = WeightedSum(name, (name,) * count, (1.0,) * count, 1.0)
@@ -75,9 +75,9 @@ def sum_record(records: tuple[Record, ...], dtype: DType) -> Record:
 def mean_record(
     records: tuple[Record, ...], types: tuple[DType, ...], shares: tuple[float, ...]
 ) -> Record:
-    """Return the mean of the elements of `records`, of `types`, weighted by `shares`.
+    """Return the elementwise mean of `records`, of `types`, weighted by `shares`.
 
-    It has the type of the last. Complex numbers are averaged by component.
+    It has the type of the last record. Complex numbers are averaged by component.
     """
     names = tuple(_COMPONENTS.get(dtype.name, dtype.name) for dtype in types)
     operation = WeightedSum(names[-1], names, shares, sum(shares))

@@ -1,15 +1,14 @@
-"""Elements as numbers of numpy, and the operation that casts them, mostly without torch.
+"""Convert bytes to and from NumPy numbers, and cast elements, mostly without torch.
 
-Importing torch takes a second and 200 MiB, which is more than all that is done here takes. numpy
-has no ``bfloat16``, no floating-point types of 8 bits, no ``complex32`` and no ``bcomplex32``, and
-converts float16 one number at a time. They are read as float32 or complex64, which hold all of
-their values, and written by rounding float32 to the nearest, ties to even, as torch does; float64
-is rounded to float32 first, again as torch does. A NaN stays one: which bits it has depends in
-torch on the processor.
+Importing torch takes a second and 200 MiB, more than everything that is done here. numpy lacks
+``bfloat16``, 8-bit floats, ``complex32`` and ``bcomplex32``, and converts float16 slowly. These
+types are decoded to float32 or complex64, which represent all of their values. They are encoded
+from float32 by rounding to the nearest, ties to even, as in torch. float64 is first rounded to
+float32, also as in torch. A NaN stays NaN; in torch, its bits depend on the processor.
 
-What is too large for ``float8_e4m3fn`` becomes its largest number, and infinite for
-``float8_e5m2``. For the two types ``fnuz``, which have neither infinities nor a negative zero, it
-becomes NaN.
+Too large numbers become the largest number of ``float8_e4m3fn``, and infinity in
+``float8_e5m2``. The two types ``fnuz`` have neither infinities nor a negative zero: there they
+become NaN.
 """
 
 from __future__ import annotations
@@ -30,24 +29,22 @@ if TYPE_CHECKING:
     Array = np.ndarray[Any, Any]
 
 
-# Types of 8 bits that are cast without torch, and the code that a NaN becomes.
+# 8-bit types that are cast without torch, and the code of NaN.
 _SMALL = {
     "float8_e4m3fn": 0x7F, "float8_e5m2": 0x7F, "float8_e4m3fnuz": 0x80, "float8_e5m2fnuz": 0x80,
 }  # fmt: skip
-# Bits of float32: the least normal number of float16, the largest that is not rounded up to
-# infinity, and the difference of the biases of the exponents.
+# As bits of float32: the least normal number of float16, the largest number that is not rounded to
+# infinity, and the difference between the exponent biases.
 _LEAST, _MOST, _REBIASED = 0x38800000, 0x477FEFFF, 112 << 23
-_OTHERS = ("bfloat16", "complex32", "bcomplex32", "float8_e8m0fnu")  # that `decode` knows
-FLOATS = frozenset({"float64", "float32", "float16", "bfloat16", *_SMALL})  # `encode` knows them
+_OTHERS = ("bfloat16", "complex32", "bcomplex32", "float8_e8m0fnu")  # `decode` supports them too
+FLOATS = frozenset({"float64", "float32", "float16", "bfloat16", *_SMALL})  # types of `encode`
 NUMBERS = ("float", "int", "bool", "complex")  # kinds of dtypes whose elements are numbers
 
 
 def decode(data: Piece, dtype: DType) -> Array:
-    """Return the elements as an array of one dimension, of their own type or of a wider one.
+    """Return the elements as a 1-D array, of their own type or a wider one. Bools are 0 and 1.
 
-    Bools are 0 and 1.
-
-    Raises UnsupportedError for elements that are not numbers by themselves: quantized, packed,
+    Raises UnsupportedError for elements that are not numbers by themselves: quantized, packed, or
     smaller than a byte.
     """
     import numpy as np
@@ -55,7 +52,7 @@ def decode(data: Piece, dtype: DType) -> Array:
     name = dtype.name
     if name in ("float16", "complex32"):
         single = _halves(np.frombuffer(data, "<u2"))
-    elif dtype.kind == "bool":  # any other byte than 0 is true
+    elif dtype.kind == "bool":  # every byte but 0 is true
         truth: Array = (np.frombuffer(data, "u1") != 0).view("u1")
         return truth
     elif dtype.numpy is not None:
@@ -65,12 +62,12 @@ def decode(data: Piece, dtype: DType) -> Array:
     elif name in _SMALL or name == "float8_e8m0fnu":
         single = np.take(_values(name), np.frombuffer(data, "u1"))
     else:
-        raise UnsupportedError(f"elements of {dtype} are not numbers by themselves")
+        raise UnsupportedError(f"elements of {dtype} are not plain numbers")
     return single if dtype.kind == "float" else single.view("<c8")
 
 
 def is_decoded(dtype: DType) -> bool:
-    """Return whether `decode` knows the type."""
+    """Return whether `decode` supports the type."""
     return dtype.numpy is not None or dtype.name in _SMALL or dtype.name in _OTHERS
 
 
@@ -81,7 +78,7 @@ def encode(values: Array, dtype: DType) -> memoryview:
     """
     import numpy as np
 
-    # What is too large becomes infinite, or what its type has for that.
+    # Overflow gives infinity, or the value that the type has instead.
     with np.errstate(all="ignore"):
         if dtype.name in ("float64", "float32"):
             return as_bytes(values.astype(f"<f{dtype.itemsize}", copy=False))
@@ -90,8 +87,8 @@ def encode(values: Array, dtype: DType) -> memoryview:
             return as_bytes(_float16(single))
         if dtype.name == "bfloat16":
             return as_bytes(single.astype(own_dtype("bfloat16")))
-        # By the upper half of each number: 8 bits have at most 3 of mantissa, a half has 7. So its
-        # last bit can say that something follows: no code ends there.
+        # Look up the upper half of each number. It has 7 bits of mantissa and codes at most 3, so
+        # its last bit is free to mark that the lower half is not zero.
         bits = single.view("<u4")
         halves = (bits >> 16).astype(np.uint16)
         halves |= (bits & 0xFFFF) != 0
@@ -99,7 +96,7 @@ def encode(values: Array, dtype: DType) -> memoryview:
 
 
 def own_dtype(name: str) -> np.dtype[Any]:
-    """Return the numpy type of a dtype that ml_dtypes has and numpy has not."""
+    """Return the dtype of ml_dtypes with this name, for types that numpy lacks."""
     import ml_dtypes
     import numpy as np
 
@@ -110,15 +107,15 @@ def own_dtype(name: str) -> np.dtype[Any]:
 def _float16(values: Array) -> Array:
     """Return codes of float16, rounded to nearest, ties to even.
 
-    Half of a last place is added to numbers that are normal in both types, a little less where that
-    makes a tie even. numpy converts the others, one by one: zeros, small and large ones, NaN.
+    For numbers that are normal in both types, half of the last place is added, or slightly less if
+    the tie must go down to even. numpy converts the rest: zeros, very small and large ones, NaN.
     """
     import numpy as np
 
     bits = values.view("<u4")
     others = bits & 0x7FFFFFFF
     others -= _LEAST
-    odd = np.flatnonzero(others > _MOST - _LEAST)  # below the least they wrap around
+    odd = np.flatnonzero(others > _MOST - _LEAST)  # smaller numbers wrapped around
     if len(odd) > len(values) // 4:
         return values.astype("<f2").view("<u2")
     rounded = bits >> 13
@@ -137,16 +134,16 @@ def _float16(values: Array) -> Array:
 
 
 def _halves(codes: Array) -> Array:
-    """Return float16 as float32: its bits in place, and 2**112 for what the exponent lacks.
+    """Return float16 as float32: shift the bits, then multiply by 2**112 to rebias the exponent.
 
-    All are looked up where some are infinite or NaN, or many are below the normal numbers, which
-    take many processors a hundred times as long.
+    A table is used if some are infinite or NaN, or if many are subnormal: arithmetic on subnormal
+    numbers takes many processors a hundred times as long.
     """
     import numpy as np
 
     sizes = codes & 0x7FFF
     largest = sizes.max(initial=0)
-    sizes -= 1  # zero, which takes no longer than others, wraps around
+    sizes -= 1  # zero wraps around: it is not slow and does not count as subnormal
     below = np.count_nonzero(sizes < 0x3FF)
     if largest >= 0x7C00 or below > len(codes) // 256:
         found: Array = np.take(_half_values(), codes, mode="clip")
@@ -164,7 +161,7 @@ def _half_values() -> Array:
     """Return the float32 value of each code of float16."""
     import numpy as np
 
-    with np.errstate(invalid="ignore"):  # a NaN that asks for a trap
+    with np.errstate(invalid="ignore"):  # for signaling NaNs
         return np.arange(1 << 16, dtype="<u2").view("<f2").astype("<f4")
 
 
@@ -187,7 +184,7 @@ def _codes(name: str) -> Array:
     values = (np.arange(1 << 16, dtype="<u4") << 16).view("<f4")
     with np.errstate(all="ignore"):
         codes = values.astype(own_dtype(name)).view("u1")
-    if name == "float8_e4m3fn":  # older versions of torch make NaN of larger numbers, as ml_dtypes
+    if name == "float8_e4m3fn":  # ml_dtypes maps larger numbers to NaN
         codes[codes & 0x7F == 0x7F] -= 1
     sign = codes & 0x80 if _SMALL[name] == 0x7F else 0
     found: Array = np.where(np.isnan(values), _SMALL[name] | sign, codes)
@@ -199,9 +196,9 @@ def _codes(name: str) -> Array:
 
 @dataclass(frozen=True, slots=True)
 class Cast(Rows):
-    """Elements of dtype `source` converted to dtype `target`, as torch does it.
+    """Elements of dtype `source` converted to dtype `target`, as torch converts them.
 
-    torch itself does it unless both are floating-point types, or integers become those.
+    Conversions among floats and from integers to floats use numpy; all others use torch.
     """
 
     source: str
@@ -228,7 +225,7 @@ class Cast(Rows):
 
 @lru_cache(8)
 def _table(source: DType, target: DType) -> Array:
-    """Return what each 16 bits of codes become: one of 16 bits, or two of 8."""
+    """Return a lookup table for 16 bits of input: one code of 16 bits, or two of 8."""
     import numpy as np
 
     codes = np.arange(1 << 16, dtype="<u2")
@@ -238,7 +235,7 @@ def _table(source: DType, target: DType) -> Array:
 
 
 def _by_torch(data: Piece, source: DType, target: DType) -> memoryview:
-    """Convert elements. Raises UnsupportedError where the installed torch cannot."""
+    """Convert elements. Raises UnsupportedError if the installed torch cannot."""
     import torch
 
     values = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(torch_dtype(source))
@@ -251,35 +248,34 @@ def _by_torch(data: Piece, source: DType, target: DType) -> memoryview:
 
 
 def torch_dtype(dtype: DType) -> torch.dtype:
-    """torch's own object for `dtype`. Raises UnsupportedError where the installed torch has
-    none."""
+    """Return the torch.dtype. Raises UnsupportedError if the installed torch lacks it."""
     import torch
 
     found = getattr(torch, dtype.name, None)
     if not isinstance(found, torch.dtype):
-        hint = "ckptkit.dequantize gives floats for its codes" if dtype.block > 1 else None
+        hint = "ckptkit.dequantize converts its codes to floats" if dtype.block > 1 else None
         raise UnsupportedError(f"torch {torch.__version__} has no dtype {dtype}", hint=hint)
     return found
 
 
-# The expressions that `Compute` knows: each with its inverse, and what a bad result means.
+# The expressions that `Compute` supports, each with its inverse.
 INVERSES = {"x - 1": "x + 1", "x + 1": "x - 1", "log(-x)": "-exp(x)", "-exp(x)": "log(-x)"}
 
 
 @dataclass(frozen=True, slots=True)
 class Compute(Rows):
-    """`expression` of each element x, in float32 (float64: in that); errors give the `name`."""
+    """`expression` of each element x, in float32, or float64 if that is the dtype."""
 
     expression: str
     dtype: str
-    name: str
+    name: str  # for error messages
 
     @property
     def rows(self) -> tuple[int, ...]:
         return (BY_NAME[self.dtype].itemsize,) * 2
 
     def of(self, *pieces: Piece) -> memoryview:
-        """Raise TensorError where a finite number has no finite result."""
+        """Raise TensorError if the result for a finite number is not finite."""
         import numpy as np
 
         dtype = BY_NAME[self.dtype]
@@ -294,15 +290,15 @@ class Compute(Rows):
                 made = values + (np.float32(1) if self.expression == "x + 1" else np.float32(-1))
         if not np.isfinite(made[np.isfinite(values)]).all():
             bad = values[np.isfinite(values) & ~np.isfinite(made)][0]
-            raise TensorError(f"{self.name!r}: {self.expression} of {bad:g} is not a finite number")
+            raise TensorError(f"{self.name!r}: {self.expression} of {bad:g} is not finite")
         return encode(made, dtype)
 
 
 def cast_record(record: Record, source: DType, target: DType, *, big_endian: bool) -> Record:
     """Return the elements of `record`, of dtype `source`, as little-endian ones of dtype `target`.
 
-    Raises TensorError for a conversion that has no plain meaning (quantized types, complex to
-    anything else) and for a record that is not a whole number of elements.
+    Raises TensorError for conversions without a clear meaning (quantized types, complex to another
+    kind), and for a record whose length is not divisible by the element size.
     """
     if not {source.kind, target.kind} <= set(NUMBERS) or source.bits % 8 or target.bits % 8:
         raise TensorError(f"{source} cannot be cast to {target}")
@@ -319,7 +315,7 @@ def cast_record(record: Record, source: DType, target: DType, *, big_endian: boo
 
 
 def swapped(record: Record, dtype: DType) -> Record:
-    """Return the elements of a record with their bytes reversed, those of each component apart."""
+    """Return the elements of a record in the other byte order, each component separately."""
     if dtype.component == 1:
         return record
     return Pending(Swap(dtype.component), (record,), record.length)

@@ -1,8 +1,8 @@
-"""Read the bytes of extents: ranges of sources, and what operations compute from them.
+"""Read the bytes of extents: ranges of sources, and results of operations.
 
-Everything is computed in pieces of a few MiB, whatever its size. Elements are little-endian;
-dtypes are names of :mod:`ckptkit.core.dtypes`. Other operations: :mod:`numbers`, :mod:`mixing`,
-:mod:`gather`, :mod:`packing`, :mod:`quantize`, :mod:`torch_bridge`.
+Everything is computed in pieces of a few MiB. Elements are little-endian; dtypes are names of
+:mod:`ckptkit.core.dtypes`. More operations are in :mod:`numbers`, :mod:`mixing`,
+:mod:`strided_read`, :mod:`dequantize`, :mod:`quantize`, :mod:`torch_bridge`.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ if TYPE_CHECKING:
 
 Pieces = Iterator[Piece]
 
-HELD = 64 << 20  # bytes that are held in memory where they can only be computed from the beginning
-PIECE = 4 << 20  # bytes; a multiple of every element size
-# Bytes of a local file read at a time: few enough to stay in the caches with what is made of them,
-# and enough for each call of numpy to take longer than threads wait for the interpreter lock.
+HELD = 64 << 20  # bytes; smaller extents that are not seekable are kept in memory
+PIECE = 4 << 20  # bytes; divisible by every element size
+# Bytes of a local file per read: few enough to stay in the caches together with the results, but
+# enough for numpy calls that outlast the wait for the interpreter lock.
 BUFFER = 1 << 20
-KEPT = 16 << 20  # bytes that stay for the next blocks
+KEPT = 16 << 20  # bytes of freed memory that the C library keeps
 _BLAS_THREADS = "OPENBLAS_NUM_THREADS"
 
 
@@ -49,10 +49,10 @@ _BLAS_THREADS = "OPENBLAS_NUM_THREADS"
 
 
 def stream(extent: Extent, start: int = 0, stop: int | None = None) -> Pieces:
-    """Yield the bytes `start` to `stop` of an extent, in order, in pieces of at most some MiB.
+    """Yield the bytes `start` to `stop` of an extent, in order, in pieces of at most a few MiB.
 
-    A piece is the caller's until the next one is asked for. Raises TruncatedError where a source is
-    too short, CorruptError where the bytes are not what the operation expects.
+    A piece is valid until the next one is requested. Raises TruncatedError if a source is too
+    short, CorruptError if an operation finds its input damaged.
     """
     stop = extent.length if stop is None else stop
     if isinstance(extent, Derived):
@@ -68,10 +68,10 @@ def stream(extent: Extent, start: int = 0, stop: int | None = None) -> Pieces:
 def stream_reusing_buffer(
     extent: Extent, start: int = 0, stop: int | None = None, size: int | None = None
 ) -> Pieces:
-    """Yield like `stream`, at the speed of memory.
+    """Yield like `stream`, but faster for local files.
 
-    Pieces of a local file, of `size` bytes or `BUFFER`, share one buffer, and each overwrites the
-    last.
+    Pieces of a local file, of `size` bytes or `BUFFER`, share one buffer: each piece overwrites the
+    previous one.
     """
     stop = extent.length if stop is None else stop
     if isinstance(extent, Derived) or not isinstance(extent.source, LocalFile):
@@ -87,7 +87,7 @@ def stream_reusing_buffer(
 
 
 def read_into(extent: Extent, at: int, buffer: memoryview) -> None:
-    """Fill `buffer` with the bytes of an extent from byte `at` of it."""
+    """Fill `buffer` with the bytes of an extent from byte `at`."""
     if isinstance(extent, Range):
         extent.source.read_into(extent.offset + at, buffer)
         return
@@ -99,35 +99,35 @@ def read_into(extent: Extent, at: int, buffer: memoryview) -> None:
 
 @cache
 def keep_memory() -> None:
-    """Let the C library keep some `KEPT` bytes of freed memory from now on, for the next blocks.
+    """Make the C library keep `KEPT` bytes of freed memory for later allocations.
 
-    New pages cost as much as what is computed in them. glibc gives blocks of 128 KiB and more back
-    to the system, unless larger ones have been freed before (mallopt(3), "dynamic mmap threshold");
-    other libraries keep them anyway. The pages of the one that is freed here are never touched.
+    New pages cost as much as the computations in them. glibc returns blocks of 128 KiB and more to
+    the system until a larger block was freed (mallopt(3), "dynamic mmap threshold"). Other C
+    libraries keep them anyway. The block that is freed here is never written, so it costs nothing.
     """
     bytes(KEPT)
 
 
 @cache
 def import_numpy() -> None:
-    """Import numpy; for a command without the threads of its linear algebra.
+    """Import numpy; in a command, without the threads of its linear algebra library.
 
-    These wait for work in a loop at first, which takes processor time from the threads that have
-    some. A program that imports the package may need them for its own work, and keeps them.
+    Those threads would first busy-wait and take processor time from the working threads. A program
+    that imports the package keeps them, because it may need them.
     """
     is_command = "ckptkit.cli" in sys.modules and "numpy" not in sys.modules
     if is_command and _BLAS_THREADS not in os.environ:
-        os.environ[_BLAS_THREADS] = "1"  # read when the library is loaded
+        os.environ[_BLAS_THREADS] = "1"  # the library reads it when it is loaded
         try:
-            import numpy  # noqa: F401  # loads the library
+            import numpy  # noqa: F401
         finally:
             del os.environ[_BLAS_THREADS]
 
 
 def aligned(pieces: Iterable[Piece], unit: int, size: int) -> Iterator[memoryview]:
-    """Yield the same bytes in pieces of at most `size`, each a multiple of `unit`.
+    """Yield the same bytes in pieces of at most `size`, each of a length divisible by `unit`.
 
-    Nothing is copied where pieces are whole numbers of units.
+    Nothing is copied if the pieces already consist of whole units.
     """
     rest = b""
     for piece in pieces:
@@ -141,9 +141,9 @@ def aligned(pieces: Iterable[Piece], unit: int, size: int) -> Iterator[memoryvie
 def in_step(
     streams: Iterable[Iterable[Piece]], units: Sequence[int], most: int
 ) -> Iterator[list[memoryview]]:
-    """Yield pieces of all streams at once, each of as many elements, at most `most`.
+    """Yield pieces of all streams together, each of the same number of elements, at most `most`.
 
-    Elements of a stream have as many bytes as `units` says; all have the same number of them.
+    `units` are the element sizes of the streams. All streams have the same number of elements.
     """
     pairs = list(zip(streams, units, strict=True))
     waiting = [aligned(stream, unit, most * unit) for stream, unit in pairs]
@@ -158,19 +158,19 @@ def in_step(
 
 
 class ScratchBuffer:
-    """Memory to read into, again and again: new pages cost more than copies."""
+    """A buffer that is reused for every read: new pages cost more than copies."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
 
     def of(self, length: int) -> memoryview:
-        """Return `length` bytes, which the next call takes back."""
+        """Return `length` bytes. The next call reuses them."""
         if len(self._buffer) < length:
             self._buffer = bytearray(length)
         return memoryview(self._buffer)[:length]
 
     def like(self, array: np.ndarray[Any, Any], dtype: str) -> np.ndarray[Any, Any]:
-        """Return memory for as many elements of `dtype`, in the same shape."""
+        """Return uninitialized memory in the shape of `array`, with another dtype."""
         import numpy as np
 
         view = self.of(array.size * np.dtype(dtype).itemsize)
@@ -178,19 +178,19 @@ class ScratchBuffer:
 
 
 class Reader:
-    """Reads bytes of an extent at any offset: those of a local file into a room, or in place.
+    """Reads bytes of an extent at any offset, into a reused buffer if it is in a local file.
 
-    No byte of a computed extent is computed twice while offsets grow; where one can only be
-    computed from its beginning, and is not large, it is held.
+    A computed extent is not computed twice while offsets rise. If it is small and not seekable, it
+    is kept in memory.
     """
 
     def __init__(self, extent: Extent, room: ScratchBuffer | None = None) -> None:
         self.extent = extent
-        self.room = room or ScratchBuffer()  # which readers may share
-        self.place: object = None  # of memory that was filled row by row, and its rows
+        self.room = room or ScratchBuffer()  # readers may share it
+        self.place: object = None  # address and shape of the memory that `buffers` are rows of
         self.buffers: Sequence[memoryview] = ()
         self._held: bytes | None = None
-        self._at = 0  # of the first byte of the window
+        self._at = 0  # offset of the first byte of the window
         self._window = bytearray()
         self._pieces: Pieces | None = None
 
@@ -200,7 +200,7 @@ class Reader:
         return isinstance(self.extent, Range) and isinstance(self.extent.source, LocalFile)
 
     def __call__(self, at: int, length: int) -> bytes | memoryview:
-        """Return `length` bytes from offset `at`, which the next call may overwrite."""
+        """Return `length` bytes from offset `at`. The next call may overwrite them."""
         if isinstance(self.extent, Derived):
             return self._computed(self.extent, at, length)
         source, origin, _ = self.extent
@@ -226,7 +226,7 @@ class Reader:
         return bytes(self._window[start - self._at : start - self._at + length])
 
     def copy(self, at: int, length: int) -> bytes:
-        """Return `length` bytes from offset `at`, which stay."""
+        """Return a copy of `length` bytes from offset `at`."""
         return bytes(self(at, length))
 
     def into(self, at: int, buffer: memoryview) -> None:
@@ -237,11 +237,11 @@ class Reader:
             buffer[:] = self(at, len(buffer))
 
     def rows(self, at: int, pitch: int, rows: Sequence[memoryview]) -> None:
-        """Fill the rows, of one length, with the bytes from offset `at`, `pitch` bytes apart."""
+        """Fill rows of equal length with the bytes from offset `at`, `pitch` bytes apart."""
         if isinstance(self.extent, Derived):
             is_seekable = starts_anywhere(self.extent)
             for place, row in enumerate(rows):
-                if is_seekable:  # without what is between the rows
+                if is_seekable:  # skip the bytes between the rows
                     read_into(self.extent, at + place * pitch, row)
                 else:
                     self.into(at + place * pitch, row)
@@ -252,7 +252,7 @@ class Reader:
 
 
 def name_of(extent: Extent) -> str:
-    """Return the name of the first source that an extent reads, for messages."""
+    """Return the name of the first source of an extent, for messages."""
     return extent.source.name if isinstance(extent, Range) else next(extent.sources()).name
 
 
@@ -261,7 +261,7 @@ def name_of(extent: Extent) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Slice(Operation):
-    """Bytes of the input from byte `start`."""
+    """The bytes of the input from byte `start`."""
 
     start: int
     needs_numpy: ClassVar[bool] = False
@@ -275,7 +275,7 @@ class Slice(Operation):
 
 @dataclass(frozen=True, slots=True)
 class RecordSlice:
-    """`length` bytes of a record from `start`; the caller ensures that they are inside."""
+    """`length` bytes of a record from `start`. The caller ensures that the record contains them."""
 
     record: Record
     start: int
@@ -286,7 +286,7 @@ class RecordSlice:
 
 
 def part(extent: Extent, start: int, length: int) -> Extent:
-    """Return `length` bytes of an extent from `start`; the caller ensures that they are inside."""
+    """Return `length` bytes of an extent from `start`, which the caller ensures to be in range."""
     if isinstance(extent, Range):
         return extent.part(start, length)
     if (start, length) == (0, extent.length):
@@ -296,7 +296,7 @@ def part(extent: Extent, start: int, length: int) -> Extent:
 
 @dataclass(frozen=True, slots=True)
 class Concat(Operation):
-    """The inputs, any number of them, one after another."""
+    """The concatenation of the inputs."""
 
     needs_numpy: ClassVar[bool] = False
 
@@ -313,7 +313,7 @@ class Concat(Operation):
 
 
 def concat(extents: Sequence[Extent]) -> Extent:
-    """Return the extents one after another; one alone is itself."""
+    """Return the concatenation of extents; a single one is returned unchanged."""
     if len(extents) == 1:
         return extents[0]
     return Derived(Concat(), tuple(extents), sum(each.length for each in extents))
@@ -321,10 +321,10 @@ def concat(extents: Sequence[Extent]) -> Extent:
 
 @dataclass(frozen=True, slots=True)
 class Inflate(Operation):
-    """Raw deflate (RFC 1951) that inflates to exactly the length of the extent.
+    """Inflated bytes of raw deflate data (RFC 1951), exactly as many as the extent states.
 
-    If `crc` is not None, it is the CRC-32 of the result, which is compared while what is read is
-    summed up; `name` is that of the record, for the message.
+    If `crc` is not None, it is the expected CRC-32 of the result. It is verified inside `reading`.
+    `name` is that of the record, for messages.
     """
 
     name: str = ""
@@ -334,11 +334,11 @@ class Inflate(Operation):
     expands: ClassVar[bool] = True
 
     def read(self, extent: Derived, start: int, stop: int) -> Pieces:
-        """Raise CorruptError, in a read to the end, for more bytes or fewer, or another CRC-32."""
+        """Raise CorruptError, when read to the end, for a wrong length or CRC-32."""
         return window("inflate", self._compared(extent), extent, start, stop)
 
     def _compared(self, extent: Derived) -> Iterator[bytes]:
-        """Yield the pieces; while the input is summed up, compare the CRC-32 of all of them."""
+        """Yield the inflated pieces; inside `reading`, verify their CRC-32 at the end."""
         total, is_summed = 0, READING.sums is not None and self.crc is not None
         for piece in _inflated(extent.inputs[0]):
             total = crc32(piece, total) if is_summed else 0
@@ -349,7 +349,7 @@ class Inflate(Operation):
             raise CorruptError(message, where=name_of(extent))
 
     def needed(self, extent: Derived, number: int) -> int:
-        return 0  # it compares the checksum itself
+        return 0  # `_compared` verifies the checksum of all input bytes
 
 
 def _inflated(extent: Extent) -> Iterator[bytes]:
@@ -364,14 +364,14 @@ def _inflated(extent: Extent) -> Iterator[bytes]:
     except zlib.error as error:
         raise CorruptError(f"compressed data is damaged: {error}", where=name_of(extent)) from error
     if not machine.eof or machine.unused_data:
-        what = "is followed by other bytes" if machine.eof else "ends too early"
+        what = "is followed by other bytes" if machine.eof else "is truncated"
         raise CorruptError(f"compressed data {what}", where=name_of(extent))
 
 
 def window(name: str, pieces: Iterable[Piece], derived: Derived, start: int, stop: int) -> Pieces:
-    """Yield bytes `start` to `stop` of what can only be computed from its beginning.
+    """Yield bytes `start` to `stop` of data that can only be computed from its beginning.
 
-    A read to the end raises CorruptError if there are more bytes or fewer than `derived.length`.
+    A read to the end raises CorruptError if the data is not exactly `derived.length` bytes long.
     """
     at = 0
     for piece in pieces:
@@ -386,19 +386,18 @@ def window(name: str, pieces: Iterable[Piece], derived: Derived, start: int, sto
             return
     if at != derived.length:
         extent = "more than" if at > derived.length else f"{at:,} of"
-        message = f"{name} gives {extent} {derived.length:,} bytes"
+        message = f"{name} returns {extent} {derived.length:,} bytes"
         raise CorruptError(message, where=name_of(derived))
 
 
 class Rows(Operation):
-    """An operation that makes row n of its output from row n of each input.
+    """An operation that computes row n of its output from row n of each input.
 
-    A row may be one element. A new operation of this kind says how many bytes a row has, and
-    overrides `of`.
+    A row may be one element. A subclass defines the bytes of a row and overrides `of`.
     """
 
     __slots__ = ()
-    at_once: ClassVar[int] = 0  # rows that are worked on at once; 0: `BUFFER` bytes of an input
+    at_once: ClassVar[int] = 0  # rows per step; 0: `BUFFER` bytes of an input
 
     @property
     def rows(self) -> tuple[int, ...]:
@@ -406,7 +405,7 @@ class Rows(Operation):
         raise NotImplementedError
 
     def of(self, *pieces: Piece) -> memoryview:
-        """Return rows of the output, given as many rows of each input."""
+        """Return rows of the output from as many rows of each input."""
         raise NotImplementedError
 
     def read(self, extent: Derived, start: int, stop: int) -> Pieces:
@@ -425,9 +424,9 @@ def by_rows(
     function: Callable[..., memoryview],
     at_once: int,
 ) -> Pieces:
-    """Yield bytes `start` to `stop` of what `function` makes of rows of the inputs.
+    """Yield bytes `start` to `stop` of the results of `function`, called with rows of the inputs.
 
-    Rows of the inputs have as many bytes as `units` says, those of the output `unit`.
+    `units` are the bytes of a row of each input, `unit` those of a row of the output.
     """
     first, last = start // unit, -(-stop // unit)
     streams = [
@@ -443,7 +442,7 @@ def by_rows(
 
 @dataclass(frozen=True, slots=True)
 class Swap(Rows):
-    """Every run of `component` bytes (2, 4, 8) reversed."""
+    """Every run of `component` bytes (2, 4 or 8) in reversed order."""
 
     component: int
 
@@ -459,9 +458,9 @@ class Swap(Rows):
 
 @dataclass(frozen=True, slots=True)
 class Flip(Rows):
-    """Elements of `dtype` negated, or with `conj` complex ones with the imaginary part negated.
+    """Elements of `dtype` negated or, with `conj`, complex elements conjugated.
 
-    Signs of floating-point numbers are flipped as IEEE negation does it, NaN and zero included.
+    Signs of floating-point numbers are flipped as in IEEE negation, including NaN and zero.
     """
 
     dtype: str
@@ -489,7 +488,7 @@ class Flip(Rows):
         if dtype.kind == "int":
             return as_bytes(np.negative(values))
         sign = 1 << (8 * dtype.component - 1)
-        mask = np.array((0 if self.conj else sign, sign), values.dtype)  # of two components
+        mask = np.array((0 if self.conj else sign, sign), values.dtype)  # for pairs of components
         return as_bytes(values ^ np.resize(mask, values.shape))
 
 

@@ -1,13 +1,13 @@
-"""The layout of quantized weights, and reading their codes, scales and zero points span by span.
+"""The layout of quantized weights, and readers of their codes, scales and zero points.
 
-`Blocks` describes how the elements of a weight follow from codes and scales. The weight is an array
-of `batches` matrices of `rows` x `columns` elements, row-major; codes, scales and zero points are
-each one of the inputs of an operation (:mod:`dequantize`).
+`Blocks` describes how codes and scales give the elements of a weight. The weight is an array of
+`batches` matrices of `rows` x `columns` elements, row-major. Codes, scales and zero points are each
+one of the inputs of an operation (:mod:`dequantize`).
 
     value = (number of the code - offset - zero) * scale [* factor] [+ bias]
 
-where ``scale`` is the product (or quotient) of one or more arrays of numbers, each of which has one
-number for a block of `height` x `width` elements.
+``scale`` is the product (or quotient) of one or more arrays of numbers. Each array has one number
+for each block of `height` x `width` elements.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
 
     Array = np.ndarray[Any, Any]
 
-TARGET = "target"  # in place of a dtype: the one that was asked for
+TARGET = "target"  # placeholder for the dtype of the result
 
 
 @dataclass(frozen=True, slots=True)
 class ScaleGrid:
     """An array of `rows` x `columns` numbers for each batch.
 
-    Each number serves `height` x `width` elements.
-    ``order`` is how they lie: ``rows`` (row-major), ``columns`` (its transpose), or ``tiles`` (as
-    the scaled matrix products of cuBLAS take them: 128 rows by 4 columns, padded).
+    Each number applies to `height` x `width` elements.
+    ``order`` is the layout: ``rows`` (row-major), ``columns`` (its transpose), or ``tiles`` (that
+    of the scaled matrix products of cuBLAS: 128 rows by 4 columns, padded).
     """
 
     height: int
@@ -49,11 +49,11 @@ class ScaleGrid:
 class Numbers:
     """Numbers of dtype `dtype` in input `input`.
 
-    Besides dtypes of tensors: ``exponent``, 2 ** (byte - 127) in float32; ``ldexp``, the same
-    without a limit; ``map``: the byte is an index into the float32 numbers of input `map`. With
-    ``shared`` there is one batch of them, for all. `combine` says what becomes of the product of
-    those before: ``multiply`` or ``divide``; `add` is then added to it, in float32 (the offset of
-    nested scales).
+    Besides dtypes of tensors, `dtype` may be ``exponent``: 2 ** (byte - 127) in float32;
+    ``ldexp``: the same without limits; ``map``: the byte is an index into the float32 numbers of
+    input `map`. If ``shared``, one batch of numbers applies to all batches. `combine` is how the
+    product of the previous scales is combined with these: ``multiply`` or ``divide``. `add` is then
+    added in float32 (the offset of nested scales).
     """
 
     input: int
@@ -70,14 +70,15 @@ class Packing:
     """Layout of codes of `bits` bits in an input.
 
     ============  ==============================================================================
-    flat          in the order of the elements; of 4 bits, the low half of a byte first or not
-    rows          each row in `stride` bytes, densely from the low bits up
-    words         each row in `stride` bytes, 32 // bits codes in each word of 32 bits
-    columns       words of 32 bits [batch, `stride`, rows]: row n is packed densely down column n
-    interleaved   words of 32 bits [columns, rows / 8]: code i of a word is row 8 * word + order[i]
+    flat          in the order of the elements; 4-bit codes start with the low half of a byte unless
+                  `high_first`
+    rows          each row in `stride` bytes, dense, from the low bits up
+    words         each row in `stride` bytes, 32 // bits codes in each 32-bit word
+    columns       32-bit words [batch, `stride`, rows]: row n is packed densely down column n
+    interleaved   32-bit words [columns, rows / 8]: code i of a word is row 8 * word + order[i]
     turned        bytes [batch, columns, rows / 2]: two rows in a byte, the low half first
-    parts         in the order of the elements, cut into 8 / bits equal parts, one for each field of
-                  a byte (of 3 bits: ten parts, for the fields of a word of 32 bits)
+    parts         in the order of the elements, split into 8 / bits equal parts, one for each field
+                  of a byte (3 bits: ten parts, for the fields of a 32-bit word)
     ============  ==============================================================================
     """
 
@@ -89,10 +90,10 @@ class Packing:
 
 @dataclass(frozen=True, slots=True)
 class ZeroPoint:
-    """Zero points that are packed: ``(code + add) % 2**bits - offset``, one for each block.
+    """Packed zero points: ``(code + add) % 2**bits - offset``, one for each block.
 
-    `across` if words hold neighboring rows of the grid's blocks ([columns, words] of GPTQ), else
-    they hold codes down a column ([words, columns] of compressed-tensors).
+    In the kind ``across``, a word holds neighboring rows of the grid ([columns, words] of GPTQ). In
+    ``down``, words hold the codes of a column ([words, columns] of compressed-tensors).
     """
 
     input: int
@@ -105,10 +106,10 @@ class ZeroPoint:
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """See the module. `table` names the numbers of the codes; None: they are integers.
+    """The parts of a quantized weight; see the module.
 
-    Of ``map`` they are those of input `map`; of ``map-signed`` too, and code 8 is the negative
-    zero.
+    `table` names the numbers of the codes; None: codes are integers. ``map``: the numbers are input
+    `map`. ``map-signed``: the same, but code 8 is negative zero.
     """
 
     batches: int
@@ -121,12 +122,12 @@ class Blocks:
     signed: bool = False
     offset: int = 0
     zero: ZeroPoint | Numbers | None = None
-    index: int = 0  # input with the block of each column, where these are not in order; 0: none
+    index: int = 0  # input with the block of each column, if not in order; 0: none
     bias: Numbers | None = None
     subtract_bias: bool = False
-    factor: float = 0.0  # in float32, after the product; 0: none
-    scale_dtype: str = "float32"  # that each scale and their product are rounded to
-    product_dtype: str = "float32"  # that differences, products and sums are rounded to
+    factor: float = 0.0  # float32 factor after the product; 0: none
+    scale_dtype: str = "float32"  # each scale and their product are rounded to it
+    product_dtype: str = "float32"  # differences, products and sums are rounded to it
     target: str = "bfloat16"
 
     @property
@@ -136,9 +137,9 @@ class Blocks:
 
 # Codes
 
-BAND = 8 << 20  # bytes of packed columns that are held
-PADDING = 64  # bytes between their rows: at a power of two, all would share the same cache lines
-INTERLEAVED = (0, 2, 4, 6, 1, 3, 5, 7)  # AutoAWQ: row of each nibble, from the low end
+BAND = 8 << 20  # bytes of packed columns in memory
+PADDING = 64  # bytes between rows: a pitch of a power of two would map all to the same cache lines
+INTERLEAVED = (0, 2, 4, 6, 1, 3, 5, 7)  # AutoAWQ: the row of each nibble, low nibble first
 
 
 class Span(NamedTuple):
@@ -155,7 +156,7 @@ class Span(NamedTuple):
         return self.bottom - self.top, self.right - self.left
 
     def blocks_of(self, grid: ScaleGrid) -> tuple[int, int, int, int]:
-        """Return top, bottom, left and right of the blocks of a grid that the span touches."""
+        """Return top, bottom, left and right of the grid's blocks that overlap the span."""
         return (
             self.top // grid.height, -(-self.bottom // grid.height),
             self.left // grid.width, -(-self.right // grid.width),
@@ -163,12 +164,12 @@ class Span(NamedTuple):
 
 
 def unpack(data: Array, bits: int, count: int, *, high_first: bool = False) -> Array:
-    """The first `count` codes of each row of bytes, as bytes; dense, from the low bits up."""
+    """Return the first `count` codes of each row, one per byte; rows are dense, low bits first."""
     import numpy as np
 
     if bits == 8:
         return data[:, :count]
-    if bits == 4:  # two codes of each byte, which numpy moves as one number of 16 bits
+    if bits == 4:  # both codes of a byte at once, as one 16-bit number
         pairs = data.astype("<u2")
         if high_first:
             pairs = pairs << 8 | pairs >> 4
@@ -176,7 +177,7 @@ def unpack(data: Array, bits: int, count: int, *, high_first: bool = False) -> A
             pairs |= pairs << 4
         pairs &= np.uint16(0x0F0F)
         return pairs.view("u1").reshape(len(data), -1)[:, :count]
-    groups = -(-count // 8)  # of codes, which begin with a byte of their own
+    groups = -(-count // 8)  # eight codes start at a byte
     if data.shape[1] < groups * bits:
         data = np.pad(data, ((0, 0), (0, groups * bits - data.shape[1])))
     source = data[:, : groups * bits].reshape(len(data), groups, bits)
@@ -191,12 +192,12 @@ def unpack(data: Array, bits: int, count: int, *, high_first: bool = False) -> A
 
 
 class Codes:
-    """Reads the codes of spans, which come in rising order up to element `last`."""
+    """Reads the codes of spans, which must rise, up to element `last`."""
 
     def __init__(self, blocks: Blocks, read: Reader, size: int, last: int) -> None:
         self.blocks, self.packing, self.size = blocks, blocks.packing, size
         self._read, self._room = read, ScratchBuffer()
-        stop = -(-last // max(1, blocks.columns))  # the row after the last, of all batches
+        stop = -(-last // max(1, blocks.columns))  # end of the rows, counted over all batches
         kind, stride, rows, columns = (
             self.packing.kind,
             self.packing.stride,
@@ -211,7 +212,7 @@ class Codes:
             self.band = Band(read, columns, rows // 2, 1, -(-stop // 2))
 
     def __call__(self, span: Span) -> Array:
-        """Return the codes of a span, each a byte."""
+        """Return the codes of a span, one per byte."""
         rows, columns = span.shape
         kind, bits = self.packing.kind, self.packing.bits
         if kind == "flat":
@@ -233,7 +234,7 @@ class Codes:
         return _fields(data.view("<u4"), bits).reshape(rows, -1)[:, span.left : span.right]
 
     def flat(self, span: Span) -> tuple[Array, int]:
-        """The bytes that hold the codes of a span, and the codes in them before it."""
+        """Return the bytes with the codes of a span, and the number of codes before these."""
         blocks, bits = self.blocks, self.packing.bits
         first = (span.batch * blocks.rows + span.top) * blocks.columns + span.left
         last = (span.batch * blocks.rows + span.bottom - 1) * blocks.columns + span.right
@@ -248,7 +249,7 @@ class Codes:
         return np.frombuffer(memory, "u1")
 
     def _parts(self, span: Span) -> Array:
-        """Codes of which the first part lies in one field of each unit, the next in another."""
+        """Read the packing "parts": part n is in field n of the units."""
         import numpy as np
 
         bits, itemsize, top = self.packing.bits, 1, 8
@@ -268,13 +269,13 @@ class Codes:
         return np.concatenate(found).reshape(span.shape)
 
     def _columns(self, span: Span) -> Array:
-        """GPTQ: words down a column are those of one row."""
+        """Read the packing "columns" of GPTQ: the words of a column belong to one row."""
         import numpy as np
 
         bits = self.packing.bits
         words = self.band(span.batch, span.top, span.bottom)
         skip = 0
-        if 32 % bits == 0:  # only the words that are needed
+        if 32 % bits == 0:  # codes do not cross words: skip those outside the span
             each = 32 // bits
             skip = span.left // each * each
             words = words[span.left // each : -(-span.right // each)]
@@ -282,7 +283,7 @@ class Codes:
         return unpack(turned, bits, span.right - skip)[:, span.left - skip :]
 
     def _interleaved(self, span: Span) -> Array:
-        """AWQ: eight rows in the fields of a word, in an order of their own."""
+        """Read the packing "interleaved" of AWQ: a word holds eight rows in a special order."""
         import numpy as np
 
         words = self.band(span.batch, span.top // 8, -(-span.bottom // 8))
@@ -295,9 +296,9 @@ class Codes:
 
 
 class Band:
-    """Columns of matrices of `height` rows, `wide` elements each: many are read at once and held.
+    """Reads columns of matrices of `height` rows and `wide` columns, with a cache of columns.
 
-    None is read from column `stop` on, of all matrices, unless it is asked for.
+    It reads ahead up to column `stop`, counted over all matrices.
     """
 
     def __init__(self, read: Reader, height: int, wide: int, itemsize: int, stop: int) -> None:
@@ -326,7 +327,7 @@ class Band:
 
 
 def _fields(words: Array, bits: int) -> Array:
-    """The codes of words, 32 // bits of each, as another dimension."""
+    """Return the codes of words, 32 // bits per word, as a new last dimension."""
     import numpy as np
 
     shifts = np.arange(0, 32 - bits + 1, bits, dtype="<u4")
@@ -339,13 +340,13 @@ EXPONENTS = ("exponent", "ldexp")
 
 
 def is_byte(dtype: str) -> bool:
-    """Return whether a scale of this dtype is a number of one byte."""
+    """Return whether a scale of this dtype is one byte."""
     return dtype in EXPONENTS or (dtype != "map" and BY_NAME[dtype].bits == 8)
 
 
 @lru_cache
 def table_of(name: str) -> Array:
-    """The float32 number of each code of a table. Shared: not to be written to."""
+    """Return the float32 number of each code of a table, as a read-only array."""
     import numpy as np
 
     if name in ("e2m1", "e2m1+0"):
@@ -354,7 +355,7 @@ def table_of(name: str) -> Array:
         values[8] = 0.0 if name == "e2m1+0" else -0.0
     elif name == "e2m3":
         values = np.arange(64, dtype="u1").view(own_dtype("float6_e2m3fn")).astype("<f4")
-    elif name in EXPONENTS:  # 2**128 is infinite
+    elif name in EXPONENTS:  # 2**128 becomes infinity
         with np.errstate(over="ignore"):
             values = np.ldexp(np.ones(256, "<f4"), np.arange(256) - 127).astype("<f4")
     else:
@@ -365,7 +366,7 @@ def table_of(name: str) -> Array:
 
 
 class Scale:
-    """The numbers of one input; with `whole`, for all columns whatever columns a span has."""
+    """Reads the numbers of one input. `whole`: always for all columns of the matrix."""
 
     def __init__(
         self, numbers: Numbers, reads: Sequence[Reader], sizes: Sequence[int], whole: bool
@@ -380,14 +381,14 @@ class Scale:
         elif numbers.dtype in EXPONENTS:
             self._table = table_of(numbers.dtype)
         self._itemsize = 1 if self._table is not None else BY_NAME[numbers.dtype].itemsize
-        self._of: tuple[int, ...] | None = None  # what is held: of a span
+        self._of: tuple[int, ...] | None = None  # the blocks that are cached
         self._part: Array
-        self._batch = -1, np.empty(0)  # of numbers that do not lie row by row
+        self._batch = -1, np.empty(0)  # the cached batch, for orders other than "rows"
 
     def part(self, span: Span) -> Array:
-        """The numbers of the blocks that a span touches, as float32.
+        """Return the numbers of the blocks that overlap a span, as float32.
 
-        They are [rows of blocks, columns of blocks].
+        They have the shape [rows of blocks, columns of blocks].
         """
         key = self._blocks(span)
         if self._of != key:
@@ -395,7 +396,7 @@ class Scale:
         return self._part
 
     def decoded(self, raw: Array) -> Array:
-        """Stored elements as float32."""
+        """Convert stored elements to float32."""
         import numpy as np
 
         data = np.ascontiguousarray(raw).reshape(-1).view("u1")
@@ -403,7 +404,7 @@ class Scale:
             made = np.take(self._table, data, mode="clip")
         else:
             made = decode(data.data, BY_NAME[self.numbers.dtype]).astype("<f4")
-        made[np.isnan(made)] = np.nan  # without the bits that rounding could carry upwards
+        made[np.isnan(made)] = np.nan  # rounding could carry the payload of a NaN into its exponent
         found: Array = made.reshape(raw.shape)
         return found
 
@@ -414,7 +415,7 @@ class Scale:
         return 0 if self.numbers.shared else span.batch, top, bottom, left, right
 
     def raw(self, span: Span) -> Array:
-        """The same as they are stored."""
+        """Return the same numbers as `part`, as they are stored."""
         import numpy as np
 
         grid, size = self.grid, self._itemsize
@@ -434,7 +435,7 @@ class Scale:
         return np.frombuffer(data, f"<u{size}").reshape(bottom - top, wide)
 
     def _all(self, batch: int) -> Array:
-        """The numbers of a batch in columns, or of all in tiles of 128 x 4."""
+        """Return the stored numbers of a batch in columns, or of all in tiles of 128 x 4."""
         import numpy as np
 
         rows, columns, size = self.grid.rows, self.grid.columns, self._itemsize
@@ -449,7 +450,7 @@ class Scale:
 
 
 class PackedZero:
-    """Zero points of a few bits, all of which are held as float32."""
+    """Packed zero points of a few bits. All are unpacked to float32 in memory."""
 
     def __init__(self, zero: ZeroPoint, read: Reader, size: int, whole: bool) -> None:
         import numpy as np
@@ -467,7 +468,7 @@ class PackedZero:
         shifted = (codes.astype("<i2") + zero.add) % (1 << zero.bits) - zero.offset
         self._numbers: Array = np.ascontiguousarray(shifted, "<f4")
         first = shifted.reshape(-1)[:1]
-        self.same = int(first[0]) if (shifted == first).all() else None  # if all are the same
+        self.same = int(first[0]) if (shifted == first).all() else None  # the common zero point
 
     def part(self, span: Span) -> Array:
         top, bottom, left, right = span.blocks_of(self.grid)
@@ -477,7 +478,7 @@ class PackedZero:
 
 
 def rounded(values: Array, dtype: str) -> Array:
-    """float32 numbers rounded to a narrower type, still as float32."""
+    """Round float32 numbers to a narrower dtype, and return them as float32."""
     if dtype == "float32":
         return values
     kind = BY_NAME[dtype]
@@ -486,12 +487,12 @@ def rounded(values: Array, dtype: str) -> Array:
 
 
 def combined(scales: Sequence[Scale], span: Span, dtype: str) -> Array:
-    """The scale of each block that a span touches, each step rounded to `dtype`."""
+    """Return the scale of each block that overlaps a span, with each step rounded to `dtype`."""
     first, *others = scales
     made = rounded(first.part(span), dtype)
     for each in others:
         part = each.part(span)
-        if part.size > 1:  # of coarser blocks: for each of the first grid
+        if part.size > 1:  # repeat the scales of coarser blocks for the blocks of the first grid
             rows = places(span.top, span.bottom, first.grid.height, each.grid.height)
             columns = places(span.left, span.right, first.grid.width, each.grid.width)
             part = part[rows[:, None], columns]
@@ -500,7 +501,7 @@ def combined(scales: Sequence[Scale], span: Span, dtype: str) -> Array:
 
 
 def joined(scale: Array, part: Array, how: Numbers, dtype: str) -> Array:
-    """The product (or quotient) of scales of two levels."""
+    """Return the product (or quotient) of scales of two levels."""
     import numpy as np
 
     made = scale / part if how.combine == "divide" else scale * part
@@ -510,7 +511,7 @@ def joined(scale: Array, part: Array, how: Numbers, dtype: str) -> Array:
 
 
 def places(start: int, stop: int, fine: int, coarse: int) -> Array:
-    """The coarse block of each fine block of a range of elements, counted from the first."""
+    """Return the coarse block of each fine block in a range of elements, relative to the first."""
     import numpy as np
 
     first = np.arange(start // fine, -(-stop // fine)) * fine  # elements
@@ -519,10 +520,10 @@ def places(start: int, stop: int, fine: int, coarse: int) -> Array:
 
 
 def apply(how: Any, values: Array, part: Array, grid: ScaleGrid, span: Span, index: Any) -> None:
-    """Apply `how` in place to the elements of a span and the number of the block of each.
+    """Apply `how` in place to each element of a span and the number of its block.
 
-    `part` holds the numbers of the blocks that the span touches. With an `index`, which has the
-    block of each column where these are not in order, those of all columns of blocks.
+    `part` holds the numbers of the blocks that overlap the span. If `index` maps columns to blocks,
+    `part` holds the numbers of all columns of blocks.
     """
     import numpy as np
 
@@ -537,7 +538,7 @@ def apply(how: Any, values: Array, part: Array, grid: ScaleGrid, span: Span, ind
     if len(part) in (1, rows):
         how(values, part, out=values)
         return
-    first = span.top // height  # of the rows of blocks
+    first = span.top // height  # the first row of blocks
     for number, numbers in enumerate(part, first):
         own = values[max(number * height - span.top, 0) : (number + 1) * height - span.top]
         how(own, numbers, out=own)

@@ -1,9 +1,9 @@
-"""Make codes and scales of weights by rounding to nearest.
+"""Quantize weights: compute codes and scales by rounding to nearest.
 
-``fp8-block``: blocks of 128 x 128, as transformers does it. The scale is that which makes the
-largest magnitude of a block 448; what is stored is its inverse. ``mxfp4``: blocks of 32 columns, as
-compressed-tensors does it. The exponent is that of the largest magnitude, which is rounded first.
-``Q8_0`` of GGUF: 32 elements are a float16 scale and codes of int8, as ggml's quantizer makes them.
+``fp8-block`` has blocks of 128 x 128, as in transformers. The scale maps the largest magnitude of a
+block to 448, and its inverse is stored. ``mxfp4`` has blocks of 32 columns, as in
+compressed-tensors. The exponent is that of the largest magnitude after rounding. ``Q8_0`` of GGUF
+has blocks of 32 elements: a float16 scale and int8 codes, as ggml's quantizer makes them.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 BLOCK = 128  # rows and columns of fp8-block
 GROUP = 32  # columns of mxfp4
 LARGEST = 448.0  # of E4M3
-TILE = 1 << 18  # elements worked on at once
-# Halves between the magnitudes of FP4; one that is reached exactly goes to the even code.
+TILE = 1 << 18  # elements per step
+# Midpoints between the magnitudes of FP4. A midpoint itself is rounded to the even code.
 _LIMITS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Quantize(Operation):
-    """Codes or scales (`part`) of a matrix of floating-point elements; errors give its `name`."""
+    """Codes or scales (`part`) of a floating-point matrix. `name` is for error messages."""
 
     kind: str
     part: str
@@ -43,7 +43,7 @@ class Quantize(Operation):
     name: str
 
     def read(self, extent: Derived, start: int, stop: int) -> Pieces:
-        """Raise TensorError for NaN and infinities: they would spoil the scale of a block."""
+        """Raise TensorError for NaN and infinities, which have no scale."""
         import numpy as np
 
         dtype, rows, columns = BY_NAME[self.dtype], self.rows, self.columns
@@ -60,9 +60,9 @@ class Quantize(Operation):
                 values = decode(data, dtype).astype("<f4").reshape(bottom - top, columns)
                 if not np.isfinite(values).all():
                     raise TensorError(
-                        f"{self.name!r} holds NaN, infinite or too large values, which {self.kind} "
-                        "cannot hold",
-                        hint="`verify --values` counts them; --drop leaves the weight out",
+                        f"{self.name!r} contains NaN, infinite or too large values, which "
+                        f"{self.kind} cannot represent",
+                        hint="`verify --values` counts them; --drop drops the weight",
                     )
                 made = _KINDS[self.kind](values, self.part)
             yield made[max(start - at, 0) : min(stop - at, len(made))]
@@ -77,7 +77,7 @@ class Quantize(Operation):
 def quantized_records(
     record: Record, kind: str, source: DType, rows: int, columns: int, name: str
 ) -> tuple[Record, Record]:
-    """Return codes and scales of a matrix of `source` elements; errors give its `name`."""
+    """Return the codes and scales of a matrix of `source` elements. `name` is for messages."""
     sizes = {
         "fp8-block": (rows * columns, 4 * (rows // BLOCK) * (columns // BLOCK)),
         "mxfp4": (rows * columns // 2, rows * columns // GROUP),
@@ -91,7 +91,7 @@ def quantized_records(
 
 @dataclass(frozen=True, slots=True)
 class Q8_0(Rows):  # noqa: N801  # the name of the type
-    """Blocks of 32 floating-point elements as ggml's Q8_0; errors give the `name`."""
+    """Blocks of 32 floating-point elements as ggml's Q8_0. `name` is for error messages."""
 
     dtype: str
     name: str
@@ -101,7 +101,7 @@ class Q8_0(Rows):  # noqa: N801  # the name of the type
         return 2 + GROUP, GROUP * BY_NAME[self.dtype].itemsize
 
     def of(self, *pieces: Piece) -> memoryview:
-        """Raise TensorError for what a scale of float16 cannot hold, NaN and infinities."""
+        """Raise TensorError for NaN, infinities, and values whose scale exceeds float16."""
         import numpy as np
 
         with np.errstate(all="ignore"):
@@ -109,12 +109,12 @@ class Q8_0(Rows):  # noqa: N801  # the name of the type
             scales = np.abs(groups).max(axis=1, keepdims=True) / np.float32(127)
             stored = scales.astype("<f2")
             if not np.isfinite(stored).all():
-                what = "holds NaN, infinite or too large values, which Q8_0 cannot hold"
+                what = "contains NaN, infinite or too large values, which Q8_0 cannot represent"
                 raise TensorError(f"{self.name!r} {what}", hint="`verify --values` counts them")
             inverse = np.float32(1) / scales
-            # An infinite one is of a scale that float16 holds as 0: so are the numbers.
+            # The inverse is infinite if float16 rounds the scale to 0. The codes are then 0 too.
             groups = groups * np.where(np.isfinite(inverse), inverse, np.float32(0))
-            # The nearest integer; a half goes away from zero.
+            # Round to the nearest integer, halves away from zero.
             sizes = np.abs(groups)
             whole = np.floor(sizes)
             codes = np.copysign(whole + (sizes - whole >= 0.5), groups)
@@ -125,7 +125,7 @@ class Q8_0(Rows):  # noqa: N801  # the name of the type
 
 
 def q8_0_record(record: Record, source: DType, name: str) -> Record:
-    """Return elements of `source`, whole blocks of 32, as Q8_0; errors give their `name`."""
+    """Return elements of `source`, in whole blocks of 32, as Q8_0. `name` is for messages."""
     blocks = record.length // (GROUP * source.itemsize)
     return Pending(Q8_0(source.name, name), (record,), blocks * (2 + GROUP))
 
@@ -137,13 +137,13 @@ def _bytes(values: Array) -> memoryview:
 
 
 def _fp8_block(values: Array, part: str) -> memoryview:
-    """Codes of blocks whose largest magnitude becomes 448, or the inverse of what makes it so."""
+    """Return the codes of blocks scaled to a largest magnitude of 448, or the inverse scales."""
     import numpy as np
 
     rows, columns = values.shape
     blocks = values.reshape(rows // BLOCK, BLOCK, columns // BLOCK, BLOCK)
     largest = np.abs(blocks).max(axis=(1, 3))
-    # a quotient with a number above a tensor is a product with its reciprocal, for torch
+    # torch computes a number divided by a tensor as the number times the reciprocal
     scales = np.float32(LARGEST) * (np.float32(1) / np.where(largest > 0, largest, np.float32(1)))
     scales = np.where(largest > 0, scales, np.float32(1))
     if part == "scales":
@@ -154,9 +154,9 @@ def _fp8_block(values: Array, part: str) -> memoryview:
 
 
 def _mxfp4(values: Array, part: str) -> memoryview:
-    """Codes of groups of 32, two in a byte, or the byte of the exponent of each.
+    """Return the codes of groups of 32, two per byte, or the exponent byte of each group.
 
-    That is the exponent of the largest magnitude, rounded to a power of two, less 2.
+    The exponent is that of the largest magnitude, rounded to a power of two, minus 2.
     """
     import numpy as np
 
@@ -168,7 +168,7 @@ def _mxfp4(values: Array, part: str) -> memoryview:
     scaled = np.ldexp(groups, 127 - exponents[..., None]).reshape(-1)
     size = np.abs(scaled)
     code = np.zeros(len(size), "u1")
-    for number, limit in enumerate(_LIMITS):  # after an even code, the limit itself still is that
+    for number, limit in enumerate(_LIMITS):  # a midpoint above an even code stays at that code
         code += size > limit if number % 2 == 0 else size >= limit
     code |= (scaled < 0).astype("u1") << 3
     return _bytes(code[0::2] | (code[1::2] << 4))

@@ -1,7 +1,7 @@
-"""Where elements go: copies of blocks between arrays, as positions and strides alone.
+"""Copies of blocks of elements between arrays, described by positions and strides alone.
 
-What files hold in parts (chunks of DCP, shards of ranks), what a view of a tensor shows, and what a
-rule rearranges are all such copies. Copies of copies are copies: :func:`composed`.
+Chunks of DCP, shards of ranks, views of tensors and rearrangements by rules are all such copies.
+The composition of two copies is again a list of copies: :func:`composed`.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from ckptkit.core.limits import check
 from ckptkit.core.tensor import Shape
 from ckptkit.core.text import flatten
 
-ZEROS = -1  # in place of a source: elements that are zero
-CUTS = 10_000  # parts that a copy is cut into where its elements are no box
+ZEROS = -1  # as a source: the elements are zero
+CUTS = 10_000  # most parts of a copy whose elements do not form a box
 
-# Elements, stride in the source, stride in the target: each in elements, the outermost first.
+# (size, stride in the source, stride in the target), in elements, outermost dimension first.
 Dims = tuple[tuple[int, int, int], ...]
 
 
 class StridedCopy(NamedTuple):
-    """A block of elements that goes from a source to a target; positions count elements."""
+    """A block of elements copied from a source to a target. Positions count elements."""
 
-    source: int  # which of the sources, or ZEROS
+    source: int  # index of the source, or ZEROS
     start: int  # the first element in the source
     place: int  # the first element in the target
     dims: Dims
@@ -43,7 +43,7 @@ def of_box(
 ) -> StridedCopy:
     """Return the copy that fills a box of a row-major array of `shape`.
 
-    The elements of the source are `stride` apart, from element `start` on.
+    The source elements start at element `start` and have the strides `stride`.
     """
     steps = row_major(shape)
     place = sum(offset * step for offset, step in zip(offsets, steps, strict=True))
@@ -60,7 +60,7 @@ def row_major(shape: Sequence[int]) -> list[int]:
 
 
 def normal(dims: Iterable[tuple[int, int, int]]) -> Dims:
-    """Return the same elements with as few dimensions as possible, by falling target stride."""
+    """Return the fewest dimensions for the same elements, sorted by falling target stride."""
     found: list[tuple[int, int, int]] = []
     for n, read, written in sorted((d for d in dims if d[0] != 1), key=lambda d: -d[2]):
         if found and found[-1][1] == n * read and found[-1][2] == n * written:
@@ -81,7 +81,7 @@ def is_dense(copy: StridedCopy) -> bool:
 
 
 def corners(copy: StridedCopy, dims: Sequence[tuple[int, int, int]]) -> Iterator[tuple[int, int]]:
-    """Yield the first element in source and target for all indices of the given dimensions."""
+    """Yield the first element in source and target for each index of the given dimensions."""
     if not dims:
         yield copy.start, copy.place
         return
@@ -94,9 +94,9 @@ def corners(copy: StridedCopy, dims: Sequence[tuple[int, int, int]]) -> Iterator
 def in_bytes(
     copies: Sequence[StridedCopy], bits: int, block: int = 1
 ) -> tuple[StridedCopy, ...] | None:
-    """Copies of elements as copies of bytes; None if one begins inside a byte or block.
+    """Convert copies of elements to copies of bytes; None if one starts inside a byte or block.
 
-    `block` elements in a row have `bits` bits together.
+    `block` elements have `bits` bits.
     """
     found = []
     for source, start, place, dims in copies:
@@ -118,7 +118,7 @@ def in_bytes(
 
 
 class Interval(NamedTuple):
-    """The indices of a box along one axis: where they begin, how many, and a stride elsewhere."""
+    """The indices of a box along one axis, and the stride of these in the other array."""
 
     offset: int
     size: int
@@ -129,9 +129,9 @@ Box = tuple[Interval, ...]
 
 
 class Axes:
-    """The axes of an array of `total` elements, outermost first, in which given strides are steps.
+    """The axes of an array of `total` elements whose strides include all given ones.
 
-    No `sizes` if the strides do not divide each other.
+    The outermost axis comes first. `sizes` is empty if the strides do not divide each other.
     """
 
     def __init__(self, strides: Iterable[int], total: int) -> None:
@@ -143,9 +143,9 @@ class Axes:
         )
 
     def box(self, first: int, dims: Sequence[tuple[int, int, int]]) -> Box | None:
-        """The box of the elements from position `first`; dims are (elements, stride, other stride).
+        """Return the box of the elements from position `first`; None if they do not form a box.
 
-        None if the elements are no box.
+        `dims` are (size, stride, stride in the other array).
         """
         offsets, rest = [], first
         for stride in self.strides:
@@ -169,7 +169,7 @@ class Axes:
         counts: list[int],
         others: list[int],
     ) -> bool:
-        """Put a dimension on its axis and, where it is larger than that, on those around it."""
+        """Assign a dimension to its axis and, if it is larger than that, also to outer axes."""
         while n > 1:
             if axis < 0 or counts[axis] != 1:
                 return False
@@ -185,11 +185,11 @@ class Axes:
         return True
 
 
-@lru_cache(64)  # layers of a model have the same shapes, cut in the same way
+@lru_cache(64)  # layers of a model have equal shapes and copies
 def on_axes(copies: tuple[StridedCopy, ...], elements: int) -> tuple[Shape, list[Box]] | None:
-    """Return an array of which each copy, in normal form, fills a box; None if there is none.
+    """Return the shape of an array in which each copy fills a box, and the boxes; else None.
 
-    Strides of the boxes are those in the sources.
+    Copies must be in normal form. The strides of the boxes are those in the sources.
     """
     axes = Axes((written for copy in copies for _, _, written in copy.dims), elements)
     boxes = []
@@ -207,9 +207,9 @@ def on_axes(copies: tuple[StridedCopy, ...], elements: int) -> tuple[Shape, list
 def composed(
     outer: StridedCopy, inner: Sequence[StridedCopy], total: int
 ) -> list[StridedCopy] | None:
-    """Return a copy of `total` elements, which inner copies make, as copies of their sources.
+    """Compose copies: inner copies fill an array of `total` elements, which `outer` reads.
 
-    None where that takes too many.
+    Return the copies that read the inner sources directly; None if there are too many.
     """
     outer = outer._replace(dims=normal(outer.dims))
     turned = [_turned(piece._replace(dims=normal(piece.dims))) for piece in inner]
@@ -231,7 +231,7 @@ def composed(
             end = piece.start + sum((n - 1) * read for n, read, _ in piece.dims)
             if piece.start > last or end < copy.start:
                 continue
-            start, place, dims = piece.place, copy.place, []  # of what both have
+            start, place, dims = piece.place, copy.place, []  # the intersection of both boxes
             for a, b in zip(ours, theirs, strict=True):
                 low, high = max(a.offset, b.offset), min(a.offset + a.size, b.offset + b.size)
                 if low >= high:
@@ -252,7 +252,7 @@ def _turned(copy: StridedCopy) -> StridedCopy:
 
 
 def _boxed(copy: StridedCopy, axes: Axes) -> list[tuple[StridedCopy, Box]] | None:
-    """Return a copy in parts whose sources are boxes of the axes; None if there are too many."""
+    """Split a copy into parts whose sources are boxes of the axes; None if there are too many."""
     waiting, found = [copy], []
     while waiting:
         part = waiting.pop()
@@ -260,7 +260,7 @@ def _boxed(copy: StridedCopy, axes: Axes) -> list[tuple[StridedCopy, Box]] | Non
         if box is not None:
             found.append((part, box))
             continue
-        # It is cut along the dimension that goes over the end of an axis, else along the largest.
+        # Split along a dimension that crosses the end of an axis, else along the largest.
         cut = max(range(len(part.dims)), key=lambda each: part.dims[each][1])
         head = 1
         for number, (n, read, _) in enumerate(part.dims):
@@ -284,7 +284,7 @@ def _boxed(copy: StridedCopy, axes: Axes) -> list[tuple[StridedCopy, Box]] | Non
 def _run_by_run(
     outer: StridedCopy, inner: Sequence[StridedCopy], total: int
 ) -> list[StridedCopy] | None:
-    """Compose each run of the outer copy by itself, where strides do not divide each other."""
+    """Compose each run of the outer copy separately, if strides do not divide each other."""
     runs = [dim for dim in outer.dims if dim[1] != 1]
     if not runs:
         return None
@@ -304,10 +304,10 @@ def _run_by_run(
 
 
 def check_cover(shape: Shape, boxes: Sequence[tuple[Shape, Shape]]) -> None:
-    """Raise CorruptError unless boxes (offsets, sizes) tile an array; empty ones are ignored.
+    """Raise CorruptError unless boxes (offsets, sizes) tile an array. Empty boxes are ignored.
 
-    The array is cut where a box begins or ends, along each dimension: each part must be in one box.
-    Raises LimitError where there are too many parts.
+    The edges of all boxes divide the array into parts; each part must lie in exactly one box.
+    Raises LimitError if there are too many parts.
     """
     regions = []
     for offsets, sizes in boxes:
@@ -315,7 +315,7 @@ def check_cover(shape: Shape, boxes: Sequence[tuple[Shape, Shape]]) -> None:
             raise CorruptError(f"a chunk has {len(sizes)} dimensions, the tensor {len(shape)}")
         region = tuple((o, o + n) for o, n in zip(offsets, sizes, strict=True))
         if any(end > n for (_, end), n in zip(region, shape, strict=True)):
-            raise CorruptError(f"the chunk {_region_text(region)} reaches out of shape {shape}")
+            raise CorruptError(f"the chunk {_region_text(region)} exceeds shape {shape}")
         if 0 not in sizes:
             regions.append(region)
     if 0 in shape:
@@ -326,7 +326,7 @@ def check_cover(shape: Shape, boxes: Sequence[tuple[Shape, Shape]]) -> None:
     numbers = [{edge: number for number, edge in enumerate(each)} for each in edges]
     counts = [len(each) - 1 for each in edges]
     steps, visits = row_major(counts), prod(counts)
-    check("chunk_visits", visits, "looks at the chunks of one tensor")
+    check("chunk_visits", visits, "comparisons of the chunks of one tensor")
     taken = bytearray(visits)
 
     def text(part: Sequence[int]) -> str:
@@ -338,7 +338,7 @@ def check_cover(shape: Shape, boxes: Sequence[tuple[Shape, Shape]]) -> None:
             for number, (low, high) in zip(numbers, region, strict=True)
         ]
         visits += prod(map(len, spans))
-        check("chunk_visits", visits, "looks at the chunks of one tensor")
+        check("chunk_visits", visits, "comparisons of the chunks of one tensor")
         for part in product(*spans):
             at = sum(map(mul, part, steps))
             if taken[at]:

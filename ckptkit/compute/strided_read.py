@@ -1,10 +1,11 @@
-"""Read arranged elements: the operation on bytes that strided copies describe.
+"""Read rearranged elements: the operation that executes strided copies.
 
-The output is made in tiles: some indices of one axis with all axes after it, below fixed indices of
-the axes before. Large transposes are written in blocks, where the order of writing is free. The
-region of a tile or block that is one copy's is read in boxes: from the smallest stride up, a
-dimension is read whole, gaps included, as long as the gaps are small and the box is; rows further
-apart are read into rows of memory; the next dimension is cut, others are taken index by index.
+The output is computed in tiles: a range of indices of one axis, with all inner axes and fixed
+indices of the outer axes. Large transposes are written in blocks if the order of writing is free.
+The part of a tile or block that comes from one copy is read in boxes. Starting with the smallest
+stride, a dimension is read whole, including gaps, while gaps and box are small. Rows that are
+further apart are read into separate buffers. The next dimension is split; the remaining ones are
+read index by index.
 """
 
 from __future__ import annotations
@@ -26,34 +27,34 @@ if TYPE_CHECKING:
 
     Array = np.ndarray[Any, Any]
 
-TILE = 16 << 20  # bytes of the output made at once
-JOINED = 4 << 20  # the same of an array that is put together from several inputs
-BOX = 1 << 20  # bytes of the input read at once: few enough to be put in order inside the cache
-# Bytes worth reading to save a box, which costs Python microseconds and the cache its lines.
+TILE = 16 << 20  # bytes of output per tile
+JOINED = 4 << 20  # bytes per tile of an array with several inputs
+BOX = 1 << 20  # bytes of input per box; it must fit the cache to be reordered there
+# Bytes worth reading in order to save a box. A box costs microseconds of Python and cache lines.
 CALL = 64 << 10
-EXACT = 512  # bytes that are read by themselves where more than as much lies between them
-ROW = 1 << 10  # bytes of a row from which on it is read where it belongs, without a copy
-LINE = 1024  # bytes that a box gives to each row of a transpose, if it can
-MANY = 128  # boxes, from which on larger tiles pay
-LARGE = 64 << 20  # bytes of a tile of a large transpose, of which each needs a little of every row
+EXACT = 512  # bytes; runs of this size are read separately if the gaps between them are larger
+ROW = 1 << 10  # bytes; rows of this size are read into the output directly
+LINE = 1024  # bytes of each row of a transpose in a box, if possible
+MANY = 128  # boxes; with more, larger tiles are faster
+LARGE = 64 << 20  # bytes per tile of a large transpose, which needs a little of every row
 
-LEAST = 16 << 20  # bytes that the columns of a matrix span in the target; less fits into a tile
+LEAST = 16 << 20  # bytes; if the columns of a matrix span less in the target, a tile holds them
 BLOCK = 48 << 20  # bytes of a block
-COLUMNS = 4096  # of a block at most: a strip of them stays in a core's cache
-PAGE = 4 << 10  # bytes that the system keeps together: it fills up those that are written in part
-_AT_ONCE = 1024  # rows that are written by one call where they follow each other
+COLUMNS = 4096  # most columns of a block: a strip of them must fit the cache of a core
+PAGE = 4 << 10  # bytes of a page; the system must read a page before a partial write
+_AT_ONCE = 1024  # adjacent rows written by one call
 
-_LINE = 64  # bytes of a line of the cache: rows a power of two apart share few of them
-STRIP_ROWS = 256  # of a strip that is transposed in the cache
+_LINE = 64  # bytes of a cache line; rows a power of two apart compete for few of them
+STRIP_ROWS = 256  # rows of a strip, which is transposed in the cache
 STRIP_WIDTH = 1024  # bytes of its rows
-SMALL_AXIS = 32  # elements of an axis, up to which strips cost more than they save
-_LANES = 4  # bytes that are turned as one unit: numpy copies a unit as fast as a byte
+SMALL_AXIS = 32  # elements; for shorter axes, strips cost more than they save
+_LANES = 4  # bytes transposed as one unit: numpy copies a unit as fast as a byte
 _UNITS = {1: "u1", 2: "u2", 4: "u4", 8: "u8", 16: "c16"}
 
 
 @dataclass(frozen=True, slots=True)
 class Arrange(Operation):
-    """Elements of the inputs where strided copies put them: each element of the output once.
+    """The inputs' elements, placed by strided copies that fill each output element exactly once.
 
     Elements have 1, 2, 4, 8 or 16 bytes. The copies are in normal form, and fill boxes of one array
     (:func:`on_axes`).
@@ -72,7 +73,7 @@ class Arrange(Operation):
         return _tiles(shape, parts, self.itemsize, limit, start, stop)
 
     def ends(self, extent: Derived, size: int) -> Iterable[int]:
-        """Yield where tiles end, `size` bytes or more apart: there nothing is read twice."""
+        """Yield ends of tiles at least `size` bytes apart: whole tiles read nothing twice."""
         if extent.length < 2 * size:
             yield extent.length
             return
@@ -101,10 +102,10 @@ class Arrange(Operation):
 
 
 def _limit(shape: Shape, boxes: Sequence[Box], itemsize: int) -> int:
-    """Return the bytes of a tile.
+    """Return the bytes per tile.
 
-    There are more of a transpose whose tiles would take less than `EXACT` of a row, and where each
-    tile looks at many boxes.
+    Tiles are larger for a transpose that would otherwise read less than `EXACT` bytes of each row,
+    and for arrays of many boxes.
     """
     if len(boxes) > 1:
         return TILE if len(boxes) < MANY else LARGE // 2
@@ -114,7 +115,7 @@ def _limit(shape: Shape, boxes: Sequence[Box], itemsize: int) -> int:
 
 
 def _tile(shape: Shape, itemsize: int, limit: int) -> tuple[int, int]:
-    """Return the axis that tiles cut, and how many of its indices each has; the last has fewer."""
+    """Return the axis that tiles split, and the number of its indices per tile."""
     row = itemsize
     for axis in range(len(shape) - 1, -1, -1):
         n = shape[axis]
@@ -133,13 +134,13 @@ def _tiles(
     start: int,
     stop: int,
 ) -> Pieces:
-    """Yield bytes `start` to `stop` of an array; each box has a reader and its first element."""
+    """Yield bytes `start` to `stop` of an array. Boxes are (reader, box, first element)."""
     import numpy as np
 
     axis, width = _tile(shape, itemsize, limit)
-    row = prod(shape[axis + 1 :]) * itemsize  # bytes for one index of the axis
+    row = prod(shape[axis + 1 :]) * itemsize  # bytes per index of the axis
     unit = np.dtype(_UNITS[itemsize])
-    # Tiles of several boxes are small and share one memory: new pages cost more than copies.
+    # Tiles of several boxes are small and share one buffer: new pages cost more than copies.
     room = np.empty(min(width, shape[axis]) * row // itemsize if len(boxes) > 1 else 0, unit)
     at = start
     while at < stop:
@@ -158,12 +159,12 @@ def _tiles(
         lower = rest - first * row
         upper = min(len(made), lower + stop - at)
         yield made[lower:upper]
-        del tile, made  # before the next one is made
+        del tile, made  # free it before the next tile is allocated
         at += upper - lower
 
 
 def _read_region(read: Reader, tile: Array, low: tuple[int, ...], box: Box, start: int) -> None:
-    """Read the intersection of the box and the tile that begins at indices `low` of the array."""
+    """Read the intersection of a box and the tile that begins at indices `low` of the array."""
     ends = zip(low, tile.shape, strict=True)
     spans = [
         (max(a, b.offset), min(a + n, b.offset + b.size))
@@ -179,16 +180,16 @@ def _read_region(read: Reader, tile: Array, low: tuple[int, ...], box: Box, star
 
 
 def fill(made: Array, read: Reader, offset: int, strides: tuple[int, ...]) -> None:
-    """Read into `made` the elements that are `strides` bytes apart from `offset` on."""
+    """Fill `made` with the elements at `offset` and multiples of `strides`, in bytes."""
     import numpy as np
 
     itemsize = made.itemsize
     dims = list(zip(made.shape, strides, strict=True))
     order = normal(zip(made.shape, strides, row_major(made.shape), strict=True))
     is_one_run = order == ((made.size, itemsize, 1),) and made.shape[-1] * itemsize >= ROW
-    if read.is_local and is_one_run:  # in order: read where they belong
+    if read.is_local and is_one_run:  # read it into place without reordering
         place = (made.__array_interface__["data"], made.shape, made.strides)
-        if read.place != place:  # tiles have the same memory again, and views of rows cost time
+        if read.place != place:  # reuse the views of the rows if the next tile has the same memory
             read.place, read.buffers = place, list(_rows(made.view(np.uint8)))
         read.rows(offset, len(read.buffers[0]), read.buffers)
         return
@@ -201,7 +202,7 @@ def fill(made: Array, read: Reader, offset: int, strides: tuple[int, ...]) -> No
         shape = [min(b, n - i) for b, (n, _), i in zip(box, dims, at, strict=True)]
         start = offset + sum(i * s for i, s in zip(at, strides, strict=True))
         apart_by = list(strides)
-        with reading(None):  # boxes have gaps, and there may be millions
+        with reading(None):  # boxes have gaps, so their checksums are useless
             if apart is None:
                 span = itemsize + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
                 data = read(start, span)
@@ -215,7 +216,7 @@ def fill(made: Array, read: Reader, offset: int, strides: tuple[int, ...]) -> No
 
 
 def _rows(data: Array) -> Iterator[memoryview]:
-    """Yield the memory of each row, or of all of them where they follow each other."""
+    """Yield the memory of each row, or of the whole array if it is contiguous."""
     import numpy as np
 
     if data.flags.c_contiguous:
@@ -228,9 +229,10 @@ def _rows(data: Array) -> Iterator[memoryview]:
 def _box(
     dims: list[tuple[int, int]], itemsize: int, is_local: bool
 ) -> tuple[list[int], int, int | None]:
-    """Return how many indices of each dimension are read at once, and what is read as rows.
+    """Choose the box that one read covers: the number of indices of each dimension.
 
-    That is the bytes of a row, and the dimension along which they are apart, if any.
+    Return it with the bytes of a row, and the dimension along which rows are read separately, None
+    if the box is read as one run.
     """
     box = [1] * len(dims)
     span = itemsize
@@ -250,17 +252,16 @@ def _box(
 
 
 def _pitch(width: int) -> int:
-    """Return the bytes between rows of `width` bytes in memory: an odd number of lines."""
+    """Return the pitch in memory for rows of `width` bytes: an odd number of cache lines."""
     return (-(-width // _LINE) | 1) * _LINE
 
 
 def transposed_copy(target: Array, view: Array) -> None:
     """Copy `view` into `target`, a row-major array of the same shape and dtype.
 
-    Element by element, a transpose touches a new cache line for each element that it reads. A strip
-    of rows is copied first, in its own order, into rows that are a little longer: rows whose
-    distance is a power of two would share the same few lines of the cache. It is transposed from
-    there.
+    An element-by-element transpose would load a new cache line for each element that it reads.
+    Therefore a strip of rows is first copied in its own order into slightly longer rows, and
+    transposed from there. Rows a power of two apart would compete for a few cache lines.
     """
     import numpy as np
 
@@ -276,7 +277,7 @@ def transposed_copy(target: Array, view: Array) -> None:
     strip = np.empty((STRIP_ROWS, _pitch(STRIP_WIDTH) // size), view.dtype)
     for index in np.ndindex(view.shape[:-2]):
         rows, columns = view[index], target[index]
-        if rows.strides[0] % (2 * _LINE) == _LINE:  # they are so already
+        if rows.strides[0] % (2 * _LINE) == _LINE:  # the pitch is good already
             _turned(columns, rows)
             continue
         for left in range(0, rows.shape[1], width):
@@ -288,10 +289,11 @@ def transposed_copy(target: Array, view: Array) -> None:
 
 
 def _turned(target: Array, rows: Array) -> None:
-    """Copy rows into an array whose columns are contiguous; single bytes four at a time.
+    """Copy rows into an array whose columns are contiguous. Single bytes are copied four at a time.
 
-    Units of four columns are turned, and casts take one of their bytes after another: a third
-    faster (measured). Calls are few and large, since threads wait for each other between them.
+    Units of four columns are transposed, then casts extract one byte after another: this takes a
+    third less time (measured). Calls are few and large, because threads wait for each other between
+    them.
     """
     import numpy as np
 
@@ -309,22 +311,22 @@ def _turned(target: Array, rows: Array) -> None:
 
 # Large transposes
 #
-# The output of a transpose has rows as long as the input has rows, so that a tile of whole rows
-# holds few columns: made in order, each tile needs a little of every row of the input. Where the
-# order of writing is free, a block of rows and columns is read once, in long pieces, turned in
-# memory, and written where it belongs, in long pieces.
+# The output rows of a transpose are as long as the input has rows, so a tile of whole rows covers
+# few input columns: written in order, each tile needs a little of every input row. If the order of
+# writing is free, a block of rows and columns is read once, in long pieces, transposed in memory,
+# and written to its place, in long pieces.
 
 
 class Matrix(NamedTuple):
-    """A matrix whose rows lie in the source and whose columns lie in the target; all in bytes."""
+    """A matrix with contiguous rows in the source and contiguous columns in the target."""
 
     source: Extent
-    start: int  # of the first element in the source
-    place: int  # and in the target
+    start: int  # offset of the first element in the source
+    place: int  # offset of the first element in the target
     rows: int
     columns: int
-    pitch: int  # from row to row in the source
-    step: int  # from column to column in the target
+    pitch: int  # bytes from row to row in the source
+    step: int  # bytes from column to column in the target
     itemsize: int
 
     @property
@@ -333,7 +335,7 @@ class Matrix(NamedTuple):
 
 
 class Block(NamedTuple):
-    """Matrices whose columns follow each other in the target: they are written together."""
+    """Matrices whose columns are adjacent in the target, so that they are written together."""
 
     parts: tuple[Matrix, ...]
 
@@ -347,9 +349,9 @@ class Block(NamedTuple):
 
 
 def blocks(extent: Extent, at: int = 0) -> list[Block]:
-    """The blocks that a large transpose falls into; nothing for an extent that is none.
+    """Split a large transpose into blocks; return [] for other extents.
 
-    They are cut for a target that begins at byte `at` of its file.
+    `at` is the offset of the target in its file.
     """
     if not isinstance(extent, Derived) or not isinstance(extent.operation, Arrange):
         return []
@@ -364,7 +366,7 @@ def blocks(extent: Extent, at: int = 0) -> list[Block]:
 
 
 def _together(matrices: Iterable[Matrix]) -> Iterator[Block]:
-    """Yield blocks of matrices, of which one ends where the next begins."""
+    """Group adjacent matrices into blocks."""
     held: list[Matrix] = []
     size = 0
     for matrix in matrices:
@@ -383,7 +385,7 @@ def _follows(one: Matrix, other: Matrix) -> bool:
 
 
 def _matrices(source: Extent, copy: StridedCopy, itemsize: int) -> Iterator[Matrix]:
-    """Yield the large matrices of a copy, if it is made of such."""
+    """Yield the large matrices of a copy, if it is a large transpose."""
     dims = normal(copy.dims)
     rows = next((dim for dim in dims if dim[2] == 1 and dim[1] > 1), None)
     columns = next((dim for dim in dims if dim[1] == 1 and dim[2] > 1), None)
@@ -399,7 +401,7 @@ def _matrices(source: Extent, copy: StridedCopy, itemsize: int) -> Iterator[Matr
 
 
 def _cut(matrix: Matrix, at: int) -> Iterator[Matrix]:
-    """Yield blocks of even size, as many as are needed, of a target that begins at byte `at`."""
+    """Split a matrix into blocks of even size. `at` is the offset of the target in its file."""
     height, width = _block_shape(matrix)
     size = matrix.itemsize
     for row, end in pairwise(_ends(matrix, height, at)):
@@ -413,9 +415,9 @@ def _cut(matrix: Matrix, at: int) -> Iterator[Matrix]:
 
 
 def _ends(matrix: Matrix, height: int, at: int) -> list[int]:
-    """Return the rows where blocks begin and end: where pages of the file do, if possible.
+    """Return the rows at which blocks begin and end: on page boundaries of the file if possible.
 
-    A page that is written in two parts has to be filled up first: an eighth more time (measured).
+    A page that is written in two parts must be read first: an eighth more time (measured).
     """
     unit = _rows_of_page(matrix)
     is_whole = height == matrix.rows or height % unit
@@ -424,15 +426,15 @@ def _ends(matrix: Matrix, height: int, at: int) -> list[int]:
 
 
 def _rows_of_page(matrix: Matrix) -> int:
-    """Return the rows whose elements of a column fill a page, 1 if columns begin anywhere in it."""
+    """Return the number of rows that fill a page with one column, 1 if columns are not aligned."""
     return 1 if matrix.step % PAGE else PAGE // matrix.itemsize
 
 
 def _block_shape(matrix: Matrix) -> tuple[int, int]:
-    """Return the rows and columns of a block for which the fewest calls read and write it.
+    """Return the rows and columns of the block that needs the fewest read and write calls.
 
-    Whole rows follow each other in the source, and whole columns in the target: there one call
-    takes many. A piece that is written costs about twice as much as one that is read (measured).
+    Whole rows are adjacent in the source, and whole columns in the target, so one call handles many
+    of them. A write costs about twice as much as a read (measured).
     """
     elements = max(1, BLOCK // matrix.itemsize)
     heights = (matrix.rows, elements // min(matrix.columns, COLUMNS), math.isqrt(2 * elements))
@@ -444,31 +446,31 @@ def _fitting(matrix: Matrix, height: int, elements: int) -> tuple[int, int]:
     """Return the shape of even blocks of at most `height` rows and as many columns as fit."""
     height = max(1, min(matrix.rows, height, elements))
     height = -(-matrix.rows // -(-matrix.rows // height))
-    # A little more of them where that gives whole pages.
+    # Round up to whole pages.
     height = min(matrix.rows, height + -height % _rows_of_page(matrix))
     return height, max(1, min(matrix.columns, COLUMNS, elements // height))
 
 
 def _cost(matrix: Matrix, height: int, width: int) -> float:
-    """Estimate the calls for each element."""
+    """Estimate the number of calls per element."""
     is_whole = width == matrix.columns and matrix.pitch == width * matrix.itemsize
     reads = 0 if is_whole else 1 / width
     return reads + (0 if height == matrix.rows else 2 / height)
 
 
 class Turner:
-    """Turns blocks, one after another, in the same memory: new pages cost more than copies."""
+    """Transposes blocks in one reused buffer: new pages cost more than copies."""
 
     def __init__(self) -> None:
         import numpy as np
 
-        # numpy asks the system for large pages, which a transpose of many rows needs.
+        # numpy allocates large pages, which a transpose of many rows needs.
         self._memory, self._strips = np.empty(0, np.uint8), ScratchBuffer()
 
     def pieces(self, block: Block) -> Iterator[tuple[int, list[memoryview]]]:
-        """Yield the pieces of the target that a block gives, each with its first byte there.
+        """Yield the pieces of the target from a block: (offset in the target, list of buffers).
 
-        A piece is a list of buffers. They are the caller's until the next block is turned.
+        The buffers are valid until the next call.
         """
         import numpy as np
 

@@ -1,10 +1,9 @@
-"""Statistics of numbers, in one pass, of parts that can be joined.
+"""Statistics of elements in one pass, computed in parts that can be merged.
 
-Mean and sum of squared deviations are float64: those of a block are computed in two passes over it
-while it is in the cache, and blocks are joined as Chan, Golub and LeVeque do (1979), which loses
-nothing where the mean is large. Numbers whose squares float64 cannot hold are scaled by a power of
-two. Parts of a tensor are cut at fixed places and joined in order, so the result does not depend on
-the threads.
+Mean and sum of squared deviations are float64. For each block, while it is in the cache, they take
+two passes. Blocks are merged by the formula of Chan, Golub and LeVeque (1979), which is exact even
+for large means. Numbers whose squares overflow float64 are scaled by a power of two. Parts of a
+tensor have fixed boundaries and are merged in order, so the result does not depend on the threads.
 """
 
 from __future__ import annotations
@@ -34,32 +33,30 @@ if TYPE_CHECKING:
 
     Array = np.ndarray[Any, Any]
 
-MOST = sys.float_info.max  # also of absolute values of complex numbers
-BINS = 64  # of a histogram, at most
-_SCALES = 126  # exponents of float32 that are powers of two of it, either way
-FINE = 40  # bits: a bin is no smaller than the largest number divided by 2**40
+MOST = sys.float_info.max  # absolute values of complex numbers are clipped to it
+BINS = 64  # most bins of a histogram
+_SCALES = 126  # float32 represents 2**n and 2**-n up to this n
+FINE = 40  # bits: a bin is at least the largest number divided by 2**40
 LEAST = -1_200  # exponent of the bins of zeros alone: smaller than that of any number
-# Elements worked on at once: calls of numpy are so long that threads seldom wait for the lock of
-# the interpreter. Smaller blocks are no faster by themselves.
+# Elements per step. numpy calls must be so long that threads seldom wait for the interpreter lock;
+# smaller blocks are not faster.
 BLOCK = 1 << 18
-BLOCK_BYTES = 2 << 20  # at most
-PART = 32 << 20  # bytes of a tensor that are a task of their own
-COUNTED = 2 << 20  # bytes of one from which on the codes of small types are counted
-DOT = 8_192  # numbers of a dot product: of more, a library may start threads of its own
-# Exponents of the largest number between which its square, and a sum of squares, is in float64.
+BLOCK_BYTES = 2 << 20  # most bytes per step
+PART = 32 << 20  # bytes of a tensor that form a separate task
+COUNTED = 2 << 20  # bytes; for more, the codes of 8- and 16-bit types are counted
+DOT = 8_192  # numbers per dot product: for more, a library may start its own threads
+# Exponents of the largest number for which float64 holds sums of squares.
 SQUARED = (-400, 500)
-NEAR = 16  # times as much as a mean contributes to a sum of squares, that it is taken out of
+NEAR = 16  # a sum of squares this many times the mean's share is corrected by subtraction
 
 
 @dataclass(slots=True)
 class Histogram:
-    """Bin ``i`` of `counts` counts the numbers from ``(first + i) * 2**exponent`` on, up to where
-    the next one begins.
+    """Counts of numbers in bins. Bin ``i`` starts at ``(first + i) * 2**exponent``.
 
-    The width is the smallest power of two with which `BINS` bins reach from the smallest number to
-    the largest (1 at least for integers, or with `FINE`). So one pass is enough, as bins are joined
-    in pairs when a number is outside; histograms of different tensors can be added; and neither
-    the order nor the parts make a difference.
+    The width is the smallest power of two for which `BINS` bins cover all numbers (at least 1 for
+    integers; see also `FINE`). One pass is enough: if a number is outside, bins are merged in
+    pairs. Histograms of different tensors can be added, in any order, with the same result.
     """
 
     exponent: int = 0
@@ -68,11 +65,11 @@ class Histogram:
 
     @property
     def edges(self) -> list[float]:
-        """Edges of the bins: the lower edge of each, then the upper edge of the last."""
+        """The lower edge of each bin, then the upper edge of the last."""
         return [_scaled(self.first + i, self.exponent) for i in range(len(self.counts) + 1)]
 
     def coarser(self, exponent: int) -> Histogram:
-        """The same numbers in bins as wide as that."""
+        """Return the histogram with bins of width ``2**exponent``."""
         steps = exponent - self.exponent
         if not steps or not self.counts:
             return self
@@ -83,14 +80,14 @@ class Histogram:
         return Histogram(exponent, first, counts)
 
     def at_most(self, bins: int) -> Histogram:
-        """The same numbers in no more bins than that."""
+        """Return the histogram with at most `bins` bins."""
         made = self
         while len(made.counts) > bins:
             made = made.coarser(made.exponent + 1)
         return made
 
     def plus(self, other: Histogram, exponent: int) -> Histogram:
-        """The numbers of both, in bins that are wide enough."""
+        """Return the sum of two histograms with bins of width ``2**exponent``."""
         a, b = self.coarser(exponent), other.coarser(exponent)
         if not a.counts or not b.counts:
             return a if a.counts else b
@@ -105,12 +102,12 @@ class Histogram:
 def _scaled(number: float, exponent: int) -> float:
     try:
         return math.ldexp(number, exponent)
-    except OverflowError:  # the end of a bin that holds the largest of all floats, a norm
+    except OverflowError:  # the upper edge of a bin with the largest float, or a norm
         return math.copysign(math.inf, number)
 
 
 def _ldexp(number: float | complex, exponent: int) -> float | complex:
-    """Return ``number * 2**exponent``, no more than the largest float: a mean may be rounded up."""
+    """Return ``number * 2**exponent``, clipped to the largest float: a mean may be rounded up."""
     if not exponent:
         return number
     if isinstance(number, complex):
@@ -123,11 +120,11 @@ def _ldexp(number: float | complex, exponent: int) -> float | complex:
 class Tally:
     """Statistics of some numbers.
 
-    NaN and infinities are counted, and left out of all else.
+    NaN and infinities are counted, but excluded from everything else.
 
-    ``low`` and ``high`` are the smallest and largest, None if there are none; of complex numbers,
-    those of their absolute values, which the histogram is of as well. ``squares`` is the sum of
-    squared deviations from the mean, times ``2**(-2 * scale)``.
+    ``low`` and ``high`` are the smallest and largest number, None if there are none. For complex
+    numbers they and the histogram describe absolute values. ``squares`` is the sum of squared
+    deviations from the mean, times ``2**(-2 * scale)``.
     """
 
     count: int = 0
@@ -139,7 +136,7 @@ class Tally:
     low: float | int | None = None
     high: float | int | None = None
     histogram: Histogram = field(default_factory=Histogram)
-    whole: bool = True  # whether all of them are integers by their type
+    whole: bool = True  # all dtypes are integer types
     scale: int = 0
 
     @property
@@ -148,7 +145,7 @@ class Tally:
 
     @property
     def std(self) -> float | None:
-        """As ``torch.std``: squares divided by one less than the number; None below two numbers."""
+        """Standard deviation as in ``torch.std`` (divisor n - 1); None for fewer than 2 values."""
         if self.finite < 2:
             return None
         return _scaled(math.sqrt(self.squares / (self.finite - 1)), self.scale)
@@ -169,7 +166,7 @@ class Tally:
         return self.zeros / self.count if self.count else None
 
     def to_json(self) -> list[Any]:
-        """Return the same as what JSON can say, exactly."""
+        """Return the statistics as values that JSON represents exactly."""
         mean = [self.mean.real, self.mean.imag] if isinstance(self.mean, complex) else self.mean
         bins = [self.histogram.exponent, self.histogram.first, self.histogram.counts]
         others = (self.count, self.nan, self.infinite, self.zeros, self.squares)
@@ -177,14 +174,14 @@ class Tally:
 
     @classmethod
     def from_json(cls, found: Sequence[Any]) -> Tally:
-        """Return what `to_json` was called for."""
+        """Return the statistics from the result of `to_json`."""
         count, nan, infinite, zeros, squares, mean, low, high, bins, whole, scale = found
         mean = complex(*mean) if isinstance(mean, list) else mean
         histogram = Histogram(*bins)
         return cls(count, nan, infinite, zeros, mean, squares, low, high, histogram, whole, scale)
 
     def add(self, other: Tally) -> None:
-        """Count the numbers of `other` too."""
+        """Add the numbers of `other` to these statistics."""
         if not self.count:
             for each in fields(self):
                 setattr(self, each.name, getattr(other, each.name))
@@ -206,7 +203,7 @@ class Tally:
         self.zeros += other.zeros
 
     def repeated(self, times: int) -> Tally:
-        """The same for numbers that are there so many times."""
+        """Return the statistics for `times` copies of the same numbers."""
         if times == 1:
             return self
         counts = [count * times for count in self.histogram.counts]
@@ -229,7 +226,7 @@ class Tally:
 
 
 def bin_exponent(low: float, high: float, whole: bool) -> int:
-    """The exponent of two for the width of bins, by the rule of `Histogram`."""
+    """Return the exponent of the bin width, by the rule of `Histogram`."""
     largest = max(high, -low)
     exponent = math.frexp(largest)[1] - FINE if largest else LEAST
     exponent = max(exponent, 0) if whole else exponent
@@ -242,13 +239,13 @@ def bin_exponent(low: float, high: float, whole: bool) -> int:
 
 
 class ElementRange(NamedTuple):
-    """Bytes `start` to `stop` of what a tensor's elements are."""
+    """Bytes `start` to `stop` of the elements of a tensor."""
 
     extent: Extent
     dtype: DType
     start: int
     stop: int
-    times: int = 1  # how often each of them is there
+    times: int = 1  # how often the tensor repeats each of them
 
     @property
     def nbytes(self) -> int:
@@ -256,12 +253,12 @@ class ElementRange(NamedTuple):
 
 
 def parts(tensor: Tensor) -> Iterator[ElementRange]:
-    """The elements of a tensor, in parts of a bounded size where each can be read by itself.
+    """Yield the elements of a tensor in parts of bounded size; one part if it is not a plain range.
 
-    Raises TensorError for elements that are not numbers by themselves, or are not there.
+    Raises TensorError for elements that are not plain numbers, or that are not in the file.
     """
     if not is_decoded(tensor.dtype):
-        raise TensorError(f"elements of {tensor.dtype} are not numbers by themselves")
+        raise TensorError(f"elements of {tensor.dtype} are not plain numbers")
     axes = repeated(tensor)
     each = once(tensor, axes)
     if (error := refusal(each)) is not None:
@@ -275,7 +272,7 @@ def parts(tensor: Tensor) -> Iterator[ElementRange]:
 
 
 def numbers(tensor: Tensor) -> Array:
-    """Return all elements of a tensor, in its shape; the caller must make sure that they are few.
+    """Return all elements of a tensor, in its shape. The caller ensures that they fit in memory.
 
     Raises like `parts`.
     """
@@ -296,7 +293,7 @@ def _pieces(part: ElementRange) -> Iterator[memoryview]:
 
 
 def tally(part: ElementRange) -> Tally:
-    """The statistics of one part."""
+    """Return the statistics of one part."""
     keep_memory()
     import_numpy()
     import numpy as np
@@ -312,7 +309,7 @@ def tally(part: ElementRange) -> Tally:
 
 
 def _of_codes(part: ElementRange) -> Tally:
-    """The statistics of elements of 8 or 16 bits: of each number, and how often it is there."""
+    """Return the statistics of 8- or 16-bit elements, by counting each code."""
     import numpy as np
 
     unit = np.dtype(f"<u{part.dtype.itemsize}")
@@ -324,7 +321,7 @@ def _of_codes(part: ElementRange) -> Tally:
 
 
 def _counted(values: Array, counts: Array) -> Tally:
-    """The statistics of numbers that are there so many times."""
+    """Return the statistics of `values`, each of which occurs `counts` times."""
     import numpy as np
 
     made = Tally(int(counts.sum()), whole=values.dtype.kind != "f")
@@ -346,7 +343,7 @@ def _counted(values: Array, counts: Array) -> Tally:
 
 
 def _block(values: Array) -> Tally:
-    """The statistics of a few numbers."""
+    """Return the statistics of one block."""
     import numpy as np
 
     values = values.astype("c16") if values.dtype.kind == "c" else values
@@ -379,9 +376,9 @@ def _block(values: Array) -> Tally:
 
 
 def _squares(wide: Array, mean: float | complex) -> float:
-    """Return the sum of squared deviations from the mean; the numbers may be changed.
+    """Return the sum of squared deviations from the mean. It may overwrite `wide`.
 
-    A mean near zero is subtracted afterwards: the sum loses less than a bit by that.
+    A mean near zero is corrected afterwards, which costs less than one bit of precision.
     """
     total, part = _dot(wide.view("f8")), len(wide) * abs(mean) ** 2
     if part <= total / NEAR and math.isfinite(total):
@@ -401,7 +398,7 @@ def _dot(values: Array) -> float:
 
 
 def _range(values: Array) -> tuple[float | int, float | int]:
-    """The smallest and the largest; of complex numbers, their absolute values."""
+    """Return the smallest and the largest number; for complex numbers, of the absolute values."""
     import numpy as np
 
     sizes = np.abs(values) if values.dtype.kind == "c" else values
@@ -414,15 +411,15 @@ def _exponent(tally: Tally) -> int:
 
 
 def _bins(values: Array, low: float, exponent: int, counts: Array | None = None) -> Histogram:
-    """The histogram of numbers, each of them there as often as `counts` says, or once.
+    """Return the histogram of numbers, each counted `counts` times, or once if that is None.
 
-    float32 is as exact as float64 here: a number is divided by a power of two that does not make it
-    too small, and the difference of whole numbers, which is small, is what is left.
+    float32 is exact here: scaling by a power of two loses no bits, and bin numbers are small
+    integers.
     """
     import numpy as np
 
     sizes = np.minimum(np.abs(values), MOST) if values.dtype.kind == "c" else values
-    scale = 2.0**-exponent if exponent > -1_000 else 0.0  # which would be infinite
+    scale = 2.0**-exponent if exponent > -1_000 else 0.0  # a larger power would be infinite
     scaled = sizes * sizes.dtype.type(scale) if scale else np.ldexp(sizes, -exponent)
     bins = np.floor(scaled, out=scaled)
     first = math.floor(math.ldexp(low, -exponent))
@@ -433,11 +430,11 @@ def _bins(values: Array, low: float, exponent: int, counts: Array | None = None)
 
 
 def _count(bins: Array) -> Array:
-    """Return how often each bin below `BINS` is there, up to the last that is.
+    """Return the count of each bin below `BINS`, up to the last bin that occurs.
 
-    Two at a time are counted as one number of 12 bits: numpy takes as long for each. Every second
-    pair counts in a table of its own: where all are equal, as of zeros, each count waits for the
-    one before to be written.
+    Two bins are counted as one 12-bit number, because numpy needs the same time for each number.
+    Every second pair is counted in a separate table: if all bins are equal, as for zeros, each
+    increment would wait for the previous one to be stored.
     """
     import numpy as np
 
@@ -454,14 +451,14 @@ def _count(bins: Array) -> Array:
     return found
 
 
-# Numbers that are not finite, or zero
+# Non-finite and zero elements
 
 
 def nonfinite(tensor: Tensor) -> tuple[int, int]:
-    """Return how many elements are NaN and infinite; of complex ones, in one part at least.
+    """Return the number of NaN and of infinite elements; complex ones count if a part does.
 
-    None where the type has neither, or its elements are not numbers by themselves. Raises
-    TensorError for a tensor without elements to read.
+    The result is (0, 0) for dtypes without such values. Raises TensorError for a tensor without
+    elements to read.
     """
     import numpy as np
 
@@ -476,16 +473,16 @@ def nonfinite(tensor: Tensor) -> tuple[int, int]:
 
 
 def zeros(tensor: Tensor) -> int:
-    """Return how many elements are zero, of either sign."""
+    """Return the number of elements that are zero, of either sign."""
     import numpy as np
 
     return sum(values.size - int(np.count_nonzero(values)) for values in _values(tensor))
 
 
 def first_nonfinite(tensor: Tensor, most: int) -> list[tuple[tuple[int, ...], str]]:
-    """Return the index and kind (nan, inf, -inf) of the first elements that are not finite.
+    """Return index and kind (nan, inf, -inf) of the first non-finite elements, at most `most`.
 
-    Of complex ones the parts are looked at as one. Raises TensorError like `nonfinite`.
+    A complex number is non-finite if a part is. Raises TensorError like `nonfinite`.
     """
     import numpy as np
 
@@ -503,7 +500,7 @@ def first_nonfinite(tensor: Tensor, most: int) -> list[tuple[tuple[int, ...], st
 
 
 def _floats(tensor: Tensor) -> Iterator[Any]:
-    """Yield the elements in row-major order, in pieces, if some may not be finite."""
+    """Yield the elements in row-major order, in pieces; nothing for dtypes without NaN."""
     if tensor.dtype.kind in ("float", "complex") and is_decoded(tensor.dtype):
         if (error := refusal(tensor)) is not None:
             raise error

@@ -1,7 +1,7 @@
-"""Elements of checkpoints as numpy arrays and torch tensors, and functions of the user on these.
+"""Read elements into numpy arrays and torch tensors, and apply functions of the user to these.
 
-torch's memory is filled as fast as files are read; storages can be parts of mapped files, of which
-no byte is read before it is used.
+Bytes are read directly into torch's memory. Storages can also be parts of mapped files, whose bytes
+are read when they are used.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 # numpy
 
 
-# Types that numpy lacks and ml_dtypes has, with one element in each item.
+# Types of ml_dtypes that numpy lacks, except those that pack several elements.
 _ML_DTYPES = (
     "bfloat16",
     "float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu",
@@ -46,9 +46,9 @@ _ML_DTYPES = (
 
 
 def numpy_dtype(dtype: DType) -> np.dtype[Any]:
-    """Return the numpy type of `dtype`, from ml_dtypes where numpy has none.
+    """Return the numpy type of `dtype`, or that of ml_dtypes if numpy has none.
 
-    Raises TensorError where neither has one.
+    Raises TensorError if neither has one.
     """
     import numpy as np
 
@@ -56,9 +56,9 @@ def numpy_dtype(dtype: DType) -> np.dtype[Any]:
         return np.dtype(dtype.numpy)
     if dtype.name in _ML_DTYPES:
         return own_dtype(dtype.name)
-    floats = "ckptkit.dequantize gives floats for codes"
-    hint = floats if dtype.block > 1 else f".torch() gives a torch tensor; {floats}"
-    raise TensorError(f"numpy has no arrays of {dtype}", hint=hint)
+    floats = "ckptkit.dequantize converts codes to floats"
+    hint = floats if dtype.block > 1 else f".torch() returns a torch tensor; {floats}"
+    raise TensorError(f"numpy has no dtype for {dtype}", hint=hint)
 
 
 def numpy(tensor: Tensor) -> Array:
@@ -71,19 +71,19 @@ def numpy(tensor: Tensor) -> Array:
     extent = contiguous(tensor).locate()
     array = np.empty(tensor.shape, dtype)
     read_into(extent, 0, array.reshape(-1).view(np.uint8).data)
-    if tensor.dtype.kind == "bool":  # any other byte than 0 is true
+    if tensor.dtype.kind == "bool":  # every byte but 0 is true
         array = array.view(np.uint8) != 0
     return array if dtype.isnative else array.astype(dtype.newbyteorder("="))
 
 
 def elements(tensor: Tensor, index: object) -> Any:
-    """Read the elements that `index` selects: an array, or a number where nothing else is left."""
+    """Read the elements that `index` selects: an array, or a number for a single element."""
     import numpy as np
 
     if tensor.layout != "strided":
         raise TensorError(
-            f"a {tensor.layout} tensor has no elements in order to select from",
-            hint=".torch() gives a torch tensor",
+            f"cannot index the elements of a {tensor.layout} tensor",
+            hint=".torch() returns a torch tensor",
         )
     given = index if isinstance(index, tuple) else (index,)
     for each in given:
@@ -91,20 +91,20 @@ def elements(tensor: Tensor, index: object) -> Any:
         is_known = each is None or each is Ellipsis or isinstance(each, slice) or is_integer
         if isinstance(each, bool) or not is_known:
             raise ArgumentError(
-                "a tensor is indexed by integers, slices, ... and None, not by "
+                "expected integers, slices, ... and None as the index of a tensor, got "
                 f"{type(each).__name__}",
-                hint="t.numpy()[...] takes lists and masks",
+                hint="t.numpy()[...] accepts lists and masks",
             )
-    # numpy finds out where the elements are, in an array of as many bytes that nobody reads.
+    # numpy computes the offsets, on a dummy array with strides of bytes that is never read.
     memory = np.zeros(1, np.uint8)
     array = np.lib.stride_tricks.as_strided(memory, tensor.shape, tensor.stride)
-    dots = () if any(each is Ellipsis for each in given) else (...,)  # an array, not a number
+    dots = () if any(each is Ellipsis for each in given) else (...,)  # keeps the result an array
     try:
         found = array[(*given, *dots)]
     except IndexError as error:
         raise PositionError(str(error)) from error
     except (TypeError, ValueError) as error:
-        raise ArgumentError(f"{index} cannot select elements: {error}") from error
+        raise ArgumentError(f"{index} is not a valid index: {error}") from error
     start = found.__array_interface__["data"][0] - memory.__array_interface__["data"][0]
     backward = [step < 0 for step in found.strides]
     for n, step in zip(found.shape, found.strides, strict=True):
@@ -117,7 +117,7 @@ def elements(tensor: Tensor, index: object) -> Any:
 
 
 def torch_tensor(tensor: Tensor, device: object) -> torch.Tensor:
-    """Read all elements of a tensor into a torch tensor of its own on `device`, or the CPU."""
+    """Read all elements of a tensor into a new torch tensor on `device`, by default the CPU."""
     if (error := refusal(tensor)) is not None:
         raise error
     record = contiguous(tensor)
@@ -132,7 +132,7 @@ def _device(device: object) -> torch.device:
     if device is None:
         return torch.device("cpu")
     if not isinstance(device, (str, int, torch.device)) or isinstance(device, bool):
-        raise ArgumentError(f"a device is a name or a torch.device, not {device!r}")
+        raise ArgumentError(f"device: expected a name or a torch.device, got {device!r}")
     try:
         return torch.device(device)
     except RuntimeError as error:
@@ -141,9 +141,9 @@ def _device(device: object) -> torch.device:
 
 
 def overflows(tensor: Tensor, target: DType) -> int:
-    """Count the finite elements of a tensor that are out of the range of another dtype.
+    """Return the number of finite elements that exceed the range of the dtype `target`.
 
-    Nothing is read where none can be. Both are floating-point or both integer types.
+    Nothing is read if no element can. Both dtypes are floating-point, or both are integer types.
     """
     import torch
 
@@ -163,7 +163,7 @@ def overflows(tensor: Tensor, target: DType) -> int:
 
 
 class _Part(NamedTuple):
-    """Bytes `start` to `stop` of an extent: elements of `dtype` for the flat tensor `target`."""
+    """Bytes `start` to `stop` of an extent, which are elements of `dtype` for the 1-D `target`."""
 
     extent: Extent
     start: int
@@ -175,10 +175,10 @@ class _Part(NamedTuple):
 def to_torch_storage(
     storage: Storage, device: str | torch.device = "cpu", component: int = 1
 ) -> torch.UntypedStorage:
-    """The bytes of a storage, read straight into torch's memory on `device`.
+    """Read the bytes of a storage directly into torch's memory on `device`.
 
-    Bytes of a big-endian storage are swapped in units of `component` (that of the dtype which its
-    tensors have). Raises DeviceError if the device is not there or has not the memory.
+    Bytes of a big-endian storage are swapped in units of `component` bytes (that of the tensors'
+    dtype). Raises DeviceError if the device is missing or lacks memory.
     """
     import torch
 
@@ -198,11 +198,11 @@ def to_torch_storage(
 
 
 def fill(pairs: Iterable[tuple[Tensor, torch.Tensor]]) -> None:
-    """Fill contiguous tensors of torch with the elements of others, by several threads.
+    """Fill contiguous torch tensors with the elements of other tensors, by several threads.
 
-    The two of a pair have one shape, and dtypes that torch casts to each other. Bytes are read
-    straight into tensors of their own dtype on the CPU, and cast in small pieces for others.
-    Everything is located before the first byte is read.
+    Both tensors of a pair have one shape, and dtypes that torch can cast. Bytes are read directly
+    into CPU tensors of the same dtype, and otherwise cast in small pieces. All records are located
+    before any byte is read.
     """
     import torch
 
@@ -211,12 +211,12 @@ def fill(pairs: Iterable[tuple[Tensor, torch.Tensor]]) -> None:
         extent = contiguous(tensor).locate()
         parts += _parts(extent, torch_dtype(tensor.dtype), target.detach().view(-1))
     in_any_order(_fill, parts, lambda part: part.stop - part.start)
-    for part in parts:  # autograd has to know that they changed
+    for part in parts:  # tell autograd about the change
         torch.autograd.graph.increment_version(part.target)
 
 
 def _parts(extent: Extent, dtype: torch.dtype, target: torch.Tensor) -> Iterator[_Part]:
-    """Yield the parts of an extent, for several threads; what is computed stays whole."""
+    """Yield the parts of an extent for several threads; one part if its bytes are computed."""
     step = BATCH if isinstance(extent, Range) else extent.length
     for start in range(0, extent.length, step or 1):
         yield _Part(extent, start, min(start + step, extent.length), dtype, target)
@@ -250,16 +250,15 @@ def native(storage: Storage, component: int) -> Record:
 
 
 def rebuild(tensor: Tensor, untyped: torch.UntypedStorage) -> torch.Tensor:
-    """The torch tensor or Parameter that `tensor` describes, over memory that holds its storage.
+    """Return the torch tensor or Parameter that `tensor` describes, over the memory of its storage.
 
-    Raises UnsupportedError for what strides over a storage do not make: quantized and sparse
-    tensors.
+    Raises UnsupportedError for quantized and non-strided tensors.
     """
     import torch
 
     if tensor.dtype.kind == "quantized" or tensor.layout != "strided":
         raise UnsupportedError(
-            f"{tensor.layout} tensors of {tensor.dtype} cannot be rebuilt from their bytes alone"
+            f"cannot rebuild {tensor.layout} tensors of {tensor.dtype} from their bytes alone"
         )
     made = torch.empty(0, dtype=torch_dtype(tensor.dtype), device=untyped.device)
     made.set_(untyped, tensor.offset, tensor.shape, tensor.stride)
@@ -271,17 +270,16 @@ def rebuild(tensor: Tensor, untyped: torch.UntypedStorage) -> torch.Tensor:
 
 
 class MappedFiles:
-    """Maps local files, each once, copy on write: what is written to a tensor stays in memory."""
+    """Maps each local file once, copy on write: changes of a tensor stay in memory."""
 
     def __init__(self) -> None:
         self._maps: dict[LocalFile, mmap | None] = {}
 
     def torch_storage(self, storage: Storage, component: int) -> torch.UntypedStorage | None:
-        """Return the bytes of a storage where they are in its file.
+        """Return the bytes of a storage as a part of its mapped file, or None if it must be read.
 
-        None where they have to be read: they are not plain bytes of a local file that can be
-        mapped, have the other byte order, or begin at no multiple of `component` bytes, the size
-        of the numbers in them.
+        It must be read if it is not a plain range of a mappable local file, if its byte order
+        differs, or if its offset is not divisible by `component`, the size of its numbers.
         """
         import torch
 
@@ -306,10 +304,10 @@ Function = Callable[[Any], Any]
 
 @dataclass(frozen=True, slots=True)
 class Apply(Operation):
-    """Elements of what a function of the user makes of a tensor.
+    """Elements of the result of a user's function, called with a tensor.
 
-    The tensor that it takes is over bytes without gaps; `made_dtype` and `made_shape` are what it
-    gave before.
+    The function receives a contiguous tensor. `made_dtype` and `made_shape` are those of the result
+    of its first call.
     """
 
     function: Function
@@ -330,7 +328,7 @@ class Apply(Operation):
             yield made[at : min(at + PIECE, stop)]
 
     def _result(self, data: bytearray) -> memoryview:
-        """Return the bytes of what the function makes of a tensor, given its bytes."""
+        """Return the bytes of the function's result for the tensor with these bytes."""
         import torch
 
         dtype = getattr(torch, self.dtype.name)
@@ -341,7 +339,7 @@ class Apply(Operation):
         found = (dtype_of(made), tuple(made.shape))
         if found != (self.made_dtype, self.made_shape):
             raise ArgumentError(
-                f"the function gives {found[0]} {shape_text(found[1])} now, and gave "
+                f"the function returned {found[0]} {shape_text(found[1])} now, but "
                 f"{self.made_dtype} {shape_text(self.made_shape)} before"
             )
         plain = made.cpu().resolve_conj().resolve_neg().contiguous()
@@ -350,7 +348,7 @@ class Apply(Operation):
 
 
 def called(function: Function, given: torch.Tensor) -> torch.Tensor:
-    """Call a function with a tensor. Raises ArgumentError unless it gives a plain one."""
+    """Call a function with a tensor. Raises ArgumentError if the result is not a plain tensor."""
     import numpy as np
     import torch
 
@@ -360,10 +358,10 @@ def called(function: Function, given: torch.Tensor) -> torch.Tensor:
         made = torch.from_numpy(np.ascontiguousarray(made)).reshape(made.shape)
     if not isinstance(made, torch.Tensor):
         raise ArgumentError(
-            f"the function gives a {type(made).__name__}, not a torch tensor or numpy array"
+            f"the function returned a {type(made).__name__}, not a torch tensor or numpy array"
         )
     if made.layout is not torch.strided or dtype_of(made).kind not in NUMBERS:
-        raise ArgumentError(f"the function gives a {made.layout} tensor of {made.dtype}")
+        raise ArgumentError(f"the function returned a {made.layout} tensor of {made.dtype}")
     return made.detach()
 
 
@@ -373,10 +371,9 @@ def dtype_of(tensor: torch.Tensor) -> DType:
 
 
 def applied(tensor: Tensor, function: Function) -> Tensor:
-    """Return the tensor that `function` makes of another, computed when its bytes are read.
+    """Return the tensor that `function` computes from `tensor` when its bytes are read.
 
-    The function is called on a tensor of the meta device for dtype and shape, and on the elements
-    where it cannot do with that.
+    Dtype and shape come from a call with a meta tensor or, if that fails, with the elements.
     """
     dtype, shape = _outcome(tensor, function)
     operation = Apply(function, tensor.dtype, tensor.shape, dtype, shape)
@@ -391,13 +388,13 @@ def applied(tensor: Tensor, function: Function) -> Tensor:
 
 
 def _outcome(tensor: Tensor, function: Function) -> tuple[DType, Shape]:
-    """Return dtype and shape of what the function makes of a tensor."""
+    """Return dtype and shape of the function's result."""
     import torch
 
     like = torch.empty(tensor.shape, dtype=torch_dtype(tensor.dtype), device="meta")
     try:
         made = called(function, like)
-    except Exception:  # whatever it is, it may not happen with elements
+    except Exception:  # the function may work with elements
         if tensor.storage is None:
             raise
         made = called(function, torch_tensor(tensor, None))

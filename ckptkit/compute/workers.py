@@ -1,10 +1,10 @@
-"""Work on many tensors in several threads, or by forked processes.
+"""Process many tensors in several threads or forked processes.
 
-Computing and reading release the interpreter's lock. Where calls are so short that threads would
-wait for it, processes are forked: they have the tensors and open files as they are, so that nothing
-is pickled, and no file is opened again. One gets the number of a call and answers with its result
-as JSON. When this process ends, however it does, there are no more numbers and nobody to answer,
-and the others end too.
+Long computations and reads release the interpreter lock, so threads run in parallel. If calls are
+short, threads would wait for the lock, and processes are forked instead. They inherit the tensors
+and open files, so nothing is pickled and no file is reopened. A worker receives the number of a
+call and answers with the result as JSON. When the parent process ends, for any reason, the pipes
+close and the workers end too.
 """
 
 from __future__ import annotations
@@ -28,11 +28,9 @@ if TYPE_CHECKING:
 
     from ckptkit.core.bytesource import ByteSource
 
-THREADS = 8  # at most: each takes some MiB
-BATCH = (
-    16 << 20
-)  # bytes of a task: handing one over costs as much as looking at a hundred kilobytes
-FORKED = 256 << 20  # bytes to compute: for fewer, forking takes longer than it saves
+THREADS = 8  # most threads: each takes some MiB
+BATCH = 16 << 20  # bytes per task: passing a task on costs as much as processing 100 KB
+FORKED = 256 << 20  # bytes to compute; for fewer, forking takes longer than it saves
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -41,11 +39,11 @@ R = TypeVar("R")
 def ordered(
     function: Callable[[T], R], items: Iterable[T], nbytes: Callable[[T], int]
 ) -> Iterator[R]:
-    """Yield ``map(function, items)``, by a thread for each processor; `nbytes` sizes an item.
+    """Yield ``map(function, items)``, computed by one thread per processor.
 
-    Little work is done right here. Only some batches are under way at a time, however many items
-    there are; when one fails or the caller stops, those that have begun are waited for and no
-    other begins.
+    `nbytes` returns the size of an item. A small amount of work is done by the calling thread. Only
+    a few batches are in progress at a time. If one fails or the caller stops, no new batch starts,
+    and the running ones are awaited.
     """
     some = batches(items, nbytes)
     first, second = next(some, None), next(some, None)
@@ -73,12 +71,12 @@ def ordered(
 def in_any_order(
     function: Callable[[T], object], items: Sequence[T], nbytes: Callable[[T], int]
 ) -> None:
-    """Apply a function to the items, by a thread for each processor, the calling one included.
+    """Call a function on all items, by one thread per processor, including the calling thread.
 
-    Where nothing is made of the results, this costs less than `ordered`. Little work is done right
-    here. When one item fails no other begins, and those that have begun are waited for.
+    It discards the results and costs less than `ordered`. A small amount of work is done by the
+    calling thread alone. If one call fails, no other starts, and the running ones are awaited.
     """
-    waiting = iter(items)  # each thread takes its next item from it
+    waiting = iter(items)  # shared: each thread takes its next item from it
 
     def work() -> None:
         try:
@@ -120,10 +118,9 @@ def batches(items: Iterable[T], nbytes: Callable[[T], int]) -> Iterator[list[T]]
 
 
 def should_fork(nbytes: int, sources: Iterable[ByteSource]) -> bool:
-    """Return whether forked processes are sooner done with so many bytes, and can read the sources.
+    """Return whether forked processes would be faster, and can read the sources.
 
-    What many short calls compute, threads do no faster than one: each call gives back the
-    interpreter's lock, or keeps it.
+    Threads do not speed up many short calls, which contend for the interpreter lock.
     """
     if nbytes < FORKED or processors() == 1:
         return False
@@ -131,7 +128,7 @@ def should_fork(nbytes: int, sources: Iterable[ByteSource]) -> bool:
 
 
 def processors() -> int:
-    """Return the number of processors that this process may use, where the system has it."""
+    """Return the number of processors that this process may use, as far as the system tells."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -139,32 +136,32 @@ def processors() -> int:
 
 Results = Generator[tuple[int, R], None, None]
 
-_AHEAD = 2  # numbers for each process that are under way
-_NUMBER = 4  # bytes of a number, which a pipe keeps together
-_PIECE = 64 << 10  # bytes of answers that are read at once
+_AHEAD = 2  # calls in progress per process
+_NUMBER = 4  # bytes of a number; a pipe transfers so few bytes atomically
+_PIECE = 64 << 10  # bytes of answers per read
 
 
 def can_fork() -> bool:
-    """Return whether this process may be forked: on Linux, where it has no other threads.
+    """Return whether this process may fork: only on Linux, and without other threads.
 
-    Locks that those hold would stay taken in the new process.
+    A lock that another thread holds would stay locked in the new process.
     """
     return sys.platform == "linux" and threading.active_count() == 1
 
 
 def results(function: Callable[[int], R], count: int, processes: int) -> Results[R]:
-    """Yield number and result of ``function(0)`` to ``function(count - 1)``, in any order.
+    """Yield (n, function(n)) for all n below `count`, in any order, computed by `processes`.
 
-    Results are what JSON can say, and not None. A call that fails in a process is made again in
-    this one, which raises its error; so are those of a process that is killed.
+    Results must be JSON values other than None. If a call fails or its process is killed, this
+    process repeats the call, and raises its error.
     """
     numbers, end = os.pipe()
     feed = FileIO(end, "wb")
     workers: list[_Worker] = []
     try:
-        with _blocked_signals():  # until all processes are known that are to be ended
+        with _blocked_signals():  # until all workers are listed, so that all are ended
             for _ in range(min(processes, count)):
-                with suppress(OSError):  # the system allows no more
+                with suppress(OSError):  # the system allows no more processes
                     workers.append(_forked(function, numbers, end, workers))
         yield from _answers(function, count, feed, workers)
     finally:
@@ -173,12 +170,12 @@ def results(function: Callable[[int], R], count: int, processes: int) -> Results
             feed.close()
             for worker in workers:
                 os.close(worker.answers)
-                os.kill(worker.pid, signal.SIGKILL)  # it has nothing to undo
+                os.kill(worker.pid, signal.SIGKILL)  # it has no state to clean up
                 os.waitpid(worker.pid, 0)
 
 
 def in_order(results: Iterable[tuple[int, R]]) -> Iterator[R]:
-    """Yield results by their numbers, from 0 on."""
+    """Yield the results of numbered calls in order, from 0 on."""
     early: dict[int, R] = {}
     following = 0
     for number, result in results:
@@ -192,13 +189,13 @@ class _Worker(NamedTuple):
     """A forked process."""
 
     pid: int
-    answers: int  # the descriptor from which its answers are read
+    answers: int  # descriptor to read its answers from
 
 
 def _forked(
     function: Callable[[int], object], numbers: int, feed: int, others: Iterable[_Worker]
 ) -> _Worker:
-    """Fork a process that calls the function with the numbers it reads, and writes the results."""
+    """Fork a worker that reads numbers, calls the function, and writes the results."""
     answers, answer = os.pipe()
     try:
         pid = os.fork()
@@ -215,7 +212,7 @@ def _forked(
 
 @contextmanager
 def _blocked_signals() -> Iterator[None]:
-    """Block interrupts: in forked processes for ever, since this one answers them for all."""
+    """Block interrupts. Forked workers keep them blocked: the parent handles them for all."""
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGHUP, signal.SIGINT, signal.SIGTERM))
     try:
         yield
@@ -226,7 +223,7 @@ def _blocked_signals() -> Iterator[None]:
 def _end_after(
     function: Callable[[int], object], numbers: int, answer: int, foreign: Iterable[int]
 ) -> NoReturn:
-    """Answer numbers, in a forked process, and end it without anything that this one would do."""
+    """Run a worker and exit, without the cleanup of the parent process."""
     try:
         for descriptor in foreign:
             os.close(descriptor)
@@ -236,13 +233,13 @@ def _end_after(
 
 
 def _serve(function: Callable[[int], object], numbers: int, answer: int) -> None:
-    """Answer numbers until there are none, in a forked process."""
-    gc.freeze()  # looking at the objects that it shares would copy them
+    """Answer numbers, in a worker, until the pipe is closed."""
+    gc.freeze()  # garbage collection would copy the pages that it shares with the parent
     while data := os.read(numbers, _NUMBER):
         number = int.from_bytes(data, "big")
         try:
             result = function(number)
-        except BaseException:  # made again by the other process, which raises it
+        except BaseException:  # the parent repeats the call and raises the error
             result = None
         with open(answer, "wb", closefd=False) as file:
             file.write(json.dumps([number, result]).encode() + b"\n")
@@ -251,11 +248,11 @@ def _serve(function: Callable[[int], object], numbers: int, answer: int) -> None
 def _answers(
     function: Callable[[int], R], count: int, feed: FileIO, workers: Iterable[_Worker]
 ) -> Results[R]:
-    """Yield the answers of the workers, feeding them a number for each; do here what they do not.
+    """Feed numbers to the workers and yield their answers; compute unanswered calls here.
 
-    A number without an answer was taken by a worker that was killed, or is left since all were.
+    A number stays unanswered if its worker was killed, or if all were.
     """
-    begun = {worker.answers: b"" for worker in workers}  # answers that are not complete
+    begun = {worker.answers: b"" for worker in workers}  # incomplete answers
     waiting, under_way = iter(range(count)), set[int]()
 
     def fed(numbers: int) -> None:
@@ -264,7 +261,7 @@ def _answers(
         for number in some:
             feed.write(number.to_bytes(_NUMBER, "big"))
         if len(some) < numbers:
-            feed.close()  # so that each ends after its last answer
+            feed.close()  # workers exit when no number is left
 
     fed(_AHEAD * len(begun))
     with selectors.DefaultSelector() as selector:

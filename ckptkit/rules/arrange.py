@@ -387,7 +387,7 @@ def numbered(number: int, function: Callable[..., T], *given: Any) -> T:
         raise about(number, RuleError(error.message, hint=error.hint)) from None
 
 
-class Ready:
+class BoundRule:
     """A rule with its sizes as far as they are said, ready to match."""
 
     def __init__(self, number: int, rule: Rule, words: Words, settings: Settings) -> None:
@@ -498,7 +498,7 @@ def _product(choices: list[Sequence[int]]) -> Iterator[tuple[int, ...]]:
 class Digits:
     """Numbers that are made of several indices, each with the size of all but the first."""
 
-    def __init__(self, matches: Mapping[str, tuple[Ready, Values]]) -> None:
+    def __init__(self, matches: Mapping[str, tuple[BoundRule, Values]]) -> None:
         # The highest of those that are counted together: of one rule with the same other loops.
         self.most: dict[tuple[int, Axes, tuple[Value, ...]], int] = {}
         for ready, raw in matches.values():
@@ -506,12 +506,14 @@ class Digits:
                 place = self._place(ready, words, raw)
                 self.most[place] = max(self.most.get(place, 0), _integer(raw[words]))
 
-    def _place(self, ready: Ready, words: Axes, raw: Values) -> tuple[int, Axes, tuple[Value, ...]]:
+    def _place(
+        self, ready: BoundRule, words: Axes, raw: Values
+    ) -> tuple[int, Axes, tuple[Value, ...]]:
         loops = set(ready.words.loops)
         others = tuple(raw[each] for each in raw if {*each} <= loops and each != words)
         return ready.number, words, others
 
-    def decoded(self, ready: Ready, key: str, raw: Values) -> dict[str, Value]:
+    def decoded(self, ready: BoundRule, key: str, raw: Values) -> dict[str, Value]:
         """Return the value of each word. Raises RuleError, MisfitError."""
         values: dict[str, Value] = {}
         for words, value in raw.items():

@@ -14,7 +14,7 @@ from ckptkit.core.errors import CollisionError
 from ckptkit.core.limits import LIMITS, check
 from ckptkit.core.tensor import Shape
 from ckptkit.core.text import nearest, some, typed
-from ckptkit.rules.arrange import Digits, Ready, Solved, SourceTensor, Symbol, numbered
+from ckptkit.rules.arrange import Digits, BoundRule, Solved, SourceTensor, Symbol, numbered
 from ckptkit.rules.names import Config, Settings, Steps, Value, Values, axis_words, words_of
 from ckptkit.rules.notation import (
     Given,
@@ -161,7 +161,7 @@ class RuleSet:
         settings = Settings(args, self.sizes, self.defaults, config, meta)
         ready = []
         for number, (rule, words) in enumerate(zip(self.rules, self._words, strict=True), 1):
-            ready.append(numbered(number, Ready, number, rule, words, settings))
+            ready.append(numbered(number, BoundRule, number, rule, words, settings))
         return Planning(ready, shapes, keep)
 
 
@@ -179,18 +179,18 @@ class Planning:
     """Takes every key, groups them, and collects the targets in the order of the keys."""
 
     def __init__(
-        self, rules: list[Ready], shapes: Mapping[str, Shape], keep: str | Sequence[str]
+        self, rules: list[BoundRule], shapes: Mapping[str, Shape], keep: str | Sequence[str]
     ) -> None:
         self.rules, self.shapes = rules, shapes
         self.keep = [keep] if isinstance(keep, str) else list(keep)
         self.steps = Steps(len(shapes))
-        self.families: dict[str, list[Ready]] = {}
+        self.families: dict[str, list[BoundRule]] = {}
         self.taken = tuple(
             Taken(each.number, each.rule, origins=each.known.origins) for each in rules
         )
 
     def outcome(self) -> RulesOutcome:
-        matches: dict[str, tuple[Ready, Values]] = {}
+        matches: dict[str, tuple[BoundRule, Values]] = {}
         for key in self.shapes:
             match = self.first(key)
             if match is not None:
@@ -239,7 +239,7 @@ class Planning:
                 targets[name] = target
         return RulesOutcome(targets, self.taken, tuple(dropped))
 
-    def first(self, key: str) -> tuple[Ready, Values] | None:
+    def first(self, key: str) -> tuple[BoundRule, Values] | None:
         """Return the first rule whose left name matches, with its values."""
         family = _NUMBERS.sub("0", key)
         candidates = self.families.get(family)
@@ -252,7 +252,7 @@ class Planning:
                 return rule, values
         return None
 
-    def _check_covered(self, matches: Mapping[str, tuple[Ready, Values]]) -> None:
+    def _check_covered(self, matches: Mapping[str, tuple[BoundRule, Values]]) -> None:
         """Raise UncoveredError for a rule that takes nothing and must, and for keys that no rule
         takes and `keep` does not name."""
         for taken, ready in zip(self.taken, self.rules, strict=True):
@@ -273,7 +273,7 @@ class Planning:
         )
 
     def _matches_none(
-        self, ready: Ready, matches: Mapping[str, tuple[Ready, Values]]
+        self, ready: BoundRule, matches: Mapping[str, tuple[BoundRule, Values]]
     ) -> UncoveredError:
         match, message = ready.left.match, "matches no key"
         shadowed = next((k for k in matches if match(k, self.steps) is not None), None)

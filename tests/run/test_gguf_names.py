@@ -406,7 +406,7 @@ def test_refused(
         "token_embd.weight [5, 32] instead of [6, 32]", {**state, embed: torch.ones(5, 32)}, source
     )
     refused(
-        "holds NaN, infinite or too large values",
+        "contains NaN, infinite or too large values",
         {**state, embed: torch.full((6, 32), torch.inf)},
         source,
     )

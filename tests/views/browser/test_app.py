@@ -214,7 +214,7 @@ def test_values_that_are_no_numbers(tmp_path: Path) -> None:
         },
         tmp_path / "q.pth",
     )
-    assert "are not numbers by themselves" in pressed(tmp_path / "q.pth", "down", "v").panel
+    assert "are not plain numbers" in pressed(tmp_path / "q.pth", "down", "v").panel
     assert "no elements" in pressed(tmp_path / "q.pth", "down", "down", "v").panel
 
 
