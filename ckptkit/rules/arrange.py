@@ -1,7 +1,7 @@
-"""From the shapes of the tensors of one group to its targets, each put together from copies.
+"""Compute the targets of a group of tensors from its shapes, as copies of elements.
 
-A copy moves a block of elements: where it begins in the source and in the target, and for each free
-axis its size and both strides. Parts of different sizes only shift where copies begin.
+A copy moves a block of elements. It has a start in the source and in the target, and for each free
+axis a size and both strides. If parts differ in size, only the starts of their copies differ.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ from ckptkit.rules.notation import (
 )
 
 Axes = tuple[str, ...]
-Symbol = tuple[str, int | None]  # a word, and which of its values
+Symbol = tuple[str, int | None]  # a word, and the label whose size it is (None: one size for all)
 Indices = Mapping[str, int]
 
 
 class ArrangedRule(NamedTuple):
     """One target of a group."""
 
-    indices: dict[str, int]  # of the variables that only the right name has
+    indices: dict[str, int]  # of the variables that occur only in the right name
     shape: Shape
     copies: tuple[StridedCopy, ...]
 
@@ -60,13 +60,13 @@ class SourceTensor(NamedTuple):
     """One source of a group."""
 
     key: str
-    indices: tuple[int, ...]  # of the variables that only the left name has
+    indices: tuple[int, ...]  # of the variables that occur only in the left name
     shape: Shape
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The plan for one group, or for all groups that look like it."""
+    """The plan for one group, or for all groups with equal shapes."""
 
     made: tuple[ArrangedRule, ...]
     sizes: dict[Symbol, int]
@@ -75,7 +75,7 @@ class Layout:
 
 
 class Arrangement:
-    """A rule whose sizes are known as far as they are said."""
+    """A rule with the sizes that are given; shapes supply the rest."""
 
     def __init__(
         self, number: int, rule: Rule, words: Words, known: KnownSizes, ragged: Mapping[str, str]
@@ -95,7 +95,7 @@ class Arrangement:
     def _agree(self, word: str, count: int) -> None:
         agreed = self.known_sizes.setdefault((word, None), count)
         if agreed != count:
-            message = f"{word} has {count} labels, and {word}={agreed} is given"
+            message = f"{word} has {count} labels, but {word}={agreed} is given"
             raise about(self.number, RuleError(message))
 
     def symbol(self, word: str, indices: Indices) -> Symbol:
@@ -103,7 +103,7 @@ class Arrangement:
         return (word, None) if variable is None else (word, indices[variable])
 
     def extent(self, axes: Axes, indices: Indices, sizes: Mapping[Symbol, int]) -> int:
-        """Return the elements of a dimension, or of its last axes."""
+        """Return the number of elements of a dimension, or of its last axes."""
         total = 1
         for position, word in enumerate(axes):
             if word in self.bases:
@@ -114,7 +114,7 @@ class Arrangement:
         return total
 
     def unknown(self, axes: Axes, indices: Indices, sizes: Mapping[Symbol, int]) -> list[Symbol]:
-        """Return the sizes that are missing to know the extent of a dimension, each once."""
+        """Return the unknown sizes that the extent of a dimension depends on, without repeats."""
         found: dict[Symbol, None] = {}
         for position, word in enumerate(axes):
             if word in self.bases:
@@ -127,12 +127,12 @@ class Arrangement:
                 found[symbol] = None
         return list(found)
 
-    # From shapes to sizes
+    # Sizes from shapes
 
     def solve(
         self, loops: Indices, sizes: Mapping[Symbol, int], members: Sequence[SourceTensor]
     ) -> Solved:
-        """A group with its sizes. Raises MisfitError where its shapes do not fit the rule."""
+        """Return a group with its sizes. Raises MisfitError if its shapes do not fit the rule."""
         rest = self._rest(members)
         left = expanded(self.rule.left.shape, rest)
         right = expanded(self.rule.right.shape, rest)
@@ -153,20 +153,18 @@ class Arrangement:
             rank = len(member.shape)
             if rank < fixed or (rank > fixed and not open_ended):
                 shape = shape_text(self.rule.left)
-                has = f"{member.key} has {plural(rank, 'dimension')}, and {shape}"
+                has = f"{member.key} has {plural(rank, 'dimension')}, but {shape}"
                 message = f"{has} {'at least ' * open_ended}{fixed}"
                 raise about(self.number, MisfitError(message))
             if rank != len(members[0].shape):
-                message = (
-                    f"{members[0].key} and {member.key} differ in the number of their dimensions"
-                )
+                message = f"{members[0].key} and {member.key} have different numbers of dimensions"
                 raise about(self.number, MisfitError(message))
         return len(members[0].shape) - fixed if open_ended else 0
 
     def _solve(
         self, member: SourceTensor, left: list[Axes], loops: Indices, sizes: Mapping[Symbol, int]
     ) -> dict[Symbol, int]:
-        """Return the sizes that the shape of one source gives."""
+        """Return the sizes that follow from the shape of one source."""
         indices = {**loops, **dict(zip(self.words.gathered, member.indices, strict=True))}
         known = dict(sizes)
         found = {}
@@ -196,9 +194,9 @@ class Arrangement:
                 message += f" with {given}" if given else ""
             elif axes:
                 made = self.extent(axes, indices, known)
-                message = f"{held}, and {text} with {given} are {made}"
+                message = f"{held}, but {text} with {given} is {made}"
             else:
-                message = f"{held} where the rule has 1"
+                message = f"{held}, but the rule requires 1"
             raise about(self.number, MisfitError(f"{member.key}: {message}"))
         return found
 
@@ -206,15 +204,17 @@ class Arrangement:
         words = list(dict.fromkeys(word for word, _ in missing))
         text = dimension_text(axes)
         message = (
-            f"nothing says how {elements} falls into {text}: give all but one of {', '.join(words)}"
+            f"cannot infer how {elements} splits into {text}: give all but one of "
+            f"{', '.join(words)}"
         )
         if len(words) == 1:
             (word,) = words
             count = self.words.labels(self.ragged[word]) or 0
             message = (
-                f"nothing says how {elements} falls into {text}: give {word} for all labels but one"
+                f"cannot infer how {elements} splits into {text}: give {word} for all labels but "
+                "one"
             )
-            hint = f"a number for each, as in `with {word}={'|'.join(['8'] * count)}`"
+            hint = f"give a number for each label, as in `with {word}={'|'.join(['8'] * count)}`"
             if word in self.unset:
                 hint = f"{self.unset[word]} is not set; {hint}"
             return about(self.number, RuleError(message, hint=hint))
@@ -225,7 +225,7 @@ class Arrangement:
     def _differs(
         self, symbol: Symbol, members: Sequence[SourceTensor], solved: list[dict[Symbol, int]]
     ) -> MisfitError:
-        """Make the error for a size on which the members of a group disagree."""
+        """Return the error for a size on which the members of a group disagree."""
         word = symbol[0]
         values = [found.get(symbol) for found in solved]
         position = self._differing(members, values)
@@ -242,14 +242,14 @@ class Arrangement:
             by.setdefault(kind[index] if isinstance(kind, tuple) else str(index), value)
         shown = ", ".join(f"{label}: {value}" for label, value in list(by.items())[:6])
         name = "the dimensions of ... " if word.startswith(REST) else word
-        hint = "parts of different sizes need labels, not numbers"
+        hint = "only parts with labels may differ in size, not numbered parts"
         if isinstance(kind, tuple):
-            hint = f"with {word}={'|'.join('_' * len(kind))}, or a size for each"
+            hint = f"with {word}={'|'.join('_' * len(kind))}, or give a size for each label"
         message = f"{name} differs with {variable} ({shown})"
         return about(self.number, MisfitError(message, hint=hint))
 
     def _differing(self, members: Sequence[SourceTensor], values: list[int | None]) -> int | None:
-        """Return the variable along which the values differ: one with labels, if there is one."""
+        """Return the position of the variable that determines the values; labeled ones first."""
         labelled = [self.words.labels(word) is not None for word in self.words.gathered]
         for position in sorted(range(len(labelled)), key=lambda n: not labelled[n]):
             by: dict[int, set[int | None]] = {}
@@ -261,7 +261,7 @@ class Arrangement:
 
 
 class Solved:
-    """A group whose sizes are known, and the number of its targets; `layout` makes them."""
+    """A group whose sizes are known, with the number of its targets. `layout` computes them."""
 
     def __init__(
         self,
@@ -276,8 +276,8 @@ class Solved:
         self.members = members
         self.sources = {member.indices: number for number, member in enumerate(members)}
         self.targets = prod(self._size(word) for word in rule.words.scattered)
-        check("rule_targets", self.targets, "tensors that a rule makes")
-        check("rule_copies", self.targets * len(members), "pieces that a rule moves")
+        check("rule_targets", self.targets, "target tensors of a rule")
+        check("rule_copies", self.targets * len(members), "copies of a rule")
 
     @cached_property
     def layout(self) -> Layout:
@@ -295,7 +295,7 @@ class Solved:
     def _size(self, word: str) -> int:
         size = self.sizes.get((word, None))
         if size is None:
-            message = f"nothing says how many {word} there are"
+            message = f"the size {word} is unknown"
             hint = give_size(word, self.rule.unset)
             raise about(self.rule.number, RuleError(message, hint=hint))
         return size
@@ -315,7 +315,7 @@ class Solved:
         words = self.rule.words
         outer = {**self.loops, **scattered}
         shape = tuple(self._extent(axes, outer) for axes in self.right)
-        # Axes of both shapes with which others differ: each of their values is a copy of its own.
+        # Shared axes on which sizes of other axes depend: each of their indices is a separate copy.
         named = {*words.loops, *words.gathered, *words.scattered}
         uneven = tuple(word for word in self.rule.rule.left.axes if word in self.rule.bases - named)
         copies = []
@@ -342,7 +342,7 @@ class Solved:
         return StridedCopy(source, start, place, tuple(dims))
 
     def _strides(self, dimensions: list[Axes], indices: Indices) -> tuple[int, dict[str, int]]:
-        """Return the offset of the element at these indices, and the strides of the other axes."""
+        """Return the offset of the element at `indices`, and the strides of the other axes."""
         strides: dict[str, int] = {}
         start, step = 0, 1
         for axes in reversed(dimensions):
@@ -366,19 +366,19 @@ class Solved:
             words = ", ".join(dict.fromkeys(word for word, _ in missing))
             first = missing[0][0]
             hint = give_size(first, self.rule.unset)
-            error = RuleError(f"nothing says the size of {words}", hint=hint)
+            error = RuleError(f"the size of {words} is unknown", hint=hint)
             raise about(self.rule.number, error)
         return self.rule.extent(axes, indices, self.sizes)
 
 
-# A rule whose sizes are known as far as they are said: match keys, and lay out groups of them.
+# A rule bound to the given sizes: it matches keys and computes layouts of their groups.
 
 
 T = TypeVar("T")
 
 
 def numbered(number: int, function: Callable[..., T], *given: Any) -> T:
-    """Call a function; what it raises of a rule is said of rule `number`."""
+    """Call a function, and prefix a RuleError that it raises with the number of the rule."""
     try:
         return function(*given)
     except RuleError as error:
@@ -388,7 +388,7 @@ def numbered(number: int, function: Callable[..., T], *given: Any) -> T:
 
 
 class BoundRule:
-    """A rule with its sizes as far as they are said, ready to match."""
+    """A rule with the given sizes, ready to match keys."""
 
     def __init__(self, number: int, rule: Rule, words: Words, settings: Settings) -> None:
         self.number, self.rule, self.words = number, rule, words
@@ -412,12 +412,12 @@ class BoundRule:
                 size = self.known.sizes.get(amount)
                 if size is None or len(size) != 1 or size[0] is None:
                     hint = give_size(amount, self.known.unset)
-                    raise RuleError(f"nothing says {amount}", hint=hint)
+                    raise RuleError(f"the size {amount} is unknown", hint=hint)
                 found[amount] = size[0]
         return found
 
     def solve(self, loops: Mapping[str, Value], members: list[SourceTensor]) -> Solved:
-        """Return a group with its sizes; groups that look alike have one."""
+        """Return a group with its sizes. Groups with equal shapes share one result."""
         labels = tuple(int(loops[word]) for word in self.label_loops)
         key = (labels, tuple(member[1:] for member in members))
         if key not in self.solved:
@@ -426,7 +426,7 @@ class BoundRule:
         return self.solved[key]
 
     def _sizes(self, members: list[SourceTensor]) -> dict[Symbol, int]:
-        """Return the given sizes, and the counts of numbers in names."""
+        """Return the given sizes, and sizes counted from the numbers in names."""
         sizes = dict(self.arrangement.known_sizes)
         for word in self.counted:
             position = self.words.gathered.index(word)
@@ -435,13 +435,13 @@ class BoundRule:
         return sizes
 
     def _check_complete(self, members: list[SourceTensor], sizes: Mapping[Symbol, int]) -> None:
-        """Raise MisfitError unless the members have every combination of their indices, once."""
+        """Raise MisfitError unless the members have each combination of indices exactly once."""
         choices = [self._choices(word, sizes) for word in self.words.gathered]
         held = {member.indices: member.key for member in members}
         for indices, key in held.items():
             for word, index, choice in zip(self.words.gathered, indices, choices, strict=True):
                 if index not in choice:
-                    message = f"{key}: {word}={index}, and the size {word} is {len(choice)}"
+                    message = f"{key}: {word}={index}, but the size {word} is {len(choice)}"
                     raise about(self.number, MisfitError(message))
         if len(held) == prod(map(len, choices)):
             return
@@ -469,7 +469,7 @@ class BoundRule:
         message = (
             f"{target or self.rule.right} lacks {' '.join(chosen)}{f' ({key})' if key else ''}"
         )
-        hint = "the tensor is missing, or the rule is wrong"
+        hint = "add the missing tensor, or correct the rule"
         return about(self.number, MisfitError(message, hint=hint))
 
     def _loops(self, member: SourceTensor) -> dict[str, Value]:
@@ -481,12 +481,12 @@ class BoundRule:
     ) -> str | None:
         try:
             return pattern.render(values, sizes)
-        except KeyError:  # of an index of several words, which is not known here
+        except KeyError:  # an index of several words whose sizes are unknown here
             return None
 
 
 def _product(choices: list[Sequence[int]]) -> Iterator[tuple[int, ...]]:
-    """Like itertools.product, without a list of what may be very many."""
+    """Yield like itertools.product, but lazily: the choices may be very many."""
     if not choices:
         yield ()
         return
@@ -496,10 +496,10 @@ def _product(choices: list[Sequence[int]]) -> Iterator[tuple[int, ...]]:
 
 
 class Digits:
-    """Numbers that are made of several indices, each with the size of all but the first."""
+    """Splits numbers in names into several indices, by the sizes of all but the first."""
 
     def __init__(self, matches: Mapping[str, tuple[BoundRule, Values]]) -> None:
-        # The highest of those that are counted together: of one rule with the same other loops.
+        # The highest number among those that share a rule and the values of its other loops.
         self.most: dict[tuple[int, Axes, tuple[Value, ...]], int] = {}
         for ready, raw in matches.values():
             for words in ready.composites:
@@ -514,21 +514,21 @@ class Digits:
         return ready.number, words, others
 
     def decoded(self, ready: BoundRule, key: str, raw: Values) -> dict[str, Value]:
-        """Return the value of each word. Raises RuleError, MisfitError."""
+        """Return the value of each word. Raises RuleError and MisfitError."""
         values: dict[str, Value] = {}
         for words, value in raw.items():
             if len(words) == 1:
                 values[words[0]] = value
                 continue
             number, text = _integer(value), f"({' '.join(words)})"
-            # The size of the first is 0 where it is not needed.
+            # 0: unknown. The size of the first word is not needed.
             sizes = [ready.arrangement.known_sizes.get((word, None), 0) for word in words]
             missing = [word for word, n in zip(words[1:], sizes[1:], strict=True) if not n]
             if missing:
                 count = self.most[self._place(ready, words, raw)] + 1
                 known = prod(size for size in sizes if size)
                 if len(missing) > 1 or not sizes[0] or count % known:
-                    message = f"nothing says how {count} numbers fall into {text}"
+                    message = f"cannot infer how {count} numbers split into {text}"
                     hint = give_size(missing[0], ready.known.unset)
                     raise about(ready.number, RuleError(message, hint=hint))
                 sizes = [size or count // known for size in sizes]

@@ -1,4 +1,4 @@
-"""Write rules from what is known of two layouts: names, shapes, and the operations between them."""
+"""Generate rules from two layouts of a model: names, shapes, and the operations between them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from ckptkit.core.tensor import Shape
 from ckptkit.core.text import flatten, owners
 from ckptkit.rules.planner import REST, RuleSet
 
-# The layouts of the models in transformers: its registry of conversions, read as data.
+# Layouts of the models in transformers: its registry of conversions, read as data.
 #
-# A model is built on the meta device, without a byte of weights. Its keys are taken back to the
-# layout of the files, as `save_pretrained` does it; nothing of a checkpoint is run.
+# The model is built on the meta device, without weights. Its keys are converted back to the layout
+# of the files, as `save_pretrained` does. No code of a checkpoint runs.
 
 
 _CLASSES = (
@@ -28,10 +28,10 @@ _CLASSES = (
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """Tensors of the files that become tensors of the model by a chain of operations.
+    """Tensors of the files, and the tensors of the model that operations make of them.
 
-    ``old`` has the names in the files for each pattern of the converter, ``new`` those of the
-    model; operations are (name, parameters). Without operations it is a rename.
+    ``old`` contains the names in the files for each pattern of the converter, ``new`` those in the
+    model. Operations are (name, parameters). Without operations, it is a rename.
     """
 
     old: tuple[tuple[str, ...], ...]
@@ -41,20 +41,20 @@ class Moved:
 
 @dataclass(slots=True)
 class Layouts:
-    """Both layouts of a model: names and shapes, and how one becomes the other."""
+    """Both layouts of a model: names and shapes, and the conversions between them."""
 
     model_type: str
     version: str
     old: dict[str, tuple[int, ...]] = field(default_factory=dict)
     new: dict[str, tuple[int, ...]] = field(default_factory=dict)
     moved: list[Moved] = field(default_factory=list)
-    tied: frozenset[str] = frozenset()  # names of the model that its files may lack
+    tied: frozenset[str] = frozenset()  # tied names of the model, which its files may lack
 
 
 def layouts_of(model_type: str, config: Mapping[str, Any] | None = None) -> Layouts:
-    """Return the layouts of a model type that the installed transformers knows.
+    """Return the layouts of a model type of the installed transformers.
 
-    Raises UsageError for an unknown type and where transformers is not installed.
+    Raises UsageError for an unknown type, or if transformers is not installed.
     """
     try:
         import transformers
@@ -72,8 +72,8 @@ def layouts_of(model_type: str, config: Mapping[str, Any] | None = None) -> Layo
     settings = {name: value for name, value in (config or {}).items() if name != "model_type"}
     try:
         made = transformers.AutoConfig.for_model(model_type, **settings)
-    except Exception as error:  # whatever the code of a configuration raises
-        message = f"transformers does not take the configuration of {model_type}"
+    except Exception as error:  # the code of a configuration may raise anything
+        message = f"transformers rejects the configuration of {model_type}"
         raise UsageError(f"{message}: {str(error)[:200]}") from error
     return layouts_of_model(_built(transformers, made), model_type)
 
@@ -86,13 +86,13 @@ def _built(transformers: Any, config: Any) -> Any:
         try:
             with torch.device("meta"):
                 return getattr(transformers, name).from_config(config)
-        except Exception as error:  # whatever the code of a model raises
+        except Exception as error:  # the code of a model may raise anything
             first = first or error
-    raise UnsupportedError(f"transformers cannot build it: {str(first)[:200]}") from first
+    raise UnsupportedError(f"transformers cannot build the model: {str(first)[:200]}") from first
 
 
 def layouts_of_model(model: Any, model_type: str) -> Layouts:
-    """Return the layouts of a model that is there, on any device."""
+    """Return the layouts of an existing model, on any device."""
     import torch
     import transformers
     from transformers.conversion_mapping import get_model_conversion_mapping
@@ -131,7 +131,7 @@ class _SourceReading:
         )
 
     def read(self, state: Mapping[str, Any], found: Layouts) -> None:
-        """Take every key back, as `revert_weight_conversion` does."""
+        """Convert every key back, as `revert_weight_conversion` does."""
         from transformers.core_model_loading import (
             apply_converters,
             apply_renamings,
@@ -189,7 +189,7 @@ class _SourceReading:
 
 
 def _heads(operation: Any, config: Any) -> str:
-    """The number of heads that an operation takes from the configuration, as rules write it."""
+    """Return the number of heads of an operation as an entry of config.json, in rule notation."""
     key = getattr(operation, "subconfig_key", None)
     part = getattr(config, key, None) if key else None
     path = "config" if part is None else f"config.{key}"
@@ -200,27 +200,27 @@ def _heads(operation: Any, config: Any) -> str:
     return f"{path}.{getattr(holder, 'attribute_map', {}).get(name, name)}"
 
 
-# Write rules from what is known of two layouts: names, shapes, and the operations between them.
+# Rules from layouts
 
 
-_NUMBER = re.compile(r"(?<![^.])[0-9]+(?![^.])")  # a whole component
+_NUMBER = re.compile(r"(?<![^.])[0-9]+(?![^.])")  # a whole component of a name
 _AXES = "abcdfgijk"
 
 
 class Unsayable(Exception):
-    """An operation that rules cannot say."""
+    """An operation that rules cannot express."""
 
 
 @dataclass(slots=True)
 class Generated:
-    """Steps of rules for one model type, and what they cannot say or do not give."""
+    """Steps of rules for one model type. `left` lists what they cannot express or produce."""
 
     steps: list[list[str]] = field(default_factory=list)
     left: list[str] = field(default_factory=list)
 
 
 def generated(layouts: Layouts) -> Generated:
-    """Rules from the layout of the files to that of the model, each checked against both."""
+    """Return rules from the layout of the files to that of the model, verified both ways."""
     found = Generated()
     steps: tuple[Families, Families] = {}, {}
     for moved in layouts.moved:
@@ -238,14 +238,14 @@ def generated(layouts: Layouts) -> Generated:
         for pairs_alike in families.values():
             arrow = "->?" if all(pair.new in layouts.tied for pair in pairs_alike) else "->"
             lines += _lines(pairs_alike, arrow)
-        # literal names first
+        # literal names first: the first match wins
         found.steps.append(sorted(lines, key=lambda line: "{" in line.partition(" ->")[0]))
     found.left += _faults(found.steps, layouts)
     return found
 
 
 def _in_steps(moved: Moved) -> Iterator[tuple[int, Moved]]:
-    """Yield what the first step does, and the second: some parts of what was fused are permuted."""
+    """Split a conversion into two steps if only some parts of a fused tensor are permuted."""
     name, given = moved.operations[-1] if moved.operations else ("", {})
     names = given.get("permute_layer_names")
     if name != "PermuteForRope" or not names or len(moved.new) == 1:
@@ -259,7 +259,7 @@ def _in_steps(moved: Moved) -> Iterator[tuple[int, Moved]]:
 
 
 def _faults(steps: list[list[str]], layouts: Layouts) -> Iterator[str]:
-    """Yield what the rules would do wrong, there and back."""
+    """Yield the differences between the results of the rules and the layouts, both ways."""
     ready = [RuleSet.parse(lines) for lines in steps]
     back = [rules.reversed() for rules in reversed(ready)]
     for way, given, wanted in (
@@ -275,17 +275,17 @@ def _faults(steps: list[list[str]], layouts: Layouts) -> Iterator[str]:
             return
         odd = sorted(made.keys() ^ wanted.keys()) or [n for n in made if made[n] != wanted[n]]
         if ready and odd:
-            yield f"the rules would not give {', '.join(odd[:3])}"
+            yield f"the rules would not produce {', '.join(odd[:3])}"
 
 
 def _shapes_of(rules: RuleSet, given: Mapping[str, Shape]) -> dict[str, Shape]:
-    """Return the shapes that rules make of those given."""
+    """Return the shapes that rules produce from those given."""
     targets = rules.outcome(given, keep=REST, config=_Anything()).targets
     return {name: given[name] if made is None else made.shape for name, made in targets.items()}
 
 
 class _Anything(dict[str, Any]):
-    """A configuration that says 1 head: names and shapes do not depend on it."""
+    """A configuration with 1 for every entry: names and shapes do not depend on the heads."""
 
     def get(self, key: str, default: Any = None) -> Any:
         return self if key.endswith("config") else 1
@@ -293,7 +293,7 @@ class _Anything(dict[str, Any]):
 
 @dataclass(slots=True)
 class _Pair:
-    """One group of tensors in both layouts: names without their indices and labels, and shapes."""
+    """One group of tensors in both layouts: names, dimensions and sizes in rule notation."""
 
     old: str
     new: str
@@ -326,7 +326,7 @@ def _pair(moved: Moved, layouts: Layouts) -> _Pair:
 
 
 def _uneven(work: _Symbolic, moved: Moved, layouts: Layouts) -> dict[str, str]:
-    """The sizes of parts that are joined or split, where they differ: numbers, if shapes say so."""
+    """Return sizes for joined or split parts that differ, as numbers if shapes show them."""
     old = [layouts.old.get(each[0], ()) for each in moved.old]
     new = [layouts.new[name] for name in moved.new]
     for dims, shapes in ((work.old, old), (work.new, new)):
@@ -344,20 +344,20 @@ def _dims(dims: list[list[str]]) -> str:
 
 
 class _Symbolic:
-    """The dimensions of a tensor of the files, as operations turn them into one of the model."""
+    """The dimensions of a tensor of the files, transformed step by step into the model's."""
 
     def __init__(self, rank: int, sources: int, targets: int) -> None:
         self.old = [[_AXES[n]] for n in range(rank)]
         self.new = [list(dim) for dim in self.old]
         self.sources, self.targets = sources, targets
         self.label = "m"
-        self.cut: str | None = None  # the axis whose size differs with the label
+        self.cut: str | None = None  # the axis whose size depends on the label
         self.sizes: dict[str, str] = {}
 
     def apply(self, name: str, given: Mapping[str, Any]) -> None:
         act = getattr(self, f"_{name.lower()}", None)
         if act is None or given.get("check_dims") or given.get("num_shards_attribute"):
-            raise Unsayable(f"the operation {name} is none that rules can say")
+            raise Unsayable(f"rules cannot express the operation {name}")
         act(given)
 
     def _mergemodulelist(self, given: Mapping[str, Any]) -> None:
@@ -398,7 +398,7 @@ class _Symbolic:
 
     def _permuteforrope(self, given: Mapping[str, Any]) -> None:
         if given["permute_layer_names"] and self.sources + self.targets > 2:
-            raise Unsayable("a permutation of some parts alone: say it in two steps")
+            raise Unsayable("only some parts are permuted: use two steps")
         dim = self.new[0]
         axis = dim[0]
         parts = ["h", "two", axis] if given["inverse"] else ["h", axis, "two"]
@@ -408,11 +408,11 @@ class _Symbolic:
         self.sizes["two"] = "2"
 
     def _split_axis(self, dim: list[str], parts: list[str]) -> None:
-        """Write an axis as several, in both layouts; in the new one they stand in `dim`."""
+        """Split the first axis of `dim` into several, in both layouts."""
         axis = dim[0]
         taken = set(flatten(self.old))
         if len({*parts}) < len(parts) or not taken.isdisjoint({*parts} - {axis}):
-            raise Unsayable("one axis is cut twice")
+            raise Unsayable("an axis is split twice")
         for each in self.old:
             if axis in each:
                 at = each.index(axis)
@@ -421,38 +421,38 @@ class _Symbolic:
 
 
 def _indexed(names: Sequence[str], index: str) -> str:
-    """Return the name of a list of tensors, with `index` for the number that tells them apart."""
+    """Return one name for a list of tensors, with `index` in place of the differing number."""
     if len(names) == 1:
         return names[0]
     parts = [name.split(".") for name in names]
     differing = [n for n, column in enumerate(zip(*parts, strict=False)) if len(set(column)) > 1]
     if len(differing) != 1 or any(not each[differing[0]].isdigit() for each in parts):
-        raise Unsayable(f"names that are no list: {names[0]}, {names[1]}")
+        raise Unsayable(f"names that do not differ in one number: {names[0]}, {names[1]}")
     first = list(parts[0])
     first[differing[0]] = index
     return ".".join(first)
 
 
 def _labelled(names: list[str], word: str) -> str:
-    """Names that differ in one place, as one with labels; whole components where digits differ."""
+    """Return one name with labels for names that differ in one place."""
     if len(names) == 1:
         return names[0]
     low = _alike(names)
     high = _alike([name[low:][::-1] for name in names])
     labels = [name[low : len(name) - high] for name in names]
     if any(set("{}|*") & set(label) for label in labels) or len(set(labels)) < len(labels):
-        raise Unsayable(f"names that share nothing: {', '.join(names)}")
+        raise Unsayable(f"names without a common pattern: {', '.join(names)}")
     return f"{names[0][:low]}{{{word}:{'|'.join(labels)}}}{names[0][len(names[0]) - high :]}"
 
 
 def _alike(names: Sequence[str]) -> int:
-    """Return the number of characters with which all names begin."""
+    """Return the length of the common prefix of names."""
     columns = map(set, zip(*names, strict=False))
     return sum(1 for _ in takewhile(lambda column: len(column) == 1, columns))
 
 
 def _lines(pairs: list[_Pair], arrow: str) -> list[str]:
-    """Return one rule for a family if its numbers are carried over, else one for each pair."""
+    """Return one rule for a family if its numbers stay the same, else one rule for each pair."""
     old = [list(map(int, _NUMBER.findall(_bare(pair.old)))) for pair in pairs]
     new = [list(map(int, _NUMBER.findall(_bare(pair.new)))) for pair in pairs]
     carried = _carried(old, new)
@@ -469,7 +469,7 @@ def _lines(pairs: list[_Pair], arrow: str) -> list[str]:
 
 
 def _carried(old: list[list[int]], new: list[list[int]]) -> dict[int, int] | None:
-    """The number of the old name that each of the new one always is; None if some differ freely."""
+    """Map each number of the new name to the equal one of the old; None if some always differ."""
     carried: dict[int, int] = {}
     for n in range(len(new[0])):
         column = [row[n] for row in new]
@@ -491,7 +491,7 @@ def _bare(name: str) -> str:
 
 
 def _numbered(name: str, words: list[str | None]) -> str:
-    """Return the name with variables for the numbers that have a word."""
+    """Replace the numbers in a name by variables, where a word is given."""
     pieces = re.split(r"(\{[^}]*\})", name)
     numbers = iter(words)
 
@@ -508,7 +508,7 @@ _NUMBER_BARE = re.compile(r"(?<![^.])[0-9]+(?![^.])")
 
 
 def recipe_text(layouts: Layouts, found: Generated) -> str:
-    """Return the recipe, as YAML; what it cannot say as comments."""
+    """Return the recipe as YAML, with comments for what it cannot express."""
     import json
 
     steps = []
@@ -516,7 +516,7 @@ def recipe_text(layouts: Layouts, found: Generated) -> str:
         lines = [json.dumps(line) if line[0] in "{[*" else line for line in step]
         rules = "".join(f"      - {line}\n" for line in lines)
         steps.append(f"  - rules:\n{rules}    keep: rest\n")
-    comments = "".join(f"# not said: {each}\n" for each in found.left)
+    comments = "".join(f"# cannot express: {each}\n" for each in found.left)
     return (
         f"{comments}about: {layouts.model_type}, from the layout of its files to the library's.\n"
         f"source: the conversion registry of transformers {layouts.version}\n"

@@ -1,4 +1,4 @@
-"""The words of rules: names of tensors, sizes of axes, and what of them a rule lacks."""
+"""The words of rules: names of tensors and sizes of axes."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ from ckptkit.rules.notation import (
     given_text,
 )
 
-# The sizes that are said: on the command line, in the rule, in its step, in config.json.
+# Sizes are given on the command line, in the rule, in its step, or in config.json.
 #
-# A size has one value, or one for each label of a variable ("ragged"). None stands for a value that
-# is not said: the shapes must give it.
+# A size is one value, or one for each label of a variable (an uneven size). None is a value that
+# must be inferred from shapes.
 
 
 MOST = 1 << 62
@@ -45,7 +45,7 @@ Size = tuple[int | None, ...]
 
 
 class Settings:
-    """The sizes that are said beside the rules: arguments, step, defaults, config.json."""
+    """The sizes given outside the rules: arguments, step, defaults, config.json."""
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class Settings:
             checked(word, value, least=0)
 
     def given(self, word: str, rule: Rule) -> tuple[Given | int, str] | None:
-        """Return the value of a word, and its source; the first that applies."""
+        """Return the first value that is given for a word, and where it is given."""
         if word in self.args:
             return self.args[word], typed(f"--arg {word}", f"args[{word!r}]")
         for places, where in (
@@ -76,9 +76,9 @@ class Settings:
         return None
 
     def said(self, place: str, path: str) -> int | None:
-        """Return the number at a path of config.json, or of the metadata; None if it is missing.
+        """Return the number at a path of config.json or of the metadata; None if it is missing.
 
-        Metadata is flat: its keys have the dots of the path. So may be null in config.json.
+        Metadata is flat, so the path is a key with dots. null in config.json counts as missing.
         """
         found = self._said[place]
         if callable(found):
@@ -96,15 +96,16 @@ class Settings:
         if type(node) is not int:
             is_list = isinstance(node, Sized) and not isinstance(node, str)
             value = "a list" if is_list else repr(str(node)[:40])
-            raise RuleError(f"{place}.{path} is {value}, which is not a whole number")
+            raise RuleError(f"{place}.{path}: expected an integer, got {value}")
         return node
 
 
 @dataclass(frozen=True, slots=True)
 class KnownSizes:
-    """The known sizes of the words of one rule: by word, the size and its source.
+    """The known sizes of one rule, and their origins, by word.
 
-    ``unset`` are the sizes whose places in a configuration or metadata are empty, as written.
+    ``unset`` contains the sizes whose entries in a configuration or metadata are missing, as
+    written.
     """
 
     sizes: dict[str, Size]
@@ -113,9 +114,9 @@ class KnownSizes:
 
 
 def evaluate(rule: Rule, settings: Settings) -> KnownSizes:
-    """Return the sizes of a rule that are said. Raises RuleError for one that is not a size.
+    """Return the given sizes of a rule. Raises RuleError for an invalid one.
 
-    A size may be 0 here: `check_none_empty` says where it may stay so.
+    A size may be 0 here; `check_none_empty` checks where that is allowed.
     """
     machine = _Evaluation(rule, settings)
     values = {word: machine.size(word) for word in sorted(words_of(rule))}
@@ -132,11 +133,11 @@ class _Evaluation:
         self._open: set[str] = set()
 
     def size(self, word: str) -> Size | None:
-        """Return the value of a word, or its values by label; None if nothing is said."""
+        """Return the value of a word, or its values by label; None if it is not given."""
         if word in self._done:
             return self._done[word]
         if word in self._open:
-            raise RuleError(f"the size {word} is given by itself")
+            raise RuleError(f"the size {word} depends on itself")
         self._open.add(word)
         found = self.settings.given(word, self.rule)
         value: Size | None = None
@@ -173,7 +174,7 @@ class _Evaluation:
         if term.operator == "word":
             size = self.size(str(first))
             if size is not None and len(size) > 1:
-                raise RuleError(f"{first} has {len(size)} values, and one is needed")
+                raise RuleError(f"{first} has {len(size)} values, but must have one here")
             return None if size is None else size[0]
         left, right = (self._value(each) for each in term.values if isinstance(each, Term))
         if left is None or right is None:
@@ -183,7 +184,7 @@ class _Evaluation:
         elif term.operator == "*":
             value = left * right
         elif right == 0 or left % right:
-            raise RuleError(f"{term}: {left} / {right} is not a whole number")
+            raise RuleError(f"{term}: {left} is not divisible by {right}")
         else:
             value = left // right
         if abs(value) > MOST:
@@ -192,15 +193,15 @@ class _Evaluation:
 
 
 def checked(word: str, value: int, least: int = 1, origin: str | None = None) -> int:
-    """`value`, if it can be the size of `word`; `origin` is where it comes from."""
+    """Return `value` if it is a valid size. `origin`, where it is given, is for the message."""
     if not least <= value <= MOST:
         place = f" ({origin})" if origin else ""
-        raise RuleError(f"the size {word} would be {value}{place}", hint="a size is 1 or more")
+        raise RuleError(f"the size {word} is {value}{place}", hint="a size is at least 1")
     return value
 
 
 def words_of(rule: Rule) -> set[str]:
-    """Return all words of a rule: axes, indices, and those that its sizes are computed from."""
+    """Return all words of a rule: axes, indices, and words in the expressions of its sizes."""
     found: set[str] = set()
     for side in (rule.left, rule.right):
         found.update(side.axes, side.words)
@@ -232,22 +233,22 @@ def _words_of_given(given: Given) -> set[str]:
     return found
 
 
-# Names: match a key against the name of a rule, and write the name that values give.
+# Names: match a key against the name of a rule, and render a name from values.
 #
-# A match gives one value for each index of the name: a number, the position of a label, or text.
-# The search goes back where a choice does not fit. Its steps are counted: names and rules may come
-# from people who want it to take long.
+# A match returns a value for each index of the name: a number, the position of a label, or a
+# string. The search backtracks. Its steps are limited, because hostile names and rules could make
+# it take exponential time.
 
 
 Value = int | str
-Values = dict[tuple[str, ...], Value]  # by the words of an index
+Values = dict[tuple[str, ...], Value]  # by the words of the index
 
 _DIGITS = re.compile("[0-9]+")
 _LONGEST = 18  # digits of a number in a name
 
 
 class Steps:
-    """The remaining steps of matching, for a number of names."""
+    """The number of steps that matching may still take, for a number of names."""
 
     def __init__(self, names: int) -> None:
         self.allowed = self.left = LIMITS.rule_steps + 64 * names
@@ -255,12 +256,12 @@ class Steps:
     def take(self, more: int = 0) -> None:
         self.left -= 1 + more
         if self.left < 0:
-            check("rule_steps", self.allowed + 1, "steps of matching names against rules")
+            check("rule_steps", self.allowed + 1, "steps of matching names")
 
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """A variable that is ready to be matched: its kind and the number that is added to it."""
+    """A variable to match: its kind, and the number that is added to it in the name."""
 
     words: tuple[str, ...]
     kind: Kind
@@ -280,7 +281,7 @@ class Pattern:
     def __init__(self, name: Name, kinds: Mapping[str, Kind], shifts: Mapping[str, int]) -> None:
         self.parts: tuple[Part, ...] = tuple(_part(each, kinds, shifts) for each in name)
         first, last = self.parts[0], self.parts[-1]
-        # What every key of a family begins and ends with: numbers are another matter.
+        # The fixed start and end of the name, up to a digit: families of keys have no digits.
         self._begin = re.split("[0-9]", first)[0] if isinstance(first, str) else ""
         self._end = re.split("[0-9]", last)[-1] if isinstance(last, str) else ""
 
@@ -289,11 +290,11 @@ class Pattern:
         return tuple(part for part in self.parts if isinstance(part, Index))
 
     def may_match(self, family: str) -> bool:
-        """Return whether a key can match that is `family` except for its numbers."""
+        """Return whether a key of this family (its numbers replaced by 0) can match."""
         return family.startswith(self._begin) and family.endswith(self._end)
 
     def match(self, key: str, steps: Steps) -> Values | None:
-        """Return the values that make this name `key`, None if there are none."""
+        """Return the values for which this name equals `key`, None if there are none."""
         values: Values = {}
         return values if self._match(key, 0, 0, values, steps) else None
 
@@ -329,7 +330,7 @@ class Pattern:
     def _choices(
         self, index: Index, key: str, number: int, at: int, steps: Steps
     ) -> Iterator[tuple[Value, int]]:
-        """Yield the values that a variable may have at a place of the key, and where they end."""
+        """Yield the values that a variable may have at position `at` of the key, and their ends."""
         if index.kind in (STAR, STARS):
             yield from self._texts(index, key, number, at)
         elif index.labels is None:
@@ -341,7 +342,7 @@ class Pattern:
                     yield position, at + len(label)
 
     def _texts(self, index: Index, key: str, number: int, at: int) -> Iterator[tuple[str, int]]:
-        """Yield texts from the shortest on, which end where the literal text after them begins."""
+        """Yield strings for a star, shortest first, that end where the next part may begin."""
         dot = key.find(".", at) if index.kind == STAR else -1
         stop = len(key) if dot < 0 else dot
         first = at + (index.kind == STAR)
@@ -359,7 +360,7 @@ class Pattern:
                 end = key.find(following, end + 1)
 
     def render(self, values: Mapping[str, Value], sizes: Mapping[str, int]) -> str | None:
-        """The name that the values give; None if a label says that the tensor is not there."""
+        """Return the name for these values; None if a label marks the tensor as absent."""
         made = []
         for part in self.parts:
             text = part if isinstance(part, str) else _text(part, values, sizes)
@@ -397,7 +398,7 @@ def _text(index: Index, values: Mapping[str, Value], sizes: Mapping[str, int]) -
         for word in index.words:
             value = values[word]
             assert isinstance(value, int)
-            number = number * sizes.get(word, 1) + value  # the size of the first is not needed
+            number = number * sizes.get(word, 1) + value  # the size of the first has no effect
         return str(number + index.shift)
     value = values[index.words[0]]
     if isinstance(value, str):
@@ -407,21 +408,21 @@ def _text(index: Index, values: Mapping[str, Value], sizes: Mapping[str, int]) -
         return None if label == ABSENT else label
     written = value + index.shift
     if written < 0:
-        raise MisfitError(f"a name would have the number {written}, from {value}")
+        raise MisfitError(f"a name would contain the negative number {written}, from {value}")
     return str(written)
 
 
-# Check a rule by itself: the words of its sides, and the kinds of its indices.
+# Checks of a single rule: the words of its sides, and the kinds of its indices.
 
 
-_STARS = 2  # of ** in one name
+_STARS = 2  # most ** in one name
 
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """The words of a rule.
+    """The words of a rule, by where they occur.
 
-    ``loops`` stand in both names; ``gathered`` in the left name and the right shape; ``scattered``
+    ``loops`` occur in both names; ``gathered`` in the left name and the right shape; ``scattered``
     in the right name and the left shape.
     """
 
@@ -438,28 +439,28 @@ class Words:
 
 
 def axis_words(rule: Rule) -> Words:
-    """The words of a rule. Raises RuleError where the two sides do not say the same elements."""
+    """Return the words of a rule. Raises RuleError if the sides have different elements."""
     sides = (rule.left, "left"), (rule.right, "right")
     for side, where in sides:
         if side.shape.count(REST) > 1:
-            raise RuleError(f"... stands twice on the {where}")
+            raise RuleError(f"... occurs twice on the {where}")
         for word, count in Counter([*side.words, *side.axes]).items():
             if count > 1:
-                hint = "a word is an index in the name or an axis of the shape, once"
-                raise RuleError(f"{word} stands twice on the {where}", hint=hint)
+                hint = "use a word once: as an index in the name or as an axis of the shape"
+                raise RuleError(f"{word} occurs twice on the {where}", hint=hint)
         for word, count in Counter(flatten({each.words for each in side.variables})).items():
             if count > 1:
-                raise RuleError(f"{word} stands alone and in ( ) in the name on the {where}")
+                raise RuleError(f"{word} occurs alone and in ( ) in the name on the {where}")
         if sum(variable.kind == STARS for variable in side.variables) > _STARS:
             raise RuleError(f"more than {_STARS} ** in the name on the {where}")
     left, right = ({*side.words, *side.axes} for side, _ in sides)
     for word in (*rule.left.words, *rule.left.axes, *rule.right.words, *rule.right.axes):
         if word not in left or word not in right:
             noun = "axis" if word in (*rule.left.axes, *rule.right.axes) else "index"
-            hint = "an index of one name only is an axis of the other side's shape"
-            raise RuleError(f"{noun} {word} stands on one side only", hint=hint)
+            hint = "an index of only one name must be an axis of the other side's shape"
+            raise RuleError(f"{noun} {word} occurs on one side only", hint=hint)
     if (REST in rule.left.shape) != (REST in rule.right.shape):
-        raise RuleError("... stands on one side only", hint="a side without [ ] is [...]")
+        raise RuleError("... occurs on one side only", hint="a side without [ ] means [...]")
     left_kinds, right_kinds = _kinds(rule)
     names = set(rule.left.words), set(rule.right.words)
     return Words(
@@ -472,7 +473,7 @@ def axis_words(rule: Rule) -> Words:
 
 
 def _kinds(rule: Rule) -> tuple[dict[str, Kind], dict[str, Kind]]:
-    """The kind of each index in the two names: as said there, or else as said on the other side."""
+    """Return the kind of each index in both names. A missing kind is copied from the other side."""
     left, right = dict[str, Kind](), dict[str, Kind]()
     for side, kinds in ((rule.left, left), (rule.right, right)):
         for each in side.variables:
@@ -490,7 +491,7 @@ def _kinds(rule: Rule) -> tuple[dict[str, Kind], dict[str, Kind]]:
             texts = ("|".join(k) if isinstance(k, tuple) else str(k) for k in (one, other))
             raise RuleError(f"{word} is {' on the left and '.join(texts)} on the right")
         if one in (STAR, STARS) and not (word in rule.left.words and word in rule.right.words):
-            raise RuleError(f"{word} is any text, and must stand in both names")
+            raise RuleError(f"{word} matches any string, and must occur in both names")
         left[word], right[word] = one, other
     for variable in (*rule.left.variables, *rule.right.variables):
         if len(variable.words) == 1:
@@ -499,31 +500,31 @@ def _kinds(rule: Rule) -> tuple[dict[str, Kind], dict[str, Kind]]:
             continue
         odd = [word for word in variable.words if left.get(word) in (STAR, STARS)]
         if odd:
-            raise RuleError(f"{variable}: {odd[0]} is any text, and no digit of a number")
+            raise RuleError(f"{variable}: {odd[0]} matches any string, not a digit of a number")
     return left, right
 
 
 def ragged(rule: Rule, words: Words, known: KnownSizes) -> dict[str, str]:
-    """The variable with whose labels each uneven size differs. Raises RuleError if unclear."""
+    """Map each uneven size to the variable that it depends on. Raises RuleError if unclear."""
     found = {}
     for word, size in known.sizes.items():
         if len(size) > 1:
             found[word] = _differs_with(word, len(size), rule, words)
     for word, variable in found.items():
         for side in (rule.left, rule.right):
-            # Where both are axes, the word must follow the variable in the same dimension.
+            # If both are axes of a side, the word must follow the variable in one dimension.
             if {variable, word} <= set(side.axes) and not any(
                 word in axes and variable in axes[: axes.index(word)] for axes in side.shape
             ):
                 raise RuleError(
-                    f"{word} differs with {variable}, and must follow it in one ( )",
+                    f"{word} depends on {variable}, and must follow it in one ( )",
                     hint=f"({variable} {word})",
                 )
     return found
 
 
 def _differs_with(word: str, parts: int, rule: Rule, words: Words) -> str:
-    before: list[str] = []  # it in its dimension, on either side
+    before: list[str] = []  # axes before the word in its dimension, on either side
     for axes in (*rule.left.shape, *rule.right.shape):
         if word in axes and not isinstance(axes, str):
             before += axes[: axes.index(word)]
@@ -533,17 +534,17 @@ def _differs_with(word: str, parts: int, rule: Rule, words: Words) -> str:
             return fitting[0]
         if fitting:
             names = " and ".join(fitting)
-            raise RuleError(f"{word} has {parts} values, and so many labels have {names}")
+            raise RuleError(f"{word} has {parts} values, but {names} each have {parts} labels")
     raise RuleError(
-        f"{word} has {parts} values, and no variable has {parts} labels",
-        hint="one value for each label",
+        f"{word} has {parts} values, but no variable has {parts} labels",
+        hint="give one value for each label",
     )
 
 
 def check_none_empty(
     rule: Rule, words: Words, known: KnownSizes, uneven: Mapping[str, str]
 ) -> None:
-    """Raise RuleError for a size of 0, but of the part of a label `-`: no padding."""
+    """Raise RuleError for a size of 0, except for a part with the label `-` (no padding)."""
     placed: set[str] = set()
     for side in (rule.left, rule.right):
         placed.update(side.axes, side.words, shift_words(side.variables))
@@ -557,7 +558,7 @@ def check_none_empty(
 
 
 def expanded(dimensions: tuple[Dimension, ...], rest: int) -> list[tuple[str, ...]]:
-    """Return the dimensions, with so many in the place of ``...``."""
+    """Return the dimensions with ``...`` replaced by `rest` dimensions."""
     found: list[tuple[str, ...]] = []
     for dimension in dimensions:
         if isinstance(dimension, tuple):
@@ -568,5 +569,5 @@ def expanded(dimensions: tuple[Dimension, ...], rest: int) -> list[tuple[str, ..
 
 
 def shape_text(side: Side) -> str:
-    """``[(h d) i]``."""
+    """Return the shape of a side as it is written, such as ``[(h d) i]``."""
     return f"[{' '.join(map(dimension_text, side.shape))}]"

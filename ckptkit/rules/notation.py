@@ -1,4 +1,4 @@
-"""The parts of a rule, as plain values. `str` of each is the notation again."""
+"""The notation of rules: its parts as plain values, a parser, and errors. `str` is the inverse."""
 
 from __future__ import annotations
 
@@ -11,51 +11,51 @@ from ckptkit.core.errors import CkptkitError, TensorError, UsageError
 from ckptkit.core.limits import check
 from ckptkit.core.text import typed
 
-# Errors in rules, and in checkpoints that rules do not fit.
+# Errors in rules, and for checkpoints that do not fit them.
 
 
 Error = TypeVar("Error", bound=CkptkitError)
 
 
 class RuleError(UsageError):
-    """A rule is not written as rules are, or cannot be carried out as written."""
+    """A rule is malformed, or cannot be applied."""
 
 
 class UncoveredError(RuleError):
-    """A rule takes no key, or a key is taken by no rule."""
+    """A rule matches no key, or no rule matches a key."""
 
 
 class MisfitError(TensorError):
-    """The tensors of a checkpoint do not have the shapes that a rule needs."""
+    """The tensors of a checkpoint do not have the shapes that a rule requires."""
 
 
 class NotReversibleError(RuleError):
-    """The way back would not give the names and shapes that were there."""
+    """The reversed rules would not restore the original names and shapes."""
 
 
 def about(number: int, error: Error, between: str = ": ") -> Error:
-    """Say of an error which rule it is about."""
+    """Prefix an error with the number of its rule."""
     error.part = f"rule {number}"
     error.message = f"{error.part}{between}{error.message}"
     return error
 
 
 def in_step(number: int, error: Error) -> Error:
-    """Say of an error which step of a recipe it is about."""
+    """Prefix an error with the number of its recipe step."""
     between = ", " if error.part else ": "
     error.message = f"step {number}{between}{error.message}"
     return error
 
 
 def settings(sizes: Iterable[tuple[str, int]]) -> str:
-    """``h=32 two=2``."""
+    """Format sizes: ``h=32 two=2``."""
     return " ".join(f"{word}={size:,}".replace(",", "") for word, size in sizes)
 
 
 def give_size(word: str, unset: Mapping[str, str]) -> str:
-    """Return the hint for a size that is not known; `unset` are places by word that lack it."""
+    """Return the hint for an unknown size. `unset` maps words to missing entries of config.json."""
     asked = typed(f"--arg {word}=32", f"args={{{word!r}: 32}}")
-    hint = f"give it as in {asked}, as `with {word}=32` in the rule, or in config.json"
+    hint = f"give it with {asked}, as `with {word}=32` in the rule, or in config.json"
     return f"{unset[word]} is not set; {hint}" if word in unset else hint
 
 
@@ -63,7 +63,7 @@ def give_size(word: str, unset: Mapping[str, str]) -> str:
 
 
 STAR, STARS = "*", "**"
-ABSENT = "-"  # the label of a part that is not there
+ABSENT = "-"  # the label of an absent part
 REST = "..."
 
 Kind = str | tuple[str, ...] | None  # STAR, STARS, labels; None: a number, or inferred
@@ -71,7 +71,7 @@ Kind = str | tuple[str, ...] | None  # STAR, STARS, labels; None: a number, or i
 
 @dataclass(frozen=True, slots=True)
 class Shift:
-    """A number, or the name of a size, that is added to an index."""
+    """A number, or the name of a size, that is added to an index in a name."""
 
     sign: int
     amount: int | str
@@ -82,7 +82,7 @@ class Shift:
 
 @dataclass(frozen=True, slots=True)
 class Variable:
-    """A variable in braces in a name. Several words are the digits of one number."""
+    """A variable in braces in a name. If it has several words, they are digits of one number."""
 
     words: tuple[str, ...]
     shift: Shift | None = None
@@ -95,12 +95,12 @@ class Variable:
 
 
 Name = tuple[str | Variable, ...]
-Dimension = tuple[str, ...] | str  # axes, outermost first; REST; a dimension of one element is ()
+Dimension = tuple[str, ...] | str  # axes, outermost first; REST; a dimension of size 1 is ()
 
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """A name and the dimensions of its tensor; None: all dimensions as they are."""
+    """A name and the dimensions of its tensor; None: all dimensions unchanged."""
 
     name: Name
     dimensions: tuple[Dimension, ...] | None = None
@@ -124,12 +124,12 @@ class Side:
 
     @property
     def name_text(self) -> str:
-        """The name as it is written."""
+        """The name in the notation."""
         return "".join(map(str, self.name))
 
     @property
     def words(self) -> tuple[str, ...]:
-        """The words of the name, each once, in order."""
+        """The words of the name in order, without repeats."""
         found: dict[str, None] = {}
         for variable in self.variables:
             found.update(dict.fromkeys(variable.words))
@@ -142,7 +142,7 @@ class Side:
 
 
 def dimension_text(dimension: Dimension) -> str:
-    """Return a dimension as it is written: ``o``, ``(h d)``, ``1``, ``...``."""
+    """Format a dimension: ``o``, ``(h d)``, ``1``, ``...``."""
     if isinstance(dimension, str):
         return dimension
     if len(dimension) == 1:
@@ -150,7 +150,7 @@ def dimension_text(dimension: Dimension) -> str:
     return f"({' '.join(dimension)})" if dimension else "1"
 
 
-SAID = ("config", "meta")  # what a path of a size is looked up in
+SAID = ("config", "meta")  # places that a path of a size may refer to
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,18 +171,18 @@ class Term:
         return f"{before}{self.operator}{after}"
 
 
-Choice = tuple[Term, ...] | None  # the first that has a value; None: "_", what the shapes say
-Given = tuple[Choice, ...]  # one, or one for each label of a variable
+Choice = tuple[Term, ...] | None  # the first term with a value counts; None: "_", inferred
+Given = tuple[Choice, ...]  # one choice, or one for each label of a variable
 
 
 def given_text(given: Given) -> str:
-    """Return a size as it is written: ``config.n_head|1|1``."""
+    """Format a size: ``config.n_head|1|1``."""
     return "|".join("_" if part is None else " or ".join(map(str, part)) for part in given)
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One line. `text` is how it was written."""
+    """One line. `text` is the line as it was written."""
 
     left: Side
     right: Side
@@ -201,7 +201,7 @@ class Rule:
         return f"{self.left} {arrow} {self.right}{' with' if sizes else ''}{sizes}"
 
 
-# Reads the notation of rules.
+# The grammar of the notation:
 #
 # rule   = side ("->" | "->?") side ["with" size {size}] ["#" comment]
 # side   = name ["[" {axis} "]"]
@@ -231,13 +231,13 @@ _TOKEN = re.compile(
     r"|(?P<word>[A-Za-z][A-Za-z0-9_]*)|(?P<number>[0-9]+)"
     r"|(?P<sign>[-+*/()|=_]))"
 )
-_DIGITS = 18  # of a number
+_DIGITS = 18  # most digits of a number
 
 _SIDES = "a rule has two sides, as in 'fc.{x} -> head.{x}'"
 
 
 def parse_rule(text: str) -> Rule:
-    """Read one line. Raises RuleError that says what is wrong, and where."""
+    """Parse one line. Raises RuleError with the place of the error."""
     check("rule_bytes", len(text), "characters of a rule")
     reader = _Reader(text)
     left = reader.side()
@@ -245,7 +245,7 @@ def parse_rule(text: str) -> Rule:
     arrow = next((each for each in ("->?", "->") if text.startswith(each, reader.at)), None)
     if arrow is None:
         is_shape = text.startswith("(", reader.at)
-        hint = "a shape is in [ ], as in 'fc.weight [(h d) i] -> ...'" if is_shape else _SIDES
+        hint = "write a shape in [ ], as in 'fc.weight [(h d) i] -> ...'" if is_shape else _SIDES
         raise RuleError(f"{text!r} has no -> after {text[: reader.at].strip()!r}", hint=hint)
     reader.at += len(arrow)
     right = reader.side()
@@ -258,7 +258,7 @@ def parse_rule(text: str) -> Rule:
 
 
 def parse_given(text: str | int) -> Given:
-    """Read what a size may be: ``32``, ``config.n_heads or 8``, ``4|1|1``."""
+    """Parse a size: ``32``, ``config.n_heads or 8``, ``4|1|1``."""
     check("rule_bytes", len(str(text)) if isinstance(text, str) else 0, "characters of a size")
     tokens = _Tokens(str(text))
     given = tokens.given()
@@ -277,7 +277,7 @@ def _uncommented(text: str) -> str:
 
 
 class _Reader:
-    """A place in a line."""
+    """A line and the position up to which it is parsed."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -297,7 +297,7 @@ class _Reader:
             return Side(name)
         end = self.text.find("]", self.at)
         if end < 0:
-            raise RuleError(f"{self.text[self.at :]!r} has no ]")
+            raise RuleError(f"{self.text[self.at :]!r} lacks a ]")
         inside = self.text[self.at + 1 : end]
         self.at = end + 1
         return Side(name, tuple(_dimensions(inside)))
@@ -307,14 +307,14 @@ class _Reader:
         while self.at < len(text) and not text[self.at].isspace():
             character = text[self.at]
             if character == "}":
-                raise RuleError(f"{text!r} has a }} without its {{")
+                raise RuleError(f"{text!r} has a }} without a {{")
             if character != "{":
                 literal += character
                 self.at += 1
                 continue
             end = text.find("}", self.at)
             if end < 0:
-                raise RuleError(f"{text[self.at :]!r} has no }}")
+                raise RuleError(f"{text[self.at :]!r} lacks a }}")
             if literal:
                 yield literal
             literal = ""
@@ -335,7 +335,7 @@ def _variable(text: str) -> Variable:
     words: tuple[str, ...] = (found["word"],) if found["word"] else tuple(found["words"].split())
     odd = [word for word in words if not is_word(word)]
     if odd or (not found["word"] and len(words) < 2):
-        raise RuleError(f"{{{text}}}: ( ) needs two words or more, of letters, digits and _")
+        raise RuleError(f"{{{text}}}: expected two or more words in ( ), of letters, digits and _")
     shift = None
     if found["sign"]:
         amount = found["amount"]
@@ -343,7 +343,7 @@ def _variable(text: str) -> Variable:
         shift = Shift(1 if found["sign"] == "+" else -1, number)
     kind = None if found["kind"] is None else _kind(found["kind"][1:], text)
     if kind is not None and (shift is not None or len(words) > 1):
-        raise RuleError(f"{{{text}}}: only a number can be shifted or made of several words")
+        raise RuleError(f"{{{text}}}: a variable with a kind has one word and no shift")
     return Variable(words, shift, kind)
 
 
@@ -354,7 +354,8 @@ def _kind(text: str, whole: str) -> Kind:
     check("rule_labels", len(labels), "labels of a variable")
     if any("*" in label for label in labels):
         raise RuleError(
-            f"{{{whole}}}: a label has no *", hint="{m:*} is any component, {m:**} any text"
+            f"{{{whole}}}: a label cannot contain *",
+            hint="{m:*} matches a component, {m:**} any string",
         )
     twice = (
         [label for label in labels if labels.count(label) > 1][:1]
@@ -375,7 +376,7 @@ def _dimensions(text: str) -> Iterator[Dimension]:
             inner = []
         elif token == ")":
             if inner is None:
-                raise RuleError(f"[{text}]: a ) without its (")
+                raise RuleError(f"[{text}]: a ) without a (")
             yield tuple(inner)
             inner = None
         elif token == REST and inner is None:
@@ -385,7 +386,7 @@ def _dimensions(text: str) -> Iterator[Dimension]:
         else:
             inner += _axis(token, text)
     if inner is not None:
-        raise RuleError(f"[{text}]: a ( without its )")
+        raise RuleError(f"[{text}]: a ( without a )")
 
 
 def _axis(token: str, text: str) -> Iterator[str]:
@@ -393,12 +394,13 @@ def _axis(token: str, text: str) -> Iterator[str]:
         return
     if token.isdigit():
         raise RuleError(
-            f"[{text}]: {token} is not an axis", hint=f"name it, e.g. n, and `with n={token}`"
+            f"[{text}]: {token} is not an axis",
+            hint=f"name the axis, e.g. n, and add `with n={token}`",
         )
     if not is_word(token):
         raise RuleError(
             f"[{text}]: {token!r} is not an axis",
-            hint="axes are words, with spaces between",
+            hint="axes are words, separated by spaces",
         )
     yield token
 
@@ -406,7 +408,7 @@ def _axis(token: str, text: str) -> Iterator[str]:
 def _sizes(text: str) -> Iterator[tuple[str, Given]]:
     tokens = _Tokens(text)
     if tokens.next() != ("word", "with"):
-        raise RuleError(f"{text!r} is not understood", hint="with h=32 two=2")
+        raise RuleError(f"{text!r}: expected sizes", hint="with h=32 two=2")
     seen: set[str] = set()
     while tokens.peek() is not None:
         kind, word = tokens.next()
@@ -424,7 +426,7 @@ Token = tuple[str, str]
 
 
 class _Tokens:
-    """The tokens of sizes."""
+    """The tokens of an expression of sizes."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -433,13 +435,13 @@ class _Tokens:
         while at < len(stripped):
             match = _TOKEN.match(stripped, at)
             if match is None:
-                raise RuleError(f"{text!r}: {stripped[at:].strip()[:20]!r} is not understood")
+                raise RuleError(f"{text!r}: unexpected {stripped[at:].strip()[:20]!r}")
             assert match.lastgroup is not None
             self.found.append((match.lastgroup, match[match.lastgroup]))
             at = match.end()
         self.at = 0
-        self.depth = 0  # of ( )
-        self.operators = 0  # in the part that is being read
+        self.depth = 0  # open ( )
+        self.operators = 0  # in the current choice
 
     def peek(self, ahead: int = 0) -> Token | None:
         place = self.at + ahead
@@ -448,16 +450,16 @@ class _Tokens:
     def next(self) -> Token:
         token = self.peek()
         if token is None:
-            raise RuleError(f"{self.text!r} ends too early")
+            raise RuleError(f"{self.text!r} is incomplete")
         self.at += 1
         return token
 
     def end(self) -> None:
         if (token := self.peek()) is not None:
-            raise RuleError(f"{self.text!r}: {token[1]!r} is not understood")
+            raise RuleError(f"{self.text!r}: unexpected {token[1]!r}")
 
     def takes(self, *signs: str) -> str | None:
-        """Return the next token, taken, if it is one of these signs."""
+        """Consume and return the next token if it is one of `signs`, else return None."""
         token = self.peek()
         if token is None or token[0] != "sign" or token[1] not in signs:
             return None
@@ -509,19 +511,19 @@ class _Tokens:
             return Term("word", (text,))
         if text == "(":
             self.depth += 1
-            check("rule_terms", self.depth, "( ) inside each other in a size")
+            check("rule_terms", self.depth, "nested ( ) in a size")
             inner = self._sum()
             self.depth -= 1
             if self.takes(")"):
                 return inner
-            raise RuleError(f"{self.text!r}: a ( without its )")
+            raise RuleError(f"{self.text!r}: a ( without a )")
         raise RuleError(
             f"{self.text!r}: {text!r} is not a size",
-            hint="a number, a word, or an entry of config.json, as config.hidden_size",
+            hint="use a number, a word, or an entry of config.json such as config.hidden_size",
         )
 
 
 def _integer(text: str) -> int:
     if len(text) > _DIGITS:
-        raise RuleError(f"{text[:30]}... is not a size: it has {len(text)} digits")
+        raise RuleError(f"{text[:30]}... is not a size: {len(text)} digits are too many")
     return int(text)

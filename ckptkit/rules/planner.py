@@ -1,4 +1,4 @@
-"""Plan rules: names and shapes in, targets out. Pure; nothing is read and no file is needed."""
+"""Plan rules: map names and shapes of sources to targets, without reading any file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ckptkit.core.errors import CollisionError
 from ckptkit.core.limits import LIMITS, check
 from ckptkit.core.tensor import Shape
 from ckptkit.core.text import nearest, some, typed
-from ckptkit.rules.arrange import Digits, BoundRule, Solved, SourceTensor, Symbol, numbered
+from ckptkit.rules.arrange import BoundRule, Digits, Solved, SourceTensor, Symbol, numbered
 from ckptkit.rules.names import Config, Settings, Steps, Value, Values, axis_words, words_of
 from ckptkit.rules.notation import (
     Given,
@@ -28,24 +28,24 @@ from ckptkit.rules.notation import (
     parse_rule,
 )
 
-REST = "rest"  # of `keep`: whatever no rule takes
+REST = "rest"  # a value of `keep`: every key that no rule matches
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A tensor that is made: its shape, and the copies that it is put together from.
+    """A target tensor: its shape, and the copies that fill it.
 
-    The source of a copy is a position in `sources`, or ZEROS.
+    The source of a copy is an index in `sources`, or ZEROS.
     """
 
     shape: Shape
     sources: tuple[str, ...]
     copies: tuple[StridedCopy, ...]
-    rule: int  # its number, from 1
+    rule: int  # number of the rule, from 1
 
     @property
     def is_moved(self) -> bool:
-        """True if it is one unchanged source, with its shape."""
+        """True if the target is one source with unchanged shape and elements."""
         if len(self.copies) != 1 or len(self.sources) != 1:
             return False
         (copy,) = self.copies
@@ -56,7 +56,7 @@ class Target:
 
 @dataclass(slots=True)
 class Taken:
-    """The work of one rule."""
+    """What one rule did."""
 
     number: int
     rule: Rule
@@ -70,11 +70,11 @@ class Taken:
 
 @dataclass(frozen=True, slots=True)
 class RulesOutcome:
-    """The result of a step of rules: each output name with its target, None for a kept key."""
+    """The result of a step of rules. `targets` maps output names to targets, kept keys to None."""
 
     targets: dict[str, Target | None]
     taken: tuple[Taken, ...]
-    dropped: tuple[str, ...]  # keys of which nothing is left
+    dropped: tuple[str, ...]  # keys without any target
 
     @property
     def made(self) -> dict[str, Target]:
@@ -107,7 +107,7 @@ class RuleSet:
         sizes: Mapping[str, str | int] | None = None,
         defaults: Mapping[str, str | int] | None = None,
     ) -> RuleSet:
-        """Read rules, one a line. Raises RuleError that names the rule."""
+        """Parse rules, one per line. Raises RuleError with the number of the rule."""
         rule_lines = [line for line in lines if line.strip() and not line.lstrip().startswith("#")]
         rules = [numbered(number, parse_rule, line) for number, line in enumerate(rule_lines, 1)]
         given = {word: parse_given(value) for word, value in (sizes or {}).items()}
@@ -118,11 +118,11 @@ class RuleSet:
         return "\n".join(map(str, self.rules))
 
     def reversed(self) -> RuleSet:
-        """Return the rules with their sides exchanged, in the same order."""
+        """Return the rules with exchanged sides, in the same order."""
         return RuleSet([rule.reversed() for rule in self.rules], self.sizes, self.defaults)
 
     def words(self) -> set[str]:
-        """Every word that an argument may give."""
+        """Return every word whose size an argument may give."""
         found: set[str] = set()
         for rule in self.rules:
             found |= words_of(rule)
@@ -130,7 +130,7 @@ class RuleSet:
         return found | words_of(holder) | self.defaults.keys()
 
     def plan(self, shapes: Mapping[str, Shape], **given: Any) -> dict[str, Target]:
-        """The targets by name. Raises RuleError and MisfitError, CollisionError, LimitError."""
+        """Return targets by name. Raises RuleError, MisfitError, CollisionError and LimitError."""
         unused = (given.get("args") or {}).keys() - self.words()
         if unused:
             raise unused_argument(min(unused), self.words())
@@ -145,7 +145,7 @@ class RuleSet:
         meta: Config = None,
         args: Mapping[str, int] | None = None,
     ) -> RulesOutcome:
-        """Targets, kept keys and what each rule did."""
+        """Return targets, kept keys, and what each rule did."""
         return self.planning(shapes, keep=keep, config=config, meta=meta, args=args).outcome()
 
     def planning(
@@ -157,7 +157,7 @@ class RuleSet:
         meta: Config = None,
         args: Mapping[str, int] | None = None,
     ) -> Planning:
-        """Return the rules with their sizes, ready to match the keys of `shapes`."""
+        """Return the rules bound to their sizes, ready to match the keys of `shapes`."""
         settings = Settings(args, self.sizes, self.defaults, config, meta)
         ready = []
         for number, (rule, words) in enumerate(zip(self.rules, self._words, strict=True), 1):
@@ -166,17 +166,17 @@ class RuleSet:
 
 
 def unused_argument(word: str, known: Iterable[str]) -> RuleError:
-    """Make the error for an argument that no rule uses."""
+    """Return the error for an argument that no rule uses."""
     close = nearest(word, sorted(known))
     hint = f"did you mean {', '.join(close)}?" if close else f"rules use {some(sorted(known), 8)}"
-    return RuleError(f"{typed(f'--arg {word}', f'args[{word!r}]')}: no rule uses it", hint=hint)
+    return RuleError(f"no rule uses {typed(f'--arg {word}', f'args[{word!r}]')}", hint=hint)
 
 
-Group = tuple[int, tuple[Value, ...]]  # position of the rule, values of its loops
+Group = tuple[int, tuple[Value, ...]]  # index of the rule, values of its loops
 
 
 class Planning:
-    """Takes every key, groups them, and collects the targets in the order of the keys."""
+    """Matches all keys, groups them, and collects the targets in the order of the keys."""
 
     def __init__(
         self, rules: list[BoundRule], shapes: Mapping[str, Shape], keep: str | Sequence[str]
@@ -219,8 +219,8 @@ class Planning:
         for group, members in groups.items():
             if self.rules[group[0]].words.scattered:
                 total += self._solved(group, members).targets - 1
-            if total > LIMITS.rule_targets:  # before one is made
-                check("rule_targets", total, "tensors that a step of rules makes")
+            if total > LIMITS.rule_targets:  # checked before any is made
+                check("rule_targets", total, "target tensors of a rule step")
         targets: dict[str, Target | None] = {}
         dropped: list[str] = []
         for item in order:
@@ -234,7 +234,7 @@ class Planning:
                 if name in targets:
                     numbers = [each.rule for each in (targets[name], target) if each is not None]
                     rules = " and ".join(f"rule {number}" for number in numbers)
-                    kept = "" if len(numbers) == 2 else " and kept by `keep`"
+                    kept = "" if len(numbers) == 2 else " and by `keep`"
                     raise CollisionError(f"{name} is written by {rules}{kept}")
                 targets[name] = target
         return RulesOutcome(targets, self.taken, tuple(dropped))
@@ -253,8 +253,10 @@ class Planning:
         return None
 
     def _check_covered(self, matches: Mapping[str, tuple[BoundRule, Values]]) -> None:
-        """Raise UncoveredError for a rule that takes nothing and must, and for keys that no rule
-        takes and `keep` does not name."""
+        """Raise UncoveredError for an unmatched rule that is not optional, and for unmatched keys.
+
+        Keys that match `keep` may be unmatched.
+        """
         for taken, ready in zip(self.taken, self.rules, strict=True):
             if not taken.matched and not ready.rule.optional:
                 raise about(ready.number, self._matches_none(ready, matches), " ")
@@ -268,8 +270,8 @@ class Planning:
         close = nearest(left[0], numbers)
         near = f"; nearest: rule {numbers[close[0]]}, {close[0]}" if close else ""
         raise UncoveredError(
-            f"{noun} in no rule: {', '.join(left[:4])}{', ...' * (len(left) > 4)}{near}",
-            hint="`keep: rest` keeps them, and a rule of its own changes them",
+            f"{noun} matched by no rule: {', '.join(left[:4])}{', ...' * (len(left) > 4)}{near}",
+            hint="`keep: rest` keeps unmatched keys; otherwise add a rule",
         )
 
     def _matches_none(
@@ -280,13 +282,13 @@ class Planning:
         if shadowed is not None:
             first = matches[shadowed][0].number
             return UncoveredError(
-                f"{message} that rule {first} leaves: {shadowed}",
-                hint="put the narrower rule first",
+                f"{message} that rule {first} does not match first: {shadowed}",
+                hint="put the more specific rule first",
             )
         close = nearest(ready.rule.left.name_text, self.shapes)
         near = f"; nearest: {close[0]}" if close else ""
         has_star = any("*" in part for part in ready.rule.left.name if isinstance(part, str))
-        hint = "a * is in braces: {m:*}" if has_star else "->? instead of -> allows this"
+        hint = "write * in braces: {m:*}" if has_star else "use ->? instead of -> to allow this"
         return UncoveredError(message + near, hint=hint)
 
     def _solved(self, group: Group, members: list[SourceTensor]) -> Solved:
@@ -312,7 +314,7 @@ class Planning:
             except MisfitError as error:
                 raise about(ready.number, MisfitError(error.message)) from None
             if not name or name in made:
-                message = f"{name} is written twice" if name else "a name is empty"
+                message = f"{name} is written twice" if name else "a target name is empty"
                 raise about(ready.number, CollisionError(message))
             made[name] = Target(each.shape, sources, each.copies, ready.number)
         taken.made += len(made)
@@ -322,7 +324,7 @@ class Planning:
 _NUMBERS = re.compile("[0-9]+")
 
 
-# Test whether rules can be run backwards: plan the way back, and compare its result.
+# Reversibility: plan the reversed rules, and compare their result with the original.
 
 
 def check_reversible(
@@ -335,7 +337,7 @@ def check_reversible(
     meta: Config = None,
     args: Mapping[str, int] | None = None,
 ) -> None:
-    """Raise NotReversibleError unless the reversed rules make `shapes` of the outcome again."""
+    """Raise NotReversibleError unless the reversed rules restore the names and shapes."""
     for taken in outcome.taken:
         if taken.dropped:
             message = f"drops {taken.dropped:,} elements"
@@ -349,12 +351,12 @@ def check_reversible(
         found = back.outcome(made, keep=keep, config=config, meta=meta, args=args)
     except (RuleError, MisfitError, CollisionError) as error:
         caught = _caught(outcome, back.planning(made, config=config, meta=meta, args=args))
-        raise caught or NotReversibleError(f"on the way back, {error.message}") from error
+        raise caught or NotReversibleError(f"in reverse: {error.message}") from error
     again = {name: made[name] if t is None else t.shape for name, t in found.targets.items()}
     if again != dict(shapes) or _rules_of(found) != _rules_of(outcome):
         caught = _caught(outcome, back.planning(made, config=config, meta=meta, args=args))
         odd = sorted(again.keys() ^ shapes.keys()) or [n for n in shapes if again[n] != shapes[n]]
-        lost = NotReversibleError(f"the way back would not give {', '.join(odd[:3])}")
+        lost = NotReversibleError(f"the reversed rules would not restore {', '.join(odd[:3])}")
         raise caught or lost
 
 
@@ -366,14 +368,16 @@ def _caught(
     outcome: RulesOutcome,
     planning: Planning,
 ) -> NotReversibleError | None:
-    """Return the error for the first name that another rule would take on the way back."""
+    """Return the error for the first target that another reversed rule would match."""
     for name, target in outcome.targets.items():
         match = planning.first(name)
         number = None if match is None else match[0].number
         if target is None and number is not None:
-            kept = NotReversibleError(f"would take {name}, which was kept")
+            kept = NotReversibleError(f"would match {name} in reverse, but {name} was kept")
             return about(number, kept, " ")
         if target is not None and number is not None and number != target.rule:
-            other = NotReversibleError(f"would take {name}, which rule {target.rule} made")
+            other = NotReversibleError(
+                f"would match {name} in reverse, but rule {target.rule} made {name}"
+            )
             return about(number, other, " ")
     return None

@@ -167,10 +167,10 @@ def test_inflate_is_bounded() -> None:
     [
         (deflated(b"x" * 100), 99, "more than 99"),
         (deflated(b"x" * 100), 101, "100 of 101"),
-        (deflated(b"x" * 100)[:-1], 100, "too early"),
+        (deflated(b"x" * 100)[:-1], 100, "is truncated"),
         (deflated(b"x" * 100) + b"junk", 100, "other bytes"),
         (b"\xff" * 10, 10, "damaged"),
-        (b"", 0, "too early"),
+        (b"", 0, "is truncated"),
     ],
 )
 def test_inflate_refuses_what_does_not_fit(data: bytes, length: int, said: str) -> None:

@@ -57,5 +57,5 @@ def test_zeros_and_what_float16_cannot_scale() -> None:
     for odd in (np.nan, np.inf, 1e7 * 127):
         values = np.ones(32)
         values[3] = odd
-        with pytest.raises(TensorError, match="'w' holds NaN, infinite or too large values"):
+        with pytest.raises(TensorError, match="'w' contains NaN, infinite or too large values"):
             made(values)

@@ -67,7 +67,7 @@ def test_a_file_that_is_too_short(tmp_path: Path) -> None:
     short = tmp_path / "short.bin"
     short.write_bytes(b"head" + b"1" * 1000)
     inputs = (derived.inputs[0], Range(LocalFile(short), 4, 1500 * ROW))
-    with pytest.raises(TruncatedError, match="ends at byte 1,004"):
+    with pytest.raises(TruncatedError, match="after byte 1,004"):
         list(stream(Derived(derived.operation, inputs, derived.length)))
 
 

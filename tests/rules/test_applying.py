@@ -100,7 +100,7 @@ def test_config_beside_the_source_is_found(tmp_path: Path, command: Ckptkit) -> 
         stored({"q": weight}, tmp_path / "run", name)
         lacking = command("run", path, tmp_path / "run" / name, tmp_path / "out.pth")
         assert lacking.exit_code == 2
-        assert "nothing says how 12 falls into (h r two)" in lacking.stderr
+        assert "cannot infer how 12 splits into (h r two)" in lacking.stderr
         assert "--arg h" in lacking.stderr
         (tmp_path / "run" / "config.json").write_text('{"heads": 3, "limit": Infinity}')
         done = command("run", path, tmp_path / "run" / name, tmp_path / "out.pth", "--force")
@@ -238,7 +238,7 @@ def test_recipes_that_are_wrong(text: str, said: str, tmp_path: Path, command: C
         ("[b -> c, d -> e]", "a.pth: step 2, rule 2 matches no key"),
         ("[c -> d]", "a.pth: step 2, rule 1 matches no key"),
         ("['b [i j] -> c [j i]']", "a.pth: step 2, rule 1: b has 1 dimension"),
-        ("['bb ->? y']", "a.pth: step 2: 1 key is in no rule: b; nearest: rule 1, bb"),
+        ("['bb ->? y']", "a.pth: step 2: 1 key is matched by no rule: b; nearest: rule 1, bb"),
     ],
 )
 def test_errors_name_the_step(rules: str, said: str, tmp_path: Path, command: Ckptkit) -> None:  # noqa: F811
@@ -379,9 +379,9 @@ def test_other_mappings_by_their_paths(tmp_path: Path) -> None:
 def test_sizes_that_a_config_has_not(tmp_path: Path) -> None:
     state = {"q": torch.arange(8.0)}
     rule = "q [(h d)] -> q [d h] with h=config.heads"
-    with pytest.raises(RuleError, match="whole number"):
+    with pytest.raises(RuleError, match="expected an integer"):
         applied(state, rule, tmp_path=tmp_path, config={"heads": "2"})
-    with pytest.raises(RuleError, match="nothing says how 8"):
+    with pytest.raises(RuleError, match="cannot infer how 8"):
         applied(state, rule, tmp_path=tmp_path, config={})
     _, found = applied(state, rule, tmp_path=tmp_path, config={"heads": 2})
     assert torch.equal(found["q"], state["q"].reshape(2, 4).t())
@@ -393,7 +393,7 @@ def test_a_way_back_that_is_not_exact_is_refused(tmp_path: Path) -> None:
     made, _ = applied(state, *lines, tmp_path=tmp_path)
     assert sorted(made.weights) == ["q.x", "q2.x"]
     torch.save({"c.0": torch.ones(1), "d.1": torch.ones(1)}, tmp_path / "x.pth")
-    with pytest.raises(NotReversibleError, match="not reversible: rule 1 would take 1, which"):
+    with pytest.raises(NotReversibleError, match="not reversible: rule 1 would match 1 in reverse"):
         ckptkit.apply_rules(
             ckptkit.open(tmp_path / "x.pth"), ["{m:*} -> c.{m}", "{l} -> d.{l}"], reverse=True
         )

@@ -39,12 +39,18 @@ def test_first_that_is_set() -> None:
 @pytest.mark.parametrize(
     ("metadata", "said"),
     [
-        ({"attention.head_count": [4, 2]}, "meta.attention.head_count is a list, which is not"),
-        ({"attention.head_count": "4"}, "meta.attention.head_count is '4', which is not a whole"),
-        ({"attention.head_count": True}, "meta.attention.head_count is 'True'"),
-        ({"attention.head_count": 0}, "the size h would be 0"),
-        ({"attention.head_count": 1 << 63}, "the size h would be"),
-        ({}, "nothing says how 16 falls into (h r two)"),
+        (
+            {"attention.head_count": [4, 2]},
+            "meta.attention.head_count: expected an integer, got a list",
+        ),
+        ({"attention.head_count": "4"}, "meta.attention.head_count: expected an integer"),
+        (
+            {"attention.head_count": True},
+            "meta.attention.head_count: expected an integer, got 'True'",
+        ),
+        ({"attention.head_count": 0}, "the size h is 0"),
+        ({"attention.head_count": 1 << 63}, "the size h is"),
+        ({}, "cannot infer how 16 splits into (h r two)"),
     ],
 )
 def test_refused(metadata: dict[str, Any], said: str) -> None:

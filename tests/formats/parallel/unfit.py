@@ -972,7 +972,7 @@ OWN = {
     "another key": Row(replaced("files: '", "file: '"), UsageError, "files and rules"),
     "another verb": Row(replaced("cut 1", "slice 1"), UsageError, "no verb"),
     "a line without the parts": Row(
-        first_rule("x", "[i] -> [i]"), UsageError, "index tp stands on one side only"),
+        first_rule("x", "[i] -> [i]"), UsageError, "index tp occurs on one side only"),
     "no rank in the names": Row(replaced("(?P<tp>[0-9]+)", "[0-9]+"), UsageError, "names no rank"),
     "a broken expression": Row(replaced("'.*norm': same", "'.*(norm': same"), UsageError, "regular expression"),
     "no file": Row(replaced("part_", "other_"), UsageError, "no file"),
@@ -987,7 +987,7 @@ OWN = {
     "a rank of letters": Row(
         instead(files=r"stage(?P<pp>[0-9])/(?P<tp>part_[0-9]+)\.pt"), UsageError, "than numbers"),
     "more blocks than rows": Row(first_rule(".*up", "cut 0 blocks 5"), CorruptError, "6 rows are not divisible by g*o with g=5"),
-    "sizes of another tensor": Row(first_rule(".*up", "cut 0 sizes 7 4"), CorruptError, "7 / 2 is not a whole number"),
+    "sizes of another tensor": Row(first_rule(".*up", "cut 0 sizes 7 4"), CorruptError, "7 is not divisible by 2"),
     "a dimension that is not there": Row(first_rule(".*scale", "cut 1"), CorruptError, "has 1 dimension"),
     "a file without a dict": Row(
         by_table(TABLE, lambda folder: torch.save({"net": [1]}, folder / "stage0/part_0.pt")),
