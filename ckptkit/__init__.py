@@ -1,6 +1,6 @@
 """Read, change and convert PyTorch checkpoints without executing them or loading unneeded tensors.
 
-The public names, each imported when it is first used, so that ``import ckptkit`` costs nothing.
+Each public name is imported on its first use, so ``import ckptkit`` costs nothing.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ _HOOKS = {
     "lora_hint": ("lora.merge", "hint"),
 }
 
-# The modules of the public names, but for edits, which are in the list of edits.
+# The modules of the public names. The list of edits contains those of edits.
 _PLACES = {
     "Checkpoint": "core.checkpoint",
     "CkptkitError": "core.errors",
@@ -103,7 +103,7 @@ _PLACES = {
     "verify_delta": "deltas",
 }
 
-# Spelled out: type checkers do not evaluate expressions.
+# Written in full, because type checkers do not evaluate expressions.
 __all__ = [
     "Checkpoint",
     "CkptkitError",

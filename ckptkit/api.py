@@ -1,4 +1,4 @@
-"""The Python API: read, transform, plan and publish, in one function each."""
+"""The Python API: one function each to read, transform, plan and publish."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ if TYPE_CHECKING:
 
 PathLike = str | os.PathLike[str]
 T = TypeVar("T")
-_OTHERS = "unless another machine is writing there"
+_OTHERS = "if no other machine is writing there"
 Step = Callable[[Checkpoint], Checkpoint]
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Conversion:
-    """The result of a conversion: the checkpoint as it was written, and the plan."""
+    """The result of a conversion: the written checkpoint and its plan."""
 
     checkpoint: Checkpoint
     plan: Plan | Patch
@@ -57,19 +57,19 @@ class Conversion:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """Notes of the transforms on what they did."""
+        """Notes of the transforms about their changes."""
         return self.checkpoint.notes
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """Warnings of reading, transforming and writing.
+        """Warnings from reading, transforming and writing.
 
-        Losses of the format are in `plan.notes`.
+        `plan.notes` lists the losses of the format.
         """
         left = () if self.published is None else self.published.left
         found = [
             *self.checkpoint.warnings,
-            *(f"{name} is beside it: a killed run left it, {_OTHERS}" for name in left),
+            *(f"{name} is a stale temporary file beside it, {_OTHERS}" for name in left),
         ]
         damaged = () if self.published is None else self.published.damaged
         if damaged:
@@ -84,14 +84,15 @@ class Conversion:
 
 
 def open_checkpoint(source: Source, options: Options | None = None, **changes: Any) -> Checkpoint:
-    """Open a checkpoint: headers are read, no tensor is, and torch is not imported.
+    """Open a checkpoint. Read only headers, no tensors, and do not import torch.
 
     `source` is the path or URL of a file or folder, the bytes of a file, a binary file object, a
-    mapping in memory (a state_dict), or a Checkpoint. Of the :class:`Options`, given whole or by
-    name, ``key`` names the entry to take as the weights (``"model"``, ``"ema.generator"``), and
-    ``parts`` and ``copies`` say how the files of many processes are put together. Raises an
-    InputError for what is not a checkpoint, MissingFileError (a FileNotFoundError) for what is not
-    there. ``with ckptkit.open(path) as ck`` closes the files.
+    mapping in memory (a state_dict), or a Checkpoint. Pass :class:`Options` as an object or by
+    name. ``key`` selects the entry with the weights (``"model"``, ``"ema.generator"``). ``parts``
+    and ``copies`` control how the files of several ranks are assembled.
+
+    Raises InputError if the source is not a checkpoint, and MissingFileError (a FileNotFoundError)
+    if it does not exist. ``with ckptkit.open(path) as ck`` closes the files.
     """
     options = made(options, changes)
     if isinstance(source, Checkpoint):
@@ -109,8 +110,8 @@ def open_checkpoint(source: Source, options: Options | None = None, **changes: A
 def reading(source: Source, options: Options | None = None, **changes: Any) -> Iterator[Checkpoint]:
     """Open a checkpoint to report on its content, and close it again.
 
-    Raises InputChangedError at the end if its files changed since they were opened: the report may
-    mix bytes from before and after. So print a report after this. A Checkpoint stays open.
+    Raises InputChangedError at the end if its files changed since they were opened, because the
+    report may mix old and new bytes. So print a report after this context. A Checkpoint stays open.
     """
     checkpoint = open_checkpoint(source, options, **changes)
     kept = isinstance(source, Checkpoint)
@@ -119,7 +120,7 @@ def reading(source: Source, options: Options | None = None, **changes: Any) -> I
 
 
 def _place(source: object) -> ByteSource | Folder:
-    """Return where the bytes of a file or folder are."""
+    """Return the location of the bytes of a file or folder."""
     if isinstance(source, (bytes, bytearray, memoryview)):
         return Memory(bytes(source), "<bytes>")
     if hasattr(source, "read") and hasattr(source, "seek"):
@@ -130,7 +131,7 @@ def _place(source: object) -> ByteSource | Folder:
 
 
 def _read(place: ByteSource | Folder, read: Callable[[ByteSource | Folder], T]) -> T:
-    """Return the result of `read` for a place, which stays open only if that succeeds."""
+    """Return the result of `read` for a place. Close the place if `read` fails."""
     try:
         with collector_paused(), steady(place):
             return read(place)
@@ -140,13 +141,15 @@ def _read(place: ByteSource | Folder, read: Callable[[ByteSource | Folder], T]) 
 
 
 def recover(source: Source, *, unverified: bool = False) -> Recovered:
-    """Return the intact tensors of a damaged file as a checkpoint, and the list of the others.
+    """Return the intact tensors of a damaged file as a checkpoint, and the list of lost entries.
 
-    A tensor is intact if its bytes have the checksum that the file records. A format without
-    checksums has nothing but places and lengths: where they are wrong, bytes may be shifted. The
-    checkpoint's warnings say what could not be proven: whether all tensors are of one save. With
-    `unverified`, such tensors are kept too. Raises CorruptError if no tensor is left,
-    UnsupportedError for a format from which nothing can be recovered.
+    A tensor is intact if its bytes match the checksum in the file. A format without checksums only
+    records places and lengths. If they are wrong, bytes may be shifted. The warnings of the
+    checkpoint name facts that could not be proven, such as whether all tensors are of one save.
+    With `unverified`, such tensors are kept too.
+
+    Raises CorruptError if no tensor is intact, and UnsupportedError if the format cannot be
+    recovered.
     """
     arguments.flags(unverified=unverified)
     is_path = isinstance(source, (str, os.PathLike))
@@ -159,14 +162,17 @@ def save(
 ) -> Conversion:
     """Write a checkpoint to `path`, in the format of its suffix or of the :class:`Options`.
 
-    `path` may be a binary file object, as an io.BytesIO: it gets the bytes of one file, in the
-    format of `checkpoint` unless ``format`` names another.
+    `path` can also be a binary file object, such as an io.BytesIO. It gets the bytes of one file, in
+    the format of `checkpoint` unless ``format`` names another.
 
-    `checkpoint` is a Checkpoint, anything that `open` takes, or a mapping of torch tensors, numpy
-    arrays, tensors of checkpoints and plain values, nested as you like; tensors that share memory
-    share it again. Nothing is written before the plan is complete, and `path` appears whole or not
-    at all. Options are given whole, or by name: ``save(ck, path, force=True)``. Raises
-    OutputExistsError (a FileExistsError) without ``force``, OutputError where it cannot be written.
+    `checkpoint` is a Checkpoint, any source that `open` accepts, or a mapping of torch tensors,
+    numpy arrays, tensors of checkpoints and plain values, nested to any depth. Tensors that share
+    memory still share it in the output. `save` completes the plan before it writes anything, and
+    `path` appears complete or not at all. Pass options as an object or by name, as in
+    ``save(ck, path, force=True)``.
+
+    Raises OutputExistsError (a FileExistsError) without ``force``, and OutputError if it cannot
+    write the output.
     """
     options = made(options, changes)
     checkpoint = opened(checkpoint)
@@ -219,22 +225,23 @@ def convert(
 ) -> Conversion:
     """Read `source`, apply the steps in order, write `destination` (``in_place``: the source).
 
-    The :class:`Options` are given whole, or by name. With ``keep_format``, the default, a
-    destination without a suffix, or with that of the source, gets the format of the source, and a
-    file is changed in place by the few bytes that differ, if they are few; without, it is written
-    anew. A file whose destination is a folder is written into it. A part of a checkpoint of several
-    processes is taken for itself with ``part_only`` alone.
+    Pass :class:`Options` as an object or by name. ``keep_format`` is the default. With it, a
+    destination without a suffix, or with the suffix of the source, gets the format of the source,
+    and a small change in place writes only the changed bytes. Without it, the file is always
+    rewritten. If the destination is a folder, the output goes into it.
+
+    Raises UnsupportedError for a single rank's file, unless ``part_only`` is true.
     """
     options = made(options, changes)
     if options.in_place:
         return _rewrite(source, steps, options)
     checkpoint = _opened_to_write(source, options)
     if destination is None:
-        raise UsageError("there is no destination", hint="in_place=True changes the source")
+        raise UsageError("the destination is missing", hint="in_place=True changes the source")
     path = arguments.path("destination", destination)
     folder = checkpoint.source if isinstance(checkpoint.source, Folder) else checkpoint.folder
     own = checkpoint.format
-    # What was read from a folder stays a folder.
+    # A folder remains a folder.
     keep = own if options.keep_format or formats.is_folder(own) else None
     if folder is not None:
         from ckptkit.formats.distributed.training_state import beside
@@ -261,10 +268,10 @@ def convert(
 
 
 def _opened_to_write(source: Source, options: Options) -> Checkpoint:
-    """Read `source`: as the part that it is, or as a whole where the format may change."""
+    """Read `source`: the shard itself, or the complete checkpoint if the format may change."""
     checkpoint = open_checkpoint(source, options)
     if options.key is not None:
-        _ = checkpoint.selection  # raises what is wrong with the key before anything is written
+        _ = checkpoint.selection  # raises the error of a wrong key before anything is written
     if options.part_only:
         from ckptkit.formats.distributed.parts import alone
 
@@ -273,13 +280,13 @@ def _opened_to_write(source: Source, options: Options) -> Checkpoint:
 
 
 def _rewrite(source: Source, steps: tuple[Step, ...], options: Options) -> Conversion:
-    """Change the source itself: the bytes that differ if they are few, else the whole file."""
+    """Change the source itself: only the changed bytes if they are few, else the whole file."""
     if isinstance(source, (str, os.PathLike)):
         source = _read(open_place(source, undo=not options.dry_run), formats.read)
     checkpoint = _opened_to_write(source, options)
     path = _own_place(checkpoint, options.format)
     chosen = _format("", checkpoint.format, options)
-    # Otherwise it is released: there may be little memory.
+    # Otherwise it is closed, because memory may be short.
     before = checkpoint if options.keep_format else None
     checkpoint = _changed(checkpoint, steps, options.strict)
     patch = None if before is None else _patch(before, checkpoint, chosen, options)
@@ -290,7 +297,7 @@ def _rewrite(source: Source, steps: tuple[Step, ...], options: Options) -> Conve
         written = None if options.dry_run else done
         return Conversion(checkpoint, patch, chosen.name, patch.base.name, written)
     if os.path.islink(path):
-        kept = f"was a link to {os.readlink(path)}, which is unchanged"
+        kept = f"replaced the symlink; its target {os.readlink(path)} is unchanged"
         checkpoint = replace(checkpoint, warnings=(*checkpoint.warnings, kept))
     return _publish(checkpoint, chosen, path, options, replace_source=True)
 
@@ -302,8 +309,8 @@ def _format(path: str, keep: str | None, options: Options) -> Format:
 def _check_suffix(path: str, checkpoint: Checkpoint, chosen: Format, options: Options) -> None:
     """Raise UsageError for a file with the suffix of another kind of file: ``run.txt``.
 
-    A name without a suffix, with that of the source, or with more behind a known one
-    (``run.pth2``) gets the format of the source.
+    A name without a suffix, with that of the source, or with a longer known one (``run.pth2``) gets
+    the format of the source.
     """
     name = without_query(path).replace(os.sep, "/").rpartition("/")[2].lower()
     suffix = os.path.splitext(name)[1]
@@ -314,10 +321,8 @@ def _check_suffix(path: str, checkpoint: Checkpoint, chosen: Format, options: Op
 
 
 def _in_folder(path: str, checkpoint: Checkpoint, format: Format) -> str:
-    """Return the path of the output; where `path` is a folder, a file in it, named as the source.
-
-    So does `cp`.
-    """
+    """Return the path of the output. If `path` is a folder, return a file in it with the name of
+    the source, like `cp`."""
     remote = is_url(path)
     is_folder = path.endswith((os.sep, "/")) or (not remote and os.path.isdir(path))
     source = without_query(checkpoint.name or "").replace(os.sep, "/")
@@ -331,7 +336,7 @@ def _in_folder(path: str, checkpoint: Checkpoint, format: Format) -> str:
 def _with_sidecars(checkpoint: Checkpoint, folder: Folder) -> tuple[Checkpoint, tuple[str, ...]]:
     """Return the checkpoint with the sidecars of its folder, and their names.
 
-    Files that a step has made keep their place.
+    Files that a step generated are kept.
     """
     from ckptkit.formats.sidecars import sidecars  # few outputs are folders
 
@@ -352,9 +357,9 @@ def _dtype_of(checkpoint: Checkpoint) -> str | None:
 
 
 def _with_dtype(checkpoint: Checkpoint, old: str | None) -> Checkpoint:
-    """Return the checkpoint with a config.json that says the dtype of its weights.
+    """Return the checkpoint with the dtype of its weights in config.json.
 
-    Only where the steps have changed it: `old` is what it was.
+    Change it only if the steps changed the dtype: `old` is the dtype before them.
     """
     from ckptkit.formats import sidecars
 
@@ -370,24 +375,24 @@ def _with_dtype(checkpoint: Checkpoint, old: str | None) -> Checkpoint:
 
 
 def _own_place(checkpoint: Checkpoint, format: str | None) -> str:
-    """Return the file that is to be changed in place. Raises UsageError if that is impossible."""
+    """Return the file to change in place. Raises UsageError if that is impossible."""
     name = checkpoint.name
     if name is None or not os.path.isfile(name):
-        why = "only a single file on this machine can be changed in place"
+        why = "cannot edit a folder or a remote file in place; name a single local file"
     elif isinstance(checkpoint.source, ByteSource) and checkpoint.source.whole is not None:
-        why = "is compressed, and written as it is"
+        why = "cannot edit a compressed file in place"
     elif formats.holds_program(checkpoint):
-        why = "is a program, of which only the weights can be written"
+        why = "cannot edit a program in place; only its weights can be written"
     else:
         expected = formats.for_writing(name, None, checkpoint.format).name
         if format in (None, expected):
             return name
-        why = f"has a name for {expected}, but would contain {format}"
-    raise UsageError(why, where=name, hint=typed("name another output", "give a destination"))
+        why = f"has the suffix of {expected}, but would contain {format}"
+    raise UsageError(why, where=name, hint=typed("name another output", "name a destination"))
 
 
 def _patch(before: Checkpoint, after: Checkpoint, format: Format, options: Options) -> Patch | None:
-    """Return the in-place edit of the file, None if it must be written anew."""
+    """Return the in-place edit of the file, or None if the file must be rewritten."""
     from ckptkit.publish.in_place import can_patch, fits
 
     if format.name != before.format or before.name is None or not can_patch(before.name):
@@ -400,8 +405,8 @@ def _patch(before: Checkpoint, after: Checkpoint, format: Format, options: Optio
 def _changed(checkpoint: Checkpoint, steps: tuple[Step, ...], strict: bool) -> Checkpoint:
     """Return the checkpoint after the steps. Every error names the checkpoint.
 
-    Raises UsageError where no tensor is left, except of an entry that was extracted; if `strict`,
-    also where a step changes nothing.
+    Raises UsageError if no tensor remains, except for an extracted entry. If `strict`, also raises
+    UsageError if a step is a no-op.
     """
     name, root = checkpoint.name, checkpoint.root
     try:
@@ -413,14 +418,14 @@ def _changed(checkpoint: Checkpoint, steps: tuple[Step, ...], strict: bool) -> C
                 raise arguments.wrong("the result of a step", "a Checkpoint", changed)
             new = changed.warnings[len(checkpoint.warnings) :] if strict else ()
             if nothing := next((each for each in new if isinstance(each, NoOpWarning)), None):
-                hint = f"{typed('--strict', 'strict')}: a change that changes nothing is an error"
+                hint = f"{typed('--strict', 'strict')}: a no-op edit is an error"
                 raise UsageError(nothing, hint=hint)
             checkpoint = changed
         after = checkpoint.root
         is_lost = after is not root and not has_tensors(after) and has_tensors(root)
-        if is_lost and all(node is not after for _, node in walk(root)):  # no entry of it
+        if is_lost and all(node is not after for _, node in walk(root)):  # none of its entries
             raise UsageError(
-                "no tensor would be left", hint="`ckptkit inspect {where}` shows which there are"
+                "no tensor would remain", hint="`ckptkit inspect {where}` lists its entries"
             )
     except CkptkitError as error:
         raise error.at(name or "") from error.__cause__
@@ -443,7 +448,7 @@ def _publish(
     if others is not None:
         files, notes = (*plan.files, *others.files), (*plan.notes, *others.notes)
         plan = replace(plan, files=files, notes=notes)
-    from ckptkit.publish.preflight import DamageError  # not needed for reading
+    from ckptkit.publish.preflight import DamageError  # not necessary for reading
     from ckptkit.publish.publish import publish
 
     try:
@@ -467,9 +472,9 @@ def _explained(error: DamageError, checkpoint: Checkpoint) -> DamageError:
 
 
 def _way_out(damaged: Range) -> str:
-    """Return what to do about a file with a damaged tensor."""
+    """Return the next step for a file with a damaged tensor."""
     path = damaged.source.name
     if formats.recoverable(Probe(damaged.source)) != RECOVER:
-        return "fetch it again from where it came from"
+        return "fetch it again from its source"
     command = shell_command(("ckptkit", "recover", *argument(path), output_name(path, "recovered")))
     return f"to save the intact tensors: {command}"

@@ -19,19 +19,19 @@ HELP = Path(ckptkit.__file__).parent / "help"
 PAGE, RECIPES = HELP / "output.md", HELP / "recipes.md"
 START, END = "<!-- steps -->\n", "<!-- end -->\n"
 OTHERS = {
-    "config": "Make config.json of the arguments of a training",
+    "config": "Generate config.json from the arguments of a training",
     "expect": "Check expectations, as `ckptkit check` does",
-    "gguf": "Refuse GGUF files of other architectures, and make config.json of the metadata",
+    "gguf": "Refuse GGUF files of other architectures, and generate config.json from the metadata",
     "recipe": "Apply the recipe for the architecture of a GGUF file: `gguf-*`",
 }
-HEAD = """# Options that few need
+HEAD = """# Advanced options
 
-`--help` shows the options that most people need, `--help-all` all of them. Every command that writes takes these too;
-`convert` and `run` show `--all` and `--shard-size`, and `batch` shows `--workers`:
+`--help` shows common options, and `--help-all` shows all of them. Every command that writes also takes these. `convert` and
+`run` show `--all` and `--shard-size` in `--help`, and `batch` shows `--workers`:
 
 """
 FOLDERS = """
-Commands that read folders of several processes take these too:
+Commands that read folders of several ranks also take these:
 
 """
 RULES = """

@@ -17,11 +17,12 @@ from ckptkit.core import errors
 PAGE = Path(ckptkit.__file__).parent / "help" / "python.md"
 HEAD = """# Python reference
 
-Made of the docstrings; `ckptkit help library` shows how the functions go together. `help(ckptkit.open)` prints the same.
+This page is generated from the docstrings; `help(ckptkit.open)` prints the same text. `ckptkit help library` shows how to
+combine the functions.
 
-Wherever a checkpoint is expected (`Source`), a path, a URL, the bytes of a file, a binary file object, a mapping in
-memory such as a state_dict, or a `Checkpoint` can be given. A dtype (`DTypeLike`) is a name (`"bfloat16"`), a
-`torch.dtype` or a numpy dtype; a device (`Device`) a name or a `torch.device`.
+A checkpoint argument (`Source`) is a path, a URL, the bytes of a file, a binary file object, a mapping in memory such as a
+state_dict, or a `Checkpoint`. A dtype (`DTypeLike`) is a name (`"bfloat16"`), a `torch.dtype` or a numpy dtype. A device
+(`Device`) is a name or a `torch.device`.
 """
 GROUPS: dict[str, tuple[str, ...]] = {
     "Open, save, load": ("open", "save", "convert", "load", "load_into", "recover"),
@@ -120,7 +121,7 @@ def _errors() -> Iterator[str]:
     yield from (
         "## Errors",
         "",
-        "Each is a `CkptkitError`; many are the builtin error of their kind too.",
+        "Each error is a `CkptkitError`. Many are also the builtin error of their kind.",
         "",
     )
     yield from ("| error | also | |", "|---|---|---|")

@@ -37,7 +37,7 @@ class DiffMismatch(TypedDict):
 
 @final
 class DiffDifference(TypedDict):
-    """How values differ."""
+    """Measures of a difference in values."""
 
     count: int
     first: int
@@ -70,7 +70,7 @@ class DiffEntry(TypedDict):
 
 @final
 class DiffStrictFalse(TypedDict):
-    """Entries that load_state_dict(strict=False) would not report."""
+    """Keys that load_state_dict(strict=False) skips or keeps without a message."""
 
     skipped: int
     parameters: int
@@ -80,7 +80,7 @@ class DiffStrictFalse(TypedDict):
 
 @final
 class DiffFacts(TypedDict):
-    """How two checkpoints differ, or a checkpoint and a model."""
+    """The differences between two checkpoints, or a checkpoint and a model."""
 
     equal: bool
     values_compared: bool
@@ -123,7 +123,7 @@ class DigestTensor(TypedDict):
 
 @final
 class DoctorCause(TypedDict):
-    """A cause that keeps the file from loading, or may."""
+    """A cause that prevents loading, or can prevent it."""
 
     code: str
     level: str
@@ -154,7 +154,7 @@ class DoctorLost(TypedDict):
 
 @final
 class DoctorReport(TypedDict):
-    """Why a checkpoint does not load."""
+    """The causes why a checkpoint does not load."""
 
     file: str
     model: str | None
@@ -206,7 +206,7 @@ class InspectTensor(TypedDict):
 
 @final
 class InspectQuantization(TypedDict):
-    """How the weight is quantized that the tensor stands for, or is a part of."""
+    """Quantization of the weight that this tensor belongs to."""
 
     weight: str
     family: str
@@ -227,7 +227,7 @@ class InspectValue(TypedDict):
     count: NotRequired[int]
     value: Any
 
-# A pickled Python object that is no tensor or plain value.
+# A pickled Python object other than a tensor or a plain value.
 InspectObject = TypedDict("InspectObject", {"path": str, "keys": list[str | int], "global": str})
 
 @final
@@ -242,7 +242,7 @@ class InspectAdapter(TypedDict):
 
 @final
 class InspectPart(TypedDict):
-    """The part of a checkpoint of several processes that the file is."""
+    """The rank or shard of a larger checkpoint that the file contains."""
 
     kind: str
     name: str
@@ -251,7 +251,7 @@ class InspectPart(TypedDict):
 
 @final
 class InspectTotals(TypedDict):
-    """Of the whole file."""
+    """Totals of the file."""
 
     tensor_count: int
     parameters: int | str
@@ -260,7 +260,7 @@ class InspectTotals(TypedDict):
 
 @final
 class InspectSelected(TypedDict):
-    """Of the tensors that --keys selects."""
+    """Totals of the tensors that --keys selects."""
 
     tensor_count: int
     parameters: int | str
@@ -268,14 +268,14 @@ class InspectSelected(TypedDict):
 
 @final
 class ScanFileRemarks(TypedDict):
-    """Something else that is odd."""
+    """An unusual fact."""
 
     where: str
     reason: str
 
 @final
 class ScanFilePrograms(TypedDict):
-    """TorchScript code, which is not judged."""
+    """TorchScript code; scan does not judge it."""
 
     where: str
     functions: int
@@ -335,14 +335,14 @@ class ScanCall(TypedDict):
 
 @final
 class ScanFailed(TypedDict):
-    """A file that could not be read."""
+    """A file that ckptkit cannot read."""
 
     file: str | None
     error: ScanError
 
 @final
 class ScanError(TypedDict):
-    """A failure, and what to type next."""
+    """A failure and the next command to type."""
 
     code: str
     message: str
@@ -383,7 +383,7 @@ class StatsStats(TypedDict):
 
 @final
 class StatsFactsSkipped(TypedDict):
-    """A tensor without numbers."""
+    """A tensor without statistics."""
 
     name: str
     dtype: str
@@ -402,7 +402,7 @@ class StatsFacts(TypedDict):
 
 @final
 class VerifyFile(TypedDict):
-    """A file that could be read."""
+    """A file that ckptkit can read."""
 
     file: str
     format: str | None
@@ -415,7 +415,7 @@ class VerifyFile(TypedDict):
 
 @final
 class VerifyFinding(TypedDict):
-    """Something that is wrong."""
+    """One kind of damage."""
 
     part: str | None
     what: str

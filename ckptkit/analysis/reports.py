@@ -39,11 +39,11 @@ def inspect(
     sha256: bool = False,
     stored: bool = False,
 ) -> InspectFile:
-    """Return what a checkpoint contains: FILE of ``ckptkit inspect --json``.
+    """Return the contents of a checkpoint: FILE of ``ckptkit inspect --json``.
 
-    `keys` are globs of the tensors to list. With `sha256` the tensors are read, and have their
-    digests. Quantized weights are one tensor each, unless `stored`. The schema is that of
-    ``ckptkit help --schema inspect``.
+    `keys` are globs of the tensors to list. With `sha256`, the tensors are read and digested. Each
+    quantized weight is one tensor, unless `stored`. The schema is that of ``ckptkit help --schema
+    inspect``.
     """
     arguments.flags(sha256=sha256, stored=stored)
     globs = arguments.texts("keys", keys)
@@ -65,7 +65,7 @@ def stats(
 ) -> StatsFacts:
     """Return statistics of the values of tensors: the object of ``ckptkit stats --json``.
 
-    `keys` are globs of names. All weights are read, with `everything` all tensors of the file.
+    `keys` are globs of names. Reads all weights, or with `everything` all tensors of the file.
     """
     arguments.flags(everything=everything, stored=stored)
     globs = arguments.texts("keys", keys)
@@ -95,9 +95,9 @@ def digest(
 
 
 def verify(source: Source, *, values: bool = False, key: str | None = None) -> VerifyFile:
-    """Check that a file or folder is whole: FILE of ``ckptkit verify --json``.
+    """Check that a file or folder is complete and undamaged: FILE of ``ckptkit verify --json``.
 
-    All bytes are read; with `values`, NaN and infinite elements are findings too.
+    Reads all bytes. With `values`, NaN and infinite elements are findings too.
     """
     arguments.flags(values=values)
     found = verification.verify(file_of(source), Options(key=key), values=values)
@@ -105,10 +105,11 @@ def verify(source: Source, *, values: bool = False, key: str | None = None) -> V
 
 
 def scan(source: Source, *, trust: str | Iterable[str] = ()) -> list[ScanFile | ScanFailed]:
-    """Return what loading the files of a path would run: each FILE of ``ckptkit scan --json``.
+    """Return the code that loading the files of a path would run: each FILE of ``ckptkit scan
+    --json``.
 
-    Nothing is run. A file that cannot be read has an ``error`` instead of a verdict. `trust` are
-    globs of names of classes and functions that may be called.
+    Runs nothing. An unreadable file has an ``error`` instead of a verdict. `trust` contains globs
+    of classes and functions that may be called.
     """
     found = scan_all([file_of(source)], trust=arguments.texts("trust", trust))
     return [cast("ScanFile | ScanFailed", listed(json_facts.scanned(each))) for each in found]

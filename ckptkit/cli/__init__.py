@@ -1,8 +1,8 @@
-"""The command line: words and options only. A command parses, calls the library once, and prints.
+"""The command line. A command parses its arguments, calls the library once, and prints.
 
-Commands are imported when they are run, and the library inside their bodies, so that no command
-pays for the imports of another. Exit codes: 0 fine, 1 differences, 2 usage, 3 input refused, 4
-output failed, 5 a bug, 130 interrupted, 141 broken pipe.
+Commands are imported on use, and import the library inside their bodies. So no command pays for the
+imports of another one. Exit codes: 0 success, 1 differences or findings, 2 usage, 3 input refused,
+4 output failed, 5 a bug, 130 interrupted, 141 broken pipe.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ def _verbose(_: click.Context, __: click.Parameter, wanted: bool) -> None:
         main.traceback = render.progress_asked = True
 
 
-# Options of every command that has none of its own: their words, help and effect.
+# Options that every command takes: their words, help and effect.
 EVERYWHERE = (
-    (["--quiet", "-q"], "Print only errors, and what is asked for.", _quiet),
+    (["--quiet", "-q"], "Print only errors and the result.", _quiet),
     (["--verbose", "-v"], "Show progress at once, and the traceback of an error.", _verbose),
 )
 ANYWHERE = ("--progress", "--traceback")  # options that may be typed anywhere
@@ -80,7 +80,7 @@ ANYWHERE = ("--progress", "--traceback")  # options that may be typed anywhere
 class CommandLine(click.Group):
     """The group of all commands; it prints errors and chooses exit codes."""
 
-    traceback = False  # whether to print that of an error
+    traceback = False  # whether to print the traceback of an error
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -122,19 +122,20 @@ class CommandLine(click.Group):
                 formatter.write_dl(rows)
 
     def __call__(self) -> NoReturn:
-        """Run as the main program: no garbage collection, and no cleanup at exit.
+        """Run as the main program, without garbage collection and without cleanup at exit.
 
-        Both would only cost time in a process that ends soon.
+        Both would only cost time in a short-lived process.
         """
         gc.disable()
-        # Descriptors 0 to 2 stay occupied: no file that is opened later is standard output.
+        # Keep descriptors 0 to 2 occupied, so that no later file becomes standard output.
         while (fd := os.open(os.devnull, os.O_RDWR)) <= 2:
             pass
         os.close(fd)
         for stream in (sys.stdout, sys.stderr):
             if stream is not None:
                 stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
-        # SIGTERM and SIGHUP interrupt, so that temporaries are removed. If ignored, they stay so.
+        # SIGTERM and SIGHUP interrupt the command, so that it removes its temporary files.
+        # Ignored signals stay ignored.
         for name in ("SIGTERM", "SIGHUP"):
             number = getattr(signal, name, None)
             if number is not None and signal.getsignal(number) is signal.SIG_DFL:
@@ -151,10 +152,10 @@ class CommandLine(click.Group):
             self.main(prog_name="ckptkit")
         except SystemExit as done:
             for stream in (sys.stdout, sys.stderr):
-                with suppress(OSError):  # reported already, if it was standard output
+                with suppress(OSError):  # already reported, if it was standard output
                     if stream is not None:
                         stream.flush()
-            # Freeing hundreds of thousands of objects would take a tenth of the run time.
+            # Freeing hundreds of thousands of objects would take 10 % of the run time.
             os._exit(done.code if isinstance(done.code, int) else BUG)
 
     def main(
@@ -174,7 +175,7 @@ class CommandLine(click.Group):
             words = [*anywhere, *others, *words[len(options) :]]
         first = next((word for word in words if not word.startswith("-")), "")
         if first not in COMMANDS and (os.path.lexists(first) or {*"./*:"} & {*first}):
-            words.insert(words.index(first), "inspect")  # a file or folder alone
+            words.insert(words.index(first), "inspect")  # a single file or folder
         self.traceback = render.begun = render.progress_asked = render.quiet = False
         code: Any = 0
         try:
@@ -187,7 +188,7 @@ class CommandLine(click.Group):
                 raise
             except OSError as error:
                 raise render.stdout_failed(error) from error
-        except SystemExit as left:  # click answered itself: a completion, or a pipe that is closed
+        except SystemExit as left:  # click handled it: a completion, or a closed pipe
             code = CLOSED_PIPE if left.code else 0
         except (Exception, KeyboardInterrupt) as error:
             code = _failed(error, words)
@@ -201,7 +202,7 @@ class CommandLine(click.Group):
     context_settings={
         "help_option_names": ["-h", "--help"],
         "show_default": True,
-        "max_content_width": 120,  # the terminal's width up to this; lines of help are read
+        "max_content_width": 120,  # the widest help text on a terminal
     },
 )
 @click.option(
@@ -213,12 +214,12 @@ class CommandLine(click.Group):
 @click.option(
     "--progress",
     is_flag=True,
-    help="Show progress at once, also where standard error is not a terminal.",
+    help="Show progress at once, even if standard error is not a terminal.",
 )
 @click.version_option(__version__, "--version", "-V", prog_name="ckptkit")
 @click.pass_context
 def main(ctx: click.Context, traceback: bool, progress: bool) -> int:
-    """Inspect, change and convert PyTorch checkpoints, without running them and without a GPU.
+    """Inspect, change and convert PyTorch checkpoints. Runs no code of a file and needs no GPU.
 
     \b
     Example: ckptkit inspect run.pth
@@ -232,7 +233,7 @@ def main(ctx: click.Context, traceback: bool, progress: bool) -> int:
 
 
 def _failed(error: BaseException, words: Sequence[str]) -> int:
-    """Print an error with its hint, with --json also as an object; return the exit code."""
+    """Print an error with its hint, and with --json also as an object. Return the exit code."""
     if main.traceback and not isinstance(error, (click.ClickException, KeyboardInterrupt)):
         import traceback
 
@@ -245,10 +246,10 @@ def _failed(error: BaseException, words: Sequence[str]) -> int:
         return CLOSED_PIPE
     context = getattr(error, "ctx", None)
     if isinstance(error, click.UsageError) and context and error.message == context.get_help():
-        render.emit(error.message)  # of a group that was given no command
+        render.emit(error.message)  # a group without a command
         return USAGE
     if isinstance(error, (click.UsageError, CkptkitError)):
-        # An error in here does not matter: the other one is printed.
+        # Ignore an error in this block: the original error is printed.
         with suppress(click.ClickException, CkptkitError, ValueError, OSError):
             from ckptkit.cli import suggestions
 
@@ -257,7 +258,7 @@ def _failed(error: BaseException, words: Sequence[str]) -> int:
     if isinstance(error, click.ClickException):
         code = error.exit_code
         hint = getattr(error, "hint", None)
-        # click names the options that are spelled alike, unless there is a better hint.
+        # click lists options with a similar spelling, unless there is a better hint.
         plain = isinstance(error, click.NoSuchOption) and hint is not None
         text = error.message if plain else error.format_message()
         see = f"see `{context.command_path if context else 'ckptkit'} --help`"
@@ -267,7 +268,7 @@ def _failed(error: BaseException, words: Sequence[str]) -> int:
     error = foreseen(error)
     if not isinstance(error, CkptkitError):
         again = shell_command(("ckptkit", "--traceback", *words))
-        hint = f"`{again}` shows where it is; please report it"
+        hint = f"`{again}` shows the traceback; please report it"
         render.error(f"a bug in ckptkit: {type(error).__name__}: {error}", hint)
         return BUG
     render.error(str(error), error.hint)
@@ -286,7 +287,7 @@ def _failed(error: BaseException, words: Sequence[str]) -> int:
 def _mute() -> None:
     """Redirect standard output to the null device.
 
-    Python would otherwise try again to write what is left in the buffer, and print an error.
+    Otherwise Python would write the rest of the buffer again at exit and print an error.
     """
     if sys.stdout is not None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -299,7 +300,8 @@ def _show_warning(
     filename: str,
     *others: Any,
 ) -> None:
-    """Print a warning of the library as one of a command; `show` prints those of others."""
+    """Print a warning of the library like one of a command. `show` prints the warnings of other
+    libraries."""
     if filename.startswith(_PACKAGE):
         render.warn(str(message))
     else:
@@ -307,7 +309,7 @@ def _show_warning(
 
 
 def _again(unraisable: sys.UnraisableHookArgs) -> None:
-    """Deliver an interrupt again, a millisecond later, that Python dropped in a destructor."""
+    """Deliver again, a millisecond later, an interrupt that Python dropped in a destructor."""
     if issubclass(unraisable.exc_type, KeyboardInterrupt):
         signal.setitimer(signal.ITIMER_REAL, 0.001)
     else:

@@ -1,16 +1,16 @@
-"""A small address space (``ulimit -v``), in which numpy and torch crash when they are imported."""
+"""Limited address spaces (``ulimit -v``), in which numpy and torch crash during their import."""
 
 from __future__ import annotations
 
 import os
 import sys
 
-# Bytes that importing these takes with one thread, and some to work with (measured).
+# Bytes that importing these takes with one thread, plus some working memory (measured).
 NEEDED = {"numpy": 96 << 20, "torch": 704 << 20}
 
 
 class _Guard:
-    """Raises MemoryError where the rest of the address space is too small for an import."""
+    """Raise MemoryError if the remaining address space is too small for an import."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -21,7 +21,7 @@ class _Guard:
 
 
 def guard(limit: int) -> None:
-    """Refuse imports that a limit of the address space leaves no room for."""
+    """Make imports fail if the limit of the address space is too small for them."""
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # each thread of it takes 40 MiB
     sys.meta_path.insert(0, _Guard(limit))
 

@@ -28,17 +28,17 @@ COMMANDS = (
     "strip-module", "add-module", "remap", "convert", "rename", "extract", "wrap", "resize", "ema",
     "run", "recover",
 )  # fmt: skip
-# What does not change the bytes of an output, and so not whether a job has been done.
+# Options that do not change the bytes of an output, and so not whether a job is done.
 HOW = {
     "force", "dry_run", "as_json", "quiet", "verify", "durable", "allow_expand", "workers",
     "scheduler",
 }  # fmt: skip
-# States of jobs, and what to say of them.
+# States of jobs, and their words in the report.
 STATES = {
-    "planned": "would write", "done": "wrote", "found": "already there and correct",
-    "skipped": "done before", "failed": "failed",
+    "planned": "would write", "done": "wrote", "found": "already correct",
+    "skipped": "already done", "failed": "failed",
 }  # fmt: skip
-SHOWN = requests.SHOWN  # messages
+SHOWN = requests.SHOWN  # printed messages
 
 
 class Commands(click.Group):
@@ -48,7 +48,7 @@ class Commands(click.Group):
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, name: str) -> click.Command | None:
-        """Return a command for many inputs; the help of its options is about many outputs."""
+        """Return a command for many inputs. The help of its options describes many outputs."""
         if name not in COMMANDS:
             return None
         found = copy(_original(name))
@@ -78,12 +78,12 @@ class Commands(click.Group):
 
 @click.group("batch", cls=Commands)
 def command() -> None:
-    """Run a command over many files.
+    """Run a command on many files.
 
     COMMAND is any command that writes one checkpoint, with its options. SRC are files, checkpoint
-    folders or quoted patterns, local or behind URLs. Each output goes to the folder or URL --into,
-    under the same subfolders as below the fixed part of the pattern. Outputs that are already done
-    are skipped; a failure does not stop the others.
+    folders or quoted patterns, local or behind URLs. Outputs go to the folder or URL --into. Each
+    output keeps its path below the fixed part of the pattern. Finished outputs are skipped. If a
+    job fails, the other jobs go on.
 
     \b
     Example: ckptkit batch strip-module --into plain --workers 8 'runs/**/*.pth'
@@ -101,7 +101,7 @@ def _original(name: str) -> options.Writer:
 
 @dataclass(frozen=True)
 class _OneOfMany(requests.Request):
-    """A request that is not for a person alone."""
+    """A request for one of many files, which prints no report of its own."""
 
     alone: ClassVar[bool] = False
 
@@ -123,35 +123,35 @@ class _Work:
     def __call__(self, source: str, destination: str, *, force: bool, dry_run: bool) -> Conversion:
         how = {"force": force, "dry_run": dry_run}
         done: Conversion
-        with on_command_line():  # in a process of its own, perhaps
+        with on_command_line():  # perhaps in a worker process
             request, given = self._asked(_OneOfMany, source, destination, **how)
             done, lost = _original(self.name).run(request=request, **given)
         warnings = (*done.warnings, *requests.what_was_lost(lost))
         return replace(done, checkpoint=replace(done.checkpoint, warnings=warnings))
 
     def check(self, source: str) -> requests.Request:
-        """Return the request that the command makes of its options.
+        """Return the request that the command makes from its options.
 
         Raises UsageError for options that are wrong for every input.
         """
-        request, given = self._asked(_Checked, source, "")  # a suffix would choose the format
-        with suppress(InputError):  # what is wrong with the input is left to its own job
+        request, given = self._asked(
+            _Checked, source, ""
+        )  # without DST, since its suffix would choose the format
+        with suppress(InputError):  # the job of this input reports its problem
             request = _original(self.name).run(request=request, **given)
         return request
 
     def _asked(
         self, kind: type[requests.Request], source: str, destination: str, **how: bool
     ) -> tuple[requests.Request, dict[str, Any]]:
-        """Return a request of `kind`, and what else the command is given."""
+        """Return a request of `kind`, and the other arguments of the command."""
         given = {**self.given, **how, "dst": destination, "workers": None, "scheduler": None}
         return options.taken(given, (source,), kind), given
 
     @property
     def recipe(self) -> list[object]:
-        """Return everything that an output depends on besides its input.
-
-        That is the options, and the content of a recipe file.
-        """
+        """Return everything that an output depends on besides its input: the options, and the
+        content of a recipe file."""
         given = sorted((name, value) for name, value in self.given.items() if name not in HOW)
         parts: list[object] = [self.name, given]
         path = self.given.get("recipe", "")
@@ -164,9 +164,9 @@ class _Work:
 def _run(name: str, sources: tuple[str, ...], into: str, given: dict[str, Any]) -> int:
     from ckptkit.run import batch, workers
 
-    gc.enable()  # a process that lives long
+    gc.enable()  # this process runs for a long time
     if os.path.isfile(given.get("recipe", "")):
-        given["recipe"] = os.path.abspath(given["recipe"])  # workers may be in other folders
+        given["recipe"] = os.path.abspath(given["recipe"])  # workers can run in other folders
     work = _Work(name, given)
     found = batch.find(sources, into)
     asked = work.check(found[0].path).options
@@ -186,17 +186,17 @@ def _run(name: str, sources: tuple[str, ...], into: str, given: dict[str, Any]) 
 
 
 class _Report:
-    """The outcome of all jobs, and the report printed at the end."""
+    """The outcomes of all jobs, and the report at the end."""
 
     def __init__(self, name: str, into: str, given: dict[str, Any]) -> None:
         self._name, self._into, self._given = name, shown_url(into), given
         self._states: Counter[str] = Counter()
         self._size = self._warned = 0
         self._failed: dict[str, Outcome] = {}
-        self._rows: dict[str, dict[str, Any]] = {}  # where --json or --dry-run lists them
+        self._rows: dict[str, dict[str, Any]] = {}  # the rows that --json or --dry-run prints
 
     def add(self, job: Job, outcome: Outcome) -> None:
-        """Count an outcome; print the first message on a file: a warning, else a note."""
+        """Count an outcome and print the first message about its file: a warning, else a note."""
         self._states[outcome.state] += 1
         self._size += outcome.size
         if outcome.error is not None:
@@ -238,11 +238,11 @@ class _Report:
             render.emit_text(*lines, f"{self._name} into {self._into}: {sentence}{size}")
         if self._warned > SHOWN:
             more = self._warned - SHOWN
-            render.note(f"{more:,} more files with warnings or notes, which --json lists")
+            render.note(f"{more:,} more files with warnings or notes (--json lists them)")
         for each in failed[:SHOWN]:
             render.error(str(each.error), each.hint)
         if len(failed) > SHOWN:
-            render.error(f"{len(failed) - SHOWN:,} more failed, which --json lists")
+            render.error(f"{len(failed) - SHOWN:,} more failed (--json lists them)")
         return failed[0].exit_code if failed else 0
 
 

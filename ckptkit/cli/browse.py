@@ -25,16 +25,16 @@ if TYPE_CHECKING:
 def command(file: str, read: Options) -> int:
     """Browse a checkpoint in the terminal.
 
-    Shows everything in the file, with totals, values, and what keeps it from loading. Reads headers
-    only, and values when you ask for them, by range, also from a URL. The key c quits and prints
-    the command that shows the same as the screen.
+    Shows the tree of the file with totals and values, and the problems that prevent loading. Reads
+    only headers. Reads values on request, by range, also from a URL. The key c quits and prints the
+    command that shows the same as the screen.
 
     \b
     Example: ckptkit browse run.pth
     """
     if not (render.is_terminal(sys.stdin) and render.is_terminal(sys.stdout)):
         look = shell_command(("ckptkit", "inspect", "--tree", *argument(file)))
-        raise UsageError("browse needs a terminal", hint=f"`{look}` prints the same as text")
+        raise UsageError("browse needs a terminal", hint=f"`{look}` prints the same tree")
     try:
         from ckptkit.views.browser import Browser
     except ImportError as error:
@@ -44,7 +44,7 @@ def command(file: str, read: Options) -> int:
 
     with closing(open_checkpoint(file, read)) as checkpoint:
         contents = TreeContents(checkpoint, shown_url(file), read.key)
-        gc.enable()  # which main() does without: this one may run for long
+        gc.enable()  # main() turns it off, but this command can run for a long time
         left = Browser(contents, partial(_diagnose, file, read)).run()
     if left is not None:
         render.emit(render.escape(left))

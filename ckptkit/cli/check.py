@@ -28,11 +28,16 @@ FINDINGS = 1
 @reading.value(
     "--like",
     "OTHER",
-    "Expect the names and shapes of OTHER: a checkpoint, its index, or package.module:Class.",
+    "Fail unless names and shapes equal those of OTHER: a checkpoint, its index, or "
+    "package.module:Class.",
 )
-@reading.value("--config", "FILE", "Sizes of the model; without it, config.json beside FILE.")
+@reading.value(
+    "--config",
+    "FILE",
+    "Configuration with the sizes of the model. Default: config.json beside FILE.",
+)
 @reading.as_json(SCHEMA)
-@reading.flag("--quiet -q", "Print only what is wrong.")
+@reading.flag("--quiet -q", "Print only failed checks.")
 @reading.key
 def command(
     file: str,
@@ -45,10 +50,10 @@ def command(
 ) -> int:
     """Check expectations and config.json against tensors.
 
-    FILE is a checkpoint, or a folder with one and its config.json: layers, experts, vocabulary,
-    heads, the tied head and the dtype are compared, of diffusers' models also channels and blocks.
-    Only headers are read, except for `finite` and `equal`. Exit code 1 if something is not as
-    expected, 2 if there is nothing to compare.
+    FILE is a checkpoint, or a folder with a checkpoint and its config.json. `check` compares
+    layers, experts, vocabulary, heads, the tied head and the dtype. For models of diffusers, it
+    also compares channels and blocks. Reads only headers, except for `finite` and `equal`. The exit
+    code is 1 if an expectation fails, and 2 if there is nothing to compare.
 
     \b
     Example: ckptkit check model/
@@ -67,8 +72,8 @@ def command(
         if not (fields or lines or like):
             what = "config.json has no field that ckptkit can compare with the tensors"
             if sizes is None:
-                what = "there is no config.json beside it"
-            what = f"nothing to check: {what}, and no --expect or --like is given"
+                what = "no config.json beside it"
+            what = f"nothing to check: {what}, and no --expect or --like was given"
             words = ("ckptkit", "check", "--expect", "* finite", *argument(file))
             raise UsageError(what, where=file, hint=shell_command(words))
         failures = Expectations(list(lines), sizes).failures(checkpoint)
@@ -84,7 +89,7 @@ def command(
         render.emit_text(*(f"{file}: {each['text']}" for each in found))
     elif not quiet:
         agrees = [f"matches config.json ({some(fields, len(fields))})"] if fields else []
-        agrees += [f"has the names and shapes of {like}"] if like is not None else []
+        agrees += [f"names and shapes equal those of {like}"] if like is not None else []
         met = f"meets {render.plural(len(lines), 'expectation')}"
         agrees.append(met if lines else "no expectations given")
         render.emit_text(f"{file}: {'; '.join(agrees)}")
@@ -92,7 +97,7 @@ def command(
 
 
 def _unlike(checkpoint: Checkpoint, like: str) -> str | None:
-    """Return how names and shapes differ from those of --like, None if they do not."""
+    """Return the differences in names and shapes from --like, or None if there are none."""
     from ckptkit.cli.like import expected
     from ckptkit.edits.rules import UnlikeError, check_like
 

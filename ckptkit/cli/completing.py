@@ -1,7 +1,7 @@
-"""Shell completion of values: files, and the names inside the file typed before.
+"""Shell completion of values: files, and names from the file that was typed before.
 
-Only headers of local files are read, for two seconds at most, and any error completes to nothing. A
-name with a character that a shell could act on is not offered, so that a file cannot make a user
+Completion reads only headers of local files, for at most two seconds. Any error completes to
+nothing. A name with a special character of the shell is not offered, so a file cannot make a user
 run a command with Tab and Enter.
 """
 
@@ -24,24 +24,24 @@ if TYPE_CHECKING:
     from ckptkit.core.checkpoint import Checkpoint
 
 SECONDS = 2.0
-MOST = 500  # candidates; of more, their common beginnings
+MOST = 500  # candidates; if there are more, offer their common prefixes
 DEVICES = ("cpu", "cuda", "cuda:0", "mps", "meta")
-# What a value is, by the metavar of its parameter, or by the name.
+# Kind of a value, by the metavar of its parameter, or by its name.
 KINDS = {
     "A=B": "tags", "DEVICE": "devices", "GLOB": "names", "DTYPE": "targets",
     "GLOB=]DTYPE": "dtypes", "KIND": "quantizations", "P": "prefixes", "PATH": "entries",
     "RECIPE": "recipes", "format": "formats", "name": "names", "name_b": "names",
 }  # fmt: skip
-# Files are completed by the shell, as click asks it to; nothing is checked when they are parsed.
+# The shell completes files, as click tells it to. Parsing does not check them.
 FILE = click.Path(readable=False)
 FILES = {"A", "B", "BASE", "DATA", "DIR", "DST", "FILE", "MANIFEST", "MODEL", "OTHER", "OUT", "SRC"}
-FREE = {"trust"}  # and what has no entry in any table
+FREE = {"trust"}  # kinds without an entry in any table
 
 _harmless = re.compile(r"[A-Za-z0-9_.][\w./:@%+,=-]*", re.ASCII).fullmatch
 
 
 class Completed(click.types.StringParamType):
-    """A value of a kind, whose completions are looked up when they are asked for."""
+    """A value of a kind. Its completions are looked up on request."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
@@ -49,7 +49,7 @@ class Completed(click.types.StringParamType):
     def shell_complete(
         self, ctx: click.Context, param: click.Parameter, incomplete: str
     ) -> list[CompletionItem]:
-        # An interrupt ends it, if the program handles SIGALRM that way.
+        # An interrupt ends it, if the program handles SIGALRM as an interrupt.
         alarm = getattr(signal, "SIGALRM", None)
         heard = alarm is not None and signal.getsignal(alarm) is signal.default_int_handler
         if heard:
@@ -75,7 +75,7 @@ def attach(command: click.Command) -> None:
 def completed_type(parameter: click.Parameter) -> Completed | click.Path | None:
     """Return the type that completes a parameter.
 
-    None for free text, and for what click completes itself (numbers, choices).
+    Returns None for free text, and for values that click completes itself (numbers, choices).
     """
     if type(parameter.type) is not click.types.StringParamType or parameter.name in FREE:
         return None
@@ -89,7 +89,7 @@ def completed_type(parameter: click.Parameter) -> Completed | click.Path | None:
 def _candidates(
     kind: str, ctx: click.Context, parameter: click.Parameter
 ) -> Iterator[tuple[str, str | None]]:
-    """Yield the words of a kind, each with what is said beside it."""
+    """Yield the words of a kind, each with its description."""
     if kind == "devices":
         yield from ((name, None) for name in DEVICES)
     elif kind == "formats":
@@ -118,7 +118,7 @@ def _candidates(
 
 
 def _inside(kind: str, checkpoint: Checkpoint) -> Iterator[tuple[str, str | None]]:
-    """Yield what a file has of a kind."""
+    """Yield the names of a kind in a file."""
     if kind == "tags":
         devices = dict.fromkeys(tensor.device for tensor in checkpoint.weights.values())
         yield from ((f"{device}=", None) for device in devices)
@@ -127,7 +127,7 @@ def _inside(kind: str, checkpoint: Checkpoint) -> Iterator[tuple[str, str | None
 
         for name, each in checkpoint.weights.items():
             yield name, f"{each.dtype} {shape(each.shape)}"
-    elif kind == "prefixes":  # that at least half of the names share
+    elif kind == "prefixes":  # prefixes that at least half of the names share
         names = list(checkpoint.weights)
         counts: Counter[str] = Counter()
         for name in names:

@@ -6,7 +6,7 @@ import click
 
 from ckptkit.cli import render
 
-VARIABLE = "_CKPTKIT_COMPLETE"  # as click calls it
+VARIABLE = "_CKPTKIT_COMPLETE"  # named as in click
 
 
 @click.command("completion")
@@ -14,9 +14,10 @@ VARIABLE = "_CKPTKIT_COMPLETE"  # as click calls it
 def command(shell: str) -> None:
     """Print the completion script of a shell.
 
-    SHELL is bash (4.4 or later), zsh or fish. Completes commands, options and files, and the names
-    of tensors and entries from the header of the file on the command line. For the current session
-    only: eval "$(ckptkit completion bash)", or ckptkit completion fish | source.
+    SHELL is bash (4.4 or later), zsh or fish. The script completes commands, options and files. It
+    also completes the names of tensors and entries from the header of the file on the command line.
+    To complete only in the current session: eval "$(ckptkit completion bash)", or ckptkit
+    completion fish | source.
 
     \b
     Example: ckptkit completion bash > ~/.local/share/bash-completion/completions/ckptkit

@@ -18,11 +18,11 @@ DIFFERENT = 1
 
 @click.group("delta")
 def command() -> None:
-    """Make, apply, join and check deltas of checkpoints.
+    """Make, apply, squash and check deltas of checkpoints.
 
-    A delta holds only the bytes that a training step has changed, with the checksum of each tensor
-    that they make. slime, miles and SGLang use the format that is written; those of SkyRL and TRL
-    are read.
+    A delta contains only the bytes that a training step changed, and the new checksum of each
+    changed tensor. `make` writes the format of slime, miles and SGLang. `apply` also reads deltas
+    of SkyRL and TRL.
 
     \b
     Example: ckptkit delta make old.safetensors new.safetensors weight_v000001
@@ -37,18 +37,23 @@ def command() -> None:
 @click.argument("delta", metavar="DELTA")
 @click.option(
     "--encoding", type=click.Choice(["xor", "overwrite", "auto"]), default="xor",
-    help="xor is smallest; overwrite can be applied twice; auto: overwrite where it can be.",
+    help="xor is the smallest; overwrite can be applied twice; auto is overwrite if possible.",
 )  # fmt: skip
 @click.option(
     "--checksum", type=click.Choice(["xxh3-128", "blake3", "adler32"]), default="xxh3-128",
     help="Checksum of each tensor.",
 )  # fmt: skip
-@value("--version", "N", "Version of NEW. Default: the next after that of OLD.", type=int)
-@value("--base-version", "N", "Version of OLD. Default: what its folder records, or 0.", type=int)
-@flag("--whole", "Write all of NEW as a version, where a delta has no place for the difference.")
+@value("--version", "N", "Version of NEW. Default: version of OLD + 1.", type=int)
+@value(
+    "--base-version",
+    "N",
+    "Version of OLD. Default: the version that its folder records, or 0.",
+    type=int,
+)
+@flag("--whole", "Write NEW as a complete version, if a delta cannot store the difference.")
 @as_json(SCHEMA)
 def make(old: str, new: str, delta: str, as_json: bool, **given: Any) -> None:
-    """Write the folder DELTA: what turns the weights of OLD into those of NEW.
+    """Write the folder DELTA, which changes the weights of OLD into those of NEW.
 
     Names, dtypes and shapes must be the same.
     """
@@ -82,23 +87,23 @@ command.add_command(
         several=True,
         in_place=True,
         params=[
-            click.Option(["--to"], metavar="N", type=int, help="The last version that is applied."),
+            click.Option(["--to"], metavar="N", type=int, help="Last version to apply."),
             click.Option(
                 ["--base-version"],
                 metavar="N",
                 type=int,
-                help="Version of BASE, where its folder does not record it.",
+                help="Version of BASE, if its folder does not record it.",
             ),
             click.Option(
-                ["--unchecked"], is_flag=True, help="Apply deltas that have no checksums, too."
+                ["--unchecked"], is_flag=True, help="Also apply deltas without checksums."
             ),
         ],
         help="""Apply deltas to a checkpoint: SRC is BASE, then DELTA... in order.
 
-        A folder of version folders (weight_v000001...) stands for all of them. Nothing is written
-        unless each changed tensor has the checksum that the delta records. With --in-place, BASE
-        itself changes: all of it or nothing, whatever interrupts it; of safetensors files only the
-        bytes that differ are written.""",
+        A DELTA can be a folder of version folders (weight_v000001...). `apply` checks each changed
+        tensor against the checksum in the delta before it writes anything. With --in-place, it
+        changes all files of BASE or none, after any interruption. In safetensors files, it writes
+        only the changed bytes.""",
     )
 )
 
@@ -107,7 +112,7 @@ command.add_command(
 @click.argument("deltas", metavar="DELTA...", nargs=-1, required=True)
 @as_json(SCHEMA)
 def inspect(deltas: tuple[str, ...], as_json: bool) -> None:
-    """Print the versions of deltas, and how much each changes."""
+    """Print the versions of deltas, and the number of bytes that each changes."""
     from ckptkit.deltas import read_all
 
     found = read_all(deltas)
@@ -138,14 +143,14 @@ def inspect(deltas: tuple[str, ...], as_json: bool) -> None:
 @command.command("squash")
 @click.argument("deltas", metavar="DELTA...", nargs=-1, required=True)
 @click.argument("out", metavar="OUT")
-@value("--base", "BASE", "The checkpoint that they apply to: needed unless all are xor.")
+@value("--base", "BASE", "Checkpoint that the deltas apply to: required unless all deltas are xor.")
 def squash(deltas: tuple[str, ...], out: str, base: str | None) -> None:
-    """Write one delta that does what several in a row do."""
+    """Combine several consecutive deltas into one."""
     import ckptkit
 
     made = ckptkit.squash_delta(deltas, out, base=base)
     count = render.plural(len(made.changed), "tensor")
-    versions = f"version {made.version:06d}, a delta of {made.base_version:06d}"
+    versions = f"version {made.version:06d}, from version {made.base_version:06d}"
     render.emit_text(f"wrote {made.path}: {versions}: {count}, {render.size(made.written)}")
 
 
@@ -154,9 +159,9 @@ def squash(deltas: tuple[str, ...], out: str, base: str | None) -> None:
 @click.argument("deltas", metavar="DELTA...", nargs=-1, required=True)
 @as_json(SCHEMA)
 def verify(base: str, deltas: tuple[str, ...], as_json: bool) -> int:
-    """Tell by checksums which version a checkpoint is at; nothing is written.
+    """Find the version of a checkpoint by checksums. Writes nothing.
 
-    Exit code 1 unless all tensors that the deltas change are at one version.
+    The exit code is 1 unless all changed tensors have the same version.
     """
     import ckptkit
 

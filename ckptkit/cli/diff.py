@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 SCHEMA = "ckptkit.diff/2"
 DIFFERENT = 1
-UNSURE = 0.6  # confidence below which a pair is a guess
+UNSURE = 0.6  # below this confidence, a pair is a guess
 
 
 def _check(ctx: click.Context) -> None:
-    """Take a model class as B. Raise UsageError unless there is one thing to compare with."""
+    """Return B, which can be a model class. Raise UsageError unless there is exactly one B."""
     given = ctx.params
     b = given["b"]
     if given["spec"] is None and b is not None and reading.is_model(b):
@@ -43,14 +43,14 @@ def _check(ctx: click.Context) -> None:
 @click.option(
     "--values/--no-values",
     default=True,
-    help="Read the values of tensors too, and compare them byte for byte; or not.",
+    help="Read the values of tensors too, and compare them byte for byte; or only headers.",
 )
 @reading.flag(
-    "--all everything", "Not only the weights: compare optimizer, averages and values too."
+    "--all everything", "Include everything: optimizer, averages and values beside the weights."
 )
 @reading.globs()
 @reading.folded
-@reading.sorting("change", "file", "name", text="Order of the tensors whose values differ.")
+@reading.sorting("change", "file", "name", text="Order of the tensors with different values.")
 @click.option(
     "--atol", type=click.FloatRange(min=0), help="Compare elements with this absolute tolerance."
 )
@@ -59,7 +59,7 @@ def _check(ctx: click.Context) -> None:
 )
 @reading.stored
 @reading.as_json(SCHEMA)
-@reading.value("--key", "PATH", "Path of the weights in A, if several entries could be meant.")
+@reading.value("--key", "PATH", "Path of the weights in A, if there are several candidates.")
 @reading.value("--write-map", "DST", "Write the renamed keys as JSON, for `rename --map`.")
 @reading.flag("--force", "Replace DST of --write-map if it exists.")
 @reading.value(
@@ -77,11 +77,11 @@ def command(
 ) -> int:
     """Compare two checkpoints, or a checkpoint and a model.
 
-    Compares keys, dtypes, shapes and values. Exit code 1 if they differ. "missing" keys are in B or
-    the model and not in A; "unexpected" keys only in A. Keys that look renamed are paired, each
-    with a confidence. A GGUF file is compared with its original through the recipe of its
-    architecture: differences that its types explain are none. A model (file.py:Class as B or as
-    --model) has keys and shapes alone; its code is imported and run.
+    Compares keys, dtypes, shapes and values. The exit code is 1 if they differ. "missing" keys are
+    only in B or the model; "unexpected" keys are only in A. Keys that look renamed are paired, each
+    with a confidence. `diff` compares a GGUF file with its original through the recipe for its
+    architecture, and ignores differences that the GGUF types explain. A model (file.py:Class as B
+    or as --model) has only keys and shapes. Its code is imported and run.
 
     \b
     Example: ckptkit diff epoch1.pth epoch2.pth
@@ -95,7 +95,7 @@ def command(
     else:
         render.write(f"{line}\n" for line in _lines(found, fold is False, sort))
     if write_map is not None and not found.renamed:
-        render.note("no key looks renamed: wrote no map")
+        render.note("no key looks renamed: no map written")
     elif write_map is not None:
         _write_map(found, write_map, force, name, asked["read"])
     return 0 if found.explained else DIFFERENT
@@ -138,9 +138,9 @@ def _compare(
     with ExitStack() as stack:
         if b is None:
             first = stack.enter_context(api.reading(a, read))
-            del how["values"]  # of which a model that is only built has none to compare
+            del how["values"]  # a model that was only built has no values to compare
             if any(value not in (None, False) for value in how.values()):
-                what = "a model has keys and shapes alone: leave out --all, --atol and --rtol"
+                what = "a model has only keys and shapes: remove --all, --atol and --rtol"
                 raise click.UsageError(what)
             from ckptkit.cli.model_class import built
             from ckptkit.loading.model import against_model
@@ -151,7 +151,7 @@ def _compare(
         opened = []
         for path, options in ((a, read), (b, other)):
             if not os.path.isdir(path) and not is_url(path):
-                options = replace(options, parts=None)  # which is about the folder among the two
+                options = replace(options, parts=None)  # which names the folder of the two
             opened.append(entire(stack.enter_context(api.reading(path, options))))
         if not stored and not any(how[word] for word in ("everything", "atol", "rtol")):
             paired = _as_original(opened[0], opened[1])
@@ -170,7 +170,7 @@ def _compare(
 
 
 def _as_original(a: Checkpoint, b: Checkpoint) -> Paired | None:
-    """Return a GGUF file and its original under the same names; None for other checkpoints."""
+    """Return a GGUF file and its original under the same names, or None for other checkpoints."""
     if (a.format == "gguf") == (b.format == "gguf"):
         return None
     from ckptkit.run.gguf_names import paired
@@ -179,12 +179,12 @@ def _as_original(a: Checkpoint, b: Checkpoint) -> Paired | None:
 
 
 def _lines(found: Diff, flat: bool, sort: str) -> Iterator[str]:
-    """Yield a block for each kind of difference, and the lines below them."""
+    """Yield a block for each kind of difference, and the lines below the blocks."""
     from ckptkit.analysis import view_model
 
     report = view_model.of_diff(found, flat=flat, sort=sort)
     for each in report.tables:
-        if len(each.headers) == 1:  # names alone are a list
+        if len(each.headers) == 1:  # only names: a list
             more = " more" if found.renamed or found.reshaped else ""
             yield render.labelled(f"{each.title}: {render.plural(each.things, 'key')}{more}")
             yield from render.listed(name for (name,) in each.rows)
@@ -200,7 +200,7 @@ def _lines(found: Diff, flat: bool, sort: str) -> Iterator[str]:
 
 
 def _pairs(found: Table) -> Iterator[str]:
-    """Yield a table of pairs of names, or where the terminal is too narrow, two lines of each."""
+    """Yield a table of pairs of names, or two lines for each pair if the terminal is too narrow."""
     headers = (f"{found.title} {found.headers[0]}", *found.headers[1:])
     widths = [max(map(len, column)) for column in zip(headers, *found.rows, strict=True)]
     width = render.terminal_width()

@@ -22,18 +22,17 @@ DIFFERENT = 1
 
 @click.command("digest", cls=reading.Reader)
 @reading.files
-@reading.value("--output -o", "DST", "Write the manifest to DST, instead of printing it.")
+@reading.value("--output -o", "DST", "Write the manifest to DST instead of standard output.")
 @reading.flag("--force", "Replace DST if it exists.")
 @reading.value("--check expected", "MANIFEST", "Compare FILE with this manifest.")
-@reading.globs("Only tensors whose names match (repeatable).")
-@reading.flag("--all everything", "Not only the weights: all tensors of the file, by their paths.")
+@reading.globs("Select tensors whose names match (repeatable).")
+@reading.flag("--all everything", "Include everything: all tensors of the file, by their paths.")
 @reading.as_json(SCHEMA)
-@reading.flag("--quiet -q", "Print only what differs, with --check.")
+@reading.flag("--quiet -q", "Print only differences, with --check.")
 @reading.value(
     "--dequantize",
     "[DTYPE]",
-    "Convert quantized weights to floats: bfloat16, float16 or float32, by default that of "
-    "the model.",
+    "Dequantize weights to bfloat16, float16 or float32. Default: the dtype of the model.",
     **options.KINDS["dtype"],
 )
 @reading.key
@@ -51,9 +50,9 @@ def command(
 ) -> int:
     """Print SHA-256 digests of tensors; compare with a manifest.
 
-    Prints the SHA-256 of each tensor's dtype, shape and elements, and one digest of all of them.
-    Equal tensors have equal digests in every format. --check compares FILE with a manifest printed
-    before; exit code 1 if they differ.
+    Prints the SHA-256 of each tensor's dtype, shape and elements, and one digest of all tensors.
+    Equal tensors have equal digests in every format. --check compares FILE with an earlier
+    manifest; the exit code is 1 if they differ.
 
     \b
     Example: ckptkit digest run.pth -o run.manifest
@@ -90,7 +89,7 @@ def command(
         return json_facts.digests(checkpoint.name or "", checkpoint.format, digests)
 
     failures: list[CkptkitError] = []
-    walks = output is None and expected is None  # of one file
+    walks = output is None and expected is None  # the manifest of one file
     results = reading.each_of(files, look, failures, walks=walks)
     if as_json and expected is None:
         render.emit_json({"schema": SCHEMA, "files": (facts(*each) for each in results)})
@@ -113,7 +112,7 @@ def command(
 
 
 def _seen(checkpoint: Checkpoint, dtype: str | None, name: str) -> Checkpoint:
-    """Return the checkpoint with quantized weights as floats, if --dequantize is given."""
+    """Return the checkpoint with dequantized weights if --dequantize is given."""
     from ckptkit import quantized
 
     if dtype is not None:
@@ -121,13 +120,13 @@ def _seen(checkpoint: Checkpoint, dtype: str | None, name: str) -> Checkpoint:
 
         return dequantize(checkpoint, dtype or None)
     if quantized.find(checkpoint):
-        what = f"{name}: the digests are of codes and scales, as they are stored"
-        render.note(what, "--dequantize bfloat16 gives those of the weights")
+        what = f"{name}: the digests are of the stored codes and scales"
+        render.note(what, "--dequantize bfloat16 digests the dequantized weights")
     return checkpoint
 
 
 def _lines(digests: Digests, path: str | None = None) -> Iterator[str]:
-    """Yield the lines of the manifest, the first one with `path` if given."""
+    """Yield the lines of the manifest. The first line contains `path` if given."""
     from ckptkit.analysis.digests import manifest_lines
 
     first, *others = manifest_lines(digests.ids, render.escape)
@@ -154,5 +153,5 @@ def _compare(
         render.emit_text(what, *(f"  {finding_text(each)}" for each in found))
     elif not quiet:
         count = render.plural(len(digests.ids), "tensor")
-        render.emit_text(f"{path}: ok: {count} as in the manifest")
+        render.emit_text(f"{path}: ok: {count} match the manifest")
     return DIFFERENT if found else 0

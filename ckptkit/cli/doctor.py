@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 SCHEMA = "ckptkit.doctor/3"
 FOUND = 1
-UNCHECKED = "note: names and shapes were not checked against a model: --model does that"
+UNCHECKED = "note: names and shapes were not checked against a model; --model checks them"
 COLOURS = {"error": "red", "warning": "yellow", "note": "cyan"}  # by level, most severe first
 WIDEST, NARROWEST = 100, 40  # characters of a line of explanation
 
@@ -49,13 +49,13 @@ def command(
 ) -> int:
     """Explain why a checkpoint does not load, and how to fix it.
 
-    Names every cause, what it means, and the command that fixes it. --fix applies all possible
-    fixes in one pass. With --model, also finds what keeps the file from fitting that model; the
-    model's code is imported and run.
+    Lists every cause with an explanation and the command that fixes it. --fix applies all possible
+    fixes in one pass. With --model, `doctor` also reports why the file does not fit that model. It
+    imports and runs the code of the model.
 
-    An error keeps the file from loading, a warning does so in some places, a note is worth knowing.
-    Exit code 1 if an error or a warning is found (or remains after --fix; see --fail-on), 3 if FILE
-    cannot be read, else 0.
+    An error prevents loading. A warning prevents it in some environments. A note is information.
+    The exit code is 1 if there is an error or a warning, or if one remains after --fix (see
+    --fail-on). It is 3 if FILE is unreadable, else 0.
 
     \b
     Example: ckptkit doctor run.pth
@@ -69,7 +69,7 @@ def command(
 
     exist = destination is not None and os.path.exists(file) and os.path.exists(destination)
     if destination is not None and exist and os.path.samefile(file, destination):
-        what = "is FILE itself; --fix writes a new file"
+        what = "is FILE itself, and --fix writes a new file"
         raise UsageError(what, where=destination, hint=f"--fix {shell_word(fixed(file))}")
     if args and spec is None:
         raise click.UsageError("--arg needs --model")
@@ -108,7 +108,7 @@ def command(
 def _lines(
     found: Diagnosis, done: Conversion | None, left: Diagnosis, destination: str | None
 ) -> Iterator[str]:
-    """Yield the causes found, what was `done` about them, and the causes `left`."""
+    """Yield the found causes, the fixes that were `done`, and the causes `left`."""
     from ckptkit.analysis.advice import fixed
 
     title = "cannot be read"
@@ -122,10 +122,10 @@ def _lines(
         yield from _done(found, done, left)
     elif destination is not None and found.causes:
         yield ""
-        yield "--fix cannot fix any of this: nothing was written"
+        yield "--fix cannot fix any of these problems; it wrote nothing"
     elif len(found.causes) > 1 and found.fix is not None:
         yield ""
-        yield "to fix everything that can be fixed:"
+        yield "to fix everything fixable:"
         words = ("doctor", *found.words, "--fix", fixed(found.path), *argument(found.path))
         yield f"  {render.escape(shell_command(('ckptkit', *words)))}"
 
@@ -161,11 +161,11 @@ def _done(found: Diagnosis, done: Conversion, left: Diagnosis) -> Iterator[str]:
     what = "; ".join((f"{count}, {render.size(done.plan.size)}", *done.notes))
     yield f"wrote {name}: {render.escape(what)}"
     if left.causes:
-        yield f"what remains in {name}: {_counted(left.causes)}"
+        yield f"still in {name}: {_counted(left.causes)}"
         yield from _causes(left)
     elif found.lost:
         lost = render.plural(len(found.lost), "entry")
-        yield f"{name} loads, without {lost} that cannot be recovered"
+        yield f"{name} loads, but {lost} could not be recovered"
     elif found.unmended:
         numbers = (str(n) for n, each in enumerate(found.causes, 1) if each in found.unmended)
         yield f"not fixed: {', '.join(numbers)} above"

@@ -1,4 +1,4 @@
-"""`ckptkit convert`, and the commands that are one edit each: all made of the list of edits."""
+"""`ckptkit convert`, and the commands for single edits. The list of edits defines all of them."""
 
 from __future__ import annotations
 
@@ -22,14 +22,13 @@ if TYPE_CHECKING:
     from ckptkit.core.checkpoint import Checkpoint
     from ckptkit.formats.format import Loss
 
-CONVERT = """Convert to another format, and transform on the way.
+CONVERT = """Convert to another format, and apply transforms.
 
-The suffix of DST, or --format, chooses the format; `ckptkit formats` lists them. Without
-either, a folder is written when a folder is read, with its configuration files.
+The suffix of DST, or --format, chooses the format; `ckptkit formats` lists them. If both are
+missing and SRC is a folder, `convert` writes a folder with the same configuration files.
 
-Transforms apply in this order, whatever the order of the options: drop-entry, optimizer-keys,
-set-metadata, dequantize, keep and drop (by names in SRC), strip, add, map and sub, rule, cast,
-quantize, to and device, compact.
+Transforms always apply in this order: drop-entry, optimizer-keys, set-metadata, dequantize, keep
+and drop (by names in SRC), strip, add, map and sub, rule, cast, quantize, to and device, compact.
 
 \b
 Example: ckptkit convert run.pth half.pth --strip module. --cast bfloat16 --to cpu"""
@@ -67,7 +66,8 @@ def command(name: str) -> click.Command:
 
 
 def _arguments(edit: edits.Edit, given: dict[str, Any]) -> dict[str, Any] | None:
-    """Take the arguments of an edit out of what is given to a command; None: it is not wanted."""
+    """Take the arguments of an edit out of the arguments of a command. Return None if the edit is
+    not requested."""
     found: dict[str, Any] = {}
     wanted = False
     for option in edit.options:
@@ -92,7 +92,7 @@ def _convert(request: Request, key: str | None, **given: Any) -> Any:
         if edit.word == "rules":
             args, lines = arguments.get("args", {}), arguments.get("rules", ())
             if not lines:
-                raise click.UsageError("--config and --arg are sizes for --rule")
+                raise click.UsageError("--config and --arg set sizes for --rule; add --rule")
             from ckptkit.rules.planner import RuleSet, unused_argument
 
             known = RuleSet.parse(lines).words() if args else ()
@@ -116,7 +116,9 @@ def _into_gguf(
 
     assert request.dst is not None and request.like is not None
     if os.path.realpath(request.dst) == os.path.realpath(request.like):
-        raise click.UsageError("--like and DST are one file: write another, and rename it")
+        raise click.UsageError(
+            "--like and DST are the same file; write to another DST, then rename it"
+        )
     with ExitStack() as stack:
         ck = stack.enter_context(api.reading(request.sources[-1], request.options, key=key))
         skeleton = stack.enter_context(api.reading(request.like))
@@ -136,7 +138,7 @@ def _edit(edit: edits.Edit, request: Request, **given: Any) -> Any:
     key, keys = None, given.get("keys", ())
     if edit.has_key:
         key = given.pop("key")
-    elif len(keys) == 1:  # which selects the weights
+    elif len(keys) == 1:  # a single key selects the weights
         (key,) = keys
     arguments = _arguments(edit, given) or {}
     values = [each.parameter for each in edit.options if each.kind != "flag"]
@@ -158,7 +160,7 @@ def _edit(edit: edits.Edit, request: Request, **given: Any) -> Any:
 
 
 def _opened(path: str, key: str | None, request: Request) -> Checkpoint:
-    """Open one of several sources; refuse a part of a checkpoint, unless --part-only."""
+    """Open one of several sources. Refuse a single rank's file unless --part-only is given."""
     from ckptkit.api import open_checkpoint
 
     checkpoint = open_checkpoint(path, key=key)
@@ -176,10 +178,10 @@ def _check_stripped(
     prefixes: tuple[str, ...] = (),
     keys: tuple[str, ...] = (),
 ) -> None:
-    """Raise NothingToDoError for a file without the prefix, unless it has no other either.
+    """Raise NothingToDoError for a file without the prefix, unless it has no other prefix either.
 
-    The hint is the command for one that it has: the prefix of a wrapper, or the first part of all
-    names.
+    The hint is the command for a prefix that the keys have: that of a wrapper, or the first part of
+    all names.
     """
     from ckptkit.analysis.advice import prefix_options, wrappers
     from ckptkit.core.errors import NothingToDoError
@@ -204,12 +206,12 @@ def _check_stripped(
     if found:
         where = ["--in-place"] if request.dst is None else []
         words = ["strip-module", *where, *prefix_options(found), *chosen, *dash, *places]
-        hint = f"they begin with {''.join(found)!r}: {shell_command(['ckptkit', *words])}"
+        hint = f"the keys begin with {''.join(found)!r}: {shell_command(['ckptkit', *words])}"
     raise NothingToDoError(done.warnings[len(ck.warnings)], where=ck.name, hint=hint)
 
 
 def _check_wrapped(request: Request) -> None:
-    """Raise UsageError for a format that holds only weights, without an entry around them."""
+    """Raise UsageError for a format that stores only weights, without an entry around them."""
     from ckptkit import formats
     from ckptkit.core.errors import UsageError
     from ckptkit.formats.table import TORCH_ZIP
@@ -218,6 +220,6 @@ def _check_wrapped(request: Request) -> None:
     shards = asked.shard_size is not None
     chosen = formats.for_writing(place, asked.format, keep=TORCH_ZIP.name, shards=shards)
     if chosen.everything in ("never", "asked") and not asked.everything:
-        hint = "--all keeps it" if chosen.everything == "asked" else "name a .pth"
-        what = f"{chosen.name} holds only weights, without an entry around them"
+        hint = "--all keeps the entry" if chosen.everything == "asked" else "write a .pth"
+        what = f"{chosen.name} stores only weights, without an entry around them"
         raise UsageError(what, where=request.dst, hint=hint)

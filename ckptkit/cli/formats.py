@@ -17,7 +17,7 @@ KEEPS = {
 @click.command("formats")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def command(as_json: bool) -> None:
-    """List the formats that can be read and written.
+    """List the formats that ckptkit reads and writes.
 
     \b
     Example: ckptkit formats
@@ -52,5 +52,5 @@ def command(as_json: bool) -> None:
         recover = "yes" if each.recover is not None else ""
         suffixes = " ".join(each.suffixes)
         rows.append((each.name, read, write, kept, remote, recover, suffixes, each.title))
-    header = ("name", "read", "write", "keeps", "remote", "recover", "suffixes", "what it is")
+    header = ("name", "read", "write", "keeps", "remote", "recover", "suffixes", "description")
     render.emit(*render.table(header, rows))

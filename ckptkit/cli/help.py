@@ -18,9 +18,9 @@ from ckptkit.core.text import meant
 
 FOLDER = Path(__file__).parent.parent / "help"
 SCHEMAS = FOLDER / "schemas"
-WIDEST = 100  # columns of prose
-LINES = 3  # of a page that contains a word
-# What only code hosts and tests read: hidden commands and remarks.
+WIDEST = 100  # maximum columns of prose
+LINES = 3  # maximum lines of a page that contains the word
+# Text for code hosts and tests only: hidden commands and remarks.
 _REMARK = re.compile(r"^<!--.*?-->\n", re.DOTALL | re.MULTILINE)
 _FENCED = re.compile(r"^```\w*\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 _BAR = re.compile(r"(?<!\\)\|")
@@ -38,12 +38,12 @@ def topics() -> dict[str, str]:
 
 
 def page(topic: str) -> Iterator[str]:
-    """Yield the lines of the page of `topic`: tables in columns, and code indented.
+    """Yield the lines of the page of `topic`, with tables in columns and indented code.
 
-    On a terminal, paragraphs and items of lists are wrapped anew.
+    On a terminal, paragraphs and list items are wrapped to its width.
     """
     text = _REMARK.sub("", (FOLDER / f"{topic}.md").read_text(encoding="utf-8"))
-    for number, part in enumerate(_FENCED.split(text.strip())):  # prose and code in turns
+    for number, part in enumerate(_FENCED.split(text.strip())):  # prose and code alternate
         if number % 2:
             yield from ("", *(f"    {line}".rstrip() for line in part.splitlines()))
             continue
@@ -91,7 +91,7 @@ def _paragraphs(text: str) -> Iterator[str]:
 
 
 class Hit(NamedTuple):
-    """A line of the manual that contains a word: the command that shows it, its heading, itself."""
+    """A line of the manual that contains a word, with the command that shows it and its heading."""
 
     shown_by: str
     heading: str
@@ -119,7 +119,8 @@ def search(word: str) -> Iterator[Hit]:
 
 
 def _found(word: str) -> Iterator[str]:
-    """Yield the pages that contain `word`, most lines first, each with its first lines."""
+    """Yield the pages that contain `word`, each with its first matching lines. Pages with most
+    matches come first."""
     pages: dict[str, list[Hit]] = {}
     for hit in search(word):
         pages.setdefault(hit.shown_by, []).append(hit)
@@ -189,8 +190,8 @@ def _check(ctx: click.Context) -> None:
 def command(ctx: click.Context, words: tuple[str, ...], schema: str | None, man: bool) -> None:
     """Show a page of the manual, or the help of a command.
 
-    Any other WORD is searched for in the manual and in the options of all commands. Without one,
-    list the topics.
+    Any other WORD is searched in the manual and in the options of all commands. Without WORD, list
+    the topics.
 
     \b
     Example: ckptkit help
@@ -216,7 +217,7 @@ def command(ctx: click.Context, words: tuple[str, ...], schema: str | None, man:
 
 
 def _unknown(word: str, known: list[str], kind: str) -> click.UsageError:
-    """Return the error for a word that is none of `known`."""
+    """Return the error for a word that is not in `known`."""
     error = click.UsageError(f"No such {kind} {word!r}.")
     error.hint = f"{meant(word, {*known})}`ckptkit help` lists the topics"  # type: ignore[attr-defined]
     return error

@@ -19,16 +19,16 @@ if TYPE_CHECKING:
     from ckptkit.core.options import Options
 
 SCHEMA = "ckptkit.inspect/2"
-SHOWN = 40  # values, objects or metadata entries; --json and --tree show all
+SHOWN = 40  # printed values, objects or metadata entries; --json and --tree print all
 
 
 @click.command("inspect", cls=reading.Reader)
 @reading.files
 @reading.as_json(SCHEMA)
-@reading.flag("--digest", "With --json: read all tensors and add the SHA-256 of each.")
+@reading.flag("--digest", "With --json, read all tensors and add the SHA-256 of each.")
 @reading.flag("--brief", "Print one line for each file: format, size, tensors, parameters, dtypes.")
 @reading.flag("--tree", "Print a tree of all values, with bars for parameters, instead of tables.")
-@reading.flag("--names", "Print the names of the weights alone, one per line.")
+@reading.flag("--names", "Print only the names of the weights, one per line.")
 @reading.globs()
 @reading.sorting("file", "size", "name", text="Order of the rows.")
 @reading.folded
@@ -40,10 +40,11 @@ def command(
 ) -> int:
     """Show what checkpoints contain: tensors, values and objects.
 
-    Reads headers only and runs nothing. Of several files, those that cannot be read are reported
-    and the others shown; of two, which one is larger and in which parts. Of a folder of
-    checkpoints, each is shown. State of the training (optimizer, scheduler, loops) is a line for
-    each entry, unless --flat is given. `ckptkit FILE` is short for `ckptkit inspect FILE`.
+    Reads only headers and runs nothing. If several files are given, unreadable files are reported
+    and the other files are shown. For two files, `inspect` tells which is larger, and in which
+    parts. For a folder of checkpoints, it shows each of them. Training state (optimizer, scheduler,
+    loops) is one line for each entry; --flat shows it in full. `ckptkit FILE` is short for `ckptkit
+    inspect FILE`.
 
     \b
     Example: ckptkit inspect run.pth
@@ -54,14 +55,14 @@ def command(
     """
     want = SimpleNamespace(**wanted)
     if textconv and (as_json or len(files) > 1):
-        raise click.UsageError("--textconv takes one FILE, and not --json")
+        raise click.UsageError("--textconv takes one FILE and cannot be combined with --json")
     if textconv:
         from ckptkit.cli import textconv as as_text
 
         render.write(f"{line}\n" for line in as_text.lines(files[0], read))
         return 0
     if as_json + want.names + want.tree + want.brief > 1:
-        raise click.UsageError("give one of --json, --names, --tree and --brief")
+        raise click.UsageError("--json, --names, --tree and --brief cannot be combined")
     if want.digest and not as_json:
         raise click.UsageError("--digest needs --json")
 
@@ -140,7 +141,7 @@ def _lines(checkpoint: Checkpoint, summary: Summary, want: Any) -> Iterator[str]
         total = ["", f"selected: {what}, {render.size(nbytes)}"]
     elif want.globs:
         remarks.append(f"warning: no tensor name or path matches --keys {', '.join(want.globs)}")
-        for glob in want.globs:  # with one that matches inside names
+        for glob in want.globs:  # suggest a glob that matches inside names
             wide = f"*{glob.strip('*')}*"
             if count := sum(map(render.matcher([wide]), (row.place for row in summary.rows))):
                 what = f"{render.plural(count, 'tensor')} with --keys {shell_word(wide)}"
@@ -160,7 +161,8 @@ def _rows(summary: Summary, want: Any) -> list[TensorRow]:
 
 
 def _tables(summary: Summary, rows: list[TensorRow], want: Any) -> Iterator[str]:
-    """Yield a heading, the tables of tensors, values and objects; of a module, its weights only."""
+    """Yield a heading and the tables of tensors, values and objects. For a module, yield only its
+    weights."""
     from ckptkit.analysis import view_model
 
     report = view_model.of_checkpoint(summary, rows, flat=want.fold is False, sort=want.sort)

@@ -16,9 +16,9 @@ _BYTES = 64 << 20
 
 
 def expected(name: str) -> Shapes:
-    """Return names and shapes. Raises InputError, UsageError; a model's code is imported and run.
+    """Return names and shapes. Raise InputError or UsageError. Import and run the code of a model.
 
-    An index whose shards are missing gives names alone.
+    An index whose shards are missing gives only names.
     """
     if _MODEL.fullmatch(name) and not os.path.exists(name):
         from ckptkit.cli.model_class import built

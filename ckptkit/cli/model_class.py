@@ -10,19 +10,19 @@ from typing import Any
 
 from ckptkit.cli import render
 
-PATIENCE = 10.0  # seconds after which a note says what is running
+PATIENCE = 10.0  # after so many seconds, a note reports that the code still runs
 
 
 def built(spec: str, args: Mapping[str, object] | None = None) -> Any:
-    """Import and build the model, a torch.nn.Module. What its code prints goes to standard error.
+    """Import and build the model, a torch.nn.Module. Send the output of its code to standard error.
 
-    A note says so if that takes long: ckptkit does not end it. Raises ModelError.
+    If that takes long, print a note; ckptkit does not stop the code. Raise ModelError.
     """
     from threading import Timer
 
     from ckptkit.loading.building import model_from
 
-    text = f"{spec} is still being imported and built: ckptkit waits for it; Ctrl-C stops it"
+    text = f"{spec} is still being imported and built; ckptkit waits, Ctrl-C stops it"
     timer = Timer(PATIENCE, render.note, (text,))
     timer.daemon = True
     timer.start()
@@ -37,14 +37,14 @@ def built(spec: str, args: Mapping[str, object] | None = None) -> Any:
 def _output_to_stderr() -> Iterator[None]:
     """Send standard output to standard error: that of Python, of libraries and of child processes.
 
-    Standard output is for the report of the command alone.
+    Standard output is only for the report of the command.
     """
     if sys.stdout is not None:
         sys.stdout.flush()
     try:
         kept = os.dup(1)
         os.dup2(2, 1)
-    except OSError:  # one of them is closed
+    except OSError:  # one of the streams is closed
         kept = None
     try:
         with redirect_stdout(sys.stderr):

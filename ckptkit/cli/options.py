@@ -1,4 +1,4 @@
-"""The options of commands: read from words, shared by many, and the class of those that write."""
+"""Options of commands: their parsers, the shared options, and the class of commands that write."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ckptkit.core.text import parse_size, shell_word
 Rows = tuple[tuple[str, str, str, dict[str, Any]], ...]
 
 
-# The words of a command line -> values
+# From the words of a command line to values
 
 
 def size(text: str) -> int:
@@ -33,9 +33,10 @@ def size(text: str) -> int:
 def _named(
     read: Callable[[str, str], Any], _: object, parameter: click.Parameter, given: Iterable[str]
 ) -> dict[str, Any]:
-    """Parse NAME=VALUE, repeated, into a dict.
+    """Parse repeated NAME=VALUE options into a dict.
 
-    `read` returns what a name and its text stand for. Its ValueError goes on with the message.
+    `read` returns the value for a name and its string. The message of its ValueError goes into the
+    error.
     """
     found = {}
     for text in given:
@@ -73,25 +74,25 @@ def _json(name: str, text: str) -> Any:
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
-        if re.fullmatch(r"[^\W\d][\w./-]*", text):  # a word without quotes is a string
+        if re.fullmatch(r"[^\W\d][\w./-]*", text):  # an unquoted word is a string
             return text
         quoted = shell_word(f"{name}={json.dumps(text)}")
-        what = f": {text!r} is not JSON, where a string has quotes: {quoted}"
+        what = f": {text!r} is not JSON; quote a string: {quoted}"
         raise ValueError(what) from error
 
 
 def _casts(_: object, __: object, given: Iterable[str]) -> dict[str, str]:
-    """Parse --cast into glob to dtype; a dtype alone is for all other names."""
+    """Parse --cast into glob to dtype. A dtype without a glob applies to all other names."""
     found: dict[str, str] = {}
     for text in given:
         glob, _equals, dtype = text.rpartition("=")
         if found.setdefault(glob or "*", dtype) != dtype:
-            raise click.BadParameter(f"{glob or 'a dtype without a glob'} is given twice")
+            raise click.BadParameter(f"{glob or 'a dtype without a glob'} was given twice")
     return found
 
 
 def _mapping(path: str) -> dict[str, str]:
-    """Read the JSON file of --map, a mapping of names to names."""
+    """Read the JSON file of --map, which maps names to names."""
     import json
 
     try:
@@ -102,12 +103,13 @@ def _mapping(path: str) -> dict[str, str]:
     except (ValueError, RecursionError) as error:
         raise click.BadParameter(f"{path} is not JSON: {error}") from error
     if not isinstance(found, dict) or not all(isinstance(name, str) for name in found.values()):
-        raise click.BadParameter(f"{path}: not a JSON object that maps names to names")
+        raise click.BadParameter(f"{path}does not contain a JSON object that maps names to names")
     return found
 
 
 def _substitution(text: str) -> tuple[str, str]:
-    """Parse --sub at the last equals sign: expressions contain one more often than replacements."""
+    """Parse --sub at its last equals sign, because regular expressions contain one more often than
+    replacements."""
     pattern, equals, replacement = text.rpartition("=")
     if not equals or not pattern:
         raise click.BadParameter(f"{text!r} is not of the form REGEX=REPLACEMENT")
@@ -115,7 +117,7 @@ def _substitution(text: str) -> tuple[str, str]:
 
 
 def _rules(_: object, __: object, given: Sequence[str]) -> Sequence[str]:
-    """Return the lines of --rule. Raises what is wrong with them before a file is opened."""
+    """Return the lines of --rule. Raise the error of a wrong rule before any file is opened."""
     if given:
         from ckptkit.rules.planner import RuleSet
 
@@ -132,7 +134,7 @@ def _config(path: str) -> Any:
 def _settings(
     _: click.Context, option: click.Parameter, texts: tuple[str, ...]
 ) -> tuple[float | dict[str, float], ...]:
-    """Read numbers such as ``0.5``, with those of globs behind them: ``0.5,*.mlp.*=0.3``."""
+    """Parse numbers such as ``0.5``, optionally with numbers for globs: ``0.5,*.mlp.*=0.3``."""
     found: list[float | dict[str, float]] = []
     for text in texts:
         number, *globs = text.split(",")
@@ -149,7 +151,7 @@ def _settings(
     return tuple(found)
 
 
-# How the words of an option of an edit are read: the arguments of click.Option, by `Option.kind`.
+# Arguments of click.Option that parse the value of an option, by `Option.kind`.
 KINDS: dict[str, dict[str, Any]] = {
     "text": {},
     "texts": {"multiple": True},
@@ -173,70 +175,71 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-# The options of commands that write
+# Options of commands that write
 
-KEY = "Path of the weights, if several could be meant."
-_OUTPUT, _RUN = "Output", "How it runs"
+KEY = "Path of the weights, if there are several candidates."
+_OUTPUT, _RUN = "Output", "Execution"
 _FLAG: dict[str, Any] = {"is_flag": True}
-# Section of --help-all, words, help, arguments of click.Option. All but `_COMMON` are hidden until
-# --help-all, which `ckptkit help output` explains.
+# Section of --help-all, words, help, arguments of click.Option. All options except `_COMMON` are
+# hidden until
+# --help-all; `ckptkit help output` explains them.
 _WRITING: Rows = (
     (_OUTPUT, "--in-place", "Edit SRC itself instead of writing DST.", _FLAG),
     (_OUTPUT, "--force", "Replace DST if it exists.", _FLAG),
     (_OUTPUT, "--format", "Format of DST; see `ckptkit formats`.", {"metavar": "NAME"}),
-    (_RUN, "--dry-run", "Print what would be written; write nothing.", _FLAG),
+    (_RUN, "--dry-run", "Print the plan and write nothing.", _FLAG),
     (_RUN, "--json as_json", f"Print one JSON object (schema {SCHEMA}).", _FLAG),
-    (_OUTPUT, "--all everything", "Not only the weights: optimizer and values too.", _FLAG),
+    (_OUTPUT, "--all everything", "Include everything: optimizer and values too.", _FLAG),
     (_OUTPUT, "--shard-size", "Split DST into shards of at most SIZE, e.g. 5GB.",
      {"metavar": "SIZE", "type": size}),
     (_OUTPUT, "--allow-expand",
-     "Write views out as whole tensors, even if DST becomes many times larger.", _FLAG),
+     "Write views as complete tensors, even if DST becomes many times larger.", _FLAG),
     (_OUTPUT, "--objects",
-     "What to do with pickled Python objects that are not tensors or plain values.",
+     "Keep, drop or refuse pickled Python objects other than tensors and plain values.",
      {"type": click.Choice(["keep", "drop", "error"]), "default": "keep"}),
     (_OUTPUT, "--ties",
-     "How to write tied tensors in formats without views: as an alias in the metadata, or twice.",
+     "In formats without views, write tied tensors as an alias in the metadata, or twice.",
      {"type": click.Choice(["alias", "duplicate"]), "default": "alias"}),
-    (_OUTPUT, "--part-only", "Take one rank, or one file of a split model, without the others.",
+    (_OUTPUT, "--part-only", "Accept a single rank's file, or one file of a split model.",
      _FLAG),
-    (_OUTPUT, "--ranks", "Split the weights into N parts, one for each rank.",
+    (_OUTPUT, "--ranks", "Split the weights over N ranks, one file for each.",
      {"metavar": "N", "type": click.IntRange(1, 1 << 16)}),
     (_OUTPUT, "--like",
-     "Expect the names and shapes of OTHER: a checkpoint, its index, or package.module:Class; "
-     "write nothing else. For a DST of .gguf: the GGUF file whose copy is filled (convert).",
+     "Fail unless names and shapes equal those of OTHER: a checkpoint, its index, or "
+     "package.module:Class. If convert writes a .gguf: write the weights into a copy of OTHER.",
      {"metavar": "OTHER"}),
-    (_OUTPUT, "--no-extras", "Leave ckptkit's own entry out of the metadata of safetensors.",
+    (_OUTPUT, "--no-extras", "Do not write ckptkit's own entry into the metadata of safetensors.",
      _FLAG),
     (_OUTPUT, "--no-sidecars",
-     "From folder to folder: do not copy config.json, tokenizer and generation files.", _FLAG),
+     "Between folders, do not copy config.json, tokenizer and generation files.", _FLAG),
     (_OUTPUT, "--strict",
-     "Fail, and write nothing, if a change changes nothing (such as no key to strip).", _FLAG),
+     "Treat no-op edits as errors (such as no key to strip).", _FLAG),
     (_RUN, "--quiet -q", "Print only errors.", _FLAG),
-    (_RUN, "--verify", "Read everything back and compare it before DST appears.", _FLAG),
+    (_RUN, "--verify", "Read the output back and compare it before DST appears.", _FLAG),
     (_RUN, "--no-check",
-     "Write damaged tensors too: do not compare SRC with the checksums in it.", _FLAG),
+     "Write damaged tensors too: do not check SRC against its checksums.", _FLAG),
     (_RUN, "--durable", "Flush DST to the disk (fsync) before reporting success.", _FLAG),
-    (_RUN, "--workers", "Share the work among N processes (1: this one alone).",
+    (_RUN, "--workers", "Split the work over N processes (1: only this process).",
      {"metavar": "N", "type": click.IntRange(0)}),
     (_RUN, "--scheduler", "Use the workers of a Dask cluster (tcp://HOST:8786).",
      {"metavar": "URL"}),
 )  # fmt: skip
 _COMMON = ("--in-place", "--force", "--format", "--dry-run", "--json", "--help-all")
 _SECTIONS = {words.split()[0]: section for section, words, _, _ in _WRITING}
-# For reading folders that many processes wrote; hidden too.
+# Options for reading folders of several ranks; hidden too.
 PARTS: Rows = (
-    ("", "--parts", "YAML table that describes how the parts in a folder were split.",
+    ("", "--parts", "YAML table that describes the sharding of a folder.",
      {"metavar": "FILE"}),
-    ("", "--check-copies", "Read and compare the tensors of which several ranks hold copies.",
+    ("", "--check-copies", "Read and compare tensors that are replicated on several ranks.",
      _FLAG),
-    ("", "--copies", "If the copies of a tensor differ: refuse them, or take the first.",
+    ("", "--copies", "If replicated copies of a tensor differ, refuse them or use the first.",
      {"type": click.Choice(["compare", "first"]), "default": "compare"}),
 )  # fmt: skip
 ALONE: Rows = (
     (
         "",
         "--part-only",
-        "Take one rank, or one file of a split model, without the others.",
+        "Accept a single rank's file, or one file of a split model.",
         _FLAG,
     ),
 )
@@ -249,9 +252,9 @@ HELP_ALL: Rows = (
 
 
 class Command(click.Command):
-    """A command with --help-all, and with --dequantize, whose dtype may be left out.
+    """A command with --help-all, and with --dequantize, whose dtype is optional.
 
-    `check` raises UsageError for parameters that do not go together, before anything is run.
+    `check` raises UsageError for parameters that contradict each other, before the command runs.
     """
 
     def __init__(self, *, check: Callable[[click.Context], None] | None = None, **given: Any):
@@ -285,7 +288,7 @@ def missing(ctx: click.Context, name: str, text: str = "") -> click.MissingParam
 
 
 def dequantize_said(args: Sequence[str]) -> Iterator[str]:
-    """Yield the arguments, with an empty dtype where none follows --dequantize."""
+    """Yield the arguments, with an empty dtype if none follows --dequantize."""
     from ckptkit.core import dtypes
 
     for each, after in zip(args, [*args[1:], ""], strict=False):
@@ -295,11 +298,11 @@ def dequantize_said(args: Sequence[str]) -> Iterator[str]:
 
 
 class Writer(Command):
-    """A command that writes: it gets SRC, DST and the options of writing as its `request`.
+    """A command that writes. It gets SRC, DST and the options of writing as its `request`.
 
-    `shown` are options of writing that its --help shows; with `several`, it takes SRC..., and with
-    `parts`, it reads folders of many processes. By default, a single SRC can be changed `in_place`,
-    and all options of writing are taken: `only` names fewer.
+    --help shows the options in `shown`. With `several`, the command takes SRC...; with `parts`, it
+    reads folders of several ranks. By default, it can edit a single SRC `in_place` and takes all
+    options of writing; `only` names a subset.
     """
 
     def __init__(
@@ -339,9 +342,9 @@ class Writer(Command):
             own = (*given["sources"], *filter(None, [given["dst"]]))
             given["sources"], given["dst"] = own, None
         if self.several and len(given["sources"]) < 2:
-            raise click.UsageError("give two or more SRC, and DST")
+            raise click.UsageError("name two or more SRC, and DST")
         if given.get("in_place") and given["dst"] is not None:
-            raise click.UsageError("--in-place edits SRC: leave out DST")
+            raise click.UsageError("--in-place edits SRC; remove DST")
         if not given.get("in_place") and given["dst"] is None:
             raise missing(ctx, "dst", "--in-place edits SRC itself.")
 
@@ -352,7 +355,7 @@ class Writer(Command):
         report(done, request, lost)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """With all options, list the own ones first, then the shared."""
+        """List the own options first, then the shared ones, if all options are shown."""
         options = [each for each in self.get_params(ctx) if isinstance(each, click.Option)]
         is_short = any(each.hidden for each in options)
         sections: dict[str, list[tuple[str, str]]] = {"Options": [], _OUTPUT: [], _RUN: []}
@@ -370,7 +373,7 @@ class Writer(Command):
 def taken(
     given: dict[str, Any], sources: tuple[str, ...], kind: type[Request] | None = None
 ) -> Any:
-    """Return the request in what is given, and take it out of `given`. Raises UsageError."""
+    """Move the request out of `given` and return it. Raises UsageError."""
     negated: dict[str, Any] = {
         name: not given.pop(f"no_{name}", False) for name in ("extras", "sidecars", "check")
     }

@@ -1,4 +1,4 @@
-"""What commands that read have in common: options, and how they go on after a file that fails."""
+"""Shared parts of commands that read: options, and continuing after a file that fails."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Decorator = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def flag(words: str, text: str) -> Decorator:
-    """Add a flag: its words, and its parameter if that has another name."""
+    """Add a flag. `words` contains its option and optionally the name of its parameter."""
     return click.option(*words.split(), is_flag=True, help=text)
 
 
@@ -31,7 +31,7 @@ def value(words: str, metavar: str, text: str, **how: Any) -> Decorator:
     return click.option(*words.split(), metavar=metavar, help=text, **how)
 
 
-def globs(text: str = "Only tensors whose names or paths match (repeatable).") -> Decorator:
+def globs(text: str = "Select tensors whose names or paths match (repeatable).") -> Decorator:
     return value("--keys globs", "GLOB", text, multiple=True)
 
 
@@ -46,7 +46,7 @@ def sorting(*orders: str, text: str) -> Decorator:
 
 
 def _expanded(_: object, __: object, given: Sequence[str]) -> tuple[str, ...]:
-    """Return the files, those that a quoted pattern matches in its place."""
+    """Return the files, with quoted patterns replaced by their matches."""
     found: list[str] = []
     for place in given:
         matches = sorted(glob(place, recursive=True)) if has_magic(place) else []
@@ -68,7 +68,7 @@ folded = click.option(
     "--fold/--flat",
     default=None,
     help="One row for tensors that differ only in an index (layers.{0..31}.weight), or a row each. "
-    "Default: fold, but not in JSON and CSV.",
+    "Default: fold, except in JSON and CSV.",
 )
 model = value(
     "--model spec", "MODEL", "Model to compare with: package.module:Class or file.py:Class."
@@ -79,11 +79,11 @@ model_arguments = value(
     "Argument NAME of the model's constructor (repeatable).",
     **KINDS["json"],
 )
-stored = flag("--stored", "Show the codes and scales of quantized weights, as they are stored.")
+stored = flag("--stored", "Show the stored codes and scales of quantized weights.")
 
 
 class Reader(Command):
-    """A command that reads: it gets --key, and how to read folders of many processes, as `read`."""
+    """A command that reads. Its `read` contains --key and the options for folders of ranks."""
 
     def __init__(self, *, callback: Callable[..., Any], params: list[Any], **given: Any) -> None:
         def with_read(key: str | None, parts: str | None, part_only: bool, **given: Any) -> Any:
@@ -107,11 +107,11 @@ def each_of(
     stops: type[CkptkitError] | tuple[()] = (),
     walks: bool = True,
 ) -> Iterator[tuple[str, T | CkptkitError]]:
-    """Yield each file with what `work` makes of it.
+    """Yield each file with the result of `work`.
 
-    Of several files, the error of one is printed, and yielded in the place of a result. A single
-    one (`alone`) raises it, before anything is printed, and so do errors that `stops` names. Of a
-    folder of several checkpoints, each is taken if it `walks`.
+    For several files, print the error of a failed file and yield it instead of a result. For a
+    single file (`alone`), raise the error before anything is printed. Errors in `stops` are always
+    raised. If `walks`, yield each checkpoint of a folder.
     """
     raises = len(files) == 1 if alone is None else alone
     waiting = list(files)

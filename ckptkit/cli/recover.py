@@ -12,16 +12,16 @@ from ckptkit.cli.request import Request
 
 @click.command("recover", cls=options.Writer)
 @reading.flag(
-    "--unverified", "Also keep tensors that cannot be proven intact; they may be garbage."
+    "--unverified", "Also keep tensors without proof that they are intact; they may be garbage."
 )
 def command(request: Request, unverified: bool) -> Any:
-    """Save the intact tensors of a cut or damaged file.
+    """Save the intact tensors of a truncated or damaged file.
 
-    Tensors that are proven intact go to DST; the others are listed with the reason. Where the file
-    has checksums (torch.save), data that fails its checksum is lost. safetensors and files of torch
-    before 1.6 have none: if the length of such a file is wrong, its tensors may be shifted, and
-    only --unverified keeps them. Damage that does not change the length cannot be detected in them.
-    A warning says if tensors may be of an older save that the file was written over.
+    Tensors that are proven intact go to DST. The lost tensors are listed with the reason. In a file
+    with checksums (torch.save), data with a wrong checksum is lost. safetensors and files of torch
+    before 1.6 have no checksums. If the length of such a file is wrong, its tensors may be shifted;
+    only --unverified keeps them. Damage with the same length cannot be detected in such files. If
+    the file overwrote an older save, a warning names tensors that may be older.
 
     \b
     Example: ckptkit recover cut.pth intact.pth

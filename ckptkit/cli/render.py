@@ -1,6 +1,6 @@
-"""Text output: escaping, sizes, tables, JSON, progress. Commands print through this module alone.
+"""Text output: escaping, sizes, tables, JSON, progress. Commands print only through this module.
 
-On a terminal, tables and lines are made to fit; elsewhere nothing is cut or wrapped.
+On a terminal, tables and lines are fitted to its width. Elsewhere, nothing is shortened or wrapped.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ LABELS = {
     "different:": "red", "equal:": "green", "error:": "red", "hint:": "cyan", "mismatched": "red",
     "missing": "red", "note:": "cyan", "unexpected": "yellow", "warning:": "yellow",
 }  # fmt: skip
-BATCH = 1_000  # items of a list of JSON on one line
-NARROWEST = 16  # characters of a name that are always shown
-PROSE = 24  # characters of a line of prose in the last column, at least
+BATCH = 1_000  # list items of JSON on one line
+NARROWEST = 16  # minimum characters of a name
+PROSE = 24  # minimum characters of a line of prose in the last column
 GAP = 2  # characters between columns
 STREAMED = 2_000  # rows; longer tables are formatted row by row, without tabulate
-HEADING = 2  # characters of space around a heading, where there is room
-UNBROKEN = "\N{NO-BREAK SPACE}"  # a space at which no line is wrapped; escaped text has none
+HEADING = 2  # characters of space around a heading, if the table is wide enough
+UNBROKEN = "\N{NO-BREAK SPACE}"  # a space that is not a line break; escaped text contains none
 BLOCKS = " ▁▂▃▄▅▆▇█"
 PATIENCE = 1.0  # seconds until a progress bar appears
 
 begun = False  # whether anything was written to standard output
 progress_asked = False  # whether --progress is given
-quiet = False  # whether --quiet is given to a command that has no other meaning for it
+quiet = False  # whether --quiet is given to a command without its own --quiet
 
 
 def emit(*lines: str) -> None:
-    """Print lines on standard output. Raises OutputError if it is closed or full."""
+    """Print lines on standard output. Raise OutputError if it is closed or full."""
     write(f"{line}\n" for line in lines)
 
 
 def emit_text(*lines: str) -> None:
-    """Print lines, escaped, and wrapped between words on a terminal."""
+    """Print lines, escaped and, on a terminal, wrapped between words."""
     escaped = text_lines(lines) if is_terminal(sys.stdout) else map(escape, lines)
     write(f"{line}\n" for line in escaped)
 
@@ -60,7 +60,7 @@ def text_lines(lines: Iterable[str]) -> Iterator[str]:
 
 
 def write(pieces: Iterable[str]) -> None:
-    """Write pieces of text to standard output."""
+    """Write strings to standard output."""
     global begun
     if sys.stdout is None:
         raise OutputError("is closed", where=STDOUT)
@@ -89,7 +89,7 @@ def warn(line: str, hint: str | None = None) -> None:
 
 
 def note(line: str, hint: str | None = None) -> None:
-    """Print ``note: line`` on standard error, and a hint below it: for what is as it should be."""
+    """Print ``note: line`` on standard error, and a hint below it. Notes report expected facts."""
     _message("note", line, hint)
 
 
@@ -111,7 +111,7 @@ def is_terminal(stream: TextIO | None) -> bool:
 def paint(text: str, colour: str, stream: TextIO | None = None) -> str:
     """Return `text`, already escaped, in a color if `stream` (standard output) shows colors.
 
-    That is a terminal that allows them (https://no-color.org).
+    A stream shows colors if it is a terminal and NO_COLOR is not set (https://no-color.org).
     """
     wanted = not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     if (
@@ -129,11 +129,11 @@ def labelled(line: str, stream: TextIO | None = None) -> str:
     return paint(word, LABELS[word], stream) + line[len(word) :] if word in LABELS else line
 
 
-# Lines and tables that fit the terminal. All text is escaped already.
+# Lines and tables fitted to the terminal. All text is already escaped.
 
 
 def terminal_width() -> int | None:
-    """Return the columns of the terminal that output goes to, None if there is none."""
+    """Return the columns of the output terminal, or None without one."""
     if not is_terminal(sys.stdout):
         return None
     from shutil import get_terminal_size
@@ -142,10 +142,10 @@ def terminal_width() -> int | None:
 
 
 def wrapped(line: str, *, whole: bool = False) -> list[str]:
-    """Break a line into lines that fit on the terminal; in a pipe, it stays whole.
+    """Break a line into lines that fit on the terminal. In a pipe, return it unchanged.
 
-    A word that is longer is broken, unless it is to stay `whole`: a path or a name, to be pasted.
-    A hint stays in one line: it may hold a command.
+    Break a longer word too, unless `whole` is true: paths and names must stay complete for pasting.
+    Hints stay on one line, because they may contain a command.
     """
     width = terminal_width()
     if width is None or len(line) <= width or line.startswith("hint: "):
@@ -154,7 +154,7 @@ def wrapped(line: str, *, whole: bool = False) -> list[str]:
 
 
 def _broken(line: str, width: int, *, whole: bool = False) -> list[str]:
-    """Break a line into several, indented; a number and its unit stay together."""
+    """Break a line into several indented ones. Keep a number and its unit together."""
     import re
     from textwrap import wrap
 
@@ -169,7 +169,8 @@ def _broken(line: str, width: int, *, whole: bool = False) -> list[str]:
 
 
 def listed(names: Iterable[str]) -> Iterator[str]:
-    """Yield names as an indented list, shortened on a terminal, or wrapped if that confuses two."""
+    """Yield names as an indented list. Shorten them on a terminal, or wrap them if two shortened
+    names would be equal."""
     names, width = list(names), terminal_width()
     if width is not None:
         names = _distinct(names, max(NARROWEST, width - 2)) or names
@@ -181,10 +182,10 @@ def table(
 ) -> Iterator[str]:
     """Format a table without rules; columns named in `right` are right-aligned.
 
-    On a terminal that is too narrow, columns with the same cell in every row are taken out first,
-    and named above. Then prose in the last column is wrapped, or else names in the first are cut in
-    the middle. Where that is not enough, or would make two names equal, each row becomes a name and
-    lines of its cells.
+    On a narrow terminal, first remove columns with the same cell in every row, and name them above
+    the table. Then wrap prose in the last column, or shorten names in the first column in the
+    middle. If that is not enough, or would make two names equal, print each row as a name and lines
+    of its cells.
     """
     width = terminal_width()
     lines = _aligned(headers, rows, right, HEADING)
@@ -198,7 +199,7 @@ def table(
         same = [each for each in columns if each[0] not in right and len({*each[1:]}) == 1]
         if same:
             shown = _pairs([head for head, *_ in same], [cell for _, cell, *_ in same])
-            yield from _broken(f"the same in all rows: {shown}", width)
+            yield from _broken(f"same in all rows: {shown}", width)
         headers, *rows = zip(first, *(each for each in columns if each not in same), strict=True)
     *others, last = _widths(headers, rows)
     words = list(flatten(row[-1].split() for row in rows))
@@ -210,7 +211,7 @@ def table(
         yield from _aligned(headers, list(_with_prose(rows, room)), right)
     else:
         names = [row[0] for row in rows]
-        room = width - sum(_widths(headers, rows)[1:]) - 1  # a column stays free
+        room = width - sum(_widths(headers, rows)[1:]) - 1  # so that one column remains
         cut = _distinct(names, room) if room >= NARROWEST else None
         if cut is not None:
             named = [[name, *row[1:]] for name, row in zip(cut, rows, strict=True)]
@@ -223,7 +224,7 @@ def table(
 
 
 def _widths(headers: Sequence[str], rows: Sequence[Sequence[str]], heading: int = 0) -> list[int]:
-    """Return the width of each column, with the gap behind it."""
+    """Return the width of each column, including the gap after it."""
     return [
         max(len(head) + heading, *map(len, cells)) + GAP
         for head, *cells in zip(headers, *rows, strict=True)
@@ -234,7 +235,7 @@ def _aligned(
     headers: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str], heading: int = 0
 ) -> Iterator[str]:
     if rows and heading and len(rows) <= STREAMED:
-        from tabulate import tabulate  # costs 30 ms
+        from tabulate import tabulate  # the import costs 30 ms
 
         align = ["right" if head in right else "left" for head in headers]
         text = tabulate(rows, headers, tablefmt="plain", disable_numparse=True, colalign=align)
@@ -248,7 +249,7 @@ def _aligned(
 
 
 def _with_prose(rows: Sequence[Sequence[str]], room: int) -> Iterator[list[str]]:
-    """Yield rows whose last cell goes on in further rows."""
+    """Yield rows; if the last cell is too wide, it continues in further rows."""
     from textwrap import wrap
 
     for *cells, prose in rows:
@@ -269,13 +270,13 @@ def _pairs(headers: Sequence[str], cells: Sequence[str]) -> str:
 
 
 def _distinct(names: Sequence[str], room: int) -> list[str] | None:
-    """Shorten names to `room` characters; return None if two of them would become equal."""
+    """Shorten names to `room` characters, or return None if two of them would become equal."""
     short = {name: shortened(name, room) for name in names}
     return [short[name] for name in names] if len({*short.values()}) == len(short) else None
 
 
 def shortened(text: str, room: int) -> str:
-    """Return `text` in at most `room` characters, cut in the middle."""
+    """Shorten `text` in the middle to at most `room` characters."""
     if len(text) <= room:
         return text
     head = (room - 3) // 2
@@ -283,7 +284,8 @@ def shortened(text: str, room: int) -> str:
 
 
 def bars(counts: Sequence[int]) -> str:
-    """Return one block character per count, scaled to the largest; '' if they cannot be encoded."""
+    """Return one block character per count, scaled to the largest, or '' if the terminal cannot
+    encode them."""
     if not counts or not _has_blocks():
         return ""
     largest = max(counts) or 1
@@ -352,8 +354,8 @@ def json_pieces(value: Any) -> Iterator[str]:
 class Progress:
     """``with Progress("copying", total) as progress: progress(nbytes)`` after each part.
 
-    A bar on standard error: on a terminal, after one second; with --progress anywhere, at once. A
-    total that is only known later may be passed with the parts.
+    Shows a bar on standard error: on a terminal after one second, or with --progress at once. Calls
+    can pass the total if it becomes known later.
     """
 
     def __init__(self, title: str, total: int | None = None, *, shown: bool = True) -> None:
@@ -371,13 +373,13 @@ class Progress:
             self.bar.close()
 
     def name(self, title: str) -> None:
-        """Change the title, as to the file that is read."""
+        """Change the title, such as the name of the current file."""
         self.title = title
         if self.bar is not None:
             self.bar.set_description(title, refresh=False)
 
     def clear(self) -> None:
-        """Erase the bar, for lines that are printed; the next part draws it again."""
+        """Erase the bar before lines are printed. The next call draws it again."""
         if self.bar is not None:
             self.bar.clear()
 
@@ -389,9 +391,7 @@ class Progress:
         elif self.shown and (progress_asked or monotonic() - self.started > PATIENCE):
             from tqdm import tqdm
 
-            tqdm.monitor_interval = (
-                0  # no thread that looks after bars: it would keep us from forking
-            )
+            tqdm.monitor_interval = 0  # no monitor thread for bars: it would prevent forking
             self.bar = tqdm(
                 desc=self.title, total=self.total, initial=self.done, unit="B", unit_scale=True,
                 leave=progress_asked,
@@ -402,7 +402,7 @@ class Progress:
 
 
 def publish(data: bytes, path: str, force: bool) -> None:
-    """Write a file at `path`, whole or not at all."""
+    """Write a file at `path` atomically."""
     from ckptkit.core.plan import OutputFile, Plan
     from ckptkit.publish.publish import publish
 

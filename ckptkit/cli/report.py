@@ -29,19 +29,19 @@ def _check(ctx: click.Context) -> None:
             raise missing(ctx, "dst")
         given["output"] = places.pop()
     if len(places) > 2:
-        raise click.UsageError("give DST once: as the last argument, or with --output")
+        raise click.UsageError("name DST once: as the last argument, or with --output")
     given["file"], given["other"] = (*places, None)[:2]
     if given["other"] is None and (given["everything"] or given["values"] is False):
         option = "--all" if given["everything"] else "--no-values"
-        raise click.UsageError(f"{option} is about OTHER: give two files to compare")
+        raise click.UsageError(f"{option} needs OTHER: name two files to compare")
     suffix = _suffix(given["output"])
     if suffix not in (*PAGES, *PICTURES):
         kinds = ", ".join((*PAGES[:1], *PICTURES))
-        raise click.UsageError(f"{given['output']}: the suffix chooses what to make: {kinds}")
+        raise click.UsageError(f"{given['output']}: the suffix must be one of {kinds}")
     if suffix in PICTURES and (given["other"] is not None or given["values"]):
-        raise click.UsageError("OTHER and --values need a page (.html)")
+        raise click.UsageError("OTHER and --values require a page (.html)")
     if suffix in PAGES and (given["by"] is not None or given["title"] is not None):
-        raise click.UsageError("--by and --title need a picture (.svg, .png, .pdf)")
+        raise click.UsageError("--by and --title require a picture (.svg, .png, .pdf)")
 
 
 def _suffix(path: str) -> str:
@@ -62,7 +62,7 @@ def _suffix(path: str) -> str:
 )
 @reading.flag(
     "--all everything",
-    "Not only the weights: compare optimizer, averages and values too, with OTHER.",
+    "Include everything: optimizer, averages and values, with OTHER.",
 )
 @click.option(
     "--by",
@@ -93,7 +93,7 @@ def command(
     key: str | None,
     key_b: str | None,
 ) -> int:
-    """Make a page or a picture of a checkpoint.
+    """Write a page or a picture of a checkpoint.
 
     The page (.html) shows where parameters and bytes are, a searchable and sortable table of all
     tensors, dtypes, devices, unused storage, and what keeps the file from loading. With OTHER it
@@ -101,7 +101,7 @@ def command(
     offline. Reads the headers of one file, and the values of two; --values and --no-values change
     this.
 
-    The picture (.svg, .png, .pdf) is the treemap alone, for papers and model cards; it needs
+    The picture (.svg, .png, .pdf) contains only the treemap, for papers and model cards. It needs
     matplotlib.
 
     \b
@@ -112,7 +112,7 @@ def command(
     from ckptkit import api
     from ckptkit.quantized import dequantized_view, look_through_both
 
-    suffix = _suffix(output)  # which chooses what to make
+    suffix = _suffix(output)  # the suffix of the output
     with ExitStack() as stack:
         found = [stack.enter_context(api.reading(file, key=key))]
         if other is not None:

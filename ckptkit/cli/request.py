@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from ckptkit.formats.format import Loss
 
 SCHEMA = "ckptkit.edit/3"
-SHOWN = 20  # lines of what was lost
+SHOWN = 20  # printed lines about lost entries
 
 
 @dataclass(frozen=True)
 class Request:
-    """A command that writes, as it was typed: inputs, output, options, and how to report it."""
+    """A parsed command that writes: inputs, output, options, and the form of its report."""
 
-    alone: ClassVar[bool] = True  # one file for a person, not one of many
+    alone: ClassVar[bool] = True  # a command for one file, not a job of a batch
 
     sources: tuple[str, ...]
     dst: str | None
@@ -48,9 +48,9 @@ class Request:
         source: Checkpoint | None = None,
         lost: Sequence[Loss] = (),
     ) -> tuple[Conversion, Sequence[Loss]]:
-        """Read, apply the steps and write; return what was done, and what was `lost` before.
+        """Read, apply the steps and write. Return the conversion, and the entries `lost` before it.
 
-        `source` is what has been read already.
+        `source` is a checkpoint that is already open.
         """
         from ckptkit.api import convert
 
@@ -71,11 +71,11 @@ class Request:
 
     @contextmanager
     def prepared(self, options: Options) -> Iterator[Options]:
-        """Open the workers, show the progress; yield the options with both."""
+        """Open the workers and show the progress. Yield the options with both."""
         with ExitStack() as stack:
             if not options.dry_run and (self.workers is not None or self.scheduler is not None):
                 if is_url(self.dst):
-                    render.warn("--workers and --scheduler have no effect on an output at a URL")
+                    render.warn("--workers and --scheduler do not apply to an output at a URL")
                 else:
                     from ckptkit.run import workers
 
@@ -100,7 +100,7 @@ class Request:
             copyfileobj(file, sys.stdout.buffer)
 
         if sys.stdout is None or render.is_terminal(sys.stdout) or self.as_json:
-            why = "also gets the object of --json" if self.as_json else "is a terminal"
+            why = "already contains the object of --json" if self.as_json else "is a terminal"
             raise UsageError(f"standard output {why}", where=STREAM, hint="name a file")
         return streamed(lambda path: convert(source, path, *steps, options=options), STREAM, copy)
 
@@ -114,7 +114,7 @@ class Request:
 
 
 def report(done: Conversion, request: Request, lost: Sequence[Loss]) -> None:
-    """Print warnings and what was lost; then what was done, and notes on what is left out."""
+    """Print warnings and lost entries, then the changes, and notes on entries not written."""
     from ckptkit.core.plan import Patch
 
     plan, rules = done.plan, done.checkpoint.reports
@@ -167,7 +167,7 @@ def report(done: Conversion, request: Request, lost: Sequence[Loss]) -> None:
 def print_messages(
     lost: Sequence[Loss] = (), warnings: Iterable[str] = (), notes: Iterable[str] = ()
 ) -> None:
-    """Print on standard error what was lost, the warnings, and the notes on what is left out."""
+    """Print lost entries, warnings, and notes on entries not written, on standard error."""
     for line in (*what_was_lost(lost), *warnings):
         render.warn(line)
     for line in notes:
@@ -177,14 +177,13 @@ def print_messages(
 def what_was_lost(lost: Sequence[Loss]) -> list[str]:
     lines = [f"lost: {each.path or '(root)'} ({each.what}): {each.why}" for each in lost[:SHOWN]]
     more = len(lost) - SHOWN
-    return [*lines, f"lost: {more:,} more, which --json lists"] if more > 0 else lines
+    return [*lines, f"lost: {more:,} more (--json lists them)"] if more > 0 else lines
 
 
 def tensors(checkpoint: Checkpoint, plan: Plan | Patch) -> int:
-    """Count the tensors that are written: those of the plan, and further names of one tensor.
+    """Count the written tensors: those of the plan, and further names of one tensor.
 
-    Where the plan counts none, count the weights, or every tensor if it is not clear which they
-    are.
+    If the plan counts none, count the weights, or every tensor if the weights are ambiguous.
     """
     from ckptkit.core.errors import AmbiguousError
     from ckptkit.core.plan import Plan
@@ -204,11 +203,11 @@ def tensors(checkpoint: Checkpoint, plan: Plan | Patch) -> int:
     return summarize(checkpoint).totals.tensors
 
 
-# Steps of rules
+# Reports of rule steps
 
 
 def _rules_lines(report: RulesReport) -> Iterator[str]:
-    """Yield what a step of rules does, two lines for each rule."""
+    """Yield the report of a step of rules, two lines for each rule."""
     matched = [f"{done.taken.matched:,}" for done in report.rules if done.taken.matched]
     yield (
         f"step {report.step}, rules: {' + '.join(matched) or '0'} of {report.keys:,} keys taken, "
@@ -237,7 +236,7 @@ def _rules_lines(report: RulesReport) -> Iterator[str]:
 
 
 def _sizes(done: Done) -> dict[str, str]:
-    """Return words with their sizes; those that differ with a label, as they are written."""
+    """Return words with their sizes. Sizes that differ get a label."""
     from ckptkit.rules.notation import REST
 
     found: dict[str, list[str]] = {}

@@ -13,15 +13,16 @@ from ckptkit.cli import render
 @click.option(
     "--config",
     metavar="FILE",
-    help="Sizes of the model: a config.json; without it, those of its defaults.",
+    help="Configuration with the sizes of the model. Default: that of the type.",
 )
 def command(source: str, model_type: str, config: str | None) -> int:
     """Write tensor rules from the conversions of a library.
 
-    from-transformers: from the layout of the files of MODEL_TYPE to that of the installed
-    transformers. Its registry of conversions is read as data, and the model built without weights:
-    the names and shapes that the rules give are compared with its own, both ways. Exit code 1 if a
-    conversion cannot be written as a rule; a comment names it.
+    from-transformers writes rules from the file layout of MODEL_TYPE to the layout of the installed
+    transformers. ckptkit reads the conversions of transformers as data and builds the model without
+    weights. It compares the names and shapes of the rules with those of the model, in both
+    directions. If a conversion cannot be written as a rule, a comment names it, and the exit code
+    is 1.
 
     \b
     Example: ckptkit rules from-transformers qwen3_moe > qwen3-moe.yaml

@@ -20,7 +20,7 @@ def _list(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
 
         known = list(map(recipes.load, recipes.names()))
         made = [(each.name, each.about) for each in known if not each.source]
-        render.emit(*render.table(("recipe", "what it makes"), made))
+        render.emit(*render.table(("recipe", "description"), made))
         facts = ((each, each.checked or "not checked") for each in known if each.source)
         layouts = [(each.name, each.about, each.source, checked) for each, checked in facts]
         heads = ("layout", "from, to", "facts from", "checked against")
@@ -34,11 +34,11 @@ def _list(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
     "--list", is_flag=True, is_eager=True, expose_value=False, callback=_list,
     help="List the built-in recipes and exit.",
 )  # fmt: skip
-@reading.flag("--reverse", "Undo the recipe: SRC has the layout that it makes.")
+@reading.flag("--reverse", "Run the recipe backwards: SRC has the output layout of the recipe.")
 @reading.value(
     "--config",
     "FILE",
-    "Sizes of the model, for rules; without it, config.json beside SRC.",
+    "Configuration with the sizes for rules. Default: config.json beside SRC.",
     **options.KINDS["config"],
 )
 @reading.value(
@@ -50,7 +50,7 @@ def _list(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
 @reading.value(
     "--dequantize",
     "[DTYPE]",
-    "Convert quantized weights to this dtype, in place of the one of the recipe.",
+    "Dequantize weights to this dtype, not to the dtype in the recipe.",
     **options.KINDS["dtype"],
 )
 @reading.key
@@ -63,11 +63,11 @@ def command(
     args: dict[str, int],
     dequantize: str | None,
 ) -> Any:
-    """Carry out the steps of a recipe, as one plan.
+    """Run the steps of a recipe as one plan.
 
     RECIPE is a YAML or TOML file, or the name of a built-in recipe (--list). Steps apply in the
-    order of the recipe. Options on the command line override the output options of the recipe.
-    A configuration of mergekit is a recipe, too: SRC is the folder with the models that it names.
+    order of the recipe. Options on the command line override the output options of the recipe. A
+    configuration of mergekit is also a recipe: SRC is the folder with the models that it names.
 
     \b
     Example: ckptkit run lightning epoch=9.ckpt net.pth
@@ -86,8 +86,8 @@ def command(
         from ckptkit.edits.mergekit import merge_config
 
         return request.run(source=merge_config(found.merge, request.sources[0]), key=key)
-    # Back, the output is that of the other layout. A suffix of DST says which format is wanted: one
-    # file then.
+    # A reversed recipe writes the other layout. If DST has a known suffix, it is one file in
+    # that format.
     given = {} if reverse else dict(found.output)
     if request.dst is not None and suffixed(request.dst) is not None:
         given = without(given, ("format", "shard_size"))

@@ -22,17 +22,16 @@ FOUND = 1
 @reading.value(
     "--trust",
     "GLOB",
-    "Trust classes and functions whose names match, such as 'mynet.*', or all of a module or "
-    "package (repeatable).",
+    "Trust classes and functions by glob, such as 'mynet.*', or by module or package (repeatable).",
     multiple=True,
 )
 @reading.flag(
-    "--strict", "Fail (exit code 1) for everything that torch.load(weights_only=True) refuses."
+    "--strict", "Treat files that torch.load(weights_only=True) refuses as findings (exit code 1)."
 )
 @reading.value(
     "--workers",
     "N",
-    "Share the work among N processes. Default: one per core, if there are many files.",
+    "Split the work over N processes. Default: one per core, if there are many files.",
     type=click.IntRange(1, 64),
 )
 @reading.as_json(SCHEMA)
@@ -47,23 +46,23 @@ def command(
     as_sarif: bool,
     quiet: bool,
 ) -> int:
-    """Report what loading files would run, without running it.
+    """Report the code that loading files would run. Runs nothing.
 
-    Examines every pickle in files and folders, also in places that loaders ignore. Of a
-    folder, prints the findings and a summary.
+    Examines every pickle in files and folders, also in places that loaders ignore. For a folder,
+    prints the findings and a summary.
 
     \b
     Exit code 0: every pickle is safe for weights_only, or harmless: each
-      name and call is in the allowlist, with arguments and states of the
-      shapes that the list gives. Python's, torch's and numpy's own code then
-      finds no callable of the file to run.
+      name and call is allowlisted, with arguments and states of the listed
+      shapes. The code of Python, torch and numpy then finds no callable of
+      the file to run.
     Exit code 1: a pickle would run code; or cannot be judged; or makes objects
-      of classes outside the allowlist, whose own code decides ("needs these
-      classes"). --trust accepts these by name. With --strict, also
-      everything that torch.load(weights_only=True) refuses.
+      of classes that are not allowlisted and run their own code ("needs these
+      classes"). --trust accepts these by name. With --strict, also files that
+      torch.load(weights_only=True) refuses.
 
-    Proven by comparison with CPython's unpicklers and by loading composed
-    pickles. Not proven: torch's C++ code on the values that it accepts.
+    Proven by comparison with CPython's unpicklers and by loading composed pickles. Not proven: the
+    effect of accepted values on torch's C++ code.
 
     \b
     Example: ckptkit scan run.pth
@@ -75,10 +74,10 @@ def command(
     from ckptkit.scanning.verdict import LABELS, VERDICTS, counts
 
     if as_json and as_sarif:
-        raise click.UsageError("give either --json or --sarif")
+        raise click.UsageError("--json and --sarif cannot be combined")
     verdicts: Counter[str] = Counter()
     failed = found = 0
-    now = ""  # the file that is read
+    now = ""  # the current file
 
     def reads(path: str, nbytes: int) -> None:
         nonlocal now
@@ -88,7 +87,7 @@ def command(
         progress(nbytes)
 
     def watched() -> Iterator[Any]:
-        """Yield the results as they come; print files that could not be read."""
+        """Yield results in the order of completion, and print errors of unreadable files."""
         nonlocal failed, found
         for each in scan_all(files, trust=trust, workers=workers, progress=reads):
             if isinstance(each, Failure):
@@ -123,7 +122,7 @@ def command(
         parts += [f"{failed:,} could not be read"] if failed else []
         render.emit_text(f"{render.plural(total, 'file')}: {', '.join(parts)}")
     if not total:
-        raise InputError("there are no files to scan")
-    if found:  # which takes precedence over unreadable files
+        raise InputError("no files to scan")
+    if found:  # findings take precedence over unreadable files
         return FOUND
     return InputError.exit_code if failed else 0

@@ -15,25 +15,22 @@ from ckptkit.scanning.files import Failure
 from ckptkit.scanning.verdict import CLASSES, CODE, HARMLESS, UNKNOWN, FileVerdict, Finding
 
 SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
-# The verdicts that are rules: id, level, meaning.
+# The verdicts as SARIF rules: id, level, meaning.
 RULES = {
     CODE: ("would-run-code", "error",
-           "Loading the file with pickle calls code with arguments that the file chooses."),
+           "Loading the file with pickle calls code with arguments from the file."),
     UNKNOWN: ("cannot-tell", "warning",
-              "It is malformed, ambiguous, or contains a step that is not proven harmless."),
+              "The pickle is malformed or ambiguous, or a step of it is not proven harmless."),
     CLASSES: ("needs-classes", "warning",
-              "The file makes objects of classes that are not in the allowlist: their code "
-              "decides."),
+              "Loading makes objects of classes that are not allowlisted and run their own code."),
     HARMLESS: ("not-for-weights-only", "note",
-               "Everything is in the allowlist, but torch.load(weights_only=True) does not read "
-               "it."),
+               "Everything is allowlisted, but torch.load(weights_only=True) refuses the file."),
 }  # fmt: skip
 
 
 def log(results: Iterable[FileVerdict | Failure], strict: bool) -> dict[str, Any]:
-    """Return the whole log; results are written while files are scanned, unreadable files at the
-    end.
-    """
+    """Return the complete log. Results are written during the scan, and unreadable files at the
+    end."""
     failures: list[dict[str, Any]] = []
     rules = [
         {

@@ -23,7 +23,7 @@ def painted(result: FileVerdict | Failure) -> Iterator[str]:
 
 
 def lines(result: FileVerdict | Failure) -> Iterator[str]:
-    """Yield the verdict on a file, and its reasons below it; errors are printed elsewhere."""
+    """Yield the verdict on a file, and its reasons below it. The caller prints errors."""
     if isinstance(result, Failure):
         return
     yield f"{result.path}: {verdicts.LABELS[result.verdict]}"
@@ -34,30 +34,30 @@ def lines(result: FileVerdict | Failure) -> Iterator[str]:
             reasons.append(f"{each.where}: a program that uses {', '.join(each.files)}")
     functions = sum(each.functions for each in result.programs)
     if functions:
-        what = f"a program of {functions:,} functions, run by torch.jit when they are called"
+        what = f"a program of {functions:,} functions, which torch.jit runs on a call"
         reasons.append(what)
     reasons = list(dict.fromkeys(reasons))
     yield from (f"  {line}" for line in reasons[:SHOWN])
     if len(reasons) > SHOWN:
-        yield f"  and {len(reasons) - SHOWN:,} more, which --json lists"
+        yield f"  and {len(reasons) - SHOWN:,} more (--json lists them)"
 
 
 def _pickle(pickle: PickleVerdict) -> Iterator[str]:
     """Yield the reasons of one pickle; nothing for a safe one."""
     place = _place(pickle.found.where)
-    hidden = " (in a byte string that nothing loads)" if pickle.found.nested else ""
+    hidden = " (in a byte string that loading ignores)" if pickle.found.nested else ""
     for call in pickle.runs[:SHOWN]:
         times = f", {call.times:,} times" if call.times > 1 else ""
         where = f"{call.opcode} at byte {call.offset:,}"
         yield f"{place}calls {call.name}{call.args}{times}: {where}{hidden}"
     if len(pickle.runs) > SHOWN:
-        yield f"{place}calls {len(pickle.runs) - SHOWN:,} more, which --json lists"
+        yield f"{place}calls {len(pickle.runs) - SHOWN:,} more (--json lists them)"
     if pickle.verdict in (CODE, UNKNOWN):
         yield from (f"{place}{reason}" for reason in pickle.reasons)
     if pickle.verdict == CLASSES:
         yield from (f"{place}{line}" for line in verdicts.needed(pickle))
     if pickle.verdict in (CLASSES, HARMLESS) and pickle.refused is not None:
-        yield f"{place}weights_only cannot be used: {pickle.refused}"
+        yield f"{place}weights_only does not apply: {pickle.refused}"
     yield from pickle.versions
 
 

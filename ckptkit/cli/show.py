@@ -1,4 +1,4 @@
-"""ckptkit show: values of a tensor, as many as fit, with digits enough to tell them apart."""
+"""ckptkit show: values of a tensor, as many as fit, with enough digits to distinguish them."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ ROWS = 12
 BINS = 16  # of a histogram
 BAR = 40  # characters of the longest bar of a histogram, at most
 FIRST = 10  # places that --nan lists
-COUNTED = 1 << 20  # elements that are read for their statistics without being asked for
+COUNTED = 1 << 20  # elements for which statistics are computed without --stats
 LISTED = 1 << 20  # elements that --json prints
-CELL = 10  # characters of a number and the space before it, at least
-PLAIN = 100  # characters of a line where there is no terminal
+CELL = 10  # minimum characters of a number and the space before it
+PLAIN = 100  # characters of a line without a terminal
 LABEL = 8  # characters for the row indices
-FEWEST, MOST = 3, 17  # significant digits; 17 tell all numbers of 64 bits apart
-MARK = "*"  # at a number that differs from that of the first table
+FEWEST, MOST = 3, 17  # significant digits; 17 distinguish all 64-bit numbers
+MARK = "*"  # marks a number that differs from that of the first table
 
 
 class Shown(NamedTuple):
-    """A tensor of a file, the selected part of it, and the corner that is printed, row by row.
+    """A tensor of a file, its selected part, and the corner that is printed, row by row.
 
-    A vector is one row, which is printed in lines of `columns` numbers.
+    A vector is one row, printed in lines of `columns` numbers.
     """
 
     path: str
@@ -60,7 +60,7 @@ class Shown(NamedTuple):
 
     @property
     def many(self) -> list[Pick]:
-        """The dimensions of the grid: the rows and columns, the elements of a vector, or none."""
+        """The dimensions of the grid: rows and columns, the elements of a vector, or none."""
         return [pick for pick in self.picks if not pick.single]
 
     def read(self, rows: int, columns: int) -> Shown:
@@ -89,7 +89,7 @@ class Shown(NamedTuple):
 def _check(ctx: click.Context) -> None:
     given = ctx.params
     if given["nonfinite"] and (given["index"] or given["as_json"]):
-        raise click.UsageError("--nan looks at the whole tensor, and prints lines")
+        raise click.UsageError("--nan reads the whole tensor: remove the other options")
     if given["name"] is None and (not given["nonfinite"] or given["other"]):
         raise missing(ctx, "name")
 
@@ -106,11 +106,11 @@ def _check(ctx: click.Context) -> None:
 @click.option(
     "--columns", type=click.IntRange(min=1), help="Columns of the grid. Default: as many as fit."
 )
-@reading.flag("--stats counted", "Compute statistics of the whole part, even if it is large.")
+@reading.flag("--stats counted", "Compute statistics of the whole slice, even if it is large.")
 @reading.flag(
     "--nan nonfinite",
-    "Print where the first NaN and infinities are; without NAME, of all tensors. Exit code 1 if "
-    "there are any.",
+    "Print the positions of the first NaN and infinities; without NAME, for all tensors. Exit code "
+    "1 if any exist.",
 )
 @reading.as_json(SCHEMA)
 @reading.stored
@@ -131,8 +131,8 @@ def command(
 ) -> int:
     """Show the values and statistics of one tensor.
 
-    SLICE selects a part as in Python: '[0, :, 3:7]'. Only the bytes of that part are read, however
-    large the tensor is, also from a URL. Statistics cover the whole part if it has at most a
+    SLICE selects a part as in Python: '[0, :, 3:7]'. `show` reads only the bytes of that part, for
+    tensors of any size and also from a URL. Statistics cover the whole part if it has at most a
     million elements, or with --stats.
 
     \b
@@ -168,7 +168,7 @@ def command(
 
 
 def _rows(checkpoint: Checkpoint, stored: bool) -> list[TensorRow]:
-    """Return all tensors; quantized weights as one each, unless `stored`."""
+    """Return all tensors. Return each quantized weight as one tensor, unless `stored`."""
     from ckptkit.analysis.summary import summarize
     from ckptkit.quantized import dequantized_view
 
@@ -189,7 +189,7 @@ def _chosen(file: str, name: str, index: str, rows: list[TensorRow]) -> Shown:
 
 
 def _nonfinite(shown: Shown) -> Iterator[str]:
-    """Yield where the first elements that are not finite are, and how many there are."""
+    """Yield the positions of the first elements that are not finite, and their number."""
     from ckptkit.compute import tallies
 
     nan, infinite = tallies.nonfinite(shown.tensor)
@@ -201,7 +201,7 @@ def _nonfinite(shown: Shown) -> Iterator[str]:
 
 
 def _print_nonfinite(file: str, read: Options, stored: bool) -> int:
-    """Print where the first elements that are not finite are, of each tensor that has any."""
+    """For each tensor, print the first elements that are not finite."""
     from ckptkit import api
 
     found: list[list[str]] = []
@@ -226,9 +226,9 @@ def _print_nonfinite(file: str, read: Options, stored: bool) -> int:
 
 
 def _values(shown: list[Shown], rows: int, columns: int | None, counted: bool) -> Iterator[str]:
-    """Yield a heading for each tensor, one table of all side by side, and their statistics.
+    """Yield a heading for each tensor, one table of all tensors side by side, and their statistics.
 
-    Without `columns`, as many are shown as fit with the digits that they need.
+    Without `columns`, show as many columns as fit with the necessary digits.
     """
     from ckptkit.analysis import view_model
     from ckptkit.analysis.slices import show
@@ -273,7 +273,7 @@ def _counted(shown: Shown, counted: bool) -> tuple[Tally, bool]:
 
 
 def _histogram(histogram: Histogram) -> Iterator[str]:
-    """Yield a line for each bin: its smallest number, a bar, and how many numbers it has."""
+    """Yield a line for each bin: its lower bound, a bar, and the number of values in it."""
     (texts,) = _texts([list(histogram.edges)[: len(histogram.counts)]])
     cell = max([CELL, *map(len, texts)])
     edges = [f"{text:>{cell}}  " for text in texts]
@@ -290,10 +290,10 @@ def _difference(ours: Tensor, theirs: Tensor) -> str:
     if ours.shape != theirs.shape:
         return f"not compared: {render.shape(ours.shape)} and {render.shape(theirs.shape)}"
     if max(ours.numel, theirs.numel) > COUNTED:
-        return "not compared as a whole: `diff` does that"
+        return "not compared completely; `diff` compares all values"
     found = compare(ours, theirs, atol=0.0)
     if found is None:
-        return "equal in all values"
+        return "all values are equal"
     largest = f"{found.largest:.3g}" if found.largest is not None else ""
     return f"{found.count:,} of {ours.numel:,} values differ, by up to {largest}"
 
@@ -334,7 +334,7 @@ def _facts(shown: Shown) -> dict[str, Any]:
 
 
 def _texts(rows: Iterable[list[Any]]) -> list[list[str]]:
-    """Format numbers with enough digits to distinguish those that differ."""
+    """Format numbers with enough digits to distinguish the values."""
     rows = list(rows)
     numbers = [each for each in flatten(rows) if each == each]  # without NaN
     digits, different = FEWEST, len(set(numbers))
@@ -376,7 +376,8 @@ def _grid(shown: list[Shown]) -> Iterator[str]:
 
 
 def _lines(shown: Shown, texts: list[list[str]]) -> Iterator[tuple[str, list[Any], list[str]]]:
-    """Yield the rows of a matrix, or a vector in several lines: index, numbers and texts."""
+    """Yield the rows of a matrix, or a vector in several lines: index, numbers and formatted
+    numbers."""
     many, columns = [pick for pick in shown.corner if not pick.single], shown.columns
     if len(many) == 1:
         ((numbers,), (cells,)) = shown.cells, texts
@@ -389,7 +390,8 @@ def _lines(shown: Shown, texts: list[list[str]]) -> Iterator[tuple[str, list[Any
 
 
 def _heads(shown: Shown) -> list[str]:
-    """Return the column indices; those of a vector of several lines count from the line's own."""
+    """Return the column indices. For a vector in several lines, they count from the start of each
+    line."""
     many = [pick for pick in shown.corner if not pick.single]
     if not many:
         return []
@@ -400,7 +402,7 @@ def _heads(shown: Shown) -> list[str]:
 
 
 def _marked(numbers: list[Any], texts: list[str], first: list[Any], cell: int) -> str:
-    """Return the cells of a line, with a mark where they differ from those of the first table."""
+    """Return the cells of a line, with a mark on cells that differ from the first table."""
     cells = []
     for number, other, text in zip_longest(numbers, first[: len(numbers)], texts):
         both_nan = other is not None and number != number and other != other

@@ -24,12 +24,14 @@ NUMBERS = (
 @click.command("stats", cls=reading.Reader)
 @click.argument("file", metavar="FILE")
 @reading.globs()
-@reading.flag("--all everything", "Not only the weights: all tensors of the file.")
+@reading.flag("--all everything", "Include everything: all tensors of the file.")
 @reading.value(
     "--depth", "N", "Group names by their first N components.", type=click.IntRange(min=1)
 )
 @reading.folded
-@reading.sorting("file", "name", *NUMBERS, text="Order of the rows; by numbers, largest first.")
+@reading.sorting(
+    "file", "name", *NUMBERS, text="Order of the rows; numbers are sorted from the largest."
+)
 @reading.as_json(SCHEMA)
 @reading.flag("--csv as_csv", "Print comma-separated values, full precision.")
 @reading.stored
@@ -48,8 +50,9 @@ def command(
 ) -> int:
     """Show statistics of tensor values, per tensor or per group.
 
-    Mean, standard deviation, minimum, maximum, norm, zeros, NaN, infinities and a histogram. NaN
-    and infinities are counted and excluded from all else. Reads every tensor once, without torch.
+    Prints mean, standard deviation, minimum, maximum, norm, zeros, NaN, infinities and a histogram.
+    NaN and infinities are counted, and all other statistics ignore them. Reads every tensor once,
+    without torch.
 
     \b
     Example: ckptkit stats run.pth
@@ -62,7 +65,9 @@ def command(
     from ckptkit.quantized import dequantized_view
 
     if (as_json and as_csv) or (depth is not None and fold):
-        raise click.UsageError("--json and --csv exclude each other, and so do --depth and --fold")
+        raise click.UsageError(
+            "--json and --csv cannot be combined; --depth and --fold cannot be combined"
+        )
     label = None if depth is None else stats.depth(depth)
     if fold is None:  # JSON and CSV have a row for each tensor
         fold = not (as_json or as_csv or depth is not None)
@@ -117,7 +122,7 @@ def _csv(rows: Iterable[TensorStats]) -> str:
     lines = csv.writer(buffer, lineterminator="\n")
     lines.writerow(("name", "dtype", "shape", "tensors", *NUMBERS))
     for row in rows:
-        # A quote keeps spreadsheets from taking a name for a formula.
+        # A quote keeps spreadsheets from reading a name as a formula.
         name = f"{chr(39) * row.label.startswith(('=', '+', '-', '@'))}{render.escape(row.label)}"
         shape = "" if row.shape is None else "x".join(map(str, row.shape))
         numbers = view_model.numbers(row.tally, row.kind).values()
@@ -127,7 +132,7 @@ def _csv(rows: Iterable[TensorStats]) -> str:
 
 
 def _warn(found: Statistics, globs: tuple[str, ...], file: str, key: str | None) -> None:
-    """Warn of NaN, of skipped tensors, and of globs that match nothing."""
+    """Warn of NaN, of skipped tensors, and of globs without matches."""
     from ckptkit.analysis.advice import convert
 
     if found.odd:

@@ -1,8 +1,8 @@
-"""The next step after an error: the command that was probably meant, whole, with the user's files.
+"""The hint after an error: the complete corrected command, with the user's files.
 
-Imported after an error only. The words that were typed are replaced by what the tables say, and
-parsed again, until they are a command line; if that is right as far as a dry run tells, it is the
-hint.
+This module is imported only after an error. It replaces the typed words as its tables define, and
+parses the line again, until it is a valid command line. If a dry run of that line succeeds, it
+becomes the hint.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ckptkit.core.errors import (
 from ckptkit.core.text import WRITTEN, is_url, nearest, output_name, shell_command, shell_word, some
 from ckptkit.core.tree import join
 
-# Other words for which people look, and the command that does it, with options.
+# Words of other tools, and the command with its options for each.
 WORDS = {
     "bf16": "convert --cast bfloat16", "cast": "convert --cast float16", "cat": "inspect",
     "checksum": "digest", "compare": "diff", "concat": "join", "copy": "convert",
@@ -49,8 +49,9 @@ WORDS = {
     "validate": "verify", "view": "inspect",
 }  # fmt: skip
 DST = "DST"
-# Other words for options, of one command or of any, and the option; with the command that has it
-# where others do not. `DST`: the value is the destination.
+# Other names for options, of one command or of any, with the correct option, and the command that
+# has it.
+# `DST`: the value is the destination.
 OPTIONS = {
     "--add": "--prefix", "--bf16": "convert --cast bfloat16", "--cast-to": "convert --cast",
     "--destination": DST, "--device-map": "--device", "--dst": DST, "--dtype": "convert --cast",
@@ -69,26 +70,26 @@ OPTIONS = {
     "convert --keys": "--keep", "convert --prefix": "--strip", "inspect --all": "--tree",
     "remap --map": "--device", "remap --values": "--device-values",
 }  # fmt: skip
-# The commands that `convert` can do as well, with the words for it.
+# Commands that `convert` can also do, with their option words.
 AS_CONVERT = {
     "strip-module": "--strip module.", "add-module": "--add module.", "remap": "", "rename": "",
     "extract": "",
 }  # fmt: skip
-NEEDED = {"remap": ("--to", "cpu")}  # what a command without any option lacks
-INPUTS = ("src", "sources", "file", "files", "a", "b", "base")  # arguments that are read
-CLOSE = 0.75  # likeness from which on a word is a misspelled one
-STEPS = 8  # replacements
+NEEDED = {"remap": ("--to", "cpu")}  # the missing option of a command that was typed without one
+INPUTS = ("src", "sources", "file", "files", "a", "b", "base")  # maximum number of arguments
+CLOSE = 0.75  # minimum similarity of a misspelled word
+STEPS = 8  # maximum number of replacements
 INTO = "out"
 _HUB = re.compile(r"[\w.-]+/[\w.-]+")
 _SED = re.compile(r"s([/|#,])(.+)\1(.*)\1g?")
 _DEVICE = re.compile(r"(cpu|meta|mps|cuda(:\d+)?)")
 
 Words = list[str]
-Step = tuple[str | None, "Line | None"]  # what is said if that is all, and the line
+Step = tuple[str | None, "Line | None"]  # the fallback hint, and the corrected line
 
 
 def improve(error: BaseException, words: Sequence[str], main: click.Group) -> None:
-    """Give an error a better hint, if there is one. `words` are those typed after ``ckptkit``."""
+    """Give an error a better hint, if there is one. `words` are those after ``ckptkit``."""
     line = Line(main, [*words])
     hint = None
     if isinstance(error, click.UsageError):
@@ -100,7 +101,7 @@ def improve(error: BaseException, words: Sequence[str], main: click.Group) -> No
 
 
 class Line:
-    """A command line: its words, and what can be told about them."""
+    """A command line: its words, and the facts about them."""
 
     def __init__(self, main: click.Group, words: Words) -> None:
         self.main, self.words = main, words
@@ -111,7 +112,7 @@ class Line:
         self.command = main.get_command(context, name) or main
         batch = main.get_command(context, "batch")
         names = batch.list_commands(context) if isinstance(batch, click.Group) else ()
-        self.is_batchable = self.name in names  # whether `batch` runs it over many files
+        self.is_batchable = self.name in names  # whether `batch` runs it on many files
 
     def with_words(self, words: Sequence[str]) -> Line:
         return Line(self.main, [*words])
@@ -120,21 +121,22 @@ class Line:
         return f"`{shell_command(('ckptkit', *self.words))}`"
 
     def replaced(self, old: str, *new: str) -> Line | None:
-        """Return the line with `new` instead of a word; None without that word."""
+        """Return the line with `new` instead of a word, or None without that word."""
         if old not in self.words:
             return None
         at = self.words.index(old)
         return self.with_words([*self.words[:at], *new, *self.words[at + 1 :]])
 
     def works(self) -> bool:
-        """Return whether its inputs exist and, of a command that writes, the output is planned.
+        """Return whether its inputs exist and, for a command that writes, the output can be
+        planned.
 
-        Raises the UsageError of a wrong line, and why the output cannot be planned.
+        Raises the UsageError of a wrong line, or the error of the plan.
         """
         with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
             try:
                 return self._is_right()
-            except click.exceptions.Exit:  # --help and others that print and end
+            except click.exceptions.Exit:  # --help and other options that print and exit
                 return True
 
     def _is_right(self) -> bool:
@@ -180,7 +182,7 @@ class Line:
 
 
 def _meant(error: click.UsageError, line: Line) -> str | None:
-    """Return a hint with the command that was meant; of a part of it, where that is all."""
+    """Return a hint with the corrected command, or with the part that could be corrected."""
     said, found = None, line
     for _ in range(STEPS):
         step, new = _step(error, found)
@@ -207,7 +209,7 @@ def _first(lines: Iterable[Line]) -> str | None:
 
 
 def _step(error: click.UsageError, line: Line) -> Step:
-    """Return the next replacement, and what is said if there is no other hint."""
+    """Return the next replacement, and a fallback hint."""
     context = error.ctx
     if context is None:
         return None, None
@@ -221,7 +223,7 @@ def _step(error: click.UsageError, line: Line) -> Step:
         if (sed := _SED.fullmatch(word)) is not None:
             known = {"--sub"} & {*line.words} or not _has(line.command, "--sub")
             return None, line.replaced(word, *[] if known else ["--sub"], f"{sed[2]}={sed[3]}")
-    if "is not of the form A=B" in error.message:  # one device is that for all tensors
+    if "is not of the form A=B" in error.message:  # a single device applies to all tensors
         return None, line.replaced("--device", "--to")
     if "unexpected extra argument" in error.message:
         return None, _extra(line)
@@ -231,7 +233,7 @@ def _step(error: click.UsageError, line: Line) -> Step:
 
 
 def _command(line: Line) -> Step:
-    """Replace a word that is no command."""
+    """Replace an unknown command."""
     word, rest = line.words[line.at], line.words[line.at + 1 :]
     if (known := WORDS.get(word.lower())) is not None:
         name, *options = known.split()
@@ -261,7 +263,7 @@ def _option(error: click.NoSuchOption, line: Line) -> Step:
     if not known and line.name in AS_CONVERT and convert is not None and _has(convert, wrong):
         known = f"convert {wrong}"
     at = next((n for n, each in enumerate(line.words) if each.partition("=")[0] == wrong), None)
-    if not known or at is None:  # of a cluster of short options, none is a word
+    if not known or at is None:  # none of the letters of a cluster of short options is a word
         return see, None
     before, after = line.words[:at], line.words[at + 1 :]
     value = list(filter(None, [line.words[at].partition("=")[2]]))
@@ -281,7 +283,7 @@ def _option(error: click.NoSuchOption, line: Line) -> Step:
 
 
 def _missing(error: click.MissingParameter, line: Line) -> Step:
-    """Fill in what is missing: a name out of the file, or a name for the output."""
+    """Add the missing part: a name from the file, or a name for the output."""
     name = None if error.param is None else error.param.name
     if name == "into":
         return None, line.with_words([*line.words, "--into", INTO])
@@ -307,12 +309,12 @@ def _missing(error: click.MissingParameter, line: Line) -> Step:
 
 
 def _extra(line: Line) -> Line | None:
-    """Return the line for more arguments than a command takes: a device, or several files."""
+    """Correct a line with more arguments than its command takes: a device, or several files."""
     places = line.parts()[0]
     devices = [word for word in places if _DEVICE.fullmatch(word)]
     if devices and _has(line.command, "--to"):
         return line.replaced(devices[0], "--to", devices[0])
-    if not line.is_batchable:  # one at a time
+    if not line.is_batchable:  # for commands that take a single file
         return line.with_words([word for word in line.words if word not in places[1:]])
     if "--in-place" in line.words:
         return None
@@ -328,7 +330,7 @@ def _extra(line: Line) -> Line | None:
 
 
 def _of_input(error: CkptkitError, line: Line) -> str | None:
-    """Return a hint for an input that is no single file, or for names that it does not have."""
+    """Return a hint for an input that is not a single file, or for names that it lacks."""
     place, own = error.where, error.hint
     if (new := _first(_others(error, line))) is not None:
         return "; ".join(filter(None, [own, new]))
@@ -343,7 +345,7 @@ def _of_input(error: CkptkitError, line: Line) -> str | None:
 
 
 def _others(error: CkptkitError, line: Line) -> Iterator[Line]:
-    """Yield the lines that may be meant where an input is refused."""
+    """Yield the candidate lines for a refused input."""
     place = error.where
     if place is None or is_url(place):
         return

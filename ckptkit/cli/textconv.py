@@ -1,7 +1,8 @@
-"""A checkpoint as text for `git diff`: one line per tensor, value and object.
+"""A checkpoint as lines for `git diff`: one line for each tensor, value and object.
 
-Without path and totals, so that one change in the file is one line in the diff. git passes a
-temporary file and stops at a failure: a file that cannot be read becomes text too, with its digest.
+The lines contain no path and no totals, so one change in the file is one line in the diff. git
+passes a temporary file and stops at a failure. So an unreadable file also becomes lines, with its
+digest.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ if TYPE_CHECKING:
     from ckptkit.core.checkpoint import Checkpoint
     from ckptkit.core.options import Options
 
-HEX = 16  # characters of a digest: enough to see that it is another
+HEX = 16  # characters of a digest: enough to show a difference
 LONG = 200  # characters of a value
-SMALL = 1_024  # bytes of a text file that is shown as it is: a Git LFS pointer
+SMALL = 1_024  # bytes of a small file that is shown unchanged: a Git LFS pointer
 
 
 def lines(path: str, read: Options) -> list[str]:
@@ -48,11 +49,11 @@ def _facts(checkpoint: Checkpoint) -> Iterator[str]:
     if summary.weights is not None:
         yield f"weights: {join(summary.weights) or 'the whole file'}"
     stored = {} if summary.weights is None else checkpoint.weights
-    made_of = []  # the tensors of each row: those that a quantized weight is made of
+    made_of = []  # the tensors of each row: all stored tensors of a quantized weight
     for row in summary.rows:
         tensors = [(row.place, row.tensor)]
         if row.group is not None and row.is_logical:
-            if len(row.group.parts) == 1:  # a pickled subclass: what it holds has no name
+            if len(row.group.parts) == 1:  # a pickled subclass: its contents have no names
                 tensors = [(row.place, tensor) for tensor in row.group.inputs]
             else:
                 tensors = [(name, stored[name]) for name in row.group.members]

@@ -20,8 +20,8 @@ from ckptkit.core.weights import as_tensor
 from ckptkit.pickles.policy import describe
 
 BAR, SHORT_BAR = 20, 10  # characters
-WIDE, MEDIUM = 110, 72  # characters of a terminal from which on there are such bars
-ALIGNED = 100  # characters of a line that numbers are aligned behind where there is no terminal
+WIDE, MEDIUM = 110, 72  # minimum width of a terminal with such bars
+ALIGNED = 100  # characters of a line before the numbers, without a terminal
 
 
 @dataclass(eq=False)
@@ -47,8 +47,8 @@ def tree(
 ) -> Iterator[str]:
     """Yield the lines of the tree.
 
-    `shares` are those of all tensors. `chosen` are ids of rows: those tensors are shown, with their
-    parents and without sibling values.
+    `shares` are the shares of all tensors. `chosen` are the ids of the rows to show: these tensors,
+    with their parents and without sibling values.
     """
     top = _grown(root, iter(shares), chosen)
     rows = list(_rows(top, sort, chosen is not None))
@@ -57,7 +57,7 @@ def tree(
     bar = BAR
     if width is not None and width < WIDE:
         bar = SHORT_BAR if width >= MEDIUM else 0
-    others = bar + digits + 12 if bar else digits + 10  # characters beside the label
+    others = bar + digits + 12 if bar else digits + 10  # characters of a line besides its label
     room = ALIGNED if width is None else max(NARROWEST, width - others - 1)
     room = min(max((len(line) for entry, line in rows if entry.parameters), default=0), room)
     bars = horizontal_bars([total, *(entry.parameters for entry, _ in rows)], bar)
@@ -73,7 +73,7 @@ def tree(
 
 
 def _rows(top: TreeLine, sort: str, filtered: bool) -> Iterator[tuple[TreeLine, str]]:
-    """Yield the entries in order, with their lines. A group of one name gets no line of its own."""
+    """Yield the entries in order, with their lines. A group with one name gets no line."""
     waiting = [(top, "", 0)]
     while waiting:
         entry, prefix, depth = waiting.pop()
@@ -113,7 +113,7 @@ def _grown(root: Node, shares: Iterator[Share], chosen: set[int] | None) -> Tree
         if value is not None or share is not None:
             shown = depth
         if share is not None:
-            deque(islice(shares, len(share.row.inside)), maxlen=0)  # what a subclass is made of
+            deque(islice(shares, len(share.row.inside)), maxlen=0)  # the state of a subclass
             counted: TreeLine | None = entry
             while counted is not None and (chosen is None or id(share.row) in chosen):
                 counted.tensors += 1
@@ -144,7 +144,7 @@ def _node(node: Node, share: Share | None) -> str:
     if isinstance(node, Global):
         return f"the class or function {escape(str(node))}"
     if isinstance(node, Pairs):
-        return f"mapping of {len(node.pairs):,}, its keys repeated or not hashable"
+        return f"mapping of {len(node.pairs):,}, with repeated or unhashable keys"
     if isinstance(node, SetNode):
         return f"set of {len(node.items):,}"
     return f"{type_name(node)} of {len(node):,}"

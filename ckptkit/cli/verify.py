@@ -18,19 +18,19 @@ if TYPE_CHECKING:
 
 SCHEMA = "ckptkit.verify/2"
 FINDINGS = 1
-SHOWN = 20  # findings about one file
-NAMED = 3  # tensors of a finding
+SHOWN = 20  # printed findings of one file
+NAMED = 3  # printed tensors of a finding
 
 
 @click.command("verify", cls=reading.Reader)
 @reading.files
 @reading.flag(
-    "--values", "Read the values of tensors too: find NaN, infinities, and scales that are zero."
+    "--values", "Read the values of tensors too, and find NaN, infinities and zero scales."
 )
 @reading.value("--manifest", "FILE", "Compare the weights with a manifest of `ckptkit digest`.")
-@reading.globs("Only tensors whose names match, with --manifest (repeatable).")
+@reading.globs("Select tensors whose names match, with --manifest (repeatable).")
 @reading.as_json(SCHEMA)
-@reading.flag("--quiet -q", "Print only what is wrong.")
+@reading.flag("--quiet -q", "Print only damage.")
 @reading.key
 def command(
     files: tuple[str, ...],
@@ -43,9 +43,9 @@ def command(
 ) -> int:
     """Check that checkpoints are complete and undamaged.
 
-    Reads each file to its last byte and checks structure, lengths, all checksums it has, and that
-    the files of a folder agree with each other. Exit code 1 if something is wrong, 3 if a file
-    cannot be read at all.
+    Reads each file completely. Checks structure, lengths and all checksums, and that the files of a
+    folder agree with each other. The exit code is 1 if a check fails, and 3 if a file is
+    unreadable.
 
     \b
     Example: ckptkit verify run.pth model/
@@ -92,7 +92,7 @@ def command(
 
 
 def _lines(verdict: Verdict) -> Iterator[str]:
-    """Yield one line if all is well; else the findings, notes and hints."""
+    """Yield one line if all checks passed, else the findings, notes and hints."""
     notes, found = verdict.notes, verdict.findings
     if verdict.ok:
         looked = render.plural(verdict.tensors, "tensor")
@@ -108,14 +108,14 @@ def _lines(verdict: Verdict) -> Iterator[str]:
         yield f"{verdict.path}: {len(found):,} findings"
         yield from (f"  {finding_text(each)}" for each in found[:SHOWN])
         if len(found) > SHOWN:
-            yield f"  and {len(found) - SHOWN:,} more, which --json lists"
+            yield f"  and {len(found) - SHOWN:,} more (--json lists them)"
     yield from (f"note: {note}" for note in notes)
     if verdict.damaged:
         yield from (f"hint: {hint}" for hint in _hints(verdict))
 
 
 def finding_text(finding: Defect) -> str:
-    """Format one finding: the file in a folder, what is wrong, and the affected tensors."""
+    """Format one finding: the file in a folder, the damage, and the affected tensors."""
     names = some(finding.tensors, NAMED)
     place = f"{finding.file}: " if finding.file else ""
     return f"{place}{finding.what}" + (f" ({names})" if names else "")
@@ -125,10 +125,10 @@ def _hints(verdict: Verdict) -> Iterable[str]:
     from ckptkit.analysis.advice import recover
     from ckptkit.formats.format import UNVERIFIED
 
-    again = "fetch it again from where it came from"
+    again = "fetch it again from its source"
     if not verdict.recoverable:
         hints = dict.fromkeys(each.hint for each in verdict.findings[:SHOWN] if each.hint)
         return hints or (again,)
     unverified = verdict.recoverable == UNVERIFIED
-    saves = "what is there, possibly garbage" if unverified else "the intact tensors"
+    saves = "the remaining bytes, possibly garbage" if unverified else "the intact tensors"
     return (f"{again}; to save {saves}: {recover(verdict.path, unverified)}",)

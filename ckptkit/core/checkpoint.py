@@ -83,18 +83,20 @@ Entry: TypeAlias = (
 class Checkpoint:
     """A tree of plain values with lazy tensors, and its origin.
 
-    ``format`` is the name of the format of the source. ``extras`` are strings that the container
-    keeps outside the tree (safetensors' ``__metadata__``). ``globals`` are the classes and
-    functions that its pickles name. ``warnings`` come from readers and transforms; ``notes`` list
-    what transforms did. ``origin`` is private to the format that set it. ``key`` is the entry of
-    the weights; None: search for it. ``part_only``: treat one part of a checkpoint as complete.
-    ``about`` is a phrase on how a folder was combined. ``companions`` are files (name and bytes) to
-    write beside the weights in a folder. ``logical`` maps quantized weights to dequantized tensors,
-    if :mod:`ckptkit.quantized` added them. ``folder`` is the folder that the caller named, if the
-    source is one file in it. ``beside`` describes entries that were files of that folder.
-    ``words`` are the options with which a command reads the same folder in the same way.
-    ``reports`` are those of rule steps. ``part`` describes the part that the file is; None if the
-    file appears to be complete.
+    Contents. ``extras`` are the strings that a container stores beside the tree (safetensors'
+    ``__metadata__``). ``globals`` are all classes and functions that its pickles name. ``logical``
+    are the weights of quantized tensors (:mod:`ckptkit.quantized`). ``companions`` are files (name
+    and bytes) that belong beside the weights in a folder.
+
+    Reading. ``format`` is the name of the source format. ``origin`` belongs to that format. ``key``
+    names the entry with the weights. ``part_only`` accepts a single rank's file. ``part`` is the
+    shard that the file contains, or None for a file that seems complete. ``folder`` is the named
+    folder, if the source is one file of it. ``beside`` are the entries that were separate files in
+    that folder. ``about`` describes the layout of a folder. ``words`` are the options of a command
+    that reads the same folder.
+
+    Messages. ``warnings`` come from readers and transforms. ``notes`` describe the changes of
+    transforms, and ``reports`` those of rule steps.
     """
 
     root: Node

@@ -113,7 +113,7 @@ class NothingToDoError(CkptkitError):
 
 
 class UnknownNameError(UsageError, KeyError):
-    """The checkpoint has no entry of that name."""
+    """The checkpoint has no entry with that name."""
 
     code = "unknown-name"
 
@@ -149,7 +149,7 @@ class PathError(InputError):
 
 
 class MissingFileError(PathError, FileNotFoundError):
-    """There is no file or folder at the path."""
+    """The file or folder does not exist."""
 
     code = "missing-file"
 

@@ -43,11 +43,11 @@ def apply_delta(
 ) -> Conversion:
     """Apply deltas in order to `base`, and write `path`, or with ``in_place=True`` `base` itself.
 
-    `deltas` are folders and files of deltas, or a folder of them, of which those up to version `to`
-    are taken. `base_version` is the version of `base` where its folder does not record it. Deltas
-    without checksums are applied only if `unchecked`. The :class:`Options` are given whole, or by
-    name. Raises UsageError for a delta of another version, CorruptError for a damaged delta and for
-    a wrong base, each with the destination as it was.
+    `deltas` are folders and files of deltas, or a folder of deltas, which are applied up to version
+    `to`. `base_version` is the version of `base`, if its folder does not record it. Deltas without
+    checksums are applied only if `unchecked`. Pass :class:`Options` as an object or by name. Raises
+    UsageError for a delta of another version, and CorruptError for a damaged delta or a wrong base.
+    In both cases, the destination stays unchanged.
     """
     found = read_all(deltas, to)
 
@@ -279,10 +279,10 @@ class Position:
 
 
 def verify_delta(base: Source, deltas: Paths) -> Position:
-    """Return which version of a chain of deltas a checkpoint is at, by its checksums.
+    """Return the version of a checkpoint in a chain of deltas, by its checksums.
 
-    The tensors that the deltas change are read, and nothing is written. The version before the
-    first is told by applying that.
+    Reads the tensors that the deltas change, and writes nothing. To detect the version before the
+    first delta, applies that delta.
     """
     found = [each for each in read_all(deltas) if each.encoding != WHOLE]
     if not found or any(each.version is None or not each.is_proven for each in found):

@@ -95,13 +95,14 @@ def delta(
     whole: bool = False,
     **options: Any,
 ) -> Made:
-    """Write the folder `path`: what turns the weights of `old` into those of `new`.
+    """Write the folder `path`: a delta from the weights of `old` to those of `new`.
 
-    Both have the same names, dtypes and shapes. `encoding` is ``xor`` (smallest), ``overwrite``
-    (which can be applied twice), or ``auto``: ``overwrite``, unless a tensor has 4 GiB or more. The
-    versions are by default that which the folder of `old` records, else 0, and the next. With
-    `whole`, all of `new` is written as a version. `options` are those of :func:`ckptkit.save`.
-    Raises UsageError for what the format has no place for, with nothing written.
+    Both must have the same names, dtypes and shapes. `encoding` is ``xor`` (smallest),
+    ``overwrite`` (which can be applied twice), or ``auto``: ``overwrite``, unless a tensor has 4
+    GiB or more. The default base version is the one that the folder of `old` records, else 0. The
+    default version is the next one. With `whole`, `new` is written as a complete version. `options`
+    are those of :func:`ckptkit.save`. Raises UsageError if the format cannot store the difference;
+    then nothing is written.
     """
     for word, given, known in (
         ("encoding", encoding, ENCODINGS),
@@ -350,10 +351,10 @@ def squash_delta(
     checksum: str = CHECKSUMS[0],
     **options: Any,
 ) -> Made:
-    """Write one delta that does what `deltas` do in a row.
+    """Combine consecutive `deltas` into one delta.
 
-    Without `base`, all of them are ``xor``: their frames are joined. With it, they are applied, and
-    the difference is made anew. Raises UsageError for deltas that do not follow each other.
+    Without `base`, all of them must be ``xor``, and their frames are joined. With `base`, they are
+    applied, and a new delta is computed. Raises UsageError for deltas that are not consecutive.
     """
     found = read_all(deltas)
     if not found:

@@ -379,8 +379,8 @@ def doctor(
 ) -> DoctorReport:
     """Return why a file does not load, and the commands that help: ``ckptkit doctor --json``.
 
-    `model` is a torch.nn.Module that the weights are meant for, or names a class: then
-    ``package.module:Class`` or ``path/to/file.py:Class`` is imported and built.
+    `model` is the torch.nn.Module for the weights, or the name of a class: ``package.module:Class``
+    or ``path/to/file.py:Class``. The class is imported and built.
     """
     from ckptkit.analysis.reports import file_of, listed
     from ckptkit.core import arguments

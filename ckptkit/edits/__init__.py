@@ -45,7 +45,7 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """One edit: its word in recipes, its function, and what the command line says of it."""
+    """One edit: its word in recipes, its function, and its texts for the command line."""
 
     word: str
     place: str  # of the function, "module:name"
@@ -58,7 +58,7 @@ class Edit:
     needs: str = ""  # the usage error of a command without any of the options that it needs
     several: str = ""  # takes several checkpoints; this one is the "first" or the "last" of them
     has_key: bool = False  # the command has --key, of the weights
-    reads_parts: bool = False  # the command has the options for folders of several processes
+    reads_parts: bool = False  # the command has the options for folders of several ranks
     fixed: Mapping[str, Any] | None = None  # arguments that every recipe gives
     public: bool = True
 
@@ -78,8 +78,8 @@ EDITS = (
     Edit(
         "drop-entry", "edits.structure:drop_entry",
         (Option("paths", "texts", "--drop-entry", "PATH",
-                "Leave out an entry, e.g. optimizer (repeatable).", dest="entries"),),
-        "Leave out entries; a recipe may name some that are not there.",
+                "Drop an entry, e.g. optimizer (repeatable).", dest="entries"),),
+        "Drop entries; in a recipe, missing entries are skipped.",
         in_convert=True, fixed={"missing_ok": True}, public=False,
     ),
     Edit(
@@ -100,27 +100,27 @@ EDITS = (
     Edit(
         "dequantize", "edits.quantized:dequantize",
         (Option("dtype", "dtype", "--dequantize", "[DTYPE]",
-                "Convert quantized weights to floats: bfloat16, float16 or float32, by default "
-                "that of the model.", dest="dequantize"),),
-        "Convert quantized weights to floats; in a recipe, there need not be any.",
+                "Dequantize weights to bfloat16, float16 or float32. Default: the dtype of the "
+                "model.", dest="dequantize"),),
+        "Dequantize weights; in a recipe, the file can contain none.",
         in_convert=True, fixed={"missing_ok": True},
     ),
-    Edit("weights", "edits.structure:bare", about="Take the weights alone.", public=False),
+    Edit("weights", "edits.structure:bare", about="Keep only the weights.", public=False),
     Edit(
         "ema", "edits.combine:ema",
         about="Extract the averaged (EMA) weights that training kept.",
         command="ema",
-        help="""They are found under the names that training loops use (state_dict_ema, model_ema,
-        ema, shadow_params...). A list of tensors without names gets the names of the trained
-        weights in the same file.""",
+        help="""Finds them under the names of common training loops (state_dict_ema, model_ema, ema,
+        shadow_params...). A list of tensors without names gets the names of the trained weights
+        in the same file.""",
         examples=("last.pth ema.safetensors",),
     ),
     Edit(
         "extract", "edits.structure:extract",
         (Option("key", "first", "--key", "PATH",
-                "Path of the weights, or of another entry: its keys, joined by dots.",
+                "Path of the weights or of another entry: keys joined by dots.",
                 required=True),),
-        "Write one entry as a checkpoint of its own.",
+        "Write one entry as its own checkpoint.",
         command="extract", reads_parts=True,
         help="The reverse of wrap.",
         examples=("run.pth model.pth --key model",),
@@ -129,8 +129,8 @@ EDITS = (
         "join", "edits.combine:join",
         (Option("checkpoints", "files"),
          Option("last_wins", "flag", "--last-wins", None,
-                "On duplicate names, keep the last instead of failing.", recipe=None)),
-        "Join the weights of several checkpoints into one.",
+                "On duplicate names, use the last tensor instead of failing.", recipe=None)),
+        "Combine the weights of several checkpoints into one state_dict.",
         command="join", several="first", has_key=True,
         help="For models saved in parts: an encoder and a decoder, or the stages of a pipeline.",
         examples=("stage0.pt stage1.pt model.safetensors",),
@@ -139,38 +139,38 @@ EDITS = (
         "merge", "edits.merging:merge",
         (Option("checkpoints", "files"),
          Option("method", "choice", "--method", None,
-                "How values become one: see `ckptkit help merging`.",
+                "Method of merging; see `ckptkit help merging`.",
                 choices=("linear", "slerp", "task", "ties", "dare-ties", "dare-linear",
                          "passthrough"), recipe=None),
          Option("base", "text", "--base", "BASE",
-                "The model that the others were trained from: its differences are merged.",
+                "Base model of the fine-tuned models, whose differences are merged.",
                 recipe=None),
          Option("weights", "settings", "--weight", "W[,GLOB=W...]",
-                "Weight of each SRC, in order (repeatable), and of names that match. Default: 1.",
+                "Weight of each SRC, in order (repeatable), optionally by glob. Default: 1.",
                 recipe=None),
          Option("densities", "settings", "--density", "D[,GLOB=D...]",
-                "Share of the differences of each SRC that stays (repeatable). Default: 1.",
+                "Fraction of the differences of each SRC to keep (repeatable). Default: 1.",
                 recipe=None),
          Option("scale", "number", "--scale", "X",
-                "Factor of the differences, or of all weights; for slerp the share of the second "
-                "model. Default: 1, for slerp 0.5.", recipe=None),
+                "Factor of the differences, or of all weights; for slerp, the fraction of the "
+                "second model. Default: 1, for slerp 0.5.", recipe=None),
          Option("normalize", "switch", "--normalize/--no-normalize", None,
                 "Divide by the sum of the weights. Default: for linear and ties.", recipe=None),
          Option("rescale", "switch", "--rescale/--no-rescale", None,
-                "Scale what stays to the sum of all magnitudes. Default: for dare-*.",
+                "Scale the kept differences to the sum of all magnitudes. Default: for dare-*.",
                 recipe=None),
          Option("layers", "texts", "--layers", "START:STOP",
                 "Layers of each SRC, in order (repeatable), for passthrough.", recipe=None),
          Option("dtype", "text", "--dtype", "DTYPE",
                 "Compute in this dtype. Default: that of the tensors.", recipe=None),
          Option("seed", "count", "--seed", "N",
-                "Seed of the differences that dare-* leaves out. Default: 0.", recipe=None)),
-        "Merge several models of one architecture by their values.",
+                "Seed of the random choice of dare-*. Default: 0.", recipe=None)),
+        "Merge the values of several models of one architecture.",
         command="merge", several="first", has_key=True,
-        help="""The methods are those of mergekit: the weighted mean (linear), slerp, differences
-        from a base that are added (task), without the small ones and those of the rarer sign
-        (ties), or without some at random (dare-ties, dare-linear), and layers of several models in
-        a row (passthrough). `ckptkit help merging` says what each computes. To unite parts of one
+        help="""The methods are those of mergekit. linear is the weighted mean. slerp interpolates
+        on a sphere. task adds the differences from a base. ties drops small differences and those
+        with the rarer sign; dare-ties and dare-linear drop random ones. passthrough stacks layers
+        of several models. `ckptkit help merging` explains each method. To combine parts of one
         model, use join.""",
         examples=("a b merged --method slerp --scale 0.3",
                   "math code merged --method ties --base llama --density 0.5 --density 0.5",
@@ -183,9 +183,9 @@ EDITS = (
                 "Weight of each SRC, in order (repeatable). Default: equal weights.", recipe=None)),
         "Write the mean of the weights of several checkpoints.",
         command="average", several="last", has_key=True,
-        help="""Elements are summed in float64 and rounded once. Integer and bool buffers (such as
-        num_batches_tracked), dtypes and order are those of the last SRC. Names and shapes must be
-        the same in all.""",
+        help="""Sums elements in float64 and rounds once. Integer and bool buffers (such as
+        num_batches_tracked), dtypes and order come from the last SRC. Names and shapes must be
+        the same in all SRC.""",
         examples=("epoch8.pth epoch9.pth epoch10.pth mean.pth",
                   "--weight 0.9 --weight 0.1 old.pth new.pth mixed.pth"),
     ),
@@ -193,9 +193,9 @@ EDITS = (
         "select", "edits.keys:select",
         (Option("keep", "texts", "--keep", "GLOB", "Keep only weights that match (repeatable).",
                 recipe="keep"),
-         Option("drop", "texts", "--drop", "GLOB", "Leave out weights that match (repeatable).",
+         Option("drop", "texts", "--drop", "GLOB", "Drop weights that match (repeatable).",
                 recipe="drop")),
-        "Keep only some weights; in a recipe, the globs of `drop` need not match.",
+        "Keep or drop weights; in a recipe, globs of `drop` need no match.",
         in_convert=True, fixed={"missing_ok": True},
     ),
     Edit(
@@ -205,8 +205,8 @@ EDITS = (
                 convert_help="Remove this prefix from the keys (repeatable)."), _KEYS),
         "Remove the leading 'module.' from the keys.",
         in_convert=True, command="strip-module",
-        help="""DataParallel and torch.compile add such prefixes. One is removed from each key,
-        once, and _metadata follows. Exit code 1, with nothing written, if there is none.""",
+        help="""DataParallel and torch.compile add such prefixes. Removes one from each key and its
+        _metadata. If no key has it, exits with 1 and writes nothing.""",
         examples=("run.pth plain.pth",),
     ),
     Edit(
@@ -215,7 +215,7 @@ EDITS = (
                 convert_help="Add this prefix to each key.", default="module."), _KEYS),
         "Add the prefix 'module.' to the keys.",
         in_convert=True, command="add-module",
-        help="""DataParallel and DistributedDataParallel expect it.
+        help="""DataParallel and DistributedDataParallel need this prefix.
 
         The reverse of strip-module.""",
         examples=("plain.pth run.pth",),
@@ -226,22 +226,22 @@ EDITS = (
                 recipe="map"),
          Option("substitutions", "substitutions", "--sub", "REGEX=REPLACEMENT",
                 "Replace matches in names, as re.sub does (repeatable).", recipe="sub")),
-        "Rename keys, by a table or by regular expressions.",
+        "Rename keys with a table or with regular expressions.",
         in_convert=True, command="rename", has_key=True,
-        help="""A name in the table of --map gets exactly its new name; --sub expressions apply to
-        all other names, in the order given.""",
+        help="""--map gives the new name of each listed key. The --sub expressions apply to all
+        other keys, in order.""",
         examples=("run.pth new.pth --map names.json",
                   r"run.pth new.pth --sub '^encoder\.=backbone.'"),
-        needs="nothing to rename: give --map FILE (not empty) or --sub REGEX=REPLACEMENT",
+        needs="nothing to rename: add --map FILE (not empty) or --sub REGEX=REPLACEMENT",
     ),
     Edit(
         "tie", "edits.keys:tie", (Option("names", "map"),),
-        "Give weights further names: new name to the name that it stands for as well.",
+        "Add names for weights: a mapping from new names to existing ones.",
         public=False,
     ),
     Edit(
         "untie", "edits.keys:untie", (Option("names", "map"),),
-        "Take further names of weights away, which must hold the same memory.",
+        "Remove additional names of weights; both names must share the same memory.",
         public=False,
     ),
     Edit(
@@ -250,7 +250,7 @@ EDITS = (
                 "Rearrange tensors: LEFT -> RIGHT (repeatable; see `ckptkit help "
                 "rules`).", recipe=None),
          Option("config", "config", "--config", "FILE",
-                "Sizes of the model, for rules; without it, config.json beside SRC.",
+                "Configuration with the sizes for rules. Default: config.json beside SRC.",
                 recipe=None, rare=True),
          Option("args", "sizes", "--arg", "NAME=INT",
                 "Argument NAME of the rules: a size (repeatable).", recipe=None, rare=True)),
@@ -266,32 +266,32 @@ EDITS = (
     Edit(
         "resize", "edits.resizing:resize",
         (Option("keys", "texts", "--keys", "GLOB",
-                "Only tensors whose names match are resized (repeatable); what is tied to one "
-                "goes with it.",
+                "Select tensors whose names match; tensors tied to them are resized too "
+                "(repeatable).",
                 required=True, recipe="keys"),
          Option("rows", "count", "--rows", "N", "Rows of the matrices.", required=True,
                 recipe="rows"),
          Option("fill", "choice", "--fill", None,
-                "New rows: the mean of the old ones, zeros, or random ones like them.",
+                "New rows: the mean of the old rows, zeros, or random rows with their statistics.",
                 choices=("mean", "zeros", "normal"), recipe="fill"),
          Option("seed", "count", "--seed", "N", "Seed of the random rows. Default: 0.",
                 recipe="seed")),
-        "Give matrices more rows or fewer, such as embeddings.",
+        "Add or remove rows of matrices, such as embeddings.",
         command="resize", has_key=True,
-        help="""For a vocabulary of another size. vocab_size in config.json follows if it was the
+        help="""Changes the size of a vocabulary. Updates vocab_size in config.json if it was the
         old number of rows.""",
         examples=("model wider --keys '*embed_tokens.weight' --keys lm_head.weight --rows 32064",),
     ),
     Edit(
         "lora", "lora.merge:merged",
         (Option("adapter", "text", recipe="adapter"), Option("weight", "number", recipe="weight")),
-        "Add the change that an adapter makes, such as LoRA.",
+        "Add the changes of an adapter, such as LoRA.",
         public=False,
     ),
     Edit(
         "cast", "edits.elements:cast",
         (Option("dtypes", "casts", "--cast", "[GLOB=]DTYPE",
-                "Cast floating-point weights: those that match, or all others (repeatable).",
+                "Cast floating-point weights that match, or all other ones (repeatable).",
                 dest="cast"),),
         "Cast floating-point weights: a dtype, or glob to dtype.",
         in_convert=True,
@@ -310,30 +310,30 @@ EDITS = (
          Option("devices", "pairs", "--device", "A=B",
                 "Change the device tag A to B (repeatable)."),
          Option("values", "flag", "--device-values", None,
-                "Also change torch.device values that are not part of a tensor.",
+                "Also change torch.device values outside tensors.",
                 convert="", recipe=None)),
         "Change device tags (such as cuda:1 to cpu), without a GPU.",
         in_convert=True, command="remap",
         help="torch.load then puts the tensors on those devices, as with map_location.",
         examples=("run.pth cpu.pth --to cpu", "run.pth moved.pth --device cuda:1=cuda:0"),
-        needs="give either --to DEVICE or --device A=B",
+        needs="use either --to DEVICE or --device A=B",
     ),
     Edit(
         "compact", "edits.elements:compact",
-        (Option("", "flag", "--compact", None, "Leave out bytes that no tensor uses.",
+        (Option("", "flag", "--compact", None, "Drop bytes that no tensor uses.",
                 dest="compact"),),
-        "Cut storages to the parts that tensors use.",
+        "Shorten storages to the bytes that tensors use.",
         in_convert=True,
     ),
     Edit(
         "wrap", "edits.structure:wrap",
         (Option("key", "text", "--key", "NAME", "Path of the weights in DST: a new key.",
                 required=True),
-         Option("beside", "json", "--set", "NAME=JSON", "Add this entry beside it (repeatable).",
+         Option("beside", "json", "--set", "NAME=JSON", "Add an entry beside it (repeatable).",
                 recipe=None)),
         "Put a checkpoint under a key of a new mapping.",
         command="wrap",
-        help="DST is {NAME: everything}, plus the values of --set. The reverse of extract.",
+        help="DST contains {NAME: checkpoint}, plus the values of --set. The reverse of extract.",
         examples=("plain.pth run.pth --key state_dict",
                   "net.pth run.ckpt --key state_dict --set 'pytorch-lightning_version=\"2.6\"'"),
     ),

@@ -84,10 +84,10 @@ AVERAGED = (
 def average(checkpoints: Sequence[Source], shares: Sequence[float] | None = None) -> Checkpoint:
     """Return weights whose floating-point elements are the means of all checkpoints, in float64.
 
-    ``shares`` are their weights, which need not add up to 1. What has no mean (integer and bool
-    buffers, such as the number of batches) is that of the last checkpoint, as in
-    torch.optim.swa_utils; so are dtypes, devices and order. Only the weights are kept. Raises
-    UsageError where names or shapes differ.
+    ``shares`` are the weights of the checkpoints; their sum need not be 1. Integer and bool
+    buffers, such as the number of batches, come from the last checkpoint, as in
+    torch.optim.swa_utils. Dtypes, devices and order do too. The result contains only weights.
+    Raises UsageError if names or shapes differ.
     """
     checkpoints = several(checkpoints)
     shares = (1.0,) * len(checkpoints) if shares is None else tuple(shares)
@@ -165,8 +165,8 @@ def _title(checkpoints: Sequence[Checkpoint], number: int) -> str:
 def join(checkpoints: Sequence[Source], *, last_wins: bool = False) -> Checkpoint:
     """Return the weights of all checkpoints in one state_dict, in order, with all ``_metadata``.
 
-    Raises CollisionError for a name that two of them have, unless ``last_wins``; UsageError for
-    weights that are quantized in different ways.
+    Raises CollisionError if two checkpoints contain the same name, unless ``last_wins``. Raises
+    UsageError for weights with different quantization.
     """
     checkpoints = several(checkpoints)
     if not checkpoints:
@@ -207,12 +207,12 @@ def join(checkpoints: Sequence[Source], *, last_wins: bool = False) -> Checkpoin
 
 @edit
 def ema(ck: Checkpoint) -> Checkpoint:
-    """Return the averaged weights that a training loop kept with the trained ones.
+    """Return the averaged weights that a training loop stored with the trained ones.
 
-    Those of torch's ``AveragedModel`` lose its counter and the prefix ``module.``; others lose the
-    prefixes of wrappers that the trained weights do not have.
-    A list of tensors (``shadow_params``) gets the names of the parameters beside it. Raises
-    UsageError if there is no entry that training loops use for them.
+    Weights of torch's ``AveragedModel`` lose its counter and the prefix ``module.``. Other averaged
+    weights lose wrapper prefixes that the trained weights do not have. A list of tensors
+    (``shadow_params``) gets the names of the parameters beside it. Raises UsageError if the file
+    has no such entry.
     """
     ck.require_complete()
     groups.refuse(ck, None, _NOT_AVERAGED)

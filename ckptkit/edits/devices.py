@@ -50,11 +50,11 @@ Device: TypeAlias = Any  # a name, or a torch.device
 def remap(
     ck: Checkpoint, devices: Device | Mapping[Any, Any], *, values: bool = False
 ) -> Checkpoint:
-    """Change device tags: all to the device `devices`, or those that a mapping names, exactly.
+    """Change device tags: all to the device `devices`, or exactly those in a mapping.
 
-    The same as ``map_location`` does when loading; ``meta`` stays unless a mapping names it.
-    ``torch.device`` values in the tree are listed, and changed where `values` is true. Raises
-    UsageError for what is no device.
+    This has the same effect as ``map_location`` during loading. ``meta`` stays unless a mapping
+    names it. ``torch.device`` values in the tree are listed, and changed if `values` is true.
+    Raises UsageError for an invalid device.
     """
     places = _DevicePlaces(ck.root)
     if isinstance(devices, Mapping):

@@ -44,12 +44,12 @@ DEFAULT = "*"  # the glob of the dtype that is for all other weights
 def cast(ck: Checkpoint, dtypes: DTypeLike | Mapping[str, DTypeLike]) -> Checkpoint:
     """Cast floating-point weights: all of them, or those whose names match a glob.
 
-    `dtypes` is one dtype, or glob -> dtype in any order; ``*`` is the default, which other globs
-    override (``{"*": "bfloat16", "*norm*": "float32"}``). Integers, bools,
-    complex and quantized weights stay. Tensors on one storage are cast together; those that then
-    differ in dtype get storages of their own, which is said in a warning. Raises UsageError for an
-    unknown dtype, for a glob that matches nothing, for two that want different dtypes of one name,
-    and for one that matches codes or scales of quantized weights.
+    `dtypes` is one dtype, or glob -> dtype in any order. ``*`` is the default, and other globs
+    override it (``{"*": "bfloat16", "*norm*": "float32"}``). Integers, bools, complex and quantized
+    weights stay unchanged. Tensors on one storage are cast together. If their dtypes then differ,
+    they get separate storages, with a warning. Raises UsageError for an unknown dtype, for a glob
+    that matches nothing, for two globs with different dtypes for one name, and for a glob that
+    matches codes or scales of quantized weights.
     """
     weights = ck.required
     rules = _rules(dtypes, weights)
@@ -276,10 +276,10 @@ def on(
 
 @edit
 def compact(ck: Checkpoint) -> Checkpoint:
-    """Cut every storage to the parts that tensors of the whole tree span.
+    """Shorten every storage to the parts that tensors of the whole tree span.
 
-    Tensors that overlap or touch stay on one storage, so views and ties are kept; a storage that is
-    used from end to end is left alone, and so is one that the file refers to as a whole.
+    Tensors that overlap or touch stay on one storage, so views and ties are kept. A storage that is
+    fully used stays unchanged, and so does one that the file references as a whole.
     """
     uses: dict[int, _Use] = {}
     for leaf in nodes(ck.root):

@@ -255,9 +255,9 @@ def strip_prefix(
 ) -> Checkpoint:
     """Remove leading prefixes from the names of the weights.
 
-    Each prefix is taken once, whatever the order in which they nest. One that ends in a letter or
-    digit is a whole part of a name: ``_orig_mod`` stands for ``_orig_mod.``. `keys` names the
-    mappings to edit instead of the weights, by dotted path. Raises CollisionError, UsageError.
+    Each prefix is removed once, in any order of nesting. A prefix that ends in a letter or digit is
+    a whole component of a name: ``_orig_mod`` means ``_orig_mod.``. `keys` are the dotted paths of
+    the mappings to edit instead of the weights. Raises CollisionError, UsageError.
     """
     given = tuple(map(_whole_part, prefixes)) or ("module.",)
     if "" in given:
@@ -333,11 +333,11 @@ def _without_prefixes(name: str, prefixes: tuple[str, ...]) -> str:
 def add_prefix(
     ck: Checkpoint, prefix: str = "module.", keys: str | Sequence[str] = ()
 ) -> Checkpoint:
-    """Put `prefix` before the names of the weights, or of the mappings at the dotted paths `keys`.
+    """Add `prefix` to the names of the weights, or of the mappings at the dotted paths `keys`.
 
-    As in `strip_prefix`, one that ends in a letter or digit is a whole part of a name.
-    ``_metadata`` becomes what torch would give for the module that holds this one. Raises
-    CollisionError, UsageError.
+    As in `strip_prefix`, a prefix that ends in a letter or digit is a whole component of a name.
+    ``_metadata`` becomes that of a module that contains this one. Raises CollisionError,
+    UsageError.
     """
     prefix = _whole_part(prefix)
     if not prefix:
@@ -358,11 +358,11 @@ def rename(
     mapping: Names | None = None,
     substitutions: Sequence[tuple[str, str]] = (),
 ) -> Checkpoint:
-    """Give weights other names: those in `mapping` the new one, others what `substitutions` make.
+    """Rename weights: those in `mapping` to their new name, all other ones by `substitutions`.
 
-    `mapping` may be a function, from each old name to its new one.
-    A substitution is a regular expression and its replacement, applied with :func:`re.sub` in the
-    order given. Raises UsageError (a name that is not there, a bad expression), CollisionError.
+    `mapping` may be a function from each old name to its new one. A substitution is a regular
+    expression and its replacement. They are applied in order with :func:`re.sub`. Raises UsageError
+    for a missing name or a bad expression, and CollisionError.
     """
     (target,) = targets_of(ck, ())
     if callable(mapping):
@@ -525,9 +525,9 @@ def select(
 ) -> Checkpoint:
     """Keep only the weights whose names match a glob of `keep` (or all) and no glob of `drop`.
 
-    ``*`` matches dots too. What is not a weight stays, but optimizers lose the parameters that were
-    dropped; one whose parameters cannot be told is dropped, with a warning. Raises UsageError for a
-    glob that matches nothing, unless it is of `drop` and `missing_ok` allows that.
+    ``*`` matches dots too. Other entries stay, but optimizers lose the dropped parameters. If the
+    parameters of an optimizer cannot be identified, it is dropped with a warning. Raises UsageError
+    for a glob that matches nothing, unless it is in `drop` and `missing_ok` is true.
     """
     (target,) = targets_of(ck, ())
     if missing_ok:

@@ -103,25 +103,25 @@ def merge(
     dtype: DTypeLike | None = None,
     seed: int = 0,
 ) -> Checkpoint:
-    """Merge models of one architecture, as mergekit does; nothing is read but their headers.
+    """Merge models of one architecture like mergekit. Read only their headers.
 
     Args:
         method: ``linear`` (the weighted mean), ``slerp``, ``task`` (differences from `base`),
-            ``ties``, ``dare-ties``, ``dare-linear`` or ``passthrough`` (layers as they are).
-        base: the model that the others were trained from; for ``slerp`` the first of two.
+            ``ties``, ``dare-ties``, ``dare-linear`` or ``passthrough`` (unchanged layers).
+        base: the base model of the fine-tuned models; for ``slerp`` the first of two.
         weights: one for each checkpoint, 1 by default: a number, or glob -> number.
-        densities: the share of the differences that stays, for the methods that leave some out.
-        scale: factor of the sum of the differences, 1 by default; for ``slerp`` the share of the
+        densities: the fraction of the differences to keep, for methods that drop some.
+        scale: factor of the sum of the differences, 1 by default; for ``slerp`` the fraction of the
             second model, 0.5; for ``passthrough`` a factor of all weights.
         normalize: divide by the sum of the weights; the default is that of mergekit.
-        rescale: multiply the differences that stay, so that the sum of magnitudes does.
-        layers: for ``passthrough``, ``START:STOP`` for each checkpoint, which may be there twice.
-        dtype: compute in it; by default in that of the tensors.
-        seed: of the differences that dare-ties and dare-linear leave out.
+        rescale: scale the kept differences to the sum of all magnitudes.
+        layers: for ``passthrough``, ``START:STOP`` for each checkpoint; a layer can occur twice.
+        dtype: dtype of the computation; by default that of the tensors.
+        seed: seed of the random choice of dare-ties and dare-linear.
 
-    Elements are equal to those of mergekit 0.1.5 within one unit in the last place, except that
-    dare-ties and dare-linear leave out others. Raises UsageError where names or shapes differ, and
-    for numbers that a method does not use.
+    Elements equal those of mergekit 0.1.5 within one unit in the last place. The random choice of
+    dare-ties and dare-linear differs. Raises UsageError if names or shapes differ, and for
+    arguments that a method does not use.
     """
     given = several(checkpoints)
     models = [model(each, given) for each in given]

@@ -116,9 +116,9 @@ class Optimizer(NamedTuple):
 def key_optimizer(ck: Checkpoint, by: str) -> Checkpoint:
     """Key the state of the one optimizer of a checkpoint by ``names`` or by ``numbers``.
 
-    Numbers get the names that the optimizer has itself (``param_names``, torch 2.6 and later), else
-    those of the weights, in their order: there must be exactly one way in which the shapes of the
-    states fit. Raises UsageError where there is none, or more than one.
+    Names come from the optimizer itself (``param_names``, torch 2.6 and later), else from the
+    weights in their order. The shapes of the states must fit in exactly one way. Raises UsageError
+    if they fit in no way, or in more than one.
     """
     if by not in (NAMES, NUMBERS):
         near = nearest(by, (NAMES, NUMBERS)) or (NAMES, NUMBERS)

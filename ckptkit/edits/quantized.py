@@ -48,12 +48,12 @@ _CONFIG = ("quantization_config", "quantization", "compression_config")
 def dequantize(
     ck: Checkpoint, dtype: DTypeLike | None = None, missing_ok: bool = False
 ) -> Checkpoint:
-    """Dequantize every quantized weight to `dtype`, bit-exactly as its own library does.
+    """Dequantize every quantized weight to `dtype`, bit-exactly like its own library.
 
-    Without a dtype: that of the model's configuration, else the one that the file names, else
-    float16 (GPTQ, AWQ) or bfloat16; torch's own quantized tensors become float32. What a weight was
-    made of goes, and what serves quantized inference alone. Raises UsageError if nothing is
-    quantized, unless `missing_ok`, and UnsupportedError for a weight that is not read.
+    The default dtype is that of the model's configuration, else the one that the file names, else
+    float16 (GPTQ, AWQ) or bfloat16. torch's own quantized tensors become float32. Codes, scales,
+    and tensors that only quantized inference needs are dropped. Raises UsageError if nothing is
+    quantized, unless `missing_ok`, and UnsupportedError for an unreadable weight.
     """
     wanted = None if dtype is None else target(dtype)
     own = dequantized(ck, wanted or dtypes.BY_NAME["float32"])

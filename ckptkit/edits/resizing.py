@@ -25,12 +25,13 @@ from ckptkit.edits.config_file import with_changes
 def resize(
     ck: Checkpoint, keys: str | Iterable[str], *, rows: int, fill: str = "mean", seed: int = 0
 ) -> Checkpoint:
-    """Give the weights that match `keys` so many `rows`; what is tied to one goes with it.
+    """Resize the weights that match `keys`, and tensors tied to them, to `rows` rows.
 
     New rows are the ``mean`` of the old ones, ``zeros``, or ``normal``: random numbers with the
-    mean and standard deviation of each column, by `seed`. With fewer rows, the last are cut off.
-    ``vocab_size`` in config.json follows where it was the old number. Raises UsageError for a glob
-    that matches nothing, UnsupportedError for what has no rows or is quantized.
+    mean and standard deviation of each column, by `seed`. If `rows` is smaller, the last rows are
+    removed. ``vocab_size`` in config.json is updated if it was the old number. Raises UsageError
+    for a glob that matches nothing, and UnsupportedError for a tensor without rows or a quantized
+    one.
     """
     if fill not in FILLS:
         raise UsageError(f"{fill!r} is no way to fill rows", hint=f"one of {', '.join(FILLS)}")

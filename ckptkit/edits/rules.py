@@ -286,13 +286,14 @@ def apply_rules(
     keys: str | Sequence[str] = (),
     reports: bool = False,
 ) -> Checkpoint:
-    """Rearrange the weights as `rules` say: one line or several, ``LEFT -> RIGHT``.
+    """Rearrange the weights by `rules`: one line or several, ``LEFT -> RIGHT``.
 
-    `keep` names the keys that no rule takes (globs, or ``"rest"`` for all). Sizes that neither
-    rules nor shapes say come from `args`, `sizes`, and `config`: that of the model, by default
-    config.json beside the checkpoint. `reverse` runs the rules backwards. `keys` names other
-    mappings by their paths. With `reports`, the `reports` of the result tell what the rules did.
-    Raises UsageError where a rule is wrong, TensorError where the tensors do not fit.
+    `keep` contains globs of keys to keep if no rule matches them, or ``"rest"`` for all. Sizes that
+    do not follow from rules and shapes come from `args`, `sizes`, and `config`: the configuration
+    of the model, by default config.json beside the checkpoint. `reverse` runs the rules backwards.
+    `keys` are the paths of other mappings. With `reports`, the `reports` of the result describe the
+    effect of each rule. Raises UsageError for a wrong rule, and TensorError if the tensors do not
+    fit.
     """
     if not isinstance(rules, RuleSet):
         rules = texts("rules", rules)

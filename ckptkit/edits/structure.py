@@ -30,9 +30,9 @@ OWN_RECORD = "ckptkit"  # in the metadata of safetensors: formats/record.py
 
 @edit
 def extract(ck: Checkpoint, key: str | Sequence[str]) -> Checkpoint:
-    """Return the entry at the dotted path `key` as a checkpoint of its own.
+    """Return the entry at the dotted path `key` as its own checkpoint.
 
-    Of several paths, the first that exists is taken. Raises UsageError if none does.
+    For several paths, return the first that exists. Raises UsageError if none exists.
     """
     root, found = ck.require_complete().root, None
     for each in key:
@@ -176,7 +176,7 @@ def bare(ck: Checkpoint) -> Checkpoint:
 
 @edit
 def wrap(ck: Checkpoint, key: str, beside: Mapping[str, object] | None = None) -> Checkpoint:
-    """Return ``{key: root, **beside}``: `key` is one plain key, dots and all.
+    """Return ``{key: root, **beside}``. `key` is one plain key; dots are part of it.
 
     Raises UsageError if it is empty, or is one of `beside`.
     """

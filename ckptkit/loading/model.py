@@ -56,14 +56,14 @@ def diff(
     rtol: float | None = None,
     keys: Iterable[str] = (),
 ) -> reports.Diff:
-    """Return how a checkpoint differs from another one, or from what a model expects.
+    """Return the differences of a checkpoint from another one, or from a model.
 
-    `other` is a checkpoint, a ``torch.nn.Module``, or names a model class: ``package.module:Class``
-    or ``path/to/file.py:Class``, which is imported and built. The elements of
-    two checkpoints are compared unless `values` is false, by bytes or with the tolerances `atol`
-    and `rtol` (:func:`ckptkit.analysis.diff.compare`); a model has keys and shapes alone.
-    `everything` also compares what is beside the weights. `keys` are globs: only tensors whose
-    names or paths match are compared.
+    `other` is a checkpoint, a ``torch.nn.Module``, or the name of a model class:
+    ``package.module:Class`` or ``path/to/file.py:Class``. The class is imported and built. `diff`
+    compares the elements of two checkpoints unless `values` is false: byte for byte, or with the
+    tolerances `atol` and `rtol` (:func:`ckptkit.analysis.diff.compare`). A model has only keys and
+    shapes. `everything` also compares the entries beside the weights. `keys` are globs: only
+    tensors with matching names or paths are compared.
     """
     globs = arguments.texts("keys", keys)
     matches = matcher(globs) if globs else None
@@ -234,18 +234,21 @@ def load_into(
 ) -> LoadReport:
     """Copy weights into `model`, on its devices, in its dtypes; `source` may be a loaded dict.
 
-    Leading prefixes on either side (``module.``, ``_orig_mod.``...) are stripped and added as it
-    takes for most names to meet; of tied weights of the model one name is enough; what hooks of
-    modules take under other names, they get. The bytes are read straight into the parameters, by
-    several threads, where torch itself would only copy them; for modules that load in their own way
-    about 1 GiB of the file is in memory at once, more where one module has more, and all of it
-    where code of the model looks at the state_dict. A file that fails in the middle leaves the
-    model partly filled. With
-    `assign` the tensors of the file replace those of the model, on the CPU and in their own dtypes:
-    this is how a model on the meta device is filled. Raises ModelError if `strict` and anything is
-    missing, unexpected, of another shape, or would lose values in the dtypes of the model (before
-    anything is copied), for a model on the meta device without `assign`, and for codes of quantized
-    weights where the model has numbers.
+    Leading prefixes on either side (``module.``, ``_orig_mod.``...) are stripped or added so that
+    most names match. For tied weights of the model, one name is enough. If hooks of modules accept
+    weights under other names, they get these weights.
+
+    Several threads read the bytes directly into the parameters if torch would only copy them. If a
+    module loads in its own way, about 1 GiB of the file is in memory at once, or the largest
+    module. If code of the model reads the state_dict, the whole file is in memory. If the file
+    fails in the middle, the model stays partly filled. With `assign`, the tensors of the file
+    replace those of the model, on the CPU and in their own dtypes. Use `assign` to fill a model on
+    the meta device.
+
+    Raises ModelError if `strict` and a key is missing, unexpected or has another shape, or if
+    values would not fit the dtypes of the model (before anything is copied). Raises ModelError for
+    a model on the meta device without `assign`, and for codes of quantized weights if the model has
+    floats.
     """
     arguments.flags(strict=strict, assign=assign)
     arguments.module("model", model)

@@ -324,21 +324,23 @@ def load(
     whole: bool = False,
     mmap: bool = True,
 ) -> Any:
-    """Return the weights of a file, folder or Checkpoint, name -> torch tensor, as torch.load.
+    """Return the weights of a file, folder or Checkpoint, name -> torch tensor, like torch.load.
 
-    Tensors on the CPU are mapped, as with ``torch.load(mmap=True)`` and safetensors: their bytes
-    are read from the file when they are used, and what is written to a tensor stays in memory.
-    Until then the file must stay as it is. To replace it is safe, as ``ckptkit.save`` does; to
-    overwrite or cut it, as ``torch.save`` to the same path does, ends the process with a bus error
-    and loses the file. ``mmap=False`` reads everything into memory first, which is also done where
-    bytes have to be computed, come from elsewhere, or do not begin at a multiple of the size of
-    their numbers. Checksums are not verified: ``ckptkit verify`` does that.
+    Tensors on the CPU are mapped, as with ``torch.load(mmap=True)`` and safetensors. Their bytes
+    are read from the file on first use, and writing to a tensor changes only the memory. Do not
+    change the file while its tensors are in use. :func:`ckptkit.save` replaces it safely.
+    Overwriting or truncating it, as ``torch.save`` to the same path does, ends the process with a
+    bus error and loses the file.
 
-    `map_location` is what ``torch.load`` takes, `key` the entry to take as the weights. Tensors
-    that shared memory share it again; an OrderedDict keeps its ``_metadata``. With `whole` the tree
-    is given: plain values as what they are, and what only its own class could make left as a
-    :class:`ckptkit.core.tree.Object`. Raises UsageError where there are no weights, DeviceError for
-    a device that is not there.
+    ``mmap=False`` reads everything into memory first. `load` also does that for tensors that must
+    be computed, are not in a local file, or do not begin at an address divisible by their element
+    size. It does not verify checksums; `ckptkit verify` does.
+
+    `map_location` accepts the same values as ``torch.load``. `key` selects the entry with the
+    weights. Tensors that share memory still share it, and an OrderedDict keeps its ``_metadata``.
+    `whole` returns the tree: plain values, and a :class:`ckptkit.core.tree.Object` for each object
+    of another class. Raises UsageError if there are no weights, and DeviceError for a missing
+    device.
     """
     arguments.flags(whole=whole, mmap=mmap)
     ck = open_checkpoint(path, key=key)

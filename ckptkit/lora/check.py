@@ -66,9 +66,10 @@ def check_lora(
     target: str | None = None,
     component: str | None = None,
 ) -> LoraReport:
-    """Return all findings about an adapter: alone, with `base`, and for a `target` (``vllm``).
+    """Return the problems of an adapter: alone, with `base`, and for a `target` (``vllm``).
 
-    `component` keeps one component of a pipeline. Raises UsageError if the file is not an adapter.
+    `component` selects one component of a pipeline. Raises UsageError if the file is not an
+    adapter.
     """
     if target not in (None, *TARGETS):
         raise UsageError(f"target {target!r} is not one of {quoted(TARGETS)}")

@@ -64,11 +64,11 @@ def convert_lora(
 ) -> Conversion:
     """Write an adapter in another layout: ``peft`` (a folder), ``diffusers``, ``kohya``, ``comfy``.
 
-    The names of `base` give the dots of kohya's names. `component` keeps one component of a
-    pipeline; an adapter of peft changes that component. `alpha` is the alpha of an adapter whose
-    files record no scale. `bake` multiplies the scale into the factors, for readers that ignore it.
-    Raises UnsupportedError for what the layout cannot hold, AmbiguousError for names with several
-    meanings; then nothing is written.
+    `base` shows which underscores in names of kohya were dots. `component` selects one component of
+    a pipeline; for an adapter of peft, it names the component that the adapter changes. `alpha`
+    applies to adapters without a scale. With `bake`, the scale is multiplied into the factors, for
+    readers that ignore it. Raises UnsupportedError if the layout cannot store the adapter, and
+    AmbiguousError for ambiguous names. In both cases, nothing is written.
     """
     if to not in LAYOUTS:
         raise UsageError(f"to {to!r} is not one of {some(LAYOUTS)}")

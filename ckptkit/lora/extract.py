@@ -158,11 +158,12 @@ def extract_lora(
     options: Options | None = None,
     **changes: Any,
 ) -> ExtractReport:
-    """Write the folder `path`: an adapter of peft that turns `base` into `tuned`, approximately.
+    """Write the folder `path`: an adapter of peft that approximates `tuned` from `base`.
 
-    Each matrix that differs gets `rank`, or its own rank if that is lower; a convolution with a
-    kernel larger than 1 gets `conv_rank`. Tensors of the modules `save_modules` are stored whole.
-    Raises UnsupportedError for a difference that has no such form, NothingToDoError if nothing
+    Each changed matrix gets an adapter of `rank`, or of lower rank if its difference has one. A
+    convolution with a kernel larger than 1 gets `conv_rank`. Tensors of the modules in
+    `save_modules` are stored completely. Only one tensor is in memory at a time. Raises
+    UnsupportedError for a difference that no adapter can store, and NothingToDoError if nothing
     differs.
     """
     save_modules = texts("save_modules", save_modules)
@@ -287,8 +288,8 @@ def resize_lora(
 ) -> ExtractReport:
     """Write an adapter with matrices of at most `rank`, in the same layout and dtypes.
 
-    Each change ``s B A`` becomes the nearest of that rank, with the scale 1. Raises
-    UnsupportedError for kinds other than plain LoRA.
+    Each change ``s B A`` becomes its best approximation of that rank, with the scale 1. Raises
+    UnsupportedError for adapters other than plain LoRA.
     """
     import_numpy()
     import numpy as np

@@ -80,15 +80,15 @@ def merge_lora(
     sub: Sequence[tuple[str, str]] = (),
     strict: bool = False,
 ) -> Checkpoint:
-    """Return `base` with the changes that adapters make; they are computed when it is written.
+    """Return `base` with the changes of adapters added. The values are computed during the write.
 
-    `weights` multiply the changes of each adapter. `tied` (``untie`` or ``keep``) decides about a
-    matrix that is the embedding and the head, if the adapter changes only one of them. With
-    ``base_is="residual"``, the base is what an initialization such as PiSSA left. `component` keeps
-    the modules of one component of a pipeline, `alpha` is that of files without a scale. The base
-    is cast to `dtype` first. `sub` are substitutions in the names of modules. With `strict`,
-    unknown fields of a configuration are errors. Raises UnsupportedError with the name of what
-    cannot be merged.
+    `weights` multiply the changes of each adapter. If an adapter changes only one of a tied
+    embedding and head, `tied` is ``untie`` or ``keep``. With ``base_is="residual"``, the base is
+    the residual of an initialization such as PiSSA. `component` selects the modules of one
+    component of a pipeline. `alpha` applies to files without a scale. `dtype` is that of the
+    result; the base is cast to it first. `sub` contains substitutions for names of modules. With
+    `strict`, unknown fields of a configuration are errors. Raises UnsupportedError for an adapter
+    that cannot be merged, and names it.
     """
     for name, value, words in (
         ("tied", tied, ("untie", "keep")),

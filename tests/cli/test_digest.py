@@ -60,7 +60,7 @@ def test_a_manifest_and_its_check(ckptkit: Ckptkit, net: Path, tmp_path: Path) -
     assert ckptkit("digest", net, "--output", out).exit_code == 2
     assert ckptkit("digest", net, "--output", out, "--force").exit_code == 0
     same = ckptkit("digest", "--check", out, net)
-    assert (same.exit_code, same.stdout) == (0, f"{net}: ok: 3 tensors as in the manifest\n")
+    assert (same.exit_code, same.stdout) == (0, f"{net}: ok: 3 tensors match the manifest\n")
     assert ckptkit("digest", "--check", out, "-q", net).stdout == ""
     torch.save({"b": torch.zeros(2), "a": torch.arange(3), "\x1b[1m": torch.ones(1)}, net)
     found = ckptkit("digest", "--check", out, net)

@@ -654,7 +654,7 @@ def test_fix_says_what_remains(ckptkit: Ckptkit, tmp_path: Path) -> None:
     options = ("--model", f"{tmp_path / 'nets.py'}:Net", "--fix", tmp_path / "new.pth")
     result = ckptkit("doctor", tmp_path / "run.pth", *options)
     assert result.exit_code == 1
-    said, _, rest = result.stdout.partition("what remains in")
+    said, _, rest = result.stdout.partition("still in")
     assert "stripped 'module.' from 10 keys" in said
     assert "head.weight is [9, 4] in the file and [3, 4] in the model" in rest
     found = json.loads(
@@ -677,7 +677,7 @@ def test_fix_of_a_damaged_file(ckptkit: Ckptkit, tmp_path: Path) -> None:
     (tmp_path / "run.pth").write_bytes(whole.getvalue()[:-300_000])
     result = ckptkit("doctor", tmp_path / "run.pth", "--fix", tmp_path / "new.pth")
     assert result.exit_code == 1, result.stdout
-    assert "new.pth loads, without 1 entry that cannot be recovered" in result.stdout
+    assert "new.pth loads, but 1 entry could not be recovered" in result.stdout
     assert "ckptkit strip-module" not in result.stdout  # which would meet the same damage
     assert "lost: module.last" in result.stderr
     assert load(tmp_path / "new.pth").keys() == {"first"}

@@ -328,8 +328,8 @@ def test_standard_streams(run_pth: Path, ckptkit: Ckptkit) -> None:
     for words, why in (
         ("convert - -", "the suffix does not say"),
         ("convert - - --shard-size 5GB", "takes one file"),
-        ("strip-module - - --json", "also gets the object of --json"),
-        ("strip-module - --in-place", "only a single file on this machine"),
+        ("strip-module - - --json", "already contains the object of --json"),
+        ("strip-module - --in-place", "cannot edit a folder or a remote file in place"),
     ):
         done = piped(*words.split())
         assert done.exit_code == 2 and why in done.stderr and "error: -: " in done.stderr, words
@@ -384,7 +384,7 @@ def test_in_place_another_format_needs_another_name(ckptkit: Ckptkit, run_pth: P
     before = run_pth.read_bytes()
     result = ckptkit("convert", "--in-place", "--format", "safetensors", run_pth)
     assert result.exit_code == 2
-    assert "has a name for torch-zip, but would contain safetensors" in result.stderr
+    assert "has the suffix of torch-zip, but would contain safetensors" in result.stderr
     assert run_pth.read_bytes() == before
 
 
@@ -445,8 +445,8 @@ def test_wrapping_for_a_format_of_weights_alone(
     """The entry would be lost without a message."""
     refused = ckptkit("wrap", run_pth, tmp_path / "out.safetensors", "--key", "model")
     assert refused.exit_code == 2
-    assert "safetensors holds only weights" in refused.stderr
-    assert "--all keeps it" in refused.stderr
+    assert "safetensors stores only weights" in refused.stderr
+    assert "--all keeps the entry" in refused.stderr
     assert (
         ckptkit("wrap", run_pth, tmp_path / "out.safetensors", "--key", "model", "--all").exit_code
         == 0
@@ -458,9 +458,9 @@ def test_in_place_on_a_link_says_what_stays(
 ) -> None:
     (tmp_path / "link.pth").symlink_to(run_pth)
     done = ckptkit("strip-module", "--in-place", tmp_path / "link.pth")
-    assert f"was a link to {run_pth}, which is unchanged" in done.stderr
+    assert f"replaced the symlink; its target {run_pth} is unchanged" in done.stderr
 
 
 def test_one_file_has_no_mean(ckptkit: Ckptkit, run_pth: Path, tmp_path: Path) -> None:
     refused = ckptkit("average", run_pth, tmp_path / "out.pth")
-    assert (refused.exit_code, "give two or more SRC" in refused.stderr) == (2, True)
+    assert (refused.exit_code, "name two or more SRC" in refused.stderr) == (2, True)

@@ -83,7 +83,7 @@ def test_the_help_fits_a_screen(name: str, most: int, run: Run) -> None:
         for option in parameter.opts
         if option.startswith("--")
     )
-    assert all(f"\n{section}:" in everything for section in ("Options", "Output", "How it runs"))
+    assert all(f"\n{section}:" in everything for section in ("Options", "Output", "Execution"))
     assert run(name, "--help", env={"COLUMNS": "80"}).stdout.splitlines() == shown
 
 

@@ -12,6 +12,7 @@ from ckptkit.cli import main
 ELSEWHERE = {"train"}  # a program of its own
 # Words of the help that are equal in all commands; 3 of other options.
 WORDS = {
+    "--all": 2,
     "--arg": 2,
     "--config": 2,
     "--force": 1,

@@ -151,11 +151,11 @@ def test_usage(ckptkit: Ckptkit, file: Path, tmp_path: Path) -> None:
         ((file,), "DST"),
         ((file, "-o", "x.jpg"), ".html, .svg, .png, .pdf"),
         ((file, "-o", "html"), ".html"),
-        ((file, file), "the suffix chooses what to make"),
-        ((file, file, "x.html", "-o", "x.html"), "give DST once"),
-        ((file, file, "-o", "x.svg"), "need a page"),
-        ((file, "--values", "-o", "x.svg"), "need a page"),
-        ((file, "--by", "bytes", "-o", "x.html"), "need a picture"),
+        ((file, file), "the suffix must be one of"),
+        ((file, file, "x.html", "-o", "x.html"), "name DST once"),
+        ((file, file, "-o", "x.svg"), "require a page"),
+        ((file, "--values", "-o", "x.svg"), "require a page"),
+        ((file, "--by", "bytes", "-o", "x.html"), "require a picture"),
         ((file, "--key", "nothing", "-o", tmp_path / "x.html"), "nothing"),
     ):
         result = ckptkit("report", *words)

@@ -52,10 +52,7 @@ def test_findings_with_their_tensors_and_what_to_type(ckptkit: Ckptkit, damaged:
     assert first.startswith(f"{damaged}: record 'net/data/0' is damaged: its CRC-32 is ")
     assert first.endswith(" (w)")
     command = f"ckptkit recover {damaged} {damaged.with_name('damaged-recovered.pth')}"
-    assert (
-        hint
-        == f"hint: fetch it again from where it came from; to save the intact tensors: {command}"
-    )
+    assert hint == f"hint: fetch it again from its source; to save the intact tensors: {command}"
     assert ckptkit(*command.split()[1:]).exit_code == 0
 
 
@@ -128,7 +125,7 @@ def test_many_findings_are_cut_in_text_alone(ckptkit: Ckptkit, tmp_path: Path) -
     path.write_bytes(path.read_bytes().replace(b"\0\0\xe0\x40" * 40, b"\0\0\xe1\x40" * 40))
     lines = ckptkit("verify", path).stdout.splitlines()
     assert lines[0] == f"{path}: 30 findings"
-    assert lines[-2] == "  and 10 more, which --json lists"
+    assert lines[-2] == "  and 10 more (--json lists them)"
     assert len(lines) == 23
     assert len(json.loads(ckptkit("verify", "--json", path).stdout)["files"][0]["findings"]) == 30
 

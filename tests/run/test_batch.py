@@ -170,7 +170,7 @@ class TestCommands:
     def test_options_that_do_not_go_together(self, runs: list[Path], into: Path, run: Run) -> None:
         done = run("batch", "remap", "--into", into, *runs)
         assert (done.code, into.exists()) == (2, False)
-        assert done.stderr.count("give either --to DEVICE or --device A=B") == 1
+        assert done.stderr.count("use either --to DEVICE or --device A=B") == 1
 
     def test_dry_run(self, runs: list[Path], into: Path, run: Run, tmp_path: Path) -> None:
         pattern = tmp_path / "runs/**/*.pth"
@@ -179,7 +179,7 @@ class TestCommands:
         batch_json(run, "strip-module", "--into", into, *runs[:1])
         done = run("batch", "strip-module", "--dry-run", "--into", into, runs[0], runs[11])
         assert (
-            f"done before 0.pth: from {runs[0]}\nwould write 11.pth: from {runs[11]}\n"
+            f"already done 0.pth: from {runs[0]}\nwould write 11.pth: from {runs[11]}\n"
             in done.stdout
         )
 
@@ -373,7 +373,7 @@ class TestFailures:
         done = run("batch", "strip-module", "--into", into, tmp_path / "*.pth")
         assert done.stderr.startswith("warning: 00.pth: ")
         assert done.stderr.endswith(
-            "note: 10 more files with warnings or notes, which --json lists\n"
+            "note: 10 more files with warnings or notes (--json lists them)\n"
         )
         assert run("batch", "strip-module", "-q", "--into", tmp_path / "quiet", tmp_path / "*.pth")[
             1:
