@@ -58,7 +58,7 @@ def _suffix(path: str) -> str:
 @click.option(
     "--values/--no-values",
     default=None,
-    help="Read all values: add statistics and histograms; or do not compare values with OTHER.",
+    help="Read the values of tensors too and add statistics; or compare only headers with OTHER.",
 )
 @reading.flag(
     "--all everything",
@@ -95,11 +95,11 @@ def command(
 ) -> int:
     """Write a page or a picture of a checkpoint.
 
-    The page (.html) shows where parameters and bytes are, a searchable and sortable table of all
-    tensors, dtypes, devices, unused storage, and what keeps the file from loading. With OTHER it
-    shows how the two differ, and how far each layer moved. It is one self-contained file that works
-    offline. Reads the headers of one file, and the values of two; --values and --no-values change
-    this.
+    The page (.html) shows the distribution of parameters and bytes, and a searchable and sortable
+    table of all tensors. It also shows dtypes, devices, unused storage, and the problems that
+    prevent loading. With OTHER, it shows the differences, and how far each layer moved. It is one
+    self-contained file that works offline. By default, `report` reads only headers of one file, and
+    also the values of two files.
 
     The picture (.svg, .png, .pdf) contains only the treemap, for papers and model cards. It needs
     matplotlib.
@@ -112,7 +112,7 @@ def command(
     from ckptkit import api
     from ckptkit.quantized import dequantized_view, look_through_both
 
-    suffix = _suffix(output)  # the suffix of the output
+    suffix = _suffix(output)
     with ExitStack() as stack:
         found = [stack.enter_context(api.reading(file, key=key))]
         if other is not None:
