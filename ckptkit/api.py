@@ -162,7 +162,7 @@ def save(
 ) -> Conversion:
     """Write a checkpoint to `path`, in the format of its suffix or of the :class:`Options`.
 
-    `path` can also be a binary file object, such as an io.BytesIO. It gets the bytes of one file, in
+    `path` can also be a binary file object, such as io.BytesIO. It gets the bytes of one file, in
     the format of `checkpoint` unless ``format`` names another.
 
     `checkpoint` is a Checkpoint, any source that `open` accepts, or a mapping of torch tensors,
