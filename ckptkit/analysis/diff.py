@@ -19,9 +19,10 @@ from ckptkit.core import hooks
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError, TensorError
 from ckptkit.core.tensor import Shape, Tensor
-from ckptkit.core.text import Modules, escape, plural, some
+from ckptkit.core.text import Modules, escape, plural, shell_command, some
 from ckptkit.core.tree import join, key_text
 from ckptkit.core.weights import locate
+from ckptkit.lora.reading import adapter_of
 
 if TYPE_CHECKING:
     from ckptkit.analysis.json_types import DiffFacts
@@ -506,7 +507,7 @@ def compare_checkpoints(
     if not everything:
         if beside := _beside(ours, theirs):
             left.append(f"{beside} (--all)")
-        return replace(found, uncompared=tuple(left))
+        return _of_adapters(replace(found, uncompared=tuple(left)), a, b)
     ours, theirs = ours.selected(matches), theirs.selected(matches)
     both = _common(ours.tensors, theirs.tensors, values, atol, rtol, progress)
     if both.unread:
@@ -521,7 +522,7 @@ def compare_checkpoints(
             entries += [Entry(path, *texts)] if texts[0] != texts[1] else []
     lacking = (key for key in theirs.tensors if key not in ours.tensors)
     beyond = (key for key in ours.tensors if key not in theirs.tensors)
-    return replace(
+    found = replace(
         found,
         missing=(*found.missing, *lacking),
         unexpected=(*found.unexpected, *beyond),
@@ -532,6 +533,29 @@ def compare_checkpoints(
         uncompared=tuple(left),
         unread=(*found.unread, *both.unread),
     )
+    return _of_adapters(found, a, b)
+
+
+def _of_adapters(found: Diff, a: Checkpoint, b: Checkpoint) -> Diff:
+    """Return what is found, with the ranks, alphas and targets in which two adapters differ.
+
+    For an adapter and a model, the advice is the command that compares them.
+    """
+    ours, theirs = adapter_of(a), adapter_of(b)
+    if ours is not None and theirs is not None:
+        facts = ours.facts, theirs.facts
+        pairs = [(key, facts[0].get(key), facts[1].get(key)) for key in {**facts[0], **facts[1]}]
+        entries = [
+            Entry(f"adapter: {key}", *texts) for key, *texts in pairs if texts[0] != texts[1]
+        ]
+        return replace(found, entries=(*found.entries, *entries))
+    adapter, base = ours or theirs, b if ours is not None else a
+    if adapter is None or not adapter.path or not base.name:
+        return found
+    place = base.folder.name if base.folder is not None else base.name
+    words = ("ckptkit", "lora", "check", "--base", place, adapter.path)
+    line = f"{adapter.path} is an adapter; to compare it with its base: {shell_command(words)}"
+    return replace(found, advice=(line,))
 
 
 def selected(values: Mapping[str, T], matches: Matches | None) -> Mapping[str, T]:

@@ -78,6 +78,8 @@ def _adapter(each: Adapter) -> Json:
         "method": each.method,
         "modules": len(each.modules),
         "ranks": each.ranks,
+        "alphas": each.alphas,
+        "targets": each.targets,
         "base_model": each.base,
     }
 

@@ -238,6 +238,8 @@ class InspectAdapter(TypedDict):
     method: str
     modules: int
     ranks: list[int]
+    alphas: list[float]
+    targets: list[str]
     base_model: str | None
 
 @final

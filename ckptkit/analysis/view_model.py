@@ -188,16 +188,21 @@ def _remarks(summary: Summary, rows: Sequence[TensorRow]) -> Iterator[str]:
         )
 
 
-def adapter_line(adapter: Adapter) -> str:
-    """Return a line on an adapter, with the command that merges it."""
-    what = (
-        f"adapter of {adapter.layout}, {adapter.method}: {plural(len(adapter.modules), 'module')}"
-    )
-    if adapter.ranks:
-        what += f", rank {', '.join(map(str, adapter.ranks))}"
-    base = f" ({adapter.base})" if adapter.base else ""
-    path = shell_word(adapter.path)
-    return f"{what}; `lora merge BASE {path} OUT` adds it to its base{base}"
+def adapter_line(adapter: Adapter, *, command: bool = True) -> str:
+    """Return a line on an adapter, by default with the command that merges it."""
+    what = f"adapter of {adapter.layout}, {adapter_facts(adapter)}"
+    if command:
+        path = shell_word(adapter.path)
+        what += f"; `lora merge BASE {path} OUT` adds it to its base"
+    return what + (f" ({adapter.base})" if adapter.base else "")
+
+
+def adapter_facts(adapter: Adapter) -> str:
+    """Return the method of an adapter, its modules, ranks, alphas and targets."""
+    facts = adapter.facts
+    found = [adapter.method, plural(len(adapter.modules), "module")]
+    found += [f"{name} {facts[name]}" for name in ("rank", "alpha", "targets") if name in facts]
+    return ", ".join(found)
 
 
 def listings(summary: Summary, folded: Sequence[str] = ()) -> Iterator[Table]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from os.path import isdir
+from os.path import basename, isdir
 from typing import Any
 
 import click
 
 from ckptkit.cli import reading, render
-from ckptkit.core.errors import InputError
+from ckptkit.core.errors import CkptkitError, InputError
 
 SCHEMA = "ckptkit.scan/2"
 FOUND = 1
@@ -115,7 +115,7 @@ def command(
             for each in watched():
                 if not findings_only or counts(each, strict):
                     progress.clear()
-                    render.emit(*scan_text.painted(each))
+                    render.emit(*scan_text.painted(each), *_adapter(each.path, findings_only))
     total = verdicts.total() + failed
     if not (as_json or as_sarif or quiet) and (total > 1 or findings_only):
         parts = [f"{verdicts[v]:,} {LABELS[v]}" for v in reversed(VERDICTS) if verdicts[v]]
@@ -126,3 +126,22 @@ def command(
     if found:  # findings take precedence over unreadable files
         return FOUND
     return InputError.exit_code if failed else 0
+
+
+def _adapter(path: str, findings_only: bool) -> Iterator[str]:
+    """Yield a line on a file that is an adapter, unless only findings are printed."""
+    is_likely = path.endswith(".safetensors") or basename(path).startswith("adapter_model.")
+    if findings_only or not is_likely:
+        return
+    from ckptkit.analysis.view_model import adapter_line
+    from ckptkit.api import open_checkpoint
+    from ckptkit.lora.reading import adapter_of
+
+    try:
+        with open_checkpoint(path) as checkpoint:
+            adapter = adapter_of(checkpoint)
+    except CkptkitError:  # the verdict stands without it
+        return
+    if adapter is not None:
+        line = f"  {adapter_line(adapter, command=False)}"
+        yield from render.wrapped(render.escape(line))

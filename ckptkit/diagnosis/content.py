@@ -11,6 +11,7 @@ from glob import escape
 from typing import Any
 
 from ckptkit.analysis.advice import WASTE, prefix_options, wrappers
+from ckptkit.analysis.view_model import adapter_facts
 from ckptkit.core.errors import DELTA, RUNS_CODE, CkptkitError, coded
 from ckptkit.core.text import argument, flatten, plural, shell_command, without
 from ckptkit.core.tree import Node, join, walk
@@ -90,7 +91,7 @@ def _adapter(facts: Facts) -> Iterator[Cause]:
     yield Cause(
         "adapter",
         NOTE,
-        f"It is an adapter ({adapter.method}), and not a model.",
+        f"It is an adapter ({adapter_facts(adapter)}), and not a model.",
         "Its base model does not have these names. `lora merge BASE ADAPTER OUT` adds it to the "
         "base; peft's PeftModel.from_pretrained loads it beside the base.",
     )
@@ -98,7 +99,8 @@ def _adapter(facts: Facts) -> Iterator[Cause]:
 
     for each in alone(adapter):
         what = each.title if each.title.startswith(("'", "every")) else f"it {each.title}"
-        why = "`ckptkit help lora` lists what is checked; `lora check --base BASE` compares names."
+        step = f"{each.hint[0].upper()}{each.hint[1:]}. " if each.hint else ""
+        why = f"{step}`lora check --base BASE` compares names and shapes with its base."
         yield Cause(each.code, each.level, f"It would not do what it should: {what}.", why)
 
 

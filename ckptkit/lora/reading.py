@@ -140,6 +140,29 @@ class Adapter:
         name = (self.config or {}).get("base_model_name_or_path")
         return name if isinstance(name, str) and name else None
 
+    @property
+    def alphas(self) -> list[float]:
+        """The different alphas, sorted."""
+        return sorted({each.alpha for each in self.modules.values() if each.alpha is not None})
+
+    @property
+    def targets(self) -> list[str]:
+        """The last components of the names of the modules, such as ``q_proj``, sorted."""
+        paths = (each.path for each in self.modules.values())
+        dotted = (p if "." in p else re.sub(r"_(\d+)(_|$)", r".\1.", p).strip(".") for p in paths)
+        return sorted({re.sub(r"^.*\.(?=[^.]*[^.\d])", "", path) for path in dotted})
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """What describes the adapter in a line; without what is not recorded."""
+        facts = {
+            "layout": self.layout, "method": self.method, "modules": f"{len(self.modules):,}",
+            "rank": ", ".join(map(str, self.ranks)), "base model": self.base or "",
+            "alpha": ", ".join(f"{alpha:g}" for alpha in self.alphas),
+            "targets": ", ".join(self.targets),
+        }  # fmt: skip
+        return {name: text for name, text in facts.items() if text}
+
     def __repr__(self) -> str:
         return f"<Adapter {self.path}: {self.layout}, {self.method}, {len(self.modules)} modules>"
 

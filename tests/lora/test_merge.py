@@ -576,7 +576,10 @@ def test_merge_and_average_name_the_command(tmp_path: Path, in_process: Cli) -> 
 
 def test_doctor_names_what_cannot_be_merged(tmp_path: Path, in_process: Cli) -> None:
     good = in_process("doctor", adapter(tmp_path, factors("fc", 9, 5)))
-    assert good.code == 0 and "It is an adapter (LORA)" in good.stdout
+    assert (
+        good.code == 0
+        and "It is an adapter (LORA, 1 module, rank 2, alpha 6, targets fc)" in good.stdout
+    )
     bad = in_process("doctor", adapter(tmp_path, factors("fc", 9, 5), "bad", r=7))
     assert bad.code == 1 and "rank 2" in bad.stdout
 
