@@ -146,7 +146,7 @@ def under_new_names(file: Checkpoint, name: str) -> tuple[Checkpoint, dict[str, 
     recipe = recipes.load(name, RuleOptions(dequantize="float32", reports=True))
     types = {key: _type(tensor) for key, tensor in file.weights.items()}
     traced = {key: _Traced(frozenset((key,)), False) for key in types}
-    ck = file
+    ck = gguf.with_matrices(file)
     for step, written in zip(recipe.steps, recipe.written, strict=True):
         if written.word == "gguf":  # makes config.json
             continue
@@ -209,8 +209,9 @@ def written_into(ck: Checkpoint, skeleton: Checkpoint) -> tuple[Checkpoint, Plan
             hint="llama.cpp's llama-gguf-split --merge joins the files of a split model",
         )
     name = gguf.recipe_name(skeleton, known())
-    old = skeleton.weights
-    new = ck if ck.weights.keys() & old.keys() else _under_old_names(ck, skeleton, name)
+    old = gguf.with_matrices(skeleton).weights
+    has_names = ck.weights.keys() & old.keys()
+    new = gguf.with_matrices(ck if has_names else _under_old_names(ck, skeleton, name))
     kept = [each for each in old if each not in new.weights and each in gguf.SCALING]
     weights = {
         key: _cut(tensor, key, old[key].shape) if key in old else tensor

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,7 @@ def test_vectors(case: Path, tmp_path: Path, command: Ckptkit) -> None:  # noqa:
             torch.testing.assert_close(again[name], tensor, rtol=2**-22, atol=0)
 
 
-# Fields that transformers fills with its defaults, or that belong to the made-up tokenizer.
+# Fields that transformers fills with its defaults, or that belong to the tokenizer of the vectors.
 OTHER = {"bos_token_id", "eos_token_id", "n_inner", "partial_rotary_factor", "multi_query",
          "pad_token_id", "norm_topk_prob"}  # fmt: skip
 
@@ -78,7 +79,7 @@ OTHER = {"bos_token_id", "eos_token_id", "n_inner", "partial_rotary_factor", "mu
 @needs_vectors
 @pytest.mark.parametrize("case", CASES, ids=lambda path: path.parent.name)
 def test_config_of_the_vectors(case: Path, tmp_path: Path, command: Ckptkit) -> None:  # noqa: F811
-    """config.json has the values of the model that was converted; not where none is made."""
+    """config.json has the values of the model that was converted."""
     original = case.parent / "config.hf.json"
     if not original.exists():
         original = case.parent / "hf" / "config.json"
@@ -87,11 +88,12 @@ def test_config_of_the_vectors(case: Path, tmp_path: Path, command: Ckptkit) -> 
     expected["num_experts"] = expected.get("num_local_experts")
     done = command("run", "gguf", case.parent / "model.gguf", tmp_path / "hf")
     assert done.exit_code == 0, done.stderr
-    path = tmp_path / "hf" / "config.json"
-    assert path.exists() == (expected["model_type"] not in ("bert", "deepseek_v2"))
-    assert path.exists() == ("no config.json" not in done.stdout)
-    for field, value in json.loads(path.read_text()).items() if path.exists() else ():
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    for field, value in config.items():
         assert field in OTHER or value == expected[field], field
+    assert {"model_type", "vocab_size", "architectures"} <= {*config}
+    assert ("the pooler is not in a GGUF file" in done.stdout) == (config["model_type"] == "bert")
+    assert ("n_group" in done.stdout) == (config["model_type"] == "deepseek_v2")
 
 
 # By hand
@@ -153,7 +155,129 @@ def test_variants() -> None:
     """Each architecture has its recipes, and each recipe an architecture."""
     chosen = {ALIASES.get(name, name) for name in MODELS}
     variants = {without for _, without in VARIANTS.values()}
-    assert {f"gguf-{name}" for name in {*chosen, *variants, "bert", "deepseek2"}} == {*NAMES}
+    assert {f"gguf-{name}" for name in {*chosen, *variants}} == {*NAMES}
+
+
+def config_for(
+    folder: Path,
+    command: Ckptkit,  # noqa: F811
+    architecture: str,
+    tensors: list[Entry],
+    **values: Any,
+) -> tuple[dict[str, Any], str]:
+    """The config.json of a file, and what the command printed."""
+    shutil.rmtree(folder / "hf", ignore_errors=True)
+    done = command("run", "gguf", model(folder, architecture, tensors, **values), folder / "hf")
+    assert done.exit_code == 0, done.stderr
+    found: dict[str, Any] = json.loads((folder / "hf" / "config.json").read_text())
+    return found, done.stdout
+
+
+def floats(name: str, values: torch.Tensor) -> Entry:
+    return Entry(name, tuple(values.shape), 0, values.float().numpy().astype("<f4").tobytes())
+
+
+HEADS = {"attention__head_count": 4, "attention__head_count_kv": 2}
+
+
+@pytest.mark.parametrize("factor", [8.0, 32.0])
+def test_scaling_of_llama_3(factor: float, tmp_path: Path, command: Ckptkit) -> None:  # noqa: F811
+    """Factors by the formula of transformers; others stay a note."""
+    wavelengths = 2 * torch.pi * 500_000.0 ** (torch.arange(0, 128, 2).float() / 128)
+    smooth = ((8192 / wavelengths - 1) / 3).clamp(0, 1)
+    factors = 1 / ((1 - smooth) / factor + smooth)
+    values = {**HEADS, "rope__freq_base": 500_000.0}
+    tensors = [*LLAMA[:2], *LLAMA[3:]]
+    scaled = [*tensors, floats("rope_freqs.weight", factors)]
+    config, said = config_for(tmp_path, command, "llama", scaled, **values)
+    assert config["rope_scaling"] == {
+        "rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }  # fmt: skip
+    assert "rotary" not in said
+    other = [*tensors, floats("rope_freqs.weight", factors * 1.01)]
+    config, said = config_for(tmp_path, command, "llama", other, **values)
+    assert "rope_scaling" not in config
+    assert "lacks the scaling of rotary embeddings: 'rope_freqs.weight'" in said
+    ones = [*tensors, floats("rope_freqs.weight", torch.ones(64))]
+    config, said = config_for(tmp_path, command, "llama", ones, **values)
+    assert "rope_scaling" not in config and "rotary" not in said
+
+
+def test_scaling_by_the_metadata(tmp_path: Path, command: Ckptkit) -> None:  # noqa: F811
+    tensors = [*LLAMA[:2], *LLAMA[3:]]
+
+    def scaling(**values: Any) -> tuple[Any, bool]:
+        given = {f"rope__scaling__{key}": value for key, value in values.items()}
+        found, said = config_for(tmp_path, command, "llama", tensors, **HEADS, **given)
+        return found.get("rope_scaling"), "lacks the scaling" in said
+
+    assert scaling(type="linear", factor=4.0) == ({"rope_type": "linear", "factor": 4.0}, False)
+    yarn = {"type": "yarn", "factor": 40.0, "original_context_length": 4096}
+    made = {"rope_type": "yarn", "factor": 40.0, "original_max_position_embeddings": 4096}
+    assert scaling(**yarn) == (made, False)
+    both = {"mscale": 0.707, "mscale_all_dim": 0.707}
+    assert scaling(**yarn, yarn_log_multiplier=0.0707) == (made | both, False)
+    fast = scaling(**yarn, yarn_beta_fast=32.0, yarn_beta_slow=1.0)
+    assert fast == (made | {"beta_fast": 32.0, "beta_slow": 1.0}, False)
+    assert scaling(type="none") == (None, False)
+    assert scaling(type="other", factor=2.0) == (None, True)
+    assert scaling(**yarn, attn_factor=1.5) == (made, True)
+
+
+def test_scaling_of_long_phi_3(tmp_path: Path, command: Ckptkit) -> None:  # noqa: F811
+    names = ("attn_norm", "ffn_norm", "attn_qkv", "attn_output", "ffn_up", "ffn_down")
+    tensors = [
+        *LLAMA[:2],
+        *(entry(f"blk.0.{name}.weight", *((8,) if "norm" in name else (8, 8))) for name in names),
+        floats("rope_factors_long.weight", torch.tensor([1.08, 4.5])),
+        floats("rope_factors_short.weight", torch.tensor([1.0, 1.05])),
+    ]
+    config, said = config_for(
+        tmp_path, command, "phi3", tensors, **HEADS, rope__scaling__original_context_length=4096,
+        rope__scaling__attn_factor=1.19, context_length=131072,
+    )  # fmt: skip
+    scaling = {"type": "longrope", "long_factor": [1.08, 4.5], "short_factor": [1.0, 1.05]}
+    assert config["rope_scaling"] == scaling
+    assert config["original_max_position_embeddings"] == 4096
+    assert "rotary" not in said
+
+
+def test_config_of_deepseek(tmp_path: Path, command: Ckptkit) -> None:  # noqa: F811
+    """V3 by the bias of its experts; sizes of old files, with kv_b whole; groups of V2."""
+    names = ["attn_q", "attn_kv_a_mqa", "attn_kv_b", "attn_output"]
+    tensors = [
+        *LLAMA[:2], *(entry(f"blk.0.{each}.weight", 4, 8) for each in names),
+        *(entry(f"blk.0.{each}.weight", 8) for each in ("attn_norm", "ffn_norm", "attn_kv_a_norm")),
+    ]  # fmt: skip
+    old = {"attention__head_count": 2, "attention__head_count_kv": 2, "attention__key_length": 6,
+           "attention__value_length": 4, "rope__dimension_count": 2}  # fmt: skip
+    groups = {"expert_group_count": 8, "expert_group_used_count": 3}
+    config, said = config_for(tmp_path, command, "deepseek2", tensors, **old, **groups)
+    assert config["model_type"] == "deepseek_v2" and "n_group" not in said
+    assert (config["qk_nope_head_dim"], config["qk_rope_head_dim"]) == (4, 2)
+    assert (config["v_head_dim"], config["num_key_value_heads"]) == (4, 2)
+    assert (config["topk_method"], config["n_group"]) == ("group_limited_greedy", 8)
+    bias = [*tensors, entry("blk.0.exp_probs_b.bias", 4)]
+    for more, values in ((bias, {}), (tensors, {"expert_gating_func": 2})):
+        config, said = config_for(tmp_path, command, "deepseek2", more, **old, **values)
+        assert config["architectures"] == ["DeepseekV3ForCausalLM"]
+        assert "n_group and topk_group have the defaults" in said
+
+
+@pytest.mark.parametrize("shape", [(8,), (1, 8)])
+def test_gates_of_old_files(shape: tuple[int, ...], tmp_path: Path, command: Ckptkit) -> None:  # noqa: F811
+    tensors = [*LLAMA[:2], *LLAMA[3:], entry("blk.0.ffn_gate_inp_shexp.weight", *shape)]
+    config_for(tmp_path, command, "qwen2moe", tensors, **HEADS)
+    found = load_file(tmp_path / "hf" / "model.safetensors")
+    gate = found["model.layers.0.mlp.shared_expert_gate.weight"]
+    assert torch.equal(gate, torch.arange(8.0)[None] + 1)
+    done = command("diff", tmp_path / "model.gguf", tmp_path / "hf")
+    assert done.exit_code == 0, done.stdout
+    done = command("convert", tmp_path / "hf", tmp_path / "back.gguf", "--like",
+                   tmp_path / "model.gguf")  # fmt: skip
+    assert done.exit_code == 0, done.stderr
+    assert (tmp_path / "back.gguf").read_bytes() == (tmp_path / "model.gguf").read_bytes()
 
 
 @pytest.mark.parametrize("with_gate", [True, False])

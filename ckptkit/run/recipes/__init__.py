@@ -262,6 +262,7 @@ def with_gguf_config(
 
     gguf.check_architecture(checkpoint, architectures)
     given = options.config() if callable(options.config) else options.config
+    checkpoint = gguf.with_matrices(checkpoint)
     config, notes = (given, []) if given is not None else gguf.config_of(checkpoint)
     if config is not None:
         checkpoint = config_file.with_config(checkpoint, config)

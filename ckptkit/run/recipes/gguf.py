@@ -1,18 +1,27 @@
-"""GGUF models: the recipe of an architecture, and config.json made of the metadata.
+"""GGUF models: choose the recipe of an architecture, and make config.json of the metadata.
 
-Names and fields are those of llama.cpp (``gguf-py/gguf/constants.py``) and of transformers, which
-makes the same fields of the same keys (``integrations/ggml.py``).
+Names of keys are those of llama.cpp (``gguf-py/gguf/constants.py``). The fields are those that
+transformers makes of them (``integrations/ggml.py``); for BERT, DeepSeek and scaled rotary
+embeddings, which transformers does not read, they are those that llama.cpp's
+``convert_hf_to_gguf.py`` made the metadata of.
 """
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Mapping, Sequence, Sized
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from math import pi
 from typing import Any, NamedTuple
 
+from ckptkit.compute.arranged import contiguous
+from ckptkit.compute.operation import stream
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import UnsupportedError
+from ckptkit.core.tensor import Tensor
 from ckptkit.core.text import quoted, shown, some
+from ckptkit.core.tree import Node, rebuild
 from ckptkit.edits.rules import ARCHITECTURE, metadata
 
 RECIPES = "gguf-"  # what the names of the recipes begin with
@@ -25,6 +34,8 @@ VARIANTS = {
 ALIASES = {"t5encoder": "t5"}
 # Weights that a GGUF file has and Hugging Face has not: factors of rotary embeddings.
 SCALING = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+# Matrices of one row, from which converters of 2024 dropped the first dimension.
+ONE_ROW = "blk.*.ffn_gate_inp_shexp.weight"
 
 
 def architecture(checkpoint: Checkpoint) -> str | None:
@@ -70,6 +81,16 @@ def check_architecture(checkpoint: Checkpoint, expected: Sequence[str]) -> None:
             where=checkpoint.name,
             hint="the recipe called gguf takes the one of the architecture",
         )
+
+
+def with_matrices(checkpoint: Checkpoint) -> Checkpoint:
+    """Return a GGUF checkpoint in which gates of shared experts are [1, n], as in new files."""
+    swap: dict[int, Node] = {
+        id(tensor): replace(tensor, shape=(1, *tensor.shape), stride=(tensor.shape[0], 1))
+        for name, tensor in checkpoint.weights.items()
+        if fnmatchcase(name, ONE_ROW) and len(tensor.shape) == 1
+    }
+    return checkpoint.with_root(rebuild(checkpoint.root, swap=swap)) if swap else checkpoint
 
 
 # config.json
@@ -155,7 +176,25 @@ MODELS = {
     }),
     "t5": GgufModel("t5", "T5ForConditionalGeneration", _T5, {"is_encoder_decoder": True}),
     "t5encoder": GgufModel("t5", "T5EncoderModel", _T5),
+    "bert": GgufModel("bert", "BertModel", {
+        **_EPSILON, "attention.layer_norm_epsilon": "layer_norm_eps",
+        "attention.head_count_kv": "", "rope.freq_base": "",
+    }),
+    "deepseek2": GgufModel("deepseek_v2", "DeepseekV2ForCausalLM", {
+        **_EXPERTS, "expert_count": "n_routed_experts", "expert_shared_count": "n_shared_experts",
+        "expert_weights_scale": "routed_scaling_factor", "expert_weights_norm": "norm_topk_prob",
+        "expert_group_count": "n_group", "expert_group_used_count": "topk_group",
+        "leading_dense_block_count": "first_k_dense_replace", "attention.key_length": "",
+        "attention.head_count_kv": "", "attention.q_lora_rank": "q_lora_rank",
+        "attention.kv_lora_rank": "kv_lora_rank", "rope.dimension_count": "qk_rope_head_dim",
+    }),
 }  # fmt: skip
+# What the metadata of an architecture cannot say.
+UNKNOWN = {
+    "bert": "the pooler is not in a GGUF file: transformers draws one at random",
+    "deepseek2": "the metadata does not name the groups of experts: n_group and topk_group have "
+    "the defaults of transformers (DeepSeek-V2 has 8 and 3)",
+}
 
 
 def config_of(checkpoint: Checkpoint) -> tuple[dict[str, Any] | None, list[str]]:
@@ -192,10 +231,13 @@ def config_of(checkpoint: Checkpoint) -> tuple[dict[str, Any] | None, list[str]]
             config[f"{field}_token_id"] = token
     config["tie_word_embeddings"] = "output.weight" not in weights
     notes = ["a folder gets a config.json made of the metadata, and no tokenizer"]
-    scaled = [name for name in SCALING if name in weights]
-    scaled += [key for key in values if key.startswith("rope.scaling.") and key != _ORIGINAL]
-    if scaled:
-        notes.append(f"config.json lacks the scaling of rotary embeddings: {quoted(scaled)}")
+    scaling, unread = _rope_scaling(values, weights)
+    if scaling is not None:
+        config["rope_scaling"] = scaling
+    if unread:
+        notes.append(f"config.json lacks the scaling of rotary embeddings: {quoted(unread)}")
+    if found in UNKNOWN and "n_group" not in config:
+        notes.append(UNKNOWN[found])
     return config, notes
 
 
@@ -213,9 +255,15 @@ def _number(value: Any, key: str, checkpoint: Checkpoint) -> bool | int | float:
 
 
 # Values of the metadata that decide about other fields.
-DECIDING = {"expert_count", "expert_used_count", "attention.head_count_kv", "rope.dimension_count"}
+DECIDING = {
+    "expert_count", "expert_used_count", "attention.head_count_kv", "rope.dimension_count",
+    "attention.key_length", "attention.value_length", "attention.key_length_mla",
+    "attention.value_length_mla", "expert_gating_func", "rope.freq_base", "rope.scaling.factor",
+    "rope.scaling.yarn_log_multiplier", "rope.scaling.yarn_beta_fast",
+    "rope.scaling.yarn_beta_slow", "rope.scaling.original_context_length",
+}  # fmt: skip
 _LARGEST = 2.0**127  # of float32, nearly
-_ORIGINAL = "rope.scaling.original_context_length"
+_SIGMOID = 2  # LLAMA_EXPERT_GATING_FUNC_TYPE_SIGMOID
 
 
 def _derived(
@@ -240,6 +288,13 @@ def _derived(
         made = {"multi_query": heads == 1, "new_decoder_architecture": grouped}
         if grouped:
             made["num_ln_in_parallel_attn"] = 2 if "attn_norm_2.weight" in has else 1
+    elif found == "deepseek2":
+        made = _latent_attention(values, weights, config)
+    elif found == "bert":
+        for name, field in (("position_embd", "max_position_embeddings"),
+                            ("token_types", "type_vocab_size")):  # fmt: skip
+            if (table := weights.get(f"{name}.weight")) is not None:
+                made[field] = table.shape[0]
     elif found in ("t5", "t5encoder"):
         gated = "enc.blk.0.ffn_gate.weight" in weights
         made["feed_forward_proj"] = "gated-gelu" if gated else "relu"
@@ -249,6 +304,108 @@ def _derived(
     if found in ("stablelm", "phi3") and isinstance(rotary, int) and width:
         made["partial_rotary_factor"] = rotary / width
     return made
+
+
+def _latent_attention(
+    values: Mapping[str, Any], weights: Mapping[str, Any], config: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the fields of DeepSeek V2, or of V3 if experts are chosen with a bias or by sigmoid.
+
+    Files before April 2025 have the sizes of a head under the keys without ``_mla``.
+    """
+    made: dict[str, Any] = {"q_lora_rank": config.get("q_lora_rank")}
+    if "num_attention_heads" in config:
+        made["num_key_value_heads"] = config["num_attention_heads"]
+    key, value = (
+        values.get(f"attention.{each}_length_mla", values.get(f"attention.{each}_length"))
+        for each in ("key", "value")
+    )
+    rotary = values.get("rope.dimension_count")
+    if isinstance(key, int) and isinstance(rotary, int):
+        made["qk_nope_head_dim"] = key - rotary
+    if value is not None:
+        made["v_head_dim"] = value
+    has_bias = any(name.endswith(".exp_probs_b.bias") for name in weights)
+    if has_bias or values.get("expert_gating_func") == _SIGMOID:
+        made |= {"model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"]}
+    elif config.get("n_group", 1) > 1:
+        made["topk_method"] = "group_limited_greedy"
+    return made
+
+
+def _rope_scaling(
+    values: Mapping[str, Any], weights: Mapping[str, Tensor]
+) -> tuple[dict[str, Any] | None, list[str]]:
+    """Return ``rope_scaling``, None without one, and what of the file it lacks.
+
+    Long Phi-3 has lists of factors. Llama 3.1 has the factors that its four numbers make: the
+    numbers of the released models are taken if they make those. For ``yarn`` in DeepSeek the file
+    has ``mscale_all_dim`` alone, and ``mscale`` is taken as equal, as in the released models.
+    """
+    factors = {name: numbers for name in SCALING if (numbers := _factors(weights.get(name)))}
+    unread = [name for name in SCALING if name in weights and name not in factors]
+    freqs, *both = (factors.get(name) for name in SCALING)
+    kind = values.get("rope.scaling.type", "none")
+    scaling = {
+        key.removeprefix("rope.scaling."): value
+        for key, value in values.items()
+        if key.startswith("rope.scaling.")
+    }
+    used = {"type", "finetuned", "original_context_length"}
+    original = scaling.get("original_context_length")
+    made: dict[str, Any] | None = None
+    if all(both):
+        # transformers computes the factor of attention from the lengths, as the converter did.
+        used |= {"attn_factor"}
+        made = {"type": "longrope", "long_factor": both[0], "short_factor": both[1]}
+    elif freqs is not None:
+        made = _llama3(freqs, values.get("rope.freq_base", 10_000.0))
+        if made is None and set(freqs) != {1.0}:
+            unread.append(SCALING[0])
+    elif kind in ("linear", "yarn") and "factor" in scaling:
+        used |= {"factor"}
+        made = {"rope_type": kind, "factor": _shortest(scaling["factor"])}
+        if kind == "yarn":
+            used |= {"yarn_log_multiplier", "yarn_beta_fast", "yarn_beta_slow"}
+            if original is not None:
+                made["original_max_position_embeddings"] = original
+            for word in ("beta_fast", "beta_slow"):
+                if f"yarn_{word}" in scaling:
+                    made[word] = _shortest(scaling[f"yarn_{word}"])
+            if scaling.get("yarn_log_multiplier"):
+                scale = _shortest(_shortest(scaling["yarn_log_multiplier"]) * 10)
+                made |= {"mscale": scale, "mscale_all_dim": scale}
+    elif kind != "none":
+        used -= {"type"}
+    return made, [*unread, *(f"rope.scaling.{each}" for each in scaling if each not in used)]
+
+
+def _factors(tensor: Tensor | None) -> list[float]:
+    """Return the numbers of a short tensor of float32, [] for another."""
+    if tensor is None or tensor.dtype.name != "float32" or not 0 < tensor.numel <= 1 << 12:
+        return []
+    data = b"".join(map(bytes, stream(contiguous(tensor).locate())))
+    found = struct.unpack(f"<{tensor.numel}f", data)
+    return [_shortest(each) for each in found] if all(0 < each < _LARGEST for each in found) else []
+
+
+def _llama3(factors: Sequence[float], base: float) -> dict[str, Any] | None:
+    """Return the scaling of Llama 3.1 to 3.3 whose factors these are, None for others."""
+    factor, low, high, original = max(factors), 1.0, 4.0, 8192
+    if factor <= 1:
+        return None
+    for number, found in enumerate(factors):
+        turns = original / (2 * pi * base ** (number / len(factors)))
+        smooth = min(max((turns - low) / (high - low), 0), 1)
+        if abs(1 / ((1 - smooth) / factor + smooth) / found - 1) > _EQUAL:
+            return None
+    return {
+        "rope_type": "llama3", "factor": factor, "low_freq_factor": low, "high_freq_factor": high,
+        "original_max_position_embeddings": original,
+    }  # fmt: skip
+
+
+_EQUAL = 1e-4  # of factors that were computed in float32
 
 
 def _shortest(value: float) -> float:
