@@ -20,8 +20,8 @@ FOLDER = Path(__file__).parent.parent / "help"
 SCHEMAS = FOLDER / "schemas"
 WIDEST = 100  # maximum columns of prose
 LINES = 3  # maximum lines of a page that contains the word
-# Text for code hosts and tests only: hidden commands and remarks.
-_REMARK = re.compile(r"^<!--.*?-->\n", re.DOTALL | re.MULTILINE)
+# Text for code hosts and tests only: hidden commands, remarks and pictures.
+_REMARK = re.compile(r"^<!--.*?-->\n|^!\[[^\n]*\)\n\n?", re.DOTALL | re.MULTILINE)
 _FENCED = re.compile(r"^```\w*\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 _BAR = re.compile(r"(?<!\\)\|")
 _PARAGRAPHS = re.compile(r"\n(?=\n|#|- |\d+\. |\Z)")
@@ -53,7 +53,7 @@ def page(topic: str) -> Iterator[str]:
             if is_table:
                 cells = (_BAR.split(line)[1:-1] for line in lines)
                 heads, _, *rows = ([_cell(cell) for cell in row] for row in cells)
-                yield from render.table(heads, rows)
+                yield from render.table(heads, rows, whole=True)
             else:
                 yield from _paragraphs("\n".join(lines))
 

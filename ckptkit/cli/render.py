@@ -178,20 +178,24 @@ def listed(names: Iterable[str]) -> Iterator[str]:
 
 
 def table(
-    headers: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str] = ()
+    headers: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    right: Sequence[str] = (),
+    *,
+    whole: bool = False,
 ) -> Iterator[str]:
     """Format a table without rules; columns named in `right` are right-aligned.
 
     On a narrow terminal, first remove columns with the same cell in every row, and name them above
     the table. Then wrap prose in the last column, or shorten names in the first column in the
     middle. If that is not enough, or would make two names equal, print each row as a name and lines
-    of its cells.
+    of its cells. If `whole`, the table is prose: shorten no name and break no word.
     """
     width = terminal_width()
     lines = _aligned(headers, rows, right, HEADING)
     if width is not None:
-        lines = iter(whole := list(lines))
-    if width is None or max(map(len, whole), default=0) <= width:
+        lines = iter(listed := list(lines))
+    if width is None or max(map(len, listed), default=0) <= width:
         yield from lines
         return
     if sum(_widths(headers, rows)) > width + GAP and len(rows) > 1:
@@ -207,20 +211,20 @@ def table(
     room = width - sum(others)
     if sum(others) + last <= width + GAP:
         yield from _aligned(headers, rows, right)
-    elif others and is_prose and room >= PROSE and max(map(len, words)) <= room:
+    elif others and is_prose and room >= max(PROSE, len(headers[-1]), *map(len, words)):
         yield from _aligned(headers, list(_with_prose(rows, room)), right)
     else:
         names = [row[0] for row in rows]
         room = width - sum(_widths(headers, rows)[1:]) - 1  # so that one column remains
-        cut = _distinct(names, room) if room >= NARROWEST else None
+        cut = _distinct(names, room) if room >= NARROWEST and not whole else None
         if cut is not None:
             named = [[name, *row[1:]] for name, row in zip(cut, rows, strict=True)]
             yield from _aligned(headers, named, right)
             return
-        names = _distinct(names, max(NARROWEST, width)) or names
+        names = (None if whole else _distinct(names, max(NARROWEST, width))) or names
         for name, (_, *cells) in zip(names, rows, strict=True):
             yield from _broken(name, width, whole=True)
-            yield from _broken(f"  {_pairs(headers[1:], cells)}", width)
+            yield from _broken(f"  {_pairs(headers[1:], cells)}", width, whole=whole)
 
 
 def _widths(headers: Sequence[str], rows: Sequence[Sequence[str]], heading: int = 0) -> list[int]:
