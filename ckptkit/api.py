@@ -69,7 +69,7 @@ class Conversion:
         left = () if self.published is None else self.published.left
         found = [
             *self.checkpoint.warnings,
-            *(f"{name} is a stale temporary file beside it, {_OTHERS}" for name in left),
+            *(f"{name} is a stale temporary file; delete it {_OTHERS}" for name in left),
         ]
         damaged = () if self.published is None else self.published.damaged
         if damaged:
@@ -77,7 +77,7 @@ class Conversion:
 
             names = damaged_in(self.checkpoint, damaged)
             found.append(
-                f"damaged in the input, and copied as it is with the old checksum: {names}; "
+                f"damaged in the input, and copied unchanged with the old checksum: {names}; "
                 f"{_way_out(damaged[0])}"
             )
         return tuple(found)
@@ -148,8 +148,8 @@ def recover(source: Source, *, unverified: bool = False) -> Recovered:
     checkpoint name facts that could not be proven, such as whether all tensors are of one save.
     With `unverified`, such tensors are kept too.
 
-    Raises CorruptError if no tensor is intact, and UnsupportedError if the format cannot be
-    recovered.
+    Raises CorruptError if no tensor is intact, and UnsupportedError if `recover` does
+    not support the format.
     """
     arguments.flags(unverified=unverified)
     is_path = isinstance(source, (str, os.PathLike))
@@ -338,7 +338,7 @@ def _with_sidecars(checkpoint: Checkpoint, folder: Folder) -> tuple[Checkpoint, 
 
     Files that a step generated are kept.
     """
-    from ckptkit.formats.sidecars import sidecars  # few outputs are folders
+    from ckptkit.formats.sidecars import sidecars  # most outputs are single files
 
     found = sidecars(folder, dict(checkpoint.companions))
     changed = replace(

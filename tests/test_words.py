@@ -53,7 +53,7 @@ GAP = re.compile(r"\s*[fr]*")  # between strings, or comments, that are one text
 
 # The rooms that are still to be read.
 ROOMS_TO_DO = {
-    "README.md", "analysis", "api.py", "cli", "compute", "core", "deltas", "diagnosis", "edits",
+    "analysis", "cli", "core", "deltas", "diagnosis", "edits",
     "formats", "help", "loading", "lora", "pickles", "publish", "quantized", "remote", "rules", "run",
     "scanning", "trainer", "views",
 }  # fmt: skip
@@ -65,11 +65,17 @@ def texts_of(source: str) -> Iterator[str]:
     text, end = "", 0
     for token in TOKEN.finditer(source):
         if not GAP.fullmatch(source, end, token.start()):
-            yield " ".join(text.split())
+            yield _plain(text)
             text = ""
         text += token[0].lstrip("#") + "\n" if token[0][0] == "#" else token[0].strip("\"'")
         end = token.end()
-    yield " ".join(text.split())
+    yield _plain(text)
+
+
+def _plain(text: str) -> str:
+    """Return a text on one line, without the expressions of f-strings; "" for a single word."""
+    text = " ".join(re.sub(r"\{[^{}]*\}", "{}", text).split())
+    return text if " " in text else ""
 
 
 def hits(text: str) -> list[str]:

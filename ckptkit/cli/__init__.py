@@ -170,7 +170,7 @@ class CommandLine(click.Group):
         words = list(sys.argv[1:] if args is None else args)
         options = words[: words.index("--")] if "--" in words else words
         anywhere = [option for option in ANYWHERE if option in options]
-        if anywhere:  # click wants them before the command
+        if anywhere:  # click requires them before the command
             others = [word for word in options if word not in ANYWHERE]
             words = [*anywhere, *others, *words[len(options) :]]
         first = next((word for word in words if not word.startswith("-")), "")

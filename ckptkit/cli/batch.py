@@ -38,7 +38,7 @@ STATES = {
     "planned": "would write", "done": "wrote", "found": "already correct",
     "skipped": "already done", "failed": "failed",
 }  # fmt: skip
-SHOWN = requests.SHOWN  # printed messages
+SHOWN = requests.SHOWN  # maximum number of printed messages
 
 
 class Commands(click.Group):
@@ -166,7 +166,9 @@ def _run(name: str, sources: tuple[str, ...], into: str, given: dict[str, Any]) 
 
     gc.enable()  # this process runs for a long time
     if os.path.isfile(given.get("recipe", "")):
-        given["recipe"] = os.path.abspath(given["recipe"])  # workers can run in other folders
+        given["recipe"] = os.path.abspath(
+            given["recipe"]
+        )  # workers can have other working directories
     work = _Work(name, given)
     found = batch.find(sources, into)
     asked = work.check(found[0].path).options

@@ -90,7 +90,7 @@ def command(
     elif not quiet:
         agrees = [f"matches config.json ({some(fields, len(fields))})"] if fields else []
         agrees += [f"names and shapes equal those of {like}"] if like is not None else []
-        met = f"meets {render.plural(len(lines), 'expectation')}"
+        met = f"passes {render.plural(len(lines), 'expectation')}"
         agrees.append(met if lines else "no expectations given")
         render.emit_text(f"{file}: {'; '.join(agrees)}")
     return FINDINGS if found else 0

@@ -77,7 +77,7 @@ def command(
             seen = _seen(checkpoint, dequantize, name)
             found = digest(seen, everything=everything, matches=matches, progress=progress)
         for left, why in found.without.items():
-            render.warn(f"{name}: left out: {left}: {why}")
+            render.warn(f"{name}: no digest of {left}: {why}")
         if not found.tensors and matches is not None:
             render.warn(f"{name}: no tensor name matches --keys")
         return checkpoint, found

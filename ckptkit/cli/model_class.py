@@ -10,7 +10,7 @@ from typing import Any
 
 from ckptkit.cli import render
 
-PATIENCE = 10.0  # after so many seconds, a note reports that the code still runs
+PATIENCE = 10.0  # seconds after which a note reports that the code still runs
 
 
 def built(spec: str, args: Mapping[str, object] | None = None) -> Any:

@@ -215,7 +215,7 @@ def table(
         yield from _aligned(headers, list(_with_prose(rows, room)), right)
     else:
         names = [row[0] for row in rows]
-        room = width - sum(_widths(headers, rows)[1:]) - 1  # so that one column remains
+        room = width - sum(_widths(headers, rows)[1:]) - 1  # keep at least one column
         cut = _distinct(names, room) if room >= NARROWEST and not whole else None
         if cut is not None:
             named = [[name, *row[1:]] for name, row in zip(cut, rows, strict=True)]
@@ -395,7 +395,9 @@ class Progress:
         elif self.shown and (progress_asked or monotonic() - self.started > PATIENCE):
             from tqdm import tqdm
 
-            tqdm.monitor_interval = 0  # no monitor thread for bars: it would prevent forking
+            tqdm.monitor_interval = (
+                0  # no monitor thread for bars, because a thread would prevent forking
+            )
             self.bar = tqdm(
                 desc=self.title, total=self.total, initial=self.done, unit="B", unit_scale=True,
                 leave=progress_asked,

@@ -62,7 +62,7 @@ def _suffix(path: str) -> str:
 )
 @reading.flag(
     "--all everything",
-    "Include everything: optimizer, averages and values, with OTHER.",
+    "Include everything: compare optimizer, averages and values with OTHER.",
 )
 @click.option(
     "--by",

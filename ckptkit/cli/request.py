@@ -153,7 +153,7 @@ def report(done: Conversion, request: Request, lost: Sequence[Loss]) -> None:
         copied = [f"with {', '.join(done.copied)}"] if done.copied else []
         what = "; ".join((f"{render.plural(count, 'tensor')}, {size}", *done.notes, *copied))
         line = f"{verb} {done.path}: {what}"
-        if done.path == STREAM:  # the file itself is there
+        if done.path == STREAM:  # standard output contains the file itself
             render.note(line)
         else:
             render.emit_text(line)

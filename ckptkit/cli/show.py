@@ -24,15 +24,15 @@ if TYPE_CHECKING:
     from ckptkit.core.tensor import Tensor
 
 SCHEMA = "ckptkit.show/2"
-FOUND = 1  # exit code of --nan
+FOUND = 1  # exit code of --nan if it finds any
 ROWS = 12
 BINS = 16  # of a histogram
 BAR = 40  # characters of the longest bar of a histogram, at most
 FIRST = 10  # places that --nan lists
-COUNTED = 1 << 20  # elements for which statistics are computed without --stats
+COUNTED = 1 << 20  # maximum number of elements for statistics without --stats
 LISTED = 1 << 20  # elements that --json prints
 CELL = 10  # minimum characters of a number and the space before it
-PLAIN = 100  # characters of a line without a terminal
+PLAIN = 100  # line width without a terminal
 LABEL = 8  # characters for the row indices
 FEWEST, MOST = 3, 17  # significant digits; 17 distinguish all 64-bit numbers
 MARK = "*"  # marks a number that differs from that of the first table

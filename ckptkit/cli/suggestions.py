@@ -49,8 +49,7 @@ WORDS = {
     "validate": "verify", "view": "inspect",
 }  # fmt: skip
 DST = "DST"
-# Other names for options, of one command or of any, with the correct option, and the command that
-# has it.
+# Other names for options, of one command or of any.
 # `DST`: the value is the destination.
 OPTIONS = {
     "--add": "--prefix", "--bf16": "convert --cast bfloat16", "--cast-to": "convert --cast",
@@ -155,7 +154,7 @@ class Line:
             for place in (value,) if isinstance(value, str) else value or ():
                 if not os.path.exists(place) and not is_url(place) and not glob(place):
                     return False
-        # Only a dry run that reads local files and runs no code of a model.
+        # Dry-run only commands that read local files and run no code of a model.
         is_local = not any(map(is_url, self.words)) and not context.params.get("like")
         if isinstance(command, Writer) and is_local:
             context.params |= {"dry_run": True, "quiet": True, "as_json": False, "force": True}
@@ -164,7 +163,7 @@ class Line:
         return True
 
     def parts(self) -> tuple[Words, Words]:
-        """Return the arguments that are files or folders, and the options with a recipe."""
+        """Return the arguments that are files or folders, and the options that name a recipe."""
         own = list(dequantize_said(self.words[self.at + 1 :]))
         context = click.Context(self.command, parent=self.context)
         values, extra, _ = self.command.make_parser(context).parse_args(list(own))
@@ -182,7 +181,7 @@ class Line:
 
 
 def _meant(error: click.UsageError, line: Line) -> str | None:
-    """Return a hint with the corrected command, or with the part that could be corrected."""
+    """Return a hint with the corrected command, or with as much as could be corrected."""
     said, found = None, line
     for _ in range(STEPS):
         step, new = _step(error, found)
@@ -263,7 +262,7 @@ def _option(error: click.NoSuchOption, line: Line) -> Step:
     if not known and line.name in AS_CONVERT and convert is not None and _has(convert, wrong):
         known = f"convert {wrong}"
     at = next((n for n, each in enumerate(line.words) if each.partition("=")[0] == wrong), None)
-    if not known or at is None:  # none of the letters of a cluster of short options is a word
+    if not known or at is None:  # short options typed as one word, such as -qv, have no suggestions
         return see, None
     before, after = line.words[:at], line.words[at + 1 :]
     value = list(filter(None, [line.words[at].partition("=")[2]]))
@@ -314,7 +313,7 @@ def _extra(line: Line) -> Line | None:
     devices = [word for word in places if _DEVICE.fullmatch(word)]
     if devices and _has(line.command, "--to"):
         return line.replaced(devices[0], "--to", devices[0])
-    if not line.is_batchable:  # for commands that take a single file
+    if not line.is_batchable:  # the command takes a single file
         return line.with_words([word for word in line.words if word not in places[1:]])
     if "--in-place" in line.words:
         return None

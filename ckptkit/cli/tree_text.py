@@ -57,7 +57,9 @@ def tree(
     bar = BAR
     if width is not None and width < WIDE:
         bar = SHORT_BAR if width >= MEDIUM else 0
-    others = bar + digits + 12 if bar else digits + 10  # characters of a line besides its label
+    others = (
+        bar + digits + 12 if bar else digits + 10
+    )  # characters of a line in addition to its label
     room = ALIGNED if width is None else max(NARROWEST, width - others - 1)
     room = min(max((len(line) for entry, line in rows if entry.parameters), default=0), room)
     bars = horizontal_bars([total, *(entry.parameters for entry, _ in rows)], bar)

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 SCHEMA = "ckptkit.verify/2"
 FINDINGS = 1
-SHOWN = 20  # printed findings of one file
-NAMED = 3  # printed tensors of a finding
+SHOWN = 20  # maximum number of printed findings of a file
+NAMED = 3  # maximum number of printed tensors of a finding
 
 
 @click.command("verify", cls=reading.Reader)

@@ -45,7 +45,7 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Edit:
-    """One edit: its word in recipes, its function, and its texts for the command line."""
+    """One edit: its word in recipes, its function, and its help on the command line."""
 
     word: str
     place: str  # of the function, "module:name"

@@ -291,9 +291,9 @@ def apply_rules(
     `keep` contains globs of keys to keep if no rule matches them, or ``"rest"`` for all. Sizes that
     do not follow from rules and shapes come from `args`, `sizes`, and `config`: the configuration
     of the model, by default config.json beside the checkpoint. `reverse` runs the rules backwards.
-    `keys` are the paths of other mappings. With `reports`, the `reports` of the result describe the
-    effect of each rule. Raises UsageError for a wrong rule, and TensorError if the tensors do not
-    fit.
+    `keys` are the paths of mappings to edit instead of the weights. With `reports`, the `reports`
+    of the result describe the effect of each rule. Raises UsageError for a wrong rule, and
+    TensorError if the tensors do not fit.
     """
     if not isinstance(rules, RuleSet):
         rules = texts("rules", rules)

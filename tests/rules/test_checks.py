@@ -229,7 +229,7 @@ def test_nothing_to_check(
     assert done.exit_code == 2 and "nothing to check" in done.stderr and not done.stdout
     (hint,) = commands_in(done.stderr)
     done = command(*hint[1:])
-    assert (done.exit_code, done.stdout) == (0, f"{net}: meets 1 expectation\n")
+    assert (done.exit_code, done.stdout) == (0, f"{net}: passes 1 expectation\n")
 
 
 def test_stacked_experts_are_counted(tmp_path: Path, command: Ckptkit) -> None:  # noqa: F811
