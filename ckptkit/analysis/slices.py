@@ -11,7 +11,8 @@ import re
 from dataclasses import replace
 from typing import NamedTuple
 
-from ckptkit.core.errors import TensorError, UsageError
+from ckptkit.compute.arranged import refuse_without_elements
+from ckptkit.core.errors import UsageError
 from ckptkit.core.tensor import Shape, Tensor
 
 _NUMBER = r"-?[0-9]{1,18}"
@@ -110,10 +111,7 @@ def select(tensor: Tensor, picks: Picks) -> Tensor:
 
     Raises TensorError for a tensor whose elements are not in a storage.
     """
-    if tensor.storage is None or tensor.layout != "strided":
-        raise TensorError(
-            f"a {tensor.layout} tensor on device {tensor.device} has no elements to show"
-        )
+    refuse_without_elements(tensor, "elements to show")
     offset = tensor.offset + sum(
         pick.start * s for pick, s in zip(picks, tensor.stride, strict=True)
     )

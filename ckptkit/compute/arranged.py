@@ -41,7 +41,7 @@ from ckptkit.core.bytesource import (
     in_file,
     starts_anywhere,
 )
-from ckptkit.core.dtypes import DType
+from ckptkit.core.dtypes import UNKNOWN, DType
 from ckptkit.core.errors import TensorError, UnsupportedError
 from ckptkit.core.limits import LIMITS
 from ckptkit.core.tensor import Shape, Tensor, contiguous_stride
@@ -53,6 +53,14 @@ RUNS = 50_000  # most runs or rows of one target
 _ZERO_BYTES = Range(Memory(bytes(16), "zeros"), 0, 16)
 
 
+def refuse_without_elements(tensor: Tensor, what: str) -> None:
+    """Raise TensorError for a tensor of an unknown dtype, and for one that has no `what`."""
+    if tensor.layout == UNKNOWN:
+        raise TensorError(f"its elements are of {tensor.dtype}, which ckptkit does not know")
+    if tensor.storage is None or tensor.layout != "strided":
+        raise TensorError(f"a {tensor.layout} tensor on device {tensor.device} has no {what}")
+
+
 def contiguous(tensor: Tensor) -> Record:
     """Return the plain bytes of a tensor: row-major, little-endian, conj and neg resolved.
 
@@ -60,10 +68,8 @@ def contiguous(tensor: Tensor) -> Record:
     a tensor without bytes of its own, and for elements smaller than a byte that are not contiguous
     or do not start at a byte.
     """
-    if tensor.storage is None or tensor.layout != "strided":
-        raise TensorError(
-            f"a {tensor.layout} tensor on device {tensor.device} has no bytes of its own"
-        )
+    refuse_without_elements(tensor, "bytes of its own")
+    assert tensor.storage is not None
     record, dtype, nbytes = tensor.storage.record, tensor.dtype, tensor.nbytes
     if not nbytes:
         return RecordSlice(record, 0, 0)

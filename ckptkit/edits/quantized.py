@@ -91,7 +91,7 @@ def target(name: DTypeLike) -> DType:
 def _without_groups(ck: Checkpoint, found: Quantization, wanted: DType | None) -> Checkpoint:
     read = tuple(group for group in found.groups if group.layout is not None)
     # A weight of GGUF is a tensor, which a later step may leave out; writers refuse it.
-    if not read or any(group.family != GGUF for group in found.unread):
+    if any(group.family != GGUF for group in found.unread):
         refuse_unread(ck, found)
     found = replace(found, groups=read)
     weights, view = ck.required, found.view

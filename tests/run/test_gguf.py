@@ -333,6 +333,30 @@ def test_other_files_are_refused(tmp_path: Path, command: Ckptkit) -> None:  # n
     )
 
 
+def test_an_unknown_type_is_named(tmp_path: Path, command: Ckptkit) -> None:  # noqa: F811
+    """By the name in the file, with the command that writes all other tensors."""
+    tensors = [Entry(each.name, each.shape, 155, bytes(64)) if "ffn_up" in str(each.name) else each
+               for each in LLAMA]  # fmt: skip
+    source = model(tmp_path, "llama", tensors, **HEADS)
+    done = command("run", "gguf", source, tmp_path / "hf")
+    assert done.exit_code == 3
+    assert "'blk.0.ffn_up.weight' is quantized as gguf and cannot be dequantized" in done.stderr
+    assert "its type 155 is not known" in done.stderr
+    assert "--dequantize bfloat16 --drop blk.0.ffn_up.weight` writes the other" in done.stderr
+    words = ("convert", source, tmp_path / "out.safetensors", "--dequantize", "bfloat16")
+    done = command(*words)
+    assert done.exit_code == 3
+    assert "--drop blk.0.ffn_up.weight` leaves it out" in done.stderr
+    done = command(*words, "--drop", "blk.0.ffn_up.weight")
+    assert done.exit_code == 0, done.stderr
+    assert len(load_file(tmp_path / "out.safetensors")) == len(LLAMA) - 1
+    done = command(*words, "--keys", "output_norm.*")
+    assert done.exit_code == 2
+    assert "--dequantize bfloat16 --keep 'output_norm.*'`?" in done.stderr
+    done = command("show", source, "blk.0.ffn_up.weight")
+    assert "its elements are of ggml type 155, which ckptkit does not know" in done.stderr
+
+
 # Rules on blocks
 
 

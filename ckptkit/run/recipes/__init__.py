@@ -261,6 +261,8 @@ def with_gguf_config(
     from ckptkit.run.recipes import gguf
 
     gguf.check_architecture(checkpoint, architectures)
+    if gguf.architecture(checkpoint) is not None:
+        gguf.refuse_unread(checkpoint)
     given = options.config() if callable(options.config) else options.config
     checkpoint = gguf.with_matrices(checkpoint)
     config, notes = (given, []) if given is not None else gguf.config_of(checkpoint)

@@ -15,13 +15,15 @@ from fnmatch import fnmatchcase
 from math import pi
 from typing import Any, NamedTuple
 
+from ckptkit import quantized
 from ckptkit.compute.arranged import contiguous
 from ckptkit.compute.operation import stream
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import UnsupportedError
 from ckptkit.core.tensor import Tensor
-from ckptkit.core.text import quoted, shown, some
+from ckptkit.core.text import flatten, quoted, shell_command, shown, some
 from ckptkit.core.tree import Node, rebuild
+from ckptkit.edits.quantized import refuse_unread as refuse
 from ckptkit.edits.rules import ARCHITECTURE, metadata
 
 RECIPES = "gguf-"  # what the names of the recipes begin with
@@ -34,6 +36,7 @@ VARIANTS = {
 ALIASES = {"t5encoder": "t5"}
 # Weights that a GGUF file has and Hugging Face has not: factors of rotary embeddings.
 SCALING = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
+_NAMED = 4  # weights that a hint names
 # Matrices of one row, from which converters of 2024 dropped the first dimension.
 ONE_ROW = "blk.*.ffn_gate_inp_shexp.weight"
 
@@ -81,6 +84,19 @@ def check_architecture(checkpoint: Checkpoint, expected: Sequence[str]) -> None:
             where=checkpoint.name,
             hint="the recipe called gguf takes the one of the architecture",
         )
+
+
+def refuse_unread(checkpoint: Checkpoint) -> None:
+    """Raise UnsupportedError if a weight cannot be dequantized, while it has the file's name."""
+    found = quantized.find(checkpoint)
+    try:
+        refuse(checkpoint, found)
+    except UnsupportedError as error:
+        if len(found.unread) <= _NAMED:
+            drops = shell_command(flatten(("--drop", each.name) for each in found.unread))
+            command = f"ckptkit convert {{where}} {{new}} --dequantize bfloat16 {drops}"
+            error.hint = f"`{command}` writes the other tensors, under the names of the file"
+        raise
 
 
 def with_matrices(checkpoint: Checkpoint) -> Checkpoint:
