@@ -326,7 +326,9 @@ def test_other_files_are_refused(tmp_path: Path, command: Ckptkit) -> None:  # n
     refused("gguf-llama", lists, "llama.attention.head_count is a list")
     refused("gguf-llama", model(tmp_path, "llama", LLAMA), "meta.attention.head_count")
     refused("gguf-llama", model(tmp_path, "llama", LLAMA, attention__head_count=3), "divisible")
-    refused("gguf-llama", model(tmp_path, "llama", LLAMA, attention__head_count=0), "h would be 0")
+    refused(
+        "gguf-llama", model(tmp_path, "llama", LLAMA, attention__head_count=0), "the size h is 0"
+    )
     odd = [*LLAMA, entry("blk.0.attn_q.scale")]
     refused(
         "gguf-llama", model(tmp_path, "llama", odd, attention__head_count=4), "matched by no rule"
