@@ -1,10 +1,10 @@
-"""The arithmetic of adapters, on tiles of whole rows of one matrix of the base.
+"""Compute the change of one matrix of the base, in tiles of whole rows.
 
-Elements are widened to float32 (float64 if the base is), changed, and rounded once to the dtype of
-the base, unless the formula rounds more often. numpy's product has the bits of torch's up to a rank
-of 128 where both sum in order with fused multiply-add; above, torch is used, which peft multiplies
-with. Both give a matrix of one row or column to another routine, whose sums have other bits: so a
-last single row belongs to the tile before it.
+Elements are widened to float32 (float64 if the base is float64), changed, and rounded once to the
+dtype of the base, unless the formula rounds more often. Up to rank 128, numpy's product has the
+bits of torch's: both sum in order with fused multiply-add. For higher ranks torch multiplies, as
+peft does. Both libraries use another routine for a matrix of one row or column, with other bits.
+Therefore a last single row belongs to the tile before it.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ if TYPE_CHECKING:
 
     Array = np.ndarray[Any, Any]
 
-TILE = 1 << 19  # elements of a tile: with its change, they fit the caches of a core
-HELD = 1 << 24  # elements that are held for the norms of columns
+TILE = 1 << 19  # elements of a tile; with its change, it fits the caches of a core
+HELD = 1 << 24  # elements that the norms of columns hold at a time
 EXACT = 128  # the largest rank at which numpy sums as torch does
-LEAST = 8  # rows of a tile, above which the bits of a product do not depend on their number
+LEAST = 8  # rows of a tile; with more rows, a product has the same bits
 EPS = 2.0**-23  # of float32: LyCORIS adds it to norms
 
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """A matrix among the inputs: its dtype, rows, and columns."""
+    """The dtype, rows and columns of an input matrix."""
 
     dtype: str
     rows: int
@@ -47,10 +47,11 @@ class Operand:
 
 @dataclass(frozen=True, slots=True)
 class Factor:
-    """A matrix, or a product of matrices: the operands, by their numbers, and how they combine.
+    """A matrix, or a product of matrices: the numbers of its operands, and how they combine.
 
     ``how`` is "" for one matrix or L @ R, ``scaled`` for L @ (R * E) with one E for each row of R,
-    ``core`` for L, the core of a Tucker decomposition, and R.
+    ``vera`` for (L * F) @ (R * E) with one F for each row of L. ``core`` is for L, the core of a
+    Tucker decomposition, and R.
     """
 
     operands: tuple[int, ...]
@@ -59,16 +60,18 @@ class Factor:
 
 @dataclass(frozen=True, slots=True)
 class Formula:
-    """How an adapter changes one matrix; the fields are the columns of the table in `merge`.
+    """The arithmetic of a change.
 
-    The change is one factor, the product of two element by element (``*``), or their Kronecker
-    product (``kron``; ``front``: that of peft's one-dimensional convolutions, whose second factor
-    has ``group`` columns of kernels), times ``scale``, over ``divisor``. ``rounding`` is ``once``,
-    ``twice`` (the change itself is rounded first), or ``again`` (that, and then the change is added
-    once more).
-    ``norm``: the sum is multiplied by the last operand, one number for each row or column, over
-    the norm of that row or column (``norm``), over that and `EPS` (``norm+eps``), or as it is
-    (``none``). Of a convolution, ``group`` neighbouring columns have one number.
+    The change is one factor, the elementwise product of two (``*``), or their Kronecker product
+    (``kron``; ``front`` for peft's one-dimensional convolutions, whose second factor has ``group``
+    columns of kernels). It is multiplied by ``scale`` and divided by ``divisor``. ``rounding`` is
+    ``once``, ``twice`` (the change is rounded before it is added), or ``again`` (the same, then the
+    change is added a second time).
+
+    With ``norm``, the sum is multiplied by the last operand, which has one number for each row or
+    column (``by``). The number is divided by the norm of that row or column (``norm``), by the norm
+    plus `EPS` (``norm+eps``), or not (``none``). In a convolution, ``group`` neighbouring columns
+    have one number.
     """
 
     factors: tuple[Factor, ...] = ()
@@ -100,7 +103,7 @@ class Adapt(Operation):
 
     @property
     def height(self) -> int:
-        """The rows of a tile."""
+        """Return the number of rows of a tile."""
         least = LEAST if self._rank <= EXACT else 8 * LEAST
         return max(least, TILE // max(1, self.columns))
 
@@ -119,7 +122,7 @@ class Adapt(Operation):
             yield made[max(start - at, 0) : min(stop - at, len(made))]
 
     def tiles(self, first: int, last: int) -> Iterator[tuple[int, int]]:
-        """Yield the tiles with rows from `first` to `last`, whose places do not depend on these."""
+        """Yield the tiles that contain rows `first` to `last`; all tiles have fixed places."""
         height = self.height
         most = max(1, -(-self.rows // height) - (self.rows % height == 1))
         for number in range(min(first // height, most - 1), most):
@@ -136,7 +139,7 @@ class Adapt(Operation):
 
 
 class _TileWork:
-    """The values that a run of tiles has in common, each made once."""
+    """Compute tiles in a row; what they have in common is computed once."""
 
     def __init__(self, adapt: Adapt, extent: Derived) -> None:
         self.adapt, self.formula, self.target = adapt, adapt.formula, BY_NAME[adapt.dtype]
@@ -176,7 +179,7 @@ class _TileWork:
         return found.astype(self.wide, copy=False).reshape(end - top, self.adapt.columns)
 
     def sum(self, top: int, end: int, reader: Reader) -> Array:
-        """Return some rows of the weight with their change, in memory of its own."""
+        """Return rows of the weight plus their change, in a new array."""
         weight, change = self.weight(top, end, reader), self.change(top, end)
         if change is None:
             return weight.copy()
@@ -184,7 +187,7 @@ class _TileWork:
         return change
 
     def change(self, top: int, end: int) -> Array | None:
-        """Return the change of some rows, in memory of its own."""
+        """Return the change of some rows, in a new array."""
         formula = self.formula
         if not formula.factors:
             return None
@@ -207,6 +210,8 @@ class _TileWork:
         left = self.read(factor.operands[0], top, end)
         if len(factor.operands) == 1:
             return left.copy()
+        if factor.how == "vera":
+            left = left * self.read(factor.operands[3], top, end)
         return _product(left, self._right(factor))
 
     def read(self, number: int, top: int = 0, end: int | None = None) -> Array:
@@ -219,18 +224,18 @@ class _TileWork:
         unit = operand.columns * dtype.itemsize
         data = decode(self.readers[number](top * unit, (end - top) * unit), dtype)
         if not np.isfinite(data).all():
-            what = f"the adapter has NaN or infinities for {shown(self.adapt.name)}"
+            what = f"the adapter has NaN or infinity for {shown(self.adapt.name)}"
             raise CorruptError(what, where=name_of(self.readers[number].extent))
         return data.astype(self.wide, copy=False).reshape(end - top, operand.columns)
 
     def _right(self, factor: Factor) -> Array:
-        """Return what is right of the product, which all tiles have in common."""
+        """Return the right matrix of a product, which all tiles share."""
         number = factor.operands[1]
         if number not in self.held:
             right = self.read(number).copy()
             if factor.how:
                 other = self.read(factor.operands[2])
-            if factor.how == "scaled":
+            if factor.how in ("scaled", "vera"):
                 right *= other.reshape(-1, 1)
             elif factor.how == "core":  # [m, n * kernel] and [n, in]
                 outer, inner = len(right), len(other)
@@ -280,7 +285,7 @@ class _TileWork:
 
     @cached_property
     def norms_of_columns(self) -> Array:
-        """The norm of each column, or group of columns, of the sums; some columns at a time."""
+        """The norms of the columns of the sum, or of groups of columns; some columns at a time."""
         import numpy as np
 
         rows, columns, group = self.adapt.rows, self.adapt.columns, self.formula.group
@@ -296,7 +301,7 @@ class _TileWork:
 
 
 def _product(left: Array, right: Array) -> Array:
-    """Return the matrix product, in memory of its own, with the bits that torch gives it."""
+    """Return the matrix product in a new array, with the bits of torch's."""
     made: Array
     if left.shape[1] > EXACT or 1 in (len(left), right.shape[1]):
         import torch

@@ -1,14 +1,14 @@
-"""What a module of an adapter does to one matrix of the base: the table of formulas."""
+"""Turn a module of an adapter into the formula and the operands of its change."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-from ckptkit.compute.arranged import contiguous
-from ckptkit.core.bytesource import Record
+from ckptkit.compute.arranged import contiguous, joined
+from ckptkit.core.bytesource import Memory, Range, Record
 from ckptkit.core.dtypes import DType
 from ckptkit.core.errors import UnsupportedError
 from ckptkit.core.tensor import Shape, Storage, Tensor, contiguous_stride
@@ -17,15 +17,17 @@ from ckptkit.core.text import shown
 from ckptkit.lora.arithmetic import Factor, Formula, as_matrix
 from ckptkit.lora.reading import Module, matches, table
 
-# Kind, how its factors combine, how often is rounded, how the operands of a factor combine, and
-# these: roles, transposed where they end in '. Of several rows of a kind, the first whose roles the
-# module has. Sources: peft's `get_delta_weight` of each tuner, and LyCORIS' `get_weight`.
+# Columns: the kind, how its factors combine, the rounding, how three operands of a factor combine,
+# and the roles of the operands of each factor. A role that ends in ' is transposed. Of several rows
+# of a kind, the first applies whose roles the module has. Sources: peft's `get_delta_weight` of
+# each tuner, and LyCORIS' `get_weight`.
 _TABLE: tuple[tuple[str, str, str, str, tuple[tuple[str, ...], ...]], ...] = (
     ("lora", "", "once", "", (("B", "A"),)),
     ("attention_out", "", "again", "", (("B", "A"),)),
     ("embedding", "", "twice", "", (("embedding_A'", "embedding_B'"),)),
     ("adalora", "", "once", "scaled", (("B", "A", "E"),)),
     ("tucker", "", "once", "core", (("B", "mid", "A"),)),
+    ("vera", "", "once", "vera", (("vera_B", "vera_A", "lambda_d", "lambda_b"),)),
     ("loha", "*", "once", "core",
      (("hada_w1_a'", "hada_t1", "hada_w1_b"), ("hada_w2_a'", "hada_t2", "hada_w2_b"))),
     ("loha", "*", "once", "", (("hada_w1_a", "hada_w1_b"), ("hada_w2_a", "hada_w2_b"))),
@@ -39,13 +41,13 @@ _TABLE: tuple[tuple[str, str, str, str, tuple[tuple[str, ...], ...]], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class ModuleChange:
-    """A formula with its operands, and the matrix that it is for."""
+    """A formula with its operands, and the size of the matrix that it changes."""
 
     formula: Formula
     operands: tuple[Tensor, ...]
     rows: int
     columns: int
-    kernel: Shape = ()  # sizes of a convolution, where the adapter tells them
+    kernel: Shape = ()  # of a convolution, if the adapter has it
     name: str = ""  # of the module, for messages
 
     def transposed(self) -> ModuleChange:
@@ -53,8 +55,9 @@ class ModuleChange:
         operands = list(self.operands)
         for factor in self.formula.factors:
             first, *others = factor.operands
-            if factor.how == "core" and others:
-                raise UnsupportedError("a Tucker decomposition cannot be transposed")
+            if factor.how in ("core", "vera") and others:
+                what = "a change of VeRA, or a Tucker decomposition, cannot be transposed"
+                raise UnsupportedError(what)
             turned = [turn(operands[number]) for number in (first, *others[:1])]
             for number, made in zip((first, *others[:1]), reversed(turned), strict=True):
                 operands[number] = made
@@ -66,7 +69,7 @@ class ModuleChange:
 
 
 def matrix(tensor: Tensor, shape: tuple[int, int] | None = None) -> Tensor:
-    """Return a tensor as a matrix: by default, all dimensions but the first are columns."""
+    """Return a tensor as a matrix: by default, all dimensions except the first are columns."""
     rows, columns = shape or as_matrix(tensor.shape)
     if not tensor.is_contiguous or tensor.conj or tensor.neg:
         return made_of(contiguous(tensor), tensor.dtype, (rows, columns))
@@ -89,15 +92,49 @@ def made_of(record: Record, dtype: DType, shape: Shape) -> Tensor:
     return Tensor(Storage(record), dtype, shape, contiguous_stride(shape))
 
 
+def placed(parts: Sequence[tuple[tuple[int, ...], Tensor]]) -> Tensor:
+    """Return the tensor that has the parts at their offsets, 0 along further dimensions."""
+    dtype, ndim = parts[0][1].dtype, parts[0][1].ndim
+    places = [((*at, *(0,) * (ndim - len(at))), tensor) for at, tensor in parts]
+    ends = [[o + n for o, n in zip(at, each.shape, strict=True)] for at, each in places]
+    shape = (*map(max, zip(*ends, strict=True)),)
+    return made_of(joined(dtype, shape, places), dtype, shape)
+
+
+def zeros(like: Tensor, shape: Shape) -> Tensor:
+    """Return zeros of the dtype of another tensor."""
+    zero = Storage(Range(Memory(bytes(16), "zeros"), 0, 16))
+    return Tensor(zero, like.dtype, shape, (0,) * len(shape))
+
+
+def _block_diagonal(module: Module, tensor: Tensor, blocks: object) -> Tensor:
+    """Return the matrix that has the row blocks of a tensor on its diagonal: BD-LoRA."""
+    rows, columns = tensor.shape
+    if not isinstance(blocks, int) or blocks < 1 or rows % blocks:
+        raise UnsupportedError(f"{shown(module.path)} has {rows} rows for {blocks} blocks")
+    step, numbers = rows // blocks, range(blocks)
+    zero = zeros(tensor, (step, columns))
+    return placed([
+        ((n * step, m * columns), box(tensor, n * step, (n + 1) * step) if n == m else zero)
+        for n in numbers for m in numbers
+    ])  # fmt: skip
+
+
 def change_of(
     module: Module, config: Mapping[str, Any], weight: float = 1.0, **tensors: Tensor
 ) -> ModuleChange:
-    """Return what a module does to its weight, [rows, columns], times `weight`.
+    """Return the change of a module, [rows, columns], times `weight`.
 
-    `tensors` replace some of the module's, by role. Raises UnsupportedError for factors that do not
-    fit.
+    `tensors` replace tensors of the module, by role. Raises UnsupportedError for factors that do
+    not fit.
     """
     has = {**module.tensors, **tensors}
+    blocks = config.get("use_bdlora") if module.kind == "lora" else None
+    blocks = blocks if isinstance(blocks, dict) else {}
+    for role, field in (("A", "target_modules_bd_a"), ("B", "target_modules_bd_b")):
+        end, names = module.path.rpartition(".")[2], blocks.get(field) or ()
+        if any(str(each) in end for each in names):
+            has[role] = _block_diagonal(module, has[role], blocks.get("nblocks"))
     _, combine, rounding, how, factors = next(
         row
         for row in _TABLE
@@ -126,7 +163,7 @@ def change_of(
     elif len(set(sizes)) > 1:
         raise _unfit(module, found)
     is_mica = config.get("init_lora_weights") == "mica" and module.kind == "lora"
-    two = is_mica or module.parameter
+    two = is_mica or module.parameter or bool(blocks)
     scale = 1.0 if module.scale is None else module.scale
     formula = Formula(
         tuple(made), combine, scale * weight, module.divisor, "twice" if two else rounding,
@@ -150,8 +187,9 @@ def _size(module: Module, found: list[Tensor], how: str) -> tuple[int, int]:
     if how == "core":
         kernel, rest = divmod(others[0].shape[1], max(1, right.shape[0]))
         fits = fits and not rest
-    elif how == "scaled":
+    elif how:
         fits = fits and prod(others[1].shape) == inner
+        fits = fits and all(prod(each.shape) == rows for each in others[2:])
     if not fits:
         raise _unfit(module, found)
     return rows, right.shape[1] * kernel
@@ -164,9 +202,9 @@ def _unfit(module: Module, found: list[Tensor]) -> UnsupportedError:
 
 
 def _with_norm(change: ModuleChange, module: Module) -> ModuleChange:
-    """Return a change that is followed by DoRA's: of each row, or of each column of an embedding.
+    """Return a change with the magnitudes of DoRA: of rows, or of the columns of an embedding.
 
-    LyCORIS has numbers of columns too, [1, in, ...], and adds a little to the norm.
+    LyCORIS also has magnitudes of columns, [1, in, ...], and adds `EPS` to the norm.
     """
     numbers = module.tensors["magnitude"]
     by, norm, group = "rows", "norm", 1
@@ -187,7 +225,7 @@ def _with_norm(change: ModuleChange, module: Module) -> ModuleChange:
 
 
 def multiplied(module: Module, shape: Shape, config: Mapping[str, Any]) -> ModuleChange:
-    """Return what IA3 does to a weight of this shape: rows times numbers, or columns."""
+    """Return the change of IA3 for a weight of this shape: it multiplies rows, or columns."""
     numbers = module.tensors["ia3"]
     rows, columns = as_matrix(shape)
     by, turned = "rows", bool(config.get("fan_in_fan_out")) and len(shape) == 2
@@ -205,7 +243,7 @@ def multiplied(module: Module, shape: Shape, config: Mapping[str, Any]) -> Modul
 
 
 def is_feedforward(module: Module, config: Mapping[str, Any]) -> bool:
-    """Return whether IA3 multiplies the inputs of a module, as peft finds it out."""
+    """Return whether IA3 multiplies the inputs of a module, by the rule of peft."""
     names = config.get("feedforward_modules") or ()
     if isinstance(names, str):
         return matches(names, module.path)

@@ -181,6 +181,8 @@ def _norm(module: Module) -> float | None:
         return None
     a, b = (module.tensors[role].numpy().astype("f8") for role in module.pair)
     a, b = a.reshape(a.shape[0], -1), b.reshape(b.shape[0], -1)
+    if len(a) != b.shape[1]:  # block-diagonal
+        return None
     return abs(module.scale) * sqrt(max(0.0, float(((b.T @ b) * (a @ a.T)).sum())))
 
 

@@ -12,24 +12,24 @@ import os
 import re
 import struct
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from math import isfinite
 from typing import Any
 
 from ckptkit.api import Conversion, open_checkpoint
-from ckptkit.compute.arranged import contiguous, joined
+from ckptkit.compute.arranged import contiguous
 from ckptkit.compute.mixing import WeightedSum
 from ckptkit.core.arguments import checked
-from ckptkit.core.bytesource import Memory, Pending, Range
+from ckptkit.core.bytesource import Pending
 from ckptkit.core.checkpoint import Source
 from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import AmbiguousError, UnsupportedError, UsageError
 from ckptkit.core.options import Options, made
-from ckptkit.core.tensor import Shape, Storage, Tensor
+from ckptkit.core.tensor import Tensor
 from ckptkit.core.text import plural, quoted, some, typed
 from ckptkit.lora import naming
-from ckptkit.lora.changes import box, made_of
+from ckptkit.lora.changes import box, made_of, placed, zeros
 from ckptkit.lora.naming import DIFFUSERS, FLUX, ORIGINAL, UNET, BaseNames, Part, spelled
 from ckptkit.lora.problems import problems
 from ckptkit.lora.reading import METADATA, Adapter, Module, read_adapter, table
@@ -125,6 +125,9 @@ def refuse_damaged(read: Adapter) -> None:
     """Raise UnsupportedError for an adapter that cannot be merged into any base."""
     for problem in problems(read, "residual"):
         raise problem.error.at(read.path)
+    if (read.config or {}).get("use_bdlora"):
+        what = "is BD-LoRA, whose matrices are block-diagonal: it can only be merged"
+        raise UnsupportedError(what, where=read.path)
     for name, module in read.modules.items():
         if not isfinite(module.scale or 0.0):
             raise UnsupportedError(f"the scale of {name} is not a finite number", where=read.path)
@@ -246,7 +249,7 @@ def _cut(module: Module, parts: tuple[Part, ...]) -> Iterator[Module]:
         tensors = {"A": a}
         for role in {"B", "magnitude"} & module.tensors.keys():
             pieces = [(at, box(module.tensors[role], *span)) for at, span in own]
-            tensors[role] = pieces[0][1] if len(pieces) == 1 else _put(pieces)
+            tensors[role] = pieces[0][1] if len(pieces) == 1 else placed(pieces)
         if width:
             start, stop = number * width, (number + 1) * width
             tensors |= {"A": box(a, start, stop), "B": box(tensors["B"], start, stop, 1)}
@@ -280,18 +283,18 @@ def _fused(name: str, members: list[tuple[Part, Module]]) -> Module:
         stacked.append(((at, *(0 for _ in a.shape[1:])), a))
         diagonal.append(((part.at * step, at), b))
         for start, stop in ((0, at), (at + a.shape[0], rank)):
-            diagonal.append(((part.at * step, start), _zeros(b, (b.shape[0], stop - start))))
+            diagonal.append(((part.at * step, start), zeros(b, (b.shape[0], stop - start))))
         at += a.shape[0]
     filled = {part.at + n for part in parts for n in range(part.length)}
     for each in set(range(whole)) - filled:
-        diagonal.append(((each * step, 0), _zeros(factors[0][1], (step, rank))))
-    tensors = {"A": _put(stacked), "B": _put([each for each in diagonal if each[1].numel])}
+        diagonal.append(((each * step, 0), zeros(factors[0][1], (step, rank))))
+    tensors = {"A": placed(stacked), "B": placed([each for each in diagonal if each[1].numel])}
     weights = [each.tensors["magnitude"] for each in modules if "magnitude" in each.tensors]
     if weights and (len(weights) < len(modules) or len(filled) < whole):
         raise UnsupportedError(f"{name} would be DoRA in some of its rows only")
     if weights:
         rows = [(part.at * step,) for part in parts]
-        tensors["magnitude"] = _put([*zip(rows, weights, strict=True)])
+        tensors["magnitude"] = placed([*zip(rows, weights, strict=True)])
     fused: Module = replace(modules[0], path=name, tensors=tensors, rank=rank, scale=scale)
     return fused
 
@@ -305,20 +308,6 @@ def _factors(module: Module) -> tuple[Tensor, Tensor]:
 
 
 # Tensors
-
-
-def _zeros(like: Tensor, shape: Shape) -> Tensor:
-    zero = Storage(Range(Memory(bytes(16), "zeros"), 0, 16))
-    return Tensor(zero, like.dtype, shape, (0,) * len(shape))
-
-
-def _put(parts: Sequence[Place]) -> Tensor:
-    """Return the tensor that has the parts at their offsets, 0 along further dimensions."""
-    dtype, ndim = parts[0][1].dtype, parts[0][1].ndim
-    places = [((*at, *(0,) * (ndim - len(at))), tensor) for at, tensor in parts]
-    ends = [[o + n for o, n in zip(at, each.shape, strict=True)] for at, each in places]
-    shape = (*map(max, zip(*ends, strict=True)),)
-    return made_of(joined(dtype, shape, places), dtype, shape)
 
 
 def _times(tensor: Tensor, factor: float | None) -> Tensor:

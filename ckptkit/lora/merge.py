@@ -306,7 +306,7 @@ class MergePlan:
         shape: Shape = (1, 1)
         if module.kind == "bias":
             shape = module.tensors["diff_b"].shape
-        elif module.kind not in ("ia3", "tokens"):
+        elif module.kind not in ("ia3", "tokens", "vera"):
             change = change_of(module, config, self.weight)
             shape = change.rows, change.columns
         found = self.names.find(component, path, shape, underscores=is_flat)
@@ -322,6 +322,13 @@ class MergePlan:
             change = multiplied(module, self.new[name].shape, config)
             if not is_feedforward(module, config):
                 self._bias(key, module, name, "ia3")
+        elif module.kind == "vera":
+            sizes, has = as_matrix(self.new[name].shape), module.tensors
+            pair = {
+                "vera_A": box(has["vera_A"], 0, sizes[1], 1),
+                "vera_B": box(has["vera_B"], 0, sizes[0]),
+            }
+            change = change_of(module, config, self.weight, **pair)
         if change is None:
             return True
         if component is None:

@@ -102,7 +102,7 @@ def _of_module(adapter: Adapter, key: str) -> Iterator[Problem]:
             )
         if 0 in tensor.shape and module.kind != "adalora":
             found.append(("empty", f"{name} is empty: {role} has no elements"))
-    if not found and module.kind not in ("", "ia3", "tokens", "bias"):
+    if not found and module.kind not in ("", "ia3", "tokens", "bias", "vera"):
         try:
             change_of(module, adapter.configs.get(module.component, {}))
         except UnsupportedError as error:

@@ -29,7 +29,7 @@ from ckptkit.formats.format import open_place
 CONFIG, WEIGHTS = "adapter_config.json", ("adapter_model.safetensors", "adapter_model.bin")
 METADATA = "lora_adapter_metadata"  # of diffusers, in the header of a file
 WRAPPERS = ("module.", "_orig_mod.", "base_model.model.")
-_LIKELY = re.compile("lora|hada_|lokr_|ia3_l|tokens_delta")  # fast to search
+_LIKELY = re.compile("lora|hada_|lokr_|ia3_l|vera_|tokens_delta")  # fast to search
 _METHODS = {"adalora": "ADALORA", "loha": "LOHA", "lokr": "LOKR", "ia3": "IA3"}
 _RANKS = ("A", "embedding_A", "hada_w1_b", "lokr_w1_b", "lokr_w2_b")  # [rank, ...]
 # Parameters of experts, in the order in which their modules define them and peft wraps them.
@@ -324,6 +324,10 @@ def _read(checkpoint: Checkpoint, alpha: float | None) -> Adapter:
             whole[expression("inside").sub("", plain)] = tensor
         else:
             unknown.append(name)
+    # VeRA has one pair of matrices for all modules, beside them.
+    shared = groups.pop("base_model", {}) if config and layout == "peft" else {}
+    for group in groups.values():
+        group |= shared if "lambda_b" in group else {}
     if not groups and not configs:
         hint = "`ckptkit inspect {where}` shows what it contains"
         raise UsageError("is not an adapter: it has no tensors of one", hint=hint)
@@ -361,7 +365,7 @@ def _module(
     sizes = (tensors[role].shape[0] for role in _RANKS if role in tensors and tensors[role].ndim)
     rank = next(sizes, None)
     made = Module(prefix, component, path, kind, tensors, rank, parameter=is_parameter)
-    if kind in ("", "ia3", "tokens"):
+    if kind in ("", "ia3", "tokens", "vera"):
         return replace(made, rank=None, scale=1.0)
     if "alpha" in tensors and tensors["alpha"].numel != 1:
         raise CorruptError(f"{shown(key)} has {tensors['alpha'].numel} numbers as its alpha")

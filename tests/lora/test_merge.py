@@ -552,6 +552,49 @@ def test_unknown_fields_of_a_configuration(tmp_path: Path, in_process: Cli) -> N
     assert done.code == 3 and not (tmp_path / "strict").exists()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_vera_shares_one_pair_of_matrices(dtype: torch.dtype, tmp_path: Path) -> None:
+    """peft 0.21.2 (tuners/vera/layer.py): each module has the first rows and columns of the pair."""
+    weights = {"fc.weight": values(9, 5, dtype=dtype), "up.weight": values(4, 7, dtype=dtype)}
+    a, b, tensors = values(2, 7), values(9, 2), dict[str, torch.Tensor]()
+    expected = {}
+    for name, weight in weights.items():
+        path, (rows, columns) = name.removesuffix(".weight"), weight.shape
+        d, lam = values(2), values(rows)
+        tensors |= {f"{path}.vera_lambda_d": d, f"{path}.vera_lambda_b": lam}
+        change = (lam[:, None] * b[:rows]) @ (d[:, None] * a[:, :columns])
+        expected[name] = (weight.float() + change).to(dtype)
+    path = adapter(tmp_path, tensors, peft_type="VERA", save_projection=True)
+    file = path / "adapter_model.safetensors"
+    save_file(load_file(file) | {"base_model.vera_A": a, "base_model.vera_B": b}, file)
+    seen = merged(tmp_path, base(tmp_path, weights), path)
+    assert all(torch.equal(seen[name], each) for name, each in expected.items())
+    save_file({"base_model.model.fc.vera_lambda_b": values(9)}, file)
+    with pytest.raises(UnsupportedError, match="missing"):
+        ckptkit.merge_lora(tmp_path / "base", path)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_block_diagonal_matrices(dtype: torch.dtype, tmp_path: Path) -> None:
+    """peft 0.21.2 (BdLoraLinearVariant): row blocks on the diagonal; the change is rounded first."""
+    weights = {name: values(6, 8, dtype=dtype) for name in ("q.weight", "o.weight", "x.weight")}
+    tensors = {"q.lora_A.weight": values(2, 8), "q.lora_B.weight": values(6, 1),
+               "o.lora_A.weight": values(2, 4), "o.lora_B.weight": values(6, 2),
+               **factors("x", 6, 8)}  # fmt: skip
+    whole = dict(tensors)
+    for name in ("q.lora_B.weight", "o.lora_A.weight"):
+        whole[name] = torch.block_diag(*tensors[name].chunk(2))
+    blocks = {"nblocks": 2, "target_modules_bd_a": ["o"], "target_modules_bd_b": ["q"]}
+    path = adapter(tmp_path, tensors, use_bdlora=blocks)
+    seen = merged(tmp_path, base(tmp_path, weights), path)
+    for name, weight in weights.items():
+        change = delta(whole, name.removesuffix(".weight")).to(dtype).float()
+        assert torch.equal(seen[name], (weight.float() + change).to(dtype))
+    wrong = adapter(tmp_path, tensors, "wrong", use_bdlora=blocks | {"nblocks": 4})
+    with pytest.raises(UnsupportedError, match="for 4 blocks"):
+        ckptkit.merge_lora(tmp_path / "base", wrong)
+
+
 def test_a_component_of_a_pipeline(tmp_path: Path) -> None:
     file, weight = tmp_path / "both.safetensors", values(9, 5)
     tensors = factors("unet.fc", 9, 5) | factors("text_encoder.q", 4, 4)
