@@ -35,7 +35,7 @@ HOW = {
 }  # fmt: skip
 # States of jobs, and their words in the report.
 STATES = {
-    "planned": "would write", "done": "wrote", "found": "already correct",
+    "planned": "to write", "done": "written", "found": "already correct",
     "skipped": "already done", "failed": "failed",
 }  # fmt: skip
 SHOWN = requests.SHOWN  # maximum number of printed messages
@@ -229,13 +229,13 @@ class _Report:
             }
             render.emit_json(facts)
         elif not self._given["quiet"]:
-            counts = [(verb, self._states[state]) for state, verb in STATES.items()]
-            sentence = ", ".join(f"{verb} {count:,}" for verb, count in counts if count)
+            counts = [(word, self._states[state]) for state, word in STATES.items()]
+            sentence = ", ".join(f"{count:,} {word}" for word, count in counts if count)
             size = f"; {render.size(self._size)}" if self._size else ""
             lines: list[str] = []
             if self._given["dry_run"]:
                 lines = [
-                    f"{STATES[row['state']]} {row['output']}: from {row['file']}" for row in rows
+                    f"{row['output']}: {STATES[row['state']]}, from {row['file']}" for row in rows
                 ]
             render.emit_text(*lines, f"{self._name} into {self._into}: {sentence}{size}")
         if self._warned > SHOWN:

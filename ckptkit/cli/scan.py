@@ -71,7 +71,7 @@ def command(
     """
     from ckptkit.cli import scan_text
     from ckptkit.scanning.files import Failure, scan_all
-    from ckptkit.scanning.verdict import LABELS, VERDICTS, counts
+    from ckptkit.scanning.verdict import CLASSES, LABELS, VERDICTS, counts
 
     if as_json and as_sarif:
         raise click.UsageError("--json and --sarif cannot be combined")
@@ -118,7 +118,8 @@ def command(
                     render.emit(*scan_text.painted(each), *_adapter(each.path, findings_only))
     total = verdicts.total() + failed
     if not (as_json or as_sarif or quiet) and (total > 1 or findings_only):
-        parts = [f"{verdicts[v]:,} {LABELS[v]}" for v in reversed(VERDICTS) if verdicts[v]]
+        words = {**LABELS, CLASSES: "with classes to review"}
+        parts = [f"{verdicts[v]:,} {words[v]}" for v in reversed(VERDICTS) if verdicts[v]]
         parts += [f"{failed:,} could not be read"] if failed else []
         render.emit_text(f"{render.plural(total, 'file')}: {', '.join(parts)}")
     if not total:

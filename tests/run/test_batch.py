@@ -102,7 +102,7 @@ class TestCommands:
         )
         assert (done.code, done.stdout.split(";")[0]) == (
             0,
-            f"strip-module into {into}: wrote 25",
+            f"strip-module into {into}: 25 written",
         ), done.stderr
         assert contents(into) == expected(runs, tmp_path)
         assert without_sum(into / "0001/13.pth") == {
@@ -179,7 +179,7 @@ class TestCommands:
         batch_json(run, "strip-module", "--into", into, *runs[:1])
         done = run("batch", "strip-module", "--dry-run", "--into", into, runs[0], runs[11])
         assert (
-            f"already done 0.pth: from {runs[0]}\nwould write 11.pth: from {runs[11]}\n"
+            f"0.pth: already done, from {runs[0]}\n11.pth: to write, from {runs[11]}\n"
             in done.stdout
         )
 
@@ -352,7 +352,7 @@ class TestFailures:
         done = run(
             "batch", "strip-module", "--into", into, *runs, tmp_path / "gone.pth", "--workers", 2
         )
-        assert (done.code, f"strip-module into {into}: wrote 22, failed 4" in done.stdout) == (
+        assert (done.code, f"strip-module into {into}: 22 written, 4 failed" in done.stdout) == (
             3,
             True,
         ), done
