@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ckptkit.api import Conversion
     from ckptkit.run.batch import Job, Outcome
 
-SCHEMA = "ckptkit.batch/2"
+SCHEMA = "ckptkit.batch/1"
 COMMANDS = (
     "strip-module", "add-module", "remap", "convert", "rename", "extract", "wrap", "resize", "ema",
     "run", "recover",

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ckptkit.core.options import Options
     from ckptkit.run.gguf_names import Paired
 
-SCHEMA = "ckptkit.diff/2"
+SCHEMA = "ckptkit.diff/1"
 DIFFERENT = 1
 UNSURE = 0.6  # below this confidence, a pair is a guess
 

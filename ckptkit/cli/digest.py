@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ckptkit.core.checkpoint import Checkpoint
     from ckptkit.core.options import Options
 
-SCHEMA = "ckptkit.digest/2"
+SCHEMA = "ckptkit.digest/1"
 DIFFERENT = 1
 
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ckptkit.diagnosis.cause import Cause
     from ckptkit.diagnosis.diagnose import Diagnosis
 
-SCHEMA = "ckptkit.doctor/3"
+SCHEMA = "ckptkit.doctor/1"
 FOUND = 1
 UNCHECKED = "note: names and shapes were not checked against a model; --model checks them"
 COLOURS = {"error": "red", "warning": "yellow", "note": "cyan"}  # by level, most severe first

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ckptkit.core.checkpoint import Checkpoint
     from ckptkit.core.options import Options
 
-SCHEMA = "ckptkit.inspect/2"
+SCHEMA = "ckptkit.inspect/1"
 SHOWN = 40  # printed values, objects or metadata entries; --json and --tree print all
 
 

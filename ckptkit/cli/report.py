@@ -16,7 +16,7 @@ from ckptkit.core.text import shown_url
 if TYPE_CHECKING:
     from ckptkit.core.checkpoint import Checkpoint
 
-SCHEMA = "ckptkit.report/2"
+SCHEMA = "ckptkit.report/1"
 PAGES, PICTURES = (".html", ".htm"), (".svg", ".png", ".pdf")
 
 

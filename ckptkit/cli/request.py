@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ckptkit.edits.rules import Done, RulesReport
     from ckptkit.formats.format import Loss
 
-SCHEMA = "ckptkit.edit/3"
+SCHEMA = "ckptkit.edit/1"
 SHOWN = 20  # printed lines about lost entries
 
 

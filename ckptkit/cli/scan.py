@@ -13,7 +13,7 @@ import click
 from ckptkit.cli import reading, render
 from ckptkit.core.errors import CkptkitError, InputError
 
-SCHEMA = "ckptkit.scan/2"
+SCHEMA = "ckptkit.scan/1"
 FOUND = 1
 
 

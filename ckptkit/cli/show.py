@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ckptkit.core.options import Options
     from ckptkit.core.tensor import Tensor
 
-SCHEMA = "ckptkit.show/2"
+SCHEMA = "ckptkit.show/1"
 FOUND = 1  # exit code of --nan if it finds any
 ROWS = 12
 BINS = 16  # of a histogram

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ckptkit.analysis.stats import Statistics, TensorStats
     from ckptkit.core.options import Options
 
-SCHEMA = "ckptkit.stats/2"
+SCHEMA = "ckptkit.stats/1"
 SHOWN = 8  # names in a warning
 NUMBERS = (
     "count", "nan", "inf", "zeros", "sparsity", "mean", "std", "norm", "min", "max", "abs_max",

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ckptkit.core.options import Options
     from ckptkit.formats.format import Defect
 
-SCHEMA = "ckptkit.verify/2"
+SCHEMA = "ckptkit.verify/1"
 FINDINGS = 1
 SHOWN = 20  # maximum number of printed findings of a file
 NAMED = 3  # maximum number of printed tensors of a finding

@@ -49,7 +49,7 @@ def test_the_schema(ckptkit: Ckptkit, ab: tuple[Path, Path]) -> None:
     far = float((ours - theirs).norm() / ours.norm())
     near = float(torch.nn.functional.cosine_similarity(ours, theirs, dim=0))
     assert json.loads(result.stdout) == {
-        "schema": "ckptkit.diff/2",
+        "schema": "ckptkit.diff/1",
         "a": str(ab[0]),
         "b": str(ab[1]),
         "model": None,

@@ -103,7 +103,7 @@ def test_the_schema(ckptkit: Ckptkit, files: tuple[Path, str]) -> None:
     found = json.loads(
         ckptkit("diff", "--json", files[0], "--model", files[1], "--arg", "classes=7").stdout
     )
-    assert found["schema"] == "ckptkit.diff/2"
+    assert found["schema"] == "ckptkit.diff/1"
     assert len(found["missing"]) == len(found["unexpected"]) == len(found["renamed"]) == 14
     pair = next(pair for pair in found["renamed"] if pair["old"] == "in_proj.weight")
     assert {**pair, "confidence": 0, "why": ""} == {

@@ -61,7 +61,7 @@ def diagnose(ckptkit: Ckptkit) -> Diagnose:
         found = json.loads(result.stdout)
         fails = any(cause["level"] != "note" for cause in found["causes"])
         assert result.exit_code == (code if code == 3 else int(fails)), result.stderr
-        assert found["schema"] == "ckptkit.doctor/3"
+        assert found["schema"] == "ckptkit.doctor/1"
         assert found["readable"] == (code != 3)
         assert bool(found["causes"]) == (code != 0)
         return {cause["code"]: cause for cause in found["causes"]}

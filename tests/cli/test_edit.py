@@ -415,7 +415,7 @@ def test_the_json_report(ckptkit: Ckptkit, run_pth: Path, tmp_path: Path) -> Non
     target = tmp_path / "run.safetensors"
     result = ckptkit("convert", "--json", "--strip", "module.", run_pth, target)
     found = json.loads(result.stdout)
-    assert found["schema"] == "ckptkit.edit/3"
+    assert found["schema"] == "ckptkit.edit/1"
     assert (found["inputs"], found["output"]) == ([str(run_pth)], str(target))
     assert (found["format"], found["tensor_count"], found["size"]) == (
         "safetensors",

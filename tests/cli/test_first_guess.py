@@ -38,7 +38,7 @@ JOBS = [
     # look
     ("net.pth", "9 tensors"),
     ("folder", "folder/1.pth"),
-    ("run.pth --json", '"ckptkit.inspect/2"'),
+    ("run.pth --json", '"ckptkit.inspect/1"'),
     ("info net.pth", "ckptkit inspect net.pth"),
     ("ls net.pth", "ckptkit inspect net.pth"),
     ("summary net.pth", "ckptkit inspect --brief net.pth"),

@@ -24,7 +24,7 @@ TENSOR = {
 
 
 def file(found: Any) -> Any:
-    assert found["schema"] == "ckptkit.inspect/2"
+    assert found["schema"] == "ckptkit.inspect/1"
     (only,) = found["files"]
     return only
 

@@ -117,7 +117,7 @@ def test_json(ckptkit: Ckptkit, evil: Path, fine: Path) -> None:
     result = ckptkit("scan", "--json", evil, fine, evil.parent / "missing")
     assert result.exit_code == 1
     found = json.loads(result.stdout)
-    assert found["schema"] == "ckptkit.scan/2" and [
+    assert found["schema"] == "ckptkit.scan/1" and [
         each.get("verdict") for each in found["files"]
     ] == ["code", "safe", None]
     assert found["files"][2]["error"]["code"] == "missing-file"

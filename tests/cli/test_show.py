@@ -124,7 +124,7 @@ def test_two_files_side_by_side(ckptkit: Ckptkit, file: Path, tmp_path: Path) ->
 
 def test_the_schema(ckptkit: Ckptkit, file: Path) -> None:
     found: Any = json.loads(ckptkit("show", file, "half", "--json").stdout)
-    assert found["schema"] == "ckptkit.show/2"
+    assert found["schema"] == "ckptkit.show/1"
     (shown,) = found["tensors"]
     assert shown.pop("stats")["nan"] == 1
     exact = float(torch.tensor(0.1, dtype=torch.bfloat16))

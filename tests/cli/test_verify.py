@@ -100,7 +100,7 @@ def test_json(ckptkit: Ckptkit, net: Path, damaged: Path, tmp_path: Path) -> Non
     done = ckptkit("verify", "--json", net, damaged, tmp_path / "nowhere.pth")
     assert done.exit_code == 3
     found = json.loads(done.stdout)
-    assert found["schema"] == "ckptkit.verify/2"
+    assert found["schema"] == "ckptkit.verify/1"
     fine, bad, missing = found["files"]
     assert (fine["file"], fine["format"], fine["ok"], fine["tensor_count"]) == (
         str(net),

@@ -87,7 +87,7 @@ def batch_json(run: Run, *args: object, code: int = 0) -> dict[str, Any]:
     done = run("batch", *args, "--json")
     assert done.code == code, done.stderr
     answer: dict[str, Any] = json.loads(done.stdout)
-    assert answer["schema"] == "ckptkit.batch/2"
+    assert answer["schema"] == "ckptkit.batch/1"
     return answer
 
 
@@ -162,7 +162,7 @@ class TestCommands:
                 "--into DIR",
                 "--workers",
                 "SRC...",
-                "batch/2",
+                "batch/1",
             )
         )
         assert "DST" not in text and "--in-place" not in text
