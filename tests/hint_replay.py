@@ -148,7 +148,7 @@ def failure(case: Path) -> str | None:
     words = about["words"]
     with chdir(about["cwd"]):
         done = CliRunner().invoke(main, words[1:])
-        if "exists already" in done.output:  # --force is what that message says to add
+        if ": exists" in done.output:  # --force is what that message says to add
             done = CliRunner().invoke(main, [*words[1:], "--force"])
     allowed = {0, 1} if words[1] in ANSWERS else {0}
     unnamed = [

@@ -131,7 +131,7 @@ def _compare(
     from ckptkit import api
     from ckptkit.analysis.diff import compare_checkpoints, entire, has_weights, selected
     from ckptkit.analysis.summary import summarize
-    from ckptkit.quantized import look_through_both
+    from ckptkit.quantized import dequantized_views
 
     name = shown_url(a)
     matches = render.matcher(globs) if globs else None
@@ -158,7 +158,7 @@ def _compare(
             if paired is not None:
                 with render.Progress(f"comparing {name}", paired.nbytes) as progress:
                     return paired.diff(how["values"], matches, progress)
-        sides = (opened[0], opened[1]) if stored else look_through_both(*opened)
+        sides = (opened[0], opened[1]) if stored else dequantized_views(*opened)
         if how["everything"] or not has_weights(*sides):
             nbytes = sum(summarize(each).totals.nbytes for each in sides)
         else:

@@ -110,7 +110,7 @@ def command(
              ckptkit report run.pth run.svg
     """
     from ckptkit import api
-    from ckptkit.quantized import dequantized_view, look_through_both
+    from ckptkit.quantized import dequantized_view, dequantized_views
 
     suffix = _suffix(output)
     with ExitStack() as stack:
@@ -119,7 +119,7 @@ def command(
             key = key if key_b is None else key_b
             found.append(stack.enter_context(api.reading(other, key=key)))
         if not stored and len(found) > 1 and all(map(_has_weights, found)):
-            found = list(look_through_both(*found))
+            found = list(dequantized_views(*found))
         elif not stored:
             found = list(map(dequantized_view, found))
         if suffix in PAGES:

@@ -35,7 +35,7 @@ from ckptkit.formats.format import steady
 from ckptkit.loading import building
 from ckptkit.loading.tensors import PythonValues, TorchTensors, entries
 from ckptkit.lora.reading import is_adapter
-from ckptkit.quantized import look_through_both, look_through_for
+from ckptkit.quantized import dequantized_for_model, dequantized_views
 
 if TYPE_CHECKING:
     import torch
@@ -75,7 +75,7 @@ def diff(
             other = building.model_from(other)
         if not hasattr(other, "state_dict"):
             second = stack.enter_context(reading(other, key=key))
-            sides = look_through_both(entire(ck), entire(second))
+            sides = dequantized_views(entire(ck), entire(second))
             return compare_checkpoints(
                 *sides,
                 everything=everything,
@@ -110,7 +110,7 @@ def against_model(
 
 def seen_by(ck: Checkpoint, shapes: Mapping[str, tuple[str, Shape]]) -> Checkpoint:
     """The checkpoint with the weights that a model of these dtypes and shapes would be given."""
-    return look_through_for(ck, {name: dtype for name, (dtype, _) in shapes.items()})
+    return dequantized_for_model(ck, {name: dtype for name, (dtype, _) in shapes.items()})
 
 
 _NUMBERS = ("float", "int", "bool")  # kinds of elements that torch casts to each other

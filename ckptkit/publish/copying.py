@@ -1,10 +1,10 @@
 """Write the segments of one output file, at the speed of ``cp`` and in a few MiB of memory.
 
-The work on a file is cut into independent tasks: which segments, and where they begin. A long range
-that keeps its place in a block is copied inside the kernel, which shares the bytes instead where
-the file system can do that. All others are read and written in pieces that fit into a core's cache:
-the kernel would copy them no faster, and a checksum of them costs no second pass. Short ranges are
-cut out of bytes that were read ahead, and written together with the literals between them.
+The work is divided into independent tasks, each with its segments and their place. If a long range
+keeps its place within a file system block, the kernel copies it, or shares it if the file system
+can. Other ranges are read and written in pieces that fit the cache of a core: the kernel would not
+copy them faster, and their checksums need no second pass. Short ranges are taken from a read-ahead
+window and written together with the literals between them.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from ckptkit.core.plan import Checksummed, ChecksumPlaceholder, Segment, length
 if TYPE_CHECKING:
     from ckptkit.compute.strided_read import Block
 
-WINDOW = 1 << 20  # bytes read ahead, and joined into one write
-PIECE = 256 << 10  # bytes read and written at a time, so that they stay in a core's cache
-NEARBY = 4 << 10  # bytes read ahead at first; the window grows while ranges follow each other
-# Bytes; below, reading ahead is cheaper than a system call for each range (measured).
+WINDOW = 1 << 20  # most bytes that are read ahead, and that are joined into one write
+PIECE = 256 << 10  # bytes per read and write: they must stay in the cache of a core
+NEARBY = 4 << 10  # bytes of the first read-ahead; it grows while ranges follow each other
+# Bytes; for shorter ranges, reading ahead is faster than a system call per range (measured).
 SHORT = 32 << 10
-CHUNK = 64 << 20  # bytes of one kernel copy, so that progress and interrupts get through
-BLOCK = 4 << 10  # bytes of a block of a file system, which two files may share
+CHUNK = 64 << 20  # bytes per kernel copy: progress and interrupts are handled in between
+BLOCK = 4 << 10  # bytes of a file system block, which two files may share
 
-# What the kernel answers where it does not copy between these two files.
+# Errors of the kernel when it cannot copy between these two files.
 _NOT_HERE = {
     *(errno.EXDEV, errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP),
     *(errno.ENOTSUP, errno.ENOTSOCK, errno.EPERM),
@@ -55,17 +55,17 @@ _NOT_HERE = {
 _of_thread = threading.local()
 
 Progress = Callable[[int], None]
-Sum = tuple[int, int, int]  # number, CRC-32, bytes that it covers
+Sum = tuple[int, int, int]  # number of the checksum, CRC-32, length
 
 
 class WriteTask(NamedTuple):
-    """A part of the work on the file `path`, from its byte `start` on; picklable.
+    """A part of the work on the file `path`, from byte `start` on; picklable.
 
-    It writes `segments` one after another; or the `block` of a large transpose where its parts
-    belong; or sums up what other tasks have written there, as `checksum` (number, bytes). Bytes of
-    the sources `summed` are summed up while they are read (None: no checksum is compared, not even
-    that of what is inflated). With `keeps_sums`, the ranges among the segments need not be: the
-    kernel may copy them.
+    A task does one of three things. It writes `segments` in a row. Or it writes the `block` of a
+    large transpose to its places. Or it computes the `checksum` (number, length) of bytes that
+    other tasks have written. Checksums of the sources `summed` are computed while they are read; if
+    it is None, not even inflated data is verified. With `keeps_sums`, plain ranges are excluded, so
+    that the kernel may copy them.
     """
 
     path: str
@@ -78,13 +78,13 @@ class WriteTask(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Bytes that it writes."""
+        """Number of bytes that the task writes."""
         return sum(map(length, self.segments)) if self.block is None else self.block.size
 
     def is_copied(self, segment: Segment, place: int) -> bool:
-        """Return whether the kernel is to copy a segment to byte `place` of the file.
+        """Return whether the kernel should copy a segment to byte `place` of the file.
 
-        Elsewhere in a block it copies a page at a time, with two writes for each.
+        If the place within a block changes, the kernel copies page by page with two writes each.
         """
         if not isinstance(segment, Range) or segment.length < SHORT:
             return False
@@ -94,14 +94,14 @@ class WriteTask(NamedTuple):
 
 
 class TaskResult(NamedTuple):
-    """The checksums of the parts of a task, in order, and those of what it has read."""
+    """The checksums of the parts of a task, in order, and those of the bytes that it read."""
 
     sums: list[Sum]
     read: list[list[int]]  # runs of `ReadSums`
 
 
 def cut(task: WriteTask, size: int) -> Iterator[WriteTask]:
-    """Cut the work on a file into independent tasks of about `size` bytes; holes stay unfilled."""
+    """Split the work on a file into tasks of about `size` bytes. Placeholders stay unfilled."""
     from ckptkit.compute.strided_read import blocks
 
     batch: list[Segment] = []
@@ -147,10 +147,10 @@ def _parts(segment: Segment, size: int) -> Iterator[Segment]:
 
 
 def run(task: WriteTask, progress: Progress = lambda count: None) -> TaskResult:
-    """Carry out one task. Raises OSError, InputError, InputChangedError."""
+    """Execute one task. Raises OSError, InputError, InputChangedError."""
     if task.checksum is not None:
         return TaskResult([_reread(task.path, task.start, *task.checksum)], [])
-    # A transpose is read in pieces that do not follow each other.
+    # A transpose is not read in order, so its checksums would be useless.
     sums = ReadSums(() if task.block is not None else task.summed or ())
     flags = os.O_WRONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_NOFOLLOW", 0)
     fd = os.open(task.path, flags)
@@ -168,7 +168,7 @@ def run(task: WriteTask, progress: Progress = lambda count: None) -> TaskResult:
 
 
 def _write_block(fd: int, block: Block, start: int) -> None:
-    """Write the rows of a transpose. Its memory is used again: new pages cost as much as copies."""
+    """Write the rows of a transpose. The buffer is reused: new pages cost as much as copies."""
     from ckptkit.compute.strided_read import Turner
 
     if not hasattr(_of_thread, "turner"):
@@ -178,7 +178,7 @@ def _write_block(fd: int, block: Block, start: int) -> None:
         done = os.pwritev(fd, rows, place) if hasattr(os, "pwritev") else 0
         for data in rows:
             if done < len(data):
-                os.lseek(fd, place + done, os.SEEK_SET)  # each task has a descriptor of its own
+                os.lseek(fd, place + done, os.SEEK_SET)  # safe: each task has its own descriptor
                 write_all(fd, data[done:])
             place += len(data)
             done = max(0, done - len(data))
@@ -198,7 +198,7 @@ def _reread(path: str, start: int, number: int, size: int) -> Sum:
 
 
 class _SegmentWriter:
-    """Writer of the segments of a task one after another, from the current position of `fd`."""
+    """Writes the segments of a task in a row, from the current position of `fd`."""
 
     def __init__(self, fd: int, task: WriteTask, progress: Progress) -> None:
         self.sums: list[Sum] = []
@@ -206,13 +206,13 @@ class _SegmentWriter:
         self._task = task
         self._progress = progress
         self._pending: list[bytes] = []
-        self._buffer: memoryview | None = None  # for pieces, used again by each long range
+        self._buffer: memoryview | None = None  # reused for all long ranges
         self._can_copy = hasattr(os, "copy_file_range")
 
     def write(self) -> None:
         """Write the segments.
 
-        Short ones are handled in one loop without calls: there may be hundreds of thousands.
+        Short segments are handled inline in one loop: there may be hundreds of thousands.
         """
         read, pending, size = ReadAhead().read, self._pending, 0
         for segment in self._task.segments:
@@ -241,7 +241,7 @@ class _SegmentWriter:
         self._flush()
 
     def _long(self, extent: Extent, number: int | None) -> None:
-        """Write a long extent: let the kernel copy it, or read or compute it piece by piece."""
+        """Write a long extent: by a kernel copy, or piece by piece."""
         place = os.lseek(self._fd, 0, os.SEEK_CUR)
         if isinstance(extent, Range):
             if number is None and self._can_copy and self._task.is_copied(extent, place):
@@ -254,10 +254,10 @@ class _SegmentWriter:
                 self._count(number, piece)
             write_all(self._fd, piece)
             self._progress(len(piece))
-            del piece  # it may be large, and the next one is made before this name is used again
+            del piece  # free it before the next one is computed
 
     def _copy(self, extent: Range) -> int:
-        """Let the kernel copy; return how many bytes it did: all of them, if it can do so here."""
+        """Copy with the kernel. Return the number of bytes copied, fewer if the kernel cannot."""
         assert isinstance(extent.source, LocalFile)
         done = 0
         while done < extent.length:
@@ -295,9 +295,9 @@ class _SegmentWriter:
 def pieces(
     extent: Extent, place: int = 0, buffer: memoryview | None = None
 ) -> Iterator[bytes | memoryview]:
-    """Yield the bytes of an extent; a local file's through one buffer that fits a core's cache.
+    """Yield the bytes of an extent; those of a local file through one buffer that fits the cache.
 
-    Pieces for `place` in the output end at multiples of the buffer's size there.
+    `place` is the offset in the output. Pieces end where that is divisible by the buffer size.
     """
     if isinstance(extent, Derived) or not isinstance(extent.source, LocalFile):
         yield from stream(extent)
@@ -313,9 +313,9 @@ def pieces(
 
 
 def in_order(segments: Iterable[Segment], sums: dict[int, int]) -> Iterator[bytes | memoryview]:
-    """Yield the bytes of all segments, given the checksums.
+    """Yield the bytes of all segments in order, with checksums filled in.
 
-    A piece may be overwritten when the next one is requested.
+    The next piece may overwrite the previous one.
     """
     ahead = ReadAhead()
     for segment in segments:
@@ -331,7 +331,7 @@ def in_order(segments: Iterable[Segment], sums: dict[int, int]) -> Iterator[byte
 
 
 def checksums(segments: Iterable[Segment]) -> dict[int, int]:
-    """Compute the CRC-32s that deferred segments need, by number, reading the bytes they cover."""
+    """Compute the CRC-32s that placeholders need, by number, by reading all covered bytes."""
     found: dict[int, int] = {}
     for segment in segments:
         if isinstance(segment, Checksummed):
@@ -341,14 +341,14 @@ def checksums(segments: Iterable[Segment]) -> dict[int, int]:
 
 
 def write_all(fd: int, data: bytes | memoryview) -> None:
-    """Write every byte: a system call may write fewer than it is given."""
+    """Write all bytes, with several system calls if needed."""
     done = os.write(fd, data)
     while done < len(data):
         done += os.write(fd, memoryview(data)[done:])
 
 
 class ReadAhead:
-    """Reader of short ranges, mostly consecutive, through a window that grows while they are."""
+    """Reads short ranges through a window, which grows while ranges follow each other."""
 
     def __init__(self) -> None:
         self._source: ByteSource | None = None
@@ -357,7 +357,7 @@ class ReadAhead:
         self._size = NEARBY
 
     def read(self, source: ByteSource, offset: int, length: int) -> bytes:
-        """Return `length` bytes of `source` from `offset`: they count as read, others do not."""
+        """Return `length` bytes of `source` from `offset`. Only these bytes enter checksums."""
         at = offset - self._start
         if source is not self._source or at < 0 or at + length > len(self._data):
             follows = source is self._source and 0 <= at <= len(self._data) + self._size
@@ -374,7 +374,7 @@ class ReadAhead:
 
 
 def combined(sums: Iterable[Sum]) -> dict[int, int]:
-    """Combine the checksums of parts, in order, into one for each number."""
+    """Combine the checksums of consecutive parts into one for each number."""
     found: dict[int, int] = {}
     for number, crc, size in sums:
         found[number] = crc32_combine(found[number], crc, size) if number in found else crc

@@ -1,31 +1,31 @@
 """Edit a file in place, crash-safely: valid before and after, detectably invalid in between.
 
-    lock; journal beside the file, on the disk; invalidate it; write the edits; set the size;
-    seal it; remove the journal
+    lock the file; write the journal beside it; invalidate the file; write the edits; set the size;
+    write the seal; remove the journal
 
-with an fsync after each step. Whatever interrupts this, the journal exists as long as the file is
-not whole, and the next command that opens the file restores it.
+with an fsync after each step. If the edit is interrupted, the journal exists as long as the file is
+invalid. The next command that opens the file detects it, and `recover` restores the file.
 
-Processes that have the file open or mapped see the change. So a file with several hard links is
-never edited in place.
+Processes that have the file open or mapped see the change. Therefore a file with several hard links
+is never edited in place.
 
-The journal, ``.<name>.ckptkit-journal`` beside the file, is complete and on the disk before the
-first byte of the file changes, and is removed after the last one has:
+The journal, ``.<name>.ckptkit-journal`` beside the file, is complete and on disk before the first
+byte of the file changes. It is removed after the last byte has changed:
 
     ckptkit journal 1\n
     {"inode", "before", "after": sizes, "breaks": [offset, length],
      "spans": [[offset, length before, after], ...],
      "group": [name, ...], "then": [path, text]}\n  (one line)
-    the bytes of `breaks`, then of each span those before and those after
-    SHA-256 of all that
+    the bytes of `breaks`, then for each span the bytes before and the bytes after
+    SHA-256 of everything above
 
-A span of four numbers is of single bytes: the second is the length of their places, which precede
-them. Files of one folder that are edited together name each other in `group`: all journals are
-there before the first file changes, and all files are changed before the first journal goes. Then
-the small file `then` is written, by whoever finds all of them changed.
+A span of four numbers covers single bytes: the second number is the length of their places, which
+precede them. If files of one folder are edited together, each journal lists all of them in `group`.
+All journals exist before the first file changes, and all files are changed before the first journal
+is removed. Then the small file `then` is written, also by `recover` if it finds all files changed.
 
-It concerns only the file beside it, and is used only on that one: the same inode, in which every
-byte of a span is the one before, the one after, or one of an interrupted write.
+A journal applies only to the file beside it, with the same inode. Each byte in a span must be the
+one before, the one after, or one of an interrupted write.
 """
 
 from __future__ import annotations
@@ -64,24 +64,24 @@ from ckptkit.publish.publish import (
 
 try:
     import fcntl
-except ImportError:  # Windows, where files are written anew instead
+except ImportError:  # Windows, where files are rewritten instead
     fcntl = None  # type: ignore[assignment]
 
 _FLAGS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0)
-_BUSY = "is being changed in place by another process"
-_AGAIN = "run the command again when it is done"
+_BUSY = "is being edited in place by another process"
+_AGAIN = "run the command again when it has finished"
 _INTERRUPTED = "an edit in place was interrupted"
 
 
 def fits(patch: Patch) -> bool:
-    """Return whether the journal of a patch is not too large to be read back."""
+    """Return whether the journal of a patch is below the size limit."""
     return 2 * patch.written + (1 << 20) <= LARGEST
 
 
 def can_patch(path: str) -> bool:
     """Return whether the file can be edited in place.
 
-    It must be a writable regular file, not a symbolic link, with one hard link.
+    It must be a writable regular file with one hard link, and not a symbolic link.
     """
     info = os.lstat(path)
     folder, journal = os.path.split(journal_path(path))
@@ -96,11 +96,11 @@ def can_patch(path: str) -> bool:
 
 
 def apply(patch: Patch, options: Options = DEFAULT, **changes: Any) -> Published:
-    """Apply `patch` to its file, with `options` or others named in `changes`.
+    """Apply `patch` to its file, with `options` and `changes` to these.
 
-    ``verify`` reads back the written bytes. ``progress`` is called at the end. ``dry_run`` makes
-    the checks that come before writing. Raises InputChangedError if it is no longer the file that
-    was read, OutputError, VerifyError with the file as it was.
+    ``verify`` reads the written bytes back. ``progress`` is called once, at the end. ``dry_run``
+    only makes the checks before writing. Raises InputChangedError if the file changed since it was
+    read. Raises OutputError or VerifyError after it has restored the file.
     """
     return apply_all((patch,), options.changed(changes))
 
@@ -108,10 +108,10 @@ def apply(patch: Patch, options: Options = DEFAULT, **changes: Any) -> Published
 def apply_all(
     patches: Sequence[Patch], options: Options = DEFAULT, then: tuple[str, str] | None = None
 ) -> Published:
-    """Apply patches of files of one folder: all of them, or none, whatever interrupts it.
+    """Apply patches to files of one folder: all of them or, if interrupted, none.
 
-    `then` is a small file (path in the folder, text) that is written when all are changed. As
-    `apply` otherwise.
+    `then` is a small file (path in the folder, text) that is written after all files are changed.
+    Otherwise like `apply`.
     """
     bases = [patch.base for patch in patches]
     group = tuple(os.path.basename(base.path) for base in bases) if len(bases) > 1 else ()
@@ -140,7 +140,7 @@ def apply_all(
 
 
 class _Ready(NamedTuple):
-    """A patch whose file is locked, and may be changed."""
+    """A patch whose file is locked and checked."""
 
     patch: Patch
     fd: int
@@ -149,7 +149,7 @@ class _Ready(NamedTuple):
 
 
 def _change(ready: Sequence[_Ready], verify: bool) -> None:
-    """Write all journals, then all files, then the file that follows; remove the journals."""
+    """Write all journals, then all files, then the file `then`; last, remove the journals."""
     kept: list[_Ready] = []
     try:
         for each in ready:
@@ -161,12 +161,12 @@ def _change(ready: Sequence[_Ready], verify: bool) -> None:
             _rewrite(fd, known.breaks, patch.edits, patch.size, (patch.seal,))
             for edit in (*patch.edits, patch.seal) if verify else ():
                 if _at(fd, edit.offset, len(edit.data), edit.places) != edit.data:
-                    why = f"was not written as planned, at byte {edit.offset:,} or after"
+                    why = f"differs from the plan, at byte {edit.offset:,} or after"
                     raise VerifyError(why, where=patch.base.name)
         if ready and ready[0].known.then is not None:
             _write_beside(ready[0].patch.base.path, ready[0].known.then)
     except BaseException:
-        for each in kept if len(kept) == len(ready) else ():  # else nothing has been changed
+        for each in kept if len(kept) == len(ready) else ():  # otherwise no file has changed yet
             _undo(each.fd, each.known)
         for each in kept:
             _remove(each.journal)
@@ -176,7 +176,7 @@ def _change(ready: Sequence[_Ready], verify: bool) -> None:
 
 
 def _write_beside(file: str, then: tuple[str, str]) -> None:
-    """Write a small file in the folder of another, whole or not at all."""
+    """Write a small file in the folder of `file`, atomically."""
     path = os.path.join(os.path.dirname(file), then[0])
     os.makedirs(os.path.dirname(path), exist_ok=True)
     _keep([then[1].encode()], path)
@@ -184,7 +184,7 @@ def _write_beside(file: str, then: tuple[str, str]) -> None:
 
 @contextmanager
 def _locked(path: str, name: str, access: int = os.O_RDWR) -> Iterator[int]:
-    """Open the file under an advisory lock: exclusive for writing, shared for reading."""
+    """Open the file with an advisory lock: exclusive for writing, shared for reading."""
     fd = os.open(path, access | _FLAGS)
     try:
         try:
@@ -199,7 +199,7 @@ def _locked(path: str, name: str, access: int = os.O_RDWR) -> Iterator[int]:
 
 
 def _keep(pieces: Iterable[bytes], path: str) -> None:
-    """Write the journal beside the file: complete, and on the disk with its name."""
+    """Write a file atomically and flush it, and its name, to disk."""
     temporary = temporary_name(path)
     try:
         fd = new_file(temporary)
@@ -213,7 +213,7 @@ def _keep(pieces: Iterable[bytes], path: str) -> None:
         os.rename(temporary, path)
         sync_folder(os.path.dirname(path))
     except BaseException:
-        for each in (temporary, path):  # under the lock the journal can only be this one
+        for each in (temporary, path):  # the lock ensures that no other process wrote it
             with suppress(OSError):
                 os.unlink(each)
         raise
@@ -225,7 +225,7 @@ def _remove(journal: str) -> None:
 
 
 def _rewrite(fd: int, breaks: Edit, edits: Iterable[Edit], size: int, seal: Iterable[Edit]) -> None:
-    """Invalidate the file, change it, and make it whole."""
+    """Invalidate the file, change it, and make it valid again."""
     _write(fd, (breaks,))
     _write(fd, edits, size)
     _write(fd, seal)
@@ -244,7 +244,7 @@ def _write(fd: int, edits: Iterable[Edit], size: int | None = None) -> None:
 
 
 def _read(fd: int, offset: int, length: int) -> bytes:
-    """Return the bytes at `offset`, as many as the file has."""
+    """Return the bytes at `offset`, fewer if the file ends."""
     os.lseek(fd, offset, os.SEEK_SET)
     found = b""
     while more := os.read(fd, length - len(found)):
@@ -253,7 +253,7 @@ def _read(fd: int, offset: int, length: int) -> bytes:
 
 
 def _scattered(old: bytes, edit: Edit) -> bytes:
-    """Return bytes of the file with those of a sparse edit in their places."""
+    """Return the old bytes with the bytes of a scattered edit in their places."""
     import numpy as np
 
     made = np.frombuffer(old, np.uint8).copy()
@@ -262,7 +262,7 @@ def _scattered(old: bytes, edit: Edit) -> bytes:
 
 
 def _at(fd: int, offset: int, length: int, places: bytes = b"") -> bytes:
-    """Return the bytes at `offset`, in a row or at their places, as many as the file has."""
+    """Return the bytes at `offset`, in a row or at `places`, fewer if the file ends."""
     if not places:
         return _read(fd, offset, length)
     import numpy as np
@@ -279,7 +279,7 @@ def _undo(fd: int, journal: Journal) -> None:
 
 
 def journals_of(path: str) -> Iterator[tuple[str, str]]:
-    """Yield the journals at `path`, a file or a folder of files, each with its file."""
+    """Yield (journal, file) for the journals at `path`, a file or a folder."""
     if os.path.isdir(path):
         journals = [os.path.join(path, name) for name in os.listdir(path) if name.endswith(JOURNAL)]
     else:
@@ -291,12 +291,12 @@ def journals_of(path: str) -> Iterator[tuple[str, str]]:
 
 
 def check_journals(path: str, undo: bool = False) -> None:
-    """Look at the interrupted edits in place at `path`, a file or a folder of files.
+    """Check for interrupted edits in place at `path`, a file or a folder of files.
 
-    Raises InputError for files that are left half-edited, and changes nothing: commands that only
-    read do not write. With `undo`, restores each file to what it was, unless only the removal of
-    the journals was missing; raises OutputError where that cannot be written. Raises InputError
-    where an edit is still under way, or the journal does not match the file.
+    Raises InputError for half-edited files, and changes nothing: commands that only read do not
+    write. With `undo`, it restores each file instead. If an edit was complete, it only removes the
+    journal. Raises OutputError if it cannot write. Raises InputError if an edit is in progress, or
+    if a journal does not match its file.
     """
     for journal, file in journals_of(path):
         try:
@@ -312,7 +312,7 @@ def check_journals(path: str, undo: bool = False) -> None:
 
 
 def _check_group(journal: str, file: str, undo: bool, stack: ExitStack) -> None:
-    """Check a journal, with those of the files that were edited together with its own."""
+    """Check a journal together with those of the files in its group."""
     members: list[tuple[str, int, Journal]] = []
     states = set()
     waiting = [file]
@@ -320,7 +320,7 @@ def _check_group(journal: str, file: str, undo: bool, stack: ExitStack) -> None:
         each = waiting.pop(0)
         place = journal_path(each)
         if not os.path.lexists(place) or not os.path.isfile(each):
-            continue  # the edit was finished in the meantime, or had not begun
+            continue  # the edit has finished in the meantime, or never started
         fd = stack.enter_context(_locked(each, each, os.O_RDWR if undo else os.O_RDONLY))
         if not os.path.lexists(place):
             continue
@@ -331,12 +331,12 @@ def _check_group(journal: str, file: str, undo: bool, stack: ExitStack) -> None:
         found = (_at(fd, s.offset, max(len(s.old), len(s.new)), s.places) for s in known.spans)
         state = known.state(os.fstat(fd).st_size, found)
         if state == "else":
-            raise _foreign(place, each, "another program has written to it since")
+            raise _foreign(place, each, "another program has since written to the file")
         states.add(state)
         members.append((place, fd, known))
     is_half = len(states) > 1 or "between" in states
     if is_half and not undo:
-        hint = f"`ckptkit recover --in-place {shell_word(file)}` puts it back as it was"
+        hint = f"`ckptkit recover --in-place {shell_word(file)}` restores the file"
         raise InputError(_INTERRUPTED, where=file, hint=hint)
     for _, fd, known in members if is_half else ():
         _undo(fd, known)
@@ -347,18 +347,18 @@ def _check_group(journal: str, file: str, undo: bool, stack: ExitStack) -> None:
 
 
 def _trusted(journal: str, file: str, fd: int) -> Journal:
-    """Return the journal, if it is of this very file."""
+    """Return the journal. Raises InputError unless it belongs to this file."""
     info = os.fstat(fd)
     with closing(LocalFile(journal, follow=False)) as source:
         if hasattr(os, "geteuid") and os.fstat(source.fd).st_uid not in (os.geteuid(), info.st_uid):
-            raise _foreign(journal, file, "it is neither yours nor of the file's owner")
+            raise _foreign(journal, file, "it belongs neither to you nor to the file's owner")
         try:
             _header(source.read(0, min(HEAD, source.size)), source.size)
             known = parse(source.read(0, source.size))
         except CkptkitError as error:
             raise _foreign(journal, file, error.message) from error
     if known.inode != info.st_ino:
-        raise _foreign(journal, file, "it is of another file of that name")
+        raise _foreign(journal, file, "it was written for another file of that name")
     return known
 
 
@@ -366,7 +366,7 @@ def _foreign(journal: str, file: str, why: str) -> InputError:
     return InputError(
         f"an edit in place was interrupted, and {os.path.basename(journal)} cannot undo it: {why}",
         where=file,
-        hint=f"if the file is as it should be: rm {shell_word(journal)}",
+        hint=f"if the file is as it should be, remove the journal: rm {shell_word(journal)}",
     )
 
 
@@ -374,18 +374,18 @@ def _foreign(journal: str, file: str, why: str) -> InputError:
 
 
 _MAGIC = b"ckptkit journal 1\n"
-_BLOCK = 4096  # bytes compared at once
-_LINE = 1 << 20  # bytes of the line of numbers, at most
+_BLOCK = 4096  # bytes per comparison
+_LINE = 1 << 20  # most bytes of the line of numbers
 _DIGEST = 32
-LARGEST = 512 << 20  # bytes of a journal; a file whose edit needs more is written anew
-HEAD = len(_MAGIC) + _LINE  # bytes in which that line ends
-_NOT_WHOLE = "is not a journal of an edit, or not whole"
+LARGEST = 512 << 20  # most bytes of a journal; for larger edits, the file is rewritten
+HEAD = len(_MAGIC) + _LINE  # most bytes up to the end of that line
+_NOT_WHOLE = "is not a journal of an edit, or is incomplete"
 
 
 class JournalSpan(NamedTuple):
-    """The bytes at `offset` before and after; fewer where the file ended, or will end.
+    """The bytes at `offset` before and after; fewer if the file ends earlier.
 
-    With ``places``, as in `Edit`, they are single bytes.
+    If ``places`` is set, the bytes are scattered, as in `Edit`.
     """
 
     offset: int
@@ -394,24 +394,24 @@ class JournalSpan(NamedTuple):
     places: bytes = b""
 
     def row(self) -> list[int]:
-        """Return its numbers in the line of the journal."""
+        """Return the numbers of the span in the journal."""
         places = [len(self.places)] if self.places else []
         return [self.offset, *places, len(self.old), len(self.new)]
 
     def stop(self, data: bytes) -> int:
-        """Return where `data`, the bytes before or after, end in the file."""
+        """Return the end in the file of `data`, which are the bytes before or after."""
         return Edit(self.offset, data, self.places).stop
 
 
 class Journal(NamedTuple):
-    """A change of one file: enough to undo it, and to recognize it in the file."""
+    """The journal of one file, with which an edit can be recognized and undone."""
 
     inode: int
-    before: int  # bytes of the file
+    before: int  # size of the file in bytes
     after: int
     breaks: Edit
     spans: tuple[JournalSpan, ...]
-    group: tuple[str, ...] = ()  # names of the files that are edited together, this one included
+    group: tuple[str, ...] = ()  # names of all files that are edited together
     then: tuple[str, str] | None = None
 
     def dump(self) -> bytes:
@@ -419,8 +419,8 @@ class Journal(NamedTuple):
         return b"".join(self.pieces())
 
     def pieces(self) -> Iterator[bytes]:
-        """Yield the bytes of a journal file, without a copy of those of the spans."""
-        import hashlib  # every command looks for a journal, and few write or read one
+        """Yield the bytes of a journal file in pieces, without copying the spans."""
+        import hashlib  # imported late: every command looks for a journal, but few write one
         import json
 
         numbers = {
@@ -440,7 +440,7 @@ class Journal(NamedTuple):
         yield total.digest()
 
     def undo(self) -> tuple[list[Edit], list[Edit]]:
-        """Return the edits that restore all but the part under `breaks`, and those for the rest."""
+        """Return the edits that restore all bytes outside `breaks`, and the edits for the rest."""
         body, seal = [], []
         start, stop = self.breaks.offset, self.breaks.stop
         for offset, old, _, places in self.spans:
@@ -453,9 +453,9 @@ class Journal(NamedTuple):
         return [edit for edit in body if edit.data], [edit for edit in seal if edit.data]
 
     def state(self, size: int, found: Iterable[bytes]) -> str:
-        """Classify a file of `size` bytes whose bytes at each span are `found`.
+        """Return the state of a file of `size` bytes, whose bytes at each span are `found`.
 
-        Returns ``before``, ``after``, ``between``, or ``else``: another program has written to it.
+        It is ``before``, ``after``, ``between``, or ``else`` (another program wrote to the file).
         """
         states = set()
         for span, now in zip(self.spans, found, strict=True):
@@ -474,7 +474,7 @@ class Journal(NamedTuple):
         return "between"
 
     def _is_between(self, span: JournalSpan, now: bytes) -> bool:
-        """Return whether each byte is an old, a new, a broken or an unwritten one."""
+        """Return whether each byte is old, new, from `breaks`, or unwritten (0)."""
         broken = bytearray(len(now))
         broken_at = self.breaks.offset - span.offset
         for place, byte in enumerate(() if span.places else self.breaks.data, broken_at):
@@ -495,7 +495,7 @@ class Journal(NamedTuple):
 def journal_of(
     patch: Patch, inode: int, group: tuple[str, ...] = (), then: tuple[str, str] | None = None
 ) -> Journal:
-    """Return the journal of a patch that is about to be applied to the file with this inode."""
+    """Return the journal for a patch to the file with this inode."""
     assert patch.breaks is not None and patch.seal is not None
     base, edits = patch.base, sorted((*patch.edits, patch.seal))
     spans = [JournalSpan(edit.offset, _old(patch, edit), edit.data, edit.places) for edit in edits]
@@ -513,7 +513,7 @@ def _old(patch: Patch, edit: Edit) -> bytes:
 
 
 def parse(data: bytes) -> Journal:
-    """Parse the bytes of a journal file. Raises FormatError if it is not one, or incomplete."""
+    """Parse the bytes of a journal file. Raises FormatError if it is invalid or incomplete."""
     import hashlib
 
     numbers, rows, start = _header(data, len(data))
@@ -533,17 +533,17 @@ def parse(data: bytes) -> Journal:
     )  # fmt: skip
     ends_old = max((span.stop(span.old) for span in spans if span.old), default=0)
     ends_new = max((span.stop(span.new) for span in spans if span.new), default=0)
-    # Otherwise some of the old bytes would be unknown.
+    # Otherwise the journal would not contain all old bytes.
     if ends_old > before or ends_new > after or before > max(after, ends_old):
         raise FormatError(_NOT_WHOLE)
     return known
 
 
 def _header(data: bytes, size: int) -> tuple[dict[str, Any], list[list[int]], int]:
-    """Return what the line of a journal of `size` bytes says, its spans, and where the line ends.
+    """Return the content of the journal's line, its spans, and the end of the line.
 
-    Raises FormatError unless its numbers are offsets and lengths that add up to exactly that size:
-    this is checked before all of it is read.
+    `size` is that of the journal. Raises FormatError unless all numbers are offsets and lengths
+    that add up to exactly that size. This is checked before the rest is read.
     """
     import json
 
@@ -569,7 +569,7 @@ def _header(data: bytes, size: int) -> tuple[dict[str, Any], list[list[int]], in
 
 
 def _counts(values: list[object], count: int) -> list[int]:
-    """Return numbers that can be offsets and lengths in a file. Raises ValueError for others."""
+    """Return numbers that are valid offsets and lengths in a file. Raises ValueError for others."""
     found = [value for value in values if type(value) is int and 0 <= value < 1 << 63]
     if len(found) != len(values) or len(found) != count:
         raise ValueError("not an offset or length in a file")

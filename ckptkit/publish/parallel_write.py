@@ -1,9 +1,8 @@
-"""Write output files by tasks: here, or spread over threads, forked processes or an executor.
+"""Write output files by tasks: in this thread, or by threads, forked processes or an executor.
 
-Writes to one file wait for each other in the kernel, so what the kernel copies gains nothing from
-threads. They read, compute and sum up while another of them writes. Where much is computed,
-processes do it if they may be forked: each short call of a thread waits for the lock of the
-interpreter.
+The kernel executes writes to one file one after another, so threads do not speed up kernel copies.
+But threads can read, compute and checksum while another one writes. If much is computed, forked
+processes are used where possible, because short calls in threads wait for the interpreter lock.
 """
 
 from __future__ import annotations
@@ -35,9 +34,9 @@ if TYPE_CHECKING:
 
 TASK = 256 << 20  # bytes of a task for an executor
 THREAD_TASK = 32 << 20  # bytes of a task for a thread
-THREADS = 4  # and processes, at most
+THREADS = 4  # most threads or processes
 
-Results = Generator[tuple[int, TaskResult], None, None]  # number and result of a task
+Results = Generator[tuple[int, TaskResult], None, None]  # index and result of each task
 
 
 def execute(
@@ -47,13 +46,12 @@ def execute(
     *,
     fork: bool = False,
 ) -> tuple[list[dict[int, int]], list[list[int]]]:
-    """Write the files, which exist and are empty.
+    """Write the files, which must exist and be empty.
 
-    Return the checksums of each by number, and the runs of all that was read and summed up. Without
-    an executor, threads are used where there is much to compute, to fetch or to read; kernel copies
-    gain nothing from them. With ``fork``, processes take the place of threads where much is
-    computed and all of them can read the sources. Raises the errors of reading and writing, when no
-    task is running any more.
+    Return the checksums of each file by number, and the runs of all bytes that were read for
+    checksums. Without an executor, threads are used if there is much to compute, download or read.
+    With ``fork``, processes replace threads if much is computed and processes can read the sources.
+    Raises the errors of reading and writing after all tasks have ended.
     """
     if executor is not None:
         done = _spread(files, TASK, partial(_by_executor, executor), progress)
@@ -72,9 +70,9 @@ def execute(
 
 
 def _work_of(file: WriteTask) -> int:
-    """Count the bytes of one output that are written sooner by threads.
+    """Return the number of bytes of a file that threads write faster.
 
-    None are where whole tensors are held in memory: there is one at a time.
+    It is hugely negative if a whole tensor must be in memory, because then tasks run one at a time.
     """
     work, place = 0, 0
     for segment in file.segments:
@@ -96,7 +94,7 @@ def _is_whole(extent: Extent) -> bool:
 
 
 def _can_fork(files: Sequence[WriteTask]) -> bool:
-    """Return whether forked processes write the files sooner, and can read what they need."""
+    """Return whether forked processes write the files faster and can read the sources."""
     every = extents(flatten(file.segments for file in files))
     computed = [each for each in every if isinstance(each, Derived)]
     if not computed or any(map(_is_whole, computed)):
@@ -108,7 +106,7 @@ def _can_fork(files: Sequence[WriteTask]) -> bool:
 
 
 def _share() -> int:
-    """Return how many threads or processes share the work."""
+    """Return the number of threads or processes to use."""
     from ckptkit.compute.workers import processors
 
     return min(THREADS, processors())
@@ -120,13 +118,13 @@ def _spread(
     way: Callable[[Sequence[WriteTask]], Results],
     progress: Progress,
 ) -> list[list[TaskResult]]:
-    """Write the files by tasks of about `size` bytes; return the results of each file's tasks.
+    """Write the files by tasks of about `size` bytes, and return the results of each file's tasks.
 
-    `way` carries tasks out and yields their numbers and results, in any order.
+    `way` executes tasks and yields their indices and results, in any order.
     """
     tasks = [list(cut(file, size)) for file in files]
     done: dict[int, TaskResult] = {}
-    for is_late in (False, True):  # checksums of what other tasks write come after those
+    for is_late in (False, True):  # checksums of written bytes come after all writes
         chosen = [task for task in flatten(tasks) if (task.checksum is not None) is is_late]
         if chosen:
             with closing(way(chosen)) as results:
@@ -165,13 +163,13 @@ def _by_executor(executor: Executor, tasks: Sequence[WriteTask]) -> Results:
             future.cancel()
         wait(futures)
         if isinstance(error, BrokenExecutor):
-            hint = "it ran out of memory, or found another file where the input was"
-            raise OutputError("a worker ended before its work was done", hint=hint) from error
+            hint = "it may have run out of memory, or its input file is another one"
+            raise OutputError("a worker process ended early", hint=hint) from error
         raise
 
 
 def _fill(file: WriteTask, sums: dict[int, int]) -> None:
-    """Write the deferred segments, whose checksums are known now."""
+    """Fill the placeholders with the checksums."""
     at = 0
     with open(file.path, "r+b", buffering=0) as output:
         for segment in file.segments:

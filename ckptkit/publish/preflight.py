@@ -1,9 +1,9 @@
 """Checks before anything is written, before a file is replaced, and of the bytes that were read.
 
-New bytes, and checksums of new bytes, must not hide that a tensor is damaged. A member of a zip
-file that a plan reads as a whole is summed up while it is read (`ReadSums`). Only what was read in
-pieces that do not follow each other, as transposes do, is read once more. Bytes that are copied
-together with their checksum stay as they are, damaged or not: nobody looks at them.
+New bytes, or new checksums, must not hide the damage of a tensor. Therefore, if a plan reads a
+whole member of a zip file, its CRC-32 is computed during the read (`ReadSums`). Only bytes that
+were not read in order, as in transposes, are read again. Bytes that are copied together with their
+checksum stay unchanged, damaged or not, and are not checked.
 """
 
 from __future__ import annotations
@@ -43,36 +43,35 @@ from ckptkit.core.plan import Checksummed, OutputFile, Plan, extents
 from ckptkit.core.text import mismatch, shell_word, shown, typed
 from ckptkit.publish.copying import pieces
 
-NO_ROOM = "make room, or write to another disk: `df -h` lists them"
+NO_ROOM = "free some space, or write to another disk: `df -h` lists them"
 
 
 def check_destination(
     plan: Plan, given: str, path: str, force: bool, read: Iterable[ByteSource]
 ) -> os.stat_result | None:
-    """Return what is at the destination `path` now, if the output may replace it; None if nothing.
+    """Return the stat of the file to replace at the destination `path`; None if there is none.
 
-    `given` is the path as it was typed: "-" is a stream, and a name that ends in a slash one of a
-    folder, whether it exists or not. None of the sources `read` may be there, by any name or link.
+    Raises UsageError or an OutputError if the output may not go there. `given` is the path as it
+    was typed: "-" is a stream, and a trailing slash means a folder. The destination must not be one
+    of the sources `read`, under any name or link.
     """
     check_is_name(given)
     if given.endswith(os.sep) and not plan.is_folder:
-        hint = "name the file in it"
-        raise UsageError(
-            "is the name of a folder, and the output is a file", where=given, hint=hint
-        )
+        hint = "give the name of a file in it"
+        raise UsageError("ends in a slash, but the output is a file", where=given, hint=hint)
     there = set()
     for look in (os.lstat, os.stat):
         with suppress(OSError):
             there.add(identity_of(look(path))[:2])
     for source in (each.whole or each for each in read):
         if isinstance(source, LocalFile) and source.identity[:2] in there:
-            hint = f"{typed('--in-place', 'in_place=True')} replaces it"
-            raise UsageError("is the file that is read", where=path, hint=hint)
+            hint = f"{typed('--in-place', 'in_place=True')} overwrites it"
+            raise UsageError("is the input file", where=path, hint=hint)
     if plan.is_folder:
         check_names([file.name for file in plan.files])
     folder, name = os.path.split(path)
     if name in ("", ".", ".."):
-        raise UsageError("cannot be the name of an output", where=path)
+        raise UsageError("is not a valid name of an output", where=path)
     if not os.path.isdir(folder):
         hint = f"mkdir -p {shell_word(folder)}"
         raise OutputError(f"the folder {folder} does not exist", where=path, hint=hint)
@@ -86,17 +85,17 @@ def check_destination(
 
 
 def _check_old(path: str, mode: int, folder_wanted: bool, force: bool) -> None:
-    """Refuse to replace what is there, unless that is allowed.
+    """Raise UsageError or OutputExistsError if an existing path may not be replaced.
 
-    An empty folder may be replaced by a folder; a regular file or a link by a file, with `force`.
+    A folder may replace an empty folder. With `force`, a file may replace a regular file or a link.
     """
     if stat.S_ISDIR(mode):
         if not folder_wanted:
-            hint = "name the file in it"
-            raise UsageError("is a folder, and the output is a file", where=path, hint=hint)
+            hint = "give the name of a file in it"
+            raise UsageError("is a folder, but the output is a file", where=path, hint=hint)
         if os.listdir(path):
-            hint = "name a folder that does not exist"
-            raise OutputExistsError("is a folder that is not empty", where=path, hint=hint)
+            hint = "give the name of a new folder"
+            raise OutputExistsError("is a folder and not empty", where=path, hint=hint)
         return
     if not (stat.S_ISREG(mode) or stat.S_ISLNK(mode)):
         raise UsageError("is neither a file nor a folder", where=path)
@@ -104,44 +103,44 @@ def _check_old(path: str, mode: int, folder_wanted: bool, force: bool) -> None:
         raise UsageError(
             f"is a link to {os.readlink(path)}, which is neither a file nor a folder",
             where=path,
-            hint="name a file that does not exist",
+            hint="give the name of a new file",
         )
     if folder_wanted:
-        raise UsageError("is a file, and the output is a folder", where=path, hint="name a folder")
+        raise UsageError("is a file, but the output is a folder", where=path, hint="name a folder")
     if not force:
         hint = f"{typed('--force', 'force=True')} replaces it"
-        raise OutputExistsError("exists already", where=path, hint=hint)
+        raise OutputExistsError("exists", where=path, hint=hint)
 
 
 def _is_special(link: str) -> bool:
-    """Return whether a link leads to a device, a pipe or a socket, or to a descriptor in ``/proc``.
+    """Return whether a link leads to a device, pipe, socket, or descriptor in ``/proc``.
 
-    A descriptor may be one of a regular file, as ``/dev/stdout`` is where output goes to a file.
+    A descriptor may belong to a regular file, as ``/dev/stdout`` does when output is redirected.
     """
     target = os.path.join(os.path.dirname(link), os.readlink(link))
     if os.path.realpath(os.path.dirname(target)).startswith("/proc/"):
         return True
     try:
         mode = os.stat(link).st_mode
-    except OSError:  # it leads nowhere
+    except OSError:  # a broken link
         return False
     return not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
 
 
 def check_names(names: list[str]) -> None:
-    """Refuse a plan whose files share a name, or are outside their folder."""
+    """Raise UsageError if files of a plan share a name or are outside their folder."""
     parts = [part for name in names if name for part in name.split("/")]
     are_inside = all(
         part not in ("", ".", "..") and part == os.path.basename(part) for part in parts
     )
     if len(set(names)) < len(names) or not are_inside:
         raise UsageError(
-            f"the output would have files of one name, or outside their folder: {names[:8]}"
+            f"files of the output would share a name or be outside their folder: {names[:8]}"
         )
 
 
 def check_folder(path: str) -> None:
-    """Raise the OSError that making the folder `path` and a file in it would raise."""
+    """Raise the OSError that creating the folder `path` and a file in it would raise."""
     try:
         os.stat(path)
     except FileNotFoundError:
@@ -153,7 +152,7 @@ def check_folder(path: str) -> None:
 
 
 def _check_writable(folder: str) -> None:
-    """Raise the OSError that making a file in the folder would raise."""
+    """Raise the OSError that creating a file in the folder would raise."""
     if os.access(folder, os.W_OK | os.X_OK):
         return
     read_only = hasattr(os, "statvfs") and os.statvfs(folder).f_flag & os.ST_RDONLY
@@ -170,9 +169,11 @@ def check_still_there(path: str, sources: Iterable[ByteSource]) -> None:
 
 
 def check_size(plan: Plan, size: int, allow_expand: bool) -> None:
-    """Refuse a plan that writes much more than it reads: a few bytes may describe terabytes.
+    """Raise LimitError if a plan writes much more than it reads.
 
-    Headers and pickles do not count: they are as long as what was read of them, and in memory.
+    A few bytes of a hostile file may describe terabytes.
+
+    Headers and pickles do not count: they are in memory, and as long as those that were read.
     """
     if allow_expand or size <= LIMITS.expansion_free:
         return
@@ -180,17 +181,17 @@ def check_size(plan: Plan, size: int, allow_expand: bool) -> None:
     size = sum(each.length for file in plan.files for each in extents(file.segments))
     if size > LIMITS.expansion * read + LIMITS.expansion_free:
         raise LimitError(
-            f"{read:,} bytes of input would become {size:,} of output, more than "
-            f"{LIMITS.expansion} times as much (expansion, expansion_free)",
-            hint=f"{typed('--allow-expand', 'allow_expand=True')} writes it all the same",
+            f"{read:,} bytes of input would become {size:,} bytes of output, more than "
+            f"{LIMITS.expansion} times as many (expansion, expansion_free)",
+            hint=f"{typed('--allow-expand', 'allow_expand=True')} allows this",
         )
 
 
 def referenced(plan: Plan) -> int:
-    """Count the bytes of the storages that the plan reads, each once.
+    """Return the bytes of all storages that the plan reads, without repeats.
 
-    What is inflated counts as inflated, and codes of quantized weights count as the weights: of
-    these, there are never more than the bits of the codes.
+    Compressed data counts with its inflated size, and quantized weights with the size of the
+    weights, which is bounded by the number of code bits.
     """
     ranges: list[tuple[int, int, int]] = []
     inflated: dict[tuple[int, int], int] = {}
@@ -213,14 +214,14 @@ def referenced(plan: Plan) -> int:
 
 
 def check_space(path: str, size: int) -> None:
-    """Refuse an output that does not fit on the file system of `path`."""
+    """Raise OutputError if `size` bytes do not fit on the file system of `path`."""
     left = free(path)
     if size > left:
-        raise OutputError(f"needs {size:,} bytes, {left:,} are free", where=path, hint=NO_ROOM)
+        raise OutputError(f"needs {size:,} bytes, but {left:,} are free", where=path, hint=NO_ROOM)
 
 
 def free(path: str) -> int:
-    """Return the bytes that may still be written to the file system of `path`."""
+    """Return the free bytes of the file system of `path`."""
     folder = os.path.dirname(path)
     if hasattr(os, "statvfs"):
         there = os.statvfs(folder)
@@ -230,18 +231,18 @@ def free(path: str) -> int:
     return shutil.disk_usage(folder).free
 
 
-# Checksums of what was read
+# Checksums of the bytes that were read
 
 
-Run = Sequence[int]  # number of the source, offset, length, CRC-32
+Run = Sequence[int]  # index of the source, offset, length, CRC-32
 
-_PIECE = 64 << 20  # bytes that one thread reads again
-_ROUNDING = 1e-9  # of shares of an input
-_HEADER = 4 << 10  # bytes of a header of an array at most
+_PIECE = 64 << 20  # bytes that a thread reads again per task
+_ROUNDING = 1e-9  # tolerance for sums of shares
+_HEADER = 4 << 10  # most bytes of the header of an array
 
 
 class Check(NamedTuple):
-    """A member that is read as a whole: `length` bytes of a file from `offset`, their CRC-32."""
+    """A member that is read whole: `length` bytes of a file from `offset`, and their CRC-32."""
 
     source: ByteSource
     offset: int
@@ -255,7 +256,7 @@ class Check(NamedTuple):
 
 
 class DamageError(CorruptError):
-    """Bytes that were read do not have their checksum."""
+    """Bytes that were read do not match their checksum."""
 
     def __init__(self, message: str, damaged: Sequence[Range]) -> None:
         super().__init__(message, where=damaged[0].source.name)
@@ -263,7 +264,7 @@ class DamageError(CorruptError):
 
 
 def checks(files: Iterable[OutputFile], *, kept: bool = False) -> list[Check]:
-    """Return the members that new bytes are made of; with `kept`, those copied with their sums."""
+    """Return the members of new bytes or, with `kept`, those copied with their checksums."""
     read: dict[int, tuple[ByteSource, list[tuple[int, int, float]]]] = {}
     for file in files:
         for segment in file.segments:
@@ -281,14 +282,14 @@ def checks(files: Iterable[OutputFile], *, kept: bool = False) -> list[Check]:
 
 
 def identities(found: Iterable[Check]) -> tuple[Identity, ...]:
-    """Return the sources to be summed up, in the order of their numbers."""
+    """Return the identities of the sources to checksum, in the order of their indices."""
     return tuple(dict.fromkeys(check.source.identity for check in found))
 
 
 def _read(extent: Extent | None, share: float) -> Iterator[tuple[ByteSource, int, int, float]]:
-    """Yield the ranges that an extent reads, each with the share of its bytes that is needed.
+    """Yield the ranges that an extent reads, each with the fraction of its bytes that is needed.
 
-    What is inflated compares its checksum itself.
+    Compressed data is excluded, because Inflate verifies its own checksum.
     """
     if isinstance(extent, Range):
         yield (*extent, share)
@@ -299,7 +300,7 @@ def _read(extent: Extent | None, share: float) -> Iterator[tuple[ByteSource, int
 
 
 def _whole(source: ByteSource, read: list[tuple[int, int, float]]) -> Iterator[Check]:
-    """Yield the members of a source of which all bytes are read."""
+    """Yield the members of a source whose bytes are all read."""
     assert source.members is not None
     file, base = in_file(source, 0)
     read.sort()
@@ -308,7 +309,7 @@ def _whole(source: ByteSource, read: list[tuple[int, int, float]]) -> Iterator[C
         number = bisect_left(starts, offset)
         if number == len(read) or starts[number] >= stop:
             continue
-        # Elements of an array begin after a header, which was read before.
+        # The elements of an array follow a header, which was read earlier.
         at = first = starts[number]
         header = first - offset if offset + size == stop else 0
         end, amount = first + size - header, float(header)
@@ -320,12 +321,12 @@ def _whole(source: ByteSource, read: list[tuple[int, int, float]]) -> Iterator[C
 
 
 def compare(found: Sequence[Check], runs: Iterable[Run]) -> list[tuple[Check, int]]:
-    """Return the members whose bytes do not have their CRC-32, each with the one that they have.
+    """Return the members whose bytes do not match their CRC-32, with the actual CRC-32.
 
-    `runs` are the sums of what was read. Gaps between them are read now, except in remote files.
+    `runs` are checksums of bytes that were read. Missing bytes of local files are read now.
     """
     numbers = {identity: number for number, identity in enumerate(identities(found))}
-    # The length and CRC-32 of the longest run from each offset of each source.
+    # For each source: offset -> (length, CRC-32) of the longest run that starts there.
     longest: dict[int, dict[int, tuple[int, int]]] = {number: {} for number in numbers.values()}
     for source, offset, length, crc in runs:
         row = longest[source]
@@ -355,9 +356,9 @@ def compare(found: Sequence[Check], runs: Iterable[Run]) -> list[tuple[Check, in
 def _parts(
     check: Check, starts: list[int], known: dict[int, tuple[int, int]]
 ) -> list[tuple[Range, int | None]]:
-    """Return consecutive parts of a member, each with its CRC-32, None for one to be read.
+    """Split a member into parts with known CRC-32s and parts to read (None).
 
-    Return nothing where much of a remote file would be read again.
+    Return [] if too much of a remote file would be read again.
     """
     found: list[tuple[Range, int | None]] = []
     again = 0
@@ -381,7 +382,7 @@ def _sum(part: Range) -> int:
 
 
 def raise_damage(damaged: Sequence[tuple[Check, int]]) -> None:
-    """Raise DamageError if there is any, InputChangedError if that is the cause."""
+    """Raise DamageError for damaged members, or InputChangedError if their file has changed."""
     for check, _ in damaged:
         check.source.check_unchanged()
     if damaged:

@@ -1,16 +1,16 @@
-"""Carry out a plan: all of it under the destination's name, or none of it.
+"""Execute a plan: the complete output appears under the destination's name, or nothing does.
 
-The order makes it safe. Check everything that can be known before (destination, space, size); write
-a temporary beside the destination, under an unguessable name; check its length, that the input is
-still the one that was opened and, on request, every byte; set its mode; fsync it; rename it. If any
-step fails, the temporary is removed and the destination is as it was. Its name is
+The order of steps makes this safe. First, check the destination, space and size. Write a temporary
+file beside the destination, under an unguessable name. Check its length, that the input has not
+changed and, on request, every byte. Set its mode, fsync it, and rename it. If a step fails, the
+temporary file is removed and the destination is unchanged. Its name is
 
     .<name of the output>.ckptkit-<process>-<context, 8 hex digits><random, 8 hex digits>.tmp
 
-A process id identifies a live process only on one machine, within one boot and one PID namespace;
-the context is a checksum of these. So the next run that writes the same output can tell that the
-process is gone, and removes its temporary. One left on another machine, in another container or
-before a restart is reported, and left to the user.
+A process id identifies a live process only on one machine, within one boot and one PID namespace.
+The context is a checksum of these. The next run that writes the same output can therefore tell that
+the process is gone, and removes its stale temporary file. A file from another machine, another
+container or before a restart is only reported.
 """
 
 from __future__ import annotations
@@ -62,16 +62,16 @@ _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.E
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """The output at `path`: bytes and number of files; and possibly stale temporaries beside it.
+    """The output at `path`: its bytes, number of files, and stale temporary files beside it.
 
-    `damaged` is known after `verify` alone.
+    `damaged` is empty unless `verify` was set.
     """
 
     path: str
     nbytes: int
     files: int
     left: tuple[str, ...] = ()
-    damaged: tuple[Range, ...] = ()  # bytes that were copied together with a checksum they lack
+    damaged: tuple[Range, ...] = ()  # ranges copied together with a checksum that does not match
 
 
 def publish(
@@ -85,17 +85,16 @@ def publish(
 ) -> Published:
     """Write `plan` to `destination`: a file, or a folder of files.
 
-    `options` say how, and `changes` other ones by name. ``force`` allows to replace a file,
-    `replace_source` to replace one that the plan reads; a symbolic link is replaced, never
-    followed. An output that replaces a file is flushed to the disk even without ``durable``.
-    `origin` is the source of the plan, which is not replaced either, even if the plan reads nothing
-    of it. A `destination` that is a URL is one ordered stream, which appears when it is complete;
-    see :mod:`upload`. ``progress`` is called in this process. ``dry_run`` makes the checks that
-    come before writing, with their errors.
+    `changes` override `options`. ``force`` allows replacing a file, `replace_source` even one that
+    the plan reads. A symbolic link is replaced, not followed. An output that replaces a file is
+    flushed to disk even without ``durable``. `origin` is the source of the plan. It is protected
+    from being replaced even if the plan reads nothing from it. A URL as destination receives one
+    ordered stream, see :mod:`upload`. ``progress`` is called in this process. ``dry_run`` only
+    makes the checks before writing, and raises their errors.
 
-    Raises OutputExistsError, UsageError, LimitError before anything is written; OutputError,
-    InputChangedError, VerifyError, DamageError and the errors of reading the input with the
-    destination as it was.
+    Raises OutputExistsError, UsageError and LimitError before anything is written. Raises
+    OutputError, InputChangedError, VerifyError, DamageError and the errors of reading the input;
+    the destination is then unchanged.
     """
     given, options = os.fspath(destination), options.changed(changes)
     size, sources = plan.size, plan.sources()
@@ -115,7 +114,7 @@ def publish(
         old = check_destination(plan, given, path, force, () if replace_source else read)
         check_size(plan, size, options.allow_expand)
         left = [] if options.dry_run else sweep(path)
-        journal = None  # of an edit of the old file in place that was interrupted
+        journal = None  # the journal of an interrupted edit in place of the old file
         with suppress(OSError):
             journal = os.lstat(journal_path(path))
         check_space(path, size)
@@ -141,20 +140,20 @@ def publish(
         except BaseException:
             new.discard()
             raise
-        with suppress(OSError):  # a new file has nothing to undo
+        with suppress(OSError):  # the new file does not need the old journal
             if replaced and journal and os.path.samestat(journal, os.lstat(journal_path(path))):
                 os.unlink(journal_path(path))
         if is_durable:
             try:
-                sync_folder(os.path.dirname(path))  # so that the rename survives a power cut
+                sync_folder(os.path.dirname(path))  # the rename must survive a power failure
             except OSError as error:
-                why = f"is written, but might not survive a power cut: {error.strerror}"
+                why = f"is written, but may not survive a power failure: {error.strerror}"
                 raise OutputError(why, where=path) from error
     return Published(path, size, len(plan.files), tuple(left), damaged)
 
 
 class _Temporary:
-    """The output beside the destination, where it is written: `places` are its files."""
+    """The temporary output beside the destination. `places` are its files."""
 
     def __init__(self, plan: Plan, path: str) -> None:
         self.path = temporary_name(path)
@@ -164,9 +163,9 @@ class _Temporary:
         self.places = [os.path.join(self.path, name) if name else self.path for name in names]
 
     def make(self, sources: Iterable[ByteSource]) -> int:
-        """Make the files, empty and the user's own; return the mode that the output will have.
+        """Create empty files that only the user can access. Return the mode of the final output.
 
-        It has no access for group or others where they cannot read a local input.
+        The mode denies access to group or others if they cannot read a local input.
         """
         if self.is_folder:
             os.mkdir(self.path)
@@ -187,15 +186,15 @@ class _Temporary:
         return mode
 
     def sync(self) -> None:
-        """Bring it to the disk."""
+        """Flush it to disk."""
         for place in self.places:
             sync(place)
         for folder in [*self.folders, self.path] if self.is_folder else ():
             sync_folder(folder)
 
     def discard(self) -> None:
-        """Remove it, as far as it is there."""
-        with suppress(OSError):  # the failure before this one is reported
+        """Remove the files that exist."""
+        with suppress(OSError):  # report the original error instead
             for place in filter(os.path.lexists, self.places):
                 os.unlink(place)
             for folder in filter(os.path.lexists, reversed(self.folders)):
@@ -206,7 +205,7 @@ class _Temporary:
 
 @contextmanager
 def reported(path: str, typed: str, size: int) -> Iterator[None]:
-    """Translate OSError into OutputError, naming the destination as the user typed it."""
+    """Convert OSError to OutputError, with the destination as the user typed it."""
     try:
         yield
     except CkptkitError as error:
@@ -216,23 +215,23 @@ def reported(path: str, typed: str, size: int) -> Iterator[None]:
         why = error.strerror or str(error)
         if error.errno in _FULL:
             with suppress(OSError):
-                why += f": needs {size:,} bytes, {free(path):,} are free"
+                why += f": needs {size:,} bytes, but {free(path):,} are free"
         hint = NO_ROOM if error.errno in _FULL else None
         raise OutputError(f"cannot be written: {why}", where=typed, hint=hint) from error
 
 
 def _inherit(temporary: str, old: os.stat_result, path: str | None) -> int:
-    """Give a file the owner and group of the one that it replaces, as far as allowed.
+    """Copy owner and group of the replaced file to a file, as far as permitted.
 
-    A file that is rewritten keeps the user's extended attributes of its source at `path`. Return
-    the mode of the old file.
+    A rewritten file also keeps the user's extended attributes of its source at `path`. Return the
+    mode of the old file.
     """
     now = os.lstat(temporary)
     owner = -1 if old.st_uid == now.st_uid else old.st_uid
     if hasattr(os, "chown") and (owner, old.st_gid) != (-1, now.st_gid):
         try:
             os.chown(temporary, owner, old.st_gid)
-        except OSError:  # a file is given away by root alone
+        except OSError:  # only root can change the owner
             with suppress(OSError):
                 os.chown(temporary, -1, old.st_gid)
     if path is not None and hasattr(os, "listxattr"):
@@ -246,9 +245,9 @@ def _inherit(temporary: str, old: os.stat_result, path: str | None) -> int:
 
 
 def _write(plan: Plan, places: Sequence[str], size: int, options: Options) -> tuple[Range, ...]:
-    """Write the files of a plan, of `size` bytes in all.
+    """Write the files of a plan, `size` bytes in total.
 
-    Return what was found to be damaged of what is copied together with its checksum.
+    Return the damaged ranges among those that are copied together with their checksum.
     """
     report = options.progress or (lambda count, total: None)
     checked = checks(plan.files) if options.check else []
@@ -279,24 +278,24 @@ def _write(plan: Plan, places: Sequence[str], size: int, options: Options) -> tu
 
 
 def _compare(place: str, file: OutputFile, sums: dict[int, int]) -> None:
-    """Read the output and the input again. Raises VerifyError where they differ."""
+    """Read output and input again. Raises VerifyError if they differ."""
     at = 0
     found = bytearray()
     with open(place, "rb") as output:
         for piece in in_order(file.segments, sums):
             if len(found) != len(piece):
                 found = bytearray(len(piece))
-            # startswith compares a buffer of any kind at the speed of memory; == of a memoryview
-            # goes byte by byte
+            # startswith compares buffers at the speed of memory; == on a memoryview compares
+            # byte by byte
             if output.readinto(found) != len(piece) or not found.startswith(piece):
                 name = file.name or "the output"
-                raise VerifyError(f"{name} was not written as planned, at byte {at:,} or after")
+                raise VerifyError(f"{name} differs from the plan, at byte {at:,} or after")
             at += len(piece)
 
 
 def sync(path: str) -> None:
-    """fsync a file or a folder; never retried, since a system forgets what it failed to write."""
-    if os.name == "nt":  # cannot open folders, nor sync files that were opened for reading
+    """fsync a file or folder, without retrying: after a failure the kernel drops the data."""
+    if os.name == "nt":  # Windows cannot open folders, nor sync files that are open for reading
         return
     fd = os.open(path, os.O_RDONLY)
     try:
@@ -306,9 +305,9 @@ def sync(path: str) -> None:
 
 
 def sync_folder(path: str) -> None:
-    """fsync a folder, where possible.
+    """fsync a folder if possible.
 
-    Not all can be opened for reading, and not all file systems support it.
+    Some folders cannot be opened for reading, and some file systems do not support it.
     """
     try:
         sync(path)
@@ -318,9 +317,9 @@ def sync_folder(path: str) -> None:
 
 
 def _rename(temporary: str, path: str, folder: bool, force: bool) -> list[str]:
-    """Rename the temporary into place; return its name if that stays as well.
+    """Rename the temporary file into place. Return its name if it could not be removed.
 
-    Without `force`, fail if the destination appeared in the meantime.
+    Without `force`, raise OutputExistsError if the destination has appeared in the meantime.
     """
     try:
         if folder:
@@ -334,7 +333,7 @@ def _rename(temporary: str, path: str, folder: bool, force: bool) -> list[str]:
         except OSError as error:
             if error.errno not in _NO_LINKS:
                 raise
-            if os.path.lexists(path):  # not atomic, but there are no hard links here
+            if os.path.lexists(path):  # not atomic, but without hard links nothing better exists
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST)) from error
             os.rename(temporary, path)
             return []
@@ -344,16 +343,16 @@ def _rename(temporary: str, path: str, folder: bool, force: bool) -> list[str]:
         raise
     try:
         os.unlink(temporary)
-    except OSError:  # the output is in place
+    except OSError:  # the output itself is complete
         return [os.path.basename(temporary)]
     return []
 
 
 @contextmanager
 def _locked(path: str) -> Iterator[None]:
-    """Hold the lock of the file that is replaced, if its file system has locks.
+    """Hold the lock of the file to replace, if its file system supports locks.
 
-    Two processes may edit one file. The second waits here, and then sees that its source is gone.
+    If two processes edit one file, the second waits here and then detects that its source is gone.
     """
     with ExitStack() as held:
         with suppress(ImportError, OSError):
@@ -365,17 +364,17 @@ def _locked(path: str) -> Iterator[None]:
         yield
 
 
-# Temporaries
+# Temporary files
 
 
 NAME_MAX = 255  # bytes of a file name
-SETTLED = 3600  # seconds without a write, after which a temporary seems to be stale
+SETTLED = 3600  # seconds without a write after which a temporary file is probably stale
 
 _NAME = re.compile(r"\..*(\.ckptkit-([0-9]{1,7})-([0-9a-f]{8})[0-9a-f]{8}\.tmp)", re.DOTALL)
 
 
 def temporary_name(path: str) -> str:
-    """Return a unique temporary name beside `path`, with its (possibly truncated) file name."""
+    """Return a unique temporary name beside `path` that contains its (shortened) file name."""
     folder, name = os.path.split(path)
     where = _where() or os.urandom(4).hex()
     return os.path.join(
@@ -391,7 +390,7 @@ def _joined(name: str, ending: str) -> str:
 
 @lru_cache
 def _where() -> str | None:
-    """Return a checksum of boot id and PID namespace; None if the system does not expose them."""
+    """Return a checksum of boot id and PID namespace, None if the system does not provide them."""
     try:
         with open("/proc/sys/kernel/random/boot_id", "rb") as file:
             boot = file.read()
@@ -401,15 +400,15 @@ def _where() -> str | None:
 
 
 def new_file(path: str) -> int:
-    """Create a file that does not exist, also not as a link, and open it for writing."""
+    """Create a new file and open it for writing. Existing files and links raise FileExistsError."""
     flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | getattr(os, "O_NOFOLLOW", 0)
     return os.open(path, flags | getattr(os, "O_BINARY", 0), 0o666)
 
 
 def sweep(path: str) -> list[str]:
-    """Remove temporaries that killed runs left for the output `path` and for journals of its edits.
+    """Remove stale temporary files of the output `path` and of journals of its edits.
 
-    Returns the names of those that may be stale too, but were made elsewhere.
+    Return the names of files that may be stale too, but were made in another context.
     """
     folder, name = os.path.split(path)
     names = (name, f".{name}{JOURNAL}")
@@ -426,7 +425,7 @@ def sweep(path: str) -> list[str]:
                 if stat.S_ISDIR(info.st_mode):
                     from shutil import rmtree
 
-                    rmtree(os.path.join(folder, entry))  # follows no link, even one swapped in
+                    rmtree(os.path.join(folder, entry))  # follows no links
                 else:
                     os.unlink(os.path.join(folder, entry))
             elif info.st_mtime < time.time() - SETTLED:
@@ -436,7 +435,7 @@ def sweep(path: str) -> list[str]:
 
 @lru_cache(maxsize=64)
 def _temporaries(folder: str) -> tuple[str, ...]:
-    """Return the temporaries in `folder`, cached so that a batch lists each folder once."""
+    """Return the temporary files in `folder`, cached so that a batch lists each folder once."""
     try:
         names = os.listdir(folder)
     except OSError:

@@ -1,11 +1,11 @@
-"""Write a plan to a URL: a file as one ordered stream, a folder as several at a time.
+"""Write a plan to a URL: a file as one ordered stream, a folder several files at a time.
 
-Everything appears at its end: fsspec's transactions finish the multipart uploads of an object
-store, or drop them; on a file system of another machine they rename what was written, or remove it.
-What names the other files of a folder (an index, the metadata of a DCP folder) is finished last,
-before it the first of the others: a reader who finds it finds all of them. A process that is killed
-between the first and the last leaves files that are no checkpoint; the same output may replace
-them. Checksums that precede the bytes they cover cost a pass over the input first.
+Files appear when they are complete. fsspec's transactions finish the multipart uploads of an object
+store, or drop them; on a remote file system they rename the written files, or remove them. Files
+that list other files (an index, the metadata of a DCP folder) are finished last, and the first of
+the others just before them, so a reader that finds these finds all files. If the process is killed
+in between, the remaining files form no checkpoint, and the same output may replace them. If
+checksums precede the bytes that they cover, the input is read once more beforehand.
 """
 
 from __future__ import annotations
@@ -25,37 +25,37 @@ from ckptkit.publish.preflight import check_names, checks, compare, identities, 
 from ckptkit.remote.files import RemoteFile, filesystem, is_local, is_web
 from ckptkit.remote.transport import not_written, presentable
 
-PART = 16 << 20  # bytes of a part of an upload
-SHARED = 8 << 20  # of one that shares the memory with others
-PARTS = 9_000  # of one upload; stores allow 10,000
-UPLOADS = 3  # files of a folder at a time
+PART = 16 << 20  # bytes per part of an upload
+SHARED = 8 << 20  # bytes per part if several files share the memory
+PARTS = 9_000  # most parts of an upload; stores allow 10,000
+UPLOADS = 3  # files of a folder in parallel
 
 
 def upload(plan: Plan, url: str, options: Options) -> None:
-    """Write the files of `plan` to `url`, or below it; in a dry run, only check that they may be.
+    """Write the files of `plan` to `url`, or below it. A dry run only makes the checks.
 
-    Raises UsageError and OutputExistsError before anything is sent; OutputError, InputChangedError,
-    DamageError and the errors of reading the input with nothing changed at `url`, as far as the
-    file system there keeps that promise.
+    Raises UsageError and OutputExistsError before anything is sent. Raises OutputError,
+    InputChangedError, DamageError and the errors of reading the input; nothing has then changed at
+    `url`, unless the remote file system fails to clean up.
     """
     name = shown_url(url)
     if options.verify:
         raise UsageError(
-            "an output at a URL cannot be read back before it appears",
+            "cannot verify an output at a URL before it appears",
             where=name,
-            hint=f"leave out {typed('--verify', 'verify=True')}; `diff` compares them afterwards",
+            hint=f"omit {typed('--verify', 'verify=True')}; `diff` compares the files afterwards",
         )
-    fs, path = filesystem(url)  # an instance for each thread, as a transaction needs
+    fs, path = filesystem(url)  # one instance per thread, because transactions need it
     if is_web(fs):
-        hint = "write it to a local path, and copy it there"
-        raise UsageError("a web server takes no files", where=name, hint=hint)
+        hint = "write it to a local path, then copy it"
+        raise UsageError("cannot write to a web server", where=name, hint=hint)
     if is_local(fs):
-        raise UsageError("is on this machine", where=name, hint=f"name its path: {path}")
+        raise UsageError("is on this machine", where=name, hint=f"give its path: {path}")
     sources = plan.sources()
     if any(isinstance(each, RemoteFile) and filesystem(each.url)[1] == path for each in sources):
-        raise UsageError("is the file that is read", where=name, hint="name another one")
-    # Files that name others are finished last, before them the first of the others: numbers of
-    # parts begin with it, and without it the rest is no checkpoint.
+        raise UsageError("is the input file", where=name, hint="give another name")
+    # Finish files that list others last, and the first of the others just before them: without the
+    # first one (of numbered parts), the rest is not a checkpoint.
     literal = [file for file in plan.files if _is_literal(file)]
     others = [file for file in plan.files if not _is_literal(file)]
     files = [*others[1:], *others[:1], *literal]
@@ -78,25 +78,25 @@ def upload(plan: Plan, url: str, options: Options) -> None:
 
 
 def _old_files(files: list[OutputFile], fs: Any, path: str, name: str, force: bool) -> list[str]:
-    """Return the files to remove for a folder: of the same output, when it was cut off before.
+    """Return the files to remove: those of the same folder output that was interrupted before.
 
-    A mixture of both would pass for a whole one. Raises OutputExistsError for all else that is at
-    `path`, and for these too without `force`; that replaces a single file by itself.
+    A mixture of both outputs would look complete. Raises OutputExistsError for anything else at
+    `path`, and without `force` also for these files. A single file is overwritten with `force`.
     """
     is_folder = bool(files[0].name)
     if (force and not is_folder) or not fs.exists(path):
         return []
     if not is_folder:
         hint = f"{typed('--force', 'force=True')} replaces it"
-        raise OutputExistsError("exists already", where=name, hint=hint)
+        raise OutputExistsError("exists", where=name, hint=hint)
     base = path.rstrip("/") + "/"
     names = [file.name for file in files]
     found = [each.removeprefix(base) for each in fs.find(path)]
     if not found or names[-1] in found or not {*found} <= {*names}:
-        raise OutputExistsError("exists already", where=name, hint="name another one")
+        raise OutputExistsError("exists", where=name, hint="give another name")
     if not force:
         raise OutputExistsError(
-            f"holds {len(found):,} of {plural(len(names), 'file')} of an output that was cut off",
+            f"contains {len(found):,} of {plural(len(names), 'file')} of an interrupted output",
             where=name,
             hint=f"{typed('--force', 'force=True')} replaces them",
         )
@@ -108,7 +108,7 @@ def _is_literal(file: OutputFile) -> bool:
 
 
 class _Upload:
-    """Files on their way to one place."""
+    """Uploads of the files of one plan."""
 
     def __init__(self, fs: Any, path: str, plan: Plan, options: Options) -> None:
         self._fs = fs
@@ -123,11 +123,10 @@ class _Upload:
         self._failed = Event()
 
     def send(self, files: Sequence[OutputFile]) -> None:
-        """Send the files, and finish them; if one of them cannot be finished, remove the others.
+        """Send the files and finish them. If one cannot be finished, remove the others.
 
-        Those with bytes of tensors are sent at once, then those that only name them. They are
-        finished in this order, in which their streams are opened, not that in which they have been
-        sent.
+        Files with tensor bytes are sent first, in parallel, then those that list them. They are
+        finished in the order in which their streams are opened.
         """
         is_sent = False
         try:
@@ -191,7 +190,7 @@ class _Upload:
                         raise OutputError(why)
             self._runs += sums.runs
             check()
-            if not self._failed.is_set():  # else another one raises its error
+            if not self._failed.is_set():  # otherwise another thread raises the error
                 stream.close()
         except BaseException:
             self._failed.set()
@@ -202,7 +201,7 @@ class _Upload:
 
 
 def _drop(stream: Any) -> None:
-    """Keep a file from being sent: closing it would send the rest, and complete the upload."""
+    """Prevent an upload from completing: closing the stream would send the rest."""
     from fsspec.spec import AbstractBufferedFile
 
     if isinstance(stream, AbstractBufferedFile):

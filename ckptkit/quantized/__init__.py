@@ -1,7 +1,7 @@
-"""Quantized checkpoints: which tensors are one weight, and how it follows from them.
+"""Quantized checkpoints: which tensors form one weight, and how to dequantize it.
 
 In: a Checkpoint. Out: a `Quantization`: groups of tensors, each with a layout or the reason why it
-is not read. A family is one module here; it never looks at codes. Uses core and compute.
+cannot be dequantized. Each family is one module; none reads codes. Uses core and compute.
 """
 
 from __future__ import annotations
@@ -25,23 +25,21 @@ __all__ = [
     "Quantization",
     "QuantizationMethod",
     "QuantizedWeight",
+    "dequantized_for_model",
     "dequantized_view",
+    "dequantized_views",
     "families",
     "find",
-    "look_through_both",
-    "look_through_for",
 ]
 
 
 def find(ck: Checkpoint) -> Quantization:
-    """Find the quantized groups of the weights; none if it is unclear which mapping the weights
-    are.
-    """
+    """Find the quantized weights; none if it is ambiguous which entry contains the weights."""
     try:
         weights = ck.selection
     except AmbiguousError:
         return Quantization()
-    if weights is None or not quantization.concern(weights):
+    if weights is None or not quantization.may_be_quantized(weights):
         return Quantization()
     from ckptkit.quantized import finding
 
@@ -49,33 +47,33 @@ def find(ck: Checkpoint) -> Quantization:
 
 
 def families() -> tuple[QuantizationMethod, ...]:
-    """All families, in the order in which they are asked."""
+    """Return all families, in the order in which they are tried."""
     from ckptkit.quantized import finding
 
     return finding.families()
 
 
 def dequantized_view(ck: Checkpoint, types: Mapping[str, DType] | None = None) -> Checkpoint:
-    """The checkpoint with one tensor for each quantized weight that is read."""
+    """Return the checkpoint with one lazily dequantized tensor for each readable weight."""
     found = find(ck)
     if not found:
         return ck
     return quantization.dequantized_view(ck, found, types or {})
 
 
-def look_through_both(a: Checkpoint, b: Checkpoint) -> tuple[Checkpoint, Checkpoint]:
-    """Both, with quantized weights in the dtype that the other has under their names."""
+def dequantized_views(a: Checkpoint, b: Checkpoint) -> tuple[Checkpoint, Checkpoint]:
+    """Return both views; a quantized weight gets the dtype that the other checkpoint has for it."""
     if not find(a) and not find(b):
         return a, b
     ours = dequantized_view(a, quantization.float_types(b))
     return ours, dequantized_view(b, quantization.float_types(ours))
 
 
-def look_through_for(ck: Checkpoint, expected: Mapping[str, str]) -> Checkpoint:
-    """The checkpoint as it compares with a model: one tensor for each quantized weight.
+def dequantized_for_model(ck: Checkpoint, expected: Mapping[str, str]) -> Checkpoint:
+    """Return the view to compare with a model: one tensor for each quantized weight.
 
-    `expected` maps names of the model to dtypes; weights of these names get them. A model that has
-    the codes and scales themselves sees them as they are stored.
+    `expected` maps names of the model to dtypes; weights of these names get them. If the model
+    itself has codes and scales, these stay as they are stored.
     """
     found = find(ck)
     if not found:

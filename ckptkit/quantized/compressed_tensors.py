@@ -1,8 +1,8 @@
 """compressed-tensors: floats and integers with scales, packed integers, NVFP4 and the MX formats.
 
-Codes are multiplied in the dtype of their scales, those of NVFP4 and MX in bfloat16. Strategies and
-group sizes stand in the ``config_groups`` of the configuration; which fit is decided by shapes, for
-layers are named there by class.
+Products of codes and scales have the dtype of the scales; those of NVFP4 and MX are bfloat16. The
+configuration lists strategies and group sizes in ``config_groups``. Shapes decide which of them
+applies, because the configuration names layers by class.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ DROPPED = (
     ".input_scale", ".output_scale", ".input_zero_point", ".output_zero_point",
     ".input_global_scale", ".output_global_scale", ".input_scale_ub",
 )  # fmt: skip
-_DENSE_SINCE = (0, 18)  # before, codes of 3, 5, 6 and 7 bits did not go over the end of a word
-_ROTATED = "its weights are rotated (transform_config): the weight alone is not the model's"
+_DENSE_SINCE = (0, 18)  # before this version, codes of 3, 5, 6 and 7 bits did not cross words
+_ROTATED = "its weights are rotated (transform_config), so they cannot be used alone"
 _NVFP4 = g.NVFP4._replace(second="divide", product_dtype="bfloat16")
-_MX = g.MX._replace(product_dtype="bfloat16")  # whatever is asked for
+_MX = g.MX._replace(product_dtype="bfloat16")  # whatever the target dtype is
 
 
 def schemes(view: TensorView) -> list[dict[str, Any]]:
@@ -35,7 +35,7 @@ def schemes(view: TensorView) -> list[dict[str, Any]]:
 
 
 def _sizes(view: TensorView, kind: str) -> Iterator[tuple[int, int]]:
-    """Height and width of the blocks that the configuration names."""
+    """Yield height and width of the blocks in the configuration."""
     for scheme in schemes(view):
         if scheme.get("type", kind) != kind:
             continue
@@ -46,7 +46,7 @@ def _sizes(view: TensorView, kind: str) -> Iterator[tuple[int, int]]:
 
 
 def recognize_dense(view: TensorView, mark: str) -> QuantizedWeight | None:
-    """Codes that are elements of their own: ``weight`` of FP8 or int8 beside ``weight_scale``."""
+    """Recognize a ``weight`` of FP8 or int8 elements with a ``weight_scale``."""
     name = mark.removesuffix("_scale")
     scale, weight = view.tensors[mark], view.get(name, *g.FLOAT8, "int8")
     if weight is None or view.method != "compressed-tensors":
@@ -63,7 +63,7 @@ def recognize_dense(view: TensorView, mark: str) -> QuantizedWeight | None:
     found = g.grid_for(weight.shape, scale.shape, _sizes(view, kind))
     if found is None or not g.is_scale(scale):
         return group.refused(
-            f"scales of {g.shown(scale.shape)} fit no strategy of its configuration"
+            f"scales of {g.shown(scale.shape)} match no strategy of its configuration"
         )
     grid, label = found
     more: dict[str, Any] = {"product_dtype": scale.dtype.name}
@@ -77,7 +77,7 @@ def recognize_dense(view: TensorView, mark: str) -> QuantizedWeight | None:
 
 
 def recognize_packed(view: TensorView, mark: str) -> QuantizedWeight | None:
-    """Codes of a few bits: ``weight_packed``."""
+    """Recognize codes of a few bits: ``weight_packed``."""
     name = mark.removesuffix("_packed")
     codes, scale = view.tensors[mark], view.get(f"{name}_scale")
     names = ("_scale", "_shape", "_zero_point", "_global_scale", "_g_idx")
@@ -95,7 +95,7 @@ def recognize_packed(view: TensorView, mark: str) -> QuantizedWeight | None:
     if scale.dtype.name == "float8_e4m3fn":
         group.family = "nvfp4"
         return group.in_blocks(_NVFP4, codes, scale, view.get(f"{name}_global_scale", "float32"))
-    # FP4 and FP6 with exponents, of which there are as many as blocks of 32 codes
+    # FP4 and FP6, with one exponent for each block of 32 codes
     blocks = scale.shape[-1] if scale.shape else 0
     last = codes.shape[-1] if codes.shape else 0
     bits = last * 8 // (32 * blocks) if blocks else 0
@@ -113,7 +113,7 @@ def recognize_packed(view: TensorView, mark: str) -> QuantizedWeight | None:
 def _integers(
     group: QuantizedWeight, view: TensorView, codes: Tensor, scale: Tensor
 ) -> QuantizedWeight:
-    """Words of integers, each less by half of its range."""
+    """Recognize packed integers, whose offset is half of their range."""
     name = group.name
     shape, zero = view.integers(f"{name}_shape"), view.get(f"{name}_zero_point")
     if len(shape) != 2 or len(codes.shape) != 2 or min(shape) < 0 or shape[0] != codes.shape[0]:
@@ -121,7 +121,7 @@ def _integers(
     group.shape = shape
     if f"{name}_g_idx" in view.tensors:
         return group.refused(
-            "its columns are in an order of their own (weight_g_idx)",
+            "its columns are reordered (weight_g_idx)",
             "compressed-tensors 0.17 reads it",
         )
     packing = _packing(view, shape[1], codes.shape[1])
@@ -130,7 +130,7 @@ def _integers(
     found = g.grid_for(shape, scale.shape, _sizes(view, "int"))
     if found is None or not g.is_scale(scale):
         return group.refused(
-            f"scales of {g.shown(scale.shape)} fit no strategy of its configuration"
+            f"scales of {g.shown(scale.shape)} match no strategy of its configuration"
         )
     (grid, label), bits = found, packing.bits
     inputs: tuple[Tensor, ...] = (codes, scale)
@@ -145,12 +145,13 @@ def _integers(
         1, *shape, packing, (g.numbers(1, scale, grid),), offset=half, zero=point,
         product_dtype=scale.dtype.name,
     )  # fmt: skip
-    return group.ready(f"int{bits} {label}", layout, *inputs)
+    return group.with_layout(f"int{bits} {label}", layout, *inputs)
 
 
 def _packing(view: TensorView, columns: int, words: int) -> Packing | str:
-    """Return the layout of codes in words if the configuration and their number leave one, else the
-    reason.
+    """Return the layout of codes in words, or the reason why it is ambiguous.
+
+    It follows from the configuration and the number of words.
     """
     known = {each.get("num_bits") for each in schemes(view)}
     found = set()
@@ -163,14 +164,14 @@ def _packing(view: TensorView, columns: int, words: int) -> Packing | str:
         version = str(view.quantization.get("version") or "").split(".")[:2]
         if len(version) < 2 or not all(each.isdigit() for each in version):
             return (
-                "its codes may or may not go over the end of a word, which depends on the version: "
-                "config.json names none"
+                "whether its codes cross words depends on the version of compressed-tensors, which "
+                "config.json does not contain"
             )
         is_dense = tuple(map(int, version)) >= _DENSE_SINCE
         found = {(form, bits) for form, bits in found if (form == "rows") == is_dense}
     if len(found) != 1:
         widths = sorted(map(str, known)) or "none"
-        return f"the bits of its codes are not known: config.json names {widths}"
+        return f"the bits of its codes are unknown: config.json lists {widths}"
     ((kind, bits),) = found
     return Packing(kind, bits, stride=4 * words)
 

@@ -1,4 +1,4 @@
-"""Find the quantized weights of a checkpoint: by names and dtypes, then by the configuration."""
+"""Find the quantized weights of a checkpoint, by names and dtypes and then by the configuration."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ from ckptkit.quantized.quantization import (
     last_component,
 )
 
-# In the order in which they are asked: those with marks of their own before those without.
+# In the order in which they are tried: families with unique names first.
 METHODS_OF = (
     "gguf.GGUF", "torchao_quanto.TORCHAO", "fp8.COMFY", "int4.BITSANDBYTES", "int4.HQQ",
     "torchao_quanto.QUANTO", "fp8.UNREAD", "int4.GPTQ", "int4.AWQ", "modelopt_mlx.MLX",
     "int4.GPT_OSS", "compressed_tensors.COMPRESSED_TENSORS", "modelopt_mlx.MODELOPT",
     "fp8.FP8_BLOCK",
 )  # fmt: skip
-# What serves quantized inference alone and belongs to no weight: last components of names.
+# Last components of tensors that belong to no weight and that only quantized inference uses.
 SERVING = frozenset(
     {"k_scale", "v_scale", "q_scale", "k_zero_point", "v_zero_point", "scaled_fp8", "kv_scale"}
 )
 _SERVING_FAMILIES = ("ct-", "modelopt", "fbgemm", "nvfp4", "mxfp", "fp8", "comfy")
-_SMALL = 4096  # elements
+_SMALL = 4096  # elements; larger tensors are not dropped
 _CONFIGURED = ("fp8", "modelopt", "compressed-tensors", "fbgemm_fp8")
 
 
 @cache
 def families() -> tuple[QuantizationMethod, ...]:
-    """All families, in the order in which they are asked."""
+    """Return all families, in the order in which they are tried."""
     found: list[QuantizationMethod] = []
     for place in METHODS_OF:
         module, _, name = place.partition(".")
@@ -50,19 +50,19 @@ def families() -> tuple[QuantizationMethod, ...]:
 
 
 def find(ck: Checkpoint, weights: Weights) -> Quantization:
-    """The groups in the weights. Reads tensors of at most 64 KiB, and only where names match."""
+    """Return the groups of the weights. Reads only tensors of at most 64 KiB with known names."""
     marked = [name for name, node in weights.nodes.items() if is_marked(name) or is_subclass(node)]
     tensors = weights.tensors
     float8 = [name for name, tensor in tensors.items() if tensor.dtype.name in g.FLOAT8]
     view = TensorView(ck, weights.nodes, tensors)
     blocks = [name for name, tensor in tensors.items() if tensor.dtype.kind in KINDS]
-    groups = [gguf.recognize(view, name) for name in blocks]  # whatever config.json says
+    groups = [gguf.recognize(view, name) for name in blocks]  # config.json does not matter
     groups += _groups(view, marked)
     taken = set(flatten(group.members for group in groups))
     groups += _incomplete(view, [name for name in float8 if name not in taken], taken, marked)
     for group in groups:
         group.nbytes = sum([tensors[name].nbytes for name in group.members])
-        if len(group.parts) == 1:  # a pickled subclass, perhaps: what it holds has no name
+        if len(group.parts) == 1:  # a pickled subclass may contain tensors without names
             group.nbytes = max(group.nbytes, sum([each.nbytes for each in group.inputs]))
     order = {name: number for number, name in enumerate(weights.nodes)}
     groups.sort(key=lambda group: min(order[name] for name in group.members))
@@ -99,32 +99,30 @@ def _groups(view: TensorView, marked: list[str]) -> Iterator[QuantizedWeight]:
             taken.update(group.members)
             if unread is not None:
                 group.family = unread
-                group.refused(f"{unread} is not read")
+                group.refused(f"ckptkit does not support {unread}")
             yield group
 
 
 def _incomplete(
     view: TensorView, float8: list[str], taken: set[str], marked: list[str]
 ) -> Iterator[QuantizedWeight]:
-    """Codes without the scales that the configuration promises, and scales without codes."""
+    """Yield codes that lack the scales of the configuration, and scales without codes."""
     is_configured = view.method in _CONFIGURED if float8 or marked else False
     family = view.method if view.method not in ("", "fp8") else "fp8-block"
     for name in float8 if is_configured else ():
         group = QuantizedWeight(family, "fp8", name, view.tensors[name].shape, (name,))
-        yield group.refused(
-            "its scale is missing, though the configuration says that it has one", g.ELSEWHERE
-        )
+        yield group.refused("its scale is missing, but the configuration requires one", g.ELSEWHERE)
     for name in marked:
         weight = name.removesuffix("_scale_inv")
         if weight == name and is_configured and name.endswith(".weight_scale"):
             weight = name.removesuffix("_scale")
         if weight != name and name not in taken and weight not in view.tensors:
             group = QuantizedWeight(family, "fp8", weight, (), (name,))
-            yield group.refused("its scale is here, and the weight is not", g.ELSEWHERE)
+            yield group.refused("only its scale is here; the weight is missing", g.ELSEWHERE)
 
 
 def markdown() -> str:
-    """The families that are read, and those that are named and refused, as Markdown tables."""
+    """Return Markdown tables of the supported families and of those that are only named."""
     rows = ["| family | known by | read | written | compared with |", "|---|---|---|---|---|"]
     for family in families():
         if family.read:

@@ -1,4 +1,4 @@
-"""FP8 with scales of blocks or tensors, ComfyUI, and methods that are named and not read."""
+"""FP8 with scales per block or tensor, ComfyUI, and methods that are recognized but unsupported."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ckptkit.quantized.group import QuantizationMethod, QuantizedWeight, TensorV
 
 # FP8 with a scale for each block or tensor: DeepSeek-V3, transformers' ``fp8``, and FP4 experts.
 #
-# ``X.weight_scale_inv`` multiplies, in spite of its name. The product is made in float32 and
+# Despite its name, ``X.weight_scale_inv`` is a factor. The product is computed in float32 and
 # rounded once.
 
 
@@ -18,7 +18,7 @@ _WEIGHT_OF = {".scale": ".weight", ".qscale_weight": ".weight", "_scale_inv": ""
 
 
 def recognize_blocks(view: TensorView, mark: str) -> QuantizedWeight | None:
-    """A weight of 8 bits (or pairs of 4) and the scale called `mark`."""
+    """Recognize a weight of 8 bits (or pairs of 4 bits) by the name of its scale."""
     suffix = next((each for each in _WEIGHT_OF if mark.endswith(each)), None)
     if suffix is None:
         return None
@@ -35,11 +35,11 @@ def recognize_blocks(view: TensorView, mark: str) -> QuantizedWeight | None:
         found = group.in_blocks(g.MX._replace(label="fp4 1x32"), weight, scale)
         return found if is_exponent and not found.reason else None
     if scale.numel == 1:
-        return group.flat("fp8 tensor", g.whole(shape), weight, scale)
+        return group.flat("fp8 tensor", g.single_block(shape), weight, scale)
     size = g.block_size(view.quantization.get("weight_block_size"))
     if size is None:
         return group.refused(
-            "the size of its blocks is not known: config.json names no weight_block_size",
+            "the size of its blocks is unknown: config.json has no weight_block_size",
             g.NEEDS_CONFIG,
         )
     height, width = size
@@ -59,11 +59,11 @@ FP8_BLOCK = QuantizationMethod(
 )  # fmt: skip
 
 
-# ComfyUI: FP8, int8, NVFP4 and MXFP8 of single layers, which JSON in the file or its header names.
+# ComfyUI: FP8, int8, NVFP4 and MXFP8 of single layers, which JSON in a tensor or the header lists.
 #
-# Codes and scales are multiplied in the dtype that is asked for. Of NVFP4 the first of two codes is
-# the high half of a byte, and scales lie in tiles. The shape before padding is not in the file: the
-# padded one is given.
+# Codes and scales are multiplied in the target dtype. In NVFP4, the first of two codes is the high
+# half of a byte, and scales are stored in tiles. The file does not contain the shape before
+# padding, so the result has the padded shape.
 
 
 _HEADER = "_quantization_metadata"
@@ -78,7 +78,7 @@ _FLAT = {
 
 
 def recognize_old(view: TensorView, mark: str) -> QuantizedWeight | None:
-    """FP8 with ``scale_weight``, beside a marker of the whole file."""
+    """Recognize FP8 with a ``scale_weight``, in files with a marker for the whole file."""
     stem = mark.removesuffix(".scale_weight")
     name, scale = f"{stem}.weight", view.tensors[mark]
     weight = view.get(name, *g.FLOAT8)
@@ -87,12 +87,12 @@ def recognize_old(view: TensorView, mark: str) -> QuantizedWeight | None:
     dropped = view.present(stem, DROPPED)
     group = QuantizedWeight("comfy", "fp8", name, weight.shape, (name, mark), dropped)
     if scale.numel != 1:
-        return group.refused(f"its scale is {g.shown(scale.shape)}, and not one number")
-    return group.flat("fp8 tensor", g.whole(weight.shape), weight, scale, **g.IN_TARGET)
+        return group.refused(f"its scale has shape {g.shown(scale.shape)}, not one number")
+    return group.flat("fp8 tensor", g.single_block(weight.shape), weight, scale, **g.IN_TARGET)
 
 
 def recognize_comfy(view: TensorView, mark: str) -> QuantizedWeight | None:
-    """The layer that has a ``comfy_quant`` of its own, or an entry in the header."""
+    """Recognize a layer with a ``comfy_quant`` tensor or an entry in the header."""
     stem = mark.removesuffix(".weight_scale").removesuffix(".comfy_quant")
     name = f"{stem}.weight"
     settings = _settings(view, stem)
@@ -105,14 +105,14 @@ def recognize_comfy(view: TensorView, mark: str) -> QuantizedWeight | None:
     form = str(settings.get("format"))
     if "convrot" in form or settings.get("convrot") or form not in {*_BLOCKS, *_FLAT}:
         return group.refused(
-            f"its format is {form}, or rotated (convrot): the weight alone is not the model's"
+            f"its format is {form}, or it is rotated (convrot), so it cannot be used alone"
         )
     if scale is None:
         return group.refused(f"{name}_scale is missing")
     if form in _BLOCKS:
         return group.in_blocks(_BLOCKS[form], weight, scale, view.get(f"{name}_scale_2", "float32"))
     if weight.dtype.name not in _FLAT[form]:
-        return group.refused(f"its codes are {weight.dtype}")
+        return group.refused(f"its codes have dtype {weight.dtype}")
     is_integer = form == "int8_tensorwise"
     found = g.grid_for(weight.shape, scale.shape)
     if found is None or not g.is_scale(scale) or not (is_integer or scale.numel == 1):
@@ -146,11 +146,11 @@ COMFY = (
 )  # fmt: skip
 
 
-# Families that are named and not read: layouts of kernels, codebooks, rotated weights.
+# Families that are recognized but unsupported: kernel layouts, codebooks, rotated weights.
 
 
 class UnreadMethod(NamedTuple):
-    """A family by its marks: codes, what must be beside them, their dtypes, what reads them."""
+    """The names of an unsupported family: codes, required companions, dtypes, and its library."""
 
     name: str
     codes: str
@@ -187,7 +187,7 @@ OTHERS = (
     ),
     UnreadMethod("BitNet", "weight", ("weight_scale",), "transformers", ("uint8",)),
 )
-# quant_method in small letters: of these nothing is read, whatever the tensors look like
+# Values of quant_method in lower case that are unsupported, whatever the tensors look like.
 METHODS = {
     "aqlm": "AQLM", "eetq": "EETQ", "vptq": "VPTQ", "higgs": "HIGGS", "spqr": "SpQR",
     "bitnet": "BitNet", "quark": "Quark", "fp_quant": "FP-Quant", "fpquant": "FP-Quant",
@@ -197,7 +197,7 @@ METHODS = {
 
 
 def recognize_unread(view: TensorView, mark: str) -> QuantizedWeight | None:
-    """The first of the families whose codes are called `mark`, or that `mark` stands beside."""
+    """Recognize an unsupported family by the names of its codes and companions."""
     for other in OTHERS:
         if other.name == "BitNet" and view.method != "bitnet":
             continue
@@ -210,7 +210,9 @@ def recognize_unread(view: TensorView, mark: str) -> QuantizedWeight | None:
                 group = QuantizedWeight(
                     other.name, other.name, f"{stem}.weight", codes.shape, parts
                 )
-                return group.refused(f"{other.name} is not read", f"{other.reader} reads it")
+                return group.refused(
+                    f"ckptkit does not support {other.name}", f"{other.reader} reads it"
+                )
     return None
 
 

@@ -1,4 +1,4 @@
-"""GGUF: each tensor in blocks of a type of ggml is a quantized weight by itself."""
+"""GGUF: each tensor in blocks of a ggml type is a quantized weight."""
 
 from __future__ import annotations
 
@@ -6,27 +6,27 @@ from ckptkit.compute.ggml import DECODERS, FIELDS, GgmlDequantize
 from ckptkit.core.tensor import contiguous_stride
 from ckptkit.quantized.group import QuantizationMethod, QuantizedWeight, TensorView
 
-# Types that no file to keep should have, and why.
+# Types that do not belong in files, and why.
 _REFUSED = {
-    "Q8_1": "llama.cpp makes it while it computes",
-    "Q8_K": "llama.cpp makes it while it computes",
+    "Q8_1": "llama.cpp uses it only for intermediate results",
+    "Q8_K": "llama.cpp uses it only for intermediate results",
     **dict.fromkeys(
         ("Q4_0_4_4", "Q4_0_4_8", "Q4_0_8_8", "IQ4_NL_4_4", "IQ4_NL_4_8", "IQ4_NL_8_8"),
-        "its rows are interleaved for one kind of processor, which llama.cpp removed",
+        "its rows are interleaved for a processor whose support llama.cpp removed",
     ),
 }
 _AGAIN = "quantize the original model again"
 
 
 def recognize(view: TensorView, name: str) -> QuantizedWeight:
-    """The tensor `name`, which is in blocks, or of a type that ckptkit does not know."""
+    """Recognize the tensor `name`, which is in blocks or of an unsupported type."""
     tensor = view.tensors[name]
     type, storage = tensor.dtype.name, tensor.storage
     group = QuantizedWeight("gguf", type, name, tensor.shape, (name,))
-    others = "--drop leaves such tensors out"
+    others = "--drop drops such tensors"
     if tensor.dtype.kind == "unknown":
         number = type.rpartition(" ")[2]
-        return group.refused(f"its type {number} is not known", others)
+        return group.refused(f"its type {number} is unknown", others)
     if type in _REFUSED:
         return group.refused(f"{type}: {_REFUSED[type]}", f"{_AGAIN}; {others}")
     big_endian = storage is not None and storage.big_endian

@@ -1,4 +1,4 @@
-"""The nouns of this room: tensors that are one weight, and what a recognizer may look at."""
+"""The records of this room: tensors that form one weight, and the facts that recognizers use."""
 
 from __future__ import annotations
 
@@ -20,21 +20,22 @@ from ckptkit.core.dtypes import BY_NAME, DType
 from ckptkit.core.tensor import Shape, Storage, Tensor, contiguous_stride
 from ckptkit.core.tree import Node
 
-SMALL = 64 << 10  # bytes of a tensor that a recognizer may read
-NEEDS_CONFIG = "put the config.json of the model beside the file"  # hints
-ELSEWHERE = "it may be in another shard: name the folder or the index"
+SMALL = 64 << 10  # bytes; recognizers read only smaller tensors
+NEEDS_CONFIG = "put the config.json of the model beside the file"  # a hint
+ELSEWHERE = "it may be in another shard: give the folder or the index"  # a hint
 FLOAT8 = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
 FLOATS = ("float32", "bfloat16", "float16", "float64")
 EXPONENTS = ("uint8", "float8_e8m0fnu")  # dtypes of scales that are powers of two
-# What scales and products are rounded to: the dtype that is asked for.
+# For methods that round scales and products to the target dtype.
 IN_TARGET: dict[str, Any] = {"scale_dtype": TARGET, "product_dtype": TARGET}
 
 
 class BlockForm(NamedTuple):
     """A way to store codes with one byte of scale for each `width` columns.
 
-    `stored` are dtypes that the scales may have, `dtype` is what their bytes are, "" if that;
-    `second` says how a second scale is combined, "" if there is none. See `Blocks` for the others.
+    `stored` are the dtypes that the scales may have. `dtype` is how their bytes are decoded, ""
+    for their own dtype. `second` is how a second scale is combined, "" if there is none. See
+    `Blocks` for the other fields.
     """
 
     label: str
@@ -44,7 +45,7 @@ class BlockForm(NamedTuple):
     second: str = ""
     tiled: bool = False
     high_first: bool = False
-    table: str = ""  # of codes of 8 bits, "" for their dtype; of others "" for FP4
+    table: str = ""  # of 8-bit codes, "" for their dtype; of 4-bit codes, "" for FP4
     scale_dtype: str = "float32"
     product_dtype: str = "float32"
 
@@ -55,11 +56,11 @@ NVFP4 = BlockForm("nvfp4 1x16", 16, ("float8_e4m3fn",), second="multiply")
 
 @dataclass(slots=True, eq=False)
 class QuantizedWeight:
-    """Tensors of a checkpoint that are one weight.
+    """Tensors of a checkpoint that form one weight.
 
-    ``parts`` are their names, the codes first; ``dropped`` the names of what serves nothing else.
-    ``layout`` and ``inputs`` say how the weight follows from them, or ``reason`` why that cannot be
-    done, with a ``hint``. ``own`` is the dtype that the file says the weight had.
+    ``parts`` are their names, codes first. ``dropped`` are names of tensors that only belong to
+    these. ``layout`` and ``inputs`` describe how to compute the weight. If that is impossible,
+    ``reason`` states why, with a ``hint``. ``own`` is the original dtype according to the file.
     """
 
     family: str
@@ -73,11 +74,11 @@ class QuantizedWeight:
     reason: str = ""
     hint: str | None = None
     own: str | None = None
-    nbytes: int = 0  # that are stored
+    nbytes: int = 0  # stored bytes
 
     @property
     def members(self) -> tuple[str, ...]:
-        """All names that belong to it."""
+        """The names of all its tensors."""
         return (*self.parts, *self.dropped)
 
     @property
@@ -85,7 +86,7 @@ class QuantizedWeight:
         return prod(self.shape)
 
     def tensor(self, dtype: DType, device: str = "cpu") -> Tensor:
-        """The weight as a tensor whose bytes are computed when they are needed."""
+        """Return the weight as a tensor that is dequantized when its bytes are read."""
         assert self.layout is not None
         records = tuple(map(contiguous, self.inputs))
         layout = replace(self.layout, target=dtype.name)
@@ -93,36 +94,37 @@ class QuantizedWeight:
         record = Pending(operation, records, dtype.nbytes(self.numel))
         return Tensor(Storage(record, device), dtype, self.shape, contiguous_stride(self.shape))
 
-    # A recognizer makes a weight, and says by one of these what it found.
+    # A recognizer makes a QuantizedWeight and completes it with one of these methods.
 
     def refused(self, reason: str, hint: str | None = None) -> QuantizedWeight:
-        """It cannot be dequantized."""
+        """Mark the weight as impossible to dequantize."""
         self.reason, self.hint, self.layout, self.inputs = reason, hint, None, ()
         return self
 
-    def ready(self, label: str, layout: Blocks, *inputs: Tensor) -> QuantizedWeight:
-        """It can, by this layout."""
+    def with_layout(self, label: str, layout: Blocks, *inputs: Tensor) -> QuantizedWeight:
+        """Set the layout of the weight."""
         self.label, self.layout, self.inputs = label, layout, inputs
         return self
 
     def flat(self, label: str, grid: ScaleGrid, codes: Tensor, scale: Tensor, *inputs: Tensor,
              **more: Any) -> QuantizedWeight:  # fmt: skip
-        """It can: codes of 8 bits lie in the order of the elements, with scales on a grid."""
+        """Set the layout of 8-bit codes in the order of the elements, with scales on a grid."""
         is_integer = codes.dtype.name == "int8"
         batches, rows, columns = matrix(self.shape)
         layout = Blocks(
             batches, rows, columns, Packing("flat", 8), (numbers(1, scale, grid),),
             table=None if is_integer else codes.dtype.name, signed=is_integer, **more,
         )  # fmt: skip
-        return self.ready(label, layout, codes, scale, *inputs)
+        return self.with_layout(label, layout, codes, scale, *inputs)
 
     def in_blocks(
         self, form: BlockForm, codes: Tensor, scale: Tensor, second: Tensor | None = None, *,
         packing: Packing | None = None,
     ) -> QuantizedWeight:  # fmt: skip
-        """It can if its scales fit its shape; codes of 4 bits lie flat unless `packing` says how.
+        """Set the layout of blocks of a row, or refuse scales that do not fit.
 
-        The shape of the weight is that of its codes so far, two of 4 bits in a byte.
+        4-bit codes are in the order of the elements unless `packing` says otherwise. Before the
+        call, the shape of the weight is that of its codes, two 4-bit codes per byte.
         """
         if packing is None:
             packing = Packing("flat", 8 if codes.dtype.name in FLOAT8 else 4, form.high_first)
@@ -133,7 +135,7 @@ class QuantizedWeight:
         order = "tiles" if form.tiled else "rows"
         grid, (batches, rows, columns) = grid_of(shape, 1, width, order), matrix(shape)
         fits = len(shape) > 1 and scale.dtype.name in form.stored
-        if form.tiled:  # of 128 x 4, padded
+        if form.tiled:  # padded tiles of 128 x 4
             padded = -(-rows // 128) * 128 * (-(-columns // width // 4) * 4)
             fits = fits and batches == 1 and columns % width == 0 and scale.numel == padded
         else:
@@ -148,23 +150,23 @@ class QuantizedWeight:
                 f"of {width}{where}" + (", or its second scale is missing" if form.second else "")
             )
         if form.second and second is not None:
-            scales.append(numbers(2, second, whole(shape), combine=form.second))
+            scales.append(numbers(2, second, single_block(shape), combine=form.second))
             inputs.append(second)
         layout = Blocks(
             batches, rows, columns, packing, tuple(scales),
             table=form.table or (codes.dtype.name if bits == 8 else "e2m1"),
             scale_dtype=form.scale_dtype, product_dtype=form.product_dtype,
         )  # fmt: skip
-        return self.ready(self.label, layout, *inputs)
+        return self.with_layout(self.label, layout, *inputs)
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizationMethod:
-    """A way of quantizing, and who says what it means.
+    """A quantization method, and its recognizer.
 
-    `recognize` gets a view and the name of a mark that it has.
-    ``marks`` are last components of names, ``endings`` are endings of those; ``subclasses``:
-    pickled subclasses of tensors are asked about too. ``written``: the word for `--quantize`.
+    `recognize` receives a view and the name of a matching tensor. ``marks`` are last components of
+    names, ``endings`` are suffixes of these. ``subclasses``: it is also called for pickled tensor
+    subclasses. ``written``: the value of `--quantize`.
     """
 
     name: str
@@ -179,9 +181,7 @@ class QuantizationMethod:
 
 
 class TensorView:
-    """The facts that a recognizer may read: names, dtypes, shapes, small tensors, files beside
-    them.
-    """
+    """The facts that recognizers use: names, dtypes, shapes, small tensors and nearby files."""
 
     def __init__(
         self, ck: Checkpoint, nodes: Mapping[str, Node], tensors: Mapping[str, Tensor]
@@ -192,7 +192,7 @@ class TensorView:
         self._source = ck.source
 
     def get(self, name: str, *dtypes: str) -> Tensor | None:
-        """The tensor of that name, if it is there and of one of the dtypes (if any are named)."""
+        """Return the tensor of that name, if it exists and has one of the dtypes (if given)."""
         found = self.tensors.get(name)
         return found if found is not None and (not dtypes or found.dtype.name in dtypes) else None
 
@@ -201,19 +201,19 @@ class TensorView:
         return tuple(stem + each for each in suffixes if stem + each in self.tensors)
 
     def read(self, name: str, limit: int = SMALL) -> bytes | None:
-        """The bytes of a small tensor, None if it is not there or not small."""
+        """Return the bytes of a small tensor, None if it is missing or larger."""
         tensor = self.tensors.get(name)
         if tensor is None or tensor.storage is None or tensor.nbytes > limit:
             return None
         return b"".join(stream(contiguous(tensor).locate()))
 
     def number(self, name: str) -> int | None:
-        """The only element of a tensor of integers."""
+        """Return the only element of an integer tensor, None if there is no single one."""
         found = self.integers(name)
         return found[0] if len(found) == 1 else None
 
     def integers(self, name: str) -> tuple[int, ...]:
-        """All elements of a small tensor of integers."""
+        """Return all elements of a small integer tensor, () if it is missing or larger."""
         tensor, data = self.tensors.get(name), self.read(name)
         if tensor is None or data is None or tensor.dtype.kind not in ("int", "bool"):
             return ()
@@ -222,22 +222,22 @@ class TensorView:
         return tuple(int.from_bytes(data[at : at + size], "little", signed=signed) for at in starts)
 
     def text(self, name: str) -> str | None:
-        """The text that a tensor of bytes holds."""
+        """Return the text in a tensor of bytes."""
         data = self.read(name)
         return None if data is None else data.decode("utf-8", "replace")
 
     def json(self, name: str) -> dict[str, Any]:
-        """The JSON object that a tensor of bytes holds, an empty one if it holds none."""
+        """Return the JSON object in a tensor of bytes, {} if there is none."""
         return parsed(self.read(name) or b"")
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """``config.json`` beside the checkpoint."""
+        """The content of ``config.json`` beside the checkpoint."""
         return read_json_of(self._source, "config.json")
 
     @cached_property
     def quantization(self) -> dict[str, Any]:
-        """``quantization_config``, or what ``hf_quant_config.json`` says."""
+        """The ``quantization_config``, or the content of ``hf_quant_config.json``."""
         found = quantization_of(self.config)
         if found:
             return found
@@ -247,7 +247,7 @@ class TensorView:
 
     @property
     def method(self) -> str:
-        """``quant_method``, in small letters."""
+        """The ``quant_method`` in lower case."""
         method = self.quantization.get("quant_method") or ""
         if not method and "quant_algo" in self.quantization:
             return "modelopt"
@@ -255,17 +255,17 @@ class TensorView:
 
     @cached_property
     def qmap(self) -> dict[str, Any]:
-        """``quanto_qmap.json`` beside the checkpoint."""
+        """The content of ``quanto_qmap.json`` beside the checkpoint."""
         return read_json_of(self._source, "quanto_qmap.json")
 
 
 def configured(source: ByteSource | Folder | None) -> str:
-    """``quant_method`` of the configuration beside a checkpoint, "" if there is none."""
+    """Return the ``quant_method`` of the configuration beside a checkpoint, "" if there is none."""
     return str(quantization_of(read_json_of(source, "config.json")).get("quant_method") or "")
 
 
 def quantization_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """``quantization_config`` of a configuration, wherever it stands."""
+    """Return the ``quantization_config`` of a configuration or of its ``text_config``."""
     for holder in (config, config.get("text_config")):
         found = holder.get("quantization_config") if isinstance(holder, dict) else None
         if isinstance(found, dict):
@@ -275,7 +275,7 @@ def quantization_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def parsed(data: bytes) -> dict[str, Any]:
-    """A JSON object, an empty one for anything else."""
+    """Parse a JSON object. Return {} for anything else."""
     try:
         found = json.loads(data)
     except (ValueError, RecursionError):
@@ -284,49 +284,49 @@ def parsed(data: bytes) -> dict[str, Any]:
 
 
 def read_json_of(source: ByteSource | Folder | None, name: str) -> dict[str, Any]:
-    """The JSON object in the file `name` beside a checkpoint, an empty one if there is none."""
+    """Return the JSON object in the file `name` beside a checkpoint, {} if there is none."""
     return parsed(small_file_beside(source, name) or b"")
 
 
-# What recognizers have in common
+# Functions that several recognizers use
 
 
 def numbers(
     input: int, tensor: Tensor, grid: ScaleGrid, *, dtype: str = "", combine: str = "multiply"
 ) -> Numbers:
-    """Numbers on a grid, for each batch or for all; of `dtype`, if it is not that of scales."""
+    """Return Numbers on a grid, per batch or shared. `dtype` is the default unless given."""
     is_shared = tensor.numel == grid.rows * grid.columns
     return Numbers(input, dtype or scale_dtype(tensor), grid, combine, shared=is_shared)
 
 
 def scale_dtype(tensor: Tensor) -> str:
-    """Return the dtype to read a scale as: bytes are exponents."""
+    """Return the dtype as which a scale is decoded: bytes are exponents."""
     return "exponent" if tensor.dtype.name == "uint8" else tensor.dtype.name
 
 
 def blocks_of(shape: Sequence[int], height: int, width: int) -> Shape:
-    """The shape of an array with one number for each block of a matrix (or of several)."""
+    """Return the shape of an array with one number for each block of a matrix (or of several)."""
     if len(shape) < 2:
-        return (-1,)  # that nothing has
+        return (-1,)  # matches no shape
     *batch, rows, columns = shape
     return (*batch, -(-rows // height), -(-columns // width))
 
 
 def matrix(shape: Shape) -> tuple[int, int, int]:
-    """Batches, rows and columns of a tensor of any rank."""
+    """Return batches, rows and columns of a tensor of any rank."""
     if len(shape) < 2:
         return 1, 1, prod(shape)
     return prod(shape[:-2]), shape[-2], shape[-1]
 
 
 def grid_of(shape: Shape, height: int, width: int, order: str = "rows") -> ScaleGrid:
-    """The grid of blocks of `height` x `width` over the last two dimensions of a shape."""
+    """Return the grid of `height` x `width` blocks over the last two dimensions of a shape."""
     _, rows, columns = matrix(shape)
     return ScaleGrid(height, width, -(-rows // height), -(-columns // width), order)
 
 
-def whole(shape: Shape) -> ScaleGrid:
-    """The grid of one block."""
+def single_block(shape: Shape) -> ScaleGrid:
+    """Return the grid with a single block."""
     _, rows, columns = matrix(shape)
     return ScaleGrid(max(1, rows), max(1, columns), 1, 1)
 
@@ -334,9 +334,9 @@ def whole(shape: Shape) -> ScaleGrid:
 def grid_for(
     shape: Shape, scale: Shape, sizes: Iterable[tuple[int, int]] = ()
 ) -> tuple[ScaleGrid, str] | None:
-    """The grid of scales of a shape and its name: one, one for each row, or blocks of a size."""
+    """Return the grid of scales and its name: per tensor, per row, or per block of a given size."""
     if all(n == 1 for n in scale):
-        return whole(shape), "tensor"
+        return single_block(shape), "tensor"
     if scale in ((*shape[:-1], 1), shape[:-1]):
         return grid_of(shape, 1, shape[-1]), "channel"
     for height, width in sizes:
@@ -347,7 +347,7 @@ def grid_for(
 
 
 def block_size(given: object) -> tuple[int, int] | None:
-    """Height and width of blocks, as a configuration names them."""
+    """Return height and width of blocks from a configuration, None if invalid."""
     if isinstance(given, (list, tuple)) and len(given) == 2:
         height, width = given
         if type(height) is int and type(width) is int and height > 0 and width > 0:
@@ -356,21 +356,21 @@ def block_size(given: object) -> tuple[int, int] | None:
 
 
 def doubled(shape: Shape) -> Shape:
-    """The shape of codes of 4 bits, two of which are one stored element."""
+    """Return the shape of 4-bit codes, two of which are one stored element."""
     return (*shape[:-1], 2 * shape[-1]) if shape else shape
 
 
 def is_scale(tensor: Tensor | None) -> bool:
-    """Return whether a tensor can hold floating-point scales."""
+    """Return whether a tensor may contain floating-point scales."""
     return tensor is not None and tensor.dtype.name in FLOATS
 
 
 def dtype_named(text: object) -> str | None:
-    """The dtype of a text such as ``torch.bfloat16``; None if weights are not of it."""
+    """Return the dtype in a string such as ``torch.bfloat16``; None if weights cannot have it."""
     name = str(text).removeprefix("torch.")
     return name if name in FLOATS and name in BY_NAME else None
 
 
 def shown(shape: Shape) -> str:
-    """``[4, 8]``."""
+    """Format a shape: ``[4, 8]``."""
     return str(list(shape))

@@ -1,4 +1,4 @@
-"""Integers and floats of 4 and 8 bits: GPTQ, AWQ, HQQ, bitsandbytes, gpt-oss."""
+"""4- and 8-bit integers and floats: GPTQ, AWQ, HQQ, bitsandbytes, gpt-oss."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from ckptkit.compute.packing import Blocks, Numbers, Packing, ScaleGrid, ZeroPoi
 from ckptkit.quantized import group as g
 from ckptkit.quantized.group import QuantizationMethod, QuantizedWeight, TensorView
 
-# GPTQ: integers of 2, 3, 4 or 8 bits packed down the columns of [in, out], groups in ``g_idx``.
+# GPTQ: integers of 2, 3, 4 or 8 bits, packed down the columns of [in, out]; groups in ``g_idx``.
 #
-# Zero points are stored less one, unless ``checkpoint_format`` is ``gptq_v2``. Files of AutoRound
-# are the same.
+# Zero points are stored minus 1, unless ``checkpoint_format`` is ``gptq_v2``. AutoRound writes the
+# same files.
 
 
 _BITS = (2, 3, 4, 8)
 _METHODS = ("gptq", "auto-round", "intel/auto-round", "autoround", "auto_gptq")
 _PACKING = ("auto_round:auto_gptq", "auto_gptq")
-_SYMMETRIC = {b"\x77": 1, b"\x88": 0}  # all zero points alike: stored less one, or as they are
+_SYMMETRIC = {b"\x77": 1, b"\x88": 0}  # equal zero points: what to add to the stored number
 _SMALL = 1 << 20
 
 
 def recognize_gptq(view: TensorView, mark: str) -> QuantizedWeight | None:
-    """The module whose codes are called `mark`, if its scales say that words go down columns."""
+    """Recognize a module whose codes are `mark`, if its scales show that words span rows."""
     stem = mark.removesuffix(".qweight")
     codes, scales = view.get(mark), view.get(f"{stem}.scales", *g.FLOATS)
     if codes is None or scales is None or len(codes.shape) != 2 or len(scales.shape) != 2:
@@ -34,32 +34,32 @@ def recognize_gptq(view: TensorView, mark: str) -> QuantizedWeight | None:
     parts = (mark, *view.present(stem, (".scales", ".qzeros", ".g_idx")))
     group = QuantizedWeight("gptq", "gptq", f"{stem}.weight", (), parts)
     if codes.dtype.name != "int32" or zeros is None or zeros.dtype.name != "int32":
-        return group.refused("its words are not of 32 bits, or it has no qzeros")
+        return group.refused("its words do not have 32 bits, or it has no qzeros")
     bits, odd = divmod(zeros.shape[-1] * 32, rows)
     if odd or bits not in _BITS or zeros.shape != (groups, rows * bits // 32):
         return group.refused(
-            f"qzeros of {g.shown(zeros.shape)} fit no packing of 2, 3, 4 or 8 bits"
+            f"qzeros of {g.shown(zeros.shape)} match no packing of 2, 3, 4 or 8 bits"
         )
     columns = words * 32 // bits
     group.label, group.shape = f"gptq int{bits}", (rows, columns)
     if (problem := _packing(view)) is not None:
         return group.refused(problem)
-    config, add = view.quantization, None  # what is added to stored zero points
+    config, add = view.quantization, None  # `add`: the number to add to stored zero points
     if view.method in _METHODS or (not view.method and "bits" in config):
         add = 0 if config.get("checkpoint_format") == "gptq_v2" else 1
     elif bits == 4 and (data := view.read(f"{stem}.qzeros", _SMALL)):
         add = _SYMMETRIC.get(bytes(set(data)))
     if add is None:
         return group.refused(
-            "whether its zero points are stored less one (gptq) or not (gptq_v2) is not known",
+            "unknown whether its zero points are stored minus 1 (gptq) or as they are (gptq_v2)",
             g.NEEDS_CONFIG,
         )
     width = _group_size(view, columns, groups)
-    if index is not None:  # which says it for each column
+    if index is not None:  # the index contains the group of each column
         width = (width or columns) if index.numel == columns else None
     if width is None:
         return group.refused(
-            f"its group_size is not known, or does not give {groups} groups", g.NEEDS_CONFIG
+            f"its group_size is unknown, or does not give {groups} groups", g.NEEDS_CONFIG
         )
     grid = ScaleGrid(1, width, rows, groups, "columns")
     inputs = (codes, scales, zeros) if index is None else (codes, scales, zeros, index)
@@ -68,23 +68,23 @@ def recognize_gptq(view: TensorView, mark: str) -> QuantizedWeight | None:
         zero=ZeroPoint(2, bits, grid, add=add), index=0 if index is None else 3,
     )  # fmt: skip
     label = group.label + ("" if index is not None and width == columns else f" g{width}")
-    return group.ready(label, layout, *inputs)
+    return group.with_layout(label, layout, *inputs)
 
 
 def _group_size(view: TensorView, columns: int, groups: int) -> int | None:
-    """Columns of a group, if the configuration names as many as give the groups."""
+    """Return the columns of a group, None if the configuration does not give this many groups."""
     size = view.quantization.get("group_size")
     width = columns if size == -1 or (size is None and groups == 1) else size
     return width if type(width) is int and width > 0 and -(-columns // width) == groups else None
 
 
 def _packing(view: TensorView) -> str | None:
-    """Return the error in the packing that the configuration names, if there is one."""
+    """Return what is unsupported about the packing in the configuration, None if nothing."""
     config = view.quantization
     form = str(config.get("checkpoint_format") or "gptq")
     if config.get("is_marlin_format") or form not in ("gptq", "gptq_v2"):
         name = form if form != "gptq" else "marlin"
-        return f"its checkpoint_format is {name}, the layout of a kernel"
+        return f"its checkpoint_format is {name}, a kernel layout"
     if str(config.get("pack_dtype") or "int32") != "int32":
         return f"its pack_dtype is {config['pack_dtype']}"
     packing = str(config.get("packing_format") or _PACKING[0])
@@ -100,11 +100,11 @@ GPTQ = QuantizationMethod(
 )
 
 
-# AWQ as AutoAWQ's ``gemm`` has it: eight rows of [out, in] in a word, in their own order.
+# AWQ in AutoAWQ's ``gemm`` format: a word contains eight rows of [out, in] in a special order.
 
 
 def recognize_awq(view: TensorView, mark: str) -> QuantizedWeight | None:
-    """The module whose codes are called `mark`, if its scales say that words hold eight columns."""
+    """Recognize a module whose codes are `mark`, if its scales show that words hold eight rows."""
     stem = mark.removesuffix(".qweight")
     codes, scales = view.get(mark), view.get(f"{stem}.scales", *g.FLOATS)
     zeros = view.get(f"{stem}.qzeros", "int32")
@@ -117,7 +117,7 @@ def recognize_awq(view: TensorView, mark: str) -> QuantizedWeight | None:
     version = str(view.quantization.get("version") or "gemm").lower()
     if view.method == "awq" and version != "gemm":
         return group.refused(
-            f"its version is {version}: only gemm has a layout that is not of a kernel"
+            f"its version is {version}; ckptkit supports only gemm, the others are kernel layouts"
         )
     if scales.shape[1:] != (rows,):
         return None
@@ -127,14 +127,14 @@ def recognize_awq(view: TensorView, mark: str) -> QuantizedWeight | None:
     width = _group_size(view, columns, groups)
     if width is None:
         return group.refused(
-            f"its group_size is not known, or does not give {groups} groups", g.NEEDS_CONFIG
+            f"its group_size is unknown, or does not give {groups} groups", g.NEEDS_CONFIG
         )
     grid = ScaleGrid(1, width, rows, groups, "columns")
     layout = Blocks(
         1, rows, columns, Packing("interleaved", 4), (g.numbers(1, scales, grid),),
         zero=ZeroPoint(2, 4, grid, "interleaved"),
     )  # fmt: skip
-    return group.ready(f"awq int4 g{width}", layout, codes, scales, zeros)
+    return group.with_layout(f"awq int4 g{width}", layout, codes, scales, zeros)
 
 
 AWQ = QuantizationMethod(
@@ -142,7 +142,7 @@ AWQ = QuantizationMethod(
 )
 
 
-# HQQ: rows in the halves or quarters of bytes, groups along an axis, floats as zero points.
+# HQQ: rows in halves or quarters of bytes, groups along an axis, floats as zero points.
 
 
 _SETTINGS = (
@@ -155,25 +155,25 @@ _PACKED = {8: "8bit_u8", 4: "4bit_u8", 3: "3bit_32", 2: "2bit_u8", 1: "1bit_u8"}
 
 
 def recognize_hqq(view: TensorView, mark: str) -> QuantizedWeight | None:
-    """The layer whose codes are called `mark`."""
+    """Recognize a layer whose codes are `mark`."""
     stem = mark.removesuffix(".W_q")
     codes, scale, zero = view.tensors[mark], view.get(f"{stem}.scale"), view.get(f"{stem}.zero")
     parts = (mark, *view.present(stem, (".scale", ".zero")))
     shape, dropped = view.integers(f"{stem}.shape"), view.present(stem, _SETTINGS)
     group = QuantizedWeight("hqq", "hqq", f"{stem}.weight", shape or codes.shape, parts, dropped)
     if view.number(f"{stem}.quant_scale") or view.number(f"{stem}.quant_zero"):
-        return group.refused("its scales or zero points are quantized themselves")
+        return group.refused("its scales or zero points are themselves quantized")
     bits, axis, size = (view.number(f"{stem}.{each}") for each in ("nbits", "axis", "group_size"))
     packing = view.text(f"{stem}.packing")
     if packing != _PACKED.get(bits or 0, "?") or view.number(f"{stem}.view_as_float"):
-        return group.refused(f"its packing is {packing!r}, {bits} bits")
+        return group.refused(f"its packing is {packing!r} with {bits} bits")
     assert bits is not None
     if len(shape) != 2 or min(shape) <= 0 or axis not in (0, 1) or scale is None or zero is None:
         return group.refused("its shape, axis, scale or zero is missing")
     size = size or shape[1 - axis]
     groups = prod(shape) // size
     rows, columns = (groups, size) if axis else (size, groups)
-    dtype, each = ("int32", 10) if bits == 3 else ("uint8", 8 // bits)  # codes in an element
+    dtype, each = ("int32", 10) if bits == 3 else ("uint8", 8 // bits)  # codes per element
     fits = scale.numel == zero.numel == groups and groups * size == prod(shape)
     is_whole = codes.dtype.name == dtype and codes.numel == -(-rows // each) * columns
     if not (fits and is_whole and g.is_scale(scale) and scale.dtype == zero.dtype):
@@ -185,23 +185,23 @@ def recognize_hqq(view: TensorView, mark: str) -> QuantizedWeight | None:
         (g.numbers(1, scale, grid),), zero=g.numbers(2, zero, grid),
         product_dtype=scale.dtype.name,
     )  # fmt: skip
-    return group.ready(f"hqq int{bits} g{size}", layout, codes, scale, zero)
+    return group.with_layout(f"hqq int{bits} g{size}", layout, codes, scale, zero)
 
 
 HQQ = QuantizationMethod("hqq", "HQQ", recognize_hqq, marks=("W_q",), oracle="hqq 0.2.8.post1")
 
 
-# bitsandbytes: 4 bits (nf4, fp4) in blocks over the ends of rows; int8 with a scale for each row.
+# bitsandbytes: 4 bits (nf4, fp4) in blocks that may cross rows; int8 with a scale for each row.
 #
-# The shape of a weight of 4 bits stands in a small JSON text only. Scales may be quantized
-# themselves (``nested``).
+# Only a small JSON text contains the shape of a 4-bit weight. Scales may themselves be quantized
+# (``nested``).
 
 
-_INT8_FACTOR = 7.874015718698502e-3  # 1 / 127, as the library writes it
+_INT8_FACTOR = 7.874015718698502e-3  # 1 / 127, the constant of the library
 
 
 def recognize4(view: TensorView, mark: str) -> QuantizedWeight | None:
-    """The weight whose state is the JSON text called `mark`."""
+    """Recognize a weight whose state is the JSON text `mark`."""
     name, _, _ = mark.partition(".quant_state.bitsandbytes__")
     weight = view.get(name)
     if weight is None or name == mark:
@@ -213,17 +213,17 @@ def recognize4(view: TensorView, mark: str) -> QuantizedWeight | None:
     shape, size, kind = (state.get(each) for each in ("shape", "blocksize", "quant_type"))
     is_shape = isinstance(shape, list) and all(type(n) is int and n >= 0 for n in shape)
     if not is_shape or type(size) is not int:
-        return group.refused("its quant_state is not JSON text with a shape and a blocksize")
+        return group.refused("its quant_state is not JSON with a shape and a blocksize")
     assert isinstance(shape, list)
     group.label, group.shape, count = f"{kind} {size}", tuple(shape), prod(shape)
     absmax = view.get(f"{name}.absmax", "float32", "uint8")
     table = view.get(f"{name}.quant_map", "float32")
     if kind not in ("nf4", "fp4") or absmax is None or table is None or table.numel != 16:
-        return group.refused(f"it is {kind!r}, or its absmax or quant_map is missing")
+        return group.refused(f"its type is {kind!r}, or its absmax or quant_map is missing")
     room = weight.nbytes - -(-count // 2)
     if size <= 0 or not 0 <= room < weight.dtype.itemsize or absmax.numel != -(-count // size):
         return group.refused(
-            f"its quant_state says {g.shown(group.shape)} in blocks of {size}, which does not fit"
+            f"its quant_state gives {g.shown(group.shape)} in blocks of {size}, which does not fit"
         )
     inputs = [weight, absmax, table]
     scales = [Numbers(1, "float32", ScaleGrid(1, size, 1, absmax.numel))]
@@ -233,7 +233,7 @@ def recognize4(view: TensorView, mark: str) -> QuantizedWeight | None:
         wide, offset = state.get("nested_blocksize"), state.get("nested_offset")
         is_given = type(wide) is int and wide > 0 and type(offset) is float
         if nested is None or codes is None or not is_given:
-            return group.refused("its absmax is quantized, and what that needs is missing")
+            return group.refused("its absmax is quantized, but the nested tensors are missing")
         assert type(wide) is int and type(offset) is float
         if nested.numel != -(-absmax.numel // wide) or codes.numel != 256:
             return group.refused("its nested_absmax does not fit")
@@ -248,11 +248,11 @@ def recognize4(view: TensorView, mark: str) -> QuantizedWeight | None:
         table="map-signed" if kind == "fp4" else "map", map=2,
     )  # fmt: skip
     group.own = g.dtype_named(state.get("dtype"))
-    return group.ready(group.label, layout, *inputs)
+    return group.with_layout(group.label, layout, *inputs)
 
 
 def recognize8(view: TensorView, mark: str) -> QuantizedWeight | None:
-    """The weight of int8 whose scales are called `mark`."""
+    """Recognize an int8 weight whose scales are `mark`."""
     stem = mark.removesuffix(".SCB")
     name = f"{stem}.weight"
     weight, scale = view.get(name, "int8"), view.get(mark, "float32")
@@ -263,7 +263,7 @@ def recognize8(view: TensorView, mark: str) -> QuantizedWeight | None:
     form = view.number(f"{stem}.weight_format") if dropped else 0
     if form != 0:
         return group.refused(
-            f"its weight_format is {form}: only rows (0) have one meaning in all versions"
+            f"its weight_format is {form}: only rows (0) mean the same in all versions"
         )
     if len(shape) != 2 or scale.shape != shape[:1]:
         return group.refused(f"SCB of {g.shown(scale.shape)} does not fit {g.shown(shape)}")
@@ -282,17 +282,17 @@ BITSANDBYTES = (
 )  # fmt: skip
 
 
-# MXFP4 of gpt-oss, 16 bytes and an exponent for each 32 numbers, by both sets of names.
+# MXFP4 of gpt-oss, under both sets of names: 16 bytes and an exponent for each 32 numbers.
 #
-# Scales have no limit (ldexp): 2**128 times 0.5 is a number. transformers' weights are transposed:
-# [experts, in, out].
+# Scales are not limited (ldexp): 2**128 times 0.5 is finite. The weights of transformers are
+# transposed: [experts, in, out].
 
 
 _MXFP4 = g.BlockForm("mxfp4 1x32", 32, ("uint8",), "ldexp")
 
 
 def recognize_gpt_oss(view: TensorView, mark: str) -> QuantizedWeight | None:
-    """The weight whose codes are called `mark`."""
+    """Recognize a weight whose codes are `mark`."""
     ending = "_blocks" if mark.endswith("_blocks") else ".blocks"
     name = mark.removesuffix(ending)
     other = name + ending.replace("blocks", "scales")
@@ -312,7 +312,7 @@ def recognize_gpt_oss(view: TensorView, mark: str) -> QuantizedWeight | None:
     group.shape = (*batch, columns, rows)
     scale = Numbers(1, "ldexp", ScaleGrid(32, 1, groups, rows, "columns"))
     layout = Blocks(prod(batch), columns, rows, Packing("turned", 4), (scale,), table="e2m1")
-    return group.ready("mxfp4 1x32", layout, codes, scales)
+    return group.with_layout("mxfp4 1x32", layout, codes, scales)
 
 
 GPT_OSS = QuantizationMethod(

@@ -11,8 +11,8 @@ from ckptkit.quantized.group import QuantizationMethod, QuantizedWeight, TensorV
 
 # NVIDIA ModelOpt: FP8, NVFP4 and MXFP8; and FBGEMM's FP8, whose names are the same.
 #
-# ModelOpt rounds the scale of FP8 to the dtype that is asked for before it multiplies; the others
-# multiply in float32.
+# ModelOpt rounds the scale of FP8 to the target dtype before it multiplies; the others multiply in
+# float32.
 
 
 DROPPED = (".input_scale", ".output_scale", ".input_scale_ub")
@@ -21,7 +21,7 @@ _NVFP4 = g.NVFP4._replace(table="e2m1+0")
 
 
 def recognize_modelopt(view: TensorView, mark: str) -> QuantizedWeight | None:
-    """The weight whose scale is called `mark`."""
+    """Recognize a weight whose scale is `mark`."""
     name = mark.removesuffix("_scale")
     scale, weight = view.tensors[mark], view.get(name, *g.FLOAT8, "uint8")
     if weight is None or f"{name}_scale_inv" in view.tensors:
@@ -34,7 +34,7 @@ def recognize_modelopt(view: TensorView, mark: str) -> QuantizedWeight | None:
     extra = view.present(stem, (".pre_quant_scale", ".svdquant_lora_a", ".svdquant_lora_b"))
     if extra:
         return group.refused(
-            f"{extra[0]} changes what goes into the layer: the weight alone is not the model's"
+            f"{extra[0]} changes the input of the layer, so the weight cannot be used alone"
         )
     if weight.dtype.name == "uint8":
         if second is None or scale.dtype.name != "float8_e4m3fn":
@@ -42,7 +42,7 @@ def recognize_modelopt(view: TensorView, mark: str) -> QuantizedWeight | None:
         if method not in ("modelopt", "modelopt_fp4"):
             group.label, group.shape = "nvfp4", g.doubled(shape)
             return group.refused(
-                "whether ModelOpt or another library has packed it is not known", _NEEDS_CONFIG
+                "unknown whether ModelOpt or another library packed it", _NEEDS_CONFIG
             )
         return group.in_blocks(_NVFP4, weight, scale, second)
     if method == "fbgemm_fp8":
@@ -50,28 +50,26 @@ def recognize_modelopt(view: TensorView, mark: str) -> QuantizedWeight | None:
     if scale.dtype.name in g.EXPONENTS:
         if method != "modelopt":
             return group.refused(
-                "whether ModelOpt or another library has made it is not known", _NEEDS_CONFIG
+                "unknown whether ModelOpt or another library made it", _NEEDS_CONFIG
             )
         return group.in_blocks(g.MX, weight, scale)
     if not g.is_scale(scale):
         return None
     if method != "modelopt":
         return group.refused(
-            "in which dtype codes and scales are multiplied is not known", _NEEDS_CONFIG
+            "unknown in which dtype codes and scales are multiplied", _NEEDS_CONFIG
         )
     found = _fp8_grid(view, shape, scale.shape)
     if found is None:
-        return group.refused(
-            f"scales of {g.shown(scale.shape)} fit no layout of ModelOpt that is known"
-        )
+        return group.refused(f"scales of {g.shown(scale.shape)} match no known layout of ModelOpt")
     return group.flat(f"fp8 {found[1]}", found[0], weight, scale, **g.IN_TARGET)
 
 
 def _fp8_grid(view: TensorView, shape: Shape, scale: Shape) -> tuple[ScaleGrid, str] | None:
-    """The grid of scales, which may have dimensions of 1 anywhere."""
+    """Return the grid of scales, which may have additional dimensions of 1."""
     short = tuple(n for n in scale if n != 1)
     if not short or (len(shape) == 3 and short == shape[:1] and shape[0] != shape[1]):
-        return g.whole(shape), "tensor"  # or one for each expert
+        return g.single_block(shape), "tensor"  # or one number for each expert
     if len(shape) != 2:
         return None
     if short == shape[:1]:
@@ -97,7 +95,7 @@ def _fbgemm(group: QuantizedWeight, weight: Tensor, scale: Tensor) -> QuantizedW
 
 
 def recognize_experts(view: TensorView, mark: str) -> QuantizedWeight | None:
-    """The experts of Llama-4 as FBGEMM has them: ``gate_up_proj`` and ``gate_up_proj_scale``."""
+    """Recognize FBGEMM experts of Llama-4: ``gate_up_proj`` and ``gate_up_proj_scale``."""
     name = mark.removesuffix("_scale")
     weight = view.get(name, *g.FLOAT8)
     if weight is None or view.method != "fbgemm_fp8":
@@ -119,13 +117,13 @@ MODELOPT = (
 )  # fmt: skip
 
 
-# MLX: words of 32 bits, filled from the low bits up, with a scale and a bias for each group.
+# MLX: 32-bit words, filled from the low bits up, with a scale and a bias for each group.
 #
-# Of its modes, ``affine`` has biases; ``mxfp4``, ``nvfp4`` and ``mxfp8`` have scales of one byte.
-# QuantizedWeight size and bits stand in ``config.json`` only, with exceptions for single layers.
+# The mode ``affine`` has biases; ``mxfp4``, ``nvfp4`` and ``mxfp8`` have one-byte scales. Only
+# ``config.json`` contains group size and bits, with exceptions for single layers.
 
 
-_MODES = {  # with their bits
+_MODES = {  # bits and form
     "mxfp4": (4, g.MX._replace(label="mlx mxfp4", dtype="exponent", stored=("uint8",))),
     "nvfp4": (4, g.BlockForm("mlx nvfp4", 16, ("uint8",), "float8_e4m3fn")),
     "mxfp8": (8, g.BlockForm("mlx mxfp8", 32, ("uint8",), "exponent", table="float8_e4m3fn")),
@@ -133,7 +131,7 @@ _MODES = {  # with their bits
 
 
 def recognize_mlx(view: TensorView, mark: str) -> QuantizedWeight | None:
-    """The weight of words whose scales are called `mark`."""
+    """Recognize a weight of words whose scales are `mark`."""
     stem = mark.removesuffix(".scales")
     weight, scales = view.get(f"{stem}.weight", "uint32"), view.tensors[mark]
     if weight is None or len(weight.shape) < 2:
@@ -152,7 +150,7 @@ def recognize_mlx(view: TensorView, mark: str) -> QuantizedWeight | None:
         size = form.width
     if type(size) is not int or type(bits) is not int or size <= 0 or not 1 <= bits <= 8:
         return group.refused(
-            "its group_size and bits are not known: config.json names none", g.NEEDS_CONFIG
+            "its group_size and bits are unknown: config.json contains none", g.NEEDS_CONFIG
         )
     words = weight.shape[-1]
     shape = (*weight.shape[:-1], words * 32 // bits)
@@ -173,11 +171,11 @@ def recognize_mlx(view: TensorView, mark: str) -> QuantizedWeight | None:
         *g.matrix(shape), Packing("rows", bits, stride=4 * words), (g.numbers(1, scales, grid),),
         bias=g.numbers(2, bias, grid),
     )  # fmt: skip
-    return group.ready(f"mlx int{bits} g{size}", layout, weight, scales, bias)
+    return group.with_layout(f"mlx int{bits} g{size}", layout, weight, scales, bias)
 
 
 def _settings(view: TensorView, stem: str) -> dict[str, Any]:
-    """Mode, group size and bits of a layer."""
+    """Return mode, group size and bits of a layer."""
     config = view.config.get("quantization") or view.quantization
     if not isinstance(config, dict):
         return {}

@@ -1,4 +1,4 @@
-"""What was found: the quantized weights of a checkpoint, and the checkpoint with these in place."""
+"""The quantized weights of a checkpoint, and the checkpoint with dequantized weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ckptkit.core.weights import Weights, as_tensor, plain_state_dict
 if TYPE_CHECKING:
     from ckptkit.quantized.group import QuantizedWeight, TensorView
 
-# The marks of all families, so that none is imported without need (a test compares them).
+# The marks of all families, repeated here so that no family is imported early (a test checks them).
 MARKS = frozenset({
     "SCB", "W_q", "_data", "bitmask", "bitsandbytes__fp4", "bitsandbytes__nf4", "blocks",
     "codebooks", "comfy_quant", "dense_weights", "down_proj_scale", "forward_hadamard_matrix",
@@ -26,28 +26,28 @@ MARKS = frozenset({
     "s_channel", "scale", "scale_weight", "scales", "tables2",
     "theta", "trellis", "weight_packed", "weight_scale", "weight_scale_inv", "weight_scales",
 })  # fmt: skip
-KINDS = ("blocks", "unknown")  # of dtypes that quantized weights alone have
+KINDS = ("blocks", "unknown")  # kinds of dtypes that only quantized weights have
 ENDINGS = ("_blocks", "_qdata", "_scale_inv")
 
 
 def last_component(name: str) -> str:
-    """The part of a name behind its last dot."""
+    """Return the part of a name after its last dot."""
     return name.rpartition(".")[2]
 
 
 def is_marked(name: str) -> bool:
-    """Return whether a name ends like the weights of a family of quantized models."""
+    """Return whether a name ends like those of a quantization method."""
     last = last_component(name)
     return last in MARKS or last.endswith(ENDINGS)
 
 
 def is_subclass(node: Node) -> bool:
-    """Return whether a node is a pickled subclass of torch's tensors."""
+    """Return whether a node is a pickled tensor subclass."""
     return node.__class__ is Object and node.tensor is not None and node.tensor.layout == "subclass"
 
 
-def concern(weights: Weights) -> bool:
-    """Return whether some weights may be quantized: by their names, or by their dtypes."""
+def may_be_quantized(weights: Weights) -> bool:
+    """Return whether some weights may be quantized, by their names or dtypes."""
     nodes = weights.nodes.values()
     if any(map(is_marked, weights.endings)):
         return True
@@ -61,7 +61,7 @@ def concern(weights: Weights) -> bool:
 
 @dataclass(frozen=True)
 class Quantization:
-    """The groups of a checkpoint in order, and the names of what serves none of them alone."""
+    """The groups of a checkpoint in order, and names of tensors that belong to no single group."""
 
     groups: tuple[QuantizedWeight, ...] = ()
     serving: tuple[str, ...] = ()
@@ -72,12 +72,12 @@ class Quantization:
 
     @cached_property
     def by_member(self) -> dict[str, QuantizedWeight]:
-        """Name of a tensor -> the group that it belongs to."""
+        """Maps the name of each tensor to its group."""
         return owners((group, group.members) for group in self.groups)
 
     @property
     def labels(self) -> dict[str, int]:
-        """Count the weights of each kind."""
+        """Number of weights by label."""
         counts: dict[str, int] = defaultdict(int)
         for group in self.groups:
             counts[group.label] += 1
@@ -89,16 +89,16 @@ class Quantization:
         return tuple(group for group in self.groups if group.layout is None)
 
     def foreign_to(self, names: Iterable[str]) -> Quantization:
-        """The groups that a model with these names does not hold as codes and scales.
+        """Return the groups that a model with these names does not store as codes and scales.
 
-        It holds those of whose other parts it has names with the same last components.
+        It stores a group that way if it has names with the same last components as all other parts.
         """
         endings = set(map(last_component, names))
         groups = (each for each in self.groups if not _holds(endings, each))
         return replace(self, groups=tuple(groups))
 
     def touching(self, names: Iterable[str]) -> Iterator[QuantizedWeight]:
-        """The groups that some names belong to, each once."""
+        """Yield the groups of some names, without repeats."""
         seen = {
             id(group): group for name in names if (group := self.by_member.get(name)) is not None
         }
@@ -110,17 +110,17 @@ def _holds(endings: Collection[str], group: QuantizedWeight) -> bool:
     return bool(others) and all(each in endings for each in others)
 
 
-# A checkpoint with each quantized weight as one tensor: what commands show and compare.
+# The checkpoint with one tensor for each quantized weight, which commands show and compare.
 
-TARGETS = ("bfloat16", "float16", "float32")  # dtypes that weights are dequantized to
+TARGETS = ("bfloat16", "float16", "float32")  # dtypes of dequantized weights
 _HALF = ("gptq", "awq")  # families whose libraries compute in float16
 
 
 def dequantized_view(ck: Checkpoint, found: Quantization, types: Mapping[str, DType]) -> Checkpoint:
-    """The checkpoint with a tensor in the place of each quantized weight that is read.
+    """Return the checkpoint with a tensor in place of each readable quantized weight.
 
-    `types` names dtypes of weights; the others get those that `dequantize` would give them. Nothing
-    is read. The groups are in ``logical``, by the id of their tensors.
+    `types` maps weights to dtypes; the others get the default of `dequantize`. Nothing is read.
+    The new ``logical`` contains the groups by the id of their tensor.
     """
     groups = [group for group in found.groups if group.layout is not None]
     if not groups or found.view is None:
@@ -132,7 +132,7 @@ def dequantized_view(ck: Checkpoint, found: Quantization, types: Mapping[str, DT
 
 
 def float_types(ck: Checkpoint) -> dict[str, DType]:
-    """The dtypes of the floating-point weights."""
+    """Return the dtypes of the floating-point weights."""
     return {
         name: tensor.dtype for name, tensor in ck.weights.items() if tensor.dtype.name in TARGETS
     }
@@ -141,9 +141,9 @@ def float_types(ck: Checkpoint) -> dict[str, DType]:
 def exchanged(
     ck: Checkpoint, found: Quantization, types: Mapping[int, DType]
 ) -> tuple[Node, dict[int, tuple[Tensor, QuantizedWeight]]]:
-    """The tree with a tensor in the place of each group, and these tensors by their ids.
+    """Return the tree with a tensor in place of each group, and these tensors by their ids.
 
-    `types` are dtypes by the id of the group. Names in ``serving`` are left out.
+    `types` maps the id of each group to its dtype. Names in ``serving`` are dropped.
     """
     weights = ck.required
     made: dict[int, tuple[Tensor, QuantizedWeight]] = {}
@@ -154,7 +154,7 @@ def exchanged(
 
 
 def mapping_of(weights: Weights) -> Mapping[Node, Node]:
-    """The mapping that holds the weights; of a pickled module, its state_dict."""
+    """Return the mapping of the weights; for a pickled module, its state_dict."""
     node: Mapping[Node, Node] = (
         plain_state_dict(weights.nodes) if weights.is_module else weights.node
     )
@@ -183,8 +183,8 @@ def _entries(
 
 
 def default_dtype(view: TensorView, group: QuantizedWeight) -> DType:
-    """The dtype that a weight gets if none is asked for."""
-    if group.family == "gguf":  # no config.json is about it
+    """Return the dtype of a dequantized weight if none is requested."""
+    if group.family == "gguf":  # a config.json beside it does not apply
         return BY_NAME["float32"]
     recorded = view.config.get("torch_dtype") or view.config.get("dtype")
     for name in (recorded, group.own, "float16" if group.family in _HALF else None):

@@ -1,4 +1,4 @@
-"""torchao and optimum-quanto: tensors whose class says how they are quantized."""
+"""torchao and optimum-quanto: tensor subclasses, whose class determines the layout."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ckptkit.core.tree import Global, Object
 from ckptkit.quantized import group as g
 from ckptkit.quantized.group import QuantizationMethod, QuantizedWeight, TensorView
 
-# torchao: a weight is several tensors, which the header of the file describes, type by type.
+# torchao: a weight consists of several tensors, which the header of the file describes.
 
 
 Data = dict[str, Any]
@@ -18,7 +18,7 @@ Inner = dict[str, Tensor]
 
 
 def recognize_any(view: TensorView, mark: str) -> QuantizedWeight | None:
-    """A weight in a file with a header, or a pickled one."""
+    """Recognize a weight in a file with a header, or a pickled one."""
     node = view.nodes[mark]
     if isinstance(node, Object):
         return recognize_pickled(view, mark, node)
@@ -26,7 +26,7 @@ def recognize_any(view: TensorView, mark: str) -> QuantizedWeight | None:
 
 
 def recognize_pickled(view: TensorView, name: str, node: Object) -> QuantizedWeight | None:
-    """A subclass of torchao's: (rebuild, class, how it was made, attributes)."""
+    """Recognize a pickled subclass of torchao: (rebuild, class, arguments, attributes)."""
     args, tensor = node.args, node.tensor
     if not isinstance(args, tuple) or len(args) != 4 or tensor is None:
         return None
@@ -43,13 +43,13 @@ def recognize_pickled(view: TensorView, name: str, node: Object) -> QuantizedWei
     made = described(group, kind.name.rpartition(".")[2], data, inner)
     if made.layout is not None and made.shape != tensor.shape:
         return made.refused(
-            f"its parts make {g.shown(made.shape)}, and it says {g.shown(tensor.shape)}"
+            f"its parts have shape {g.shown(made.shape)}, but it declares {g.shown(tensor.shape)}"
         )
     return made
 
 
 def recognize_torchao(view: TensorView, mark: str) -> QuantizedWeight | None:
-    """The weight whose codes are called `mark`: ``fc._weight_qdata`` for ``fc.weight``."""
+    """Recognize a weight whose codes are `mark`: ``fc._weight_qdata`` for ``fc.weight``."""
     head, _, last = mark.rpartition("._")
     name = f"{head}.{last}" if head else mark.removeprefix("_")
     name = name.removesuffix("_qdata")
@@ -68,28 +68,26 @@ def recognize_torchao(view: TensorView, mark: str) -> QuantizedWeight | None:
 
 
 def described(group: QuantizedWeight, kind: str, data: Data, inner: Inner) -> QuantizedWeight:
-    """The group, from the type of torchao's tensor, its attributes and the tensors in it."""
+    """Complete a group from the torchao class, its attributes and its inner tensors."""
     codes, scale, zero = (inner.get(each) for each in ("qdata", "scale", "zero_point"))
     group.label = f"torchao {kind}"
     given = [*inner, *(key for key, value in data.items() if value is not None)]
     if any("pre_scale" in each for each in given):
         return group.refused(
-            "act_pre_scale changes what goes into the layer: the weight alone is not the model's"
+            "act_pre_scale changes the input of the layer, so the weight cannot be used alone"
         )
     if kind not in _KINDS or codes is None or scale is None:
-        return group.refused(
-            f"{kind} has a layout of its own, made for a kernel", "torchao reads it"
-        )
+        return group.refused(f"{kind} has the layout of a kernel", "torchao reads it")
     own = _dtype(data.get("dtype") or data.get("orig_dtype"))
     group.own = g.dtype_named(own) or group.own
     group.shape, form = codes.shape, _KINDS[kind]
     if isinstance(form, g.BlockForm):
         size = data.get("block_size")
         if type(size) is not int or size <= 0 or codes.dtype.name not in _CODES:
-            return group.refused(f"its blocks are of {size}, its codes {codes.dtype}")
+            return group.refused(f"unsupported blocks of {size} with codes of {codes.dtype}")
         form = form._replace(width=size, tiled=bool(data.get("is_swizzled_scales")))
         second = inner.get("per_tensor_scale")
-        if second is None:  # which may be missing
+        if second is None:  # it is optional
             form = form._replace(second="")
         return group.in_blocks(form, codes, scale, second)
     grid = _grid(codes.shape, data.get("block_size"), scale)
@@ -100,7 +98,7 @@ def described(group: QuantizedWeight, kind: str, data: Data, inner: Inner) -> Qu
     size = f"{grid.height}x{grid.width}"
     if is_float:
         return group.flat(f"fp8 {size}", grid, codes, scale)
-    word = _dtype(data.get("target_dtype") or "int8")  # int4, of integers of 4 bits in bytes
+    word = _dtype(data.get("target_dtype") or "int8")  # int4: 4-bit integers stored as bytes
     label = f"{word if word.startswith(('int', 'uint')) else 'int8'} {size}"
     more = dict.fromkeys(g.IN_TARGET, scale.dtype.name if form == "scale" else TARGET)
     if zero is None:
@@ -112,12 +110,12 @@ def described(group: QuantizedWeight, kind: str, data: Data, inner: Inner) -> Qu
 
 
 def _dtype(dtype: Any) -> str:
-    """The name of a dtype as JSON has it, or a pickle."""
+    """Return the name of a dtype from JSON or a pickle."""
     return str(dtype.get("_data") if isinstance(dtype, dict) else dtype).removeprefix("torch.")
 
 
 def _grid(shape: Shape, block: Any, scale: Tensor) -> ScaleGrid | None:
-    """The grid of blocks of a size that is given for each dimension."""
+    """Return the grid for a block size that is given per dimension, None if it does not fit."""
     size = g.block_size(block)
     if size is None or len(shape) != 2:
         return None
@@ -126,7 +124,7 @@ def _grid(shape: Shape, block: Any, scale: Tensor) -> ScaleGrid | None:
     return grid if scale.numel == grid.rows * grid.columns else None
 
 
-# By class: what integers and their scales are multiplied in, or the form of blocks.
+# By class: the dtype in which integers and scales are multiplied, or the form of blocks.
 _KINDS: dict[str, str | g.BlockForm] = {
     "Float8Tensor": "float32", "Int8Tensor": TARGET, "IntxUnpackedToInt8Tensor": "scale",
     "MXTensor": g.MX._replace(dtype="float8_e8m0fnu", **g.IN_TARGET),
@@ -134,25 +132,26 @@ _KINDS: dict[str, str | g.BlockForm] = {
         "nvfp4 1x{width}", 16, ("float8_e4m3fn", "uint8"), "float8_e4m3fn", "multiply"
     ),
 }  # fmt: skip
-_CODES = ("uint8", "float4_e2m1fn_x2", *g.FLOAT8)  # of blocks
+_CODES = ("uint8", "float4_e2m1fn_x2", *g.FLOAT8)  # dtypes of codes in blocks
 TORCHAO = QuantizationMethod(
     "torchao", "torchao Float8, Int8, Intx, MX, NVFP4; pickled ones too", recognize_any,
     endings=("_qdata",), subclasses=True, oracle="torchao 0.18.0",
 )  # fmt: skip
 
 
-# optimum-quanto: int8 and FP8 as they are, 4 and 2 bits in parts of bytes, in groups of 128.
+# optimum-quanto: int8 and FP8 unpacked, 4 and 2 bits in parts of bytes, in groups of 128.
 #
-# Of 4 and 2 bits the shape is not in the file: the rows are those of the bias.
+# The file does not contain the shape of 4- and 2-bit weights. The number of rows is that of the
+# bias.
 
 
-# What wrappers put into names, which the qmap does not have.
+# Components that wrappers insert into names, but not into the qmap.
 _WRAPPERS = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 _BITS = {"qint4": 4, "qint2": 2}
 
 
 def recognize_quanto(view: TensorView, mark: str) -> QuantizedWeight | None:
-    """The weight whose codes are called `mark`."""
+    """Recognize a weight whose codes are `mark`."""
     is_packed = mark.endswith("._data._data")
     name = mark.removesuffix("._data").removesuffix("._data")
     stem = name.removesuffix(".weight")
@@ -165,7 +164,7 @@ def recognize_quanto(view: TensorView, mark: str) -> QuantizedWeight | None:
     if is_packed:
         return _packed(group, view, stem, codes, scale)
     if len(shape) != 2 or codes.dtype.name not in ("int8", *g.FLOAT8):
-        return group.refused(f"its codes are {codes.dtype} {g.shown(shape)}")
+        return group.refused(f"unsupported codes: {codes.dtype} {g.shown(shape)}")
     found = g.grid_for(shape, scale.shape)
     if found is None and scale.shape == (1, shape[1]):
         found = g.grid_of(shape, shape[0], 1), "column"
@@ -184,11 +183,11 @@ def _packed(
     shift, bias = view.get(f"{group.name}._shift"), view.get(f"{stem}.bias")
     if bits is None:
         return group.refused(
-            "its bits are not known", "put the quanto_qmap.json of the model beside the file"
+            "its bits are unknown", "put the quanto_qmap.json of the model beside the file"
         )
     if bias is None or len(bias.shape) != 1:
         return group.refused(
-            "its shape is not in the file, and it has no bias that would tell the rows"
+            "its shape is unknown: the file does not contain it, and there is no bias to infer it"
         )
     if shift is None or shift.shape != scale.shape or len(codes.shape) != 2:
         return group.refused("its _shift is missing or does not fit")
@@ -205,7 +204,7 @@ def _packed(
         subtract_bias=True, product_dtype=scale.dtype.name,
     )  # fmt: skip
     group.shape = (rows, groups // rows * size)
-    return group.ready(f"quanto int{bits} g{size}", layout, codes, scale, shift)
+    return group.with_layout(f"quanto int{bits} g{size}", layout, codes, scale, shift)
 
 
 QUANTO = QuantizationMethod(

@@ -1,4 +1,4 @@
-"""Remote files and folders as sources of bytes, and listings of them with versions."""
+"""Remote files and folders as byte sources, and listings of them with versions."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from ckptkit.remote.transport import (
     unknown,
 )
 
-PIECE = 4 << 20  # bytes of the largest request
-FIRST = 64 << 10  # bytes of the smallest request: a single byte would cost as much
-GAP = 64 << 10  # bytes that are cheaper to read than to skip with another request
-KEPT = 16 << 20  # bytes kept for reading again
-WINDOWS = 256  # windows kept at most
-REQUESTS = 8  # at a time, for ranges that are far from each other
+PIECE = 4 << 20  # most bytes per request
+FIRST = 64 << 10  # fewest bytes per request: a single byte would take as long
+GAP = 64 << 10  # bytes; smaller gaps are read, because another request would take longer
+KEPT = 16 << 20  # bytes cached for repeated reads
+WINDOWS = 256  # most windows in the cache
+REQUESTS = 8  # parallel requests for ranges that are far apart
 
 
 class _FetchedRange(NamedTuple):
-    """Bytes that were read, from `start`."""
+    """Bytes that were fetched, from offset `start`."""
 
     start: int
     data: bytes
@@ -45,10 +45,10 @@ class _FetchedRange(NamedTuple):
 
 
 class RemoteFile(ByteSource):
-    """A file behind a URL, of which ranges are fetched as they are needed.
+    """A file behind a URL, whose ranges are fetched on demand.
 
-    Small reads use windows that are kept; where they follow each other, the windows grow, to
-    `PIECE` bytes. Pickles by URL and identity: a worker process opens it again and refuses another
+    Small reads use cached windows. If reads follow each other, the windows grow up to `PIECE`
+    bytes. It pickles as URL and identity: a worker process opens it again and rejects a changed
     file.
     """
 
@@ -99,7 +99,7 @@ class RemoteFile(ByteSource):
                 self._keep(_FetchedRange(start, data))
 
     def _kept(self, at: int, stop: int) -> bytes:
-        """Return the bytes from `at`, up to `stop`, of a window that has them; mark it as used."""
+        """Return bytes from `at`, up to `stop`, of a cached window; b"" if there is none."""
         with self._lock:
             for number, window in enumerate(self._windows):
                 if window.start <= at < window.end:
@@ -108,9 +108,9 @@ class RemoteFile(ByteSource):
         return b""
 
     def _fetched(self, at: int, stop: int) -> bytes:
-        """Fetch the bytes from `at`, up to `stop` or a window that has the last of them.
+        """Fetch bytes from `at`, up to `stop` or to a window that contains the last of them.
 
-        More are read and kept.
+        It fetches more and caches them.
         """
         with self._lock:
             before = [each for each in self._windows if each.end <= at <= each.end + GAP]
@@ -124,7 +124,7 @@ class RemoteFile(ByteSource):
         return data[: stop - at]
 
     def _keep(self, window: _FetchedRange) -> None:
-        """Keep a window, and drop the least recently used ones."""
+        """Cache a window, and drop the least recently used ones."""
         with self._lock:
             kept = self._windows
             kept.append(window)
@@ -162,7 +162,7 @@ def _reopen(url: str, identity: Identity) -> ByteSource:
 class RemoteFolder(Folder):
     """A folder behind a URL.
 
-    HTTP cannot list its files, and need not where names are known.
+    HTTP servers cannot list it, but files with known names can be opened.
     """
 
     def __init__(self, url: str) -> None:
@@ -185,13 +185,13 @@ class RemoteFolder(Folder):
             raise PathError(
                 "HTTP servers do not list folders",
                 where=self.name,
-                hint="name its index: a file such as model.safetensors.index.json",
+                hint="give its index: a file such as model.safetensors.index.json",
             )
         if self._listed is None:
             with translated(self.path):
                 self._fs.invalidate_cache(self._place)
                 found = self._fs.ls(self._place, detail=True)
-            here = self._place.rstrip("/")  # some stores hold it as an empty object
+            here = self._place.rstrip("/")  # some stores list the folder as an empty object
             found = [each for each in found if each["name"].rstrip("/") != here]
             self._listed = {each["name"].rstrip("/").rpartition("/")[2]: each for each in found}
         return self._listed
@@ -268,23 +268,23 @@ def filesystem(url: str, **options: object) -> tuple[Any, str]:
 
 
 def is_web(fs: Any) -> bool:
-    """Return whether the file system is HTTP itself."""
+    """Return whether the file system is plain HTTP."""
     return "https" in fs.protocol
 
 
 def is_local(fs: Any) -> bool:
-    """Return whether files are on this machine: ``file://``."""
+    """Return whether the files are on this machine: ``file://``."""
     return "file" in fs.protocol
 
 
 # Listings
 
 
-Mark = tuple[int, int | str]  # size in bytes and version: differs between versions of a file
+Mark = tuple[int, int | str]  # (size in bytes, version); differs between versions of a file
 
 
 class RemoteEntry(NamedTuple):
-    """A file or folder: its path below the listed folder, with slashes."""
+    """A file or folder. `name` is its path relative to the listed folder, with slashes."""
 
     name: str
     mark: Mark
@@ -294,7 +294,7 @@ class RemoteEntry(NamedTuple):
 def matching(folder: str, pattern: str) -> list[RemoteEntry]:
     """Return the entries that match `pattern` below the URL `folder`, sorted by name.
 
-    Raises PathError where the server has no listings.
+    Raises PathError if the server cannot list folders.
     """
     fs, path = _listable(folder)
     with translated(folder):
@@ -318,7 +318,7 @@ def below(folder: str) -> dict[str, Mark]:
 
 
 def look(url: str) -> RemoteEntry:
-    """Return the file or folder at `url` as it is now, its name empty.
+    """Return the current entry of the file or folder at `url`, with the name "".
 
     Raises PathError if it does not exist.
     """
@@ -331,7 +331,7 @@ def look(url: str) -> RemoteEntry:
 
 
 def merged(marks: Mapping[str, Mark]) -> Mark:
-    """Return the mark of a folder that holds these files."""
+    """Return the mark of a folder with these files."""
     lines = (
         f"{len(name)} {name} {size} {version}\n" for name, (size, version) in sorted(marks.items())
     )
@@ -340,7 +340,7 @@ def merged(marks: Mapping[str, Mark]) -> Mark:
 
 
 def read_small(url: str) -> bytes:
-    """Return the contents of a small file, empty if it does not exist."""
+    """Return the content of a small file, b"" if it does not exist."""
     fs, path = filesystem(url)
     with translated(url):
         try:
@@ -352,14 +352,14 @@ def read_small(url: str) -> bytes:
 
 
 def write_small(url: str, data: bytes) -> None:
-    """Write a small file, in one request where the file system can."""
+    """Write a small file, in one request if the file system supports it."""
     fs, path = filesystem(url)
     with translated(url, not_written):
         fs.pipe_file(path, data)
 
 
 def make_folders(base: str, names: Iterable[str]) -> None:
-    """Make folders below the URL `base` where a file system has them; object stores need none."""
+    """Create folders below the URL `base`, unless it is in an object store, which needs none."""
     fs, path = filesystem(base)
     if fs.async_impl or is_web(fs):
         return
@@ -372,7 +372,7 @@ def _listable(folder: str) -> tuple[Any, str]:
     fs, path = filesystem(folder)
     if is_web(fs):
         raise PathError(
-            "HTTP servers do not list folders", where=shown_url(folder), hint="name each file"
+            "HTTP servers do not list folders", where=shown_url(folder), hint="give each file"
         )
     fs.invalidate_cache()
     return fs, path

@@ -1,13 +1,13 @@
 """Transports of byte ranges: HTTP, or any other file system of fsspec.
 
 HTTP requests are made directly, through fsspec's session, because their statuses and headers
-matter: the first answer gives size, identity and whether the server supports ranges (a HEAD request
-would not, and signed URLs refuse it), and every later one whether the file is still the same. An
-interrupted transfer is continued where it broke.
+matter. The first response gives the size, the identity, and whether the server supports ranges. A
+HEAD request would not show that, and signed URLs reject it. Every later response shows whether the
+file has changed. An interrupted transfer is resumed.
 
-Failures of networks and servers become errors with hints. The libraries below fsspec raise errors
-of any class, whose texts may hold the URL with its secrets: their statuses, reasons and classes are
-used here, and their texts are shown only where the URL has no secret.
+Failures of networks and servers become errors with hints. Libraries below fsspec raise errors of
+any class, whose messages may contain the URL with its secrets. This module uses their statuses,
+reasons and classes, and shows their messages only if the URL contains no secret.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from ckptkit.core.errors import (
 from ckptkit.core.text import shown_url, without_query
 
 HEAD = 64 << 10  # bytes of the first request
-WHOLE = 64 << 20  # bytes up to which a file is fetched whole from a server without ranges
-PAGE = 1 << 20  # bytes fetched of a file without a length: often a page with an error message
-PROGRESS = 64 << 10  # bytes that make an attempt a success, even if the connection broke then
+WHOLE = 64 << 20  # most bytes of a file that is downloaded whole from a server without ranges
+PAGE = 1 << 20  # bytes to read of a file of unknown length: often a web page with an error
+PROGRESS = 64 << 10  # bytes that reset the count of failures, even if the connection broke then
 TRIES = 5  # attempts in a row without progress
-TOLD = 12  # attempts, where the server says when to try again
-PAUSE = 0.25  # seconds before the second attempt, twice as many before each later one
-LONGEST = 30  # seconds before the next attempt at most, whatever the server says
-SILENCE = 60  # seconds without a byte before a connection counts as broken
-PATIENCE = 150  # seconds without progress after which there is no other attempt
-SLOWEST = 4096  # bytes a second, below which a request counts as broken in the end
-SLOWEST_STORED = 64 << 10  # the same, where nothing of an answer is seen before its end
+TOLD = 12  # the same, if the server sends Retry-After
+PAUSE = 0.25  # seconds before the second attempt; doubled before each later one
+LONGEST = 30  # most seconds before the next attempt, whatever the server requests
+SILENCE = 60  # seconds without a byte after which a connection counts as broken
+PATIENCE = 150  # seconds without progress after which no attempt follows
+SLOWEST = 4096  # bytes per second; a slower request times out in the end
+SLOWEST_STORED = 64 << 10  # the same, if a response is only visible as a whole
 
 # Fields that distinguish versions of a file, in a listing as well as for a single file.
 VERSION = (
@@ -55,24 +55,24 @@ _RANGE = re.compile(r"bytes (\d{1,20})-(\d{1,20})/(\d{1,20})")
 
 
 class Transport(ABC):
-    """One remote file. `head` holds the first bytes, as many as opening it returned."""
+    """One remote file. `head` contains its first bytes, as many as opening it returned."""
 
     url: str
     size: int
     identity: Identity
     head: bytes = b""
-    compares_answers = False  # True if every answer says whether the file is still the same
+    compares_answers = False  # True if every response shows whether the file is unchanged
 
     def fetch(self, start: int, stop: int) -> bytes:
-        """Return bytes `start` to `stop` of the file; broken transfers are continued.
+        """Return bytes `start` to `stop` of the file. Broken transfers are resumed.
 
-        Raises InputError if the network fails, InputChangedError if the file is another one.
+        Raises InputError if the network fails, InputChangedError if the file has changed.
         """
         data = bytearray()
         failures, since = 0, time.monotonic()
         while len(data) < stop - start:
             before = len(data)
-            reason: Exception = ConnectionError("the answer is too short")
+            reason: Exception = ConnectionError("the response is too short")
             try:
                 self._fetch(start + before, stop, data)
             except Exception as error:
@@ -85,9 +85,10 @@ class Transport(ABC):
         return bytes(data)
 
     def _pause(self, failures: int, since: float, reason: Exception, *, opening: bool) -> None:
-        """Wait before the next attempt; the attempts `since` that time made no progress.
+        """Wait before the next attempt. There was no progress `since` that time.
 
-        Raises the translated `reason` where a retry would not help, or after too many or too long.
+        Raises the translated `reason` if a retry cannot help, or after too many attempts or
+        seconds.
         """
         wait = reason.after if isinstance(reason, Status) else None
         tries = TRIES if wait is None else TOLD
@@ -98,21 +99,21 @@ class Transport(ABC):
 
     @abstractmethod
     def _fetch(self, start: int, stop: int, into: bytearray) -> None:
-        """Append bytes `start` to `stop`, or as many as arrived before the transfer broke."""
+        """Append bytes `start` to `stop`, or fewer if the transfer breaks."""
 
     @abstractmethod
     def look(self) -> Identity:
-        """Return the identity that the file has now. Raises what opening it raises."""
+        """Return the current identity of the file. Raises like opening it."""
 
-    def close(self) -> None:  # noqa: B027 - most keep nothing open
-        """Release what is kept open."""
+    def close(self) -> None:  # noqa: B027 - most transports keep nothing open
+        """Release open resources."""
 
 
 class Http(Transport):
     """A file on an HTTP server.
 
-    Raises the errors of :func:`refused` for the server's answers, InputError if it sends no ranges
-    of a large file.
+    Raises the errors of :func:`refused` for the server's responses, and InputError if the server
+    does not support ranges of a large file.
     """
 
     compares_answers = True
@@ -128,9 +129,9 @@ class Http(Transport):
         if self._whole and len(self.head) != self.size:
             why = f"{self.size:,} bytes are too many"
             if self.size < 0:
-                why = "it does not say how many bytes there are"
+                why = "the size is unknown"
             raise InputError(
-                f"its server sends whole files only, no ranges, and {why}",
+                f"the server supports only whole files, not ranges, and {why}",
                 where=shown_url(url),
                 hint=_fetch_it(url),
             )
@@ -139,7 +140,7 @@ class Http(Transport):
         return self._open(bytearray(), 1)[2]
 
     def _open(self, into: bytearray, wanted: int = HEAD) -> tuple[int, int, Identity]:
-        """Append the first bytes; return the answer's status, and the file's size and identity."""
+        """Append the first bytes. Return the status, and the size and identity of the file."""
         failures, since = 0, time.monotonic()
         while True:
             try:
@@ -166,15 +167,15 @@ class Http(Transport):
     async def _get(
         self, start: int, stop: int, into: bytearray, known: Identity | None
     ) -> tuple[int, int, Identity]:
-        """Append a range of the file, or as many bytes as arrive before the connection breaks.
+        """Append a range of the file, or fewer bytes if the connection breaks.
 
-        `known` is the identity of the file that was opened; None: this is the first request.
+        `known` is the identity of the opened file, None for the first request.
         """
         import aiohttp
 
         session = await self._fs.set_session()
         options = dict(self._fs.kwargs)
-        # Compressed, the bytes of a range would be others.
+        # A range of compressed content would contain other bytes.
         ranged = {
             **options.pop("headers", {}),
             "Range": f"bytes={start}-{stop - 1}",
@@ -187,7 +188,7 @@ class Http(Transport):
             status, size, identity = self._judge(response.status, response.headers, start, known)
             wanted = stop - start
             if known is None and status == 200 and wanted > 1:
-                # No ranges: the file is fetched whole if it is small, or looks like a page.
+                # No ranges: read the whole file if it is small, or of unknown size (a web page).
                 whole = size if size <= WHOLE else 0
                 wanted = PAGE if size < 0 else whole
             elif known is None:
@@ -203,12 +204,12 @@ class Http(Transport):
     def _judge(
         self, status: int, headers: Mapping[str, str], start: int, known: Identity | None
     ) -> tuple[int, int, Identity]:
-        """Return status, size (-1 while unknown) and identity. Raises if the answer is unusable."""
+        """Return status, size (-1 if unknown) and identity. Raises for unusable responses."""
         where = shown_url(self.url)
         if status == 206:
             found = _RANGE.fullmatch(headers.get("Content-Range", ""))
             if found is None or int(found[1]) != start:
-                raise InputError("its server does not send the requested range", where=where)
+                raise InputError("the server does not send the requested range", where=where)
             size = int(found[3])
         elif status == 200:
             length = headers.get("Content-Length", "")
@@ -225,22 +226,22 @@ class Http(Transport):
             )
         if known is not None and status == 200:
             raise InputError(
-                "its server stopped sending ranges", where=where, hint=_fetch_it(self.url)
+                "the server stopped sending ranges", where=where, hint=_fetch_it(self.url)
             )
         return status, size, identity
 
 
 def _fetch_it(url: str) -> str:
-    return f"fetch it first: curl -O '{shown_url(url)}'"
+    return f"download it first: curl -O '{shown_url(url)}'"
 
 
 class Stored(Transport):
-    """A file in any other file system that fsspec knows."""
+    """A file in any other file system of fsspec."""
 
     def __init__(self, fs: Any, path: str, url: str, info: Mapping[str, Any]) -> None:
         if not isinstance(info.get("size"), int):
             raise InputError(
-                "its size is not known", where=shown_url(url), hint="copy it to a local file first"
+                "its size is unknown", where=shown_url(url), hint="copy it to a local file first"
             )
         self.url = url
         self.size = info["size"]
@@ -254,7 +255,7 @@ class Stored(Transport):
         return _version(information(self._fs, self._path, self.url))
 
     def _fetch(self, start: int, stop: int, into: bytearray) -> None:
-        if self._fs.async_impl:  # one request for this range, and several of them at a time
+        if self._fs.async_impl:  # one request per range, possibly several in parallel
             seconds = SILENCE + (stop - start) / SLOWEST_STORED
             into += _within(seconds, self._fs, "cat_file", self._path, start=start, end=stop)
             return
@@ -271,9 +272,9 @@ class Stored(Transport):
 
 
 def _within(seconds: float, fs: Any, name: str, *args: object, **options: object) -> Any:
-    """Call a method of a file system. Raises TimeoutError after `seconds`, if it is asynchronous.
+    """Call a method of a file system. If it is asynchronous, raise TimeoutError after `seconds`.
 
-    Libraries of stores repeat a request several times, each with a time limit of its own.
+    Without that limit, libraries of stores retry a request several times with a timeout for each.
     """
     if not fs.async_impl:
         return getattr(fs, name)(*args, **options)
@@ -283,7 +284,7 @@ def _within(seconds: float, fs: Any, name: str, *args: object, **options: object
 
 
 def information(fs: Any, path: str, url: str) -> Mapping[str, Any]:
-    """Return what a file system reports about a file or folder now."""
+    """Return the current information of a file system about a file or folder."""
     with translated(url):
         fs.invalidate_cache(path)
         found: Mapping[str, Any] = _within(PATIENCE, fs, "info", path)
@@ -299,9 +300,9 @@ def _version(info: Mapping[str, Any]) -> Identity:
 
 
 def moment(value: object) -> object:
-    """Return a time as seconds, other values as they are.
+    """Convert a time to seconds; return other values unchanged.
 
-    Some file systems give times in one form in a listing and in another for a file.
+    Some file systems use different types for times in listings and for single files.
     """
     return value.timestamp() if isinstance(value, datetime) else value
 
@@ -309,7 +310,7 @@ def moment(value: object) -> object:
 # Failures
 
 
-# The package to install for a scheme; for others, the message of fsspec names one.
+# The package to install for a scheme. For other schemes, fsspec's message names one.
 _PACKAGES = {
     "http": "aiohttp", "https": "aiohttp", "s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs",
     "gcs": "gcsfs", "hf": "huggingface_hub", "az": "adlfs", "abfs": "adlfs", "abfss": "adlfs",
@@ -320,12 +321,12 @@ _PASSING = frozenset({408, 425, 429, 500, 502, 503, 504})
 _CREDENTIALS = ("NoCredentialsError", "DefaultCredentialsError", "PartialCredentialsError")
 _TYPED = "check the URL and the network"
 _SET_CREDENTIALS = (
-    "set them as for the service's own tools; FSSPEC_S3_ANON=true reads public buckets of S3"
+    "set them as for the service's own tools, or FSSPEC_S3_ANON=true for public S3 buckets"
 )
 
 
 class Status(Exception):
-    """An unexpected status of an HTTP server, and after how many seconds it wants to be asked."""
+    """An unexpected HTTP status, and the seconds after which the server accepts a retry."""
 
     def __init__(self, status: int, after: int | None = None) -> None:
         super().__init__(f"HTTP status {status}")
@@ -337,7 +338,7 @@ class MissingError(MissingFileError):
 
 
 def passing(error: BaseException) -> bool:
-    """Return whether a retry may help: a connection broke or timed out, or the server is busy."""
+    """Return whether a retry may help: the connection broke or timed out, or the server is busy."""
     if _misled(error) is not None:
         return False
     status = _status(error)
@@ -350,7 +351,7 @@ def passing(error: BaseException) -> bool:
 
 
 def refused(error: Exception, url: str, *, opening: bool = True) -> CkptkitError:
-    """Translate an error of a library about `url`, raised on opening or later."""
+    """Convert an error of a library, on opening `url` or later, to a CkptkitError."""
     if isinstance(error, CkptkitError):
         return error
     kind, message, hint = _meaning(error, url, opening)
@@ -360,7 +361,7 @@ def refused(error: Exception, url: str, *, opening: bool = True) -> CkptkitError
 def _meaning(
     error: Exception, url: str, opening: bool
 ) -> tuple[type[CkptkitError], str, str | None]:
-    """Return the class, message and hint of the error that a library's error stands for."""
+    """Return class, message and hint of the CkptkitError for a library's error."""
     causes = [*_causes(error)]
     status = next((found for each in causes if (found := _status(each)) is not None), None)
     if misled := next(filter(None, map(_misled, causes)), None):
@@ -371,8 +372,8 @@ def _meaning(
         answers = [getattr(each, "response", None) for each in causes]
         codes = [each.get("Error", {}).get("Code") for each in answers if isinstance(each, dict)]
         bucket = without_query(url).partition("://")[2].partition("/")[0]
-        said = f"there is no bucket {bucket}" if "NoSuchBucket" in codes else "does not exist"
-        return MissingError, said, None
+        what = f"the bucket {bucket} " if "NoSuchBucket" in codes else ""
+        return MissingError, f"{what}does not exist", None
     if status in (401, 403) or isinstance(error, PermissionError):
         answer = f" (HTTP status {status})" if status else ""
         hint = "check your credentials, and whether the URL has expired"
@@ -381,13 +382,13 @@ def _meaning(
         return InputChangedError, "changed while it was read", "run the command again"
     if status is not None:
         busy = "the server is busy or broken: try again later" if status in _PASSING else None
-        return InputError, f"the server answers with HTTP status {status}", busy
+        return InputError, f"the server responds with HTTP status {status}", busy
     for each in causes:
         reason = getattr(each, "os_error", each)
         if type(each).__name__ in _CREDENTIALS:
-            return PathError, "needs credentials, and there are none", _SET_CREDENTIALS
+            return PathError, "requires credentials, but none are set", _SET_CREDENTIALS
         if isinstance(reason, socket.gaierror):
-            return PathError, f"its host is not known: {reason.strerror or 'no address'}", _TYPED
+            return PathError, f"its host is unknown: {reason.strerror or 'no address'}", _TYPED
         if isinstance(reason, ConnectionRefusedError):
             return PathError, "its host refuses the connection", _TYPED
     if passing(error):
@@ -399,7 +400,7 @@ def _meaning(
 def translated(
     url: str, translation: Callable[[Exception, str], CkptkitError] = refused
 ) -> Iterator[None]:
-    """Translate any error about `url` by `refused`, or another `translation`."""
+    """Convert errors inside the block to CkptkitErrors, by `refused` or another function."""
     try:
         yield
     except Exception as error:
@@ -407,12 +408,12 @@ def translated(
 
 
 def presentable(error: Exception, url: str) -> Exception | None:
-    """Return `error` as a cause to chain; None where its text could reveal a secret of `url`."""
+    """Return `error` as a cause to chain, None if its message could reveal a secret of `url`."""
     return error if shown_url(url) == url else None
 
 
 def not_written(error: Exception, url: str) -> CkptkitError:
-    """Translate an error of a library that failed to write to `url`."""
+    """Convert an error of writing to `url` to an OutputError."""
     if isinstance(error, CkptkitError):
         return error
     known = refused(error, url)
@@ -420,7 +421,7 @@ def not_written(error: Exception, url: str) -> CkptkitError:
 
 
 def unknown(error: Exception, url: str) -> CkptkitError:
-    """Translate the error of fsspec where it has no file system for `url`."""
+    """Convert fsspec's error for a URL without a file system."""
     scheme = url.rpartition("::")[2].partition("://")[0].lower()
     name = shown_url(url)
     if isinstance(error, ImportError):
@@ -434,20 +435,20 @@ def unknown(error: Exception, url: str) -> CkptkitError:
     is_known = scheme in registry or scheme in known_implementations
     if isinstance(error, ValueError) and not is_known:
         return PathError(
-            f"no file system is known for {scheme}://",
+            f"fsspec has no file system for {scheme}://",
             where=name,
-            hint="fsspec lists those it knows",
+            hint="check the scheme of the URL",
         )
     return refused(error, url)
 
 
 def _misled(error: BaseException) -> str | None:
-    """Describe what is wrong with a server's redirection, None if nothing is."""
+    """Describe an invalid redirect of a server; None for other errors."""
     names = {each.__name__ for each in type(error).__mro__}
     if "TooManyRedirects" in names:
-        return "its server redirects from one place to the next without end"
+        return "the server redirects in circles"
     if names & {"RedirectClientError", "NonHttpUrlClientError"}:
-        return "its server redirects to a URL that is not http or https, which is not followed"
+        return "the server redirects to a URL that is not http or https"
     return None
 
 
@@ -460,7 +461,7 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _status(error: BaseException) -> int | None:
-    """Return the status that a server answered with, None for other failures."""
+    """Return the HTTP status of a response, None for other failures."""
     if _is_malformed(error):
         return None
     status = getattr(error, "status", None)
@@ -473,16 +474,16 @@ def _status(error: BaseException) -> int | None:
 
 
 def _is_malformed(error: BaseException) -> bool:
-    """Return whether aiohttp could not parse an answer; the status 400 of its error is its own."""
+    """Return whether aiohttp failed to parse a response; it then sets the status 400 itself."""
     return "HttpProcessingError" in (each.__name__ for each in type(error.__cause__).__mro__)
 
 
 def _text(error: Exception, url: str) -> str:
-    """Return the library's message, or its class alone where the text could reveal a secret."""
+    """Return the library's message, or only its class if the message could reveal a secret."""
     if _is_malformed(error):
-        return "the server's answer does not follow HTTP"
+        return "the response is not valid HTTP"
     if isinstance(error, TimeoutError):
-        return "the server sends nothing more"
+        return "the server stopped sending"
     lines = str(error).strip().splitlines()
     line = lines[0] if lines and shown_url(url) == url else ""
     return f"{type(error).__name__}: {line}" if line else type(error).__name__

@@ -103,7 +103,7 @@ def paired(a: Checkpoint, b: Checkpoint) -> Paired | None:
         raise
     kept = {each for origin in origins.values() for each in origin.names}
     left = [f"{each} (only GGUF has it)" for each in file.weights if each not in kept]
-    _, original = quantized.look_through_both(made, original)
+    _, original = quantized.dequantized_views(made, original)
     embedding = next((new for new, each in origins.items() if EMBEDDING in each.names), None)
     weights: dict[str, Tensor] = {}
     for each, tensor in original.weights.items():

@@ -1,4 +1,4 @@
-"""Scans files for what loading them would run, several files at once."""
+"""Scan files, several in parallel, for what loading them would run."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from ckptkit.scanning import find as hidden
 from ckptkit.scanning.verdict import FileVerdict, Trusted, judge_file
 
 PathLike = str | os.PathLike[str]
-Reading = Callable[[str, int], None]  # gets a path, and the bytes that were read of it
-MANY = 16  # files from which on worker processes are worth their start
-MOST = 8  # of them, unless more are asked for
+Reading = Callable[[str, int], None]  # receives a path, and the number of bytes read from it
+MANY = 16  # files; for fewer, worker processes are not worth their start
+MOST = 8  # most workers, unless more are requested
 
 
 class Failure(NamedTuple):
@@ -33,7 +33,7 @@ class Failure(NamedTuple):
 
 
 class Watched(ByteSource):
-    """A source that reports the bytes that are read of it: at most its size, at the end all."""
+    """A source that reports the bytes read from it, in total at most its size."""
 
     def __init__(self, source: ByteSource, report: Callable[[int], None]) -> None:
         self._source, self._report, self._left = source, report, source.size
@@ -55,7 +55,7 @@ class Watched(ByteSource):
             self._report(counted)
 
     def finish(self) -> None:
-        """Report what was not read: it need not be."""
+        """Report the bytes that were not read, which a scan does not need."""
         self._count(self._left)
 
     def will_read(self, ranges: Sequence[tuple[int, int]]) -> None:
@@ -71,15 +71,15 @@ class Watched(ByteSource):
 def scan(
     path: PathLike, *, trust: Iterable[str] = (), progress: Reading | None = None
 ) -> FileVerdict:
-    """Return what loading the file at `path` would do; nothing of it is run, or imported.
+    """Return a verdict on what loading the file at `path` would do. Nothing is run or imported.
 
     `trust` are globs of names whose packages may be called (``transformers.*``). Raises PathError
-    and InputError for what cannot be read; whatever is wrong with the bytes is part of the verdict.
+    and InputError for files that cannot be read. Malformed content is part of the verdict.
     """
     with closing(open_place(path)) as place:
         if isinstance(place, Folder):
             raise InputError(
-                "is a folder", where=place.name, hint="scan_all goes through its files"
+                "is a folder", where=place.name, hint="scan_all scans the files in a folder"
             )
         shown = shown_url(os.fspath(path))
         source = place if progress is None else Watched(place, partial(progress, shown))
@@ -97,11 +97,11 @@ def scan_all(
     workers: int | None = None,
     progress: Reading | None = None,
 ) -> Iterator[FileVerdict | Failure]:
-    """Yield the verdicts on files and on all files in folders, in order; failures are not raised.
+    """Yield the verdicts on files, and on all files in folders, in order. Failures are yielded too.
 
-    `workers` processes share the work (default: as many as there are cores, up to 8, for 16 files
-    or more). `progress` gets a path and the bytes that were read of it, all of a file in the end;
-    of a file that a worker scans, when it is done.
+    `workers` is the number of processes. The default for 16 files or more is the number of cores,
+    at most 8. `progress` receives a path and the number of bytes read from it, in the end the
+    whole size. A file that a worker scans is reported once, when it is done.
     """
     trust = tuple(trust)
     files = _files(paths)
@@ -121,8 +121,8 @@ def scan_all(
 def _spread(
     files: Iterable[str | Failure], trust: tuple[str, ...], workers: int
 ) -> Iterator[FileVerdict | Failure]:
-    """Yield by processes, a few files ahead of the consumer."""
-    from concurrent.futures import ProcessPoolExecutor  # which imports pickle
+    """Yield results of worker processes, which work a few files ahead of the consumer."""
+    from concurrent.futures import ProcessPoolExecutor  # imported late: it imports pickle
 
     waiting: deque[tuple[str | Failure, Future[FileVerdict | Failure]]] = deque()
     pool = ProcessPoolExecutor(workers)
@@ -143,7 +143,7 @@ def _result(file: str | Failure, future: Future[FileVerdict | Failure]) -> FileV
     except BrokenExecutor:
         path = file.path if isinstance(file, Failure) else file
         killed = "the process that scanned it was killed"
-        return Failure(path, InputError(killed, hint="try it alone: --workers 1"))
+        return Failure(path, InputError(killed, hint="scan it alone: --workers 1"))
 
 
 def _attempt(
@@ -156,11 +156,11 @@ def _attempt(
     except CkptkitError as error:
         return Failure(shown_url(file), error)
     except MemoryError:
-        return Failure(shown_url(file), InputError("needs more memory than there is"))
+        return Failure(shown_url(file), InputError("needs more memory than available"))
 
 
 def _files(paths: Iterable[PathLike]) -> Iterator[str | Failure]:
-    """Yield the paths; for a folder all files in it, sorted, those of its folders after them."""
+    """Yield the paths. For a folder, yield its files, sorted, and then those of subfolders."""
     for path in (os.fspath(each) for each in paths):
         try:
             if is_url(path):
@@ -176,7 +176,7 @@ def _files(paths: Iterable[PathLike]) -> Iterator[str | Failure]:
 
 
 def _walked(path: str) -> Iterator[str | Failure]:
-    """Yield every file below a local folder; links to folders are reported and not followed."""
+    """Yield every file below a local folder. Links to folders are reported as failures."""
     unlisted: list[OSError] = []
     for folder, folders, names in os.walk(path, onerror=unlisted.append):
         for error in unlisted:
@@ -186,7 +186,7 @@ def _walked(path: str) -> Iterator[str | Failure]:
         yield from (os.path.join(folder, name) for name in sorted(names))
         for name in folders:
             if os.path.islink(place := os.path.join(folder, name)):
-                yield Failure(place, InputError("is a link to a folder, which is not followed"))
+                yield Failure(place, InputError("is a link to a folder: not followed"))
     yield from (
         Failure(str(error.filename), InputError(f"cannot be listed: {error.strerror}"))
         for error in unlisted
@@ -194,7 +194,7 @@ def _walked(path: str) -> Iterator[str | Failure]:
 
 
 def _listed(folder: Folder, url: str, depth: int) -> Iterator[str]:
-    """Every file below a folder behind a URL."""
+    """Yield every file below a folder behind a URL."""
     check("scan_depth", depth, "folders inside folders")
     inner = folder.folders()
     yield from (in_folder(url, name) for name in folder.list() if name not in inner)

@@ -1,8 +1,7 @@
-"""Every pickle in a file: those of its format, and those in places that no format reads.
+"""Find every pickle in a file: those of its format, and those in places that no format reads.
 
-A file may be several things at once, depending on who reads it: all of them are looked at. What is
-found inside is looked at in turn, down to a limit: members of archives, compressed streams, byte
-strings of pickles.
+Different readers may see a file as different formats; all of them are searched. Nested content is
+searched too, up to a limit: members of archives, compressed streams, and byte strings in pickles.
 """
 
 from __future__ import annotations
@@ -39,14 +38,14 @@ from ckptkit.scanning.trace import trace
 Seen = Traced | Remark | Program
 _PROTO = tuple(bytes((0x80, protocol)) for protocol in range(2, 6))
 _STEP = 1 << 20
-_POINTER = b"version https://git-lfs"  # stands for a file; begins with no opcode
-_TWO_FILES = "ends as a zip archive does, and begins as something else: two readers, two files"
+_POINTER = b"version https://git-lfs"  # a Git LFS pointer; "v" is not an opcode
+_TWO_FILES = "ends like a zip archive but begins like another file: readers may see either"
 
 
 def pickles(source: ByteSource) -> Iterator[Seen]:
-    """Yield every pickle of a file, traced, and what could not be read.
+    """Yield every pickle of a file, traced, and a remark for each part that could not be read.
 
-    Never raises for what is in the bytes.
+    Malformed content never raises an error.
     """
     try:
         yield from _Search(source).file(source, "", 0, sure=True)
@@ -55,7 +54,7 @@ def pickles(source: ByteSource) -> Iterator[Seen]:
 
 
 def inside(source: ByteSource) -> Iterator[Seen]:
-    """Yield what `pickles` would for a byte string in a pickle, if that were `source`."""
+    """Yield what `pickles` yields for a byte string inside a pickle."""
     try:
         yield from _Search(source).file(source, "", 1, sure=False)
     except LimitError as error:
@@ -63,9 +62,9 @@ def inside(source: ByteSource) -> Iterator[Seen]:
 
 
 def refused_by_weights_only(source: ByteSource) -> str | None:
-    """Return the first step of a file of torch.save that weights_only=True refuses, None if none.
+    """Return the first step of a torch.save file that weights_only=True rejects, None if none.
 
-    Names are no steps. Never raises for what is in the bytes.
+    Names do not count as steps. Malformed content never raises an error.
     """
     for seen in pickles(source):
         if isinstance(seen, Traced) and seen.loader == TORCH_LOAD and seen.trace.refused:
@@ -74,7 +73,7 @@ def refused_by_weights_only(source: ByteSource) -> str | None:
 
 
 class _Search:
-    """The search of one file, and how much of its limits is used up."""
+    """The search of one file, and its use of the limits."""
 
     def __init__(self, source: ByteSource) -> None:
         self.most = LIMITS.scan_inflated_bytes + UNPACKED * source.size
@@ -84,16 +83,16 @@ class _Search:
 
     def _count(self) -> None:
         self.parts += 1
-        check("scan_parts", self.parts, "places in a file")
+        check("scan_parts", self.parts, "parts of a file")
 
     def file(self, source: ByteSource, where: str, depth: int, sure: bool) -> Iterator[Seen]:
-        """Yield everything that any reader sees in a source.
+        """Yield everything that any reader would find in a source.
 
-        `sure`: it is a file of its own, and not only bytes that look like one.
+        `sure`: it is certainly a file, not only bytes that look like one.
         """
         self._count()
         if depth > LIMITS.scan_depth:
-            reason = f"files inside files, more than {LIMITS.scan_depth} deep, are not looked into"
+            reason = f"contains files nested more than {LIMITS.scan_depth} deep: not searched"
             yield Remark(where, reason)
             return
         probe = Probe(source)
@@ -102,7 +101,7 @@ class _Search:
             yield Remark(where, refusal)
         if found is not None:
             yield from self._all(found, where, depth, sure)
-        # What no format claims, or other readers see.
+        # Content that no format recognizes, or that other readers would see.
         head, claimed = probe.head, found is not None
         is_zip = head.startswith(MAGIC)
         two_files = not is_zip and depth == 0 and _ends_as_zip(source, head)
@@ -115,16 +114,16 @@ class _Search:
         if packed := method_of(head) or (_starting(WEAK_HEADS, head) if sure else None):
             yield from self._unpacked(Inner(packed, source, sure, packed), where, depth)
         elif head and not claimed and not is_zip and not head.startswith(_POINTER):
-            # It is a pickle by its name, or may be one by its beginning.
+            # It has the name of a pickle, or begins like one.
             named = depth == 0 and source.name.lower().endswith(PICKLES)
             if named or looks_like_a_pickle(head):
                 stream = PickleStream("", source, 0, source.size)
                 yield from self._stream(stream, where, depth, maybe=not named, alone=sure)
         if closed := _starting(CLOSED, head):
-            yield Remark(where, f"is compressed ({closed}), which is not looked into")
+            yield Remark(where, f"is compressed ({closed}): not searched")
 
     def _all(self, found: Iterator[Found], where: str, depth: int, sure: bool) -> Iterator[Seen]:
-        """Yield what a container holds, up to where it is damaged."""
+        """Yield the content of a container, up to where it is damaged."""
         try:
             for each in found:
                 if isinstance(each, PickleStream):
@@ -159,7 +158,7 @@ class _Search:
     def _unpacked(self, part: Inner, where: str, depth: int) -> Iterator[Seen]:
         source, failure = self._unpack(part)
         inside = joined(where, part.where)
-        # Bytes that begin as if they were compressed, and are not, become few bytes or none.
+        # Bytes that only look compressed decompress to few bytes or none.
         is_noise = part.packed in WEAK_HEADS.values() and (
             not source.size or (isinstance(failure, CorruptError) and source.size < _STEP)
         )
@@ -187,10 +186,10 @@ class _Search:
         self, stream: PickleStream, where: str, depth: int, maybe: bool = False,
         alone: bool = False,
     ) -> Iterator[Seen]:  # fmt: skip
-        """Yield the pickles of a stream, one or several, and those that no reader should load.
+        """Yield the pickles of a stream, also those that no reader would load.
 
-        With `maybe`, bytes that only happen to begin like a pickle are passed over. `alone`: the
-        stream is a file, which torch.load may take for a legacy stream.
+        With `maybe`, bytes that merely begin like a pickle are skipped. `alone`: the stream is a
+        file, which torch.load may read as a legacy stream.
         """
         inside = joined(where, stream.where)
         if stream.packed is not None:
@@ -199,7 +198,7 @@ class _Search:
                 yield Remark(inside, failure.message)
             stream = replace(stream, source=source, offset=0, length=source.size, packed=None)
         at, end = stream.offset, stream.offset + stream.length
-        least = stream.count  # pickles that some reader loads
+        least = stream.count  # number of pickles that a reader loads
         if least is None:
             yield from self._scattered(stream, inside, depth)
             return
@@ -208,12 +207,12 @@ class _Search:
             if number == 1 and alone and found.may_be_legacy and found.error is None:
                 least, maybe = max(least, 5), False
             follows = number > least
-            # After a pickle, another as `pickle.dump` appends it to a file convinces too.
+            # A pickle that `pickle.dump` appended to the file counts without further evidence.
             is_whole = follows and found.error is None and found.protocol >= 2
             if (maybe or follows) and not (is_whole or _convinces(found)):
                 if number > 1 and not maybe:
                     left = f"{end - at:,} bytes follow the pickle"
-                    yield Remark(inside, f"{left}: other readers may see something there")
+                    yield Remark(inside, f"{left}: other readers may interpret them")
                 return
             place = inside if number == stream.count == 1 else f"{inside} pickle {number}".strip()
             yield from self._traced(stream, found, at, place, depth)
@@ -223,7 +222,7 @@ class _Search:
                 return
 
     def _scattered(self, stream: PickleStream, inside: str, depth: int) -> Iterator[Seen]:
-        """Yield pickles with other bytes between them."""
+        """Yield pickles that are separated by other bytes."""
         at, end, number = stream.offset, stream.offset + stream.length, 0
         while at < end:
             found = self._trace(stream.source, at, end)
@@ -235,7 +234,7 @@ class _Search:
     def _traced(
         self, stream: PickleStream, found: Trace, at: int, place: str, depth: int
     ) -> Iterator[Seen]:
-        """Yield a pickle, and what its byte strings hold."""
+        """Yield a pickle, and the content of its byte strings."""
         self._count()
         yield Traced(place, at, _base(stream.source), stream.loader, stream.no_weights_only, found)
         for each in found.nested:
@@ -248,7 +247,7 @@ class _Search:
 
 
 def _claimed(probe: Probe) -> tuple[Iterator[Found] | None, str | None]:
-    """Return the pickles that the first matching format finds, and why its reader would refuse."""
+    """Return the pickles of the first matching format, and why its reader would reject the file."""
     refusal = None
     for format in FORMATS:
         try:
@@ -262,7 +261,7 @@ def _claimed(probe: Probe) -> tuple[Iterator[Found] | None, str | None]:
 
 
 def _ends_as_zip(source: ByteSource, head: bytes) -> bool:
-    """Return whether readers of zip archives see one that is not a whole member of a tar file."""
+    """Return whether zip readers would find an archive that is not a member of a tar file."""
     archive = _zip_end(source)
     if archive is None or not is_tar(head):
         return archive is not None
@@ -276,7 +275,7 @@ def _ends_as_zip(source: ByteSource, head: bytes) -> bool:
 
 
 def _base(source: ByteSource) -> int | None:
-    """Return where a source begins in its file, None for one that was decompressed."""
+    """Return the offset of a source in its file, None if it was decompressed."""
     at = 0
     while isinstance(source, Section):
         at, source = at + source.offset, source.whole
@@ -288,15 +287,15 @@ def _starting(heads: Mapping[bytes, str], head: bytes) -> str | None:
 
 
 def _convinces(found: Trace) -> bool:
-    """Return whether tried bytes are a pickle that matters: it ends, or calls, with possible names.
+    """Return whether bytes that look like a pickle matter: they end or call, with valid names.
 
-    Every few thousand random bytes something is called. Where ckptkit stops and CPython may go on,
-    nobody knows what follows.
+    In random bytes, there is a call every few thousand bytes. If ckptkit stops but CPython may
+    continue, the rest is unknown, so they matter.
     """
     if found.goes_on or any(_could_be(call.name) for call in found.calls):
         return True
     if any(is_guarded(str(name)) and _could_be(str(name)) for name in found.globals):
-        return True  # a module of Python or torch is imported, whatever follows
+        return True  # it imports a module of Python or torch, whatever follows
     held = found.globals or (found.nested and found.protocol)
     whole = found.error is None and all(_could_be(str(name)) for name in found.globals)
     return bool(held) and whole
@@ -307,7 +306,7 @@ def _could_be(name: str) -> bool:
 
 
 def _next(source: ByteSource, at: int, end: int) -> int:
-    """Return where the next pickle may begin."""
+    """Return where the next pickle may begin, `end` if nowhere."""
     for base in range(at, end, _STEP):
         piece = source.read(base, min(_STEP + 1, end - base))
         found = [place for start in _PROTO if (place := piece.find(start)) >= 0]
@@ -317,17 +316,17 @@ def _next(source: ByteSource, at: int, end: int) -> int:
 
 
 def joined(outer: str, inner: str) -> str:
-    """The place of something inside something."""
+    """Return the place of `inner` inside `outer`."""
     return f"{outer} > {inner}" if outer and inner else outer or inner
 
 
-# The members of archives as lenient readers see them, damaged or not
+# Members of archives as lenient readers see them, damaged or not
 
 
 def tar_members(source: ByteSource) -> Iterator[Found]:
-    """Yield every member of a tar file that has bytes, whatever its name and kind.
+    """Yield every member of a tar file that has bytes, whatever its name and type.
 
-    An invalid header ends the file for some readers, and is skipped here.
+    Some readers stop at an invalid header; here it is skipped.
     """
     at = count = 0
     while at + BLOCK <= source.size and count < LIMITS.tar_members:
@@ -342,7 +341,7 @@ def tar_members(source: ByteSource) -> Iterator[Found]:
             yield Inner(name, Section(source, at, size), name.lower().endswith(PICKLES))
             at += -(-size // BLOCK) * BLOCK
         elif size > 0:
-            yield Remark(name, "the tar file ends inside this member")
+            yield Remark(name, "the tar file is truncated in this member")
             if at < source.size:
                 yield Inner(name, Section(source, at, source.size - at), open_end=True)
 
@@ -354,17 +353,17 @@ _LOCAL = Struct("<4s2xHH4xLLLHH")
 _TAIL = 22 + 0xFFFF
 _U32 = 0xFFFFFFFF
 _SCRIPT = re.compile(r"[^/]*/(constants|bytecode)\.pkl")
-# Name, method, offset of the bytes, and how many (None: until something else begins).
+# Name, method, offset of the bytes, and their number (None: up to the next header).
 _Member = tuple[str, int, int, int | None]
 
 
 def zip_members(source: ByteSource) -> Iterator[Found]:
     """Yield every member of a zip file that some reader would find.
 
-    As its last directory lists them, wherever in the file the archive begins (zipfile, miniz,
-    torch); and whatever has a local header, listed or not (who reads from the front, or repairs).
-    Checksums, flags, sizes and names that contradict each other are not looked at: the bytes of a
-    member are where its local header ends.
+    These are the members that the last directory lists, wherever the archive begins in the file
+    (zipfile, miniz, torch), and everything with a local header, listed or not (for readers that
+    start at the front, or repair). Contradicting checksums, flags, sizes and names do not matter:
+    the bytes of a member start after its local header.
     """
     members = {each[2]: each for each in (*_headers(source), *_listed(source))}
     script = any(_SCRIPT.fullmatch(name) for name, *_ in members.values())
@@ -374,7 +373,7 @@ def zip_members(source: ByteSource) -> Iterator[Found]:
             continue
         where = f"{name} at byte {start:,}"
         if method not in METHODS:
-            yield Remark(where, f"compressed by method {method}, which is not looked into")
+            yield Remark(where, f"is compressed by method {method}: not searched")
             continue
         section, top = Section(source, start, end - start), name.partition("/")[0]
         found = member(name, section, top, script, METHODS[method], stored is None)
@@ -382,7 +381,7 @@ def zip_members(source: ByteSource) -> Iterator[Found]:
 
 
 def _zip_end(source: ByteSource) -> tuple[int, int, int] | None:
-    """Return place and size of the last directory, and the shift of offsets; None without."""
+    """Return offset and size of the last directory, and the shift of offsets; None if missing."""
     length = min(source.size, _TAIL)
     tail = source.read(source.size - length, length)
     at = tail.rfind(_END_MAGIC, 0, max(0, length - 18))
@@ -433,7 +432,7 @@ def _header(source: ByteSource, at: int) -> _Member | None:
 
 
 def _headers(source: ByteSource) -> Iterator[_Member]:
-    """Local headers, wherever they are: reads the whole file, in pieces."""
+    """Yield all local headers, wherever they are, by reading the whole file in pieces."""
     count = 0
     for base in range(0, source.size, _STEP):
         piece = source.read(base, min(_STEP + 3, source.size - base))

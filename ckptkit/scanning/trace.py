@@ -1,9 +1,10 @@
-"""Trace of a pickle: which names are looked up, which calls made, in which order.
+"""Trace a pickle: record which names it looks up and which calls it makes.
 
-The builder of the pickle machine (`ckptkit.pickles.machine.Builder`) that makes no values. It
-refuses nothing that CPython would run: whatever comes before the opcode that fails has been run by
-then. What machines read differently is a doubt. The stack holds text, numbers, byte strings and
-tuples for themselves (names are made of them), a Global for a name, and a Sign for everything else.
+The tracer is a builder of the pickle machine (`ckptkit.pickles.machine.Builder`) that makes no
+values. It rejects nothing that CPython would run: everything before a failing opcode would have run
+by then. Differences between unpicklers become doubts. On the stack, strings, numbers, byte strings
+and tuples are themselves (names are built from them), a name is a Global, and any other value is a
+Sign.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from ckptkit.pickles import judge
 from ckptkit.pickles.machine import NAMES, Machine, SpellingError
 from ckptkit.pickles.streams import MAGIC_NUMBER, Call, Nested, Trace, looks_like_a_file
 
-NESTED = 10_000  # byte strings that are handed on to be looked into
-DOUBTS = 20
-MEMO = 1000  # calls whose judgment is remembered
-SHOWN = 120  # characters of the arguments of a call
-SOME = 8  # items that are shown
-DEEP = 4  # levels that are shown
-LOOKED_AT = 5_000_000  # values in containers that a trace looks at again, all in all
+NESTED = 10_000  # most byte strings that are searched
+DOUBTS = 20  # most doubts that are recorded
+MEMO = 1000  # most calls whose verdict is cached
+SHOWN = 120  # characters of the arguments of a call in a message
+SOME = 8  # items of a container in a message
+DEEP = 4  # nesting levels in a message
+LOOKED_AT = 5_000_000  # most values that a trace visits inside containers, in total
 # torch/_weights_only_unpickler.py, `Unpickler.load` of torch 2.13.
 WEIGHTS_ONLY_OPCODES = frozenset((
     "APPEND", "APPENDS", "BINFLOAT", "BINGET", "BININT", "BININT1", "BININT2", "BINPERSID",
@@ -36,19 +37,19 @@ WEIGHTS_ONLY_OPCODES = frozenset((
     "TUPLE2", "TUPLE3",
 ))  # fmt: skip
 _REFUSED = {code for code, name in NAMES.items() if name not in WEIGHTS_ONLY_OPCODES}
-_STEPS = {judge.LIST: "append", judge.DICT: "set", judge.SET: "add"}  # what may change a literal
+_STEPS = {judge.LIST: "append", judge.DICT: "set", judge.SET: "add"}  # steps that change literals
 _BYTES = ("_codecs.encode", "builtins.bytes", "builtins.bytearray")
-_NOT_CHANGED = "changes what is not a list or dict"
+_NOT_CHANGED = "changes a value that is not a list or dict"
 
 
 @dataclass(slots=True, eq=False)
 class Sign:
-    """A value that is not made.
+    """A placeholder for a value.
 
-    `made` is the class or function that it is the result of, None for a literal. `items` is what a
-    container holds, the keys and values of a dict in turns. `data` are the bytes of a large byte
-    string, `type` the element type of a numpy.dtype. After its state (`built`) nothing may change
-    an object; nothing may change a dict that is `fixed`.
+    `made` is the class or function whose result it is, None for a literal. `items` are the items of
+    a container; for a dict, keys and values in turns. `data` are the bytes of a large byte string.
+    `type` is the element type of a numpy.dtype. Nothing may change an object after its state is set
+    (`built`), nor a dict that is `fixed`.
     """
 
     sort: int
@@ -82,8 +83,7 @@ class _SignView:
         return value.type if isinstance(value, Sign) and value.built else None
 
     def flat(self, values: tuple[Any, ...]) -> tuple[Any, ...] | None:
-        """Return the sorts of values and of what tuples among them hold, None where that goes
-        deeper."""
+        """Return the sorts of values and of their tuple items, None if they nest deeper."""
         found: list[Any] = []
         for value in values:
             is_tuple = value.__class__ is tuple
@@ -95,7 +95,7 @@ class _SignView:
 
 
 class Tracer:
-    """The signs of a pickle that is traced, and what is noted of it."""
+    """The builder that traces a pickle, and its records."""
 
     counted = frozenset((Global, tuple))
     watchful = True
@@ -104,20 +104,20 @@ class Tracer:
     def __init__(self, source: ByteSource, start: int, stop: int) -> None:
         self.machine = Machine(source, start, stop, self, "trace_bytes")
         self.globals: dict[Global, Global] = {}
-        self.called: dict[int, int] = {}  # id of a Global: how often a call or a row took it
-        self.times: dict[int, int] = {}  # id of a Global: how often it was put on the stack
+        self.called: dict[int, int] = {}  # id of a Global -> how often a call consumed it
+        self.times: dict[int, int] = {}  # id of a Global -> how often it was pushed
         self.calls: dict[tuple[str, str, str], list[Any]] = {}
         self.nested: list[Nested] = []
         self.doubts: list[str] = []
-        self.refused: tuple[int, str] | None = None  # where, and why
+        self.refused: tuple[int, str] | None = None  # offset and reason
         self.view = _SignView()
-        self.unfinished: Sign | None = None  # what nothing may touch before its state is set
-        # Of calls that are judged by the sorts of their arguments: the kind, the result, and
-        # whether that is final, so that all calls share it.
+        self.unfinished: Sign | None = None  # an object that must get its state next
+        # Cache for calls whose verdict depends only on the sorts of the arguments: the level, the
+        # result, and whether all calls can share the result because nothing may change it.
         self.judged: dict[tuple[Any, ...], tuple[str, Sign, bool]] = {}
 
     def run(self) -> Trace:
-        """Run until STOP or failure; a CkptkitError is a failure, whose reason is noted."""
+        """Run until STOP or a failure. The reason of a failure is recorded."""
         error, goes_on, result = None, False, None
         try:
             result = self.machine.run()
@@ -149,8 +149,8 @@ class Tracer:
             refused=None if self.refused is None else self.refused[1],
             error=error,
             goes_on=goes_on,
-            # torch.load compares the value with this number, however it is spelled: also a Decimal,
-            # or a tensor of one element.
+            # torch.load compares the value with this number. It may also be a Decimal, or a tensor
+            # with one element.
             may_be_legacy=result == MAGIC_NUMBER
             or (isinstance(result, Sign) and (result.made is not None or bool(result.text))),
         )
@@ -186,17 +186,17 @@ class Tracer:
             return self._named(Global(module, name))
         if not isinstance(module, Sign) and not isinstance(name, Sign):
             raise FormatError("names a global by something other than strings")
-        self.doubt("names a global by something that only running it would tell")
+        self.doubt("computes the name of a global")
         return Sign(judge.UNKNOWN, text="a global of unknown name")
 
     def _named(self, name: Global) -> Global:
-        """Return the Global of this name, always the same object, to push on the stack."""
+        """Return the Global of this name, one object per name, and count that it is pushed."""
         known = self.globals.setdefault(name, name)
         self.pushed(known)
         return known
 
     def pushed(self, value: Any) -> None:
-        """Count a name, and those in a tuple, that are put on the stack again."""
+        """Count each pushed name, also inside tuples."""
         waiting, seen = [value], set()
         while waiting:
             each = waiting.pop()
@@ -204,13 +204,13 @@ class Tracer:
                 seen.add(id(each))
                 self.view.left -= len(each)
                 if self.view.left < 0:
-                    raise SpellingError("repeats large tuples")
+                    raise SpellingError("repeats large tuples too often")
                 waiting += each
             elif each.__class__ is Global:
                 self.times[id(each)] = self.times.get(id(each), 0) + 1
 
     def _take(self, *names: Any) -> None:
-        """Note that a call, or its row, takes a name: it is no value."""
+        """Record that a call, or its row, consumes names: then they are not values."""
         for name in names:
             if name.__class__ is Global:
                 self.called[id(name)] = self.called.get(id(name), 0) + 1
@@ -225,7 +225,7 @@ class Tracer:
                 pass
 
     def byte_string(self, value: bytes | StoredBytes, kind: str) -> Any:
-        """Return a byte string, or where it is if it is large; ASCII of Python 2 as text."""
+        """Return a byte string, a Sign for a large one, and a string for ASCII of Python 2."""
         if isinstance(value, StoredBytes):
             assert isinstance(value.extent, Range)
             source = Section(*value.extent)
@@ -239,7 +239,7 @@ class Tracer:
         return value.decode() if value.isascii() else value
 
     def _keep(self, data: bytes | ByteSource) -> None:
-        """Report a byte string that may be a file of its own."""
+        """Record a byte string that may be a file."""
         head = data[:8] if isinstance(data, bytes) else data.read(0, min(8, data.size))
         if looks_like_a_file(head) and len(self.nested) < NESTED:
             source = Memory(data) if isinstance(data, bytes) else data
@@ -248,7 +248,7 @@ class Tracer:
     # Calls
 
     def call(self, made: Any, args: Any, *, new: bool = False, kwargs: Any = None) -> Any:
-        """Note a call and return the stand-in for its result."""
+        """Record a call and return a placeholder for its result."""
         self._take(made)
         self.finish(None)
         key = None
@@ -267,9 +267,9 @@ class Tracer:
         shown = args if kwargs is None or not isinstance(args, tuple) else (*args, kwargs)
         self.note(_described(made), judged.kind, shown)
         if judged.kind != judge.ACCEPTED and not isinstance(made, Global):
-            self.refuse("calls a value")
+            self.refuse("calls a computed value")
         if judged.kind == judge.LOADS and not self._loads(args[0]):
-            self.doubt("loads a file that only running it would tell")
+            self.doubt("loads a file that is computed")
         result = self._result(made, args, judged)
         if isinstance(result, Sign):
             if judge.is_unfinished(result.made):
@@ -279,14 +279,14 @@ class Tracer:
         return result
 
     def persistent(self, pid: Any) -> Any:
-        """Return the class that a persistent id of a legacy file holds, else a storage.
+        """Return the class in a persistent id of a legacy file, or a storage.
 
         Legacy files have ("module", class, file, source text), the oldest without "module". The
-        text is never run.
+        source is never run.
         """
         parts = pid if isinstance(pid, tuple) else ()
         if parts[:1] == ("storage",):
-            # (..., class, key, device, size), and perhaps a view, as torch writes it
+            # (..., class, key, device, size[, view]), as torch writes it
             kinds, more = [type(each) for each in parts[1:5]], parts[5:]
             plain = more in ((), (None,))
             if len(more) == 1 and isinstance(more[0], tuple):
@@ -294,35 +294,34 @@ class Tracer:
             if plain and kinds == [Global, str, str, int]:
                 self._take(parts[1])
             else:
-                self.doubt("names a storage by something other than class, key, device and size")
+                self.doubt("names a storage not by class, key, device and size")
             return _STORAGE
         if not isinstance(pid, int):
-            self.refuse("a persistent id that is no storage")
+            self.refuse("has a persistent id that is not a storage")
         made = next((each for each in parts[:2] if isinstance(each, Global)), None)
         if made is None or parts[0] not in ("module", made):
             return _STORAGE
         texts = judge.TEXT | judge.BYTES | judge.NONE
         if not all(self.view.sort(each) & texts for each in parts[parts.index(made) + 1 :]):
-            self.doubt("names a class by something other than strings")
-        return made  # pushed once, when it was named
+            self.doubt("describes a class by something other than strings")
+        return made  # it was counted when it was named
 
     def outside(self, opcode: str, value: Any) -> Any:
         if opcode.startswith("EXT"):
             self.doubt(
-                f"takes number {value:,} of copyreg's extensions, which the program that loads it "
-                "decides"
+                f"uses number {value:,} of copyreg's extensions, which the loading program defines"
             )
             return Sign(judge.UNKNOWN, text=f"extension {value}")
-        self.doubt("takes a buffer or a value from outside")
+        self.doubt("uses a buffer or a value from outside the file")
         return _STORAGE if opcode == "PERSID" else Sign(judge.UNKNOWN, text="a buffer")
 
     # Changes
 
     def build(self, target: Any, state: Any) -> None:
-        """Note that attributes are set, or __setstate__ called, of the class or its substitute."""
+        """Record that attributes are set, or that __setstate__ of the class is called."""
         self.step("build", target, state)
         if not (isinstance(target, Sign) and isinstance(target.made, Global)):
-            self.refuse("sets the state of what has none")
+            self.refuse("sets the state of a value without one")
 
     def extend(self, target: Any, items: list[Any], how: str) -> None:
         self.step(how, target, items)
@@ -345,7 +344,7 @@ class Tracer:
         return Sign({"list": judge.LIST, "dict": judge.DICT, "frozenset": judge.SET}[kind], items)
 
     def _check_keys(self, keys: Sequence[Any]) -> None:
-        """Doubt keys that Python would ask for their hash in the file's words."""
+        """Record a doubt for keys whose hashing could run code of the file."""
         for key in keys:
             if key.__class__ is not str and not judge.is_key(self.view, key):
                 self.doubt(f"hashes {brief(key)}")
@@ -357,30 +356,30 @@ class Tracer:
         return stack[-1]
 
     def finish(self, built: Any) -> None:
-        """Note an object whose memory is not set up and which something else comes before."""
+        """Record an unfinished object if another step comes before its state."""
         if self.unfinished is not None and self.unfinished is not built:
             self.note(f"{_described(self.unfinished.made)} (without its state)", judge.UNSURE, ())
         self.unfinished = None
 
     def fill(self, values: Any) -> None:
-        """Note an unfinished object before a literal that holds more than numbers and text."""
+        """Record an unfinished object before a literal with more than numbers and strings."""
         if self.unfinished and not all(self.view.sort(each) & judge.SCALAR for each in values):
             self.finish(None)
 
     def step(self, step: str, target: Any, value: Any) -> None:
-        """Note what changes a value, unless what it is allows that."""
+        """Record a change of a value, unless the kind of value allows it."""
         if isinstance(target, Global):
             self.note(f"{target} (changed)", judge.HARMFUL, value)
             return
         if not isinstance(target, Sign) or target.fixed:
-            self.note("(what is no object)", judge.UNSURE, value)
+            self.note("(a value that is not an object)", judge.UNSURE, value)
             return
         if target.made is None:
             if _STEPS.get(target.sort) != step:
-                self.note("(what is no object)", judge.UNSURE, value)
+                self.note("(a value that is not an object)", judge.UNSURE, value)
                 return
             self.fill(value)
-        elif target.built:  # an attribute may stand in the place of the method that this calls
+        elif target.built:  # its first state may have replaced the method that this calls
             self.finish(None)
             self.note(f"{_described(target.made)} (changed again)", judge.HARMFUL, value)
             return
@@ -392,7 +391,7 @@ class Tracer:
                 self.note(f"{_described(target.made)} (changed)", judged.kind, value)
             target.sort, target.type, target.built = judged.sort, judged.type, step == "build"
             if judged.type is not None and isinstance(value, tuple):
-                for part in value:  # the dtype keeps its dict of fields
+                for part in value:  # the dtype refers to its dict of fields
                     if isinstance(part, Sign) and part.sort == judge.DICT:
                         part.fixed = True
         if step != "build" and target.items is not None:
@@ -409,7 +408,7 @@ class Tracer:
             known[2] += 1
 
     def _result(self, made: Any, args: Any, judged: judge.Judged) -> Any:
-        """Return the stand-in for a result: encoded text, a nested class, else a Sign."""
+        """Return the result of a call: bytes, a nested class, or a Sign."""
         name = str(made)
         if not isinstance(args, tuple):
             return Sign(judged.sort, None, made)
@@ -420,7 +419,7 @@ class Tracer:
             try:
                 data = first.encode("latin-1")
             except UnicodeEncodeError as error:
-                raise FormatError("spells bytes with characters beyond 255") from error
+                raise FormatError("encodes bytes with characters above 255") from error
             self._keep(data)
             return data
         if name == "builtins.getattr" and judged.kind == judge.HARMLESS:
@@ -438,7 +437,7 @@ class Tracer:
         data = sign.data if isinstance(sign, Sign) else sign
         if data is None or len(self.nested) >= NESTED:
             return False
-        for each in [*self.nested]:  # looked at once, as what it is
+        for each in [*self.nested]:  # do not search it a second time as a byte string
             if data in (each.source, getattr(each.source, "data", None)):
                 self.nested.remove(each)
         source = Memory(data) if isinstance(data, bytes) else data
@@ -454,9 +453,9 @@ def _described(made: Any) -> str:
 
 
 def brief(args: Any) -> str:
-    """Return arguments, shortened.
+    """Return shortened arguments for a message.
 
-    Their values are the file's: escape them before printing.
+    They contain text of the file: escape them before printing.
     """
     text = "".join(_pieces(args, DEEP))
     return text if len(text) <= SHOWN else text[: SHOWN - 3] + "..."
@@ -494,6 +493,6 @@ def _pieces(value: Any, depth: int) -> Iterator[str]:
 
 
 def trace(source: ByteSource, start: int = 0, stop: int | None = None) -> Trace:
-    """Return what the pickle at `start` would do. Never raises for bytes."""
+    """Return what the pickle at `start` would do. Malformed bytes never raise an error."""
     with collector_paused():
         return Tracer(source, start, source.size if stop is None else stop).run()

@@ -1,22 +1,22 @@
 """Verdicts on what loading a file would do, from the names and calls in its pickles.
 
-Pure: nothing is read, nothing run.
+The functions here are pure: they read nothing and run nothing.
 
-Of a pickle, from harmless to not:
+The verdicts on a pickle, from harmless to harmful:
 
-    safe for weights_only    `torch.load(weights_only=True)`, which is torch's default, loads it
-    harmless                 every call and every name is in the allowlist, with arguments and
-                             states that its row takes; but weights_only does not read it
-    needs these classes      harmless but for objects of classes that are not in the allowlist:
-                             the code of these classes decides, and nobody looked at it
-    cannot tell              it is malformed, two readers could differ, names are computed, a
-                             step is not proved harmless by the allowlist, or it holds a name
-                             that is not in it, though nothing calls that
-    would run code           loading it with pickle calls something else: with arguments of the
-                             file's choosing
+    safe for weights_only    `torch.load(weights_only=True)`, the default of torch, loads it
+    harmless                 every call and name is allowlisted, with matching arguments and states,
+                             but weights_only rejects the file
+    needs these classes      harmless except for objects of classes that are not allowlisted, whose
+                             code was not reviewed
+    cannot tell              the pickle is malformed, two readers could differ, names are computed,
+                             a step is not proved harmless, or it contains a name that is not
+                             allowlisted, even if nothing calls it
+    would run code           loading it with pickle calls something else, with arguments from the
+                             file
 
-The verdict on a file is the worst of those on its pickles, on whatever could not be looked into,
-and on its programs.
+The verdict on a file is the worst of those on its pickles, its programs, and the parts that could
+not be read.
 """
 
 from __future__ import annotations
@@ -42,23 +42,26 @@ LABELS = {
     UNKNOWN: "cannot tell",
     CODE: "would run code",
 }
-# Where versions of torch differ from 2.13, whose list of weights_only the allowlist has. From 2.15
-# on an object of an extension class (pybind11) that the user has allowed must also be given a state
-# (NEWOBJ, then BUILD): no class of the default list is one.
+# The allowlist contains the names of weights_only of torch 2.13. Other versions differ in the
+# following. Since 2.15, an object of an extension class (pybind11) that the user has allowed must
+# also have a state (NEWOBJ, then BUILD); the default list contains no such class.
 # (torch/_weights_only_unpickler.py of 2.13, 2.14.1 and the development branch after 2.14)
-# Names with the first version that accepts them, and the first that refuses them again.
+# Names with the first version that accepts them, and with the first that rejects them again.
 SINCE = {("torch", "bcomplex32"): "2.15"}
 UNTIL = {("torch._utils", "_rebuild_nested_tensor"): "2.15"}
-SHOWN = 8  # names in a reason
+SHOWN = 8  # most names in a reason
 FINDINGS = (CLASSES, UNKNOWN, CODE)
 
 
 @dataclass(frozen=True, slots=True)
 class PickleVerdict:
-    """One pickle. ``needs`` are the classes of its objects that are in no allowlist, ``held`` the
-    names of other code among its values, ``runs`` the calls of unknown code, ``reasons`` why it is
-    uncertain, ``refused`` why weights_only does not load it (None: it does), ``versions`` on what
-    versions of torch disagree about it."""
+    """The verdict on one pickle.
+
+    ``needs`` are the classes of its objects that are not allowlisted. ``held`` are names among its
+    values that are neither allowlisted nor of Python or torch. ``runs`` are calls of unknown code.
+    ``reasons`` explain why it is uncertain. ``refused`` is the reason why weights_only rejects it,
+    None if it does not. ``versions`` are differences between versions of torch.
+    """
 
     found: Traced
     verdict: str
@@ -74,7 +77,7 @@ class PickleVerdict:
 class FileVerdict:
     """The verdict on one file.
 
-    ``path`` is the path that was asked for, or a place below it.
+    ``path`` is the requested path, or a path below it.
     """
 
     path: str
@@ -89,7 +92,7 @@ class FileVerdict:
 class Trusted:
     """Names whose packages the caller trusts: globs over full names, such as ``transformers.*``.
 
-    The name of a package or module stands for all names in it.
+    A glob that matches a package or module also matches all names in it.
     """
 
     globs: tuple[str, ...] = ()
@@ -102,7 +105,7 @@ class Trusted:
 def judge_file(
     path: str, size: int, seen: Iterable[Traced | Remark | Program], trusted: Trusted
 ) -> FileVerdict:
-    """The verdict on a file, from everything that was found in it."""
+    """Return the verdict on a file, from everything that was found in it."""
     pickles: list[PickleVerdict] = []
     remarks: list[Remark] = []
     programs: list[Program] = []
@@ -122,7 +125,7 @@ def judge_file(
 
 
 def judge_pickle(found: Traced, trusted: Trusted) -> PickleVerdict:
-    """The verdict on one pickle."""
+    """Return the verdict on one pickle."""
     trace = found.trace
     runs = tuple(
         each
@@ -134,7 +137,7 @@ def judge_pickle(found: Traced, trusted: Trusted) -> PickleVerdict:
         for name in trace.globals
         if not judge.is_known(name) and not _is_trusted(str(name), trusted)
     ]
-    if found.loader == TORCHSCRIPT:  # it has its own classes in it
+    if found.loader == TORCHSCRIPT:  # the archive contains the code of its own classes
         unknown = [name for name in unknown if judge.top_of(name) != "__torch__"]
     held = tuple(name for name in unknown if name in trace.values and judge.is_own(name))
     needs = tuple(name for name in unknown if name not in held and judge.is_own(name))
@@ -154,22 +157,22 @@ def judge_pickle(found: Traced, trusted: Trusted) -> PickleVerdict:
 
 def _refused_name(names: Iterable[Global]) -> str | None:
     refused = [str(name) for name in names if judge.refused_by_weights_only(name)]
-    return f"torch.load(weights_only=True) refuses {some(refused, SHOWN)}" if refused else None
+    return f"torch.load(weights_only=True) rejects {some(refused, SHOWN)}" if refused else None
 
 
 def _reasons(found: Traced, trusted: Trusted) -> Iterator[str]:
     trace = found.trace
     if trace.error is not None:
-        yield f"a machine would stop: {trace.error}"
+        yield f"an unpickler would stop: {trace.error}"
     yield from trace.doubts
     for name in trace.values:
         reason = judge.out_of_place(name)
         if reason is not None and not judge.is_own(name):
-            yield f"holds {name}, which {reason}; code that gets it may call it"
+            yield f"contains {name}, which {reason}; code that receives it may call it"
     for call in trace.calls:
         if call.kind == judge.UNSURE and not _is_trusted(call.name, trusted):
             yield (
-                f"does not understand {call.opcode} of {call.name} with {call.args} (byte "
+                f"cannot verify {call.opcode} of {call.name} with {call.args} (byte "
                 f"{call.offset:,})"
             )
 
@@ -179,7 +182,7 @@ def _is_trusted(name: str, trusted: Trusted) -> bool:
 
 
 class Finding(NamedTuple):
-    """One reason of a verdict: the place, the reason, and the offset in the file if known."""
+    """One reason for a verdict: place, reason, and offset in the file if known."""
 
     verdict: str
     where: str
@@ -190,7 +193,7 @@ class Finding(NamedTuple):
 def counts(result: object, strict: bool) -> bool:
     """Return whether a result is a finding, by its verdict.
 
-    `strict` leaves nothing but what weights_only loads.
+    With `strict`, everything that weights_only rejects is a finding.
     """
     return isinstance(result, FileVerdict) and result.verdict in (
         (HARMLESS, *FINDINGS) if strict else FINDINGS
@@ -198,7 +201,7 @@ def counts(result: object, strict: bool) -> bool:
 
 
 def findings(file: FileVerdict, strict: bool) -> Iterator[Finding]:
-    """Return the reasons for a verdict; of a pickle that would run code, the calls alone."""
+    """Yield the reasons for a verdict. For a pickle that would run code, these are its calls."""
     for pickle in file.pickles:
         where, base = pickle.found.where, pickle.found.base
         offset = None if base is None else base + pickle.found.offset
@@ -214,29 +217,30 @@ def findings(file: FileVerdict, strict: bool) -> Iterator[Finding]:
         elif pickle.verdict == CLASSES:
             yield from (Finding(CLASSES, where, text, offset) for text in needed(pickle))
         elif strict and pickle.verdict == HARMLESS:
-            yield Finding(HARMLESS, where, f"weights_only refuses it: {pickle.refused}", offset)
+            yield Finding(HARMLESS, where, f"weights_only rejects it: {pickle.refused}", offset)
     doubts = (each for each in file.remarks if not each.harmless)
     yield from (Finding(UNKNOWN, each.where, each.reason) for each in doubts)
     for program in file.programs:
         if program.files:
-            yield Finding(CODE, program.where, f"a program that uses {', '.join(program.files)}")
+            yield Finding(CODE, program.where, f"its program uses {', '.join(program.files)}")
 
 
 def needed(pickle: PickleVerdict) -> Iterator[str]:
-    """Yield which classes of other code decide, and which callables that code may get."""
+    """Yield which classes must be trusted, and which callables their code may receive."""
     names = some(list(map(str, pickle.needs)), SHOWN)
     if names:
         only = "" if pickle.held else "; only their own code decides"
         yield f"needs {names}{only}"
     if pickle.held:
-        yield f"holds {some(list(map(str, pickle.held)), SHOWN)}, which code that gets it may call"
+        held = some(list(map(str, pickle.held)), SHOWN)
+        yield f"contains {held}, which code that receives it may call"
 
 
 def differences(names: Iterable[Global]) -> Iterator[str]:
-    """A line for each of the names on which versions of torch disagree."""
+    """Yield a sentence for each name on which versions of torch disagree."""
     for name in names:
         key = name.module, name.name
         if key in SINCE:
-            yield f"weights_only of torch before {SINCE[key]} refuses {name}"
+            yield f"weights_only of torch before {SINCE[key]} rejects {name}"
         if key in UNTIL:
-            yield f"weights_only of torch {UNTIL[key]} and later refuses {name}"
+            yield f"weights_only of torch {UNTIL[key]} and later rejects {name}"

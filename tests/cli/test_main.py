@@ -93,7 +93,7 @@ def test_usage_is_2(ckptkit: Ckptkit, arguments: list[str]) -> None:
         (UsageError("no", where="x.pth", hint="do"), 2, "error: x.pth: no\nhint: do\n"),
         (CkptkitError("no"), 3, "error: no\n"),
         (OutputError("no"), 4, "error: no\n"),
-        (MemoryError(), 3, "error: needs more memory than there is\n"),
+        (MemoryError(), 3, "error: needs more memory than this process can get\n"),
         (KeyboardInterrupt(), 130, "error: interrupted\n"),
         (BrokenPipeError(), 141, ""),
     ],

@@ -78,7 +78,7 @@ def test_other_classes_are_a_finding_unless_all_are_trusted(
     held.write_bytes(archive(pickle2(name("mine.nets.Net") + b")\x81" + state)))
     result = ckptkit("scan", held, "--trust", "mine.nets")
     assert result.exit_code == 1
-    assert "holds theirs.run, which code that gets it may call" in result.stdout
+    assert "contains theirs.run, which code that receives it may call" in result.stdout
     done = ckptkit("scan", held, "--trust", "mine.nets", "--trust", "theirs.run")
     assert done.exit_code == 0
 
@@ -246,7 +246,7 @@ def test_no_files_are_no_pass(run: Run, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("code", "said"),
     [
-        (b"ctorch._utils\n_rebuild_nested_tensor\n)R", "2.15 and later refuses"),
+        (b"ctorch._utils\n_rebuild_nested_tensor\n)R", "2.15 and later rejects"),
         (b"ctorch\nbcomplex32\n", "before 2.15 refuses"),
         (b"ctorch\nfloat32\n", ""),
     ],

@@ -205,7 +205,7 @@ def test_compressed_files_are_not_written(words: str, tmp_path: Path) -> None:
 
 def test_the_compressed_file_is_not_replaced_while_it_is_read(tmp_path: Path) -> None:
     path = put(tmp_path, "run.pth", gzip.compress(GOOD))
-    with pytest.raises(UsageError, match="is the file that is read"):
+    with pytest.raises(UsageError, match="is the input file"):
         ckptkit.save(ckptkit.open(path), path, force=True)
 
 

@@ -713,4 +713,4 @@ def test_text_of_python_2_that_is_utf_8() -> None:
 
 def test_bytes_with_characters_that_are_none() -> None:
     spelled = b"\x80\x02c_codecs\nencode\n" + text("\u0100") + text("latin1") + b"\x86R."
-    assert "spells bytes with characters beyond 255" in str(trace(Memory(spelled)).error)
+    assert "encodes bytes with characters above 255" in str(trace(Memory(spelled)).error)

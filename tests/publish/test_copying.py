@@ -306,7 +306,7 @@ def test_processes_carry_out_a_plan(
     with ProcessPoolExecutor(2, multiprocessing.get_context("spawn")) as processes:
         assert written(segments, tmp_path, processes) == want
         Path(source.path).write_bytes(b"another file")
-        with pytest.raises(OutputError, match="a worker ended"):
+        with pytest.raises(OutputError, match="a worker process ended"):
             written(segments, tmp_path, processes)
 
 

@@ -37,7 +37,7 @@ def test_a_name_that_may_not_be_on_the_disk(
     """The output is there, whole, and the error says so."""
     failing(monkeypatch, errno.EIO, folders=True)
     with pytest.raises(
-        OutputError, match="is written, but might not survive a power cut: Input/output error"
+        OutputError, match="is written, but may not survive a power failure: Input/output error"
     ) as found:
         publish(PLAN, tmp_path / "out.pt", durable=True)
     assert found.value.where == str(tmp_path / "out.pt")

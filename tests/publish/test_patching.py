@@ -575,9 +575,14 @@ def test_somebody_else_wrote_to_it_since(interrupted: Path) -> None:
         file.truncate(0)
         torch.save(values(), file)
     saved = interrupted.read_bytes()
-    with pytest.raises(InputError, match="another program has written to it since") as refused:
+    with pytest.raises(
+        InputError, match="another program has since written to the file"
+    ) as refused:
         ckptkit.open(interrupted)
-    assert refused.value.hint == f"if the file is as it should be: rm {journal_path(interrupted)}"
+    assert (
+        refused.value.hint
+        == f"if the file is as it should be, remove the journal: rm {journal_path(interrupted)}"
+    )
     assert interrupted.read_bytes() == saved
 
 
@@ -587,7 +592,7 @@ def test_a_journal_of_another_file(interrupted: Path, tmp_path: Path) -> None:
     for each in (interrupted, Path(journal_path(interrupted))):
         shutil.copy(each, other.parent)
     left = other.read_bytes()
-    with pytest.raises(InputError, match="it is of another file of that name"):
+    with pytest.raises(InputError, match="it was written for another file of that name"):
         ckptkit.open(other)
     assert other.read_bytes() == left
 
@@ -606,7 +611,7 @@ def test_a_journal_of_a_stranger(interrupted: Path, monkeypatch: pytest.MonkeyPa
     if os.geteuid() != 0:
         pytest.skip("only root can give a file away")
     os.chown(journal_path(interrupted), 12345, 12345)
-    with pytest.raises(InputError, match="neither yours nor of the file's owner"):
+    with pytest.raises(InputError, match="neither to you nor to the file's owner"):
         ckptkit.open(interrupted)
 
 
@@ -614,7 +619,7 @@ def test_one_at_a_time(tmp_path: Path) -> None:
     path = make_pth(tmp_path)
     with open(path, "r+b") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
-        with pytest.raises(InputError, match="is being changed in place by another process"):
+        with pytest.raises(InputError, match="is being edited in place by another process"):
             in_place(path, strip)
     in_place(path, strip)
     assert same(load(path), "")

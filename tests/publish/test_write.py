@@ -315,7 +315,7 @@ def test_DS_12_the_input_is_not_the_output(source: LocalFile, tmp_path: Path) ->
     os.link(source.path, inputs / "hard")
     (inputs / "soft").symlink_to("source.pt")
     for spelling in ("source.pt", "./source.pt", "../inputs/source.pt", "hard", "soft"):
-        with pytest.raises(UsageError, match="is the file that is read"):
+        with pytest.raises(UsageError, match="is the input file"):
             publish(copy_plan(source), f"{inputs}/{spelling}", force=True)
     assert (inputs / "source.pt").read_bytes() == DATA
     assert len(os.listdir(inputs)) == 3
@@ -366,7 +366,7 @@ def test_DS_04_no_space_is_known_before_anything_is_written(
 ) -> None:
     monkeypatch.setattr(preflight, "free", lambda path: 5_000)
     monkeypatch.setattr(os, "open", failing("open", errno.EIO))
-    with pytest.raises(OutputError, match=f"needs {len(COPY):,} bytes, 5,000 are free"):
+    with pytest.raises(OutputError, match=f"needs {len(COPY):,} bytes, but 5,000 are free"):
         publish(copy_plan(source), folder / "out.pt")
 
 

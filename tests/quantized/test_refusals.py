@@ -93,7 +93,7 @@ def without(tensors: dict[str, Row], *endings: str) -> dict[str, Row]:
 REFUSALS = {
     # parts that are missing, or in a shard that was not given
     "fp8 without its scale": Refusal(without(FP8, "_inv"), "missing", BLOCKS),
-    "a scale without its weight": Refusal(without(FP8, ".weight"), "the weight is not", BLOCKS),
+    "a scale without its weight": Refusal(without(FP8, ".weight"), "the weight is missing", BLOCKS),
     "gptq without zero points": Refusal(without(GPTQ, ".qzeros"), "qzeros", method("gptq", bits=4)),
     "packed without a scale": Refusal(without(PACKED, "_scale"), "_scale", ct(4)),
     "packed without a shape": Refusal(without(PACKED, "_shape"), "_shape", ct(4)),
@@ -217,7 +217,7 @@ def test_each_refusal_of_the_package_has_a_file(
 
 
 # Types of GGUF: the order of bytes, and a word of the reason.
-GGUF = {155: ("<", "155 is not known"), 31: ("<", "interleaved"), 15: ("<", "while it computes"),
+GGUF = {155: ("<", "155 is unknown"), 31: ("<", "interleaved"), 15: ("<", "intermediate results"),
         16: (">", "big-endian")}  # fmt: skip
 
 

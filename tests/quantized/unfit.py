@@ -143,7 +143,7 @@ UNFIT = {
     ),
     "exponents of ModelOpt": Refusal({W: FP8, S: row("U8", [8, 2])}, "blocks of 32", MODELOPT),
     "stacked experts of ModelOpt, as many as rows": Refusal(
-        {W: row("F8_E4M3", [4, 4, 32]), S: ones([4])}, "no layout", MODELOPT
+        {W: row("F8_E4M3", [4, 4, 32]), S: ones([4])}, "no known layout", MODELOPT
     ),
     "scales of FBGEMM": Refusal({W: FP8, S: ones([4, 1])}, "do not fit", method("fbgemm_fp8")),
     "codes of quanto": Refusal({f"{W}._data": row("U8", [8, 32]), f"{W}._scale": ones([8, 1])}, "codes are"),

@@ -283,7 +283,7 @@ class TestSkipping:
         (into / batch.MANIFEST).unlink()
         assert counts(batch_json(run, "strip-module", *args)) == {"found": 2}
         answer = batch_json(run, "add-module", *args, code=2)
-        assert "is a folder that is not empty" in answer["jobs"][0]["error"]["message"]
+        assert "is a folder and not empty" in answer["jobs"][0]["error"]["message"]
 
     def test_what_somebody_changed_is_not_replaced(
         self, runs: list[Path], into: Path, run: Run

@@ -109,7 +109,7 @@ def test_DS_04_somebody_else_fills_the_disk_meanwhile(
         disk.fill()
 
     with pytest.raises(
-        OutputError, match=r"No space left on device: needs [0-9,]+ bytes, [0-9,]+ are free"
+        OutputError, match=r"No space left on device: needs [0-9,]+ bytes, but [0-9,]+ are free"
     ):
         convert(
             small,

@@ -123,7 +123,7 @@ def test_DS_08_a_write_that_is_said_to_be_shorter_than_it_was(small: Path, tmp_p
                 assert (name, done.code) == ("patched", 0) and not found
             else:
                 assert done.code == FAILED and re.search(
-                    "instead of|not written as planned", said(done)
+                    "instead of|differs from the plan", said(done)
                 )
                 found.append(call)
         assert len(found) > 2

@@ -251,9 +251,9 @@ def test_DS_13_the_output_among_the_inputs(small: Path, tmp_path: Path) -> None:
     inside = [name for name in before if name.endswith("-00003.safetensors")]
     assert len(inside) == 3
     for name in inside:
-        with pytest.raises(UsageError, match="is the file that is read"):
+        with pytest.raises(UsageError, match="is the input file"):
             convert(shards, shards / name, force=True, format="safetensors")
-    with pytest.raises(UsageError, match="is a folder that is not empty"):
+    with pytest.raises(UsageError, match="is a folder and not empty"):
         convert(shards, shards, force=True, format="sharded")
     assert snapshot(shards) == before
     convert(shards, shards / "whole.pth")

@@ -55,7 +55,7 @@ def test_places_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ckptkit.core.limits.LIMITS", replace(LIMITS, scan_parts=4))
     *found, last = hidden.pickles(made)
     assert isinstance(last, Remark) and last.where == ""
-    assert "places in a file: 5 exceeds the limit of 4 (scan_parts)" in last.reason
+    assert "parts of a file: 5 exceeds the limit of 4 (scan_parts)" in last.reason
     assert len(found) < 4 and all(isinstance(each, Traced) for each in found)
 
 
@@ -99,7 +99,7 @@ def test_a_tar_file_that_ends_inside_a_member(left: int) -> None:
     data = tars.header("a.pkl", 100) + bytes(left)
     remark, *rest = hidden.tar_members(Memory(data))
     assert isinstance(remark, Remark) and (remark.where, len(rest)) == ("a.pkl", left > 0)
-    assert remark.reason == "the tar file ends inside this member"
+    assert remark.reason == "the tar file is truncated in this member"
     assert all(
         isinstance(each, Inner) and (each.source.size, each.open_end) == (left, True)
         for each in rest
