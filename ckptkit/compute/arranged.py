@@ -358,7 +358,7 @@ def refusal(tensor: Tensor, free: int = SMALL) -> TensorError | None:
 
 
 class Allowance:
-    """The bytes beyond those in storages that may be read, shared by all tensors."""
+    """The number of bytes by which all tensors together may exceed their storages."""
 
     def __init__(self) -> None:
         self._free = LIMITS.expansion_free

@@ -321,10 +321,10 @@ def concat(extents: Sequence[Extent]) -> Extent:
 
 @dataclass(frozen=True, slots=True)
 class Inflate(Operation):
-    """Inflated bytes of raw deflate data (RFC 1951), exactly as many as the extent states.
+    """The result of inflating raw deflate data (RFC 1951). It must have the length of the extent.
 
-    If `crc` is not None, it is the expected CRC-32 of the result. It is verified inside `reading`.
-    `name` is that of the record, for messages.
+    If `crc` is not None, it is the expected CRC-32 of the result, which is verified only inside the
+    context manager `reading`. `name` is that of the record, for messages.
     """
 
     name: str = ""

@@ -18,7 +18,7 @@ from ckptkit.core.limits import check
 from ckptkit.core.tensor import Shape
 from ckptkit.core.text import flatten
 
-ZEROS = -1  # as a source: the elements are zero
+ZEROS = -1  # the index of a virtual source whose elements are all zero
 CUTS = 10_000  # most parts of a copy whose elements do not form a box
 
 # (size, stride in the source, stride in the target), in elements, outermost dimension first.

@@ -189,7 +189,7 @@ def to_torch_storage(
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         why = str(error).strip().split("\n")[0]
         hint = None if where.type == "cpu" else "map_location='cpu' loads it without this device"
-        message = f"no {extent.length:,} bytes on {where}: {why}"
+        message = f"cannot allocate {extent.length:,} bytes on {where}: {why}"
         raise DeviceError(message, hint=hint) from error
     if where.type != "meta":
         for part in _parts(extent, memory.dtype, memory):

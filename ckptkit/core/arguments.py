@@ -123,12 +123,12 @@ _PATHS = {
 
 
 def is_stream(value: object) -> TypeGuard[IO[bytes]]:
-    """Return whether an argument is a file object. Raises ArgumentError for one of text."""
+    """Return whether an argument is a binary file object. Raises ArgumentError for a text stream."""
     if isinstance(value, (str, os.PathLike)) or not hasattr(value, "write"):
         return False
-    if hasattr(value, "encoding"):  # text, which takes no bytes
+    if hasattr(value, "encoding"):  # a text stream rejects bytes
         error = wrong("destination", "a binary file object", value)
-        error.hint = "open(path, 'wb') makes one"
+        error.hint = "open(path, 'wb') returns one"
         raise error
     return True
 

@@ -2,7 +2,7 @@
 
 A source has a size, an identity and `read`. Files are read with `pread`, not through `mmap`: if a
 file is truncated meanwhile, `pread` returns fewer bytes, but a mapped file kills the process. Only
-tensors that `ckptkit.load` returns are mapped. Only regular files are opened, and none outside the
+tensors that `ckptkit.load` returns are memory-mapped. Only regular files are opened, and none outside the
 folder of the checkpoint. While an edit in place is incomplete, its journal lies beside the file.
 
 Python's zlib computes a CRC-32 at 1 to 4 GB/s, about the speed of a copy. ISA-L (the extra
@@ -512,7 +512,7 @@ class Operation:
         return ()
 
     def needed(self, extent: Derived, number: int) -> int:
-        """Return how many bytes of input `number` it reads without verifying a checksum itself."""
+        """Return the number of bytes of input `number` whose checksum it does not verify itself."""
         return extent.inputs[number].length
 
 

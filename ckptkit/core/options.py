@@ -131,7 +131,7 @@ DEFAULT = Options()
 
 
 def made(options: Options | None, changes: dict[str, Any]) -> Options:
-    """Return `options`, or the defaults, with the changes of keyword arguments."""
+    """Return `options`, or the defaults, with the keyword arguments `changes` applied."""
     if not isinstance(options, (Options, type(None))):
         error = arguments.wrong("options", "ckptkit.Options", options)
         if isinstance(options, str):

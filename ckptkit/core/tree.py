@@ -300,8 +300,8 @@ def walk(
     container was yielded, and only if its children would be visited.
 
     A node that occurs in several places is yielded at each of them. After `LIMITS.revisits`
-    repeated values (a file may be made to explode), it is yielded once. A cycle ends where it
-    closes. Nesting beyond `LIMITS.depth` raises LimitError.
+    repeated values (a file may be made to explode), it is yielded once. A cycle is not
+    followed twice. Nesting beyond `LIMITS.depth` raises LimitError.
     """
     yield (), root
     if skip((), root):

@@ -649,7 +649,7 @@ class Machine:
         if not _STRING.fullmatch(line):
             is_quoted = line[:1] in (b"'", b'"') and line.rstrip()[-1:] == line[:1]
             error = SpellingError if is_quoted else FormatError
-            raise error("pickle contains a string with unusual quotes")
+            raise error("pickle contains a string quoted in a form that no pickler writes")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             value = escape_decode(line[1:-1])[0]

@@ -108,7 +108,7 @@ MODELOPT = (
     QuantizationMethod(
         "modelopt", "ModelOpt FP8, NVFP4, MXFP8; FBGEMM FP8", recognize_modelopt,
         marks=("weight_scale",),
-        oracle="nvidia-modelopt 0.47.0; of FBGEMM, the formula",
+        oracle="nvidia-modelopt 0.47.0; for FBGEMM, the formula",
     ),
     QuantizationMethod(
         "fbgemm-fp8", "FBGEMM FP8 experts of Llama-4", recognize_experts,

@@ -44,7 +44,7 @@ LONGEST = 30  # most seconds before the next attempt, whatever the server reques
 SILENCE = 60  # seconds without a byte after which a connection counts as broken
 PATIENCE = 150  # seconds without progress after which no attempt follows
 SLOWEST = 4096  # bytes per second; a slower request times out in the end
-SLOWEST_STORED = 64 << 10  # the same, if a response is only visible as a whole
+SLOWEST_STORED = 64 << 10  # the same, for libraries that return a response only as a whole
 
 # Fields that distinguish versions of a file, in a listing as well as for a single file.
 VERSION = (

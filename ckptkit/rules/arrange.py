@@ -249,7 +249,7 @@ class Arrangement:
         return about(self.number, MisfitError(message, hint=hint))
 
     def _differing(self, members: Sequence[SourceTensor], values: list[int | None]) -> int | None:
-        """Return the position of the variable that determines the values; labeled ones first."""
+        """Return the index of the variable that the values depend on; prefer one with labels."""
         labelled = [self.words.labels(word) is not None for word in self.words.gathered]
         for position in sorted(range(len(labelled)), key=lambda n: not labelled[n]):
             by: dict[int, set[int | None]] = {}

@@ -287,10 +287,12 @@ def _starting(heads: Mapping[bytes, str], head: bytes) -> str | None:
 
 
 def _convinces(found: Trace) -> bool:
-    """Return whether bytes that look like a pickle matter: they end or call, with valid names.
+    """Return whether bytes that look like a pickle matter.
 
-    In random bytes, there is a call every few thousand bytes. If ckptkit stops but CPython may
-    continue, the rest is unknown, so they matter.
+    They do if they are complete or make a call, and their names are valid.
+
+    In random bytes, there is a call every few thousand bytes. If ckptkit fails where CPython
+    may not, the rest of the bytes is unknown, so they matter too.
     """
     if found.goes_on or any(_could_be(call.name) for call in found.calls):
         return True

@@ -273,7 +273,7 @@ class TestUpload:
             ckptkit.save(ck, f"s3://{BUCKET}/there.pth")
         with pytest.raises(UsageError, match="is the input file"):
             ckptkit.save(ck, url, force=True)
-        with pytest.raises(OutputError, match="bucket .* does not exist"):
+        with pytest.raises(OutputError, match=r"bucket .* does not exist"):
             ckptkit.save(ck, "s3://nowhere/out.pth")
         with pytest.raises(UsageError, match="cannot verify"):
             ckptkit.save(ck, f"s3://{BUCKET}/other.pth", verify=True)
