@@ -2,8 +2,9 @@
 
 A source has a size, an identity and `read`. Files are read with `pread`, not through `mmap`: if a
 file is truncated meanwhile, `pread` returns fewer bytes, but a mapped file kills the process. Only
-tensors that `ckptkit.load` returns are memory-mapped. Only regular files are opened, and none outside the
-folder of the checkpoint. While an edit in place is incomplete, its journal lies beside the file.
+tensors that `ckptkit.load` returns are memory-mapped. Only regular files are opened, and none
+outside the folder of the checkpoint. While an edit in place is incomplete, its journal lies beside
+the file.
 
 Python's zlib computes a CRC-32 at 1 to 4 GB/s, about the speed of a copy. ISA-L (the extra
 `speed`) exceeds 20 GB/s. Inside `reading`, every source adds the bytes that a thread reads to the

@@ -119,8 +119,9 @@ class Trace:
     """The names and calls of one pickle, up to its end or the first error.
 
     ``error`` is the position and reason of a failure before the end. ``goes_on``: an unpickler of
-    CPython may not fail there. ``may_be_legacy``: the value may be the magic number of a legacy file, after
-    which torch.load loads four more pickles. ``doubts`` are points on which unpicklers disagree.
+    CPython may not fail there. ``may_be_legacy``: the value may be the magic number of a legacy
+    file, after which torch.load loads four more pickles. ``doubts`` are points on which unpicklers
+    disagree.
     ``refused`` is something besides names that `torch.load(weights_only=True)` rejects, None if
     there is nothing.
     """

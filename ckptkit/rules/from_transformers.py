@@ -518,7 +518,7 @@ def recipe_text(layouts: Layouts, found: Generated) -> str:
         steps.append(f"  - rules:\n{rules}    keep: rest\n")
     comments = "".join(f"# cannot express: {each}\n" for each in found.left)
     return (
-        f"{comments}about: {layouts.model_type}, from the layout of its files to that of transformers.\n"
+        f"{comments}about: {layouts.model_type}, from its files to the layout of transformers.\n"
         f"source: the conversion registry of transformers {layouts.version}\n"
         f"checked: {'names and shapes, both ways' if not found.left else ''}\n"
         f"steps:\n{''.join(steps)}"
