@@ -123,14 +123,14 @@ def _incomplete(
 
 def markdown() -> str:
     """Return Markdown tables of the supported families and of those that are only named."""
-    rows = ["| family | known by | read | written | compared with |", "|---|---|---|---|---|"]
+    rows = ["| family | detected by | read | written | compared with |", "|---|---|---|---|---|"]
     for family in families():
         if family.read:
             marks = (*family.marks, *(f"*{ending}" for ending in family.endings))
             written = f"`--quantize {family.written}`" if family.written else ""
             known = ", ".join(f"`{mark}`" for mark in marks) or "dtypes"
             rows.append(f"| {family.title} | {known} | yes | {written} | {family.oracle} |")
-    rows += ["", "| named and refused | known by | read by |", "|---|---|---|"]
+    rows += ["", "| recognized and refused | detected by | read by |", "|---|---|---|"]
     seen = set()
     for other in OTHERS:
         if other.name not in seen:
@@ -140,5 +140,5 @@ def markdown() -> str:
         seen.add(other.name)
     for name in dict.fromkeys(METHODS.values()):
         if name not in seen:
-            rows.append(f"| {name} | `quant_method` | its own library |")
+            rows.append(f"| {name} | `quant_method` | the library {name} |")
     return "\n".join(rows) + "\n"

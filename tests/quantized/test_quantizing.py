@@ -111,7 +111,7 @@ def test_a_block_with_no_number_is_refused(kind: str, value: float, tmp_path: Pa
     weight = torch.randn(128, 128, dtype=torch.float64)
     weight[3, 5] = value
     torch.save({"odd.weight": weight}, tmp_path / "in.pth")
-    with pytest.raises(TensorError, match=r"'odd\.weight' holds NaN"):
+    with pytest.raises(TensorError, match=r"'odd\.weight' contains NaN"):
         ckptkit.save(
             quantize(ckptkit.open(tmp_path / "in.pth"), kind), tmp_path / "out.safetensors"
         )

@@ -99,7 +99,7 @@ UNFIT = {
     "a scale of ComfyUI": Refusal(comfy("float8_e4m3fn", FP8, ones([2])), "do not fit"),
     "old scales of ComfyUI": Refusal({W: FP8, f"{L}.scale_weight": ones([2])}, "not one number"),
     "int8 scales of ComfyUI": Refusal(comfy("int8_tensorwise", I8, ones([3])), "do not fit"),
-    "int8 codes of ComfyUI": Refusal(comfy("int8_tensorwise", FP8, ones([])), "its codes are"),
+    "int8 codes of ComfyUI": Refusal(comfy("int8_tensorwise", FP8, ones([])), "its codes have"),
     "nvfp4 of ComfyUI": Refusal(
         comfy("nvfp4", U8, row("F8_E4M3", [8, 2]), weight_scale_2=ones([])), "tiles of 128x4"
     ),
@@ -146,7 +146,7 @@ UNFIT = {
         {W: row("F8_E4M3", [4, 4, 32]), S: ones([4])}, "no known layout", MODELOPT
     ),
     "scales of FBGEMM": Refusal({W: FP8, S: ones([4, 1])}, "do not fit", method("fbgemm_fp8")),
-    "codes of quanto": Refusal({f"{W}._data": row("U8", [8, 32]), f"{W}._scale": ones([8, 1])}, "codes are"),
+    "codes of quanto": Refusal({f"{W}._data": row("U8", [8, 32]), f"{W}._scale": ones([8, 1])}, "unsupported codes"),
     "scales of quanto": Refusal({f"{W}._data": I8, f"{W}._scale": ones([3, 1])}, "do not fit"),
     "the rows of quanto": Refusal(QUANTO, "no bias", beside=QMAP),
     "quanto without a shift": Refusal(
@@ -158,7 +158,7 @@ UNFIT = {
         torchao("Float8Tensor", ["qdata", "scale"], block_size=[8, 32]),
     ),
     "the size of blocks of torchao": Refusal(
-        inner(qdata=U8, scale=row("U8", [8, 1])), "blocks are of None", None,
+        inner(qdata=U8, scale=row("U8", [8, 1])), "unsupported blocks of None", None,
         torchao("MXTensor", ["qdata", "scale"]),
     ),
     "zero points of torchao": Refusal(
