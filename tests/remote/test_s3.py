@@ -468,7 +468,9 @@ class TestFolders:
         with pytest.raises(OutputExistsError, match="exists"):
             ckptkit.save(ck, f"s3://{BUCKET}/out", format="sharded", options=SHARDS, force=True)
         store.rm(f"{BUCKET}/out/notes")
-        with pytest.raises(OutputExistsError, match="contains 3 of 4 files of an interrupted output") as caught:
+        with pytest.raises(
+            OutputExistsError, match="contains 3 of 4 files of an interrupted output"
+        ) as caught:
             ckptkit.save(ck, f"s3://{BUCKET}/out", format="sharded", options=SHARDS)
         assert caught.value.hint == "force=True replaces them"
         ckptkit.save(ck, f"s3://{BUCKET}/out", format="sharded", options=SHARDS, force=True)
