@@ -25,9 +25,11 @@ from ckptkit.analysis.diff import (
 from ckptkit.compute.arranged import contiguous
 from ckptkit.compute.compare import Difference
 from ckptkit.compute.compare import compare as compare_tensors
-from ckptkit.compute.numbers import cast_record, decode, is_decoded
+from ckptkit.compute.numbers import INVERSES, Compute, cast_record, decode, is_decoded
 from ckptkit.compute.operation import BUFFER, Reader, aligned, stream_reusing_buffer
 from ckptkit.compute.workers import ordered
+from ckptkit.core.bytesource import Pending, Record
+from ckptkit.core.dtypes import BY_NAME, DType
 from ckptkit.core.errors import TensorError
 from ckptkit.core.tensor import Storage, Tensor, contiguous_stride
 from ckptkit.core.text import plural
@@ -49,16 +51,17 @@ REORDERED = 8  # tensors in which they are
 
 
 class Origin(NamedTuple):
-    """The origin of a tensor: types of the file, whether arithmetic was done, and names."""
+    """The origin of a tensor: types of the file, the expression that computes it, and names."""
 
     types: tuple[str, ...]
-    computed: bool = False
+    computed: str = ""  # of `INVERSES`
     names: frozenset[str] = frozenset()
 
     @property
     def limit(self) -> float:
         """The largest relative difference that is explained."""
-        return max((*(LIMITS.get(each, 0.0) for each in self.types), COMPUTED * self.computed))
+        computed = COMPUTED if self.computed else 0.0
+        return max((*(LIMITS.get(each, 0.0) for each in self.types), computed))
 
 
 def compare_with_original(
@@ -120,15 +123,38 @@ def compare_with_original(
 
 
 def _difference(a: Tensor, b: Tensor, origin: Origin) -> Difference | TensorError | None:
-    """Return how two tensors of one shape differ; of plain types, after rounding to that of A."""
+    """Return how two tensors of one shape differ; of plain types, after rounding to that of A.
+
+    llama.cpp's script computes in float16 for weights of float16. If that explains A, it is what B
+    is compared as.
+    """
     try:
-        if origin.limit <= COMPUTED and b.dtype != a.dtype:
-            record = cast_record(contiguous(b), b.dtype, a.dtype, big_endian=False)
-            stride = contiguous_stride(b.shape)
-            b = Tensor(Storage(record, b.device), a.dtype, b.shape, stride, 0)
-        return compare_tensors(a, b, atol=0.0, rtol=0.0, measured=True)
+        if origin.limit > COMPUTED:
+            return compare_tensors(a, b, atol=0.0, rtol=0.0, measured=True)
+        record = contiguous(b)
+        found = _compared(a, b, record, b.dtype)
+        is_near = found is None or (found.relative or 0.0) <= origin.limit
+        if is_near or not origin.computed or b.dtype.name != "float16":
+            return found
+        inverse = Compute(INVERSES[origin.computed], "float16", "")
+        wide = cast_record(
+            Pending(inverse, (record,), b.nbytes), b.dtype, BY_NAME["float32"], big_endian=False
+        )
+        again = Pending(Compute(origin.computed, "float32", ""), (wide,), 2 * b.nbytes)
+        rounded = _compared(a, b, again, BY_NAME["float32"])
+        return rounded if rounded is None or (rounded.relative or 0.0) <= origin.limit else found
     except TensorError as error:
         return error
+
+
+def _compared(a: Tensor, b: Tensor, record: Record, dtype: DType) -> Difference | None:
+    """Return how A differs from `record`, elements of `dtype` in the shape of B."""
+    if dtype != b.dtype or dtype != a.dtype:
+        if dtype != a.dtype:
+            record = cast_record(record, dtype, a.dtype, big_endian=False)
+        storage = Storage(record, b.device)
+        b = Tensor(storage, a.dtype, b.shape, contiguous_stride(b.shape), 0)
+    return compare_tensors(a, b, atol=0.0, rtol=0.0, measured=True)
 
 
 def _has_rows_elsewhere(a: Tensor, b: Tensor, limit: float) -> bool:

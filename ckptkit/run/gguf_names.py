@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from functools import partial
+from glob import escape
 from typing import NamedTuple
 
 from ckptkit import quantized
@@ -25,6 +27,7 @@ from ckptkit.core.errors import TensorError, UnsupportedError
 from ckptkit.core.plan import OutputFile, Plan, Segment
 from ckptkit.core.tensor import Shape, Tensor
 from ckptkit.core.text import quoted, shell_command, some
+from ckptkit.edits.elements import cast
 from ckptkit.edits.keys import select
 from ckptkit.edits.rules import RuleOptions, check_like, metadata
 from ckptkit.rules.notation import RuleError
@@ -138,26 +141,23 @@ def known() -> list[str]:
 
 class _Traced(NamedTuple):
     names: frozenset[str]
-    computed: bool
+    computed: str
 
 
 def under_new_names(file: Checkpoint, name: str) -> tuple[Checkpoint, dict[str, Origin]]:
     """Return a GGUF file as its recipe makes it, in float32, and the origin of each weight."""
     recipe = recipes.load(name, RuleOptions(dequantize="float32", reports=True))
     types = {key: _type(tensor) for key, tensor in file.weights.items()}
-    traced = {key: _Traced(frozenset((key,)), False) for key in types}
+    traced = {key: _Traced(frozenset((key,)), "") for key in types}
     ck = gguf.with_matrices(file)
     for step, written in zip(recipe.steps, recipe.written, strict=True):
         if written.word == "gguf":  # makes config.json
             continue
         before, ck = len(ck.reports), step(ck)
         if written.word == "compute":
-            traced = {
-                key: each._replace(
-                    computed=each.computed or any(fnmatchcase(key, glob) for glob in written.given)
-                )
-                for key, each in traced.items()
-            }
+            for glob, expression in written.given.items():
+                for key in filter(partial(fnmatchcase, pat=glob), traced):
+                    traced[key] = traced[key]._replace(computed=expression)
         for report in ck.reports[before:]:
             made: dict[str, _Traced] = {}
             for old, new in report.pairs:
@@ -208,10 +208,10 @@ def written_into(ck: Checkpoint, skeleton: Checkpoint) -> tuple[Checkpoint, Plan
             where=skeleton.name,
             hint="llama.cpp's llama-gguf-split --merge joins the files of a split model",
         )
-    name = gguf.recipe_name(skeleton, known())
+    ranges = _ranges(skeleton)
     old = gguf.with_matrices(skeleton).weights
     has_names = ck.weights.keys() & old.keys()
-    new = gguf.with_matrices(ck if has_names else _under_old_names(ck, skeleton, name))
+    new = gguf.with_matrices(ck if has_names else _under_old_names(ck, skeleton))
     kept = [each for each in old if each not in new.weights and each in gguf.SCALING]
     weights = {
         key: _cut(tensor, key, old[key].shape) if key in old else tensor
@@ -237,7 +237,7 @@ def written_into(ck: Checkpoint, skeleton: Checkpoint) -> tuple[Checkpoint, Plan
         )
     segments: list[Segment] = []
     at = 0
-    for key, extent in sorted(_ranges(skeleton), key=lambda pair: pair[1].offset):
+    for key, extent in sorted(ranges, key=lambda pair: pair[1].offset):
         segments.append(Range(source, at, extent.offset - at))
         made = extent if key in kept else _encoded(key, weights[key], old[key]).locate()
         assert made.length == extent.length
@@ -253,14 +253,19 @@ def written_into(ck: Checkpoint, skeleton: Checkpoint) -> tuple[Checkpoint, Plan
     return replace(new, notes=tuple(notes)), Plan((OutputFile("", tuple(segments)),))
 
 
-def _under_old_names(ck: Checkpoint, skeleton: Checkpoint, name: str) -> Checkpoint:
+def _under_old_names(ck: Checkpoint, skeleton: Checkpoint) -> Checkpoint:
     """Return a checkpoint of Hugging Face under the names of a GGUF file, by its recipe."""
+    name = gguf.recipe_name(skeleton, known())
     _, origins = under_new_names(skeleton, name)
     embedding = next((new for new, each in origins.items() if EMBEDDING in each.names), None)
     lacking = [each for each in ck.weights if each not in origins]
     drop = [each for each in lacking if _left_out(each, ck, embedding)]
     if drop:
         ck = select(ck, drop=drop)
+    # llama.cpp's script computes in float16 for such weights, for all others in float32.
+    narrow = {key for key, each in ck.weights.items() if each.dtype.name == "bfloat16"}
+    if wide := [key for key in narrow if key in origins and origins[key].computed]:
+        ck = cast(ck, dict.fromkeys(map(escape, wide), "float32"))
     options = RuleOptions(reverse=True, meta=metadata(skeleton))
     try:
         for step in recipes.load(name, options).steps:
@@ -279,7 +284,12 @@ def _ranges(skeleton: Checkpoint) -> Sequence[tuple[str, Range]]:
         assert tensor.storage is not None
         extent = tensor.storage.record.locate()
         if not isinstance(extent, Range) or tensor.storage.big_endian:
-            raise UnsupportedError("is big-endian: ckptkit does not write it", where=skeleton.name)
+            raise UnsupportedError(
+                "is big-endian, and ckptkit writes little-endian GGUF files",
+                where=skeleton.name,
+                hint="copy it, and run `gguf-convert-endian COPY little` of the package gguf; "
+                "after filling the copy, convert the result back with `big`",
+            )
         if extent.length:
             found.append((key, extent))
     return found

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.cli.conftest import Ckptkit
 from tests.cli.conftest import ckptkit as command  # noqa: F401
-from tests.formats.gguf_files import Entry, made
+from tests.formats.gguf_files import Entry, Typed, made
 from tests.run.test_gguf import CASES, LLAMA, VECTORS, entry, model, needs_vectors, runs
 
 State = dict[str, torch.Tensor]
@@ -363,7 +363,7 @@ def test_a_file_into_another(
         assert (tmp_path / "b.gguf").read_bytes() == source.read_bytes()
     done = command("convert", source, source, "--like", source, "--force")
     assert done.exit_code == 2
-    assert "--like and DST are one file" in done.stderr
+    assert "--like and DST are the same file" in done.stderr
     done = command("run", "gguf", source, tmp_path / "c.gguf")
     assert done.exit_code == 2
     assert "'gguf' cannot be written" in done.stderr
@@ -416,3 +416,78 @@ def test_refused(
     big.write_bytes(made([("general.architecture", "llama")],
                          [Entry("token_embd.weight", (2, 4), 0, values.tobytes())], order=">"))  # fmt: skip
     refused("", state, big)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_norms_of_gemma_go_back(
+    dtype: torch.dtype,
+    tmp_path: Path,
+    command: Ckptkit,  # noqa: F811
+) -> None:
+    """x + 1 as the script computes it: in float16 for float16, else in float32; diff explains it."""
+    torch.manual_seed(5)
+    names = {
+        "token_embd": "embed_tokens", "output_norm": "norm",
+        "blk.0.attn_norm": "layers.0.input_layernorm",
+        "blk.0.ffn_norm": "layers.0.post_attention_layernorm",
+        **{f"blk.0.attn_{g}": f"layers.0.self_attn.{h}_proj"
+           for g, h in (("q", "q"), ("k", "k"), ("v", "v"), ("output", "o"))},
+        **{f"blk.0.ffn_{p}": f"layers.0.mlp.{p}_proj" for p in ("gate", "up", "down")},
+    }  # fmt: skip
+    state = {
+        f"model.{new}.weight": (torch.randn((8,) if "norm" in new else (8, 8)) / 9).to(dtype)
+        for new in names.values()
+    }
+    save_file(state, tmp_path / "hf.safetensors")
+    skeleton = [entry(f"{old}.weight", *state[f"model.{new}.weight"].shape)
+                for old, new in names.items()]  # fmt: skip
+    source = model(tmp_path, "gemma", skeleton)
+    out = tmp_path / "out.gguf"
+    done = command("convert", tmp_path / "hf.safetensors", out, "--like", source)
+    assert done.exit_code == 0, done.stderr
+    assert command("convert", out, tmp_path / "out.safetensors").exit_code == 0
+    found = load_file(tmp_path / "out.safetensors")
+    for old, new in names.items():
+        weight = state[f"model.{new}.weight"]
+        if "norm" in old:
+            weight = (weight if dtype == torch.float16 else weight.float()) + 1
+        assert torch.equal(found[f"{old}.weight"], weight.float()), old
+    done = command("diff", out, tmp_path / "hf.safetensors")
+    assert done.exit_code == 0, done.stdout
+    forgotten = {name: each + 1 if "norm" in name else each for name, each in state.items()}
+    save_file(forgotten, tmp_path / "forgotten.safetensors")
+    done = command("diff", out, tmp_path / "forgotten.safetensors")
+    assert done.exit_code == 1
+    assert "model.norm.weight: differs by" in done.stdout
+
+
+def test_skeletons_that_are_not_filled(tmp_path: Path, command: Ckptkit) -> None:  # noqa: F811
+    """Big-endian and split files name the tool that converts them; nothing is written."""
+    save_file({"a.weight": torch.ones(4)}, tmp_path / "a.safetensors")
+    out = tmp_path / "out.gguf"
+    keys = [("general.architecture", "other")]
+
+    def fill(skeleton: Path) -> Any:
+        return command("convert", tmp_path / "a.safetensors", out, "--like", skeleton)
+
+    (tmp_path / "big.gguf").write_bytes(made(keys, [entry("a.weight", 4)], order=">"))
+    done = fill(tmp_path / "big.gguf")
+    assert done.exit_code == 3
+    assert "is big-endian" in done.stderr and "gguf-convert-endian COPY little" in done.stderr
+    for number in (1, 2):
+        split = [("split.no", Typed(2, number - 1)), ("split.count", Typed(2, 2))]
+        (tmp_path / f"m-{number:05}-of-00002.gguf").write_bytes(
+            made([*keys, *split], [entry(f"{'ab'[number - 1]}.weight", 4)])
+        )
+    done = fill(tmp_path / "m-00001-of-00002.gguf")
+    assert done.exit_code == 3
+    assert "is a split model" in done.stderr and "llama-gguf-split --merge" in done.stderr
+    assert not out.exists()
+    # Without a recipe for the architecture, the names must be those of the file.
+    (tmp_path / "own.gguf").write_bytes(made(keys, [entry("a.weight", 4)]))
+    assert fill(tmp_path / "own.gguf").exit_code == 0
+    (tmp_path / "names.gguf").write_bytes(made(keys, [entry("b.weight", 4)]))
+    done = command("convert", tmp_path / "a.safetensors", out, "--force", "--like",
+                   tmp_path / "names.gguf")  # fmt: skip
+    assert done.exit_code == 3
+    assert "there is no recipe for the architecture 'other'" in done.stderr
