@@ -246,7 +246,7 @@ def convert(
     if folder is not None:
         from ckptkit.formats.distributed.training_state import beside
 
-        checkpoint = beside(checkpoint, folder, take=options.everything)
+        checkpoint = beside(checkpoint, folder, take=options.all)
         keep = formats.in_folder(own) or keep
     chosen = _format(path, keep, options)
     path = _in_folder(path, checkpoint, chosen)
@@ -258,7 +258,7 @@ def convert(
     if checkpoint.beside is not None and chosen.shards:
         from ckptkit.formats.distributed.training_state import as_files
 
-        options = replace(options, everything=False)
+        options = replace(options, all=False)
         checkpoint, others = as_files(checkpoint, options)
     if folder is not None and chosen.is_folder and options.sidecars:
         checkpoint, copied = _with_sidecars(checkpoint, folder)

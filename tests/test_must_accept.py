@@ -268,7 +268,7 @@ def test_TM_10_two_paths_that_are_one_text(tree: Any, tmp_path: Path) -> None:
     path = saved(tree, tmp_path / "a.pth")
     accepted(path)
     try:
-        convert(path, tmp_path / "b.safetensors", options=Options(everything=True))
+        convert(path, tmp_path / "b.safetensors", options=Options(all=True))
     except (AmbiguousError, CollisionError):
         assert not (tmp_path / "b.safetensors").exists()
     else:

@@ -36,7 +36,7 @@ def test_they_are_what_is_printed(name: str, folder: Path, monkeypatch: pytest.M
     path = f"fixtures/{name}"
     shown = printed(folder, f"inspect --json {path}")["files"][0]
     assert same(ckptkit.inspect(path), shown)
-    assert same(ckptkit.inspect(path, sha256=True)["tensors"],
+    assert same(ckptkit.inspect(path, digest=True)["tensors"],
                 printed(folder, f"inspect --json --digest {path}")["files"][0]["tensors"])  # fmt: skip
     assert same(ckptkit.verify(path), printed(folder, f"verify --json {path}")["files"][0])
     assert same(ckptkit.scan(path), printed(folder, f"scan --json {path}")["files"])

@@ -36,21 +36,21 @@ def inspect(
     *,
     key: str | None = None,
     keys: str | Iterable[str] = (),
-    sha256: bool = False,
+    digest: bool = False,
     stored: bool = False,
 ) -> InspectFile:
     """Return the contents of a checkpoint: FILE of ``ckptkit inspect --json``.
 
-    `keys` are globs of the tensors to list. With `sha256`, the tensors are read and digested. Each
+    `keys` are globs of the tensors to list. With `digest`, the tensors are read and digested. Each
     quantized weight is one tensor, unless `stored`. The schema is that of ``ckptkit help --schema
     inspect``.
     """
-    arguments.flags(sha256=sha256, stored=stored)
+    arguments.flags(digest=digest, stored=stored)
     globs = arguments.texts("keys", keys)
     with reading(source, key=key) as checkpoint:
-        found = summary.summarize(checkpoint if stored or sha256 else dequantized_view(checkpoint))
+        found = summary.summarize(checkpoint if stored or digest else dequantized_view(checkpoint))
         rows = summary.matching(found.rows, globs)
-        sums = list(sha256_each((row.place, row.tensor) for row in rows)) if sha256 else None
+        sums = list(sha256_each((row.place, row.tensor) for row in rows)) if digest else None
         facts = listed(json_facts.file(found, rows, sums, is_selection=bool(globs)))
     return cast("InspectFile", facts)
 
@@ -60,18 +60,18 @@ def stats(
     *,
     key: str | None = None,
     keys: str | Iterable[str] = (),
-    everything: bool = False,
+    all: bool = False,
     stored: bool = False,
 ) -> StatsFacts:
     """Return statistics of the values of tensors: the object of ``ckptkit stats --json``.
 
-    `keys` are globs of names. Reads all weights, or with `everything` all tensors of the file.
+    `keys` are globs of names. Reads all weights, or with `all` all tensors of the file.
     """
-    arguments.flags(everything=everything, stored=stored)
+    arguments.flags(all=all, stored=stored)
     globs = arguments.texts("keys", keys)
     with reading(source, key=key) as opened:
         checkpoint = opened if stored else dequantized_view(opened)
-        found = statistics.Statistics(statistics.chosen(checkpoint, globs, everything))
+        found = statistics.Statistics(statistics.chosen(checkpoint, globs, all))
         rows = found.rows()
         facts = listed(json_facts.statistics(checkpoint.name, checkpoint.format, found, rows))
     return cast("StatsFacts", facts)
@@ -82,14 +82,14 @@ def digest(
     *,
     key: str | None = None,
     keys: str | Iterable[str] = (),
-    everything: bool = False,
+    all: bool = False,
 ) -> DigestFile:
     """Return digests of tensors, equal in all formats: FILE of ``ckptkit digest --json``."""
-    arguments.flags(everything=everything)
+    arguments.flags(all=all)
     globs = arguments.texts("keys", keys)
     matches = matcher(globs) if globs else None
     with reading(source, key=key) as checkpoint:
-        found = digests.digest(checkpoint, everything=everything, matches=matches)
+        found = digests.digest(checkpoint, everything=all, matches=matches)
         facts = listed(json_facts.digests(checkpoint.name or "", checkpoint.format, found))
     return cast("DigestFile", facts)
 

@@ -175,8 +175,8 @@ def _check_stripped(
     ck: Checkpoint,
     done: Checkpoint,
     request: Request,
-    prefixes: tuple[str, ...] = (),
-    keys: tuple[str, ...] = (),
+    prefix: tuple[str, ...] = (),
+    key: tuple[str, ...] = (),
 ) -> None:
     """Raise NothingToDoError for a file without the prefix, unless it has no other prefix either.
 
@@ -189,16 +189,16 @@ def _check_stripped(
 
     ck = ck.require_complete()
     try:
-        names = list((ck.with_key(keys[0]) if keys else ck).required.nodes)
+        names = list((ck.with_key(key[0]) if key else ck).required.nodes)
     except CkptkitError:  # the keys name other mappings
         names = []
     found = wrappers(names)
-    if not found and not prefixes:
+    if not found and not prefix:
         return
     firsts = {name.partition(".")[0] for name in names}
     if not found and len(firsts) == 1 and any(name.count(".") > 1 for name in names):
         found = [f"{first}." for first in firsts]
-    chosen = list(chain.from_iterable(("--key", key) for key in keys))
+    chosen = list(chain.from_iterable(("--key", each) for each in key))
     places = [request.sources[-1], *([] if request.dst is None else [request.dst])]
     dash = ["--"] if any(each.startswith("-") for each in places) else []
     words = ["inspect", *chosen[:2], *dash, places[0]]
@@ -219,7 +219,7 @@ def _check_wrapped(request: Request) -> None:
     asked, place = request.options, request.dst or request.sources[-1]
     shards = asked.shard_size is not None
     chosen = formats.for_writing(place, asked.format, keep=TORCH_ZIP.name, shards=shards)
-    if chosen.everything in ("never", "asked") and not asked.everything:
+    if chosen.everything in ("never", "asked") and not asked.all:
         hint = "--all keeps the entry" if chosen.everything == "asked" else "write a .pth"
         what = f"{chosen.name} stores only weights, without an entry around them"
         raise UsageError(what, where=request.dst, hint=hint)

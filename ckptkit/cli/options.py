@@ -189,7 +189,7 @@ _WRITING: Rows = (
     (_OUTPUT, "--format", "Format of DST; see `ckptkit formats`.", {"metavar": "NAME"}),
     (_RUN, "--dry-run", "Print the plan and write nothing.", _FLAG),
     (_RUN, "--json as_json", f"Print one JSON object (schema {SCHEMA}).", _FLAG),
-    (_OUTPUT, "--all everything", "Include everything: optimizer and values too.", _FLAG),
+    (_OUTPUT, "--all", "Include everything: optimizer and values too.", _FLAG),
     (_OUTPUT, "--shard-size", "Split DST into shards of at most SIZE, e.g. 5GB.",
      {"metavar": "SIZE", "type": size}),
     (_OUTPUT, "--allow-expand",

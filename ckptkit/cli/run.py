@@ -91,8 +91,6 @@ def command(
     given = {} if reverse else dict(found.output)
     if request.dst is not None and suffixed(request.dst) is not None:
         given = without(given, ("format", "shard_size"))
-    if "all" in given:
-        given["everything"] = given.pop("all")
     if "shard_size" in given:
         given["shard_size"] = options.size(given["shard_size"])
     own = [name for name in given if getattr(request.options, name) != getattr(DEFAULT, name)]

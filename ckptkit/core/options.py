@@ -20,7 +20,7 @@ _WORDS = {
 }
 _COUNTS = {"shard_size": 1 << 62, "ranks": 1 << 16}  # the highest value of each
 # The options that change the bytes of an output for a given checkpoint and format.
-LAYOUT = ("objects", "ties", "everything", "shard_size", "ranks", "extras", "sidecars", "check")
+LAYOUT = ("objects", "ties", "all", "shard_size", "ranks", "extras", "sidecars", "check")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +37,7 @@ class Options:
     bytes is edited in place. ``in_place``: overwrite the source. ``objects``: ``keep``, ``drop`` or
     ``error`` for Python objects other than tensors and plain values. ``ties``: how to store tensors
     that share memory in a format without views: once, with a note (``alias``), or one copy each
-    (``duplicate``). ``everything``: write the whole tree, not only the weights. ``shard_size``: the
+    (``duplicate``). ``all``: write the whole tree, not only the weights. ``shard_size``: the
     maximum size of a shard, in bytes or as "5GB"; a larger tensor gets a shard of its own; None:
     the default of the format. ``ranks``: the number of parts of a model-parallel format.
     ``extras``: keep values that a safetensors header cannot express in its metadata. ``sidecars``:
@@ -62,7 +62,7 @@ class Options:
     in_place: bool = False
     objects: str = "keep"
     ties: str = "alias"
-    everything: bool = False
+    all: bool = False
     shard_size: int | None = None
     ranks: int | None = None
     extras: bool = True
@@ -119,7 +119,6 @@ class Options:
 
 # Command-line options without an argument of the same name: what to use in Python.
 _OPTIONS_OF_COMMANDS = {
-    "all": "use everything=True",
     "cast": "ckptkit.convert(source, destination, lambda ck: ckptkit.cast(ck, 'float16'))",
     "no_check": "use check=False",
     "no_extras": "use extras=False",

@@ -285,7 +285,7 @@ def _files(
             tensors[name] = Tensor(storage, BY_NAME["uint8"], (each.length,), (1,))
         sums = {name: found[name].digest for name in names}
         held = Checkpoint(OrderedMapping(tensors), SAFETENSORS.name, None, sums)
-        plan = formats.layout(held, SAFETENSORS, replace(options, extras=False, everything=False))
+        plan = formats.layout(held, SAFETENSORS, replace(options, extras=False, all=False))
         files.append(replace(plan.files[0], name=file))
         places |= dict.fromkeys(names, file)
     return files, places

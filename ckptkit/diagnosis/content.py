@@ -337,7 +337,7 @@ def _wrappers(facts: Facts, names: list[str], found: list[str]) -> Cause:
         f'{why[:1].upper()}{why[1:]}; a plain model has no such names: "Missing key(s) in '
         'state_dict".',
         edit(facts, "strip-module", "stripped", *prefix_options(found)),
-        {"strip": {"prefixes": tuple(found)}},
+        {"strip": {"prefix": tuple(found)}},
     )
 
 
@@ -358,7 +358,7 @@ def _network(facts: Facts, prefixes: tuple[str, ...]) -> Cause:
             "network",
             *flatten(("--prefix", each) for each in prefixes),
         ),
-        {"strip": {"prefixes": (attribute,)}},
+        {"strip": {"prefix": (attribute,)}},
     )
 
 

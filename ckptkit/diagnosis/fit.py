@@ -105,7 +105,7 @@ def _prefix(fitting: Fitting) -> Iterator[Cause]:
         'One of the two was wrapped when it was saved or is now: "Missing key(s) in state_dict".',
         command,
         {
-            **({"strip": {"prefixes": (strip,)}} if strip else {}),
+            **({"strip": {"prefix": (strip,)}} if strip else {}),
             **({"add": {"prefix": add}} if add else {}),
         },
     )

@@ -70,8 +70,8 @@ class Edit:
 
 
 _KEYS = Option(
-    "keys", "texts", "--key", "PATH", "Path of the weights, or of another mapping (repeatable).",
-    convert="", recipe=None,
+    "key", "texts", "--key", "PATH", "Path of the weights, or of another mapping (repeatable).",
+    convert="", recipe=None, dest="keys",
 )  # fmt: skip
 
 EDITS = (
@@ -145,10 +145,10 @@ EDITS = (
          Option("base", "text", "--base", "BASE",
                 "Base model of the fine-tuned models, whose differences are merged.",
                 recipe=None),
-         Option("weights", "settings", "--weight", "W[,GLOB=W...]",
+         Option("weight", "settings", "--weight", "W[,GLOB=W...]",
                 "Weight of each SRC, in order (repeatable), optionally by glob. Default: 1.",
                 recipe=None),
-         Option("densities", "settings", "--density", "D[,GLOB=D...]",
+         Option("density", "settings", "--density", "D[,GLOB=D...]",
                 "Fraction of the differences of each SRC to keep (repeatable). Default: 1.",
                 recipe=None),
          Option("scale", "number", "--scale", "X",
@@ -179,7 +179,7 @@ EDITS = (
     Edit(
         "average", "edits.combine:average",
         (Option("checkpoints", "files"),
-         Option("shares", "settings", "--weight", "W",
+         Option("weight", "settings", "--weight", "W",
                 "Weight of each SRC, in order (repeatable). Default: equal weights.", recipe=None)),
         "Write the mean of the weights of several checkpoints.",
         command="average", several="last", has_key=True,
@@ -200,9 +200,10 @@ EDITS = (
     ),
     Edit(
         "strip", "edits.keys:strip_prefix",
-        (Option("prefixes", "texts", "--prefix", "P",
+        (Option("prefix", "texts", "--prefix", "P",
                 "Prefix to remove instead of 'module.' (repeatable).", convert="--strip",
-                convert_help="Remove this prefix from the keys (repeatable)."), _KEYS),
+                convert_help="Remove this prefix from the keys (repeatable).", dest="prefixes"),
+         _KEYS),
         "Remove the leading 'module.' from the keys.",
         in_convert=True, command="strip-module",
         help="""DataParallel and torch.compile add such prefixes. Removes one from each key and its
@@ -309,7 +310,7 @@ EDITS = (
                 "Change all device tags to DEVICE, e.g. cpu.", dest="device"),
          Option("devices", "pairs", "--device", "A=B",
                 "Change the device tag A to B (repeatable)."),
-         Option("values", "flag", "--device-values", None,
+         Option("device_values", "flag", "--device-values", None,
                 "Also change torch.device values outside tensors.",
                 convert="", recipe=None)),
         "Change device tags (such as cuda:1 to cpu), without a GPU.",

@@ -81,21 +81,21 @@ AVERAGED = (
 
 
 @checked
-def average(checkpoints: Sequence[Source], shares: Sequence[float] | None = None) -> Checkpoint:
+def average(checkpoints: Sequence[Source], weight: Sequence[float] | None = None) -> Checkpoint:
     """Return weights whose floating-point elements are the means of all checkpoints, in float64.
 
-    ``shares`` are the weights of the checkpoints; their sum need not be 1. Integer and bool
+    ``weight`` lists the weights of the checkpoints; their sum need not be 1. Integer and bool
     buffers, such as the number of batches, come from the last checkpoint, as in
     torch.optim.swa_utils. Dtypes, devices and order do too. The result contains only weights.
     Raises UsageError if names or shapes differ.
     """
     checkpoints = several(checkpoints)
-    shares = (1.0,) * len(checkpoints) if shares is None else tuple(shares)
+    weight = (1.0,) * len(checkpoints) if weight is None else tuple(weight)
     if (
         not checkpoints
-        or len(shares) != len(checkpoints)
-        or min(shares) < 0
-        or not 0 < sum(shares) < float("inf")
+        or len(weight) != len(checkpoints)
+        or min(weight) < 0
+        or not 0 < sum(weight) < float("inf")
     ):
         raise UsageError(
             f"{len(checkpoints)} checkpoints need as many weights, none negative, not all 0"
@@ -119,7 +119,7 @@ def average(checkpoints: Sequence[Source], shares: Sequence[float] | None = None
         )
         if view not in storages:
             types = tuple(each.dtype for each in row)
-            made = mean_record(tuple(map(contiguous, row)), types, shares)
+            made = mean_record(tuple(map(contiguous, row)), types, weight)
             storages[view] = Storage(made, old.device)
         stride = contiguous_stride(old.shape)
         new[id(old)] = Tensor(

@@ -48,13 +48,13 @@ Device: TypeAlias = Any  # a name, or a torch.device
 
 @edit
 def remap(
-    ck: Checkpoint, devices: Device | Mapping[Any, Any], *, values: bool = False
+    ck: Checkpoint, devices: Device | Mapping[Any, Any], *, device_values: bool = False
 ) -> Checkpoint:
     """Change device tags: all to the device `devices`, or exactly those in a mapping.
 
     This has the same effect as ``map_location`` during loading. ``meta`` stays unless a mapping
-    names it. ``torch.device`` values in the tree are listed, and changed if `values` is true.
-    Raises UsageError for an invalid device.
+    names it. ``torch.device`` values in the tree are listed, and changed if `device_values` is
+    true. Raises UsageError for an invalid device.
     """
     places = _DevicePlaces(ck.root)
     if isinstance(devices, Mapping):
@@ -86,7 +86,7 @@ def remap(
     for verb, noun, found in (
         ("changed the device tag of", "storage", [s.device for s in places.storages.values()]),
         ("changed the argument of", "rebuild call", [device for _, device in places.calls]),
-        ("changed", "torch.device value", [device for _, device in places.values if values]),
+        ("changed", "torch.device value", [device for _, device in places.values if device_values]),
     ):
         for device, number in sorted(Counter(found).items()):
             if device in table:
@@ -99,7 +99,7 @@ def remap(
         nothing = f"the storages are on {there}, none on {', '.join(unused or asked)}"
         warnings.append(NoOpWarning(f"no device tags to change: {nothing}"))
     warnings += _stay_on_cpu(ck.root, table)
-    if values:
+    if device_values:
         swap |= plain
     elif plain:
         paths = [
@@ -107,7 +107,7 @@ def remap(
         ]
         warnings.append(
             f"left as they are: {plural(len(paths), 'torch.device value')}, {quoted(paths)}; "
-            f"{typed('--device-values', 'values=True')} changes them too"
+            f"{typed('--device-values', 'device_values=True')} changes them too"
         )
     root = ck.root
     if storages or swap:

@@ -251,19 +251,19 @@ class NameChange(NamedTuple):
 
 @edit
 def strip_prefix(
-    ck: Checkpoint, prefixes: str | Sequence[str] = ("module.",), keys: str | Sequence[str] = ()
+    ck: Checkpoint, prefix: str | Sequence[str] = ("module.",), key: str | Sequence[str] = ()
 ) -> Checkpoint:
     """Remove leading prefixes from the names of the weights.
 
     Each prefix is removed once, in any order of nesting. A prefix that ends in a letter or digit is
-    a whole component of a name: ``_orig_mod`` means ``_orig_mod.``. `keys` are the dotted paths of
-    the mappings to edit instead of the weights. Raises CollisionError, UsageError.
+    a whole component of a name: ``_orig_mod`` means ``_orig_mod.``. `key` lists the dotted paths
+    of the mappings to edit instead of the weights. Raises CollisionError, UsageError.
     """
-    given = tuple(map(_whole_part, prefixes)) or ("module.",)
+    given = tuple(map(_whole_part, prefix)) or ("module.",)
     if "" in given:
         raise UsageError("an empty prefix cannot be stripped")
     found = tuple(sorted(given, key=len, reverse=True))
-    targets, changes = list(targets_of(ck, keys)), []
+    targets, changes = list(targets_of(ck, key)), []
     warnings: list[str] = []
     for target in targets:
         names = {
@@ -281,8 +281,8 @@ def strip_prefix(
         follow = partial(stripped_paths, strip=strip, prefixes=found, kept=kept)
         gone = Counter(name[: len(name) - len(short)] for name, short in names.items())
         notes = [
-            f"stripped {prefix!r} from {plural(number, 'key')}{target.place}"
-            for prefix, number in gone.items()
+            f"stripped {each!r} from {plural(number, 'key')}{target.place}"
+            for each, number in gone.items()
         ]
         changes.append(NameChange(target, target.renamed(names, follow), names, notes))
         if kept:
@@ -292,10 +292,10 @@ def strip_prefix(
         again = [short for short in names.values() if short.startswith(outer)]
         if again:
             verb = "begins" if len(again) == 1 else "begin"
-            prefix = next(each for each in outer if again[0].startswith(each))
+            inner = next(each for each in outer if again[0].startswith(each))
             warnings.append(
-                f"{plural(len(again), 'key')}{target.place} still {verb} with {prefix!r}, "
-                f"a second level: strip {prefix!r} from the result too"
+                f"{plural(len(again), 'key')}{target.place} still {verb} with {inner!r}, "
+                f"a second level: strip {inner!r} from the result too"
             )
     swap, notes = _swapped(ck, changes)
     edited = {*swap, *(id(each.node) for each in targets), *(id(each.entries) for each in targets)}
@@ -304,12 +304,12 @@ def strip_prefix(
         for path, node in walk(ck.root)
         if isinstance(node, dict)
         and id(node) not in edited
-        and any(isinstance(key, str) and key.startswith(found) for key in node)
+        and any(isinstance(name, str) and name.startswith(found) for name in node)
     ]
     if elsewhere:
         elsewhere = list(dict.fromkeys(elsewhere))
         every = [*(join(target.path) for target in targets), *elsewhere]
-        options = typed(" ".join(f"--key {shell_word(key)}" for key in every), f"keys={every}")
+        options = typed(" ".join(f"--key {shell_word(each)}" for each in every), f"key={every}")
         warnings.append(f"the prefix also occurs in {quoted(elsewhere)}; to edit all: {options}")
     return _replaced(ck, swap, notes, warnings)
 
@@ -331,9 +331,9 @@ def _without_prefixes(name: str, prefixes: tuple[str, ...]) -> str:
 
 @edit
 def add_prefix(
-    ck: Checkpoint, prefix: str = "module.", keys: str | Sequence[str] = ()
+    ck: Checkpoint, prefix: str = "module.", key: str | Sequence[str] = ()
 ) -> Checkpoint:
-    """Add `prefix` to the names of the weights, or of the mappings at the dotted paths `keys`.
+    """Add `prefix` to the names of the weights, or of the mappings at the dotted paths `key`.
 
     As in `strip_prefix`, a prefix that ends in a letter or digit is a whole component of a name.
     ``_metadata`` becomes that of a module that contains this one. Raises CollisionError,
@@ -343,7 +343,7 @@ def add_prefix(
     if not prefix:
         raise UsageError("an empty prefix cannot be added")
     changes = []
-    for target in targets_of(ck, keys):
+    for target in targets_of(ck, key):
         names = {name: prefix + name for name in target.names}
         _, ck = groups.followed(ck, names)
         new = target.renamed(names, lambda paths: prefixed_paths(paths, prefix))

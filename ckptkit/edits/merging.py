@@ -94,8 +94,8 @@ def merge(
     *,
     method: str | None = None,
     base: Source | None = None,
-    weights: Sequence[Setting] | None = None,
-    densities: Sequence[Setting] | None = None,
+    weight: Sequence[Setting] | None = None,
+    density: Sequence[Setting] | None = None,
     scale: float | None = None,
     normalize: bool | None = None,
     rescale: bool | None = None,
@@ -109,8 +109,8 @@ def merge(
         method: ``linear`` (the weighted mean), ``slerp``, ``task`` (differences from `base`),
             ``ties``, ``dare-ties``, ``dare-linear`` or ``passthrough`` (unchanged layers).
         base: the base model of the fine-tuned models; for ``slerp`` the first of two.
-        weights: one for each checkpoint, 1 by default: a number, or glob -> number.
-        densities: the fraction of the differences to keep, for methods that drop some.
+        weight: one for each checkpoint, 1 by default: a number, or glob -> number.
+        density: the fraction of the differences to keep, for methods that drop some.
         scale: factor of the sum of the differences, 1 by default; for ``slerp`` the fraction of the
             second model, 0.5; for ``passthrough`` a factor of all weights.
         normalize: divide by the sum of the weights; the default is that of mergekit.
@@ -139,13 +139,13 @@ def merge(
     first = None if base is None else model(opened(base))
     if method == SLERP and first is not None:
         models, first = [first, *models], None
-    _check_numbers(method, models, first, weights, densities, ranges)
+    _check_numbers(method, models, first, weight, density, ranges)
     share = scale
     if share is None:
         share = 0.5 if method == SLERP else 1.0
     by_word = {
-        "weight": _settings("weights", weights, models),
-        "density": _settings("densities", densities, models),
+        "weight": _settings("weight", weight, models),
+        "density": _settings("density", density, models),
     }
     uses = []
     for place, each in enumerate(models):
@@ -206,7 +206,7 @@ def _settings(
     if given is None:
         return [lambda name: 1.0] * len(models)
     if isinstance(given, (str, Mapping)) or len(given) != len(models):
-        raise UsageError(f"{len(given)} {what} for {plural(len(models), 'model')}")
+        raise UsageError(f"{what}: {len(given)} for {plural(len(models), 'model')}")
     return [_setting(each) for each in given]
 
 

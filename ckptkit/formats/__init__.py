@@ -330,24 +330,24 @@ def _writer(name: str, shards: bool = False) -> Format:
 def layout(checkpoint: Checkpoint, format: Format, options: Options) -> Plan:
     """Plan a file of `checkpoint` in `format`. Every error says which checkpoint."""
     assert format.layout is not None
-    if options.everything and not options.extras:
+    if options.all and not options.extras:
         raise UsageError(
-            f"{typed('--all', 'everything=True')} keeps the rest in ckptkit's own entry, which "
+            f"{typed('--all', 'all=True')} keeps the rest in ckptkit's own entry, which "
             f"{typed('--no-extras', 'extras=False')} leaves out"
         )
-    if options.everything and format.everything not in WHOLE:
+    if options.all and format.everything not in WHOLE:
         able = ", ".join(each.name for each in writable() if each.everything in WHOLE)
         raise UsageError(
-            f"{format.name} cannot hold a whole checkpoint ({typed('--all', 'everything=True')})",
+            f"{format.name} cannot hold a whole checkpoint ({typed('--all', 'all=True')})",
             hint=f"these can: {able}",
         )
     try:
         _refuse_blocks(checkpoint, format)
         # Plain tensors for those of several processes, where the output cannot keep such.
-        keeps = options.everything or format.everything == "always"
+        keeps = options.all or format.everything == "always"
         keeps = keeps and options.objects != "drop"
         if not keeps or format.name != checkpoint.format:
-            if not options.everything:
+            if not options.all:
                 checkpoint.require_complete()
             if not keeps and any(each.name in _PIECES for each in checkpoint.globals):
                 from ckptkit.formats.distributed.parts import plain

@@ -355,7 +355,7 @@ def layout(checkpoint: Checkpoint, options: Options) -> Plan:
     reader accepts, UnsafeGlobalError for objects if these are to be an error.
     """
     tensors, metadata, notes = contents(checkpoint, options)
-    whole = len(tensors) if options.everything or checkpoint.origin is WHOLE else None
+    whole = len(tensors) if options.all or checkpoint.origin is WHOLE else None
     file = file_of(tensors, metadata)
     return Plan((file,), tuple(notes), whole)
 
@@ -370,7 +370,7 @@ class HeaderEntries(NamedTuple):
 
 def contents(checkpoint: Checkpoint, options: Options) -> HeaderEntries:
     """Choose what is written of a checkpoint. Raises like `layout`."""
-    if options.everything or checkpoint.origin is WHOLE:  # an edit keeps a whole checkpoint whole
+    if options.all or checkpoint.origin is WHOLE:  # an edit keeps a whole checkpoint whole
         return _whole(checkpoint, options)
     if options.objects == "error":
         refuse_objects(checkpoint)
@@ -456,7 +456,7 @@ def _way_out(obstacles: set[str], checkpoint: Checkpoint) -> str:
     if "subclass" in obstacles:
         from ckptkit import quantized
 
-        kept = f"a .pth keeps them, and {typed('--all', 'everything=True')} does"
+        kept = f"a .pth keeps them, and {typed('--all', 'all=True')} does"
         floats = f"{typed('--dequantize', 'dequantize')} converts quantized ones to floats; "
         return floats + kept if quantized.find(checkpoint) else kept
     return f"{typed('--drop', 'select(drop=...)')} leaves them out"

@@ -50,7 +50,7 @@ def diff(
     other: Source | nn.Module,
     *,
     key: str | None = None,
-    everything: bool = False,
+    all: bool = False,
     values: bool = True,
     atol: float | None = None,
     rtol: float | None = None,
@@ -62,12 +62,12 @@ def diff(
     ``package.module:Class`` or ``path/to/file.py:Class``. The class is imported and built. `diff`
     compares the elements of two checkpoints unless `values` is false: byte for byte, or with the
     tolerances `atol` and `rtol` (:func:`ckptkit.analysis.diff.compare`). A model has only keys and
-    shapes. `everything` also compares the entries beside the weights. `keys` are globs: only
+    shapes. `all` also compares the entries beside the weights. `keys` are globs: only
     tensors with matching names or paths are compared.
     """
     globs = arguments.texts("keys", keys)
     matches = matcher(globs) if globs else None
-    arguments.flags(values=values, everything=everything)
+    arguments.flags(values=values, all=all)
     arguments.tolerances(atol=atol, rtol=rtol)
     with ExitStack() as stack:
         ck = stack.enter_context(reading(checkpoint, key=key))
@@ -78,7 +78,7 @@ def diff(
             sides = dequantized_views(entire(ck), entire(second))
             return compare_checkpoints(
                 *sides,
-                everything=everything,
+                everything=all,
                 values=values,
                 atol=atol,
                 rtol=rtol,

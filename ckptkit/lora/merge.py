@@ -71,7 +71,7 @@ def merge_lora(
     base: Source,
     adapters: _Path | Sequence[_Path],
     *,
-    weights: Sequence[float] | None = None,
+    weight: Sequence[float] | None = None,
     tied: str | None = None,
     base_is: str | None = None,
     component: str | None = None,
@@ -82,7 +82,7 @@ def merge_lora(
 ) -> Checkpoint:
     """Return `base` with the changes of adapters added. The values are computed during the write.
 
-    `weights` multiply the changes of each adapter. If an adapter changes only one of a tied
+    `weight` multiplies the changes of each adapter. If an adapter changes only one of a tied
     embedding and head, `tied` is ``untie`` or ``keep``. With ``base_is="residual"``, the base is
     the residual of an initialization such as PiSSA. `component` selects the modules of one
     component of a pipeline. `alpha` applies to files without a scale. `dtype` is that of the
@@ -97,7 +97,7 @@ def merge_lora(
         if value not in (None, *words):
             raise wrong(name, " or ".join(map(repr, words)), value)
     given: list[Any] = adapters  # type: ignore[assignment]  # of `_listed`
-    factors = [1.0] * len(given) if weights is None else list(weights)
+    factors = [1.0] * len(given) if weight is None else list(weight)
     if len(factors) != len(given) or not given or not all(map(isfinite, factors)):
         what = plural(len(given), "adapter")
         raise UsageError(f"{what} need as many weights, all finite, and not {factors}")
@@ -110,9 +110,9 @@ def merge_lora(
     if dtype is not None:
         checkpoint = cast(checkpoint, dtype)
     origin = checkpoint.required.tensors
-    for adapter, weight in zip(found, factors, strict=True):
+    for adapter, factor in zip(found, factors, strict=True):
         try:
-            plan = MergePlan(checkpoint, adapter, weight, tied, base_is, sub, strict)
+            plan = MergePlan(checkpoint, adapter, factor, tied, base_is, sub, strict)
             for problem in plan.problems:
                 raise problem.error
             checkpoint = plan.merged({} if adapter is found[0] else origin)
@@ -127,7 +127,7 @@ def merged(base: Checkpoint, adapter: str = "", weight: float = 1.0) -> Checkpoi
     if not adapter:
         known = "lora: {adapter: PATH, weight: 1.0}"
         raise UsageError("the step lora names no adapter", hint=known)
-    return merge_lora(base, adapter, weights=[weight])
+    return merge_lora(base, adapter, weight=[weight])
 
 
 def hint(adapter: Checkpoint, others: Sequence[Checkpoint]) -> str:
@@ -243,7 +243,7 @@ class MergePlan:
             what = (
                 f"{shown(mixed.path)} is no sum: a weight of {self.weight:g} has no meaning for it"
             )
-            raise UsageError(what, hint=f"{typed('--weight 1', 'weights=[1]')} for this adapter")
+            raise UsageError(what, hint=f"{typed('--weight 1', 'weight=[1]')} for this adapter")
 
     # The places of modules
 

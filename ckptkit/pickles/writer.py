@@ -357,7 +357,7 @@ class _Writer:
             raise TensorError(
                 f"torch has no dtype {name} (a tensor of shape {tensor.shape}) and could not load "
                 "the file",
-                hint=f"write safetensors without {typed('--all', 'everything=True')}, or drop "
+                hint=f"write safetensors without {typed('--all', 'all=True')}, or drop "
                 f"such tensors with {typed('--drop', 'select(drop=...)')}",
             )
         return self._global(Global("torch", name))

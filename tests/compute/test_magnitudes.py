@@ -68,6 +68,6 @@ def test_a_sampled_limit_gives_the_same_merge(tmp_path, monkeypatch, dtype):
         monkeypatch.setattr(merging, "_SAMPLED", sampled)
         monkeypatch.setattr(merging, "_SPOT", 1 << 5)
         monkeypatch.setattr(merging, "_AT_ONCE", 1 << 8)
-        merged = ckptkit.merge(files[1:], method="ties", base=files[0], densities=[0.3, 0.6])
+        merged = ckptkit.merge(files[1:], method="ties", base=files[0], density=[0.3, 0.6])
         made.append(merged.weights["w"].torch())
     assert torch.equal(*made) and not torch.equal(made[0], base.to(dtype))

@@ -46,14 +46,14 @@ def test_fixes_go_together() -> None:
     fixes = (
         {"weights": {}, "rename": {"mapping": {"a": "b"}}},
         None,
-        {"remap": {"devices": "cpu"}, "strip": {"prefixes": ("m.",)}},
-        {"rename": {"mapping": {"c": "d"}}, "strip": {"prefixes": ("n.",)}},
+        {"remap": {"devices": "cpu"}, "strip": {"prefix": ("m.",)}},
+        {"rename": {"mapping": {"c": "d"}}, "strip": {"prefix": ("n.",)}},
     )
     causes = [Cause("", "", "", "", None, fix) for fix in fixes]
     found = together(causes)
     assert found == {
         "weights": {},
-        "strip": {"prefixes": ("m.", "n.")},
+        "strip": {"prefix": ("m.", "n.")},
         "rename": {"mapping": {"a": "b", "c": "d"}},
         "remap": {"devices": "cpu"},
     }
@@ -91,7 +91,7 @@ def test_a_few_keys_with_a_prefix_are_parts_of_the_model() -> None:
 
 def test_wrappers_inside_one_another_are_taken_off_together() -> None:
     cause = found({f"module._orig_mod.{name}": tensor(1) for name in "abc"})["prefix"]
-    assert cause.fix == {"strip": {"prefixes": ("module.", "_orig_mod.")}}
+    assert cause.fix == {"strip": {"prefix": ("module.", "_orig_mod.")}}
     assert shlex.split(cause.command or "")[2:6] == [
         "--prefix",
         "module.",

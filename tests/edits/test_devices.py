@@ -207,13 +207,13 @@ def test_device_values_are_listed_and_left() -> None:
     assert done.root["config"]["device"].args == ("cuda", 1)
     assert "config.device (cuda:1)" in lines(done)
     assert "config.other" not in lines(done)
-    assert "values=True changes them" in lines(done)
+    assert "device_values=True changes them" in lines(done)
 
 
 @pytest.mark.parametrize("where", [device("cuda", 1), device("cuda:1")])
 def test_device_values_are_changed_on_request(where: Object) -> None:
     ck = Checkpoint({"w": tensor(), "config": {"device": where, "again": where}})
-    done = remap(ck, {"cuda:1": "cuda:0"}, values=True)
+    done = remap(ck, {"cuda:1": "cuda:0"}, device_values=True)
     assert done.root["config"]["device"].args == ("cuda", 0)
     assert done.root["config"]["again"] is done.root["config"]["device"]
     assert done.notes == ("changed 1 torch.device value: cuda:1 -> cuda:0",)
@@ -237,7 +237,7 @@ def test_device_object_with_odd_arguments() -> None:
             "c": Object(Global("torch", "device"), "cuda"),
         }
     )
-    assert devices(Checkpoint({"w": remap(ck, "cpu", values=True).root["w"]})) == ["cpu"]
+    assert devices(Checkpoint({"w": remap(ck, "cpu", device_values=True).root["w"]})) == ["cpu"]
 
 
 def test_order_and_metadata_stay() -> None:

@@ -112,8 +112,8 @@ def test_strip_reports_other_keys() -> None:
         (lambda: strip_prefix(checkpoint("w", "module.w")), CollisionError, "'w' and 'module.w' would both be called 'w'"),
         (lambda: strip_prefix(checkpoint("a.w", "b.w"), ["a.", "b."]), CollisionError, "would both be called 'w'"),
         (lambda: strip_prefix(checkpoint("w"), ""), UsageError, "empty prefix"),
-        (lambda: strip_prefix(Checkpoint({"m": named("module.w"), "epoch": 1}), keys=["epoch"]), UsageError, "not a mapping"),
-        (lambda: strip_prefix(checkpoint("module.w"), keys=["nowhere"]), UsageError, "no entry"),
+        (lambda: strip_prefix(Checkpoint({"m": named("module.w"), "epoch": 1}), key=["epoch"]), UsageError, "not a mapping"),
+        (lambda: strip_prefix(checkpoint("module.w"), key=["nowhere"]), UsageError, "no entry"),
         (lambda: add_prefix(checkpoint("w"), ""), UsageError, "empty prefix"),
         (lambda: rename(checkpoint("a"), {"a": ""}), UsageError, "cannot be renamed"),
         (lambda: rename(checkpoint("a"), {"a": 1}), UsageError, "."),
@@ -174,15 +174,15 @@ def test_strip_says_where_else_the_prefix_is() -> None:
     root = {"state_dict": named("module.w"), "my ema": named("module.w"), "epoch": 1}
     done = strip_prefix(Checkpoint(root))
     assert list(done.root["my ema"]) == ["module.w"]
-    assert "keys=['state_dict', 'my ema']" in lines(done)
+    assert "key=['state_dict', 'my ema']" in lines(done)
 
 
 def test_strip_keys_are_exactly_those() -> None:
     root = {"state_dict": named("module.w"), "ema": {"shadow": named("module.w")}}
-    done = strip_prefix(Checkpoint(root), keys=["ema.shadow"])
+    done = strip_prefix(Checkpoint(root), key=["ema.shadow"])
     assert list(done.root["ema"]["shadow"]) == ["w"]
     assert list(done.root["state_dict"]) == ["module.w"]
-    both = strip_prefix(Checkpoint(root), keys=["ema.shadow", "state_dict"])
+    both = strip_prefix(Checkpoint(root), key=["ema.shadow", "state_dict"])
     assert list(both.root["state_dict"]) == ["w"]
     assert not both.warnings
 
@@ -192,7 +192,7 @@ def test_strip_key_of_an_optimizer_state_by_name() -> None:
         "model": named("module.w"),
         "optimizer": {"state": {"module.w": {"step": 1}, 3: {}}, "param_groups": []},
     }
-    done = strip_prefix(Checkpoint(root), keys=["model", "optimizer.state"])
+    done = strip_prefix(Checkpoint(root), key=["model", "optimizer.state"])
     assert list(done.root["optimizer"]["state"]) == ["w", 3]
 
 
@@ -263,7 +263,7 @@ def test_add_collision() -> None:
 
 
 def test_add_to_all_keys_of_a_mapping_that_was_named() -> None:
-    done = add_prefix(Checkpoint({"w": tensor(), "mw": 1, 3: 2}), "m", keys=[""])
+    done = add_prefix(Checkpoint({"w": tensor(), "mw": 1, 3: 2}), "m", key=[""])
     assert list(done.root) == ["m.w", "m.mw", 3]
 
 

@@ -62,7 +62,7 @@ def assert_close(found: Weights, expected: Weights, terms: list[Weights]) -> Non
 
 def test_linear_is_the_weighted_mean(models: list[Weights], tmp_path: Path) -> None:
     found = merged(
-        tmp_path, [1, 2, 3], method="linear", weights=[0.3, {"*": 0.5, "*.mlp.*": 0.1}, 0.9]
+        tmp_path, [1, 2, 3], method="linear", weight=[0.3, {"*": 0.5, "*.mlp.*": 0.1}, 0.9]
     )
     expected = {}
     for name in found:
@@ -126,7 +126,7 @@ def differences(
 
 
 def test_task_adds_differences(models: list[Weights], tmp_path: Path) -> None:
-    found = merged(tmp_path, [1, 2, 3], method="task", base=0, weights=[0.3, 0.5, 0.9], scale=0.7)
+    found = merged(tmp_path, [1, 2, 3], method="task", base=0, weight=[0.3, 0.5, 0.9], scale=0.7)
     expected = {
         name: differences(
             models, name, [0.3, 0.5, 0.9], [1, 1, 1], consensus=False, normalize=False, scale=0.7
@@ -140,7 +140,7 @@ def test_ties_keeps_the_largest_of_the_sign_of_the_majority(
     models: list[Weights], tmp_path: Path
 ) -> None:
     weights, densities = [0.3, 0.5, 0.9], [0.5, 0.2, 1.0]
-    found = merged(tmp_path, [1, 2, 3], method="ties", base=0, weights=weights, densities=densities)
+    found = merged(tmp_path, [1, 2, 3], method="ties", base=0, weight=weights, density=densities)
     for name, tensor in found.items():
         wanted = differences(models, name, weights, densities, consensus=True, normalize=True)
         same = (tensor == wanted).double().mean()
@@ -153,7 +153,7 @@ def test_as_many_differences_stay_as_the_density_says(
     models: list[Weights], tmp_path: Path, density: float
 ) -> None:
     found = merged(
-        tmp_path, [1], method="ties", base=0, densities=[density], normalize=False, dtype="float64"
+        tmp_path, [1], method="ties", base=0, density=[density], normalize=False, dtype="float64"
     )
     for name, tensor in found.items():
         change = models[1][name].double() - models[0][name].double()
@@ -167,7 +167,7 @@ def test_as_many_differences_stay_as_the_density_says(
 def test_rescaled_differences_have_the_sum_of_all(models: list[Weights], tmp_path: Path) -> None:
     for method in ("ties", "dare-linear"):
         found = merged(
-            tmp_path, [1], method=method, base=0, densities=[0.4], rescale=True, dtype="float64"
+            tmp_path, [1], method=method, base=0, density=[0.4], rescale=True, dtype="float64"
         )
         for name, tensor in found.items():
             base = models[0][name].double()
@@ -181,7 +181,7 @@ def test_dare_leaves_differences_out_by_chance(tmp_path: Path) -> None:
     given: dict[str, Any] = {
         "method": "dare-linear",
         "base": 0,
-        "densities": [0.3],
+        "density": [0.3],
         "rescale": False,
     }
     found = merged(tmp_path, [1], **given)["w"]
@@ -281,8 +281,8 @@ def test_configurations_that_are_refused(tmp_path: Path, run: Run, changed: str,
         ({"method": "task"}, "name it with base="),
         ({"method": "linear", "base": 0}, "linear has no base"),
         ({"method": "slerp"}, "between two models, not 3"),
-        ({"method": "linear", "weights": [1, 2]}, "2 weights for 3 models"),
-        ({"method": "task", "base": 0, "densities": [1, 1, 1]}, "task leaves no differences out"),
+        ({"method": "linear", "weight": [1, 2]}, "weight: 2 for 3 models"),
+        ({"method": "task", "base": 0, "density": [1, 1, 1]}, "task leaves no differences out"),
         ({"method": "passthrough", "layers": ["0:1"]}, "1 ranges of layers for 3 models"),
         ({"method": "passthrough", "layers": ["0:1", "2:9", "0:1"]}, "'2:9' is not a range"),
         ({"method": "passthrough"}, "needs the layers of each"),

@@ -104,12 +104,12 @@ def test_several_optimizers_are_left_where_nothing_tells_them_apart(tmp_path: Pa
     weights = {f"module.{name}": tensor for name, tensor in model.state_dict().items()}
     saved = {"a": by_name(optimizer, "module."), "b": by_name(optimizer, "module.")}
     torch.save({"generator": weights, "discriminator": dict(weights), **saved}, tmp_path / "in.pth")
-    made = ckptkit.strip_prefix(tmp_path / "in.pth", keys="generator")
+    made = ckptkit.strip_prefix(tmp_path / "in.pth", key="generator")
     found = written(made, tmp_path)
     assert all(names_of(found[each])[0][0] == "module.0.weight" for each in "ab")
     (warning,) = (each for each in made.warnings if "also occurs" in each)
     assert "a.state" in warning and "b.state" in warning
-    both = ckptkit.strip_prefix(tmp_path / "in.pth", keys=["generator", "discriminator"])
+    both = ckptkit.strip_prefix(tmp_path / "in.pth", key=["generator", "discriminator"])
     found = written(both, tmp_path)
     assert all(names_of(found[each])[0][0] == "0.weight" for each in "ab")
 
@@ -117,7 +117,7 @@ def test_several_optimizers_are_left_where_nothing_tells_them_apart(tmp_path: Pa
 def test_an_average_beside_the_weights_is_no_obstacle(tmp_path: Path) -> None:
     model, _ = trained()
     ema = {f"module.{name}": tensor for name, tensor in model.state_dict().items()}
-    made = ckptkit.strip_prefix(save(tmp_path, ema=ema), keys="model")
+    made = ckptkit.strip_prefix(save(tmp_path, ema=ema), key="model")
     assert names_of(written(made, tmp_path)["optimizer"])[0][0] == "0.weight"
 
 

@@ -565,7 +565,7 @@ def test_a_whole_tree_of_safetensors_survives_a_lost_tensor(tmp_path: Path) -> N
     tree: Any = {"model": state(), "epoch": 3, "opt": {"lr": 0.1, "m": moments, "z": torch.ones(9)}}
     torch.save(tree, tmp_path / "in.pth")
     path = tmp_path / "in.safetensors"
-    convert(tmp_path / "in.pth", path, options=Options(everything=True))
+    convert(tmp_path / "in.pth", path, options=Options(all=True))
     path.write_bytes(path.read_bytes()[:-40])
     found = recover(path, unverified=True)
     assert [loss.path for loss in found.lost] == ["opt.m.1", "opt.z"]

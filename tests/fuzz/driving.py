@@ -131,7 +131,7 @@ def written(checkpoint: Checkpoint, name: str, everything: bool) -> bytes | None
     """The bytes of the file, None if it is large."""
     format = formats.by_name(name)
     assert format is not None
-    plan = formats.layout(checkpoint, format, Options(everything=everything))
+    plan = formats.layout(checkpoint, format, Options(all=everything))
     return output(plan) if plan.size < LARGE else None
 
 

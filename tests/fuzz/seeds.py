@@ -135,7 +135,7 @@ def _whole() -> bytes:
     with tempfile.TemporaryDirectory() as folder:
         source, path = Path(folder) / "in.pth", Path(folder) / "out.safetensors"
         source.write_bytes(saved(state()))
-        save(open_checkpoint(source), path, options=Options(everything=True))
+        save(open_checkpoint(source), path, options=Options(all=True))
         return path.read_bytes()
 
 

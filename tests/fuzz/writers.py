@@ -47,7 +47,7 @@ class Writers(Hunt):
                 to,
                 *steps,
                 format=format,
-                everything=suffix == ".safetensors",
+                all=suffix == ".safetensors",
                 force=True,
                 keep_format=False,
             )

@@ -169,10 +169,10 @@ def test_several_adapters_are_merged_one_after_the_other(tmp_path: Path) -> None
     path = base(tmp_path, {"fc.weight": values(9, 5, dtype=torch.bfloat16)})
     one = adapter(tmp_path, factors("fc", 9, 5))
     two = adapter(tmp_path, factors("fc", 9, 5), "second")
-    first = ckptkit.merge_lora(path, one, weights=[0.5])
+    first = ckptkit.merge_lora(path, one, weight=[0.5])
     ckptkit.save(first, tmp_path / "first.safetensors")
-    expected = merged(tmp_path, tmp_path / "first.safetensors", two, weights=[-2])
-    seen = merged(tmp_path, path, one, two, weights=[0.5, -2])
+    expected = merged(tmp_path, tmp_path / "first.safetensors", two, weight=[-2])
+    seen = merged(tmp_path, path, one, two, weight=[0.5, -2])
     assert torch.equal(seen["fc.weight"], expected["fc.weight"])
 
 
@@ -530,7 +530,7 @@ def test_weights_of_what_is_no_sum(tmp_path: Path, in_process: Cli) -> None:
     done = in_process("lora", "merge", "--weight", "1", "--weight", "1", path, made, out)
     assert done.code == 2 and "--weight" in done.stderr
     with pytest.raises(UsageError, match="finite"):
-        ckptkit.merge_lora(path, made, weights=[float("nan")])
+        ckptkit.merge_lora(path, made, weight=[float("nan")])
     assert not out.exists()
 
 

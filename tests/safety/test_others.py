@@ -137,7 +137,7 @@ LOOKS: dict[str, list[str] | Callable[[str], object]] = {
     "scan": ["scan", "x.pth"],
     "doctor": ["doctor", "x.pth"],
     "ckptkit.stats": ckptkit.stats,
-    "ckptkit.inspect": lambda path: ckptkit.inspect(path, sha256=True),
+    "ckptkit.inspect": lambda path: ckptkit.inspect(path, digest=True),
     "ckptkit.digest": ckptkit.digest,
     "ckptkit.verify": ckptkit.verify,
     "ckptkit.diff": lambda path: ckptkit.diff("y.pth", path, values=True),

@@ -42,7 +42,7 @@ def beside(checkpoint: Checkpoint, folder: Folder, *, take: bool) -> Checkpoint:
     left = [name for name in (*(() if take else found), *_OTHERS) if name in names]
     if not left:
         return checkpoint
-    more = f"; {typed('--all', 'everything=True')} takes the training state" if not take else ""
+    more = f"; {typed('--all', 'all=True')} takes the training state" if not take else ""
     warning = f"left out, beside the weights: {some(left, 9)}{more}"
     return replace(checkpoint, warnings=(*checkpoint.warnings, warning))
 

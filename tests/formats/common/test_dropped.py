@@ -52,7 +52,7 @@ def test_pieces_that_are_whole_are_weights(
 
 def test_pieces_of_ranks_are_kept_where_everything_is(piece: Path, tmp_path: Path) -> None:
     ckptkit.save(ckptkit.open(piece), tmp_path / "x.pth")
-    ckptkit.save(ckptkit.open(piece), tmp_path / "x.safetensors", options=Options(everything=True))
+    ckptkit.save(ckptkit.open(piece), tmp_path / "x.safetensors", options=Options(all=True))
     ckptkit.save(ckptkit.open(tmp_path / "x.safetensors"), tmp_path / "back.pth")
     assert (tmp_path / "back.pth").read_bytes() == (tmp_path / "x.pth").read_bytes()
 

@@ -233,7 +233,7 @@ def test_formats_that_are_none() -> None:
     with pytest.raises(UsageError, match="cannot hold a whole checkpoint"):
         npz = formats.by_name("npz")
         assert npz is not None
-        formats.layout(read(archive(pickle_of(b"N"))), npz, Options(everything=True))
+        formats.layout(read(archive(pickle_of(b"N"))), npz, Options(all=True))
     assert formats.for_writing("a.odd", keep="torch-legacy").name == "torch-zip"
 
 

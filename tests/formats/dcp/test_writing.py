@@ -328,7 +328,7 @@ def test_a_shard_that_holds_more_than_tensors(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(2), "epoch": 3}, tmp_path / "a.pth")
     (tmp_path / "x").mkdir()
     name = "shard-00001-model-00001-of-00001.safetensors"
-    ckptkit_convert(tmp_path / "a.pth", tmp_path / "x" / name, options=Options(everything=True))
+    ckptkit_convert(tmp_path / "a.pth", tmp_path / "x" / name, options=Options(all=True))
     with pytest.raises(FormatError, match="holds 'epoch', which is not a tensor") as caught:
         formats.by_name("dcp").read(Probe(Folder(tmp_path / "x")))  # type: ignore[union-attr]
     assert caught.value.where == str(tmp_path / "x" / name)

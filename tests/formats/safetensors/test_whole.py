@@ -45,7 +45,7 @@ from tests.random_checkpoints import make
 from tests.torch_equality import same
 
 pytestmark = QUIET
-ALL = Options(everything=True)
+ALL = Options(all=True)
 
 
 def detour(source: Path, folder: Path, options: Options = ALL) -> tuple[bytes, bytes, Path]:
@@ -178,9 +178,7 @@ def test_an_edit_of_a_file_that_holds_everything_keeps_everything(tmp_path: Path
 
 def test_objects_that_are_dropped_on_the_way(tmp_path: Path) -> None:
     torch.save({"w": torch.ones(2), "args": argparse.Namespace(x=1)}, tmp_path / "in.pth")
-    straight, back, _ = detour(
-        tmp_path / "in.pth", tmp_path, Options(objects="drop", everything=True)
-    )
+    straight, back, _ = detour(tmp_path / "in.pth", tmp_path, Options(objects="drop", all=True))
     assert back == straight
     same({"w": torch.ones(2)}, torch.load(tmp_path / "back.pth", weights_only=True), True)
     with pytest.raises(UnsafeGlobalError):
@@ -188,7 +186,7 @@ def test_objects_that_are_dropped_on_the_way(tmp_path: Path) -> None:
             tmp_path / "in.pth",
             tmp_path / "no",
             format="safetensors",
-            options=Options(objects="error", everything=True),
+            options=Options(objects="error", all=True),
         )
 
 
@@ -202,7 +200,7 @@ def test_a_tensor_of_a_class_of_its_own_is_an_object_too(tmp_path: Path) -> None
         convert(
             tmp_path / "in.pth",
             tmp_path / "no.safetensors",
-            options=Options(objects="error", everything=True),
+            options=Options(objects="error", all=True),
         )
     assert not (tmp_path / "no.safetensors").exists()
 
@@ -390,7 +388,7 @@ def test_names_of_ours_that_are_taken(tmp_path: Path) -> None:
     base = torch.arange(6.0)
     torch.save({"a": base[1:3], "b": base[2:5], "ckptkit.storage.1": torch.ones(1), "ckptkit.storage.0": base},
                tmp_path / "a.pth")  # fmt: skip
-    convert(tmp_path / "a.pth", tmp_path / "b.safetensors", options=Options(everything=True))
+    convert(tmp_path / "a.pth", tmp_path / "b.safetensors", options=Options(all=True))
     convert(tmp_path / "b.safetensors", tmp_path / "c.pth")
     back = torch.load(tmp_path / "c.pth", weights_only=True)
     assert back["a"].tolist() == [1, 2] and back["ckptkit.storage.1"].tolist() == [1]
@@ -455,7 +453,7 @@ def test_a_name_that_we_would_have_given(tmp_path: Path) -> None:
     torch.save(
         {"view": torch.arange(8.0)[2:5], "ckptkit": {"storage": {"0": kept}}}, tmp_path / "in.pth"
     )
-    options = Options(everything=True)
+    options = Options(all=True)
     convert(tmp_path / "in.pth", tmp_path / "out.safetensors", options=options)
     with safe_open(tmp_path / "out.safetensors", "pt") as file:
         assert torch.equal(file.get_tensor("ckptkit.storage.0"), kept)
