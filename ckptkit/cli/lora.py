@@ -45,7 +45,7 @@ def _merge(
     source = open_checkpoint(base, request.options, key=key)
     is_named = request.options.format is not None or formats.of_suffix(request.dst) is not None
     if source.folder is not None and source.format == TORCH_ZIP.name and not is_named:
-        # What was a folder stays one, with its configuration.
+        # A folder stays a folder, with its configuration.
         options = replace(request.options, format=SHARDED_BIN.name)
         request = replace(request, options=options)
     return request.run(
@@ -68,23 +68,23 @@ command.add_command(
             ),
             click.Option(
                 ["--tied"], type=click.Choice(["untie", "keep"]),
-                help="If the embedding is the head too, and one is changed: give the head a matrix "
-                "of its own, or change both.",
+                help="If an adapter changes one of two tied matrices (embedding and head): give "
+                "the head its own matrix, or change both.",
             ),
             click.Option(
                 ["--base-is"], type=click.Choice(["residual"]),
-                help="BASE is what an initialization such as PiSSA left of a model.",
+                help="BASE is the residual that an initialization such as PiSSA left of a model.",
             ),
             click.Option(
                 ["--component"], metavar="NAME",
-                help="Merge the modules of one component alone: unet, transformer, text_encoder...",
+                help="Merge only the modules of one component: unet, transformer, text_encoder...",
             ),
             click.Option(
-                ["--alpha"], metavar="A", type=float, help="Alpha of files that record no scale.",
+                ["--alpha"], metavar="A", type=float, help="Alpha, if the files record no scale.",
             ),
             click.Option(
                 ["--sub"], metavar="REGEX=REPL", **KINDS["substitutions"],
-                help="Replace matches in names of modules, as re.sub does (repeatable).",
+                help="Replace matches in the names of modules, like re.sub (repeatable).",
             ),
             click.Option(
                 ["--dtype"], metavar="DTYPE", help="Cast BASE to this dtype, then merge.",
@@ -98,11 +98,11 @@ command.add_command(
             ),
             click.Option(["--key"], metavar="PATH", help=KEY),
         ],
-        help="""Add the changes of adapters to a base model: SRC is BASE, then ADAPTER... in order.
+        help="""Merge adapters into a base model: SRC is BASE, then each ADAPTER in order.
 
-        An ADAPTER is a folder of peft, or a file of kohya, diffusers or ComfyUI. Nothing is written
-        unless each tensor of it has its place in BASE. From folder to folder, configuration and
-        tokenizer files come along.
+        An ADAPTER is a folder of peft, or a file of kohya, diffusers or ComfyUI. If a tensor of it
+        has no place in BASE, nothing is written. From folder to folder, ckptkit copies the
+        configuration and tokenizer files of BASE.
 
         \b
         Example: ckptkit lora merge llama adapter merged
@@ -111,7 +111,7 @@ command.add_command(
 )  # fmt: skip
 
 
-# The options of writing of commands that write an adapter: its format is known.
+# Options of the commands that write an adapter, whose format is fixed.
 _WRITES = "--force", "--dry-run", "--json", "--quiet", "--verify", "--no-check", "--durable"
 
 
@@ -131,29 +131,29 @@ command.add_command(
         params=[
             click.Option(
                 ["--to"], type=click.Choice(["peft", "diffusers", "kohya", "comfy"]), required=True,
-                help="Layout of DST: a folder for peft, a file of safetensors for others.",
+                help="Layout of DST: peft (a folder), or another one (a safetensors file).",
             ),
             click.Option(
                 ["--base"], metavar="BASE",
-                help="Take from the names of BASE which underscores of kohya's were dots.",
+                help="Find the dots that kohya wrote as underscores in the names of BASE.",
             ),
             click.Option(
                 ["--component"], metavar="NAME",
-                help="Take one component: unet, transformer, text_encoder... An adapter of peft "
-                "changes that one.",
+                help="Convert one component: unet, transformer, text_encoder... For an adapter of "
+                "peft: the component that it changes.",
             ),
             click.Option(
-                ["--alpha"], metavar="A", type=float, help="Alpha of files that record no scale.",
+                ["--alpha"], metavar="A", type=float, help="Alpha, if the files record no scale.",
             ),
             click.Option(
                 ["--bake"], is_flag=True,
                 help="Multiply the scale into the matrices, for programs that ignore metadata.",
             ),
         ],
-        help="""Write an adapter as another program reads it: SRC is a folder of peft, or a file.
+        help="""Convert an adapter for another program: SRC is a folder of peft, or a file.
 
-        Names change, tensors stay byte for byte, and scales go where the layout has them. q, k and
-        v of Flux are joined or cut as the layout needs. Names that could be several are refused.
+        Names change, tensors keep their bytes, and scales go where the layout has them. The q, k
+        and v of Flux are joined or split as the layout needs. Ambiguous names are refused.
 
         \b
         Example: ckptkit lora convert --to diffusers kohya.safetensors new.safetensors
@@ -181,7 +181,7 @@ def _resize(request: Any, rank: int) -> Any:
 
 
 def _shown(report: Any, request: Any) -> Any:
-    """Print the rank and the error of each module, unless it is JSON; return what was done."""
+    """Print the rank and the error of each module; return the conversion for the summary."""
     done = report.conversion
     rows = [[name, str(rank), f"{error:.3g}"] for name, (rank, error) in report.modules.items()]
     if request.as_json:
@@ -201,22 +201,21 @@ command.add_command(
         several=True,
         only=_WRITES,
         params=[
-            click.Option(["--rank"], help="Rank of each matrix, at most.", **_RANK),
+            click.Option(["--rank"], help="Largest rank of a matrix.", **_RANK),
             click.Option(
                 ["--conv-rank"], metavar="N", type=click.IntRange(1),
-                help="Rank of convolutions with kernels larger than 1. Default: that of --rank.",
+                help="Rank of convolutions with kernels larger than 1. Default: --rank.",
             ),
             click.Option(
                 ["--save-module", "save_modules"], metavar="NAME", multiple=True,
-                help="Store the tensors of this module whole (repeatable).",
+                help="Store the complete tensors of this module (repeatable).",
             ),
         ],
-        help="""Write the difference of two models as an adapter: SRC... is TUNED, then BASE.
+        help="""Extract an adapter from two models: SRC... is TUNED, then BASE.
 
-        DST is a folder of peft. Each matrix that differs becomes the nearest of rank N; the
-        error that is left is printed.
-        Vectors that differ are left out with a warning, other shapes are refused: --save-module
-        stores a module whole.
+        DST is a folder of peft. Each matrix that differs is approximated with rank N; ckptkit
+        prints the remaining error. Vectors that differ are dropped with a warning; tensors with
+        another shape are refused. --save-module stores the complete tensors of a module.
 
         \b
         Example: ckptkit lora extract --rank 16 tuned base adapter""",
@@ -228,8 +227,8 @@ command.add_command(
         callback=_resize,
         in_place=False,
         only=_WRITES,
-        params=[click.Option(["--rank"], help="Rank of each matrix, at most.", **_RANK)],
-        help="""Write an adapter with matrices of a lower rank, in the same layout.
+        params=[click.Option(["--rank"], help="Largest rank of a matrix.", **_RANK)],
+        help="""Reduce the rank of an adapter, in the same layout.
 
         \b
         Example: ckptkit lora resize --rank 8 adapter smaller""",
@@ -239,21 +238,25 @@ command.add_command(
 
 @command.command("check")
 @click.argument("adapter", metavar="ADAPTER")
-@value("--base", "BASE", "The model that it is for: names, shapes and norms are compared.")
-@value("--component", "NAME", "Check the modules of one component: unet, text_encoder...")
+@value("--base", "BASE", "Compare names, shapes and norms with this base model.")
+@value("--component", "NAME", "Check only the modules of one component: unet, text_encoder...")
 @click.option(
-    "--for", "target", type=click.Choice(["vllm"]), help="Tell what this program does not load."
+    "--for",
+    "target",
+    type=click.Choice(["vllm"]),
+    help="Also list what this program does not load.",
 )
 @click.option(
     "--fail-on", "level", type=click.Choice(["error", "warning", "note", "never"]),
-    default="warning", help="Exit with 1 if a finding is of this level or a more severe one.",
+    default="warning", help="Exit with 1 for a finding of this level or a more severe one.",
 )  # fmt: skip
 @as_json(CHECK)
 def check(adapter: str, level: str, as_json: bool, **given: Any) -> int:
-    """Tell why an adapter would not load, or would change nothing, and what mends it.
+    """Find out why an adapter does not load, or changes nothing, and how to fix it.
 
-    Without --base, what its own files tell. Exit code 1 for an error or a warning (see --fail-on),
-    3 if a file cannot be read.
+    Lists all findings, each with a command or the next step. Without --base, only the files of the
+    adapter are checked. Exit code 1 for an error or a warning (see --fail-on), 3 if a file cannot
+    be read.
 
     \b
     Example: ckptkit lora check adapter --base llama
@@ -268,9 +271,9 @@ def check(adapter: str, level: str, as_json: bool, **given: Any) -> int:
         read, found = report.adapter, report.findings
         ranks = f", ranks {', '.join(map(str, read.ranks))}" if read.ranks else ""
         count = render.plural(len(read.modules), "module")
-        said = f"{read.layout}, {read.method}, {count}{ranks}"
-        said += f": {render.plural(len(found), 'finding')}" if found else ": nothing found"
-        render.emit(*render.wrapped(f"{render.escape(adapter)}: {said}", whole=True))
+        line = f"{read.layout}, {read.method}, {count}{ranks}: "
+        line += render.plural(len(found), "finding") if found else "no findings"
+        render.emit(*render.wrapped(f"{render.escape(adapter)}: {line}", whole=True))
         for each in found:
             render.emit(
                 "", *render.wrapped(f"{each.level} ({each.code}): {render.escape(each.title)}")
@@ -282,7 +285,7 @@ def check(adapter: str, level: str, as_json: bool, **given: Any) -> int:
                     *map(render.labelled, render.wrapped(f"hint: {render.escape(each.hint)}"))
                 )
         if given["base"] is None:
-            note = "note: names and shapes were not compared with a base: --base does that"
+            note = "note: --base BASE compares names and shapes with the base model"
             render.emit("", *map(render.labelled, render.wrapped(note)))
     fails = {"error": ("error",), "warning": ("error", "warning"), "never": ()}
     fails["note"] = "error", "warning", "note"

@@ -158,7 +158,7 @@ def _of_plan(plan: MergePlan, command: Callable[..., str | None]) -> Iterator[Ad
         modules = tuple(plan.renamed)
         yield AdapterFinding("prefix", ERROR, title, modules, command(*subs))
     large, weights = {}, plan.base.weights
-    for key, names in plan.tensors_of().items():
+    for key, names in plan.tensors().items():
         change = _norm(plan.adapter.modules[key])
         if change is None:
             continue
@@ -167,7 +167,7 @@ def _of_plan(plan: MergePlan, command: Callable[..., str | None]) -> Iterator[Ad
             large[key] = f"{key} ({change:.3g} of {weight:.3g})"
     if large:
         title = f"the norm of the change is above that of the weight in {some(large.values())}"
-        hint = "compare lora_alpha with that of the training, or merge with a smaller --weight"
+        hint = "compare lora_alpha with that of the training, or merge with a smaller weight"
         yield AdapterFinding("norm", WARNING, title, tuple(large), None, hint)
     for name, rows, old in plan.unlike:
         title = f"{name} has {rows:,} rows, and {old:,} in the base"
@@ -177,7 +177,8 @@ def _of_plan(plan: MergePlan, command: Callable[..., str | None]) -> Iterator[Ad
 
 def _norm(module: Module) -> float | None:
     """Return the Frobenius norm of a change ``s B A``, None for another kind."""
-    if module.kind not in ("lora", "embedding") or module.scale is None or module.is_dora:
+    is_plain = module.kind in ("lora", "embedding") and not (module.is_dora or module.parameter)
+    if not is_plain or module.scale is None:
         return None
     a, b = (module.tensors[role].numpy().astype("f8") for role in module.pair)
     a, b = a.reshape(a.shape[0], -1), b.reshape(b.shape[0], -1)

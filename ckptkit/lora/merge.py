@@ -588,12 +588,12 @@ class MergePlan:
 
     # The result
 
-    def tensors_of(self) -> dict[str, list[str]]:
+    def tensors(self) -> dict[str, set[str]]:
         """Return the tensors that each module changes."""
-        found: dict[str, list[str]] = {}
+        found: dict[str, set[str]] = {}
         for name, pieces in self.pieces.items():
             for each in pieces:
-                found.setdefault(each.key, []).append(name)
+                found.setdefault(each.key, set()).add(name)
         return found
 
     def merged(self, origin: Mapping[str, Tensor] = {}) -> Checkpoint:
