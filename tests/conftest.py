@@ -10,7 +10,7 @@ import subprocess
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager, chdir, suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -142,7 +142,24 @@ def corpus() -> Corpus:
 
 @pytest.fixture(scope="session")
 def run() -> Run:
-    """``run("inspect", path)``: ckptkit in a process of its own, as a person would call it."""
+    """``run("inspect", path)``: ckptkit in this process, where torch is imported once."""
+    from click.testing import CliRunner
+
+    from ckptkit.cli import main
+
+    def command(*args: object, cwd: Path | None = None, env: dict[str, str] | None = None) -> Done:
+        with chdir(cwd or "."):
+            result = CliRunner().invoke(main, [*map(str, args)], env=env)
+        if result.exception is not None and not isinstance(result.exception, SystemExit):
+            raise result.exception
+        return Done(result.exit_code, result.stdout, result.stderr)
+
+    return command
+
+
+@pytest.fixture(scope="session")
+def alone() -> Run:
+    """The same in a process of its own, as a person would call it: start, environment, exit."""
 
     def command(*args: object, cwd: Path | None = None, env: dict[str, str] | None = None) -> Done:
         done = subprocess.run(
@@ -160,22 +177,9 @@ def run() -> Run:
 
 
 @pytest.fixture
-def in_process(monkeypatch: pytest.MonkeyPatch) -> Run:
-    """The same in this process: without a start, and with torch imported once for all commands."""
-    from click.testing import CliRunner
-
-    from ckptkit.cli import main
-
-    def command(*args: object, cwd: Path | None = None, env: dict[str, str] | None = None) -> Done:
-        with monkeypatch.context() as patch:
-            if cwd is not None:
-                patch.chdir(cwd)
-            result = CliRunner().invoke(main, [*map(str, args)], env=env)
-        if result.exception is not None and not isinstance(result.exception, SystemExit):
-            raise result.exception
-        return Done(result.exit_code, result.stdout, result.stderr)
-
-    return command
+def in_process(run: Run) -> Run:
+    """The fixture `run`."""
+    return run
 
 
 @pytest.fixture(scope="session")

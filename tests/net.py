@@ -3,7 +3,8 @@
 ``python -m tests.net FOLDER > one.json`` copies each file and each folder of FOLDER into an empty
 directory, runs the commands below on it, and prints the exit code, the output and the SHA-256 of
 each file written. Run it again with another interpreter, or from another checkout; equal behavior
-is equal text. torch is hidden: whether it is installed, and which devices it has, changes nothing.
+is equal text. With a number after FOLDER, it takes so many of each kind: folder and suffix. torch
+is hidden: whether it is installed, and which devices it has, changes nothing.
 """
 
 from __future__ import annotations
@@ -66,13 +67,18 @@ def _files() -> dict[str, str]:
     return {name: hashlib.sha256(Path(name).read_bytes()).hexdigest() for name in names}
 
 
-def sources(folder: Path) -> list[Path]:
-    """Return the files and folders in the subfolders of `folder`: a checkpoint each."""
-    kinds = (path for path in folder.iterdir() if path.is_dir())
-    return sorted(path for kind in kinds for path in kind.iterdir() if path.suffix != ".py")
+def sources(folder: Path, few: int | None = None) -> list[Path]:
+    """Return the files and folders in the subfolders of `folder`, of each kind the first `few`."""
+    kinds: dict[tuple[str, str], list[Path]] = {}
+    for path in sorted(folder.glob("*/*")):
+        kinds.setdefault((path.parent.name, path.suffix), []).append(path)
+    return sorted(
+        path for (_, suffix), kind in kinds.items() if suffix != ".py" for path in kind[:few]
+    )
 
 
 if __name__ == "__main__":
     sys.modules["torch"] = None  # type: ignore[assignment]
-    found = {str(path): results(path.absolute()) for path in sources(Path(sys.argv[1]))}
+    chosen = sources(Path(sys.argv[1]), *map(int, sys.argv[2:]))
+    found = {str(path): results(path.absolute()) for path in chosen}
     json.dump(found, sys.stdout, indent=1)

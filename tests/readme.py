@@ -13,17 +13,25 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import chdir
 from pathlib import Path
 from typing import NamedTuple
+from unittest.mock import patch
 
+from click.testing import CliRunner
+
+from ckptkit.cli import main
 from tests.conftest import ENVIRONMENT, ROOT
 
 README = ROOT / "README.md"
 COLUMNS = "200"
+# Commands that need a shell. digest does: a pipe gets its notes before its lines.
+_SHELL = re.compile(r"[|<>;&$`*?~{\[\n]|^ckptkit digest")
 
 # What this file is about, in order: blocks between fences, and hidden commands.
 _BLOCK = re.compile(
@@ -117,7 +125,7 @@ def sandbox(folder: Path) -> Path:
 
 class Session:
     """Commands one after the other, as a person types them. Each has a shell of its own, with the
-    last exit code."""
+    last exit code; ckptkit on its own runs in this process, which saves its start."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -125,6 +133,15 @@ class Session:
 
     def run(self, command: str) -> str:
         """Return its output, standard error included."""
+        one = command.replace("\\\n", " ")
+        if one.startswith("ckptkit ") and not _SHELL.search(one):
+            environment = {"TMPDIR": str(self.folder), "COLUMNS": COLUMNS, "CKPTKIT_HINTS": ""}
+            with chdir(self.folder), patch.dict(os.environ, environment):
+                called = CliRunner().invoke(main, shlex.split(one, comments=True)[1:])
+            if not isinstance(called.exception, (SystemExit, type(None))):
+                raise called.exception
+            self.code = called.exit_code
+            return called.output
         done = shell(f"(exit {self.code})\n{command}", self.folder, strict=False)
         self.code = done.returncode
         return done.stdout

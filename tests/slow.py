@@ -57,7 +57,7 @@ KEPT: dict[str, tuple[str, ...]] = {
     "safety/test_kills.py::test_DS_01_DS_22_killed_at_every_call": ("new", "rewritten"),
     "safety/test_kills.py::test_DS_02_killed_at_any_moment": ("replaced", "patched"),
     "test_cost_model.py::test_bytes": ("large-*", "medium-pth"),
-    "test_fixtures.py::test_making_them_again_gives_the_same": ("what is made of it",),
+    "test_fixtures.py::test_making_them_again_gives_the_same": ("some of that",),
     "test_resources.py::test_FS_01_what_is_no_file_is_refused_at_once": ("inspect", "digest"),
     "test_resources.py::test_RS_01_RS_02_RS_05_bombs": ("inspect-*",),
     "test_resources.py::test_RS_06_names_that_are_hard_to_match": ("inspect-*", "diff-*"),

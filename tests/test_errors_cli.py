@@ -145,11 +145,9 @@ def check_said(done: Done, code: int, *phrases: str) -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else None,
 )
-def test_wrong_input(
-    command: str, code: int, phrases: list[str], folder: Path, in_process: Run
-) -> None:
+def test_wrong_input(command: str, code: int, phrases: list[str], folder: Path, run: Run) -> None:
     before = listing(folder)
-    check_said(in_process(*command.split(), cwd=folder), code, *phrases)
+    check_said(run(*command.split(), cwd=folder), code, *phrases)
     assert listing(folder) == before
 
 
@@ -160,10 +158,10 @@ def test_another_wrapper_than_the_one_to_strip_is_1(folder: Path, run: Run) -> N
     assert not (folder / "out.pth").exists()
 
 
-def test_every_cut_is_refused(folder: Path, in_process: Run) -> None:
+def test_every_cut_is_refused(folder: Path, run: Run) -> None:
     for step in range(1, 16):
         (folder / "cut.pth").write_bytes(GOOD[: len(GOOD) * step // 16])
-        check_said(in_process("inspect", "cut.pth", cwd=folder), 3, "cut.pth")
+        check_said(run("inspect", "cut.pth", cwd=folder), 3, "cut.pth")
 
 
 def test_names_from_a_file_cannot_drive_the_terminal(folder: Path, run: Run) -> None:

@@ -6,6 +6,7 @@ import ast
 import builtins
 import fnmatch
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -37,9 +38,12 @@ IMPORTERS = {
 }  # fmt: skip
 
 
+parsed = cache(ast.parse)  # two tests look at every module
+
+
 def found(source: str) -> Iterator[str]:
     """Return the forbidden names that a source text mentions."""
-    tree = ast.parse(source)
+    tree = parsed(source)
     alias = aliases(tree)
     yield from (name for name in set(alias.values()) if forbidden(name))
     for node in ast.walk(tree):
@@ -86,8 +90,7 @@ def dotted(node: ast.AST, alias: dict[str, str]) -> str | None:
 
 def imports_by_name(source: str) -> bool:
     return any(
-        name.split(".")[0] in ("importlib", "pkgutil")
-        for name in aliases(ast.parse(source)).values()
+        name.split(".")[0] in ("importlib", "pkgutil") for name in aliases(parsed(source)).values()
     )
 
 

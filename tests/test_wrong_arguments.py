@@ -17,9 +17,7 @@ from torch import nn
 import ckptkit
 from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.tensor import Tensor
-from tests.conftest import Run, in_process
-
-run = in_process
+from tests.conftest import Run
 
 FUNCTIONS = [name for name in ckptkit.__all__ if isinstance(getattr(ckptkit, name), FunctionType)]
 METHODS = [

@@ -55,7 +55,7 @@ def test_torch_says_the_same(name: str) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux alone")
 @pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", NAMES[::5])
 def test_forked_processes_say_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
     results = workers.results

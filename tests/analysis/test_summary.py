@@ -30,9 +30,7 @@ from ckptkit.core.tree import (
 )
 from ckptkit.quantized import dequantized_view
 from tests.analysis.made import checkpoint, module, opaque, storage, tensor, view
-from tests.conftest import Run, in_process
-
-run = in_process
+from tests.conftest import Run
 
 
 def values(summary: Summary) -> dict[tuple[Node, ...], tuple[str, object]]:

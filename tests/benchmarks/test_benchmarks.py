@@ -184,7 +184,7 @@ OF_PROCESSES = ("dcp", "ranks")  # inputs that several processes make
 @pytest.mark.parametrize(
     "work", [each for each in WORKS if each.kind not in OF_PROCESSES], ids=lambda work: work.name
 )
-def test_our_commands(work: Work, folder: Path, tmp_path: Path, run: Run) -> None:
+def test_our_commands(work: Work, folder: Path, tmp_path: Path, alone: Run) -> None:
     path = source(folder, work.kind)
     fresh = tmp_path / f"out{path.suffix}"
     if "{fresh}" in work.command:
@@ -194,7 +194,7 @@ def test_our_commands(work: Work, folder: Path, tmp_path: Path, run: Run) -> Non
         subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
         return
     words = [word.format(src=path, twin=path, fresh=fresh) for word in shlex.split(work.command)]
-    done = run(*words, cwd=tmp_path)
+    done = alone(*words, cwd=tmp_path)
     assert done.code == 0, done.stderr
     assert len(list(tmp_path.glob("out*"))) == (
         1 if "out" in work.command or "{fresh}" in work.command else 0

@@ -188,9 +188,9 @@ def test_CL_04_closed_output(small: Path) -> None:
     assert subprocess.run(["sh", "-c", script], capture_output=True).returncode == 3
 
 
-def test_CL_04_ascii(run: Run, tmp_path: Path) -> None:
+def test_CL_04_ascii(alone: Run, tmp_path: Path) -> None:
     torch.save({"größe": torch.zeros(1)}, tmp_path / "g.pth")
-    done = run("inspect", tmp_path / "g.pth", env={"LC_ALL": "C", "PYTHONIOENCODING": "ascii"})
+    done = alone("inspect", tmp_path / "g.pth", env={"LC_ALL": "C", "PYTHONIOENCODING": "ascii"})
     assert done.code == 0
     assert r"gr\xf6\xdfe" in done.stdout
 
@@ -203,11 +203,11 @@ def test_CL_05_names_that_look_like_options(run: Run, tmp_path: Path, name: str)
     assert done.stdout.startswith(f"{name}: torch-zip")
 
 
-def test_CL_06_modules_in_the_working_directory_are_not_imported(run: Run, small: Path) -> None:
+def test_CL_06_modules_in_the_working_directory_are_not_imported(alone: Run, small: Path) -> None:
     canary = "import sys; sys.stderr.write('canary'); sys.exit(9)"
     for name in ("torch", "json", "click", "numpy", "tabulate", "dataclasses", "struct"):
         small.with_name(f"{name}.py").write_text(canary)
-    done = run("inspect", "--json", "--digest", small.name, cwd=small.parent)
+    done = alone("inspect", "--json", "--digest", small.name, cwd=small.parent)
     assert (done.code, done.stderr) == (0, "")
 
 

@@ -44,32 +44,30 @@ def folder(tmp_path: Path) -> Path:
     ids=["getattr", "exit", "base", "exit in Net", "error in Net", "pipe in Net", "state_dict"],
 )
 @pytest.mark.parametrize("words", ["diff --model", "doctor --model", "check --like"])
-def test_code_that_fails(code: str, said: str, words: str, folder: Path, in_process: Run) -> None:
+def test_code_that_fails(code: str, said: str, words: str, folder: Path, run: Run) -> None:
     (folder / "net.py").write_text(code)
     command, option = words.split()
-    done = in_process(command, "net.pth", option, "net.py:Net", "--json", cwd=folder)
+    done = run(command, "net.pth", option, "net.py:Net", "--json", cwd=folder)
     assert done.code == 3 and said in done.stderr, done.stderr
     assert json.loads(done.stdout)["error"]["code"] == "model"
 
 
-def test_an_interrupt_passes(folder: Path, in_process: Run) -> None:
+def test_an_interrupt_passes(folder: Path, run: Run) -> None:
     (folder / "net.py").write_text(INIT + "raise KeyboardInterrupt")
-    assert in_process("diff", "net.pth", "--model", "net.py:Net", cwd=folder).code == 130
+    assert run("diff", "net.pth", "--model", "net.py:Net", cwd=folder).code == 130
 
 
-def test_what_it_prints_is_not_in_the_report(folder: Path, run: Run) -> None:
+def test_what_it_prints_is_not_in_the_report(folder: Path, alone: Run) -> None:
     (folder / "net.py").write_text(LOUD)
-    done = run("diff", "net.pth", "--model", "net.py:Net", "--json", cwd=folder)
+    done = alone("diff", "net.pth", "--model", "net.py:Net", "--json", cwd=folder)
     assert done.code == 0 and json.loads(done.stdout)["equal"] is True
     assert {"imported", "made", "child", "raw"} <= set(done.stderr.split())
 
 
-def test_code_that_takes_long(
-    folder: Path, in_process: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_code_that_takes_long(folder: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_class, "PATIENCE", 0.01)
     (folder / "net.py").write_text(INIT + "time.sleep(0.2); self.fc = torch.nn.Linear(2, 2)")
-    done = in_process("diff", "net.pth", "--model", "net.py:Net", cwd=folder)
+    done = run("diff", "net.pth", "--model", "net.py:Net", cwd=folder)
     assert done.code == 0
     assert "note: net.py:Net is still being imported and built" in done.stderr
     assert "Ctrl-C" in done.stderr

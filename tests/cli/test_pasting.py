@@ -6,12 +6,14 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import chdir
 from pathlib import Path
 
 import pytest
 import torch
+from click.testing import CliRunner
 
-from tests.conftest import COMMAND, ENVIRONMENT
+from ckptkit.cli import main
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="names are bytes on Linux alone")
 
@@ -22,18 +24,16 @@ NAMES = [
 
 
 def run(folder: Path, *words: str) -> tuple[int, str]:
-    done = subprocess.run(
-        [*COMMAND, *words], cwd=folder, env=ENVIRONMENT, capture_output=True, encoding="utf-8"
-    )
-    return done.returncode, done.stdout + done.stderr
+    with chdir(folder):
+        done = CliRunner().invoke(main, words)
+    return done.exit_code, done.stdout + done.stderr
 
 
 def pasted(folder: Path, command: str) -> int:
-    """Run a command line with bash, where ckptkit is that of this interpreter."""
-    ours = f'ckptkit() {{ {sys.executable} -m ckptkit "$@"; }}; '
-    return subprocess.run(
-        ["bash", "-c", ours + command], cwd=folder, env=ENVIRONMENT, capture_output=True
-    ).returncode
+    """Run a command line as bash takes it apart."""
+    shell = ["bash", "-c", f"ckptkit() {{ printf '%s\\0' \"$@\"; }}; {command}"]
+    words = subprocess.run(shell, cwd=folder, capture_output=True, check=True).stdout.split(b"\0")
+    return run(folder, *map(os.fsdecode, words[:-1]))[0]
 
 
 def commands(text: str) -> Iterator[str]:

@@ -224,10 +224,10 @@ def test_CL_06_CL_07_torch_is_not_imported_and_modules_beside_the_file_are_not(
     assert not (tmp_path / "canary").exists()
 
 
-def test_in_processes_of_its_own(run: Run, evil: Path, fine: Path) -> None:
+def test_in_processes_of_its_own(alone: Run, evil: Path, fine: Path) -> None:
     for number in range(20):
         (evil.parent / f"more{number:02}.pth").write_bytes(fine.read_bytes())
-    done = run("scan", evil.parent, "--workers", "2")
+    done = alone("scan", evil.parent, "--workers", "2")
     assert (
         done.code == 1
         and done.stdout.splitlines()[-1] == "22 files: 1 would run code, 21 safe for weights_only"

@@ -81,7 +81,7 @@ def test_the_manual_names_schemas_of_today() -> None:
 
 @pytest.mark.parametrize("command", LOOKS)
 def test_of_every_fixture(ckptkit: Ckptkit, command: str) -> None:
-    for name in NAMES:
+    for name in NAMES if command == "inspect" else NAMES[LOOKS.index(command) :: 3]:
         check(ckptkit, command, Fixture(name).path)
 
 

@@ -287,8 +287,8 @@ def test_a_pasted_command_works_for_any_name(name: bytes, run: Run, tmp_path: Pa
 @pytest.mark.parametrize(
     ("columns", "least", "most"), [(60, 45, 60), (100, 81, 100), (300, 101, 120)]
 )
-def test_help_is_as_wide_as_the_terminal(columns: int, least: int, most: int, run: Run) -> None:
-    lines = run("convert", "--help", env={"COLUMNS": str(columns)}).stdout.splitlines()
+def test_help_is_as_wide_as_the_terminal(columns: int, least: int, most: int, alone: Run) -> None:
+    lines = alone("convert", "--help", env={"COLUMNS": str(columns)}).stdout.splitlines()
     prose = [line for line in lines if "ckptkit" not in line]
     assert least <= max(map(len, prose)) <= most
 

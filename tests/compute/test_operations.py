@@ -344,7 +344,7 @@ DIMS = st.lists(st.tuples(st.integers(1, 6), st.integers(0, 40)), max_size=5)
 
 
 @pytest.mark.usefixtures("small_pieces")
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(
     dims=DIMS,
     offset=st.integers(0, 50),
@@ -412,7 +412,7 @@ def boxes(draw: st.DrawFn) -> tuple[tuple[int, ...], list[tuple[tuple[int, ...],
 
 
 @pytest.mark.usefixtures("small_pieces")
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     drawn=boxes(),
     itemsize=st.sampled_from([1, 2, 4, 8, 16]),

@@ -275,7 +275,7 @@ DEEP = ("dict", "ordered", "list", "tuple", "set", "pairs", "object", "build", "
 
 @pytest.mark.parametrize("kind", DEEP)
 def test_rebuild_any_depth(kind: str) -> None:
-    old, depth = chain(kind, 100_000), 0
+    old, depth = chain(kind, 20_000), 0
     new = rebuild(old)
     while not isinstance(new, Tensor):
         (new,) = (
@@ -284,7 +284,7 @@ def test_rebuild_any_depth(kind: str) -> None:
             if not isinstance(each, (str, int, Global, type(None))) and each != ()
         )
         depth += 1
-    assert depth == (200_000 if kind == "object" else 100_000)
+    assert depth == (40_000 if kind == "object" else 20_000)
 
 
 def test_rebuild_a_million_deep() -> None:

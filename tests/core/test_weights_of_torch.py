@@ -237,11 +237,11 @@ def test_hostile_modules_end() -> None:
     module = Object(Global("m", "C"), new=True)
     module.steps.append(("build", held))
     compiled: Node = module
-    for _ in range(50_000):
+    for _ in range(5_000):
         compiled = Object(Global("torch._dynamo.eval_frame", "OptimizedModule"), (compiled,))
     assert module_state(compiled) is None
     hook: Node = Global("m", "hook")
-    for _ in range(50_000):
+    for _ in range(5_000):
         wrapped = Object(Global("torch.nn.modules.module", "_WrappedHook"), new=True)
         wrapped.steps.append(("build", {"hook": hook}))
         hook = wrapped

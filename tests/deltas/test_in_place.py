@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import signal
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -19,8 +15,7 @@ from ckptkit.core.errors import CkptkitError, CorruptError, InputError
 from ckptkit.core.plan import Patch
 from ckptkit.formats.format import open_place
 from tests.deltas.reference import raw, write_slime
-
-CALLS = ("write", "fsync", "ftruncate", "rename", "unlink")
+from tests.killing import killed
 
 
 def state(seed: int) -> dict[str, torch.Tensor]:
@@ -59,34 +54,9 @@ def copied(path: Path, target: Path) -> Path:
     return target
 
 
-def killed(work: Callable[[], object], last: int, half: bool) -> bool:
-    """Run `work` in a child that kills itself at its call number `last`, perhaps in its middle."""
-    child = os.fork()
-    if child:
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
-    count = 0
-
-    def deadly(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **options: Any) -> Any:
-            nonlocal count
-            count += 1
-            if count == last:
-                if half and name == "write":
-                    real(args[0], bytes(args[1])[: len(args[1]) // 2])
-                os.kill(os.getpid(), signal.SIGKILL)
-            return real(*args, **options)
-
-        return call
-
-    try:
-        for name in CALLS:
-            setattr(os, name, deadly(name, getattr(os, name)))
-        work()
-    finally:
-        os._exit(0)
-
-
-@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize(
+    ("given", "half"), [("file", True), ("folder", False), ("folder", True)], indirect=["given"]
+)
 def test_killed_at_every_call(half: bool, given: tuple[Path, list[Path]], tmp_path: Path) -> None:
     """Readers see the old, the new or an error; the next edit makes it one of these, and whole."""
     made, deltas = given

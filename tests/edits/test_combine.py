@@ -16,10 +16,8 @@ from hypothesis import strategies as st
 import ckptkit
 from ckptkit.api import convert
 from ckptkit.core.errors import CollisionError, UsageError
-from tests.conftest import Run, in_process
+from tests.conftest import Run
 from tests.torch_equality import bits
-
-run = in_process
 
 FLOATS = [
     torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128,

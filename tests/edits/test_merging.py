@@ -13,9 +13,8 @@ from safetensors.torch import load_file, save_file
 
 import ckptkit
 from ckptkit.core.errors import CkptkitError
-from tests.conftest import Run, in_process
+from tests.conftest import Run
 
-run = in_process
 Weights = dict[str, torch.Tensor]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

@@ -12,9 +12,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 
 import ckptkit
 from ckptkit.core.errors import UsageError
-from tests.conftest import Run, in_process
-
-run = in_process
+from tests.conftest import Run
 
 Made = tuple[torch.nn.Module, torch.optim.Optimizer]
 

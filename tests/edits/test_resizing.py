@@ -11,9 +11,7 @@ from safetensors.torch import load_file, save_file
 
 import ckptkit
 from ckptkit.core.errors import CkptkitError
-from tests.conftest import Run, in_process
-
-run = in_process
+from tests.conftest import Run
 
 
 @pytest.fixture

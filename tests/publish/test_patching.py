@@ -7,13 +7,11 @@ import fcntl
 import os
 import random
 import shutil
-import signal
-import subprocess
-import sys
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,9 +32,8 @@ from ckptkit.core.errors import (
 from ckptkit.core.plan import Patch
 from ckptkit.publish import in_place as editing
 from ckptkit.publish.in_place import journal_of, parse
-from tests.conftest import ENVIRONMENT, Run, in_process
-
-run = in_process
+from tests.conftest import Run
+from tests.killing import killed
 
 Maker = Callable[[Path], Path]
 Change = Callable[[ckptkit.Checkpoint], ckptkit.Checkpoint]
@@ -303,32 +300,6 @@ def torn(path: Path, change: str, scratch: Path) -> Torn:
     return found
 
 
-KILLED = """
-import os, signal, sys
-import ckptkit
-from ckptkit.publish import in_place as editing
-from ckptkit.api import convert
-path, prefix, last, half = sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4] == "half"
-calls = 0
-def deadly(name, real):
-    def call(*args, **options):
-        global calls
-        calls += 1
-        if calls == last:
-            if half and name == "write":
-                real(args[0], bytes(args[1])[: len(args[1]) // 2])
-            os.kill(os.getpid(), signal.SIGKILL)
-        return real(*args, **options)
-    return call
-for name in ("write", "fsync", "ftruncate", "rename", "unlink"):
-    setattr(os, name, deadly(name, getattr(os, name)))
-def change(checkpoint):
-    checkpoint = ckptkit.strip_prefix(checkpoint, "module.")
-    return ckptkit.add_prefix(checkpoint, prefix) if prefix else checkpoint
-convert(path, None, change, in_place=True)
-"""
-
-
 @pytest.mark.parametrize("half", ["before", "half"])
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("kind", MAKERS)
@@ -338,24 +309,12 @@ def test_DS_01_killed_at_every_call(kind: str, change: str, half: str, tmp_path:
     (tmp_path / "files").mkdir()
     made = MAKERS[kind](tmp_path)
     seen: list[str | None] = []
-    code = -signal.SIGKILL
-    while code == -signal.SIGKILL:
+    going = True
+    while going:
         path = tmp_path / "files" / made.name
         shutil.copy(made, path)
-        program = [
-            sys.executable,
-            "-c",
-            KILLED,
-            str(path),
-            CHANGES[change][1],
-            str(len(seen) + 1),
-            half,
-        ]
-        done = subprocess.run(
-            program, env=ENVIRONMENT, capture_output=True, encoding="utf-8", timeout=120
-        )
-        code = done.returncode
-        assert code in (0, -signal.SIGKILL), done.stderr
+        edit = partial(convert, path, None, CHANGES[change][0], in_place=True)
+        going = killed(edit, len(seen) + 1, half == "half")
         left = torn(path, change, scratch)
         assert left.others == left.ours or left.ours is None
         known = os.path.exists(journal_path(path))

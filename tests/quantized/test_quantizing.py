@@ -14,9 +14,7 @@ from safetensors.torch import load_file, save_file
 import ckptkit
 from ckptkit.core.errors import TensorError, UsageError
 from ckptkit.edits.quantized import quantize
-from tests.conftest import Run, in_process
-
-run = in_process
+from tests.conftest import Run
 
 NAME = "model.layers.0.mlp.up_proj.weight"
 

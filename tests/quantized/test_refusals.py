@@ -18,15 +18,13 @@ from ckptkit.core.dtypes import GGML
 from ckptkit.core.errors import CollisionError, UnsupportedError, UsageError
 from ckptkit.quantized.fp8 import METHODS, OTHERS
 from ckptkit.quantized.group import QuantizedWeight
-from tests.conftest import Run, in_process
+from tests.conftest import Run
 from tests.formats.gguf_files import Entry
 from tests.formats.gguf_files import made as of_gguf
 from tests.formats.parallel.old_forms import Wrapped, save
 from tests.quantized.made import Refusal, Row, ones, row, text, write
 from tests.quantized.unfit import UNFIT
 from tests.reached import is_called, modules, unreached, watch
-
-run = in_process
 
 L = "model.layers.0.mlp.up_proj"
 FP8 = {f"{L}.weight": row("F8_E4M3", [200, 130]), f"{L}.weight_scale_inv": ones([2, 2])}

@@ -17,11 +17,9 @@ from ckptkit.core.errors import ModelError
 from ckptkit.diagnosis.cause import ERROR
 from ckptkit.diagnosis.diagnose import examine
 from ckptkit.quantized import quantization
-from tests.conftest import Run, in_process
+from tests.conftest import Run
 from tests.quantized.made import Row, ones, row, write
 from tests.quantized.test_refusals import BLOCKS, FP8, GPTQ, L, method
-
-run = in_process
 
 
 @pytest.fixture

@@ -17,10 +17,8 @@ from ckptkit import quantized
 from ckptkit.compute.operation import stream
 from ckptkit.core.dtypes import BY_NAME
 from ckptkit.core.errors import TensorError
-from tests.conftest import Run, in_process
+from tests.conftest import Run
 from tests.quantized.made import Row, read
-
-run = in_process
 
 FOLDER = Path(os.environ.get("CKPTKIT_VECTORS", "/nowhere")) / "quantized"
 CASES = sorted(path.name for path in FOLDER.iterdir()) if FOLDER.is_dir() else []

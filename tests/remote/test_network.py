@@ -124,13 +124,13 @@ def test_a_store_that_stalls(monkeypatch: pytest.MonkeyPatch) -> None:
     assert time.monotonic() - begun < 20
 
 
-def test_rules_for_a_file_in_the_root_of_a_store(tmp_path: Path, in_process: Run) -> None:
+def test_rules_for_a_file_in_the_root_of_a_store(tmp_path: Path, run: Run) -> None:
     """Its config.json would be beside it."""
     fsspec = pytest.importorskip("fsspec")
     torch.save({"w": torch.ones(9)}, tmp_path / "a.pth")
     fsspec.filesystem("memory").pipe("/rooted.pth", (tmp_path / "a.pth").read_bytes())
     (tmp_path / "r.yaml").write_text("steps: [{rules: ['w -> v']}]")
-    done = in_process("run", tmp_path / "r.yaml", "memory://rooted.pth", tmp_path / "out.pth")
+    done = run("run", tmp_path / "r.yaml", "memory://rooted.pth", tmp_path / "out.pth")
     assert done.code == 0, done.stderr
     assert list(torch.load(tmp_path / "out.pth")) == ["v"]
 

@@ -104,13 +104,13 @@ def sparse_safetensors(path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["pth", "safetensors"])
-def test_inspect_fetches_headers_only(kind: str, served: Nginx, run: Run) -> None:
+def test_inspect_fetches_headers_only(kind: str, served: Nginx, alone: Run) -> None:
     if kind == "pth" and not hasattr(torch.serialization, "skip_data"):
         pytest.skip("this torch writes no sparse files")
     path = served.files / f"huge.{kind}"
     (sparse_pth if kind == "pth" else sparse_safetensors)(path)
     assert path.stat().st_size > 10_000_000_000
-    done = run("inspect", "--json", f"{served.url}/huge.{kind}")
+    done = alone("inspect", "--json", f"{served.url}/huge.{kind}")
     answers = served.answers()
     path.unlink()
     assert done.code == 0, done.stderr
@@ -155,7 +155,7 @@ def test_a_legacy_stream_is_not_searched(served: Nginx) -> None:
     "command", [["convert", "out.safetensors"], ["convert", "out.pth"], ["remap", "out.pth"]]
 )
 def test_commands_write_what_torch_reads(
-    command: list[str], served: Nginx, run: Run, tmp_path: Path
+    command: list[str], served: Nginx, alone: Run, tmp_path: Path
 ) -> None:
     state = large()
     torch.save(state, served.files / "large.pth")
@@ -163,7 +163,7 @@ def test_commands_write_what_torch_reads(
     served.answers()
     verb, out = command
     options = ["--to", "cpu"] if verb == "remap" else []
-    done = run(verb, f"{served.url}/large.pth", out, *options, cwd=tmp_path)
+    done = alone(verb, f"{served.url}/large.pth", out, *options, cwd=tmp_path)
     assert done.code == 0, done.stderr
     written = tmp_path / out
     assert equal(
@@ -309,8 +309,8 @@ def test_a_server_without_ranges(served: Nginx) -> None:
     (served.files / "huge.safetensors").unlink()
 
 
-def test_nobody_listens(run: Run, tmp_path: Path) -> None:
-    done = run("inspect", "http://127.0.0.1:1/run.pth", cwd=tmp_path)
+def test_nobody_listens(alone: Run, tmp_path: Path) -> None:
+    done = alone("inspect", "http://127.0.0.1:1/run.pth", cwd=tmp_path)
     assert done.code == 3
     assert "refuses the connection" in done.stderr
 
@@ -322,7 +322,7 @@ def test_an_unknown_host() -> None:
 
 @pytest.mark.parametrize("options", [[], ["--json"]])
 def test_credentials_are_not_shown(
-    options: list[str], served: Nginx, run: Run, tmp_path: Path
+    options: list[str], served: Nginx, alone: Run, tmp_path: Path
 ) -> None:
     torch.save(small(), served.files / "small.pth")
     place = f"user:pa55@127.0.0.1:{served.port}/secret"
@@ -333,12 +333,12 @@ def test_credentials_are_not_shown(
             ["strip-module", *options, url, "out.pth"],
             ["inspect", url, url],
         ):
-            done = run(*command, cwd=tmp_path)
+            done = alone(*command, cwd=tmp_path)
             assert done.code == (0 if source.startswith("small") else 3), done.stderr
             assert "pa55" not in done.stdout + done.stderr
             assert "s1gnature" not in done.stdout + done.stderr
             (tmp_path / "out.pth").unlink(missing_ok=True)
-    run("strip-module", f"http://{place}/small.pth?sig=s1gnature", "out.pth", cwd=tmp_path)
+    alone("strip-module", f"http://{place}/small.pth?sig=s1gnature", "out.pth", cwd=tmp_path)
     assert list(torch.load(tmp_path / "out.pth")) == ["a.weight", "a.bias", "tied", "row"]
     assert not re.search(rb"pa55|s1gnature|127\.0\.0\.1", (tmp_path / "out.pth").read_bytes())
 
@@ -355,15 +355,15 @@ def test_a_traceback_shows_no_credentials(served: Nginx) -> None:
     assert "direct cause" not in done.stderr
 
 
-def test_the_hint_writes_here(served: Nginx, run: Run, tmp_path: Path) -> None:
+def test_the_hint_writes_here(served: Nginx, alone: Run, tmp_path: Path) -> None:
     torch.save(small(), served.files / "small.pth")
-    done = run("inspect", f"{served.url}/small.pth?download=true", cwd=tmp_path)
+    done = alone("inspect", f"{served.url}/small.pth?download=true", cwd=tmp_path)
     assert "small.pth?***' small-stripped.pth\n" in done.stdout
 
 
-def test_in_place_is_refused(served: Nginx, run: Run, tmp_path: Path) -> None:
+def test_in_place_is_refused(served: Nginx, alone: Run, tmp_path: Path) -> None:
     torch.save(small(), served.files / "small.pth")
-    done = run("strip-module", "--in-place", f"{served.url}/small.pth", cwd=tmp_path)
+    done = alone("strip-module", "--in-place", f"{served.url}/small.pth", cwd=tmp_path)
     assert done.code == 2
     assert "only a single file" in done.stderr
 

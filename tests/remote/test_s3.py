@@ -158,7 +158,7 @@ def test_a_changed_object(url: str, store: Any, tmp_path: Path) -> None:
     assert not (tmp_path / "out.pth").exists()
 
 
-def test_refusals(url: str, store: Any, run: Run, account: dict[str, str]) -> None:
+def test_refusals(url: str, store: Any, alone: Run, account: dict[str, str]) -> None:
     with pytest.raises(PathError, match="the bucket nowhere does not exist"):
         ckptkit.open("s3://nowhere/run.pth")
     with pytest.raises(PathError, match="does not exist"):
@@ -166,7 +166,7 @@ def test_refusals(url: str, store: Any, run: Run, account: dict[str, str]) -> No
     with pytest.raises(InputError, match="is a folder without a checkpoint"):
         store.pipe(f"{BUCKET}/notes/readme", b"hello")
         ckptkit.open(f"s3://{BUCKET}/notes")
-    done = run(
+    done = alone(
         "inspect", url, env={**account, "AWS_ACCESS_KEY_ID": "", "AWS_SECRET_ACCESS_KEY": ""}
     )
     assert done.code == 3

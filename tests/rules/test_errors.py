@@ -7,7 +7,7 @@ import contextlib
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -397,6 +397,7 @@ def planned(lines: list[str], of: Shapes, given: Mapping[str, Any]) -> None:
     RuleSet.parse(lines, given.get("sizes")).plan(of, config=given)
 
 
+@cache
 def hostile() -> list[Any]:
     stars = "".join(f"{{v{n}:*}}x" for n in range(12))
     back = "".join(f"{{v{n}}}" for n in range(12))

@@ -17,7 +17,9 @@ from ckptkit.api import Conversion, convert
 from ckptkit.edits.keys import strip_prefix
 from ckptkit.publish.publish import temporary_name
 from ckptkit.run import batch
-from tests.conftest import ENVIRONMENT
+
+# Not from tests.conftest, which imports torch: workers import this file.
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
 
 
 def make(folder: Path, count: int) -> list[Path]:

@@ -25,7 +25,7 @@ from ckptkit.core.errors import OutputError, PathError, UsageError
 from ckptkit.core.plan import Plan
 from ckptkit.run import batch, workers
 from ckptkit.run.batch import failed, same
-from tests.conftest import COMMAND, ENVIRONMENT, ROOT, Run, in_process
+from tests.conftest import COMMAND, ENVIRONMENT, ROOT, Run
 from tests.run.batches import (
     deadly,
     interrupted_in_destructor,
@@ -36,8 +36,6 @@ from tests.run.batches import (
     suicidal,
     without_sum,
 )
-
-run = in_process
 
 
 @pytest.fixture
@@ -419,8 +417,11 @@ class TestKilled:
         assert Counter(outcome.state for outcome in found.values()) == {"done": 60}
         assert contents(into) == expected(runs, tmp_path)
 
-    def test_workers_that_cannot_work(self, tmp_path: Path, into: Path) -> None:
-        make(tmp_path / "runs", 100)
+    def test_workers_that_cannot_work(
+        self, tmp_path: Path, into: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(batch, "DEATHS", 2)
+        make(tmp_path / "runs", 30)
         jobs = jobs_of(tmp_path / "runs/**/*.pth", into)
         with pytest.raises(OutputError, match="workers keep ending"), workers.opened(2) as pool:
             run_all(suicidal, jobs, into, pool=pool)
@@ -467,16 +468,16 @@ class TestKilled:
 
 
 def test_thousands_of_small_files(tmp_path: Path, into: Path, run: Run) -> None:
-    runs = make(tmp_path / "runs", 10_000)
+    runs = make(tmp_path / "runs", 3_000)
     answer = batch_json(
         run, "strip-module", "--into", into, tmp_path / "runs/**/*.pth", "--workers", 2
     )
-    assert counts(answer) == {"done": 10_000}
+    assert counts(answer) == {"done": 3_000}
     for path in runs[::997]:
         number = float(path.stem)
         assert without_sum(into / path.relative_to(tmp_path / "runs"))["weight"][0] == number
     assert counts(batch_json(run, "strip-module", "--into", into, tmp_path / "runs/**/*.pth")) == {
-        "skipped": 10_000
+        "skipped": 3_000
     }
 
 

@@ -12,10 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.conftest import Run, in_process
+from tests.conftest import Run
 from tests.formats.parallel.making import arguments, mcore, megatron
-
-run = in_process
 
 VECTORS = Path(os.environ.get("CKPTKIT_VECTORS", "/nowhere")) / "parallel"
 

@@ -17,9 +17,7 @@ from safetensors.torch import load_file
 import ckptkit
 from ckptkit.core.errors import UsageError
 from ckptkit.run import recipes
-from tests.conftest import ROOT, Run, in_process
-
-run = in_process
+from tests.conftest import ROOT, Run
 
 Loaded = dict[str, torch.Tensor]
 

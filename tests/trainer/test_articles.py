@@ -251,14 +251,14 @@ class OneGpu:
     name, total_memory, uuid = "GeForce GTX 1080 Ti", 11 << 30, "5da6e67e-fd5a-88fb"
 
 
-def test_S20_env_shows_the_uuids_of_gpus(in_process: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_S20_env_shows_the_uuids_of_gpus(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """As nvidia-smi -L."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: OneGpu)
-    found = json.loads(in_process("env", "--json").stdout)["devices"]
+    found = json.loads(run("env", "--json").stdout)["devices"]
     assert found["cuda:0"]["uuid"] == "5da6e67e-fd5a-88fb"
     assert found["cpu"]["uuid"] is None
-    assert "5da6e67e-fd5a-88fb" in in_process("env").stdout
+    assert "5da6e67e-fd5a-88fb" in run("env").stdout
 
 
 @pytest.mark.filterwarnings("ignore:Named tensors:UserWarning")

@@ -15,10 +15,8 @@ from ckptkit.trainer.command import command
 from ckptkit.trainer.command import main as main_of_module
 from ckptkit.trainer.config import Config
 
-from ..conftest import Done, Run, in_process
+from ..conftest import Done, Run
 from .conftest import same
-
-run = in_process
 
 SMALL = ("--data", "random", "--width", "0.5", "--devices", "cpu", "--epochs", "1")
 

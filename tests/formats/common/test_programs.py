@@ -14,7 +14,6 @@ import ckptkit
 from ckptkit.api import convert
 from ckptkit.core.errors import UsageError
 from ckptkit.edits.structure import extract
-from tests.conftest import in_process
 from tests.formats.torchscript.scripts import (
     QUIET,
     by_torch,
@@ -23,8 +22,6 @@ from tests.formats.torchscript.scripts import (
     script,
 )
 from tests.test_imports import spied
-
-run = in_process
 
 pytestmark = QUIET
 BEHIND = "left out: the program, and everything in it but its state_dict"

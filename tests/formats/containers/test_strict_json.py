@@ -145,7 +145,7 @@ def strings_in(value: object) -> int:
     return sum(map(strings_in, value)) if isinstance(value, list) else isinstance(value, str)
 
 
-@settings(max_examples=500)
+@settings(max_examples=150)
 @given(OBJECTS, st.sampled_from(["", " ", "\n"]), st.booleans(), st.sampled_from([0, 9, 1 << 18]))
 def test_parts_show_each_repeated_name(value: Pairs, space: str, ascii: bool, size: int) -> None:
     text = written(value, space, ascii).encode()

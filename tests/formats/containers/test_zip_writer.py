@@ -79,7 +79,7 @@ def test_an_empty_extent_needs_no_checksum() -> None:
     ] == ["bytes"]
 
 
-@pytest.mark.parametrize("count", [0xFFFE, 0xFFFF, 70_000])
+@pytest.mark.parametrize("count", [0xFFFE, 0xFFFF])
 def test_ZP_16_many_members(tmp_path: Path, count: int) -> None:
     path = execute(
         lay_out(ZipMember(f"a/{n}", b"%d" % n) for n in range(count)), tmp_path / "a.zip"

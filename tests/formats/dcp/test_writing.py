@@ -32,13 +32,11 @@ from ckptkit.core.options import Options
 from ckptkit.core.tree import Global, Object
 from ckptkit.formats.dcp_metadata import Flat
 from ckptkit.formats.format import Probe
-from tests.conftest import Run, in_process
+from tests.conftest import Run
 from tests.formats.conformance import elements, elements_of
 from tests.formats.dcp.making import Crafted, alone, archive, whole
 from tests.formats.dcp.test_reading import same
 from tests.ranks import run_ranks
-
-run = in_process
 
 
 def convert(state: Any, folder: Path, **options: Any) -> tuple[Path, tuple[str, ...]]:

@@ -17,12 +17,10 @@ from ckptkit.core.options import Options
 from ckptkit.core.tree import Node
 from ckptkit.edits.combine import average, join
 from ckptkit.formats.distributed import parts
-from tests.conftest import Run, in_process
+from tests.conftest import Run
 from tests.formats.parallel import making
 from tests.formats.parallel.old_forms import dtensor, mesh_of_tensor, save, shard
 from tests.formats.parallel.trees import assert_same, flat
-
-run = in_process
 
 WHOLE = torch.arange(14.0).reshape(7, 2)
 

@@ -19,12 +19,10 @@ from ckptkit.core.errors import CkptkitError, UnsupportedError
 from ckptkit.formats import distributed
 from ckptkit.formats.distributed.fsdp_flat import UnknownError
 from ckptkit.formats.distributed.parts import REFUSED
-from tests.conftest import Run, in_process
+from tests.conftest import Run
 from tests.formats.parallel import making
 from tests.formats.parallel.unfit import TABLE, UNFIT, own, said
 from tests.reached import is_raised, modules, unreached, watch
-
-run = in_process
 
 HELP = Path(ckptkit.__file__).parent / "help" / "parallel.md"
 
