@@ -220,9 +220,30 @@ def test_scaling_by_the_metadata(tmp_path: Path, command: Ckptkit) -> None:  # n
     assert scaling(**yarn, yarn_log_multiplier=0.0707) == (made | both, False)
     fast = scaling(**yarn, yarn_beta_fast=32.0, yarn_beta_slow=1.0)
     assert fast == (made | {"beta_fast": 32.0, "beta_slow": 1.0}, False)
+    assert scaling(**yarn, yarn_log_multiplier=1e38) == (made, False)
     assert scaling(type="none") == (None, False)
+    assert scaling(type=7) == (None, True)
     assert scaling(type="other", factor=2.0) == (None, True)
     assert scaling(**yarn, attn_factor=1.5) == (made, True)
+
+
+@pytest.mark.parametrize("factors", [[0.0, 8.0], [-1.0, 8.0], [float("nan")] * 2, [], [8.0] * 5000])
+def test_factors_that_are_none(
+    factors: list[float],
+    tmp_path: Path,
+    command: Ckptkit,  # noqa: F811
+) -> None:
+    """Numbers that no converter writes: a note, without a value made up."""
+    tensors = [*LLAMA[:2], *LLAMA[3:], floats("rope_freqs.weight", torch.tensor(factors))]
+    for base in (10_000.0, 0.0, -1.0):
+        config, said = config_for(tmp_path, command, "llama", tensors, **HEADS,
+                                  rope__freq_base=base)  # fmt: skip
+        assert "rope_scaling" not in config
+        assert "lacks the scaling of rotary embeddings: 'rope_freqs.weight'" in said
+    source = model(tmp_path, "llama", tensors, **HEADS, rope__freq_base="many")
+    done = command("run", "gguf", source, tmp_path / "other")
+    assert done.exit_code == 3
+    assert "llama.rope.freq_base is 'many'" in done.stderr
 
 
 def test_scaling_of_long_phi_3(tmp_path: Path, command: Ckptkit) -> None:  # noqa: F811
@@ -343,7 +364,7 @@ def test_an_unknown_type_is_named(tmp_path: Path, command: Ckptkit) -> None:  # 
     done = command("run", "gguf", source, tmp_path / "hf")
     assert done.exit_code == 3
     assert "'blk.0.ffn_up.weight' is quantized as gguf and cannot be dequantized" in done.stderr
-    assert "its type 155 is not known" in done.stderr
+    assert "its type 155 is unknown" in done.stderr
     assert "--dequantize bfloat16 --drop blk.0.ffn_up.weight` writes the other" in done.stderr
     words = ("convert", source, tmp_path / "out.safetensors", "--dequantize", "bfloat16")
     done = command(*words)

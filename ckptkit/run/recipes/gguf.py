@@ -104,7 +104,7 @@ def with_matrices(checkpoint: Checkpoint) -> Checkpoint:
     swap: dict[int, Node] = {
         id(tensor): replace(tensor, shape=(1, *tensor.shape), stride=(tensor.shape[0], 1))
         for name, tensor in checkpoint.weights.items()
-        if fnmatchcase(name, ONE_ROW) and len(tensor.shape) == 1
+        if fnmatchcase(name, ONE_ROW) and len(tensor.shape) == 1 and tensor.layout == "strided"
     }
     return checkpoint.with_root(rebuild(checkpoint.root, swap=swap)) if swap else checkpoint
 
@@ -309,7 +309,7 @@ def _derived(
     elif found == "bert":
         for name, field in (("position_embd", "max_position_embeddings"),
                             ("token_types", "type_vocab_size")):  # fmt: skip
-            if (table := weights.get(f"{name}.weight")) is not None:
+            if (table := weights.get(f"{name}.weight")) is not None and len(table.shape) == 2:
                 made[field] = table.shape[0]
     elif found in ("t5", "t5encoder"):
         gated = "enc.blk.0.ffn_gate.weight" in weights
@@ -388,7 +388,7 @@ def _rope_scaling(
             for word in ("beta_fast", "beta_slow"):
                 if f"yarn_{word}" in scaling:
                     made[word] = _shortest(scaling[f"yarn_{word}"])
-            if scaling.get("yarn_log_multiplier"):
+            if 0 < scaling.get("yarn_log_multiplier", 0) < 1:
                 scale = _shortest(_shortest(scaling["yarn_log_multiplier"]) * 10)
                 made |= {"mscale": scale, "mscale_all_dim": scale}
     elif kind != "none":
@@ -408,7 +408,7 @@ def _factors(tensor: Tensor | None) -> list[float]:
 def _llama3(factors: Sequence[float], base: float) -> dict[str, Any] | None:
     """Return the scaling of Llama 3.1 to 3.3 whose factors these are, None for others."""
     factor, low, high, original = max(factors), 1.0, 4.0, 8192
-    if factor <= 1:
+    if factor <= 1 or base <= 0:
         return None
     for number, found in enumerate(factors):
         turns = original / (2 * pi * base ** (number / len(factors)))
