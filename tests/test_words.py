@@ -20,7 +20,7 @@ TERMS = {
     r"lea(?:ves?|ving) (?:\w+ ){0,2}out\b": "drops, does not write",
     r"in silence": "silently",
     r"change that changes nothing|without (?:an )?effect": "no-op",
-    r"\b(?:a|the|one|each|every) text\b(?! (?:file|mode|encoder|model|editor|view|report|format|output|form))|\btexts\b": "string",
+    r"\b(?:a|the|one|each|every) text\b(?! (?:file|mode|encoder|model|editor|view|report|format|output|form|stream|string|opcode))|\btexts\b": "string",
     r"mappings? from strings": "dict[str, ...]",
     r"below the normal": "subnormal",
     r"makes? (?:floats|numbers|float32) of": "dequantizes",
@@ -28,11 +28,11 @@ TERMS = {
     r"\b(?:no|not a|not|a) multiples? of": "divisible by",
     r"counted through": "renumbered globally",
     r"part \w+ of TP|of several processes": "rank N of M tensor-parallel ranks; several ranks",
-    r"laid on (?:its|a|the) mesh|of one value in": "placement; replicated",
+    r"laid on (?:its|a|the) mesh|of one value in all": "placement; replicated",
     r"one by one": "by exact name, individually",
     r"allowlist (?:knows|does not know)": "allowlisted",
     r"killed run left|a run left": "stale temporary file",
-    r"\bwants?\b|\bwanted\b": "requires, needs",
+    r"\bwants?\b(?! to\b)|\bwanted\b": "requires, needs",
     r"\bno place (?:for|in)\b": "rejects, cannot store",
     r"cannot be had|can be had|to be had": "missing, unavailable",
     r"does not understand|\bnot known\b": "unknown, cannot verify",
@@ -53,9 +53,7 @@ GAP = re.compile(r"\s*[fr]*")  # between strings, or comments, that are one text
 
 # The rooms that are still to be read.
 ROOMS_TO_DO = {
-    "analysis", "cli", "core", "deltas", "diagnosis", "edits",
-    "formats", "help", "loading", "lora", "pickles", "publish", "quantized", "remote", "rules", "run",
-    "scanning", "trainer", "views",
+    "analysis", "cli", "deltas", "diagnosis", "edits", "formats", "help", "lora", "run", "trainer", "views",
 }  # fmt: skip
 
 

@@ -123,7 +123,7 @@ _PATHS = {
 
 
 def is_stream(value: object) -> TypeGuard[IO[bytes]]:
-    """Return whether an argument is a binary file object. Raises ArgumentError for a text one."""
+    """Return whether an argument is a binary file object. Raises ArgumentError for a text file."""
     if isinstance(value, (str, os.PathLike)) or not hasattr(value, "write"):
         return False
     if hasattr(value, "encoding"):  # a text stream rejects bytes

@@ -164,8 +164,8 @@ def model_ties(module: nn.Module) -> list[list[str]]:
 def torch_lacks(names: Iterable[tuple[str, str]]) -> list[str]:
     """Return the names (module, name) in torch that the torch of this machine does not have.
 
-    Nothing is imported but torch, and nothing is called: modules that it did not load count as
-    not known, and all of them where torch is not installed.
+    Import only torch and call nothing. Skip names in modules that torch did not load. Without
+    torch, return an empty list.
     """
     if torch_or_none() is None:
         return []

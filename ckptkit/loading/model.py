@@ -147,7 +147,7 @@ def fill(model: nn.Module, nodes: Mapping[str, Node]) -> set[str]:
 
 
 def _fits(tensor: Tensor, value: torch.Tensor) -> bool:
-    """Return whether a plain contiguous parameter takes the elements of a tensor one by one."""
+    """Return whether the elements of a tensor can be copied to a plain contiguous parameter."""
     import torch
     from torch.nn import Parameter
 

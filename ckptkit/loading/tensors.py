@@ -219,8 +219,8 @@ def _on_device(tensors: TorchTensors, node: Object) -> torch.Tensor:
 
 
 def _sparse(tensors: TorchTensors, node: Object) -> torch.Tensor:
-    """(layout, data): COO (indices, values, size[, is_coalesced]); others (compressed, plain,
-    values, size)"""
+    """(layout, data): COO (indices, values, size[, is_coalesced]); other layouts (compressed,
+    plain, values, size)"""
     import torch
 
     assert node.tensor is not None
@@ -506,7 +506,7 @@ class PythonValues:
             new.pairs.extend((self._value(key), self._value(value)) for key, value in old.pairs)
 
     def _attributes(self, old: OrderedMapping, new: Any) -> None:
-        """Set ``_metadata``, the one attribute that torch sets; others are not restored."""
+        """Set ``_metadata``, the attribute that torch sets. Other attributes are not restored."""
         held = attributes_of(old)
         if MODULE_VERSIONS in held:
             new._metadata = self._value(held[MODULE_VERSIONS])

@@ -9,7 +9,7 @@ disagree on an input, or no pickler writes it, the machine calls `odd`: `values`
 and the trace records a doubt.
 
 The stream is read through a window. Byte strings of 64 KiB and more stay in the source. Frequent
-opcodes are inlined in the loop; the others are methods. A file may have 100,000 tensors of 24
+opcodes are inlined in the loop; other opcodes are methods. A file may have 100,000 tensors of 24
 opcodes each. If torch.save wrote a tensor in its usual form, one step runs all 24.
 """
 
@@ -329,7 +329,7 @@ class Machine:
     def _tensor(self, found: re.Match[bytes], stack: list[Any]) -> bool:
         """Run all opcodes of a tensor: its arguments, and the call of the function on the stack.
 
-        Return False, without effect, if they differ from the form of torch.save.
+        Return False and change nothing if they differ from the form of torch.save.
         """
         (
             tag, made, length, key, put_key, device, elements, put_id, size, put_size, stride,

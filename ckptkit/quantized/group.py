@@ -222,7 +222,7 @@ class TensorView:
         return tuple(int.from_bytes(data[at : at + size], "little", signed=signed) for at in starts)
 
     def text(self, name: str) -> str | None:
-        """Return the text in a tensor of bytes."""
+        """Return the string in a tensor of bytes."""
         data = self.read(name)
         return None if data is None else data.decode("utf-8", "replace")
 

@@ -13,7 +13,7 @@ from ckptkit.core.text import flatten, typed
 from ckptkit.rules.notation import (
     ABSENT,
     REST,
-    SAID,
+    SOURCES,
     STAR,
     STARS,
     Choice,
@@ -151,7 +151,7 @@ class _Evaluation:
                 if any(n is None and choice for n, choice in zip(value, given, strict=True)):
                     self.unset[word] = given_text(given)
                 first = given[0]
-                if where != "step" and first is not None and first[0].operator in SAID:
+                if where != "step" and first is not None and first[0].operator in SOURCES:
                     self.origins[word] = str(first[0])
         self._open.discard(word)
         self._done[word] = None if value == (None,) else value
@@ -169,7 +169,7 @@ class _Evaluation:
         if term.operator == "number":
             assert isinstance(first, int)
             return first
-        if term.operator in SAID:
+        if term.operator in SOURCES:
             return self.settings.said(term.operator, str(first))
         if term.operator == "word":
             size = self.size(str(first))

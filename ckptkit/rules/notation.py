@@ -150,18 +150,18 @@ def dimension_text(dimension: Dimension) -> str:
     return f"({' '.join(dimension)})" if dimension else "1"
 
 
-SAID = ("config", "meta")  # places that a path of a size may refer to
+SOURCES = ("config", "meta")  # places that a path of a size may refer to
 
 
 @dataclass(frozen=True, slots=True)
 class Term:
     """A number, a word, a path in the configuration or the metadata, or an operation on two."""
 
-    operator: str  # "number", "word", one of SAID, "+", "-", "*", "/"
+    operator: str  # "number", "word", one of SOURCES, "+", "-", "*", "/"
     values: tuple[int | str | Term, ...]
 
     def __str__(self) -> str:
-        if self.operator in SAID:
+        if self.operator in SOURCES:
             return f"{self.operator}.{self.values[0]}"
         if self.operator in ("number", "word"):
             return str(self.values[0])
