@@ -54,7 +54,7 @@ class TorchTensors:
     """Makes the tensors of one checkpoint, each storage once: shared memory is shared again.
 
     `map_location` is what ``torch.load`` takes: None (as saved), a device, a mapping from tags to
-    devices, or a function of a storage on the CPU and its tag. A device that is not there raises
+    devices, or a function of a storage on the CPU and its tag. A missing device raises
     DeviceError. Tensors on the CPU are parts of `files`, where these are given and it is possible.
     """
 

@@ -117,7 +117,7 @@ def recognize_awq(view: TensorView, mark: str) -> QuantizedWeight | None:
     version = str(view.quantization.get("version") or "gemm").lower()
     if view.method == "awq" and version != "gemm":
         return group.refused(
-            f"its version is {version}; ckptkit supports only gemm (other versions are kernel layouts)"
+            f"its version is {version}, a kernel layout; ckptkit supports only gemm"
         )
     if scales.shape[1:] != (rows,):
         return None
