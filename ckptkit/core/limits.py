@@ -1,8 +1,8 @@
 """Limits that keep a hostile or damaged file from exhausting memory and time.
 
-Each is far above the needs of real checkpoints. Fields named ``..._bytes`` are in bytes, all other fields
-are counts. Environment variables change them, such as ``CKPTKIT_LIMIT_PICKLE_BYTES=1073741824``;
-they are read once, when this module is imported.
+Each is far above the needs of real checkpoints. Fields named ``..._bytes`` are in bytes, all other
+fields are counts. Environment variables change them at import, such as
+``CKPTKIT_LIMIT_PICKLE_BYTES=1073741824``.
 """
 
 from __future__ import annotations
