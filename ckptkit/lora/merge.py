@@ -26,7 +26,7 @@ from ckptkit.core.checkpoint import Checkpoint, Source, opened
 from ckptkit.core.dtypes import BY_NAME, DType, DTypeLike
 from ckptkit.core.errors import ADAPTER, CkptkitError, Notice, UnsupportedError, UsageError
 from ckptkit.core.tensor import Shape, Storage, Tensor
-from ckptkit.core.text import output_name, plural, quoted, shell_command, shown, typed
+from ckptkit.core.text import output_name, plural, quoted, shell_command, shell_word, shown, typed
 from ckptkit.core.text import shape as shape_text
 from ckptkit.core.tree import like, rebuild
 from ckptkit.edits.config_file import config_of, with_changes
@@ -202,9 +202,10 @@ class MergePlan:
         group = next(iter(quantized.find(base).groups), None)
         if group is not None:
             what = f"{group.name} of the base is quantized as {group.label} ({group.family})"
-            fix = instead(base).replace("{where}", base.name or "BASE")
-            new = output_name(base.name or "BASE", "new")
-            self._refuse("quantized", what, fix.replace("{new}", new))
+            name = base.name or "BASE"
+            fix = instead(base).replace("{where}", shell_word(name))
+            fix = fix.replace("{new}", shell_word(output_name(name, "new")))
+            self._refuse("quantized", what, fix)
         if any(each.code == "method" and not each.modules for each in self.problems) or group:
             return
         self._check_fields(strict)
