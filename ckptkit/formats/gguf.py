@@ -57,11 +57,13 @@ TYPES: dict[int, DType] = {
     **GGML,
 }  # fmt: skip
 
-_NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q",
-            12: "d"}  # fmt: skip
-_NAMES = {0: "uint8", 1: "int8", 2: "uint16", 3: "int16", 4: "uint32", 5: "int32", 6: "float32",
-          7: "bool", 8: "string", 10: "uint64", 11: "int64", 12: "float64"}  # fmt: skip
-_STRING, _ARRAY, _UINT32 = 8, 9, 4
+# The types of values by number: names, and codes of `struct`. 9 is an array.
+_VALUES = {
+    0: ("uint8", "B"), 1: ("int8", "b"), 2: ("uint16", "H"), 3: ("int16", "h"), 4: ("uint32", "I"),
+    5: ("int32", "i"), 6: ("float32", "f"), 7: ("bool", "?"), 8: ("string", ""),
+    10: ("uint64", "Q"), 11: ("int64", "q"), 12: ("float64", "d"),
+}  # fmt: skip
+_ARRAY, _UINT32 = 9, 4
 _ROWS = 8  # dimensions that a tensor may have; llama.cpp has 4, ComfyUI-GGUF 5
 _FIRST = 8  # values of an array that are kept
 _WINDOW = 1 << 20  # bytes that are read at once
@@ -156,7 +158,7 @@ def _templates(source: ByteSource) -> Iterator[Remark]:
 
 
 def read_header(source: ByteSource) -> GgufHeader:
-    """Read the header of one file. Raises what is wrong with it; nothing is allocated for it."""
+    """Read the header of one file. Errors name the file; false counts allocate nothing."""
     try:
         return _header(source)
     except (FormatError, AmbiguousError, UnsupportedError) as error:
@@ -204,11 +206,12 @@ def _info(cursor: GgufCursor) -> TensorInfo:
 
 
 class GgufCursor:
-    """Reads a header forwards, and refuses what the bytes that are left cannot hold."""
+    """A reader of a header from byte `at` on. It refuses counts that exceed the remaining bytes."""
 
     def __init__(self, source: ByteSource, at: int, order: str, wide: str) -> None:
         self.source, self.wide, self.order = source, wide, order
-        self._structs = {code: struct.Struct(order + code) for code in {*_NUMBERS.values(), wide}}
+        codes = {code for _, code in _VALUES.values()}
+        self._structs = {code: struct.Struct(order + code) for code in codes}
         self._data, self._at, self._base = b"", 0, at  # the window, the place in it, its offset
 
     @property
@@ -255,7 +258,7 @@ class GgufCursor:
         return self._data[self._at - length : self._at].decode("utf-8", errors)
 
     def name(self, what: str) -> str:
-        """Return the next string, which names something."""
+        """Return the next string as a name. Raises FormatError if it is not UTF-8."""
         try:
             name = self.text("strict")
         except UnicodeDecodeError as error:
@@ -265,19 +268,17 @@ class GgufCursor:
 
     def value(self, number: int, what: str) -> Node:
         """Return the next value, of the type with this number. An array stays in the file."""
-        if number in _NUMBERS:
-            return self.number(_NUMBERS[number])
-        if number == _STRING:
-            return self.text()
-        if number != _ARRAY:
+        is_array = number == _ARRAY
+        if is_array:
+            number = self.number("I")
+            if number == _ARRAY:
+                raise UnsupportedError(f"{what}: an array of arrays (nested)")
+        if number not in _VALUES:
             raise FormatError(f"{what}: there is no type of values {number}")
-        number = self.number("I")
-        if number == _ARRAY:
-            raise UnsupportedError(f"{what}: an array of arrays (nested)")
-        if number not in _NAMES:
-            raise FormatError(f"{what}: there is no type of values {number}")
-        form = self._structs.get(_NUMBERS.get(number, ""))
-        size = struct.calcsize(self.wide) if form is None else form.size
+        kind, code = _VALUES[number]
+        if not is_array:
+            return self.number(code) if code else self.text()
+        size = self._structs[code or self.wide].size
         count: int = self.number(self.wide)
         if count * size > self.left:
             raise CorruptError(f"{what}: an array of {count:,} elements in {self.left:,} bytes")
@@ -285,12 +286,13 @@ class GgufCursor:
         first = tuple(self.value(number, what) for _ in range(min(count, _FIRST)))
         self._skip(number, count - len(first))
         read = partial(_values, self.source, start, self.order, self.wide, number, count)
-        return StoredList(_NAMES[number], count, first, read)
+        return StoredList(kind, count, first, read)
 
     def _skip(self, number: int, count: int) -> None:
-        """Pass so many values of an array."""
-        if number != _STRING:
-            self._at += count * self._structs[_NUMBERS[number]].size
+        """Skip `count` values of an array."""
+        _, code = _VALUES[number]
+        if code:
+            self._at += count * self._structs[code].size
             return
         form, data, at = self._structs[self.wide], self._data, self._at
         for _ in range(count):
