@@ -461,7 +461,7 @@ def test_map_refuses() -> None:
         ck.map("half")  # type: ignore[arg-type]
     counter = iter(range(9))
     made = ck.map(lambda t: t[: next(counter)])
-    with pytest.raises(TypeError, match=r"gives float32 .* now, and gave float32"):
+    with pytest.raises(TypeError, match=r"returned float32 .* now, but float32"):
         made.weights["w"].numpy()
     with pytest.raises(ZeroDivisionError):  # what the function itself raises
         ck.map(lambda t: 1 // 0)

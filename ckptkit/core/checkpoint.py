@@ -150,7 +150,7 @@ class Checkpoint:
 
     @property
     def required(self) -> Weights:
-        """`selection`. Raises UsageError for None, and if only other entries have tensors."""
+        """The weights. Raises UsageError if there are none, or only tensors in other entries."""
         if self.selection is None:
             if is_optimizer(self.root):
                 raise UsageError(

@@ -71,7 +71,7 @@ _MOST_KINDS = 1024
 
 
 class _Kind(NamedTuple):
-    """The opcodes of equal tensors with different storages: those before and after the key."""
+    """The opcodes of a tensor, split at the key of its storage; cached for equal tensors."""
 
     before: bytes
     after: bytes

@@ -78,7 +78,7 @@ def upload(plan: Plan, url: str, options: Options) -> None:
 
 
 def _old_files(files: list[OutputFile], fs: Any, path: str, name: str, force: bool) -> list[str]:
-    """Return the files to remove: those of the same folder output that was interrupted before.
+    """Return the files to remove: the remains of an interrupted upload of the same folder.
 
     A mixture of both outputs would look complete. Raises OutputExistsError for anything else at
     `path`, and without `force` also for these files. A single file is overwritten with `force`.

@@ -131,7 +131,7 @@ _MODES = {  # bits and form
 
 
 def recognize_mlx(view: TensorView, mark: str) -> QuantizedWeight | None:
-    """Recognize a weight of words whose scales are `mark`."""
+    """Recognize a weight packed in words, by the name of its scales."""
     stem = mark.removesuffix(".scales")
     weight, scales = view.get(f"{stem}.weight", "uint32"), view.tensors[mark]
     if weight is None or len(weight.shape) < 2:
