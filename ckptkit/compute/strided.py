@@ -212,14 +212,14 @@ def composed(
     Return the copies that read the inner sources directly; None if there are too many.
     """
     outer = outer._replace(dims=normal(outer.dims))
-    turned = [_turned(piece._replace(dims=normal(piece.dims))) for piece in inner]
-    axes = Axes((read for piece in (outer, *turned) for _, read, _ in piece.dims), total)
+    exchanged = [_exchanged(piece._replace(dims=normal(piece.dims))) for piece in inner]
+    axes = Axes((read for piece in (outer, *exchanged) for _, read, _ in piece.dims), total)
     if not axes.sizes:
         return _run_by_run(outer, inner, total)
     parts, others = _boxed(outer, axes), list[tuple[StridedCopy, Box]]()
     if parts is None:
         return None
-    for piece in turned:
+    for piece in exchanged:
         boxed = _boxed(piece, axes)
         if boxed is None:
             return None
@@ -245,7 +245,7 @@ def composed(
     return found
 
 
-def _turned(copy: StridedCopy) -> StridedCopy:
+def _exchanged(copy: StridedCopy) -> StridedCopy:
     """Return a copy with source and target exchanged."""
     dims = tuple((n, written, read) for n, read, written in copy.dims)
     return StridedCopy(copy.source, copy.place, copy.start, dims)

@@ -278,17 +278,17 @@ def transposed_copy(target: Array, view: Array) -> None:
     for index in np.ndindex(view.shape[:-2]):
         rows, columns = view[index], target[index]
         if rows.strides[0] % (2 * _LINE) == _LINE:  # the pitch is good already
-            _turned(columns, rows)
+            _transpose_into(columns, rows)
             continue
         for left in range(0, rows.shape[1], width):
             for top in range(0, rows.shape[0], STRIP_ROWS):
                 part = rows[top : top + STRIP_ROWS, left : left + width]
                 held = strip[: part.shape[0], : part.shape[1]]
                 held[...] = part
-                _turned(columns[top : top + STRIP_ROWS, left : left + width], held)
+                _transpose_into(columns[top : top + STRIP_ROWS, left : left + width], held)
 
 
-def _turned(target: Array, rows: Array) -> None:
+def _transpose_into(target: Array, rows: Array) -> None:
     """Copy rows into an array whose columns are contiguous. Single bytes are copied four at a time.
 
     Units of four columns are transposed, then casts extract one byte after another: this takes a
@@ -458,7 +458,7 @@ def _cost(matrix: Matrix, height: int, width: int) -> float:
     return reads + (0 if height == matrix.rows else 2 / height)
 
 
-class Turner:
+class BlockTransposer:
     """Transposes blocks in one reused buffer: new pages cost more than copies."""
 
     def __init__(self) -> None:

@@ -144,7 +144,7 @@ class View(Protocol):
 
 
 Shape = Callable[[View, Any], bool]
-LOOKED_AT = 1_000_000  # most values of a container that a shape examines
+MOST_VISITED = 1_000_000  # most values of a container that a shape examines
 
 
 class Mask:
@@ -222,7 +222,7 @@ def deep(sorts: int, view: View, value: Any) -> bool:
         if view.sort(each) & CONTAINERS and id(each) not in seen:
             seen.add(id(each))
             items = view.items(each)
-            if items is None or len(waiting) > LOOKED_AT or len(seen) > LOOKED_AT:
+            if items is None or len(waiting) > MOST_VISITED or len(seen) > MOST_VISITED:
                 return False
             waiting.extend(items)
     return True

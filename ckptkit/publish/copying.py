@@ -169,11 +169,11 @@ def run(task: WriteTask, progress: Progress = lambda count: None) -> TaskResult:
 
 def _write_block(fd: int, block: Block, start: int) -> None:
     """Write the rows of a transpose. The buffer is reused: new pages cost as much as copies."""
-    from ckptkit.compute.strided_read import Turner
+    from ckptkit.compute.strided_read import BlockTransposer
 
-    if not hasattr(_of_thread, "turner"):
-        _of_thread.turner = Turner()
-    for offset, rows in _of_thread.turner.pieces(block):
+    if not hasattr(_of_thread, "transposer"):
+        _of_thread.transposer = BlockTransposer()
+    for offset, rows in _of_thread.transposer.pieces(block):
         place = start + offset
         done = os.pwritev(fd, rows, place) if hasattr(os, "pwritev") else 0
         for data in rows:

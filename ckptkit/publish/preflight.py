@@ -269,12 +269,14 @@ def checks(files: Iterable[OutputFile], *, kept: bool = False) -> list[Check]:
     for file in files:
         for segment in file.segments:
             if kept is (file.keeps_sums and not isinstance(segment, Checksummed)):
-                for source, offset, length, share in _read(next(extents([segment]), None), 1):
+                for source, offset, length, share in _ranges_read(
+                    next(extents([segment]), None), 1
+                ):
                     if source.members is not None:
                         row = read.setdefault(id(source), (source, []))
                         row[1].append((offset, length, length * share))
     try:
-        return [check for row in read.values() for check in _whole(*row)]
+        return [check for row in read.values() for check in _members_read(*row)]
     except InputError:
         for source, _ in read.values():
             source.check_unchanged()
@@ -286,7 +288,9 @@ def identities(found: Iterable[Check]) -> tuple[Identity, ...]:
     return tuple(dict.fromkeys(check.source.identity for check in found))
 
 
-def _read(extent: Extent | None, share: float) -> Iterator[tuple[ByteSource, int, int, float]]:
+def _ranges_read(
+    extent: Extent | None, share: float
+) -> Iterator[tuple[ByteSource, int, int, float]]:
     """Yield the ranges that an extent reads, each with the fraction of its bytes that is needed.
 
     Compressed data is excluded, because Inflate verifies its own checksum.
@@ -296,10 +300,10 @@ def _read(extent: Extent | None, share: float) -> Iterator[tuple[ByteSource, int
     elif isinstance(extent, Derived):
         for number, each in enumerate(extent.inputs):
             if needed := extent.operation.needed(extent, number):
-                yield from _read(each, share * min(1, needed / max(1, each.length)))
+                yield from _ranges_read(each, share * min(1, needed / max(1, each.length)))
 
 
-def _whole(source: ByteSource, read: list[tuple[int, int, float]]) -> Iterator[Check]:
+def _members_read(source: ByteSource, read: list[tuple[int, int, float]]) -> Iterator[Check]:
     """Yield the members of a source whose bytes are all read."""
     assert source.members is not None
     file, base = in_file(source, 0)

@@ -38,7 +38,7 @@ WHOLE = 64 << 20  # most bytes of a file that is downloaded whole from a server 
 PAGE = 1 << 20  # bytes to read of a file of unknown length: often a web page with an error
 PROGRESS = 64 << 10  # bytes that reset the count of failures, even if the connection broke then
 TRIES = 5  # attempts in a row without progress
-TOLD = 12  # the same, if the server sends Retry-After
+TRIES_RETRY_AFTER = 12  # the same, if the server sends Retry-After
 PAUSE = 0.25  # seconds before the second attempt; doubled before each later one
 LONGEST = 30  # most seconds before the next attempt, whatever the server requests
 SILENCE = 60  # seconds without a byte after which a connection counts as broken
@@ -91,7 +91,7 @@ class Transport(ABC):
         seconds.
         """
         wait = reason.after if isinstance(reason, Status) else None
-        tries = TRIES if wait is None else TOLD
+        tries = TRIES if wait is None else TRIES_RETRY_AFTER
         late = time.monotonic() - since > PATIENCE
         if failures >= tries or late or not passing(reason):
             raise refused(reason, self.url, opening=opening) from presentable(reason, self.url)

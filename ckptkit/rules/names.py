@@ -58,7 +58,7 @@ class Settings:
         self.args = dict(args or {})
         self.sizes = dict(sizes or {})
         self.defaults = dict(defaults or {})
-        self._said = {"config": config, "meta": meta}
+        self._documents = {"config": config, "meta": meta}
         for word, value in self.args.items():
             checked(word, value, least=0)
 
@@ -75,14 +75,14 @@ class Settings:
                 return places[word], where
         return None
 
-    def said(self, place: str, path: str) -> int | None:
+    def lookup(self, place: str, path: str) -> int | None:
         """Return the number at a path of config.json or of the metadata; None if it is missing.
 
         Metadata is flat, so the path is a key with dots. null in config.json counts as missing.
         """
-        found = self._said[place]
+        found = self._documents[place]
         if callable(found):
-            found = self._said[place] = found()
+            found = self._documents[place] = found()
         node: Any = found
         for part in path.split(".") if place == "config" else (path,):
             if isinstance(node, Mapping):
@@ -170,7 +170,7 @@ class _Evaluation:
             assert isinstance(first, int)
             return first
         if term.operator in SOURCES:
-            return self.settings.said(term.operator, str(first))
+            return self.settings.lookup(term.operator, str(first))
         if term.operator == "word":
             size = self.size(str(first))
             if size is not None and len(size) > 1:

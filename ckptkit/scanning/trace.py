@@ -25,9 +25,9 @@ NESTED = 10_000  # most byte strings that are searched
 DOUBTS = 20  # most doubts that are recorded
 MEMO = 1000  # most calls whose verdict is cached
 SHOWN = 120  # characters of the arguments of a call in a message
-SOME = 8  # items of a container in a message
-DEEP = 4  # nesting levels in a message
-LOOKED_AT = 5_000_000  # most values that a trace visits inside containers, in total
+SHOWN_ITEMS = 8  # items of a container in a message
+SHOWN_LEVELS = 4  # nesting levels in a message
+MOST_VISITED = 5_000_000  # most values that a trace visits inside containers, in total
 # torch/_weights_only_unpickler.py, `Unpickler.load` of torch 2.13.
 WEIGHTS_ONLY_OPCODES = frozenset((
     "APPEND", "APPENDS", "BINFLOAT", "BINGET", "BININT", "BININT1", "BININT2", "BINPERSID",
@@ -66,7 +66,7 @@ class _SignView:
     """The values of a trace; see `ckptkit.pickles.judge.View`."""
 
     def __init__(self) -> None:
-        self.left = LOOKED_AT
+        self.left = MOST_VISITED
 
     def sort(self, value: Any) -> int:
         sort = judge.PLAIN.get(value.__class__)
@@ -457,7 +457,7 @@ def brief(args: Any) -> str:
 
     They contain text of the file: escape them before printing.
     """
-    text = "".join(_pieces(args, DEEP))
+    text = "".join(_pieces(args, SHOWN_LEVELS))
     return text if len(text) <= SHOWN else text[: SHOWN - 3] + "..."
 
 
@@ -474,7 +474,7 @@ def _pieces(value: Any, depth: int) -> Iterator[str]:
             yield "..."
         else:
             inside = (("", ", ")[n > 0] + "".join(_pieces(each, depth - 1))
-                      for n, each in enumerate(items[:SOME]))  # fmt: skip
+                      for n, each in enumerate(items[:SHOWN_ITEMS]))  # fmt: skip
             yield from inside
         yield ends[1]
     elif isinstance(value, Sign):
