@@ -77,6 +77,20 @@ EVERYWHERE = (
 ANYWHERE = ("--progress", "--traceback")  # options that may be typed anywhere
 
 
+def _add_everywhere(command: click.Command) -> None:
+    """Add the options that every command takes, unless it has them; to all of a group."""
+    if isinstance(command, click.Group):
+        for each in command.commands.values():
+            _add_everywhere(each)
+        return
+    taken = {option for each in command.params for option in each.opts}
+    for words, text, made in EVERYWHERE:
+        free = [word for word in words if word not in taken]
+        if free and free[0] == words[0]:
+            how: dict[str, Any] = {"is_flag": True, "expose_value": False, "hidden": True}
+            command.params.append(click.Option(free, help=text, callback=made, **how))
+
+
 class CommandLine(click.Group):
     """The group of all commands; it prints errors and chooses exit codes."""
 
@@ -96,10 +110,7 @@ class CommandLine(click.Group):
             command = edits.command(name)
         else:
             command = import_module(ELSEWHERE.get(name, f"ckptkit.cli.{name}")).command
-        for words, text, made in EVERYWHERE:
-            if not any({*words} & {*each.opts} for each in command.params):
-                how: dict[str, Any] = {"is_flag": True, "expose_value": False, "hidden": True}
-                command.params.append(click.Option(words, help=text, callback=made, **how))
+        _add_everywhere(command)
         command.epilog = f"Manual: ckptkit help {TOPICS[name]}"
         if ctx.resilient_parsing:
             from ckptkit.cli import completing

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -11,6 +11,9 @@ from ckptkit.cli import render
 from ckptkit.cli.options import Writer
 from ckptkit.cli.reading import as_json, flag, value
 from ckptkit.core.text import without
+
+if TYPE_CHECKING:
+    from ckptkit.deltas.make import Made
 
 SCHEMA = "ckptkit.delta/1"
 DIFFERENT = 1
@@ -61,10 +64,15 @@ def make(old: str, new: str, delta: str, as_json: bool, **given: Any) -> None:
 
     made = ckptkit.delta(old, new, delta, **given)
     if as_json:
-        facts = {"delta": made.path, "tensor_count": made.tensors, **asdict(made)}
-        render.emit_json({"schema": SCHEMA, "made": without(facts, ["path", "tensors"])})
+        _emit_made(made)
         return
     render.emit_text(f"wrote {made.path}: version {made.version:06d}: {made}")
+
+
+def _emit_made(made: Made) -> None:
+    """Print a new delta as one JSON object."""
+    facts = {"delta": made.path, "tensor_count": made.tensors, **asdict(made)}
+    render.emit_json({"schema": SCHEMA, "made": without(facts, ["path", "tensors"])})
 
 
 def _apply(
@@ -144,11 +152,15 @@ def inspect(deltas: tuple[str, ...], as_json: bool) -> None:
 @click.argument("deltas", metavar="DELTA...", nargs=-1, required=True)
 @click.argument("out", metavar="OUT")
 @value("--base", "BASE", "Checkpoint that the deltas apply to: required unless all deltas are xor.")
-def squash(deltas: tuple[str, ...], out: str, base: str | None) -> None:
+@as_json(SCHEMA)
+def squash(deltas: tuple[str, ...], out: str, base: str | None, as_json: bool) -> None:
     """Combine several consecutive deltas into one."""
     import ckptkit
 
     made = ckptkit.squash_delta(deltas, out, base=base)
+    if as_json:
+        _emit_made(made)
+        return
     count = render.plural(len(made.changed), "tensor")
     versions = f"version {made.version:06d}, from version {made.base_version:06d}"
     render.emit_text(f"wrote {made.path}: {versions}: {count}, {render.size(made.written)}")

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING
 import click
 
 from ckptkit.cli import reading, render, request
-from ckptkit.core.errors import InputError, UsageError
+from ckptkit.core.errors import CkptkitError, InputError, UsageError
 from ckptkit.core.text import argument, shell_command, shell_word
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from ckptkit.api import Conversion
     from ckptkit.core.options import Options
     from ckptkit.diagnosis.cause import Cause
@@ -26,7 +28,7 @@ WIDEST, NARROWEST = 100, 40  # characters of a line of explanation
 
 
 @click.command("doctor", cls=reading.Reader)
-@click.argument("file", metavar="FILE")
+@reading.files
 @reading.model
 @reading.model_arguments
 @reading.value("--fix destination", "DST", "Write a repaired copy to DST.")
@@ -38,7 +40,7 @@ WIDEST, NARROWEST = 100, 40  # characters of a line of explanation
 @reading.as_json(SCHEMA)
 @reading.key
 def command(
-    file: str,
+    files: tuple[str, ...],
     spec: str | None,
     args: dict[str, object],
     read: Options,
@@ -55,7 +57,8 @@ def command(
 
     An error prevents loading. A warning prevents it in some environments. A note is information.
     The exit code is 1 if there is an error or a warning, or if one remains after --fix (see
-    --fail-on). It is 3 if FILE is unreadable, else 0.
+    --fail-on). It is 3 if a FILE is unreadable, else 0. With --json, several files are an object
+    each, one on a line.
 
     \b
     Example: ckptkit doctor run.pth
@@ -63,14 +66,8 @@ def command(
     """
     from json import dumps
 
-    from ckptkit.analysis.advice import fixed
-    from ckptkit.diagnosis.cause import at_least
-    from ckptkit.diagnosis.diagnose import cure, examine, report
-
-    exist = destination is not None and os.path.exists(file) and os.path.exists(destination)
-    if destination is not None and exist and os.path.samefile(file, destination):
-        what = "is FILE itself, and --fix writes a new file"
-        raise UsageError(what, where=destination, hint=f"--fix {shell_word(fixed(file))}")
+    if destination is not None and len(files) > 1:
+        raise click.UsageError("--fix takes one FILE")
     if args and spec is None:
         raise click.UsageError("--arg needs --model")
     model, words = None, []
@@ -80,6 +77,41 @@ def command(
         model, words = built(spec, args), ["--model", spec]
         for name, value in args.items():
             words += ["--arg", f"{name}={dumps(value)}"]
+    codes: list[int] = []
+
+    def look(file: str) -> None:
+        codes.append(
+            _one(file, model, words, read, level, as_json, destination, force, spaced=bool(codes))
+        )
+
+    failures: list[CkptkitError] = []
+    for _ in reading.each_of(files, look, failures, walks=False):
+        pass
+    return max(codes + [error.exit_code for error in failures])
+
+
+def _one(
+    file: str,
+    model: nn.Module | None,
+    words: list[str],
+    read: Options,
+    level: str,
+    as_json: bool,
+    destination: str | None,
+    force: bool,
+    *,
+    spaced: bool,
+) -> int:
+    """Examine one file, fix it if there is a destination, print both, and return the exit code."""
+    from ckptkit.analysis.advice import fixed
+    from ckptkit.diagnosis.cause import at_least
+    from ckptkit.diagnosis.diagnose import cure, examine, report
+
+    exist = destination is not None and os.path.exists(file) and os.path.exists(destination)
+    if destination is not None and exist and os.path.samefile(file, destination):
+        what = "is FILE itself, and --fix writes a new file"
+        raise UsageError(what, where=destination, hint=f"--fix {shell_word(fixed(file))}")
+    spec = words[1] if words else None
     chosen = () if read.key is None else ("--key", read.key)
     found = left = examine(file, read, model=model, words=(*words, *chosen))
     done = None
@@ -92,7 +124,7 @@ def command(
     if as_json:
         render.emit_json({"schema": SCHEMA, **report(found, done, left, spec)})
     else:
-        render.emit(*_lines(found, done, left, destination))
+        render.emit(*([""] if spaced else []), *_lines(found, done, left, destination))
         if done is not None:
             request.print_messages(found.lost, done.warnings, done.plan.notes)
         if spec is None and left.readable and left.checkpoint is not None:

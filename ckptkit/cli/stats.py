@@ -12,6 +12,7 @@ from ckptkit.core.text import shown_url, some
 
 if TYPE_CHECKING:
     from ckptkit.analysis.stats import Statistics, TensorStats
+    from ckptkit.core.errors import CkptkitError
     from ckptkit.core.options import Options
 
 SCHEMA = "ckptkit.stats/1"
@@ -22,7 +23,7 @@ NUMBERS = (
 
 
 @click.command("stats", cls=reading.Reader)
-@click.argument("file", metavar="FILE")
+@reading.files
 @reading.globs()
 @reading.flag("--all everything", "Include everything: all tensors of the file.")
 @reading.value(
@@ -37,7 +38,7 @@ NUMBERS = (
 @reading.stored
 @reading.key
 def command(
-    file: str,
+    files: tuple[str, ...],
     globs: tuple[str, ...],
     everything: bool,
     depth: int | None,
@@ -52,25 +53,53 @@ def command(
 
     Prints mean, standard deviation, minimum, maximum, norm, zeros, NaN, infinities and a histogram.
     NaN and infinities are counted, and all other statistics ignore them. Reads every tensor once,
-    without torch.
+    without torch. With --json, several files are an object each, one on a line.
 
     \b
     Example: ckptkit stats run.pth
              ckptkit stats run.pth --flat --sort norm
              ckptkit stats run.pth --depth 2 --csv
     """
+    if (as_json and as_csv) or (depth is not None and fold):
+        raise click.UsageError(
+            "--json and --csv cannot be combined; --depth and --fold cannot be combined"
+        )
+    if as_csv and len(files) > 1:
+        raise click.UsageError("--csv takes one FILE")
+    if fold is None:  # JSON and CSV have a row for each tensor
+        fold = not (as_json or as_csv or depth is not None)
+    format = "json" if as_json else "csv" if as_csv else "text"
+
+    def look(file: str) -> None:
+        _one(file, globs, everything, depth, fold, sort, format, stored, read, title=titled)
+
+    titled = len(files) > 1
+    failures: list[CkptkitError] = []
+    for _ in reading.each_of(files, look, failures, walks=False):
+        pass
+    return failures[0].exit_code if failures else 0
+
+
+def _one(
+    file: str,
+    globs: tuple[str, ...],
+    everything: bool,
+    depth: int | None,
+    fold: bool,
+    sort: str,
+    format: str,
+    stored: bool,
+    read: Options,
+    *,
+    title: bool,
+) -> None:
+    """Print the statistics of one file."""
     from ckptkit import api
     from ckptkit.analysis import json_facts, stats, view_model
     from ckptkit.core.text import family
     from ckptkit.quantized import dequantized_view
 
-    if (as_json and as_csv) or (depth is not None and fold):
-        raise click.UsageError(
-            "--json and --csv cannot be combined; --depth and --fold cannot be combined"
-        )
     label = None if depth is None else stats.depth(depth)
-    if fold is None:  # JSON and CSV have a row for each tensor
-        fold = not (as_json or as_csv or depth is not None)
     with api.reading(file, read) as opened:
         checkpoint = opened if stored else dequantized_view(opened)
         modules = stats.modules(checkpoint) if fold else None
@@ -84,19 +113,19 @@ def command(
                 rows = iter(found.groups)
             if sort != "file":
                 rows = _sorted(rows, sort)
-            if as_json:
+            if format == "json":
                 facts = json_facts.statistics(checkpoint.name, checkpoint.format, found, rows)
                 text = [*render.json_pieces({"schema": SCHEMA, **facts}), "\n"]
-            elif as_csv:
+            elif format == "csv":
                 text = [_csv(rows)]
             else:
                 shown = view_model.statistics_table(rows, found, render.bars)
                 lines = render.table(shown.headers, shown.rows, right=shown.right)
-                text = [f"{line}\n" for line in lines]
+                head = [f"{render.escape(shown_url(file))}:\n"] if title else []
+                text = [*head, *(f"{line}\n" for line in lines), *("\n" for _ in head)]
     render.write(text)
-    if not as_json:
+    if format != "json":
         _warn(found, globs, shown_url(file), read.key)
-    return 0
 
 
 def _sorted(rows: Iterable[TensorStats], sort: str) -> Iterator[TensorStats]:

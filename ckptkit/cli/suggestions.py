@@ -66,6 +66,7 @@ OPTIONS = {
     "-f": "convert --force", "-k": "extract --key", "-n": "convert --dry-run", "-o": DST,
     "-p": "strip-module --prefix", "-s": "inspect --brief", "-y": "convert --force",
     "batch -o": "--into", "batch --output": "--into", "batch --out": "--into",
+    "browse --json": "inspect --json",
     "convert --keys": "--keep", "convert --prefix": "--strip", "inspect --all": "--tree",
     "remap --map": "--device", "remap --values": "--device-values",
 }  # fmt: skip
@@ -74,6 +75,13 @@ AS_CONVERT = {
     "strip-module": "--strip module.", "add-module": "--add module.", "remap": "", "rename": "",
     "extract": "",
 }  # fmt: skip
+# Commands whose output is no data: what to use instead of their --json.
+WITHOUT_JSON = {
+    "completion": "it prints a script for the shell; `ckptkit help json` lists the schemas",
+    "help": "it prints text; `ckptkit help json` lists the JSON schemas, which --schema prints",
+    "rules": "it prints a YAML recipe, which the command run reads",
+    "train": "it writes checkpoints; inspect --json prints the contents of one",
+}
 NEEDED = {"remap": ("--to", "cpu")}  # the missing option of a command that was typed without one
 INPUTS = ("src", "sources", "file", "files", "a", "b", "base")  # maximum number of arguments
 CLOSE = 0.75  # minimum similarity of a misspelled word
@@ -255,6 +263,8 @@ def _option(error: click.NoSuchOption, line: Line) -> Step:
     assert error.ctx is not None
     wrong, command = error.option_name, error.ctx.command
     see = f"see `{error.ctx.command_path} --help`"
+    if wrong == "--json" and line.name in WITHOUT_JSON:
+        return WITHOUT_JSON[line.name], None
     options = [each for p in command.params for each in p.opts if each.startswith("--")]
     near = nearest(wrong, options, CLOSE)
     known = OPTIONS.get(f"{line.name} {wrong}", OPTIONS.get(wrong, near[0] if near else ""))

@@ -96,7 +96,7 @@ def _resume(ctx: click.Context, parameter: click.Parameter, path: Path | None) -
     help="Do not train; print the accuracy of a file or folder.",
 )
 @click.option("--force", is_flag=True, help="Replace checkpoints that exist.")
-@click.option("--quiet", is_flag=True, help="Do not print a line per epoch.")
+@click.option("--quiet", "-q", is_flag=True, help="Do not print a line per epoch.")
 def command(
     out: Path | None,
     resume: Path | None,

@@ -698,3 +698,22 @@ def test_paths_that_look_like_options(
     torch.save(state, tmp_path / "-run.pth")
     found = diagnose("--model", "nets.py:Net", "--", "-run.pth")
     net().load_state_dict(load(paste(found["renamed"])))
+
+
+def test_several_files(ckptkit: Ckptkit, tmp_path: Path) -> None:
+    good, ddp = tmp_path / "good.pth", tmp_path / "ddp.pth"
+    torch.save({"w": torch.ones(2)}, good)
+    torch.save({"module.w": torch.ones(2), "module.b": torch.ones(2)}, ddp)
+    both = ckptkit("doctor", good, ddp)
+    alone = [ckptkit("doctor", each) for each in (good, ddp)]
+    assert both.stdout == "\n".join(each.stdout for each in alone)
+    assert [each.exit_code for each in (both, *alone)] == [1, 0, 1]
+    found = [
+        json.loads(line) for line in ckptkit("doctor", "--json", good, ddp).stdout.splitlines()
+    ]
+    assert [each["file"] for each in found] == [str(good), str(ddp)]
+    missing = ckptkit("doctor", tmp_path / "no.pth", good)
+    assert missing.exit_code == 3 and missing.stdout == alone[0].stdout
+    assert "no.pth: does not exist" in missing.stderr
+    fix = ckptkit("doctor", good, ddp, "--fix", tmp_path / "x.pth")
+    assert fix.exit_code == 2 and "--fix takes one FILE" in fix.stderr

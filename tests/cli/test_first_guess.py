@@ -55,7 +55,7 @@ JOBS = [
     ("diagnose run.pth", "ckptkit doctor run.pth"),
     ("show net.pth", "ckptkit show net.pth conv.weight"),
     ("show net.pth head.wieght", "head.weight"),
-    ("stats net.pth two.pth", "ckptkit stats net.pth"),
+    ("stats net.pth two.pth", "two.pth:"),
     # compare
     ("diff net.pth two.pth", "9 changed"),
     ("diff net.pth two.pth --flat --keys 'head*'", "head.weight"),

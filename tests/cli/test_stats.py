@@ -162,3 +162,18 @@ def test_json_has_no_words_that_are_none(ckptkit: Ckptkit, tmp_path: Path) -> No
         ckptkit("stats", "--json", tmp_path / "large.pth").stdout, parse_constant=refuse
     )
     assert found["tensors"][0]["norm"] == "Infinity"
+
+
+def test_several_files(ckptkit: Ckptkit, tmp_path: Path) -> None:
+    paths = [tmp_path / "a.pth", tmp_path / "b.pth"]
+    for number, path in enumerate(paths):
+        torch.save({"w": torch.full((2,), float(number))}, path)
+    alone = [ckptkit("stats", path).stdout for path in paths]
+    blocks = [f"{path}:\n{table}\n" for path, table in zip(paths, alone, strict=True)]
+    assert ckptkit("stats", *paths).stdout == "".join(blocks)
+    assert ckptkit("stats", tmp_path / "*.pth").stdout == "".join(blocks)
+    found = [json.loads(line) for line in ckptkit("stats", "--json", *paths).stdout.splitlines()]
+    assert [each["tensors"][0]["mean"] for each in found] == [0.0, 1.0]
+    missing = ckptkit("stats", tmp_path / "no.pth", paths[0])
+    assert missing.exit_code == 3 and missing.stdout == blocks[0]
+    assert ckptkit("stats", *paths, "--csv").exit_code == 2

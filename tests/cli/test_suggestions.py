@@ -13,7 +13,7 @@ import torch
 from click.testing import Result
 
 from ckptkit.cli import COMMANDS
-from ckptkit.cli.suggestions import OPTIONS, WORDS
+from ckptkit.cli.suggestions import OPTIONS, WITHOUT_JSON, WORDS
 from tests.cli.conftest import Ckptkit
 from tests.conftest import COMMAND, ENVIRONMENT
 
@@ -67,13 +67,22 @@ def test_other_words_for_commands(
         Path("new.pth").unlink(missing_ok=True)
 
 
-@pytest.mark.parametrize("option", [old for old, new in OPTIONS.items() if " " in new])
+@pytest.mark.parametrize(
+    "option", [old for old, new in OPTIONS.items() if " " in new and " " not in old]
+)
 def test_other_words_for_options(ckptkit: Ckptkit, option: str) -> None:
     name, new, *_ = OPTIONS[option].split()
     for other in (name, "extract"):
         said = ckptkit(other, "run.pth", "out.pth", option).stderr
         assert new in said and "Did you mean" not in said
         assert ran(ckptkit, said).exit_code == 0
+
+
+def test_commands_without_json_name_another(ckptkit: Ckptkit, run_pth: Path) -> None:
+    said = ckptkit("browse", run_pth, "--json").stderr
+    assert f"did you mean `ckptkit inspect {run_pth} --json`?" in said
+    for name, hint in WITHOUT_JSON.items():
+        assert f"hint: {hint}" in ckptkit(name, "--json").stderr
 
 
 def test_no_reading_command_becomes_one_that_replaces_a_file(

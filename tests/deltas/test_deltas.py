@@ -377,7 +377,8 @@ def test_the_commands(chain: list[StateDict], tmp_path: Path, run: Run) -> None:
     done = run("delta", "apply", "--in-place", "in.safetensors", "weight_v000001", "weight_v000002")
     assert done.code == 0 and "rewritten" in done.stdout, done.stderr
     assert same(tmp_path / "in.safetensors", chain[2])
-    assert run("delta", "squash", "weight_v000001", "weight_v000002", "both").code == 0
+    squashed = run("delta", "squash", "--json", "weight_v000001", "weight_v000002", "both")
+    assert squashed.code == 0 and '"made": {"delta": ' in squashed.stdout
     assert run("delta", "verify", "2.pth", "both").stdout.startswith("2.pth: at version 000002")
     torch.save(model(7), "other.pth")
     assert run("delta", "verify", "other.pth", "both").code == 1
