@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -13,8 +13,6 @@ from ckptkit.core.errors import CkptkitError, InputError, UsageError
 from ckptkit.core.text import argument, shell_command, shell_word
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from ckptkit.api import Conversion
     from ckptkit.core.options import Options
     from ckptkit.diagnosis.cause import Cause
@@ -92,7 +90,7 @@ def command(
 
 def _one(
     file: str,
-    model: nn.Module | None,
+    model: Any,
     words: list[str],
     read: Options,
     level: str,

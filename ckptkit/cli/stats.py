@@ -71,11 +71,11 @@ def command(
     format = "json" if as_json else "csv" if as_csv else "text"
 
     def look(file: str) -> None:
-        _one(file, globs, everything, depth, fold, sort, format, stored, read, title=titled)
+        title = len(files) > 1 or file not in files  # one of a folder
+        _one(file, globs, everything, depth, fold, sort, format, stored, read, title=title)
 
-    titled = len(files) > 1
     failures: list[CkptkitError] = []
-    for _ in reading.each_of(files, look, failures, walks=False):
+    for _ in reading.each_of(files, look, failures, walks=not as_csv):
         pass
     return failures[0].exit_code if failures else 0
 

@@ -172,6 +172,7 @@ def test_several_files(ckptkit: Ckptkit, tmp_path: Path) -> None:
     blocks = [f"{path}:\n{table}\n" for path, table in zip(paths, alone, strict=True)]
     assert ckptkit("stats", *paths).stdout == "".join(blocks)
     assert ckptkit("stats", tmp_path / "*.pth").stdout == "".join(blocks)
+    assert ckptkit("stats", tmp_path).stdout == "".join(blocks)  # a folder of checkpoints
     found = [json.loads(line) for line in ckptkit("stats", "--json", *paths).stdout.splitlines()]
     assert [each["tensors"][0]["mean"] for each in found] == [0.0, 1.0]
     missing = ckptkit("stats", tmp_path / "no.pth", paths[0])
