@@ -100,8 +100,8 @@ command.add_command(
         ],
         help="""Merge adapters into a base model: SRC is BASE, then each ADAPTER in order.
 
-        An ADAPTER is a folder of peft, or a file of kohya, diffusers or ComfyUI. If a tensor of it
-        has no place in BASE, nothing is written. From folder to folder, ckptkit copies the
+        An ADAPTER is a folder of peft, or a file of kohya, diffusers or ComfyUI. If BASE lacks a
+        tensor that it changes, nothing is written. From folder to folder, ckptkit copies the
         configuration and tokenizer files of BASE.
 
         \b

@@ -146,7 +146,7 @@ def _check(read: Adapter, to: str) -> None:
         if is_odd or any(r not in known and r[:4] not in known for r in module.tensors):
             odd.append(f"{name} ({module.kind})")
     if odd := [*odd, *read.replaced]:
-        raise UnsupportedError(f"the layout {to} has no place for {some(odd)}")
+        raise UnsupportedError(f"the layout {to} cannot store {some(odd)}")
 
 
 def _dotted(
@@ -203,7 +203,7 @@ def _respelled(
         warnings.append("wrote the names of SD 1.5: no name shows whether the U-Net is SDXL's")
     if fused and not any(each.startswith("single_transformer_blocks.") for each in paths):
         if any(module.tensors["A"].shape[1] in _SD3 for _, module in next(iter(fused.values()))):
-            raise UnsupportedError("is of SD 3: its original names are not known")
+            raise UnsupportedError("is of SD 3: ckptkit does not have its original names")
         warnings.append("wrote the original names of Flux: other models have such blocks too")
 
 
@@ -383,7 +383,7 @@ def _magnitude(tensor: Tensor, module: Module, to: str) -> Tensor:
         shape = (1, out, *ones[1:]) if ones[1:] else (out,)  # of convolutions, and of matrices
     else:
         what = f"{module.path} has a magnitude for each column"
-        raise UnsupportedError(f"{what}: the layout {to} has no place for it")
+        raise UnsupportedError(f"{what}: the layout {to} cannot store it")
     return made_of(contiguous(tensor), tensor.dtype, shape)
 
 

@@ -51,7 +51,7 @@ _CONV1D = re.compile(r"(.*\.)?h\.\d+\.(attn|crossattention|mlp)\.(c_attn|q_attn|
 _SMALL = 256  # rows or columns up to which all singular vectors are computed
 _EXTRA, _POWERS = 8, 2  # random products beyond the rank, and power iterations
 _BLOCK = 1 << 20  # elements of a difference that are held at a time
-_LEAST = 1e-6  # of the largest singular value: smaller ones are taken as zero
+_LEAST = 1e-6  # of the largest singular value; smaller values count as zero
 _RANKS = ("r", "lora_alpha", "rank_pattern", "alpha_pattern")
 
 
@@ -68,7 +68,7 @@ class ExtractReport:
     left: list[str] = field(default_factory=list)
     conversion: Conversion | None = None
     norm: float = 0.0  # the square of the norm of all changes
-    rest: float = 0.0  # the square of the norm of what is left of them
+    rest: float = 0.0  # the square of the norm of the remaining changes
 
     @property
     def error(self) -> float:

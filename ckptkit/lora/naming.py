@@ -2,7 +2,7 @@
 
 kohya writes a module's name with underscores. U-Nets, Flux and the text encoder of OpenCLIP have
 two spellings each: the original (sgm, Black Forest Labs), and that of diffusers and transformers.
-Flux and OpenCLIP have q, k and v in one matrix where the others have three. A row of
+Flux and OpenCLIP have q, k and v in one matrix, other models in three. A row of
 `spellings.txt` is a tensor rule with the name of a module in both, and how its rows are cut.
 
 Names of peft are names of the base, except for their prefixes: those of a base without its head

@@ -40,7 +40,7 @@ class Problem(NamedTuple):
 
     @classmethod
     def of(cls, error: CkptkitError, key: str) -> Problem:
-        """Return the problem that an error about one module stands for."""
+        """Return the problem for an error about one module."""
         code = {"shape": "shape", "ambiguous": "no-module"}.get(error.code, "method")
         return cls(code, error.message, error.hint or _NEXT.get(code, HELP), (key,))
 
@@ -89,7 +89,7 @@ def _of_module(adapter: Adapter, key: str) -> Iterator[Problem]:
     module, name = adapter.modules[key], shown(key)
     found: list[tuple[str, str]] = []
     if not module.kind:
-        title = f"{name} has only {quoted(sorted(module.tensors))}: the others are missing"
+        title = f"{name} has only {quoted(sorted(module.tensors))}: the other factors are missing"
         found.append(("pair", title))
     if module.expected is not None and module.rank != module.expected:
         title = f"{name} has rank {module.rank}, and {CONFIG} has {module.expected}"

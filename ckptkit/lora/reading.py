@@ -154,7 +154,7 @@ class Adapter:
 
     @property
     def facts(self) -> dict[str, str]:
-        """What describes the adapter in a line; without what is not recorded."""
+        """The recorded facts about the adapter, for one line of output."""
         facts = {
             "layout": self.layout, "method": self.method, "modules": f"{len(self.modules):,}",
             "rank": ", ".join(map(str, self.ranks)), "base model": self.base or "",

@@ -75,7 +75,7 @@ def config_of(
 ) -> dict[str, Any]:
     """Return the configuration of peft for modules of these ranks and alphas.
 
-    The most frequent rank and alpha are `r` and `lora_alpha`, the others are patterns.
+    The most frequent rank and alpha are `r` and `lora_alpha`; other values are patterns.
     """
     alphas = {name: int(each) if each == int(each) else each for name, each in alphas.items()}
     rank, alpha = (_most(each.values(), default=1) for each in (ranks, alphas))
