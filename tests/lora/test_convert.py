@@ -270,7 +270,7 @@ def test_kinds_that_only_kohya_and_comfy_have(tmp_path: Path) -> None:
         key: each.tobytes() for key, each in load_file(path).items()
     }
     for to in ("peft", "diffusers"):
-        with pytest.raises(UnsupportedError, match=r"no place.*loha"):
+        with pytest.raises(UnsupportedError, match=r"cannot store.*loha"):
             converted(tmp_path, tensors, to)
     with pytest.raises(UnsupportedError, match="baked"):
         converted(tmp_path, tensors, "comfy", bake=True)
