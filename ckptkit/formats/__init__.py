@@ -1,8 +1,7 @@
-"""Bytes -> Checkpoint, and Checkpoint -> Plan: one file or folder for each format.
+"""Read a file or folder into a Checkpoint; plan the file for a Checkpoint.
 
-In: a file or a folder. Out: a Checkpoint from its headers; the plan of a new file. ``format.py`` is
-the contract. `table` lists the formats; there is no other list. Uses core, remote, compute,
-rules, pickles, quantized and publish.
+Each format is a module. ``format.py`` is their interface, `table` their list. Uses core, remote,
+compute, rules, pickles, quantized and publish.
 """
 
 from __future__ import annotations
@@ -57,30 +56,29 @@ from ckptkit.formats.table import (
     TORCH_ZIP,
 )
 
-WHOLE = ("always", "asked")  # of Format.everything
+WHOLE = ("always", "asked")  # values of Format.everything: the format can store the whole tree
 
 
 def match(probe: Probe) -> Format | None:
-    """Return the format that claims a file or folder, None if there is none.
+    """Return the format that recognizes a file or folder, None if no format does.
 
-    A table of parts is for a folder of parts. Raises what is wrong with a container that several
-    formats share.
+    The option `parts` requires a folder. Raises CorruptError if a container that several formats
+    share, such as a zip file, is damaged.
     """
     if probe.options.parts is not None:
         if probe.is_folder:
             return PARALLEL
         raise UsageError(
-            f"is a file, and {typed('--parts', 'parts')} says how the files of a folder go "
-            "together",
+            f"is a file; {typed('--parts', 'parts')} describes the files of a folder",
             where=probe.name,
         )
     return next((format for format in FORMATS if format.matches(probe)), None)
 
 
 def identify(probe: Probe) -> Format:
-    """Identify the format of a file or folder by its content.
+    """Return the format of a file or folder, recognized by its content.
 
-    Raises an InputError that says what it is instead.
+    Raises an InputError that names what the file contains instead.
     """
     found = match(probe)
     if found is not None:
@@ -94,13 +92,13 @@ def identify(probe: Probe) -> Format:
 
 
 def read(place: ByteSource | Folder, options: Options = DEFAULT) -> Checkpoint:
-    """The checkpoint in a file or folder: headers only. Every error says which file."""
+    """Read the headers of a file or folder into a Checkpoint. Every error names the file."""
     probe = Probe(place, options)
     try:
         checkpoint = identify(probe).read(probe)
         source = checkpoint.source
         if probe.is_folder and isinstance(source, ByteSource) and checkpoint.folder is None:
-            inside = source.folder_and_name()  # a file in the folder that was named
+            inside = source.folder_and_name()  # the one file of the folder that contains weights
             folder = None if inside is None else inside[0]
             checkpoint = replace(checkpoint, folder=folder)
         checkpoint = _with_part(checkpoint)
@@ -111,7 +109,7 @@ def read(place: ByteSource | Folder, options: Options = DEFAULT) -> Checkpoint:
         raise error.at(place.name) from error.__cause__
 
 
-# What a file that may be a part has: names of files, entries, and classes in its pickle.
+# Features of a possible shard: its file name, entries of its root, and classes in its pickle.
 _PART_NAMES = re.compile(
     r"world_size_[0-9]+_rank_|layer_[0-9]+-model_|zero_pp_rank_|mp_rank_"
     r"|consolidated\.[0-9]{2}\.pth|model-rank-[0-9]+-part-"
@@ -121,7 +119,7 @@ _PIECES = ("DTensor", "ShardedTensor")
 
 
 def _with_part(checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint with the part of another that its file is; most files are whole."""
+    """Return a checkpoint with its `part` filled in if its file is one rank's; most are not."""
     root, source = checkpoint.root, checkpoint.source
     if not isinstance(source, ByteSource) or not (
         _PART_NAMES.search(os.path.basename(source.name))
@@ -135,25 +133,26 @@ def _with_part(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def check(probe: Probe) -> Iterator[CheckedPart | Defect]:
-    """Yield what can be checked beyond reading, and the findings.
+    """Yield the parts that have checksums, and the defects found.
 
-    Empty where the format has no check of its own.
+    Empty if the format has no check beyond reading.
     """
     format = identify(probe)
     return iter(()) if format.check is None else format.check(probe)
 
 
-TRIED = 64 << 20  # bytes up to which a damaged file is read to its end for a hint
+TRIED = 64 << 20  # bytes; a damaged file up to this size is recovered in memory before a hint
 _SAVES = {
     RECOVER: f"`ckptkit {RECOVER} {{where}} {{new}}` saves the intact tensors",
-    UNVERIFIED: f"`ckptkit {UNVERIFIED} {{where}} {{new}}` saves what is left, perhaps garbage",
+    UNVERIFIED: f"`ckptkit {UNVERIFIED} {{where}} {{new}}` saves the rest, which may be garbage",
 }
 
 
 def recoverable(probe: Probe) -> str:
     """Return the command that recovers part of a damaged file, "" if there is none.
 
-    Reads headers, and tries the command on a small file. Of others, perhaps no tensor is intact.
+    On a local file of at most `TRIED` bytes it tries the command. Otherwise it reads headers only,
+    and the command may find no intact tensor.
     """
     if probe.is_folder:
         return ""
@@ -169,7 +168,7 @@ def recoverable(probe: Probe) -> str:
 
 
 def salvaged(place: ByteSource, unverified: bool = False) -> Recovered | None:
-    """Return what `recover` recovers of a damaged file, None if it can write nothing of it."""
+    """Return the result of `recover` for a damaged file, None if nothing of it can be written."""
     try:
         found = recover(place, unverified=unverified)
         format = for_writing(place.name, keep=found.checkpoint.format)
@@ -180,9 +179,9 @@ def salvaged(place: ByteSource, unverified: bool = False) -> Recovered | None:
 
 
 def recover(place: ByteSource | Folder, *, unverified: bool = False) -> Recovered:
-    """Recover the intact part of a damaged file; with `unverified`, also what cannot be verified.
+    """Recover the intact tensors of a damaged file; with `unverified`, also unverifiable ones.
 
-    Raises CorruptError if nothing is intact, UnsupportedError for other formats.
+    Raises CorruptError if nothing is intact, UnsupportedError if the format has no recovery.
     """
     probe = Probe(place)
     try:
@@ -202,22 +201,22 @@ def recover(place: ByteSource | Folder, *, unverified: bool = False) -> Recovere
         raise error.at(place.name) from error.__cause__
     able = ", ".join(format.name for format in FORMATS if format.recover is not None)
     raise UnsupportedError(
-        "is not of a format that can be recovered", where=place.name, hint=f"these can: {able}"
+        "has a format that cannot be recovered", where=place.name, hint=f"formats that can: {able}"
     )
 
 
 def writable() -> Iterator[Format]:
-    """The formats that can be written."""
+    """Return the formats that can be written."""
     return (format for format in FORMATS if format.layout is not None)
 
 
 def by_name(name: str | None) -> Format | None:
-    """The format called `name`, None if there is none."""
+    """Return the format called `name`, None if there is none."""
     return BY_NAME.get(name or "")
 
 
 def is_folder(name: str) -> bool:
-    """Return whether the format called `name` is a folder that can be written again."""
+    """Return whether the format called `name` is a folder and can be written."""
     format = by_name(name)
     return format is not None and format.is_folder and format.layout is not None
 
@@ -229,10 +228,10 @@ def for_writing(
     *,
     shards: bool = False,
 ) -> Format:
-    """Choose the format to write `path` in: `name`, else by suffix, else the input's (`keep`).
+    """Choose the format of the output `path`: `name`, else by suffix, else the input's (`keep`).
 
-    With `shards` it is a format that writes a folder of shards, safetensors by default. Raises
-    UsageError for a name or suffix without a writer.
+    `shards` requires a format that writes a folder of shards; the default is safetensors. Raises
+    UsageError if the name or suffix is of a format that cannot be written.
     """
     if name is not None:
         return _writer(name, shards)
@@ -254,35 +253,35 @@ def unknown_suffix(path: str | os.PathLike[str]) -> UsageError:
     """Return the error for an output whose suffix names no format."""
     known = ", ".join(BY_SUFFIX)
     return UsageError(
-        "the suffix does not say which format to write",
+        "the suffix does not name a format",
         where=shown_url(os.fspath(path)),
-        hint=f"use one of {known}; {typed('--format torch-zip', 'format=')} writes any name; "
-        f"{typed('--shard-size 5GB', 'shard_size=5 * 10**9')} a folder",
+        hint=f"use one of {known}; {typed('--format torch-zip', 'format=')} accepts any name; "
+        f"{typed('--shard-size 5GB', 'shard_size=5 * 10**9')} writes a folder",
     )
 
 
 def in_folder(name: str) -> str | None:
-    """Return the format of a folder of files of this format, None if there is none."""
+    """Return the name of the format for a folder of such files, None if there is none."""
     format = by_name(name)
     return None if format is None else format.folder_as
 
 
 def of_suffix(path: str | os.PathLike[str]) -> Format | None:
-    """Return the format that the suffix of a path asks for, None if it asks for none."""
+    """Return the writable format whose suffix a path has, None if there is none."""
     lower = os.fspath(path).lower()
     return next((each for suffix, each in BY_SUFFIX.items() if lower.endswith(suffix)), None)
 
 
 def suffixed(path: str | os.PathLike[str]) -> Format | None:
-    """Return the first format, one that is only read too, whose files have the suffix of a path."""
+    """Return the first format whose suffix a path has; formats without a writer are included."""
     lower = os.fspath(path).lower()
     return next((each for each in FORMATS if lower.endswith(each.suffixes)), None)
 
 
 def named(name: str, suffixes: Sequence[str]) -> str:
-    """Return the name of a file with one of the suffixes, the first where it has none of them.
+    """Return `name` with one of the suffixes; if it has none of them, with the first.
 
-    Without any, it is the name of a folder.
+    If `suffixes` is empty, return the name of a folder: `name` without its suffix.
     """
     if suffixes and name.lower().endswith(tuple(suffixes)):
         return name
@@ -291,7 +290,7 @@ def named(name: str, suffixes: Sequence[str]) -> str:
 
 
 def _stem(name: str, suffixes: Iterable[str]) -> str:
-    """Return `name` without the longest of the suffixes that it has."""
+    """Return `name` without the longest of `suffixes` that it ends in."""
     longest = max((each for each in suffixes if name.lower().endswith(each)), key=len, default="")
     stem = name[: len(name) - len(longest)]
     return name if not stem or stem.endswith("/") else stem
@@ -302,9 +301,9 @@ def _sharding(
 ) -> Format:
     if by_suffix is not None and not by_suffix.shards:
         raise UsageError(
-            f"is the name of a file ({by_suffix.name}), and shards are written into a folder",
+            f"is the name of a {by_suffix.name} file; shards need a folder",
             where=shown_url(os.fspath(path)),
-            hint=f"name a folder, or leave out {typed('--shard-size', 'shard_size')}",
+            hint=f"name a folder, or omit {typed('--shard-size', 'shard_size')}",
         )
     return kept if kept is not None and kept.shards else _writer(SHARDED.name)
 
@@ -313,37 +312,36 @@ def _writer(name: str, shards: bool = False) -> Format:
     format = by_name(name)
     if format is None or format.layout is None:
         names = ", ".join(each.name for each in writable())
-        known = "cannot be written" if format is not None else "is not a format that ckptkit knows"
+        known = "cannot be written" if format is not None else "is not a format of ckptkit"
         instead = "" if format is None or not format.unwritten else f"{format.unwritten}; "
         hint = f"{instead}formats that can be written: {names}"
         raise UsageError(f"{name!r} {known}", hint=hint)
     if shards and not format.shards:
         able = ", ".join(each.name for each in writable() if each.shards)
         raise UsageError(
-            f"{name} is a single file, and {typed('--shard-size', 'shard_size')} needs a format of "
-            "folders",
-            hint=f"these can: {able}",
+            f"{name} writes a single file; {typed('--shard-size', 'shard_size')} needs a folder",
+            hint=f"formats of folders: {able}",
         )
     return format
 
 
 def layout(checkpoint: Checkpoint, format: Format, options: Options) -> Plan:
-    """Plan a file of `checkpoint` in `format`. Every error says which checkpoint."""
+    """Plan a file of `checkpoint` in `format`. Every error names the checkpoint."""
     assert format.layout is not None
     if options.all and not options.extras:
         raise UsageError(
-            f"{typed('--all', 'all=True')} keeps the rest in ckptkit's own entry, which "
-            f"{typed('--no-extras', 'extras=False')} leaves out"
+            f"{typed('--all', 'all=True')} stores objects in ckptkit's own entry, which "
+            f"{typed('--no-extras', 'extras=False')} drops"
         )
     if options.all and format.everything not in WHOLE:
         able = ", ".join(each.name for each in writable() if each.everything in WHOLE)
         raise UsageError(
-            f"{format.name} cannot hold a whole checkpoint ({typed('--all', 'all=True')})",
-            hint=f"these can: {able}",
+            f"{format.name} cannot store a whole checkpoint ({typed('--all', 'all=True')})",
+            hint=f"formats that can: {able}",
         )
     try:
         _refuse_blocks(checkpoint, format)
-        # Plain tensors for those of several processes, where the output cannot keep such.
+        # If the output cannot store DTensor and ShardedTensor, plain tensors replace them.
         keeps = options.all or format.everything == "always"
         keeps = keeps and options.objects != "drop"
         if not keeps or format.name != checkpoint.format:
@@ -365,18 +363,18 @@ def layout(checkpoint: Checkpoint, format: Format, options: Options) -> Plan:
                 *argument(checkpoint.name),
                 f"{stem}-weights.safetensors",
             )
-            error.hint = f"for the weights alone: {shell_command(words)}"
+            error.hint = f"to write only the weights: {shell_command(words)}"
         raise error.at(checkpoint.name or "") from error.__cause__
 
 
 def _refuse_blocks(checkpoint: Checkpoint, format: Format) -> None:
-    """Raise UnsupportedError if weights of a GGUF file are in blocks, which only GGUF can hold."""
+    """Raise UnsupportedError if `format` cannot store the quantized blocks of a GGUF file."""
     if checkpoint.format != GGUF.name or format.name == GGUF.name or not checkpoint.selection:
         return
     blocks = Counter(
         each.dtype.name for each in checkpoint.selection.tensors.values() if each.dtype.block > 1
     )
-    from ckptkit import quantized  # only such files pay for it
+    from ckptkit import quantized  # imported only for GGUF files
 
     unread = quantized.find(checkpoint).unread
     if not blocks and not unread:
@@ -386,14 +384,14 @@ def _refuse_blocks(checkpoint: Checkpoint, format: Format) -> None:
     command = ["ckptkit", "convert", *argument(name), out, "--dequantize", "bfloat16"]
     if not unread:
         raise UnsupportedError(
-            f"{plural(blocks.total(), 'tensor')} of the types of GGUF ({', '.join(blocks)}), which "
-            f"{format.name} cannot hold",
-            hint=f"`{shell_command(command)}` makes numbers of them",
+            f"{plural(blocks.total(), 'tensor')} of GGUF types ({', '.join(blocks)}), which "
+            f"{format.name} cannot store",
+            hint=f"`{shell_command(command)}` dequantizes them",
         )
     drops = flatten(("--drop", each.name) for each in unread)
-    hint = f"`{shell_command((*command, *drops))}` leaves it out"
+    hint = f"`{shell_command((*command, *drops))}` drops it"
     if len(unread) > 4 or len(unread) == len(checkpoint.selection.tensors):
-        hint = "--drop leaves such tensors out"
+        hint = "--drop drops such tensors"
     raise UnsupportedError(
         f"{shown(unread[0].name)} cannot be dequantized: {unread[0].reason}"
         + and_more(len(unread) - 1),
@@ -410,9 +408,9 @@ def _is_module(checkpoint: Checkpoint) -> bool:
 
 
 def patch(before: Checkpoint, after: Checkpoint, format: Format, options: Options) -> Patch | None:
-    """Plan the edit in place that makes the file of `before` hold `after`; None if it is large.
+    """Plan an in-place edit that changes the file of `before` to `after`; None if it is too large.
 
-    Every error says which checkpoint.
+    Every error names the checkpoint.
     """
     if format.patch is None:
         return None
@@ -427,7 +425,7 @@ def patch(before: Checkpoint, after: Checkpoint, format: Format, options: Option
 
 
 def holds_program(checkpoint: Checkpoint) -> bool:
-    """Return whether the checkpoint is a program, of which only the weights can be written."""
+    """Return whether the checkpoint is a program. ckptkit writes only the weights of programs."""
     return BY_NAME.get(checkpoint.format, NONE).program
 
 

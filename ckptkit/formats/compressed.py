@@ -1,11 +1,11 @@
-"""A checkpoint of any other format inside gzip, bzip2, xz or zstd, in a tar file, or in both.
+"""Read a checkpoint of another format from a gzip, bzip2, xz, zstd or tar file, or a .tar.gz.
 
-    run.pth.gz, model.safetensors.zst     one file
+    run.pth.gz, model.safetensors.zst     one compressed file
     model.tar.gz, model.nemo              an archive of files, one of which is a checkpoint
 
-A tar file is read where it lies. What is compressed is decompressed once, into a temporary file
-without a name (in ``TMPDIR``), and read from there: a compressed stream cannot be read from the
-middle. Memory does not grow with the file.
+ckptkit reads a tar file in place. It decompresses a compressed file once, into an unnamed temporary
+file in ``TMPDIR``, because a compressed stream cannot be read from the middle. Memory does not grow
+with the file.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ def matches(probe: Probe) -> bool:
 
 
 def read(probe: Probe) -> Checkpoint:
-    """Read the checkpoint inside, in its own format.
+    """Read the checkpoint inside a file, in its own format.
 
-    Raises LimitError for a file that grows too much, and what the format inside raises.
+    Raises LimitError if the decompressed file is too large, and the errors of the inner format.
     """
     method = method_of(probe.head)
     checkpoint = formats.read(_inside(probe), probe.options)
@@ -60,21 +60,21 @@ def read(probe: Probe) -> Checkpoint:
 
 
 def check(probe: Probe) -> Iterator[CheckedPart | Defect]:
-    """Yield the parts to check inside. Raises like `read`."""
+    """Yield the parts of the inner checkpoint that have checksums. Raises like `read`."""
     return formats.check(Probe(_inside(probe)))
 
 
 def _inside(probe: Probe) -> ByteSource:
-    """Decompress a file; of an archive, return the member that is a checkpoint."""
+    """Decompress a file. If it is or contains an archive, return the checkpoint in the archive."""
     if is_archive(probe):
         return _member(probe.source)
     source, method = probe.source, method_of(probe.head)
     assert method is not None
     free = UNPACKED * source.size
     inner, failure = spool(source, method, free + LIMITS.unpacked_free + 1)
-    check_limit(
-        "unpacked_free", inner.size - free, f"bytes inside, {UNPACKED} times the file aside"
-    )
+    # The limit does not apply to what a small compression ratio explains.
+    what = f"bytes inside, beyond {UNPACKED} times the file"
+    check_limit("unpacked_free", inner.size - free, what)
     if failure is not None:
         raise failure
     within = Probe(inner)
@@ -88,7 +88,7 @@ def _inside(probe: Probe) -> ByteSource:
 
 
 def _member(archive: ByteSource) -> ByteSource:
-    """Return the only checkpoint in a tar file, as a folder of its files would be read."""
+    """Return the only checkpoint in a tar file, chosen like a file of a folder."""
     files = {
         name: each.data
         for name, each in read_members(archive, here=True).items()
@@ -103,29 +103,29 @@ def _member(archive: ByteSource) -> ByteSource:
     hint = "unpack it first: `tar -xf {where}`"
     if chosen is not None:
         raise UnsupportedError(
-            f"is an archive of a checkpoint of several files: {quoted(chosen.files)}", hint=hint
+            f"contains a checkpoint of several files: {quoted(chosen.files)}", hint=hint
         )
     if found := [each.files[0] for each in candidates(files)]:
-        raise AmbiguousError(
-            f"is an archive of {len(found)} checkpoints: {quoted(found)}", hint=hint
-        )
-    raise UnsupportedError("is an archive without a checkpoint", hint="`tar -tf {where}` lists it")
+        raise AmbiguousError(f"contains {len(found)} checkpoints: {quoted(found)}", hint=hint)
+    raise UnsupportedError(
+        "is an archive without a checkpoint", hint="`tar -tf {where}` lists its files"
+    )
 
 
 # Decompression
 
 
 _PIECE = 1 << 18
-IN_MEMORY = 16 << 20  # bytes of a decompressed file that are kept in memory
+IN_MEMORY = 16 << 20  # bytes; a decompressed file up to this size stays in memory
 
-# The first bytes of compressed files that can be read.
+# The first bytes of compressed files that ckptkit reads.
 HEADS = {
     b"\x1f\x8b\x08": "gzip",
     b"BZh": "bzip2",
     b"\xfd7zXZ\0": "xz",
     b"\x28\xb5\x2f\xfd": "zstd",
 }
-# Weaker signs: many other files begin like this, such as a tensor of one small integer.
+# Weaker evidence: other files begin with these bytes, too, such as a small integer tensor.
 WEAK_HEADS = {
     b"\x5d\0\0": "xz",
     b"\x78\x01": "zlib",
@@ -133,7 +133,7 @@ WEAK_HEADS = {
     b"\x78\x9c": "zlib",
     b"\x78\xda": "zlib",
 }
-# The first bytes of compressed files that cannot be read.
+# The first bytes of compressed files that ckptkit does not read.
 CLOSED = {
     b"\x04\x22\x4d\x18": "lz4",
     b"7z\xbc\xaf\x27\x1c": "7z",
@@ -142,9 +142,10 @@ CLOSED = {
 
 
 class _Zstd:
-    """A decompressor of zstandard with the interface of zlib's.
+    """A zstandard decompressor with the interface of zlib's.
 
-    It has no limit of output, so that it is fed few bytes: 2 KiB become at most 64 MiB.
+    zstandard does not limit its output, so it gets at most 2 KiB at once, which yield at most 64
+    MiB.
     """
 
     _STEP = 2 << 10
@@ -176,7 +177,7 @@ class _Zstd:
             raise OSError(str(error)) from error
 
 
-# What decompressors of zlib, bz2 and lzma have in common: decompress, eof, unused_data.
+# Decompressors with decompress, eof and unused_data, as in zlib, bz2 and lzma.
 _MACHINES: dict[str, Callable[[], Any]] = {
     "deflate": lambda: zlib.decompressobj(-zlib.MAX_WBITS),
     "zlib": zlib.decompressobj,
@@ -188,14 +189,14 @@ _MACHINES: dict[str, Callable[[], Any]] = {
 
 
 def method_of(head: bytes) -> str | None:
-    """Return the method of compression of a file that begins so, None if it is none of `HEADS`."""
+    """Return the compression method of a file with this head, None if `HEADS` has none."""
     return next((name for start, name in HEADS.items() if head.startswith(start)), None)
 
 
 def pieces(source: ByteSource, method: str) -> Iterator[bytes]:
-    """Yield what a source decompresses to, all its streams if there are several.
+    """Yield the decompressed bytes of a source, which may consist of several streams.
 
-    Raises CorruptError, TruncatedError, and MissingPackageError for zstd without its package.
+    Raises CorruptError, TruncatedError, and MissingPackageError if zstandard is not installed.
     """
     machine = _MACHINES[method]()
     at = 0
@@ -215,12 +216,12 @@ def pieces(source: ByteSource, method: str) -> Iterator[bytes]:
     if not machine.eof:
         raise TruncatedError(
             f"ends inside its {method} stream",
-            hint="the file is cut: download or copy it again",
+            hint="the file is truncated: download or copy it again",
         )
 
 
 def _output(machine: Any, data: bytes) -> Iterator[bytes]:
-    """Yield what some compressed bytes become, in pieces of bounded length."""
+    """Yield the decompressed form of `data` in pieces of at most `_PIECE` bytes."""
     while True:
         piece = machine.decompress(data, _PIECE)
         yield piece
@@ -230,16 +231,16 @@ def _output(machine: Any, data: bytes) -> Iterator[bytes]:
 
 
 def unpack(source: ByteSource, method: str, most: int) -> tuple[bytes, CkptkitError | None]:
-    """Decompress up to `most` bytes of a source into memory; return why more are missing, too."""
+    """Decompress at most `most` bytes into memory; return them and the error that stopped it."""
     found: list[bytes] = []
     failure = _collect(source, method, most, found.append)
     return b"".join(found), failure
 
 
 class Spool(LocalFile):
-    """A decompressed file: a temporary file without a name, which ends with the process.
+    """An unnamed temporary file with decompressed bytes; it disappears when the process ends.
 
-    Worker processes reopen it through the parent's open files, as Linux shows them.
+    On Linux, worker processes reopen it through ``/proc/PID/fd`` of their parent.
     """
 
     def __init__(self, whole: ByteSource, fd: int) -> None:
@@ -250,18 +251,18 @@ class Spool(LocalFile):
         self._identify()
 
     def check_unchanged(self) -> None:
-        """Raise InputChangedError if the compressed file is no longer what was decompressed."""
+        """Raise InputChangedError if the compressed file changed after it was decompressed."""
         assert self.whole is not None
         self.whole.check_unchanged()
 
 
 def spool(source: ByteSource, method: str, most: int) -> tuple[ByteSource, CkptkitError | None]:
-    """Decompress up to `most` bytes of a source: a few MiB into memory, more into a temporary file.
+    """Decompress at most `most` bytes: a few MiB into memory, more into a temporary file.
 
-    Return why more are missing, too. Raises InputError if the folder of temporary files
-    (``TMPDIR``) has no room.
+    Return the source and the error that stopped decompression. Raises InputError if the folder
+    of temporary files (``TMPDIR``) is full.
     """
-    import tempfile  # most files are not compressed
+    import tempfile  # imported only for compressed files
 
     try:
         with tempfile.SpooledTemporaryFile(IN_MEMORY) as file:
@@ -271,12 +272,12 @@ def spool(source: ByteSource, method: str, most: int) -> tuple[ByteSource, Ckptk
         raise InputError(
             f"cannot be decompressed into a temporary file: {error.strerror}",
             where=source.name,
-            hint="the variable TMPDIR names a folder with more room",
+            hint="set the variable TMPDIR to a folder with more free space",
         ) from error
 
 
 def _kept(source: ByteSource, file: SpooledTemporaryFile[bytes]) -> ByteSource:
-    """Return what was decompressed as a source of its own."""
+    """Return the decompressed bytes as a source of their own."""
     if file.tell() > IN_MEMORY:
         file.flush()
         return Spool(source, os.dup(file.fileno()))
@@ -289,7 +290,7 @@ def _kept(source: ByteSource, file: SpooledTemporaryFile[bytes]) -> ByteSource:
 def _collect(
     source: ByteSource, method: str, most: int, keep: Callable[[bytes], object]
 ) -> CkptkitError | None:
-    """Hand up to `most` decompressed bytes to `keep`, and return why more are missing."""
+    """Pass at most `most` decompressed bytes to `keep`; return the error that stopped it."""
     left = most
     try:
         for piece in pieces(source, method):

@@ -1,16 +1,16 @@
-"""torch.distributed.checkpoint (DCP): a folder where each process writes its part of the tensors.
+"""Read and write torch.distributed.checkpoint (DCP) folders, to which each rank writes its shards.
 
     .metadata                  the entries, their chunks and the place of each: :mod:`dcp_metadata`
     __<rank>_<n>.distcp        the chunks and values
-    meta.pt                    written by Lightning next to them: a torch file with all the rest
+    meta.pt                    by Lightning: a torch file with everything else
 
-Without collectives each rank writes a ``__<rank>.metadata`` of its own instead.
-HuggingFaceStorageWriter writes nothing but ``shard-<rank>-model-<file>-of-<files>.safetensors``:
-no metadata. A ``.metadata.tmp`` remains after an interrupted save.
+Without collectives each rank writes its own ``__<rank>.metadata`` instead.
+HuggingFaceStorageWriter writes only ``shard-<rank>-model-<file>-of-<files>.safetensors``, without
+metadata. An interrupted save leaves a ``.metadata.tmp``.
 
-A state_dict is flattened to be saved: :mod:`dcp_metadata`. Read back, it is what torch's
-`dcp_to_torch_save` gives: dicts and lists, and tensors on the CPU, assembled from their chunks.
-Values that are not tensors are as they were saved.
+torch flattens a state_dict before it saves it: see :mod:`dcp_metadata`. Reading returns what
+torch's `dcp_to_torch_save` writes: dicts, lists, and CPU tensors assembled from their chunks.
+Values that are not tensors are returned as saved.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ _SHARDING, _SAVED = "DCP_SHARDING_INFO", "saved_offsets"
 
 
 def matches(probe: Probe) -> bool:
-    """Return whether this is a DCP folder, finished or not, or the `.metadata` in it."""
+    """Return whether this is a DCP folder, complete or not, or the `.metadata` of one."""
     if probe.is_folder:
         return any(map(_OURS.fullmatch, probe.names))
     return os.path.basename(probe.name) == NAME and probe.source.folder_and_name() is not None
@@ -86,39 +86,39 @@ def matches(probe: Probe) -> bool:
 
 # The data files.
 #
-#     __<rank>_<n>.distcp        items one after another, values first; each item is a whole archive
-#                                of torch.save of one tensor (a chunk of one) or value, its offsets
-#                                relative to its own first byte
+# __<rank>_<n>.distcp        concatenated items, values first. Each item is a complete torch.save
+# archive of one value, or of one tensor, which is one chunk. Offsets in an archive count from its
+# own first byte.
 #
-# With safetensors as the serialization, values are followed by one safetensors file with all
-# tensors instead, each under its name in the state_dict. `.metadata` then gives the offset of that
-# file for each of them and not their own, which its header has; the place of a chunk is in
+# If the serialization is safetensors, one safetensors file with all tensors, by their names in the
+# state_dict, follows the values instead. `.metadata` then gives the offset of that file for each
+# tensor; the file's header has the tensor's own offset. The offsets of a chunk are in
 # ``__metadata__``, as JSON: {name: {"saved_offsets": [...]}}.
 # (torch/distributed/checkpoint/filesystem.py, `_write_item`)
 #
-# HuggingFaceStorageWriter writes such files alone, with flat names. The size of a tensor is not
-# stored: it reaches as far as its chunks do. (torch/distributed/checkpoint/hf_storage.py)
+# HuggingFaceStorageWriter writes only such files, with flat names. They do not store the size of a
+# tensor; it ends where its chunks end. (torch/distributed/checkpoint/hf_storage.py)
 
 
 class ShardHeader(NamedTuple):
-    """The tensors of a safetensors file, and their offsets in the whole where the file has them."""
+    """The tensors of a safetensors file, and the offsets of chunks in their tensors, if stored."""
 
     tensors: Mapping[str, Node]
     offsets: Mapping[str, Shape]
 
 
 class ItemFiles:
-    """The data files of a folder, opened on demand."""
+    """The data files of a folder; each is opened when it is first needed."""
 
     def __init__(self, folder: Folder) -> None:
         self.folder = folder
-        self._headers: dict[tuple[str, int], ShardHeader] = {}  # of safetensors files, by place
+        self._headers: dict[tuple[str, int], ShardHeader] = {}  # by file name and offset
 
     def index(self, names: frozenset[str]) -> DcpIndex:
-        """Return the index: of one `.metadata`, those of all ranks, or safetensors headers."""
+        """Return the index from `.metadata`, that of each rank, or safetensors headers."""
         ranks = sorted((int(n[1]), name) for name in names if (n := _OF_RANK.fullmatch(name)))
         if NAME in names and ranks:
-            raise AmbiguousError(f"has a {NAME} and a {ranks[0][1]}: two saves in one folder")
+            raise AmbiguousError(f"contains {NAME} and {ranks[0][1]}: two saves in one folder")
         if NAME in names or ranks:
             found = []
             for name in [NAME] if NAME in names else [name for _, name in ranks]:
@@ -132,7 +132,7 @@ class ItemFiles:
         if not shards:
             raise FormatError(
                 f"has no {NAME}: the save did not finish, or the file was not copied",
-                hint="copy it if it exists: names that begin with a dot are easily missed",
+                hint="copy it if it exists: names that begin with a dot are easily overlooked",
             )
         tensors: dict[str, tuple[DType, list[Chunk]]] = {}
         for name in shards:
@@ -146,8 +146,8 @@ class ItemFiles:
             shape = tuple(map(max, zip(*ends, strict=True)))
             entries[name] = Whole(dtype, shape, tuple(c for c in chunks if 0 not in c.sizes))
         open_end = (
-            "the shards do not store the shapes of whole tensors: a missing last shard would not "
-            "be noticed"
+            "the shards do not store the shapes of whole tensors: ckptkit cannot detect a missing "
+            "last shard"
         )
         return DcpIndex(entries, {}, (open_end,))
 
@@ -156,20 +156,20 @@ class ItemFiles:
         for name, node in shard.tensors.items():
             tensor = as_tensor(node)
             if tensor is None:
-                raise FormatError(f"holds {shown(name)}, which is not a tensor")
+                raise FormatError(f"contains {shown(name)}, which is not a tensor")
             rank = len(tensor.shape)
             offsets = shard.offsets.get(name, (0,) * rank)
             dtype, chunks = found.setdefault(name, (tensor.dtype, []))
             if dtype != tensor.dtype or any(len(each.sizes) != rank for each in chunks):
                 raise CorruptError(
-                    f"holds {shown(name)} with another dtype or rank than earlier shards"
+                    f"contains {shown(name)} with another dtype or rank than earlier shards"
                 )
             if len(offsets) != rank:
-                raise CorruptError(f"holds {shown(name)} of {rank} dimensions at {offsets}")
+                raise CorruptError(f"contains {shown(name)} of {rank} dimensions at {offsets}")
             chunks.append(Chunk(offsets, tensor.shape, Place(file, 0, tensor.nbytes)))
 
     def check(self, places: Iterable[Place]) -> None:
-        """Raise CorruptError unless every item is inside its file and overlaps no other."""
+        """Raise CorruptError unless every item is inside its file and no two items overlap."""
         by_file: dict[str, set[Place]] = {}
         for place in places:
             by_file.setdefault(place.file, set()).add(place)
@@ -177,14 +177,14 @@ class ItemFiles:
         if missing:
             raise CorruptError(
                 f"{len(missing):,} of {len(by_file):,} files are missing: {listed(missing)}",
-                hint="the save did not finish, or not every file was copied: copy the missing ones",
+                hint="the save did not finish, or files were not copied: copy the missing ones",
             )
         for name, held in by_file.items():
             file = self.folder.open(name)
             end = start = -1
             for place in sorted(held):
-                Section(file, place.offset, place.length)  # which must be there
-                # The tensors of a safetensors file have one offset.
+                Section(file, place.offset, place.length)  # raises if the file is too short
+                # All tensors of a safetensors file have the offset of the file.
                 shared = place.offset == start and not self.is_archive(place)
                 if place.offset < end and not shared:
                     raise CorruptError(
@@ -193,7 +193,7 @@ class ItemFiles:
                 start, end = place.offset, max(end, place.offset + place.length)
 
     def is_archive(self, place: Place) -> bool:
-        """Return whether the item begins like an archive of torch.save."""
+        """Return whether an item begins like a torch.save archive."""
         return self.folder.open(place.file).read(place.offset, min(4, place.length)) == MAGIC
 
     def probe(self, place: Place) -> Probe:
@@ -201,7 +201,7 @@ class ItemFiles:
 
     @contextmanager
     def reading(self, name: str, place: Place) -> Iterator[None]:
-        """Name the item in errors raised inside."""
+        """Add the item and its file to errors that are raised inside."""
         try:
             yield
         except CkptkitError as error:
@@ -212,13 +212,13 @@ class ItemFiles:
         """Return the value that torch.save wrote at a place."""
         probe = self.probe(place)
         if not is_torch_zip(probe):
-            raise CorruptError("an archive of torch.save is missing there")
+            raise CorruptError("the item is not a torch.save archive")
         return torch_zip.read(probe)
 
     def chunk(self, name: str, dtype: DType, chunk: Chunk) -> Tensor:
-        """Return the tensor that holds a chunk.
+        """Return the tensor that contains a chunk.
 
-        Raises CorruptError where it contradicts the metadata.
+        Raises CorruptError if it contradicts the metadata.
         """
         place = chunk.place
         if self.is_archive(place):
@@ -226,11 +226,11 @@ class ItemFiles:
         else:
             held = self.header(place.file, place.offset)
             if held.offsets.get(name, chunk.offsets) != chunk.offsets:
-                raise CorruptError("the file holds another chunk of it")
+                raise CorruptError("the file contains another chunk of it")
             node = held.tensors.get(name)
         tensor = as_tensor(node)
         if tensor is None:
-            raise CorruptError("it is not there")
+            raise CorruptError("it is missing")
         if (tensor.dtype, tensor.shape) != (dtype, chunk.sizes):
             raise CorruptError(
                 f"it is {tensor.dtype} {tensor.shape}, but {dtype} {chunk.sizes} in .metadata"
@@ -240,7 +240,7 @@ class ItemFiles:
         return tensor
 
     def header(self, file: str, offset: int = 0) -> ShardHeader:
-        """Return the header of the safetensors file from an offset to the end of a file."""
+        """Return the header of the safetensors file from `offset` to the end of `file`."""
         if (file, offset) not in self._headers:
             source = self.folder.open(file)
             read = safetensors.read(Probe(Section(source, offset, source.size - offset)))
@@ -262,7 +262,7 @@ class ItemFiles:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChunkRecord:
-    """The plain bytes of a chunk, whose file is opened when they are needed."""
+    """The plain bytes of a chunk, whose file is opened when the bytes are needed."""
 
     files: ItemFiles
     name: str
@@ -280,14 +280,14 @@ class ChunkRecord:
 
 
 def _assembled(files: ItemFiles, name: str, entry: Whole) -> tuple[Arranged, Shape]:
-    """Return the bytes of a whole tensor made of chunks, and its strides.
+    """Return the bytes of a whole tensor, assembled from chunks, and its strides.
 
-    These are those of the tensor that was saved, where it is dense in memory (channels_last,
-    transposed); row-major for anything else, such as an expanded tensor.
+    The strides are those of the saved tensor if it was dense in memory (channels_last, transposed);
+    otherwise, as for an expanded tensor, row-major.
     """
     shape, dtype, saved = entry.shape, entry.dtype, entry.stride
     stride = contiguous_stride(shape)
-    order = tuple(range(len(shape)))  # of the axes in memory, outermost first
+    order = tuple(range(len(shape)))  # axes by their order in memory, outermost first
     if saved is not None and 0 not in shape:
         by_stride = tuple(sorted(order, key=lambda axis: -saved[axis]))
         dense = contiguous_stride(tuple(shape[axis] for axis in by_stride))
@@ -318,11 +318,11 @@ def _assembled(files: ItemFiles, name: str, entry: Whole) -> tuple[Arranged, Sha
     return Arranged(records, tuple(copies), itemsize, dtype.nbytes(prod(shape))), stride
 
 
-# The folder as the nested state_dict, tensors on demand.
+# Reading the nested state_dict
 
 
 def read(probe: Probe) -> Checkpoint:
-    """Read a DCP folder: open every file and read all values; of the tensors, the metadata alone.
+    """Read a DCP folder: the metadata of tensors, and all other values.
 
     The header of a chunk is compared with the metadata when its bytes are located.
     """
@@ -347,7 +347,7 @@ def read(probe: Probe) -> Checkpoint:
             record, stride = _assembled(files, name, entry)
             storage = Storage(record)
             known = storages.setdefault(entry, storage)
-            # Two tensors that are the same bytes of the files share a storage.
+            # Tensors with the same bytes in the files share a storage.
             if entry.chunks and all(files.is_archive(each.place) for each in entry.chunks):
                 storage = known
             node = Tensor(storage, entry.dtype, entry.shape, stride)
@@ -358,7 +358,7 @@ def read(probe: Probe) -> Checkpoint:
         globals_ |= reader.globals
         warnings += [within(EXTRA, warning) for warning in extra.warnings]
         if not isinstance(extra.root, dict):
-            raise FormatError("does not hold a dict", where=extra.name)
+            raise FormatError("does not contain a dict", where=extra.name)
         for key, node in extra.root.items():
             if key in nest.root:
                 raise AmbiguousError(f"the entry {key!r} is in two files, {NAME} and {EXTRA}")
@@ -367,18 +367,18 @@ def read(probe: Probe) -> Checkpoint:
     unused = sorted(name for name in names if name.endswith(".distcp") and name not in used)
     if unused:
         warnings.append(
-            f"nothing refers to {len(unused):,} of its data files, of other saves or empty: "
-            f"{listed(unused)}"
+            f"nothing refers to {len(unused):,} of its data files, which are empty or from other "
+            f"saves: {listed(unused)}"
         )
     if any(name.endswith(".metadata.tmp") for name in names):
-        warnings.append("a later save was interrupted, and may have replaced some of the data")
+        warnings.append("a later save was interrupted and may have overwritten some of the data")
     return Checkpoint(
         nest.finished(), DCP.name, folder, globals=tuple(globals_), warnings=tuple(warnings)
     )
 
 
 def _folder_of(probe: Probe) -> Folder:
-    """Return the folder, or the folder of the `.metadata` that was named."""
+    """Return the folder, or the folder of the `.metadata` that the user named."""
     if probe.is_folder:
         return probe.folder
     place = probe.source.folder_and_name()
@@ -387,7 +387,7 @@ def _folder_of(probe: Probe) -> Folder:
 
 
 def _places(index: DcpIndex) -> Iterator[Place]:
-    """Yield the places of all items that the metadata describe."""
+    """Yield the place of every item in the metadata."""
     for entry in index.entries.values():
         if isinstance(entry, Place):
             yield entry
@@ -396,10 +396,10 @@ def _places(index: DcpIndex) -> Iterator[Place]:
 
 
 def check(probe: Probe) -> Iterator[CheckedPart | Defect]:
-    """Yield every item whose file exists. Raises what is wrong with the metadata.
+    """Yield the parts of every item whose file exists. Raises the errors of the metadata.
 
-    Items are archives of torch.save, with a CRC-32 for each record, or are in a safetensors file,
-    which has none.
+    Items are torch.save archives, with a CRC-32 for each record, or tensors of a safetensors file,
+    which has no checksums.
     """
     folder = _folder_of(probe)
     files = ItemFiles(folder)
@@ -437,9 +437,9 @@ def check(probe: Probe) -> Iterator[CheckedPart | Defect]:
 
 
 def pickles(probe: Probe) -> Iterator[Found] | None:
-    """Yield the pickles of a DCP file; None for files without metadata beside them.
+    """Yield the pickles of a DCP file; None if there is no metadata beside it.
 
-    A data file is one archive after another: without the metadata only the last one would be found.
+    A data file consists of concatenated archives. Without the metadata, only the last one is found.
     """
     if probe.is_folder:
         return None
@@ -463,13 +463,13 @@ def pickles(probe: Probe) -> Iterator[Found] | None:
     return iter(parts) if parts else None
 
 
-# Plan a folder that torch.distributed.checkpoint loads, in any number of processes.
+# Writing a folder that torch.distributed.checkpoint loads, in any number of ranks
 #
 #     .metadata         protocol 2; every tensor is one chunk
-#     __0_0.distcp      archives of torch.save, one for each entry: values first, then tensors,
+#     __0_0.distcp      torch.save archives, one for each entry: values first, then tensors,
 #                       contiguous and on the CPU
 #
-# Tensors that are the same elements of one storage are stored once, under all their names.
+# Tensors with the same elements of one storage are stored once, under all their names.
 
 
 DATA = "__0_0.distcp"
@@ -477,16 +477,16 @@ VERSION = "1.0.0"
 
 
 def layout(checkpoint: Checkpoint, options: Options) -> Plan:
-    """Plan a folder with the whole tree, nested as it is.
+    """Plan a folder with the whole nested tree.
 
-    Raises CollisionError for two entries whose keys, joined by dots, are one name; UsageError for a
-    root that is not a dict and holds no weights; UnsupportedError for pieces of ranks; and what the
-    pickle writer raises.
+    Raises CollisionError if the keys of two entries, joined by dots, are equal; UsageError if the
+    root is not a dict and has no weights; UnsupportedError for one rank's piece of a tensor; and
+    the errors of the pickle writer.
     """
     root, notes = checkpoint.root, list[str]()
     if not isinstance(root, dict):
         values, left = leftovers(checkpoint)
-        root, notes = dict(checkpoint.weights), [*left, *(f"left out: {name}" for name in values)]
+        root, notes = dict(checkpoint.weights), [*left, *(f"dropped: {name}" for name in values)]
     if options.objects == "drop":
         root, dropped = without_objects(root)
         notes += dropped
@@ -498,10 +498,10 @@ def layout(checkpoint: Checkpoint, options: Options) -> Plan:
         if (tensor := as_tensor(node)) is not None and _is_saved_as_tensor(tensor)
     }
     places: dict[str, Place] = {}
-    stored: dict[object, Place] = {}  # of tensors by their elements
+    stored: dict[object, Place] = {}  # by the elements of a tensor
     segments: list[Segment] = []
     noted: list[str] = []
-    size = sums = 0  # sums: checksums with a number
+    size = sums = 0  # sums: the next number of a checksum
     for name in (*(name for name in flat.entries if name not in tensors), *tensors):
         node = flat.entries[name][1]
         if name in tensors:
@@ -522,29 +522,29 @@ def layout(checkpoint: Checkpoint, options: Options) -> Plan:
         size += file.size
         noted += plan.notes
     notes += dict.fromkeys(noted)
-    # What torch's flattening cannot represent.
+    # Flattening loses these.
     if flat.empty:
-        notes.append(f"left out, as torch does: dicts without entries ({_some(flat.empty)})")
-    if flat.texts:
-        said = "keys that are not texts were written as texts, as torch does"
-        notes.append(f"{said}: {_some(flat.texts)}")
+        notes.append(f"dropped, as in torch: dicts without entries ({_some(flat.empty)})")
+    if flat.stringified:
+        what = "keys that are not strings were written as strings, as in torch"
+        notes.append(f"{what}: {_some(flat.stringified)}")
     if flat.attributes:
-        notes.append(f"left out: attributes such as _metadata of {_some(flat.attributes)}")
+        notes.append(f"dropped: attributes such as _metadata of {_some(flat.attributes)}")
     if names := [(name,) for name in checkpoint.extras if name != "format"]:
-        notes.append(f"left out: the metadata of the container ({_some(names)})")
+        notes.append(f"dropped: the metadata of the container ({_some(names)})")
     metadata = write_pickle(_metadata(flat, tensors, places), lambda typed: ()).data
     files = OutputFile(NAME, (metadata,)), OutputFile(DATA, tuple(segments), keeps_sums=True)
     return Plan(files, tuple(notes), len(tensors))
 
 
 def _is_saved_as_tensor(tensor: Tensor) -> bool:
-    """Return whether torch would save it as a tensor: its bytes are the whole value."""
+    """Return whether torch saves it as a tensor, because its bytes are its whole value."""
     plain = tensor.storage is not None and tensor.layout == "strided" and tensor.kind != "ndarray"
     return plain and tensor.dtype.kind != "quantized" and tensor.dtype.bits % 8 == 0
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """Copy the elements in row-major order into a storage of their own on the CPU."""
+    """Return a row-major CPU tensor of the same elements, with its own storage."""
     record, storage = contiguous(tensor), tensor.storage
     crc = storage.crc32 if storage is not None and record is storage.record else None
     return Tensor(
@@ -553,7 +553,7 @@ def _plain(tensor: Tensor) -> Tensor:
 
 
 def _renumbered(segments: Iterable[Segment], by: int) -> Iterator[Segment]:
-    """Shift the checksum numbers of an archive's segments to those of the whole file."""
+    """Add `by` to the checksum numbers of an archive that follows others in a file."""
     for segment in segments:
         if isinstance(segment, Checksummed):
             yield Checksummed(segment.extent, segment.number + by)
@@ -607,14 +607,14 @@ def _size(shape: Shape) -> Object:
 
 
 def _object(name: str, state: Node = None, module: str = METADATA) -> Object:
-    """Make an object as pickle does: without its constructor, then filled."""
+    """Return an object with a state, made without its constructor, like pickle's."""
     made = Object(Global(module, name), new=True)
     if state is not None:
         made.steps.append(("build", state))
     return made
 
 
-# A data file of a DCP folder, named alone: items in a row, which the folder's metadata locate.
+# A data file that the user named alone: only the folder's metadata locates its items
 
 
 _RANK = re.compile(r"__([0-9]{1,9})_[0-9]{1,9}\.distcp")
@@ -627,12 +627,12 @@ def matches_shard(probe: Probe) -> bool:
 def read_shard(probe: Probe) -> Checkpoint:
     """Raise UnsupportedError with the command for the folder."""
     part = part_of(probe)
-    missing = "" if part.folder else ", and no .metadata, which locates them, is beside it"
+    missing = "" if part.folder else "; no .metadata, which locates them, is beside it"
     raise part.refusal(f"its tensors cannot be read alone{missing}")
 
 
 def part_of(probe: Probe) -> PartOf:
-    """Return which part of which folder the file is; the folder is None without metadata."""
+    """Describe the file as a shard of its folder. The folder is None if it has no metadata."""
     found = _RANK.fullmatch(os.path.basename(probe.name))
     which = f"a data file of rank {int(found[1]):,}" if found else "a data file"
     folder = folder_beside(probe.name) if _has_metadata(probe) else None

@@ -1,19 +1,19 @@
-"""The `.metadata` of a torch.distributed.checkpoint folder: pickled dataclasses, never executed.
+"""Parse the `.metadata` of a torch.distributed.checkpoint folder, without executing its pickle.
 
     Metadata.state_dict_metadata  {name: TensorStorageMetadata(properties, size, chunks)
                                          | BytesStorageMetadata()}
     Metadata.storage_data         {MetadataIndex(name, offset, index):
                                          _StorageInfo(relative_path, offset, length)}
     Metadata.planner_data         {name: path in the nested state_dict}, or None; other planners
-                                  have other data
+                                  store other data
     Metadata.storage_meta, version                                   (2.5 and later; not used)
 
     TensorProperties              state (dtype, layout, requires_grad, memory format, pin_memory);
                                   since torch 2.15 followed by strides, a tuple or None
     ChunkStorageMetadata          offsets and sizes in elements, each a torch.Size
 
-Objects are made by ``__new__`` and filled from a dict, from which attributes that are None may be
-missing. The offset of a MetadataIndex is that of the chunk, None for a value.
+The pickle creates objects with ``__new__`` and sets their state, a dict that may omit attributes
+that are None. The offset of a MetadataIndex is that of the chunk; for a value it is None.
 (torch/distributed/checkpoint/metadata.py, filesystem.py)
 """
 
@@ -60,12 +60,12 @@ _CLASSES = frozenset({
     (_SHARDED, "TensorProperties"),
     (_SHARDED, "MEM_FORMAT_ENCODING"),
 })  # fmt: skip
-_PROPERTIES = (5, 6)  # fields of TensorProperties, before torch 2.15 and since
-_SHOWN = 80  # characters of a name in a message
+_PROPERTIES = (5, 6)  # number of fields of TensorProperties before torch 2.15, and since
+_SHOWN = 80  # maximum characters of a name in a message
 
 
 class Place(NamedTuple):
-    """The place of an item in the folder: a range of bytes of a file."""
+    """The place of an item in the folder: a byte range of a file."""
 
     file: str
     offset: int
@@ -73,7 +73,7 @@ class Place(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """A box of a tensor, in elements, and its place."""
+    """A box of a tensor (offsets and sizes in elements), and the place of its bytes."""
 
     offsets: Shape
     sizes: Shape
@@ -82,10 +82,10 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """A tensor and its chunks, without empty ones.
+    """A tensor and its chunks, without empty chunks.
 
-    ``stride`` is that of the tensor that was saved, None where the file does not have it; ``odd``
-    is the reason why its elements cannot be assembled, if they cannot.
+    ``stride`` is that of the saved tensor, None if the metadata omits it. ``odd`` is the reason why
+    the elements cannot be assembled, "" if they can.
     """
 
     dtype: DType
@@ -95,11 +95,11 @@ class Whole:
     odd: str = ""
 
 
-Entry = Whole | Place  # a Place is that of a value
+Entry = Whole | Place  # a tensor, or the place of another value
 
 
 class DcpIndex(NamedTuple):
-    """The content of a `.metadata`: entries by flat name, and their paths in the nested tree."""
+    """A parsed `.metadata`: entries by flat name, and their paths in the nested tree."""
 
     entries: dict[str, Entry]
     paths: dict[str, Path]
@@ -107,20 +107,20 @@ class DcpIndex(NamedTuple):
 
 
 def is_metadata(name: str) -> bool:
-    """Return whether a file of this name has metadata: of all ranks, or of one."""
+    """Return whether a file name is that of metadata, for all ranks or for one."""
     return _NAMES.fullmatch(name) is not None
 
 
 def read_metadata(source: ByteSource) -> DcpIndex:
     """Read a `.metadata` file.
 
-    Raises UnsafeGlobalError for a name that is not in the allowlist; AmbiguousError, CorruptError,
-    FormatError, UnsupportedError, LimitError, and what the pickle machine raises.
+    Raises UnsafeGlobalError if it names a function or a class of Python itself; AmbiguousError,
+    CorruptError, FormatError, UnsupportedError, LimitError, and the errors of the pickle machine.
     """
     pickled = unpickle(source)
     if pickled.stop != source.size:
         raise AmbiguousError(
-            f"goes on for {source.size - pickled.stop:,} bytes after its pickle has ended"
+            f"has {source.size - pickled.stop:,} bytes after the end of its pickle"
         )
     warnings = [*pickled.warnings, *_check_names(pickled.globals)]
     fields = _fields(pickled.root, None)
@@ -136,32 +136,33 @@ def read_metadata(source: ByteSource) -> DcpIndex:
         except CkptkitError as error:
             error.message = f"{shown(key_text(name))}: {error.message}"
             raise
-    # Paths of names in the nested tree; a name without a path is its own path.
+    # planner_data maps each name to its path in the nested tree.
     paths = fields.get("planner_data")
     if paths is not None and not isinstance(paths, dict):
         warnings.append(
-            "no planner data of torch: the nesting of the state_dict is unknown, names stay flat"
+            "its planner data is not torch's: the nesting of the state_dict is unknown, so names "
+            "stay flat"
         )
     paths = paths if isinstance(paths, dict) else {}
     for name, path in paths.items():
         is_path = isinstance(path, tuple) and path
         if not is_path or any(type(key) not in (str, int) for key in path):
             raise FormatError(
-                f"the path of {shown(key_text(name))} has keys other than texts and numbers"
+                f"the path of {shown(key_text(name))} has keys other than strings and integers"
             )
         check("depth", len(path), "levels of values")
     return DcpIndex(entries, paths, tuple(warnings))
 
 
 def _check_names(names: tuple[Global, ...]) -> list[str]:
-    """Refuse names of functions and of Python itself; return warnings about other classes."""
+    """Raise UnsafeGlobalError for functions and Python's own classes; warn about other classes."""
     unknown = []
     for name in names:
         if (name.module, name.name) in _CLASSES:
             continue
         if is_foreign(name):
             raise UnsafeGlobalError(
-                f"names {name}, which is not in the allowlist",
+                f"names {name}, which is not allowlisted",
                 hint="torch would call it: do not load this folder with torch",
             )
         if name.module not in ("torch", "torch.serialization", "pathlib", "pathlib._local"):
@@ -169,24 +170,24 @@ def _check_names(names: tuple[Global, ...]) -> list[str]:
     if not unknown:
         return []
     some = ", ".join(unknown[:4]) + (", ..." if len(unknown) > 4 else "")
-    return [f"the .metadata name classes of other packages, which are ignored: {some}"]
+    return [f"the .metadata names classes of other packages, which are ignored: {some}"]
 
 
 # Objects and their fields
 
 
 def _fields(node: Node, name: str | None) -> Mapping[Node, Node]:
-    """Return the attributes of an object of the class called `name`; of any class for None."""
+    """Return the attributes of an object of the class `name`; None accepts any class."""
     made = node.global_ if isinstance(node, Object) and node.new else None
     if (
         made is None
         or not isinstance(node, Object)
         or (name is not None and ((made.module, made.name) not in _CLASSES or made.name != name))
     ):
-        raise FormatError(f"holds something other than {name or 'a Metadata object'}")
+        raise FormatError(f"contains something other than {name or 'a Metadata object'}")
     state = getattr(node, "state", None)
     if not isinstance(state, dict):
-        raise FormatError(f"holds {made.name} without its fields")
+        raise FormatError(f"contains {made.name} without its fields")
     return state
 
 
@@ -195,24 +196,24 @@ def _mapping(fields: Mapping[Node, Node], name: str) -> dict[Node, Node]:
     if isinstance(found, Pairs):
         raise AmbiguousError(f"its {name} has repeated keys")
     if not isinstance(found, dict):
-        raise FormatError(f"its {name} is not a mapping")
+        raise FormatError(f"its {name} is not a dict")
     return found
 
 
 def _text(node: Node, what: str) -> str:
     if not isinstance(node, str):
-        raise FormatError(f"{what} is not a text")
+        raise FormatError(f"{what} is not a string")
     return node
 
 
 def _integer(node: Node, what: str) -> int:
     if type(node) is not int or node < 0 or node >> 63:
-        raise CorruptError(f"{what} is not a number from 0 to 2**63")
+        raise CorruptError(f"{what} is not an integer from 0 to 2**63 - 1")
     return node
 
 
 def _size(node: Node, what: str) -> Shape:
-    """Return a torch.Size, or a tuple or list in its place, as a tuple."""
+    """Return a torch.Size, or a tuple or list instead of it, as a tuple."""
     if isinstance(node, Object) and node.global_ == _SIZE and len(node.args) == 1:
         node = node.args[0]
     if not isinstance(node, (tuple, list)):
@@ -236,7 +237,7 @@ def _places(stored: Mapping[Node, Node]) -> Places:
             raise AmbiguousError(f"{shown(name)} is stored twice")
         if fields.get("transform_descriptors"):
             raise UnsupportedError(
-                f"{shown(name)} is stored with an extension of torch (mostly compression)",
+                f"{shown(name)} was saved with a torch extension (usually compression)",
                 hint="load it with torch.distributed.checkpoint and save it without extensions",
             )
         found[name, offset] = Place(
@@ -291,14 +292,14 @@ def _place(places: Places, name: str, offsets: Shape | None) -> Place:
     return found
 
 
-# The metadata of a whole folder
+# The metadata of several ranks
 
 
 def merged(ranks: Sequence[DcpIndex]) -> DcpIndex:
-    """Merge the metadata that several ranks wrote independently: the chunks of all.
+    """Merge the metadata that each rank wrote by itself; a tensor has the chunks of all ranks.
 
-    An entry that several have is taken from the first: it is the same for replicated tensors, and
-    need not be for values. Raises AmbiguousError where they contradict each other.
+    If several ranks saved a value, the first one's is used: replicated values are equal, others may
+    differ. Raises AmbiguousError if ranks disagree about a tensor.
     """
     if len(ranks) == 1:
         return ranks[0]
@@ -319,19 +320,19 @@ def merged(ranks: Sequence[DcpIndex]) -> DcpIndex:
                 chunks = {(each.offsets, each.sizes): each for each in entry.chunks + known.chunks}
                 entries[name] = replace(known, chunks=tuple(chunks.values()))
             else:
-                raise AmbiguousError(f"{shown(name)} is described differently by several ranks")
+                raise AmbiguousError(f"several ranks describe {shown(name)} differently")
     warnings = list(flatten(rank.warnings for rank in ranks))
     if own:
         warnings.append(
-            f"each rank saved its own values: {len(own):,} are taken from the first rank"
+            f"each rank saved its own values: {len(own):,} of them are read from the first rank"
         )
     return DcpIndex(entries, merge_all(rank.paths for rank in ranks), tuple(warnings))
 
 
 def covered(described: DcpIndex) -> DcpIndex:
-    """Return the same after proving that chunks cover each tensor, ordered by their offsets.
+    """Check that chunks cover each tensor; return the index with chunks sorted by offset.
 
-    Raises CorruptError for a hole or an overlap.
+    Raises CorruptError if there is a gap or an overlap.
     """
     entries: dict[str, Entry] = {}
     for name, entry in described.entries.items():
@@ -346,15 +347,15 @@ def covered(described: DcpIndex) -> DcpIndex:
     return described._replace(entries=entries)
 
 
-# Flatten nested state_dicts to flat names and restore them, as torch does.
+# Flattening of nested state_dicts, and its inverse, as in torch
 #
-# Dicts are flattened, and lists that hold a tensor or a dict, also inside a list; anything else is
-# one entry. The name of an entry is its path joined by dots, with keys as text; the path has texts
-# for keys and numbers for places in lists. Dicts without entries leave no trace.
+# torch flattens dicts, and lists that contain a tensor or dict, also inside a nested list. Anything
+# else is one entry. The flat name is the path joined by dots, with every key as a string. The path
+# has strings for keys and integers for list indices. Empty dicts leave no trace.
 # (torch/distributed/checkpoint/_nested_dict.py, _traverse.py)
 #
-# The state of an optimizer whose groups number the parameters is keyed by numbers again: torch's
-# ``load_state_dict`` passes over keys that are strings, and training would go on without momentum.
+# If the groups of an optimizer number the parameters, its state gets integer keys again: torch's
+# ``load_state_dict`` ignores string keys, and training would continue without momentum.
 
 
 class _Places(dict[Node, Node]):
@@ -362,19 +363,18 @@ class _Places(dict[Node, Node]):
 
 
 class Nest:
-    """A tree of dicts and lists under construction, path by path."""
+    """A tree of dicts and lists that is built path by path."""
 
     def __init__(self) -> None:
         self.root: dict[Node, Node] = {}
-        self._open: dict[int, dict[Node, Node]] = {
-            id(self.root): self.root
-        }  # by id of each dict and list made here
+        # by id: every dict and list that was created here
+        self._open: dict[int, dict[Node, Node]] = {id(self.root): self.root}
         self._lists: list[tuple[list[Node], _Places]] = []
 
     def put(self, path: Path, node: Node) -> None:
         """Set one entry.
 
-        Raises AmbiguousError where something is already, FormatError for a path through a leaf.
+        Raises AmbiguousError if the entry exists, FormatError if its path leads through a leaf.
         """
         held = self.root
         for depth, (key, following) in enumerate(pairwise(path)):
@@ -387,7 +387,7 @@ class Nest:
             held = inner
         _check_key(held, path[-1], path)
         if path[-1] in held:
-            raise AmbiguousError(f"two entries are at {join(path)}")
+            raise AmbiguousError(f"two entries have the path {join(path)}")
         held[path[-1]] = node
 
     def _new_dict(self) -> dict[Node, Node]:
@@ -402,9 +402,9 @@ class Nest:
         return made
 
     def finished(self) -> dict[Node, Node]:
-        """Return the tree. Unfilled places in lists are None, as in torch."""
+        """Return the tree. Missing list items are None, as in torch."""
         gaps = sum(max(places) + 1 - len(places) for _, places in self._lists)
-        check("list_gaps", gaps, "unfilled places of lists")
+        check("list_gaps", gaps, "missing items of lists")
         for made, places in self._lists:
             made.extend(places.get(place) for place in range(max(places) + 1))
         for each in self._open.values():
@@ -414,9 +414,9 @@ class Nest:
 
 
 def _number_state(optimizer: dict[Node, Node]) -> None:
-    """Key the state of an optimizer by the numbers that its groups have, where they have numbers.
+    """Key the state of an optimizer by parameter number, if its groups contain numbers.
 
-    An optimizer without any state gets the empty dict that torch saves and then passes over.
+    An optimizer without state gets an empty dict, which torch saves but does not restore.
     """
     groups, state = optimizer["param_groups"], optimizer.get("state", {})
     if not isinstance(groups, list) or not isinstance(state, dict):
@@ -429,23 +429,23 @@ def _number_state(optimizer: dict[Node, Node]) -> None:
 
 
 def _check_key(held: dict[Node, Node], key: Node, path: Path) -> None:
-    """Check that texts are keys of dicts and numbers are places in lists."""
+    """Check that the key of a list is an integer, and that of a dict a string."""
     if isinstance(held, _Places) != (type(key) is int and 0 <= key < 1 << 63):
         raise FormatError(f"the path {join(path)} uses a list as a dict, or a dict as a list")
 
 
 class Flat:
-    """A flattened tree: entries by flat name with their paths, and the paths that are not restored.
+    """A flattened tree: entries by flat name with their paths, and everything flattening loses.
 
-    ``empty``: dicts without entries, which torch passes over; ``texts``: keys that are text now and
-    were not before; ``attributes``: state_dicts with attributes such as ``_metadata``. Raises
-    CollisionError for two entries of one name, LimitError for a tree that does not end.
+    ``empty`` are paths of dicts without entries, which torch drops; ``stringified`` paths of keys
+    that became strings; ``attributes`` paths of state_dicts with attributes such as ``_metadata``.
+    Raises CollisionError if two entries have one name, LimitError if the tree is infinite.
     """
 
     def __init__(self, root: dict[Node, Node]) -> None:
         self.entries: dict[str, tuple[Path, Node]] = {}
         self.empty: list[Path] = []
-        self.texts: list[Path] = []
+        self.stringified: list[Path] = []
         self.attributes: list[Path] = []
         seen: set[int] = set()
         again = 0
@@ -470,7 +470,7 @@ class Flat:
     def _below(self, path: Path, node: Node) -> list[tuple[Path, Node]]:
         if isinstance(node, list):
             return [((*path, place), value) for place, value in enumerate(node)]
-        self.texts += [(*path, key) for key in node if not isinstance(key, str)]
+        self.stringified += [(*path, key) for key in node if not isinstance(key, str)]
         if isinstance(node, OrderedMapping) and node.state is not None:
             self.attributes.append(path)
         if not node and path:
@@ -479,7 +479,7 @@ class Flat:
 
 
 def _is_opened(node: list[Node]) -> bool:
-    """Return whether a list is flattened: it holds a tensor or a dict, or a list that does."""
+    """Return whether torch flattens a list: it contains a tensor or dict, or a list that does."""
     waiting = [node]
     seen: set[int] = set()
     while waiting and len(seen) <= LIMITS.revisits:

@@ -1,22 +1,23 @@
-"""A folder that holds one checkpoint among other files, or folders: choose what to read.
+"""Choose the checkpoint to read in a folder of several files or folders.
 
-    model.safetensors, last.ckpt                 names as below
+    model.safetensors, last.ckpt                 file names, see below
     latest_checkpointed_iteration.txt            names the latest of the folders beside it
     refs/main, snapshots/<revision>/             the Hugging Face cache of a model
                                                  (``models--<owner>--<name>``)
 
-Files that are left out are a warning, and more than one checkpoint is an error.
+ckptkit warns about files that it does not read. Several possible checkpoints are an error.
 
-Names tell which files are checkpoints, and which one to read:
+File names that identify checkpoints:
 
     model.safetensors.index.json                 an index of shards
-    model-00002-of-00003.safetensors             a shard: the stem, its number, how many there are
-    model.safetensors, last.ckpt                 a file of its own
-    consolidated.00.pth, consolidated.01.pth     the parts of a Llama release, one for each process
+    model-00002-of-00003.safetensors             a shard: stem, shard number, number of shards
+    model.safetensors, last.ckpt                 a single file
+    consolidated.00.pth, consolidated.01.pth     the shards of a Llama release, one per rank
 
-Of a model saved as safetensors and as torch files (``model``, ``pytorch_model``), the former are
-taken, as transformers does. An index is preferred to other files, and all others to GGUF. A
-trainer's other files (optimizer.pt, training_args.bin) count only if there is no model.
+If a model is saved as safetensors and as torch files (``model``, ``pytorch_model``), ckptkit reads
+the safetensors files, as transformers does. An index is preferred to other files, and every other
+file to GGUF. The other files of a trainer (optimizer.pt, training_args.bin) are candidates only if
+the folder contains no model.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from ckptkit.formats.format import CheckedPart, Defect, Probe
 from ckptkit.formats.table import BY_SUFFIX
 
 _REVISION = "main"
-_TRACKED = ("iter_{:0>7}", "global_step_{}", "{}")  # the folders that it may mean
+_TRACKED = ("iter_{:0>7}", "global_step_{}", "{}")  # folder names for the tracker's iteration
 
 
 def matches(probe: Probe) -> bool:
@@ -47,10 +48,10 @@ def matches(probe: Probe) -> bool:
 
 
 def read(probe: Probe) -> Checkpoint:
-    """Read the checkpoint of the folder, in its own format.
+    """Read the checkpoint of the folder in its own format.
 
-    Raises AmbiguousError where several could be meant, CorruptError for a cache without its
-    revision.
+    Raises AmbiguousError if the folder contains several checkpoints, CorruptError if the revision
+    of a cache is missing.
     """
     inner = _meant(probe)
     checkpoint = formats.read(inner, probe.options)
@@ -62,7 +63,7 @@ def read(probe: Probe) -> Checkpoint:
 
 
 def check(probe: Probe) -> Iterator[CheckedPart | Defect]:
-    """Yield the parts to check in the checkpoint of the folder. Raises like `read`."""
+    """Yield the parts of the folder's checkpoint that have checksums. Raises like `read`."""
     inner = _meant(probe)
     within = "" if isinstance(inner, Folder) else os.path.basename(inner.name)
     return (
@@ -71,7 +72,7 @@ def check(probe: Probe) -> Iterator[CheckedPart | Defect]:
 
 
 def _meant(probe: Probe) -> ByteSource | Folder:
-    """Return the one file to read, or the folder of a revision."""
+    """Return the file or folder to read."""
     if _is_cache(probe):
         return _snapshot(probe)
     if TRACKER in probe.names:
@@ -80,29 +81,28 @@ def _meant(probe: Probe) -> ByteSource | Folder:
     if chosen is None:
         first = [each.files[0] for each in preferred(probe.names)]
         error = SeveralError(
-            f"holds {len(first)} checkpoints: {listed(first)}",
+            f"contains {len(first)} checkpoints: {listed(first)}",
             where=probe.name,
-            hint=f"name one of them, e.g. {shell_word(os.path.join(probe.name, first[0]))}",
+            hint=f"name one, e.g. {shell_word(os.path.join(probe.name, first[0]))}",
         )
         error.files = tuple(first)
         raise error
-    return probe.folder.open(chosen.files[0])  # of a split GGUF model it names the others
+    return probe.folder.open(chosen.files[0])  # the first file of a split GGUF names the next
 
 
-# The folder of a training that says which of its saves is the latest
+# A training folder with a tracker file, which names the latest save
 
 
 def _tracked(probe: Probe) -> Folder:
-    """The folder of the save that the tracker names; below it, the only folder with a
-    checkpoint."""
+    """Return the folder of the latest save, or the only checkpoint folder inside it."""
     source = probe.folder.open(TRACKER)
     word = source.read(0, min(source.size, 64)).decode("utf-8", "replace").strip()
     there = probe.folder.folders()
     found = [name for each in _TRACKED if (name := each.format(word)) in there]
     if not found or not word.isalnum():
         raise CorruptError(
-            f"{TRACKER} names {word[:40]!r}, which is not a folder there",
-            hint=f"it holds {listed(there)}: name the folder that is meant" if there else None,
+            f"{TRACKER} names {word[:40]!r}, which is not a folder beside it",
+            hint=f"name one of these folders: {listed(there)}" if there else None,
         )
     inner = probe.folder.sub(found[0])
     if formats.match(Probe(inner)) is not None:
@@ -111,8 +111,8 @@ def _tracked(probe: Probe) -> Folder:
     if len(below) != 1:
         one = os.path.join(inner.name, *below[:1])
         raise AmbiguousError(
-            f"its latest save {found[0]} holds {len(below)} checkpoints: {listed(below)}",
-            hint=f"name the one that is meant, e.g. {shell_word(one)}",
+            f"its latest save {found[0]} contains {len(below)} checkpoints: {listed(below)}",
+            hint=f"name one, e.g. {shell_word(one)}",
         )
     return inner.sub(below[0])
 
@@ -125,13 +125,13 @@ def _is_cache(probe: Probe) -> bool:
 
 
 def _snapshot(probe: Probe) -> Folder:
-    """Return the files of the revision that ``refs/main`` names, or of the only one."""
+    """Return the folder of the revision that ``refs/main`` names, or of the only revision."""
     snapshots = Folder(os.path.join(probe.folder.name, "snapshots"))
     revisions = snapshots.list()
     revision = _main(probe)
     if revision is None and len(revisions) != 1:
         raise AmbiguousError(
-            f"holds {len(revisions)} revisions and none called {_REVISION}: {listed(revisions)}",
+            f"contains {len(revisions)} revisions, none called {_REVISION}: {listed(revisions)}",
             hint=f"name one of the folders in {snapshots.name}",
         )
     revision = revisions[0] if revision is None else revision
@@ -175,17 +175,17 @@ TRACKER = "latest_checkpointed_iteration.txt"  # of Megatron-LM, verl and their 
 
 
 class Candidate(NamedTuple):
-    """A checkpoint that a folder holds."""
+    """A checkpoint in a folder."""
 
     form: str  # index, shards, parallel or file
     stem: str
     suffix: str
-    total: str  # of the shards, as their names spell it
-    files: tuple[str, ...]  # in order; of an index, itself alone
+    total: str  # number of shards, with the zeros of the file names
+    files: tuple[str, ...]  # sorted; for an index only the index
 
 
 def candidates(names: Iterable[str]) -> list[Candidate]:
-    """Return every checkpoint among the names of a folder."""
+    """Return the checkpoints among the file names of a folder."""
     groups: dict[tuple[str, str, str, str], list[str]] = {}
     for name in sorted(names):
         kind = _kind(name)
@@ -202,12 +202,12 @@ def candidates(names: Iterable[str]) -> list[Candidate]:
 
 
 def is_state(name: str) -> bool:
-    """Return whether a file of this name is the state of a training, beside its weights."""
+    """Return whether a file name is that of training state, such as an optimizer's."""
     return _STATE.fullmatch(name) is not None
 
 
 def _kind(name: str) -> tuple[str, str, str, str] | None:
-    """Return form, stem, suffix and total of a file; None if it is not named as a checkpoint."""
+    """Return form, stem, suffix and total of a file; None if its name is not a checkpoint's."""
     base = name.removesuffix(INDEX)
     suffix = next((each for each in (*BY_SUFFIX, GGUF) if base.endswith(each)), None)
     if suffix is None:
@@ -226,7 +226,7 @@ def _kind(name: str) -> tuple[str, str, str, str] | None:
 
 
 def best(names: Iterable[str]) -> Candidate | None:
-    """Choose one candidate; None if there is none, or if several are possible."""
+    """Return the preferred candidate; None if there is none or several are equally preferred."""
     found = preferred(names)
     return found[0] if len(found) == 1 else None
 
@@ -235,7 +235,7 @@ def preferred(names: Iterable[str]) -> list[Candidate]:
     found = candidates(names)
     safe = {_model(each.stem) for each in found if each.suffix == SAFE}
     found = [each for each in found if each.suffix == SAFE or _model(each.stem) not in safe]
-    # Files that were made of the model beside them.
+    # A GGUF file beside other weights is usually converted from them.
     found = [each for each in found if each.suffix != GGUF] or found
     return [each for each in found if each.form == "index"] or found
 
@@ -245,10 +245,10 @@ def _model(stem: str) -> str:
 
 
 def unread(names: Iterable[str], read: Collection[str]) -> tuple[str, ...]:
-    """Return a warning about checkpoints in a folder that were not read."""
+    """Return a warning that names the checkpoints in a folder that were not read."""
     files = chain.from_iterable(each.files for each in candidates(names))
     left = [file for file in files if file not in read]
-    return (f"the folder also holds {listed(left)}, not read",) if left else ()
+    return (f"the folder also contains {listed(left)}, not read",) if left else ()
 
 
 def listed(files: Collection[str]) -> str:

@@ -1,6 +1,6 @@
-"""The contract of a format, and the probe that identifies a file.
+"""The interface of a format, and `Probe`, which a file is recognized by.
 
-Files may be edited in place while they are read: `steady` reports it if reading fails.
+A file may be edited in place while it is read. `steady` then raises InputChangedError.
 """
 
 from __future__ import annotations
@@ -33,22 +33,20 @@ if TYPE_CHECKING:
     from ckptkit.pickles.streams import Found
 
 
-# The commands that recover a damaged file.
+# The commands that recover a damaged file; hints and `Format.recoverable` name them.
 RECOVER = "recover"
 UNVERIFIED = "recover --unverified"
 
 
 class Probe:
-    """A file or folder to be identified; the formats and the reader share what has been parsed."""
+    """An opened file or folder, with the headers that recognition and reading both need."""
 
     def __init__(self, place: ByteSource | Folder, options: Options = DEFAULT) -> None:
         self.place = place
         self.name = place.name
         self.options = options
         self.is_folder = isinstance(place, Folder)
-        self.kept: dict[
-            object, object
-        ] = {}  # what a family of readers shares, by whatever they agree on
+        self.kept: dict[object, object] = {}  # values that the readers of a family cache
 
     @property
     def source(self) -> ByteSource:
@@ -62,17 +60,17 @@ class Probe:
 
     @cached_property
     def head(self) -> bytes:
-        """The first 512 bytes, fewer in a short file; empty for a folder."""
+        """Return the first 512 bytes, fewer of a short file, none of a folder."""
         return b"" if self.is_folder else self.source.read(0, min(512, self.source.size))
 
     @cached_property
     def names(self) -> frozenset[str]:
-        """The names in a folder; empty for a file."""
+        """Return the names in a folder; empty for a file."""
         return frozenset(self.folder.list() if self.is_folder else ())
 
     @cached_property
     def zip(self) -> ZipDirectory | None:
-        """The directory of a zip file, None if it is not one. Raises what is wrong with it."""
+        """Return the directory of a zip file, None for other files. Raises CorruptError."""
         return read_directory(self.source) if self.head.startswith(MAGIC) else None
 
 
@@ -87,7 +85,7 @@ class Loss:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Recovered:
-    """A recovered checkpoint, and the list of losses."""
+    """A recovered checkpoint, and the entries that are lost."""
 
     checkpoint: Checkpoint
     lost: tuple[Loss, ...]
@@ -98,9 +96,9 @@ class Recovered:
 
 @dataclass(frozen=True, slots=True)
 class CheckedPart:
-    """Bytes to be verified: by their CRC-32 if it is known, else by reading and inflating them.
+    """Bytes to verify: by their CRC-32 if the file records it, else by reading and inflating them.
 
-    ``what`` names them in messages, ``file`` is the file in a folder that they are in.
+    ``what`` names them in messages; ``file`` is their file, if the checkpoint is a folder.
     """
 
     what: str
@@ -121,7 +119,7 @@ class Defect:
 
 @dataclass(frozen=True)
 class Lazy:
-    """A function of this room by its place, ``"module:function"``, imported at the first call."""
+    """A function named ``"module:function"``; the first call imports the module."""
 
     place: str
 
@@ -132,7 +130,7 @@ class Lazy:
 
 @dataclass(frozen=True)
 class LazyByName(Lazy):
-    """A lazy function that returns None for files whose names have none of the endings."""
+    """A lazy function that returns None if the file name has none of the endings."""
 
     endings: tuple[str, ...]
 
@@ -144,46 +142,48 @@ class LazyByName(Lazy):
 class Format:
     """One on-disk format.
 
-    What it cannot do is None; generic code asks for the capability, never for the name.
+    A capability that the format lacks is None. Generic code tests the capability, never the name.
 
-    ``matches`` identifies a file and does not raise for one of another format; after a match, every
-    failure of `read` is an error. `read` takes the probe, so that what identification parsed is not
-    parsed twice. ``layout`` is pure: it plans and writes nothing. A format that is not ``readable``
-    is recognized all the same; its `read` raises an error with the advice. ``pickles`` finds what
-    `scan` traces, None if the file is of another format. Raises what is wrong with it. ``recover``
-    recovers the intact part of a damaged file, None if the file is of another format; with
-    ``True``, also what cannot be verified. ``recoverable`` reads no tensor and returns the command
-    that may recover something: `RECOVER`, `UNVERIFIED`, or "". ``check`` yields what can be checked
-    beyond reading: every part with a checksum, and all findings, where `read` raises the first. It
-    reads headers alone. ``patch`` plans the edit in place of a local file, as it was read, if few
-    bytes differ; None if many do. It is as pure as `layout`, and gives the same notes.
+    ``matches`` returns whether a file has this format; it does not raise for other formats.
+    ``read`` reads a file that matched. It takes the probe, whose parsed headers it reuses.
+    ``layout`` plans the output and writes nothing.
+    ``readable`` is False for a format that is recognized but not read; `read` raises the advice.
+    ``pickles`` yields the pickles for `scan`, None if the file has another format.
+    ``recover`` returns the intact tensors of a damaged file, None if the file has another format.
+    Its second argument, if True, adds tensors that cannot be verified.
+    ``recoverable`` reads headers only. It returns the command that may recover something:
+    `RECOVER`, `UNVERIFIED` or "".
+    ``check`` reads headers only. It yields each part that has a checksum, and each defect; `read`
+    raises the first defect.
+    ``patch`` plans an in-place edit of a local file; None if many bytes differ. Like `layout` it
+    writes nothing, and its notes are the same.
     """
 
     name: str
-    title: str  # for people
+    title: str  # shown to people
     matches: Callable[[Probe], bool]
     read: Callable[[Probe], Checkpoint]
-    # suffixes of its files; with a layout, those that choose it for writing
+    # suffixes of its files; if it has a layout, they select it as the output format
     suffixes: tuple[str, ...] = ()
     is_folder: bool = False
     loaded_by_torch: bool = False  # torch.load or torch.jit.load reads it
     layout: Callable[[Checkpoint, Options], Plan] | None = None
     readable: bool = True
-    # found by listing a folder's files, which a web server does not offer
+    # recognized by listing a folder; web servers do not list files
     listed: bool = False
-    shards: bool = False  # its layout is a folder of files of at most `shard_size`
-    # keeps the whole tree: "always", when "asked", "nested" (but not ties), "never"
+    shards: bool = False  # its layout writes a folder of files of at most `shard_size`
+    # stores the whole tree: "always", if "asked", "nested" (without ties), "never"
     everything: str = "never"
-    # holds a program, which no other format keeps: it is not changed in place
+    # contains a program, which no other format can store; never edited in place
     program: bool = False
-    folder_as: str | None = None  # the format of a folder of such files
-    # the format of an edited copy, if it has no layout of its own
+    folder_as: str | None = None  # the format for a folder of such files
+    # the format of an edited copy, if this one has no layout
     rewrite_as: str | None = None
-    distributed: bool = False  # it is the parts that several processes wrote
-    chooses: bool = False  # it stands for one of the checkpoints in it
-    noun: str = ""  # its name in a diagnosis, where torch.load does not take it as it is
-    unwritten: str = ""  # without a layout, what makes such files
-    torch_error: str = ""  # how torch.load refuses it; weights_only=True, if it is loaded_by_torch
+    distributed: bool = False  # several ranks wrote its files
+    chooses: bool = False  # reads one of the checkpoints inside it, which has its own format
+    noun: str = ""  # its name in a diagnosis, if torch.load rejects it or needs an argument
+    unwritten: str = ""  # without a layout: the program that writes such files
+    torch_error: str = ""  # torch.load's error; of weights_only=True, if it is loaded_by_torch
     recover: Callable[[Probe, bool], Recovered | None] | None = None
     recoverable: Callable[[Probe], str] | None = None
     check: Callable[[Probe], Iterator[CheckedPart | Defect]] | None = None
@@ -198,10 +198,10 @@ PathLike = str | os.PathLike[str]
 
 
 def open_place(path: PathLike, *, undo: bool = False) -> ByteSource | Folder:
-    """Open the file or folder at `path`, which must not be in the middle of an edit in place.
+    """Open the file or folder at `path`.
 
-    With `undo` an interrupted edit is undone; without, it is an error. An index stands for the
-    files of its folder. Raises PathError, InputError.
+    If an in-place edit of it, or of the folder of an index, was interrupted, `undo` restores the
+    original; without `undo` that is an error. Raises PathError, InputError.
     """
     edited = os.fspath(path)
     if edited.endswith(".index.json"):
@@ -214,12 +214,12 @@ def open_place(path: PathLike, *, undo: bool = False) -> ByteSource | Folder:
 
 
 def open_unchecked(path: PathLike) -> ByteSource | Folder:
-    """Open what is at `path` as it is, even in the middle of an edit in place.
+    """Open the file or folder at `path`, even if an in-place edit of it was interrupted.
 
-    Raises PathError for what is neither a file nor a folder.
+    Raises PathError if `path` is neither a file nor a folder.
     """
     if is_url(path):
-        from ckptkit.remote.files import open_url  # local files do not pay for it
+        from ckptkit.remote.files import open_url  # imported only for URLs
 
         return open_url(os.fspath(path))
     if path == STREAM and typed("here", ""):
@@ -229,11 +229,11 @@ def open_unchecked(path: PathLike) -> ByteSource | Folder:
 
 @contextmanager
 def steady(place: ByteSource | Folder | None, *, remote: bool = False) -> Iterator[None]:
-    """Raise InputChangedError at the end, or for another error, if the files changed meanwhile.
+    """Raise InputChangedError if the files of `place` changed while the body read them.
 
-    Writers do not wait for a reader: bytes from before and after a change may have been read
-    together. With `remote`, files at URLs are looked at again, unless each answer of their server
-    has been compared already. None is a checkpoint in memory.
+    Writers do not wait for readers, so the body may have combined old and new bytes. `remote` also
+    checks files at URLs, unless each answer of their server has been compared already. `place` is
+    None for a checkpoint in memory.
     """
     if place is None:
         yield
@@ -259,8 +259,8 @@ def _changing(place: ByteSource | Folder, remote: bool) -> CkptkitError | None:
 
                 in_place.check_journals(each.path)
         except InputChangedError:
-            hint = "run the command again when it is no longer written to"
-            return InputChangedError("was changed while it was read", where=each.name, hint=hint)
+            hint = "run the command again when no program writes to it"
+            return InputChangedError("changed while it was read", where=each.name, hint=hint)
         except InputError as error:
             return error
     return None

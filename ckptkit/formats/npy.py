@@ -1,22 +1,23 @@
-"""numpy's file of one array (.npy), and its archive of named arrays (.npz).
+"""Read numpy's file of one array (.npy); read and write its archive of named arrays (.npz).
 
     93 "NUMPY" | version: 1 0, 2 0 or 3 0 | u16 (version 1) or u32: N | N bytes of header | elements
 
     {'descr': '<f4', 'fortran_order': False, 'shape': (2, 3), }
 
-The header is the text of a Python dict: Latin-1, UTF-8 in version 3. It is matched, not evaluated:
-three entries in any order, each once. ``descr`` is byte order, kind and bytes of an element; a list
-of fields for a structured array. The elements of an object array are one pickle. Source:
+The header is a Python dict literal in Latin-1; in version 3, UTF-8. It is parsed, not evaluated:
+three entries in any order, each once. ``descr`` is byte order, kind and bytes of an element; for a
+structured array, a list of fields. The elements of an object array are one pickle. Source:
 numpy/lib/_format_impl.py.
 
-Numbers and booleans are tensors, a single text is a text, and the pickle of an object array is
-shown like any other. All other arrays are refused.
+Arrays of numbers and booleans are read as tensors, a single string as a string, the pickle of an
+object array like any pickle. All other arrays are refused.
 
-The archive is a zip of ``<name>.npy``, stored or deflated. Source: numpy.savez,
-numpy.savez_compressed. In numpy, unlike torch, names that differ only in case are distinct. It is
-written as numpy.savez does, uncompressed; the elements begin at multiples of 64 bytes. The format
-holds arrays of numbers alone: everything outside the weights is left out, and tied tensors are
-written twice."""
+The archive is a zip file of ``<name>.npy``, stored or deflated. Source: numpy.savez,
+numpy.savez_compressed. Unlike torch, numpy distinguishes names that differ only in case. ckptkit
+writes archives like numpy.savez, uncompressed, with elements aligned to 64 bytes. The format stores
+only arrays of numbers: everything outside the weights is dropped, and tied tensors are written
+twice.
+"""
 
 from __future__ import annotations
 
@@ -61,11 +62,11 @@ from ckptkit.pickles.streams import NUMPY, Found, PickleStream
 from ckptkit.pickles.values import Unpickled, unpickle
 
 MAGIC = b"\x93NUMPY"
-ALIGNMENT = 64  # of the elements, in bytes
+ALIGNMENT = 64  # bytes; the elements begin at multiples of it
 
 _LENGTH_BYTES = {b"\1\0": 2, b"\2\0": 4, b"\3\0": 4}
-_AGAIN = "the file is cut: download or copy it again"
-_FIRST = 256  # bytes that are read at first
+_AGAIN = "the file is truncated: download or copy it again"
+_FIRST = 256  # bytes of the first read, which are enough for most headers
 _ITEM = re.compile(
     r"""\s*(['"])(?P<key>\w+)\1\s*:\s*
     (?:(['"])(?P<descr>[^'"\\]*)\3|(?P<fields>\[.*\])|(?P<flag>True|False)
@@ -79,16 +80,16 @@ _TEXT = re.compile(r"([<>|=]?)([US])([0-9]{1,9})")
 
 
 class NpyHeader(NamedTuple):
-    """The facts in front of the elements."""
+    """The fields of a header, and the offset of the elements."""
 
     descr: str
     fortran: bool
     shape: Shape
-    start: int  # of the elements, in bytes
+    start: int  # offset of the elements in bytes
 
 
 class Array(NamedTuple):
-    """The value in a file of one array; globals and warnings of an object array's pickle."""
+    """The value of an .npy file; for an object array, also its pickle."""
 
     root: Node
     pickled: Unpickled | None = None
@@ -99,7 +100,7 @@ def matches(probe: Probe) -> bool:
 
 
 def read(probe: Probe) -> Checkpoint:
-    """Read the array alone, without a name."""
+    """Read the array. The root of the checkpoint is the array itself, without a name."""
     source = probe.source
     array = read_array(Range(source, 0, source.size), None)
     globals, warnings = (
@@ -109,7 +110,7 @@ def read(probe: Probe) -> Checkpoint:
 
 
 def read_array(extent: Extent, crc: int | None) -> Array:
-    """Read the array in these bytes, whose CRC-32 is `crc` (None: unknown); not its elements.
+    """Read the header of the array in these bytes, whose CRC-32 is `crc` (None: unknown).
 
     Raises TruncatedError, CorruptError, FormatError, AmbiguousError, UnsupportedError, LimitError,
     TensorError.
@@ -125,13 +126,13 @@ def read_array(extent: Extent, crc: int | None) -> Array:
     _check_size(dtype.nbytes(math.prod(header.shape)), nbytes, header, dtype)
     shape = header.shape
     stride = contiguous_stride(shape[::-1])[::-1] if header.fortran else contiguous_stride(shape)
-    own = None if crc is None else crc32_combine(crc32(text), crc, nbytes)  # of the elements alone
+    own = None if crc is None else crc32_combine(crc32(text), crc, nbytes)  # CRC of the elements
     record = RecordSlice(extent, header.start, nbytes).locate()
     return Array(Tensor(Storage(record, crc32=own, big_endian=order == ">"), dtype, shape, stride))
 
 
 def _header(extent: Extent) -> tuple[NpyHeader, bytes]:
-    """Return the header, and all bytes up to the elements."""
+    """Return the parsed header, and its bytes."""
     head = _head(extent, _FIRST)
     if not head.startswith(MAGIC):
         raise FormatError("does not begin with the signature of a numpy array")
@@ -152,20 +153,19 @@ def _header(extent: Extent) -> tuple[NpyHeader, bytes]:
 
 
 def _head(extent: Extent, length: int) -> bytes:
-    """Return the first bytes, at most `length` of them."""
+    """Return the first bytes, at most `length`."""
     length = min(length, extent.length)
     if isinstance(extent, Range):
         return extent.source.read(extent.offset, length)
-    (stored,) = (
-        extent.inputs
-    )  # of what inflates to so few bytes, no more is looked at than that can take
+    # Limits the read: deflated data of `length` bytes takes at most about that size.
+    (stored,) = extent.inputs
     assert isinstance(stored, Range)
     few = stored.part(0, min(stored.length, 2 * length + 1024))
     return b"".join(stream(Derived(Inflate(), (few,), extent.length), 0, length))
 
 
 def _parse(text: str) -> tuple[str, bool, Shape]:
-    """Parse the three entries of the dict in a header."""
+    """Parse the dict literal of a header: descr, fortran_order, shape."""
     inner = text.strip()
     if not (inner.startswith("{") and inner.endswith("}")):
         raise FormatError(f"an array's header is not a dict: {text[:60]!r}")
@@ -194,29 +194,28 @@ def _shape(text: str) -> Shape:
         return ()
     *sizes, last = (each.strip() for each in text.split(","))
     sizes = [*sizes, last] if last and sizes else sizes
-    if not sizes or not all(
-        re.fullmatch("[0-9]{1,19}L?", each) for each in sizes
-    ):  # 3L: a long of Python 2
+    # 3L is a long of Python 2.
+    if not sizes or not all(re.fullmatch("[0-9]{1,19}L?", each) for each in sizes):
         raise FormatError(f"the shape ({text[:60]}) of an array is not a tuple of sizes")
     return tuple(int(each.rstrip("L")) for each in sizes)
 
 
 def _dtype(descr: str) -> tuple[str, DType]:
-    """Return byte order and element type. Raises UnsupportedError."""
+    """Return the byte order and the dtype of a descr. Raises UnsupportedError."""
     order, code = (descr[0], descr[1:]) if descr[:1] in tuple("<>|=") else ("", descr)
     dtype = _CODES.get("b1" if code == "?" else code)
     if dtype is not None and (order in ("<", ">") or dtype.component == 1):
         return order, dtype
     if re.fullmatch("V[0-9]+", code):
         raise UnsupportedError(
-            f"holds elements of {code[1:]} bytes of which numpy does not know the type ({descr})",
-            hint="bfloat16 and float8 are saved by numpy like this: save them as float32",
+            f"contains elements of {code[1:]} bytes whose type numpy did not record ({descr})",
+            hint="numpy saves bfloat16 and float8 like this: save them as float32",
         )
     what = (
         "structured elements" if descr.startswith("[") else f"elements of the type {descr[:40]!r}"
     )
     raise UnsupportedError(
-        f"holds {what}, for which torch has no dtype", hint="save it without this array"
+        f"contains {what}, for which torch has no dtype", hint="save it without this array"
     )
 
 
@@ -229,18 +228,18 @@ def _check_size(expected: int, found: int, header: NpyHeader, dtype: DType) -> N
         )
     if found > expected:
         raise AmbiguousError(
-            f"{found - expected:,} bytes follow the array: other readers may interpret them"
+            f"{found - expected:,} bytes follow the array; other readers may interpret them"
         )
 
 
 def _text(header: NpyHeader, extent: Extent) -> str | bytes:
-    """Return the value of an array that is one text, without the zeros that numpy pads it with."""
+    """Return the value of an array that is a single string, without numpy's zero padding."""
     order, kind, size = _TEXT.fullmatch(header.descr).groups()  # type: ignore[union-attr]
     nbytes = int(size) * (4 if kind == "U" else 1)
-    check("string_bytes", nbytes, "bytes of a text")
+    check("string_bytes", nbytes, "bytes of a string")
     if extent.length - header.start != nbytes:
         raise CorruptError(
-            f"a text of {nbytes:,} bytes is {extent.length - header.start:,} bytes long"
+            f"a string of {nbytes:,} bytes is {extent.length - header.start:,} bytes long"
         )
     data = b"".join(stream(extent, header.start, extent.length))
     if kind == "S":
@@ -248,11 +247,11 @@ def _text(header: NpyHeader, extent: Extent) -> str | bytes:
     try:
         return data.decode("utf-32-be" if order == ">" else "utf-32-le").rstrip("\0")
     except UnicodeDecodeError as error:
-        raise FormatError("a text is not UTF-32") from error
+        raise FormatError("a string is not UTF-32") from error
 
 
 def _pickled(extent: Extent, start: int) -> Array:
-    """Read the pickle of an object array like any other: nothing in it is run."""
+    """Read the pickle of an object array; nothing in it is executed."""
     length = extent.length - start
     if isinstance(extent, Derived):
         check("record_bytes", length, "bytes of a compressed pickle")
@@ -268,10 +267,7 @@ def _pickled(extent: Extent, start: int) -> Array:
 
 
 def header(dtype: DType, shape: Shape) -> bytes:
-    """Return the bytes before the elements of a row-major little-endian array.
-
-    They are padded so that the elements begin at a multiple of 64.
-    """
+    """Return the header of a row-major little-endian array, padded to `ALIGNMENT` bytes."""
     descr = ("|" if dtype.component == 1 else "<") + next(
         code for code, row in _CODES.items() if row is dtype
     )
@@ -310,7 +306,7 @@ def matches_npz(probe: Probe) -> bool:
 def read_npz(probe: Probe) -> Checkpoint:
     """Read the arrays by name, in the order of the archive.
 
-    Raises what :func:`npy.read_array` raises, with the name.
+    Raises the errors of `read_array`, with the name of the array.
     """
     archive = probe.zip
     assert archive is not None
@@ -328,7 +324,7 @@ def read_npz(probe: Probe) -> Checkpoint:
         if array.pickled is not None:
             globals.update(dict.fromkeys(array.pickled.globals))
             warnings += [
-                f"array {shown(name)} holds objects of Python: a pickle",
+                f"array {shown(name)} contains Python objects: a pickle",
                 *array.pickled.warnings,
             ]
     return Checkpoint(
@@ -337,9 +333,9 @@ def read_npz(probe: Probe) -> Checkpoint:
 
 
 def layout(checkpoint: Checkpoint, options: Options) -> Plan:
-    """Plan the weights as arrays; the notes name what is left out.
+    """Plan an archive of the weights; the notes name dropped values.
 
-    Raises TensorError for tensors without an equivalent array.
+    Raises TensorError for tensors that numpy has no dtype for.
     """
     if options.objects == "error":
         refuse_objects(checkpoint)
@@ -349,7 +345,7 @@ def layout(checkpoint: Checkpoint, options: Options) -> Plan:
     _, notes = leftovers(checkpoint)
     lost = list(_lost(checkpoint))
     if lost:
-        notes.insert(0, f"left out: {some(lost, 6)}, for which npz has no place")
+        notes.insert(0, f"dropped: {some(lost, 6)}, which npz cannot store")
     members = (_member(name, tensor) for name, tensor in tensors.items())
     return Plan(
         (OutputFile("", tuple(lay_out(members)), keeps_sums=True),),
@@ -358,7 +354,7 @@ def layout(checkpoint: Checkpoint, options: Options) -> Plan:
 
 
 def _lost(checkpoint: Checkpoint) -> Iterator[str]:
-    """Yield notes on the texts that other formats keep."""
+    """Yield the names of values that other weights-only formats store as metadata."""
     yield from leftovers(checkpoint)[0]
     yield from (f"{key} (metadata)" for key in checkpoint.extras)
     node = checkpoint.required.node
@@ -392,24 +388,24 @@ def _check_holdable(tensors: Mapping[str, Tensor]) -> None:
             for name, why in refused
         )
         raise TensorError(
-            f"npz cannot hold {named}",
+            f"npz cannot store {named}",
             hint="`convert --cast float32` converts them to floats of numpy"
             if floats
-            else "leave them out with `convert --drop`",
+            else "`convert --drop` drops them",
         )
 
 
 def _is_member_name(name: str) -> bool:
-    """Return whether every reader of zip files takes a name as the same relative path."""
+    """Return whether all zip readers interpret a name as the same relative path."""
     if not is_utf8(name) or len(name.encode()) > _NAME_BYTES or _CONTROL.search(name):
         return False
     return not ("\\" in name or name.startswith("/") or ".." in name.split("/"))
 
 
 def _obstacle(name: str, tensor: Tensor) -> str | None:
-    """Return why the format cannot hold a tensor, None if it can."""
+    """Return why npz cannot store a tensor, None if it can."""
     if not _is_member_name(name):
-        return "a name that a member of a zip file cannot have"
+        return "a member of a zip file cannot have its name"
     if tensor.layout != "strided":
         return tensor.layout
     if tensor.storage is None:

@@ -1,35 +1,34 @@
-"""Archives with weights in them: torch.export.save (.pt2), and models of Stable-Baselines3.
+"""Read the weights in torch.export.save archives (.pt2) and Stable-Baselines3 models.
 
-Of an ExportedProgram, weights and constants are read; its graph is not.
+The weights and constants of an ExportedProgram are read; its graph is not.
 
-Since about torch 2.8, in a zip archive as :mod:`torch_zip` reads it:
+Since about torch 2.8 a .pt2 is a zip archive with one top folder, as in :mod:`torch_zip`:
 
     <top>/archive_format                             "pt2"
     <top>/models/<model>.json                        the graph; most archives have one, called model
     <top>/data/weights/<model>_weights_config.json   {"config": {name: {"path_name": "weight_0",
                                                      "use_pickle": false, "is_param": true,
                                                      "tensor_meta": META}...}}
-    <top>/data/weights/weight_0                      the bytes of a storage, perhaps of several
-                                                     tensors
-    <top>/data/constants/<model>_constants_config.json, tensor_0...        likewise
+    <top>/data/weights/weight_0                      the bytes of a storage, which several tensors
+                                                     may share
+    <top>/data/constants/<model>_constants_config.json, tensor_0...        the same for constants
     META    {"dtype": 7, "layout": 7, "sizes": [{"as_int": 4}...], "strides": [...],
             "storage_offset": {"as_int": 0}, "device": {"type": "cuda", "index": 1},
             "requires_grad": true}; strides and offset are in elements
 
-Before, in a plain zip file:
+Before, it was a plain zip file:
 
     serialized_exported_program.json, version            the graph
-    serialized_state_dict.pt, serialized_constants.pt    files of torch.save; .json until torch 2.3
+    serialized_state_dict.pt, serialized_constants.pt    torch.save files; until torch 2.3, .json
 
 (torch/export/pt2_archive/_package.py; the numbers of dtypes: torch/_export/serde/schema.py.)
 
-A model of Stable-Baselines3: a zip archive of files, of which policy.pth is the state_dict.
+A Stable-Baselines3 model is a zip archive whose policy.pth is the state_dict:
 
-    policy.pth                    torch.save of the policy's state_dict: what is read
-    policy.optimizer.pth          torch.save of its optimizer's state_dict
-    pytorch_variables.pth         other tensors, if any
-    data, system_info.txt         JSON with pickles in Base64, and text
-    _stable_baselines3_version    the library's version
+    policy.pth                    torch.save of the policy's state_dict, the only member that is
+    read policy.optimizer.pth          torch.save of its optimizer's state_dict
+    pytorch_variables.pth         other tensors, if any data, system_info.txt         JSON with
+    pickles in Base64; plain text _stable_baselines3_version    the library's version
 
 The members are stored. Source: stable_baselines3/common/save_util.py, `save_to_zip_file`.
 """
@@ -75,10 +74,10 @@ def matches(probe: Probe) -> bool:
 
 
 def read(probe: Probe) -> Checkpoint:
-    """Read the weights and constants of each model, under its name if there are several.
+    """Read the weights and constants of the model; of several models, by their names.
 
     A model is ``{"state_dict": {...}, "constants": {...}}``. Raises FormatError, CorruptError,
-    UnsupportedError, and what the zip reader raises.
+    UnsupportedError, and the errors of zip archives.
     """
     directory = probe.zip
     assert directory is not None
@@ -107,7 +106,7 @@ class _ExportedArchive(Archive):
         warnings += self.unverified()
         if self.pickled:
             warnings.append(
-                f"left out, as they are pickled: {', '.join(map(shown, self.pickled[:4]))}"
+                f"dropped, because they are pickled: {', '.join(map(shown, self.pickled[:4]))}"
             )
         root: Node = roots if len(roots) > 1 else next(iter(roots.values()))
         return Checkpoint(root, table.PT2.name, self.directory.source, warnings=tuple(warnings))
@@ -129,7 +128,7 @@ class _ExportedArchive(Archive):
         return {name: tensors for name, tensors in parts.items() if tensors is not None}
 
     def _tensors(self, folder: str, config: str) -> OrderedMapping | None:
-        """Return the tensors that a configuration lists, None if it is missing."""
+        """Return the tensors that a configuration lists, None if the configuration is missing."""
         name = self.folder + folder + config
         if name not in self.directory:
             return None
@@ -151,9 +150,7 @@ class _ExportedArchive(Archive):
         number = field(meta, "dtype", int, _CONFIG)
         dtype = BY_NAME[_DTYPES[number]] if number in _DTYPES else unknown(f"number {number}")
         if place not in self.directory:
-            raise CorruptError(
-                f"there is no record {shown(place)}, although a tensor is stored in it"
-            )
+            raise CorruptError(f"record {shown(place)}, which contains a tensor, is missing")
         if place not in self.storages:
             self.storages[place] = self.storage(
                 place, _device(field(meta, "device", dict, _CONFIG))
@@ -170,10 +167,7 @@ class _ExportedArchive(Archive):
 
 
 def _integer(parsed: Any) -> int:
-    """Return n of ``{"as_int": n}``.
-
-    Sizes that the graph computes cannot occur in a stored tensor.
-    """
+    """Return n of ``{"as_int": n}``; a stored tensor has no symbolic sizes."""
     return field(parsed, "as_int", int, _CONFIG)
 
 
@@ -183,7 +177,7 @@ def _device(parsed: Json) -> str:
 
 
 def _read_parts(directory: ZipDirectory) -> Checkpoint:
-    """Read an archive from before 2.8: its files of torch.save, each as such."""
+    """Read an archive from before torch 2.8, which contains torch.save files."""
     held = {}
     for part in ("state_dict", "constants"):
         names = (f"serialized_{part}.{suffix}" for suffix in ("pt", "json"))
@@ -192,11 +186,11 @@ def _read_parts(directory: ZipDirectory) -> Checkpoint:
         if isinstance(place, Range) and place.length:
             probe = Probe(Section(place.source, place.offset, place.length))
             if not is_torch_zip(probe):
-                raise FormatError(f"{name} is not a file of torch.save")
+                raise FormatError(f"{name} is not a torch.save file")
             held[part] = zip_archive.read(probe)
     if not held:
         raise UnsupportedError(
-            "is an exported program without weights in the places that torch.export.save uses"
+            "is an exported program whose weights are not where torch.export.save writes them"
         )
     return Checkpoint(
         {part: each.root for part, each in held.items()},
@@ -220,21 +214,21 @@ def matches_baselines(probe: Probe) -> bool:
 def read_baselines(probe: Probe) -> Checkpoint:
     """Read policy.pth; a warning names the other members.
 
-    Raises UnsupportedError if it is compressed, FormatError if it is not a file of torch.save, and
-    the errors of its own format.
+    Raises UnsupportedError if policy.pth is compressed, FormatError if it is not a torch.save file,
+    and the errors of its format.
     """
     archive = probe.zip
     assert archive is not None
     extent = archive.locate(POLICY)
     if not isinstance(extent, Range):
-        raise UnsupportedError(f"{POLICY} in it is compressed", hint="unpack it, and name the file")
+        raise UnsupportedError(f"its {POLICY} is compressed", hint="unpack it and name that file")
     inner = Probe(Section(*extent))
     for format in (table.TORCH_ZIP, table.TORCH_LEGACY):
         if format.matches(inner):
             found = format.read(inner)
             break
     else:
-        raise FormatError(f"{POLICY} in it is not a file of torch.save")
+        raise FormatError(f"its {POLICY} is not a torch.save file")
     others = [name for name in archive.entries if name != POLICY]
     left = f"only {POLICY} is read, not {some(others, 8)}"
     return replace(

@@ -1,23 +1,22 @@
-"""Keep in a file's ``__metadata__`` what a safetensors header cannot express, and restore it.
+"""Store in a file's ``__metadata__`` what a safetensors header cannot express, and restore it.
 
 Ties follow the convention of the hub: ``metadata[dropped name] = kept name``
-(safetensors.torch.save_model); files of other programs are read by it too, where an entry has no
-other meaning: tied parameters are attributes of one name in several modules (``head.weight``,
-``embed.weight``). Everything else is one JSON text under the key ``ckptkit``. An absent field is
-empty:
+(safetensors.torch.save_model). Files of other programs can contain metadata of the same form by
+accident. In such files a tie is read only if both names are parameters of different modules with
+the same attribute name (``head.weight``, ``embed.weight``). Everything else is one JSON string
+under the key ``ckptkit``. An absent field is empty:
 
     version               1
     ordered               true: the state_dict was an OrderedDict
     state_dict_metadata   its `_metadata`: {module name: {"version": 1}}
     ties                  {dropped name: its position among all names}
-    parameters            true, or the names: which tensors were nn.Parameter
+    parameters            true, or the names: tensors that were nn.Parameter
     requires_grad         true, or the names
     values                {dotted path: a value outside the weights (`epoch`)}; kept, not restored
     root, tree            the whole checkpoint instead of all these: safetensors_tree
 
-Values are encoded as in :mod:`strict_json`. A record of a later version is a plain text to this
-reader. `leftovers` are the parts of a checkpoint that a weights-only format leaves out, and those
-that it keeps as text.
+:mod:`strict_json` encodes the values. A record of a later version is read as an ordinary metadata
+string. `leftovers` returns what a weights-only format stores as strings and what it drops.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ from ckptkit.pickles.judge import refused_by_weights_only
 RESERVED = "ckptkit"
 FRAMEWORK = "format"  # the hub's key for the framework: pt
 VERSION = 1
-WHOLE = object()  # the origin of a checkpoint that a file held whole
+WHOLE = object()  # origin of a checkpoint whose whole tree was in the file
 
 
 # Reading
@@ -64,10 +63,10 @@ class Restored(NamedTuple):
     """The tree that tensors and metadata represent."""
 
     root: Node
-    metadata: dict[str, str]  # that remain
+    metadata: dict[str, str]  # entries that are not part of the tree
     warnings: tuple[str, ...] = ()
     globals: tuple[Global, ...] = ()
-    is_whole: bool = False  # a whole tree
+    is_whole: bool = False  # the file recorded the whole tree
 
 
 def restore(
@@ -75,8 +74,8 @@ def restore(
 ) -> Restored:
     """Restore the state_dict, or whole tree, from `tensors` and `metadata`.
 
-    The metadata are those of an `index` of shards, or of a file. The values of a record stay in
-    them. A record that is not understood stays as it is, with a warning.
+    `index` tells that the metadata is that of an index of shards, not of a file. The recorded
+    values stay in the returned metadata. An unreadable record stays there too, with a warning.
     """
     try:
         fields = _parse(metadata)
@@ -89,14 +88,14 @@ def restore(
         return Restored(root, _rest(known, ties, metadata))
     except CkptkitError as error:
         plain = restore_ties(tensors, metadata, index=index)
-        why = f"the metadata entry {RESERVED!r} is not understood: {error.message}"
+        why = f"the metadata entry {RESERVED!r} cannot be read: {error.message}"
         return plain._replace(warnings=(why, *plain.warnings))
 
 
 def _whole(
     fields: dict[str, Any], tensors: Mapping[str, Tensor], metadata: Mapping[str, str]
 ) -> Restored:
-    from ckptkit.formats import safetensors_tree  # only such files pay for it
+    from ckptkit.formats import safetensors_tree  # imported only for whole checkpoints
 
     ties, known = _typed(fields, "ties", list), _typed(fields, "values", dict)
     if not all(isinstance(name, str) for name in ties):
@@ -108,9 +107,10 @@ def _whole(
 def restore_ties(
     nodes: Mapping[str, Node], metadata: Mapping[str, str], *, index: bool = False
 ) -> Restored:
-    """Restore ties by the convention of the hub alone: tied names follow the others.
+    """Restore ties by the convention of the hub; tied names follow all other names.
 
-    A file's metadata may hold notes of its author; those of an `index` are the hub's.
+    Metadata of an `index` is the hub's. A file's metadata may contain notes of its author, so a tie
+    must look like two parameters.
     """
     possible = [name for name, kept in metadata.items() if _is_tie(name, kept, nodes)]
     ties = [name for name in possible if index or _is_parameter(name, metadata[name])]
@@ -119,9 +119,9 @@ def restore_ties(
     warnings = []
     if ties:
         count, example = plural(len(ties), "name"), repr(ties[0][:80])
-        warnings.append(f"{count} tied to others by the metadata, e.g. {example}")
+        warnings.append(f"the metadata ties {count} to other tensors, e.g. {example}")
     warnings += [
-        f"the metadata entry {name[:80]!r} names a tensor: read as a text, not as a tie"
+        f"the metadata entry {name[:80]!r} contains a tensor name; read as a string, not as a tie"
         for name in possible
         if name not in ties
     ]
@@ -129,7 +129,7 @@ def restore_ties(
 
 
 def values(metadata: Mapping[str, str]) -> dict[str, Any]:
-    """Return the values, as JSON, of the record among `metadata` that `restore` left there."""
+    """Return the values outside the weights that the record in `metadata` contains, as JSON."""
     try:
         fields = _parse(metadata)
         return _typed(fields, "values", dict) if fields is not None else {}
@@ -146,7 +146,7 @@ def _is_tie(name: str, kept: str, tensors: Mapping[str, Node]) -> bool:
 
 
 def _is_parameter(name: str, kept: str) -> bool:
-    """Return whether a name is that of a parameter which may be tied to the one called `kept`."""
+    """Return whether `name` is a parameter that may be tied to the parameter `kept`."""
     module, dot, attribute = name.rpartition(".")
     return bool(module and dot) and attribute == kept.rpartition(".")[2]
 
@@ -156,7 +156,7 @@ def _parse(metadata: Mapping[str, str]) -> dict[str, Any] | None:
         return None
     fields = strict_json.parse(metadata[RESERVED].encode(), "the record")
     if not isinstance(fields, dict) or fields.get("version") != VERSION:
-        raise FormatError(f"not a record of version {VERSION}")
+        raise FormatError(f"not a ckptkit record of version {VERSION}")
     return fields
 
 
@@ -166,14 +166,14 @@ def _state_dict(
     """Return the state_dict that a record describes, and its ties. Raises FormatError."""
     versions = decode(fields.get("state_dict_metadata"))
     if not isinstance(versions, (dict, type(None))):
-        raise FormatError("its state_dict_metadata are not a dict")
+        raise FormatError("its state_dict_metadata is not a dict")
     ties = _typed(fields, "ties", dict)
     count = len(tensors) + len(ties)
     for name, place in ties.items():
         if type(place) is not int or place not in range(count):
             raise FormatError("its ties have invalid positions among the tensors")
         if name not in metadata or not _is_tie(name, metadata[name], tensors):
-            raise FormatError(f"it ties {name[:80]!r} to nothing")
+            raise FormatError(f"its tie {name[:80]!r} names no tensor")
     at = {place: name for name, place in ties.items()}
     if len(at) < len(ties):
         raise FormatError("two of its ties have the same position")
@@ -197,7 +197,7 @@ def _state_dict(
 def _typed(fields: dict[str, Any], key: str, kind: type) -> Any:
     value = fields.get(key, kind())
     if not isinstance(value, kind):
-        raise FormatError(f"its {key} are not a {kind.__name__}")
+        raise FormatError(f"its {key} is not a {kind.__name__}")
     return value
 
 
@@ -206,7 +206,7 @@ def _names(fields: dict[str, Any], key: str, known: Iterable[str]) -> frozenset[
         return frozenset(known)
     named = _typed(fields, key, list)
     if not all(isinstance(name, str) for name in named):
-        raise FormatError(f"its {key} are not names")
+        raise FormatError(f"its {key} contains values that are not names")
     return frozenset(named)
 
 
@@ -220,9 +220,10 @@ def _rest(
 
 
 def record(weights: Weights, ties: Iterable[str], values: Mapping[str, Any]) -> str | None:
-    """Return the JSON record of weights, tied names and values; None if there is nothing to record.
+    """Return the JSON record of weights, ties and values; None if there is nothing to record.
 
-    The file leaves out the names in `ties`; `values` are those outside the weights, as JSON.
+    `ties` are names that the file does not contain. `values` are entries outside the weights, as
+    JSON.
     """
     place = {name: n for n, name in enumerate(weights.nodes)}
     paths = _metadata(weights.node)
@@ -239,12 +240,12 @@ def record(weights: Weights, ties: Iterable[str], values: Mapping[str, Any]) -> 
 
 
 def of_values(values: Mapping[str, Any]) -> dict[str, str]:
-    """Return the metadata of values alone, as `values` reads them."""
+    """Return the metadata entry that contains only `values`."""
     return {RESERVED: dump({"version": VERSION, "values": values})} if values else {}
 
 
 def lost_attributes(node: Node) -> list[str]:
-    """Return the names of attributes of a state_dict that cannot be recorded."""
+    """Return the attributes of a state_dict that a record cannot store."""
     if not isinstance(node, OrderedMapping) or node.state is None:
         return []
     held = (MODULE_VERSIONS,) if _metadata(node) is not None else ()
@@ -269,22 +270,19 @@ def _marks(tensors: Mapping[str, Tensor]) -> dict[str, Any]:
     }
 
 
-# What is left out
+# Values that the output drops
 
 
 _EXTRA_STATE = "_extra_state"
 _PLAIN = (Global("torch", "Tensor"), Global("torch.nn.parameter", "Parameter"))
-_NO_STATE: tuple[Node, ...] = (
-    None,
-    {},
-    {"_has_been_cloned": True},
-)  # the last marks what FSDP1 gathered
+# The last is the attribute that FSDP1 sets on gathered tensors.
+_NO_STATE: tuple[Node, ...] = (None, {}, {"_has_been_cloned": True})
 
 
 def leftovers(checkpoint: Checkpoint, *, inside: bool = True) -> tuple[dict[str, Any], list[str]]:
-    """Return plain values outside the weights, as JSON by path, and a line for each other entry.
+    """Return plain values outside the weights, as JSON by path, and a note for each dropped entry.
 
-    `inside`: the same for entries of the weights that are not tensors.
+    `inside` adds entries of the weights that are not tensors.
     """
     weights = checkpoint.required
     values: dict[str, Any] = {}
@@ -296,34 +294,34 @@ def leftovers(checkpoint: Checkpoint, *, inside: bool = True) -> tuple[dict[str,
         elif is_plain(node) and is_utf8(join(path)):
             values[join(path)] = encode(node)
         else:
-            left.append(f"left out: {join(path) or '(no name)'} ({_size(node)})")
+            left.append(f"dropped: {join(path) or '(no name)'} ({_size(node)})")
     if states:
-        left.append(f"left out: {states:,} entries of the weights called {_EXTRA_STATE}")
+        left.append(f"dropped: {states:,} entries of the weights called {_EXTRA_STATE}")
     left += _more_than_elements(weights)
     if isinstance(weights.node, Object):
         left.append(
-            f"left out: the module itself ({type_name(weights.node)}); written as its state_dict"
+            f"dropped: the module itself ({type_name(weights.node)}); written as its state_dict"
         )
         left += weights.module.unread if weights.module is not None else ()
     return values, left
 
 
 def _more_than_elements(weights: Weights) -> Iterator[str]:
-    """Describe tensors with a Python class or attributes: only their elements can be kept."""
+    """Yield a note on tensors with a Python class or attributes, which are dropped."""
     names = [
         name for name, node in weights.nodes.items() if isinstance(node, Object) and _has_more(node)
     ]
     if names:
         named = some(map(shown, names))
-        yield f"left out: the Python class or attributes of tensors: {named}"
+        yield f"dropped: the Python class or attributes of tensors: {named}"
 
 
 def _has_more(node: Object) -> bool:
-    """Return whether a tensor carries more than its elements.
+    """Return whether a tensor has a Python class or attributes.
 
-    It does if made by ``_rebuild_from_type_v2(function, class, arguments, state)`` with a class
-    that is not torch's or with state, or by ``_rebuild_parameter_with_state(tensor, requires_grad,
-    hooks, state)``.
+    ``_rebuild_from_type_v2(function, class, arguments, state)`` adds them if the class is not
+    torch's or the state is not empty; ``_rebuild_parameter_with_state(tensor, requires_grad, hooks,
+    state)`` if the state is not empty.
     """
     made, args = node.global_, node.args
     if made is None or not isinstance(args, tuple) or len(args) != 4:
@@ -343,31 +341,29 @@ def refuse_objects(checkpoint: Checkpoint) -> None:
         if node.global_ is None or refused_by_weights_only(node.global_):
             place = join(path) or "the root"
             raise UnsafeGlobalError(
-                f"{place} is an object ({type_name(node)}) and would be left out",
-                hint=f"{typed_value('objects', 'drop')} leaves such values out",
+                f"{place} is an object ({type_name(node)}), which the output cannot store",
+                hint=f"{typed_value('objects', 'drop')} drops such values",
             )
 
 
 def refuse_pieces(nodes: Mapping[str, Node]) -> None:
-    """Raise UnsupportedError for tensors of which each rank saved a piece: in one file there is but
-    one of these."""
+    """Raise UnsupportedError if a tensor is one rank's piece: the file lacks the other pieces."""
     made = [(name, node) for name, node in nodes.items() if isinstance(node, Object)]
     if not made:
         return
-    from ckptkit.formats.distributed.meshes import is_piece  # most files have none
+    from ckptkit.formats.distributed.meshes import is_piece  # imported only if there are objects
 
     names = [name for name, node in made if is_piece(node)]
     if names:
         more = and_more(len(names) - 1)
         raise UnsupportedError(
-            f"of {names[0][:80]!r}{more} the file holds the piece of one rank, as DTensor or "
-            "ShardedTensor",
+            f"{names[0][:80]!r}{more} is one rank's piece of a DTensor or ShardedTensor",
             hint="name the folder with the files of all ranks instead",
         )
 
 
 def shared_bytes(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Return a note on tensors that share bytes, which a format without views writes for each."""
+    """Return a note on tensors that share bytes, which a format without views writes repeatedly."""
     by_storage: dict[int, list[Tensor]] = {}
     for tensor in tensors.values():
         by_storage.setdefault(id(tensor.storage), []).append(tensor)
@@ -378,12 +374,12 @@ def shared_bytes(tensors: Mapping[str, Tensor]) -> list[str]:
         for start, length in extents:
             count += start < reached
             reached = max(reached, start + length)
-    note = f"tensors that share memory with others: {count:,}; their bytes are written for each"
+    note = f"tensors that share memory with other tensors: {count:,}; each is written in full"
     return [note] if count else []
 
 
 def _outside_weights(root: Node, weights: Weights, inside: bool) -> Iterator[tuple[Path, Node]]:
-    """Yield the outermost nodes that do not belong to the weights."""
+    """Yield the outermost nodes outside the weights."""
     node = root
     for depth, key in enumerate(weights.path):
         inner = None

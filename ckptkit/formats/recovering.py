@@ -1,7 +1,7 @@
-"""Recover a damaged checkpoint: the tree without tensors whose bytes are lost, and their list.
+"""Recover a damaged checkpoint: return its tree without the lost tensors, and the list of losses.
 
-A safetensors file, which has no checksums, is recovered here, each entry of its header by itself.
-`damaged_in` names the tensors concerned by damage that is found while a checkpoint is written.
+A safetensors file has no checksums; `recover` checks each entry of its header separately.
+`damaged_in` names the tensors that are affected if a damaged input is found during writing.
 """
 
 from __future__ import annotations
@@ -32,24 +32,23 @@ from ckptkit.pickles.policy import without
 
 AGAIN = "download or copy it again"
 UNVERIFIED = (
-    f"{AGAIN}; `ckptkit recover --unverified {{where}} {{new}}` keeps what is inside the file, "
-    "shifted or not"
+    f"{AGAIN}; `ckptkit recover --unverified {{where}} {{new}}` keeps the tensors inside the file, "
+    "even if their bytes are shifted"
 )
-_ZEROS = 512  # zeros at the end of a file that was perhaps not written to its end
+_ZEROS = 512  # bytes; more zeros than this at the end suggest that writing was interrupted
 _STEP = 1 << 20
 
-Why = Callable[[Storage], str | None]  # why the bytes of a storage are lost; None: they are intact
+Why = Callable[[Storage], str | None]  # returns why a storage is lost, None if it is intact
 
 
 def recovered(checkpoint: Checkpoint, why: Why, hint: str = AGAIN) -> Recovered:
-    """Return the checkpoint without everything that refers to lost storages.
+    """Return the checkpoint without the nodes that refer to lost storages.
 
-    An entry of a mapping is removed with its key; elsewhere None replaces it. A pickled module that
-    has lost a part becomes the state_dict of the rest. Raises CorruptError if no tensor is left,
-    with `hint`.
+    A lost entry of a dict is removed with its key; elsewhere None replaces it. If a pickled module
+    lost an entry, its state_dict replaces it. Raises CorruptError with `hint` if no tensor is left.
     """
     reasons: dict[int, str | None] = {}  # by id: each node and storage is examined once
-    keep: list[Any] = []  # ids stay taken
+    keep: list[Any] = []  # keeps the examined nodes alive, so that their ids stay unique
 
     def examined(part: Any, find: Callable[[Any], str | None]) -> str | None:
         if id(part) not in reasons:
@@ -78,7 +77,7 @@ def recovered(checkpoint: Checkpoint, why: Why, hint: str = AGAIN) -> Recovered:
     lost, notes = losses(found), checkpoint.notes
     if not lost:
         if not _has_tensors(root):
-            raise CorruptError("it holds no tensors", hint="there is nothing to recover")
+            raise CorruptError("it contains no tensors", hint="there is nothing to recover")
         return Recovered(checkpoint, ())
     try:
         weights = checkpoint.selection
@@ -87,37 +86,37 @@ def recovered(checkpoint: Checkpoint, why: Why, hint: str = AGAIN) -> Recovered:
     if weights is not None and weights.is_module:
         root, found = without(plain_state_dict(weights.nodes), is_lost)
         lost = losses(found)
-        notes = (*notes, "the module became a state_dict of the parts that are left")
+        notes = (*notes, "the module became a state_dict of its intact tensors")
     if not _has_tensors(root, 1):
         raise nothing(lost, hint)
     return Recovered(replace(checkpoint, root=root, notes=notes), lost)
 
 
 def _has_tensors(root: Node, least: int = 0) -> bool:
-    """Return whether a tree has a tensor of `least` bytes."""
+    """Return whether a tree contains a tensor of `least` bytes or more."""
     tensors = (as_tensor(node) for _, node in walk(root))
     return any(tensor is not None and tensor.nbytes >= least for tensor in tensors)
 
 
 def nothing(lost: Sequence[Loss] = (), hint: str = AGAIN) -> CorruptError:
-    """Make the error for a file without an intact tensor, with the reason for the first loss."""
+    """Return the error for a file without intact tensors; it gives the reason of the first loss."""
     why = f": {lost[0].why}" if lost else ""
     return CorruptError(f"no tensor in it is intact{why}", hint=hint)
 
 
 def unsummed() -> Notice:
-    """Return the warning about what a file without checksums cannot prove."""
+    """Return the warning that a file without checksums may be damaged in undetectable ways."""
     text = (
-        "it has no checksums: ckptkit cannot see changed bytes, or bytes of an older save, in its "
-        "names, shapes and values"
+        "it has no checksums: ckptkit cannot detect changed bytes, or bytes of an older save, in "
+        "its names, shapes and values"
     )
     return Notice(NO_CHECKSUM, text)
 
 
 def zeros_from(source: ByteSource) -> int:
-    """Return where the zeros at the end of a file begin; its size if there are fewer than 512.
+    """Return the offset of the zeros that end a file; its size if there are fewer than 512.
 
-    So many zeros may mean that the file was not written to its end.
+    Many zeros suggest that the file was not written to its end.
     """
     stop, step = source.size, _ZEROS
     while stop > 0:
@@ -136,14 +135,14 @@ def _what(node: Node) -> str:
     return type_name(node)
 
 
-# Damage that is found while a checkpoint is written
+# Damage that is found while an output is written
 
 
 _NAMED = 4  # tensors in a message
 
 
 def tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor once, with the place where it is met first."""
+    """Yield every tensor once, with the path at which the walk first finds it."""
     seen: set[int] = set()
     for path, node in walk(checkpoint.root):
         tensor = as_tensor(node)
@@ -153,10 +152,10 @@ def tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
 
 
 def located(tensor: Tensor) -> list[Range]:
-    """Return the byte ranges of files that a tensor is made of."""
+    """Return the byte ranges in files that contain a tensor's bytes."""
     try:
         return [] if tensor.storage is None else list(leaves(tensor.storage.record.locate()))
-    except InputError:  # said elsewhere
+    except InputError:  # the reader reports it
         return []
 
 
@@ -166,7 +165,7 @@ def overlap(a: Range, b: Range) -> bool:
 
 
 def damaged_in(checkpoint: Checkpoint, damaged: Sequence[Range]) -> str:
-    """Return the names of the tensors whose bytes are in these ranges, some of many."""
+    """Return the names of the tensors whose bytes are in these ranges, at most four."""
     names = [
         name
         for name, tensor in tensors(checkpoint)
@@ -179,11 +178,12 @@ def damaged_in(checkpoint: Checkpoint, damaged: Sequence[Range]) -> str:
 
 
 def recover(probe: Probe, unverified: bool = False) -> Recovered | None:
-    """Recover a file that is as long as its header says; with `unverified`, any tensor inside it.
+    """Recover the tensors of a safetensors file whose size matches its header.
 
-    The format has no checksums: where bytes are missing or too many, all tensors may be shifted, as
-    nothing says where that begins; and a file that ends in zeros may not be written to its end. A
-    whole tree is kept without what refers to lost tensors. Raises what is wrong with the header.
+    If bytes are missing or extra, all tensors may be shifted, because nothing records where. If the
+    file ends in zeros, it may not have been written to its end. `unverified` returns all tensors
+    inside the file. Nodes of a whole tree that refer to lost tensors are removed. Raises the errors
+    of the header.
     """
     if probe.is_folder or not matches(probe):
         return None
@@ -195,7 +195,7 @@ def recover(probe: Probe, unverified: bool = False) -> Recovered | None:
     zeros = source.size if unverified else zeros_from(source)
     tensors: dict[str, Tensor] = {}
     invalid: list[Loss] = []
-    reasons: dict[ByteSource | None, str] = {}  # by what stands in for lost bytes
+    reasons: dict[ByteSource | None, str] = {}  # by the empty source that replaces lost bytes
     for name, entry in header.items():
         try:
             kind, begin = read_entry(entry, {})
@@ -225,7 +225,7 @@ def recover(probe: Probe, unverified: bool = False) -> Recovered | None:
 
 
 def recoverable(probe: Probe) -> str:
-    """Return the command that may recover something; "" unless the header can be read."""
+    """Return the command that may recover tensors; "" if the header cannot be read."""
     if probe.is_folder or not matches(probe):
         return ""
     try:
@@ -239,7 +239,7 @@ def recoverable(probe: Probe) -> str:
 
 
 def _shifted(header: dict[str, Any], size: int) -> str:
-    """Describe what is wrong with the number of bytes after the header; "" if nothing is."""
+    """Describe missing or extra bytes after the header; "" if there are none."""
     end = 0
     kinds: Kinds = {}
     for entry in header.values():
@@ -251,14 +251,14 @@ def _shifted(header: dict[str, Any], size: int) -> str:
     if end == size:
         return ""
     which = f"{end - size:,} bytes are missing" if end > size else f"{size - end:,} extra bytes"
-    return f"its bytes may be shifted: {which} in the file, and nothing says where"
+    return f"its bytes may be shifted: {which} at an unknown position"
 
 
 def _doubt(place: Range, shifted: str, zeros: int) -> str:
-    """Return why the bytes of a tensor may not be intact; "" if nothing tells."""
+    """Return why the bytes of a tensor may be damaged; "" if there is no evidence."""
     source, end = place.source, place.offset + place.length
     if end > source.size:
-        return f"the file is cut {end - source.size:,} bytes before its end"
+        return f"the file is truncated: {end - source.size:,} of its bytes are missing"
     if place.length and not shifted and end > zeros:
-        return f"the file ends in {source.size - zeros:,} zeros: it was not written to its end"
+        return f"the file ends in {source.size - zeros:,} zeros; it was not written to its end"
     return shifted if place.length else ""

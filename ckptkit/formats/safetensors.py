@@ -2,26 +2,24 @@
 
     u64 N | N bytes of JSON | buffer
 
-    {"__metadata__": {text: text},
+    {"__metadata__": {string: string},
      "name": {"dtype": "F32", "shape": [2, 3], "data_offsets": [begin, end]}, ...}
 
-Offsets count from 8 + N. The ranges of all tensors tile the buffer from its first byte to the end
-of the file: no hole, no overlap, no range with two names. N is at most 100,000,000; the header
-begins with ``{`` and may be padded with white space. Two elements of F4 are one of torch's
-float4_e2m1fn_x2: the last dimension is half as long there. Source:
+Offsets count from 8 + N. The byte ranges of the tensors cover the buffer, from its first byte to
+the end of the file, without holes or overlaps. N is at most 100,000,000. The header begins with
+``{`` and may be padded with white space. An element of torch's float4_e2m1fn_x2 contains two
+elements of F4, so its last dimension is half as long. Source:
 https://github.com/huggingface/safetensors (safetensors/src/tensor.rs).
 
-Read more strictly than by the library: a repeated name, a field that the format does not have, more
-than 64 dimensions and the dialects of :mod:`strict_json` are refused. A size of 2**63 or more is
-refused, also next to a size of 0.
+Unlike the library, ckptkit refuses repeated names, unknown fields, more than 64 dimensions, a size
+of 2**63 or more even beside a size of 0, and the JSON that :mod:`strict_json` refuses.
 
-Written as the library writes it, larger types first and then by name, the buffer 8-byte aligned;
-but the header lists the tensors in the order of the state_dict. All else that a header cannot
-express is in ``__metadata__``: see :mod:`ckptkit.formats.record`.
+Files are written as the library writes them: larger types first, then by name, the buffer 8-byte
+aligned. Only the header differs: it lists the tensors in the order of the state_dict.
+``__metadata__`` contains what a header cannot express: see :mod:`ckptkit.formats.record`.
 
-Edited in place, a header that is no longer than the old one is padded to its length, and nothing
-else changes. A longer one grows over the first tensors of the buffer, as few as will do; these move
-to the end of the file:
+An edit in place pads a shorter header to the old length and changes nothing else. A longer header
+overwrites the first tensors of the buffer, as few as possible; these move to the end of the file:
 
     N | old header     | a | b | c | d            N' = N + bytes of a and b
     N'| new header, spaces     | c | d | a | b
@@ -73,14 +71,15 @@ from ckptkit.formats.strict_json import dump, is_utf8
 _WHITE = b" \t\r\n"
 _FIELDS = frozenset({"dtype", "shape", "data_offsets"})
 METADATA = "__metadata__"
-# What Range() calls, too, but from Python.
+# Range() without the cost of its Python constructor.
 _NEW_RANGE: Callable[[type[Range], tuple[ByteSource, int, int]], Range] = tuple.__new__
 
 
 def matches(probe: Probe) -> bool:
-    """Recognize a length followed by an object.
+    """Return whether a file begins with a length and a JSON object.
 
-    An impossible length is damage where the name ends in safetensors.
+    If the length is impossible, a name that ends in .safetensors still matches: the file is
+    damaged.
     """
     if probe.head[8:].lstrip(_WHITE)[:1] != b"{":
         return False
@@ -89,7 +88,7 @@ def matches(probe: Probe) -> bool:
 
 
 def read(probe: Probe) -> Checkpoint:
-    """Read the tensors in header order, then what ckptkit or the hub left in the metadata."""
+    """Read the tensors in header order, and restore what the metadata records."""
     source = probe.source
     text = read_text(source)
     restored = restore(*read_tensors(text, source))
@@ -103,19 +102,19 @@ def read(probe: Probe) -> Checkpoint:
 
 
 def read_text(source: ByteSource) -> bytes:
-    """Read the text of the header."""
+    """Read the JSON of the header."""
     length = int.from_bytes(source.read(0, 8), "little")
     check("safetensors_header_bytes", length, "bytes of the header")
     return source.read(8, length)
 
 
 def read_header(text: bytes) -> tuple[dict[str, Any], dict[str, str]]:
-    """Parse the entries of the header, which are not checked, and its metadata."""
+    """Parse the header; return its entries, still unchecked, and its metadata."""
     return _apart(strict_json.parse(text, "the header"))
 
 
 def _apart(header: Any) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the entries of a header and its metadata."""
+    """Split a header into its entries and its metadata."""
     if not isinstance(header, dict):
         raise FormatError("the header is not a JSON object")
     metadata = header.pop(METADATA, None)
@@ -124,18 +123,18 @@ def _apart(header: Any) -> tuple[dict[str, Any], dict[str, str]]:
     if not isinstance(metadata, dict) or not all(
         isinstance(value, str) for value in metadata.values()
     ):
-        raise FormatError(f"{METADATA} is not an object of texts")
+        raise FormatError(f"{METADATA} is not an object of strings")
     return header, metadata
 
 
 class DtypeAndShape(NamedTuple):
-    """A dtype and shape that tensors of a file have in common, and the number of their bytes."""
+    """A dtype and shape that several tensors have, and their size in bytes."""
 
-    like: Tensor  # over no bytes of the file
+    like: Tensor  # without bytes of the file
     nbytes: int
 
     def tensor(self, source: ByteSource, offset: int) -> Tensor:
-        """Return the tensor of this kind whose bytes begin at `offset`."""
+        """Return the tensor of this dtype and shape whose bytes begin at `offset`."""
         return self.like.over(Storage(_NEW_RANGE(Range, (source, offset, self.nbytes))))
 
 
@@ -143,7 +142,7 @@ Kinds = dict[tuple[str, Shape], DtypeAndShape]
 
 
 class _NewKinds(Kinds):
-    """Kinds by code and shape, each made when it is first looked up."""
+    """Kinds by code and shape; the first lookup creates each."""
 
     def __missing__(self, key: tuple[str, Shape]) -> DtypeAndShape:
         code, shape = key
@@ -153,7 +152,7 @@ class _NewKinds(Kinds):
 
 
 class _SafetensorsHeader:
-    """The contents of a header: names of tensors, their kinds and places, and metadata."""
+    """The parsed header: names of tensors, their kinds and byte ranges, and metadata."""
 
     def __init__(self) -> None:
         self.names: dict[str, None] = {}
@@ -166,7 +165,7 @@ class _SafetensorsHeader:
         check("name_bytes", max(map(len, self.names), default=0), "characters of a tensor's name")
 
     def tensors(self, source: ByteSource, start: int) -> dict[str, Tensor]:
-        """Return the tensors, whose bytes follow each other from `start` to the end of `source`."""
+        """Return the tensors, after a check that their ranges cover `source` from `start` on."""
         _check_tiles(self.begins, self.ends, self.names, source.size - start)
         return {
             name: kind.tensor(source, start + begin)
@@ -175,7 +174,7 @@ class _SafetensorsHeader:
 
 
 def read_tensors(text: bytes, source: ByteSource) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Parse the tensors of the header, and its metadata."""
+    """Parse the header; return its tensors and its metadata."""
     try:
         header = _read_columns(text)
     except (CkptkitError, LookupError, TypeError):
@@ -185,9 +184,9 @@ def read_tensors(text: bytes, source: ByteSource) -> tuple[dict[str, Tensor], di
 
 
 def _read_columns(text: bytes) -> _SafetensorsHeader:
-    """Parse the header in parts, and check the fields of all entries of a part at once.
+    """Parse the header in parts; check each field for all entries of a part at once.
 
-    Raises any of several errors if something is wrong: `_read_entries` says what.
+    Raises some error if anything is wrong. `_read_entries` then finds the exact message.
     """
     header, kinds = _SafetensorsHeader(), _NewKinds()
     named = unknown = 0
@@ -196,8 +195,8 @@ def _read_columns(text: bytes) -> _SafetensorsHeader:
         entries, metadata = _apart(part)
         _add_columns(header, entries, kinds)
         header.metadata.update(metadata)
-        # Each entry has at least its name, those of its three fields, and its dtype. Where a part
-        # has no string but these, no entry has another field, and no name occurs twice in it.
+        # An entry has at least five strings: its name, its three field names, and its dtype. If a
+        # part has no further strings, no entry has another field and no name occurs twice.
         unknown += strings - 5 * len(entries) - 2 * len(metadata)
     if unknown != named or named > 1 or len(header.names) != len(header.kinds):
         raise FormatError("a field is unknown, or a name occurs twice")
@@ -215,11 +214,11 @@ def _add_columns(header: _SafetensorsHeader, entries: dict[str, Any], kinds: _Ne
         and {*map(len, spans)} <= {2}
         and min(places, default=0) >= 0
     ):
-        raise FormatError("a field is not of its type")
+        raise FormatError("a field has the wrong type")
     begins, ends = places[::2], places[1::2]
     found = [*map(kinds.__getitem__, zip(codes, map(tuple, shapes), strict=True))]
     if [kind.nbytes for kind in found] != [*map(sub, ends, begins)]:
-        raise FormatError("a shape does not fill its bytes")
+        raise FormatError("a shape does not match its bytes")
     header.names.update(dict.fromkeys(entries))
     header.kinds += found
     header.begins += begins
@@ -227,7 +226,7 @@ def _add_columns(header: _SafetensorsHeader, entries: dict[str, Any], kinds: _Ne
 
 
 def _read_entries(text: bytes) -> _SafetensorsHeader:
-    """Parse the header as a whole, entry by entry. Raises the error of the first wrong one."""
+    """Parse the header entry by entry. Raises the error of the first wrong entry."""
     header, kinds = _SafetensorsHeader(), Kinds()
     entries, header.metadata = read_header(text)
     header.names = dict.fromkeys(entries)
@@ -245,9 +244,9 @@ def _read_entries(text: bytes) -> _SafetensorsHeader:
 
 
 def read_entry(entry: Any, kinds: Kinds) -> tuple[DtypeAndShape, int]:
-    """Parse one tensor's kind and where its bytes begin.
+    """Parse an entry; return the tensor's kind and the start of its bytes.
 
-    `kinds` are those met before: most tensors share a few, each checked once.
+    `kinds` caches the checked kinds; most tensors share a few.
     """
     try:
         code, sizes, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
@@ -273,7 +272,7 @@ def read_entry(entry: Any, kinds: Kinds) -> tuple[DtypeAndShape, int]:
 def _kind(dtype: DType, shape: Shape, nbytes: int) -> DtypeAndShape:
     if _bits(dtype, shape) != nbytes * 8:
         raise _unfilled(dtype, shape, nbytes)
-    if dtype.packed > 1 and shape[-1] % dtype.packed:  # not whole elements of torch
+    if dtype.packed > 1 and shape[-1] % dtype.packed:  # half of the last torch element is missing
         dtype = FLOAT4
     elif dtype.packed > 1:
         shape = (*shape[:-1], shape[-1] // dtype.packed)
@@ -282,7 +281,7 @@ def _kind(dtype: DType, shape: Shape, nbytes: int) -> DtypeAndShape:
 
 
 def _bits(dtype: DType, shape: Shape) -> int:
-    if len(shape) > LIMITS.rank:  # or the product could take long
+    if len(shape) > LIMITS.rank:  # checked first, because the product would be slow
         check("rank", len(shape), "dimensions of a tensor")
     return math.prod(shape) * (dtype.bits // dtype.packed)
 
@@ -292,12 +291,12 @@ def _unfilled(dtype: DType, shape: Shape, nbytes: int) -> FormatError:
 
 
 def _span(offsets: Any) -> tuple[int, int]:
-    """Return begin and end, two integers in order."""
+    """Return begin and end, after a check that they are two ordered integers."""
     begin, end = offsets if offsets.__class__ is list and len(offsets) == 2 else (None, None)
     if begin.__class__ is int and end.__class__ is int and 0 <= begin <= end:
         return begin, end
     wrong = _naturals(offsets, "data_offsets")
-    raise FormatError(f"data_offsets {shown(wrong)} are not a begin and an end")
+    raise FormatError(f"data_offsets {shown(wrong)} is not a begin and an end")
 
 
 def _naturals(value: Any, what: str) -> tuple[int, ...]:
@@ -310,14 +309,14 @@ def _naturals(value: Any, what: str) -> tuple[int, ...]:
 
 
 def _check_tiles(begins: list[int], ends: list[int], names: Iterable[str], size: int) -> None:
-    """Check that, sorted, each range begins where the last one ends, up to the end of the file."""
-    if begins != [0, *ends[:-1]]:  # not in the order of the file, or not tiled
+    """Check that the sorted ranges cover the buffer without holes up to the end of the file."""
+    if begins != [0, *ends[:-1]]:  # another order than in the file, or a hole or overlap
         _check_sorted(sorted(zip(begins, ends, names, strict=True)))
     reached = max(ends, default=0)
     if reached > size:
         raise TruncatedError(
-            f"ends {reached - size:,} bytes too early: "
-            f"the header lists {reached:,} bytes of tensors",
+            f"is truncated: {reached - size:,} bytes are missing of the {reached:,} bytes of "
+            "tensors that the header lists",
             hint="download or copy it again",
         )
     if reached < size:
@@ -338,8 +337,8 @@ def _check_sorted(spans: list[tuple[int, int, str]]) -> None:
 # Writing
 
 
-# High ranks first in a file (`Dtype` in safetensors/src/tensor.rs): larger types are aligned
-# without padding.
+# The order of the dtypes in a file (`Dtype` in safetensors/src/tensor.rs). Larger types come first,
+# so every tensor is aligned without padding.
 _CODES = (
     "U64", "I64", "F64", "C64", "F32", "U32", "I32", "BF16", "F16", "U16", "I16",
     "F8_E5M2FNUZ", "F8_E4M3FNUZ", "F8_E8M0", "F8_E4M3", "F8_E5M2", "I8", "U8",
@@ -349,10 +348,10 @@ _RANK = {code: rank for rank, code in enumerate(_CODES)}
 
 
 def layout(checkpoint: Checkpoint, options: Options) -> Plan:
-    """Plan a file of the weights and of what `__metadata__` can hold; the notes name the rest.
+    """Plan a file of the weights; `__metadata__` stores what it can, and notes name the rest.
 
-    Raises TensorError for tensors that the format does not know, LimitError for a header that no
-    reader accepts, UnsafeGlobalError for objects if these are to be an error.
+    Raises TensorError if safetensors cannot store a tensor, LimitError if the header is too large
+    for readers, UnsafeGlobalError for objects if ``options.objects`` is "error".
     """
     tensors, metadata, notes = contents(checkpoint, options)
     whole = len(tensors) if options.all or checkpoint.origin is WHOLE else None
@@ -361,7 +360,7 @@ def layout(checkpoint: Checkpoint, options: Options) -> Plan:
 
 
 class HeaderEntries(NamedTuple):
-    """The tensors of a file, in order; values for its `__metadata__`; notes on what is left out."""
+    """The tensors of a file, in order; its `__metadata__`; notes on dropped values."""
 
     tensors: dict[str, Tensor]
     metadata: dict[str, str | None]
@@ -369,8 +368,9 @@ class HeaderEntries(NamedTuple):
 
 
 def contents(checkpoint: Checkpoint, options: Options) -> HeaderEntries:
-    """Choose what is written of a checkpoint. Raises like `layout`."""
-    if options.all or checkpoint.origin is WHOLE:  # an edit keeps a whole checkpoint whole
+    """Return the tensors and metadata to write for a checkpoint. Raises like `layout`."""
+    # A checkpoint whose whole tree was in the file is written the same way.
+    if options.all or checkpoint.origin is WHOLE:
         return _whole(checkpoint, options)
     if options.objects == "error":
         refuse_objects(checkpoint)
@@ -378,7 +378,7 @@ def contents(checkpoint: Checkpoint, options: Options) -> HeaderEntries:
 
 
 def prepared(checkpoint: Checkpoint, options: Options) -> HeaderEntries:
-    """Choose the weights and the values that the metadata can hold. Raises like `layout`."""
+    """Return the weights and the values that the metadata can store. Raises like `layout`."""
     weights = checkpoint.required
     tensors = weights.tensors
     refuse_pieces(weights.nodes)
@@ -393,15 +393,15 @@ def prepared(checkpoint: Checkpoint, options: Options) -> HeaderEntries:
         **ties,
         RESERVED: text if options.extras else None,
     }
-    notes += [f"left out: {name} of the state_dict" for name in lost_attributes(weights.node)]
+    notes += [f"dropped: {name} of the state_dict" for name in lost_attributes(weights.node)]
     notes += shared_bytes(stored)
     return HeaderEntries(stored, metadata, notes)
 
 
 def _whole(checkpoint: Checkpoint, options: Options) -> HeaderEntries:
-    """Choose the whole tree: see :mod:`safetensors_tree`.
+    """Return the entries for the whole tree: see :mod:`safetensors_tree`.
 
-    Raises what the writer of .pth files raises: all of it must be restorable.
+    Raises the errors of the .pth writer, because the result must be restorable to a .pth.
     """
     from ckptkit.formats.safetensors_tree import StoredTree, record_of
     from ckptkit.formats.torch_zip import Numbering
@@ -414,9 +414,9 @@ def _whole(checkpoint: Checkpoint, options: Options) -> HeaderEntries:
         root, notes = without_objects(root, may_be_empty=strict)
     if notes and strict:
         raise UnsafeGlobalError(
-            f"would not be whole: {notes[0]}",
+            f"would lose objects: {notes[0]}",
             hint=f"{typed_value('objects', 'keep')} keeps them, "
-            f"{typed_value('objects', 'drop')} leaves them out",
+            f"{typed_value('objects', 'drop')} drops them",
         )
     write_pickle(root, Numbering())
     whole = StoredTree(root, _obstacle)
@@ -431,7 +431,7 @@ def _whole(checkpoint: Checkpoint, options: Options) -> HeaderEntries:
 
 
 def file_of(tensors: Mapping[str, Tensor], metadata: Mapping[str, str | None]) -> OutputFile:
-    """Plan one file of these tensors, none of them tied, and these metadata (None: nothing)."""
+    """Plan a file of these tensors, with these metadata entries (None: omitted)."""
     order = sorted(tensors, key=lambda name: (_RANK[tensors[name].dtype.safetensors or ""], name))
     extents = _joined(contiguous(tensors[name]).locate() for name in order if tensors[name].nbytes)
     header = _header_bytes(tensors, order, metadata)
@@ -443,7 +443,7 @@ def _check_holdable(checkpoint: Checkpoint, tensors: Mapping[str, Tensor]) -> No
     if refused:
         named = some((f"{shown(name)} ({why})" for name, why in refused), 3)
         raise TensorError(
-            f"safetensors cannot hold {named}",
+            f"safetensors cannot store {named}",
             hint=_way_out({why for _, why in refused}, checkpoint),
         )
 
@@ -452,20 +452,20 @@ def _way_out(obstacles: set[str], checkpoint: Checkpoint) -> str:
     if obstacles == {"complex128"}:
         return f"{typed('--cast complex64', 'cast to complex64')} halves their precision"
     if all(why in BY_NAME and BY_NAME[why].kind == "quantized" for why in obstacles):
-        return f"{typed('--dequantize', 'dequantize')} makes float32 of them"
+        return f"{typed('--dequantize', 'dequantize')} converts them to float32"
     if "subclass" in obstacles:
         from ckptkit import quantized
 
         kept = f"a .pth keeps them, and {typed('--all', 'all=True')} does"
         floats = f"{typed('--dequantize', 'dequantize')} converts quantized ones to floats; "
         return floats + kept if quantized.find(checkpoint) else kept
-    return f"{typed('--drop', 'select(drop=...)')} leaves them out"
+    return f"{typed('--drop', 'select(drop=...)')} drops them"
 
 
 def _obstacle(name: str, tensor: Tensor) -> str | None:
-    """Return why the format cannot hold a tensor, None if it can."""
+    """Return why safetensors cannot store a tensor, None if it can."""
     if name == METADATA or len(name) > LIMITS.name_bytes or not is_utf8(name):
-        return "a name that the header cannot have"
+        return "the header cannot contain its name"
     if tensor.layout != "strided":
         return tensor.layout
     if tensor.storage is None:
@@ -478,9 +478,9 @@ def _obstacle(name: str, tensor: Tensor) -> str | None:
 
 
 def _ties(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> dict[str, str]:
-    """Map names of the same elements of the same storage to the first of them in the alphabet.
+    """Map each tied name to the first name, alphabetically, of the same elements.
 
-    A name that is a key of the metadata cannot be recorded as tied: it is written on its own.
+    A name that is also a metadata key cannot be recorded as a tie. Its tensor is written twice.
     """
     groups: dict[object, list[str]] = {}
     for name, tensor in tensors.items():
@@ -497,7 +497,7 @@ def _header_bytes(
     order: Iterable[str],
     metadata: Mapping[str, str | None],
 ) -> bytes:
-    """Return length and header, padded so that the buffer begins at a multiple of 8."""
+    """Return length and header; spaces pad the header so that the buffer is 8-byte aligned."""
     offsets: dict[str, int] = {}
     end = 0
     for name in order:
@@ -512,7 +512,7 @@ def _header_bytes(
 def header_text(
     tensors: Mapping[str, Tensor], offsets: Mapping[str, int], metadata: Mapping[str, str | None]
 ) -> bytes:
-    """Return the JSON of a header; `offsets` gives the begin of each tensor in the buffer."""
+    """Return the JSON of a header; `offsets` maps each name to the start of its bytes."""
     header: dict[str, Any] = {
         METADATA: {key: text for key, text in metadata.items() if text is not None}
     }
@@ -526,7 +526,7 @@ def header_text(
 
 
 def _joined(extents: Iterable[Extent]) -> list[Extent]:
-    """Merge ranges that follow each other in their source."""
+    """Merge adjacent ranges of one source."""
     row: list[Extent] = []
     for extent in extents:
         last = row[-1] if row else None
@@ -545,17 +545,16 @@ def _joined(extents: Iterable[Extent]) -> list[Extent]:
 # Editing in place
 
 
-_MOVED = (
-    16 << 20
-)  # bytes of tensors that may move; a copy of the file is the better way to move more
+# Bytes of tensors that an edit in place may move. Beyond this, a copy of the file is faster.
+_MOVED = 16 << 20
 _ALIGNMENT = 8  # bytes
-_BREAKS = Edit(0, b"\xff" * 8)  # a length that no file has
+_BREAKS = Edit(0, b"\xff" * 8)  # an impossible length: readers refuse a file in mid-edit
 
 
 def patch(before: Checkpoint, after: Checkpoint, options: Options) -> Patch | None:
-    """Plan the edit of `before` into `after`; None if tensors differ or too many would move.
+    """Plan an edit in place from `before` to `after`; None if tensors differ or too many move.
 
-    Raises what writing `after` raises.
+    Raises the errors of `layout`.
     """
     source, (tensors, metadata, notes) = before.source, contents(after, options)
     if not isinstance(source, LocalFile):
@@ -571,7 +570,7 @@ def patch(before: Checkpoint, after: Checkpoint, options: Options) -> Patch | No
         need = len(text) - (start - 8)
         if need <= 0:
             break
-        # The first tensors move to the end, as few as will do; all keep their alignment.
+        # Move the first tensors to the end, as few as possible, without changing their alignment.
         taken = 0
         for name in sorted(places, key=lambda name: (places[name], tensors[name].nbytes)):
             if taken >= need and taken % _ALIGNMENT == 0:
@@ -590,9 +589,10 @@ def patch(before: Checkpoint, after: Checkpoint, options: Options) -> Patch | No
 
 
 def _places(source: LocalFile, tensors: Mapping[str, Tensor], start: int) -> dict[str, int] | None:
-    """Return where each tensor begins in `source`.
+    """Return the offset of each tensor in `source`.
 
-    None if some are elsewhere or computed, or do not follow each other from `start` to the end.
+    None if a tensor is computed or in another file, or if the tensors do not fill the file from
+    `start` to the end.
     """
     places = {}
     for name, tensor in tensors.items():

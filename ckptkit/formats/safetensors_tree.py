@@ -1,40 +1,41 @@
-"""A whole checkpoint in a safetensors file (``--all``): each storage once, the tree as metadata.
+"""Store a whole checkpoint in a safetensors file (``--all``): tensors, and the tree as metadata.
 
-A storage that one tensor fills, row by row, is an entry under the path of that tensor, as every
-reader sees it. Any other (the base of views, of a type that the format does not know) is an entry
-``ckptkit.storage.<n>`` of bytes, and a long byte string ``ckptkit.bytes.<n>``. The record
-``ckptkit`` in ``__metadata__`` holds what remains:
+If one contiguous tensor fills a storage, the storage is an entry named after the tensor's path,
+which every reader can load. Any other storage (the base of views, or of a dtype that safetensors
+lacks) is an entry of bytes called ``ckptkit.storage.<n>``. A long byte string is an entry called
+``ckptkit.bytes.<n>``. The record ``ckptkit`` in ``__metadata__`` contains the rest:
 
-    version 1, root, tree         a value and a list of statements, below
-    ties                          names noted in the hub's convention for other readers
+    version 1, root, tree         a value and a list of statements, see below
+    ties                          tied names, noted in the hub's convention for other readers
 
-The tree is a list of statements. Each makes a node, numbered from 0 in the order of the list, or
-fills one that was made before:
+The tree is a list of statements. A statement creates a node or fills an existing one. Nodes are
+numbered from 0 in the order of the list:
 
-    ["dict"] ["ordered"] ["list"]                           empty, an OrderedDict among them
+    ["dict"] ["ordered"] ["list"]                           empty; ordered: an OrderedDict
     ["tuple", value...] ["set", value...] ["frozenset", value...]
     ["bytes", base64] ["bytearray", base64] ["python2", base64]
-    ["text", base64]                                        of UTF-8 with lone surrogates
+    ["text", base64]                                        UTF-8 with lone surrogates
     ["int", hex] ["float", hex] ["complex", hex]            two's complement; IEEE 754; big-endian
     ["global", module, name]
     ["object", callable, arguments, keywords, new]          see tree.Object; keywords null or a dict
-    ["storage", entry, device]  and  true after it          bytes of an entry; big-endian ones
-    ["tensor", storage, {...}]                              fields not in the entry: below
+    ["storage", entry, device]                              bytes of an entry; append true if they
+                                                            are big-endian
+    ["tensor", storage, {...}]                              fields that differ from the entry, below
     ["typed", storage, dtype, start, stop]                  see tensor.TypedStorage
     ["blob", entry, kind]                                   see tree.StoredBytes
 
-    ["fill", n, "set", key, value...]                       items of a dict, or set on an object
-    ["fill", n, "append" | "add", value...]                 items of a list, or of an object
-    ["fill", n, "build", value]                             the state of an object, the attributes
-                                                            of an OrderedDict
+    ["fill", n, "set", key, value...]                       add items to a dict or object
+    ["fill", n, "append" | "add", value...]                 add items to a list or object
+    ["fill", n, "build", value]                             set the state of an object, or the
+                                                            attributes of an OrderedDict
 
-A value is null, a boolean, an integer of up to 19 digits, a finite float, a text; or ``[n]``, a
-node that was made. Fields of a tensor: dtype, shape, stride, offset, kind, layout, requires_grad,
-conj, neg. Without them a tensor is what its entry is: that dtype and shape, row-major, from the
+A value is null, a boolean, an integer of up to 19 digits, a finite float, a string, or ``[n]``, a
+node that was created before. Fields of a tensor are dtype, shape, stride, offset, kind, layout,
+requires_grad, conj and neg. The defaults are the dtype and shape of the entry, row-major, from the
 first element.
 
-Statements are untrusted input. The tree is built by the rules of the pickle machine, which also
-decides how an object reads.
+Statements are untrusted input. The rules of the pickle machine also apply here, and decide which
+objects are tensors.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ from ckptkit.pickles.values import KeyCheck
 
 
 Statement = list[Any]
-_INT = 10**19  # more digits are not read alike everywhere
+_INT = 10**19  # JSON readers disagree about longer integers
 FLAGS = ("requires_grad", "conj", "neg")
 
 
@@ -89,30 +90,30 @@ class Skeleton(NamedTuple):
 
 
 class SkeletonEntry(NamedTuple):
-    """The bytes of a storage in a header: a tensor of its own, or plain bytes (dtype uint8)."""
+    """The header entry for a storage's bytes: a tensor, or plain bytes (dtype uint8)."""
 
     name: str
     dtype: DType
     shape: tuple[int, ...]
-    big_endian: bool = False  # the bytes are left as they are
+    big_endian: bool = False  # the bytes stay big-endian
 
 
 class TreeEncoder:
-    """Encode a tree as statements. `entry` places the bytes of a storage or a blob."""
+    """Encode a tree as statements. `entry` returns the header entry of a storage or blob."""
 
     def __init__(self, entry: Callable[[Storage | StoredBytes], SkeletonEntry]) -> None:
         self._entry = entry
         self._statements: list[Statement] = []
         self._count = 0
-        self._numbers: dict[object, int] = {}  # by id, of a Global by its names
-        self._keep: list[Node] = []  # ids in it stay taken
+        self._numbers: dict[object, int] = {}  # by id; a Global by its names
+        self._keep: list[Node] = []  # keeps nodes alive, so that their ids stay unique
         self._making: set[int] = set()
         self._policy = Policy()
 
     def write(self, root: Node) -> Skeleton:
-        """Write the statements of a tree.
+        """Return the statements of a tree.
 
-        Iterative: a generator per open node yields what must be made first.
+        Iterative: each open node has a generator, which yields the nodes to create first.
         """
         frames: list[Iterator[Node]] = [iter((root,))]
         while frames:
@@ -139,13 +140,13 @@ class TreeEncoder:
         return number
 
     def _fill(self, number: int, step: str, items: Iterable[Node]) -> Iterator[Node]:
-        """Yield the values that node `number` is filled with, then emit the statement."""
+        """Yield the values of a statement that fills node `number`, then emit the statement."""
         items = list(items)
         yield from items
         self._statements.append(["fill", number, step, *map(self._value, items)])
 
     def _make(self, node: Node) -> Iterator[Node]:
-        """Emit the statements of a node; yield what must be made before each."""
+        """Emit the statements of a node; before each, yield the nodes that it refers to."""
         if isinstance(node, dict):
             self._policy.check_keys(node)
             number = self._emit(node, "ordered" if isinstance(node, OrderedMapping) else "dict")
@@ -161,7 +162,7 @@ class TreeEncoder:
         elif isinstance(node, (tuple, SetNode)):
             items = node.items if isinstance(node, SetNode) else node
             yield from items
-            if self._numbers.get(_key(node)) is None:  # else it contains itself, and is made now
+            if self._numbers.get(_key(node)) is None:  # else it contains itself and exists by now
                 kind = "tuple"
                 if isinstance(node, SetNode):
                     kind = "frozenset" if node.frozen else "set"
@@ -199,18 +200,14 @@ class TreeEncoder:
             self._policy.hold(node)
             self._emit(node, "global", node.module, node.name)
         elif isinstance(node, Pairs):
-            raise AmbiguousError(
-                "a mapping has repeated or unhashable keys, which cannot be written"
-            )
+            raise AmbiguousError("a dict has repeated or unhashable keys, which cannot be written")
         else:
             self._emit(node, *_encoded(node))
 
     def _storage(self, storage: Storage) -> list[int]:
         if id(storage) not in self._numbers:
             if not is_utf8(storage.device):
-                raise UnsupportedError(
-                    "the name of a device is not UTF-8, which cannot be written as text"
-                )
+                raise UnsupportedError("a device name is not UTF-8, which JSON cannot store")
             entry = self._entry(storage)
             more = [True] if entry.big_endian else []
             self._emit(storage, "storage", entry.name, storage.device, *more)
@@ -264,7 +261,7 @@ def _encoded(node: Node) -> tuple[str, str]:
         return "float", struct.pack(">d", node).hex()
     if isinstance(node, complex):
         return "complex", struct.pack(">dd", node.real, node.imag).hex()
-    raise FormatError(f"a value of type {type(node).__name__} cannot be kept in a checkpoint")
+    raise FormatError(f"cannot store a value of type {type(node).__name__}")
 
 
 def _base64(data: bytes | bytearray) -> str:
@@ -277,13 +274,13 @@ def _base64(data: bytes | bytearray) -> str:
 class Read(NamedTuple):
     root: Node
     globals: tuple[Global, ...]
-    used: frozenset[str]  # the entries that it refers to
+    used: frozenset[str]  # the entries that the tree refers to
 
 
 def read(skeleton: Skeleton, entries: Mapping[str, Tensor]) -> Read:
-    """Build the tree that the statements describe over the entries of a header.
+    """Build the tree that the statements describe from the entries of a header.
 
-    Raises InputErrors of several kinds.
+    Raises subclasses of InputError.
     """
     reader = _TreeDecoder(entries)
     for statement in skeleton.statements:
@@ -296,7 +293,7 @@ def read(skeleton: Skeleton, entries: Mapping[str, Tensor]) -> Read:
 
 @contextmanager
 def _explained(what: str) -> Iterator[None]:
-    """Name the statement in errors; report a Python error as a file that ckptkit did not write."""
+    """Name the statement in errors; report a Python error in it as an invalid statement."""
     try:
         yield
     except CkptkitError as error:
@@ -325,15 +322,15 @@ class _TreeDecoder:
                 self.nodes.append(self._made(statement))
 
     def value(self, operand: Any) -> Node:
-        """Return the value of an operand. Nodes that are not made yet are refused."""
+        """Return the value of an operand. Raises IndexError if its node does not exist yet."""
         if operand.__class__ is list:
             (number,) = operand
             node = self.nodes[_natural(number)]
             if isinstance(node, _Named):
-                raise FormatError("a storage is not a value")
+                raise FormatError("a storage cannot be a value")
             return node
         if operand.__class__ is dict:
-            raise FormatError("a JSON object is not a value")
+            raise FormatError("a JSON object cannot be a value")
         return operand
 
     def _fill(self, target: Node, step: str, values: list[Node]) -> None:
@@ -355,10 +352,10 @@ class _TreeDecoder:
         elif step == "build" and isinstance(target, OrderedMapping) and target.state is None:
             (target.state,) = values
         else:
-            raise FormatError(f"a {type_name(target)} cannot be filled this way")
+            raise FormatError(f"cannot fill a {type_name(target)} this way")
 
     def _made(self, statement: Statement) -> Node:
-        """Return what a statement makes. Raises ValueError for one that there is not."""
+        """Return the node that a statement creates. Raises ValueError for unknown statements."""
         match statement:
             case ["dict"]:
                 return {}
@@ -387,7 +384,7 @@ class _TreeDecoder:
                 element = None if dtype is None else dtypes.BY_NAME[dtype]
                 room = held.nbytes // (1 if element is None else element.itemsize)
                 if not 0 <= _natural(start) <= (room if stop is None else _natural(stop)) <= room:
-                    raise FormatError("a view leaves its storage")
+                    raise FormatError("a view is larger than its storage")
                 return TypedStorage(held, element, start, stop)
             case ["blob", str(entry), "bytes" | "bytearray" | "python2" as kind]:
                 return StoredBytes(self._take(entry).record.locate(), kind)
@@ -395,7 +392,7 @@ class _TreeDecoder:
 
     def _take(self, entry: str) -> Storage:
         if entry in self.used:
-            raise AmbiguousError(f"the bytes of {entry[:80]!r} are described twice")
+            raise AmbiguousError(f"two statements refer to the bytes of {entry[:80]!r}")
         self.used.add(entry)
         held = self._entries[entry].storage
         assert held is not None
@@ -413,9 +410,9 @@ class _TreeDecoder:
         stride = tuple(fields.pop("stride")) if "stride" in fields else contiguous_stride(shape)
         kind, offset = fields.pop("kind", "tensor"), fields.pop("offset", 0)
         if kind not in ("tensor", "parameter", "ndarray") or not isinstance(layout, str):
-            raise FormatError("there is no such kind of tensor")
+            raise FormatError("unknown kind of tensor")
         if any(flag not in FLAGS or value is not True for flag, value in fields.items()):
-            raise FormatError("a tensor has no such fields")
+            raise FormatError("a tensor has unknown fields")
         held = named.storage if named is not None else None
         stride = stride if layout == "strided" else ()
         return Tensor(held, dtype, shape, stride, offset, kind=kind, layout=layout, **fields)
@@ -424,12 +421,12 @@ class _TreeDecoder:
         (number,) = operand
         named = self.nodes[_natural(number)]
         if not isinstance(named, _Named):
-            raise FormatError("a tensor is made of something that is not a storage")
+            raise FormatError("a tensor refers to a node that is not a storage")
         return named
 
 
 class _Named(NamedTuple):
-    """A storage, and the entry that its bytes are in. Not a value by itself."""
+    """A storage and the name of its entry. It is not a value of the tree."""
 
     storage: Storage
     entry: str
@@ -437,7 +434,7 @@ class _Named(NamedTuple):
 
 def _object(made: Node, args: Node, kwargs: Node, new: bool) -> Node:
     if not isinstance(args, tuple) or not (kwargs is None or isinstance(kwargs, dict)):
-        raise FormatError("an object is not made this way")
+        raise FormatError("the arguments of an object are invalid")
     is_known = isinstance(made, Global) and not new
     reducer = known.REDUCERS.get((made.module, made.name)) if is_known else None
     return Object(made, args, new=new, kwargs=kwargs) if reducer is None else reducer(made, args)
@@ -479,9 +476,9 @@ Obstacle = Callable[[str, Tensor], str | None]
 
 
 class StoredTree:
-    """The entries of a file that holds all of `root`: tensors by name, and statements over them.
+    """The entries of a file that contains all of `root`: tensors by name, and statements.
 
-    ``obstacle(name, tensor)`` says why a tensor cannot be an entry as it is, None if it can.
+    ``obstacle(name, tensor)`` returns why a tensor cannot be an entry, None if it can.
     """
 
     def __init__(self, root: Node, obstacle: Obstacle) -> None:
@@ -516,7 +513,7 @@ class StoredTree:
         return name
 
     def _tied(self, root: Node) -> Iterator[tuple[str, str]]:
-        """Map further names of tensors that are identical to an entry to its name."""
+        """Yield further names of tensors that equal an entry, each with the entry's name."""
         for name, tensor in _named_tensors(root):
             if id(tensor.storage) in self._entries and name not in self.tensors and is_utf8(name):
                 kept = self._entries[id(tensor.storage)].name
@@ -525,19 +522,19 @@ class StoredTree:
 
 
 def record_of(whole: StoredTree) -> dict[str, Any]:
-    """Return the record of the tree."""
+    """Return the fields of the metadata record."""
     return {"root": whole.tree.root, "tree": whole.tree.statements, "ties": sorted(whole.ties)}
 
 
 def restore(record: Mapping[str, Any], entries: Mapping[str, Tensor]) -> Read:
-    """Restore the tree of a record. Raises FormatError where it does not fit the entries."""
+    """Restore the tree of a record. Raises FormatError if it does not match the entries."""
     statements = record["tree"]
     if not isinstance(statements, list):
         raise FormatError("its tree is not a list")
     found = read(Skeleton(statements, record.get("root")), entries)
     if len(found.used) < len(entries):
         left = next(name for name in entries if name not in found.used)
-        raise FormatError(f"its tree has no place for {left[:80]!r}")
+        raise FormatError(f"its tree does not use the tensor {left[:80]!r}")
     return found
 
 
@@ -546,7 +543,7 @@ def _view(tensor: Tensor) -> tuple[object, ...]:
 
 
 def _named_tensors(root: Node) -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor with bytes, by path."""
+    """Yield every tensor that has bytes, with its path."""
     for path, node in walk(root):
         tensor = as_tensor(node)
         if tensor is not None and tensor.storage is not None:
@@ -554,7 +551,7 @@ def _named_tensors(root: Node) -> Iterator[tuple[str, Tensor]]:
 
 
 def _fillers(root: Node, obstacle: Obstacle) -> dict[int, tuple[str, Tensor]]:
-    """Map each storage's id to the first tensor that fills it and can be an entry, and its path."""
+    """Map each storage's id to the path and the first tensor that fills it and can be an entry."""
     found: dict[int, tuple[str, Tensor]] = {}
     types: dict[int, set[str]] = {}
     for name, tensor in _named_tensors(root):
@@ -569,7 +566,7 @@ def _fillers(root: Node, obstacle: Obstacle) -> dict[int, tuple[str, Tensor]]:
 
 
 def _fills(tensor: Tensor) -> bool:
-    """Return whether the elements, row by row, are the bytes of the storage, first to last."""
+    """Return whether a contiguous tensor covers its whole storage."""
     whole = (
         tensor.storage is not None and tensor.nbytes == tensor.storage.nbytes and not tensor.offset
     )

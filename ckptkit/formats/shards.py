@@ -1,30 +1,27 @@
-"""Folders of shards, as on the Hugging Face hub: read, checked and written.
+"""Read, check and write folders of shards, as on the Hugging Face hub.
 
     model-00001-of-00003.safetensors, model.safetensors.index.json
     pytorch_model-00001-of-00002.bin, pytorch_model.bin.index.json
 
-A check reports every defect, reading the first.
+Reading raises the first defect; `findings` yields all of them.
 
-Nothing but the index's ``weight_map`` is required. File names are plain names in the folder of the
-index. Each tensor is in the one shard that the map names, and each shard holds nothing else, ties
-to its own tensors aside. ``total_size`` is the bytes of all tensors, those that share memory
-counted once; a wrong one is a warning. Texts in ``metadata`` may record what those of a safetensors
-file may.
+The index must contain a ``weight_map``; all else is optional. It maps each tensor to the file name
+of its shard, in the folder of the index. A shard contains no tensors beyond these, except ties to
+them. ``total_size`` is the number of bytes of all tensors, each shared storage counted once; a
+wrong value is a warning. Strings in ``metadata`` are read like those of a safetensors file.
 
-Without an index, shards are those whose names say so (``-00002-of-00003``): all of them must be
-there, numbered from 1 or 0 on, and no two may hold a tensor of one name.
+Without an index, file names identify the shards (``-00002-of-00003``). All shards must exist,
+numbered from 0 or 1, and no tensor name may occur in two of them.
 
-Files are chosen from sizes alone, as huggingface_hub does it: in the order of the state_dict, a
-file is full where the next tensor would bring it over the limit, and a tensor that is larger than
-the limit has a file to itself. Tensors that share memory count once and stay together. A checkpoint
-that fits into one file is written as one file without number and index. Source:
-https://github.com/huggingface/huggingface_hub (serialization/_base.py).
+Files are filled by size in the order of the state_dict, as in huggingface_hub: the next tensor
+starts a new file if it would exceed the limit, and a tensor larger than the limit gets a file of
+its own. Tensors that share memory count once and stay together. If everything fits into one file,
+its name has no number and there is no index. Source: https://github.com/huggingface/huggingface_hub
+(serialization/_base.py).
 
-What a single file of safetensors would have in its ``__metadata__`` (ties, by the hub's convention,
-and the rest of the state_dict) is in the metadata of the index. A name that is tied to another is
-in no shard and not in the ``weight_map``. A shard of torch.save is a state_dict of its own, with
-the attributes of the whole one; texts that a single file has in a record of its own are in the
-metadata of the index.
+The index's ``metadata`` contains what a single safetensors file has in ``__metadata__``: ties in
+the hub's convention, and the rest of the state_dict. A tied name is neither in a shard nor in the
+``weight_map``. A shard of torch.save is a complete state_dict with the attributes of the original.
 """
 
 from __future__ import annotations
@@ -81,16 +78,16 @@ SHARD_FORMATS = (SAFETENSORS, TORCH_ZIP, TORCH_LEGACY)
 TOTAL = "total_size"
 _NUMBERED = re.compile(r"-([0-9]{1,9})-of-([0-9]{1,9})\.")
 _ABSENT = object()
-_FETCH = "fetch the index and the shards again, into an empty folder"
-_FETCH_THEM = "fetch them from where the others came from"
+_FETCH = "download the index and the shards again, into an empty folder"
+_FETCH_THEM = "download the missing shards"
 
-Entries = dict[Node, Node]  # of a shard, by name
+Entries = dict[Node, Node]  # the entries of a shard, by name
 Restore = Callable[[dict[Node, Node], Mapping[str, str]], Restored]
 Refuse = Callable[[CkptkitError], None]
 
 
 def matches(probe: Probe, suffix: str) -> bool:
-    """Return whether this is an index, or a folder with one or with shards of this suffix."""
+    """Return whether the probe is an index of, or a folder with, shards of this suffix."""
     if probe.is_folder:
         chosen = best(probe.names)
         return chosen is not None and chosen.form in ("index", "shards") and chosen.suffix == suffix
@@ -103,15 +100,15 @@ def matches(probe: Probe, suffix: str) -> bool:
 
 
 def read(probe: Probe, format: str, restore: Restore) -> Checkpoint:
-    """Read the tensors in the order of the index or of the shards: every shard, headers alone.
+    """Read the headers of all shards; tensors have the order of the index or of the shards.
 
-    `restore` restores what the texts in the metadata of the index record.
+    `restore` restores the state_dict from the tensors and the metadata of the index.
     """
     return _read(probe, format, restore, _raise)[0]
 
 
 def findings(probe: Probe) -> Iterator[CheckedPart | Defect]:
-    """Yield every defect of the index and the shards, and what can be checked in the shards."""
+    """Yield every defect of the index and the shards, and the shards' parts with checksums."""
     wrong: list[CkptkitError] = []
     checkpoint, shards = _read(probe, "", _as_it_is, wrong.append)
     for error in wrong:
@@ -126,9 +123,9 @@ def findings(probe: Probe) -> Iterator[CheckedPart | Defect]:
 def _read(
     probe: Probe, format: str, restore: Restore, refuse: Refuse
 ) -> tuple[Checkpoint, _Shards]:
-    """Read the shards; `refuse` is called with a defect.
+    """Read the shards; call `refuse` with each defect.
 
-    If it returns, reading goes on with what there is.
+    If `refuse` returns, reading continues without the defective data.
     """
     if not probe.is_folder:
         place = probe.source.folder_and_name()
@@ -148,7 +145,7 @@ def _raise(error: CkptkitError) -> None:
 
 
 class _Shards:
-    """The shards in a folder while they are read."""
+    """The shards of a folder while they are read."""
 
     def __init__(self, folder: Folder, format: str, refuse: Refuse) -> None:
         self.folder = folder
@@ -156,7 +153,7 @@ class _Shards:
         self.refuse = refuse
         self.probes: dict[str, tuple[Format, Probe]] = {}
         self.shards: dict[str, Checkpoint] = {}
-        self.left: dict[str, Entries] = {}  # file name -> entries that no place names
+        self.left: dict[str, Entries] = {}  # by file name: entries that the index does not list
 
     def _refuse(self, kind: type[CkptkitError], what: str, hint: str = _FETCH) -> None:
         self.refuse(kind(what, hint=hint))
@@ -166,7 +163,7 @@ class _Shards:
     ) -> Checkpoint:
         """Read the shards of the index called `name`.
 
-        `names` are those in the folder, if the folder was named.
+        `names` are the files in the folder, if the user named the folder instead of the index.
         """
         try:
             index = _index(self.folder, name)
@@ -186,7 +183,7 @@ class _Shards:
             raise
 
     def without_index(self, chosen: Candidate, names: frozenset[str]) -> Checkpoint:
-        """Read all shards together."""
+        """Read the shards of a folder that has no index."""
         self._check_numbers(chosen)
         places: dict[str, str] = {}
         held = dict(self._read(set(chosen.files)))
@@ -201,7 +198,7 @@ class _Shards:
         return self._assembled(root, {}, _as_it_is, (warning, *unread(names, set(chosen.files))))
 
     def _read(self, files: set[str]) -> Iterator[tuple[str, Entries]]:
-        """Read shards; yield the file name of each, and its entries by name."""
+        """Read shards; yield the file name and the entries of each."""
         for file in sorted(files):
             try:
                 shard = self._read_shard(file)
@@ -221,7 +218,7 @@ class _Shards:
                     return each.read(probe)
             pointer = probe.head.startswith(b"version https://git-lfs")
             hint = "it is a Git LFS pointer: `git lfs pull` fetches the file" if pointer else None
-            raise FormatError("is neither a safetensors file nor one of torch", hint=hint)
+            raise FormatError("is neither a safetensors nor a torch file", hint=hint)
         except CkptkitError as error:
             error.at(probe.name)
             raise
@@ -229,13 +226,13 @@ class _Shards:
     def _merged(
         self, places: Mapping[str, str], shards: Iterable[tuple[str, Entries]]
     ) -> dict[Node, Node]:
-        """Move the entries of shards into one dict, under the names and in the order of `places`.
+        """Move the entries of all shards into one dict, in the order of `places`; ties follow.
 
-        Ties that `places` omits follow. Each name is looked up in its shard alone: in a dict of all
-        names, half a million of them would each wait for the memory.
+        Each name is looked up in the dict of its shard. One dict of all names would be slower: half
+        a million lookups would each miss the processor's cache.
         """
         names: defaultdict[str, list[str]] = defaultdict(list)
-        runs: list[tuple[str, int]] = []  # of names in one file
+        runs: list[tuple[str, int]] = []  # consecutive names of one file, counted
         for file, run in groupby(places.items(), itemgetter(1)):
             known = len(names[file])
             names[file] += map(itemgetter(0), run)
@@ -245,7 +242,7 @@ class _Shards:
             nodes[file] = [*map(entries.pop, names[file], repeat(_ABSENT))]
             self.left[file] = entries
             if not entries:
-                entries.clear()  # an empty dict keeps its table else
+                entries.clear()  # an emptied dict keeps its memory otherwise
         rest = {file: iter(each) for file, each in nodes.items()}
         root: dict[Node, Node] = dict(
             zip(places, flatten(islice(rest[file], count) for file, count in runs), strict=True)
@@ -258,12 +255,12 @@ class _Shards:
         return root
 
     def _drop_absent(self, root: dict[Node, Node], places: Mapping[str, str]) -> None:
-        """Drop the names that no shard has; refuse those whose shard could be read."""
+        """Drop the names that no shard contains; report those whose shard could be read."""
         for name in [name for name in places if root[name] is _ABSENT]:
             del root[name]
             file = places[name]
             if file in self.shards:
-                what = f"puts {name[:80]!r} into {file}, which does not hold it"
+                what = f"maps {name[:80]!r} to {file}, which does not contain it"
                 self._refuse(CorruptError, what)
 
     def _assembled(
@@ -298,7 +295,7 @@ class _Shards:
         )
 
     def _check_names(self, names: set[str]) -> None:
-        """Check that shards exist and their numbers fit: two downloads are no checkpoint."""
+        """Check that the shards exist and their numbers agree; two downloads may be mixed."""
         missing = sorted(name for name in names if name not in self.folder)
         if missing:
             what = f"{len(missing):,} of {len(names):,} shards are missing: {_some(missing)}"
@@ -306,12 +303,12 @@ class _Shards:
         totals = {int(found[2]) for name in names if (found := _NUMBERED.search(name))}
         if totals and totals != {len(names)}:
             counts = " and ".join(map(str, sorted(totals)))
-            what = f"names {len(names):,} shards, which are numbered as {counts}"
+            what = f"names {len(names):,} shards, but their file names have the total {counts}"
             self._refuse(CorruptError, what)
         names.difference_update(missing)
 
     def _check_numbers(self, chosen: Candidate) -> None:
-        """Check that each shard exists exactly once."""
+        """Check that each shard number occurs exactly once."""
         numbers = sorted(
             int(found[1]) for name in chosen.files if (found := _NUMBERED.search(name))
         )
@@ -323,13 +320,15 @@ class _Shards:
             what = f"{count} shards are missing: number {_some(map(str, missing))}"
             self._refuse(CorruptError, what, _FETCH_THEM)
         elif len(numbers) != total:
-            what = f"{len(numbers):,} shards are numbered as {total:,}"
+            what = (
+                f"there are {len(numbers):,} shards, but their file names have the total {total:,}"
+            )
             self._refuse(AmbiguousError, what)
 
     def _ties(self, file: str, own: Iterable[Node], places: Mapping[str, str]) -> dict[Node, Node]:
-        """Return names that the index omits because they share memory with one that it lists.
+        """Return the tied names that the index omits: they share memory with a listed tensor.
 
-        `own` are the nodes that are in the file by the index. Any other name left is an error.
+        `own` are the nodes of the file that the index lists. Other omitted names are errors.
         """
         ties: dict[Node, Node] = {}
         known = {*map(_storage, own)}
@@ -338,7 +337,7 @@ class _Shards:
                 what = f"{name[:80]!r} is in {file} and in {places[name]}"
                 self._refuse(AmbiguousError, what)
             elif _storage(node) not in known:
-                what = f"{file} holds {name[:80]!r}, which the index does not have"
+                what = f"{file} contains {name[:80]!r}, which the index does not list"
                 self._refuse(CorruptError, what)
             else:
                 ties[name] = node
@@ -351,7 +350,7 @@ def _some(names: Iterable[str]) -> str:
 
 
 def _entries(shard: Checkpoint) -> Entries:
-    """Return the entries of a shard by name. It may have values of a state_dict and no tensors."""
+    """Return the entries of a shard by name. A shard may contain no tensors."""
     root = shard.root
     if (
         isinstance(root, dict)
@@ -374,9 +373,9 @@ def _index(folder: Folder, name: str) -> dict[str, Any]:
     if not isinstance(index, dict) or not isinstance(index.get("weight_map"), dict):
         raise FormatError("the index has no weight_map")
     if not all(isinstance(shard, str) for shard in index["weight_map"].values()):
-        raise FormatError("the weight_map does not map to file names")
+        raise FormatError("the weight_map contains values that are not file names")
     if not isinstance(index.get("metadata") or {}, dict):
-        raise FormatError("the metadata of the index are not an object")
+        raise FormatError("the metadata of the index is not an object")
     return index
 
 
@@ -386,7 +385,7 @@ def _storage(node: Node) -> int:
 
 
 def _ordered(root: Node, shards: list[Entries]) -> Node:
-    """Return `root` as an OrderedDict with the ``_metadata`` of all shards, if all are such."""
+    """Return `root` as an OrderedDict with the ``_metadata`` of all shards, if all have one."""
     if (
         root.__class__ is not dict
         or not shards
@@ -406,13 +405,13 @@ def _wrong_total(metadata: Mapping[str, Any], root: Mapping[str, Node]) -> list[
     if type(total) is int and total == every:
         return []
     once = sum({id(tensor.storage): tensor.nbytes for tensor in tensors}.values())
-    # Those inside objects, too: packed parameters of quantized modules.
+    # Quantized modules store packed parameters inside objects; their storages may be counted, too.
     leaves = (node for node in nodes(root) if isinstance(node, (Tensor, TypedStorage)))
     storages = {id(each.storage): each.storage for each in leaves if each.storage is not None}
     stored = sum(storage.nbytes for storage in storages.values())
     if type(total) is int and total in (once, stored):
         return []
-    text = f"the index says {str(total)[:40]} bytes in all, the tensors have {once:,}"
+    text = f"the index's total_size is {str(total)[:40]} bytes, but the tensors have {once:,}"
     return [Notice(WRONG_TOTAL, text, nbytes=once)]
 
 
@@ -420,7 +419,7 @@ def _delta(metadata: Mapping[str, Any]) -> list[str]:
     if "delta_encoding" not in metadata:
         return []
     version, base = (str(metadata.get(word))[:9] for word in ("version", "base_version"))
-    what = f"holds the frames of a delta, and no weights: version {version} of base {base}"
+    what = f"contains a delta, not weights: version {version} of base {base}"
     return [Notice(DELTA, f"{what}; `delta inspect` shows what it changes")]
 
 
@@ -431,7 +430,7 @@ DEFAULT_SIZE = 5 * 10**9  # bytes
 
 
 def split(sizes: Mapping[str, int], limit: int | None) -> list[list[str]]:
-    """Return names by file, from the bytes of each and a file's limit (None: `DEFAULT_SIZE`)."""
+    """Split names into files by size in bytes; `limit` None means `DEFAULT_SIZE`."""
     limit = DEFAULT_SIZE if limit is None else limit
     files: list[list[str]] = []
     current: list[str] = []
@@ -449,21 +448,21 @@ def split(sizes: Mapping[str, int], limit: int | None) -> list[list[str]]:
 
 
 def shard_names(stem: str, suffix: str, count: int) -> list[str]:
-    """Return ``model-00001-of-00002.safetensors``..., or ``model.safetensors`` for one file."""
+    """Return ``model-00001-of-00002.safetensors``, ...; for one file ``model.safetensors``."""
     if count == 1:
         return [stem + suffix]
     return [f"{stem}-{number:05}-of-{count:05}{suffix}" for number in range(1, count + 1)]
 
 
 def index_file(name: str, places: Mapping[str, str], metadata: Mapping[str, Any]) -> OutputFile:
-    """Return the index of the shards whose files `places` names.
+    """Return the index that maps each name to the file in `places`.
 
-    Raises LimitError for one too large to read.
+    Raises LimitError if it is too large to be read again.
     """
     odd = [place for place in places if not is_utf8(place)]
     if odd:
         raise TensorError(
-            f"an index cannot hold the name {odd[0]!r:.100}", hint="`rename` changes it"
+            f"an index cannot contain the name {odd[0]!r:.100}", hint="`rename` changes it"
         )
     text = (
         json.dumps({"metadata": metadata, "weight_map": places}, indent=2, ensure_ascii=False)
@@ -484,7 +483,7 @@ matches_safetensors = partial(matches, suffix=SAFE)
 
 
 def _restored(root: dict[Node, Node], texts: Mapping[str, str]) -> Restored:
-    """Restore the state_dict of shards that are safetensors files; the index may name others."""
+    """Restore the state_dict of a safetensors index; if shards are torch files, only its ties."""
     plain = all(isinstance(node, Tensor) for node in root.values())
     return restore(root, texts, index=True) if plain else restore_ties(root, texts, index=True)
 
@@ -493,13 +492,13 @@ read_safetensors = partial(read, format=table.SHARDED.name, restore=_restored)
 
 
 def layout_safetensors(checkpoint: Checkpoint, options: Options) -> Plan:
-    """Plan a folder with the weights.
+    """Plan a folder of safetensors shards.
 
-    Raises what safetensors' own layout raises, and LimitError for a huge index.
+    Raises the errors of safetensors' own layout, and LimitError if the index is too large.
     """
     if options.objects == "error":
         refuse_objects(checkpoint)
-    # reserve the name, which a tie must not have
+    # A tie must not have the name of this metadata key.
     checkpoint = replace(checkpoint, extras={**checkpoint.extras, TOTAL: ""})
     tensors, metadata, notes = safetensors.prepared(checkpoint, options)
     del metadata[TOTAL]
@@ -532,9 +531,9 @@ read_torch = partial(read, format=table.SHARDED_BIN.name, restore=partial(restor
 
 
 def layout_torch(checkpoint: Checkpoint, options: Options) -> Plan:
-    """Plan a folder with the weights and the other entries among them.
+    """Plan a folder of torch.save shards.
 
-    Raises what torch-zip's layout raises, and LimitError for a huge index.
+    Raises the errors of torch-zip's layout, and LimitError if the index is too large.
     """
     if options.objects == "error":
         refuse_objects(checkpoint)
@@ -568,9 +567,9 @@ def _named(weights: Weights) -> Mapping[str, Node]:
 
 
 def _parts(weights: Weights, limit: int | None) -> tuple[list[dict[Node, Node]], int]:
-    """Return each shard's state_dict, in the order of the whole, and the bytes of all storages."""
+    """Return each shard's state_dict, and the number of bytes of all storages."""
     entries = _named(weights)
-    first: dict[str, str] = {}  # each name -> the first one that it shares a storage with
+    first: dict[str, str] = {}  # each name -> the first name that shares a storage with it
     sizes: dict[str, int] = {}
     owner: dict[int, str] = {}
     for name, node in entries.items():
@@ -591,6 +590,6 @@ def _parts(weights: Weights, limit: int | None) -> tuple[list[dict[Node, Node]],
 
 
 def _storages(root: Node) -> list[Storage]:
-    """Return every storage in an entry, those in the arguments of objects included."""
+    """Return every storage in an entry, including those in the arguments of objects."""
     leaves = (node for node in nodes(root) if isinstance(node, (Tensor, TypedStorage)))
     return [each.storage for each in leaves if each.storage is not None]

@@ -1,6 +1,6 @@
-"""The small files of a model beside its weights: configuration, tokenizer, generation settings.
+"""The small files beside a model's weights: configuration, tokenizer, generation settings.
 
-The dtype in a config.json is updated after the weights got another one.
+If a conversion changes the dtype of the weights, the dtype in config.json is updated.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.core.errors import CkptkitError
 from ckptkit.core.text import size, some
 
-CONFIGS = frozenset({"config.json", "adapter_config.json"})  # one is in every folder of a model
-LARGEST = 64 << 20  # bytes of one file; tokenizers of large vocabularies take 33 MB
-# Data alone: neither pickles nor code.
+CONFIGS = frozenset({"config.json", "adapter_config.json"})  # each model folder contains one
+LARGEST = 64 << 20  # bytes of one file; a tokenizer with a large vocabulary takes 33 MB
+# These files contain data only: no pickles, no code.
 _NAMES = CONFIGS | {
     "added_tokens.json",
     "generation_config.json",
@@ -39,20 +39,20 @@ _TEMPLATE = re.compile(r"chat_template[\w.-]*\.(json|jinja)")
 
 
 class Sidecars(NamedTuple):
-    """Files to copy, by name, and warnings about those that are not copied."""
+    """Files to copy, by name, and warnings about files that are not copied."""
 
     files: tuple[tuple[str, bytes], ...] = ()
     warnings: tuple[str, ...] = ()
 
 
 def sidecars(folder: Folder, made: Collection[str] = ()) -> Sidecars:
-    """Return the sidecars of a folder of a model, without those that are `made` anew.
+    """Return the sidecars of a model's folder, except the files in `made`.
 
-    A folder without the configuration of a model has none.
+    Empty if the folder contains no configuration.
     """
     try:
         names = folder.list()
-    except CkptkitError:  # a web server does not list files
+    except CkptkitError:  # web servers do not list files
         return Sidecars()
     if CONFIGS.isdisjoint(names):
         return Sidecars()
@@ -77,11 +77,11 @@ def sidecars(folder: Folder, made: Collection[str] = ()) -> Sidecars:
 
 CONFIG = "config.json"
 _FIELDS = ("torch_dtype", "dtype")  # transformers before 5, and since
-_WEIGHTS = ("float64", "float32", "float16", "bfloat16")  # what models compute in
+_WEIGHTS = ("float64", "float32", "float16", "bfloat16")  # dtypes that models compute in
 
 
 def of_weights(checkpoint: Checkpoint) -> str | None:
-    """Return the dtype of most bytes of the weights that are plain floats, None without any."""
+    """Return the float dtype with the most bytes in the weights, None if no weight is a float."""
     counts: Counter[str] = Counter()
     try:
         for tensor in checkpoint.weights.values():
@@ -93,10 +93,10 @@ def of_weights(checkpoint: Checkpoint) -> str | None:
 
 
 def renewed(text: bytes, old: str | None, new: str) -> tuple[bytes, list[str]]:
-    """Return a config.json that says the dtype `new`, and what was changed.
+    """Return a config.json with the dtype `new`, and the list of changes.
 
-    The parts of a model (``text_config``) may have another dtype: they get the new one where they
-    had that of the whole, or `old`. What quantized weights are computed in stays.
+    Dicts of submodels (``text_config``) are updated if their dtype equals that of the whole model
+    or `old`. A file with a ``quantization_config`` is returned unchanged.
     """
     try:
         config: Any = json.loads(text)
@@ -116,7 +116,7 @@ def renewed(text: bytes, old: str | None, new: str) -> tuple[bytes, list[str]]:
 
 
 def _changes(part: dict[str, Any], new: str, only: set[str | None] | None) -> Iterator[str]:
-    """Set the fields of a mapping; yield each change. `only`: those of these dtypes."""
+    """Set the dtype fields of a dict and yield each change. `only` limits it to these dtypes."""
     for field in _FIELDS:
         plain = _plain(part.get(field))
         if plain is None or plain == new or (only is not None and plain not in only):
@@ -126,11 +126,11 @@ def _changes(part: dict[str, Any], new: str, only: set[str | None] | None) -> It
 
 
 def _plain(said: object) -> str | None:
-    """Return the name of a dtype that a configuration says, None for anything else."""
+    """Return the name of the dtype that a configuration gives, None for other values."""
     name = said.removeprefix("torch.") if isinstance(said, str) else None
     return name if name in dtypes.BY_NAME else None
 
 
 def note(changed: list[str]) -> str:
-    """Return the words about the changes for the summary."""
+    """Return the note that lists changes of config.json."""
     return f"{CONFIG}: {some(changed, 3)}"

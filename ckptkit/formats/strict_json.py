@@ -1,12 +1,13 @@
-"""A JSON parser for RFC 8259, stricter where two readers could disagree.
+"""Parse JSON (RFC 8259), and refuse input that two readers could read differently.
 
-UTF-8 without a byte order mark; no name twice in one object; no NaN or Infinity, spelled out or by
-overflow; no ``-0`` and no integer of more than 20 digits; no lone surrogates; no nesting deeper
-than `LIMITS.json_depth`.
+Refused are: a byte order mark, bytes that are not UTF-8, lone surrogates, a name that occurs twice
+in one object, NaN and Infinity (written out or by overflow), ``-0``, an integer of more than 20
+digits, and nesting deeper than `LIMITS.json_depth`.
 
-Values outside the weights are kept as JSON text by some formats: `encode` and `decode`. Null,
-booleans, integers of up to 19 digits, finite floats, texts, lists, and dicts whose keys are texts
-that do not begin with ``$`` are themselves. Otherwise a value is an object with one key:
+Some formats store values outside the weights as JSON; `encode` writes them, `decode` reads them.
+Null, booleans, integers of up to 19 digits, finite floats, strings, lists, and dicts whose keys are
+strings without a leading ``$`` are encoded as themselves. Any other value becomes an object with
+one key:
 
     {"$float": "nan" | "inf" | "-inf"}    {"$tuple": [...]}    {"$dict": [[key, value], ...]}
 """
@@ -25,22 +26,22 @@ from ckptkit.core.errors import AmbiguousError, FormatError
 from ckptkit.core.limits import LIMITS, check
 from ckptkit.core.tree import Node, Object, StoredList, children
 
-_DIGITS = 20  # of 2**64
+_DIGITS = 20  # decimal digits of 2**64
 _ZEROS = bytes.maketrans(b"123456789", b"000000000")
 _SQUARE = bytes.maketrans(b"{}", b"[]")
 _NO_BRACKETS = bytes(set(range(256)) - set(b'{}[]"'))
 
-_PART = 1 << 18  # bytes, at least: some thousand entries
-_BETWEEN = re.compile(rb'\}, ?"')  # an object that ends and a name that begins, outside of strings
+_PART = 1 << 18  # minimum size of a part in bytes, which is a few thousand entries
+_BETWEEN = re.compile(rb'\}, ?"')  # the end of an object before the quote of the next name
 
 Found = TypeVar("Found")
 Hook = Callable[[list[tuple[str, Any]]], dict[str, Any]]
 
 
 def parse(data: bytes, what: str) -> Any:
-    """Parse `data` as strict JSON; `what` names it in messages.
+    """Parse `data` as strict JSON; error messages call it `what`.
 
-    Raises FormatError for bytes that are not JSON, AmbiguousError for a repeated name, LimitError.
+    Raises FormatError for invalid JSON, AmbiguousError for a repeated name, LimitError.
     """
     _check_size(data, what)
     _check_nesting(data, what)
@@ -48,26 +49,26 @@ def parse(data: bytes, what: str) -> Any:
 
 
 def field(parsed: Any, key: str, kind: type[Found], what: str, default: Any = None) -> Found:
-    """Return a field of an object, which must be of exactly this type. Raises FormatError."""
+    """Return a field of an object. Raises FormatError unless its type is exactly `kind`."""
     found = parsed.get(key, default) if isinstance(parsed, dict) else None
     if type(found) is not kind:
-        raise FormatError(f"{what} has no {key!r} where one must be")
+        raise FormatError(f"{what} lacks the required field {key!r}")
     return found
 
 
 def parse_parts(data: bytes, what: str) -> Iterator[tuple[dict[str, Any], int]]:
-    """Parse an object as `parse` does, some entries at a time, in half the time and less memory.
+    """Parse an object like `parse`, in parts. This takes half the time and less memory.
 
-    Each part comes with the number of strings (names and texts) in its text. Of a repeated name the
-    last entry counts: the caller ensures that there is none.
+    Yield each part with the number of strings in its source, names included. If a name is repeated,
+    the last entry replaces the others silently; the caller detects that.
 
-    * A part that holds as many strings as its text has lost none, so no name was repeated in it:
-      each quotation mark begins or ends a string, unless it is escaped, and of two entries of one
-      name only one is left, with its strings. Names in different parts are compared by the caller.
-    * The entries of all parts are those of the object, because every part is an object by itself,
-      and not an empty one: it ends with an object or begins with a name. Where a cut is inside of
-      a string or an entry, a part is no JSON, and FormatError is raised, although `parse` may take
-      the whole.
+    * The caller compares the number of strings in the source with the number in the parsed part. If
+      they are equal, no name was repeated in the part: each unescaped quotation mark begins or ends
+      a string, and of two entries with one name the parser keeps only one. The caller compares the
+      names of different parts itself.
+    * The entries of all parts are exactly the entries of the object. Each part is an object that is
+      not empty: it ends with an object or begins with a name. If a cut is inside a string or an
+      entry, the part is invalid JSON and raises FormatError, although `parse` may accept the whole.
     """
     _check_size(data, what)
     for part in _parts(data):
@@ -79,7 +80,7 @@ def parse_parts(data: bytes, what: str) -> Iterator[tuple[dict[str, Any], int]]:
 
 
 def _parts(data: bytes) -> Iterator[bytes]:
-    """Cut the text of an object between entries, and complete the brackets of each part."""
+    """Split the bytes of an object between entries; add the missing brackets to each part."""
     begin, opening = 0, b""
     while cut := _BETWEEN.search(data, begin + _PART):
         yield opening + data[begin : cut.start() + 1] + b"}"
@@ -88,18 +89,18 @@ def _parts(data: bytes) -> Iterator[bytes]:
 
 
 def _check_size(data: bytes, what: str) -> None:
-    if len(data) > limits.LIMITS.json_values:  # else there are fewer: each takes a byte
+    if len(data) > limits.LIMITS.json_values:  # a value takes at least a byte
         check("json_values", sum(map(data.count, (b",", b"[", b"{"))), f"values in {what}")
 
 
 def _check_nesting(data: bytes, what: str) -> int:
-    """Remove matching brackets from the inside out, a layer at a time; count the quotation marks.
+    """Check that brackets match and are not too deep; return the number of quotation marks.
 
-    The parser recurses, this check does not.
+    Each pass removes the innermost brackets. Unlike the parser, this does not recurse.
     """
     escaped = b"\\" in data
     unescaped = data.replace(b"\\\\", b"").replace(b'\\"', b"") if escaped else data
-    # Most strings hold no brackets: without these, there is little left to split.
+    # Most strings contain no brackets. Removing the other characters leaves little to split.
     quoted = unescaped.translate(_SQUARE, _NO_BRACKETS)
     marks = quoted.count(b'"')
     quoted = quoted.replace(b'""', b"")
@@ -117,7 +118,7 @@ def _check_nesting(data: bytes, what: str) -> int:
 
 
 def _loads(data: bytes, what: str, hook: Hook | None) -> Any:
-    # Whether `_integer` might refuse one; a name may look like it.
+    # Whether a number might be one that `_integer` refuses. Names may match, too.
     is_odd = (b"-" in data and b"-0" in data) or b"0" * _DIGITS in data.translate(_ZEROS)
     try:
         value = json.loads(
@@ -171,10 +172,10 @@ _INT = 10**19
 
 
 def is_plain(root: Node, room: int = _ROOM) -> bool:
-    """Return whether `root` is scalars, lists, tuples and dicts, at most `room` in all.
+    """Return whether `root` consists of at most `room` scalars, lists, tuples and dicts.
 
-    A value counts as one and a text also by its characters, on every path that leads to it, so that
-    a cycle runs into the limits.
+    Each value counts as one, plus the characters of a string. A value counts again on each path to
+    it, so a cycle exceeds the limits.
     """
     waiting = [(root, 0)]
     while waiting:
@@ -189,7 +190,7 @@ def is_plain(root: Node, room: int = _ROOM) -> bool:
 
 
 def _unwrapped(node: Node) -> Node:
-    """Return the value of a numpy scalar, a list that may be plain; other nodes unchanged."""
+    """Return the value of a numpy scalar, a short stored list as a list, other nodes unchanged."""
     if node.__class__ is StoredList and len(node) < _ROOM:
         return list(node)
     return node.value if isinstance(node, Object) and node.value is not None else node
@@ -207,7 +208,7 @@ def _is_plain_node(node: Node) -> bool:
 
 
 def is_utf8(text: str) -> bool:
-    """Return whether the text has no lone surrogates."""
+    """Return whether a string has no lone surrogates."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -216,12 +217,12 @@ def is_utf8(text: str) -> bool:
 
 
 def dump(value: Any) -> str:
-    """Return compact JSON, the same for the same value."""
+    """Return compact JSON; equal values give equal strings."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
 
 
 def encode(node: Node) -> Any:
-    """Encode a plain value as JSON. Recursive: plain values are at most 32 deep."""
+    """Encode a plain value as JSON. Recursion is safe: plain values are at most 32 deep."""
     node = _unwrapped(node)
     if isinstance(node, float) and not math.isfinite(node):
         return {"$float": str(node)}
@@ -237,9 +238,9 @@ def encode(node: Node) -> Any:
 
 
 def decode(value: Any) -> Node:
-    """Decode the plain value that `encode` wrote.
+    """Decode a value that `encode` wrote.
 
-    Raises FormatError. Recursive: strict JSON is at most 128 deep.
+    Raises FormatError. Recursion is safe: strict JSON is at most 128 deep.
     """
     if isinstance(value, list):
         return [decode(each) for each in value]

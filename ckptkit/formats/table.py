@@ -1,9 +1,11 @@
-"""The list of formats, a record each; their code is imported when it is called.
+"""The list of formats, one record each. The first call of a function imports its module.
 
-In sniff order. A data file of DCP, known by its name, begins as torch-zip does. TorchScript comes
-before torch-zip, which it also matches. Zip, tar, legacy stream is the order in which torch tries
-them. A plain pickle comes after the legacy stream, which begins with one; a folder of loose files
-comes after all other folders.
+The order matters: the first format that matches reads the file.
+- A data file of DCP begins like torch-zip; its name distinguishes it.
+- TorchScript also matches torch-zip.
+- Zip, tar, legacy stream is the order of torch.load.
+- The legacy stream begins with a plain pickle.
+- A folder of loose files comes after all other folders.
 """
 
 from __future__ import annotations
@@ -13,19 +15,19 @@ from typing import Any
 from ckptkit.core.text import owners
 from ckptkit.formats.format import Format, Lazy, LazyByName, Probe
 
-# Of the members in the top folder; either of the scripts makes torch.load pass the file on.
+# Entries in the top folder of an archive. Each of _SCRIPTS makes torch.load call torch.jit.load.
 _DATA, _SCRIPTS = "data.pkl", frozenset(("constants.pkl", "bytecode.pkl"))
-_OLD_SCRIPT = frozenset(("model.json", "version"))  # before torch 1.3; without data.pkl
+_OLD_SCRIPT = frozenset(("model.json", "version"))  # before torch 1.3, which adds no data.pkl
 
 
 def is_torchscript(probe: Probe) -> bool:
-    """Return whether a file is an archive of torch.jit.save. Raises what is wrong with a zip."""
+    """Return whether torch.jit.save wrote a file. Raises CorruptError for a damaged zip file."""
     there = _there(probe)
     return bool(there & _SCRIPTS) or there == _OLD_SCRIPT
 
 
 def is_torch_zip(probe: Probe) -> bool:
-    """Return whether a file is an archive of torch.save. Raises what is wrong with a zip."""
+    """Return whether torch.save wrote a zip file. Raises CorruptError if it is damaged."""
     there = _there(probe)
     return _DATA in there and not there & _SCRIPTS
 
@@ -39,13 +41,15 @@ def _there(probe: Probe) -> frozenset[str]:
 
 
 def never(probe: Probe) -> bool:
-    """Claim no file: of formats that are written and read as another one."""
+    """Return False: files of a format that is only written are read as another format."""
     return False
 
 
 def _format(name: str, title: str, code: str, **facts: Any) -> Format:
-    """Return a record; `code` names a module and its functions, where they are called otherwise
-    than their field (``npy: matches=matches_npz layout``)."""
+    """Return a record; `code` names a module and its functions (``npy: matches=matches_npz read``).
+
+    A function without ``FIELD=`` is called like its field.
+    """
     module, _, functions = code.partition(": ")
     for each in functions.split():
         field, _, function = each.partition("=")
@@ -66,7 +70,7 @@ TORCH_ZIP = _format(
     recoverable=Lazy("torch_zip_recover:recoverable"), **_ZIP,
 )  # fmt: skip
 TAR = _format(
-    "tar", "a checkpoint alone in a tar file (.nemo)", "compressed: read check",
+    "tar", "a tar file that contains one checkpoint (.nemo)", "compressed: read check",
     matches=Lazy("torch_legacy:is_archive"), chooses=True, noun="a tar file of other files",
     torch_error='"Weights only load failed"',
 )  # fmt: skip
@@ -118,8 +122,8 @@ DCP_SHARD = _format(
 )  # fmt: skip
 PARALLEL = _format(
     "parallel",
-    "the files of many processes: FSDP ranks, Megatron-LM, DeepSpeed, Llama and fairscale parts",
-    "distributed: matches read check", noun="a folder of the parts that many processes wrote",
+    "the files of several ranks: FSDP, Megatron-LM, DeepSpeed, Llama and fairscale",
+    "distributed: matches read check", noun="a folder of files that several ranks wrote",
     distributed=True, is_folder=True, listed=True, rewrite_as="torch-zip",
 )  # fmt: skip
 DEEPSPEED = _format(
@@ -161,28 +165,28 @@ PICKLE = _format(
 )  # fmt: skip
 COMPRESSED = _format(
     "compressed",
-    "a checkpoint compressed with gzip, bzip2, xz or zstd, or alone in such a .tar.gz",
+    "a checkpoint compressed with gzip, bzip2, xz or zstd; also a .tar.gz that contains one",
     "compressed: matches read check", suffixes=(".gz", ".bz2", ".xz", ".zst"), chooses=True,
     noun="a compressed file",
     torch_error='"Weights only load failed", before torch 2.6 "invalid load key"',
 )  # fmt: skip
 FOLDER = _format(
-    "folder", "a folder with one checkpoint in it; the Hugging Face cache of a model",
+    "folder", "a folder that contains one checkpoint; the Hugging Face cache of a model",
     "folder: matches read check", is_folder=True, chooses=True, listed=True,
 )  # fmt: skip
 LLAMA_PARTS = _format(
-    "llama-parts", "the parts of a Llama release of Meta (consolidated.NN.pth), to write alone",
+    "llama-parts", "the shards of a Llama release of Meta (consolidated.NN.pth); only written",
     "distributed: read", matches=never, layout=Lazy("distributed.llama:layout"), is_folder=True,
     readable=False,
 )  # fmt: skip
 MEGATRON_PARTS = _format(
-    "megatron-parts", "Megatron-LM, cut for tensor parallelism (mp_rank_NN), to write alone",
+    "megatron-parts", "Megatron-LM shards for tensor parallelism (mp_rank_NN); only written",
     "distributed: read", matches=never, layout=Lazy("distributed.megatron:layout"), is_folder=True,
     readable=False,
 )  # fmt: skip
 
-# What no file is in: of a Checkpoint that was made in memory.
-NONE = Format("", "made here", matches=Lazy(""), read=Lazy(""))
+# The format of a Checkpoint that was made in memory.
+NONE = Format("", "made in memory", matches=Lazy(""), read=Lazy(""))
 
 FORMATS = (
     DCP_SHARD, TORCHSCRIPT, TORCH_ZIP, TAR, TORCH_TAR, PT2, STABLE_BASELINES, TORCH_LEGACY,

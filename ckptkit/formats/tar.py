@@ -1,17 +1,18 @@
-"""A strict tar reader: archives that two readers could see differently are refused.
+"""Read tar files strictly: refuse an archive that two readers could read differently.
 
-    per member: a header of 512 bytes, its data, zeros up to a multiple of 512
+    per member: a header of 512 bytes, its data, zero padding to 512 bytes
     at the end: 1,024 zeros or more
     header: name[100] mode[8] uid[8] gid[8] size[12] mtime[12] checksum[8] type[1] link[100]
             magic[8] owner[32] group[32] device[16] prefix[155];
             magic "ustar\\0" "00" (POSIX) or "ustar  \\0" (GNU)
-    numbers: octal text; or 0x80 and a big-endian number (GNU)
-    type x: records "length key=value\\n" about the next member; g: about all that follow
+    numbers: octal digits; or 0x80 and a big-endian number (GNU)
+    type x: records "length key=value\\n" about the next member; g: about all later members
     type L, K (GNU): the name, the link, of the next member, whose header has the first 100 bytes
 
-Python's tarfile, which torch uses, lets a later member replace an earlier one of its name, accepts
-half of a number as a number, skips unknown fields and ends at the first zeros; other readers decide
-otherwise. Nothing is ever unpacked: times, owners and modes are ignored, links are not followed.
+torch uses Python's tarfile. There, a later member replaces an earlier one of the same name, a
+number ends at its first invalid digit, unknown fields are skipped, and the archive ends at the
+first zeros. Other readers differ in each of these points. ckptkit never unpacks an archive. It
+ignores times, owners and modes, and does not follow links.
 """
 
 from __future__ import annotations
@@ -37,11 +38,11 @@ BLOCK = 512
 _MAGICS = (b"ustar\x0000", b"ustar  \0")
 _KINDS = {b"0": "file", b"\0": "file", b"2": "link", b"5": "folder"}
 _RECORDS = (b"x", b"g")
-_LONG = {b"L": b"path", b"K": b"linkpath"}  # of GNU, and the keys of records that do the same
-_LARGE = 8**11  # the first size that octal text does not hold
+_LONG = {b"L": b"path", b"K": b"linkpath"}  # GNU types, and the record key that replaces each
+_LARGE = 8**11  # the first size that the octal digits of a header cannot express
 _NAME = 100  # bytes of a name in a header
-_TAIL = 1 << 20  # bytes after the end; tar writes whole records of 10 KiB
-# Keys of records that change neither name nor data.
+_TAIL = 1 << 20  # bytes after the end; tar pads archives to records of 10 KiB
+# Keys of records that change neither the name nor the data.
 _GLOBAL_KEYS = frozenset(
     {b"mtime", b"atime", b"ctime", b"uid", b"gid", b"uname", b"gname", b"comment"}
 )
@@ -49,7 +50,7 @@ _LOCAL_KEYS = _GLOBAL_KEYS | {b"path", b"size"}
 
 
 class TarMember(NamedTuple):
-    """One member: ``kind`` is file, folder or link; ``data`` is empty for the latter two."""
+    """One member; ``kind`` is file, folder or link; ``data`` is empty except for files."""
 
     name: str
     kind: str
@@ -57,9 +58,9 @@ class TarMember(NamedTuple):
 
 
 class _TarHeader(NamedTuple):
-    """The fields of a header; the name is that of the fixed fields.
+    """The fields of a header; ``name`` is the one in the fixed fields.
 
-    ``long`` is the key of the record that a long name of GNU stands for.
+    ``long`` is "path" or "linkpath" if the member is GNU's long name or long link, else None.
     """
 
     name: bytes
@@ -70,9 +71,9 @@ class _TarHeader(NamedTuple):
 
 
 def is_tar(head: bytes) -> bool:
-    """Return whether Python's tarfile, which torch uses, accepts a file with this head.
+    """Return whether Python's tarfile, which torch uses, accepts this head.
 
-    It goes by the checksum alone.
+    tarfile checks only the checksum.
     """
     if len(head) < BLOCK or not head[:BLOCK].strip(b"\0"):
         return False
@@ -82,7 +83,7 @@ def is_tar(head: bytes) -> bool:
 
 
 def lenient_number(field: bytes) -> int | None:
-    """Parse a number as tarfile does; None if it is not one."""
+    """Parse a number like tarfile; None if it is invalid."""
     if field[0] in (0x80, 0xFF):
         negative = 256 ** (len(field) - 1) if field[0] == 0xFF else 0
         return int.from_bytes(field[1:], "big") - negative
@@ -93,7 +94,7 @@ def lenient_number(field: bytes) -> int | None:
 
 
 def first_name(source: ByteSource) -> bytes:
-    """Return the name in the first member's header; records before it are skipped."""
+    """Return the name in the first member's header, after any records."""
     at = 0
     for _ in range(3):
         header = _header(source.read(at, BLOCK), at)
@@ -104,11 +105,10 @@ def first_name(source: ByteSource) -> bytes:
 
 
 def read_members(source: ByteSource, *, here: bool = False) -> dict[str, TarMember]:
-    """Return every member by its name, in order.
+    """Return every member by name, in file order.
 
-    `here`: a leading ``./``, as `tar -C FOLDER .` writes it, is not part of a name.
-
-    Raises FormatError, TruncatedError, CorruptError, AmbiguousError, PathError, UnsupportedError,
+    `here` removes a leading ``./`` from names, which ``tar -C FOLDER .`` writes. Raises
+    FormatError, TruncatedError, CorruptError, AmbiguousError, PathError, UnsupportedError,
     LimitError.
     """
     members: dict[str, TarMember] = {}
@@ -127,7 +127,7 @@ def read_members(source: ByteSource, *, here: bool = False) -> dict[str, TarMemb
 
 
 def _members(source: ByteSource, here: bool) -> Iterator[tuple[TarMember, str]]:
-    """Yield each member and its link target, up to the end, which is checked."""
+    """Yield each member and its link target; then check the end of the archive."""
     at = 0
     records: dict[bytes, bytes] = {}
     long: dict[bytes, bytes] = {}
@@ -138,7 +138,7 @@ def _members(source: ByteSource, here: bool) -> Iterator[tuple[TarMember, str]]:
         if at > source.size:
             raise TruncatedError(
                 f"ends inside the member {shown(header.name)}",
-                hint="the file is cut: download or copy it again",
+                hint="the file is truncated: download or copy it again",
             )
         if header.long is not None:
             if header.long in long:
@@ -147,14 +147,14 @@ def _members(source: ByteSource, here: bool) -> Iterator[tuple[TarMember, str]]:
             continue
         if header.type in _RECORDS:
             if records or long:
-                raise AmbiguousError("a tar file has records about records")
+                raise AmbiguousError("a tar record describes another record")
             found = _records(data, _LOCAL_KEYS if header.type == b"x" else _GLOBAL_KEYS)
             records = found if header.type == b"x" else {}
             continue
         yield _member(header, _with_long(header, records, long), data, here)
         records, long = {}, {}
     if records or long:
-        raise FormatError("a tar file ends with records about a member that is missing")
+        raise FormatError("a tar file ends with a record about a missing member")
     _check_end(source, at)
 
 
@@ -166,7 +166,7 @@ def _header(block: bytes, at: int) -> _TarHeader:
         raise UnsupportedError(f"the tar header at byte {at:,} is neither POSIX nor GNU")
     if magic == _MAGICS[1] and prefix.strip(b"\0"):
         raise AmbiguousError(
-            "a GNU tar header has times where a POSIX one has the start of the name"
+            "a GNU tar header contains times at the bytes where POSIX continues the name"
         )
     name, link, start = (_text(field) for field in (block[:100], block[157:257], prefix))
     if start:
@@ -202,7 +202,7 @@ def _number(field: bytes) -> int:
 
 
 def _size(header: _TarHeader, records: dict[bytes, bytes]) -> int:
-    """Return the size of the data; a record may give it only where the header cannot."""
+    """Return the size of the data. Only a size too large for the header may be in a record."""
     if (text := records.get(b"size")) is None:
         return header.size
     size = int(text) if re.fullmatch(rb"[1-9][0-9]{0,18}", text) else 0
@@ -212,7 +212,7 @@ def _size(header: _TarHeader, records: dict[bytes, bytes]) -> int:
 
 
 def _records(data: Range, known: frozenset[bytes]) -> dict[bytes, bytes]:
-    """Parse records ``length key=value\\n``; the length is that of the whole record in bytes."""
+    """Parse records ``length key=value\\n``; ``length`` is the size of the record in bytes."""
     check("tar_records_bytes", data.length, "bytes of records about a tar member")
     text = data.read()
     found: dict[bytes, bytes] = {}
@@ -228,10 +228,10 @@ def _records(data: Range, known: frozenset[bytes]) -> dict[bytes, bytes]:
         key, value = match[2], text[match.end() : length - 1]
         if key not in known:
             raise UnsupportedError(
-                f"a record about a tar member sets {shown(key)}, which ckptkit does not know"
+                f"a record about a tar member sets {shown(key)}, which ckptkit does not support"
             )
         if key in found or b"\0" in value:
-            raise AmbiguousError(f"a record about a tar member sets {shown(key)} in two ways")
+            raise AmbiguousError(f"a record about a tar member sets {shown(key)} ambiguously")
         found[key] = value
         text = text[length:]
     return found
@@ -249,7 +249,7 @@ def _long(data: Range) -> bytes:
 def _with_long(
     header: _TarHeader, records: dict[bytes, bytes], long: dict[bytes, bytes]
 ) -> dict[bytes, bytes]:
-    """Return records with the long names of GNU; the header must begin as they do."""
+    """Return the records with GNU's long names, whose first bytes must equal the header's."""
     short = {b"path": header.name, b"linkpath": header.link}
     if long and (records or any(text[:_NAME] != short[key] for key, text in long.items())):
         raise AmbiguousError(f"the tar member {shown(header.name)} has two names")
@@ -269,16 +269,15 @@ def _member(
         raise AmbiguousError(f"the tar member {shown(header.name)} is a {kind} with data")
     path, link = records.get(b"path", header.name), records.get(b"linkpath", header.link)
     name = _name(path, kind, here)
-    if header.name not in (b"", path[:_NAME]):  # readers without support for records use this name
+    if header.name not in (b"", path[:_NAME]):  # readers that ignore records use this name
         _name(header.name, kind, here)
     return TarMember(name, kind, data), link.decode("latin-1") if kind == "link" else ""
 
 
 def _name(name: bytes, kind: str, here: bool) -> str:
-    """Return the member's name as text. Raises PathError if it leads elsewhere.
+    """Return the member's name as a string. Raises PathError if it leads out of the archive.
 
-    Torch's names are four words, others' are names that all readers agree on. Torch looks for its
-    records without a leading ``./``: only `here` removes it.
+    torch looks up its records without a leading ``./``, so only `here` removes it.
     """
     check("name_bytes", len(name), "bytes of a tar member's name")
     text = name.decode("latin-1")
@@ -290,18 +289,19 @@ def _name(name: bytes, kind: str, here: bool) -> str:
     parts = (text[:-1] if kind == "folder" and text.endswith("/") else text).split("/")
     if "\\" in text or any(part in ("", ".", "..") for part in parts):
         raise PathError(
-            f"the name {shown(name)} of a tar member leads out of the archive, "
-            f"or is not that of a {kind}"
+            f"the name {shown(name)} of a tar member leads out of the archive, or does not name "
+            f"a {kind}"
         )
     return text
 
 
 def _check_end(source: ByteSource, at: int) -> None:
-    """Check for two blocks of zeros at the end, and only whole blocks of zeros after them."""
+    """Check that the archive ends with two or more blocks of zeros and nothing else."""
     tail = source.size - at
     if tail < 2 * BLOCK or tail % BLOCK:
         raise TruncatedError(
-            "ends inside the zeros after its last member", hint="the file is cut: copy it again"
+            "ends inside the zeros after its last member",
+            hint="the file is truncated: copy it again",
         )
     if tail > _TAIL or source.read(at, tail).strip(b"\0"):
         raise AmbiguousError(f"{tail:,} bytes follow the end of the tar file")

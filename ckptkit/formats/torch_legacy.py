@@ -1,4 +1,4 @@
-"""Files of pickles one after another: torch.save before 1.6, before 0.1.2, and plain pickles.
+"""Read streams of pickles: torch.save before 1.6, torch.save before 0.1.2, and plain pickles.
 
 torch.save before 1.6 (and `_use_new_zipfile_serialization=False` since) writes one flat stream:
 
@@ -6,37 +6,38 @@ torch.save before 1.6 (and `_use_new_zipfile_serialization=False` since) writes 
     pickle: 1001                           the protocol version
     pickle: {'protocol_version', 'little_endian', 'type_sizes'}
     pickle: the object; persistent ids ('storage', ...) and
-            ('module', class, source file, source text)
+            ('module', class, source file, source code)
     pickle: [storage key, ...]
     per key, in that order: int64 numel, numel * itemsize bytes
 
-Nothing is aligned, nothing has a checksum, integers and payloads are little-endian on every host.
-The places of storages are known only at the end, so they are bound late. (torch/serialization.py,
-`_legacy_load`.)
+There is no alignment and no checksum. Integers and elements are little-endian on every host. The
+offsets of storages are known only after the last pickle, so a storage is located when its bytes are
+needed. (torch/serialization.py, `_legacy_load`.)
 
 torch.save of torch 0.1.1 and before writes a tar file of four records. (torch/serialization.py,
 `legacy_load`.)
 
     sys_info   pickle: {'protocol_version': 1000, 'little_endian', 'type_sizes'}
-    pickle     pickle: the object; persistent ids are keys of tensors and storages, as text or
-               integers, and (class, source file, source text)
-    tensors    pickle: how many; for each a pickle: (key, key of its storage, class), then int32
-               dimensions, 4 unused bytes, int64 sizes, int64 strides, int64 offset in elements
-    storages   pickle: how many; for each a pickle: (key, location, class), then int64 elements,
-               their bytes;
+    pickle     pickle: the object; persistent ids are keys of tensors and storages, as strings or
+               integers, and (class, source file, source code)
+    tensors    pickle: number of tensors; for each a pickle: (key, key of its storage, class), then
+               int32 dimensions, 4 unused bytes, int64 sizes, int64 strides, int64 offset in
+               elements
+    storages   pickle: number of storages; for each a pickle: (key, location, class), then int64
+               elements, their bytes;
                pickle: [(key of the view, key of its root, offset in elements, elements), ...]
 
-All is little-endian, nothing is aligned, nothing has a checksum. Keys are addresses. An empty
-tensor has the storage None. torch 2.13 still reads such files, though not with `weights_only`: it
-unpacks them into a folder first.
+Everything is little-endian, without alignment and without checksums. Keys are memory addresses. An
+empty tensor has the storage None. torch 2.13 still reads such files, though not with
+`weights_only`: it unpacks them into a folder first.
 
-A plain pickle holds numpy arrays, or tensors and modules from ``pickle.dump``: one pickle of
-protocol 0 to 5, from the first byte of the file to the last. Protocols 2 and later
-begin with 0x80 and their number; earlier ones have no signature, so they are tried: a file is one
-if it ends with STOP (".") and runs. Arrays stay where they are in the file, whatever their size.
+A plain pickle contains numpy arrays, or tensors and modules of ``pickle.dump``. It is one pickle of
+protocol 0 to 5 that fills the file. Protocols 2 and later begin with 0x80 and their number. Earlier
+protocols have no signature. A file is read as one if it ends with STOP (".") and the pickle machine
+runs it. Arrays of any size stay in the file.
 
-Outside of torch.save each storage is a call of ``torch.storage._load_from_bytes`` with a file of
-torch.save, a legacy stream whose object is the storage. (torch/storage.py,
+pickle.dump stores each torch storage as a call of ``torch.storage._load_from_bytes``. Its argument
+is a torch.save file, a legacy stream whose object is the storage. (torch/storage.py,
 `TypedStorage.__reduce__`)
 """
 
@@ -78,8 +79,8 @@ from ckptkit.pickles.values import Unpickled, unpickle
 
 PROTOCOL_VERSION = 1001
 
-# The magic number as protocols 0 to 5 spell it: LONG1, or the decimal LONG of protocols 0 and 1;
-# perhaps framed.
+# The magic number in protocols 0 to 5: LONG1, or the decimal LONG of protocols 0 and 1, optionally
+# in a frame.
 _BINARY = MAGIC_NUMBER.to_bytes(10, "little")
 _DECIMAL = str(MAGIC_NUMBER).encode()
 _MAGIC = (
@@ -94,14 +95,14 @@ def matches(probe: Probe) -> bool:
 
 
 def read(probe: Probe) -> Checkpoint:
-    """Read five pickles, then locate the storages."""
+    """Read the five pickles, then locate the storages."""
     return parse(probe.source)
 
 
 def parse(source: ByteSource, lost: dict[str, str] | None = None) -> Checkpoint:
     """Parse the checkpoint of a stream.
 
-    With `lost`, damaged storages are put there by key, with the reason.
+    If `lost` is given, damaged storages do not raise; they are added to it by key, with the reason.
     """
     magic = unpickle(source)
     version = unpickle(source, magic.stop)
@@ -109,13 +110,13 @@ def parse(source: ByteSource, lost: dict[str, str] | None = None) -> Checkpoint:
         raise UnsupportedError(f"legacy stream of a protocol version other than {PROTOCOL_VERSION}")
     system = unpickle(source, version.stop)
     if not isinstance(system.root, dict):
-        raise FormatError("the third pickle of a legacy stream does not describe a system")
+        raise FormatError("the third pickle of a legacy stream is not a dict of system properties")
     places, sources = _StoragePlaces(), ModuleSources()
 
     def opened(key: str, nbytes: int, location: str) -> Storage:
         if nbytes > source.size and lost is None:
             raise TruncatedError(
-                f"storage {key!r} has {nbytes:,} bytes, the whole file {source.size:,}",
+                f"storage {key!r} has {nbytes:,} bytes, but the file only {source.size:,}",
                 hint="download or copy it again",
             )
         places.lengths[key] = nbytes
@@ -145,7 +146,7 @@ def parse(source: ByteSource, lost: dict[str, str] | None = None) -> Checkpoint:
 
 @dataclass(slots=True)
 class _StoragePlaces:
-    """The storages of a stream, as far as they are known, by key."""
+    """The storages of a stream, by key; filled while the stream is read."""
 
     lengths: dict[str, int] = field(default_factory=dict)
     itemsizes: dict[str, int] = field(default_factory=dict)
@@ -155,7 +156,7 @@ class _StoragePlaces:
 
 @dataclass(frozen=True, slots=True)
 class _LegacyRecord:
-    """The bytes of a storage, whose place is known once the whole stream has been read."""
+    """The bytes of a storage; their place is known after the whole stream has been read."""
 
     places: _StoragePlaces
     key: str
@@ -171,7 +172,7 @@ class _LegacyRecord:
 def _bind(
     source: ByteSource, places: _StoragePlaces, keys: Unpickled, lost: dict[str, str] | None
 ) -> int:
-    """Locate every storage after the list of keys; return the offset of the end."""
+    """Locate every storage after the list of keys; return the offset after the last one."""
     if not isinstance(keys.root, list) or not all(type(key) is str for key in keys.root):
         raise FormatError("the list of storage keys is not a list of strings")
     if len(set(keys.root)) != len(keys.root):
@@ -193,7 +194,7 @@ def _bind(
                     hint="download or copy it again",
                 )
             place = places.ranges[key] = Range(source, at + 8, length)
-            if not source.remote:  # where that would be a request for each, it is done later
+            if not source.remote:  # a remote storage is checked later, to save requests
                 _check_count(place, key, places.itemsizes[key])
         except FormatError as error:
             if lost is None:
@@ -204,20 +205,20 @@ def _bind(
 
 
 def _check_count(place: Range, key: str, itemsize: int) -> None:
-    """Check that the count before the bytes of a storage is what its tensors expect."""
+    """Raise CorruptError unless the element count before a storage matches its tensors."""
     (numel,) = unpack("<q", place.source.read(place.offset - 8, 8))
     if numel * itemsize != place.length:
         raise CorruptError(
-            f"storage {key!r} has {numel} elements, its tensors expect {place.length // itemsize}"
+            f"storage {key!r} has {numel} elements, its tensors need {place.length // itemsize}"
         )
 
 
 def recover(probe: Probe, unverified: bool = False) -> Recovered | None:
-    """Recover the tensors whose storages are between two right counts, or up to the file's end.
+    """Recover the storages whose own element count and the next one are right.
 
-    Nothing has a checksum. A wrong count shows that bytes before it may be missing or shifted; with
-    `unverified`, a storage needs only its own count. Raises CorruptError where one of the pickles
-    is cut: the storages come after them.
+    There are no checksums. A wrong count shows that bytes before it may be missing or shifted. With
+    `unverified`, a storage needs only its own count. Raises CorruptError if one of the pickles,
+    which precede the storages, is damaged.
     """
     if probe.is_folder or not matches(probe):
         return None
@@ -237,22 +238,23 @@ def recover(probe: Probe, unverified: bool = False) -> Recovered | None:
 
 
 def _why_lost(storage: Storage, *, reasons: dict[str, str], zeros: int | None) -> str | None:
-    """Return why a storage is lost, or may be; None if it is intact as far as can be known.
+    """Return why a storage is or may be lost; None if there is no evidence of damage.
 
-    `zeros` is where those at the end of the file begin; None: only its own count matters.
+    `zeros` is the offset of the zeros that end the file; None requires only the storage's own
+    count.
     """
     record = storage.record
     if not isinstance(record, _LegacyRecord):
         return None
     place = record.places.ranges.get(record.key)
     if record.key in reasons or place is None:
-        return reasons.get(record.key, "it is not there")
+        return reasons.get(record.key, "it is missing")
     if zeros is None:
         return None
     end = place.offset + place.length
     if place.length and end > zeros:
         return (
-            f"the file ends in {place.source.size - zeros:,} zeros: it was not written to its end"
+            f"the file ends in {place.source.size - zeros:,} zeros; it was not written to its end"
         )
     following = record.places.following.get(record.key)
     if following is None:
@@ -262,12 +264,12 @@ def _why_lost(storage: Storage, *, reasons: dict[str, str], zeros: int | None) -
             else f"{place.source.size - end:,} extra bytes follow it"
         )
     if following in reasons:
-        return f"it may be shifted: the next storage is not in its place ({reasons[following]})"
+        return f"it may be shifted: the next storage is at the wrong place ({reasons[following]})"
     return None
 
 
 def recoverable(probe: Probe) -> str:
-    """Return the command that may recover something; "" unless the pickles can be read."""
+    """Return the command that may recover tensors; "" if the pickles cannot be read."""
     if not matches(probe):
         return ""
     try:
@@ -278,7 +280,7 @@ def recoverable(probe: Probe) -> str:
 
 
 def pickles(probe: Probe) -> Iterator[Found] | None:
-    """Yield five pickles, one after the other; what follows are the bytes of storages."""
+    """Yield the five pickles of a stream; the bytes of storages follow them."""
     if not matches(probe):
         return None
     return iter((PickleStream("", probe.source, 0, probe.source.size, TORCH_LOAD, None, count=5),))
@@ -289,16 +291,16 @@ def pickles(probe: Probe) -> Iterator[Found] | None:
 
 RECORDS = ("sys_info", "pickle", "tensors", "storages")
 _NOT_TRUSTED = "torch.load(weights_only=True) refuses tar files"
-_OPTIONAL = RECORDS[:1]  # torch does not look at it
+_OPTIONAL = RECORDS[:1]  # torch does not read it
 
 
 def matches_tar(probe: Probe) -> bool:
-    """Recognize any tar file, as torch does, even one that could be something else as well."""
+    """Return whether a file is a tar file; torch.load accepts every tar file here, too."""
     return is_tar(probe.head)
 
 
 def is_archive(probe: Probe) -> bool:
-    """Return whether a file is a tar file of other files, not one that torch wrote."""
+    """Return whether a file is a tar file that torch did not write."""
     if not is_tar(probe.head):
         return False
     try:
@@ -308,7 +310,7 @@ def is_archive(probe: Probe) -> bool:
 
 
 def read_tar(probe: Probe) -> Checkpoint:
-    """Read the tree of the record `pickle` over the storages and tensors of the other records."""
+    """Read the object in the record `pickle`, whose tensors are in the other records."""
     source = probe.source
     streams = {
         name: _TarRecord(source, member) for name, member in _records(read_members(source)).items()
@@ -329,10 +331,10 @@ def read_tar(probe: Probe) -> Checkpoint:
 
 
 def _records(members: dict[str, TarMember]) -> dict[str, TarMember]:
-    """Return the four records. Raises for one that is missing, and for any other record."""
+    """Return the four records. Raises if one is missing, and if there is another member."""
     for name in RECORDS:
         if name not in members and name not in _OPTIONAL:
-            raise CorruptError(f"the tar file has no record {name!r}")
+            raise CorruptError(f"the tar file lacks the record {name!r}")
     for name, member in members.items():
         if name not in RECORDS:
             raise AmbiguousError(
@@ -344,7 +346,7 @@ def _records(members: dict[str, TarMember]) -> dict[str, TarMember]:
 
 
 class _TarRecord:
-    """A record, read from its beginning to its end: pickles and numbers one after another."""
+    """A record that is read from start to end: pickles, numbers and bytes in turn."""
 
     def __init__(self, source: ByteSource, member: TarMember) -> None:
         self.source = source
@@ -374,18 +376,16 @@ class _TarRecord:
         return packed.unpack(self.bytes(packed.size).read())
 
     def count(self) -> int:
-        """Read how many entries follow: none of them is empty."""
+        """Read the number of entries that follow; each takes at least a byte."""
         count = self.pickle().root
         if type(count) is not int or count < 0:
-            raise FormatError(f"the record {self.name!r} does not say how many entries it has")
+            raise FormatError(f"the record {self.name!r} has no valid number of entries")
         if count > self.end - self.at:
-            raise CorruptError(
-                f"the record {self.name!r} is shorter than the number of its entries"
-            )
+            raise CorruptError(f"the record {self.name!r} is too short for its number of entries")
         return count
 
     def entries(self) -> Iterator[tuple[Node, Node, Node]]:
-        """Yield the pickled triple at the beginning of each entry."""
+        """Yield the pickled triple at the start of each entry."""
         for _ in range(self.count()):
             entry = self.pickle().root
             if not isinstance(entry, tuple) or len(entry) != 3:
@@ -402,9 +402,9 @@ class _TarRecord:
 
 
 class _TarTable:
-    """The referents of persistent ids, by key.
+    """The tensors and storages that persistent ids refer to, by key.
 
-    Integers of the file are looked up as text, so that it cannot choose their hashes.
+    Integer keys become strings, because a file could choose integers with colliding hashes.
     """
 
     def __init__(self) -> None:
@@ -444,7 +444,7 @@ class _TarTable:
         root = self._storage(root_key)
         if not 0 <= offset <= offset + size <= root.elements:
             raise TensorError(
-                f"a view of {size} elements from {offset} of a storage of {root.elements}"
+                f"a view of {size} elements from {offset} exceeds its storage of {root.elements}"
             )
         start = root.start + offset
         self.storages[self._new(key)] = TypedStorage(root.storage, root.dtype, start, start + size)
@@ -462,7 +462,7 @@ class _TarTable:
             self.tensors[self._new(key)] = strided(typed, typed.dtype, view)[0]
 
     def load(self, pid: Node) -> Node:
-        """Return the object of a persistent id."""
+        """Return the object that a persistent id refers to."""
         if isinstance(pid, tuple) and len(pid) == 3:
             return self.sources.load(pid[0], pid[2])
         key = _decimal(pid)
@@ -477,7 +477,7 @@ class _TarTable:
     def warnings(self) -> tuple[str, ...]:
         unused = self.tensors.keys() - self.used
         unread = (
-            (f"nothing refers to {len(unused):,} of its tensors, which are not carried over",)
+            (f"nothing refers to {len(unused):,} of its tensors, which are not copied",)
             if unused
             else ()
         )
@@ -492,12 +492,12 @@ class _TarTable:
     def _new(self, node: Node) -> str:
         key = _decimal(node)
         if key in self.storages or key in self.tensors:
-            raise AmbiguousError(f"{key} is described twice")
+            raise AmbiguousError(f"two entries have the key {key}")
         return key
 
 
 def _decimal(node: Node) -> str:
-    """Return a key as decimal text."""
+    """Return a key as a decimal string. Raises FormatError for other values."""
     text = str(node) if type(node) is int else node
     if (
         not isinstance(text, str)
@@ -510,7 +510,7 @@ def _decimal(node: Node) -> str:
 
 
 def _nothing(made: Node) -> TypedStorage:
-    """Return an empty storage of the tensor's type for a tensor without one."""
+    """Return an empty storage for a tensor that has none, with the dtype of its class."""
     name = made.name.replace("Tensor", "Storage") if isinstance(made, Global) else ""
     dtype: DType | None = BY_STORAGE.get(name)
     return TypedStorage(Storage(Range(Memory(b""), 0, 0)), dtype)
@@ -519,7 +519,7 @@ def _nothing(made: Node) -> TypedStorage:
 def pickles_of_tar(probe: Probe) -> Iterator[Found] | None:
     """Yield the pickles of the records and of any other member.
 
-    In two of the records pickles and numbers alternate.
+    In two of the records, numbers follow each pickle.
     """
     if not matches_tar(probe):
         return None
@@ -539,8 +539,8 @@ def _tar_pickles(source: ByteSource, members: dict[str, TarMember]) -> Iterator[
 # Plain pickles
 
 
-TEXT_LIMIT = 64 << 20  # bytes of a protocol 0 or 1 pickle that is tried
-_FIRST = b"(]}lctdNIJKMLFGSTUVX"  # opcodes that a pickle of protocol 0 or 1 may begin with
+TEXT_LIMIT = 64 << 20  # bytes of a protocol 0 or 1 pickle that the machine runs to recognize it
+_FIRST = b"(]}lctdNIJKMLFGSTUVX"  # opcodes that can begin a pickle of protocol 0 or 1
 
 
 def matches_pickle(probe: Probe) -> bool:
@@ -563,7 +563,7 @@ def _runs(probe: Probe) -> bool:
 
 
 def read_pickle(probe: Probe) -> Checkpoint:
-    """Read the tree of the pickle."""
+    """Read the object of the pickle."""
     source = probe.source
     stored = _Stored()
     pickled = _unpickled_file(probe, stored)
@@ -571,10 +571,10 @@ def read_pickle(probe: Probe) -> Checkpoint:
         follow = f"{source.size - pickled.stop:,} bytes follow the pickle"
         if _is_pickle(source, pickled.stop):
             raise AmbiguousError(
-                f"holds several pickles, one after another: {follow} that pickle.load reads",
-                hint="read each with pickle.load if you trust it, and save it in a file of its own",
+                f"contains several pickles: {follow} that pickle.load reads",
+                hint="if you trust it, read each with pickle.load and save it in its own file",
             )
-        raise AmbiguousError(f"{follow}: other readers may interpret them")
+        raise AmbiguousError(f"{follow}; other readers may interpret them")
     names = tuple(dict.fromkeys((*pickled.globals, *stored.globals)))
     return Checkpoint(
         pickled.root, table.PICKLE.name, source, globals=names, warnings=pickled.warnings
@@ -582,7 +582,7 @@ def read_pickle(probe: Probe) -> Checkpoint:
 
 
 def _is_pickle(source: ByteSource, start: int) -> bool:
-    """Return whether a pickle of protocol 2 or later begins at `start`."""
+    """Return whether a complete pickle of protocol 2 or later begins at `start`."""
     if source.read(start, min(2, source.size - start))[:1] != b"\x80":
         return False
     try:
@@ -593,15 +593,15 @@ def _is_pickle(source: ByteSource, start: int) -> bool:
 
 
 class _Stored:
-    """Reader of the storages of one pickle, each a file inside it."""
+    """The storages of one plain pickle, each of which is a torch.save file inside it."""
 
     def __init__(self) -> None:
         self.globals: dict[Global, None] = {}
 
     def load(self, made: Global, args: tuple[Node, ...]) -> Node:
-        """Return the storage that `_load_from_bytes` would give.
+        """Return the storage that `_load_from_bytes` would return.
 
-        Anything else in its file stays a call.
+        If the file contains another object, return the call itself.
         """
         inner = _inner(args[0]) if len(args) == 1 else None
         if inner is None or not matches(Probe(inner)):
@@ -614,7 +614,7 @@ class _Stored:
 
 
 def _inner(data: Node) -> ByteSource | None:
-    """Open a byte string of a pickle as a file of its own."""
+    """Return a byte string of a pickle as a source; None for other values."""
     if isinstance(data, StoredBytes) and isinstance(data.extent, Range):
         return Section(*data.extent)
     return Memory(data, "a storage") if isinstance(data, bytes) else None
@@ -631,18 +631,18 @@ def _unpickled_file(probe: Probe, stored: _Stored) -> Unpickled:
     except FormatError as error:
         if b"NumpyArrayWrapper" in probe.source.read(0, min(probe.source.size, 1 << 20)):
             raise UnsupportedError(
-                "is a joblib file: its arrays are between the opcodes of a pickle",
+                "is a joblib file, which has the bytes of arrays between the opcodes of a pickle",
                 hint="if you trust it, load it with joblib, and save its arrays with numpy.savez",
             ) from error
         error.hint = (
             error.hint
-            or "the file begins like a pickle; if it is something else, ckptkit cannot read it"
+            or "the file begins like a pickle; if it is not a pickle, ckptkit cannot read it"
         )
         raise
 
 
 def plain_pickles(probe: Probe) -> Iterator[Found] | None:
-    """Yield the single pickle; trailing data is left to the scanner."""
+    """Yield the single pickle; the scanner reports bytes after it."""
     return (
         iter((PickleStream("", probe.source, 0, probe.source.size, weak=True),))
         if matches_pickle(probe)

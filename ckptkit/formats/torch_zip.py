@@ -3,39 +3,40 @@
     <top>/data.pkl               pickle; persistent ids ('storage', class, key, location, numel)
     <top>/data/<key>             the bytes of one storage
     <top>/version                a number, 1 to 10 ("3\\n")
-    <top>/byteorder              "little" or "big"; little where it is missing
+    <top>/byteorder              "little" or "big"; if missing, little
     <top>/.format_version, .storage_alignment, .data/serialization_id
                                  since about 2.7; not needed to read
-    <top>/.data/ckptkit.json     ckptkit's own: {"version": 1, "metadata": {text: text}}
+    <top>/.data/ckptkit.json     ckptkit's own: {"version": 1, "metadata": {string: string}}
 
 <top> is the name of the first entry up to its first slash. (torch/serialization.py, `_load`;
 caffe2/serialize.)
 
-Written so that every torch since 1.6 reads it, and 2.1 and later memory-map it: <top> is
-``archive``; data.pkl, byteorder, the storages in the order in which the pickle meets them, version,
-and ckptkit's own record for what torch cannot hold. No .format_version: with it torch computes
-where the storages are instead of looking them up. A storage keeps the checksum that its source had.
+Every torch since 1.6 reads the files that ckptkit writes; 2.1 and later memory-map them. <top> is
+``archive``. The records are data.pkl, byteorder, the storages in pickle order, version, and
+ckptkit's own record. There is no .format_version: it would make torch compute the offsets of the
+storages instead of looking them up. A storage keeps the checksum of its source.
 
-ckptkit's own record, which torch passes over, holds the metadata of a checkpoint: what safetensors
-keeps besides its tensors, and the source code that legacy streams carry.
+torch ignores ckptkit's own record. It contains the metadata of a checkpoint: the strings that
+safetensors stores besides tensors, and the source code in legacy streams.
 
-Edited in place, it gets a new pickle and a new directory, and no storage moves:
+An edit in place writes a new pickle and a new directory; no storage moves:
 
-    members as they are           the replaced record is renamed from ``data.pkl`` to ``data.old``
-    new data.pkl                  where the directory began
+    old members                   the replaced record is renamed from ``data.pkl`` to ``data.old``
+    new data.pkl                  at the offset of the old directory
     directory                     the old entries in their order, then the new one
     ends
 
-A record that is the last one already, as after such an edit, is written over instead. The old name
-is of equal length and stays listed, because a member that the directory does not know would be a
-reason to refuse the file. So is a storage that nothing refers to any more. ``.format_version``
-loses its name too: with it torch would compute where the storages are, from the order in which the
-pickle meets them. (torch/serialization.py, `_get_offset`; loads, mapped and not, in every torch
-since 1.6.)
+If the record to replace is already the last one, as after such an edit, the new record overwrites
+it. The old name has equal length. It stays in the directory, because readers refuse members that
+the directory does not list. So does a storage that nothing refers to any more. ``.format_version``
+is renamed, too, because it would make torch compute the offsets of the storages from the pickle.
+(torch/serialization.py, `_get_offset`. Every torch since 1.6 loads the result, memory-mapped or
+not.)
 
-An unpacked archive is a folder with the records as files, without checksums. For weights under
-version control, and for archives that were unpacked by hand. The folder is named, or its data.pkl.
-TorchScript (constants.pkl) needs its archive."""
+An unpacked archive is a folder with the records as files, without checksums. People keep such
+folders under version control, or unpack an archive with unzip. The input is the folder or its
+data.pkl. An unpacked TorchScript archive (constants.pkl) is not read.
+"""
 
 from __future__ import annotations
 
@@ -89,12 +90,12 @@ from ckptkit.pickles.writer import write_pickle
 
 VERSIONS = range(1, 11)
 METADATA = ".data/ckptkit.json"  # the name of ckptkit's own record
-_FRAMEWORK = "format"  # the hub's key for the framework: needless in a file of torch
+_FRAMEWORK = "format"  # the hub's key for the framework; not written to torch files
 ALIGNMENTS = range(1, 1 << 16 | 1)
-_CONTROL_BYTES = 64  # what version and its like may have
-_READ_ONCE = (
-    32 << 20
-)  # bytes of a remote pickle that are kept, rather than read for its checksum and again
+_CONTROL_BYTES = 64  # maximum size of version, byteorder and similar records
+# A remote pickle of at most this many bytes is read once and kept; a larger one is read twice,
+# first for its checksum.
+_READ_ONCE = 32 << 20
 _VERSION_RECORDS = ("version", ".data/version")
 KNOWN = (
     "data.pkl", *_VERSION_RECORDS, "byteorder", ".format_version", ".storage_alignment",
@@ -105,8 +106,8 @@ KNOWN = (
 def read(probe: Probe) -> Checkpoint:
     """Read the pickle and locate the storages.
 
-    Raises CorruptError, AmbiguousError, FormatError, UnsupportedError, LimitError, and what the
-    pickle machine raises.
+    Raises CorruptError, AmbiguousError, FormatError, UnsupportedError, LimitError, and the errors
+    of the pickle machine.
     """
     directory = probe.zip
     assert directory is not None
@@ -127,18 +128,18 @@ def read(probe: Probe) -> Checkpoint:
 
 
 class Archive:
-    """One archive while it is read: its control records, and pickles with their storages."""
+    """An opened archive: its control records, and its pickles with their storages."""
 
     def __init__(self, directory: ZipDirectory) -> None:
         self.directory = directory
         self.folder = directory.top + "/"
         self.big_endian = False
-        self._unsummed = 0  # storages without a checksum
+        self._unsummed = 0  # number of storages without a checksum
         self._used: set[str] = set()
-        self._keys: list[tuple[str, list[str]]] = []  # of storages in a folder that are used, too
+        self._keys: list[tuple[str, list[str]]] = []  # folders, and the keys used in each
 
     def check(self) -> list[str]:
-        """Check the control records, and that all records are in one folder; return warnings.
+        """Check the control records and that one folder contains all records; return warnings.
 
         Raises AmbiguousError, FormatError, UnsupportedError.
         """
@@ -154,7 +155,7 @@ class Archive:
                 continue
             if entry.size > _CONTROL_BYTES:
                 raise FormatError(
-                    f"record {name} has {entry.size:,} bytes, it should hold a word or a number"
+                    f"record {name} has {entry.size:,} bytes, but should be a word or a number"
                 )
             text = self.directory.read(self.folder + name)
             if name == "byteorder":
@@ -172,7 +173,7 @@ class Archive:
             )
         versions = {numbers[name] for name in _VERSION_RECORDS if name in numbers}
         if not versions:
-            what = "it has no version record: torch refuses it; a copy written by ckptkit has one"
+            what = "it has no version record: torch refuses it; a copy that ckptkit writes has one"
             return [Notice(NO_VERSION, what)]
         if len(versions) > 1:
             raise AmbiguousError("the records version and .data/version contradict each other")
@@ -186,11 +187,11 @@ class Archive:
     def unpickle(self, name: str) -> Unpickled:
         """Read the pickle ``<name>.pkl``, whose storages are in the folder ``<name>``.
 
-        Raises CorruptError, AmbiguousError, and what the pickle machine raises.
+        Raises CorruptError, AmbiguousError, and the errors of the pickle machine.
         """
         record = f"{self.folder}{name}.pkl"
         if record not in self.directory:
-            raise CorruptError(f"there is no record {shown(record)}")
+            raise CorruptError(f"record {shown(record)} is missing")
         place = self.directory.locate(record)
         if isinstance(place, Range) and not (place.source.remote and place.length <= _READ_ONCE):
             self.directory.verify(record)
@@ -207,7 +208,7 @@ class Archive:
         self._keys.append((folder, list(storages)))
         if tree.stop != stop:
             raise AmbiguousError(
-                f"{name}.pkl goes on for {stop - tree.stop:,} bytes after its pickle has ended"
+                f"{name}.pkl has {stop - tree.stop:,} bytes after the end of its pickle"
             )
         return tree
 
@@ -218,31 +219,32 @@ class Archive:
             raise CorruptError(f"storage {shown(key)} has no record {shown(name)}")
         if entry.size != nbytes:
             raise CorruptError(
-                f"record {shown(name)} has {entry.size:,} bytes, its tensors expect {nbytes:,}"
+                f"record {shown(name)} has {entry.size:,} bytes, but its tensors need {nbytes:,}"
             )
         record, crc = self.directory.record(name)
         self._unsummed += crc is None
         return Storage(record, location, crc, self.big_endian)
 
     def storage(self, name: str, location: str) -> Storage:
-        """Return the bytes of the record `name`, which the caller knows to exist."""
+        """Return the storage in the record `name`, which must exist."""
         self._used.add(name)
         record, crc = self.directory.record(name)
         self._unsummed += crc is None
         return Storage(record, location, crc, self.big_endian)
 
     def unverified(self) -> list[str]:
-        """A warning, if some of the storages that were opened have no checksum."""
+        """Return a warning if opened storages have no checksum."""
         count = self._unsummed
-        what = f"{count:,} of its storages have no checksum: damage to them cannot be seen"
+        what = f"{count:,} of its storages have no checksum: ckptkit cannot detect damage in them"
         return [Notice(NO_CHECKSUM, what, storages=count)] if count else []
 
     def unused(self, known: Iterable[str]) -> list[str]:
-        """Return a warning on records besides the opened storages and the `known` ones."""
+        """Return a warning about records that are neither opened storages nor in `known`."""
         left = self.directory.entries.keys() - self._used
         left.difference_update([self.folder + name for name in known])
         for folder, keys in self._keys:
-            left.difference_update(map(folder.__add__, keys))  # one name at a time: there are many
+            # one name at a time, because there may be hundreds of thousands
+            left.difference_update(map(folder.__add__, keys))
         unused = [
             name
             for name in (self.directory.entries if left else ())
@@ -251,9 +253,7 @@ class Archive:
         if not unused:
             return []
         some = ", ".join(map(shown, unused[:4])) + (", ..." if len(unused) > 4 else "")
-        return [
-            f"nothing refers to {len(unused):,} of its records, which are not carried over: {some}"
-        ]
+        return [f"nothing refers to {len(unused):,} of its records, which are not copied: {some}"]
 
 
 # Writing
@@ -264,10 +264,9 @@ _UNTYPED = storage_class(None)
 
 
 def layout(checkpoint: Checkpoint, options: Options) -> Plan:
-    """Plan one file with the whole tree and the storages that it refers to.
+    """Plan a file with the whole tree and the storages that it refers to.
 
-    Raises what the pickle writer raises, and TensorError for a storage that torch could not read
-    back.
+    Raises the errors of the pickle writer, and TensorError if torch cannot read a storage back.
     """
     numbering = Numbering()
     pickled = write_pickle(checkpoint.root, numbering, objects=options.objects)
@@ -286,14 +285,13 @@ def layout(checkpoint: Checkpoint, options: Options) -> Plan:
 
 
 class Numbering:
-    """Assigns keys to storages, in the order in which the pickle meets them."""
+    """Assign keys to storages in the order in which the pickle refers to them."""
 
     def __init__(self) -> None:
         self.storages: list[Storage] = []
-        self.dtypes: list[
-            DType | None
-        ] = []  # of each storage, as its persistent ids say; None: untyped
-        self.tensors = 0  # views of storages that were numbered, one for each tensor of the pickle
+        # by storage: the dtype in its persistent ids, None if it is untyped
+        self.dtypes: list[DType | None] = []
+        self.tensors = 0  # number of tensors in the pickle
         self._numbers: dict[Storage, int] = {}
 
     def __call__(self, typed: TypedStorage) -> tuple[Node, ...]:
@@ -319,7 +317,7 @@ class Numbering:
             )
         if typed.stop is not None and (typed.start, typed.stop) != (0, numel):
             raise UnsupportedError(
-                "a part of a storage is a value of its own, which torch cannot save since 0.4"
+                "a value is part of a storage, which torch cannot save since 0.4"
             )
         return "storage", made, self.key(number), storage.device, numel
 
@@ -330,9 +328,9 @@ class Numbering:
     def members(self) -> tuple[bool, list[ZipMember]]:
         """Return the records of the storages, and whether they are big-endian.
 
-        They stay so if all with a byte order are.
+        If every storage with a byte order is big-endian, all stay so.
         """
-        # What is swapped as one: 1 byte where there is no order, 0 bytes where it is unknown.
+        # Bytes to swap as one unit: 1 if the elements have no byte order, 0 if it is unknown.
         kinds = zip(self.storages, self.dtypes, strict=True)
         known = [(each.nbytes, dtype.component if dtype else 0) for each, dtype in kinds]
         units = [component if nbytes else 1 for nbytes, component in known]
@@ -345,7 +343,7 @@ class Numbering:
             if storage.big_endian and not big_endian and unit != 1:
                 if not unit:
                     raise UnsupportedError(
-                        "big-endian bytes of an unknown element type, among little-endian ones"
+                        "a storage of unknown element type is big-endian among little-endian ones"
                     )
                 extent, crc = Derived(Swap(unit), (extent,), storage.nbytes), None
             made.append(ZipMember(f"{TOP}/data/{self.key(number)}", extent, crc))
@@ -356,35 +354,34 @@ class Numbering:
 
 
 def _metadata_record(metadata: Mapping[str, str]) -> bytes:
-    """Return the record, even an empty one."""
+    """Return the bytes of the record for `metadata`, which may be empty."""
     texts = {key: text for key, text in metadata.items() if key != _FRAMEWORK}
     return dump({"version": 1, "metadata": texts}).encode("utf-8", "replace")
 
 
 def parse_metadata(data: bytes) -> dict[str, str]:
-    """Parse the metadata of a record. Raises FormatError."""
+    """Parse the metadata of ckptkit's own record. Raises FormatError."""
     parsed = strict_json.parse(data, METADATA)
     texts = (
         parsed.get("metadata") if isinstance(parsed, dict) and parsed.get("version") == 1 else None
     )
     if not isinstance(texts, dict) or not all(isinstance(text, str) for text in texts.values()):
-        raise FormatError(f"record {METADATA} is not one that ckptkit wrote")
+        raise FormatError(f"record {METADATA} was not written by ckptkit")
     return texts
 
 
 # Editing in place
 
 
-_LENGTHS = struct.Struct(
-    "<HHH"
-).unpack_from  # of name, extra fields and comment, at byte 28 of a directory entry
-_NAME, _LOCAL_NAME = 46, 30  # where the name is in a directory entry, and in a local header
+# The lengths of name, extra fields and comment, at byte 28 of a directory entry.
+_LENGTHS = struct.Struct("<HHH").unpack_from
+_NAME, _LOCAL_NAME = 46, 30  # offset of the name in a directory entry and in a local header
 
 
 def patch(before: Checkpoint, after: Checkpoint, options: Options) -> Patch | None:
-    """Plan the edit of the file of `before` into `after`; None where a storage is not in that file.
+    """Plan an edit in place from `before` to `after`; None if a storage is outside that file.
 
-    Raises what writing the pickle raises.
+    Raises the errors of the pickle writer.
     """
     if not isinstance(before.source, LocalFile):
         return None
@@ -393,7 +390,7 @@ def patch(before: Checkpoint, after: Checkpoint, options: Options) -> Patch | No
         not {f"{directory.top}/version", f"{directory.top}/.data/version"}
         & directory.entries.keys()
     ):
-        return None  # without one, torch would refuse the file
+        return None  # torch refuses a file without a version record
     numbering = _Keys(directory)
     try:
         pickled = write_pickle(after.root, numbering, objects=options.objects)
@@ -406,11 +403,11 @@ def patch(before: Checkpoint, after: Checkpoint, options: Options) -> Patch | No
 
 
 class _ElsewhereError(Exception):
-    """A storage whose bytes are not a record of the archive."""
+    """A storage's bytes are not a record of the archive."""
 
 
 class _Keys(Numbering):
-    """Numbering that keeps the keys that storages have in the archive."""
+    """Number storages by the keys that they have in the archive."""
 
     def __init__(self, directory: ZipDirectory) -> None:
         super().__init__()
@@ -436,14 +433,14 @@ class _Keys(Numbering):
 def _patched(
     source: LocalFile, directory: ZipDirectory, new: dict[str, bytes], notes: tuple[str, ...]
 ) -> Patch | None:
-    """Plan new records and a new directory; None if no name is free for an old record.
+    """Plan new records and a new directory; None if no unused name is left for an old record.
 
-    No reader accepts the file before the edit is complete: the end record goes first, and its
+    Readers refuse the file until the edit is complete: the end record is overwritten first, and its
     signature is written last.
     """
     start, at = directory.start, 0
     data = source.read(start, source.size - start)
-    entries: dict[str, bytes] = {}  # each entry of the directory as it is to be
+    entries: dict[str, bytes] = {}  # by name: the entries of the new directory
     for name in directory.entries:
         end = at + _NAME + sum(_LENGTHS(data, at + 28))
         entries[name] = data[at:end]
@@ -451,13 +448,13 @@ def _patched(
     _, rows = read_rows(data[:at], len(entries), start)
     headers = {name: row[0] for name, row in zip(entries, rows, strict=True)}
     breaks = Edit(start + at, bytes(source.size - start - at))
-    # The place of records that are last in the file, and are replaced, is free.
+    # Replaced records at the end of the file are overwritten.
     by_offset = sorted(entries, key=headers.__getitem__)
     while len(by_offset) > 1 and by_offset[-1] in new:
         name = by_offset.pop()
         start = headers[name]
         del entries[name]
-    # Others get an unused name of equal length, in directory and local header.
+    # Replaced records elsewhere get an unused name of equal length, in directory and local header.
     taken = {each.lower() for each in headers}
     renamed: list[Edit] = []
     for name in (*new, f"{directory.top}/.format_version"):
@@ -470,7 +467,7 @@ def _patched(
         raw, entry = other.encode(), entries[name]
         renamed.append(Edit(headers[name] + _LOCAL_NAME, raw))
         changed = entry[:_NAME] + raw + entry[_NAME + len(raw) :]
-        # the entry keeps its place: the first decides what torch takes for the top folder
+        # The entry keeps its position: torch takes the top folder from the first entry.
         entries = {
             (other if each == name else each): (changed if each == name else kept)
             for each, kept in entries.items()
@@ -499,7 +496,7 @@ def matches_unpacked(probe: Probe) -> bool:
 
 
 def _folder(probe: Probe) -> Folder | None:
-    """Return the folder of the records, None if some are missing."""
+    """Return the folder of an unpacked archive, None if records are missing."""
     if probe.is_folder:
         folder = probe.folder
     elif basename(probe.name) == _PICKLE and (place := probe.source.folder_and_name()) is not None:
@@ -511,7 +508,7 @@ def _folder(probe: Probe) -> Folder | None:
 
 
 def read_unpacked(probe: Probe) -> Checkpoint:
-    """Read the tree of data.pkl over the files beside it. Raises what zip_reader raises."""
+    """Read the tree of data.pkl and the files beside it. Raises the errors of torch-zip."""
     folder = _folder(probe)
     assert folder is not None
     inside = frozenset(folder.folders())
@@ -519,7 +516,7 @@ def read_unpacked(probe: Probe) -> Checkpoint:
     if _DATA in inside:
         data = folder.sub(_DATA)
         files |= {f"{_DATA}/{name}": data.open(name) for name in data.list()}
-    # Without checksums.
+    # A CRC of 0 means that there is no checksum.
     entries = {
         f"{_TOP}/{name}": StoredMember(each, 0, each.size, 0) for name, each in files.items()
     }

@@ -1,21 +1,20 @@
 """Recover a damaged torch zip archive: every tensor whose bytes match a checksum in the file.
 
-The CRC-32 of a member is in its entry in the directory, and in its local header or the data
-descriptor after its bytes. The entry counts where there is one. A member without a stored CRC, or
-with another, is lost: bytes that are missing or inserted shift what follows, and only the checksum
-shows it. data.pkl gives the length of each storage, and is verified by the same rule.
+The CRC-32 of a member is in its directory entry, and in its local header or in the data descriptor
+after its bytes. If the directory entry exists, it decides. A member is lost if it has no stored CRC
+or another CRC: missing or inserted bytes shift everything after them, and only the checksum reveals
+that. data.pkl gives the length of each storage. The same rule verifies data.pkl.
 
-Files written without checksums (CRC 0 everywhere) keep the members whose header, name and end are
-in place, and are followed by the member that was written after them.
+A file without any checksums (all CRCs are 0) keeps a member if its header, name and end are at the
+right place, and the member after it is the one that was written next.
 
-A file that was written over an older one has members of both. The directory proves which belong
-together; without it, torch's serialization id does, which hashes all CRCs. Else a warning says
-which tensors may be of the older file.
+A file that overwrote an older, longer file may contain members of both. The directory proves which
+members belong together. Without the directory, torch's serialization id proves it, because it
+hashes all CRCs. Without both, a warning names the tensors that may belong to the older file.
 
-The strict reader (:mod:`zip_reader`) refuses a file whose headers and directory disagree. Here
-nothing has to agree: headers are searched for, and entries of directories are read wherever some
-are left. Their fields are claims, which are compared with the bytes. A file that was written over
-an older one can have the headers and directories of both.
+The strict reader (:mod:`zip_reader`) refuses a file whose headers and directory disagree. Recovery
+does not require agreement: it searches the file for local headers and for the directory entries
+that are left. Their fields are claims, which are compared with the bytes.
 """
 
 from __future__ import annotations
@@ -54,29 +53,29 @@ _DESCRIPTORS = (struct.Struct("<4sLLL"), struct.Struct("<4sLQQ"))
 _DESCRIBED, _ENCRYPTED = 0x0008, 0x2041
 _ZIP64 = 0x0001
 _U32 = 0xFFFFFFFF
-_TAIL = 16 << 20  # bytes of either end of the file among which its first piece is searched for
-_REACH = 2 * LIMITS.name_bytes  # bytes of a header, its name and its extra fields
-_GAP = 4 << 10  # bytes without an entry, before the first one of a directory
-_TRIES = 4  # headers of one name that are looked at
-_READS = 4  # times the bytes of the file that are read for checksums
+_TAIL = 16 << 20  # bytes at either end of the file that are searched for a first header or entry
+_REACH = 2 * LIMITS.name_bytes  # maximum bytes of a header with its name and extra fields
+_GAP = 4 << 10  # bytes without an entry that mark the start of a directory
+_TRIES = 4  # headers of one name that are examined
+_READS = 4  # the bytes read for checksums are at most this many times the file
 _SMALL = 1 << 20  # bytes of a record that is read at once
-# What proves a storage: the directory, its own checksum, its place in a file without checksums.
+# The evidence for a storage: the directory, its own checksum, or its place (no checksums at all).
 LISTED, SUMMED, FRAMED, UNPROVEN, DAMAGED = "listed", "summed", "framed", "unproven", "damaged"
 
-Verdict = tuple[str, Extent | None, str]  # how well bytes are verified, where they are, why lost
+Verdict = tuple[str, Extent | None, str]  # evidence, place of the bytes, reason of the loss
 
 
 def recover(probe: Probe, unverified: bool = False) -> Recovered | None:
     """Recover every intact tensor; with `unverified`, also those that cannot be verified.
 
-    None for other files. Raises CorruptError where the pickle, which has the names and shapes, is
-    damaged, and UnsupportedError for zip files of another kind.
+    Return None if the file is not a zip file. Raises CorruptError if the pickle, which contains
+    names and shapes, is damaged, UnsupportedError if torch.save did not write the archive.
     """
     return _DamagedArchive(probe.source, unverified).recover() if _is_zip(probe) else None
 
 
 def recoverable(probe: Probe) -> str:
-    """Return the command that may recover something; "" unless its pickle can be read."""
+    """Return the command that may recover tensors; "" if the pickle cannot be read."""
     if not _is_zip(probe):
         return ""
     for command in (RECOVER, UNVERIFIED):
@@ -91,7 +90,7 @@ def recoverable(probe: Probe) -> str:
 
 
 def _is_zip(probe: Probe) -> bool:
-    """Return whether a file is a zip file, perhaps behind bytes that no format claims."""
+    """Return whether a file is a zip file, perhaps after bytes that match no format."""
     if probe.is_folder or probe.head.startswith(MAGIC):
         return not probe.is_folder
     claimed = any(format.matches(probe) for format in table.FORMATS)
@@ -99,23 +98,23 @@ def _is_zip(probe: Probe) -> bool:
 
 
 class Claim(NamedTuple):
-    """A local header, or the entry of a member in a directory: what it says about the member."""
+    """A local header or a directory entry, and its statements about the member."""
 
     name: str
-    at: int  # where it begins in the file
-    stop: int  # where it ends: at the bytes of the member, or at the next entry
-    header: int  # where the local header is
+    at: int  # offset of the header or entry
+    stop: int  # its end: the start of the member's bytes, or of the next entry
+    header: int  # offset of the local header
     method: int
-    stored: int | None  # bytes in the file, None if a descriptor has it
+    stored: int | None  # bytes in the file, None if a descriptor contains the number
     size: int | None
     crc: int | None
     is_entry: bool
 
 
 def _claim(window: HeaderWindow, at: int, magic: bytes) -> Claim | None:
-    """Return the header or entry that begins with `magic` at `at`, None if there is no valid one.
+    """Return the header or entry that begins with `magic` at `at`, None if it is invalid.
 
-    Its extra fields may be cut.
+    Its extra fields may be truncated.
     """
     layout = _CENTRAL if magic == _ENTRY else _LOCAL
     fixed = window.read(at, layout.size)
@@ -135,7 +134,7 @@ def _claim(window: HeaderWindow, at: int, magic: bytes) -> Claim | None:
     stop = at + layout.size + n + x + comment
     if magic == MAGIC and flags & _DESCRIBED:
         return Claim(name, at, stop, header, method, None, None, None, False)
-    wide: list[int] = []  # of the zip64 field
+    wide: list[int] = []  # values of the zip64 field
     field = n
     while field + 4 <= len(raw):
         kind, length = struct.unpack_from("<HH", raw, field)
@@ -156,10 +155,10 @@ def _search(
     stop: int | None = None,
     what: re.Pattern[bytes] = _CLAIMS,
 ) -> Iterator[Claim]:
-    """Yield local headers and directory entries in the order of the file.
+    """Yield local headers and directory entries in file order.
 
-    Skip members' bytes where another header or the directory follows. `sizes` are the bytes of
-    stored members whose headers do not have them.
+    Skip the bytes of a member if another header or the directory follows them. `sizes` are the
+    bytes of stored members whose headers lack the size.
     """
     window = HeaderWindow(source)
     at, count = start, 0
@@ -194,7 +193,7 @@ def _first_header(source: ByteSource) -> Claim | None:
 
 
 def _entries_at_end(source: ByteSource) -> list[Claim]:
-    """Return the directory entries near the end of a file, with all that precede them closely."""
+    """Return the entries of the last directory, at the end of the file."""
     tail = 4 * _GAP
     while True:
         start = max(0, source.size - tail)
@@ -206,16 +205,16 @@ def _entries_at_end(source: ByteSource) -> list[Claim]:
 
 
 class SalvagedDirectory:
-    """The entries of one directory, or those that are left of it."""
+    """The surviving entries of one directory."""
 
     def __init__(self, at: int = 0) -> None:
-        self.at = self.stop = at  # where it is in the file
-        self.start = at  # where it begins by its end record, else where it begins in the file
+        self.at = self.stop = at  # its offsets in the file
+        self.start = at  # the start that its end record states, else `at`
         self.entries: dict[str, list[Claim]] = {}
         self._order: list[tuple[int, str]] = []
 
     def following(self, entry: Claim) -> tuple[int, str | None]:
-        """Return offset and name of the member after an entry's; the directory has no name."""
+        """Return offset and name of the next member; for the last one, the directory and None."""
         if not self._order:
             every = chain.from_iterable(self.entries.values())
             self._order = sorted((each.header, each.name) for each in every)
@@ -224,7 +223,7 @@ class SalvagedDirectory:
 
 
 class RecordPlace(NamedTuple):
-    """Bytes that a member may have, and the CRC-32 that they should have; None if unknown."""
+    """Possible bytes of a member, and their expected CRC-32; None if unknown."""
 
     extent: Extent
     crc: int | None
@@ -234,7 +233,7 @@ class RecordPlace(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _Late:
-    """The bytes of a storage, whose place is known once all members have been examined."""
+    """The bytes of a storage; their place is known after all members have been examined."""
 
     places: dict[str, Extent]
     key: str
@@ -245,22 +244,22 @@ class _Late:
 
 
 class _DamagedArchive:
-    """A damaged archive, and what was found of it."""
+    """A damaged archive, and everything found in it."""
 
     def __init__(self, source: ByteSource, unverified: bool) -> None:
         self.source = source
         self.unverified = unverified
         self.window = HeaderWindow(source)
         self.first = _first_header(source)
-        self.sequence: list[Claim] = []  # local headers in the order of the file
+        self.sequence: list[Claim] = []  # local headers in file order
         self.headers: dict[str, list[Claim]] = {}
         self.directories = self._assembled(_entries_at_end(source))
-        self.directory = SalvagedDirectory()  # the one that counts
+        self.directory = SalvagedDirectory()  # the directory in use
         self.top = ""
-        self.sizes: dict[str, int] = {}  # bytes of each member that a storage is in
+        self.sizes: dict[str, int] = {}  # by member: bytes of its storage
         self.places: dict[str, Extent] = {}
         self.verdicts: dict[str, str] = {}
-        self.reasons: dict[str, str] = {}  # why others are lost
+        self.reasons: dict[str, str] = {}  # by member: why it is lost
         self.warnings: list[str] = []
         self._budget = _READS * source.size
         self._big_endian = False
@@ -268,12 +267,12 @@ class _DamagedArchive:
 
     def recover(self) -> Recovered:
         tree = self.open()
-        # By the directory, or else wherever there are headers.
+        # First by the directory; then, for the rest, by all headers in the file.
         if lost := self._take(self.sizes, unverified=False):
             self._search(self.sizes)
             self._refuse_program()
             if self.directories and self.directories[0].at != self.directory.at:
-                tree = self.open()  # of a save of which more is left
+                tree = self.open()  # another directory proves more members
                 lost = [*self.sizes]
             self._take(lost, unverified=self.unverified)
         if self._is_big_endian():
@@ -289,13 +288,13 @@ class _DamagedArchive:
             tree.globals,
             (*tree.warnings, *dict.fromkeys(self.warnings)),
         )
-        # A storage that is in no member is in the pickle itself.
+        # A storage in no member is inside the pickle, which has been verified.
         return recovered(checkpoint, lambda storage: self.reasons.get(_member(storage)))
 
     # Headers and directories
 
     def _search(self, sizes: Mapping[str, int]) -> None:
-        """Search for every local header and directory; of these, the most credible comes first."""
+        """Find all local headers and directories; sort directories, the most credible first."""
         found = [*_search(self.source, sizes)]
         self.sequence, self.headers = [each for each in found if not each.is_entry], {}
         for header in self.sequence:
@@ -306,7 +305,7 @@ class _DamagedArchive:
         self.directories.sort(key=self._agreement, reverse=True)
 
     def _agreement(self, directory: SalvagedDirectory) -> int:
-        """Count the members whose own checksum is that of the directory."""
+        """Count the members whose own checksum equals the directory's."""
         return sum(
             (place := self._place(header, None, entry.size or 0)) is not None
             and place.crc == entry.crc
@@ -316,16 +315,16 @@ class _DamagedArchive:
         )
 
     def _assembled(self, entries: Iterable[Claim]) -> list[SalvagedDirectory]:
-        """Return the directories that entries belong to, in the order of the file.
+        """Group entries by directory, in file order.
 
-        Those of archives inside this one are left out: their offsets count from where that archive
-        begins.
+        Directories of archives inside this one are dropped: their offsets count from the start of
+        the inner archive.
         """
         read = self.source.read
         found: list[SalvagedDirectory] = []
         for entry in entries:
             end = found[-1].stop if found else 0
-            # Nothing but damaged entries lies between two entries of one directory.
+            # Between two entries of one directory there can only be damaged entries.
             gap = read(end, entry.at - end) if found and 0 < entry.at - end < _REACH else b""
             apart = any(each in gap for each in (MAGIC, _END, _END64))
             if not found or entry.at - end >= _REACH or apart:
@@ -346,7 +345,7 @@ class _DamagedArchive:
         return own
 
     def _places(self, name: str, size: int) -> Iterator[RecordPlace]:
-        """Yield the bytes that a member may have: by the directory, by headers, by neighbors."""
+        """Yield the possible places of a member: by the directory, its headers, its neighbors."""
         known = [each for each in self.directory.entries.get(name, ()) if each.size == size]
         seen: set[int] = set()
         for header in self._candidates(name, known[:_TRIES]):
@@ -357,7 +356,7 @@ class _DamagedArchive:
                         yield place
 
     def _candidates(self, name: str, known: Iterable[Claim]) -> Iterator[Claim]:
-        """Yield headers that a member has, and those it may have had if its own is damaged.
+        """Yield the headers of a member, and the headers it may have had if its own is damaged.
 
         The bytes begin after the extra fields, and end before a descriptor and the next member.
         """
@@ -367,7 +366,7 @@ class _DamagedArchive:
                 yield header
         yield from self.headers.get(name, ())
         for entry in known:
-            if not entry.crc:  # which proves them
+            if not entry.crc:  # without a CRC, a guessed place cannot be verified
                 continue
             at, stored = entry.header, entry.stored or 0
             padding = int.from_bytes(self.window.read(at, _LOCAL.size)[28:], "little")
@@ -381,7 +380,7 @@ class _DamagedArchive:
                     yield Claim(name, at, start, at, entry.method, None, None, None, False)
 
     def _place(self, header: Claim, entry: Claim | None, size: int) -> RecordPlace | None:
-        """Return the bytes after a header, if the file has them."""
+        """Return the bytes after a header, None if they reach beyond the file."""
         method, stored = (entry or header).method, (entry or header).stored
         if method != DEFLATED:
             stored = size if entry is not None or stored in (None, size) else None
@@ -400,9 +399,10 @@ class _DamagedArchive:
         return RecordPlace(extent, crc, header, None)
 
     def _descriptor(self, end: int, stored: int, size: int) -> tuple[int, int] | None:
-        """Return the CRC of the descriptor at `end`, and where it ends; None if there is none.
+        """Return the CRC of the descriptor at `end`, and where that ends; None if there is none.
 
-        The end is 0 where its sizes are others: one cut after its checksum counts.
+        The returned end is 0 if the sizes in the descriptor differ, as in one that is truncated
+        after its CRC.
         """
         data = self.window.read(end, 24)
         if not data.startswith(_DESCRIPTOR) or len(data) < 8:
@@ -415,7 +415,7 @@ class _DamagedArchive:
         return int.from_bytes(data[4:8], "little"), next(fitting, 0)
 
     def _end(self, place: RecordPlace, size: int) -> int | None:
-        """Return the end of a stored member and its descriptor, None if that does not fit."""
+        """Return the end of a stored member with its descriptor, None if the sizes contradict."""
         end = place.header.stop + size
         if place.header.stored is not None:
             return end if isinstance(place.extent, Range) else None
@@ -423,9 +423,9 @@ class _DamagedArchive:
         return found[1] or None if found is not None else None
 
     def _is_framed(self, place: RecordPlace, size: int, order: Mapping[str, str]) -> bool:
-        """Return whether a stored member lies where it should between its header and the next one.
+        """Return whether the next header or entry follows a stored member at the right place.
 
-        Where neither `order` nor the directory has another, no storage may follow.
+        If neither `order` nor the directory names the next member, it must not be a storage.
         """
         end = self._end(place, size)
         if end is None:
@@ -441,7 +441,7 @@ class _DamagedArchive:
         return at >= end and following is not None and following.name == name
 
     def _is_followed(self, place: RecordPlace, size: int, order: Mapping[str, str]) -> bool | None:
-        """Return whether the right record follows one with a descriptor; None if no record does."""
+        """Return whether the next header is the expected one; None if there is no header."""
         end = self._end(place, size)
         following = None if end is None else _claim(self.window, end, MAGIC)
         if following is None:
@@ -450,7 +450,7 @@ class _DamagedArchive:
         return following.name == expected or (expected is None and following.name not in order)
 
     def _crc32(self, extent: Extent) -> int | None:
-        """Return the CRC-32 of bytes, None where they cannot be computed."""
+        """Return the CRC-32 of bytes, None if they cannot be read."""
         self._budget -= extent.length
         total = 0
         try:
@@ -472,14 +472,14 @@ class _DamagedArchive:
     # The pickle
 
     def open(self) -> Unpickled:
-        """Find the pickle and read it.
+        """Find and read the pickle.
 
-        Raises CorruptError, and UnsupportedError for zip files of another kind.
+        Raises CorruptError, UnsupportedError if torch.save did not write the archive.
         """
         name = self._find_pickle()
         self.top = name.removesuffix(_PICKLE)
         if self.directories and not self._listed_names():
-            self._search({})  # the one at the end is another archive's
+            self._search({})  # the directory at the end belongs to another archive
             if self.directories and not (self.unverified or self._listed_names()):
                 other = next(iter(self.directories[0].entries))
                 raise CorruptError(
@@ -513,7 +513,7 @@ class _DamagedArchive:
         return self._read_pickle(place.extent, proven=False)
 
     def _listed_names(self) -> list[str]:
-        """Return the names of this archive that directories list."""
+        """Return the names that directories list in this archive's top folder."""
         names = chain.from_iterable(each.entries for each in self.directories)
         return [name for name in names if name.startswith(f"{self.top}/")]
 
@@ -526,20 +526,20 @@ class _DamagedArchive:
         if first.name.startswith(f"{self.top}/data/"):  # torch.save writes the pickle first
             return _program()
         return UnsupportedError(
-            f"is a zip archive that begins with {shown(first.name)}, not one of torch.save"
+            f"is a zip archive that begins with {shown(first.name)}, not a torch.save archive"
         )
 
     def _find_pickle(self) -> str:
         """Return the name of the pickle's record.
 
-        Raises UnsupportedError where no torch archive has one.
+        Raises UnsupportedError if the archive is not torch's.
         """
         first = self.first
         listed = [name for each in self.directories for name in each.entries]
         every = chain.from_iterable(each.entries.values() for each in self.directories)
         known = next((each for each in chain.from_iterable(every) if each.header == 0), None)
         if first and known and first.at == 0 and len(first.name) != len(known.name):
-            known = None  # of the directory of an archive inside this one
+            known = None  # the entry is from the directory of an inner archive
         names = [each.name for each in (known, first) if each is not None]
         tops = [name.partition("/")[0] for name in names if "/" in name]
         if tops:
@@ -547,7 +547,7 @@ class _DamagedArchive:
         if names:
             raise UnsupportedError(
                 f"is a zip archive of other files, such as {shown(names[-1])}",
-                hint="unpack the intact ones (zip -FF repairs a cut archive) and name one of them",
+                hint="unpack the intact ones (`zip -FF` repairs an archive) and name one of them",
             )
         at_top = [name for name in listed if name.endswith(_PICKLE) and name.count("/") == 1]
         if not at_top:
@@ -555,7 +555,7 @@ class _DamagedArchive:
         return at_top[0]
 
     def _refuse_program(self) -> None:
-        """Raise UnsupportedError for TorchScript, whose tensors are in other records."""
+        """Raise UnsupportedError for TorchScript, whose pickle is not enough."""
         telling = tuple(f"{self.top}/{name}" for name in ("constants.pkl", "bytecode.pkl"))
         telling += (f"{self.top}/model.json",)
         for name in (*self._listed_names(), *self.headers):
@@ -563,9 +563,9 @@ class _DamagedArchive:
                 raise _program()
 
     def _pickle_places(self, name: str) -> Iterator[RecordPlace]:
-        """Yield places of the pickle by each directory that has it, else by its own header.
+        """Yield places of the pickle by each directory that lists it, else by its own header.
 
-        While a place is looked at, its directory is the one that counts.
+        `self.directory` is the directory of the yielded place.
         """
         listing = [each for each in self.directories if name in each.entries]
         for directory in listing:
@@ -579,14 +579,14 @@ class _DamagedArchive:
         for header in own or self.headers.get(name, []):
             if header.method == 0:
                 stored = header.stored
-                if stored is None:  # it ends with its STOP
+                if stored is None:  # the size is missing; the pickle ends with its STOP
                     found = self._unpickled(self.source, header.stop, self.source.size)
                     stored = found.stop - header.stop
                 if (place := self._place(header, None, stored)) is not None:
                     yield place
 
     def _is_pickle(self, place: RecordPlace) -> bool:
-        """Return whether its checksum proves a pickle; in a file without any, its place."""
+        """Return whether the checksum proves the pickle; without checksums, its place must."""
         every = chain.from_iterable(each.entries.values() for each in self.directories)
         if place.crc == 0 and not any(entry.crc for entry in chain.from_iterable(every)):
             return self._is_framed(place, place.extent.length, {})
@@ -606,7 +606,7 @@ class _DamagedArchive:
         return tree
 
     def _doubt_pickle(self, why: str) -> None:
-        """Refuse an unverified pickle; with `unverified`, warn."""
+        """Refuse a pickle that cannot be verified; with `unverified`, warn."""
         if not self.unverified:
             raise CorruptError(
                 f"names, shapes and values may have changed: data.pkl {why}",
@@ -619,7 +619,7 @@ class _DamagedArchive:
             known = StorageTable(self._open_storage)
             return unpickle(source, start, stop, persistent_load=known.load)
         except CkptkitError as error:
-            if not wrap:  # it was written like that
+            if not wrap:  # the checksum proves that torch.save wrote this pickle
                 raise
             raise CorruptError(
                 "the names and shapes of its tensors are lost: "
@@ -635,14 +635,14 @@ class _DamagedArchive:
     # The storages
 
     def _take(self, names: Iterable[str], *, unverified: bool) -> list[str]:
-        """Keep the intact storages, record why others are lost; return the names of those."""
-        # Where members that hold storages have checksums, a CRC of 0 is damage.
+        """Keep the intact storages of `names`; return the names of all lost ones, with reasons."""
+        # If any storage has a checksum, a CRC of 0 is damage.
         entries = (self.directory.entries.get(name, ()) for name in self.sizes)
         places = (self._places(name, size) for name, size in self.sizes.items() if size)
         are_summed = any(each.crc for each in chain.from_iterable(entries)) or any(
             place.crc for place in chain.from_iterable(places)
         )
-        # Torch writes storages as the pickle meets them; before 2.6 or so, sorted by name.
+        # torch writes storages in pickle order; before about 2.6, sorted by name.
         found = set(pairwise(header.name for header in self.sequence))
         orders = ([*pairwise(each)] for each in (self.sizes, sorted(self.sizes)))
         order = dict(max(orders, key=lambda pairs: sum(pair in found for pair in pairs)))
@@ -665,12 +665,12 @@ class _DamagedArchive:
         best: Verdict = (DAMAGED, None, self._missing(name, size))
         for place in self._places(name, size):
             if place.crc is None:
-                why = "its checksum is missing, and nothing else proves that it is intact"
+                why = "its checksum is missing, so it cannot be verified"
                 best = UNPROVEN, place.extent, why
                 continue
-            is_nameless = place.entry is None and place.header.crc is None  # the checksum, that is
+            is_nameless = place.entry is None and place.header.crc is None  # a descriptor has it
             if is_nameless and self._is_followed(place, size, order) is False:
-                best = DAMAGED, None, "the end of another record follows its header"
+                best = DAMAGED, None, "another record's end follows its header"
                 continue
             if self._budget < 0:
                 return DAMAGED, None, "too many headers overlap"
@@ -681,7 +681,7 @@ class _DamagedArchive:
         return best
 
     def _judge_framed(self, name: str, size: int, order: Mapping[str, str]) -> Verdict:
-        """Judge a storage without a checksum by what is before and after it."""
+        """Judge a storage without a checksum by the records before and after it."""
         if (found := self._judge_size(name, size)) is not None:
             return found
         places = [*self._places(name, size)]
@@ -691,11 +691,11 @@ class _DamagedArchive:
         at_home = [each for each in framed if each.entry and each.entry.header == each.header.at]
         if len(at_home or framed) == 1:
             return FRAMED, (at_home or framed)[0].extent, ""
-        why = "several records have its name" if framed else "its record does not end in its place"
+        why = "several records have its name" if framed else "its record ends at the wrong place"
         return UNPROVEN, places[0].extent, f"it has no checksum, and {why}"
 
     def _judge_size(self, name: str, size: int) -> Verdict | None:
-        """Judge a storage of no bytes, or of others than the directory says; None for the rest."""
+        """Judge a storage without bytes, or of a wrong size; None for other storages."""
         known = self.directory.entries.get(name, ())
         if not size:
             return LISTED, Range(self.source, 0, 0), ""
@@ -707,7 +707,7 @@ class _DamagedArchive:
         for header in self.headers.get(name, ()):
             if header.method == 0 and header.stop + size > self.source.size:
                 lacking = header.stop + size - self.source.size
-                return f"the file is cut {lacking:,} bytes before its end"
+                return f"the file is truncated: {lacking:,} of its bytes are missing"
         return "its record is missing, or its header is damaged"
 
     # The rest
@@ -727,10 +727,10 @@ class _DamagedArchive:
                 self.warnings.append(self._of_two_saves(root))
 
     def _end_of_save(self) -> int:
-        """Return the offset before which all members are of one save, 0 if nothing proves it.
+        """Return the offset before which all members are of one save, 0 if unproven.
 
-        It is that of torch's serialization id: 20 digits, and 20 of a hash of the CRCs of all
-        members before it. (c10::hash_combine; caffe2/serialize's inline_container.cc,
+        It is the offset of torch's serialization id: 20 digits, then 20 digits of a hash of the
+        CRCs of all members before it. (c10::hash_combine; caffe2/serialize's inline_container.cc,
         writeSerializationId.)
         """
         total = 0
@@ -753,20 +753,20 @@ class _DamagedArchive:
         return 0
 
     def _of_two_saves(self, root: Node) -> str:
-        """Describe what may be of an older save: what follows the first damaged storage."""
+        """Describe the tensors that may be of an older save: those after the first lost storage."""
         names = iter(self.sizes)
         all(name not in self.reasons for name in names)
         after = {name for name in names if self.verdicts[name] == SUMMED} - self.reasons.keys()
         tensors = ((join(path), as_tensor(node)) for path, node in walk(root) if after)
         older = [name for name, each in tensors if each and _member(each.storage) in after]
-        which = f"{plural(len(older), 'tensor')} may be of that: {some(older)}"
+        which = f"{plural(len(older), 'tensor')} may be from that: {some(older)}"
         return (
             "its directory is missing or damaged: nothing proves that its tensors are of one save; "
-            f"if it was written over an older file, {which if older else 'some may be of that'}"
+            f"if it overwrote an older file, {which if older else 'some may be from that'}"
         )
 
     def _is_big_endian(self) -> bool:
-        """Return the byte order from its record, "little" or "big", or from the record's length."""
+        """Return whether the byteorder record is "big", by its content or else its length."""
         name = f"{self.top}/byteorder"
         if (text := self._small(name)) is not None:
             return text == b"big"
@@ -783,13 +783,13 @@ def _offset(extent: Extent) -> int:
 
 
 def _member(storage: Storage | None) -> str:
-    """Return the name of the member that a storage is in; "" if it is in none."""
+    """Return the name of the member that contains a storage; "" if none does."""
     record = storage.record if storage is not None else None
     return record.key if isinstance(record, _Late) else ""
 
 
 def _program() -> UnsupportedError:
     return UnsupportedError(
-        "is a TorchScript program: ckptkit cannot recover a cut or damaged one",
+        "is a TorchScript program: ckptkit cannot recover damaged programs",
         hint=AGAIN,
     )

@@ -1,42 +1,42 @@
-"""TorchScript (torch.jit.save), a program with its weights: weights and attributes are read.
+"""Read the weights and attributes of TorchScript (torch.jit.save), a program with its weights.
 
-The program is not read.
+The program itself is not read. The archive contains:
 
-    <top>/data.pkl, data/              the module, pickled: an object of __torch__.<class> for each,
-                                       its state a dict
+    <top>/data.pkl, data/              the module, pickled: each submodule is an object of
+                                       __torch__.<class> whose state is a dict
     <top>/code/__torch__/**.py         which attributes are parameters and buffers (below);
                                        deflated
-    <top>/constants.pkl, constants/    a tuple, which the code names CONSTANTS.c0, CONSTANTS.c1...
+    <top>/constants.pkl, constants/    a tuple, which the code calls CONSTANTS.c0, CONSTANTS.c1...
     <top>/bytecode.pkl                 for the mobile runtime (.ptl); mobile_debug_handles.pkl.
                                        Not read
     <top>/traced_inputs.pkl, traced_inputs/
                                        of torch.jit.trace: tensors without their bytes. Not read
-    <top>/extra/<name>                 extra files of the user: metadata here, if they are text
-    <top>/model.json                   instead of data.pkl before torch 1.3: below
+    <top>/extra/<name>                 extra files of the user; read as metadata if they are UTF-8
+    <top>/model.json                   before torch 1.3, instead of data.pkl: below
 
-The container is that of :mod:`torch_zip`; the name constants.pkl alone makes torch.load pass a file
-to torch.jit.load. Storages are numbered for each pickle.
+The container is the same as :mod:`torch_zip`'s. If constants.pkl exists, torch.load calls
+torch.jit.load. Each pickle numbers its storages separately.
 (torch/csrc/jit/serialization/export_module.cpp, import.cpp.)
 
-A module reads as the pickled nn.Module that it was made of would: attributes in ``_parameters``,
-``_buffers`` and ``_modules``, so that its state_dict is that of ``torch.jit.load``. Constants are
-the attribute CONSTANTS of the root. A frozen module has no other weights, so its constants
-are its weights. Packed weights (below) are weights in any case: ``CONSTANTS.c0.weight``.
+A module is read like a pickled nn.Module: its attributes are moved to ``_parameters``, ``_buffers``
+and ``_modules``, so its state_dict equals that of ``torch.jit.load``. The attribute CONSTANTS of
+the root contains the constants. In a frozen module the constants are the only weights. Packed
+weights (below) are always weights: ``CONSTANTS.c0.weight``.
 
-Of the code, class declarations are parsed; none of it is run.
-``<top>/code/__torch__/torch/nn/modules/conv.py`` holds the classes of the module
+Only class declarations in the code are parsed; no code runs.
+``<top>/code/__torch__/torch/nn/modules/conv.py`` contains the classes of the module
 ``__torch__.torch.nn.modules.conv``, as torch/csrc/jit/serialization/python_print.cpp prints them:
 
-    class Conv2d(Module):                     a class without a base is no module
+    class Conv2d(Module):                     a class without a base is not a module
       __parameters__ = ["weight", "bias", ]
-      __buffers__ = []                        since 1.6; before, every other tensor was one
+      __buffers__ = []                        since 1.6; before, every other tensor was a buffer
       weight : Tensor                         the attributes
       bias : Optional[Tensor]
-      __annotations__["0"] = __torch__.Foo    one whose name is no identifier
-      groups : Final[int] = 1                 a constant, which is not in the pickle
-      def forward(self: ...) -> Tensor:       methods; a __setstate__ interprets the pickled state
+      __annotations__["0"] = __torch__.Foo    an attribute whose name is not an identifier
+      groups : Final[int] = 1                 a constant, which the pickle omits
+      def forward(self: ...) -> Tensor:       methods; __setstate__ interprets the pickled state
 
-torch 1.0 to 1.2 write the modules in JSON, and the tensors in records of their own:
+torch 1.0 to 1.2 write the modules as JSON and each storage as a record:
 
     <top>/model.json       {"protoVersion": "3", "mainModule": MODULE, "tensors": [TENSOR...], ...}
     MODULE                 {"name", "submodules": [MODULE...],
@@ -45,26 +45,26 @@ torch 1.0 to 1.2 write the modules in JSON, and the tensors in records of their 
                            "torchscriptArena": {"key": code}, ...}
     TENSOR                 {"dims": ["2", "3"], "strides": [...], "offset": "0",
                            "requiresGrad": true, "dataType": "FLOAT",
-                           "data": {"key": "tensors/0"}, "device": "cpu"}, quantized also
-                           {"isQuantized": true, "scale": 0.5, "zeroPoint": "3"}, of type UINT8...
+                           "data": {"key": "tensors/0"}, "device": "cpu"}; a quantized one adds
+                           {"isQuantized": true, "scale": 0.5, "zeroPoint": "3"}, type UINT8...
     <top>/tensors/0        the bytes of a storage, which several tensors may share
-    <top>/attributes.pkl   since 1.1: a tuple or list, to which the ids of attributes refer; an id
-                           below 0 has no value
+    <top>/attributes.pkl   since 1.1: a tuple or list that attribute ids index; a negative id means
+                           that the attribute has no value
 
-The text is protobuf's JSON: integers of 64 bits are strings, fields with default values may be
+The JSON follows protobuf: 64-bit integers are strings, and fields with default values may be
 missing. Sizes, strides and offsets are in elements. Tensors outside of modules are constants,
 ``CONSTANTS.c<id>``. (caffe2/proto/torch.proto; torch/csrc/jit/serialization/import_legacy.cpp.)
 
-Packed weights are objects of C++ that hold the tensors of one layer. ``optimize_for_mobile`` and
-``freeze`` put them among the constants, which have no names. The pickle has the tensors as they
-were before:
+Packed weights are C++ objects that contain the tensors of one layer. ``optimize_for_mobile`` and
+``freeze`` store them as constants, without names. The pickle contains the tensors as they were
+before packing:
 
     xnnpack, metal, mkldnn    LinearOpContext, Conv2dOpContext...: (weight, bias, stride...)
     vulkan                    LinearPackedContext, Conv2dPackedContext...: [weight, bias, ...]
     quantized                 LinearPackedParamsBase of float16: (weight, bias)
 
 (aten/src/ATen/native/xnnpack/RegisterOpContextClass.cpp.) Quantized tensors, and the layers of a
-quantized module, stay packed: ``--dequantize`` unpacks them and names them after the modules.
+quantized module, stay packed. ``--dequantize`` unpacks them and names them after the modules.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ from ckptkit.formats.torch_zip import Archive
 from ckptkit.formats.zip_reader import ZipDirectory
 
 _FROZEN = "it is frozen: its weights are constants of its code, without their names"
-_PACKED = "it has packed weights, without the names of their layers: CONSTANTS.c0.weight..."
+_PACKED = "it has packed weights without the names of their layers: CONSTANTS.c0.weight..."
 PARTS = ("_parameters", "_buffers", "_modules")
 CONSTANTS = "CONSTANTS"
 
@@ -100,7 +100,7 @@ CONSTANTS = "CONSTANTS"
 def read(probe: Probe) -> Checkpoint:
     """Read the module and its constants.
 
-    Raises FormatError, AmbiguousError, and what the reader of zip archives raises.
+    Raises FormatError, AmbiguousError, and the errors of zip archives.
     """
     directory = probe.zip
     assert directory is not None
@@ -125,15 +125,15 @@ def read(probe: Probe) -> Checkpoint:
 
 
 def _weights_of_constants(root: Object) -> tuple[str | None, list[str]]:
-    """Make weights of packed constants, and of all tensors among them if the module is frozen.
+    """Return the key of the weights, and warnings, if constants are weights.
 
-    Return the key of the weights and warnings.
+    Packed constants become submodules. If the module is frozen, all tensor constants are weights.
     """
     constants: dict[Node, Node] = root.state.get(CONSTANTS, {})
     is_frozen = not module_state(root)
     tensors = [name for name, node in constants.items() if is_frozen and as_tensor(node)]
     if packed := unpack({CONSTANTS: constants}, of_modules=True):
-        # Beside other constants, so that one mapping has all weights.
+        # Other tensor constants become buffers, so that one state_dict contains all weights.
         root.state["_modules"] |= packed
         root.state["_buffers"] |= {f"{CONSTANTS}.{name}": constants[name] for name in tensors}
         moved = {*tensors, *(place.split(".")[1] for place in packed)}
@@ -145,21 +145,21 @@ def _weights_of_constants(root: Object) -> tuple[str | None, list[str]]:
 
 
 def _pickled(archive: Archive) -> tuple[Object, tuple[Global, ...], list[str]]:
-    """Return the module, the globals that its pickles name, and warnings."""
+    """Return the module, the globals in its pickles, and warnings."""
     tree = archive.unpickle("data")
     root, names, warnings = tree.root, tree.globals, list(tree.warnings)
     if not _is_scripted(root):
-        raise FormatError("data.pkl does not hold a module of TorchScript")
+        raise FormatError("data.pkl does not contain a TorchScript module")
     warnings += _arrange(root, ScriptSource(archive.directory))
     if f"{archive.folder}constants.pkl" in archive.directory:
         constants = archive.unpickle("constants")
         names += tuple(name for name in constants.globals if name not in names)
         warnings += constants.warnings
         if not isinstance(constants.root, tuple):
-            raise FormatError("constants.pkl does not hold a tuple")
+            raise FormatError("constants.pkl does not contain a tuple")
         if CONSTANTS in root.state:
             raise AmbiguousError(
-                f"an attribute of its module is called {CONSTANTS}, as its constants are"
+                f"an attribute of its module is called {CONSTANTS}, like its constants"
             )
         if constants.root:
             numbered = enumerate(constants.root)
@@ -168,21 +168,21 @@ def _pickled(archive: Archive) -> tuple[Object, tuple[Global, ...], list[str]]:
 
 
 def _is_scripted(node: Node) -> bool:
-    """Return whether a node is an object of a class in the archive's own code."""
+    """Return whether the archive's own code defines the class of a node."""
     made = node.global_ if isinstance(node, Object) else None
     return made is not None and made.module.split(".")[0] == "__torch__" and not is_custom(node)
 
 
 def _arrange(root: Object, code: ScriptSource) -> list[str]:
-    """Move all modules' attributes to where nn.Module has them; warn about uncertain ones."""
+    """Move the attributes of all modules to nn.Module's dicts; return warnings about guesses."""
     found = {id(node): (node, code[node.callable]) for _, node in walk(root) if _is_scripted(node)}
     unknown = [node for node, declared in found.values() if declared is None]
     known = [node for node, declared in found.values() if declared and declared.is_module]
     packed = unpack(root, of_modules=False).values()
     modules = {id(node) for node in (root, *unknown, *known, *packed)}
     warnings = [
-        f"there is no code of {node.global_}: "
-        "its tensors count as parameters if they have a gradient"
+        f"the code of {node.global_} is missing: its tensors are read as parameters if they "
+        "require a gradient"
         for node in unknown[:1]
     ]
     for key, (node, declared) in found.items():
@@ -191,18 +191,20 @@ def _arrange(root: Object, code: ScriptSource) -> list[str]:
         is_own = _split(node, declared, modules)
         if is_own and declared is not None and (declared.parameters or declared.buffers):
             name = node.global_
-            warnings.append(f"only its own code can tell the parameters of {name} from its state")
+            warnings.append(
+                f"only the code of {name} knows which parts of its state are parameters"
+            )
     return list(dict.fromkeys(warnings))
 
 
 def _split(node: Object, declared: Declared | None, modules: Collection[int]) -> bool:
-    """Give a module its parts.
+    """Split the attributes of a module into parameters, buffers and submodules.
 
-    True if it defines its own state, which is not a dict of its attributes.
+    Return True if the class defines its own state, which is not a dict of its attributes.
     """
     state = node.state
     if [step for step, _ in node.steps] != ["build"]:
-        raise FormatError(f"an object of {node.global_} is not made as TorchScript makes it")
+        raise FormatError(f"TorchScript did not write the object of {node.global_}")
     is_own = not isinstance(state, dict) or (declared is not None and declared.has_setstate)
     attributes: dict[Node, Node] = {"state": state} if is_own else state
     if not attributes.keys().isdisjoint(PARTS):
@@ -226,7 +228,7 @@ def _part(name: Node, value: Node, declared: Declared | None) -> str | None:
 
 
 def _extra(archive: Archive) -> tuple[dict[str, str], list[str]]:
-    """Return the texts saved with it, and a warning about bytes that are not text or too long."""
+    """Return the extra files that are UTF-8 strings, and a warning about the rest."""
     texts: dict[str, str] = {}
     lost: list[str] = []
     left = LIMITS.line_bytes
@@ -242,7 +244,7 @@ def _extra(archive: Archive) -> tuple[dict[str, str], list[str]]:
         except ValueError:
             lost.append(short)
     return texts, [
-        f"left out, as they are not short texts: {', '.join(map(shown, lost[:4]))}"
+        f"dropped, because they are not short UTF-8 files: {', '.join(map(shown, lost[:4]))}"
     ] if lost else []
 
 
@@ -258,7 +260,7 @@ _SETSTATE = "  def __setstate__("
 
 @dataclass
 class Declared:
-    """A class: its base, its attributes by role, and whether it defines the format of its state."""
+    """The declaration of a class: base, attributes, and whether it defines its state itself."""
 
     base: str | None = None
     parameters: frozenset[str] = frozenset()
@@ -279,7 +281,7 @@ class Declared:
 
 
 class ScriptSource:
-    """The classes of an archive, each module of them read on demand."""
+    """The classes of an archive; each code file is parsed when it is first needed."""
 
     def __init__(self, directory: ZipDirectory) -> None:
         self._directory = directory
@@ -296,9 +298,9 @@ class ScriptSource:
 
 
 def parse(data: bytes) -> dict[str, Declared]:
-    """Parse the classes in one file of code.
+    """Parse the class declarations in one code file.
 
-    Raises FormatError for what is not text or not a list of names.
+    Raises FormatError if it is not UTF-8, or if a list of parameters or buffers is malformed.
     """
     try:
         lines = data.decode().split("\n")
@@ -328,14 +330,14 @@ def _declare(current: Declared, line: str) -> None:
         else:
             current.buffers = listed
     elif line.startswith(("  __parameters__", "  __buffers__")):
-        raise FormatError(f"its code lists parameters or buffers in an unknown way: {line[:80]!r}")
+        raise FormatError(f"its code has a malformed list of parameters or buffers: {line[:80]!r}")
 
 
 def _unquoted(quoted: str) -> str:
     try:
         return str(literal_eval(quoted))
     except (SyntaxError, ValueError) as error:
-        raise FormatError(f"its code spells a name as {quoted[:40]}") from error
+        raise FormatError(f"its code contains the malformed name {quoted[:40]}") from error
 
 
 # torch 1.0 to 1.2
@@ -355,7 +357,7 @@ class _Model:
     def __init__(self, archive: Archive) -> None:
         self.archive = archive
         self.storages: dict[str, Storage] = {}
-        self.constants: dict[str, Node] = {}  # tensors that no module has
+        self.constants: dict[str, Node] = {}  # tensors that are in no module
         self.tensors: list[Node] = []
         self.values: list[Node] = []
 
@@ -371,7 +373,7 @@ class _Model:
             pickled = self.archive.unpickle("attributes")
             names, warnings = pickled.globals, list(pickled.warnings)
             if not isinstance(pickled.root, (list, tuple)):
-                raise FormatError("attributes.pkl does not hold a tuple")
+                raise FormatError("attributes.pkl does not contain a tuple")
             self.values = list(pickled.root)
         root = self._module(field(model, "mainModule", dict, _MODEL))
         if self.constants:
@@ -384,7 +386,7 @@ class _Model:
         dtype = BY_NAME.get(_QUANTIZED.get(name, "") if is_quantized else name)
         if dtype is None:
             raise UnsupportedError(
-                f"a tensor of type {str(parsed.get('dataType'))[:40]} in model.json"
+                f"a tensor of unsupported type {str(parsed.get('dataType'))[:40]} in model.json"
             )
         storage = self._storage(parsed)
         shape, stride = (
@@ -420,9 +422,9 @@ class _Model:
         return self.storages[name]
 
     def _module(self, parsed: Json) -> Object:
-        """Make the object of a module.
+        """Return the object of a module.
 
-        Recursive: JSON nested deeper than `LIMITS.json_depth` is not read.
+        Recursion is safe: JSON is at most `LIMITS.json_depth` deep.
         """
         parameters: dict[Node, Node] = {}
         buffers: dict[Node, Node] = {}
@@ -472,24 +474,26 @@ class _Model:
 def _objects(parsed: Any, key: str) -> Iterator[Json]:
     for each in field(parsed, key, list, _MODEL, []):
         if not isinstance(each, dict):
-            raise FormatError(f"the list {key!r} of model.json holds something other than objects")
+            raise FormatError(
+                f"the list {key!r} of model.json contains values that are not objects"
+            )
         yield each
 
 
 def _integer(parsed: Any) -> int:
-    """Parse a number, or the decimal text of one, as protobuf writes 64 bits."""
+    """Return an integer, which protobuf may write as a decimal string."""
     if type(parsed) is int:
         return parsed
     if not isinstance(parsed, str) or not re.fullmatch("-?[0-9]{1,19}", parsed):
-        raise FormatError(f"model.json holds {str(parsed)[:40]!r} where an integer must be")
+        raise FormatError(f"model.json contains {str(parsed)[:40]!r} instead of an integer")
     return int(parsed)
 
 
 # Packed weights
 
 
-CUSTOM = "__torch__.torch.classes."  # classes of C++, with any state
-_OF_MODULES = "PackedParamsBase"  # ends the names of the classes in quantized modules
+CUSTOM = "__torch__.torch.classes."  # prefix of C++ classes, whose state has any type
+_OF_MODULES = "PackedParamsBase"  # suffix of the classes in quantized modules
 _STATE = "state"
 _NAMES = {(0,): "weight", (1,): "bias"}
 
@@ -499,10 +503,9 @@ def is_custom(node: Node) -> bool:
 
 
 def unpack(root: Node, *, of_modules: bool) -> dict[str, Object]:
-    """Give each object in `root` that packs weights the parts of a module.
+    """Turn each object in `root` that packs weights into a module; return them by path.
 
-    `of_modules` includes the layers of quantized modules. Return the objects by their paths below
-    `root`.
+    `of_modules` includes the layers of quantized modules.
     """
     found: dict[str, Object] = {}
     done: set[int] = set()
@@ -518,7 +521,7 @@ def unpack(root: Node, *, of_modules: bool) -> dict[str, Object]:
 
 
 def _unpack(node: Object) -> bool:
-    """Turn the state of an object of C++ into the parts of a module, if it packs weights."""
+    """Turn the state of a C++ object that packs weights into module attributes."""
     tensors = dict(_tensors(node.state)) if is_custom(node) else {}
     if not tensors or any(map(_is_quantized, nodes(node))):
         return False
@@ -530,7 +533,7 @@ def _unpack(node: Object) -> bool:
 
 
 def _tensors(state: Node) -> Iterator[tuple[Path, Node]]:
-    """Yield the tensors of one object, not those of other objects in it."""
+    """Yield the tensors of one object, without those of nested objects."""
     for path, node in walk(state, skip=lambda _, node: isinstance(node, Object)):
         if as_tensor(node) is not None:
             yield path, node
@@ -542,7 +545,7 @@ def _is_quantized(node: Node) -> bool:
 
 
 def _without(state: Node, taken: Collection[int]) -> Node:
-    """Return a tuple or list without the values taken, at any depth: `walk` has limited it."""
+    """Return a nested tuple or list without the `taken` values. `walk` has limited its depth."""
     if not isinstance(state, (tuple, list)):
         return state
     return type(state)(_without(each, taken) for each in state if id(each) not in taken)

@@ -1,8 +1,9 @@
-"""Recognize files that are not checkpoints, or not readable ones: what they are and what to do.
+"""Explain what a file or zip archive contains: an unsupported file, pickles, a program.
 
-Also what a zip archive holds. Every member is examined by its content, whether its loader reads it
-or not; the name only tells which loader reads it. Every member has a CRC-32, or 0 where none was
-computed. The weights of a program are written elsewhere as its state_dict, without the program.
+`refusal` returns the error for a file without a supported format: what it is and what to do.
+`pickles` classifies every member of a zip archive by its content, whether the loader of the archive
+reads it or not; names only tell which loader reads a member. `check` yields the members with their
+CRC-32. `without_program` replaces a program by its state_dict, which other formats can store.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ _DEPLOYED = "it is for inference: look for the checkpoint that it was exported f
 _GGML = "a GGML model (llama.cpp before GGUF)", "look for the checkpoint that it was converted from"
 _ZLIB = "a zlib stream, such as a compressed joblib file", _UNZLIB
 
-# The bytes at an offset, the kind of file that has them, and the advice.
+# Signatures: the offset, the bytes, the kind of file, and the advice.
 _SIGNATURES: tuple[tuple[int, bytes, str, str], ...] = (
     (0, b"version https://git-lfs", "a Git LFS pointer, not the file itself", "run `git lfs pull`"),
     (0, b"\x5d\0\0\x80\0", "an lzma file", _UNPACK_BY.format("unlzma")),
@@ -94,26 +95,24 @@ _SIGNATURES: tuple[tuple[int, bytes, str, str], ...] = (
     (0, b"MZ", "a program or library (Windows)", _OTHER),
     (0, b"\xcf\xfa\xed\xfe", "a program or library (macOS)", _OTHER),
 )
-# Protocol buffers have no signature: by the name of the file, where its bytes can be one.
+# Protocol buffers have no signature. If the first byte is possible, the file name decides.
 _PROTOBUF = {
     ".onnx": ("an ONNX model", "it is for inference; read its arrays with onnx.numpy_helper"),
     ".pb": ("a TensorFlow graph", _TENSORFLOW),
     ".mlmodel": ("a Core ML model", _DEPLOYED),
     ".caffemodel": ("a Caffe model", _CAFFE),
 }
-_ONNX = re.compile(
-    rb"\x08[\x01-\x20]\x12([\x01-\x40])[ -~]{3}", re.DOTALL
-)  # ir_version, producer_name
-_FLAX_MAP = re.compile(
-    rb"([\x81-\x8f]|\xde..|\xdf....)([\xa1-\xbf]|\xd9.)[ -~]", re.DOTALL
-)  # a key that is a text
-_TABLE_END = bytes.fromhex("57fb808b247547db")  # of the index of a TensorFlow checkpoint
+# Its fields ir_version and producer_name.
+_ONNX = re.compile(rb"\x08[\x01-\x20]\x12([\x01-\x40])[ -~]{3}", re.DOTALL)
+# A msgpack map whose first key is a string.
+_FLAX_MAP = re.compile(rb"([\x81-\x8f]|\xde..|\xdf....)([\xa1-\xbf]|\xd9.)[ -~]", re.DOTALL)
+_TABLE_END = bytes.fromhex("57fb808b247547db")  # ends the index file of a TensorFlow checkpoint
 _TF_DATA = re.compile(r"\.data-[0-9]{5}-of-[0-9]{5}$")
 _HTML = (b"<!doctype html", b"<html", b"<head")
 
 
 def refusal(probe: Probe) -> InputError:
-    """Return the error for a file or folder that no format claims."""
+    """Return the error for a file or folder that has no supported format."""
     kind: type[InputError] = FormatError
     head = probe.head
     if probe.is_folder:
@@ -125,25 +124,25 @@ def refusal(probe: Probe) -> InputError:
         what, hint = f"is {found[0]}", found[1].format(shell_word(probe.name))
     elif probe.zip is not None:
         kind, what, hint = _zip(probe.zip)
-    elif head[257:262] == b"ustar":  # other tar files are for torch-tar
+    elif head[257:262] == b"ustar":  # a valid tar file would have matched
         what = "is a tar archive whose first header is damaged"
         hint = "download or copy it again"
     elif not head.strip(b"\0"):
-        what = "begins with zeros only: the save or copy did not finish"
+        what = "begins with zeros: the save or copy did not finish"
         hint = "get the file again"
     elif _is_text(head) or head.lstrip().lower().startswith(_HTML):
         what, hint = _text(head)
     elif _are_floats(head):
-        what = "has no header, its bytes look like plain float32 numbers"
-        hint = "if you know their shape, read them with numpy.fromfile and save with numpy.savez"
+        what = "has no header; its bytes look like float32 numbers"
+        hint = "if you have their shape, read them with numpy.fromfile and save with numpy.savez"
         hint += _NUMPY
     else:
-        what, hint = "is not in a format that ckptkit knows", _OTHER
+        what, hint = "does not have a format that ckptkit supports", _OTHER
     return kind(what, hint=hint)
 
 
 def _signature(probe: Probe) -> tuple[str, str] | None:
-    """Return what a file is by its signature, and the advice; None if it has none."""
+    """Return the kind of a file by its signature, and the advice; None if there is no signature."""
     head, source = probe.head, probe.source
     for offset, magic, what, hint in _SIGNATURES:
         if head[offset:].startswith(magic):
@@ -162,7 +161,7 @@ def _signature(probe: Probe) -> tuple[str, str] | None:
 
 
 def _text(head: bytes) -> tuple[str, str]:
-    """Return what a text is, and the advice."""
+    """Return the kind of a text file, and the advice."""
     text = head.lstrip().lower()
     if text.startswith(_HTML):
         return "is an HTML page, not a checkpoint", _AGAIN
@@ -174,18 +173,19 @@ def _text(head: bytes) -> tuple[str, str]:
     if text.startswith(b"model_checkpoint_path:"):
         return "names the latest of several TensorFlow checkpoints", _TENSORFLOW
     if text[:1] == b"{" and (b'"model_type"' in text or b'"architectures"' in text):
-        hint = "they are in another file of the folder"
+        hint = "the weights are in another file of the folder"
         return "is the configuration of a model, not its weights", hint
     if text[:1] in (b"{", b"["):
-        hint = "for shards, give their folder or their index file"
-        return "is JSON text, not a checkpoint", hint
-    return "is text, not a checkpoint", f"it begins with {head.decode('utf-8', 'ignore')[:40]!r}"
+        hint = "for shards, name their folder or their index file"
+        return "is a JSON file, not a checkpoint", hint
+    what = "is a text file, not a checkpoint"
+    return what, f"it begins with {head.decode('utf-8', 'ignore')[:40]!r}"
 
 
 def _are_floats(head: bytes) -> bool:
-    """Return whether bytes are float32 of usual sizes of weights.
+    """Return whether the bytes are float32 numbers of the usual magnitude of weights.
 
-    About 17 % of other files pass as well.
+    About 17 % of other files are false positives.
     """
     values = struct.unpack_from(f"<{len(head) // 4}f", head)
     likely = sum(1e-8 < abs(value) < 1e3 or value == 0 for value in values)
@@ -193,7 +193,7 @@ def _are_floats(head: bytes) -> bool:
 
 
 def _is_text(head: bytes) -> bool:
-    """Return whether bytes are UTF-8 without control characters; the last character may be cut."""
+    """Return whether bytes are UTF-8 without control characters. The last character may be cut."""
     try:
         text = getincrementaldecoder("utf-8")().decode(head)
     except UnicodeDecodeError:
@@ -213,7 +213,7 @@ def _zip(archive: ZipDirectory) -> tuple[type[InputError], str, str]:
             "and save the state_dict"
         )
         return UnsupportedError, what, hint
-    # It has what torch.save always writes, but not how its files begin.
+    # Only torch.save writes these members, but the first one is missing.
     version, pickled = f"{archive.top}/version", f"{archive.top}/data.pkl"
     is_of_torch = all(name.startswith(f"{archive.top}/") for name in archive.entries)
     if version in archive and pickled not in archive and is_of_torch:
@@ -240,16 +240,16 @@ def _folder(probe: Probe) -> tuple[str, str]:
         return "is a pipeline of several models (diffusers)", hint
     if "Manifest.json" in names and probe.name.rstrip("/").endswith(".mlpackage"):
         return "is a Core ML model", _DEPLOYED
-    return "is a folder without a checkpoint", "name a file, or the folder that holds it"
+    return "is a folder without a checkpoint", "name a file, or the folder that contains it"
 
 
-# Weights of a program
+# Programs
 
 
 def without_program(checkpoint: Checkpoint) -> Checkpoint:
-    """Replace the outermost object that holds the weights by its state_dict.
+    """Replace the outermost object that contains the weights by its state_dict.
 
-    Raises UsageError if the checkpoint has no weights, or has them in packed layers alone.
+    Raises UsageError if the checkpoint has no weights, or only weights in packed layers.
     """
     selection = checkpoint.selection
     if selection is not None and not selection.hold_tensors and _quantized(checkpoint.root):
@@ -270,12 +270,12 @@ def without_program(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def notes(before: Checkpoint, after: Checkpoint) -> list[str]:
-    """Return the notes on what `after` lacks of `before`."""
+    """Return notes on what conversion from `before` to `after` dropped."""
     if after is before:
-        return ["left out: the program"]
+        return ["dropped: the program"]
     lost = _quantized(before.root) - _quantized(after.root)
-    packed = [f"left out: {len(lost):,} packed quantized tensors; {_unpacked()}"] if lost else []
-    return ["left out: the program, and everything in it but its state_dict", *packed]
+    packed = [f"dropped: {len(lost):,} packed quantized tensors; {_unpacked()}"] if lost else []
+    return ["dropped: the program, and everything in it except its state_dict", *packed]
 
 
 def _unpacked() -> str:
@@ -300,7 +300,7 @@ _SCRIPT = ("constants.pkl", "bytecode.pkl", "model.json")
 _STORAGE = re.compile(r"[^/]+/(data|constants|tensors)/[0-9]+")
 _CODE = re.compile(r"[^/]+/code/.*\.py")
 _FUNCTION = re.compile(rb"^ *def ", re.MULTILINE)
-# Operators that leave the program: read, write or load files.
+# Operators that read or write files, or load code.
 _FILES = re.compile(
     rb"\b(?:torch|ops\.aten)\.(?:save|load|from_file|_save|_load)\b"
     rb"|\bops\.image\.(?:read|write)_file\b"
@@ -308,9 +308,9 @@ _FILES = re.compile(
 
 
 def pickles(probe: Probe) -> Iterator[Found] | None:
-    """Yield the pickles of a zip file; None if it is not one.
+    """Yield the pickles of a zip file; None if the file is not one.
 
-    Raises what is wrong with the directory.
+    Raises the errors of the directory.
     """
     directory = probe.zip
     return None if directory is None else _members(directory)
@@ -323,7 +323,7 @@ def _members(directory: ZipDirectory) -> Iterator[Found]:
         if name.endswith("/") and not entry.size:
             continue
         if directory.source.remote and _STORAGE.fullmatch(name):
-            continue  # a request for each
+            continue  # each would cost a request
         try:
             extent = directory.locate(name)
             stored = extent if isinstance(extent, Range) else extent.inputs[0]
@@ -343,7 +343,7 @@ def member(
     packed: str | None,
     open_end: bool = False,
 ) -> PickleStream | Inner:
-    """Classify a member by its name: what torch.load or torch.jit.load reads, or other bytes."""
+    """Classify a member by its name: a pickle that torch reads, another pickle, or other bytes."""
     inner = name.removeprefix(f"{top}/")
     size = source.size
     reader: tuple[str, str | None] | None = None
@@ -359,19 +359,19 @@ def member(
 
 
 def program(name: str, data: bytes) -> Program:
-    """Summarize the source text of a program: its functions and the file operators it uses."""
+    """Return the number of functions in a program's source, and the file operators it uses."""
     files = {found.group().decode() for found in _FILES.finditer(data)}
     return Program(name, len(_FUNCTION.findall(data)), tuple(sorted(files)))
 
 
 def check(probe: Probe) -> Iterator[CheckedPart]:
-    """Yield every member that has bytes, referenced or not."""
+    """Yield every member that has bytes, even if nothing refers to it."""
     assert probe.zip is not None
     return members(probe.zip)
 
 
 def members(directory: ZipDirectory, file: str = "", item: str = "") -> Iterator[CheckedPart]:
-    """Yield the members of an archive that is the `item` of a `file` in a folder."""
+    """Yield the members of an archive; it may be an `item` of a `file` in a folder."""
     for name, entry in directory.entries.items():
         if entry.size or entry.stored:
             what = f"{item}record {shown(name)}"

@@ -1,14 +1,14 @@
-"""A strict reader of zip files as checkpoints use them. (PKWARE APPNOTE 6.3.10.)
+"""Read the zip files of checkpoints strictly. (PKWARE APPNOTE 6.3.10.)
 
     member*           local header (30 bytes), name, extra fields, data [, data descriptor]
-    central entry*    the directory: 46 bytes, name, extra fields, comment for each member
-    zip64 end         56 bytes, and a locator of 20 bytes: where 16 or 32 bits do not suffice;
+    central entry*    the directory: for each member 46 bytes, name, extra fields, comment
+    zip64 end         56 bytes, and a locator of 20 bytes: needed if a value exceeds 16 or 32 bits;
                       torch always writes them
     end record        22 bytes and a comment
 
-Integers are little-endian. Several of these places repeat the same facts, and readers differ in
-which of them they use. This one refuses all that two readers could understand differently. A CRC of
-0 on a non-empty member means that none was computed: torch has an option for that.
+Integers are little-endian. Headers, directory and descriptors repeat the same facts, and readers
+use different ones. This reader refuses a file that two readers could read differently. A CRC of 0
+on a non-empty member means that no CRC was computed; torch has an option for that.
 
     central entry    PK 1 2, versions, flags, method, time, CRC-32, stored size, size, lengths,
                      disk, attributes, offset
@@ -17,12 +17,13 @@ which of them they use. This one refuses all that two readers could understand d
     descriptor       [PK 7 8,] CRC-32, stored size, size; sizes of 32 or 64 bits; after the data, if
                      flag 3 is set
 
-torch leaves CRC and sizes in local headers zero and writes descriptors; it aligns data by an extra
-field ``FB``. Versions, times and attributes are ignored, as nothing is ever unpacked. The exception
-is the folder attribute: torch reads such a member as empty, and loads uninitialized memory.
+torch writes zeros for the CRC and sizes in local headers, and adds descriptors. An extra field
+``FB`` aligns its data. This reader ignores versions, times and attributes, because it unpacks
+nothing. Only the folder attribute matters: torch reads such a member as empty and returns
+uninitialized memory.
 
-A row is ``(offset of the local header, stored size, size, crc, method, flags)``: a plain tuple is
-made in a tenth of the time of a named one.
+A row is ``(offset of the local header, stored size, size, crc, method, flags)``. It is a plain
+tuple, which is created 10x faster than a named tuple.
 """
 
 from __future__ import annotations
@@ -54,35 +55,35 @@ from ckptkit.core.text import mismatch, shown
 
 MAGIC = b"PK\x03\x04"
 DEFLATED = 8
-# Endings of records that an edit in place has replaced.
+# Suffixes that an edit in place gives to replaced records.
 REPLACED = (".old", *(f".ol{n}" for n in range(10)))
 
 _CENTRAL_MAGIC, _DESCRIPTOR_MAGIC = b"PK\x01\x02", b"PK\x07\x08"
 _CENTRAL = struct.Struct("<4s4xHH4xLLLHHHH2xB3xL")
 _local = struct.Struct("<4s2xHH4xLLLHH").unpack_from
-_field = struct.Struct("<2sH").unpack_from  # of extra fields: kind, and length of what follows
-# Of a local header without its name, and of the extra fields or of what follows, which exists in
-# any zip file.
+_field = struct.Struct("<2sH").unpack_from  # start of an extra field: kind, and length of the rest
+# Bytes of a local header without its name, plus the start of the next structure, which every zip
+# file contains.
 _LEAST = 34
 _DESCRIPTOR = struct.Struct("<4sLLL")
 _U32 = 0xFFFFFFFF
 _DESCRIPTOR_FLAG = 0x0008
-_REFUSED_FLAGS = ~0x080E  # all but UTF-8, data descriptor, and the effort of deflate
+_REFUSED_FLAGS = ~0x080E  # all flags but UTF-8, data descriptor, and deflate's compression level
 _ENCRYPTED_FLAGS = 0x2041
-_FOLDER = 0x10  # of the attributes of DOS
+_FOLDER = 0x10  # in the DOS attributes
 _CONTROLS = bytes([*range(1, 32), 127])
 _ZIP64_FIELD, _UNICODE_PATH_FIELD = 0x0001, 0x7075
-_STEP = 512  # bytes of the smallest read among local headers
+_STEP = 512  # bytes; the smallest read of local headers
 
 Row = Sequence[int]
 Read = Callable[[int, int], bytes]  # (offset, length) -> bytes
 
 
 def read_rows(data: bytes, count: int, limit: int) -> tuple[list[bytes], list[Row]]:
-    """Return the names of all members, and for each the fields of an Entry except the last.
+    """Return the names and the rows of all members.
 
-    `limit` is the offset where the members end. The loop is hot: `_refuse_entry` finds the cause of
-    an error.
+    `limit` is the offset at which the members end. This loop runs once per member, so it only
+    detects errors; `_refuse_entry` finds the cause.
     """
     names: list[bytes] = []
     rows: list[Row] = []
@@ -113,7 +114,7 @@ def read_rows(data: bytes, count: int, limit: int) -> tuple[list[bytes], list[Ro
             rows.append((offset, stored, size, crc, method, flags))
             at = end + x + comment
     except struct.error as error:
-        raise CorruptError(f"zip directory holds fewer than {count:,} entries") from error
+        raise CorruptError(f"zip directory contains fewer than {count:,} entries") from error
     if at != len(data):
         raise CorruptError(f"zip directory has {len(data):,} bytes, its {count:,} entries {at:,}")
     return names, rows
@@ -125,9 +126,7 @@ def _refuse_entry(
     if flags & _ENCRYPTED_FLAGS:
         raise UnsupportedError(f"record {shown(name)} is encrypted")
     if flags & _REFUSED_FLAGS:
-        raise UnsupportedError(
-            f"record {shown(name)} has flags that ckptkit does not know: {flags:#06x}"
-        )
+        raise UnsupportedError(f"record {shown(name)} has unsupported flags: {flags:#06x}")
     if disk:
         raise UnsupportedError(_IN_PARTS)
     if method not in (0, DEFLATED):
@@ -138,9 +137,9 @@ def _refuse_entry(
         raise CorruptError(f"record {shown(name)} is stored, but has two sizes")
     if folder:
         raise AmbiguousError(
-            f"record {shown(name)} is a folder by its attributes and a file by its bytes"
+            f"record {shown(name)} has the attribute of a folder, but contains bytes"
         )
-    raise CorruptError(f"record {shown(name)} reaches beyond the members' end")
+    raise CorruptError(f"record {shown(name)} reaches beyond the end of the members")
 
 
 def _fields(extra: bytes, name: bytes) -> dict[int, bytes]:
@@ -161,7 +160,7 @@ def _fields(extra: bytes, name: bytes) -> dict[int, bytes]:
 
 
 def _widen(extra: bytes, name: bytes, *values: int) -> list[int]:
-    """Return `values` (size, stored size, offset), those beyond 32 bits from the zip64 field."""
+    """Return size, stored size and offset; the zip64 field has those that exceed 32 bits."""
     field = _fields(extra, name).get(_ZIP64_FIELD, b"")
     if len(field) != 8 * values.count(_U32):
         raise FormatError(f"record {shown(name)} has a zip64 field of {len(field)} bytes")
@@ -170,9 +169,9 @@ def _widen(extra: bytes, name: bytes, *values: int) -> list[int]:
 
 
 def check_names(names: list[bytes], rows: list[Row]) -> list[str]:
-    """Return the names as text. Raises for names that are not safe or not unique.
+    """Return the names as strings. Raises if a name is unsafe or not unique.
 
-    All are checked at once; one by one only if something may be wrong.
+    All names are checked at once; only if that finds anything is each name checked by itself.
     """
     if not names:
         return []
@@ -189,7 +188,7 @@ def check_names(names: list[bytes], rows: list[Row]) -> list[str]:
         bad = names[joined.count(b"\0", 0, error.start)]
         raise FormatError(f"record name {shown(bad)} is not UTF-8") from error
     numpy = all(name.endswith(b".npy") for name in names)
-    # torch looks names up without regard to ASCII case
+    # torch ignores the case of ASCII letters in names
     folded = (joined if numpy else joined.lower()).split(b"\0")
     known = set(folded)
     if len(known) != len(names):
@@ -199,20 +198,20 @@ def check_names(names: list[bytes], rows: list[Row]) -> list[str]:
     for name, (_, stored, size, *_) in zip(names, rows, strict=True) if b"/\0" in framed else ():
         if name.endswith(b"/") and (stored or size or name[:-1].lower() in known):
             raise AmbiguousError(
-                f"record {shown(name)} is a folder by its name and a file by its bytes"
+                f"record {shown(name)} has the name of a folder, but contains bytes"
             )
     return texts
 
 
 def _check_name(name: bytes) -> None:
     if not name or b"\0" in name or len(name.translate(None, _CONTROLS)) != len(name):
-        raise FormatError(f"record name {shown(name)} is empty or holds control characters")
+        raise FormatError(f"record name {shown(name)} is empty or contains control characters")
     if name.startswith(b"/") or b"\\" in name or b".." in name.split(b"/"):
         raise PathError(f"record name {shown(name)} leads out of the archive")
 
 
 class HeaderWindow:
-    """Forward reads of a source, in steps that grow while they are close to each other."""
+    """Read a source forward in blocks, which grow while the reads are close to each other."""
 
     def __init__(self, source: ByteSource) -> None:
         self.source = source
@@ -221,14 +220,14 @@ class HeaderWindow:
         self.step = _STEP
 
     def read(self, offset: int, length: int) -> bytes:
-        """Return up to `length` bytes from `offset`, fewer at the end of the source."""
+        """Return `length` bytes from `offset`, or fewer at the end of the source."""
         if not 0 <= offset < self.source.size:
             return b""
         at = self.place(offset, length)
         return self.data[at : at + length]
 
     def place(self, offset: int, length: int) -> int:
-        """Return where in `data` the bytes from `offset` are; at least `length` follow."""
+        """Return the index in `data` of the byte at `offset`; at least `length` bytes follow."""
         at = offset - self.base
         if at < 0 or at + length > len(self.data):
             near = 0 <= at <= len(self.data) + 8 * _STEP
@@ -243,9 +242,9 @@ class HeaderWindow:
 def check_members(
     source: ByteSource, names: list[bytes], rows: list[Row], directory: int
 ) -> list[int]:
-    """Return the offset of each member's bytes, once members and directory are found to agree.
+    """Return the offset of each member's bytes.
 
-    Raises if they differ, or if two members overlap.
+    Raises if the local headers and the directory disagree, or if two members overlap.
     """
     window = HeaderWindow(source)
     read, place = window.read, window.place
@@ -257,7 +256,7 @@ def check_members(
         offset = row[0]
         if offset != end:
             if offset < end:
-                how = "are one and the same" if rows[previous][0] == offset else "overlap"
+                how = "are the same" if rows[previous][0] == offset else "overlap"
                 both = f"{shown(names[previous])} and {shown(name)}"
                 raise AmbiguousError(f"the bytes of records {both} {how}")
             _check_gap(read, end, offset, known)
@@ -266,7 +265,7 @@ def check_members(
         places[i] = start = offset + size
         end = start + row[1]
         if described and end <= directory:
-            at = place(end, 24)  # at least as many follow in any zip file
+            at = place(end, 24)  # every zip file has at least as many bytes after a descriptor
             mostly = (_DESCRIPTOR_MAGIC, row[3], row[1], row[2])
             is_short = _DESCRIPTOR.unpack_from(window.data, at) == mostly
             end += 16 if is_short else _check_descriptor(window.data, at, name, row)
@@ -279,23 +278,23 @@ def check_members(
 
 
 def find_data(read: Read, name: bytes, row: Row) -> int:
-    """Return the offset of a member's bytes. Raises as `check_members`."""
+    """Return the offset of a member's bytes. Raises like `check_members`."""
     offset = row[0]
     head = read(offset, _LEAST + len(name))
     return offset + _check_header(head, 0, read, name, row[:6])[0]
 
 
 def _check_header(data: bytes, at: int, read: Read, name: bytes, row: Row) -> tuple[int, bool]:
-    """Return the size of the local header at `at`, and whether a data descriptor follows the bytes.
+    """Return the size of a local header, and whether a data descriptor follows the member's bytes.
 
-    It must agree with the directory, except for the flag of the descriptor.
+    Raises if the header and the directory disagree about more than the descriptor flag.
     """
     offset, stored, size, crc, method, flags = row
     n = len(name)
     magic, own_flags, own_method, own_crc, own_stored, own_size, own_n, x = _local(data, at)
     if magic != MAGIC:
         raise CorruptError(
-            f"there is no record {shown(name)} at byte {offset:,}, where the directory has it"
+            f"byte {offset:,} is not the start of record {shown(name)}, as the directory states"
         )
     described = own_flags & _DESCRIPTOR_FLAG != 0
     alike = own_flags == flags or own_flags == flags | _DESCRIPTOR_FLAG
@@ -317,10 +316,10 @@ def _check_header(data: bytes, at: int, read: Read, name: bytes, row: Row) -> tu
 def _check_local(
     own: tuple[int, ...], described: bool, fields: dict[int, bytes], name: bytes, row: Row
 ) -> None:
-    """Check that CRC and sizes of a local header are the directory's, or 0 if a descriptor follows.
+    """Check the CRC and sizes of a local header against the directory; 0 if a descriptor follows.
 
-    torch's zip64 field holds the size, a zero instead of the stored size, and the offset, while the
-    sizes of 32 bits are zero too.
+    torch's zip64 field contains the size, a zero instead of the stored size, and the offset. The
+    32-bit sizes are zero, too.
     """
     offset, stored, size, crc = row[:4]
     field = fields.get(_ZIP64_FIELD, b"")
@@ -340,7 +339,7 @@ def _check_local(
 def _check_descriptor(data: bytes, at: int, name: bytes, row: Row) -> int:
     """Return the size of the data descriptor at `at`.
 
-    It holds the CRC and both sizes, of 32 or 64 bits, mostly after a signature.
+    It contains the CRC and both sizes (32 or 64 bits), usually after a signature.
     """
     _, stored, size, crc, _, _ = row
     wide = struct.pack("<LQQ", crc, stored, size)
@@ -352,9 +351,9 @@ def _check_descriptor(data: bytes, at: int, name: bytes, row: Row) -> int:
 
 
 def _check_gap(read: Read, start: int, end: int, known: set[bytes]) -> None:
-    """Refuse bytes between members that begin a record which is not in the directory.
+    """Raise AmbiguousError if a record that is not in the directory begins between two members.
 
-    An older version of a record that is in the directory is left by an edit in place.
+    An edit in place leaves old versions of listed records there.
     """
     if end - start < 30:
         return
@@ -372,17 +371,17 @@ _END = struct.Struct("<4s4H2LH")
 _END64 = struct.Struct("<4sQ2H2L4Q")
 _LOCATOR = struct.Struct("<4sLQL")
 _U16 = 0xFFFF
-_BATCH = 64  # members whose local headers are fetched together
-_HEADER = 256  # bytes of a local header beside the name, most of them padding
+_BATCH = 64  # local headers that are fetched together
+_HEADER = 256  # bytes of a local header without the name, mostly padding
 _IN_PARTS = "is one part of a zip file in several parts"
 _AGAIN = "download or copy the file again"
-_tuple = tuple.__new__  # makes a named tuple without a call of Python's: there are many
+_tuple = tuple.__new__  # creates a named tuple without a Python call
 
 
 class StoredMember(NamedTuple):
-    """A stored member of a local file, found where the directory has it.
+    """A stored member of a local file, whose place has been verified.
 
-    It is the record of a storage, too: a Range of its own for each would take memory.
+    It is also the record of a storage: a separate Range for each would take memory.
     """
 
     source: ByteSource
@@ -400,7 +399,7 @@ class StoredMember(NamedTuple):
 
     @property
     def stored(self) -> int:
-        """Bytes in the file."""
+        """Return the number of bytes in the file."""
         return self.length
 
     def locate(self) -> Range:
@@ -408,7 +407,7 @@ class StoredMember(NamedTuple):
 
 
 class ZipEntry(NamedTuple):
-    """The entry in the directory of any other member. Offsets are in the source, sizes in bytes."""
+    """The directory entry of any other member. Offsets are in the source, sizes in bytes."""
 
     offset: int  # of the local header
     stored: int  # bytes in the file
@@ -424,14 +423,14 @@ Entry = StoredMember | ZipEntry
 
 @dataclass(frozen=True, slots=True)
 class ZipDirectory:
-    """The members of a zip file, in the order of its directory, and where their bytes are."""
+    """The members of a zip file in directory order, and the places of their bytes."""
 
     source: ByteSource
     entries: Mapping[str, Entry] = field(repr=False)
-    start: int  # offset of the directory, the end of the members
-    top: str  # the first folder of the first member: torch uses it as the name of the archive
+    start: int  # offset of the directory, which is the end of the members
+    top: str  # top folder of the first member, which torch uses as the archive's name
     headers: LocalHeaders | None = field(repr=False, default=None)  # of a remote file
-    inflated: list[int] = field(repr=False, default_factory=lambda: [0])  # bytes, in all, when read
+    inflated: list[int] = field(repr=False, default_factory=lambda: [0])  # total bytes so far
 
     def __contains__(self, name: object) -> bool:
         return name in self.entries
@@ -441,14 +440,14 @@ class ZipDirectory:
         return list(self.entries)
 
     def crc(self, name: str) -> int | None:
-        """Return the CRC-32 of a member's bytes, None if the file does not have it."""
+        """Return the CRC-32 of a member's bytes, None if the file lacks it."""
         entry = self.entries[name]
         return None if entry.crc == 0 and entry.size else entry.crc
 
     def record(self, name: str) -> tuple[Record, int | None]:
         """Return the record of a member's bytes, and their CRC-32 as in `crc`.
 
-        In a remote file the location is determined when it is needed.
+        A member of a remote file is located when its bytes are needed.
         """
         entry = self.entries[name]
         known = None if entry.crc == 0 and entry.size else entry.crc
@@ -459,7 +458,7 @@ class ZipDirectory:
         return self.locate(name), known
 
     def locate(self, name: str) -> Extent:
-        """Return the extent of a member's bytes in the file, or the inflation of it if deflated."""
+        """Return the extent of a member's bytes; for a deflated member, its inflation."""
         entry = self.entries[name]
         if isinstance(entry, StoredMember):
             return entry.locate()
@@ -473,7 +472,7 @@ class ZipDirectory:
     def read(self, name: str) -> bytes:
         """Return all bytes of a member.
 
-        Raises CorruptError where they contradict the directory, LimitError.
+        Raises CorruptError if they contradict the directory, LimitError.
         """
         entry = self.entries[name]
         check("record_bytes", entry.size, f"record {shown(name)}")
@@ -489,7 +488,7 @@ class ZipDirectory:
         return data
 
     def verify(self, name: str) -> None:
-        """Raise CorruptError unless a member's bytes have their CRC, if known. Any size."""
+        """Raise CorruptError if a member's bytes, of any size, do not match their CRC."""
         total = 0
         for piece in stream(self.locate(name)):
             total = crc32(piece, total)
@@ -506,7 +505,7 @@ class ZipDirectory:
 
 
 class LocalHeaders:
-    """Offsets of the members' bytes in a remote file, read from their local headers."""
+    """Offsets of the members' bytes in a remote file, from their local headers."""
 
     def __init__(self, source: ByteSource, entries: dict[str, ZipEntry]) -> None:
         self._source = source
@@ -515,14 +514,14 @@ class LocalHeaders:
         self._places: dict[str, int] = {}
 
     def place(self, name: str) -> int:
-        """Return the offset of the bytes of the member `name`. Raises if its header is invalid."""
+        """Return the offset of a member's bytes. Raises if its header is invalid."""
         if name in self._places:
             return self._places[name]
         entry = self._entries[self._numbers[name]][1]
         return find_data(self._source.read, name.encode(), entry)
 
     def prefetch(self, name: str) -> None:
-        """Fetch the header of a member that is about to be read, together with its neighbors'."""
+        """Fetch the local header of a member, and its neighbors' in the same request."""
         if name in self._places:
             return
         first = self._numbers[name] // _BATCH * _BATCH
@@ -538,7 +537,7 @@ class LocalHeaders:
 
 
 class Unlocated(NamedTuple):
-    """A member whose local header is not read yet."""
+    """A member whose local header has not been read."""
 
     directory: ZipDirectory
     name: str
@@ -551,10 +550,10 @@ class Unlocated(NamedTuple):
 
 
 def read_directory(source: ByteSource) -> ZipDirectory:
-    """Return the directory of a zip file; a local file's is checked against the local headers.
+    """Return the directory of a zip file. In a local file, also check all local headers.
 
-    Raises TruncatedError (no end), FormatError, CorruptError, AmbiguousError, UnsupportedError,
-    LimitError.
+    Raises TruncatedError (no end record), FormatError, CorruptError, AmbiguousError,
+    UnsupportedError, LimitError.
     """
     try:
         start, size, count = _find_end(source)
@@ -563,7 +562,7 @@ def read_directory(source: ByteSource) -> ZipDirectory:
         top = texts[0].partition("/")[0] if texts else ""
         if source.remote:
             source.members = partial(_stored_members, start, size, count)
-            # Local headers are read when they are needed.
+            # Local headers are read later, when bytes of a member are needed.
             unread = {
                 text: _tuple(ZipEntry, (*row, -1)) for text, row in zip(texts, rows, strict=True)
             }
@@ -573,7 +572,7 @@ def read_directory(source: ByteSource) -> ZipDirectory:
         error.at(source.name)
         raise
     source.members = partial(_stored_members, start, size, count)
-    # Put together here without a call for each.
+    # Inlined: a call for each member would be slow.
     entries = {
         text: _tuple(ZipEntry, (*row, place))
         if row[4] == DEFLATED
@@ -584,10 +583,10 @@ def read_directory(source: ByteSource) -> ZipDirectory:
 
 
 def _stored_members(start: int, size: int, count: int, source: ByteSource) -> Iterator[Member]:
-    """Yield the stored members of a zip file that have a CRC-32; its directory begins at `start`.
+    """Yield the stored members that have a CRC-32; the directory begins at `start`.
 
-    The directory is read again: it takes too much memory to be kept. Arrays, of whose members only
-    the end is elements, are located.
+    The directory is read again, because keeping it would take too much memory. For arrays (.npy)
+    the local header is read, too: only the end of such a member consists of elements.
     """
     names, rows = read_rows(source.read(start, size), count, start)
     stops = [*sorted(row[0] for row in rows), start]
@@ -605,7 +604,7 @@ def _stored_members(start: int, size: int, count: int, source: ByteSource) -> It
 
 
 def _find_end(source: ByteSource) -> tuple[int, int, int]:
-    """Return offset, size and number of entries of the directory, from the end records."""
+    """Return offset, size and number of entries of the directory, as the end records state."""
     if source.read(0, min(4, source.size)) != MAGIC:
         raise FormatError("does not begin with a zip member")
     longest = _END.size + _U16 + _LOCATOR.size + _END64.size
@@ -620,7 +619,7 @@ def _find_end(source: ByteSource) -> tuple[int, int, int]:
         if disk or first_disk or here != count or other_disk or disks > 1:
             raise UnsupportedError(_IN_PARTS)
         if place != stop or locator < _END64.size:
-            raise FormatError("zip64 locator does not point at the record before it")
+            raise FormatError("zip64 locator does not point to the record before it")
         short = (start, size, count)
         magic, length, _, _, disk, first_disk, here, count, size, start = _END64.unpack_from(
             tail, locator - _END64.size
@@ -644,11 +643,11 @@ def _find_end(source: ByteSource) -> tuple[int, int, int]:
 
 
 def _find_end_record(source: ByteSource, tail: bytes) -> int:
-    """Return the offset in `tail` of the only end record that, with its comment, ends the file."""
+    """Return the offset in `tail` of the only end record whose comment reaches the file's end."""
     first = max(0, len(tail) - _END.size - _U16)
     found = [first + match.start() for match in re.finditer(_END_MAGIC, tail[first:])]
     exact: list[int] = []
-    own = 0  # end records that are not of an archive inside the file
+    own = 0  # end records, without those of archives inside the file
     for at in found:
         if at + _END.size > len(tail):
             continue
@@ -658,10 +657,10 @@ def _find_end_record(source: ByteSource, tail: bytes) -> int:
         if tail[locator:at].startswith(_LOCATOR_MAGIC):
             end = locator - _END64.size
             if end < 0 or not tail.startswith(_END64_MAGIC, end):
-                own += 1  # reported where it is read
+                own += 1  # the caller reports the damage
                 continue
             size, start = _END64.unpack_from(tail, end)[8:10]
-        # Its offsets count from where its archive begins.
+        # Its offsets count from the start of its archive.
         begin = source.size - len(tail) + end - size - start
         is_inside = 0 < begin <= source.size - len(MAGIC)
         own += not (is_inside and source.read(begin, len(MAGIC)) == MAGIC)

@@ -1,15 +1,15 @@
-"""Layout of zip files: stored members, no data descriptors, data at multiples of 64 bytes.
+"""Lay out zip files: stored members, no data descriptors, data aligned to 64 bytes.
 
-Layout (see zip_reader; every torch since 1.6 loads and maps all of it):
+Layout (see zip_reader; every torch since 1.6 loads and memory-maps it):
 
     local header     flags 0x0800 (UTF-8), version 20 (45 with zip64), date 1980-01-01, the true
                      CRC-32 and sizes
     name
     zip64 field      0x0001: size, stored size, for members of 4 GiB and more
-    ``FB`` field     as many Z as bring the data to the next multiple of 64
+    ``FB`` field     padding (bytes Z) that aligns the data to 64 bytes
     data
     directory        zip64 fields for values that do not fit 32 bits: size, stored size, offset
-    ends             zip64 end record and locator, always, as torch writes them; end record with
+    ends             always a zip64 end record and locator, as in torch's files; end record with
                      capped values
 """
 
@@ -31,21 +31,21 @@ _CENTRAL = struct.Struct("<4s6H3L5H2L").pack
 _END64 = struct.Struct("<4sQ2H2L4Q").pack
 _LOCATOR = struct.Struct("<4sLQL").pack
 _END = struct.Struct("<4s4H2LH").pack
-END_BYTES = 22  # of the end record, without which no reader finds the directory
-_LOCAL_CRC, _CENTRAL_CRC = 14, 16  # where the CRC is in a header
+END_BYTES = 22  # size of the end record, by which readers find the directory
+_LOCAL_CRC, _CENTRAL_CRC = 14, 16  # offset of the CRC in a header
 _UTF8_FLAG = 0x0800
 _DATE = 0x0021
-_JOINED = 1 << 16  # literal contents up to this length share a segment with the headers around them
+_JOINED = 1 << 16  # literal contents up to this size are in one segment with their headers
 
 
-# Extra fields ``FB``, by their size.
+# Extra fields ``FB``, by the size of their padding.
 _PADDING = tuple(b"FB" + struct.pack("<H", size) + b"Z" * size for size in range(ALIGNMENT))
 
 
 class ZipMember(NamedTuple):
-    """A record to be written.
+    """A record to write.
 
-    `crc` is that of an extent, None if it is to be computed during writing.
+    `crc` is the CRC-32 of an extent, None if it is computed during writing.
     """
 
     name: str
@@ -54,14 +54,14 @@ class ZipMember(NamedTuple):
 
 
 class _Text:
-    """Literal bytes being assembled, with holes for CRCs that are not known yet."""
+    """A buffer of literal bytes, with holes for CRCs that are computed later."""
 
     def __init__(self) -> None:
         self.data = bytearray()
         self.holes: list[tuple[int, int]] = []
 
     def take(self, last: bytes = b"") -> Segment:
-        """Return what has been assembled, and `last` at its end; begin again."""
+        """Return the buffer with `last` appended, and clear it."""
         data, holes = bytes(self.data) + last if self.data else last, self.holes
         self.data.clear()
         if not holes:
@@ -71,9 +71,9 @@ class _Text:
 
 
 def lay_out(members: Iterable[ZipMember]) -> list[Segment]:
-    """Lay out a whole zip file of `members`, in order.
+    """Return the segments of a zip file that contains `members`, in order.
 
-    The checksum of a member without a CRC has its position as number.
+    If a member has no CRC, the number of its checksum is its position.
     """
     segments: list[Segment] = []
     text, directory = _Text(), _Text()
@@ -108,14 +108,14 @@ def lay_out(members: Iterable[ZipMember]) -> list[Segment]:
 
 
 def record(name: str, content: bytes, offset: int) -> tuple[bytes, bytes]:
-    """Return a member at `offset`, with its header, and its entry in the directory."""
+    """Return a member at `offset` with its local header, and its directory entry."""
     raw, crc = name.encode(), zlib.crc32(content)
     header = _local_header(raw, offset, len(content), crc)
     return header + content, _central_entry(raw, offset, len(content), crc)
 
 
 def _local_header(name: bytes, offset: int, size: int, crc: int) -> bytes:
-    """Return the header at `offset` with its fields, padded so that the data is aligned."""
+    """Return a local header at `offset`, padded so that the data is aligned."""
     version, wide, short = 20, b"", size
     if size >= _U32:
         version, wide, short = 45, struct.pack("<2H2Q", 1, 16, size, size), _U32

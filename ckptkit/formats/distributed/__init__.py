@@ -1,8 +1,8 @@
-"""Folders of what many processes wrote, each its part of every tensor, as one checkpoint.
+"""Read folders to which several ranks wrote their shards of every tensor, as one checkpoint.
 
-:mod:`rank_files` are the rank files of FSDP and tensor parallelism, whose pickles say which box
-each holds. The others are tables (:mod:`table`): which file holds which part, and how each tensor
-was cut. A part alone is not a checkpoint.
+:mod:`rank_files` reads the rank files of FSDP and tensor parallelism, whose pickles give the box of
+each shard. For the other layouts a table (:mod:`table`) gives the rank of each file, and how each
+tensor was split. A single shard is not a checkpoint.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from ckptkit.core.checkpoint import Checkpoint
 from ckptkit.formats.format import CheckedPart, Defect, Probe
 from ckptkit.formats.table import PARALLEL
 
-# Names that files and folders of parts have, and others too: most folders have none, and pay for no
-# layout.
+# Names in folders of rank files; other folders contain them, too. If none matches, which is usual,
+# no layout is imported.
 _SIGN = re.compile(
     r"mp_rank_|^tp_rank_|^fsdp_shard_|model-rank-|-dist-[0-9]|^metadata\.json$|^latest$|^optim$"
     r"|[0-9](?!-of-).*(?<!-of-[0-9]{5})\.(pt|pth|bin|ckpt|th)$"
 )
 
-# In the order in which they are tried, each imported when it is reached.
+# In the order in which they are tried. A layout is imported when it is tried.
 _LAYOUTS = ("parts", "megatron", "llama", "pipeline", "fsdp_flat", "rank_files")
 
 
 def matches(probe: Probe) -> bool:
-    """Return whether a layout matches the folder, or a table was given for it."""
+    """Return whether a layout matches the folder."""
     return probe.is_folder and any(map(_SIGN.search, probe.names)) and _layout(probe) is not None
 
 
 def _layout(probe: Probe) -> ModuleType | None:
-    """Return the layout that claims the folder, or the table that was given for it."""
+    """Return the layout that matches the folder; with the option `parts`, the user's table."""
     if probe.options.parts is not None:
         return import_module(f"{__name__}.table")
     if PARALLEL not in probe.kept:
@@ -44,7 +44,7 @@ def _layout(probe: Probe) -> ModuleType | None:
 
 
 def read(probe: Probe) -> Checkpoint:
-    """Return the checkpoint that the files make together. See the layouts."""
+    """Return the complete checkpoint of all ranks. Raises the errors of the layout."""
     layout = _layout(probe)
     assert layout is not None
     found: Checkpoint = layout.read(probe, PARALLEL.name)
@@ -52,7 +52,7 @@ def read(probe: Probe) -> Checkpoint:
 
 
 def check(probe: Probe) -> Iterator[CheckedPart | Defect]:
-    """Yield the records of every file that was read."""
+    """Yield the records of every file that the layout reads."""
     from ckptkit.formats import whats_inside
 
     read(probe)

@@ -1,4 +1,4 @@
-"""DeepSpeed's folders: a training state, each process writing its part (ZeRO 0 to 3, universal).
+"""Read DeepSpeed folders: training state to which each rank writes (ZeRO 0 to 3, universal).
 
     latest, latest_universal                           the name of the folder <tag>: global_step2
     <tag>/mp_rank_00_model_states.pt                   stages 0 to 2: the model of rank 0
@@ -9,11 +9,11 @@
                                                        universal: one parameter, assembled
     <tag>/zero/optimizer_state.pt
 
-All are files of torch.save. Other names (``mp_rank_01``, ``layer_*``, ``expert_*``) come from
-model, pipeline and expert parallelism. What is in them:
+All are torch.save files. Model, pipeline and expert parallelism write other names (``mp_rank_01``,
+``layer_*``, ``expert_*``). The files contain:
 
     model_states   module           state_dict: in 16 bits if the run was; in stage 3 of empty
-                                    tensors, buffers aside
+                                    tensors, except buffers
                    buffer_names     names in module
                    param_shapes     [{name: torch.Size} for each group]; None in stage 0
                    frozen_param_shapes, frozen_param_fragments
@@ -30,27 +30,28 @@ model, pipeline and expert parallelism. What is in them:
                        or [state of group]
     fp32.pt ...    {"param": tensor, ...}, or the tensor; of stage 3 a flat one
 
-Of W ranks, with c = ceil(elements / W):
+With W ranks and c = ceil(elements / W):
 
-- stages 1 and 2: the tensors of one group, joined over the ranks, are its parameters in order, each
-  followed by as many elements as param_alignment_paddings says. Less than 2 W elements may follow.
-- stage 3: the tensors of one rank, joined over the groups, hold c elements of each parameter in
-  order; a parameter is its elements joined over the ranks, cut to its size. Frozen ones are
-  fragments of the same kind, by name.
+- stages 1 and 2: the tensors of one group, concatenated over the ranks, are its parameters in
+  order. param_alignment_paddings gives the number of padding elements after each parameter. Fewer
+  than 2 W elements may follow at the end.
+- stage 3: the tensors of one rank, concatenated over the groups, contain c elements of each
+  parameter in order. A parameter is its elements concatenated over the ranks, cut to its size. The
+  fragments of frozen parameters, which have names, are split the same way.
 
-The optimizer's tensors are laid out in the same way, padded or not.
+The optimizer's tensors are split the same way, padded or not.
 (deepspeed/utils/zero_to_fp32.py, runtime/zero/stage_1_and_2.py, stage3.py,
 checkpoint/ds_to_universal.py of 0.19.8)
 
-A folder is read as rank 0's model_states, with
+The result is rank 0's model_states, with these entries replaced or added:
 
     module             the state_dict, in full precision
-    module_<dtype>     that of the run, if it was in 16 bits and the folder has it (stages 1 and 2)
+    module_<dtype>     the 16-bit state_dict of the run, if the folder has it (stages 1 and 2)
     optimizer          {"state": {name: {"exp_avg", "exp_avg_sq", "step"}}, "param_groups",
                        settings}
 
-The fields on how these were cut (param_shapes, paddings, slices) are left out. No bytes of a tensor
-are read. :mod:`zero_ranks` finds the files and assembles what the ranks hold.
+The fields that describe the split (param_shapes, paddings, slices) are dropped. Reading loads no
+tensor bytes. :mod:`zero_ranks` finds the files and assembles the tensors of the ranks.
 """
 
 from __future__ import annotations
@@ -95,11 +96,11 @@ FROZEN_SHAPES, FROZEN = "frozen_param_shapes", "frozen_param_fragments"
 OPTIMIZER = "optimizer"
 _SCRIPT = "zero_to_fp32.py"
 _GROUPS, _PARAMS, _RANKS = "param_groups", "params", "dp_world_size"
-_DROPPED = (SHAPES, FROZEN_SHAPES, FROZEN)  # how it was cut, and what is in the state_dict now
+_DROPPED = (SHAPES, FROZEN_SHAPES, FROZEN)  # the split, and tensors that are in the state_dict now
 
 
 class Model:
-    """The model_states of rank 0: facts about parameters, and the `module` they go into."""
+    """The model_states of rank 0: shapes and names of parameters, and its `module`."""
 
     def __init__(self, states: Fields) -> None:
         self.states = states
@@ -110,22 +111,22 @@ class Model:
         names = states.items(BUFFERS) if BUFFERS in states else []
         self.buffer_names = [name for name in names if isinstance(name, str)]
         self.warnings: list[str] = []
-        self._cpu: dict[tuple[int, str], Storage] = {}  # by id of the storage and dtype
+        self._cpu: dict[tuple[int, str], Storage] = {}  # by the storage's id, and a dtype or ""
 
     def state_dict(
         self, parameters: Mapping[str, Tensor], frozen: Mapping[str, Tensor], *, placeholders: bool
     ) -> OrderedMapping:
-        """Return every entry by name, in the order of the model.
+        """Return the complete state_dict, in the order of the model.
 
-        In stage 3 empty tensors are `placeholders`.
+        `placeholders` tells that empty tensors in `module` only reserve names, as in stage 3.
         """
         module, found = self.module, dict[str, Node]()
         for name, made in parameters.items():
             held = as_tensor(module.get(name))
             if held is not None and held.numel and held.shape != made.shape:
                 raise CorruptError(
-                    f"{name[:80]!r} is of shape {held.shape} in {self.states.place}, "
-                    f"but its parts make {made.shape}"
+                    f"{name[:80]!r} has the shape {held.shape} in {self.states.place}, but its "
+                    f"shards give {made.shape}"
                 )
         for name in self.buffer_names:
             if name in module:
@@ -135,8 +136,8 @@ class Model:
         for name, same in self.states.names(SHARED).items():
             if isinstance(same, str) and same in found:
                 found[name] = _alias(found[same])
-        # Entries that only the module has: aliases of a parameter, frozen ones of stage 1, values
-        # that are not tensors.
+        # Entries that are only in the module: aliases of a parameter, frozen parameters of stage 1,
+        # values that are not tensors.
         tensors = {name: as_tensor(node) for name, node in module.items()}
         known = {_place(each): name for name in found if (each := tensors.get(name)) is not None}
         taken, missing = [], []
@@ -153,11 +154,11 @@ class Model:
                 taken.append(name)
         if taken:
             self.warnings.append(
-                f"not among the fp32 weights, taken unchanged from {MODULE}: {listed(taken)}"
+                f"not among the fp32 weights, copied unchanged from {MODULE}: {listed(taken)}"
             )
         if missing:
             self.warnings.append(
-                f"left out, as only their names are in {MODULE} (perhaps aliases of a weight): "
+                f"dropped, because {MODULE} only has their names (perhaps aliases of a weight): "
                 f"{listed(missing)}"
             )
         order = dict.fromkeys([*module, *found])
@@ -165,7 +166,7 @@ class Model:
         return OrderedMapping(((name, found[name]) for name in order if name in found), state)
 
     def _wide(self, tensor: Tensor) -> Tensor:
-        """Return a buffer, in 32 bits if it has 16, as DeepSpeed's own script does it."""
+        """Return a buffer; if it has 16 bits, in 32 bits, as DeepSpeed's own script returns it."""
         storage, half = tensor.storage, tensor.dtype.kind == "float" and tensor.dtype.bits == 16
         if not half or storage is None or tensor.layout != "strided" or storage.nbytes % 2:
             return self.on_cpu(tensor)
@@ -178,7 +179,7 @@ class Model:
         return Tensor(self._cpu[key], single, tensor.shape, tensor.stride, tensor.offset)
 
     def on_cpu(self, tensor: Tensor) -> Tensor:
-        """Return the same tensor with the CPU tag that assembled tensors have."""
+        """Return the tensor with its storage on the CPU, as assembled tensors are."""
         storage = tensor.storage
         if storage is None or storage.device == "cpu" or tensor.layout != "strided":
             return tensor
@@ -191,7 +192,7 @@ class Model:
         )  # fmt: skip
 
     def frozen(self, fragments: Iterable[Mapping[str, Node]], ranks: int) -> dict[str, Tensor]:
-        """Return the frozen parameters: whole in stage 2 (`ranks` 0), else a fragment per rank."""
+        """Return the frozen parameters, joined from a fragment per rank; `ranks` 0: complete."""
         parts = list(fragments)
         made = {}
         for name, shape in self.frozen_shapes.items():
@@ -199,10 +200,10 @@ class Model:
             held = [as_tensor(each.get(name)) for each in parts]
             tensors = [tensor for tensor in held if tensor is not None]
             if len(tensors) < len(held):
-                raise CorruptError(f"{what} is not in {FROZEN} of every rank")
+                raise CorruptError(f"{what} is missing in {FROZEN} of some ranks")
             if not ranks:
                 if tensors[0].shape != shape:
-                    raise CorruptError(f"{what} is of shape {tensors[0].shape}, not {shape}")
+                    raise CorruptError(f"{what} has the shape {tensors[0].shape}, not {shape}")
                 made[name] = self.on_cpu(tensors[0])
                 continue
             share = -(-prod(shape) // ranks)
@@ -215,7 +216,7 @@ class Model:
         return made
 
     def half(self, parameters: Mapping[str, Tensor]) -> dict[str, Node]:
-        """Return `module` under a name with its dtype, where its parameters differ from these."""
+        """Return the run's 16-bit `module`, under a name with its dtype; empty if not 16-bit."""
         held = ((as_tensor(self.module.get(name)), tensor) for name, tensor in parameters.items())
         other = {
             old.dtype.name
@@ -227,17 +228,17 @@ class Model:
 
 
 def _place(tensor: Tensor) -> tuple[object, ...]:
-    """Return a key that is equal for tensors that are the same elements in memory."""
+    """Return a key that is equal for tensors with the same elements in memory."""
     return id(tensor.storage), tensor.offset, tensor.dtype.name, tensor.shape, tensor.stride
 
 
 def _alias(node: Node) -> Node:
-    """Return another tensor of the same memory."""
+    """Return another tensor over the same memory."""
     return replace(node) if isinstance(node, Tensor) else node
 
 
 def matches(probe: Probe) -> bool:
-    """Return whether this is the folder of a training state, or one with such folders."""
+    """Return whether this is the folder of a training state, or contains such folders."""
     if not probe.is_folder:
         return False
     if zero_ranks.is_tag(probe.names) or zero_ranks.tag_folders(probe.folder):
@@ -246,11 +247,10 @@ def matches(probe: Probe) -> bool:
 
 
 def read(probe: Probe) -> Checkpoint:
-    """Read the training state that ``latest`` names, or the only one: every file, headers alone.
+    """Read the headers of the training state that ``latest`` names, or of the only one.
 
-    Raises AmbiguousError where several could be meant, UnsupportedError for other than data
-    parallelism, CorruptError for a folder that is not complete and for files that contradict each
-    other.
+    Raises AmbiguousError if there are several, UnsupportedError for parallelism other than data
+    parallelism, CorruptError if files are missing or contradict each other.
     """
     folder = zero_ranks.find(probe.folder, probe.names)
     try:
@@ -266,9 +266,9 @@ def _read(top: Folder, folder: Folder) -> Checkpoint:
     files = RankFiles(folder.list(), merged=universal)
     if universal and files.optims:
         raise AmbiguousError(
-            f"holds a universal checkpoint ({UNIVERSAL}) and files of ranks: "
+            f"contains a universal checkpoint ({UNIVERSAL}) and files of ranks: "
             f"{listed(files.optims.values())}",
-            hint="move one of them into a folder of its own",
+            hint="move either of them into another folder",
         )
     states = reader.fields(files.model)
     if MODULE not in states and not universal:
@@ -296,7 +296,7 @@ def _read(top: Folder, folder: Folder) -> Checkpoint:
 
 
 class Parts(NamedTuple):
-    """The assembled result of all ranks: tensors by name, the optimizer's state and settings."""
+    """The assembled data of all ranks: tensors by name, the optimizer's state and settings."""
 
     parameters: dict[str, Tensor]
     frozen: dict[str, Tensor]
@@ -306,13 +306,15 @@ class Parts(NamedTuple):
 
 
 def _ranks(model: Model, reader: RankReader, files: RankFiles) -> Parts:
-    """Read stages 1 to 3."""
+    """Read and assemble stages 1 to 3."""
     if not files.optims:
         counts = model.states.integers(_RANKS) if _RANKS in model.states else ()
         files.check_complete(max(1, *counts))
     zero = ZeroRank(reader, files)
     if zero.stage_3 != (-1 not in files.models):
-        raise CorruptError(f"{zero.first.place} and {model.states.place} are not of one stage")
+        raise CorruptError(
+            f"{zero.first.place} and {model.states.place} are of different ZeRO stages"
+        )
     slots = zero.slots(model.groups)
     state, warnings = zero.optimizer(slots)
     inner = zero.first.node.get(zero.state_key)
@@ -323,7 +325,7 @@ def _ranks(model: Model, reader: RankReader, files: RankFiles) -> Parts:
 
 
 def _merged(model: Model, reader: RankReader, files: RankFiles, folder: Folder) -> Parts:
-    """Read a universal checkpoint, whose parameters are whole."""
+    """Read a universal checkpoint, whose parameters are complete."""
     shapes = {} if files.parallel else merge_all(model.groups)
     zero = folder.sub(UNIVERSAL)
     skip = {*model.buffer_names, *model.states.names(SHARED), *model.frozen_shapes}
@@ -335,7 +337,7 @@ def _merged(model: Model, reader: RankReader, files: RankFiles, folder: Folder) 
 
 
 def _frozen(model: Model, reader: RankReader, files: RankFiles, ranks: int) -> dict[str, Tensor]:
-    """Return the frozen parameters, of which each rank of stage 3 has a fragment."""
+    """Return the frozen parameters; in stage 3 each rank has a fragment."""
     if not model.frozen_shapes:
         return {}
     if -1 in files.models:
@@ -346,7 +348,7 @@ def _frozen(model: Model, reader: RankReader, files: RankFiles, ranks: int) -> d
 
 
 def _groups(groups: Node, model: Model) -> list[Node]:
-    """Return the optimizer's groups with parameter names instead of numbers of flat tensors."""
+    """Return the optimizer's groups, with parameter names instead of numbers of flat tensors."""
     names = [list(shapes) for shapes in model.groups]
     if not isinstance(groups, list):
         return [{_PARAMS: each} for each in names]

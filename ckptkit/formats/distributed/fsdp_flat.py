@@ -1,14 +1,13 @@
-"""Flat parameters: the optimizer of FSDP1 as ``optimizer.state_dict()`` returns it, and fairscale.
+"""Read flat parameters: the optimizer of FSDP1 from ``optimizer.state_dict()``, and fairscale.
 
-The optimizer has pieces of flat parameters, without names or shapes:
+The optimizer has shards of flat parameters, without names or shapes:
 
-    use_orig_params=True    a 1-D piece of each parameter on each rank, empty where it holds none
-    False                   one entry for each FSDP unit: the parameters of the unit one after
-                            another, in pieces of ceil(elements / ranks), the last ones filled up
+    use_orig_params=True    on each rank a 1-D shard of each parameter, empty if the rank has none
+    False                   one entry for each FSDP unit: the concatenated parameters of the unit,
+                            split into ceil(elements / ranks), the last shards padded
 
-Names and shapes are those of the model's rank files, in their order. Where the units begin and end
-is not said: the root comes first, then the modules that were wrapped, whose sizes must fit in one
-way alone.
+Names and shapes are those in the model's rank files, in the same order. No file records the units.
+The root comes first, then the wrapped modules; exactly one way to form units must match the sizes.
 
 fairscale and metaseq (OPT) write model parts, each in shards of fully sharded data parallelism:
 
@@ -18,12 +17,12 @@ A file has ``model`` and ``shard_metadata``: {"param_metadata": [one for each wr
 "buffer_names"}. A module has its ``fsdp_path`` and
 
     params                        flat name: {"names", "shapes", "numels", "padding"}
-    shared_param_info             pairs of names below the module: the first is the second, too
-    no_broadcast_optim_state      true: the first shard has all of it
+    shared_param_info             pairs of names below the module, which share a parameter
+    no_broadcast_optim_state      true: the first shard is complete
 
 or, until fairscale 0.4.0, ``is_flat``, ``param_names``, ``param_shapes``, ``param_numels`` and
-``num_padded``. A flat parameter is its shards one after another, each less its padding; names and
-shapes say what is in it. Parts are joined by the rules of metaseq then.
+``num_padded``. A flat parameter is its concatenated shards, each without its padding. Names and
+shapes describe its contents. Then the model parts are merged by the rules of metaseq.
 
 Source: ``local_metadata_dict`` and ``consolidate_shard_weights`` of fairscale's
 fully_sharded_data_parallel.py.
@@ -61,11 +60,11 @@ from ckptkit.formats.distributed.table import (
 from ckptkit.formats.format import Probe
 
 _STATE, _GROUPS, _PARAMS = "state", "param_groups", "params"
-_LISTED = re.compile(r"(.*?\.[0-9]+)\.")  # a module of a list of modules
+_LISTED = re.compile(r"(.*?\.[0-9]+)\.")  # the path of an item in a ModuleList
 
 
 class UnknownError(Exception):
-    """Nothing says how the state was cut: the sentence why."""
+    """The split of the optimizer's state is unknown; the argument is the reason."""
 
 
 State = dict[Node, Node]
@@ -73,8 +72,10 @@ Unit = tuple[str, ...]  # the parameters of one entry of the state, in order
 
 
 def merged(ranks: Sequence[Ranked], model: Sequence[Ranked], joiner: Joiner) -> Node:
-    """Return the state by names, as ``load_state_dict`` takes it. Raises UnknownError where nothing
-    says how it was cut."""
+    """Return the optimizer's state by parameter name, for ``load_state_dict``.
+
+    Raises UnknownError if the split of the state cannot be determined.
+    """
     shapes, replicas = _parameters(model)
     by_rank = {each.rank: each for each in ranks}
     first, *others = [[by_rank[rank] for rank in group] for group in replicas]
@@ -86,7 +87,7 @@ def merged(ranks: Sequence[Ranked], model: Sequence[Ranked], joiner: Joiner) -> 
         entries = [each.get(number, {}) for each in held]
         for key in merge_all(entries):
             path = f"optimizer.{_STATE}.{number}.{key}"
-            # The optimizer has no entry where a rank holds nothing of a parameter.
+            # A rank without elements of a parameter has no entry for it.
             values = [
                 each._replace(root=entry.get(key))
                 for each, entry in zip(first, entries, strict=True)
@@ -107,15 +108,17 @@ def merged(ranks: Sequence[Ranked], model: Sequence[Ranked], joiner: Joiner) -> 
 
 
 def _same(values: Sequence[Ranked], path: str, joiner: Joiner) -> Node:
-    """Return the value that all ranks have. Raises CorruptError where they differ."""
+    """Return the value that all ranks have. Raises CorruptError if they differ."""
     rooted = [each._replace(root={path: each.root}) for each in values]
     merged = Merger(rooted, joiner, {}).merged()
     return merged[path] if isinstance(merged, dict) else None
 
 
 def _parameters(model: Sequence[Ranked]) -> tuple[dict[str, Shape], list[list[int]]]:
-    """Return the shapes of the parameters by name, tied ones once; and the ranks of each replica of
-    the model, in the order of their pieces."""
+    """Return the shape of each parameter, tied ones once, and the ranks of each model replica.
+
+    The ranks of a replica are in the order of their shards.
+    """
     weights = locate(model[0].root)
     shapes: dict[str, Shape] = {}
     seen: set[object] = set()
@@ -130,7 +133,7 @@ def _parameters(model: Sequence[Ranked]) -> tuple[dict[str, Shape], list[list[in
             shapes[name] = piece.shape
             first = first or piece
     if first is None:
-        raise UnknownError("there are no pieces of a model to take names and shapes from")
+        raise UnknownError("no shard of the model gives names and shapes")
     groups: dict[tuple[int, ...], list[int]] = {}
     if isinstance(first, ShardPiece):
         for each in model:
@@ -141,7 +144,7 @@ def _parameters(model: Sequence[Ranked]) -> tuple[dict[str, Shape], list[list[in
         return shapes, list(groups.values())
     replicated = [each.kind == REPLICATE for each in first.placements]
     if replicated.count(False) != 1:
-        raise UnknownError("its flat pieces are of a mesh that cuts in several dimensions")
+        raise UnknownError("its mesh shards flat parameters in several dimensions")
     for rank in first.mesh.ranks:
         at = first.mesh.coordinates(rank)
         apart = tuple(i for i, is_replica in zip(at, replicated, strict=True) if is_replica)
@@ -152,17 +155,17 @@ def _parameters(model: Sequence[Ranked]) -> tuple[dict[str, Shape], list[list[in
 def _states(ranked: Ranked) -> dict[int, State]:
     state = ranked.root.get(_STATE)
     if not isinstance(state, dict) or not all(type(key) is int for key in state):
-        raise UnknownError(f"the state in {ranked.file} is not numbered")
+        raise UnknownError(f"the keys of the state in {ranked.file} are not numbers")
     return {number: each if isinstance(each, dict) else {} for number, each in state.items()}
 
 
 def _units(shapes: Mapping[str, Shape], held: Sequence[dict[int, State]]) -> list[Unit]:
-    """Return the unit of each entry of the optimizer's state."""
+    """Return the unit for each entry of the optimizer's state."""
     count = 1 + max(flatten(held), default=-1)
     if count > len(shapes):
         raise UnknownError(f"its state has {count:,} entries, the model {len(shapes):,} parameters")
     elements = {name: prod(shape) for name, shape in shapes.items()}
-    sizes = []  # of flat pieces, by entry and rank; scalars count as none
+    sizes = []  # of flat shards, by entry and rank; 0 for scalars
     for number in range(count):
         tensors = [[as_tensor(v) for v in each.get(number, {}).values()] for each in held]
         sizes.append([max((t.numel for t in row if t and t.shape), default=0) for row in tensors])
@@ -180,14 +183,14 @@ def _units(shapes: Mapping[str, Shape], held: Sequence[dict[int, State]]) -> lis
     if len(found) != 1:
         why = "no way" if not found else "several ways"
         raise UnknownError(
-            f"{why} to lay {len(shapes):,} parameters into the {count:,} flat pieces of its "
-            "state that fits their sizes"
+            f"{why} to group {len(shapes):,} parameters into the {count:,} flat parameters of its "
+            "state matches their sizes"
         )
     return found[0]
 
 
 def _ways(names: list[str]) -> Iterator[list[Unit]]:
-    """Yield one unit; or the root and the members of one or more lists of modules."""
+    """Yield possible units: all parameters; or the root, and the items of module lists."""
     yield [tuple(names)]
     lists: dict[str, dict[str, list[str]]] = {}
     for name in names:
@@ -205,7 +208,7 @@ def _ways(names: list[str]) -> Iterator[list[Unit]]:
 def _cut(
     unit: Unit, shapes: Mapping[str, Shape], values: Sequence[Ranked], path: str, joiner: Joiner
 ) -> Iterator[tuple[str, Node]]:
-    """Yield the values of one entry by the names of its parameters."""
+    """Yield the values of one entry, each with the name of its parameter."""
     tensors = [as_tensor(value.root) for value in values]
     flat = [tensor for tensor in tensors if tensor is not None and tensor.shape]
     if not flat:
@@ -215,7 +218,7 @@ def _cut(
             yield name, value if scalar is None else own(scalar)
         return
     if len(flat) != len(values) or not all(map(is_flat, flat)):
-        raise UnknownError(f"not every rank holds a flat piece of {unit[0]!r}")
+        raise UnknownError(f"some ranks have no flat shard of {unit[0]!r}")
     row, start = FlatRow(flat), 0
     for name in unit:
         yield name, shared_out((row,), shapes[name], start)
@@ -223,7 +226,7 @@ def _cut(
 
 
 def _groups(node: Node, units: list[Unit], shapes: Mapping[str, Shape]) -> Node:
-    """Return the groups with the names of their parameters, in the order of the model."""
+    """Return the groups with parameter names instead of numbers, in the order of the model."""
     if not isinstance(node, list):
         return node
     made = []
@@ -232,7 +235,7 @@ def _groups(node: Node, units: list[Unit], shapes: Mapping[str, Shape]) -> Node:
         if not isinstance(numbers, list) or not all(
             type(n) is int and 0 <= n < len(units) for n in numbers
         ):
-            raise UnknownError("its groups name parameters that are not there")
+            raise UnknownError("its groups refer to missing parameters")
         named = set(flatten(units[number] for number in numbers))
         made.append({**group, _PARAMS: [name for name in shapes if name in named]})
     return made
@@ -246,7 +249,7 @@ NAME = re.compile(
 )
 METADATA, PARAMETERS = "shard_metadata", "param_metadata"
 SHARD = "shard"
-_OLD_NAMES = ("flat_param_0", "flat_param")  # of the flat parameter of a module, until 0.4.0
+_OLD_NAMES = ("flat_param_0", "flat_param")  # name of a module's flat parameter until 0.4.0
 _FLAT = re.compile(r"(?:.*\.)?_?flat_param(?:_[0-9]+)?")
 TABLE = ParallelLayout(rows(
     (r".*\.version|.*_float_tensor|.*embed_positions\..*", SAME),
@@ -258,7 +261,7 @@ TABLE = ParallelLayout(rows(
 
 
 def matches(probe: Probe) -> bool:
-    """Files of shards, whose first has the metadata of fairscale."""
+    """Return whether the folder contains shards with fairscale's metadata."""
     found = sorted(filter(NAME.fullmatch, probe.names))
     if not found:
         return False
@@ -270,8 +273,10 @@ def matches(probe: Probe) -> bool:
 
 
 def read(probe: Probe, format: str) -> Checkpoint:
-    """Return the state_dict of all parts and shards. Raises CorruptError for files that do not go
-    together."""
+    """Return the state_dict of all model parts and shards.
+
+    Raises CorruptError if the files are of several saves or incomplete.
+    """
     reader, joiner = reader_of(probe), Joiner(Copies(probe.options.copies))
     grid: dict[tuple[int, int], tuple[str, Fields]] = {}
     stems = set()
@@ -281,7 +286,7 @@ def read(probe: Probe, format: str) -> Checkpoint:
             grid[int(found["part"] or 0), int(found["shard"])] = name, reader.fields(name)
     if len(stems) > 1:
         raise CorruptError(
-            f"holds the shards of {len(stems)} saves: {', '.join(sorted(stems)[:4])}"
+            f"contains the shards of {len(stems)} saves: {', '.join(sorted(stems)[:4])}"
         )
     axes = {TP: 1 + max(at for at, _ in grid), SHARD: 1 + max(at for _, at in grid)}
     files = [RankFile(name, {TP: m, SHARD: s}, {}) for (m, s), (name, _) in grid.items()]
@@ -294,15 +299,14 @@ def read(probe: Probe, format: str) -> Checkpoint:
     detail = f"{axes[TP]} model parts in {axes[SHARD]} shards each"
     return Checkpoint(
         {"model": merged.tensors}, format, probe.folder, globals=tuple(reader.globals),
-        warnings=(*merged.warnings, "left out the optimizer and what else each process saved",
+        warnings=(*merged.warnings, "dropped the optimizer, and other state of each rank",
                   *joiner.copies.warnings(), *reader.warnings),
         about=f"fairscale: {detail}", key="model",
     )  # fmt: skip
 
 
 class Backing(NamedTuple):
-    """The parameters in a flat one, one after another; `padding`: elements at the end of a
-    shard."""
+    """The parameters inside a flat parameter, in order; `padding` elements end its shard."""
 
     names: list[str]
     shapes: list[Shape]
@@ -311,15 +315,17 @@ class Backing(NamedTuple):
 
 
 def _whole(shards: Sequence[tuple[str, Fields]]) -> dict[str, Node]:
-    """Return the entries of one model part: what was flattened, what is shared, and the buffers of
-    the first shard."""
+    """Return the state_dict of one model part, without flat parameters.
+
+    Buffers come from the first shard.
+    """
     held = [fields.names("model") for _, fields in shards]
     modules: list[list[Fields]] = []
     for name, fields in shards:
         listed = fields.fields(METADATA).items(PARAMETERS)
         modules.append([Fields(each, f"{name}: {PARAMETERS}") for each in listed])
         if len(listed) < len(modules[0]):
-            raise FormatError(f"describes {len(listed):,} modules, another shard more", where=name)
+            raise FormatError(f"lists {len(listed):,} modules, another shard more", where=name)
     made: dict[str, Node] = {}
     flat: set[str] = set()
     for index, module in enumerate(modules[0]):
@@ -348,7 +354,7 @@ def _whole(shards: Sequence[tuple[str, Fields]]) -> dict[str, Node]:
         if key in flat or key in made or as_tensor(node) is None:
             continue
         if _FLAT.fullmatch(key):
-            raise FormatError(f"does not say what is in {key!r}", where=shards[0][0])
+            raise FormatError(f"does not record the contents of {key!r}", where=shards[0][0])
         made[key] = node
     return made
 
@@ -359,18 +365,16 @@ def _prefix(module: Fields) -> str:
 
 
 def _share(made: dict[str, Node], module: Fields) -> None:
-    """Give what is shared in a module its other names, if it is there; else CorruptError."""
+    """Add the aliases of a module's shared parameters. Raises CorruptError if one is missing."""
     prefix = _prefix(module)
     for pair in module.node.get("shared_param_info") or ():
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-            raise FormatError(f"{module.place}: shared_param_info is no list of pairs")
+            raise FormatError(f"{module.place}: shared_param_info is not a list of pairs")
         original, shared = map(str, pair)
         if original not in made:
             original, shared = prefix + original, prefix + shared
         if original not in made:
-            raise CorruptError(
-                f"{module.place}: {shared!r} shares {original!r}, which is not there"
-            )
+            raise CorruptError(f"{module.place}: {shared!r} shares {original!r}, which is missing")
         made[shared] = made[original]
 
 
@@ -398,17 +402,19 @@ def _backings(module: Fields, prefix: str, held: Mapping[str, Node]) -> dict[str
 
 
 def _unflattened(prefix: str, name: str, backing: Backing, row: FlatRow) -> dict[str, Node]:
-    """Return the parameters in one flat parameter."""
+    """Return the parameters inside one flat parameter, by name."""
     names, shapes, sizes, _ = backing
     if not len(names) == len(shapes) == len(sizes) or sum(sizes) != row.numel:
         raise CorruptError(
-            f"{prefix + name!r} has {row.numel:,} elements, its metadata say {sum(sizes):,}"
+            f"{prefix + name!r} has {row.numel:,} elements, but its metadata lists {sum(sizes):,}"
         )
     made: dict[str, Node] = {}
     start = 0
     for each, shape, size in zip(names, shapes, sizes, strict=True):
         if prod(shape) != size:
-            raise CorruptError(f"{each!r} is said to be {shape} and of {size:,} elements")
+            raise CorruptError(
+                f"{each!r}: its recorded shape {shape} does not have the recorded {size:,} elements"
+            )
         made[prefix + each] = shared_out((row,), shape, start)
         start += size
     return made

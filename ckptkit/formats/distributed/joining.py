@@ -1,6 +1,4 @@
-"""Tensors put together from boxes that several files hold: covered exactly once, copies
-compared.
-"""
+"""Assemble tensors from the shards in several files, and compare replicated shards."""
 
 from __future__ import annotations
 
@@ -20,18 +18,17 @@ from ckptkit.core.tree import Node, OrderedMapping, Path, join, key_text, type_n
 from ckptkit.core.weights import as_tensor
 from ckptkit.formats.distributed.meshes import LocalShard, Mesh, Piece, piece_of
 
-# Copies of one tensor in the files of several processes must be equal: else the files are of
-# different saves.
+# Replicas of a shard in several files must be equal; otherwise the files are of different saves.
 
 
-COMPARE, CHECK, FIRST = "compare", "check", "first"  # what is done about copies
+COMPARE, CHECK, FIRST = "compare", "check", "first"  # policies for replicas
 CHOICES = (COMPARE, CHECK, FIRST)
-READ = 16 << 20  # bytes of each side that are read where checksums do not decide
+READ = 16 << 20  # bytes of each replica that are read if checksums do not decide
 SHOWN = 80  # characters of a name in a message
 
 
 class Replica(NamedTuple):
-    """A tensor that two files hold alike."""
+    """A tensor that two files contain and that must be equal in both."""
 
     name: str
     first: Tensor
@@ -40,23 +37,22 @@ class Replica(NamedTuple):
 
 
 class Copies:
-    """The copies met while files are put together, and what became of them.
+    """The replicas that were found, and the result of comparing them.
 
-    ``compare``: checksums decide, small ones are read; ``check``: what checksums do not decide is
-    read; ``first``: those that differ are passed over, the first is taken.
+    ``compare`` compares checksums, and the bytes of small tensors without checksums. ``check``
+    compares the bytes of all tensors without checksums. ``first`` ignores differences and uses the
+    first replica.
     """
 
     def __init__(self, policy: str = COMPARE) -> None:
         self.policy = policy
         self.left: list[Replica] = []  # not compared
         self.equal = 0
-        self.passed: list[str] = []  # differ, and the first was taken
+        self.passed: list[str] = []  # names of replicas that differ, with the policy `first`
         self._read = 0
 
     def same(self, copy: Replica, *, always: bool = True) -> bool | None:
-        """Return whether a copy equals the first, None if that is unknown. Bytes are read if
-        `always`.
-        """
+        """Return whether a replica equals the first, None if unknown. `always` reads any size."""
         found = _by_checksum(copy.first, copy.other)
         if found is None and not always:
             self._read += copy.first.nbytes
@@ -64,7 +60,7 @@ class Copies:
         return compare(copy.first, copy.other) is None if found is None and always else found
 
     def add(self, copy: Replica) -> None:
-        """Raise CorruptError if it differs from the first."""
+        """Count a replica. Raises CorruptError if it differs from the first."""
         same = self.same(copy, always=False)
         if same is None:
             self.left.append(copy)
@@ -80,34 +76,33 @@ class Copies:
                 if found is not None:
                     how = f"{found.count:,} of {copy.first.numel:,} elements differ"
             raise CorruptError(
-                f"{copy.name[:SHOWN]!r} should be the same in {copy.files[0]} and "
-                f"{copy.files[1]}, and {how}",
-                hint="the files are of two saves, or the processes drifted apart; "
-                f"{typed_value('copies', 'first')} takes the first of each",
+                f"{copy.name[:SHOWN]!r} should be equal in {copy.files[0]} and {copy.files[1]}, "
+                f"but {how}",
+                hint="the files are of two saves, or the ranks diverged; "
+                f"{typed_value('copies', 'first')} uses the first replica of each tensor",
             )
 
     def warnings(self) -> Iterator[str]:
-        """Yield the warnings."""
+        """Yield warnings about replicas that were not compared or differ."""
         if self.policy == CHECK and not (self.equal or self.passed):
             yield (
-                "no two processes hold the same tensor: nothing says that the files are of one save"
+                "no two ranks have the same tensor: ckptkit cannot verify that the files are of "
+                "one save"
             )
         if self.left:
             nbytes = sum(copy.first.nbytes for copy in self.left)
             check = typed("--check-copies", "copies='check'")
             yield (
-                f"{len(self.left):,} copies ({size(nbytes)}) were not compared, the first of each "
-                f"is taken: {check} reads them"
+                f"{len(self.left):,} replicas ({size(nbytes)}) were not compared, the first of "
+                f"each is used: {check} reads them"
             )
         if self.passed:
             names = list(dict.fromkeys(self.passed))
-            yield f"copies differ, the first of each was taken: {some(names)}"
+            yield f"replicas differ, the first of each was used: {some(names)}"
 
 
 def _by_checksum(a: Tensor, b: Tensor) -> bool | None:
-    """Return whether the checksums of two tensors of one shape and dtype are equal, None if they
-    cannot tell.
-    """
+    """Return whether the checksums of two equally shaped tensors are equal, None if unknown."""
     one, other = a.storage, b.storage
     if one is None or other is None or one is other:
         return one is other
@@ -123,19 +118,18 @@ def _by_checksum(a: Tensor, b: Tensor) -> bool | None:
     return False if whole else None
 
 
-# Whole tensors of boxes that several files hold.
+# Tensors assembled from the shards in several files
 
 
 class Held(NamedTuple):
-    """A box and the file that holds it."""
+    """A box of a tensor, and the file that contains it."""
 
     box: LocalShard
     file: str
 
 
 class Joiner:
-    """Makes whole tensors. Those that are made of the same bytes share a storage, as they did in
-    the files."""
+    """Assembles tensors. Tensors that are made of the same bytes share a storage."""
 
     def __init__(self, copies: Copies) -> None:
         self.copies = copies
@@ -143,8 +137,10 @@ class Joiner:
         self._cpu: dict[int, tuple[Storage, Storage]] = {}
 
     def tensor(self, name: str, dtype: DType, shape: Shape, held: Iterable[Held]) -> Tensor:
-        """Return the tensor whose boxes are `held`. Raises CorruptError for a hole, an overlap, or
-        copies that differ."""
+        """Return the tensor that the boxes `held` make.
+
+        Raises CorruptError for a gap, an overlap, or replicas that differ.
+        """
         boxes: dict[tuple[Shape, Shape], Held] = {}
         for each in held:
             known = boxes.setdefault((each.box.offsets, each.box.sizes), each)
@@ -172,7 +168,7 @@ class Joiner:
         tensors: Sequence[Tensor],
         copies: tuple[StridedCopy, ...],
     ) -> Tensor:
-        """Return the tensor that copies of others make; one of them, where that is all of it."""
+        """Return the tensor that the copies make; if one source is all of it, that source."""
         if len(copies) == 1:
             (copy,) = copies
             tensor = tensors[copy.source]
@@ -180,7 +176,7 @@ class Joiner:
             if tensor.shape == shape and len(dims) < 2 and all(dim[1:] == (1, 1) for dim in dims):
                 return self.plain(tensor)
         if dtype.kind == "quantized" or dtype.bits % 8:
-            raise UnsupportedError(f"{name[:SHOWN]!r}: parts of {dtype} are not put together")
+            raise UnsupportedError(f"{name[:SHOWN]!r}: ckptkit cannot join shards of {dtype}")
         sources = tuple(
             (id(each.storage), each.offset, each.shape, each.stride) for each in tensors
         )
@@ -192,8 +188,7 @@ class Joiner:
         return Tensor(self._made[key], dtype, shape, contiguous_stride(shape))
 
     def plain(self, tensor: Tensor) -> Tensor:
-        """Return a tensor of one file, tagged like those that were put together: they have been on
-        no device."""
+        """Return the tensor with its storage on the CPU, as assembled tensors are."""
         storage = tensor.storage
         if storage is None or tensor.layout != "strided":
             return tensor
@@ -206,29 +201,29 @@ class Joiner:
         )  # fmt: skip
 
     def same(self, name: str, held: Sequence[tuple[Tensor, str]]) -> Tensor:
-        """The first of tensors that must be equal. Raises CorruptError where they are not."""
+        """Return the first of several tensors. Raises CorruptError if they differ."""
         first, file = held[0]
         for other, place in held[1:]:
             if (other.dtype, other.shape) != (first.dtype, first.shape):
                 one, two = (f"{each.dtype} {each.shape}" for each in (first, other))
                 raise CorruptError(
                     f"{name[:SHOWN]!r} is {one} in {file}, {two} in {place}",
-                    hint="the files are not of one save",
+                    hint="the files are of different saves",
                 )
             self.copies.add(Replica(name, first, other, (file, place)))
         return self.plain(first)
 
 
-# One tree of the trees that ranks saved: pieces joined, what all hold alike kept once, anything
-# else refused.
+# Merging the trees that ranks saved: shards are joined, values that are equal on all ranks are kept
+# once, and differences are refused
 
 
 FLAT = "_flat_param"
-_MIXED = "the files are not of one save"
+_MIXED = "the files are of different saves"
 
 
 class Ranked(NamedTuple):
-    """The tree that one rank saved, and its file."""
+    """The tree that a rank saved, and its file."""
 
     rank: int
     file: str
@@ -236,12 +231,12 @@ class Ranked(NamedTuple):
 
 
 class Merger:
-    """Goes through the trees of all ranks at once. Errors name the entry and the files."""
+    """Walks the trees of all ranks in parallel. Errors name the entry and the files."""
 
     def __init__(self, ranks: Sequence[Ranked], joiner: Joiner, known: Mapping[int, Piece]) -> None:
         self.ranks = ranks
         self.joiner = joiner
-        self.known = known  # pieces by the id of their nodes, as far as they were read
+        self.known = known  # by id of the node: pieces that have been parsed already
         self._made: dict[tuple[int, ...], Node] = {}
         self._meshes: dict[int, Mesh] = {}
 
@@ -279,7 +274,7 @@ class Merger:
             return self._mapping(path, nodes)
         if isinstance(first, (list, tuple)):
             return self._sequence(path, nodes)
-        # Plain values must be equal; of objects the first counts.
+        # Plain values must be equal; of other objects the first rank's is used.
         plain = isinstance(first, (str, bytes, int, float, complex, type(None)))
         for ranked, node in zip(self.ranks, nodes, strict=True):
             equal = type(node) is type(first) and (not plain or repr(node) == repr(first))
@@ -288,15 +283,15 @@ class Merger:
         return first
 
     def _pieces(self, path: Path, first: Piece, pieces: Sequence[Piece | None]) -> Node:
-        """Return the whole tensor. Raises CorruptError where the files contradict each other."""
+        """Return the complete tensor. Raises CorruptError if the files contradict each other."""
         name = join(path)
         held: list[Held] = []
         for ranked, piece in zip(self.ranks, pieces, strict=True):
             if piece is None:
-                raise self._differ(path, ranked, "a piece of a tensor", "none")
+                raise self._differ(path, ranked, "one rank's piece of a tensor", "not one")
             if (piece.dtype, piece.shape) != (first.dtype, first.shape):
                 whole, other = (f"{each.dtype} {each.shape}" for each in (first, piece))
-                raise self._differ(path, ranked, f"of {whole}", f"of {other}")
+                raise self._differ(path, ranked, whole, other)
             try:
                 held += [Held(box, ranked.file) for box in piece.boxes(ranked.rank)]
             except CkptkitError as error:
@@ -304,8 +299,8 @@ class Merger:
                 raise
         if name.rpartition(".")[2] == FLAT:
             raise UnsupportedError(
-                f"holds flat parameters of FSDP (LOCAL_STATE_DICT), e.g. {_name(path)}: the names "
-                "and shapes of what is in them are not in the files",
+                f"contains flat parameters of FSDP (LOCAL_STATE_DICT), e.g. {_name(path)}; the "
+                "files do not record the names and shapes of the parameters inside",
                 hint="load it in the training script, and save with SHARDED_STATE_DICT or "
                 "FULL_STATE_DICT",
             )
@@ -330,7 +325,7 @@ class Merger:
         first = nodes[0]
         for ranked, node in zip(self.ranks, nodes, strict=True):
             if not isinstance(node, (list, tuple)) or len(node) != len(first):
-                raise self._differ(path, ranked, f"{len(first):,} values", "not as many")
+                raise self._differ(path, ranked, f"{len(first):,} values", "another number")
         made = [
             self._node((*path, number), [node[number] for node in nodes])
             for number in range(len(first))

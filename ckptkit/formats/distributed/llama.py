@@ -1,12 +1,12 @@
-"""The parts of a Llama release of Meta: ``consolidated.<NN>.pth`` and ``params.json``.
+"""Read and write the shards of a Llama release of Meta: ``consolidated.<NN>.pth``, ``params.json``.
 
-Which dimension of the embedding is cut changed with version 3: the one that is not ``dim`` wide
-was. Version 4 has fused projections, experts in one tensor, and an encoder of images. The number of
-parts is the number of files: ``wq`` has ``dim`` rows in all. :func:`layout` cuts a model under
-Meta's names into such parts again.
+Before version 3 the embedding is split along its second dimension, so a shard is narrower than
+``dim``; since version 3, along its first. Version 4 has fused projections, all experts in one
+tensor, and an image encoder. The number of shards is the number of files: together, ``wq`` has
+``dim`` rows. :func:`layout` splits a model with Meta's names into such shards.
 
-Sources: fairscale's parallel layers in Meta's code; for version 4 transformers'
-convert_llama4_weights_to_hf.py and torchtitan's convert_meta_to_dcp.py, which join such parts.
+Sources: fairscale's parallel layers in Meta's code; for version 4, transformers'
+convert_llama4_weights_to_hf.py and torchtitan's convert_meta_to_dcp.py, which join such shards.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ from ckptkit.formats.table import LLAMA_PARTS
 
 NAME = re.compile(r"consolidated\.([0-9]{2})\.pth")
 PARAMS = "params.json"
-EMBEDDING = "llama.embedding_cut"  # in the metadata: the dimension along which the parts had cut it
-_BYTES = 1 << 20  # of params.json
+EMBEDDING = "llama.embedding_cut"  # metadata key: dimension along which the embedding was split
+_BYTES = 1 << 20  # maximum size of params.json
 _VISION, _ENCODER = r"vision_embeddings\.", r"vision_embeddings\.vision_encoder\."
 
 
 def table(params: Mapping[str, Any], *, by_rows: bool) -> ParallelLayout:
-    """Return the rows of all versions; the embedding is cut `by_rows` from version 3 on."""
+    """Return the layout of all versions. Since version 3 the embedding is split `by_rows`."""
     heads, groups = integer(params, "n_heads"), integer(params, "n_kv_heads")
     inner = params.get("moe_args")
     experts = integer(inner if isinstance(inner, dict) else params, "num_experts") or 1
@@ -82,13 +82,13 @@ def table(params: Mapping[str, Any], *, by_rows: bool) -> ParallelLayout:
 
 
 def matches(probe: Probe) -> bool:
-    """Return whether there are several parts, or some without the first; that alone is a file."""
+    """Return whether there are several shards, or the first is missing."""
     found = set(filter(NAME.fullmatch, probe.names))
     return bool(found - {"consolidated.00.pth"})
 
 
 def read(probe: Probe, format: str) -> Checkpoint:
-    """The state_dict under Meta's names. Raises CorruptError for parts that do not go together."""
+    """Return the state_dict with Meta's names. Raises CorruptError if shards do not match."""
     folder, reader = probe.folder, reader_of(probe)
     text = params_text(folder)
     params = read_params(text)
@@ -99,14 +99,14 @@ def read(probe: Probe, format: str) -> Checkpoint:
             continue
         root = reader.read(name).root
         if not isinstance(root, dict):
-            raise FormatError("holds no dict", where=name)
+            raise FormatError("does not contain a dict", where=name)
         parts.append(RankFile(name, {TP: int(found[1])}, root))
     first = parts[0].entries
     dim = _width(first, params)
     count = max(1 + max(part.at[TP] for part in parts), _count_of(first, dim))
     check_grid(parts, {TP: count}, {TP: "consolidated"})
     embedding = as_tensor(first.get("tok_embeddings.weight"))
-    # A part has rows of the embedding, not columns, where it is as wide as the model.
+    # If a shard of the embedding is as wide as the model, the embedding is split by rows.
     by_rows = embedding is None or dim is None or embedding.shape[-1] == dim
     merged = merge(parts, {TP: count}, table(params, by_rows=by_rows), joiner)
     _check_totals(merged.tensors, params)
@@ -116,12 +116,12 @@ def read(probe: Probe, format: str) -> Checkpoint:
     return Checkpoint(
         merged.tensors, format, folder, extras=kept, globals=tuple(reader.globals),
         warnings=(*merged.warnings, *joiner.copies.warnings(), *reader.warnings),
-        about=f"Llama release of Meta: {count} of {count} parts",
+        about=f"Llama release of Meta: {count} of {count} shards",
     )  # fmt: skip
 
 
 def params_text(folder: Folder) -> bytes:
-    """Return the bytes of ``params.json``; none where there is none."""
+    """Return the bytes of ``params.json``; empty if the file is missing."""
     if PARAMS not in folder:
         return b""
     source = folder.open(PARAMS)
@@ -131,7 +131,7 @@ def params_text(folder: Folder) -> bytes:
 
 
 def read_params(text: bytes) -> dict[str, Any]:
-    """Parse ``params.json``; empty if there is none."""
+    """Parse ``params.json``. Return an empty dict if it is missing."""
     found = strict_json.parse(text, PARAMS) if text else {}
     if not isinstance(found, dict):
         raise FormatError(f"{PARAMS} is not a JSON object")
@@ -140,23 +140,23 @@ def read_params(text: bytes) -> dict[str, Any]:
 
 
 def integer(params: Mapping[str, Any], key: str) -> int | None:
-    """Return a positive number in the parameters, None where there is none."""
+    """Return a positive integer in the parameters, None if there is none."""
     found = params.get(key)
     return found if type(found) is int and found > 0 else None
 
 
 def _width(entries: Mapping[str, Node], params: Mapping[str, Any]) -> int | None:
-    """Return the model's ``dim``: said, or that of the last norm, which is whole in each part."""
+    """Return ``dim``, from the parameters or from the last norm, which every shard has."""
     norm = as_tensor(entries.get("norm.weight"))
     dim = integer(params, "dim")
     held = norm.shape[0] if norm is not None and len(norm.shape) == 1 else None
     if dim and held and dim != held:
-        raise CorruptError(f"{PARAMS} says dim {dim:,}, the norms have {held:,} elements")
+        raise CorruptError(f"{PARAMS} has dim {dim:,}, but the norms have {held:,} elements")
     return dim or held
 
 
 def _count_of(entries: Mapping[str, Node], dim: int | None) -> int:
-    """Derive the number of parts from the rows of a query projection; 0 if nothing tells."""
+    """Return the number of shards, derived from the query projection; 0 if it is unknown."""
     query = as_tensor(entries.get("layers.0.attention.wq.weight"))
     output = as_tensor(entries.get("layers.0.attention.wo.weight"))
     if dim is None or output is None or len(output.shape) != 2:
@@ -166,39 +166,40 @@ def _count_of(entries: Mapping[str, Node], dim: int | None) -> int:
 
 
 def _check_totals(tensors: Mapping[str, Node], params: Mapping[str, Any]) -> None:
-    """Raise CorruptError where the whole is of other sizes than ``params.json`` says."""
+    """Raise CorruptError if the sizes of the merged model contradict ``params.json``."""
     dim, heads = integer(params, "dim"), integer(params, "n_heads")
     groups = integer(params, "n_kv_heads") or heads
     layers = {name.split(".")[1] for name in tensors if name.startswith("layers.")}
     layer_count = integer(params, "n_layers")
     if layer_count and len(layers) != layer_count:
-        raise CorruptError(f"has {len(layers):,} layers, {PARAMS} says {layer_count:,}")
+        raise CorruptError(f"has {len(layers):,} layers, but {PARAMS} has {layer_count:,}")
     key = as_tensor(tensors.get("layers.0.attention.wk.weight"))
     if not (dim and heads and groups) or key is None:
         return
     expected = dim // heads * groups
     if key.shape[0] > expected and key.shape[0] % expected == 0:
         raise UnsupportedError(
-            f"its parts repeat its {groups} key heads {key.shape[0] // expected} times (MP16)",
-            hint="take the release with fewer parts (MP8)",
+            f"its shards repeat its {groups} key heads {key.shape[0] // expected} times (MP16)",
+            hint="use the release with fewer shards (MP8)",
         )
     if key.shape[0] != expected:
         raise CorruptError(
-            f"its keys have {key.shape[0]:,} rows, {PARAMS} says {expected:,}: a part is missing"
+            f"its keys have {key.shape[0]:,} rows, but {PARAMS} implies {expected:,}: a shard is "
+            "missing"
         )
 
 
 def layout(checkpoint: Checkpoint, options: Options) -> Plan:
-    """Return a folder of ``consolidated.<NN>.pth`` and ``params.json``.
+    """Plan a folder of ``consolidated.<NN>.pth`` and ``params.json``.
 
-    Raises UsageError for weights of other names, and where nothing says along which dimension the
-    embedding is cut.
+    Raises UsageError if the weights have other names, or if the dimension along which the embedding
+    is split is unknown.
     """
     count = ranks_of(options, LLAMA_PARTS.name)
     tensors = dict(checkpoint.required.tensors)
     text = checkpoint.extras.get(PARAMS, "")
     params = read_params(text.encode())
-    # As its parts were cut; from version 3 on the vocabulary is large, and said.
+    # Split the embedding as in the input. Since version 3, params.json has the large vocabulary.
     recorded, vocabulary = checkpoint.extras.get(EMBEDDING), params.get("vocab_size")
     by_rows = recorded != "1"
     if recorded not in ("0", "1"):
@@ -206,13 +207,13 @@ def layout(checkpoint: Checkpoint, options: Options) -> Plan:
             by_rows = vocabulary != -1
         elif count > 1:
             raise UsageError(
-                "nothing says along which dimension the embedding is cut: 1 in Llama 1 and 2, 0 "
-                "since",
-                hint="convert from the folder of the release, or from what ckptkit made of it",
+                "the dimension along which the embedding is split is unknown: 1 in Llama 1 and 2, "
+                "0 since Llama 3",
+                hint="convert from the folder of the release, or from a file that ckptkit wrote",
             )
     parts = cut_all(tensors, table(params, by_rows=by_rows), count)
     files = [file(f"consolidated.{rank:02d}.pth", part, options) for rank, part in enumerate(parts)]
     if text:
         return Plan((*files, OutputFile(PARAMS, (text.encode(),))), (), len(tensors))
-    note = f"there is no {PARAMS} to write: the loaders of Meta's code need it"
+    note = f"there is no {PARAMS} to write, which Meta's code needs"
     return Plan(tuple(files), (note,), len(tensors))

@@ -1,16 +1,16 @@
-"""Megatron-LM, ``--ckpt-format torch``: a folder for each tensor, pipeline and expert rank.
+"""Read and write Megatron-LM, ``--ckpt-format torch``: a folder per tensor, pipeline, expert rank.
 
     latest_checkpointed_iteration.txt                         a number, or "release"
     iter_<NNNNNNN>/mp_rank_<TT>[_<PPP>][_<EEE>]/model_optim_rng.pt
 
-PPP is there with several pipeline stages, EEE with several expert ranks: only the arguments in the
-files tell. A file has ``args`` (argparse.Namespace), ``checkpoint_version``, ``iteration`` and
-``model``, or ``model0`` and so on for virtual stages. Layers, and experts, are numbered from 0 in
-each part.
+A name has PPP if there are several pipeline stages, and EEE if there are several expert ranks. Only
+the arguments in the files tell which number is which. A file has ``args`` (argparse.Namespace),
+``checkpoint_version``, ``iteration`` and ``model``; with virtual stages ``model0`` and so on. Each
+rank numbers its layers and experts from 0.
 
-The whole has Megatron's own names, flat, padded rows of the vocabulary kept, and the order of rows
-inside query_key_value that checkpoint_version 2 and later have: head by head. :func:`layout` cuts
-it for tensor parallelism again.
+The merged model has Megatron's own names, flat, and keeps the padding rows of the vocabulary. The
+rows of query_key_value have the order of checkpoint_version 2 and later: head by head.
+:func:`layout` splits a model for tensor parallelism again.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _FOLDER = re.compile(r"mp_rank_([0-9]{2,3})(?:_([0-9]{3}))?(?:_([0-9]{3}))?")
 _MODEL = re.compile(r"model([0-9]{0,4})")
 _LAYERS = re.compile(r"(?:^|\.)(?:decoder|encoder|transformer)\.layers\.([0-9]{1,9})\.")
 _EXPERTS = re.compile(r"\.(?:local_experts\.|linear_fc[12]\.(?:weight|bias))([0-9]{1,9})(?:\.|$)")
-_SPLIT = "distrib_optim.pt"  # beside the model: the optimizer, in buckets of the data ranks
+_SPLIT = "distrib_optim.pt"  # the optimizer, beside the model, in buckets of the data ranks
 _OF_PROCESS = ("optimizer", "rng_state", "num_floating_point_operations_so_far")
 _SIZES = tuple(f"{kind}_model_parallel_size" for kind in ("expert", "pipeline", "tensor"))
 WORD = "embedding.word_embeddings.weight"
@@ -67,9 +67,9 @@ LEGACY = "language_model."
 
 
 def _rows(gated: int) -> tuple[LayoutRow, ...]:
-    """Of mcore, with its own layers and with those of Transformer Engine."""
+    """Return the rows for mcore, with its own layers or those of Transformer Engine."""
     return rows(
-        (r".*\._extra_state.*", "drop: state of Transformer Engine, of one process"),
+        (r".*\._extra_state.*", "drop: state of Transformer Engine, which each rank has"),
         (r".*layer_norm_(weight|bias)|.*(layernorm|_norm|\.norm)\.(weight|bias)", SAME),
         (r".*\.router\.(weight|bias|expert_bias)|.*\.shared_experts\.gate_weight", SAME),
         (r"mtp\..*\.[eh]norm\.(weight|bias)", SAME),
@@ -77,10 +77,10 @@ def _rows(gated: int) -> tuple[LayoutRow, ...]:
         (r"embedding\.(position|tokentype)_embeddings\.weight|rotary_pos_emb\.inv_freq", SAME),
         (
             r".*\.experts\.weight[12]",
-            "refuse: experts in one tensor (GroupedMLP without Transformer Engine) are not put "
-            "together",
+            "refuse: ckptkit cannot merge experts in one tensor (GroupedMLP without Transformer "
+            "Engine)",
         ),
-        (r".*\.mixer\..*", "refuse: layers of Mamba are not put together"),
+        (r".*\.mixer\..*", "refuse: ckptkit cannot merge Mamba layers"),
         (r".*\.(linear_proj|linear_fc2)\.bias[0-9]*", SAME),
         (r".*\.(linear_proj|linear_fc2)\.weight[0-9]*", COLUMNS),
         (r".*\.linear_fc1\.(weight|bias)[0-9]*", cut(0, gated)),
@@ -91,9 +91,9 @@ def _rows(gated: int) -> tuple[LayoutRow, ...]:
 
 
 def _legacy_rows(gated: int, fused: str) -> tuple[LayoutRow, ...]:
-    """Of the model classes before mcore."""
+    """Return the rows for the model classes before mcore."""
     return rows(
-        (r".*\._extra_state.*", "drop: state of one process"),
+        (r".*\._extra_state.*", "drop: state of one rank"),
         (r".*(layernorm|norm)\.(weight|bias)", SAME),
         (r".*\.(position|tokentype)_embeddings\.weight|.*\.inv_freq", SAME),
         (r".*attention\.query_key_value\.(weight|bias)", fused),
@@ -107,13 +107,13 @@ def _legacy_rows(gated: int, fused: str) -> tuple[LayoutRow, ...]:
 
 @dataclass(frozen=True)
 class Arguments:
-    """The training arguments that describe the parts. Missing ones count as 1, or as false."""
+    """The training arguments that describe the ranks. A missing one is 1, or false."""
 
     values: Mapping[str, Node]
     version: float
 
     def number(self, *names: str) -> int | None:
-        """Return the first of the arguments that is a number above 0."""
+        """Return the first of the named arguments that is a positive integer, None without one."""
         for name in names:
             found = self.values.get(name)
             if type(found) is int and 0 < found < 1 << 31:
@@ -125,7 +125,7 @@ class Arguments:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Ranks by axis."""
+        """Return the number of ranks by axis."""
         return {
             TP: self.number("tensor_model_parallel_size", "model_parallel_size") or 1,
             PP: self.number("pipeline_model_parallel_size") or 1,
@@ -134,15 +134,15 @@ class Arguments:
 
     @property
     def fused(self) -> str:
-        """How rows of fused query, key and value are ordered, by the version of the file."""
+        """Return how fused query, key and value rows are split, by the version of the file."""
         if self.version >= 2:
             return ROWS
         hidden, heads = self.number("hidden_size"), self.number("num_attention_heads")
         rows_of_head = self.number("kv_channels") or (hidden // heads if hidden and heads else None)
         if rows_of_head is None:
             raise UnsupportedError(
-                f"is of checkpoint_version {self.version:g}, and its arguments do not say how wide "
-                "a head is"
+                f"has checkpoint_version {self.version:g}, and its arguments do not contain the "
+                "width of a head"
             )
         part = "h d t" if self.version >= 1 else "t h d"
         return f"[({part}) ...] -> [(tp h t d) ...] with t=3 d={rows_of_head}"
@@ -156,13 +156,14 @@ def arguments_of(root: Mapping[Node, Node]) -> Arguments:
 
 
 def table(arguments: Arguments, *, legacy: bool) -> ParallelLayout:
-    """Return the rules for what the arguments say."""
+    """Return the layout that the arguments describe."""
     gated = 2 if arguments.flag("swiglu") or arguments.flag("gated_linear_unit") else 1
     experts = arguments.number("num_experts")
     apart = arguments.number("expert_tensor_parallel_size")
     if experts and apart and apart != arguments.sizes[TP]:
         raise UnsupportedError(
-            f"its experts are cut for {apart} ranks, its other tensors for {arguments.sizes[TP]}",
+            f"its experts are split over {apart} ranks, but other tensors over "
+            f"{arguments.sizes[TP]}",
             hint="save it with expert_tensor_parallel_size equal to tensor_model_parallel_size",
         )
     layers = Offset(_LAYERS, (VP, PP), arguments.number("num_layers"))
@@ -176,7 +177,7 @@ def table(arguments: Arguments, *, legacy: bool) -> ParallelLayout:
 
 
 def matches(probe: Probe) -> bool:
-    """Return the folder of an iteration."""
+    """Return whether this is the folder of an iteration."""
     return any(FILE in probe.folder.sub(name) for name in _folders(probe))
 
 
@@ -186,10 +187,10 @@ def _folders(probe: Probe) -> list[str]:
 
 
 def read(probe: Probe, format: str) -> Checkpoint:
-    """Return the model of all ranks, and what else the first rank saved, its optimizer aside.
+    """Return the merged model, and the other entries of the first rank without its optimizer.
 
-    Raises CorruptError for a part that is missing or of another save, UnsupportedError for what has
-    no rule.
+    Raises CorruptError if a rank is missing or of another save, UnsupportedError for tensors that
+    no rule covers.
     """
     folder, reader, names = probe.folder, RankReader(probe.folder), _folders(probe)
     roots = {name: _root(reader, folder, name) for name in names}
@@ -200,8 +201,8 @@ def read(probe: Probe, format: str) -> Checkpoint:
     for name, root in roots.items():
         if arguments_of(root).sizes != sizes:
             raise CorruptError(
-                f"{name} is of {arguments_of(root).sizes}, {names[0]} of {sizes}",
-                hint="the files are of two runs: move those of one away",
+                f"{name} has the sizes {arguments_of(root).sizes}, {names[0]} has {sizes}",
+                hint="the files are of two runs: move those of either run away",
             )
         for key in ("iteration", "checkpoint_version"):
             if repr(root.get(key)) != repr(first.get(key)):
@@ -220,11 +221,11 @@ def read(probe: Probe, format: str) -> Checkpoint:
     padded = arguments.number("padded_vocab_size")
     if words is not None and padded and words.shape[0] != padded:
         raise CorruptError(
-            f"its embedding has {words.shape[0]:,} rows, its arguments say {padded:,}"
+            f"its embedding has {words.shape[0]:,} rows, but its arguments have {padded:,}"
         )
     left = [key for key in _OF_PROCESS if key in first]
     left += [_SPLIT] if any(_SPLIT in folder.sub(name) for name in names) else []
-    warnings = [f"left out {', '.join(left)}: each process has its own"] if left else []
+    warnings = [f"dropped {', '.join(left)}: each rank has its own"] if left else []
     grid = " x ".join(f"{AXES[axis]} {n}" for axis, n in sizes.items() if n > 1 or axis in (TP, PP))
     names_of = "legacy names" if legacy else "mcore names"
     return Checkpoint(
@@ -239,15 +240,15 @@ def read(probe: Probe, format: str) -> Checkpoint:
 def _root(reader: RankReader, folder: Folder, name: str) -> dict[Node, Node]:
     inner = folder.sub(name)
     if FILE not in inner:
-        raise CorruptError(f"{name} has no {FILE}", hint="fetch it from where the rest came from")
+        raise CorruptError(f"{name} has no {FILE}", hint="copy it from the same source as the rest")
     root = reader.read(FILE, inner).root
     if not isinstance(root, dict) or not any(_MODEL.fullmatch(str(key)) for key in root):
-        raise FormatError("holds no model of Megatron-LM", where=f"{inner.name}/{FILE}")
+        raise FormatError("contains no Megatron-LM model", where=f"{inner.name}/{FILE}")
     return root
 
 
 def _parts(name: str, root: Mapping[Node, Node], sizes: Mapping[str, int]) -> list[RankFile]:
-    """Return the parts in one file: one for each virtual stage."""
+    """Return the shards in one file, one for each virtual stage."""
     found = _FOLDER.fullmatch(name)
     assert found is not None
     numbers = [int(number) for number in found.groups() if number is not None]
@@ -255,7 +256,7 @@ def _parts(name: str, root: Mapping[Node, Node], sizes: Mapping[str, int]) -> li
     if len(numbers) != len(axes):
         sizes_text = " x ".join(f"{AXES[axis]} {n}" for axis, n in sizes.items())
         raise CorruptError(
-            f"{name} does not name a part of {sizes_text}", hint="the folder was renamed"
+            f"{name} is not the name of a rank of {sizes_text}", hint="the folder was renamed"
         )
     at = {PP: 0, EP: 0, **dict(zip(axes, numbers, strict=True))}
     return [
@@ -266,8 +267,9 @@ def _parts(name: str, root: Mapping[Node, Node], sizes: Mapping[str, int]) -> li
 
 
 def _other_entries(root: Mapping[Node, Node], arguments: Arguments) -> dict[str, Node]:
-    """Return the other entries of the first rank. Its arguments, as a plain dict, become those of
-    the whole model.
+    """Return the other entries of the first rank, with the arguments of the merged model.
+
+    The arguments become a plain dict.
     """
     kept = {
         key: node
@@ -284,7 +286,7 @@ def _other_entries(root: Mapping[Node, Node], arguments: Arguments) -> dict[str,
 
 
 def _is_plain(node: Node) -> bool:
-    """Return whether a value can be kept without the code of Megatron-LM."""
+    """Return whether a value can be stored without the code of Megatron-LM."""
     if isinstance(node, Global):
         return node.module == "torch"
     if isinstance(node, (list, tuple)):
@@ -293,21 +295,23 @@ def _is_plain(node: Node) -> bool:
 
 
 def _text(node: Node) -> str:
-    return str(node) if isinstance(node, (int, float, str)) else "not there"
+    return str(node) if isinstance(node, (int, float, str)) else "missing"
 
 
-# Cut for tensor parallelism, under the names and arguments that Megatron's own folders have.
+# Splitting for tensor parallelism, with the names and arguments of Megatron's own folders
 
 
 def layout(checkpoint: Checkpoint, options: Options) -> Plan:
-    """Return a folder of an iteration, with the tracker beside it. Raises UsageError where the
-    arguments are missing."""
+    """Plan the folder of an iteration, and the tracker beside it.
+
+    Raises UsageError if the checkpoint lacks Megatron's arguments.
+    """
     count = ranks_of(options, MEGATRON_PARTS.name)
     root = checkpoint.root
     if not isinstance(root, dict) or not isinstance(root.get("args"), dict):
         raise UsageError(
-            "has no arguments of Megatron-LM, which say how its tensors are cut",
-            hint="convert from the folder of the training, or from a .pth that ckptkit made of it",
+            "has no Megatron-LM arguments, which describe how its tensors are split",
+            hint="convert from the folder of the training, or from a .pth that ckptkit converted",
         )
     tensors = checkpoint.required.tensors
     trained = arguments_of(root)
@@ -329,7 +333,7 @@ def layout(checkpoint: Checkpoint, options: Options) -> Plan:
 
 
 def _nested(part: OrderedMapping) -> dict[str, Node]:
-    """Return the nested dicts of the legacy classes: names of layers stay as they are."""
+    """Return the nested dicts of the legacy classes, in which layer names contain dots."""
     made: dict[str, Node] = {}
     for name, tensor in part.items():
         head, dot, rest = name.partition("layers.")

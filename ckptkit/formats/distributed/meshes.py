@@ -1,16 +1,14 @@
-"""Pieces of tensors: what one rank holds of a DTensor or ShardedTensor, as torch 2.1 to 2.15 pickle
-them.
+"""Parse one rank's piece of a DTensor or ShardedTensor, as torch 2.1 to 2.15 pickle it.
 
-Both are made by ``_rebuild_wrapper_subclass`` with the dtype and shape of the whole as arguments;
-their state differs:
+Both are created by ``_rebuild_wrapper_subclass`` with the dtype and shape of the whole tensor.
+Their states differ:
 
     DTensor          {"_local_tensor": tensor,
                       "_spec": DTensorSpec(mesh, placements, shard_order...)}
     ShardedTensor    (local shards, ShardedTensorMetadata, ProcessGroupState, spec, flag)
 
-A mesh is a tensor of ranks (until torch 2.9), or a layout over a row of ranks (2.10 and later):
-these few integers are the only bytes that are read here. Attributes come as a dict, or as (dict,
-slots).
+A mesh is a tensor of ranks (until torch 2.9) or a layout over a list of ranks (since 2.10). These
+few integers are the only bytes that this module reads. Attributes are a dict, or (dict, slots).
 """
 
 from __future__ import annotations
@@ -33,13 +31,13 @@ from ckptkit.core.tree import Node, Object, Pairs, Path, children
 REPLICATE, SHARD, STRIDED, PARTIAL = "Replicate", "Shard", "_StridedShard", "Partial"
 CLASSES = ("DTensor", "ShardedTensor")
 _KINDS = {**{kind: kind for kind in (REPLICATE, SHARD, STRIDED, PARTIAL)}, "_Partial": PARTIAL}
-_RANK_BYTES = 1 << 20  # of the ranks of a mesh
+_RANK_BYTES = 1 << 20  # maximum size of the ranks of a mesh
 
-Runs = tuple[tuple[int, int], ...]  # begin and end of indices in one dimension, in order
+Runs = tuple[tuple[int, int], ...]  # sorted ranges of indices in one dimension: begin, end
 
 
 class LocalShard(NamedTuple):
-    """A box of the whole tensor, in elements, and the tensor that holds its elements."""
+    """A box of the whole tensor (offsets and sizes in elements), and a tensor of its elements."""
 
     offsets: Shape
     sizes: Shape
@@ -48,14 +46,14 @@ class LocalShard(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Mesh:
-    """Ranks on a grid: its shape, and the ranks in row-major order."""
+    """A device mesh: its shape, and its ranks in row-major order."""
 
     shape: Shape
     ranks: tuple[int, ...]
     names: tuple[str, ...] = ()
 
     def coordinates(self, rank: int) -> Shape:
-        """Return the coordinates of a rank. Raises CorruptError if it is not on the mesh."""
+        """Return the coordinates of a rank. Raises CorruptError if the mesh does not contain it."""
         if rank not in self.ranks:
             raise CorruptError(f"rank {rank:,} is not on its mesh of {len(self.ranks):,} ranks")
         place = self.ranks.index(rank)
@@ -65,7 +63,7 @@ class Mesh:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Placement of a tensor on one dimension of a mesh; `dim` and `factor` if it is split."""
+    """Placement of a tensor on one mesh dimension; `dim` and `factor` if it is sharded."""
 
     kind: str
     dim: int = 0
@@ -74,11 +72,11 @@ class Placement:
 
 @dataclass(frozen=True)
 class _OfRank:
-    """The part of a tensor of `shape` that one rank holds.
+    """One rank's part of a tensor of `shape`.
 
-    ``rank`` is None where the pickle does not give it (DTensor until torch 2.9). ``ranks`` are
-    those that hold the tensor together, ``world`` is their number, or that of the whole job where
-    it is known.
+    ``rank`` is None if the pickle omits it (DTensor until torch 2.9). ``ranks`` are the ranks that
+    have parts of the tensor. ``world`` is the number of ranks in the job, or of ``ranks`` if
+    unknown.
     """
 
     dtype: DType
@@ -90,10 +88,10 @@ class _OfRank:
 
 @dataclass(frozen=True)
 class MeshPiece(_OfRank):
-    """The piece of a DTensor that a rank holds.
+    """One rank's part of a DTensor.
 
-    ``order`` gives the dimensions of the mesh that cut a dimension of the tensor, in their order;
-    ``ordered``: the torch that wrote it would have noted another order than left to right.
+    ``order`` maps a tensor dimension to the mesh dimensions that shard it, in order. ``ordered``
+    tells whether the writing torch records any order other than left to right.
     """
 
     tensor: Tensor
@@ -103,30 +101,30 @@ class MeshPiece(_OfRank):
     ordered: bool
 
     def local(self) -> list[Tensor]:
-        """Return the tensors of this rank as they were saved."""
+        """Return the tensors of this rank, as saved."""
         return [self.tensor]
 
     def boxes(self, rank: int | None = None) -> list[LocalShard]:
-        """The boxes of a rank (of the one that the pickle names), none where it has no elements.
+        """Return the boxes of a rank (default: the rank in the pickle), none if it has no elements.
 
-        Raises CorruptError where the local shape contradicts the placements, UnsupportedError for
-        Partial and for an order that nothing gives.
+        Raises CorruptError if the local shape contradicts the placements, UnsupportedError for
+        Partial and for an unknown order of mesh dimensions.
         """
         held = self.rank if rank is None else rank
         if held is None:
-            raise CorruptError("nothing says which rank it is of")
+            raise CorruptError("its rank is unknown")
         if any(each.kind == PARTIAL for each in self.placements):
             raise UnsupportedError(
-                "holds a Partial placement: the value is a sum over ranks that was not carried out",
+                "has a Partial placement: its value is a sum over ranks that was not computed",
                 hint="redistribute it in the training script before saving (parameters never "
-                "have it)",
+                "have this placement)",
             )
         coordinates = self.mesh.coordinates(held)
         runs = [self._runs(dim, coordinates) for dim in range(len(self.shape))]
         derived = tuple(sum(b - a for a, b in each) for each in runs)
         if derived != self.tensor.shape:
             raise CorruptError(
-                f"rank {held:,} holds {self.tensor.shape} of {self.shape}, its placements say "
+                f"rank {held:,} has {self.tensor.shape} of {self.shape}, but its placements give "
                 f"{derived}"
             )
         if not self.tensor.numel:
@@ -140,11 +138,11 @@ class MeshPiece(_OfRank):
         return boxes
 
     def _runs(self, dim: int, coordinates: Shape) -> Runs:
-        """The indices along a dimension of the tensor that belong to `coordinates` of the mesh.
+        """Return the ranges of indices along a tensor dimension that belong to mesh coordinates.
 
-        FSDP over tensor parallelism cuts along the dimensions of the mesh from right to left, as
-        the ranks' own sizes prove. Where a split factor is not the number of pieces to its right,
-        the indices are split as torch documents it.
+        FSDP over tensor parallelism shards along the mesh dimensions from right to left; the sizes
+        of the ranks' tensors prove that. If a split factor is not the number of shards to its
+        right, the indices are split as torch documents _StridedShard.
         """
         placed = enumerate(self.placements)
         cuts = [d for d, each in placed if each.kind != REPLICATE and each.dim == dim]
@@ -156,8 +154,8 @@ class MeshPiece(_OfRank):
                 cuts = list(self.order[dim])
             elif len(cuts) > 1 and not self.ordered:
                 raise UnsupportedError(
-                    f"dimension {dim} is cut along {len(cuts)} dimensions of the mesh, in an order "
-                    "that the file does not say (FSDP with tensor parallelism of torch 2.4 and "
+                    f"dimension {dim} is sharded along {len(cuts)} mesh dimensions, in an order "
+                    "that the file does not record (FSDP with tensor parallelism of torch 2.4 and "
                     "before)",
                     hint="load it with the torch that wrote it, and save full_tensor() of each",
                 )
@@ -168,7 +166,7 @@ class MeshPiece(_OfRank):
             cuts.reverse()
         else:
             factors = {d: self.placements[d].factor if d in strided else 1 for d in cuts}
-            check("ranks", max(factors.values()), "pieces of a strided shard")
+            check("ranks", max(factors.values()), "shards of a strided shard")
             for d, factor in factors.items():
                 split = [chunk(whole, factor, n) for n in range(factor)] if factor > 1 else [whole]
                 whole = _merged(chunk(part, sizes[d], coordinates[d]) for part in split)
@@ -180,30 +178,32 @@ class MeshPiece(_OfRank):
 
 @dataclass(frozen=True)
 class ShardPiece(_OfRank):
-    """The pieces of a ShardedTensor. ``listed``: rank, offsets and sizes of every shard of the
-    group, which each file has."""
+    """One rank's shards of a ShardedTensor.
+
+    ``listed`` has rank, offsets and sizes of the shards of all ranks, which every file contains.
+    """
 
     shards: tuple[LocalShard, ...]
     listed: tuple[tuple[int, Shape, Shape], ...]
 
     def local(self) -> list[Tensor]:
-        """Return the tensors of this rank as they were saved."""
+        """Return the tensors of this rank, as saved."""
         return [each.tensor for each in self.shards]
 
     def boxes(self, rank: int | None = None) -> list[LocalShard]:
-        """Return the boxes of this rank. Raises CorruptError for another rank, and for shards that
-        are not those that the tensor lists."""
+        """Return the boxes of this rank.
+
+        Raises CorruptError for another rank, and if the tensor does not list a shard.
+        """
         if rank not in (None, self.rank):
             raise CorruptError(f"it was written by rank {self.rank}, not by rank {rank}")
         for each in self.shards:
             if each.tensor.shape != each.sizes:
                 raise CorruptError(
-                    f"rank {self.rank} holds {each.tensor.shape}, its shard says {each.sizes}"
+                    f"rank {self.rank} has {each.tensor.shape}, but its shard {each.sizes}"
                 )
             if (self.rank, each.offsets, each.sizes) not in self.listed:
-                raise CorruptError(
-                    f"the shard at {each.offsets} is not among those that the tensor lists"
-                )
+                raise CorruptError(f"the tensor does not list the shard at {each.offsets}")
         return [each for each in self.shards if each.tensor.numel]
 
 
@@ -211,8 +211,7 @@ Piece = MeshPiece | ShardPiece
 
 
 def chunk(runs: Runs, count: int, index: int) -> Runs:
-    """Return the `index`-th of `count` pieces as torch.chunk cuts them: the last ones shorter, or
-    empty."""
+    """Return chunk `index` of `count`, split like torch.chunk: the last are smaller or empty."""
     total = sum(b - a for a, b in runs)
     width = -(-total // count)
     start, stop = min(index * width, total), min((index + 1) * width, total)
@@ -225,7 +224,7 @@ def chunk(runs: Runs, count: int, index: int) -> Runs:
 
 
 def _starts(runs: Runs) -> list[int]:
-    """Where each run begins in the piece."""
+    """Return the position of each run in the concatenated runs."""
     starts, at = [], 0
     for begin, end in runs:
         starts.append(at)
@@ -234,7 +233,7 @@ def _starts(runs: Runs) -> list[int]:
 
 
 def _merged(parts: Iterable[Runs]) -> Runs:
-    """Return the same indices in as few runs as possible."""
+    """Return the same indices with adjacent runs merged."""
     made: list[tuple[int, int]] = []
     for begin, end in flatten(parts):
         if made and made[-1][1] == begin:
@@ -245,7 +244,7 @@ def _merged(parts: Iterable[Runs]) -> Runs:
 
 
 def view(tensor: Tensor, start: Shape, sizes: Shape) -> Tensor:
-    """Return the view of `sizes` elements from `start` on, which the caller knows to be there."""
+    """Return the view of `sizes` elements from `start`, which must be inside the tensor."""
     steps = zip(start, tensor.stride, strict=True)
     offset = tensor.offset + (sum(a * s for a, s in steps) if 0 not in sizes else 0)
     return Tensor(
@@ -257,10 +256,10 @@ def view(tensor: Tensor, start: Shape, sizes: Shape) -> Tensor:
 
 
 def piece_of(node: Node, meshes: dict[int, Mesh] | None = None) -> Piece | None:
-    """Return the piece that a node is, None for anything else. Raises FormatError for one that is
-    not as torch writes it.
+    """Return the parsed piece if the node is one, else None.
 
-    `meshes` keeps those that were read, by the id of their node, for as long as the nodes live.
+    `meshes` caches meshes by the id of their node while the nodes live. Raises FormatError if the
+    form is not torch's.
     """
     name = _class_of(node)
     if name is None:
@@ -274,7 +273,7 @@ def piece_of(node: Node, meshes: dict[int, Mesh] | None = None) -> Piece | None:
     except CkptkitError:
         raise
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-        raise FormatError(f"holds a {name} in a form that no known torch writes") from error
+        raise FormatError(f"contains a {name} in a form that ckptkit does not know") from error
 
 
 def _class_of(node: Node) -> str | None:
@@ -293,8 +292,7 @@ def is_piece(node: Node) -> bool:
 
 
 def pieces_in(root: Node) -> Iterator[tuple[Path, Node]]:
-    """Yield the nodes of a tree that are pieces, in order, at each of their places; what they are
-    made of is not entered."""
+    """Yield every path and node of a tree that is a piece, in order, without entering pieces."""
     waiting: list[tuple[Path, Node]] = [((), root)]
     seen: set[int] = set()
     while waiting:
@@ -308,7 +306,7 @@ def pieces_in(root: Node) -> Iterator[tuple[Path, Node]]:
 
 
 def attributes(node: Node) -> dict[str, Node]:
-    """Return the attributes that ``__setstate__`` or the dict and slots of an object would set."""
+    """Return the attributes of an object: its dict and slots, or the state for __setstate__."""
     state = node.state if isinstance(node, Object) else node
     if isinstance(state, tuple) and len(state) == 2:
         return {**attributes(state[0]), **attributes(state[1])}
@@ -322,18 +320,18 @@ def _mesh_piece(whole: Tensor, state: Node, meshes: dict[int, Mesh]) -> MeshPiec
     if isinstance(tensor, Object):
         tensor = tensor.tensor
     if not isinstance(tensor, Tensor) or tensor.dtype != whole.dtype:
-        raise FormatError("holds a DTensor whose local tensor is none, or of another type")
+        raise FormatError("contains a DTensor whose local tensor is missing or of another dtype")
     mesh = meshes.get(id(spec["mesh"])) or _mesh(attributes(spec["mesh"]))
     meshes[id(spec["mesh"])] = mesh
     placements = tuple(_placement(each, len(whole.shape)) for each in spec["placements"])
     if len(placements) != len(mesh.shape):
         raise FormatError(
-            f"holds {len(placements)} placements for a mesh of {len(mesh.shape)} dimensions"
+            f"contains {len(placements)} placements for a mesh of {len(mesh.shape)} dimensions"
         )
     order: dict[int, tuple[int, ...]] | None = None
     if spec.get("shard_order") is not None:
         order = {}
-        for entry in spec["shard_order"]:  # dimension of the tensor, and those of the mesh
+        for entry in spec["shard_order"]:  # a tensor dimension, and mesh dimensions
             inner = attributes(entry)
             args = entry.args if isinstance(entry, Object) else entry
             dim, dims = (inner["tensor_dim"], inner["mesh_dims"]) if inner else args
@@ -350,7 +348,7 @@ def _mesh(held: Mapping[str, Node]) -> Mesh:
     if isinstance(held.get("mesh"), Tensor):  # until torch 2.9
         return Mesh(held["mesh"].shape, _integers(held["mesh"]), names)
     ranks = _integers(held["_rank_map"])
-    # Sizes and strides of each dimension of the mesh: one pair, or several of a flattened one.
+    # Sizes and strides of each mesh dimension: one pair, or several if it is flattened.
     layout = attributes(held["_layout"])
     if not layout and isinstance(held["_layout"], Object):
         layout = dict(zip(("shape", "stride"), held["_layout"].args, strict=False))
@@ -366,7 +364,7 @@ def _mesh(held: Mapping[str, Node]) -> Mesh:
     steps = list(flatten(axes))
     check("ranks", prod(max(n, 1) for n, _ in steps), "ranks of a mesh")
     offsets = [sum(corner) for corner in product(*([i * s for i in range(n)] for n, s in steps))]
-    # There may be several sub-meshes of the same layout: the one with the rank that wrote it.
+    # If several sub-meshes have this layout, use the one that contains the writing rank.
     rank = held.get("_rank")
     place = ranks.index(rank) if type(rank) is int else 0
     base, taken = 0, set[int]()
@@ -382,7 +380,7 @@ def _mesh(held: Mapping[str, Node]) -> Mesh:
 
 
 def _flat(value: Node) -> list[int]:
-    """Return the integers of a tuple of tuples, in order."""
+    """Return the integers in nested tuples, in order."""
     waiting, found = [value], []
     while waiting:
         each = waiting.pop(0)
@@ -397,19 +395,19 @@ def _placement(node: Node, rank: int) -> Placement:
     made = node.global_ if isinstance(node, Object) else None
     kind = _KINDS.get(made.name if made is not None else "")
     if kind is None:
-        raise UnsupportedError(f"holds a tensor with the unsupported placement {made}")
+        raise UnsupportedError(f"contains a tensor with the unsupported placement {made}")
     if kind in (REPLICATE, PARTIAL):
         return Placement(kind)
     state = attributes(node)
     dim = state["dim"] if "dim" in state else node.args[0]
     factor = state.get("split_factor", 1)
     if type(dim) is not int or not -rank <= dim < rank or type(factor) is not int or factor < 1:
-        raise FormatError("holds a tensor that is cut along a dimension that it does not have")
+        raise FormatError("contains a tensor that is sharded along a dimension that it lacks")
     return Placement(kind, dim % rank, factor)
 
 
 def _rank(held: Mapping[str, Node], mesh: Mesh) -> int | None:
-    """Return the rank that wrote a mesh, None where it is not in the pickle (until torch 2.9)."""
+    """Return the rank that wrote a mesh, None if the pickle omits it (until torch 2.9)."""
     rank = held.get("_rank")
     if type(rank) is int:
         return rank
@@ -417,23 +415,23 @@ def _rank(held: Mapping[str, Node], mesh: Mesh) -> int | None:
     if not isinstance(place, (list, tuple)) or len(place) != len(mesh.shape):
         return None
     if not all(type(i) is int and 0 <= i < n for i, n in zip(place, mesh.shape, strict=True)):
-        raise FormatError("holds a mesh whose coordinates are not on it")
+        raise FormatError("contains a mesh whose coordinates are outside it")
     steps = contiguous_stride(mesh.shape)
     index: int = sum(i * step for i, step in zip(place, steps, strict=True))
     return mesh.ranks[index]
 
 
 def _integers(tensor: Node) -> tuple[int, ...]:
-    """Return the elements of a small tensor of integers."""
+    """Return the elements of a small integer tensor."""
     if not isinstance(tensor, Tensor) or tensor.storage is None or tensor.dtype.kind != "int":
-        raise FormatError("holds a mesh whose ranks are not integers")
+        raise FormatError("contains a mesh whose ranks are not integers")
     if not tensor.is_contiguous or tensor.nbytes > _RANK_BYTES:
-        raise FormatError(f"holds a mesh of {tensor.numel:,} ranks that are not in a row")
+        raise FormatError(f"contains a mesh of {tensor.numel:,} ranks that are not contiguous")
     size = tensor.dtype.itemsize
     order: Literal["big", "little"] = "big" if tensor.storage.big_endian else "little"
     place = tensor.storage.record.locate()
     if not isinstance(place, Range):
-        raise UnsupportedError("holds a mesh that is compressed")
+        raise UnsupportedError("contains a mesh that is compressed")
     data = place.part(tensor.offset * size, tensor.nbytes).read()
     borders = pairwise(range(0, len(data) + 1, size))
     return tuple(int.from_bytes(data[at:end], order, signed=True) for at, end in borders)
@@ -445,7 +443,7 @@ def _shard_piece(whole: Tensor, state: Node) -> ShardPiece:
     listed = tuple(map(_listed, described["shards_metadata"]))
     size = _sizes(described["size"])
     if size != whole.shape:
-        raise FormatError(f"holds a ShardedTensor of {whole.shape} whose metadata say {size}")
+        raise FormatError(f"contains a ShardedTensor of {whole.shape} whose metadata has {size}")
     shards = []
     for each in local:
         held = attributes(each)
@@ -453,7 +451,7 @@ def _shard_piece(whole: Tensor, state: Node) -> ShardPiece:
         tensor = held["tensor"]
         if not isinstance(tensor, Tensor) or tensor.dtype != whole.dtype:
             raise FormatError(
-                "holds a shard that is not a tensor, or of another type than the whole"
+                "contains a shard that is not a tensor, or has another dtype than the whole"
             )
         shards.append(LocalShard(offsets, sizes, tensor))
     ranks = tuple(sorted({rank for rank, _, _ in listed}))
@@ -462,7 +460,7 @@ def _shard_piece(whole: Tensor, state: Node) -> ShardPiece:
 
 
 def _listed(node: Node) -> tuple[int, Shape, Shape]:
-    """Rank, offsets and sizes of a ShardMetadata."""
+    """Return rank, offsets and sizes of a ShardMetadata."""
     held = attributes(node)
     rank = _integer(attributes(held["placement"])["_rank"])
     return rank, _sizes(held["shard_offsets"]), _sizes(held["shard_sizes"])
@@ -477,19 +475,19 @@ def _sizes(node: Node) -> Shape:
 
 def _integer(node: Node) -> int:
     if type(node) is not int or node < 0 or node >> 63:
-        raise FormatError("holds a piece of a tensor whose sizes are not numbers from 0 to 2**63")
+        raise FormatError("contains a piece of a tensor whose sizes are not integers below 2**63")
     return node
 
 
-# The parallelism that split tensors into pieces: FSDP, tensor or expert parallelism.
+# The kind of parallelism that sharded a tensor: FSDP, tensor or expert parallelism
 #
-# The names of a mesh give it ("fsdp", "tp"). Where it has none, the placements do: FSDP cuts every
-# tensor along the same dimension of the mesh, tensor parallelism leaves some of them whole.
+# Names of mesh dimensions tell it ("fsdp", "tp"). Without names, the placements do: FSDP shards
+# every tensor along the same mesh dimension, while tensor parallelism replicates some tensors.
 
 
 FSDP, TENSOR, EXPERT = "FSDP", "tensor parallelism", "expert parallelism"
-DTENSOR = "DTensor"  # pieces that were cut for an unknown reason
-# Names of dimensions of a mesh: those of torch's tutorials, torchtitan, verl, accelerate.
+DTENSOR = "DTensor"  # the kind is unknown
+# Names of mesh dimensions in torch's tutorials, torchtitan, verl, accelerate.
 _NAMES = {
     TENSOR: re.compile(r"tp|mp|.*tensor.*|model|model_parallel"),
     EXPERT: re.compile(r"ep|.*expert.*"),
@@ -498,8 +496,8 @@ _NAMES = {
 
 
 def parallelism(pieces: Iterable[Piece]) -> str:
-    """Name what cut the pieces: one way or several ("FSDP and tensor parallelism")."""
-    # By the name of a dimension of a mesh, and its place counted from the end.
+    """Return the kind of parallelism of the pieces, or several ("FSDP and tensor parallelism")."""
+    # By name of the mesh dimension, and its position counted from the end.
     laid: dict[tuple[str, int], set[Placement]] = {}
     found: dict[str, None] = {}
     for piece in pieces:

@@ -1,16 +1,15 @@
-"""Which part of a checkpoint a file is, and folders of parts that cannot be put together.
+"""Recognize a file that is one rank's shard, and folders of shards that ckptkit cannot join.
 
-A file is known as a part by its content: pieces of tensors (DTensor, ShardedTensor) that hold less
-than the whole, arguments or counters of a training that name several parallel ranks, the metadata
-of fairscale's shards, projections narrower than the model. Where the content tells nothing, its
-name does: layers of a DeepSpeed pipeline, partitions of ZeRO, optimizers of ranks.
+A file's content identifies it as a shard: pieces of tensors (DTensor, ShardedTensor) smaller than
+the whole, training arguments or counters with several parallel ranks, the metadata of fairscale's
+shards, or projections narrower than the model. If the content shows nothing, the file name does:
+layers of a DeepSpeed pipeline, partitions of ZeRO, optimizers of ranks.
 
-Sources of the layouts that are refused, all read there: vLLM,
-``ShardedStateLoader.DEFAULT_PATTERN``; Megatron-LM, ``--dist-ckpt-format zarr``; OLMo,
-``LocalShardedCheckpointer`` of olmo/checkpoint.py and scripts/unshard.py; ColossalAI,
-``get_dist_files_name`` of checkpoint_io/distributed_checkpoint_utils.py and ``Booster.save_model``;
-NeMo 1, ``inject_model_parallel_rank`` of nemo/utils/model_utils.py and
-megatron_change_num_partitions.py.
+Sources of the refused layouts, all read there: vLLM, ``ShardedStateLoader.DEFAULT_PATTERN``;
+Megatron-LM, ``--dist-ckpt-format zarr``; OLMo, ``LocalShardedCheckpointer`` of olmo/checkpoint.py
+and scripts/unshard.py; ColossalAI, ``get_dist_files_name`` of
+checkpoint_io/distributed_checkpoint_utils.py and ``Booster.save_model``; NeMo 1,
+``inject_model_parallel_rank`` of nemo/utils/model_utils.py and megatron_change_num_partitions.py.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ _VLLM = re.compile(r"model-rank-([0-9]{1,6})-part-[0-9]{1,6}\.safetensors")
 _TENSOR_RANK = re.compile(r"mp_rank_([0-9]{2,9})_model_states\.pt")
 _MEGATRON = re.compile(r"mp_rank_([0-9]{2,3})(?:_[0-9]{3}){0,2}")
 _CONSOLIDATED = re.compile(r"consolidated\.([0-9]{2})\.pth")
-# Arguments that count parallel ranks, and what those are called.
+# Training arguments that contain a number of parallel ranks, and the short name of each.
 _SIZES = {
     "tensor_model_parallel_size": "TP", "model_parallel_size": "TP",
     "pipeline_model_parallel_size": "PP",
@@ -60,8 +59,7 @@ _SIZES = {
 
 
 def with_part(checkpoint: Checkpoint) -> Checkpoint:
-    """Return the checkpoint of a file with the part that it is, None if it is complete as far as it
-    can be known."""
+    """Return the checkpoint with its `part`: a description of the shard, None if it is complete."""
     root, source = checkpoint.root, checkpoint.source
     path = source.name if isinstance(source, ByteSource) else ""
     has_pieces = any(each.name in CLASSES for each in checkpoint.globals)
@@ -70,8 +68,7 @@ def with_part(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def plain(checkpoint: Checkpoint) -> Checkpoint:
-    """Return the checkpoint with each DTensor and ShardedTensor exchanged for the tensor that the
-    file holds of it; one that holds nothing is an empty tensor."""
+    """Replace each DTensor and ShardedTensor by its local tensor, which may be empty."""
     if not any(each.name in CLASSES for each in checkpoint.globals):
         return checkpoint
     swap: dict[int, Node] = {}
@@ -84,36 +81,35 @@ def plain(checkpoint: Checkpoint) -> Checkpoint:
         empty = Storage(Range(Memory(b""), 0, 0))
         tensors = piece.local() or [Tensor(empty, piece.dtype, shape, contiguous_stride(shape))]
         if len(tensors) > 1:
-            raise UnsupportedError("holds a tensor of which one rank has several boxes")
+            raise UnsupportedError("contains a tensor of which one rank has several boxes")
         swap[id(node)] = tensors[0]
     return replace(checkpoint, root=rebuild(checkpoint.root, lambda leaf: leaf, swap))
 
 
 def alone(checkpoint: Checkpoint) -> Checkpoint:
-    """Return the part of a checkpoint that a file is, taken as it is: pieces of tensors are tensors
-    of their own."""
+    """Return the checkpoint of one rank's file by itself: local tensors replace its pieces."""
     made = plain(checkpoint)
     if checkpoint.part is None:
         return replace(made, part_only=True)
-    noticed = f"this is {checkpoint.part}: what is written is no whole checkpoint"
+    noticed = f"this is {checkpoint.part}: the output is not a complete checkpoint"
     made = replace(made, warnings=(*made.warnings, noticed), part_only=True)
     return made if made.root is checkpoint.root else with_part(made)
 
 
 def folder_beside(path: str, up: int = 0) -> str | None:
-    """Return the folder of a file, or one above it; None for a URL."""
+    """Return the folder of a file, or the folder `up` levels above; None for a URL."""
     folder = os.path.normpath(os.path.join(os.path.dirname(path) or ".", *[".."] * up))
     return folder if path and "://" not in path else None
 
 
 def _pieces(root: Node, path: str) -> PartOf | None:
-    """Return a rank file; None where the tensors that it holds are whole."""
+    """Describe a rank file with pieces of tensors; None if its tensors are complete."""
     meshes: dict[int, Mesh] = {}
     found: list[tuple[str, Piece]] = []
     for place, node in pieces_in(root):
         try:
             piece = piece_of(node, meshes)
-        except CkptkitError:  # one that no known torch wrote
+        except CkptkitError:  # not a form of torch's
             continue
         if piece is not None:
             found.append((join(place), piece))
@@ -133,19 +129,19 @@ def _pieces(root: Node, path: str) -> PartOf | None:
     who = f"rank {'?' if rank is None else f'{rank:,}'} of {max(worlds):,}"
     what = parallelism(piece for _, piece in found)
     whole = _OF_FSDP if what == FSDP else f"a checkpoint of {what}"
-    texts = {text for _, piece in cut if (text := extent(piece, rank))}
-    if len(texts) == 1:
-        detail = f"{texts.pop()} of each tensor"
+    spans = {text for _, piece in cut if (text := extent(piece, rank))}
+    if len(spans) == 1:
+        detail = f"{spans.pop()} of each tensor"
     else:
         name, largest = max(cut, key=lambda each: prod(each[1].shape))
-        detail = f"a part of each of {len(cut):,} tensors, e.g. "
+        detail = f"a shard of each of {len(cut):,} tensors, e.g. "
         detail += f"{extent(largest, rank) or 'none'} of {name}"
     kind = "fsdp" if FSDP in what else "dtensor"
     return PartOf(kind, f"{who} of {whole}", detail, folder_beside(path))
 
 
 def extent(piece: Piece, rank: int | None = None) -> str:
-    """Describe the rows, or other indices, of a tensor in a piece; "" if they are unknown."""
+    """Describe the indices of a tensor that a piece contains; "" if they are unknown."""
     try:
         boxes = piece.boxes(piece.rank if piece.rank is not None else rank)
     except CkptkitError:
@@ -175,14 +171,16 @@ def _megatron(root: Node, path: str) -> PartOf | None:
     above = os.path.basename(os.path.dirname(os.path.abspath(path)))
     named = _MEGATRON.fullmatch(above)
     if not (named or "checkpoint_version" in root or "padded_vocab_size" in arguments):
-        return None  # other trainers have arguments of these names, and files that are complete
+        return None  # other trainers use these argument names in complete files
     numbers = [int(n) for n in re.findall(r"[0-9]+", above)] if named else []
     axes = ["TP", *(axis for axis in ("PP", "EP") if axis in grid)]
     if len(numbers) == len(axes):
-        at = [f"{axis} {n} of {grid.get(axis, 1)}" for axis, n in zip(axes, numbers, strict=True)]
+        at = [
+            f"{axis} rank {n} of {grid.get(axis, 1)}" for axis, n in zip(axes, numbers, strict=True)
+        ]
     else:
-        at = [f"one of {axis} {n}" for axis, n in grid.items()]
-    what = f"part {', '.join(at)} of a Megatron-LM checkpoint"
+        at = [f"one of {n} {axis} ranks" for axis, n in grid.items()]
+    what = f"{', '.join(at)}, of a Megatron-LM checkpoint"
     return PartOf("megatron", what, "", folder_beside(path, 1 if named else 0))
 
 
@@ -207,7 +205,7 @@ def _fairscale(root: Node, path: str) -> PartOf | None:
 
 
 def _llama(root: Node, path: str) -> PartOf | None:
-    """A part of a release of Meta's: its projections have fewer rows than the model is wide."""
+    """Describe a shard of a Llama release: its projections are narrower than the model."""
     named = _CONSOLIDATED.fullmatch(os.path.basename(path))
     if not isinstance(root, dict) or not named:
         return None
@@ -216,12 +214,12 @@ def _llama(root: Node, path: str) -> PartOf | None:
     if norm is None or output is None or len(norm.shape) != 1 or len(output.shape) != 2:
         return None
     count = norm.shape[0] // output.shape[1] if output.shape[1] else 1
-    what = f"part {int(named[1])} of {count} of a Llama release"
+    what = f"shard {int(named[1])} of {count} of a Llama release"
     return PartOf("llama", what, "", folder_beside(path)) if count > 1 else None
 
 
 def _named(root: Node, path: str) -> PartOf | None:
-    """Recognize a part by the name of its file; the content does not show it."""
+    """Describe a shard whose content does not identify it, by its file name."""
     name = os.path.basename(path)
     if found := _WORLD.search(name):
         if int(found[1]) > 1 and not name.startswith("extra_state"):
@@ -233,7 +231,7 @@ def _named(root: Node, path: str) -> PartOf | None:
     elif found := _VLLM.fullmatch(name):
         return PartOf("vllm", f"rank {int(found[1])} of a sharded state of vLLM", "", None)
     elif (found := _ZERO.fullmatch(name)) and isinstance(root, dict):
-        # Ranks among which ZeRO has divided what is in the file.
+        # The numbers of ranks over which ZeRO partitioned the file's contents.
         inner = root.get("optimizer_state_dict")
         cut = inner.get("partition_count") if isinstance(inner, dict) else None
         counts = (root.get("dp_world_size"), cut)
@@ -247,18 +245,18 @@ def _named(root: Node, path: str) -> PartOf | None:
 _LOOKS = (_fairscale, _megatron, _deepspeed, _llama, _named)
 
 
-# Folders of parts that are known and not put together: what they are, and what to do.
+# Known folders of shards that ckptkit cannot join: what they are, and what to do
 
 
 _COLOSSAL = re.compile(r"(pytorch_)?model-(meta-)?dist-[0-9]{5}.*\.(bin|safetensors|json)")
 _NEMO = re.compile(
     r"(mp_rank_[0-9]{2}_)?fsdp_shard_[0-9]{5}|mp_rank_[0-9]{2}|tp_rank_[0-9]{2}_pp_rank_[0-9]{3}"
 )
-_LOOKED_AT = 4  # folders
+_LOOKED_AT = 4  # subfolders that are listed
 
 
 class RefusedLayout(NamedTuple):
-    """A kind of folder: whether a folder is of it, what it is, and what to do."""
+    """A refused layout: a test for a folder, what it is, and what to do."""
 
     matches: Callable[[Probe], bool]
     what: str
@@ -266,7 +264,7 @@ class RefusedLayout(NamedTuple):
 
 
 def _below(probe: Probe, name: str) -> list[str]:
-    """Names in a folder below, none if it cannot be looked into."""
+    """Return the names in a subfolder, none if it cannot be listed."""
     try:
         return list(probe.folder.sub(name).list()) if name in probe.folder.folders() else []
     except CkptkitError:
@@ -293,45 +291,44 @@ def _is_nemo(probe: Probe) -> bool:
 REFUSED: Mapping[str, RefusedLayout] = {
     "vllm": RefusedLayout(
         lambda probe: any(map(_VLLM.fullmatch, probe.names)),
-        "is a sharded state of vLLM: its tensors are fused, and cut for its ranks in ways that no "
-        "file says",
-        "convert the model that it was made of; vLLM alone loads this "
+        "is a vLLM sharded state: its tensors are fused and sharded per rank, and no file records "
+        "the layout",
+        "convert the model that it was made from; only vLLM loads this "
         "(load_format='sharded_state')",
     ),
     "zarr": RefusedLayout(
         _is_zarr,
-        "is a checkpoint of Megatron-LM in zarr, a folder for each tensor, which was removed from "
-        "Megatron-LM",
+        "is a Megatron-LM checkpoint in zarr, a folder for each tensor, which Megatron-LM no "
+        "longer supports",
         "load it with the Megatron-LM that wrote it, and save it with --ckpt-format torch_dist",
     ),
     "olmo": RefusedLayout(
         _is_olmo,
-        "is a local sharded checkpoint of OLMo: flat parameters of FSDP, described in a way of its "
-        "own",
-        "OLMo makes whole files of it: `python scripts/unshard.py {where} {new} --type local`",
+        "is a local sharded checkpoint of OLMo: flat parameters of FSDP, in OLMo's own format",
+        "merge it with OLMo: `python scripts/unshard.py {where} {new} --type local`",
     ),
     "colossalai": RefusedLayout(
         lambda probe: any(map(_COLOSSAL.fullmatch, probe.names)),
-        "is a distributed checkpoint of ColossalAI: each process wrote the parts that it held",
+        "is a distributed checkpoint of ColossalAI: each rank wrote its own shards",
         "load it in ColossalAI, and save it with booster.save_model(model, folder, shard=True, "
         "gather_dtensor=True)",
     ),
     "nemo": RefusedLayout(
         _is_nemo,
-        "is a checkpoint of NeMo 1, of which each rank wrote a part",
-        "NeMo 1 makes one part of tensor and pipeline ranks: megatron_change_num_partitions.py "
-        "--target_tensor_model_parallel_size=1 --target_pipeline_model_parallel_size=1; FSDP "
-        "shards are loaded in its training, and saved whole",
+        "is a checkpoint of NeMo 1, of which each rank wrote a shard",
+        "merge tensor and pipeline ranks with NeMo 1: megatron_change_num_partitions.py "
+        "--target_tensor_model_parallel_size=1 --target_pipeline_model_parallel_size=1; load FSDP "
+        "shards in its training, and save the whole model",
     ),
 }
 
 
 def matches(probe: Probe) -> bool:
-    """Return whether the folder is of a layout that is refused."""
+    """Return whether the folder has a refused layout."""
     return any(each.matches(probe) for each in REFUSED.values())
 
 
 def read(probe: Probe, format: str) -> Checkpoint:
-    """Raise UnsupportedError, always."""
+    """Raise UnsupportedError with the advice for the layout."""
     kind = next(each for each in REFUSED.values() if each.matches(probe))
     raise UnsupportedError(kind.what, hint=kind.hint)

@@ -1,13 +1,13 @@
-"""DeepSpeed with tensor parallelism, and its pipeline layers.
+"""Read DeepSpeed folders with tensor parallelism, and those with files of pipeline layers.
 
-    <tag>/mp_rank_<TT>_model_states.pt              module: the state_dict of one tensor rank
-                                                    (None beside layers)
+    <tag>/mp_rank_<TT>_model_states.pt              module: the state_dict of one tensor-parallel
+                                                    rank (None beside layers)
     <tag>/layer_<LL>-model_<TT>-model_states.pt     the state_dict of one pipeline layer, of one
-                                                    tensor rank
+                                                    tensor-parallel rank
 
-How a tensor was cut is said by ``universal_checkpoint_info``, where Megatron-DeepSpeed or AutoTP
-wrote it, or known for gpt-neox. Layers stand under their number: ``2.input_layernorm.weight``.
-Weights are those of the run, in its dtype.
+``universal_checkpoint_info`` describes how tensors were split, if Megatron-DeepSpeed or AutoTP
+wrote it. For gpt-neox the split is known. Names of tensors begin with the layer's number:
+``2.input_layernorm.weight``. The weights are those of the run, in its dtype.
 """
 
 from __future__ import annotations
@@ -47,14 +47,15 @@ LAYER = re.compile(r"layer_([0-9]{2,9})(?:-model_([0-9]{2,9}))?-model_states\.pt
 MODEL = re.compile(r"mp_rank_([0-9]{2,9})_model_states\.pt")
 _ZERO = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_[0-9]+_mp_rank_[0-9]+_(?:model|optim)_states\.pt")
 _EXPERT = re.compile(r"(layer_.*_)?expert_.*|expp_rank_.*")
-# What a pattern of a file may be made of: nothing that takes long to match.
+# The regular expressions of a file may only consist of these, because an arbitrary expression can
+# take very long.
 _PLAIN = re.compile(r"\^?(?:[A-Za-z0-9_\-]|\\[.\-dw]\+?|\.[*+]?|\[[A-Za-z0-9\-]{1,8}\]\+?)*\$?")
 _REPEATS = 4
 _LAYER = "layer"
 
 
 def matches(probe: Probe) -> bool:
-    """A folder of several tensor ranks or of layers, or the folder above whose tag is one."""
+    """Return whether a folder, or the tag's folder in it, has several tensor ranks or layers."""
     if not (zero_ranks.is_tag(probe.names) or zero_ranks.POINTERS[0] in probe.names):
         return False
     try:
@@ -68,8 +69,10 @@ def matches(probe: Probe) -> bool:
 
 
 def read(probe: Probe, format: str) -> Checkpoint:
-    """Return the weights of all ranks, and what else the first saved. Raises UnsupportedError where
-    nothing says how it was cut, CorruptError for files that do not go together."""
+    """Return the weights of all ranks, and the other entries of the first rank.
+
+    Raises UnsupportedError if the split is unknown, CorruptError if the files do not match.
+    """
     folder = zero_ranks.find(probe.folder, probe.names)
     try:
         return _read(probe, folder, format)
@@ -88,7 +91,7 @@ def _read(probe: Probe, folder: Folder, format: str) -> Checkpoint:
         if layers and (found := LAYER.fullmatch(name)):
             node = reader.read(name).root
             if not isinstance(node, dict):
-                raise FormatError("holds no state_dict", where=name)
+                raise FormatError("contains no state_dict", where=name)
             at = {TP: int(found[2] or 0), _LAYER: int(found[1])}
             entries = {f"{at[_LAYER]}.{key}": value for key, value in node.items()}
             parts.append(RankFile(name, at, entries))
@@ -116,7 +119,7 @@ def _read(probe: Probe, folder: Folder, format: str) -> Checkpoint:
         rows_here = _neox_rows({**known, **args, **configs})
     merged = merge(parts, axes, ParallelLayout(rows_here), joiner)
     left = [name for name in names if _ZERO.fullmatch(name)]
-    warning = f"the optimizer and its fp32 weights are left out: {listed(left)}"
+    warning = f"dropped the optimizer and its fp32 weights: {listed(left)}"
     kept = without(first, ("module", INFO, "mp_world_size"))
     what = f"TP {axes[TP]}" + (f", {len(numbers)} pipeline layers" if layers else "")
     return Checkpoint(
@@ -130,25 +133,24 @@ def _read(probe: Probe, folder: Folder, format: str) -> Checkpoint:
 def _check_ranks(
     first: Mapping[Node, Node], args: Mapping[str, Any], count: int, layers: bool
 ) -> None:
-    """Raise where the files promise another number of ranks, or pipeline stages without files of
-    layers."""
+    """Raise if the arguments give another number of ranks, or pipeline stages without layers."""
     promised = args.get("model_parallel_size", args.get("tensor_model_parallel_size"))
     stages = args.get("pipe_parallel_size", args.get("pipeline_model_parallel_size"))
     if not layers and type(stages) is int and stages > 1:
         raise UnsupportedError(
-            f"has {stages} pipeline stages in files of ranks, which are not put together"
+            f"has {stages} pipeline stages in files of ranks, which ckptkit cannot join"
         )
     is_said = type(promised) is int and promised > 0
     expected = promised if is_said else first.get("mp_world_size")
     if type(expected) is int and expected != count and (not layers or promised is not None):
         raise CorruptError(
-            f"has files of {count} tensor ranks, and they say that there are {expected}",
-            hint="fetch what is missing from where the rest came from",
+            f"has files of {count} tensor ranks, but was written by {expected}",
+            hint="copy the missing files from the same source",
         )
 
 
 def _configs(*places: Folder) -> dict[str, Any]:
-    """Return the settings of gpt-neox, from the files that it keeps beside the weights."""
+    """Return the settings of gpt-neox, from the folder ``configs``."""
     found: dict[str, Any] = {}
     for place in places:
         inner = place.sub("configs") if "configs" in place.folders() else None
@@ -165,8 +167,11 @@ def _underscored(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _neox_rows(config: Mapping[str, Any]) -> tuple[LayoutRow, ...]:
-    """Of gpt-neox: norms are averaged; biases after a row-parallel product are added up where each
-    rank adds its own before the reduction (gpt_j_residual), else they are copies."""
+    """Return the rows for gpt-neox, which averages norms.
+
+    If each rank adds its own bias before the all-reduce (gpt_j_residual), biases of row-parallel
+    layers are summed; else they are replicated.
+    """
     at = r"(?:sequential\.)?[0-9]+\."
     parallel = config.get("gpt_j_residual")
     is_gated = config.get("activation") in ("swiglu", "geglu") or config.get("mlp_type") == "llama"
@@ -174,7 +179,7 @@ def _neox_rows(config: Mapping[str, Any]) -> tuple[LayoutRow, ...]:
     biases = SUM if parallel is True else SAME
     if parallel is None:
         biases = (
-            "refuse: whether it is added up over ranks stands in configs/*.yml (gpt_j_residual)"
+            "refuse: configs/*.yml must set gpt_j_residual, which tells whether biases are summed"
         )
     return rows(
         (rf"{at}(word_embeddings|final_linear)\.weight", ROWS),
@@ -189,12 +194,12 @@ def _neox_rows(config: Mapping[str, Any]) -> tuple[LayoutRow, ...]:
 
 
 def _universal_rows(info: Mapping[Node, Node]) -> Iterator[LayoutRow]:
-    """Yield the rows of DeepSpeed's own merger: the first list with a pattern that matches the
-    beginning of a name.
+    """Yield rows from the lists that DeepSpeed's own merge script uses, in its order.
 
-    A SubparamShape has patterns, a shape, and the dimension that is cut. The shape has the sizes of
-    the parameters there, or their number, all being equal (before version 0.4);
-    ``sub_param_shard_widths`` has the widths of each in each rank.
+    A pattern matches the beginning of a name; the first match decides. A SubparamShape has
+    patterns, a shape, and the dimension that is split. Along it the shape has the sizes of the
+    fused parameters or, before version 0.4, their number if all are equal.
+    ``sub_param_shard_widths`` has the widths of each parameter on each rank.
     """
     unknown = info.get("autotp_unsupported_parameter_patterns")
     for text, reason in (unknown if isinstance(unknown, dict) else {}).items():
@@ -214,9 +219,7 @@ def _universal_rows(info: Mapping[Node, Node]) -> Iterator[LayoutRow]:
             or type(dim) is not int
             or dim not in range(len(shape))
         ):
-            raise FormatError(
-                f"its {INFO} describes a parameter of several in a way that is not known"
-            )
+            raise FormatError(f"its {INFO} has a parameter_with_sub_params of unknown form")
         for pattern, text in zip(_patterns(texts), texts or (), strict=False):
             given = widths.get(text) if isinstance(widths, dict) else None
             if given is not None:
@@ -227,7 +230,7 @@ def _universal_rows(info: Mapping[Node, Node]) -> Iterator[LayoutRow]:
             if not isinstance(several, (tuple, list)) or not all(
                 type(n) is int and n > 0 for n in several
             ):
-                raise FormatError(f"its {INFO} describes a parameter of several without sizes")
+                raise FormatError(f"its {INFO} has a parameter_with_sub_params without sizes")
             yield LayoutRow(pattern, cut(dim, number, () if several == [number] else several))
     yield from (
         LayoutRow(each, COLUMNS)
@@ -239,20 +242,22 @@ def _universal_rows(info: Mapping[Node, Node]) -> Iterator[LayoutRow]:
 def _widths(given: Node) -> tuple[tuple[int, ...], ...]:
     values = given if isinstance(given, (tuple, list)) else ()
     if not values or not all(isinstance(row, (tuple, list)) for row in values):
-        raise FormatError(f"its {INFO} has widths that are no lists")
+        raise FormatError(f"its {INFO} has widths that are not lists")
     if not all(type(n) is int and n >= 0 for n in flatten(values)):
-        raise FormatError(f"its {INFO} has widths that are no counts")
+        raise FormatError(f"its {INFO} has widths that are not counts")
     return tuple(map(tuple, values))
 
 
 def _patterns(node: Node) -> Iterator[re.Pattern[str]]:
-    """Yield the regular expressions in a list of a file, each matching what begins with it. Raises
-    UnsupportedError for those that could run for long."""
+    """Yield the regular expressions of a list, extended to match the rest of a name.
+
+    Raises UnsupportedError for expressions that could take very long.
+    """
     values: Sequence[Node] = node if isinstance(node, (list, tuple)) else ()
     for text in values:
         plain = isinstance(text, str) and len(text) < 400 and _PLAIN.fullmatch(text)
         if not plain or text.count("*") + text.count("+") > _REPEATS:
             raise UnsupportedError(
-                f"its {INFO} holds the pattern {str(text)[:80]!r}, which ckptkit does not follow"
+                f"its {INFO} contains the unsupported pattern {str(text)[:80]!r}"
             )
         yield re.compile(f"(?:{text}).*", re.DOTALL)

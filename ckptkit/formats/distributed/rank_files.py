@@ -1,17 +1,15 @@
-"""Files of ranks: FSDP, FSDP with tensor parallelism, tensor parallelism with DTensor; verl,
-accelerate, hand-made.
+"""Read rank files of FSDP and tensor parallelism: verl's, accelerate's and others.
 
     model_world_size_<W>_rank_<R>.pt      verl; beside it optim_..., extra_state_...,
                                           fsdp_config.json, huggingface/
     pytorch_model_fsdp_<i>_rank<R>.bin    accelerate; beside it optimizer_<i>_rank<R>.bin
-    <anything>_<R>.pt                     others
+    <anything>_<R>.pt                     other programs
 
-The content says what a file is: which rank wrote it and which box of each tensor it holds stand in
-the pickles of DTensor and ShardedTensor. Names are a check. The whole is one tree of what the ranks
-saved:
+The pickles of DTensor and ShardedTensor contain the rank that wrote a file, and the box of each
+shard. Names are only checked against them. The result is one tree:
 
-    one group of files                    what it holds
-    several                               {"model": ..., "optimizer": ...,
+    one group of files                    the merged tree of the group
+    several groups                        {"model": ..., "optimizer": ...,
                                            "extra_state": that of the first rank}
 """
 
@@ -45,25 +43,23 @@ from ckptkit.formats.folder import unread
 from ckptkit.formats.format import Probe
 
 MODEL, OPTIMIZER, REST = "model", "optimizer", "extra_state"
-_TRIED = 16  # groups that are opened to see what they are
+_TRIED = 16  # groups whose first file is opened
 _SHOWN = 4  # names in a message
 
 
-Known = dict[int, Piece]  # by the id of their nodes, which live as long as the reading
+Known = dict[int, Piece]  # parsed pieces by id of their node; the nodes live as long
 
 
 class RankKind(NamedTuple):
-    """A group of files and its role, taken from the first file: model, optimizer, rest, or "" for
-    none of them.
-    """
+    """A group of files, and the role of its first file: model, optimizer, rest, or "" for none."""
 
     group: RankGroup
     role: str
-    pieces: bool  # whether it holds any
+    pieces: bool  # whether the files contain pieces of tensors
 
 
 def matches(probe: Probe) -> bool:
-    """Return whether files of the folder hold pieces of tensors."""
+    """Return whether files of the folder contain one rank's pieces of tensors."""
     found = groups(probe.names)
     if not found:
         return False
@@ -75,15 +71,15 @@ def _matches(reader: RankReader, group: RankGroup) -> bool:
     try:
         checkpoint = reader.read(group.first)
     except CkptkitError:
-        return group.world is not None  # which its own reader says better
+        return group.world is not None  # `read` raises the error again, with a better message
     return any(each.name in CLASSES for each in checkpoint.globals)
 
 
 def read(probe: Probe, format: str) -> Checkpoint:
-    """Return the whole of what the ranks saved. Reads the headers of every file.
+    """Return the merged tree of all ranks, from the headers of every file.
 
-    Raises AmbiguousError for files of two worlds, CorruptError for a missing or renamed rank and
-    for files of two saves, UnsupportedError for what the files cannot tell.
+    Raises AmbiguousError for files of two runs, CorruptError for a missing or renamed rank and for
+    files of two saves, UnsupportedError if the files lack the information.
     """
     return _Reading(probe, format).read()
 
@@ -103,7 +99,7 @@ class _Reading:
         model = self._only(kinds, MODEL)
         optimizer = self._only(kinds, OPTIMIZER)
         chosen = model or optimizer
-        assert chosen is not None  # one of them matched
+        assert chosen is not None  # else the folder would not match
         ranked = self._ranked(chosen.group)
         world = _check_ranks(chosen.group, ranked, self.known)
         root = self._merged(chosen.group, ranked, world)
@@ -128,27 +124,27 @@ class _Reading:
         return RankKind(group, MODEL if pieces else REST, pieces)
 
     def _only(self, kinds: Sequence[RankKind], role: str) -> RankKind | None:
-        """Return the group of a role. Raises AmbiguousError if there are several."""
+        """Return the group of a role, None without one. Raises AmbiguousError for several."""
         found = [each for each in kinds if each.role == role]
         if len(found) > 1:
             names = [each.group.first for each in found]
             worlds = {each.group.world for each in found}
             what = "saves of different numbers of ranks" if len(worlds) > 1 else "models"
             raise AmbiguousError(
-                f"holds the rank files of {len(found)} {what}: {listed(names)}",
-                hint="move the files of all but one into folders of their own",
+                f"contains the rank files of {len(found)} {what}: {listed(names)}",
+                hint="move the files of each into a folder of its own",
             )
         return found[0] if found else None
 
     def _ranked(self, group: RankGroup) -> list[Ranked]:
-        """The files in order of the ranks that wrote them, which are those that their names say."""
+        """Return the files in rank order, after a check of the ranks in their names."""
         found = []
         for number, name in group.files.items():
             root = self.reader.read(name).root
             ranks = {piece.rank for piece in _pieces(root, self.known)} - {None}
             if len(ranks) > 1:
                 raise CorruptError(
-                    f"holds pieces of several ranks: {sorted(map(str, ranks))}", where=name
+                    f"contains pieces of several ranks: {sorted(map(str, ranks))}", where=name
                 )
             rank = number if not ranks else int(str(ranks.pop()))
             by_name = group.certain or list(group.files) == list(range(len(group.files)))
@@ -156,7 +152,7 @@ class _Reading:
                 raise CorruptError(
                     f"{name} was written by rank {rank:,}: files were renamed, or are of "
                     "several saves",
-                    hint="give each file the number of the rank that wrote it, or fetch them again",
+                    hint="give each file the number of its rank, or download the files again",
                 )
             found.append(Ranked(rank, name, root))
         return sorted(found, key=lambda each: each.rank)
@@ -171,25 +167,24 @@ class _Reading:
         except CorruptError as error:
             raise _missing(missing, names, world) from error
         self.warnings.append(
-            f"{listed(names)} missing: what they hold is in copies that other ranks hold"
+            f"{listed(names)} missing: their shards are replicated in the files of other ranks"
         )
         return root
 
     def _optimizer(self, kind: RankKind, model: list[Ranked], world: World) -> dict[str, Node]:
-        """Return the optimizer's state, whole; nothing and a warning where the files do not say how
-        it was cut."""
+        """Return the merged optimizer; empty, with a warning, if its split is unknown."""
         ranked = self._ranked(kind.group)
         if kind.pieces:
             _check_ranks(kind.group, ranked, self.known)
             return {OPTIMIZER: self._merged(kind.group, ranked, world)}
         if {each.rank for each in ranked} != {each.rank for each in model}:
             raise CorruptError(
-                f"{listed(list(kind.group.files.values()))} are not of the ranks of the model"
+                f"{listed(list(kind.group.files.values()))} are not from the ranks of the model"
             )
         try:
             return {OPTIMIZER: fsdp_flat.merged(ranked, model, self.joiner)}
         except fsdp_flat.UnknownError as error:
-            self.warnings.append(f"the optimizer is left out: {error}")
+            self.warnings.append(f"dropped the optimizer: {error}")
             return {}
 
     def _rest(self, kinds: Sequence[RankKind]) -> dict[str, Node]:
@@ -202,7 +197,7 @@ class _Reading:
             )
             made[key] = self.reader.read(kind.group.first).root
             if len(kind.group.files) > 1:
-                self.warnings.append(f"each rank has its own {key}: that of the first is kept")
+                self.warnings.append(f"each rank has its own {key}; the first rank's is kept")
         return made
 
     def _note_unread(self, kinds: Sequence[RankKind]) -> None:
@@ -212,7 +207,7 @@ class _Reading:
 
 
 class World(NamedTuple):
-    """The ranks that hold the tensors together, and how many the job had."""
+    """The ranks that have shards, and the number of ranks in the job."""
 
     ranks: tuple[int, ...]
     size: int
@@ -244,16 +239,16 @@ def _check_ranks(group: RankGroup, ranked: Sequence[Ranked], known: Known) -> Wo
             count = max(count, piece.world, len(every))
     if group.world is not None and group.world != count:
         raise CorruptError(
-            f"{group.first} is named as one of {group.world:,} ranks, and its tensors are laid "
-            f"on {count:,}",
-            hint="files were renamed, or are of several saves",
+            f"the name of {group.first} gives {group.world:,} ranks, but its tensors are sharded "
+            f"over {count:,}",
+            hint="files were renamed, or are from several saves",
         )
     check("ranks", count, "ranks")
     every.update(range(count) if len(every) < count else ())
     others = [each.file for each in ranked if each.rank not in every]
     if others:
         raise CorruptError(
-            f"is of {count:,} ranks, but there are files of others: {listed(others)}"
+            f"was written by {count:,} ranks, but contains files of others: {listed(others)}"
         )
     return World(tuple(sorted(every)), count)
 
@@ -266,8 +261,7 @@ def _missing(missing: Sequence[int], names: Sequence[str], world: World) -> Corr
     are = "is" if len(missing) == 1 else "are"
     return CorruptError(
         f"{what} {some} of {world.size:,} {are} missing: there is no {listed(names)}",
-        hint="every process wrote its own file: fetch what is missing from where the rest came "
-        "from",
+        hint="every rank wrote its own file: copy the missing files from the same source",
     )
 
 

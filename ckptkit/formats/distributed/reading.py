@@ -1,4 +1,4 @@
-"""Read the files of ranks: their fields, flat tensors, and names that group them."""
+"""Read the files of ranks: their fields, their flat tensors, and groups of file names."""
 
 from __future__ import annotations
 
@@ -28,23 +28,23 @@ _SIZE = Global("torch", "Size")
 
 
 def reader_of(probe: Probe) -> RankReader:
-    """Return the reader of the folder, always the same one: what identification read is not read
-    again.
-    """
+    """Return the reader of a folder. It is cached: files are not read again after recognition."""
     found = probe.kept.setdefault(RankReader, RankReader(probe.folder, keep=True))
     assert isinstance(found, RankReader)
     return found
 
 
 class RankReader:
-    """Reads the files of a folder, and keeps what they warn of and which globals they name; with
-    `keep` the files too, which may be thousands."""
+    """Read the files of a folder; collect their warnings and the globals they name.
+
+    `keep` also keeps the checkpoints, of which there may be thousands.
+    """
 
     def __init__(self, folder: Folder, *, keep: bool = False) -> None:
         self.folder = folder
         self.keep = keep
         self.globals: dict[Global, None] = {}
-        self._warnings: dict[str, list[str]] = {}  # names of files by what is said of them
+        self._warnings: dict[str, list[str]] = {}  # names of files by warning
         self._read: dict[tuple[str, str], Checkpoint] = {}
 
     def read(self, name: str, folder: Folder | None = None) -> Checkpoint:
@@ -56,7 +56,7 @@ class RankReader:
         try:
             format = next((each for each in FORMATS if each.matches(probe)), None)
             if format is None:
-                raise FormatError("is not a file of torch.save")
+                raise FormatError("is not a torch.save file")
             found = format.read(probe)
         except CkptkitError as error:
             error.at(probe.name)
@@ -69,17 +69,17 @@ class RankReader:
         return found
 
     def fields(self, name: str) -> Fields:
-        """Return the values of one file."""
+        """Return the root dict of a file."""
         return Fields(self.read(name).root, name)
 
     @property
     def warnings(self) -> list[str]:
-        """Warnings of the files, each once."""
+        """Return the warnings of all files, each once."""
         return [within(some(names, 1), text) for text, names in self._warnings.items()]
 
 
 class Fields:
-    """A dict in a file with typed look-ups; a wrong type is a FormatError that says where."""
+    """A dict in a file, with typed look-ups. A wrong type raises FormatError with the place."""
 
     def __init__(self, node: Node, place: str) -> None:
         if not isinstance(node, dict):
@@ -88,7 +88,7 @@ class Fields:
         self.place = place
 
     def __contains__(self, key: str) -> bool:
-        """Return whether there is such an entry that is not None."""
+        """Return whether an entry exists and is not None."""
         return self.node.get(key) is not None
 
     def get(self, key: str) -> Node:
@@ -109,7 +109,7 @@ class Fields:
         return list(node)
 
     def names(self, key: str) -> dict[str, Node]:
-        """Return an entry that is a dict from names; empty if it is None or missing."""
+        """Return an entry that is a dict with string keys; empty if it is None or missing."""
         node = self.fields(key).node if key in self else {}
         if not all(isinstance(name, str) for name in node):
             raise FormatError(f"{self.place}: a key of {key} is not a name")
@@ -120,7 +120,7 @@ class Fields:
         return {name: self.shape(name, node) for name, node in self.names(key).items()}
 
     def shape(self, name: str, node: Node) -> Shape:
-        """Return a torch.Size, or a list or tuple of integers, as a shape."""
+        """Return a torch.Size, or a list or tuple of integers, as a tuple."""
         if isinstance(node, Object) and node.global_ == _SIZE:
             node = _argument(node)
         if not isinstance(node, (tuple, list)) or not all(map(_is_count, node)):
@@ -134,22 +134,22 @@ class Fields:
         for node in self.items(key):
             tensor = as_tensor(node)
             if tensor is None or not is_flat(tensor):
-                raise FormatError(f"{self.place}: {key} holds something other than flat tensors")
+                raise FormatError(f"{self.place}: {key} contains values that are not flat tensors")
             found.append(tensor)
         return found
 
     def integers(self, key: str) -> list[int]:
-        """Return an entry that is a list of counts, or one count."""
+        """Return an entry that is a list of non-negative integers, or a single one."""
         node = self.get(key)
         nodes = node if isinstance(node, (list, tuple)) else (node,)
-        found = [_argument(each) for each in nodes]  # perhaps an enum, ZeroStageEnum
+        found = [_argument(each) for each in nodes]  # an enum such as ZeroStageEnum is a call
         if not all(map(_is_count, found)):
-            raise FormatError(f"{self.place}: {key} holds something other than counts")
+            raise FormatError(f"{self.place}: {key} contains values that are not counts")
         return found
 
 
 def _argument(node: Node) -> Node:
-    """Return the only argument of a call, any other node as it is."""
+    """Return the only argument of a call, other nodes unchanged."""
     is_call = isinstance(node, Object) and isinstance(node.args, tuple) and len(node.args) == 1
     return node.args[0] if is_call else node
 
@@ -166,7 +166,7 @@ def is_flat(tensor: Tensor) -> bool:
 
 
 def own(tensor: Tensor) -> Tensor:
-    """Return the same tensor on a storage of its own: parameters do not share their step."""
+    """Return the tensor with a storage of its own, because parameters do not share their step."""
     storage = tensor.storage
     if storage is None:
         return tensor
@@ -174,17 +174,17 @@ def own(tensor: Tensor) -> Tensor:
     return Tensor(copy, tensor.dtype, tensor.shape, tensor.stride, tensor.offset)
 
 
-# Parameters that are cut into pieces of the ranks' flat tensors.
+# Parameters assembled from the ranks' flat tensors
 
 
 class FlatRow:
-    """Flat tensors of one type, one after another, to be cut by element."""
+    """Concatenated flat tensors of one dtype, addressed by element."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         dtypes = {tensor.dtype.name for tensor in tensors}
         if len(dtypes) != 1:
             raise CorruptError(
-                f"the parts of one flat tensor are of different types: {', '.join(sorted(dtypes))}"
+                f"the shards of a flat tensor have different dtypes: {', '.join(sorted(dtypes))}"
             )
         held = [tensor for tensor in tensors if tensor.numel]
         self.dtype = tensors[0].dtype
@@ -195,9 +195,9 @@ class FlatRow:
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """A record: `share` elements from `start` of each of the rows, joined and cut to `numel`.
+    """A record: `share` elements from `start` of each row, concatenated and cut to `numel`.
 
-    The pieces are made on demand: there may be thousands of ranks.
+    Its byte ranges are computed on demand, because there may be thousands of ranks.
     """
 
     rows: tuple[FlatRow, ...]
@@ -229,14 +229,16 @@ class Shares:
 def shared_out(
     rows: tuple[FlatRow, ...], shape: Shape, start: int, share: int | None = None
 ) -> Tensor:
-    """Return the parameter, on the CPU, of which each row has `share` elements from `start`: all of
-    them by default."""
+    """Return a parameter whose elements are `share` elements from `start` of each row.
+
+    The default `share` is all elements of the parameter. The result is on the CPU.
+    """
     numel = prod(shape)
     storage = Storage(Shares(rows, start, numel if share is None else share, numel))
     return Tensor(storage, rows[0].dtype, shape, contiguous_stride(shape))
 
 
-# The files of a folder that differ in the number of a rank alone.
+# Files whose names differ only in the number of a rank
 
 
 SUFFIXES = (".pt", ".pth", ".bin", ".ckpt", ".th")
@@ -248,11 +250,10 @@ _HOLE = "\0"
 
 
 class RankGroup(NamedTuple):
-    """Files whose names differ in one number: the name with a hole, and the names by number, in
-    order.
+    """Files whose names differ in one number: the name with a gap, and the names by number.
 
-    ``certain``: the name calls the number a rank. ``world`` is the number of ranks that the name
-    promises.
+    ``certain`` tells whether the name calls the number a rank. ``world`` is the number of ranks in
+    the name, None if it has none.
     """
 
     pattern: str
@@ -265,16 +266,17 @@ class RankGroup(NamedTuple):
         return next(iter(self.files.values()))
 
     def name(self, number: int) -> str:
-        """Return the name of the file with another number, spelled like the others."""
+        """Return the file name for another number, with the same zero padding."""
         around = len(self.pattern) - len(_HOLE)
         width = min(len(name) - around for name in self.files.values())
         return self.pattern.replace(_HOLE, str(number).zfill(width))
 
 
 def groups(names: Iterable[str]) -> list[RankGroup]:
-    """The groups of a folder, each name in one at most; those whose names speak of ranks first.
+    """Return the groups of a folder, those whose names contain "rank" first.
 
-    Where names do not say which of their numbers counts ranks, it is the one that varies most.
+    Each name is in at most one group. If no number follows "rank", the number that varies most is
+    the rank.
     """
     certain: dict[str, dict[int, str]] = {}
     others: dict[str, dict[int, str]] = {}
@@ -302,6 +304,6 @@ def groups(names: Iterable[str]) -> list[RankGroup]:
 
 
 def listed(names: Iterable[str]) -> str:
-    """Return some of the names, in order."""
+    """Format the first few names, in order."""
     first = list(islice(names, NAMES + 1))
     return ", ".join(first[:NAMES]) + (", ..." if len(first) > NAMES else "")

@@ -1,16 +1,16 @@
-"""A layout of ranks as a table: rows of names, and how the parts of what they match were cut.
+"""Describe a parallel layout as a table: rows of name patterns, and how tensors were split.
 
-    same, sum, mean           equal in all parts; added up; averaged, or copied where all are equal
-    drop: why, refuse: why    not written; known, and not put together
-    [o i] -> [o (tp i)]       how the elements of a part lie in the whole: a line of the notation of
-                              rules, in which `tp` counts the parts
+    same, sum, mean           replicated; to be summed; to be averaged (a copy if all are equal)
+    drop: why, refuse: why    not written; known, but ckptkit cannot join it
+    [o i] -> [o (tp i)]       how the elements of a shard are arranged in the whole tensor: a line
+                              of the notation of rules, in which `tp` is the rank
 
-The axis after ``tp`` may differ from part to part. Read from right to left, the same line cuts a
-whole tensor. The first row that matches a name counts, and there is no default.
+The axis after ``tp`` may differ in size from rank to rank. The reversed line splits a whole tensor.
+The first row that matches a name decides; there is no default.
 
-:func:`merge` checks, in this order: numbers that begin anew in each part, names along the axis that
-cuts, copies, dtypes and shapes. Parts that are all equal though a line cuts them are refused, too:
-the table would be wrong.
+:func:`merge` renumbers layers globally. Then it checks names along ``tp``, replicas, dtypes and
+shapes. If all shards of a tensor are equal although a line splits it, the table must be wrong, and
+the tensor is refused.
 """
 
 from __future__ import annotations
@@ -53,18 +53,18 @@ from ckptkit.rules.arrange import ArrangedRule, Arrangement, SourceTensor
 from ckptkit.rules.names import Settings, axis_words, evaluate
 from ckptkit.rules.notation import MisfitError, Rule, RuleError, parse_rule
 
-TP = "tp"  # the axis that cuts
+TP = "tp"  # the tensor-parallel axis
 SAME, SUM, MEAN, DROP, REFUSE = "same", "sum", "mean", "drop", "refuse"
-_PEEK = 1 << 20  # bytes of a part that are read to see whether it is constant
+_PEEK = 1 << 20  # bytes of a shard that are read to test whether it is constant
 
-Parts = Sequence[tuple[Tensor, str]]  # of one tensor in the order of the ranks, each with its file
+Parts = Sequence[tuple[Tensor, str]]  # the shards of a tensor in rank order, and their files
 
 
 def cut(dim: int, blocks: int = 1, sizes: Sequence[int] = ()) -> str:
-    """Return the line for parts that are joined along a dimension, block by block.
+    """Return the line for shards that are concatenated along a dimension, block by block.
 
-    Each part has as many blocks ([gate; up]) of one size, or blocks whose `sizes` in the whole are
-    these.
+    Each shard has `blocks` equal blocks ([gate; up]), or blocks whose sizes in the whole tensor are
+    `sizes`.
     """
     before = "".join(f"a{n} " for n in range(dim))
     block, given = ("g ", f" with g={blocks}") if blocks > 1 else ("", "")
@@ -74,17 +74,17 @@ def cut(dim: int, blocks: int = 1, sizes: Sequence[int] = ()) -> str:
 
 
 def cut_in_ratio(*sizes: int) -> str:
-    """Return the line for rows in blocks of sizes in this ratio ([q; k; v]), in each part."""
+    """Return the line for shards whose rows are blocks with this ratio of sizes ([q; k; v])."""
     unit = gcd(*sizes)
     ratio = "|".join(str(n // unit) for n in sizes)
     return f"[(p n o) ...] -> [(p tp n o) ...] with p={len(sizes)} n={ratio}"
 
 
 class LayoutRow(NamedTuple):
-    """A regular expression for whole names, and how what it matches was cut.
+    """A regular expression for whole names, and how the tensors were split.
 
-    ``widths`` are those of each block in each part, where a file lists them; the line is for a part
-    of one block then.
+    ``widths`` are the widths of each block on each rank, if a file lists them. The line then
+    describes a shard of one block.
     """
 
     pattern: re.Pattern[str]
@@ -100,16 +100,16 @@ ROWS, COLUMNS = cut(0), cut(1)
 
 
 def rows(*pairs: tuple[str, str]) -> tuple[LayoutRow, ...]:
-    """Return the rows of a table: expressions for names, and how what they match was cut."""
+    """Return the rows of a table from pairs of an expression and a line."""
     return tuple(LayoutRow(re.compile(pattern), how) for pattern, how in pairs)
 
 
 @dataclass(frozen=True, slots=True)
 class Offset:
-    """Numbers in names that begin at 0 in each part: group 1 of `pattern`, counted up along the
-    axes `by`.
+    """Numbers in names that each rank counts from 0: group 1 of `pattern`.
 
-    The first axis counts slowest. ``total`` is how many there must be, None if nothing says it.
+    They are renumbered globally along the axes `by`, the first axis slowest. ``total`` is the
+    expected count, None if unknown.
     """
 
     pattern: re.Pattern[str]
@@ -120,24 +120,24 @@ class Offset:
 
 @dataclass(frozen=True, slots=True)
 class ParallelLayout:
-    """The rows of a layout, the numbers that begin anew in each part, and tensors stored twice."""
+    """The rows of a layout, the numbers to renumber, and tensors that are stored twice."""
 
     rules: tuple[LayoutRow, ...]
     offsets: tuple[Offset, ...] = ()
     copies: tuple[tuple[str, str], ...] = ()
-    hint: str = "--parts names your own table of how it was cut: `ckptkit help parallel`"
+    hint: str = "write a table for --parts that describes the split: see `ckptkit help parallel`"
 
     def row(self, name: str) -> LayoutRow:
         """Return the row of a tensor. Raises UnsupportedError if none matches it."""
         for each in self.rules:
             if each.pattern.fullmatch(name):
                 return each
-        raise UnsupportedError(f"nothing says how {name[:80]!r} was cut", hint=self.hint)
+        raise UnsupportedError(f"how {name[:80]!r} was split is unknown", hint=self.hint)
 
 
 @dataclass(frozen=True)
 class RankFile:
-    """One file: its coordinates on the grid, and its entries by name."""
+    """A file: its coordinates on the grid of ranks, and its entries by name."""
 
     file: str
     at: Mapping[str, int]
@@ -145,15 +145,17 @@ class RankFile:
 
 
 class Merged(NamedTuple):
-    """The whole, and what is worth a warning."""
+    """The merged tensors, and warnings."""
 
     tensors: OrderedMapping
     warnings: list[str]
 
 
 def check_grid(parts: Sequence[RankFile], axes: Mapping[str, int], name: Mapping[str, str]) -> None:
-    """Raise CorruptError unless there is one part at each point. `name` gives a file's name by
-    axis."""
+    """Raise CorruptError unless each point of the grid has exactly one file.
+
+    `name` maps an axis to the word for it in file names.
+    """
     sizes = " x ".join(f"{axis.upper()} {n}" for axis, n in axes.items())
     check("ranks", prod(axes.values()), f"parts ({sizes})")
     there: dict[tuple[int, ...], str] = {}
@@ -172,14 +174,13 @@ def check_grid(parts: Sequence[RankFile], axes: Mapping[str, int], name: Mapping
             for point in missing[:NAMES]
         )
         raise CorruptError(
-            f"{len(missing):,} of {len(there) + len(missing):,} parts are missing: "
+            f"{len(missing):,} of {len(there) + len(missing):,} rank files are missing: "
             f"{', '.join(text or 'the only one' for text in shown)}",
-            hint="every process wrote its own file: fetch what is missing from where the rest came "
-            "from",
+            hint="every rank wrote its own file: copy the missing files from the same source",
         )
     stale = [part.file for part in parts if any(part.at[axis] >= n for axis, n in axes.items())]
     if stale:
-        raise CorruptError(f"is of {sizes}, but there are files of others: {stale[0]}")
+        raise CorruptError(f"has {sizes}, but contains files of other ranks: {stale[0]}")
 
 
 # Lines of the notation
@@ -187,8 +188,10 @@ def check_grid(parts: Sequence[RankFile], axes: Mapping[str, int], name: Mapping
 
 @lru_cache(256)
 def _line(how: str, count: int) -> tuple[Rule, Arrangement]:
-    """Return a line as a rule for `count` named parts, with the axes that differ: with the part, or
-    with the axis before them."""
+    """Parse a line as a rule for `count` shards.
+
+    The result has the axes whose sizes vary: with the rank, or with the axis before them.
+    """
     left, _, right = how.partition(" -> ")
     labels = "|".join(map(str, range(count)))
     found = parse_rule(f"{{{TP}:{labels}}} {left} -> whole {right}")
@@ -209,7 +212,7 @@ def _line(how: str, count: int) -> tuple[Rule, Arrangement]:
 
 @lru_cache(512)  # layers of a model have the same shapes, cut in the same way
 def _joined(how: str, shapes: tuple[Shape, ...], names: tuple[str, ...] = ()) -> ArrangedRule:
-    """Return the whole that parts of these shapes make. Raises MisfitError, RuleError."""
+    """Return how shards of these shapes make the whole tensor. Raises MisfitError, RuleError."""
     _, arrangement = _line(how, len(shapes))
     members = [
         SourceTensor(names[n] if names else str(n), (n,), shape) for n, shape in enumerate(shapes)
@@ -220,7 +223,7 @@ def _joined(how: str, shapes: tuple[Shape, ...], names: tuple[str, ...] = ()) ->
 
 @lru_cache(512)
 def _cut(how: str, shape: Shape, count: int) -> tuple[ArrangedRule, ...]:
-    """The parts of a tensor of this shape, all of one size. Raises MisfitError, RuleError."""
+    """Return the `count` equal shards of a tensor of this shape. Raises MisfitError, RuleError."""
     found, arrangement = _line(how, count)
     known = evaluate(found, Settings({TP: count}))
     uneven = {word: by for word, by in arrangement.ragged.items() if by != TP}
@@ -229,7 +232,7 @@ def _cut(how: str, shape: Shape, count: int) -> tuple[ArrangedRule, ...]:
 
 
 def _is_whole(how: str) -> bool:
-    """Return whether one part alone, cut by this line, is the whole as it is."""
+    """Return whether the line leaves a tensor unchanged if there is only one rank."""
     found, _ = _line(how, 1)
     right = [
         axes if isinstance(axes, str) else tuple(word for word in axes if word != TP)
@@ -238,22 +241,22 @@ def _is_whole(how: str) -> bool:
     return list(found.left.shape) == right
 
 
-# The whole
+# Merging
 
 
 def merge(
     parts: Sequence[RankFile], axes: Mapping[str, int], table: ParallelLayout, joiner: Joiner
 ) -> Merged:
-    """Every tensor, whole, under its name in the whole model.
+    """Return every whole tensor under its global name.
 
-    `axes` are the axes of the grid and their sizes, the one that cuts (``tp``) among them. Raises
-    CorruptError for parts that do not go together, UnsupportedError for a name without a rule.
+    `axes` are the axes of the grid with their sizes, including ``tp``. Raises CorruptError if the
+    files do not match, UnsupportedError if a name has no rule.
     """
     named = [dict(part.entries) for part in parts]
     for offset in table.offsets:
         named = _renumbered(offset, parts, named, axes)
     count = axes.get(TP, 1)
-    # What the files hold by name and rank: more than one where they are copies.
+    # Nodes by name and tensor-parallel rank; several if they are replicas.
     rows: dict[str, dict[int, list[tuple[Node, str]]]] = {}
     for part, entries in zip(parts, named, strict=True):
         for name, node in entries.items():
@@ -263,8 +266,8 @@ def merge(
         if lacking is not None:
             raise CorruptError(
                 f"{name[:80]!r} is in {next(iter(by_rank.values()))[0][1]}, but rank {lacking} of "
-                f"{count} has no part of it",
-                hint="the files are not of one save",
+                f"{count} has no shard of it",
+                hint="the files are of different saves",
             )
     dropped: dict[str, list[str]] = {}
     for name, of in table.copies:
@@ -289,7 +292,7 @@ def merge(
         except CkptkitError as error:
             error.hint = error.hint or table.hint
             raise
-    warnings = [f"left out {some(names)}: {reason}" for reason, names in dropped.items()]
+    warnings = [f"dropped {some(names)}: {reason}" for reason, names in dropped.items()]
     if constant:
         warnings.append(f"constant in all parts; assumed sharded: {some(constant)}")
     return Merged(made, warnings)
@@ -301,7 +304,7 @@ def _renumbered(
     named: Sequence[Mapping[str, Node]],
     axes: Mapping[str, int],
 ) -> list[dict[str, Node]]:
-    """Return the names of all parts with their numbers counted up along the axes."""
+    """Return the entries of all files with global numbers in their names."""
     counts: dict[tuple[int, ...], int] = {}
     points = [tuple(part.at.get(axis, 0) for axis in offset.by) for part in parts]
     for part, point, entries in zip(parts, points, named, strict=True):
@@ -321,7 +324,7 @@ def _renumbered(
         total += counts.get(point, 0)
     if offset.total is not None and total not in (0, offset.total):
         raise CorruptError(
-            f"its parts have {total:,} {offset.what} in all, its arguments say {offset.total:,}"
+            f"its files have {total:,} {offset.what} in all, but its arguments {offset.total:,}"
         )
     made: list[dict[str, Node]] = []
     for point, entries in zip(points, named, strict=True):
@@ -335,7 +338,7 @@ def _renumbered(
 
 
 def _row(table: ParallelLayout, name: str, count: int, *, held: int) -> LayoutRow | None:
-    """The row of a tensor that `held` files of the first rank have; None where it is whole."""
+    """Return the row of a tensor that `held` files of rank 0 have; None if it is complete."""
     try:
         row = table.row(name)
     except UnsupportedError:
@@ -362,7 +365,7 @@ def _plain(name: str, held: Iterable[tuple[Node, str]]) -> list[tuple[Tensor, st
 def _whole(
     name: str, row: LayoutRow | None, parts: Parts, joiner: Joiner, constant: list[str]
 ) -> Tensor:
-    """Put the parts of a tensor together. Adds the name to `constant` if they tell nothing."""
+    """Join the shards of a tensor. Add its name to `constant` if their bytes prove nothing."""
     (first, file), *others = parts
     if row is None or (not others and (row.word in (SAME, SUM, MEAN) or _is_whole(row.how))):
         return joiner.plain(first)
@@ -377,7 +380,7 @@ def _whole(
             raise CorruptError(
                 f"{name!r} is {first.dtype} {first.shape} in {file}, {tensor.dtype} "
                 f"{tensor.shape} in {place}",
-                hint="the files are not of one save",
+                hint="the files are of different saves",
             )
     if row.widths:
         parts = _blocks(name, row, dim, parts)
@@ -387,9 +390,9 @@ def _whole(
         if all(joiner.copies.same(copy, always=always) for copy in copies):
             if not _is_constant(first):
                 raise CorruptError(
-                    f"{name!r} is equal in all {len(parts)} parts, and the table says {row.how!r}",
-                    hint="the layout is another than it is taken for: --parts names a table of "
-                    "your own, which says `same` for it",
+                    f"{name!r} is equal in all {len(parts)} shards, but its rule is {row.how!r}",
+                    hint="the layout was not recognized: write a table for --parts, in which the "
+                    "rule of this tensor is `same`",
                 )
             constant.append(name)
     tensors = [tensor for tensor, _ in parts]
@@ -402,21 +405,22 @@ def _whole(
         except (MisfitError, RuleError) as error:
             message = error.message.removeprefix("rule 1: ")
             raise CorruptError(
-                f"{name!r}: {message}", hint="the files are not of one save, or cut in another way"
+                f"{name!r}: {message}",
+                hint="the files are of different saves, or were split in another way",
             ) from error
-    shape = (*made.shape,)  # its own tuple: pickles tell whether two tensors have the same one
+    shape = (*made.shape,)  # a new tuple: pickles record whether two tensors share one
     return joiner.arranged(name, first.dtype, shape, tensors, made.copies)
 
 
 def _blocks(name: str, row: LayoutRow, dim: int, parts: Parts) -> list[tuple[Tensor, str]]:
-    """Return the blocks of all parts, the first ones first, as parts of their own."""
+    """Return the blocks of all shards, as shards of their own, ordered by block, then by rank."""
     starts = [0] * len(parts)
     found = []
     for rank, (tensor, file) in enumerate(parts):
         widths = [block[rank] for block in row.widths if rank < len(block)]
         size = tensor.shape[dim] if dim < len(tensor.shape) else 0
         if len(widths) != len(row.widths) or sum(widths) != size:
-            raise CorruptError(f"{name!r}: {size:,} rows in {file} are no blocks of {widths}")
+            raise CorruptError(f"{name!r}: {size:,} rows in {file} do not make blocks of {widths}")
     for block in row.widths:
         for rank, (tensor, file) in enumerate(parts):
             start = tensor.offset + starts[rank] * tensor.stride[dim] if block[rank] else 0
@@ -427,13 +431,13 @@ def _blocks(name: str, row: LayoutRow, dim: int, parts: Parts) -> list[tuple[Ten
 
 
 def _computed(name: str, word: str, parts: Parts, joiner: Joiner) -> Tensor:
-    """Return the sum of the parts, or their mean: a copy where they are equal."""
+    """Return the sum or the mean of the shards; the mean of equal shards is the first."""
     (first, file), *others = parts
     for tensor, place in parts:
         if (tensor.dtype, tensor.shape) != (first.dtype, first.shape) or not has_mean(tensor.dtype):
             raise CorruptError(
                 f"{name!r} is {first.dtype} {first.shape} in {file} and {tensor.dtype} "
-                f"{tensor.shape} in {place}: they cannot be added up"
+                f"{tensor.shape} in {place}, so they cannot be added"
             )
     records = tuple(contiguous(tensor) for tensor, _ in parts)
     if word == SUM:
@@ -447,14 +451,14 @@ def _computed(name: str, word: str, parts: Parts, joiner: Joiner) -> Tensor:
 
 
 def _is_constant(tensor: Tensor) -> bool:
-    """Return whether all sampled elements have the same bytes."""
+    """Return whether all elements in the first MiB have the same bytes."""
     data = b"".join(stream(contiguous(tensor).locate(), 0, min(tensor.nbytes, _PEEK)))
     unit = data[: tensor.dtype.itemsize]
     return data == unit * (len(data) // len(unit))
 
 
 def flattened(root: Node) -> Iterator[tuple[str, Node]]:
-    """Yield the leaves of nested dicts under dotted names."""
+    """Yield the leaves of nested dicts, with dotted names."""
     waiting: list[tuple[str, Node]] = [("", root)]
     while waiting:
         name, node = waiting.pop()
@@ -465,14 +469,14 @@ def flattened(root: Node) -> Iterator[tuple[str, Node]]:
             yield name, node
 
 
-# Whole tensors cut into the parts of ranks by the table that puts them together.
+# Splitting whole tensors by the same table
 
 
 def ranks_of(options: Options, name: str) -> int:
-    """Return the number of parts that the options ask for. Raises UsageError if they give none."""
+    """Return the number of ranks in the options. Raises UsageError if it is not set."""
     if options.ranks is None:
         raise UsageError(
-            f"{name} is cut into parts, and nothing says how many",
+            f"{name} is split over ranks, and their number is not given",
             hint=typed("--ranks 2", "ranks=2"),
         )
     return options.ranks
@@ -481,18 +485,16 @@ def ranks_of(options: Options, name: str) -> int:
 def cut_all(
     tensors: Mapping[str, Tensor], table: ParallelLayout, count: int
 ) -> list[OrderedMapping]:
-    """The entries of each of `count` parts. Raises UsageError for what does not come out even."""
+    """Return the state_dict of each of `count` ranks. Raises UsageError if sizes do not divide."""
     parts: list[dict[Node, Node]] = [{} for _ in range(count)]
     for name, tensor in tensors.items():
         if tensor.storage is None or tensor.layout != "strided":
-            raise TensorError(f"{name[:80]!r} is not a plain tensor, and cannot be cut")
+            raise TensorError(f"{name[:80]!r} is not a plain tensor, so it cannot be split")
         row = table.row(name)
         if row.word in (DROP, REFUSE):
-            raise UsageError(f"{name[:80]!r} has no place in parts: {row.how.partition(': ')[2]}")
+            raise UsageError(f"{name[:80]!r} cannot be split: {row.how.partition(': ')[2]}")
         if row.word in (SUM, MEAN) or row.widths:
-            raise UsageError(
-                f"{name!r} cannot be cut: its parts would not be the ones that were put together"
-            )
+            raise UsageError(f"{name!r} cannot be split: merging its shards would not return it")
         if row.word == SAME or count == 1:
             for part in parts:
                 part[name] = tensor
@@ -501,7 +503,7 @@ def cut_all(
             made = _cut(row.how, tensor.shape, count)
         except (MisfitError, RuleError) as error:
             raise UsageError(
-                f"{name!r}: {tensor.shape} does not come out even in {count} parts: "
+                f"{name!r}: {tensor.shape} is not divisible by {count} ranks: "
                 f"{error.message.removeprefix('rule 1: ')}"
             ) from error
         record, dtype = contiguous(tensor), tensor.dtype
@@ -514,16 +516,16 @@ def cut_all(
 
 
 def file(name: str, root: Node, options: Options) -> OutputFile:
-    """Return one file of a folder, as torch.save writes it."""
+    """Plan a file of a folder in the format of torch.save."""
     plan = torch_zip.layout(Checkpoint(root), options)
     return replace(plan.files[0], name=name)
 
 
-# A table of one's own, in YAML (``--parts FILE``): `ckptkit help parallel` shows one.
+# A user's table, in YAML (``--parts FILE``); `ckptkit help parallel` shows an example
 #
-# ``files`` is an expression for names below the folder, whose groups are the axes: tp is the one
-# that cuts. ``root`` is the entry that holds the state_dict. ``layers`` are numbers that begin anew
-# along other axes.
+# ``files`` is a regular expression for paths in the folder, whose named groups are the axes; tp is
+# the one that splits tensors. ``root`` is the entry that contains the state_dict. ``layers`` are
+# numbers that each rank counts from 0, along other axes.
 
 
 _BYTES = 1 << 20
@@ -535,8 +537,10 @@ _VERB = re.compile(
 
 
 def parse(data: bytes, where: str) -> Any:
-    """Return the values in a text of YAML or JSON: plain ones, without the anchors and tags that
-    make little text a lot. Raises UsageError."""
+    """Parse YAML or JSON into plain values. Raises UsageError.
+
+    Anchors and tags are refused, because they let a short file expand hugely.
+    """
     import yaml
 
     if len(data) > _BYTES:
@@ -544,14 +548,14 @@ def parse(data: bytes, where: str) -> Any:
     try:
         events = list(yaml.parse(data, Loader=yaml.SafeLoader))
         if any(isinstance(event, yaml.events.AliasEvent) for event in events):
-            raise UsageError("uses anchors, which ckptkit does not follow", where=where)
+            raise UsageError("uses anchors, which ckptkit does not support", where=where)
         return yaml.safe_load(data)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UsageError(f"is not YAML: {str(error).splitlines()[0]}", where=where) from error
 
 
 class OwnTable:
-    """The content of a table file. Raises UsageError."""
+    """The content of a table file. Raises UsageError, PathError."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -572,10 +576,10 @@ class OwnTable:
         self.root = content.get("root")
         if TP not in self.files.groupindex:
             raise self._wrong(
-                "names no rank in files", r"write (?P<tp>[0-9]+) in place of its number"
+                "its files have no rank", r"write (?P<tp>[0-9]+) instead of the rank's number"
             )
         if not isinstance(content["rules"], list):
-            raise self._wrong("rules are no list")
+            raise self._wrong("its rules are not a list")
         rows = tuple(map(self._rule, content["rules"]))
         self.table = ParallelLayout(rows, self._offsets(content.get("layers")))
 
@@ -597,14 +601,14 @@ class OwnTable:
         found = _VERB.fullmatch(str(verb))
         if found is None:
             raise self._wrong(
-                f"{verb!r} is no verb",
+                f"{verb!r} is not a verb",
                 "cut DIM, cut DIM blocks N, cut DIM sizes A B C, same, sum, mean, drop REASON, or "
-                "a line as in `[o ...] -> [(tp o) ...]`",
+                "a line such as `[o ...] -> [(tp o) ...]`",
             )
         if found["word"]:
             how = found["word"]
         elif found["why"] is not None:
-            how = f"{DROP}: {found['why'] or 'as the table says'}"
+            how = f"{DROP}: {found['why'] or 'by the table'}"
         elif found["line"]:
             how = found["line"]
             try:
@@ -625,13 +629,13 @@ class OwnTable:
         axes = tuple(map(str, node["by"]))
         if not pattern.groups or not set(axes) <= set(self.files.groupindex):
             raise self._wrong(
-                "layers count along axes that files do not name, or their pattern has no group"
+                "the axes of layers are not groups of files, or their pattern has no group"
             )
         return (Offset(pattern, axes),)
 
 
 def read(probe: Probe, format: str) -> Checkpoint:
-    """Return the state_dict that the files make by the table that was asked for."""
+    """Return the state_dict that the files make, by the table in the options."""
     assert probe.options.parts is not None
     own = OwnTable(probe.options.parts)
     reader, joiner = RankReader(probe.folder), Joiner(Copies(probe.options.copies))
@@ -643,18 +647,16 @@ def read(probe: Probe, format: str) -> Checkpoint:
             at = {axis: int(number or 0) for axis, number in found.groupdict().items()}
         except ValueError as error:
             raise UsageError(
-                f"the groups of files match something else than numbers: {place!r}"
+                f"the groups of files match other characters than digits: {place!r}"
             ) from error
         root = reader.read(name, folder).root
         if own.root:
             _, root = find(root, str(own.root))
         if not isinstance(root, dict):
-            raise FormatError("holds no state_dict", where=name)
+            raise FormatError("contains no state_dict", where=name)
         parts.append(RankFile(place, at, dict(flattened(root))))
     if not parts:
-        raise UsageError(
-            f"no file in {probe.name} has a name like {own.files.pattern!r}", where=own.path
-        )
+        raise UsageError(f"no file in {probe.name} matches {own.files.pattern!r}", where=own.path)
     axes = {axis: 1 + max(part.at[axis] for part in parts) for axis in own.files.groupindex}
     check_grid(parts, axes, {})
     merged = merge(parts, axes, own.table, joiner)
@@ -667,8 +669,7 @@ def read(probe: Probe, format: str) -> Checkpoint:
 
 
 def _files(folder: Folder) -> Iterator[tuple[str, Folder, str]]:
-    """Yield the files in the folder and in those below it: the path with slashes, the folder, and
-    the name there."""
+    """Yield the files in the folder and its subfolders: path, folder, and name in that folder."""
     below = sorted(folder.folders())
     yield from ((name, folder, name) for name in folder.list() if name not in below)
     for each in below:

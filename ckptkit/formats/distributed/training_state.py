@@ -1,9 +1,9 @@
-"""The files of a training that lie beside its weights: optimizer, scheduler, random generators.
+"""Read and write the training state beside weights: optimizer, scheduler, random generators.
 
     optimizer.bin, scheduler_1.bin, random_states_0.pkl     accelerate's save_state
     optimizer.pt, scheduler.pt, rng_state_0.pth             the Trainer of transformers
 
-Each is a file of torch.save. The names end in a number where there are several.
+Each is a torch.save file. If there are several of a kind, their names end in a number.
 """
 
 from __future__ import annotations
@@ -23,18 +23,19 @@ from ckptkit.core.tree import Node
 from ckptkit.formats.folder import is_state
 from ckptkit.formats.table import BY_NAME, TORCH_ZIP
 
-WEIGHTS = "model"  # the entry of the weights, where they get one
+WEIGHTS = "model"  # the entry for the weights, if training state is added
 _OTHERS = ("trainer_state.json", "training_args.bin")  # never read
 
 
 def beside(checkpoint: Checkpoint, folder: Folder, *, take: bool) -> Checkpoint:
-    """Return the checkpoint with the training state of its folder as entries, if `take`.
+    """Add the training state in the folder to the checkpoint, as entries, if `take`.
 
-    Without, and for what is never taken, it has a warning. Raises what is wrong with a file.
+    Otherwise a warning names it, as it does for files that are never read. Raises the errors of the
+    files.
     """
     try:
         names = folder.list()
-    except CkptkitError:  # a web server does not list files
+    except CkptkitError:  # web servers do not list files
         return checkpoint
     found = sorted(filter(is_state, names))
     if take and found:
@@ -42,13 +43,13 @@ def beside(checkpoint: Checkpoint, folder: Folder, *, take: bool) -> Checkpoint:
     left = [name for name in (*(() if take else found), *_OTHERS) if name in names]
     if not left:
         return checkpoint
-    more = f"; {typed('--all', 'all=True')} takes the training state" if not take else ""
-    warning = f"left out, beside the weights: {some(left, 9)}{more}"
+    more = f"; {typed('--all', 'all=True')} adds the training state" if not take else ""
+    warning = f"not read, beside the weights: {some(left, 9)}{more}"
     return replace(checkpoint, warnings=(*checkpoint.warnings, warning))
 
 
 def _with_entries(checkpoint: Checkpoint, folder: Folder, names: Collection[str]) -> Checkpoint:
-    """Return ``{"model": what was read, "optimizer": ..., "scheduler": ...}``."""
+    """Return ``{"model": the given root, "optimizer": ..., "scheduler": ...}``."""
     root: dict[Node, Node] = {WEIGHTS: checkpoint.root}
     files: dict[str, str] = {}
     globals_, warnings = dict.fromkeys(checkpoint.globals), [*checkpoint.warnings]
@@ -69,7 +70,7 @@ def _with_entries(checkpoint: Checkpoint, folder: Folder, names: Collection[str]
 def as_files(checkpoint: Checkpoint, options: Options) -> tuple[Checkpoint, Plan]:
     """Return the checkpoint without the entries that were files, and the plan of these files.
 
-    For a folder of shards, which holds weights alone.
+    A folder of shards, which stores only weights, is written like this.
     """
     beside, root = checkpoint.beside, checkpoint.root
     if beside is None or not isinstance(root, dict) or beside.weights not in root:

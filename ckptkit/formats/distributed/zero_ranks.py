@@ -1,4 +1,4 @@
-"""ZeRO: find the files of a training state, and assemble what all ranks hold of it.
+"""Find the files of a ZeRO training state, and assemble the tensors of all ranks.
 
 :mod:`deepspeed` describes the files.
 """
@@ -35,7 +35,7 @@ from ckptkit.formats.distributed.reading import (
     shared_out,
 )
 
-# The folder and the files: tags, ranks, and parallelism that is refused.
+# Names of the folder and the files; parallelism that is refused
 
 
 POINTERS = ("latest", "latest_universal")
@@ -56,24 +56,24 @@ _SAVE_WHOLE = "load it with DeepSpeed and save engine.module_state_dict()"
 
 
 def is_tag(names: Iterable[str]) -> bool:
-    """Return whether these are the files of one training state."""
+    """Return whether these names contain files of a training state."""
     return any(map(_STATES.fullmatch, names))
 
 
 def tag_folders(folder: Folder) -> list[str]:
-    """Return the folders of training states in `folder`."""
+    """Return the subfolders of `folder` that contain training states."""
     return [name for name in folder.folders() if _holds_states(folder, name)]
 
 
 def _holds_states(folder: Folder, name: str) -> bool:
     try:
         return is_tag(folder.sub(name).list())
-    except CkptkitError:  # no folder, or one without permission to list
+    except CkptkitError:  # not a folder, or no permission to list it
         return False
 
 
 def pointer(folder: Folder, names: Collection[str]) -> tuple[str, str] | None:
-    """Return the file that names the current tag, and the tag; None where there is none."""
+    """Return the file that names the current tag, and the tag; None if there is no such file."""
     for name in POINTERS:
         try:
             source: ByteSource | None = folder.open(name) if name in names else None
@@ -89,7 +89,7 @@ def pointer(folder: Folder, names: Collection[str]) -> tuple[str, str] | None:
 def find(folder: Folder, names: Collection[str]) -> Folder:
     """Return the folder with the files.
 
-    It is `folder` itself, that of the tag in ``latest``, or the only one.
+    It is `folder` itself, the folder of the tag in ``latest``, or the only tag folder.
     """
     if is_tag(names):
         return folder
@@ -97,33 +97,33 @@ def find(folder: Folder, names: Collection[str]) -> Folder:
     tags = [named[1]] if named else tag_folders(folder)
     if len(tags) != 1:
         raise AmbiguousError(
-            f"holds {len(tags)} training states and no file that names the latest: {listed(tags)}",
-            hint=f"name one of them, e.g. {shell_word(os.path.join(folder.name, tags[0]))}",
+            f"contains {len(tags)} training states, no file names the latest: {listed(tags)}",
+            hint=f"name one, e.g. {shell_word(os.path.join(folder.name, tags[0]))}",
         )
     if named and not _holds_states(folder, named[1]):
         others = tag_folders(folder)
-        hint = f"it holds {listed(others)}: name the folder to read"
+        hint = f"name one of these folders: {listed(others)}"
         raise CorruptError(
-            f"{named[0]} names {named[1][:80]!r}, which is not a folder of a training state",
-            hint=hint if others else "fetch the whole folder again",
+            f"{named[0]} names {named[1][:80]!r}, which is not the folder of a training state",
+            hint=hint if others else "download the whole folder again",
         )
     model_files = sorted(filter(_MODEL_FILE.fullmatch, names))
     model_files = [name for name in model_files if name.endswith(".index.json")] or model_files
     if model_files:
         paths = [os.path.join(folder.name, name) for name in (tags[0], model_files[0])]
         raise AmbiguousError(
-            f"holds the training state {tags[0]} and a model of its own, {listed(model_files)}",
-            hint=f"name one of them: {paths[0]} or {paths[1]}",
+            f"contains the training state {tags[0]} and also a model, {listed(model_files)}",
+            hint=f"name either {paths[0]} or {paths[1]}",
         )
     return folder.sub(tags[0])
 
 
 class RankFiles:
-    """The files of a training state by rank; those of other parallelism are refused.
+    """The files of a training state by rank. Other kinds of parallelism raise UnsupportedError.
 
-    ``models`` holds the one of stages 0 to 2 as that of rank -1, or those of stage 3; ``optims``
-    those with weights and optimizer. Where the model-parallel ranks are `merged` elsewhere, the
-    files of the first are taken, and ``parallel`` says that there are others.
+    ``models`` are the files of stage 3 by rank, or that of stages 0 to 2 as rank -1. ``optims`` are
+    the files with weights and optimizer. If the model-parallel ranks are `merged` elsewhere, only
+    files of the first are listed, and ``parallel`` tells whether there are more.
     """
 
     def __init__(self, names: Iterable[str], *, merged: bool) -> None:
@@ -140,7 +140,7 @@ class RankFiles:
             match = model or optim
             if match is None:
                 layer = name.startswith("layer_")
-                what = "single pipeline layers" if layer else "a kind that ckptkit does not know"
+                what = "single pipeline layers" if layer else "an unsupported kind"
                 raise UnsupportedError(f"has files of {what}, e.g. {name}", hint=_MERGE)
             if int(match["mp"]):
                 others.append(name)
@@ -152,20 +152,20 @@ class RankFiles:
             held[rank] = name
         if others and not merged:
             raise UnsupportedError(
-                f"is of several model-parallel ranks ({listed(others)})", hint=_MERGE
+                f"has several model-parallel ranks ({listed(others)})", hint=_MERGE
             )
         self.parallel = bool(others)
         self.models, self.optims = dict(sorted(models.items())), dict(sorted(optims.items()))
         if -1 in self.models and len(self.models) > 1:
             raise AmbiguousError(
-                f"holds {self.models[-1]} and files of ZeRO stage 3: "
+                f"contains {self.models[-1]} and files of ZeRO stage 3: "
                 f"{listed(list(self.models.values())[1:])}",
-                hint="the files of two runs are mixed: move those of one of them away",
+                hint="the files of two runs are mixed: move those of either run away",
             )
 
     @property
     def model(self) -> str:
-        """The file with the model of rank 0. Raises CorruptError if it is missing."""
+        """Return the name of rank 0's model file. Raises CorruptError if it is missing."""
         found = self.models.get(-1) or self.models.get(0)
         if found is None:
             raise _incomplete(
@@ -174,38 +174,38 @@ class RankFiles:
         return found
 
     def check_complete(self, ranks: int) -> None:
-        """Raise CorruptError unless there is exactly one file of each kind for each rank."""
+        """Raise CorruptError unless there is one file of each kind for each rank."""
         prefix = "bf16_" if any(name.startswith("bf16_") for name in self.optims.values()) else ""
         _check(self.optims, ranks, prefix + _NAMES[1])
         if -1 not in self.models:
             self.check_models(ranks)
 
     def check_models(self, ranks: int) -> None:
-        """Raise CorruptError unless there is exactly one model file of stage 3 for each rank."""
+        """Raise CorruptError unless there is one model file of stage 3 for each rank."""
         _check(self.models, ranks, _NAMES[0])
 
 
 def _check(found: Mapping[int, str], ranks: int, name: str) -> None:
-    absent = (rank for rank in count() if rank not in found)  # however many `ranks` claims to be
+    absent = (rank for rank in count() if rank not in found)  # `ranks` may be a huge wrong number
     missing = [name.format(rank) for rank in islice(absent, 5) if rank < ranks]
     if missing:
         raise _incomplete(missing)
     stale = [name for rank, name in found.items() if rank >= ranks]
     if stale:
         raise CorruptError(
-            f"is of {ranks:,} ranks, but there are files of others: {listed(stale)}",
+            f"has {ranks:,} ranks, but contains files of others: {listed(stale)}",
             hint="they are from another run: move them away",
         )
 
 
 def _incomplete(missing: Collection[str]) -> CorruptError:
     return CorruptError(
-        f"is not complete: {listed(missing)} {'is' if len(missing) == 1 else 'are'} missing",
-        hint="copy the missing files too; every process wrote its own, perhaps on its own machine",
+        f"is incomplete: {listed(missing)} {'is' if len(missing) == 1 else 'are'} missing",
+        hint="copy the missing files; every rank wrote its own, perhaps on its own machine",
     )
 
 
-# Full-precision weights and the optimizer's state, from the optim_states of all ranks.
+# Full-precision weights and the optimizer's state, from the optim_states of all ranks
 
 
 FLATS = "single_partition_of_fp32_groups"  # of stages 1 and 2
@@ -213,16 +213,16 @@ FLATS_3 = "fp32_flat_groups"
 STATE, STATE_3 = "base_optimizer_state", "optimizer_state_dict"
 COUNT, STAGE = "partition_count", "zero_stage"
 GAPS, TRIMMED = "param_alignment_paddings", "group_paddings"
-# Fields on how the state was cut, of no use once it is assembled.
+# Fields that describe the split, which is undone when the state is assembled.
 CUT = frozenset(
     {FLATS, FLATS_3, STATE, STATE_3, COUNT, STAGE, GAPS, TRIMMED, "param_slice_mappings"}
 )
 
-Named = dict[str, dict[Node, Node]]  # the state of the optimizer by name of the parameter
+Named = dict[str, dict[Node, Node]]  # the optimizer's state by parameter name
 
 
 class Rank(NamedTuple):
-    """One rank: flat tensors of the groups, elements that may be cut off, the optimizer's state."""
+    """A rank's flat tensors by group, the padding that was cut off each, the optimizer's state."""
 
     flats: list[Tensor]
     cut: list[int]
@@ -230,7 +230,7 @@ class Rank(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """The place of a parameter: `share` elements from `start` of each flat row of its group."""
+    """The place of a parameter: `share` elements from `start` in each flat row of its group."""
 
     shape: Shape
     group: int
@@ -239,7 +239,7 @@ class Slot(NamedTuple):
 
 
 class ZeroRank:
-    """The files of all ranks, read. Raises CorruptError where they contradict each other."""
+    """The optim_states of all ranks. Raises CorruptError if they contradict each other."""
 
     def __init__(self, reader: RankReader, files: RankFiles) -> None:
         first, *others = files.optims.values()
@@ -250,7 +250,7 @@ class ZeroRank:
         counts = set(self.first.integers(COUNT))
         if len(counts) > 1 or "ds_zero_partition_groups" in self.first:
             raise UnsupportedError(
-                "its groups are cut for different numbers of ranks (expert parallelism)",
+                "its groups are split over different numbers of ranks (expert parallelism)",
                 hint=_SAVE_WHOLE,
             )
         self.count = max(counts, default=0)
@@ -265,22 +265,22 @@ class ZeroRank:
         place = fields.place
         if self.key not in fields:
             raise FormatError(
-                f"{place} has no {self.key}: another stage than the first file, or an old DeepSpeed"
+                f"{place} has no {self.key}: its stage differs, or its DeepSpeed is too old"
             )
         if set(fields.integers(COUNT)) != {self.count}:
             raise CorruptError(f"{place}: {COUNT} is not {self.count:,} as in the first file")
         stages = fields.integers(STAGE) if STAGE in fields else []  # bf16_optimizer.py writes none
         if any((stage == 3) != self.stage_3 for stage in stages):
-            raise CorruptError(f"{place}: {STAGE} is {stages[0]}, but there are {self.key}")
+            raise CorruptError(f"{place}: {STAGE} is {stages[0]}, but it has {self.key}")
         flats = fields.tensors(self.key)
         cut = fields.integers(TRIMMED) if TRIMMED in fields else [0] * len(flats)
         first = len(self.first.items(self.key))
         if not len(flats) == len(cut) == first:
             raise CorruptError(
-                f"{place} has {len(flats):,} {self.key} and {len(cut):,} {TRIMMED}, the first file "
-                f"has {first:,}"
+                f"{place} has {len(flats):,} {self.key} and {len(cut):,} {TRIMMED}, but the first "
+                f"file {first:,}"
             )
-        # The optimizer's state of each group: empty before its first step, or unsaved.
+        # The optimizer's state of each group; empty before its first step, or if it was not saved.
         states: Mapping[Node, Node] = {}
         inner = f"{place}: {self.state_key}"
         if isinstance(fields.node.get(self.state_key), (list, tuple)):  # elastic_checkpoint
@@ -293,7 +293,7 @@ class ZeroRank:
         return Rank(flats, cut, list(found))
 
     def _check_parts(self, group: int) -> None:
-        """Check that the parts of a group have one size, with or without the cut at its end."""
+        """Check that the shards of a group have one size, with or without the padding cut off."""
         sizes = [rank.flats[group].numel for rank in self.ranks]
         cut = [rank.cut[group] for rank in self.ranks]
         whole = {size + less for size, less in zip(sizes, cut, strict=True)}
@@ -302,17 +302,17 @@ class ZeroRank:
             return
         if len(set(sizes)) > 1:
             raise CorruptError(
-                f"the ranks' parts of group {group} differ in size: {sizes[:8]}, cut by {cut[:8]}"
+                f"the ranks' shards of group {group} differ in size: {sizes[:8]}, cut by {cut[:8]}"
             )
         for rank in self.ranks:
-            rank.cut[group] = 0  # not carried out: bf16_optimizer.py
+            rank.cut[group] = 0  # bf16_optimizer.py records a padding that it does not cut off
 
     def slots(self, groups: Sequence[Mapping[str, Shape]]) -> dict[str, Slot]:
-        """Return the places of the parameters of `groups` in rows of flat tensors.
+        """Return the place of each parameter of `groups` in rows of flat tensors.
 
-        Stages 1 and 2: a row is a group, its parameters in order, with a gap after each. Stage 3: a
-        row is a rank, with equally many elements of each parameter. Raises CorruptError unless the
-        rows hold what is taken, rounded up at most.
+        In stages 1 and 2 a row is a group: its parameters in order, with a gap after each. In stage
+        3 a row is a rank: equally many elements of each parameter. Raises CorruptError unless the
+        sizes of the rows match, up to rounding.
         """
         gaps = [[0] * len(shapes) for shapes in groups]
         flats = len(self.ranks[0].flats)
@@ -331,8 +331,7 @@ class ZeroRank:
         for group, (shapes, behind) in enumerate(zip(groups, gaps, strict=True)):
             if len(behind) != len(shapes):
                 raise CorruptError(
-                    f"group {group} has {len(shapes):,} parameters, but {len(behind):,} gaps after "
-                    "them"
+                    f"group {group} has {len(shapes):,} parameters, but {len(behind):,} gaps"
                 )
             start = end = start if self.stage_3 else 0
             for (name, shape), gap in zip(shapes.items(), behind, strict=True):
@@ -353,21 +352,20 @@ class ZeroRank:
         for number, (size, needed) in enumerate(zip(sizes, taken, strict=True)):
             if not needed <= size <= -(-needed // unit) * unit:
                 raise CorruptError(
-                    f"the parameters take {needed:,} elements, but flat tensor {number} has "
+                    f"the parameters need {needed:,} elements, but flat tensor {number} has "
                     f"{size:,}"
                 )
         return slots
 
     def parameters(self, slots: Mapping[str, Slot]) -> dict[str, Tensor]:
-        """Return the weights."""
+        """Return the weights by name."""
         rows = self._rows([list(rank.flats) for rank in self.ranks], slots)
         return {name: _shared_out(rows, slot) for name, slot in slots.items()}
 
     def _rows(
         self, parts: Sequence[Sequence[Tensor | None]], slots: Mapping[str, Slot]
     ) -> dict[int, tuple[FlatRow, ...]]:
-        """Return the rows that each group is cut from, of tensors by rank and group; empty where
-        one is missing."""
+        """Return the rows of each group, from tensors by rank and group; {} if one is missing."""
         lines = parts if self.stage_3 else list(zip(*parts, strict=True))
         rows = [
             FlatRow([part for part in line if part is not None]) if None not in line else None
@@ -380,10 +378,10 @@ class ZeroRank:
         return dict.fromkeys(groups, every) if len(every) == len(rows) else {}
 
     def optimizer(self, slots: Mapping[str, Slot]) -> tuple[Named, list[str]]:
-        """Return the optimizer's state, and warnings.
+        """Return the optimizer's state by parameter name, and warnings.
 
-        State for each element is assembled as the weights are; a value for a whole group, such as
-        the step, is that of rank 0.
+        State per element is assembled like the weights. A value for a whole group, such as the
+        step, is that of rank 0.
         """
         states = self.ranks[0].state
         keys = dict.fromkeys(chain(*states))
@@ -409,7 +407,7 @@ class ZeroRank:
                     made[name][key] = kept[key] if tensor is None else own(tensor)
                 elif key in kept:
                     left[key_text(key)[:80]] = None
-        warning = f"not one value per weight, so left out of the optimizer: {', '.join(left)}"
+        warning = f"dropped from the optimizer, not one value per weight: {', '.join(left)}"
         return made, [warning] if left else []
 
 
@@ -428,7 +426,7 @@ def _shared_out(rows: Mapping[int, tuple[FlatRow, ...]], slot: Slot) -> Tensor:
     return shared_out(rows[slot.group], slot.shape, slot.start, slot.share)
 
 
-# A universal checkpoint: a folder for each parameter, independent of the ranks that wrote it.
+# A universal checkpoint: a folder for each parameter, independent of the number of ranks
 
 
 SETTINGS = "optimizer_state.pt"
@@ -438,9 +436,9 @@ _WEIGHTS, _SUFFIX = "fp32.pt", ".pt"
 def read_universal(
     reader: RankReader, folder: Folder, shapes: Mapping[str, Shape], skip: Collection[str]
 ) -> tuple[dict[str, Tensor], Named]:
-    """Read the folder ``zero``: every parameter but those in `skip`, in the order of `shapes`.
+    """Read the folder ``zero``: every parameter except `skip`, in the order of `shapes`.
 
-    `shapes` are those of the parameters where the ranks were not merged from several.
+    `shapes` is empty if the parameters were merged from several model-parallel ranks.
     """
     there = folder.folders()
     missing = [name for name in shapes if name not in there]
@@ -461,14 +459,14 @@ def read_universal(
         node = values.pop(_WEIGHTS)
         tensor = as_tensor(_value(node))
         if tensor is None:
-            raise FormatError(f"{_WEIGHTS} does not hold a tensor", where=inner.name)
-        # Of the vocabulary there are fewer rows: those that fill it up are left out.
+            raise FormatError(f"{_WEIGHTS} does not contain a tensor", where=inner.name)
+        # An embedding has no padding rows here, so it is smaller than in `shapes`.
         is_cut = isinstance(node, dict) and node.get("vocab_tensor") is True
         shape = tensor.shape if is_cut else shapes.get(name, tensor.shape)
         shaped = _shaped(tensor, shape)
         if shaped is None:
             raise CorruptError(
-                f"{_WEIGHTS} is of shape {tensor.shape}, the parameter of {shape}",
+                f"{_WEIGHTS} has the shape {tensor.shape}, the parameter {shape}",
                 where=inner.name,
             )
         parameters[name], state[name] = shaped, {}
@@ -486,7 +484,7 @@ def _value(node: Node) -> Node:
 
 
 def _shaped(tensor: Tensor, shape: Shape) -> Tensor | None:
-    """Return a flat tensor in that shape; None if the number of elements differs."""
+    """Return a flat tensor with another shape; None if the number of elements differs."""
     if tensor.shape == shape:
         return tensor
     if not is_flat(tensor) or tensor.numel != prod(shape):
